@@ -1,0 +1,25 @@
+# Two commands for a newcomer: `make quickstart` and `make test`. Both may be run as often as one likes.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: quickstart test lint clean
+
+.venv/installed: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "dolmen needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": make PYTHON=python3.12")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -e .
+	touch $@
+
+.venv/tested: .venv/installed
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[test]'
+	touch $@
+
+quickstart: .venv/installed
+	$(BIN)/dolmen train quickstart --overwrite
+
+test: .venv/tested
+	$(BIN)/ruff check dolmen tests benchmarks
+	$(BIN)/python -m pytest
+
+clean:
+	rm -rf .venv runs .pytest_cache

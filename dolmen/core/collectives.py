@@ -1,0 +1,168 @@
+"""Seven collectives with types. Per mesh axis a tensor is R (replicated, gradient P), I (invariant, gradient I),
+S(d) (sharded along d, gradient S(d)) or P (partial sum, gradient R); each backward follows from the types.
+
+    copy            I -> R      no-op            | P -> I      all-reduce          Megatron's f   (1909.08053)
+    all_reduce      P -> I      all-reduce       | I -> R      no-op               Megatron's g
+    all_gather      S(d) -> R   all-gather       | P -> S(d)   reduce-scatter      g-bar of sequence parallelism (2205.05198)
+    reduce_scatter  P -> S(d)   reduce-scatter   | S(d) -> R   all-gather
+    split           I -> S(d)   slice            | S(d) -> I   all-gather          scatter
+    gather          S(d) -> I   all-gather       | I -> S(d)   slice               gather
+    all_to_all      S(i) -> S(j)                 | S(j) -> S(i)
+
+All return new tensors or the input itself, never mutate one, are the identity on an axis of size 1, and trace under
+torch.compile. The `start_*` functions below them are the raw, asynchronous forms: what is sent, with no autograd; their
+result is waited for by `wait`. Every byte of compute that moves goes through them (gradients move in parallel/data.py).
+"""
+
+import torch
+import torch.distributed._functional_collectives as funcol
+from torch import Tensor
+
+from dolmen.core.mesh import Axis
+
+wait = funcol.wait_tensor
+
+
+def start_all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
+    """Sum (or `op`: max, min) of x over the axis, same shape."""
+    return funcol.all_reduce(x.contiguous(), op, axis.group)
+
+
+def start_all_gather(x: Tensor, axis: Axis) -> Tensor:
+    """x [n, ...] of every rank, one after the other: [size * n, ...]."""
+    return funcol.all_gather_tensor(x.contiguous(), 0, axis.group)
+
+
+def start_reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
+    """This rank's rows of the sum over the axis: [size * n, ...] -> [n, ...]."""
+    return funcol.reduce_scatter_tensor(x.contiguous(), "sum", 0, axis.group)
+
+
+def _gathered(x: Tensor, dim: int, axis: Axis) -> Tensor:
+    if dim == 0: return wait(start_all_gather(x, axis))
+    return wait(start_all_gather(x.movedim(dim, 0), axis)).movedim(0, dim).contiguous()
+
+
+def _scattered(x: Tensor, dim: int, axis: Axis) -> Tensor:
+    if dim == 0: return wait(start_reduce_scatter(x, axis))
+    return wait(start_reduce_scatter(x.movedim(dim, 0), axis)).movedim(0, dim).contiguous()
+
+
+def part(x: Tensor, dim: int, axis: Axis) -> Tensor:
+    """This rank's equal part of x along dim, a view. Raises ValueError where the axis does not divide it."""
+    if x.shape[dim] % axis.size:
+        raise ValueError(f"dim {dim} of size {x.shape[dim]} is not divisible by {axis.name} ({axis.size})")
+    n = x.shape[dim] // axis.size
+    return x.narrow(dim, axis.rank * n, n)
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, axis):
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, g): return wait(start_all_reduce(g, ctx.axis)), None
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, axis): return wait(start_all_reduce(x, axis))
+
+    @staticmethod
+    def backward(ctx, g): return g, None
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, dim, axis):
+        ctx.dim, ctx.axis = dim, axis
+        return _gathered(x, dim, axis)
+
+    @staticmethod
+    def backward(ctx, g): return _scattered(g, ctx.dim, ctx.axis), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, dim, axis):
+        ctx.dim, ctx.axis = dim, axis
+        return _scattered(x, dim, axis)
+
+    @staticmethod
+    def backward(ctx, g): return _gathered(g, ctx.dim, ctx.axis), None, None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, dim, axis):
+        ctx.dim, ctx.axis = dim, axis
+        return part(x, dim, axis).clone()
+
+    @staticmethod
+    def backward(ctx, g): return _gathered(g, ctx.dim, ctx.axis), None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, dim, axis):
+        ctx.dim, ctx.axis = dim, axis
+        return _gathered(x, dim, axis)
+
+    @staticmethod
+    def backward(ctx, g): return part(g, ctx.dim, ctx.axis).clone(), None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, src, dst, axis):
+        ctx.src, ctx.dst, ctx.axis = src, dst, axis
+        parts = torch.stack(x.chunk(axis.size, dst))                          # [size, ..., one part along dst]
+        got = wait(funcol.all_to_all_single(parts, None, None, axis.group))   # part r now comes from rank r
+        return torch.cat(got.unbind(0), src)
+
+    @staticmethod
+    def backward(ctx, g): return _AllToAll.apply(g, ctx.dst, ctx.src, ctx.axis), None, None, None
+
+
+def copy(x: Tensor, axis: Axis) -> Tensor:
+    """I -> R: x enters computation that differs per rank."""
+    return x if axis.size == 1 else _Copy.apply(x, axis)
+
+
+def all_reduce(x: Tensor, axis: Axis) -> Tensor:
+    """P -> I: the sum, which every rank then treats as one tensor."""
+    return x if axis.size == 1 else _AllReduce.apply(x, axis)
+
+
+def all_gather(x: Tensor, dim: int, axis: Axis) -> Tensor:
+    """S(dim) -> R."""
+    return x if axis.size == 1 else _AllGather.apply(x, dim, axis)
+
+
+def reduce_scatter(x: Tensor, dim: int, axis: Axis) -> Tensor:
+    """P -> S(dim)."""
+    return x if axis.size == 1 else _ReduceScatter.apply(x, dim, axis)
+
+
+def split(x: Tensor, dim: int, axis: Axis) -> Tensor:
+    """I -> S(dim). Raises ValueError where the axis does not divide the dim."""
+    return x if axis.size == 1 else _Split.apply(x, dim, axis)
+
+
+def gather(x: Tensor, dim: int, axis: Axis) -> Tensor:
+    """S(dim) -> I."""
+    return x if axis.size == 1 else _Gather.apply(x, dim, axis)
+
+
+def all_to_all(x: Tensor, src: int, dst: int, axis: Axis) -> Tensor:
+    """S(src) -> S(dst): whole along src, split along dst. Raises ValueError where the axis does not divide dst."""
+    if axis.size == 1: return x
+    part(x, dst, axis)
+    return _AllToAll.apply(x, src, dst, axis)
+
+
+def reduce_scalar(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
+    """x of every rank combined, outside autograd: counts, norms, flags."""
+    return x if axis.size == 1 else wait(start_all_reduce(x.detach(), axis, op))

@@ -1,0 +1,101 @@
+"""State at rest is DTensor, compute is local tensors: this file is the bridge, and the only one that says DTensor.
+
+    distribute(module, placements, mesh)   meta parameters -> DTensors split over tp     (parallel/data.py then splits over dp)
+    local(p, grad)                         the bridge into compute; `grad` types the way back
+    region(p), write(p, full), full(p)     this rank's part of the logical tensor: initial values, loading, export
+"""
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from dolmen.core.mesh import Mesh
+
+__all__ = ["Partial", "Placement", "Replicate", "Shard", "distribute", "full", "initialize", "local", "owned", "region", "write"]
+
+BLOCK = 1 << 16                                            # elements of the logical tensor drawn from one seed
+
+
+def distribute(module: nn.Module, placements: dict[str, Placement], mesh: Mesh) -> None:
+    """Replace every parameter (on meta, full shape) by a DTensor on mesh axis tp, in place. No-op on a mesh of no grid.
+
+    Raises KeyError if a parameter has no placement. Tied parameters stay one parameter.
+    """
+    if mesh.grid is None: return
+    made: dict[Tensor, nn.Parameter] = {}
+    for prefix, owner in module.named_modules():
+        for name, p in list(owner.named_parameters(recurse=False)):
+            if p not in made:
+                placement = placements[f"{prefix}.{name}" if prefix else name]
+                shape, _ = compute_local_shape_and_global_offset(p.shape, mesh.grid["tp"], [placement])
+                shard = torch.empty(shape, dtype=p.dtype, device=p.device)
+                made[p] = nn.Parameter(DTensor.from_local(shard, mesh.grid["tp"], [placement], run_check=False,
+                                                          shape=p.shape, stride=p.stride()), requires_grad=p.requires_grad)
+            setattr(owner, name, made[p])
+
+
+def local(p: Tensor, grad: Placement | None = None) -> Tensor:
+    """The local tensor of a parameter, for compute. `grad` is the type of its gradient on tp where it is not the
+    parameter's own placement: Partial() for a weight stored whole but used on this rank's part of the activations."""
+    if not isinstance(p, DTensor): return p
+    return p.to_local(grad_placements=[grad] if grad is not None else None)
+
+
+def region(p: Tensor) -> tuple[slice, ...]:
+    """The part of the logical tensor that this rank holds, one slice a dimension."""
+    if not isinstance(p, DTensor): return tuple(slice(0, n) for n in p.shape)
+    shape, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
+    return tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
+
+
+def shard(p: Tensor) -> Tensor:
+    """The tensor that holds this rank's values: writing to it changes the parameter. No autograd."""
+    return p.detach().to_local() if isinstance(p, DTensor) else p.detach()
+
+
+def write(p: Tensor, value: Tensor) -> None:
+    """Copy this rank's region of the full tensor `value` into p. Raises ValueError if the shapes differ."""
+    if p.shape != value.shape: raise ValueError(f"a value of shape {tuple(value.shape)} for a parameter of shape {tuple(p.shape)}")
+    shard(p).copy_(value[region(p)])
+
+
+def full(p: Tensor) -> Tensor:
+    """The whole logical tensor, on every rank. A collective: all ranks of the parameter's mesh call it."""
+    return p.detach().full_tensor() if isinstance(p, DTensor) else p.detach()
+
+
+def owned(p: Tensor) -> float:
+    """1 / (number of ranks that hold this rank's elements of p): the weight of a local sum in a sum over the world."""
+    if not isinstance(p, DTensor): return 1.0
+    return 1.0 / math.prod(p.device_mesh.size(i) for i, place in enumerate(p.placements) if place.is_replicate())
+
+
+def local_elements(p: Tensor) -> int:
+    """Number of elements this rank holds."""
+    return math.prod(s.stop - s.start for s in region(p))
+
+
+def _seed(seed: int, name: str, block: int) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=8).digest(), "little") >> 1
+
+
+def initialize(p: Tensor, name: str, seed: int, std: float) -> None:
+    """Fill p with normal values that depend on (seed, name, position in the logical tensor) and on nothing else.
+
+    The logical tensor is cut along dim 0 into blocks of BLOCK elements, each drawn from its own seed; a rank draws the
+    blocks its region meets and keeps its part. No rank ever holds a whole tensor.
+    """
+    out, where, columns = shard(p), region(p), math.prod(p.shape[1:])
+    if out.numel() == 0: return
+    rows = max(1, BLOCK // columns)
+    first, last = where[0].start // rows, (where[0].stop - 1) // rows
+    for block in range(first, last + 1):
+        top, bottom = block * rows, min((block + 1) * rows, p.shape[0])
+        values = torch.empty((bottom - top, *p.shape[1:]))
+        values.normal_(0.0, std, generator=torch.Generator().manual_seed(_seed(seed, name, block)))
+        lo, hi = max(top, where[0].start), min(bottom, where[0].stop)
+        out[lo - where[0].start : hi - where[0].start].copy_(values[(slice(lo - top, hi - top), *where[1:])])

@@ -1,0 +1,130 @@
+"""Sample i of the training stream, for any i at once: which source, which of its epochs, which window of tokens.
+
+Sources take turns by Webster's rule: the next sample goes to the source with the smallest (taken + 1/2) / weight. Unlike
+random draws, the counts stay within about one sample of weight x n at every n, and the rule has a closed form, in exact
+integers, so resuming at sample 10^12 costs what starting costs.
+
+Within a source, an epoch is a permutation of its windows: a Feistel network keyed by (seed, source, epoch), walked until it
+lands inside the source (Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002), which needs no memory. Each
+epoch also begins its windows at another token, so no document is always cut at the same place.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+
+from dolmen.data.stream import TokenStream
+
+
+@dataclass(frozen=True)
+class Part:
+    """One source of the mixture."""
+
+    name: str
+    weight: Fraction
+    stream: TokenStream
+
+
+class Mixture:
+    """Windows of `sequence_length` + 1 tokens of the parts; a window's last token is the next one's first, so that each
+    token is predicted once an epoch (all but the remainder of tokens / sequence_length, which differ by epoch)."""
+
+    def __init__(self, parts: Sequence[Part], sequence_length: int, seed: int):
+        for part in parts:
+            if len(part.stream) < sequence_length + 1:
+                raise ValueError(f"{part.name} has {len(part.stream):,} tokens to train on, fewer than one window of "
+                                 f"sequence_length + 1 ({sequence_length + 1:,}): use --train.sequence-length "
+                                 f"{max(len(part.stream) - 1, 1)} or less, or more data (--data.path)")
+        scale = math.lcm(*(part.weight.denominator for part in parts))
+        self.parts, self.sequence_length, self.seed = parts, sequence_length, seed
+        self.weights = [int(part.weight * scale) for part in parts]
+        self.sizes = [len(part.stream) // sequence_length for part in parts]
+
+    def epochs(self, samples: int) -> dict[str, float]:
+        """How often each source has been read after `samples` samples."""
+        taken = counts(self.weights, samples)
+        return {part.name: n / size for part, n, size in zip(self.parts, taken, self.sizes, strict=True)}
+
+    def windows(self, first: int, count: int) -> np.ndarray:
+        """Samples first .. first + count - 1 as int64 [count, sequence_length + 1]."""
+        out = np.empty((count, self.sequence_length + 1), np.int64)
+        order = np.array(turns(self.weights, first, count), np.int64)
+        for source, taken in enumerate(counts(self.weights, first)):
+            rows = np.flatnonzero(order == source)
+            epochs, within = np.divmod(taken + np.arange(len(rows)), self.sizes[source])
+            for epoch in np.unique(epochs):
+                chosen = epochs == epoch
+                for row, start in zip(rows[chosen], self.starts(source, int(epoch), within[chosen]), strict=True):
+                    out[row] = self.parts[source].stream.read(int(start), self.sequence_length + 1)
+        return out
+
+    def starts(self, source: int, epoch: int, within: np.ndarray) -> np.ndarray:
+        """First tokens of the windows that come at positions `within` of this epoch of this source."""
+        key = derive(self.seed, "window", source, epoch)
+        shift = derive(self.seed, "shift", source, epoch) % len(self.parts[source].stream)
+        return shift + self.sequence_length * permute(within, self.sizes[source], key)
+
+
+def counts(weights: Sequence[int], samples: int) -> list[int]:
+    """How many of the first `samples` samples each source has.
+
+    After "time" t, Webster's rule has given each source round(t w / W), in all between t - k/2 and t + k/2 for k sources. So
+    start at t = samples - k/2 and give the few that are missing one by one.
+    """
+    total, doubled = sum(weights), max(0, 2 * samples - len(weights))
+    taken = [(weight * doubled + total) // (2 * total) for weight in weights]
+    if doubled == 0:
+        taken = [0] * len(weights)
+    for source in take(weights, taken, samples - sum(taken)):
+        taken[source] += 1
+    return taken
+
+
+def turns(weights: Sequence[int], first: int, count: int) -> list[int]:
+    """The sources of samples first .. first + count - 1."""
+    return take(weights, counts(weights, first), count)
+
+
+def take(weights: Sequence[int], taken: Sequence[int], count: int) -> list[int]:
+    """The next `count` sources after `taken` samples of each; ties go to the earlier source."""
+    taken, common, order = list(taken), math.lcm(*weights), []
+    shares = [common // weight for weight in weights]
+    for _ in range(count):
+        source = min(range(len(taken)), key=lambda j: (2 * taken[j] + 1) * shares[j])
+        taken[source] += 1
+        order.append(source)
+    return order
+
+
+def permute(index: np.ndarray, size: int, key: int) -> np.ndarray:
+    """Where a permutation of 0 .. size - 1, chosen by `key`, sends each `index`; int64 like it."""
+    half = max(1, (max(size - 1, 1).bit_length() + 1) // 2)  # a network of 2 x half bits: at most 4 x size values
+    out = feistel(np.asarray(index, np.uint64), half, key)
+    while (outside := out >= size).any():
+        out[outside] = feistel(out[outside], half, key)
+    return out.astype(np.int64)
+
+
+def feistel(value: np.ndarray, half: int, key: int, rounds: int = 6) -> np.ndarray:
+    """A bijection of the integers of 2 x `half` bits, uint64."""
+    mask, shift = np.uint64((1 << half) - 1), np.uint64(half)
+    left, right = value >> shift, value & mask
+    for round in range(rounds):
+        left, right = right, left ^ (scramble(right ^ np.uint64(derive(key, round))) & mask)
+    return (left << shift) | right
+
+
+def scramble(value: np.ndarray) -> np.ndarray:
+    """The finaliser of splitmix64 (Steele, Lea and Flood, 2014), uint64."""
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))
+
+
+def derive(*names: int | str) -> int:
+    """64 bits from names and numbers, the same on every machine."""
+    return int.from_bytes(hashlib.blake2b("/".join(map(str, names)).encode(), digest_size=8).digest(), "little")

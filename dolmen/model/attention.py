@@ -1,0 +1,66 @@
+"""Attention over this rank's heads: norms and rope where the config says so, grouped queries, and an optional cache.
+
+With fewer key-value heads than tp ranks (or a count tp does not divide) k and v are stored whole on every rank; a rank
+multiplies only the rows of the heads its queries use, and their gradient is `Partial`.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from dolmen.core.state import local
+from dolmen.model.config import ModelConfig
+from dolmen.model.layers import Column, Norm, Row
+from dolmen.ops import attention as backend
+from dolmen.ops import rope
+from dolmen.parallel import tensor
+from dolmen.parallel.tensor import TensorParallel
+
+
+class Attention(nn.Module):
+    """x [batch * length, hidden] I@tp (or S(0)@tp) -> the same. `cache`, where given, is this layer's keys and values so far."""
+
+    def __init__(self, c: ModelConfig, layer: int, tp: TensorParallel):
+        super().__init__()
+        size, rank = tp.axis.size, tp.axis.rank
+        if c.num_attention_heads % size:
+            raise ValueError(f"num_attention_heads ({c.num_attention_heads}) is not divisible by tp ({size}): set --layout.tp to a divisor")
+        self.tp, self.head_dim, self.window = tp, c.head_dim, c.window(layer)
+        self.whole_kv = c.num_key_value_heads % size != 0
+        self.heads = c.num_attention_heads // size
+        group = c.num_attention_heads // c.num_key_value_heads
+        used = [(rank * self.heads + i) // group for i in range(self.heads)]         # the key-value head of each of our queries
+        self.kv_first, self.kv_heads = used[0], used[-1] - used[0] + 1
+        self.spread = None if self.heads % self.kv_heads == 0 and used == _grouped(used[0], self.kv_heads, self.heads) else [u - used[0] for u in used]
+        self.q = Column(c.hidden_size, c.num_attention_heads * c.head_dim, c.attention_bias)
+        self.k = Column(c.hidden_size, c.num_key_value_heads * c.head_dim, c.attention_bias, whole=self.whole_kv)
+        self.v = Column(c.hidden_size, c.num_key_value_heads * c.head_dim, c.attention_bias, whole=self.whole_kv)
+        self.o = Row(c.num_attention_heads * c.head_dim, c.hidden_size, c.output_bias, tp, 1 / math.sqrt(2 * c.num_hidden_layers))
+        if c.qk_norm:
+            self.q_norm = Norm(c.head_dim, "rmsnorm", c.norm_eps, tp.branch_grad)
+            self.k_norm = Norm(c.head_dim, "rmsnorm", c.norm_eps, tp.branch_grad)
+        else:
+            self.q_norm = self.k_norm = None
+
+    def _mine(self, p: Tensor | None) -> Tensor | None:
+        """The rows of a k or v parameter that this rank multiplies."""
+        if p is None: return None
+        if not self.whole_kv: return local(p)
+        return local(p, self.tp.branch_grad).narrow(0, self.kv_first * self.head_dim, self.kv_heads * self.head_dim)
+
+    def forward(self, x: Tensor, batch: int, cos: Tensor | None, sin: Tensor | None, cache=None) -> Tensor:
+        weights = local(self.q.weight), self._mine(self.k.weight), self._mine(self.v.weight)
+        biases = (local(self.q.bias), self._mine(self.k.bias), self._mine(self.v.bias)) if self.q.bias is not None else (None,) * 3
+        q, k, v = (y.view(batch, -1, y.shape[-1] // self.head_dim, self.head_dim) for y in tensor.columns(x, weights, biases, self.tp))
+        if self.q_norm is not None: q, k = self.q_norm(q), self.k_norm(k)
+        if cos is not None: q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
+        if cache is not None: k, v = cache.append(k, v)
+        if self.spread is not None: k, v = k[:, :, self.spread], v[:, :, self.spread]
+        y = backend.attention(q, k, v, self.window)
+        return self.o(y.reshape(-1, self.heads * self.head_dim))
+
+
+def _grouped(first: int, kv_heads: int, heads: int) -> list[int]:
+    """The key-value head of each query where each serves the same number of queries, as grouped attention assumes."""
+    return [first + i // (heads // kv_heads) for i in range(heads)]

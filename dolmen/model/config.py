@@ -1,0 +1,135 @@
+"""The structure of one decoder, as choices. A family (dolmen/families) turns a Hugging Face `config.json` into this and
+back; nothing else in the house knows a family's name.
+
+Field names are Hugging Face's where it has one. Behaviour follows from values alone, never from a model's name.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding (Su et al., 2104.09864), rotate-half layout, and its context extensions."""
+
+    theta: float = 10000.0
+    """Base of the geometric series of wavelengths."""
+    scaling: Literal["default", "linear", "llama3"] = "default"
+    """default | linear (positions divided by factor) | llama3 (long wavelengths divided, short kept, smooth between)."""
+    factor: float = 1.0
+    """Context extension factor of linear and llama3."""
+    low_freq_factor: float = 1.0
+    """llama3: wavelengths longer than original / this are divided by `factor`."""
+    high_freq_factor: float = 4.0
+    """llama3: wavelengths shorter than original / this are kept."""
+    original_max_position_embeddings: int = 8192
+    """llama3: context length the model was first trained at, tokens."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes and choices that fix the parameters and the function of a decoder. Raises ValueError on impossible sizes."""
+
+    family: str = "llama"
+    """Family file whose weight names and config.json an export uses."""
+    vocab_size: int = 32000
+    """Rows of the embedding and of the head, tokens."""
+    hidden_size: int = 4096
+    """Width of the residual stream."""
+    intermediate_size: int = 11008
+    """Width of the feed-forward layer."""
+    num_hidden_layers: int = 32
+    """Decoder blocks."""
+    num_attention_heads: int = 32
+    """Query heads."""
+    num_key_value_heads: int = 32
+    """Key and value heads; fewer than query heads is grouped-query attention."""
+    head_dim: int = 128
+    """Size of one head; need not be hidden_size / num_attention_heads."""
+    max_position_embeddings: int = 2048
+    """Longest sequence, tokens."""
+    position: Literal["rope", "learned"] = "rope"
+    """How positions enter: rotary in attention, or a learned table added to the embedding."""
+    rope: RopeConfig = RopeConfig()
+    """Used when position is rope."""
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    """Kind of every norm; layernorm has a bias."""
+    norm_eps: float = 1e-5
+    """Added to the variance inside every norm."""
+    qk_norm: bool = False
+    """RMSNorm of each query and key head before rope (Qwen3)."""
+    mlp: Literal["gated", "plain"] = "gated"
+    """gated: down(act(gate x) * up x). plain: down(act(up x))."""
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
+    """Activation of the feed-forward layer; gelu is the exact erf form."""
+    attention_bias: bool = False
+    """Biases on q, k, v."""
+    output_bias: bool = False
+    """Bias on the attention output projection."""
+    mlp_bias: bool = False
+    """Biases on the feed-forward projections."""
+    sliding_window: int | None = None
+    """Tokens a query sees, itself included; none: all before it."""
+    sliding_layers: tuple[int, ...] | None = None
+    """Layers that use the sliding window; none: all of them."""
+    tie_word_embeddings: bool = False
+    """Head and embedding are one parameter."""
+    dropout: float = 0.0
+    """Dropout after embedding, attention and feed-forward, and on attention probabilities; 0 unless asked for."""
+    initializer_range: float = 0.02
+    """Standard deviation of initial weights; output projections get it divided by sqrt(2 * layers)."""
+    hf: dict[str, Any] = field(default_factory=dict)
+    """The source config.json, whole: the way back returns it with what changed in the structure since; or, without a
+    model_type, extra fields to write beside the structure, such as eos_token_id."""
+
+    def __post_init__(self):
+        positive = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+                    "num_key_value_heads", "head_dim", "max_position_embeddings")
+        for name in positive:
+            if getattr(self, name) < 1: raise ValueError(f"model.{name.replace('_', '-')} is {getattr(self, name)}: it must be at least 1")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(f"num_attention_heads ({self.num_attention_heads}) is not divisible by num_key_value_heads "
+                             f"({self.num_key_value_heads}): set model.num-key-value-heads to a divisor")
+        if self.position == "rope" and self.head_dim % 2:
+            raise ValueError(f"head_dim ({self.head_dim}) is odd, rope rotates pairs: set model.head-dim to an even size")
+
+    @property
+    def gated(self) -> bool: return self.mlp == "gated"
+
+    def window(self, layer: int) -> int | None:
+        """Sliding window of `layer` in tokens, or None for full causal attention."""
+        return self.sliding_window if self.sliding_layers is None or layer in self.sliding_layers else None
+
+
+def parameter_shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every parameter's name and full (unsplit) shape, in the order of the model: the vocabulary of names that weight
+    rules, placements and checkpoints speak. A test holds the built model to it."""
+    q, kv, h, f = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim, c.hidden_size, c.intermediate_size
+    shapes: dict[str, tuple[int, ...]] = {"embed.weight": (c.vocab_size, h)}
+    if c.position == "learned": shapes["positions.weight"] = (c.max_position_embeddings, h)
+
+    def linear(name: str, out: int, inp: int, bias: bool):
+        shapes[f"{name}.weight"] = (out, inp)
+        if bias: shapes[f"{name}.bias"] = (out,)
+
+    def norm(name: str, size: int, bias: bool = c.norm == "layernorm"):
+        shapes[f"{name}.weight"] = (size,)
+        if bias: shapes[f"{name}.bias"] = (size,)
+
+    for i in range(c.num_hidden_layers):
+        layer = f"layers.{i}"
+        norm(f"{layer}.attn_norm", h)
+        linear(f"{layer}.attn.q", q, h, c.attention_bias)
+        linear(f"{layer}.attn.k", kv, h, c.attention_bias)
+        linear(f"{layer}.attn.v", kv, h, c.attention_bias)
+        linear(f"{layer}.attn.o", h, q, c.output_bias)
+        if c.qk_norm:
+            norm(f"{layer}.attn.q_norm", c.head_dim, bias=False)
+            norm(f"{layer}.attn.k_norm", c.head_dim, bias=False)
+        norm(f"{layer}.mlp_norm", h)
+        if c.gated: linear(f"{layer}.mlp.gate", f, h, c.mlp_bias)
+        linear(f"{layer}.mlp.up", f, h, c.mlp_bias)
+        linear(f"{layer}.mlp.down", h, f, c.mlp_bias)
+    norm("final_norm", h)
+    if not c.tie_word_embeddings: shapes["head.weight"] = (c.vocab_size, h)
+    return shapes

@@ -1,0 +1,75 @@
+"""Data parallelism and ZeRO (1910.02054) through `fully_shard`, and everything that happens to gradients after backward.
+
+With P the bytes of parameters as a rank computes with them and dp the axis size (measured in tests/parallel/test_zero.py):
+
+    zero   parameters at rest   gradients            optimizer state   compute copies
+    0      whole                all-reduced          whole             until backward's end
+    1      1 / dp               whole until the      1 / dp            until the last backward's end
+                                last microbatch
+    2      1 / dp               1 / dp, reduced      1 / dp            until backward's end
+                                each microbatch
+    3      1 / dp               1 / dp               1 / dp            one block at a time
+
+The loss is divided by the global count of real tokens before backward, so gradients are summed, never averaged.
+"""
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from dolmen.core import collectives, state
+from dolmen.core.mesh import Mesh
+
+
+def shard(model: nn.Module, blocks: Iterable[nn.Module], mesh: Mesh, zero: int, compute: torch.dtype) -> None:
+    """Split model over dp as ZeRO stage `zero`, each block a unit of communication, the rest one more; in place.
+
+    Parameters stay in their own dtype (fp32 masters); blocks compute in `compute`; gradients are reduced in fp32 (or
+    wider). No-op on a mesh of no grid.
+    """
+    if mesh.grid is None: return
+    rest = next(model.parameters()).dtype
+    # inputs are not cast: rope tables must stay fp32, and activations take the weights' dtype at the embedding
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=rest, cast_forward_inputs=False)
+    for module in (*blocks, model):
+        if zero == 0: replicate(module, mesh=mesh.grid["dp"], mp_policy=policy)
+        else: fully_shard(module, mesh=mesh.grid["dp"], reshard_after_forward=zero == 3, mp_policy=policy)
+    for unit in units(model):                              # neither call is recursive
+        unit.set_gradient_divide_factor(1.0)
+        if mesh.device.type == "cpu": unit.set_force_sum_reduction_for_comms(True)
+
+
+def units(model: nn.Module) -> list[FSDPModule]:
+    """The modules that `shard` made units of communication."""
+    return [m for m in model.modules() if isinstance(m, FSDPModule)]
+
+
+def backward(loss: Tensor, model: nn.Module, last: bool, zero: int) -> None:
+    """One microbatch's backward. Gradients cross dp with the last microbatch, and with each under ZeRO 2 and 3."""
+    if isinstance(model, FSDPModule):
+        now = last or zero >= 2
+        model.set_is_last_backward(last)
+        model.set_requires_gradient_sync(now)
+        model.set_reshard_after_backward(now)
+    loss.backward()
+
+
+def gradient_norm(parameters: Iterable[nn.Parameter], mesh: Mesh) -> Tensor:
+    """Euclidean norm of the logical gradient, fp32 scalar, the same on every rank: each element is counted once."""
+    parameters = [p for p in parameters if p.grad is not None]
+    norms = torch._foreach_norm([state.shard(p.grad) for p in parameters])
+    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    for p, norm in zip(parameters, norms, strict=True): total = total + norm.double().square() * state.owned(p.grad)
+    total = collectives.reduce_scalar(collectives.reduce_scalar(total, mesh.tp), mesh.dp)
+    return total.sqrt().float()
+
+
+def clip(parameters: Iterable[nn.Parameter], norm: Tensor, most: float) -> None:
+    """Scale all gradients so that their norm is at most `most`. Infinity or zero: leave them."""
+    if not 0 < most < math.inf: return
+    factor = (most / (norm + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_([state.shard(p.grad) for p in parameters if p.grad is not None], factor)

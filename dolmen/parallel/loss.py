@@ -1,0 +1,64 @@
+"""The head and its cross-entropy as one function over the vocabulary-parallel weight (1909.08053, section 3).
+
+Logits exist for one chunk of tokens at a time, and their gradient is formed in the same visit, so that [tokens,
+vocabulary] is never held and never sent: per token, the maximum, the sum of exponentials and the label's logit cross
+the tp axis, three fp32 numbers. The gradient of the sum of losses is ready after forward; backward scales and sends it.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dolmen.core import collectives as c
+from dolmen.ops import loss
+from dolmen.parallel.tensor import TensorParallel, vocabulary_range
+
+LOGITS_AT_ONCE = {"cpu": 1 << 22, "cuda": 1 << 28}         # elements of one chunk: a CPU's cache, 1 GiB of a GPU
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, labels, vocab_size, tp, want_grad):
+        entered = c.wait(c.start_all_gather(x, tp.axis)) if tp.sequence and tp.axis.size > 1 else x
+        first, _ = vocabulary_range(vocab_size, tp.axis)
+        total = torch.zeros((), dtype=torch.float32 if x.dtype != torch.float64 else x.dtype, device=x.device)
+        dx = torch.empty_like(entered) if want_grad else None
+        dw = torch.zeros_like(weight, dtype=total.dtype) if want_grad else None
+        chunk = max(1, LOGITS_AT_ONCE.get(x.device.type, 1 << 28) // weight.shape[0])
+        for at in range(0, entered.shape[0], chunk):
+            rows = slice(at, at + chunk)
+            losses, dlogits = _chunk(entered[rows], weight, labels[rows], first, tp.axis, want_grad, total.dtype)
+            total += losses.sum()
+            if want_grad:
+                dx[rows] = dlogits @ weight
+                dw += dlogits.t() @ entered[rows]
+        ctx.tp = tp
+        if want_grad: ctx.save_for_backward(dx, dw.to(weight.dtype))
+        return total
+
+    @staticmethod
+    def backward(ctx, g):
+        (dx, dw), axis = ctx.saved_tensors, ctx.tp.axis
+        dx = dx * g.to(dx.dtype)
+        if axis.size > 1: dx = c.start_reduce_scatter(dx, axis) if ctx.tp.sequence else c.start_all_reduce(dx, axis)
+        dw = dw * g.to(dw.dtype)
+        return c.wait(dx) if axis.size > 1 else dx, dw, None, None, None, None
+
+
+def _chunk(x, weight, labels, first, axis, want_grad, wide):
+    """Losses [n] of n tokens, and the gradient of their sum by this rank's logits [n, rows], in x's dtype."""
+    logits = F.linear(x, weight).to(wide)
+    maximum = c.reduce_scalar(logits.amax(-1), axis, "max")
+    e, own_sum, own_target = loss.exponentials(logits, maximum, labels, first)
+    sums, target = c.reduce_scalar(torch.stack((own_sum, own_target)), axis)
+    losses = torch.where(labels == loss.IGNORED, 0.0, sums.log() - target)
+    return losses, loss.gradient(e, sums, labels, first, x.dtype) if want_grad else None
+
+
+def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor, vocab_size: int, tp: TensorParallel) -> Tensor:
+    """Sum over real tokens of -log softmax(x W^T)[label]: a scalar, fp32 (fp64 for fp64 input), I@tp.
+
+    x [tokens, hidden] I@tp, or S(0)@tp under sequence parallelism; weight [rows of this rank, hidden] S(0)@tp; labels
+    [tokens] of all tokens, IGNORED where there is no loss. Divide by the global count of real tokens before backward.
+    """
+    return _LinearCrossEntropy.apply(x, weight, labels, vocab_size, tp, torch.is_grad_enabled())

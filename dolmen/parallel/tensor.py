@@ -1,0 +1,115 @@
+"""Tensor parallelism (1909.08053) with or without sequence parallelism (2205.05198): a column-parallel linear carries a
+row-parallel one, and activations cross the tp axis only on entering and leaving the pair.
+
+    x [tokens, hidden]      I@tp, or S(0)@tp under sequence parallelism
+      | enter               copy: nothing         | all-gather            backward: all-reduce | reduce-scatter
+      | columns             y_i = x W_i^T, W_i S(0)@tp: this rank's heads, or its part of the feed-forward width
+      | rows                y = x W^T, W S(1)@tp: a partial sum, P@tp
+      v leave               all-reduce            | reduce-scatter        backward: nothing    | all-gather
+
+The input-gradient collective runs while the weight-gradient products do. Under sequence parallelism only the sharded
+input is kept, and gathered once more in backward, while the input gradient is computed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dolmen.core import collectives as c
+from dolmen.core.mesh import Axis
+from dolmen.core.state import Partial, Placement
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """The tp axis and how the residual stream lies on it between blocks: invariant, or sharded by tokens (`sequence`)."""
+
+    axis: Axis
+    sequence: bool = False
+
+    @property
+    def residual_grad(self) -> Placement | None:
+        """Type of the gradient of a replicated weight used on the residual stream (norms, output biases)."""
+        return Partial() if self.sequence and self.axis.size > 1 else None
+
+    @property
+    def branch_grad(self) -> Placement | None:
+        """Type of the gradient of a replicated weight used inside a block, on this rank's heads (q and k norms, shared k, v)."""
+        return Partial() if self.axis.size > 1 else None
+
+    def leave(self, y: Tensor) -> Tensor:
+        """P -> I, or P -> S(0) under sequence parallelism. y [tokens, hidden]."""
+        return c.reduce_scatter(y, 0, self.axis) if self.sequence else c.all_reduce(y, self.axis)
+
+
+class _Columns(torch.autograd.Function):
+    """y_i = enter(x) W_i^T + b_i. One collective on the way in serves all W_i; one on the way back overlaps all dW_i."""
+
+    @staticmethod
+    def forward(ctx, x, tp, count, *weights_and_biases):
+        weights, biases = weights_and_biases[:count], weights_and_biases[count:]
+        entered = c.wait(c.start_all_gather(x, tp.axis)) if tp.sequence else x
+        ctx.tp, ctx.with_bias = tp, [b is not None for b in biases]
+        ctx.save_for_backward(x, *weights)
+        return tuple(F.linear(entered, w, b) for w, b in zip(weights, biases, strict=True))
+
+    @staticmethod
+    def backward(ctx, *grads):
+        (x, *weights), axis, sequence = ctx.saved_tensors, ctx.tp.axis, ctx.tp.sequence
+        if sequence: gathering = c.start_all_gather(x, axis)
+        dx = grads[0] @ weights[0]
+        for g, w in zip(grads[1:], weights[1:], strict=True): dx = torch.addmm(dx, g, w)
+        if sequence: x = c.wait(gathering)
+        entering = c.start_reduce_scatter(dx, axis) if sequence else c.start_all_reduce(dx, axis)
+        dw = [g.t() @ x for g in grads]
+        db = [g.sum(0) if has else None for g, has in zip(grads, ctx.with_bias, strict=True)]
+        return c.wait(entering), None, None, *dw, *db
+
+
+def columns(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], tp: TensorParallel) -> tuple[Tensor, ...]:
+    """Column-parallel products that share one input: [tokens, out_i / tp] for each local weight [out_i / tp, in].
+
+    x [tokens, in] is I@tp, or S(0)@tp under sequence parallelism; the outputs are S(1)@tp.
+    """
+    if tp.axis.size == 1: return tuple(F.linear(x, w, b) for w, b in zip(weights, biases, strict=True))
+    return _Columns.apply(x, tp, len(weights), *weights, *biases)
+
+
+def rows(x: Tensor, weight: Tensor, tp: TensorParallel) -> Tensor:
+    """Row-parallel product: x [tokens, in / tp] S(1)@tp, weight [out, in / tp] S(1)@tp -> [tokens, out] as `leave` says."""
+    return tp.leave(F.linear(x, weight))
+
+
+def vocabulary_range(vocab_size: int, axis: Axis) -> tuple[int, int]:
+    """(first row, number of rows) of this rank's part of the vocabulary; the last ranks may hold fewer, or none."""
+    chunk = -(-vocab_size // axis.size)
+    first = min(axis.rank * chunk, vocab_size)
+    return first, min(chunk, vocab_size - first)
+
+
+def embed(tokens: Tensor, weight: Tensor, vocab_size: int, tp: TensorParallel) -> Tensor:
+    """Rows of the vocabulary-parallel embedding: tokens [n] -> [n, hidden], or this rank's n / tp rows of it (S(0)).
+
+    weight [rows of this rank, hidden] is S(0)@tp: each rank looks up its own rows, zero elsewhere, and `leave` sums.
+    """
+    if tp.axis.size == 1: return F.embedding(tokens, weight)
+    first, size = vocabulary_range(vocab_size, tp.axis)
+    row = tokens - first
+    mine = (row >= 0) & (row < size)
+    return tp.leave(F.embedding(torch.where(mine, row, 0), weight) * mine[:, None].to(weight.dtype))
+
+
+def gather_vocabulary(logits: Tensor, vocab_size: int, axis: Axis) -> Tensor:
+    """Logits [..., rows of this rank] S(-1)@tp -> [..., vocab_size] on every rank. No autograd: for reading and sampling."""
+    if axis.size == 1: return logits
+    chunk = -(-vocab_size // axis.size)
+    padded = F.pad(logits.detach(), (0, chunk - logits.shape[-1])).movedim(-1, 0)
+    return c.wait(c.start_all_gather(padded, axis)).movedim(0, -1)[..., :vocab_size]
+
+
+def own_tokens(per_token: Tensor, tp: TensorParallel) -> Tensor:
+    """Of something known for all tokens [tokens, ...], this rank's part of the residual stream: all, or S(0)@tp."""
+    return c.part(per_token, 0, tp.axis) if tp.sequence and tp.axis.size > 1 else per_token

@@ -1,0 +1,51 @@
+"""From a configuration to a placed model: build on meta -> split over tp -> fully_shard per block, then root -> allocate
+-> initialise or load. Every model of the house, for training or for serving, is built here.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from dolmen.core import state
+from dolmen.core.mesh import Mesh
+from dolmen.model.config import ModelConfig
+from dolmen.model.decoder import Decoder
+from dolmen.model.layers import Leaf, Norm
+from dolmen.parallel import data
+from dolmen.parallel.tensor import TensorParallel
+
+
+def build(config: ModelConfig, mesh: Mesh, *, sequence: bool = False, zero: int | None = None, dtype: torch.dtype = torch.float32,
+          compute: torch.dtype | None = None, compile: bool = False) -> Decoder:
+    """The decoder on `mesh`, allocated, its values not yet set.
+
+    `dtype` is that of parameters at rest, `compute` (default: the same) that of the copies a step works with. `zero` None
+    builds for inference: split over tp alone. Raises ValueError where the layout does not divide the model.
+    """
+    with torch.device("meta"):
+        model = Decoder(config, TensorParallel(mesh.tp, sequence and mesh.tp.size > 1)).to(dtype)
+    state.distribute(model, model.plan(), mesh)
+    if compile:
+        for block in model.layers.values(): block.compile()
+    if zero is not None: data.shard(model, model.layers.values(), mesh, zero, compute or dtype)
+    model.to_empty(device=mesh.device)
+    if config.tie_word_embeddings: assert model.head is None           # tied by construction: to_empty has nothing to untie
+    return model
+
+
+def initialize(model: Decoder, seed: int) -> None:
+    """Initial values from the seed alone: normal weights, norms 1, biases 0; a layout never changes a value."""
+    with torch.no_grad():
+        for prefix, leaf in model.named_modules():
+            if not isinstance(leaf, Leaf): continue
+            for name, p in leaf.named_parameters(recurse=False):
+                if name == "bias": state.shard(p).zero_()
+                elif isinstance(leaf, Norm): state.shard(p).fill_(1.0)
+                else: state.initialize(p, f"{prefix}.{name}", seed, model.config.initializer_range * leaf.std_scale)
+
+
+def load(model: nn.Module, stream: Callable[[Callable[[str, Tensor], None]], None]) -> None:
+    """Fill the model from `stream`, which calls write(name, full tensor) for every parameter, one tensor at a time."""
+    parameters = dict(model.named_parameters())
+    with torch.no_grad(): stream(lambda name, value: state.write(parameters[name], value))
