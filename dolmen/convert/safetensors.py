@@ -5,8 +5,8 @@ A file is 8 bytes of header length, a JSON header, and the raw little-endian dat
     | u64 n | {"name": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}, ...} (n bytes) | data |
 
 A model is one `model.safetensors`, or shards named by `model.safetensors.index.json`. The library maps whole files into
-memory; reading by offset keeps one tensor resident, and the writer needs no more: offsets follow from shapes. Nothing here
-ever unpickles.
+memory; reading by offset keeps one tensor resident, and the writer needs no more: offsets follow from shapes. Nothing
+here ever unpickles.
 """
 
 import json
@@ -55,7 +55,8 @@ class Stored:
         with open(self.file, "rb") as file:
             file.seek(self.offset)
             got = file.readinto(data.numpy())
-        if got != self.spec.nbytes: raise ValueError(f"{self.file} is truncated: {self.name} has {got} of {self.spec.nbytes} bytes")
+        if got != self.spec.nbytes:
+            raise ValueError(f"{self.file} is truncated: {self.name} has {got} of {self.spec.nbytes} bytes")
         return data.view(self.spec.dtype).reshape(self.spec.shape)
 
     def chunks(self, size: int = 2**20) -> Iterator[bytes]:
@@ -81,8 +82,8 @@ def index(folder: Path | str) -> dict[str, Stored]:
         if twice := [tensor for tensor in shard if tensor in found]:
             raise ValueError(f"{twice[0]} is stored twice, in {found[twice[0]].file.name} and in {name} of {folder}")
         found |= shard
-    if missing := [tensor for tensor, name in weight_map.items() if tensor not in found or found[tensor].file.name != name]:
-        raise ValueError(f"{folder / INDEX} names {len(missing)} tensors that are not in the file it gives, e.g. {missing[:3]}")
+    if missing := [t for t, name in weight_map.items() if t not in found or found[t].file.name != name]:
+        raise ValueError(f"{folder / INDEX} names {len(missing)} tensors that are not there, e.g. {missing[:3]}")
     return found
 
 
@@ -92,34 +93,36 @@ def header(file: Path) -> dict[str, Stored]:
     with open(file, "rb") as stream:
         size = int.from_bytes(stream.read(8), "little")
         if length < 8 or size > min(length - 8, MAX_HEADER_BYTES):
-            raise ValueError(f"{file} is truncated or no safetensors file: its header claims {size} bytes, the file has {length}")
+            raise ValueError(f"{file} is truncated or no safetensors file: header of {size} bytes, file of {length}")
         text = stream.read(size)
-    try: entries = json.loads(text, object_pairs_hook=_unique)
-    except ValueError as error: raise ValueError(f"{file} is no safetensors file: {error}") from error
-    entries.pop("__metadata__", None)
+    try: entries = _entries(text)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{file} is no safetensors file: {error!r} in its header") from error
     end, found = 0, {}
-    for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
-        if entry["dtype"] not in DTYPES: raise ValueError(f"{name} in {file} has dtype {entry['dtype']}: dolmen reads {', '.join(DTYPES)}")
-        spec, (start, stop) = Spec(tuple(entry["shape"]), DTYPES[entry["dtype"]]), entry["data_offsets"]
+    for start, stop, name, spec in entries:
         if start != end or stop - start != spec.nbytes:
-            raise ValueError(f"{file} is damaged: {name} {spec.shape} of {entry['dtype']} is given bytes {start} to {stop}, expected "
-                             f"{end} to {end + spec.nbytes}")
+            raise ValueError(f"{file} is damaged: {name} {spec.shape} of {spec.dtype} is given bytes {start} to "
+                             f"{stop}, expected {end} to {end + spec.nbytes}")
         found[name], end = Stored(name, spec, file, 8 + size + start), stop
     if length != 8 + size + end:
-        raise ValueError(f"{file} is truncated or damaged: it has {length} bytes, its header describes {8 + size + end}")
+        raise ValueError(f"{file} is truncated or damaged: {length} bytes, its header says {8 + size + end}")
     return found
 
 
-def write(folder: Path | str, specs: Mapping[str, Spec], tensors: Iterable[tuple[str, Tensor]], shard_bytes: int = SHARD_BYTES) -> None:
-    """Stores `tensors`, which come in any order and are cast to the dtype of their spec, as shards of at most `shard_bytes`
-    (a larger tensor gets one of its own), one in memory at a time. Files get their names when all are whole. Raises
-    ValueError for a tensor that is unknown, comes twice or is mis-shaped, and KeyError for those that never come."""
+def write(folder: Path | str, specs: Mapping[str, Spec], tensors: Iterable[tuple[str, Tensor]],
+          shard_bytes: int = SHARD_BYTES) -> None:
+    """Stores `tensors`, which come in any order and are cast to the dtype of their spec, as shards of at most
+    `shard_bytes` (a larger tensor gets one of its own), one in memory at a time. Files get their names when all are
+    whole. Raises ValueError for a tensor that is unknown, comes twice or is mis-shaped, and KeyError for those that
+    never come."""
     folder, shards = Path(folder), _shards(specs, shard_bytes)
-    names = [SINGLE] if len(shards) == 1 else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    if len(names) == 1: names = [SINGLE]
     parts = [folder / f".{name}.part" for name in names]
     try:
         places = {}
-        for part, shard in zip(parts, shards, strict=True): places |= _write_header(part, {name: specs[name] for name in shard})
+        for part, shard in zip(parts, shards, strict=True):
+            places |= _write_header(part, {name: specs[name] for name in shard})
         for name, tensor in tensors:
             if name not in specs: raise ValueError(f"{name} is not among the {len(specs)} tensors to store")
             if name not in places: raise ValueError(f"{name} came twice")
@@ -147,18 +150,20 @@ def _shards(specs: Mapping[str, Spec], shard_bytes: int) -> list[list[str]]:
 
 
 def _write_header(file: Path, specs: Mapping[str, Spec]) -> dict[str, Stored]:
-    """A file of full length with its header and no data yet; where each tensor goes. Wide dtypes first and a header of a
-    multiple of 8 bytes, so that every tensor is aligned."""
+    """A file of full length with its header and no data yet; where each tensor goes. Wide dtypes first and a header of
+    a multiple of 8 bytes, so that every tensor is aligned."""
     entries, end = {"__metadata__": {"format": "pt"}}, 0
     for name, spec in sorted(specs.items(), key=lambda item: -item[1].dtype.itemsize):
-        entries[name] = {"dtype": NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [end, end + spec.nbytes]}
+        entries[name] = {"dtype": NAMES[spec.dtype], "shape": list(spec.shape),
+                         "data_offsets": [end, end + spec.nbytes]}
         end += spec.nbytes
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with open(file, "wb") as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
         stream.truncate(8 + len(text) + end)
-    return {name: Stored(name, spec, file, 8 + len(text) + entries[name]["data_offsets"][0]) for name, spec in specs.items()}
+    first = 8 + len(text)
+    return {name: Stored(name, spec, file, first + entries[name]["data_offsets"][0]) for name, spec in specs.items()}
 
 
 def _write_tensor(place: Stored, tensor: Tensor) -> None:
@@ -177,8 +182,19 @@ def _write_index(folder: Path, specs: Mapping[str, Spec], shards: Mapping[str, l
 
 
 def _weight_map(file: Path) -> dict[str, str]:
-    try: return json.loads(file.read_text(), object_pairs_hook=_unique)["weight_map"]
-    except (ValueError, KeyError, TypeError) as error: raise ValueError(f"{file} is no index of safetensors files: {error!r}") from error
+    try: return dict(json.loads(file.read_text(), object_pairs_hook=_unique)["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} is no index of safetensors files: {error!r}") from error
+
+
+def _entries(text: bytes) -> list[tuple[int, int, str, Spec]]:
+    """(start, stop, name, spec) of every tensor of a header, in the order of their bytes."""
+    entries = json.loads(text, object_pairs_hook=_unique)
+    entries.pop("__metadata__", None)
+    if strange := sorted({entry["dtype"] for entry in entries.values()} - set(DTYPES)):
+        raise ValueError(f"dtype {strange[0]} is not among {', '.join(DTYPES)}")
+    return sorted(((*entry["data_offsets"], name, Spec(tuple(entry["shape"]), DTYPES[entry["dtype"]]))
+                   for name, entry in entries.items()), key=lambda item: item[:2])
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -194,5 +210,5 @@ def _nothing_to_read(folder: Path) -> str:
     if not folder.is_dir(): return f"{folder} is not a folder"
     pickles = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pth", ".pt", ".ckpt"))
     if not pickles: return f"{folder} has neither {SINGLE} nor {INDEX}"
-    return (f"{folder} has pickled weights only ({', '.join(pickles[:3])}), which dolmen never loads, since a pickle runs code: "
-            "save it as safetensors with transformers' save_pretrained where you trust it")
+    return (f"{folder} has pickled weights only ({', '.join(pickles[:3])}), which dolmen never loads, since a pickle "
+            "runs code: save it as safetensors with transformers' save_pretrained where you trust it")

@@ -98,7 +98,7 @@ class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, dim, axis):
         ctx.dim, ctx.axis = dim, axis
-        return part(x, dim, axis).clone()
+        return part(x, dim, axis)
 
     @staticmethod
     def backward(ctx, g): return _gathered(g, ctx.dim, ctx.axis), None, None
@@ -142,8 +142,10 @@ def all_gather(x: Tensor, dim: int, axis: Axis) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, dim: int, axis: Axis) -> Tensor:
-    """P -> S(dim)."""
-    return x if axis.size == 1 else _ReduceScatter.apply(x, dim, axis)
+    """P -> S(dim). Raises ValueError where the axis does not divide the dim."""
+    if axis.size == 1: return x
+    part(x, dim, axis)
+    return _ReduceScatter.apply(x, dim, axis)
 
 
 def split(x: Tensor, dim: int, axis: Axis) -> Tensor:

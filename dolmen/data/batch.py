@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-IGNORED = -100  # the label of a position that asks for no prediction
+from dolmen.ops.loss import IGNORED
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,8 @@ class DataConfig:
     document), ids of the Hugging Face hub (`org/name` or `org/name:config`), or `python-standard-library`. Weights make
     a mixture: `0.7:PATH 0.3:PATH`. Without weights, all entries are one corpus."""
     tokenizer: str | None = None
-    """Folder or hub id of a `transformers` tokenizer. Default: that of --init."""
+    """Folder or hub id of a `transformers` tokenizer, or bpe:N for a byte-level BPE of N tokens trained on the data.
+    Default: that of --init."""
     validation: str | None = None
     """Text to validate on, given like --data.path. Default: a fraction of the documents is held out."""
     validation_fraction: float = 0.03

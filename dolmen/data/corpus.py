@@ -38,15 +38,15 @@ DOCUMENT = np.dtype([("bytes", "<i8"), ("hash", "<u8"), ("file", "<i4")])
 
 
 class Corpus:
-    """A built folder. `tokens` is memory-mapped; `documents` has the fields of DOCUMENT."""
+    """A built folder. Its arrays are memory-mapped; `documents` has the fields of DOCUMENT, `content` hashes all text."""
 
     def __init__(self, folder: Path, name: str):
         index = json.loads((folder / "index.json").read_text())
         self.name = name
         self.files = [Path(path) for path, _, _ in index["files"]]
         self.tokens = np.asarray(np.memmap(folder / "tokens.bin", np.dtype(index["dtype"]), mode="r"))
-        self.offsets = np.load(folder / "offsets.npy")
-        self.documents = np.load(folder / "documents.npy")
+        self.offsets = np.load(folder / "offsets.npy", mmap_mode="r")
+        self.documents = np.load(folder / "documents.npy", mmap_mode="r")
         self.token_count, self.document_count = index["tokens"], index["documents"]
         self.byte_count, self.content = index["bytes"], index["content"]
 
@@ -139,7 +139,7 @@ def build(source: Source, tokenizer, origin: dict, folder: Path, workers: int, p
     documents["bytes"], documents["hash"], documents["file"] = text_bytes, hashes, files
     np.save(folder / "offsets.npy", np.concatenate([[0], ends]).astype("<i8"))
     np.save(folder / "documents.npy", documents)
-    content = hashlib.blake2b(hashes.tobytes() + origin["tokenizer"].encode(), digest_size=16).hexdigest()
+    content = hashlib.blake2b(hashes.tobytes(), digest_size=8).hexdigest()
     index = {**origin, "tokens": int(ends[-1]), "documents": len(ends), "bytes": int(text_bytes.sum()), "content": content,
              "sizes": {file.name: file.stat().st_size for file in sorted(folder.iterdir())}}
     (folder / "index.json").write_text(json.dumps(index))
@@ -176,7 +176,11 @@ def write_tokens(source: Source, tokenizer, origin: dict, folder: Path, workers:
 
 
 def encoded(parts: Iterable[Piece], encode: Callable[[str], np.ndarray], workers: int) -> Iterator[tuple[Piece, np.ndarray]]:
-    """(piece, its ids) in order, tokenised by `workers` threads; at most 3 x `workers` groups are in memory at a time."""
+    """(piece, its ids) in order; at most 2 x `workers` + 1 groups are in memory at a time.
+
+    Threads and not processes: the tokenizer releases the interpreter's lock (12.1 MB on 2 cores: 2.8 s with one, 1.5 s with
+    two), and there is nothing to fork beside CUDA or gloo and no main module to import again.
+    """
     with ThreadPoolExecutor(workers) as pool:
         waiting: deque = deque()
         for group in grouped(parts):

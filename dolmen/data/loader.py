@@ -16,6 +16,7 @@ import numpy as np
 
 from dolmen.data import tokenizer as tokenizers
 from dolmen.data.batch import IGNORED, Batch
+from dolmen.data.bpe import tokenizer_folder
 from dolmen.data.config import DataConfig
 from dolmen.data.corpus import Corpus, open_corpus
 from dolmen.data.mixture import Mixture, Part
@@ -65,9 +66,7 @@ class Loader:
         window, start = np.full(length + 1, IGNORED, np.int64), index * length
         real = min(length, len(self.validation) - start)
         if real > 0:
-            window[:real + 1] = self.validation.read(start - 1, real + 1)
-            if start == 0:
-                window[0] = self.end_of_text
+            window[:real + 1] = self.validation.read(start - 1, real + 1)  # position -1 is the last: an end of text
         return window
 
     def rows(self, ranks: int) -> int:
@@ -88,7 +87,10 @@ class Loader:
 
     @cached_property
     def validation_bytes(self) -> int:
-        """Bytes of held-out text. Bits per byte = sum of the validation losses / ln 2 / validation_bytes."""
+        """Bytes of held-out text (exact for whole documents, to 2 bytes for an end that begins inside a character).
+
+        Bits per byte = sum of the validation losses in nats / ln 2 / validation_bytes.
+        """
         texts = [self.tokenizer.decode(tail.read(0, len(tail) - 1), clean_up_tokenization_spaces=False)
                  for held in self.held_out for tail in held.tails]
         return sum(held.size for held in self.held_out) + sum(len(text.encode()) for text in texts)
@@ -142,7 +144,7 @@ def check(config: DataConfig, tokenizer: str | None, vocab_size: int | None, seq
     for source, option in [(source, "--data.path") for source in sources] + [(validation, "--data.validation")]:
         if source is not None and not source.hubs:
             look_at(source, config.text_field, 1 if source is validation else sequence_length + 1, option)
-    loaded = tokenizers.load_tokenizer(config.tokenizer or tokenizer)
+    loaded = tokenizers.load_tokenizer(tokenizer_folder(config, sources) or tokenizer)
     if vocab_size is not None:
         tokenizers.check_vocabulary(loaded, vocab_size)
     return Inputs(sources, validation, loaded, tokenizers.end_of_text_id(loaded, config.end_of_text))
@@ -180,13 +182,17 @@ def prepare(config: DataConfig, tokenizer: str | None, vocab_size: int | None, s
         held.append(everything(judge, np.ones(judge.document_count, bool)))
     mixture = Mixture(parts, sequence_length, seed)
     identity = {
-        **{f"data {part.name}": f"{corpus.token_count:,} tokens, weight {float(part.weight):g}, content {corpus.content}"
-           for part, corpus in zip(parts, corpora, strict=True)},
-        "validation": judge.content if inputs.validation else f"{fraction} held out",
+        **{f"data {number}": f"{content(corpus)}, weight {float(part.weight):g}"
+           for number, (part, corpus) in enumerate(zip(parts, corpora, strict=True), 1)},
+        "validation": content(judge) if inputs.validation else f"{fraction:g} of the documents held out",
         "tokenizer": tokenizers.fingerprint(inputs.tokenizer), "end of text": str(inputs.end_of_text),
         "sequence_length": str(sequence_length), "global_batch_size": str(global_batch_size), "seed": str(seed)}
     return Loader(mixture, tuple(held), global_batch_size, inputs.tokenizer, inputs.end_of_text,
                   describe(mixture, corpora, held), identity)
+
+
+def content(corpus: Corpus) -> str:
+    return f"{corpus.document_count:,} documents, {corpus.byte_count:,} bytes, hash {corpus.content}"
 
 
 def describe(mixture: Mixture, corpora: list[Corpus], held: list[HeldOut]) -> list[str]:

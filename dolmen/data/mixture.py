@@ -1,8 +1,9 @@
 """Sample i of the training stream, for any i at once: which source, which of its epochs, which window of tokens.
 
-Sources take turns by Webster's rule: the next sample goes to the source with the smallest (taken + 1/2) / weight. Unlike
-random draws, the counts stay within about one sample of weight x n at every n, and the rule has a closed form, in exact
-integers, so resuming at sample 10^12 costs what starting costs.
+Sources take turns by Webster's rule: the next sample goes to the source with the smallest (taken + 1/2) / weight. Of k
+sources, one with share p of the weight has had p x n samples at every n, up to (1 - p + p (k - 1)) / 2: half a sample for
+two sources, where random draws are off by sqrt(p (1 - p) n). The rule has a closed form in exact integers, so resuming at
+sample 10^12 costs what starting costs.
 
 Within a source, an epoch is a permutation of its windows: a Feistel network keyed by (seed, source, epoch), walked until it
 lands inside the source (Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002), which needs no memory. Each
@@ -77,8 +78,6 @@ def counts(weights: Sequence[int], samples: int) -> list[int]:
     """
     total, doubled = sum(weights), max(0, 2 * samples - len(weights))
     taken = [(weight * doubled + total) // (2 * total) for weight in weights]
-    if doubled == 0:
-        taken = [0] * len(weights)
     for source in take(weights, taken, samples - sum(taken)):
         taken[source] += 1
     return taken

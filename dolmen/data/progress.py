@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
 
 
 def say(text: str, shown: bool = True) -> None:
@@ -14,13 +14,12 @@ def say(text: str, shown: bool = True) -> None:
 
 @contextmanager
 def bar(title: str, total: int | None, shown: bool) -> Iterator[Callable[[int], None]]:
-    """Yields `reach(done)`, which moves the bar to `done` of `total` bytes (None: unknown)."""
+    """Says `title` and yields `reach(done)`, which moves the bar to `done` of `total` bytes (None: unknown)."""
+    say(title, shown)
     console = Console(stderr=True)
     if not (shown and console.is_terminal):
-        say(title, shown)
         yield lambda done: None
         return
-    columns = TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task(title, total=total)
+    with Progress(BarColumn(), DownloadColumn(), TimeRemainingColumn(), console=console, transient=True) as progress:
+        task = progress.add_task("", total=total)
         yield lambda done: progress.update(task, completed=done)

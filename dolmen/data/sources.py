@@ -183,8 +183,8 @@ def read_parquet(file: Path, text_field: str) -> Iterator[list[str]]:
     check_column(text_field, columns, str(file))
     table = datasets.load_dataset("parquet", data_files=glob.escape(str(file)), split="train", streaming=True,
                                   columns=[text_field])
-    for number, row in enumerate(table, 1):
-        yield [text_of(row[text_field], text_field, f"{file}, row {number}")]
+    for text in column(table, text_field, str(file)):
+        yield [text]
 
 
 def load_hub(name: str, option: str):
@@ -201,8 +201,16 @@ def load_hub(name: str, option: str):
 def hub_rows(name: str, text_field: str, option: str) -> Iterator[str]:
     table = load_hub(name, option)
     check_column(text_field, table.column_names, f"{option} {name}")
-    for number, row in enumerate(table.select_columns([text_field]), 1):
-        yield text_of(row[text_field], text_field, f"{name}, row {number}")
+    yield from column(table.select_columns([text_field]), text_field, name)
+
+
+def column(table, text_field: str, where: str) -> Iterator[str]:
+    """The texts of a data set; by batches, because `datasets` takes 13 times as long row by row."""
+    number = 0
+    for batch in table.iter(batch_size=512):
+        for value in batch[text_field]:
+            number += 1
+            yield text_of(value, text_field, f"{where}, row {number}")
 
 
 def check_column(text_field: str, columns: Sequence[str], where: str) -> None:

@@ -71,10 +71,11 @@ def split(corpus: Corpus, fraction: float) -> tuple[TokenStream, HeldOut | None]
         raise ValueError(f"--data.validation-fraction is {fraction}: use 0 (no validation) to 0.5")
     held = held_out(corpus.documents["hash"], corpus.documents["bytes"], fraction)
     if held.any() or not fraction:
-        return documents_stream(corpus, ~held), (everything(corpus, held) if fraction else None)
+        return documents_stream(corpus, ~held), (
+            everything(corpus, held, ", chosen by a hash of their text") if fraction else None)
     longest = int(np.argmax(np.diff(corpus.offsets)))
     stop = int(corpus.offsets[longest + 1])
-    cut = stop - max(1, round(fraction * len(corpus.doc(longest))))
+    cut = stop - max(2, round(fraction * len(corpus.doc(longest))))
     tail = TokenStream.of(corpus.tokens, [cut], [stop])
     training = TokenStream.of(corpus.tokens, np.array([0, stop]), np.array([cut, corpus.token_count]))
     name = corpus.file(longest) or corpus.name
@@ -82,11 +83,11 @@ def split(corpus: Corpus, fraction: float) -> tuple[TokenStream, HeldOut | None]
     return training, HeldOut(tail, 1, 0, (), (tail,), note)
 
 
-def everything(corpus: Corpus, mask: np.ndarray) -> HeldOut:
-    """The documents in `mask` as held-out ones. `files` is empty unless each of them is a whole file."""
+def everything(corpus: Corpus, mask: np.ndarray, how: str = "") -> HeldOut:
+    """The documents in `mask` as held-out ones, `how` says why. `files` is empty unless each of them is a whole file."""
     stream, chosen = documents_stream(corpus, mask), np.flatnonzero(mask)
     files = tuple(file for index in chosen if (file := corpus.file(index)) is not None)
-    note = f"{len(chosen):,} of {len(mask):,} documents of {corpus.name}, {len(stream):,} tokens"
+    note = f"{len(chosen):,} of {len(mask):,} documents of {corpus.name}, {len(stream):,} tokens{how}"
     return HeldOut(stream, len(chosen), int(corpus.documents["bytes"][mask].sum()),
                    files if len(files) == len(chosen) else (), (), note)
 

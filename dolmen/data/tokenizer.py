@@ -27,13 +27,15 @@ def load_tokenizer(name: str | None):
 
     if name is None:
         raise ValueError("no tokenizer: use --data.tokenizer FOLDER (or a hub id), or --init a model that has one")
+    if name.startswith(("/", ".", "~")) and not Path(name).expanduser().exists():
+        raise FileNotFoundError(f"--data.tokenizer {name}: no such folder")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, use_fast=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(str(Path(name).expanduser()), use_fast=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"no tokenizer could be loaded from {name} (--data.tokenizer): {error}") from error
-    if vocabulary_size(tokenizer) < 2:
-        raise ValueError(f"the tokenizer of {name} has {vocabulary_size(tokenizer)} tokens: it holds no tokenizer files; "
-                         "use --data.tokenizer")
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"--data.tokenizer {name}: no tokenizer could be loaded ({reason})") from error
+    if vocabulary_size(tokenizer) < 2:  # made by `transformers` from a model's configuration alone
+        raise ValueError(f"--data.tokenizer {name}: no tokenizer files there ({vocabulary_size(tokenizer)} tokens)")
     return tokenizer
 
 
@@ -110,6 +112,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int, folder: Path | str, progres
     say(f"training a byte-level BPE tokenizer of {vocab_size:,} tokens", progress)
     bpe.train_from_iterator(texts, trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False))
+    if bpe.get_vocab_size() < vocab_size:
+        say(f"  the text gives only {bpe.get_vocab_size():,} tokens", progress)
     PreTrainedTokenizerFast(
         tokenizer_object=bpe, eos_token=END_OF_TEXT, bos_token=END_OF_TEXT, pad_token=END_OF_TEXT,
         clean_up_tokenization_spaces=False,

@@ -27,38 +27,39 @@ def find(model_type: Any) -> Family:
 
 def from_hf(hf: dict[str, Any]) -> ModelConfig:
     """Structure of a config.json of transformers 4 or 5, kept whole in `ModelConfig.hf`. Dropout is 0 whatever it says.
-    Raises ValueError with field and value for what would change the function and is not supported; fields never heard of
-    are kept, see `unknown_fields`."""
+    Raises ValueError with field and value for what would change the function and is not supported; fields never heard
+    of are kept, see `unknown_fields`."""
     family = find(hf.get("model_type"))
-    if hf.get("auto_map"): raise ValueError(f"auto_map is {hf['auto_map']}: dolmen runs no code from a model folder "
-                                            "(trust_remote_code); use a model saved with a class of transformers")
+    if hf.get("auto_map"):
+        raise ValueError(f"auto_map is {hf['auto_map']}: dolmen runs no code from a model folder "
+                         "(trust_remote_code); use a model saved with a class of transformers")
     if hf.get("quantization_config"):
         raise ValueError(f"quantization_config is {hf['quantization_config']}: dolmen reads unquantised weights only")
     given = {family.aliases.get(name, name): value for name, value in hf.items()}
     for name, allowed in {**ONLY, **family.only}.items():
         if name in given and given[name] not in allowed:
-            raise ValueError(f"{name} is {given[name]!r}: family {family.model_type} of dolmen supports only {allowed[0]!r}")
+            raise ValueError(f"{name} is {given[name]!r}: dolmen's {family.model_type} supports only {allowed[0]!r}")
     return replace(family.read({**family.defaults, **given}), family=family.model_type, hf=deepcopy(hf))
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
-    """config.json of a model. One that was read comes back field for field in its own spelling, except for what changed in
-    the structure; one made here is written as transformers 5 writes it. Raises ValueError naming the structure that the
-    family cannot express."""
+    """config.json of a model. One that was read comes back field for field in its own spelling, except for what changed
+    in the structure; one made here is written as transformers 5 writes it. Raises ValueError naming the structure that
+    the family cannot express."""
     family = find(config.family)
     new = family.write(config)
     if config.hf.get("model_type") == family.model_type:
-        old = from_hf(config.hf)
-        written = family.write(old)
-        out = _spell(config.hf, {name: value for name, value in new.items() if value != written[name]}, family)
+        old = family.write(from_hf(config.hf))
+        out = _spell(config.hf, {name: value for name, value in new.items() if value != old[name]}, family)
         if _differences(config, from_hf(out)): out = _spell(out, new, family)   # absent fields followed a changed one
     else:
         extra = config.hf if "model_type" not in config.hf else {n: v for n, v in config.hf.items() if n in CARRIED}
-        out = {"architectures": [family.architecture], "model_type": family.model_type, "dtype": stored_dtype(config.hf),
-               **deepcopy(family.scratch), **new, **deepcopy(extra)}
+        out = {"architectures": [family.architecture], "model_type": family.model_type,
+               "dtype": stored_dtype(config.hf), **deepcopy(family.scratch), **new,
+               **deepcopy(extra)}
     if differences := _differences(config, from_hf(out)):
-        raise ValueError(f"family {family.model_type} cannot express {'; '.join(differences)}: set model.family to one that "
-                         f"can, of {', '.join(FAMILIES)}")
+        raise ValueError(f"family {family.model_type} cannot express {'; '.join(differences)}: set model.family to "
+                         f"one that can, of {', '.join(FAMILIES)}")
     return out
 
 
@@ -73,12 +74,13 @@ def unknown_fields(hf: dict[str, Any]) -> list[str]:
     family = find(hf.get("model_type"))
     known = {*HARMLESS, *ONLY, *family.only, *family.defaults, *family.harmless, *family.scratch, *family.aliases}
     rope = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *sum(ROPE_FIELDS.values(), ())}
-    inner = [f"{field}.{name}" for field in ("rope_parameters", "rope_scaling") for name in hf.get(field) or {} if name not in rope]
+    inner = [f"{field}.{name}" for field in ("rope_parameters", "rope_scaling")
+             for name in hf.get(field) or {} if name not in rope]
     return sorted(name for name in hf if name not in known and not name.startswith("_")) + inner
 
 
 def _spell(source: dict[str, Any], fields: dict[str, Any], family: Family) -> dict[str, Any]:
-    """`source` with `fields` replaced under the names it uses: its aliases, and rope as transformers 4 or 5 spells it."""
+    """`source` with `fields` replaced under the names it uses: aliases, and rope as transformers 4 or 5 spells it."""
     out, alias = deepcopy(source), {field: name for name, field in family.aliases.items() if name in source}
     for name, value in fields.items():
         if name == "rope_parameters" and name not in source:
@@ -92,7 +94,8 @@ def _structure(config: ModelConfig) -> dict[str, Any]:
     """What fixes parameters and function, in one form only: unused rope fields and ways to spell a window left out."""
     fields = asdict(replace(config, hf={}, dropout=0.0))
     rope = fields.pop("rope")
-    if config.position == "rope": fields["rope"] = {n: rope[n] for n in ("theta", "scaling", *ROPE_FIELDS[rope["scaling"]])}
+    if config.position == "rope":
+        fields["rope"] = {n: rope[n] for n in ("theta", "scaling", *ROPE_FIELDS[rope["scaling"]])}
     del fields["sliding_window"], fields["sliding_layers"]
     return {**fields, "sliding window of each layer": [config.window(i) for i in range(config.num_hidden_layers)]}
 
@@ -100,7 +103,8 @@ def _structure(config: ModelConfig) -> dict[str, Any]:
 def _differences(wanted: ModelConfig, got: ModelConfig) -> list[str]:
     """Each field of the structure that differs, with both values."""
     a, b = _structure(wanted), _structure(got)
-    return [f"{name} = {a.get(name)} (it would read back as {b.get(name)})" for name in {**a, **b} if a.get(name) != b.get(name)]
+    return [f"{name} = {a.get(name)} (it would read back as {b.get(name)})"
+            for name in {**a, **b} if a.get(name) != b.get(name)]
 
 
 @dataclass(frozen=True)
@@ -134,12 +138,15 @@ class WeightMap:
 
     def disagreeing_fields(self, name: str, shape: Shape) -> list[str]:
         """Names of config fields that make the expected shape of a stored tensor differ from `shape`."""
-        return disagreeing_fields(self.family.rules(self.config), self.config, self.embedding if self.is_tied_head(name) else name, shape)
+        rules, stored = self.family.rules(self.config), self.embedding if self.is_tied_head(name) else name
+        fields = disagreeing_fields(rules, self.config, stored, shape)
+        return [self.family.aliases.get(field, field) for field in fields]
 
 
 def weight_map(config: ModelConfig) -> WeightMap:
-    """Raises KeyError naming the first three parameters of `config` that no rule of its family makes."""
+    """The map of `config`'s family. Raises KeyError naming the first three parameters that no rule of it makes."""
     family = find(config.family)
     rules = family.rules(config)
-    embedding, head = (next(f"{rule.hf}.weight" for rule in rules if rule.names == (ours,)) for ours in ("embed", "head"))
+    embedding, head = (next(f"{rule.hf}.weight" for rule in rules if rule.names == (ours,))
+                       for ours in ("embed", "head"))
     return WeightMap(config, family, entries(rules, config), embedding, head)

@@ -19,10 +19,10 @@ def read_config(hf: dict[str, Any]) -> ModelConfig:
     heads, hidden = size(hf, "n_head"), size(hf, "n_embd")
     if hidden % heads: raise ValueError(f"n_embd ({hidden}) is not divisible by n_head ({heads})")
     return ModelConfig(
-        vocab_size=size(hf, "vocab_size"), hidden_size=hidden, num_hidden_layers=size(hf, "n_layer"), num_attention_heads=heads,
-        intermediate_size=4 * hidden if hf["n_inner"] is None else size(hf, "n_inner"), num_key_value_heads=heads,
-        head_dim=hidden // heads, max_position_embeddings=size(hf, "n_positions"), position="learned", norm="layernorm",
-        norm_eps=float(hf["layer_norm_epsilon"]), mlp="plain",
+        vocab_size=size(hf, "vocab_size"), hidden_size=hidden, num_hidden_layers=size(hf, "n_layer"),
+        num_attention_heads=heads, intermediate_size=4 * hidden if hf["n_inner"] is None else size(hf, "n_inner"),
+        num_key_value_heads=heads, head_dim=hidden // heads, max_position_embeddings=size(hf, "n_positions"),
+        position="learned", norm="layernorm", norm_eps=float(hf["layer_norm_epsilon"]), mlp="plain",
         activation=activation(hf["activation_function"], "activation_function"), attention_bias=True, output_bias=True,
         mlp_bias=True, tie_word_embeddings=hf["tie_word_embeddings"], initializer_range=hf["initializer_range"])
 
@@ -48,10 +48,12 @@ def rules(c: ModelConfig) -> list[Rule]:
 
 
 FAMILY = Family(
-    model_type="gpt2", architecture="GPT2LMHeadModel", read=read_config, write=write_config, rules=rules, defaults=DEFAULTS,
-    only={"scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,), "reorder_and_upcast_attn": (False,)},
-    harmless=("n_ctx", "resid_pdrop", "embd_pdrop", "attn_pdrop", "summary_type", "summary_use_proj", "summary_activation",
-              "summary_proj_to_labels", "summary_first_dropout"),
+    model_type="gpt2", architecture="GPT2LMHeadModel", read=read_config, write=write_config, rules=rules,
+    defaults=DEFAULTS,
+    only={"scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,),
+          "reorder_and_upcast_attn": (False,)},
+    harmless=("n_ctx", "resid_pdrop", "embd_pdrop", "attn_pdrop", "summary_type", "summary_use_proj",
+              "summary_activation", "summary_proj_to_labels", "summary_first_dropout"),
     scratch={"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "use_cache": True, "resid_pdrop": 0.0,
              "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     ignored=(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",), prefix="transformer.",

@@ -16,8 +16,8 @@ def read_config(hf: dict[str, Any]) -> ModelConfig:
 def write_config(c: ModelConfig) -> dict[str, Any]:
     """transformers refuses a Llama whose heads do not divide its width, whatever head_dim says."""
     if c.hidden_size % c.num_attention_heads:
-        raise ValueError(f"hidden_size ({c.hidden_size}) is not divisible by num_attention_heads ({c.num_attention_heads}): "
-                         "set model.family to mistral, which writes the same decoder")
+        raise ValueError(f"hidden_size ({c.hidden_size}) is not divisible by num_attention_heads "
+                         f"({c.num_attention_heads}): set model.family to mistral, which writes the same decoder")
     return {**llama_like.write_config(c), "attention_bias": c.attention_bias, "mlp_bias": c.mlp_bias}
 
 

@@ -13,11 +13,12 @@ LAYER = "model.layers.{}."
 IGNORED = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq")
 NO_BIAS = {"attention_bias": (False, None), "mlp_bias": (False, None)}
 NO_WINDOW = {"layer_types": (None,)}
-SCRATCH = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "use_cache": True, "attention_dropout": 0.0}
+SCRATCH = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "use_cache": True,
+           "attention_dropout": 0.0}
 DEFAULTS = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
             "num_attention_heads": 32, "num_key_value_heads": None, "head_dim": None, "hidden_act": "silu",
-            "max_position_embeddings": 2048, "initializer_range": 0.02, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
-            "rope_parameters": None, "rope_scaling": None, "rope_theta": 10000.0,
+            "max_position_embeddings": 2048, "initializer_range": 0.02, "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": False, "rope_parameters": None, "rope_scaling": None, "rope_theta": 10000.0,
             "original_max_position_embeddings": None}
 ROPE_FIELDS = {"default": (), "linear": ("factor",),
                "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")}
@@ -33,9 +34,10 @@ def read_config(hf: dict[str, Any], **structure) -> ModelConfig:
         num_hidden_layers=size(hf, "num_hidden_layers"), num_attention_heads=heads,
         num_key_value_heads=heads if hf["num_key_value_heads"] is None else size(hf, "num_key_value_heads"),
         head_dim=hidden // heads if hf["head_dim"] is None else size(hf, "head_dim"),
-        max_position_embeddings=size(hf, "max_position_embeddings"), position="rope", rope=read_rope(hf), norm="rmsnorm",
-        norm_eps=float(hf["rms_norm_eps"]), mlp="gated", activation=activation(hf["hidden_act"], "hidden_act"),
-        tie_word_embeddings=hf["tie_word_embeddings"], initializer_range=hf["initializer_range"], **structure)
+        max_position_embeddings=size(hf, "max_position_embeddings"), position="rope", rope=read_rope(hf),
+        norm="rmsnorm", norm_eps=float(hf["rms_norm_eps"]), mlp="gated",
+        activation=activation(hf["hidden_act"], "hidden_act"), tie_word_embeddings=hf["tie_word_embeddings"],
+        initializer_range=hf["initializer_range"], **structure)
 
 
 def read_rope(hf: dict[str, Any]) -> RopeConfig:
@@ -62,7 +64,8 @@ def write_rope(rope: RopeConfig) -> dict[str, Any]:
     """`rope_parameters` as transformers 5 writes it: only what the type uses."""
     values = {"factor": rope.factor, "low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor,
               "original_max_position_embeddings": rope.original_max_position_embeddings}
-    return {"rope_type": rope.scaling, "rope_theta": rope.theta, **{name: values[name] for name in ROPE_FIELDS[rope.scaling]}}
+    return {"rope_type": rope.scaling, "rope_theta": rope.theta,
+            **{name: values[name] for name in ROPE_FIELDS[rope.scaling]}}
 
 
 def write_config(c: ModelConfig) -> dict[str, Any]:
@@ -81,5 +84,6 @@ def rules(c: ModelConfig) -> list[Rule]:
              "self_attn.q_proj": "attn.q", "self_attn.k_proj": "attn.k", "self_attn.v_proj": "attn.v",
              "self_attn.o_proj": "attn.o", "self_attn.q_norm": "attn.q_norm", "self_attn.k_norm": "attn.k_norm",
              "mlp.gate_proj": "mlp.gate", "mlp.up_proj": "mlp.up", "mlp.down_proj": "mlp.down"}
-    return [Rename("model.embed_tokens", "embed"), *(Rename(LAYER + hf, "layers.{}." + ours) for hf, ours in names.items()),
+    return [Rename("model.embed_tokens", "embed"),
+            *(Rename(LAYER + hf, "layers.{}." + ours) for hf, ours in names.items()),
             Rename("model.norm", "final_norm"), Rename("lm_head", "head")]

@@ -1,6 +1,6 @@
 """Qwen2 and Qwen2.5 (2407.10671): Llama with biases on q, k, v and a sliding window on some layers.
 
-Which layers slide is `layer_types`, or, in older files, those from `max_window_layers` on; `use_sliding_window` switches.
+Which layers slide is `layer_types`, or, in older files, those from `max_window_layers` on, if `use_sliding_window`.
 """
 
 from typing import Any
@@ -10,12 +10,12 @@ from dolmen.families.family import Family
 from dolmen.model.config import ModelConfig
 
 DEFAULTS = {**llama_like.DEFAULTS, "vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32,
-            "max_position_embeddings": 32768, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28,
-            "layer_types": None}
+            "max_position_embeddings": 32768, "use_sliding_window": False, "sliding_window": 4096,
+            "max_window_layers": 28, "layer_types": None}
 
 
 def read_windows(hf: dict[str, Any]) -> dict[str, Any]:
-    """`sliding_window` and `sliding_layers` of the ModelConfig. Raises ValueError naming the field that does not fit."""
+    """`sliding_window` and `sliding_layers` of ModelConfig. Raises ValueError naming the field that does not fit."""
     layers, window = hf["num_hidden_layers"], hf["sliding_window"] if hf["use_sliding_window"] else None
     names = {False: "full_attention", True: "sliding_attention"}
     types = hf["layer_types"]
@@ -27,7 +27,8 @@ def read_windows(hf: dict[str, Any]) -> dict[str, Any]:
     if sliding and window is None:
         raise ValueError(f"layer_types has {len(sliding)} layers of sliding_attention, but use_sliding_window is "
                          f"{hf['use_sliding_window']} and sliding_window is {hf['sliding_window']}")
-    return {"sliding_window": window if sliding else None, "sliding_layers": sliding if 0 < len(sliding) < layers else None}
+    return {"sliding_window": window if sliding else None,
+            "sliding_layers": sliding if 0 < len(sliding) < layers else None}
 
 
 def write_windows(c: ModelConfig) -> dict[str, Any]:
@@ -47,5 +48,6 @@ def write_config(c: ModelConfig) -> dict[str, Any]:
 
 FAMILY = Family(
     model_type="qwen2", architecture="Qwen2ForCausalLM", read=read_config, write=write_config, rules=llama_like.rules,
-    defaults=DEFAULTS, only={"attention_bias": (True, None), "mlp_bias": (False, None)}, scratch=llama_like.SCRATCH,
+    defaults=DEFAULTS, scratch=llama_like.SCRATCH,
+    only={"attention_bias": (True, None), "mlp_bias": (False, None), "use_mrope": (False, None)},
     ignored=llama_like.IGNORED)

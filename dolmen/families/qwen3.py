@@ -9,8 +9,8 @@ from dolmen.model.config import ModelConfig
 
 def read_config(hf: dict[str, Any]) -> ModelConfig:
     """`attention_bias` puts biases on q, k, v and on the output projection."""
-    return llama_like.read_config(hf, qk_norm=True, attention_bias=hf["attention_bias"], output_bias=hf["attention_bias"],
-                                  **qwen2.read_windows(hf))
+    return llama_like.read_config(hf, qk_norm=True, attention_bias=hf["attention_bias"],
+                                  output_bias=hf["attention_bias"], **qwen2.read_windows(hf))
 
 
 def write_config(c: ModelConfig) -> dict[str, Any]:

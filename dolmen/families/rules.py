@@ -1,10 +1,10 @@
 """Invertible weight rules: how one family's tensors on disk are made of ours, and ours of them.
 
-A rule pairs one Hugging Face module with one or several of ours and covers its weight and, where there is one, its bias;
-"{}" stands for the layer. Importer and exporter read the same rule, so they cannot drift. Two kinds and one wrapper cover
-almost every layout of the field:
+A rule pairs one Hugging Face module with one or several of ours and covers its weight and, where there is one, its
+bias; "{}" stands for the layer. Importer and exporter read the same rule, so they cannot drift. Two kinds and one
+wrapper cover almost every layout of the field:
 
-    Split reshapes dim 0 to [groups, sum(counts), unit] and cuts axis 1, e.g. attention of 4 heads, 2 of them for k and v:
+    Split reshapes dim 0 to [groups, sum(counts), unit] and cuts the second, e.g. 4 query and 2 key-value heads:
       phi3:   groups=1 counts=(4, 2, 2)   rows q0 q1 q2 q3 | k0 k1 | v0 v1
       falcon: groups=2 counts=(2, 1, 1)   rows q0 q1 k0 v0 | q2 q3 k1 v1
 """
@@ -64,8 +64,9 @@ class Split:
         """Raises ValueError where the parts are not whole units of one size."""
         units = {p[0] / (self.groups * n) for p, n in zip(parts, self.counts, strict=True)}
         if len(units) != 1 or units.pop() % 1:
-            raise ValueError(f"{self.hf} stores {self.groups} groups of {self.counts} equal units, not {', '.join(self.ours)} of "
-                             f"{[p[0] for p in parts]} rows: set model.family to one that stores them apart")
+            raise ValueError(f"{self.hf} stores {self.groups} groups of {self.counts} equal units, not "
+                             f"{', '.join(self.ours)} of {[p[0] for p in parts]} rows: set model.family to one that "
+                             "stores them apart")
         return (sum(p[0] for p in parts), *parts[0][1:])
 
 
@@ -93,7 +94,7 @@ Rule = Rename | Split | Transpose
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor on disk: its name, its shape, and the names of ours that it holds, in the order the rule yields them."""
+    """One tensor on disk: its name, its shape, and those of ours that it holds, in the order the rule yields them."""
 
     hf: str
     ours: tuple[str, ...]
@@ -110,8 +111,8 @@ class Entry:
 
 
 def entries(rules: Iterable[Rule], config: ModelConfig) -> dict[str, Entry]:
-    """HF tensor name -> Entry for every parameter of `config`, in the order of the model. Raises KeyError naming the first three parameters that no
-    rule makes, ValueError where a fused tensor cannot hold the model's."""
+    """HF tensor name -> Entry for every parameter of `config`, in the order of the model. Raises KeyError naming the
+    first three parameters that no rule makes, ValueError where a fused tensor cannot hold the model's."""
     shapes, found = parameter_shapes(config), {}
     for rule in rules:
         for layer in range(config.num_hidden_layers if "{}" in rule.hf else 1):
@@ -120,7 +121,7 @@ def entries(rules: Iterable[Rule], config: ModelConfig) -> dict[str, Entry]:
                 present = [name for name in ours if name in shapes]
                 if not present: continue
                 if len(present) < len(ours):
-                    raise ValueError(f"{rule.hf}.{kind} stores {', '.join(ours)}, the model has only {', '.join(present)}")
+                    raise ValueError(f"{rule.hf}.{kind} stores {ours}, the model has only {present}")
                 hf = f"{rule.hf.format(layer)}.{kind}"
                 found[hf] = Entry(hf, ours, rule.shape([shapes[name] for name in ours]), rule)
     order = {name: i for i, name in enumerate(shapes)}
@@ -131,15 +132,16 @@ def entries(rules: Iterable[Rule], config: ModelConfig) -> dict[str, Entry]:
 
 
 def disagreeing_fields(rules: Iterable[Rule], config: ModelConfig, hf: str, shape: Shape) -> list[str]:
-    """Config fields that set a dimension in which the stored `shape` of `hf` is not the expected one: those whose change
-    changes it. Empty where the number of dimensions differs."""
+    """Config fields that set a dimension in which the stored `shape` of `hf` is not the expected one: those whose
+    change changes it. Empty where the number of dimensions differs."""
     rules = list(rules)
     expected = entries(rules, config)[hf].shape
     if len(expected) != len(shape): return []
     heads, kv = config.num_attention_heads, config.num_key_value_heads
-    changed = {"vocab_size": 2 * config.vocab_size, "hidden_size": 2 * config.hidden_size, "head_dim": 2 * config.head_dim,
-               "intermediate_size": 2 * config.intermediate_size, "num_attention_heads": 2 * heads,
-               "num_key_value_heads": 1 if kv == heads else heads, "max_position_embeddings": 2 * config.max_position_embeddings}
+    changed = {"vocab_size": 2 * config.vocab_size, "hidden_size": 2 * config.hidden_size,
+               "intermediate_size": 2 * config.intermediate_size, "head_dim": 2 * config.head_dim,
+               "num_attention_heads": 2 * heads, "num_key_value_heads": 1 if kv == heads else heads,
+               "max_position_embeddings": 2 * config.max_position_embeddings}
     fields = []
     for field, value in changed.items():
         try: other = entries(rules, replace(config, **{field: value}))[hf].shape

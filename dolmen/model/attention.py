@@ -6,7 +6,6 @@ multiplies only the rows of the heads its queries use, and their gradient is `Pa
 
 import math
 
-import torch
 from torch import Tensor, nn
 
 from dolmen.core.state import local
@@ -59,7 +58,6 @@ class Attention(nn.Module):
         if self.spread is not None: k, v = k[:, :, self.spread], v[:, :, self.spread]
         y = backend.attention(q, k, v, self.window)
         return self.o(y.reshape(-1, self.heads * self.head_dim))
-
 
 def _grouped(first: int, kv_heads: int, heads: int) -> list[int]:
     """The key-value head of each query where each serves the same number of queries, as grouped attention assumes."""

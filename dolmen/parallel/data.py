@@ -13,7 +13,6 @@ With P the bytes of parameters as a rank computes with them and dp the axis size
 The loss is divided by the global count of real tokens before backward, so gradients are summed, never averaged.
 """
 
-import math
 from collections.abc import Iterable
 
 import torch
@@ -23,6 +22,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from dolmen.core import collectives, state
 from dolmen.core.mesh import Mesh
+
+PIECE = 1 << 16                                            # gradient elements whose squares are added in fp32
 
 
 def shard(model: nn.Module, blocks: Iterable[nn.Module], mesh: Mesh, zero: int, compute: torch.dtype) -> None:
@@ -59,17 +60,20 @@ def backward(loss: Tensor, model: nn.Module, last: bool, zero: int) -> None:
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter], mesh: Mesh) -> Tensor:
-    """Euclidean norm of the logical gradient, fp32 scalar, the same on every rank: each element is counted once."""
-    parameters = [p for p in parameters if p.grad is not None]
-    norms = torch._foreach_norm([state.shard(p.grad) for p in parameters])
+    """Euclidean norm of the logical gradient, fp32 scalar, the same on every rank: each element is counted once.
+
+    On CPU, torch adds squares one by one in fp32 (30 M elements: 1.7e-3 off), so pieces are added in fp64.
+    """
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
-    for p, norm in zip(parameters, norms, strict=True): total = total + norm.double().square() * state.owned(p.grad)
+    for p in parameters:
+        if p.grad is None: continue
+        flat = state.shard(p.grad).flatten()
+        norms = torch._foreach_norm(flat.split(PIECE) if flat.is_cpu else [flat])
+        total += torch.stack(norms).double().square().sum() * state.owned(p.grad)
     total = collectives.reduce_scalar(collectives.reduce_scalar(total, mesh.tp), mesh.dp)
     return total.sqrt().float()
 
 
-def clip(parameters: Iterable[nn.Parameter], norm: Tensor, most: float) -> None:
-    """Scale all gradients so that their norm is at most `most`. Infinity or zero: leave them."""
-    if not 0 < most < math.inf: return
-    factor = (most / (norm + 1e-6)).clamp(max=1.0)
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
+    """Multiply all gradients by a scalar tensor, in place: clipping, and undoing a loss scale."""
     torch._foreach_mul_([state.shard(p.grad) for p in parameters if p.grad is not None], factor)

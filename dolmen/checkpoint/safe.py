@@ -1,0 +1,167 @@
+"""Reading a checkpoint that somebody else may have written: nothing in it is executed, and no more of it is read than needed.
+
+`.metadata` is a pickle: it may name the dozen classes that describe tensors, and nothing else. The shards are never
+unpickled: each part of a tensor is a zip archive as `torch.save` writes it, and its numbers are one uncompressed entry,
+
+    __3_0.distcp   | archive | archive | archive: data.pkl | data/0: 64-byte aligned numbers | ... , with their CRC-32 |
+
+of which the rows that a rank holds are read, BLOCK bytes at a time. The checksum is verified where all rows are read, which
+a resume at the same layout does. (torch.load reads each part whole, and verifies no checksum.)
+"""
+
+import io
+import math
+import pickle
+import zipfile
+import zlib
+from collections import Counter
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, LoadPlan, LoadPlanner, Metadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.futures import Future
+
+from dolmen.checkpoint.folders import METADATA
+from dolmen.convert.safetensors import NAMES
+from dolmen.core.state import local_elements
+
+BLOCK = 64 * 2**20                                                      # bytes
+ALLOWED = {("torch.distributed.checkpoint.metadata", name) for name in (
+               "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "TensorProperties",
+               "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING")}
+ALLOWED |= {("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch", "Size"), ("torch.serialization", "_get_layout")}
+ALLOWED |= {("torch", str(dtype).removeprefix("torch.")) for dtype in NAMES}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> object:
+        if (module, name) not in ALLOWED:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which a checkpoint of tensors has no use for")
+        return super().find_class(module, name)
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """DCP's description of the checkpoint. Raises ValueError where it is missing, damaged, or more than tensors."""
+    path = folder / METADATA
+    try:
+        with open(path, "rb") as file: found = _Unpickler(file).load()
+        if not isinstance(found, Metadata): raise TypeError(f"it is a {type(found).__name__}")
+        odd = [n for n, stored in found.state_dict_metadata.items() if not isinstance(stored, TensorStorageMetadata)]
+        if odd: raise TypeError(f"{odd[:3]} are no tensors")
+    except Exception as error:                                          # a damaged pickle can raise almost anything
+        raise ValueError(f"{path} is missing, damaged or not safe to read: {error}") from error
+    return found
+
+
+class Reader(FileSystemReader):
+    """DCP's storage reader, safe; `load` is all that a checkpoint needs, and sends nothing between ranks."""
+
+    def __init__(self, folder: Path):
+        super().__init__(folder)
+        self.metadata = read_metadata(folder)
+
+    def read_metadata(self, *args, **kwargs) -> Metadata: return self.metadata
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Fill `tensors` in place, each rank its own part. Raises KeyError for names that are missing here or there, and
+        ValueError for other shapes, and for a file that is missing, damaged or truncated."""
+        self._check(tensors)
+        self.fill(tensors)
+
+    def fill(self, tensors: dict[str, Tensor]) -> None:
+        """`load` of tensors that are known to be there, in these shapes."""
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(dict(tensors), self.metadata)
+        plan, found = planner.create_local_plan(), Counter()
+        for item in plan.items:
+            if item.storage_index in self.metadata.storage_data: found[item.dest_index.fqn] += math.prod(item.lengths)
+        if holes := [n for n, t in tensors.items() if found[n] != local_elements(t)]:
+            raise ValueError(f"{self.path / METADATA} is damaged: it describes a part of {len(holes)} tensors, e.g. {holes[:3]}")
+        self.read_data(plan, planner)
+
+    def _check(self, tensors: dict[str, Tensor]) -> None:
+        stored = self.metadata.state_dict_metadata
+        kinds = {n.split("/")[0] for n in tensors}                      # a kind may be left out whole: the model alone
+        if missing := [n for n in tensors if n not in stored]:
+            raise KeyError(f"{self.path} lacks {len(missing)} of {len(tensors)} tensors, e.g. {missing[:3]}")
+        if extra := [n for n in stored if n not in tensors and n.split("/")[0] in kinds]:
+            raise KeyError(f"{self.path} holds {len(extra)} tensors that have no place here, e.g. {extra[:3]}")
+        if other := [n for n, t in tensors.items() if t.shape != stored[n].size]:
+            shapes = ", ".join(f"{n} {tuple(stored[n].size)} for {tuple(tensors[n].shape)}" for n in other[:3])
+            raise ValueError(f"{self.path} holds {len(other)} tensors of other shapes: {shapes}")
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Carry out the plan, file by file in the order of their bytes."""
+        places = self.metadata.storage_data
+        files: dict[str, list[ReadItem]] = {}
+        for item in sorted(plan.items, key=lambda item: places[item.storage_index].offset):
+            files.setdefault(places[item.storage_index].relative_path, []).append(item)
+        for name, items in files.items():
+            if Path(name).name != name: raise ValueError(f"{self.path / METADATA} names {name}, a file outside the checkpoint")
+            try:
+                with open(self.path / name, "rb") as file:
+                    for item in items: self._read(file, item, planner.resolve_tensor(item).detach())
+            except (OSError, EOFError, ValueError, NotImplementedError, zipfile.BadZipFile) as error:
+                raise ValueError(f"{self.path / name} is missing, damaged or truncated: {error}") from error
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read(self, file: BinaryIO, item: ReadItem, target: Tensor) -> None:
+        """Copy the rows and columns of one stored part [sizes] that `item` names into `target` [lengths]."""
+        name, stored = item.storage_index.fqn, self.metadata.state_dict_metadata[item.storage_index.fqn]
+        sizes = tuple(stored.chunks[item.storage_index.index].sizes) or (1,)
+        offsets, lengths = tuple(item.storage_offsets) or (0,), tuple(item.lengths) or (1,)
+        dtype, target = stored.properties.dtype, target.reshape(lengths)
+        row = math.prod(sizes[1:]) * dtype.itemsize
+        start, expected = _numbers(file, self.metadata.storage_data[item.storage_index], row * sizes[0], name)
+        checksum, step = 0, max(1, BLOCK // row)
+        for top in range(0, lengths[0], step):
+            count = min(step, lengths[0] - top)
+            data = torch.empty(count * row, dtype=torch.uint8)
+            file.seek(start + (offsets[0] + top) * row)
+            if file.readinto(data.numpy()) != len(data): raise EOFError(f"{name} ends early")
+            checksum = zlib.crc32(data.numpy(), checksum)
+            rows = data.view(dtype).reshape(count, *sizes[1:])
+            for dim in range(1, len(sizes)): rows = rows.narrow(dim, offsets[dim], lengths[dim])
+            target[top : top + count].copy_(rows)
+        if lengths[0] == sizes[0] and checksum != expected: raise zipfile.BadZipFile(f"the checksum of {name} is wrong")
+
+
+def _numbers(file: BinaryIO, place, size: int, name: str) -> tuple[int, int]:
+    """(position in the file, CRC-32) of the `size` bytes of numbers in the archive that lies at `place`."""
+    window = _Window(file, place.offset, place.length)
+    with zipfile.ZipFile(window) as archive: found = [e for e in archive.infolist() if "/data/" in e.filename]
+    if len(found) != 1 or found[0].compress_type != zipfile.ZIP_STORED or found[0].file_size != size:
+        raise zipfile.BadZipFile(f"{name} is not the {size} bytes that {METADATA} describes")
+    window.seek(found[0].header_offset + 26)                            # of the local header: 2 + 2 bytes, two lengths
+    lengths = window.read(4)
+    return (place.offset + found[0].header_offset + 30 + int.from_bytes(lengths[:2], "little")
+            + int.from_bytes(lengths[2:], "little"), found[0].CRC)
+
+
+class _Window(io.RawIOBase):
+    """`size` bytes of an open file, from `start`, as a file of its own."""
+
+    def __init__(self, file: BinaryIO, start: int, size: int):
+        self.file, self.start, self.size, self.at = file, start, size, 0
+
+    def readable(self) -> bool: return True
+
+    def seekable(self) -> bool: return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        at = offset + (0, self.at, self.size)[whence]
+        if at < 0: raise OSError(f"position {at} of {self.size} bytes")
+        self.at = at
+        return at
+
+    def readinto(self, buffer) -> int:
+        self.file.seek(self.start + self.at)
+        got = self.file.readinto(memoryview(buffer)[:max(0, self.size - self.at)])
+        self.at += got
+        return got

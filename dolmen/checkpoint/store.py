@@ -1,0 +1,100 @@
+"""A run's checkpoints: saved in the background at one layout, loaded at any other. Tensors go through DCP
+(torch.distributed.checkpoint), everything else is JSON. writer.py says who does what when, folders.py why a kill is harmless.
+"""
+
+import json
+import warnings
+from concurrent.futures import Future
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+
+from dolmen.checkpoint import folders
+from dolmen.checkpoint.safe import Reader
+from dolmen.checkpoint.writer import Writer
+from dolmen.core.mesh import Mesh
+
+
+class Checkpoints:
+    """The checkpoints in `folder`, of which the `keep` newest are kept (0: all). Every rank of the mesh makes one.
+
+    `save`, `finish` and `load` are called by all ranks at the same point; the rest is local. One save is in progress at a
+    time, by one run. Call `finish` before the process group is destroyed.
+    """
+
+    def __init__(self, folder: Path, mesh: Mesh, keep: int):
+        self.folder, self.keep = Path(folder), keep
+        self._saving: tuple[int, Future] | None = None
+        # not the training group: on a shared gloo group background and training collectives would meet
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(hours=1)) if mesh.grid is not None else None
+        if self._group is None: warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+
+    def save(self, step: int, tensors: dict[str, Tensor], meta: dict, wait: bool = False) -> None:
+        """Copy `tensors` to CPU memory and return; they are written while training goes on. `wait` writes them now.
+
+        Finishes the save before, and raises its error. `meta` is kept as JSON; raises TypeError where it is none.
+        """
+        state = json.dumps(meta, indent=1)
+        self.finish()
+        writer = Writer(self.folder, step, state, self.keep)
+        planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        future = dcp.async_save(tensors, storage_writer=writer, planner=planner, process_group=self._group,
+                                no_dist=self._group is None)
+        self._saving = (step, future)
+        if wait: self.finish()
+
+    def poll(self) -> bool:
+        """Whether no save is in progress. Ranks may see it some microseconds apart. An error waits for `finish`."""
+        return self._saving is None or self._saving[1].done()
+
+    def finish(self) -> None:
+        """Wait for the save in progress. Raises RuntimeError, the same on every rank, if it failed."""
+        if self._saving is None: return
+        (step, future), self._saving = self._saving, None
+        try: future.result()
+        except (CheckpointException, Exception) as error:               # DCP's is a BaseException
+            reason = min(error.failures.items())[1][0] if isinstance(error, CheckpointException) else error
+            raise RuntimeError(f"step {step} was not saved in {self.folder}: {reason!r}. The newest whole checkpoint there is "
+                               f"{self.newest()}: make room or give it another folder, and save again") from error
+
+    def steps(self) -> list[int]:
+        """Steps of the whole checkpoints on disk, oldest first."""
+        return list(folders.whole(self.folder))
+
+    def newest(self) -> int | None:
+        """Step of the newest whole checkpoint, None if there is none."""
+        return max(self.steps(), default=None)
+
+    def path(self, step: int) -> Path:
+        """Folder of the checkpoint of `step`. Raises ValueError if there is no whole one."""
+        found = folders.whole(self.folder)
+        if step not in found: raise ValueError(f"{self.folder} has no checkpoint of step {step}, but of steps {list(found)}")
+        return found[step]
+
+    def meta(self, step: int) -> dict:
+        """What `save` was given beside the tensors. Raises ValueError where it is missing or damaged."""
+        return folders.read_state(self.path(step))
+
+    def load(self, step: int, tensors: dict[str, Tensor]) -> None:
+        """Fill `tensors` in place with those of `step`, saved at any layout; a kind (the part of the name before `/`) may be
+        left out. Values are cast to the dtype of their place. Each rank reads its own part, then all agree.
+
+        Raises KeyError for missing or unexpected names, ValueError for other shapes or damaged files, on every rank.
+        """
+        error = None
+        try:
+            with torch.no_grad(): Reader(self.path(step)).load(tensors)
+        except (KeyError, ValueError) as caught: error = caught
+        results: list = [(step, error and str(error))]
+        if self._group is not None:
+            results = [None] * dist.get_world_size(self._group)
+            dist.all_gather_object(results, (step, error and str(error)), group=self._group)
+        if error: raise error
+        for rank, (other, message) in enumerate(results):
+            if message: raise ValueError(f"rank {rank}: {message}")
+            if other != step: raise ValueError(f"rank {rank} loads step {other}, this rank step {step}, from {self.folder}")

@@ -1,0 +1,44 @@
+"""dolmen export RUN_OR_CHECKPOINT --to DIR"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+from dolmen.checkpoint import stream
+from dolmen.cli import BadInput
+from dolmen.cli.options import message
+from dolmen.convert import hf
+from dolmen.core.config import from_dict
+from dolmen.optim.precision import DTYPES
+from dolmen.train.config import RunConfig
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """Write a run or checkpoint as a transformers directory: model.safetensors, config.json, tokenizer. One tensor is in memory at a time."""
+
+    source: tyro.conf.Positional[str]
+    """A run's folder (its newest whole checkpoint is taken), or one checkpoint in it."""
+    to: str
+    """Folder to write; it must be empty or not exist."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Type of the tensors. Default: that of the model the run started from, else float32."""
+
+
+def run(argv: list[str]) -> int:
+    options = tyro.cli(ExportOptions, args=argv, prog="dolmen export")
+    try: export(Path(options.source), Path(options.to), options.dtype)
+    except (ValueError, KeyError, OSError) as error: raise BadInput(message(error)) from None
+    print(f"wrote {options.to}")
+    return 0
+
+
+def export(source: Path, to: Path, dtype: str | None = None) -> None:
+    """Stream the newest whole checkpoint of `source` to `to`. Raises ValueError, KeyError or OSError."""
+    step = stream.locate(source)
+    saved = stream.open_checkpoint(step)
+    run_ = from_dict(RunConfig, saved.meta["run"])
+    tokenizer = step.parent.parent / "tokenizer"
+    hf.save(to, run_.model, lambda name: saved.read(f"model/{name}"), DTYPES[dtype] if dtype else None, tokenizer if tokenizer.is_dir() else None)

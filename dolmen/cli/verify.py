@@ -1,0 +1,60 @@
+"""dolmen verify DIR [--against DIR2]"""
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+import tyro
+
+from dolmen.cli import BadInput, launch
+from dolmen.cli.options import message
+from dolmen.convert import hf
+from dolmen.core import mesh as meshes
+from dolmen.core.log import console
+from dolmen.model.layout import Layout
+
+
+@dataclass(frozen=True)
+class VerifyOptions:
+    """Compare a transformers directory as dolmen computes it with transformers itself: logits, loss, gradients, greedy
+    tokens, in float32. Exit code 1 if they differ."""
+
+    folder: tyro.conf.Positional[str]
+    """Directory or hub id."""
+    against: str | None = None
+    """Directory that transformers loads. Default: the same."""
+    length: int = 64
+    """Tokens of the random sequences."""
+    layout: Layout = Layout()
+
+
+def run(argv: list[str]) -> int:
+    from dolmen.evaluate.verify import verify
+    options = tyro.cli(VerifyOptions, args=argv, prog="dolmen verify")
+    return compute(argv, "verify", options.folder, options.layout, lambda mesh: _verify(verify, options, mesh), [options.against] if options.against else [])
+
+
+def _verify(verify, options: VerifyOptions, mesh: meshes.Mesh) -> int:
+    report = verify(options.folder, options.against, mesh, length=options.length)
+    console(mesh.first).print(report.table())
+    return 0 if report.ok else 1
+
+
+def compute(argv: list[str], verb: str, folder: str, layout: Layout, work, others: list[str]) -> int:
+    """Run work(mesh) -> exit code on the processes `layout` needs, after checking the folder: the way of verify and generate."""
+    started = meshes.Launch.read()
+    try:
+        for name in (folder, *others): hf.check(hf.resolve(name), hf.read_config(hf.resolve(name)))
+        layout = layout.resolve(started.world_size if started else None)
+        if layout.dp != 1: raise ValueError(f"layout.dp is {layout.dp}: {verb} is split over tp alone")
+        layout.check(hf.read_config(hf.resolve(folder)), 1, 1, 1)
+    except (ValueError, KeyError, OSError) as error: raise BadInput(message(error)) from None
+    if started is None and layout.world > 1: return launch.launch(layout.world, [verb, *argv])
+    return launch.guarded(lambda: _joined(started, layout, work))
+
+
+def _joined(started: meshes.Launch | None, layout: Layout, work) -> int:
+    device = meshes.device_for(started)
+    meshes.join(started, device)
+    try: return work(meshes.grid(1, layout.tp, device))
+    except ValueError as error: raise BadInput(message(error)) from None
+    finally: dist.destroy_process_group()

@@ -1,0 +1,45 @@
+"""`--data.tokenizer bpe:N`: a byte-level BPE of N tokens, trained on the training data itself, once, and kept in the cache.
+
+Held-out files of .txt and .py are left out of it; of other sources (rows, a single document) all text is used.
+"""
+
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from dolmen.data.config import DataConfig
+from dolmen.data.quickstart_corpus import split_files
+from dolmen.data.sources import WHOLE_FILE, Source, pieces
+from dolmen.data.tokenizer import train_bpe
+
+PREFIX = "bpe:"
+
+
+def tokenizer_folder(config: DataConfig, sources: Sequence[Source], progress: bool = True) -> str | None:
+    """The tokenizer to load: config.tokenizer itself, or the folder of the one trained for `bpe:N`. ValueError on a bad N."""
+    if config.tokenizer is None or not config.tokenizer.startswith(PREFIX): return config.tokenizer
+    size = config.tokenizer.removeprefix(PREFIX)
+    if not size.isdigit(): raise ValueError(f"--data.tokenizer {config.tokenizer}: after bpe: stands a number of tokens, as in bpe:8192")
+    if any(source.hubs for source in sources): raise ValueError(f"--data.tokenizer {config.tokenizer} trains on local files alone: give a tokenizer's folder or hub id")
+    files = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for source in sources for f in source.files]
+    key = hashlib.blake2b(json.dumps(["bpe 1", size, config.validation, config.validation_fraction, config.text_field, files]).encode(), digest_size=12).hexdigest()
+    folder = config.cache_folder / f"bpe-{size}-{key}"
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        part = Path(tempfile.mkdtemp(dir=folder.parent, prefix=folder.name))
+        train_bpe(_texts(config, sources), int(size), part, progress)
+        try: part.rename(folder)
+        except OSError: shutil.rmtree(part)                                             # another process was first
+    return str(folder)
+
+
+def _texts(config: DataConfig, sources: Sequence[Source]) -> Iterator[str]:
+    for source in sources:
+        if config.validation is None and len(source.files) > 1 and all(f.suffix in WHOLE_FILE for f in source.files):
+            files = [f for f in source.files if f.stat().st_size]
+            for file in split_files(files, config.validation_fraction)[0]: yield file.read_text(encoding="utf-8")
+        else:
+            for piece in pieces(source, config.text_field): yield piece.text

@@ -1,0 +1,77 @@
+"""AdamW (1711.05101) over DTensor parameters: state lies where the parameter lies. No decay on norms and biases.
+
+`fused`: 33M parameters as DTensors took 245 ms a step with foreach and 14.5 ms fused.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """The update: AdamW, its schedule and clipping."""
+
+    lr: float = 3e-4
+    """Peak learning rate."""
+    warmup_steps: int = 0
+    """Steps in which the learning rate rises linearly from 0 to `lr`."""
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """After warm-up: cosine or linear to `min_lr`, wsd (constant, then linear over the last `decay_fraction`), constant."""
+    min_lr: float = 0.0
+    """Learning rate at the last step of cosine, linear and wsd."""
+    decay_fraction: float = 0.2
+    """wsd: part of all steps in which the learning rate falls."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay of matrices; norms and biases have none."""
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.95
+    """Decay of the second moment."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    clip: float = 1.0
+    """Largest norm of the whole gradient; 0 switches clipping off."""
+
+    def __post_init__(self):
+        for name in ("lr", "min_lr", "weight_decay", "eps", "clip", "warmup_steps"):
+            if not getattr(self, name) >= 0: raise ValueError(f"optimizer.{name.replace('_', '-')} is {getattr(self, name)}: it must not be negative")
+        if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
+            raise ValueError(f"optimizer.beta1 ({self.beta1}) and optimizer.beta2 ({self.beta2}) must lie in [0, 1)")
+        if not 0 < self.decay_fraction <= 1: raise ValueError(f"optimizer.decay-fraction is {self.decay_fraction}: it must lie in (0, 1]")
+
+
+def adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW over the parameters that require a gradient, in two groups: matrices decay, vectors (norms, biases) do not."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [{"params": [p for p in trained if p.ndim > 1], "weight_decay": config.weight_decay},
+              {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0}]
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+
+
+def prime(optimizer: torch.optim.AdamW) -> None:
+    """Create the optimizer's state (zeros) before the first step, so that a checkpoint has a place to be read into."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if not optimizer.state[p]:
+                optimizer.state[p] = {"step": torch.zeros((), dtype=torch.float32, device=p.device),
+                                      "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+
+
+def tensors(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
+    """Everything a checkpoint keeps, by name: `model/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME`. Call `prime` first.
+
+    The step count is not here: it is one number, kept as JSON and put back by `set_step`.
+    """
+    out = {f"model/{n}": p for n, p in model.named_parameters()}
+    for name, p in model.named_parameters():
+        if p in optimizer.state:
+            for kind in ("exp_avg", "exp_avg_sq"): out[f"{kind}/{name}"] = optimizer.state[p][kind]
+    return out
+
+
+def set_step(optimizer: torch.optim.AdamW, step: int) -> None:
+    """Tell AdamW how many updates it has made; its bias correction needs it."""
+    for s in optimizer.state.values(): s["step"].fill_(float(step))

@@ -1,0 +1,99 @@
+"""A run as data: everything that decides what `dolmen train` does. Recipes return one, YAML files hold one, and its
+attribute docstrings are the help of the command line. A rule across sections is checked in `train/check.py`, on one screen.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from dolmen.checkpoint.config import CheckpointConfig
+from dolmen.data.config import DataConfig
+from dolmen.model.config import ModelConfig
+from dolmen.model.layout import Layout
+from dolmen.optim.optimizer import OptimizerConfig
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Length and arithmetic of the run."""
+
+    steps: int | None = None
+    """Optimizer updates; unset: one pass over the training data, but at least 20."""
+    seed: int = 0
+    """Initial weights and order of data depend on it alone."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Arithmetic of forward and backward; weights at rest and optimizer state are float32."""
+    sequence_length: int | None = None
+    """Tokens of a training sequence; unset: the smaller of 512 and the model's own maximum."""
+    global_batch_size: int = 8
+    """Sequences of one update, over all processes."""
+    microbatch_size: int | None = None
+    """Sequences a process computes at once; gradients accumulate over a batch. Unset: about 4,096 tokens."""
+    compile: bool = False
+    """Compile each block with torch.compile (needs a C++ compiler on CPU)."""
+
+    def __post_init__(self):
+        for name in ("steps", "sequence_length", "global_batch_size", "microbatch_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1: raise ValueError(f"train.{name.replace('_', '-')} is {value}: it must be at least 1")
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """What one sees."""
+
+    every: int = 1
+    """Steps between rows of metrics.jsonl, TensorBoard points and plain progress lines."""
+    validate_every: int | None = None
+    """Steps between validations; unset: ten a run. The last step is always validated."""
+    validation_tokens: int = 65536
+    """Held-out tokens a validation reads; the last one reads them all. 0: all, always."""
+
+    def __post_init__(self):
+        if self.every < 1: raise ValueError(f"log.every is {self.every}: it must be at least 1")
+        if self.validation_tokens < 0: raise ValueError(f"log.validation-tokens is {self.validation_tokens}: it must not be negative")
+
+
+@dataclass(frozen=True)
+class FinishConfig:
+    """What a run does with its model when training ends."""
+
+    export: bool = False
+    """Write the model to `hf/` in the run's folder, for transformers."""
+    verify: bool = False
+    """Compare the exported model with transformers: logits, loss, gradient norm, greedy tokens."""
+    sample: str | None = None
+    """A prompt to continue."""
+    compressors: bool = False
+    """Put the validation loss in bits per byte beside gzip -9 and xz -9 of the held-out files."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One training run."""
+
+    name: str = "pretrain"
+    """Name of the run; its folder is runs/NAME unless --out says otherwise."""
+    init: str | None = None
+    """Directory or hub id of a transformers checkpoint to start from; it decides the model."""
+    model: ModelConfig | None = None
+    """Structure of the model."""
+    layout: Layout = Layout()
+    data: DataConfig = DataConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    train: TrainConfig = TrainConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+    finish: FinishConfig = FinishConfig()
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens of a training sequence, default filled in."""
+        return self.train.sequence_length or min(512, self.model.max_position_embeddings)
+
+    @property
+    def microbatch_size(self) -> int:
+        """Sequences a process computes at once: as given, else the largest divisor of its batch within 4,096 tokens."""
+        if self.train.microbatch_size: return self.train.microbatch_size
+        batch = max(1, self.train.global_batch_size // (self.layout.dp or 1))
+        most = max(1, 4096 // self.sequence_length)
+        return max(d for d in range(1, min(most, batch) + 1) if batch % d == 0)

@@ -1,0 +1,83 @@
+"""What a run leaves behind to look at: metrics.jsonl (the record), TensorBoard events and loss.png (made from it)."""
+
+import json
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+
+
+def read(file: Path) -> list[dict]:
+    """Rows of metrics.jsonl; a last line cut short by a crash is left out."""
+    if not file.exists(): return []
+    rows = []
+    for line in file.read_text().splitlines():
+        try: rows.append(json.loads(line))
+        except json.JSONDecodeError: break
+    return rows
+
+
+class MetricsFile:
+    """metrics.jsonl: one object a logged step, one a validation. Opened at step s it keeps the rows up to s: what a resumed
+    run does again is not told twice."""
+
+    def __init__(self, file: Path, step: int):
+        kept = [row for row in read(file) if row["step"] <= step]
+        part = file.with_suffix(".part")
+        part.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        part.rename(file)
+        self.handle = file.open("a", buffering=1)
+
+    def write(self, row: dict) -> None: self.handle.write(json.dumps(row) + "\n")
+
+    def close(self) -> None: self.handle.close()
+
+
+class TensorBoard:
+    """The same numbers as TensorBoard events in `folder`; a resumed run purges what it does again."""
+
+    def __init__(self, folder: Path, step: int):
+        from torch.utils.tensorboard import SummaryWriter
+        self.writer = SummaryWriter(str(folder), purge_step=step + 1 if step else None)
+
+    def write(self, row: dict) -> None:
+        for name, value in row.items():
+            if name not in ("step", "time"): self.writer.add_scalar(name, value, row["step"])
+
+    def close(self) -> None: self.writer.close()
+
+
+def plot(file: Path, to: Path, title: str) -> None:
+    """loss.png: training loss, its running mean, validation loss and learning rate against tokens."""
+    rows = read(file)
+    train = [r for r in rows if "loss" in r]
+    if not train: return
+    tokens = {r["step"]: r["tokens"] for r in train}
+    x, y = [r["tokens"] / 1e6 for r in train], [r["loss"] for r in train]
+    figure, axis = plt.subplots(figsize=(8, 4.5), dpi=120, layout="constrained")
+    axis.plot(x, y, color="#b8c4d6", linewidth=0.8, label="training")
+    axis.plot(x, _smooth(y), color="#1f4e8c", linewidth=1.8, label="training, running mean")
+    validation = [r for r in rows if "val_loss" in r and r["step"] in tokens]
+    if validation:
+        axis.plot([tokens[r["step"]] / 1e6 for r in validation], [r["val_loss"] for r in validation], "o-", color="#c4501b", markersize=4, label="held out")
+    rate = axis.twinx()
+    rate.plot(x, [r["lr"] for r in train], color="#7a9e7e", linewidth=1, linestyle="--")
+    rate.set_ylabel("learning rate", color="#5d805f")
+    rate.set_ylim(bottom=0)
+    axis.set(xlabel="tokens (millions)", ylabel="loss (nats a token)", title=title)
+    axis.grid(alpha=0.25)
+    axis.legend(loc="upper right", frameon=False)
+    figure.savefig(to)
+    plt.close(figure)
+
+
+def _smooth(values: list[float]) -> list[float]:
+    """Exponential running mean over about a twentieth of the run, corrected for its start."""
+    keep = 1 - 1 / max(2, len(values) / 20)
+    mean, weight, out = 0.0, 0.0, []
+    for v in values:
+        mean, weight = keep * mean + (1 - keep) * v, keep * weight + 1 - keep
+        out.append(mean / weight)
+    return out

@@ -1,0 +1,77 @@
+"""What a person reads while training: the header (what is about to happen), the progress line, plain lines where no one
+watches a terminal.
+"""
+
+import time
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+
+from dolmen.core import state
+from dolmen.core.log import duration, gib, size
+from dolmen.core.mesh import Mesh
+from dolmen.data.loader import Loader
+from dolmen.model import count
+from dolmen.train.config import RunConfig
+from dolmen.train.step import TrainState
+
+STATE_BYTES = 12                                           # of a parameter at rest: fp32 value and two moments
+
+
+def header(run: RunConfig, state_: TrainState, loader: Loader, mesh: Mesh, peak: float, out: str) -> Table:
+    """Model, parameters, layout, data, bytes per rank: a table of two columns."""
+    c, layout = run.model, run.layout
+    parameters = list(state_.model.parameters())
+    rest = sum(state.local_elements(p) for p in parameters) * STATE_BYTES
+    tokens = run.train.global_batch_size * run.sequence_length
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    kv = f", {c.num_key_value_heads} kv heads" if c.num_key_value_heads != c.num_attention_heads else ""
+    table.add_row("model", f"{c.family}, {size(count.parameters(c))} parameters: {c.num_hidden_layers} layers, hidden {c.hidden_size}, "
+                           f"{c.num_attention_heads} heads{kv}, vocabulary {c.vocab_size:,}" + (", tied" if c.tie_word_embeddings else ""))
+    table.add_row("start", f"{run.init}" if run.init else f"random weights, seed {run.train.seed}")
+    sp = ", sequence parallel" if layout.sequence_parallel and layout.tp > 1 else ""
+    table.add_row("layout", f"tp {layout.tp}{sp} x dp {layout.dp}, ZeRO {layout.zero}: {mesh.size} process{'es' if mesh.size > 1 else ''} on {_device(mesh)}")
+    for i, line in enumerate(loader.description()): table.add_row("data" if i == 0 else "", line)
+    table.add_row("batch", f"{run.train.global_batch_size} sequences of {run.sequence_length} = {tokens:,} tokens; {run.microbatch_size} at once a process")
+    table.add_row("run", f"steps {state_.step} to {state_.steps}, {size(float(tokens) * (state_.steps - state_.step))} tokens, {run.train.dtype}, lr {run.optimizer.lr:g} "
+                         f"({run.optimizer.schedule}, {run.optimizer.warmup_steps} warm-up)")
+    table.add_row("per rank", f"{gib(rest)} of weights and optimizer state at rest; measured matmul peak {peak / 1e12:.3g} TFLOP/s")
+    table.add_row("out", out)
+    return table
+
+
+def _device(mesh: Mesh) -> str:
+    if mesh.device.type == "cuda": return torch.cuda.get_device_name(mesh.device)
+    return f"CPU, {torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''} each"
+
+
+class ProgressLine:
+    """One live line on a terminal, else a plain line a logged step: step, loss, tokens/s, MFU, memory, time left."""
+
+    def __init__(self, console: Console, step: int, steps: int):
+        self.console, self.start, self.steps, self.began = console, step, steps, time.monotonic()
+        columns = TextColumn("{task.description}"), BarColumn(bar_width=None), TextColumn("{task.fields[numbers]}")
+        self.progress = Progress(*columns, console=console, transient=True, expand=True) if console.is_terminal else None
+        if self.progress:
+            self.progress.start()
+            self.task = self.progress.add_task("starting", total=steps, completed=step, numbers="")
+
+    def show(self, row: dict) -> None:
+        """`row` as in metrics.jsonl."""
+        done = row["step"] - self.start
+        left = (time.monotonic() - self.began) / max(1, done) * (self.steps - row["step"])
+        numbers = (f"loss {row['loss']:.4f}  {size(row['tokens_per_second'])} tok/s  MFU {row['mfu']:.1%}  "
+                   f"{row['memory_gib']:.2f} GiB  {duration(left)} left")
+        if self.progress: self.progress.update(self.task, completed=row["step"], description=f"step {row['step']}/{self.steps}", numbers=numbers)
+        else: self.console.print(f"step {row['step']}/{self.steps}  {numbers}  lr {row['lr']:.2e}  grad norm {row['grad_norm']:.3f}")
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        self.console.print(text)
+
+    def close(self) -> None:
+        if self.progress: self.progress.stop()

@@ -1,0 +1,191 @@
+"""From options to batches: batch = f(seed, step) whatever the ranks, validation covers each token once, bad input stops early."""
+
+import itertools
+import json
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from dolmen.data import corpus as corpora
+from dolmen.data.batch import IGNORED, Batch
+from dolmen.data.config import DataConfig
+from dolmen.data.loader import changes, check, prepare
+
+
+def same(a, b):
+    return torch.equal(a.tokens, b.tokens) and torch.equal(a.labels, b.labels)
+
+
+def test_labels_are_the_next_tokens(documents, load):
+    loader = load(documents)
+    batch = loader.batch(0)
+    assert batch.tokens.shape == batch.labels.shape == (4, 16) and batch.tokens.dtype == batch.labels.dtype == torch.int64
+    assert torch.equal(batch.tokens[:, 1:], batch.labels[:, :-1])
+    stream = loader.mixture.parts[0].stream
+    text = stream.read(0, len(stream)).tolist() * 2
+    for tokens, labels in zip(batch.tokens.tolist(), batch.labels.tolist(), strict=True):
+        assert any(text[i:i + 17] == [*tokens, labels[-1]] for i in range(len(stream)))
+    assert batch.real_tokens == 64
+
+
+def test_batches_do_not_depend_on_ranks_or_on_where_one_starts(documents, load):
+    loader = load(documents, global_batch_size=12)
+    whole = [loader.batch(step) for step in range(5)]
+    for ranks in (2, 3, 4, 12):
+        rows = [loader.batch(3, rank, ranks) for rank in range(ranks)]
+        assert same(Batch(torch.cat([b.tokens for b in rows]), torch.cat([b.labels for b in rows])), whole[3])
+    resumed = list(itertools.islice(load(documents, global_batch_size=12).starting_at(2), 3))
+    assert [step for step, _ in resumed] == [2, 3, 4]
+    assert all(same(batch, whole[step]) for step, batch in resumed)
+    assert not same(load(documents, global_batch_size=12, seed=1).batch(0), whole[0])
+    assert not same(whole[0], whole[1])
+    with pytest.raises(ValueError, match=r"global_batch_size \(12\) is not divisible by the 5 .*global-batch-size 15"):
+        loader.batch(0, 0, 5)
+
+
+def test_prefetching_thread_ends_with_its_iterator(documents, load):
+    batches = load(documents).starting_at(0)
+    next(batches)
+    assert any(thread.name.startswith("batches") for thread in threading.enumerate())
+    batches.close()
+    assert not any(thread.name.startswith("batches") for thread in threading.enumerate())
+
+
+def test_data_repeats_and_epochs_are_counted(documents, load):
+    loader = load(documents)
+    (windows,) = loader.mixture.sizes
+    assert loader.epochs(windows)[str(documents)] == 4.0
+    assert loader.batch(10 * windows).real_tokens == 64
+
+
+def test_validation_covers_each_token_once(documents, load, tokenizer):
+    loader = load(documents, validation_fraction=0.1)
+    for ranks in (1, 2, 4):
+        batches = [list(loader.validation_batches(rank=rank, ranks=ranks)) for rank in range(ranks)]
+        assert {len(b) for b in batches} == {len(batches[0])} and all(len(x.tokens) == 4 // ranks for b in batches for x in b)
+        tokens, labels = (torch.cat([getattr(b, side) for turn in zip(*batches, strict=True) for b in turn]).flatten()
+                          for side in ("tokens", "labels"))
+        real = labels != IGNORED
+        held = loader.validation.read(0, len(loader.validation))
+        assert np.array_equal(labels[real].numpy(), held) and int(real.sum()) == loader.validation_tokens
+        assert tokens[0] == loader.end_of_text and np.array_equal(tokens[real][1:].numpy(), held[:-1])
+        assert (tokens >= 0).all(), "padding can be embedded"
+    assert tokenizer.decode(held).replace("<|endoftext|>", "").encode() == b"".join(
+        file.read_bytes() for file in loader.validation_files)
+    assert loader.validation_bytes == sum(file.stat().st_size for file in loader.validation_files)
+
+
+def test_validation_of_some_windows_spreads_them(documents, load):
+    loader = load(documents, validation_fraction=0.2)
+    every = torch.cat([batch.labels for batch in loader.validation_batches()])
+    some = torch.cat([batch.labels for batch in loader.validation_batches(max_sequences=6)])
+    assert len(some) == 8 and (some[6:] == IGNORED).all()
+    windows = -(-loader.validation_tokens // 16)
+    assert windows > 12 and torch.equal(some[:6], every[[index * windows // 6 for index in range(6)]])
+
+
+def test_validation_given_and_shorter_than_a_window(documents, tmp_path, load):
+    (tmp_path / "judge.jsonl").write_text('{"text": "a word"}\n{"text": "and a line"}\n')
+    loader = load(documents, validation=str(tmp_path / "judge.jsonl"), sequence_length=64)
+    (batch,) = loader.validation_batches()
+    assert batch.real_tokens == loader.validation_tokens < 64 and batch.tokens.shape == (4, 64)
+    assert loader.validation_bytes == len("a word" + "and a line") and loader.validation_files == ()
+    assert (batch.labels[1:] == IGNORED).all() and "2 of 2 documents" in loader.description()[-1]
+    (tmp_path / "both").mkdir()
+    (tmp_path / "judge.jsonl").rename(tmp_path / "both" / "judge.jsonl")
+    (tmp_path / "both" / "whole.txt").write_text("a file")
+    both = load(documents, validation=str(tmp_path / "both"))
+    assert both.validation_bytes == loader.validation_bytes + 6 and both.validation_files == (), "rows are no files"
+    assert len(loader.mixture.parts[0].stream) == load(documents, validation_fraction=0.0).mixture.parts[0].stream.ends[-1]
+    with pytest.raises(ValueError, match="1 files are in both --data.path and --data.validation"):
+        load(documents, validation=str(documents / "03.txt"))
+
+
+def test_validation_of_one_file_is_its_end(documents, load):
+    loader = load(documents / "39.txt", validation_fraction=0.1)
+    text = (documents / "39.txt").read_text()
+    assert 0.05 * len(text) < loader.validation_bytes < 0.2 * len(text)
+    assert text.endswith(loader.tokenizer.decode(loader.validation.read(0, len(loader.validation) - 1)))
+    assert "10.0%" in loader.description()[-1] and "39.txt" in loader.description()[-1]
+
+
+def test_no_validation(documents, load):
+    loader = load(documents, validation_fraction=0.0)
+    assert loader.validation_tokens == loader.validation_bytes == 0 and "none" in loader.description()[-1]
+    with pytest.raises(ValueError, match="--data.validation-fraction is 0"):
+        next(loader.validation_batches())
+
+
+def test_mixture_of_files(documents, load):
+    a, b = documents / "38.txt", documents / "39.txt"
+    loader = load(f"3:{a}", f"1:{b}", global_batch_size=8, sequence_length=64)
+    text = loader.tokenizer.batch_decode(loader.batch(0).tokens)
+    assert [sum(f"document {number}" in row for row in text) for number in (38, 39)] == [6, 2]
+    assert list(loader.epochs(1)) == [str(a), str(b)] and len(loader.held_out) == 2
+    assert [line.split(":")[0] for line in loader.description()[:2]] == ["75.0% of the batches", "25.0% of the batches"]
+
+
+def test_fingerprint_says_what_changed(documents, load, tmp_path):
+    before = load(documents).fingerprint()
+    moved = documents.rename(tmp_path / "moved")
+    assert changes(before, load(moved).fingerprint()) == [], "by content, not by place"
+    assert changes(before, load(moved, seed=1, sequence_length=8).fingerprint()) == ["seed: 0 -> 1", "sequence_length: 16 -> 8"]
+    (moved / "00.txt").write_text("new\n")
+    (line,) = changes(before, json.loads(json.dumps(load(moved).fingerprint())))
+    assert line.startswith("data 1: 40 documents")
+
+
+def test_second_prepare_does_not_tokenise(documents, load, monkeypatch):
+    first = load(documents)
+    monkeypatch.setattr(corpora, "build", None)
+    assert same(load(documents).batch(0), first.batch(0))
+
+
+def test_progress_is_plain_lines_where_nobody_watches(documents, tmp_path, tokenizer_folder, capsys):
+    config = DataConfig((str(documents),), cache=str(tmp_path / "cache"))
+    prepare(config, tokenizer_folder, None, 16, 4, 0, progress=True)
+    shown = capsys.readouterr()
+    assert shown.out == "" and "\x1b" not in shown.err
+    assert f"tokenising {documents}: 0.0 MB in 40 files" in shown.err and "tokens of 40 documents" in shown.err
+    prepare(config, tokenizer_folder, None, 16, 4, 0, progress=True)
+    assert capsys.readouterr().err == "", "nothing to build"
+
+
+@pytest.mark.parametrize("options, message", [
+    (dict(vocab_size=299), "tokenizer has 300 tokens, the model's vocab_size is 299: use --model.vocab-size 300"),
+    (dict(end_of_text="<none>"), "--data.end-of-text '<none>'"),
+    (dict(sequence_length=10**6), r"fewer than one window .*\(1,000,001\).* --train.sequence-length"),
+    (dict(validation="/nothing"), "--data.validation /nothing: no such file"),
+    (dict(validation_fraction=0.7), "--data.validation-fraction is 0.7"),
+])
+def test_refused_before_anything_is_written(documents, load, tmp_path, options, message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        load(documents, **options)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_check_reads_the_first_document(tmp_path, tokenizer_folder):
+    (tmp_path / "a.jsonl").write_text('{"body": "x"}\n')
+    with pytest.raises(ValueError, match="line 1: no 'text' but keys body"):
+        check(DataConfig((str(tmp_path),)), tokenizer_folder, 300, 16)
+    (tmp_path / "a.jsonl").write_text('{"text": ""}\n')
+    with pytest.raises(ValueError, match="no text in 1 files"):
+        check(DataConfig((str(tmp_path),)), tokenizer_folder, 300, 16)
+    (tmp_path / "a.jsonl").write_text('{"text": "short"}\n')
+    with pytest.raises(ValueError, match="fewer than one window of"):
+        prepare(DataConfig((str(tmp_path),), cache=str(tmp_path / "c")), tokenizer_folder, 300, 16, 4, 0, progress=False)
+
+
+def test_batch_parts():
+    batch = Batch.of_windows(np.arange(6 * 5).reshape(6, 5))
+    assert [len(part.tokens) for part in batch.split(3)] == [2, 2, 2]
+    assert same(batch.microbatches(2)[1], batch.split(3)[1]) and batch.split(3)[1].tokens[0, 0] == 10
+    with pytest.raises(ValueError, match="6 sequences is not divisible into 4"):
+        batch.split(4)
+    with pytest.raises(ValueError, match=r"6 sequences a rank are not divisible by the microbatch size \(4\)"):
+        batch.microbatches(4)
+    padded = Batch.of_windows(np.array([[3, 4, IGNORED, IGNORED]]))
+    assert padded.labels.tolist() == [[4, IGNORED, IGNORED]] and padded.tokens.tolist() == [[3, 4, 0]]
+    assert padded.real_tokens == 1

@@ -1,0 +1,75 @@
+"""The order of samples: a bijection within an epoch, fair between sources, the same from any starting point."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from dolmen.data.mixture import Mixture, Part, counts, derive, permute, take, turns
+from dolmen.data.stream import TokenStream
+
+
+def part(name, tokens, weight, first=0):
+    return Part(name, Fraction(weight), TokenStream.of(np.arange(first, first + tokens), np.array([0]), np.array([tokens])))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 16, 17, 100, 1000, 1025, 4097])
+def test_permutation_is_a_bijection(size):
+    every = np.arange(size)
+    for key in range(5):
+        assert np.array_equal(np.sort(permute(every, size, derive(key))), every)
+
+
+def test_permutation_mixes_and_reaches_far():
+    a, b = permute(np.arange(1000), 1000, derive(1)), permute(np.arange(1000), 1000, derive(2))
+    assert (a == b).mean() < 0.01 and abs(np.corrcoef(np.arange(1000), a)[0, 1]) < 0.1
+    assert abs(np.corrcoef(a[:-1], a[1:])[0, 1]) < 0.1
+    far = permute(np.arange(100), 10**12, derive(3))
+    assert len(set(far.tolist())) == 100 and 0 <= far.min() and 4 * 10**11 < far.mean() < 6 * 10**11
+
+
+def test_the_same_on_every_machine():
+    assert derive(0, "window", 1, 2) == 11738719009780314475
+    assert permute(np.arange(6), 1000, derive(7)).tolist() == [854, 179, 444, 438, 975, 386]
+
+
+@pytest.mark.parametrize("weights", [[7, 3], [1, 1, 1], [1, 1000], [5, 3, 2, 1, 1, 1], [10**12 + 1, 10**12, 3]])
+def test_turns_are_fair_and_start_anywhere(weights):
+    order = take(weights, [0] * len(weights), 1500)
+    for first in (0, 1, 2, 10, 999):
+        assert counts(weights, first) == [order[:first].count(source) for source in range(len(weights))]
+        assert turns(weights, first, 500) == order[first:first + 500]
+    n = np.arange(1, 1501)
+    for source, weight in enumerate(weights):
+        taken, share = np.cumsum(np.array(order) == source), weight / sum(weights)
+        assert np.abs(taken - n * share).max() <= (1 - share + share * (len(weights) - 1)) / 2 + 1e-9
+
+
+def test_an_epoch_predicts_each_token_once():
+    tokens, length = 1000, 7
+    mixture = Mixture([part("a", tokens, 1)], length, seed=3)
+    windows = tokens // length
+    starts = []
+    for epoch in range(3):
+        rows = mixture.windows(epoch * windows, windows)
+        assert all(np.array_equal(row, (row[0] + np.arange(length + 1)) % tokens) for row in rows)
+        labels = rows[:, 1:].ravel()
+        assert len(set(labels.tolist())) == len(labels) == windows * length
+        starts.append(rows[:, 0].tolist())
+    assert starts[0] != starts[1] and {s % length for s in starts[0][:9]} != {s % length for s in starts[1][:9]}
+    assert mixture.epochs(windows * 3) == {"a": 3.0} and mixture.epochs(windows // 2)["a"] == pytest.approx(0.5, abs=0.01)
+
+
+def test_weighted_sources_have_their_own_epochs():
+    mixture = Mixture([part("a", 100, "0.7"), part("b", 1000, "0.3", first=10_000)], 9, seed=0)
+    rows = mixture.windows(0, 100)
+    assert (rows[:, 0] < 10_000).sum() == 70
+    assert mixture.epochs(100) == {"a": 70 / 11, "b": 30 / 111}
+    assert np.array_equal(mixture.windows(37, 20), rows[37:57])
+    assert not np.array_equal(Mixture(mixture.parts, 9, seed=1).windows(0, 100), rows)
+
+
+def test_source_shorter_than_a_window():
+    with pytest.raises(ValueError, match=r"tiny has 10 tokens .* \(11\): use --train.sequence-length 9 or less"):
+        Mixture([part("tiny", 10, 1)], 10, seed=0)
+    Mixture([part("tiny", 11, 1)], 10, seed=0).windows(0, 5)

@@ -1,0 +1,178 @@
+"""Every kind of entry of --data.path is read, byte for byte; what cannot be read is refused by name and line."""
+
+import json
+from fractions import Fraction
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from dolmen.data.quickstart_corpus import STANDARD_LIBRARY, gzip_xz_bits, split_files, standard_library_files
+from dolmen.data.sources import PIECE, cut, is_hub_id, pieces, resolve
+
+
+def texts(*entries, field="text"):
+    """Documents of the entries, their pieces joined again."""
+    (source,) = resolve([str(entry) for entry in entries])
+    found, parts = [], []
+    for piece in pieces(source, field):
+        parts.append(piece.text)
+        if piece.last:
+            found.append("".join(parts))
+            parts = []
+    return found
+
+
+def write_parquet(path, **columns):
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+
+
+@pytest.fixture
+def mixed(tmp_path):
+    (tmp_path / "a.txt").write_bytes("first\r\nsecond é\n".encode())
+    (tmp_path / "b.py").write_bytes(b"x = 1\n")
+    (tmp_path / "c.jsonl").write_text('{"text": "one"}\n\n{"id": 5, "text": "two \\u00e9"}\n{"text": null}\n{"text": ""}\n')
+    (tmp_path / "deep").mkdir()
+    write_parquet(tmp_path / "deep" / "d[1].parquet", text=["row\r\n", None, "row 2"], id=[1, 2, 3])
+    (tmp_path / "deep" / "ignored.md").write_text("no")
+    (tmp_path / ".hidden").mkdir()
+    (tmp_path / ".hidden" / "e.txt").write_text("no")
+    return tmp_path
+
+
+def test_each_kind_of_file(mixed):
+    assert texts(mixed / "a.txt") == ["first\r\nsecond é\n"]
+    assert texts(mixed / "b.py") == ["x = 1\n"]
+    assert texts(mixed / "c.jsonl") == ["one", "two é"]
+    assert texts(mixed / "deep" / "d[1].parquet") == ["row\r\n", "row 2"]
+
+
+def test_folder_glob_and_several_entries(mixed):
+    everything = ["first\r\nsecond é\n", "x = 1\n", "one", "two é", "row\r\n", "row 2"]
+    assert texts(mixed) == everything
+    assert texts(f"{mixed}/**/*") == everything
+    assert texts(f"{mixed}/?.py", mixed / "a.txt") == ["x = 1\n", "first\r\nsecond é\n"]
+    assert texts(mixed / "a.txt", f"{mixed}/*.txt") == ["first\r\nsecond é\n"], "a file named twice is read once"
+
+
+def test_other_field(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"content": "x"}\n')
+    write_parquet(tmp_path / "b.parquet", content=["y"])
+    assert texts(tmp_path, field="content") == ["x", "y"]
+
+
+def test_hub_id(monkeypatch):
+    asked = []
+    table = datasets.Dataset.from_dict({"text": ["a", "b"], "id": [1, 2]})
+    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: asked.append((a, k)) or table)
+    assert texts("org/name:config") == ["a", "b"]
+    assert asked == [(("org/name", "config"), {"split": "train"})]
+    with pytest.raises(ValueError, match="--data.path org/name.*'body'.*id.*--data.text-field"):
+        texts("org/name", field="body")
+
+
+def test_hub_id_that_is_not_there(monkeypatch):
+    def fail(*args, **kwargs):
+        raise FileNotFoundError("Dataset 'org/nothing' doesn't exist")
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    with pytest.raises(ValueError, match="--data.path org/nothing: no such file or folder, and the hub"):
+        texts("org/nothing")
+
+
+def test_what_can_be_a_hub_id(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    assert all(map(is_hub_id, ["wikitext", "org/name", "org/na.me-2:20231101.en"]))
+    assert not any(map(is_hub_id, ["corpus.txt", "org/x.jsonl", "/tmp/x", "./x", "a/b/c", "data/misspelled"]))
+
+
+@pytest.mark.parametrize("content, message", [
+    ('{"text": "a"}\n{"text": "b"\n', "bad.jsonl, line 2: not JSON"),
+    ('{"text": "a"}\n\n{"body": "b"}\n', "bad.jsonl, line 3: no 'text' but keys body: use --data.text-field"),
+    ('["a"]\n', "bad.jsonl, line 1: no 'text' but a list"),
+    ('{"text": 3}\n', "bad.jsonl, line 1: 'text' is a int, not text"),
+    ('{"text": "\\ud800"}\n', "bad.jsonl, line 1: 'text' is not UTF-8"),
+])
+def test_malformed_jsonl_names_the_line(tmp_path, content, message):
+    (tmp_path / "bad.jsonl").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        texts(tmp_path)
+
+
+def test_unreadable_files_are_named(tmp_path):
+    (tmp_path / "latin.txt").write_bytes(b"good\n" * 10 + b"\xe9\n")
+    with pytest.raises(ValueError, match=r"latin\.txt is not UTF-8 text: .* byte 0xe9"):
+        texts(tmp_path / "latin.txt")
+    (tmp_path / "x.parquet").write_bytes(b"PAR2")
+    with pytest.raises(ValueError, match=r"x\.parquet is not parquet"):
+        texts(tmp_path / "x.parquet")
+    write_parquet(tmp_path / "y.parquet", body=["a"], id=[1])
+    with pytest.raises(ValueError, match=r"y\.parquet: no 'text' but columns body, id: use --data.text-field"):
+        texts(tmp_path / "y.parquet")
+
+
+def test_missing_and_empty(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "zero.txt").touch()
+    (tmp_path / "page.html").write_text("x")
+    for entry, error, message in [
+        ("nothing.txt", FileNotFoundError, "--data.path .*nothing.txt: no such file or folder"),
+        ("empty", FileNotFoundError, "--data.path .*empty: 0 files and folders, none to read; readable are .txt"),
+        ("*.parquet", FileNotFoundError, "none to read"),
+        ("zero.txt", ValueError, "--data.path .*zero.txt: 1 files with 0 bytes"),
+        ("page.html", ValueError, "cannot read .html; readable are .txt"),
+    ]:
+        with pytest.raises(error, match=message):
+            resolve([str(tmp_path / entry)])
+    with pytest.raises(ValueError, match="no data: use --data.path"):
+        resolve([])
+    with pytest.raises(FileNotFoundError, match="--data.validation /nothing"):
+        resolve(["/nothing"], "--data.validation")
+
+
+def test_weights(mixed):
+    a, b = resolve([f"0.7:{mixed}/a.txt", f".3:{mixed}/b.py"])
+    assert (a.weight, b.weight) == (Fraction(7, 10), Fraction(3, 10))
+    assert (a.files, b.files) == ((mixed / "a.txt",), (mixed / "b.py",))
+    (pooled,) = resolve([f"{mixed}/a.txt", f"{mixed}/b.py"])
+    assert pooled.weight is None and len(pooled.files) == 2
+    with pytest.raises(ValueError, match="--data.path: 1 of 2 entries have a weight"):
+        resolve([f"0.7:{mixed}/a.txt", f"{mixed}/b.py"])
+    with pytest.raises(ValueError, match="the weight is 0"):
+        resolve([f"0:{mixed}/a.txt"])
+
+
+def test_long_documents_are_cut_at_lines_that_are_not_indented():
+    text = "".join(f"def f{i}():\n    return {i}\n\n" for i in range(400))
+    whole = list(cut([text], piece=500))
+    assert "".join(piece for piece, _ in whole) == text
+    assert [last for _, last in whole] == [False] * (len(whole) - 1) + [True]
+    assert all(len(piece) <= 500 and piece.startswith("def") for piece, _ in whole) and len(whole) > 10
+    blocks = [text[start:start + 77] for start in range(0, len(text), 77)]
+    assert list(cut(blocks, piece=500)) == whole, "the pieces do not depend on how the file was read"
+    assert [len(piece) for piece, _ in cut(["x" * 1200], piece=500)] == [500, 500, 200]
+    assert list(cut([])) == [] and list(cut(["a" * PIECE])) == [("a" * PIECE, True)]
+
+
+def test_standard_library():
+    files = standard_library_files()
+    names = {str(file) for file in files}
+    assert len(files) > 300 and any(name.endswith("/asyncio/events.py") for name in names)
+    assert not any("/site-packages/" in name or "/test/" in name or "/tests/" in name for name in names)
+    assert resolve([STANDARD_LIBRARY])[0].files == tuple(files)
+
+
+def test_held_out_files_and_what_compresses_them(tmp_path):
+    files = [tmp_path / f"{number}.py" for number in range(30)]
+    for number, file in enumerate(files):
+        file.write_text(json.dumps([number] * 50))
+    training, held = split_files(files, 0.1)
+    assert sorted(training + held) == sorted(files) and 0 < len(held) < 15
+    assert split_files(files[::-1], 0.1)[1] == held[::-1]
+    (tmp_path / "a").write_bytes(b"a" * 10_000)
+    (tmp_path / "b").write_bytes(bytes(range(256)) * 4)
+    small, large = gzip_xz_bits([tmp_path / "a"])[0], gzip_xz_bits([tmp_path / "b"])[0]
+    assert 0 < small < large < 8.5
+    both = gzip_xz_bits([tmp_path / "a", tmp_path / "b"])[0]
+    assert both == pytest.approx((small * 10_000 + large * 1024) / 11_024), "a mean over bytes, each file by itself"

@@ -1,0 +1,95 @@
+"""Tokenizers: what is refused, and that the one we train gives every text back."""
+
+import random
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models
+from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
+
+from dolmen.data import tokenizer as tokenizers
+from dolmen.data.quickstart_corpus import standard_library_files
+from dolmen.data.sources import cut
+
+WORDS = {"<s>": 0, "a": 1, "b": 2, "</d>": 3}
+
+
+def words(**special):
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(WORDS, unk_token="<s>")), **special)
+
+
+def test_trained_bpe_gives_every_text_back(tokenizer, tokenizer_folder):
+    source = "".join(file.read_text("utf-8") for file in standard_library_files()[:8])
+    noise = "".join(map(chr, random.Random(0).choices([*range(0xD800), *range(0xE000, 0x11000)], k=2000)))
+    spaces = "  a .  b , c 's\t\n\n\r\n   \n\tx  "
+    encode = tokenizers.encoder(tokenizer)
+    for text in (source, noise, spaces):
+        assert tokenizer.decode(encode(text)) == text
+    again = AutoTokenizer.from_pretrained(tokenizer_folder)
+    assert again.eos_token == again.bos_token == again.pad_token == "<|endoftext|>" and again.eos_token_id == 0
+    assert len(again) == 300
+
+
+def test_encoder_is_the_tokenizer(tokenizer):
+    text = "def f(x):\n    return x + 1\n<|endoftext|>é" * 300
+    assert tokenizers.encoder(tokenizer)(text).tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
+    tokenizer(text, truncation=True, max_length=5)
+    assert len(tokenizers.encoder(tokenizer)(text)) > 1000, "a truncation of an earlier call does not stay"
+    slow = ByT5Tokenizer()
+    assert tokenizers.encoder(slow)("hé").tolist() == slow("hé", add_special_tokens=False)["input_ids"]
+
+
+def test_pieces_do_not_change_tokens(tokenizer):
+    text = "".join(f"class A{i}:\n\n    def f(self):\n        return {i} + 1\n\n\n" for i in range(300))
+    encode = tokenizers.encoder(tokenizer)
+    parts = [encode(piece) for piece, _ in cut([text], piece=1000)]
+    assert len(parts) > 5 and np.concatenate(parts).tolist() == encode(text).tolist()
+
+
+def test_end_of_text(tokenizer):
+    assert tokenizers.end_of_text_id(tokenizer) == 0
+    assert tokenizers.end_of_text_id(words(eos_token="</d>")) == 3
+    assert tokenizers.end_of_text_id(words(), "</d>") == 3
+    with pytest.raises(ValueError, match="names no end-of-text token.*use --data.end-of-text TOKEN .*<s>"):
+        tokenizers.end_of_text_id(words(bos_token="<s>"))
+    with pytest.raises(ValueError, match="--data.end-of-text '<eot>' is not one of the tokenizer's 4 tokens"):
+        tokenizers.end_of_text_id(words(), "<eot>")
+
+
+def test_vocabulary(tokenizer):
+    tokenizers.check_vocabulary(tokenizer, 300)
+    with pytest.raises(ValueError, match="tokenizer has 300 tokens, the model's vocab_size is 299: use --model.vocab-size 300"):
+        tokenizers.check_vocabulary(tokenizer, 299)
+    gap = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "b": 70_000}, unk_token="a")))
+    assert tokenizers.vocabulary_size(gap) == 70_001
+    assert tokenizers.token_dtype(gap) == np.uint32 and tokenizers.token_dtype(tokenizer) == np.uint16
+    assert tokenizers.encoder(gap)("b").tolist() == [70_000]
+
+
+def test_fingerprint(tokenizer, tokenizer_folder):
+    before = tokenizers.fingerprint(tokenizer)
+    tokenizer("a b c", truncation=True, max_length=2)
+    assert tokenizers.fingerprint(tokenizer) == tokenizers.fingerprint(AutoTokenizer.from_pretrained(tokenizer_folder)) == before
+    changed = AutoTokenizer.from_pretrained(tokenizer_folder)
+    changed.add_tokens(["new"])
+    assert tokenizers.fingerprint(changed) != before
+    assert tokenizers.fingerprint(ByT5Tokenizer()) == tokenizers.fingerprint(ByT5Tokenizer())
+    assert tokenizers.fingerprint(ByT5Tokenizer()) != tokenizers.fingerprint(ByT5Tokenizer(extra_ids=10))
+
+
+def test_no_tokenizer(tmp_path):
+    with pytest.raises(ValueError, match="no tokenizer: use --data.tokenizer"):
+        tokenizers.load_tokenizer(None)
+    with pytest.raises(FileNotFoundError, match="--data.tokenizer /no/such: no such folder"):
+        tokenizers.load_tokenizer("/no/such")
+    with pytest.raises(ValueError, match="no tokenizer could be loaded"):
+        tokenizers.load_tokenizer(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(ValueError, match="no tokenizer files there"):
+        tokenizers.load_tokenizer(str(tmp_path))
+
+
+def test_bpe_needs_the_bytes(tmp_path):
+    with pytest.raises(ValueError, match="vocab_size is 256: use --model.vocab-size 257"):
+        tokenizers.train_bpe(["a"], 256, tmp_path / "t", progress=False)
+    assert not (tmp_path / "t").exists()

@@ -1,0 +1,84 @@
+"""Every family, there and back: config.json field for field, weights bit for bit, and the meaning of each tensor."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from tiny import CASES, build, save
+
+from dolmen.convert import hf
+from dolmen.families import to_hf
+from dolmen.model.config import parameter_shapes
+
+
+@pytest.fixture(scope="module", params=CASES)
+def source(request, tmp_path_factory):
+    """(transformers model, its folder)."""
+    model = build(request.param)
+    return model, save(model, tmp_path_factory.mktemp("source"))
+
+
+def load(folder):
+    """(config, parameters loaded into NaNs)."""
+    config = hf.read_config(folder)
+    targets = {name: torch.full(shape, float("nan")) for name, shape in parameter_shapes(config).items()}
+    hf.load(folder, config, lambda name, full: targets[name].copy_(full))
+    return config, targets
+
+
+def test_config_and_weights_come_back(source, tmp_path):
+    _, folder = source
+    config, ours = load(folder)
+    assert not [name for name, tensor in ours.items() if tensor.isnan().any()]
+    hf.save(tmp_path / "back", config, ours.__getitem__)
+    for file in ("config.json", "generation_config.json"):
+        theirs, back = (json.loads((f / file).read_text()) for f in (folder, tmp_path / "back"))
+        if file == "config.json": assert theirs == back
+        assert all(theirs.get(f"{token}_token_id") == back.get(f"{token}_token_id") for token in ("bos", "eos", "pad"))
+    theirs, back = (load_file(f / "model.safetensors") for f in (folder, tmp_path / "back"))
+    assert theirs.keys() == back.keys()
+    assert all(torch.equal(theirs[name], back[name]) for name in theirs)
+
+
+def meaning(model, ours, config):
+    """Largest difference between what layer 1 of transformers computes and the same from our tensors: q, k, v and
+    MLP."""
+    def linear(name, x):
+        return F.linear(x, ours[f"layers.1.{name}.weight"], ours.get(f"layers.1.{name}.bias"))
+
+    x = torch.randn(5, config.hidden_size)
+    if config.family == "gpt2":
+        block = model.transformer.h[1]
+        theirs, mlp = block.attn.c_attn(x).split(config.hidden_size, -1), block.mlp
+    else:
+        block = model.model.layers[1]
+        theirs, mlp = [getattr(block.self_attn, f"{p}_proj")(x) for p in "qkv"], block.mlp
+    up = linear("mlp.up", x)
+    hidden = mlp.act_fn(linear("mlp.gate", x)) * up if config.gated else mlp.act(up)
+    pairs = [(linear(f"attn.{p}", x), t) for p, t in zip("qkv", theirs, strict=True)]
+    pairs.append((linear("mlp.down", hidden), mlp(x)))
+    return max((a - b).abs().max().item() for a, b in pairs)
+
+
+@torch.no_grad()
+def test_meaning_and_a_swap_is_noticed(source):
+    model, folder = source
+    config, ours = load(folder)
+    assert meaning(model, ours, config) < 1e-5          # fp32, sums of 40 products of size about 1
+    for a, b in [("attn.k", "attn.v")] + [("mlp.gate", "mlp.up")] * config.gated:
+        swapped = dict(ours)
+        for kind in ("weight", "bias"):
+            one, other = f"layers.1.{a}.{kind}", f"layers.1.{b}.{kind}"
+            if one in ours: swapped[one], swapped[other] = ours[other], ours[one]
+        assert meaning(model, swapped, config) > 0.1
+
+
+def test_a_changed_structure_shows_and_nothing_else(source):
+    _, folder = source
+    config = hf.read_config(folder)
+    before, after = config.hf, to_hf(replace(config, vocab_size=77))
+    assert {name for name in {**before, **after} if before.get(name) != after.get(name)} == {"vocab_size"}
+    assert after["vocab_size"] == 77

@@ -1,0 +1,61 @@
+"""Weight rules on numbered rows: what ends up where, the way back, and refusals."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dolmen.families.rules import Rename, Split, Transpose, disagreeing_fields, entries
+from dolmen.model.config import ModelConfig
+
+QKV = ("layers.{}.attn.q", "layers.{}.attn.k", "layers.{}.attn.v")
+
+
+@pytest.mark.parametrize(("groups", "counts", "rows"), [
+    (1, (4, 2, 2), ([0, 1, 2, 3], [4, 5], [6, 7])),            # phi3: all q, all k, all v
+    (2, (2, 1, 1), ([0, 1, 4, 5], [2, 6], [3, 7])),            # falcon: the queries of a group, then its k and v
+    (4, (1, 1), ([0, 2, 4, 6], [1, 3, 5, 7]))])                # interleaved gate and up
+@pytest.mark.parametrize("unit", [1, 3])
+def test_split(groups, counts, rows, unit):
+    stored = torch.arange(8).repeat_interleave(unit)[:, None] * torch.ones(1, 5)
+    for tensor in (stored, stored[:, 0]):                      # a weight and a bias
+        rule = Split("hf", tuple("abc"[: len(counts)]), groups, counts)
+        parts = list(rule.split(tensor))
+        for part, expected in zip(parts, rows, strict=True):
+            assert part.reshape(len(part), -1)[:, 0].tolist() == [float(r) for r in expected for _ in range(unit)]
+        assert torch.equal(rule.join(parts), tensor)
+        assert rule.shape([tuple(p.shape) for p in parts]) == tuple(tensor.shape)
+
+
+def test_transpose_of_a_split_is_views():
+    stored = torch.randn(4, 12)
+    rule = Transpose(Split("hf", tuple("abc"), 1, (1, 1, 1)))
+    parts = list(rule.split(stored))
+    assert [tuple(p.shape) for p in parts] == [(4, 4)] * 3
+    assert all(p.untyped_storage().data_ptr() == stored.untyped_storage().data_ptr() for p in parts)
+    assert torch.equal(rule.join(parts), stored) and rule.shape([(4, 4)] * 3) == (4, 12)
+
+
+def test_parameters_without_a_rule_raise():
+    config = ModelConfig(num_hidden_layers=1)
+    with pytest.raises(KeyError, match=r"10 parameters .*'layers.0.attn_norm.weight', 'layers.0.attn.q.weight'"):
+        entries([Rename("e", "embed"), Rename("h", "head")], config)
+
+
+def test_a_fused_tensor_of_unequal_parts_raises():
+    config = ModelConfig(num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2)
+    with pytest.raises(ValueError, match="family"): entries([Split("c_attn.{}", QKV, 1, (1, 1, 1))], config)
+
+
+def test_disagreeing_fields():
+    config = ModelConfig(family="gpt2", num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+                         hidden_size=24)
+    rules = [Rename(name, name) for name in ("embed", "head", "final_norm")]
+    modules = ("attn.o", "mlp.gate", "mlp.up", "mlp.down", "attn_norm", "mlp_norm")
+    rules += [Rename("layers.{}." + name, "layers.{}." + name) for name in modules]
+    rules += [Transpose(Split("c_attn.{}", QKV, 2, (2, 1, 1)))]
+    assert entries(rules, config)["c_attn.0.weight"].shape == (24, 64)
+    assert disagreeing_fields(rules, config, "c_attn.0.weight", (25, 64)) == ["hidden_size"]
+    assert disagreeing_fields(rules, config, "c_attn.0.weight", (24, 32)) == ["head_dim"]     # the counts fix the heads
+    assert disagreeing_fields(rules, config, "layers.0.mlp.up.weight", (11009, 24)) == ["intermediate_size"]
+    assert disagreeing_fields(rules, replace(config, vocab_size=7), "embed.weight", (9, 24)) == ["vocab_size"]
