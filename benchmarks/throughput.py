@@ -220,10 +220,10 @@ SIDES = {
 
 def _time(step, device):
     if device.type == "cuda": torch.cuda.synchronize()
-    start = time.perf_counter()
-    loss = step()
+    start, cpu = time.perf_counter(), time.process_time()
+    step()
     if device.type == "cuda": torch.cuda.synchronize()
-    return time.perf_counter() - start, float(loss)
+    return time.perf_counter() - start, time.process_time() - cpu
 
 
 def _section(rank, world, store, options):
@@ -245,7 +245,7 @@ def _section(rank, world, store, options):
     for _ in range(options.rounds):
         for name, step in sides.items():
             dist.barrier()
-            rounds[name].append(_time(step, device)[0])
+            rounds[name].append(_time(step, device))
     if rank == 0: _print(options, world, device, rounds)
     dist.barrier()
     dist.destroy_process_group()
@@ -256,11 +256,13 @@ def _print(options, world, device, rounds):
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{max(1, options.threads // world)} thread(s) each"
     print(f"\n{world} process(es), {where}; torch {torch.__version__}; {options.rounds} rounds; {shape}")
     peak = next((p for name, p in PEAK.items() if name in where), None)
+    ours = rounds.get("dolmen", next(iter(rounds.values())))
     for name, times in rounds.items():
-        median = statistics.median(times)
-        mfu = f"   MFU {shape.flops / median / peak / world:6.1%}" if peak else f"   {shape.flops / median / 1e9:5.0f} GFLOP/s"
-        ratio = statistics.median(a / b for a, b in zip(times, rounds["dolmen"], strict=True)) if "dolmen" in rounds else float("nan")
-        print(f"{name:40s} {median * 1e3:7.0f} ms (min {min(times) * 1e3:6.0f})  {shape.tokens / median:8.0f} tokens/s{mfu}   dolmen is {ratio:.2f}x", flush=True)
+        wall, cpu = (statistics.median(t[i] for t in times) for i in (0, 1))
+        ratio, cpu_ratio = (statistics.median(t[i] / o[i] for t, o in zip(times, ours, strict=True)) for i in (0, 1))
+        rate = f"MFU {shape.flops / wall / peak / world:5.1%}" if peak else f"{shape.flops / wall / 1e9:4.0f} GFLOP/s"
+        print(f"{name:40s} {wall * 1e3:6.0f} ms (min {min(times)[0] * 1e3:5.0f}, CPU {cpu * 1e3:5.0f}) {shape.tokens / wall:7.0f} tokens/s  {rate}  "
+              f"dolmen {ratio:.2f}x (CPU time {cpu_ratio:.2f}x)", flush=True)
 
 
 def main():

@@ -8,8 +8,8 @@
       step-00000200.partial/      being written, being deleted, or left by a killed run: never read
       step-00000100.replaced/     the old one, for the moment in which a new save of the same step takes its name
 
-Whoever is killed between any two lines of this file leaves the newest whole checkpoint readable (tests/checkpoint kills at
-every one of them).
+Whoever is killed between any two lines of this file leaves the newest whole checkpoint readable: tests/checkpoint kills
+at every one of them.
 """
 
 import json

@@ -1,12 +1,12 @@
-"""Reading a checkpoint that somebody else may have written: nothing in it is executed, and no more of it is read than needed.
+"""Reading a checkpoint that somebody else may have written: nothing in it is executed, no row is read without need.
 
 `.metadata` is a pickle: it may name the dozen classes that describe tensors, and nothing else. The shards are never
 unpickled: each part of a tensor is a zip archive as `torch.save` writes it, and its numbers are one uncompressed entry,
 
     __3_0.distcp   | archive | archive | archive: data.pkl | data/0: 64-byte aligned numbers | ... , with their CRC-32 |
 
-of which the rows that a rank holds are read, BLOCK bytes at a time. The checksum is verified where all rows are read, which
-a resume at the same layout does. (torch.load reads each part whole, and verifies no checksum.)
+of which the rows that a rank holds are read, BLOCK bytes at a time. The checksum is verified where all rows are read,
+which a resume at the same layout does. (torch.load reads each part whole, and verifies no checksum.)
 """
 
 import io
@@ -33,7 +33,8 @@ BLOCK = 64 * 2**20                                                      # bytes
 ALLOWED = {("torch.distributed.checkpoint.metadata", name) for name in (
                "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "TensorProperties",
                "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING")}
-ALLOWED |= {("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch", "Size"), ("torch.serialization", "_get_layout")}
+ALLOWED |= {("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch", "Size")}
+ALLOWED |= {("torch.serialization", "_get_layout")}                     # of a name: torch.strided
 ALLOWED |= {("torch", str(dtype).removeprefix("torch.")) for dtype in NAMES}
 
 
@@ -67,8 +68,8 @@ class Reader(FileSystemReader):
     def read_metadata(self, *args, **kwargs) -> Metadata: return self.metadata
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Fill `tensors` in place, each rank its own part. Raises KeyError for names that are missing here or there, and
-        ValueError for other shapes, and for a file that is missing, damaged or truncated."""
+        """Fill `tensors` in place, each rank its own part. Raises KeyError for names that are missing here or there,
+        ValueError for other shapes and for a file that is missing, damaged or truncated."""
         self._check(tensors)
         self.fill(tensors)
 
@@ -80,7 +81,8 @@ class Reader(FileSystemReader):
         for item in plan.items:
             if item.storage_index in self.metadata.storage_data: found[item.dest_index.fqn] += math.prod(item.lengths)
         if holes := [n for n, t in tensors.items() if found[n] != local_elements(t)]:
-            raise ValueError(f"{self.path / METADATA} is damaged: it describes a part of {len(holes)} tensors, e.g. {holes[:3]}")
+            raise ValueError(f"{self.path / METADATA} is damaged: it describes a part of {len(holes)} tensors, e.g. "
+                             f"{holes[:3]}")
         self.read_data(plan, planner)
 
     def _check(self, tensors: dict[str, Tensor]) -> None:
@@ -101,7 +103,8 @@ class Reader(FileSystemReader):
         for item in sorted(plan.items, key=lambda item: places[item.storage_index].offset):
             files.setdefault(places[item.storage_index].relative_path, []).append(item)
         for name, items in files.items():
-            if Path(name).name != name: raise ValueError(f"{self.path / METADATA} names {name}, a file outside the checkpoint")
+            if Path(name).name != name:
+                raise ValueError(f"{self.path / METADATA} names {name}, a file outside the checkpoint")
             try:
                 with open(self.path / name, "rb") as file:
                     for item in items: self._read(file, item, planner.resolve_tensor(item).detach())

@@ -1,5 +1,5 @@
 """A run's checkpoints: saved in the background at one layout, loaded at any other. Tensors go through DCP
-(torch.distributed.checkpoint), everything else is JSON. writer.py says who does what when, folders.py why a kill is harmless.
+(torch.distributed.checkpoint), everything else is JSON. writer.py: who does what when. folders.py: why no kill harms.
 """
 
 import json
@@ -23,8 +23,8 @@ from dolmen.core.mesh import Mesh
 class Checkpoints:
     """The checkpoints in `folder`, of which the `keep` newest are kept (0: all). Every rank of the mesh makes one.
 
-    `save`, `finish` and `load` are called by all ranks at the same point; the rest is local. One save is in progress at a
-    time, by one run. Call `finish` before the process group is destroyed.
+    `save`, `finish` and `load` are called by all ranks at the same point; the rest is local. One save is in progress at
+    a time, by one run. Call `finish` before the process group is destroyed.
     """
 
     def __init__(self, folder: Path, mesh: Mesh, keep: int):
@@ -59,8 +59,8 @@ class Checkpoints:
         try: future.result()
         except (CheckpointException, Exception) as error:               # DCP's is a BaseException
             reason = min(error.failures.items())[1][0] if isinstance(error, CheckpointException) else error
-            raise RuntimeError(f"step {step} was not saved in {self.folder}: {reason!r}. The newest whole checkpoint there is "
-                               f"{self.newest()}: make room or give it another folder, and save again") from error
+            raise RuntimeError(f"step {step} was not saved in {self.folder}: {reason!r}. The newest whole checkpoint there"
+                               f" is {self.newest()}: make room or give it another folder, and save again") from error
 
     def steps(self) -> list[int]:
         """Steps of the whole checkpoints on disk, oldest first."""
@@ -73,7 +73,8 @@ class Checkpoints:
     def path(self, step: int) -> Path:
         """Folder of the checkpoint of `step`. Raises ValueError if there is no whole one."""
         found = folders.whole(self.folder)
-        if step not in found: raise ValueError(f"{self.folder} has no checkpoint of step {step}, but of steps {list(found)}")
+        if step not in found:
+            raise ValueError(f"{self.folder} has no checkpoint of step {step}, but of steps {list(found)}")
         return found[step]
 
     def meta(self, step: int) -> dict:
@@ -81,8 +82,8 @@ class Checkpoints:
         return folders.read_state(self.path(step))
 
     def load(self, step: int, tensors: dict[str, Tensor]) -> None:
-        """Fill `tensors` in place with those of `step`, saved at any layout; a kind (the part of the name before `/`) may be
-        left out. Values are cast to the dtype of their place. Each rank reads its own part, then all agree.
+        """Fill `tensors` in place with those of `step`, saved at any layout; a kind (the part of the name before `/`) may
+        be left out. Values are cast to the dtype of their place. Each rank reads its own part, then all agree.
 
         Raises KeyError for missing or unexpected names, ValueError for other shapes or damaged files, on every rank.
         """
@@ -97,4 +98,5 @@ class Checkpoints:
         if error: raise error
         for rank, (other, message) in enumerate(results):
             if message: raise ValueError(f"rank {rank}: {message}")
-            if other != step: raise ValueError(f"rank {rank} loads step {other}, this rank step {step}, from {self.folder}")
+            if other != step:
+                raise ValueError(f"rank {rank} loads step {other}, this rank step {step}, from {self.folder}")

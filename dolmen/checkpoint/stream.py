@@ -1,5 +1,5 @@
-"""A checkpoint as a stream of whole tensors, one in memory at a time, in one process without a process group: what export,
-verification and serving read."""
+"""A checkpoint as a stream of whole tensors, one in memory at a time, in one process without a process group: what
+export, verification and serving read."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +13,7 @@ from dolmen.convert.safetensors import Spec
 
 
 class Checkpoint:
-    """An open checkpoint: `meta` as it was saved, `specs` of all tensors (`model/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME`)."""
+    """An open checkpoint: `meta` as it was saved, `specs` of all tensors (`model/NAME`, `exp_avg/NAME`, ...)."""
 
     def __init__(self, folder: Path):
         self.folder, self.meta, self._reader = folder, folders.read_state(folder), Reader(folder)
@@ -22,7 +22,8 @@ class Checkpoint:
 
     def read(self, name: str) -> Tensor:
         """The whole tensor on the CPU. Raises KeyError for a name that is not there, ValueError for a damaged file."""
-        if name not in self.specs: raise KeyError(f"{self.folder} has no {name}, but {len(self.specs)} others, e.g. {list(self.specs)[:3]}")
+        if name not in self.specs:
+            raise KeyError(f"{self.folder} has no {name}, but {len(self.specs)} others, e.g. {list(self.specs)[:3]}")
         tensor = torch.empty(self.specs[name].shape, dtype=self.specs[name].dtype)
         self._reader.fill({name: tensor})
         return tensor
@@ -34,7 +35,7 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """The checkpoint in `folder`, a step folder (see `locate`). Raises ValueError where it is damaged or not safe to read."""
+    """The checkpoint in the step folder `folder` (see `locate`). Raises ValueError where it is damaged or unsafe."""
     return Checkpoint(Path(folder))
 
 
@@ -47,5 +48,5 @@ def locate(path: Path) -> Path:
     if (path / folders.STATE).is_file() and not path.name.endswith(folders.PARTIAL): return path
     for folder in (path / "checkpoints", path):
         if found := folders.whole(folder): return found[max(found)]
-    raise ValueError(f"{path} holds no whole checkpoint: give a run's folder (with checkpoints/ in it), its checkpoints folder "
-                     f"(with step-NNNNNNNN/ in it) or one of those")
+    raise ValueError(f"{path} holds no whole checkpoint: give a run's folder (with checkpoints/ in it), its folder of "
+                     f"checkpoints (with step-NNNNNNNN/ in it) or one of those")

@@ -1,4 +1,4 @@
-"""DCP's writer, with three additions: one rank clears and makes the folder, one copy is staged, and the save ends in a rename.
+"""DCP's writer, with three additions: one copy is staged, one rank makes the folder, and the save ends in a rename.
 
                      every rank                     rank 0 alone                    DCP sends, on the group of saves
     main thread      stage: copy to CPU memory
@@ -7,9 +7,9 @@
                      write_data, fsync                                              -> gather
                                                     finish: state.json, rename      -> broadcast
 
-`finish` runs when the results of all ranks' writes have arrived, and every rank's future resolves after it, with the same
-success or the same error (torch 2.13: state_dict_saver._save_state_dict, utils._DistWrapper.all_reduce). A replicated
-tensor is written by one rank, the one with least to write (dedup_save_plans).
+`finish` runs when the results of all ranks' writes have arrived, and every rank's future resolves after it, with the
+same success or the same error (torch 2.13: state_dict_saver._save_state_dict, utils._DistWrapper.all_reduce). A
+replicated tensor is written by one rank, the one with least to write (dedup_save_plans).
 """
 
 import os

@@ -89,7 +89,8 @@ def cause(failures: dict) -> str:
         return f"dolmen: rank {first.local_rank} (pid {first.pid}) was ended by {name}{hint}; all ranks were stopped"
     told = [f for f in failures.values() if f.exitcode not in (-signal.SIGTERM, 130, 143)]
     first = min(told or failures.values(), key=lambda f: f.timestamp)
-    text = first.message if isinstance(first.message, str) else json.dumps(first.message)
+    told = first.error_file_data.get("message")            # as `guarded` wrote it
+    text = told["message"] if isinstance(told, dict) else "no traceback was left"
     return f"{text.rstrip()}\ndolmen: rank {first.local_rank} failed (exit code {first.exitcode}); all ranks were stopped"
 
 

@@ -21,6 +21,9 @@ from torch import Tensor
 from dolmen.core.mesh import Axis
 
 wait = funcol.wait_tensor
+_RENAMED = "all_gather_single" in vars(funcol)             # torch 2.13 renames two of them
+_ALL_GATHER = funcol.all_gather_single if _RENAMED else funcol.all_gather_tensor
+_REDUCE_SCATTER = funcol.reduce_scatter_single if _RENAMED else funcol.reduce_scatter_tensor
 
 
 def start_all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
@@ -30,12 +33,12 @@ def start_all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
 
 def start_all_gather(x: Tensor, axis: Axis) -> Tensor:
     """x [n, ...] of every rank, one after the other: [size * n, ...]."""
-    return funcol.all_gather_tensor(x.contiguous(), 0, axis.group)
+    return _ALL_GATHER(x.contiguous(), 0, axis.group)
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     """This rank's rows of the sum over the axis: [size * n, ...] -> [n, ...]."""
-    return funcol.reduce_scatter_tensor(x.contiguous(), "sum", 0, axis.group)
+    return _REDUCE_SCATTER(x.contiguous(), "sum", 0, axis.group)
 
 
 def _gathered(x: Tensor, dim: int, axis: Axis) -> Tensor:
@@ -98,7 +101,7 @@ class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, dim, axis):
         ctx.dim, ctx.axis = dim, axis
-        return part(x, dim, axis)
+        return part(x, dim, axis).clone()
 
     @staticmethod
     def backward(ctx, g): return _gathered(g, ctx.dim, ctx.axis), None, None

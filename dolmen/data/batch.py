@@ -36,6 +36,6 @@ class Batch:
     def microbatches(self, size: int) -> list["Batch"]:
         """Batches of `size` consecutive sequences."""
         if size < 1 or len(self.tokens) % size:
-            raise ValueError(f"{len(self.tokens)} sequences a rank are not divisible by the microbatch size ({size}): use "
-                             "--train.microbatch-size 1, or another --train.global-batch-size")
+            raise ValueError(f"{len(self.tokens)} sequences a rank are not divisible by the microbatch size ({size}): "
+                             "use --train.microbatch-size 1, or another --train.global-batch-size")
         return self.split(len(self.tokens) // size)

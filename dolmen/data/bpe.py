@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dolmen.data.config import DataConfig
+from dolmen.data.corpus import lock
 from dolmen.data.quickstart_corpus import split_files
 from dolmen.data.sources import WHOLE_FILE, Source, pieces
 from dolmen.data.tokenizer import train_bpe
@@ -18,22 +19,37 @@ from dolmen.data.tokenizer import train_bpe
 PREFIX = "bpe:"
 
 
-def tokenizer_folder(config: DataConfig, sources: Sequence[Source], progress: bool = True) -> str | None:
-    """The tokenizer to load: config.tokenizer itself, or the folder of the one trained for `bpe:N`. ValueError on a bad N."""
+def tokenizer_folder(config: DataConfig, sources: Sequence[Source], vocab_size: int | None, progress: bool) -> str | None:
+    """The tokenizer to load: config.tokenizer itself, or the folder of the one trained for `bpe:N`, now if need be.
+
+    Raises ValueError for an N that is no number or over `vocab_size`, and for data that is not local.
+    """
     if config.tokenizer is None or not config.tokenizer.startswith(PREFIX): return config.tokenizer
-    size = config.tokenizer.removeprefix(PREFIX)
-    if not size.isdigit(): raise ValueError(f"--data.tokenizer {config.tokenizer}: after bpe: stands a number of tokens, as in bpe:8192")
-    if any(source.hubs for source in sources): raise ValueError(f"--data.tokenizer {config.tokenizer} trains on local files alone: give a tokenizer's folder or hub id")
+    size, option = config.tokenizer.removeprefix(PREFIX), f"--data.tokenizer {config.tokenizer}"
+    if not size.isdigit(): raise ValueError(f"{option}: after bpe: stands a number of tokens, as in bpe:8192")
+    if vocab_size is not None and int(size) > vocab_size:
+        raise ValueError(f"{option} is larger than the model's vocab_size ({vocab_size}): use bpe:{vocab_size}, "
+                         f"or --model.vocab-size {size}")
+    if any(source.hubs for source in sources):
+        raise ValueError(f"{option} trains on local files alone: give a tokenizer's folder or hub id")
     files = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for source in sources for f in source.files]
-    key = hashlib.blake2b(json.dumps(["bpe 1", size, config.validation, config.validation_fraction, config.text_field, files]).encode(), digest_size=12).hexdigest()
-    folder = config.cache_folder / f"bpe-{size}-{key}"
+    recipe = ["bpe 1", size, config.validation, config.validation_fraction, config.text_field, files]
+    key = hashlib.blake2b(json.dumps(recipe).encode(), digest_size=12).hexdigest()
+    folder = config.cache_folder / "tokenizers" / f"bpe-{size}-{key}"
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
-        part = Path(tempfile.mkdtemp(dir=folder.parent, prefix=folder.name))
-        train_bpe(_texts(config, sources), int(size), part, progress)
-        try: part.rename(folder)
-        except OSError: shutil.rmtree(part)                                             # another process was first
+        with lock(folder.with_suffix(".lock")): _train(config, sources, int(size), folder, progress)
     return str(folder)
+
+
+def _train(config: DataConfig, sources: Sequence[Source], size: int, folder: Path, progress: bool) -> None:
+    """Builds beside `folder` and renames; leaves nothing behind when it fails."""
+    if folder.exists(): return                             # another process was first
+    part = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f"{folder.name}."))
+    try:
+        train_bpe(_texts(config, sources), size, part, progress)
+        part.rename(folder)
+    finally: shutil.rmtree(part, ignore_errors=True)
 
 
 def _texts(config: DataConfig, sources: Sequence[Source]) -> Iterator[str]:

@@ -7,10 +7,10 @@
         documents.npy   per document: bytes of text, hash of its text, index of its file (-1: a row of a data set)
         index.json      what it was built from, the counts, and the size of each file above
 
-`key` hashes what decides the tokens: each file's path, size and time of modification, the text field, the tokenizer, the
-end-of-text id, FORMAT. A folder appears by one rename, so it is whole or absent; one whose sizes differ from its index is
-built again. Processes that ask at once wait for the first (flock); where a file system has no locks, each builds and the
-first rename wins.
+`key` hashes what decides the tokens: each file's path, size and time of modification, the text field, the tokenizer,
+the end-of-text id, FORMAT. A folder appears by one rename, so it is whole or absent; one whose sizes differ from its
+index is built again. Processes that ask at once wait for the first (flock); where a file system has no locks, each
+builds and the first rename wins.
 """
 
 import fcntl
@@ -38,7 +38,7 @@ DOCUMENT = np.dtype([("bytes", "<i8"), ("hash", "<u8"), ("file", "<i4")])
 
 
 class Corpus:
-    """A built folder. Its arrays are memory-mapped; `documents` has the fields of DOCUMENT, `content` hashes all text."""
+    """A built folder. Its arrays are memory-mapped; `documents` has DOCUMENT's fields; `content` hashes the text."""
 
     def __init__(self, folder: Path, name: str):
         index = json.loads((folder / "index.json").read_text())
@@ -73,7 +73,8 @@ def open_corpus(source: Source, tokenizer, end_of_text: int, text_field: str, ca
             raise ValueError(f"cannot write the cache folder {cache}: {error}; use --data.cache") from error
         with lock(folder.with_suffix(".lock")):
             if not complete(folder):
-                build_in_place(source, tokenizer, origin, folder, workers or len(os.sched_getaffinity(0)), progress, option)
+                threads = workers or len(os.sched_getaffinity(0))
+                build_in_place(source, tokenizer, origin, folder, threads, progress, option)
     return Corpus(folder, source.name)
 
 
@@ -140,11 +141,12 @@ def build(source: Source, tokenizer, origin: dict, folder: Path, workers: int, p
     np.save(folder / "offsets.npy", np.concatenate([[0], ends]).astype("<i8"))
     np.save(folder / "documents.npy", documents)
     content = hashlib.blake2b(hashes.tobytes(), digest_size=8).hexdigest()
-    index = {**origin, "tokens": int(ends[-1]), "documents": len(ends), "bytes": int(text_bytes.sum()), "content": content,
-             "sizes": {file.name: file.stat().st_size for file in sorted(folder.iterdir())}}
+    index = {**origin, "tokens": int(ends[-1]), "documents": len(ends), "bytes": int(text_bytes.sum()),
+             "content": content, "sizes": {file.name: file.stat().st_size for file in sorted(folder.iterdir())}}
     (folder / "index.json").write_text(json.dumps(index))
-    say(f"  {index['tokens']:,} tokens of {index['documents']:,} documents, {index['bytes'] / index['tokens']:.2f} bytes a "
-        f"token, {time.monotonic() - started:.1f} s -> {folder.parent}", progress)
+    say(f"  {index['tokens']:,} tokens of {index['documents']:,} documents, "
+        f"{index['bytes'] / index['tokens']:.2f} bytes a token, {time.monotonic() - started:.1f} s -> "
+        f"{folder.parent}", progress)
 
 
 def write_tokens(source: Source, tokenizer, origin: dict, folder: Path, workers: int, reach: Callable[[int], None],
@@ -175,11 +177,12 @@ def write_tokens(source: Source, tokenizer, origin: dict, folder: Path, workers:
     return ends, text_bytes, hashes, files
 
 
-def encoded(parts: Iterable[Piece], encode: Callable[[str], np.ndarray], workers: int) -> Iterator[tuple[Piece, np.ndarray]]:
+def encoded(parts: Iterable[Piece], encode: Callable[[str], np.ndarray],
+            workers: int) -> Iterator[tuple[Piece, np.ndarray]]:
     """(piece, its ids) in order; at most 2 x `workers` + 1 groups are in memory at a time.
 
-    Threads and not processes: the tokenizer releases the interpreter's lock (12.1 MB on 2 cores: 2.8 s with one, 1.5 s with
-    two), and there is nothing to fork beside CUDA or gloo and no main module to import again.
+    Threads and not processes: the tokenizer releases the interpreter's lock (12.1 MB on 2 cores: 2.8 s with one, 1.5 s
+    with two), and there is nothing to fork beside CUDA or gloo and no main module to import again.
     """
     with ThreadPoolExecutor(workers) as pool:
         waiting: deque = deque()

@@ -1,7 +1,7 @@
 """Batches as a function of (seed, step): resuming is a number, and no split over ranks changes what is trained on.
 
-`prepare` is the whole road from a DataConfig to a Loader, `check` its cheap first part: what can be refused is refused there,
-before anything is written.
+`prepare` is the whole road from a DataConfig to a Loader, `check` its cheap first part: what can be refused is refused
+there, before anything is written.
 """
 
 from collections.abc import Iterator
@@ -27,14 +27,14 @@ from dolmen.data.stream import HeldOut, TokenStream, everything, split
 class Loader:
     """Training batches of `mixture`, validation batches of `held_out`."""
 
-    def __init__(self, mixture: Mixture, held_out: tuple[HeldOut, ...], global_batch_size: int, tokenizer, end_of_text: int,
-                 lines: list[str], identity: dict[str, str]):
+    def __init__(self, mixture: Mixture, held_out: tuple[HeldOut, ...], global_batch_size: int, tokenizer,
+                 end_of_text: int, lines: list[str], identity: dict[str, str]):
         self.mixture, self.held_out, self.global_batch_size = mixture, held_out, global_batch_size
         self.tokenizer, self.end_of_text, self.lines, self.identity = tokenizer, end_of_text, lines, identity
         self.validation = TokenStream.join([held.stream for held in held_out]) if held_out else None
 
     def batch(self, step: int, rank: int = 0, ranks: int = 1) -> Batch:
-        """The rows of global batch `step` (from 0) of data-parallel rank `rank`: consecutive samples, wherever they run."""
+        """The rows of global batch `step` (from 0) that data-parallel rank `rank` holds: consecutive samples."""
         rows = self.rows(ranks)
         return Batch.of_windows(self.mixture.windows(step * self.global_batch_size + rank * rows, rows))
 
@@ -55,7 +55,8 @@ class Loader:
         length, rows = self.mixture.sequence_length, self.rows(ranks)
         windows = -(-len(self.validation) // length)
         chosen = min(windows, max_sequences or windows)
-        for first in range(rank * rows, -(-chosen // self.global_batch_size) * self.global_batch_size, self.global_batch_size):
+        padded = -(-chosen // self.global_batch_size) * self.global_batch_size
+        for first in range(rank * rows, padded, self.global_batch_size):
             yield Batch.of_windows(np.stack([
                 self.validation_window(index * windows // chosen if index < chosen else windows)
                 for index in range(first, first + rows)]))
@@ -72,8 +73,9 @@ class Loader:
     def rows(self, ranks: int) -> int:
         """Sequences of a global batch that one of `ranks` data-parallel ranks holds."""
         if self.global_batch_size % ranks:
-            raise ValueError(f"global_batch_size ({self.global_batch_size}) is not divisible by the {ranks} data-parallel "
-                             f"ranks: use --train.global-batch-size {-(-self.global_batch_size // ranks) * ranks}")
+            raise ValueError(f"global_batch_size ({self.global_batch_size}) is not divisible by the {ranks} "
+                             "data-parallel ranks: use --train.global-batch-size "
+                             f"{-(-self.global_batch_size // ranks) * ranks}")
         return self.global_batch_size // ranks
 
     def epochs(self, step: int) -> dict[str, float]:
@@ -125,11 +127,14 @@ class Inputs(NamedTuple):
     end_of_text: int
 
 
-def check(config: DataConfig, tokenizer: str | None, vocab_size: int | None, sequence_length: int) -> Inputs:
-    """Refuses, with the numbers and the knob, what can be refused without reading all data; writes nothing.
+def check(config: DataConfig, tokenizer: str | None, vocab_size: int | None, sequence_length: int,
+          progress: bool = True) -> Inputs:
+    """Refuses, with the numbers and the knob, what can be refused without reading all data; writes nothing
+    but the tokenizer of `bpe:N`, into the cache.
 
-    Missing, empty or unreadable data, a missing field in the first rows, too little text for one window, no tokenizer or
-    end-of-text token, a tokenizer larger than `vocab_size` (None: no model yet). `tokenizer`: used if the config has none.
+    Missing, empty or unreadable data, a missing field in the first rows, too little text for one window, no tokenizer
+    or end-of-text token, a tokenizer larger than `vocab_size` (None: no model yet). `tokenizer`: used if the config has
+    none.
     """
     sources = resolve(config.path)
     validation = None
@@ -144,7 +149,7 @@ def check(config: DataConfig, tokenizer: str | None, vocab_size: int | None, seq
     for source, option in [(source, "--data.path") for source in sources] + [(validation, "--data.validation")]:
         if source is not None and not source.hubs:
             look_at(source, config.text_field, 1 if source is validation else sequence_length + 1, option)
-    loaded = tokenizers.load_tokenizer(tokenizer_folder(config, sources) or tokenizer)
+    loaded = tokenizers.load_tokenizer(tokenizer_folder(config, sources, vocab_size, progress) or tokenizer)
     if vocab_size is not None:
         tokenizers.check_vocabulary(loaded, vocab_size)
     return Inputs(sources, validation, loaded, tokenizers.end_of_text_id(loaded, config.end_of_text))
@@ -157,14 +162,15 @@ def look_at(source: Source, text_field: str, least: int, option: str) -> None:
     sizes = [file.stat().st_size for file in source.files if file.suffix in WHOLE_FILE]
     most = sum(sizes) + sum(size > 0 for size in sizes)
     if len(sizes) == len(source.files) and most < least:
-        raise ValueError(f"{option} {source.name}: {sum(sizes):,} bytes of text give at most {most:,} tokens, fewer than one "
-                         f"window of sequence_length + 1 ({least:,}): use a smaller --train.sequence-length or more data")
+        raise ValueError(f"{option} {source.name}: {sum(sizes):,} bytes of text give at most {most:,} tokens, "
+                         f"fewer than one window of sequence_length + 1 ({least:,}): use a smaller "
+                         "--train.sequence-length, or more data")
 
 
 def prepare(config: DataConfig, tokenizer: str | None, vocab_size: int | None, sequence_length: int,
             global_batch_size: int, seed: int, progress: bool = True) -> Loader:
     """From options to batches: check, tokenise or find in the cache, hold out, mix."""
-    inputs = check(config, tokenizer, vocab_size, sequence_length)
+    inputs = check(config, tokenizer, vocab_size, sequence_length, progress)
 
     def corpus(source: Source, option: str) -> Corpus:
         return open_corpus(source, inputs.tokenizer, inputs.end_of_text, config.text_field, config.cache_folder,
@@ -202,4 +208,5 @@ def describe(mixture: Mixture, corpora: list[Corpus], held: list[HeldOut]) -> li
         lines.append(f"{share}{part.name}: {len(part.stream):,} tokens to train on of {corpus.token_count:,} in "
                      f"{corpus.document_count:,} documents ({corpus.byte_count:,} bytes), {size:,} windows of "
                      f"{mixture.sequence_length:,} an epoch")
-    return lines + ([f"validation: {out.note}" for out in held] or ["validation: none (--data.validation-fraction is 0)"])
+    none = "validation: none (--data.validation-fraction is 0)"
+    return lines + ([f"validation: {out.note}" for out in held] or [none])

@@ -1,13 +1,13 @@
 """Sample i of the training stream, for any i at once: which source, which of its epochs, which window of tokens.
 
-Sources take turns by Webster's rule: the next sample goes to the source with the smallest (taken + 1/2) / weight. Of k
-sources, one with share p of the weight has had p x n samples at every n, up to (1 - p + p (k - 1)) / 2: half a sample for
-two sources, where random draws are off by sqrt(p (1 - p) n). The rule has a closed form in exact integers, so resuming at
-sample 10^12 costs what starting costs.
+Sources take turns by Webster's rule: the next sample goes to the source with the smallest (taken + 1/2) / weight. Of
+k sources, one with share p of the weight has had p x n samples at every n, up to (1 - p + p (k - 1)) / 2: half a sample
+for two sources, where random draws are off by sqrt(p (1 - p) n). The rule has a closed form in exact integers, so
+resuming at sample 10^12 costs what starting costs.
 
-Within a source, an epoch is a permutation of its windows: a Feistel network keyed by (seed, source, epoch), walked until it
-lands inside the source (Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002), which needs no memory. Each
-epoch also begins its windows at another token, so no document is always cut at the same place.
+Within a source, an epoch is a permutation of its windows: a Feistel network keyed by (seed, source, epoch), walked
+until it lands inside the source (Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002), without memory.
+Each epoch also begins its windows at another token, so no document is always cut at the same place.
 """
 
 import hashlib
@@ -73,8 +73,8 @@ class Mixture:
 def counts(weights: Sequence[int], samples: int) -> list[int]:
     """How many of the first `samples` samples each source has.
 
-    After "time" t, Webster's rule has given each source round(t w / W), in all between t - k/2 and t + k/2 for k sources. So
-    start at t = samples - k/2 and give the few that are missing one by one.
+    After "time" t, Webster's rule has given each source round(t w / W), in all between t - k/2 and t + k/2 for k
+    sources. So start at t = samples - k/2 and give the few that are missing one by one.
     """
     total, doubled = sum(weights), max(0, 2 * samples - len(weights))
     taken = [(weight * doubled + total) // (2 * total) for weight in weights]

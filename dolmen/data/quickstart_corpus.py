@@ -29,7 +29,8 @@ def standard_library_files() -> list[Path]:
 def split_files(files: Sequence[Path], fraction: float) -> tuple[list[Path], list[Path]]:
     """(training, held-out) files: the split that `Loader` makes of the same non-empty .txt and .py files."""
     texts = [file.read_bytes() for file in files]
-    held = held_out(np.array([text_hash(text) for text in texts], np.uint64), np.array([len(t) for t in texts]), fraction)
+    hashes, sizes = np.array([text_hash(text) for text in texts], np.uint64), np.array([len(text) for text in texts])
+    held = held_out(hashes, sizes, fraction)
     return [file for file, out in zip(files, held, strict=True) if not out], \
         [file for file, out in zip(files, held, strict=True) if out]
 

@@ -1,7 +1,7 @@
 """From an entry of `--data.path` to documents: what is a file, a folder, a glob or a hub id, and how each is read.
 
-Parquet and the hub are read through `datasets`. Text and jsonl are not, because `datasets` turns \\r\\n into \\n and reads a
-file into one string, and refuses jsonl whose keys differ between lines; a jsonl line is one `json.loads`.
+Parquet and the hub are read through `datasets`. Text and jsonl are not, because `datasets` turns \\r\\n into \\n and
+reads a file into one string, and refuses jsonl whose keys differ between lines; a jsonl line is one `json.loads`.
 """
 
 import glob
@@ -37,8 +37,8 @@ class Piece(NamedTuple):
 
 
 def resolve(entries: Sequence[str], option: str = "--data.path") -> tuple[Source, ...]:
-    """One source for all entries without weights, or one for each entry with a weight. ValueError (FileNotFoundError for
-    a path that does not exist) names `option` and the entry; nothing but folders and sizes is read."""
+    """One source for all entries without weights, or one for each entry with a weight. ValueError (FileNotFoundError
+    for a path that does not exist) names `option` and the entry; nothing but folders and sizes is read."""
     if not entries:
         raise ValueError(f"no data: use {option} with a file, a folder, a glob or a hub id")
     parsed = [parse_weight(entry, option) for entry in entries]
@@ -132,8 +132,8 @@ def cut(blocks: Iterable[str], piece: int = PIECE) -> Iterator[tuple[str, bool]]
 
 
 def seam(text: str, low: int, high: int) -> int:
-    """Where to cut in (low, high]: at the last line that is not indented, where byte-level tokenizers begin a word anyway,
-    so that no token changes; else at a line, else before a space, else at `high`."""
+    """Where to cut in (low, high]: at the last line that is not indented, where byte-level tokenizers begin a word
+    anyway, so that no token changes; else at a line, else before a space, else at `high`."""
     at = high
     while (at := text.rfind("\n", low, at)) >= 0:
         if not text[at + 1].isspace():
@@ -152,7 +152,8 @@ def read_text(file: Path, text_field: str) -> Iterator[Iterator[str]]:
                 while block := lines.read(4 * PIECE):
                     yield block
             except UnicodeDecodeError as error:
-                raise ValueError(f"{file} is not UTF-8 text: {error.reason}, byte {error.object[error.start]:#04x}") from error
+                byte = error.object[error.start]
+                raise ValueError(f"{file} is not UTF-8 text: {error.reason}, byte {byte:#04x}") from error
     yield blocks()
 
 

@@ -54,7 +54,7 @@ class TokenStream:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What validation reads. `size`: bytes of text of the whole documents; `tails`: ends of documents, bytes unknown."""
+    """What validation reads. `size`: bytes of text of whole documents; `tails`: ends of documents, bytes unknown."""
 
     stream: TokenStream
     documents: int
@@ -79,12 +79,13 @@ def split(corpus: Corpus, fraction: float) -> tuple[TokenStream, HeldOut | None]
     tail = TokenStream.of(corpus.tokens, [cut], [stop])
     training = TokenStream.of(corpus.tokens, np.array([0, stop]), np.array([cut, corpus.token_count]))
     name = corpus.file(longest) or corpus.name
-    note = f"the last {stop - cut:,} tokens ({fraction:.1%}) of {name}, as no document is small enough to be held out whole"
+    note = (f"the last {stop - cut:,} tokens ({fraction:.1%}) of {name}, as no document is small enough to be held "
+            "out whole")
     return training, HeldOut(tail, 1, 0, (), (tail,), note)
 
 
 def everything(corpus: Corpus, mask: np.ndarray, how: str = "") -> HeldOut:
-    """The documents in `mask` as held-out ones, `how` says why. `files` is empty unless each of them is a whole file."""
+    """The documents in `mask` as held-out ones; `how` says why. `files` is empty unless each is a whole file."""
     stream, chosen = documents_stream(corpus, mask), np.flatnonzero(mask)
     files = tuple(file for index in chosen if (file := corpus.file(index)) is not None)
     note = f"{len(chosen):,} of {len(mask):,} documents of {corpus.name}, {len(stream):,} tokens{how}"

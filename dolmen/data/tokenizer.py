@@ -102,8 +102,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int, folder: Path | str, progres
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     if vocab_size < len(alphabet) + 1:
-        raise ValueError(f"a byte-level tokenizer needs 256 bytes and an end-of-text token, and vocab_size is {vocab_size}: "
-                         "use --model.vocab-size 257 or more")
+        raise ValueError(f"a byte-level tokenizer needs 256 bytes and an end-of-text token, vocab_size is "
+                         f"{vocab_size}: use --model.vocab-size 257 or more")
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Split(Regex(WORDS), "isolated"),

@@ -28,11 +28,12 @@ from dolmen.serve import engine
 
 SEQUENCES, NEW_TOKENS, SEED = 4, 16, 0
 
-# fp32 rounds at 6e-8, and two right programs add in different orders.
+# fp32 rounds at 6e-8, and two right programs add in different orders. Seen over 24 random layers, and in brackets with
+# activations fifty times the others: logits 3e-6 (3e-5), loss 1e-7 (1e-7), norm 7e-6 (2e-5), gradients 4e-6 (6e-4).
 LOGITS = 1e-4                                              # of the largest logit
 LOSS = 1e-5                                                # relative: a mean over hundreds of tokens
 NORM = 1e-4                                                # relative, of the whole gradient
-GRADIENT = 1e-3                                            # of a tensor's norm, or of FLOOR times the whole gradient's:
+GRADIENT = 2e-3                                            # of a tensor's norm, or of FLOOR times the whole gradient's:
 FLOOR = 1e-3                                               # key biases have gradient zero, the rest is rounding
 
 
@@ -97,8 +98,8 @@ def verify(folder: Path | str, against: Path | str | None = None, mesh: Mesh = S
            gradients: bool = True) -> Report:
     """Compare dolmen on `folder` with transformers on `against` (default: the same folder), both paths or hub ids.
 
-    Every rank calls it and gets the same verdict. The first rank's device holds the model up to three times in fp32 (ours,
-    and the gradients of both), once where `gradients` is off. Raises ValueError or KeyError, before anything is loaded,
+    Every rank calls it and gets the same verdict. The first rank's device holds the model three times in fp32 (ours and
+    the gradients of both), or once where `gradients` is off. Raises ValueError or KeyError, before anything is loaded,
     where a folder cannot be read or the two hold models of different shapes.
     """
     folder, against = hf.resolve(folder), hf.resolve(folder if against is None else against)
@@ -111,8 +112,8 @@ def verify(folder: Path | str, against: Path | str | None = None, mesh: Mesh = S
         theirs = _ask_transformers(against, tokens, mesh.device, gradients) if mesh.first else None
         model = engine.load(folder, mesh, torch.float32)
         rows = _compare(model, mesh, tokens, theirs, gradients)
-    title = f"dolmen on {folder}, transformers on {against}\n{SEQUENCES} x {read} random tokens, fp32, tp {mesh.tp.size}"
-    return Report(title, _agreed(rows, mesh), tuple(notes))
+    size = f"{SEQUENCES} x {read} random tokens, fp32, tp {mesh.tp.size}"
+    return Report(f"dolmen on {folder}\ntransformers on {against}\n{size}", _agreed(rows, mesh), tuple(notes))
 
 
 def _structure(folder: Path, against: Path) -> tuple[ModelConfig, list[str]]:
@@ -148,7 +149,9 @@ def _precise() -> Iterator[None]:
 
 def _ask_transformers(folder: Path, tokens: _Tokens, device: torch.device, gradients: bool) -> _Reference:
     """`eager` is the attention nearest to the papers; labels are shifted by transformers itself."""
-    from transformers import AutoModelForCausalLM, GenerationConfig  # 2.4 s to import: not owed by `--help`
+    from transformers import AutoModelForCausalLM, GenerationConfig, logging  # 2.4 s to import: not owed by `--help`
+
+    logging.disable_progress_bar()
 
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False, use_safetensors=True,
@@ -219,7 +222,7 @@ def _gradient_rows(model: Decoder, theirs: dict[str, Tensor] | None) -> list[Row
 
 
 def _greedy_row(continued: list[list[int]], theirs: _Reference | None, tolerance: float) -> Row:
-    """Texts that differ, but for those whose first other token is as good as theirs within the tolerance of both logits."""
+    """Number of texts that differ, but for those whose first other token is as good within the tolerance of logits."""
     if theirs is None: return Row("greedy tokens", 0, 0)
     wrong, ties = 0, 0
     assert theirs.new_tokens.shape == (len(continued), len(continued[0])), theirs.new_tokens.shape

@@ -63,11 +63,12 @@ def prime(optimizer: torch.optim.AdamW) -> None:
 def tensors(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
     """Everything a checkpoint keeps, by name: `model/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME`. Call `prime` first.
 
+    Raises KeyError if a trained parameter has no state: the model then shows gathered copies, not what is at rest.
     The step count is not here: it is one number, kept as JSON and put back by `set_step`.
     """
     out = {f"model/{n}": p for n, p in model.named_parameters()}
     for name, p in model.named_parameters():
-        if p in optimizer.state:
+        if p.requires_grad:
             for kind in ("exp_avg", "exp_avg_sq"): out[f"{kind}/{name}"] = optimizer.state[p][kind]
     return out
 

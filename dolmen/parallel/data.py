@@ -13,7 +13,8 @@ With P the bytes of parameters as a rank computes with them and dp the axis size
 The loss is divided by the global count of real tokens before backward, so gradients are summed, never averaged.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +48,21 @@ def shard(model: nn.Module, blocks: Iterable[nn.Module], mesh: Mesh, zero: int, 
 def units(model: nn.Module) -> list[FSDPModule]:
     """The modules that `shard` made units of communication."""
     return [m for m in model.modules() if isinstance(m, FSDPModule)]
+
+
+@contextmanager
+def inference(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; afterwards the mode is as before and sharded parameters are at rest again.
+
+    Not torch.inference_mode: ZeRO keeps its gathered parameters for the next step, which must be able to train on them.
+    """
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(): yield
+    finally:
+        model.train(training)
+        for unit in units(model): unit.reshard()
 
 
 def backward(loss: Tensor, model: nn.Module, last: bool, zero: int) -> None:

@@ -8,12 +8,11 @@ Every rank of tp runs the same calls on the same prompts, gathers the same logit
 
 import json
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dolmen.convert import hf
 from dolmen.core import collectives
@@ -54,21 +53,6 @@ def stop_tokens(folder: Path | str) -> set[int]:
     return set()
 
 
-@contextmanager
-def inference(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; afterwards the mode is as before and sharded parameters are at rest again.
-
-    Not torch.inference_mode: ZeRO keeps its gathered parameters for the next step, which must be able to train on them.
-    """
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad(): yield
-    finally:
-        model.train(training)
-        for unit in data.units(model): unit.reshard()
-
-
 def generate(model: Decoder, prompts: Sequence[Sequence[int]], max_new_tokens: int, temperature: float = 0.0,
              top_k: int | None = None, top_p: float | None = None, stop: Collection[int] = (), seed: int = 0,
              on_token: Callable[[int, int], None] | None = None) -> list[list[int]]:
@@ -96,7 +80,7 @@ def generate(model: Decoder, prompts: Sequence[Sequence[int]], max_new_tokens: i
         return collectives.reduce_scalar(chosen, model.tp.axis, "max")
 
     # a compiled block would be compiled again for every length
-    with inference(model), torch.compiler.set_stance("force_eager"):
+    with data.inference(model), torch.compiler.set_stance("force_eager"):
         for length in sorted({len(p) for p in prompts}):
             indices = [i for i, p in enumerate(prompts) if len(p) == length]
             _generate(model, indices, [prompts[i] for i in indices], length + max_new_tokens - 1, choose, emit)

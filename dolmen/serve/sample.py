@@ -17,7 +17,7 @@ def check(temperature: float, top_k: int | None, top_p: float | None) -> None:
     if not 0 <= temperature < math.inf:
         raise ValueError(f"temperature is {temperature}: use --temperature 0 (greedy) or more")
     if top_k is not None and top_k < 1: raise ValueError(f"top_k is {top_k}: use --top-k 1 or more")
-    if top_p is not None and not 0 < top_p <= 1: raise ValueError(f"top_p is {top_p}: use --top-p above 0 and at most 1")
+    if top_p is not None and not 0 < top_p <= 1: raise ValueError(f"top_p is {top_p}: use --top-p above 0, at most 1")
 
 
 def uniform(seed: int, prompt: int, step: int) -> float:

@@ -98,9 +98,9 @@ def run_training(run: RunConfig, out: Path, mesh: Mesh, console: Console, *, res
         checkpoints.finish()
     finally:
         hooks.close()
-    val_loss, val_tokens = hooks.validation if hooks.validation else (None, 0)
+    val_loss, val_tokens, nats = hooks.validation or (None, 0, 0.0)
     whole = val_loss is not None and not signal and val_tokens == loader.validation_tokens
-    bits = val_loss * val_tokens / loader.validation_bytes / math.log(2) if whole else None
+    bits = nats / loader.validation_bytes / math.log(2) if whole else None
     return Outcome(state.step, time.monotonic() - began, signal, val_loss, val_tokens, bits, tuple(str(f) for f in loader.validation_files))
 
 
@@ -166,7 +166,7 @@ class Hooks:
         whole = state.step == state.steps or self.run.log.validation_tokens == 0
         most = None if whole else max(1, self.run.log.validation_tokens // self.run.sequence_length)
         began = time.monotonic()
-        loss, tokens = self.validation = evaluate(state.model, self.loader.validation_batches(most, self.mesh.dp.rank, self.mesh.dp.size), self.mesh)
+        self.validation = loss, tokens, _ = evaluate(state.model, self.loader.validation_batches(most, self.mesh.dp.rank, self.mesh.dp.size), self.mesh)
         self.since += time.monotonic() - began                                          # not the training's time
         for writer in self.writers: writer.write({"step": state.step, "val_loss": loss, "val_tokens": tokens, "time": time.time()})
         self.line.say(f"step {state.step}: validation loss {loss:.4f} on {tokens:,} tokens")

@@ -11,6 +11,7 @@ from worlds import Layout, Run, differing
 from dolmen.checkpoint.store import Checkpoints
 from dolmen.checkpoint.stream import locate, open_checkpoint
 from dolmen.checkpoint.writer import Writer
+from dolmen.convert.safetensors import Spec
 from dolmen.core.mesh import SINGLE
 
 SAVED = Layout(2, 2, zero=1)
@@ -44,10 +45,11 @@ def resumed(layout: Layout, folder: Path) -> list[str]:
 def failures(folder: Path) -> dict:
     """What every rank sees when one rank cannot write, when nobody can, and when ranks disagree on what to load."""
     mesh, out = SAVED.mesh(), {}
-    checkpoints, tensors = Checkpoints(folder, mesh, 0), {"model/w": distribute_tensor(torch.ones(8, 8), mesh.grid, [Shard(0), Shard(1)])}
+    checkpoints = Checkpoints(folder, mesh, 0)
+    tensors = {"model/w": distribute_tensor(torch.ones(8, 8), mesh.grid, [Shard(0), Shard(1)])}
     checkpoints.save(1, tensors, {}, wait=True)
     write_data = Writer.write_data
-    if dist.get_rank() == 2: Writer.write_data = lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    if dist.get_rank() == 2: Writer.write_data = lambda *_: open("/dev/full", "w").write("x" * 100_000)
     checkpoints.save(2, tensors, {})
     out["one rank"] = everyone(raised(checkpoints.save, 3, tensors, {}))
     out["nothing left of it"] = everyone(raised(checkpoints.finish))
@@ -59,9 +61,9 @@ def failures(folder: Path) -> dict:
     if dist.get_rank() == 0: (folder / "file").touch()
     blocked.save(1, tensors, {})
     out["no folder"] = everyone(raised(blocked.finish))
-    tensors = {"model/w": tensors["model/w"]} if dist.get_rank() else {"model/v": tensors["model/w"]}
-    out["names"] = everyone(raised(checkpoints.load, 1, tensors))
-    out["other steps"] = everyone(raised(checkpoints.load, (1, 4)[dist.get_rank() % 2], {"model/w": next(iter(tensors.values()))}))
+    named = {"model/w" if dist.get_rank() else "model/v": tensors["model/w"]}
+    out["names"] = everyone(raised(checkpoints.load, 1, named))
+    out["other steps"] = everyone(raised(checkpoints.load, (1, 4)[dist.get_rank() % 2], tensors))
     return out
 
 
@@ -72,21 +74,21 @@ def uneven(folder: Path) -> dict:
     tensors = {"model/few": torch.randn(3), "model/odd": torch.randn(7, 5), "model/bf16": torch.randn(9, 3).bfloat16(),
                "model/large": torch.randn(4096, 512)}
     for t in tensors.values(): dist.broadcast(t, 0)
-    checkpoints.save(1, {n: distribute_tensor(t, rows.grid["dp"], [Shard(0)]) for n, t in tensors.items()}, {}, wait=True)
-    checkpoints.save(2, {n: distribute_tensor(t, rows.grid["dp"], [Replicate()]) for n, t in tensors.items()}, {}, wait=True)
-    wrong = []
-    for step in (1, 2):
-        for grid, places in ((rows.grid["dp"], [Shard(0)]), (rows.grid["dp"], [Replicate()]), (mesh.grid, [Shard(0), Replicate()]),
-                             (mesh.grid, [Replicate(), Shard(0)])):
-            places_of = {n: [Shard(1) if p == Shard(0) and t.ndim == 2 and grid is mesh.grid else p for p in places] for n, t in tensors.items()}
-            out = {n: distribute_tensor(torch.zeros_like(t), grid, places_of[n]) for n, t in tensors.items()}
+    line, columns, wrong = rows.grid["dp"], {1: Replicate(), 2: Shard(1)}, []
+    for step, place in ((1, Shard(0)), (2, Replicate())):
+        checkpoints.save(step, {n: distribute_tensor(t, line, [place]) for n, t in tensors.items()}, {}, wait=True)
+        for at, places in ((line, [Shard(0)]), (line, [Replicate()]), (mesh.grid, [Shard(0), None]),
+                           (mesh.grid, [None, Shard(0)])):
+            out = {n: distribute_tensor(torch.zeros_like(t), at, [p or columns[t.ndim] for p in places])
+                   for n, t in tensors.items()}
             before = characters_read()
             checkpoints.load(step, out)
             read = characters_read() - before
             wrong += [(step, places, n) for n, t in tensors.items() if not torch.equal(out[n].full_tensor(), t)]
-            if step == 2 and places == [Shard(0)]: share = read / 4096 / 512 / 4
-    stored = sum(p.stat().st_size for p in checkpoints.path(2).glob("*.distcp")) / sum(t.nbytes for t in tensors.values())
-    return {"wrong": wrong, "read of a whole tensor": everyone(share), "stored of replicas": stored}
+            if step == 2 and places == [Shard(0)]: share = read / tensors["model/large"].nbytes
+    stored = sum(p.stat().st_size for p in checkpoints.path(2).glob("*.distcp"))
+    return {"wrong": wrong, "read of a whole tensor": everyone(share),
+            "stored of replicas": stored / sum(t.nbytes for t in tensors.values())}
 
 
 def characters_read() -> int:
@@ -135,14 +137,15 @@ def test_streams_whole_tensors(world):
     expected = torch.load(world[0] / "expected.pt", weights_only=True)
     checkpoint = open_checkpoint(locate(world[0] / "run"))
     assert checkpoint.meta == {"step": 2, "layout": "dp2 tp2"}
-    assert {n: (s.shape, s.dtype) for n, s in checkpoint.specs.items()} == {n: (t.shape, t.dtype) for n, t in expected.items()}
-    assert differing({f"model/{n}": t for n, t in checkpoint.stream()}, {n: t for n, t in expected.items() if n.startswith("model/")}) == []
+    assert checkpoint.specs == {n: Spec(tuple(t.shape), t.dtype) for n, t in expected.items()}
+    whole = {n: t for n, t in expected.items() if n.startswith("model/")}
+    assert differing({f"model/{n}": t for n, t in checkpoint.stream()}, whole) == []
 
 
 def test_a_failure_of_one_rank_is_everyones(world):
     seen = world[1]["failures"]
     assert len(set(seen["one rank"])) == 1 and "step 2 was not saved" in seen["one rank"][0]
-    assert "No space left on device" in seen["one rank"][0] and "newest whole checkpoint there is 1" in seen["one rank"][0]
+    assert "No space left on device" in seen["one rank"][0] and "checkpoint there is 1" in seen["one rank"][0]
     assert seen["nothing left of it"] == ["nothing"] * 4
     assert (seen["steps"], seen["steps after"], seen["partials"]) == ([1], [1, 4], [])
     assert len(set(seen["no folder"])) == 1 and "NotADirectoryError" in seen["no folder"][0]

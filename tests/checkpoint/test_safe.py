@@ -48,7 +48,8 @@ def test_metadata_executes_nothing(saved, tmp_path, attack, where):
     if where == "alone": (saved / folders.METADATA).write_bytes(pickle.dumps(call))
     if where == "in planner_data": edit(saved, lambda m: setattr(m, "planner_data", {"a": call}))
     if where == "as a tensor": edit(saved, lambda m: m.state_dict_metadata.update({"model/w": call}))
-    with pytest.raises(ValueError, match=r"\.metadata is missing, damaged or not safe to read: it names [\w.]+, which"): open_checkpoint(saved)
+    with pytest.raises(ValueError, match=r"\.metadata is missing, damaged or not safe to read: it names [\w.]+, which"):
+        open_checkpoint(saved)
     assert not (tmp_path / "mark").exists()
 
 
@@ -61,7 +62,13 @@ def test_plain_dcp_would_have_executed_it(saved, tmp_path):
 
 def test_tensors_only(saved):
     edit(saved, lambda m: m.state_dict_metadata.update({"model/w": BytesStorageMetadata()}))
-    with pytest.raises(ValueError, match="names torch.distributed.checkpoint.metadata.BytesStorageMetadata"): open_checkpoint(saved)
+    with pytest.raises(ValueError, match="names torch.distributed.checkpoint.metadata.BytesStorageMetadata"):
+        open_checkpoint(saved)
+
+
+def test_numbers_are_no_tensors(saved):
+    edit(saved, lambda m: m.state_dict_metadata.update({"model/v": 3}))
+    with pytest.raises(ValueError, match=r"\['model/v'\] are no tensors"): open_checkpoint(saved)
 
 
 @pytest.mark.parametrize("content", [[1, 2], {"model/w": 3}, None])
@@ -72,30 +79,33 @@ def test_no_metadata_at_all(saved, content):
 
 def test_a_part_that_is_nowhere(saved):
     edit(saved, lambda m: m.storage_data.clear())
-    with pytest.raises(ValueError, match=r"describes a part of 1 tensors, e.g. \['model/w'\]"): open_checkpoint(saved).read("model/w")
+    with pytest.raises(ValueError, match=r"describes a part of 1 tensors, e.g. \['model/w'\]"):
+        open_checkpoint(saved).read("model/w")
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../outside", ".."])
 def test_nothing_outside_is_read(saved, name):
     (saved.parent / "outside").write_bytes(next(saved.glob("*.distcp")).read_bytes())
     edit(saved, lambda m: [setattr(place, "relative_path", name) for place in m.storage_data.values()])
-    with pytest.raises(ValueError, match="a file outside the checkpoint|is missing, damaged"): open_checkpoint(saved).read("model/w")
+    with pytest.raises(ValueError, match="a file outside the checkpoint|is missing, damaged"):
+        open_checkpoint(saved).read("model/w")
 
 
 @pytest.mark.parametrize("attack", ["os.system", "eval"])
 def test_shards_execute_nothing(saved, tmp_path, attack):
     """A shard is a pickle beside numbers: of this one only numbers are looked at, and it has none."""
     shard, = saved.glob("*.distcp")
+    refused = f"{shard} is missing, damaged or truncated"
     torch.save({"x": attacks(tmp_path / "mark")[attack]}, shard)
     edit(saved, lambda m: [setattr(place, "length", shard.stat().st_size) for place in m.storage_data.values()])
-    with pytest.raises(ValueError, match=f"{shard} is missing, damaged or truncated"): open_checkpoint(saved).read("model/w")
+    with pytest.raises(ValueError, match=refused): open_checkpoint(saved).read("model/w")
     shard.write_bytes(pickle.dumps(attacks(tmp_path / "mark")[attack]))
-    with pytest.raises(ValueError, match=f"{shard} is missing, damaged or truncated"): open_checkpoint(saved).read("model/w")
+    with pytest.raises(ValueError, match=refused): open_checkpoint(saved).read("model/w")
     assert not (tmp_path / "mark").exists()
 
 
 def test_the_allowed_names_exist():
-    """Each pair is found on this torch, is a class, a dtype or `_get_layout`, and has its dots where a module has them."""
+    """Each pair is found on this torch, and is a class, a dtype or `_get_layout`: no dotted way to anything else."""
     for module, name in safe.ALLOWED:
         found = pickle.Unpickler.find_class(safe._Unpickler(open(os.devnull, "rb")), module, name)
         assert isinstance(found, type | torch.dtype) or name == "_get_layout"

@@ -1,4 +1,4 @@
-"""What the tests of checkpoints train: a tiny decoder of an odd vocabulary with tied embeddings, in the plainest loop."""
+"""What the tests of checkpoints train: a tiny decoder, odd vocabulary, tied embeddings, in the plainest loop."""
 
 from dataclasses import dataclass, field
 

@@ -130,7 +130,8 @@ def test_one_document_holds_out_its_end(documents, built):
     corpus = built[0](documents / "39.txt")
     training, held = split(corpus, 0.1)
     tokens = np.array(corpus.tokens)
-    assert np.array_equal(np.concatenate([training.read(0, len(training)), held.stream.read(0, len(held.stream))]), tokens)
+    sides = training.read(0, len(training)), held.stream.read(0, len(held.stream))
+    assert np.array_equal(np.concatenate(sides), tokens)
     assert len(held.stream) == round(0.1 * len(tokens)) and "39.txt" in held.note and held.files == ()
 
 

@@ -1,4 +1,4 @@
-"""From options to batches: batch = f(seed, step) whatever the ranks, validation covers each token once, bad input stops early."""
+"""From options to batches: a function of (seed, step), validation of each token once, early refusals."""
 
 import itertools
 import json
@@ -21,7 +21,8 @@ def same(a, b):
 def test_labels_are_the_next_tokens(documents, load):
     loader = load(documents)
     batch = loader.batch(0)
-    assert batch.tokens.shape == batch.labels.shape == (4, 16) and batch.tokens.dtype == batch.labels.dtype == torch.int64
+    assert batch.tokens.shape == batch.labels.shape == (4, 16)
+    assert batch.tokens.dtype == batch.labels.dtype == torch.int64
     assert torch.equal(batch.tokens[:, 1:], batch.labels[:, :-1])
     stream = loader.mixture.parts[0].stream
     text = stream.read(0, len(stream)).tolist() * 2
@@ -64,7 +65,8 @@ def test_validation_covers_each_token_once(documents, load, tokenizer):
     loader = load(documents, validation_fraction=0.1)
     for ranks in (1, 2, 4):
         batches = [list(loader.validation_batches(rank=rank, ranks=ranks)) for rank in range(ranks)]
-        assert {len(b) for b in batches} == {len(batches[0])} and all(len(x.tokens) == 4 // ranks for b in batches for x in b)
+        assert {len(b) for b in batches} == {len(batches[0])}
+        assert all(len(x.tokens) == 4 // ranks for b in batches for x in b)
         tokens, labels = (torch.cat([getattr(b, side) for turn in zip(*batches, strict=True) for b in turn]).flatten()
                           for side in ("tokens", "labels"))
         real = labels != IGNORED
@@ -98,7 +100,8 @@ def test_validation_given_and_shorter_than_a_window(documents, tmp_path, load):
     (tmp_path / "both" / "whole.txt").write_text("a file")
     both = load(documents, validation=str(tmp_path / "both"))
     assert both.validation_bytes == loader.validation_bytes + 6 and both.validation_files == (), "rows are no files"
-    assert len(loader.mixture.parts[0].stream) == load(documents, validation_fraction=0.0).mixture.parts[0].stream.ends[-1]
+    everything = load(documents, validation_fraction=0.0).mixture.parts[0].stream
+    assert len(loader.mixture.parts[0].stream) == len(everything), "nothing is held out of --data.path"
     with pytest.raises(ValueError, match="1 files are in both --data.path and --data.validation"):
         load(documents, validation=str(documents / "03.txt"))
 
@@ -124,6 +127,8 @@ def test_mixture_of_files(documents, load):
     text = loader.tokenizer.batch_decode(loader.batch(0).tokens)
     assert [sum(f"document {number}" in row for row in text) for number in (38, 39)] == [6, 2]
     assert list(loader.epochs(1)) == [str(a), str(b)] and len(loader.held_out) == 2
+    assert load(f"1:{documents}").validation_files
+    assert load(f"1:{documents}", f"1:{b}").validation_files == (), "the end of a document is no file"
     assert [line.split(":")[0] for line in loader.description()[:2]] == ["75.0% of the batches", "25.0% of the batches"]
 
 
@@ -131,7 +136,8 @@ def test_fingerprint_says_what_changed(documents, load, tmp_path):
     before = load(documents).fingerprint()
     moved = documents.rename(tmp_path / "moved")
     assert changes(before, load(moved).fingerprint()) == [], "by content, not by place"
-    assert changes(before, load(moved, seed=1, sequence_length=8).fingerprint()) == ["seed: 0 -> 1", "sequence_length: 16 -> 8"]
+    other = load(moved, seed=1, sequence_length=8).fingerprint()
+    assert changes(before, other) == ["seed: 0 -> 1", "sequence_length: 16 -> 8"]
     (moved / "00.txt").write_text("new\n")
     (line,) = changes(before, json.loads(json.dumps(load(moved).fingerprint())))
     assert line.startswith("data 1: 40 documents")
@@ -175,7 +181,8 @@ def test_check_reads_the_first_document(tmp_path, tokenizer_folder):
         check(DataConfig((str(tmp_path),)), tokenizer_folder, 300, 16)
     (tmp_path / "a.jsonl").write_text('{"text": "short"}\n')
     with pytest.raises(ValueError, match="fewer than one window of"):
-        prepare(DataConfig((str(tmp_path),), cache=str(tmp_path / "c")), tokenizer_folder, 300, 16, 4, 0, progress=False)
+        config = DataConfig((str(tmp_path),), cache=str(tmp_path / "c"))
+        prepare(config, tokenizer_folder, 300, 16, 4, 0, progress=False)
 
 
 def test_batch_parts():

@@ -10,7 +10,8 @@ from dolmen.data.stream import TokenStream
 
 
 def part(name, tokens, weight, first=0):
-    return Part(name, Fraction(weight), TokenStream.of(np.arange(first, first + tokens), np.array([0]), np.array([tokens])))
+    stream = TokenStream.of(np.arange(first, first + tokens), np.array([0]), np.array([tokens]))
+    return Part(name, Fraction(weight), stream)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 16, 17, 100, 1000, 1025, 4097])
@@ -57,7 +58,8 @@ def test_an_epoch_predicts_each_token_once():
         assert len(set(labels.tolist())) == len(labels) == windows * length
         starts.append(rows[:, 0].tolist())
     assert starts[0] != starts[1] and {s % length for s in starts[0][:9]} != {s % length for s in starts[1][:9]}
-    assert mixture.epochs(windows * 3) == {"a": 3.0} and mixture.epochs(windows // 2)["a"] == pytest.approx(0.5, abs=0.01)
+    assert mixture.epochs(windows * 3) == {"a": 3.0}
+    assert mixture.epochs(windows // 2)["a"] == pytest.approx(0.5, abs=0.01)
 
 
 def test_weighted_sources_have_their_own_epochs():

@@ -32,7 +32,8 @@ def write_parquet(path, **columns):
 def mixed(tmp_path):
     (tmp_path / "a.txt").write_bytes("first\r\nsecond é\n".encode())
     (tmp_path / "b.py").write_bytes(b"x = 1\n")
-    (tmp_path / "c.jsonl").write_text('{"text": "one"}\n\n{"id": 5, "text": "two \\u00e9"}\n{"text": null}\n{"text": ""}\n')
+    rows = '{"text": "one"}', "", '{"id": 5, "text": "two \\u00e9"}', '{"text": null}', '{"text": ""}'
+    (tmp_path / "c.jsonl").write_text("\n".join(rows))
     (tmp_path / "deep").mkdir()
     write_parquet(tmp_path / "deep" / "d[1].parquet", text=["row\r\n", None, "row 2"], id=[1, 2, 3])
     (tmp_path / "deep" / "ignored.md").write_text("no")

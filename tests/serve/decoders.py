@@ -1,0 +1,31 @@
+"""Small decoders, one for each way that keys and positions reach attention, with weights large enough to matter."""
+
+import torch
+
+from dolmen.core.mesh import SINGLE, Mesh
+from dolmen.model.config import ModelConfig
+from dolmen.train.build import build, initialize
+
+VOCABULARY, MOST = 71, 32                                  # 71 is prime: no tp divides it
+SIZES = dict(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+             head_dim=8, max_position_embeddings=MOST, initializer_range=0.3)
+DECODERS = {
+    "grouped": ModelConfig(**SIZES, num_key_value_heads=2),
+    "one-kv-qk-norm": ModelConfig(**SIZES, num_key_value_heads=1, qk_norm=True, tie_word_embeddings=True),
+    "uneven-kv": ModelConfig(**SIZES | dict(num_attention_heads=6), num_key_value_heads=3),
+    "learned": ModelConfig(**SIZES, num_key_value_heads=4, position="learned", norm="layernorm", mlp="plain",
+                           activation="gelu_tanh", attention_bias=True, output_bias=True, mlp_bias=True),
+    "window": ModelConfig(**SIZES, num_key_value_heads=2, sliding_window=5),
+    "window-in-one-layer": ModelConfig(**SIZES, num_key_value_heads=2, sliding_window=5, sliding_layers=(1,)),
+}
+PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12, 13, 14], [15, 16, 17], [70, 0, 70]]
+
+
+def decoder(name: str, mesh: Mesh = SINGLE, **options):
+    model = build(DECODERS[name], mesh, **options)
+    initialize(model, seed=0)
+    return model
+
+
+def tokens(rows: int = 2, length: int = MOST) -> torch.Tensor:
+    return torch.randint(VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(1))
