@@ -75,6 +75,7 @@ def dolmen_side(shape, mesh, compile, sequence=False):
     """This project: the training loop's own step."""
     model = build.build(shape.config, mesh, zero=1, compute=torch.bfloat16, compile=compile, sequence=sequence)
     build.initialize(model, seed=0)
+    if compile: model.compile_parts()
     state = TrainState(model, adamw(model, OPTIMIZER), OPTIMIZER, steps=1000, zero=1)
     batch = Batch(*(t.cpu() for t in _batch(shape, mesh.device)))
     return lambda: optimizer_step(state, batch, mesh, shape.batch).loss
@@ -121,10 +122,10 @@ def _mean_loss(logits, labels): return F.cross_entropy(logits.float().flatten(0,
 
 def masters_side(shape, mesh, compile, attention="sdpa"):
     """transformers in bf16, whole model and loss compiled as one graph, with fp32 masters beside it."""
-    model = _transformers(shape, mesh.device, torch.bfloat16, attention)
+    model = _transformers(shape, mesh.device, torch.float32, attention)
     copies = list(model.parameters())
-    masters = [p.detach().float().clone() for p in copies]
-    for m in masters: m.grad = torch.zeros_like(m)
+    masters = [p.detach().clone() for p in copies]
+    for m, p in zip(masters, copies, strict=True): m.grad, p.data = torch.zeros_like(m), p.data.bfloat16()
     optimizer, (tokens, labels) = _adamw(masters), _batch(shape, mesh.device)
 
     def loss_of(tokens, labels): return _mean_loss(model(tokens, use_cache=False).logits, labels)

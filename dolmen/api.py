@@ -49,11 +49,15 @@ def train(recipe: str | Path, **options: Any) -> Path:
     """`dolmen train RECIPE`, with options as keywords and sections as mappings: train("quickstart", train={"steps": 50},
     layout={"tp": 1}, overwrite=True). Returns the run's folder.
 
-    Starts as many processes as the layout needs. Raises ValueError on bad input, RuntimeError if the run fails.
+    Starts as many processes as the layout needs; a run of one process is this process. Raises ValueError on bad input,
+    KeyboardInterrupt after Ctrl-C (saved first), RuntimeError if another process fails, and what is raised in this one.
     """
     argv = [str(recipe), *_words("", options)]
-    try: code = train_verb.run(argv)
+    try: code = train_verb.run(argv, guarded=lambda work: work())
     except BadInput as error: raise ValueError(str(error)) from None
+    except SystemExit as refused:                          # by tyro, which has printed why
+        raise ValueError(f"the options {' '.join(argv)} are refused (exit code {refused.code}), see above") from None
+    if code == 130: raise KeyboardInterrupt
     if code: raise RuntimeError(f"the run ended with exit code {code}")
     return train_verb.folder_of(*parse_train(argv))
 

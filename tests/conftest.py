@@ -1,6 +1,8 @@
 """spawn(n)(fn, *args): run fn(mesh_factory_args...) on n gloo processes, once; a process group is expensive, so give it many layouts."""
 
 import os
+import tempfile
+import time
 import traceback
 
 import pytest
@@ -24,13 +26,13 @@ def _worker(rank, world, path, fn, args, queue):
 
 def run_spawned(world, fn, *args):
     """fn(*args) on `world` gloo processes; rank 0's result (picklable). The first traceback of any rank is raised."""
-    import tempfile
     context = mp.get_context("spawn")
-    queue = context.Queue()
+    queue = context.SimpleQueue()                          # writes at once: a worker that exits has told what it had to
     with tempfile.TemporaryDirectory() as folder:
         processes = [context.Process(target=_worker, args=(r, world, f"{folder}/store", fn, args, queue)) for r in range(world)]
         for p in processes: p.start()
-        who, result = queue.get()
+        while queue.empty() and any(p.is_alive() for p in processes): time.sleep(0.02)
+        who, result = ("all ranks", "ended without a result") if queue.empty() else queue.get()
         if who != "ok":
             for p in processes: p.kill()
             raise AssertionError(f"{who} failed:\n{result}")

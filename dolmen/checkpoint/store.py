@@ -59,8 +59,8 @@ class Checkpoints:
         try: future.result()
         except (CheckpointException, Exception) as error:               # DCP's is a BaseException
             reason = min(error.failures.items())[1][0] if isinstance(error, CheckpointException) else error
-            raise RuntimeError(f"step {step} was not saved in {self.folder}: {reason!r}. The newest whole checkpoint there"
-                               f" is {self.newest()}: make room or give it another folder, and save again") from error
+            raise RuntimeError(f"step {step} was not saved in {self.folder}: {reason!r}. The newest whole checkpoint "
+                               f"there is {self.newest()}: make room or use another folder, and save again") from error
 
     def steps(self) -> list[int]:
         """Steps of the whole checkpoints on disk, oldest first."""
@@ -82,11 +82,13 @@ class Checkpoints:
         return folders.read_state(self.path(step))
 
     def load(self, step: int, tensors: dict[str, Tensor]) -> None:
-        """Fill `tensors` in place with those of `step`, saved at any layout; a kind (the part of the name before `/`) may
-        be left out. Values are cast to the dtype of their place. Each rank reads its own part, then all agree.
+        """Fill `tensors` in place with those of `step`, saved at any layout; a kind (a name's part before `/`) may be
+        left out. Values are cast to the dtype of their place. Each rank reads its own part, then all agree.
 
-        Raises KeyError for missing or unexpected names, ValueError for other shapes or damaged files, on every rank.
+        Finishes the save in progress, which uses the same group. Raises KeyError for missing or unexpected names,
+        ValueError for other shapes or damaged files, on every rank.
         """
+        self.finish()
         error = None
         try:
             with torch.no_grad(): Reader(self.path(step)).load(tensors)

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 import tyro
 
 from dolmen.cli import BadInput
-from dolmen.cli.verify import compute
+from dolmen.cli.verify import Split, compute
 from dolmen.core.mesh import Mesh
 from dolmen.data import tokenizer as tokenizers
-from dolmen.model.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class GenerateOptions:
     """Draw from the likeliest tokens that hold this much probability."""
     seed: int = 0
     """Of the draws."""
-    layout: Layout = Layout()
+    layout: Split = Split()
 
 
 def run(argv: list[str]) -> int:
@@ -46,18 +45,18 @@ def _generate(options: GenerateOptions, mesh: Mesh) -> int:
     new, shown = [], 0
 
     def show(_, token: int) -> None:
-        """Print what the new tokens add, whole characters alone."""
+        """Print the prompt with the first new token (all is in order then), and what each adds, whole characters alone."""
         nonlocal shown
+        if mesh.first and not new: print(options.prompt, end="", flush=True)
         new.append(token)
         text = tokenizer.decode(new, skip_special_tokens=True)
         if mesh.first and not text.endswith("\N{REPLACEMENT CHARACTER}"):
             print(text[shown:], end="", flush=True)
             shown = len(text)
 
-    if mesh.first: print(options.prompt, end="", flush=True)
     try:
         engine.generate(model, [prompt], options.max_new_tokens, options.temperature, options.top_k, options.top_p,
                         engine.stop_tokens(options.folder), options.seed, show)
     finally:
-        if mesh.first: print()
+        if mesh.first and new: print()
     return 0

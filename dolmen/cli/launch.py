@@ -12,7 +12,10 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from dolmen.cli import BadInput
 
@@ -32,14 +35,22 @@ def launched_here() -> bool:
     return LAUNCHER in os.environ
 
 
-def on_stop(handler: Callable[[int], None]) -> None:
-    """Call handler(SIGINT or SIGTERM) when this worker is asked to save and end."""
-    if launched_here():
-        signal.signal(signal.SIGUSR1, lambda *_: handler(signal.SIGINT))
-        signal.signal(signal.SIGUSR2, lambda *_: handler(signal.SIGTERM))
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-    else:
-        for s in (signal.SIGINT, signal.SIGTERM): signal.signal(s, lambda got, _: handler(got))
+@contextmanager
+def on_stop(handler: Callable[[int], None]) -> Iterator[None]:
+    """Within, handler(SIGINT or SIGTERM) is called when this worker is asked to save and end. Enter before joining the
+    others: then either all ranks know what to do with the request, or none has begun."""
+    asking = (signal.SIGUSR1, signal.SIGUSR2) if launched_here() else (signal.SIGINT, signal.SIGTERM)
+    meaning = dict(zip(asking, (signal.SIGINT, signal.SIGTERM), strict=True))
+    with _handling({s: lambda got, _: handler(meaning[got]) for s in asking}): yield
+
+
+@contextmanager
+def _handling(handlers: dict[int, Callable]) -> Iterator[None]:
+    main = threading.current_thread() is threading.main_thread()       # Python hears signals nowhere else
+    before = {s: signal.signal(s, handler) for s, handler in handlers.items()} if main else {}
+    try: yield
+    finally:
+        for s, handler in before.items(): signal.signal(s, handler)
 
 
 def launch(processes: int, argv: list[str]) -> int:
@@ -51,7 +62,7 @@ def launch(processes: int, argv: list[str]) -> int:
     import logging
 
     import torch
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, start_processes
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)           # failures are told below, once
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -60,8 +71,7 @@ def launch(processes: int, argv: list[str]) -> int:
               "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": threads, LAUNCHER: os.getpid()}
     envs = {r: {k: str(v) for k, v in {**common, "RANK": r, "LOCAL_RANK": r}.items()} for r in range(processes)}
     args = {r: ("-m", "dolmen", *argv) for r in range(processes)}
-    workers = start_processes("dolmen", sys.executable, args, envs, DefaultLogsSpecs())
-    asked = []
+    asked, default = [], {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)}
 
     def forward(got, _):
         asked.append(got)
@@ -69,15 +79,15 @@ def launch(processes: int, argv: list[str]) -> int:
             try: os.kill(pid, signal.SIGUSR1 if got == signal.SIGINT else signal.SIGUSR2)
             except ProcessLookupError: pass
 
-    for s in (signal.SIGINT, signal.SIGTERM): signal.signal(s, forward)
-    result = workers.wait(period=0.2)
-    for s in (signal.SIGINT, signal.SIGTERM): signal.signal(s, signal.SIG_IGN)           # all have ended
-    if not result.is_failed(): return 0
-    codes = {f.exitcode for f in result.failures.values()}
-    if asked and codes <= {130, 143, -signal.SIGUSR1, -signal.SIGUSR2, -signal.SIGTERM}: return 128 + asked[0]
-    if codes == {2}: return 2
-    print(cause(result.failures), file=sys.stderr)
-    return 1
+    with _handling(default), tempfile.TemporaryDirectory(prefix="dolmen_") as reports:   # torch sets handlers of its own
+        try: workers = start_processes("dolmen", sys.executable, args, envs, DefaultLogsSpecs(reports))
+        except SignalException as stopped: return 128 + stopped.sigval
+        with _handling({**default, signal.SIGINT: forward, signal.SIGTERM: forward}): result = workers.wait(period=0.2)
+        if not result.is_failed(): return 0
+        codes = {f.exitcode for f in result.failures.values()}
+        if asked and codes <= {130, 143, -signal.SIGUSR1, -signal.SIGUSR2, -signal.SIGTERM}: return 128 + asked[0]
+        print(cause(result.failures), file=sys.stderr)
+        return 2 if codes <= {2, -signal.SIGTERM} else 1
 
 
 def cause(failures: dict) -> str:
@@ -91,23 +101,25 @@ def cause(failures: dict) -> str:
     first = min(told or failures.values(), key=lambda f: f.timestamp)
     told = first.error_file_data.get("message")            # as `guarded` wrote it
     text = told["message"] if isinstance(told, dict) else "no traceback was left"
+    if first.exitcode == 2: return text.rstrip()
     return f"{text.rstrip()}\ndolmen: rank {first.local_rank} failed (exit code {first.exitcode}); all ranks were stopped"
 
 
 def guarded(work: Callable[[], int]) -> int:
     """Run a worker's work. An exception goes to the launcher, which prints the first one, or to stderr where there is none
-    of ours; the exit code is then 1."""
+    of ours; the exit code is then 1, or 2 for BadInput."""
     try:
         return work()
     except BaseException as error:
-        if isinstance(error, (SystemExit, BadInput)): raise
+        refused, ours = isinstance(error, BadInput), launched_here()
+        if isinstance(error, SystemExit) or not ours and isinstance(error, (BadInput, KeyboardInterrupt, BrokenPipeError)): raise
         import traceback
-        text = traceback.format_exc()
-        file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-        if file and launched_here():
+        text = f"dolmen: {error}" if refused else traceback.format_exc()
+        if ours:
             import time
-            with open(file, "w") as f: json.dump({"message": {"message": text, "extraInfo": {"timestamp": str(int(time.time() * 1e6))}}}, f)
+            told = {"message": text, "extraInfo": {"timestamp": str(int(time.time() * 1e6))}}
+            with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as f: json.dump({"message": told}, f)
         else:
             print(text, end="", file=sys.stderr)
         sys.stdout.flush()
-        os._exit(1)                                        # not through atexit: a broken process group would block there
+        os._exit(2 if refused else 1)                      # not through atexit: a broken process group would block there

@@ -1,5 +1,6 @@
 """dolmen train RECIPE|FILE.yaml"""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,12 +11,13 @@ from dolmen.cli import BadInput, finish, launch, options
 from dolmen.core import mesh as meshes
 from dolmen.core.log import console
 from dolmen.data import loader
-from dolmen.train.check import check, check_folder, check_resume
+from dolmen.train.check import check, check_folder, check_overwrite, check_resume
 from dolmen.train.config import RunConfig
 from dolmen.train.loop import Stop
 
 
-def run(argv: list[str]) -> int:
+def run(argv: list[str], guarded: Callable[[Callable[[], int]], int] = launch.guarded) -> int:
+    """`guarded` calls what this process itself does of the run, and decides about its exceptions."""
     started = meshes.Launch.read()
     config, given = options.parse_train(argv)
     out = folder_of(config, given)
@@ -25,7 +27,7 @@ def run(argv: list[str]) -> int:
     if started is None and config.layout.world > 1:
         code = launch.launch(config.layout.world, ["train", *argv])
         return code or finish.finish(config, out)
-    return launch.guarded(lambda: worker(config, out, given, started))
+    return guarded(lambda: worker(config, out, given, started))
 
 
 def folder_of(config: RunConfig, given: options.TrainOptions) -> Path:
@@ -45,7 +47,9 @@ def refuse(config: RunConfig, processes: int | None, out: Path, given: options.T
     """The checked run, its data tokenised. Raises BadInput for whatever can be refused before the first process."""
     try:
         check_folder(out, given.resume, given.overwrite)
+        if processes is not None and processes < 1: raise ValueError(f"--nproc is {processes}: it must be at least 1")
         config = check(config, processes)
+        if given.overwrite: check_overwrite(config, out, given.recipe)
         if given.resume: check_resume(config, out)
         loader.prepare(config.data, config.init, config.model.vocab_size, config.sequence_length, config.train.global_batch_size, config.train.seed)
         return config
@@ -57,16 +61,14 @@ def worker(config: RunConfig, out: Path, given: options.TrainOptions, started: m
     from dolmen.train.run import run_training, summary
     device = meshes.device_for(started)
     stop = Stop()
-    meshes.join(started, device)
-    launch.on_stop(lambda got: setattr(stop, "signal", max(stop.signal, got)))
-    mesh = meshes.grid(config.layout.dp, config.layout.tp, device)
-    outcome = run_training(config, out, mesh, console(mesh.first), resumed=given.resume, overwrite=given.overwrite, stop=stop)
-    if mesh.first: summary(outcome, out)
-    dist.barrier()
-    dist.destroy_process_group()
-    if outcome.signal:
-        if mesh.first: print(f"stopped by signal {outcome.signal} after step {outcome.steps}, saved: dolmen train ... --resume goes on", flush=True)
-        return 128 + outcome.signal
+    with launch.on_stop(lambda got: setattr(stop, "signal", max(stop.signal, got))), meshes.joined(started, device):
+        mesh = meshes.grid(config.layout.dp, config.layout.tp, device)
+        outcome = run_training(config, out, mesh, console(mesh.first), resumed=given.resume, overwrite=given.overwrite, stop=stop)
+        if mesh.first: summary(outcome, out)
+        if mesh.first and outcome.signal:
+            print(f"stopped by signal {outcome.signal} after step {outcome.steps}, saved: dolmen train ... --resume goes on", flush=True)
+        dist.barrier()
+    if outcome.signal: return 128 + outcome.signal
     return finish.finish(config, out) if mesh.first and not launch.launched_here() else 0
 
 

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-import torch.distributed as dist
 import tyro
 
 from dolmen.cli import BadInput, launch
@@ -11,6 +10,17 @@ from dolmen.convert import hf
 from dolmen.core import mesh as meshes
 from dolmen.core.log import console
 from dolmen.model.layout import Layout
+
+
+@dataclass(frozen=True)
+class Split:
+    """How the model is split."""
+
+    tp: int = 1
+    """Tensor parallelism: processes that share every layer."""
+
+    def __post_init__(self):
+        if self.tp < 1: raise ValueError(f"layout.tp is {self.tp}: it must be at least 1")
 
 
 @dataclass(frozen=True)
@@ -24,13 +34,14 @@ class VerifyOptions:
     """Directory that transformers loads. Default: the same."""
     length: int = 64
     """Tokens of the random sequences."""
-    layout: Layout = Layout()
+    layout: Split = Split()
 
 
 def run(argv: list[str]) -> int:
     from dolmen.evaluate.verify import verify
     options = tyro.cli(VerifyOptions, args=argv, prog="dolmen verify")
-    return compute(argv, "verify", options.folder, options.layout, lambda mesh: _verify(verify, options, mesh), [options.against] if options.against else [])
+    others = [options.against] if options.against else []
+    return compute(argv, "verify", options.folder, options.layout, lambda mesh: _verify(verify, options, mesh), others)
 
 
 def _verify(verify, options: VerifyOptions, mesh: meshes.Mesh) -> int:
@@ -39,13 +50,13 @@ def _verify(verify, options: VerifyOptions, mesh: meshes.Mesh) -> int:
     return 0 if report.ok else 1
 
 
-def compute(argv: list[str], verb: str, folder: str, layout: Layout, work, others: list[str]) -> int:
-    """Run work(mesh) -> exit code on the processes `layout` needs, after checking the folder: the way of verify and generate."""
+def compute(argv: list[str], verb: str, folder: str, split: Split, work, others: list[str]) -> int:
+    """Run work(mesh) -> exit code on the processes `split` needs, after checking the folder: the way of verify and generate."""
     started = meshes.Launch.read()
     try:
         for name in (folder, *others): hf.check(hf.resolve(name), hf.read_config(hf.resolve(name)))
-        layout = layout.resolve(started.world_size if started else None)
-        if layout.dp != 1: raise ValueError(f"layout.dp is {layout.dp}: {verb} is split over tp alone")
+        layout = Layout(tp=split.tp).resolve(started.world_size if started else None)
+        if layout.dp != 1: raise ValueError(f"{layout.world} processes were started: {verb} is split over tp alone, set --layout.tp {layout.world}")
         layout.check(hf.read_config(hf.resolve(folder)), 1, 1, 1)
     except (ValueError, KeyError, OSError) as error: raise BadInput(message(error)) from None
     if started is None and layout.world > 1: return launch.launch(layout.world, [verb, *argv])
@@ -54,7 +65,6 @@ def compute(argv: list[str], verb: str, folder: str, layout: Layout, work, other
 
 def _joined(started: meshes.Launch | None, layout: Layout, work) -> int:
     device = meshes.device_for(started)
-    meshes.join(started, device)
-    try: return work(meshes.grid(1, layout.tp, device))
+    try:
+        with meshes.joined(started, device): return work(meshes.grid(1, layout.tp, device))
     except ValueError as error: raise BadInput(message(error)) from None
-    finally: dist.destroy_process_group()

@@ -7,6 +7,8 @@
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -85,6 +87,19 @@ def join(launch: Launch | None, device: torch.device) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     else:
         dist.init_process_group(backend, rank=launch.rank, world_size=launch.world_size)
+
+
+@contextmanager
+def joined(launch: Launch | None, device: torch.device) -> Iterator[None]:
+    """Within, this process is in the default group. An exception leaves it there, unless it is alone: to part from a group
+    in which another rank waits can block."""
+    join(launch, device)
+    alone = dist.get_world_size() == 1
+    try: yield
+    except BaseException:
+        if alone: dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
 
 
 def grid(dp: int, tp: int, device: torch.device) -> Mesh:

@@ -5,7 +5,6 @@
     region(p), write(p, full), full(p)     this rank's part of the logical tensor: initial values, loading, export
 """
 
-import hashlib
 import math
 
 import torch
@@ -14,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from dolmen.core.mesh import Mesh
+from dolmen.core.rng import seed_of
 
 __all__ = ["Partial", "Placement", "Replicate", "Shard", "distribute", "full", "initialize", "local", "owned", "region", "write"]
 
@@ -79,10 +79,6 @@ def local_elements(p: Tensor) -> int:
     return math.prod(s.stop - s.start for s in region(p))
 
 
-def _seed(seed: int, name: str, block: int) -> int:
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=8).digest(), "little") >> 1
-
-
 def initialize(p: Tensor, name: str, seed: int, std: float) -> None:
     """Fill p with normal values that depend on (seed, name, position in the logical tensor) and on nothing else.
 
@@ -96,6 +92,6 @@ def initialize(p: Tensor, name: str, seed: int, std: float) -> None:
     for block in range(first, last + 1):
         top, bottom = block * rows, min((block + 1) * rows, p.shape[0])
         values = torch.empty((bottom - top, *p.shape[1:]))
-        values.normal_(0.0, std, generator=torch.Generator().manual_seed(_seed(seed, name, block)))
+        values.normal_(0.0, std, generator=torch.Generator().manual_seed(seed_of(seed, name, block)))
         lo, hi = max(top, where[0].start), min(bottom, where[0].stop)
         out[lo - where[0].start : hi - where[0].start].copy_(values[(slice(lo - top, hi - top), *where[1:])])

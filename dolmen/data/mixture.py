@@ -10,7 +10,6 @@ until it lands inside the source (Black and Rogaway, Ciphers with Arbitrary Fini
 Each epoch also begins its windows at another token, so no document is always cut at the same place.
 """
 
-import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from fractions import Fraction
 
 import numpy as np
 
+from dolmen.core.rng import seed_of
 from dolmen.data.stream import TokenStream
 
 
@@ -65,8 +65,8 @@ class Mixture:
 
     def starts(self, source: int, epoch: int, within: np.ndarray) -> np.ndarray:
         """First tokens of the windows that come at positions `within` of this epoch of this source."""
-        key = derive(self.seed, "window", source, epoch)
-        shift = derive(self.seed, "shift", source, epoch) % len(self.parts[source].stream)
+        key = seed_of(self.seed, "window", source, epoch)
+        shift = seed_of(self.seed, "shift", source, epoch) % len(self.parts[source].stream)
         return shift + self.sequence_length * permute(within, self.sizes[source], key)
 
 
@@ -113,7 +113,7 @@ def feistel(value: np.ndarray, half: int, key: int, rounds: int = 6) -> np.ndarr
     mask, shift = np.uint64((1 << half) - 1), np.uint64(half)
     left, right = value >> shift, value & mask
     for round in range(rounds):
-        left, right = right, left ^ (scramble(right ^ np.uint64(derive(key, round))) & mask)
+        left, right = right, left ^ (scramble(right ^ np.uint64(seed_of(key, round))) & mask)
     return (left << shift) | right
 
 
@@ -122,8 +122,3 @@ def scramble(value: np.ndarray) -> np.ndarray:
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return value ^ (value >> np.uint64(31))
-
-
-def derive(*names: int | str) -> int:
-    """64 bits from names and numbers, the same on every machine."""
-    return int.from_bytes(hashlib.blake2b("/".join(map(str, names)).encode(), digest_size=8).digest(), "little")

@@ -109,7 +109,9 @@ def verify(folder: Path | str, against: Path | str | None = None, mesh: Mesh = S
     if config.sliding_window and read <= config.sliding_window < config.max_position_embeddings:
         notes.append(f"{read} tokens do not fill the sliding window of {config.sliding_window}: use a larger --length")
     with _precise():
-        theirs = _ask_transformers(against, tokens, mesh.device, gradients) if mesh.first else None
+        theirs = None
+        if mesh.first:
+            with _quiet(): theirs = _ask_transformers(against, tokens, mesh.device, gradients)
         model = engine.load(folder, mesh, torch.float32)
         rows = _compare(model, mesh, tokens, theirs, gradients)
     size = f"{SEQUENCES} x {read} random tokens, fp32, tp {mesh.tp.size}"
@@ -147,11 +149,23 @@ def _precise() -> Iterator[None]:
     finally: torch.set_float32_matmul_precision(before)
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars and advice of transformers around our table; errors are shown."""
+    from transformers import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try: yield
+    finally:
+        logging.set_verbosity(level)
+        if bars: logging.enable_progress_bar()
+
+
 def _ask_transformers(folder: Path, tokens: _Tokens, device: torch.device, gradients: bool) -> _Reference:
     """`eager` is the attention nearest to the papers; labels are shifted by transformers itself."""
-    from transformers import AutoModelForCausalLM, GenerationConfig, logging  # 2.4 s to import: not owed by `--help`
-
-    logging.disable_progress_bar()
+    from transformers import AutoModelForCausalLM, GenerationConfig  # 2.4 s to import: not owed by `--help`
 
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False, use_safetensors=True,
@@ -233,7 +247,7 @@ def _greedy_row(continued: list[list[int]], theirs: _Reference | None, tolerance
         wrong, ties = wrong + (not tie), ties + tie
     best = theirs.new_logits.topk(min(2, theirs.new_logits.shape[-1]), -1).values
     margin = (best[..., 0] - best[..., -1]).min().item()
-    note = f"texts of {len(ours)} tokens, of {len(continued)}; smallest margin {margin:.2g}"
+    note = f"{len(continued)} texts of {len(ours)} tokens; smallest margin {margin:.2g}"
     return Row("greedy tokens", wrong, 0, note + f"; {ties} part at a tie" * bool(ties))
 
 

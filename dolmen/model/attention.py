@@ -12,7 +12,7 @@ from dolmen.core.state import local
 from dolmen.model.config import ModelConfig
 from dolmen.model.layers import Column, Norm, Row
 from dolmen.ops import attention as backend
-from dolmen.ops import rope
+from dolmen.ops import dropout, rope
 from dolmen.parallel import tensor
 from dolmen.parallel.tensor import TensorParallel
 
@@ -29,9 +29,10 @@ class Attention(nn.Module):
         self.whole_kv = c.num_key_value_heads % size != 0
         self.heads = c.num_attention_heads // size
         group = c.num_attention_heads // c.num_key_value_heads
-        used = [(rank * self.heads + i) // group for i in range(self.heads)]         # the key-value head of each of our queries
+        self.first_head, self.layer, self.dropout = rank * self.heads, layer, c.dropout
+        used = [(self.first_head + i) // group for i in range(self.heads)]           # the key-value head of each of our queries
         self.kv_first, self.kv_heads = used[0], used[-1] - used[0] + 1
-        self.spread = None if self.heads % self.kv_heads == 0 and used == _grouped(used[0], self.kv_heads, self.heads) else [u - used[0] for u in used]
+        self.spread = None if used == _grouped(used[0], self.kv_heads, self.heads) else [u - used[0] for u in used]
         self.q = Column(c.hidden_size, c.num_attention_heads * c.head_dim, c.attention_bias)
         self.k = Column(c.hidden_size, c.num_key_value_heads * c.head_dim, c.attention_bias, whole=self.whole_kv)
         self.v = Column(c.hidden_size, c.num_key_value_heads * c.head_dim, c.attention_bias, whole=self.whole_kv)
@@ -48,7 +49,8 @@ class Attention(nn.Module):
         if not self.whole_kv: return local(p)
         return local(p, self.tp.branch_grad).narrow(0, self.kv_first * self.head_dim, self.kv_heads * self.head_dim)
 
-    def forward(self, x: Tensor, batch: int, cos: Tensor | None, sin: Tensor | None, cache=None) -> Tensor:
+    def forward(self, x: Tensor, batch: int, cos: Tensor | None, sin: Tensor | None, cache=None,
+                noise: dropout.Noise | None = None) -> Tensor:
         weights = local(self.q.weight), self._mine(self.k.weight), self._mine(self.v.weight)
         biases = (local(self.q.bias), self._mine(self.k.bias), self._mine(self.v.bias)) if self.q.bias is not None else (None,) * 3
         q, k, v = (y.view(batch, -1, y.shape[-1] // self.head_dim, self.head_dim) for y in tensor.columns(x, weights, biases, self.tp))
@@ -56,9 +58,12 @@ class Attention(nn.Module):
         if cos is not None: q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
         if cache is not None: k, v = cache.append(k, v)
         if self.spread is not None: k, v = k[:, :, self.spread], v[:, :, self.spread]
-        y = backend.attention(q, k, v, self.window)
+        if noise is None: y = backend.attention(q, k, v, self.window)
+        else:
+            seen = backend.visible(q.shape[1], k.shape[1], self.window, q.device)
+            y = dropout.attention(q, k, v, seen, self.dropout, noise, 3 * self.layer + 1, self.first_head)
         return self.o(y.reshape(-1, self.heads * self.head_dim))
 
 def _grouped(first: int, kv_heads: int, heads: int) -> list[int]:
     """The key-value head of each query where each serves the same number of queries, as grouped attention assumes."""
-    return [first + i // (heads // kv_heads) for i in range(heads)]
+    return [first + i // -(-heads // kv_heads) for i in range(heads)] if heads % kv_heads == 0 else []

@@ -12,7 +12,7 @@ from dolmen.model.attention import Attention
 from dolmen.model.config import ModelConfig
 from dolmen.model.layers import Column, Embedding, Leaf, Norm, Positions
 from dolmen.model.mlp import MLP
-from dolmen.ops import rope
+from dolmen.ops import dropout, rope
 from dolmen.parallel import tensor
 from dolmen.parallel.loss import linear_cross_entropy
 from dolmen.parallel.tensor import TensorParallel
@@ -27,10 +27,15 @@ class Block(nn.Module):
         self.attn = Attention(c, layer, tp)
         self.mlp_norm = Norm(c.hidden_size, c.norm, c.norm_eps, tp.residual_grad)
         self.mlp = MLP(c, tp)
+        self.layer, self.dropout = layer, c.dropout
 
-    def forward(self, x: Tensor, batch: int, cos: Tensor | None, sin: Tensor | None, cache=None) -> Tensor:
-        x = x + self.attn(self.attn_norm(x), batch, cos, sin, cache)
-        return x + self.mlp(self.mlp_norm(x))
+    def forward(self, x: Tensor, batch: int, cos: Tensor | None, sin: Tensor | None, cache=None, noise: dropout.Noise | None = None,
+                rows: Tensor | None = None) -> Tensor:
+        def drop(y: Tensor, site: int) -> Tensor:
+            return y if noise is None else dropout.residual(y, self.dropout, noise, 3 * self.layer + site, rows)
+
+        x = x + drop(self.attn(self.attn_norm(x), batch, cos, sin, cache, noise), 2)
+        return x + drop(self.mlp(self.mlp_norm(x)), 3)
 
 
 class Decoder(nn.Module):
@@ -49,6 +54,12 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict({str(i): Block(config, i, tp) for i in range(config.num_hidden_layers)})
         self.final_norm = Norm(config.hidden_size, config.norm, config.norm_eps, tp.residual_grad)
         self.head = None if config.tie_word_embeddings else Column(config.hidden_size, config.vocab_size, bias=False)
+        self.compiled = False
+
+    def compile_parts(self) -> None:
+        """torch.compile of what repeats: each block, and the loss of a chunk of tokens. Before sharding over dp."""
+        for block in self.layers.values(): block.compile()
+        self.compiled = True
 
     def plan(self) -> dict[str, Placement]:
         """Parameter name -> placement on tp: what the sharder carries out and the memory planner counts."""
@@ -63,10 +74,10 @@ class Decoder(nn.Module):
                                        r.original_max_position_embeddings, positions.device)
         return rope.tables(positions, inv)
 
-    def forward(self, tokens: Tensor, labels: Tensor | None = None, cache=None) -> Tensor:
+    def forward(self, tokens: Tensor, labels: Tensor | None = None, cache=None, noise: dropout.Noise | None = None) -> Tensor:
         """tokens, labels [b, s] int64, the same on every rank of tp; labels are already shifted, IGNORED where there is no loss.
 
-        `cache` (serve/cache.py) holds the keys and values of the tokens before these. Logits are [b, s, rows of this rank].
+        `noise` is required while training with dropout, and unused otherwise. `cache` (serve/cache.py) holds the keys and values of the tokens before these. Logits are [b, s, rows of this rank].
         """
         batch, length = tokens.shape
         start = 0 if cache is None else cache.length
@@ -76,9 +87,18 @@ class Decoder(nn.Module):
         cos, sin = self.rope(positions)
         x = self.embed(tokens.reshape(-1))
         if self.positions is not None: x = x + self.positions(tensor.own_tokens(positions.expand(batch, -1).reshape(-1), self.tp))
+        noise, rows = self._noise(noise, length)
+        if noise is not None: x = dropout.residual(x, self.config.dropout, noise, 0, rows)
         for name, block in self.layers.items():
-            x = block(x, batch, cos, sin, None if cache is None else cache.layers[int(name)])
+            x = block(x, batch, cos, sin, None if cache is None else cache.layers[int(name)], noise, rows)
         x = self.final_norm(x)
         weight = local((self.head or self.embed).weight)
-        if labels is not None: return linear_cross_entropy(x, weight, labels.reshape(-1), self.config.vocab_size, self.tp)
+        if labels is not None: return linear_cross_entropy(x, weight, labels.reshape(-1), self.config.vocab_size, self.tp, self.compiled)
         return tensor.columns(x, [weight], [None], self.tp)[0].view(batch, length, -1)
+
+    def _noise(self, noise: dropout.Noise | None, length: int) -> tuple[dropout.Noise | None, Tensor | None]:
+        """`noise` where dropout acts, and the index in the global batch of each token of this rank's residual stream."""
+        if not self.training or self.config.dropout == 0: return None, None
+        if noise is None: raise ValueError(f"training with dropout ({self.config.dropout}) needs `noise`: pass it, or set --model.dropout 0")
+        rows = noise.sequences[:, None] * length + torch.arange(length, device=noise.sequences.device)
+        return noise, tensor.own_tokens(rows.reshape(-1), self.tp)

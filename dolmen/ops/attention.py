@@ -59,12 +59,76 @@ def _blocks(queries: int, keys: int, window: int | None):
         yield first, end, start, end + keys - queries
 
 
-def _scores(q: Tensor, k: Tensor, group: int, window: int | None) -> Tensor:
-    """q k^T / sqrt(size) in fp32 (or wider), -inf where not seen: q [n, queries * group, size], k [n, keys, size]."""
-    s = torch.bmm(q, k.transpose(1, 2))
-    hidden = ~visible(q.shape[1] // group, k.shape[1], window, q.device)[:, None]
-    s = (s if s.dtype == torch.float64 else s.float()) * (1 / math.sqrt(q.shape[2]))
-    return s.view(q.shape[0], -1, group, k.shape[1]).masked_fill(hidden, -math.inf).view(s.shape)
+def _scores(qk: Tensor, group: int, size: int, window: int | None) -> Tensor:
+    """q k^T / sqrt(size) in fp32 (or wider), -inf where not seen, of qk [n, queries * group, keys]."""
+    n, rows, keys = qk.shape
+    hidden = ~visible(rows // group, keys, window, qk.device)[:, None]
+    wide = (qk if qk.dtype == torch.float64 else qk.float()) * (1 / math.sqrt(size))
+    return wide.view(n, rows // group, group, keys).masked_fill(hidden, -math.inf).view(n, rows, keys)
+
+
+def _exponentials(qk: Tensor, group: int, size: int, window: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    """exp(scores - maximum) in qk's dtype, its sum [n, rows, 1], and log(sum) + maximum."""
+    s = _scores(qk, group, size, window)
+    maximum = s.amax(-1, keepdim=True)
+    e = (s - maximum).exp()
+    total = e.sum(-1, keepdim=True)
+    return e.to(qk.dtype), total, maximum + total.log()
+
+
+def _gradient(qk: Tensor, dp: Tensor, log_sum: Tensor, delta: Tensor, group: int, size: int, window: int | None) -> tuple[Tensor, Tensor]:
+    """Probabilities, and the gradient of qk from theirs, dp: both [n, rows, keys] in qk's dtype."""
+    p = (_scores(qk, group, size, window) - log_sum).exp()
+    return p.to(qk.dtype), (p * (dp - delta) * (1 / math.sqrt(size))).to(qk.dtype)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, group: int, window: int | None, exponentials=_exponentials) -> tuple[Tensor, Tensor]:
+    out, log_sum = torch.empty_like(q), torch.empty_like(q[..., :1], dtype=torch.promote_types(q.dtype, torch.float32))
+    for first, end, start, stop in _blocks(q.shape[1] // group, k.shape[1], window):
+        rows, keys = slice(first * group, end * group), slice(start, stop)
+        e, total, log_sum[:, rows] = exponentials(torch.bmm(q[:, rows], k[:, keys].transpose(1, 2)), group, q.shape[2], window)
+        out[:, rows] = torch.bmm(e, v[:, keys]) / total
+    return out, log_sum
+
+
+def _backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, group: int, window: int | None,
+              gradient=_gradient) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = torch.empty_like(q), torch.zeros_like(k, dtype=log_sum.dtype), torch.zeros_like(v, dtype=log_sum.dtype)
+    delta = (g.to(log_sum.dtype) * out).sum(-1, keepdim=True)
+    for first, end, start, stop in _blocks(q.shape[1] // group, k.shape[1], window):
+        rows, keys = slice(first * group, end * group), slice(start, stop)
+        qk, dp = torch.bmm(q[:, rows], k[:, keys].transpose(1, 2)), torch.bmm(g[:, rows], v[:, keys].transpose(1, 2))
+        p, ds = gradient(qk, dp, log_sum[:, rows], delta[:, rows], group, q.shape[2], window)
+        dq[:, rows] = torch.bmm(ds, k[:, keys])
+        dk[:, keys] += torch.bmm(ds.transpose(1, 2), q[:, rows])
+        dv[:, keys] += torch.bmm(p.transpose(1, 2), g[:, rows])
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+# Under torch.compile each direction is one opaque operator, whose passes between the products are compiled by themselves:
+# traced into the block, the loop was unrolled, and its slices and concatenations fused into slow kernels (59 ms backward).
+_fused_exponentials = torch.compile(_exponentials, dynamic=True)
+_fused_gradient = torch.compile(_gradient, dynamic=True)
+
+
+@torch.library.custom_op("dolmen::attention_forward", mutates_args=())
+def _opaque_forward(q: Tensor, k: Tensor, v: Tensor, group: int, window: int | None) -> tuple[Tensor, Tensor]:
+    return _forward(q, k, v, group, window, _fused_exponentials)
+
+
+@torch.library.custom_op("dolmen::attention_backward", mutates_args=())
+def _opaque_backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, group: int,
+                     window: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    return _backward(g, q, k, v, out, log_sum, group, window, _fused_gradient)
+
+
+@_opaque_forward.register_fake
+def _(q, k, v, group, window):
+    return torch.empty_like(q), torch.empty_like(q[..., :1], dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+@_opaque_backward.register_fake
+def _(g, q, k, v, out, log_sum, group, window): return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 class _Blockwise(torch.autograd.Function):
@@ -72,30 +136,12 @@ class _Blockwise(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, group, window):
-        outs, sums = [], []
-        for first, end, start, stop in _blocks(q.shape[1] // group, k.shape[1], window):
-            s = _scores(q[:, first * group : end * group], k[:, start:stop], group, window)
-            maximum = s.amax(-1, keepdim=True)
-            e = (s - maximum).exp()
-            total = e.sum(-1, keepdim=True)
-            outs.append((torch.bmm(e.to(v.dtype), v[:, start:stop]) / total).to(q.dtype))
-            sums.append(maximum + total.log())
-        out, log_sum = torch.cat(outs, 1), torch.cat(sums, 1)
+        out, log_sum = (_opaque_forward if torch.compiler.is_compiling() else _forward)(q, k, v, group, window)
         ctx.group, ctx.window = group, window
         ctx.save_for_backward(q, k, v, out, log_sum)
         return out
 
     @staticmethod
     def backward(ctx, g):
-        (q, k, v, out, log_sum), group, window = ctx.saved_tensors, ctx.group, ctx.window
-        delta = (g.to(log_sum.dtype) * out).sum(-1, keepdim=True)
-        dqs, dk, dv = [], torch.zeros_like(k, dtype=log_sum.dtype), torch.zeros_like(v, dtype=log_sum.dtype)
-        for first, end, start, stop in _blocks(q.shape[1] // group, k.shape[1], window):
-            rows, keys = slice(first * group, end * group), slice(start, stop)
-            p = (_scores(q[:, rows], k[:, keys], group, window) - log_sum[:, rows]).exp()
-            ds = torch.bmm(g[:, rows], v[:, keys].transpose(1, 2))
-            ds = (p * (ds - delta[:, rows]) * (1 / math.sqrt(q.shape[2]))).to(q.dtype)
-            dqs.append(torch.bmm(ds, k[:, keys]))
-            dk[:, keys] += torch.bmm(ds.transpose(1, 2), q[:, rows])
-            dv[:, keys] += torch.bmm(p.to(g.dtype).transpose(1, 2), g[:, rows])
-        return torch.cat(dqs, 1), dk.to(k.dtype), dv.to(v.dtype), None, None
+        backward = _opaque_backward if torch.compiler.is_compiling() else _backward
+        return *backward(g.contiguous(), *ctx.saved_tensors, ctx.group, ctx.window), None, None

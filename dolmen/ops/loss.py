@@ -15,21 +15,23 @@ IGNORED = -100                                             # a label that carrie
 def exponentials(logits: Tensor, maximum: Tensor, labels: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
     """exp(z - m) [n, size], its sum [n], and z_label - m [n] (zero where the label lies outside first .. first + size).
 
-    logits [n, size] fp32, maximum [n] over the whole vocabulary, labels [n] in the whole vocabulary.
+    logits [n, size] fp32, which become the exponentials, maximum [n] over the whole vocabulary, labels [n] in the whole
+    vocabulary.
     """
-    shifted = logits - maximum[:, None]
+    shifted = logits.sub_(maximum[:, None])
     row = labels - first
     mine = (row >= 0) & (row < logits.shape[1])
     target = shifted.gather(1, torch.where(mine, row, 0)[:, None])[:, 0] * mine
-    e = shifted.exp()
+    e = shifted.exp_()
     return e, e.sum(-1), target
 
 
 def gradient(e: Tensor, total: Tensor, labels: Tensor, first: int, dtype: torch.dtype) -> Tensor:
-    """softmax - onehot for real labels, zero for ignored ones; [n, size] in `dtype`. `total` [n] is over the whole vocabulary."""
+    """softmax - onehot for real labels, zero for ignored ones; [n, size] in `dtype`. `total` [n] is over the whole vocabulary.
+    `e` is overwritten."""
     real = labels != IGNORED
     row = labels - first
     mine = (row >= 0) & (row < e.shape[1])
-    p = e * (real / total)[:, None]
+    p = e.mul_((real / total)[:, None])
     index = torch.where(mine, row, 0)[:, None]
     return p.scatter_add_(1, index, -mine.to(p.dtype)[:, None]).to(dtype)

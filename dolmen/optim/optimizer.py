@@ -3,6 +3,7 @@
 `fused`: 33M parameters as DTensors took 245 ms a step with foreach and 14.5 ms fused.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -37,7 +38,8 @@ class OptimizerConfig:
 
     def __post_init__(self):
         for name in ("lr", "min_lr", "weight_decay", "eps", "clip", "warmup_steps"):
-            if not getattr(self, name) >= 0: raise ValueError(f"optimizer.{name.replace('_', '-')} is {getattr(self, name)}: it must not be negative")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"optimizer.{name.replace('_', '-')} is {getattr(self, name)}: it must be finite and not negative")
         if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
             raise ValueError(f"optimizer.beta1 ({self.beta1}) and optimizer.beta2 ({self.beta2}) must lie in [0, 1)")
         if not 0 < self.decay_fraction <= 1: raise ValueError(f"optimizer.decay-fraction is {self.decay_fraction}: it must lie in (0, 1]")

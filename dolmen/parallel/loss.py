@@ -18,16 +18,17 @@ LOGITS_AT_ONCE = {"cpu": 1 << 22, "cuda": 1 << 28}         # elements of one chu
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, labels, vocab_size, tp, want_grad):
+    def forward(ctx, x, weight, labels, vocab_size, tp, want_grad, compile):
         entered = c.wait(c.start_all_gather(x, tp.axis)) if tp.sequence and tp.axis.size > 1 else x
         first, _ = vocabulary_range(vocab_size, tp.axis)
         total = torch.zeros((), dtype=torch.float32 if x.dtype != torch.float64 else x.dtype, device=x.device)
         dx = torch.empty_like(entered) if want_grad else None
         dw = torch.zeros_like(weight, dtype=total.dtype) if want_grad else None
         chunk = max(1, LOGITS_AT_ONCE.get(x.device.type, 1 << 28) // weight.shape[0])
+        visit = _compiled_chunk if compile else _chunk
         for at in range(0, entered.shape[0], chunk):
             rows = slice(at, at + chunk)
-            losses, dlogits = _chunk(entered[rows], weight, labels[rows], first, tp.axis, want_grad, total.dtype)
+            losses, dlogits = visit(entered[rows], weight, labels[rows], first, tp.axis, want_grad, total.dtype)
             total += losses.sum()
             if want_grad:
                 dx[rows] = dlogits @ weight
@@ -42,7 +43,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dx = dx * g.to(dx.dtype)
         if axis.size > 1: dx = c.start_reduce_scatter(dx, axis) if ctx.tp.sequence else c.start_all_reduce(dx, axis)
         dw = dw * g.to(dw.dtype)
-        return c.wait(dx) if axis.size > 1 else dx, dw, None, None, None, None
+        return c.wait(dx) if axis.size > 1 else dx, dw, None, None, None, None, None
 
 
 def _chunk(x, weight, labels, first, axis, want_grad, wide):
@@ -55,10 +56,14 @@ def _chunk(x, weight, labels, first, axis, want_grad, wide):
     return losses, loss.gradient(e, sums, labels, first, x.dtype) if want_grad else None
 
 
-def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor, vocab_size: int, tp: TensorParallel) -> Tensor:
+_compiled_chunk = torch.compile(_chunk, dynamic=False)     # traced at its first call
+
+
+def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor, vocab_size: int, tp: TensorParallel, compile: bool = False) -> Tensor:
     """Sum over real tokens of -log softmax(x W^T)[label]: a scalar, fp32 (fp64 for fp64 input), I@tp.
 
     x [tokens, hidden] I@tp, or S(0)@tp under sequence parallelism; weight [rows of this rank, hidden] S(0)@tp; labels
     [tokens] of all tokens, IGNORED where there is no loss. Divide by the global count of real tokens before backward.
+    `compile` fuses the passes over one chunk's logits.
     """
-    return _LinearCrossEntropy.apply(x, weight, labels, vocab_size, tp, torch.is_grad_enabled())
+    return _LinearCrossEntropy.apply(x, weight, labels, vocab_size, tp, torch.is_grad_enabled(), compile)

@@ -46,8 +46,9 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def stop_tokens(folder: Path | str) -> set[int]:
-    """The end-of-text ids a model folder names, in generation_config.json or else config.json; often more than one."""
-    for file in (Path(folder) / "generation_config.json", Path(folder) / "config.json"):
+    """The end-of-text ids that a model folder or hub id names, in generation_config.json or else config.json."""
+    folder = hf.resolve(folder)
+    for file in (folder / "generation_config.json", folder / "config.json"):
         ids = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
         if ids is not None: return set(ids) if isinstance(ids, list) else {ids}
     return set()
@@ -126,8 +127,8 @@ def _check(model: Decoder, prompts: Sequence[Sequence[int]], max_new_tokens: int
     longest = max(map(len, prompts), default=0)
     read = longest + max_new_tokens - 1                    # the last new token is not read
     if read <= most: return
-    text = (f"a prompt of {longest} tokens and {max_new_tokens} new ones read {read} positions, max_position_embeddings "
-            f"is {most}")
+    text = (f"a prompt of {longest} tokens and {max_new_tokens} new ones read {read} positions, "
+            f"max_position_embeddings is {most}")
     if model.config.position == "learned":
         knob = f"use --max-new-tokens {most - longest + 1}" if longest <= most else "use a shorter prompt"
         raise ValueError(f"{text}: {knob}")

@@ -2,6 +2,7 @@
 and before anything is written.
 """
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from dolmen.convert import hf
 from dolmen.core.config import differences, to_dict
 from dolmen.core.mesh import SINGLE
 from dolmen.data import loader
+from dolmen.families import to_hf
 from dolmen.train.config import RunConfig
 
 
@@ -17,6 +19,9 @@ def check(run: RunConfig, processes: int | None) -> RunConfig:
     """The run with its layout resolved for `processes` (None: as many as the layout says). Raises ValueError or KeyError."""
     if run.model is None:
         raise ValueError("there is no model: give --init a transformers directory or hub id, or choose a recipe that has one (dolmen recipes)")
+    to_hf(run.model)                                       # or no export could ever be written
+    if (run.finish.verify or run.finish.sample is not None) and not run.finish.export:
+        raise ValueError("finish.verify and finish.sample read the exported model: set --finish.export too")
     run = replace(run, layout=run.layout.resolve(processes))
     if run.sequence_length > run.model.max_position_embeddings:
         raise ValueError(f"train.sequence-length ({run.sequence_length}) is over the model's max_position_embeddings "
@@ -30,11 +35,21 @@ def check(run: RunConfig, processes: int | None) -> RunConfig:
 def check_folder(out: Path, resume: bool, overwrite: bool) -> None:
     """Refuse to train into a folder that holds something, unless told what to do with it."""
     if resume and overwrite: raise ValueError("--resume and --overwrite exclude each other: go on with the run, or throw it away")
-    if out.exists() and not out.is_dir(): raise ValueError(f"--out {out} is a file: give a folder")
+    ground = next(p for p in (out, *out.absolute().parents) if p.exists())
+    if not ground.is_dir(): raise ValueError(f"--out {out}: {ground} is a file: give a folder")
+    if not os.access(ground, os.W_OK): raise ValueError(f"--out {out}: {ground} cannot be written to: give another folder")
     if out.is_dir() and any(out.iterdir()) and not (resume or overwrite):
         raise ValueError(f"{out} already holds a run: use --resume to go on, --overwrite to start again, or another --out")
     if overwrite and out.is_dir() and any(out.iterdir()) and not (out / "config.yaml").exists():
         raise ValueError(f"--overwrite would delete {out}, which holds no config.yaml and so was not written by dolmen: remove it yourself")
+
+
+def check_overwrite(run: RunConfig, out: Path, source: str) -> None:
+    """Refuse to delete what the run reads; `source`, a recipe or YAML file, may be the config.yaml that it writes again."""
+    read = [Path(name.split(":")[-1]).expanduser().resolve() for name in (run.init, run.data.tokenizer, run.data.validation, *run.data.path) if name]
+    if Path(source).resolve() != out.resolve() / "config.yaml": read.append(Path(source).resolve())
+    for path in read:
+        if path.exists() and path.is_relative_to(out.resolve()): raise ValueError(f"--overwrite would delete {path}, which this run reads: give another --out")
 
 
 def check_resume(run: RunConfig, out: Path) -> None:

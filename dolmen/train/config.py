@@ -44,12 +44,14 @@ class LogConfig:
     every: int = 1
     """Steps between rows of metrics.jsonl, TensorBoard points and plain progress lines."""
     validate_every: int | None = None
-    """Steps between validations; unset: ten a run. The last step is always validated."""
+    """Steps between validations; unset: ten a run; 0: none but the last. The last step is always validated."""
     validation_tokens: int = 65536
     """Held-out tokens a validation reads; the last one reads them all. 0: all, always."""
 
     def __post_init__(self):
         if self.every < 1: raise ValueError(f"log.every is {self.every}: it must be at least 1")
+        if self.validate_every is not None and self.validate_every < 0:
+            raise ValueError(f"log.validate-every is {self.validate_every}: it must not be negative")
         if self.validation_tokens < 0: raise ValueError(f"log.validation-tokens is {self.validation_tokens}: it must not be negative")
 
 

@@ -1,6 +1,7 @@
 """What a run leaves behind to look at: metrics.jsonl (the record), TensorBoard events and loss.png (made from it)."""
 
 import json
+import math
 from pathlib import Path
 
 import matplotlib
@@ -30,7 +31,10 @@ class MetricsFile:
         part.rename(file)
         self.handle = file.open("a", buffering=1)
 
-    def write(self, row: dict) -> None: self.handle.write(json.dumps(row) + "\n")
+    def write(self, row: dict) -> None:
+        """What is not finite is null: JSON has no word for it."""
+        row = {name: value if math.isfinite(value) else None for name, value in row.items()}
+        self.handle.write(json.dumps(row, allow_nan=False) + "\n")
 
     def close(self) -> None: self.handle.close()
 
@@ -52,14 +56,14 @@ class TensorBoard:
 def plot(file: Path, to: Path, title: str) -> None:
     """loss.png: training loss, its running mean, validation loss and learning rate against tokens."""
     rows = read(file)
-    train = [r for r in rows if "loss" in r]
+    train = [r for r in rows if r.get("loss") is not None]
     if not train: return
     tokens = {r["step"]: r["tokens"] for r in train}
     x, y = [r["tokens"] / 1e6 for r in train], [r["loss"] for r in train]
     figure, axis = plt.subplots(figsize=(8, 4.5), dpi=120, layout="constrained")
     axis.plot(x, y, color="#b8c4d6", linewidth=0.8, label="training")
     axis.plot(x, _smooth(y), color="#1f4e8c", linewidth=1.8, label="training, running mean")
-    validation = [r for r in rows if "val_loss" in r and r["step"] in tokens]
+    validation = [r for r in rows if r.get("val_loss") is not None and r["step"] in tokens]
     if validation:
         axis.plot([tokens[r["step"]] / 1e6 for r in validation], [r["val_loss"] for r in validation], "o-", color="#c4501b", markersize=4, label="held out")
     rate = axis.twinx()

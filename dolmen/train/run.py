@@ -52,7 +52,7 @@ def make_state(run: RunConfig, mesh: Mesh, steps: int) -> TrainState:
     else: build.load(model, lambda write: hf.load(hf.resolve(run.init), run.model, write))
     optimizer = optim.adamw(model, run.optimizer)
     optim.prime(optimizer)
-    return TrainState(model, optimizer, run.optimizer, steps, run.layout.zero, LossScale.of(run.train.dtype))
+    return TrainState(model, optimizer, run.optimizer, steps, run.layout.zero, run.train.seed, LossScale.of(run.train.dtype))
 
 
 def resume(state: TrainState, run: RunConfig, loader: Loader, checkpoints: Checkpoints, console: Console) -> None:
@@ -68,7 +68,7 @@ def resume(state: TrainState, run: RunConfig, loader: Loader, checkpoints: Check
     old, new = meta["run"], to_dict(run)
     check_same_model(old, run, step)
     checkpoints.load(step, optim.tensors(state.model, state.optimizer))
-    state.step = step
+    state.step, state.tokens = step, meta["tokens"]
     optim.set_step(state.optimizer, meta["updates"])
     if state.scale.dynamic: state.scale.value, state.scale.good_steps = meta["loss_scale"]
     console.print(f"resuming from step {step}")
@@ -132,7 +132,7 @@ class Hooks:
         self.stop, self.steps = stop, state.steps
         self.run, self.loader, self.mesh, self.out, self.checkpoints = run, loader, mesh, out, checkpoints
         self.flops = count.training_flops_per_token(run.model, run.sequence_length)
-        self.peak, self.tokens = peak * mesh.size, state.step * run.train.global_batch_size * run.sequence_length
+        self.peak = peak * mesh.size
         self.since, self.tokens_since, self.validation, self.skipped = time.monotonic(), 0, None, 0
         self.writers = [metrics.MetricsFile(out / "metrics.jsonl", state.step), metrics.TensorBoard(out / "tensorboard", state.step)] if mesh.first else []
         self.line = report.ProgressLine(console, state.step, state.steps)
@@ -145,7 +145,6 @@ class Hooks:
         return [*hooks, (self.run.checkpoint.every, self.save), (1, lambda state, m: self.checkpoints.poll())]
 
     def count(self, state: TrainState, m: Metrics) -> None:
-        self.tokens += m.tokens
         self.tokens_since += m.tokens
         self.skipped += m.skipped
         if m.skipped: self.line.say(f"step {state.step}: the gradient is not finite ({m.grad_norm}), the step is skipped" + (f"; loss scale now {state.scale.value:g}" if state.scale.dynamic else ""))
@@ -154,7 +153,7 @@ class Hooks:
         now = time.monotonic()
         rate = self.tokens_since / max(1e-9, now - self.since)
         self.since, self.tokens_since = now, 0
-        row = {"step": state.step, "loss": m.loss, "grad_norm": m.grad_norm, "lr": m.lr, "tokens": self.tokens, "tokens_per_second": rate,
+        row = {"step": state.step, "loss": m.loss, "grad_norm": m.grad_norm, "lr": m.lr, "tokens": state.tokens, "tokens_per_second": rate,
                "mfu": rate * self.flops / self.peak, "memory_gib": memory_gib(self.mesh), "time": time.time(),
                **{f"epoch/{name}": value for name, value in self.loader.epochs(state.step).items()}}
         if state.scale.dynamic: row |= {"loss_scale": state.scale.value, "skipped_steps": self.skipped}
@@ -172,7 +171,7 @@ class Hooks:
         self.line.say(f"step {state.step}: validation loss {loss:.4f} on {tokens:,} tokens")
 
     def save(self, state: TrainState, m: Metrics) -> None:
-        meta = {"run": to_dict(self.run), "step": state.step, "updates": updates(state), "data": self.loader.fingerprint(),
+        meta = {"run": to_dict(self.run), "step": state.step, "tokens": state.tokens, "updates": updates(state), "data": self.loader.fingerprint(),
                 "loss_scale": [state.scale.value, state.scale.good_steps], "seed": self.run.train.seed}
         self.checkpoints.save(state.step, optim.tensors(state.model, state.optimizer), meta)
 

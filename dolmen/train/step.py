@@ -9,8 +9,10 @@ from torch import Tensor
 
 from dolmen.core import collectives
 from dolmen.core.mesh import Mesh
+from dolmen.core.rng import seed_of
 from dolmen.data.batch import Batch
 from dolmen.model.decoder import Decoder
+from dolmen.ops.dropout import Noise
 from dolmen.optim.optimizer import OptimizerConfig
 from dolmen.optim.precision import LossScale
 from dolmen.optim.schedule import learning_rate
@@ -26,8 +28,10 @@ class TrainState:
     config: OptimizerConfig
     steps: int                                             # length of the learning rate's schedule
     zero: int
+    seed: int = 0
     scale: LossScale = field(default_factory=lambda: LossScale(False))
     step: int = 0                                          # updates made, and the index of the next batch
+    tokens: int = 0                                        # real tokens trained on
 
 
 @dataclass(frozen=True)
@@ -50,9 +54,11 @@ def optimizer_step(state: TrainState, batch: Batch, mesh: Mesh, microbatch_size:
     count = int(collectives.reduce_scalar(torch.tensor(batch.real_tokens, device=mesh.device), mesh.dp))
     if count == 0: raise ValueError(f"step {state.step}: no token of the global batch carries a loss")
     total = torch.zeros((), device=mesh.device)
-    parts = batch.microbatches(microbatch_size)
+    parts, key = batch.microbatches(microbatch_size), torch.tensor(seed_of(state.seed, "dropout", state.step), device=mesh.device)
     for i, part in enumerate(parts):
-        loss = state.model(part.tokens.to(mesh.device), part.labels.to(mesh.device))
+        first = mesh.dp.rank * len(batch.tokens) + i * microbatch_size
+        noise = Noise(key, torch.arange(first, first + microbatch_size, device=mesh.device)) if state.model.config.dropout else None
+        loss = state.model(part.tokens.to(mesh.device), part.labels.to(mesh.device), noise=noise)
         total += loss.detach()
         data.backward(loss * (state.scale.value / count), state.model, last=i == len(parts) - 1, zero=state.zero)
 
@@ -65,6 +71,7 @@ def optimizer_step(state: TrainState, batch: Batch, mesh: Mesh, microbatch_size:
     state.optimizer.zero_grad(set_to_none=True)
     state.scale.update(finite)
     state.step += 1
+    state.tokens += count
     return Metrics(mean, float(norm), lr, count, skipped=not finite)
 
 

@@ -15,7 +15,8 @@ SIZES = dict(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=40, num_hi
 MODELS = {
     "llama": ("llama", SIZES | dict(num_key_value_heads=2)),
     "qwen3": ("qwen3", SIZES | dict(num_key_value_heads=1, head_dim=16, tie_word_embeddings=True)),
-    "gpt2": ("gpt2", dict(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=48, bos_token_id=1, eos_token_id=2)),
+    "gpt2": ("gpt2", dict(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=48, bos_token_id=1,
+                          eos_token_id=2)),
 }
 
 
@@ -23,7 +24,8 @@ def reference(name: str):
     """Every parameter random: norm weights away from 1, biases away from 0."""
     torch.manual_seed(0)
     model_type, fields = MODELS[name]
-    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(model_type, **fields)).eval()
+    config = transformers.AutoConfig.for_model(model_type, **fields)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for p in model.parameters(): p.copy_(torch.randn(p.shape) * 0.3 + (p.ndim == 1))
     return model
@@ -32,7 +34,8 @@ def reference(name: str):
 def save(name: str, folder):
     """The folder. Its generation_config.json would spoil a comparison of texts, if it were obeyed."""
     model = reference(name)
-    model.generation_config = transformers.GenerationConfig(repetition_penalty=5.0, eos_token_id=list(range(VOCABULARY)), max_length=3)
+    model.generation_config = transformers.GenerationConfig(
+        repetition_penalty=5.0, eos_token_id=list(range(VOCABULARY)), max_length=3)
     with contextlib.redirect_stderr(io.StringIO()): model.save_pretrained(folder)
     return folder
 

@@ -1,4 +1,4 @@
-"""A right model passes and a spoiled one fails: gates and ups, keys and values exchanged, a norm or an epsilon changed."""
+"""A right model passes and a spoiled one fails: gates and ups, keys and values exchanged, a norm changed."""
 
 import math
 
@@ -56,7 +56,7 @@ SPOILED = {
 def test_a_model_equals_transformers(folders, name, capsys):
     report = verify(folders[name])
     assert report.ok and [row.name for row in report.rows] == ROWS and not report.notes, report
-    assert all(row.difference < row.tolerance / 10 for row in report.rows[:4])      # far within: the tolerance is for deep models
+    assert all(row.difference < row.tolerance / 10 for row in report.rows[:4])      # tolerances are for deep models
     console().print(report.table())
     shown = capsys.readouterr().out
     assert all(row in shown for row in ROWS) and "DIFFERS" not in shown
@@ -67,7 +67,7 @@ def test_a_spoiled_model_does_not(folders, tmp_path, case):
     name, change, config = SPOILED[case]
     report = verify(spoiled(folders[name], tmp_path / "spoiled", change, **config), folders[name])
     failed = [row.name for row in report.rows if not row.ok]
-    assert not report.ok and "logits" in failed and "gradients" in failed, report
+    assert not report.ok and "logits" in failed, report
     assert len(report.notes) == len(config)                # a structure that differs is named
 
 
@@ -85,10 +85,13 @@ def test_not_a_number_is_a_difference_even_if_both_say_it(folders, tmp_path):
 def test_models_of_different_shapes_are_refused(folders, tmp_path):
     with pytest.raises(ValueError, match="different shapes .*num_key_value_heads is 2 in llama, 1 in qwen3"):
         verify(folders["llama"], folders["qwen3"])
+
     def cut(weights):
         for name in ("model.embed_tokens.weight", "lm_head.weight"): weights[name] = weights[name][:50]
+
     small = spoiled(folders["llama"], tmp_path / "small", cut, vocab_size=50)
-    with pytest.raises(ValueError, match=f"vocab_size is 50 in small, {VOCABULARY} in llama"): verify(small, folders["llama"])
+    with pytest.raises(ValueError, match=f"vocab_size is 50 in small, {VOCABULARY} in llama"):
+        verify(small, folders["llama"])
 
 
 def test_a_window_that_is_not_reached_is_noted(tmp_path, monkeypatch):
@@ -104,8 +107,9 @@ def test_a_tie_is_no_difference():
     logits = torch.tensor([[[0.0, 3.0, 3.0001], [5.0, 1.0, 0.0]]])
     theirs = _Reference(logits, 0.0, None, logits.argmax(-1), logits)
     assert theirs.new_tokens.tolist() == [[2, 0]]
-    assert _greedy_row([[2, 0]], theirs, 1e-4) == Row("greedy tokens", 0, 0, "texts of 2 tokens, of 1; smallest margin 0.0001")
-    assert _greedy_row([[1, 1]], theirs, 1e-4).ok and "1 part at a tie" in _greedy_row([[1, 1]], theirs, 1e-4).note
+    note = "1 texts of 2 tokens; smallest margin 0.0001"
+    assert _greedy_row([[2, 0]], theirs, 1e-4) == Row("greedy tokens", 0, 0, note)
+    assert _greedy_row([[1, 1]], theirs, 1e-4) == Row("greedy tokens", 0, 0, note + "; 1 part at a tie")
     assert not _greedy_row([[1, 0]], theirs, 1e-5).ok and not _greedy_row([[2, 1]], theirs, 1e-4).ok
 
 
@@ -113,7 +117,7 @@ def two_ranks(folders, wrong):
     mesh = meshes.grid(1, 2, torch.device("cpu"))
     reports = {name: verify(folder, mesh=mesh) for name, folder in folders.items()}
     reports["wrong"] = verify(wrong, folders["llama"], mesh=mesh)
-    numbers = {name: (r.ok, [(row.name, row.difference, row.tolerance) for row in r.rows]) for name, r in reports.items()}
+    numbers = {name: [(row.name, row.difference, row.tolerance) for row in r.rows] for name, r in reports.items()}
     everyone = [None, None]
     dist.all_gather_object(everyone, numbers)
     assert everyone[0] == everyone[1], "ranks disagree"

@@ -5,7 +5,7 @@ A run is `train/step.py` itself on `data/mixture.py` itself, six steps. What is 
 gradients when `data.gradient_norm` is called (after the sum over dp, before clipping), norms and losses from Metrics.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ FAMILIES = {
                         norm="layernorm", mlp="plain", activation="gelu_tanh", attention_bias=True, output_bias=True,
                         mlp_bias=True, tie_word_embeddings=True),
 }
+FAMILIES["gpt2-dropout"] = replace(FAMILIES["gpt2"], dropout=0.1)      # masks follow the logical element, not the rank
 # Rounding differs by layout, and Adam's g / (|g| + eps) can turn any rounding into a full step of lr: with eps 1e-8 a
 # gradient element of 1e-9 changes its sign with the layout, a weight moves by 2e-2, and raw gradients of the next step differ
 # by up to 4e-4 though the text is right. That is the optimizer, not the layout: in fp64 the same runs agree to 1e-13 with

@@ -63,8 +63,8 @@ class Recorder(TorchDispatchMode):
                 self.open.append((out, sent))
             elif name == "_wrap_tensor_autograd": self.open += [(out, sent) for t, sent in self.open if t is args[0]]
             elif name == "wait_tensor":
-                (done,) = {id(sent): sent for t, sent in self.open if t is args[0]}.values()
-                self.open = [(t, sent) for t, sent in self.open if sent is not done]
+                done = [id(sent) for t, sent in self.open if t is args[0]]
+                self.open = [(t, sent) for t, sent in self.open if id(sent) not in done]
         elif name in ("mm", "addmm"):
             for sent in {id(sent): sent for _, sent in self.open}.values(): sent.meanwhile.append(tuple(out.shape))
         return out
@@ -152,6 +152,20 @@ def test_input_gradient_overlaps_weight_gradients(family, sequence):
     if sequence:                                           # per block: dy, needed at once, then x; last, the embedding's dy
         dx = (TOKENS, HIDDEN)
         assert [s.meanwhile for s in last if s.kind == "gather"] == [[], [dx] * len(mlp), [], [dx] * len(attention), []]
+
+
+def test_only_the_shard_of_an_input_is_kept():
+    """Under sequence parallelism no whole [tokens, hidden] is saved for backward, but the head's one gradient of its input."""
+    whole = []
+    mesh = meshes.grid(DP, TP, torch.device("cpu"))
+    for sequence in (False, True):
+        model = build(ModelConfig(**SIZES | FAMILIES["llama"] | dict(num_hidden_layers=3)), mesh, sequence=sequence)
+        initialize(model, 0)
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, saved=saved: (saved.append(tuple(t.shape)), t)[1], lambda t: t):
+            model(torch.arange(TOKENS).view(BATCH, LENGTH), torch.arange(TOKENS).view(BATCH, LENGTH))
+        whole.append(saved.count((TOKENS, HIDDEN)))
+    assert whole[0] >= 1 + 3 * 2 and whole[1] == 1
 
 
 def test_parameters_are_counted_apart():

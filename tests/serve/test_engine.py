@@ -81,7 +81,7 @@ def test_a_compiled_model_is_not_compiled_again_for_every_length():
     ([[1], []], 4, "prompt 1 has 0 tokens"), ([[1]], 0, "max_new_tokens is 0: use --max-new-tokens"),
     ([[1, VOCABULARY]], 4, f"prompt 0 has tokens 1 to {VOCABULARY}, the model's vocab_size is {VOCABULARY}"),
     ([[-1]], 4, "prompt 0 has tokens -1"),
-    ([[1] * 30], 4, "30 tokens and 4 new ones read 33 positions, max_position_embeddings is 32: use --max-new-tokens 3"),
+    ([[1] * 30], 4, "30 tokens and 4 new .* 33 positions, max_position_embeddings is 32: use --max-new-tokens 3"),
     ([[1] * 40], 4, "40 tokens and 4 new ones read 43 positions, max_position_embeddings is 32: use a shorter prompt")])
 def test_what_the_model_cannot_take_is_refused(prompts, new, message):
     with pytest.raises(ValueError, match=message): generate(decoder("learned"), prompts, new)
@@ -135,7 +135,8 @@ def is_at_rest(model) -> bool:
 def two_ranks():
     cpu = torch.device("cpu")
     split, copied = meshes.grid(1, 2, cpu), meshes.grid(2, 1, cpu)
-    out = {f"{name} {o}": texts_of(decoder(name, split, **o)) for name in DECODERS for o in ({}, dict(sequence=True, zero=3))}
+    options = ({}, dict(sequence=True, zero=3))
+    out = {f"{name} {o}": texts_of(decoder(name, split, **o)) for name in DECODERS for o in options}
     rest = []
     for zero in range(4):
         model = decoder("grouped", copied, zero=zero)
@@ -148,7 +149,8 @@ def two_ranks():
 
 
 def test_no_layout_changes_a_text(spawn):
-    want = {name: (generate(decoder(name), PROMPTS, NEW), generate(decoder(name), PROMPTS, NEW, **WARM)) for name in DECODERS}
+    models = {name: decoder(name) for name in DECODERS}
+    want = {n: (generate(m, PROMPTS, NEW), generate(m, PROMPTS, NEW, **WARM)) for n, m in models.items()}
     texts, rest, forgotten = spawn(2)(two_ranks)
     assert len(texts) == 2 * len(DECODERS) + 4
     for layout, text in texts.items(): assert (text["greedy"], text["warm"]) == want[layout.split()[0]], layout
