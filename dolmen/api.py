@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from dolmen.cli import BadInput
 from dolmen.cli import train as train_verb
+from dolmen.cli.errors import BadInput
 from dolmen.cli.options import parse_train
 from dolmen.convert import hf
 from dolmen.data.tokenizer import load_tokenizer
@@ -70,5 +70,5 @@ def _words(prefix: str, options: Mapping[str, Any]) -> list[str]:
         elif value is True: words += [f"--{name}"]
         elif value is False: words += [f"--{prefix}no-{key.replace('_', '-')}"] if prefix else []
         elif isinstance(value, (list, tuple)): words += [f"--{name}", *map(str, value)]
-        else: words += [f"--{name}", str(value)]
+        else: words += [f"--{name}={value}"]                # in one word: a value may begin with a dash
     return words

@@ -7,6 +7,8 @@ written; 130 and 143 after Ctrl-C and SIGTERM, which save first.
 import os
 import sys
 
+from dolmen.cli.errors import BadInput
+
 VERBS = {
     "recipes": "list the built-in runs",
     "train": "train a recipe or a YAML file",
@@ -18,10 +20,6 @@ VERBS = {
 USAGE = "usage: dolmen VERB ...\n\n" + "".join(f"  {verb:10s}{text}\n" for verb, text in VERBS.items()) + """
   dolmen VERB --help says more; dolmen --version says which this is.
 """
-
-
-class BadInput(Exception):
-    """Something the user gave cannot be done. The message says what and which option mends it; exit code 2."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -44,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return verb.run(argv[1:])
     except BadInput as error:
-        if os.environ.get("RANK", "0") == "0": print(f"dolmen {argv[0]}: {error}", file=sys.stderr)
+        if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0": print(f"dolmen {argv[0]}: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -7,7 +7,7 @@ from typing import Literal
 import tyro
 
 from dolmen.checkpoint import stream
-from dolmen.cli import BadInput
+from dolmen.cli.errors import BadInput
 from dolmen.cli.options import message
 from dolmen.convert import hf
 from dolmen.core.config import from_dict

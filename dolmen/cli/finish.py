@@ -65,7 +65,9 @@ def _summary(run: RunConfig, outcome: dict, out: Path, report) -> Table:
             gzip, xz = gzip_xz_bits([Path(f) for f in outcome["validation_files"]])
             line += f"   (gzip -9: {gzip:.3f}, xz -9: {xz:.3f}, each of the {len(outcome['validation_files'])} held-out files by itself)"
         table.add_row("bits per byte", line)
-    if report is not None: table.add_row("transformers", "the exported directory gives the same logits, loss, gradients and text" if report.ok else "THE EXPORTED DIRECTORY DIFFERS, see above")
+    if report is not None:
+        same = "the exported directory gives the same logits, loss, gradients and text"
+        table.add_row("transformers", same if report.ok else "THE EXPORTED DIRECTORY DIFFERS, see above")
     written = [name for name in ("config.yaml", "metrics.jsonl", "loss.png", "tensorboard", "checkpoints", "hf") if (out / name).exists()]
     table.add_row("written", f"{out}/ {{{', '.join(written)}}}")
     if (out / "hf").exists(): table.add_row("next", f"dolmen generate {out / 'hf'} --prompt 'import '")

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import tyro
 
-from dolmen.cli import BadInput
+from dolmen.cli.errors import BadInput
 from dolmen.cli.verify import Split, compute
 from dolmen.core.mesh import Mesh
 from dolmen.data import tokenizer as tokenizers
@@ -40,7 +40,8 @@ def _generate(options: GenerateOptions, mesh: Mesh) -> int:
     from dolmen.serve import engine
     tokenizer = tokenizers.load_tokenizer(options.folder)
     model = engine.load(options.folder, mesh)
-    prompt = tokenizer(options.prompt)["input_ids"] or [tokens for tokens in [tokenizer.bos_token_id, tokenizer.eos_token_id] if tokens is not None][:1]
+    begin = [token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id) if token is not None]
+    prompt = tokenizer(options.prompt)["input_ids"] or begin[:1]
     if not prompt: raise BadInput("--prompt is empty and the tokenizer names no token to begin with: give a prompt")
     new, shown = [], 0
 

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from dolmen.cli import BadInput
+from dolmen.cli.errors import BadInput
 
 LAUNCHER = "DOLMEN_LAUNCHER"                               # pid of the launcher that started this worker
 PR_SET_PDEATHSIG = 1

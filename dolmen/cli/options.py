@@ -8,7 +8,7 @@ from typing import Annotated
 import tyro
 import yaml
 
-from dolmen.cli import BadInput
+from dolmen.cli.errors import BadInput
 from dolmen.convert import hf
 from dolmen.core.config import from_dict
 from dolmen.model.config import ModelConfig
@@ -86,11 +86,12 @@ def parse_train(argv: list[str]) -> tuple[RunConfig, TrainOptions]:
         if init is not None and not {"-h", "--help"} & set(argv):
             found = hf.read_config(hf.resolve(init))
             run = replace(run, init=init, model=run.model if run.model is not None and option_value(argv, "--init") is None else found)
-        default = TrainOptions(recipe=name or "pretrain", model=run.model or ModelConfig(), init=run.init, **{s: getattr(run, s) for s in SECTIONS})
-        options = tyro.cli(TrainOptions, args=argv, default=default, prog="dolmen train")
-        model = options.model if run.model is not None or options.model != ModelConfig() else None
-        return replace(run, model=model, init=options.init, **{s: getattr(options, s) for s in SECTIONS}), options
     except (ValueError, KeyError, OSError) as error: raise BadInput(message(error)) from None
+    sections = {s: getattr(run, s) for s in SECTIONS}
+    default = TrainOptions(recipe=name or "pretrain", model=run.model or ModelConfig(), init=run.init, **sections)
+    options = tyro.cli(TrainOptions, args=argv, default=default, prog="dolmen train")
+    model = options.model if run.model is not None or options.model != ModelConfig() else None
+    return replace(run, model=model, init=options.init, **{s: getattr(options, s) for s in SECTIONS}), options
 
 
 def message(error: Exception) -> str:

@@ -4,12 +4,12 @@
 def run(argv: list[str]) -> int:
     from rich.table import Table
 
-    from dolmen.cli import BadInput
+    from dolmen.cli.errors import BadInput
     from dolmen.core.log import console, size
     from dolmen.model import count
     from dolmen.recipes import RECIPES
     if argv and argv[0] in ("-h", "--help"):
-        print("usage: dolmen recipes\n\nThe built-in runs, for `dolmen train RECIPE`. `dolmen train RECIPE --help` shows each option's default in it.")
+        print("usage: dolmen recipes\n\nThe built-in runs, for `dolmen train RECIPE`; `dolmen train RECIPE --help` shows its defaults.")
         return 0
     if argv: raise BadInput(f"recipes takes no option, but was given {argv[0]}")
     table = Table(box=None, padding=(0, 2, 0, 0))

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from dolmen.cli import BadInput, finish, launch, options
+from dolmen.cli import finish, launch, options
+from dolmen.cli.errors import BadInput
 from dolmen.core import mesh as meshes
 from dolmen.core.log import console
 from dolmen.data import loader

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import tyro
 
-from dolmen.cli import BadInput, launch
+from dolmen.cli import launch
+from dolmen.cli.errors import BadInput
 from dolmen.cli.options import message
 from dolmen.convert import hf
 from dolmen.core import mesh as meshes

@@ -43,7 +43,7 @@ def _convert(hint: Any, value: Any, where: str, default: Any) -> Any:
         if value is None and type(None) in inside: return None
         return _convert(next(i for i in inside if i is not type(None)), value, where, default)
     if origin is typing.Literal:
-        if value in inside: return value
+        if any(value == i and type(value) is type(i) for i in inside): return value        # True is not 1
         raise ValueError(f"{where} is {value!r}: use one of {', '.join(map(str, inside))}")
     if origin is tuple:
         if isinstance(value, str) or not isinstance(value, (list, tuple)): value = [value]

@@ -7,7 +7,8 @@
 """
 
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -58,6 +59,8 @@ class Launch:
     world_size: int
     local_rank: int
     local_world_size: int
+    rendezvous: str | None = None
+    """Where the ranks meet, tcp://HOST:PORT; None: MASTER_ADDR and MASTER_PORT say."""
 
     @staticmethod
     def read(env=os.environ) -> "Launch | None":
@@ -67,8 +70,17 @@ class Launch:
             return Launch(*(int(env.get(n, env[n.removeprefix("LOCAL_")])) for n in names))
         if "SLURM_PROCID" in env and "SLURM_STEP_NODELIST" in env and int(env.get("SLURM_NTASKS", "1")) > 1:
             local = env["SLURM_STEP_TASKS_PER_NODE" if "SLURM_STEP_TASKS_PER_NODE" in env else "SLURM_NTASKS_PER_NODE"]
-            return Launch(int(env["SLURM_PROCID"]), int(env["SLURM_NTASKS"]), int(env["SLURM_LOCALID"]), int(local.split("(")[0]))
+            here = int(re.match(r"\d+", local)[0])         # "4", "4(x2)" or "4,3": tasks of each machine
+            return Launch(int(env["SLURM_PROCID"]), int(env["SLURM_NTASKS"]), int(env["SLURM_LOCALID"]), here,
+                          None if "MASTER_ADDR" in env else _slurm_rendezvous(env))
         return None
+
+
+def _slurm_rendezvous(env: Mapping[str, str]) -> str:
+    """The first machine of the step ("n[03-05,9],x1" is n03 and others), and a port that depends on the step alone."""
+    host = re.match(r"([^,\[]+)(?:\[(\d+))?", env["SLURM_STEP_NODELIST"])
+    port = 20000 + (int(env.get("SLURM_JOB_ID", "0")) * 31 + int(env.get("SLURM_STEP_ID", "0"))) % 10000
+    return f"tcp://{host[1]}{host[2] or ''}:{port}"
 
 
 def device_for(launch: Launch | None) -> torch.device:
@@ -86,7 +98,7 @@ def join(launch: Launch | None, device: torch.device) -> None:
     if launch is None or launch.world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     else:
-        dist.init_process_group(backend, rank=launch.rank, world_size=launch.world_size)
+        dist.init_process_group(backend, init_method=launch.rendezvous, rank=launch.rank, world_size=launch.world_size)
 
 
 @contextmanager

@@ -82,7 +82,8 @@ class Decoder(nn.Module):
         batch, length = tokens.shape
         start = 0 if cache is None else cache.length
         if start + length > self.config.max_position_embeddings and self.positions is not None:
-            raise ValueError(f"{start + length} tokens, but the table of positions has {self.config.max_position_embeddings} (max_position_embeddings)")
+            raise ValueError(f"{start + length} tokens, but the table of positions has {self.config.max_position_embeddings} "
+                             "(max_position_embeddings): use a shorter sequence")
         positions = torch.arange(start, start + length, device=tokens.device)[None]
         cos, sin = self.rope(positions)
         x = self.embed(tokens.reshape(-1))

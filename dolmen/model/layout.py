@@ -40,19 +40,23 @@ class Layout:
     def check(self, model: ModelConfig, sequence_length: int, global_batch_size: int, microbatch_size: int) -> None:
         """Raises ValueError, with the numbers and the knob, where this layout does not divide the model or the batch."""
         for name, value in (("num_attention_heads", model.num_attention_heads), ("intermediate_size", model.intermediate_size)):
-            if value % self.tp: raise ValueError(f"{name} ({value}) is not divisible by tp ({self.tp}): set --layout.tp to a divisor, such as {_divisor(value, self.tp)}")
+            if value % self.tp:
+                raise ValueError(f"{name} ({value}) is not divisible by tp ({self.tp}): set --layout.tp to a divisor, "
+                                 f"such as {_divisor(value, self.tp)}")
         if (self.tp - 1) * -(-model.vocab_size // self.tp) >= model.vocab_size:
             raise ValueError(f"vocab_size ({model.vocab_size}) leaves a rank of tp ({self.tp}) without a row: set a smaller --layout.tp")
         dp = self.dp or 1
         if global_batch_size % dp:
-            raise ValueError(f"train.global-batch-size ({global_batch_size}) is not divisible by dp ({dp}): set --train.global-batch-size to a multiple, such as {-(-global_batch_size // dp) * dp}")
+            raise ValueError(f"train.global-batch-size ({global_batch_size}) is not divisible by dp ({dp}): "
+                             f"set --train.global-batch-size to a multiple, such as {-(-global_batch_size // dp) * dp}")
         rank_batch = global_batch_size // dp
         if rank_batch % microbatch_size:
             raise ValueError(f"train.global-batch-size ({global_batch_size}) / dp ({dp}) = {rank_batch} sequences a rank is not divisible by "
                              f"train.microbatch-size ({microbatch_size}): set --train.microbatch-size {_divisor(rank_batch, microbatch_size)}")
         if self.sequence_parallel and (microbatch_size * sequence_length) % self.tp:
-            raise ValueError(f"sequence parallelism splits the {microbatch_size} x {sequence_length} tokens of a microbatch over tp ({self.tp}), which "
-                             f"does not divide them: set --train.sequence-length to a multiple of {self.tp}, or leave --layout.sequence-parallel off")
+            raise ValueError(f"sequence parallelism splits the {microbatch_size} x {sequence_length} tokens of a microbatch over tp "
+                             f"({self.tp}), which does not divide them: set --train.sequence-length to a multiple of {self.tp}, or "
+                             "leave --layout.sequence-parallel off")
 
 
 def _divisor(value: int, most: int) -> int:

@@ -50,58 +50,59 @@ def _blockwise(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
     return out.view(batch, kv_heads, queries, group, size).transpose(1, 2).reshape(batch, queries, heads, size)
 
 
-def _blocks(queries: int, keys: int, window: int | None):
-    """Per block of queries: (first query, end, first visible key, end)."""
+def _blocks(queries: int, keys: int, group: int, window: int | None, device: torch.device):
+    """Per block of queries: its rows (query, head), the keys it sees, and 0 or -inf to add to its scores [rows, keys].
+
+    What a query sees depends on the distance from the last key alone, so every block's mask is a corner of one."""
     size = max(BLOCK, -(-queries // BLOCKS))
+    widest = keys if window is None else min(keys, size + window - 1)
+    mask = torch.where(visible(min(size, queries), widest, window, device), 0.0, -math.inf).repeat_interleave(group, 0)
     for first in range(0, queries, size):
         end = min(first + size, queries)
         start = 0 if window is None else max(0, first + keys - queries - window + 1)
-        yield first, end, start, end + keys - queries
+        stop = end + keys - queries
+        yield slice(first * group, end * group), slice(start, stop), mask[(first - end) * group :, start - stop :]
 
 
-def _scores(qk: Tensor, group: int, size: int, window: int | None) -> Tensor:
-    """q k^T / sqrt(size) in fp32 (or wider), -inf where not seen, of qk [n, queries * group, keys]."""
-    n, rows, keys = qk.shape
-    hidden = ~visible(rows // group, keys, window, qk.device)[:, None]
-    wide = (qk if qk.dtype == torch.float64 else qk.float()) * (1 / math.sqrt(size))
-    return wide.view(n, rows // group, group, keys).masked_fill(hidden, -math.inf).view(n, rows, keys)
+def _scores(qk: Tensor, mask: Tensor, size: int) -> Tensor:
+    """q k^T / sqrt(size) in fp32 (or wider), -inf where not seen; qk [n, rows, keys], mask [rows, keys]."""
+    return torch.add(mask, qk if qk.dtype == torch.float64 else qk.float(), alpha=1 / math.sqrt(size))
 
 
-def _exponentials(qk: Tensor, group: int, size: int, window: int | None) -> tuple[Tensor, Tensor, Tensor]:
+def _exponentials(qk: Tensor, mask: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
     """exp(scores - maximum) in qk's dtype, its sum [n, rows, 1], and log(sum) + maximum."""
-    s = _scores(qk, group, size, window)
+    s = _scores(qk, mask, size)
     maximum = s.amax(-1, keepdim=True)
-    e = (s - maximum).exp()
+    e = s.sub_(maximum).exp_()
     total = e.sum(-1, keepdim=True)
     return e.to(qk.dtype), total, maximum + total.log()
 
 
-def _gradient(qk: Tensor, dp: Tensor, log_sum: Tensor, delta: Tensor, group: int, size: int, window: int | None) -> tuple[Tensor, Tensor]:
+def _gradient(qk: Tensor, dp: Tensor, log_sum: Tensor, delta: Tensor, mask: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Probabilities, and the gradient of qk from theirs, dp: both [n, rows, keys] in qk's dtype."""
-    p = (_scores(qk, group, size, window) - log_sum).exp()
-    return p.to(qk.dtype), (p * (dp - delta) * (1 / math.sqrt(size))).to(qk.dtype)
+    p = _scores(qk, mask, size).sub_(log_sum).exp_()
+    return p.to(qk.dtype), (dp - delta).mul_(1 / math.sqrt(size)).mul_(p).to(qk.dtype)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, group: int, window: int | None, exponentials=_exponentials) -> tuple[Tensor, Tensor]:
     out, log_sum = torch.empty_like(q), torch.empty_like(q[..., :1], dtype=torch.promote_types(q.dtype, torch.float32))
-    for first, end, start, stop in _blocks(q.shape[1] // group, k.shape[1], window):
-        rows, keys = slice(first * group, end * group), slice(start, stop)
-        e, total, log_sum[:, rows] = exponentials(torch.bmm(q[:, rows], k[:, keys].transpose(1, 2)), group, q.shape[2], window)
+    for rows, keys, mask in _blocks(q.shape[1] // group, k.shape[1], group, window, q.device):
+        qk = torch.bmm(q[:, rows], k[:, keys].contiguous().transpose(1, 2))
+        e, total, log_sum[:, rows] = exponentials(qk, mask, q.shape[2])
         out[:, rows] = torch.bmm(e, v[:, keys]) / total
     return out, log_sum
 
 
-def _backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, group: int, window: int | None,
+def _backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, delta: Tensor, log_sum: Tensor, group: int, window: int | None,
               gradient=_gradient) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k, dtype=log_sum.dtype), torch.zeros_like(v, dtype=log_sum.dtype)
-    delta = (g.to(log_sum.dtype) * out).sum(-1, keepdim=True)
-    for first, end, start, stop in _blocks(q.shape[1] // group, k.shape[1], window):
-        rows, keys = slice(first * group, end * group), slice(start, stop)
-        qk, dp = torch.bmm(q[:, rows], k[:, keys].transpose(1, 2)), torch.bmm(g[:, rows], v[:, keys].transpose(1, 2))
-        p, ds = gradient(qk, dp, log_sum[:, rows], delta[:, rows], group, q.shape[2], window)
-        dq[:, rows] = torch.bmm(ds, k[:, keys])
-        dk[:, keys] += torch.bmm(ds.transpose(1, 2), q[:, rows])
-        dv[:, keys] += torch.bmm(p.transpose(1, 2), g[:, rows])
+    for rows, keys, mask in _blocks(q.shape[1] // group, k.shape[1], group, window, q.device):
+        qs, gs, ks, vs = (t.contiguous() for t in (q[:, rows], g[:, rows], k[:, keys], v[:, keys]))    # once, not in each product
+        qk, dp = torch.bmm(qs, ks.transpose(1, 2)), torch.bmm(gs, vs.transpose(1, 2))
+        p, ds = gradient(qk, dp, log_sum[:, rows], delta[:, rows], mask, q.shape[2])
+        dq[:, rows] = torch.bmm(ds, ks)
+        dk[:, keys] += torch.bmm(ds.transpose(1, 2), qs)
+        dv[:, keys] += torch.bmm(p.transpose(1, 2), gs)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
@@ -117,9 +118,9 @@ def _opaque_forward(q: Tensor, k: Tensor, v: Tensor, group: int, window: int | N
 
 
 @torch.library.custom_op("dolmen::attention_backward", mutates_args=())
-def _opaque_backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, group: int,
+def _opaque_backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, delta: Tensor, log_sum: Tensor, group: int,
                      window: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    return _backward(g, q, k, v, out, log_sum, group, window, _fused_gradient)
+    return _backward(g, q, k, v, delta, log_sum, group, window, _fused_gradient)
 
 
 @_opaque_forward.register_fake
@@ -128,7 +129,7 @@ def _(q, k, v, group, window):
 
 
 @_opaque_backward.register_fake
-def _(g, q, k, v, out, log_sum, group, window): return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+def _(g, q, k, v, delta, log_sum, group, window): return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 class _Blockwise(torch.autograd.Function):
@@ -143,5 +144,7 @@ class _Blockwise(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g):
+        q, k, v, out, log_sum = ctx.saved_tensors
+        delta = (g.to(log_sum.dtype) * out).sum(-1, keepdim=True)
         backward = _opaque_backward if torch.compiler.is_compiling() else _backward
-        return *backward(g.contiguous(), *ctx.saved_tensors, ctx.group, ctx.window), None, None
+        return *backward(g.contiguous(), q, k, v, delta, log_sum, ctx.group, ctx.window), None, None

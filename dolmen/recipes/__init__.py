@@ -29,7 +29,8 @@ def quickstart() -> RunConfig:
 
 def llama_1b() -> RunConfig:
     """the shape of Llama 3.2 1B"""
-    model = _llama3(hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32, head_dim=64, tie_word_embeddings=True)
+    model = _llama3(hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32, head_dim=64,
+                    tie_word_embeddings=True)
     return _large("llama-1b", model, lr=4e-4, batch=256)
 
 
@@ -58,7 +59,8 @@ def _llama3(**sizes) -> ModelConfig:
 
 def _large(name: str, model: ModelConfig, lr: float, batch: int, length: int = 8192) -> RunConfig:
     return RunConfig(name=name, model=model, optimizer=OptimizerConfig(lr=lr, warmup_steps=2000, min_lr=lr / 10),
-                     train=TrainConfig(steps=100_000, dtype="bfloat16", sequence_length=length, global_batch_size=batch, microbatch_size=1, compile=True),
+                     train=TrainConfig(steps=100_000, dtype="bfloat16", sequence_length=length, global_batch_size=batch,
+                                       microbatch_size=1, compile=True),
                      checkpoint=CheckpointConfig(every=1000))
 
 

@@ -30,14 +30,18 @@ def header(run: RunConfig, state_: TrainState, loader: Loader, mesh: Mesh, peak:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     kv = f", {c.num_key_value_heads} kv heads" if c.num_key_value_heads != c.num_attention_heads else ""
+    tied = ", tied" if c.tie_word_embeddings else ""
     table.add_row("model", f"{c.family}, {size(count.parameters(c))} parameters: {c.num_hidden_layers} layers, hidden {c.hidden_size}, "
-                           f"{c.num_attention_heads} heads{kv}, vocabulary {c.vocab_size:,}" + (", tied" if c.tie_word_embeddings else ""))
+                           f"{c.num_attention_heads} heads{kv}, vocabulary {c.vocab_size:,}{tied}")
     table.add_row("start", f"{run.init}" if run.init else f"random weights, seed {run.train.seed}")
     sp = ", sequence parallel" if layout.sequence_parallel and layout.tp > 1 else ""
-    table.add_row("layout", f"tp {layout.tp}{sp} x dp {layout.dp}, ZeRO {layout.zero}: {mesh.size} process{'es' if mesh.size > 1 else ''} on {_device(mesh)}")
+    processes = "1 process" if mesh.size == 1 else f"{mesh.size} processes"
+    table.add_row("layout", f"tp {layout.tp}{sp} x dp {layout.dp}, ZeRO {layout.zero}: {processes} on {_device(mesh)}")
     for i, line in enumerate(loader.description()): table.add_row("data" if i == 0 else "", line)
-    table.add_row("batch", f"{run.train.global_batch_size} sequences of {run.sequence_length} = {tokens:,} tokens; {run.microbatch_size} at once a process")
-    table.add_row("run", f"steps {state_.step} to {state_.steps}, {size(float(tokens) * (state_.steps - state_.step))} tokens, {run.train.dtype}, lr {run.optimizer.lr:g} "
+    table.add_row("batch", f"{run.train.global_batch_size} sequences of {run.sequence_length} = {tokens:,} tokens; "
+                           f"{run.microbatch_size} at once a process")
+    left = size(float(tokens) * (state_.steps - state_.step))
+    table.add_row("run", f"steps {state_.step} to {state_.steps}, {left} tokens, {run.train.dtype}, lr {run.optimizer.lr:g} "
                          f"({run.optimizer.schedule}, {run.optimizer.warmup_steps} warm-up)")
     table.add_row("per rank", f"{gib(rest)} of weights and optimizer state at rest; measured matmul peak {peak / 1e12:.3g} TFLOP/s")
     table.add_row("out", out)

@@ -70,10 +70,9 @@ def damaged(damage):
 
 def compare_damaged() -> dict[str, tuple[float, str]]:
     """The first step of each control against one undamaged process: {control: largest difference of a gradient}."""
-    out = {}
+    out, one = {}, {family: table.run(config, table.SINGLE, Layout(), steps=1) for family, config in table.FAMILIES.items()}
     for name, (family, layout, damage) in CONTROLS.items():
-        want = table.run(table.FAMILIES[family], table.SINGLE, Layout(), steps=1)
         with damaged(damage):
             got = table.run(table.FAMILIES[family], table.meshes.grid(layout.dp, layout.tp, torch.device("cpu")), layout, steps=1)
-        out[name] = table.differences(got, want)["gradient"]
+        out[name] = table.differences(got, one[family])["gradient"]
     return out

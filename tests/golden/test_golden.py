@@ -1,14 +1,16 @@
 """The layout never changes the answer: raw gradients, their norm and losses of six steps equal one process, for every row
 of table.LAYOUTS and every family. One spawn a world size runs all its rows."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
 from conftest import run_spawned
 from controls import CONTROLS, compare_damaged
-from table import FAMILIES, LAYOUTS, Layout, compare, compare_all
+from table import DROPOUT, FAMILIES, LAYOUTS, OPTIMIZER, SEED, SINGLE, STEPS, VOCABULARY, Layout, batches, compare, compare_all, run
 
+from dolmen.core.mesh import Axis
 from dolmen.optim.optimizer import OptimizerConfig
 
 TOLERANCE = {"gradient": 1e-5, "norms": 1e-5, "losses": 1e-6}
@@ -20,7 +22,8 @@ def in_world(world: int) -> dict:
     out = {"layouts": compare_all(tuple(layout for layout in LAYOUTS if layout.world == world))}
     if world == 4:
         out["controls"] = compare_damaged()
-        out["double"] = compare("gpt2", EXACT, dtype=torch.float64, optimizer=OptimizerConfig(lr=1e-2, schedule="constant", clip=0.25))
+        out["double"] = compare(FAMILIES["gpt2"], EXACT, dtype=torch.float64, optimizer=OptimizerConfig(lr=1e-2, schedule="constant", clip=0.25))
+        out["dropout"] = {str(layout): compare(DROPOUT, layout, steps=3) for layout in (EXACT, Layout(tp=4))}
     return out
 
 
@@ -46,3 +49,31 @@ def test_double():
     """In fp64 and with AdamW's default eps nothing is left but rounding of fp64: what fp32 shows is rounding too."""
     difference, where = results(4)["double"]["gradient"]
     assert difference <= 1e-12, f"{difference:.1e} at {where}"
+
+
+def test_dropout():
+    """With dropout too: what falls out is a matter of seed, step and place in the logical tensor."""
+    for layout, differences in results(4)["dropout"].items():
+        for kind, (difference, where) in differences.items():
+            assert difference <= TOLERANCE[kind], f"{kind} with dropout on {layout} differ by {difference:.1e} at {where}"
+
+
+def test_data_order_comes_from_the_seed_alone():
+    """The rows of all ranks, one after the other, are the batches of one process, in number and order; another seed's are not."""
+    def rank(r: int, of: int): return batches(replace(SINGLE, dp=Axis("dp", of, r)))
+
+    whole = batches(SINGLE)
+    for dp in (2, 4, 8):
+        for step, parts in enumerate(zip(*(rank(r, dp) for r in range(dp)), strict=True)):
+            assert torch.equal(torch.cat([b.tokens for b in parts]), whole[step].tokens)
+            assert torch.equal(torch.cat([b.labels for b in parts]), whole[step].labels)
+    assert not torch.equal(batches(SINGLE, SEED + 1)[0].tokens, whole[0].tokens)
+    assert len({b.real_tokens for b in rank(0, 4) + rank(3, 4)}) > 1 and batches(SINGLE)[0].split(16)[10].real_tokens < 2
+
+
+def test_clipping_and_schedule_are_active():
+    """The table would prove little if the norm were below the clip or the loss did not move."""
+    one = run(FAMILIES["llama"], SINGLE, Layout())
+    assert min(one.norms) > 2 * OPTIMIZER.clip and len(one.gradients) == len(one.losses) == STEPS
+    rows = [int(t) for t in batches(SINGLE)[0].tokens.flatten()]
+    assert 0 <= min(rows) and max(rows) < VOCABULARY

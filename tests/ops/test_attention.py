@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from dolmen.ops import attention as ops
 
@@ -58,13 +59,18 @@ def test_gradients_by_differences():
     torch.autograd.gradcheck(lambda *t: ops.attention(*t, 66), inputs, fast_mode=True)
 
 
-def test_backends_agree(monkeypatch):
+def test_blocks_and_sdpa_agree():
     inputs = tensors(130, 130, 4, 2)
-    blocks = run(lambda *t: ops.attention(*t), inputs)
-    monkeypatch.setattr(ops, "_blockwise", None)           # must not be called
-    sdpa = run(lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True).transpose(1, 2), inputs)
-    for a, b in zip(blocks, sdpa, strict=True): torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+    sdpa = run(lambda q, k, v: F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True,
+                                                              enable_gqa=True).transpose(1, 2), inputs)
+    for a, b in zip(run(ops.attention, inputs), sdpa, strict=True): torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+
+
+def test_compiled_equals_eager():
+    inputs = tensors(70, 90, 4, 2, torch.float32)
+    compiled = run(torch.compile(lambda *t: ops.attention(*t, 66)), inputs)
+    # fp32, sums in another order
+    for a, b in zip(compiled, run(lambda *t: ops.attention(*t, 66), inputs), strict=True): torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_large_scores_do_not_overflow():

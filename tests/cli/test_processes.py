@@ -1,0 +1,307 @@
+"""Real processes: two ranks under our launcher, signals to it, kills of it and of a rank, and ranks that another launcher
+started. A rank costs seconds of imports, so this process is the launcher where it can be, and the workers of tests that are
+about the launcher alone do not train: `sitecustomize`, which Python imports at start, says what becomes of them.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from tinyrun import dolmen, losses, rows, steps
+
+from dolmen.cli import launch
+from dolmen.cli.errors import BadInput
+
+PATIENCE = 90                                              # seconds until a test gives up waiting, on a busy machine
+# With eps 1e-8 Adam turns the rounding of a gradient element of 1e-9 into a step of lr, so no two layouts agree for long:
+# tests/golden/table.py says more.
+ENDLESS = ("--train.steps", 100_000, "--optimizer.schedule", "constant", "--optimizer.eps", 1e-3, "--log.validate-every", 0)
+TWO = ("--layout.tp", 2)
+
+
+def children(of: int) -> list[int]:
+    """Its living children."""
+    return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if parent(pid) == of]
+
+
+def parent(pid: int) -> int | None:
+    """Of a living process: the dead that nobody has waited for do not count."""
+    try: state, ppid = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[:2]
+    except (FileNotFoundError, ProcessLookupError): return None
+    return None if state in "ZX" else int(ppid)
+
+
+def wait(done, seconds: float = PATIENCE) -> bool:
+    """Whether done() came true in time."""
+    end = time.monotonic() + seconds
+    while not done() and time.monotonic() < end: time.sleep(0.01)
+    return bool(done())
+
+
+def ranks(of: int) -> dict[int, int]:
+    """Rank -> pid of the workers of launcher `of`."""
+    found = {}
+    for pid in children(of):
+        words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        found |= {int(w[5:]): pid for w in words if w.startswith(b"RANK=")}
+    return found
+
+
+def at_step(out: Path, step: int) -> bool:
+    """Whether the run has logged that step."""
+    return (out / "metrics.jsonl").exists() and f'{{"step": {step},' in (out / "metrics.jsonl").read_text()
+
+
+def meanwhile(ready, act) -> None:
+    """In a thread: act() as soon as ready()."""
+    threading.Thread(target=lambda: wait(ready) and act(), daemon=True).start()
+
+
+@pytest.fixture(scope="module")
+def alone(material, tmp_path_factory):
+    """Steps of one process: what every other layout has to find again."""
+    out = tmp_path_factory.mktemp("alone") / "run"
+    assert dolmen("train", material.file, "--out", out, *ENDLESS, "--train.steps", 30).code == 0
+    return losses(out)
+
+
+def agree(out: Path, alone) -> bool:
+    """Losses within 1e-6 and norms within 1e-5 of one process, no step missing and none told twice."""
+    found = losses(out)
+    assert [row[0] for row in found] == list(range(1, len(found) + 1)) and len(found) > 8
+    return all(abs(a[1] / b[1] - 1) < 1e-6 and abs(a[2] / b[2] - 1) < 1e-5 for a, b in zip(found, alone, strict=False))
+
+
+# ---- runs that train
+
+def test_two_ranks_stopped_save_and_go_on_at_another_layout(material, alone, tmp_path, capfd):
+    """SIGTERM to the launcher of tp 2, then Ctrl-C to that of tp 2 with sequence parallelism, then one process."""
+    out, last = tmp_path / "run", 0
+    for words, sent, code in (((), signal.SIGTERM, 143), (("--resume", "--layout.sequence-parallel"), signal.SIGINT, 130)):
+        meanwhile(lambda last=last: at_step(out, last + 5), lambda sent=sent: os.kill(os.getpid(), sent))
+        assert dolmen("train", material.file, "--out", out, *ENDLESS, *TWO, *words).code == code
+        said, complained = capfd.readouterr()
+        resumed, (last,) = last, steps(out)
+        assert f"stopped by signal {int(sent)} after step {last}, saved" in said and complained == ""
+        assert (f"resuming from step {resumed}\n" in said) == bool(resumed) and said.count(f"\nstep {resumed + 2}/") == 1
+        assert len(rows(out)) == last >= resumed + 5
+    assert "changed: layout.sequence_parallel: False -> True" in said
+    one = dolmen("train", material.file, "--out", out, "--resume", *ENDLESS, "--train.steps", last + 2)
+    assert one.code == 0 and f"resuming from step {last}" in one.out and "changed: layout.tp: 2 -> 1" in one.out
+    assert len(rows(out)) == last + 2 and agree(out, alone)
+
+
+BROKEN = """
+import os
+if os.environ.get("RANK") == "1":
+    import dolmen.train.loop as loop
+    step = loop.optimizer_step
+    def broken(state, *args):
+        if state.step == 2: raise ArithmeticError("broken on purpose")
+        return step(state, *args)
+    loop.optimizer_step = broken
+"""
+
+
+def test_a_rank_that_raises_ends_the_run_and_is_told_once(material, tmp_path, monkeypatch, capfd):
+    """Rank 1 raises in its third step; rank 0, which waits for it, has a traceback too, as a consequence."""
+    (tmp_path / "sitecustomize.py").write_text(BROKEN)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    ended = []
+    meanwhile(lambda: at_step(tmp_path / "run", 2), lambda: (wait(lambda: not ranks(os.getpid())), ended.append(time.time())))
+    result = dolmen("train", material.file, "--out", tmp_path / "run", *ENDLESS, *TWO)
+    complained = result.err + capfd.readouterr().err
+    assert result.code == 1 and complained.count("Traceback (most recent call last)") == 1, complained
+    assert complained.count("broken on purpose") == 2                          # the line that raises, and the message
+    assert complained.rstrip().endswith("dolmen: rank 1 failed (exit code 1); all ranks were stopped")
+    assert wait(lambda: ended, 5) and ended[0] - rows(tmp_path / "run")[-1]["time"] < 20 and len(rows(tmp_path / "run")) == 2
+
+
+LIGHT = "import sys; from dolmen.cli.launch import launch; sys.exit(launch(2, sys.argv[1:]))"
+
+
+def test_kills_of_a_training_rank_and_of_the_launcher(material, tmp_path):
+    """kill -9 of the launcher while two ranks train: both are gone within 2 s. While rank 0 waits for a rank that is
+    stopped, kill that one: the message names it."""
+    out = tmp_path / "run"
+    argv = [str(a) for a in (sys.executable, "-c", LIGHT, "train", material.file, "--out", out, *ENDLESS, *TWO)]
+    launcher = subprocess.Popen(argv, stderr=subprocess.PIPE)
+    assert wait(lambda: at_step(out, 3)), launcher.communicate()
+    workers = ranks(launcher.pid)
+    launcher.kill()
+    assert sorted(workers) == [0, 1] and wait(lambda: all(parent(pid) is None for pid in workers.values()), 2)
+    launcher.communicate()
+
+
+def test_ranks_of_another_launcher_join(material, alone, tmp_path):
+    """Two tasks as srun starts them: dp 2 and ZeRO-3, resuming a run of one process."""
+    out = tmp_path / "run"
+    assert dolmen("train", material.file, "--out", out, *ENDLESS, "--train.steps", 6).code == 0
+    env = {"SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_JOB_ID": str(os.getpid())}
+    words = ("--resume", *ENDLESS, "--train.steps", 12, "--layout.zero", 3)
+    argv = [str(a) for a in (sys.executable, "-m", "dolmen", "train", material.file, "--out", out, *words)]
+    tasks = [subprocess.Popen(argv, env={**os.environ, **env, "SLURM_PROCID": str(r), "SLURM_LOCALID": str(r), "OMP_NUM_THREADS": "1"},
+                              stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for r in range(2)]
+    said = [task.communicate(timeout=PATIENCE) for task in tasks]
+    assert [task.returncode for task in tasks] == [0, 0], said
+    assert "tp 1 x dp 2, ZeRO 3: 2 processes" in said[0][0] and "resuming from step 6" in said[0][0] and said[1] == ("", "")
+    assert len(rows(out)) == 12 and agree(out, alone)
+
+
+def test_generate_over_two_ranks(material, capfd):
+    """The text of one process, told by the first rank alone."""
+    words = ("generate", material.model, "--prompt", "abc def", "--max-new-tokens", 8)
+    one = dolmen(*words)
+    assert one.code == 0 and dolmen(*words, *TWO).code == 0 and capfd.readouterr() == (one.out, "")
+
+
+# ---- the launcher alone: workers that do not train
+
+WORKER = """
+import os, signal, sys, time
+RANK = os.environ.get("RANK")
+"""
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capfd):
+    """launch() of two workers, `dolmen --version` after some Python in which RANK is "0" or "1": (exit code, stdout, stderr)."""
+    def run(code: str):
+        (tmp_path / "sitecustomize.py").write_text(f"{WORKER}\n{code}")
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        capfd.readouterr()
+        return launch.launch(2, ["--version"]), *capfd.readouterr()
+    return run
+
+
+def test_all_well(run):
+    code, said, complained = run("open(os.environ['TORCHELASTIC_ERROR_FILE'] + 'env', 'w')")
+    assert code == 0 and said.count("dolmen 0") == 2 and complained == ""
+    assert children(os.getpid()) == [] or not ranks(os.getpid())
+
+
+def test_threads_are_divided(run, monkeypatch):
+    """Over the cores this process may use, unless the user has decided."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for want in (str(max(1, len(os.sched_getaffinity(0)) // 2)), "7"):
+        assert run("print('threads', os.environ['OMP_NUM_THREADS'])")[1].count(f"threads {want}\n") == 2
+        monkeypatch.setenv("OMP_NUM_THREADS", "7")
+
+
+def test_a_rank_that_is_killed_is_named(run):
+    began = time.monotonic()
+    code, _, complained = run("if RANK == '1': os.kill(os.getpid(), signal.SIGKILL)\nif RANK == '0': time.sleep(60)")
+    assert code == 1 and complained.startswith("dolmen: rank 1 (pid ") and time.monotonic() - began < 15
+    assert complained.endswith(") was ended by SIGKILL (out of memory?); all ranks were stopped\n") and complained.count("\n") == 1
+
+
+REFUSE = """
+if RANK:
+    sys.path.insert(0, {root!r})
+    from dolmen.cli import launch
+    from dolmen.cli.errors import BadInput
+    def work(): raise BadInput("use --less")
+    if RANK == "0": time.sleep(60)
+    launch.guarded(work)
+"""
+
+
+def test_what_a_worker_refuses_is_told_once(run):
+    """Rank 1 is first, and alone: rank 0 is stopped before it can say the same."""
+    assert run(REFUSE.format(root=str(Path(launch.__file__).parents[2]))) == (2, "", "dolmen: use --less\n")
+
+
+@pytest.mark.parametrize("sent, code, heard", [(signal.SIGINT, 130, "SIGUSR1"), (signal.SIGTERM, 143, "SIGUSR2")])
+def test_requests_are_forwarded(run, tmp_path, sent, code, heard):
+    """Workers save and end with the code, or, not yet listening, die of the request: the launcher's answer is the same."""
+    meanwhile(lambda: len(list(tmp_path.glob("ready*"))) == 2, lambda: os.kill(os.getpid(), sent))
+    assert run(f"if RANK == '0': signal.signal(signal.{heard}, lambda *_: (print('saved', flush=True), os._exit({code})))\n"
+               f"if RANK: open({str(tmp_path)!r} + '/ready' + RANK, 'w').close(); time.sleep(60)") == (code, "saved\n", "")
+    for signal_ in (signal.SIGINT, signal.SIGTERM): assert signal.getsignal(signal_) not in (signal.SIG_IGN, None)
+
+
+def test_nothing_is_left_in_the_temporary_folder(run, tmp_path, monkeypatch):
+    import tempfile
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    assert run("")[0] == 0 and list((tmp_path / "temporary").iterdir()) == []
+
+
+@pytest.mark.parametrize("moment", ("before", "after"))
+def test_a_launcher_killed_while_workers_start_leaves_none(tmp_path, monkeypatch, moment):
+    """Before a worker has asked the kernel to die with its launcher, and after: there is no moment between."""
+    code = "time.sleep(1)" if moment == "before" else "import dolmen.cli.launch as l; l.die_with_launcher(); time.sleep(60)"
+    (tmp_path / "sitecustomize.py").write_text(f"{WORKER}\nif RANK:\n    open({str(tmp_path)!r} + '/started' + RANK, 'w').write(str(os.getpid()))\n    {code}")
+    (tmp_path / "tiny.yaml").write_text("")
+    launcher = subprocess.Popen([sys.executable, "-c", LIGHT, "train", str(tmp_path / "none.yaml")], env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert wait(lambda: all((tmp_path / f"started{r}").exists() and (tmp_path / f"started{r}").read_text() for r in range(2)))
+    if moment == "after": time.sleep(0.3)
+    workers = [int((tmp_path / f"started{r}").read_text()) for r in range(2)]
+    assert all(parent(pid) == launcher.pid for pid in workers)
+    launcher.kill()
+    launcher.wait()
+    assert wait(lambda: all(parent(pid) is None for pid in workers), 2)
+
+
+def test_broken_pipe_is_no_traceback():
+    """`dolmen train --help | head -n 1`."""
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-m", "dolmen", "train", "--help"], stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert done.returncode == 1 and done.stderr == ""
+
+
+# ---- the launcher's parts, in this process
+
+def failure(rank: int, code: int, text: str | None = None, when: int = 0):
+    return SimpleNamespace(local_rank=rank, pid=100 + rank, exitcode=code, timestamp=when, error_file_data={"message": {"message": text}} if text else {"message": ""})
+
+
+@pytest.mark.parametrize("failures, said", [
+    ([failure(0, 1, "Traceback\nsecond\n", 2), failure(1, 1, "Traceback\nfirst\n", 1)], "Traceback\nfirst\ndolmen: rank 1 failed (exit code 1); all ranks were stopped"),
+    ([failure(0, 1, "consequence", 1), failure(1, -9)], "dolmen: rank 1 (pid 101) was ended by SIGKILL (out of memory?); all ranks were stopped"),
+    ([failure(0, -15), failure(1, -11)], "dolmen: rank 1 (pid 101) was ended by SIGSEGV; all ranks were stopped"),
+    ([failure(0, -15), failure(1, 1, "Traceback\nmine")], "Traceback\nmine\ndolmen: rank 1 failed (exit code 1); all ranks were stopped"),
+    ([failure(0, 2, "dolmen: use less"), failure(1, -15)], "dolmen: use less"),
+    ([failure(1, 3)], "no traceback was left\ndolmen: rank 1 failed (exit code 3); all ranks were stopped")], ids=range(6))
+def test_the_cause_is_the_first(failures, said): assert launch.cause({f.local_rank: f for f in failures}) == said
+
+
+@pytest.fixture
+def ended(monkeypatch):
+    """os._exit, observed."""
+    def leave(code): raise SystemExit(("at once", code))
+    monkeypatch.setattr(os, "_exit", leave)
+    return lambda work: pytest.raises(SystemExit, launch.guarded, work).value.code
+
+
+def raiser(error):
+    def work(): raise error
+    return work
+
+
+def test_guarded_alone(ended, capsys):
+    """No launcher of ours: a traceback on stderr, once. What the command line knows how to end goes through."""
+    assert ended(raiser(ArithmeticError("x"))) == ("at once", 1)
+    assert capsys.readouterr().err.count("Traceback") == 1
+    for error in (BadInput("x"), KeyboardInterrupt(), BrokenPipeError()):
+        with pytest.raises(type(error)): launch.guarded(raiser(error))
+    assert launch.guarded(lambda: 7) == 7 and capsys.readouterr().err == ""
+
+
+def test_guarded_worker(ended, capsys, monkeypatch, tmp_path):
+    """A worker of our launcher leaves its traceback, or its refusal, to it, and prints nothing."""
+    monkeypatch.setenv(launch.LAUNCHER, str(os.getppid()))
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error"))
+    for error, code, said in ((ArithmeticError("x"), 1, "Traceback"), (BadInput("use y"), 2, "dolmen: use y"), (KeyboardInterrupt(), 1, "Traceback")):
+        assert ended(raiser(error)) == ("at once", code)
+        assert json.loads((tmp_path / "error").read_text())["message"]["message"].startswith(said)
+    assert capsys.readouterr().err == ""

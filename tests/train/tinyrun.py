@@ -1,0 +1,128 @@
+"""What the tests of runs and commands share: a corpus of made-up words, a tokenizer of it, a model of transformers, a run
+file, and `dolmen` called in this process. One thread: on a busy machine two threads make a tiny run ten times slower.
+"""
+
+import contextlib
+import io
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+import yaml
+
+from dolmen.checkpoint.stream import open_checkpoint
+from dolmen.cli import main
+from dolmen.core.config import from_dict
+from dolmen.data.tokenizer import train_bpe
+from dolmen.train.config import RunConfig
+
+MODEL = dict(vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+             head_dim=8, max_position_embeddings=64)
+
+
+@dataclass(frozen=True)
+class Material:
+    """Paths of everything a run needs."""
+
+    folder: Path
+
+    @property
+    def docs(self) -> Path: return self.folder / "docs"                       # 30 documents of 150 words
+
+    @property
+    def tokenizer(self) -> Path: return self.folder / "tokenizer"             # 300 tokens
+
+    @property
+    def model(self) -> Path: return self.folder / "model"                     # a Llama of MODEL in bfloat16, with the tokenizer
+
+    @property
+    def file(self) -> Path: return self.folder / "tiny.yaml"                  # six steps of a random model of MODEL
+
+    def options(self) -> dict:
+        """The content of `file`."""
+        return {"name": "tiny", "model": MODEL, "data": {"path": [str(self.docs)], "tokenizer": str(self.tokenizer), "cache": str(self.folder / "cache")},
+                "optimizer": {"lr": 1e-2, "warmup_steps": 2}, "train": {"steps": 6, "sequence_length": 16, "global_batch_size": 4},
+                "log": {"validate_every": 3}}
+
+    def config(self, **sections) -> RunConfig:
+        """The run of `file`, its sections changed by mappings."""
+        values = self.options()
+        for name, change in sections.items(): values[name] = {**values.get(name, {}), **change} if isinstance(change, dict) else change
+        return from_dict(RunConfig, values)
+
+
+def make(folder: Path) -> Material:
+    made, chance = Material(folder), random.Random(0)
+    words = ["".join(chance.choices("abcdefghij", k=chance.randint(2, 6))) for _ in range(60)]
+    made.docs.mkdir()
+    for number in range(30): (made.docs / f"{number:02}.txt").write_text(" ".join(chance.choices(words, k=150)) + "\n")
+    train_bpe([p.read_text() for p in sorted(made.docs.iterdir())], 300, made.tokenizer, progress=False)
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**MODEL, bos_token_id=0, eos_token_id=0)).to(torch.bfloat16)
+    with contextlib.redirect_stderr(io.StringIO()): model.save_pretrained(made.model)
+    transformers.AutoTokenizer.from_pretrained(made.tokenizer).save_pretrained(made.model)
+    made.file.write_text(yaml.safe_dump(made.options()))
+    return made
+
+
+@pytest.fixture(scope="session")
+def material(tmp_path_factory) -> Material: return make(tmp_path_factory.mktemp("material"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@dataclass(frozen=True)
+class Result:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def words(self) -> str:
+        """What was said on stderr, without the frames and line breaks of a terminal."""
+        return " ".join(self.err.translate(dict.fromkeys(map(ord, "│╭╮╰╯─┌┐└┘"), " ")).split())
+
+
+def dolmen(*words) -> Result:
+    """`dolmen WORDS` in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try: code = main([str(w) for w in words])
+        except SystemExit as end: code = end.code
+    return Result(code, out.getvalue(), err.getvalue())
+
+
+def rows(out: Path, kind: str = "loss") -> list[dict]:
+    """Rows of a run's metrics.jsonl that have `kind`."""
+    return [row for row in map(json.loads, (out / "metrics.jsonl").read_text().splitlines()) if kind in row]
+
+
+def losses(out: Path) -> list[tuple[int, float, float]]:
+    """(step, loss, gradient norm) of every step: equal floats mean an equal run."""
+    return [(row["step"], row["loss"], row["grad_norm"]) for row in rows(out)]
+
+
+def steps(out: Path) -> list[int]:
+    """Steps of the checkpoints on disk."""
+    return sorted(int(p.name.removeprefix("step-")) for p in (out / "checkpoints").iterdir())
+
+
+def tensors(out: Path, step: int) -> dict[str, torch.Tensor]:
+    """Every tensor of one checkpoint, whole."""
+    saved = open_checkpoint(out / "checkpoints" / f"step-{step:08d}")
+    return {name: saved.read(name) for name in saved.specs}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    """Whether all tensors are bitwise equal."""
+    return a.keys() == b.keys() and all(a[n].dtype == b[n].dtype and torch.equal(a[n], b[n]) for n in a)
