@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
@@ -218,15 +217,17 @@ def _section(rank, world, store, options):
     device = torch.device("cuda", rank) if options.device == "cuda" else torch.device("cpu")
     if device.type == "cuda": torch.cuda.set_device(device)
     else: torch.set_num_threads(max(1, options.threads // world))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
-    mesh = replace(meshes.grid(1, world, device), device=device)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.FileStore(store, world), rank=rank, world_size=world)
+    mesh = meshes.grid(1, world, device)
     sides, losses = {}, {}
     for name, make in SIDES[world].items():
         if options.only and name not in options.only: continue
         start = time.perf_counter()
         sides[name] = make(options.shape, mesh)
         losses[name] = [float(sides[name]()) for _ in range(3)]
-        if rank == 0: print(f"  built {name:40s} {time.perf_counter() - start:5.1f} s   losses {' '.join(f'{x:.4f}' for x in losses[name])}", flush=True)
+        shown = " ".join(f"{x:.4f}" for x in losses[name])
+        if rank == 0: print(f"  built {name:40s} {time.perf_counter() - start:5.1f} s   losses {shown}", flush=True)
     rounds = {name: [] for name in sides}
     for _ in range(options.rounds):
         for name, step in sides.items():

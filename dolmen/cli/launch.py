@@ -112,7 +112,7 @@ def guarded(work: Callable[[], int]) -> int:
         return work()
     except BaseException as error:
         refused, ours = isinstance(error, BadInput), launched_here()
-        if isinstance(error, SystemExit) or not ours and isinstance(error, (BadInput, KeyboardInterrupt, BrokenPipeError)): raise
+        if not ours and isinstance(error, (BadInput, KeyboardInterrupt, BrokenPipeError, SystemExit)): raise
         import traceback
         text = f"dolmen: {error}" if refused else traceback.format_exc()
         if ours:

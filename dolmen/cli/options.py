@@ -79,7 +79,8 @@ def option_value(argv: list[str], name: str) -> str | None:
 def parse_train(argv: list[str]) -> tuple[RunConfig, TrainOptions]:
     """The run and what is not part of it. Exits with 0 after --help, 2 on an unknown option; raises BadInput."""
     name = next((w for w in argv[:1] if not w.startswith("-")), None)
-    if name is None and not {"-h", "--help"} & set(argv): raise BadInput("name a recipe or a YAML file first: dolmen train quickstart (dolmen recipes lists them)")
+    if name is None and not {"-h", "--help"} & set(argv):
+        raise BadInput("name a recipe or a YAML file first: dolmen train quickstart (dolmen recipes lists them)")
     try:
         run = base(name or "pretrain")
         init = option_value(argv, "--init") or run.init

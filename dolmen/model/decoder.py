@@ -77,7 +77,8 @@ class Decoder(nn.Module):
     def forward(self, tokens: Tensor, labels: Tensor | None = None, cache=None, noise: dropout.Noise | None = None) -> Tensor:
         """tokens, labels [b, s] int64, the same on every rank of tp; labels are already shifted, IGNORED where there is no loss.
 
-        `noise` is required while training with dropout, and unused otherwise. `cache` (serve/cache.py) holds the keys and values of the tokens before these. Logits are [b, s, rows of this rank].
+        `noise` is required while training with dropout, and unused otherwise. `cache` (serve/cache.py) holds the keys and
+        values of the tokens before these. Logits are [b, s, rows of this rank].
         """
         batch, length = tokens.shape
         start = 0 if cache is None else cache.length

@@ -41,11 +41,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, p: float, noise: No
     q [batch, queries, heads, size], k and v [batch, keys, heads or fewer, size], seen [queries, keys] bool -> like q.
     `first_head`: index of q's first head in the whole model.
     """
-    (batch, queries, heads, size), keys = q.shape, k.shape[1]
+    _, queries, heads, size = q.shape
     k, v = (t.repeat_interleave(heads // t.shape[2], 2).transpose(1, 2) for t in (k, v))
     scores = (q.transpose(1, 2) @ k.transpose(2, 3)) * size**-0.5
     probabilities = scores.masked_fill(~seen, -torch.inf).softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
     head = torch.arange(first_head, first_head + heads, device=q.device)[:, None, None]
-    row, column = torch.arange(queries, device=q.device)[:, None], torch.arange(keys, device=q.device)
+    row, column = torch.arange(queries, device=q.device)[:, None], torch.arange(k.shape[2], device=q.device)
     kept = keep(p, noise.key, site, noise.sequences[:, None, None, None], head, row, column)
     return (torch.where(kept, probabilities / (1 - p), 0) @ v).transpose(1, 2)

@@ -1,14 +1,17 @@
 """Data parallelism and ZeRO (1910.02054) through `fully_shard`, and everything that happens to gradients after backward.
 
-With P the bytes of parameters as a rank computes with them and dp the axis size (measured in tests/parallel/test_zero.py):
+With P the bytes of parameters on this rank of tp, of them B a block's and R the rest's (embedding, final norm, head), all
+in the dtype they rest in (tests/parallel/test_zero.py measures these forms at every operation, fp32 and bfloat16):
 
-    zero   parameters at rest   gradients            optimizer state   compute copies
-    0      whole                all-reduced          whole             until backward's end
-    1      1 / dp               whole until the      1 / dp            until the last backward's end
-                                last microbatch
-    2      1 / dp               1 / dp, reduced      1 / dp            until backward's end
-                                each microbatch
-    3      1 / dp               1 / dp               1 / dp            one block at a time
+    zero   parameters, and   gradients between   compute copies live        parameters and copies
+           each moment       microbatches        until the end of           after forward, fp32
+    0      P                 P                   the last backward          2 P
+    1      P / dp            P                   the last backward          (1 + 1/dp) P
+    2      P / dp            P / dp              each backward              (1 + 1/dp) P
+    3      P / dp            P / dp              their block, R their pass  P / dp, at most P / dp + R + B in it
+
+With dp = 1, stages 1 and 2 hold what 0 does. Gradients come a block at a time, B whole, while copies go: with one
+microbatch the most at once is (1 + 1/dp) P + B + H for 1 and 2, 2 P + B + H for 0 (H: head and final norm, which wait).
 
 The loss is divided by the global count of real tokens before backward, so gradients are summed, never averaged.
 """

@@ -36,12 +36,14 @@ def llama_1b() -> RunConfig:
 
 def llama_8b() -> RunConfig:
     """the shape of Llama 3.1 8B"""
-    return _large("llama-8b", _llama3(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32), lr=3e-4, batch=512)
+    model = _llama3(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32)
+    return _large("llama-8b", model, lr=3e-4, batch=512)
 
 
 def llama_70b() -> RunConfig:
     """the shape of Llama 3.1 70B"""
-    return _large("llama-70b", _llama3(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64), lr=1.5e-4, batch=1024)
+    model = _llama3(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64)
+    return _large("llama-70b", model, lr=1.5e-4, batch=1024)
 
 
 def gpt3_175b() -> RunConfig:

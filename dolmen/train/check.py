@@ -49,7 +49,8 @@ def check_overwrite(run: RunConfig, out: Path, source: str) -> None:
     read = [Path(name.split(":")[-1]).expanduser().resolve() for name in (run.init, run.data.tokenizer, run.data.validation, *run.data.path) if name]
     if Path(source).resolve() != out.resolve() / "config.yaml": read.append(Path(source).resolve())
     for path in read:
-        if path.exists() and path.is_relative_to(out.resolve()): raise ValueError(f"--overwrite would delete {path}, which this run reads: give another --out")
+        if path.exists() and path.is_relative_to(out.resolve()):
+            raise ValueError(f"--overwrite would delete {path}, which this run reads: give another --out")
 
 
 def check_resume(run: RunConfig, out: Path) -> None:

@@ -55,7 +55,7 @@ def plot(file: Path, to: Path, title: str) -> None:
     if not train: return
     tokens = {r["step"]: r["tokens"] for r in train}
     x, y = [r["tokens"] / 1e6 for r in train], [r["loss"] for r in train]
-    from matplotlib.figure import Figure                   # 0.4 s to import, for one rank; pyplot would choose a backend for all
+    from matplotlib.figure import Figure  # 0.4 s to import, for one rank; pyplot would choose a backend for all
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     axis = figure.subplots()
     axis.plot(x, y, color="#b8c4d6", linewidth=0.8, label="training")

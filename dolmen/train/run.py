@@ -4,13 +4,11 @@ CPU and rank 2,071 of a cluster both come through here.
 
 import json
 import math
-import resource
 import shutil
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
 import yaml
 from rich.console import Console
 
@@ -20,16 +18,15 @@ from dolmen.core.config import differences, to_dict
 from dolmen.core.mesh import Mesh
 from dolmen.data import loader as data_loader
 from dolmen.data.loader import Loader
-from dolmen.model import count
 from dolmen.optim import optimizer as optim
 from dolmen.optim.precision import DTYPES, LossScale
-from dolmen.train import build, metrics, report
+from dolmen.train import build, report
 from dolmen.train.check import check_same_model
 from dolmen.train.config import RunConfig
+from dolmen.train.hooks import Hooks
 from dolmen.train.loop import Stop, train
 from dolmen.train.peak import matmul_peak
-from dolmen.train.step import Metrics, TrainState
-from dolmen.train.validate import evaluate
+from dolmen.train.step import TrainState
 
 
 @dataclass(frozen=True)
@@ -47,7 +44,8 @@ class Outcome:
 
 def make_state(run: RunConfig, mesh: Mesh, steps: int) -> TrainState:
     """The model with its initial values and an optimizer at step 0."""
-    model = build.build(run.model, mesh, sequence=run.layout.sequence_parallel, zero=run.layout.zero, compute=DTYPES[run.train.dtype], compile=run.train.compile)
+    model = build.build(run.model, mesh, sequence=run.layout.sequence_parallel, zero=run.layout.zero, compute=DTYPES[run.train.dtype],
+                        compile=run.train.compile)
     if run.init is None: build.initialize(model, run.train.seed)
     else: build.load(model, lambda write: hf.load(hf.resolve(run.init), run.model, write))
     optimizer = optim.adamw(model, run.optimizer)
@@ -80,7 +78,8 @@ def run_training(run: RunConfig, out: Path, mesh: Mesh, console: Console, *, res
                  stop: Stop | None = None) -> Outcome:
     """Train as `run` says, into the folder `out`. Every process of the mesh calls it; `console` is quiet on all but one."""
     began = time.monotonic()
-    loader = data_loader.prepare(run.data, run.init, run.model.vocab_size, run.sequence_length, run.train.global_batch_size, run.train.seed, progress=mesh.first)
+    loader = data_loader.prepare(run.data, run.init, run.model.vocab_size, run.sequence_length, run.train.global_batch_size,
+                                 run.train.seed, progress=mesh.first)
     steps = run.train.steps or max(20, epoch_steps(loader))
     state, stop = make_state(run, mesh, steps), stop or Stop()
     if mesh.first and overwrite: clear(out)
@@ -122,74 +121,6 @@ def write_config(out: Path, run: RunConfig) -> None:
     part = out / "config.yaml.part"
     part.write_text(yaml.safe_dump(to_dict(run), sort_keys=False))
     part.rename(out / "config.yaml")
-
-
-class Hooks:
-    """The periodic work of a run, as a table of (every, hook); numbers are shown and written by the first rank alone."""
-
-    def __init__(self, run: RunConfig, state: TrainState, loader: Loader, mesh: Mesh, out: Path, checkpoints: Checkpoints, peak: float,
-                 console: Console, stop: Stop):
-        self.stop, self.steps = stop, state.steps
-        self.run, self.loader, self.mesh, self.out, self.checkpoints = run, loader, mesh, out, checkpoints
-        self.flops = count.training_flops_per_token(run.model, run.sequence_length)
-        self.peak = peak * mesh.size
-        self.since, self.tokens_since, self.validation, self.skipped = time.monotonic(), 0, None, 0
-        self.writers = [metrics.MetricsFile(out / "metrics.jsonl", state.step), metrics.TensorBoard(out / "tensorboard", state.step)] if mesh.first else []
-        self.line = report.ProgressLine(console, state.step, state.steps)
-
-    def table(self):
-        every = self.run.log.validate_every
-        validating = max(1, self.steps // 10) if every is None else every
-        hooks = [(1, self.count), (self.run.log.every, self.log)]
-        if self.loader.validation_tokens: hooks.append((validating, self.validate))
-        return [*hooks, (self.run.checkpoint.every, self.save), (1, lambda state, m: self.checkpoints.poll())]
-
-    def count(self, state: TrainState, m: Metrics) -> None:
-        self.tokens_since += m.tokens
-        self.skipped += m.skipped
-        if m.skipped: self.line.say(f"step {state.step}: the gradient is not finite ({m.grad_norm}), the step is skipped" + (f"; loss scale now {state.scale.value:g}" if state.scale.dynamic else ""))
-
-    def log(self, state: TrainState, m: Metrics) -> None:
-        now = time.monotonic()
-        rate = self.tokens_since / max(1e-9, now - self.since)
-        self.since, self.tokens_since = now, 0
-        row = {"step": state.step, "loss": m.loss, "grad_norm": m.grad_norm, "lr": m.lr, "tokens": state.tokens, "tokens_per_second": rate,
-               "mfu": rate * self.flops / self.peak, "memory_gib": memory_gib(self.mesh), "time": time.time(),
-               **{f"epoch/{name}": value for name, value in self.loader.epochs(state.step).items()}}
-        if state.scale.dynamic: row |= {"loss_scale": state.scale.value, "skipped_steps": self.skipped}
-        for writer in self.writers: writer.write(row)
-        if self.mesh.first: self.line.show(row)
-
-    def validate(self, state: TrainState, m: Metrics) -> None:
-        if self.stop.agreed_signal: return                                              # the time left is for saving
-        whole = state.step == state.steps or self.run.log.validation_tokens == 0
-        most = None if whole else max(1, self.run.log.validation_tokens // self.run.sequence_length)
-        began = time.monotonic()
-        self.validation = loss, tokens, _ = evaluate(state.model, self.loader.validation_batches(most, self.mesh.dp.rank, self.mesh.dp.size), self.mesh)
-        self.since += time.monotonic() - began                                          # not the training's time
-        for writer in self.writers: writer.write({"step": state.step, "val_loss": loss, "val_tokens": tokens, "time": time.time()})
-        self.line.say(f"step {state.step}: validation loss {loss:.4f} on {tokens:,} tokens")
-
-    def save(self, state: TrainState, m: Metrics) -> None:
-        meta = {"run": to_dict(self.run), "step": state.step, "tokens": state.tokens, "updates": updates(state), "data": self.loader.fingerprint(),
-                "loss_scale": [state.scale.value, state.scale.good_steps], "seed": self.run.train.seed}
-        self.checkpoints.save(state.step, optim.tensors(state.model, state.optimizer), meta)
-
-    def close(self) -> None:
-        self.line.close()
-        for writer in self.writers: writer.close()
-        if self.mesh.first: metrics.plot(self.out / "metrics.jsonl", self.out / "loss.png", f"{self.run.name}: {self.run.model.family}, {count.parameters(self.run.model) / 1e6:.1f} M parameters")
-
-
-def updates(state: TrainState) -> int:
-    """Updates AdamW has made: steps less those skipped."""
-    return int(next(iter(state.optimizer.state.values()))["step"])
-
-
-def memory_gib(mesh: Mesh) -> float:
-    """Peak memory of this process: the GPU allocator's, or the resident set on CPU."""
-    if mesh.device.type == "cuda": return torch.cuda.max_memory_allocated(mesh.device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def summary(outcome: Outcome, out: Path) -> None:

@@ -7,12 +7,15 @@ import sys
 import threading
 
 import pytest
+import tinyrun
 import torch.distributed as dist
 from tinyrun import dolmen as command
 from tinyrun import losses, rows, steps
 
 import dolmen
 from dolmen.train import loop
+
+material, one_thread = tinyrun.material, tinyrun.one_thread
 
 
 def options(material, **more):

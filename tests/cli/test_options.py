@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import tinyrun
 import yaml
 from tinyrun import dolmen
 
@@ -11,6 +12,8 @@ from dolmen.cli import VERBS
 from dolmen.cli.errors import BadInput
 from dolmen.cli.options import parse_train
 from dolmen.recipes import RECIPES
+
+material, one_thread = tinyrun.material, tinyrun.one_thread
 
 # What people type and write in scripts. To add one is free; to rename or remove one breaks somebody.
 TRAIN = """

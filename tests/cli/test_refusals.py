@@ -7,11 +7,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+import tinyrun
 import torch
 from safetensors.torch import load_file, save_file
 from tinyrun import MODEL, Material, dolmen
 
 from dolmen.cli import launch
+
+material, one_thread = tinyrun.material, tinyrun.one_thread
 
 
 @pytest.fixture(autouse=True)

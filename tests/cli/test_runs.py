@@ -5,10 +5,13 @@ import math
 import shutil
 
 import pytest
+import tinyrun
 import yaml
 from tinyrun import dolmen, losses, rows, same, steps, tensors
 
 from dolmen.core.config import to_dict
+
+material, one_thread = tinyrun.material, tinyrun.one_thread
 
 
 @pytest.fixture(scope="module")

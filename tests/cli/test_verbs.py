@@ -4,10 +4,13 @@ import json
 import shutil
 
 import pytest
+import tinyrun
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tinyrun import dolmen, losses, rows, tensors
+
+material, one_thread = tinyrun.material, tinyrun.one_thread
 
 
 @pytest.fixture(scope="module")

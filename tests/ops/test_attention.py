@@ -28,10 +28,8 @@ def definition(q, k, v, window):
     group = q.shape[2] // k.shape[2]
     k, v = (t.repeat_interleave(group, 2) for t in (k, v))
     s = torch.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[3] ** 0.5
-    for i in range(q.shape[1]):
-        at = k.shape[1] - q.shape[1] + i                   # this query's position among the keys
-        for j in range(k.shape[1]):
-            if j > at or (window is not None and j <= at - window): s[:, :, i, j] = -torch.inf
+    back = torch.arange(k.shape[1])[-q.shape[1]:, None] - torch.arange(k.shape[1])      # tokens from a query back to a key
+    s = s.masked_fill((back < 0) | (back >= (window or k.shape[1])), -torch.inf)
     return torch.einsum("bhqk,bkhd->bqhd", s.softmax(-1), v)
 
 

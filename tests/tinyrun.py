@@ -1,5 +1,8 @@
 """What the tests of runs and commands share: a corpus of made-up words, a tokenizer of it, a model of transformers, a run
 file, and `dolmen` called in this process. One thread: on a busy machine two threads make a tiny run ten times slower.
+
+A test module says `material, one_thread = tinyrun.material, tinyrun.one_thread` to have the fixtures: a second conftest.py
+would take the name `conftest`, by which spawned processes know tests/conftest.py.
 """
 
 import contextlib
@@ -70,7 +73,12 @@ def make(folder: Path) -> Material:
 
 
 @pytest.fixture(scope="session")
-def material(tmp_path_factory) -> Material: return make(tmp_path_factory.mktemp("material"))
+def material(tmp_path_factory) -> Material:
+    """Made once, though each module has the fixture for itself."""
+    folder = tmp_path_factory.getbasetemp() / "material"
+    if folder.exists(): return Material(folder)
+    folder.mkdir()
+    return make(folder)
 
 
 @pytest.fixture(scope="module", autouse=True)

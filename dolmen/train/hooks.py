@@ -1,0 +1,95 @@
+"""Periodic work of a run as (every, hook): numbers, validation, checkpoints. Shown and written by the first rank alone."""
+
+import resource
+import time
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from dolmen.checkpoint.store import Checkpoints
+from dolmen.core.config import to_dict
+from dolmen.core.log import size
+from dolmen.core.mesh import Mesh
+from dolmen.data.loader import Loader
+from dolmen.model import count
+from dolmen.optim import optimizer as optim
+from dolmen.train import metrics, report
+from dolmen.train.config import RunConfig
+from dolmen.train.loop import Hook, Stop
+from dolmen.train.step import Metrics, TrainState
+from dolmen.train.validate import evaluate
+
+
+class Hooks:
+    """The periodic work of a run, as a table of (every, hook); numbers are shown and written by the first rank alone."""
+
+    def __init__(self, run: RunConfig, state: TrainState, loader: Loader, mesh: Mesh, out: Path, checkpoints: Checkpoints, peak: float,
+                 console: Console, stop: Stop):
+        self.stop, self.steps = stop, state.steps
+        self.run, self.loader, self.mesh, self.out, self.checkpoints = run, loader, mesh, out, checkpoints
+        self.flops = count.training_flops_per_token(run.model, run.sequence_length)
+        self.peak = peak * mesh.size
+        self.since, self.tokens_since, self.validation, self.skipped = time.monotonic(), 0, None, 0
+        kinds = ((metrics.MetricsFile, "metrics.jsonl"), (metrics.TensorBoard, "tensorboard")) if mesh.first else ()
+        self.writers = [kind(out / name, state.step) for kind, name in kinds]
+        self.line = report.ProgressLine(console, state.step, state.steps)
+
+    def table(self) -> list[tuple[int, Hook]]:
+        """(every so many steps, hook), in order."""
+        every = self.run.log.validate_every
+        validating = max(1, self.steps // 10) if every is None else every
+        hooks = [(1, self.count), (self.run.log.every, self.log)]
+        if self.loader.validation_tokens: hooks.append((validating, self.validate))
+        return [*hooks, (self.run.checkpoint.every, self.save), (1, lambda state, m: self.checkpoints.poll())]
+
+    def count(self, state: TrainState, m: Metrics) -> None:
+        self.tokens_since += m.tokens
+        self.skipped += m.skipped
+        if m.skipped:
+            scale = f"; loss scale now {state.scale.value:g}" if state.scale.dynamic else ""
+            self.line.say(f"step {state.step}: the gradient is not finite ({m.grad_norm}), the step is skipped{scale}")
+
+    def log(self, state: TrainState, m: Metrics) -> None:
+        now = time.monotonic()
+        rate = self.tokens_since / max(1e-9, now - self.since)
+        self.since, self.tokens_since = now, 0
+        row = {"step": state.step, "loss": m.loss, "grad_norm": m.grad_norm, "lr": m.lr, "tokens": state.tokens, "tokens_per_second": rate,
+               "mfu": rate * self.flops / self.peak, "memory_gib": memory_gib(self.mesh), "time": time.time(),
+               **{f"epoch/{name}": value for name, value in self.loader.epochs(state.step).items()}}
+        if state.scale.dynamic: row |= {"loss_scale": state.scale.value, "skipped_steps": self.skipped}
+        for writer in self.writers: writer.write(row)
+        if self.mesh.first: self.line.show(row)
+
+    def validate(self, state: TrainState, m: Metrics) -> None:
+        if self.stop.agreed_signal: return                                              # the time left is for saving
+        whole = state.step == state.steps or self.run.log.validation_tokens == 0
+        most = None if whole else max(1, self.run.log.validation_tokens // self.run.sequence_length)
+        began = time.monotonic()
+        batches = self.loader.validation_batches(most, self.mesh.dp.rank, self.mesh.dp.size)
+        self.validation = loss, tokens, _ = evaluate(state.model, batches, self.mesh)
+        self.since += time.monotonic() - began                                          # not the training's time
+        for writer in self.writers: writer.write({"step": state.step, "val_loss": loss, "val_tokens": tokens, "time": time.time()})
+        self.line.say(f"step {state.step}: validation loss {loss:.4f} on {tokens:,} tokens")
+
+    def save(self, state: TrainState, m: Metrics) -> None:
+        meta = {"run": to_dict(self.run), "step": state.step, "tokens": state.tokens, "updates": updates(state),
+                "data": self.loader.fingerprint(), "loss_scale": [state.scale.value, state.scale.good_steps], "seed": self.run.train.seed}
+        self.checkpoints.save(state.step, optim.tensors(state.model, state.optimizer), meta)
+
+    def close(self) -> None:
+        self.line.close()
+        for writer in self.writers: writer.close()
+        title = f"{self.run.name}: {self.run.model.family}, {size(count.parameters(self.run.model))} parameters"
+        if self.mesh.first: metrics.plot(self.out / "metrics.jsonl", self.out / "loss.png", title)
+
+
+def updates(state: TrainState) -> int:
+    """Updates AdamW has made: steps less those skipped."""
+    return int(next(iter(state.optimizer.state.values()))["step"])
+
+
+def memory_gib(mesh: Mesh) -> float:
+    """Peak memory of this process: the GPU allocator's, or the resident set on CPU."""
+    if mesh.device.type == "cuda": return torch.cuda.max_memory_allocated(mesh.device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

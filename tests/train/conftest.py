@@ -1,3 +1,0 @@
-"""One small run for all tests of training."""
-
-from tinyrun import material, one_thread  # noqa: F401
