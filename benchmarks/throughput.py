@@ -171,11 +171,19 @@ def fsdp_side(shape, mesh, compile, attention="sdpa"):
         with loss_parallel():
             loss = loss_of(model(tokens, use_cache=False).logits, labels)
             loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip)
+        _clip_two_meshes(list(model.parameters()))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return loss.detach().full_tensor() if hasattr(loss, "full_tensor") else loss.detach()
+        return loss.detach().full_tensor()
     return step
+
+
+def _clip_two_meshes(parameters):
+    """PyTorch's clipping where linears lie on (dp, tp) and norms on dp alone, which it refuses to mix."""
+    parts = [[p for p in parameters if p.device_mesh.ndim == n] for n in (1, 2)]
+    norms = [torch.nn.utils.get_total_norm([p.grad for p in part]).full_tensor() for part in parts]
+    total = torch.stack(norms).norm()
+    for part in parts: torch._foreach_mul_([p.grad.to_local() for p in part], (OPTIMIZER.clip / (total + 1e-6)).clamp(max=1.0))
 
 
 def _parallelize(model, grid):

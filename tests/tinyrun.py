@@ -47,7 +47,8 @@ class Material:
 
     def options(self) -> dict:
         """The content of `file`."""
-        return {"name": "tiny", "model": MODEL, "data": {"path": [str(self.docs)], "tokenizer": str(self.tokenizer), "cache": str(self.folder / "cache")},
+        data = {"path": [str(self.docs)], "tokenizer": str(self.tokenizer), "cache": str(self.folder / "cache")}
+        return {"name": "tiny", "model": MODEL, "data": data,
                 "optimizer": {"lr": 1e-2, "warmup_steps": 2}, "train": {"steps": 6, "sequence_length": 16, "global_batch_size": 4},
                 "log": {"validate_every": 3}}
 

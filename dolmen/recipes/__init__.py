@@ -22,7 +22,7 @@ def quickstart() -> RunConfig:
         name="quickstart", model=model, layout=Layout(tp=1 if torch.cuda.device_count() == 1 else 2),
         data=DataConfig(path=("python-standard-library",), tokenizer="bpe:4096"),
         optimizer=OptimizerConfig(lr=3e-3, warmup_steps=40, weight_decay=0.1),
-        train=TrainConfig(steps=600, dtype="bfloat16" if _fast_bfloat16() else "float32", sequence_length=256, global_batch_size=16),
+        train=TrainConfig(steps=400, dtype="bfloat16" if _fast_bfloat16() else "float32", sequence_length=256, global_batch_size=16),
         checkpoint=CheckpointConfig(every=200), log=LogConfig(validate_every=100, validation_tokens=32768),
         finish=FinishConfig(export=True, verify=True, sample="def read(self, size=-1):\n", compressors=True))
 

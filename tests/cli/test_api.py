@@ -36,14 +36,16 @@ def test_three_lines(material, tmp_path, capsys):
     text = model.generate("abc def", max_new_tokens=8)
     assert folder == tmp_path / "out" and text.startswith("abc def") and len(text) > len("abc def")
     assert model.logits("abc").shape == (len(model.tokenizer("abc")["input_ids"]), 300)
-    assert command("generate", folder / "hf", "--prompt", "abc def", "--max-new-tokens", 8).out.rstrip("\n") == text.rstrip("\N{REPLACEMENT CHARACTER}")
+    told = command("generate", folder / "hf", "--prompt", "abc def", "--max-new-tokens", 8).out
+    assert told.rstrip("\n") == text.rstrip("\N{REPLACEMENT CHARACTER}")
     assert not dist.is_initialized()
 
 
 def test_options_are_those_of_the_command(material, tmp_path):
     """Flags on and off, lists, nothing, and a value that begins with a dash."""
     made = dolmen.train(material.file, out=tmp_path / "out", model={"qk_norm": True, "family": "qwen3"}, finish={"export": False},
-                        layout={"sequence_parallel": False}, data={"path": [material.docs]}, train={"steps": 1, "microbatch_size": None}, resume=False)
+                        layout={"sequence_parallel": False}, data={"path": [material.docs]}, train={"steps": 1, "microbatch_size": None},
+                        resume=False)
     assert len(rows(made)) == 1 and "qk_norm: true" in (made / "config.yaml").read_text()
     assert dolmen.api._words("", {"finish": {"sample": "--x"}, "resume": True, "overwrite": False, "data": {"path": ("a", "b")}}) \
         == ["--finish.sample=--x", "--resume", "--data.path", "a", "b"]

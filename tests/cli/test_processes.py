@@ -14,10 +14,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import tinyrun
 from tinyrun import dolmen, losses, rows, steps
 
 from dolmen.cli import launch, main
 from dolmen.cli.errors import BadInput
+from dolmen.core.mesh import Launch
+
+material, one_thread = tinyrun.material, tinyrun.one_thread
 
 PATIENCE = 90                                              # seconds until a test gives up waiting, on a busy machine
 # With eps 1e-8 Adam turns the rounding of a gradient element of 1e-9 into a step of lr, so no two layouts agree for long:
@@ -49,7 +53,8 @@ def ranks(of: int) -> dict[int, int]:
     """Rank -> pid of the workers of launcher `of`."""
     found = {}
     for pid in children(of):
-        words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        try: words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except (FileNotFoundError, ProcessLookupError): continue               # it has ended since
         found |= {int(w[5:]): pid for w in words if w.startswith(b"RANK=")}
     return found
 
@@ -165,8 +170,6 @@ def test_generate_over_two_ranks(material, capfd):
 
 WORKER = """
 import os, signal, sys, time
-
-material, one_thread = tinyrun.material, tinyrun.one_thread
 RANK = os.environ.get("RANK")
 """
 
@@ -183,9 +186,8 @@ def run(tmp_path, monkeypatch, capfd):
 
 
 def test_all_well(run):
-    code, said, complained = run("open(os.environ['TORCHELASTIC_ERROR_FILE'] + 'env', 'w')")
-    assert code == 0 and said.count("dolmen 0") == 2 and complained == ""
-    assert children(os.getpid()) == [] or not ranks(os.getpid())
+    code, said, complained = run("")
+    assert code == 0 and said.count("dolmen 0") == 2 and complained == "" and not ranks(os.getpid())
 
 
 def test_threads_are_divided(run, monkeypatch):
@@ -239,7 +241,8 @@ def test_nothing_is_left_in_the_temporary_folder(run, tmp_path, monkeypatch):
 def test_a_launcher_killed_while_workers_start_leaves_none(tmp_path, monkeypatch, moment):
     """Before a worker has asked the kernel to die with its launcher, and after: there is no moment between."""
     code = "time.sleep(1)" if moment == "before" else "import dolmen.cli.launch as l; l.die_with_launcher(); time.sleep(60)"
-    (tmp_path / "sitecustomize.py").write_text(f"{WORKER}\nif RANK:\n    open({str(tmp_path)!r} + '/started' + RANK, 'w').write(str(os.getpid()))\n    {code}")
+    started = f"open({str(tmp_path)!r} + '/started' + RANK, 'w').write(str(os.getpid()))"
+    (tmp_path / "sitecustomize.py").write_text(f"{WORKER}\nif RANK:\n    {started}\n    {code}")
     (tmp_path / "tiny.yaml").write_text("")
     launcher = subprocess.Popen([sys.executable, "-c", LIGHT, "train", str(tmp_path / "none.yaml")], env={**os.environ, "PYTHONPATH": str(tmp_path)})
     assert wait(lambda: all((tmp_path / f"started{r}").exists() and (tmp_path / f"started{r}").read_text() for r in range(2)))
@@ -261,12 +264,30 @@ def test_broken_pipe_is_no_traceback(monkeypatch, capfd):
 
 # ---- the launcher's parts, in this process
 
+SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_STEP_NODELIST": "gpu[07-08],x1", "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+         "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "3"}
+
+
+@pytest.mark.parametrize("env, want", [
+    ({}, None), ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, None),            # a batch script, whose tasks srun has yet to start
+    ({k: v for k, v in SLURM.items() if k != "SLURM_STEP_NODELIST"}, None), (SLURM | {"SLURM_NTASKS": "1"}, None),
+    ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, Launch(3, 4, 1, 2)),
+    ({"RANK": "3", "WORLD_SIZE": "4"}, Launch(3, 4, 3, 4)),
+    (SLURM, Launch(5, 8, 1, 4, "tcp://gpu07:22390")), (SLURM | {"MASTER_ADDR": "x"}, Launch(5, 8, 1, 4)),
+    (SLURM | {"SLURM_STEP_NODELIST": "a-1,b-2", "SLURM_STEP_TASKS_PER_NODE": "3,5"}, Launch(5, 8, 1, 3, "tcp://a-1:22390")),
+    (SLURM | {"RANK": "0", "WORLD_SIZE": "1"}, Launch(0, 1, 0, 1))], ids=range(10))
+def test_who_started_this_process(env, want): assert Launch.read(env) == want
+
+
+
 def failure(rank: int, code: int, text: str | None = None, when: int = 0):
-    return SimpleNamespace(local_rank=rank, pid=100 + rank, exitcode=code, timestamp=when, error_file_data={"message": {"message": text}} if text else {"message": ""})
+    told = {"message": {"message": text} if text else ""}
+    return SimpleNamespace(local_rank=rank, pid=100 + rank, exitcode=code, timestamp=when, error_file_data=told)
 
 
 @pytest.mark.parametrize("failures, said", [
-    ([failure(0, 1, "Traceback\nsecond\n", 2), failure(1, 1, "Traceback\nfirst\n", 1)], "Traceback\nfirst\ndolmen: rank 1 failed (exit code 1); all ranks were stopped"),
+    ([failure(0, 1, "Traceback\nsecond\n", 2), failure(1, 1, "Traceback\nfirst\n", 1)],
+     "Traceback\nfirst\ndolmen: rank 1 failed (exit code 1); all ranks were stopped"),
     ([failure(0, 1, "consequence", 1), failure(1, -9)], "dolmen: rank 1 (pid 101) was ended by SIGKILL (out of memory?); all ranks were stopped"),
     ([failure(0, -15), failure(1, -11)], "dolmen: rank 1 (pid 101) was ended by SIGSEGV; all ranks were stopped"),
     ([failure(0, -15), failure(1, 1, "Traceback\nmine")], "Traceback\nmine\ndolmen: rank 1 failed (exit code 1); all ranks were stopped"),

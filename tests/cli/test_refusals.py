@@ -43,7 +43,7 @@ OPTIONS = {
     "microbatch": ("--train.microbatch-size 3", "4 sequences a rank is not divisible by train.microbatch-size (3): set --train.microbatch-size 2"),
     "microbatch-dp": ("--layout.dp 2 --train.microbatch-size 4", "(4) / dp (2) = 2 sequences a rank is not divisible by train.microbatch-size (4)"),
     "sequence-parallel": ("--layout.tp 2 --layout.sequence-parallel --train.sequence-length 15 --train.microbatch-size 1",
-                          "the 1 x 15 tokens of a microbatch over tp (2), which does not divide them: set --train.sequence-length to a multiple of 2"),
+                          "the 1 x 15 tokens of a microbatch over tp (2), which does not divide them: set --train.sequence-length to a multiple"),
     "nproc": ("--layout.tp 2 --nproc 3", "layout.tp (2) x layout.dp (1) = 2 processes, but there are 3: set --layout.tp and --layout.dp"),
     "nproc-dp": ("--layout.dp 4 --nproc 2", "layout.tp (1) x layout.dp (4) = 4 processes, but there are 2"),
     "nproc-0": ("--nproc 0", "--nproc is 0: it must be at least 1"),
@@ -64,7 +64,8 @@ OPTIONS = {
     "no-end": ("--data.tokenizer {scratch}/no-end", "names no end-of-text token, so the end of a document cannot be marked: use --data.end-of-text"),
     "end": ("--data.end-of-text <none>", "--data.end-of-text '<none>' is not one of the tokenizer's 300 tokens"),
     # the run
-    "long": ("--train.sequence-length 65", "train.sequence-length (65) is over the model's max_position_embeddings (64): set --train.sequence-length 64"),
+    "long": ("--train.sequence-length 65",
+             "train.sequence-length (65) is over the model's max_position_embeddings (64): set --train.sequence-length 64"),
     "steps": ("--train.steps 0", "train.steps is 0: it must be at least 1"),
     "validate-every": ("--log.validate-every -1", "log.validate-every is -1: it must not be negative"),
     "log-every": ("--log.every 0", "log.every is 0: it must be at least 1"),

@@ -47,7 +47,8 @@ def test_what_a_run_leaves(whole):
     assert summary["steps"] == 6 and summary["val_loss"] == rows(out, "val_loss")[-1]["val_loss"] and summary["signal"] == 0
     # the header says what is about to happen, a line a step what does, the end what has; no escape code without a terminal
     for words in ("llama, 34.7 k parameters", "random weights, seed 0", "tp 1 x dp 1, ZeRO 1: 1 process", "4 sequences of 16 = 64 tokens",
-                  "0.4 MiB of weights and optimizer state", "step 1/6  loss 5.7", "step 6/6", "step 3: validation loss", "bits per byte", "6 steps in"):
+                  "0.4 MiB of weights and optimizer state", "step 1/6  loss 5.7", "step 6/6", "step 3: validation loss", "bits per byte",
+                  "6 steps in"):
         assert words in said, words
     assert "\x1b" not in said and said.count("\nstep 4/6") == 1
 
@@ -150,8 +151,8 @@ def test_keep_and_the_last_step(material, tmp_path):
 
 def test_steps_unset_is_one_epoch_and_at_least_twenty(material, tmp_path):
     """One of the 30 documents is held out; of 20 steps here, 13 would do."""
-    result = dolmen("train", material.file, "--out", tmp_path / "out", "--train.steps", "None", "--train.sequence-length", 64, "--train.global-batch-size", 16,
-                    "--log.every", 100)
+    result = dolmen("train", material.file, "--out", tmp_path / "out", "--train.steps", "None", "--train.sequence-length", 64,
+                    "--train.global-batch-size", 16, "--log.every", 100)
     last = rows(tmp_path / "out")[-1]
     assert result.code == 0 and last["step"] == 20
     (epochs,) = (value for name, value in last.items() if name.startswith("epoch/"))

@@ -17,8 +17,8 @@ material, one_thread = tinyrun.material, tinyrun.one_thread
 def run(material, tmp_path_factory):
     """Three steps from the model of transformers, in bfloat16 on disk."""
     out = tmp_path_factory.mktemp("runs") / "run"
-    result = dolmen("train", "pretrain", "--init", material.model, "--data.path", material.docs, "--data.cache", material.folder / "cache", "--out", out,
-                    "--train.steps", 3, "--train.global-batch-size", 2, "--optimizer.lr", 1e-2, "--log.validate-every", 0)
+    result = dolmen("train", "pretrain", "--init", material.model, "--data.path", material.docs, "--data.cache", material.folder / "cache",
+                    "--out", out, "--train.steps", 3, "--train.global-batch-size", 2, "--optimizer.lr", 1e-2, "--log.validate-every", 0)
     assert result.code == 0, result.err
     return out
 
@@ -49,7 +49,8 @@ def test_export_is_what_was_trained(run, exported):
     written, saved = load_file(exported / "model.safetensors"), tensors(run, 3)
     assert {t.dtype for t in written.values()} == {torch.bfloat16} and {t.dtype for t in saved.values()} == {torch.float32}
     assert torch.equal(written["model.layers.1.self_attn.q_proj.weight"], saved["model/layers.1.attn.q.weight"].bfloat16())
-    assert transformers.AutoTokenizer.from_pretrained(exported).decode([5, 6]) and json.loads((exported / "config.json").read_text())["dtype"] == "bfloat16"
+    assert transformers.AutoTokenizer.from_pretrained(exported).decode([5, 6])
+    assert json.loads((exported / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_export_has_the_logits_of_the_run(run, tmp_path):
@@ -63,8 +64,8 @@ def test_export_has_the_logits_of_the_run(run, tmp_path):
 
 
 def test_export_of_a_run_from_nothing_is_float32(material, tmp_path):
-    result = dolmen("train", material.file, "--out", tmp_path / "out", "--train.steps", 1, "--train.dtype", "bfloat16", "--finish.export", "--finish.verify",
-                    "--finish.sample", "ab", "--finish.compressors")
+    result = dolmen("train", material.file, "--out", tmp_path / "out", "--train.steps", 1, "--train.dtype", "bfloat16",
+                    "--finish.export", "--finish.verify", "--finish.sample", "ab", "--finish.compressors")
     assert result.code == 0 and "gives the same logits" in result.out and "a sample" in result.out and "gzip -9" in result.out, result.out
     assert {t.dtype for t in load_file(tmp_path / "out" / "hf" / "model.safetensors").values()} == {torch.float32}
     again = dolmen("train", material.file, "--out", tmp_path / "out", "--resume", "--finish.export", "--train.steps", 2)
@@ -80,7 +81,7 @@ def test_export_refuses_a_full_folder(run, exported):
 def test_verify(exported, material, tmp_path):
     result = dolmen("verify", exported, "--length", 16)
     assert result.code == 0 and "DIFFERS" not in result.out
-    assert all(f"│ {row} " in result.out or f"| {row} " in result.out or row in result.out for row in ("logits", "loss", "gradient norm", "greedy tokens"))
+    assert all(f" {row} " in result.out for row in ("logits", "loss", "gradient norm", "greedy tokens"))
     other = dolmen("verify", exported, "--against", material.model, "--length", 16)
     assert other.code == 1 and "DIFFERS" in other.out
     shutil.copytree(exported, tmp_path / "changed")                            # one weight of one element more
@@ -98,5 +99,6 @@ def test_generate(exported):
     theirs = tokenizer.decode(model.generate(prompt, max_new_tokens=12, do_sample=False, pad_token_id=0)[0], skip_special_tokens=True)
     first = dolmen("generate", exported, "--prompt", "abc def", "--max-new-tokens", 12)
     assert first.code == 0 and first.out == theirs.rstrip("\N{REPLACEMENT CHARACTER}") + "\n" and len(first.out) > len("abc def\n")
-    drawn = [dolmen("generate", exported, "--prompt", "abc def", "--max-new-tokens", 12, "--temperature", 1, "--seed", seed).out for seed in (1, 1, 2)]
+    words = ("generate", exported, "--prompt", "abc def", "--max-new-tokens", 12, "--temperature", 1, "--seed")
+    drawn = [dolmen(*words, seed).out for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2] and drawn[0] != first.out

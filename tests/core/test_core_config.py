@@ -66,11 +66,15 @@ def test_what_people_write():
     ({"cuont": 1}, "unknown option cuont: did you mean count?"), ({"inner": {"c": 1, "z": 2}}, "unknown option inner.c; known: a, b"),
     ({"zzzzz": 1}, "unknown option zzzzz; known: count, rate"), ([1], "the configuration must be a mapping of options, not [1]"),
     ({"inner": 3}, "inner must be a mapping of options, not 3"), ({"inner": None}, "inner must be a mapping"),
-    ({"count": "3"}, "count is '3': it must be int"), ({"count": 3.0}, "count is 3.0: it must be int"), ({"count": True}, "count is True: it must be int"),
-    ({"count": None}, "count is None: it must be int"), ({"rate": True}, "rate is True: it must be float"), ({"rate": "x"}, "rate is 'x': it must be a number"),
+    ({"count": "3"}, "count is '3': it must be int"), ({"count": 3.0}, "count is 3.0: it must be int"),
+    ({"count": True}, "count is True: it must be int"),
+    ({"count": None}, "count is None: it must be int"), ({"rate": True}, "rate is True: it must be float"),
+    ({"rate": "x"}, "rate is 'x': it must be a number"),
     ({"on": 1}, "on is 1: it must be bool"), ({"on": "yes"}, "on is 'yes': it must be bool"), ({"name": 5}, "name is 5: it must be str"),
-    ({"kind": "z"}, "kind is 'z': use one of x, y, 1"), ({"kind": True}, "kind is True: use one of x, y, 1"), ({"marked": "m"}, "marked is 'm': it must be int"),
-    ({"sizes": ["a"]}, "sizes is 'a': it must be int"), ({"sizes": "a"}, "sizes is 'a': it must be int"), ({"maybe": {"a": "q"}}, "maybe.a is 'q': it must be int"),
+    ({"kind": "z"}, "kind is 'z': use one of x, y, 1"), ({"kind": True}, "kind is True: use one of x, y, 1"),
+    ({"marked": "m"}, "marked is 'm': it must be int"),
+    ({"sizes": ["a"]}, "sizes is 'a': it must be int"), ({"sizes": "a"}, "sizes is 'a': it must be int"),
+    ({"maybe": {"a": "q"}}, "maybe.a is 'q': it must be int"),
     ({"extra": 3}, "extra is 3: it must be dict"), ({"count": -1}, "count is -1")], ids=str)
 def test_refused_by_name(values, said):
     with pytest.raises(ValueError) as refusal: from_dict(Outer, values)

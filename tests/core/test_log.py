@@ -5,8 +5,8 @@ import pytest
 from dolmen.core.log import console, duration, gib, size
 
 
-@pytest.mark.parametrize("count, unit, text", [(12_345_678, "", "12.3 M"), (8.03e9, "", "8.03 B"), (8.03e9, "B", "8.03 GB"), (950, "", "950"), (1000, "", "1 k"),
-                                               (1.5e12, "FLOP", "1.5 TFLOP"), (0, "", "0"), (3, "B", "3 B"), (-2000, "", "-2 k")])
+@pytest.mark.parametrize("count, unit, text", [(12_345_678, "", "12.3 M"), (8.03e9, "", "8.03 B"), (8.03e9, "B", "8.03 GB"), (950, "", "950"),
+                                               (1000, "", "1 k"), (1.5e12, "FLOP", "1.5 TFLOP"), (0, "", "0"), (3, "B", "3 B"), (-2000, "", "-2 k")])
 def test_size(count, unit, text): assert size(count, unit) == text
 
 

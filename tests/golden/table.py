@@ -35,8 +35,7 @@ FAMILIES = {
                         norm="layernorm", mlp="plain", activation="gelu_tanh", attention_bias=True, output_bias=True,
                         mlp_bias=True, tie_word_embeddings=True),
 }
-DROPOUT = replace(FAMILIES["gpt2"], dropout=0.2)           # which elements fall out depends on (seed, step, place) alone
-FAMILIES["gpt2-dropout"] = replace(FAMILIES["gpt2"], dropout=0.1)      # masks follow the logical element, not the rank
+DROPOUT = replace(FAMILIES["gpt2"], dropout=0.2)           # masks follow the logical element, not the rank: seed, step, place
 # Rounding differs by layout, and Adam's g / (|g| + eps) can turn any rounding into a full step of lr: with eps 1e-8 a
 # gradient element of 1e-9 changes its sign with the layout, a weight moves by 2e-2, and raw gradients of the next step differ
 # by up to 4e-4 though the text is right. That is the optimizer, not the layout: in fp64 the same runs agree to 1e-13 with

@@ -15,6 +15,7 @@ from dolmen.optim.optimizer import OptimizerConfig
 
 TOLERANCE = {"gradient": 1e-5, "norms": 1e-5, "losses": 1e-6}
 EXACT = Layout(dp=2, tp=2, sequence=True, zero=3, accumulation=4)
+DROPPING = (EXACT, Layout(tp=4), Layout(tp=4, sequence=True), Layout(dp=4, accumulation=2))
 
 
 def in_world(world: int) -> dict:
@@ -23,7 +24,7 @@ def in_world(world: int) -> dict:
     if world == 4:
         out["controls"] = compare_damaged()
         out["double"] = compare(FAMILIES["gpt2"], EXACT, dtype=torch.float64, optimizer=OptimizerConfig(lr=1e-2, schedule="constant", clip=0.25))
-        out["dropout"] = {str(layout): compare(DROPOUT, layout, steps=3) for layout in (EXACT, Layout(tp=4))}
+        out["dropout"] = {str(layout): compare(DROPOUT, layout, steps=3) for layout in DROPPING}
     return out
 
 

@@ -11,8 +11,9 @@ from dolmen.parallel.data import gradient_norm, scale_gradients
 from dolmen.train.build import build, initialize
 
 # biases, q and k norms, layer norms, learned positions: every kind of parameter there is
-CONFIG = ModelConfig(vocab_size=71, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
-                     max_position_embeddings=12, position="learned", norm="layernorm", qk_norm=True, attention_bias=True, output_bias=True, mlp_bias=True)
+CONFIG = ModelConfig(vocab_size=71, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+                     num_key_value_heads=1, head_dim=8, max_position_embeddings=12, position="learned", norm="layernorm", qk_norm=True,
+                     attention_bias=True, output_bias=True, mlp_bias=True)
 
 
 def model() -> nn.Module:

@@ -16,8 +16,9 @@ material, one_thread = tinyrun.material, tinyrun.one_thread
 
 # parameters, and a layout of the size it is trained at
 SIZES = {"llama-1b": (1.24e9, Layout(dp=8)), "llama-8b": (8.03e9, Layout(tp=8, dp=16, sequence_parallel=True)),
-         "llama-70b": (70.6e9, Layout(tp=8, dp=64, zero=3, sequence_parallel=True)), "gpt3-175b": (175e9, Layout(tp=8, dp=192, zero=3, sequence_parallel=True)),
-         "quickstart": (5.8e6, Layout(tp=2))}
+         "llama-70b": (70.6e9, Layout(tp=8, dp=64, zero=3, sequence_parallel=True)),
+         "gpt3-175b": (175e9, Layout(tp=8, dp=192, zero=3, sequence_parallel=True)),
+         "quickstart": (5.48e6, Layout(tp=2))}
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -45,7 +46,8 @@ def test_defaults(material):
     assert replace(long, train=TrainConfig(microbatch_size=3)).microbatch_size == 3
 
 
-@pytest.mark.parametrize("layout, processes, dp", [(Layout(), None, 1), (Layout(tp=2), None, 1), (Layout(), 4, 4), (Layout(tp=2), 4, 2), (Layout(dp=2), None, 2)])
+@pytest.mark.parametrize("layout, processes, dp", [(Layout(), None, 1), (Layout(tp=2), None, 1), (Layout(), 4, 4), (Layout(tp=2), 4, 2),
+                                                   (Layout(dp=2), None, 2)])
 def test_dp_is_what_the_processes_leave(layout, processes, dp): assert layout.resolve(processes) == replace(layout, dp=dp)
 
 

@@ -4,9 +4,7 @@ from itertools import count
 from types import SimpleNamespace
 
 import pytest
-import torch
 
-from dolmen.core import mesh as meshes
 from dolmen.core.mesh import SINGLE
 from dolmen.train import loop
 from dolmen.train.loop import Stop, train
@@ -57,23 +55,3 @@ def test_a_request_ends_after_the_step_it_came_in_with_all_hooks(made):
 
     assert go(0, 100, [(1, ask), (50, lambda state, m: called.append(state.step))], stop) == 15
     assert called == [4] and len(made) == 4 and stop.agreed_signal == 15
-
-
-def agree():
-    """Rank 1 alone was asked; later rank 0 too, for something else. What each rank then knows."""
-    import torch.distributed as dist
-    out = []
-    for dp, tp in ((2, 1), (1, 2)):
-        mesh, stop = meshes.grid(dp, tp, torch.device("cpu")), Stop()
-        answers = [stop.agree(mesh)]
-        if mesh.rank == 1: stop.signal = 2
-        answers.append(stop.agree(mesh))
-        if mesh.rank == 0: stop.signal = 15
-        answers.append(stop.agree(mesh))
-        everyone = [None, None]
-        dist.all_gather_object(everyone, answers)
-        out += everyone
-    return out
-
-
-def test_ranks_agree(spawn): assert spawn(2)(agree) == [[0, 2, 15]] * 4

@@ -14,6 +14,7 @@ from dolmen.core import mesh as meshes
 from dolmen.core.mesh import SINGLE
 from dolmen.model.layout import Layout
 from dolmen.train import run as train_run
+from dolmen.train.loop import Stop
 from dolmen.train.run import run_training
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
@@ -23,12 +24,12 @@ SLOW = {"lr": 1e-2, "eps": 1e-3, "warmup_steps": 2}
 LAYOUTS = (Layout(dp=2, zero=0), Layout(dp=2, zero=3), Layout(dp=2, zero=2), Layout(tp=2, dp=1, zero=1, sequence_parallel=True))
 
 
-def train(material: Material, out: Path, layout: Layout | None = None, resumed: bool = False, **sections):
+def train(material: Material, out: Path, layout: Layout | None = None, resumed: bool = False, stop: Stop | None = None, **sections):
     """run_training at `layout` of the joined world, or in this process without a group."""
     layout = layout or Layout(dp=1)
     mesh = meshes.grid(layout.dp, layout.tp, torch.device("cpu")) if dist.is_initialized() else SINGLE
     run = material.config(layout=vars(layout), **sections)
-    return run_training(run, out, mesh, Console(quiet=True), resumed=resumed)
+    return run_training(run, out, mesh, Console(quiet=True), resumed=resumed, stop=stop)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,7 @@ def half(material, tmp_path_factory):
 
 
 def two_ranks(folder: Path, material: Material):
-    """Resume the half run at every layout of two ranks; and stop at three steps with what one process then resumes."""
+    """Resume the half run at every layout of two ranks; train in bf16 with and without validations; ask one rank to stop."""
     for i, layout in enumerate(LAYOUTS):
         out = folder / f"resumed{i}"
         if dist.get_rank() == 0: shutil.copytree(folder / "half", out)
@@ -50,7 +51,13 @@ def two_ranks(folder: Path, material: Material):
         train(material, out, layout, resumed=True, optimizer=SLOW, checkpoint={"every": 3})
     for zero in (0, 1, 3):
         for every in (1, 0):
-            train(material, folder / f"bf16-{zero}-{every}", Layout(dp=2, zero=zero), train={"dtype": "bfloat16", "steps": 2}, log={"validate_every": every})
+            out, short = folder / f"bf16-{zero}-{every}", {"dtype": "bfloat16", "steps": 2}
+            train(material, out, Layout(dp=2, zero=zero), train=short, log={"validate_every": every})
+    for layout, rank in ((Layout(dp=2), 1), (Layout(tp=2, dp=1), 1), (Layout(dp=2), 0)):
+        outcome = train(material, folder / f"stopped-{layout.dp}-{rank}", layout, stop=Stop(15 if dist.get_rank() == rank else 0))
+        ended = [None, None]
+        dist.all_gather_object(ended, (outcome.signal, outcome.steps))
+        assert ended == [(15, 1)] * 2, ended
 
 
 @pytest.fixture
@@ -82,6 +89,12 @@ def test_saved_at_another_layout(spawned, material, i, tmp_path):
     for (_, loss, _), (_, want, _) in zip(losses(out)[6:], losses(tmp_path / "whole")[6:], strict=True): assert abs(loss / want - 1) < 1e-6
 
 
+@pytest.mark.parametrize("name", ("2-1", "1-1", "2-0"))
+def test_ranks_stop_together(spawned, name):
+    """One of two was asked: both end after the same step, and it is saved whole."""
+    assert steps(spawned / f"stopped-{name}") == [1] and len(losses(spawned / f"stopped-{name}")) == 1
+
+
 @pytest.mark.parametrize("zero", (0, 1, 3))
 def test_a_validation_leaves_the_masters(spawned, zero):
     """ZeRO keeps what it gathers in bf16 for the next backward, which a validation does not have: a checkpoint after it once
@@ -110,7 +123,8 @@ def no_peak(monkeypatch):
 def test_half_precision_learns(material, tmp_path, no_peak, dtype):
     """Eight steps: the loss falls as in fp32. fp16 tells its scale."""
     for name in ("float32", dtype):
-        assert dolmen("train", material.file, "--out", tmp_path / name, "--train.steps", 8, "--train.dtype", name, "--log.validate-every", 0).code == 0
+        words = ("--train.steps", 8, "--train.dtype", name, "--log.validate-every", 0)
+        assert dolmen("train", material.file, "--out", tmp_path / name, *words).code == 0
     want, got = (rows(tmp_path / name)[-1]["loss"] for name in ("float32", dtype))
     assert got < rows(tmp_path / dtype)[0]["loss"] - 0.7 and abs(got / want - 1) < 0.02
     scales = [row.get("loss_scale") for row in rows(tmp_path / dtype)]

@@ -3,9 +3,9 @@
 import math
 
 import pytest
+import tinyrun
 import torch
 import torch.distributed as dist
-import tinyrun
 
 from dolmen.core import mesh as meshes
 from dolmen.core import state as states
@@ -20,8 +20,8 @@ from dolmen.train.step import TrainState, optimizer_step
 
 one_thread = tinyrun.one_thread
 
-CONFIG = ModelConfig(vocab_size=71, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-                     initializer_range=0.1)
+CONFIG = ModelConfig(vocab_size=71, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+                     num_key_value_heads=2, head_dim=8, initializer_range=0.1)
 ROWS, LENGTH = 4, 8
 
 
@@ -141,7 +141,8 @@ def test_half_precision_over_fp32_masters(alone, dtype, rounding):
     after = values(half)
     assert {t.dtype for t in after.values()} == {torch.float32}
     weight = "layers.0.mlp.up.weight"
-    assert not torch.equal(before[weight], after[weight]) and torch.equal(before[weight].to(DTYPES[dtype]), after[weight].to(DTYPES[dtype])) or dtype == "float16"
+    lost = before[weight].to(DTYPES[dtype]) == after[weight].to(DTYPES[dtype])
+    assert (before[weight] != after[weight]).float().mean() > 0.95 and lost.float().mean() > 0.8
     assert (after[weight] - before[weight]).abs().max() == pytest.approx(1e-6, rel=0.1)       # Adam's first step is lr
 
 
