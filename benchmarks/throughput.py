@@ -75,7 +75,6 @@ def dolmen_side(shape, mesh, compile, sequence=False):
     """This project: the training loop's own step."""
     model = build.build(shape.config, mesh, zero=1, compute=torch.bfloat16, compile=compile, sequence=sequence)
     build.initialize(model, seed=0)
-    if compile: model.compile_parts()
     state = TrainState(model, adamw(model, OPTIMIZER), OPTIMIZER, steps=1000, zero=1)
     batch = Batch(*(t.cpu() for t in _batch(shape, mesh.device)))
     return lambda: optimizer_step(state, batch, mesh, shape.batch).loss

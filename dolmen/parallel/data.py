@@ -43,7 +43,7 @@ def shard(model: nn.Module, blocks: Iterable[nn.Module], mesh: Mesh, zero: int, 
     for module in (*blocks, model):
         if zero == 0: replicate(module, mesh=mesh.grid["dp"], mp_policy=policy)
         else: fully_shard(module, mesh=mesh.grid["dp"], reshard_after_forward=zero == 3, mp_policy=policy)
-    for unit in units(model):                              # neither call is recursive
+    for unit in units(model) if mesh.dp.size > 1 else ():  # neither call is recursive; dp 1 would be a pass that divides by 1
         unit.set_gradient_divide_factor(1.0)
         if mesh.device.type == "cpu": unit.set_force_sum_reduction_for_comms(True)
 

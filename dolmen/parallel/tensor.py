@@ -61,7 +61,7 @@ class _Columns(torch.autograd.Function):
         (x, *weights), axis, sequence = ctx.saved_tensors, ctx.tp.axis, ctx.tp.sequence
         if sequence: gathering = c.start_all_gather(x, axis)
         dx = grads[0] @ weights[0]
-        for g, w in zip(grads[1:], weights[1:], strict=True): dx = torch.addmm(dx, g, w)
+        for g, w in zip(grads[1:], weights[1:], strict=True): dx.addmm_(g, w)
         if sequence: x = c.wait(gathering)
         entering = c.start_reduce_scatter(dx, axis) if sequence else c.start_all_reduce(dx, axis)
         dw = [g.t() @ x for g in grads]

@@ -26,8 +26,7 @@ def build(config: ModelConfig, mesh: Mesh, *, sequence: bool = False, zero: int 
     with torch.device("meta"):
         model = Decoder(config, TensorParallel(mesh.tp, sequence and mesh.tp.size > 1)).to(dtype)
     state.distribute(model, model.plan(), mesh)
-    if compile:
-        for block in model.layers.values(): block.compile()
+    if compile: model.compile_parts()
     if zero is not None: data.shard(model, model.layers.values(), mesh, zero, compute or dtype)
     model.to_empty(device=mesh.device)
     if config.tie_word_embeddings: assert model.head is None           # tied by construction: to_empty has nothing to untie

@@ -1,5 +1,6 @@
 """A run on two ranks is the run of one: resumed at any layout, validated or not, in bf16 with fp32 masters."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -132,12 +133,17 @@ def test_half_precision_learns(material, tmp_path, no_peak, dtype):
 
 
 def test_fp16_resumes_its_scale(material, tmp_path, no_peak):
+    """Bitwise never having stopped; and the scale is the checkpoint's, whatever a new run would begin with."""
     words = ["train", material.file, "--train.dtype", "float16", "--log.validate-every", 0, "--train.steps", 3, "--checkpoint.every", 2]
     assert dolmen(*words, "--out", tmp_path / "a").code == 0
-    shutil.copytree(tmp_path / "a", tmp_path / "b")
-    shutil.rmtree(tmp_path / "b" / "checkpoints" / "step-00000003")
-    state = tmp_path / "b" / "checkpoints" / "step-00000002" / "state.json"
-    assert '"loss_scale"' in state.read_text()
-    assert dolmen(*words, "--out", tmp_path / "b", "--resume").code == 0
+    for name, scale in (("b", None), ("c", [1024.0, 7])):
+        shutil.copytree(tmp_path / "a", tmp_path / name)
+        shutil.rmtree(tmp_path / name / "checkpoints" / "step-00000003")
+        file = tmp_path / name / "checkpoints" / "step-00000002" / "state.json"
+        state = json.loads(file.read_text())
+        file.write_text(json.dumps(state | {"loss_scale": scale or state["loss_scale"]}))
+        assert dolmen(*words, "--out", tmp_path / name, "--resume").code == 0
     assert losses(tmp_path / "a") == losses(tmp_path / "b") and same(tensors(tmp_path / "a", 3), tensors(tmp_path / "b", 3))
-    assert [row["loss_scale"] for row in rows(tmp_path / "a")] == [row["loss_scale"] for row in rows(tmp_path / "b")]
+    assert [rows(tmp_path / name)[-1]["loss_scale"] for name in "abc"] == [2**16, 2**16, 1024]
+    saved = json.loads((tmp_path / "c" / "checkpoints" / "step-00000003" / "state.json").read_text())
+    assert saved["loss_scale"] == [1024.0, 8]
