@@ -30,6 +30,6 @@ def tables(positions: Tensor, inv: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [batch, length, heads, head_dim] turned by its token's angle; x's dtype."""
-    a, b = x.float().chunk(2, -1)
+    """x [batch, length, heads, head_dim] turned by its token's angle, in fp32 (fp64 for fp64 input); x's dtype."""
+    a, b = (x if x.dtype == torch.float64 else x.float()).chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)

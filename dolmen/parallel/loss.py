@@ -5,6 +5,8 @@ vocabulary] is never held and never sent: per token, the maximum, the sum of exp
 the tp axis, three fp32 numbers. The gradient of the sum of losses is ready after forward; backward scales and sends it.
 """
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -25,7 +27,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dx = torch.empty_like(entered) if want_grad else None
         dw = torch.zeros_like(weight, dtype=total.dtype) if want_grad else None
         chunk = max(1, LOGITS_AT_ONCE.get(x.device.type, 1 << 28) // weight.shape[0])
-        visit = _compiled_chunk if compile else _chunk
+        visit = _compiled_chunk() if compile else _chunk
         for at in range(0, entered.shape[0], chunk):
             rows = slice(at, at + chunk)
             losses, dlogits = visit(entered[rows], weight, labels[rows], first, tp.axis, want_grad, total.dtype)
@@ -56,7 +58,10 @@ def _chunk(x, weight, labels, first, axis, want_grad, wide):
     return losses, loss.gradient(e, sums, labels, first, x.dtype) if want_grad else None
 
 
-_compiled_chunk = torch.compile(_chunk, dynamic=False)     # traced at its first call
+@cache
+def _compiled_chunk():
+    """Compiled when first asked for: inductor takes a second to import."""
+    return torch.compile(_chunk, dynamic=False)
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor, vocab_size: int, tp: TensorParallel, compile: bool = False) -> Tensor:
