@@ -67,6 +67,15 @@ class Reader(FileSystemReader):
 
     def read_metadata(self, *args, **kwargs) -> Metadata: return self.metadata
 
+    def check_files(self) -> None:
+        """Raises ValueError if a file that holds a part is missing or too short; reads none."""
+        ends: dict[str, int] = {}
+        for place in self.metadata.storage_data.values():
+            ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+        for name, end in ends.items():
+            file = Path(self.path) / name
+            if not file.is_file() or file.stat().st_size < end: raise ValueError(f"{file} is missing, damaged or truncated")
+
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Fill `tensors` in place, each rank its own part. Raises KeyError for names that are missing here or there,
         ValueError for other shapes and for a file that is missing, damaged or truncated."""

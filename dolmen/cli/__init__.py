@@ -6,6 +6,7 @@ written; 130 and 143 after Ctrl-C and SIGTERM, which save first.
 
 import os
 import sys
+import warnings
 
 from dolmen.cli.errors import BadInput
 
@@ -26,6 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point. Returns the exit code."""
     from dolmen.cli import launch
     launch.die_with_launcher()
+    warnings.formatwarning = lambda text, *_: f"warning: {text}\n"
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(USAGE, end="")

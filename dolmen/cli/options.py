@@ -69,11 +69,12 @@ def base(name: str) -> RunConfig:
 
 
 def option_value(argv: list[str], name: str) -> str | None:
-    """The value of --name in argv, before everything is parsed."""
+    """The last value of --name in argv, before everything is parsed."""
+    value = None
     for i, word in enumerate(argv):
-        if word == name and i + 1 < len(argv): return argv[i + 1]
-        if word.startswith(name + "="): return word.split("=", 1)[1]
-    return None
+        if word == name and i + 1 < len(argv): value = argv[i + 1]
+        if word.startswith(name + "="): value = word.split("=", 1)[1]
+    return value
 
 
 def parse_train(argv: list[str]) -> tuple[RunConfig, TrainOptions]:

@@ -17,8 +17,8 @@ from dolmen.train.config import RunConfig
 from dolmen.train.loop import Stop
 
 
-def run(argv: list[str], guarded: Callable[[Callable[[], int]], int] = launch.guarded) -> int:
-    """`guarded` calls what this process itself does of the run, and decides about its exceptions."""
+def run(argv: list[str], guarded: Callable[[Callable[[], int]], int] | None = None) -> int:
+    """`guarded` (default: launch.guarded) calls what this process itself does of the run, and decides about its exceptions."""
     started = meshes.Launch.read()
     config, given = options.parse_train(argv)
     out = folder_of(config, given)
@@ -28,11 +28,13 @@ def run(argv: list[str], guarded: Callable[[Callable[[], int]], int] = launch.gu
     if started is None and config.layout.world > 1:
         code = launch.launch(config.layout.world, ["train", *argv])
         return code or finish.finish(config, out)
-    return guarded(lambda: worker(config, out, given, started))
+    return (guarded or launch.guarded)(lambda: worker(config, out, given, started))
 
 
 def folder_of(config: RunConfig, given: options.TrainOptions) -> Path:
-    """Where the run is kept."""
+    """Where the run is kept: --out, else beside the config.yaml of a run, else runs/NAME."""
+    file = Path(given.recipe)
+    if file.name == "config.yaml" and (file.parent / "checkpoints").is_dir(): return Path(given.out or file.parent)
     return Path(given.out or f"runs/{config.name}")
 
 
@@ -67,7 +69,8 @@ def worker(config: RunConfig, out: Path, given: options.TrainOptions, started: m
         outcome = run_training(config, out, mesh, console(mesh.first), resumed=given.resume, overwrite=given.overwrite, stop=stop)
         if mesh.first: summary(outcome, out)
         if mesh.first and outcome.signal:
-            print(f"stopped by signal {outcome.signal} after step {outcome.steps}, saved: dolmen train ... --resume goes on", flush=True)
+            print(f"stopped by signal {outcome.signal} after step {outcome.steps}, saved; to go on: "
+                  f"dolmen train {out}/config.yaml --resume", flush=True)
         dist.barrier()
     if outcome.signal: return 128 + outcome.signal
     return finish.finish(config, out) if mesh.first and not launch.launched_here() else 0

@@ -45,12 +45,16 @@ def resolve(name: str | Path, revision: str | None = None) -> Path:
 def read_config(folder: Path | str) -> ModelConfig:
     """Structure from config.json. Raises ValueError naming the file and the field for what dolmen cannot compute."""
     file = Path(folder) / "config.json"
-    if not file.is_file(): raise ValueError(f"{folder} has no config.json")
+    if not file.is_file():
+        hint = f": it is a run, write it with dolmen export {folder} --to DIR first" if (Path(folder) / "checkpoints").is_dir() else ""
+        raise ValueError(f"{folder} has no config.json{hint}")
     try: content = json.loads(file.read_text())
     except ValueError as error: raise ValueError(f"{file} is no JSON: {error}") from error
     if not isinstance(content, dict): raise ValueError(f"{file} holds a {type(content).__name__}, not an object")
     try: return from_hf(content)
     except ValueError as error: raise ValueError(f"{file}: {error}") from error
+    except (TypeError, AttributeError, KeyError) as error:             # a list where a number or a mapping belongs
+        raise ValueError(f"{file} has a field of the wrong type: {error}") from error
 
 
 def check(folder: Path | str, config: ModelConfig) -> None:

@@ -28,6 +28,9 @@ class DataConfig:
     workers: int | None = None
     """Threads that tokenise. Default: one per core."""
 
+    def __post_init__(self):
+        if self.workers is not None and self.workers < 1: raise ValueError(f"data.workers is {self.workers}: it must be at least 1")
+
     @property
     def cache_folder(self) -> Path:
         return Path(self.cache or "~/.cache/dolmen").expanduser()

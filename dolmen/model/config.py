@@ -4,6 +4,7 @@ back; nothing else in the house knows a family's name.
 Field names are Hugging Face's where it has one. Behaviour follows from values alone, never from a model's name.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -87,6 +88,9 @@ class ModelConfig:
                     "num_key_value_heads", "head_dim", "max_position_embeddings")
         for name in positive:
             if getattr(self, name) < 1: raise ValueError(f"model.{name.replace('_', '-')} is {getattr(self, name)}: it must be at least 1")
+        for name, value in (("norm_eps", self.norm_eps), ("rope.theta", self.rope.theta), ("rope.factor", self.rope.factor)):
+            if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+                raise ValueError(f"model.{name.replace('_', '-')} is {value!r}: it must be a number, finite and not negative")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(f"num_attention_heads ({self.num_attention_heads}) is not divisible by num_key_value_heads "
                              f"({self.num_key_value_heads}): set model.num-key-value-heads to a divisor")

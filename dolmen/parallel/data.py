@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from dolmen.core import collectives, state
 from dolmen.core.mesh import Mesh
 
-PIECE = 1 << 16                                            # gradient elements whose squares are added in fp32
+PIECE = 1 << 14                                            # gradient elements whose squares are added in fp32
 
 
 def shard(model: nn.Module, blocks: Iterable[nn.Module], mesh: Mesh, zero: int, compute: torch.dtype) -> None:

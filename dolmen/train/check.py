@@ -2,10 +2,13 @@
 and before anything is written.
 """
 
+import fcntl
 import os
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+from dolmen.checkpoint.safe import Reader
 from dolmen.checkpoint.store import Checkpoints
 from dolmen.convert import hf
 from dolmen.core.config import differences, to_dict
@@ -37,11 +40,25 @@ def check_folder(out: Path, resume: bool, overwrite: bool) -> None:
     if resume and overwrite: raise ValueError("--resume and --overwrite exclude each other: go on with the run, or throw it away")
     ground = next(p for p in (out, *out.absolute().parents) if p.exists())
     if not ground.is_dir(): raise ValueError(f"--out {out}: {ground} is a file: give a folder")
-    if not os.access(ground, os.W_OK): raise ValueError(f"--out {out}: {ground} cannot be written to: give another folder")
-    if out.is_dir() and any(out.iterdir()) and not (resume or overwrite):
+    try: tempfile.TemporaryFile(dir=ground).close()
+    except OSError as error: raise ValueError(f"--out {out}: {ground} cannot be written to ({error.strerror}): give another folder") from None
+    if out.is_dir(): os.close(take_lock(out))
+    held = out.is_dir() and any(out.iterdir())
+    if held and not (resume or overwrite):
         raise ValueError(f"{out} already holds a run: use --resume to go on, --overwrite to start again, or another --out")
-    if overwrite and out.is_dir() and any(out.iterdir()) and not (out / "config.yaml").exists():
+    if overwrite and held and not (out / "config.yaml").exists():
         raise ValueError(f"--overwrite would delete {out}, which holds no config.yaml and so was not written by dolmen: remove it yourself")
+
+
+def take_lock(out: Path) -> int:
+    """Hold the run's folder until the descriptor is closed or the process ends. Raises ValueError if another run holds it."""
+    out.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(out, os.O_RDONLY)                 # the folder itself is locked: no file is left behind
+    try: fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise ValueError(f"{out} is in use by another run: wait for it, or give another --out") from None
+    return descriptor
 
 
 def check_overwrite(run: RunConfig, out: Path, source: str) -> None:
@@ -54,10 +71,16 @@ def check_overwrite(run: RunConfig, out: Path, source: str) -> None:
 
 
 def check_resume(run: RunConfig, out: Path) -> None:
-    """Refuse to go on with another model than the newest whole checkpoint's."""
+    """Refuse to go on from a damaged checkpoint, and with another model than the newest whole one's."""
     saved = Checkpoints(out / "checkpoints", SINGLE, keep=0)
     step = saved.newest()
-    if step is not None: check_same_model(saved.meta(step)["run"], run, step)
+    if step is None: return
+    try: Reader(saved.path(step)).check_files()
+    except ValueError as error:
+        older = max((s for s in saved.steps() if s < step), default=None)
+        way = f"to go on from step {older}" if older is not None else "to start again"
+        raise ValueError(f"the newest checkpoint cannot be read ({error}): remove {saved.path(step)} {way}") from None
+    check_same_model(saved.meta(step)["run"], run, step)
 
 
 def check_same_model(saved: dict, run: RunConfig, step: int) -> None:

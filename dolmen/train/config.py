@@ -87,6 +87,10 @@ class RunConfig:
     log: LogConfig = LogConfig()
     finish: FinishConfig = FinishConfig()
 
+    def __post_init__(self):
+        if not self.name or "/" in self.name or self.name.startswith("."):
+            raise ValueError(f"name is {self.name!r}: it must be a plain name, as it becomes the folder runs/NAME")
+
     @property
     def sequence_length(self) -> int:
         """Tokens of a training sequence, default filled in."""

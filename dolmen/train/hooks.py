@@ -20,6 +20,8 @@ from dolmen.train.loop import Hook, Stop
 from dolmen.train.step import Metrics, TrainState
 from dolmen.train.validate import evaluate
 
+SKIPS, SKIPS_SCALED = 10, 40                               # steps in a row without a finite gradient that end a run
+
 
 class Hooks:
     """The periodic work of a run, as a table of (every, hook); numbers are shown and written by the first rank alone."""
@@ -30,7 +32,8 @@ class Hooks:
         self.run, self.loader, self.mesh, self.out, self.checkpoints = run, loader, mesh, out, checkpoints
         self.flops = count.training_flops_per_token(run.model, run.sequence_length)
         self.peak = peak * mesh.size
-        self.since, self.tokens_since, self.validation, self.skipped = time.monotonic(), 0, None, 0
+        self.since, self.tokens_since, self.validation = time.monotonic(), 0, None
+        self.skipped = self.skipped_in_a_row = 0
         kinds = ((metrics.MetricsFile, "metrics.jsonl"), (metrics.TensorBoard, "tensorboard")) if mesh.first else ()
         self.writers = [kind(out / name, state.step) for kind, name in kinds]
         self.line = report.ProgressLine(console, state.step, state.steps)
@@ -46,9 +49,15 @@ class Hooks:
     def count(self, state: TrainState, m: Metrics) -> None:
         self.tokens_since += m.tokens
         self.skipped += m.skipped
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if m.skipped else 0
         if m.skipped:
             scale = f"; loss scale now {state.scale.value:g}" if state.scale.dynamic else ""
             self.line.say(f"step {state.step}: the gradient is not finite ({m.grad_norm}), the step is skipped{scale}")
+        if self.skipped_in_a_row == (SKIPS_SCALED if state.scale.dynamic else SKIPS): raise FloatingPointError(self.not_finite(state))
+
+    def not_finite(self, state: TrainState) -> str:
+        return (f"the gradients of the last {self.skipped_in_a_row} steps, up to step {state.step}, were not finite, and no parameter has changed: "
+                "look at the starting weights and the data, or set a lower --optimizer.lr")
 
     def log(self, state: TrainState, m: Metrics) -> None:
         now = time.monotonic()

@@ -4,6 +4,7 @@ CPU and rank 2,071 of a cluster both come through here.
 
 import json
 import math
+import os
 import shutil
 import time
 from dataclasses import asdict, dataclass
@@ -21,7 +22,7 @@ from dolmen.data.loader import Loader
 from dolmen.optim import optimizer as optim
 from dolmen.optim.precision import DTYPES, LossScale
 from dolmen.train import build, report
-from dolmen.train.check import check_same_model
+from dolmen.train.check import check_same_model, take_lock
 from dolmen.train.config import RunConfig
 from dolmen.train.hooks import Hooks
 from dolmen.train.loop import Stop, train
@@ -82,10 +83,11 @@ def run_training(run: RunConfig, out: Path, mesh: Mesh, console: Console, *, res
                                  run.train.seed, progress=mesh.first)
     steps = run.train.steps or max(20, epoch_steps(loader))
     state, stop = make_state(run, mesh, steps), stop or Stop()
+    lock = take_lock(out) if mesh.first else None
     if mesh.first and overwrite: clear(out)
     checkpoints = Checkpoints(out / "checkpoints", mesh, run.checkpoint.keep)
     if resumed: resume(state, run, loader, checkpoints, console)
-    if mesh.first:
+    if mesh.first and state.step < steps:
         write_config(out, run)
         loader.tokenizer.save_pretrained(str(out / "tokenizer"))
     peak = matmul_peak(mesh.device, DTYPES[run.train.dtype])
@@ -97,6 +99,8 @@ def run_training(run: RunConfig, out: Path, mesh: Mesh, console: Console, *, res
         checkpoints.finish()
     finally:
         hooks.close()
+        if lock is not None: os.close(lock)
+    if hooks.skipped_in_a_row and not state.scale.dynamic: raise FloatingPointError(hooks.not_finite(state))
     val_loss, val_tokens, nats = hooks.validation or (None, 0, 0.0)
     whole = val_loss is not None and not signal and val_tokens == loader.validation_tokens
     bits = nats / loader.validation_bytes / math.log(2) if whole else None
@@ -111,7 +115,7 @@ def epoch_steps(loader: Loader) -> int:
 
 def clear(out: Path) -> None:
     """Empty a run's folder."""
-    for child in out.iterdir() if out.is_dir() else ():
+    for child in out.iterdir():
         shutil.rmtree(child) if child.is_dir() and not child.is_symlink() else child.unlink()
 
 
@@ -125,4 +129,5 @@ def write_config(out: Path, run: RunConfig) -> None:
 
 def summary(outcome: Outcome, out: Path) -> None:
     """What `finish` and a reader need to know of how the run ended, as summary.json."""
-    (out / "summary.json").write_text(json.dumps(asdict(outcome), indent=1))
+    row = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in asdict(outcome).items()}
+    (out / "summary.json").write_text(json.dumps(row, indent=1))

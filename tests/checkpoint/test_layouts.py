@@ -112,7 +112,7 @@ def in_world(folder: Path) -> dict:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    from conftest import run_spawned
+    from spawning import run_spawned
     folder = tmp_path_factory.mktemp("world")
     run = Run(Layout(), SINGLE).train(3)
     Checkpoints(folder / "alone", SINGLE, 0).save(3, run.tensors(), {}, wait=True)

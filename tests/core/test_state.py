@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 import torch
-from conftest import run_spawned
+from spawning import run_spawned
 from torch import nn
 
 from dolmen.core import mesh as meshes

@@ -6,8 +6,8 @@ from functools import cache
 
 import pytest
 import torch
-from conftest import run_spawned
 from controls import CONTROLS, compare_damaged
+from spawning import run_spawned
 from table import DROPOUT, FAMILIES, LAYOUTS, OPTIMIZER, SEED, SINGLE, STEPS, VOCABULARY, Layout, batches, compare, compare_all, run
 
 from dolmen.core.mesh import Axis

@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import run_spawned
+from spawning import run_spawned
 
 from dolmen.core import mesh as meshes
 from dolmen.core import state

@@ -65,7 +65,7 @@ class Recorder(TorchDispatchMode):
             elif name == "wait_tensor":
                 done = [id(sent) for t, sent in self.open if t is args[0]]
                 self.open = [(t, sent) for t, sent in self.open if id(sent) not in done]
-        elif name in ("mm", "addmm"):
+        elif name in ("mm", "addmm", "addmm_"):
             for sent in {id(sent): sent for _, sent in self.open}.values(): sent.meanwhile.append(tuple(out.shape))
         return out
 
