@@ -36,6 +36,9 @@ def from_hf(hf: dict[str, Any]) -> ModelConfig:
     if hf.get("quantization_config"):
         raise ValueError(f"quantization_config is {hf['quantization_config']}: dolmen reads unquantised weights only")
     given = {family.aliases.get(name, name): value for name, value in hf.items()}
+    for name, value in given.items():
+        if isinstance(value, str) and isinstance(family.defaults.get(name), (int, float)):
+            raise ValueError(f"{name} is {value!r}: it must be a number")
     for name, allowed in {**ONLY, **family.only}.items():
         if name in given and given[name] not in allowed:
             raise ValueError(f"{name} is {given[name]!r}: dolmen's {family.model_type} supports only {allowed[0]!r}")
