@@ -35,7 +35,7 @@ class TrainOptions:
     init: str | None = None
     """Directory or hub id of a transformers checkpoint to start from; it decides the model."""
     out: str | None = None
-    """Folder of the run. Default: runs/NAME."""
+    """Folder of the run. Default: that of the config.yaml of a run, else runs/NAME."""
     resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Go on from the newest whole checkpoint in --out; at any other layout too."""
     overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
