@@ -1,4 +1,4 @@
-"""Seven collectives with types. Per mesh axis a tensor is R (replicated, gradient P), I (invariant, gradient I),
+"""Eight collectives with types. Per mesh axis a tensor is R (replicated, gradient P), I (invariant, gradient I),
 S(d) (sharded along d, gradient S(d)) or P (partial sum, gradient R); each backward follows from the types.
 
     copy            I -> R      no-op            | P -> I      all-reduce          Megatron's f   (1909.08053)
@@ -8,13 +8,17 @@ S(d) (sharded along d, gradient S(d)) or P (partial sum, gradient R); each backw
     split           I -> S(d)   slice            | S(d) -> I   all-gather          scatter
     gather          S(d) -> I   all-gather       | I -> S(d)   slice               gather
     all_to_all      S(i) -> S(j)                 | S(j) -> S(i)
+    exchange        rows to the ranks they are for, unequal numbers of them      | the same rows, back
 
 All return new tensors or the input itself, never mutate one, are the identity on an axis of size 1, and trace under
 torch.compile. The `start_*` functions below them are the raw, asynchronous forms: what is sent, with no autograd; their
 result is waited for by `wait`. Every byte of compute that moves goes through them (gradients move in parallel/data.py).
 """
 
+from typing import NamedTuple
+
 import torch
+import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 
@@ -39,6 +43,30 @@ def start_all_gather(x: Tensor, axis: Axis) -> Tensor:
 def start_reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     """This rank's rows of the sum over the axis: [size * n, ...] -> [n, ...]."""
     return _REDUCE_SCATTER(x.contiguous(), "sum", 0, axis.group)
+
+
+class Rotation(NamedTuple):
+    """Tensors under way to the next rank; `wait` gives those that have come from the previous one."""
+
+    coming: list[Tensor]
+    going: list[Tensor]                                    # kept alive until they have left
+    works: list[dist.Work]
+
+    def wait(self) -> list[Tensor]:
+        for work in self.works: work.wait()
+        return self.coming
+
+
+def start_rotate(tensors: list[Tensor], axis: Axis, shift: int = 1) -> Rotation:
+    """Sends each tensor to the rank `shift` further on the ring of the axis, and receives that of the rank as far behind.
+    Shapes are equal on all ranks, and all ranks call this in the same order. What is sent must not be written to before `wait`."""
+    if axis.size == 1: return Rotation(tensors, tensors, [])
+    going = [t.contiguous() for t in tensors]
+    coming = [torch.empty_like(t) for t in going]
+    there, behind = (axis.rank + shift) % axis.size, (axis.rank - shift) % axis.size
+    works = dist.batch_isend_irecv([dist.P2POp(dist.isend, t, group=axis.group, group_peer=there) for t in going]
+                                   + [dist.P2POp(dist.irecv, t, group=axis.group, group_peer=behind) for t in coming])
+    return Rotation(coming, going, works)
 
 
 def _gathered(x: Tensor, dim: int, axis: Axis) -> Tensor:
@@ -129,6 +157,18 @@ class _AllToAll(torch.autograd.Function):
     def backward(ctx, g): return _AllToAll.apply(g, ctx.dst, ctx.src, ctx.axis), None, None, None
 
 
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, send, receive, axis):
+        ctx.counts = send, receive, axis
+        return wait(funcol.all_to_all_single(x.contiguous(), receive, send, axis.group))
+
+    @staticmethod
+    def backward(ctx, g):
+        send, receive, axis = ctx.counts
+        return _Exchange.apply(g, receive, send, axis), None, None, None
+
+
 def copy(x: Tensor, axis: Axis) -> Tensor:
     """I -> R: x enters computation that differs per rank."""
     return x if axis.size == 1 else _Copy.apply(x, axis)
@@ -166,6 +206,12 @@ def all_to_all(x: Tensor, src: int, dst: int, axis: Axis) -> Tensor:
     if axis.size == 1: return x
     part(x, dst, axis)
     return _AllToAll.apply(x, src, dst, axis)
+
+
+def exchange(x: Tensor, send: list[int], receive: list[int], axis: Axis) -> Tensor:
+    """S(0) -> S(0): the first send[0] rows of x go to rank 0, the next send[1] to rank 1 and so on; back come receive[r] rows
+    from each rank r, in the order of ranks. x [sum(send), ...] -> [sum(receive), ...]. Counts may be 0."""
+    return x if axis.size == 1 else _Exchange.apply(x, send, receive, axis)
 
 
 def reduce_scalar(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:

@@ -1,9 +1,11 @@
 """The grid of processes: a frozen `Mesh` of named axes, passed as an argument. The only file with rank arithmetic.
 
-`tp` talks most, so it is innermost and stays inside a machine:
+Who talks most is innermost: tp inside a machine, pp, which sends least, across them:
 
-    rank = dp_rank * tp + tp_rank          dp=2, tp=3:     tp ->   0  1  2
-                                                           dp |    3  4  5
+    rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank          pp=1, dp=2, cp=1, tp=3:     tp ->   0  1  2
+                                                                                                         dp |    3  4  5
+Three axes are derived and add no ranks. The dp x cp ranks of a stage share each parameter, so they are one axis, `fsdp`;
+for experts the same ranks are cut again, `edp` x `ep` with ep inner: each of ep holds other experts, which edp shares.
 """
 
 import os
@@ -14,9 +16,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
-AXES = ("dp", "tp")                                        # outermost first
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _world
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,8 @@ class Axis:
     """One dimension of the grid, seen from this process. `group` is None where the size is 1 and nothing is ever sent."""
 
     name: str
-    size: int
-    rank: int
+    size: int = 1
+    rank: int = 0
     group: dist.ProcessGroup | None = None
 
 
@@ -33,22 +34,41 @@ class Axis:
 class Mesh:
     """This process's place in the grid. `grid` is None in a process that joined no group (`SINGLE`)."""
 
-    dp: Axis
-    tp: Axis
-    device: torch.device
+    pp: Axis = Axis("pp")
+    dp: Axis = Axis("dp")
+    cp: Axis = Axis("cp")
+    tp: Axis = Axis("tp")
+    fsdp: Axis = Axis("fsdp")
+    """dp x cp: the ranks that share a parameter."""
+    ep: Axis = Axis("ep")
+    """Ranks of fsdp that hold different experts."""
+    edp: Axis = Axis("edp")
+    """Ranks of fsdp that share an expert: fsdp = edp x ep."""
+    ends: Axis = Axis("ends")
+    """The first and the last stage, seen from either of them: the two owners of a tied embedding."""
+    world: Axis = Axis("world")
+    """All ranks."""
+    up: Axis = Axis("up")
+    """pp again, for sends to a higher stage alone: nothing sent one way waits for anything sent the other."""
+    down: Axis = Axis("down")
+    """pp again, for sends to a lower stage."""
+    device: torch.device = torch.device("cpu")
     grid: DeviceMesh | None = None
+    """(fsdp, tp) of this stage: where parameters lie."""
+    expert_grid: DeviceMesh | None = None
+    """(edp, ep, tp) of this stage: where experts lie."""
 
     @property
-    def size(self) -> int: return self.dp.size * self.tp.size
+    def size(self) -> int: return self.world.size
 
     @property
-    def rank(self) -> int: return self.dp.rank * self.tp.size + self.tp.rank
+    def rank(self) -> int: return self.world.rank
 
     @property
     def first(self) -> bool: return self.rank == 0
 
 
-SINGLE = Mesh(Axis("dp", 1, 0), Axis("tp", 1, 0), torch.device("cpu"))
+SINGLE = Mesh()
 
 
 @dataclass(frozen=True)
@@ -114,14 +134,52 @@ def joined(launch: Launch | None, device: torch.device) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def grid(dp: int, tp: int, device: torch.device) -> Mesh:
-    """The mesh of the joined process group. Raises ValueError if dp x tp is not its size."""
-    if dp * tp != dist.get_world_size():
-        raise ValueError(f"layout.dp ({dp}) x layout.tp ({tp}) = {dp * tp} processes, but {dist.get_world_size()} were started: "
-                         f"set --layout.dp {max(1, dist.get_world_size() // tp)}")
-    device_mesh = init_device_mesh(device.type, (dp, tp), mesh_dim_names=AXES)
-    axes = (Axis(n, s, device_mesh.get_local_rank(n), device_mesh.get_group(n) if s > 1 else None) for n, s in zip(AXES, (dp, tp), strict=True))
-    return Mesh(*axes, device, device_mesh)
+def _group(ranks: list[int], purpose: str = "dolmen") -> dist.ProcessGroup:
+    """The group of `ranks` for `purpose`, made once in the life of the default group: each costs threads and descriptors.
+    Only its members meet, so that a rank of thousands makes a dozen groups, not all. All ranks make equally many, in one
+    order: torch names a group after its ranks and the number of groups before it."""
+    for group, members in _world.pg_group_ranks.items():
+        if group.group_desc == purpose and list(members) == ranks: return group
+    return dist.new_group(ranks, use_local_synchronization=True, group_desc=purpose)
+
+
+def grid(dp: int, tp: int, device: torch.device, *, pp: int = 1, cp: int = 1, ep: int = 1) -> Mesh:
+    """The mesh of the joined process group. Raises ValueError if the product of its axes is not its size, or if ep does not
+    divide dp x cp."""
+    me = dist.get_rank()
+    if pp * dp * cp * tp != dist.get_world_size():
+        raise ValueError(f"layout.pp ({pp}) x layout.dp ({dp}) x layout.cp ({cp}) x layout.tp ({tp}) = {pp * dp * cp * tp} processes, but "
+                         f"{dist.get_world_size()} were started: set --layout.dp {max(1, dist.get_world_size() // (pp * cp * tp))}")
+    if dp * cp % ep: raise ValueError(f"layout.ep ({ep}) does not divide dp x cp ({dp} x {cp}): set --layout.ep to a divisor")
+    ranks = torch.arange(pp * dp * cp * tp)
+
+    def axis(name: str, shape: tuple[int, ...], dim: int, purpose: str = "dolmen") -> Axis:
+        """The line through this rank along `dim` of the grid of `shape`."""
+        where = (ranks.view(shape) == me).nonzero()[0].tolist()
+        line = ranks.view(shape)[(*where[:dim], slice(None), *where[dim + 1 :])].tolist()
+        return Axis(name, shape[dim], where[dim], _group(line, purpose) if len(line) > 1 else None)
+
+    dense, sparse = (pp, dp, cp, tp), (pp, dp * cp // ep, ep, tp)
+    axes = {name: axis(name, dense, dim) for dim, name in enumerate(("pp", "dp", "cp", "tp"))}
+    axes |= {"fsdp": axis("fsdp", (pp, dp * cp, tp), 1), "edp": axis("edp", sparse, 1), "ep": axis("ep", sparse, 2)}
+    axes |= {name: axis(name, dense, 0, f"dolmen {name}") for name in ("up", "down")}
+    if pp > 1: axes["ends"] = _ends(ranks.view(pp, -1), me)
+    stage = ranks.view(pp, -1)[axes["pp"].rank]
+    return Mesh(**axes, world=Axis("world", len(ranks), me, dist.group.WORLD if len(ranks) > 1 else None), device=device,
+                grid=_device_mesh(stage.view(dp * cp, tp), (axes["fsdp"], axes["tp"]), device),
+                expert_grid=_device_mesh(stage.view(sparse[1:]), (axes["edp"], axes["ep"], axes["tp"]), device))
+
+
+def _ends(stages: torch.Tensor, me: int) -> Axis:
+    column = int((stages == me).nonzero()[0, 1])
+    ends = [int(stages[0, column]), int(stages[-1, column])]
+    group = _group(ends if me in ends else [me], "dolmen ends")
+    return Axis("ends", 2, ends.index(me), group) if me in ends else Axis("ends")
+
+
+def _device_mesh(ranks: torch.Tensor, axes: tuple[Axis, ...], device: torch.device) -> DeviceMesh:
+    alone = _group([dist.get_rank()])
+    return DeviceMesh.from_group([a.group or alone for a in axes], device.type, mesh=ranks, mesh_dim_names=tuple(a.name for a in axes))
 
 
 def fake(world: int, rank: int = 0) -> None:

@@ -20,6 +20,8 @@ class DataConfig:
     the seed, the tokenizer nor the order of the files matters. Of a single document, the end is held out."""
     end_of_text: str | None = None
     """The token that marks the end of a document, for a tokenizer that names none."""
+    document_mask: bool = False
+    """Attention does not cross document boundaries within a window."""
     text_field: str = "text"
     """Field (.jsonl) or column (.parquet, hub) that holds the text."""
     cache: str | None = None

@@ -28,15 +28,21 @@ class Loader:
     """Training batches of `mixture`, validation batches of `held_out`."""
 
     def __init__(self, mixture: Mixture, held_out: tuple[HeldOut, ...], global_batch_size: int, tokenizer,
-                 end_of_text: int, lines: list[str], identity: dict[str, str]):
+                 end_of_text: int, lines: list[str], identity: dict[str, str], document_mask: bool = False):
         self.mixture, self.held_out, self.global_batch_size = mixture, held_out, global_batch_size
         self.tokenizer, self.end_of_text, self.lines, self.identity = tokenizer, end_of_text, lines, identity
+        self.boundary = end_of_text if document_mask else None               # what attention does not look behind
         self.validation = TokenStream.join([held.stream for held in held_out]) if held_out else None
 
     def batch(self, step: int, rank: int = 0, ranks: int = 1) -> Batch:
         """The rows of global batch `step` (from 0) that data-parallel rank `rank` holds: consecutive samples."""
         rows = self.rows(ranks)
-        return Batch.of_windows(self.mixture.windows(step * self.global_batch_size + rank * rows, rows))
+        return Batch.of_windows(self.mixture.windows(step * self.global_batch_size + rank * rows, rows), self.boundary)
+
+    def documents(self, step: int) -> list[str]:
+        """Which documents the rows of global batch `step` were cut from, a line each: `source: documents a..b`."""
+        lines = self.mixture.documents(step * self.global_batch_size, self.global_batch_size)
+        return lines if len(lines) <= 16 else [*lines[:16], f"and {len(lines) - 16} more rows"]
 
     def starting_at(self, step: int, rank: int = 0, ranks: int = 1) -> Iterator[tuple[int, Batch]]:
         """(step, batch) for ever; a thread prepares the next batch while this one is used."""
@@ -59,7 +65,7 @@ class Loader:
         for first in range(rank * rows, padded, self.global_batch_size):
             yield Batch.of_windows(np.stack([
                 self.validation_window(index * windows // chosen if index < chosen else windows)
-                for index in range(first, first + rows)]))
+                for index in range(first, first + rows)]), self.boundary)
 
     def validation_window(self, index: int) -> np.ndarray:
         """int64 [sequence_length + 1], IGNORED behind the last held-out token."""
@@ -181,7 +187,7 @@ def prepare(config: DataConfig, tokenizer: str | None, vocab_size: int | None, s
     for source in inputs.sources:
         corpora.append(corpus(source, "--data.path"))
         stream, out = split(corpora[-1], fraction)
-        parts.append(Part(source.name, source.weight or Fraction(1), stream))
+        parts.append(Part(source.name, source.weight or Fraction(1), stream, corpora[-1].offsets))
         held += [out] if out else []
     if inputs.validation is not None:
         judge = corpus(inputs.validation, "--data.validation")
@@ -192,9 +198,10 @@ def prepare(config: DataConfig, tokenizer: str | None, vocab_size: int | None, s
            for number, (part, corpus) in enumerate(zip(parts, corpora, strict=True), 1)},
         "validation": content(judge) if inputs.validation else f"{fraction:g} of the documents held out",
         "tokenizer": tokenizers.fingerprint(inputs.tokenizer), "end of text": str(inputs.end_of_text),
-        "sequence_length": str(sequence_length), "global_batch_size": str(global_batch_size), "seed": str(seed)}
+        "sequence_length": str(sequence_length), "global_batch_size": str(global_batch_size), "seed": str(seed),
+        **({"document_mask": "True"} if config.document_mask else {})}
     return Loader(mixture, tuple(held), global_batch_size, inputs.tokenizer, inputs.end_of_text,
-                  describe(mixture, corpora, held), identity)
+                  describe(mixture, corpora, held), identity, config.document_mask)
 
 
 def content(corpus: Corpus) -> str:

@@ -11,7 +11,7 @@ Each epoch also begins its windows at another token, so no document is always cu
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -28,6 +28,8 @@ class Part:
     name: str
     weight: Fraction
     stream: TokenStream
+    offsets: np.ndarray | None = None
+    """First token of each document, and the token after the last; None where nobody will ask for documents."""
 
 
 class Mixture:
@@ -53,15 +55,29 @@ class Mixture:
     def windows(self, first: int, count: int) -> np.ndarray:
         """Samples first .. first + count - 1 as int64 [count, sequence_length + 1]."""
         out = np.empty((count, self.sequence_length + 1), np.int64)
+        for row, source, start in self.places(first, count): out[row] = self.parts[source].stream.read(start, self.sequence_length + 1)
+        return out
+
+    def documents(self, first: int, count: int) -> list[str]:
+        """What samples first .. first + count - 1 were cut from, a line each: `source: documents a..b`, counted from 0."""
+        lines = [""] * count
+        for row, source, start in self.places(first, count):
+            part, spans = self.parts[source], []
+            for _, begin, end in part.stream.places(start, self.sequence_length + 1):
+                low, high = (int(np.searchsorted(part.offsets, at, side="right")) - 1 for at in (begin, end - 1))
+                spans.append(f"{low}..{high}" if high > low else f"{low}")
+            lines[row] = f"{part.name}: documents {', '.join(spans)}" if part.offsets is not None else f"{part.name}: tokens from {start}"
+        return lines
+
+    def places(self, first: int, count: int) -> Iterator[tuple[int, int, int]]:
+        """(row, source, first token in its stream) of samples first .. first + count - 1, source by source."""
         order = np.array(turns(self.weights, first, count), np.int64)
         for source, taken in enumerate(counts(self.weights, first)):
             rows = np.flatnonzero(order == source)
             epochs, within = np.divmod(taken + np.arange(len(rows)), self.sizes[source])
             for epoch in np.unique(epochs):
                 chosen = epochs == epoch
-                for row, start in zip(rows[chosen], self.starts(source, int(epoch), within[chosen]), strict=True):
-                    out[row] = self.parts[source].stream.read(int(start), self.sequence_length + 1)
-        return out
+                for row, start in zip(rows[chosen], self.starts(source, int(epoch), within[chosen]), strict=True): yield int(row), source, int(start)
 
     def starts(self, source: int, epoch: int, within: np.ndarray) -> np.ndarray:
         """First tokens of the windows that come at positions `within` of this epoch of this source."""

@@ -40,15 +40,19 @@ class TokenStream:
 
     def read(self, start: int, count: int) -> np.ndarray:
         """`count` tokens from position `start`, int64; after the last token comes the first."""
-        out, filled, position = np.empty(count, np.int64), 0, start % len(self)
+        parts = [self.memory[which][begin:end] for which, begin, end in self.places(start, count)]
+        return np.concatenate(parts, dtype=np.int64, casting="unsafe")
+
+    def places(self, start: int, count: int) -> list[tuple[int, int, int]]:
+        """What `read` reads, as (which memory, first token, token after the last)."""
+        out, left, position = [], count, start % len(self)
         run = int(np.searchsorted(self.ends, position, side="right"))
-        while filled < count:
+        while left:
             begin = int(self.starts[run]) + position - (int(self.ends[run - 1]) if run else 0)
-            take = min(count - filled, int(self.ends[run]) - position)
-            out[filled:filled + take] = self.memory[self.which[run]][begin:begin + take]
-            filled, position, run = filled + take, position + take, run + 1
-            if run == len(self.ends):
-                run = position = 0
+            take = min(left, int(self.ends[run]) - position)
+            out.append((int(self.which[run]), begin, begin + take))
+            left, position, run = left - take, position + take, run + 1
+            if run == len(self.ends): run = position = 0
         return out
 
 

@@ -3,7 +3,12 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
+
+from dolmen.core.mesh import Mesh, grid
 from dolmen.model.config import ModelConfig
+from dolmen.parallel import schedule as schedules
+from dolmen.parallel.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -12,39 +17,67 @@ class Layout:
 
     tp: int = 1
     """Tensor parallelism: processes that share every layer. Innermost, so that it stays inside a machine."""
+    cp: int = 1
+    """Context parallelism: processes that share every sequence."""
+    pp: int = 1
+    """Pipeline parallelism: processes that hold different layers. Outermost: they send least."""
     dp: int | None = None
     """Data parallelism: processes that see different sequences. Default: what the processes (or visible GPUs) leave."""
+    ep: int = 1
+    """Expert parallelism: processes of dp x cp that hold different experts. Adds no processes."""
     zero: Literal[0, 1, 2, 3] = 1
-    """ZeRO stage: 1 shards optimizer state over dp, 2 gradients too, 3 parameters too; 0 shards nothing."""
+    """ZeRO stage: 1 shards optimizer state over dp x cp, 2 gradients too, 3 parameters too; 0 shards nothing."""
     sequence_parallel: bool = False
     """Split the residual stream over tp by tokens: norms and dropout are not repeated, activations shrink."""
+    context: Literal["ring", "gather"] = "ring"
+    """How cp attends: keys and values pass around a ring, or are gathered whole."""
+    schedule: str = "1f1b"
+    """Order of microbatches in the pipeline: gpipe, 1f1b, interleaved, zero-bubble, zero-bubble-v, or a file (dolmen schedule draws it)."""
+    virtual_stages: int = 1
+    """Stages a process of pp holds: interleaved takes 2 or more, zero-bubble-v 2."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """What backward computes again instead of keeping it: nothing, attention's inner part, or whole layers."""
+    recompute_layers: int | None = None
+    """Layers of each stage that recompute, the first ones. Default: all."""
 
     def __post_init__(self):
-        if self.tp < 1: raise ValueError(f"layout.tp is {self.tp}: it must be at least 1")
-        if self.dp is not None and self.dp < 1: raise ValueError(f"layout.dp is {self.dp}: it must be at least 1")
+        for name in ("tp", "cp", "pp", "dp", "ep", "virtual_stages"):
+            value = getattr(self, name)
+            if value is not None and value < 1: raise ValueError(f"layout.{name.replace('_', '-')} is {value}: it must be at least 1")
         if self.zero not in (0, 1, 2, 3): raise ValueError(f"layout.zero is {self.zero}: use 0, 1, 2 or 3")
+        if self.recompute_layers is not None and self.recompute_layers < 0:
+            raise ValueError(f"layout.recompute-layers is {self.recompute_layers}: it must not be negative")
+
+    @property
+    def inner(self) -> int:
+        """Processes of one replica of dp."""
+        return self.pp * self.cp * self.tp
 
     @property
     def world(self) -> int:
         """Processes this layout needs; dp must be resolved."""
-        return self.tp * (self.dp or 1)
+        return self.inner * (self.dp or 1)
 
     def resolve(self, processes: int | None) -> "Layout":
-        """With dp filled in for `processes` (None: as few as tp needs). Raises ValueError where they do not divide."""
-        dp = self.dp or max(1, (processes or self.tp) // self.tp)
-        if processes is not None and self.tp * dp != processes:
-            raise ValueError(f"layout.tp ({self.tp}) x layout.dp ({dp}) = {self.tp * dp} processes, but there are {processes}: "
-                             f"set --layout.tp and --layout.dp so that their product is {processes}")
+        """With dp filled in for `processes` (None: as few as the other axes need). Raises ValueError where they do not divide."""
+        dp = self.dp or max(1, (processes or self.inner) // self.inner)
+        if processes is not None and self.inner * dp != processes:
+            others = "".join(f" x layout.{name} ({getattr(self, name)})" for name in ("cp", "pp") if getattr(self, name) > 1)
+            raise ValueError(f"layout.tp ({self.tp}){others} x layout.dp ({dp}) = {self.inner * dp} processes, but there are {processes}: "
+                             f"set --layout.tp and --layout.dp so that their product is {processes // (self.cp * self.pp) or processes}")
         return replace(self, dp=dp)
+
+    def mesh(self, device: torch.device) -> Mesh:
+        """The mesh of the joined process group. Raises ValueError if this layout is not of its size."""
+        return grid(self.dp or 1, self.tp, device, pp=self.pp, cp=self.cp, ep=self.ep)
+
+    def make_schedule(self, global_batch_size: int, microbatch_size: int) -> Schedule:
+        """The action lists of one step. Raises ValueError where there can be none."""
+        return schedules.make(self.schedule, self.pp, global_batch_size // (self.dp or 1) // microbatch_size, self.virtual_stages)
 
     def check(self, model: ModelConfig, sequence_length: int, global_batch_size: int, microbatch_size: int) -> None:
         """Raises ValueError, with the numbers and the knob, where this layout does not divide the model or the batch."""
-        for name, value in (("num_attention_heads", model.num_attention_heads), ("intermediate_size", model.intermediate_size)):
-            if value % self.tp:
-                raise ValueError(f"{name} ({value}) is not divisible by tp ({self.tp}): set --layout.tp to a divisor, "
-                                 f"such as {_divisor(value, self.tp)}")
-        if (self.tp - 1) * -(-model.vocab_size // self.tp) >= model.vocab_size:
-            raise ValueError(f"vocab_size ({model.vocab_size}) leaves a rank of tp ({self.tp}) without a row: set a smaller --layout.tp")
+        self._check_model(model)
         dp = self.dp or 1
         if global_batch_size % dp:
             raise ValueError(f"train.global-batch-size ({global_batch_size}) is not divisible by dp ({dp}): "
@@ -53,10 +86,52 @@ class Layout:
         if rank_batch % microbatch_size:
             raise ValueError(f"train.global-batch-size ({global_batch_size}) / dp ({dp}) = {rank_batch} sequences a rank is not divisible by "
                              f"train.microbatch-size ({microbatch_size}): set --train.microbatch-size {_divisor(rank_batch, microbatch_size)}")
-        if self.sequence_parallel and (microbatch_size * sequence_length) % self.tp:
-            raise ValueError(f"sequence parallelism splits the {microbatch_size} x {sequence_length} tokens of a microbatch over tp "
-                             f"({self.tp}), which does not divide them: set --train.sequence-length to a multiple of {self.tp}, or "
+        if self.cp > 1 and sequence_length % (2 * self.cp):
+            raise ValueError(f"context parallelism cuts a sequence of {sequence_length} tokens into 2 x cp ({2 * self.cp}) equal parts: set "
+                             f"--train.sequence-length to a multiple, such as {-(-sequence_length // (2 * self.cp)) * 2 * self.cp}")
+        tokens = microbatch_size * sequence_length // self.cp
+        if self.sequence_parallel and tokens % self.tp:
+            raise ValueError(f"sequence parallelism splits the {microbatch_size} x {sequence_length // self.cp} tokens of a microbatch over tp "
+                             f"({self.tp}), which does not divide them: set --train.sequence-length to a multiple of {self.tp * self.cp}, or "
                              "leave --layout.sequence-parallel off")
+        self.make_schedule(global_batch_size, microbatch_size)
+
+    def _check_model(self, model: ModelConfig) -> None:
+        layers = range(model.num_hidden_layers)
+        widths = [("intermediate_size", model.intermediate_size)] if not all(model.sparse(i) for i in layers) else []
+        if any(model.sparse(i) for i in layers): widths.append(("moe_intermediate_size", model.expert_size))
+        for name, value in (("num_attention_heads", model.num_attention_heads), *widths):
+            if value % self.tp:
+                raise ValueError(f"{name} ({value}) is not divisible by tp ({self.tp}): set --layout.tp to a divisor, "
+                                 f"such as {_divisor(value, self.tp)}")
+        self._check_experts(model)
+        if (self.tp - 1) * -(-model.vocab_size // self.tp) >= model.vocab_size:
+            raise ValueError(f"vocab_size ({model.vocab_size}) leaves a rank of tp ({self.tp}) without a row: set a smaller --layout.tp")
+        if self.pp * self.virtual_stages > model.num_hidden_layers + 2:
+            raise ValueError(f"layout.pp ({self.pp}) x layout.virtual-stages ({self.virtual_stages}) = {self.pp * self.virtual_stages} stages, but "
+                             f"there are num_hidden_layers ({model.num_hidden_layers}) + 2 things to compute (embedding, layers, head): "
+                             "set a smaller --layout.pp")
+
+
+    def _check_experts(self, model: ModelConfig) -> None:
+        shared = (self.dp or 1) * self.cp
+        if self.ep > 1 and not model.num_experts:
+            raise ValueError(f"layout.ep ({self.ep}) splits experts, and this model has none (num_experts 0): leave --layout.ep 1")
+        if shared % self.ep:
+            raise ValueError(f"layout.ep ({self.ep}) does not divide layout.dp ({self.dp or 1}) x layout.cp ({self.cp}): set --layout.ep "
+                             f"{_divisor(shared, self.ep)}")
+        if model.num_experts and model.num_experts % self.ep:
+            raise ValueError(f"num_experts ({model.num_experts}) is not divisible by layout.ep ({self.ep}): set --layout.ep "
+                             f"{_divisor(model.num_experts, self.ep)}")
+
+
+def balance(layers: int, stages: int) -> list[range]:
+    """The layers of each stage. Embedding and head weigh as a layer each: of these layers + 2 things in a row every stage gets
+    as many as any other, or one more. Raises ValueError where a stage would get none."""
+    things = layers + 2
+    if stages > things: raise ValueError(f"{stages} stages for {layers} layers, an embedding and a head: use fewer")
+    cuts = [min(max(i * things // stages - 1, 0), layers) for i in range(stages)] + [layers]
+    return [range(a, b) for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
 
 
 def _divisor(value: int, most: int) -> int:

@@ -35,17 +35,39 @@ def residual(x: Tensor, p: float, noise: Noise, site: int, rows: Tensor) -> Tens
     return torch.where(kept, x / (1 - p), 0)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, p: float, noise: Noise, site: int, first_head: int) -> Tensor:
-    """Attention with dropout on its probabilities, which are formed whole: O(batch heads queries keys) memory.
+def attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, p: float, noise: Noise, site: int, first_head: int,
+              rows: Tensor | None = None) -> Tensor:
+    """Attention with dropout on its probabilities, which are formed whole: O(batch heads queries keys) memory, of which backward
+    keeps the probabilities, their mask, a byte each, and what is left of them, as 2205.05198 counts them.
 
-    q [batch, queries, heads, size], k and v [batch, keys, heads or fewer, size], seen [queries, keys] bool -> like q.
-    `first_head`: index of q's first head in the whole model.
+    q [batch, queries, heads, size], k and v [batch, keys, heads or fewer, size], seen bool [queries, keys] or [batch, queries,
+    keys] -> like q. `first_head`: index of q's first head in the whole model. rows [queries] int64: the queries' indices in the
+    sequence, where they are not 0, 1, ...; the keys are always all from 0.
     """
     _, queries, heads, size = q.shape
     k, v = (t.repeat_interleave(heads // t.shape[2], 2).transpose(1, 2) for t in (k, v))
-    scores = (q.transpose(1, 2) @ k.transpose(2, 3)) * size**-0.5
-    probabilities = scores.masked_fill(~seen, -torch.inf).softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
     head = torch.arange(first_head, first_head + heads, device=q.device)[:, None, None]
-    row, column = torch.arange(queries, device=q.device)[:, None], torch.arange(k.shape[2], device=q.device)
-    kept = keep(p, noise.key, site, noise.sequences[:, None, None, None], head, row, column)
-    return (torch.where(kept, probabilities / (1 - p), 0) @ v).transpose(1, 2)
+    row, column = torch.arange(queries, device=q.device) if rows is None else rows, torch.arange(k.shape[2], device=q.device)
+    kept = keep(p, noise.key, site, noise.sequences[:, None, None, None], head, row[:, None], column)
+    scores = (q.transpose(1, 2) @ k.transpose(2, 3)) * size**-0.5
+    return (_Probabilities.apply(scores, seen if seen.dim() == 2 else seen[:, None], kept, p) @ v).transpose(1, 2)
+
+
+class _Probabilities(torch.autograd.Function):
+    """softmax of the scores [batch, heads, queries, keys] that are seen, in fp32 or wider, then dropout; in the scores' dtype.
+
+    Autograd alone would keep the softmax in fp32, and the mask of what is seen; here backward has it in the scores' dtype."""
+
+    @staticmethod
+    def forward(ctx, scores, seen, kept, p):
+        wide = torch.promote_types(scores.dtype, torch.float32)
+        probabilities = scores.masked_fill(~seen, -torch.inf).softmax(-1, dtype=wide).to(scores.dtype)
+        ctx.p, ctx.wide = p, wide
+        ctx.save_for_backward(probabilities, kept)
+        return torch.where(kept, probabilities / (1 - p), 0)
+
+    @staticmethod
+    def backward(ctx, g):
+        probabilities, kept = ctx.saved_tensors
+        dp = torch.where(kept, g / (1 - ctx.p), 0).to(ctx.wide)
+        return torch._softmax_backward_data(dp, probabilities.to(ctx.wide), -1, ctx.wide).to(g.dtype), None, None, None

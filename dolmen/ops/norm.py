@@ -9,5 +9,25 @@ from torch import Tensor
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., size], weight [size]; any float dtype, statistics in fp32 (fp64 for fp64 input)."""
-    wide = x if x.dtype == torch.float64 else x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+    return _RMSNorm.apply(x, weight, eps)
+
+
+def _wide(x: Tensor) -> Tensor: return x if x.dtype == torch.float64 else x.float()
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Kept for backward: x and one number a row. Autograd alone would keep x in fp32 and the normalised x."""
+
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        wide = _wide(x)
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, weight, scale)
+        return (wide * scale).to(x.dtype) * weight
+
+    @staticmethod
+    def backward(ctx, g):
+        x, weight, scale = ctx.saved_tensors
+        normal, dnormal = _wide(x) * scale, _wide(g * weight)
+        dx = (dnormal - normal * (dnormal * normal).mean(-1, keepdim=True)).mul_(scale)
+        return dx.to(x.dtype), (g * normal.to(x.dtype)).flatten(0, -2).sum(0), None

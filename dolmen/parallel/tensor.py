@@ -8,11 +8,12 @@ row-parallel one, and activations cross the tp axis only on entering and leaving
       v leave               all-reduce            | reduce-scatter        backward: nothing    | all-gather
 
 The input-gradient collective runs while the weight-gradient products do. Under sequence parallelism only the sharded
-input is kept, and gathered once more in backward, while the input gradient is computed.
+input is kept, and gathered once more in backward, while the input gradient is computed. Where a pipeline schedule splits
+the backward, the weight gradients are not computed there at all: what they need is queued in `later` (2401.10241).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +30,14 @@ class TensorParallel:
 
     axis: Axis
     sequence: bool = False
+    later: list[Callable[[], None]] | None = field(default=None, compare=False)
+    """Where backward leaves the weight gradients it was not asked for; each call adds one product's to its parameters'
+    gradients. None: backward computes them."""
+
+    @property
+    def gathers(self) -> bool:
+        """Whether entering a block is an all-gather."""
+        return self.sequence and self.axis.size > 1
 
     @property
     def residual_grad(self) -> Placement | None:
@@ -40,33 +49,59 @@ class TensorParallel:
         """Type of the gradient of a replicated weight used inside a block, on this rank's heads (q and k norms, shared k, v)."""
         return Partial() if self.axis.size > 1 else None
 
+    def enter(self, x: Tensor) -> Tensor:
+        """I -> R, or S(0) -> R under sequence parallelism, where `columns` is not what is entered. x [tokens, hidden]."""
+        return c.all_gather(x, 0, self.axis) if self.gathers else c.copy(x, self.axis)
+
     def leave(self, y: Tensor) -> Tensor:
         """P -> I, or P -> S(0) under sequence parallelism. y [tokens, hidden]."""
         return c.reduce_scatter(y, 0, self.axis) if self.sequence else c.all_reduce(y, self.axis)
 
 
-class _Columns(torch.autograd.Function):
-    """y_i = enter(x) W_i^T + b_i. One collective on the way in serves all W_i; one on the way back overlaps all dW_i."""
+class _Linear(torch.autograd.Function):
+    """y_i = enter(x) W_i^T + b_i. One collective on the way in serves all W_i; one on the way back overlaps all dW_i.
+
+    `enters`: x comes from the residual stream, else it is already this rank's part. `kept`: the weights as autograd knows
+    them, where their gradients are for later and what is multiplied is detached."""
 
     @staticmethod
-    def forward(ctx, x, tp, count, *weights_and_biases):
+    def forward(ctx, x, tp, enters, kept, count, *weights_and_biases):
         weights, biases = weights_and_biases[:count], weights_and_biases[count:]
-        entered = c.wait(c.start_all_gather(x, tp.axis)) if tp.sequence else x
-        ctx.tp, ctx.with_bias = tp, [b is not None for b in biases]
+        gathers = enters and tp.gathers
+        entered = c.wait(c.start_all_gather(x, tp.axis)) if gathers else x
+        ctx.tp, ctx.kept, ctx.with_bias = tp, kept, [b is not None for b in biases]
+        ctx.gathers, ctx.reduces = gathers, enters and not gathers and tp.axis.size > 1
         ctx.save_for_backward(x, *weights)
         return tuple(F.linear(entered, w, b) for w, b in zip(weights, biases, strict=True))
 
     @staticmethod
     def backward(ctx, *grads):
-        (x, *weights), axis, sequence = ctx.saved_tensors, ctx.tp.axis, ctx.tp.sequence
-        if sequence: gathering = c.start_all_gather(x, axis)
+        (x, *weights), axis, now = ctx.saved_tensors, ctx.tp.axis, ctx.kept is None
+        if ctx.gathers and now: gathering = c.start_all_gather(x, axis)
         dx = grads[0] @ weights[0]
         for g, w in zip(grads[1:], weights[1:], strict=True): dx.addmm_(g, w)
-        if sequence: x = c.wait(gathering)
-        entering = c.start_reduce_scatter(dx, axis) if sequence else c.start_all_reduce(dx, axis)
-        dw = [g.t() @ x for g in grads]
+        if ctx.gathers:
+            if now: x = c.wait(gathering)
+            dx = c.start_reduce_scatter(dx, axis)
+        elif ctx.reduces: dx = c.start_all_reduce(dx, axis)
+        dw = [g.t() @ x for g in grads] if now else [None] * len(grads)
+        if not now: ctx.tp.later.append(_weight_gradients(ctx.kept, grads, x, axis if ctx.gathers else None))
         db = [g.sum(0) if has else None for g, has in zip(grads, ctx.with_bias, strict=True)]
-        return c.wait(entering), None, None, *dw, *db
+        return c.wait(dx) if ctx.gathers or ctx.reduces else dx, None, None, None, None, *dw, *db
+
+
+def _weight_gradients(weights: Sequence[Tensor], grads: Sequence[Tensor], x: Tensor, gather: Axis | None) -> Callable[[], None]:
+    def run() -> None:
+        whole = x if gather is None else c.wait(c.start_all_gather(x, gather))
+        torch.autograd.backward(list(weights), [g.t() @ whole for g in grads])     # through `local`, which types them
+    return run
+
+
+def _linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], tp: TensorParallel, enters: bool) -> tuple[Tensor, ...]:
+    later = tp.later is not None and torch.is_grad_enabled() and weights[0].requires_grad
+    if not later and not (enters and tp.axis.size > 1): return tuple(F.linear(x, w, b) for w, b in zip(weights, biases, strict=True))
+    used = [w.detach() for w in weights] if later else weights
+    return _Linear.apply(x, tp, enters, tuple(weights) if later else None, len(weights), *used, *biases)
 
 
 def columns(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], tp: TensorParallel) -> tuple[Tensor, ...]:
@@ -74,13 +109,12 @@ def columns(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None
 
     x [tokens, in] is I@tp, or S(0)@tp under sequence parallelism; the outputs are S(1)@tp.
     """
-    if tp.axis.size == 1: return tuple(F.linear(x, w, b) for w, b in zip(weights, biases, strict=True))
-    return _Columns.apply(x, tp, len(weights), *weights, *biases)
+    return _linear(x, weights, biases, tp, enters=True)
 
 
 def rows(x: Tensor, weight: Tensor, tp: TensorParallel) -> Tensor:
     """Row-parallel product: x [tokens, in / tp] S(1)@tp, weight [out, in / tp] S(1)@tp -> [tokens, out] as `leave` says."""
-    return tp.leave(F.linear(x, weight))
+    return tp.leave(_linear(x, [weight], [None], tp, enters=False)[0])
 
 
 def vocabulary_range(vocab_size: int, axis: Axis) -> tuple[int, int]:

@@ -196,3 +196,22 @@ def test_batch_parts():
     padded = Batch.of_windows(np.array([[3, 4, IGNORED, IGNORED]]))
     assert padded.labels.tolist() == [[4, IGNORED, IGNORED]] and padded.tokens.tolist() == [[3, 4, 0]]
     assert padded.real_tokens == 1
+
+
+def test_documents_of_a_window():
+    """An end of text (9) is the last token of its document; the window's first token begins one wherever it was cut."""
+    windows = np.array([[1, 2, 9, 3, 4, 5, 6], [9, 9, 1, 2, 3, 9, 4], [1, 2, 3, 4, 5, 6, 9], [1, 9, IGNORED, IGNORED, IGNORED, IGNORED, IGNORED]])
+    batch = Batch.of_windows(windows, 9)
+    assert batch.starts.tolist() == [[0, 0, 0, 3, 3, 3], [0, 1, 2, 2, 2, 2], [0] * 6, [0, 0, 2, 2, 2, 2]]
+    assert batch.starts.dtype == torch.int64 and same(batch, Batch.of_windows(windows)) and Batch.of_windows(windows).starts is None
+    assert [b.starts.tolist() for b in batch.microbatches(2)] == [batch.starts[:2].tolist(), batch.starts[2:].tolist()]
+    assert all(b.starts is None for b in Batch.of_windows(windows).split(2))
+
+
+def test_document_mask_reaches_training_and_validation(documents, load):
+    plain, masked = (load(documents, validation_fraction=0.1, sequence_length=512, document_mask=mask) for mask in (False, True))
+    assert plain.batch(0).starts is None and next(plain.validation_batches()).starts is None
+    for a, b in ((plain.batch(3), masked.batch(3)), (next(plain.validation_batches()), next(masked.validation_batches()))):
+        assert same(a, b) and torch.equal(b.starts, Batch.of_windows(np.concatenate([b.tokens, b.labels[:, -1:]], 1), masked.end_of_text).starts)
+        assert b.starts.any(), "some window has two documents"
+    assert changes(plain.fingerprint(), masked.fingerprint()) == ["document_mask: none -> True"]

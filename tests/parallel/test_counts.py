@@ -10,12 +10,13 @@ from functools import cache
 import pytest
 import torch
 import torch.distributed as dist
+from backward import backward
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dolmen.core import mesh as meshes
 from dolmen.core import state
 from dolmen.model.config import ModelConfig
-from dolmen.parallel import data
+from dolmen.model.layout import Layout
 from dolmen.train.build import build, initialize
 
 DP, TP, BATCH, LENGTH, HIDDEN, FFN = 2, 4, 3, 8, 32, 48
@@ -82,14 +83,14 @@ def trace(family: str, sequence: bool, layers: int, compute=torch.float32, vocab
     """Forward and backward of one microbatch, as rank 0 sends it."""
     config = ModelConfig(**SIZES | FAMILIES[family] | dict(num_hidden_layers=layers, vocab_size=vocab_size))
     mesh = meshes.grid(DP, TP, torch.device("cpu"))
-    model = build(config, mesh, sequence=sequence, zero=2, compute=compute)
+    model = build(config, mesh, Layout(sequence_parallel=sequence, zero=2), compute=compute)
     initialize(model, 0)
     size = {p: tuple(s.stop - s.start for s in state.region(p)) for p in build(config, mesh).parameters()}   # split over tp alone
     tokens = torch.arange(TOKENS).view(BATCH, LENGTH)
     with Recorder(set(size.values())) as recorder:
         loss = model(tokens, tokens)
         recorder.backward = True
-        data.backward(loss, model, last=True, zero=2)
+        backward(loss, model, last=True, zero=2)
     assert not recorder.open, "a collective was never waited for"
     activations = [s for s in recorder.sent if not s.parameter]
     assert {s.group for s in activations} == {mesh.tp.group.group_name}
@@ -159,7 +160,7 @@ def test_only_the_shard_of_an_input_is_kept():
     whole = []
     mesh = meshes.grid(DP, TP, torch.device("cpu"))
     for sequence in (False, True):
-        model = build(ModelConfig(**SIZES | FAMILIES["llama"] | dict(num_hidden_layers=3)), mesh, sequence=sequence)
+        model = build(ModelConfig(**SIZES | FAMILIES["llama"] | dict(num_hidden_layers=3)), mesh, Layout(sequence_parallel=sequence, zero=0))
         initialize(model, 0)
         saved = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t, saved=saved: (saved.append(tuple(t.shape)), t)[1], lambda t: t):

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
+from backward import backward
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dolmen.core import mesh as meshes
 from dolmen.model.config import ModelConfig
+from dolmen.model.layout import Layout
 from dolmen.optim.optimizer import OptimizerConfig, adamw
 from dolmen.parallel import data
 from dolmen.train.build import build, initialize
@@ -123,7 +125,7 @@ def expected(zero: int, dp: int, microbatches: int, model, compute: torch.dtype)
 
 def observed(zero: int, dp: int, microbatches: int, compute: torch.dtype):
     mesh = meshes.grid(dp, WORLD // dp, torch.device("cpu"))
-    model = build(CONFIG, mesh, zero=zero, compute=compute)
+    model = build(CONFIG, mesh, Layout(zero=zero), compute=compute)
     initialize(model, 0)
     parameters = [p for unit in data.units(model) for p in managed(unit)]
     optimizer, tokens, out, peaks = adamw(model, OptimizerConfig()), torch.zeros(1, 2, dtype=torch.long), {}, []
@@ -134,7 +136,7 @@ def observed(zero: int, dp: int, microbatches: int, compute: torch.dtype):
             now, most = peak.take()
             if i == 0: out["after forward"] = now
             peaks.append(most)
-            data.backward(loss, model, i == microbatches - 1, zero)
+            backward(loss, model, i == microbatches - 1, zero)
             now, most = peak.take()
             out["after the last backward" if i == microbatches - 1 else "between microbatches"] = now
             peaks.append(most)
@@ -169,11 +171,11 @@ def test_the_summary(zero):
 @pytest.mark.parametrize("zero", range(4))
 def test_inference_leaves_nothing(zero):
     """Evaluation gathers what it needs and gives it back; training may then go on."""
-    model = build(CONFIG, meshes.grid(4, 1, torch.device("cpu")), zero=zero)
+    model = build(CONFIG, meshes.grid(4, 1, torch.device("cpu")), Layout(zero=zero))
     initialize(model, 0)
     parameters, tokens = [p for unit in data.units(model) for p in managed(unit)], torch.zeros(1, 2, dtype=torch.long)
     before = measure(parameters)
     with data.inference(model): model(tokens)
     assert measure(parameters) == before and model.training
-    data.backward(model(tokens, tokens), model, True, zero)
+    backward(model(tokens, tokens), model, True, zero)
     assert all(p.grad is not None for p in model.parameters())

@@ -1,0 +1,104 @@
+"""dolmen schedule NAME --pp 4 --microbatches 8"""
+
+from dataclasses import dataclass
+from math import isfinite, prod
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from dolmen.cli.errors import BadInput
+from dolmen.core.log import console
+from dolmen.parallel import schedule as pipeline
+from dolmen.parallel.schedule import SCHEDULES, Cost, Schedule, Simulation
+from dolmen.plan import draw
+
+MOST = 500_000                                              # some seconds
+BOXES = 200_000                                             # more is no picture
+
+
+@dataclass(frozen=True)
+class ScheduleOptions:
+    """Time a pipeline schedule, and draw it. Times are of one microbatch through all layers of a rank, in any unit."""
+
+    schedule: tyro.conf.Positional[str]
+    """gpipe, 1f1b, interleaved, zero-bubble, zero-bubble-v, or a .txt or .yaml file with one line of actions (F0 F1 B0 B1) a rank."""
+    pp: int | None = None
+    """Pipeline ranks. Default: 4; those of the file."""
+    microbatches: int | None = None
+    """Microbatches a step. Default: 8; those of the file."""
+    virtual_stages: int | None = None
+    """Chunks of layers a rank holds. Default: 1, or 2 where the schedule needs several; those of the file."""
+    out: str | None = None
+    """Picture to write, .svg or .png."""
+    list: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print the actions of each rank, as a file would hold them."""
+    forward: float = 1
+    """Time of a forward (F)."""
+    backward: float = 2
+    """Time of a whole backward (B)."""
+    input: float = 1
+    """Time of the part of a backward that earlier stages wait for (I)."""
+    weight: float = 1
+    """Time of the rest of it (W)."""
+    send: float = 0
+    """Time from the end of an action until another rank has its result."""
+
+
+def run(argv: list[str]) -> int:
+    options = tyro.cli(ScheduleOptions, args=argv, prog="dolmen schedule")
+    try:
+        schedule, cost = chosen(options), costs(options)
+        simulation = pipeline.simulate(schedule, cost)
+        if options.out: picture(schedule, simulation, Path(options.out))
+    except (ValueError, OSError) as error: raise BadInput(str(error)) from None
+    report(schedule, simulation, pipeline.closed_form(schedule, cost))
+    if options.list: print("\n" + pipeline.format(schedule), end="")
+    if options.out: print(f"wrote {options.out}")
+    return 0
+
+
+def chosen(options: ScheduleOptions) -> Schedule:
+    """The schedule that is asked for; what is not said is the file's, or small. Raises ValueError."""
+    file = None if options.schedule in SCHEDULES else pipeline.read(options.schedule)
+    default = (file.ranks, file.micros, file.chunks) if file else (4, 8, 2 if options.schedule in ("interleaved", "zero-bubble-v") else 1)
+    asked = (options.pp, options.microbatches, options.virtual_stages)
+    sizes = [d if a is None else a for a, d in zip(asked, default, strict=True)]
+    if prod(sizes) > MOST: raise ValueError(f"{prod(sizes):,} forwards are too many to list ({MOST:,}): use fewer --microbatches")
+    return pipeline.make(options.schedule, *sizes)
+
+
+def costs(options: ScheduleOptions) -> Cost:
+    """Raises ValueError for what is no time."""
+    cost = Cost(options.forward, options.backward, options.input, options.weight, options.send)
+    for name, value in cost._asdict().items():
+        if not isfinite(value) or value < 0 or value == 0 and name != "send":
+            raise ValueError(f"--{name} ({value:g}) is no time: use a number above 0")
+    return cost
+
+
+def picture(schedule: Schedule, simulation: Simulation, to: Path) -> None:
+    """Raises ValueError, and OSError where nothing can be written."""
+    boxes = sum(map(len, schedule.actions))
+    if boxes > BOXES: raise ValueError(f"{boxes:,} actions are more than a picture can show ({BOXES:,}): use fewer --microbatches")
+    draw.gantt(simulation, schedule, to, title(schedule))
+
+
+def title(schedule: Schedule) -> str:
+    chunks = f", {schedule.chunks} virtual stages a rank" if schedule.chunks > 1 else ""
+    return f"{Path(schedule.name).name}: {schedule.ranks} ranks, {schedule.micros} microbatches{chunks}"
+
+
+def report(schedule: Schedule, simulation: Simulation, idle: float | None) -> None:
+    """The table, and the bubble beside its closed form where there is one."""
+    from rich.table import Table
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("rank", "stages", "actions", "busy", "bubble", "live microbatches"): table.add_column(name, justify="right")
+    for rank, (actions, busy, peak) in enumerate(zip(schedule.actions, simulation.busy, simulation.peak, strict=True)):
+        stages = " ".join(str(schedule.stage_of(rank, chunk)) for chunk in range(schedule.chunks))
+        table.add_row(str(rank), stages, f"{len(actions):,}", f"{busy:.6g}", f"{1 - busy / simulation.span:.2%}", f"{peak:.4g}")
+    console().print(title(schedule))
+    console().print(table)
+    found = max(simulation.span - busy for busy in simulation.busy)
+    formula = f" (closed form {idle:.6g})" if idle is not None else ""
+    print(f"span {simulation.span:.6g}; idle {found:.6g}{formula}: {simulation.bubble:.2%} of the span, {simulation.ratio:.2%} of the work")

@@ -1,0 +1,74 @@
+"""One rank's share of the model, as the modules need it: their axes, how they use them, and the stages they hold."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from dolmen.core.mesh import SINGLE, Axis, Mesh
+from dolmen.model.layout import Layout, balance
+from dolmen.parallel.context import ContextParallel
+from dolmen.parallel.schedule import Schedule
+from dolmen.parallel.tensor import TensorParallel
+
+
+@dataclass(frozen=True)
+class Part:
+    """One stage: `first` embeds, `last` has the final norm, the head and the loss."""
+
+    layers: range
+    first: bool = True
+    last: bool = True
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """What backward computes again in the layers numbered `layers`."""
+
+    kind: Literal["none", "selective", "full"] = "none"
+    layers: frozenset[int] = frozenset()
+
+    def of(self, layer: int) -> str: return self.kind if layer in self.layers else "none"
+
+
+@dataclass(frozen=True)
+class Split:
+    """Everything that differs between ranks in the text of the model."""
+
+    tp: TensorParallel
+    cp: ContextParallel
+    ep: Axis
+    parts: tuple[Part, ...]
+    """The stages of this rank, one a chunk of its schedule."""
+    recompute: Recompute = field(default_factory=Recompute)
+    tied_apart: bool = False
+    """First and last stage lie on different ranks: a tied embedding has two owners."""
+
+    @property
+    def layers(self) -> list[int]:
+        """All layers of this rank, in order."""
+        return sorted(i for part in self.parts for i in part.layers)
+
+    @property
+    def first(self) -> bool: return any(part.first for part in self.parts)
+
+    @property
+    def last(self) -> bool: return any(part.last for part in self.parts)
+
+
+def split(mesh: Mesh, layers: int, layout: Layout = Layout(), schedule: Schedule | None = None) -> Split:
+    """This rank's share of a model of `layers` layers, whose stages lie as `schedule` places them (None: all are here)."""
+    stages = balance(layers, schedule.stages if schedule else 1)
+
+    def part(stage: int) -> Part: return Part(stages[stage], stage == 0, stage == len(stages) - 1)
+
+    here = [schedule.stage_of(mesh.pp.rank, chunk) for chunk in range(schedule.chunks)] if schedule else [0]
+    parts = tuple(part(stage) for stage in here)
+    recomputed = frozenset(i for p in parts for i in list(p.layers)[: layout.recompute_layers])
+    later = [] if schedule is not None and schedule.splits_backward else None
+    return Split(TensorParallel(mesh.tp, layout.sequence_parallel and mesh.tp.size > 1, later), ContextParallel(mesh.cp, layout.context),
+                 mesh.ep, parts, Recompute(layout.recompute, recomputed),
+                 tied_apart=schedule is not None and schedule.rank_of(0) != schedule.rank_of(schedule.stages - 1))
+
+
+def whole(layers: int) -> Split:
+    """All of the model, in one process."""
+    return split(SINGLE, layers)

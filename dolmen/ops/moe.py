@@ -1,0 +1,176 @@
+"""Mixture of experts on local tensors: which experts a token goes to, its way to them and back, and the losses that keep
+them equally busy. Symbols: n tokens, H hidden, E experts, k of them a token, F an expert's width; m rows of one rank's experts.
+
+    logits [n, E] -> p = softmax -> k largest, a token's (expert, weight) pairs -> n k rows sorted by expert
+    rows [m, H] -> one product an expert (grouped) -> rows [m, H] -> sum over a token's pairs, weighted -> [n, H]
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Routing(NamedTuple):
+    """What a router decides, in fp32 or wider."""
+
+    probabilities: Tensor
+    """[n, E], softmax over all experts."""
+    weights: Tensor
+    """[n, k]: a token's output is the sum of its experts' outputs times these."""
+    experts: Tensor
+    """[n, k] int64."""
+
+
+def route(logits: Tensor, k: int, normalize: bool, bias: Tensor | None = None) -> Routing:
+    """The k most probable experts of each token; `normalize`: their weights sum to 1. `bias` [E] is added for the choice
+    alone (2408.15664). logits [n, E]."""
+    p = logits.softmax(-1)
+    experts = (p.detach() if bias is None else p.detach() + bias).topk(k, -1).indices
+    weights = p.gather(1, experts)
+    return Routing(p, weights / weights.sum(-1, keepdim=True) if normalize else weights, experts)
+
+
+class Order(NamedTuple):
+    """The n k (token, expert) pairs sorted by expert; of equal ones the earlier token first."""
+
+    pairs: Tensor
+    """[n k] int64: the pair at each place; pair i is choice i % k of token i // k."""
+    places: Tensor
+    """[n k] int64, the inverse: the place of each pair."""
+    counts: Tensor
+    """[E] int64: pairs of each expert."""
+
+
+def sort(experts: Tensor, number: int) -> Order:
+    """The order of `experts` [n, k], of `number` in all."""
+    flat = experts.flatten()
+    pairs = flat.argsort(stable=True)
+    return Order(pairs, inverse(pairs), flat.bincount(minlength=number))
+
+
+def inverse(permutation: Tensor) -> Tensor:
+    """[m] -> [m]: inverse(p)[p[i]] = i."""
+    return torch.empty_like(permutation).scatter_(0, permutation, torch.arange(len(permutation), device=permutation.device))
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, permutation, inverted):
+        ctx.save_for_backward(permutation, inverted)
+        return x[permutation]
+
+    @staticmethod
+    def backward(ctx, g):
+        permutation, inverted = ctx.saved_tensors
+        return _Permute.apply(g, inverted, permutation), None, None
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, pairs, places):
+        ctx.k = len(pairs) // len(x)
+        ctx.save_for_backward(places)
+        return x[pairs // ctx.k]
+
+    @staticmethod
+    def backward(ctx, g): return g[ctx.saved_tensors[0]].view(-1, ctx.k, g.shape[-1]).sum(1), None, None
+
+
+def permute(x: Tensor, permutation: Tensor, inverted: Tensor) -> Tensor:
+    """x[permutation] along dim 0, whose backward is the inverse gather: no atomic additions, so the same every time."""
+    return _Permute.apply(x, permutation, inverted)
+
+
+def spread(x: Tensor, order: Order) -> Tensor:
+    """A row for each pair, in order: x [n, H] -> [n k, H]."""
+    return _Spread.apply(x, order.pairs, order.places)
+
+
+def combine(rows: Tensor, weights: Tensor, order: Order) -> Tensor:
+    """The weighted sum of each token's rows: rows [n k, H] in order, weights [n, k] -> [n, H] in the dtype of rows."""
+    apart = permute(rows, order.places, order.pairs).view(*weights.shape, rows.shape[-1])
+    return (apart * weights.to(rows.dtype)[..., None]).sum(1)
+
+
+class _Grouped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, counts):
+        ctx.counts = counts
+        ctx.save_for_backward(x, weight)
+        return _products(x, weight.transpose(1, 2), counts)
+
+    @staticmethod
+    def backward(ctx, g):
+        x, weight = ctx.saved_tensors
+        g = g.contiguous()
+        return _products(g, weight, ctx.counts), _outer_products(g, x, ctx.counts), None
+
+
+def _native(x: Tensor) -> bool:
+    """Whether torch has one kernel for all groups: bf16 on a GPU, rows of whole 16 bytes."""
+    return x.is_cuda and x.dtype == torch.bfloat16 and x.shape[1] % 8 == 0 and len(x) > 0 and "_grouped_mm" in vars(torch)
+
+
+def _ends(counts: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+
+
+def _products(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
+    """x [m, in] in groups of `counts` rows, weight [groups, in, out] -> [m, out]."""
+    if _native(x) and weight.shape[2] % 8 == 0: return torch._grouped_mm(x, weight, _ends(counts, x.device))
+    out = x.new_empty(len(x), weight.shape[2])
+    for i, part, rows in _groups(counts, out, x): torch.mm(rows, weight[i], out=part)
+    return out
+
+
+def _outer_products(g: Tensor, x: Tensor, counts: Sequence[int]) -> Tensor:
+    """g [m, out], x [m, in] in groups of `counts` rows -> g^T x of each group, [groups, out, in]."""
+    if _native(x) and g.shape[1] % 8 == 0: return torch._grouped_mm(g.t(), x, _ends(counts, x.device))
+    out = x.new_zeros(len(counts), g.shape[1], x.shape[1])
+    for i, grad, rows in _groups(counts, g, x): torch.mm(grad.t(), rows, out=out[i])
+    return out
+
+
+def _groups(counts: Sequence[int], *tensors: Tensor):
+    """(group, its rows of each tensor) of those that have rows."""
+    for i, parts in enumerate(zip(*(t.split(list(counts)) for t in tensors), strict=True)):
+        if counts[i]: yield i, *parts
+
+
+def grouped_linear(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
+    """y = x W_e^T with the W of each row's group: x [m, in], whose first counts[0] rows are group 0's and so on, weight
+    [groups, out, in] -> [m, out]. Groups may be empty; their weights' gradient is zero."""
+    return _Grouped.apply(x, weight, counts)
+
+
+def sequence_counts(experts: Tensor, batch: int, number: int) -> Tensor:
+    """Pairs of each sequence and expert: experts [n, k] of `batch` sequences one after the other -> [batch, E] int64."""
+    return F.one_hot(experts.view(batch, -1), number).sum(1)
+
+
+def balance_loss(probabilities: Tensor, counts: Tensor, length: int, k: int) -> Tensor:
+    """Sum over sequences of E / (k T) sum_e count_e mean_t p_te, T = `length`: 1 for each where all experts are equally
+    busy, E / k where k of them do everything (2101.03961 eq. 4, a sequence at a time as in 2412.19437 eq. 17).
+
+    probabilities [batch * tokens here, E], counts [batch, E] of whole sequences. Where `tokens here` are a part of the
+    sequence, so is the result: it adds up over the parts."""
+    batch, number = counts.shape
+    sums = probabilities.view(batch, -1, number).sum(1)
+    return (sums * counts).sum() * (number / (k * length * length))
+
+
+def z_loss(logits: Tensor, length: int) -> Tensor:
+    """Sum over sequences of mean_t logsumexp(logits_t)^2, which keeps logits small (2202.08906 eq. 5); of a part, its part."""
+    return logits.logsumexp(-1).square().sum() / length
+
+
+def batch_balance_loss(logits: Sequence[Tensor], k: int) -> Tensor:
+    """The form of transformers' `load_balancing_loss_func`, over all tokens of all layers at once: E sum_e f_e P_e, with f_e
+    the pairs and P_e the probability of expert e, both a token: k where all are equally busy. It depends on how sequences
+    are batched, so training does not use it. logits: [n, E] a layer."""
+    p = torch.cat(list(logits)).softmax(-1)
+    counts = p.detach().topk(k, -1).indices.flatten().bincount(minlength=p.shape[1])
+    return (counts / len(p) * p.mean(0)).sum() * p.shape[1]
