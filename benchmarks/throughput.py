@@ -30,6 +30,7 @@ from dolmen.core import mesh as meshes
 from dolmen.data.batch import Batch
 from dolmen.model.config import ModelConfig
 from dolmen.model.count import training_flops_per_token
+from dolmen.model.layout import Layout
 from dolmen.optim.optimizer import OptimizerConfig, adamw
 from dolmen.train import build
 from dolmen.train.step import TrainState, optimizer_step
@@ -73,11 +74,13 @@ def _batch(shape, device):
 
 def dolmen_side(shape, mesh, compile, sequence=False):
     """This project: the training loop's own step."""
-    model = build.build(shape.config, mesh, zero=1, compute=torch.bfloat16, compile=compile, sequence=sequence)
+    layout = Layout(tp=mesh.tp.size, dp=mesh.dp.size, sequence_parallel=sequence)
+    schedule = layout.make_schedule(shape.batch, shape.batch // mesh.dp.size)
+    model = build.build(shape.config, mesh, layout, schedule, compute=torch.bfloat16, compile=compile)
     build.initialize(model, seed=0)
-    state = TrainState(model, adamw(model, OPTIMIZER), OPTIMIZER, steps=1000, zero=1)
+    state = TrainState(model, adamw(model, OPTIMIZER), OPTIMIZER, 1000, layout.zero, schedule)
     batch = Batch(*(t.cpu() for t in _batch(shape, mesh.device)))
-    return lambda: optimizer_step(state, batch, mesh, shape.batch).loss
+    return lambda: optimizer_step(state, batch, mesh).loss
 
 
 def _transformers(shape, device, dtype, attention):
@@ -160,7 +163,7 @@ def fsdp_side(shape, mesh, compile, attention="sdpa"):
         if mesh.tp.size == 1: loss_of = torch.compile(_mean_loss)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for module in (*model.model.layers, model):
-        fully_shard(module, mesh=mesh.grid["dp"], mp_policy=policy, reshard_after_forward=False)
+        fully_shard(module, mesh=mesh.grid["fsdp"], mp_policy=policy, reshard_after_forward=False)
         if mesh.device.type == "cpu": module.set_force_sum_reduction_for_comms(True)
     optimizer, (tokens, labels) = _adamw(model.parameters()), _batch(shape, mesh.device)
     if mesh.tp.size == 1:

@@ -7,6 +7,7 @@
         __0_0.distcp ...          the tensors, one file a rank
       step-00000200.partial/      being written, being deleted, or left by a killed run: never read
       step-00000100.replaced/     the old one, for the moment in which a new save of the same step takes its name
+      step-00000200.damaged/      could not be read by a restart that nobody watched: never read again, for people to look at
 
 Whoever is killed between any two lines of this file leaves the newest whole checkpoint readable: tests/checkpoint kills
 at every one of them.
@@ -18,7 +19,7 @@ import re
 import shutil
 from pathlib import Path
 
-STATE, METADATA, PARTIAL, REPLACED = "state.json", ".metadata", ".partial", ".replaced"
+STATE, METADATA, PARTIAL, REPLACED, DAMAGED = "state.json", ".metadata", ".partial", ".replaced", ".damaged"
 
 
 def name(step: int) -> str:
@@ -68,6 +69,12 @@ def prune(folder: Path, keep: int, saved: int) -> None:
         partial = path.with_name(path.name + PARTIAL)               # first it stops being whole, then it goes
         path.rename(partial)
         shutil.rmtree(partial)
+
+
+def put_aside(path: Path, aside: Path) -> None:
+    """Rename a damaged checkpoint, in the place of one put aside before it."""
+    if aside.exists(): shutil.rmtree(aside)
+    path.rename(aside)
 
 
 def read_state(path: Path) -> dict:

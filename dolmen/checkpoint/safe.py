@@ -15,6 +15,7 @@ import pickle
 import zipfile
 import zlib
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 from typing import BinaryIO
 
@@ -76,10 +77,10 @@ class Reader(FileSystemReader):
             file = Path(self.path) / name
             if not file.is_file() or file.stat().st_size < end: raise ValueError(f"{file} is missing, damaged or truncated")
 
-    def load(self, tensors: dict[str, Tensor]) -> None:
-        """Fill `tensors` in place, each rank its own part. Raises KeyError for names that are missing here or there,
-        ValueError for other shapes and for a file that is missing, damaged or truncated."""
-        self._check(tensors)
+    def load(self, tensors: dict[str, Tensor], elsewhere: Collection[str] = ()) -> None:
+        """Fill `tensors` in place, each rank its own part. Raises KeyError for names that are missing here or there and not
+        `elsewhere`, ValueError for other shapes and for a file that is missing, damaged or truncated."""
+        self._check(tensors, elsewhere)
         self.fill(tensors)
 
     def fill(self, tensors: dict[str, Tensor]) -> None:
@@ -94,12 +95,12 @@ class Reader(FileSystemReader):
                              f"{holes[:3]}")
         self.read_data(plan, planner)
 
-    def _check(self, tensors: dict[str, Tensor]) -> None:
+    def _check(self, tensors: dict[str, Tensor], elsewhere: Collection[str]) -> None:
         stored = self.metadata.state_dict_metadata
         kinds = {n.split("/")[0] for n in tensors}                      # a kind may be left out whole: the model alone
         if missing := [n for n in tensors if n not in stored]:
             raise KeyError(f"{self.path} lacks {len(missing)} of {len(tensors)} tensors, e.g. {missing[:3]}")
-        if extra := [n for n in stored if n not in tensors and n.split("/")[0] in kinds]:
+        if extra := [n for n in stored if n not in tensors and n not in elsewhere and n.split("/")[0] in kinds]:
             raise KeyError(f"{self.path} holds {len(extra)} tensors that have no place here, e.g. {extra[:3]}")
         if other := [n for n, t in tensors.items() if t.shape != stored[n].size]:
             shapes = ", ".join(f"{n} {tuple(stored[n].size)} for {tuple(tensors[n].shape)}" for n in other[:3])

@@ -4,6 +4,7 @@
 
 import json
 import warnings
+from collections.abc import Collection
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +19,10 @@ from dolmen.checkpoint import folders
 from dolmen.checkpoint.safe import Reader
 from dolmen.checkpoint.writer import Writer
 from dolmen.core.mesh import Mesh
+
+
+class NotSaved(RuntimeError):
+    """A save has failed; the checkpoints before it are whole."""
 
 
 class Checkpoints:
@@ -53,13 +58,13 @@ class Checkpoints:
         return self._saving is None or self._saving[1].done()
 
     def finish(self) -> None:
-        """Wait for the save in progress. Raises RuntimeError, the same on every rank, if it failed."""
+        """Wait for the save in progress. Raises NotSaved, the same on every rank, if it failed."""
         if self._saving is None: return
         (step, future), self._saving = self._saving, None
         try: future.result()
         except (CheckpointException, Exception) as error:               # DCP's is a BaseException
             reason = min(error.failures.items())[1][0] if isinstance(error, CheckpointException) else error
-            raise RuntimeError(f"step {step} was not saved in {self.folder}: {reason!r}. The newest whole checkpoint "
+            raise NotSaved(f"step {step} was not saved in {self.folder}: {reason!r}. The newest whole checkpoint "
                                f"there is {self.newest()}: make room or use another folder, and save again") from error
 
     def steps(self) -> list[int]:
@@ -81,9 +86,17 @@ class Checkpoints:
         """What `save` was given beside the tensors. Raises ValueError where it is missing or damaged."""
         return folders.read_state(self.path(step))
 
-    def load(self, step: int, tensors: dict[str, Tensor]) -> None:
+    def put_aside(self, step: int) -> Path:
+        """Take a damaged checkpoint out of the way, under a name that is never read or pruned; its new path. All ranks may call it."""
+        path = self.folder / folders.name(step)
+        aside = path.with_name(path.name + folders.DAMAGED)
+        if self._group is None or dist.get_rank(self._group) == 0: folders.put_aside(folders.whole(self.folder)[step], aside)
+        return aside
+
+    def load(self, step: int, tensors: dict[str, Tensor], elsewhere: Collection[str] = ()) -> None:
         """Fill `tensors` in place with those of `step`, saved at any layout; a kind (a name's part before `/`) may be
-        left out. Values are cast to the dtype of their place. Each rank reads its own part, then all agree.
+        left out. Values are cast to the dtype of their place. Each rank reads its own part, then all agree. `elsewhere`:
+        names that need no place here, as other stages have them.
 
         Finishes the save in progress, which uses the same group. Raises KeyError for missing or unexpected names,
         ValueError for other shapes or damaged files, on every rank.
@@ -91,7 +104,7 @@ class Checkpoints:
         self.finish()
         error = None
         try:
-            with torch.no_grad(): Reader(self.path(step)).load(tensors)
+            with torch.no_grad(): Reader(self.path(step)).load(tensors, elsewhere)
         except (KeyError, ValueError) as caught: error = caught
         results: list = [(step, error and str(error))]
         if self._group is not None:

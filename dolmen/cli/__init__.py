@@ -16,6 +16,7 @@ VERBS = {
     "export": "write a run or checkpoint as a transformers directory",
     "verify": "compare a directory with transformers: logits, loss, gradient norm, greedy tokens",
     "generate": "continue a prompt",
+    "schedule": "draw and time a pipeline schedule",
 }
 
 USAGE = "usage: dolmen VERB ...\n\n" + "".join(f"  {verb:10s}{text}\n" for verb, text in VERBS.items()) + """
@@ -44,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return verb.run(argv[1:])
     except BadInput as error:
-        if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0": print(f"dolmen {argv[0]}: {error}", file=sys.stderr)
+        if os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0": print(f"dolmen {argv[0]}: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

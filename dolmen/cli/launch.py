@@ -4,20 +4,27 @@
       |-- rank 0                      forwards Ctrl-C and SIGTERM (as SIGUSR1 and SIGUSR2: save, then end), kills all at once
       `-- rank 1                      when one dies, and tells the first cause once. If the launcher dies, the kernel kills them.
 
-Under torchrun or srun, which set RANK or SLURM_PROCID, `dolmen` is a worker from the start.
+With --max-restarts the launcher starts the group again after a failure, and the run goes on from its newest checkpoint.
+torch's LocalElasticAgent would not do here: it restarts after every failure, the refused and the hopeless too, and answers
+SIGTERM by killing. Under torchrun or srun, which set RANK or SLURM_PROCID, `dolmen` is a worker from the start; a restart by
+either is known by its count.
 """
 
 import ctypes
 import json
 import os
 import signal
+import socket
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
 
-from dolmen.cli.errors import BadInput
+from dolmen.cli.errors import BadInput, Failed
 
 LAUNCHER = "DOLMEN_LAUNCHER"                               # pid of the launcher that started this worker
 PR_SET_PDEATHSIG = 1
@@ -33,6 +40,27 @@ def die_with_launcher() -> None:
 def launched_here() -> bool:
     """Whether this process is a worker that our own launcher started."""
     return LAUNCHER in os.environ
+
+
+def restarts() -> int:
+    """How often the launcher of this process has started its group again: ours and torchrun's --max-restarts, SLURM's requeue."""
+    return max(int(os.environ.get(name) or 0) for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+
+
+def one_store() -> bool:
+    """Whether the ranks meet in a store that outlives a restart: torchrun's. Ours makes a new one each time."""
+    return not launched_here() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def job() -> str:
+    """What all starts by one launcher have in common and no other's have; empty where no launcher started this process."""
+    if "RANK" not in os.environ and "SLURM_PROCID" not in os.environ: return ""
+    if "SLURM_JOB_ID" in os.environ: return f"slurm {os.environ['SLURM_JOB_ID']}.{os.environ.get('SLURM_STEP_ID', '')}"
+    named = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    if named != "none": return f"run {named}"
+    launcher = os.getppid()
+    began = Path(f"/proc/{launcher}/stat").read_text().rsplit(")", 1)[1].split()[19]
+    return f"{socket.gethostname()} {launcher} {began}"
 
 
 @contextmanager
@@ -53,41 +81,62 @@ def _handling(handlers: dict[int, Callable]) -> Iterator[None]:
         for s, handler in before.items(): signal.signal(s, handler)
 
 
-def launch(processes: int, argv: list[str]) -> int:
+def launch(processes: int, argv: list[str], max_restarts: int = 0) -> int:
     """Run `dolmen *argv` as `processes` workers of one group; the exit code of the whole.
 
     0 if all end well; 130 or 143 if they ended because this process was asked to; otherwise 1 (or 2, a worker's own
-    refusal), after the first failure's traceback has been printed, once.
+    refusal), after the first failure's traceback has been printed, once. Of failures that another start may mend, the
+    first `max_restarts` start the group again.
     """
     import logging
-
-    import torch
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, start_processes
-
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)           # failures are told below, once
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
-    common = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port,
-              "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": threads, LAUNCHER: os.getpid()}
-    envs = {r: {k: str(v) for k, v in {**common, "RANK": r, "LOCAL_RANK": r}.items()} for r in range(processes)}
-    args = {r: ("-m", "dolmen", *argv) for r in range(processes)}
-    asked, default = [], {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)}
+    asked, current, default = [], [], {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)}
 
     def forward(got, _):
         asked.append(got)
-        for pid in workers.pids().values():
+        for pid in [pid for workers in current for pid in workers.pids().values()]:
             try: os.kill(pid, signal.SIGUSR1 if got == signal.SIGINT else signal.SIGUSR2)
             except ProcessLookupError: pass
 
-    with _handling(default), tempfile.TemporaryDirectory(prefix="dolmen_") as reports:   # torch sets handlers of its own
+    handlers = {**default, signal.SIGINT: forward, signal.SIGTERM: forward}
+    with _handling(handlers), tempfile.TemporaryDirectory(prefix="dolmen_") as reports:
+        for attempt in range(max_restarts + 1):
+            if asked: return 128 + asked[0]
+            code, final = _attempt(processes, argv, attempt, reports, asked, current, handlers)
+            if code == 0 or asked or final or attempt == max_restarts: return code
+            print(f"dolmen: restart {attempt + 1} of {max_restarts}, from the newest whole checkpoint", file=sys.stderr, flush=True)
+    raise AssertionError("the last attempt returns")
+
+
+def _attempt(processes: int, argv: list[str], attempt: int, reports: str, asked: list[int], current: list, handlers: dict) -> tuple[int, bool]:
+    """Start the group once and wait for it: (exit code, whether another start is of no use)."""
+    import torch
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, start_processes
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
+    common = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port,
+              "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": attempt, "OMP_NUM_THREADS": threads, LAUNCHER: os.getpid()}
+    envs = {r: {k: str(v) for k, v in {**common, "RANK": r, "LOCAL_RANK": r}.items()} for r in range(processes)}
+    args = {r: ("-m", "dolmen", *argv) for r in range(processes)}
+    with _handling(handlers):                              # start_processes sets handlers of its own, and leaves them
         try: workers = start_processes("dolmen", sys.executable, args, envs, DefaultLogsSpecs(reports))
-        except SignalException as stopped: return 128 + stopped.sigval
-        with _handling({**default, signal.SIGINT: forward, signal.SIGTERM: forward}): result = workers.wait(period=0.2)
-        if not result.is_failed(): return 0
-        codes = {f.exitcode for f in result.failures.values()}
-        if asked and codes <= {130, 143, -signal.SIGUSR1, -signal.SIGUSR2, -signal.SIGTERM}: return 128 + asked[0]
-        print(cause(result.failures), file=sys.stderr)
-        return 2 if codes <= {2, -signal.SIGTERM} else 1
+        except SignalException as stopped: return 128 + stopped.sigval, True
+        current[:] = [workers]
+        with _handling(handlers): result = workers.wait(period=0.2)
+    if not result.is_failed(): return 0, True
+    codes = {f.exitcode for f in result.failures.values()}
+    if asked and codes <= {130, 143, -signal.SIGUSR1, -signal.SIGUSR2, -signal.SIGTERM}: return 128 + asked[0], True
+    told = [read for file in workers.error_files.values() if (read := _report(file))]
+    hangs = [r["message"] for r in told if r.get("hang")]
+    print(hangs[0] if hangs else cause(result.failures), file=sys.stderr, flush=True)
+    if codes <= {2, -signal.SIGTERM} and not hangs: return 2, True
+    return 1, any(r.get("final") for r in told)
+
+
+def _report(file: str) -> dict:
+    """What a worker left in its error file, empty if nothing readable."""
+    try: return json.loads(Path(file).read_text())["message"]
+    except (OSError, ValueError, KeyError): return {}
 
 
 def cause(failures: dict) -> str:
@@ -111,15 +160,18 @@ def guarded(work: Callable[[], int]) -> int:
     try:
         return work()
     except BaseException as error:
-        refused, ours = isinstance(error, BadInput), launched_here()
-        if not ours and isinstance(error, (BadInput, KeyboardInterrupt, BrokenPipeError, SystemExit)): raise
+        if not launched_here() and isinstance(error, (BadInput, KeyboardInterrupt, BrokenPipeError, SystemExit)): raise
         import traceback
-        text = f"dolmen: {error}" if refused else traceback.format_exc()
-        if ours:
-            import time
-            told = {"message": text, "extraInfo": {"timestamp": str(int(time.time() * 1e6))}}
-            with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as f: json.dump({"message": told}, f)
-        else:
-            print(text, end="", file=sys.stderr)
-        sys.stdout.flush()
-        os._exit(2 if refused else 1)                      # not through atexit: a broken process group would block there
+        text = f"dolmen: {error}" if isinstance(error, (BadInput, Failed)) else traceback.format_exc().rstrip()
+        leave(text, 2 if isinstance(error, BadInput) else 1, final=isinstance(error, Failed) and error.final)
+
+
+def leave(text: str, code: int = 1, **facts: bool) -> NoReturn:
+    """End this process at once: `text` goes to our launcher, with `facts` (final, hang), or to stderr where there is none."""
+    if launched_here():
+        told = {"message": text, "extraInfo": {"timestamp": str(int(time.time() * 1e6))}, **facts}
+        with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as f: json.dump({"message": told}, f)
+    else:
+        print(text, file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(code)                                         # not through atexit: a broken process group would block there

@@ -42,6 +42,8 @@ class TrainOptions:
     """Throw away the run that --out holds."""
     nproc: int | None = None
     """Processes to start on this machine. Default: as many as the layout needs; the GPUs that are visible."""
+    max_restarts: int = 0
+    """Times to start the processes again after a failure; the run goes on by itself from its newest whole checkpoint."""
     layout: Layout = Layout()
     data: DataConfig = DataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -12,6 +12,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from torch import Tensor
 
 from dolmen.convert import safetensors
 from dolmen.convert.safetensors import SHARD_BYTES, Spec, Stored
-from dolmen.families import WeightMap, from_hf, stored_dtype, to_hf, weight_map
-from dolmen.families.rules import Entry
+from dolmen.families import WeightMap, from_hf, on_disk, stored_dtype, to_hf, weight_map
+from dolmen.families.rules import Entry, assemble
 from dolmen.model.config import ModelConfig, parameter_shapes
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -77,9 +78,10 @@ def stream(folder: Path | str, config: ModelConfig,
 
 def load(folder: Path | str, config: ModelConfig, write: Callable[[str, Tensor], Any],
          only: Collection[str] | None = None) -> None:
-    """Calls `write(name, full tensor)` once for every parameter of `config`, or of `only`. Raises as `stream` does, and
+    """Calls `write(name, full tensor)` once for every parameter of `config`, or of `only`, that files have. Raises as `stream` does, and
     KeyError where a parameter was never written."""
-    wanted, written = set(parameter_shapes(config) if only is None else only), set()
+    nowhere = parameter_shapes(config).keys() - parameter_shapes(on_disk(config)).keys()
+    wanted, written = set(parameter_shapes(config) if only is None else only) - nowhere, set()
     for name, tensor in stream(folder, config, only):
         assert name not in written, f"{name} written twice"
         write(name, tensor)
@@ -93,8 +95,13 @@ def export(config: ModelConfig, full: Callable[[str], Tensor]) -> Iterator[tuple
     `full` is a collective, every rank goes through this iterator, one of them inside `save`. Raises ValueError for
     a parameter of the wrong shape."""
     shapes = parameter_shapes(config)
-    for entry in weight_map(config).entries.values():
-        yield entry.hf, _join(entry, full, shapes)
+    for _, group in groupby(weight_map(config).entries.values(), key=lambda entry: entry.ours):
+        first, *rest = group
+        if first.piece is None: yield first.hf, _join(first, full, shapes)
+        else:
+            stack = _part(first.ours[0], full, shapes)     # asked for once, whole
+            for entry in (first, *rest): yield entry.hf, entry.join([stack])
+            del stack
 
 
 def check_target(folder: Path | str, config: ModelConfig, tokenizer_folder: Path | str | None = None) -> None:
@@ -161,12 +168,7 @@ def _check_tensor(name: str, stored: Stored, weights: WeightMap) -> None:
 
 def _stream(weights: WeightMap, stored: dict[str, Stored],
             only: Collection[str] | None) -> Iterator[tuple[str, Tensor]]:
-    for name, place in stored.items():
-        entry = weights.entries[name]
-        if only is not None and not any(ours in only for ours in entry.ours): continue
-        for ours, tensor in entry.split(place.read()):
-            if only is None or ours in only: yield ours, tensor
-            del tensor      # or it would still be held while the next one is read
+    yield from assemble([weights.entries[name] for name in stored], lambda name: stored[name].read(), only)
 
 
 def _require_equal(head: Stored, embedding: Stored) -> None:
@@ -177,11 +179,13 @@ def _require_equal(head: Stored, embedding: Stored) -> None:
 
 
 def _join(entry: Entry, full: Callable[[str], Tensor], shapes: dict[str, tuple[int, ...]]) -> Tensor:
-    parts = [full(name) for name in entry.ours]
-    for name, part in zip(entry.ours, parts, strict=True):
-        if tuple(part.shape) != shapes[name]:
-            raise ValueError(f"{name} is {tuple(part.shape)}, the model's is {shapes[name]}")
-    return entry.join(parts)
+    return entry.join([_part(name, full, shapes) for name in entry.ours])
+
+
+def _part(name: str, full: Callable[[str], Tensor], shapes: dict[str, tuple[int, ...]]) -> Tensor:
+    part = full(name)
+    if tuple(part.shape) != shapes[name]: raise ValueError(f"{name} is {tuple(part.shape)}, the model's is {shapes[name]}")
+    return part
 
 
 def _dtype(content: dict[str, Any]) -> torch.dtype:

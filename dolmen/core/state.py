@@ -1,11 +1,12 @@
 """State at rest is DTensor, compute is local tensors: this file is the bridge, and the only one that says DTensor.
 
-    distribute(module, placements, mesh)   meta parameters -> DTensors split over tp     (parallel/data.py then splits over dp)
+    distribute(module, placements, mesh)   meta parameters -> DTensors split over tp, or ep and tp (parallel/data.py: over dp)
     local(p, grad)                         the bridge into compute; `grad` types the way back
     region(p), write(p, full), full(p)     this rank's part of the logical tensor: initial values, loading, export
 """
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +16,18 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from dolmen.core.mesh import Mesh
 from dolmen.core.rng import seed_of
 
-__all__ = ["Partial", "Placement", "Replicate", "Shard", "distribute", "full", "initialize", "local", "owned", "region", "write"]
+__all__ = ["Partial", "Placement", "Places", "Replicate", "Shard", "distribute", "full", "initialize", "local", "owned", "region", "write"]
 
 BLOCK = 1 << 16                                            # elements of the logical tensor drawn from one seed
 
 
-def distribute(module: nn.Module, placements: dict[str, Placement], mesh: Mesh) -> None:
-    """Replace every parameter (on meta, full shape) by a DTensor on mesh axis tp, in place. No-op on a mesh of no grid.
+Places = Placement | tuple[Placement, Placement]
+"""How a parameter lies on tp; of an expert, on ep and on tp."""
+
+
+def distribute(module: nn.Module, placements: Mapping[str, Places], mesh: Mesh) -> None:
+    """Replace every parameter (on meta, full shape) by a DTensor on mesh axis tp, or on ep and tp, in place. No-op on a mesh of no
+    grid.
 
     Raises KeyError if a parameter has no placement. Tied parameters stay one parameter.
     """
@@ -30,11 +36,13 @@ def distribute(module: nn.Module, placements: dict[str, Placement], mesh: Mesh) 
     for prefix, owner in module.named_modules():
         for name, p in list(owner.named_parameters(recurse=False)):
             if p not in made:
-                placement = placements[f"{prefix}.{name}" if prefix else name]
-                shape, _ = compute_local_shape_and_global_offset(p.shape, mesh.grid["tp"], [placement])
+                places = placements[f"{prefix}.{name}" if prefix else name]
+                grid = mesh.expert_grid["ep", "tp"] if isinstance(places, tuple) else mesh.grid["tp"]
+                places = places if isinstance(places, tuple) else (places,)
+                shape, _ = compute_local_shape_and_global_offset(p.shape, grid, places)
                 shard = torch.empty(shape, dtype=p.dtype, device=p.device)
-                made[p] = nn.Parameter(DTensor.from_local(shard, mesh.grid["tp"], [placement], run_check=False,
-                                                          shape=p.shape, stride=p.stride()), requires_grad=p.requires_grad)
+                made[p] = nn.Parameter(DTensor.from_local(shard, grid, places, run_check=False, shape=p.shape, stride=p.stride()),
+                                       requires_grad=p.requires_grad)
             setattr(owner, name, made[p])
 
 
@@ -83,15 +91,22 @@ def initialize(p: Tensor, name: str, seed: int, std: float) -> None:
     """Fill p with normal values that depend on (seed, name, position in the logical tensor) and on nothing else.
 
     The logical tensor is cut along dim 0 into blocks of BLOCK elements, each drawn from its own seed; a rank draws the
-    blocks its region meets and keeps its part. No rank ever holds a whole tensor.
+    blocks its region meets and keeps its part. No rank ever holds a whole tensor. Of stacked matrices each has its own name.
     """
-    out, where, columns = shard(p), region(p), math.prod(p.shape[1:])
+    out, where = shard(p), region(p)
     if out.numel() == 0: return
-    rows = max(1, BLOCK // columns)
+    if p.ndim < 3: _draw(out, p.shape, where, name, seed, std)
+    else:
+        for i in range(where[0].start, where[0].stop): _draw(out[i - where[0].start], p.shape[1:], where[1:], f"{name}.{i}", seed, std)
+
+
+def _draw(out: Tensor, whole: torch.Size, where: tuple[slice, ...], name: str, seed: int, std: float) -> None:
+    """Fill `out`, the part `where` of a tensor of shape `whole`."""
+    rows = max(1, BLOCK // math.prod(whole[1:]))
     first, last = where[0].start // rows, (where[0].stop - 1) // rows
     for block in range(first, last + 1):
-        top, bottom = block * rows, min((block + 1) * rows, p.shape[0])
-        values = torch.empty((bottom - top, *p.shape[1:]))
+        top, bottom = block * rows, min((block + 1) * rows, whole[0])
+        values = torch.empty((bottom - top, *whole[1:]))
         values.normal_(0.0, std, generator=torch.Generator().manual_seed(seed_of(seed, name, block)))
         lo, hi = max(top, where[0].start), min(bottom, where[0].stop)
         out[lo - where[0].start : hi - where[0].start].copy_(values[(slice(lo - top, hi - top), *where[1:])])

@@ -21,6 +21,7 @@ from dolmen.core import collectives, state
 from dolmen.core.mesh import SINGLE, Mesh
 from dolmen.data.batch import Batch
 from dolmen.families import weight_map
+from dolmen.families.rules import assemble
 from dolmen.model.config import ModelConfig, parameter_shapes
 from dolmen.model.decoder import Decoder
 from dolmen.parallel import tensor
@@ -166,16 +167,18 @@ def _quiet() -> Iterator[None]:
 def _ask_transformers(folder: Path, tokens: _Tokens, device: torch.device, gradients: bool) -> _Reference:
     """`eager` is the attention nearest to the papers; labels are shifted by transformers itself."""
     from transformers import AutoModelForCausalLM, GenerationConfig  # 2.4 s to import: not owed by `--help`
+    from transformers.core_model_loading import revert_weight_conversion
 
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False, use_safetensors=True,
         local_files_only=True).to(device).eval()
+    model.config.output_router_logits = False              # or the loss would hold the auxiliary one
     with torch.set_grad_enabled(gradients): out = model(tokens.windows, labels=tokens.windows, use_cache=False)
     if gradients: out.loss.backward()
     model.generation_config = GenerationConfig()           # greedy and endless, whatever the folder's own says
     told = model.generate(tokens.prompts, attention_mask=torch.ones_like(tokens.prompts), max_new_tokens=tokens.new,
                           do_sample=False, pad_token_id=0, output_logits=True, return_dict_in_generate=True)
-    stored = {name: p.grad for name, p in model.named_parameters()}
+    stored = revert_weight_conversion(model, {name: p.grad for name, p in model.named_parameters()})        # experts apart, as in files
     return _Reference(out.logits.detach()[:, :-1], out.loss.item(),
                       _by_our_names(hf.read_config(folder), stored) if gradients else None,
                       told.sequences[:, tokens.prompt :], torch.stack(told.logits, 1))
@@ -184,7 +187,8 @@ def _ask_transformers(folder: Path, tokens: _Tokens, device: torch.device, gradi
 def _by_our_names(config: ModelConfig, stored: dict[str, Tensor]) -> dict[str, Tensor]:
     """Tensors under transformers' names -> the same under ours, by the rules that import weights: they are linear."""
     weights = weight_map(config)
-    found = dict(pair for name, g in stored.items() for pair in weights.entries[weights.canonical(name)].split(g))
+    named = {weights.canonical(name): tensor for name, tensor in stored.items()}
+    found = dict(assemble([weights.entries[name] for name in named], named.__getitem__))
     assert found.keys() == parameter_shapes(config).keys()
     return found
 

@@ -9,13 +9,15 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from dolmen.families import gpt2, llama, mistral, qwen2, qwen3
+from dolmen.families import gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 from dolmen.families.family import HARMLESS, ONLY, Family
 from dolmen.families.llama_like import ROPE_FIELDS
 from dolmen.families.rules import Entry, Shape, disagreeing_fields, entries
 from dolmen.model.config import ModelConfig
 
-FAMILIES = {module.FAMILY.model_type: module.FAMILY for module in (gpt2, llama, mistral, qwen2, qwen3)}
+FAMILIES = {module.FAMILY.model_type: module.FAMILY for module in (gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe)}
+EXPERTS = ("num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "dense_layers", "router_aux_loss_coef")
+TRAINING = ("dropout", "router_balance", "router_z_loss_coef", "router_bias_rate")     # no part of the function
 CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id")     # to another family
 
 
@@ -49,6 +51,9 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     """config.json of a model. One that was read comes back field for field in its own spelling, except for what changed
     in the structure; one made here is written as transformers 5 writes it. Raises ValueError naming the structure that
     the family cannot express."""
+    if config.router_balance == "bias" and config.num_experts:
+        raise ValueError(f"router_balance is bias: transformers' {config.family} has no place for a router's bias, and without it would "
+                         "route otherwise: train with --model.router-balance loss to export")
     family = find(config.family)
     new = family.write(config)
     if config.hf.get("model_type") == family.model_type:
@@ -64,6 +69,11 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         raise ValueError(f"family {family.model_type} cannot express {'; '.join(differences)}: set model.family to "
                          f"one that can, of {', '.join(FAMILIES)}")
     return out
+
+
+def on_disk(config: ModelConfig) -> ModelConfig:
+    """`config` as files of its family hold it: no file has the biases of routers, which start at 0."""
+    return replace(config, router_balance="loss") if config.router_balance == "bias" else config
 
 
 def stored_dtype(hf: dict[str, Any]) -> str:
@@ -94,12 +104,15 @@ def _spell(source: dict[str, Any], fields: dict[str, Any], family: Family) -> di
 
 
 def _structure(config: ModelConfig) -> dict[str, Any]:
-    """What fixes parameters and function, in one form only: unused rope fields and ways to spell a window left out."""
-    fields = asdict(replace(config, hf={}, dropout=0.0))
+    """What fixes parameters and function, in one form only: unused fields and ways to spell a window or a width left out."""
+    fields = asdict(replace(config, hf={}))
     rope = fields.pop("rope")
     if config.position == "rope":
         fields["rope"] = {n: rope[n] for n in ("theta", "scaling", *ROPE_FIELDS[rope["scaling"]])}
-    del fields["sliding_window"], fields["sliding_layers"]
+    for name in ("sliding_window", "sliding_layers", *TRAINING): del fields[name]
+    if not config.num_experts: fields = {name: value for name, value in fields.items() if name not in EXPERTS}
+    elif not any(not config.sparse(i) for i in range(config.num_hidden_layers)): fields["intermediate_size"] = config.expert_size
+    if config.num_experts: fields["moe_intermediate_size"] = config.expert_size
     return {**fields, "sliding window of each layer": [config.window(i) for i in range(config.num_hidden_layers)]}
 
 
@@ -148,7 +161,7 @@ class WeightMap:
 
 def weight_map(config: ModelConfig) -> WeightMap:
     """The map of `config`'s family. Raises KeyError naming the first three parameters that no rule of it makes."""
-    family = find(config.family)
+    family, config = find(config.family), on_disk(config)
     rules = family.rules(config)
     embedding, head = (next(f"{rule.hf}.weight" for rule in rules if rule.names == (ours,))
                        for ours in ("embed", "head"))

@@ -1,7 +1,7 @@
 """Invertible weight rules: how one family's tensors on disk are made of ours, and ours of them.
 
 A rule pairs one Hugging Face module with one or several of ours and covers its weight and, where there is one, its
-bias; "{}" stands for the layer. Importer and exporter read the same rule, so they cannot drift. Two kinds and one
+bias; "{}" stands for the layer. Importer and exporter read the same rule, so they cannot drift. Three kinds and one
 wrapper cover almost every layout of the field:
 
     Split reshapes dim 0 to [groups, sum(counts), unit] and cuts the second, e.g. 4 query and 2 key-value heads:
@@ -9,7 +9,7 @@ wrapper cover almost every layout of the field:
       falcon: groups=2 counts=(2, 1, 1)   rows q0 q1 k0 v0 | q2 q3 k1 v1
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -89,7 +89,21 @@ class Transpose:
     def shape(self, parts: list[Shape]) -> Shape: return self.rule.shape(parts)[::-1]
 
 
-Rule = Rename | Split | Transpose
+@dataclass(frozen=True)
+class Stack:
+    """`count` tensors on disk, one an expert (the second "{}"), are one of ours: piece i of it along a new first dim."""
+
+    hf: str
+    ours: str
+    count: int
+
+    @property
+    def names(self) -> tuple[str, ...]: return (self.ours,)
+
+    def shape(self, parts: list[Shape]) -> Shape: return parts[0][1:]
+
+
+Rule = Rename | Split | Transpose | Stack
 
 
 @dataclass(frozen=True)
@@ -100,6 +114,8 @@ class Entry:
     ours: tuple[str, ...]
     shape: Shape
     rule: Rule
+    piece: int | None = None
+    """Of a stack: which of its pieces this is."""
 
     def split(self, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Our (name, tensor) pairs out of the tensor on disk, views where the layout allows it."""
@@ -107,7 +123,34 @@ class Entry:
 
     def join(self, parts: list[Tensor]) -> Tensor:
         """The tensor on disk out of ours, given in the order of `ours`."""
-        return self.rule.join(parts)
+        return self.rule.join(parts) if self.piece is None else parts[0][self.piece]
+
+
+def assemble(stored: Iterable[Entry], read: Callable[[str], Tensor], only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Our (name, tensor) pairs of the tensors on disk, each read once by its name, in their order; `only` those of ours, where
+    given. The pieces of a stack are read when the first of them comes. Raises ValueError where their dtypes differ."""
+    stored, stacks = list(stored), {}
+    for entry in stored:
+        if entry.piece is not None: stacks.setdefault(entry.ours[0], {})[entry.piece] = entry.hf
+    for entry in stored:
+        if only is not None and not any(ours in only for ours in entry.ours): continue
+        if entry.piece is None: pairs = entry.split(read(entry.hf))
+        else: pairs = [(name, _stacked(stacks.pop(name), read)) for name in entry.ours if name in stacks]
+        for ours, tensor in pairs:
+            if only is None or ours in only: yield ours, tensor
+            del tensor      # or it would still be held while the next one is read
+        del pairs
+
+
+def _stacked(pieces: dict[int, str], read: Callable[[str], Tensor]) -> Tensor:
+    """[count, ...], filled a piece at a time."""
+    whole = None
+    for i, name in sorted(pieces.items()):
+        piece = read(name)
+        if whole is None: whole = piece.new_empty((len(pieces), *piece.shape))
+        if piece.dtype != whole.dtype: raise ValueError(f"{name} is {piece.dtype}, {pieces[0]} is {whole.dtype}: store all experts alike")
+        whole[i] = piece
+    return whole
 
 
 def entries(rules: Iterable[Rule], config: ModelConfig) -> dict[str, Entry]:
@@ -122,8 +165,10 @@ def entries(rules: Iterable[Rule], config: ModelConfig) -> dict[str, Entry]:
                 if not present: continue
                 if len(present) < len(ours):
                     raise ValueError(f"{rule.hf}.{kind} stores {ours}, the model has only {present}")
-                hf = f"{rule.hf.format(layer)}.{kind}"
-                found[hf] = Entry(hf, ours, rule.shape([shapes[name] for name in ours]), rule)
+                shape = rule.shape([shapes[name] for name in ours])
+                for piece in range(rule.count) if isinstance(rule, Stack) else (None,):
+                    hf = f"{rule.hf.format(layer, piece)}.{kind}"
+                    found[hf] = Entry(hf, ours, shape, rule, piece)
     order = {name: i for i, name in enumerate(shapes)}
     made = {name for entry in found.values() for name in entry.ours}
     if left := [name for name in shapes if name not in made]:
@@ -142,6 +187,8 @@ def disagreeing_fields(rules: Iterable[Rule], config: ModelConfig, hf: str, shap
                "intermediate_size": 2 * config.intermediate_size, "head_dim": 2 * config.head_dim,
                "num_attention_heads": 2 * heads, "num_key_value_heads": 1 if kv == heads else heads,
                "max_position_embeddings": 2 * config.max_position_embeddings}
+    if config.num_experts: changed["num_experts"] = 2 * config.num_experts
+    if config.moe_intermediate_size: changed["moe_intermediate_size"] = 2 * config.moe_intermediate_size
     fields = []
     for field, value in changed.items():
         try: other = entries(rules, replace(config, **{field: value}))[hf].shape

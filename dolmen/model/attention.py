@@ -10,22 +10,25 @@ from torch import Tensor, nn
 
 from dolmen.core.state import local
 from dolmen.model.config import ModelConfig
+from dolmen.model.given import Given
 from dolmen.model.layers import Column, Norm, Row
-from dolmen.ops import attention as backend
-from dolmen.ops import dropout, rope
+from dolmen.model.split import Split
+from dolmen.ops import rope
 from dolmen.parallel import tensor
-from dolmen.parallel.tensor import TensorParallel
+from dolmen.parallel.recompute import again
 
 
 class Attention(nn.Module):
-    """x [batch * length, hidden] I@tp (or S(0)@tp) -> the same. `cache`, where given, is this layer's keys and values so far."""
+    """x [batch * length / cp, hidden] I@tp (or S(0)@tp) -> the same. `cache`, where given, is this layer's keys and values so far."""
 
-    def __init__(self, c: ModelConfig, layer: int, tp: TensorParallel):
+    def __init__(self, c: ModelConfig, layer: int, split: Split):
         super().__init__()
+        tp = split.tp
         size, rank = tp.axis.size, tp.axis.rank
         if c.num_attention_heads % size:
             raise ValueError(f"num_attention_heads ({c.num_attention_heads}) is not divisible by tp ({size}): set --layout.tp to a divisor")
-        self.tp, self.head_dim, self.window = tp, c.head_dim, c.window(layer)
+        self.tp, self.cp, self.head_dim, self.window = tp, split.cp, c.head_dim, c.window(layer)
+        self.selective = split.recompute.of(layer) == "selective"
         self.whole_kv = c.num_key_value_heads % size != 0
         self.heads = c.num_attention_heads // size
         group = c.num_attention_heads // c.num_key_value_heads
@@ -49,20 +52,23 @@ class Attention(nn.Module):
         if not self.whole_kv: return local(p)
         return local(p, self.tp.branch_grad).narrow(0, self.kv_first * self.head_dim, self.kv_heads * self.head_dim)
 
-    def forward(self, x: Tensor, batch: int, cos: Tensor | None, sin: Tensor | None, cache=None,
-                noise: dropout.Noise | None = None) -> Tensor:
+    def forward(self, x: Tensor, given: Given, cache=None) -> Tensor:
         weights = local(self.q.weight), self._mine(self.k.weight), self._mine(self.v.weight)
         biases = (local(self.q.bias), self._mine(self.k.bias), self._mine(self.v.bias)) if self.q.bias is not None else (None,) * 3
-        q, k, v = (y.view(batch, -1, y.shape[-1] // self.head_dim, self.head_dim) for y in tensor.columns(x, weights, biases, self.tp))
+        q, k, v = (y.view(given.batch, -1, y.shape[-1] // self.head_dim, self.head_dim)
+                   for y in tensor.columns(x, weights, biases, self.tp))
         if self.q_norm is not None: q, k = self.q_norm(q), self.k_norm(k)
-        if cos is not None: q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
+        if given.cos is not None: q, k = rope.rotate(q, given.cos, given.sin), rope.rotate(k, given.cos, given.sin)
         if cache is not None: k, v = cache.append(k, v)
-        if self.spread is not None: k, v = k[:, :, self.spread], v[:, :, self.spread]
-        if noise is None: y = backend.attention(q, k, v, self.window)
-        else:
-            seen = backend.visible(q.shape[1], k.shape[1], self.window, q.device)
-            y = dropout.attention(q, k, v, seen, self.dropout, noise, 3 * self.layer + 1, self.first_head)
+        y = again(self._inner, q, k, v, given) if self.selective else self._inner(q, k, v, given)
         return self.o(y.reshape(-1, self.heads * self.head_dim))
+
+    def _inner(self, q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor:
+        """softmax(q k^T) v: what selective recomputation computes again."""
+        if self.spread is not None: k, v = k[:, :, self.spread], v[:, :, self.spread]
+        if given.noise is None: return self.cp.attention(q, k, v, self.window, given.starts)
+        return self.cp.dropout_attention(q, k, v, self.window, given.starts, self.dropout, given.noise, 3 * self.layer + 1, self.first_head)
+
 
 def _grouped(first: int, kv_heads: int, heads: int) -> list[int]:
     """The key-value head of each query where each serves the same number of queries, as grouped attention assumes."""

@@ -63,6 +63,24 @@ class ModelConfig:
     """gated: down(act(gate x) * up x). plain: down(act(up x))."""
     activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
     """Activation of the feed-forward layer; gelu is the exact erf form."""
+    num_experts: int = 0
+    """Experts of a sparse feed-forward layer; 0: every layer is dense."""
+    num_experts_per_tok: int = 2
+    """Experts that compute a token."""
+    moe_intermediate_size: int | None = None
+    """Width of an expert; none: intermediate_size."""
+    norm_topk_prob: bool = True
+    """The weights of a token's experts are divided by their sum."""
+    dense_layers: tuple[int, ...] = ()
+    """Layers that stay dense in a model with experts."""
+    router_balance: Literal["loss", "bias", "none"] = "loss"
+    """What keeps experts equally busy: an auxiliary loss; a bias added for the choice alone, moved after each update; nothing."""
+    router_aux_loss_coef: float = 0.001
+    """Weight of the balance loss, summed over layers, mean over sequences, where router_balance is loss."""
+    router_z_loss_coef: float = 0.0
+    """Weight of the mean square of the router's logsumexp, summed over layers."""
+    router_bias_rate: float = 0.001
+    """Step of the bias in an update, where router_balance is bias."""
     attention_bias: bool = False
     """Biases on q, k, v."""
     output_bias: bool = False
@@ -98,6 +116,33 @@ class ModelConfig:
         if self.position == "rope" and self.head_dim % 2:
             raise ValueError(f"head_dim ({self.head_dim}) is odd, rope rotates pairs: set model.head-dim to an even size")
 
+        if self.num_experts: self._check_experts()
+
+    def _check_experts(self) -> None:
+        if self.num_experts < 0: raise ValueError(f"model.num-experts is {self.num_experts}: it must not be negative")
+        if not 1 <= self.num_experts_per_tok <= self.num_experts:
+            raise ValueError(f"num_experts_per_tok ({self.num_experts_per_tok}) must lie in 1 to num_experts ({self.num_experts}): set "
+                             "model.num-experts-per-tok")
+        if self.expert_size < 1: raise ValueError(f"model.moe-intermediate-size is {self.moe_intermediate_size}: it must be at least 1")
+        if not self.gated or self.mlp_bias:
+            raise ValueError(f"experts are gated and have no biases, but mlp is {self.mlp} and mlp_bias {self.mlp_bias}: set --model.mlp gated "
+                             "and leave --model.mlp-bias off, or set --model.num-experts 0")
+        if unknown := [i for i in self.dense_layers if not 0 <= i < self.num_hidden_layers]:
+            raise ValueError(f"dense_layers has {unknown[0]}, num_hidden_layers is {self.num_hidden_layers}: name layers from 0 on")
+        for name in ("router_aux_loss_coef", "router_z_loss_coef", "router_bias_rate"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+                raise ValueError(f"model.{name.replace('_', '-')} is {value!r}: it must be a number, finite and not negative")
+
+    @property
+    def expert_size(self) -> int:
+        """Width of an expert."""
+        return self.intermediate_size if self.moe_intermediate_size is None else self.moe_intermediate_size
+
+    def sparse(self, layer: int) -> bool:
+        """Whether `layer` has experts."""
+        return self.num_experts > 0 and layer not in self.dense_layers
+
     @property
     def gated(self) -> bool: return self.mlp == "gated"
 
@@ -132,6 +177,11 @@ def parameter_shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
             norm(f"{layer}.attn.q_norm", c.head_dim, bias=False)
             norm(f"{layer}.attn.k_norm", c.head_dim, bias=False)
         norm(f"{layer}.mlp_norm", h)
+        if c.sparse(i):
+            linear(f"{layer}.mlp.router", c.num_experts, h, c.router_balance == "bias")
+            shapes |= {f"{layer}.mlp.experts.{name}.weight": (c.num_experts, c.expert_size, h) for name in ("gate", "up")}
+            shapes[f"{layer}.mlp.experts.down.weight"] = (c.num_experts, h, c.expert_size)
+            continue
         if c.gated: linear(f"{layer}.mlp.gate", f, h, c.mlp_bias)
         linear(f"{layer}.mlp.up", f, h, c.mlp_bias)
         linear(f"{layer}.mlp.down", h, f, c.mlp_bias)

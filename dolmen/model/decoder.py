@@ -2,69 +2,107 @@
 
     tokens [b, s] -> embed -> x [b * s, hidden] -> { x + attn(norm x);  x + mlp(norm x) } * layers -> norm -> head
                               `---------------- I@tp, or S(0)@tp under sequence parallelism ----------------'
+
+A rank holds the parts of it that its pipeline schedule gives it, under their names in the whole, and under context
+parallelism s is its part of every sequence. Both are in `Split`; on one process it is all there is.
 """
 
 import torch
 from torch import Tensor, nn
 
-from dolmen.core.state import Placement, local
+from dolmen.core.state import Places, local
 from dolmen.model.attention import Attention
 from dolmen.model.config import ModelConfig
+from dolmen.model.given import Given
 from dolmen.model.layers import Column, Embedding, Leaf, Norm, Positions
 from dolmen.model.mlp import MLP
+from dolmen.model.moe import MoE
+from dolmen.model.split import Split, whole
 from dolmen.ops import dropout, rope
 from dolmen.parallel import tensor
+from dolmen.parallel.data import Unit
 from dolmen.parallel.loss import linear_cross_entropy
-from dolmen.parallel.tensor import TensorParallel
+from dolmen.parallel.recompute import again
 
 
 class Block(nn.Module):
     """One layer. x [batch * length, hidden] -> the same."""
 
-    def __init__(self, c: ModelConfig, layer: int, tp: TensorParallel):
+    def __init__(self, c: ModelConfig, layer: int, split: Split):
         super().__init__()
-        self.attn_norm = Norm(c.hidden_size, c.norm, c.norm_eps, tp.residual_grad)
-        self.attn = Attention(c, layer, tp)
-        self.mlp_norm = Norm(c.hidden_size, c.norm, c.norm_eps, tp.residual_grad)
-        self.mlp = MLP(c, tp)
-        self.layer, self.dropout = layer, c.dropout
+        self.attn_norm = Norm(c.hidden_size, c.norm, c.norm_eps, split.tp.residual_grad)
+        self.attn = Attention(c, layer, split)
+        self.mlp_norm = Norm(c.hidden_size, c.norm, c.norm_eps, split.tp.residual_grad)
+        self.mlp = MoE(c, split) if c.sparse(layer) else MLP(c, split.tp)
+        self.layer, self.dropout, self.whole = layer, c.dropout, split.recompute.of(layer) == "full"
 
-    def forward(self, x: Tensor, batch: int, cos: Tensor | None, sin: Tensor | None, cache=None, noise: dropout.Noise | None = None,
-                rows: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, given: Given, cache=None) -> Tensor:
+        return again(self._layer, x, given) if self.whole and cache is None else self._layer(x, given, cache)
+
+    def _layer(self, x: Tensor, given: Given, cache=None) -> Tensor:
         def drop(y: Tensor, site: int) -> Tensor:
-            return y if noise is None else dropout.residual(y, self.dropout, noise, 3 * self.layer + site, rows)
+            return y if given.noise is None else dropout.residual(y, self.dropout, given.noise, 3 * self.layer + site, given.rows)
 
-        x = x + drop(self.attn(self.attn_norm(x), batch, cos, sin, cache, noise), 2)
-        return x + drop(self.mlp(self.mlp_norm(x)), 3)
+        x = x + drop(self.attn(self.attn_norm(x), given, cache), 2)
+        return x + drop(self.mlp(self.mlp_norm(x), given), 3)
 
 
 class Decoder(nn.Module):
-    """The model. Build it on meta, place it (`plan`), shard it, then initialise or load it: see train/build.py.
+    """The model, or this rank's stages of it. Build it on meta, place it (`plan`), shard it, then initialise or load it: see
+    train/build.py.
 
     forward(tokens, labels) -> sum of the real tokens' losses, a scalar.   forward(tokens) -> logits of this rank's vocabulary.
     """
 
-    def __init__(self, config: ModelConfig, tp: TensorParallel):
+    def __init__(self, config: ModelConfig, split: Split | None = None):
+        """`split` None: all of it, in one process."""
         super().__init__()
+        split = split or whole(config.num_hidden_layers)
+        tp = split.tp
         if (tp.axis.size - 1) * -(-config.vocab_size // tp.axis.size) >= config.vocab_size:
             raise ValueError(f"vocab_size ({config.vocab_size}) leaves a rank of tp ({tp.axis.size}) without a row: use a smaller --layout.tp")
-        self.config, self.tp = config, tp
-        self.embed = Embedding(config.vocab_size, config.hidden_size, tp)
-        self.positions = Positions(config.max_position_embeddings, config.hidden_size, tp) if config.position == "learned" else None
-        self.layers = nn.ModuleDict({str(i): Block(config, i, tp) for i in range(config.num_hidden_layers)})
-        self.final_norm = Norm(config.hidden_size, config.norm, config.norm_eps, tp.residual_grad)
-        self.head = None if config.tie_word_embeddings else Column(config.hidden_size, config.vocab_size, bias=False)
-        self.compiled = False
+        self.config, self.split, self.tp, tied = config, split, tp, config.tie_word_embeddings
+        self.embed = Embedding(config.vocab_size, config.hidden_size, tp) if split.first or split.last and tied else None
+        learned = split.first and config.position == "learned"
+        self.positions = Positions(config.max_position_embeddings, config.hidden_size, tp) if learned else None
+        self.layers = nn.ModuleDict({str(i): Block(config, i, split) for i in split.layers})
+        self.final_norm = Norm(config.hidden_size, config.norm, config.norm_eps, tp.residual_grad) if split.last else None
+        self.head = Column(config.hidden_size, config.vocab_size, bias=False) if split.last and not tied else None
+        self.compiled, self.compute = False, None              # None: in the dtype of the parameters
 
     def compile_parts(self) -> None:
-        """torch.compile of what repeats: each block, and the loss of a chunk of tokens. Before sharding over dp."""
-        for block in self.layers.values(): block.compile()
+        """torch.compile of what repeats: each block, and the loss of a chunk of tokens. Before sharding over dp. Of sparse blocks
+        only attention: how many rows an expert gets decides shapes."""
+        for block in self.layers.values(): (block.attn if isinstance(block.mlp, MoE) else block).compile()
         self.compiled = True
 
-    def plan(self) -> dict[str, Placement]:
-        """Parameter name -> placement on tp: what the sharder carries out and the memory planner counts."""
+    def plan(self) -> dict[str, Places]:
+        """Parameter name -> placement on tp, of experts on (ep, tp): what the sharder carries out and the memory planner counts."""
         return {f"{prefix}.{name}": leaf.placements[name] for prefix, leaf in self.named_modules() if isinstance(leaf, Leaf)
                 for name, _ in leaf.named_parameters(recurse=False)}
+
+    def units(self) -> list[Unit]:
+        """What is gathered and reduced together over fsdp, inner modules first."""
+        out = []
+        for block in self.layers.values():
+            if isinstance(block.mlp, MoE): out += [Unit(block.mlp.router, precise=True), Unit(block.mlp.experts, experts=True)]
+            out.append(Unit(block))
+        return out
+
+    def blocks(self, part: int) -> list[Block]:
+        """The layers of one of this rank's stages."""
+        return [self.layers[str(i)] for i in self.split.parts[part].layers]
+
+    @property
+    def tied_apart(self) -> nn.Parameter | None:
+        """The weight that this rank shares with the other end of the pipeline."""
+        return self.embed.weight if self.split.tied_apart and self.config.tie_word_embeddings and self.embed is not None else None
+
+    def boundary(self, batch: int, length: int) -> Tensor:
+        """An empty residual stream of this rank, as it crosses stages."""
+        tokens = batch * length // self.split.cp.axis.size // (self.tp.axis.size if self.tp.gathers else 1)
+        weight = next(self.parameters())
+        return torch.empty(tokens, self.config.hidden_size, dtype=self.compute or weight.dtype, device=weight.device)
 
     def rope(self, positions: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """cos and sin of positions [b or 1, s], fp32, or Nones where positions are learned."""
@@ -74,33 +112,43 @@ class Decoder(nn.Module):
                                        r.original_max_position_embeddings, positions.device)
         return rope.tables(positions, inv)
 
-    def forward(self, tokens: Tensor, labels: Tensor | None = None, cache=None, noise: dropout.Noise | None = None) -> Tensor:
-        """tokens, labels [b, s] int64, the same on every rank of tp; labels are already shifted, IGNORED where there is no loss.
+    def forward(self, tokens: Tensor, labels: Tensor | None = None, cache=None, noise: dropout.Noise | None = None,
+                starts: Tensor | None = None, balance: Tensor | None = None, x: Tensor | None = None, part: int = 0) -> Tensor:
+        """tokens, labels [b, s] int64, the same on every rank of tp and cp; labels are already shifted, IGNORED where there is no
+        loss. Of a pipeline, the stage `part` of this rank: `x` is what the stage before gave, [b * s / cp, hidden] (/ tp under
+        sequence parallelism), and so is the result of all but the last.
 
-        `noise` is required while training with dropout, and unused otherwise. `cache` (serve/cache.py) holds the keys and
-        values of the tokens before these. Logits are [b, s, rows of this rank].
+        `noise` is required while training with dropout, and unused otherwise. `starts` [b, s] int64: where each token's document
+        starts. `cache` (serve/cache.py) holds the keys and values of the tokens before these. `balance`: see Given. Logits are
+        [b, s / cp, rows of this rank].
         """
-        batch, length = tokens.shape
-        start = 0 if cache is None else cache.length
-        if start + length > self.config.max_position_embeddings and self.positions is not None:
-            raise ValueError(f"{start + length} tokens, but the table of positions has {self.config.max_position_embeddings} "
-                             "(max_position_embeddings): use a shorter sequence")
-        positions = torch.arange(start, start + length, device=tokens.device)[None]
-        cos, sin = self.rope(positions)
-        x = self.embed(tokens.reshape(-1))
-        if self.positions is not None: x = x + self.positions(tensor.own_tokens(positions.expand(batch, -1).reshape(-1), self.tp))
-        noise, rows = self._noise(noise, length)
-        if noise is not None: x = dropout.residual(x, self.config.dropout, noise, 0, rows)
-        for name, block in self.layers.items():
-            x = block(x, batch, cos, sin, None if cache is None else cache.layers[int(name)], noise, rows)
+        here, cp = self.split.parts[part], self.split.cp
+        given, positions = self._given(tokens, cache, noise, starts, balance)
+        if here.first:
+            x = self.embed(cp.split(tokens, 1).reshape(-1))
+            if self.positions is not None: x = x + self.positions(tensor.own_tokens(positions.expand(len(tokens), -1).reshape(-1), self.tp))
+            if given.noise is not None: x = dropout.residual(x, self.config.dropout, given.noise, 0, given.rows)
+        for block in self.blocks(part): x = block(x, given, None if cache is None else cache.layers[block.layer])
+        if not here.last: return x
         x = self.final_norm(x)
         weight = local((self.head or self.embed).weight)
-        if labels is not None: return linear_cross_entropy(x, weight, labels.reshape(-1), self.config.vocab_size, self.tp, self.compiled)
-        return tensor.columns(x, [weight], [None], self.tp)[0].view(batch, length, -1)
+        if labels is None: return tensor.columns(x, [weight], [None], self.tp)[0].view(len(tokens), -1, weight.shape[0])
+        return linear_cross_entropy(x, weight, cp.split(labels, 1).reshape(-1), self.config.vocab_size, self.tp, self.compiled)
 
-    def _noise(self, noise: dropout.Noise | None, length: int) -> tuple[dropout.Noise | None, Tensor | None]:
+    def _given(self, tokens: Tensor, cache, noise: dropout.Noise | None, starts: Tensor | None, balance: Tensor | None) -> tuple[Given, Tensor]:
+        """What all layers share, and the positions [1, s / cp] of this rank's tokens."""
+        (batch, length), start, cp = tokens.shape, 0 if cache is None else cache.length, self.split.cp
+        most = self.config.max_position_embeddings
+        if start + length > most and self.config.position == "learned":
+            raise ValueError(f"{start + length} tokens, but the table of positions has {most} (max_position_embeddings): use a shorter sequence")
+        positions = start + cp.indices(length, tokens.device)[None]
+        noise, rows = self._noise(noise, length, positions[0])
+        if starts is not None: starts = cp.split(starts, 1)
+        return Given(batch, *self.rope(positions), starts, noise, rows, balance), positions
+
+    def _noise(self, noise: dropout.Noise | None, length: int, positions: Tensor) -> tuple[dropout.Noise | None, Tensor | None]:
         """`noise` where dropout acts, and the index in the global batch of each token of this rank's residual stream."""
         if not self.training or self.config.dropout == 0: return None, None
         if noise is None: raise ValueError(f"training with dropout ({self.config.dropout}) needs `noise`: pass it, or set --model.dropout 0")
-        rows = noise.sequences[:, None] * length + torch.arange(length, device=noise.sequences.device)
+        rows = noise.sequences[:, None] * length + positions
         return noise, tensor.own_tokens(rows.reshape(-1), self.tp)

@@ -8,16 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dolmen.core.state import Placement, Replicate, Shard, local
+from dolmen.core.state import Placement, Places, Replicate, Shard, local
 from dolmen.ops.norm import rms_norm
 from dolmen.parallel import tensor
 from dolmen.parallel.tensor import TensorParallel
 
 
 class Leaf(nn.Module):
-    """A module that owns parameters. `placements` says, per parameter, how it lies on tp; `std_scale` scales the initial std."""
+    """A module that owns parameters. `placements` says, per parameter, how it lies on tp (or ep and tp); `std_scale` scales the initial std."""
 
-    placements: dict[str, Placement]
+    placements: dict[str, Places]
     std_scale: float = 1.0
 
 

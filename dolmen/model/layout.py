@@ -1,5 +1,6 @@
 """How a model is split: the only thing that differs between one CPU and a cluster. Data, checked against the model."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -115,14 +116,15 @@ class Layout:
 
     def _check_experts(self, model: ModelConfig) -> None:
         shared = (self.dp or 1) * self.cp
+        fitting = _divisor(math.gcd(shared, model.num_experts), self.ep)
         if self.ep > 1 and not model.num_experts:
             raise ValueError(f"layout.ep ({self.ep}) splits experts, and this model has none (num_experts 0): leave --layout.ep 1")
         if shared % self.ep:
             raise ValueError(f"layout.ep ({self.ep}) does not divide layout.dp ({self.dp or 1}) x layout.cp ({self.cp}): set --layout.ep "
-                             f"{_divisor(shared, self.ep)}")
+                             f"{fitting}")
         if model.num_experts and model.num_experts % self.ep:
             raise ValueError(f"num_experts ({model.num_experts}) is not divisible by layout.ep ({self.ep}): set --layout.ep "
-                             f"{_divisor(model.num_experts, self.ep)}")
+                             f"{fitting}")
 
 
 def balance(layers: int, stages: int) -> list[range]:

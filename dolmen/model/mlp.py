@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from dolmen.core.state import local
 from dolmen.model.config import ModelConfig
+from dolmen.model.given import Given
 from dolmen.model.layers import Column, Row
 from dolmen.ops.activation import ACTIVATIONS
 from dolmen.parallel import tensor
@@ -24,7 +25,7 @@ class MLP(nn.Module):
         self.up = Column(c.hidden_size, c.intermediate_size, c.mlp_bias)
         self.down = Row(c.intermediate_size, c.hidden_size, c.mlp_bias, tp, 1 / math.sqrt(2 * c.num_hidden_layers))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, given: Given | None = None) -> Tensor:
         ins = [self.up] if self.gate is None else [self.gate, self.up]
         first, *rest = tensor.columns(x, [local(i.weight) for i in ins], [local(i.bias) if i.bias is not None else None for i in ins], self.tp)
         hidden = self.act(first)

@@ -110,8 +110,9 @@ class _Grouped(torch.autograd.Function):
 
 
 def _native(x: Tensor) -> bool:
-    """Whether torch has one kernel for all groups: bf16 on a GPU, rows of whole 16 bytes."""
-    return x.is_cuda and x.dtype == torch.bfloat16 and x.shape[1] % 8 == 0 and len(x) > 0 and "_grouped_mm" in vars(torch)
+    """Whether torch has one kernel for all groups: bf16 on a Hopper GPU or later, rows of whole 16 bytes."""
+    fits = x.is_cuda and x.dtype == torch.bfloat16 and x.shape[1] % 8 == 0 and len(x) > 0
+    return fits and "_grouped_mm" in vars(torch) and torch.cuda.get_device_capability(x.device) >= (9, 0)
 
 
 def _ends(counts: Sequence[int], device: torch.device) -> Tensor:

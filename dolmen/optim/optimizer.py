@@ -62,6 +62,9 @@ def prime(optimizer: torch.optim.AdamW) -> None:
                                       "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
 
 
+KINDS = ("model", "exp_avg", "exp_avg_sq")                 # of tensors that a checkpoint keeps
+
+
 def tensors(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
     """Everything a checkpoint keeps, by name: `model/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME`. Call `prime` first.
 
@@ -71,7 +74,7 @@ def tensors(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, Tensor]
     out = {f"model/{n}": p for n, p in model.named_parameters()}
     for name, p in model.named_parameters():
         if p.requires_grad:
-            for kind in ("exp_avg", "exp_avg_sq"): out[f"{kind}/{name}"] = optimizer.state[p][kind]
+            for kind in KINDS[1:]: out[f"{kind}/{name}"] = optimizer.state[p][kind]
     return out
 
 

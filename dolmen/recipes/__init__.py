@@ -54,6 +54,22 @@ def gpt3_175b() -> RunConfig:
     return _large("gpt3-175b", model, lr=0.6e-4, batch=1536, length=2048)
 
 
+def mixtral_8x7b() -> RunConfig:
+    """the shape of Mixtral 8x7B (2401.04088): 46.7 B parameters, 12.9 B of them a token"""
+    model = ModelConfig(family="mixtral", vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
+                        num_attention_heads=32, num_key_value_heads=8, head_dim=128, max_position_embeddings=32768, rope=RopeConfig(1e6),
+                        num_experts=8, num_experts_per_tok=2, router_aux_loss_coef=0.02)
+    return _large("mixtral-8x7b", model, lr=3e-4, batch=512)
+
+
+def qwen3_30b_a3b() -> RunConfig:
+    """the shape of Qwen3 30B-A3B (2505.09388): 128 experts, 8 of them a token"""
+    model = ModelConfig(family="qwen3_moe", vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=48,
+                        num_attention_heads=32, num_key_value_heads=4, head_dim=128, max_position_embeddings=40960, rope=RopeConfig(1e6),
+                        norm_eps=1e-6, qk_norm=True, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, router_aux_loss_coef=0.001)
+    return _large("qwen3-30b-a3b", model, lr=3e-4, batch=512)
+
+
 def _llama3(**sizes) -> ModelConfig:
     return ModelConfig(**{"vocab_size": 128256, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072,
                           "rope": RopeConfig(500000.0, "llama3", 8.0 if not sizes.get("tie_word_embeddings") else 32.0, 1.0, 4.0, 8192), **sizes})
@@ -71,4 +87,5 @@ def _fast_bfloat16() -> bool:
     return torch.cuda.is_available() or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
-RECIPES = {"quickstart": quickstart, "pretrain": pretrain, "llama-1b": llama_1b, "llama-8b": llama_8b, "llama-70b": llama_70b, "gpt3-175b": gpt3_175b}
+RECIPES = {"quickstart": quickstart, "pretrain": pretrain, "llama-1b": llama_1b, "llama-8b": llama_8b, "llama-70b": llama_70b, "gpt3-175b": gpt3_175b,
+           "mixtral-8x7b": mixtral_8x7b, "qwen3-30b-a3b": qwen3_30b_a3b}

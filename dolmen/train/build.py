@@ -12,23 +12,30 @@ from dolmen.core.mesh import Mesh
 from dolmen.model.config import ModelConfig
 from dolmen.model.decoder import Decoder
 from dolmen.model.layers import Leaf, Norm
+from dolmen.model.layout import Layout
+from dolmen.model.moe import Router
+from dolmen.model.split import split
 from dolmen.parallel import data
-from dolmen.parallel.tensor import TensorParallel
+from dolmen.parallel.schedule import Schedule
 
 
-def build(config: ModelConfig, mesh: Mesh, *, sequence: bool = False, zero: int | None = None, dtype: torch.dtype = torch.float32,
-          compute: torch.dtype | None = None, compile: bool = False) -> Decoder:
-    """The decoder on `mesh`, allocated, its values not yet set.
+def build(config: ModelConfig, mesh: Mesh, layout: Layout | None = None, schedule: Schedule | None = None, *,
+          dtype: torch.dtype = torch.float32, compute: torch.dtype | None = None, compile: bool = False) -> Decoder:
+    """The decoder on `mesh`, or this rank's stages of it, allocated, its values not yet set.
 
-    `dtype` is that of parameters at rest, `compute` (default: the same) that of the copies a step works with. `zero` None
-    builds for inference: split over tp alone. Raises ValueError where the layout does not divide the model.
+    `layout` says how it is split over the axes of `mesh`; None builds for inference, split over tp alone. `schedule` places the
+    stages; None: there is one. `dtype` is that of parameters at rest, `compute` (default: the same) that of the copies a step
+    works with. Raises ValueError where the layout does not divide the model.
     """
     with torch.device("meta"):
-        model = Decoder(config, TensorParallel(mesh.tp, sequence and mesh.tp.size > 1)).to(dtype)
+        model = Decoder(config, split(mesh, config.num_hidden_layers, layout or Layout(), schedule)).to(dtype)
+    model.compute = compute
     state.distribute(model, model.plan(), mesh)
     if compile: model.compile_parts()
-    if zero is not None: data.shard(model, model.layers.values(), mesh, zero, compute or dtype)
+    if layout is not None: data.shard(model, model.units(), mesh, layout.zero, compute or dtype)
     model.to_empty(device=mesh.device)
+    for module in model.modules():
+        if isinstance(module, Router) and module.bias is not None: state.shard(module.bias).zero_()        # no file has one
     if config.tie_word_embeddings: assert model.head is None           # tied by construction: to_empty has nothing to untie
     return model
 

@@ -5,6 +5,7 @@ and before anything is written.
 import fcntl
 import os
 import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from dolmen.convert import hf
 from dolmen.core.config import differences, to_dict
 from dolmen.core.mesh import SINGLE
 from dolmen.data import loader
-from dolmen.families import to_hf
+from dolmen.families import on_disk, to_hf
 from dolmen.train.config import RunConfig
 
 
@@ -22,7 +23,7 @@ def check(run: RunConfig, processes: int | None) -> RunConfig:
     """The run with its layout resolved for `processes` (None: as many as the layout says). Raises ValueError or KeyError."""
     if run.model is None:
         raise ValueError("there is no model: give --init a transformers directory or hub id, or choose a recipe that has one (dolmen recipes)")
-    to_hf(run.model)                                       # or no export could ever be written
+    to_hf(run.model if run.finish.export else on_disk(run.model))      # or no export could ever be written
     if (run.finish.verify or run.finish.sample is not None) and not run.finish.export:
         raise ValueError("finish.verify and finish.sample read the exported model: set --finish.export too")
     run = replace(run, layout=run.layout.resolve(processes))
@@ -50,15 +51,21 @@ def check_folder(out: Path, resume: bool, overwrite: bool) -> None:
         raise ValueError(f"--overwrite would delete {out}, which holds no config.yaml and so was not written by dolmen: remove it yourself")
 
 
-def take_lock(out: Path) -> int:
-    """Hold the run's folder until the descriptor is closed or the process ends. Raises ValueError if another run holds it."""
+def take_lock(out: Path, patience: float = 0) -> int:
+    """Hold the run's folder until the descriptor is closed or the process ends. Raises ValueError if another run still holds
+    it after `patience` seconds: the process that a restart replaces may be dying."""
     out.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(out, os.O_RDONLY)                 # the folder itself is locked: no file is left behind
-    try: fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise ValueError(f"{out} is in use by another run: wait for it, or give another --out") from None
-    return descriptor
+    end = time.monotonic() + patience
+    while True:
+        try: fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() < end:
+                time.sleep(0.1)
+                continue
+            os.close(descriptor)
+            raise ValueError(f"{out} is in use by another run: wait for it, or give another --out") from None
+        return descriptor
 
 
 def check_overwrite(run: RunConfig, out: Path, source: str) -> None:
@@ -90,6 +97,9 @@ def check_same_model(saved: dict, run: RunConfig, step: int) -> None:
                          "trained with, or give another --out")
 
 
+TUNED = ("hf", "dropout", "initializer_range", "router_aux_loss_coef", "router_z_loss_coef", "router_bias_rate")
+
+
 def _structure(run: dict) -> dict:
     """What must not change on resume: the model, less what config.json carries along and what only training or its start uses."""
-    return {"model": {k: v for k, v in run["model"].items() if k not in ("hf", "dropout", "initializer_range")}}
+    return {"model": {k: v for k, v in run["model"].items() if k not in TUNED}}

@@ -30,11 +30,24 @@ class TrainConfig:
     """Sequences a process computes at once; gradients accumulate over a batch. Unset: about 4,096 tokens."""
     compile: bool = False
     """Compile each block with torch.compile (needs a C++ compiler on CPU)."""
+    spike: Literal["none", "skip"] = "none"
+    """What becomes of a step whose gradient norm is far over the usual: nothing, or it changes no parameter."""
+    spike_factor: float = 10.0
+    """Far over the usual: over so many times the median norm of the last 64 steps."""
+    max_skipped_steps: int = 10
+    """Steps skipped in a row, for a loss or gradient that is not finite or a spike, that end the run; with float16 at least 40."""
+    hang_seconds: float | None = None
+    """Seconds without progress after which the rank that hangs is named, with its stack, and the run ends; ten times as long at start-up.
+    Unset: never."""
 
     def __post_init__(self):
         for name in ("steps", "sequence_length", "global_batch_size", "microbatch_size"):
             value = getattr(self, name)
             if value is not None and value < 1: raise ValueError(f"train.{name.replace('_', '-')} is {value}: it must be at least 1")
+        if self.max_skipped_steps < 1: raise ValueError(f"train.max-skipped-steps is {self.max_skipped_steps}: it must be at least 1")
+        if not self.spike_factor > 1: raise ValueError(f"train.spike-factor is {self.spike_factor}: it must be over 1")
+        if self.hang_seconds is not None and not self.hang_seconds > 0:
+            raise ValueError(f"train.hang-seconds is {self.hang_seconds}: it must be over 0, or None for no limit")
 
 
 @dataclass(frozen=True)
@@ -98,8 +111,11 @@ class RunConfig:
 
     @property
     def microbatch_size(self) -> int:
-        """Sequences a process computes at once: as given, else the largest divisor of its batch within 4,096 tokens."""
+        """Sequences a process computes at once: as given, else the largest divisor of its batch within 4,096 tokens; in a
+        pipeline one that leaves 4 microbatches a stage or more, and a multiple of pp, where there is one."""
         if self.train.microbatch_size: return self.train.microbatch_size
         batch = max(1, self.train.global_batch_size // (self.layout.dp or 1))
-        most = max(1, 4096 // self.sequence_length)
-        return max(d for d in range(1, min(most, batch) + 1) if batch % d == 0)
+        pp = self.layout.pp
+        most = max(1, min(4096 * self.layout.cp // self.sequence_length, batch if pp == 1 else batch // (4 * pp)))
+        sizes = [d for d in range(1, min(most, batch) + 1) if batch % d == 0]
+        return max([d for d in sizes if batch // d % pp == 0] or sizes)

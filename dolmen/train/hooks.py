@@ -1,5 +1,6 @@
 """Periodic work of a run as (every, hook): numbers, validation, checkpoints. Shown and written by the first rank alone."""
 
+import math
 import resource
 import time
 from pathlib import Path
@@ -19,21 +20,23 @@ from dolmen.train.config import RunConfig
 from dolmen.train.loop import Hook, Stop
 from dolmen.train.step import Metrics, TrainState
 from dolmen.train.validate import evaluate
+from dolmen.train.watch import Watch
 
-SKIPS, SKIPS_SCALED = 10, 40                               # steps in a row without a finite gradient that end a run
+SKIPS_SCALED = 40                                          # steps in a row that a search for the loss scale may skip, at least
 
 
 class Hooks:
     """The periodic work of a run, as a table of (every, hook); numbers are shown and written by the first rank alone."""
 
     def __init__(self, run: RunConfig, state: TrainState, loader: Loader, mesh: Mesh, out: Path, checkpoints: Checkpoints, peak: float,
-                 console: Console, stop: Stop):
-        self.stop, self.steps = stop, state.steps
+                 console: Console, stop: Stop, watch: Watch):
+        self.stop, self.steps, self.watch = stop, state.steps, watch
+        self.most_skips = max(run.train.max_skipped_steps, SKIPS_SCALED) if state.scale.dynamic else run.train.max_skipped_steps
         self.run, self.loader, self.mesh, self.out, self.checkpoints = run, loader, mesh, out, checkpoints
         self.flops = count.training_flops_per_token(run.model, run.sequence_length)
         self.peak = peak * mesh.size
         self.since, self.tokens_since, self.validation = time.monotonic(), 0, None
-        self.skipped = self.skipped_in_a_row = 0
+        self.skipped, self.skipped_in_a_row, self.finite = 0, 0, True
         kinds = ((metrics.MetricsFile, "metrics.jsonl"), (metrics.TensorBoard, "tensorboard")) if mesh.first else ()
         self.writers = [kind(out / name, state.step) for kind, name in kinds]
         self.line = report.ProgressLine(console, state.step, state.steps)
@@ -44,20 +47,29 @@ class Hooks:
         validating = max(1, self.steps // 10) if every is None else every
         hooks = [(1, self.count), (self.run.log.every, self.log)]
         if self.loader.validation_tokens: hooks.append((validating, self.validate))
-        return [*hooks, (self.run.checkpoint.every, self.save), (1, lambda state, m: self.checkpoints.poll())]
+        return [*hooks, (self.run.checkpoint.every, self.save), (1, self.poll)]
 
     def count(self, state: TrainState, m: Metrics) -> None:
         self.tokens_since += m.tokens
         self.skipped += m.skipped
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if m.skipped else 0
+        self.finite = math.isfinite(m.loss) and math.isfinite(m.grad_norm)
         if m.skipped:
             scale = f"; loss scale now {state.scale.value:g}" if state.scale.dynamic else ""
-            self.line.say(f"step {state.step}: the gradient is not finite ({m.grad_norm}), the step is skipped{scale}")
-        if self.skipped_in_a_row == (SKIPS_SCALED if state.scale.dynamic else SKIPS): raise FloatingPointError(self.not_finite(state))
+            self.line.say(f"step {state.step}: {self.reason(m)}, the step is skipped{scale}")
+        if self.skipped_in_a_row >= self.most_skips: raise FloatingPointError(self.too_many_skips(state))
 
-    def not_finite(self, state: TrainState) -> str:
-        return (f"the gradients of the last {self.skipped_in_a_row} steps, up to step {state.step}, were not finite, and no parameter has changed: "
-                "look at the starting weights and the data, or set a lower --optimizer.lr")
+    def reason(self, m: Metrics) -> str:
+        """Why a step was skipped."""
+        if not math.isfinite(m.loss): return f"the loss is not finite ({m.loss})"
+        if not math.isfinite(m.grad_norm): return f"the gradient is not finite ({m.grad_norm})"
+        return f"the gradient norm {m.grad_norm:.3g} is over {self.run.train.spike_factor:g} times its running median"
+
+    def too_many_skips(self, state: TrainState) -> str:
+        batch = "\n  ".join(self.loader.documents(state.step - 1))
+        return (f"the last {self.skipped_in_a_row} steps, up to step {state.step}, were skipped, as their loss or gradients were not finite "
+                "or a spike, and no parameter has changed: look at the starting weights and the data, or set a lower --optimizer.lr "
+                f"(--train.max-skipped-steps ends a run). The last batch was\n  {batch}")
 
     def log(self, state: TrainState, m: Metrics) -> None:
         now = time.monotonic()
@@ -65,7 +77,7 @@ class Hooks:
         self.since, self.tokens_since = now, 0
         row = {"step": state.step, "loss": m.loss, "grad_norm": m.grad_norm, "lr": m.lr, "tokens": state.tokens, "tokens_per_second": rate,
                "mfu": rate * self.flops / self.peak, "memory_gib": memory_gib(self.mesh), "time": time.time(),
-               **{f"epoch/{name}": value for name, value in self.loader.epochs(state.step).items()}}
+               **m.router, **{f"epoch/{name}": value for name, value in self.loader.epochs(state.step).items()}}
         if state.scale.dynamic: row |= {"loss_scale": state.scale.value, "skipped_steps": self.skipped}
         for writer in self.writers: writer.write(row)
         if self.mesh.first: self.line.show(row)
@@ -76,15 +88,20 @@ class Hooks:
         most = None if whole else max(1, self.run.log.validation_tokens // self.run.sequence_length)
         began = time.monotonic()
         batches = self.loader.validation_batches(most, self.mesh.dp.rank, self.mesh.dp.size)
-        self.validation = loss, tokens, _ = evaluate(state.model, batches, self.mesh)
+        self.validation = loss, tokens, _ = evaluate(state.model, self.watch.through(batches, "validate"), self.mesh, state.schedule)
         self.since += time.monotonic() - began                                          # not the training's time
         for writer in self.writers: writer.write({"step": state.step, "val_loss": loss, "val_tokens": tokens, "time": time.time()})
         self.line.say(f"step {state.step}: validation loss {loss:.4f} on {tokens:,} tokens")
 
     def save(self, state: TrainState, m: Metrics) -> None:
         meta = {"run": to_dict(self.run), "step": state.step, "tokens": state.tokens, "updates": updates(state),
-                "data": self.loader.fingerprint(), "loss_scale": [state.scale.value, state.scale.good_steps], "seed": self.run.train.seed}
+                "data": self.loader.fingerprint(), "loss_scale": [state.scale.value, state.scale.good_steps], "seed": self.run.train.seed,
+                "norms": state.spike.state()}
         self.checkpoints.save(state.step, optim.tensors(state.model, state.optimizer), meta)
+
+    def poll(self, state: TrainState, m: Metrics) -> None:
+        """A save that has failed ends the run now, and not at the next save."""
+        if self.checkpoints.poll(): self.checkpoints.finish()
 
     def close(self) -> None:
         self.line.close()

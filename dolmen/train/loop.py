@@ -9,6 +9,7 @@ from dolmen.core import collectives
 from dolmen.core.mesh import Mesh
 from dolmen.data.loader import Loader
 from dolmen.train.step import Metrics, TrainState, optimizer_step
+from dolmen.train.watch import Watch
 
 Hook = Callable[[TrainState, Metrics], None]
 
@@ -23,24 +24,29 @@ class Stop:
     def agree(self, mesh: Mesh) -> int:
         """The largest signal number any rank has seen, 0 for none."""
         flag = torch.tensor(self.signal, device=mesh.device)
-        if mesh.size > 1: flag = collectives.reduce_scalar(collectives.reduce_scalar(flag, mesh.tp, "max"), mesh.dp, "max")
-        self.agreed_signal = int(flag)
+        self.agreed_signal = int(collectives.reduce_scalar(flag, mesh.world, "max"))
         return self.agreed_signal
 
 
-def train(state: TrainState, loader: Loader, mesh: Mesh, microbatch_size: int, hooks: Iterable[tuple[int, Hook]], stop: Stop) -> int:
+def train(state: TrainState, loader: Loader, mesh: Mesh, hooks: Iterable[tuple[int, Hook]], stop: Stop,
+          watch: Watch | None = None) -> int:
     """Train from state.step to state.steps; the signal that ended it early, else 0.
 
     After every step each hook whose `every` divides the number of steps made is called, and all are called after the
     last step, in order.
     """
-    hooks = list(hooks)
+    hooks, beat, begun = list(hooks), watch.beat if watch else lambda *_: None, state.step
+    beat(state.step, "the first batch", True)
     for _, batch in loader.starting_at(state.step, mesh.dp.rank, mesh.dp.size):
         if state.step >= state.steps: return 0
-        metrics = optimizer_step(state, batch, mesh, microbatch_size)
+        beat(state.step, "a step", state.step == begun)    # the first may compile
+        metrics = optimizer_step(state, batch, mesh)
         stopped = stop.agree(mesh)
         last = bool(stopped) or state.step == state.steps
         for every, hook in hooks:
-            if last or every and state.step % every == 0: hook(state, metrics)
+            if last or every and state.step % every == 0:
+                beat(state.step, hook.__name__)
+                hook(state, metrics)
         if stopped: return stopped
+        beat(state.step, "the next batch")
     raise AssertionError("batches never run out")

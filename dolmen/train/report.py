@@ -14,6 +14,8 @@ from dolmen.core.log import duration, gib, size
 from dolmen.core.mesh import Mesh
 from dolmen.data.loader import Loader
 from dolmen.model import count
+from dolmen.model.layout import Layout
+from dolmen.parallel.schedule import simulate
 from dolmen.train.config import RunConfig
 from dolmen.train.step import TrainState
 
@@ -34,9 +36,8 @@ def header(run: RunConfig, state_: TrainState, loader: Loader, mesh: Mesh, peak:
     table.add_row("model", f"{c.family}, {size(count.parameters(c))} parameters: {c.num_hidden_layers} layers, hidden {c.hidden_size}, "
                            f"{c.num_attention_heads} heads{kv}, vocabulary {c.vocab_size:,}{tied}")
     table.add_row("start", f"{run.init}" if run.init else f"random weights, seed {run.train.seed}")
-    sp = ", sequence parallel" if layout.sequence_parallel and layout.tp > 1 else ""
     processes = "1 process" if mesh.size == 1 else f"{mesh.size} processes"
-    table.add_row("layout", f"tp {layout.tp}{sp} x dp {layout.dp}, ZeRO {layout.zero}: {processes} on {_device(mesh)}")
+    table.add_row("layout", f"{_layout(layout, state_)}: {processes} on {_device(mesh)}")
     for i, line in enumerate(loader.description()): table.add_row("data" if i == 0 else "", line)
     table.add_row("batch", f"{run.train.global_batch_size} sequences of {run.sequence_length} = {tokens:,} tokens; "
                            f"{run.microbatch_size} at once a process")
@@ -46,6 +47,17 @@ def header(run: RunConfig, state_: TrainState, loader: Loader, mesh: Mesh, peak:
     table.add_row("per rank", f"{gib(rest)} of weights and optimizer state at rest; measured matmul peak {peak / 1e12:.3g} TFLOP/s")
     table.add_row("out", out)
     return table
+
+
+def _layout(layout: Layout, state_: TrainState) -> str:
+    """The axes that split something, and how."""
+    words = [f"tp {layout.tp}" + (", sequence parallel" if layout.sequence_parallel and layout.tp > 1 else "")]
+    if layout.cp > 1: words.append(f"cp {layout.cp} ({layout.context})")
+    if layout.pp > 1:
+        bubble = f"bubble {simulate(state_.schedule).bubble:.0%}"
+        words.append(f"pp {layout.pp} ({state_.schedule.name}, {state_.schedule.micros} microbatches, {bubble})")
+    words.append(f"dp {layout.dp}" + (f", ep {layout.ep}" if layout.ep > 1 else "") + f", ZeRO {layout.zero}")
+    return " x ".join(words) + (f"; recompute {layout.recompute}" if layout.recompute != "none" else "")
 
 
 def _device(mesh: Mesh) -> str:
@@ -70,6 +82,7 @@ class ProgressLine:
         left = (time.monotonic() - self.began) / max(1, done) * (self.steps - row["step"])
         numbers = (f"loss {row['loss']:.4f}  {size(row['tokens_per_second'])} tok/s  MFU {row['mfu']:.1%}  "
                    f"{row['memory_gib']:.2f} GiB  {duration(left)} left")
+        if "router/max_load" in row: numbers += f"  max load {row['router/max_load']:.2f}"
         if self.progress: self.progress.update(self.task, completed=row["step"], description=f"step {row['step']}/{self.steps}", numbers=numbers)
         else: self.console.print(f"step {row['step']}/{self.steps}  {numbers}  lr {row['lr']:.2e}  grad norm {row['grad_norm']:.3f}")
 

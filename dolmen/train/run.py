@@ -19,6 +19,7 @@ from dolmen.core.config import differences, to_dict
 from dolmen.core.mesh import Mesh
 from dolmen.data import loader as data_loader
 from dolmen.data.loader import Loader
+from dolmen.model.config import parameter_shapes
 from dolmen.optim import optimizer as optim
 from dolmen.optim.precision import DTYPES, LossScale
 from dolmen.train import build, report
@@ -27,7 +28,10 @@ from dolmen.train.config import RunConfig
 from dolmen.train.hooks import Hooks
 from dolmen.train.loop import Stop, train
 from dolmen.train.peak import matmul_peak
+from dolmen.train.spike import SpikePolicy
+from dolmen.train.start import OWNER, Start
 from dolmen.train.step import TrainState
+from dolmen.train.watch import Watch
 
 
 @dataclass(frozen=True)
@@ -45,62 +49,85 @@ class Outcome:
 
 def make_state(run: RunConfig, mesh: Mesh, steps: int) -> TrainState:
     """The model with its initial values and an optimizer at step 0."""
-    model = build.build(run.model, mesh, sequence=run.layout.sequence_parallel, zero=run.layout.zero, compute=DTYPES[run.train.dtype],
-                        compile=run.train.compile)
+    schedule = run.layout.make_schedule(run.train.global_batch_size, run.microbatch_size)
+    model = build.build(run.model, mesh, run.layout, schedule, compute=DTYPES[run.train.dtype], compile=run.train.compile)
     if run.init is None: build.initialize(model, run.train.seed)
-    else: build.load(model, lambda write: hf.load(hf.resolve(run.init), run.model, write))
+    else: build.load(model, lambda write: hf.load(hf.resolve(run.init), run.model, write, only=dict(model.named_parameters())))
     optimizer = optim.adamw(model, run.optimizer)
     optim.prime(optimizer)
-    return TrainState(model, optimizer, run.optimizer, steps, run.layout.zero, run.train.seed, LossScale.of(run.train.dtype))
+    made = TrainState(model, optimizer, run.optimizer, steps, run.layout.zero, schedule, run.train.seed, LossScale.of(run.train.dtype))
+    made.spike = SpikePolicy(run.train.spike_factor if run.train.spike == "skip" else None)
+    return made
 
 
-def resume(state: TrainState, run: RunConfig, loader: Loader, checkpoints: Checkpoints, console: Console) -> None:
+def resume(state: TrainState, run: RunConfig, loader: Loader, checkpoints: Checkpoints, console: Console, restarted: bool = False) -> None:
     """Put the newest whole checkpoint into `state` and say what changed since; with none, say so and start.
 
-    Raises ValueError if the checkpoint is of another model.
+    Raises ValueError if the checkpoint is of another model, or damaged; after a restart, which nobody watches, a damaged
+    one is put aside and the one before it taken.
     """
-    step = checkpoints.newest()
-    if step is None:
-        console.print("--resume: nothing is saved here yet, starting from step 0")
+    found = load_newest(state, run, checkpoints, console, restarted)
+    if found is None:
+        console.print(f"{'restart' if restarted else '--resume'}: nothing is saved here yet, starting from step 0")
         return
-    meta = checkpoints.meta(step)
+    step, meta = found
     old, new = meta["run"], to_dict(run)
-    check_same_model(old, run, step)
-    checkpoints.load(step, optim.tensors(state.model, state.optimizer))
     state.step, state.tokens = step, meta["tokens"]
     optim.set_step(state.optimizer, meta["updates"])
     if state.scale.dynamic: state.scale.value, state.scale.good_steps = meta["loss_scale"]
+    state.spike.load(meta.get("norms", []))
     console.print(f"resuming from step {step}")
     for line in [d for d in differences(old, new) if not d.startswith("model.")] + data_loader.changes(meta["data"], loader.fingerprint()):
         console.print(f"  changed: {line}")
 
 
+def load_newest(state: TrainState, run: RunConfig, checkpoints: Checkpoints, console: Console, fall_back: bool) -> tuple[int, dict] | None:
+    """Load the newest whole checkpoint: (its step, its meta); None if there is none. With `fall_back` the newest that is not damaged."""
+    steps, everywhere = checkpoints.steps(), {f"{kind}/{name}" for name in parameter_shapes(run.model) for kind in optim.KINDS}
+    for step in reversed(steps):
+        try: meta = checkpoints.meta(step)
+        except ValueError as caught: error = caught
+        else:
+            check_same_model(meta["run"], run, step)
+            try: checkpoints.load(step, optim.tensors(state.model, state.optimizer), everywhere)
+            except ValueError as caught: error = caught
+            else: return step, meta
+        if not fall_back or step == steps[0]: raise error
+        aside = checkpoints.put_aside(step)
+        console.print(f"WARNING: the newest checkpoint, of step {step}, is damaged ({error}); it is kept as {aside}, and the run goes on "
+                      "from the one before")
+    return None
+
+
 def run_training(run: RunConfig, out: Path, mesh: Mesh, console: Console, *, resumed: bool = False, overwrite: bool = False,
-                 stop: Stop | None = None) -> Outcome:
-    """Train as `run` says, into the folder `out`. Every process of the mesh calls it; `console` is quiet on all but one."""
+                 start: Start | None = None, stop: Stop | None = None, watch: Watch | None = None) -> Outcome:
+    """Train as `run` says, into the folder `out`. Every process of the mesh calls it; `console` is quiet on all but one.
+    `start` says more than `resumed` and `overwrite` and is taken instead of them."""
     began = time.monotonic()
+    start, watch = start or Start(resumed, overwrite), watch or Watch(out / "hang", mesh.rank, mesh.size, None, print)
     loader = data_loader.prepare(run.data, run.init, run.model.vocab_size, run.sequence_length, run.train.global_batch_size,
                                  run.train.seed, progress=mesh.first)
     steps = run.train.steps or max(20, epoch_steps(loader))
     state, stop = make_state(run, mesh, steps), stop or Stop()
-    lock = take_lock(out) if mesh.first else None
-    if mesh.first and overwrite: clear(out)
+    lock = take_lock(out, 60 if start.restarted else 0) if mesh.first else None
+    if mesh.first and start.overwrite: clear(out, start.owner)
     checkpoints = Checkpoints(out / "checkpoints", mesh, run.checkpoint.keep)
-    if resumed: resume(state, run, loader, checkpoints, console)
+    if start.resumed: resume(state, run, loader, checkpoints, console, start.restarted)
     if mesh.first and state.step < steps:
         write_config(out, run)
         loader.tokenizer.save_pretrained(str(out / "tokenizer"))
     peak = matmul_peak(mesh.device, DTYPES[run.train.dtype])
     console.print(report.header(run, state, loader, mesh, peak, str(out)))
-    hooks = Hooks(run, state, loader, mesh, out, checkpoints, peak, console, stop)
+    hooks = Hooks(run, state, loader, mesh, out, checkpoints, peak, console, stop, watch)
     try:
         if state.step >= steps: console.print(f"step {state.step} of {steps}: nothing is left to train; raise --train.steps to go on")
-        signal = train(state, loader, mesh, run.microbatch_size, hooks.table(), stop) if state.step < steps else 0
+        signal = train(state, loader, mesh, hooks.table(), stop, watch) if state.step < steps else 0
+        watch.beat(state.step, "the last save", patient=True)
         checkpoints.finish()
     finally:
         hooks.close()
         if lock is not None: os.close(lock)
-    if hooks.skipped_in_a_row and not state.scale.dynamic: raise FloatingPointError(hooks.not_finite(state))
+    if not hooks.finite and not state.scale.dynamic: raise FloatingPointError(hooks.too_many_skips(state))
     val_loss, val_tokens, nats = hooks.validation or (None, 0, 0.0)
     whole = val_loss is not None and not signal and val_tokens == loader.validation_tokens
     bits = nats / loader.validation_bytes / math.log(2) if whole else None
@@ -113,10 +140,11 @@ def epoch_steps(loader: Loader) -> int:
     return max(1, round(1 / per_step))
 
 
-def clear(out: Path) -> None:
-    """Empty a run's folder."""
+def clear(out: Path, owner: str = "") -> None:
+    """Empty a run's folder, and then say in it who has: `owner`'s restarts will not."""
     for child in out.iterdir():
         shutil.rmtree(child) if child.is_dir() and not child.is_symlink() else child.unlink()
+    if owner: (out / OWNER).write_text(owner)
 
 
 def write_config(out: Path, run: RunConfig) -> None:

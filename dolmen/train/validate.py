@@ -5,12 +5,17 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from dolmen.core import collectives
 from dolmen.core.mesh import Mesh
 from dolmen.data.batch import Batch
 from dolmen.model.decoder import Decoder
+from dolmen.parallel import pipeline
+from dolmen.parallel import schedule as schedules
 from dolmen.parallel.data import inference
+from dolmen.parallel.pipeline import Work
+from dolmen.parallel.schedule import Schedule
 
 
 class Evaluation(NamedTuple):
@@ -29,17 +34,33 @@ class Evaluation(NamedTuple):
         return math.exp(self.loss) if self.loss < 709 else self.loss * math.inf
 
 
-def evaluate(model: Decoder, batches: Iterable[Batch], mesh: Mesh) -> Evaluation:
+def evaluate(model: Decoder, batches: Iterable[Batch], mesh: Mesh, schedule: Schedule | None = None) -> Evaluation:
     """Each rank of dp brings its own batches; the result is the same on every rank, and does not depend on the layout.
 
-    Batches may differ in size, but under ZeRO the ranks bring equally many: each forward is a collective. Raises
-    ValueError where no label carries a loss.
+    Batches may differ in size, but under ZeRO the ranks bring equally many: each forward is a collective. `schedule`: of a model
+    whose stages lie on several ranks; its forwards are carried out, on batches that its microbatches divide. Raises ValueError
+    where no label carries a loss.
     """
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)         # nats, tokens: exact to 2^53 of them
+    order = pipeline.forward_only(schedule or schedules.make("1f1b", 1, 1))
     with inference(model):
         for batch in batches:
-            sums[0] += model(batch.tokens.to(mesh.device), batch.labels.to(mesh.device))
-            sums[1] += batch.real_tokens
-    nats, tokens = collectives.reduce_scalar(sums, mesh.dp).tolist()
+            sums[0] += _nats(model, batch, mesh, order)
+            if mesh.pp.rank == mesh.cp.rank == 0: sums[1] += batch.real_tokens
+    nats, tokens = (collectives.reduce_scalar(sums, mesh.world) / mesh.tp.size).tolist()
     if tokens == 0: raise ValueError("no token to evaluate carries a loss: give batches that hold text")
     return Evaluation(nats / tokens, int(tokens), nats)
+
+
+def _nats(model: Decoder, batch: Batch, mesh: Mesh, order: Schedule) -> Tensor:
+    """The sum of the losses that this rank computes of one batch."""
+    total, parts = torch.zeros((), dtype=torch.float64, device=mesh.device), batch.split(order.micros)
+
+    def forward(chunk: int, micro: int, x: Tensor | None) -> Tensor:
+        part = parts[micro].to(mesh.device)
+        y = model(part.tokens, part.labels, starts=part.starts, x=x, part=chunk)
+        if model.split.parts[chunk].last: total.add_(y)
+        return y
+
+    pipeline.execute(order, mesh, Work(forward, lambda: model.boundary(*parts[0].tokens.shape)))
+    return total

@@ -94,7 +94,7 @@ def save_without_pause(rank: int, folder: Path, store: Path, rows: int) -> None:
     step = step.item()
     while True:
         step += 1
-        parts = {n: distribute_tensor(t, mesh.grid["dp"], [Shard(0)]) for n, t in tensors(float(step), rows).items()}
+        parts = {n: distribute_tensor(t, mesh.grid["fsdp"], [Shard(0)]) for n, t in tensors(float(step), rows).items()}
         checkpoints.save(step, parts, {"step": step, "value": float(step)})
 
 

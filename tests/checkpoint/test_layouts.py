@@ -74,7 +74,7 @@ def uneven(folder: Path) -> dict:
     tensors = {"model/few": torch.randn(3), "model/odd": torch.randn(7, 5), "model/bf16": torch.randn(9, 3).bfloat16(),
                "model/large": torch.randn(4096, 512)}
     for t in tensors.values(): dist.broadcast(t, 0)
-    line, columns, wrong = rows.grid["dp"], {1: Replicate(), 2: Shard(1)}, []
+    line, columns, wrong = rows.grid["fsdp"], {1: Replicate(), 2: Shard(1)}, []
     for step, place in ((1, Shard(0)), (2, Replicate())):
         checkpoints.save(step, {n: distribute_tensor(t, line, [place]) for n, t in tensors.items()}, {}, wait=True)
         for at, places in ((line, [Shard(0)]), (line, [Replicate()]), (mesh.grid, [Shard(0), None]),

@@ -3,14 +3,15 @@
 from dataclasses import dataclass, field
 
 import torch
+from backward import backward
 from torch import Tensor
 
 from dolmen.core import mesh as meshes
 from dolmen.core import state
 from dolmen.core.mesh import SINGLE
 from dolmen.model.config import ModelConfig
+from dolmen.model.layout import Layout as Split
 from dolmen.optim.optimizer import OptimizerConfig, adamw, prime, set_step, tensors
-from dolmen.parallel import data
 from dolmen.train.build import build, initialize
 
 CONFIG = ModelConfig(vocab_size=711, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -39,7 +40,7 @@ class Run:
     model: object = field(init=False)
 
     def __post_init__(self):
-        self.model = build(CONFIG, self.mesh, sequence=self.layout.sequence, zero=self.layout.zero)
+        self.model = build(CONFIG, self.mesh, Split(sequence_parallel=self.layout.sequence, zero=self.layout.zero or 0))
         initialize(self.model, self.seed)
         self.optimizer = adamw(self.model, OptimizerConfig(lr=1e-2))
         prime(self.optimizer)
@@ -53,7 +54,7 @@ class Run:
             mine = tokens[self.mesh.dp.rank * rows:][:rows]
             self.optimizer.zero_grad()
             loss = self.model(mine[:, :-1].contiguous(), mine[:, 1:].contiguous()) / (ROWS * LENGTH)
-            data.backward(loss, self.model, last=True, zero=self.layout.zero or 0)
+            backward(loss, self.model, last=True, zero=self.layout.zero or 0)
             self.optimizer.step()
             self.step += 1
         return self

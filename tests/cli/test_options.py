@@ -17,25 +17,30 @@ material, one_thread = tinyrun.material, tinyrun.one_thread
 
 # What people type and write in scripts. To add one is free; to rename or remove one breaks somebody.
 TRAIN = """
-    help init out resume overwrite nproc
+    help init out resume overwrite nproc max-restarts
     model.family model.vocab-size model.hidden-size model.intermediate-size model.num-hidden-layers model.num-attention-heads
     model.num-key-value-heads model.head-dim model.max-position-embeddings model.position model.norm model.norm-eps model.qk-norm
-    model.no-qk-norm model.mlp model.activation model.attention-bias model.no-attention-bias model.output-bias model.no-output-bias
+    model.no-qk-norm model.mlp model.activation model.num-experts model.num-experts-per-tok model.moe-intermediate-size
+    model.norm-topk-prob model.no-norm-topk-prob model.dense-layers model.router-balance model.router-aux-loss-coef
+    model.router-z-loss-coef model.router-bias-rate model.attention-bias model.no-attention-bias model.output-bias model.no-output-bias
     model.mlp-bias model.no-mlp-bias model.sliding-window model.sliding-layers model.tie-word-embeddings model.no-tie-word-embeddings
     model.dropout model.initializer-range
     model.rope.theta model.rope.scaling model.rope.factor model.rope.low-freq-factor model.rope.high-freq-factor
     model.rope.original-max-position-embeddings
-    layout.tp layout.dp layout.zero layout.sequence-parallel layout.no-sequence-parallel
-    data.path data.tokenizer data.validation data.validation-fraction data.end-of-text data.text-field data.cache data.workers
+    layout.tp layout.cp layout.pp layout.dp layout.ep layout.zero layout.sequence-parallel layout.no-sequence-parallel layout.context
+    layout.schedule layout.virtual-stages layout.recompute layout.recompute-layers
+    data.path data.tokenizer data.validation data.validation-fraction data.end-of-text data.document-mask data.no-document-mask data.text-field data.cache data.workers
     optimizer.lr optimizer.warmup-steps optimizer.schedule optimizer.min-lr optimizer.decay-fraction optimizer.weight-decay
     optimizer.beta1 optimizer.beta2 optimizer.eps optimizer.clip
     train.steps train.seed train.dtype train.sequence-length train.global-batch-size train.microbatch-size train.compile train.no-compile
+    train.spike train.spike-factor train.max-skipped-steps train.hang-seconds
     checkpoint.every checkpoint.keep
     log.every log.validate-every log.validation-tokens
     finish.export finish.no-export finish.verify finish.no-verify finish.sample finish.compressors finish.no-compressors
 """.split()
 OTHERS = {"export": "help to dtype", "verify": "help against length layout.tp",
-          "generate": "help prompt max-new-tokens temperature top-k top-p seed layout.tp"}
+          "generate": "help prompt max-new-tokens temperature top-k top-p seed layout.tp",
+          "schedule": "help pp microbatches virtual-stages out list forward backward input weight send"}
 
 
 def options(text: str) -> list[str]:

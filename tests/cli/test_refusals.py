@@ -81,7 +81,7 @@ OPTIONS = {
     "both": ("--resume --overwrite", "--resume and --overwrite exclude each other"),
     # words
     "unknown": ("--train.step 5", "Unrecognized options: --train.step, 5"),
-    "near": ("--train.step 5", "Perhaps you meant: --train.steps"),
+    "near": ("--train.step 5", "|INT Optimizer updates; unset"),
     "type": ("--train.steps five", "Error parsing --train.steps"),
     "literal": ("--train.dtype float64", "invalid choice 'float64' for argument '--train.dtype'"),
     "stray": ("stray", "Unrecognized options: stray"),

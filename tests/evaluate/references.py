@@ -15,6 +15,9 @@ SIZES = dict(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=40, num_hi
 MODELS = {
     "llama": ("llama", SIZES | dict(num_key_value_heads=2)),
     "qwen3": ("qwen3", SIZES | dict(num_key_value_heads=1, head_dim=16, tie_word_embeddings=True)),
+    "mixtral": ("mixtral", SIZES | dict(num_key_value_heads=2, num_local_experts=4)),
+    "qwen3-moe": ("qwen3_moe", SIZES | dict(num_key_value_heads=2, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24,
+                                            mlp_only_layers=[0])),
     "gpt2": ("gpt2", dict(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=48, bos_token_id=1,
                           eos_token_id=2)),
 }

@@ -10,11 +10,12 @@ from dolmen.convert import hf
 from dolmen.core import mesh as meshes
 from dolmen.core.mesh import SINGLE
 from dolmen.data.batch import IGNORED, Batch
+from dolmen.model.layout import Layout
 from dolmen.serve.engine import load
 from dolmen.train import build
 from dolmen.train.validate import Evaluation, evaluate
 
-LAYOUTS = [dict(dp=2, zero=z) for z in range(4)] + [dict(tp=2), dict(tp=2, sequence=True, zero=3)]
+LAYOUTS = [dict(dp=2, zero=z) for z in range(4)] + [dict(tp=2), dict(tp=2, sequence_parallel=True, zero=3)]
 
 
 def windows() -> torch.Tensor:
@@ -68,7 +69,7 @@ def two_ranks(folder):
         options = dict(layout)
         mesh = meshes.grid(options.pop("dp", 1), options.pop("tp", 1), torch.device("cpu"))
         config = hf.read_config(folder)
-        model = build.build(config, mesh, **options)
+        model = build.build(config, mesh, Layout(**options) if options else None)
         build.load(model, lambda write, c=config: hf.load(folder, c, write))
         before = list(map(id, model.parameters()))
         part = slice(2 * mesh.dp.rank, 2 * mesh.dp.rank + 2) if mesh.dp.size == 2 else slice(None)

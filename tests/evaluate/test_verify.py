@@ -41,6 +41,10 @@ SPOILED = {
     "llama k and v": ("llama", exchange(LAYER + "self_attn.k_proj.weight", LAYER + "self_attn.v_proj.weight"), {}),
     "qwen3 k and v": ("qwen3", exchange(LAYER + "self_attn.k_proj.weight", LAYER + "self_attn.v_proj.weight"), {}),
     "gpt2 k and v": ("gpt2", exchange_gpt2_keys_and_values, {}),
+    "mixtral gate and up": ("mixtral", exchange(LAYER + "block_sparse_moe.experts.2.w1.weight", LAYER + "block_sparse_moe.experts.2.w3.weight"), {}),
+    "mixtral experts": ("mixtral", exchange(LAYER + "block_sparse_moe.experts.1.w2.weight", LAYER + "block_sparse_moe.experts.2.w2.weight"), {}),
+    "qwen3-moe router": ("qwen3-moe", scale(LAYER + "mlp.gate.weight", 1.01), {}),
+    "qwen3-moe weights of experts": ("qwen3-moe", None, dict(norm_topk_prob=True)),
     "llama norm": ("llama", scale(LAYER + "input_layernorm.weight", 1.01), {}),
     "qwen3 q norm": ("qwen3", scale(LAYER + "self_attn.q_norm.weight", 1.01), {}),
     "gpt2 norm": ("gpt2", scale("transformer.ln_f.weight", 1.001), {}),
@@ -50,6 +54,10 @@ SPOILED = {
     "llama rope": ("llama", None, dict(rope_parameters=dict(rope_type="default", rope_theta=9000.0))),
     "llama nan": ("llama", scale("model.norm.weight", math.nan), {}),
 }
+
+
+def test_an_auxiliary_loss_of_transformers_is_left_out(folders, tmp_path):
+    assert verify(spoiled(folders["mixtral"], tmp_path / "logits", output_router_logits=True)).ok
 
 
 @pytest.mark.parametrize("name", MODELS)

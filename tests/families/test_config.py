@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
+from transformers.core_model_loading import revert_weight_conversion
 
 from dolmen.families import FAMILIES, from_hf, to_hf, unknown_fields, weight_map
 from dolmen.model.config import ModelConfig, RopeConfig
@@ -41,7 +42,20 @@ GPT2 = {"activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"],
         "resid_pdrop": 0.1, "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
         "vocab_size": 50257}
 GPT2_ALIASES = {"model_type": "gpt2", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
-PUBLISHED = [LLAMA_31, LLAMA_LINEAR, MISTRAL, QWEN_25, QWEN_WINDOW, QWEN_3, GPT2, GPT2_ALIASES]
+MIXTRAL = {"architectures": ["MixtralForCausalLM"], "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336,
+           "max_position_embeddings": 32768, "model_type": "mixtral", "num_attention_heads": 32, "num_experts_per_tok": 2,
+           "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8, "output_router_logits": False,
+           "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02, "sliding_window": None,
+           "tie_word_embeddings": False, "torch_dtype": "bfloat16", "vocab_size": 32000}
+QWEN_3_MOE = {"architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "decoder_sparse_step": 1, "head_dim": 128,
+              "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 6144, "max_position_embeddings": 40960,
+              "max_window_layers": 48, "mlp_only_layers": [], "model_type": "qwen3_moe", "moe_intermediate_size": 768,
+              "norm_topk_prob": True, "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8,
+              "num_hidden_layers": 48, "num_key_value_heads": 4, "output_router_logits": False, "rms_norm_eps": 1e-06,
+              "rope_scaling": None, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": None,
+              "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_sliding_window": False, "vocab_size": 151936}
+QWEN_3_SPARSE_STEP = QWEN_3_MOE | {"decoder_sparse_step": 2, "mlp_only_layers": [3]}
+PUBLISHED = [MIXTRAL, QWEN_3_MOE, QWEN_3_SPARSE_STEP, LLAMA_31, LLAMA_LINEAR, MISTRAL, QWEN_25, QWEN_WINDOW, QWEN_3, GPT2, GPT2_ALIASES]
 
 
 def structure(config): return replace(config, hf={})
@@ -68,6 +82,9 @@ def test_values_of_published_configs():
     assert from_hf(QWEN_25).window(23) is None and from_hf(QWEN_25).attention_bias and not from_hf(QWEN_25).output_bias
     assert [from_hf(QWEN_WINDOW).window(i) for i in (20, 21)] == [None, 512]
     assert from_hf(MISTRAL).window(0) == 4096 and from_hf(QWEN_3).head_dim == 128
+    assert from_hf(MIXTRAL).expert_size == 14336 and from_hf(MIXTRAL).norm_topk_prob and from_hf(MIXTRAL).router_aux_loss_coef == 0.02
+    assert from_hf(QWEN_3_MOE).expert_size == 768 and from_hf(QWEN_3_MOE).num_experts_per_tok == 8
+    assert [i for i in range(8) if from_hf(QWEN_3_SPARSE_STEP).sparse(i)] == [1, 5, 7]
     assert from_hf(GPT2).intermediate_size == 3072 and from_hf(GPT2).tie_word_embeddings
 
 
@@ -97,6 +114,8 @@ def test_a_change_keeps_the_spelling():
     ("qwen3", "layer_types", ["sliding_attention"] * 32), ("gpt2", "scale_attn_by_inverse_layer_idx", True),
     ("gpt2", "reorder_and_upcast_attn", True), ("gpt2", "scale_attn_weights", False),
     ("gpt2", "add_cross_attention", True), ("gpt2", "activation_function", "quick_gelu"), ("gpt2", "n_head", 5),
+    ("mixtral", "router_jitter_noise", 0.1), ("mixtral", "num_local_experts", 0), ("qwen3_moe", "num_experts_per_tok", 129),
+    ("qwen3_moe", "decoder_sparse_step", 0),
     ("gemma", "model_type", "gemma")])
 def test_refused_with_the_field(model_type, field, value):
     with pytest.raises(ValueError, match=field): from_hf({"model_type": model_type, field: value})
@@ -120,6 +139,10 @@ MADE = [
     ModelConfig(family="mistral", **SMALL | {"num_attention_heads": 6, "num_key_value_heads": 3}),
     ModelConfig(family="qwen2", **SMALL, attention_bias=True, sliding_window=7, sliding_layers=(0,)),
     ModelConfig(family="qwen3", **SMALL, qk_norm=True, hf={"eos_token_id": 3}),
+    ModelConfig(family="mixtral", **SMALL, num_experts=4, router_aux_loss_coef=0.02, rope=RopeConfig(1e6)),
+    ModelConfig(family="mixtral", **SMALL, num_experts=4, num_experts_per_tok=1, sliding_window=7),
+    ModelConfig(family="qwen3_moe", **SMALL, qk_norm=True, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, dense_layers=(1,),
+                norm_topk_prob=False),
     ModelConfig(family="gpt2", **SMALL | {"num_key_value_heads": 4, "head_dim": 8}, position="learned",
                 norm="layernorm", mlp="plain", activation="gelu_tanh", attention_bias=True, output_bias=True,
                 mlp_bias=True),
@@ -136,7 +159,8 @@ def test_made_here_is_built_by_transformers(config):
     assert theirs.architectures == [FAMILIES[config.family].architecture]
     with torch.device("meta"): model = transformers.AutoModelForCausalLM.from_config(theirs)
     shapes = {name: entry.shape for name, entry in weight_map(config).entries.items()}
-    assert {name: tuple(p.shape) for name, p in model.named_parameters()} == shapes
+    theirs = revert_weight_conversion(model, dict(model.named_parameters()))       # experts apart, as in files
+    assert {name: tuple(p.shape) for name, p in theirs.items()} == shapes
 
 
 @pytest.mark.parametrize(("config", "field"), [
@@ -145,6 +169,10 @@ def test_made_here_is_built_by_transformers(config):
     (ModelConfig(family="llama", attention_bias=True), "output_bias"), (ModelConfig(family="qwen2"), "attention_bias"),
     (ModelConfig(family="mistral", qk_norm=True), "qk_norm"), (ModelConfig(family="gpt2"), "position"),
     (ModelConfig(family="mistral", sliding_window=8, sliding_layers=(1,)), "sliding window"),
+    (ModelConfig(family="qwen3", qk_norm=True, num_experts=8), "num_experts"), (ModelConfig(family="mixtral"), "num_local_experts"),
+    (ModelConfig(family="mixtral", num_experts=8, dense_layers=(1,)), "dense_layers"),
+    (ModelConfig(family="mixtral", num_experts=8, norm_topk_prob=False), "norm_topk_prob"),
+    (ModelConfig(family="qwen3_moe", qk_norm=True, num_experts=8, router_balance="bias"), "router_balance"),
     (ModelConfig(family="bert"), "bert")])
 def test_a_family_refuses_what_it_cannot_express(config, field):
     with pytest.raises(ValueError, match=field): to_hf(config)

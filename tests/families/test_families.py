@@ -45,7 +45,7 @@ def test_config_and_weights_come_back(source, tmp_path):
 
 def meaning(model, ours, config):
     """Largest difference between what layer 1 of transformers computes and the same from our tensors: q, k, v and
-    MLP."""
+    MLP, or the first expert of it."""
     def linear(name, x):
         return F.linear(x, ours[f"layers.1.{name}.weight"], ours.get(f"layers.1.{name}.bias"))
 
@@ -56,10 +56,16 @@ def meaning(model, ours, config):
     else:
         block = model.model.layers[1]
         theirs, mlp = [getattr(block.self_attn, f"{p}_proj")(x) for p in "qkv"], block.mlp
-    up = linear("mlp.up", x)
-    hidden = mlp.act_fn(linear("mlp.gate", x)) * up if config.gated else mlp.act(up)
     pairs = [(linear(f"attn.{p}", x), t) for p, t in zip("qkv", theirs, strict=True)]
-    pairs.append((linear("mlp.down", hidden), mlp(x)))
+    if config.sparse(1):
+        gate, up, down = (ours[f"layers.1.mlp.experts.{name}.weight"][0] for name in ("gate", "up", "down"))
+        first = mlp.experts(x, torch.zeros(5, 1, dtype=torch.int64), torch.ones(5, 1))
+        pairs.append((F.linear(mlp.experts.act_fn(F.linear(x, gate)) * F.linear(x, up), down), first))
+        pairs.append((linear("mlp.router", x), mlp.gate(x)[0]))
+    else:
+        up = linear("mlp.up", x)
+        hidden = mlp.act_fn(linear("mlp.gate", x)) * up if config.gated else mlp.act(up)
+        pairs.append((linear("mlp.down", hidden), mlp(x)))
     return max((a - b).abs().max().item() for a, b in pairs)
 
 
@@ -68,7 +74,8 @@ def test_meaning_and_a_swap_is_noticed(source):
     model, folder = source
     config, ours = load(folder)
     assert meaning(model, ours, config) < 1e-5          # fp32, sums of 40 products of size about 1
-    for a, b in [("attn.k", "attn.v")] + [("mlp.gate", "mlp.up")] * config.gated:
+    mlp = "mlp.experts" if config.sparse(1) else "mlp"
+    for a, b in [("attn.k", "attn.v")] + [(f"{mlp}.gate", f"{mlp}.up")] * config.gated:
         swapped = dict(ours)
         for kind in ("weight", "bias"):
             one, other = f"layers.1.{a}.{kind}", f"layers.1.{b}.{kind}"

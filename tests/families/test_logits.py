@@ -7,9 +7,7 @@ from tiny import CASES, build, save
 
 from dolmen.convert import hf
 from dolmen.core import state
-from dolmen.core.mesh import SINGLE
 from dolmen.model.decoder import Decoder
-from dolmen.parallel.tensor import TensorParallel
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -17,7 +15,7 @@ from dolmen.parallel.tensor import TensorParallel
 def test_logits(case, tmp_path):
     theirs, folder = build(case), save(build(case), tmp_path)
     config = hf.read_config(folder)
-    ours = Decoder(config, TensorParallel(SINGLE.tp)).eval()
+    ours = Decoder(config).eval()
     parameters = dict(ours.named_parameters())
     for p in parameters.values(): p.fill_(float("nan"))
     hf.load(folder, config, lambda name, full: state.write(parameters[name], full))
@@ -25,7 +23,8 @@ def test_logits(case, tmp_path):
     expected = theirs(tokens).logits
     assert expected.std() > 0.3
     torch.testing.assert_close(ours(tokens), expected, rtol=0, atol=1e-4)       # fp32, logits of size 1 to 10
-    for p in ("attn.k.weight", "mlp.up.weight", "attn_norm.weight"):        # each is felt, 100 times the tolerance
+    mlp = ("mlp.experts.down.weight", "mlp.router.weight") if config.sparse(1) else ("mlp.up.weight",)
+    for p in ("attn.k.weight", "attn_norm.weight", *mlp):                   # each is felt, 100 times the tolerance
         kept = parameters[f"layers.1.{p}"].clone()
         parameters[f"layers.1.{p}"].copy_(kept.flip(0))
         assert (ours(tokens) - expected).abs().max() > 1e-2

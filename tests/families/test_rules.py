@@ -5,8 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dolmen.families.rules import Rename, Split, Transpose, disagreeing_fields, entries
-from dolmen.model.config import ModelConfig
+from dolmen.convert import hf
+from dolmen.families import weight_map
+from dolmen.families.rules import Rename, Split, Transpose, assemble, disagreeing_fields, entries
+from dolmen.model.config import ModelConfig, parameter_shapes
 
 QKV = ("layers.{}.attn.q", "layers.{}.attn.k", "layers.{}.attn.v")
 
@@ -59,3 +61,32 @@ def test_disagreeing_fields():
     assert disagreeing_fields(rules, config, "c_attn.0.weight", (24, 32)) == ["head_dim"]     # the counts fix the heads
     assert disagreeing_fields(rules, config, "layers.0.mlp.up.weight", (11009, 24)) == ["intermediate_size"]
     assert disagreeing_fields(rules, replace(config, vocab_size=7), "embed.weight", (9, 24)) == ["vocab_size"]
+
+
+EXPERTS = ModelConfig(family="mixtral", num_hidden_layers=2, num_experts=3, hidden_size=4, intermediate_size=5, num_attention_heads=1,
+                      num_key_value_heads=1, head_dim=4, vocab_size=6)
+STACK = "layers.{}.mlp.experts.gate.weight"
+
+
+def test_a_stack_is_read_whole_and_written_apart():
+    """Pieces come in any order, each read once; a stack is asked for once, whichever of its pieces is written."""
+    found = weight_map(EXPERTS).entries
+    stored = {name: torch.randn(entry.shape) for name, entry in found.items()}
+    names, read, asked = list(found)[::-1], [], []
+    ours = dict(assemble([found[n] for n in names], lambda name: (read.append(name), stored[name])[1]))
+    assert sorted(read) == sorted(names) and ours.keys() == parameter_shapes(EXPERTS).keys()
+    for i in range(3): assert torch.equal(ours[STACK.format(1)][i], stored[f"model.layers.1.block_sparse_moe.experts.{i}.w1.weight"])
+    back = dict(hf.export(EXPERTS, lambda name: (asked.append(name), ours[name])[1]))
+    assert sorted(asked) == sorted(ours) and back.keys() == stored.keys() and all(torch.equal(back[n], stored[n]) for n in stored)
+
+
+def test_of_a_stack_only_what_is_wanted_is_read():
+    found, read = weight_map(EXPERTS).entries, []
+    got = dict(assemble(found.values(), lambda name: (read.append(name), torch.zeros(found[name].shape))[1], {STACK.format(0)}))
+    assert list(got) == [STACK.format(0)] and read == [f"model.layers.0.block_sparse_moe.experts.{i}.w1.weight" for i in range(3)]
+
+
+def test_experts_of_unequal_dtypes_are_refused():
+    found = weight_map(EXPERTS).entries
+    pieces = {name: torch.zeros(e.shape, dtype=torch.bfloat16 if ".2.w1" in name else torch.float32) for name, e in found.items()}
+    with pytest.raises(ValueError, match=r"experts.2.w1.weight is torch.bfloat16"): list(assemble(found.values(), pieces.__getitem__))

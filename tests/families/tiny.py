@@ -26,6 +26,11 @@ CASES = {
     "qwen3": ("qwen3", SIZES | dict(head_dim=16, tie_word_embeddings=True)),
     "qwen3-window": ("qwen3", SIZES | dict(head_dim=12, attention_bias=True, use_sliding_window=True, sliding_window=5,
                                            layer_types=["sliding_attention", "full_attention", "sliding_attention"])),
+    "mixtral": ("mixtral", SIZES | dict(num_local_experts=4)),
+    "mixtral-window": ("mixtral", SIZES | dict(num_local_experts=6, num_experts_per_tok=3, sliding_window=5, head_dim=16)),
+    "qwen3-moe": ("qwen3_moe", SIZES | dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True, head_dim=16)),
+    "qwen3-moe-dense": ("qwen3_moe", SIZES | dict(num_experts=4, num_experts_per_tok=3, moe_intermediate_size=24, attention_bias=True,
+                                                  mlp_only_layers=[0], tie_word_embeddings=True)),
     "gpt2": ("gpt2", GPT2),
     "gpt2-untied": ("gpt2", GPT2 | dict(tie_word_embeddings=False, n_inner=40, activation_function="gelu")),
 }

@@ -1,31 +1,33 @@
 """The golden table: families x layouts, and what one run of one of them leaves to compare. A mechanism that splits or
 delays anything joins LAYOUTS; a way to get it wrong joins test_controls.py.
 
-A run is `train/step.py` itself on `data/mixture.py` itself, six steps. What is compared is taken where it is made: raw
+A run is `train/step.py` itself on `data/mixture.py` itself, four steps. What is compared is taken where it is made: raw
 gradients when `data.gradient_norm` is called (after the sum over dp, before clipping), norms and losses from Metrics.
 """
 
+import math
+import re
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from dolmen.core import mesh as meshes
 from dolmen.core import state
 from dolmen.core.mesh import SINGLE, Mesh
-from dolmen.data.batch import IGNORED, Batch
+from dolmen.data.batch import IGNORED, Batch, document_starts
 from dolmen.data.mixture import Mixture, Part
 from dolmen.data.stream import TokenStream
+from dolmen.model import layout as layouts
 from dolmen.model.config import ModelConfig
 from dolmen.optim.optimizer import OptimizerConfig, adamw
 from dolmen.parallel import data
 from dolmen.train.build import build, initialize
 from dolmen.train.step import TrainState, optimizer_step
 
-VOCABULARY, LENGTH, ROWS, STEPS, SEED = 71, 8, 16, 6, 0    # 71 is prime: no tp divides it
+VOCABULARY, LENGTH, ROWS, STEPS, SEED = 71, 8, 16, 4, 0    # 71 is prime: no tp divides it
 
-SIZES = dict(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=8, head_dim=8,
+SIZES = dict(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=8, head_dim=8,
              initializer_range=0.1)
 FAMILIES = {
     "llama": ModelConfig(**SIZES | dict(num_key_value_heads=4, head_dim=4)),
@@ -34,6 +36,9 @@ FAMILIES = {
     "gpt2": ModelConfig(**SIZES | dict(head_dim=4), num_key_value_heads=8, max_position_embeddings=LENGTH + 1, position="learned",
                         norm="layernorm", mlp="plain", activation="gelu_tanh", attention_bias=True, output_bias=True,
                         mlp_bias=True, tie_word_embeddings=True),
+    # two of eight experts a token; coefficients fifty times the usual, so that the auxiliary losses' gradients are felt
+    "qwen3-moe": ModelConfig(**SIZES, num_key_value_heads=2, qk_norm=True, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24,
+                             router_aux_loss_coef=0.05, router_z_loss_coef=0.05),
 }
 DROPOUT = replace(FAMILIES["gpt2"], dropout=0.2)           # masks follow the logical element, not the rank: seed, step, place
 # Rounding differs by layout, and Adam's g / (|g| + eps) can turn any rounding into a full step of lr: with eps 1e-8 a
@@ -46,35 +51,100 @@ OPTIMIZER = OptimizerConfig(lr=1e-2, schedule="constant", clip=0.25, eps=1e-3)
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How the run is split: dp x tp processes, sequence parallelism, ZeRO stage, microbatches a step."""
+class Layout(layouts.Layout):
+    """How the run is split, into how many microbatches a step, and as what the table says it."""
 
     dp: int = 1
-    tp: int = 1
-    sequence: bool = False
     zero: int = 0
     accumulation: int = 1
+    words: str = "one"
+
+    @staticmethod
+    def of(words: str) -> "Layout":
+        """From words: `pp2 dp2 interleaved v2 acc4 sp zero3 gather full`."""
+        names = {"acc": "accumulation", "v": "virtual_stages", "layers": "recompute_layers"}
+        given = {"words": words}
+        for word in words.split():
+            if number := re.fullmatch(r"(tp|cp|pp|dp|ep|zero|acc|v|layers)(\d)", word): given[names.get(number[1], number[1])] = int(number[2])
+            elif word == "sp": given["sequence_parallel"] = True
+            elif word in ("ring", "gather"): given["context"] = word
+            elif word in ("selective", "full"): given["recompute"] = word
+            else: given["schedule"] = word
+        return Layout(**given)
+
+    def __str__(self) -> str: return self.words
 
     @property
-    def world(self) -> int: return self.dp * self.tp
-
-    def __str__(self) -> str:
-        return f"dp{self.dp}-tp{self.tp}{'-sp' if self.sequence else ''}-zero{self.zero}-acc{self.accumulation}"
-
-
-LAYOUTS = (
-    Layout(accumulation=4), Layout(zero=2), Layout(zero=3, accumulation=4),
-    Layout(dp=2), Layout(dp=2, zero=1, accumulation=4), Layout(dp=2, zero=2, accumulation=4), Layout(dp=2, zero=3),
-    Layout(tp=2), Layout(tp=2, sequence=True, zero=1, accumulation=4),
-    Layout(dp=4, accumulation=4), Layout(dp=4, zero=3, accumulation=4), Layout(tp=4), Layout(tp=4, sequence=True, zero=1),
-    Layout(dp=2, tp=2, zero=2, accumulation=4), Layout(dp=2, tp=2, sequence=True, zero=3), Layout(dp=2, tp=2, sequence=True, accumulation=4),
-    Layout(dp=4, tp=2, sequence=True, zero=1, accumulation=4), Layout(dp=2, tp=4, sequence=True, zero=3),
-)
+    def families(self) -> list[str]:
+        """Experts where they are split; elsewhere also a tied GPT-2 and a Llama, and one key-value head where tp splits heads."""
+        if self.ep > 1: return ["qwen3-moe"]
+        return ["llama", "gpt2", "qwen3-moe"] + ["qwen3"] * (self.tp > 1 and self.pp == 1)
 
 
-def batches(mesh: Mesh, seed: int = SEED) -> list[Batch]:
+LAYOUTS = tuple(map(Layout.of, filter(None, map(str.strip, """
+    acc4
+    zero3 acc4
+    acc2 full
+    zero1 acc4 zero-bubble
+
+    dp2
+    dp2 zero1 acc4
+    dp2 zero2 acc4
+    dp2 zero3
+    tp2
+    tp2 sp zero1 acc4
+    tp2 sp zero1 full
+    cp2
+    cp2 gather zero3 acc4
+    pp2 acc4
+    pp2 acc4 gpipe
+    pp2 acc4 interleaved v2 zero1
+    pp2 acc4 zero-bubble
+    pp2 acc4 zero-bubble-v v2 zero2
+    dp2 ep2 zero1
+    cp2 ep2 zero2 acc2
+
+    dp4 acc4
+    dp4 zero3 acc4
+    tp4
+    tp4 sp zero1
+    cp4
+    cp4 gather zero1 full
+    pp4 acc4
+    pp4 acc8 zero-bubble
+    dp2 tp2 zero2 acc4
+    dp2 tp2 sp zero3
+    cp2 tp2 sp acc4
+    cp2 dp2 zero3 full
+    cp2 pp2 acc4 zero1
+    pp2 dp2 acc4 zero2
+    pp2 dp2 acc4 zero3
+    pp2 dp2 acc4 zero3 zero-bubble
+    pp2 dp2 acc4 zero1 interleaved v2 full layers1
+    pp2 tp2 sp acc4 interleaved v2
+    dp4 ep2 zero1
+    dp4 ep4 zero3 acc2
+    dp2 tp2 sp ep2 zero2
+    cp2 dp2 ep4 zero1
+    pp2 dp2 ep2 acc4 zero-bubble zero1
+
+    dp4 tp2 sp zero1 acc4
+    dp2 tp4 sp zero3
+    pp2 dp2 tp2 sp acc4 zero3
+    pp2 cp2 tp2 sp acc4 zero1 full
+    pp4 dp2 acc4 zero2
+    dp2 cp2 tp2 sp zero2
+    pp2 dp2 cp2 acc4 zero1 zero-bubble
+    cp4 tp2 gather sp acc2
+    pp2 dp2 tp2 sp ep2 acc4 zero1 interleaved v2
+    dp2 cp2 tp2 ep4 zero3
+""".splitlines()))))
+
+
+def batches(mesh: Mesh, seed: int = SEED, documents: bool = False) -> list[Batch]:
     """This rank's part of each step's batch. The first 3 r mod 11 labels of row r are IGNORED: ranks and microbatches hold
-    unequal counts of real tokens, and row 10, a microbatch of its own where dp 4 accumulates 4, holds none."""
+    unequal counts of real tokens, and row 10, a microbatch of its own where dp 4 accumulates 4, holds none. `documents`: one
+    ends after each fourth token or so, and attention stays inside."""
     tokens = np.random.default_rng(1).integers(0, VOCABULARY, 4096).astype(np.uint16)
     mixture = Mixture([Part("noise", 1, TokenStream.of(tokens, np.array([0]), np.array([4096])))], LENGTH, seed)
     rows = ROWS // mesh.dp.size
@@ -82,7 +152,8 @@ def batches(mesh: Mesh, seed: int = SEED) -> list[Batch]:
     for step in range(STEPS):
         batch = Batch.of_windows(mixture.windows(step * ROWS + mesh.dp.rank * rows, rows))
         ignored = (torch.arange(rows) + mesh.dp.rank * rows) * 3 % 11
-        out.append(Batch(batch.tokens, torch.where(torch.arange(LENGTH) < ignored[:, None], IGNORED, batch.labels)))
+        out.append(Batch(batch.tokens, torch.where(torch.arange(LENGTH) < ignored[:, None], IGNORED, batch.labels),
+                         document_starts(batch.tokens % 4, 0) if documents else None))
     return out
 
 
@@ -96,23 +167,24 @@ class Run:
 
 
 def run(config: ModelConfig, mesh: Mesh, layout: Layout, steps: int = STEPS, optimizer: OptimizerConfig = OPTIMIZER,
-        dtype: torch.dtype = torch.float32) -> Run:
+        dtype: torch.dtype = torch.float32, documents: bool = False) -> Run:
     """`steps` updates of the real step function."""
-    model = build(config, mesh, sequence=layout.sequence, zero=layout.zero if mesh.grid else None, dtype=dtype)
+    schedule = layout.make_schedule(ROWS, ROWS // mesh.dp.size // layout.accumulation)
+    model = build(config, mesh, layout, schedule, dtype=dtype)
     initialize(model, SEED)
-    train = TrainState(model, adamw(model, optimizer), optimizer, STEPS, layout.zero)
+    train = TrainState(model, adamw(model, optimizer), optimizer, STEPS, layout.zero, schedule)
     names = {p: n for n, p in model.named_parameters()}
     out, norm = Run([], [], []), data.gradient_norm
 
-    def observed(parameters, mesh):
+    def observed(parameters, mesh, twice):
         parameters = list(parameters)
         out.gradients.append({names[p]: p.grad.clone() for p in parameters if p.grad is not None})
-        return norm(parameters, mesh)
+        return norm(parameters, mesh, twice)
 
     data.gradient_norm = observed
     try:
-        for batch in batches(mesh)[:steps]:
-            metrics = optimizer_step(train, batch, mesh, ROWS // mesh.dp.size // layout.accumulation)
+        for batch in batches(mesh, documents=documents)[:steps]:
+            metrics = optimizer_step(train, batch, mesh)
             out.norms.append(metrics.grad_norm)
             out.losses.append(metrics.loss)
     finally: data.gradient_norm = norm
@@ -131,7 +203,7 @@ def differences(got: Run, want: Run) -> dict[str, tuple[float, str]]:
     """
     gradient = (0.0, "")
     for step, (mine, whole) in enumerate(zip(got.gradients, want.gradients, strict=True)):
-        assert mine.keys() == whole.keys()
+        assert mine.keys() <= whole.keys()                 # a stage has its own
         for name, g in mine.items():
             scale = max(float(whole[name].abs().max()), FLOOR * want.norms[step])
             part = state.shard(g)
@@ -140,24 +212,25 @@ def differences(got: Run, want: Run) -> dict[str, tuple[float, str]]:
     out = {"gradient": gradient}
     for kind in ("norms", "losses"):
         out[kind] = max((abs(a / b - 1), f"step {i}") for i, (a, b) in enumerate(zip(getattr(got, kind), getattr(want, kind), strict=True)))
-    if not dist.is_initialized(): return out
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, out)
-    return {kind: max(o[kind] for o in everyone) for kind in out}
+    everyone = [(out, set(got.gradients[0]))]
+    if dist.is_initialized():
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, (out, set(got.gradients[0])))
+    got_by_any = set.union(*(names for _, names in everyone))
+    missing = [(math.inf, f"{name}, which has none on any rank") for name in want.gradients[0].keys() - got_by_any]
+    return {kind: max([o[kind] for o, _ in everyone] + missing) for kind in out}
 
 
 def compare(config: ModelConfig, layout: Layout, **options) -> dict[str, tuple[float, str]]:
     """One model on one layout of the joined world, against one process."""
-    mesh = meshes.grid(layout.dp, layout.tp, torch.device("cpu"))
+    mesh = layout.mesh(torch.device("cpu"))
     return differences(run(config, mesh, layout, **options), run(config, SINGLE, Layout(), **options))
 
 
 def compare_all(layouts: tuple[Layout, ...]) -> dict[str, dict[str, tuple[float, str]]]:
-    """Every family on each of `layouts` (all of the joined world's size), against one process: {"family layout": differences}."""
-    out = {}
-    for family, config in FAMILIES.items():
-        want = run(config, SINGLE, Layout())
-        for layout in layouts:
-            mesh = meshes.grid(layout.dp, layout.tp, torch.device("cpu"))
-            out[f"{family} {layout}"] = differences(run(config, mesh, layout), want)
+    """Every family of each of `layouts` (all of the joined world's size), against one process: {"family: layout": differences}."""
+    out, want = {}, {family: run(config, SINGLE, Layout()) for family, config in FAMILIES.items()}
+    for layout in layouts:
+        mesh = layout.mesh(torch.device("cpu"))
+        for family in layout.families: out[f"{family}: {layout}"] = differences(run(FAMILIES[family], mesh, layout), want[family])
     return out

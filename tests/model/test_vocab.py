@@ -1,11 +1,13 @@
 """Sizes that tp does not divide: a vocabulary of 711 or 71 and few key-value heads work at every tp; heads that tp does not
 divide, and a rank without a row of the vocabulary, are refused with the numbers. The fused loss against plain cross-entropy."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
 import torch.nn.functional as F
+from backward import backward
 from spawning import run_spawned
 
 from dolmen.core import mesh as meshes
@@ -14,7 +16,10 @@ from dolmen.core.mesh import SINGLE, Axis
 from dolmen.data.batch import IGNORED
 from dolmen.model.config import ModelConfig
 from dolmen.model.decoder import Decoder
+from dolmen.model.layout import Layout
+from dolmen.model.split import whole
 from dolmen.parallel import loss
+from dolmen.parallel.data import inference
 from dolmen.parallel.tensor import TensorParallel, gather_vocabulary, vocabulary_range
 from dolmen.train.build import build, initialize
 
@@ -34,15 +39,16 @@ def sized(vocab_size, heads, kv_heads, **more) -> ModelConfig:
 
 def step(config, mesh, sequence=False) -> tuple[float, dict[str, torch.Tensor], torch.Tensor]:
     """(loss, whole gradients, whole logits) of one batch in fp64."""
-    model = build(config, mesh, sequence=sequence, dtype=torch.float64)
+    model = build(config, mesh, Layout(sequence_parallel=sequence, zero=0), dtype=torch.float64)
     initialize(model, 0)
     tokens = torch.randint(config.vocab_size, (3, 4), generator=torch.Generator().manual_seed(5))
     labels = tokens.roll(1, 1)
     labels[0, 1:3] = IGNORED
     total = model(tokens, labels)
-    total.backward()
-    logits = gather_vocabulary(model(tokens), config.vocab_size, mesh.tp)
-    return float(total.detach()), {name: state.full(p.grad) for name, p in model.named_parameters()}, logits
+    backward(total / mesh.dp.size, model, last=True, zero=0)   # every rank of dp has the same batch
+    gradients = {name: state.full(p.grad) for name, p in model.named_parameters()}
+    with inference(model): logits = gather_vocabulary(model(tokens), config.vocab_size, mesh.tp)
+    return float(total.detach()), gradients, logits
 
 
 def compare(dp: int, tp: int) -> list[float]:
@@ -73,7 +79,7 @@ def test_any_vocabulary_and_any_number_of_key_value_heads(tp):
 
 
 def shaped(config, tp, rank=0) -> Decoder:
-    with torch.device("meta"): return Decoder(config, TensorParallel(Axis("tp", tp, rank)))
+    with torch.device("meta"): return Decoder(config, replace(whole(config.num_hidden_layers), tp=TensorParallel(Axis("tp", tp, rank))))
 
 
 @pytest.mark.parametrize(("config", "tp", "said"), [

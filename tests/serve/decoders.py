@@ -4,6 +4,7 @@ import torch
 
 from dolmen.core.mesh import SINGLE, Mesh
 from dolmen.model.config import ModelConfig
+from dolmen.model.layout import Layout
 from dolmen.train.build import build, initialize
 
 VOCABULARY, MOST = 71, 32                                  # 71 is prime: no tp divides it
@@ -21,8 +22,8 @@ DECODERS = {
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12, 13, 14], [15, 16, 17], [70, 0, 70]]
 
 
-def decoder(name: str, mesh: Mesh = SINGLE, **options):
-    model = build(DECODERS[name], mesh, **options)
+def decoder(name: str, mesh: Mesh = SINGLE, **layout):
+    model = build(DECODERS[name], mesh, Layout(**layout) if layout else None)
     initialize(model, seed=0)
     return model
 

@@ -135,7 +135,7 @@ def is_at_rest(model) -> bool:
 def two_ranks():
     cpu = torch.device("cpu")
     split, copied = meshes.grid(1, 2, cpu), meshes.grid(2, 1, cpu)
-    options = ({}, dict(sequence=True, zero=3))
+    options = ({}, dict(sequence_parallel=True, zero=3))
     out = {f"{name} {o}": texts_of(decoder(name, split, **o)) for name in DECODERS for o in options}
     rest = []
     for zero in range(4):

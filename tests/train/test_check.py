@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import tinyrun
 
+from dolmen.core.config import to_dict
 from dolmen.data.config import DataConfig
 from dolmen.model import count
 from dolmen.model.layout import Layout
@@ -18,6 +19,8 @@ material, one_thread = tinyrun.material, tinyrun.one_thread
 SIZES = {"llama-1b": (1.24e9, Layout(dp=8)), "llama-8b": (8.03e9, Layout(tp=8, dp=16, sequence_parallel=True)),
          "llama-70b": (70.6e9, Layout(tp=8, dp=64, zero=3, sequence_parallel=True)),
          "gpt3-175b": (175e9, Layout(tp=8, dp=192, zero=3, sequence_parallel=True)),
+         "mixtral-8x7b": (46.7e9, Layout(dp=64, tp=2, ep=8, zero=1, sequence_parallel=True)),
+         "qwen3-30b-a3b": (30.5e9, Layout(dp=128, ep=32, zero=2)),
          "quickstart": (5.48e6, Layout(tp=2))}
 
 
@@ -33,6 +36,12 @@ def test_every_recipe_is_a_run(name, material):
         done = check(replace(run, layout=layout), None)
         assert done.layout.dp == (layout.dp or 1) and done.train.global_batch_size // done.layout.dp % done.microbatch_size == 0
     if name in SIZES: assert count.parameters(run.model) == pytest.approx(SIZES[name][0], rel=0.01)
+
+
+def test_flops_count_the_experts_that_compute():
+    """12.9 and 3.3 B parameters a token (the model cards), of which the embedding is no product; at length 1 attention is nothing."""
+    for name, active in (("mixtral-8x7b", 12.88e9 - 32000 * 4096), ("qwen3-30b-a3b", 3.35e9 - 151936 * 2048)):
+        assert count.training_flops_per_token(RECIPES[name]().model, 1) / 6 == pytest.approx(active, rel=0.01)
 
 
 def test_defaults(material):
@@ -58,7 +67,7 @@ def test_processes_that_do_not_divide(layout, processes):
 
 def test_another_model_is_named_field_by_field(material):
     run = material.config()
-    saved = {"model": {**vars(run.model), "rope": {**vars(run.model.rope), "theta": 5.0}, "hidden_size": 64, "dropout": 0.5, "hf": {"x": 1}}}
+    saved = {"model": {**to_dict(run)["model"], "rope": {**vars(run.model.rope), "theta": 5.0}, "hidden_size": 64, "dropout": 0.5, "hf": {"x": 1}}}
     with pytest.raises(ValueError) as refusal: check_same_model(saved, run, 7)
     assert "checkpoint of step 7 is of another model (model.hidden_size: 64 -> 32; model.rope.theta: 5.0 -> 10000.0)" in str(refusal.value)
     saved["model"] |= {"rope": vars(run.model.rope), "hidden_size": 32}

@@ -15,8 +15,8 @@ def made(monkeypatch):
     """Steps that cost nothing: what was asked for, in order."""
     asked = []
 
-    def step(state, batch, mesh, microbatch_size):
-        asked.append((state.step, batch, microbatch_size))
+    def step(state, batch, mesh):
+        asked.append((state.step, batch))
         state.step += 1
         return f"metrics {state.step}"
 
@@ -32,14 +32,14 @@ class Batches:
 
 
 def go(start: int, steps: int, hooks, stop: Stop | None = None) -> int:
-    return train(SimpleNamespace(step=start, steps=steps), Batches(), SINGLE, 2, hooks, stop or Stop())
+    return train(SimpleNamespace(step=start, steps=steps), Batches(), SINGLE, hooks, stop or Stop())
 
 
 def test_hooks_have_their_turn_and_all_are_called_last(made):
     called = []
     hooks = [(every, lambda state, m, every=every: called.append((every, state.step, m))) for every in (1, 3, 0)]
     assert go(2, 7, iter(hooks)) == 0
-    assert made == [(s, (s, 0, 1), 2) for s in range(2, 7)]
+    assert made == [(s, (s, 0, 1)) for s in range(2, 7)]
     assert called == [(1, 3, "metrics 3"), (3, 3, "metrics 3"), (1, 4, "metrics 4"), (1, 5, "metrics 5"), (1, 6, "metrics 6"), (3, 6, "metrics 6"),
                       *((every, 7, "metrics 7") for every in (1, 3, 0))]
 

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from rich.console import Console
 from tinyrun import Material, dolmen, losses, rows, same, steps, tensors
 
-from dolmen.core import mesh as meshes
 from dolmen.core.mesh import SINGLE
 from dolmen.model.layout import Layout
 from dolmen.train import run as train_run
@@ -28,7 +27,7 @@ LAYOUTS = (Layout(dp=2, zero=0), Layout(dp=2, zero=3), Layout(dp=2, zero=2), Lay
 def train(material: Material, out: Path, layout: Layout | None = None, resumed: bool = False, stop: Stop | None = None, **sections):
     """run_training at `layout` of the joined world, or in this process without a group."""
     layout = layout or Layout(dp=1)
-    mesh = meshes.grid(layout.dp, layout.tp, torch.device("cpu")) if dist.is_initialized() else SINGLE
+    mesh = layout.mesh(torch.device("cpu")) if dist.is_initialized() else SINGLE
     run = material.config(layout=vars(layout), **sections)
     return run_training(run, out, mesh, Console(quiet=True), resumed=resumed, stop=stop)
 

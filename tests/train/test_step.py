@@ -12,9 +12,11 @@ from dolmen.core import state as states
 from dolmen.core.mesh import SINGLE, Mesh
 from dolmen.data.batch import IGNORED, Batch
 from dolmen.model.config import ModelConfig
+from dolmen.model.layout import Layout
 from dolmen.optim.optimizer import OptimizerConfig, adamw, prime
 from dolmen.optim.precision import DTYPES, LossScale
 from dolmen.parallel import data
+from dolmen.parallel.schedule import make as make_schedule
 from dolmen.train.build import build, initialize
 from dolmen.train.step import TrainState, optimizer_step
 
@@ -26,12 +28,18 @@ ROWS, LENGTH = 4, 8
 
 
 def make(mesh: Mesh, zero: int = 1, dtype: str = "float32", **options) -> TrainState:
-    model = build(CONFIG, mesh, zero=zero, compute=DTYPES[dtype])
+    model = build(CONFIG, mesh, Layout(zero=zero), compute=DTYPES[dtype])
     initialize(model, 0)
     config = OptimizerConfig(**{"lr": 1e-2, "schedule": "constant", "weight_decay": 0.0, **options})
     optimizer = adamw(model, config)
     prime(optimizer)
-    return TrainState(model, optimizer, config, 100, zero, LossScale.of(dtype))
+    return TrainState(model, optimizer, config, 100, zero, make_schedule("1f1b", 1, 1), scale=LossScale.of(dtype))
+
+
+def update(state: TrainState, batch: Batch, mesh: Mesh, microbatch_size: int, **options):
+    """One step in microbatches of so many sequences."""
+    state.schedule = make_schedule("1f1b", 1, len(batch.tokens) // microbatch_size)
+    return optimizer_step(state, batch, mesh, **options)
 
 
 def batch(mesh: Mesh = SINGLE, seed: int = 0) -> Batch:
@@ -67,7 +75,7 @@ def updates(monkeypatch):
 @pytest.mark.parametrize("clip", (0.25, 0.0, 100.0))
 def test_clipping(updates, clip):
     """A norm over `clip` is scaled to it, one under it is left alone, 0 leaves all alone; what is told is the norm before."""
-    told = optimizer_step(make(SINGLE, clip=clip), batch(), SINGLE, 2)
+    told = update(make(SINGLE, clip=clip), batch(), SINGLE, 2)
     assert told.grad_norm > 0.5 and not told.skipped and told.lr == 1e-2 and told.tokens == ROWS * LENGTH
     assert updates == [pytest.approx(0.25 if clip == 0.25 else told.grad_norm, rel=1e-5)]
 
@@ -75,10 +83,10 @@ def test_clipping(updates, clip):
 def test_gradients_do_not_outlive_their_step():
     """The second step's gradient is its own, and a clipped direction is the same direction."""
     state = make(SINGLE)
-    first = optimizer_step(state, batch(), SINGLE, 4)
+    first = update(state, batch(), SINGLE, 4)
     assert all(p.grad is None for p in state.model.parameters()) and state.step == 1 and state.tokens == ROWS * LENGTH
     again = make(SINGLE, lr=0.0)
-    assert [optimizer_step(again, batch(), SINGLE, 4).grad_norm for _ in range(2)] == [first.grad_norm] * 2
+    assert [update(again, batch(), SINGLE, 4).grad_norm for _ in range(2)] == [first.grad_norm] * 2
 
 
 def test_the_loss_is_of_real_tokens():
@@ -90,23 +98,23 @@ def test_the_loss_is_of_real_tokens():
     want.backward()
     norm = torch.cat([p.grad.flatten() for p in state.model.parameters()]).double().norm().item()
     for size in (1, 2, 4):
-        told = optimizer_step(make(SINGLE), few, SINGLE, size)
+        told = update(make(SINGLE), few, SINGLE, size)
         assert told.tokens == 13 and told.loss == pytest.approx(want.item(), rel=1e-6) and told.grad_norm == pytest.approx(norm, rel=1e-5)
     with pytest.raises(ValueError, match="step 0: no token of the global batch carries a loss"):
-        optimizer_step(state, Batch(whole.tokens, torch.full_like(whole.labels, IGNORED)), SINGLE, 4)
+        update(state, Batch(whole.tokens, torch.full_like(whole.labels, IGNORED)), SINGLE, 4)
 
 
 @pytest.mark.parametrize("bad", (math.inf, math.nan))
 def test_a_step_that_is_not_finite_changes_nothing(bad):
     """In fp32 too: the parameters, the moments and AdamW's own count stay bitwise; the batch is passed over."""
     state = make(SINGLE)
-    optimizer_step(state, batch(), SINGLE, 4)
+    update(state, batch(), SINGLE, 4)
     before = values(state)
     hook = state.model.layers["1"].mlp.up.weight.register_hook(lambda g: g + bad)
-    told = optimizer_step(state, batch(), SINGLE, 4)
+    told = update(state, batch(), SINGLE, 4)
     hook.remove()
     assert told.skipped and not math.isfinite(told.grad_norm) and same(before, values(state)) and state.step == 2
-    assert not optimizer_step(state, batch(), SINGLE, 4).skipped and not same(before, values(state))
+    assert not update(state, batch(), SINGLE, 4).skipped and not same(before, values(state))
 
 
 @pytest.fixture
@@ -122,11 +130,11 @@ def test_fp16_overflow_halves_the_scale_and_patience_doubles_it(alone):
     before, skipped, scales = values(state), [], []
     while not skipped or skipped[-1]:
         if skipped: assert same(before, values(state)), "a skipped step changed something"
-        skipped.append(optimizer_step(state, batch(), alone, 4).skipped)
+        skipped.append(update(state, batch(), alone, 4).skipped)
         scales.append(state.scale.value)
     count = len(skipped) - 1
     assert 15 < count < 35 and scales == [2.0 ** (40 - min(i + 1, count)) for i in range(len(skipped))] and not same(before, values(state))
-    while not optimizer_step(state, batch(), alone, 4).skipped: scales.append(state.scale.value)
+    while not update(state, batch(), alone, 4).skipped: scales.append(state.scale.value)
     good = scales[count:]                                  # of the steps that were made, the first included
     assert good == [good[0] * 2 ** ((i + 1) // 3) for i in range(len(good))] and state.scale.value == good[-1] / 2
 
@@ -137,7 +145,7 @@ def test_half_precision_over_fp32_masters(alone, dtype, rounding):
     an update that the type itself would lose."""
     want, half = make(alone, lr=1e-6), make(alone, dtype=dtype, lr=1e-6)
     before = values(half)
-    told, told_want = (optimizer_step(s, batch(), alone, 2) for s in (half, want))
+    told, told_want = (update(s, batch(), alone, 2) for s in (half, want))
     assert rounding / 1000 < abs(told.loss / told_want.loss - 1) < rounding
     assert rounding / 1000 < abs(told.grad_norm / told_want.grad_norm - 1) < 4 * rounding
     after = values(half)
@@ -151,23 +159,19 @@ def test_half_precision_over_fp32_masters(alone, dtype, rounding):
 def overflow_on_one_rank():
     """One element of the gradient that rank 1 alone holds is not finite, at every layout of two ranks. Of each rank:
     whether it skipped that step, the scale, whether nothing changed, whether it skipped the next step, steps made."""
-    out, backward, spoil = {}, data.backward, False
+    out = {}
 
-    def spoiled(loss, model, last, zero):
-        backward(loss, model, last, zero)
-        if spoil and last: states.shard(model.layers["1"].mlp.up.weight.grad).view(-1)[-1] = math.inf
+    def spoil(action):
+        if action == ("B", 0, 0) and mesh.rank == 1: states.shard(state.model.layers["1"].mlp.up.weight.grad).view(-1)[-1] = math.inf
 
-    data.backward = spoiled
     for dp, tp, zero in ((2, 1, 0), (2, 1, 1), (2, 1, 2), (2, 1, 3), (1, 2, 1)):
         mesh = meshes.grid(dp, tp, torch.device("cpu"))
         state = make(mesh, zero)
         state.scale = LossScale(True, 8.0)
-        optimizer_step(state, batch(mesh), mesh, 2)
+        update(state, batch(mesh), mesh, 2)
         before = values(state)
-        spoil = mesh.rank == 1
-        told = optimizer_step(state, batch(mesh, 1), mesh, 2)
-        spoil = False
-        found = (told.skipped, state.scale.value, same(before, values(state)), optimizer_step(state, batch(mesh, 2), mesh, 2).skipped, state.step)
+        told = update(state, batch(mesh, 1), mesh, ROWS // dp, observe=spoil)
+        found = (told.skipped, state.scale.value, same(before, values(state)), update(state, batch(mesh, 2), mesh, 2).skipped, state.step)
         everyone = [None, None]
         dist.all_gather_object(everyone, found)
         out[f"dp{dp} tp{tp} zero{zero}"] = everyone

@@ -1,0 +1,125 @@
+"""The sparse feed-forward layer: a router sends each token to k of E experts, gated MLPs of width F.
+
+    x [n, H] --enter--> router (fp32) --> n k rows by expert --dispatch--> experts, F split over tp --combine--> weigh, add --leave-->
+      I@tp or S(0)@tp     every rank of tp        ep: to the rank that holds the expert            and back            P@tp
+
+Experts lie on their own axes: E over ep, F over tp, and what remains of dp x cp, edp, shards them as ZeRO says. Router weights
+are replicated and see a partial sum, so their gradient is Partial on tp. No layout changes what is computed: rows are never
+dropped, and the balance loss is that of single sequences, whose counts are summed over cp.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dolmen.core import collectives
+from dolmen.core.state import Replicate, Shard, local
+from dolmen.model.config import ModelConfig
+from dolmen.model.given import Given
+from dolmen.model.layers import Leaf
+from dolmen.model.split import Split
+from dolmen.ops import moe
+from dolmen.ops.activation import ACTIVATIONS
+from dolmen.parallel import expert
+from dolmen.parallel.tensor import TensorParallel
+
+
+class Router(Leaf):
+    """Logits of every expert, in fp32 whatever the model computes in, and the choice: x [n, H] R@tp -> [n, E], Routing. `bias`,
+    where there is one, is moved by train/balance.py and not by gradients."""
+
+    placements = {"weight": Replicate(), "bias": Replicate()}
+
+    def __init__(self, c: ModelConfig, tp: TensorParallel):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(c.num_experts, c.hidden_size))
+        self.bias = nn.Parameter(torch.empty(c.num_experts), requires_grad=False) if c.router_balance == "bias" else None
+        self.tp, self.k, self.normalize = tp, c.num_experts_per_tok, c.norm_topk_prob
+
+    def forward(self, x: Tensor) -> tuple[Tensor, moe.Routing]:
+        wide = torch.promote_types(self.weight.dtype, torch.float32)
+        logits = F.linear(x.to(wide), local(self.weight, self.tp.branch_grad).to(wide))
+        return logits, moe.route(logits, self.k, self.normalize, None if self.bias is None else local(self.bias))
+
+
+class Stacked(Leaf):
+    """One matrix of every expert: [E, out, in], E split over ep, `dim` over tp."""
+
+    def __init__(self, experts: int, out: int, inp: int, dim: int, std_scale: float = 1.0):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, out, inp))
+        self.placements, self.std_scale = {"weight": (Shard(0), Shard(dim))}, std_scale
+
+
+class Experts(nn.Module):
+    """rows [m, H] sorted by this rank's experts, R@tp, `counts` of each -> [m, H] P@tp."""
+
+    def __init__(self, c: ModelConfig):
+        super().__init__()
+        self.act = ACTIVATIONS[c.activation]
+        self.gate = Stacked(c.num_experts, c.expert_size, c.hidden_size, 1)
+        self.up = Stacked(c.num_experts, c.expert_size, c.hidden_size, 1)
+        self.down = Stacked(c.num_experts, c.hidden_size, c.expert_size, 2, 1 / math.sqrt(2 * c.num_hidden_layers))
+
+    def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
+        gate, up = (moe.grouped_linear(rows, local(w.weight), counts) for w in (self.gate, self.up))
+        return moe.grouped_linear(self.act(gate) * up, local(self.down.weight), counts)
+
+
+class MoE(nn.Module):
+    """x [batch * length / cp, H] I@tp (or S(0)@tp) -> the same."""
+
+    def __init__(self, c: ModelConfig, split: Split):
+        super().__init__()
+        tp, ep = split.tp, split.ep
+        if c.expert_size % tp.axis.size:
+            raise ValueError(f"moe_intermediate_size ({c.expert_size}) is not divisible by tp ({tp.axis.size}): set --layout.tp to a divisor")
+        if c.num_experts % ep.size:
+            raise ValueError(f"num_experts ({c.num_experts}) is not divisible by ep ({ep.size}): set --layout.ep to a divisor")
+        self.tp, self.cp, self.ep, self.number, self.k = tp, split.cp, ep, c.num_experts, c.num_experts_per_tok
+        self.balance, self.z = c.router_aux_loss_coef if c.router_balance == "loss" else 0.0, c.router_z_loss_coef
+        self.router, self.experts = Router(c, tp), Experts(c)
+        self.tally: Tensor | None = None                   # of this rank since the last step, see `_account`
+
+    def forward(self, x: Tensor, given: Given) -> Tensor:
+        x = self.tp.enter(x)
+        logits, routing = self.router(x)
+        weights = routing.weights
+        if given.balance is not None and torch.is_grad_enabled(): weights = self._account(logits, routing, given)
+        order = moe.sort(routing.experts, self.number)
+        rows, trip = expert.dispatch(moe.spread(x, order), order.counts, self.ep)
+        rows = expert.combine(self.experts(rows, trip.counts), trip, self.ep)
+        return self.tp.leave(moe.combine(rows, weights, order))
+
+    def _account(self, logits: Tensor, routing: moe.Routing, given: Given) -> Tensor:
+        """The routing weights, through which the auxiliary losses enter the gradient and the tally: [E + 2] fp64, the pairs of
+        each expert, and the sums of balance and z loss over sequences.
+
+        Every rank of tp computes the same losses, and the gradients of x and of the router are summed over tp: each gives its
+        part. Only counts need the whole sequence: under cp the losses are sums over this rank's tokens."""
+        length = len(logits) // given.batch * self.cp.axis.size
+        here = moe.sequence_counts(routing.experts, given.batch, self.number)
+        balance = moe.balance_loss(routing.probabilities, collectives.reduce_scalar(here, self.cp.axis), length, self.k)
+        z = moe.z_loss(logits, length)
+        loss = (self.balance * balance + self.z * z) / self.tp.axis.size
+        tally = torch.cat([here.sum(0).double(), torch.stack((balance, z)).detach().double()])
+        return _Account.apply(routing.weights, loss, given.balance, tally, self)
+
+
+class _Account(torch.autograd.Function):
+    """The identity on `weights`. Backward adds to the module's tally and sends `scale` into `loss`: once a microbatch, however
+    often forward was run."""
+
+    @staticmethod
+    def forward(ctx, weights, loss, scale, tally, module):
+        ctx.module, ctx.dtype = module, loss.dtype
+        ctx.save_for_backward(scale, tally)
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx, g):
+        scale, tally = ctx.saved_tensors
+        ctx.module.tally = tally if ctx.module.tally is None else ctx.module.tally + tally
+        return g, scale.to(ctx.dtype), None, None, None
