@@ -116,7 +116,7 @@ def execute(schedule: Schedule, mesh: Mesh, work: Work) -> None:
         if action.kind == "F":
             x = got.requires_grad_(torch.is_grad_enabled()) if got is not None else None
             y = work.forward(action.chunk, action.micro, x)
-            if work.reduction is not None: live[at] = x, get_gradient_edge(y)
+            if work.reduction is not None: live[at] = x, get_gradient_edge(y) if y.requires_grad else None     # None: all is frozen
             if stage + 1 < schedule.stages: channels.send((True, action.micro, stage + 1), y.detach())
             del y
         elif action.kind == "W":
@@ -124,12 +124,13 @@ def execute(schedule: Schedule, mesh: Mesh, work: Work) -> None:
         else:
             x, edge = live.pop(at)
             if not schedule.splits_backward: work.reduction.before(work.parts[action.chunk], i == lasts[action.chunk], i == lasts[None])
-            torch.autograd.backward(edge, got)
+            if edge is not None: torch.autograd.backward(edge, got)
             if x is not None: channels.send((False, action.micro, stage - 1), x.grad)
             if schedule.splits_backward:
                 weights[at] = work.later.copy()
                 work.later.clear()
                 if action.kind == "B": weights_now(at, i)
+            del x, edge                                    # and with them the graph
         work.observe(action)
     channels.finish()
 

@@ -98,7 +98,7 @@ def _weight_gradients(weights: Sequence[Tensor], grads: Sequence[Tensor], x: Ten
 
 
 def _linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], tp: TensorParallel, enters: bool) -> tuple[Tensor, ...]:
-    later = tp.later is not None and torch.is_grad_enabled() and weights[0].requires_grad
+    later = tp.later is not None and torch.is_grad_enabled() and x.requires_grad and weights[0].requires_grad
     if not later and not (enters and tp.axis.size > 1): return tuple(F.linear(x, w, b) for w, b in zip(weights, biases, strict=True))
     used = [w.detach() for w in weights] if later else weights
     return _Linear.apply(x, tp, enters, tuple(weights) if later else None, len(weights), *used, *biases)

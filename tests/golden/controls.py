@@ -29,7 +29,7 @@ def untyped(name):
 def batches(change):
     def damage(patch):
         whole = table.batches
-        patch.setattr(table, "batches", lambda *args: [change(b) for b in whole(*args)])
+        patch.setattr(table, "batches", lambda *args, **options: [change(b) for b in whole(*args, **options)])
     return damage
 
 
