@@ -31,6 +31,9 @@ def check(run: RunConfig, processes: int | None) -> RunConfig:
         raise ValueError(f"train.sequence-length ({run.sequence_length}) is over the model's max_position_embeddings "
                          f"({run.model.max_position_embeddings}): set --train.sequence-length {run.model.max_position_embeddings} or less")
     run.layout.check(run.model, run.sequence_length, run.train.global_batch_size, run.microbatch_size)
+    if run.train.compile and run.layout.make_schedule(run.train.global_batch_size, run.microbatch_size).splits_backward:
+        raise ValueError(f"train.compile and layout.schedule {run.layout.schedule} exclude each other: a compiled graph cannot leave its weight "
+                         "gradients for later; use --train.no-compile, or --layout.schedule 1f1b or interleaved")
     if run.init is not None: hf.check(hf.resolve(run.init), run.model)
     loader.check(run.data, run.init, run.model.vocab_size, run.sequence_length)
     return run

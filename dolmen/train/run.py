@@ -55,9 +55,8 @@ def make_state(run: RunConfig, mesh: Mesh, steps: int) -> TrainState:
     else: build.load(model, lambda write: hf.load(hf.resolve(run.init), run.model, write, only=dict(model.named_parameters())))
     optimizer = optim.adamw(model, run.optimizer)
     optim.prime(optimizer)
-    made = TrainState(model, optimizer, run.optimizer, steps, run.layout.zero, schedule, run.train.seed, LossScale.of(run.train.dtype))
-    made.spike = SpikePolicy(run.train.spike_factor if run.train.spike == "skip" else None)
-    return made
+    spike = SpikePolicy(run.train.spike_factor if run.train.spike == "skip" else None)
+    return TrainState(model, optimizer, run.optimizer, steps, run.layout.zero, schedule, run.train.seed, LossScale.of(run.train.dtype), spike)
 
 
 def resume(state: TrainState, run: RunConfig, loader: Loader, checkpoints: Checkpoints, console: Console, restarted: bool = False) -> None:

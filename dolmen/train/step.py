@@ -58,8 +58,8 @@ def optimizer_step(state: TrainState, batch: Batch, mesh: Mesh, observe: Callabl
     """Forward and backward of this rank's rows of the global batch as the schedule says, sum of gradients, clip, update.
 
     The loss is divided by the global count of real tokens before backward. A step whose loss or gradient is not finite, or that
-    the spike policy does not allow, changes no parameter; what is not finite also halves the loss scale of fp16. Both are sums over the world, so all ranks agree on them. `observe`
-    is told each action of the schedule after it is done.
+    the spike policy does not allow, changes no parameter; what is not finite also halves the loss scale of fp16. Both numbers
+    are sums over the world, so all ranks agree on them. `observe` is told each action of the schedule after it is done.
     """
     count = int(collectives.reduce_scalar(torch.tensor(batch.real_tokens, device=mesh.device), mesh.dp))
     if count == 0: raise ValueError(f"step {state.step}: no token of the global batch carries a loss")

@@ -164,10 +164,10 @@ class Run:
 
 
 def run(config: ModelConfig, mesh: Mesh, layout: Layout, steps: int = STEPS, optimizer: OptimizerConfig = OPTIMIZER,
-        dtype: torch.dtype = torch.float32, documents: bool = False) -> Run:
+        dtype: torch.dtype = torch.float32, documents: bool = False, compute: torch.dtype | None = None) -> Run:
     """`steps` updates of the real step function."""
     schedule = layout.make_schedule(ROWS, ROWS // mesh.dp.size // layout.accumulation)
-    model = build(config, mesh, layout, schedule, dtype=dtype)
+    model = build(config, mesh, layout, schedule, dtype=dtype, compute=compute)
     initialize(model, SEED)
     train = TrainState(model, adamw(model, optimizer), optimizer, STEPS, layout.zero, schedule)
     names = {p: n for n, p in model.named_parameters()}
@@ -203,7 +203,7 @@ def differences(got: Run, want: Run) -> dict[str, tuple[float, str]]:
         assert mine.keys() <= whole.keys()                 # a stage has its own
         for name, g in mine.items():
             scale = max(float(whole[name].abs().max()), FLOOR * want.norms[step])
-            part = state.shard(g)
+            part = state.shard(g).cpu()
             off = float((part - whole[name][state.region(g)]).abs().max()) / scale if part.numel() else 0.0
             gradient = max(gradient, (off, f"{name}, step {step}"))
     out = {"gradient": gradient}
