@@ -9,6 +9,9 @@ and one thread. Where the time of a step goes, of the slower rank:
     compute    CPU time of the main thread, less its fair share of the one process's: what splitting adds to be computed
     transport  CPU time of other threads, which is gloo's: it shares the core
     wait       neither: blocked on the other rank, in a bubble or for bytes on their way
+
+`apart` is the ceiling: two processes that have nothing to do with each other make a step of half the batch each, at once. What
+it lacks to 2 is the machine's: cores share memory, caches and clock.
 """
 
 import argparse
@@ -38,8 +41,8 @@ from dolmen.train.build import build, initialize
 from dolmen.train.peak import matmul_peak
 from dolmen.train.step import TrainState, optimizer_step
 
-ONE = "one"
-SIDES = {ONE: Layout(dp=1), "tp2": Layout(tp=2, dp=1), "tp2-sp": Layout(tp=2, dp=1, sequence_parallel=True),
+ONE, APART = "one", "apart"
+SIDES = {ONE: Layout(dp=1), APART: Layout(dp=1), "tp2": Layout(tp=2, dp=1), "tp2-sp": Layout(tp=2, dp=1, sequence_parallel=True),
          **{f"dp2-zero{z}": Layout(dp=2, zero=z) for z in range(4)},
          "pp2": Layout(pp=2, dp=1), "pp2-zero-bubble": Layout(pp=2, dp=1, schedule="zero-bubble"), "cp2": Layout(cp=2, dp=1)}
 OPTIMIZER = OptimizerConfig(lr=1e-4, schedule="constant")
@@ -74,9 +77,9 @@ class Sent(TorchDispatchMode):
 def measure(name: str, args) -> dict:
     """One side of one round, on this rank: wall and CPU seconds of a step, loss, bytes."""
     layout, model_config = SIDES[name], config(args)
-    mesh, rows = layout.mesh(torch.device("cpu")), args.batch // layout.dp
+    mesh, rows = layout.mesh(torch.device("cpu")), args.batch // (2 if name == APART else layout.dp)
     size = 1 if layout.pp > 1 else max(1, min(4096 * layout.cp // args.sequence, rows))
-    schedule = layout.make_schedule(args.batch, size)
+    schedule = layout.make_schedule(rows * layout.dp, size)
     model = build(model_config, mesh, layout, schedule, compute=torch.bfloat16, compile=args.compile and not schedule.splits_backward)
     initialize(model, 0)
     optimizer = adamw(model, OPTIMIZER)
@@ -93,12 +96,13 @@ def measure(name: str, args) -> dict:
             "bubble": simulate(schedule).bubble}
 
 
-def worker(rank: int, world: int, core: int, store: str, args, asked, told) -> None:
+def worker(rank: int, cores: list[int], store: str, args, asked, told) -> None:
     """Measure the sides that are asked for, until there are no more."""
-    os.sched_setaffinity(0, {core})                        # before gloo starts its threads, which inherit it
+    world = len(cores)
+    os.sched_setaffinity(0, {cores[rank]})                 # before gloo starts its threads, which inherit it
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{store}-{world}-{cores[0]}", world), rank=rank, world_size=world)
     told.put(matmul_peak(torch.device("cpu"), torch.bfloat16, 1.0) if world == 1 else None)
     while name := asked.get(): told.put(measure(name, args))
     dist.barrier()
@@ -111,14 +115,15 @@ class Team:
     def __init__(self, cores: list[int], folder: str, args):
         context = mp.get_context("spawn")
         self.asked, self.told = [context.SimpleQueue() for _ in cores], [context.SimpleQueue() for _ in cores]
-        self.processes = [context.Process(target=worker, args=(r, len(cores), core, f"{folder}/{len(cores)}", args, self.asked[r], self.told[r]))
-                          for r, core in enumerate(cores)]
+        self.processes = [context.Process(target=worker, args=(r, cores, f"{folder}/store", args, self.asked[r], self.told[r]))
+                          for r in range(len(cores))]
         for p in self.processes: p.start()
         self.peak = [told.get() for told in self.told][0]
 
-    def ask(self, name: str | None) -> list[dict]:
+    def ask(self, name: str | None) -> None:
         for queue in self.asked: queue.put(name)
-        return [told.get() for told in self.told] if name else [p.join() for p in self.processes]
+
+    def answer(self) -> list[dict]: return [told.get() for told in self.told]
 
 
 def table(results: dict[str, list[list[dict]]], args, peak: float) -> Table:
@@ -154,14 +159,16 @@ def main() -> None:
     names = list(dict.fromkeys([ONE, *args.only]))
     results: dict[str, list] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as folder, Progress() as progress:
-        alone, pair = Team(cores[:1], folder, args), Team(cores, folder, args)
+        alone, other, pair = (Team(some, folder, args) for some in (cores[:1], cores[1:], cores))
         bar = progress.add_task("measuring", total=args.rounds * len(names))
         for round in range(args.rounds):
             for name in random.Random(round).sample(names, len(names)):
                 progress.update(bar, description=f"round {round + 1}: {name}")
-                results[name].append((alone if name == ONE else pair).ask(name))
+                teams = {ONE: [alone], APART: [alone, other]}.get(name, [pair])
+                for team in teams: team.ask(name)
+                results[name].append([told for team in teams for told in team.answer()])
                 progress.advance(bar)
-        for team in (alone, pair): team.ask(None)
+        for team in (alone, other, pair): team.ask(None)
     Console(width=150).print(table(results, args, alone.peak))
 
 

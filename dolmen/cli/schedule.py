@@ -15,6 +15,9 @@ from dolmen.plan import draw
 
 MOST = 500_000                                              # some seconds
 BOXES = 200_000                                             # more is no picture
+KNOBS = {"--layout.pp": "--pp", "layout.pp": "pp", "--layout.virtual-stages": "--virtual-stages", "layout.virtual-stages": "virtual-stages",
+         "--train.global-batch-size, --train.microbatch-size": "--microbatches", "--train.global-batch-size": "--microbatches",
+         "but the run has": "but asked for are"}            # of messages that speak of a run
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,10 @@ def run(argv: list[str]) -> int:
         schedule, cost = chosen(options), costs(options)
         simulation = pipeline.simulate(schedule, cost)
         if options.out: picture(schedule, simulation, Path(options.out))
-    except (ValueError, OSError) as error: raise BadInput(str(error)) from None
+    except (ValueError, OSError) as error:
+        text = str(error)
+        for theirs, ours in KNOBS.items(): text = text.replace(theirs, ours)
+        raise BadInput(text) from None
     report(schedule, simulation, pipeline.closed_form(schedule, cost))
     if options.list: print("\n" + pipeline.format(schedule), end="")
     if options.out: print(f"wrote {options.out}")

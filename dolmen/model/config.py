@@ -112,6 +112,10 @@ class ModelConfig:
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(f"num_attention_heads ({self.num_attention_heads}) is not divisible by num_key_value_heads "
                              f"({self.num_key_value_heads}): set model.num-key-value-heads to a divisor")
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise ValueError(f"model.sliding-window is {self.sliding_window}: it must be at least 1, the query itself, or none")
+        if not 0 <= self.initializer_range < math.inf:
+            raise ValueError(f"model.initializer-range is {self.initializer_range}: it must be finite and not negative")
         if not 0 <= self.dropout < 1: raise ValueError(f"model.dropout is {self.dropout}: it must lie in [0, 1)")
         if self.position == "rope" and self.head_dim % 2:
             raise ValueError(f"head_dim ({self.head_dim}) is odd, rope rotates pairs: set model.head-dim to an even size")

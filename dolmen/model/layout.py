@@ -48,6 +48,9 @@ class Layout:
         if self.zero not in (0, 1, 2, 3): raise ValueError(f"layout.zero is {self.zero}: use 0, 1, 2 or 3")
         if self.recompute_layers is not None and self.recompute_layers < 0:
             raise ValueError(f"layout.recompute-layers is {self.recompute_layers}: it must not be negative")
+        if self.recompute_layers is not None and self.recompute == "none":
+            raise ValueError(f"layout.recompute-layers is {self.recompute_layers}, but layout.recompute is none: set --layout.recompute full, "
+                             "or selective")
 
     @property
     def inner(self) -> int:
@@ -61,11 +64,13 @@ class Layout:
 
     def resolve(self, processes: int | None) -> "Layout":
         """With dp filled in for `processes` (None: as few as the other axes need). Raises ValueError where they do not divide."""
-        dp = self.dp or max(1, (processes or self.inner) // self.inner)
+        dp = self.dp or (max(1, processes // self.inner) if processes else math.lcm(self.ep, self.cp) // self.cp)
         if processes is not None and self.inner * dp != processes:
             others = "".join(f" x layout.{name} ({getattr(self, name)})" for name in ("cp", "pp") if getattr(self, name) > 1)
-            raise ValueError(f"layout.tp ({self.tp}){others} x layout.dp ({dp}) = {self.inner * dp} processes, but there are {processes}: "
-                             f"set --layout.tp and --layout.dp so that their product is {processes // (self.cp * self.pp) or processes}")
+            left, rest = divmod(processes, self.cp * self.pp)
+            way = f"set --layout.tp and --layout.dp so that their product is {left}" if left and not rest else \
+                f"start a multiple of {self.inner}, or set another --layout.pp or --layout.cp"
+            raise ValueError(f"layout.tp ({self.tp}){others} x layout.dp ({dp}) = {self.inner * dp} processes, but there are {processes}: {way}")
         return replace(self, dp=dp)
 
     def mesh(self, device: torch.device) -> Mesh:
@@ -98,6 +103,9 @@ class Layout:
         self.make_schedule(global_batch_size, microbatch_size)
 
     def _check_model(self, model: ModelConfig) -> None:
+        if (self.recompute_layers or 0) > model.num_hidden_layers:
+            raise ValueError(f"layout.recompute-layers ({self.recompute_layers}) is over num_hidden_layers ({model.num_hidden_layers}): leave it out "
+                             "to recompute all")
         layers = range(model.num_hidden_layers)
         widths = [("intermediate_size", model.intermediate_size)] if not all(model.sparse(i) for i in layers) else []
         if any(model.sparse(i) for i in layers): widths.append(("moe_intermediate_size", model.expert_size))
@@ -120,8 +128,8 @@ class Layout:
         if self.ep > 1 and not model.num_experts:
             raise ValueError(f"layout.ep ({self.ep}) splits experts, and this model has none (num_experts 0): leave --layout.ep 1")
         if shared % self.ep:
-            raise ValueError(f"layout.ep ({self.ep}) does not divide layout.dp ({self.dp or 1}) x layout.cp ({self.cp}): set --layout.ep "
-                             f"{fitting}")
+            raise ValueError(f"layout.ep ({self.ep}) does not divide layout.dp ({self.dp or 1}) x layout.cp ({self.cp}): set --layout.dp "
+                             f"{math.lcm(self.ep, self.cp) // self.cp}, or --layout.ep {fitting}")
         if model.num_experts and model.num_experts % self.ep:
             raise ValueError(f"num_experts ({model.num_experts}) is not divisible by layout.ep ({self.ep}): set --layout.ep "
                              f"{fitting}")

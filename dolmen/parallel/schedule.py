@@ -146,20 +146,25 @@ def make(name: str, ranks: int, micros: int, chunks: int = 1) -> Schedule:
     for knob, value in (("layout.pp", ranks), ("layout.virtual-stages", chunks), ("microbatches a step", micros)):
         if value < 1: raise ValueError(f"{knob} ({value}) must be at least 1")
     if name in SCHEDULES: return SCHEDULES[name](ranks, micros, chunks)
-    schedule = read(name)
+    schedule = _from_file(name)
     if (schedule.ranks, schedule.micros, schedule.chunks) != (ranks, micros, chunks):
         raise ValueError(f"{name} is for pp {schedule.ranks}, {schedule.micros} microbatches and {schedule.chunks} virtual stages, but the run has "
                          f"{ranks}, {micros} and {chunks}: change --layout.pp, --train.global-batch-size or --layout.virtual-stages")
-    return schedule
+    return check(schedule)
 
 
 # ---- a schedule in a file
 
 def read(path: str) -> Schedule:
     """A checked schedule from a .txt or .yaml file. Raises ValueError."""
+    return check(_from_file(path))
+
+
+def _from_file(path: str) -> Schedule:
     if Path(path).suffix not in (".txt", ".yaml", ".yml"):
         raise ValueError(f"there is no schedule {path!r}: use {', '.join(SCHEDULES)}, or a .txt or .yaml file with one line of actions a rank")
-    try: return check(parse(Path(path).read_text(), path))
+    if not Path(path).is_file(): raise ValueError(f"there is no schedule file {path}")
+    try: return parse(Path(path).read_text("utf-8-sig"), path)
     except (OSError, UnicodeDecodeError) as error: raise ValueError(f"the schedule {path} cannot be read: {error}") from None
 
 
@@ -168,7 +173,7 @@ def parse(text: str, name: str) -> Schedule:
     stages go down the ranks and up again. The same as YAML, lines as a list under `actions:`, is read too. Raises ValueError."""
     placement, ranks = "loop", []
     for number, line in enumerate(text.splitlines(), 1):
-        line = line.split("#")[0].strip().removeprefix("- ").strip()
+        line = line.split("#")[0].strip().removeprefix("- ").strip().strip("'\"")
         if line in ("", "actions:"): continue
         if line.startswith("placement:"): placement = line.removeprefix("placement:").strip()
         else: ranks.append(tuple(_action(word, f"{name}, line {number}") for word in line.split()))

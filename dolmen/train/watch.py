@@ -150,8 +150,10 @@ def verdict(rows: dict[int, dict], silent: list[int], stacks: dict[int, str]) ->
     lines = []
     for rank in named[:4]:
         row = rows[rank] or {"host": "unknown host", "pid": "unknown", "step": 0, "phase": "start-up"}
-        lines.append(f"dolmen: rank {rank} ({row['host']}, pid {row['pid']}) hangs after step {row['step']}, in {row['phase']}: it {how}")
-        if stacks.get(rank): lines.append(stacks[rank])
+        heard = f"last heard of after step {row['step']}, while others are at {max(o['step'] for o in told.values())}" if rank in silent and told \
+            else f"hangs after step {row['step']}"
+        lines.append(f"dolmen: rank {rank} ({row['host']}, pid {row['pid']}) {heard}, in {row['phase']}: it {how}")
+        if stacks.get(rank): lines.append(f"stack of rank {rank}:\n{stacks[rank]}")
     waiting = len(rows) - len(named)
     return "\n".join([*lines, f"{waiting} of {len(rows)} ranks wait for it" if len(named) == 1 else f"{len(named)} of {len(rows)} ranks hang"])
 

@@ -106,7 +106,7 @@ def test_a_stopped_rank_is_named(material, tmp_path):
         os.kill(workers[1], signal.SIGSTOP)
         _, complained = launcher.communicate(timeout=60)
     finally: launcher.kill()
-    assert launcher.returncode == 1 and f"dolmen: rank 1 ({os.uname().nodename}, pid {workers[1]}) hangs after step " in complained, complained
+    assert launcher.returncode == 1 and f"dolmen: rank 1 ({os.uname().nodename}, pid {workers[1]}) last heard of after step " in complained, complained
     assert "does not answer" in complained and "1 of 2 ranks wait for it" in complained and (out / "hang" / "rank-0.txt").stat().st_size
     assert wait(lambda: all(parent(pid) is None for pid in workers.values()), 5)
 

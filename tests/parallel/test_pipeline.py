@@ -47,6 +47,15 @@ def shuffled(schedule: Schedule, seed: int) -> Schedule:
     return Schedule("file", schedule.ranks, schedule.micros, schedule.chunks, tuple(map(tuple, lists)), schedule.placement)
 
 
+def joined(schedule: Schedule) -> Schedule:
+    """Of one rank every other I and its W are one B."""
+    out = [list(actions) for actions in schedule.actions]
+    for micro in range(0, schedule.micros, 2):
+        out[1].remove(Action("W", micro))
+        out[1][out[1].index(Action("I", micro))] = Action("B", micro)
+    return check(Schedule("file", schedule.ranks, schedule.micros, 1, tuple(map(tuple, out))))
+
+
 def run(schedule: Schedule, mesh) -> dict:
     """A stack of square matrices, one a stage: what was done, most activations alive, and how far gradients are from autograd's."""
     later = [] if schedule.splits_backward else None
@@ -88,7 +97,10 @@ def in_world() -> dict:
             everyone = [None] * mesh.pp.size
             dist.all_gather_object(everyone, (run(order, mesh), simulate(order).peak[mesh.pp.rank] * order.chunks))
             out[kind] = everyone
-    return out
+    mixed = joined(make("zero-bubble", mesh.pp.size, MICROS))
+    everyone = [None] * mesh.pp.size
+    dist.all_gather_object(everyone, run(mixed, mesh))
+    return out | {"mixed": everyone}
 
 
 @cache
@@ -107,6 +119,11 @@ def test_any_valid_order_ends_and_is_right(world, name):
     """Swapped at random: ranks send in orders that blocking sends, or one channel for both directions, would not survive."""
     for seed in range(3):
         for got, _ in results(world)[f"{name}, order {seed}"]: assert got["in order"] and got["off"] < 1e-12, got
+
+
+@pytest.mark.parametrize("world", (2, 4))
+def test_a_list_may_split_some_backwards_and_not_others(world):
+    for got in results(world)["mixed"]: assert got["in order"] and got["off"] < 1e-12, got
 
 
 @pytest.mark.parametrize("world", (2, 4))

@@ -15,8 +15,8 @@ from dolmen.train.step import TrainState, optimizer_step
 ROWS, LENGTH, STEPS = 8, 16, 3
 MODEL = dict(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=4,
              num_experts=8, num_experts_per_tok=2, dense_layers=(1,), initializer_range=0.3, router_z_loss_coef=0.01, router_aux_loss_coef=0.01)
-LAYOUTS = (Layout(dp=4, ep=2, zero=2), Layout(dp=2, cp=2, ep=4, zero=1, recompute="full"), Layout(dp=2, tp=2, ep=2, zero=3, sequence_parallel=True),
-           Layout(dp=2, pp=2, ep=2, zero=0), Layout(cp=2, tp=2, zero=3))
+LAYOUTS = (Layout(dp=2, cp=2, ep=4, zero=1, recompute="full"), Layout(dp=2, tp=2, ep=2, zero=3, sequence_parallel=True),
+           Layout(dp=2, pp=2, ep=2, zero=0))
 
 
 def batch(rank: int, size: int, step: int = 0) -> Batch:

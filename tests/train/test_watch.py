@@ -12,7 +12,7 @@ def row(passed: int, waits: bool = False) -> dict:
 
 def test_the_one_behind_is_named():
     said = verdict({0: row(12, True), 1: row(11), 2: row(12, True)}, [], {1: "its stack"})
-    assert said.startswith("dolmen: rank 1 (h, pid 7) hangs after step 5, in a step: it makes no progress\nits stack\n2 of 3 ranks wait for it")
+    assert said.startswith("dolmen: rank 1 (h, pid 7) hangs after step 5, in a step: it makes no progress\nstack of rank 1:\nits stack\n2 of 3 ranks wait for it")
 
 
 def test_of_two_at_the_same_point_the_one_that_does_not_wait():
