@@ -53,8 +53,6 @@ class Schedule:
         return self.stages - 1 - stage if self.placement == "v" and stage >= self.ranks else stage % self.ranks
 
 
-# ---- the schedules
-
 def gpipe(ranks: int, micros: int, chunks: int = 1) -> Schedule:
     """All forwards, then all backwards: every microbatch is held at once."""
     _single("gpipe", chunks)
@@ -153,8 +151,6 @@ def make(name: str, ranks: int, micros: int, chunks: int = 1) -> Schedule:
     return check(schedule)
 
 
-# ---- a schedule in a file
-
 def read(path: str) -> Schedule:
     """A checked schedule from a .txt or .yaml file. Raises ValueError."""
     return check(_from_file(path))
@@ -193,8 +189,6 @@ def _action(word: str, where: str) -> Action:
     if not found: raise ValueError(f"{where}: {word!r} is no action; those are F, B, I or W, a microbatch and maybe a chunk, as in F3 or F3.1")
     return Action(found[1], int(found[2]), int(found[3] or 0))
 
-
-# ---- what a schedule must hold, and how long it takes
 
 class Cost(NamedTuple):
     """Time of an action of a whole rank (a chunk takes its share), and of a send between ranks, which keeps neither of them busy."""
