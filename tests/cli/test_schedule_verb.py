@@ -26,10 +26,10 @@ def test_list_is_a_file(tmp_path):
 
 @pytest.mark.parametrize("words, want", (
     (["nope"], "gpipe, 1f1b, interleaved"), (["interleaved", "--microbatches", 7], "groups of pp (4), and 7"), (["1f1b", "--virtual-stages", 2], "virtual-stages 1"),
-    (["gpipe", "--forward", 0], "--forward (0)"), (["gpipe", "--send", "nan"], "--send (nan)"), (["gpipe", "--pp", 0], "layout.pp (0)"),
+    (["gpipe", "--forward", 0], "--forward (0)"), (["gpipe", "--send", "nan"], "--send (nan)"), (["gpipe", "--pp", 0], "pp (0) must"),
     (["gpipe", "--out", "a.pdf"], "use .svg or .png"), (["gpipe", "--out", "no/such/folder/a.png"], "no/such/folder"),
     (["gpipe", "--microbatches", 10**9], "use fewer --microbatches"), (["gpipe", "--microbatches", 40_000, "--out", "a.png"], "more than a picture can show"),
-    (["none.txt"], "none.txt cannot be read")))
+    (["none.txt"], "no schedule file none.txt")))
 def test_refusals(words, want, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shown = dolmen("schedule", *words)
@@ -39,4 +39,4 @@ def test_refusals(words, want, tmp_path, monkeypatch):
 def test_a_file_fixes_its_sizes(tmp_path):
     (tmp_path / "mine.txt").write_text("F0 B0\nF0 B0\n")
     shown = dolmen("schedule", tmp_path / "mine.txt", "--pp", 4)
-    assert shown.code == 2 and "is for pp 2, 1 microbatches and 1 virtual stages, but the run has 4, 1 and 1" in shown.err
+    assert shown.code == 2 and "is for pp 2, 1 microbatches and 1 virtual stages, but asked for are 4, 1 and 1" in shown.err

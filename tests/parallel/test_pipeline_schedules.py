@@ -1,6 +1,7 @@
 """Pipeline schedules: bubbles and memory against the papers' closed forms, lists that must be refused, and files."""
 
 import graphlib
+import os
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 import yaml
 
 from dolmen.parallel import schedule as module
-from dolmen.parallel.schedule import SCHEDULES, Action, Cost, Schedule, check, closed_form, format, make, parse, simulate
+from dolmen.parallel.schedule import SCHEDULES, Action, Cost, Schedule, check, closed_form, format, make, parse, read, simulate
 
 SIZES = [(p, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 3, 4, 8, 12, 16, 24)]
 COSTS = (Cost(), Cost(1, 2.2, 1.3, 0.9), Cost(3, 5, 3, 2), Cost(1, 1, 0.5, 0.5))
@@ -185,15 +186,23 @@ def test_a_file_may_be_yaml(tmp_path):
 
 
 @pytest.mark.parametrize("text, want", (
-    ("F0 F1 B0 B1\n", "is for pp 1, 2 microbatches and 1 virtual stages, but the run has 2, 2 and 1"),
     ("F0 B0\nF0 B0 G1\n", "line 2: 'G1' is no action"), ("F0 F1 B0 B1\nF0 B0\n", "rank 1 never does F1"), ("F0 F999999999 B0", "never does B999999999|never does F1"),
     ("# nothing\n", "no line of actions"), ("placement: w\nF0 B0\n", "placement 'w'"), ("F0 B0.1", "never does B0|never does F0.1"), ("F0x B0", "'F0x' is no action"),
     (b"\xff\xfe", "cannot be read")))
 def test_a_wrong_file_is_refused(tmp_path, text, want):
     file = tmp_path / "mine.txt"
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(ValueError, match=want): make(str(file), 2, 2)
-    with pytest.raises(ValueError, match="cannot be read"): make(str(tmp_path / "other.txt"), 2, 2)
+    with pytest.raises(ValueError, match=want): read(str(file))
+
+
+def test_a_file_of_other_sizes_or_none_is_refused(tmp_path):
+    """Sizes are looked at first: to check a huge file takes long."""
+    file = tmp_path / "mine.txt"
+    file.write_text("F0 F1 B0 B1\n")
+    with pytest.raises(ValueError, match="is for pp 1, 2 microbatches and 1 virtual stages, but the run has 2, 2 and 1"): make(str(file), 2, 2)
+    with pytest.raises(ValueError, match="no schedule file"): make(str(tmp_path / "other.txt"), 2, 2)
+    os.mkfifo(tmp_path / "pipe.txt")                       # to open it would wait for ever
+    with pytest.raises(ValueError, match="no schedule file"): make(str(tmp_path / "pipe.txt"), 2, 2)
 
 
 def test_actions_in_words():
