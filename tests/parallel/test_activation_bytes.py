@@ -190,7 +190,7 @@ def test_a_tensor_more_is_seen(monkeypatch, secret):
 
 def gradients(config: ModelConfig, kind: str, deferred: bool) -> dict[str, torch.Tensor]:
     """Of one batch, fp32, one process; `deferred`: weight gradients are computed after backward, as zero-bubble schedules do."""
-    parts = split(SINGLE, config.num_hidden_layers, Layout(recompute=kind, recompute_layers=2))
+    parts = split(SINGLE, config.num_hidden_layers, Layout(recompute=kind, recompute_layers=None if kind == "none" else 2))
     if deferred: parts = replace(parts, tp=replace(parts.tp, later=[]))
     model = Decoder(config, parts)
     initialize(model, 0)
