@@ -15,6 +15,7 @@ it lacks to 2 is the machine's: cores share memory, caches and clock.
 """
 
 import argparse
+import gc
 import os
 import random
 import statistics
@@ -31,6 +32,7 @@ from rich.progress import Progress
 from rich.table import Table
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dolmen.core import heap
 from dolmen.data.batch import Batch
 from dolmen.model.config import ModelConfig
 from dolmen.model.count import parameters, training_flops_per_token
@@ -69,7 +71,7 @@ class Sent(TorchDispatchMode):
             largest = max((t.nbytes for t in [*tensors, *([out] if isinstance(out, torch.Tensor) else [])]), default=0)
             if "all_reduce" in name or "allreduce" in name: self.bytes["sums"] += largest
             elif "gather" in name: self.bytes["gathers"] += largest // 2
-            elif "reduce_scatter" in name: self.bytes["scatters"] += largest // 2
+            elif "reduce_scatter" in name or "all_to_all" in name: self.bytes["scatters"] += largest // 2
             elif name in ("send", "isend"): self.bytes["sends"] += largest
         return out
 
@@ -102,9 +104,13 @@ def worker(rank: int, cores: list[int], store: str, args, asked, told) -> None:
     os.sched_setaffinity(0, {cores[rank]})                 # before gloo starts its threads, which inherit it
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
+    heap.keep()
     dist.init_process_group("gloo", store=dist.FileStore(f"{store}-{world}-{cores[0]}", world), rank=rank, world_size=world)
     told.put(matmul_peak(torch.device("cpu"), torch.bfloat16, 1.0) if world == 1 else None)
-    while name := asked.get(): told.put(measure(name, args))
+    while name := asked.get():
+        told.put(measure(name, args))
+        gc.collect()
+        heap.release()                                     # the next side's processes need it
     dist.barrier()
     dist.destroy_process_group()
 

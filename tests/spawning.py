@@ -1,6 +1,8 @@
 """run_spawned(n, fn, *args): fn on n gloo processes, once. A process group is expensive to start, so give it many layouts.
 
 Not in conftest.py: a second conftest would take its name, and workers find functions by module name.
+
+Processes are forked from a server that has imported what takes seconds and has started no thread.
 """
 
 import os
@@ -12,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+PRELOAD = ["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "dolmen.train.run"]
 TIME_LIMIT = 600                                           # seconds: a rank that waits for ever is a failure, with a name
 
 
@@ -30,7 +33,8 @@ def _worker(rank, world, path, fn, args, queue):
 
 def run_spawned(world, fn, *args):
     """fn(*args) on `world` gloo processes; rank 0's result (picklable). The first traceback of any rank is raised."""
-    context = mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
     queue = context.SimpleQueue()                          # writes at once: a worker that exits has told what it had to
     with tempfile.TemporaryDirectory() as folder:
         processes = [context.Process(target=_worker, args=(r, world, f"{folder}/store", fn, args, queue)) for r in range(world)]

@@ -13,8 +13,8 @@ from dolmen.checkpoint import folders
 from dolmen.checkpoint.store import NotSaved
 from dolmen.cli import finish, launch, options
 from dolmen.cli.errors import BadInput, Failed
+from dolmen.core import heap, rounds
 from dolmen.core import mesh as meshes
-from dolmen.core import rounds
 from dolmen.core.log import console
 from dolmen.data import loader
 from dolmen.train.check import check, check_folder, check_overwrite, check_resume
@@ -77,6 +77,7 @@ def worker(config: RunConfig, out: Path, given: options.TrainOptions, started: m
     Failed for what ends a run without being a mistake in the program."""
     from dolmen.train.run import run_training, summary
     device = meshes.device_for(started)
+    if device.type == "cpu": heap.keep()
     stop = Stop()
     with launch.on_stop(lambda got: setattr(stop, "signal", max(stop.signal, got))), meshes.joined(started, device), told(out):
         try: start = settle(config, out, given.recipe, resume=given.resume, overwrite=given.overwrite, restarts=launch.restarts(), job=launch.job(),

@@ -28,6 +28,8 @@ class Axis:
     size: int = 1
     rank: int = 0
     group: dist.ProcessGroup | None = None
+    gloo: bool = False
+    """What is sent goes over gloo, whose reduce-scatter sends all sums to all (core/collectives.py)."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,8 @@ def grid(dp: int, tp: int, device: torch.device, *, pp: int = 1, cp: int = 1, ep
         """The line through this rank along `dim` of the grid of `shape`."""
         where = (ranks.view(shape) == me).nonzero()[0].tolist()
         line = ranks.view(shape)[(*where[:dim], slice(None), *where[dim + 1 :])].tolist()
-        return Axis(name, shape[dim], where[dim], _group(line, purpose) if len(line) > 1 else None)
+        group = _group(line, purpose) if len(line) > 1 else None
+        return Axis(name, shape[dim], where[dim], group, group is not None and dist.get_backend(group) == "gloo")
 
     dense, sparse = (pp, dp, cp, tp), (pp, dp * cp // ep, ep, tp)
     axes = {name: axis(name, dense, dim) for dim, name in enumerate(("pp", "dp", "cp", "tp"))}

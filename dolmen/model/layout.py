@@ -121,7 +121,6 @@ class Layout:
                              f"there are num_hidden_layers ({model.num_hidden_layers}) + 2 things to compute (embedding, layers, head): "
                              "set a smaller --layout.pp")
 
-
     def _check_experts(self, model: ModelConfig) -> None:
         shared = (self.dp or 1) * self.cp
         fitting = _divisor(math.gcd(shared, model.num_experts), self.ep)

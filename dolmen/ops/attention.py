@@ -168,7 +168,7 @@ def _exponentials(qk: Tensor, mask: Tensor | None, size: int) -> tuple[Tensor, T
 def _gradient(qk: Tensor, dp: Tensor, log_sum: Tensor, delta: Tensor, mask: Tensor | None, size: int) -> tuple[Tensor, Tensor]:
     """Probabilities, and the gradient of qk from theirs, dp: both [n, rows, keys] in qk's dtype."""
     p = _scores(qk, mask, size).sub_(log_sum).exp_()
-    return p.to(qk.dtype), (dp - delta).mul_(1 / math.sqrt(size)).mul_(p).to(qk.dtype)
+    return p.to(qk.dtype), dp.to(p.dtype).sub_(delta).mul_(p).mul_(1 / math.sqrt(size)).to(qk.dtype)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, group: int, offset: int, window: int | None, starts: Tensor | None,

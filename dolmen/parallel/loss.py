@@ -43,9 +43,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, g):
         (dx, dw), axis = ctx.saved_tensors, ctx.tp.axis
         dx = dx * g.to(dx.dtype)
-        if axis.size > 1: dx = c.start_reduce_scatter(dx, axis) if ctx.tp.sequence else c.start_all_reduce(dx, axis)
+        scatters = ctx.tp.sequence and axis.size > 1
+        if scatters: dx = c.start_reduce_scatter(dx, axis)
+        elif axis.size > 1: dx = c.start_all_reduce(dx, axis)
         dw = dw * g.to(dw.dtype)
-        return c.wait(dx) if axis.size > 1 else dx, dw, None, None, None, None, None
+        if axis.size > 1: dx = c.finish_reduce_scatter(dx, axis) if scatters else c.wait(dx)
+        return dx, dw, None, None, None, None, None
 
 
 def _chunk(x, weight, labels, first, axis, want_grad, wide):

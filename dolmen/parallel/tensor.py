@@ -87,7 +87,9 @@ class _Linear(torch.autograd.Function):
         dw = [g.t() @ x for g in grads] if now else [None] * len(grads)
         if not now: ctx.tp.later.append(_weight_gradients(ctx.kept, grads, x, axis if ctx.gathers else None))
         db = [g.sum(0) if has else None for g, has in zip(grads, ctx.with_bias, strict=True)]
-        return c.wait(dx) if ctx.gathers or ctx.reduces else dx, None, None, None, None, *dw, *db
+        if ctx.gathers: dx = c.finish_reduce_scatter(dx, axis)
+        elif ctx.reduces: dx = c.wait(dx)
+        return dx, None, None, None, None, *dw, *db
 
 
 def _weight_gradients(weights: Sequence[Tensor], grads: Sequence[Tensor], x: Tensor, gather: Axis | None) -> Callable[[], None]:

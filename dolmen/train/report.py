@@ -35,7 +35,7 @@ def header(run: RunConfig, state_: TrainState, loader: Loader, mesh: Mesh, peak:
     tied = ", tied" if c.tie_word_embeddings else ""
     table.add_row("model", f"{c.family}, {size(count.parameters(c))} parameters: {c.num_hidden_layers} layers, hidden {c.hidden_size}, "
                            f"{c.num_attention_heads} heads{kv}, vocabulary {c.vocab_size:,}{tied}")
-    table.add_row("start", f"{run.init}" if run.init else f"random weights, seed {run.train.seed}")
+    table.add_row("start", f"checkpoint of step {state_.step}" if state_.step else run.init or f"random weights, seed {run.train.seed}")
     processes = "1 process" if mesh.size == 1 else f"{mesh.size} processes"
     table.add_row("layout", f"{_layout(layout, state_)}: {processes} on {_device(mesh)}")
     for i, line in enumerate(loader.description()): table.add_row("data" if i == 0 else "", line)

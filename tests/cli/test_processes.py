@@ -224,10 +224,11 @@ def test_what_a_worker_refuses_is_told_once(run):
 @pytest.mark.parametrize("sent, code, heard", [(signal.SIGINT, 130, "SIGUSR1"), (signal.SIGTERM, 143, "SIGUSR2")])
 def test_requests_are_forwarded(run, tmp_path, sent, code, heard):
     """Workers save and end with the code, or, not yet listening, die of the request: the launcher's answer is the same."""
+    before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
     meanwhile(lambda: len(list(tmp_path.glob("ready*"))) == 2, lambda: os.kill(os.getpid(), sent))
     assert run(f"if RANK == '0': signal.signal(signal.{heard}, lambda *_: (print('saved', flush=True), os._exit({code})))\n"
                f"if RANK: open({str(tmp_path)!r} + '/ready' + RANK, 'w').close(); time.sleep(60)") == (code, "saved\n", "")
-    for signal_ in (signal.SIGINT, signal.SIGTERM): assert signal.getsignal(signal_) not in (signal.SIG_IGN, None)
+    assert {s: signal.getsignal(s) for s in before} == before
 
 
 def test_nothing_is_left_in_the_temporary_folder(run, tmp_path, monkeypatch):
