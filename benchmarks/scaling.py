@@ -1,10 +1,11 @@
 """What a second process costs: each way to split a step over two, against one process on one core, side by side in one run.
 
-    python benchmarks/scaling.py                         hidden 1024, 8 layers, vocabulary 8192, 8 x 1024 tokens, bf16, three rounds
-    python benchmarks/scaling.py --only one dp2-zero1 tp2 --rounds 5 --compile
+    python benchmarks/scaling.py                         hidden 1024, 8 layers, vocabulary 8192, 8 x 1024 tokens, bf16
+    python benchmarks/scaling.py --only dp2-zero1 tp2 --steps 9 --compile
 
-A round builds each side, makes one step to warm up, and times one; rounds repeat in another order. Processes have a core each
-and one thread. Where the time of a step goes, of the slower rank:
+Each side is built in processes of its own, a core and one thread each, and warmed up with a step. Then steps are timed in
+pairs, one of the lone process and one of the side, because cores of a shared machine are faster in one minute than in the
+next; a ratio is the median over pairs. Where the time of a step goes, of the slower rank:
 
     compute    CPU time of the main thread, less its fair share of the one process's: what splitting adds to be computed
     transport  CPU time of other threads, which is gloo's: it shares the core
@@ -15,14 +16,15 @@ it lacks to 2 is the machine's: cores share memory, caches and clock.
 """
 
 import argparse
-import gc
 import os
 import random
 import statistics
 import tempfile
 import time
+import uuid
 import warnings
 from collections import Counter
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -76,8 +78,8 @@ class Sent(TorchDispatchMode):
         return out
 
 
-def measure(name: str, args) -> dict:
-    """One side of one round, on this rank: wall and CPU seconds of a step, loss, bytes."""
+def prepare(name: str, args) -> Callable[[], dict]:
+    """Build one side on this rank, and make a step to warm up. The result makes a step: wall and CPU seconds, loss, bytes."""
     layout, model_config = SIDES[name], config(args)
     mesh, rows = layout.mesh(torch.device("cpu")), args.batch // (2 if name == APART else layout.dp)
     size = 1 if layout.pp > 1 else max(1, min(4096 * layout.cp // args.sequence, rows))
@@ -89,93 +91,107 @@ def measure(name: str, args) -> dict:
     state = TrainState(model, optimizer, OPTIMIZER, 1000, layout.zero, schedule)
     text = torch.randint(model_config.vocab_size, (args.batch, args.sequence + 1), generator=torch.Generator().manual_seed(1))
     batch = Batch.of_windows(text[mesh.dp.rank * rows :][:rows].numpy())
-    with Sent() as sent: optimizer_step(state, batch, mesh)
-    dist.barrier()
-    began, main, everything = time.perf_counter(), time.thread_time(), time.process_time()
-    loss = optimizer_step(state, batch, mesh).loss
-    wall, main, everything = time.perf_counter() - began, time.thread_time() - main, time.process_time() - everything
-    return {"wall": wall, "main": main, "transport": everything - main, "sent": dict(sent.bytes), "loss": loss,
-            "bubble": simulate(schedule).bubble}
+    with Sent() as sent: loss = optimizer_step(state, batch, mesh).loss
+
+    def step() -> dict:
+        dist.barrier()
+        began, main, everything = time.perf_counter(), time.thread_time(), time.process_time()
+        optimizer_step(state, batch, mesh)
+        wall, main, everything = time.perf_counter() - began, time.thread_time() - main, time.process_time() - everything
+        return {"wall": wall, "main": main, "transport": everything - main, "sent": sum(sent.bytes.values()), "loss": loss,
+                "bubble": simulate(schedule).bubble}
+    return step
 
 
-def worker(rank: int, cores: list[int], store: str, args, asked, told) -> None:
-    """Measure the sides that are asked for, until there are no more."""
-    world = len(cores)
+def worker(rank: int, name: str, cores: list[int], store: str, args, asked, told) -> None:
+    """One rank of a side: tells its core's peak when it is ready, then makes steps as it is asked."""
     os.sched_setaffinity(0, {cores[rank]})                 # before gloo starts its threads, which inherit it
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    heap.keep()
-    dist.init_process_group("gloo", store=dist.FileStore(f"{store}-{world}-{cores[0]}", world), rank=rank, world_size=world)
-    told.put(matmul_peak(torch.device("cpu"), torch.bfloat16, 1.0) if world == 1 else None)
-    while name := asked.get():
-        told.put(measure(name, args))
-        gc.collect()
-        heap.release()                                     # the next side's processes need it
+    heap.keep()                                            # as dolmen train does
+    dist.init_process_group("gloo", store=dist.FileStore(store, len(cores)), rank=rank, world_size=len(cores))
+    step = prepare(name, args)
+    told.put(matmul_peak(torch.device("cpu"), torch.bfloat16, 1.0) if name == ONE else 0.0)
+    while asked.get(): told.put(step())
     dist.barrier()
     dist.destroy_process_group()
 
 
 class Team:
-    """Processes of one world, one a core."""
+    """The processes of a side, one a core."""
 
-    def __init__(self, cores: list[int], folder: str, args):
+    def __init__(self, name: str, cores: list[int], folder: str, args):
         context = mp.get_context("spawn")
         self.asked, self.told = [context.SimpleQueue() for _ in cores], [context.SimpleQueue() for _ in cores]
-        self.processes = [context.Process(target=worker, args=(r, cores, f"{folder}/store", args, self.asked[r], self.told[r]))
-                          for r in range(len(cores))]
+        store = f"{folder}/{uuid.uuid4().hex}"
+        self.processes = [context.Process(target=worker, args=(r, name, cores, store, args, self.asked[r], self.told[r])) for r in range(len(cores))]
         for p in self.processes: p.start()
-        self.peak = [told.get() for told in self.told][0]
 
-    def ask(self, name: str | None) -> None:
-        for queue in self.asked: queue.put(name)
+    def ask(self, more: bool = True) -> None:
+        for queue in self.asked: queue.put(more)
 
-    def answer(self) -> list[dict]: return [told.get() for told in self.told]
+    def answer(self) -> list:
+        while any(told.empty() for told in self.told):
+            time.sleep(0.05)
+            if any(p.exitcode for p in self.processes): raise SystemExit("a process has died (out of memory?): use fewer --layers")
+        return [told.get() for told in self.told]
+
+    def end(self) -> None:
+        self.ask(False)
+        for p in self.processes: p.join()
 
 
-def table(results: dict[str, list[list[dict]]], args, peak: float) -> Table:
-    """Medians over rounds; ratios are of steps of one round."""
+def table(results: dict[str, list[tuple[dict, list[dict]]]], args, peak: float) -> Table:
+    """Medians over pairs of steps: of one core, and right after it of a side, rank by rank."""
     out = Table("split", "step", "times one core", "computing more", "transport", "waiting", "bubble", "sent a rank", "loss",
                 title=f"{parameters(config(args)) / 1e6:.0f} M parameters, {args.batch} x {args.sequence} tokens, bf16"
                       f"{', compiled' if args.compile else ''}: two processes of a core each against one")
-    one = [ranks[0]["wall"] for ranks in results[ONE]]
+    alone = [one for pairs in results.values() for one, _ in pairs]
+    out.add_row(ONE, f"{statistics.median(one['wall'] for one in alone):.2f} s", *[""] * 6, f"{alone[0]['loss']:.4f}")
+    for name, pairs in results.items():
+        rows = []
+        for one, ranks in pairs:
+            slow, wall = max(ranks, key=lambda r: r["main"]), max(r["wall"] for r in ranks)
+            rows.append((wall, one["wall"] / wall, (slow["main"] - one["main"] / 2) / wall, slow["transport"] / wall, (wall - slow["main"]) / wall))
+        wall, ratio, more, transport, waiting = map(statistics.median, zip(*rows, strict=True))
+        least, most = (extreme(row[1] for row in rows) for extreme in (min, max))
+        out.add_row(name, f"{wall:.2f} s", f"{ratio:.2f} ({least:.2f} to {most:.2f})", f"{more:.1%}", f"{transport:.1%}", f"{waiting:.1%}",
+                    f"{slow['bubble']:.0%}", f"{slow['sent'] / 2**20:,.0f} MiB", f"{slow['loss']:.4f}")
     floor = training_flops_per_token(config(args), args.sequence) * args.batch * args.sequence / peak
-    for name, rounds in results.items():
-        slow = [max(ranks, key=lambda r: r["main"]) for ranks in rounds]
-        wall, share = [max(r["wall"] for r in ranks) for ranks in rounds], 1 if name == ONE else 2
-        part = lambda values, wall=wall: f"{statistics.median(v / w for v, w in zip(values, wall, strict=True)):.1%}"
-        more = [s["main"] - ranks[0]["main"] / share for s, ranks in zip(slow, results[ONE], strict=True)]
-        ratio = statistics.median(a / b for a, b in zip(one, wall, strict=True))
-        sent = sum(slow[0]["sent"].values())
-        out.add_row(name, f"{statistics.median(wall):.2f} s", "" if name == ONE else f"{ratio:.2f}", "" if name == ONE else part(more),
-                    part([s["transport"] for s in slow]), part([s["wall"] - s["main"] for s in slow]), f"{slow[0]['bubble']:.0%}",
-                    f"{sent / 2**20:,.0f} MiB", f"{slow[0]['loss']:.4f}")
     out.caption = (f"floor of one core: {floor:.2f} s at its measured {peak / 1e9:.0f} GFLOP/s; waiting and computing are of the rank that computes "
-                   f"most, as parts of its step; {args.rounds} rounds, medians")
+                   f"most, as parts of its step; medians of {args.rounds} x {args.steps} pairs of steps")
     return out
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in (("hidden", 1024), ("layers", 8), ("vocabulary", 8192), ("sequence", 1024), ("batch", 8), ("rounds", 3)):
+    for name, value in (("hidden", 1024), ("layers", 8), ("vocabulary", 8192), ("sequence", 1024), ("batch", 8), ("rounds", 1), ("steps", 3)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--only", nargs="+", choices=SIDES, default=list(SIDES))
+    sides = [name for name in SIDES if name != ONE]
+    parser.add_argument("--only", nargs="+", choices=sides, default=sides)
     args = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))[:2]
-    names = list(dict.fromkeys([ONE, *args.only]))
+    names = list(dict.fromkeys(args.only))
     results: dict[str, list] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as folder, Progress() as progress:
-        alone, other, pair = (Team(some, folder, args) for some in (cores[:1], cores[1:], cores))
-        bar = progress.add_task("measuring", total=args.rounds * len(names))
+        bar = progress.add_task("one core", total=args.rounds * len(names) * args.steps)
+        alone = Team(ONE, cores[:1], folder, args)
+        peak, = alone.answer()
         for round in range(args.rounds):
             for name in random.Random(round).sample(names, len(names)):
                 progress.update(bar, description=f"round {round + 1}: {name}")
-                teams = {ONE: [alone], APART: [alone, other]}.get(name, [pair])
-                for team in teams: team.ask(name)
-                results[name].append([told for team in teams for told in team.answer()])
-                progress.advance(bar)
-        for team in (alone, other, pair): team.ask(None)
-    Console(width=150).print(table(results, args, alone.peak))
+                teams = [Team(name, some, folder, args) for some in ([cores[:1], cores[1:]] if name == APART else [cores])]
+                for team in teams: team.answer()
+                for _ in range(args.steps):
+                    alone.ask()
+                    one, = alone.answer()
+                    for team in teams: team.ask()
+                    results[name].append((one, [told for team in teams for told in team.answer()]))
+                    progress.advance(bar)
+                for team in teams: team.end()
+        alone.end()
+    Console(width=150).print(table(results, args, peak))
 
 
 if __name__ == "__main__": main()

@@ -11,13 +11,8 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4       # <malloc.h>
 PAD = 64 << 20                                             # bytes by which the heap grows at least
 
 
-def keep() -> bool:
-    """From here on, this process keeps what it frees. False where the C library cannot be told so (musl)."""
-    try: mallopt = ctypes.CDLL(None).mallopt
-    except AttributeError: return False
-    return all([mallopt(M_MMAP_MAX, 0), mallopt(M_TRIM_THRESHOLD, 2**31 - 1), mallopt(M_TOP_PAD, PAD)])
-
-
-def release() -> None:
-    """Give back what is kept and not in use."""
-    with contextlib.suppress(AttributeError): ctypes.CDLL(None).malloc_trim(0)
+def keep() -> None:
+    """From here on, this process keeps what it frees. Does nothing where the C library is not glibc."""
+    with contextlib.suppress(AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        for what, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, PAD)): mallopt(what, value)
