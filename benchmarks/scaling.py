@@ -3,7 +3,7 @@
     python benchmarks/scaling.py                         hidden 1024, 8 layers, vocabulary 8192, 8 x 1024 tokens, bf16
     python benchmarks/scaling.py --only dp2-zero1 tp2 --steps 9 --compile
 
-Each side is built in processes of its own, a core and one thread each, and warmed up with a step. Then steps are timed in
+Each side is built in processes of its own, a core and one thread each, and warmed up with three steps. Then steps are timed in
 pairs, one of the lone process and one of the side, because cores of a shared machine are faster in one minute than in the
 next; a ratio is the median over pairs. Where the time of a step goes, of the slower rank:
 
@@ -79,7 +79,7 @@ class Sent(TorchDispatchMode):
 
 
 def prepare(name: str, args) -> Callable[[], dict]:
-    """Build one side on this rank, and make a step to warm up. The result makes a step: wall and CPU seconds, loss, bytes."""
+    """Build one side on this rank, and make three steps to warm up. The result makes a step: wall and CPU seconds, loss, bytes."""
     layout, model_config = SIDES[name], config(args)
     mesh, rows = layout.mesh(torch.device("cpu")), args.batch // (2 if name == APART else layout.dp)
     size = 1 if layout.pp > 1 else max(1, min(4096 * layout.cp // args.sequence, rows))
@@ -92,6 +92,7 @@ def prepare(name: str, args) -> Callable[[], dict]:
     text = torch.randint(model_config.vocab_size, (args.batch, args.sequence + 1), generator=torch.Generator().manual_seed(1))
     batch = Batch.of_windows(text[mesh.dp.rank * rows :][:rows].numpy())
     with Sent() as sent: loss = optimizer_step(state, batch, mesh).loss
+    for _ in range(2): optimizer_step(state, batch, mesh)  # until the heap has grown to what a step needs
 
     def step() -> dict:
         dist.barrier()

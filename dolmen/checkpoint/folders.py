@@ -36,6 +36,12 @@ def whole(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
+def newest_told(folder: Path) -> str:
+    """Which checkpoint a run can go on from, as the beginning of a sentence."""
+    steps = whole(folder)
+    return f"The newest whole checkpoint is of step {max(steps)}" if steps else "Nothing is saved yet"
+
+
 def sync(path: Path) -> None:
     """Make a file's bytes, or a folder's names, outlive a power cut."""
     handle = os.open(path, os.O_RDONLY)
@@ -79,5 +85,7 @@ def put_aside(path: Path, aside: Path) -> None:
 
 def read_state(path: Path) -> dict:
     """The state.json of one checkpoint. Raises ValueError where it is missing or damaged."""
-    try: return json.loads((path / STATE).read_text(encoding="utf-8"))
+    try: found = json.loads((path / STATE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error: raise ValueError(f"{path / STATE} is missing or damaged: {error}") from error
+    if not isinstance(found, dict): raise ValueError(f"{path / STATE} is damaged: it holds no fields")
+    return found

@@ -6,7 +6,8 @@ unpickled: each part of a tensor is a zip archive as `torch.save` writes it, and
     __3_0.distcp   | archive | archive | archive: data.pkl | data/0: 64-byte aligned numbers | ... , with their CRC-32 |
 
 of which the rows that a rank holds are read, BLOCK bytes at a time. The checksum is verified where all rows are read,
-which a resume at the same layout does. (torch.load reads each part whole, and verifies no checksum.)
+which a resume at the same layout does; `partly` are the others, for `verify`. (torch.load reads each part whole, and
+verifies no checksum.)
 """
 
 import io
@@ -15,14 +16,15 @@ import pickle
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, LoadPlan, LoadPlanner, Metadata
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.futures import Future
 
@@ -65,6 +67,7 @@ class Reader(FileSystemReader):
     def __init__(self, folder: Path):
         super().__init__(folder)
         self.metadata = read_metadata(folder)
+        self.partly: set[MetadataIndex] = set()            # stored parts of which some rows were not read
 
     def read_metadata(self, *args, **kwargs) -> Metadata: return self.metadata
 
@@ -115,34 +118,64 @@ class Reader(FileSystemReader):
         for name, items in files.items():
             if Path(name).name != name:
                 raise ValueError(f"{self.path / METADATA} names {name}, a file outside the checkpoint")
-            try:
-                with open(self.path / name, "rb") as file:
-                    for item in items: self._read(file, item, planner.resolve_tensor(item).detach())
-            except (OSError, EOFError, ValueError, NotImplementedError, zipfile.BadZipFile) as error:
-                raise ValueError(f"{self.path / name} is missing, damaged or truncated: {error}") from error
+            with self._opened(name) as file:
+                for item in items: self._read(file, item, planner.resolve_tensor(item).detach())
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[BinaryIO]:
+        """One file of numbers; what goes wrong within is told as ValueError."""
+        try:
+            with open(self.path / name, "rb") as file: yield file
+        except (OSError, EOFError, ValueError, NotImplementedError, zipfile.BadZipFile) as error:
+            raise ValueError(f"{self.path / name} is missing, damaged or truncated: {error}") from error
+
+    def verify(self, parts: Iterable[MetadataIndex]) -> None:
+        """Read all of these stored parts, keep nothing. Raises ValueError where a checksum is wrong."""
+        for index in parts:
+            with self._opened(self.metadata.storage_data[index].relative_path) as file:
+                sizes, row, start, expected = self._place(file, index)
+                checksum = 0
+                for block in _blocks(file, start, sizes[0] * row, row, index.fqn): checksum = zlib.crc32(block.numpy(), checksum)
+                _compare(checksum, expected, index.fqn)
+
+    def _place(self, file: BinaryIO, index: MetadataIndex) -> tuple[tuple[int, ...], int, int, int]:
+        """Of a stored part: its sizes, bytes of a row, position of its numbers in the file, their CRC-32."""
+        stored = self.metadata.state_dict_metadata[index.fqn]
+        chunk = next(c for c in stored.chunks if c.offsets == index.offset) if index.index is None else stored.chunks[index.index]
+        sizes = tuple(chunk.sizes) or (1,)
+        row = math.prod(sizes[1:]) * stored.properties.dtype.itemsize
+        return sizes, row, *_numbers(file, self.metadata.storage_data[index], row * sizes[0], index.fqn)
+
     def _read(self, file: BinaryIO, item: ReadItem, target: Tensor) -> None:
         """Copy the rows and columns of one stored part [sizes] that `item` names into `target` [lengths]."""
-        name, stored = item.storage_index.fqn, self.metadata.state_dict_metadata[item.storage_index.fqn]
-        sizes = tuple(stored.chunks[item.storage_index.index].sizes) or (1,)
-        offsets, lengths = tuple(item.storage_offsets) or (0,), tuple(item.lengths) or (1,)
-        dtype, target = stored.properties.dtype, target.reshape(lengths)
-        row = math.prod(sizes[1:]) * dtype.itemsize
-        start, expected = _numbers(file, self.metadata.storage_data[item.storage_index], row * sizes[0], name)
-        checksum, step = 0, max(1, BLOCK // row)
-        for top in range(0, lengths[0], step):
-            count = min(step, lengths[0] - top)
-            data = torch.empty(count * row, dtype=torch.uint8)
-            file.seek(start + (offsets[0] + top) * row)
-            if file.readinto(data.numpy()) != len(data): raise EOFError(f"{name} ends early")
-            checksum = zlib.crc32(data.numpy(), checksum)
-            rows = data.view(dtype).reshape(count, *sizes[1:])
+        index, offsets, lengths = item.storage_index, tuple(item.storage_offsets) or (0,), tuple(item.lengths) or (1,)
+        sizes, row, start, expected = self._place(file, index)
+        dtype, target = self.metadata.state_dict_metadata[index.fqn].properties.dtype, target.reshape(lengths)
+        checksum = top = 0
+        for block in _blocks(file, start + offsets[0] * row, lengths[0] * row, row, index.fqn):
+            checksum = zlib.crc32(block.numpy(), checksum)
+            rows = block.view(dtype).reshape(-1, *sizes[1:])
             for dim in range(1, len(sizes)): rows = rows.narrow(dim, offsets[dim], lengths[dim])
-            target[top : top + count].copy_(rows)
-        if lengths[0] == sizes[0] and checksum != expected: raise zipfile.BadZipFile(f"the checksum of {name} is wrong")
+            target[top : (top := top + len(rows))].copy_(rows)
+        if lengths[0] == sizes[0]: _compare(checksum, expected, index.fqn)
+        else: self.partly.add(index)
+
+
+def _blocks(file: BinaryIO, start: int, size: int, row: int, name: str) -> Iterator[Tensor]:
+    """The `size` bytes from `start` on, as many whole rows at a time as BLOCK holds."""
+    step = max(1, BLOCK // row) * row
+    for at in range(0, size, step):
+        data = torch.empty(min(step, size - at), dtype=torch.uint8)
+        file.seek(start + at)
+        if file.readinto(data.numpy()) != len(data): raise EOFError(f"{name} ends early")
+        yield data
+
+
+def _compare(checksum: int, expected: int, name: str) -> None:
+    if checksum != expected: raise zipfile.BadZipFile(f"the checksum of {name} is wrong")
 
 
 def _numbers(file: BinaryIO, place, size: int, name: str) -> tuple[int, int]:

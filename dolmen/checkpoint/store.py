@@ -4,10 +4,11 @@
 
 import json
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,10 @@ from dolmen.checkpoint import folders
 from dolmen.checkpoint.safe import Reader
 from dolmen.checkpoint.writer import Writer
 from dolmen.core.mesh import Mesh
+
+
+class Damaged(ValueError):
+    """A checkpoint cannot be read; the message says what to remove."""
 
 
 class NotSaved(RuntimeError):
@@ -64,8 +69,8 @@ class Checkpoints:
         try: future.result()
         except (CheckpointException, Exception) as error:               # DCP's is a BaseException
             reason = min(error.failures.items())[1][0] if isinstance(error, CheckpointException) else error
-            raise NotSaved(f"step {step} was not saved in {self.folder}: {reason!r}. The newest whole checkpoint "
-                               f"there is {self.newest()}: make room or use another folder, and save again") from error
+            raise NotSaved(f"step {step} was not saved in {self.folder}: {reason!r}. {folders.newest_told(self.folder)}: make room or use "
+                           "another folder, and save again") from error
 
     def steps(self) -> list[int]:
         """Steps of the whole checkpoints on disk, oldest first."""
@@ -86,6 +91,12 @@ class Checkpoints:
         """What `save` was given beside the tensors. Raises ValueError where it is missing or damaged."""
         return folders.read_state(self.path(step))
 
+    def damaged(self, step: int, error: Exception) -> Damaged:
+        """What to raise where `step`, the newest checkpoint, cannot be read because of `error`."""
+        older = max((s for s in self.steps() if s < step), default=None)
+        way = f"to go on from step {older}" if older is not None else "to start again"
+        return Damaged(f"the newest checkpoint cannot be read ({error}): remove {self.path(step)} {way}")
+
     def put_aside(self, step: int) -> Path:
         """Take a damaged checkpoint out of the way, under a name that is never read or pruned; its new path. All ranks may call it."""
         path = self.folder / folders.name(step)
@@ -95,23 +106,37 @@ class Checkpoints:
 
     def load(self, step: int, tensors: dict[str, Tensor], elsewhere: Collection[str] = ()) -> None:
         """Fill `tensors` in place with those of `step`, saved at any layout; a kind (a name's part before `/`) may be
-        left out. Values are cast to the dtype of their place. Each rank reads its own part, then all agree. `elsewhere`:
-        names that need no place here, as other stages have them.
+        left out. Values are cast to the dtype of their place. Each rank reads its own part, then all agree; checksums of
+        stored parts that some rank read a part of are verified by the ranks in turn. `elsewhere`: names that need no
+        place here, as other stages have them.
 
         Finishes the save in progress, which uses the same group. Raises KeyError for missing or unexpected names,
         ValueError for other shapes or damaged files, on every rank.
         """
         self.finish()
-        error = None
-        try:
-            with torch.no_grad(): Reader(self.path(step)).load(tensors, elsewhere)
+
+        def read() -> set:
+            reader = Reader(self.path(step))
+            with torch.no_grad(): reader.load(tensors, elsewhere)
+            return reader.partly
+
+        partly = self._together(step, read)
+        parts = sorted(set().union(*partly), key=lambda index: (index.fqn, index.offset))
+        mine = 0 if self._group is None else dist.get_rank(self._group)
+        if parts: self._together(step, lambda: Reader(self.path(step)).verify(parts[mine :: len(partly)]))
+
+    def _together(self, step: int, work: Callable[[], Any]) -> list:
+        """What `work` of `step` gives on each rank. If it fails on one, all raise, KeyError or ValueError."""
+        error = found = None
+        try: found = work()
         except (KeyError, ValueError) as caught: error = caught
-        results: list = [(step, error and str(error))]
+        results: list = [(step, error and str(error), found)]
         if self._group is not None:
             results = [None] * dist.get_world_size(self._group)
-            dist.all_gather_object(results, (step, error and str(error)), group=self._group)
+            dist.all_gather_object(results, (step, error and str(error), found), group=self._group)
         if error: raise error
-        for rank, (other, message) in enumerate(results):
+        for rank, (other, message, _) in enumerate(results):
             if message: raise ValueError(f"rank {rank}: {message}")
             if other != step:
                 raise ValueError(f"rank {rank} loads step {other}, this rank step {step}, from {self.folder}")
+        return [found for *_, found in results]

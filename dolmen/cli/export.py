@@ -1,6 +1,6 @@
 """dolmen export RUN_OR_CHECKPOINT --to DIR"""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -11,6 +11,7 @@ from dolmen.cli.errors import BadInput
 from dolmen.cli.options import message
 from dolmen.convert import hf
 from dolmen.core.config import from_dict
+from dolmen.model.config import ModelConfig
 from dolmen.optim.precision import DTYPES
 from dolmen.train.config import RunConfig
 
@@ -41,4 +42,12 @@ def export(source: Path, to: Path, dtype: str | None = None) -> None:
     saved = stream.open_checkpoint(step)
     run_ = from_dict(RunConfig, saved.meta["run"])
     tokenizer = step.parent.parent / "tokenizer"
-    hf.save(to, run_.model, lambda name: saved.read(f"model/{name}"), DTYPES[dtype] if dtype else None, tokenizer if tokenizer.is_dir() else None)
+    model = stopping(run_.model, tokenizer) if tokenizer.is_dir() else run_.model
+    hf.save(to, model, lambda name: saved.read(f"model/{name}"), DTYPES[dtype] if dtype else None, tokenizer if tokenizer.is_dir() else None)
+
+
+def stopping(model: ModelConfig, tokenizer: Path) -> ModelConfig:
+    """A model that came from no config.json, with the end of text that its tokenizer names: where generation stops."""
+    if "model_type" in model.hf or "eos_token_id" in model.hf: return model
+    from dolmen.data.tokenizer import load_tokenizer
+    return replace(model, hf={**model.hf, "eos_token_id": load_tokenizer(str(tokenizer)).eos_token_id})

@@ -59,5 +59,5 @@ def _generate(options: GenerateOptions, mesh: Mesh) -> int:
         engine.generate(model, [prompt], options.max_new_tokens, options.temperature, options.top_k, options.top_p,
                         engine.stop_tokens(options.folder), options.seed, show)
     finally:
-        if mesh.first and new: print()
+        if mesh.first and new: print(tokenizer.decode(new, skip_special_tokens=True)[shown:])      # half a character too
     return 0

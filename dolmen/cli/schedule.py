@@ -14,9 +14,9 @@ from dolmen.parallel.schedule import SCHEDULES, Cost, Schedule, Simulation
 from dolmen.plan import draw
 
 MOST = 500_000                                              # some seconds
-BOXES = 200_000                                             # more is no picture
+BOXES = 40_000                                              # more is no picture, and takes more than ten seconds
 KNOBS = {"--layout.pp": "--pp", "layout.pp": "pp", "--layout.virtual-stages": "--virtual-stages", "layout.virtual-stages": "virtual-stages",
-         "--train.global-batch-size, --train.microbatch-size": "--microbatches", "--train.global-batch-size": "--microbatches",
+         "--train.global-batch-size, --train.microbatch-size": "--microbatches",
          "but the run has": "but asked for are"}            # of messages that speak of a run
 
 
@@ -79,12 +79,13 @@ def costs(options: ScheduleOptions) -> Cost:
     cost = Cost(options.forward, options.backward, options.input, options.weight, options.send)
     for name, value in cost._asdict().items():
         if not isfinite(value) or value < 0 or value == 0 and name != "send":
-            raise ValueError(f"--{name} ({value:g}) is no time: use a number above 0")
+            raise ValueError(f"--{name} ({value:g}) is no time: use a number above 0" + (", or 0" if name == "send" else ""))
     return cost
 
 
 def picture(schedule: Schedule, simulation: Simulation, to: Path) -> None:
     """Raises ValueError, and OSError where nothing can be written."""
+    if not to.parent.is_dir(): raise ValueError(f"--out {to}: there is no folder {to.parent}: make it, or give another")
     boxes = sum(map(len, schedule.actions))
     if boxes > BOXES: raise ValueError(f"{boxes:,} actions are more than a picture can show ({BOXES:,}): use fewer --microbatches")
     draw.gantt(simulation, schedule, to, title(schedule))

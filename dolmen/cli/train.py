@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dolmen.checkpoint import folders
-from dolmen.checkpoint.store import NotSaved
+from dolmen.checkpoint.store import Damaged, NotSaved
 from dolmen.cli import finish, launch, options
 from dolmen.cli.errors import BadInput, Failed
 from dolmen.core import heap, rounds
@@ -99,10 +99,10 @@ def worker(config: RunConfig, out: Path, given: options.TrainOptions, started: m
 def told(out: Path) -> Iterator[None]:
     """Within, what the world does to a run is told in a sentence, with what is saved; mistakes of ours keep their traceback."""
     try: yield
+    except Damaged as error: raise BadInput(str(error)) from None
     except NotSaved as error: raise Failed(str(error)) from None
     except FloatingPointError as error: raise Failed(str(error), final=True) from None
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG): raise
-        newest = max(folders.whole(out / "checkpoints"), default=None)
-        raise Failed(f"{error.filename or out}: {error.strerror}. The newest whole checkpoint is {newest}: make room or mend the folder, "
+        raise Failed(f"{error.filename or out}: {error.strerror}. {folders.newest_told(out / 'checkpoints')}: make room or mend the folder, "
                      f"and go on with dolmen train {out}/config.yaml --resume") from None

@@ -119,7 +119,7 @@ class Layout:
         if self.pp * self.virtual_stages > model.num_hidden_layers + 2:
             raise ValueError(f"layout.pp ({self.pp}) x layout.virtual-stages ({self.virtual_stages}) = {self.pp * self.virtual_stages} stages, but "
                              f"there are num_hidden_layers ({model.num_hidden_layers}) + 2 things to compute (embedding, layers, head): "
-                             "set a smaller --layout.pp")
+                             f"set --layout.pp x --layout.virtual-stages to {model.num_hidden_layers + 2} or less")
 
     def _check_experts(self, model: ModelConfig) -> None:
         shared = (self.dp or 1) * self.cp

@@ -22,7 +22,7 @@ class OptimizerConfig:
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """After warm-up: cosine or linear to `min_lr`, wsd (constant, then linear over the last `decay_fraction`), constant."""
     min_lr: float = 0.0
-    """Learning rate at the last step of cosine, linear and wsd."""
+    """Learning rate to which cosine, linear and wsd fall: that of a step after the last."""
     decay_fraction: float = 0.2
     """wsd: part of all steps in which the learning rate falls."""
     weight_decay: float = 0.1

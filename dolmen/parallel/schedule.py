@@ -15,6 +15,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
+import yaml
+
 
 class Action(NamedTuple):
     """One thing a rank does, with the `chunk`-th of its virtual stages; chunk 0 is not written out."""
@@ -147,7 +149,8 @@ def make(name: str, ranks: int, micros: int, chunks: int = 1) -> Schedule:
     schedule = _from_file(name)
     if (schedule.ranks, schedule.micros, schedule.chunks) != (ranks, micros, chunks):
         raise ValueError(f"{name} is for pp {schedule.ranks}, {schedule.micros} microbatches and {schedule.chunks} virtual stages, but the run has "
-                         f"{ranks}, {micros} and {chunks}: change --layout.pp, --train.global-batch-size or --layout.virtual-stages")
+                         f"{ranks}, {micros} and {chunks}: change --layout.pp, --train.global-batch-size, --train.microbatch-size or "
+                         "--layout.virtual-stages")
     return check(schedule)
 
 
@@ -160,17 +163,28 @@ def _from_file(path: str) -> Schedule:
     if Path(path).suffix not in (".txt", ".yaml", ".yml"):
         raise ValueError(f"there is no schedule {path!r}: use {', '.join(SCHEDULES)}, or a .txt or .yaml file with one line of actions a rank")
     if not Path(path).is_file(): raise ValueError(f"there is no schedule file {path}")
-    try: return parse(Path(path).read_text("utf-8-sig"), path)
+    try: text = Path(path).read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error: raise ValueError(f"the schedule {path} cannot be read: {error}") from None
+    return parse(text if Path(path).suffix == ".txt" else _lines(text, path), path)
+
+
+def _lines(text: str, name: str) -> str:
+    """The lines of a YAML file: `actions:`, a list of them, and maybe `placement:`."""
+    try: found = yaml.safe_load(text)
+    except yaml.YAMLError as error: raise ValueError(f"{name} is not a YAML file: {error}") from None
+    lines = found.get("actions") if isinstance(found, dict) and set(found) <= {"actions", "placement"} else None
+    if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
+        raise ValueError(f"{name} needs `actions:`, a list with one line of actions a rank, and at most `placement:` beside it")
+    return "\n".join([*lines, *([f"placement: {found['placement']}"] if "placement" in found else [])])
 
 
 def parse(text: str, name: str) -> Schedule:
-    """The schedule of a text: a line of actions (`F0 F1 B0 B1`) for every rank, `#` for comments, and `placement: v` before them where the
-    stages go down the ranks and up again. The same as YAML, lines as a list under `actions:`, is read too. Raises ValueError."""
+    """The schedule of a text: a line of actions (`F0 F1 B0 B1`) for every rank, `#` for comments, and `placement: v` where the stages go
+    down the ranks and up again. Raises ValueError."""
     placement, ranks = "loop", []
     for number, line in enumerate(text.splitlines(), 1):
-        line = line.split("#")[0].strip().removeprefix("- ").strip().strip("'\"")
-        if line in ("", "actions:"): continue
+        line = line.split("#")[0].strip()
+        if not line: continue
         if line.startswith("placement:"): placement = line.removeprefix("placement:").strip()
         else: ranks.append(tuple(_action(word, f"{name}, line {number}") for word in line.split()))
     if not ranks: raise ValueError(f"{name} has no line of actions")

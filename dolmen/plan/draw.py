@@ -16,7 +16,7 @@ def gantt(simulation: Simulation, schedule: Schedule, to: Path, title: str) -> N
 
 def stacked(panels: list[tuple[str, Schedule, Simulation]], to: Path) -> None:
     """Several (title, schedule, simulation) under one another on one scale of time. Raises ValueError unless `to` ends in .svg or .png."""
-    if to.suffix not in (".svg", ".png"): raise ValueError(f"the picture {to} ends in {to.suffix or 'nothing'}: use .svg or .png")
+    if to.suffix.lower() not in (".svg", ".png"): raise ValueError(f"the picture {to} ends in {to.suffix or 'nothing'}: use .svg or .png")
     from matplotlib.figure import Figure
     rows = [0.8 + 0.36 * schedule.ranks for _, schedule, _ in panels]
     figure = Figure(figsize=(WIDTH, sum(rows) + 0.7), dpi=130, layout="constrained")
@@ -27,7 +27,7 @@ def stacked(panels: list[tuple[str, Schedule, Simulation]], to: Path) -> None:
     for axis in axes[:-1]: axis.set_xticklabels([])
     axes[-1].set_xlabel("time", color=GREY, fontsize=9)
     _legend(figure, [schedule for _, schedule, _ in panels])
-    figure.savefig(to, metadata={"Date": None} if to.suffix == ".svg" else None)
+    figure.savefig(to, metadata={"Date": None} if to.suffix.lower() == ".svg" else None)
 
 
 def _panel(axis, title: str, schedule: Schedule, simulation: Simulation, span: float) -> None:

@@ -85,12 +85,11 @@ def check_resume(run: RunConfig, out: Path) -> None:
     saved = Checkpoints(out / "checkpoints", SINGLE, keep=0)
     step = saved.newest()
     if step is None: return
-    try: Reader(saved.path(step)).check_files()
-    except ValueError as error:
-        older = max((s for s in saved.steps() if s < step), default=None)
-        way = f"to go on from step {older}" if older is not None else "to start again"
-        raise ValueError(f"the newest checkpoint cannot be read ({error}): remove {saved.path(step)} {way}") from None
-    check_same_model(saved.meta(step)["run"], run, step)
+    try:
+        Reader(saved.path(step)).check_files()
+        found = saved.meta(step)
+    except ValueError as error: raise saved.damaged(step, error) from None
+    check_same_model(found["run"], run, step)
 
 
 def check_same_model(saved: dict, run: RunConfig, step: int) -> None:

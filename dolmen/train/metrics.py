@@ -6,12 +6,14 @@ from pathlib import Path
 
 
 def read(file: Path) -> list[dict]:
-    """Rows of metrics.jsonl; a last line cut short by a crash is left out."""
+    """Rows of metrics.jsonl; from a line on that a crash has cut short or a disk has damaged, none."""
     if not file.exists(): return []
     rows = []
-    for line in file.read_text().splitlines():
-        try: rows.append(json.loads(line))
+    for line in file.read_text("utf-8", errors="replace").splitlines():
+        try: row = json.loads(line)
         except json.JSONDecodeError: break
+        if not isinstance(row, dict) or "step" not in row: break
+        rows.append(row)
     return rows
 
 

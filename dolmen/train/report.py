@@ -57,7 +57,8 @@ def _layout(layout: Layout, state_: TrainState) -> str:
         bubble = f"bubble {simulate(state_.schedule).bubble:.0%}"
         words.append(f"pp {layout.pp} ({state_.schedule.name}, {state_.schedule.micros} microbatches, {bubble})")
     words.append(f"dp {layout.dp}" + (f", ep {layout.ep}" if layout.ep > 1 else "") + f", ZeRO {layout.zero}")
-    return " x ".join(words) + (f"; recompute {layout.recompute}" if layout.recompute != "none" else "")
+    of = "" if layout.recompute_layers is None else f" ({layout.recompute_layers} layers a stage)"
+    return " x ".join(words) + (f"; recompute {layout.recompute}{of}" if layout.recompute != "none" else "")
 
 
 def _device(mesh: Mesh) -> str:

@@ -62,7 +62,7 @@ def make_state(run: RunConfig, mesh: Mesh, steps: int) -> TrainState:
 def resume(state: TrainState, run: RunConfig, loader: Loader, checkpoints: Checkpoints, console: Console, restarted: bool = False) -> None:
     """Put the newest whole checkpoint into `state` and say what changed since; with none, say so and start.
 
-    Raises ValueError if the checkpoint is of another model, or damaged; after a restart, which nobody watches, a damaged
+    Raises ValueError if the checkpoint is of another model, Damaged if it is; after a restart, which nobody watches, a damaged
     one is put aside and the one before it taken.
     """
     found = load_newest(state, run, checkpoints, console, restarted)
@@ -91,7 +91,7 @@ def load_newest(state: TrainState, run: RunConfig, checkpoints: Checkpoints, con
             try: checkpoints.load(step, optim.tensors(state.model, state.optimizer), everywhere)
             except ValueError as caught: error = caught
             else: return step, meta
-        if not fall_back or step == steps[0]: raise error
+        if not fall_back or step == steps[0]: raise checkpoints.damaged(step, error) from None
         aside = checkpoints.put_aside(step)
         console.print(f"WARNING: the newest checkpoint, of step {step}, is damaged ({error}); it is kept as {aside}, and the run goes on "
                       "from the one before")
@@ -107,11 +107,20 @@ def run_training(run: RunConfig, out: Path, mesh: Mesh, console: Console, *, res
     loader = data_loader.prepare(run.data, run.init, run.model.vocab_size, run.sequence_length, run.train.global_batch_size,
                                  run.train.seed, progress=mesh.first)
     steps = run.train.steps or max(20, epoch_steps(loader))
-    state, stop = make_state(run, mesh, steps), stop or Stop()
+    state = make_state(run, mesh, steps)
     lock = take_lock(out, 60 if start.restarted else 0) if mesh.first else None
+    try: return _train(run, out, mesh, console, loader, state, start, stop or Stop(), watch, began)
+    finally:
+        if lock is not None: os.close(lock)
+
+
+def _train(run: RunConfig, out: Path, mesh: Mesh, console: Console, loader: Loader, state: TrainState, start: Start, stop: Stop, watch: Watch,
+           began: float) -> Outcome:
+    """`run_training` in a folder that is ours."""
     if mesh.first and start.overwrite: clear(out, start.owner)
     checkpoints = Checkpoints(out / "checkpoints", mesh, run.checkpoint.keep)
     if start.resumed: resume(state, run, loader, checkpoints, console, start.restarted)
+    steps = state.steps
     if mesh.first and state.step < steps:
         write_config(out, run)
         loader.tokenizer.save_pretrained(str(out / "tokenizer"))
@@ -123,9 +132,7 @@ def run_training(run: RunConfig, out: Path, mesh: Mesh, console: Console, *, res
         signal = train(state, loader, mesh, hooks.table(), stop, watch) if state.step < steps else 0
         watch.beat(state.step, "the last save", patient=True)
         checkpoints.finish()
-    finally:
-        hooks.close()
-        if lock is not None: os.close(lock)
+    finally: hooks.close()
     if not hooks.finite and not state.scale.dynamic: raise FloatingPointError(hooks.too_many_skips(state))
     val_loss, val_tokens, nats = hooks.validation or (None, 0, 0.0)
     whole = val_loss is not None and not signal and val_tokens == loader.validation_tokens

@@ -94,7 +94,7 @@ def test_a_failed_save_harms_nothing(store, tmp_path, monkeypatch):
     for method in ("write_data", "finish"):
         monkeypatch.setattr(Writer, method, lambda *_, **__: open("/dev/full", "w").write("x" * 100_000))
         store.save(2, tensors(2.0), {})
-        with pytest.raises(RuntimeError, match="step 2 was not saved.*No space left on device.*newest whole .* is 1"):
+        with pytest.raises(RuntimeError, match="step 2 was not saved.*No space left on device.*newest whole .* is of step 1"):
             store.save(3, tensors(3.0), {})
         monkeypatch.undo()
         assert store.steps() == [1] and loaded(store, 1) == 1.0 and store.poll()

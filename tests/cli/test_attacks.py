@@ -61,13 +61,19 @@ def test_two_runs_in_one_folder(material, run):
     assert steps(run) == [2, 4]
 
 
-@pytest.mark.parametrize("damage", ("a shard is gone", "a shard is short", "no metadata"))
+@pytest.mark.parametrize("damage", ("a shard is gone", "a shard is short", "numbers are changed", "no metadata", "state.json is cut", "state.json is a list"))
 def test_a_damaged_newest_checkpoint_is_refused_before_the_start(run, damage):
     newest = run / "checkpoints" / "step-00000004"
     shard = next(newest.glob("*.distcp"))
     if damage == "a shard is gone": shard.unlink()
     elif damage == "a shard is short": os.truncate(shard, shard.stat().st_size // 2)
-    else: (newest / ".metadata").write_bytes(b"")
+    elif damage == "numbers are changed":                  # seen only when they are read
+        middle = shard.stat().st_size // 2
+        with open(shard, "r+b") as file:
+            file.seek(middle)
+            file.write(bytes(4096))
+    elif damage == "no metadata": (newest / ".metadata").write_bytes(b"")
+    else: (newest / "state.json").write_text("[]" if damage.endswith("list") else '{"step": 4, "ru')
     result = command("train", run / "config.yaml", "--resume", "--train.steps", 6)
     assert result.code == 2 and "to go on from step 2" in result.words and str(newest) in result.words.replace(" ", "")
     shutil.rmtree(newest)

@@ -68,6 +68,7 @@ def test_export_of_a_run_from_nothing_is_float32(material, tmp_path):
                     "--finish.export", "--finish.verify", "--finish.sample", "ab", "--finish.compressors")
     assert result.code == 0 and "gives the same logits" in result.out and "a sample" in result.out and "gzip -9" in result.out, result.out
     assert {t.dtype for t in load_file(tmp_path / "out" / "hf" / "model.safetensors").values()} == {torch.float32}
+    assert json.loads((tmp_path / "out" / "hf" / "generation_config.json").read_text())["eos_token_id"] == 0     # the tokenizer's
     again = dolmen("train", material.file, "--out", tmp_path / "out", "--resume", "--finish.export", "--train.steps", 2)
     assert again.code == 0 and losses(tmp_path / "out")[-1][0] == 2            # and hf/ is written anew
 

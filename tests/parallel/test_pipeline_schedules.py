@@ -182,7 +182,15 @@ def test_a_file_may_be_yaml(tmp_path):
     text = "placement: v     # down and up\nactions:\n" + "".join(f"- {line}\n" for line in format(make("zero-bubble-v", 2, 4, 2)).splitlines()[1:])
     file = tmp_path / "mine.yaml"
     file.write_text(text)
-    assert make(str(file), 2, 4, 2).actions == make("zero-bubble-v", 2, 4, 2).actions and len(yaml.safe_load(text)["actions"]) == 2
+    assert make(str(file), 2, 4, 2).actions == make("zero-bubble-v", 2, 4, 2).actions
+    file.write_text(yaml.safe_dump(yaml.safe_load(text), default_flow_style=True))
+    assert make(str(file), 2, 4, 2).actions == make("zero-bubble-v", 2, 4, 2).actions
+
+
+@pytest.mark.parametrize("text", ("actions: [F0 B0, 3]", "actions: F0 B0", "- F0 B0", "actions: [F0 B0]\nplace: v", "", "{", "&a [*a]"))
+def test_yaml_of_another_shape_is_refused(tmp_path, text):
+    (tmp_path / "mine.yaml").write_text(text)
+    with pytest.raises(ValueError, match="needs `actions:`|is not a YAML file"): make(str(tmp_path / "mine.yaml"), 1, 1)
 
 
 @pytest.mark.parametrize("text, want", (

@@ -55,7 +55,9 @@ def held(tensors: Iterable[Tensor | None]) -> int:
 
 def managed(module) -> list:
     """FSDP's record of each parameter of a unit: the shard, the copy gathered from it, and the gradients of both."""
-    return [p for group in module._get_fsdp_state()._fsdp_param_groups for p in group.fsdp_params]
+    kept = vars(module._get_fsdp_state())
+    groups = kept["_fsdp_param_groups"] if "_fsdp_param_groups" in kept else [kept["_fsdp_param_group"]]      # torch 2.11 has one
+    return [p for group in groups for p in group.fsdp_params]
 
 
 def measure(parameters: list) -> Bytes:
