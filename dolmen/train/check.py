@@ -87,9 +87,9 @@ def check_resume(run: RunConfig, out: Path) -> None:
     if step is None: return
     try:
         Reader(saved.path(step)).check_files()
-        found = saved.meta(step)
-    except ValueError as error: raise saved.damaged(step, error) from None
-    check_same_model(found["run"], run, step)
+        found = saved.meta(step)["run"]
+    except (ValueError, KeyError) as error: raise saved.damaged(step, error) from None
+    check_same_model(found, run, step)
 
 
 def check_same_model(saved: dict, run: RunConfig, step: int) -> None:

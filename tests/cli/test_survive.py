@@ -206,7 +206,7 @@ def test_a_full_disk_is_told_and_breaks_nothing(material, small):
     options = {"train": {"steps": 40}, "checkpoint": {"every": 1, "keep": 0}, "log": {"validate_every": 0}}
     with pytest.raises(RuntimeError, match="No space left on device") as told: package.train(str(material.file), out=small / "run", **options)
     newest = max(int(p.name[5:]) for p in (small / "run" / "checkpoints").iterdir() if p.name[5:].isdigit())
-    assert f"is {newest}: make room" in str(told.value) and "Traceback" not in str(told.value)
+    assert f"is of step {newest}: make room" in str(told.value) and "Traceback" not in str(told.value)
     assert len(tensors(small / "run", newest)) > 10 and newest < 10
 
 
