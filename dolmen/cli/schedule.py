@@ -10,7 +10,8 @@ import tyro
 from dolmen.cli.errors import BadInput
 from dolmen.core.log import console
 from dolmen.parallel import schedule as pipeline
-from dolmen.parallel.schedule import SCHEDULES, Cost, Schedule, Simulation
+from dolmen.parallel.actions import Schedule, format
+from dolmen.parallel.schedule import SCHEDULES, Cost, Simulation
 from dolmen.plan import draw
 
 MOST = 500_000                                              # some seconds
@@ -59,7 +60,7 @@ def run(argv: list[str]) -> int:
         for theirs, ours in KNOBS.items(): text = text.replace(theirs, ours)
         raise BadInput(text) from None
     report(schedule, simulation, pipeline.closed_form(schedule, cost))
-    if options.list: print("\n" + pipeline.format(schedule), end="")
+    if options.list: print("\n" + format(schedule), end="")
     if options.out: print(f"wrote {options.out}")
     return 0
 

@@ -9,7 +9,7 @@ import torch
 from dolmen.core.mesh import Mesh, grid
 from dolmen.model.config import ModelConfig
 from dolmen.parallel import schedule as schedules
-from dolmen.parallel.schedule import Schedule
+from dolmen.parallel.actions import Schedule
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from dolmen.core.mesh import Axis, Mesh
+from dolmen.parallel.actions import Action, Schedule
 from dolmen.parallel.data import Reduction
-from dolmen.parallel.schedule import Action, Schedule
 
 Message = tuple[bool, int, int]                            # forward or backward, microbatch, stage that needs it
 

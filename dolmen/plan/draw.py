@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from dolmen.parallel.schedule import Schedule, Simulation
+from dolmen.parallel.actions import Schedule
+from dolmen.parallel.schedule import Simulation
 
 KINDS = {"F": ("forward", "#7fa9d6"), "B": ("backward", "#eeb06d"), "I": ("backward of inputs", "#e58f7b"), "W": ("backward of weights", "#93bf8c")}
 IDLE, IDLE_HATCH, INK, GREY = "#f6f5f1", "#dcd9d0", "#22303c", "#76808a"

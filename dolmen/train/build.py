@@ -16,7 +16,7 @@ from dolmen.model.layout import Layout
 from dolmen.model.moe import Router
 from dolmen.model.split import split
 from dolmen.parallel import data
-from dolmen.parallel.schedule import Schedule
+from dolmen.parallel.actions import Schedule
 
 
 def build(config: ModelConfig, mesh: Mesh, layout: Layout | None = None, schedule: Schedule | None = None, *,

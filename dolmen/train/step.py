@@ -18,8 +18,8 @@ from dolmen.optim.optimizer import OptimizerConfig
 from dolmen.optim.precision import LossScale
 from dolmen.optim.schedule import learning_rate
 from dolmen.parallel import data, pipeline
+from dolmen.parallel.actions import Action, Schedule
 from dolmen.parallel.pipeline import Work
-from dolmen.parallel.schedule import Action, Schedule
 from dolmen.train import balance
 from dolmen.train.spike import SpikePolicy
 

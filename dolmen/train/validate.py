@@ -13,9 +13,9 @@ from dolmen.data.batch import Batch
 from dolmen.model.decoder import Decoder
 from dolmen.parallel import pipeline
 from dolmen.parallel import schedule as schedules
+from dolmen.parallel.actions import Schedule
 from dolmen.parallel.data import inference
 from dolmen.parallel.pipeline import Work
-from dolmen.parallel.schedule import Schedule
 
 
 class Evaluation(NamedTuple):

@@ -13,9 +13,10 @@ from spawning import run_spawned
 from dolmen.core import mesh as meshes
 from dolmen.core.mesh import Axis
 from dolmen.parallel import pipeline, tensor
+from dolmen.parallel.actions import Action, Schedule
 from dolmen.parallel.data import Reduction
 from dolmen.parallel.pipeline import Work, forward_only
-from dolmen.parallel.schedule import SCHEDULES, Action, Schedule, check, make, simulate
+from dolmen.parallel.schedule import SCHEDULES, check, make, simulate
 from dolmen.parallel.tensor import TensorParallel
 
 CHUNKS = {"interleaved": 2, "zero-bubble-v": 2}

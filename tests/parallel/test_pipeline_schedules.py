@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from dolmen.parallel import schedule as module
-from dolmen.parallel.schedule import SCHEDULES, Action, Cost, Schedule, check, closed_form, format, make, parse, read, simulate
+from dolmen.parallel.actions import Action, Schedule, format, parse
+from dolmen.parallel.schedule import SCHEDULES, Cost, check, closed_form, make, read, simulate
 
 SIZES = [(p, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 3, 4, 8, 12, 16, 24)]
 COSTS = (Cost(), Cost(1, 2.2, 1.3, 0.9), Cost(3, 5, 3, 2), Cost(1, 1, 0.5, 0.5))
