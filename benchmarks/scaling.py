@@ -1,18 +1,22 @@
-"""What a second process costs: each way to split a step over two, against one process on one core, side by side in one run.
+"""What a second process costs: each way to split a step over two, against one process on one core,
+side by side in one run.
 
-    python benchmarks/scaling.py                         hidden 1024, 8 layers, vocabulary 8192, 8 x 1024 tokens, bf16
+    python benchmarks/scaling.py                         hidden 1024, 8 layers, vocabulary 8192, 8 x
+                                        1024 tokens, bf16
     python benchmarks/scaling.py --only dp2-zero1 tp2 --steps 9 --compile
 
-Each side is built in processes of its own, a core and one thread each, and warmed up with three steps. Then steps are timed in
-pairs, one of the lone process and one of the side, because cores of a shared machine are faster in one minute than in the
-next; a ratio is the median over pairs. Where the time of a step goes, of the slower rank:
+Each side is built in processes of its own, a core and one thread each, and warmed up with three
+steps. Then steps are timed in pairs, one of the lone process and one of the side, because cores of
+a shared machine are faster in one minute than in the next; a ratio is the median over pairs. Where
+the time of a step goes, of the slower rank:
 
-    compute    CPU time of the main thread, less its fair share of the one process's: what splitting adds to be computed
+    compute    CPU time of the main thread, less its fair share of the one process's: what splitting
+               adds to be computed
     transport  CPU time of other threads, which is gloo's: it shares the core
     wait       neither: blocked on the other rank, in a bubble or for bytes on their way
 
-`apart` is the ceiling: two processes that have nothing to do with each other make a step of half the batch each, at once. What
-it lacks to 2 is the machine's: cores share memory, caches and clock.
+`apart` is the ceiling: two processes that have nothing to do with each other make a step of half
+the batch each, at once. What it lacks to 2 is the machine's: cores share memory, caches and clock.
 """
 
 import argparse
@@ -46,20 +50,36 @@ from dolmen.train.peak import matmul_peak
 from dolmen.train.step import TrainState, optimizer_step
 
 ONE, APART = "one", "apart"
-SIDES = {ONE: Layout(dp=1), APART: Layout(dp=1), "tp2": Layout(tp=2, dp=1), "tp2-sp": Layout(tp=2, dp=1, sequence_parallel=True),
-         **{f"dp2-zero{z}": Layout(dp=2, zero=z) for z in range(4)},
-         "pp2": Layout(pp=2, dp=1), "pp2-zero-bubble": Layout(pp=2, dp=1, schedule="zero-bubble"), "cp2": Layout(cp=2, dp=1)}
+SIDES = {
+    ONE: Layout(dp=1),
+    APART: Layout(dp=1),
+    "tp2": Layout(tp=2, dp=1),
+    "tp2-sp": Layout(tp=2, dp=1, sequence_parallel=True),
+    **{f"dp2-zero{z}": Layout(dp=2, zero=z) for z in range(4)},
+    "pp2": Layout(pp=2, dp=1),
+    "pp2-zero-bubble": Layout(pp=2, dp=1, schedule="zero-bubble"),
+    "cp2": Layout(cp=2, dp=1),
+}
 OPTIMIZER = OptimizerConfig(lr=1e-4, schedule="constant")
 
 
 def config(args) -> ModelConfig:
-    return ModelConfig(vocab_size=args.vocabulary, hidden_size=args.hidden, intermediate_size=args.hidden * 11 // 4 // 64 * 64,
-                       num_hidden_layers=args.layers, num_attention_heads=args.hidden // 64, num_key_value_heads=args.hidden // 64,
-                       head_dim=64, max_position_embeddings=args.sequence)
+    return ModelConfig(
+        vocab_size=args.vocabulary,
+        hidden_size=args.hidden,
+        intermediate_size=args.hidden * 11 // 4 // 64 * 64,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.hidden // 64,
+        num_key_value_heads=args.hidden // 64,
+        head_dim=64,
+        max_position_embeddings=args.sequence,
+    )
 
 
 class Sent(TorchDispatchMode):
-    """Bytes that this rank gives to others in collectives (a ring's (n - 1) / n, twice for a sum) and in sends."""
+    """Bytes that this rank gives to others in collectives (a ring's (n - 1) / n, twice for a sum)
+    and in sends.
+    """
 
     def __init__(self):
         super().__init__()
@@ -69,51 +89,92 @@ class Sent(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         name = func.__name__.split(".")[0].strip("_")
         if func.namespace in ("c10d", "_c10d_functional"):
-            tensors = [t for a in args[:2] for t in torch.utils._pytree.tree_leaves(a) if isinstance(t, torch.Tensor)]
-            largest = max((t.nbytes for t in [*tensors, *([out] if isinstance(out, torch.Tensor) else [])]), default=0)
-            if "all_reduce" in name or "allreduce" in name: self.bytes["sums"] += largest
-            elif "gather" in name: self.bytes["gathers"] += largest // 2
-            elif "reduce_scatter" in name or "all_to_all" in name: self.bytes["scatters"] += largest // 2
-            elif name in ("send", "isend"): self.bytes["sends"] += largest
+            tensors = [
+                t
+                for a in args[:2]
+                for t in torch.utils._pytree.tree_leaves(a)
+                if isinstance(t, torch.Tensor)
+            ]
+            largest = max(
+                (t.nbytes for t in [*tensors, *([out] if isinstance(out, torch.Tensor) else [])]),
+                default=0,
+            )
+            if "all_reduce" in name or "allreduce" in name:
+                self.bytes["sums"] += largest
+            elif "gather" in name:
+                self.bytes["gathers"] += largest // 2
+            elif "reduce_scatter" in name or "all_to_all" in name:
+                self.bytes["scatters"] += largest // 2
+            elif name in ("send", "isend"):
+                self.bytes["sends"] += largest
         return out
 
 
 def prepare(name: str, args) -> Callable[[], dict]:
-    """Build one side on this rank, and make three steps to warm up. The result makes a step: wall and CPU seconds, loss, bytes."""
+    """Build one side on this rank, and make three steps to warm up. The result makes a step: wall
+    and CPU seconds, loss, bytes.
+    """
     layout, model_config = SIDES[name], config(args)
     mesh, rows = layout.mesh(torch.device("cpu")), args.batch // (2 if name == APART else layout.dp)
     size = 1 if layout.pp > 1 else max(1, min(4096 * layout.cp // args.sequence, rows))
     schedule = layout.make_schedule(rows * layout.dp, size)
-    model = build(model_config, mesh, layout, schedule, compute=torch.bfloat16, compile=args.compile and not schedule.splits_backward)
+    model = build(
+        model_config,
+        mesh,
+        layout,
+        schedule,
+        compute=torch.bfloat16,
+        compile=args.compile and not schedule.splits_backward,
+    )
     initialize(model, 0)
     optimizer = adamw(model, OPTIMIZER)
     prime(optimizer)
     state = TrainState(model, optimizer, OPTIMIZER, 1000, layout.zero, schedule)
-    text = torch.randint(model_config.vocab_size, (args.batch, args.sequence + 1), generator=torch.Generator().manual_seed(1))
+    text = torch.randint(
+        model_config.vocab_size,
+        (args.batch, args.sequence + 1),
+        generator=torch.Generator().manual_seed(1),
+    )
     batch = Batch.of_windows(text[mesh.dp.rank * rows :][:rows].numpy())
-    with Sent() as sent: loss = optimizer_step(state, batch, mesh).loss
-    for _ in range(2): optimizer_step(state, batch, mesh)  # until the heap has grown to what a step needs
+    with Sent() as sent:
+        loss = optimizer_step(state, batch, mesh).loss
+    for _ in range(2):
+        optimizer_step(state, batch, mesh)  # until the heap has grown to what a step needs
 
     def step() -> dict:
         dist.barrier()
         began, main, everything = time.perf_counter(), time.thread_time(), time.process_time()
         optimizer_step(state, batch, mesh)
-        wall, main, everything = time.perf_counter() - began, time.thread_time() - main, time.process_time() - everything
-        return {"wall": wall, "main": main, "transport": everything - main, "sent": sum(sent.bytes.values()), "loss": loss,
-                "bubble": simulate(schedule).bubble}
+        wall = time.perf_counter() - began
+        main = time.thread_time() - main
+        everything = time.process_time() - everything
+        return {
+            "wall": wall,
+            "main": main,
+            "transport": everything - main,
+            "sent": sum(sent.bytes.values()),
+            "loss": loss,
+            "bubble": simulate(schedule).bubble,
+        }
+
     return step
 
 
 def worker(rank: int, name: str, cores: list[int], store: str, args, asked, told) -> None:
-    """One rank of a side: tells its core's peak when it is ready, then makes steps as it is asked."""
-    os.sched_setaffinity(0, {cores[rank]})                 # before gloo starts its threads, which inherit it
+    """One rank of a side: tells its core's peak when it is ready, then makes steps as it
+    is asked.
+    """
+    os.sched_setaffinity(0, {cores[rank]})  # before gloo starts its threads, which inherit it
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    heap.keep()                                            # as dolmen train does
-    dist.init_process_group("gloo", store=dist.FileStore(store, len(cores)), rank=rank, world_size=len(cores))
+    heap.keep()  # as dolmen train does
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, len(cores)), rank=rank, world_size=len(cores)
+    )
     step = prepare(name, args)
     told.put(matmul_peak(torch.device("cpu"), torch.bfloat16, 1.0) if name == ONE else 0.0)
-    while asked.get(): told.put(step())
+    while asked.get():
+        told.put(step())
     dist.barrier()
     dist.destroy_process_group()
 
@@ -123,50 +184,108 @@ class Team:
 
     def __init__(self, name: str, cores: list[int], folder: str, args):
         context = mp.get_context("spawn")
-        self.asked, self.told = [context.SimpleQueue() for _ in cores], [context.SimpleQueue() for _ in cores]
+        self.asked = [context.SimpleQueue() for _ in cores]
+        self.told = [context.SimpleQueue() for _ in cores]
         store = f"{folder}/{uuid.uuid4().hex}"
-        self.processes = [context.Process(target=worker, args=(r, name, cores, store, args, self.asked[r], self.told[r])) for r in range(len(cores))]
-        for p in self.processes: p.start()
+        self.processes = [
+            context.Process(
+                target=worker, args=(r, name, cores, store, args, self.asked[r], self.told[r])
+            )
+            for r in range(len(cores))
+        ]
+        for p in self.processes:
+            p.start()
 
     def ask(self, more: bool = True) -> None:
-        for queue in self.asked: queue.put(more)
+        for queue in self.asked:
+            queue.put(more)
 
     def answer(self) -> list:
         while any(told.empty() for told in self.told):
             time.sleep(0.05)
-            if any(p.exitcode for p in self.processes): raise SystemExit("a process has died (out of memory?): use fewer --layers")
+            if any(p.exitcode for p in self.processes):
+                raise SystemExit("a process has died (out of memory?): use fewer --layers")
         return [told.get() for told in self.told]
 
     def end(self) -> None:
         self.ask(False)
-        for p in self.processes: p.join()
+        for p in self.processes:
+            p.join()
 
 
 def table(results: dict[str, list[tuple[dict, list[dict]]]], args, peak: float) -> Table:
     """Medians over pairs of steps: of one core, and right after it of a side, rank by rank."""
-    out = Table("split", "step", "times one core", "computing more", "transport", "waiting", "bubble", "sent a rank", "loss",
-                title=f"{parameters(config(args)) / 1e6:.0f} M parameters, {args.batch} x {args.sequence} tokens, bf16"
-                      f"{', compiled' if args.compile else ''}: two processes of a core each against one")
+    out = Table(
+        "split",
+        "step",
+        "times one core",
+        "computing more",
+        "transport",
+        "waiting",
+        "bubble",
+        "sent a rank",
+        "loss",
+        title=f"{parameters(config(args)) / 1e6:.0f} M parameters, {args.batch} x {args.sequence} "
+        f"tokens, bf16"
+        f"{', compiled' if args.compile else ''}: two processes of a core each against one",
+    )
     alone = [one for pairs in results.values() for one, _ in pairs]
-    out.add_row(ONE, f"{statistics.median(one['wall'] for one in alone):.2f} s", *[""] * 6, f"{alone[0]['loss']:.4f}")
+    out.add_row(
+        ONE,
+        f"{statistics.median(one['wall'] for one in alone):.2f} s",
+        *[""] * 6,
+        f"{alone[0]['loss']:.4f}",
+    )
     for name, pairs in results.items():
         rows = []
         for one, ranks in pairs:
             slow, wall = max(ranks, key=lambda r: r["main"]), max(r["wall"] for r in ranks)
-            rows.append((wall, one["wall"] / wall, (slow["main"] - one["main"] / 2) / wall, slow["transport"] / wall, (wall - slow["main"]) / wall))
+            rows.append(
+                (
+                    wall,
+                    one["wall"] / wall,
+                    (slow["main"] - one["main"] / 2) / wall,
+                    slow["transport"] / wall,
+                    (wall - slow["main"]) / wall,
+                )
+            )
         wall, ratio, more, transport, waiting = map(statistics.median, zip(*rows, strict=True))
         least, most = (extreme(row[1] for row in rows) for extreme in (min, max))
-        out.add_row(name, f"{wall:.2f} s", f"{ratio:.2f} ({least:.2f} to {most:.2f})", f"{more:.1%}", f"{transport:.1%}", f"{waiting:.1%}",
-                    f"{slow['bubble']:.0%}", f"{slow['sent'] / 2**20:,.0f} MiB", f"{slow['loss']:.4f}")
-    floor = training_flops_per_token(config(args), args.sequence) * args.batch * args.sequence / peak
-    out.caption = (f"floor of one core: {floor:.2f} s at its measured {peak / 1e9:.0f} GFLOP/s; waiting and computing are of the rank that computes "
-                   f"most, as parts of its step; medians of {args.rounds} x {args.steps} pairs of steps")
+        out.add_row(
+            name,
+            f"{wall:.2f} s",
+            f"{ratio:.2f} ({least:.2f} to {most:.2f})",
+            f"{more:.1%}",
+            f"{transport:.1%}",
+            f"{waiting:.1%}",
+            f"{slow['bubble']:.0%}",
+            f"{slow['sent'] / 2**20:,.0f} MiB",
+            f"{slow['loss']:.4f}",
+        )
+    floor = (
+        training_flops_per_token(config(args), args.sequence) * args.batch * args.sequence / peak
+    )
+    out.caption = (
+        f"floor of one core: {floor:.2f} s at its measured {peak / 1e9:.0f} GFLOP/s; waiting and "
+        "computing are of the rank that computes most, as parts of its step; medians of "
+        f"{args.rounds} x {args.steps} pairs of steps"
+    )
     return out
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in (("hidden", 1024), ("layers", 8), ("vocabulary", 8192), ("sequence", 1024), ("batch", 8), ("rounds", 1), ("steps", 3)):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, value in (
+        ("hidden", 1024),
+        ("layers", 8),
+        ("vocabulary", 8192),
+        ("sequence", 1024),
+        ("batch", 8),
+        ("rounds", 1),
+        ("steps", 3),
+    ):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--compile", action="store_true")
     sides = [name for name in SIDES if name != ONE]
@@ -178,21 +297,28 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, Progress() as progress:
         bar = progress.add_task("one core", total=args.rounds * len(names) * args.steps)
         alone = Team(ONE, cores[:1], folder, args)
-        peak, = alone.answer()
+        (peak,) = alone.answer()
         for round in range(args.rounds):
             for name in random.Random(round).sample(names, len(names)):
                 progress.update(bar, description=f"round {round + 1}: {name}")
-                teams = [Team(name, some, folder, args) for some in ([cores[:1], cores[1:]] if name == APART else [cores])]
-                for team in teams: team.answer()
+                teams = [
+                    Team(name, some, folder, args)
+                    for some in ([cores[:1], cores[1:]] if name == APART else [cores])
+                ]
+                for team in teams:
+                    team.answer()
                 for _ in range(args.steps):
                     alone.ask()
-                    one, = alone.answer()
-                    for team in teams: team.ask()
+                    (one,) = alone.answer()
+                    for team in teams:
+                        team.ask()
                     results[name].append((one, [told for team in teams for told in team.answer()]))
                     progress.advance(bar)
-                for team in teams: team.end()
+                for team in teams:
+                    team.end()
         alone.end()
     Console(width=150).print(table(results, args, peak))
 
 
-if __name__ == "__main__": main()
+if __name__ == "__main__":
+    main()

@@ -4,4 +4,5 @@ import sys
 
 from dolmen.cli import main
 
-if __name__ == "__main__": sys.exit(main())
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,6 @@
-"""One microbatch's backward without a pipeline: what the executor of a schedule does between two forwards."""
+"""One microbatch's backward without a pipeline: what the executor of a schedule does between two
+forwards.
+"""
 
 from dolmen.parallel.data import Reduction
 

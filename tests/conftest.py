@@ -4,7 +4,7 @@ import pytest
 import torch
 from spawning import run_spawned
 
-torch.set_num_threads(1)                                   # tiny models: a second thread waits more than it works
+torch.set_num_threads(1)  # tiny models: a second thread waits more than it works
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
-"""The rules of the house that a reader could break without noticing: who imports whom, who may say DTensor, who reads the
-environment, and what is never done to a file from outside. Imports are read from the source, those inside functions included."""
+"""The rules of the house that a reader could break without noticing: who imports whom, who may say
+DTensor, who reads the environment, and what is never done to a file from outside. Imports are read
+from the source, those inside functions included.
+"""
 
 import ast
 from pathlib import Path
@@ -9,13 +11,37 @@ import pytest
 import dolmen
 
 HOUSE = Path(dolmen.__file__).parent
-FOLDERS = ("core", "ops", "parallel", "model", "families", "convert", "data", "optim", "checkpoint", "train", "tune", "serve",
-           "evaluate", "rl", "plan", "recipes", "cli", "api", "__main__", None)    # from above to below; None: dolmen/__init__.py
-ENVIRONMENT = ("core/mesh.py", "cli/__init__.py", "cli/launch.py")                  # the entry point
+# from above to below; None: dolmen/__init__.py
+FOLDERS = (
+    "core",
+    "ops",
+    "parallel",
+    "model",
+    "families",
+    "convert",
+    "data",
+    "optim",
+    "checkpoint",
+    "train",
+    "tune",
+    "serve",
+    "evaluate",
+    "rl",
+    "plan",
+    "recipes",
+    "cli",
+    "api",
+    "__main__",
+    None,
+)
+ENVIRONMENT = ("core/mesh.py", "cli/__init__.py", "cli/launch.py")  # the entry point
 
 
 def files() -> dict[str, ast.Module]:
-    return {str(p.relative_to(HOUSE)): ast.parse(p.read_text(), str(p)) for p in sorted(HOUSE.rglob("*.py"))}
+    return {
+        str(p.relative_to(HOUSE)): ast.parse(p.read_text(), str(p))
+        for p in sorted(HOUSE.rglob("*.py"))
+    }
 
 
 FILES = files()
@@ -30,18 +56,36 @@ MODULES = {module_name(path) for path in FILES}
 
 
 def imports(path: str, tree: ast.Module) -> set[str]:
-    """Modules that a file names in an import, wherever in it; `from package import module` names the module."""
-    package = module_name(path).split(".") if path.endswith("__init__.py") else module_name(path).split(".")[:-1]
+    """Modules that a file names in an import, wherever in it; `from package import module` names
+    the module.
+    """
+    package = (
+        module_name(path).split(".")
+        if path.endswith("__init__.py")
+        else module_name(path).split(".")[:-1]
+    )
     found = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Import): found |= {alias.name for alias in node.names}
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             start = package[: len(package) - node.level + 1] if node.level else []
             base = ".".join([*start, *([node.module] if node.module else [])])
-            found |= {f"{base}.{alias.name}" if f"{base}.{alias.name}" in MODULES else base for alias in node.names
-                      if (base, alias.name) != ("dolmen", "__version__")}                # a string: nothing comes from below
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
-            found |= {a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str)}
+            # a string: nothing comes from below
+            found |= {
+                f"{base}.{alias.name}" if f"{base}.{alias.name}" in MODULES else base
+                for alias in node.names
+                if (base, alias.name) != ("dolmen", "__version__")
+            }
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in (
+            "import_module",
+            "__import__",
+        ):
+            found |= {
+                a.value
+                for a in node.args
+                if isinstance(a, ast.Constant) and isinstance(a.value, str)
+            }
     return found
 
 
@@ -58,69 +102,123 @@ def names(path: str) -> set[str]:
     """Every name and attribute a file uses or imports."""
     out = set()
     for node in ast.walk(FILES[path]):
-        if isinstance(node, ast.Name): out.add(node.id)
-        elif isinstance(node, ast.Attribute): out.add(node.attr)
-        elif isinstance(node, ast.alias): out |= {node.name, node.asname}
+        if isinstance(node, ast.Name):
+            out.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            out.add(node.attr)
+        elif isinstance(node, ast.alias):
+            out |= {node.name, node.asname}
     return out
 
 
-def test_every_folder_is_known(): assert {folder(module) for module in MODULES} <= set(FOLDERS)
+def test_every_folder_is_known():
+    assert {folder(module) for module in MODULES} <= set(FOLDERS)
 
 
 @pytest.mark.parametrize("path", FILES)
 def test_imports_point_upward(path):
     here = folder(module_name(path))
     for name in IMPORTS[path]:
-        if name.split(".")[0] != "dolmen": continue
+        if name.split(".")[0] != "dolmen":
+            continue
         there = folder(name)
-        assert FOLDERS.index(there) <= FOLDERS.index(here), f"{path} imports {name}, which lies below it"
-        assert there != "recipes" or here in ("recipes", "cli"), f"{path} imports {name}: nothing but the command line imports a recipe"
+        assert FOLDERS.index(there) <= FOLDERS.index(here), (
+            f"{path} imports {name}, which lies below it"
+        )
+        assert there != "recipes" or here in ("recipes", "cli"), (
+            f"{path} imports {name}: nothing but the command line imports a recipe"
+        )
 
 
 def test_no_cycles():
-    graph = {module_name(path): {n for n in names if n in MODULES and n != module_name(path)} for path, names in IMPORTS.items()}
+    graph = {
+        module_name(path): {n for n in names if n in MODULES and n != module_name(path)}
+        for path, names in IMPORTS.items()
+    }
     done: set[str] = set()
 
     def visit(module: str, way: tuple[str, ...]):
-        assert module not in way, f"a cycle of imports: {' -> '.join((*way[way.index(module):], module))}"
-        if module in done: return
-        for other in sorted(graph[module]): visit(other, (*way, module))
+        assert module not in way, (
+            f"a cycle of imports: {' -> '.join((*way[way.index(module) :], module))}"
+        )
+        if module in done:
+            return
+        for other in sorted(graph[module]):
+            visit(other, (*way, module))
         done.add(module)
 
-    for module in sorted(graph): visit(module, ())
+    for module in sorted(graph):
+        visit(module, ())
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if p.startswith("ops/")])
 def test_ops_know_of_no_processes(path):
-    bad = {name for name in IMPORTS[path] if name.startswith(("torch.distributed", "dolmen.core.collectives", "dolmen.core.mesh"))}
+    bad = {
+        name
+        for name in IMPORTS[path]
+        if name.startswith(("torch.distributed", "dolmen.core.collectives", "dolmen.core.mesh"))
+    }
     used = {ast.unparse(node) for node in ast.walk(FILES[path]) if isinstance(node, ast.Attribute)}
-    assert not bad and not any(name.startswith("torch.distributed") for name in used), f"{path} knows of processes: {bad}"
+    assert not bad and not any(name.startswith("torch.distributed") for name in used), (
+        f"{path} knows of processes: {bad}"
+    )
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if p != "core/state.py"])
 def test_only_state_speaks_dtensor(path):
-    said = names(path) & {"DTensor", "to_local", "full_tensor", "distribute_tensor", "distribute_module", "from_local", "redistribute"}
+    said = names(path) & {
+        "DTensor",
+        "to_local",
+        "full_tensor",
+        "distribute_tensor",
+        "distribute_module",
+        "from_local",
+        "redistribute",
+    }
     assert not said, f"{path} says {said}: core/state.py is the bridge"
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if p not in ENVIRONMENT])
 def test_environment_is_read_at_the_entry_alone(path):
-    assert not names(path) & {"environ", "getenv", "environb", "putenv"}, f"{path} reads the environment"
+    assert not names(path) & {"environ", "getenv", "environb", "putenv"}, (
+        f"{path} reads the environment"
+    )
 
 
 @pytest.mark.parametrize("path", FILES)
 def test_nothing_runs_what_a_file_says(path):
-    """No code of a downloaded model, no evaluation, and no unpickling but through a class that says what may be named."""
-    assert not {n.split(".")[0] for n in IMPORTS[path]} & {"cloudpickle", "dill", "joblib", "shelve", "marshal"}, f"{path} imports a pickler"
+    """No code of a downloaded model, no evaluation, and no unpickling but through a class that says
+    what may be named.
+    """
+    assert not {n.split(".")[0] for n in IMPORTS[path]} & {
+        "cloudpickle",
+        "dill",
+        "joblib",
+        "shelve",
+        "marshal",
+    }, f"{path} imports a pickler"
     for node in ast.walk(FILES[path]):
-        if isinstance(node, ast.ClassDef) and any(ast.unparse(base).endswith("Unpickler") for base in node.bases):
-            assert "find_class" in {d.name for d in node.body if isinstance(d, ast.FunctionDef)}, f"{path}:{node.lineno} unpickles all"
-        if isinstance(node, ast.Call): safe(path, node)
+        if isinstance(node, ast.ClassDef) and any(
+            ast.unparse(base).endswith("Unpickler") for base in node.bases
+        ):
+            assert "find_class" in {d.name for d in node.body if isinstance(d, ast.FunctionDef)}, (
+                f"{path}:{node.lineno} unpickles all"
+            )
+        if isinstance(node, ast.Call):
+            safe(path, node)
 
 
 def safe(path: str, call: ast.Call) -> None:
-    name, options, where = ast.unparse(call.func), {k.arg: ast.unparse(k.value) for k in call.keywords}, f"{path}:{call.lineno}"
+    name = ast.unparse(call.func)
+    options = {k.arg: ast.unparse(k.value) for k in call.keywords}
+    where = f"{path}:{call.lineno}"
     assert options.get("trust_remote_code", "False") == "False", f"{where} trusts remote code"
-    assert name not in ("eval", "exec", "pickle.load", "pickle.loads", "pickle.Unpickler"), f"{where} calls {name}"
-    if name == "torch.load": assert options.get("weights_only") == "True", f"{where}: torch.load without weights_only=True"
-    if name in ("np.load", "numpy.load"): assert options.get("allow_pickle", "False") == "False", f"{where} may unpickle"
+    assert name not in ("eval", "exec", "pickle.load", "pickle.loads", "pickle.Unpickler"), (
+        f"{where} calls {name}"
+    )
+    if name == "torch.load":
+        assert options.get("weights_only") == "True", (
+            f"{where}: torch.load without weights_only=True"
+        )
+    if name in ("np.load", "numpy.load"):
+        assert options.get("allow_pickle", "False") == "False", f"{where} may unpickle"

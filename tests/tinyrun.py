@@ -1,8 +1,10 @@
-"""What the tests of runs and commands share: a corpus of made-up words, a tokenizer of it, a model of transformers, a run
-file, and `dolmen` called in this process. One thread: on a busy machine two threads make a tiny run ten times slower.
+"""What the tests of runs and commands share: a corpus of made-up words, a tokenizer of it, a model
+of transformers, a run file, and `dolmen` called in this process. One thread: on a busy machine two
+threads make a tiny run ten times slower.
 
-A test module says `material, one_thread = tinyrun.material, tinyrun.one_thread` to have the fixtures: a second conftest.py
-would take the name `conftest`, by which spawned processes know tests/conftest.py.
+A test module says `material, one_thread = tinyrun.material, tinyrun.one_thread` to have the
+fixtures: a second conftest.py would take the name `conftest`, by which spawned processes know
+tests/conftest.py.
 """
 
 import contextlib
@@ -23,8 +25,16 @@ from dolmen.core.config import from_dict
 from dolmen.data.tokenizer import train_bpe
 from dolmen.train.config import RunConfig
 
-MODEL = dict(vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-             head_dim=8, max_position_embeddings=64)
+MODEL = dict(
+    vocab_size=300,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=64,
+)
 
 
 @dataclass(frozen=True)
@@ -34,28 +44,44 @@ class Material:
     folder: Path
 
     @property
-    def docs(self) -> Path: return self.folder / "docs"                       # 30 documents of 150 words
+    def docs(self) -> Path:
+        return self.folder / "docs"  # 30 documents of 150 words
 
     @property
-    def tokenizer(self) -> Path: return self.folder / "tokenizer"             # 300 tokens
+    def tokenizer(self) -> Path:
+        return self.folder / "tokenizer"  # 300 tokens
 
     @property
-    def model(self) -> Path: return self.folder / "model"                     # a Llama of MODEL in bfloat16, with the tokenizer
+    def model(self) -> Path:
+        return self.folder / "model"  # a Llama of MODEL in bfloat16, with the tokenizer
 
     @property
-    def file(self) -> Path: return self.folder / "tiny.yaml"                  # six steps of a random model of MODEL
+    def file(self) -> Path:
+        return self.folder / "tiny.yaml"  # six steps of a random model of MODEL
 
     def options(self) -> dict:
         """The content of `file`."""
-        data = {"path": [str(self.docs)], "tokenizer": str(self.tokenizer), "cache": str(self.folder / "cache")}
-        return {"name": "tiny", "model": MODEL, "data": data,
-                "optimizer": {"lr": 1e-2, "warmup_steps": 2}, "train": {"steps": 6, "sequence_length": 16, "global_batch_size": 4},
-                "log": {"validate_every": 3}}
+        data = {
+            "path": [str(self.docs)],
+            "tokenizer": str(self.tokenizer),
+            "cache": str(self.folder / "cache"),
+        }
+        return {
+            "name": "tiny",
+            "model": MODEL,
+            "data": data,
+            "optimizer": {"lr": 1e-2, "warmup_steps": 2},
+            "train": {"steps": 6, "sequence_length": 16, "global_batch_size": 4},
+            "log": {"validate_every": 3},
+        }
 
     def config(self, **sections) -> RunConfig:
         """The run of `file`, its sections changed by mappings."""
         values = self.options()
-        for name, change in sections.items(): values[name] = {**values.get(name, {}), **change} if isinstance(change, dict) else change
+        for name, change in sections.items():
+            values[name] = (
+                {**values.get(name, {}), **change} if isinstance(change, dict) else change
+            )
         return from_dict(RunConfig, values)
 
 
@@ -63,11 +89,17 @@ def make(folder: Path) -> Material:
     made, chance = Material(folder), random.Random(0)
     words = ["".join(chance.choices("abcdefghij", k=chance.randint(2, 6))) for _ in range(60)]
     made.docs.mkdir()
-    for number in range(30): (made.docs / f"{number:02}.txt").write_text(" ".join(chance.choices(words, k=150)) + "\n")
-    train_bpe([p.read_text() for p in sorted(made.docs.iterdir())], 300, made.tokenizer, progress=False)
+    for number in range(30):
+        (made.docs / f"{number:02}.txt").write_text(" ".join(chance.choices(words, k=150)) + "\n")
+    train_bpe(
+        [p.read_text() for p in sorted(made.docs.iterdir())], 300, made.tokenizer, progress=False
+    )
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**MODEL, bos_token_id=0, eos_token_id=0)).to(torch.bfloat16)
-    with contextlib.redirect_stderr(io.StringIO()): model.save_pretrained(made.model)
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**MODEL, bos_token_id=0, eos_token_id=0)
+    ).to(torch.bfloat16)
+    with contextlib.redirect_stderr(io.StringIO()):
+        model.save_pretrained(made.model)
     transformers.AutoTokenizer.from_pretrained(made.tokenizer).save_pretrained(made.model)
     made.file.write_text(yaml.safe_dump(made.options()))
     return made
@@ -77,7 +109,8 @@ def make(folder: Path) -> Material:
 def material(tmp_path_factory) -> Material:
     """Made once, though each module has the fixture for itself."""
     folder = tmp_path_factory.getbasetemp() / "material"
-    if folder.exists(): return Material(folder)
+    if folder.exists():
+        return Material(folder)
     folder.mkdir()
     return make(folder)
 
@@ -106,14 +139,20 @@ def dolmen(*words) -> Result:
     """`dolmen WORDS` in this process."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try: code = main([str(w) for w in words])
-        except SystemExit as end: code = end.code
+        try:
+            code = main([str(w) for w in words])
+        except SystemExit as end:
+            code = end.code
     return Result(code, out.getvalue(), err.getvalue())
 
 
 def rows(out: Path, kind: str = "loss") -> list[dict]:
     """Rows of a run's metrics.jsonl that have `kind`."""
-    return [row for row in map(json.loads, (out / "metrics.jsonl").read_text().splitlines()) if kind in row]
+    return [
+        row
+        for row in map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+        if kind in row
+    ]
 
 
 def losses(out: Path) -> list[tuple[int, float, float]]:
@@ -134,4 +173,6 @@ def tensors(out: Path, step: int) -> dict[str, torch.Tensor]:
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     """Whether all tensors are bitwise equal."""
-    return a.keys() == b.keys() and all(a[n].dtype == b[n].dtype and torch.equal(a[n], b[n]) for n in a)
+    return a.keys() == b.keys() and all(
+        a[n].dtype == b[n].dtype and torch.equal(a[n], b[n]) for n in a
+    )

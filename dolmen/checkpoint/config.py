@@ -5,7 +5,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Checkpoints of a run: asynchronous, readable at any other layout. The last step is always saved."""
+    """Checkpoints of a run: asynchronous, readable at any other layout. The last step is always
+    saved.
+    """
 
     every: int = 0
     """Steps between checkpoints; 0 saves the last one only."""
@@ -13,5 +15,7 @@ class CheckpointConfig:
     """Newest checkpoints kept; 0 keeps all."""
 
     def __post_init__(self):
-        if self.every < 0: raise ValueError(f"checkpoint.every is {self.every}: it must not be negative")
-        if self.keep < 0: raise ValueError(f"checkpoint.keep is {self.keep}: it must not be negative")
+        if self.every < 0:
+            raise ValueError(f"checkpoint.every is {self.every}: it must not be negative")
+        if self.keep < 0:
+            raise ValueError(f"checkpoint.keep is {self.keep}: it must not be negative")

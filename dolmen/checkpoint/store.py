@@ -1,5 +1,6 @@
-"""A run's checkpoints: saved in the background at one layout, loaded at any other. Tensors go through DCP
-(torch.distributed.checkpoint), everything else is JSON. writer.py: who does what when. folders.py: why no kill harms.
+"""A run's checkpoints: saved in the background at one layout, loaded at any other. Tensors go
+through DCP (torch.distributed.checkpoint), everything else is JSON. writer.py: who does what when.
+folders.py: why no kill harms.
 """
 
 import json
@@ -31,46 +32,72 @@ class NotSaved(RuntimeError):
 
 
 class Checkpoints:
-    """The checkpoints in `folder`, of which the `keep` newest are kept (0: all). Every rank of the mesh makes one.
+    """The checkpoints in `folder`, of which the `keep` newest are kept (0: all). Every rank of the
+    mesh makes one.
 
-    `save`, `finish` and `load` are called by all ranks at the same point; the rest is local. One save is in progress at
-    a time, by one run. Call `finish` before the process group is destroyed.
+    `save`, `finish` and `load` are called by all ranks at the same point; the rest is local. One
+    save is in progress at a time, by one run. Call `finish` before the process group is destroyed.
     """
 
     def __init__(self, folder: Path, mesh: Mesh, keep: int):
         self.folder, self.keep = Path(folder), keep
         self._saving: tuple[int, Future] | None = None
-        # not the training group: on a shared gloo group background and training collectives would meet
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(hours=1)) if mesh.grid is not None else None
-        if self._group is None: warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        # not the training group: on a shared gloo group background and training collectives would
+        # meet
+        self._group = (
+            dist.new_group(backend="gloo", timeout=timedelta(hours=1))
+            if mesh.grid is not None
+            else None
+        )
+        if self._group is None:
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
     def save(self, step: int, tensors: dict[str, Tensor], meta: dict, wait: bool = False) -> None:
-        """Copy `tensors` to CPU memory and return; they are written while training goes on. `wait` writes them now.
+        """Copy `tensors` to CPU memory and return; they are written while training goes on. `wait`
+        writes them now.
 
-        Finishes the save before, and raises its error. `meta` is kept as JSON; raises TypeError where it is none.
+        Finishes the save before, and raises its error. `meta` is kept as JSON; raises TypeError
+        where it is none.
         """
         state = json.dumps(meta, indent=1)
         self.finish()
         writer = Writer(self.folder, step, state, self.keep)
         planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        future = dcp.async_save(tensors, storage_writer=writer, planner=planner, process_group=self._group,
-                                no_dist=self._group is None)
+        future = dcp.async_save(
+            tensors,
+            storage_writer=writer,
+            planner=planner,
+            process_group=self._group,
+            no_dist=self._group is None,
+        )
         self._saving = (step, future)
-        if wait: self.finish()
+        if wait:
+            self.finish()
 
     def poll(self) -> bool:
-        """Whether no save is in progress. Ranks may see it some microseconds apart. An error waits for `finish`."""
+        """Whether no save is in progress. Ranks may see it some microseconds apart. An error waits
+        for `finish`.
+        """
         return self._saving is None or self._saving[1].done()
 
     def finish(self) -> None:
         """Wait for the save in progress. Raises NotSaved, the same on every rank, if it failed."""
-        if self._saving is None: return
+        if self._saving is None:
+            return
         (step, future), self._saving = self._saving, None
-        try: future.result()
-        except (CheckpointException, Exception) as error:               # DCP's is a BaseException
-            reason = min(error.failures.items())[1][0] if isinstance(error, CheckpointException) else error
-            raise NotSaved(f"step {step} was not saved in {self.folder}: {reason!r}. {folders.newest_told(self.folder)}: make room or use "
-                           "another folder, and save again") from error
+        try:
+            future.result()
+        except (CheckpointException, Exception) as error:  # DCP's is a BaseException
+            reason = (
+                min(error.failures.items())[1][0]
+                if isinstance(error, CheckpointException)
+                else error
+            )
+            raise NotSaved(
+                f"step {step} was not saved in {self.folder}: {reason!r}. "
+                f"{folders.newest_told(self.folder)}: make room or use another folder, and save "
+                "again"
+            ) from error
 
     def steps(self) -> list[int]:
         """Steps of the whole checkpoints on disk, oldest first."""
@@ -84,59 +111,79 @@ class Checkpoints:
         """Folder of the checkpoint of `step`. Raises ValueError if there is no whole one."""
         found = folders.whole(self.folder)
         if step not in found:
-            raise ValueError(f"{self.folder} has no checkpoint of step {step}, but of steps {list(found)}")
+            raise ValueError(
+                f"{self.folder} has no checkpoint of step {step}, but of steps {list(found)}"
+            )
         return found[step]
 
     def meta(self, step: int) -> dict:
-        """What `save` was given beside the tensors. Raises ValueError where it is missing or damaged."""
+        """What `save` was given beside the tensors. Raises ValueError where it is missing or
+        damaged.
+        """
         return folders.read_state(self.path(step))
 
     def damaged(self, step: int, error: Exception) -> Damaged:
         """What to raise where `step`, the newest checkpoint, cannot be read because of `error`."""
         older = max((s for s in self.steps() if s < step), default=None)
         way = f"to go on from step {older}" if older is not None else "to start again"
-        return Damaged(f"the newest checkpoint cannot be read ({error}): remove {self.path(step)} {way}")
+        return Damaged(
+            f"the newest checkpoint cannot be read ({error}): remove {self.path(step)} {way}"
+        )
 
     def put_aside(self, step: int) -> Path:
-        """Take a damaged checkpoint out of the way, under a name that is never read or pruned; its new path. All ranks may call it."""
+        """Take a damaged checkpoint out of the way, under a name that is never read or pruned; its
+        new path. All ranks may call it.
+        """
         path = self.folder / folders.name(step)
         aside = path.with_name(path.name + folders.DAMAGED)
-        if self._group is None or dist.get_rank(self._group) == 0: folders.put_aside(folders.whole(self.folder)[step], aside)
+        if self._group is None or dist.get_rank(self._group) == 0:
+            folders.put_aside(folders.whole(self.folder)[step], aside)
         return aside
 
     def load(self, step: int, tensors: dict[str, Tensor], elsewhere: Collection[str] = ()) -> None:
-        """Fill `tensors` in place with those of `step`, saved at any layout; a kind (a name's part before `/`) may be
-        left out. Values are cast to the dtype of their place. Each rank reads its own part, then all agree; checksums of
-        stored parts that some rank read a part of are verified by the ranks in turn. `elsewhere`: names that need no
-        place here, as other stages have them.
+        """Fill `tensors` in place with those of `step`, saved at any layout; a kind (a name's part
+        before `/`) may be left out. Values are cast to the dtype of their place. Each rank reads
+        its own part, then all agree; checksums of stored parts that some rank read a part of are
+        verified by the ranks in turn. `elsewhere`: names that need no place here, as other stages
+        have them.
 
-        Finishes the save in progress, which uses the same group. Raises KeyError for missing or unexpected names,
-        ValueError for other shapes or damaged files, on every rank.
+        Finishes the save in progress, which uses the same group. Raises KeyError for missing or
+        unexpected names, ValueError for other shapes or damaged files, on every rank.
         """
         self.finish()
 
         def read() -> set:
             reader = Reader(self.path(step))
-            with torch.no_grad(): reader.load(tensors, elsewhere)
+            with torch.no_grad():
+                reader.load(tensors, elsewhere)
             return reader.partly
 
         partly = self._together(step, read)
         parts = sorted(set().union(*partly), key=lambda index: (index.fqn, index.offset))
         mine = 0 if self._group is None else dist.get_rank(self._group)
-        if parts: self._together(step, lambda: Reader(self.path(step)).verify(parts[mine :: len(partly)]))
+        if parts:
+            self._together(step, lambda: Reader(self.path(step)).verify(parts[mine :: len(partly)]))
 
     def _together(self, step: int, work: Callable[[], Any]) -> list:
-        """What `work` of `step` gives on each rank. If it fails on one, all raise, KeyError or ValueError."""
+        """What `work` of `step` gives on each rank. If it fails on one, all raise, KeyError or
+        ValueError.
+        """
         error = found = None
-        try: found = work()
-        except (KeyError, ValueError) as caught: error = caught
+        try:
+            found = work()
+        except (KeyError, ValueError) as caught:
+            error = caught
         results: list = [(step, error and str(error), found)]
         if self._group is not None:
             results = [None] * dist.get_world_size(self._group)
             dist.all_gather_object(results, (step, error and str(error), found), group=self._group)
-        if error: raise error
+        if error:
+            raise error
         for rank, (other, message, _) in enumerate(results):
-            if message: raise ValueError(f"rank {rank}: {message}")
+            if message:
+                raise ValueError(f"rank {rank}: {message}")
             if other != step:
-                raise ValueError(f"rank {rank} loads step {other}, this rank step {step}, from {self.folder}")
+                raise ValueError(
+                    f"rank {rank} loads step {other}, this rank step {step}, from {self.folder}"
+                )
         return [found for *_, found in results]

@@ -1,5 +1,6 @@
-"""A checkpoint as a stream of whole tensors, one in memory at a time, in one process without a process group: what
-export, verification and serving read."""
+"""A checkpoint as a stream of whole tensors, one in memory at a time, in one process without a
+process group: what export, verification and serving read.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,9 @@ from dolmen.convert.safetensors import Spec
 
 
 class Checkpoint:
-    """An open checkpoint: `meta` as it was saved, `specs` of all tensors (`model/NAME`, `exp_avg/NAME`, ...)."""
+    """An open checkpoint: `meta` as it was saved, `specs` of all tensors (`model/NAME`,
+    `exp_avg/NAME`, ...).
+    """
 
     def __init__(self, folder: Path):
         self.folder, self.meta, self._reader = folder, folders.read_state(folder), Reader(folder)
@@ -21,9 +24,14 @@ class Checkpoint:
         self.specs = {name: Spec(tuple(t.size), t.properties.dtype) for name, t in stored.items()}
 
     def read(self, name: str) -> Tensor:
-        """The whole tensor on the CPU. Raises KeyError for a name that is not there, ValueError for a damaged file."""
+        """The whole tensor on the CPU. Raises KeyError for a name that is not there, ValueError for
+        a damaged file.
+        """
         if name not in self.specs:
-            raise KeyError(f"{self.folder} has no {name}, but {len(self.specs)} others, e.g. {list(self.specs)[:3]}")
+            raise KeyError(
+                f"{self.folder} has no {name}, but {len(self.specs)} others, e.g. "
+                f"{list(self.specs)[:3]}"
+            )
         tensor = torch.empty(self.specs[name].shape, dtype=self.specs[name].dtype)
         self._reader.fill({name: tensor})
         return tensor
@@ -31,22 +39,30 @@ class Checkpoint:
     def stream(self, kind: str = "model") -> Iterator[tuple[str, Tensor]]:
         """(NAME, whole tensor) of every `kind/NAME`."""
         for name in self.specs:
-            if name.startswith(f"{kind}/"): yield name.removeprefix(f"{kind}/"), self.read(name)
+            if name.startswith(f"{kind}/"):
+                yield name.removeprefix(f"{kind}/"), self.read(name)
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """The checkpoint in the step folder `folder` (see `locate`). Raises ValueError where it is damaged or unsafe."""
+    """The checkpoint in the step folder `folder` (see `locate`). Raises ValueError where it is
+    damaged or unsafe.
+    """
     return Checkpoint(Path(folder))
 
 
 def locate(path: Path) -> Path:
-    """The step folder that `path` stands for: itself, or the newest whole one of a checkpoints folder or of a run's.
+    """The step folder that `path` stands for: itself, or the newest whole one of a checkpoints
+    folder or of a run's.
 
     Raises ValueError where there is none.
     """
     path = Path(path)
-    if (path / folders.STATE).is_file() and not path.name.endswith(folders.PARTIAL): return path
+    if (path / folders.STATE).is_file() and not path.name.endswith(folders.PARTIAL):
+        return path
     for folder in (path / "checkpoints", path):
-        if found := folders.whole(folder): return found[max(found)]
-    raise ValueError(f"{path} holds no whole checkpoint: give a run's folder (with checkpoints/ in it), its folder of "
-                     f"checkpoints (with step-NNNNNNNN/ in it) or one of those")
+        if found := folders.whole(folder):
+            return found[max(found)]
+    raise ValueError(
+        f"{path} holds no whole checkpoint: give a run's folder (with checkpoints/ in it), its "
+        "folder of checkpoints (with step-NNNNNNNN/ in it) or one of those"
+    )

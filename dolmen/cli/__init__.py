@@ -1,7 +1,7 @@
 """The command line: one verb, one file. Nothing heavy is imported before the verb is known.
 
-Exit codes: 0 done; 1 a run or a comparison failed; 2 bad input, found before any process started and with nothing
-written; 130 and 143 after Ctrl-C and SIGTERM, which save first.
+Exit codes: 0 done; 1 a run or a comparison failed; 2 bad input, found before any process started
+and with nothing written; 130 and 143 after Ctrl-C and SIGTERM, which save first.
 """
 
 import os
@@ -19,14 +19,19 @@ VERBS = {
     "schedule": "draw and time a pipeline schedule",
 }
 
-USAGE = "usage: dolmen VERB ...\n\n" + "".join(f"  {verb:10s}{text}\n" for verb, text in VERBS.items()) + """
+USAGE = (
+    "usage: dolmen VERB ...\n\n"
+    + "".join(f"  {verb:10s}{text}\n" for verb, text in VERBS.items())
+    + """
   dolmen VERB --help says more; dolmen --version says which this is.
 """
+)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point. Returns the exit code."""
     from dolmen.cli import launch
+
     launch.die_with_launcher()
     warnings.formatwarning = lambda text, *_: f"warning: {text}\n"
     argv = sys.argv[1:] if argv is None else argv
@@ -35,17 +40,20 @@ def main(argv: list[str] | None = None) -> int:
         return 0 if argv else 2
     if argv[0] in ("--version", "-V", "version"):
         from dolmen import __version__
+
         print(f"dolmen {__version__}")
         return 0
     if argv[0] not in VERBS:
         print(f"dolmen: there is no verb {argv[0]!r}\n\n{USAGE}", end="", file=sys.stderr)
         return 2
     import importlib
+
     verb = importlib.import_module(f"dolmen.cli.{argv[0]}")
     try:
         return verb.run(argv[1:])
     except BadInput as error:
-        if os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0": print(f"dolmen {argv[0]}: {error}", file=sys.stderr)
+        if os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0":
+            print(f"dolmen {argv[0]}: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

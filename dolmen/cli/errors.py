@@ -2,12 +2,15 @@
 
 
 class BadInput(Exception):
-    """Something the user gave cannot be done. The message says what and which option mends it; exit code 2."""
+    """Something the user gave cannot be done. The message says what and which option mends it; exit
+    code 2.
+    """
 
 
 class Failed(RuntimeError):
-    """A run that cannot go on; the message says why and what mends it, and no traceback is shown; exit code 1.
-    `final`: starting again by itself would only fail again."""
+    """A run that cannot go on; the message says why and what mends it, and no traceback is shown;
+    exit code 1. `final`: starting again by itself would only fail again.
+    """
 
     def __init__(self, text: str, final: bool = False):
         super().__init__(text)

@@ -18,7 +18,9 @@ from dolmen.train.config import RunConfig
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """Write a run or checkpoint as a transformers directory: model.safetensors, config.json, tokenizer. One tensor is in memory at a time."""
+    """Write a run or checkpoint as a transformers directory: model.safetensors, config.json,
+    tokenizer. One tensor is in memory at a time.
+    """
 
     source: tyro.conf.Positional[str]
     """A run's folder (its newest whole checkpoint is taken), or one checkpoint in it."""
@@ -30,24 +32,40 @@ class ExportOptions:
 
 def run(argv: list[str]) -> int:
     options = tyro.cli(ExportOptions, args=argv, prog="dolmen export")
-    try: export(Path(options.source), Path(options.to), options.dtype)
-    except (ValueError, KeyError, OSError) as error: raise BadInput(message(error)) from None
+    try:
+        export(Path(options.source), Path(options.to), options.dtype)
+    except (ValueError, KeyError, OSError) as error:
+        raise BadInput(message(error)) from None
     print(f"wrote {options.to}")
     return 0
 
 
 def export(source: Path, to: Path, dtype: str | None = None) -> None:
-    """Stream the newest whole checkpoint of `source` to `to`. Raises ValueError, KeyError or OSError."""
+    """Stream the newest whole checkpoint of `source` to `to`. Raises ValueError, KeyError or
+    OSError.
+    """
     step = stream.locate(source)
     saved = stream.open_checkpoint(step)
     run_ = from_dict(RunConfig, saved.meta["run"])
     tokenizer = step.parent.parent / "tokenizer"
     model = stopping(run_.model, tokenizer) if tokenizer.is_dir() else run_.model
-    hf.save(to, model, lambda name: saved.read(f"model/{name}"), DTYPES[dtype] if dtype else None, tokenizer if tokenizer.is_dir() else None)
+    hf.save(
+        to,
+        model,
+        lambda name: saved.read(f"model/{name}"),
+        DTYPES[dtype] if dtype else None,
+        tokenizer if tokenizer.is_dir() else None,
+    )
 
 
 def stopping(model: ModelConfig, tokenizer: Path) -> ModelConfig:
-    """A model that came from no config.json, with the end of text that its tokenizer names: where generation stops."""
-    if "model_type" in model.hf or "eos_token_id" in model.hf: return model
+    """A model that came from no config.json, with the end of text that its tokenizer names: where
+    generation stops.
+    """
+    if "model_type" in model.hf or "eos_token_id" in model.hf:
+        return model
     from dolmen.data.tokenizer import load_tokenizer
-    return replace(model, hf={**model.hf, "eos_token_id": load_tokenizer(str(tokenizer)).eos_token_id})
+
+    return replace(
+        model, hf={**model.hf, "eos_token_id": load_tokenizer(str(tokenizer)).eos_token_id}
+    )

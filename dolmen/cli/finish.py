@@ -1,4 +1,6 @@
-"""What a run does with its model when training ends: export, comparison with transformers, compressors, a sample."""
+"""What a run does with its model when training ends: export, comparison with transformers,
+compressors, a sample.
+"""
 
 import json
 from pathlib import Path
@@ -14,18 +16,23 @@ from dolmen.train.config import RunConfig
 
 
 def finish(run: RunConfig, out: Path) -> int:
-    """Close a run in one process, from what it left on disk; 1 if the exported model is not the same in transformers."""
+    """Close a run in one process, from what it left on disk; 1 if the exported model is not the
+    same in transformers.
+    """
     screen = console()
     outcome = json.loads((out / "summary.json").read_text())
     hf = out / "hf"
-    if run.finish.export: _export(out, hf)
+    if run.finish.export:
+        _export(out, hf)
     report = None
     if run.finish.verify:
         from dolmen.evaluate.verify import verify
+
         report = verify(hf, mesh=SINGLE)
         screen.print()
         screen.print(report.table())
-    if run.finish.sample is not None: _sample(screen, hf, run.finish.sample)
+    if run.finish.sample is not None:
+        _sample(screen, hf, run.finish.sample)
     screen.print()
     screen.print(_summary(run, outcome, out, report))
     return 0 if report is None or report.ok else 1
@@ -35,17 +42,22 @@ def _export(out: Path, to: Path) -> None:
     import shutil
 
     from dolmen.cli.export import export
-    if to.exists(): shutil.rmtree(to)
+
+    if to.exists():
+        shutil.rmtree(to)
     export(out, to)
 
 
 def _sample(screen: Console, folder: Path, prompt: str) -> None:
     from dolmen.serve import engine
+
     tokenizer = tokenizers.load_tokenizer(str(folder))
     model = engine.load(folder)
     tokens = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     room = model.config.max_position_embeddings - len(tokens)
-    new, = engine.generate(model, [tokens], min(96, room), temperature=0.7, top_p=0.95, stop=engine.stop_tokens(folder))
+    (new,) = engine.generate(
+        model, [tokens], min(96, room), temperature=0.7, top_p=0.95, stop=engine.stop_tokens(folder)
+    )
     screen.print()
     screen.rule("a sample, temperature 0.7", align="left", characters="-")
     screen.print(prompt + tokenizer.decode(new, skip_special_tokens=True))
@@ -58,17 +70,30 @@ def _summary(run: RunConfig, outcome: dict, out: Path, report) -> Table:
     table.add_column(overflow="fold")
     table.add_row("done", f"{outcome['steps']} steps in {duration(outcome['seconds'])}")
     if outcome["val_loss"] is not None:
-        table.add_row("validation loss", f"{outcome['val_loss']:.4f} nats a token on {outcome['val_tokens']:,} held-out tokens")
+        table.add_row(
+            "validation loss",
+            f"{outcome['val_loss']:.4f} nats a token on {outcome['val_tokens']:,} held-out tokens",
+        )
     if outcome["bits_per_byte"] is not None:
         line = f"{outcome['bits_per_byte']:.3f}"
         if run.finish.compressors and outcome["validation_files"]:
             gzip, xz = gzip_xz_bits([Path(f) for f in outcome["validation_files"]])
-            line += f"   (gzip -9: {gzip:.3f}, xz -9: {xz:.3f}, each of the {len(outcome['validation_files'])} held-out files by itself)"
+            line += (
+                f"   (gzip -9: {gzip:.3f}, xz -9: {xz:.3f}, each of the "
+                f"{len(outcome['validation_files'])} held-out files by itself)"
+            )
         table.add_row("bits per byte", line)
     if report is not None:
         same = "the exported directory gives the same logits, loss, gradients and text"
-        table.add_row("transformers", same if report.ok else "THE EXPORTED DIRECTORY DIFFERS, see above")
-    written = [name for name in ("config.yaml", "metrics.jsonl", "loss.png", "tensorboard", "checkpoints", "hf") if (out / name).exists()]
+        table.add_row(
+            "transformers", same if report.ok else "THE EXPORTED DIRECTORY DIFFERS, see above"
+        )
+    written = [
+        name
+        for name in ("config.yaml", "metrics.jsonl", "loss.png", "tensorboard", "checkpoints", "hf")
+        if (out / name).exists()
+    ]
     table.add_row("written", f"{out}/ {{{', '.join(written)}}}")
-    if (out / "hf").exists(): table.add_row("next", f"dolmen generate {out / 'hf'} --prompt 'import '")
+    if (out / "hf").exists():
+        table.add_row("next", f"dolmen generate {out / 'hf'} --prompt 'import '")
     return table

@@ -12,7 +12,9 @@ from dolmen.data import tokenizer as tokenizers
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    """Continue a prompt with a transformers directory. Prints the prompt and the continuation; greedy unless --temperature."""
+    """Continue a prompt with a transformers directory. Prints the prompt and the continuation;
+    greedy unless --temperature.
+    """
 
     folder: tyro.conf.Positional[str]
     """Directory or hub id."""
@@ -33,22 +35,33 @@ class GenerateOptions:
 
 def run(argv: list[str]) -> int:
     options = tyro.cli(GenerateOptions, args=argv, prog="dolmen generate")
-    return compute(argv, "generate", options.folder, options.layout, lambda mesh: _generate(options, mesh), [])
+    return compute(
+        argv, "generate", options.folder, options.layout, lambda mesh: _generate(options, mesh), []
+    )
 
 
 def _generate(options: GenerateOptions, mesh: Mesh) -> int:
     from dolmen.serve import engine
+
     tokenizer = tokenizers.load_tokenizer(options.folder)
     model = engine.load(options.folder, mesh)
-    begin = [token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id) if token is not None]
+    begin = [
+        token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id) if token is not None
+    ]
     prompt = tokenizer(options.prompt)["input_ids"] or begin[:1]
-    if not prompt: raise BadInput("--prompt is empty and the tokenizer names no token to begin with: give a prompt")
+    if not prompt:
+        raise BadInput(
+            "--prompt is empty and the tokenizer names no token to begin with: give a prompt"
+        )
     new, shown = [], 0
 
     def show(_, token: int) -> None:
-        """Print the prompt with the first new token (all is in order then), and what each adds, whole characters alone."""
+        """Print the prompt with the first new token (all is in order then), and what each adds,
+        whole characters alone.
+        """
         nonlocal shown
-        if mesh.first and not new: print(options.prompt, end="", flush=True)
+        if mesh.first and not new:
+            print(options.prompt, end="", flush=True)
         new.append(token)
         text = tokenizer.decode(new, skip_special_tokens=True)
         if mesh.first and not text.endswith("\N{REPLACEMENT CHARACTER}"):
@@ -56,8 +69,18 @@ def _generate(options: GenerateOptions, mesh: Mesh) -> int:
             shown = len(text)
 
     try:
-        engine.generate(model, [prompt], options.max_new_tokens, options.temperature, options.top_k, options.top_p,
-                        engine.stop_tokens(options.folder), options.seed, show)
+        engine.generate(
+            model,
+            [prompt],
+            options.max_new_tokens,
+            options.temperature,
+            options.top_k,
+            options.top_p,
+            engine.stop_tokens(options.folder),
+            options.seed,
+            show,
+        )
     finally:
-        if mesh.first and new: print(tokenizer.decode(new, skip_special_tokens=True)[shown:])      # half a character too
+        if mesh.first and new:
+            print(tokenizer.decode(new, skip_special_tokens=True)[shown:])  # half a character too
     return 0

@@ -8,15 +8,28 @@ def run(argv: list[str]) -> int:
     from dolmen.core.log import console, size
     from dolmen.model import count
     from dolmen.recipes import RECIPES
+
     if argv and argv[0] in ("-h", "--help"):
-        print("usage: dolmen recipes\n\nThe built-in runs, for `dolmen train RECIPE`; `dolmen train RECIPE --help` shows its defaults.")
+        print(
+            "usage: dolmen recipes\n\nThe built-in runs, for `dolmen train RECIPE`; `dolmen train "
+            "RECIPE --help` shows its defaults."
+        )
         return 0
-    if argv: raise BadInput(f"recipes takes no option, but was given {argv[0]}")
+    if argv:
+        raise BadInput(f"recipes takes no option, but was given {argv[0]}")
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("recipe", "parameters", "tokens a step", "what it is"): table.add_column(name, justify="right" if name[0] in "pt" else "left")
+    for name in ("recipe", "parameters", "tokens a step", "what it is"):
+        table.add_column(name, justify="right" if name[0] in "pt" else "left")
     for name, recipe in RECIPES.items():
         made = recipe()
-        tokens = f"{made.train.global_batch_size * made.sequence_length:,}" if made.model else "as given"
-        table.add_row(name, size(count.parameters(made.model)) if made.model else "of --init", tokens, recipe.__doc__)
+        tokens = (
+            f"{made.train.global_batch_size * made.sequence_length:,}" if made.model else "as given"
+        )
+        table.add_row(
+            name,
+            size(count.parameters(made.model)) if made.model else "of --init",
+            tokens,
+            recipe.__doc__,
+        )
     console().print(table)
     return 0

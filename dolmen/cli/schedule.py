@@ -14,25 +14,37 @@ from dolmen.parallel.actions import Schedule, format
 from dolmen.parallel.schedule import SCHEDULES, Cost, Simulation
 from dolmen.plan import draw
 
-MOST = 500_000                                              # some seconds
-BOXES = 40_000                                              # more is no picture, and takes more than ten seconds
-KNOBS = {"--layout.pp": "--pp", "layout.pp": "pp", "--layout.virtual-stages": "--virtual-stages", "layout.virtual-stages": "virtual-stages",
-         "--train.global-batch-size, --train.microbatch-size": "--microbatches",
-         "but the run has": "but asked for are"}            # of messages that speak of a run
+MOST = 500_000  # some seconds
+BOXES = 40_000  # more is no picture, and takes more than ten seconds
+# of messages that speak of a run
+KNOBS = {
+    "--layout.pp": "--pp",
+    "layout.pp": "pp",
+    "--layout.virtual-stages": "--virtual-stages",
+    "layout.virtual-stages": "virtual-stages",
+    "--train.global-batch-size, --train.microbatch-size": "--microbatches",
+    "but the run has": "but asked for are",
+}
 
 
 @dataclass(frozen=True)
 class ScheduleOptions:
-    """Time a pipeline schedule, and draw it. Times are of one microbatch through all layers of a rank, in any unit."""
+    """Time a pipeline schedule, and draw it. Times are of one microbatch through all layers of a
+    rank, in any unit.
+    """
 
     schedule: tyro.conf.Positional[str]
-    """gpipe, 1f1b, interleaved, zero-bubble, zero-bubble-v, or a .txt or .yaml file with one line of actions (F0 F1 B0 B1) a rank."""
+    """gpipe, 1f1b, interleaved, zero-bubble, zero-bubble-v, or a .txt or .yaml file with one line
+    of actions (F0 F1 B0 B1) a rank.
+    """
     pp: int | None = None
     """Pipeline ranks. Default: 4; those of the file."""
     microbatches: int | None = None
     """Microbatches a step. Default: 8; those of the file."""
     virtual_stages: int | None = None
-    """Chunks of layers a rank holds. Default: 1, or 2 where the schedule needs several; those of the file."""
+    """Chunks of layers a rank holds. Default: 1, or 2 where the schedule needs several; those of
+    the file.
+    """
     out: str | None = None
     """Picture to write, .svg or .png."""
     list: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -54,24 +66,37 @@ def run(argv: list[str]) -> int:
     try:
         schedule, cost = chosen(options), costs(options)
         simulation = pipeline.simulate(schedule, cost)
-        if options.out: picture(schedule, simulation, Path(options.out))
+        if options.out:
+            picture(schedule, simulation, Path(options.out))
     except (ValueError, OSError) as error:
         text = str(error)
-        for theirs, ours in KNOBS.items(): text = text.replace(theirs, ours)
+        for theirs, ours in KNOBS.items():
+            text = text.replace(theirs, ours)
         raise BadInput(text) from None
     report(schedule, simulation, pipeline.closed_form(schedule, cost))
-    if options.list: print("\n" + format(schedule), end="")
-    if options.out: print(f"wrote {options.out}")
+    if options.list:
+        print("\n" + format(schedule), end="")
+    if options.out:
+        print(f"wrote {options.out}")
     return 0
 
 
 def chosen(options: ScheduleOptions) -> Schedule:
-    """The schedule that is asked for; what is not said is the file's, or small. Raises ValueError."""
+    """The schedule that is asked for; what is not said is the file's, or small. Raises
+    ValueError.
+    """
     file = None if options.schedule in SCHEDULES else pipeline.read(options.schedule)
-    default = (file.ranks, file.micros, file.chunks) if file else (4, 8, 2 if options.schedule in ("interleaved", "zero-bubble-v") else 1)
+    default = (
+        (file.ranks, file.micros, file.chunks)
+        if file
+        else (4, 8, 2 if options.schedule in ("interleaved", "zero-bubble-v") else 1)
+    )
     asked = (options.pp, options.microbatches, options.virtual_stages)
     sizes = [d if a is None else a for a, d in zip(asked, default, strict=True)]
-    if prod(sizes) > MOST: raise ValueError(f"{prod(sizes):,} forwards are too many to list ({MOST:,}): use fewer --microbatches")
+    if prod(sizes) > MOST:
+        raise ValueError(
+            f"{prod(sizes):,} forwards are too many to list ({MOST:,}): use fewer --microbatches"
+        )
     return pipeline.make(options.schedule, *sizes)
 
 
@@ -80,33 +105,56 @@ def costs(options: ScheduleOptions) -> Cost:
     cost = Cost(options.forward, options.backward, options.input, options.weight, options.send)
     for name, value in cost._asdict().items():
         if not isfinite(value) or value < 0 or value == 0 and name != "send":
-            raise ValueError(f"--{name} ({value:g}) is no time: use a number above 0" + (", or 0" if name == "send" else ""))
+            raise ValueError(
+                f"--{name} ({value:g}) is no time: use a number above 0"
+                + (", or 0" if name == "send" else "")
+            )
     return cost
 
 
 def picture(schedule: Schedule, simulation: Simulation, to: Path) -> None:
     """Raises ValueError, and OSError where nothing can be written."""
-    if not to.parent.is_dir(): raise ValueError(f"--out {to}: there is no folder {to.parent}: make it, or give another")
+    if not to.parent.is_dir():
+        raise ValueError(f"--out {to}: there is no folder {to.parent}: make it, or give another")
     boxes = sum(map(len, schedule.actions))
-    if boxes > BOXES: raise ValueError(f"{boxes:,} actions are more than a picture can show ({BOXES:,}): use fewer --microbatches")
+    if boxes > BOXES:
+        raise ValueError(
+            f"{boxes:,} actions are more than a picture can show ({BOXES:,}): use fewer "
+            f"--microbatches"
+        )
     draw.gantt(simulation, schedule, to, title(schedule))
 
 
 def title(schedule: Schedule) -> str:
     chunks = f", {schedule.chunks} virtual stages a rank" if schedule.chunks > 1 else ""
-    return f"{Path(schedule.name).name}: {schedule.ranks} ranks, {schedule.micros} microbatches{chunks}"
+    name = Path(schedule.name).name
+    return f"{name}: {schedule.ranks} ranks, {schedule.micros} microbatches{chunks}"
 
 
 def report(schedule: Schedule, simulation: Simulation, idle: float | None) -> None:
     """The table, and the bubble beside its closed form where there is one."""
     from rich.table import Table
+
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("rank", "stages", "actions", "busy", "bubble", "live microbatches"): table.add_column(name, justify="right")
-    for rank, (actions, busy, peak) in enumerate(zip(schedule.actions, simulation.busy, simulation.peak, strict=True)):
+    for name in ("rank", "stages", "actions", "busy", "bubble", "live microbatches"):
+        table.add_column(name, justify="right")
+    for rank, (actions, busy, peak) in enumerate(
+        zip(schedule.actions, simulation.busy, simulation.peak, strict=True)
+    ):
         stages = " ".join(str(schedule.stage_of(rank, chunk)) for chunk in range(schedule.chunks))
-        table.add_row(str(rank), stages, f"{len(actions):,}", f"{busy:.6g}", f"{1 - busy / simulation.span:.2%}", f"{peak:.4g}")
+        table.add_row(
+            str(rank),
+            stages,
+            f"{len(actions):,}",
+            f"{busy:.6g}",
+            f"{1 - busy / simulation.span:.2%}",
+            f"{peak:.4g}",
+        )
     console().print(title(schedule))
     console().print(table)
     found = max(simulation.span - busy for busy in simulation.busy)
     formula = f" (closed form {idle:.6g})" if idle is not None else ""
-    print(f"span {simulation.span:.6g}; idle {found:.6g}{formula}: {simulation.bubble:.2%} of the span, {simulation.ratio:.2%} of the work")
+    print(
+        f"span {simulation.span:.6g}; idle {found:.6g}{formula}: {simulation.bubble:.2%} of the "
+        f"span, {simulation.ratio:.2%} of the work"
+    )

@@ -25,18 +25,27 @@ from dolmen.train.watch import Watch
 
 
 def run(argv: list[str], guarded: Callable[[Callable[[], int]], int] | None = None) -> int:
-    """`guarded` (default: launch.guarded) calls what this process itself does of the run, and decides about its exceptions."""
+    """`guarded` (default: launch.guarded) calls what this process itself does of the run, and
+    decides about its exceptions.
+    """
     started = meshes.Launch.read()
-    if started and launch.one_store(): started = replace(started, rendezvous=rounds.register())
+    if started and launch.one_store():
+        started = replace(started, rendezvous=rounds.register())
     config, given = options.parse_train(argv)
     out = folder_of(config, given)
     processes = started.world_size if started else wanted(config, given.nproc)
     refusal = None
-    if launch.launched_here(): config = replace(config, layout=config.layout.resolve(processes))      # the launcher has checked
-    elif started is None: config = refuse(config, processes, out, given)
+    if launch.launched_here():
+        # the launcher has checked
+        config = replace(config, layout=config.layout.resolve(processes))
+    elif started is None:
+        config = refuse(config, processes, out, given)
     else:
-        try: config = refuse(config, processes, None, given)           # the folder is looked at when all have joined, by one
-        except BadInput as error: refusal = str(error)                 # the other hosts are waiting: tell them
+        try:
+            # the folder is looked at when all have joined, by one
+            config = refuse(config, processes, None, given)
+        except BadInput as error:
+            refusal = str(error)  # the other hosts are waiting: tell them
     if started is None and (config.layout.world > 1 or given.max_restarts):
         code = launch.launch(config.layout.world, ["train", *argv], given.max_restarts)
         return code or finish.finish(config, out)
@@ -46,63 +55,133 @@ def run(argv: list[str], guarded: Callable[[Callable[[], int]], int] | None = No
 def folder_of(config: RunConfig, given: options.TrainOptions) -> Path:
     """Where the run is kept: --out, else beside the config.yaml of a run, else runs/NAME."""
     file = Path(given.recipe)
-    if file.name == "config.yaml" and (file.parent / "checkpoints").is_dir(): return Path(given.out or file.parent)
+    if file.name == "config.yaml" and (file.parent / "checkpoints").is_dir():
+        return Path(given.out or file.parent)
     return Path(given.out or f"runs/{config.name}")
 
 
 def wanted(config: RunConfig, nproc: int | None) -> int | None:
-    """Processes to start: --nproc, else what the layout says, else the visible GPUs (a multiple of tp x cp x pp), else what those need."""
-    if nproc is not None: return nproc
-    if config.layout.dp is not None: return config.layout.world
+    """Processes to start: --nproc, else what the layout says, else the visible GPUs (a multiple of
+    tp x cp x pp), else what those need.
+    """
+    if nproc is not None:
+        return nproc
+    if config.layout.dp is not None:
+        return config.layout.world
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return max(1, gpus // config.layout.inner) * config.layout.inner if gpus else None
 
 
-def refuse(config: RunConfig, processes: int | None, out: Path | None, given: options.TrainOptions) -> RunConfig:
-    """The checked run, its data tokenised. Raises BadInput for whatever can be refused before the first process."""
+def refuse(
+    config: RunConfig, processes: int | None, out: Path | None, given: options.TrainOptions
+) -> RunConfig:
+    """The checked run, its data tokenised. Raises BadInput for whatever can be refused before the
+    first process.
+    """
     try:
-        if given.max_restarts < 0: raise ValueError(f"--max-restarts is {given.max_restarts}: it must not be negative")
-        if out is not None: check_folder(out, given.resume, given.overwrite)
-        if processes is not None and processes < 1: raise ValueError(f"--nproc is {processes}: it must be at least 1")
+        if given.max_restarts < 0:
+            raise ValueError(f"--max-restarts is {given.max_restarts}: it must not be negative")
+        if out is not None:
+            check_folder(out, given.resume, given.overwrite)
+        if processes is not None and processes < 1:
+            raise ValueError(f"--nproc is {processes}: it must be at least 1")
         config = check(config, processes)
-        if out is not None and given.overwrite: check_overwrite(config, out, given.recipe)
-        if out is not None and given.resume: check_resume(config, out)
-        loader.prepare(config.data, config.init, config.model.vocab_size, config.sequence_length, config.train.global_batch_size, config.train.seed)
+        if out is not None and given.overwrite:
+            check_overwrite(config, out, given.recipe)
+        if out is not None and given.resume:
+            check_resume(config, out)
+        loader.prepare(
+            config.data,
+            config.init,
+            config.model.vocab_size,
+            config.sequence_length,
+            config.train.global_batch_size,
+            config.train.seed,
+        )
         return config
-    except (ValueError, KeyError, OSError) as error: raise BadInput(options.message(error)) from None
+    except (ValueError, KeyError, OSError) as error:
+        raise BadInput(options.message(error)) from None
 
 
-def worker(config: RunConfig, out: Path, given: options.TrainOptions, started: meshes.Launch | None, refusal: str | None = None) -> int:
-    """One process of the run. Raises BadInput for `refusal`, this rank's own, and for what only all ranks together can see;
-    Failed for what ends a run without being a mistake in the program."""
+def worker(
+    config: RunConfig,
+    out: Path,
+    given: options.TrainOptions,
+    started: meshes.Launch | None,
+    refusal: str | None = None,
+) -> int:
+    """One process of the run. Raises BadInput for `refusal`, this rank's own, and for what only all
+    ranks together can see; Failed for what ends a run without being a mistake in the program.
+    """
     from dolmen.train.run import run_training, summary
+
     device = meshes.device_for(started)
-    if device.type == "cpu": heap.keep()
+    if device.type == "cpu":
+        heap.keep()
     stop = Stop()
-    with launch.on_stop(lambda got: setattr(stop, "signal", max(stop.signal, got))), meshes.joined(started, device), told(out):
-        try: start = settle(config, out, given.recipe, resume=given.resume, overwrite=given.overwrite, restarts=launch.restarts(), job=launch.job(),
-                            checked=started is None or launch.launched_here(), refusal=refusal)
-        except ValueError as error: raise BadInput(str(error)) from None
+    with (
+        launch.on_stop(lambda got: setattr(stop, "signal", max(stop.signal, got))),
+        meshes.joined(started, device),
+        told(out),
+    ):
+        try:
+            start = settle(
+                config,
+                out,
+                given.recipe,
+                resume=given.resume,
+                overwrite=given.overwrite,
+                restarts=launch.restarts(),
+                job=launch.job(),
+                checked=started is None or launch.launched_here(),
+                refusal=refusal,
+            )
+        except ValueError as error:
+            raise BadInput(str(error)) from None
         mesh = config.layout.mesh(device)
-        watch = Watch(out / "hang", mesh.rank, mesh.size, config.train.hang_seconds, lambda text: launch.leave(text, hang=True))
-        with watch.watching(): outcome = run_training(config, out, mesh, console(mesh.first), start=start, stop=stop, watch=watch)
-        if mesh.first: summary(outcome, out)
+        watch = Watch(
+            out / "hang",
+            mesh.rank,
+            mesh.size,
+            config.train.hang_seconds,
+            lambda text: launch.leave(text, hang=True),
+        )
+        with watch.watching():
+            outcome = run_training(
+                config, out, mesh, console(mesh.first), start=start, stop=stop, watch=watch
+            )
+        if mesh.first:
+            summary(outcome, out)
         if mesh.first and outcome.signal:
-            print(f"stopped by signal {outcome.signal} after step {outcome.steps}, saved; to go on: "
-                  f"dolmen train {out}/config.yaml --resume", flush=True)
+            print(
+                f"stopped by signal {outcome.signal} after step {outcome.steps}, saved; to go on: "
+                f"dolmen train {out}/config.yaml --resume",
+                flush=True,
+            )
         dist.barrier()
-    if outcome.signal: return 128 + outcome.signal
+    if outcome.signal:
+        return 128 + outcome.signal
     return finish.finish(config, out) if mesh.first and not launch.launched_here() else 0
 
 
 @contextmanager
 def told(out: Path) -> Iterator[None]:
-    """Within, what the world does to a run is told in a sentence, with what is saved; mistakes of ours keep their traceback."""
-    try: yield
-    except Damaged as error: raise BadInput(str(error)) from None
-    except NotSaved as error: raise Failed(str(error)) from None
-    except FloatingPointError as error: raise Failed(str(error), final=True) from None
+    """Within, what the world does to a run is told in a sentence, with what is saved; mistakes of
+    ours keep their traceback.
+    """
+    try:
+        yield
+    except Damaged as error:
+        raise BadInput(str(error)) from None
+    except NotSaved as error:
+        raise Failed(str(error)) from None
+    except FloatingPointError as error:
+        raise Failed(str(error), final=True) from None
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG): raise
-        raise Failed(f"{error.filename or out}: {error.strerror}. {folders.newest_told(out / 'checkpoints')}: make room or mend the folder, "
-                     f"and go on with dolmen train {out}/config.yaml --resume") from None
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG):
+            raise
+        raise Failed(
+            f"{error.filename or out}: {error.strerror}. "
+            f"{folders.newest_told(out / 'checkpoints')}: make room or mend the folder, and go on "
+            f"with dolmen train {out}/config.yaml --resume"
+        ) from None

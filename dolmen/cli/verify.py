@@ -21,13 +21,15 @@ class Split:
     """Tensor parallelism: processes that share every layer."""
 
     def __post_init__(self):
-        if self.tp < 1: raise ValueError(f"layout.tp is {self.tp}: it must be at least 1")
+        if self.tp < 1:
+            raise ValueError(f"layout.tp is {self.tp}: it must be at least 1")
 
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """Compare a transformers directory as dolmen computes it with transformers itself: logits, loss, gradients, greedy
-    tokens, in float32. Exit code 1 if they differ."""
+    """Compare a transformers directory as dolmen computes it with transformers itself: logits,
+    loss, gradients, greedy tokens, in float32. Exit code 1 if they differ.
+    """
 
     folder: tyro.conf.Positional[str]
     """Directory or hub id."""
@@ -40,9 +42,17 @@ class VerifyOptions:
 
 def run(argv: list[str]) -> int:
     from dolmen.evaluate.verify import verify
+
     options = tyro.cli(VerifyOptions, args=argv, prog="dolmen verify")
     others = [options.against] if options.against else []
-    return compute(argv, "verify", options.folder, options.layout, lambda mesh: _verify(verify, options, mesh), others)
+    return compute(
+        argv,
+        "verify",
+        options.folder,
+        options.layout,
+        lambda mesh: _verify(verify, options, mesh),
+        others,
+    )
 
 
 def _verify(verify, options: VerifyOptions, mesh: meshes.Mesh) -> int:
@@ -52,20 +62,31 @@ def _verify(verify, options: VerifyOptions, mesh: meshes.Mesh) -> int:
 
 
 def compute(argv: list[str], verb: str, folder: str, split: Split, work, others: list[str]) -> int:
-    """Run work(mesh) -> exit code on the processes `split` needs, after checking the folder: the way of verify and generate."""
+    """Run work(mesh) -> exit code on the processes `split` needs, after checking the folder: the
+    way of verify and generate.
+    """
     started = meshes.Launch.read()
     try:
-        for name in (folder, *others): hf.check(hf.resolve(name), hf.read_config(hf.resolve(name)))
+        for name in (folder, *others):
+            hf.check(hf.resolve(name), hf.read_config(hf.resolve(name)))
         layout = Layout(tp=split.tp).resolve(started.world_size if started else None)
-        if layout.dp != 1: raise ValueError(f"{layout.world} processes were started: {verb} is split over tp alone, set --layout.tp {layout.world}")
+        if layout.dp != 1:
+            raise ValueError(
+                f"{layout.world} processes were started: {verb} is split over tp alone, set "
+                f"--layout.tp {layout.world}"
+            )
         layout.check(hf.read_config(hf.resolve(folder)), 1, 1, 1)
-    except (ValueError, KeyError, OSError) as error: raise BadInput(message(error)) from None
-    if started is None and layout.world > 1: return launch.launch(layout.world, [verb, *argv])
+    except (ValueError, KeyError, OSError) as error:
+        raise BadInput(message(error)) from None
+    if started is None and layout.world > 1:
+        return launch.launch(layout.world, [verb, *argv])
     return launch.guarded(lambda: _joined(started, layout, work))
 
 
 def _joined(started: meshes.Launch | None, layout: Layout, work) -> int:
     device = meshes.device_for(started)
     try:
-        with meshes.joined(started, device): return work(meshes.grid(1, layout.tp, device))
-    except ValueError as error: raise BadInput(message(error)) from None
+        with meshes.joined(started, device):
+            return work(meshes.grid(1, layout.tp, device))
+    except ValueError as error:
+        raise BadInput(message(error)) from None

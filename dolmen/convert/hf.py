@@ -1,10 +1,12 @@
-"""A checkpoint folder of transformers is a model: read it by name, stream its weights, write it back.
+"""A checkpoint folder of transformers is a model: read it by name, stream its weights, write it
+back.
 
-    read_config -> check (names and shapes, before anything is built) -> load, one stored tensor in memory at a time
+    read_config -> check (names and shapes, before anything is built) -> load, one stored tensor in
+    memory at a time
     save: config.json, weights, generation_config.json and tokenizer files, all of them or nothing
 
-`stream` and `export` are the two directions of the same weight rules (dolmen/families); whoever shards, verifies or
-serves takes (name, full tensor) pairs from them.
+`stream` and `export` are the two directions of the same weight rules (dolmen/families); whoever
+shards, verifies or serves takes (name, full tensor) pairs from them.
 """
 
 import json
@@ -25,50 +27,99 @@ from dolmen.families import WeightMap, from_hf, on_disk, stored_dtype, to_hf, we
 from dolmen.families.rules import Entry, assemble
 from dolmen.model.config import ModelConfig, parameter_shapes
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-                   "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "*.tiktoken",
-                   "chat_template.json", "chat_template.jinja", "tekken.json")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "*.tiktoken",
+    "chat_template.json",
+    "chat_template.jinja",
+    "tekken.json",
+)
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def resolve(name: str | Path, revision: str | None = None) -> Path:
-    """A model folder by path, or by hub id, downloaded or from the hub's cache. Raises ValueError if it is neither."""
-    if Path(name).expanduser().is_dir(): return Path(name).expanduser()
+    """A model folder by path, or by hub id, downloaded or from the hub's cache. Raises ValueError
+    if it is neither.
+    """
+    if Path(name).expanduser().is_dir():
+        return Path(name).expanduser()
     # half a second to import, and few runs need it
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
-    patterns = ["model*.safetensors", safetensors.INDEX, "config.json", "generation_config.json", *TOKENIZER_FILES]
-    try: return Path(snapshot_download(str(name), revision=revision, allow_patterns=patterns))
-    except (HFValidationError, OSError, RuntimeError) as error:      # the hub's and httpx's errors are among them
-        raise ValueError(f"{name} is neither a folder nor a model that the hub or its cache gives: {error}") from error
+
+    patterns = [
+        "model*.safetensors",
+        safetensors.INDEX,
+        "config.json",
+        "generation_config.json",
+        *TOKENIZER_FILES,
+    ]
+    try:
+        return Path(snapshot_download(str(name), revision=revision, allow_patterns=patterns))
+    except (
+        HFValidationError,
+        OSError,
+        RuntimeError,
+    ) as error:  # the hub's and httpx's errors are among them
+        raise ValueError(
+            f"{name} is neither a folder nor a model that the hub or its cache gives: {error}"
+        ) from error
 
 
 def read_config(folder: Path | str) -> ModelConfig:
-    """Structure from config.json. Raises ValueError naming the file and the field for what dolmen cannot compute."""
+    """Structure from config.json. Raises ValueError naming the file and the field for what dolmen
+    cannot compute.
+    """
     file = Path(folder) / "config.json"
     if not file.is_file():
-        hint = f": it is a run, write it with dolmen export {folder} --to DIR first" if (Path(folder) / "checkpoints").is_dir() else ""
+        hint = (
+            f": it is a run, write it with dolmen export {folder} --to DIR first"
+            if (Path(folder) / "checkpoints").is_dir()
+            else ""
+        )
         raise ValueError(f"{folder} has no config.json{hint}")
-    try: content = json.loads(file.read_text())
-    except ValueError as error: raise ValueError(f"{file} is no JSON: {error}") from error
-    if not isinstance(content, dict): raise ValueError(f"{file} holds a {type(content).__name__}, not an object")
-    try: return from_hf(content)
-    except ValueError as error: raise ValueError(f"{file}: {error}") from error
-    except (TypeError, AttributeError, KeyError) as error:             # a list where a number or a mapping belongs
+    try:
+        content = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is no JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} holds a {type(content).__name__}, not an object")
+    try:
+        return from_hf(content)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+    except (
+        TypeError,
+        AttributeError,
+        KeyError,
+    ) as error:  # a list where a number or a mapping belongs
         raise ValueError(f"{file} has a field of the wrong type: {error}") from error
 
 
 def check(folder: Path | str, config: ModelConfig) -> None:
-    """Compares names and shapes in the folder with `config`; reads no data. Raises KeyError for tensors that no rule
-    maps or that are missing, ValueError for a mis-shaped or quantised one and for damaged files."""
+    """Compares names and shapes in the folder with `config`; reads no data. Raises KeyError for
+    tensors that no rule maps or that are missing, ValueError for a mis-shaped or quantised one and
+    for damaged files.
+    """
     _match(Path(folder), weight_map(config))
 
 
-def stream(folder: Path | str, config: ModelConfig,
-           only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """(our name, full CPU tensor in the dtype of the file), in the order of the files; `only` those parameters, where
-    given. One stored tensor is in memory at a time if the caller lets go of each. Checks first, raising as `check`
-    does; ValueError where a stored head of a tied model differs from the embedding."""
+def stream(
+    folder: Path | str, config: ModelConfig, only: Collection[str] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """(our name, full CPU tensor in the dtype of the file), in the order of the files; `only` those
+    parameters, where given. One stored tensor is in memory at a time if the caller lets go of each.
+    Checks first, raising as `check` does; ValueError where a stored head of a tied model differs
+    from the embedding.
+    """
     weights = weight_map(config)
     stored = _match(Path(folder), weights)
     if head := stored.pop(weights.head if weights.is_tied_head(weights.head) else "", None):
@@ -76,55 +127,82 @@ def stream(folder: Path | str, config: ModelConfig,
     return _stream(weights, stored, only)
 
 
-def load(folder: Path | str, config: ModelConfig, write: Callable[[str, Tensor], Any],
-         only: Collection[str] | None = None) -> None:
-    """Calls `write(name, full tensor)` once for every parameter of `config`, or of `only`, that files have. Raises as `stream` does, and
-    KeyError where a parameter was never written."""
+def load(
+    folder: Path | str,
+    config: ModelConfig,
+    write: Callable[[str, Tensor], Any],
+    only: Collection[str] | None = None,
+) -> None:
+    """Calls `write(name, full tensor)` once for every parameter of `config`, or of `only`, that
+    files have. Raises as `stream` does, and KeyError where a parameter was never written.
+    """
     nowhere = parameter_shapes(config).keys() - parameter_shapes(on_disk(config)).keys()
     wanted, written = set(parameter_shapes(config) if only is None else only) - nowhere, set()
     for name, tensor in stream(folder, config, only):
         assert name not in written, f"{name} written twice"
         write(name, tensor)
         written.add(name)
-        del tensor      # or it would still be held while the next one is read
-    if left := sorted(wanted - written): raise KeyError(f"{len(left)} parameters are not in {folder}, e.g. {left[:3]}")
+        del tensor  # or it would still be held while the next one is read
+    if left := sorted(wanted - written):
+        raise KeyError(f"{len(left)} parameters are not in {folder}, e.g. {left[:3]}")
 
 
 def export(config: ModelConfig, full: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """(stored name, tensor) in the order of the model, each made of the parameters that `full(our name)` gives. Where
-    `full` is a collective, every rank goes through this iterator, one of them inside `save`. Raises ValueError for
-    a parameter of the wrong shape."""
+    """(stored name, tensor) in the order of the model, each made of the parameters that `full(our
+    name)` gives. Where `full` is a collective, every rank goes through this iterator, one of them
+    inside `save`. Raises ValueError for a parameter of the wrong shape.
+    """
     shapes = parameter_shapes(config)
     for _, group in groupby(weight_map(config).entries.values(), key=lambda entry: entry.ours):
         first, *rest = group
-        if first.piece is None: yield first.hf, _join(first, full, shapes)
+        if first.piece is None:
+            yield first.hf, _join(first, full, shapes)
         else:
-            stack = _part(first.ours[0], full, shapes)     # asked for once, whole
-            for entry in (first, *rest): yield entry.hf, entry.join([stack])
+            stack = _part(first.ours[0], full, shapes)  # asked for once, whole
+            for entry in (first, *rest):
+                yield entry.hf, entry.join([stack])
             del stack
 
 
-def check_target(folder: Path | str, config: ModelConfig, tokenizer_folder: Path | str | None = None) -> None:
-    """What `save` refuses, for the moment before training: ValueError for a `folder` that has anything in it, a
-    structure that the family cannot express, and a `tokenizer_folder` without a tokenizer."""
+def check_target(
+    folder: Path | str, config: ModelConfig, tokenizer_folder: Path | str | None = None
+) -> None:
+    """What `save` refuses, for the moment before training: ValueError for a `folder` that has
+    anything in it, a structure that the family cannot express, and a `tokenizer_folder` without a
+    tokenizer.
+    """
     folder = Path(folder)
     to_hf(config)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} exists and is not empty: choose another folder for the export, or remove it")
+        raise ValueError(
+            f"{folder} exists and is not empty: choose another folder for the export, or remove it"
+        )
     if tokenizer_folder is not None and not _tokenizer_files(tokenizer_folder):
-        raise ValueError(f"{tokenizer_folder} has no tokenizer files ({', '.join(TOKENIZER_FILES[:3])} ...)")
+        raise ValueError(
+            f"{tokenizer_folder} has no tokenizer files ({', '.join(TOKENIZER_FILES[:3])} ...)"
+        )
 
 
-def save(folder: Path | str, config: ModelConfig, full: Callable[[str], Tensor], dtype: torch.dtype | None = None,
-         tokenizer_folder: Path | str | None = None, shard_bytes: int = SHARD_BYTES) -> None:
-    """Writes the model as transformers reads it, in `dtype`, or else that of the source model, or else float32.
-    Everything is built beside `folder` and renamed when whole. Raises as `check_target` and `export` do."""
+def save(
+    folder: Path | str,
+    config: ModelConfig,
+    full: Callable[[str], Tensor],
+    dtype: torch.dtype | None = None,
+    tokenizer_folder: Path | str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Writes the model as transformers reads it, in `dtype`, or else that of the source model, or
+    else float32. Everything is built beside `folder` and renamed when whole. Raises as
+    `check_target` and `export` do.
+    """
     check_target(folder, config, tokenizer_folder)
     folder, content = Path(folder), to_hf(config)
     dtype = dtype or _dtype(content)
     stated = str(dtype).removeprefix("torch.")
     if stored_dtype(content).removeprefix("torch.") != stated:
-        content |= dict.fromkeys([name for name in ("dtype", "torch_dtype") if name in content] or ["dtype"], stated)
+        content |= dict.fromkeys(
+            [name for name in ("dtype", "torch_dtype") if name in content] or ["dtype"], stated
+        )
     specs = {name: Spec(entry.shape, dtype) for name, entry in weight_map(config).entries.items()}
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:
@@ -139,20 +217,29 @@ def save(folder: Path | str, config: ModelConfig, full: Callable[[str], Tensor],
 
 
 def _match(folder: Path, weights: WeightMap) -> dict[str, Stored]:
-    """Canonical stored name -> where, for every tensor that holds parameters, and for a tied model's head if stored."""
+    """Canonical stored name -> where, for every tensor that holds parameters, and for a tied
+    model's head if stored.
+    """
     found: dict[str, Stored] = {}
     for name, stored in safetensors.index(folder).items():
         canonical = weights.canonical(name)
         if canonical in found:
-            raise ValueError(f"{folder} stores {canonical} twice, as {name} and as {found[canonical].name}")
-        if not weights.ignores(canonical): found[canonical] = stored
+            raise ValueError(
+                f"{folder} stores {canonical} twice, as {name} and as {found[canonical].name}"
+            )
+        if not weights.ignores(canonical):
+            found[canonical] = stored
     extra = [stored.name for name, stored in found.items() if weights.expected_shape(name) is None]
     missing = [name for name in weights.entries if name not in found]
     if extra or missing:
         sides = [f"{len(extra)} tensors have no rule, e.g. {extra[:3]}"] * bool(extra)
         sides += [f"{len(missing)} tensors are missing, e.g. {missing[:3]}"] * bool(missing)
-        raise KeyError(f"{folder} does not fit family {weights.family.model_type} and its config: {'; '.join(sides)}")
-    for name, stored in found.items(): _check_tensor(name, stored, weights)
+        raise KeyError(
+            f"{folder} does not fit family {weights.family.model_type} and its config: "
+            f"{'; '.join(sides)}"
+        )
+    for name, stored in found.items():
+        _check_tensor(name, stored, weights)
     return found
 
 
@@ -160,31 +247,47 @@ def _check_tensor(name: str, stored: Stored, weights: WeightMap) -> None:
     expected = weights.expected_shape(name)
     if stored.spec.shape != expected:
         fields = weights.disagreeing_fields(name, stored.spec.shape)
-        raise ValueError(f"{stored.name} is {stored.spec.shape} in {stored.file}, config.json makes it {expected}: "
-                         f"check {' or '.join(fields) or 'the family'}")
+        raise ValueError(
+            f"{stored.name} is {stored.spec.shape} in {stored.file}, config.json makes it "
+            f"{expected}: check {' or '.join(fields) or 'the family'}"
+        )
     if stored.spec.dtype not in FLOATS:
-        raise ValueError(f"{stored.name} in {stored.file} is {stored.spec.dtype}: dolmen reads no quantised weights")
+        raise ValueError(
+            f"{stored.name} in {stored.file} is {stored.spec.dtype}: dolmen reads no quantised "
+            f"weights"
+        )
 
 
-def _stream(weights: WeightMap, stored: dict[str, Stored],
-            only: Collection[str] | None) -> Iterator[tuple[str, Tensor]]:
-    yield from assemble([weights.entries[name] for name in stored], lambda name: stored[name].read(), only)
+def _stream(
+    weights: WeightMap, stored: dict[str, Stored], only: Collection[str] | None
+) -> Iterator[tuple[str, Tensor]]:
+    yield from assemble(
+        [weights.entries[name] for name in stored], lambda name: stored[name].read(), only
+    )
 
 
 def _require_equal(head: Stored, embedding: Stored) -> None:
-    same = head.spec == embedding.spec and all(a == b for a, b in zip(head.chunks(), embedding.chunks(), strict=True))
+    same = head.spec == embedding.spec and all(
+        a == b for a, b in zip(head.chunks(), embedding.chunks(), strict=True)
+    )
     if not same:
-        raise ValueError(f"tie_word_embeddings is true, but {head.name} in {head.file} differs from "
-                         f"{embedding.name}: set tie_word_embeddings to false in config.json, or remove that head")
+        raise ValueError(
+            f"tie_word_embeddings is true, but {head.name} in {head.file} differs from "
+            f"{embedding.name}: set tie_word_embeddings to false in config.json, or remove "
+            f"that head"
+        )
 
 
-def _join(entry: Entry, full: Callable[[str], Tensor], shapes: dict[str, tuple[int, ...]]) -> Tensor:
+def _join(
+    entry: Entry, full: Callable[[str], Tensor], shapes: dict[str, tuple[int, ...]]
+) -> Tensor:
     return entry.join([_part(name, full, shapes) for name in entry.ours])
 
 
 def _part(name: str, full: Callable[[str], Tensor], shapes: dict[str, tuple[int, ...]]) -> Tensor:
     part = full(name)
-    if tuple(part.shape) != shapes[name]: raise ValueError(f"{name} is {tuple(part.shape)}, the model's is {shapes[name]}")
+    if tuple(part.shape) != shapes[name]:
+        raise ValueError(f"{name} is {tuple(part.shape)}, the model's is {shapes[name]}")
     return part
 
 
@@ -193,7 +296,9 @@ def _dtype(content: dict[str, Any]) -> torch.dtype:
     named = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
     name = stored_dtype(content).removeprefix("torch.")
     if name not in named:
-        raise ValueError(f"dtype is {name!r} in config.json: choose one of {', '.join(named)} for the export")
+        raise ValueError(
+            f"dtype is {name!r} in config.json: choose one of {', '.join(named)} for the export"
+        )
     return named[name]
 
 
@@ -201,14 +306,19 @@ def _tokenizer_files(folder: Path | str) -> list[Path]:
     return sorted({file for pattern in TOKENIZER_FILES for file in Path(folder).glob(pattern)})
 
 
-def _write_generation_config(part: Path, content: dict[str, Any], source: Path | str | None) -> None:
-    """The source's own generation_config.json, or else one of the token ids that config.json states, if any."""
+def _write_generation_config(
+    part: Path, content: dict[str, Any], source: Path | str | None
+) -> None:
+    """The source's own generation_config.json, or else one of the token ids that config.json
+    states, if any.
+    """
     if source is not None and (Path(source) / "generation_config.json").is_file():
         shutil.copyfile(Path(source) / "generation_config.json", part / "generation_config.json")
         return
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     ids = {name: content[name] for name in names if content.get(name) is not None}
-    if ids: _write_json(part / "generation_config.json", {"_from_model_config": True, **ids})
+    if ids:
+        _write_json(part / "generation_config.json", {"_from_model_config": True, **ids})
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:

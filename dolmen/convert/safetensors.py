@@ -1,12 +1,15 @@
-"""Safetensors folders, streamed: names, shapes and dtypes without reading data, then one tensor in memory at a time.
+"""Safetensors folders, streamed: names, shapes and dtypes without reading data, then one tensor in
+memory at a time.
 
-A file is 8 bytes of header length, a JSON header, and the raw little-endian data (github.com/huggingface/safetensors):
+A file is 8 bytes of header length, a JSON header, and the raw little-endian data
+(github.com/huggingface/safetensors):
 
-    | u64 n | {"name": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}, ...} (n bytes) | data |
+    | u64 n | {"name": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}, ...} (n bytes) |
+    data |
 
-A model is one `model.safetensors`, or shards named by `model.safetensors.index.json`. The library maps whole files into
-memory; reading by offset keeps one tensor resident, and the writer needs no more: offsets follow from shapes. Nothing
-here ever unpickles.
+A model is one `model.safetensors`, or shards named by `model.safetensors.index.json`. The library
+maps whole files into memory; reading by offset keeps one tensor resident, and the writer needs no
+more: offsets follow from shapes. Nothing here ever unpickles.
 """
 
 import json
@@ -22,10 +25,23 @@ from torch import Tensor
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
 MAX_HEADER_BYTES = 100 * 2**20
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-          "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "U16": torch.uint16,
-          "U32": torch.uint32, "U64": torch.uint64, "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn,
-          "F8_E5M2": torch.float8_e5m2}
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -37,7 +53,8 @@ class Spec:
     dtype: torch.dtype
 
     @property
-    def nbytes(self) -> int: return math.prod(self.shape) * self.dtype.itemsize
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -50,112 +67,162 @@ class Stored:
     offset: int
 
     def read(self) -> Tensor:
-        """The tensor, in newly allocated memory. Raises ValueError where the file ends before it does."""
+        """The tensor, in newly allocated memory. Raises ValueError where the file ends before it
+        does.
+        """
         data = torch.empty(self.spec.nbytes, dtype=torch.uint8)
         with open(self.file, "rb") as file:
             file.seek(self.offset)
             got = file.readinto(data.numpy())
         if got != self.spec.nbytes:
-            raise ValueError(f"{self.file} is truncated: {self.name} has {got} of {self.spec.nbytes} bytes")
+            raise ValueError(
+                f"{self.file} is truncated: {self.name} has {got} of {self.spec.nbytes} bytes"
+            )
         return data.view(self.spec.dtype).reshape(self.spec.shape)
 
     def chunks(self, size: int = 2**20) -> Iterator[bytes]:
         """The raw bytes, `size` at a time."""
         with open(self.file, "rb") as file:
             file.seek(self.offset)
-            for start in range(0, self.spec.nbytes, size): yield file.read(min(size, self.spec.nbytes - start))
+            for start in range(0, self.spec.nbytes, size):
+                yield file.read(min(size, self.spec.nbytes - start))
 
 
 def index(folder: Path | str) -> dict[str, Stored]:
-    """Every tensor of a model folder, in the order of its files, read off the headers alone. Raises ValueError for a
-    folder without safetensors, an index that names absent files or tensors, and a truncated or damaged file."""
+    """Every tensor of a model folder, in the order of its files, read off the headers alone. Raises
+    ValueError for a folder without safetensors, an index that names absent files or tensors, and a
+    truncated or damaged file.
+    """
     folder = Path(folder)
-    if (folder / SINGLE).is_file(): return header(folder / SINGLE)
-    if not (folder / INDEX).is_file(): raise ValueError(_nothing_to_read(folder))
+    if (folder / SINGLE).is_file():
+        return header(folder / SINGLE)
+    if not (folder / INDEX).is_file():
+        raise ValueError(_nothing_to_read(folder))
     weight_map = _weight_map(folder / INDEX)
     files = list(dict.fromkeys(weight_map.values()))
-    if absent := [name for name in files if Path(name).name != name or not (folder / name).is_file()]:
-        raise ValueError(f"{folder / INDEX} names {len(absent)} files that are not in the folder, e.g. {absent[:3]}")
+    if absent := [
+        name for name in files if Path(name).name != name or not (folder / name).is_file()
+    ]:
+        raise ValueError(
+            f"{folder / INDEX} names {len(absent)} files that are not in the folder, e.g. "
+            f"{absent[:3]}"
+        )
     found: dict[str, Stored] = {}
     for name in files:
         shard = header(folder / name)
         if twice := [tensor for tensor in shard if tensor in found]:
-            raise ValueError(f"{twice[0]} is stored twice, in {found[twice[0]].file.name} and in {name} of {folder}")
+            raise ValueError(
+                f"{twice[0]} is stored twice, in {found[twice[0]].file.name} and in {name} of "
+                f"{folder}"
+            )
         found |= shard
-    if missing := [t for t, name in weight_map.items() if t not in found or found[t].file.name != name]:
-        raise ValueError(f"{folder / INDEX} names {len(missing)} tensors that are not there, e.g. {missing[:3]}")
+    if missing := [
+        t for t, name in weight_map.items() if t not in found or found[t].file.name != name
+    ]:
+        raise ValueError(
+            f"{folder / INDEX} names {len(missing)} tensors that are not there, e.g. {missing[:3]}"
+        )
     return found
 
 
 def header(file: Path) -> dict[str, Stored]:
-    """The tensors of one file, in the order of their bytes. Raises ValueError where header and length disagree."""
+    """The tensors of one file, in the order of their bytes. Raises ValueError where header and
+    length disagree.
+    """
     length = file.stat().st_size
     with open(file, "rb") as stream:
         size = int.from_bytes(stream.read(8), "little")
         if length < 8 or size > min(length - 8, MAX_HEADER_BYTES):
-            raise ValueError(f"{file} is truncated or no safetensors file: header of {size} bytes, file of {length}")
+            raise ValueError(
+                f"{file} is truncated or no safetensors file: header of {size} bytes, file of "
+                f"{length}"
+            )
         text = stream.read(size)
-    try: entries = _entries(text)
+    try:
+        entries = _entries(text)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{file} is no safetensors file: {error!r} in its header") from error
     end, found = 0, {}
     for start, stop, name, spec in entries:
         if start != end or stop - start != spec.nbytes:
-            raise ValueError(f"{file} is damaged: {name} {spec.shape} of {spec.dtype} is given bytes {start} to "
-                             f"{stop}, expected {end} to {end + spec.nbytes}")
+            raise ValueError(
+                f"{file} is damaged: {name} {spec.shape} of {spec.dtype} is given bytes {start} to "
+                f"{stop}, expected {end} to {end + spec.nbytes}"
+            )
         found[name], end = Stored(name, spec, file, 8 + size + start), stop
     if length != 8 + size + end:
-        raise ValueError(f"{file} is truncated or damaged: {length} bytes, its header says {8 + size + end}")
+        raise ValueError(
+            f"{file} is truncated or damaged: {length} bytes, its header says {8 + size + end}"
+        )
     return found
 
 
-def write(folder: Path | str, specs: Mapping[str, Spec], tensors: Iterable[tuple[str, Tensor]],
-          shard_bytes: int = SHARD_BYTES) -> None:
-    """Stores `tensors`, which come in any order and are cast to the dtype of their spec, as shards of at most
-    `shard_bytes` (a larger tensor gets one of its own), one in memory at a time. Files get their names when all are
-    whole. Raises ValueError for a tensor that is unknown, comes twice or is mis-shaped, and KeyError for those that
-    never come."""
+def write(
+    folder: Path | str,
+    specs: Mapping[str, Spec],
+    tensors: Iterable[tuple[str, Tensor]],
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Stores `tensors`, which come in any order and are cast to the dtype of their spec, as shards
+    of at most `shard_bytes` (a larger tensor gets one of its own), one in memory at a time. Files
+    get their names when all are whole. Raises ValueError for a tensor that is unknown, comes twice
+    or is mis-shaped, and KeyError for those that never come.
+    """
     folder, shards = Path(folder), _shards(specs, shard_bytes)
     names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    if len(names) == 1: names = [SINGLE]
+    if len(names) == 1:
+        names = [SINGLE]
     parts = [folder / f".{name}.part" for name in names]
     try:
         places = {}
         for part, shard in zip(parts, shards, strict=True):
             places |= _write_header(part, {name: specs[name] for name in shard})
         for name, tensor in tensors:
-            if name not in specs: raise ValueError(f"{name} is not among the {len(specs)} tensors to store")
-            if name not in places: raise ValueError(f"{name} came twice")
+            if name not in specs:
+                raise ValueError(f"{name} is not among the {len(specs)} tensors to store")
+            if name not in places:
+                raise ValueError(f"{name} came twice")
             if tuple(tensor.shape) != specs[name].shape:
-                raise ValueError(f"{name} is {tuple(tensor.shape)}, to be stored as {specs[name].shape}")
+                raise ValueError(
+                    f"{name} is {tuple(tensor.shape)}, to be stored as {specs[name].shape}"
+                )
             _write_tensor(places.pop(name), tensor)
-            del tensor      # or it would still be held while the next one is made
-        if places: raise KeyError(f"{len(places)} tensors to store never came, e.g. {list(places)[:3]}")
+            del tensor  # or it would still be held while the next one is made
+        if places:
+            raise KeyError(f"{len(places)} tensors to store never came, e.g. {list(places)[:3]}")
         for part, name in zip(parts, names, strict=True):
-            with open(part, "rb") as file: os.fsync(file.fileno())
+            with open(part, "rb") as file:
+                os.fsync(file.fileno())
             part.rename(folder / name)
     finally:
-        for part in parts: part.unlink(missing_ok=True)
-    if len(shards) > 1: _write_index(folder, specs, dict(zip(names, shards, strict=True)))
+        for part in parts:
+            part.unlink(missing_ok=True)
+    if len(shards) > 1:
+        _write_index(folder, specs, dict(zip(names, shards, strict=True)))
 
 
 def _shards(specs: Mapping[str, Spec], shard_bytes: int) -> list[list[str]]:
     """Names divided over files, in their order."""
     shards, filled = [[]], 0
     for name, spec in specs.items():
-        if shards[-1] and filled + spec.nbytes > shard_bytes: shards, filled = [*shards, []], 0
+        if shards[-1] and filled + spec.nbytes > shard_bytes:
+            shards, filled = [*shards, []], 0
         shards[-1].append(name)
         filled += spec.nbytes
     return shards
 
 
 def _write_header(file: Path, specs: Mapping[str, Spec]) -> dict[str, Stored]:
-    """A file of full length with its header and no data yet; where each tensor goes. Wide dtypes first and a header of
-    a multiple of 8 bytes, so that every tensor is aligned."""
+    """A file of full length with its header and no data yet; where each tensor goes. Wide dtypes
+    first and a header of a multiple of 8 bytes, so that every tensor is aligned.
+    """
     entries, end = {"__metadata__": {"format": "pt"}}, 0
     for name, spec in sorted(specs.items(), key=lambda item: -item[1].dtype.itemsize):
-        entries[name] = {"dtype": NAMES[spec.dtype], "shape": list(spec.shape),
-                         "data_offsets": [end, end + spec.nbytes]}
+        entries[name] = {
+            "dtype": NAMES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [end, end + spec.nbytes],
+        }
         end += spec.nbytes
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -163,7 +230,10 @@ def _write_header(file: Path, specs: Mapping[str, Spec]) -> dict[str, Stored]:
         stream.write(len(text).to_bytes(8, "little") + text)
         stream.truncate(8 + len(text) + end)
     first = 8 + len(text)
-    return {name: Stored(name, spec, file, first + entries[name]["data_offsets"][0]) for name, spec in specs.items()}
+    return {
+        name: Stored(name, spec, file, first + entries[name]["data_offsets"][0])
+        for name, spec in specs.items()
+    }
 
 
 def _write_tensor(place: Stored, tensor: Tensor) -> None:
@@ -174,15 +244,18 @@ def _write_tensor(place: Stored, tensor: Tensor) -> None:
 
 
 def _write_index(folder: Path, specs: Mapping[str, Spec], shards: Mapping[str, list[str]]) -> None:
-    content = {"metadata": {"total_size": sum(spec.nbytes for spec in specs.values())},
-               "weight_map": {tensor: name for name, tensors in shards.items() for tensor in tensors}}
+    content = {
+        "metadata": {"total_size": sum(spec.nbytes for spec in specs.values())},
+        "weight_map": {tensor: name for name, tensors in shards.items() for tensor in tensors},
+    }
     part = folder / f".{INDEX}.part"
     part.write_text(json.dumps(content, indent=2) + "\n")
     part.rename(folder / INDEX)
 
 
 def _weight_map(file: Path) -> dict[str, str]:
-    try: return dict(json.loads(file.read_text(), object_pairs_hook=_unique)["weight_map"])
+    try:
+        return dict(json.loads(file.read_text(), object_pairs_hook=_unique)["weight_map"])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} is no index of safetensors files: {error!r}") from error
 
@@ -193,8 +266,13 @@ def _entries(text: bytes) -> list[tuple[int, int, str, Spec]]:
     entries.pop("__metadata__", None)
     if strange := sorted({entry["dtype"] for entry in entries.values()} - set(DTYPES)):
         raise ValueError(f"dtype {strange[0]} is not among {', '.join(DTYPES)}")
-    return sorted(((*entry["data_offsets"], name, Spec(tuple(entry["shape"]), DTYPES[entry["dtype"]]))
-                   for name, entry in entries.items()), key=lambda item: item[:2])
+    return sorted(
+        (
+            (*entry["data_offsets"], name, Spec(tuple(entry["shape"]), DTYPES[entry["dtype"]]))
+            for name, entry in entries.items()
+        ),
+        key=lambda item: item[:2],
+    )
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -207,8 +285,15 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _nothing_to_read(folder: Path) -> str:
-    if not folder.is_dir(): return f"{folder} is not a folder"
-    pickles = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pth", ".pt", ".ckpt"))
-    if not pickles: return f"{folder} has neither {SINGLE} nor {INDEX}"
-    return (f"{folder} has pickled weights only ({', '.join(pickles[:3])}), which dolmen never loads, since a pickle "
-            "runs code: save it as safetensors with transformers' save_pretrained where you trust it")
+    if not folder.is_dir():
+        return f"{folder} is not a folder"
+    pickles = sorted(
+        p.name for p in folder.iterdir() if p.suffix in (".bin", ".pth", ".pt", ".ckpt")
+    )
+    if not pickles:
+        return f"{folder} has neither {SINGLE} nor {INDEX}"
+    return (
+        f"{folder} has pickled weights only ({', '.join(pickles[:3])}), which dolmen never loads, "
+        "since a pickle runs code: save it as safetensors with transformers' save_pretrained "
+        "where you trust it"
+    )

@@ -1,7 +1,9 @@
-"""Whether all ranks are about to do the same, and what one of them finds for all: asked once, right after joining.
+"""Whether all ranks are about to do the same, and what one of them finds for all: asked once, right
+after joining.
 
-Ranks on hosts that differ in an option or in a file of code would train something that is neither, or wait for ever in
-collectives of other shapes. One digest a rank is gathered; only where they differ, the facts themselves.
+Ranks on hosts that differ in an option or in a file of code would train something that is neither,
+or wait for ever in collectives of other shapes. One digest a rank is gathered; only where they
+differ, the facts themselves.
 """
 
 import hashlib
@@ -14,7 +16,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 T = TypeVar("T")
-SHOWN = 6                                                  # facts told of one host
+SHOWN = 6  # facts told of one host
 
 
 def gathered(mine: Any) -> list[Any]:
@@ -27,36 +29,60 @@ def gathered(mine: Any) -> list[Any]:
 def code(folder: Path) -> dict[str, str]:
     """Source file -> hash of its text, for every .py under `folder`."""
     files = sorted(folder.rglob("*.py"))
-    return {f"code {path.relative_to(folder)}": hashlib.blake2b(path.read_bytes(), digest_size=6).hexdigest() for path in files}
+    return {
+        f"code {path.relative_to(folder)}": hashlib.blake2b(
+            path.read_bytes(), digest_size=6
+        ).hexdigest()
+        for path in files
+    }
 
 
 def flat(values: dict, path: str = "") -> dict[str, Any]:
     """Nested options as `section.option: value`."""
     out = {}
     for key, value in values.items():
-        if isinstance(value, dict) and value: out |= flat(value, f"{path}{key}.")
-        else: out[f"{path}{key}"] = value
+        if isinstance(value, dict) and value:
+            out |= flat(value, f"{path}{key}.")
+        else:
+            out[f"{path}{key}"] = value
     return out
 
 
 def check(facts: dict[str, Any]) -> None:
-    """Raises ValueError, the same on every rank, unless all ranks bring the same facts (JSON values by name): which ranks on
-    which host differ from rank 0, and in what."""
-    digest = hashlib.blake2b(json.dumps(facts, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
-    if len(set(gathered(digest))) == 1: return
+    """Raises ValueError, the same on every rank, unless all ranks bring the same facts (JSON values
+    by name): which ranks on which host differ from rank 0, and in what.
+    """
+    digest = hashlib.blake2b(
+        json.dumps(facts, sort_keys=True, default=str).encode(), digest_size=16
+    ).hexdigest()
+    if len(set(gathered(digest))) == 1:
+        return
     everyone = gathered((socket.gethostname(), facts))
     host, first = everyone[0]
     lines: dict[str, list[int]] = {}
     for rank, (where, other) in enumerate(everyone):
         names = [n for n in {**first, **other} if first.get(n) != other.get(n)]
-        if names: lines.setdefault(f"on {where}: {_told(names, first, other)}", []).append(rank)
-    told = [f"rank {', '.join(map(str, ranks[:8]))}{' ...' if len(ranks) > 8 else ''} {line}" for line, ranks in lines.items()]
-    raise ValueError("\n  ".join([f"the ranks do not agree on what to do; as seen from rank 0 on {host},", *told,
-                                  "give every host the same command, the same version of dolmen and of torch"]))
+        if names:
+            lines.setdefault(f"on {where}: {_told(names, first, other)}", []).append(rank)
+    told = [
+        f"rank {', '.join(map(str, ranks[:8]))}{' ...' if len(ranks) > 8 else ''} {line}"
+        for line, ranks in lines.items()
+    ]
+    raise ValueError(
+        "\n  ".join(
+            [
+                f"the ranks do not agree on what to do; as seen from rank 0 on {host},",
+                *told,
+                "give every host the same command, the same version of dolmen and of torch",
+            ]
+        )
+    )
 
 
 def _told(names: list[str], first: dict, other: dict) -> str:
-    def value(of: dict, name: str) -> str: return str(of.get(name, "absent"))
+    def value(of: dict, name: str) -> str:
+        return str(of.get(name, "absent"))
+
     told = [f"{n} {value(other, n)}, here {value(first, n)}" for n in names[:SHOWN]]
     return "; ".join(told) + (f"; and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
 
@@ -65,8 +91,11 @@ def once(work: Callable[[], T]) -> T:
     """work(), done by rank 0 alone; its value, or its ValueError, is everyone's."""
     found: list[Any] = [None, None]
     if dist.get_rank() == 0:
-        try: found[0] = work()
-        except (ValueError, OSError) as error: found[1] = str(error)
+        try:
+            found[0] = work()
+        except (ValueError, OSError) as error:
+            found[1] = str(error)
     dist.broadcast_object_list(found)
-    if found[1] is not None: raise ValueError(found[1])
+    if found[1] is not None:
+        raise ValueError(found[1])
     return found[0]

@@ -1,19 +1,24 @@
-"""Eight collectives with types. Per mesh axis a tensor is R (replicated, gradient P), I (invariant, gradient I),
-S(d) (sharded along d, gradient S(d)) or P (partial sum, gradient R); each backward follows from the types.
+"""Eight collectives with types. Per mesh axis a tensor is R (replicated, gradient P), I (invariant,
+gradient I), S(d) (sharded along d, gradient S(d)) or P (partial sum, gradient R); each backward
+follows from the types.
 
-    copy            I -> R      no-op            | P -> I      all-reduce          Megatron's f   (1909.08053)
+    copy            I -> R      no-op            | P -> I      all-reduce          Megatron's
+                    f   (1909.08053)
     all_reduce      P -> I      all-reduce       | I -> R      no-op               Megatron's g
-    all_gather      S(d) -> R   all-gather       | P -> S(d)   reduce-scatter      g-bar of sequence parallelism (2205.05198)
+    all_gather      S(d) -> R   all-gather       | P -> S(d)   reduce-scatter      g-bar of sequence
+                    parallelism (2205.05198)
     reduce_scatter  P -> S(d)   reduce-scatter   | S(d) -> R   all-gather
     split           I -> S(d)   slice            | S(d) -> I   all-gather          scatter
     gather          S(d) -> I   all-gather       | I -> S(d)   slice               gather
     all_to_all      S(i) -> S(j)                 | S(j) -> S(i)
-    exchange        rows to the ranks they are for, unequal numbers of them      | the same rows, back
+    exchange        rows to the ranks they are for, unequal numbers of them      | the same rows,
+                    back
 
-All return new tensors or the input itself, never mutate one, are the identity on an axis of size 1, and trace under
-torch.compile. The `start_*` functions below them are the raw, asynchronous forms: what is sent, with no autograd; their
-result is waited for by `wait`, of a reduce-scatter by `finish_reduce_scatter`. Every byte of compute that moves goes
-through them (gradients move in parallel/data.py).
+All return new tensors or the input itself, never mutate one, are the identity on an axis of size 1,
+and trace under torch.compile. The `start_*` functions below them are the raw, asynchronous forms:
+what is sent, with no autograd; their result is waited for by `wait`, of a reduce-scatter by
+`finish_reduce_scatter`. Every byte of compute that moves goes through them (gradients move in
+parallel/data.py).
 """
 
 from typing import NamedTuple
@@ -26,7 +31,7 @@ from torch import Tensor
 from dolmen.core.mesh import Axis
 
 wait = funcol.wait_tensor
-_RENAMED = "all_gather_single" in vars(funcol)             # torch 2.13 renames two of them
+_RENAMED = "all_gather_single" in vars(funcol)  # torch 2.13 renames two of them
 _ALL_GATHER = funcol.all_gather_single if _RENAMED else funcol.all_gather_tensor
 _REDUCE_SCATTER = funcol.reduce_scatter_single if _RENAMED else funcol.reduce_scatter_tensor
 
@@ -44,9 +49,11 @@ def start_all_gather(x: Tensor, axis: Axis) -> Tensor:
 def start_reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     """On its way to this rank's rows of the sum over the axis: [size * n, ...] -> [n, ...].
 
-    gloo would all-reduce and keep a part. There, ranks exchange parts and each adds up its own: 8 MiB of bf16 between two
-    processes takes 5 ms instead of 15, and sums are rounded once."""
-    if axis.gloo: return funcol.all_to_all_single(x.contiguous(), None, None, axis.group)
+    gloo would all-reduce and keep a part. There, ranks exchange parts and each adds up its own: 8
+    MiB of bf16 between two processes takes 5 ms instead of 15, and sums are rounded once.
+    """
+    if axis.gloo:
+        return funcol.all_to_all_single(x.contiguous(), None, None, axis.group)
     return _REDUCE_SCATTER(x.contiguous(), "sum", 0, axis.group)
 
 
@@ -57,43 +64,61 @@ def finish_reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
 
 
 class Rotation(NamedTuple):
-    """Tensors under way to the next rank; `wait` gives those that have come from the previous one."""
+    """Tensors under way to the next rank; `wait` gives those that have come from the
+    previous one.
+    """
 
     coming: list[Tensor]
-    going: list[Tensor]                                    # kept alive until they have left
+    going: list[Tensor]  # kept alive until they have left
     works: list[dist.Work]
 
     def wait(self) -> list[Tensor]:
-        for work in self.works: work.wait()
+        for work in self.works:
+            work.wait()
         return self.coming
 
 
 def start_rotate(tensors: list[Tensor], axis: Axis, shift: int = 1) -> Rotation:
-    """Sends each tensor to the rank `shift` further on the ring of the axis, and receives that of the rank as far behind.
-    Shapes are equal on all ranks, and all ranks call this in the same order. What is sent must not be written to before `wait`."""
-    if axis.size == 1: return Rotation(tensors, tensors, [])
+    """Sends each tensor to the rank `shift` further on the ring of the axis, and receives that of
+    the rank as far behind. Shapes are equal on all ranks, and all ranks call this in the same
+    order. What is sent must not be written to before `wait`.
+    """
+    if axis.size == 1:
+        return Rotation(tensors, tensors, [])
     going = [t.contiguous() for t in tensors]
     coming = [torch.empty_like(t) for t in going]
     there, behind = (axis.rank + shift) % axis.size, (axis.rank - shift) % axis.size
-    works = dist.batch_isend_irecv([dist.P2POp(dist.isend, t, group=axis.group, group_peer=there) for t in going]
-                                   + [dist.P2POp(dist.irecv, t, group=axis.group, group_peer=behind) for t in coming])
+    works = dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, t, group=axis.group, group_peer=there) for t in going]
+        + [dist.P2POp(dist.irecv, t, group=axis.group, group_peer=behind) for t in coming]
+    )
     return Rotation(coming, going, works)
 
 
 def _gathered(x: Tensor, dim: int, axis: Axis) -> Tensor:
-    if dim == 0: return wait(start_all_gather(x, axis))
+    if dim == 0:
+        return wait(start_all_gather(x, axis))
     return wait(start_all_gather(x.movedim(dim, 0), axis)).movedim(0, dim).contiguous()
 
 
 def _scattered(x: Tensor, dim: int, axis: Axis) -> Tensor:
-    if dim == 0: return finish_reduce_scatter(start_reduce_scatter(x, axis), axis)
-    return finish_reduce_scatter(start_reduce_scatter(x.movedim(dim, 0), axis), axis).movedim(0, dim).contiguous()
+    if dim == 0:
+        return finish_reduce_scatter(start_reduce_scatter(x, axis), axis)
+    return (
+        finish_reduce_scatter(start_reduce_scatter(x.movedim(dim, 0), axis), axis)
+        .movedim(0, dim)
+        .contiguous()
+    )
 
 
 def part(x: Tensor, dim: int, axis: Axis) -> Tensor:
-    """This rank's equal part of x along dim, a view. Raises ValueError where the axis does not divide it."""
+    """This rank's equal part of x along dim, a view. Raises ValueError where the axis does not
+    divide it.
+    """
     if x.shape[dim] % axis.size:
-        raise ValueError(f"dim {dim} of size {x.shape[dim]} is not divisible by {axis.name} ({axis.size})")
+        raise ValueError(
+            f"dim {dim} of size {x.shape[dim]} is not divisible by {axis.name} ({axis.size})"
+        )
     n = x.shape[dim] // axis.size
     return x.narrow(dim, axis.rank * n, n)
 
@@ -105,15 +130,18 @@ class _Copy(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx, g): return wait(start_all_reduce(g, ctx.axis)), None
+    def backward(ctx, g):
+        return wait(start_all_reduce(g, ctx.axis)), None
 
 
 class _AllReduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, axis): return wait(start_all_reduce(x, axis))
+    def forward(ctx, x, axis):
+        return wait(start_all_reduce(x, axis))
 
     @staticmethod
-    def backward(ctx, g): return g, None
+    def backward(ctx, g):
+        return g, None
 
 
 class _AllGather(torch.autograd.Function):
@@ -123,7 +151,8 @@ class _AllGather(torch.autograd.Function):
         return _gathered(x, dim, axis)
 
     @staticmethod
-    def backward(ctx, g): return _scattered(g, ctx.dim, ctx.axis), None, None
+    def backward(ctx, g):
+        return _scattered(g, ctx.dim, ctx.axis), None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
@@ -133,7 +162,8 @@ class _ReduceScatter(torch.autograd.Function):
         return _scattered(x, dim, axis)
 
     @staticmethod
-    def backward(ctx, g): return _gathered(g, ctx.dim, ctx.axis), None, None
+    def backward(ctx, g):
+        return _gathered(g, ctx.dim, ctx.axis), None, None
 
 
 class _Split(torch.autograd.Function):
@@ -143,7 +173,8 @@ class _Split(torch.autograd.Function):
         return part(x, dim, axis).clone()
 
     @staticmethod
-    def backward(ctx, g): return _gathered(g, ctx.dim, ctx.axis), None, None
+    def backward(ctx, g):
+        return _gathered(g, ctx.dim, ctx.axis), None, None
 
 
 class _Gather(torch.autograd.Function):
@@ -153,19 +184,22 @@ class _Gather(torch.autograd.Function):
         return _gathered(x, dim, axis)
 
     @staticmethod
-    def backward(ctx, g): return part(g, ctx.dim, ctx.axis).clone(), None, None
+    def backward(ctx, g):
+        return part(g, ctx.dim, ctx.axis).clone(), None, None
 
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, src, dst, axis):
         ctx.src, ctx.dst, ctx.axis = src, dst, axis
-        parts = torch.stack(x.chunk(axis.size, dst))                          # [size, ..., one part along dst]
-        got = wait(funcol.all_to_all_single(parts, None, None, axis.group))   # part r now comes from rank r
+        parts = torch.stack(x.chunk(axis.size, dst))  # [size, ..., one part along dst]
+        # part r now comes from rank r
+        got = wait(funcol.all_to_all_single(parts, None, None, axis.group))
         return torch.cat(got.unbind(0), src)
 
     @staticmethod
-    def backward(ctx, g): return _AllToAll.apply(g, ctx.dst, ctx.src, ctx.axis), None, None, None
+    def backward(ctx, g):
+        return _AllToAll.apply(g, ctx.dst, ctx.src, ctx.axis), None, None, None
 
 
 class _Exchange(torch.autograd.Function):
@@ -197,7 +231,8 @@ def all_gather(x: Tensor, dim: int, axis: Axis) -> Tensor:
 
 def reduce_scatter(x: Tensor, dim: int, axis: Axis) -> Tensor:
     """P -> S(dim). Raises ValueError where the axis does not divide the dim."""
-    if axis.size == 1: return x
+    if axis.size == 1:
+        return x
     part(x, dim, axis)
     return _ReduceScatter.apply(x, dim, axis)
 
@@ -213,15 +248,20 @@ def gather(x: Tensor, dim: int, axis: Axis) -> Tensor:
 
 
 def all_to_all(x: Tensor, src: int, dst: int, axis: Axis) -> Tensor:
-    """S(src) -> S(dst): whole along src, split along dst. Raises ValueError where the axis does not divide dst."""
-    if axis.size == 1: return x
+    """S(src) -> S(dst): whole along src, split along dst. Raises ValueError where the axis does not
+    divide dst.
+    """
+    if axis.size == 1:
+        return x
     part(x, dst, axis)
     return _AllToAll.apply(x, src, dst, axis)
 
 
 def exchange(x: Tensor, send: list[int], receive: list[int], axis: Axis) -> Tensor:
-    """S(0) -> S(0): the first send[0] rows of x go to rank 0, the next send[1] to rank 1 and so on; back come receive[r] rows
-    from each rank r, in the order of ranks. x [sum(send), ...] -> [sum(receive), ...]. Counts may be 0."""
+    """S(0) -> S(0): the first send[0] rows of x go to rank 0, the next send[1] to rank 1 and so on;
+    back come receive[r] rows from each rank r, in the order of ranks. x [sum(send), ...] ->
+    [sum(receive), ...]. Counts may be 0.
+    """
     return x if axis.size == 1 else _Exchange.apply(x, send, receive, axis)
 
 

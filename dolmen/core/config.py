@@ -1,4 +1,6 @@
-"""Frozen dataclasses to and from plain mappings (YAML, JSON), strictly: an unknown key or a wrong type is refused by name."""
+"""Frozen dataclasses to and from plain mappings (YAML, JSON), strictly: an unknown key or a wrong
+type is refused by name.
+"""
 
 import dataclasses
 import difflib
@@ -15,14 +17,20 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, dict): return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
     return [_plain(v) for v in value] if isinstance(value, (tuple, list)) else value
 
 
 def from_dict(cls: type[T], values: Any, default: T | None = None, path: str = "") -> T:
-    """A `cls` from a mapping; keys left out keep the value of `default` (or the class's own). Raises ValueError with the
-    path of the key: unknown (with the nearest name), or of the wrong type."""
-    if not isinstance(values, dict): raise ValueError(f"{path or 'the configuration'} must be a mapping of options, not {values!r}")
+    """A `cls` from a mapping; keys left out keep the value of `default` (or the class's own).
+    Raises ValueError with the path of the key: unknown (with the nearest name), or of the wrong
+    type.
+    """
+    if not isinstance(values, dict):
+        raise ValueError(
+            f"{path or 'the configuration'} must be a mapping of options, not {values!r}"
+        )
     hints = typing.get_type_hints(cls)
     names = [f.name for f in dataclasses.fields(cls)]
     made = {} if default is None else {n: getattr(default, n) for n in names}
@@ -30,42 +38,61 @@ def from_dict(cls: type[T], values: Any, default: T | None = None, path: str = "
         name, where = str(key).replace("-", "_"), f"{path}.{key}" if path else str(key)
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1)
-            raise ValueError(f"unknown option {where}" + (f": did you mean {near[0]}?" if near else f"; known: {', '.join(names)}"))
+            raise ValueError(
+                f"unknown option {where}"
+                + (f": did you mean {near[0]}?" if near else f"; known: {', '.join(names)}")
+            )
         made[name] = _convert(hints[name], value, where, made.get(name))
     return cls(**made)
 
 
 def _convert(hint: Any, value: Any, where: str, default: Any) -> Any:
     origin, inside = typing.get_origin(hint), typing.get_args(hint)
-    if origin is typing.Annotated: return _convert(inside[0], value, where, default)
-    if dataclasses.is_dataclass(hint): return from_dict(hint, value, default, where)
+    if origin is typing.Annotated:
+        return _convert(inside[0], value, where, default)
+    if dataclasses.is_dataclass(hint):
+        return from_dict(hint, value, default, where)
     if origin in (typing.Union, types.UnionType):
-        if value is None and type(None) in inside: return None
+        if value is None and type(None) in inside:
+            return None
         return _convert(next(i for i in inside if i is not type(None)), value, where, default)
     if origin is typing.Literal:
-        if any(value == i and type(value) is type(i) for i in inside): return value        # True is not 1
+        if any(value == i and type(value) is type(i) for i in inside):
+            return value  # True is not 1
         raise ValueError(f"{where} is {value!r}: use one of {', '.join(map(str, inside))}")
     if origin is tuple:
-        if isinstance(value, str) or not isinstance(value, (list, tuple)): value = [value]
+        if isinstance(value, str) or not isinstance(value, (list, tuple)):
+            value = [value]
         return tuple(_convert(inside[0], v, where, None) for v in value)
-    if hint is float and isinstance(value, str): value = _number(value, where)             # YAML reads 1e-3 as text
-    if hint is float and isinstance(value, int) and not isinstance(value, bool): return float(value)
-    if origin is dict or hint is dict: hint = dict
-    if hint is not Any and (not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool)):
+    if hint is float and isinstance(value, str):
+        value = _number(value, where)  # YAML reads 1e-3 as text
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if origin is dict or hint is dict:
+        hint = dict
+    if hint is not Any and (
+        not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool)
+    ):
         raise ValueError(f"{where} is {value!r}: it must be {hint.__name__}")
     return value
 
 
 def _number(text: str, where: str) -> float:
-    try: return float(text)
-    except ValueError: raise ValueError(f"{where} is {text!r}: it must be a number") from None
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{where} is {text!r}: it must be a number") from None
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], path: str = "") -> list[str]:
-    """Lines `section.option: old -> new` for what changed between two configurations as plain values."""
+    """Lines `section.option: old -> new` for what changed between two configurations as plain
+    values.
+    """
     lines = []
     for key in {**old, **new}:
         where, a, b = f"{path}.{key}" if path else key, old.get(key), new.get(key)
-        if isinstance(a, dict) and isinstance(b, dict): lines += differences(a, b, where)
-        elif a != b: lines.append(f"{where}: {a} -> {b}")
+        if isinstance(a, dict) and isinstance(b, dict):
+            lines += differences(a, b, where)
+        elif a != b:
+            lines.append(f"{where}: {a} -> {b}")
     return lines

@@ -1,4 +1,6 @@
-"""What a person sees: one console, silent on all ranks but the first; plain lines where no one watches a terminal."""
+"""What a person sees: one console, silent on all ranks but the first; plain lines where no one
+watches a terminal.
+"""
 
 from rich.console import Console
 
@@ -6,13 +8,18 @@ from rich.console import Console
 def console(shown: bool = True) -> Console:
     """Standard output. Tables fit 100 columns where the terminal does not say how wide it is."""
     out = Console(quiet=not shown, highlight=False, markup=False, soft_wrap=True)
-    return out if out.is_terminal else Console(quiet=not shown, highlight=False, markup=False, soft_wrap=True, width=100)
+    return (
+        out
+        if out.is_terminal
+        else Console(quiet=not shown, highlight=False, markup=False, soft_wrap=True, width=100)
+    )
 
 
 def size(count: float, unit: str = "") -> str:
     """12,345,678 -> '12.3 M'. Thousands by 1,000."""
     for factor, prefix in ((1e12, "T"), (1e9, "B" if not unit else "G"), (1e6, "M"), (1e3, "k")):
-        if abs(count) >= factor: return f"{count / factor:.3g} {prefix}{unit}"
+        if abs(count) >= factor:
+            return f"{count / factor:.3g} {prefix}{unit}"
     return f"{count:.3g} {unit}".rstrip()
 
 

@@ -1,11 +1,15 @@
-"""The grid of processes: a frozen `Mesh` of named axes, passed as an argument. The only file with rank arithmetic.
+"""The grid of processes: a frozen `Mesh` of named axes, passed as an argument. The only file with
+rank arithmetic.
 
 Who talks most is innermost: tp inside a machine, pp, which sends least, across them:
 
-    rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank          pp=1, dp=2, cp=1, tp=3:     tp ->   0  1  2
-                                                                                                         dp |    3  4  5
-Three axes are derived and add no ranks. The dp x cp ranks of a stage share each parameter, so they are one axis, `fsdp`;
-for experts the same ranks are cut again, `edp` x `ep` with ep inner: each of ep holds other experts, which edp shares.
+    rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank          pp=1, dp=2, cp=1,
+                                        tp=3:     tp ->   0  1  2
+dp |    3  4  5
+Three axes are derived and add no ranks. The dp x cp ranks of a stage share each parameter, so they
+are one axis, `fsdp`;
+for experts the same ranks are cut again, `edp` x `ep` with ep inner: each of ep holds other
+experts, which edp shares.
 """
 
 import os
@@ -22,19 +26,25 @@ from torch.distributed.distributed_c10d import _world
 
 @dataclass(frozen=True)
 class Axis:
-    """One dimension of the grid, seen from this process. `group` is None where the size is 1 and nothing is ever sent."""
+    """One dimension of the grid, seen from this process. `group` is None where the size is 1 and
+    nothing is ever sent.
+    """
 
     name: str
     size: int = 1
     rank: int = 0
     group: dist.ProcessGroup | None = None
     gloo: bool = False
-    """What is sent goes over gloo, whose reduce-scatter sends all sums to all (core/collectives.py)."""
+    """What is sent goes over gloo, whose reduce-scatter sends all sums to all
+    (core/collectives.py).
+    """
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """This process's place in the grid. `grid` is None in a process that joined no group (`SINGLE`)."""
+    """This process's place in the grid. `grid` is None in a process that joined no group
+    (`SINGLE`).
+    """
 
     pp: Axis = Axis("pp")
     dp: Axis = Axis("dp")
@@ -47,11 +57,14 @@ class Mesh:
     edp: Axis = Axis("edp")
     """Ranks of fsdp that share an expert: fsdp = edp x ep."""
     ends: Axis = Axis("ends")
-    """The first and the last stage, seen from either of them: the two owners of a tied embedding."""
+    """The first and the last stage, seen from either of them: the two owners of a tied embedding.
+    """
     world: Axis = Axis("world")
     """All ranks."""
     up: Axis = Axis("up")
-    """pp again, for sends to a higher stage alone: nothing sent one way waits for anything sent the other."""
+    """pp again, for sends to a higher stage alone: nothing sent one way waits for anything sent the
+    other.
+    """
     down: Axis = Axis("down")
     """pp again, for sends to a lower stage."""
     device: torch.device = torch.device("cpu")
@@ -61,13 +74,16 @@ class Mesh:
     """(edp, ep, tp) of this stage: where experts lie."""
 
     @property
-    def size(self) -> int: return self.world.size
+    def size(self) -> int:
+        return self.world.size
 
     @property
-    def rank(self) -> int: return self.world.rank
+    def rank(self) -> int:
+        return self.world.rank
 
     @property
-    def first(self) -> bool: return self.rank == 0
+    def first(self) -> bool:
+        return self.rank == 0
 
 
 SINGLE = Mesh()
@@ -86,27 +102,49 @@ class Launch:
 
     @staticmethod
     def read(env=os.environ) -> "Launch | None":
-        """From torchrun's variables, else SLURM's; None where no launcher started this process. Raises KeyError if partial."""
+        """From torchrun's variables, else SLURM's; None where no launcher started this process.
+        Raises KeyError if partial.
+        """
         if "RANK" in env and "WORLD_SIZE" in env:
             names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
             return Launch(*(int(env.get(n, env[n.removeprefix("LOCAL_")])) for n in names))
-        if "SLURM_PROCID" in env and "SLURM_STEP_NODELIST" in env and int(env.get("SLURM_NTASKS", "1")) > 1:
-            local = env["SLURM_STEP_TASKS_PER_NODE" if "SLURM_STEP_TASKS_PER_NODE" in env else "SLURM_NTASKS_PER_NODE"]
-            here = int(re.match(r"\d+", local)[0])         # "4", "4(x2)" or "4,3": tasks of each machine
-            return Launch(int(env["SLURM_PROCID"]), int(env["SLURM_NTASKS"]), int(env["SLURM_LOCALID"]), here,
-                          None if "MASTER_ADDR" in env else _slurm_rendezvous(env))
+        if (
+            "SLURM_PROCID" in env
+            and "SLURM_STEP_NODELIST" in env
+            and int(env.get("SLURM_NTASKS", "1")) > 1
+        ):
+            local = env[
+                "SLURM_STEP_TASKS_PER_NODE"
+                if "SLURM_STEP_TASKS_PER_NODE" in env
+                else "SLURM_NTASKS_PER_NODE"
+            ]
+            here = int(re.match(r"\d+", local)[0])  # "4", "4(x2)" or "4,3": tasks of each machine
+            return Launch(
+                int(env["SLURM_PROCID"]),
+                int(env["SLURM_NTASKS"]),
+                int(env["SLURM_LOCALID"]),
+                here,
+                None if "MASTER_ADDR" in env else _slurm_rendezvous(env),
+            )
         return None
 
 
 def _slurm_rendezvous(env: Mapping[str, str]) -> str:
-    """The first machine of the step ("n[03-05,9],x1" is n03 and others), and a port that depends on the step alone."""
+    """The first machine of the step ("n[03-05,9],x1" is n03 and others), and a port that depends on
+    the step alone.
+    """
     host = re.match(r"([^,\[]+)(?:\[(\d+))?", env["SLURM_STEP_NODELIST"])
-    port = 20000 + (int(env.get("SLURM_JOB_ID", "0")) * 31 + int(env.get("SLURM_STEP_ID", "0"))) % 10000
+    port = (
+        20000
+        + (int(env.get("SLURM_JOB_ID", "0")) * 31 + int(env.get("SLURM_STEP_ID", "0"))) % 10000
+    )
     return f"tcp://{host[1]}{host[2] or ''}:{port}"
 
 
 def device_for(launch: Launch | None) -> torch.device:
-    """The GPU of this process's local rank, or the CPU where no GPU is visible or there are fewer than processes."""
+    """The GPU of this process's local rank, or the CPU where no GPU is visible or there are fewer
+    than processes.
+    """
     local, count = (launch.local_rank, launch.local_world_size) if launch else (0, 1)
     if torch.cuda.is_available() and torch.cuda.device_count() >= count:
         return torch.device("cuda", local)
@@ -114,45 +152,63 @@ def device_for(launch: Launch | None) -> torch.device:
 
 
 def join(launch: Launch | None, device: torch.device) -> None:
-    """Enter the default process group: gloo for CPU tensors, NCCL for GPU tensors. A lone process needs no network."""
+    """Enter the default process group: gloo for CPU tensors, NCCL for GPU tensors. A lone process
+    needs no network.
+    """
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    if device.type == "cuda": torch.cuda.set_device(device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     if launch is None or launch.world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     else:
-        dist.init_process_group(backend, init_method=launch.rendezvous, rank=launch.rank, world_size=launch.world_size)
+        dist.init_process_group(
+            backend, init_method=launch.rendezvous, rank=launch.rank, world_size=launch.world_size
+        )
 
 
 @contextmanager
 def joined(launch: Launch | None, device: torch.device) -> Iterator[None]:
-    """Within, this process is in the default group. An exception leaves it there, unless it is alone: to part from a group
-    in which another rank waits can block."""
+    """Within, this process is in the default group. An exception leaves it there, unless it is
+    alone: to part from a group in which another rank waits can block.
+    """
     join(launch, device)
     alone = dist.get_world_size() == 1
-    try: yield
+    try:
+        yield
     except BaseException:
-        if alone: dist.destroy_process_group()
+        if alone:
+            dist.destroy_process_group()
         raise
     dist.destroy_process_group()
 
 
 def _group(ranks: list[int], purpose: str = "dolmen") -> dist.ProcessGroup:
-    """The group of `ranks` for `purpose`, made once in the life of the default group: each costs threads and descriptors.
-    Only its members meet, so that a rank of thousands makes a dozen groups, not all. All ranks make equally many, in one
-    order: torch names a group after its ranks and the number of groups before it."""
+    """The group of `ranks` for `purpose`, made once in the life of the default group: each costs
+    threads and descriptors. Only its members meet, so that a rank of thousands makes a dozen
+    groups, not all. All ranks make equally many, in one order: torch names a group after its ranks
+    and the number of groups before it.
+    """
     for group, members in _world.pg_group_ranks.items():
-        if group.group_desc == purpose and list(members) == ranks: return group
+        if group.group_desc == purpose and list(members) == ranks:
+            return group
     return dist.new_group(ranks, use_local_synchronization=True, group_desc=purpose)
 
 
 def grid(dp: int, tp: int, device: torch.device, *, pp: int = 1, cp: int = 1, ep: int = 1) -> Mesh:
-    """The mesh of the joined process group. Raises ValueError if the product of its axes is not its size, or if ep does not
-    divide dp x cp."""
+    """The mesh of the joined process group. Raises ValueError if the product of its axes is not its
+    size, or if ep does not divide dp x cp.
+    """
     me = dist.get_rank()
     if pp * dp * cp * tp != dist.get_world_size():
-        raise ValueError(f"layout.pp ({pp}) x layout.dp ({dp}) x layout.cp ({cp}) x layout.tp ({tp}) = {pp * dp * cp * tp} processes, but "
-                         f"{dist.get_world_size()} were started: set --layout.dp {max(1, dist.get_world_size() // (pp * cp * tp))}")
-    if dp * cp % ep: raise ValueError(f"layout.ep ({ep}) does not divide dp x cp ({dp} x {cp}): set --layout.ep to a divisor")
+        raise ValueError(
+            f"layout.pp ({pp}) x layout.dp ({dp}) x layout.cp ({cp}) x layout.tp ({tp}) = "
+            f"{pp * dp * cp * tp} processes, but {dist.get_world_size()} were started: set "
+            f"--layout.dp {max(1, dist.get_world_size() // (pp * cp * tp))}"
+        )
+    if dp * cp % ep:
+        raise ValueError(
+            f"layout.ep ({ep}) does not divide dp x cp ({dp} x {cp}): set --layout.ep to a divisor"
+        )
     ranks = torch.arange(pp * dp * cp * tp)
 
     def axis(name: str, shape: tuple[int, ...], dim: int, purpose: str = "dolmen") -> Axis:
@@ -160,17 +216,34 @@ def grid(dp: int, tp: int, device: torch.device, *, pp: int = 1, cp: int = 1, ep
         where = (ranks.view(shape) == me).nonzero()[0].tolist()
         line = ranks.view(shape)[(*where[:dim], slice(None), *where[dim + 1 :])].tolist()
         group = _group(line, purpose) if len(line) > 1 else None
-        return Axis(name, shape[dim], where[dim], group, group is not None and dist.get_backend(group) == "gloo")
+        return Axis(
+            name,
+            shape[dim],
+            where[dim],
+            group,
+            group is not None and dist.get_backend(group) == "gloo",
+        )
 
     dense, sparse = (pp, dp, cp, tp), (pp, dp * cp // ep, ep, tp)
     axes = {name: axis(name, dense, dim) for dim, name in enumerate(("pp", "dp", "cp", "tp"))}
-    axes |= {"fsdp": axis("fsdp", (pp, dp * cp, tp), 1), "edp": axis("edp", sparse, 1), "ep": axis("ep", sparse, 2)}
+    axes |= {
+        "fsdp": axis("fsdp", (pp, dp * cp, tp), 1),
+        "edp": axis("edp", sparse, 1),
+        "ep": axis("ep", sparse, 2),
+    }
     axes |= {name: axis(name, dense, 0, f"dolmen {name}") for name in ("up", "down")}
-    if pp > 1: axes["ends"] = _ends(ranks.view(pp, -1), me)
+    if pp > 1:
+        axes["ends"] = _ends(ranks.view(pp, -1), me)
     stage = ranks.view(pp, -1)[axes["pp"].rank]
-    return Mesh(**axes, world=Axis("world", len(ranks), me, dist.group.WORLD if len(ranks) > 1 else None), device=device,
-                grid=_device_mesh(stage.view(dp * cp, tp), (axes["fsdp"], axes["tp"]), device),
-                expert_grid=_device_mesh(stage.view(sparse[1:]), (axes["edp"], axes["ep"], axes["tp"]), device))
+    return Mesh(
+        **axes,
+        world=Axis("world", len(ranks), me, dist.group.WORLD if len(ranks) > 1 else None),
+        device=device,
+        grid=_device_mesh(stage.view(dp * cp, tp), (axes["fsdp"], axes["tp"]), device),
+        expert_grid=_device_mesh(
+            stage.view(sparse[1:]), (axes["edp"], axes["ep"], axes["tp"]), device
+        ),
+    )
 
 
 def _ends(stages: torch.Tensor, me: int) -> Axis:
@@ -182,10 +255,18 @@ def _ends(stages: torch.Tensor, me: int) -> Axis:
 
 def _device_mesh(ranks: torch.Tensor, axes: tuple[Axis, ...], device: torch.device) -> DeviceMesh:
     alone = _group([dist.get_rank()])
-    return DeviceMesh.from_group([a.group or alone for a in axes], device.type, mesh=ranks, mesh_dim_names=tuple(a.name for a in axes))
+    return DeviceMesh.from_group(
+        [a.group or alone for a in axes],
+        device.type,
+        mesh=ranks,
+        mesh_dim_names=tuple(a.name for a in axes),
+    )
 
 
 def fake(world: int, rank: int = 0) -> None:
-    """Join a process group of `world` ranks in which nothing is sent: one process plays any rank of any cluster."""
+    """Join a process group of `world` ranks in which nothing is sent: one process plays any rank of
+    any cluster.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore
+
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)

@@ -1,8 +1,11 @@
-"""State at rest is DTensor, compute is local tensors: this file is the bridge, and the only one that says DTensor.
+"""State at rest is DTensor, compute is local tensors: this file is the bridge, and the only one
+that says DTensor.
 
-    distribute(module, placements, mesh)   meta parameters -> DTensors split over tp, or ep and tp (parallel/data.py: over dp)
-    local(p, grad)                         the bridge into compute; `grad` types the way back
-    region(p), write(p, full), full(p)     this rank's part of the logical tensor: initial values, loading, export
+distribute(module, placements, mesh)   meta parameters -> DTensors split over tp, or ep and tp
+                                       (parallel/data.py: over dp)
+local(p, grad)                         the bridge into compute; `grad` types the way back
+region(p), write(p, full), full(p)     this rank's part of the logical tensor: initial values,
+                                       loading, export
 """
 
 import math
@@ -16,9 +19,22 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from dolmen.core.mesh import Mesh
 from dolmen.core.rng import seed_of
 
-__all__ = ["Partial", "Placement", "Places", "Replicate", "Shard", "distribute", "full", "initialize", "local", "owned", "region", "write"]
+__all__ = [
+    "Partial",
+    "Placement",
+    "Places",
+    "Replicate",
+    "Shard",
+    "distribute",
+    "full",
+    "initialize",
+    "local",
+    "owned",
+    "region",
+    "write",
+]
 
-BLOCK = 1 << 16                                            # elements of the logical tensor drawn from one seed
+BLOCK = 1 << 16  # elements of the logical tensor drawn from one seed
 
 
 Places = Placement | tuple[Placement, Placement]
@@ -26,60 +42,85 @@ Places = Placement | tuple[Placement, Placement]
 
 
 def distribute(module: nn.Module, placements: Mapping[str, Places], mesh: Mesh) -> None:
-    """Replace every parameter (on meta, full shape) by a DTensor on mesh axis tp, or on ep and tp, in place. No-op on a mesh of no
-    grid.
+    """Replace every parameter (on meta, full shape) by a DTensor on mesh axis tp, or on ep and tp,
+    in place. No-op on a mesh of no grid.
 
     Raises KeyError if a parameter has no placement. Tied parameters stay one parameter.
     """
-    if mesh.grid is None: return
+    if mesh.grid is None:
+        return
     made: dict[Tensor, nn.Parameter] = {}
     for prefix, owner in module.named_modules():
         for name, p in list(owner.named_parameters(recurse=False)):
             if p not in made:
                 places = placements[f"{prefix}.{name}" if prefix else name]
-                grid = mesh.expert_grid["ep", "tp"] if isinstance(places, tuple) else mesh.grid["tp"]
+                grid = (
+                    mesh.expert_grid["ep", "tp"] if isinstance(places, tuple) else mesh.grid["tp"]
+                )
                 places = places if isinstance(places, tuple) else (places,)
                 shape, _ = compute_local_shape_and_global_offset(p.shape, grid, places)
                 shard = torch.empty(shape, dtype=p.dtype, device=p.device)
-                made[p] = nn.Parameter(DTensor.from_local(shard, grid, places, run_check=False, shape=p.shape, stride=p.stride()),
-                                       requires_grad=p.requires_grad)
+                made[p] = nn.Parameter(
+                    DTensor.from_local(
+                        shard, grid, places, run_check=False, shape=p.shape, stride=p.stride()
+                    ),
+                    requires_grad=p.requires_grad,
+                )
             setattr(owner, name, made[p])
 
 
 def local(p: Tensor, grad: Placement | None = None) -> Tensor:
-    """The local tensor of a parameter, for compute. `grad` is the type of its gradient on tp where it is not the
-    parameter's own placement: Partial() for a weight stored whole but used on this rank's part of the activations."""
-    if not isinstance(p, DTensor): return p
+    """The local tensor of a parameter, for compute. `grad` is the type of its gradient on tp where
+    it is not the parameter's own placement: Partial() for a weight stored whole but used on this
+    rank's part of the activations.
+    """
+    if not isinstance(p, DTensor):
+        return p
     return p.to_local(grad_placements=[grad] if grad is not None else None)
 
 
 def region(p: Tensor) -> tuple[slice, ...]:
     """The part of the logical tensor that this rank holds, one slice a dimension."""
-    if not isinstance(p, DTensor): return tuple(slice(0, n) for n in p.shape)
+    if not isinstance(p, DTensor):
+        return tuple(slice(0, n) for n in p.shape)
     shape, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
     return tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
 
 
 def shard(p: Tensor) -> Tensor:
-    """The tensor that holds this rank's values: writing to it changes the parameter. No autograd."""
+    """The tensor that holds this rank's values: writing to it changes the parameter. No
+    autograd.
+    """
     return p.detach().to_local() if isinstance(p, DTensor) else p.detach()
 
 
 def write(p: Tensor, value: Tensor) -> None:
-    """Copy this rank's region of the full tensor `value` into p. Raises ValueError if the shapes differ."""
-    if p.shape != value.shape: raise ValueError(f"a value of shape {tuple(value.shape)} for a parameter of shape {tuple(p.shape)}")
+    """Copy this rank's region of the full tensor `value` into p. Raises ValueError if the shapes
+    differ.
+    """
+    if p.shape != value.shape:
+        raise ValueError(
+            f"a value of shape {tuple(value.shape)} for a parameter of shape {tuple(p.shape)}"
+        )
     shard(p).copy_(value[region(p)])
 
 
 def full(p: Tensor) -> Tensor:
-    """The whole logical tensor, on every rank. A collective: all ranks of the parameter's mesh call it."""
+    """The whole logical tensor, on every rank. A collective: all ranks of the parameter's mesh call
+    it.
+    """
     return p.detach().full_tensor() if isinstance(p, DTensor) else p.detach()
 
 
 def owned(p: Tensor) -> float:
-    """1 / (number of ranks that hold this rank's elements of p): the weight of a local sum in a sum over the world."""
-    if not isinstance(p, DTensor): return 1.0
-    return 1.0 / math.prod(p.device_mesh.size(i) for i, place in enumerate(p.placements) if place.is_replicate())
+    """1 / (number of ranks that hold this rank's elements of p): the weight of a local sum in a sum
+    over the world.
+    """
+    if not isinstance(p, DTensor):
+        return 1.0
+    return 1.0 / math.prod(
+        p.device_mesh.size(i) for i, place in enumerate(p.placements) if place.is_replicate()
+    )
 
 
 def local_elements(p: Tensor) -> int:
@@ -88,25 +129,36 @@ def local_elements(p: Tensor) -> int:
 
 
 def initialize(p: Tensor, name: str, seed: int, std: float) -> None:
-    """Fill p with normal values that depend on (seed, name, position in the logical tensor) and on nothing else.
+    """Fill p with normal values that depend on (seed, name, position in the logical tensor) and on
+    nothing else.
 
-    The logical tensor is cut along dim 0 into blocks of BLOCK elements, each drawn from its own seed; a rank draws the
-    blocks its region meets and keeps its part. No rank ever holds a whole tensor. Of stacked matrices each has its own name.
+    The logical tensor is cut along dim 0 into blocks of BLOCK elements, each drawn from its own
+    seed; a rank draws the blocks its region meets and keeps its part. No rank ever holds a whole
+    tensor. Of stacked matrices each has its own name.
     """
     out, where = shard(p), region(p)
-    if out.numel() == 0: return
-    if p.ndim < 3: _draw(out, p.shape, where, name, seed, std)
+    if out.numel() == 0:
+        return
+    if p.ndim < 3:
+        _draw(out, p.shape, where, name, seed, std)
     else:
-        for i in range(where[0].start, where[0].stop): _draw(out[i - where[0].start], p.shape[1:], where[1:], f"{name}.{i}", seed, std)
+        for i in range(where[0].start, where[0].stop):
+            _draw(out[i - where[0].start], p.shape[1:], where[1:], f"{name}.{i}", seed, std)
 
 
-def _draw(out: Tensor, whole: torch.Size, where: tuple[slice, ...], name: str, seed: int, std: float) -> None:
+def _draw(
+    out: Tensor, whole: torch.Size, where: tuple[slice, ...], name: str, seed: int, std: float
+) -> None:
     """Fill `out`, the part `where` of a tensor of shape `whole`."""
     rows = max(1, BLOCK // math.prod(whole[1:]))
     first, last = where[0].start // rows, (where[0].stop - 1) // rows
     for block in range(first, last + 1):
         top, bottom = block * rows, min((block + 1) * rows, whole[0])
         values = torch.empty((bottom - top, *whole[1:]))
-        values.normal_(0.0, std, generator=torch.Generator().manual_seed(seed_of(seed, name, block)))
+        values.normal_(
+            0.0, std, generator=torch.Generator().manual_seed(seed_of(seed, name, block))
+        )
         lo, hi = max(top, where[0].start), min(bottom, where[0].stop)
-        out[lo - where[0].start : hi - where[0].start].copy_(values[(slice(lo - top, hi - top), *where[1:])])
+        out[lo - where[0].start : hi - where[0].start].copy_(
+            values[(slice(lo - top, hi - top), *where[1:])]
+        )

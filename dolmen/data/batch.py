@@ -1,4 +1,6 @@
-"""The batch, and the one place where labels are shifted: `labels[:, i]` is the token that follows `tokens[:, i]`."""
+"""The batch, and the one place where labels are shifted: `labels[:, i]` is the token that follows
+`tokens[:, i]`.
+"""
 
 from dataclasses import dataclass
 
@@ -15,20 +17,29 @@ class Batch:
     tokens: torch.Tensor
     labels: torch.Tensor
     starts: torch.Tensor | None = None
-    """Index in the window of the first token of each token's document, before which attention does not look; None: one document."""
+    """Index in the window of the first token of each token's document, before which attention does
+    not look; None: one document.
+    """
 
     @classmethod
     def of_windows(cls, windows: np.ndarray, end_of_text: int | None = None) -> "Batch":
-        """From int64 [sequences, length + 1] consecutive tokens; IGNORED marks where the text has ended. With `end_of_text`, a
-        document begins at the window's first token and after each end of text."""
+        """From int64 [sequences, length + 1] consecutive tokens; IGNORED marks where the text has
+        ended. With `end_of_text`, a document begins at the window's first token and after each end
+        of text.
+        """
         windows = torch.from_numpy(windows)
         tokens = windows[:, :-1]
-        return cls(torch.where(tokens == IGNORED, 0, tokens), windows[:, 1:].contiguous(),
-                   None if end_of_text is None else document_starts(tokens, end_of_text))
+        return cls(
+            torch.where(tokens == IGNORED, 0, tokens),
+            windows[:, 1:].contiguous(),
+            None if end_of_text is None else document_starts(tokens, end_of_text),
+        )
 
     def to(self, device: torch.device) -> "Batch":
         """The batch on `device`."""
-        return Batch(*(None if t is None else t.to(device) for t in (self.tokens, self.labels, self.starts)))
+        return Batch(
+            *(None if t is None else t.to(device) for t in (self.tokens, self.labels, self.starts))
+        )
 
     @property
     def real_tokens(self) -> int:
@@ -38,20 +49,29 @@ class Batch:
     def split(self, parts: int) -> list["Batch"]:
         """`parts` batches of equally many consecutive sequences."""
         if parts < 1 or len(self.tokens) % parts:
-            raise ValueError(f"a batch of {len(self.tokens)} sequences is not divisible into {parts} equal parts")
+            raise ValueError(
+                f"a batch of {len(self.tokens)} sequences is not divisible into {parts} equal parts"
+            )
         starts = [None] * parts if self.starts is None else self.starts.chunk(parts)
-        return [Batch(*rows) for rows in zip(self.tokens.chunk(parts), self.labels.chunk(parts), starts, strict=True)]
+        return [
+            Batch(*rows)
+            for rows in zip(self.tokens.chunk(parts), self.labels.chunk(parts), starts, strict=True)
+        ]
 
     def microbatches(self, size: int) -> list["Batch"]:
         """Batches of `size` consecutive sequences."""
         if size < 1 or len(self.tokens) % size:
-            raise ValueError(f"{len(self.tokens)} sequences a rank are not divisible by the microbatch size ({size}): "
-                             "use --train.microbatch-size 1, or another --train.global-batch-size")
+            raise ValueError(
+                f"{len(self.tokens)} sequences a rank are not divisible by the microbatch size "
+                f"({size}): use --train.microbatch-size 1, or another --train.global-batch-size"
+            )
         return self.split(len(self.tokens) // size)
 
 
 def document_starts(tokens: torch.Tensor, end_of_text: int) -> torch.Tensor:
-    """[sequences, length] -> the same: index of the first token of each token's document. An end of text is its document's last."""
+    """[sequences, length] -> the same: index of the first token of each token's document. An end of
+    text is its document's last.
+    """
     begins = torch.zeros_like(tokens)
     begins[:, 1:] = torch.where(tokens[:, :-1] == end_of_text, torch.arange(1, tokens.shape[1]), 0)
     return begins.cummax(1).values

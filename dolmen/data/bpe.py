@@ -1,6 +1,8 @@
-"""`--data.tokenizer bpe:N`: a byte-level BPE of N tokens, trained on the training data itself, once, and kept in the cache.
+"""`--data.tokenizer bpe:N`: a byte-level BPE of N tokens, trained on the training data itself,
+once, and kept in the cache.
 
-Held-out files of .txt and .py are left out of it; of other sources (rows, a single document) all text is used.
+Held-out files of .txt and .py are left out of it; of other sources (rows, a single document) all
+text is used.
 """
 
 import hashlib
@@ -19,43 +21,73 @@ from dolmen.data.tokenizer import train_bpe
 PREFIX = "bpe:"
 
 
-def tokenizer_folder(config: DataConfig, sources: Sequence[Source], vocab_size: int | None, progress: bool) -> str | None:
-    """The tokenizer to load: config.tokenizer itself, or the folder of the one trained for `bpe:N`, now if need be.
+def tokenizer_folder(
+    config: DataConfig, sources: Sequence[Source], vocab_size: int | None, progress: bool
+) -> str | None:
+    """The tokenizer to load: config.tokenizer itself, or the folder of the one trained for `bpe:N`,
+    now if need be.
 
-    Raises ValueError for an N that is no number or over `vocab_size`, and for data that is not local.
+    Raises ValueError for an N that is no number or over `vocab_size`, and for data that is not
+    local.
     """
-    if config.tokenizer is None or not config.tokenizer.startswith(PREFIX): return config.tokenizer
+    if config.tokenizer is None or not config.tokenizer.startswith(PREFIX):
+        return config.tokenizer
     size, option = config.tokenizer.removeprefix(PREFIX), f"--data.tokenizer {config.tokenizer}"
-    if not size.isdigit(): raise ValueError(f"{option}: after bpe: stands a number of tokens, as in bpe:8192")
+    if not size.isdigit():
+        raise ValueError(f"{option}: after bpe: stands a number of tokens, as in bpe:8192")
     if vocab_size is not None and int(size) > vocab_size:
-        raise ValueError(f"{option} is larger than the model's vocab_size ({vocab_size}): use bpe:{vocab_size}, "
-                         f"or --model.vocab-size {size}")
+        raise ValueError(
+            f"{option} is larger than the model's vocab_size ({vocab_size}): use bpe:{vocab_size}, "
+            f"or --model.vocab-size {size}"
+        )
     if any(source.hubs for source in sources):
-        raise ValueError(f"{option} trains on local files alone: give a tokenizer's folder or hub id")
-    files = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for source in sources for f in source.files]
-    recipe = ["bpe 1", size, config.validation, config.validation_fraction, config.text_field, files]
+        raise ValueError(
+            f"{option} trains on local files alone: give a tokenizer's folder or hub id"
+        )
+    files = [
+        (str(f), f.stat().st_size, f.stat().st_mtime_ns) for source in sources for f in source.files
+    ]
+    recipe = [
+        "bpe 1",
+        size,
+        config.validation,
+        config.validation_fraction,
+        config.text_field,
+        files,
+    ]
     key = hashlib.blake2b(json.dumps(recipe).encode(), digest_size=12).hexdigest()
     folder = config.cache_folder / "tokenizers" / f"bpe-{size}-{key}"
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with lock(folder.with_suffix(".lock")): _train(config, sources, int(size), folder, progress)
+        with lock(folder.with_suffix(".lock")):
+            _train(config, sources, int(size), folder, progress)
     return str(folder)
 
 
-def _train(config: DataConfig, sources: Sequence[Source], size: int, folder: Path, progress: bool) -> None:
+def _train(
+    config: DataConfig, sources: Sequence[Source], size: int, folder: Path, progress: bool
+) -> None:
     """Builds beside `folder` and renames; leaves nothing behind when it fails."""
-    if folder.exists(): return                             # another process was first
+    if folder.exists():
+        return  # another process was first
     part = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f"{folder.name}."))
     try:
         train_bpe(_texts(config, sources), size, part, progress)
         part.rename(folder)
-    finally: shutil.rmtree(part, ignore_errors=True)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
 
 
 def _texts(config: DataConfig, sources: Sequence[Source]) -> Iterator[str]:
     for source in sources:
-        if config.validation is None and len(source.files) > 1 and all(f.suffix in WHOLE_FILE for f in source.files):
+        if (
+            config.validation is None
+            and len(source.files) > 1
+            and all(f.suffix in WHOLE_FILE for f in source.files)
+        ):
             files = [f for f in source.files if f.stat().st_size]
-            for file in split_files(files, config.validation_fraction)[0]: yield file.read_text(encoding="utf-8")
+            for file in split_files(files, config.validation_fraction)[0]:
+                yield file.read_text(encoding="utf-8")
         else:
-            for piece in pieces(source, config.text_field): yield piece.text
+            for piece in pieces(source, config.text_field):
+                yield piece.text

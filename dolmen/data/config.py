@@ -1,4 +1,6 @@
-"""What to train on, and how its text becomes tokens: the options that the command line shows under `--data`."""
+"""What to train on, and how its text becomes tokens: the options that the command line shows under
+`--data`.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,17 +9,24 @@ from pathlib import Path
 @dataclass(frozen=True)
 class DataConfig:
     path: tuple[str, ...] = ()
-    """Text to train on: files, folders and globs of .txt, .py (a file is a document), .jsonl and .parquet (a row is a
-    document), ids of the Hugging Face hub (`org/name` or `org/name:config`), or `python-standard-library`. Weights make
-    a mixture: `0.7:PATH 0.3:PATH`. Without weights, all entries are one corpus."""
+    """Text to train on: files, folders and globs of .txt, .py (a file is a document), .jsonl and
+    .parquet (a row is a document), ids of the Hugging Face hub (`org/name` or `org/name:config`),
+    or `python-standard-library`. Weights make a mixture: `0.7:PATH 0.3:PATH`. Without weights, all
+    entries are one corpus.
+    """
     tokenizer: str | None = None
-    """Folder or hub id of a `transformers` tokenizer, or bpe:N for a byte-level BPE of N tokens trained on the data.
-    Default: that of --init."""
+    """Folder or hub id of a `transformers` tokenizer, or bpe:N for a byte-level BPE of N tokens
+    trained on the data. Default: that of --init.
+    """
     validation: str | None = None
-    """Text to validate on, given like --data.path. Default: a fraction of the documents is held out."""
+    """Text to validate on, given like --data.path. Default: a fraction of the documents is held
+    out.
+    """
     validation_fraction: float = 0.03
-    """Share of the documents that is held out when --data.validation is unset, chosen by a hash of their text: neither
-    the seed, the tokenizer nor the order of the files matters. Of a single document, the end is held out."""
+    """Share of the documents that is held out when --data.validation is unset, chosen by a hash of
+    their text: neither the seed, the tokenizer nor the order of the files matters. Of a single
+    document, the end is held out.
+    """
     end_of_text: str | None = None
     """The token that marks the end of a document, for a tokenizer that names none."""
     document_mask: bool = False
@@ -25,13 +34,15 @@ class DataConfig:
     text_field: str = "text"
     """Field (.jsonl) or column (.parquet, hub) that holds the text."""
     cache: str | None = None
-    """Folder for the tokens, which are built once and reused while nothing changes. Default: ~/.cache/dolmen. Each
-    folder in it may be deleted at any time: it is built again when needed."""
+    """Folder for the tokens, which are built once and reused while nothing changes. Default:
+    ~/.cache/dolmen. Each folder in it may be deleted at any time: it is built again when needed.
+    """
     workers: int | None = None
     """Threads that tokenise. Default: one per core."""
 
     def __post_init__(self):
-        if self.workers is not None and self.workers < 1: raise ValueError(f"data.workers is {self.workers}: it must be at least 1")
+        if self.workers is not None and self.workers < 1:
+            raise ValueError(f"data.workers is {self.workers}: it must be at least 1")
 
     @property
     def cache_folder(self) -> Path:

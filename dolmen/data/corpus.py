@@ -1,16 +1,19 @@
-"""Documents as tokens on disk: built once, memory-mapped, reused until something they depend on changes.
+"""Documents as tokens on disk: built once, memory-mapped, reused until something they depend on
+changes.
 
     <cache>/corpora/<key>/
-        tokens.bin      every document's tokens and its end-of-text token, little-endian uint16, or uint32 if the
+        tokens.bin      every document's tokens and its end-of-text token, little-endian uint16, or
+                        uint32 if the
                         tokenizer has more than 65,536 tokens
         offsets.npy     int64 [documents + 1]: document i is tokens[offsets[i]:offsets[i + 1]]
-        documents.npy   per document: bytes of text, hash of its text, index of its file (-1: a row of a data set)
+        documents.npy   per document: bytes of text, hash of its text, index of its file (-1: a row
+                        of a data set)
         index.json      what it was built from, the counts, and the size of each file above
 
-`key` hashes what decides the tokens: each file's path, size and time of modification, the text field, the tokenizer,
-the end-of-text id, FORMAT. A folder appears by one rename, so it is whole or absent; one whose sizes differ from its
-index is built again. Processes that ask at once wait for the first (flock); where a file system has no locks, each
-builds and the first rename wins.
+`key` hashes what decides the tokens: each file's path, size and time of modification, the text
+field, the tokenizer, the end-of-text id, FORMAT. A folder appears by one rename, so it is whole or
+absent; one whose sizes differ from its index is built again. Processes that ask at once wait for
+the first (flock); where a file system has no locks, each builds and the first rename wins.
 """
 
 import fcntl
@@ -38,13 +41,17 @@ DOCUMENT = np.dtype([("bytes", "<i8"), ("hash", "<u8"), ("file", "<i4")])
 
 
 class Corpus:
-    """A built folder. Its arrays are memory-mapped; `documents` has DOCUMENT's fields; `content` hashes the text."""
+    """A built folder. Its arrays are memory-mapped; `documents` has DOCUMENT's fields; `content`
+    hashes the text.
+    """
 
     def __init__(self, folder: Path, name: str):
         index = json.loads((folder / "index.json").read_text())
         self.name = name
         self.files = [Path(path) for path, _, _ in index["files"]]
-        self.tokens = np.asarray(np.memmap(folder / "tokens.bin", np.dtype(index["dtype"]), mode="r"))
+        self.tokens = np.asarray(
+            np.memmap(folder / "tokens.bin", np.dtype(index["dtype"]), mode="r")
+        )
         self.offsets = np.load(folder / "offsets.npy", mmap_mode="r")
         self.documents = np.load(folder / "documents.npy", mmap_mode="r")
         self.token_count, self.document_count = index["tokens"], index["documents"]
@@ -52,7 +59,7 @@ class Corpus:
 
     def doc(self, index: int) -> np.ndarray:
         """Tokens of a document, its end-of-text token included."""
-        return self.tokens[self.offsets[index]:self.offsets[index + 1]]
+        return self.tokens[self.offsets[index] : self.offsets[index + 1]]
 
     def file(self, index: int) -> Path | None:
         """The file that is this document, or None for a document that is a row."""
@@ -60,8 +67,16 @@ class Corpus:
         return self.files[file] if file >= 0 else None
 
 
-def open_corpus(source: Source, tokenizer, end_of_text: int, text_field: str, cache: Path, workers: int | None = None,
-                progress: bool = True, option: str = "--data.path") -> Corpus:
+def open_corpus(
+    source: Source,
+    tokenizer,
+    end_of_text: int,
+    text_field: str,
+    cache: Path,
+    workers: int | None = None,
+    progress: bool = True,
+    option: str = "--data.path",
+) -> Corpus:
     """The tokens of `source`, from the cache or built into it. ValueError if it holds no text."""
     origin = provenance(source, tokenizer, end_of_text, text_field, option)
     key = hashlib.blake2b(json.dumps(origin).encode(), digest_size=16).hexdigest()
@@ -70,7 +85,9 @@ def open_corpus(source: Source, tokenizer, end_of_text: int, text_field: str, ca
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ValueError(f"cannot write the cache folder {cache}: {error}; use --data.cache") from error
+            raise ValueError(
+                f"cannot write the cache folder {cache}: {error}; use --data.cache"
+            ) from error
         with lock(folder.with_suffix(".lock")):
             if not complete(folder):
                 threads = workers or len(os.sched_getaffinity(0))
@@ -85,10 +102,18 @@ def provenance(source: Source, tokenizer, end_of_text: int, text_field: str, opt
     for name in source.hubs:
         table = load_hub(name, option)
         shards = [Path(shard["filename"]) for shard in table.cache_files]
-        hubs.append([name, table.num_rows, [[str(shard), shard.stat().st_size] for shard in shards]])
-    return {"format": FORMAT, "files": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats], "hubs": hubs,
-            "text_field": text_field, "tokenizer": tokenizers.fingerprint(tokenizer), "end_of_text": end_of_text,
-            "dtype": tokenizers.token_dtype(tokenizer).str}
+        hubs.append(
+            [name, table.num_rows, [[str(shard), shard.stat().st_size] for shard in shards]]
+        )
+    return {
+        "format": FORMAT,
+        "files": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats],
+        "hubs": hubs,
+        "text_field": text_field,
+        "tokenizer": tokenizers.fingerprint(tokenizer),
+        "end_of_text": end_of_text,
+        "dtype": tokenizers.token_dtype(tokenizer).str,
+    }
 
 
 def complete(folder: Path) -> bool:
@@ -111,8 +136,9 @@ def lock(path: Path) -> Iterator[None]:
             path.unlink(missing_ok=True)
 
 
-def build_in_place(source: Source, tokenizer, origin: dict, folder: Path, workers: int, progress: bool,
-                   option: str) -> None:
+def build_in_place(
+    source: Source, tokenizer, origin: dict, folder: Path, workers: int, progress: bool, option: str
+) -> None:
     """Builds beside `folder` and renames; leaves nothing behind when it fails."""
     temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
     try:
@@ -126,68 +152,110 @@ def build_in_place(source: Source, tokenizer, origin: dict, folder: Path, worker
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def build(source: Source, tokenizer, origin: dict, folder: Path, workers: int, progress: bool, option: str) -> None:
+def build(
+    source: Source, tokenizer, origin: dict, folder: Path, workers: int, progress: bool, option: str
+) -> None:
     started, sizes = time.monotonic(), [size for _, size, _ in origin["files"]]
-    title = f"tokenising {source.name}: {sum(sizes) / 1e6:,.1f} MB in {len(sizes):,} files, {workers} threads"
+    title = (
+        f"tokenising {source.name}: {sum(sizes) / 1e6:,.1f} MB in {len(sizes):,} files, "
+        f"{workers} threads"
+    )
     with bar(title, None if source.hubs else sum(sizes), progress) as reach:
         columns = write_tokens(source, tokenizer, origin, folder, workers, reach, option)
     ends, text_bytes, hashes, files = (np.frombuffer(column, column.typecode) for column in columns)
     if not len(ends):
-        raise ValueError(f"{option} {source.name}: no text in {len(sizes):,} files and {len(source.hubs)} data sets")
+        raise ValueError(
+            f"{option} {source.name}: no text in {len(sizes):,} files and {len(source.hubs)} "
+            f"data sets"
+        )
     if origin["files"] != [[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in source.files]:
-        raise ValueError(f"{option} {source.name}: a file changed while it was tokenised; start again")
+        raise ValueError(
+            f"{option} {source.name}: a file changed while it was tokenised; start again"
+        )
     documents = np.zeros(len(ends), DOCUMENT)
     documents["bytes"], documents["hash"], documents["file"] = text_bytes, hashes, files
     np.save(folder / "offsets.npy", np.concatenate([[0], ends]).astype("<i8"))
     np.save(folder / "documents.npy", documents)
     content = hashlib.blake2b(hashes.tobytes(), digest_size=8).hexdigest()
-    index = {**origin, "tokens": int(ends[-1]), "documents": len(ends), "bytes": int(text_bytes.sum()),
-             "content": content, "sizes": {file.name: file.stat().st_size for file in sorted(folder.iterdir())}}
+    index = {
+        **origin,
+        "tokens": int(ends[-1]),
+        "documents": len(ends),
+        "bytes": int(text_bytes.sum()),
+        "content": content,
+        "sizes": {file.name: file.stat().st_size for file in sorted(folder.iterdir())},
+    }
     (folder / "index.json").write_text(json.dumps(index))
-    say(f"  {index['tokens']:,} tokens of {index['documents']:,} documents, "
-        f"{index['bytes'] / index['tokens']:.2f} bytes a token, {time.monotonic() - started:.1f} s -> "
-        f"{folder.parent}", progress)
+    say(
+        f"  {index['tokens']:,} tokens of {index['documents']:,} documents, "
+        f"{index['bytes'] / index['tokens']:.2f} bytes a token, {time.monotonic() - started:.1f} s "
+        f"-> {folder.parent}",
+        progress,
+    )
 
 
-def write_tokens(source: Source, tokenizer, origin: dict, folder: Path, workers: int, reach: Callable[[int], None],
-                 option: str) -> tuple[array, ...]:
-    """Writes tokens.bin; returns each document's end, bytes, hash and file. `reach` is told how much has been read."""
+def write_tokens(
+    source: Source,
+    tokenizer,
+    origin: dict,
+    folder: Path,
+    workers: int,
+    reach: Callable[[int], None],
+    option: str,
+) -> tuple[array, ...]:
+    """Writes tokens.bin; returns each document's end, bytes, hash and file. `reach` is told how
+    much has been read.
+    """
     ends, text_bytes, hashes, files = array("q"), array("q"), array("Q"), array("i")
     before = np.cumsum([0] + [size for _, size, _ in origin["files"]])
     mark = np.array([origin["end_of_text"]], origin["dtype"])
     position = size = read = current = 0
     digest = hashlib.blake2b(digest_size=8)
     with open(folder / "tokens.bin", "wb") as out:
-        for piece, ids in encoded(pieces(source, origin["text_field"], option), tokenizers.encoder(tokenizer), workers):
+        for piece, ids in encoded(
+            pieces(source, origin["text_field"], option), tokenizers.encoder(tokenizer), workers
+        ):
             text = piece.text.encode()
             digest.update(text)
             out.write(ids)
             size, position = size + len(text), position + len(ids)
             read, current = (read if piece.source == current else 0) + len(text), piece.source
-            reach(int(min(before[current] + read, before[current + 1])) if current < len(source.files) else size)
+            reach(
+                int(min(before[current] + read, before[current + 1]))
+                if current < len(source.files)
+                else size
+            )
             if not piece.last:
                 continue
             out.write(mark)
             position += 1
             whole = current < len(source.files) and source.files[current].suffix in WHOLE_FILE
-            for column, value in ((ends, position), (text_bytes, size), (files, current if whole else -1),
-                                  (hashes, int.from_bytes(digest.digest(), "little"))):
+            for column, value in (
+                (ends, position),
+                (text_bytes, size),
+                (files, current if whole else -1),
+                (hashes, int.from_bytes(digest.digest(), "little")),
+            ):
                 column.append(value)
             size, digest = 0, hashlib.blake2b(digest_size=8)
     return ends, text_bytes, hashes, files
 
 
-def encoded(parts: Iterable[Piece], encode: Callable[[str], np.ndarray],
-            workers: int) -> Iterator[tuple[Piece, np.ndarray]]:
+def encoded(
+    parts: Iterable[Piece], encode: Callable[[str], np.ndarray], workers: int
+) -> Iterator[tuple[Piece, np.ndarray]]:
     """(piece, its ids) in order; at most 2 x `workers` + 1 groups are in memory at a time.
 
-    Threads and not processes: the tokenizer releases the interpreter's lock (12.1 MB on 2 cores: 2.8 s with one, 1.5 s
-    with two), and there is nothing to fork beside CUDA or gloo and no main module to import again.
+    Threads and not processes: the tokenizer releases the interpreter's lock (12.1 MB on 2 cores:
+    2.8 s with one, 1.5 s with two), and there is nothing to fork beside CUDA or gloo and no main
+    module to import again.
     """
     with ThreadPoolExecutor(workers) as pool:
         waiting: deque = deque()
         for group in grouped(parts):
-            waiting.append((group, pool.submit(lambda group: [encode(piece.text) for piece in group], group)))
+            waiting.append(
+                (group, pool.submit(lambda group: [encode(piece.text) for piece in group], group))
+            )
             if len(waiting) > 2 * workers:
                 group, ids = waiting.popleft()
                 yield from zip(group, ids.result(), strict=True)
@@ -196,7 +264,9 @@ def encoded(parts: Iterable[Piece], encode: Callable[[str], np.ndarray],
 
 
 def grouped(parts: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Pieces in lists of about PIECE characters, so that a short document is not a task of its own."""
+    """Pieces in lists of about PIECE characters, so that a short document is not a task of
+    its own.
+    """
     group, characters = [], 0
     for piece in parts:
         group.append(piece)

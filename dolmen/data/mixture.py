@@ -1,13 +1,16 @@
-"""Sample i of the training stream, for any i at once: which source, which of its epochs, which window of tokens.
+"""Sample i of the training stream, for any i at once: which source, which of its epochs, which
+window of tokens.
 
-Sources take turns by Webster's rule: the next sample goes to the source with the smallest (taken + 1/2) / weight. Of
-k sources, one with share p of the weight has had p x n samples at every n, up to (1 - p + p (k - 1)) / 2: half a sample
-for two sources, where random draws are off by sqrt(p (1 - p) n). The rule has a closed form in exact integers, so
-resuming at sample 10^12 costs what starting costs.
+Sources take turns by Webster's rule: the next sample goes to the source with the smallest (taken +
+1/2) / weight. Of k sources, one with share p of the weight has had p x n samples at every n, up to
+(1 - p + p (k - 1)) / 2: half a sample for two sources, where random draws are off by sqrt(p (1 - p)
+n). The rule has a closed form in exact integers, so resuming at sample 10^12 costs what starting
+costs.
 
-Within a source, an epoch is a permutation of its windows: a Feistel network keyed by (seed, source, epoch), walked
-until it lands inside the source (Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002), without memory.
-Each epoch also begins its windows at another token, so no document is always cut at the same place.
+Within a source, an epoch is a permutation of its windows: a Feistel network keyed by (seed, source,
+epoch), walked until it lands inside the source (Black and Rogaway, Ciphers with Arbitrary Finite
+Domains, 2002), without memory. Each epoch also begins its windows at another token, so no document
+is always cut at the same place.
 """
 
 import math
@@ -29,19 +32,26 @@ class Part:
     weight: Fraction
     stream: TokenStream
     offsets: np.ndarray | None = None
-    """First token of each document, and the token after the last; None where nobody will ask for documents."""
+    """First token of each document, and the token after the last; None where nobody will ask for
+    documents.
+    """
 
 
 class Mixture:
-    """Windows of `sequence_length` + 1 tokens of the parts; a window's last token is the next one's first, so that each
-    token is predicted once an epoch (all but the remainder of tokens / sequence_length, which differ by epoch)."""
+    """Windows of `sequence_length` + 1 tokens of the parts; a window's last token is the next one's
+    first, so that each token is predicted once an epoch (all but the remainder of tokens /
+    sequence_length, which differ by epoch).
+    """
 
     def __init__(self, parts: Sequence[Part], sequence_length: int, seed: int):
         for part in parts:
             if len(part.stream) < sequence_length + 1:
-                raise ValueError(f"{part.name} has {len(part.stream):,} tokens to train on, fewer than one window of "
-                                 f"sequence_length + 1 ({sequence_length + 1:,}): use --train.sequence-length "
-                                 f"{max(len(part.stream) - 1, 1)} or less, or more data (--data.path)")
+                raise ValueError(
+                    f"{part.name} has {len(part.stream):,} tokens to train on, fewer than one "
+                    f"window of sequence_length + 1 ({sequence_length + 1:,}): use "
+                    f"--train.sequence-length {max(len(part.stream) - 1, 1)} or less, or more data "
+                    "(--data.path)"
+                )
         scale = math.lcm(*(part.weight.denominator for part in parts))
         self.parts, self.sequence_length, self.seed = parts, sequence_length, seed
         self.weights = [int(part.weight * scale) for part in parts]
@@ -50,37 +60,56 @@ class Mixture:
     def epochs(self, samples: int) -> dict[str, float]:
         """How often each source has been read after `samples` samples."""
         taken = counts(self.weights, samples)
-        return {part.name: n / size for part, n, size in zip(self.parts, taken, self.sizes, strict=True)}
+        return {
+            part.name: n / size for part, n, size in zip(self.parts, taken, self.sizes, strict=True)
+        }
 
     def windows(self, first: int, count: int) -> np.ndarray:
         """Samples first .. first + count - 1 as int64 [count, sequence_length + 1]."""
         out = np.empty((count, self.sequence_length + 1), np.int64)
-        for row, source, start in self.places(first, count): out[row] = self.parts[source].stream.read(start, self.sequence_length + 1)
+        for row, source, start in self.places(first, count):
+            out[row] = self.parts[source].stream.read(start, self.sequence_length + 1)
         return out
 
     def documents(self, first: int, count: int) -> list[str]:
-        """What samples first .. first + count - 1 were cut from, a line each: `source: documents a..b`, counted from 0."""
+        """What samples first .. first + count - 1 were cut from, a line each: `source: documents
+        a..b`, counted from 0.
+        """
         lines = [""] * count
         for row, source, start in self.places(first, count):
             part, spans = self.parts[source], []
             for _, begin, end in part.stream.places(start, self.sequence_length + 1):
-                low, high = (int(np.searchsorted(part.offsets, at, side="right")) - 1 for at in (begin, end - 1))
+                low, high = (
+                    int(np.searchsorted(part.offsets, at, side="right")) - 1
+                    for at in (begin, end - 1)
+                )
                 spans.append(f"{low}..{high}" if high > low else f"{low}")
-            lines[row] = f"{part.name}: documents {', '.join(spans)}" if part.offsets is not None else f"{part.name}: tokens from {start}"
+            lines[row] = (
+                f"{part.name}: documents {', '.join(spans)}"
+                if part.offsets is not None
+                else f"{part.name}: tokens from {start}"
+            )
         return lines
 
     def places(self, first: int, count: int) -> Iterator[tuple[int, int, int]]:
-        """(row, source, first token in its stream) of samples first .. first + count - 1, source by source."""
+        """(row, source, first token in its stream) of samples first .. first + count - 1, source by
+        source.
+        """
         order = np.array(turns(self.weights, first, count), np.int64)
         for source, taken in enumerate(counts(self.weights, first)):
             rows = np.flatnonzero(order == source)
             epochs, within = np.divmod(taken + np.arange(len(rows)), self.sizes[source])
             for epoch in np.unique(epochs):
                 chosen = epochs == epoch
-                for row, start in zip(rows[chosen], self.starts(source, int(epoch), within[chosen]), strict=True): yield int(row), source, int(start)
+                for row, start in zip(
+                    rows[chosen], self.starts(source, int(epoch), within[chosen]), strict=True
+                ):
+                    yield int(row), source, int(start)
 
     def starts(self, source: int, epoch: int, within: np.ndarray) -> np.ndarray:
-        """First tokens of the windows that come at positions `within` of this epoch of this source."""
+        """First tokens of the windows that come at positions `within` of this epoch of
+        this source.
+        """
         key = seed_of(self.seed, "window", source, epoch)
         shift = seed_of(self.seed, "shift", source, epoch) % len(self.parts[source].stream)
         return shift + self.sequence_length * permute(within, self.sizes[source], key)
@@ -89,8 +118,9 @@ class Mixture:
 def counts(weights: Sequence[int], samples: int) -> list[int]:
     """How many of the first `samples` samples each source has.
 
-    After "time" t, Webster's rule has given each source round(t w / W), in all between t - k/2 and t + k/2 for k
-    sources. So start at t = samples - k/2 and give the few that are missing one by one.
+    After "time" t, Webster's rule has given each source round(t w / W), in all between t - k/2 and
+    t + k/2 for k sources. So start at t = samples - k/2 and give the few that are missing one by
+    one.
     """
     total, doubled = sum(weights), max(0, 2 * samples - len(weights))
     taken = [(weight * doubled + total) // (2 * total) for weight in weights]
@@ -117,7 +147,8 @@ def take(weights: Sequence[int], taken: Sequence[int], count: int) -> list[int]:
 
 def permute(index: np.ndarray, size: int, key: int) -> np.ndarray:
     """Where a permutation of 0 .. size - 1, chosen by `key`, sends each `index`; int64 like it."""
-    half = max(1, (max(size - 1, 1).bit_length() + 1) // 2)  # a network of 2 x half bits: at most 4 x size values
+    # a network of 2 x half bits: at most 4 x size values
+    half = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
     out = feistel(np.asarray(index, np.uint64), half, key)
     while (outside := out >= size).any():
         out[outside] = feistel(out[outside], half, key)

@@ -1,4 +1,6 @@
-"""What long preparations show: a bar where a person watches the terminal, else one plain line. Always on stderr."""
+"""What long preparations show: a bar where a person watches the terminal, else one plain line.
+Always on stderr.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,12 +16,16 @@ def say(text: str, shown: bool = True) -> None:
 
 @contextmanager
 def bar(title: str, total: int | None, shown: bool) -> Iterator[Callable[[int], None]]:
-    """Says `title` and yields `reach(done)`, which moves the bar to `done` of `total` bytes (None: unknown)."""
+    """Says `title` and yields `reach(done)`, which moves the bar to `done` of `total` bytes (None:
+    unknown).
+    """
     say(title, shown)
     console = Console(stderr=True)
     if not (shown and console.is_terminal):
         yield lambda done: None
         return
-    with Progress(BarColumn(), DownloadColumn(), TimeRemainingColumn(), console=console, transient=True) as progress:
+    with Progress(
+        BarColumn(), DownloadColumn(), TimeRemainingColumn(), console=console, transient=True
+    ) as progress:
         task = progress.add_task("", total=total)
         yield lambda done: progress.update(task, completed=done)

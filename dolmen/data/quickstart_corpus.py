@@ -1,7 +1,7 @@
 """A corpus that is on every machine: the source of Python's standard library, without its tests.
 
-A file is a document, and a hash of its text decides whether it is held out, so a model's bits per byte on the held-out
-files can be set beside what `gzip -9` and `xz -9` need for the same files.
+A file is a document, and a hash of its text decides whether it is held out, so a model's bits per
+byte on the held-out files can be set beside what `gzip -9` and `xz -9` need for the same files.
 """
 
 import gzip
@@ -20,26 +20,43 @@ NOT_SOURCE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "_
 
 
 def standard_library_files() -> list[Path]:
-    """Files of the running Python's standard library, sorted, without its tests and without installed packages."""
+    """Files of the running Python's standard library, sorted, without its tests and without
+    installed packages.
+    """
     root = Path(sysconfig.get_path("stdlib"))
-    return sorted(file for file in root.rglob("*.py") if file.stat().st_size and not any(
-        part in NOT_SOURCE or part.startswith("config-") for part in file.relative_to(root).parts))
+    return sorted(
+        file
+        for file in root.rglob("*.py")
+        if file.stat().st_size
+        and not any(
+            part in NOT_SOURCE or part.startswith("config-")
+            for part in file.relative_to(root).parts
+        )
+    )
 
 
 def split_files(files: Sequence[Path], fraction: float) -> tuple[list[Path], list[Path]]:
-    """(training, held-out) files: the split that `Loader` makes of the same non-empty .txt and .py files."""
+    """(training, held-out) files: the split that `Loader` makes of the same non-empty .txt and .py
+    files.
+    """
     texts = [file.read_bytes() for file in files]
-    hashes, sizes = np.array([text_hash(text) for text in texts], np.uint64), np.array([len(text) for text in texts])
+    hashes = np.array([text_hash(text) for text in texts], np.uint64)
+    sizes = np.array([len(text) for text in texts])
     held = held_out(hashes, sizes, fraction)
-    return [file for file, out in zip(files, held, strict=True) if not out], \
-        [file for file, out in zip(files, held, strict=True) if out]
+    return [file for file, out in zip(files, held, strict=True) if not out], [
+        file for file, out in zip(files, held, strict=True) if out
+    ]
 
 
 def gzip_xz_bits(files: Sequence[Path]) -> tuple[float, float]:
-    """Bits per byte of `gzip -9` and of `xz -9`, each file compressed by itself: sum of sizes over sum of sizes."""
+    """Bits per byte of `gzip -9` and of `xz -9`, each file compressed by itself: sum of sizes over
+    sum of sizes.
+    """
     texts = [file.read_bytes() for file in files]
     plain = sum(map(len, texts))
     if not plain:
         raise ValueError(f"nothing to compress: {len(files)} held-out files with 0 bytes")
-    return (8 * sum(len(gzip.compress(text, 9)) for text in texts) / plain,
-            8 * sum(len(lzma.compress(text, preset=9)) for text in texts) / plain)
+    return (
+        8 * sum(len(gzip.compress(text, 9)) for text in texts) / plain,
+        8 * sum(len(lzma.compress(text, preset=9)) for text in texts) / plain,
+    )

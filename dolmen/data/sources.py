@@ -1,7 +1,9 @@
-"""From an entry of `--data.path` to documents: what is a file, a folder, a glob or a hub id, and how each is read.
+"""From an entry of `--data.path` to documents: what is a file, a folder, a glob or a hub id, and
+how each is read.
 
-Parquet and the hub are read through `datasets`. Text and jsonl are not, because `datasets` turns \\r\\n into \\n and
-reads a file into one string, and refuses jsonl whose keys differ between lines; a jsonl line is one `json.loads`.
+Parquet and the hub are read through `datasets`. Text and jsonl are not, because `datasets` turns
+\\r\\n into \\n and reads a file into one string, and refuses jsonl whose keys differ between lines;
+a jsonl line is one `json.loads`.
 """
 
 import glob
@@ -15,7 +17,8 @@ from typing import NamedTuple
 
 from dolmen.data.quickstart_corpus import STANDARD_LIBRARY, standard_library_files
 
-PIECE = 1 << 18  # characters that are tokenised at once: 1 GB in one string would need 50 GB, and one core
+# characters that are tokenised at once: 1 GB in one string would need 50 GB, and one core
+PIECE = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,9 @@ class Source:
 
 
 class Piece(NamedTuple):
-    """A part of a document, in order. `source`: index of its file, or the number of files plus that of its hub id."""
+    """A part of a document, in order. `source`: index of its file, or the number of files plus that
+    of its hub id.
+    """
 
     text: str
     source: int
@@ -37,15 +42,19 @@ class Piece(NamedTuple):
 
 
 def resolve(entries: Sequence[str], option: str = "--data.path") -> tuple[Source, ...]:
-    """One source for all entries without weights, or one for each entry with a weight. ValueError (FileNotFoundError
-    for a path that does not exist) names `option` and the entry; nothing but folders and sizes is read."""
+    """One source for all entries without weights, or one for each entry with a weight. ValueError
+    (FileNotFoundError for a path that does not exist) names `option` and the entry; nothing but
+    folders and sizes is read.
+    """
     if not entries:
         raise ValueError(f"no data: use {option} with a file, a folder, a glob or a hub id")
     parsed = [parse_weight(entry, option) for entry in entries]
     unweighted = [entry for entry, weight in parsed if weight is None]
     if unweighted and len(unweighted) < len(parsed):
-        raise ValueError(f"{option}: {len(parsed) - len(unweighted)} of {len(parsed)} entries have a weight, "
-                         f"{unweighted[0]} has none: give each a weight (0.5:{unweighted[0]}) or none")
+        raise ValueError(
+            f"{option}: {len(parsed) - len(unweighted)} of {len(parsed)} entries have a weight, "
+            f"{unweighted[0]} has none: give each a weight (0.5:{unweighted[0]}) or none"
+        )
     if unweighted:
         return (gather(unweighted, None, option),)
     return tuple(gather([entry], weight, option) for entry, weight in parsed)
@@ -80,33 +89,48 @@ def entry_files(entry: str, option: str) -> list[Path] | None:
         return standard_library_files()
     if path.is_file():
         if path.suffix not in READERS:
-            raise ValueError(f"{option} {entry}: cannot read {path.suffix or 'a file without a suffix'}; {SUPPORTED}")
+            raise ValueError(
+                f"{option} {entry}: cannot read {path.suffix or 'a file without a suffix'}; "
+                f"{SUPPORTED}"
+            )
         return [path.absolute()]
     if not path.is_dir() and not glob.has_magic(entry):
         if is_hub_id(entry):
             return None
         raise FileNotFoundError(f"{option} {entry}: no such file or folder")
     if path.is_dir():
-        found = [file for file in path.rglob("*")
-                 if not any(part.startswith(".") for part in file.relative_to(path).parts)]
+        found = [
+            file
+            for file in path.rglob("*")
+            if not any(part.startswith(".") for part in file.relative_to(path).parts)
+        ]
     else:
         found = [Path(file) for file in glob.glob(str(path), recursive=True)]
     files = sorted(file.absolute() for file in found if file.suffix in READERS and file.is_file())
     if not files:
-        raise FileNotFoundError(f"{option} {entry}: {len(found):,} files and folders, none to read; {SUPPORTED}")
+        raise FileNotFoundError(
+            f"{option} {entry}: {len(found):,} files and folders, none to read; {SUPPORTED}"
+        )
     return files
 
 
 def is_hub_id(entry: str) -> bool:
-    """Whether a path that does not exist can be meant for the hub: `name`, `org/name`, either with `:config`. A name in
-    a folder that exists, or one with the suffix of a file, is a path that was misspelled."""
+    """Whether a path that does not exist can be meant for the hub: `name`, `org/name`, either with
+    `:config`. A name in a folder that exists, or one with the suffix of a file, is a path that was
+    misspelled.
+    """
     name = r"[A-Za-z0-9][\w.-]*"
-    return (re.fullmatch(rf"({name}/)?{name}(:[\w.-]+)?", entry) is not None and Path(entry).suffix not in READERS
-            and not ("/" in entry and Path(entry).parent.exists()))
+    return (
+        re.fullmatch(rf"({name}/)?{name}(:[\w.-]+)?", entry) is not None
+        and Path(entry).suffix not in READERS
+        and not ("/" in entry and Path(entry).parent.exists())
+    )
 
 
 def pieces(source: Source, text_field: str, option: str = "--data.path") -> Iterator[Piece]:
-    """All documents of `source` in order, each cut into pieces; documents without text are left out."""
+    """All documents of `source` in order, each cut into pieces; documents without text are left
+    out.
+    """
     for index, file in enumerate(source.files):
         for document in READERS[file.suffix](file, text_field):
             for text, last in cut(document):
@@ -118,7 +142,9 @@ def pieces(source: Source, text_field: str, option: str = "--data.path") -> Iter
 
 
 def cut(blocks: Iterable[str], piece: int = PIECE) -> Iterator[tuple[str, bool]]:
-    """(text, whether it is the last) pieces of at most `piece` characters, whatever the blocks of the document are."""
+    """(text, whether it is the last) pieces of at most `piece` characters, whatever the blocks of
+    the document are.
+    """
     rest = ""
     for block in blocks:
         rest, start = rest + block, 0
@@ -132,8 +158,10 @@ def cut(blocks: Iterable[str], piece: int = PIECE) -> Iterator[tuple[str, bool]]
 
 
 def seam(text: str, low: int, high: int) -> int:
-    """Where to cut in (low, high]: at the last line that is not indented, where byte-level tokenizers begin a word
-    anyway, so that no token changes; else at a line, else before a space, else at `high`."""
+    """Where to cut in (low, high]: at the last line that is not indented, where byte-level
+    tokenizers begin a word anyway, so that no token changes; else at a line, else before a space,
+    else at `high`.
+    """
     at = high
     while (at := text.rfind("\n", low, at)) >= 0:
         if not text[at + 1].isspace():
@@ -146,6 +174,7 @@ def seam(text: str, low: int, high: int) -> int:
 
 def read_text(file: Path, text_field: str) -> Iterator[Iterator[str]]:
     """The whole file as one document, exact to the byte (`newline=""` keeps \\r\\n)."""
+
     def blocks() -> Iterator[str]:
         with open(file, encoding="utf-8", newline="") as lines:
             try:
@@ -153,7 +182,10 @@ def read_text(file: Path, text_field: str) -> Iterator[Iterator[str]]:
                     yield block
             except UnicodeDecodeError as error:
                 byte = error.object[error.start]
-                raise ValueError(f"{file} is not UTF-8 text: {error.reason}, byte {byte:#04x}") from error
+                raise ValueError(
+                    f"{file} is not UTF-8 text: {error.reason}, byte {byte:#04x}"
+                ) from error
+
     yield blocks()
 
 
@@ -167,8 +199,14 @@ def read_jsonl(file: Path, text_field: str) -> Iterator[list[str]]:
             except ValueError as error:  # of JSON or of UTF-8
                 raise ValueError(f"{file}, line {number}: not JSON: {error}") from error
             if not isinstance(row, dict) or text_field not in row:
-                found = f"keys {', '.join(list(row)[:6])}" if isinstance(row, dict) else f"a {type(row).__name__}"
-                raise ValueError(f"{file}, line {number}: no {text_field!r} but {found}: use --data.text-field")
+                found = (
+                    f"keys {', '.join(list(row)[:6])}"
+                    if isinstance(row, dict)
+                    else f"a {type(row).__name__}"
+                )
+                raise ValueError(
+                    f"{file}, line {number}: no {text_field!r} but {found}: use --data.text-field"
+                )
             yield [text_of(row[text_field], text_field, f"{file}, line {number}")]
 
 
@@ -182,8 +220,13 @@ def read_parquet(file: Path, text_field: str) -> Iterator[list[str]]:
     except pyarrow.ArrowInvalid as error:
         raise ValueError(f"{file} is not parquet: {error}") from error
     check_column(text_field, columns, str(file))
-    table = datasets.load_dataset("parquet", data_files=glob.escape(str(file)), split="train", streaming=True,
-                                  columns=[text_field])
+    table = datasets.load_dataset(
+        "parquet",
+        data_files=glob.escape(str(file)),
+        split="train",
+        streaming=True,
+        columns=[text_field],
+    )
     for text in column(table, text_field, str(file)):
         yield [text]
 
@@ -196,7 +239,9 @@ def load_hub(name: str, option: str):
     try:
         return datasets.load_dataset(identity, config or None, split="train")
     except (OSError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{option} {name}: no such file or folder, and the hub gave no data set: {error}") from error
+        raise ValueError(
+            f"{option} {name}: no such file or folder, and the hub gave no data set: {error}"
+        ) from error
 
 
 def hub_rows(name: str, text_field: str, option: str) -> Iterator[str]:
@@ -216,13 +261,20 @@ def column(table, text_field: str, where: str) -> Iterator[str]:
 
 def check_column(text_field: str, columns: Sequence[str], where: str) -> None:
     if text_field not in columns:
-        raise ValueError(f"{where}: no {text_field!r} but columns {', '.join(columns[:6])}: use --data.text-field")
+        raise ValueError(
+            f"{where}: no {text_field!r} but columns {', '.join(columns[:6])}: use "
+            f"--data.text-field"
+        )
 
 
 def text_of(value: object, text_field: str, where: str) -> str:
-    """The text, "" for null (which leaves the document out). ValueError if it is no text that UTF-8 can write."""
+    """The text, "" for null (which leaves the document out). ValueError if it is no text that UTF-8
+    can write.
+    """
     if value is not None and not isinstance(value, str):
-        raise ValueError(f"{where}: {text_field!r} is a {type(value).__name__}, not text: use --data.text-field")
+        raise ValueError(
+            f"{where}: {text_field!r} is a {type(value).__name__}, not text: use --data.text-field"
+        )
     try:
         (value or "").encode()
     except UnicodeEncodeError as error:
@@ -231,6 +283,10 @@ def text_of(value: object, text_field: str, where: str) -> str:
 
 
 READERS: dict[str, Callable[[Path, str], Iterator[Iterable[str]]]] = {
-    ".txt": read_text, ".py": read_text, ".jsonl": read_jsonl, ".parquet": read_parquet}
+    ".txt": read_text,
+    ".py": read_text,
+    ".jsonl": read_jsonl,
+    ".parquet": read_parquet,
+}
 WHOLE_FILE = (".txt", ".py")  # a file is a document
 SUPPORTED = f"readable are {', '.join(READERS)}"

@@ -1,7 +1,9 @@
-"""Any `transformers` tokenizer, used for one thing: text to token ids, with the end of a document marked by us.
+"""Any `transformers` tokenizer, used for one thing: text to token ids, with the end of a document
+marked by us.
 
-Text is encoded as `tokenizer(text, add_special_tokens=False)` would. A special token that is spelled out in the text is
-therefore recognised, which is what corpora that spell `<|endoftext|>` between their documents rely on.
+Text is encoded as `tokenizer(text, add_special_tokens=False)` would. A special token that is
+spelled out in the text is therefore recognised, which is what corpora that spell `<|endoftext|>`
+between their documents rely on.
 """
 
 import hashlib
@@ -16,26 +18,39 @@ from dolmen.data.progress import say
 
 END_OF_TEXT = "<|endoftext|>"
 
-# Words with the character before them, up to three digits, punctuation, a newline with the indentation after it. On the
-# standard library with 4,096 tokens: 3.57 bytes a token, where GPT-2's pattern gives 3.48 and Llama 3's 3.47.
+# Words with the character before them, up to three digits, punctuation, a newline with the
+# indentation after it. On the standard library with 4,096 tokens: 3.57 bytes a token, where GPT-2's
+# pattern gives 3.48 and Llama 3's 3.47.
 WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+[ \t]*(?=[^\s])|\s+"
 
 
 def load_tokenizer(name: str | None):
-    """The tokenizer in folder `name` or of that id on the hub. No code of the repository is run. ValueError if none."""
+    """The tokenizer in folder `name` or of that id on the hub. No code of the repository is run.
+    ValueError if none.
+    """
     from transformers import AutoTokenizer  # 2.4 s to import: not owed by `--help`
 
     if name is None:
-        raise ValueError("no tokenizer: use --data.tokenizer FOLDER (or a hub id), or --init a model that has one")
+        raise ValueError(
+            "no tokenizer: use --data.tokenizer FOLDER (or a hub id), or --init a model that "
+            "has one"
+        )
     if name.startswith(("/", ".", "~")) and not Path(name).expanduser().exists():
         raise FileNotFoundError(f"--data.tokenizer {name}: no such folder")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(Path(name).expanduser()), use_fast=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(Path(name).expanduser()), use_fast=True, trust_remote_code=False
+        )
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(f"--data.tokenizer {name}: no tokenizer could be loaded ({reason})") from error
+        raise ValueError(
+            f"--data.tokenizer {name}: no tokenizer could be loaded ({reason})"
+        ) from error
     if vocabulary_size(tokenizer) < 2:  # made by `transformers` from a model's configuration alone
-        raise ValueError(f"--data.tokenizer {name}: no tokenizer files there ({vocabulary_size(tokenizer)} tokens)")
+        raise ValueError(
+            f"--data.tokenizer {name}: no tokenizer files there ({vocabulary_size(tokenizer)} "
+            f"tokens)"
+        )
     return tokenizer
 
 
@@ -48,24 +63,34 @@ def check_vocabulary(tokenizer, vocab_size: int) -> None:
     """ValueError if the tokenizer has ids that the model lacks."""
     needed = vocabulary_size(tokenizer)
     if needed > vocab_size:
-        raise ValueError(f"the tokenizer has {needed:,} tokens, the model's vocab_size is {vocab_size:,}: use "
-                         f"--model.vocab-size {needed} or more, or another --data.tokenizer")
+        raise ValueError(
+            f"the tokenizer has {needed:,} tokens, the model's vocab_size is {vocab_size:,}: use "
+            f"--model.vocab-size {needed} or more, or another --data.tokenizer"
+        )
 
 
 def end_of_text_id(tokenizer, override: str | None = None) -> int:
-    """Id of the token that ends a document: `override` if given, else the tokenizer's eos. ValueError if neither."""
+    """Id of the token that ends a document: `override` if given, else the tokenizer's eos.
+    ValueError if neither.
+    """
     if override is not None and override not in tokenizer.get_vocab():
-        raise ValueError(f"--data.end-of-text {override!r} is not one of the tokenizer's "
-                         f"{vocabulary_size(tokenizer):,} tokens")
+        raise ValueError(
+            f"--data.end-of-text {override!r} is not one of the tokenizer's "
+            f"{vocabulary_size(tokenizer):,} tokens"
+        )
     if override is None and tokenizer.eos_token_id is None:
         known = ", ".join(tokenizer.all_special_tokens[:6]) or "none"
-        raise ValueError("the tokenizer names no end-of-text token, so the end of a document cannot be marked: use "
-                         f"--data.end-of-text TOKEN (its special tokens: {known})")
+        raise ValueError(
+            "the tokenizer names no end-of-text token, so the end of a document cannot be marked: "
+            f"use --data.end-of-text TOKEN (its special tokens: {known})"
+        )
     return tokenizer.eos_token_id if override is None else tokenizer.convert_tokens_to_ids(override)
 
 
 def fingerprint(tokenizer) -> str:
-    """Hash of everything that decides the ids of a text; equal for equal tokenizers wherever they are stored."""
+    """Hash of everything that decides the ids of a text; equal for equal tokenizers wherever they
+    are stored.
+    """
     if tokenizer.is_fast:
         state = json.loads(tokenizer.backend_tokenizer.to_str())
         state.pop("truncation"), state.pop("padding")  # of the last call, not of the tokenizer
@@ -76,45 +101,68 @@ def fingerprint(tokenizer) -> str:
 
 
 def encoder(tokenizer) -> Callable[[str], np.ndarray]:
-    """Text -> its ids, uint16 if they all fit, else uint32; no special token is added and nothing is truncated.
+    """Text -> its ids, uint16 if they all fit, else uint32; no special token is added and nothing
+    is truncated.
 
-    `encode_batch_fast` of one text, because it releases the interpreter's lock and `encode` does not: two threads
-    tokenise 1.85 times as fast as one. The few tokenizers without a Rust backend gain nothing from threads.
+    `encode_batch_fast` of one text, because it releases the interpreter's lock and `encode` does
+    not: two threads tokenise 1.85 times as fast as one. The few tokenizers without a Rust backend
+    gain nothing from threads.
     """
     dtype = token_dtype(tokenizer)
     if not tokenizer.is_fast:
         return lambda text: np.array(tokenizer.encode(text, add_special_tokens=False), dtype)
     backend = tokenizer.backend_tokenizer
     backend.no_truncation(), backend.no_padding()
-    return lambda text: np.array(backend.encode_batch_fast([text], add_special_tokens=False)[0].ids, dtype)
+    return lambda text: np.array(
+        backend.encode_batch_fast([text], add_special_tokens=False)[0].ids, dtype
+    )
 
 
 def token_dtype(tokenizer) -> np.dtype:
     return np.dtype("<u2" if vocabulary_size(tokenizer) <= 1 << 16 else "<u4")
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int, folder: Path | str, progress: bool = True) -> None:
-    """Trains a byte-level BPE of `vocab_size` tokens on `texts` and saves it where AutoTokenizer finds it.
+def train_bpe(
+    texts: Iterable[str], vocab_size: int, folder: Path | str, progress: bool = True
+) -> None:
+    """Trains a byte-level BPE of `vocab_size` tokens on `texts` and saves it where AutoTokenizer
+    finds it.
 
-    `<|endoftext|>` is id 0 and serves as eos, bos and pad. Any text decodes to itself, byte for byte.
+    `<|endoftext|>` is id 0 and serves as eos, bos and pad. Any text decodes to itself, byte for
+    byte.
     """
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     if vocab_size < len(alphabet) + 1:
-        raise ValueError(f"a byte-level tokenizer needs 256 bytes and an end-of-text token, vocab_size is "
-                         f"{vocab_size}: use --model.vocab-size 257 or more")
+        raise ValueError(
+            f"a byte-level tokenizer needs 256 bytes and an end-of-text token, vocab_size is "
+            f"{vocab_size}: use --model.vocab-size 257 or more"
+        )
     bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(WORDS), "isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(WORDS), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     bpe.decoder = decoders.ByteLevel()
     say(f"training a byte-level BPE tokenizer of {vocab_size:,} tokens", progress)
-    bpe.train_from_iterator(texts, trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False))
+    bpe.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=[END_OF_TEXT],
+            initial_alphabet=alphabet,
+            show_progress=False,
+        ),
+    )
     if bpe.get_vocab_size() < vocab_size:
         say(f"  the text gives only {bpe.get_vocab_size():,} tokens", progress)
     PreTrainedTokenizerFast(
-        tokenizer_object=bpe, eos_token=END_OF_TEXT, bos_token=END_OF_TEXT, pad_token=END_OF_TEXT,
+        tokenizer_object=bpe,
+        eos_token=END_OF_TEXT,
+        bos_token=END_OF_TEXT,
+        pad_token=END_OF_TEXT,
         clean_up_tokenization_spaces=False,
     ).save_pretrained(str(folder))

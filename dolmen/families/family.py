@@ -1,7 +1,7 @@
 """What a family file declares, and the facts of config.json that all families share.
 
-A family reads a config.json with every absent field filled from `defaults`, those of the transformers config class, and
-writes the fields that fix the structure.
+A family reads a config.json with every absent field filled from `defaults`, those of the
+transformers config class, and writes the fields that fix the structure.
 """
 
 from collections.abc import Callable
@@ -11,27 +11,46 @@ from typing import Any
 from dolmen.families.rules import Rule
 from dolmen.model.config import ModelConfig
 
-ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu", "relu": "relu",
-               "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh",
-               "gelu_python_tanh": "gelu_tanh"}
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "relu": "relu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_python_tanh": "gelu_tanh",
+}
 
 # Fields of any config.json whose other values change the function: only these are supported.
-ONLY = {"is_encoder_decoder": (False, None), "add_cross_attention": (False, None),
-        "cross_attention_hidden_size": (None,), "pruned_heads": ({}, None), "per_layer_config": ({}, None),
-        "partial_rotary_factor": (1.0, None), "rope_interleaved": (False, None)}
+ONLY = {
+    "is_encoder_decoder": (False, None),
+    "add_cross_attention": (False, None),
+    "cross_attention_hidden_size": (None,),
+    "pruned_heads": ({}, None),
+    "per_layer_config": ({}, None),
+    "partial_rotary_factor": (1.0, None),
+    "rope_interleaved": (False, None),
+}
 
-# Fields of any config.json that do not change the function of a decoder; names that start with "_" are harmless too.
-HARMLESS = frozenset("""
-    architectures model_type transformers_version dtype torch_dtype use_cache is_decoder return_dict use_return_dict
-    torchscript output_hidden_states output_attentions output_scores return_dict_in_generate use_bfloat16 tf_legacy_loss
-    prefix chunk_size_feed_forward tie_encoder_decoder finetuning_task task_specific_params problem_type tokenizer_class
-    id2label label2id num_labels name_or_path attn_implementation gradient_checkpointing tie_last_hidden_states
-    bos_token_id eos_token_id pad_token_id sep_token_id unk_token_id decoder_start_token_id forced_bos_token_id
-    forced_eos_token_id max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty
-    temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
-    encoder_no_repeat_ngram_size bad_words_ids num_return_sequences remove_invalid_values
-    exponential_decay_length_penalty suppress_tokens begin_suppress_tokens attention_dropout pretraining_tp auto_map
-    quantization_config""".split())
+# Fields of any config.json that do not change the function of a decoder; names that start with "_"
+# are harmless too.
+HARMLESS = frozenset(
+    """
+    architectures model_type transformers_version dtype torch_dtype use_cache is_decoder return_dict
+    use_return_dict torchscript output_hidden_states output_attentions output_scores
+    return_dict_in_generate use_bfloat16 tf_legacy_loss prefix chunk_size_feed_forward
+    tie_encoder_decoder finetuning_task task_specific_params problem_type tokenizer_class id2label
+    label2id num_labels name_or_path attn_implementation gradient_checkpointing
+    tie_last_hidden_states bos_token_id eos_token_id pad_token_id sep_token_id unk_token_id
+    decoder_start_token_id forced_bos_token_id forced_eos_token_id max_length min_length do_sample
+    early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p typical_p
+    repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size
+    bad_words_ids num_return_sequences remove_invalid_values exponential_decay_length_penalty
+    suppress_tokens begin_suppress_tokens attention_dropout pretraining_tp auto_map
+    quantization_config""".split()
+)
 
 
 @dataclass(frozen=True)
@@ -66,7 +85,8 @@ class Family:
 
 def activation(name: Any, knob: str) -> str:
     """Our name of an activation. Raises ValueError naming `knob` for one that is not supported."""
-    if name not in ACTIVATIONS: raise ValueError(f"{knob} is {name!r}: dolmen supports {', '.join(ACTIVATIONS)}")
+    if name not in ACTIVATIONS:
+        raise ValueError(f"{knob} is {name!r}: dolmen supports {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
 
 

@@ -1,4 +1,6 @@
-"""Mistral 7B, Nemo, Small (Jiang et al., 2310.06825): Llama without biases, with one sliding window for all layers."""
+"""Mistral 7B, Nemo, Small (Jiang et al., 2310.06825): Llama without biases, with one sliding window
+for all layers.
+"""
 
 from typing import Any
 
@@ -16,8 +18,19 @@ def write_config(c: ModelConfig) -> dict[str, Any]:
 
 
 FAMILY = Family(
-    model_type="mistral", architecture="MistralForCausalLM", read=read_config, write=write_config,
-    rules=llama_like.rules, only={**llama_like.NO_BIAS, **llama_like.NO_WINDOW},
-    defaults={**llama_like.DEFAULTS, "intermediate_size": 14336, "num_key_value_heads": 8,
-              "max_position_embeddings": 131072, "sliding_window": 4096},
-    scratch=llama_like.SCRATCH, ignored=llama_like.IGNORED)
+    model_type="mistral",
+    architecture="MistralForCausalLM",
+    read=read_config,
+    write=write_config,
+    rules=llama_like.rules,
+    only={**llama_like.NO_BIAS, **llama_like.NO_WINDOW},
+    defaults={
+        **llama_like.DEFAULTS,
+        "intermediate_size": 14336,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "sliding_window": 4096,
+    },
+    scratch=llama_like.SCRATCH,
+    ignored=llama_like.IGNORED,
+)

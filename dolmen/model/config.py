@@ -1,7 +1,8 @@
-"""The structure of one decoder, as choices. A family (dolmen/families) turns a Hugging Face `config.json` into this and
-back; nothing else in the house knows a family's name.
+"""The structure of one decoder, as choices. A family (dolmen/families) turns a Hugging Face
+`config.json` into this and back; nothing else in the house knows a family's name.
 
-Field names are Hugging Face's where it has one. Behaviour follows from values alone, never from a model's name.
+Field names are Hugging Face's where it has one. Behaviour follows from values alone, never from a
+model's name.
 """
 
 import math
@@ -11,12 +12,16 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding (Su et al., 2104.09864), rotate-half layout, and its context extensions."""
+    """Rotary position embedding (Su et al., 2104.09864), rotate-half layout, and its context
+    extensions.
+    """
 
     theta: float = 10000.0
     """Base of the geometric series of wavelengths."""
     scaling: Literal["default", "linear", "llama3"] = "default"
-    """default | linear (positions divided by factor) | llama3 (long wavelengths divided, short kept, smooth between)."""
+    """default | linear (positions divided by factor) | llama3 (long wavelengths divided, short
+    kept, smooth between).
+    """
     factor: float = 1.0
     """Context extension factor of linear and llama3."""
     low_freq_factor: float = 1.0
@@ -29,7 +34,9 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes and choices that fix the parameters and the function of a decoder. Raises ValueError on impossible sizes."""
+    """Sizes and choices that fix the parameters and the function of a decoder. Raises ValueError on
+    impossible sizes.
+    """
 
     family: str = "llama"
     """Family file whose weight names and config.json an export uses."""
@@ -74,9 +81,13 @@ class ModelConfig:
     dense_layers: tuple[int, ...] = ()
     """Layers that stay dense in a model with experts."""
     router_balance: Literal["loss", "bias", "none"] = "loss"
-    """What keeps experts equally busy: an auxiliary loss; a bias added for the choice alone, moved after each update; nothing."""
+    """What keeps experts equally busy: an auxiliary loss; a bias added for the choice alone, moved
+    after each update; nothing.
+    """
     router_aux_loss_coef: float = 0.001
-    """Weight of the balance loss, summed over layers, mean over sequences, where router_balance is loss."""
+    """Weight of the balance loss, summed over layers, mean over sequences, where router_balance is
+    loss.
+    """
     router_z_loss_coef: float = 0.0
     """Weight of the mean square of the router's logsumexp, summed over layers."""
     router_bias_rate: float = 0.001
@@ -94,81 +105,151 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     """Head and embedding are one parameter."""
     dropout: float = 0.0
-    """Dropout after embedding, attention and feed-forward, and on attention probabilities; 0 unless asked for."""
+    """Dropout after embedding, attention and feed-forward, and on attention probabilities; 0 unless
+    asked for.
+    """
     initializer_range: float = 0.02
-    """Standard deviation of initial weights; output projections get it divided by sqrt(2 * layers)."""
+    """Standard deviation of initial weights; output projections get it divided by sqrt(2 * layers).
+    """
     hf: dict[str, Any] = field(default_factory=dict)
-    """The source config.json, whole: the way back returns it with what changed in the structure since; or, without a
-    model_type, extra fields to write beside the structure, such as eos_token_id."""
+    """The source config.json, whole: the way back returns it with what changed in the structure
+    since; or, without a model_type, extra fields to write beside the structure, such as
+    eos_token_id.
+    """
 
     def __post_init__(self):
-        positive = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-                    "num_key_value_heads", "head_dim", "max_position_embeddings")
+        positive = (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "max_position_embeddings",
+        )
         for name in positive:
-            if getattr(self, name) < 1: raise ValueError(f"model.{name.replace('_', '-')} is {getattr(self, name)}: it must be at least 1")
-        for name, value in (("norm_eps", self.norm_eps), ("rope.theta", self.rope.theta), ("rope.factor", self.rope.factor)):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"model.{name.replace('_', '-')} is {getattr(self, name)}: it must be at "
+                    f"least 1"
+                )
+        for name, value in (
+            ("norm_eps", self.norm_eps),
+            ("rope.theta", self.rope.theta),
+            ("rope.factor", self.rope.factor),
+        ):
             if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-                raise ValueError(f"model.{name.replace('_', '-')} is {value!r}: it must be a number, finite and not negative")
+                raise ValueError(
+                    f"model.{name.replace('_', '-')} is {value!r}: it must be a number, finite and "
+                    f"not negative"
+                )
         if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(f"num_attention_heads ({self.num_attention_heads}) is not divisible by num_key_value_heads "
-                             f"({self.num_key_value_heads}): set model.num-key-value-heads to a divisor")
+            raise ValueError(
+                f"num_attention_heads ({self.num_attention_heads}) is not divisible by "
+                f"num_key_value_heads ({self.num_key_value_heads}): set model.num-key-value-heads "
+                "to a divisor"
+            )
         if self.sliding_window is not None and self.sliding_window < 1:
-            raise ValueError(f"model.sliding-window is {self.sliding_window}: it must be at least 1, the query itself, or none")
+            raise ValueError(
+                f"model.sliding-window is {self.sliding_window}: it must be at least 1, the query "
+                f"itself, or none"
+            )
         if not 0 <= self.initializer_range < math.inf:
-            raise ValueError(f"model.initializer-range is {self.initializer_range}: it must be finite and not negative")
-        if not 0 <= self.dropout < 1: raise ValueError(f"model.dropout is {self.dropout}: it must lie in [0, 1)")
+            raise ValueError(
+                f"model.initializer-range is {self.initializer_range}: it must be finite and not "
+                f"negative"
+            )
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"model.dropout is {self.dropout}: it must lie in [0, 1)")
         if self.position == "rope" and self.head_dim % 2:
-            raise ValueError(f"head_dim ({self.head_dim}) is odd, rope rotates pairs: set model.head-dim to an even size")
+            raise ValueError(
+                f"head_dim ({self.head_dim}) is odd, rope rotates pairs: set model.head-dim to an "
+                f"even size"
+            )
 
-        if self.num_experts: self._check_experts()
+        if self.num_experts:
+            self._check_experts()
 
     def _check_experts(self) -> None:
-        if self.num_experts < 0: raise ValueError(f"model.num-experts is {self.num_experts}: it must not be negative")
+        if self.num_experts < 0:
+            raise ValueError(f"model.num-experts is {self.num_experts}: it must not be negative")
         if not 1 <= self.num_experts_per_tok <= self.num_experts:
-            raise ValueError(f"num_experts_per_tok ({self.num_experts_per_tok}) must lie in 1 to num_experts ({self.num_experts}): set "
-                             "model.num-experts-per-tok")
-        if self.expert_size < 1: raise ValueError(f"model.moe-intermediate-size is {self.moe_intermediate_size}: it must be at least 1")
+            raise ValueError(
+                f"num_experts_per_tok ({self.num_experts_per_tok}) must lie in 1 to num_experts "
+                f"({self.num_experts}): set model.num-experts-per-tok"
+            )
+        if self.expert_size < 1:
+            raise ValueError(
+                f"model.moe-intermediate-size is {self.moe_intermediate_size}: it must be at "
+                f"least 1"
+            )
         if not self.gated or self.mlp_bias:
-            raise ValueError(f"experts are gated and have no biases, but mlp is {self.mlp} and mlp_bias {self.mlp_bias}: set --model.mlp gated "
-                             "and leave --model.mlp-bias off, or set --model.num-experts 0")
+            raise ValueError(
+                f"experts are gated and have no biases, but mlp is {self.mlp} and mlp_bias "
+                f"{self.mlp_bias}: set --model.mlp gated and leave --model.mlp-bias off, or set "
+                "--model.num-experts 0"
+            )
         if unknown := [i for i in self.dense_layers if not 0 <= i < self.num_hidden_layers]:
-            raise ValueError(f"dense_layers has {unknown[0]}, num_hidden_layers is {self.num_hidden_layers}: name layers from 0 on")
+            raise ValueError(
+                f"dense_layers has {unknown[0]}, num_hidden_layers is {self.num_hidden_layers}: "
+                f"name layers from 0 on"
+            )
         for name in ("router_aux_loss_coef", "router_z_loss_coef", "router_bias_rate"):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-                raise ValueError(f"model.{name.replace('_', '-')} is {value!r}: it must be a number, finite and not negative")
+                raise ValueError(
+                    f"model.{name.replace('_', '-')} is {value!r}: it must be a number, finite and "
+                    f"not negative"
+                )
 
     @property
     def expert_size(self) -> int:
         """Width of an expert."""
-        return self.intermediate_size if self.moe_intermediate_size is None else self.moe_intermediate_size
+        return (
+            self.intermediate_size
+            if self.moe_intermediate_size is None
+            else self.moe_intermediate_size
+        )
 
     def sparse(self, layer: int) -> bool:
         """Whether `layer` has experts."""
         return self.num_experts > 0 and layer not in self.dense_layers
 
     @property
-    def gated(self) -> bool: return self.mlp == "gated"
+    def gated(self) -> bool:
+        return self.mlp == "gated"
 
     def window(self, layer: int) -> int | None:
         """Sliding window of `layer` in tokens, or None for full causal attention."""
-        return self.sliding_window if self.sliding_layers is None or layer in self.sliding_layers else None
+        return (
+            self.sliding_window
+            if self.sliding_layers is None or layer in self.sliding_layers
+            else None
+        )
 
 
 def parameter_shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every parameter's name and full (unsplit) shape, in the order of the model: the vocabulary of names that weight
-    rules, placements and checkpoints speak. A test holds the built model to it."""
-    q, kv, h, f = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim, c.hidden_size, c.intermediate_size
+    """Every parameter's name and full (unsplit) shape, in the order of the model: the vocabulary of
+    names that weight rules, placements and checkpoints speak. A test holds the built model to it.
+    """
+    q = c.num_attention_heads * c.head_dim
+    kv = c.num_key_value_heads * c.head_dim
+    h = c.hidden_size
+    f = c.intermediate_size
     shapes: dict[str, tuple[int, ...]] = {"embed.weight": (c.vocab_size, h)}
-    if c.position == "learned": shapes["positions.weight"] = (c.max_position_embeddings, h)
+    if c.position == "learned":
+        shapes["positions.weight"] = (c.max_position_embeddings, h)
 
     def linear(name: str, out: int, inp: int, bias: bool):
         shapes[f"{name}.weight"] = (out, inp)
-        if bias: shapes[f"{name}.bias"] = (out,)
+        if bias:
+            shapes[f"{name}.bias"] = (out,)
 
     def norm(name: str, size: int, bias: bool = c.norm == "layernorm"):
         shapes[f"{name}.weight"] = (size,)
-        if bias: shapes[f"{name}.bias"] = (size,)
+        if bias:
+            shapes[f"{name}.bias"] = (size,)
 
     for i in range(c.num_hidden_layers):
         layer = f"layers.{i}"
@@ -183,12 +264,17 @@ def parameter_shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
         norm(f"{layer}.mlp_norm", h)
         if c.sparse(i):
             linear(f"{layer}.mlp.router", c.num_experts, h, c.router_balance == "bias")
-            shapes |= {f"{layer}.mlp.experts.{name}.weight": (c.num_experts, c.expert_size, h) for name in ("gate", "up")}
+            shapes |= {
+                f"{layer}.mlp.experts.{name}.weight": (c.num_experts, c.expert_size, h)
+                for name in ("gate", "up")
+            }
             shapes[f"{layer}.mlp.experts.down.weight"] = (c.num_experts, h, c.expert_size)
             continue
-        if c.gated: linear(f"{layer}.mlp.gate", f, h, c.mlp_bias)
+        if c.gated:
+            linear(f"{layer}.mlp.gate", f, h, c.mlp_bias)
         linear(f"{layer}.mlp.up", f, h, c.mlp_bias)
         linear(f"{layer}.mlp.down", h, f, c.mlp_bias)
     norm("final_norm", h)
-    if not c.tie_word_embeddings: shapes["head.weight"] = (c.vocab_size, h)
+    if not c.tie_word_embeddings:
+        shapes["head.weight"] = (c.vocab_size, h)
     return shapes

@@ -1,7 +1,8 @@
-"""The leaves of the decoder: modules that own parameters, each with its placements on tp. Placement plans are read off
-`placements`, so the sharder and the memory planner cannot disagree.
+"""The leaves of the decoder: modules that own parameters, each with its placements on tp. Placement
+plans are read off `placements`, so the sharder and the memory planner cannot disagree.
 
-    column   W S(0)@tp: its outputs are split          row   W S(1)@tp: its inputs are split, the sum leaves the block
+    column   W S(0)@tp: its outputs are split          row   W S(1)@tp: its inputs are split, the
+             sum leaves the block
 """
 
 import torch
@@ -15,14 +16,18 @@ from dolmen.parallel.tensor import TensorParallel
 
 
 class Leaf(nn.Module):
-    """A module that owns parameters. `placements` says, per parameter, how it lies on tp (or ep and tp); `std_scale` scales the initial std."""
+    """A module that owns parameters. `placements` says, per parameter, how it lies on tp (or ep and
+    tp); `std_scale` scales the initial std.
+    """
 
     placements: dict[str, Places]
     std_scale: float = 1.0
 
 
 class Column(Leaf):
-    """Weight and bias of a column-parallel linear (or, `whole`, kept by every rank); `tensor.columns` multiplies them."""
+    """Weight and bias of a column-parallel linear (or, `whole`, kept by every rank);
+    `tensor.columns` multiplies them.
+    """
 
     def __init__(self, inp: int, out: int, bias: bool, whole: bool = False):
         super().__init__()
@@ -33,7 +38,9 @@ class Column(Leaf):
 
 
 class Row(Leaf):
-    """y = x W^T + b, W split over its inputs: x S(1)@tp -> y I@tp, or S(0)@tp under sequence parallelism."""
+    """y = x W^T + b, W split over its inputs: x S(1)@tp -> y I@tp, or S(0)@tp under sequence
+    parallelism.
+    """
 
     def __init__(self, inp: int, out: int, bias: bool, tp: TensorParallel, std_scale: float):
         super().__init__()
@@ -48,7 +55,9 @@ class Row(Leaf):
 
 
 class Norm(Leaf):
-    """RMSNorm or LayerNorm over the last dim. `grad` types the weight's gradient on tp where it sees a part of the tokens or heads."""
+    """RMSNorm or LayerNorm over the last dim. `grad` types the weight's gradient on tp where it
+    sees a part of the tokens or heads.
+    """
 
     placements = {"weight": Replicate(), "bias": Replicate()}
 
@@ -59,12 +68,17 @@ class Norm(Leaf):
         self.eps, self.grad = eps, grad
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.bias is None: return rms_norm(x, local(self.weight, self.grad), self.eps)
-        return F.layer_norm(x, (x.shape[-1],), local(self.weight, self.grad), local(self.bias, self.grad), self.eps)
+        if self.bias is None:
+            return rms_norm(x, local(self.weight, self.grad), self.eps)
+        return F.layer_norm(
+            x, (x.shape[-1],), local(self.weight, self.grad), local(self.bias, self.grad), self.eps
+        )
 
 
 class Embedding(Leaf):
-    """The vocabulary-parallel table: tokens [n] -> [n, hidden] I@tp, or S(0)@tp. Its weight may serve as the head too."""
+    """The vocabulary-parallel table: tokens [n] -> [n, hidden] I@tp, or S(0)@tp. Its weight may
+    serve as the head too.
+    """
 
     placements = {"weight": Shard(0)}
 
@@ -78,7 +92,9 @@ class Embedding(Leaf):
 
 
 class Positions(Leaf):
-    """A learned table of positions (GPT-2): whole on every rank, its gradient partial where a rank sees some of the tokens."""
+    """A learned table of positions (GPT-2): whole on every rank, its gradient partial where a rank
+    sees some of the tokens.
+    """
 
     placements = {"weight": Replicate()}
 

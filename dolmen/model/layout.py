@@ -1,4 +1,6 @@
-"""How a model is split: the only thing that differs between one CPU and a cluster. Data, checked against the model."""
+"""How a model is split: the only thing that differs between one CPU and a cluster. Data, checked
+against the model.
+"""
 
 import math
 from dataclasses import dataclass, replace
@@ -17,40 +19,60 @@ class Layout:
     """Sizes of the mesh axes and what is sharded over them."""
 
     tp: int = 1
-    """Tensor parallelism: processes that share every layer. Innermost, so that it stays inside a machine."""
+    """Tensor parallelism: processes that share every layer. Innermost, so that it stays inside a
+    machine.
+    """
     cp: int = 1
     """Context parallelism: processes that share every sequence."""
     pp: int = 1
     """Pipeline parallelism: processes that hold different layers. Outermost: they send least."""
     dp: int | None = None
-    """Data parallelism: processes that see different sequences. Default: what the processes (or visible GPUs) leave."""
+    """Data parallelism: processes that see different sequences. Default: what the processes (or
+    visible GPUs) leave.
+    """
     ep: int = 1
     """Expert parallelism: processes of dp x cp that hold different experts. Adds no processes."""
     zero: Literal[0, 1, 2, 3] = 1
-    """ZeRO stage: 1 shards optimizer state over dp x cp, 2 gradients too, 3 parameters too; 0 shards nothing."""
+    """ZeRO stage: 1 shards optimizer state over dp x cp, 2 gradients too, 3 parameters too; 0
+    shards nothing.
+    """
     sequence_parallel: bool = False
-    """Split the residual stream over tp by tokens: norms and dropout are not repeated, activations shrink."""
+    """Split the residual stream over tp by tokens: norms and dropout are not repeated, activations
+    shrink.
+    """
     context: Literal["ring", "gather"] = "ring"
     """How cp attends: keys and values pass around a ring, or are gathered whole."""
     schedule: str = "1f1b"
-    """Order of microbatches in the pipeline: gpipe, 1f1b, interleaved, zero-bubble, zero-bubble-v, or a file (dolmen schedule draws it)."""
+    """Order of microbatches in the pipeline: gpipe, 1f1b, interleaved, zero-bubble, zero-bubble-v,
+    or a file (dolmen schedule draws it).
+    """
     virtual_stages: int = 1
     """Stages a process of pp holds: interleaved takes 2 or more, zero-bubble-v 2."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """What backward computes again instead of keeping it: nothing, attention's inner part, or whole layers."""
+    """What backward computes again instead of keeping it: nothing, attention's inner part, or whole
+    layers.
+    """
     recompute_layers: int | None = None
     """Layers of each stage that recompute, the first ones. Default: all."""
 
     def __post_init__(self):
         for name in ("tp", "cp", "pp", "dp", "ep", "virtual_stages"):
             value = getattr(self, name)
-            if value is not None and value < 1: raise ValueError(f"layout.{name.replace('_', '-')} is {value}: it must be at least 1")
-        if self.zero not in (0, 1, 2, 3): raise ValueError(f"layout.zero is {self.zero}: use 0, 1, 2 or 3")
+            if value is not None and value < 1:
+                raise ValueError(
+                    f"layout.{name.replace('_', '-')} is {value}: it must be at least 1"
+                )
+        if self.zero not in (0, 1, 2, 3):
+            raise ValueError(f"layout.zero is {self.zero}: use 0, 1, 2 or 3")
         if self.recompute_layers is not None and self.recompute_layers < 0:
-            raise ValueError(f"layout.recompute-layers is {self.recompute_layers}: it must not be negative")
+            raise ValueError(
+                f"layout.recompute-layers is {self.recompute_layers}: it must not be negative"
+            )
         if self.recompute_layers is not None and self.recompute == "none":
-            raise ValueError(f"layout.recompute-layers is {self.recompute_layers}, but layout.recompute is none: set --layout.recompute full, "
-                             "or selective")
+            raise ValueError(
+                f"layout.recompute-layers is {self.recompute_layers}, but layout.recompute is "
+                "none: set --layout.recompute full, or selective"
+            )
 
     @property
     def inner(self) -> int:
@@ -63,82 +85,145 @@ class Layout:
         return self.inner * (self.dp or 1)
 
     def resolve(self, processes: int | None) -> "Layout":
-        """With dp filled in for `processes` (None: as few as the other axes need). Raises ValueError where they do not divide."""
-        dp = self.dp or (max(1, processes // self.inner) if processes else math.lcm(self.ep, self.cp) // self.cp)
+        """With dp filled in for `processes` (None: as few as the other axes need). Raises
+        ValueError where they do not divide.
+        """
+        dp = self.dp or (
+            max(1, processes // self.inner) if processes else math.lcm(self.ep, self.cp) // self.cp
+        )
         if processes is not None and self.inner * dp != processes:
-            others = "".join(f" x layout.{name} ({getattr(self, name)})" for name in ("cp", "pp") if getattr(self, name) > 1)
+            others = "".join(
+                f" x layout.{name} ({getattr(self, name)})"
+                for name in ("cp", "pp")
+                if getattr(self, name) > 1
+            )
             left, rest = divmod(processes, self.cp * self.pp)
-            way = f"set --layout.tp and --layout.dp so that their product is {left}" if left and not rest else \
-                f"start a multiple of {self.inner}, or set another --layout.pp or --layout.cp"
-            raise ValueError(f"layout.tp ({self.tp}){others} x layout.dp ({dp}) = {self.inner * dp} processes, but there are {processes}: {way}")
+            way = (
+                f"set --layout.tp and --layout.dp so that their product is {left}"
+                if left and not rest
+                else f"start a multiple of {self.inner}, or set another --layout.pp or --layout.cp"
+            )
+            raise ValueError(
+                f"layout.tp ({self.tp}){others} x layout.dp ({dp}) = {self.inner * dp} processes, "
+                f"but there are {processes}: {way}"
+            )
         return replace(self, dp=dp)
 
     def mesh(self, device: torch.device) -> Mesh:
-        """The mesh of the joined process group. Raises ValueError if this layout is not of its size."""
+        """The mesh of the joined process group. Raises ValueError if this layout is not of its
+        size.
+        """
         return grid(self.dp or 1, self.tp, device, pp=self.pp, cp=self.cp, ep=self.ep)
 
     def make_schedule(self, global_batch_size: int, microbatch_size: int) -> Schedule:
         """The action lists of one step. Raises ValueError where there can be none."""
-        return schedules.make(self.schedule, self.pp, global_batch_size // (self.dp or 1) // microbatch_size, self.virtual_stages)
+        return schedules.make(
+            self.schedule,
+            self.pp,
+            global_batch_size // (self.dp or 1) // microbatch_size,
+            self.virtual_stages,
+        )
 
-    def check(self, model: ModelConfig, sequence_length: int, global_batch_size: int, microbatch_size: int) -> None:
-        """Raises ValueError, with the numbers and the knob, where this layout does not divide the model or the batch."""
+    def check(
+        self, model: ModelConfig, sequence_length: int, global_batch_size: int, microbatch_size: int
+    ) -> None:
+        """Raises ValueError, with the numbers and the knob, where this layout does not divide the
+        model or the batch.
+        """
         self._check_model(model)
         dp = self.dp or 1
         if global_batch_size % dp:
-            raise ValueError(f"train.global-batch-size ({global_batch_size}) is not divisible by dp ({dp}): "
-                             f"set --train.global-batch-size to a multiple, such as {-(-global_batch_size // dp) * dp}")
+            raise ValueError(
+                f"train.global-batch-size ({global_batch_size}) is not divisible by dp ({dp}): set "
+                "--train.global-batch-size to a multiple, such as "
+                f"{-(-global_batch_size // dp) * dp}"
+            )
         rank_batch = global_batch_size // dp
         if rank_batch % microbatch_size:
-            raise ValueError(f"train.global-batch-size ({global_batch_size}) / dp ({dp}) = {rank_batch} sequences a rank is not divisible by "
-                             f"train.microbatch-size ({microbatch_size}): set --train.microbatch-size {_divisor(rank_batch, microbatch_size)}")
+            raise ValueError(
+                f"train.global-batch-size ({global_batch_size}) / dp ({dp}) = {rank_batch} "
+                f"sequences a rank is not divisible by train.microbatch-size ({microbatch_size}): "
+                f"set --train.microbatch-size {_divisor(rank_batch, microbatch_size)}"
+            )
         if self.cp > 1 and sequence_length % (2 * self.cp):
-            raise ValueError(f"context parallelism cuts a sequence of {sequence_length} tokens into 2 x cp ({2 * self.cp}) equal parts: set "
-                             f"--train.sequence-length to a multiple, such as {-(-sequence_length // (2 * self.cp)) * 2 * self.cp}")
+            raise ValueError(
+                f"context parallelism cuts a sequence of {sequence_length} tokens into 2 x cp "
+                f"({2 * self.cp}) equal parts: set --train.sequence-length to a multiple, such as "
+                f"{-(-sequence_length // (2 * self.cp)) * 2 * self.cp}"
+            )
         tokens = microbatch_size * sequence_length // self.cp
         if self.sequence_parallel and tokens % self.tp:
-            raise ValueError(f"sequence parallelism splits the {microbatch_size} x {sequence_length // self.cp} tokens of a microbatch over tp "
-                             f"({self.tp}), which does not divide them: set --train.sequence-length to a multiple of {self.tp * self.cp}, or "
-                             "leave --layout.sequence-parallel off")
+            raise ValueError(
+                f"sequence parallelism splits the {microbatch_size} x {sequence_length // self.cp} "
+                f"tokens of a microbatch over tp ({self.tp}), which does not divide them: set "
+                f"--train.sequence-length to a multiple of {self.tp * self.cp}, or leave "
+                "--layout.sequence-parallel off"
+            )
         self.make_schedule(global_batch_size, microbatch_size)
 
     def _check_model(self, model: ModelConfig) -> None:
         if (self.recompute_layers or 0) > model.num_hidden_layers:
-            raise ValueError(f"layout.recompute-layers ({self.recompute_layers}) is over num_hidden_layers ({model.num_hidden_layers}): leave it out "
-                             "to recompute all")
+            raise ValueError(
+                f"layout.recompute-layers ({self.recompute_layers}) is over num_hidden_layers "
+                f"({model.num_hidden_layers}): leave it out to recompute all"
+            )
         layers = range(model.num_hidden_layers)
-        widths = [("intermediate_size", model.intermediate_size)] if not all(model.sparse(i) for i in layers) else []
-        if any(model.sparse(i) for i in layers): widths.append(("moe_intermediate_size", model.expert_size))
+        widths = (
+            [("intermediate_size", model.intermediate_size)]
+            if not all(model.sparse(i) for i in layers)
+            else []
+        )
+        if any(model.sparse(i) for i in layers):
+            widths.append(("moe_intermediate_size", model.expert_size))
         for name, value in (("num_attention_heads", model.num_attention_heads), *widths):
             if value % self.tp:
-                raise ValueError(f"{name} ({value}) is not divisible by tp ({self.tp}): set --layout.tp to a divisor, "
-                                 f"such as {_divisor(value, self.tp)}")
+                raise ValueError(
+                    f"{name} ({value}) is not divisible by tp ({self.tp}): set --layout.tp to a "
+                    f"divisor, such as {_divisor(value, self.tp)}"
+                )
         self._check_experts(model)
         if (self.tp - 1) * -(-model.vocab_size // self.tp) >= model.vocab_size:
-            raise ValueError(f"vocab_size ({model.vocab_size}) leaves a rank of tp ({self.tp}) without a row: set a smaller --layout.tp")
+            raise ValueError(
+                f"vocab_size ({model.vocab_size}) leaves a rank of tp ({self.tp}) without a row: "
+                f"set a smaller --layout.tp"
+            )
         if self.pp * self.virtual_stages > model.num_hidden_layers + 2:
-            raise ValueError(f"layout.pp ({self.pp}) x layout.virtual-stages ({self.virtual_stages}) = {self.pp * self.virtual_stages} stages, but "
-                             f"there are num_hidden_layers ({model.num_hidden_layers}) + 2 things to compute (embedding, layers, head): "
-                             f"set --layout.pp x --layout.virtual-stages to {model.num_hidden_layers + 2} or less")
+            raise ValueError(
+                f"layout.pp ({self.pp}) x layout.virtual-stages ({self.virtual_stages}) = "
+                f"{self.pp * self.virtual_stages} stages, but there are num_hidden_layers "
+                f"({model.num_hidden_layers}) + 2 things to compute (embedding, layers, head): set "
+                f"--layout.pp x --layout.virtual-stages to {model.num_hidden_layers + 2} or less"
+            )
 
     def _check_experts(self, model: ModelConfig) -> None:
         shared = (self.dp or 1) * self.cp
         fitting = _divisor(math.gcd(shared, model.num_experts), self.ep)
         if self.ep > 1 and not model.num_experts:
-            raise ValueError(f"layout.ep ({self.ep}) splits experts, and this model has none (num_experts 0): leave --layout.ep 1")
+            raise ValueError(
+                f"layout.ep ({self.ep}) splits experts, and this model has none (num_experts 0): "
+                f"leave --layout.ep 1"
+            )
         if shared % self.ep:
-            raise ValueError(f"layout.ep ({self.ep}) does not divide layout.dp ({self.dp or 1}) x layout.cp ({self.cp}): set --layout.dp "
-                             f"{math.lcm(self.ep, self.cp) // self.cp}, or --layout.ep {fitting}")
+            raise ValueError(
+                f"layout.ep ({self.ep}) does not divide layout.dp ({self.dp or 1}) x layout.cp "
+                f"({self.cp}): set --layout.dp {math.lcm(self.ep, self.cp) // self.cp}, or "
+                f"--layout.ep {fitting}"
+            )
         if model.num_experts and model.num_experts % self.ep:
-            raise ValueError(f"num_experts ({model.num_experts}) is not divisible by layout.ep ({self.ep}): set --layout.ep "
-                             f"{fitting}")
+            raise ValueError(
+                f"num_experts ({model.num_experts}) is not divisible by layout.ep ({self.ep}): set "
+                f"--layout.ep {fitting}"
+            )
 
 
 def balance(layers: int, stages: int) -> list[range]:
-    """The layers of each stage. Embedding and head weigh as a layer each: of these layers + 2 things in a row every stage gets
-    as many as any other, or one more. Raises ValueError where a stage would get none."""
+    """The layers of each stage. Embedding and head weigh as a layer each: of these layers + 2
+    things in a row every stage gets as many as any other, or one more. Raises ValueError where a
+    stage would get none.
+    """
     things = layers + 2
-    if stages > things: raise ValueError(f"{stages} stages for {layers} layers, an embedding and a head: use fewer")
+    if stages > things:
+        raise ValueError(f"{stages} stages for {layers} layers, an embedding and a head: use fewer")
     cuts = [min(max(i * things // stages - 1, 0), layers) for i in range(stages)] + [layers]
     return [range(a, b) for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
 

@@ -19,14 +19,28 @@ class MLP(nn.Module):
     def __init__(self, c: ModelConfig, tp: TensorParallel):
         super().__init__()
         if c.intermediate_size % tp.axis.size:
-            raise ValueError(f"intermediate_size ({c.intermediate_size}) is not divisible by tp ({tp.axis.size}): set --layout.tp to a divisor")
+            raise ValueError(
+                f"intermediate_size ({c.intermediate_size}) is not divisible by tp "
+                f"({tp.axis.size}): set --layout.tp to a divisor"
+            )
         self.tp, self.act = tp, ACTIVATIONS[c.activation]
         self.gate = Column(c.hidden_size, c.intermediate_size, c.mlp_bias) if c.gated else None
         self.up = Column(c.hidden_size, c.intermediate_size, c.mlp_bias)
-        self.down = Row(c.intermediate_size, c.hidden_size, c.mlp_bias, tp, 1 / math.sqrt(2 * c.num_hidden_layers))
+        self.down = Row(
+            c.intermediate_size,
+            c.hidden_size,
+            c.mlp_bias,
+            tp,
+            1 / math.sqrt(2 * c.num_hidden_layers),
+        )
 
     def forward(self, x: Tensor, given: Given | None = None) -> Tensor:
         ins = [self.up] if self.gate is None else [self.gate, self.up]
-        first, *rest = tensor.columns(x, [local(i.weight) for i in ins], [local(i.bias) if i.bias is not None else None for i in ins], self.tp)
+        first, *rest = tensor.columns(
+            x,
+            [local(i.weight) for i in ins],
+            [local(i.bias) if i.bias is not None else None for i in ins],
+            self.tp,
+        )
         hidden = self.act(first)
         return self.down(hidden * rest[0] if rest else hidden)

@@ -1,11 +1,15 @@
-"""The sparse feed-forward layer: a router sends each token to k of E experts, gated MLPs of width F.
+"""The sparse feed-forward layer: a router sends each token to k of E experts, gated MLPs of width
+F.
 
-    x [n, H] --enter--> router (fp32) --> n k rows by expert --dispatch--> experts, F split over tp --combine--> weigh, add --leave-->
-      I@tp or S(0)@tp     every rank of tp        ep: to the rank that holds the expert            and back            P@tp
+    x [n, H] --enter--> router (fp32) --> n k rows by expert --dispatch--> experts, F split over tp
+    --combine--> weigh, add --leave-->
+      I@tp or S(0)@tp     every rank of tp        ep: to the rank that holds the
+                          expert            and back            P@tp
 
-Experts lie on their own axes: E over ep, F over tp, and what remains of dp x cp, edp, shards them as ZeRO says. Router weights
-are replicated and see a partial sum, so their gradient is Partial on tp. No layout changes what is computed: rows are never
-dropped, and the balance loss is that of single sequences, whose counts are summed over cp.
+Experts lie on their own axes: E over ep, F over tp, and what remains of dp x cp, edp, shards them
+as ZeRO says. Router weights are replicated and see a partial sum, so their gradient is Partial on
+tp. No layout changes what is computed: rows are never dropped, and the balance loss is that of
+single sequences, whose counts are summed over cp.
 """
 
 import math
@@ -27,21 +31,29 @@ from dolmen.parallel.tensor import TensorParallel
 
 
 class Router(Leaf):
-    """Logits of every expert, in fp32 whatever the model computes in, and the choice: x [n, H] R@tp -> [n, E], Routing. `bias`,
-    where there is one, is moved by train/balance.py and not by gradients."""
+    """Logits of every expert, in fp32 whatever the model computes in, and the choice: x [n, H] R@tp
+    -> [n, E], Routing. `bias`, where there is one, is moved by train/balance.py and not by
+    gradients.
+    """
 
     placements = {"weight": Replicate(), "bias": Replicate()}
 
     def __init__(self, c: ModelConfig, tp: TensorParallel):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(c.num_experts, c.hidden_size))
-        self.bias = nn.Parameter(torch.empty(c.num_experts), requires_grad=False) if c.router_balance == "bias" else None
+        self.bias = (
+            nn.Parameter(torch.empty(c.num_experts), requires_grad=False)
+            if c.router_balance == "bias"
+            else None
+        )
         self.tp, self.k, self.normalize = tp, c.num_experts_per_tok, c.norm_topk_prob
 
     def forward(self, x: Tensor) -> tuple[Tensor, moe.Routing]:
         wide = torch.promote_types(self.weight.dtype, torch.float32)
         logits = F.linear(x.to(wide), local(self.weight, self.tp.branch_grad).to(wide))
-        return logits, moe.route(logits, self.k, self.normalize, None if self.bias is None else local(self.bias))
+        return logits, moe.route(
+            logits, self.k, self.normalize, None if self.bias is None else local(self.bias)
+        )
 
 
 class Stacked(Leaf):
@@ -61,7 +73,9 @@ class Experts(nn.Module):
         self.act = ACTIVATIONS[c.activation]
         self.gate = Stacked(c.num_experts, c.expert_size, c.hidden_size, 1)
         self.up = Stacked(c.num_experts, c.expert_size, c.hidden_size, 1)
-        self.down = Stacked(c.num_experts, c.hidden_size, c.expert_size, 2, 1 / math.sqrt(2 * c.num_hidden_layers))
+        self.down = Stacked(
+            c.num_experts, c.hidden_size, c.expert_size, 2, 1 / math.sqrt(2 * c.num_hidden_layers)
+        )
 
     def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
         gate, up = (moe.grouped_linear(rows, local(w.weight), counts) for w in (self.gate, self.up))
@@ -75,33 +89,49 @@ class MoE(nn.Module):
         super().__init__()
         tp, ep = split.tp, split.ep
         if c.expert_size % tp.axis.size:
-            raise ValueError(f"moe_intermediate_size ({c.expert_size}) is not divisible by tp ({tp.axis.size}): set --layout.tp to a divisor")
+            raise ValueError(
+                f"moe_intermediate_size ({c.expert_size}) is not divisible by tp ({tp.axis.size}): "
+                f"set --layout.tp to a divisor"
+            )
         if c.num_experts % ep.size:
-            raise ValueError(f"num_experts ({c.num_experts}) is not divisible by ep ({ep.size}): set --layout.ep to a divisor")
-        self.tp, self.cp, self.ep, self.number, self.k = tp, split.cp, ep, c.num_experts, c.num_experts_per_tok
-        self.balance, self.z = c.router_aux_loss_coef if c.router_balance == "loss" else 0.0, c.router_z_loss_coef
+            raise ValueError(
+                f"num_experts ({c.num_experts}) is not divisible by ep ({ep.size}): set "
+                f"--layout.ep to a divisor"
+            )
+        self.tp = tp
+        self.cp = split.cp
+        self.ep = ep
+        self.number = c.num_experts
+        self.k = c.num_experts_per_tok
+        self.balance = c.router_aux_loss_coef if c.router_balance == "loss" else 0.0
+        self.z = c.router_z_loss_coef
         self.router, self.experts = Router(c, tp), Experts(c)
-        self.tally: Tensor | None = None                   # of this rank since the last step, see `_account`
+        self.tally: Tensor | None = None  # of this rank since the last step, see `_account`
 
     def forward(self, x: Tensor, given: Given) -> Tensor:
         x = self.tp.enter(x)
         logits, routing = self.router(x)
         weights = routing.weights
-        if given.balance is not None and torch.is_grad_enabled(): weights = self._account(logits, routing, given)
+        if given.balance is not None and torch.is_grad_enabled():
+            weights = self._account(logits, routing, given)
         order = moe.sort(routing.experts, self.number)
         rows, trip = expert.dispatch(moe.spread(x, order), order.counts, self.ep)
         rows = expert.combine(self.experts(rows, trip.counts), trip, self.ep)
         return self.tp.leave(moe.combine(rows, weights, order))
 
     def _account(self, logits: Tensor, routing: moe.Routing, given: Given) -> Tensor:
-        """The routing weights, through which the auxiliary losses enter the gradient and the tally: [E + 2] fp64, the pairs of
-        each expert, and the sums of balance and z loss over sequences.
+        """The routing weights, through which the auxiliary losses enter the gradient and the tally:
+        [E + 2] fp64, the pairs of each expert, and the sums of balance and z loss over sequences.
 
-        Every rank of tp computes the same losses, and the gradients of x and of the router are summed over tp: each gives its
-        part. Only counts need the whole sequence: under cp the losses are sums over this rank's tokens."""
+        Every rank of tp computes the same losses, and the gradients of x and of the router are
+        summed over tp: each gives its part. Only counts need the whole sequence: under cp the
+        losses are sums over this rank's tokens.
+        """
         length = len(logits) // given.batch * self.cp.axis.size
         here = moe.sequence_counts(routing.experts, given.batch, self.number)
-        balance = moe.balance_loss(routing.probabilities, collectives.reduce_scalar(here, self.cp.axis), length, self.k)
+        balance = moe.balance_loss(
+            routing.probabilities, collectives.reduce_scalar(here, self.cp.axis), length, self.k
+        )
         z = moe.z_loss(logits, length)
         loss = (self.balance * balance + self.z * z) / self.tp.axis.size
         tally = torch.cat([here.sum(0).double(), torch.stack((balance, z)).detach().double()])
@@ -109,8 +139,9 @@ class MoE(nn.Module):
 
 
 class _Account(torch.autograd.Function):
-    """The identity on `weights`. Backward adds to the module's tally and sends `scale` into `loss`: once a microbatch, however
-    often forward was run."""
+    """The identity on `weights`. Backward adds to the module's tally and sends `scale` into `loss`:
+    once a microbatch, however often forward was run.
+    """
 
     @staticmethod
     def forward(ctx, weights, loss, scale, tally, module):

@@ -1,4 +1,6 @@
-"""One rank's share of the model, as the modules need it: their axes, how they use them, and the stages they hold."""
+"""One rank's share of the model, as the modules need it: their axes, how they use them, and the
+stages they hold.
+"""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -26,7 +28,8 @@ class Recompute:
     kind: Literal["none", "selective", "full"] = "none"
     layers: frozenset[int] = frozenset()
 
-    def of(self, layer: int) -> str: return self.kind if layer in self.layers else "none"
+    def of(self, layer: int) -> str:
+        return self.kind if layer in self.layers else "none"
 
 
 @dataclass(frozen=True)
@@ -48,25 +51,42 @@ class Split:
         return sorted(i for part in self.parts for i in part.layers)
 
     @property
-    def first(self) -> bool: return any(part.first for part in self.parts)
+    def first(self) -> bool:
+        return any(part.first for part in self.parts)
 
     @property
-    def last(self) -> bool: return any(part.last for part in self.parts)
+    def last(self) -> bool:
+        return any(part.last for part in self.parts)
 
 
-def split(mesh: Mesh, layers: int, layout: Layout = Layout(), schedule: Schedule | None = None) -> Split:
-    """This rank's share of a model of `layers` layers, whose stages lie as `schedule` places them (None: all are here)."""
+def split(
+    mesh: Mesh, layers: int, layout: Layout = Layout(), schedule: Schedule | None = None
+) -> Split:
+    """This rank's share of a model of `layers` layers, whose stages lie as `schedule` places them
+    (None: all are here).
+    """
     stages = balance(layers, schedule.stages if schedule else 1)
 
-    def part(stage: int) -> Part: return Part(stages[stage], stage == 0, stage == len(stages) - 1)
+    def part(stage: int) -> Part:
+        return Part(stages[stage], stage == 0, stage == len(stages) - 1)
 
-    here = [schedule.stage_of(mesh.pp.rank, chunk) for chunk in range(schedule.chunks)] if schedule else [0]
+    here = (
+        [schedule.stage_of(mesh.pp.rank, chunk) for chunk in range(schedule.chunks)]
+        if schedule
+        else [0]
+    )
     parts = tuple(part(stage) for stage in here)
     recomputed = frozenset(i for p in parts for i in list(p.layers)[: layout.recompute_layers])
     later = [] if schedule is not None and schedule.splits_backward else None
-    return Split(TensorParallel(mesh.tp, layout.sequence_parallel and mesh.tp.size > 1, later), ContextParallel(mesh.cp, layout.context),
-                 mesh.ep, parts, Recompute(layout.recompute, recomputed),
-                 tied_apart=schedule is not None and schedule.rank_of(0) != schedule.rank_of(schedule.stages - 1))
+    return Split(
+        TensorParallel(mesh.tp, layout.sequence_parallel and mesh.tp.size > 1, later),
+        ContextParallel(mesh.cp, layout.context),
+        mesh.ep,
+        parts,
+        Recompute(layout.recompute, recomputed),
+        tied_apart=schedule is not None
+        and schedule.rank_of(0) != schedule.rank_of(schedule.stages - 1),
+    )
 
 
 def whole(layers: int) -> Split:

@@ -1,22 +1,26 @@
-"""Cross-entropy over one slice of the vocabulary: the pure pieces of a vocabulary-parallel loss, in fp32 and in place.
+"""Cross-entropy over one slice of the vocabulary: the pure pieces of a vocabulary-parallel loss, in
+fp32 and in place.
 
     loss = log(sum_v exp(z_v - m)) - (z_label - m)        gradient of z: softmax(z) - onehot(label)
 
-A slice gives its own maximum, then its own sum of exponentials and its label's logit if it holds it; whoever holds the
-slices combines [tokens] numbers, never [tokens, vocabulary].
+A slice gives its own maximum, then its own sum of exponentials and its label's logit if it holds
+it; whoever holds the slices combines [tokens] numbers, never [tokens, vocabulary].
 """
 
 import torch
 from torch import Tensor
 
-IGNORED = -100                                             # a label that carries no loss, as in PyTorch
+IGNORED = -100  # a label that carries no loss, as in PyTorch
 
 
-def exponentials(logits: Tensor, maximum: Tensor, labels: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
-    """exp(z - m) [n, size], its sum [n], and z_label - m [n] (zero where the label lies outside first .. first + size).
+def exponentials(
+    logits: Tensor, maximum: Tensor, labels: Tensor, first: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """exp(z - m) [n, size], its sum [n], and z_label - m [n] (zero where the label lies outside
+    first .. first + size).
 
-    logits [n, size] fp32, which become the exponentials, maximum [n] over the whole vocabulary, labels [n] in the whole
-    vocabulary.
+    logits [n, size] fp32, which become the exponentials, maximum [n] over the whole vocabulary,
+    labels [n] in the whole vocabulary.
     """
     shifted = logits.sub_(maximum[:, None])
     row = labels - first
@@ -27,8 +31,9 @@ def exponentials(logits: Tensor, maximum: Tensor, labels: Tensor, first: int) ->
 
 
 def gradient(e: Tensor, total: Tensor, labels: Tensor, first: int, dtype: torch.dtype) -> Tensor:
-    """softmax - onehot for real labels, zero for ignored ones; [n, size] in `dtype`. `total` [n] is over the whole vocabulary.
-    `e` is overwritten."""
+    """softmax - onehot for real labels, zero for ignored ones; [n, size] in `dtype`. `total` [n] is
+    over the whole vocabulary. `e` is overwritten.
+    """
     real = labels != IGNORED
     row = labels - first
     mine = (row >= 0) & (row < e.shape[1])

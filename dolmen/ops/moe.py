@@ -1,8 +1,11 @@
-"""Mixture of experts on local tensors: which experts a token goes to, its way to them and back, and the losses that keep
-them equally busy. Symbols: n tokens, H hidden, E experts, k of them a token, F an expert's width; m rows of one rank's experts.
+"""Mixture of experts on local tensors: which experts a token goes to, its way to them and back, and
+the losses that keep them equally busy. Symbols: n tokens, H hidden, E experts, k of them a token, F
+an expert's width; m rows of one rank's experts.
 
-    logits [n, E] -> p = softmax -> k largest, a token's (expert, weight) pairs -> n k rows sorted by expert
-    rows [m, H] -> one product an expert (grouped) -> rows [m, H] -> sum over a token's pairs, weighted -> [n, H]
+    logits [n, E] -> p = softmax -> k largest, a token's (expert, weight) pairs -> n k rows sorted
+    by expert
+    rows [m, H] -> one product an expert (grouped) -> rows [m, H] -> sum over a token's pairs,
+    weighted -> [n, H]
 """
 
 from collections.abc import Sequence
@@ -25,8 +28,9 @@ class Routing(NamedTuple):
 
 
 def route(logits: Tensor, k: int, normalize: bool, bias: Tensor | None = None) -> Routing:
-    """The k most probable experts of each token; `normalize`: their weights sum to 1. `bias` [E] is added for the choice
-    alone (2408.15664). logits [n, E]."""
+    """The k most probable experts of each token; `normalize`: their weights sum to 1. `bias` [E] is
+    added for the choice alone (2408.15664). logits [n, E].
+    """
     p = logits.softmax(-1)
     experts = (p.detach() if bias is None else p.detach() + bias).topk(k, -1).indices
     weights = p.gather(1, experts)
@@ -53,7 +57,9 @@ def sort(experts: Tensor, number: int) -> Order:
 
 def inverse(permutation: Tensor) -> Tensor:
     """[m] -> [m]: inverse(p)[p[i]] = i."""
-    return torch.empty_like(permutation).scatter_(0, permutation, torch.arange(len(permutation), device=permutation.device))
+    return torch.empty_like(permutation).scatter_(
+        0, permutation, torch.arange(len(permutation), device=permutation.device)
+    )
 
 
 class _Permute(torch.autograd.Function):
@@ -76,11 +82,14 @@ class _Spread(torch.autograd.Function):
         return x[pairs // ctx.k]
 
     @staticmethod
-    def backward(ctx, g): return g[ctx.saved_tensors[0]].view(-1, ctx.k, g.shape[-1]).sum(1), None, None
+    def backward(ctx, g):
+        return g[ctx.saved_tensors[0]].view(-1, ctx.k, g.shape[-1]).sum(1), None, None
 
 
 def permute(x: Tensor, permutation: Tensor, inverted: Tensor) -> Tensor:
-    """x[permutation] along dim 0, whose backward is the inverse gather: no atomic additions, so the same every time."""
+    """x[permutation] along dim 0, whose backward is the inverse gather: no atomic additions, so the
+    same every time.
+    """
     return _Permute.apply(x, permutation, inverted)
 
 
@@ -90,7 +99,9 @@ def spread(x: Tensor, order: Order) -> Tensor:
 
 
 def combine(rows: Tensor, weights: Tensor, order: Order) -> Tensor:
-    """The weighted sum of each token's rows: rows [n k, H] in order, weights [n, k] -> [n, H] in the dtype of rows."""
+    """The weighted sum of each token's rows: rows [n k, H] in order, weights [n, k] -> [n, H] in
+    the dtype of rows.
+    """
     apart = permute(rows, order.places, order.pairs).view(*weights.shape, rows.shape[-1])
     return (apart * weights.to(rows.dtype)[..., None]).sum(1)
 
@@ -110,9 +121,15 @@ class _Grouped(torch.autograd.Function):
 
 
 def _native(x: Tensor) -> bool:
-    """Whether torch has one kernel for all groups: bf16 on a Hopper GPU or later, rows of whole 16 bytes."""
+    """Whether torch has one kernel for all groups: bf16 on a Hopper GPU or later, rows of whole 16
+    bytes.
+    """
     fits = x.is_cuda and x.dtype == torch.bfloat16 and x.shape[1] % 8 == 0 and len(x) > 0
-    return fits and "_grouped_mm" in vars(torch) and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    return (
+        fits
+        and "_grouped_mm" in vars(torch)
+        and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    )
 
 
 def _ends(counts: Sequence[int], device: torch.device) -> Tensor:
@@ -121,57 +138,74 @@ def _ends(counts: Sequence[int], device: torch.device) -> Tensor:
 
 def _products(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
     """x [m, in] in groups of `counts` rows, weight [groups, in, out] -> [m, out]."""
-    if _native(x) and weight.shape[2] % 8 == 0: return torch._grouped_mm(x, weight, _ends(counts, x.device))
+    if _native(x) and weight.shape[2] % 8 == 0:
+        return torch._grouped_mm(x, weight, _ends(counts, x.device))
     out = x.new_empty(len(x), weight.shape[2])
-    for i, part, rows in _groups(counts, out, x): torch.mm(rows, weight[i], out=part)
+    for i, part, rows in _groups(counts, out, x):
+        torch.mm(rows, weight[i], out=part)
     return out
 
 
 def _outer_products(g: Tensor, x: Tensor, counts: Sequence[int]) -> Tensor:
-    """g [m, out], x [m, in] in groups of `counts` rows -> g^T x of each group, [groups, out, in]."""
-    if _native(x) and g.shape[1] % 8 == 0: return torch._grouped_mm(g.t(), x, _ends(counts, x.device))
+    """g [m, out], x [m, in] in groups of `counts` rows -> g^T x of each group, [groups,
+    out, in].
+    """
+    if _native(x) and g.shape[1] % 8 == 0:
+        return torch._grouped_mm(g.t(), x, _ends(counts, x.device))
     out = x.new_zeros(len(counts), g.shape[1], x.shape[1])
-    for i, grad, rows in _groups(counts, g, x): torch.mm(grad.t(), rows, out=out[i])
+    for i, grad, rows in _groups(counts, g, x):
+        torch.mm(grad.t(), rows, out=out[i])
     return out
 
 
 def _groups(counts: Sequence[int], *tensors: Tensor):
     """(group, its rows of each tensor) of those that have rows."""
     for i, parts in enumerate(zip(*(t.split(list(counts)) for t in tensors), strict=True)):
-        if counts[i]: yield i, *parts
+        if counts[i]:
+            yield i, *parts
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
-    """y = x W_e^T with the W of each row's group: x [m, in], whose first counts[0] rows are group 0's and so on, weight
-    [groups, out, in] -> [m, out]. Groups may be empty; their weights' gradient is zero."""
+    """y = x W_e^T with the W of each row's group: x [m, in], whose first counts[0] rows are group
+    0's and so on, weight [groups, out, in] -> [m, out]. Groups may be empty; their weights'
+    gradient is zero.
+    """
     return _Grouped.apply(x, weight, counts)
 
 
 def sequence_counts(experts: Tensor, batch: int, number: int) -> Tensor:
-    """Pairs of each sequence and expert: experts [n, k] of `batch` sequences one after the other -> [batch, E] int64."""
+    """Pairs of each sequence and expert: experts [n, k] of `batch` sequences one after the other ->
+    [batch, E] int64.
+    """
     return F.one_hot(experts.view(batch, -1), number).sum(1)
 
 
 def balance_loss(probabilities: Tensor, counts: Tensor, length: int, k: int) -> Tensor:
-    """Sum over sequences of E / (k T) sum_e count_e mean_t p_te, T = `length`: 1 for each where all experts are equally
-    busy, E / k where k of them do everything (2101.03961 eq. 4, a sequence at a time as in 2412.19437 eq. 17).
+    """Sum over sequences of E / (k T) sum_e count_e mean_t p_te, T = `length`: 1 for each where all
+    experts are equally busy, E / k where k of them do everything (2101.03961 eq. 4, a sequence at a
+    time as in 2412.19437 eq. 17).
 
-    probabilities [batch * tokens here, E], counts [batch, E] of whole sequences. Where `tokens here` are a part of the
-    sequence, so is the result: it adds up over the parts."""
+    probabilities [batch * tokens here, E], counts [batch, E] of whole sequences. Where `tokens
+    here` are a part of the sequence, so is the result: it adds up over the parts.
+    """
     batch, number = counts.shape
     sums = probabilities.view(batch, -1, number).sum(1)
     return (sums * counts).sum() * (number / (k * length * length))
 
 
 def z_loss(logits: Tensor, length: int) -> Tensor:
-    """Sum over sequences of mean_t logsumexp(logits_t)^2, which keeps logits small (2202.08906 eq. 5); of a part, its part."""
+    """Sum over sequences of mean_t logsumexp(logits_t)^2, which keeps logits small (2202.08906 eq.
+    5); of a part, its part.
+    """
     return logits.logsumexp(-1).square().sum() / length
 
 
 def batch_balance_loss(logits: Sequence[Tensor], k: int) -> Tensor:
-    """The form of transformers' `load_balancing_loss_func`, over all tokens of all layers at once: E sum_e f_e P_e, with f_e
-    the pairs and P_e the probability of expert e, both a token: k where all are equally busy. It depends on how sequences
-    are batched, so training does not use it. logits: [n, E] a layer."""
+    """The form of transformers' `load_balancing_loss_func`, over all tokens of all layers at once:
+    E sum_e f_e P_e, with f_e the pairs and P_e the probability of expert e, both a token: k where
+    all are equally busy. It depends on how sequences are batched, so training does not use it.
+    logits: [n, E] a layer.
+    """
     p = torch.cat(list(logits)).softmax(-1)
     counts = p.detach().topk(k, -1).indices.flatten().bincount(minlength=p.shape[1])
     return (counts / len(p) * p.mean(0)).sum() * p.shape[1]

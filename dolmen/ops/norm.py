@@ -1,4 +1,5 @@
-"""RMSNorm (Zhang and Sennrich, 1910.07467): x / sqrt(mean(x^2) + eps) * weight, in fp32, cast back to x's dtype.
+"""RMSNorm (Zhang and Sennrich, 1910.07467): x / sqrt(mean(x^2) + eps) * weight, in fp32, cast back
+to x's dtype.
 
 The cast comes before the product with the weight, as in Llama; half precision alone can tell.
 """
@@ -9,7 +10,9 @@ from torch import Tensor
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., size], weight [size]; any float dtype, statistics in fp32 (fp64 for fp64 input)."""
-    if torch.compiler.is_compiling(): return _forward(x, weight, eps)[0]      # the compiler chooses what to keep: a block's forward is 4 % faster
+    if torch.compiler.is_compiling():
+        # the compiler chooses what to keep: a block's forward is 4 % faster
+        return _forward(x, weight, eps)[0]
     return _RMSNorm.apply(x, weight, eps)
 
 
@@ -19,11 +22,14 @@ def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return (wide * scale).to(x.dtype) * weight, scale
 
 
-def _wide(x: Tensor) -> Tensor: return x if x.dtype == torch.float64 else x.float()
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Kept for backward: x and one number a row. Autograd alone would keep x in fp32 and the normalised x."""
+    """Kept for backward: x and one number a row. Autograd alone would keep x in fp32 and the
+    normalised x.
+    """
 
     @staticmethod
     def forward(ctx, x, weight, eps):

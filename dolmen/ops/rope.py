@@ -1,5 +1,6 @@
-"""Rotary position embedding (2104.09864), rotate-half layout: dimension i is paired with i + head_dim / 2, so that no
-weight is permuted on the way from or to Hugging Face. Tables and rotation are fp32 whatever the weights are.
+"""Rotary position embedding (2104.09864), rotate-half layout: dimension i is paired with i +
+head_dim / 2, so that no weight is permuted on the way from or to Hugging Face. Tables and rotation
+are fp32 whatever the weights are.
 """
 
 import math
@@ -8,28 +9,50 @@ import torch
 from torch import Tensor
 
 
-def inverse_frequencies(head_dim: int, theta: float, scaling: str = "default", factor: float = 1.0, low_freq_factor: float = 1.0,
-                        high_freq_factor: float = 4.0, original_max_position_embeddings: int = 8192, device=None) -> Tensor:
-    """[head_dim / 2] fp32. `linear` divides all by factor (2306.15595). `llama3` divides wavelengths longer than
-    original / low_freq_factor, keeps those shorter than original / high_freq_factor, and goes smoothly between."""
-    inv = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).float() / head_dim)
-    if scaling == "default": return inv
-    if scaling == "linear": return inv / factor
-    if scaling != "llama3": raise ValueError(f"rope scaling {scaling!r} is not known: use default, linear or llama3")
+def inverse_frequencies(
+    head_dim: int,
+    theta: float,
+    scaling: str = "default",
+    factor: float = 1.0,
+    low_freq_factor: float = 1.0,
+    high_freq_factor: float = 4.0,
+    original_max_position_embeddings: int = 8192,
+    device=None,
+) -> Tensor:
+    """[head_dim / 2] fp32. `linear` divides all by factor (2306.15595). `llama3` divides
+    wavelengths longer than original / low_freq_factor, keeps those shorter than original /
+    high_freq_factor, and goes smoothly between.
+    """
+    inv = 1.0 / theta ** (
+        torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).float() / head_dim
+    )
+    if scaling == "default":
+        return inv
+    if scaling == "linear":
+        return inv / factor
+    if scaling != "llama3":
+        raise ValueError(f"rope scaling {scaling!r} is not known: use default, linear or llama3")
     wavelength = 2 * math.pi / inv
-    low, high = original_max_position_embeddings / low_freq_factor, original_max_position_embeddings / high_freq_factor
-    smooth = (original_max_position_embeddings / wavelength - low_freq_factor) / (high_freq_factor - low_freq_factor)
+    low = original_max_position_embeddings / low_freq_factor
+    high = original_max_position_embeddings / high_freq_factor
+    smooth = (original_max_position_embeddings / wavelength - low_freq_factor) / (
+        high_freq_factor - low_freq_factor
+    )
     between = (1 - smooth) * inv / factor + smooth * inv
     return torch.where(wavelength > low, inv / factor, torch.where(wavelength < high, inv, between))
 
 
 def tables(positions: Tensor, inv: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin, [*positions.shape, 1, head_dim / 2] fp32: one row a token, the same for every head."""
+    """cos and sin, [*positions.shape, 1, head_dim / 2] fp32: one row a token, the same for every
+    head.
+    """
     angle = (positions[..., None].float() * inv)[..., None, :]
     return angle.cos(), angle.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [batch, length, heads, head_dim] turned by its token's angle, in fp32 (fp64 for fp64 input); x's dtype."""
+    """x [batch, length, heads, head_dim] turned by its token's angle, in fp32 (fp64 for fp64
+    input); x's dtype.
+    """
     a, b = (x if x.dtype == torch.float64 else x.float()).chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)

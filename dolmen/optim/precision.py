@@ -1,4 +1,6 @@
-"""Arithmetic of a step: fp32 masters always; fp16 needs its loss scaled so that small gradients do not vanish (1710.03740)."""
+"""Arithmetic of a step: fp32 masters always; fp16 needs its loss scaled so that small gradients do
+not vanish (1710.03740).
+"""
 
 from dataclasses import dataclass
 
@@ -9,7 +11,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass
 class LossScale:
-    """A dynamic scale: halved when a gradient overflows, doubled after `patience` steps without. Constant 1 unless dynamic."""
+    """A dynamic scale: halved when a gradient overflows, doubled after `patience` steps without.
+    Constant 1 unless dynamic.
+    """
 
     dynamic: bool
     value: float = 1.0
@@ -21,7 +25,11 @@ class LossScale:
         return LossScale(True, 2.0**16) if dtype == "float16" else LossScale(False)
 
     def update(self, finite: bool) -> None:
-        if not self.dynamic: return
-        if not finite: self.value, self.good_steps = max(1.0, self.value / 2), 0
-        elif self.good_steps + 1 == self.patience: self.value, self.good_steps = self.value * 2, 0
-        else: self.good_steps += 1
+        if not self.dynamic:
+            return
+        if not finite:
+            self.value, self.good_steps = max(1.0, self.value / 2), 0
+        elif self.good_steps + 1 == self.patience:
+            self.value, self.good_steps = self.value * 2, 0
+        else:
+            self.good_steps += 1

@@ -1,8 +1,10 @@
-"""A pipeline schedule, and how people write one: a line of actions a rank, as text or in YAML. Knows nothing of torch.
+"""A pipeline schedule, and how people write one: a line of actions a rank, as text or in YAML.
+Knows nothing of torch.
 
-    F3    forward of microbatch 3                       B3    its whole backward
-    I3    the part of B3 that earlier stages wait for   W3    the rest: gradients of the weights, needed by nobody before the update
-    F3.1  the same on chunk 1, of a rank that holds several virtual stages
+F3    forward of microbatch 3                       B3    its whole backward
+I3    the part of B3 that earlier stages wait for   W3    the rest: gradients of the weights, needed
+      by nobody before the update
+F3.1  the same on chunk 1, of a rank that holds several virtual stages
 """
 
 import re
@@ -14,20 +16,27 @@ import yaml
 
 
 class Action(NamedTuple):
-    """One thing a rank does, with the `chunk`-th of its virtual stages; chunk 0 is not written out."""
+    """One thing a rank does, with the `chunk`-th of its virtual stages; chunk 0 is not
+    written out.
+    """
+
     kind: str
     micro: int
     chunk: int = 0
 
-    def __str__(self) -> str: return f"{self.kind}{self.micro}" + (f".{self.chunk}" if self.chunk else "")
+    def __str__(self) -> str:
+        return f"{self.kind}{self.micro}" + (f".{self.chunk}" if self.chunk else "")
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """`actions[rank]` in order. `placement` says which stage a chunk is, for ranks = 3 and chunks = 2:
+    """`actions[rank]` in order. `placement` says which stage a chunk is, for ranks = 3 and chunks =
+    2:
 
-        loop   rank 0: stages 0 and 3, rank 1: 1 and 4, rank 2: 2 and 5       v   rank 0: 0 and 5, rank 1: 1 and 4, rank 2: 2 and 3
+    loop   rank 0: stages 0 and 3, rank 1: 1 and 4, rank 2: 2 and 5       v   rank 0: 0 and 5, rank
+           1: 1 and 4, rank 2: 2 and 3
     """
+
     name: str
     ranks: int
     micros: int
@@ -36,50 +45,85 @@ class Schedule:
     placement: str = "loop"
 
     @property
-    def stages(self) -> int: return self.ranks * self.chunks
+    def stages(self) -> int:
+        return self.ranks * self.chunks
 
     @property
-    def splits_backward(self) -> bool: return any(action.kind == "I" for actions in self.actions for action in actions)
+    def splits_backward(self) -> bool:
+        return any(action.kind == "I" for actions in self.actions for action in actions)
 
     def stage_of(self, rank: int, chunk: int) -> int:
-        return self.stages - 1 - rank if self.placement == "v" and chunk else chunk * self.ranks + rank
+        return (
+            self.stages - 1 - rank if self.placement == "v" and chunk else chunk * self.ranks + rank
+        )
 
-    def chunk_of(self, stage: int) -> int: return stage // self.ranks
+    def chunk_of(self, stage: int) -> int:
+        return stage // self.ranks
 
     def rank_of(self, stage: int) -> int:
-        return self.stages - 1 - stage if self.placement == "v" and stage >= self.ranks else stage % self.ranks
+        return (
+            self.stages - 1 - stage
+            if self.placement == "v" and stage >= self.ranks
+            else stage % self.ranks
+        )
 
 
 def from_file(path: str) -> Schedule:
     """The schedule of a .txt or .yaml file, unchecked. Raises ValueError."""
-    if not Path(path).is_file(): raise ValueError(f"there is no schedule file {path}")
-    try: text = Path(path).read_text("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error: raise ValueError(f"the schedule {path} cannot be read: {error}") from None
+    if not Path(path).is_file():
+        raise ValueError(f"there is no schedule file {path}")
+    try:
+        text = Path(path).read_text("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"the schedule {path} cannot be read: {error}") from None
     return parse(text if Path(path).suffix == ".txt" else _lines(text, path), path)
 
 
 def _lines(text: str, name: str) -> str:
     """The lines of a YAML file: `actions:`, a list of them, and maybe `placement:`."""
-    try: found = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError) as error: raise ValueError(f"{name} is not a YAML file: {error}") from None
-    lines = found.get("actions") if isinstance(found, dict) and set(found) <= {"actions", "placement"} else None
+    try:
+        found = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(f"{name} is not a YAML file: {error}") from None
+    lines = (
+        found.get("actions")
+        if isinstance(found, dict) and set(found) <= {"actions", "placement"}
+        else None
+    )
     if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
-        raise ValueError(f"{name} needs `actions:`, a list with one line of actions a rank, and at most `placement:` beside it")
-    return "\n".join([*lines, *([f"placement: {found['placement']}"] if "placement" in found else [])])
+        raise ValueError(
+            f"{name} needs `actions:`, a list with one line of actions a rank, and at most "
+            f"`placement:` beside it"
+        )
+    return "\n".join(
+        [*lines, *([f"placement: {found['placement']}"] if "placement" in found else [])]
+    )
 
 
 def parse(text: str, name: str) -> Schedule:
-    """The schedule of a text: a line of actions (`F0 F1 B0 B1`) for every rank, `#` for comments, and `placement: v` where the stages go
-    down the ranks and up again. Raises ValueError."""
+    """The schedule of a text: a line of actions (`F0 F1 B0 B1`) for every rank, `#` for comments,
+    and `placement: v` where the stages go down the ranks and up again. Raises ValueError.
+    """
     placement, ranks = "loop", []
     for number, line in enumerate(text.splitlines(), 1):
         line = line.split("#")[0].strip()
-        if not line: continue
-        if line.startswith("placement:"): placement = line.removeprefix("placement:").strip()
-        else: ranks.append(tuple(_action(word, f"{name}, line {number}") for word in line.split()))
-    if not ranks: raise ValueError(f"{name} has no line of actions")
+        if not line:
+            continue
+        if line.startswith("placement:"):
+            placement = line.removeprefix("placement:").strip()
+        else:
+            ranks.append(tuple(_action(word, f"{name}, line {number}") for word in line.split()))
+    if not ranks:
+        raise ValueError(f"{name} has no line of actions")
     every = [action for actions in ranks for action in actions]
-    return Schedule(name, len(ranks), max(a.micro for a in every) + 1, max(a.chunk for a in every) + 1, tuple(ranks), placement)
+    return Schedule(
+        name,
+        len(ranks),
+        max(a.micro for a in every) + 1,
+        max(a.chunk for a in every) + 1,
+        tuple(ranks),
+        placement,
+    )
 
 
 def format(schedule: Schedule) -> str:
@@ -90,5 +134,9 @@ def format(schedule: Schedule) -> str:
 
 def _action(word: str, where: str) -> Action:
     found = re.fullmatch(r"([FBIW])([0-9]{1,9})(?:\.([0-9]{1,9}))?", word)
-    if not found: raise ValueError(f"{where}: {word!r} is no action; those are F, B, I or W, a microbatch and maybe a chunk, as in F3 or F3.1")
+    if not found:
+        raise ValueError(
+            f"{where}: {word!r} is no action; those are F, B, I or W, a microbatch and maybe a "
+            f"chunk, as in F3 or F3.1"
+        )
     return Action(found[1], int(found[2]), int(found[3] or 0))

@@ -1,16 +1,20 @@
-"""Context parallelism: each rank of `cp` holds a part of every sequence, and attention alone sees the rest.
+"""Context parallelism: each rank of `cp` holds a part of every sequence, and attention alone sees
+the rest.
 
-A sequence is cut into 2 x size chunks, and rank r holds chunks r and 2 size - 1 - r ("zigzag", of which the first is cheap
-under a causal mask and the second dear), so that all ranks have exactly as many (query, key) pairs:
+A sequence is cut into 2 x size chunks, and rank r holds chunks r and 2 size - 1 - r ("zigzag", of
+which the first is cheap under a causal mask and the second dear), so that all ranks have exactly as
+many (query, key) pairs:
 
-    chunk    0  1  2  3  4  5  6  7        pairs of chunks, size 4: each rank's queries see 9 of them,
+    chunk    0  1  2  3  4  5  6  7        pairs of chunks, size 4: each rank's queries see 9 of
+             them,
     rank     0  1  2  3  3  2  1  0        where a plain split into quarters gives 3, 7, 11 and 15
 
-ring (2310.01889): keys and values travel once around the ring. While the next part comes, the present one is attended to; the
-pieces are merged by their log-sum-exp. Nothing longer than length / size is ever held. In backward they travel again, and
-their gradients, in fp32, with them.
+ring (2310.01889): keys and values travel once around the ring. While the next part comes, the
+present one is attended to; the pieces are merged by their log-sum-exp. Nothing longer than length /
+size is ever held. In backward they travel again, and their gradients, in fp32, with them.
 
-gather (Llama 3, 2407.21783): one all-gather of keys and values, one reduce-scatter of their gradients; these O(length).
+gather (Llama 3, 2407.21783): one all-gather of keys and values, one reduce-scatter of their
+gradients; these O(length).
 """
 
 from collections.abc import Iterator
@@ -29,7 +33,9 @@ from dolmen.ops import dropout
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """Sequences split over `axis`, here dim 1: S(1, zigzag). On an axis of size 1 everything is whole and nothing is sent."""
+    """Sequences split over `axis`, here dim 1: S(1, zigzag). On an axis of size 1 everything is
+    whole and nothing is sent.
+    """
 
     axis: Axis
     kind: Literal["ring", "gather"] = "ring"
@@ -43,87 +49,187 @@ class ContextParallel:
         return self.split(torch.arange(length, device=device), 0)
 
     def split(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's part of what all ranks hold whole (tokens, labels, starts); no autograd. Raises ValueError where 2 x size
-        does not divide the dim."""
-        if self.axis.size == 1: return x
+        """This rank's part of what all ranks hold whole (tokens, labels, starts); no autograd.
+        Raises ValueError where 2 x size does not divide the dim.
+        """
+        if self.axis.size == 1:
+            return x
         if x.shape[dim] % (2 * self.axis.size):
-            raise ValueError(f"a sequence of {x.shape[dim]} tokens is not divisible by 2 x layout.cp ({2 * self.axis.size}): use another "
-                             "--train.sequence-length or --layout.cp")
+            raise ValueError(
+                f"a sequence of {x.shape[dim]} tokens is not divisible by 2 x layout.cp "
+                f"({2 * self.axis.size}): use another --train.sequence-length or --layout.cp"
+            )
         n = x.shape[dim] // (2 * self.axis.size)
-        return torch.cat([x.narrow(dim, chunk * n, n) for chunk in self.chunks(self.axis.rank)], dim)
+        return torch.cat(
+            [x.narrow(dim, chunk * n, n) for chunk in self.chunks(self.axis.rank)], dim
+        )
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, starts: Tensor | None = None) -> Tensor:
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        window: int | None = None,
+        starts: Tensor | None = None,
+    ) -> Tensor:
         """`ops.attention` of this rank's queries to the keys of all ranks.
 
-        q [batch, length / size, heads, head_dim], k and v with kv_heads, S(1, zigzag) -> like q. starts [batch, length / size]:
-        this rank's part, its values indices in the whole sequence."""
-        if self.axis.size == 1: return ops.attention(q, k, v, window, starts)
-        if self.kind == "ring": return _ring(q, k, v, self, window, starts)
+        q [batch, length / size, heads, head_dim], k and v with kv_heads, S(1, zigzag) -> like q.
+        starts [batch, length / size]: this rank's part, its values indices in the whole sequence.
+        """
+        if self.axis.size == 1:
+            return ops.attention(q, k, v, window, starts)
+        if self.kind == "ring":
+            return _ring(q, k, v, self, window, starts)
         k, v = self.gather_keys(k, v)
         n, out = q.shape[1] // 2, []
         for i, chunk in enumerate(self.chunks(self.axis.rank)):
-            mine, stop = slice(i * n, (i + 1) * n), (chunk + 1) * n            # a chunk's queries are the last of the keys before its end
-            out.append(ops.attention(q[:, mine], k[:, :stop], v[:, :stop], window, None if starts is None else starts[:, mine]))
+            # a chunk's queries are the last of the keys before its end
+            mine, stop = (slice(i * n, (i + 1) * n), (chunk + 1) * n)
+            out.append(
+                ops.attention(
+                    q[:, mine],
+                    k[:, :stop],
+                    v[:, :stop],
+                    window,
+                    None if starts is None else starts[:, mine],
+                )
+            )
         return torch.cat(out, 1)
 
-    def dropout_attention(self, q: Tensor, k: Tensor, v: Tensor, window: int | None, starts: Tensor | None, p: float,
-                          noise: dropout.Noise, site: int, first_head: int) -> Tensor:
-        """`dropout.attention`, shapes as in `attention`: keys and values are gathered, whatever `kind` says."""
+    def dropout_attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        window: int | None,
+        starts: Tensor | None,
+        p: float,
+        noise: dropout.Noise,
+        site: int,
+        first_head: int,
+    ) -> Tensor:
+        """`dropout.attention`, shapes as in `attention`: keys and values are gathered, whatever
+        `kind` says.
+        """
         k, v = self.gather_keys(k, v)
         rows = self.indices(k.shape[1], k.device)
         seen = ops.seen(rows, torch.arange(k.shape[1], device=k.device), window, starts)
         return dropout.attention(q, k, v, seen, p, noise, site, first_head, rows)
 
     def gather_keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """k, v [batch, length / size, ...] S(1, zigzag) -> [batch, length, ...] R, in the order of the sequence; one collective."""
-        if self.axis.size == 1: return k, v
-        first, second = collectives.all_gather(torch.stack((k, v)), 2, self.axis).unflatten(2, (self.axis.size, 2, -1)).unbind(3)
+        """k, v [batch, length / size, ...] S(1, zigzag) -> [batch, length, ...] R, in the order of
+        the sequence; one collective.
+        """
+        if self.axis.size == 1:
+            return k, v
+        first, second = (
+            collectives.all_gather(torch.stack((k, v)), 2, self.axis)
+            .unflatten(2, (self.axis.size, 2, -1))
+            .unbind(3)
+        )
         return torch.cat((first, second.flip(2)), 2).flatten(2, 3).unbind(0)
 
-    def visible(self, source: int, n: int, window: int | None) -> Iterator[tuple[slice, slice, int, int]]:
-        """The pairs of a chunk of this rank's queries and one of `source`'s keys, each of n tokens, in which a query sees a key: where
-        they are on their ranks, and the indices of their first tokens. A chunk's own keys come first, and all its queries see one."""
+    def visible(
+        self, source: int, n: int, window: int | None
+    ) -> Iterator[tuple[slice, slice, int, int]]:
+        """The pairs of a chunk of this rank's queries and one of `source`'s keys, each of n tokens,
+        in which a query sees a key: where they are on their ranks, and the indices of their first
+        tokens. A chunk's own keys come first, and all its queries see one.
+        """
         for i, query in enumerate(self.chunks(self.axis.rank)):
             for j, key in reversed(list(enumerate(self.chunks(source)))):
                 if key <= query and (window is None or (key + 1) * n > query * n - window + 1):
                     yield slice(i * n, (i + 1) * n), slice(j * n, (j + 1) * n), query * n, key * n
 
 
-def merge(out: Tensor, log_sum: Tensor, more: Tensor, more_log_sum: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention to two disjoint sets of keys from attention to each; out [..., size], log_sum [...], the first of which is finite."""
+def merge(
+    out: Tensor, log_sum: Tensor, more: Tensor, more_log_sum: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Attention to two disjoint sets of keys from attention to each; out [..., size], log_sum
+    [...], the first of which is finite.
+    """
     total = torch.logaddexp(log_sum, more_log_sum)
-    return out * (log_sum - total).exp()[..., None] + more * (more_log_sum - total).exp()[..., None], total
+    return out * (log_sum - total).exp()[..., None] + more * (more_log_sum - total).exp()[
+        ..., None
+    ], total
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, context: ContextParallel, window: int | None, starts: Tensor | None) -> tuple[Tensor, Tensor]:
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: ContextParallel,
+    window: int | None,
+    starts: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     """-> out like q, log_sum [batch, queries, heads] in fp32 or wider."""
     axis, kv = context.axis, torch.stack((k, v))
-    log_sum = torch.full_like(q[..., 0], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
+    log_sum = torch.full_like(
+        q[..., 0], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32)
+    )
     out = torch.zeros_like(q, dtype=log_sum.dtype)
     for hop in range(axis.size):
         following = collectives.start_rotate([kv], axis) if hop + 1 < axis.size else None
-        for mine, theirs, q_start, k_start in context.visible((axis.rank - hop) % axis.size, q.shape[1] // 2, window):
-            piece = ops.partial(q[:, mine], *kv[:, :, theirs], q_start, k_start, window, None if starts is None else starts[:, mine])
-            out[:, mine], log_sum[:, mine] = piece if q_start == k_start else merge(out[:, mine], log_sum[:, mine], *piece)
-        if following is not None: kv, = following.wait()
+        for mine, theirs, q_start, k_start in context.visible(
+            (axis.rank - hop) % axis.size, q.shape[1] // 2, window
+        ):
+            piece = ops.partial(
+                q[:, mine],
+                *kv[:, :, theirs],
+                q_start,
+                k_start,
+                window,
+                None if starts is None else starts[:, mine],
+            )
+            out[:, mine], log_sum[:, mine] = (
+                piece if q_start == k_start else merge(out[:, mine], log_sum[:, mine], *piece)
+            )
+        if following is not None:
+            (kv,) = following.wait()
     return out.to(q.dtype), log_sum
 
 
-def _backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, context: ContextParallel, window: int | None,
-              starts: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv. Gradients follow the keys they belong to, one message behind, and are home after `size` hops."""
+def _backward(
+    g: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    log_sum: Tensor,
+    context: ContextParallel,
+    window: int | None,
+    starts: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv. Gradients follow the keys they belong to, one message behind, and are home after
+    `size` hops.
+    """
     axis, kv, travelling = context.axis, torch.stack((k, v)), None
     dq = torch.zeros_like(q, dtype=log_sum.dtype)
     for hop in range(axis.size):
         following = collectives.start_rotate([kv], axis) if hop + 1 < axis.size else None
         dkv = torch.zeros_like(kv, dtype=log_sum.dtype)
-        for mine, theirs, q_start, k_start in context.visible((axis.rank - hop) % axis.size, q.shape[1] // 2, window):
-            pieces = ops.partial_backward(g[:, mine], q[:, mine], *kv[:, :, theirs], out[:, mine], log_sum[:, mine], q_start, k_start, window,
-                                          None if starts is None else starts[:, mine])
-            for total, piece in zip((dq[:, mine], *dkv[:, :, theirs]), pieces, strict=True): total += piece
-        if travelling is not None: dkv += travelling.wait()[0]
+        for mine, theirs, q_start, k_start in context.visible(
+            (axis.rank - hop) % axis.size, q.shape[1] // 2, window
+        ):
+            pieces = ops.partial_backward(
+                g[:, mine],
+                q[:, mine],
+                *kv[:, :, theirs],
+                out[:, mine],
+                log_sum[:, mine],
+                q_start,
+                k_start,
+                window,
+                None if starts is None else starts[:, mine],
+            )
+            for total, piece in zip((dq[:, mine], *dkv[:, :, theirs]), pieces, strict=True):
+                total += piece
+        if travelling is not None:
+            dkv += travelling.wait()[0]
         travelling = collectives.start_rotate([dkv], axis)
-        if following is not None: kv, = following.wait()
+        if following is not None:
+            (kv,) = following.wait()
     dk, dv = travelling.wait()[0]
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 

@@ -1,19 +1,24 @@
-"""Data parallelism and ZeRO (1910.02054) through `fully_shard`, and everything that happens to gradients after backward.
+"""Data parallelism and ZeRO (1910.02054) through `fully_shard`, and everything that happens to
+gradients after backward.
 
-With P the bytes of parameters on this rank of tp, of them B a block's and R the rest's (embedding, final norm, head), all
-in the dtype they rest in (tests/parallel/test_zero.py measures these forms at every operation, fp32 and bfloat16):
+With P the bytes of parameters on this rank of tp, of them B a block's and R the rest's (embedding,
+final norm, head), all in the dtype they rest in (tests/parallel/test_zero.py measures these forms
+at every operation, fp32 and bfloat16):
 
     zero   parameters, and   gradients between   compute copies live        parameters and copies
            each moment       microbatches        until the end of           after forward, fp32
     0      P                 P                   the last backward          2 P
     1      P / dp            P                   the last backward          (1 + 1/dp) P
     2      P / dp            P / dp              each backward              (1 + 1/dp) P
-    3      P / dp            P / dp              their block, R their pass  P / dp, at most P / dp + R + B in it
+    3      P / dp            P / dp              their block, R their pass  P / dp, at most P / dp +
+           R + B in it
 
-With dp = 1, stages 1 and 2 hold what 0 does. Gradients come a block at a time, B whole, while copies go: with one
-microbatch the most at once is (1 + 1/dp) P + B + H for 1 and 2, 2 P + B + H for 0 (H: head and final norm, which wait).
+With dp = 1, stages 1 and 2 hold what 0 does. Gradients come a block at a time, B whole, while
+copies go: with one microbatch the most at once is (1 + 1/dp) P + B + H for 1 and 2, 2 P + B + H for
+0 (H: head and final norm, which wait).
 
-The loss is divided by the global count of real tokens before backward, so gradients are summed, never averaged.
+The loss is divided by the global count of real tokens before backward, so gradients are summed,
+never averaged.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -28,46 +33,68 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from dolmen.core import collectives, state
 from dolmen.core.mesh import Axis, Mesh
 
-PIECE = 1 << 14                                            # gradient elements whose squares are added in fp32
+PIECE = 1 << 14  # gradient elements whose squares are added in fp32
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A module whose parameters are gathered and reduced together. `experts`: over edp, not fsdp. `precise`: it computes in
-    the dtype its parameters rest in."""
+    """A module whose parameters are gathered and reduced together. `experts`: over edp, not fsdp.
+    `precise`: it computes in the dtype its parameters rest in.
+    """
 
     module: nn.Module
     experts: bool = False
     precise: bool = False
 
 
-def shard(model: nn.Module, parts: Iterable[Unit], mesh: Mesh, zero: int, compute: torch.dtype) -> None:
-    """Split model over fsdp (dp x cp) as ZeRO stage `zero`, each of `parts` (inner ones first) a unit of communication, the
-    rest one more; in place.
+def shard(
+    model: nn.Module, parts: Iterable[Unit], mesh: Mesh, zero: int, compute: torch.dtype
+) -> None:
+    """Split model over fsdp (dp x cp) as ZeRO stage `zero`, each of `parts` (inner ones first) a
+    unit of communication, the rest one more; in place.
 
-    Parameters stay in their own dtype (fp32 masters); units compute in `compute`; gradients are reduced in fp32 (or
-    wider). No-op on a mesh of no grid.
+    Parameters stay in their own dtype (fp32 masters); units compute in `compute`; gradients are
+    reduced in fp32 (or wider). No-op on a mesh of no grid.
     """
-    if mesh.grid is None: return
+    if mesh.grid is None:
+        return
     rest = next(model.parameters()).dtype
     for unit in (*parts, Unit(model)):
         axis, grid = (mesh.edp, mesh.expert_grid) if unit.experts else (mesh.fsdp, mesh.grid)
-        # inputs are not cast: rope tables must stay fp32, and activations take the weights' dtype at the embedding
-        policy = MixedPrecisionPolicy(param_dtype=rest if unit.precise else compute, reduce_dtype=rest, cast_forward_inputs=False)
-        if zero == 0: replicate(unit.module, mesh=grid[axis.name], mp_policy=policy)
+        # inputs are not cast: rope tables must stay fp32, and activations take the weights' dtype
+        # at the embedding
+        policy = MixedPrecisionPolicy(
+            param_dtype=rest if unit.precise else compute,
+            reduce_dtype=rest,
+            cast_forward_inputs=False,
+        )
+        if zero == 0:
+            replicate(unit.module, mesh=grid[axis.name], mp_policy=policy)
         else:
-            fully_shard(unit.module, mesh=grid[axis.name], reshard_after_forward=zero == 3, mp_policy=policy,
-                        shard_placement_fn=_even(axis) if unit.experts else None)
-        if axis.size == 1: continue                        # it would be a pass that divides by 1
-        unit.module.set_gradient_divide_factor(1.0)        # neither call is recursive
-        if mesh.device.type == "cpu": unit.module.set_force_sum_reduction_for_comms(True)
+            fully_shard(
+                unit.module,
+                mesh=grid[axis.name],
+                reshard_after_forward=zero == 3,
+                mp_policy=policy,
+                shard_placement_fn=_even(axis) if unit.experts else None,
+            )
+        if axis.size == 1:
+            continue  # it would be a pass that divides by 1
+        unit.module.set_gradient_divide_factor(1.0)  # neither call is recursive
+        if mesh.device.type == "cpu":
+            unit.module.set_force_sum_reduction_for_comms(True)
 
 
 def _even(axis: Axis) -> Callable[[nn.Parameter], state.Placement]:
-    """Which dim of stacked matrices `axis` shards: the first it divides here, where experts may be fewer than ranks; else dim 0,
-    of which some ranks then hold less than others."""
+    """Which dim of stacked matrices `axis` shards: the first it divides here, where experts may be
+    fewer than ranks; else dim 0, of which some ranks then hold less than others.
+    """
+
     def place(p: nn.Parameter) -> state.Placement:
-        return state.Shard(next((dim for dim, size in enumerate(state.shard(p).shape) if size % axis.size == 0), 0))
+        return state.Shard(
+            next((dim for dim, size in enumerate(state.shard(p).shape) if size % axis.size == 0), 0)
+        )
+
     return place
 
 
@@ -78,27 +105,34 @@ def units(model: nn.Module) -> list[FSDPModule]:
 
 @contextmanager
 def inference(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; afterwards the mode is as before and sharded parameters are at rest again.
+    """Evaluation mode without gradients; afterwards the mode is as before and sharded parameters
+    are at rest again.
 
-    Not torch.inference_mode: ZeRO keeps its gathered parameters for the next step, which must be able to train on them.
+    Not torch.inference_mode: ZeRO keeps its gathered parameters for the next step, which must be
+    able to train on them.
     """
     training = model.training
     model.eval()
     try:
-        with torch.no_grad(): yield
+        with torch.no_grad():
+            yield
     finally:
         model.train(training)
-        for unit in units(model): unit.reshard()
+        for unit in units(model):
+            unit.reshard()
 
 
 class Reduction:
-    """When the gradients of one step cross fsdp: with each backward under ZeRO 2 and 3, else with the last one of the part of
-    the model they belong to; and, where a schedule leaves weight gradients for later, after the last of those alone."""
+    """When the gradients of one step cross fsdp: with each backward under ZeRO 2 and 3, else with
+    the last one of the part of the model they belong to; and, where a schedule leaves weight
+    gradients for later, after the last of those alone.
+    """
 
     def __init__(self, model: nn.Module, zero: int, split_backward: bool):
         self.root = model if isinstance(model, FSDPModule) else None
         self.each = zero >= 2 and not split_backward
-        if self.root is None: return
+        if self.root is None:
+            return
         self._set([self.root, *units(model)], self.each)
         self.root.set_is_last_backward(False)
 
@@ -108,38 +142,57 @@ class Reduction:
             unit.set_reshard_after_backward(now, recurse=False)
 
     def before(self, part: Iterable[nn.Module], last_of_part: bool, last: bool) -> None:
-        """Called before a backward that computes weight gradients, through the modules of `part`."""
-        if self.root is None: return
-        if last_of_part: self._set([m for module in part for m in units(module)], True)
-        if last: self._set([self.root], True)
+        """Called before a backward that computes weight gradients, through the modules of
+        `part`.
+        """
+        if self.root is None:
+            return
+        if last_of_part:
+            self._set([m for module in part for m in units(module)], True)
+        if last:
+            self._set([self.root], True)
         self.root.set_is_last_backward(last)
 
     def weights(self, last: bool) -> None:
-        """Called after weight gradients that no backward of FSDP's has seen: it adds them up in fp32, at last reduces them."""
-        if self.root is None: return
-        if last: self._set([self.root, *units(self.root)], True)
+        """Called after weight gradients that no backward of FSDP's has seen: it adds them up in
+        fp32, at last reduces them.
+        """
+        if self.root is None:
+            return
+        if last:
+            self._set([self.root, *units(self.root)], True)
         self.root.set_is_last_backward(last)
         self.root._get_fsdp_state()._root_post_backward_final_callback()
 
 
 def sum_over(p: nn.Parameter, axis: Axis) -> None:
-    """Sum p's gradient over the owners of p on `axis`, in place; all of them hold the same part of it."""
+    """Sum p's gradient over the owners of p on `axis`, in place; all of them hold the same part of
+    it.
+    """
     part = state.shard(p.grad)
     part.copy_(collectives.reduce_scalar(part, axis))
 
 
-def gradient_norm(parameters: Iterable[nn.Parameter], mesh: Mesh, twice: nn.Parameter | None = None) -> Tensor:
-    """Euclidean norm of the logical gradient, fp32 scalar, the same on every rank: each element is counted once. `twice` is
-    a parameter that two stages own.
+def gradient_norm(
+    parameters: Iterable[nn.Parameter], mesh: Mesh, twice: nn.Parameter | None = None
+) -> Tensor:
+    """Euclidean norm of the logical gradient, fp32 scalar, the same on every rank: each element is
+    counted once. `twice` is a parameter that two stages own.
 
-    On CPU, torch adds squares one by one in fp32 (30 M elements: 1.7e-3 off), so pieces are added in fp64.
+    On CPU, torch adds squares one by one in fp32 (30 M elements: 1.7e-3 off), so pieces are added
+    in fp64.
     """
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for p in parameters:
-        if p.grad is None: continue
+        if p.grad is None:
+            continue
         flat = state.shard(p.grad).flatten()
         norms = torch._foreach_norm(flat.split(PIECE) if flat.is_cpu else [flat])
-        total += torch.stack(norms).double().square().sum() * state.owned(p.grad) / (2 if p is twice else 1)
+        total += (
+            torch.stack(norms).double().square().sum()
+            * state.owned(p.grad)
+            / (2 if p is twice else 1)
+        )
     return collectives.reduce_scalar(total, mesh.world).sqrt().float()
 
 

@@ -1,12 +1,15 @@
-"""Expert parallelism (2006.16668): each rank of `ep` holds some of the experts, and rows travel to theirs and back. No expert
-has a capacity: rows are as many as the router sends, none is dropped, none is padded.
+"""Expert parallelism (2006.16668): each rank of `ep` holds some of the experts, and rows travel to
+theirs and back. No expert has a capacity: rows are as many as the router sends, none is dropped,
+none is padded.
 
-    rows sorted by expert [m, H]          rank 0: a a b c d d d     rank 1: b c c d        ep 2: rank 0 holds a, b, rank 1 c, d
+    rows sorted by expert [m, H]          rank 0: a a b c d d d     rank 1: b c c d        ep 2:
+                                        rank 0 holds a, b, rank 1 c, d
       | counts exchanged, then rows       rank 0: a a b | b         rank 1: c d d d | c c d
       | sorted by expert                  rank 0: a a b b           rank 1: c c c d d d d
       v one product an expert, and all the way back
 
-The ranks of ep are neighbours of dp x cp with one rank of tp: each sends the rows of its own tokens, entered whole on tp.
+The ranks of ep are neighbours of dp x cp with one rank of tp: each sends the rows of its own
+tokens, entered whole on tp.
 """
 
 from typing import NamedTuple
@@ -29,25 +32,44 @@ class Trip(NamedTuple):
     receive: list[int]
     """Rows that this rank got from each."""
     order: Tensor | None
-    """[m] int64: of the rows received (by rank, then expert), which is where by expert; None: they came sorted."""
+    """[m] int64: of the rows received (by rank, then expert), which is where by expert; None: they
+    came sorted.
+    """
     back: Tensor | None
     """[m] int64, its inverse."""
 
 
 def dispatch(rows: Tensor, counts: Tensor, axis: Axis) -> tuple[Tensor, Trip]:
-    """rows [n, H] sorted by expert, `counts` [E] int64 of each -> those of this rank's E / ep experts, sorted, and the trip. Two
-    exchanges; the host waits for the counts."""
-    if axis.size == 1: return rows, Trip(counts.tolist(), [], [], None, None)
+    """rows [n, H] sorted by expert, `counts` [E] int64 of each -> those of this rank's E / ep
+    experts, sorted, and the trip. Two exchanges; the host waits for the counts.
+    """
+    if axis.size == 1:
+        return rows, Trip(counts.tolist(), [], [], None, None)
     here = len(counts) // axis.size
-    came = collectives.exchange(counts, [here] * axis.size, [here] * axis.size, axis)                    # [rank, expert], flat
+    # [rank, expert], flat
+    came = collectives.exchange(counts, [here] * axis.size, [here] * axis.size, axis)
     sent, got = torch.stack((counts, came)).view(2, axis.size, here).tolist()
-    order = torch.arange(here, device=rows.device).repeat(axis.size).repeat_interleave(came).argsort(stable=True)
-    trip = Trip([sum(n) for n in zip(*got, strict=True)], [sum(n) for n in sent], [sum(n) for n in got], order, moe.inverse(order))
+    order = (
+        torch.arange(here, device=rows.device)
+        .repeat(axis.size)
+        .repeat_interleave(came)
+        .argsort(stable=True)
+    )
+    trip = Trip(
+        [sum(n) for n in zip(*got, strict=True)],
+        [sum(n) for n in sent],
+        [sum(n) for n in got],
+        order,
+        moe.inverse(order),
+    )
     rows = collectives.exchange(rows, trip.send, trip.receive, axis)
     return moe.permute(rows, trip.order, trip.back), trip
 
 
 def combine(rows: Tensor, trip: Trip, axis: Axis) -> Tensor:
     """The inverse of `dispatch`: each row back to the rank and the place it came from."""
-    if axis.size == 1: return rows
-    return collectives.exchange(moe.permute(rows, trip.back, trip.order), trip.receive, trip.send, axis)
+    if axis.size == 1:
+        return rows
+    return collectives.exchange(
+        moe.permute(rows, trip.back, trip.order), trip.receive, trip.send, axis
+    )

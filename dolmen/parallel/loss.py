@@ -1,8 +1,10 @@
-"""The head and its cross-entropy as one function over the vocabulary-parallel weight (1909.08053, section 3).
+"""The head and its cross-entropy as one function over the vocabulary-parallel weight (1909.08053,
+section 3).
 
-Logits exist for one chunk of tokens at a time, and their gradient is formed in the same visit, so that [tokens,
-vocabulary] is never held and never sent: per token, the maximum, the sum of exponentials and the label's logit cross
-the tp axis, three fp32 numbers. The gradient of the sum of losses is ready after forward; backward scales and sends it.
+Logits exist for one chunk of tokens at a time, and their gradient is formed in the same visit, so
+that [tokens, vocabulary] is never held and never sent: per token, the maximum, the sum of
+exponentials and the label's logit cross the tp axis, three fp32 numbers. The gradient of the sum of
+losses is ready after forward; backward scales and sends it.
 """
 
 from functools import cache
@@ -15,7 +17,8 @@ from dolmen.core import collectives as c
 from dolmen.ops import loss
 from dolmen.parallel.tensor import TensorParallel, vocabulary_range
 
-LOGITS_AT_ONCE = {"cpu": 1 << 22, "cuda": 1 << 28}         # elements of one chunk: a CPU's cache, 1 GiB of a GPU
+# elements of one chunk: a CPU's cache, 1 GiB of a GPU
+LOGITS_AT_ONCE = {"cpu": 1 << 22, "cuda": 1 << 28}
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -23,20 +26,25 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx, x, weight, labels, vocab_size, tp, want_grad, compile):
         entered = c.wait(c.start_all_gather(x, tp.axis)) if tp.sequence and tp.axis.size > 1 else x
         first, _ = vocabulary_range(vocab_size, tp.axis)
-        total = torch.zeros((), dtype=torch.float32 if x.dtype != torch.float64 else x.dtype, device=x.device)
+        total = torch.zeros(
+            (), dtype=torch.float32 if x.dtype != torch.float64 else x.dtype, device=x.device
+        )
         dx = torch.empty_like(entered) if want_grad else None
         dw = torch.zeros_like(weight, dtype=total.dtype) if want_grad else None
         chunk = max(1, LOGITS_AT_ONCE.get(x.device.type, 1 << 28) // weight.shape[0])
         visit = _compiled_chunk() if compile else _chunk
         for at in range(0, entered.shape[0], chunk):
             rows = slice(at, at + chunk)
-            losses, dlogits = visit(entered[rows], weight, labels[rows], first, tp.axis, want_grad, total.dtype)
+            losses, dlogits = visit(
+                entered[rows], weight, labels[rows], first, tp.axis, want_grad, total.dtype
+            )
             total += losses.sum()
             if want_grad:
                 dx[rows] = dlogits @ weight
                 dw += dlogits.t() @ entered[rows]
         ctx.tp = tp
-        if want_grad: ctx.save_for_backward(dx, dw.to(weight.dtype))
+        if want_grad:
+            ctx.save_for_backward(dx, dw.to(weight.dtype))
         return total
 
     @staticmethod
@@ -44,15 +52,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
         (dx, dw), axis = ctx.saved_tensors, ctx.tp.axis
         dx = dx * g.to(dx.dtype)
         scatters = ctx.tp.sequence and axis.size > 1
-        if scatters: dx = c.start_reduce_scatter(dx, axis)
-        elif axis.size > 1: dx = c.start_all_reduce(dx, axis)
+        if scatters:
+            dx = c.start_reduce_scatter(dx, axis)
+        elif axis.size > 1:
+            dx = c.start_all_reduce(dx, axis)
         dw = dw * g.to(dw.dtype)
-        if axis.size > 1: dx = c.finish_reduce_scatter(dx, axis) if scatters else c.wait(dx)
+        if axis.size > 1:
+            dx = c.finish_reduce_scatter(dx, axis) if scatters else c.wait(dx)
         return dx, dw, None, None, None, None, None
 
 
 def _chunk(x, weight, labels, first, axis, want_grad, wide):
-    """Losses [n] of n tokens, and the gradient of their sum by this rank's logits [n, rows], in x's dtype."""
+    """Losses [n] of n tokens, and the gradient of their sum by this rank's logits [n, rows], in x's
+    dtype.
+    """
     logits = F.linear(x, weight).to(wide)
     maximum = c.reduce_scalar(logits.amax(-1), axis, "max")
     e, own_sum, own_target = loss.exponentials(logits, maximum, labels, first)
@@ -67,11 +80,21 @@ def _compiled_chunk():
     return torch.compile(_chunk, dynamic=False)
 
 
-def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor, vocab_size: int, tp: TensorParallel, compile: bool = False) -> Tensor:
-    """Sum over real tokens of -log softmax(x W^T)[label]: a scalar, fp32 (fp64 for fp64 input), I@tp.
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    vocab_size: int,
+    tp: TensorParallel,
+    compile: bool = False,
+) -> Tensor:
+    """Sum over real tokens of -log softmax(x W^T)[label]: a scalar, fp32 (fp64 for fp64 input),
+    I@tp.
 
-    x [tokens, hidden] I@tp, or S(0)@tp under sequence parallelism; weight [rows of this rank, hidden] S(0)@tp; labels
-    [tokens] of all tokens, IGNORED where there is no loss. Divide by the global count of real tokens before backward.
-    `compile` fuses the passes over one chunk's logits.
+    x [tokens, hidden] I@tp, or S(0)@tp under sequence parallelism; weight [rows of this rank,
+    hidden] S(0)@tp; labels [tokens] of all tokens, IGNORED where there is no loss. Divide by the
+    global count of real tokens before backward. `compile` fuses the passes over one chunk's logits.
     """
-    return _LinearCrossEntropy.apply(x, weight, labels, vocab_size, tp, torch.is_grad_enabled(), compile)
+    return _LinearCrossEntropy.apply(
+        x, weight, labels, vocab_size, tp, torch.is_grad_enabled(), compile
+    )

@@ -1,10 +1,13 @@
-"""Carries out one rank's list of a pipeline schedule: the only thing that runs a training step, on one process or on many.
+"""Carries out one rank's list of a pipeline schedule: the only thing that runs a training step, on
+one process or on many.
 
-    stage s      F: receive x from s - 1, compute y, send it to s + 1        B: receive dy from s + 1, compute dx, send it to s - 1
+    stage s      F: receive x from s - 1, compute y, send it to s + 1        B: receive dy from s +
+                 1, compute dx, send it to s - 1
 
-Sends never wait. Each direction between two ranks is a channel of its own (mesh.up, mesh.down), and receives are posted in the
-order in which the sender's list sends, which every rank knows, one action ahead of their use: so whatever order a valid list
-has, no send waits for a receive that waits for it. Of y only the edge of its graph is kept, not its values.
+Sends never wait. Each direction between two ranks is a channel of its own (mesh.up, mesh.down), and
+receives are posted in the order in which the sender's list sends, which every rank knows, one
+action ahead of their use: so whatever order a valid list has, no send waits for a receive that
+waits for it. Of y only the edge of its graph is kept, not its values.
 """
 
 from collections import deque
@@ -20,7 +23,7 @@ from dolmen.core.mesh import Axis, Mesh
 from dolmen.parallel.actions import Action, Schedule
 from dolmen.parallel.data import Reduction
 
-Message = tuple[bool, int, int]                            # forward or backward, microbatch, stage that needs it
+Message = tuple[bool, int, int]  # forward or backward, microbatch, stage that needs it
 
 
 @dataclass
@@ -28,7 +31,9 @@ class Work:
     """What the actions of one step do, on this rank."""
 
     forward: Callable[[int, int, Tensor | None], Tensor]
-    """(chunk, microbatch, x or None on the first stage) -> y, or on the last stage the scalar to go backward from."""
+    """(chunk, microbatch, x or None on the first stage) -> y, or on the last stage the scalar to go
+    backward from.
+    """
     boundary: Callable[[], Tensor]
     """An empty tensor like those that cross stages."""
     reduction: Reduction | None = None
@@ -36,7 +41,9 @@ class Work:
     parts: Sequence[Sequence[nn.Module]] = ((),)
     """Units of communication over fsdp of each chunk."""
     later: list[Callable[[], None]] | None = None
-    """Where the backward of a product leaves its weight gradients, if the schedule splits it (parallel/tensor.py)."""
+    """Where the backward of a product leaves its weight gradients, if the schedule splits it
+    (parallel/tensor.py).
+    """
     observe: Callable[[Action], None] = lambda action: None
     """Called after each action."""
 
@@ -46,7 +53,11 @@ class _Channels:
 
     def __init__(self, schedule: Schedule, mesh: Mesh, boundary: Callable[[], Tensor]):
         self.schedule, self.mesh, self.boundary = schedule, mesh, boundary
-        self.coming = {peer: deque(_sent(schedule, peer, mesh.pp.rank)) for peer in range(schedule.ranks) if peer != mesh.pp.rank}
+        self.coming = {
+            peer: deque(_sent(schedule, peer, mesh.pp.rank))
+            for peer in range(schedule.ranks)
+            if peer != mesh.pp.rank
+        }
         self.posted: dict[Message, tuple[dist.Work | None, Tensor]] = {}
         self.going: deque[tuple[dist.Work, Tensor]] = deque()
 
@@ -58,40 +69,55 @@ class _Channels:
         if peer == self.mesh.pp.rank:
             self.posted[message] = None, tensor
             return
-        while self.going and self.going[0][0].is_completed(): self.going.popleft()
+        while self.going and self.going[0][0].is_completed():
+            self.going.popleft()
         tensor = tensor.contiguous()
-        self.going.append((dist.isend(tensor, group=self._axis(peer, True).group, group_dst=peer), tensor))
+        self.going.append(
+            (dist.isend(tensor, group=self._axis(peer, True).group, group_dst=peer), tensor)
+        )
 
     def post(self, message: Message | None, source: int) -> None:
-        """Post the receives from the rank of stage `source` up to and including that of `message`."""
+        """Post the receives from the rank of stage `source` up to and including that of
+        `message`.
+        """
         peer = self.schedule.rank_of(source) if message else self.mesh.pp.rank
-        if message is None or peer == self.mesh.pp.rank: return
+        if message is None or peer == self.mesh.pp.rank:
+            return
         while message not in self.posted:
             buffer = self.boundary()
-            self.posted[self.coming[peer].popleft()] = dist.irecv(buffer, group=self._axis(peer, False).group, group_src=peer), buffer
+            self.posted[self.coming[peer].popleft()] = (
+                dist.irecv(buffer, group=self._axis(peer, False).group, group_src=peer),
+                buffer,
+            )
 
     def take(self, message: Message, source: int) -> Tensor:
         self.post(message, source)
         work, tensor = self.posted.pop(message)
-        if work is not None: work.wait()
+        if work is not None:
+            work.wait()
         return tensor
 
     def finish(self) -> None:
-        for work, _ in self.going: work.wait()
+        for work, _ in self.going:
+            work.wait()
 
 
 def _sent(schedule: Schedule, sender: int, to: int) -> list[Message]:
     """What rank `sender` sends to rank `to` in a step, in order."""
     out = []
     for action in schedule.actions[sender]:
-        if action.kind == "W": continue
+        if action.kind == "W":
+            continue
         there = schedule.stage_of(sender, action.chunk) + (1 if action.kind == "F" else -1)
-        if 0 <= there < schedule.stages and schedule.rank_of(there) == to: out.append((action.kind == "F", action.micro, there))
+        if 0 <= there < schedule.stages and schedule.rank_of(there) == to:
+            out.append((action.kind == "F", action.micro, there))
     return out
 
 
 def execute(schedule: Schedule, mesh: Mesh, work: Work) -> None:
-    """Carry out `schedule.actions[mesh.pp.rank]`. Every rank of pp calls it with the same schedule."""
+    """Carry out `schedule.actions[mesh.pp.rank]`. Every rank of pp calls it with the same
+    schedule.
+    """
     channels, actions = _Channels(schedule, mesh, work.boundary), schedule.actions[mesh.pp.rank]
     live: dict[tuple[int, int], tuple[Tensor | None, object]] = {}
     weights: dict[tuple[int, int], list[Callable[[], None]]] = {}
@@ -105,32 +131,43 @@ def execute(schedule: Schedule, mesh: Mesh, work: Work) -> None:
         return ((forward, action.micro, stage) if comes else None), source
 
     def weights_now(at: tuple[int, int], i: int) -> None:
-        for run in weights.pop(at): run()
+        for run in weights.pop(at):
+            run()
         work.reduction.weights(i == lasts[None])
 
     for i, action in enumerate(actions):
         stage, at = schedule.stage_of(mesh.pp.rank, action.chunk), (action.micro, action.chunk)
         message, source = needed(action)
         got = channels.take(message, source) if message else None
-        if i + 1 < len(actions): channels.post(*needed(actions[i + 1]))
+        if i + 1 < len(actions):
+            channels.post(*needed(actions[i + 1]))
         if action.kind == "F":
             x = got.requires_grad_(torch.is_grad_enabled()) if got is not None else None
             y = work.forward(action.chunk, action.micro, x)
-            if work.reduction is not None: live[at] = x, get_gradient_edge(y) if y.requires_grad else None     # None: all is frozen
-            if stage + 1 < schedule.stages: channels.send((True, action.micro, stage + 1), y.detach())
+            if work.reduction is not None:
+                # None: all is frozen
+                live[at] = (x, get_gradient_edge(y) if y.requires_grad else None)
+            if stage + 1 < schedule.stages:
+                channels.send((True, action.micro, stage + 1), y.detach())
             del y
         elif action.kind == "W":
             weights_now(at, i)
         else:
             x, edge = live.pop(at)
-            if not schedule.splits_backward: work.reduction.before(work.parts[action.chunk], i == lasts[action.chunk], i == lasts[None])
-            if edge is not None: torch.autograd.backward(edge, got)
-            if x is not None: channels.send((False, action.micro, stage - 1), x.grad)
+            if not schedule.splits_backward:
+                work.reduction.before(
+                    work.parts[action.chunk], i == lasts[action.chunk], i == lasts[None]
+                )
+            if edge is not None:
+                torch.autograd.backward(edge, got)
+            if x is not None:
+                channels.send((False, action.micro, stage - 1), x.grad)
             if schedule.splits_backward:
                 weights[at] = work.later.copy()
                 work.later.clear()
-                if action.kind == "B": weights_now(at, i)
-            del x, edge                                    # and with them the graph
+                if action.kind == "B":
+                    weights_now(at, i)
+            del x, edge  # and with them the graph
         work.observe(action)
     channels.finish()
 
@@ -139,11 +176,19 @@ def _lasts(actions: Sequence[Action]) -> dict[int | None, int]:
     """Index of the last action that computes weight gradients, by chunk; None: of any chunk."""
     out = {}
     for i, action in enumerate(actions):
-        if action.kind in "BW": out[action.chunk] = out[None] = i
+        if action.kind in "BW":
+            out[action.chunk] = out[None] = i
     return out
 
 
 def forward_only(schedule: Schedule) -> Schedule:
     """The forwards of a schedule, in its order."""
     kept = tuple(tuple(a for a in actions if a.kind == "F") for actions in schedule.actions)
-    return Schedule(f"{schedule.name}, forward only", schedule.ranks, schedule.micros, schedule.chunks, kept, schedule.placement)
+    return Schedule(
+        f"{schedule.name}, forward only",
+        schedule.ranks,
+        schedule.micros,
+        schedule.chunks,
+        kept,
+        schedule.placement,
+    )

@@ -1,15 +1,20 @@
-"""Tensor parallelism (1909.08053) with or without sequence parallelism (2205.05198): a column-parallel linear carries a
-row-parallel one, and activations cross the tp axis only on entering and leaving the pair.
+"""Tensor parallelism (1909.08053) with or without sequence parallelism (2205.05198): a
+column-parallel linear carries a row-parallel one, and activations cross the tp axis only on
+entering and leaving the pair.
 
     x [tokens, hidden]      I@tp, or S(0)@tp under sequence parallelism
-      | enter               copy: nothing         | all-gather            backward: all-reduce | reduce-scatter
-      | columns             y_i = x W_i^T, W_i S(0)@tp: this rank's heads, or its part of the feed-forward width
+      | enter               copy: nothing         | all-gather            backward: all-reduce |
+                            reduce-scatter
+      | columns             y_i = x W_i^T, W_i S(0)@tp: this rank's heads, or its part of the
+                            feed-forward width
       | rows                y = x W^T, W S(1)@tp: a partial sum, P@tp
-      v leave               all-reduce            | reduce-scatter        backward: nothing    | all-gather
+      v leave               all-reduce            | reduce-scatter        backward: nothing    |
+                            all-gather
 
-The input-gradient collective runs while the weight-gradient products do. Under sequence parallelism only the sharded
-input is kept, and gathered once more in backward, while the input gradient is computed. Where a pipeline schedule splits
-the backward, the weight gradients are not computed there at all: what they need is queued in `later` (2401.10241).
+The input-gradient collective runs while the weight-gradient products do. Under sequence parallelism
+only the sharded input is kept, and gathered once more in backward, while the input gradient is
+computed. Where a pipeline schedule splits the backward, the weight gradients are not computed there
+at all: what they need is queued in `later` (2401.10241).
 """
 
 from collections.abc import Callable, Sequence
@@ -26,13 +31,16 @@ from dolmen.core.state import Partial, Placement
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """The tp axis and how the residual stream lies on it between blocks: invariant, or sharded by tokens (`sequence`)."""
+    """The tp axis and how the residual stream lies on it between blocks: invariant, or sharded by
+    tokens (`sequence`).
+    """
 
     axis: Axis
     sequence: bool = False
     later: list[Callable[[], None]] | None = field(default=None, compare=False)
-    """Where backward leaves the weight gradients it was not asked for; each call adds one product's to its parameters'
-    gradients. None: backward computes them."""
+    """Where backward leaves the weight gradients it was not asked for; each call adds one product's
+    to its parameters' gradients. None: backward computes them.
+    """
 
     @property
     def gathers(self) -> bool:
@@ -41,16 +49,22 @@ class TensorParallel:
 
     @property
     def residual_grad(self) -> Placement | None:
-        """Type of the gradient of a replicated weight used on the residual stream (norms, output biases)."""
+        """Type of the gradient of a replicated weight used on the residual stream (norms, output
+        biases).
+        """
         return Partial() if self.sequence and self.axis.size > 1 else None
 
     @property
     def branch_grad(self) -> Placement | None:
-        """Type of the gradient of a replicated weight used inside a block, on this rank's heads (q and k norms, shared k, v)."""
+        """Type of the gradient of a replicated weight used inside a block, on this rank's heads (q
+        and k norms, shared k, v).
+        """
         return Partial() if self.axis.size > 1 else None
 
     def enter(self, x: Tensor) -> Tensor:
-        """I -> R, or S(0) -> R under sequence parallelism, where `columns` is not what is entered. x [tokens, hidden]."""
+        """I -> R, or S(0) -> R under sequence parallelism, where `columns` is not what is entered.
+        x [tokens, hidden].
+        """
         return c.all_gather(x, 0, self.axis) if self.gathers else c.copy(x, self.axis)
 
     def leave(self, y: Tensor) -> Tensor:
@@ -59,10 +73,13 @@ class TensorParallel:
 
 
 class _Linear(torch.autograd.Function):
-    """y_i = enter(x) W_i^T + b_i. One collective on the way in serves all W_i; one on the way back overlaps all dW_i.
+    """y_i = enter(x) W_i^T + b_i. One collective on the way in serves all W_i; one on the way back
+    overlaps all dW_i.
 
-    `enters`: x comes from the residual stream, else it is already this rank's part. `kept`: the weights as autograd knows
-    them, where their gradients are for later and what is multiplied is detached."""
+    `enters`: x comes from the residual stream, else it is already this rank's part. `kept`: the
+    weights as autograd knows them, where their gradients are for later and what is multiplied is
+    detached.
+    """
 
     @staticmethod
     def forward(ctx, x, tp, enters, kept, count, *weights_and_biases):
@@ -77,37 +94,67 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         (x, *weights), axis, now = ctx.saved_tensors, ctx.tp.axis, ctx.kept is None
-        if ctx.gathers and now: gathering = c.start_all_gather(x, axis)
+        if ctx.gathers and now:
+            gathering = c.start_all_gather(x, axis)
         dx = grads[0] @ weights[0]
-        for g, w in zip(grads[1:], weights[1:], strict=True): dx.addmm_(g, w)
+        for g, w in zip(grads[1:], weights[1:], strict=True):
+            dx.addmm_(g, w)
         if ctx.gathers:
-            if now: x = c.wait(gathering)
+            if now:
+                x = c.wait(gathering)
             dx = c.start_reduce_scatter(dx, axis)
-        elif ctx.reduces: dx = c.start_all_reduce(dx, axis)
+        elif ctx.reduces:
+            dx = c.start_all_reduce(dx, axis)
         dw = [g.t() @ x for g in grads] if now else [None] * len(grads)
-        if not now: ctx.tp.later.append(_weight_gradients(ctx.kept, grads, x, axis if ctx.gathers else None))
+        if not now:
+            ctx.tp.later.append(
+                _weight_gradients(ctx.kept, grads, x, axis if ctx.gathers else None)
+            )
         db = [g.sum(0) if has else None for g, has in zip(grads, ctx.with_bias, strict=True)]
-        if ctx.gathers: dx = c.finish_reduce_scatter(dx, axis)
-        elif ctx.reduces: dx = c.wait(dx)
+        if ctx.gathers:
+            dx = c.finish_reduce_scatter(dx, axis)
+        elif ctx.reduces:
+            dx = c.wait(dx)
         return dx, None, None, None, None, *dw, *db
 
 
-def _weight_gradients(weights: Sequence[Tensor], grads: Sequence[Tensor], x: Tensor, gather: Axis | None) -> Callable[[], None]:
+def _weight_gradients(
+    weights: Sequence[Tensor], grads: Sequence[Tensor], x: Tensor, gather: Axis | None
+) -> Callable[[], None]:
     def run() -> None:
         whole = x if gather is None else c.wait(c.start_all_gather(x, gather))
-        torch.autograd.backward(list(weights), [g.t() @ whole for g in grads])     # through `local`, which types them
+        # through `local`, which types them
+        torch.autograd.backward(list(weights), [g.t() @ whole for g in grads])
+
     return run
 
 
-def _linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], tp: TensorParallel, enters: bool) -> tuple[Tensor, ...]:
-    later = tp.later is not None and torch.is_grad_enabled() and x.requires_grad and weights[0].requires_grad
-    if not later and not (enters and tp.axis.size > 1): return tuple(F.linear(x, w, b) for w, b in zip(weights, biases, strict=True))
+def _linear(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    tp: TensorParallel,
+    enters: bool,
+) -> tuple[Tensor, ...]:
+    later = (
+        tp.later is not None
+        and torch.is_grad_enabled()
+        and x.requires_grad
+        and weights[0].requires_grad
+    )
+    if not later and not (enters and tp.axis.size > 1):
+        return tuple(F.linear(x, w, b) for w, b in zip(weights, biases, strict=True))
     used = [w.detach() for w in weights] if later else weights
-    return _Linear.apply(x, tp, enters, tuple(weights) if later else None, len(weights), *used, *biases)
+    return _Linear.apply(
+        x, tp, enters, tuple(weights) if later else None, len(weights), *used, *biases
+    )
 
 
-def columns(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], tp: TensorParallel) -> tuple[Tensor, ...]:
-    """Column-parallel products that share one input: [tokens, out_i / tp] for each local weight [out_i / tp, in].
+def columns(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], tp: TensorParallel
+) -> tuple[Tensor, ...]:
+    """Column-parallel products that share one input: [tokens, out_i / tp] for each local weight
+    [out_i / tp, in].
 
     x [tokens, in] is I@tp, or S(0)@tp under sequence parallelism; the outputs are S(1)@tp.
     """
@@ -115,23 +162,30 @@ def columns(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None
 
 
 def rows(x: Tensor, weight: Tensor, tp: TensorParallel) -> Tensor:
-    """Row-parallel product: x [tokens, in / tp] S(1)@tp, weight [out, in / tp] S(1)@tp -> [tokens, out] as `leave` says."""
+    """Row-parallel product: x [tokens, in / tp] S(1)@tp, weight [out, in / tp] S(1)@tp -> [tokens,
+    out] as `leave` says.
+    """
     return tp.leave(_linear(x, [weight], [None], tp, enters=False)[0])
 
 
 def vocabulary_range(vocab_size: int, axis: Axis) -> tuple[int, int]:
-    """(first row, number of rows) of this rank's part of the vocabulary; the last ranks may hold fewer, or none."""
+    """(first row, number of rows) of this rank's part of the vocabulary; the last ranks may hold
+    fewer, or none.
+    """
     chunk = -(-vocab_size // axis.size)
     first = min(axis.rank * chunk, vocab_size)
     return first, min(chunk, vocab_size - first)
 
 
 def embed(tokens: Tensor, weight: Tensor, vocab_size: int, tp: TensorParallel) -> Tensor:
-    """Rows of the vocabulary-parallel embedding: tokens [n] -> [n, hidden], or this rank's n / tp rows of it (S(0)).
+    """Rows of the vocabulary-parallel embedding: tokens [n] -> [n, hidden], or this rank's n / tp
+    rows of it (S(0)).
 
-    weight [rows of this rank, hidden] is S(0)@tp: each rank looks up its own rows, zero elsewhere, and `leave` sums.
+    weight [rows of this rank, hidden] is S(0)@tp: each rank looks up its own rows, zero elsewhere,
+    and `leave` sums.
     """
-    if tp.axis.size == 1: return F.embedding(tokens, weight)
+    if tp.axis.size == 1:
+        return F.embedding(tokens, weight)
     first, size = vocabulary_range(vocab_size, tp.axis)
     row = tokens - first
     mine = (row >= 0) & (row < size)
@@ -139,13 +193,18 @@ def embed(tokens: Tensor, weight: Tensor, vocab_size: int, tp: TensorParallel) -
 
 
 def gather_vocabulary(logits: Tensor, vocab_size: int, axis: Axis) -> Tensor:
-    """Logits [..., rows of this rank] S(-1)@tp -> [..., vocab_size] on every rank. No autograd: for reading and sampling."""
-    if axis.size == 1: return logits
+    """Logits [..., rows of this rank] S(-1)@tp -> [..., vocab_size] on every rank. No autograd: for
+    reading and sampling.
+    """
+    if axis.size == 1:
+        return logits
     chunk = -(-vocab_size // axis.size)
     padded = F.pad(logits.detach(), (0, chunk - logits.shape[-1])).movedim(-1, 0)
     return c.wait(c.start_all_gather(padded, axis)).movedim(0, -1)[..., :vocab_size]
 
 
 def own_tokens(per_token: Tensor, tp: TensorParallel) -> Tensor:
-    """Of something known for all tokens [tokens, ...], this rank's part of the residual stream: all, or S(0)@tp."""
+    """Of something known for all tokens [tokens, ...], this rank's part of the residual stream:
+    all, or S(0)@tp.
+    """
     return c.part(per_token, 0, tp.axis) if tp.sequence and tp.axis.size > 1 else per_token

@@ -1,13 +1,20 @@
-"""Pipeline schedules as Gantt charts: a row a rank, a box an action, hatched where the rank idles. Drawn from what `schedule.simulate` says."""
+"""Pipeline schedules as Gantt charts: a row a rank, a box an action, hatched where the rank idles.
+Drawn from what `schedule.simulate` says.
+"""
 
 from pathlib import Path
 
 from dolmen.parallel.actions import Schedule
 from dolmen.parallel.schedule import Simulation
 
-KINDS = {"F": ("forward", "#7fa9d6"), "B": ("backward", "#eeb06d"), "I": ("backward of inputs", "#e58f7b"), "W": ("backward of weights", "#93bf8c")}
+KINDS = {
+    "F": ("forward", "#7fa9d6"),
+    "B": ("backward", "#eeb06d"),
+    "I": ("backward of inputs", "#e58f7b"),
+    "W": ("backward of weights", "#93bf8c"),
+}
 IDLE, IDLE_HATCH, INK, GREY = "#f6f5f1", "#dcd9d0", "#22303c", "#76808a"
-WIDTH = 12.0                                                # inches
+WIDTH = 12.0  # inches
 
 
 def gantt(simulation: Simulation, schedule: Schedule, to: Path, title: str) -> None:
@@ -16,59 +23,133 @@ def gantt(simulation: Simulation, schedule: Schedule, to: Path, title: str) -> N
 
 
 def stacked(panels: list[tuple[str, Schedule, Simulation]], to: Path) -> None:
-    """Several (title, schedule, simulation) under one another on one scale of time. Raises ValueError unless `to` ends in .svg or .png."""
-    if to.suffix.lower() not in (".svg", ".png"): raise ValueError(f"the picture {to} ends in {to.suffix or 'nothing'}: use .svg or .png")
+    """Several (title, schedule, simulation) under one another on one scale of time. Raises
+    ValueError unless `to` ends in .svg or .png.
+    """
+    if to.suffix.lower() not in (".svg", ".png"):
+        raise ValueError(f"the picture {to} ends in {to.suffix or 'nothing'}: use .svg or .png")
     from matplotlib.figure import Figure
+
     rows = [0.8 + 0.36 * schedule.ranks for _, schedule, _ in panels]
     figure = Figure(figsize=(WIDTH, sum(rows) + 0.7), dpi=130, layout="constrained")
     figure.get_layout_engine().set(h_pad=0.08, w_pad=0.1)
     axes = figure.subplots(len(panels), squeeze=False, height_ratios=rows)[:, 0]
     span = max(simulation.span for _, _, simulation in panels)
-    for axis, (title, schedule, simulation) in zip(axes, panels, strict=True): _panel(axis, title, schedule, simulation, span)
-    for axis in axes[:-1]: axis.set_xticklabels([])
+    for axis, (title, schedule, simulation) in zip(axes, panels, strict=True):
+        _panel(axis, title, schedule, simulation, span)
+    for axis in axes[:-1]:
+        axis.set_xticklabels([])
     axes[-1].set_xlabel("time", color=GREY, fontsize=9)
     _legend(figure, [schedule for _, schedule, _ in panels])
     figure.savefig(to, metadata={"Date": None} if to.suffix.lower() == ".svg" else None)
 
 
 def _panel(axis, title: str, schedule: Schedule, simulation: Simulation, span: float) -> None:
-    many, inch = schedule.ranks * schedule.micros * schedule.chunks, 0.8 * WIDTH / span      # of paper for a unit of time, about
+    # of paper for a unit of time, about
+    many, inch = (schedule.ranks * schedule.micros * schedule.chunks, 0.8 * WIDTH / span)
     for rank, actions in enumerate(schedule.actions):
-        axis.broken_barh([(0, simulation.span)], (rank - 0.42, 0.84), facecolor=IDLE, edgecolor=IDLE_HATCH, hatch="/////", linewidth=0, zorder=1)
+        axis.broken_barh(
+            [(0, simulation.span)],
+            (rank - 0.42, 0.84),
+            facecolor=IDLE,
+            edgecolor=IDLE_HATCH,
+            hatch="/////",
+            linewidth=0,
+            zorder=1,
+        )
         boxes: dict[tuple[str, int], list[tuple[float, float]]] = {}
         for action, (start, end) in zip(actions, simulation.times[rank], strict=True):
             boxes.setdefault((action.kind, action.chunk), []).append((start, end - start))
-            room = (end - start) * inch * 72                                                  # points
-            if room < 5.5 * len(str(action.micro)) or many > 4000: continue
-            axis.text((start + end) / 2, rank, str(action.micro), ha="center", va="center_baseline", color=INK, fontsize=8, zorder=3)
+            room = (end - start) * inch * 72  # points
+            if room < 5.5 * len(str(action.micro)) or many > 4000:
+                continue
+            axis.text(
+                (start + end) / 2,
+                rank,
+                str(action.micro),
+                ha="center",
+                va="center_baseline",
+                color=INK,
+                fontsize=8,
+                zorder=3,
+            )
         for (kind, chunk), ranges in boxes.items():
-            axis.broken_barh(ranges, (rank - 0.42, 0.84), facecolor=_shade(KINDS[kind][1], chunk, schedule.chunks), edgecolor="white",
-                             linewidth=0.9 if many < 1000 else 0.1, zorder=2)
+            axis.broken_barh(
+                ranges,
+                (rank - 0.42, 0.84),
+                facecolor=_shade(KINDS[kind][1], chunk, schedule.chunks),
+                edgecolor="white",
+                linewidth=0.9 if many < 1000 else 0.1,
+                zorder=2,
+            )
         idle = 1 - simulation.busy[rank] / simulation.span
         for x, text in ((1.035, f"{idle:.0%}"), (1.095, f"{simulation.peak[rank]:.4g}")):
-            axis.text(x, rank, text, transform=axis.get_yaxis_transform(), ha="center", va="center_baseline", fontsize=9, color=INK)
+            axis.text(
+                x,
+                rank,
+                text,
+                transform=axis.get_yaxis_transform(),
+                ha="center",
+                va="center_baseline",
+                fontsize=9,
+                color=INK,
+            )
     for x, text in ((1.035, "bubble"), (1.095, "live")):
-        axis.text(x, -0.78, text, transform=axis.get_yaxis_transform(), ha="center", va="center_baseline", fontsize=8, color=GREY)
+        axis.text(
+            x,
+            -0.78,
+            text,
+            transform=axis.get_yaxis_transform(),
+            ha="center",
+            va="center_baseline",
+            fontsize=8,
+            color=GREY,
+        )
     axis.set(xlim=(0, span), ylim=(schedule.ranks - 0.45, -0.55), yticks=range(schedule.ranks))
     axis.set_yticklabels([f"rank {rank}" for rank in range(schedule.ranks)], fontsize=9, color=INK)
     axis.tick_params(length=0, labelcolor=INK)
     axis.tick_params(axis="x", labelsize=8, labelcolor=GREY)
-    for side in axis.spines.values(): side.set_visible(False)
+    for side in axis.spines.values():
+        side.set_visible(False)
     axis.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK, pad=9)
-    axis.set_title(f"span {simulation.span:.4g}    bubble {simulation.bubble:.1%}", loc="right", fontsize=9.5, color=INK, pad=9)
+    axis.set_title(
+        f"span {simulation.span:.4g}    bubble {simulation.bubble:.1%}",
+        loc="right",
+        fontsize=9.5,
+        color=INK,
+        pad=9,
+    )
 
 
 def _legend(figure, schedules: list[Schedule]) -> None:
     from matplotlib.patches import Patch
-    kinds = {action.kind for schedule in schedules for actions in schedule.actions for action in actions}
+
+    kinds = {
+        action.kind for schedule in schedules for actions in schedule.actions for action in actions
+    }
     chunks = max(schedule.chunks for schedule in schedules)
-    handles = [Patch(facecolor=color, label=name) for kind, (name, color) in KINDS.items() if kind in kinds]
-    handles += [Patch(facecolor=_shade(KINDS["F"][1], c, chunks), label=f"chunk {c}") for c in range(1, min(chunks, 5))]
-    handles += [Patch(facecolor=IDLE, edgecolor=IDLE_HATCH, hatch="/////", linewidth=0, label="idle")]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9, labelcolor=INK, handlelength=1.4)
+    handles = [
+        Patch(facecolor=color, label=name) for kind, (name, color) in KINDS.items() if kind in kinds
+    ]
+    handles += [
+        Patch(facecolor=_shade(KINDS["F"][1], c, chunks), label=f"chunk {c}")
+        for c in range(1, min(chunks, 5))
+    ]
+    handles += [
+        Patch(facecolor=IDLE, edgecolor=IDLE_HATCH, hatch="/////", linewidth=0, label="idle")
+    ]
+    figure.legend(
+        handles=handles,
+        loc="outside lower center",
+        ncols=len(handles),
+        frameon=False,
+        fontsize=9,
+        labelcolor=INK,
+        handlelength=1.4,
+    )
 
 
 def _shade(color: str, chunk: int, chunks: int) -> tuple[float, ...]:
     """The colour itself for chunk 0, paler for every later one."""
     pale = 0.62 * chunk / max(1, chunks - 1) if chunks > 2 else 0.5 * chunk
-    return tuple(1 - (1 - int(color[i:i + 2], 16) / 255) * (1 - pale) for i in (1, 3, 5))
+    return tuple(1 - (1 - int(color[i : i + 2], 16) / 255) * (1 - pale) for i in (1, 3, 5))

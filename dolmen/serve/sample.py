@@ -1,8 +1,10 @@
 """From logits to the next token: pure functions of the logits and of one uniform number a row.
 
-    logits / temperature -> top-k -> top-p (nucleus sampling, 1904.09751) -> softmax -> cumulative -> its inverse
+    logits / temperature -> top-k -> top-p (nucleus sampling, 1904.09751) -> softmax -> cumulative
+    -> its inverse
 
-The uniform number follows from (seed, prompt, step) alone: neither batch nor device nor layout changes it.
+The uniform number follows from (seed, prompt, step) alone: neither batch nor device nor layout
+changes it.
 """
 
 import math
@@ -16,8 +18,10 @@ def check(temperature: float, top_k: int | None, top_p: float | None) -> None:
     """Raises ValueError naming the knob for a value that has no meaning."""
     if not 0 <= temperature < math.inf:
         raise ValueError(f"temperature is {temperature}: use --temperature 0 (greedy) or more")
-    if top_k is not None and top_k < 1: raise ValueError(f"top_k is {top_k}: use --top-k 1 or more")
-    if top_p is not None and not 0 < top_p <= 1: raise ValueError(f"top_p is {top_p}: use --top-p above 0, at most 1")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k is {top_k}: use --top-k 1 or more")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"top_p is {top_p}: use --top-p above 0, at most 1")
 
 
 def uniform(seed: int, prompt: int, step: int) -> float:
@@ -26,17 +30,21 @@ def uniform(seed: int, prompt: int, step: int) -> float:
 
 
 def keep_top_k(logits: Tensor, k: int) -> Tensor:
-    """logits [batch, vocab] with all below the k-th largest of its row at -inf; those equal to it stay."""
+    """logits [batch, vocab] with all below the k-th largest of its row at -inf; those equal to it
+    stay.
+    """
     least = logits.topk(min(k, logits.shape[-1]), -1).values[:, -1:]
     return logits.masked_fill(logits < least, -math.inf)
 
 
 def keep_top_p(logits: Tensor, p: float) -> Tensor:
-    """logits [batch, vocab] with all at -inf but the fewest most likely tokens that have probability p together."""
+    """logits [batch, vocab] with all at -inf but the fewest most likely tokens that have
+    probability p together.
+    """
     ordered, index = logits.sort(dim=-1, descending=True, stable=True)
     probability = ordered.double().softmax(-1)
     before = probability.cumsum(-1) - probability
-    before[:, 0] = 0.0                                     # the most likely token stays, however small p is
+    before[:, 0] = 0.0  # the most likely token stays, however small p is
     out = torch.empty_like(before, dtype=torch.bool).scatter_(-1, index, before >= p)
     return logits.masked_fill(out, -math.inf)
 
@@ -46,16 +54,26 @@ def greedy(logits: Tensor) -> Tensor:
     return logits.argmax(-1)
 
 
-def sample(logits: Tensor, uniforms: Tensor, temperature: float, top_k: int | None = None,
-           top_p: float | None = None) -> Tensor:
-    """Tokens [batch] int64 from logits [batch, vocab] and uniforms [batch] in [0, 1); temperature 0 is greedy.
+def sample(
+    logits: Tensor,
+    uniforms: Tensor,
+    temperature: float,
+    top_k: int | None = None,
+    top_p: float | None = None,
+) -> Tensor:
+    """Tokens [batch] int64 from logits [batch, vocab] and uniforms [batch] in [0, 1); temperature 0
+    is greedy.
 
-    The first token whose cumulative probability exceeds the uniform number, in fp64: none of probability 0 is drawn.
+    The first token whose cumulative probability exceeds the uniform number, in fp64: none of
+    probability 0 is drawn.
     """
-    if temperature == 0: return greedy(logits)
+    if temperature == 0:
+        return greedy(logits)
     logits = logits.double() / temperature
-    if top_k is not None: logits = keep_top_k(logits, top_k)
-    if top_p is not None: logits = keep_top_p(logits, top_p)
+    if top_k is not None:
+        logits = keep_top_k(logits, top_k)
+    if top_p is not None:
+        logits = keep_top_p(logits, top_p)
     cumulative = logits.softmax(-1).cumsum(-1)
     drawn = uniforms.to(cumulative)[:, None] * cumulative[:, -1:]
     return torch.searchsorted(cumulative, drawn, right=True)[:, 0]

@@ -1,5 +1,6 @@
-"""From a configuration to a placed model: build on meta -> split over tp -> fully_shard per block, then root -> allocate
--> initialise or load. Every model of the house, for training or for serving, is built here.
+"""From a configuration to a placed model: build on meta -> split over tp -> fully_shard per block,
+then root -> allocate -> initialise or load. Every model of the house, for training or for serving,
+is built here.
 """
 
 from collections.abc import Callable
@@ -19,39 +20,65 @@ from dolmen.parallel import data
 from dolmen.parallel.actions import Schedule
 
 
-def build(config: ModelConfig, mesh: Mesh, layout: Layout | None = None, schedule: Schedule | None = None, *,
-          dtype: torch.dtype = torch.float32, compute: torch.dtype | None = None, compile: bool = False) -> Decoder:
+def build(
+    config: ModelConfig,
+    mesh: Mesh,
+    layout: Layout | None = None,
+    schedule: Schedule | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    compute: torch.dtype | None = None,
+    compile: bool = False,
+) -> Decoder:
     """The decoder on `mesh`, or this rank's stages of it, allocated, its values not yet set.
 
-    `layout` says how it is split over the axes of `mesh`; None builds for inference, split over tp alone. `schedule` places the
-    stages; None: there is one. `dtype` is that of parameters at rest, `compute` (default: the same) that of the copies a step
-    works with. Raises ValueError where the layout does not divide the model.
+    `layout` says how it is split over the axes of `mesh`; None builds for inference, split over tp
+    alone. `schedule` places the stages; None: there is one. `dtype` is that of parameters at rest,
+    `compute` (default: the same) that of the copies a step works with. Raises ValueError where the
+    layout does not divide the model.
     """
     with torch.device("meta"):
-        model = Decoder(config, split(mesh, config.num_hidden_layers, layout or Layout(), schedule)).to(dtype)
+        model = Decoder(
+            config, split(mesh, config.num_hidden_layers, layout or Layout(), schedule)
+        ).to(dtype)
     model.compute = compute
     state.distribute(model, model.plan(), mesh)
-    if compile: model.compile_parts()
-    if layout is not None: data.shard(model, model.units(), mesh, layout.zero, compute or dtype)
+    if compile:
+        model.compile_parts()
+    if layout is not None:
+        data.shard(model, model.units(), mesh, layout.zero, compute or dtype)
     model.to_empty(device=mesh.device)
     for module in model.modules():
-        if isinstance(module, Router) and module.bias is not None: state.shard(module.bias).zero_()        # no file has one
-    if config.tie_word_embeddings: assert model.head is None           # tied by construction: to_empty has nothing to untie
+        if isinstance(module, Router) and module.bias is not None:
+            state.shard(module.bias).zero_()  # no file has one
+    if config.tie_word_embeddings:
+        assert model.head is None  # tied by construction: to_empty has nothing to untie
     return model
 
 
 def initialize(model: Decoder, seed: int) -> None:
-    """Initial values from the seed alone: normal weights, norms 1, biases 0; a layout never changes a value."""
+    """Initial values from the seed alone: normal weights, norms 1, biases 0; a layout never changes
+    a value.
+    """
     with torch.no_grad():
         for prefix, leaf in model.named_modules():
-            if not isinstance(leaf, Leaf): continue
+            if not isinstance(leaf, Leaf):
+                continue
             for name, p in leaf.named_parameters(recurse=False):
-                if name == "bias": state.shard(p).zero_()
-                elif isinstance(leaf, Norm): state.shard(p).fill_(1.0)
-                else: state.initialize(p, f"{prefix}.{name}", seed, model.config.initializer_range * leaf.std_scale)
+                if name == "bias":
+                    state.shard(p).zero_()
+                elif isinstance(leaf, Norm):
+                    state.shard(p).fill_(1.0)
+                else:
+                    state.initialize(
+                        p, f"{prefix}.{name}", seed, model.config.initializer_range * leaf.std_scale
+                    )
 
 
 def load(model: nn.Module, stream: Callable[[Callable[[str, Tensor], None]], None]) -> None:
-    """Fill the model from `stream`, which calls write(name, full tensor) for every parameter, one tensor at a time."""
+    """Fill the model from `stream`, which calls write(name, full tensor) for every parameter, one
+    tensor at a time.
+    """
     parameters = dict(model.named_parameters())
-    with torch.no_grad(): stream(lambda name, value: state.write(parameters[name], value))
+    with torch.no_grad():
+        stream(lambda name, value: state.write(parameters[name], value))

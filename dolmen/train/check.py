@@ -1,5 +1,5 @@
-"""Rules across sections, on one screen: a run is refused here, with the numbers and the knob, before any process starts
-and before anything is written.
+"""Rules across sections, on one screen: a run is refused here, with the numbers and the knob,
+before any process starts and before anything is written.
 """
 
 import fcntl
@@ -20,88 +20,156 @@ from dolmen.train.config import RunConfig
 
 
 def check(run: RunConfig, processes: int | None) -> RunConfig:
-    """The run with its layout resolved for `processes` (None: as many as the layout says). Raises ValueError or KeyError."""
+    """The run with its layout resolved for `processes` (None: as many as the layout says). Raises
+    ValueError or KeyError.
+    """
     if run.model is None:
-        raise ValueError("there is no model: give --init a transformers directory or hub id, or choose a recipe that has one (dolmen recipes)")
-    to_hf(run.model if run.finish.export else on_disk(run.model))      # or no export could ever be written
+        raise ValueError(
+            "there is no model: give --init a transformers directory or hub id, or choose a recipe "
+            "that has one (dolmen recipes)"
+        )
+    # or no export could ever be written
+    to_hf(run.model if run.finish.export else on_disk(run.model))
     if (run.finish.verify or run.finish.sample is not None) and not run.finish.export:
-        raise ValueError("finish.verify and finish.sample read the exported model: set --finish.export too")
+        raise ValueError(
+            "finish.verify and finish.sample read the exported model: set --finish.export too"
+        )
     run = replace(run, layout=run.layout.resolve(processes))
     if run.sequence_length > run.model.max_position_embeddings:
-        raise ValueError(f"train.sequence-length ({run.sequence_length}) is over the model's max_position_embeddings "
-                         f"({run.model.max_position_embeddings}): set --train.sequence-length {run.model.max_position_embeddings} or less")
-    run.layout.check(run.model, run.sequence_length, run.train.global_batch_size, run.microbatch_size)
-    if run.train.compile and run.layout.make_schedule(run.train.global_batch_size, run.microbatch_size).splits_backward:
-        raise ValueError(f"train.compile and layout.schedule {run.layout.schedule} exclude each other: a compiled graph cannot leave its weight "
-                         "gradients for later; use --train.no-compile, or --layout.schedule 1f1b or interleaved")
-    if run.init is not None: hf.check(hf.resolve(run.init), run.model)
+        raise ValueError(
+            f"train.sequence-length ({run.sequence_length}) is over the model's "
+            f"max_position_embeddings ({run.model.max_position_embeddings}): set "
+            f"--train.sequence-length {run.model.max_position_embeddings} or less"
+        )
+    run.layout.check(
+        run.model, run.sequence_length, run.train.global_batch_size, run.microbatch_size
+    )
+    if (
+        run.train.compile
+        and run.layout.make_schedule(
+            run.train.global_batch_size, run.microbatch_size
+        ).splits_backward
+    ):
+        raise ValueError(
+            f"train.compile and layout.schedule {run.layout.schedule} exclude each other: a "
+            "compiled graph cannot leave its weight gradients for later; use --train.no-compile, "
+            "or --layout.schedule 1f1b or interleaved"
+        )
+    if run.init is not None:
+        hf.check(hf.resolve(run.init), run.model)
     loader.check(run.data, run.init, run.model.vocab_size, run.sequence_length)
     return run
 
 
 def check_folder(out: Path, resume: bool, overwrite: bool) -> None:
     """Refuse to train into a folder that holds something, unless told what to do with it."""
-    if resume and overwrite: raise ValueError("--resume and --overwrite exclude each other: go on with the run, or throw it away")
+    if resume and overwrite:
+        raise ValueError(
+            "--resume and --overwrite exclude each other: go on with the run, or throw it away"
+        )
     ground = next(p for p in (out, *out.absolute().parents) if p.exists())
-    if not ground.is_dir(): raise ValueError(f"--out {out}: {ground} is a file: give a folder")
-    try: tempfile.TemporaryFile(dir=ground).close()
-    except OSError as error: raise ValueError(f"--out {out}: {ground} cannot be written to ({error.strerror}): give another folder") from None
-    if out.is_dir(): os.close(take_lock(out))
+    if not ground.is_dir():
+        raise ValueError(f"--out {out}: {ground} is a file: give a folder")
+    try:
+        tempfile.TemporaryFile(dir=ground).close()
+    except OSError as error:
+        raise ValueError(
+            f"--out {out}: {ground} cannot be written to ({error.strerror}): give another folder"
+        ) from None
+    if out.is_dir():
+        os.close(take_lock(out))
     held = out.is_dir() and any(out.iterdir())
     if held and not (resume or overwrite):
-        raise ValueError(f"{out} already holds a run: use --resume to go on, --overwrite to start again, or another --out")
+        raise ValueError(
+            f"{out} already holds a run: use --resume to go on, --overwrite to start again, or "
+            f"another --out"
+        )
     if overwrite and held and not (out / "config.yaml").exists():
-        raise ValueError(f"--overwrite would delete {out}, which holds no config.yaml and so was not written by dolmen: remove it yourself")
+        raise ValueError(
+            f"--overwrite would delete {out}, which holds no config.yaml and so was not written by "
+            f"dolmen: remove it yourself"
+        )
 
 
 def take_lock(out: Path, patience: float = 0) -> int:
-    """Hold the run's folder until the descriptor is closed or the process ends. Raises ValueError if another run still holds
-    it after `patience` seconds: the process that a restart replaces may be dying."""
+    """Hold the run's folder until the descriptor is closed or the process ends. Raises ValueError
+    if another run still holds it after `patience` seconds: the process that a restart replaces may
+    be dying.
+    """
     out.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(out, os.O_RDONLY)                 # the folder itself is locked: no file is left behind
+    descriptor = os.open(out, os.O_RDONLY)  # the folder itself is locked: no file is left behind
     end = time.monotonic() + patience
     while True:
-        try: fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() < end:
                 time.sleep(0.1)
                 continue
             os.close(descriptor)
-            raise ValueError(f"{out} is in use by another run: wait for it, or give another --out") from None
+            raise ValueError(
+                f"{out} is in use by another run: wait for it, or give another --out"
+            ) from None
         return descriptor
 
 
 def check_overwrite(run: RunConfig, out: Path, source: str) -> None:
-    """Refuse to delete what the run reads; `source`, a recipe or YAML file, may be the config.yaml that it writes again."""
-    read = [Path(name.split(":")[-1]).expanduser().resolve() for name in (run.init, run.data.tokenizer, run.data.validation, *run.data.path) if name]
-    if Path(source).resolve() != out.resolve() / "config.yaml": read.append(Path(source).resolve())
+    """Refuse to delete what the run reads; `source`, a recipe or YAML file, may be the config.yaml
+    that it writes again.
+    """
+    read = [
+        Path(name.split(":")[-1]).expanduser().resolve()
+        for name in (run.init, run.data.tokenizer, run.data.validation, *run.data.path)
+        if name
+    ]
+    if Path(source).resolve() != out.resolve() / "config.yaml":
+        read.append(Path(source).resolve())
     for path in read:
         if path.exists() and path.is_relative_to(out.resolve()):
-            raise ValueError(f"--overwrite would delete {path}, which this run reads: give another --out")
+            raise ValueError(
+                f"--overwrite would delete {path}, which this run reads: give another --out"
+            )
 
 
 def check_resume(run: RunConfig, out: Path) -> None:
-    """Refuse to go on from a damaged checkpoint, and with another model than the newest whole one's."""
+    """Refuse to go on from a damaged checkpoint, and with another model than the newest whole
+    one's.
+    """
     saved = Checkpoints(out / "checkpoints", SINGLE, keep=0)
     step = saved.newest()
-    if step is None: return
+    if step is None:
+        return
     try:
         Reader(saved.path(step)).check_files()
         found = saved.meta(step)["run"]
-    except (ValueError, KeyError) as error: raise saved.damaged(step, error) from None
+    except (ValueError, KeyError) as error:
+        raise saved.damaged(step, error) from None
     check_same_model(found, run, step)
 
 
 def check_same_model(saved: dict, run: RunConfig, step: int) -> None:
-    """Raises ValueError with the fields that differ, if the run saved at `step` is of another model."""
+    """Raises ValueError with the fields that differ, if the run saved at `step` is of another
+    model.
+    """
     if changed := differences(_structure(saved), _structure(to_dict(run))):
-        raise ValueError(f"the checkpoint of step {step} is of another model ({'; '.join(changed[:3])}): resume with the model it was "
-                         "trained with, or give another --out")
+        raise ValueError(
+            f"the checkpoint of step {step} is of another model ({'; '.join(changed[:3])}): resume "
+            "with the model it was trained with, or give another --out"
+        )
 
 
-TUNED = ("hf", "dropout", "initializer_range", "router_aux_loss_coef", "router_z_loss_coef", "router_bias_rate")
+TUNED = (
+    "hf",
+    "dropout",
+    "initializer_range",
+    "router_aux_loss_coef",
+    "router_z_loss_coef",
+    "router_bias_rate",
+)
 
 
 def _structure(run: dict) -> dict:
-    """What must not change on resume: the model, less what config.json carries along and what only training or its start uses."""
+    """What must not change on resume: the model, less what config.json carries along and what only
+    training or its start uses.
+    """
     return {"model": {k: v for k, v in run["model"].items() if k not in TUNED}}

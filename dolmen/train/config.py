@@ -1,5 +1,6 @@
-"""A run as data: everything that decides what `dolmen train` does. Recipes return one, YAML files hold one, and its
-attribute docstrings are the help of the command line. A rule across sections is checked in `train/check.py`, on one screen.
+"""A run as data: everything that decides what `dolmen train` does. Recipes return one, YAML files
+hold one, and its attribute docstrings are the help of the command line. A rule across sections is
+checked in `train/check.py`, on one screen.
 """
 
 from dataclasses import dataclass
@@ -27,27 +28,44 @@ class TrainConfig:
     global_batch_size: int = 8
     """Sequences of one update, over all processes."""
     microbatch_size: int | None = None
-    """Sequences a process computes at once; gradients accumulate over a batch. Unset: about 4,096 tokens."""
+    """Sequences a process computes at once; gradients accumulate over a batch. Unset: about 4,096
+    tokens.
+    """
     compile: bool = False
     """Compile each block with torch.compile (needs a C++ compiler on CPU)."""
     spike: Literal["none", "skip"] = "none"
-    """What becomes of a step whose gradient norm is far over the usual: nothing, or it changes no parameter."""
+    """What becomes of a step whose gradient norm is far over the usual: nothing, or it changes no
+    parameter.
+    """
     spike_factor: float = 10.0
     """Far over the usual: over so many times the median norm of the last 64 steps."""
     max_skipped_steps: int = 10
-    """Steps skipped in a row, for a loss or gradient that is not finite or a spike, that end the run; with float16 at least 40."""
+    """Steps skipped in a row, for a loss or gradient that is not finite or a spike, that end the
+    run; with float16 at least 40.
+    """
     hang_seconds: float | None = None
-    """Seconds without progress after which the rank that hangs is named, with its stack, and the run ends; ten times as long at start-up.
-    Unset: never."""
+    """Seconds without progress after which the rank that hangs is named, with its stack, and the
+    run ends; ten times as long at start-up. Unset: never.
+    """
 
     def __post_init__(self):
         for name in ("steps", "sequence_length", "global_batch_size", "microbatch_size"):
             value = getattr(self, name)
-            if value is not None and value < 1: raise ValueError(f"train.{name.replace('_', '-')} is {value}: it must be at least 1")
-        if self.max_skipped_steps < 1: raise ValueError(f"train.max-skipped-steps is {self.max_skipped_steps}: it must be at least 1")
-        if not self.spike_factor > 1: raise ValueError(f"train.spike-factor is {self.spike_factor}: it must be over 1")
+            if value is not None and value < 1:
+                raise ValueError(
+                    f"train.{name.replace('_', '-')} is {value}: it must be at least 1"
+                )
+        if self.max_skipped_steps < 1:
+            raise ValueError(
+                f"train.max-skipped-steps is {self.max_skipped_steps}: it must be at least 1"
+            )
+        if not self.spike_factor > 1:
+            raise ValueError(f"train.spike-factor is {self.spike_factor}: it must be over 1")
         if self.hang_seconds is not None and not self.hang_seconds > 0:
-            raise ValueError(f"train.hang-seconds is {self.hang_seconds}: it must be over 0, or None for no limit")
+            raise ValueError(
+                f"train.hang-seconds is {self.hang_seconds}: it must be over 0, or None for "
+                f"no limit"
+            )
 
 
 @dataclass(frozen=True)
@@ -57,15 +75,23 @@ class LogConfig:
     every: int = 1
     """Steps between rows of metrics.jsonl, TensorBoard points and plain progress lines."""
     validate_every: int | None = None
-    """Steps between validations; unset: ten a run; 0: none but the last. The last step is always validated."""
+    """Steps between validations; unset: ten a run; 0: none but the last. The last step is always
+    validated.
+    """
     validation_tokens: int = 65536
     """Held-out tokens a validation reads; the last one reads them all. 0: all, always."""
 
     def __post_init__(self):
-        if self.every < 1: raise ValueError(f"log.every is {self.every}: it must be at least 1")
+        if self.every < 1:
+            raise ValueError(f"log.every is {self.every}: it must be at least 1")
         if self.validate_every is not None and self.validate_every < 0:
-            raise ValueError(f"log.validate-every is {self.validate_every}: it must not be negative")
-        if self.validation_tokens < 0: raise ValueError(f"log.validation-tokens is {self.validation_tokens}: it must not be negative")
+            raise ValueError(
+                f"log.validate-every is {self.validate_every}: it must not be negative"
+            )
+        if self.validation_tokens < 0:
+            raise ValueError(
+                f"log.validation-tokens is {self.validation_tokens}: it must not be negative"
+            )
 
 
 @dataclass(frozen=True)
@@ -102,7 +128,10 @@ class RunConfig:
 
     def __post_init__(self):
         if not self.name or "/" in self.name or self.name.startswith("."):
-            raise ValueError(f"name is {self.name!r}: it must be a plain name, as it becomes the folder runs/NAME")
+            raise ValueError(
+                f"name is {self.name!r}: it must be a plain name, as it becomes the folder "
+                f"runs/NAME"
+            )
 
     @property
     def sequence_length(self) -> int:
@@ -111,11 +140,20 @@ class RunConfig:
 
     @property
     def microbatch_size(self) -> int:
-        """Sequences a process computes at once: as given, else the largest divisor of its batch within 4,096 tokens; in a
-        pipeline one that leaves 4 microbatches a stage or more, and a multiple of pp, where there is one."""
-        if self.train.microbatch_size: return self.train.microbatch_size
+        """Sequences a process computes at once: as given, else the largest divisor of its batch
+        within 4,096 tokens; in a pipeline one that leaves 4 microbatches a stage or more, and a
+        multiple of pp, where there is one.
+        """
+        if self.train.microbatch_size:
+            return self.train.microbatch_size
         batch = max(1, self.train.global_batch_size // (self.layout.dp or 1))
         pp = self.layout.pp
-        most = max(1, min(4096 * self.layout.cp // self.sequence_length, batch if pp == 1 else batch // (4 * pp)))
+        most = max(
+            1,
+            min(
+                4096 * self.layout.cp // self.sequence_length,
+                batch if pp == 1 else batch // (4 * pp),
+            ),
+        )
         sizes = [d for d in range(1, min(most, batch) + 1) if batch % d == 0]
         return max([d for d in sizes if batch // d % pp == 0] or sizes)

@@ -1,4 +1,6 @@
-"""Periodic work of a run as (every, hook): numbers, validation, checkpoints. Shown and written by the first rank alone."""
+"""Periodic work of a run as (every, hook): numbers, validation, checkpoints. Shown and written by
+the first rank alone.
+"""
 
 import math
 import resource
@@ -22,22 +24,47 @@ from dolmen.train.step import Metrics, TrainState
 from dolmen.train.validate import evaluate
 from dolmen.train.watch import Watch
 
-SKIPS_SCALED = 40                                          # steps in a row that a search for the loss scale may skip, at least
+SKIPS_SCALED = 40  # steps in a row that a search for the loss scale may skip, at least
 
 
 class Hooks:
-    """The periodic work of a run, as a table of (every, hook); numbers are shown and written by the first rank alone."""
+    """The periodic work of a run, as a table of (every, hook); numbers are shown and written by the
+    first rank alone.
+    """
 
-    def __init__(self, run: RunConfig, state: TrainState, loader: Loader, mesh: Mesh, out: Path, checkpoints: Checkpoints, peak: float,
-                 console: Console, stop: Stop, watch: Watch):
+    def __init__(
+        self,
+        run: RunConfig,
+        state: TrainState,
+        loader: Loader,
+        mesh: Mesh,
+        out: Path,
+        checkpoints: Checkpoints,
+        peak: float,
+        console: Console,
+        stop: Stop,
+        watch: Watch,
+    ):
         self.stop, self.steps, self.watch = stop, state.steps, watch
-        self.most_skips = max(run.train.max_skipped_steps, SKIPS_SCALED) if state.scale.dynamic else run.train.max_skipped_steps
-        self.run, self.loader, self.mesh, self.out, self.checkpoints = run, loader, mesh, out, checkpoints
+        self.most_skips = (
+            max(run.train.max_skipped_steps, SKIPS_SCALED)
+            if state.scale.dynamic
+            else run.train.max_skipped_steps
+        )
+        self.run = run
+        self.loader = loader
+        self.mesh = mesh
+        self.out = out
+        self.checkpoints = checkpoints
         self.flops = count.training_flops_per_token(run.model, run.sequence_length)
         self.peak = peak * mesh.size
         self.since, self.tokens_since, self.validation = time.monotonic(), 0, None
         self.skipped, self.skipped_in_a_row, self.finite = 0, 0, True
-        kinds = ((metrics.MetricsFile, "metrics.jsonl"), (metrics.TensorBoard, "tensorboard")) if mesh.first else ()
+        kinds = (
+            ((metrics.MetricsFile, "metrics.jsonl"), (metrics.TensorBoard, "tensorboard"))
+            if mesh.first
+            else ()
+        )
         self.writers = [kind(out / name, state.step) for kind, name in kinds]
         self.line = report.ProgressLine(console, state.step, state.steps)
 
@@ -46,7 +73,8 @@ class Hooks:
         every = self.run.log.validate_every
         validating = max(1, self.steps // 10) if every is None else every
         hooks = [(1, self.count), (self.run.log.every, self.log)]
-        if self.loader.validation_tokens: hooks.append((validating, self.validate))
+        if self.loader.validation_tokens:
+            hooks.append((validating, self.validate))
         return [*hooks, (self.run.checkpoint.every, self.save), (1, self.poll)]
 
     def count(self, state: TrainState, m: Metrics) -> None:
@@ -57,57 +85,96 @@ class Hooks:
         if m.skipped:
             scale = f"; loss scale now {state.scale.value:g}" if state.scale.dynamic else ""
             self.line.say(f"step {state.step}: {self.reason(m)}, the step is skipped{scale}")
-        if self.skipped_in_a_row >= self.most_skips: raise FloatingPointError(self.too_many_skips(state))
+        if self.skipped_in_a_row >= self.most_skips:
+            raise FloatingPointError(self.too_many_skips(state))
 
     def reason(self, m: Metrics) -> str:
         """Why a step was skipped."""
-        if not math.isfinite(m.loss): return f"the loss is not finite ({m.loss})"
-        if not math.isfinite(m.grad_norm): return f"the gradient is not finite ({m.grad_norm})"
-        return f"the gradient norm {m.grad_norm:.3g} is over {self.run.train.spike_factor:g} times its running median"
+        if not math.isfinite(m.loss):
+            return f"the loss is not finite ({m.loss})"
+        if not math.isfinite(m.grad_norm):
+            return f"the gradient is not finite ({m.grad_norm})"
+        return (
+            f"the gradient norm {m.grad_norm:.3g} is over {self.run.train.spike_factor:g} times "
+            "its running median"
+        )
 
     def too_many_skips(self, state: TrainState) -> str:
         batch = "\n  ".join(self.loader.documents(state.step - 1))
-        return (f"the last {self.skipped_in_a_row} steps, up to step {state.step}, were skipped, as their loss or gradients were not finite "
-                "or a spike, and no parameter has changed: look at the starting weights and the data, or set a lower --optimizer.lr "
-                f"(--train.max-skipped-steps ends a run). The last batch was\n  {batch}")
+        return (
+            f"the last {self.skipped_in_a_row} steps, up to step {state.step}, were skipped, as "
+            "their loss or gradients were not finite or a spike, and no parameter has changed: "
+            "look at the starting weights and the data, or set a lower --optimizer.lr "
+            f"(--train.max-skipped-steps ends a run). The last batch was\n  {batch}"
+        )
 
     def log(self, state: TrainState, m: Metrics) -> None:
         now = time.monotonic()
         rate = self.tokens_since / max(1e-9, now - self.since)
         self.since, self.tokens_since = now, 0
-        row = {"step": state.step, "loss": m.loss, "grad_norm": m.grad_norm, "lr": m.lr, "tokens": state.tokens, "tokens_per_second": rate,
-               "mfu": rate * self.flops / self.peak, "memory_gib": memory_gib(self.mesh), "time": time.time(),
-               **m.router, **{f"epoch/{name}": value for name, value in self.loader.epochs(state.step).items()}}
-        if state.scale.dynamic: row |= {"loss_scale": state.scale.value, "skipped_steps": self.skipped}
-        for writer in self.writers: writer.write(row)
-        if self.mesh.first: self.line.show(row)
+        row = {
+            "step": state.step,
+            "loss": m.loss,
+            "grad_norm": m.grad_norm,
+            "lr": m.lr,
+            "tokens": state.tokens,
+            "tokens_per_second": rate,
+            "mfu": rate * self.flops / self.peak,
+            "memory_gib": memory_gib(self.mesh),
+            "time": time.time(),
+            **m.router,
+            **{f"epoch/{name}": value for name, value in self.loader.epochs(state.step).items()},
+        }
+        if state.scale.dynamic:
+            row |= {"loss_scale": state.scale.value, "skipped_steps": self.skipped}
+        for writer in self.writers:
+            writer.write(row)
+        if self.mesh.first:
+            self.line.show(row)
 
     def validate(self, state: TrainState, m: Metrics) -> None:
-        if self.stop.agreed_signal: return                                              # the time left is for saving
+        if self.stop.agreed_signal:
+            return  # the time left is for saving
         whole = state.step == state.steps or self.run.log.validation_tokens == 0
         most = None if whole else max(1, self.run.log.validation_tokens // self.run.sequence_length)
         began = time.monotonic()
         batches = self.loader.validation_batches(most, self.mesh.dp.rank, self.mesh.dp.size)
-        self.validation = loss, tokens, _ = evaluate(state.model, self.watch.through(batches, "validate"), self.mesh, state.schedule)
-        self.since += time.monotonic() - began                                          # not the training's time
-        for writer in self.writers: writer.write({"step": state.step, "val_loss": loss, "val_tokens": tokens, "time": time.time()})
+        self.validation = loss, tokens, _ = evaluate(
+            state.model, self.watch.through(batches, "validate"), self.mesh, state.schedule
+        )
+        self.since += time.monotonic() - began  # not the training's time
+        for writer in self.writers:
+            writer.write(
+                {"step": state.step, "val_loss": loss, "val_tokens": tokens, "time": time.time()}
+            )
         self.line.say(f"step {state.step}: validation loss {loss:.4f} on {tokens:,} tokens")
 
     def save(self, state: TrainState, m: Metrics) -> None:
-        meta = {"run": to_dict(self.run), "step": state.step, "tokens": state.tokens, "updates": updates(state),
-                "data": self.loader.fingerprint(), "loss_scale": [state.scale.value, state.scale.good_steps], "seed": self.run.train.seed,
-                "norms": state.spike.state()}
+        meta = {
+            "run": to_dict(self.run),
+            "step": state.step,
+            "tokens": state.tokens,
+            "updates": updates(state),
+            "data": self.loader.fingerprint(),
+            "loss_scale": [state.scale.value, state.scale.good_steps],
+            "seed": self.run.train.seed,
+            "norms": state.spike.state(),
+        }
         self.checkpoints.save(state.step, optim.tensors(state.model, state.optimizer), meta)
 
     def poll(self, state: TrainState, m: Metrics) -> None:
         """A save that has failed ends the run now, and not at the next save."""
-        if self.checkpoints.poll(): self.checkpoints.finish()
+        if self.checkpoints.poll():
+            self.checkpoints.finish()
 
     def close(self) -> None:
         self.line.close()
-        for writer in self.writers: writer.close()
-        title = f"{self.run.name}: {self.run.model.family}, {size(count.parameters(self.run.model))} parameters"
-        if self.mesh.first: metrics.plot(self.out / "metrics.jsonl", self.out / "loss.png", title)
+        for writer in self.writers:
+            writer.close()
+        parameters = size(count.parameters(self.run.model))
+        title = f"{self.run.name}: {self.run.model.family}, {parameters} parameters"
+        if self.mesh.first:
+            metrics.plot(self.out / "metrics.jsonl", self.out / "loss.png", title)
 
 
 def updates(state: TrainState) -> int:
@@ -117,5 +184,6 @@ def updates(state: TrainState) -> int:
 
 def memory_gib(mesh: Mesh) -> float:
     """Peak memory of this process: the GPU allocator's, or the resident set on CPU."""
-    if mesh.device.type == "cuda": return torch.cuda.max_memory_allocated(mesh.device) / 2**30
+    if mesh.device.type == "cuda":
+        return torch.cuda.max_memory_allocated(mesh.device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -1,4 +1,6 @@
-"""What a run leaves behind to look at: metrics.jsonl (the record), TensorBoard events and loss.png (made from it)."""
+"""What a run leaves behind to look at: metrics.jsonl (the record), TensorBoard events and loss.png
+(made from it).
+"""
 
 import json
 import math
@@ -6,20 +8,27 @@ from pathlib import Path
 
 
 def read(file: Path) -> list[dict]:
-    """Rows of metrics.jsonl; from a line on that a crash has cut short or a disk has damaged, none."""
-    if not file.exists(): return []
+    """Rows of metrics.jsonl; from a line on that a crash has cut short or a disk has
+    damaged, none.
+    """
+    if not file.exists():
+        return []
     rows = []
     for line in file.read_text("utf-8", errors="replace").splitlines():
-        try: row = json.loads(line)
-        except json.JSONDecodeError: break
-        if not isinstance(row, dict) or "step" not in row: break
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            break
+        if not isinstance(row, dict) or "step" not in row:
+            break
         rows.append(row)
     return rows
 
 
 class MetricsFile:
-    """metrics.jsonl: one object a logged step, one a validation. Opened at step s it keeps the rows up to s: what a resumed
-    run does again is not told twice."""
+    """metrics.jsonl: one object a logged step, one a validation. Opened at step s it keeps the rows
+    up to s: what a resumed run does again is not told twice.
+    """
 
     def __init__(self, file: Path, step: int):
         kept = [row for row in read(file) if row["step"] <= step]
@@ -33,38 +42,50 @@ class MetricsFile:
         row = {name: value if math.isfinite(value) else None for name, value in row.items()}
         self.handle.write(json.dumps(row, allow_nan=False) + "\n")
 
-    def close(self) -> None: self.handle.close()
+    def close(self) -> None:
+        self.handle.close()
 
 
 class TensorBoard:
-    """The same numbers as TensorBoard events in `folder`; a resumed run purges what it does again."""
+    """The same numbers as TensorBoard events in `folder`; a resumed run purges what it
+    does again.
+    """
 
     def __init__(self, folder: Path, step: int):
         from torch.utils.tensorboard import SummaryWriter
+
         self.writer = SummaryWriter(str(folder), purge_step=step + 1 if step else None)
 
     def write(self, row: dict) -> None:
         for name, value in row.items():
-            if name not in ("step", "time"): self.writer.add_scalar(name, value, row["step"])
+            if name not in ("step", "time"):
+                self.writer.add_scalar(name, value, row["step"])
 
-    def close(self) -> None: self.writer.close()
+    def close(self) -> None:
+        self.writer.close()
 
 
 def plot(file: Path, to: Path, title: str) -> None:
-    """loss.png: training loss, its running mean, validation loss and learning rate against tokens."""
+    """loss.png: training loss, its running mean, validation loss and learning rate against
+    tokens.
+    """
     rows = read(file)
     train = [r for r in rows if r.get("loss") is not None]
-    if not train: return
+    if not train:
+        return
     tokens = {r["step"]: r["tokens"] for r in train}
     x, y = [r["tokens"] / 1e6 for r in train], [r["loss"] for r in train]
-    from matplotlib.figure import Figure  # 0.4 s to import, for one rank; pyplot would choose a backend for all
+    # 0.4 s to import, for one rank; pyplot would choose a backend for all
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     axis = figure.subplots()
     axis.plot(x, y, color="#b8c4d6", linewidth=0.8, label="training")
     axis.plot(x, _smooth(y), color="#1f4e8c", linewidth=1.8, label="training, running mean")
     validation = [r for r in rows if r.get("val_loss") is not None and r["step"] in tokens]
     if validation:
-        x_held, held = [tokens[r["step"]] / 1e6 for r in validation], [r["val_loss"] for r in validation]
+        x_held = [tokens[r["step"]] / 1e6 for r in validation]
+        held = [r["val_loss"] for r in validation]
         axis.plot(x_held, held, "o-", color="#c4501b", markersize=4, label="held out")
     rate = axis.twinx()
     rate.plot(x, [r["lr"] for r in train], color="#7a9e7e", linewidth=1, linestyle="--")

@@ -1,5 +1,5 @@
-"""What a person reads while training: the header (what is about to happen), the progress line, plain lines where no one
-watches a terminal.
+"""What a person reads while training: the header (what is about to happen), the progress line,
+plain lines where no one watches a terminal.
 """
 
 import time
@@ -19,10 +19,12 @@ from dolmen.parallel.schedule import simulate
 from dolmen.train.config import RunConfig
 from dolmen.train.step import TrainState
 
-STATE_BYTES = 12                                           # of a parameter at rest: fp32 value and two moments
+STATE_BYTES = 12  # of a parameter at rest: fp32 value and two moments
 
 
-def header(run: RunConfig, state_: TrainState, loader: Loader, mesh: Mesh, peak: float, out: str) -> Table:
+def header(
+    run: RunConfig, state_: TrainState, loader: Loader, mesh: Mesh, peak: float, out: str
+) -> Table:
     """Model, parameters, layout, data, bytes per rank: a table of two columns."""
     c, layout = run.model, run.layout
     parameters = list(state_.model.parameters())
@@ -31,48 +33,93 @@ def header(run: RunConfig, state_: TrainState, loader: Loader, mesh: Mesh, peak:
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    kv = f", {c.num_key_value_heads} kv heads" if c.num_key_value_heads != c.num_attention_heads else ""
+    kv = (
+        f", {c.num_key_value_heads} kv heads"
+        if c.num_key_value_heads != c.num_attention_heads
+        else ""
+    )
     tied = ", tied" if c.tie_word_embeddings else ""
-    table.add_row("model", f"{c.family}, {size(count.parameters(c))} parameters: {c.num_hidden_layers} layers, hidden {c.hidden_size}, "
-                           f"{c.num_attention_heads} heads{kv}, vocabulary {c.vocab_size:,}{tied}")
-    table.add_row("start", f"checkpoint of step {state_.step}" if state_.step else run.init or f"random weights, seed {run.train.seed}")
+    table.add_row(
+        "model",
+        f"{c.family}, {size(count.parameters(c))} parameters: {c.num_hidden_layers} layers, hidden "
+        f"{c.hidden_size}, {c.num_attention_heads} heads{kv}, vocabulary {c.vocab_size:,}{tied}",
+    )
+    table.add_row(
+        "start",
+        f"checkpoint of step {state_.step}"
+        if state_.step
+        else run.init or f"random weights, seed {run.train.seed}",
+    )
     processes = "1 process" if mesh.size == 1 else f"{mesh.size} processes"
     table.add_row("layout", f"{_layout(layout, state_)}: {processes} on {_device(mesh)}")
-    for i, line in enumerate(loader.description()): table.add_row("data" if i == 0 else "", line)
-    table.add_row("batch", f"{run.train.global_batch_size} sequences of {run.sequence_length} = {tokens:,} tokens; "
-                           f"{run.microbatch_size} at once a process")
+    for i, line in enumerate(loader.description()):
+        table.add_row("data" if i == 0 else "", line)
+    table.add_row(
+        "batch",
+        f"{run.train.global_batch_size} sequences of {run.sequence_length} = {tokens:,} tokens; "
+        f"{run.microbatch_size} at once a process",
+    )
     left = size(float(tokens) * (state_.steps - state_.step))
-    table.add_row("run", f"steps {state_.step} to {state_.steps}, {left} tokens, {run.train.dtype}, lr {run.optimizer.lr:g} "
-                         f"({run.optimizer.schedule}, {run.optimizer.warmup_steps} warm-up)")
-    table.add_row("per rank", f"{gib(rest)} of weights and optimizer state at rest; measured matmul peak {peak / 1e12:.3g} TFLOP/s")
+    table.add_row(
+        "run",
+        f"steps {state_.step} to {state_.steps}, {left} tokens, {run.train.dtype}, lr "
+        f"{run.optimizer.lr:g} ({run.optimizer.schedule}, {run.optimizer.warmup_steps} warm-up)",
+    )
+    table.add_row(
+        "per rank",
+        f"{gib(rest)} of weights and optimizer state at rest; measured matmul peak "
+        f"{peak / 1e12:.3g} TFLOP/s",
+    )
     table.add_row("out", out)
     return table
 
 
 def _layout(layout: Layout, state_: TrainState) -> str:
     """The axes that split something, and how."""
-    words = [f"tp {layout.tp}" + (", sequence parallel" if layout.sequence_parallel and layout.tp > 1 else "")]
-    if layout.cp > 1: words.append(f"cp {layout.cp} ({layout.context})")
+    words = [
+        f"tp {layout.tp}"
+        + (", sequence parallel" if layout.sequence_parallel and layout.tp > 1 else "")
+    ]
+    if layout.cp > 1:
+        words.append(f"cp {layout.cp} ({layout.context})")
     if layout.pp > 1:
         bubble = f"bubble {simulate(state_.schedule).bubble:.0%}"
-        words.append(f"pp {layout.pp} ({state_.schedule.name}, {state_.schedule.micros} microbatches, {bubble})")
-    words.append(f"dp {layout.dp}" + (f", ep {layout.ep}" if layout.ep > 1 else "") + f", ZeRO {layout.zero}")
+        words.append(
+            f"pp {layout.pp} ({state_.schedule.name}, {state_.schedule.micros} microbatches, "
+            f"{bubble})"
+        )
+    words.append(
+        f"dp {layout.dp}" + (f", ep {layout.ep}" if layout.ep > 1 else "") + f", ZeRO {layout.zero}"
+    )
     of = "" if layout.recompute_layers is None else f" ({layout.recompute_layers} layers a stage)"
-    return " x ".join(words) + (f"; recompute {layout.recompute}{of}" if layout.recompute != "none" else "")
+    return " x ".join(words) + (
+        f"; recompute {layout.recompute}{of}" if layout.recompute != "none" else ""
+    )
 
 
 def _device(mesh: Mesh) -> str:
-    if mesh.device.type == "cuda": return torch.cuda.get_device_name(mesh.device)
+    if mesh.device.type == "cuda":
+        return torch.cuda.get_device_name(mesh.device)
     return f"CPU, {torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''} each"
 
 
 class ProgressLine:
-    """One live line on a terminal, else a plain line a logged step: step, loss, tokens/s, MFU, memory, time left."""
+    """One live line on a terminal, else a plain line a logged step: step, loss, tokens/s, MFU,
+    memory, time left.
+    """
 
     def __init__(self, console: Console, step: int, steps: int):
         self.console, self.start, self.steps, self.began = console, step, steps, time.monotonic()
-        columns = TextColumn("{task.description}"), BarColumn(bar_width=None), TextColumn("{task.fields[numbers]}")
-        self.progress = Progress(*columns, console=console, transient=True, expand=True) if console.is_terminal else None
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[numbers]}"),
+        )
+        self.progress = (
+            Progress(*columns, console=console, transient=True, expand=True)
+            if console.is_terminal
+            else None
+        )
         if self.progress:
             self.progress.start()
             self.task = self.progress.add_task("starting", total=steps, completed=step, numbers="")
@@ -81,15 +128,29 @@ class ProgressLine:
         """`row` as in metrics.jsonl."""
         done = row["step"] - self.start
         left = (time.monotonic() - self.began) / max(1, done) * (self.steps - row["step"])
-        numbers = (f"loss {row['loss']:.4f}  {size(row['tokens_per_second'])} tok/s  MFU {row['mfu']:.1%}  "
-                   f"{row['memory_gib']:.2f} GiB  {duration(left)} left")
-        if "router/max_load" in row: numbers += f"  max load {row['router/max_load']:.2f}"
-        if self.progress: self.progress.update(self.task, completed=row["step"], description=f"step {row['step']}/{self.steps}", numbers=numbers)
-        else: self.console.print(f"step {row['step']}/{self.steps}  {numbers}  lr {row['lr']:.2e}  grad norm {row['grad_norm']:.3f}")
+        numbers = (
+            f"loss {row['loss']:.4f}  {size(row['tokens_per_second'])} tok/s  MFU {row['mfu']:.1%} "
+            f" {row['memory_gib']:.2f} GiB  {duration(left)} left"
+        )
+        if "router/max_load" in row:
+            numbers += f"  max load {row['router/max_load']:.2f}"
+        if self.progress:
+            self.progress.update(
+                self.task,
+                completed=row["step"],
+                description=f"step {row['step']}/{self.steps}",
+                numbers=numbers,
+            )
+        else:
+            self.console.print(
+                f"step {row['step']}/{self.steps}  {numbers}  lr {row['lr']:.2e}  grad norm "
+                f"{row['grad_norm']:.3f}"
+            )
 
     def say(self, text: str) -> None:
         """A line that stays."""
         self.console.print(text)
 
     def close(self) -> None:
-        if self.progress: self.progress.stop()
+        if self.progress:
+            self.progress.stop()

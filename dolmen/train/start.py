@@ -1,9 +1,11 @@
-"""How a run starts, settled by all ranks together: that they agree on what to do, and whether this is a first start or one
-more of the same run, after a failure.
+"""How a run starts, settled by all ranks together: that they agree on what to do, and whether this
+is a first start or one more of the same run, after a failure.
 
     first start                     as --resume and --overwrite say; what is in the way is refused
-    a restart by any rank's         from the newest whole checkpoint, or an older one if that is damaged; --overwrite was
-    launcher (its count is > 0)     obeyed by the first start: the folder says by whom, for a kill may have come before
+    a restart by any rank's         from the newest whole checkpoint, or an older one if that is
+                                    damaged; --overwrite was
+    launcher (its count is > 0)     obeyed by the first start: the folder says by whom, for a kill
+                                    may have come before
 """
 
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ from dolmen.core.config import to_dict
 from dolmen.train.check import check_folder, check_overwrite, check_resume
 from dolmen.train.config import RunConfig
 
-OWNER = ".overwritten-by"                                  # in a run's folder: the jobs that have emptied it
+OWNER = ".overwritten-by"  # in a run's folder: the jobs that have emptied it
 
 
 @dataclass(frozen=True)
@@ -31,24 +33,50 @@ class Start:
 
 
 def facts(run: RunConfig, out: Path, refusal: str | None, **more: object) -> dict[str, object]:
-    """What must be the same on every rank: options, code, versions. Where the cache lies and who fills it may differ."""
+    """What must be the same on every rank: options, code, versions. Where the cache lies and who
+    fills it may differ.
+    """
     options = agree.flat({k: v for k, v in to_dict(run).items() if v is not None})
-    for name in ("data.cache", "data.workers"): options.pop(name, None)
+    for name in ("data.cache", "data.workers"):
+        options.pop(name, None)
     code = agree.code(Path(__file__).parents[1])
-    return {"refuses": refusal, **options, **more, "out": str(out.absolute()), "dolmen": __version__, "torch": torch.__version__, **code}
+    return {
+        "refuses": refusal,
+        **options,
+        **more,
+        "out": str(out.absolute()),
+        "dolmen": __version__,
+        "torch": torch.__version__,
+        **code,
+    }
 
 
-def settle(run: RunConfig, out: Path, recipe: str, *, resume: bool, overwrite: bool, restarts: int, job: str, checked: bool,
-           refusal: str | None = None) -> Start:
-    """Called by all ranks right after joining. `restarts`, `job`: as the launcher of this rank tells; `checked`: it has
-    checked the folder before the first start. Raises ValueError on every rank, with the same words, if the ranks differ,
-    if one refuses (`refusal`), or if the folder does."""
+def settle(
+    run: RunConfig,
+    out: Path,
+    recipe: str,
+    *,
+    resume: bool,
+    overwrite: bool,
+    restarts: int,
+    job: str,
+    checked: bool,
+    refusal: str | None = None,
+) -> Start:
+    """Called by all ranks right after joining. `restarts`, `job`: as the launcher of this rank
+    tells; `checked`: it has checked the folder before the first start. Raises ValueError on every
+    rank, with the same words, if the ranks differ, if one refuses (`refusal`), or if the folder
+    does.
+    """
     agree.check(facts(run, out, refusal, resume=resume, overwrite=overwrite))
-    if refusal: raise ValueError(refusal)
-    counts, jobs = zip(*agree.gathered((restarts, job)), strict=True)      # after a failure on one host only its count is sure to rise
+    if refusal:
+        raise ValueError(refusal)
+    # after a failure on one host only its count is sure to rise
+    counts, jobs = zip(*agree.gathered((restarts, job)), strict=True)
     owner, restarted = "\n".join(sorted({j for j in jobs if j})), max(counts) > 0
     if not restarted:
-        if not checked: agree.once(lambda: _check(run, out, recipe, resume, overwrite))
+        if not checked:
+            agree.once(lambda: _check(run, out, recipe, resume, overwrite))
         return Start(resume, overwrite, False, owner)
     emptied = not overwrite or agree.once(lambda: bool(set(jobs) & _owners(out)))
     return Start(emptied, not emptied, True, owner)
@@ -56,8 +84,10 @@ def settle(run: RunConfig, out: Path, recipe: str, *, resume: bool, overwrite: b
 
 def _check(run: RunConfig, out: Path, recipe: str, resume: bool, overwrite: bool) -> None:
     check_folder(out, resume, overwrite)
-    if overwrite: check_overwrite(run, out, recipe)
-    if resume: check_resume(run, out)
+    if overwrite:
+        check_overwrite(run, out, recipe)
+    if resume:
+        check_resume(run, out)
 
 
 def _owners(out: Path) -> set[str]:

@@ -1,4 +1,6 @@
-"""The mean cross-entropy of held-out text, in nats a token: validation loss, and the exponent of perplexity."""
+"""The mean cross-entropy of held-out text, in nats a token: validation loss, and the exponent of
+perplexity.
+"""
 
 import math
 from collections.abc import Iterable
@@ -34,32 +36,40 @@ class Evaluation(NamedTuple):
         return math.exp(self.loss) if self.loss < 709 else self.loss * math.inf
 
 
-def evaluate(model: Decoder, batches: Iterable[Batch], mesh: Mesh, schedule: Schedule | None = None) -> Evaluation:
-    """Each rank of dp brings its own batches; the result is the same on every rank, and does not depend on the layout.
+def evaluate(
+    model: Decoder, batches: Iterable[Batch], mesh: Mesh, schedule: Schedule | None = None
+) -> Evaluation:
+    """Each rank of dp brings its own batches; the result is the same on every rank, and does not
+    depend on the layout.
 
-    Batches may differ in size, but under ZeRO the ranks bring equally many: each forward is a collective. `schedule`: of a model
-    whose stages lie on several ranks; its forwards are carried out, on batches that its microbatches divide. Raises ValueError
-    where no label carries a loss.
+    Batches may differ in size, but under ZeRO the ranks bring equally many: each forward is a
+    collective. `schedule`: of a model whose stages lie on several ranks; its forwards are carried
+    out, on batches that its microbatches divide. Raises ValueError where no label carries a loss.
     """
-    sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)         # nats, tokens: exact to 2^53 of them
+    # nats, tokens: exact to 2^53 of them
+    sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     order = pipeline.forward_only(schedule or schedules.make("1f1b", 1, 1))
     with inference(model):
         for batch in batches:
             sums[0] += _nats(model, batch, mesh, order)
-            if mesh.pp.rank == mesh.cp.rank == 0: sums[1] += batch.real_tokens
+            if mesh.pp.rank == mesh.cp.rank == 0:
+                sums[1] += batch.real_tokens
     nats, tokens = (collectives.reduce_scalar(sums, mesh.world) / mesh.tp.size).tolist()
-    if tokens == 0: raise ValueError("no token to evaluate carries a loss: give batches that hold text")
+    if tokens == 0:
+        raise ValueError("no token to evaluate carries a loss: give batches that hold text")
     return Evaluation(nats / tokens, int(tokens), nats)
 
 
 def _nats(model: Decoder, batch: Batch, mesh: Mesh, order: Schedule) -> Tensor:
     """The sum of the losses that this rank computes of one batch."""
-    total, parts = torch.zeros((), dtype=torch.float64, device=mesh.device), batch.split(order.micros)
+    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    parts = batch.split(order.micros)
 
     def forward(chunk: int, micro: int, x: Tensor | None) -> Tensor:
         part = parts[micro].to(mesh.device)
         y = model(part.tokens, part.labels, starts=part.starts, x=x, part=chunk)
-        if model.split.parts[chunk].last: total.add_(y)
+        if model.split.parts[chunk].last:
+            total.add_(y)
         return y
 
     pipeline.execute(order, mesh, Work(forward, lambda: model.boundary(*parts[0].tokens.shape)))

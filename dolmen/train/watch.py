@@ -1,12 +1,15 @@
-"""A rank that hangs, named: where every rank stands, in files of the run's folder, and what each does when nothing moves.
+"""A rank that hangs, named: where every rank stands, in files of the run's folder, and what each
+does when nothing moves.
 
-    <run>/hang/rank-3.json    every few seconds, by a thread: host, pid, how far (points passed), where, and a tick that says
+    <run>/hang/rank-3.json    every few seconds, by a thread: host, pid, how far (points passed),
+                              where, and a tick that says
                               the process itself is alive
                rank-3.txt     stacks of all its threads, if it made no progress for `seconds`
 
-All ranks of a group pass the same points, so the rank that has passed fewest is the one the others wait for; of several,
-those that do not stand in a collective. A stopped or dead process cannot report: its tick stands still, so the others name it.
-Files and not torch's store, as that may be held by the very rank that hangs, and the folder is shared anyway.
+All ranks of a group pass the same points, so the rank that has passed fewest is the one the others
+wait for; of several, those that do not stand in a collective. A stopped or dead process cannot
+report: its tick stands still, so the others name it. Files and not torch's store, as that may be
+held by the very rank that hangs, and the folder is shared anyway.
 """
 
 import contextlib
@@ -25,22 +28,45 @@ from types import FrameType
 from typing import TypeVar
 
 T = TypeVar("T")
-PATIENT = 10                                               # times `seconds`: start-up and the last save
-MAIN, ALL = "main thread", "all threads:"                  # headings in rank-N.txt
+PATIENT = 10  # times `seconds`: start-up and the last save
+MAIN, ALL = "main thread", "all threads:"  # headings in rank-N.txt
 
 
 class Watch:
-    """Watches this process's main thread once started; `fail(text)` ends the process. `seconds` None: watches nothing."""
+    """Watches this process's main thread once started; `fail(text)` ends the process. `seconds`
+    None: watches nothing.
+    """
 
-    def __init__(self, folder: Path, rank: int, ranks: int, seconds: float | None, fail: Callable[[str], None]):
-        self.folder, self.rank, self.ranks, self.seconds, self.fail = Path(folder), rank, ranks, seconds, fail
-        self.passed, self.step, self.phase, self.patient, self.since = 0, 0, "start-up", True, time.monotonic()
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        ranks: int,
+        seconds: float | None,
+        fail: Callable[[str], None],
+    ):
+        self.folder = Path(folder)
+        self.rank = rank
+        self.ranks = ranks
+        self.seconds = seconds
+        self.fail = fail
+        self.passed = 0
+        self.step = 0
+        self.phase = "start-up"
+        self.patient = True
+        self.since = time.monotonic()
         self.tick, self.done, self.main = 0, threading.Event(), threading.get_ident()
         self.thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     def beat(self, step: int, phase: str, patient: bool = False) -> None:
-        """The main thread passes a point that all ranks pass: `phase` begins, at `step` steps made."""
-        self.step, self.phase, self.patient, self.passed, self.since = step, phase, patient, self.passed + 1, time.monotonic()
+        """The main thread passes a point that all ranks pass: `phase` begins, at `step`
+        steps made.
+        """
+        self.step = step
+        self.phase = phase
+        self.patient = patient
+        self.passed = self.passed + 1
+        self.since = time.monotonic()
 
     def through(self, items: Iterable[T], phase: str) -> Iterator[T]:
         """`items`, each one progress."""
@@ -58,14 +84,17 @@ class Watch:
         self._file().unlink(missing_ok=True)
         self.log = self._file(kind="txt").open("a")
         self.thread.start()
-        try: yield self
+        try:
+            yield self
         finally:
             self.done.set()
             self.thread.join(1)
             faulthandler.cancel_dump_traceback_later()
             self._file().unlink(missing_ok=True)
-            if not self.log.tell(): self._file(kind="txt").unlink(missing_ok=True)
-            with contextlib.suppress(OSError): self.folder.rmdir()     # by the last, unless there are stacks in it
+            if not self.log.tell():
+                self._file(kind="txt").unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self.folder.rmdir()  # by the last, unless there are stacks in it
 
     def _file(self, rank: int | None = None, kind: str = "json") -> Path:
         return self.folder / f"rank-{self.rank if rank is None else rank}.{kind}"
@@ -74,16 +103,27 @@ class Watch:
         period, last = min(self.seconds / 4, 30), time.monotonic()
         while not self.done.wait(period):
             now, limit = time.monotonic(), self.seconds * (PATIENT if self.patient else 1)
-            if now - self.since > limit or now - last > self.seconds + period: return self._expired(period)   # late, or it was stopped
+            if now - self.since > limit or now - last > self.seconds + period:
+                return self._expired(period)  # late, or it was stopped
             last = now
-            faulthandler.dump_traceback_later(limit + 2 * period, file=self.log)       # in C: also where this thread cannot run
+            # in C: also where this thread cannot run
+            faulthandler.dump_traceback_later(limit + 2 * period, file=self.log)
             self._tell()
 
     def _tell(self) -> None:
         """Write this rank's file anew. A full disk must not end a run by this."""
         self.tick += 1
-        row = {"host": socket.gethostname(), "pid": os.getpid(), "parent": os.getppid(), "tick": self.tick, "passed": self.passed, "step": self.step,
-               "phase": self.phase, "still": round(time.monotonic() - self.since, 1), "waits": in_collective(sys._current_frames().get(self.main))}
+        row = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "parent": os.getppid(),
+            "tick": self.tick,
+            "passed": self.passed,
+            "step": self.step,
+            "phase": self.phase,
+            "still": round(time.monotonic() - self.since, 1),
+            "waits": in_collective(sys._current_frames().get(self.main)),
+        }
         part = self._file(kind="part")
         with contextlib.suppress(OSError):
             part.write_text(json.dumps(row))
@@ -93,77 +133,140 @@ class Watch:
         """Nothing has moved: leave the stacks, look at the others twice, name one, end."""
         faulthandler.cancel_dump_traceback_later()
         with contextlib.suppress(OSError):
-            print(f"{MAIN} of rank {self.rank} on {socket.gethostname()}, {time.ctime()}, step {self.step}, {self.phase}:", file=self.log)
+            print(
+                f"{MAIN} of rank {self.rank} on {socket.gethostname()}, {time.ctime()}, step "
+                f"{self.step}, {self.phase}:",
+                file=self.log,
+            )
             traceback.print_stack(sys._current_frames()[self.main], file=self.log)
             print(ALL, file=self.log, flush=True)
             faulthandler.dump_traceback(self.log, all_threads=True)
         before = self._others()
-        for _ in range(4):                                 # the others' next ticks come within a period
+        for _ in range(4):  # the others' next ticks come within a period
             self._tell()
             time.sleep(period / 3)
         now = self._others()
-        silent = [r for r, row in now.items() if r != self.rank and row.get("tick") == before[r].get("tick")]
+        silent = [
+            r
+            for r, row in now.items()
+            if r != self.rank and row.get("tick") == before[r].get("tick")
+        ]
         siblings = [now[r]["pid"] for r in silent if _is_sibling(now[r])]
-        for pid in siblings: _send(pid, signal.SIGCONT)
-        if siblings: time.sleep(2 * period)                # to leave its stack, now that it can
-        if self.done.is_set(): return
+        for pid in siblings:
+            _send(pid, signal.SIGCONT)
+        if siblings:
+            time.sleep(2 * period)  # to leave its stack, now that it can
+        if self.done.is_set():
+            return
         text = verdict(now, silent, {r: self._stack(r) for r in now})
-        for pid in siblings: _send(pid, signal.SIGTERM)
+        for pid in siblings:
+            _send(pid, signal.SIGTERM)
         self.fail(f"{text}\n(stacks of all ranks that could leave one: {self.folder})")
 
     def _others(self) -> dict[int, dict]:
         found = {}
         for rank in range(self.ranks):
-            try: found[rank] = json.loads(self._file(rank).read_text())
-            except (OSError, ValueError): found[rank] = {}
+            try:
+                found[rank] = json.loads(self._file(rank).read_text())
+            except (OSError, ValueError):
+                found[rank] = {}
         return found
 
     def _stack(self, rank: int) -> str:
-        """The newest stack that a rank has left, of its main thread where it could tell, less what torch does between the
-        calls of others; empty if none."""
-        try: text = self._file(rank, "txt").read_text()
-        except OSError: return ""
+        """The newest stack that a rank has left, of its main thread where it could tell, less what
+        torch does between the calls of others; empty if none.
+        """
+        try:
+            text = self._file(rank, "txt").read_text()
+        except OSError:
+            return ""
         frames = text[max(0, text.rfind(MAIN)) :].split(ALL)[0].split('\n  File "')[1:]
-        kept = [frame for i, frame in enumerate(frames) if "/torch/" not in frame.split('"')[0] or i == len(frames) - 1]
+        kept = [
+            frame
+            for i, frame in enumerate(frames)
+            if "/torch/" not in frame.split('"')[0] or i == len(frames) - 1
+        ]
         return "\n".join('  File "' + frame.rstrip() for frame in kept[-12:])
 
 
 def in_collective(frame: FrameType | None) -> bool:
-    """Whether a thread that stands at `frame` waits for other ranks: among its innermost calls is one of torch.distributed."""
+    """Whether a thread that stands at `frame` waits for other ranks: among its innermost calls is
+    one of torch.distributed.
+    """
     for _ in range(4):
-        if frame is None: return False
+        if frame is None:
+            return False
         file = frame.f_code.co_filename
-        if "/torch/distributed/" in file or file.endswith("/core/collectives.py"): return True
+        if "/torch/distributed/" in file or file.endswith("/core/collectives.py"):
+            return True
         frame = frame.f_back
     return False
 
 
 def verdict(rows: dict[int, dict], silent: list[int], stacks: dict[int, str]) -> str:
-    """Who hangs, by what every rank last told (empty: nothing) and which ranks' processes are `silent`."""
+    """Who hangs, by what every rank last told (empty: nothing) and which ranks' processes are
+    `silent`.
+    """
     told = {r: row for r, row in rows.items() if row and r not in silent}
     least = min((row["passed"] for row in told.values()), default=0)
     behind = [r for r, row in told.items() if row["passed"] == least]
     free = [r for r in behind if not told[r]["waits"]]
-    if silent: named, how = silent, "does not answer: its process is stopped or dead, or its machine is out of reach"
-    elif not free: named, how = behind, "waits in a collective like all others: the network, or ranks that call different ones"
-    else: named, how = free, "makes no progress"
+    if silent:
+        named = silent
+        how = "does not answer: its process is stopped or dead, or its machine is out of reach"
+    elif not free:
+        named = behind
+        how = (
+            "waits in a collective like all others: the network, or ranks that call different ones"
+        )
+    else:
+        named, how = free, "makes no progress"
     lines = []
     for rank in named[:4]:
-        row = rows[rank] or {"host": "unknown host", "pid": "unknown", "step": 0, "phase": "start-up"}
-        heard = f"last heard of after step {row['step']}, while others are at {max(o['step'] for o in told.values())}" if rank in silent and told \
+        row = rows[rank] or {
+            "host": "unknown host",
+            "pid": "unknown",
+            "step": 0,
+            "phase": "start-up",
+        }
+        heard = (
+            f"last heard of after step {row['step']}, while others are at "
+            f"{max(o['step'] for o in told.values())}"
+            if rank in silent and told
             else f"hangs after step {row['step']}"
-        lines.append(f"dolmen: rank {rank} ({row['host']}, pid {row['pid']}) {heard}, in {row['phase']}: it {how}")
-        if stacks.get(rank): lines.append(f"stack of rank {rank}:\n{stacks[rank]}")
+        )
+        lines.append(
+            f"dolmen: rank {rank} ({row['host']}, pid {row['pid']}) {heard}, in {row['phase']}: "
+            f"it {how}"
+        )
+        if stacks.get(rank):
+            lines.append(f"stack of rank {rank}:\n{stacks[rank]}")
     waiting = len(rows) - len(named)
-    return "\n".join([*lines, f"{waiting} of {len(rows)} ranks wait for it" if len(named) == 1 else f"{len(named)} of {len(rows)} ranks hang"])
+    return "\n".join(
+        [
+            *lines,
+            f"{waiting} of {len(rows)} ranks wait for it"
+            if len(named) == 1
+            else f"{len(named)} of {len(rows)} ranks hang",
+        ]
+    )
 
 
 def _is_sibling(row: dict) -> bool:
-    """Whether a rank's process lives here under the same launcher: its pid may have become a stranger's."""
-    if row.get("host") != socket.gethostname() or row["parent"] != os.getppid(): return False
-    try: return int(Path(f"/proc/{row['pid']}/stat").read_text().rsplit(")", 1)[1].split()[1]) == os.getppid()
-    except OSError: return False
+    """Whether a rank's process lives here under the same launcher: its pid may have become a
+    stranger's.
+    """
+    if row.get("host") != socket.gethostname() or row["parent"] != os.getppid():
+        return False
+    try:
+        return (
+            int(Path(f"/proc/{row['pid']}/stat").read_text().rsplit(")", 1)[1].split()[1])
+            == os.getppid()
+        )
+    except OSError:
+        return False
 
 
 def _send(pid: int, what: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError): os.kill(pid, what)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, what)

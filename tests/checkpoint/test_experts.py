@@ -15,10 +15,24 @@ from dolmen.model.layout import Layout
 from dolmen.optim.optimizer import OptimizerConfig, adamw, prime, tensors
 from dolmen.train.build import build, initialize
 
-MODEL = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=4,
-                    num_experts=6, router_balance="bias")
+MODEL = ModelConfig(
+    vocab_size=32,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=4,
+    num_experts=6,
+    router_balance="bias",
+)
 SAVED = Layout(dp=2, tp=2, ep=2, zero=1)
-OTHERS = (Layout(dp=4, zero=3), Layout(dp=4, ep=2, zero=2), Layout(dp=2, cp=2, ep=2, zero=0), Layout(tp=4, dp=1))
+OTHERS = (
+    Layout(dp=4, zero=3),
+    Layout(dp=4, ep=2, zero=2),
+    Layout(dp=2, cp=2, ep=2, zero=0),
+    Layout(tp=4, dp=1),
+)
 
 
 def held(mesh, layout: Layout, seed: int) -> dict[str, torch.Tensor]:
@@ -29,7 +43,8 @@ def held(mesh, layout: Layout, seed: int) -> dict[str, torch.Tensor]:
     prime(optimizer)
     found = tensors(model, optimizer)
     with torch.no_grad():
-        for name, t in found.items(): state.initialize(t, name, seed, 1.0)
+        for name, t in found.items():
+            state.initialize(t, name, seed, 1.0)
     return found
 
 
@@ -41,7 +56,11 @@ def differing(folder: Path) -> list[str]:
         mesh = layout.mesh(torch.device("cpu"))
         other = held(mesh, layout, 1)
         Checkpoints(folder, mesh, 0).load(1, other)
-        wrong += [f"{layout}: {name}" for name, t in other.items() if not torch.equal(state.full(t), want[name])]
+        wrong += [
+            f"{layout}: {name}"
+            for name, t in other.items()
+            if not torch.equal(state.full(t), want[name])
+        ]
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, wrong)
     return sum(everyone, [])
@@ -50,5 +69,7 @@ def differing(folder: Path) -> list[str]:
 def test_experts_move_between_layouts(tmp_path):
     assert run_spawned(4, differing, tmp_path) == []
     want, read = held(SINGLE, Layout(dp=1), 0), dict(open_checkpoint(locate(tmp_path)).stream())
-    assert {f"model/{name}" for name in read} == {name for name in want if name.startswith("model/")}
+    assert {f"model/{name}" for name in read} == {
+        name for name in want if name.startswith("model/")
+    }
     assert all(torch.equal(tensor, want[f"model/{name}"]) for name, tensor in read.items())

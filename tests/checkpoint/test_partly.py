@@ -1,4 +1,6 @@
-"""A stored part of which every rank reads a part is verified all the same: a number changed on disk is never trained on."""
+"""A stored part of which every rank reads a part is verified all the same: a number changed on disk
+is never trained on.
+"""
 
 from spawning import run_spawned
 from worlds import Layout, Run
@@ -26,15 +28,23 @@ def _load(folder, wholes) -> list[str]:
     said = []
     for layout in (Layout(tp=2, zero=0), Layout(dp=2, zero=1)):
         for part in wholes:
-            try: Run(layout, layout.mesh()).load(Checkpoints(folder / part, layout.mesh(), 0), 1)
-            except ValueError as error: said.append(str(error))
-            else: said.append("loaded")
+            try:
+                Run(layout, layout.mesh()).load(Checkpoints(folder / part, layout.mesh(), 0), 1)
+            except ValueError as error:
+                said.append(str(error))
+            else:
+                said.append("loaded")
     return said
 
 
 def test_a_changed_number_is_seen_at_any_layout(tmp_path):
     parts = ("sound", "damaged")
-    for part in parts: Checkpoints(tmp_path / part, SINGLE, 0).save(1, Run(Layout(), SINGLE).tensors(), {}, wait=True)
+    for part in parts:
+        Checkpoints(tmp_path / part, SINGLE, 0).save(
+            1, Run(Layout(), SINGLE).tensors(), {}, wait=True
+        )
     damage(Checkpoints(tmp_path / "damaged", SINGLE, 0).path(1))
     said = run_spawned(2, _load, tmp_path, parts)
-    assert said[::2] == ["loaded"] * 2 and all(f"the checksum of model/{NAME} is wrong" in text for text in said[1::2]), said
+    assert said[::2] == ["loaded"] * 2 and all(
+        f"the checksum of model/{NAME} is wrong" in text for text in said[1::2]
+    ), said

@@ -17,9 +17,11 @@ from dolmen.core.mesh import SINGLE
 class Call:
     """Pickles as a call."""
 
-    def __init__(self, function, *args): self.function, self.args = function, args
+    def __init__(self, function, *args):
+        self.function, self.args = function, args
 
-    def __reduce__(self): return self.function, self.args
+    def __reduce__(self):
+        return self.function, self.args
 
 
 @pytest.fixture
@@ -36,19 +38,30 @@ def edit(saved, change) -> None:
 
 
 def attacks(mark) -> dict:
-    return {"os.system": Call(os.system, f"touch {mark}"), "eval": Call(builtins.eval, f"open({str(mark)!r}, 'w')"),
-            "getattr": Call(getattr, torch.Size, "mro"), "torch.load": Call(torch.load, str(mark)),
-            "hub": Call(torch.hub.load, str(mark), "x"), "dotted": Call(torch.Tensor.numpy, 1)}
+    return {
+        "os.system": Call(os.system, f"touch {mark}"),
+        "eval": Call(builtins.eval, f"open({str(mark)!r}, 'w')"),
+        "getattr": Call(getattr, torch.Size, "mro"),
+        "torch.load": Call(torch.load, str(mark)),
+        "hub": Call(torch.hub.load, str(mark), "x"),
+        "dotted": Call(torch.Tensor.numpy, 1),
+    }
 
 
 @pytest.mark.parametrize("attack", attacks(""))
 @pytest.mark.parametrize("where", ["alone", "in planner_data", "as a tensor"])
 def test_metadata_executes_nothing(saved, tmp_path, attack, where):
     call = attacks(tmp_path / "mark")[attack]
-    if where == "alone": (saved / folders.METADATA).write_bytes(pickle.dumps(call))
-    if where == "in planner_data": edit(saved, lambda m: setattr(m, "planner_data", {"a": call}))
-    if where == "as a tensor": edit(saved, lambda m: m.state_dict_metadata.update({"model/w": call}))
-    with pytest.raises(ValueError, match=r"\.metadata is missing, damaged or not safe to read: it names [\w.]+, which"):
+    if where == "alone":
+        (saved / folders.METADATA).write_bytes(pickle.dumps(call))
+    if where == "in planner_data":
+        edit(saved, lambda m: setattr(m, "planner_data", {"a": call}))
+    if where == "as a tensor":
+        edit(saved, lambda m: m.state_dict_metadata.update({"model/w": call}))
+    with pytest.raises(
+        ValueError,
+        match=r"\.metadata is missing, damaged or not safe to read: it names [\w.]+, which",
+    ):
         open_checkpoint(saved)
     assert not (tmp_path / "mark").exists()
 
@@ -56,25 +69,30 @@ def test_metadata_executes_nothing(saved, tmp_path, attack, where):
 def test_plain_dcp_would_have_executed_it(saved, tmp_path):
     """The attack is real."""
     (saved / folders.METADATA).write_bytes(pickle.dumps(attacks(tmp_path / "mark")["os.system"]))
-    with open(saved / folders.METADATA, "rb") as file: pickle.load(file)
+    with open(saved / folders.METADATA, "rb") as file:
+        pickle.load(file)
     assert (tmp_path / "mark").exists()
 
 
 def test_tensors_only(saved):
     edit(saved, lambda m: m.state_dict_metadata.update({"model/w": BytesStorageMetadata()}))
-    with pytest.raises(ValueError, match="names torch.distributed.checkpoint.metadata.BytesStorageMetadata"):
+    with pytest.raises(
+        ValueError, match="names torch.distributed.checkpoint.metadata.BytesStorageMetadata"
+    ):
         open_checkpoint(saved)
 
 
 def test_numbers_are_no_tensors(saved):
     edit(saved, lambda m: m.state_dict_metadata.update({"model/v": 3}))
-    with pytest.raises(ValueError, match=r"\['model/v'\] are no tensors"): open_checkpoint(saved)
+    with pytest.raises(ValueError, match=r"\['model/v'\] are no tensors"):
+        open_checkpoint(saved)
 
 
 @pytest.mark.parametrize("content", [[1, 2], {"model/w": 3}, None])
 def test_no_metadata_at_all(saved, content):
     (saved / folders.METADATA).write_bytes(pickle.dumps(content))
-    with pytest.raises(ValueError, match="it is a"): open_checkpoint(saved)
+    with pytest.raises(ValueError, match="it is a"):
+        open_checkpoint(saved)
 
 
 def test_a_part_that_is_nowhere(saved):
@@ -86,26 +104,40 @@ def test_a_part_that_is_nowhere(saved):
 @pytest.mark.parametrize("name", ["/etc/passwd", "../outside", ".."])
 def test_nothing_outside_is_read(saved, name):
     (saved.parent / "outside").write_bytes(next(saved.glob("*.distcp")).read_bytes())
-    edit(saved, lambda m: [setattr(place, "relative_path", name) for place in m.storage_data.values()])
+    edit(
+        saved,
+        lambda m: [setattr(place, "relative_path", name) for place in m.storage_data.values()],
+    )
     with pytest.raises(ValueError, match="a file outside the checkpoint|is missing, damaged"):
         open_checkpoint(saved).read("model/w")
 
 
 @pytest.mark.parametrize("attack", ["os.system", "eval"])
 def test_shards_execute_nothing(saved, tmp_path, attack):
-    """A shard is a pickle beside numbers: of this one only numbers are looked at, and it has none."""
-    shard, = saved.glob("*.distcp")
+    """A shard is a pickle beside numbers: of this one only numbers are looked at, and it
+    has none.
+    """
+    (shard,) = saved.glob("*.distcp")
     refused = f"{shard} is missing, damaged or truncated"
     torch.save({"x": attacks(tmp_path / "mark")[attack]}, shard)
-    edit(saved, lambda m: [setattr(place, "length", shard.stat().st_size) for place in m.storage_data.values()])
-    with pytest.raises(ValueError, match=refused): open_checkpoint(saved).read("model/w")
+    edit(
+        saved,
+        lambda m: [
+            setattr(place, "length", shard.stat().st_size) for place in m.storage_data.values()
+        ],
+    )
+    with pytest.raises(ValueError, match=refused):
+        open_checkpoint(saved).read("model/w")
     shard.write_bytes(pickle.dumps(attacks(tmp_path / "mark")[attack]))
-    with pytest.raises(ValueError, match=refused): open_checkpoint(saved).read("model/w")
+    with pytest.raises(ValueError, match=refused):
+        open_checkpoint(saved).read("model/w")
     assert not (tmp_path / "mark").exists()
 
 
 def test_the_allowed_names_exist():
-    """Each pair is found on this torch, and is a class, a dtype or `_get_layout`: no dotted way to anything else."""
+    """Each pair is found on this torch, and is a class, a dtype or `_get_layout`: no dotted way to
+    anything else.
+    """
     for module, name in safe.ALLOWED:
         found = pickle.Unpickler.find_class(safe._Unpickler(open(os.devnull, "rb")), module, name)
         assert isinstance(found, type | torch.dtype) or name == "_get_layout"

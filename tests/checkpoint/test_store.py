@@ -18,51 +18,67 @@ from dolmen.core.mesh import SINGLE
 
 def tensors(value: float) -> dict:
     value = float(value)
-    return {"model/w": torch.nn.Parameter(torch.full((64, 32), value)), "model/b": torch.full((7,), value).bfloat16(),
-            "exp_avg/w": torch.full((64, 32), -value), "model/scalar": torch.tensor(value)}
+    return {
+        "model/w": torch.nn.Parameter(torch.full((64, 32), value)),
+        "model/b": torch.full((7,), value).bfloat16(),
+        "exp_avg/w": torch.full((64, 32), -value),
+        "model/scalar": torch.tensor(value),
+    }
 
 
 def loaded(checkpoints: Checkpoints, step: int) -> float:
     """The value of which the tensors of `step` are full."""
     out = tensors(0.0)
     checkpoints.load(step, out)
-    assert all(torch.equal(t.detach(), tensors(out["model/scalar"].item())[n].detach()) for n, t in out.items())
+    assert all(
+        torch.equal(t.detach(), tensors(out["model/scalar"].item())[n].detach())
+        for n, t in out.items()
+    )
     return out["model/scalar"].item()
 
 
 @pytest.fixture
-def store(tmp_path): return Checkpoints(tmp_path / "checkpoints", SINGLE, keep=2)
+def store(tmp_path):
+    return Checkpoints(tmp_path / "checkpoints", SINGLE, keep=2)
 
 
 def test_saves_the_values_of_its_moment(store, monkeypatch):
-    """The writing thread is held back until training has changed everything; `save` and `poll` do not wait for it."""
+    """The writing thread is held back until training has changed everything; `save` and `poll` do
+    not wait for it.
+    """
     go, write_data = threading.Event(), Writer.write_data
     monkeypatch.setattr(Writer, "write_data", lambda *args: go.wait(30) and write_data(*args))
     state, meta = tensors(1.0), {"step": 1, "nested": {"seed": 3, "lr": 0.1}}
     store.save(1, state, meta)
     with torch.no_grad():
-        for t in state.values(): t.add_(5)
+        for t in state.values():
+            t.add_(5)
     meta["nested"]["seed"] = 4
     assert not store.poll() and store.newest() is None
     go.set()
     store.finish()
     assert store.poll() and store.newest() == 1
-    assert loaded(store, 1) == 1.0 and store.meta(1) == {"step": 1, "nested": {"seed": 3, "lr": 0.1}}
+    assert loaded(store, 1) == 1.0 and store.meta(1) == {
+        "step": 1,
+        "nested": {"seed": 3, "lr": 0.1},
+    }
 
 
 def test_whole_without_being_asked(store):
     """The folder gets its name when the last byte is on disk, not at the next call."""
     store.save(1, tensors(1.0), {})
     for _ in range(2000):
-        if store.poll(): break
+        if store.poll():
+            break
         time.sleep(0.005)
     assert store.newest() == 1
 
 
 def test_keeps_the_newest(store, tmp_path):
-    for step in (100, 200, 300): store.save(step, tensors(step), {"step": step}, wait=True)
+    for step in (100, 200, 300):
+        store.save(step, tensors(step), {"step": step}, wait=True)
     assert store.steps() == [200, 300] and store.newest() == 300 and loaded(store, 200) == 200
-    store.save(150, tensors(150.0), {}, wait=True)                  # what was just saved stays, older or not
+    store.save(150, tensors(150.0), {}, wait=True)  # what was just saved stays, older or not
     assert store.steps() == [150, 200, 300]
     everything = Checkpoints(store.folder, SINGLE, keep=0)
     everything.save(400, tensors(4.0), {}, wait=True)
@@ -79,22 +95,36 @@ def test_saves_a_step_again(store):
 
 
 def test_clears_what_a_killed_run_left(store):
-    for name in ("step-00000001.partial", "step-00000009.partial", "step-00000003.replaced.partial"):
+    for name in (
+        "step-00000001.partial",
+        "step-00000009.partial",
+        "step-00000003.replaced.partial",
+    ):
         (store.folder / name).mkdir(parents=True)
         (store.folder / name / folders.METADATA).write_bytes(b"half")
-    (store.folder / "step-00000008").mkdir()                        # not ours to delete, not whole either
+    (store.folder / "step-00000008").mkdir()  # not ours to delete, not whole either
     assert store.newest() is None
     store.save(1, tensors(1.0), {}, wait=True)
-    assert sorted(p.name for p in store.folder.iterdir()) == ["step-00000001", "step-00000008"] and store.newest() == 1
+    assert (
+        sorted(p.name for p in store.folder.iterdir()) == ["step-00000001", "step-00000008"]
+        and store.newest() == 1
+    )
 
 
 def test_a_failed_save_harms_nothing(store, tmp_path, monkeypatch):
-    """No space left: the same OSError that a full disk raises, in the middle of the tensors, and in state.json."""
+    """No space left: the same OSError that a full disk raises, in the middle of the tensors, and in
+    state.json.
+    """
     store.save(1, tensors(1.0), {}, wait=True)
     for method in ("write_data", "finish"):
-        monkeypatch.setattr(Writer, method, lambda *_, **__: open("/dev/full", "w").write("x" * 100_000))
+        monkeypatch.setattr(
+            Writer, method, lambda *_, **__: open("/dev/full", "w").write("x" * 100_000)
+        )
         store.save(2, tensors(2.0), {})
-        with pytest.raises(RuntimeError, match="step 2 was not saved.*No space left on device.*newest whole .* is of step 1"):
+        with pytest.raises(
+            RuntimeError,
+            match="step 2 was not saved.*No space left on device.*newest whole .* is of step 1",
+        ):
             store.save(3, tensors(3.0), {})
         monkeypatch.undo()
         assert store.steps() == [1] and loaded(store, 1) == 1.0 and store.poll()
@@ -111,7 +141,8 @@ def test_a_folder_that_cannot_be(tmp_path):
 
 
 def test_refuses_what_is_no_json(store):
-    with pytest.raises(TypeError, match="not JSON serializable"): store.save(1, tensors(1.0), {"seed": torch.tensor(1)})
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        store.save(1, tensors(1.0), {"seed": torch.tensor(1)})
     assert store.poll() and not store.folder.exists()
 
 
@@ -120,32 +151,43 @@ def test_names_what_does_not_fit(store):
     with pytest.raises(ValueError, match=r"no checkpoint of step 2, but of steps \[1\]"):
         store.load(2, tensors(0.0))
     more = tensors(0.0) | {f"model/{n}": torch.zeros(1) for n in "pqrs"}
-    with pytest.raises(KeyError, match=r"lacks 4 of 8 tensors, e.g. \['model/p', 'model/q', 'model/r'\]"):
+    with pytest.raises(
+        KeyError, match=r"lacks 4 of 8 tensors, e.g. \['model/p', 'model/q', 'model/r'\]"
+    ):
         store.load(1, more)
     fewer = tensors(0.0)
     del fewer["model/b"]
-    with pytest.raises(KeyError, match=r"holds 1 tensors that have no place here, e.g. \['model/b'\]"):
+    with pytest.raises(
+        KeyError, match=r"holds 1 tensors that have no place here, e.g. \['model/b'\]"
+    ):
         store.load(1, fewer)
     with pytest.raises(ValueError, match=r"model/b \(7,\) for \(8,\)"):
         store.load(1, tensors(0.0) | {"model/b": torch.zeros(8)})
     alone = {n: t for n, t in tensors(0.0).items() if n.startswith("model/")}
-    store.load(1, alone)                                            # the model without the optimizer
+    store.load(1, alone)  # the model without the optimizer
     assert alone["model/scalar"] == 1.0
 
 
 @pytest.mark.parametrize("harm", ["bit", "truncated", "missing", "empty", "length"])
 def test_a_damaged_shard_is_named(store, harm):
     store.save(1, tensors(1.0), {}, wait=True)
-    shard, = store.path(1).glob("*.distcp")
+    (shard,) = store.path(1).glob("*.distcp")
     content = bytearray(shard.read_bytes())
-    at = content.find(torch.full((64,), 1.0).numpy().tobytes())     # in the middle of the numbers of model/w
-    if harm == "bit": content[at + 1000] ^= 1
-    if harm == "truncated": del content[at + 1000:]
-    if harm == "empty": content.clear()
-    if harm == "length": content[5:5] = b"?"                        # everything after is one byte late
+    # in the middle of the numbers of model/w
+    at = content.find(torch.full((64,), 1.0).numpy().tobytes())
+    if harm == "bit":
+        content[at + 1000] ^= 1
+    if harm == "truncated":
+        del content[at + 1000 :]
+    if harm == "empty":
+        content.clear()
+    if harm == "length":
+        content[5:5] = b"?"  # everything after is one byte late
     shard.unlink() if harm == "missing" else shard.write_bytes(content)
-    with pytest.raises(ValueError, match=rf"{shard} is missing, damaged or truncated"): store.load(1, tensors(0.0))
-    with pytest.raises(ValueError, match=str(shard)): open_checkpoint(store.path(1)).read("model/w")
+    with pytest.raises(ValueError, match=rf"{shard} is missing, damaged or truncated"):
+        store.load(1, tensors(0.0))
+    with pytest.raises(ValueError, match=str(shard)):
+        open_checkpoint(store.path(1)).read("model/w")
 
 
 def test_damaged_descriptions_are_named(store):
@@ -154,25 +196,36 @@ def test_damaged_descriptions_are_named(store):
         path = store.path(1) / name
         content = path.read_bytes()
         path.write_bytes(content[:-9])
-        with pytest.raises(ValueError, match=rf"{path} is .*damaged"): open_checkpoint(store.path(1))
+        with pytest.raises(ValueError, match=rf"{path} is .*damaged"):
+            open_checkpoint(store.path(1))
         path.write_bytes(content)
     open_checkpoint(store.path(1))
 
 
 def test_locates(store, tmp_path):
     for path in (tmp_path, store.folder, tmp_path / "nowhere"):
-        with pytest.raises(ValueError, match=f"{path} holds no whole checkpoint"): locate(path)
-    for step in (1, 2): store.save(step, tensors(step), {}, wait=True)
-    assert locate(tmp_path) == locate(store.folder) == locate(store.path(2)) == store.path(2) != locate(store.path(1))
+        with pytest.raises(ValueError, match=f"{path} holds no whole checkpoint"):
+            locate(path)
+    for step in (1, 2):
+        store.save(step, tensors(step), {}, wait=True)
+    assert (
+        locate(tmp_path)
+        == locate(store.folder)
+        == locate(store.path(2))
+        == store.path(2)
+        != locate(store.path(1))
+    )
     partial = store.path(2).rename(store.folder / "step-00000002.partial")
     assert locate(tmp_path) == store.path(1)
-    with pytest.raises(ValueError, match="holds no whole checkpoint"): locate(partial)
+    with pytest.raises(ValueError, match="holds no whole checkpoint"):
+        locate(partial)
 
 
 def test_silent_and_plain(store):
     """No warning of DCP's reaches the user, and plain DCP can read what is written."""
     with warnings.catch_warnings(record=True) as seen:
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")          # Checkpoints does, pytest undoes it
+        # Checkpoints does, pytest undoes it
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
         store.save(1, tensors(1.0), {"a": 1}, wait=True)
         loaded(store, 1)
     assert [str(w.message) for w in seen] == []
@@ -182,4 +235,5 @@ def test_silent_and_plain(store):
         dcp.load(out, checkpoint_id=str(store.path(1)))
     assert all(torch.equal(t, tensors(1.0)[n].detach()) for n, t in out.items())
     assert json.loads((store.path(1) / "state.json").read_text()) == {"a": 1}
-    assert b"checkpoints" not in (store.path(1) / folders.METADATA).read_bytes()    # no path of the machine that saved
+    # no path of the machine that saved
+    assert b"checkpoints" not in (store.path(1) / folders.METADATA).read_bytes()

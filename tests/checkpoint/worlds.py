@@ -1,4 +1,6 @@
-"""What the tests of checkpoints train: a tiny decoder, odd vocabulary, tied embeddings, in the plainest loop."""
+"""What the tests of checkpoints train: a tiny decoder, odd vocabulary, tied embeddings, in the
+plainest loop.
+"""
 
 from dataclasses import dataclass, field
 
@@ -14,8 +16,16 @@ from dolmen.model.layout import Layout as Split
 from dolmen.optim.optimizer import OptimizerConfig, adamw, prime, set_step, tensors
 from dolmen.train.build import build, initialize
 
-CONFIG = ModelConfig(vocab_size=711, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-                     num_key_value_heads=4, head_dim=8, tie_word_embeddings=True)
+CONFIG = ModelConfig(
+    vocab_size=711,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    head_dim=8,
+    tie_word_embeddings=True,
+)
 ROWS, LENGTH = 4, 8
 
 
@@ -26,7 +36,8 @@ class Layout:
     zero: int | None = None
     sequence: bool = False
 
-    def mesh(self): return SINGLE if self.zero is None else meshes.grid(self.dp, self.tp, torch.device("cpu"))
+    def mesh(self):
+        return SINGLE if self.zero is None else meshes.grid(self.dp, self.tp, torch.device("cpu"))
 
 
 @dataclass
@@ -40,18 +51,25 @@ class Run:
     model: object = field(init=False)
 
     def __post_init__(self):
-        self.model = build(CONFIG, self.mesh, Split(sequence_parallel=self.layout.sequence, zero=self.layout.zero or 0))
+        self.model = build(
+            CONFIG,
+            self.mesh,
+            Split(sequence_parallel=self.layout.sequence, zero=self.layout.zero or 0),
+        )
         initialize(self.model, self.seed)
         self.optimizer = adamw(self.model, OptimizerConfig(lr=1e-2))
         prime(self.optimizer)
 
-    def tensors(self) -> dict[str, Tensor]: return tensors(self.model, self.optimizer)
+    def tensors(self) -> dict[str, Tensor]:
+        return tensors(self.model, self.optimizer)
 
     def train(self, steps: int) -> "Run":
         for _ in range(steps):
-            tokens = torch.randint(711, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(self.step))
+            tokens = torch.randint(
+                711, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(self.step)
+            )
             rows = ROWS // self.mesh.dp.size
-            mine = tokens[self.mesh.dp.rank * rows:][:rows]
+            mine = tokens[self.mesh.dp.rank * rows :][:rows]
             self.optimizer.zero_grad()
             loss = self.model(mine[:, :-1].contiguous(), mine[:, 1:].contiguous()) / (ROWS * LENGTH)
             backward(loss, self.model, last=True, zero=self.layout.zero or 0)
@@ -72,4 +90,8 @@ class Run:
 
 def differing(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
     """Names whose tensors are not bitwise equal."""
-    return [name for name in {**a, **b} if name not in a or name not in b or not torch.equal(a[name], b[name])]
+    return [
+        name
+        for name in {**a, **b}
+        if name not in a or name not in b or not torch.equal(a[name], b[name])
+    ]

@@ -19,8 +19,16 @@ material, one_thread = tinyrun.material, tinyrun.one_thread
 
 
 def options(material, **more):
-    return {"data": {"path": [material.docs, material.docs / "*.txt"], "tokenizer": material.tokenizer, "cache": material.folder / "cache"},
-            "train": {"steps": 2, "sequence_length": 16, "global_batch_size": 2}, "log": {"validate_every": 0}, **more}
+    return {
+        "data": {
+            "path": [material.docs, material.docs / "*.txt"],
+            "tokenizer": material.tokenizer,
+            "cache": material.folder / "cache",
+        },
+        "train": {"steps": 2, "sequence_length": 16, "global_batch_size": 2},
+        "log": {"validate_every": 0},
+        **more,
+    }
 
 
 @pytest.mark.parametrize("handler", (signal.SIGINT, signal.SIGTERM))
@@ -31,7 +39,13 @@ def test_handlers_are_put_back(material, tmp_path, handler):
 
 
 def test_three_lines(material, tmp_path, capsys):
-    folder = dolmen.train("pretrain", init=material.model, out=tmp_path / "out", finish={"export": True}, **options(material))
+    folder = dolmen.train(
+        "pretrain",
+        init=material.model,
+        out=tmp_path / "out",
+        finish={"export": True},
+        **options(material),
+    )
     model = dolmen.load(folder / "hf")
     text = model.generate("abc def", max_new_tokens=8)
     assert folder == tmp_path / "out" and text.startswith("abc def") and len(text) > len("abc def")
@@ -43,18 +57,40 @@ def test_three_lines(material, tmp_path, capsys):
 
 def test_options_are_those_of_the_command(material, tmp_path):
     """Flags on and off, lists, nothing, and a value that begins with a dash."""
-    made = dolmen.train(material.file, out=tmp_path / "out", model={"qk_norm": True, "family": "qwen3"}, finish={"export": False},
-                        layout={"sequence_parallel": False}, data={"path": [material.docs]}, train={"steps": 1, "microbatch_size": None},
-                        resume=False)
+    made = dolmen.train(
+        material.file,
+        out=tmp_path / "out",
+        model={"qk_norm": True, "family": "qwen3"},
+        finish={"export": False},
+        layout={"sequence_parallel": False},
+        data={"path": [material.docs]},
+        train={"steps": 1, "microbatch_size": None},
+        resume=False,
+    )
     assert len(rows(made)) == 1 and "qk_norm: true" in (made / "config.yaml").read_text()
-    assert dolmen.api._words("", {"finish": {"sample": "--x"}, "resume": True, "overwrite": False, "data": {"path": ("a", "b")}}) \
-        == ["--finish.sample=--x", "--resume", "--data.path", "a", "b"]
+    assert dolmen.api._words(
+        "",
+        {
+            "finish": {"sample": "--x"},
+            "resume": True,
+            "overwrite": False,
+            "data": {"path": ("a", "b")},
+        },
+    ) == ["--finish.sample=--x", "--resume", "--data.path", "a", "b"]
 
 
-@pytest.mark.parametrize("bad, said", [({"layout": {"tp": 3}}, "num_attention_heads \\(4\\)"), ({"optimiser": {"lr": 1}}, "--optimiser.lr=1"),
-                                       ({"optimizer": {"lr": -1}}, "refused"), ({"init": "no/such/model/here"}, "neither a folder")])
+@pytest.mark.parametrize(
+    "bad, said",
+    [
+        ({"layout": {"tp": 3}}, "num_attention_heads \\(4\\)"),
+        ({"optimiser": {"lr": 1}}, "--optimiser.lr=1"),
+        ({"optimizer": {"lr": -1}}, "refused"),
+        ({"init": "no/such/model/here"}, "neither a folder"),
+    ],
+)
 def test_bad_input_is_a_value_error(material, tmp_path, bad, said):
-    with pytest.raises(ValueError, match=said): dolmen.train(material.file, out=tmp_path / "out", **bad)
+    with pytest.raises(ValueError, match=said):
+        dolmen.train(material.file, out=tmp_path / "out", **bad)
     assert not (tmp_path / "out").exists()
 
 
@@ -62,11 +98,13 @@ def test_a_failure_is_raised_and_leaves_the_process_as_it_was(material, tmp_path
     step = loop.optimizer_step
 
     def broken(state, *args):
-        if state.step == 1: raise ArithmeticError("broken on purpose")
+        if state.step == 1:
+            raise ArithmeticError("broken on purpose")
         return step(state, *args)
 
     monkeypatch.setattr(loop, "optimizer_step", broken)
-    with pytest.raises(ArithmeticError, match="on purpose"): dolmen.train(material.file, out=tmp_path / "out")
+    with pytest.raises(ArithmeticError, match="on purpose"):
+        dolmen.train(material.file, out=tmp_path / "out")
     monkeypatch.undo()
     assert not dist.is_initialized() and len(rows(tmp_path / "out")) == 1
     dolmen.train(material.file, out=tmp_path / "out", overwrite=True, train={"steps": 1})
@@ -77,7 +115,8 @@ def interrupt(monkeypatch, after: int, which: int):
     step = loop.optimizer_step
 
     def slow(state, *args):
-        if state.step == after: os.kill(os.getpid(), which)
+        if state.step == after:
+            os.kill(os.getpid(), which)
         return step(state, *args)
 
     monkeypatch.setattr(loop, "optimizer_step", slow)
@@ -85,7 +124,8 @@ def interrupt(monkeypatch, after: int, which: int):
 
 def test_ctrl_c_saves_and_is_raised(material, tmp_path, monkeypatch):
     interrupt(monkeypatch, 2, signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt): dolmen.train(material.file, out=tmp_path / "out")
+    with pytest.raises(KeyboardInterrupt):
+        dolmen.train(material.file, out=tmp_path / "out")
     assert steps(tmp_path / "out") == [3] and not dist.is_initialized()
 
 
@@ -96,19 +136,31 @@ def test_a_stopped_command_has_saved_and_goes_on(material, tmp_path, monkeypatch
     interrupt(monkeypatch, 3, which)
     stopped = command("train", material.file, "--out", tmp_path / "out")
     monkeypatch.undo()
-    assert stopped.code == code and f"stopped by signal {which.value} after step 4, saved" in stopped.out and not stopped.err
-    assert steps(tmp_path / "out") == [4] and losses(tmp_path / "out") == losses(tmp_path / "whole")[:4]
-    assert [row["step"] for row in rows(tmp_path / "out", "val_loss")] == [3]                           # the time left was for saving
+    assert (
+        stopped.code == code
+        and f"stopped by signal {which.value} after step 4, saved" in stopped.out
+        and not stopped.err
+    )
+    assert (
+        steps(tmp_path / "out") == [4]
+        and losses(tmp_path / "out") == losses(tmp_path / "whole")[:4]
+    )
+    # the time left was for saving
+    assert [row["step"] for row in rows(tmp_path / "out", "val_loss")] == [3]
     assert command("train", material.file, "--out", tmp_path / "out", "--resume").code == 0
     assert losses(tmp_path / "out") == losses(tmp_path / "whole")
 
 
 def test_ctrl_c_before_and_after_training(material, tmp_path, monkeypatch):
-    """Nothing to save: 130 at once, without a traceback, whether the run has yet to begin or is being finished."""
+    """Nothing to save: 130 at once, without a traceback, whether the run has yet to begin or is
+    being finished.
+    """
     from dolmen.cli import train as verb
     from dolmen.train import check
 
-    def interrupted(*args): raise KeyboardInterrupt
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
     for module, name in ((check.loader, "check"), (verb.finish, "finish")):
         with monkeypatch.context() as patched:
             patched.setattr(module, name, interrupted)
@@ -119,7 +171,11 @@ def test_ctrl_c_before_and_after_training(material, tmp_path, monkeypatch):
 def test_not_from_the_main_thread(material, tmp_path):
     """Python hears signals in the main thread alone; a run in another goes without."""
     caught = []
-    thread = threading.Thread(target=lambda: caught.append(dolmen.train(material.file, out=tmp_path / "out", train={"steps": 1})))
+    thread = threading.Thread(
+        target=lambda: caught.append(
+            dolmen.train(material.file, out=tmp_path / "out", train={"steps": 1})
+        )
+    )
     thread.start()
     thread.join()
     assert caught == [tmp_path / "out"]
@@ -127,6 +183,12 @@ def test_not_from_the_main_thread(material, tmp_path):
 
 def test_import_is_light():
     """`import dolmen` and `dolmen --version` import no torch."""
-    code = "import sys, dolmen; from dolmen.cli import main; main(['--version']); assert 'torch' not in sys.modules; dolmen.nothing"
+    code = (
+        "import sys, dolmen; from dolmen.cli import main; main(['--version']); "
+        "assert 'torch' not in sys.modules; dolmen.nothing"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout == f"dolmen {dolmen.__version__}\n" and "module 'dolmen' has no attribute 'nothing'" in done.stderr
+    assert (
+        done.stdout == f"dolmen {dolmen.__version__}\n"
+        and "module 'dolmen' has no attribute 'nothing'" in done.stderr
+    )

@@ -1,6 +1,7 @@
-"""Real processes: two ranks under our launcher, signals to it, kills of it and of a rank, and ranks that another launcher
-started. A rank costs seconds of imports, so this process is the launcher where it can be, and the workers of tests that are
-about the launcher alone do not train: `sitecustomize`, which Python imports at start, says what becomes of them.
+"""Real processes: two ranks under our launcher, signals to it, kills of it and of a rank, and ranks
+that another launcher started. A rank costs seconds of imports, so this process is the launcher
+where it can be, and the workers of tests that are about the launcher alone do not train:
+`sitecustomize`, which Python imports at start, says what becomes of them.
 """
 
 import json
@@ -23,10 +24,19 @@ from dolmen.core.mesh import Launch
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 
-PATIENCE = 90                                              # seconds until a test gives up waiting, on a busy machine
-# With eps 1e-8 Adam turns the rounding of a gradient element of 1e-9 into a step of lr, so no two layouts agree for long:
-# tests/golden/table.py says more.
-ENDLESS = ("--train.steps", 100_000, "--optimizer.schedule", "constant", "--optimizer.eps", 1e-3, "--log.validate-every", 0)
+PATIENCE = 90  # seconds until a test gives up waiting, on a busy machine
+# With eps 1e-8 Adam turns the rounding of a gradient element of 1e-9 into a step of lr, so no two
+# layouts agree for long: tests/golden/table.py says more.
+ENDLESS = (
+    "--train.steps",
+    100_000,
+    "--optimizer.schedule",
+    "constant",
+    "--optimizer.eps",
+    1e-3,
+    "--log.validate-every",
+    0,
+)
 TWO = ("--layout.tp", 2)
 
 
@@ -37,15 +47,18 @@ def children(of: int) -> list[int]:
 
 def parent(pid: int) -> int | None:
     """Of a living process: the dead that nobody has waited for do not count."""
-    try: state, ppid = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[:2]
-    except (FileNotFoundError, ProcessLookupError): return None
+    try:
+        state, ppid = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[:2]
+    except (FileNotFoundError, ProcessLookupError):
+        return None
     return None if state in "ZX" else int(ppid)
 
 
 def wait(done, seconds: float = PATIENCE) -> bool:
     """Whether done() came true in time."""
     end = time.monotonic() + seconds
-    while not done() and time.monotonic() < end: time.sleep(0.01)
+    while not done() and time.monotonic() < end:
+        time.sleep(0.01)
     return bool(done())
 
 
@@ -53,15 +66,19 @@ def ranks(of: int) -> dict[int, int]:
     """Rank -> pid of the workers of launcher `of`."""
     found = {}
     for pid in children(of):
-        try: words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        except (FileNotFoundError, ProcessLookupError): continue               # it has ended since
+        try:
+            words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it has ended since
         found |= {int(w[5:]): pid for w in words if w.startswith(b"RANK=")}
     return found
 
 
 def at_step(out: Path, step: int) -> bool:
     """Whether the run has logged that step."""
-    return (out / "metrics.jsonl").exists() and f'{{"step": {step},' in (out / "metrics.jsonl").read_text()
+    return (out / "metrics.jsonl").exists() and f'{{"step": {step},' in (
+        out / "metrics.jsonl"
+    ).read_text()
 
 
 def meanwhile(ready, act) -> None:
@@ -78,28 +95,51 @@ def alone(material, tmp_path_factory):
 
 
 def agree(out: Path, alone) -> bool:
-    """Losses within 1e-6 and norms within 1e-5 of one process, no step missing and none told twice."""
+    """Losses within 1e-6 and norms within 1e-5 of one process, no step missing and none
+    told twice.
+    """
     found = losses(out)
     assert [row[0] for row in found] == list(range(1, len(found) + 1)) and len(found) > 8
-    return all(abs(a[1] / b[1] - 1) < 1e-6 and abs(a[2] / b[2] - 1) < 1e-5 for a, b in zip(found, alone, strict=False))
+    return all(
+        abs(a[1] / b[1] - 1) < 1e-6 and abs(a[2] / b[2] - 1) < 1e-5
+        for a, b in zip(found, alone, strict=False)
+    )
 
 
 # ---- runs that train
 
+
 def test_two_ranks_stopped_save_and_go_on_at_another_layout(material, alone, tmp_path, capfd):
-    """SIGTERM to the launcher of tp 2, then Ctrl-C to that of tp 2 with sequence parallelism, then one process."""
+    """SIGTERM to the launcher of tp 2, then Ctrl-C to that of tp 2 with sequence parallelism, then
+    one process.
+    """
     out, last = tmp_path / "run", 0
-    for words, sent, code in (((), signal.SIGTERM, 143), (("--resume", "--layout.sequence-parallel"), signal.SIGINT, 130)):
-        meanwhile(lambda last=last: at_step(out, last + 5), lambda sent=sent: os.kill(os.getpid(), sent))
+    for words, sent, code in (
+        ((), signal.SIGTERM, 143),
+        (("--resume", "--layout.sequence-parallel"), signal.SIGINT, 130),
+    ):
+        meanwhile(
+            lambda last=last: at_step(out, last + 5), lambda sent=sent: os.kill(os.getpid(), sent)
+        )
         assert dolmen("train", material.file, "--out", out, *ENDLESS, *TWO, *words).code == code
         said, complained = capfd.readouterr()
         resumed, last = last, steps(out)[-1]
-        assert f"stopped by signal {int(sent)} after step {last}, saved" in said and complained == ""
-        assert (f"resuming from step {resumed}\n" in said) == bool(resumed) and said.count(f"\nstep {resumed + 2}/") == 1
+        assert (
+            f"stopped by signal {int(sent)} after step {last}, saved" in said and complained == ""
+        )
+        assert (f"resuming from step {resumed}\n" in said) == bool(resumed) and said.count(
+            f"\nstep {resumed + 2}/"
+        ) == 1
         assert len(rows(out)) == last >= resumed + 5
     assert "changed: layout.sequence_parallel: False -> True" in said
-    one = dolmen("train", material.file, "--out", out, "--resume", *ENDLESS, "--train.steps", last + 2)
-    assert one.code == 0 and f"resuming from step {last}" in one.out and "changed: layout.tp: 2 -> 1" in one.out
+    one = dolmen(
+        "train", material.file, "--out", out, "--resume", *ENDLESS, "--train.steps", last + 2
+    )
+    assert (
+        one.code == 0
+        and f"resuming from step {last}" in one.out
+        and "changed: layout.tp: 2 -> 1" in one.out
+    )
     assert len(rows(out)) == last + 2 and agree(out, alone)
 
 
@@ -116,17 +156,30 @@ if os.environ.get("RANK") == "1":
 
 
 def test_a_rank_that_raises_ends_the_run_and_is_told_once(material, tmp_path, monkeypatch, capfd):
-    """Rank 1 raises in its third step; rank 0, which waits for it, has a traceback too, as a consequence."""
+    """Rank 1 raises in its third step; rank 0, which waits for it, has a traceback too, as a
+    consequence.
+    """
     (tmp_path / "sitecustomize.py").write_text(BROKEN)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     ended = []
-    meanwhile(lambda: at_step(tmp_path / "run", 2), lambda: (wait(lambda: not ranks(os.getpid())), ended.append(time.time())))
+    meanwhile(
+        lambda: at_step(tmp_path / "run", 2),
+        lambda: (wait(lambda: not ranks(os.getpid())), ended.append(time.time())),
+    )
     result = dolmen("train", material.file, "--out", tmp_path / "run", *ENDLESS, *TWO)
     complained = result.err + capfd.readouterr().err
-    assert result.code == 1 and complained.count("Traceback (most recent call last)") == 1, complained
-    assert complained.count("broken on purpose") == 2                          # the line that raises, and the message
-    assert complained.rstrip().endswith("dolmen: rank 1 failed (exit code 1); all ranks were stopped")
-    assert wait(lambda: ended, 5) and ended[0] - rows(tmp_path / "run")[-1]["time"] < 20 and len(rows(tmp_path / "run")) == 2
+    assert result.code == 1 and complained.count("Traceback (most recent call last)") == 1, (
+        complained
+    )
+    assert complained.count("broken on purpose") == 2  # the line that raises, and the message
+    assert complained.rstrip().endswith(
+        "dolmen: rank 1 failed (exit code 1); all ranks were stopped"
+    )
+    assert (
+        wait(lambda: ended, 5)
+        and ended[0] - rows(tmp_path / "run")[-1]["time"] < 20
+        and len(rows(tmp_path / "run")) == 2
+    )
 
 
 LIGHT = "import sys; from dolmen.cli.launch import launch; sys.exit(launch(2, sys.argv[1:]))"
@@ -135,12 +188,17 @@ LIGHT = "import sys; from dolmen.cli.launch import launch; sys.exit(launch(2, sy
 def test_a_launcher_killed_while_two_ranks_train_leaves_none(material, tmp_path):
     """kill -9: both are gone within 2 s."""
     out = tmp_path / "run"
-    argv = [str(a) for a in (sys.executable, "-c", LIGHT, "train", material.file, "--out", out, *ENDLESS, *TWO)]
+    argv = [
+        str(a)
+        for a in (sys.executable, "-c", LIGHT, "train", material.file, "--out", out, *ENDLESS, *TWO)
+    ]
     launcher = subprocess.Popen(argv, stderr=subprocess.PIPE)
     assert wait(lambda: at_step(out, 3)), launcher.communicate()
     workers = ranks(launcher.pid)
     launcher.kill()
-    assert sorted(workers) == [0, 1] and wait(lambda: all(parent(pid) is None for pid in workers.values()), 2)
+    assert sorted(workers) == [0, 1] and wait(
+        lambda: all(parent(pid) is None for pid in workers.values()), 2
+    )
     launcher.communicate()
 
 
@@ -148,14 +206,40 @@ def test_ranks_of_another_launcher_join(material, alone, tmp_path):
     """Two tasks as srun starts them: dp 2 and ZeRO-3, resuming a run of one process."""
     out = tmp_path / "run"
     assert dolmen("train", material.file, "--out", out, *ENDLESS, "--train.steps", 6).code == 0
-    env = {"SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_JOB_ID": str(os.getpid())}
+    env = {
+        "SLURM_NTASKS": "2",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_JOB_ID": str(os.getpid()),
+    }
     words = ("--resume", *ENDLESS, "--train.steps", 12, "--layout.zero", 3)
-    argv = [str(a) for a in (sys.executable, "-m", "dolmen", "train", material.file, "--out", out, *words)]
-    tasks = [subprocess.Popen(argv, env={**os.environ, **env, "SLURM_PROCID": str(r), "SLURM_LOCALID": str(r), "OMP_NUM_THREADS": "1"},
-                              stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for r in range(2)]
+    argv = [
+        str(a)
+        for a in (sys.executable, "-m", "dolmen", "train", material.file, "--out", out, *words)
+    ]
+    tasks = [
+        subprocess.Popen(
+            argv,
+            env={
+                **os.environ,
+                **env,
+                "SLURM_PROCID": str(r),
+                "SLURM_LOCALID": str(r),
+                "OMP_NUM_THREADS": "1",
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for r in range(2)
+    ]
     said = [task.communicate(timeout=PATIENCE) for task in tasks]
     assert [task.returncode for task in tasks] == [0, 0], said
-    assert "tp 1 x dp 2, ZeRO 3: 2 processes" in said[0][0] and "resuming from step 6" in said[0][0] and said[1] == ("", "")
+    assert (
+        "tp 1 x dp 2, ZeRO 3: 2 processes" in said[0][0]
+        and "resuming from step 6" in said[0][0]
+        and said[1] == ("", "")
+    )
     assert len(rows(out)) == 12 and agree(out, alone)
 
 
@@ -176,12 +260,16 @@ RANK = os.environ.get("RANK")
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capfd):
-    """launch() of two workers, `dolmen --version` after some Python in which RANK is "0" or "1": (exit code, stdout, stderr)."""
+    """launch() of two workers, `dolmen --version` after some Python in which RANK is "0" or "1":
+    (exit code, stdout, stderr).
+    """
+
     def run(code: str):
         (tmp_path / "sitecustomize.py").write_text(f"{WORKER}\n{code}")
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
         capfd.readouterr()
         return launch.launch(2, ["--version"]), *capfd.readouterr()
+
     return run
 
 
@@ -194,15 +282,27 @@ def test_threads_are_divided(run, monkeypatch):
     """Over the cores this process may use, unless the user has decided."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     for want in (str(max(1, len(os.sched_getaffinity(0)) // 2)), "7"):
-        assert run("print('threads', os.environ['OMP_NUM_THREADS'])")[1].count(f"threads {want}\n") == 2
+        assert (
+            run("print('threads', os.environ['OMP_NUM_THREADS'])")[1].count(f"threads {want}\n")
+            == 2
+        )
         monkeypatch.setenv("OMP_NUM_THREADS", "7")
 
 
 def test_a_rank_that_is_killed_is_named(run):
     began = time.monotonic()
-    code, _, complained = run("if RANK == '1': os.kill(os.getpid(), signal.SIGKILL)\nif RANK == '0': time.sleep(60)")
-    assert code == 1 and complained.startswith("dolmen: rank 1 (pid ") and time.monotonic() - began < 15
-    assert complained.endswith(") was ended by SIGKILL (out of memory?); all ranks were stopped\n") and complained.count("\n") == 1
+    code, _, complained = run(
+        "if RANK == '1': os.kill(os.getpid(), signal.SIGKILL)\nif RANK == '0': time.sleep(60)"
+    )
+    assert (
+        code == 1
+        and complained.startswith("dolmen: rank 1 (pid ")
+        and time.monotonic() - began < 15
+    )
+    assert (
+        complained.endswith(") was ended by SIGKILL (out of memory?); all ranks were stopped\n")
+        and complained.count("\n") == 1
+    )
 
 
 REFUSE = """
@@ -218,21 +318,33 @@ if RANK:
 
 def test_what_a_worker_refuses_is_told_once(run):
     """Rank 1 is first, and alone: rank 0 is stopped before it can say the same."""
-    assert run(REFUSE.format(root=str(Path(launch.__file__).parents[2]))) == (2, "", "dolmen: use --less\n")
+    assert run(REFUSE.format(root=str(Path(launch.__file__).parents[2]))) == (
+        2,
+        "",
+        "dolmen: use --less\n",
+    )
 
 
-@pytest.mark.parametrize("sent, code, heard", [(signal.SIGINT, 130, "SIGUSR1"), (signal.SIGTERM, 143, "SIGUSR2")])
+@pytest.mark.parametrize(
+    "sent, code, heard", [(signal.SIGINT, 130, "SIGUSR1"), (signal.SIGTERM, 143, "SIGUSR2")]
+)
 def test_requests_are_forwarded(run, tmp_path, sent, code, heard):
-    """Workers save and end with the code, or, not yet listening, die of the request: the launcher's answer is the same."""
+    """Workers save and end with the code, or, not yet listening, die of the request: the launcher's
+    answer is the same.
+    """
     before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
     meanwhile(lambda: len(list(tmp_path.glob("ready*"))) == 2, lambda: os.kill(os.getpid(), sent))
-    assert run(f"if RANK == '0': signal.signal(signal.{heard}, lambda *_: (print('saved', flush=True), os._exit({code})))\n"
-               f"if RANK: open({str(tmp_path)!r} + '/ready' + RANK, 'w').close(); time.sleep(60)") == (code, "saved\n", "")
+    assert run(
+        f"if RANK == '0': signal.signal(signal.{heard}, lambda *_: (print('saved', flush=True), "
+        f"os._exit({code})))\n"
+        f"if RANK: open({str(tmp_path)!r} + '/ready' + RANK, 'w').close(); time.sleep(60)"
+    ) == (code, "saved\n", "")
     assert {s: signal.getsignal(s) for s in before} == before
 
 
 def test_nothing_is_left_in_the_temporary_folder(run, tmp_path, monkeypatch):
     import tempfile
+
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     assert run("")[0] == 0 and list((tmp_path / "temporary").iterdir()) == []
@@ -240,14 +352,29 @@ def test_nothing_is_left_in_the_temporary_folder(run, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("moment", ("before", "after"))
 def test_a_launcher_killed_while_workers_start_leaves_none(tmp_path, monkeypatch, moment):
-    """Before a worker has asked the kernel to die with its launcher, and after: there is no moment between."""
-    code = "time.sleep(1)" if moment == "before" else "import dolmen.cli.launch as l; l.die_with_launcher(); time.sleep(60)"
+    """Before a worker has asked the kernel to die with its launcher, and after: there is no moment
+    between.
+    """
+    code = (
+        "time.sleep(1)"
+        if moment == "before"
+        else "import dolmen.cli.launch as l; l.die_with_launcher(); time.sleep(60)"
+    )
     started = f"open({str(tmp_path)!r} + '/started' + RANK, 'w').write(str(os.getpid()))"
     (tmp_path / "sitecustomize.py").write_text(f"{WORKER}\nif RANK:\n    {started}\n    {code}")
     (tmp_path / "tiny.yaml").write_text("")
-    launcher = subprocess.Popen([sys.executable, "-c", LIGHT, "train", str(tmp_path / "none.yaml")], env={**os.environ, "PYTHONPATH": str(tmp_path)})
-    assert wait(lambda: all((tmp_path / f"started{r}").exists() and (tmp_path / f"started{r}").read_text() for r in range(2)))
-    if moment == "after": time.sleep(0.3)
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LIGHT, "train", str(tmp_path / "none.yaml")],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )
+    assert wait(
+        lambda: all(
+            (tmp_path / f"started{r}").exists() and (tmp_path / f"started{r}").read_text()
+            for r in range(2)
+        )
+    )
+    if moment == "after":
+        time.sleep(0.3)
     workers = [int((tmp_path / f"started{r}").read_text()) for r in range(2)]
     assert all(parent(pid) == launcher.pid for pid in workers)
     launcher.kill()
@@ -265,57 +392,112 @@ def test_broken_pipe_is_no_traceback(monkeypatch, capfd):
 
 # ---- the launcher's parts, in this process
 
-SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_STEP_NODELIST": "gpu[07-08],x1", "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
-         "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "3"}
+SLURM = {
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NODELIST": "gpu[07-08],x1",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "3",
+}
 
 
-@pytest.mark.parametrize("env, want", [
-    ({}, None), ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, None),            # a batch script, whose tasks srun has yet to start
-    ({k: v for k, v in SLURM.items() if k != "SLURM_STEP_NODELIST"}, None), (SLURM | {"SLURM_NTASKS": "1"}, None),
-    ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, Launch(3, 4, 1, 2)),
-    ({"RANK": "3", "WORLD_SIZE": "4"}, Launch(3, 4, 3, 4)),
-    (SLURM, Launch(5, 8, 1, 4, "tcp://gpu07:22390")), (SLURM | {"MASTER_ADDR": "x"}, Launch(5, 8, 1, 4)),
-    (SLURM | {"SLURM_STEP_NODELIST": "a-1,b-2", "SLURM_STEP_TASKS_PER_NODE": "3,5"}, Launch(5, 8, 1, 3, "tcp://a-1:22390")),
-    (SLURM | {"RANK": "0", "WORLD_SIZE": "1"}, Launch(0, 1, 0, 1))], ids=range(10))
-def test_who_started_this_process(env, want): assert Launch.read(env) == want
-
+@pytest.mark.parametrize(
+    "env, want",
+    [
+        ({}, None),
+        (
+            {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"},
+            None,
+        ),  # a batch script, whose tasks srun has yet to start
+        ({k: v for k, v in SLURM.items() if k != "SLURM_STEP_NODELIST"}, None),
+        (SLURM | {"SLURM_NTASKS": "1"}, None),
+        (
+            {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
+            Launch(3, 4, 1, 2),
+        ),
+        ({"RANK": "3", "WORLD_SIZE": "4"}, Launch(3, 4, 3, 4)),
+        (SLURM, Launch(5, 8, 1, 4, "tcp://gpu07:22390")),
+        (SLURM | {"MASTER_ADDR": "x"}, Launch(5, 8, 1, 4)),
+        (
+            SLURM | {"SLURM_STEP_NODELIST": "a-1,b-2", "SLURM_STEP_TASKS_PER_NODE": "3,5"},
+            Launch(5, 8, 1, 3, "tcp://a-1:22390"),
+        ),
+        (SLURM | {"RANK": "0", "WORLD_SIZE": "1"}, Launch(0, 1, 0, 1)),
+    ],
+    ids=range(10),
+)
+def test_who_started_this_process(env, want):
+    assert Launch.read(env) == want
 
 
 def failure(rank: int, code: int, text: str | None = None, when: int = 0):
     told = {"message": {"message": text} if text else ""}
-    return SimpleNamespace(local_rank=rank, pid=100 + rank, exitcode=code, timestamp=when, error_file_data=told)
+    return SimpleNamespace(
+        local_rank=rank, pid=100 + rank, exitcode=code, timestamp=when, error_file_data=told
+    )
 
 
-@pytest.mark.parametrize("failures, said", [
-    ([failure(0, 1, "Traceback\nsecond\n", 2), failure(1, 1, "Traceback\nfirst\n", 1)],
-     "Traceback\nfirst\ndolmen: rank 1 failed (exit code 1); all ranks were stopped"),
-    ([failure(0, 1, "consequence", 1), failure(1, -9)], "dolmen: rank 1 (pid 101) was ended by SIGKILL (out of memory?); all ranks were stopped"),
-    ([failure(0, -15), failure(1, -11)], "dolmen: rank 1 (pid 101) was ended by SIGSEGV; all ranks were stopped"),
-    ([failure(0, -15), failure(1, 1, "Traceback\nmine")], "Traceback\nmine\ndolmen: rank 1 failed (exit code 1); all ranks were stopped"),
-    ([failure(0, 2, "dolmen: use less"), failure(1, -15)], "dolmen: use less"),
-    ([failure(1, 3)], "no traceback was left\ndolmen: rank 1 failed (exit code 3); all ranks were stopped")], ids=range(6))
-def test_the_cause_is_the_first(failures, said): assert launch.cause({f.local_rank: f for f in failures}) == said
+@pytest.mark.parametrize(
+    "failures, said",
+    [
+        (
+            [failure(0, 1, "Traceback\nsecond\n", 2), failure(1, 1, "Traceback\nfirst\n", 1)],
+            "Traceback\nfirst\ndolmen: rank 1 failed (exit code 1); all ranks were stopped",
+        ),
+        (
+            [failure(0, 1, "consequence", 1), failure(1, -9)],
+            "dolmen: rank 1 (pid 101) was ended by SIGKILL (out of memory?); all ranks were "
+            "stopped",
+        ),
+        (
+            [failure(0, -15), failure(1, -11)],
+            "dolmen: rank 1 (pid 101) was ended by SIGSEGV; all ranks were stopped",
+        ),
+        (
+            [failure(0, -15), failure(1, 1, "Traceback\nmine")],
+            "Traceback\nmine\ndolmen: rank 1 failed (exit code 1); all ranks were stopped",
+        ),
+        ([failure(0, 2, "dolmen: use less"), failure(1, -15)], "dolmen: use less"),
+        (
+            [failure(1, 3)],
+            "no traceback was left\ndolmen: rank 1 failed (exit code 3); all ranks were stopped",
+        ),
+    ],
+    ids=range(6),
+)
+def test_the_cause_is_the_first(failures, said):
+    assert launch.cause({f.local_rank: f for f in failures}) == said
 
 
 @pytest.fixture
 def ended(monkeypatch):
     """os._exit, observed."""
-    def leave(code): raise SystemExit(("at once", code))
+
+    def leave(code):
+        raise SystemExit(("at once", code))
+
     monkeypatch.setattr(os, "_exit", leave)
     return lambda work: pytest.raises(SystemExit, launch.guarded, work).value.code
 
 
 def raiser(error):
-    def work(): raise error
+    def work():
+        raise error
+
     return work
 
 
 def test_guarded_alone(ended, capsys):
-    """No launcher of ours: a traceback on stderr, once. What the command line knows how to end goes through."""
+    """No launcher of ours: a traceback on stderr, once. What the command line knows how to end goes
+    through.
+    """
     assert ended(raiser(ArithmeticError("x"))) == ("at once", 1)
     assert capsys.readouterr().err.count("Traceback") == 1
     for error in (BadInput("x"), KeyboardInterrupt(), BrokenPipeError()):
-        with pytest.raises(type(error)): launch.guarded(raiser(error))
+        with pytest.raises(type(error)):
+            launch.guarded(raiser(error))
     assert launch.guarded(lambda: 7) == 7 and capsys.readouterr().err == ""
 
 
@@ -323,7 +505,11 @@ def test_guarded_worker(ended, capsys, monkeypatch, tmp_path):
     """A worker of our launcher leaves its traceback, or its refusal, to it, and prints nothing."""
     monkeypatch.setenv(launch.LAUNCHER, str(os.getppid()))
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error"))
-    for error, code, said in ((ArithmeticError("x"), 1, "Traceback"), (BadInput("use y"), 2, "dolmen: use y"), (KeyboardInterrupt(), 1, "Traceback")):
+    for error, code, said in (
+        (ArithmeticError("x"), 1, "Traceback"),
+        (BadInput("use y"), 2, "dolmen: use y"),
+        (KeyboardInterrupt(), 1, "Traceback"),
+    ):
         assert ended(raiser(error)) == ("at once", code)
         assert json.loads((tmp_path / "error").read_text())["message"]["message"].startswith(said)
     assert capsys.readouterr().err == ""

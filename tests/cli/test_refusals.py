@@ -1,5 +1,6 @@
-"""Bad input: exit code 2 before the first step and before any process, nothing written, nothing lost, and a message with
-the numbers and the knob."""
+"""Bad input: exit code 2 before the first step and before any process, nothing written, nothing
+lost, and a message with the numbers and the knob.
+"""
 
 import json
 import os
@@ -20,7 +21,10 @@ material, one_thread = tinyrun.material, tinyrun.one_thread
 @pytest.fixture(autouse=True)
 def no_process(monkeypatch):
     """Whoever starts processes, or trains, has not refused."""
-    def started(*args): raise AssertionError("processes were started")
+
+    def started(*args):
+        raise AssertionError("processes were started")
+
     monkeypatch.setattr(launch, "launch", started)
     monkeypatch.setattr(launch, "guarded", started)
 
@@ -37,15 +41,44 @@ def refused(material: Material, out: Path, *words, file: str | Path | None = Non
 
 OPTIONS = {
     # layouts
-    "tp-heads": ("--layout.tp 8", "num_attention_heads (4) is not divisible by tp (8): set --layout.tp to a divisor, such as 4"),
-    "tp-ffn": ("--layout.tp 4 --model.intermediate-size 50", "intermediate_size (50) is not divisible by tp (4): set --layout.tp"),
-    "dp-batch": ("--layout.dp 3", "train.global-batch-size (4) is not divisible by dp (3): set --train.global-batch-size to a multiple, such as 6"),
-    "microbatch": ("--train.microbatch-size 3", "4 sequences a rank is not divisible by train.microbatch-size (3): set --train.microbatch-size 2"),
-    "microbatch-dp": ("--layout.dp 2 --train.microbatch-size 4", "(4) / dp (2) = 2 sequences a rank is not divisible by train.microbatch-size (4)"),
-    "sequence-parallel": ("--layout.tp 2 --layout.sequence-parallel --train.sequence-length 15 --train.microbatch-size 1",
-                          "the 1 x 15 tokens of a microbatch over tp (2), which does not divide them: set --train.sequence-length to a multiple"),
-    "nproc": ("--layout.tp 2 --nproc 3", "layout.tp (2) x layout.dp (1) = 2 processes, but there are 3: set --layout.tp and --layout.dp"),
-    "nproc-dp": ("--layout.dp 4 --nproc 2", "layout.tp (1) x layout.dp (4) = 4 processes, but there are 2"),
+    "tp-heads": (
+        "--layout.tp 8",
+        "num_attention_heads (4) is not divisible by tp (8): set --layout.tp to a divisor, "
+        "such as 4",
+    ),
+    "tp-ffn": (
+        "--layout.tp 4 --model.intermediate-size 50",
+        "intermediate_size (50) is not divisible by tp (4): set --layout.tp",
+    ),
+    "dp-batch": (
+        "--layout.dp 3",
+        "train.global-batch-size (4) is not divisible by dp (3): set --train.global-batch-size to "
+        "a multiple, such as 6",
+    ),
+    "microbatch": (
+        "--train.microbatch-size 3",
+        "4 sequences a rank is not divisible by train.microbatch-size (3): set "
+        "--train.microbatch-size 2",
+    ),
+    "microbatch-dp": (
+        "--layout.dp 2 --train.microbatch-size 4",
+        "(4) / dp (2) = 2 sequences a rank is not divisible by train.microbatch-size (4)",
+    ),
+    "sequence-parallel": (
+        "--layout.tp 2 --layout.sequence-parallel --train.sequence-length 15 "
+        "--train.microbatch-size 1",
+        "the 1 x 15 tokens of a microbatch over tp (2), which does not divide them: set "
+        "--train.sequence-length to a multiple",
+    ),
+    "nproc": (
+        "--layout.tp 2 --nproc 3",
+        "layout.tp (2) x layout.dp (1) = 2 processes, but there are 3: set --layout.tp and "
+        "--layout.dp",
+    ),
+    "nproc-dp": (
+        "--layout.dp 4 --nproc 2",
+        "layout.tp (1) x layout.dp (4) = 4 processes, but there are 2",
+    ),
     "nproc-0": ("--nproc 0", "--nproc is 0: it must be at least 1"),
     "tp-0": ("--layout.tp 0", "layout.tp is 0: it must be at least 1"),
     "zero-7": ("--layout.zero 7", "invalid choice '7' for argument '--layout.zero'"),
@@ -55,26 +88,61 @@ OPTIONS = {
     "missing-folder": ("--data.path {folder}/docs/none/", "no such file or folder"),
     "empty": ("--data.path {scratch}/empty.txt", "empty.txt: 1 files with 0 bytes"),
     "empty-folder": ("--data.path {scratch}/empty", "none to read"),
-    "short": ("--data.path {scratch}/short.txt", "fewer than one window of sequence_length + 1 (17): use a smaller --train.sequence-length"),
-    "validation": ("--data.validation {folder}/none.txt", "--data.validation {folder}/none.txt: no such file or folder"),
-    "fraction": ("--data.validation-fraction 0.9", "--data.validation-fraction is 0.9: use 0 (no validation) to 0.5"),
+    "short": (
+        "--data.path {scratch}/short.txt",
+        "fewer than one window of sequence_length + 1 (17): use a smaller --train.sequence-length",
+    ),
+    "validation": (
+        "--data.validation {folder}/none.txt",
+        "--data.validation {folder}/none.txt: no such file or folder",
+    ),
+    "fraction": (
+        "--data.validation-fraction 0.9",
+        "--data.validation-fraction is 0.9: use 0 (no validation) to 0.5",
+    ),
     # tokenizers
-    "vocabulary": ("--model.vocab-size 200", "the tokenizer has 300 tokens, the model's vocab_size is 200: use --model.vocab-size 300 or more"),
+    "vocabulary": (
+        "--model.vocab-size 200",
+        "the tokenizer has 300 tokens, the model's vocab_size is 200: use --model.vocab-size 300 "
+        "or more",
+    ),
     "no-tokenizer": ("--data.tokenizer {folder}/docs", "no tokenizer"),
-    "no-end": ("--data.tokenizer {scratch}/no-end", "names no end-of-text token, so the end of a document cannot be marked: use --data.end-of-text"),
-    "end": ("--data.end-of-text <none>", "--data.end-of-text '<none>' is not one of the tokenizer's 300 tokens"),
+    "no-end": (
+        "--data.tokenizer {scratch}/no-end",
+        "names no end-of-text token, so the end of a document cannot be marked: use "
+        "--data.end-of-text",
+    ),
+    "end": (
+        "--data.end-of-text <none>",
+        "--data.end-of-text '<none>' is not one of the tokenizer's 300 tokens",
+    ),
     # the run
-    "long": ("--train.sequence-length 65",
-             "train.sequence-length (65) is over the model's max_position_embeddings (64): set --train.sequence-length 64"),
+    "long": (
+        "--train.sequence-length 65",
+        "train.sequence-length (65) is over the model's max_position_embeddings (64): set "
+        "--train.sequence-length 64",
+    ),
     "steps": ("--train.steps 0", "train.steps is 0: it must be at least 1"),
-    "validate-every": ("--log.validate-every -1", "log.validate-every is -1: it must not be negative"),
+    "validate-every": (
+        "--log.validate-every -1",
+        "log.validate-every is -1: it must not be negative",
+    ),
     "log-every": ("--log.every 0", "log.every is 0: it must be at least 1"),
     "keep": ("--checkpoint.keep -1", "checkpoint.keep is -1: it must not be negative"),
     "lr": ("--optimizer.lr -1", "optimizer.lr is -1.0: it must be finite and not negative"),
     "lr-nan": ("--optimizer.lr nan", "optimizer.lr is nan: it must be finite"),
-    "warmup": ("--optimizer.warmup-steps -4", "optimizer.warmup-steps is -4: it must be finite and not negative"),
-    "beta": ("--optimizer.beta1 2", "optimizer.beta1 (2.0) and optimizer.beta2 (0.95) must lie in [0, 1)"),
-    "finish": ("--finish.verify", "finish.verify and finish.sample read the exported model: set --finish.export too"),
+    "warmup": (
+        "--optimizer.warmup-steps -4",
+        "optimizer.warmup-steps is -4: it must be finite and not negative",
+    ),
+    "beta": (
+        "--optimizer.beta1 2",
+        "optimizer.beta1 (2.0) and optimizer.beta2 (0.95) must lie in [0, 1)",
+    ),
+    "finish": (
+        "--finish.verify",
+        "finish.verify and finish.sample read the exported model: set --finish.export too",
+    ),
     "family": ("--model.family lama", "'lama': dolmen knows gpt2, llama"),
     "inexpressible": ("--model.norm layernorm", "family llama cannot express norm = layernorm"),
     "head-dim": ("--model.head-dim 7", "head_dim (7) is odd"),
@@ -97,7 +165,11 @@ def scratch(material, tmp_path_factory) -> Path:
     shutil.copytree(material.tokenizer, folder / "no-end")
     (folder / "no-end" / "special_tokens_map.json").unlink(missing_ok=True)
     file = folder / "no-end" / "tokenizer_config.json"
-    file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if not k.endswith("_token")}))
+    file.write_text(
+        json.dumps(
+            {k: v for k, v in json.loads(file.read_text()).items() if not k.endswith("_token")}
+        )
+    )
     return folder
 
 
@@ -112,16 +184,25 @@ FILES = {
     "section": ("optimiser: {lr: 1}", "unknown option optimiser: did you mean optimizer?"),
     "no-name-near": ("zzz: 1", "unknown option zzz; known: name, init, model"),
     "number": ("1: 2", "unknown option 1; known:"),
-    "inner": ("model: {rope: {tetha: 5.0}}", "unknown option model.rope.tetha: did you mean theta?"),
+    "inner": (
+        "model: {rope: {tetha: 5.0}}",
+        "unknown option model.rope.tetha: did you mean theta?",
+    ),
     "text-for-int": ("train: {steps: five}", "train.steps is 'five': it must be int"),
     "float-for-int": ("train: {steps: 2.5}", "train.steps is 2.5: it must be int"),
     "bool-for-int": ("train: {steps: true}", "train.steps is True: it must be int"),
-    "text-for-bool": ("layout: {sequence_parallel: 'yes'}", "layout.sequence_parallel is 'yes': it must be bool"),
+    "text-for-bool": (
+        "layout: {sequence_parallel: 'yes'}",
+        "layout.sequence_parallel is 'yes': it must be bool",
+    ),
     "text-for-float": ("optimizer: {lr: fast}", "optimizer.lr is 'fast': it must be a number"),
     "null-for-float": ("optimizer: {lr: null}", "optimizer.lr is None: it must be float"),
     "null-section": ("optimizer:", "optimizer must be a mapping of options, not None"),
     "number-for-text": ("data: {path: [1]}", "data.path is 1: it must be str"),
-    "choice": ("train: {dtype: float64}", "train.dtype is 'float64': use one of float32, bfloat16, float16"),
+    "choice": (
+        "train: {dtype: float64}",
+        "train.dtype is 'float64': use one of float32, bfloat16, float16",
+    ),
     "bool-for-choice": ("layout: {zero: true}", "layout.zero is True: use one of 0, 1, 2, 3"),
     "range": ("optimizer: {lr: -1}", "optimizer.lr is -1.0: it must be finite and not negative"),
     "list": ("[1, 2]", "the configuration must be a mapping of options, not [1, 2]"),
@@ -144,14 +225,36 @@ def test_a_file_that_is_not_text(material, tmp_path):
     assert "is not a YAML file" in refused(material, tmp_path / "out", file=tmp_path / "run.yaml")
 
 
-def missing(model: Path): change(model, lambda t: t.pop("model.layers.0.mlp.up_proj.weight"))
-def extra(model: Path): change(model, lambda t: t.update({"model.layers.0.mlp.gate.bias": torch.zeros(3)}))
-def misshaped(model: Path): change(model, lambda t: t.update({"model.layers.1.mlp.up_proj.weight": torch.zeros(50, 32)}))
-def truncated(model: Path): os.truncate(model / "model.safetensors", (model / "model.safetensors").stat().st_size - 100)
-def no_config(model: Path): (model / "config.json").unlink()
-def no_weights(model: Path): (model / "model.safetensors").unlink()
-def pickled(model: Path): (model / "model.safetensors").rename(model / "pytorch_model.bin")
-def other_class(model: Path): (model / "config.json").write_text(json.dumps({"model_type": "t5"}))
+def missing(model: Path):
+    change(model, lambda t: t.pop("model.layers.0.mlp.up_proj.weight"))
+
+
+def extra(model: Path):
+    change(model, lambda t: t.update({"model.layers.0.mlp.gate.bias": torch.zeros(3)}))
+
+
+def misshaped(model: Path):
+    change(model, lambda t: t.update({"model.layers.1.mlp.up_proj.weight": torch.zeros(50, 32)}))
+
+
+def truncated(model: Path):
+    os.truncate(model / "model.safetensors", (model / "model.safetensors").stat().st_size - 100)
+
+
+def no_config(model: Path):
+    (model / "config.json").unlink()
+
+
+def no_weights(model: Path):
+    (model / "model.safetensors").unlink()
+
+
+def pickled(model: Path):
+    (model / "model.safetensors").rename(model / "pytorch_model.bin")
+
+
+def other_class(model: Path):
+    (model / "config.json").write_text(json.dumps({"model_type": "t5"}))
 
 
 def change(model: Path, how) -> None:
@@ -177,16 +280,27 @@ def test_init(material, tmp_path, damage):
     model = tmp_path / "model"
     shutil.copytree(material.model, model)
     damage(model)
-    said = refused(material, tmp_path / "out", "--init", model, "--data.path", material.docs, file="pretrain")
+    said = refused(
+        material, tmp_path / "out", "--init", model, "--data.path", material.docs, file="pretrain"
+    )
     assert MODELS[damage] in said and str(model) in said
-    if damage is misshaped: assert "config.json makes it (48, 32): check intermediate_size" in said
-    for verb in ("verify", "generate"):                                        # the same from every verb that loads a model
+    if damage is misshaped:
+        assert "config.json makes it (48, 32): check intermediate_size" in said
+    for verb in ("verify", "generate"):  # the same from every verb that loads a model
         result = dolmen(verb, model, *(["--prompt", "a"] if verb == "generate" else []))
         assert result.code == 2 and MODELS[damage] in result.words and not result.out
 
 
 def test_init_that_is_not_there(material, tmp_path):
-    said = refused(material, tmp_path / "out", "--init", "no/such/model/here", "--data.path", material.docs, file="pretrain")
+    said = refused(
+        material,
+        tmp_path / "out",
+        "--init",
+        "no/such/model/here",
+        "--data.path",
+        material.docs,
+        file="pretrain",
+    )
     assert "no/such/model/here is neither a folder nor a model" in said
 
 
@@ -205,8 +319,10 @@ def test_a_folder_that_holds_something(material, tmp_path):
     out = tmp_path / "out"
     (out / "checkpoints").mkdir(parents=True)
     (out / "notes.txt").write_text("mine")
-    for words, want in ([], f"{out} already holds a run: use --resume to go on, --overwrite to start again"), \
-                       (["--overwrite"], f"--overwrite would delete {out}, which holds no config.yaml"):
+    for words, want in (
+        ([], f"{out} already holds a run: use --resume to go on, --overwrite to start again"),
+        (["--overwrite"], f"--overwrite would delete {out}, which holds no config.yaml"),
+    ):
         result = dolmen("train", material.file, "--out", out, *words)
         assert result.code == 2 and want in result.words
         assert (out / "notes.txt").read_text() == "mine" and len(list(out.iterdir())) == 2
@@ -228,35 +344,60 @@ def test_overwrite_never_deletes_what_the_run_reads(material, tmp_path):
     shutil.copytree(material.model, out / "hf")
     shutil.copytree(material.docs, out / "docs")
     shutil.copy(material.file, out / "mine.yaml")
-    for words in (["pretrain", "--init", out / "hf", "--data.path", material.docs], [material.file, "--data.path", out / "docs" / "01.txt"],
-                  [material.file, "--data.path", f"0.5:{out}/docs", f"0.5:{material.docs}"], [material.file, "--data.tokenizer", out / "hf"],
-                  [material.file, "--data.validation", out / "docs" / "01.txt"], [out / "mine.yaml"]):
+    for words in (
+        ["pretrain", "--init", out / "hf", "--data.path", material.docs],
+        [material.file, "--data.path", out / "docs" / "01.txt"],
+        [material.file, "--data.path", f"0.5:{out}/docs", f"0.5:{material.docs}"],
+        [material.file, "--data.tokenizer", out / "hf"],
+        [material.file, "--data.validation", out / "docs" / "01.txt"],
+        [out / "mine.yaml"],
+    ):
         result = dolmen("train", *words, "--out", out, "--overwrite")
         assert result.code == 2 and f"--overwrite would delete {out}/" in result.words, result
         assert len(list(out.iterdir())) == 4
 
 
 def test_export(material, tmp_path):
-    for words, want in ((["nowhere", "--to", tmp_path / "to"], "nowhere holds no whole checkpoint"),
-                        ([material.docs, "--to", tmp_path / "to"], "holds no whole checkpoint"), (["nowhere"], "--to")):
+    for words, want in (
+        (["nowhere", "--to", tmp_path / "to"], "nowhere holds no whole checkpoint"),
+        ([material.docs, "--to", tmp_path / "to"], "holds no whole checkpoint"),
+        (["nowhere"], "--to"),
+    ):
         result = dolmen("export", *words)
         assert result.code == 2 and want in result.words and not (tmp_path / "to").exists()
 
 
 def test_verify_and_generate(material, monkeypatch):
-    monkeypatch.setattr(launch, "guarded", lambda work: work())                # these two refuse a request after loading
-    for words, want in ((["verify", material.model, "--layout.tp", 3], "num_attention_heads (4) is not divisible by tp (3)"),
-                        (["verify", material.model, "--layout.tp", 0], "layout.tp is 0"),
-                        (["verify", material.model, "--length", 0], "use --length 1 or more"),
-                        (["verify", material.model, "--against", "no/such/model/here"], "is neither a folder nor a model"),
-                        (["generate", material.model], "--prompt"),
-                        (["generate", material.model, "--prompt", "a", "--temperature", -1], "use --temperature 0 (greedy) or more"),
-                        (["generate", material.model, "--prompt", "a", "--max-new-tokens", 0], "use --max-new-tokens 1 or more"),
-                        (["generate", material.model, "--prompt", "a", "--top-p", 3], "top_p")):
+    # these two refuse a request after loading
+    monkeypatch.setattr(launch, "guarded", lambda work: work())
+    for words, want in (
+        (
+            ["verify", material.model, "--layout.tp", 3],
+            "num_attention_heads (4) is not divisible by tp (3)",
+        ),
+        (["verify", material.model, "--layout.tp", 0], "layout.tp is 0"),
+        (["verify", material.model, "--length", 0], "use --length 1 or more"),
+        (
+            ["verify", material.model, "--against", "no/such/model/here"],
+            "is neither a folder nor a model",
+        ),
+        (["generate", material.model], "--prompt"),
+        (
+            ["generate", material.model, "--prompt", "a", "--temperature", -1],
+            "use --temperature 0 (greedy) or more",
+        ),
+        (
+            ["generate", material.model, "--prompt", "a", "--max-new-tokens", 0],
+            "use --max-new-tokens 1 or more",
+        ),
+        (["generate", material.model, "--prompt", "a", "--top-p", 3], "top_p"),
+    ):
         result = dolmen(*words)
         assert result.code == 2 and want in result.words and not result.out, result
 
 
 def test_the_model_of_the_file_is_checked_like_that_of_a_recipe(material, tmp_path):
     (tmp_path / "run.yaml").write_text(f"model: {json.dumps(MODEL | {'num_attention_heads': 5})}\n")
-    assert "num_attention_heads (5) is not divisible by num_key_value_heads (2)" in refused(material, tmp_path / "out", file=tmp_path / "run.yaml")
+    assert "num_attention_heads (5) is not divisible by num_key_value_heads (2)" in refused(
+        material, tmp_path / "out", file=tmp_path / "run.yaml"
+    )

@@ -1,4 +1,6 @@
-"""`dolmen train` from end to end in this process: what it leaves, what running it again and resuming it give."""
+"""`dolmen train` from end to end in this process: what it leaves, what running it again and
+resuming it give.
+"""
 
 import json
 import math
@@ -18,7 +20,9 @@ material, one_thread = tinyrun.material, tinyrun.one_thread
 def whole(material, tmp_path_factory):
     """Six steps, saved after each third, validated after each third."""
     out = tmp_path_factory.mktemp("runs") / "whole"
-    result = dolmen("train", material.file, "--out", out, "--checkpoint.every", 3, "--checkpoint.keep", 0)
+    result = dolmen(
+        "train", material.file, "--out", out, "--checkpoint.every", 3, "--checkpoint.keep", 0
+    )
     assert result.code == 0, result.err
     return out, result.out
 
@@ -28,27 +32,69 @@ def test_metrics(whole):
     found = rows(out)
     assert [row["step"] for row in found] == [1, 2, 3, 4, 5, 6]
     for row in found:
-        assert {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "mfu", "memory_gib", "time"} <= row.keys()
-        assert row["tokens"] == row["step"] * 4 * 16 and row["tokens_per_second"] > 0 and 0 < row["mfu"] < 1 and 0.05 < row["memory_gib"] < 64
-    assert [row["lr"] for row in found[:2]] == [0.005, 0.01] and found[5]["lr"] < found[2]["lr"]        # warm-up of 2, then cosine
+        assert {
+            "step",
+            "loss",
+            "grad_norm",
+            "lr",
+            "tokens",
+            "tokens_per_second",
+            "mfu",
+            "memory_gib",
+            "time",
+        } <= row.keys()
+        assert (
+            row["tokens"] == row["step"] * 4 * 16
+            and row["tokens_per_second"] > 0
+            and 0 < row["mfu"] < 1
+            and 0.05 < row["memory_gib"] < 64
+        )
+    # warm-up of 2, then cosine
+    assert [row["lr"] for row in found[:2]] == [0.005, 0.01] and found[5]["lr"] < found[2]["lr"]
     assert abs(found[0]["loss"] - math.log(300)) < 0.1 and found[5]["loss"] < found[0]["loss"] - 0.5
     validation = rows(out, "val_loss")
-    assert [row["step"] for row in validation] == [3, 6] and validation[1]["val_loss"] < validation[0]["val_loss"]
+    assert [row["step"] for row in validation] == [3, 6] and validation[1]["val_loss"] < validation[
+        0
+    ]["val_loss"]
     assert [row["time"] for row in found] == sorted(row["time"] for row in found)
 
 
 def test_what_a_run_leaves(whole):
     out, said = whole
     names = {p.name for p in out.iterdir()}
-    assert names == {"config.yaml", "metrics.jsonl", "loss.png", "tensorboard", "checkpoints", "tokenizer", "summary.json"}
-    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG") and list((out / "tensorboard").glob("events*"))
+    assert names == {
+        "config.yaml",
+        "metrics.jsonl",
+        "loss.png",
+        "tensorboard",
+        "checkpoints",
+        "tokenizer",
+        "summary.json",
+    }
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG") and list(
+        (out / "tensorboard").glob("events*")
+    )
     assert steps(out) == [3, 6] and (out / "tokenizer" / "tokenizer.json").is_file()
     summary = json.loads((out / "summary.json").read_text())
-    assert summary["steps"] == 6 and summary["val_loss"] == rows(out, "val_loss")[-1]["val_loss"] and summary["signal"] == 0
-    # the header says what is about to happen, a line a step what does, the end what has; no escape code without a terminal
-    for words in ("llama, 34.7 k parameters", "random weights, seed 0", "tp 1 x dp 1, ZeRO 1: 1 process", "4 sequences of 16 = 64 tokens",
-                  "0.4 MiB of weights and optimizer state", "step 1/6  loss 5.7", "step 6/6", "step 3: validation loss", "bits per byte",
-                  "6 steps in"):
+    assert (
+        summary["steps"] == 6
+        and summary["val_loss"] == rows(out, "val_loss")[-1]["val_loss"]
+        and summary["signal"] == 0
+    )
+    # the header says what is about to happen, a line a step what does, the end what has; no escape
+    # code without a terminal
+    for words in (
+        "llama, 34.7 k parameters",
+        "random weights, seed 0",
+        "tp 1 x dp 1, ZeRO 1: 1 process",
+        "4 sequences of 16 = 64 tokens",
+        "0.4 MiB of weights and optimizer state",
+        "step 1/6  loss 5.7",
+        "step 6/6",
+        "step 3: validation loss",
+        "bits per byte",
+        "6 steps in",
+    ):
         assert words in said, words
     assert "\x1b" not in said and said.count("\nstep 4/6") == 1
 
@@ -59,7 +105,9 @@ def test_the_summary_is_in_bits_of_the_text(whole, material):
     summary = json.loads((out / "summary.json").read_text())
     held = [open(f, "rb").read() for f in summary["validation_files"]]
     assert held and all(f.startswith(str(material.docs)) for f in summary["validation_files"])
-    assert summary["bits_per_byte"] == pytest.approx(summary["val_loss"] * summary["val_tokens"] / math.log(2) / sum(map(len, held)), rel=1e-12)
+    assert summary["bits_per_byte"] == pytest.approx(
+        summary["val_loss"] * summary["val_tokens"] / math.log(2) / sum(map(len, held)), rel=1e-12
+    )
 
 
 def test_config_yaml_can_be_run_again(whole, tmp_path):
@@ -78,41 +126,75 @@ def test_config_yaml_is_the_resolved_run(whole, material):
 
 
 def test_resumed_is_bitwise_never_stopped(whole, tmp_path):
-    """As if killed between step 5 and its end: rows of the record are cut back to step 3 and done again, the same."""
+    """As if killed between step 5 and its end: rows of the record are cut back to step 3 and done
+    again, the same.
+    """
     out, _ = whole
     copy = tmp_path / "copy"
     shutil.copytree(out, copy)
     shutil.rmtree(copy / "checkpoints" / "step-00000006")
     before = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (copy / "metrics.jsonl").write_text("".join(before[:-2]) + before[-2][:20])                          # a row cut short
+    (copy / "metrics.jsonl").write_text("".join(before[:-2]) + before[-2][:20])  # a row cut short
     result = dolmen("train", copy / "config.yaml", "--out", copy, "--resume")
-    assert result.code == 0 and "resuming from step 3\n" in result.out and "changed" not in result.out
+    assert (
+        result.code == 0 and "resuming from step 3\n" in result.out and "changed" not in result.out
+    )
     assert losses(copy) == losses(out)
     after = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
-    assert after[:4] == before[:4] and len(after) == len(before) == 8 and after[5] != before[5]          # 3 steps and a validation
+    # 3 steps and a validation
+    assert after[:4] == before[:4] and len(after) == len(before) == 8 and after[5] != before[5]
     assert [row["tokens"] for row in rows(copy)] == [row["tokens"] for row in rows(out)]
     assert same(tensors(copy, 6), tensors(out, 6))
 
 
 def test_resume_with_nothing_saved_says_so_and_starts(whole, material, tmp_path):
     result = dolmen("train", material.file, "--out", tmp_path / "new", "--resume")
-    assert result.code == 0 and "--resume: nothing is saved here yet, starting from step 0" in result.out
+    assert (
+        result.code == 0
+        and "--resume: nothing is saved here yet, starting from step 0" in result.out
+    )
     assert losses(tmp_path / "new") == losses(whole[0])
 
 
 def test_resume_says_what_changed(whole, material, tmp_path):
-    """Another learning rate, batch, length of the run and data; tokens go on counting from what they were."""
+    """Another learning rate, batch, length of the run and data; tokens go on counting from what
+    they were.
+    """
     out, _ = whole
     copy = tmp_path / "copy"
     shutil.copytree(out, copy)
-    result = dolmen("train", copy / "config.yaml", "--out", copy, "--resume", "--train.steps", 8, "--optimizer.lr", 0.002,
-                    "--train.global-batch-size", 2, "--data.path", material.docs / "0*.txt")
+    result = dolmen(
+        "train",
+        copy / "config.yaml",
+        "--out",
+        copy,
+        "--resume",
+        "--train.steps",
+        8,
+        "--optimizer.lr",
+        0.002,
+        "--train.global-batch-size",
+        2,
+        "--data.path",
+        material.docs / "0*.txt",
+    )
     assert result.code == 0 and "resuming from step 6" in result.out
     told = [line.strip() for line in result.out.splitlines() if line.startswith("  changed: ")]
-    for words in ("optimizer.lr: 0.01 -> 0.002", "train.global_batch_size: 4 -> 2", "train.steps: 6 -> 8", "data.path: ", "data 1: 30 documents",
-                  "checkpoint", "layout"):
-        assert (words not in ("checkpoint", "layout")) == any(line.startswith(f"changed: {words}") for line in told), (words, told)
-    assert [row["tokens"] for row in rows(copy)][5:] == [384, 416, 448] and rows(copy)[-1]["lr"] < 0.002
+    for words in (
+        "optimizer.lr: 0.01 -> 0.002",
+        "train.global_batch_size: 4 -> 2",
+        "train.steps: 6 -> 8",
+        "data.path: ",
+        "data 1: 30 documents",
+        "checkpoint",
+        "layout",
+    ):
+        assert (words not in ("checkpoint", "layout")) == any(
+            line.startswith(f"changed: {words}") for line in told
+        ), (words, told)
+    assert [row["tokens"] for row in rows(copy)][5:] == [384, 416, 448] and rows(copy)[-1][
+        "lr"
+    ] < 0.002
 
 
 def test_resume_with_nothing_left(whole, tmp_path):
@@ -120,15 +202,33 @@ def test_resume_with_nothing_left(whole, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(out, copy)
     result = dolmen("train", copy / "config.yaml", "--out", copy, "--resume")
-    assert result.code == 0 and "nothing is left to train; raise --train.steps to go on" in result.out
-    assert (copy / "metrics.jsonl").read_text() == (out / "metrics.jsonl").read_text() and steps(copy) == [3, 6]
+    assert (
+        result.code == 0 and "nothing is left to train; raise --train.steps to go on" in result.out
+    )
+    assert (copy / "metrics.jsonl").read_text() == (out / "metrics.jsonl").read_text() and steps(
+        copy
+    ) == [3, 6]
 
 
 def test_resume_of_another_model_is_refused(whole, tmp_path):
     out, _ = whole
     before = {p: p.stat().st_mtime_ns for p in out.rglob("*")}
-    result = dolmen("train", out / "config.yaml", "--out", out, "--resume", "--model.num-hidden-layers", 3, "--train.steps", 9)
-    assert result.code == 2 and "checkpoint of step 6 is of another model (model.num_hidden_layers: 2 -> 3)" in result.words
+    result = dolmen(
+        "train",
+        out / "config.yaml",
+        "--out",
+        out,
+        "--resume",
+        "--model.num-hidden-layers",
+        3,
+        "--train.steps",
+        9,
+    )
+    assert (
+        result.code == 2
+        and "checkpoint of step 6 is of another model (model.num_hidden_layers: 2 -> 3)"
+        in result.words
+    )
     assert {p: p.stat().st_mtime_ns for p in out.rglob("*")} == before
 
 
@@ -138,22 +238,53 @@ def test_a_run_is_not_overwritten_by_accident(whole, material, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(out, copy)
     (copy / "stale").write_text("of the run before")
-    assert dolmen("train", material.file, "--out", copy, "--overwrite", "--train.steps", 2).code == 0
+    assert (
+        dolmen("train", material.file, "--out", copy, "--overwrite", "--train.steps", 2).code == 0
+    )
     assert len(rows(copy)) == 2 and steps(copy) == [2] and not (copy / "stale").exists()
 
 
 def test_keep_and_the_last_step(material, tmp_path):
     """Steps 2, 4, 6 and the last; the newest two stay."""
-    assert dolmen("train", material.file, "--out", tmp_path / "out", "--train.steps", 7, "--checkpoint.every", 2, "--log.every", 3).code == 0
+    assert (
+        dolmen(
+            "train",
+            material.file,
+            "--out",
+            tmp_path / "out",
+            "--train.steps",
+            7,
+            "--checkpoint.every",
+            2,
+            "--log.every",
+            3,
+        ).code
+        == 0
+    )
     assert steps(tmp_path / "out") == [6, 7]
     assert [row["step"] for row in rows(tmp_path / "out")] == [3, 6, 7]
 
 
 def test_steps_unset_is_one_epoch_and_at_least_twenty(material, tmp_path):
     """One of the 30 documents is held out; of 20 steps here, 13 would do."""
-    result = dolmen("train", material.file, "--out", tmp_path / "out", "--train.steps", "None", "--train.sequence-length", 64,
-                    "--train.global-batch-size", 16, "--log.every", 100)
+    result = dolmen(
+        "train",
+        material.file,
+        "--out",
+        tmp_path / "out",
+        "--train.steps",
+        "None",
+        "--train.sequence-length",
+        64,
+        "--train.global-batch-size",
+        16,
+        "--log.every",
+        100,
+    )
     last = rows(tmp_path / "out")[-1]
     assert result.code == 0 and last["step"] == 20
     (epochs,) = (value for name, value in last.items() if name.startswith("epoch/"))
-    assert 1 < epochs < 2 and yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())["train"]["steps"] is None
+    assert (
+        1 < epochs < 2
+        and yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())["train"]["steps"] is None
+    )

@@ -10,7 +10,12 @@ def test_table_and_closed_form():
     shown = dolmen("schedule", "1f1b", "--pp", 4, "--microbatches", 8)
     assert shown.code == 0 and "1f1b: 4 ranks, 8 microbatches" in shown.out
     assert "span 33; idle 9 (closed form 9): 27.27% of the span, 37.50% of the work" in shown.out
-    assert re.findall(r"\n +(\d) +(\d) +16 +24 +27.27% +(\d)", shown.out) == [("0", "0", "4"), ("1", "1", "3"), ("2", "2", "2"), ("3", "3", "1")]
+    assert re.findall(r"\n +(\d) +(\d) +16 +24 +27.27% +(\d)", shown.out) == [
+        ("0", "0", "4"),
+        ("1", "1", "3"),
+        ("2", "2", "2"),
+        ("3", "3", "1"),
+    ]
     slow = dolmen("schedule", "zero-bubble", "--send", 0.5, "--weight", 0.8).out
     assert "closed form" not in slow and "zero-bubble: 4 ranks, 8 microbatches" in slow
 
@@ -18,18 +23,31 @@ def test_table_and_closed_form():
 def test_list_is_a_file(tmp_path):
     """What --list prints is read back, with the sizes of the file."""
     shown = dolmen("schedule", "zero-bubble-v", "--pp", 2, "--microbatches", 4, "--list")
-    (tmp_path / "mine.txt").write_text(shown.out[shown.out.index("placement: v"):])
+    (tmp_path / "mine.txt").write_text(shown.out[shown.out.index("placement: v") :])
     again = dolmen("schedule", tmp_path / "mine.txt", "--out", tmp_path / "mine.svg")
-    assert again.code == 0 and "mine.txt: 2 ranks, 4 microbatches, 2 virtual stages a rank" in again.out
+    assert (
+        again.code == 0
+        and "mine.txt: 2 ranks, 4 microbatches, 2 virtual stages a rank" in again.out
+    )
     assert "wrote " in again.out and (tmp_path / "mine.svg").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("words, want", (
-    (["nope"], "gpipe, 1f1b, interleaved"), (["interleaved", "--microbatches", 7], "groups of pp (4), and 7"), (["1f1b", "--virtual-stages", 2], "virtual-stages 1"),
-    (["gpipe", "--forward", 0], "--forward (0)"), (["gpipe", "--send", "nan"], "--send (nan)"), (["gpipe", "--pp", 0], "pp (0) must"),
-    (["gpipe", "--out", "a.pdf"], "use .svg or .png"), (["gpipe", "--out", "no/such/folder/a.png"], "no/such/folder"),
-    (["gpipe", "--microbatches", 10**9], "use fewer --microbatches"), (["gpipe", "--microbatches", 40_000, "--out", "a.png"], "more than a picture can show"),
-    (["none.txt"], "no schedule file none.txt")))
+@pytest.mark.parametrize(
+    "words, want",
+    (
+        (["nope"], "gpipe, 1f1b, interleaved"),
+        (["interleaved", "--microbatches", 7], "groups of pp (4), and 7"),
+        (["1f1b", "--virtual-stages", 2], "virtual-stages 1"),
+        (["gpipe", "--forward", 0], "--forward (0)"),
+        (["gpipe", "--send", "nan"], "--send (nan)"),
+        (["gpipe", "--pp", 0], "pp (0) must"),
+        (["gpipe", "--out", "a.pdf"], "use .svg or .png"),
+        (["gpipe", "--out", "no/such/folder/a.png"], "no/such/folder"),
+        (["gpipe", "--microbatches", 10**9], "use fewer --microbatches"),
+        (["gpipe", "--microbatches", 40_000, "--out", "a.png"], "more than a picture can show"),
+        (["none.txt"], "no schedule file none.txt"),
+    ),
+)
 def test_refusals(words, want, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shown = dolmen("schedule", *words)
@@ -39,4 +57,8 @@ def test_refusals(words, want, tmp_path, monkeypatch):
 def test_a_file_fixes_its_sizes(tmp_path):
     (tmp_path / "mine.txt").write_text("F0 B0\nF0 B0\n")
     shown = dolmen("schedule", tmp_path / "mine.txt", "--pp", 4)
-    assert shown.code == 2 and "is for pp 2, 1 microbatches and 1 virtual stages, but asked for are 4, 1 and 1" in shown.err
+    assert (
+        shown.code == 2
+        and "is for pp 2, 1 microbatches and 1 virtual stages, but asked for are 4, 1 and 1"
+        in shown.err
+    )

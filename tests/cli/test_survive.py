@@ -1,5 +1,6 @@
-"""Runs that survive: a restart after kill -9 goes on by itself and equals a run never disturbed, bit by bit; what must not be
-restarted is not; a rank that hangs is named. benchmarks/chaos.py does the same twenty times in one run.
+"""Runs that survive: a restart after kill -9 goes on by itself and equals a run never disturbed,
+bit by bit; what must not be restarted is not; a rank that hangs is named. benchmarks/chaos.py does
+the same twenty times in one run.
 """
 
 import os
@@ -25,7 +26,20 @@ FIXED = ("--optimizer.schedule", "constant", "--log.validate-every", 0, "--check
 def whole(material, tmp_path_factory):
     """Twelve steps that nobody disturbs, in one process."""
     out = tmp_path_factory.mktemp("survive") / "whole"
-    assert dolmen("train", material.file, "--out", out, *FIXED, "--train.steps", 12, "--checkpoint.keep", 0).code == 0
+    assert (
+        dolmen(
+            "train",
+            material.file,
+            "--out",
+            out,
+            *FIXED,
+            "--train.steps",
+            12,
+            "--checkpoint.keep",
+            0,
+        ).code
+        == 0
+    )
     return out
 
 
@@ -37,36 +51,70 @@ def run(whole, tmp_path):
 
 # ---- our launcher
 
+
 def test_killed_and_restarted_is_bitwise_never_killed(material, tmp_path, capfd):
-    """Two ranks; --overwrite, which the restart must not obey again; rank 1 is killed between two checkpoints."""
+    """Two ranks; --overwrite, which the restart must not obey again; rank 1 is killed between two
+    checkpoints.
+    """
     words = (*FIXED, *TWO, "--train.steps", 24)
     calm, wild = tmp_path / "calm", tmp_path / "wild"
     assert dolmen("train", material.file, "--out", calm, *words).code == 0
     shutil.copytree(calm, wild)
-    meanwhile(lambda: (wild / OWNER).exists() and at_step(wild, 6), lambda: os.kill(ranks(os.getpid())[1], signal.SIGKILL))
+    meanwhile(
+        lambda: (wild / OWNER).exists() and at_step(wild, 6),
+        lambda: os.kill(ranks(os.getpid())[1], signal.SIGKILL),
+    )
     capfd.readouterr()
-    result, said = dolmen("train", material.file, "--out", wild, "--overwrite", *words, "--max-restarts", 1), capfd.readouterr().out
+    result = dolmen(
+        "train", material.file, "--out", wild, "--overwrite", *words, "--max-restarts", 1
+    )
+    said = capfd.readouterr().out
     assert result.code == 0 and "was ended by SIGKILL" in result.err, result
     assert "dolmen: restart 1 of 1, from the newest whole checkpoint" in result.err
     assert said.count("resuming from step ") == 1 and "resuming from step 24" not in said
-    assert losses(wild) == losses(calm) and same(tensors(wild, 24), tensors(calm, 24)) and not ranks(os.getpid())
+    assert (
+        losses(wild) == losses(calm)
+        and same(tensors(wild, 24), tensors(calm, 24))
+        and not ranks(os.getpid())
+    )
 
 
 def light(tmp_path, monkeypatch, capfd, code: str, max_restarts: int = 2) -> tuple[int, str, int]:
     """launch() of two workers that only run `code`: (exit code, stderr, starts of a worker)."""
-    begun = f"if RANK: open({str(tmp_path)!r} + f'/begun-{{RANK}}-{{os.environ[\"TORCHELASTIC_RESTART_COUNT\"]}}', 'w').close()"
+    begun = (
+        f"if RANK: open({str(tmp_path)!r} + f'/begun-{{RANK}}-"
+        "{os.environ[\"TORCHELASTIC_RESTART_COUNT\"]}', 'w').close()"
+    )
     (tmp_path / "sitecustomize.py").write_text(f"{WORKER}\n{begun}\n{code}")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    return launch.launch(2, ["--version"], max_restarts), capfd.readouterr().err, len(list(tmp_path.glob("begun-0-*")))
+    return (
+        launch.launch(2, ["--version"], max_restarts),
+        capfd.readouterr().err,
+        len(list(tmp_path.glob("begun-0-*"))),
+    )
 
 
 def test_restarts_come_to_an_end(tmp_path, monkeypatch, capfd):
-    code, complained, begun = light(tmp_path, monkeypatch, capfd, "if RANK == '1': os.kill(os.getpid(), signal.SIGKILL)\nif RANK: time.sleep(60)")
-    assert (code, begun) == (1, 3) and complained.count("was ended by SIGKILL") == 3 and complained.count("dolmen: restart ") == 2
+    code, complained, begun = light(
+        tmp_path,
+        monkeypatch,
+        capfd,
+        "if RANK == '1': os.kill(os.getpid(), signal.SIGKILL)\nif RANK: time.sleep(60)",
+    )
+    assert (
+        (code, begun) == (1, 3)
+        and complained.count("was ended by SIGKILL") == 3
+        and complained.count("dolmen: restart ") == 2
+    )
 
 
 def test_a_restart_that_ends_well_is_well(tmp_path, monkeypatch, capfd):
-    code, complained, begun = light(tmp_path, monkeypatch, capfd, "if RANK == '1' and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': os._exit(1)")
+    code, complained, begun = light(
+        tmp_path,
+        monkeypatch,
+        capfd,
+        "if RANK == '1' and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': os._exit(1)",
+    )
     assert (code, begun) == (0, 2) and "restart 1 of 2" in complained
 
 
@@ -81,68 +129,138 @@ if RANK:
 """
 
 
-@pytest.mark.parametrize("error, code", [("BadInput('use --less')", 2), ("Failed('never finite', final=True)", 1)])
+@pytest.mark.parametrize(
+    "error, code", [("BadInput('use --less')", 2), ("Failed('never finite', final=True)", 1)]
+)
 def test_what_would_fail_again_is_not_restarted(tmp_path, monkeypatch, capfd, error, code):
     root = os.path.dirname(os.path.dirname(package.__file__))
-    got, complained, begun = light(tmp_path, monkeypatch, capfd, FINAL.format(root=root, error=error))
-    assert (got, begun) == (code, 1) and "restart" not in complained and "Traceback" not in complained
+    got, complained, begun = light(
+        tmp_path, monkeypatch, capfd, FINAL.format(root=root, error=error)
+    )
+    assert (
+        (got, begun) == (code, 1) and "restart" not in complained and "Traceback" not in complained
+    )
 
 
 def test_sigterm_is_not_restarted(tmp_path, monkeypatch, capfd):
-    meanwhile(lambda: len(list(tmp_path.glob("ready*"))) == 2, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    code = ("if RANK: signal.signal(signal.SIGUSR2, lambda *_: os._exit(143))\n"
-            f"if RANK: open({str(tmp_path)!r} + '/ready' + RANK, 'w').close(); time.sleep(60)")
+    meanwhile(
+        lambda: len(list(tmp_path.glob("ready*"))) == 2,
+        lambda: os.kill(os.getpid(), signal.SIGTERM),
+    )
+    code = (
+        "if RANK: signal.signal(signal.SIGUSR2, lambda *_: os._exit(143))\n"
+        f"if RANK: open({str(tmp_path)!r} + '/ready' + RANK, 'w').close(); time.sleep(60)"
+    )
     assert light(tmp_path, monkeypatch, capfd, code) == (143, "", 1)
 
 
 def test_a_stopped_rank_is_named(material, tmp_path):
     """SIGSTOP to rank 1: it cannot report, so rank 0 does, and nothing is left behind."""
     out = tmp_path / "run"
-    argv = [str(a) for a in (sys.executable, "-c", LIGHT, "train", material.file, "--out", out, *ENDLESS, *TWO, "--train.hang-seconds", 2)]
+    argv = [
+        str(a)
+        for a in (
+            sys.executable,
+            "-c",
+            LIGHT,
+            "train",
+            material.file,
+            "--out",
+            out,
+            *ENDLESS,
+            *TWO,
+            "--train.hang-seconds",
+            2,
+        )
+    ]
     launcher = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
     try:
         assert wait(lambda: at_step(out, 3)), launcher.communicate()
         workers = ranks(launcher.pid)
         os.kill(workers[1], signal.SIGSTOP)
         _, complained = launcher.communicate(timeout=60)
-    finally: launcher.kill()
-    assert launcher.returncode == 1 and f"dolmen: rank 1 ({os.uname().nodename}, pid {workers[1]}) last heard of after step " in complained, complained
-    assert "does not answer" in complained and "1 of 2 ranks wait for it" in complained and (out / "hang" / "rank-0.txt").stat().st_size
+    finally:
+        launcher.kill()
+    assert (
+        launcher.returncode == 1
+        and f"dolmen: rank 1 ({os.uname().nodename}, pid {workers[1]}) last heard of after step "
+        in complained
+    ), complained
+    assert (
+        "does not answer" in complained
+        and "1 of 2 ranks wait for it" in complained
+        and (out / "hang" / "rank-0.txt").stat().st_size
+    )
     assert wait(lambda: all(parent(pid) is None for pid in workers.values()), 5)
 
 
 # ---- torchrun
 
+
 def test_torchrun_restarts_what_was_killed_and_not_what_was_asked_to_end(material, tmp_path):
     """No --resume is given: the restart knows. After it, SIGTERM to torchrun saves and ends."""
     out = tmp_path / "run"
     words = ("train", material.file, "--out", out, *ENDLESS, *TWO, "--checkpoint.every", 4)
-    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "--max-restarts", 3, "-m", "dolmen", *words]
+    argv = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        2,
+        "--max-restarts",
+        3,
+        "-m",
+        "dolmen",
+        *words,
+    ]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    torchrun = subprocess.Popen([str(a) for a in argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+    torchrun = subprocess.Popen(
+        [str(a) for a in argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
+    )
     try:
         assert wait(lambda: at_step(out, 6)), torchrun.communicate()
         first = ranks(torchrun.pid)
         os.kill(first[1], signal.SIGKILL)
-        assert wait(lambda: len(now := ranks(torchrun.pid)) == 2 and not set(now.values()) & set(first.values()))
-        begun = (out / "metrics.jsonl").stat().st_ino      # a resumed run writes the file anew
-        assert wait(lambda: (out / "metrics.jsonl").stat().st_ino != begun and len(rows(out)) > 20), torchrun.communicate()
+        assert wait(
+            lambda: (
+                len(now := ranks(torchrun.pid)) == 2 and not set(now.values()) & set(first.values())
+            )
+        )
+        begun = (out / "metrics.jsonl").stat().st_ino  # a resumed run writes the file anew
+        assert wait(
+            lambda: (out / "metrics.jsonl").stat().st_ino != begun and len(rows(out)) > 20
+        ), torchrun.communicate()
         torchrun.send_signal(signal.SIGTERM)
         said, complained = torchrun.communicate(timeout=60)
-    finally: torchrun.kill()
+    finally:
+        torchrun.kill()
     assert torchrun.returncode != 0 and said.count("resuming from step ") == 1, complained
-    assert f"stopped by signal 15 after step {steps(out)[-1]}, saved" in said and len(rows(out)) == steps(out)[-1]
+    assert (
+        f"stopped by signal 15 after step {steps(out)[-1]}, saved" in said
+        and len(rows(out)) == steps(out)[-1]
+    )
 
 
 # ---- one worker as torchrun starts it, in this process
 
+
 @pytest.fixture
 def worker(monkeypatch):
     """dolmen() as a torchrun worker of one, after `count` restarts by the launcher `job`."""
+
     def worker(*words, count: int = 1, job: str = "job-1"):
-        for name, value in {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "TORCHELASTIC_RESTART_COUNT": count,
-                            "TORCHELASTIC_RUN_ID": job}.items(): monkeypatch.setenv(name, str(value))
+        for name, value in {
+            "RANK": 0,
+            "WORLD_SIZE": 1,
+            "LOCAL_RANK": 0,
+            "LOCAL_WORLD_SIZE": 1,
+            "TORCHELASTIC_RESTART_COUNT": count,
+            "TORCHELASTIC_RUN_ID": job,
+        }.items():
+            monkeypatch.setenv(name, str(value))
         return dolmen(*words)
+
     return worker
 
 
@@ -155,10 +273,28 @@ def test_a_first_start_is_refused_what_a_restart_is_not(worker, material, run):
 
 
 def test_only_the_first_start_overwrites(worker, material, run, whole):
-    """A restart goes on if its own job has emptied the folder, and empties it if the kill came before."""
-    words = ("train", material.file, "--out", run, "--overwrite", *FIXED, "--train.steps", 12, "--checkpoint.keep", 0)
+    """A restart goes on if its own job has emptied the folder, and empties it if the kill came
+    before.
+    """
+    words = (
+        "train",
+        material.file,
+        "--out",
+        run,
+        "--overwrite",
+        *FIXED,
+        "--train.steps",
+        12,
+        "--checkpoint.keep",
+        0,
+    )
     other = worker(*words)
-    assert other.code == 0 and "nothing is left" not in other.out and losses(run) == losses(whole) and (run / OWNER).read_text() == "run job-1"
+    assert (
+        other.code == 0
+        and "nothing is left" not in other.out
+        and losses(run) == losses(whole)
+        and (run / OWNER).read_text() == "run job-1"
+    )
     shutil.rmtree(run / "checkpoints" / "step-00000012")
     again = worker(*words)
     assert again.code == 0 and "resuming from step 8" in again.out and losses(run) == losses(whole)
@@ -168,7 +304,11 @@ def test_only_the_first_start_overwrites(worker, material, run, whole):
 def test_nothing_saved_yet_starts_again(worker, material, run, whole):
     shutil.rmtree(run / "checkpoints")
     again = worker("train", material.file, "--out", run, *FIXED, "--train.steps", 12)
-    assert again.code == 0 and "restart: nothing is saved here yet, starting from step 0" in again.out and losses(run) == losses(whole)
+    assert (
+        again.code == 0
+        and "restart: nothing is saved here yet, starting from step 0" in again.out
+        and losses(run) == losses(whole)
+    )
 
 
 @pytest.mark.parametrize("damage", ("a bit", "short", "state", "metadata"))
@@ -179,40 +319,70 @@ def test_a_restart_falls_back_to_an_older_checkpoint(worker, material, run, whol
         content = bytearray(shard.read_bytes())
         content[len(content) // 2] ^= 1
         shard.write_bytes(content)
-    elif damage == "short": os.truncate(shard, 100)
-    elif damage == "state": (newest / "state.json").write_text("{")
-    else: (newest / ".metadata").write_bytes(b"")
-    again = worker("train", material.file, "--out", run, *FIXED, "--train.steps", 12, "--checkpoint.keep", 0)
+    elif damage == "short":
+        os.truncate(shard, 100)
+    elif damage == "state":
+        (newest / "state.json").write_text("{")
+    else:
+        (newest / ".metadata").write_bytes(b"")
+    again = worker(
+        "train", material.file, "--out", run, *FIXED, "--train.steps", 12, "--checkpoint.keep", 0
+    )
     words = " ".join(again.out.split())
-    assert again.code == 0 and "WARNING: the newest checkpoint, of step 12, is damaged" in words and "resuming from step 8" in words
+    assert (
+        again.code == 0
+        and "WARNING: the newest checkpoint, of step 12, is damaged" in words
+        and "resuming from step 8" in words
+    )
     assert losses(run) == losses(whole) and same(tensors(run, 12), tensors(whole, 12))
     assert (run / "checkpoints" / "step-00000012.damaged").is_dir()
 
 
 # ---- what the world does
 
+
 @pytest.fixture
 def small(tmp_path):
     """A file system of 1.5 MiB: three checkpoints of the tiny model do not fit."""
     folder = tmp_path / "small"
     folder.mkdir()
-    mounted = os.geteuid() == 0 and subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1536k", "tmpfs", folder], capture_output=True).returncode == 0
-    if not mounted: pytest.skip("a small file system cannot be mounted here (not root?)")
+    mounted = (
+        os.geteuid() == 0
+        and subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=1536k", "tmpfs", folder], capture_output=True
+        ).returncode
+        == 0
+    )
+    if not mounted:
+        pytest.skip("a small file system cannot be mounted here (not root?)")
     yield folder
     subprocess.run(["umount", "-l", folder], check=True)
 
 
 def test_a_full_disk_is_told_and_breaks_nothing(material, small):
-    options = {"train": {"steps": 40}, "checkpoint": {"every": 1, "keep": 0}, "log": {"validate_every": 0}}
-    with pytest.raises(RuntimeError, match="No space left on device") as told: package.train(str(material.file), out=small / "run", **options)
-    newest = max(int(p.name[5:]) for p in (small / "run" / "checkpoints").iterdir() if p.name[5:].isdigit())
-    assert f"is of step {newest}: make room" in str(told.value) and "Traceback" not in str(told.value)
+    options = {
+        "train": {"steps": 40},
+        "checkpoint": {"every": 1, "keep": 0},
+        "log": {"validate_every": 0},
+    }
+    with pytest.raises(RuntimeError, match="No space left on device") as told:
+        package.train(str(material.file), out=small / "run", **options)
+    newest = max(
+        int(p.name[5:]) for p in (small / "run" / "checkpoints").iterdir() if p.name[5:].isdigit()
+    )
+    assert f"is of step {newest}: make room" in str(told.value) and "Traceback" not in str(
+        told.value
+    )
     assert len(tensors(small / "run", newest)) > 10 and newest < 10
 
 
 def test_steps_that_are_not_finite_name_their_documents(material, tmp_path):
     """A learning rate of 1e30: the weights are gone after a step, and the run after three more."""
-    options = {"train": {"steps": 30, "max_skipped_steps": 3}, "optimizer": {"lr": 1e30, "warmup_steps": 0, "clip": 0}, "log": {"validate_every": 0}}
+    options = {
+        "train": {"steps": 30, "max_skipped_steps": 3},
+        "optimizer": {"lr": 1e30, "warmup_steps": 0, "clip": 0},
+        "log": {"validate_every": 0},
+    }
     with pytest.raises(RuntimeError, match="last 3 steps, up to step .* not finite") as told:
         package.train(str(material.file), out=tmp_path / "run", **options)
-    assert str(told.value).count(": documents ") == 4, told.value              # rows of the batch
+    assert str(told.value).count(": documents ") == 4, told.value  # rows of the batch

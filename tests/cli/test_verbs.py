@@ -17,8 +17,26 @@ material, one_thread = tinyrun.material, tinyrun.one_thread
 def run(material, tmp_path_factory):
     """Three steps from the model of transformers, in bfloat16 on disk."""
     out = tmp_path_factory.mktemp("runs") / "run"
-    result = dolmen("train", "pretrain", "--init", material.model, "--data.path", material.docs, "--data.cache", material.folder / "cache",
-                    "--out", out, "--train.steps", 3, "--train.global-batch-size", 2, "--optimizer.lr", 1e-2, "--log.validate-every", 0)
+    result = dolmen(
+        "train",
+        "pretrain",
+        "--init",
+        material.model,
+        "--data.path",
+        material.docs,
+        "--data.cache",
+        material.folder / "cache",
+        "--out",
+        out,
+        "--train.steps",
+        3,
+        "--train.global-batch-size",
+        2,
+        "--optimizer.lr",
+        1e-2,
+        "--log.validate-every",
+        0,
+    )
     assert result.code == 0, result.err
     return out
 
@@ -30,7 +48,9 @@ def exported(run):
 
 
 def their_logits(folder, tokens, **options):
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, **options)(tokens).logits.detach()
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, **options)(
+        tokens
+    ).logits.detach()
 
 
 def test_init_starts_from_the_model(material, run):
@@ -39,16 +59,27 @@ def test_init_starts_from_the_model(material, run):
     assert abs(first["loss"] - 5.7) < 0.05 and first["step"] == 1
     model = load_file(material.model / "model.safetensors")
     saved = tensors(run, 3)
-    moved = (saved["model/layers.0.mlp.up.weight"] - model["model.layers.0.mlp.up_proj.weight"].float()).abs()
-    assert 0 < moved.max() < 3 * 1e-2                                          # three updates of at most lr
+    moved = (
+        saved["model/layers.0.mlp.up.weight"] - model["model.layers.0.mlp.up_proj.weight"].float()
+    ).abs()
+    assert 0 < moved.max() < 3 * 1e-2  # three updates of at most lr
 
 
 def test_export_is_what_was_trained(run, exported):
-    """The directory's tensors are the checkpoint's in the dtype of the source; transformers opens it with its tokenizer."""
-    assert {"model.safetensors", "config.json", "tokenizer.json", "generation_config.json"} <= {p.name for p in exported.iterdir()}
+    """The directory's tensors are the checkpoint's in the dtype of the source; transformers opens
+    it with its tokenizer.
+    """
+    assert {"model.safetensors", "config.json", "tokenizer.json", "generation_config.json"} <= {
+        p.name for p in exported.iterdir()
+    }
     written, saved = load_file(exported / "model.safetensors"), tensors(run, 3)
-    assert {t.dtype for t in written.values()} == {torch.bfloat16} and {t.dtype for t in saved.values()} == {torch.float32}
-    assert torch.equal(written["model.layers.1.self_attn.q_proj.weight"], saved["model/layers.1.attn.q.weight"].bfloat16())
+    assert {t.dtype for t in written.values()} == {torch.bfloat16} and {
+        t.dtype for t in saved.values()
+    } == {torch.float32}
+    assert torch.equal(
+        written["model.layers.1.self_attn.q_proj.weight"],
+        saved["model/layers.1.attn.q.weight"].bfloat16(),
+    )
     assert transformers.AutoTokenizer.from_pretrained(exported).decode([5, 6])
     assert json.loads((exported / "config.json").read_text())["dtype"] == "bfloat16"
 
@@ -56,36 +87,89 @@ def test_export_is_what_was_trained(run, exported):
 def test_export_has_the_logits_of_the_run(run, tmp_path):
     from dolmen.core.mesh import SINGLE
     from dolmen.serve import engine
-    assert dolmen("export", run / "checkpoints" / "step-00000003", "--to", tmp_path / "hf", "--dtype", "float32").code == 0
+
+    assert (
+        dolmen(
+            "export",
+            run / "checkpoints" / "step-00000003",
+            "--to",
+            tmp_path / "hf",
+            "--dtype",
+            "float32",
+        ).code
+        == 0
+    )
     tokens = torch.randint(300, (2, 20), generator=torch.Generator().manual_seed(0))
-    assert {t.dtype for t in load_file(tmp_path / "hf" / "model.safetensors").values()} == {torch.float32}
-    with torch.no_grad(): ours = engine.load(tmp_path / "hf", SINGLE)(tokens)
+    assert {t.dtype for t in load_file(tmp_path / "hf" / "model.safetensors").values()} == {
+        torch.float32
+    }
+    with torch.no_grad():
+        ours = engine.load(tmp_path / "hf", SINGLE)(tokens)
     assert (ours - their_logits(tmp_path / "hf", tokens)).abs().max() < 1e-5
 
 
 def test_export_of_a_run_from_nothing_is_float32(material, tmp_path):
-    result = dolmen("train", material.file, "--out", tmp_path / "out", "--train.steps", 1, "--train.dtype", "bfloat16",
-                    "--finish.export", "--finish.verify", "--finish.sample", "ab", "--finish.compressors")
-    assert result.code == 0 and "gives the same logits" in result.out and "a sample" in result.out and "gzip -9" in result.out, result.out
-    assert {t.dtype for t in load_file(tmp_path / "out" / "hf" / "model.safetensors").values()} == {torch.float32}
-    assert json.loads((tmp_path / "out" / "hf" / "generation_config.json").read_text())["eos_token_id"] == 0     # the tokenizer's
-    again = dolmen("train", material.file, "--out", tmp_path / "out", "--resume", "--finish.export", "--train.steps", 2)
-    assert again.code == 0 and losses(tmp_path / "out")[-1][0] == 2            # and hf/ is written anew
+    result = dolmen(
+        "train",
+        material.file,
+        "--out",
+        tmp_path / "out",
+        "--train.steps",
+        1,
+        "--train.dtype",
+        "bfloat16",
+        "--finish.export",
+        "--finish.verify",
+        "--finish.sample",
+        "ab",
+        "--finish.compressors",
+    )
+    assert (
+        result.code == 0
+        and "gives the same logits" in result.out
+        and "a sample" in result.out
+        and "gzip -9" in result.out
+    ), result.out
+    assert {t.dtype for t in load_file(tmp_path / "out" / "hf" / "model.safetensors").values()} == {
+        torch.float32
+    }
+    # the tokenizer's
+    assert (
+        json.loads((tmp_path / "out" / "hf" / "generation_config.json").read_text())["eos_token_id"]
+        == 0
+    )
+    again = dolmen(
+        "train",
+        material.file,
+        "--out",
+        tmp_path / "out",
+        "--resume",
+        "--finish.export",
+        "--train.steps",
+        2,
+    )
+    assert again.code == 0 and losses(tmp_path / "out")[-1][0] == 2  # and hf/ is written anew
 
 
 def test_export_refuses_a_full_folder(run, exported):
     before = (exported / "model.safetensors").stat().st_mtime_ns
     result = dolmen("export", run, "--to", exported)
-    assert result.code == 2 and "exists and is not empty" in result.err and (exported / "model.safetensors").stat().st_mtime_ns == before
+    assert (
+        result.code == 2
+        and "exists and is not empty" in result.err
+        and (exported / "model.safetensors").stat().st_mtime_ns == before
+    )
 
 
 def test_verify(exported, material, tmp_path):
     result = dolmen("verify", exported, "--length", 16)
     assert result.code == 0 and "DIFFERS" not in result.out
-    assert all(f" {row} " in result.out for row in ("logits", "loss", "gradient norm", "greedy tokens"))
+    assert all(
+        f" {row} " in result.out for row in ("logits", "loss", "gradient norm", "greedy tokens")
+    )
     other = dolmen("verify", exported, "--against", material.model, "--length", 16)
     assert other.code == 1 and "DIFFERS" in other.out
-    shutil.copytree(exported, tmp_path / "changed")                            # one weight of one element more
+    shutil.copytree(exported, tmp_path / "changed")  # one weight of one element more
     weights = load_file(exported / "model.safetensors")
     weights["model.layers.1.mlp.down_proj.weight"][3, 4] += 1.0
     save_file(weights, tmp_path / "changed" / "model.safetensors", metadata={"format": "pt"})
@@ -93,13 +177,32 @@ def test_verify(exported, material, tmp_path):
 
 
 def test_generate(exported):
-    """Greedy text is that of transformers, the prompt before it; --temperature draws, the same for the same seed."""
+    """Greedy text is that of transformers, the prompt before it; --temperature draws, the same for
+    the same seed.
+    """
     tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
     prompt = tokenizer("abc def", return_tensors="pt").input_ids
     model = transformers.AutoModelForCausalLM.from_pretrained(exported)
-    theirs = tokenizer.decode(model.generate(prompt, max_new_tokens=12, do_sample=False, pad_token_id=0)[0], skip_special_tokens=True)
+    theirs = tokenizer.decode(
+        model.generate(prompt, max_new_tokens=12, do_sample=False, pad_token_id=0)[0],
+        skip_special_tokens=True,
+    )
     first = dolmen("generate", exported, "--prompt", "abc def", "--max-new-tokens", 12)
-    assert first.code == 0 and first.out == theirs.rstrip("\N{REPLACEMENT CHARACTER}") + "\n" and len(first.out) > len("abc def\n")
-    words = ("generate", exported, "--prompt", "abc def", "--max-new-tokens", 12, "--temperature", 1, "--seed")
+    assert (
+        first.code == 0
+        and first.out == theirs.rstrip("\N{REPLACEMENT CHARACTER}") + "\n"
+        and len(first.out) > len("abc def\n")
+    )
+    words = (
+        "generate",
+        exported,
+        "--prompt",
+        "abc def",
+        "--max-new-tokens",
+        12,
+        "--temperature",
+        1,
+        "--seed",
+    )
     drawn = [dolmen(*words, seed).out for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2] and drawn[0] != first.out

@@ -1,4 +1,6 @@
-"""Model folders: what is refused before anything is built, tied heads, prefixes, shards, and exports that are whole."""
+"""Model folders: what is refused before anything is built, tied heads, prefixes, shards, and
+exports that are whole.
+"""
 
 import contextlib
 import io
@@ -17,11 +19,29 @@ from dolmen.convert.safetensors import Stored
 from dolmen.families import to_hf, weight_map
 from dolmen.model.config import ModelConfig, parameter_shapes
 
-LLAMA = ModelConfig(vocab_size=61, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
-                    num_key_value_heads=2, head_dim=8, max_position_embeddings=64)
+LLAMA = ModelConfig(
+    vocab_size=61,
+    hidden_size=32,
+    intermediate_size=40,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=64,
+)
 TIED = replace(LLAMA, tie_word_embeddings=True)
-GPT2 = replace(TIED, family="gpt2", num_key_value_heads=4, position="learned", norm="layernorm", mlp="plain",
-               activation="gelu", attention_bias=True, output_bias=True, mlp_bias=True)
+GPT2 = replace(
+    TIED,
+    family="gpt2",
+    num_key_value_heads=4,
+    position="learned",
+    norm="layernorm",
+    mlp="plain",
+    activation="gelu",
+    attention_bias=True,
+    output_bias=True,
+    mlp_bias=True,
+)
 K = "model.layers.0.self_attn.k_proj.weight"
 
 
@@ -39,7 +59,10 @@ def edit(folder, change):
     """Rewrites model.safetensors as `change(tensors)` leaves it."""
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        folder / "model.safetensors",
+    )
 
 
 def loaded(folder, config=None):
@@ -50,33 +73,47 @@ def loaded(folder, config=None):
 
 def test_shards_and_dtypes(tmp_path):
     folder = saved(LLAMA, tmp_path / "m", shard_bytes=4000, dtype=torch.bfloat16)
-    assert len(list(folder.glob("model-*.safetensors"))) > 5 and (folder / "model.safetensors.index.json").is_file()
+    assert (
+        len(list(folder.glob("model-*.safetensors"))) > 5
+        and (folder / "model.safetensors.index.json").is_file()
+    )
     config, ours = hf.read_config(folder), loaded(folder)
     assert config.hf["dtype"] == "bfloat16" and list(ours) == list(parameter_shapes(LLAMA))
     assert all(torch.equal(ours[name], tensor.bfloat16()) for name, tensor in random(LLAMA).items())
-    hf.save(tmp_path / "again", config, ours.__getitem__)           # the dtype of the source, without being told
-    assert {t.dtype for t in load_file(tmp_path / "again" / "model.safetensors").values()} == {torch.bfloat16}
+    # the dtype of the source, without being told
+    hf.save(tmp_path / "again", config, ours.__getitem__)
+    assert {t.dtype for t in load_file(tmp_path / "again" / "model.safetensors").values()} == {
+        torch.bfloat16
+    }
 
 
 def test_dtype_is_stated_only_where_it_says_something(tmp_path):
-    config = replace(LLAMA, hf={k: v for k, v in to_hf(LLAMA).items() if k != "dtype"})        # an old config.json
+    # an old config.json
+    config = replace(LLAMA, hf={k: v for k, v in to_hf(LLAMA).items() if k != "dtype"})
     assert json.loads((saved(config, tmp_path / "a") / "config.json").read_text()) == config.hf
     half = hf.read_config(saved(config, tmp_path / "b", dtype=torch.float16))
     assert half.hf == config.hf | {"dtype": "float16"}
     old = replace(LLAMA, hf=config.hf | {"torch_dtype": "float16"})
-    assert hf.read_config(saved(old, tmp_path / "c", dtype=torch.float32)).hf == config.hf | {"torch_dtype": "float32"}
+    assert hf.read_config(saved(old, tmp_path / "c", dtype=torch.float32)).hf == config.hf | {
+        "torch_dtype": "float32"
+    }
 
 
 def test_transformers_loads_it(tmp_path):
     for i, config in enumerate((LLAMA, GPT2)):
         folder = saved(config, tmp_path / str(i), shard_bytes=9000)
         with contextlib.redirect_stderr(io.StringIO()):
-            model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+            model, info = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, output_loading_info=True
+            )
         assert not any(info.values()) and model.dtype == torch.float32
         theirs, entries = dict(model.named_parameters()), weight_map(config).entries
         assert theirs.keys() == entries.keys()
         ours = random(config)
-        assert all(torch.equal(e.join([ours[n] for n in e.ours]), theirs[name]) for name, e in entries.items())
+        assert all(
+            torch.equal(e.join([ours[n] for n in e.ours]), theirs[name])
+            for name, e in entries.items()
+        )
 
 
 def test_only_some_parameters(tmp_path):
@@ -85,31 +122,61 @@ def test_only_some_parameters(tmp_path):
     got = {}
     hf.load(folder, GPT2, got.__setitem__, only)
     assert got.keys() == only and all(torch.equal(got[name], random(GPT2)[name]) for name in only)
-    with pytest.raises(KeyError, match="layers.9"): hf.load(folder, GPT2, got.__setitem__, {"layers.9.attn.k.weight"})
+    with pytest.raises(KeyError, match="layers.9"):
+        hf.load(folder, GPT2, got.__setitem__, {"layers.9.attn.k.weight"})
 
 
-@pytest.mark.parametrize(("change", "error", "match"), [
-    (lambda t: t.update(surprise=torch.zeros(1)), KeyError, "1 tensors have no rule, e.g. .'surprise'"),
-    (lambda t: t.update({K.replace("weight", "bias"): torch.zeros(16)}), KeyError, "no rule.*k_proj.bias"),
-    (lambda t: t.pop("model.norm.weight"), KeyError, "1 tensors are missing, e.g. .'model.norm.weight'"),
-    (lambda t: t.pop("lm_head.weight"), KeyError, "missing.*lm_head"),
-    (lambda t: t.update({K: torch.zeros(8, 32)}), ValueError,
-     r"k_proj.*\(8, 32\).*\(16, 32\): check head_dim or num_key_value_heads"),
-    (lambda t: t.update({K: torch.zeros(16, 33)}), ValueError, r"check hidden_size"),
-    (lambda t: t.update({K: torch.zeros(16, 32, 1)}), ValueError, r"check the family"),
-    (lambda t: t.update({"lm_head.weight": torch.zeros(64, 32)}), ValueError, r"lm_head.*check vocab_size"),
-    (lambda t: t.update({K: torch.zeros(16, 32, dtype=torch.int8)}), ValueError, "k_proj.*int8.*quantised")])
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        (
+            lambda t: t.update(surprise=torch.zeros(1)),
+            KeyError,
+            "1 tensors have no rule, e.g. .'surprise'",
+        ),
+        (
+            lambda t: t.update({K.replace("weight", "bias"): torch.zeros(16)}),
+            KeyError,
+            "no rule.*k_proj.bias",
+        ),
+        (
+            lambda t: t.pop("model.norm.weight"),
+            KeyError,
+            "1 tensors are missing, e.g. .'model.norm.weight'",
+        ),
+        (lambda t: t.pop("lm_head.weight"), KeyError, "missing.*lm_head"),
+        (
+            lambda t: t.update({K: torch.zeros(8, 32)}),
+            ValueError,
+            r"k_proj.*\(8, 32\).*\(16, 32\): check head_dim or num_key_value_heads",
+        ),
+        (lambda t: t.update({K: torch.zeros(16, 33)}), ValueError, r"check hidden_size"),
+        (lambda t: t.update({K: torch.zeros(16, 32, 1)}), ValueError, r"check the family"),
+        (
+            lambda t: t.update({"lm_head.weight": torch.zeros(64, 32)}),
+            ValueError,
+            r"lm_head.*check vocab_size",
+        ),
+        (
+            lambda t: t.update({K: torch.zeros(16, 32, dtype=torch.int8)}),
+            ValueError,
+            "k_proj.*int8.*quantised",
+        ),
+    ],
+)
 def test_refused_before_anything_is_built(tmp_path, change, error, match):
     folder = saved(LLAMA, tmp_path / "m")
     edit(folder, change)
     for use in (hf.check, hf.stream, lambda f, c: hf.load(f, c, lambda *_: pytest.fail("wrote"))):
-        with pytest.raises(error, match=match): use(folder, LLAMA)
+        with pytest.raises(error, match=match):
+            use(folder, LLAMA)
 
 
 def test_truncated(tmp_path):
     folder = saved(LLAMA, tmp_path / "m")
     os.truncate(folder / "model.safetensors", 9000)
-    with pytest.raises(ValueError, match="truncated"): hf.check(folder, LLAMA)
+    with pytest.raises(ValueError, match="truncated"):
+        hf.check(folder, LLAMA)
 
 
 def test_tied_head(tmp_path):
@@ -119,56 +186,77 @@ def test_tied_head(tmp_path):
     assert loaded(folder).keys() == parameter_shapes(TIED).keys()
     edit(folder, lambda t: t["lm_head.weight"][7, 3].add_(1e-3))
     hf.check(folder, TIED)
-    with pytest.raises(ValueError, match="tie_word_embeddings.*lm_head.weight"): loaded(folder)
+    with pytest.raises(ValueError, match="tie_word_embeddings.*lm_head.weight"):
+        loaded(folder)
     edit(folder, lambda t: t.update({"lm_head.weight": torch.zeros(60, 32)}))
-    with pytest.raises(ValueError, match="vocab_size"): hf.check(folder, TIED)
+    with pytest.raises(ValueError, match="vocab_size"):
+        hf.check(folder, TIED)
 
 
 def test_gpt2_without_prefix_and_with_masks(tmp_path):
     folder = saved(GPT2, tmp_path / "m")
 
     def as_published(tensors):
-        for name in list(tensors): tensors[name.removeprefix("transformer.")] = tensors.pop(name)
+        for name in list(tensors):
+            tensors[name.removeprefix("transformer.")] = tensors.pop(name)
         for i in range(2):
             tensors[f"h.{i}.attn.bias"] = torch.ones(1, 1, 64, 64, dtype=torch.bool).tril()
             tensors[f"h.{i}.attn.masked_bias"] = torch.tensor(-1e4)
+
     edit(folder, as_published)
     ours = loaded(folder)
     assert ours.keys() == parameter_shapes(GPT2).keys()
     assert all(torch.equal(ours[name], tensor) for name, tensor in random(GPT2).items())
     edit(folder, lambda t: t.update({"transformer.wte.weight": t["wte.weight"].clone()}))
-    with pytest.raises(ValueError, match="transformer.wte.weight twice"): hf.check(folder, GPT2)
+    with pytest.raises(ValueError, match="transformer.wte.weight twice"):
+        hf.check(folder, GPT2)
 
 
 def test_old_rope_buffers_are_ignored_by_name(tmp_path):
     folder = saved(LLAMA, tmp_path / "m")
-    edit(folder, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}))
+    edit(
+        folder, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)})
+    )
     assert loaded(folder).keys() == parameter_shapes(LLAMA).keys()
-    edit(folder, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.cos_cached": torch.zeros(4)}))
-    with pytest.raises(KeyError, match="cos_cached"): hf.check(folder, LLAMA)
+    edit(
+        folder,
+        lambda t: t.update({"model.layers.0.self_attn.rotary_emb.cos_cached": torch.zeros(4)}),
+    )
+    with pytest.raises(KeyError, match="cos_cached"):
+        hf.check(folder, LLAMA)
 
 
 def test_config_files(tmp_path):
-    with pytest.raises(ValueError, match="no config.json"): hf.read_config(tmp_path)
-    for text, match in [("{", "no JSON"), ("[]", "list"), ("{}", "model_type"),
-                        ('{"model_type": "llama", "auto_map": {"A": "b"}}', "runs no code"),
-                        ('{"model_type": "llama", "quantization_config": {"bits": 4}}', "unquantised")]:
+    with pytest.raises(ValueError, match="no config.json"):
+        hf.read_config(tmp_path)
+    for text, match in [
+        ("{", "no JSON"),
+        ("[]", "list"),
+        ("{}", "model_type"),
+        ('{"model_type": "llama", "auto_map": {"A": "b"}}', "runs no code"),
+        ('{"model_type": "llama", "quantization_config": {"bits": 4}}', "unquantised"),
+    ]:
         (tmp_path / "config.json").write_text(text)
-        with pytest.raises(ValueError, match=match): hf.read_config(tmp_path)
+        with pytest.raises(ValueError, match=match):
+            hf.read_config(tmp_path)
 
 
 def test_save_is_all_or_nothing(tmp_path):
     (tmp_path / "empty").mkdir()
-    saved(LLAMA, tmp_path / "empty")                                 # an empty folder may be taken
-    with pytest.raises(ValueError, match="not empty"): saved(LLAMA, tmp_path / "empty")
+    saved(LLAMA, tmp_path / "empty")  # an empty folder may be taken
+    with pytest.raises(ValueError, match="not empty"):
+        saved(LLAMA, tmp_path / "empty")
     tensors = random(LLAMA)
     tensors["layers.1.mlp.up.weight"] = torch.zeros(3)
     with pytest.raises(ValueError, match="layers.1.mlp.up.weight"):
         hf.save(tmp_path / "half", LLAMA, tensors.__getitem__)
     del tensors["layers.1.mlp.up.weight"]
-    with pytest.raises(KeyError, match="layers.1.mlp.up.weight"): hf.save(tmp_path / "half", LLAMA, tensors.__getitem__)
-    with pytest.raises(ValueError, match="no tokenizer"): saved(LLAMA, tmp_path / "half", tokenizer_folder=tmp_path)
-    with pytest.raises(ValueError, match="norm"): saved(replace(LLAMA, norm="layernorm"), tmp_path / "half")
+    with pytest.raises(KeyError, match="layers.1.mlp.up.weight"):
+        hf.save(tmp_path / "half", LLAMA, tensors.__getitem__)
+    with pytest.raises(ValueError, match="no tokenizer"):
+        saved(LLAMA, tmp_path / "half", tokenizer_folder=tmp_path)
+    with pytest.raises(ValueError, match="norm"):
+        saved(replace(LLAMA, norm="layernorm"), tmp_path / "half")
     assert os.listdir(tmp_path) == ["empty"]
 
 
@@ -177,9 +265,12 @@ def test_tokenizer_and_generation_config(tmp_path):
     source.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "model.bin"):
         (source / name).write_text(name)
-    folder = saved(replace(LLAMA, hf={"eos_token_id": [3, 5]}), tmp_path / "m", tokenizer_folder=source)
-    assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"} == {f.name for f in folder.iterdir()} - {
-        "config.json", "generation_config.json", "model.safetensors"}
+    folder = saved(
+        replace(LLAMA, hf={"eos_token_id": [3, 5]}), tmp_path / "m", tokenizer_folder=source
+    )
+    assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"} == {
+        f.name for f in folder.iterdir()
+    } - {"config.json", "generation_config.json", "model.safetensors"}
     assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [3, 5]
     (source / "generation_config.json").write_text('{"temperature": 0.6}')
     copied = saved(LLAMA, tmp_path / "copied", tokenizer_folder=source)
@@ -191,13 +282,15 @@ def test_resolve(tmp_path, monkeypatch):
     assert hf.resolve(tmp_path) == tmp_path and hf.resolve(str(tmp_path)) == tmp_path
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for name in ("dolmen-tests/absent", str(tmp_path / "absent"), "./absent"):
-        with pytest.raises(ValueError, match="absent is neither"): hf.resolve(name)
+        with pytest.raises(ValueError, match="absent is neither"):
+            hf.resolve(name)
 
 
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=lambda c: c.family)
 def test_one_tensor_is_resident(tmp_path, config, monkeypatch):
-    """When a tensor is read, or asked for to be written, the one before is gone; so are its views, and what was made of
-    it."""
+    """When a tensor is read, or asked for to be written, the one before is gone; so are its views,
+    and what was made of it.
+    """
     made, read = [], Stored.read
 
     def watched(tensor):
@@ -209,7 +302,8 @@ def test_one_tensor_is_resident(tmp_path, config, monkeypatch):
         return watched(read(stored))
 
     def made_alone(name):
-        if name.split(".")[-2] not in "kv": assert all(reference.expired() for reference in made)     # joined with q
+        if name.split(".")[-2] not in "kv":
+            assert all(reference.expired() for reference in made)  # joined with q
         return watched(torch.randn(shapes[name]))
 
     shapes = parameter_shapes(config)

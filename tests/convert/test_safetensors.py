@@ -12,23 +12,36 @@ import torch
 from dolmen.convert import safetensors as ours
 from dolmen.convert.safetensors import INDEX, SINGLE, Spec
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool,
-          torch.float8_e4m3fn]
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+    torch.float8_e4m3fn,
+]
 
 
 def some(seed=0):
     torch.manual_seed(seed)
-    tensors = {f"t{i}.{dtype}": (torch.randn(3, 5 + i) * 4).to(dtype) for i, dtype in enumerate(DTYPES)}
+    tensors = {
+        f"t{i}.{dtype}": (torch.randn(3, 5 + i) * 4).to(dtype) for i, dtype in enumerate(DTYPES)
+    }
     return {**tensors, "scalar": torch.tensor(2.5), "empty": torch.zeros(0, 4)}
 
 
-def specs(tensors): return {name: Spec(tuple(t.shape), t.dtype) for name, t in tensors.items()}
+def specs(tensors):
+    return {name: Spec(tuple(t.shape), t.dtype) for name, t in tensors.items()}
 
 
-def bits(tensor): return tensor.dtype, tensor.shape, tensor.contiguous().view(-1).view(torch.uint8).tolist()
+def bits(tensor):
+    return tensor.dtype, tensor.shape, tensor.contiguous().view(-1).view(torch.uint8).tolist()
 
 
-def same(a, b): return bits(a) == bits(b)
+def same(a, b):
+    return bits(a) == bits(b)
 
 
 def test_the_library_writes_and_we_read(tmp_path):
@@ -46,7 +59,9 @@ def test_we_write_and_the_library_reads(tmp_path, shard_bytes):
     ours.write(tmp_path, specs(tensors), reversed(tensors.items()), shard_bytes)
     files = sorted(f for f in os.listdir(tmp_path) if f.endswith(".safetensors"))
     back = {name: t for f in files for name, t in safetensors.torch.load_file(tmp_path / f).items()}
-    assert back.keys() == tensors.keys() and all(same(back[name], tensor) for name, tensor in tensors.items())
+    assert back.keys() == tensors.keys() and all(
+        same(back[name], tensor) for name, tensor in tensors.items()
+    )
     index = ours.index(tmp_path)
     assert all(same(index[name].read(), tensor) for name, tensor in tensors.items())
     assert all(stored.offset % stored.spec.dtype.itemsize == 0 for stored in index.values())
@@ -62,11 +77,15 @@ def test_writer_casts_and_takes_views(tmp_path):
     assert torch.equal(ours.index(tmp_path)["t"].read(), tensor.t().bfloat16())
 
 
-@pytest.mark.parametrize(("given", "error", "match"), [
-    ([("a", (2,))], KeyError, "1 tensors to store never came, e.g. .'b'"),
-    ([("a", (2,)), ("a", (2,))], ValueError, "a came twice"),
-    ([("a", (2,)), ("b", (4,))], ValueError, r"b is \(4,\), to be stored as \(3,\)"),
-    ([("c", (2,))], ValueError, "c is not among")])
+@pytest.mark.parametrize(
+    ("given", "error", "match"),
+    [
+        ([("a", (2,))], KeyError, "1 tensors to store never came, e.g. .'b'"),
+        ([("a", (2,)), ("a", (2,))], ValueError, "a came twice"),
+        ([("a", (2,)), ("b", (4,))], ValueError, r"b is \(4,\), to be stored as \(3,\)"),
+        ([("c", (2,))], ValueError, "c is not among"),
+    ],
+)
 def test_writer_leaves_nothing_behind_on_an_error(tmp_path, given, error, match):
     wanted = {"a": Spec((2,), torch.float32), "b": Spec((3,), torch.float32)}
     with pytest.raises(error, match=match):
@@ -82,37 +101,60 @@ def raw(header, data=b"", size=None):
 ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
 
-@pytest.mark.parametrize(("content", "match"), [
-    (b"", "truncated"), (b"abc", "truncated"), (raw({}, size=1 << 40), "truncated"),
-    (raw({"a": ENTRY}, b"1234567"), "truncated"), (raw({"a": ENTRY}, b"123456789"), "damaged"),
-    (raw(b"{not json"), "header"), (raw(b"[1]"), "header"), (raw({"a": 3}), "header"),
-    (raw({"a": ENTRY | {"dtype": "Q4"}}, b"12345678"), "Q4"),
-    (raw({"a": ENTRY | {"shape": [3]}}, b"12345678"), "damaged"),
-    (raw({"a": ENTRY, "b": ENTRY}, b"12345678"), "damaged"), (raw(b'{"a": 1, "a": 2}'), "a is given twice")])
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        (b"", "truncated"),
+        (b"abc", "truncated"),
+        (raw({}, size=1 << 40), "truncated"),
+        (raw({"a": ENTRY}, b"1234567"), "truncated"),
+        (raw({"a": ENTRY}, b"123456789"), "damaged"),
+        (raw(b"{not json"), "header"),
+        (raw(b"[1]"), "header"),
+        (raw({"a": 3}), "header"),
+        (raw({"a": ENTRY | {"dtype": "Q4"}}, b"12345678"), "Q4"),
+        (raw({"a": ENTRY | {"shape": [3]}}, b"12345678"), "damaged"),
+        (raw({"a": ENTRY, "b": ENTRY}, b"12345678"), "damaged"),
+        (raw(b'{"a": 1, "a": 2}'), "a is given twice"),
+    ],
+)
 def test_damaged_files_are_refused(tmp_path, content, match):
     (tmp_path / SINGLE).write_bytes(content)
-    with pytest.raises(ValueError, match=match): ours.index(tmp_path)
+    with pytest.raises(ValueError, match=match):
+        ours.index(tmp_path)
 
 
 def test_damaged_folders_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="neither"): ours.index(tmp_path)
-    with pytest.raises(ValueError, match="not a folder"): ours.index(tmp_path / "none")
+    with pytest.raises(ValueError, match="neither"):
+        ours.index(tmp_path)
+    with pytest.raises(ValueError, match="not a folder"):
+        ours.index(tmp_path / "none")
     (tmp_path / "pytorch_model.bin").write_bytes(b"pickle")
-    with pytest.raises(ValueError, match="pytorch_model.bin.*never loads"): ours.index(tmp_path)
+    with pytest.raises(ValueError, match="pytorch_model.bin.*never loads"):
+        ours.index(tmp_path)
     (tmp_path / INDEX).write_text("{}")
-    with pytest.raises(ValueError, match="no index"): ours.index(tmp_path)
+    with pytest.raises(ValueError, match="no index"):
+        ours.index(tmp_path)
 
-    def indexed(**weight_map): (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    def indexed(**weight_map):
+        (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+
     safetensors.torch.save_file({"x": torch.zeros(2)}, tmp_path / "one.safetensors")
-    safetensors.torch.save_file({"x": torch.zeros(2), "y": torch.zeros(2)}, tmp_path / "two.safetensors")
+    safetensors.torch.save_file(
+        {"x": torch.zeros(2), "y": torch.zeros(2)}, tmp_path / "two.safetensors"
+    )
     indexed(x="one.safetensors", y="absent.safetensors")
-    with pytest.raises(ValueError, match="absent.safetensors"): ours.index(tmp_path)
+    with pytest.raises(ValueError, match="absent.safetensors"):
+        ours.index(tmp_path)
     indexed(x="../one.safetensors")
-    with pytest.raises(ValueError, match="not in the folder"): ours.index(tmp_path)
+    with pytest.raises(ValueError, match="not in the folder"):
+        ours.index(tmp_path)
     indexed(x="one.safetensors", y="two.safetensors")
-    with pytest.raises(ValueError, match="x is stored twice"): ours.index(tmp_path)
+    with pytest.raises(ValueError, match="x is stored twice"):
+        ours.index(tmp_path)
     indexed(x="one.safetensors", z="one.safetensors")
-    with pytest.raises(ValueError, match="names 1 tensors .*'z'"): ours.index(tmp_path)
+    with pytest.raises(ValueError, match="names 1 tensors .*'z'"):
+        ours.index(tmp_path)
 
 
 PEAK = """
@@ -138,8 +180,13 @@ grown(lambda: hf.load(folder, config, lambda name, full: None))
 
 
 def test_peak_memory(tmp_path):
-    """Of a 426 MiB model whose largest tensors are 16 MiB, the writer and the reader each hold about one."""
-    done = subprocess.run([sys.executable, "-c", PEAK, str(tmp_path)], capture_output=True, text=True, check=True)
+    """Of a 426 MiB model whose largest tensors are 16 MiB, the writer and the reader each hold
+    about one.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, str(tmp_path)], capture_output=True, text=True, check=True
+    )
     assert (tmp_path / "model" / SINGLE).stat().st_size > 420 * 2**20
     wrote, read = map(int, done.stdout.split())
-    assert wrote < 64 and read < 64     # 11 to 41 when measured: the tensor, sometimes the one before, threads
+    # 11 to 41 when measured: the tensor, sometimes the one before, threads
+    assert wrote < 64 and read < 64

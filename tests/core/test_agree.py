@@ -10,25 +10,39 @@ from dolmen.core import agree
 @pytest.fixture
 def world(monkeypatch):
     """check() of rank 0 in a world of ranks with these (host, facts)."""
+
     def world(*ranks: tuple[str, dict]):
         answers = iter([[str(facts) for _, facts in ranks], list(ranks)])
         monkeypatch.setattr(agree, "gathered", lambda mine: next(answers))
         agree.check(ranks[0][1])
+
     return world
 
 
-def test_equal_ranks_pass(world): world(("a", {"lr": 1}), ("b", {"lr": 1}))
+def test_equal_ranks_pass(world):
+    world(("a", {"lr": 1}), ("b", {"lr": 1}))
 
 
 def test_ranks_that_differ_alike_are_told_together(world):
-    with pytest.raises(ValueError) as told: world(("a", {"lr": 1}), ("a", {"lr": 1}), ("b", {"lr": 2}), ("b", {"lr": 2}), ("c", {"lr": 1, "code x.py": "f00"}))
+    with pytest.raises(ValueError) as told:
+        world(
+            ("a", {"lr": 1}),
+            ("a", {"lr": 1}),
+            ("b", {"lr": 2}),
+            ("b", {"lr": 2}),
+            ("c", {"lr": 1, "code x.py": "f00"}),
+        )
     lines = [line.strip() for line in str(told.value).splitlines()]
     assert lines[0] == "the ranks do not agree on what to do; as seen from rank 0 on a,"
-    assert lines[1:3] == ["rank 2, 3 on b: lr 2, here 1", "rank 4 on c: code x.py f00, here absent"] and lines[3].startswith("give every host the same")
+    assert lines[1:3] == [
+        "rank 2, 3 on b: lr 2, here 1",
+        "rank 4 on c: code x.py f00, here absent",
+    ] and lines[3].startswith("give every host the same")
 
 
 def test_many_differences_are_cut(world):
-    with pytest.raises(ValueError, match="and 4 more"): world(("a", {f"n{i}": 0 for i in range(10)}), ("b", {f"n{i}": 1 for i in range(10)}))
+    with pytest.raises(ValueError, match="and 4 more"):
+        world(("a", {f"n{i}": 0 for i in range(10)}), ("b", {f"n{i}": 1 for i in range(10)}))
 
 
 def test_code_changes_with_a_file(tmp_path: Path):
@@ -39,4 +53,5 @@ def test_code_changes_with_a_file(tmp_path: Path):
     assert list(before) == ["code deep/a.py"] and agree.code(tmp_path) != before
 
 
-def test_flat(): assert agree.flat({"a": {"b": {"c": 1}}, "d": [1], "e": {}}) == {"a.b.c": 1, "d": [1], "e": {}}
+def test_flat():
+    assert agree.flat({"a": {"b": {"c": 1}}, "d": [1], "e": {}}) == {"a.b.c": 1, "d": [1], "e": {}}

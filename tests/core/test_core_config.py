@@ -31,7 +31,8 @@ class Outer:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
-        if self.count < 0: raise ValueError(f"count is {self.count}")
+        if self.count < 0:
+            raise ValueError(f"count is {self.count}")
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -41,48 +42,93 @@ def test_every_recipe_survives_yaml(name):
 
 
 def test_round_trip():
-    made = Outer(5, 1e-5, True, "n", "y", 7, (1, 2), Inner(4, ("p", "q")), Inner(), {"k": [1, {"l": None}], "m": (1, 2)})
+    made = Outer(
+        5,
+        1e-5,
+        True,
+        "n",
+        "y",
+        7,
+        (1, 2),
+        Inner(4, ("p", "q")),
+        Inner(),
+        {"k": [1, {"l": None}], "m": (1, 2)},
+    )
     plain = to_dict(made)
-    assert plain["sizes"] == [1, 2] and plain["inner"] == {"a": 4, "b": ["p", "q"]} and plain["extra"]["m"] == [1, 2]
-    assert from_dict(Outer, plain) == Outer(**{**vars(made), "extra": {"k": [1, {"l": None}], "m": [1, 2]}})
+    assert (
+        plain["sizes"] == [1, 2]
+        and plain["inner"] == {"a": 4, "b": ["p", "q"]}
+        and plain["extra"]["m"] == [1, 2]
+    )
+    assert from_dict(Outer, plain) == Outer(
+        **{**vars(made), "extra": {"k": [1, {"l": None}], "m": [1, 2]}}
+    )
     assert from_dict(Outer, {}) == Outer()
 
 
 def test_left_out_keys_keep_the_default_given():
     default = Outer(count=9, inner=Inner(a=8, b=("z",)), maybe=Inner(a=7))
     made = from_dict(Outer, {"inner": {"b": ["y"]}, "maybe": {"b": "x"}, "rate": 2}, default)
-    assert made == Outer(count=9, rate=2.0, inner=Inner(a=8, b=("y",)), maybe=Inner(a=7, b=("x",))) and type(made.rate) is float
+    assert (
+        made == Outer(count=9, rate=2.0, inner=Inner(a=8, b=("y",)), maybe=Inner(a=7, b=("x",)))
+        and type(made.rate) is float
+    )
     assert from_dict(Outer, {"maybe": None}, default).maybe is None
 
 
 def test_what_people_write():
-    """Dashes for underscores, one value for a list of one, and YAML's 1e-3, which YAML reads as text."""
+    """Dashes for underscores, one value for a list of one, and YAML's 1e-3, which YAML reads as
+    text.
+    """
     made = from_dict(Outer, yaml.safe_load("rate: 1e-3\ninner: {b: one}\nsizes: 4\nkind: y"))
-    assert made.rate == 1e-3 and made.inner.b == ("one",) and made.sizes == (4,) and made.kind == "y"
+    assert (
+        made.rate == 1e-3 and made.inner.b == ("one",) and made.sizes == (4,) and made.kind == "y"
+    )
     assert from_dict(RunConfig, {"train": {"sequence-length": 8}}).train.sequence_length == 8
 
 
-@pytest.mark.parametrize("values, said", [
-    ({"cuont": 1}, "unknown option cuont: did you mean count?"), ({"inner": {"c": 1, "z": 2}}, "unknown option inner.c; known: a, b"),
-    ({"zzzzz": 1}, "unknown option zzzzz; known: count, rate"), ([1], "the configuration must be a mapping of options, not [1]"),
-    ({"inner": 3}, "inner must be a mapping of options, not 3"), ({"inner": None}, "inner must be a mapping"),
-    ({"count": "3"}, "count is '3': it must be int"), ({"count": 3.0}, "count is 3.0: it must be int"),
-    ({"count": True}, "count is True: it must be int"),
-    ({"count": None}, "count is None: it must be int"), ({"rate": True}, "rate is True: it must be float"),
-    ({"rate": "x"}, "rate is 'x': it must be a number"),
-    ({"on": 1}, "on is 1: it must be bool"), ({"on": "yes"}, "on is 'yes': it must be bool"), ({"name": 5}, "name is 5: it must be str"),
-    ({"kind": "z"}, "kind is 'z': use one of x, y, 1"), ({"kind": True}, "kind is True: use one of x, y, 1"),
-    ({"marked": "m"}, "marked is 'm': it must be int"),
-    ({"sizes": ["a"]}, "sizes is 'a': it must be int"), ({"sizes": "a"}, "sizes is 'a': it must be int"),
-    ({"maybe": {"a": "q"}}, "maybe.a is 'q': it must be int"),
-    ({"extra": 3}, "extra is 3: it must be dict"), ({"count": -1}, "count is -1")], ids=str)
+@pytest.mark.parametrize(
+    "values, said",
+    [
+        ({"cuont": 1}, "unknown option cuont: did you mean count?"),
+        ({"inner": {"c": 1, "z": 2}}, "unknown option inner.c; known: a, b"),
+        ({"zzzzz": 1}, "unknown option zzzzz; known: count, rate"),
+        ([1], "the configuration must be a mapping of options, not [1]"),
+        ({"inner": 3}, "inner must be a mapping of options, not 3"),
+        ({"inner": None}, "inner must be a mapping"),
+        ({"count": "3"}, "count is '3': it must be int"),
+        ({"count": 3.0}, "count is 3.0: it must be int"),
+        ({"count": True}, "count is True: it must be int"),
+        ({"count": None}, "count is None: it must be int"),
+        ({"rate": True}, "rate is True: it must be float"),
+        ({"rate": "x"}, "rate is 'x': it must be a number"),
+        ({"on": 1}, "on is 1: it must be bool"),
+        ({"on": "yes"}, "on is 'yes': it must be bool"),
+        ({"name": 5}, "name is 5: it must be str"),
+        ({"kind": "z"}, "kind is 'z': use one of x, y, 1"),
+        ({"kind": True}, "kind is True: use one of x, y, 1"),
+        ({"marked": "m"}, "marked is 'm': it must be int"),
+        ({"sizes": ["a"]}, "sizes is 'a': it must be int"),
+        ({"sizes": "a"}, "sizes is 'a': it must be int"),
+        ({"maybe": {"a": "q"}}, "maybe.a is 'q': it must be int"),
+        ({"extra": 3}, "extra is 3: it must be dict"),
+        ({"count": -1}, "count is -1"),
+    ],
+    ids=str,
+)
 def test_refused_by_name(values, said):
-    with pytest.raises(ValueError) as refusal: from_dict(Outer, values)
+    with pytest.raises(ValueError) as refusal:
+        from_dict(Outer, values)
     assert said in str(refusal.value)
 
 
 def test_differences():
-    old, new = to_dict(Outer(inner=Inner(b=("p",)))), to_dict(Outer(count=4, inner=Inner(b=("q", "r")), name="n"))
-    assert differences(old, new) == ["count: 3 -> 4", "name: None -> n", "inner.b: ['p'] -> ['q', 'r']"]
+    old = to_dict(Outer(inner=Inner(b=("p",))))
+    new = to_dict(Outer(count=4, inner=Inner(b=("q", "r")), name="n"))
+    assert differences(old, new) == [
+        "count: 3 -> 4",
+        "name: None -> n",
+        "inner.b: ['p'] -> ['q', 'r']",
+    ]
     assert differences(old, old) == []
     assert differences({"a": 1}, {"b": {"c": 2}}) == ["a: 1 -> None", "b: None -> {'c': 2}"]

@@ -1,4 +1,6 @@
-"""What is freed is not faulted in a second time; in processes of their own, as this cannot be undone."""
+"""What is freed is not faulted in a second time; in processes of their own, as this cannot be
+undone.
+"""
 
 import subprocess
 import sys
@@ -22,9 +24,15 @@ SIZE = 64 << 20
 
 def faults(keep: str) -> int:
     """Page faults of the second time that a block is taken, filled and freed."""
-    done = subprocess.run([sys.executable, "-c", PROGRAM.format(keep=keep, size=SIZE)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(keep=keep, size=SIZE)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return int(done.stdout)
 
 
 def test_a_block_is_faulted_in_once():
-    assert faults("heap.keep()") < 16 < faults("")         # without: a fault a page of 4 KiB, or 32 where all pages are of 2 MiB
+    # without: a fault a page of 4 KiB, or 32 where all pages are of 2 MiB
+    assert faults("heap.keep()") < 16 < faults("")

@@ -35,7 +35,19 @@ def documents(tmp_path):
 @pytest.fixture
 def load(tmp_path, tokenizer_folder):
     """prepare(), short: load(path, ..., option=value) with a cache of the test's own."""
+
     def load(*path, sequence_length=16, global_batch_size=4, seed=0, vocab_size=300, **options):
-        config = DataConfig(tuple(map(str, path)), **{"cache": str(tmp_path / "cache"), "workers": 2, **options})
-        return prepare(config, tokenizer_folder, vocab_size, sequence_length, global_batch_size, seed, progress=False)
+        config = DataConfig(
+            tuple(map(str, path)), **{"cache": str(tmp_path / "cache"), "workers": 2, **options}
+        )
+        return prepare(
+            config,
+            tokenizer_folder,
+            vocab_size,
+            sequence_length,
+            global_batch_size,
+            seed,
+            progress=False,
+        )
+
     return load

@@ -1,4 +1,6 @@
-"""The cache: what is on disk, when it is used again, when it is built again; and which documents are held out."""
+"""The cache: what is on disk, when it is used again, when it is built again; and which documents
+are held out.
+"""
 
 import json
 import os
@@ -23,7 +25,10 @@ def built(tmp_path, tokenizer, monkeypatch):
 
     def open_(path, end_of_text=0, field="text", cache="cache"):
         (source,) = resolve([str(path)])
-        return open_corpus(source, tokenizer, end_of_text, field, tmp_path / cache, 2, progress=False)
+        return open_corpus(
+            source, tokenizer, end_of_text, field, tmp_path / cache, 2, progress=False
+        )
+
     return open_, builds
 
 
@@ -32,7 +37,10 @@ def test_tokens_and_end_of_text(documents, built, tokenizer):
     corpus = open_(documents)
     texts = [file.read_text() for file in sorted(documents.iterdir())]
     assert corpus.document_count == 40 and corpus.byte_count == sum(map(len, texts))
-    assert corpus.token_count == len(corpus.tokens) == corpus.offsets[-1] and corpus.tokens.dtype == np.uint16
+    assert (
+        corpus.token_count == len(corpus.tokens) == corpus.offsets[-1]
+        and corpus.tokens.dtype == np.uint16
+    )
     for index, text in enumerate(texts):
         assert corpus.doc(index)[-1] == 0 and 0 not in corpus.doc(index)[:-1]
         assert tokenizer.decode(corpus.doc(index)[:-1]) == text
@@ -43,9 +51,13 @@ def test_tokens_and_end_of_text(documents, built, tokenizer):
 def test_long_documents_in_many_threads_keep_their_order(tmp_path, built, tokenizer, monkeypatch):
     open_, _ = built
     text = "".join(f"{i} lines\n" for i in range(200_000))  # 2.5 MB: eight pieces
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in ("before", text, "after")))
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"text": t}) + "\n" for t in ("before", text, "after"))
+    )
     corpus = open_(tmp_path / "a.jsonl")
-    assert [tokenizer.decode(corpus.doc(i)[:-1]) == t for i, t in enumerate(("before", text, "after"))] == [True] * 3
+    assert [
+        tokenizer.decode(corpus.doc(i)[:-1]) == t for i, t in enumerate(("before", text, "after"))
+    ] == [True] * 3
     assert corpus.file(1) is None
 
 
@@ -91,24 +103,37 @@ def test_a_failed_build_leaves_nothing(tmp_path, built):
 def test_several_at_once_build_once(documents, built):
     open_, builds = built
     found = []
-    threads = [threading.Thread(target=lambda: found.append(open_(documents).token_count)) for _ in range(4)]
-    for thread in threads: thread.start()
-    for thread in threads: thread.join()
+    threads = [
+        threading.Thread(target=lambda: found.append(open_(documents).token_count))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     assert len(found) == 4 and len(set(found)) == 1 and len(builds) == 1
 
 
 def test_held_out_rule():
-    hashes = (np.arange(1000, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+    hashes = np.arange(1000, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     sizes = np.full(1000, 10)
     chosen = held_out(hashes, sizes, 0.05)
     assert 30 <= chosen.sum() <= 70
     order = np.random.default_rng(0).permutation(1000)
-    assert np.array_equal(held_out(hashes[order], sizes, 0.05), chosen[order]), "the order of files does not matter"
-    assert np.array_equal(held_out(hashes[:700], sizes[:700], 0.05), chosen[:700]), "nor do additions"
+    assert np.array_equal(held_out(hashes[order], sizes, 0.05), chosen[order]), (
+        "the order of files does not matter"
+    )
+    assert np.array_equal(held_out(hashes[:700], sizes[:700], 0.05), chosen[:700]), (
+        "nor do additions"
+    )
     assert not held_out(hashes, sizes, 0).any()
     assert held_out(hashes, sizes, 1e-9).sum() == 1, "at least one"
-    few = held_out(np.array([5, 1, 9, 5], np.uint64) << np.uint64(50), np.array([10, 90, 10, 10]), 1e-9)
-    assert few.tolist() == [True, False, False, True], "not the largest; and every copy of the chosen text"
+    few = held_out(
+        np.array([5, 1, 9, 5], np.uint64) << np.uint64(50), np.array([10, 90, 10, 10]), 1e-9
+    )
+    assert few.tolist() == [True, False, False, True], (
+        "not the largest; and every copy of the chosen text"
+    )
     assert not held_out(np.array([5], np.uint64), np.array([10]), 0.05).any()
 
 
@@ -117,8 +142,14 @@ def test_split_by_documents(documents, built):
     training, held = split(corpus, 0.1)
     assert 0 < held.documents < 20 and len(training) + len(held.stream) == corpus.token_count
     chosen = [corpus.files.index(file) for file in held.files]
-    assert held.size == sum(file.stat().st_size for file in held.files) and len(chosen) == held.documents
-    both = [np.concatenate([corpus.doc(i) for i in range(40) if (i in chosen) == side]) for side in (False, True)]
+    assert (
+        held.size == sum(file.stat().st_size for file in held.files)
+        and len(chosen) == held.documents
+    )
+    both = [
+        np.concatenate([corpus.doc(i) for i in range(40) if (i in chosen) == side])
+        for side in (False, True)
+    ]
     assert np.array_equal(training.read(0, len(training)), both[0])
     assert np.array_equal(held.stream.read(0, len(held.stream)), both[1])
     assert split(corpus, 0)[1] is None
@@ -132,7 +163,9 @@ def test_one_document_holds_out_its_end(documents, built):
     tokens = np.array(corpus.tokens)
     sides = training.read(0, len(training)), held.stream.read(0, len(held.stream))
     assert np.array_equal(np.concatenate(sides), tokens)
-    assert len(held.stream) == round(0.1 * len(tokens)) and "39.txt" in held.note and held.files == ()
+    assert (
+        len(held.stream) == round(0.1 * len(tokens)) and "39.txt" in held.note and held.files == ()
+    )
 
 
 def test_stream_reads_like_one_array(documents, built):
@@ -144,4 +177,6 @@ def test_stream_reads_like_one_array(documents, built):
     expected = np.concatenate([plain, np.arange(1005, 1010), np.arange(1100, 1900), corpus.doc(7)])
     assert len(odd.starts) == 13 and len(joined) == len(expected)
     for start in (0, 1, len(plain) - 2, len(plain), len(expected) - 5, -1):
-        assert np.array_equal(joined.read(start, 900), np.take(expected, np.arange(start, start + 900), mode="wrap"))
+        assert np.array_equal(
+            joined.read(start, 900), np.take(expected, np.arange(start, start + 900), mode="wrap")
+        )

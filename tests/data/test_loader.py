@@ -1,4 +1,6 @@
-"""From options to batches: a function of (seed, step), validation of each token once, early refusals."""
+"""From options to batches: a function of (seed, step), validation of each token once, early
+refusals.
+"""
 
 import itertools
 import json
@@ -27,7 +29,7 @@ def test_labels_are_the_next_tokens(documents, load):
     stream = loader.mixture.parts[0].stream
     text = stream.read(0, len(stream)).tolist() * 2
     for tokens, labels in zip(batch.tokens.tolist(), batch.labels.tolist(), strict=True):
-        assert any(text[i:i + 17] == [*tokens, labels[-1]] for i in range(len(stream)))
+        assert any(text[i : i + 17] == [*tokens, labels[-1]] for i in range(len(stream)))
     assert batch.real_tokens == 64
 
 
@@ -36,13 +38,19 @@ def test_batches_do_not_depend_on_ranks_or_on_where_one_starts(documents, load):
     whole = [loader.batch(step) for step in range(5)]
     for ranks in (2, 3, 4, 12):
         rows = [loader.batch(3, rank, ranks) for rank in range(ranks)]
-        assert same(Batch(torch.cat([b.tokens for b in rows]), torch.cat([b.labels for b in rows])), whole[3])
+        assert same(
+            Batch(torch.cat([b.tokens for b in rows]), torch.cat([b.labels for b in rows])),
+            whole[3],
+        )
     resumed = list(itertools.islice(load(documents, global_batch_size=12).starting_at(2), 3))
     assert [step for step, _ in resumed] == [2, 3, 4]
     assert all(same(batch, whole[step]) for step, batch in resumed)
     assert not same(load(documents, global_batch_size=12, seed=1).batch(0), whole[0])
     assert not same(whole[0], whole[1])
-    with pytest.raises(ValueError, match=r"global_batch_size \(12\) is not divisible by the 5 .*global-batch-size 15"):
+    with pytest.raises(
+        ValueError,
+        match=r"global_batch_size \(12\) is not divisible by the 5 .*global-batch-size 15",
+    ):
         loader.batch(0, 0, 5)
 
 
@@ -67,15 +75,25 @@ def test_validation_covers_each_token_once(documents, load, tokenizer):
         batches = [list(loader.validation_batches(rank=rank, ranks=ranks)) for rank in range(ranks)]
         assert {len(b) for b in batches} == {len(batches[0])}
         assert all(len(x.tokens) == 4 // ranks for b in batches for x in b)
-        tokens, labels = (torch.cat([getattr(b, side) for turn in zip(*batches, strict=True) for b in turn]).flatten()
-                          for side in ("tokens", "labels"))
+        tokens, labels = (
+            torch.cat(
+                [getattr(b, side) for turn in zip(*batches, strict=True) for b in turn]
+            ).flatten()
+            for side in ("tokens", "labels")
+        )
         real = labels != IGNORED
         held = loader.validation.read(0, len(loader.validation))
-        assert np.array_equal(labels[real].numpy(), held) and int(real.sum()) == loader.validation_tokens
-        assert tokens[0] == loader.end_of_text and np.array_equal(tokens[real][1:].numpy(), held[:-1])
+        assert (
+            np.array_equal(labels[real].numpy(), held)
+            and int(real.sum()) == loader.validation_tokens
+        )
+        assert tokens[0] == loader.end_of_text and np.array_equal(
+            tokens[real][1:].numpy(), held[:-1]
+        )
         assert (tokens >= 0).all(), "padding can be embedded"
     assert tokenizer.decode(held).replace("<|endoftext|>", "").encode() == b"".join(
-        file.read_bytes() for file in loader.validation_files)
+        file.read_bytes() for file in loader.validation_files
+    )
     assert loader.validation_bytes == sum(file.stat().st_size for file in loader.validation_files)
 
 
@@ -85,7 +103,9 @@ def test_validation_of_some_windows_spreads_them(documents, load):
     some = torch.cat([batch.labels for batch in loader.validation_batches(max_sequences=6)])
     assert len(some) == 8 and (some[6:] == IGNORED).all()
     windows = -(-loader.validation_tokens // 16)
-    assert windows > 12 and torch.equal(some[:6], every[[index * windows // 6 for index in range(6)]])
+    assert windows > 12 and torch.equal(
+        some[:6], every[[index * windows // 6 for index in range(6)]]
+    )
 
 
 def test_validation_given_and_shorter_than_a_window(documents, tmp_path, load):
@@ -99,9 +119,13 @@ def test_validation_given_and_shorter_than_a_window(documents, tmp_path, load):
     (tmp_path / "judge.jsonl").rename(tmp_path / "both" / "judge.jsonl")
     (tmp_path / "both" / "whole.txt").write_text("a file")
     both = load(documents, validation=str(tmp_path / "both"))
-    assert both.validation_bytes == loader.validation_bytes + 6 and both.validation_files == (), "rows are no files"
+    assert both.validation_bytes == loader.validation_bytes + 6 and both.validation_files == (), (
+        "rows are no files"
+    )
     everything = load(documents, validation_fraction=0.0).mixture.parts[0].stream
-    assert len(loader.mixture.parts[0].stream) == len(everything), "nothing is held out of --data.path"
+    assert len(loader.mixture.parts[0].stream) == len(everything), (
+        "nothing is held out of --data.path"
+    )
     with pytest.raises(ValueError, match="1 files are in both --data.path and --data.validation"):
         load(documents, validation=str(documents / "03.txt"))
 
@@ -110,13 +134,18 @@ def test_validation_of_one_file_is_its_end(documents, load):
     loader = load(documents / "39.txt", validation_fraction=0.1)
     text = (documents / "39.txt").read_text()
     assert 0.05 * len(text) < loader.validation_bytes < 0.2 * len(text)
-    assert text.endswith(loader.tokenizer.decode(loader.validation.read(0, len(loader.validation) - 1)))
+    assert text.endswith(
+        loader.tokenizer.decode(loader.validation.read(0, len(loader.validation) - 1))
+    )
     assert "10.0%" in loader.description()[-1] and "39.txt" in loader.description()[-1]
 
 
 def test_no_validation(documents, load):
     loader = load(documents, validation_fraction=0.0)
-    assert loader.validation_tokens == loader.validation_bytes == 0 and "none" in loader.description()[-1]
+    assert (
+        loader.validation_tokens == loader.validation_bytes == 0
+        and "none" in loader.description()[-1]
+    )
     with pytest.raises(ValueError, match="--data.validation-fraction is 0"):
         next(loader.validation_batches())
 
@@ -128,8 +157,13 @@ def test_mixture_of_files(documents, load):
     assert [sum(f"document {number}" in row for row in text) for number in (38, 39)] == [6, 2]
     assert list(loader.epochs(1)) == [str(a), str(b)] and len(loader.held_out) == 2
     assert load(f"1:{documents}").validation_files
-    assert load(f"1:{documents}", f"1:{b}").validation_files == (), "the end of a document is no file"
-    assert [line.split(":")[0] for line in loader.description()[:2]] == ["75.0% of the batches", "25.0% of the batches"]
+    assert load(f"1:{documents}", f"1:{b}").validation_files == (), (
+        "the end of a document is no file"
+    )
+    assert [line.split(":")[0] for line in loader.description()[:2]] == [
+        "75.0% of the batches",
+        "25.0% of the batches",
+    ]
 
 
 def test_fingerprint_says_what_changed(documents, load, tmp_path):
@@ -149,23 +183,37 @@ def test_second_prepare_does_not_tokenise(documents, load, monkeypatch):
     assert same(load(documents).batch(0), first.batch(0))
 
 
-def test_progress_is_plain_lines_where_nobody_watches(documents, tmp_path, tokenizer_folder, capsys):
+def test_progress_is_plain_lines_where_nobody_watches(
+    documents, tmp_path, tokenizer_folder, capsys
+):
     config = DataConfig((str(documents),), cache=str(tmp_path / "cache"))
     prepare(config, tokenizer_folder, None, 16, 4, 0, progress=True)
     shown = capsys.readouterr()
     assert shown.out == "" and "\x1b" not in shown.err
-    assert f"tokenising {documents}: 0.0 MB in 40 files" in shown.err and "tokens of 40 documents" in shown.err
+    assert (
+        f"tokenising {documents}: 0.0 MB in 40 files" in shown.err
+        and "tokens of 40 documents" in shown.err
+    )
     prepare(config, tokenizer_folder, None, 16, 4, 0, progress=True)
     assert capsys.readouterr().err == "", "nothing to build"
 
 
-@pytest.mark.parametrize("options, message", [
-    (dict(vocab_size=299), "tokenizer has 300 tokens, the model's vocab_size is 299: use --model.vocab-size 300"),
-    (dict(end_of_text="<none>"), "--data.end-of-text '<none>'"),
-    (dict(sequence_length=10**6), r"fewer than one window .*\(1,000,001\).* --train.sequence-length"),
-    (dict(validation="/nothing"), "--data.validation /nothing: no such file"),
-    (dict(validation_fraction=0.7), "--data.validation-fraction is 0.7"),
-])
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (
+            dict(vocab_size=299),
+            "tokenizer has 300 tokens, the model's vocab_size is 299: use --model.vocab-size 300",
+        ),
+        (dict(end_of_text="<none>"), "--data.end-of-text '<none>'"),
+        (
+            dict(sequence_length=10**6),
+            r"fewer than one window .*\(1,000,001\).* --train.sequence-length",
+        ),
+        (dict(validation="/nothing"), "--data.validation /nothing: no such file"),
+        (dict(validation_fraction=0.7), "--data.validation-fraction is 0.7"),
+    ],
+)
 def test_refused_before_anything_is_written(documents, load, tmp_path, options, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         load(documents, **options)
@@ -188,30 +236,68 @@ def test_check_reads_the_first_document(tmp_path, tokenizer_folder):
 def test_batch_parts():
     batch = Batch.of_windows(np.arange(6 * 5).reshape(6, 5))
     assert [len(part.tokens) for part in batch.split(3)] == [2, 2, 2]
-    assert same(batch.microbatches(2)[1], batch.split(3)[1]) and batch.split(3)[1].tokens[0, 0] == 10
+    assert (
+        same(batch.microbatches(2)[1], batch.split(3)[1]) and batch.split(3)[1].tokens[0, 0] == 10
+    )
     with pytest.raises(ValueError, match="6 sequences is not divisible into 4"):
         batch.split(4)
-    with pytest.raises(ValueError, match=r"6 sequences a rank are not divisible by the microbatch size \(4\)"):
+    with pytest.raises(
+        ValueError, match=r"6 sequences a rank are not divisible by the microbatch size \(4\)"
+    ):
         batch.microbatches(4)
     padded = Batch.of_windows(np.array([[3, 4, IGNORED, IGNORED]]))
-    assert padded.labels.tolist() == [[4, IGNORED, IGNORED]] and padded.tokens.tolist() == [[3, 4, 0]]
+    assert padded.labels.tolist() == [[4, IGNORED, IGNORED]] and padded.tokens.tolist() == [
+        [3, 4, 0]
+    ]
     assert padded.real_tokens == 1
 
 
 def test_documents_of_a_window():
-    """An end of text (9) is the last token of its document; the window's first token begins one wherever it was cut."""
-    windows = np.array([[1, 2, 9, 3, 4, 5, 6], [9, 9, 1, 2, 3, 9, 4], [1, 2, 3, 4, 5, 6, 9], [1, 9, IGNORED, IGNORED, IGNORED, IGNORED, IGNORED]])
+    """An end of text (9) is the last token of its document; the window's first token begins one
+    wherever it was cut.
+    """
+    windows = np.array(
+        [
+            [1, 2, 9, 3, 4, 5, 6],
+            [9, 9, 1, 2, 3, 9, 4],
+            [1, 2, 3, 4, 5, 6, 9],
+            [1, 9, IGNORED, IGNORED, IGNORED, IGNORED, IGNORED],
+        ]
+    )
     batch = Batch.of_windows(windows, 9)
-    assert batch.starts.tolist() == [[0, 0, 0, 3, 3, 3], [0, 1, 2, 2, 2, 2], [0] * 6, [0, 0, 2, 2, 2, 2]]
-    assert batch.starts.dtype == torch.int64 and same(batch, Batch.of_windows(windows)) and Batch.of_windows(windows).starts is None
-    assert [b.starts.tolist() for b in batch.microbatches(2)] == [batch.starts[:2].tolist(), batch.starts[2:].tolist()]
+    assert batch.starts.tolist() == [
+        [0, 0, 0, 3, 3, 3],
+        [0, 1, 2, 2, 2, 2],
+        [0] * 6,
+        [0, 0, 2, 2, 2, 2],
+    ]
+    assert (
+        batch.starts.dtype == torch.int64
+        and same(batch, Batch.of_windows(windows))
+        and Batch.of_windows(windows).starts is None
+    )
+    assert [b.starts.tolist() for b in batch.microbatches(2)] == [
+        batch.starts[:2].tolist(),
+        batch.starts[2:].tolist(),
+    ]
     assert all(b.starts is None for b in Batch.of_windows(windows).split(2))
 
 
 def test_document_mask_reaches_training_and_validation(documents, load):
-    plain, masked = (load(documents, validation_fraction=0.1, sequence_length=512, document_mask=mask) for mask in (False, True))
+    plain, masked = (
+        load(documents, validation_fraction=0.1, sequence_length=512, document_mask=mask)
+        for mask in (False, True)
+    )
     assert plain.batch(0).starts is None and next(plain.validation_batches()).starts is None
-    for a, b in ((plain.batch(3), masked.batch(3)), (next(plain.validation_batches()), next(masked.validation_batches()))):
-        assert same(a, b) and torch.equal(b.starts, Batch.of_windows(np.concatenate([b.tokens, b.labels[:, -1:]], 1), masked.end_of_text).starts)
+    for a, b in (
+        (plain.batch(3), masked.batch(3)),
+        (next(plain.validation_batches()), next(masked.validation_batches())),
+    ):
+        assert same(a, b) and torch.equal(
+            b.starts,
+            Batch.of_windows(
+                np.concatenate([b.tokens, b.labels[:, -1:]], 1), masked.end_of_text
+            ).starts,
+        )
         assert b.starts.any(), "some window has two documents"
     assert changes(plain.fingerprint(), masked.fingerprint()) == ["document_mask: none -> True"]

@@ -1,4 +1,6 @@
-"""The order of samples: a bijection within an epoch, fair between sources, the same from any starting point."""
+"""The order of samples: a bijection within an epoch, fair between sources, the same from any
+starting point.
+"""
 
 from fractions import Fraction
 
@@ -34,16 +36,22 @@ def test_the_same_on_every_machine():
     assert permute(np.arange(6), 1000, seed_of(7)).tolist() == [102, 503, 397, 771, 865, 882]
 
 
-@pytest.mark.parametrize("weights", [[7, 3], [1, 1, 1], [1, 1000], [5, 3, 2, 1, 1, 1], [10**12 + 1, 10**12, 3]])
+@pytest.mark.parametrize(
+    "weights", [[7, 3], [1, 1, 1], [1, 1000], [5, 3, 2, 1, 1, 1], [10**12 + 1, 10**12, 3]]
+)
 def test_turns_are_fair_and_start_anywhere(weights):
     order = take(weights, [0] * len(weights), 1500)
     for first in (0, 1, 2, 10, 999):
-        assert counts(weights, first) == [order[:first].count(source) for source in range(len(weights))]
-        assert turns(weights, first, 500) == order[first:first + 500]
+        assert counts(weights, first) == [
+            order[:first].count(source) for source in range(len(weights))
+        ]
+        assert turns(weights, first, 500) == order[first : first + 500]
     n = np.arange(1, 1501)
     for source, weight in enumerate(weights):
         taken, share = np.cumsum(np.array(order) == source), weight / sum(weights)
-        assert np.abs(taken - n * share).max() <= (1 - share + share * (len(weights) - 1)) / 2 + 1e-9
+        assert (
+            np.abs(taken - n * share).max() <= (1 - share + share * (len(weights) - 1)) / 2 + 1e-9
+        )
 
 
 def test_an_epoch_predicts_each_token_once():
@@ -57,7 +65,9 @@ def test_an_epoch_predicts_each_token_once():
         labels = rows[:, 1:].ravel()
         assert len(set(labels.tolist())) == len(labels) == windows * length
         starts.append(rows[:, 0].tolist())
-    assert starts[0] != starts[1] and {s % length for s in starts[0][:9]} != {s % length for s in starts[1][:9]}
+    assert starts[0] != starts[1] and {s % length for s in starts[0][:9]} != {
+        s % length for s in starts[1][:9]
+    }
     assert mixture.epochs(windows * 3) == {"a": 3.0}
     assert mixture.epochs(windows // 2)["a"] == pytest.approx(0.5, abs=0.01)
 
@@ -72,6 +82,8 @@ def test_weighted_sources_have_their_own_epochs():
 
 
 def test_source_shorter_than_a_window():
-    with pytest.raises(ValueError, match=r"tiny has 10 tokens .* \(11\): use --train.sequence-length 9 or less"):
+    with pytest.raises(
+        ValueError, match=r"tiny has 10 tokens .* \(11\): use --train.sequence-length 9 or less"
+    ):
         Mixture([part("tiny", 10, 1)], 10, seed=0)
     Mixture([part("tiny", 11, 1)], 10, seed=0).windows(0, 5)

@@ -1,4 +1,6 @@
-"""Every kind of entry of --data.path is read, byte for byte; what cannot be read is refused by name and line."""
+"""Every kind of entry of --data.path is read, byte for byte; what cannot be read is refused by name
+and line.
+"""
 
 import json
 from fractions import Fraction
@@ -8,7 +10,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from dolmen.data.quickstart_corpus import STANDARD_LIBRARY, gzip_xz_bits, split_files, standard_library_files
+from dolmen.data.quickstart_corpus import (
+    STANDARD_LIBRARY,
+    gzip_xz_bits,
+    split_files,
+    standard_library_files,
+)
 from dolmen.data.sources import PIECE, cut, is_hub_id, pieces, resolve
 
 
@@ -32,7 +39,13 @@ def write_parquet(path, **columns):
 def mixed(tmp_path):
     (tmp_path / "a.txt").write_bytes("first\r\nsecond é\n".encode())
     (tmp_path / "b.py").write_bytes(b"x = 1\n")
-    rows = '{"text": "one"}', "", '{"id": 5, "text": "two \\u00e9"}', '{"text": null}', '{"text": ""}'
+    rows = (
+        '{"text": "one"}',
+        "",
+        '{"id": 5, "text": "two \\u00e9"}',
+        '{"text": null}',
+        '{"text": ""}',
+    )
     (tmp_path / "c.jsonl").write_text("\n".join(rows))
     (tmp_path / "deep").mkdir()
     write_parquet(tmp_path / "deep" / "d[1].parquet", text=["row\r\n", None, "row 2"], id=[1, 2, 3])
@@ -54,7 +67,9 @@ def test_folder_glob_and_several_entries(mixed):
     assert texts(mixed) == everything
     assert texts(f"{mixed}/**/*") == everything
     assert texts(f"{mixed}/?.py", mixed / "a.txt") == ["x = 1\n", "first\r\nsecond é\n"]
-    assert texts(mixed / "a.txt", f"{mixed}/*.txt") == ["first\r\nsecond é\n"], "a file named twice is read once"
+    assert texts(mixed / "a.txt", f"{mixed}/*.txt") == ["first\r\nsecond é\n"], (
+        "a file named twice is read once"
+    )
 
 
 def test_other_field(tmp_path):
@@ -76,8 +91,11 @@ def test_hub_id(monkeypatch):
 def test_hub_id_that_is_not_there(monkeypatch):
     def fail(*args, **kwargs):
         raise FileNotFoundError("Dataset 'org/nothing' doesn't exist")
+
     monkeypatch.setattr(datasets, "load_dataset", fail)
-    with pytest.raises(ValueError, match="--data.path org/nothing: no such file or folder, and the hub"):
+    with pytest.raises(
+        ValueError, match="--data.path org/nothing: no such file or folder, and the hub"
+    ):
         texts("org/nothing")
 
 
@@ -85,16 +103,24 @@ def test_what_can_be_a_hub_id(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
     assert all(map(is_hub_id, ["wikitext", "org/name", "org/na.me-2:20231101.en"]))
-    assert not any(map(is_hub_id, ["corpus.txt", "org/x.jsonl", "/tmp/x", "./x", "a/b/c", "data/misspelled"]))
+    assert not any(
+        map(is_hub_id, ["corpus.txt", "org/x.jsonl", "/tmp/x", "./x", "a/b/c", "data/misspelled"])
+    )
 
 
-@pytest.mark.parametrize("content, message", [
-    ('{"text": "a"}\n{"text": "b"\n', "bad.jsonl, line 2: not JSON"),
-    ('{"text": "a"}\n\n{"body": "b"}\n', "bad.jsonl, line 3: no 'text' but keys body: use --data.text-field"),
-    ('["a"]\n', "bad.jsonl, line 1: no 'text' but a list"),
-    ('{"text": 3}\n', "bad.jsonl, line 1: 'text' is a int, not text"),
-    ('{"text": "\\ud800"}\n', "bad.jsonl, line 1: 'text' is not UTF-8"),
-])
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ('{"text": "a"}\n{"text": "b"\n', "bad.jsonl, line 2: not JSON"),
+        (
+            '{"text": "a"}\n\n{"body": "b"}\n',
+            "bad.jsonl, line 3: no 'text' but keys body: use --data.text-field",
+        ),
+        ('["a"]\n', "bad.jsonl, line 1: no 'text' but a list"),
+        ('{"text": 3}\n', "bad.jsonl, line 1: 'text' is a int, not text"),
+        ('{"text": "\\ud800"}\n', "bad.jsonl, line 1: 'text' is not UTF-8"),
+    ],
+)
 def test_malformed_jsonl_names_the_line(tmp_path, content, message):
     (tmp_path / "bad.jsonl").write_text(content)
     with pytest.raises(ValueError, match=message):
@@ -109,7 +135,9 @@ def test_unreadable_files_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"x\.parquet is not parquet"):
         texts(tmp_path / "x.parquet")
     write_parquet(tmp_path / "y.parquet", body=["a"], id=[1])
-    with pytest.raises(ValueError, match=r"y\.parquet: no 'text' but columns body, id: use --data.text-field"):
+    with pytest.raises(
+        ValueError, match=r"y\.parquet: no 'text' but columns body, id: use --data.text-field"
+    ):
         texts(tmp_path / "y.parquet")
 
 
@@ -119,7 +147,11 @@ def test_missing_and_empty(tmp_path):
     (tmp_path / "page.html").write_text("x")
     for entry, error, message in [
         ("nothing.txt", FileNotFoundError, "--data.path .*nothing.txt: no such file or folder"),
-        ("empty", FileNotFoundError, "--data.path .*empty: 0 files and folders, none to read; readable are .txt"),
+        (
+            "empty",
+            FileNotFoundError,
+            "--data.path .*empty: 0 files and folders, none to read; readable are .txt",
+        ),
         ("*.parquet", FileNotFoundError, "none to read"),
         ("zero.txt", ValueError, "--data.path .*zero.txt: 1 files with 0 bytes"),
         ("page.html", ValueError, "cannot read .html; readable are .txt"),
@@ -149,9 +181,13 @@ def test_long_documents_are_cut_at_lines_that_are_not_indented():
     whole = list(cut([text], piece=500))
     assert "".join(piece for piece, _ in whole) == text
     assert [last for _, last in whole] == [False] * (len(whole) - 1) + [True]
-    assert all(len(piece) <= 500 and piece.startswith("def") for piece, _ in whole) and len(whole) > 10
-    blocks = [text[start:start + 77] for start in range(0, len(text), 77)]
-    assert list(cut(blocks, piece=500)) == whole, "the pieces do not depend on how the file was read"
+    assert (
+        all(len(piece) <= 500 and piece.startswith("def") for piece, _ in whole) and len(whole) > 10
+    )
+    blocks = [text[start : start + 77] for start in range(0, len(text), 77)]
+    assert list(cut(blocks, piece=500)) == whole, (
+        "the pieces do not depend on how the file was read"
+    )
     assert [len(piece) for piece, _ in cut(["x" * 1200], piece=500)] == [500, 500, 200]
     assert list(cut([])) == [] and list(cut(["a" * PIECE])) == [("a" * PIECE, True)]
 
@@ -160,7 +196,9 @@ def test_standard_library():
     files = standard_library_files()
     names = {str(file) for file in files}
     assert len(files) > 300 and any(name.endswith("/asyncio/events.py") for name in names)
-    assert not any("/site-packages/" in name or "/test/" in name or "/tests/" in name for name in names)
+    assert not any(
+        "/site-packages/" in name or "/test/" in name or "/tests/" in name for name in names
+    )
     assert resolve([STANDARD_LIBRARY])[0].files == tuple(files)
 
 
@@ -176,4 +214,6 @@ def test_held_out_files_and_what_compresses_them(tmp_path):
     small, large = gzip_xz_bits([tmp_path / "a"])[0], gzip_xz_bits([tmp_path / "b"])[0]
     assert 0 < small < large < 8.5
     both = gzip_xz_bits([tmp_path / "a", tmp_path / "b"])[0]
-    assert both == pytest.approx((small * 10_000 + large * 1024) / 11_024), "a mean over bytes, each file by itself"
+    assert both == pytest.approx((small * 10_000 + large * 1024) / 11_024), (
+        "a mean over bytes, each file by itself"
+    )

@@ -15,32 +15,48 @@ WORDS = {"<s>": 0, "a": 1, "b": 2, "</d>": 3}
 
 
 def words(**special):
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(WORDS, unk_token="<s>")), **special)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(WORDS, unk_token="<s>")), **special
+    )
 
 
 def test_trained_bpe_gives_every_text_back(tokenizer, tokenizer_folder):
     source = "".join(file.read_text("utf-8") for file in standard_library_files()[:8])
-    noise = "".join(map(chr, random.Random(0).choices([*range(0xD800), *range(0xE000, 0x11000)], k=2000)))
+    noise = "".join(
+        map(chr, random.Random(0).choices([*range(0xD800), *range(0xE000, 0x11000)], k=2000))
+    )
     spaces = "  a .  b , c 's\t\n\n\r\n   \n\tx  "
     encode = tokenizers.encoder(tokenizer)
     for text in (source, noise, spaces):
         assert tokenizer.decode(encode(text)) == text
     again = AutoTokenizer.from_pretrained(tokenizer_folder)
-    assert again.eos_token == again.bos_token == again.pad_token == "<|endoftext|>" and again.eos_token_id == 0
+    assert (
+        again.eos_token == again.bos_token == again.pad_token == "<|endoftext|>"
+        and again.eos_token_id == 0
+    )
     assert len(again) == 300
 
 
 def test_encoder_is_the_tokenizer(tokenizer):
     text = "def f(x):\n    return x + 1\n<|endoftext|>é" * 300
-    assert tokenizers.encoder(tokenizer)(text).tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert (
+        tokenizers.encoder(tokenizer)(text).tolist()
+        == tokenizer(text, add_special_tokens=False)["input_ids"]
+    )
     tokenizer(text, truncation=True, max_length=5)
-    assert len(tokenizers.encoder(tokenizer)(text)) > 1000, "a truncation of an earlier call does not stay"
+    assert len(tokenizers.encoder(tokenizer)(text)) > 1000, (
+        "a truncation of an earlier call does not stay"
+    )
     slow = ByT5Tokenizer()
-    assert tokenizers.encoder(slow)("hé").tolist() == slow("hé", add_special_tokens=False)["input_ids"]
+    assert (
+        tokenizers.encoder(slow)("hé").tolist() == slow("hé", add_special_tokens=False)["input_ids"]
+    )
 
 
 def test_pieces_do_not_change_tokens(tokenizer):
-    text = "".join(f"class A{i}:\n\n    def f(self):\n        return {i} + 1\n\n\n" for i in range(300))
+    text = "".join(
+        f"class A{i}:\n\n    def f(self):\n        return {i} + 1\n\n\n" for i in range(300)
+    )
     encode = tokenizers.encoder(tokenizer)
     parts = [encode(piece) for piece, _ in cut([text], piece=1000)]
     assert len(parts) > 5 and np.concatenate(parts).tolist() == encode(text).tolist()
@@ -50,19 +66,30 @@ def test_end_of_text(tokenizer):
     assert tokenizers.end_of_text_id(tokenizer) == 0
     assert tokenizers.end_of_text_id(words(eos_token="</d>")) == 3
     assert tokenizers.end_of_text_id(words(), "</d>") == 3
-    with pytest.raises(ValueError, match="names no end-of-text token.*use --data.end-of-text TOKEN .*<s>"):
+    with pytest.raises(
+        ValueError, match="names no end-of-text token.*use --data.end-of-text TOKEN .*<s>"
+    ):
         tokenizers.end_of_text_id(words(bos_token="<s>"))
-    with pytest.raises(ValueError, match="--data.end-of-text '<eot>' is not one of the tokenizer's 4 tokens"):
+    with pytest.raises(
+        ValueError, match="--data.end-of-text '<eot>' is not one of the tokenizer's 4 tokens"
+    ):
         tokenizers.end_of_text_id(words(), "<eot>")
 
 
 def test_vocabulary(tokenizer):
     tokenizers.check_vocabulary(tokenizer, 300)
-    with pytest.raises(ValueError, match="has 300 tokens, the model's vocab_size is 299: use --model.vocab-size 300"):
+    with pytest.raises(
+        ValueError,
+        match="has 300 tokens, the model's vocab_size is 299: use --model.vocab-size 300",
+    ):
         tokenizers.check_vocabulary(tokenizer, 299)
-    gap = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "b": 70_000}, unk_token="a")))
+    gap = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "b": 70_000}, unk_token="a"))
+    )
     assert tokenizers.vocabulary_size(gap) == 70_001
-    assert tokenizers.token_dtype(gap) == np.uint32 and tokenizers.token_dtype(tokenizer) == np.uint16
+    assert (
+        tokenizers.token_dtype(gap) == np.uint32 and tokenizers.token_dtype(tokenizer) == np.uint16
+    )
     assert tokenizers.encoder(gap)("b").tolist() == [70_000]
 
 
@@ -75,7 +102,9 @@ def test_fingerprint(tokenizer, tokenizer_folder):
     changed.add_tokens(["new"])
     assert tokenizers.fingerprint(changed) != before
     assert tokenizers.fingerprint(ByT5Tokenizer()) == tokenizers.fingerprint(ByT5Tokenizer())
-    assert tokenizers.fingerprint(ByT5Tokenizer()) != tokenizers.fingerprint(ByT5Tokenizer(extra_ids=10))
+    assert tokenizers.fingerprint(ByT5Tokenizer()) != tokenizers.fingerprint(
+        ByT5Tokenizer(extra_ids=10)
+    )
 
 
 def test_no_tokenizer(tmp_path):

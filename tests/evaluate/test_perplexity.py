@@ -15,11 +15,16 @@ from dolmen.serve.engine import load
 from dolmen.train import build
 from dolmen.train.validate import Evaluation, evaluate
 
-LAYOUTS = [dict(dp=2, zero=z) for z in range(4)] + [dict(tp=2), dict(tp=2, sequence_parallel=True, zero=3)]
+LAYOUTS = [dict(dp=2, zero=z) for z in range(4)] + [
+    dict(tp=2),
+    dict(tp=2, sequence_parallel=True, zero=3),
+]
 
 
 def windows() -> torch.Tensor:
-    """[8, 25]; the second half of the rows has lost most of its labels, so a mean of ranks' means would be another."""
+    """[8, 25]; the second half of the rows has lost most of its labels, so a mean of ranks' means
+    would be another.
+    """
     out = torch.randint(VOCABULARY, (8, 25), generator=torch.Generator().manual_seed(0))
     out[4:, :20] = out[4:, :1]
     return out
@@ -30,7 +35,8 @@ def batches(rows: slice = slice(None)) -> list[Batch]:
     made = []
     for pair, number in zip(windows().split(2), range(4), strict=True):
         batch = Batch.of_windows(pair.numpy())
-        if number >= 2: batch.labels[:, :18] = IGNORED
+        if number >= 2:
+            batch.labels[:, :18] = IGNORED
         made.append(batch)
     return made[rows]
 
@@ -55,12 +61,19 @@ def test_the_loss_is_that_of_transformers(folders, name):
 def test_the_model_is_left_as_it_was(folders):
     model = load(folders["llama"]).train()
     evaluate(model, batches(), SINGLE)
-    assert model.training and torch.is_grad_enabled() and all(p.grad is None for p in model.parameters())
+    assert (
+        model.training
+        and torch.is_grad_enabled()
+        and all(p.grad is None for p in model.parameters())
+    )
 
 
 def test_no_text_is_refused(folders):
-    with pytest.raises(ValueError, match="no token to evaluate"): evaluate(load(folders["llama"]), [], SINGLE)
-    assert Evaluation(1e6, 1, 1e6).perplexity == math.inf and math.isnan(Evaluation(math.nan, 1, math.nan).perplexity)
+    with pytest.raises(ValueError, match="no token to evaluate"):
+        evaluate(load(folders["llama"]), [], SINGLE)
+    assert Evaluation(1e6, 1, 1e6).perplexity == math.inf and math.isnan(
+        Evaluation(math.nan, 1, math.nan).perplexity
+    )
 
 
 def two_ranks(folder):
@@ -73,7 +86,10 @@ def two_ranks(folder):
         build.load(model, lambda write, c=config: hf.load(folder, c, write))
         before = list(map(id, model.parameters()))
         part = slice(2 * mesh.dp.rank, 2 * mesh.dp.rank + 2) if mesh.dp.size == 2 else slice(None)
-        out[str(layout)] = evaluate(model, batches(part), mesh), evaluate(model, batches(part), SINGLE)
+        out[str(layout)] = (
+            evaluate(model, batches(part), mesh),
+            evaluate(model, batches(part), SINGLE),
+        )
         assert before == list(map(id, model.parameters()))
     return out
 
@@ -83,5 +99,8 @@ def test_no_layout_changes_the_loss(folders, spawn):
     got = spawn(2)(two_ranks, folders["qwen3"])
     assert len(got) == len(LAYOUTS)
     for layout, (whole, own) in got.items():
-        assert whole.tokens == want.tokens and whole.loss == pytest.approx(want.loss, rel=1e-6), layout
-        if "dp" in layout: assert abs(own.loss - want.loss) > 1e-3 * want.loss      # negative control: one rank alone
+        assert whole.tokens == want.tokens and whole.loss == pytest.approx(want.loss, rel=1e-6), (
+            layout
+        )
+        if "dp" in layout:
+            assert abs(own.loss - want.loss) > 1e-3 * want.loss  # negative control: one rank alone

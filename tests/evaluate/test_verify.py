@@ -1,4 +1,6 @@
-"""A right model passes and a spoiled one fails: gates and ups, keys and values exchanged, a norm changed."""
+"""A right model passes and a spoiled one fails: gates and ups, keys and values exchanged, a norm
+changed.
+"""
 
 import math
 
@@ -21,28 +23,60 @@ def folders(tmp_path_factory):
 
 
 def scale(name, factor):
-    def change(weights): weights[name] *= factor
+    def change(weights):
+        weights[name] *= factor
+
     return change
 
 
 def exchange(a, b):
-    def change(weights): weights[a], weights[b] = weights[b], weights[a]
+    def change(weights):
+        weights[a], weights[b] = weights[b], weights[a]
+
     return change
 
 
 def exchange_gpt2_keys_and_values(weights):
     w = weights["transformer.h.1.attn.c_attn.weight"]
-    weights["transformer.h.1.attn.c_attn.weight"] = torch.cat((w[:, :32], w[:, 64:], w[:, 32:64]), 1)
+    weights["transformer.h.1.attn.c_attn.weight"] = torch.cat(
+        (w[:, :32], w[:, 64:], w[:, 32:64]), 1
+    )
 
 
 LAYER = "model.layers.1."
 SPOILED = {
-    "llama gate and up": ("llama", exchange(LAYER + "mlp.gate_proj.weight", LAYER + "mlp.up_proj.weight"), {}),
-    "llama k and v": ("llama", exchange(LAYER + "self_attn.k_proj.weight", LAYER + "self_attn.v_proj.weight"), {}),
-    "qwen3 k and v": ("qwen3", exchange(LAYER + "self_attn.k_proj.weight", LAYER + "self_attn.v_proj.weight"), {}),
+    "llama gate and up": (
+        "llama",
+        exchange(LAYER + "mlp.gate_proj.weight", LAYER + "mlp.up_proj.weight"),
+        {},
+    ),
+    "llama k and v": (
+        "llama",
+        exchange(LAYER + "self_attn.k_proj.weight", LAYER + "self_attn.v_proj.weight"),
+        {},
+    ),
+    "qwen3 k and v": (
+        "qwen3",
+        exchange(LAYER + "self_attn.k_proj.weight", LAYER + "self_attn.v_proj.weight"),
+        {},
+    ),
     "gpt2 k and v": ("gpt2", exchange_gpt2_keys_and_values, {}),
-    "mixtral gate and up": ("mixtral", exchange(LAYER + "block_sparse_moe.experts.2.w1.weight", LAYER + "block_sparse_moe.experts.2.w3.weight"), {}),
-    "mixtral experts": ("mixtral", exchange(LAYER + "block_sparse_moe.experts.1.w2.weight", LAYER + "block_sparse_moe.experts.2.w2.weight"), {}),
+    "mixtral gate and up": (
+        "mixtral",
+        exchange(
+            LAYER + "block_sparse_moe.experts.2.w1.weight",
+            LAYER + "block_sparse_moe.experts.2.w3.weight",
+        ),
+        {},
+    ),
+    "mixtral experts": (
+        "mixtral",
+        exchange(
+            LAYER + "block_sparse_moe.experts.1.w2.weight",
+            LAYER + "block_sparse_moe.experts.2.w2.weight",
+        ),
+        {},
+    ),
     "qwen3-moe router": ("qwen3-moe", scale(LAYER + "mlp.gate.weight", 1.01), {}),
     "qwen3-moe weights of experts": ("qwen3-moe", None, dict(norm_topk_prob=True)),
     "llama norm": ("llama", scale(LAYER + "input_layernorm.weight", 1.01), {}),
@@ -51,7 +85,11 @@ SPOILED = {
     "llama eps": ("llama", None, dict(rms_norm_eps=1e-4)),
     "qwen3 eps": ("qwen3", None, dict(rms_norm_eps=1e-4)),
     "gpt2 eps": ("gpt2", None, dict(layer_norm_epsilon=1e-3)),
-    "llama rope": ("llama", None, dict(rope_parameters=dict(rope_type="default", rope_theta=9000.0))),
+    "llama rope": (
+        "llama",
+        None,
+        dict(rope_parameters=dict(rope_type="default", rope_theta=9000.0)),
+    ),
     "llama nan": ("llama", scale("model.norm.weight", math.nan), {}),
 }
 
@@ -64,7 +102,8 @@ def test_an_auxiliary_loss_of_transformers_is_left_out(folders, tmp_path):
 def test_a_model_equals_transformers(folders, name, capsys):
     report = verify(folders[name])
     assert report.ok and [row.name for row in report.rows] == ROWS and not report.notes, report
-    assert all(row.difference < row.tolerance / 10 for row in report.rows[:4])      # tolerances are for deep models
+    # tolerances are for deep models
+    assert all(row.difference < row.tolerance / 10 for row in report.rows[:4])
     console().print(report.table())
     shown = capsys.readouterr().out
     assert all(row in shown for row in ROWS) and "DIFFERS" not in shown
@@ -76,7 +115,7 @@ def test_a_spoiled_model_does_not(folders, tmp_path, case):
     report = verify(spoiled(folders[name], tmp_path / "spoiled", change, **config), folders[name])
     failed = [row.name for row in report.rows if not row.ok]
     assert not report.ok and "logits" in failed, report
-    assert len(report.notes) == len(config)                # a structure that differs is named
+    assert len(report.notes) == len(config)  # a structure that differs is named
 
 
 def test_without_gradients(folders):
@@ -87,15 +126,22 @@ def test_without_gradients(folders):
 def test_not_a_number_is_a_difference_even_if_both_say_it(folders, tmp_path):
     folder = spoiled(folders["llama"], tmp_path / "nan", scale("model.norm.weight", math.nan))
     assert not any(row.ok for row in verify(folder).rows)
-    assert not Row("", math.nan, 1.0).ok and not Row("", 0.0, math.nan).ok and not Row("", -2.0, 1.0).ok
+    assert (
+        not Row("", math.nan, 1.0).ok
+        and not Row("", 0.0, math.nan).ok
+        and not Row("", -2.0, 1.0).ok
+    )
 
 
 def test_models_of_different_shapes_are_refused(folders, tmp_path):
-    with pytest.raises(ValueError, match="different shapes .*num_key_value_heads is 2 in llama, 1 in qwen3"):
+    with pytest.raises(
+        ValueError, match="different shapes .*num_key_value_heads is 2 in llama, 1 in qwen3"
+    ):
         verify(folders["llama"], folders["qwen3"])
 
     def cut(weights):
-        for name in ("model.embed_tokens.weight", "lm_head.weight"): weights[name] = weights[name][:50]
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            weights[name] = weights[name][:50]
 
     small = spoiled(folders["llama"], tmp_path / "small", cut, vocab_size=50)
     with pytest.raises(ValueError, match=f"vocab_size is 50 in small, {VOCABULARY} in llama"):
@@ -103,7 +149,9 @@ def test_models_of_different_shapes_are_refused(folders, tmp_path):
 
 
 def test_a_window_that_is_not_reached_is_noted(tmp_path, monkeypatch):
-    monkeypatch.setitem(MODELS, "mistral", ("mistral", MODELS["llama"][1] | dict(sliding_window=20)))
+    monkeypatch.setitem(
+        MODELS, "mistral", ("mistral", MODELS["llama"][1] | dict(sliding_window=20))
+    )
     folder = save("mistral", tmp_path / "mistral")
     assert "sliding window of 20: use a larger --length" in verify(folder, length=16).notes[0]
     report = verify(folder)
@@ -117,7 +165,9 @@ def test_a_tie_is_no_difference():
     assert theirs.new_tokens.tolist() == [[2, 0]]
     note = "1 texts of 2 tokens; smallest margin 0.0001"
     assert _greedy_row([[2, 0]], theirs, 1e-4) == Row("greedy tokens", 0, 0, note)
-    assert _greedy_row([[1, 1]], theirs, 1e-4) == Row("greedy tokens", 0, 0, note + "; 1 part at a tie")
+    assert _greedy_row([[1, 1]], theirs, 1e-4) == Row(
+        "greedy tokens", 0, 0, note + "; 1 part at a tie"
+    )
     assert not _greedy_row([[1, 0]], theirs, 1e-5).ok and not _greedy_row([[2, 1]], theirs, 1e-4).ok
 
 
@@ -125,7 +175,10 @@ def two_ranks(folders, wrong):
     mesh = meshes.grid(1, 2, torch.device("cpu"))
     reports = {name: verify(folder, mesh=mesh) for name, folder in folders.items()}
     reports["wrong"] = verify(wrong, folders["llama"], mesh=mesh)
-    numbers = {name: [(row.name, row.difference, row.tolerance) for row in r.rows] for name, r in reports.items()}
+    numbers = {
+        name: [(row.name, row.difference, row.tolerance) for row in r.rows]
+        for name, r in reports.items()
+    }
     everyone = [None, None]
     dist.all_gather_object(everyone, numbers)
     assert everyone[0] == everyone[1], "ranks disagree"

@@ -1,4 +1,6 @@
-"""Every family, there and back: config.json field for field, weights bit for bit, and the meaning of each tensor."""
+"""Every family, there and back: config.json field for field, weights bit for bit, and the meaning
+of each tensor.
+"""
 
 import json
 from dataclasses import replace
@@ -24,7 +26,9 @@ def source(request, tmp_path_factory):
 def load(folder):
     """(config, parameters loaded into NaNs)."""
     config = hf.read_config(folder)
-    targets = {name: torch.full(shape, float("nan")) for name, shape in parameter_shapes(config).items()}
+    targets = {
+        name: torch.full(shape, float("nan")) for name, shape in parameter_shapes(config).items()
+    }
     hf.load(folder, config, lambda name, full: targets[name].copy_(full))
     return config, targets
 
@@ -36,16 +40,22 @@ def test_config_and_weights_come_back(source, tmp_path):
     hf.save(tmp_path / "back", config, ours.__getitem__)
     for file in ("config.json", "generation_config.json"):
         theirs, back = (json.loads((f / file).read_text()) for f in (folder, tmp_path / "back"))
-        if file == "config.json": assert theirs == back
-        assert all(theirs.get(f"{token}_token_id") == back.get(f"{token}_token_id") for token in ("bos", "eos", "pad"))
+        if file == "config.json":
+            assert theirs == back
+        assert all(
+            theirs.get(f"{token}_token_id") == back.get(f"{token}_token_id")
+            for token in ("bos", "eos", "pad")
+        )
     theirs, back = (load_file(f / "model.safetensors") for f in (folder, tmp_path / "back"))
     assert theirs.keys() == back.keys()
     assert all(torch.equal(theirs[name], back[name]) for name in theirs)
 
 
 def meaning(model, ours, config):
-    """Largest difference between what layer 1 of transformers computes and the same from our tensors: q, k, v and
-    MLP, or the first expert of it."""
+    """Largest difference between what layer 1 of transformers computes and the same from our
+    tensors: q, k, v and MLP, or the first expert of it.
+    """
+
     def linear(name, x):
         return F.linear(x, ours[f"layers.1.{name}.weight"], ours.get(f"layers.1.{name}.bias"))
 
@@ -58,9 +68,13 @@ def meaning(model, ours, config):
         theirs, mlp = [getattr(block.self_attn, f"{p}_proj")(x) for p in "qkv"], block.mlp
     pairs = [(linear(f"attn.{p}", x), t) for p, t in zip("qkv", theirs, strict=True)]
     if config.sparse(1):
-        gate, up, down = (ours[f"layers.1.mlp.experts.{name}.weight"][0] for name in ("gate", "up", "down"))
+        gate, up, down = (
+            ours[f"layers.1.mlp.experts.{name}.weight"][0] for name in ("gate", "up", "down")
+        )
         first = mlp.experts(x, torch.zeros(5, 1, dtype=torch.int64), torch.ones(5, 1))
-        pairs.append((F.linear(mlp.experts.act_fn(F.linear(x, gate)) * F.linear(x, up), down), first))
+        pairs.append(
+            (F.linear(mlp.experts.act_fn(F.linear(x, gate)) * F.linear(x, up), down), first)
+        )
         pairs.append((linear("mlp.router", x), mlp.gate(x)[0]))
     else:
         up = linear("mlp.up", x)
@@ -73,13 +87,14 @@ def meaning(model, ours, config):
 def test_meaning_and_a_swap_is_noticed(source):
     model, folder = source
     config, ours = load(folder)
-    assert meaning(model, ours, config) < 1e-5          # fp32, sums of 40 products of size about 1
+    assert meaning(model, ours, config) < 1e-5  # fp32, sums of 40 products of size about 1
     mlp = "mlp.experts" if config.sparse(1) else "mlp"
     for a, b in [("attn.k", "attn.v")] + [(f"{mlp}.gate", f"{mlp}.up")] * config.gated:
         swapped = dict(ours)
         for kind in ("weight", "bias"):
             one, other = f"layers.1.{a}.{kind}", f"layers.1.{b}.{kind}"
-            if one in ours: swapped[one], swapped[other] = ours[other], ours[one]
+            if one in ours:
+                swapped[one], swapped[other] = ours[other], ours[one]
         assert meaning(model, swapped, config) > 0.1
 
 
@@ -87,5 +102,7 @@ def test_a_changed_structure_shows_and_nothing_else(source):
     _, folder = source
     config = hf.read_config(folder)
     before, after = config.hf, to_hf(replace(config, vocab_size=77))
-    assert {name for name in {**before, **after} if before.get(name) != after.get(name)} == {"vocab_size"}
+    assert {name for name in {**before, **after} if before.get(name) != after.get(name)} == {
+        "vocab_size"
+    }
     assert after["vocab_size"] == 77

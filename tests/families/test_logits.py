@@ -1,5 +1,6 @@
-"""Logits of every family and structure against transformers, on a sequence longer than its window and its first
-context."""
+"""Logits of every family and structure against transformers, on a sequence longer than its window
+and its first context.
+"""
 
 import pytest
 import torch
@@ -17,14 +18,18 @@ def test_logits(case, tmp_path):
     config = hf.read_config(folder)
     ours = Decoder(config).eval()
     parameters = dict(ours.named_parameters())
-    for p in parameters.values(): p.fill_(float("nan"))
+    for p in parameters.values():
+        p.fill_(float("nan"))
     hf.load(folder, config, lambda name, full: state.write(parameters[name], full))
     tokens = torch.randint(0, config.vocab_size, (2, 40))
     expected = theirs(tokens).logits
     assert expected.std() > 0.3
-    torch.testing.assert_close(ours(tokens), expected, rtol=0, atol=1e-4)       # fp32, logits of size 1 to 10
-    mlp = ("mlp.experts.down.weight", "mlp.router.weight") if config.sparse(1) else ("mlp.up.weight",)
-    for p in ("attn.k.weight", "attn_norm.weight", *mlp):                   # each is felt, 100 times the tolerance
+    # fp32, logits of size 1 to 10
+    torch.testing.assert_close(ours(tokens), expected, rtol=0, atol=1e-4)
+    mlp = (
+        ("mlp.experts.down.weight", "mlp.router.weight") if config.sparse(1) else ("mlp.up.weight",)
+    )
+    for p in ("attn.k.weight", "attn_norm.weight", *mlp):  # each is felt, 100 times the tolerance
         kept = parameters[f"layers.1.{p}"].clone()
         parameters[f"layers.1.{p}"].copy_(kept.flip(0))
         assert (ours(tokens) - expected).abs().max() > 1e-2

@@ -13,18 +13,28 @@ from dolmen.model.config import ModelConfig, parameter_shapes
 QKV = ("layers.{}.attn.q", "layers.{}.attn.k", "layers.{}.attn.v")
 
 
-@pytest.mark.parametrize(("groups", "counts", "rows"), [
-    (1, (4, 2, 2), ([0, 1, 2, 3], [4, 5], [6, 7])),            # phi3: all q, all k, all v
-    (2, (2, 1, 1), ([0, 1, 4, 5], [2, 6], [3, 7])),            # falcon: the queries of a group, then its k and v
-    (4, (1, 1), ([0, 2, 4, 6], [1, 3, 5, 7]))])                # interleaved gate and up
+@pytest.mark.parametrize(
+    ("groups", "counts", "rows"),
+    [
+        (1, (4, 2, 2), ([0, 1, 2, 3], [4, 5], [6, 7])),  # phi3: all q, all k, all v
+        (
+            2,
+            (2, 1, 1),
+            ([0, 1, 4, 5], [2, 6], [3, 7]),
+        ),  # falcon: the queries of a group, then its k and v
+        (4, (1, 1), ([0, 2, 4, 6], [1, 3, 5, 7])),
+    ],
+)  # interleaved gate and up
 @pytest.mark.parametrize("unit", [1, 3])
 def test_split(groups, counts, rows, unit):
     stored = torch.arange(8).repeat_interleave(unit)[:, None] * torch.ones(1, 5)
-    for tensor in (stored, stored[:, 0]):                      # a weight and a bias
+    for tensor in (stored, stored[:, 0]):  # a weight and a bias
         rule = Split("hf", tuple("abc"[: len(counts)]), groups, counts)
         parts = list(rule.split(tensor))
         for part, expected in zip(parts, rows, strict=True):
-            assert part.reshape(len(part), -1)[:, 0].tolist() == [float(r) for r in expected for _ in range(unit)]
+            assert part.reshape(len(part), -1)[:, 0].tolist() == [
+                float(r) for r in expected for _ in range(unit)
+            ]
         assert torch.equal(rule.join(parts), tensor)
         assert rule.shape([tuple(p.shape) for p in parts]) == tuple(tensor.shape)
 
@@ -40,53 +50,100 @@ def test_transpose_of_a_split_is_views():
 
 def test_parameters_without_a_rule_raise():
     config = ModelConfig(num_hidden_layers=1)
-    with pytest.raises(KeyError, match=r"10 parameters .*'layers.0.attn_norm.weight', 'layers.0.attn.q.weight'"):
+    with pytest.raises(
+        KeyError, match=r"10 parameters .*'layers.0.attn_norm.weight', 'layers.0.attn.q.weight'"
+    ):
         entries([Rename("e", "embed"), Rename("h", "head")], config)
 
 
 def test_a_fused_tensor_of_unequal_parts_raises():
     config = ModelConfig(num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2)
-    with pytest.raises(ValueError, match="family"): entries([Split("c_attn.{}", QKV, 1, (1, 1, 1))], config)
+    with pytest.raises(ValueError, match="family"):
+        entries([Split("c_attn.{}", QKV, 1, (1, 1, 1))], config)
 
 
 def test_disagreeing_fields():
-    config = ModelConfig(family="gpt2", num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-                         hidden_size=24)
+    config = ModelConfig(
+        family="gpt2",
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        hidden_size=24,
+    )
     rules = [Rename(name, name) for name in ("embed", "head", "final_norm")]
     modules = ("attn.o", "mlp.gate", "mlp.up", "mlp.down", "attn_norm", "mlp_norm")
     rules += [Rename("layers.{}." + name, "layers.{}." + name) for name in modules]
     rules += [Transpose(Split("c_attn.{}", QKV, 2, (2, 1, 1)))]
     assert entries(rules, config)["c_attn.0.weight"].shape == (24, 64)
     assert disagreeing_fields(rules, config, "c_attn.0.weight", (25, 64)) == ["hidden_size"]
-    assert disagreeing_fields(rules, config, "c_attn.0.weight", (24, 32)) == ["head_dim"]     # the counts fix the heads
-    assert disagreeing_fields(rules, config, "layers.0.mlp.up.weight", (11009, 24)) == ["intermediate_size"]
-    assert disagreeing_fields(rules, replace(config, vocab_size=7), "embed.weight", (9, 24)) == ["vocab_size"]
+    # the counts fix the heads
+    assert disagreeing_fields(rules, config, "c_attn.0.weight", (24, 32)) == ["head_dim"]
+    assert disagreeing_fields(rules, config, "layers.0.mlp.up.weight", (11009, 24)) == [
+        "intermediate_size"
+    ]
+    assert disagreeing_fields(rules, replace(config, vocab_size=7), "embed.weight", (9, 24)) == [
+        "vocab_size"
+    ]
 
 
-EXPERTS = ModelConfig(family="mixtral", num_hidden_layers=2, num_experts=3, hidden_size=4, intermediate_size=5, num_attention_heads=1,
-                      num_key_value_heads=1, head_dim=4, vocab_size=6)
+EXPERTS = ModelConfig(
+    family="mixtral",
+    num_hidden_layers=2,
+    num_experts=3,
+    hidden_size=4,
+    intermediate_size=5,
+    num_attention_heads=1,
+    num_key_value_heads=1,
+    head_dim=4,
+    vocab_size=6,
+)
 STACK = "layers.{}.mlp.experts.gate.weight"
 
 
 def test_a_stack_is_read_whole_and_written_apart():
-    """Pieces come in any order, each read once; a stack is asked for once, whichever of its pieces is written."""
+    """Pieces come in any order, each read once; a stack is asked for once, whichever of its pieces
+    is written.
+    """
     found = weight_map(EXPERTS).entries
     stored = {name: torch.randn(entry.shape) for name, entry in found.items()}
     names, read, asked = list(found)[::-1], [], []
-    ours = dict(assemble([found[n] for n in names], lambda name: (read.append(name), stored[name])[1]))
+    ours = dict(
+        assemble([found[n] for n in names], lambda name: (read.append(name), stored[name])[1])
+    )
     assert sorted(read) == sorted(names) and ours.keys() == parameter_shapes(EXPERTS).keys()
-    for i in range(3): assert torch.equal(ours[STACK.format(1)][i], stored[f"model.layers.1.block_sparse_moe.experts.{i}.w1.weight"])
+    for i in range(3):
+        assert torch.equal(
+            ours[STACK.format(1)][i],
+            stored[f"model.layers.1.block_sparse_moe.experts.{i}.w1.weight"],
+        )
     back = dict(hf.export(EXPERTS, lambda name: (asked.append(name), ours[name])[1]))
-    assert sorted(asked) == sorted(ours) and back.keys() == stored.keys() and all(torch.equal(back[n], stored[n]) for n in stored)
+    assert (
+        sorted(asked) == sorted(ours)
+        and back.keys() == stored.keys()
+        and all(torch.equal(back[n], stored[n]) for n in stored)
+    )
 
 
 def test_of_a_stack_only_what_is_wanted_is_read():
     found, read = weight_map(EXPERTS).entries, []
-    got = dict(assemble(found.values(), lambda name: (read.append(name), torch.zeros(found[name].shape))[1], {STACK.format(0)}))
-    assert list(got) == [STACK.format(0)] and read == [f"model.layers.0.block_sparse_moe.experts.{i}.w1.weight" for i in range(3)]
+    got = dict(
+        assemble(
+            found.values(),
+            lambda name: (read.append(name), torch.zeros(found[name].shape))[1],
+            {STACK.format(0)},
+        )
+    )
+    assert list(got) == [STACK.format(0)] and read == [
+        f"model.layers.0.block_sparse_moe.experts.{i}.w1.weight" for i in range(3)
+    ]
 
 
 def test_experts_of_unequal_dtypes_are_refused():
     found = weight_map(EXPERTS).entries
-    pieces = {name: torch.zeros(e.shape, dtype=torch.bfloat16 if ".2.w1" in name else torch.float32) for name, e in found.items()}
-    with pytest.raises(ValueError, match=r"experts.2.w1.weight is torch.bfloat16"): list(assemble(found.values(), pieces.__getitem__))
+    pieces = {
+        name: torch.zeros(e.shape, dtype=torch.bfloat16 if ".2.w1" in name else torch.float32)
+        for name, e in found.items()
+    }
+    with pytest.raises(ValueError, match=r"experts.2.w1.weight is torch.bfloat16"):
+        list(assemble(found.values(), pieces.__getitem__))

@@ -1,4 +1,6 @@
-"""Small random models of transformers, one per structure that a family can take: the oracle of the family tests."""
+"""Small random models of transformers, one per structure that a family can take: the oracle of the
+family tests.
+"""
 
 import contextlib
 import io
@@ -6,33 +8,108 @@ import io
 import torch
 import transformers
 
-SIZES = dict(vocab_size=61, hidden_size=32, intermediate_size=40, num_hidden_layers=3, num_attention_heads=4,
-             num_key_value_heads=2, max_position_embeddings=64, bos_token_id=1, eos_token_id=2)
-GPT2 = dict(vocab_size=61, n_embd=32, n_layer=3, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2)
-LLAMA3 = dict(rope_type="llama3", rope_theta=500.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
-              original_max_position_embeddings=16)
+SIZES = dict(
+    vocab_size=61,
+    hidden_size=32,
+    intermediate_size=40,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+GPT2 = dict(
+    vocab_size=61, n_embd=32, n_layer=3, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2
+)
+LLAMA3 = dict(
+    rope_type="llama3",
+    rope_theta=500.0,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=16,
+)
 
 CASES = {
     "llama": ("llama", SIZES),
-    "llama-mha": ("llama", SIZES | dict(num_key_value_heads=4, rms_norm_eps=1e-5, hidden_act="gelu_new")),
-    "llama-biased": ("llama", SIZES | dict(attention_bias=True, mlp_bias=True, head_dim=16, tie_word_embeddings=True,
-                                           rope_parameters=LLAMA3)),
-    "llama-linear": ("llama", SIZES | dict(rope_parameters=dict(rope_type="linear", factor=4.0, rope_theta=1000.0))),
+    "llama-mha": (
+        "llama",
+        SIZES | dict(num_key_value_heads=4, rms_norm_eps=1e-5, hidden_act="gelu_new"),
+    ),
+    "llama-biased": (
+        "llama",
+        SIZES
+        | dict(
+            attention_bias=True,
+            mlp_bias=True,
+            head_dim=16,
+            tie_word_embeddings=True,
+            rope_parameters=LLAMA3,
+        ),
+    ),
+    "llama-linear": (
+        "llama",
+        SIZES | dict(rope_parameters=dict(rope_type="linear", factor=4.0, rope_theta=1000.0)),
+    ),
     "mistral": ("mistral", SIZES | dict(sliding_window=None)),
-    "mistral-window": ("mistral", SIZES | dict(sliding_window=5, head_dim=16, tie_word_embeddings=True)),
+    "mistral-window": (
+        "mistral",
+        SIZES | dict(sliding_window=5, head_dim=16, tie_word_embeddings=True),
+    ),
     "qwen2": ("qwen2", SIZES),
-    "qwen2-window": ("qwen2", SIZES | dict(use_sliding_window=True, sliding_window=5, max_window_layers=1,
-                                           tie_word_embeddings=True)),
+    "qwen2-window": (
+        "qwen2",
+        SIZES
+        | dict(
+            use_sliding_window=True, sliding_window=5, max_window_layers=1, tie_word_embeddings=True
+        ),
+    ),
     "qwen3": ("qwen3", SIZES | dict(head_dim=16, tie_word_embeddings=True)),
-    "qwen3-window": ("qwen3", SIZES | dict(head_dim=12, attention_bias=True, use_sliding_window=True, sliding_window=5,
-                                           layer_types=["sliding_attention", "full_attention", "sliding_attention"])),
+    "qwen3-window": (
+        "qwen3",
+        SIZES
+        | dict(
+            head_dim=12,
+            attention_bias=True,
+            use_sliding_window=True,
+            sliding_window=5,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        ),
+    ),
     "mixtral": ("mixtral", SIZES | dict(num_local_experts=4)),
-    "mixtral-window": ("mixtral", SIZES | dict(num_local_experts=6, num_experts_per_tok=3, sliding_window=5, head_dim=16)),
-    "qwen3-moe": ("qwen3_moe", SIZES | dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True, head_dim=16)),
-    "qwen3-moe-dense": ("qwen3_moe", SIZES | dict(num_experts=4, num_experts_per_tok=3, moe_intermediate_size=24, attention_bias=True,
-                                                  mlp_only_layers=[0], tie_word_embeddings=True)),
+    "mixtral-window": (
+        "mixtral",
+        SIZES | dict(num_local_experts=6, num_experts_per_tok=3, sliding_window=5, head_dim=16),
+    ),
+    "qwen3-moe": (
+        "qwen3_moe",
+        SIZES
+        | dict(
+            num_experts=8,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            norm_topk_prob=True,
+            head_dim=16,
+        ),
+    ),
+    "qwen3-moe-dense": (
+        "qwen3_moe",
+        SIZES
+        | dict(
+            num_experts=4,
+            num_experts_per_tok=3,
+            moe_intermediate_size=24,
+            attention_bias=True,
+            mlp_only_layers=[0],
+            tie_word_embeddings=True,
+        ),
+    ),
     "gpt2": ("gpt2", GPT2),
-    "gpt2-untied": ("gpt2", GPT2 | dict(tie_word_embeddings=False, n_inner=40, activation_function="gelu")),
+    "gpt2-untied": (
+        "gpt2",
+        GPT2 | dict(tie_word_embeddings=False, n_inner=40, activation_function="gelu"),
+    ),
 }
 
 
@@ -43,11 +120,13 @@ def build(case):
     config = transformers.AutoConfig.for_model(model_type, **fields)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
-        for p in model.parameters(): p.copy_(torch.randn(p.shape) * 0.2 + (p.ndim == 1))
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape) * 0.2 + (p.ndim == 1))
     return model
 
 
 def save(model, folder, **options):
     """save_pretrained without its progress bar; the folder."""
-    with contextlib.redirect_stderr(io.StringIO()): model.save_pretrained(folder, **options)
+    with contextlib.redirect_stderr(io.StringIO()):
+        model.save_pretrained(folder, **options)
     return folder

@@ -1,4 +1,6 @@
-"""Ways to get a layout wrong, one line each: the golden test must see every one of them, by a factor of ten at least."""
+"""Ways to get a layout wrong, one line each: the golden test must see every one of them, by a
+factor of ten at least.
+"""
 
 import itertools
 from contextlib import contextmanager
@@ -17,19 +19,28 @@ from dolmen.parallel import context, data, expert, loss, pipeline, tensor
 
 
 def without(module, name, instead):
-    """`module` calls `instead` where it would call the collective; all other callers are left alone."""
-    return lambda patch: patch.setattr(module, "c", SimpleNamespace(**vars(collectives) | {name: instead}))
+    """`module` calls `instead` where it would call the collective; all other callers are left
+    alone.
+    """
+    return lambda patch: patch.setattr(
+        module, "c", SimpleNamespace(**vars(collectives) | {name: instead})
+    )
 
 
 def untyped(name):
-    """The gradient of a replicated weight used on a part of the activations is no longer declared Partial."""
+    """The gradient of a replicated weight used on a part of the activations is no longer declared
+    Partial.
+    """
     return lambda patch: patch.setattr(tensor.TensorParallel, name, property(lambda tp: None))
 
 
 def batches(change):
     def damage(patch):
         whole = table.batches
-        patch.setattr(table, "batches", lambda *args, **options: [change(b) for b in whole(*args, **options)])
+        patch.setattr(
+            table, "batches", lambda *args, **options: [change(b) for b in whole(*args, **options)]
+        )
+
     return damage
 
 
@@ -39,13 +50,17 @@ def half_tokens(b: Batch) -> Batch:
 
 
 def half_a_block(patch):
-    """FSDP averages one block's gradient instead of summing it: what forgetting a non-recursive setting does."""
+    """FSDP averages one block's gradient instead of summing it: what forgetting a non-recursive
+    setting does.
+    """
     build = table.build
 
     def built(*args, **options):
         model = build(*args, **options)
-        if units := data.units(model): units[0].set_gradient_divide_factor(2.0)
+        if units := data.units(model):
+            units[0].set_gradient_divide_factor(2.0)
         return model
+
     patch.setattr(table, "build", built)
 
 
@@ -57,14 +72,18 @@ def constant(place, name, value):
 def norm_twice(patch):
     """The weight that both ends own is counted at both."""
     norm = data.gradient_norm
-    patch.setattr(data, "gradient_norm", lambda parameters, mesh, twice: norm(parameters, mesh, None))
+    patch.setattr(
+        data, "gradient_norm", lambda parameters, mesh, twice: norm(parameters, mesh, None)
+    )
 
 
 def weights_of_the_last_alone(patch):
     """Of the weight gradients left for later, those of the last microbatch are computed."""
+
     def run(weights, grads, x, gather):
         made = deferred(weights, grads, x, gather)
         return lambda: made() if grads[0].shape[0] and next(count) % 2 else None
+
     deferred, count = tensor._weight_gradients, itertools.count()
     patch.setattr(tensor, "_weight_gradients", run)
 
@@ -77,25 +96,43 @@ def another_message(patch):
         messages = sent(schedule, sender, to)
         messages[:2] = messages[1::-1]
         return messages
+
     patch.setattr(pipeline, "_sent", swapped)
 
 
 def computed_otherwise(patch):
     """What backward computes again is not what forward has computed."""
+
     def again(function, *args):
         times = itertools.count()
-        return checkpoint(lambda x, *rest: function(x * 1.5 if next(times) else x, *rest), *args, use_reentrant=False)
+        return checkpoint(
+            lambda x, *rest: function(x * 1.5 if next(times) else x, *rest),
+            *args,
+            use_reentrant=False,
+        )
+
     patch.setattr(decoder, "again", again)
 
 
 def unrotated(patch):
     """Keys and values stay where they are, and are taken for the neighbour's."""
-    patch.setattr(context.collectives, "start_rotate", lambda tensors, axis, shift=1: SimpleNamespace(wait=lambda: list(tensors)))
+    patch.setattr(
+        context.collectives,
+        "start_rotate",
+        lambda tensors, axis, shift=1: SimpleNamespace(wait=lambda: list(tensors)),
+    )
 
 
 def unscaled(patch):
     """Pieces of attention are added up without their log-sum-exp."""
-    patch.setattr(context, "merge", lambda out, log_sum, more, more_log_sum: (out + more, torch.logaddexp(log_sum, more_log_sum)))
+    patch.setattr(
+        context,
+        "merge",
+        lambda out, log_sum, more, more_log_sum: (
+            out + more,
+            torch.logaddexp(log_sum, more_log_sum),
+        ),
+    )
 
 
 def experts_averaged(patch):
@@ -105,53 +142,120 @@ def experts_averaged(patch):
     def built(*args, **options):
         model = build(*args, **options)
         for unit in data.units(model):
-            if isinstance(unit, moe.Experts): unit.set_gradient_divide_factor(2.0)
+            if isinstance(unit, moe.Experts):
+                unit.set_gradient_divide_factor(2.0)
         return model
+
     patch.setattr(table, "build", built)
 
 
 def unweighted(patch):
     """A token's experts count alike."""
     combine = moe.moe.combine
-    patch.setattr(moe.moe, "combine", lambda rows, weights, order: combine(rows, 0 * weights + 0.5, order))
+    patch.setattr(
+        moe.moe, "combine", lambda rows, weights, order: combine(rows, 0 * weights + 0.5, order)
+    )
 
 
 def auxiliary_of_every_rank(patch):
     """The auxiliary losses' gradient is not divided by tp."""
     apply = moe._Account.apply
-    patch.setattr(moe._Account, "apply", staticmethod(lambda w, loss, scale, tally, m: apply(w, loss * m.tp.axis.size, scale, tally, m)))
+    patch.setattr(
+        moe._Account,
+        "apply",
+        staticmethod(
+            lambda w, loss, scale, tally, m: apply(w, loss * m.tp.axis.size, scale, tally, m)
+        ),
+    )
 
 
-PLAIN, SEQUENCE, STAGES, LATER, RING = map(Layout.of, ("dp2 tp2 zero1", "dp2 tp2 sp zero2 acc4", "pp2 dp2 acc4 zero1", "pp4 acc4 zero-bubble",
-                                                       "cp2 dp2 zero1"))
-CONTEXT_EXPERTS, EXPERTS, TENSOR_EXPERTS = map(Layout.of, ("dp2 cp2 ep2 zero1", "dp4 ep2 zero2 acc4", "dp2 tp2 ep2 zero1"))
+PLAIN, SEQUENCE, STAGES, LATER, RING = map(
+    Layout.of,
+    (
+        "dp2 tp2 zero1",
+        "dp2 tp2 sp zero2 acc4",
+        "pp2 dp2 acc4 zero1",
+        "pp4 acc4 zero-bubble",
+        "cp2 dp2 zero1",
+    ),
+)
+CONTEXT_EXPERTS, EXPERTS, TENSOR_EXPERTS = map(
+    Layout.of, ("dp2 cp2 ep2 zero1", "dp4 ep2 zero2 acc4", "dp2 tp2 ep2 zero1")
+)
 CONTROLS = {
     "nothing is wrong": ("llama", SEQUENCE, lambda patch: None),
-    "copy left out of a block": ("llama", PLAIN, without(tensor, "start_all_reduce", lambda x, axis: x)),
-    "copy left out of the head": ("gpt2", PLAIN, without(loss, "start_all_reduce", lambda x, axis: x)),
-    "reduce-scatter left out of a block": ("llama", SEQUENCE, without(tensor, "finish_reduce_scatter",
-                                                                lambda x, axis: collectives.part(collectives.wait(x), 0, axis))),
+    "copy left out of a block": (
+        "llama",
+        PLAIN,
+        without(tensor, "start_all_reduce", lambda x, axis: x),
+    ),
+    "copy left out of the head": (
+        "gpt2",
+        PLAIN,
+        without(loss, "start_all_reduce", lambda x, axis: x),
+    ),
+    "reduce-scatter left out of a block": (
+        "llama",
+        SEQUENCE,
+        without(
+            tensor,
+            "finish_reduce_scatter",
+            lambda x, axis: collectives.part(collectives.wait(x), 0, axis),
+        ),
+    ),
     "Partial of norms left out": ("llama", SEQUENCE, untyped("residual_grad")),
     "Partial of biases and positions left out": ("gpt2", SEQUENCE, untyped("residual_grad")),
     "Partial of q and k norms and whole k, v left out": ("qwen3", PLAIN, untyped("branch_grad")),
     "gradients of half the tokens": ("llama", PLAIN, batches(half_tokens)),
-    "labels unshifted": ("llama", PLAIN, batches(lambda b: Batch(b.tokens, torch.where(b.labels == IGNORED, IGNORED, b.tokens)))),
+    "labels unshifted": (
+        "llama",
+        PLAIN,
+        batches(lambda b: Batch(b.tokens, torch.where(b.labels == IGNORED, IGNORED, b.tokens))),
+    ),
     "one block's gradient halved": ("gpt2", SEQUENCE, half_a_block),
-    "a tied embedding's two gradients not summed": ("gpt2", STAGES, constant(data, "sum_over", lambda p, axis: None)),
+    "a tied embedding's two gradients not summed": (
+        "gpt2",
+        STAGES,
+        constant(data, "sum_over", lambda p, axis: None),
+    ),
     "a tied embedding counted twice in the norm": ("gpt2", STAGES, norm_twice),
     "a message of another microbatch": ("llama", STAGES, another_message),
     "half of the weight gradients never computed": ("llama", LATER, weights_of_the_last_alone),
     "another forward computed again": ("llama", Layout.of("dp4 full"), computed_otherwise),
     "keys and values not passed on": ("llama", RING, unrotated),
     "pieces merged without rescaling": ("llama", RING, unscaled),
-    "a plain split taken for a zigzag": ("llama", RING, constant(context.ContextParallel, "split", lambda cp, x, dim: collectives.part(x, dim, cp.axis))),
-    "balance counts of a part of the sequence": ("qwen3-moe", CONTEXT_EXPERTS, constant(
-        moe, "collectives", SimpleNamespace(**vars(collectives) | {"reduce_scalar": lambda x, axis: x}))),
+    "a plain split taken for a zigzag": (
+        "llama",
+        RING,
+        constant(
+            context.ContextParallel, "split", lambda cp, x, dim: collectives.part(x, dim, cp.axis)
+        ),
+    ),
+    "balance counts of a part of the sequence": (
+        "qwen3-moe",
+        CONTEXT_EXPERTS,
+        constant(
+            moe,
+            "collectives",
+            SimpleNamespace(**vars(collectives) | {"reduce_scalar": lambda x, axis: x}),
+        ),
+    ),
     "experts averaged": ("qwen3-moe", EXPERTS, experts_averaged),
     "experts unweighted": ("qwen3-moe", EXPERTS, unweighted),
-    "experts' rows back in the wrong order": ("qwen3-moe", EXPERTS, constant(
-        expert, "combine", lambda rows, trip, axis: collectives.exchange(rows, trip.receive, trip.send, axis))),
-    "Partial of the router left out": ("qwen3-moe", TENSOR_EXPERTS, constant(moe, "local", lambda p, grad=None: state.local(p))),
+    "experts' rows back in the wrong order": (
+        "qwen3-moe",
+        EXPERTS,
+        constant(
+            expert,
+            "combine",
+            lambda rows, trip, axis: collectives.exchange(rows, trip.receive, trip.send, axis),
+        ),
+    ),
+    "Partial of the router left out": (
+        "qwen3-moe",
+        TENSOR_EXPERTS,
+        constant(moe, "local", lambda p, grad=None: state.local(p)),
+    ),
     "auxiliary losses of every rank of tp": ("qwen3-moe", TENSOR_EXPERTS, auxiliary_of_every_rank),
 }
 
@@ -164,9 +268,18 @@ def damaged(damage):
 
 
 def compare_damaged() -> dict[str, dict[str, tuple[float, str]]]:
-    """The first step of each control against one undamaged process: {control: largest differences}."""
-    out, one = {}, {family: table.run(config, table.SINGLE, Layout(), steps=1) for family, config in table.FAMILIES.items()}
+    """The first step of each control against one undamaged process: {control: largest
+    differences}.
+    """
+    out = {}
+    one = {
+        family: table.run(config, table.SINGLE, Layout(), steps=1)
+        for family, config in table.FAMILIES.items()
+    }
     for name, (family, layout, damage) in CONTROLS.items():
-        with damaged(damage): got = table.run(table.FAMILIES[family], layout.mesh(torch.device("cpu")), layout, steps=1)
+        with damaged(damage):
+            got = table.run(
+                table.FAMILIES[family], layout.mesh(torch.device("cpu")), layout, steps=1
+            )
         out[name] = table.differences(got, one[family])
     return out

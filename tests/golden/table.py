@@ -1,8 +1,10 @@
-"""The golden table: families x layouts, and what one run of one of them leaves to compare. A mechanism that splits or
-delays anything joins LAYOUTS; a way to get it wrong joins test_controls.py.
+"""The golden table: families x layouts, and what one run of one of them leaves to compare. A
+mechanism that splits or delays anything joins LAYOUTS; a way to get it wrong joins
+test_controls.py.
 
-A run is `train/step.py` itself on `data/mixture.py` itself, three steps. What is compared is taken where it is made: raw
-gradients when `data.gradient_norm` is called (after the sum over dp, before clipping), norms and losses from Metrics.
+A run is `train/step.py` itself on `data/mixture.py` itself, three steps. What is compared is taken
+where it is made: raw gradients when `data.gradient_norm` is called (after the sum over dp, before
+clipping), norms and losses from Metrics.
 """
 
 import math
@@ -25,28 +27,57 @@ from dolmen.parallel import data
 from dolmen.train.build import build, initialize
 from dolmen.train.step import TrainState, optimizer_step
 
-VOCABULARY, LENGTH, ROWS, STEPS, SEED = 71, 8, 16, 3, 0    # 71 is prime: no tp divides it
+VOCABULARY, LENGTH, ROWS, STEPS, SEED = 71, 8, 16, 3, 0  # 71 is prime: no tp divides it
 
-SIZES = dict(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=8, head_dim=8,
-             initializer_range=0.1)
+SIZES = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=8,
+    head_dim=8,
+    initializer_range=0.1,
+)
 FAMILIES = {
     "llama": ModelConfig(**SIZES | dict(num_key_value_heads=4, head_dim=4)),
-    # head_dim is not hidden / heads, one key-value head is fewer than any tp: k and v are whole on every rank
+    # head_dim is not hidden / heads, one key-value head is fewer than any tp: k and v are whole on
+    # every rank
     "qwen3": ModelConfig(**SIZES, num_key_value_heads=1, qk_norm=True),
-    "gpt2": ModelConfig(**SIZES | dict(head_dim=4), num_key_value_heads=8, max_position_embeddings=LENGTH + 1, position="learned",
-                        norm="layernorm", mlp="plain", activation="gelu_tanh", attention_bias=True, output_bias=True,
-                        mlp_bias=True, tie_word_embeddings=True),
-    # two of eight experts a token; coefficients fifty times the usual, so that the auxiliary losses' gradients are felt
-    "qwen3-moe": ModelConfig(**SIZES, num_key_value_heads=2, qk_norm=True, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24,
-                             router_aux_loss_coef=0.05, router_z_loss_coef=0.05),
+    "gpt2": ModelConfig(
+        **SIZES | dict(head_dim=4),
+        num_key_value_heads=8,
+        max_position_embeddings=LENGTH + 1,
+        position="learned",
+        norm="layernorm",
+        mlp="plain",
+        activation="gelu_tanh",
+        attention_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=True,
+    ),
+    # two of eight experts a token; coefficients fifty times the usual, so that the auxiliary
+    # losses' gradients are felt
+    "qwen3-moe": ModelConfig(
+        **SIZES,
+        num_key_value_heads=2,
+        qk_norm=True,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        router_aux_loss_coef=0.05,
+        router_z_loss_coef=0.05,
+    ),
 }
-DROPOUT = replace(FAMILIES["gpt2"], dropout=0.2)           # masks follow the logical element, not the rank: seed, step, place
-# Rounding differs by layout, and Adam's g / (|g| + eps) can turn any rounding into a full step of lr: with eps 1e-8 a
-# gradient element of 1e-9 changes its sign with the layout, a weight moves by 2e-2, and raw gradients of the next step differ
-# by up to 4e-4 though the text is right. That is the optimizer, not the layout: in fp64 the same runs agree to 1e-13 with
-# eps 1e-8 (test_double). eps 1e-3, about the median of a clipped gradient element, bounds the amplification by lr / eps = 10;
-# an initializer_range of 0.1 (0.02 suits a width of 4,096, not of 32) gives q, k and gate gradients of the others' size.
-# Measured worst over all rows: gradient 5e-6, norm 2e-7, loss 2e-7.
+# masks follow the logical element, not the rank: seed, step, place
+DROPOUT = replace(FAMILIES["gpt2"], dropout=0.2)
+# Rounding differs by layout, and Adam's g / (|g| + eps) can turn any rounding into a full step of
+# lr: with eps 1e-8 a gradient element of 1e-9 changes its sign with the layout, a weight moves by
+# 2e-2, and raw gradients of the next step differ by up to 4e-4 though the text is right. That is
+# the optimizer, not the layout: in fp64 the same runs agree to 1e-13 with eps 1e-8 (test_double).
+# eps 1e-3, about the median of a clipped gradient element, bounds the amplification by lr / eps =
+# 10; an initializer_range of 0.1 (0.02 suits a width of 4,096, not of 32) gives q, k and gate
+# gradients of the others' size. Measured worst over all rows: gradient 5e-6, norm 2e-7, loss 2e-7.
 OPTIMIZER = OptimizerConfig(lr=1e-2, schedule="constant", clip=0.25, eps=1e-3)
 
 
@@ -65,23 +96,39 @@ class Layout(layouts.Layout):
         names = {"acc": "accumulation", "v": "virtual_stages", "layers": "recompute_layers"}
         given = {"words": words}
         for word in words.split():
-            if number := re.fullmatch(r"(tp|cp|pp|dp|ep|zero|acc|v|layers)(\d)", word): given[names.get(number[1], number[1])] = int(number[2])
-            elif word == "sp": given["sequence_parallel"] = True
-            elif word in ("ring", "gather"): given["context"] = word
-            elif word in ("selective", "full"): given["recompute"] = word
-            else: given["schedule"] = word
+            if number := re.fullmatch(r"(tp|cp|pp|dp|ep|zero|acc|v|layers)(\d)", word):
+                given[names.get(number[1], number[1])] = int(number[2])
+            elif word == "sp":
+                given["sequence_parallel"] = True
+            elif word in ("ring", "gather"):
+                given["context"] = word
+            elif word in ("selective", "full"):
+                given["recompute"] = word
+            else:
+                given["schedule"] = word
         return Layout(**given)
 
-    def __str__(self) -> str: return self.words
+    def __str__(self) -> str:
+        return self.words
 
     @property
     def families(self) -> list[str]:
-        """Experts where they are split; elsewhere also a tied GPT-2 and a Llama, and one key-value head where tp splits heads."""
-        if self.ep > 1: return ["qwen3-moe"]
+        """Experts where they are split; elsewhere also a tied GPT-2 and a Llama, and one key-value
+        head where tp splits heads.
+        """
+        if self.ep > 1:
+            return ["qwen3-moe"]
         return ["llama", "gpt2", "qwen3-moe"] + ["qwen3"] * (self.tp > 1 and self.world <= 4)
 
 
-LAYOUTS = tuple(map(Layout.of, filter(None, map(str.strip, """
+LAYOUTS = tuple(
+    map(
+        Layout.of,
+        filter(
+            None,
+            map(
+                str.strip,
+                """
     acc4
     zero3 acc4
     acc2 full
@@ -135,36 +182,59 @@ LAYOUTS = tuple(map(Layout.of, filter(None, map(str.strip, """
     cp4 tp2 gather sp acc2
     pp2 dp2 tp2 sp ep2 acc4 zero1 interleaved v2
     dp2 cp2 tp2 ep4 zero3
-""".splitlines()))))
+""".splitlines(),
+            ),
+        ),
+    )
+)
 
 
 def batches(mesh: Mesh, seed: int = SEED, documents: bool = False) -> list[Batch]:
-    """This rank's part of each step's batch. The first 3 r mod 11 labels of row r are IGNORED: ranks and microbatches hold
-    unequal counts of real tokens, and row 10, a microbatch of its own where dp 4 accumulates 4, holds none. `documents`: one
-    ends after each fourth token or so, and attention stays inside."""
+    """This rank's part of each step's batch. The first 3 r mod 11 labels of row r are IGNORED:
+    ranks and microbatches hold unequal counts of real tokens, and row 10, a microbatch of its own
+    where dp 4 accumulates 4, holds none. `documents`: one ends after each fourth token or so, and
+    attention stays inside.
+    """
     tokens = np.random.default_rng(1).integers(0, VOCABULARY, 4096).astype(np.uint16)
-    mixture = Mixture([Part("noise", 1, TokenStream.of(tokens, np.array([0]), np.array([4096])))], LENGTH, seed)
+    mixture = Mixture(
+        [Part("noise", 1, TokenStream.of(tokens, np.array([0]), np.array([4096])))], LENGTH, seed
+    )
     rows = ROWS // mesh.dp.size
     out = []
     for step in range(STEPS):
         batch = Batch.of_windows(mixture.windows(step * ROWS + mesh.dp.rank * rows, rows))
         ignored = (torch.arange(rows) + mesh.dp.rank * rows) * 3 % 11
-        out.append(Batch(batch.tokens, torch.where(torch.arange(LENGTH) < ignored[:, None], IGNORED, batch.labels),
-                         document_starts(batch.tokens % 4, 0) if documents else None))
+        out.append(
+            Batch(
+                batch.tokens,
+                torch.where(torch.arange(LENGTH) < ignored[:, None], IGNORED, batch.labels),
+                document_starts(batch.tokens % 4, 0) if documents else None,
+            )
+        )
     return out
 
 
 @dataclass
 class Run:
-    """What a run leaves: per step the gradients by name (DTensors, or whole tensors of one process), their norm and the loss."""
+    """What a run leaves: per step the gradients by name (DTensors, or whole tensors of one
+    process), their norm and the loss.
+    """
 
     gradients: list[dict[str, torch.Tensor]]
     norms: list[float]
     losses: list[float]
 
 
-def run(config: ModelConfig, mesh: Mesh, layout: Layout, steps: int = STEPS, optimizer: OptimizerConfig = OPTIMIZER,
-        dtype: torch.dtype = torch.float32, documents: bool = False, compute: torch.dtype | None = None) -> Run:
+def run(
+    config: ModelConfig,
+    mesh: Mesh,
+    layout: Layout,
+    steps: int = STEPS,
+    optimizer: OptimizerConfig = OPTIMIZER,
+    dtype: torch.dtype = torch.float32,
+    documents: bool = False,
+    compute: torch.dtype | None = None,
+) -> Run:
     """`steps` updates of the real step function."""
     schedule = layout.make_schedule(ROWS, ROWS // mesh.dp.size // layout.accumulation)
     model = build(config, mesh, layout, schedule, dtype=dtype, compute=compute)
@@ -184,50 +254,69 @@ def run(config: ModelConfig, mesh: Mesh, layout: Layout, steps: int = STEPS, opt
             metrics = optimizer_step(train, batch, mesh)
             out.norms.append(metrics.grad_norm)
             out.losses.append(metrics.loss)
-    finally: data.gradient_norm = norm
+    finally:
+        data.gradient_norm = norm
     return out
 
 
-FLOOR = 1e-3                                               # of the step's gradient norm: see `differences`
+FLOOR = 1e-3  # of the step's gradient norm: see `differences`
 
 
 def differences(got: Run, want: Run) -> dict[str, tuple[float, str]]:
-    """Largest differences over all steps and ranks, and where: of gradients, by the largest element of the true tensor; of
-    norms and losses, relative.
+    """Largest differences over all steps and ranks, and where: of gradients, by the largest element
+    of the true tensor; of norms and losses, relative.
 
-    A tensor's largest element is taken to be at least FLOOR times the norm of the whole gradient: GPT-2's key biases shift
-    every score of a query alike, so their true gradient is zero and what is computed is rounding alone.
+    A tensor's largest element is taken to be at least FLOOR times the norm of the whole gradient:
+    GPT-2's key biases shift every score of a query alike, so their true gradient is zero and what
+    is computed is rounding alone.
     """
     gradient = (0.0, "")
     for step, (mine, whole) in enumerate(zip(got.gradients, want.gradients, strict=True)):
-        assert mine.keys() <= whole.keys()                 # a stage has its own
+        assert mine.keys() <= whole.keys()  # a stage has its own
         for name, g in mine.items():
             scale = max(float(whole[name].abs().max()), FLOOR * want.norms[step])
             part = state.shard(g).cpu()
-            off = float((part - whole[name][state.region(g)]).abs().max()) / scale if part.numel() else 0.0
+            off = (
+                float((part - whole[name][state.region(g)]).abs().max()) / scale
+                if part.numel()
+                else 0.0
+            )
             gradient = max(gradient, (off, f"{name}, step {step}"))
     out = {"gradient": gradient}
     for kind in ("norms", "losses"):
-        out[kind] = max((abs(a / b - 1), f"step {i}") for i, (a, b) in enumerate(zip(getattr(got, kind), getattr(want, kind), strict=True)))
+        out[kind] = max(
+            (abs(a / b - 1), f"step {i}")
+            for i, (a, b) in enumerate(zip(getattr(got, kind), getattr(want, kind), strict=True))
+        )
     everyone = [(out, set(got.gradients[0]))]
     if dist.is_initialized():
         everyone = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, (out, set(got.gradients[0])))
     got_by_any = set.union(*(names for _, names in everyone))
-    missing = [(math.inf, f"{name}, which has none on any rank") for name in want.gradients[0].keys() - got_by_any]
+    missing = [
+        (math.inf, f"{name}, which has none on any rank")
+        for name in want.gradients[0].keys() - got_by_any
+    ]
     return {kind: max([o[kind] for o, _ in everyone] + missing) for kind in out}
 
 
 def compare(config: ModelConfig, layout: Layout, **options) -> dict[str, tuple[float, str]]:
     """One model on one layout of the joined world, against one process."""
     mesh = layout.mesh(torch.device("cpu"))
-    return differences(run(config, mesh, layout, **options), run(config, SINGLE, Layout(), **options))
+    return differences(
+        run(config, mesh, layout, **options), run(config, SINGLE, Layout(), **options)
+    )
 
 
 def compare_all(layouts: tuple[Layout, ...]) -> dict[str, dict[str, tuple[float, str]]]:
-    """Every family of each of `layouts` (all of the joined world's size), against one process: {"family: layout": differences}."""
+    """Every family of each of `layouts` (all of the joined world's size), against one process:
+    {"family: layout": differences}.
+    """
     out, want = {}, {family: run(config, SINGLE, Layout()) for family, config in FAMILIES.items()}
     for layout in layouts:
         mesh = layout.mesh(torch.device("cpu"))
-        for family in layout.families: out[f"{family}: {layout}"] = differences(run(FAMILIES[family], mesh, layout), want[family])
+        for family in layout.families:
+            out[f"{family}: {layout}"] = differences(
+                run(FAMILIES[family], mesh, layout), want[family]
+            )
     return out

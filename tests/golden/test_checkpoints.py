@@ -1,4 +1,6 @@
-"""A checkpoint saved at any layout is loaded at any other, bitwise: weights and both moments, for a tied GPT-2 and for experts."""
+"""A checkpoint saved at any layout is loaded at any other, bitwise: weights and both moments, for a
+tied GPT-2 and for experts.
+"""
 
 from functools import cache
 from pathlib import Path
@@ -19,7 +21,12 @@ from dolmen.train.step import TrainState, optimizer_step
 
 DENSE = ("dp2 tp2 sp zero1", "pp4 acc4", "cp2 tp2 zero3", "pp2 dp2 acc4 zero-bubble-v v2 zero2")
 SPARSE = ("dp4 ep4 zero1", "dp2 tp2 ep2 zero3", "pp2 dp2 ep2 acc4 zero2")
-CASES = [(family, a, b) for family, layouts in (("gpt2", DENSE), ("qwen3-moe", SPARSE)) for a in (*layouts, "one") for b in (*layouts, "one")]
+CASES = [
+    (family, a, b)
+    for family, layouts in (("gpt2", DENSE), ("qwen3-moe", SPARSE))
+    for a in (*layouts, "one")
+    for b in (*layouts, "one")
+]
 
 
 def made(family: str, words: str, seed: int, steps: int = 0) -> TrainState:
@@ -31,11 +38,13 @@ def made(family: str, words: str, seed: int, steps: int = 0) -> TrainState:
     optimizer = optim.adamw(model, OPTIMIZER)
     optim.prime(optimizer)
     train = TrainState(model, optimizer, OPTIMIZER, STEPS, layout.zero, schedule)
-    for batch in batches(mesh)[:steps]: optimizer_step(train, batch, mesh)
+    for batch in batches(mesh)[:steps]:
+        optimizer_step(train, batch, mesh)
     return train, mesh
 
 
-def everywhere(family: str) -> set[str]: return {f"{kind}/{name}" for name in parameter_shapes(FAMILIES[family]) for kind in optim.KINDS}
+def everywhere(family: str) -> set[str]:
+    return {f"{kind}/{name}" for name in parameter_shapes(FAMILIES[family]) for kind in optim.KINDS}
 
 
 def in_world(folder: Path) -> dict[tuple[str, str, str], list[str]]:
@@ -44,16 +53,26 @@ def in_world(folder: Path) -> dict[tuple[str, str, str], list[str]]:
     for family, layouts in (("gpt2", DENSE), ("qwen3-moe", SPARSE)):
         for a in layouts:
             train, mesh = made(family, a, 0, steps=2)
-            Checkpoints(folder / family / a, mesh, 0).save(2, optim.tensors(train.model, train.optimizer), {}, wait=True)
+            Checkpoints(folder / family / a, mesh, 0).save(
+                2, optim.tensors(train.model, train.optimizer), {}, wait=True
+            )
         for b in layouts:
             for a in (*layouts, "one"):
                 train, mesh = made(family, b, 9)
-                tensors, saved = optim.tensors(train.model, train.optimizer), open_checkpoint(folder / family / a / "step-00000002")
+                tensors = optim.tensors(train.model, train.optimizer)
+                saved = open_checkpoint(folder / family / a / "step-00000002")
                 Checkpoints(folder / family / a, mesh, 0).load(2, tensors, everywhere(family))
-                wrong = [n for n, t in tensors.items() if not torch.equal(state.shard(t), saved.read(n)[state.region(t)])]
+                wrong = [
+                    n
+                    for n, t in tensors.items()
+                    if not torch.equal(state.shard(t), saved.read(n)[state.region(t)])
+                ]
                 everyone = [None] * dist.get_world_size()
                 dist.all_gather_object(everyone, (wrong, set(tensors)))
-                out[family, a, b] = sorted({n for w, _ in everyone for n in w} | (everywhere(family) - set.union(*(n for _, n in everyone))))
+                out[family, a, b] = sorted(
+                    {n for w, _ in everyone for n in w}
+                    | (everywhere(family) - set.union(*(n for _, n in everyone)))
+                )
     return out
 
 
@@ -61,15 +80,20 @@ def in_world(folder: Path) -> dict[tuple[str, str, str], list[str]]:
 def results(folder: Path) -> dict:
     for family in ("gpt2", "qwen3-moe"):
         train, mesh = made(family, "one", 0, steps=2)
-        Checkpoints(folder / family / "one", mesh, 0).save(2, optim.tensors(train.model, train.optimizer), {}, wait=True)
+        Checkpoints(folder / family / "one", mesh, 0).save(
+            2, optim.tensors(train.model, train.optimizer), {}, wait=True
+        )
     return run_spawned(4, in_world, folder)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path: return tmp_path_factory.mktemp("any")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("any")
 
 
-@pytest.mark.parametrize(("family", "saved", "loaded"), [case for case in CASES if case[2] != "one"])
+@pytest.mark.parametrize(
+    ("family", "saved", "loaded"), [case for case in CASES if case[2] != "one"]
+)
 def test_loaded_bitwise(folder, family, saved, loaded):
     assert results(folder)[family, saved, loaded] == []
 
@@ -78,8 +102,15 @@ def test_loaded_bitwise(folder, family, saved, loaded):
 def test_loaded_in_one_process(folder, family, saved):
     results(folder)
     train, mesh = made(family, "one", 9)
-    tensors, stream = optim.tensors(train.model, train.optimizer), open_checkpoint(folder / family / saved / "step-00000002")
+    tensors = optim.tensors(train.model, train.optimizer)
+    stream = open_checkpoint(folder / family / saved / "step-00000002")
     Checkpoints(folder / family / saved, mesh, 0).load(2, tensors)
-    assert set(tensors) == set(stream.specs) and all(torch.equal(t, stream.read(n)) for n, t in tensors.items())
-    others = open_checkpoint(folder / family / "one" / "step-00000002")          # and what two steps made is what one process made
-    for n in tensors: assert float((stream.read(n) - others.read(n)).abs().max()) <= 1e-5 * max(1.0, float(others.read(n).abs().max())), n
+    assert set(tensors) == set(stream.specs) and all(
+        torch.equal(t, stream.read(n)) for n, t in tensors.items()
+    )
+    # and what two steps made is what one process made
+    others = open_checkpoint(folder / family / "one" / "step-00000002")
+    for n in tensors:
+        assert float((stream.read(n) - others.read(n)).abs().max()) <= 1e-5 * max(
+            1.0, float(others.read(n).abs().max())
+        ), n

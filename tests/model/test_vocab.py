@@ -1,5 +1,7 @@
-"""Sizes that tp does not divide: a vocabulary of 711 or 71 and few key-value heads work at every tp; heads that tp does not
-divide, and a rank without a row of the vocabulary, are refused with the numbers. The fused loss against plain cross-entropy."""
+"""Sizes that tp does not divide: a vocabulary of 711 or 71 and few key-value heads work at every
+tp; heads that tp does not divide, and a rank without a row of the vocabulary, are refused with the
+numbers. The fused loss against plain cross-entropy.
+"""
 
 from dataclasses import replace
 from functools import cache
@@ -32,8 +34,16 @@ CASES = {
 
 
 def sized(vocab_size, heads, kv_heads, **more) -> ModelConfig:
-    sizes = dict(vocab_size=vocab_size, hidden_size=24, intermediate_size=24, num_hidden_layers=1, num_attention_heads=heads,
-                 num_key_value_heads=kv_heads, head_dim=4, initializer_range=0.2)
+    sizes = dict(
+        vocab_size=vocab_size,
+        hidden_size=24,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=4,
+        initializer_range=0.2,
+    )
     return ModelConfig(**sizes | more)
 
 
@@ -45,30 +55,42 @@ def step(config, mesh, sequence=False) -> tuple[float, dict[str, torch.Tensor], 
     labels = tokens.roll(1, 1)
     labels[0, 1:3] = IGNORED
     total = model(tokens, labels)
-    backward(total / mesh.dp.size, model, last=True, zero=0)   # every rank of dp has the same batch
+    backward(total / mesh.dp.size, model, last=True, zero=0)  # every rank of dp has the same batch
     gradients = {name: state.full(p.grad) for name, p in model.named_parameters()}
-    with inference(model): logits = gather_vocabulary(model(tokens), config.vocab_size, mesh.tp)
+    with inference(model):
+        logits = gather_vocabulary(model(tokens), config.vocab_size, mesh.tp)
     return float(total.detach()), gradients, logits
 
 
 def compare(dp: int, tp: int) -> list[float]:
-    """For each case of this tp, plain and sequence parallel: the largest difference from one process."""
+    """For each case of this tp, plain and sequence parallel: the largest difference from one
+    process.
+    """
     out = []
     for case in CASES[tp]:
         config = sized(*case, qk_norm=case[2] != 2)
         want_loss, want, want_logits = step(config, SINGLE)
         for sequence in (False, True):
             got_loss, got, logits = step(config, meshes.grid(dp, tp, torch.device("cpu")), sequence)
-            off = [abs(got_loss / want_loss - 1), float((logits - want_logits).abs().max() / want_logits.abs().max())]
-            out.append(max(off + [float((got[n] - g).abs().max() / g.abs().max()) for n, g in want.items()]))
+            off = [
+                abs(got_loss / want_loss - 1),
+                float((logits - want_logits).abs().max() / want_logits.abs().max()),
+            ]
+            out.append(
+                max(
+                    off + [float((got[n] - g).abs().max() / g.abs().max()) for n, g in want.items()]
+                )
+            )
     return out
 
 
-def in_four() -> dict[int, list[float]]: return {2: compare(2, 2), 4: compare(1, 4)}
+def in_four() -> dict[int, list[float]]:
+    return {2: compare(2, 2), 4: compare(1, 4)}
 
 
 @cache
-def four() -> dict[int, list[float]]: return run_spawned(4, in_four)
+def four() -> dict[int, list[float]]:
+    return run_spawned(4, in_four)
 
 
 @pytest.mark.parametrize("tp", CASES)
@@ -79,17 +101,30 @@ def test_any_vocabulary_and_any_number_of_key_value_heads(tp):
 
 
 def shaped(config, tp, rank=0) -> Decoder:
-    with torch.device("meta"): return Decoder(config, replace(whole(config.num_hidden_layers), tp=TensorParallel(Axis("tp", tp, rank))))
+    with torch.device("meta"):
+        return Decoder(
+            config,
+            replace(whole(config.num_hidden_layers), tp=TensorParallel(Axis("tp", tp, rank))),
+        )
 
 
-@pytest.mark.parametrize(("config", "tp", "said"), [
-    (sized(711, 12, 2), 5, ("num_attention_heads (12)", "tp (5)", "--layout.tp")),
-    (sized(711, 12, 2, intermediate_size=22), 4, ("intermediate_size (22)", "tp (4)", "--layout.tp")),
-    (sized(3, 8, 2), 4, ("vocab_size (3)", "tp (4)", "--layout.tp")),
-    (sized(9, 4, 2), 4, ("vocab_size (9)", "tp (4)", "--layout.tp")),                       # 3 + 3 + 3 + 0
-], ids=("heads", "intermediate", "vocabulary", "last rank empty"))
+@pytest.mark.parametrize(
+    ("config", "tp", "said"),
+    [
+        (sized(711, 12, 2), 5, ("num_attention_heads (12)", "tp (5)", "--layout.tp")),
+        (
+            sized(711, 12, 2, intermediate_size=22),
+            4,
+            ("intermediate_size (22)", "tp (4)", "--layout.tp"),
+        ),
+        (sized(3, 8, 2), 4, ("vocab_size (3)", "tp (4)", "--layout.tp")),
+        (sized(9, 4, 2), 4, ("vocab_size (9)", "tp (4)", "--layout.tp")),  # 3 + 3 + 3 + 0
+    ],
+    ids=("heads", "intermediate", "vocabulary", "last rank empty"),
+)
 def test_refused_with_the_numbers(config, tp, said):
-    with pytest.raises(ValueError) as error: shaped(config, tp)
+    with pytest.raises(ValueError) as error:
+        shaped(config, tp)
     assert all(words in str(error.value) for words in said), error.value
 
 
@@ -98,14 +133,20 @@ def test_every_accepted_vocabulary_is_covered_once():
         for vocab_size in range(1, 100):
             ranges = [vocabulary_range(vocab_size, Axis("tp", tp, r)) for r in range(tp)]
             if min(n for _, n in ranges) < 1:
-                with pytest.raises(ValueError): shaped(sized(vocab_size, 24, 24, intermediate_size=48), tp)
-            else: assert [first + i for first, n in ranges for i in range(n)] == list(range(vocab_size))
+                with pytest.raises(ValueError):
+                    shaped(sized(vocab_size, 24, 24, intermediate_size=48), tp)
+            else:
+                assert [first + i for first, n in ranges for i in range(n)] == list(
+                    range(vocab_size)
+                )
 
 
 @pytest.mark.parametrize("tied", (False, True))
 @pytest.mark.parametrize("at_once", (1 << 22, 3 * 711), ids=("one chunk", "chunks of three tokens"))
 def test_loss_and_gradients_against_cross_entropy(tied, at_once, monkeypatch):
-    """The decoder's own loss, whose gradient is formed in forward, against F.cross_entropy on its logits, both in fp64."""
+    """The decoder's own loss, whose gradient is formed in forward, against F.cross_entropy on its
+    logits, both in fp64.
+    """
     monkeypatch.setattr(loss, "LOGITS_AT_ONCE", {"cpu": at_once})
     config = sized(711, 4, 2, tie_word_embeddings=tied, num_hidden_layers=2)
     model = build(config, SINGLE, dtype=torch.float64)
@@ -114,17 +155,23 @@ def test_loss_and_gradients_against_cross_entropy(tied, at_once, monkeypatch):
     labels = tokens.roll(-1, 1)
     labels[:, -1] = IGNORED
     parameters = list(model.parameters())
-    plain = F.cross_entropy(model(tokens).view(-1, 711), labels.view(-1), ignore_index=IGNORED, reduction="sum")
+    plain = F.cross_entropy(
+        model(tokens).view(-1, 711), labels.view(-1), ignore_index=IGNORED, reduction="sum"
+    )
     fused = model(tokens, labels)
     assert abs(float((fused / plain).detach()) - 1) < 1e-14
     wanted, got = (torch.autograd.grad(total / 12, parameters) for total in (plain, fused))
-    for want, g in zip(wanted, got, strict=True): torch.testing.assert_close(g, want, rtol=0, atol=1e-13 * float(want.abs().max()))
-    with torch.no_grad(): assert float(model(tokens, labels)) == float(fused)                # no gradient asked for, none formed
+    for want, g in zip(wanted, got, strict=True):
+        torch.testing.assert_close(g, want, rtol=0, atol=1e-13 * float(want.abs().max()))
+    with torch.no_grad():
+        assert float(model(tokens, labels)) == float(fused)  # no gradient asked for, none formed
 
 
 @pytest.mark.parametrize("bits", (torch.float32, torch.bfloat16), ids=str)
 def test_loss_of_large_logits(bits):
-    """Logits of +-300 overflow exp in fp32: the loss stays finite, is right, and bfloat16 weights still sum it in fp32."""
+    """Logits of +-300 overflow exp in fp32: the loss stays finite, is right, and bfloat16 weights
+    still sum it in fp32.
+    """
     weight = (torch.eye(8) * 300).to(bits)
     x, labels = torch.eye(8).to(bits), torch.tensor([0, 1, 2, 3, 4, 5, 6, 0])
     total = loss.linear_cross_entropy(x, weight, labels, 8, TensorParallel(Axis("tp", 1, 0)))

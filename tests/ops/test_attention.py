@@ -1,5 +1,6 @@
-"""Attention against the definition in float64: values, gradients, grouped heads, windows, caches, documents; both backends, and
-the form that attends to one run of keys at a time."""
+"""Attention against the definition in float64: values, gradients, grouped heads, windows, caches,
+documents; both backends, and the form that attends to one run of keys at a time.
+"""
 
 import pytest
 import torch
@@ -10,26 +11,33 @@ from dolmen.ops import attention as ops
 from dolmen.ops import flash
 
 CASES = [  # queries, keys, heads, kv_heads, window
-    (70, 70, 4, 4, None),                                  # more than one block
-    (150, 150, 4, 2, None),                                # grouped
-    (150, 150, 4, 1, 40),                                  # a window inside a block, and blocks that begin after key 0
-    (100, 170, 6, 2, None),                                # a cache
+    (70, 70, 4, 4, None),  # more than one block
+    (150, 150, 4, 2, None),  # grouped
+    (150, 150, 4, 1, 40),  # a window inside a block, and blocks that begin after key 0
+    (100, 170, 6, 2, None),  # a cache
     (100, 170, 4, 2, 80),
-    (1, 33, 4, 2, None),                                   # one step of decoding
+    (1, 33, 4, 2, None),  # one step of decoding
     (1, 33, 4, 2, 10),
-    (5, 5, 2, 2, 100),                                     # a window longer than the text
+    (5, 5, 2, 2, 100),  # a window longer than the text
 ]
 
 
 def tensors(queries, keys, heads, kv_heads, dtype=torch.float64):
     g = torch.Generator().manual_seed(0)
-    return [torch.randn(2, n, h, 16, generator=g, dtype=torch.float64).to(dtype).requires_grad_()
-            for n, h in ((queries, heads), (keys, kv_heads), (keys, kv_heads))]
+    return [
+        torch.randn(2, n, h, 16, generator=g, dtype=torch.float64).to(dtype).requires_grad_()
+        for n, h in ((queries, heads), (keys, kv_heads), (keys, kv_heads))
+    ]
 
 
 def documents(*sequences):
     """Starts [batch, length] of documents of these lengths, one list a sequence."""
-    return torch.stack([torch.cat([torch.full((n,), sum(lengths[:i])) for i, n in enumerate(lengths)]) for lengths in sequences])
+    return torch.stack(
+        [
+            torch.cat([torch.full((n,), sum(lengths[:i])) for i, n in enumerate(lengths)])
+            for lengths in sequences
+        ]
+    )
 
 
 def definition(q, k, v, window, starts=None):
@@ -37,9 +45,10 @@ def definition(q, k, v, window, starts=None):
     k, v = (t.repeat_interleave(group, 2) for t in (k, v))
     s = torch.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[3] ** 0.5
     column = torch.arange(k.shape[1])
-    back = column[-q.shape[1]:, None] - column             # tokens from a query back to a key
+    back = column[-q.shape[1] :, None] - column  # tokens from a query back to a key
     s = s.masked_fill((back < 0) | (back >= (window or k.shape[1])), -torch.inf)
-    if starts is not None: s = s.masked_fill((column < starts[..., None])[:, None], -torch.inf)
+    if starts is not None:
+        s = s.masked_fill((column < starts[..., None])[:, None], -torch.inf)
     return torch.einsum("bhqk,bkhd->bqhd", s.softmax(-1), v)
 
 
@@ -49,9 +58,13 @@ def run(fn, inputs):
     return [out.detach(), *torch.autograd.grad((out * weight).sum(), inputs)]
 
 
-# float64 differs by the order of sums; bf16 rounds scores, probabilities and results to 8 bits (2^-9 each), and with errors of
-# independent sign the norm of the difference stays below 1 %
-TYPES = pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-13), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)], ids=["64", "32", "16"])
+# float64 differs by the order of sums; bf16 rounds scores, probabilities and results to 8 bits
+# (2^-9 each), and with errors of independent sign the norm of the difference stays below 1 %
+TYPES = pytest.mark.parametrize(
+    "dtype, tolerance",
+    [(torch.float64, 1e-13), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)],
+    ids=["64", "32", "16"],
+)
 
 
 def close(got, want, dtype, tolerance):
@@ -66,11 +79,24 @@ def test_definition(case, dtype, tolerance):
     *sizes, window = case
     inputs = tensors(*sizes, dtype=dtype)
     wide = [t.detach().double().requires_grad_() for t in inputs]
-    close(run(lambda *t: ops.attention(*t, window), inputs), run(lambda *t: definition(*t, window), wide), dtype, tolerance)
+    close(
+        run(lambda *t: ops.attention(*t, window), inputs),
+        run(lambda *t: definition(*t, window), wide),
+        dtype,
+        tolerance,
+    )
 
 
 DOCUMENTS = {  # queries, keys, heads, kv_heads, window, lengths of the documents of two sequences
-    "documents": (150, 150, 4, 2, None, [30, 1, 119], [128, 22]),              # the last blocks see no key of the first document
+    "documents": (
+        150,
+        150,
+        4,
+        2,
+        None,
+        [30, 1, 119],
+        [128, 22],
+    ),  # the last blocks see no key of the first document
     "window": (150, 150, 4, 2, 40, [30, 1, 119], [128, 22]),
     "cache": (70, 170, 4, 1, None, [120, 50], [90, 10, 70]),
     "step": (1, 33, 4, 2, None, [20, 13], [33]),
@@ -81,16 +107,23 @@ DOCUMENTS = {  # queries, keys, heads, kv_heads, window, lengths of the document
 @TYPES
 def test_documents(case, dtype, tolerance):
     *sizes, window, first, second = DOCUMENTS[case]
-    starts = documents(first, second)[:, -sizes[0]:]
+    starts = documents(first, second)[:, -sizes[0] :]
     inputs = tensors(*sizes, dtype=dtype)
     wide = [t.detach().double().requires_grad_() for t in inputs]
-    close(run(lambda *t: ops.attention(*t, window, starts), inputs), run(lambda *t: definition(*t, window, starts), wide), dtype, tolerance)
+    close(
+        run(lambda *t: ops.attention(*t, window, starts), inputs),
+        run(lambda *t: definition(*t, window, starts), wide),
+        dtype,
+        tolerance,
+    )
 
 
 def test_a_document_is_as_if_alone():
     q, k, v = tensors(150, 150, 4, 2)
     together = ops.attention(q, k, v, None, documents([60, 90], [60, 90]))
-    alone = [ops.attention(*(t[:, part] for t in (q, k, v))) for part in (slice(0, 60), slice(60, 150))]
+    alone = [
+        ops.attention(*(t[:, part] for t in (q, k, v))) for part in (slice(0, 60), slice(60, 150))
+    ]
     torch.testing.assert_close(together, torch.cat(alone, 1), rtol=1e-12, atol=1e-13)
 
 
@@ -99,34 +132,64 @@ def test_keys_of_other_documents_are_not_multiplied(monkeypatch):
     monkeypatch.setattr(torch, "bmm", lambda a, b: keys.append(b.shape[2]) or bmm(a, b))
     q, k, v = (t.detach() for t in tensors(256, 256, 1, 1))
     ops.attention(q, k, v, None, documents([128, 128], [100, 28, 128]))
-    assert keys[::2] == [64, 128, 64, 128]                 # four blocks of 64 queries; the third and fourth begin at key 128
+    # four blocks of 64 queries; the third and fourth begin at key 128
+    assert keys[::2] == [64, 128, 64, 128]
 
 
-@pytest.mark.parametrize("window, starts", [(None, None), (50, None), (None, documents([70, 70, 60], [200])), (50, documents([70, 70, 60], [200]))],
-                         ids=["plain", "window", "documents", "both"])
+@pytest.mark.parametrize(
+    "window, starts",
+    [
+        (None, None),
+        (50, None),
+        (None, documents([70, 70, 60], [200])),
+        (50, documents([70, 70, 60], [200])),
+    ],
+    ids=["plain", "window", "documents", "both"],
+)
 @TYPES
 def test_runs_of_keys_merge_to_the_whole(window, starts, dtype, tolerance):
-    """Queries 100 to 199 to keys in runs of 50, which some queries see nothing of: values, log-sums, and gradients of each run."""
+    """Queries 100 to 199 to keys in runs of 50, which some queries see nothing of: values,
+    log-sums, and gradients of each run.
+    """
     q, k, v = (t.detach() for t in tensors(100, 200, 4, 2, dtype))
     mine = None if starts is None else starts[:, 100:]
     runs = [(i, k[:, i : i + 50], v[:, i : i + 50]) for i in range(0, 200, 50)]
     pieces = [ops.partial(q, a, b, 100, i, window, mine) for i, a, b in runs]
     for out, log_sum in pieces:
-        assert out.isfinite().all() and (out[log_sum.isinf()] == 0).all() and (log_sum.isinf() | log_sum.isfinite()).all()
+        assert (
+            out.isfinite().all()
+            and (out[log_sum.isinf()] == 0).all()
+            and (log_sum.isinf() | log_sum.isfinite()).all()
+        )
     log_sum = torch.stack([l for _, l in pieces]).logsumexp(0)
     out = sum(o * (l - log_sum).exp()[..., None] for o, l in pieces).to(dtype)
     weight = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape).to(dtype)
-    grads = [ops.partial_backward(weight, q, a, b, out, log_sum, 100, i, window, mine) for i, a, b in runs]
-    got = [out, sum(g[0].to(log_sum.dtype) for g in grads), torch.cat([g[1] for g in grads], 1), torch.cat([g[2] for g in grads], 1)]
+    grads = [
+        ops.partial_backward(weight, q, a, b, out, log_sum, 100, i, window, mine)
+        for i, a, b in runs
+    ]
+    got = [
+        out,
+        sum(g[0].to(log_sum.dtype) for g in grads),
+        torch.cat([g[1] for g in grads], 1),
+        torch.cat([g[2] for g in grads], 1),
+    ]
     wide = [t.double().requires_grad_() for t in (q, k, v)]
-    close([t.to(dtype) for t in got], run(lambda *t: definition(*t, window, mine), wide), dtype, tolerance)
+    close(
+        [t.to(dtype) for t in got],
+        run(lambda *t: definition(*t, window, mine), wide),
+        dtype,
+        tolerance,
+    )
 
 
 def test_scores_at_once_do_not_grow_with_the_square(monkeypatch):
     """A block has fewer queries as keys grow, down to BLOCK."""
     sizes, bmm = [], torch.bmm
     monkeypatch.setattr(ops, "SCORES", 2**14)
-    monkeypatch.setattr(torch, "bmm", lambda a, b: sizes.append(a.shape[1] * b.shape[2]) or bmm(a, b))
+    monkeypatch.setattr(
+        torch, "bmm", lambda a, b: sizes.append(a.shape[1] * b.shape[2]) or bmm(a, b)
+    )
     for queries, most in ((2048, 64 * 2048), (4096, 64 * 4096)):
         sizes.clear()
         ops.attention(*(torch.zeros(1, queries, 1, 8) for _ in range(3)))
@@ -134,34 +197,71 @@ def test_scores_at_once_do_not_grow_with_the_square(monkeypatch):
 
 
 def test_the_gpu_kernel_is_called_as_its_schema_says(monkeypatch):
-    """No GPU here: shapes and types on fake CUDA tensors, the algebra on the CPU's kernel of the same signature."""
+    """No GPU here: shapes and types on fake CUDA tensors, the algebra on the CPU's kernel of the
+    same signature.
+    """
     monkeypatch.setattr(flash, "can_use_flash_attention", lambda params: True)
     monkeypatch.setattr(flash, "SDPAParams", lambda *args: args)
     with FakeTensorMode():
-        q, k, v = (torch.empty(2, 64, h, 16, device="cuda", dtype=torch.bfloat16) for h in (4, 2, 2))
-        assert flash.can(q, k, v, 0, None, None) and flash.can(q, k, v, 64, None, None) and flash.can(q, k, v, 64, 128, None)
-        assert not any((flash.can(q, k, v, 10, None, None), flash.can(q, k, v, 64, 127, None), flash.can(q.float(), k, v, 0, None, None)))
-        assert not flash.can(torch.empty(2, 63, 4, 16, device="cuda", dtype=torch.bfloat16), k, v, 0, None, None)
+        q, k, v = (
+            torch.empty(2, 64, h, 16, device="cuda", dtype=torch.bfloat16) for h in (4, 2, 2)
+        )
+        assert (
+            flash.can(q, k, v, 0, None, None)
+            and flash.can(q, k, v, 64, None, None)
+            and flash.can(q, k, v, 64, 128, None)
+        )
+        assert not any(
+            (
+                flash.can(q, k, v, 10, None, None),
+                flash.can(q, k, v, 64, 127, None),
+                flash.can(q.float(), k, v, 0, None, None),
+            )
+        )
+        assert not flash.can(
+            torch.empty(2, 63, 4, 16, device="cuda", dtype=torch.bfloat16), k, v, 0, None, None
+        )
         out, log_sum = ops.partial(q, k, v, 64, 0)
-        assert out.shape == q.shape and out.dtype == q.dtype and log_sum.shape == q.shape[:3] and log_sum.dtype == torch.float32
+        assert (
+            out.shape == q.shape
+            and out.dtype == q.dtype
+            and log_sum.shape == q.shape[:3]
+            and log_sum.dtype == torch.float32
+        )
         grads = ops.partial_backward(q, q, k, v, out, log_sum, 64, 64)
-        assert [(g.shape, g.dtype) for g in grads] == [(q.shape, q.dtype), (k.shape, torch.float32), (v.shape, torch.float32)]
+        assert [(g.shape, g.dtype) for g in grads] == [
+            (q.shape, q.dtype),
+            (k.shape, torch.float32),
+            (v.shape, torch.float32),
+        ]
 
 
 @pytest.mark.parametrize("offset", [0, 64])
 def test_the_gpu_kernel_s_algebra(offset, monkeypatch):
     aten = torch.ops.aten
-    forward, backward = aten._scaled_dot_product_flash_attention_for_cpu, aten._scaled_dot_product_flash_attention_for_cpu_backward
-    monkeypatch.setattr(aten, "_scaled_dot_product_flash_attention", lambda q, k, v, p, causal: forward(q, k, v, p, causal))
-    monkeypatch.setattr(aten, "_scaled_dot_product_flash_attention_backward",
-                        lambda g, q, k, v, out, l, _, __, queries, keys, p, causal, *___: backward(g, q, k, v, out, l, p, causal))
+    forward = aten._scaled_dot_product_flash_attention_for_cpu
+    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+    monkeypatch.setattr(
+        aten,
+        "_scaled_dot_product_flash_attention",
+        lambda q, k, v, p, causal: forward(q, k, v, p, causal),
+    )
+    monkeypatch.setattr(
+        aten,
+        "_scaled_dot_product_flash_attention_backward",
+        lambda g, q, k, v, out, l, _, __, queries, keys, p, causal, *___: backward(
+            g, q, k, v, out, l, p, causal
+        ),
+    )
     q, k, v = (t.detach() for t in tensors(64, 64, 4, 4))
     inputs = q, k, v, offset, 0
-    for a, b in zip(flash.forward(q, k, v, offset == 0), ops.partial(*inputs), strict=True): torch.testing.assert_close(a, b)
-    out, log_sum = torch.randn_like(q), torch.randn_like(q[..., 0]) + 5        # of all keys: not this run's own
+    for a, b in zip(flash.forward(q, k, v, offset == 0), ops.partial(*inputs), strict=True):
+        torch.testing.assert_close(a, b)
+    # of all keys: not this run's own
+    out, log_sum = (torch.randn_like(q), torch.randn_like(q[..., 0]) + 5)
     ours = ops.partial_backward(v, q, k, v, out, log_sum, offset, 0)
     for a, b in zip(flash.backward(v, q, k, v, out, log_sum, offset == 0), ours, strict=True):
-        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)        # dk and dv come in fp32
+        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)  # dk and dv come in fp32
 
 
 def test_gradients_by_differences():
@@ -171,9 +271,14 @@ def test_gradients_by_differences():
 
 def test_blocks_and_sdpa_agree():
     inputs = tensors(130, 130, 4, 2)
-    sdpa = run(lambda q, k, v: F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True,
-                                                              enable_gqa=True).transpose(1, 2), inputs)
-    for a, b in zip(run(ops.attention, inputs), sdpa, strict=True): torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+    sdpa = run(
+        lambda q, k, v: F.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
+        ).transpose(1, 2),
+        inputs,
+    )
+    for a, b in zip(run(ops.attention, inputs), sdpa, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("starts", [None, documents([30, 40], [70])], ids=["one", "documents"])
@@ -181,10 +286,11 @@ def test_compiled_equals_eager(starts):
     inputs = tensors(70, 70 if starts is not None else 90, 4, 2, torch.float32)
     compiled = run(torch.compile(lambda *t: ops.attention(*t, 66, starts), fullgraph=True), inputs)
     # fp32, sums in another order
-    for a, b in zip(compiled, run(lambda *t: ops.attention(*t, 66, starts), inputs), strict=True): torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    for a, b in zip(compiled, run(lambda *t: ops.attention(*t, 66, starts), inputs), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_large_scores_do_not_overflow():
     q, k, v = tensors(80, 80, 2, 2, torch.float32)
-    out = ops.attention(q * 1e4, k, v)                     # scores near 1e5: exp would overflow without the maximum
+    out = ops.attention(q * 1e4, k, v)  # scores near 1e5: exp would overflow without the maximum
     assert out.isfinite().all()

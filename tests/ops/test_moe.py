@@ -1,4 +1,6 @@
-"""Mixture of experts against a loop over tokens in float64, gradients included, and the losses against their definitions."""
+"""Mixture of experts against a loop over tokens in float64, gradients included, and the losses
+against their definitions.
+"""
 
 import pytest
 import torch
@@ -10,7 +12,10 @@ from dolmen.ops import moe
 N, K, E, H, WIDTH = 12, 3, 5, 4, 6
 
 
-def random(*shape, seed=0): return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + sum(shape)))
+def random(*shape, seed=0):
+    return torch.randn(
+        shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + sum(shape))
+    )
 
 
 def by_tokens(x, logits, gate, up, down, normalize, bias=None):
@@ -18,9 +23,13 @@ def by_tokens(x, logits, gate, up, down, normalize, bias=None):
     out = []
     for row, scores in zip(x, logits, strict=True):
         p = scores.softmax(0)
-        best = sorted(range(E), key=lambda e: -float(p[e].detach() + (0 if bias is None else bias[e])))[:K]
+        best = sorted(
+            range(E), key=lambda e: -float(p[e].detach() + (0 if bias is None else bias[e]))
+        )[:K]
         whole = sum(p[e] for e in best) if normalize else 1
-        out.append(sum(p[e] / whole * (down[e] @ (F.silu(gate[e] @ row) * (up[e] @ row))) for e in best))
+        out.append(
+            sum(p[e] / whole * (down[e] @ (F.silu(gate[e] @ row) * (up[e] @ row))) for e in best)
+        )
     return torch.stack(out)
 
 
@@ -36,14 +45,21 @@ def by_groups(x, logits, gate, up, down, normalize, bias=None):
 @pytest.mark.parametrize("normalize", (True, False))
 @pytest.mark.parametrize("bias", (None, torch.tensor([0.0, 0.9, 0.0, -0.9, 0.1])))
 def test_the_layer_is_a_sum_over_chosen_experts(normalize, bias):
-    inputs = [random(N, H), random(N, E), random(E, WIDTH, H), random(E, WIDTH, H, seed=1), random(E, H, WIDTH)]
-    inputs[1][:, 4] -= 100                                 # an expert that nobody chooses
+    inputs = [
+        random(N, H),
+        random(N, E),
+        random(E, WIDTH, H),
+        random(E, WIDTH, H, seed=1),
+        random(E, H, WIDTH),
+    ]
+    inputs[1][:, 4] -= 100  # an expert that nobody chooses
     sent, results = random(N, H, seed=2), []
     for layer in (by_tokens, by_groups):
         leaves = [t.clone().requires_grad_() for t in inputs]
         y = layer(*leaves, normalize, bias)
         results.append((y, *torch.autograd.grad(y, leaves, sent)))
-    for want, got in zip(*results, strict=True): torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+    for want, got in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
     assert (results[1][3][4] == 0).all() or bias is not None
 
 
@@ -65,7 +81,13 @@ def test_order_is_stable_and_invertible():
 def test_grouped_products(counts):
     x, weight = random(sum(counts), H).requires_grad_(), random(3, WIDTH, H).requires_grad_()
     assert moe.grouped_linear(x, weight, counts).shape == (sum(counts), WIDTH)
-    assert gradcheck(lambda x, w: moe.grouped_linear(x, w, counts), (x, weight), check_undefined_grad=False) if sum(counts) else True
+    assert (
+        gradcheck(
+            lambda x, w: moe.grouped_linear(x, w, counts), (x, weight), check_undefined_grad=False
+        )
+        if sum(counts)
+        else True
+    )
     moe.grouped_linear(x, weight, counts).sum().backward()
     assert [bool((g == 0).all()) for g in weight.grad] == [n == 0 for n in counts]
 
@@ -73,7 +95,9 @@ def test_grouped_products(counts):
 def test_permutations_have_the_gradient_of_indexing():
     order = moe.sort(torch.randint(0, E, (N, K), generator=torch.Generator().manual_seed(0)), E)
     assert gradcheck(lambda x: moe.spread(x, order), random(N, H).requires_grad_())
-    assert gradcheck(lambda x: moe.permute(x, order.pairs, order.places), random(N * K, H).requires_grad_())
+    assert gradcheck(
+        lambda x: moe.permute(x, order.pairs, order.places), random(N * K, H).requires_grad_()
+    )
 
 
 def test_balance_loss():
@@ -85,8 +109,11 @@ def test_balance_loss():
         mine = slice(s * length, (s + 1) * length)
         f = torch.bincount(routing.experts[mine].flatten(), minlength=E).double() * E / (K * length)
         want += (f * logits[mine].softmax(-1).mean(0)).sum()
-    torch.testing.assert_close(moe.balance_loss(routing.probabilities, counts, length, K), want, rtol=1e-14, atol=0)
-    halves = [logits.view(2, 2, 3, E)[:, i].reshape(-1, E) for i in range(2)]           # each sequence cut in two, as cp does
+    torch.testing.assert_close(
+        moe.balance_loss(routing.probabilities, counts, length, K), want, rtol=1e-14, atol=0
+    )
+    # each sequence cut in two, as cp does
+    halves = [logits.view(2, 2, 3, E)[:, i].reshape(-1, E) for i in range(2)]
     parts = [moe.balance_loss(half.softmax(-1), counts, length, K) for half in halves]
     torch.testing.assert_close(sum(parts), want, rtol=1e-14, atol=0)
 
@@ -95,8 +122,12 @@ def test_balance_loss_of_even_and_one_sided_routing():
     even = torch.eye(E, dtype=torch.float64).repeat(2, 1) * 50
     for logits, worth in ((even, 1.0), (even[:1].expand(10, E), float(E))):
         routing = moe.route(logits, 1, False)
-        loss = moe.balance_loss(routing.probabilities, moe.sequence_counts(routing.experts, 1, E), 10, 1)
-        torch.testing.assert_close(loss, torch.tensor(worth, dtype=torch.float64), rtol=1e-12, atol=0)
+        loss = moe.balance_loss(
+            routing.probabilities, moe.sequence_counts(routing.experts, 1, E), 10, 1
+        )
+        torch.testing.assert_close(
+            loss, torch.tensor(worth, dtype=torch.float64), rtol=1e-12, atol=0
+        )
 
 
 def test_z_loss():
@@ -107,11 +138,16 @@ def test_z_loss():
 
 def test_the_batch_form_is_that_of_transformers():
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
     layers = [random(12, E, seed=i).float().requires_grad_() for i in range(3)]
     ours, theirs = moe.batch_balance_loss(layers, K), load_balancing_loss_func(tuple(layers), E, K)
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
-    for a, b in zip(torch.autograd.grad(ours, layers), torch.autograd.grad(theirs, layers), strict=True):
+    for a, b in zip(
+        torch.autograd.grad(ours, layers), torch.autograd.grad(theirs, layers), strict=True
+    ):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-9)
-    one = moe.route(layers[0], K, True)                    # one sequence and one layer: ours is theirs over k
+    one = moe.route(layers[0], K, True)  # one sequence and one layer: ours is theirs over k
     single = moe.balance_loss(one.probabilities, moe.sequence_counts(one.experts, 1, E), 12, K)
-    torch.testing.assert_close(single * K, load_balancing_loss_func((layers[0],), E, K), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        single * K, load_balancing_loss_func((layers[0],), E, K), rtol=1e-6, atol=0
+    )

@@ -15,39 +15,64 @@ from dolmen.parallel.tensor import TensorParallel
 
 
 def normal(*shape, dtype=torch.float64):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64).to(dtype).requires_grad_()
+    return (
+        torch.randn(
+            *shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64
+        )
+        .to(dtype)
+        .requires_grad_()
+    )
 
 
-# float64: the order of sums. bf16: the result is rounded twice (before and after the weight), 2^-9 each
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 8e-3)], ids=["64", "32", "16"])
+# float64: the order of sums. bf16: the result is rounded twice (before and after the weight), 2^-9
+# each
+@pytest.mark.parametrize(
+    "dtype, tolerance",
+    [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 8e-3)],
+    ids=["64", "32", "16"],
+)
 def test_rms_norm(dtype, tolerance):
     x, w = normal(5, 33, dtype=dtype), normal(33, dtype=dtype)
     want = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * w.double()
     torch.testing.assert_close(rms_norm(x, w, 1e-5).double(), want, rtol=tolerance, atol=tolerance)
 
 
-def test_rms_norm_gradient(): torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, 1e-5), (normal(3, 7), normal(7)))
+def test_rms_norm_gradient():
+    torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, 1e-5), (normal(3, 7), normal(7)))
 
 
 def test_rope_is_a_rotation_by_position():
-    """As complex numbers, pair i of the token at position p is multiplied by exp(i p theta^(-2i / d))."""
+    """As complex numbers, pair i of the token at position p is multiplied by exp(i p theta^(-2i /
+    d)).
+    """
     x = normal(2, 9, 3, 16, dtype=torch.float32)
     positions = torch.arange(40, 49)[None]
     cos, sin = rope.tables(positions, rope.inverse_frequencies(16, 10000.0))
     z = torch.complex(x.double()[..., :8], x.double()[..., 8:])
-    angle = torch.arange(40, 49, dtype=torch.float64)[:, None, None] * 10000.0 ** (-torch.arange(8, dtype=torch.float64) / 8)
+    angle = torch.arange(40, 49, dtype=torch.float64)[:, None, None] * 10000.0 ** (
+        -torch.arange(8, dtype=torch.float64) / 8
+    )
     want = z * torch.polar(torch.ones_like(angle), angle)
     got = rope.rotate(x, cos, sin).double()
     # an angle up to 48 in fp32 is known to 48 * 2^-24 = 3e-6
-    torch.testing.assert_close(torch.complex(got[..., :8], got[..., 8:]), want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        torch.complex(got[..., :8], got[..., 8:]), want, rtol=1e-5, atol=1e-5
+    )
 
 
-CASES = [(torch.float64, 1e-12, False), (torch.float32, 1e-5, False), (torch.bfloat16, 1e-2, False), (torch.bfloat16, 1e-2, True)]
+CASES = [
+    (torch.float64, 1e-12, False),
+    (torch.float32, 1e-5, False),
+    (torch.bfloat16, 1e-2, False),
+    (torch.bfloat16, 1e-2, True),
+]
 
 
 @pytest.mark.parametrize("dtype, tolerance, compile", CASES, ids=["64", "32", "16", "16-compiled"])
 def test_linear_cross_entropy(dtype, tolerance, compile, monkeypatch):
-    """Chunks that do not divide the tokens, ignored labels; bf16 rounds logits and their gradient to 8 bits."""
+    """Chunks that do not divide the tokens, ignored labels; bf16 rounds logits and their gradient
+    to 8 bits.
+    """
     monkeypatch.setitem(loss.LOGITS_AT_ONCE, "cpu", 7 * 50)
     x, w = normal(20, 24, dtype=dtype), normal(50, 24, dtype=dtype)
     labels = torch.arange(20) % 50
@@ -56,5 +81,7 @@ def test_linear_cross_entropy(dtype, tolerance, compile, monkeypatch):
     wide = [t.detach().double().requires_grad_() for t in (x, w)]
     want = F.cross_entropy(F.linear(*wide), labels, ignore_index=IGNORED, reduction="sum")
     assert math.isclose(got.item(), want.item(), rel_tol=tolerance)
-    for a, b in zip(torch.autograd.grad(got * 0.3, (x, w)), torch.autograd.grad(want * 0.3, wide), strict=True):
+    for a, b in zip(
+        torch.autograd.grad(got * 0.3, (x, w)), torch.autograd.grad(want * 0.3, wide), strict=True
+    ):
         assert (a.double() - b).norm() <= tolerance * b.norm()

@@ -1,8 +1,10 @@
-"""What a layer keeps between forward and backward, to the byte: closed forms (2205.05198 eq. 1-6) equal what is alive.
+"""What a layer keeps between forward and backward, to the byte: closed forms (2205.05198 eq. 1-6)
+equal what is alive.
 
-The model runs on rank 0 of a fake process group of 8, on meta tensors, which have storages but no memory. What counts is every
-storage made in forward that is alive after it, whoever holds it: autograd, a context's attribute, a module. Per layer means
-(3 layers) - (2 layers), so that embedding, head and what all layers share fall out.
+The model runs on rank 0 of a fake process group of 8, on meta tensors, which have storages but no
+memory. What counts is every storage made in forward that is alive after it, whoever holds it:
+autograd, a context's attribute, a module. Per layer means (3 layers) - (2 layers), so that
+embedding, head and what all layers share fall out.
 """
 
 import math
@@ -31,12 +33,30 @@ from dolmen.train.build import initialize
 
 WORLD, BATCH, LENGTH, HIDDEN, HEADS, FFN = 8, 2, 32, 64, 8, 160
 TOKENS = BATCH * LENGTH
-SIZES = dict(vocab_size=128, hidden_size=HIDDEN, num_attention_heads=HEADS, head_dim=HIDDEN // HEADS, max_position_embeddings=LENGTH)
-GPT = ModelConfig(**SIZES, num_key_value_heads=HEADS, intermediate_size=4 * HIDDEN, position="learned", norm="layernorm", mlp="plain",
-                  activation="gelu", attention_bias=True, output_bias=True, mlp_bias=True, tie_word_embeddings=True)
+SIZES = dict(
+    vocab_size=128,
+    hidden_size=HIDDEN,
+    num_attention_heads=HEADS,
+    head_dim=HIDDEN // HEADS,
+    max_position_embeddings=LENGTH,
+)
+GPT = ModelConfig(
+    **SIZES,
+    num_key_value_heads=HEADS,
+    intermediate_size=4 * HIDDEN,
+    position="learned",
+    norm="layernorm",
+    mlp="plain",
+    activation="gelu",
+    attention_bias=True,
+    output_bias=True,
+    mlp_bias=True,
+    tie_word_embeddings=True,
+)
 DROPPED = replace(GPT, dropout=0.1)
 LLAMA = ModelConfig(**SIZES, num_key_value_heads=4, intermediate_size=FFN)
-QWEN = replace(LLAMA, num_key_value_heads=1, qk_norm=True)  # one key-value head: whole on every rank
+# one key-value head: whole on every rank
+QWEN = replace(LLAMA, num_key_value_heads=1, qk_norm=True)
 KINDS = ("none", "selective", "full")
 SPLITS = [(1, False), *((tp, sequence) for tp in (2, 4, 8) for sequence in (False, True))]
 
@@ -62,27 +82,44 @@ class Alive(TorchDispatchMode):
 
 
 def flash(q, k, v, window=None, starts=None):
-    """`attention.attention` as SDPA carries it out on a GPU: the same operator, whose formula says what autograd keeps."""
+    """`attention.attention` as SDPA carries it out on a GPU: the same operator, whose formula says
+    what autograd keeps.
+    """
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0].transpose(1, 2)
 
 
 def make(config: ModelConfig, layout: Layout, device: str, dtype: torch.dtype) -> Decoder:
-    mesh = meshes.grid(WORLD // layout.tp // layout.cp, layout.tp, torch.device("cpu"), cp=layout.cp)
-    with torch.device("meta"): model = Decoder(config, split(mesh, config.num_hidden_layers, layout)).to(dtype)
+    mesh = meshes.grid(
+        WORLD // layout.tp // layout.cp, layout.tp, torch.device("cpu"), cp=layout.cp
+    )
+    with torch.device("meta"):
+        model = Decoder(config, split(mesh, config.num_hidden_layers, layout)).to(dtype)
     state.distribute(model, model.plan(), mesh)
-    if device == "cpu": initialize(model.to_empty(device="cpu"), 0)
+    if device == "cpu":
+        initialize(model.to_empty(device="cpu"), 0)
     return model
 
 
-def kept(config: ModelConfig, layout: Layout, length: int = LENGTH, batch: int = BATCH, device: str = "meta", dtype=torch.bfloat16) -> int:
-    """Bytes alive after forward that are not parameters. On meta, attention without dropout is `flash`; on a CPU it is our own."""
+def kept(
+    config: ModelConfig,
+    layout: Layout,
+    length: int = LENGTH,
+    batch: int = BATCH,
+    device: str = "meta",
+    dtype=torch.bfloat16,
+) -> int:
+    """Bytes alive after forward that are not parameters. On meta, attention without dropout is
+    `flash`; on a CPU it is our own.
+    """
     model = make(config, layout, device, dtype)
     parameters = {state.shard(p).untyped_storage() for p in model.parameters()}
     with torch.device(device):
-        tokens, noise = torch.zeros(batch, length, dtype=torch.int64), Noise(torch.tensor(1), torch.arange(batch)) if config.dropout else None
+        tokens = torch.zeros(batch, length, dtype=torch.int64)
+        noise = Noise(torch.tensor(1), torch.arange(batch)) if config.dropout else None
     with pytest.MonkeyPatch.context() as patch, Alive() as alive:
-        if device == "meta": patch.setattr(attention, "attention", flash)
+        if device == "meta":
+            patch.setattr(attention, "attention", flash)
         loss = model(tokens, tokens, noise=noise)
         assert loss.requires_grad
         return sum(s.nbytes() for s in alive.storages if s not in parameters)
@@ -93,64 +130,104 @@ def per_layer(config: ModelConfig, layout: Layout, **options) -> int:
     return three - two
 
 
-def closed(config: ModelConfig, layout: Layout, length: int = LENGTH, batch: int = BATCH, dtype=torch.bfloat16) -> float:
-    return activation_bytes_per_layer(config, batch, length, tp=layout.tp, sequence_parallel=layout.sequence_parallel,
-                                      recompute=layout.recompute, cp=layout.cp, element_bytes=dtype.itemsize)
+def closed(
+    config: ModelConfig,
+    layout: Layout,
+    length: int = LENGTH,
+    batch: int = BATCH,
+    dtype=torch.bfloat16,
+) -> float:
+    return activation_bytes_per_layer(
+        config,
+        batch,
+        length,
+        tp=layout.tp,
+        sequence_parallel=layout.sequence_parallel,
+        recompute=layout.recompute,
+        cp=layout.cp,
+        element_bytes=dtype.itemsize,
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("t", "sequence"), SPLITS)
 def test_paper(t, sequence, kind):
-    """A GPT block with dropout, bf16: equations 1, 2, 4 and 6 and table 2 of 2205.05198, and the statistics they leave out."""
+    """A GPT block with dropout, bf16: equations 1, 2, 4 and 6 and table 2 of 2205.05198, and the
+    statistics they leave out.
+    """
     s, b, h, a = LENGTH, BATCH, HIDDEN, HEADS
     quadratic = 5 * a * s / h if kind == "none" else 0
     paper = s * b * h * ((34 + quadratic) / t if sequence else 10 + 24 / t + quadratic / t)
-    statistics = 2 * (4 + 4) * s * b / (t if sequence else 1)                   # two norms, mean and 1 / deviation a token, fp32
-    if kind == "full": paper, statistics = 2 * s * b * h / (t if sequence else 1), 0
+    # two norms, mean and 1 / deviation a token, fp32
+    statistics = 2 * (4 + 4) * s * b / (t if sequence else 1)
+    if kind == "full":
+        paper, statistics = 2 * s * b * h / (t if sequence else 1), 0
     layout = Layout(tp=t, sequence_parallel=sequence, recompute=kind)
     assert per_layer(DROPPED, layout) == paper + statistics == closed(DROPPED, layout)
 
 
-RANDOM_STATE = 24                                          # bytes that the flash operator keeps for a dropout it does not do
+RANDOM_STATE = 24  # bytes that the flash operator keeps for a dropout it does not do
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("t", "sequence"), SPLITS)
 def test_fused(t, sequence, kind):
-    """The attention of a GPU, without dropout: q, k, v, out, and a log-sum-exp; GPT, Llama, and Qwen3's norms of q and k."""
-    layout, unused = Layout(tp=t, sequence_parallel=sequence, recompute=kind), RANDOM_STATE if kind == "none" else 0
+    """The attention of a GPU, without dropout: q, k, v, out, and a log-sum-exp; GPT, Llama, and
+    Qwen3's norms of q and k.
+    """
+    layout = Layout(tp=t, sequence_parallel=sequence, recompute=kind)
+    unused = RANDOM_STATE if kind == "none" else 0
     for config in (GPT, LLAMA, QWEN):
-        if config.num_key_value_heads % t and config.num_key_value_heads != 1: continue                # whole: test_shared_heads
+        if config.num_key_value_heads % t and config.num_key_value_heads != 1:
+            continue  # whole: test_shared_heads
         assert per_layer(config, layout) == closed(config, layout) + unused
-    r, h, q, kv = t if sequence else 1, HIDDEN, HIDDEN, HIDDEN // 2                # written out once more, for Llama
+    # written out once more, for Llama
+    r, h, q, kv = (t if sequence else 1, HIDDEN, HIDDEN, HIDDEN // 2)
     if kind != "full" and t <= 4:
         log_sum = 4 * HEADS / t if kind == "none" else 0
-        assert closed(LLAMA, layout) == TOKENS * ((8 * h + 8) / r + (4 * q + 4 * kv + 8 * FFN) / t + log_sum)
-    if kind != "full": assert closed(GPT, layout) == closed(DROPPED, replace(layout, recompute="selective")) - TOKENS * 2 * h / r + (
-        TOKENS * 4 * HEADS / t if kind == "none" else 0)   # against dropout's selective form: no masks, and the log-sum-exp
+        assert closed(LLAMA, layout) == TOKENS * (
+            (8 * h + 8) / r + (4 * q + 4 * kv + 8 * FFN) / t + log_sum
+        )
+    if kind != "full":
+        # against dropout's selective form: no masks, and the log-sum-exp
+        assert closed(GPT, layout) == closed(
+            DROPPED, replace(layout, recompute="selective")
+        ) - TOKENS * 2 * h / r + (TOKENS * 4 * HEADS / t if kind == "none" else 0)
 
 
 def test_shared_heads():
-    """4 key-value heads over 8 ranks: k and v are whole at rest, and a rank multiplies one head of each."""
+    """4 key-value heads over 8 ranks: k and v are whole at rest, and a rank multiplies one head of
+    each.
+    """
     for kind in KINDS:
         layout = Layout(tp=8, recompute=kind)
-        assert per_layer(LLAMA, layout) == closed(LLAMA, layout) + (RANDOM_STATE if kind == "none" else 0)
+        assert per_layer(LLAMA, layout) == closed(LLAMA, layout) + (
+            RANDOM_STATE if kind == "none" else 0
+        )
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_cpu(kind, dtype):
-    """Real tensors. A CPU differs twice: its layer norm has statistics in the weights' dtype, and blockwise attention keeps its
-    output in the order of its blocks too, which with one key-value head is the same order."""
+    """Real tensors. A CPU differs twice: its layer norm has statistics in the weights' dtype, and
+    blockwise attention keeps its output in the order of its blocks too, which with one key-value
+    head is the same order.
+    """
     for config in (GPT, DROPPED, LLAMA, QWEN):
-        layout, blockwise = Layout(recompute=kind), kind == "none" and not config.dropout and config.num_key_value_heads > 1
-        want = closed(config, layout, dtype=dtype) + (TOKENS * HIDDEN * dtype.itemsize if blockwise else 0)
-        if config.norm == "layernorm" and kind != "full": want -= TOKENS * 4 * (4 - dtype.itemsize)
+        layout = Layout(recompute=kind)
+        blockwise = kind == "none" and not config.dropout and config.num_key_value_heads > 1
+        want = closed(config, layout, dtype=dtype) + (
+            TOKENS * HIDDEN * dtype.itemsize if blockwise else 0
+        )
+        if config.norm == "layernorm" and kind != "full":
+            want -= TOKENS * 4 * (4 - dtype.itemsize)
         assert per_layer(config, layout, device="cpu", dtype=dtype) == want
 
 
 def test_context_parallel():
-    """Over cp: a ring keeps what is of the rank's own tokens; attention with dropout keeps k and v, and probabilities, of all keys."""
+    """Over cp: a ring keeps what is of the rank's own tokens; attention with dropout keeps k and v,
+    and probabilities, of all keys.
+    """
     for kind in KINDS:
         layout = Layout(cp=2, recompute=kind)
         assert per_layer(LLAMA, layout, device="cpu") == closed(LLAMA, layout)
@@ -159,7 +236,9 @@ def test_context_parallel():
 
 @pytest.mark.parametrize("kind", ("selective", "full"))
 def test_some_layers(kind):
-    """`recompute_layers` k of 4: each one more layer saves what a layer saves; the first keeps, for all, the indices of dropout's rows."""
+    """`recompute_layers` k of 4: each one more layer saves what a layer saves; the first keeps, for
+    all, the indices of dropout's rows.
+    """
     four, rows = replace(DROPPED, num_hidden_layers=4), TOKENS * 8
     saved = per_layer(DROPPED, Layout(tp=2)) - per_layer(DROPPED, Layout(tp=2, recompute=kind))
     none = kept(four, Layout(tp=2))
@@ -167,7 +246,8 @@ def test_some_layers(kind):
     assert bytes_of == [none] + [none + rows - k * saved for k in range(1, 5)]
 
 
-def _saved_by_autograd(self, x): return FORWARD(self, x.float().sigmoid().to(x.dtype))
+def _saved_by_autograd(self, x):
+    return FORWARD(self, x.float().sigmoid().to(x.dtype))
 
 
 def _held_by_an_attribute(self, x):
@@ -175,12 +255,15 @@ def _held_by_an_attribute(self, x):
     return FORWARD(self, x)
 
 
-FORWARD, SECRETS = MLP.forward, {_saved_by_autograd: 4, _held_by_an_attribute: 2}          # and the bytes an element they keep
+# and the bytes an element they keep
+FORWARD, SECRETS = (MLP.forward, {_saved_by_autograd: 4, _held_by_an_attribute: 2})
 
 
 @pytest.mark.parametrize("secret", SECRETS, ids=lambda f: f.__name__)
 def test_a_tensor_more_is_seen(monkeypatch, secret):
-    """Negative control: one tensor more, whoever keeps it, is in the count; recomputing the layer drops autograd's alone."""
+    """Negative control: one tensor more, whoever keeps it, is in the count; recomputing the layer
+    drops autograd's alone.
+    """
     honest = {kind: per_layer(DROPPED, Layout(recompute=kind)) for kind in KINDS}
     monkeypatch.setattr(MLP, "forward", lambda self, x, *more: secret(self, x))
     more = {kind: per_layer(DROPPED, Layout(recompute=kind)) - honest[kind] for kind in KINDS}
@@ -189,16 +272,26 @@ def test_a_tensor_more_is_seen(monkeypatch, secret):
 
 
 def gradients(config: ModelConfig, kind: str, deferred: bool) -> dict[str, torch.Tensor]:
-    """Of one batch, fp32, one process; `deferred`: weight gradients are computed after backward, as zero-bubble schedules do."""
-    parts = split(SINGLE, config.num_hidden_layers, Layout(recompute=kind, recompute_layers=None if kind == "none" else 2))
-    if deferred: parts = replace(parts, tp=replace(parts.tp, later=[]))
+    """Of one batch, fp32, one process; `deferred`: weight gradients are computed after backward, as
+    zero-bubble schedules do.
+    """
+    parts = split(
+        SINGLE,
+        config.num_hidden_layers,
+        Layout(recompute=kind, recompute_layers=None if kind == "none" else 2),
+    )
+    if deferred:
+        parts = replace(parts, tp=replace(parts.tp, later=[]))
     model = Decoder(config, parts)
     initialize(model, 0)
-    tokens = torch.randint(config.vocab_size, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(
+        config.vocab_size, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1)
+    )
     model(tokens, tokens.roll(-1, 1), noise=Noise(torch.tensor(3), torch.arange(BATCH))).backward()
     if deferred:
         assert parts.tp.later
-        for product in parts.tp.later: product()
+        for product in parts.tp.later:
+            product()
     return {name: p.grad for name, p in model.named_parameters()}
 
 
@@ -213,18 +306,33 @@ def test_gradients_are_the_same_bits(config, deferred):
         assert all(torch.equal(got[name], g) for name, g in want.items())
 
 
-LARGE = dict(vocab_size=128, hidden_size=4096, num_attention_heads=32, head_dim=128, max_position_embeddings=4096)
+LARGE = dict(
+    vocab_size=128,
+    hidden_size=4096,
+    num_attention_heads=32,
+    head_dim=128,
+    max_position_embeddings=4096,
+)
 PAGE = Path(__file__).parents[2] / "docs/recompute.md"
 
 
 @pytest.mark.parametrize("name", ("GPT, dropout", "GPT", "Llama"))
 def test_the_page(name):
     """The numbers of docs/recompute.md are measured: h 4096, s 4096, b 1, in MiB."""
-    config = {"GPT, dropout": replace(DROPPED, **LARGE, num_key_value_heads=32, intermediate_size=16384),
-              "GPT": replace(GPT, **LARGE, num_key_value_heads=32, intermediate_size=16384),
-              "Llama": replace(LLAMA, **LARGE, num_key_value_heads=8, intermediate_size=14336)}[name]
+    config = {
+        "GPT, dropout": replace(DROPPED, **LARGE, num_key_value_heads=32, intermediate_size=16384),
+        "GPT": replace(GPT, **LARGE, num_key_value_heads=32, intermediate_size=16384),
+        "Llama": replace(LLAMA, **LARGE, num_key_value_heads=8, intermediate_size=14336),
+    }[name]
     for t, sequence in ((1, False), (8, False), (8, True)):
         layouts = [Layout(tp=t, sequence_parallel=sequence, recompute=kind) for kind in KINDS]
-        mib = [math.floor(per_layer(config, layout, length=4096, batch=1) / 2**20 + 0.5) for layout in layouts]
-        row = f"| {name} | {t}{' + sp' if sequence else ''} | " + " | ".join(f"{m:,}" for m in mib) + " |"
+        mib = [
+            math.floor(per_layer(config, layout, length=4096, batch=1) / 2**20 + 0.5)
+            for layout in layouts
+        ]
+        row = (
+            f"| {name} | {t}{' + sp' if sequence else ''} | "
+            + " | ".join(f"{m:,}" for m in mib)
+            + " |"
+        )
         assert row in PAGE.read_text(), row

@@ -1,5 +1,7 @@
-"""Context parallelism against attention of one process in float64, forward and backward, over axes of 2 and 4 ranks; what it
-sends, in which order, and what it keeps, on rank 0 of a fake process group."""
+"""Context parallelism against attention of one process in float64, forward and backward, over axes
+of 2 and 4 ranks; what it sends, in which order, and what it keeps, on rank 0 of a fake process
+group.
+"""
 
 import itertools
 import weakref
@@ -23,24 +25,42 @@ from dolmen.parallel.context import ContextParallel
 
 LENGTH, HEADS, SIZE, WORLD = 96, 4, 8, 16
 ALONE = ContextParallel(Axis("cp", 1, 0))
-ENDS = ([], [0, 40, 41, 95], [95])                          # last tokens of the documents of each sequence
+ENDS = ([], [0, 40, 41, 95], [95])  # last tokens of the documents of each sequence
 CASES = {  # kv_heads, window, documents; chunks have 12 tokens over 4 ranks and 24 over 2
-    "plain": (4, None, False), "grouped": (2, None, False), "one key head": (1, None, False), "window in a chunk": (2, 7, False),
-    "window of chunks": (2, 30, False), "documents": (2, None, True), "documents and window": (1, 17, True),
+    "plain": (4, None, False),
+    "grouped": (2, None, False),
+    "one key head": (1, None, False),
+    "window in a chunk": (2, 7, False),
+    "window of chunks": (2, 30, False),
+    "documents": (2, None, True),
+    "documents and window": (1, 17, True),
 }
-# relative to the largest number. fp32: each of a few hundred terms is rounded by 2^-24, as in one process. fp64: the same, by 2^-53
+# relative to the largest number. fp32: each of a few hundred terms is rounded by 2^-24, as in one
+# process. fp64: the same, by 2^-53
 TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-14}
 
 
-def inputs(kv_heads: int, dtype: torch.dtype = torch.float64, length: int = LENGTH, batch: int = 3) -> list[torch.Tensor]:
+def inputs(
+    kv_heads: int, dtype: torch.dtype = torch.float64, length: int = LENGTH, batch: int = 3
+) -> list[torch.Tensor]:
     """q, k, v and the gradient of the output, whole."""
     g = torch.Generator().manual_seed(kv_heads)
-    return [torch.randn(batch, length, h, SIZE, generator=g, dtype=torch.float64).to(dtype) for h in (HEADS, kv_heads, kv_heads, HEADS)]
+    return [
+        torch.randn(batch, length, h, SIZE, generator=g, dtype=torch.float64).to(dtype)
+        for h in (HEADS, kv_heads, kv_heads, HEADS)
+    ]
 
 
 def starts() -> torch.Tensor:
     at = torch.arange(LENGTH)
-    return torch.stack([torch.stack([torch.zeros_like(at), *(torch.where(at > e, e + 1, 0) for e in ends)]).amax(0) for ends in ENDS])
+    return torch.stack(
+        [
+            torch.stack(
+                [torch.zeros_like(at), *(torch.where(at > e, e + 1, 0) for e in ends)]
+            ).amax(0)
+            for ends in ENDS
+        ]
+    )
 
 
 def gradients(attend, q, k, v, g) -> list[torch.Tensor]:
@@ -53,7 +73,9 @@ def gradients(attend, q, k, v, g) -> list[torch.Tensor]:
 def definition(case: str) -> list[torch.Tensor]:
     """Output and gradients of one process, in float64, with every score in one matrix."""
     kv_heads, window, documents = CASES[case]
-    seen = ops.visible(LENGTH, LENGTH, window, torch.device("cpu"), starts() if documents else None).view(-1, 1, LENGTH, LENGTH)
+    seen = ops.visible(
+        LENGTH, LENGTH, window, torch.device("cpu"), starts() if documents else None
+    ).view(-1, 1, LENGTH, LENGTH)
 
     def dense(q, k, v):
         k, v = (t.repeat_interleave(HEADS // kv_heads, 2) for t in (k, v))
@@ -64,17 +86,38 @@ def definition(case: str) -> list[torch.Tensor]:
 
 
 def error(case: str, cp: ContextParallel, dtype: torch.dtype, wrap=lambda f: f) -> float:
-    """Largest difference from the definition on this rank, relative to the largest number: of output, dq, dk and dv."""
+    """Largest difference from the definition on this rank, relative to the largest number: of
+    output, dq, dk and dv.
+    """
     kv_heads, window, documents = CASES[case]
     here = cp.split(starts(), 1) if documents else None
-    got = gradients(wrap(lambda q, k, v: cp.attention(q, k, v, window, here)), *(cp.split(t.to(dtype), 1) for t in inputs(kv_heads)))
+    got = gradients(
+        wrap(lambda q, k, v: cp.attention(q, k, v, window, here)),
+        *(cp.split(t.to(dtype), 1) for t in inputs(kv_heads)),
+    )
     assert all(t.dtype == dtype for t in got)
-    return max(float((a.double() - cp.split(b, 1)).abs().max() / b.abs().max()) for a, b in zip(got, definition(case), strict=True))
+    return max(
+        float((a.double() - cp.split(b, 1)).abs().max() / b.abs().max())
+        for a, b in zip(got, definition(case), strict=True)
+    )
 
 
 def dropped(cp: ContextParallel) -> list[torch.Tensor]:
     """Attention with dropout, with documents: the same elements fall out on any number of ranks."""
-    def attend(q, k, v): return cp.dropout_attention(q, k, v, 50, cp.split(starts(), 1), 0.3, Noise(torch.tensor(7), torch.arange(3) + 5), 4, 2)
+
+    def attend(q, k, v):
+        return cp.dropout_attention(
+            q,
+            k,
+            v,
+            50,
+            cp.split(starts(), 1),
+            0.3,
+            Noise(torch.tensor(7), torch.arange(3) + 5),
+            4,
+            2,
+        )
+
     return gradients(attend, *(cp.split(t, 1) for t in inputs(2)))
 
 
@@ -82,48 +125,92 @@ def dropped(cp: ContextParallel) -> list[torch.Tensor]:
 def broken(owner, name, value):
     kept = getattr(owner, name)
     setattr(owner, name, value)
-    try: yield
-    finally: setattr(owner, name, kept)
+    try:
+        yield
+    finally:
+        setattr(owner, name, kept)
 
 
 start, merge = collectives.start_rotate, context.merge
 CONTROLS = {  # in bf16 the travelling gradients are known by their dtype
-    "keys and gradients sent the other way": (collectives, "start_rotate", lambda t, axis: start(t, axis, -1)),
-    "gradients sent the other way": (collectives, "start_rotate", lambda t, axis: start(t, axis, -1 if t[0].dtype == torch.float32 else 1)),
+    "keys and gradients sent the other way": (
+        collectives,
+        "start_rotate",
+        lambda t, axis: start(t, axis, -1),
+    ),
+    "gradients sent the other way": (
+        collectives,
+        "start_rotate",
+        lambda t, axis: start(t, axis, -1 if t[0].dtype == torch.float32 else 1),
+    ),
     "no rescaling": (context, "merge", lambda out, l, more, m: (out + more, torch.logaddexp(l, m))),
     "the last piece alone": (context, "merge", lambda out, l, more, m: (more, m)),
-    "a plain split of tokens alone": (ContextParallel, "split", lambda self, x, dim: collectives.part(x, dim, self.axis)),
+    "a plain split of tokens alone": (
+        ContextParallel,
+        "split",
+        lambda self, x, dim: collectives.part(x, dim, self.axis),
+    ),
 }
 
 
-def compiled(f, whole: bool): return torch.compile(lambda *t: f(*(x * 1 for x in t)) * 1, backend="aot_eager", fullgraph=whole)
+def compiled(f, whole: bool):
+    return torch.compile(
+        lambda *t: f(*(x * 1 for x in t)) * 1, backend="aot_eager", fullgraph=whole
+    )
 
 
 def in_world() -> dict[str, float]:
-    """Errors, the largest over ranks. Axes: all 4 ranks, and pairs of every second rank (so that ranks of an axis are not the world's)."""
+    """Errors, the largest over ranks. Axes: all 4 ranks, and pairs of every second rank (so that
+    ranks of an axis are not the world's).
+    """
     rank, out = dist.get_rank(), {}
     pairs = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
     axes = {4: Axis("cp", 4, rank, dist.group.WORLD), 2: Axis("cp", 2, rank // 2, pairs[rank % 2])}
 
-    def note(name, value): out[name] = float(collectives.reduce_scalar(torch.tensor(value, dtype=torch.float64), axes[4], "max"))
+    def note(name, value):
+        out[name] = float(
+            collectives.reduce_scalar(torch.tensor(value, dtype=torch.float64), axes[4], "max")
+        )
 
     for (size, axis), kind in itertools.product(axes.items(), ("ring", "gather")):
         cp = ContextParallel(axis, kind)
-        for case, dtype in itertools.product(CASES, TOLERANCE): note(f"{kind} of {size}, {case}, {dtype}", error(case, cp, dtype))
+        for case, dtype in itertools.product(CASES, TOLERANCE):
+            note(f"{kind} of {size}, {case}, {dtype}", error(case, cp, dtype))
         note(f"{kind} of {size}, bf16", error("documents", cp, torch.bfloat16))
-        note(f"{kind} of {size}, dropout", max(float((a - cp.split(b, 1)).abs().max()) for a, b in zip(dropped(cp), dropped(ALONE), strict=True)))
-    for kind in ("ring", "gather"):                        # on one pair: four processes that import the compiler cost 8 s more
-        note(f"{kind} compiled", error("grouped", ContextParallel(axes[2], kind), torch.float32, lambda f: compiled(f, kind == "gather")) if rank % 2 == 0 else 0.0)
+        note(
+            f"{kind} of {size}, dropout",
+            max(
+                float((a - cp.split(b, 1)).abs().max())
+                for a, b in zip(dropped(cp), dropped(ALONE), strict=True)
+            ),
+        )
+    for kind in (
+        "ring",
+        "gather",
+    ):  # on one pair: four processes that import the compiler cost 8 s more
+        note(
+            f"{kind} compiled",
+            error(
+                "grouped",
+                ContextParallel(axes[2], kind),
+                torch.float32,
+                lambda f: compiled(f, kind == "gather"),
+            )
+            if rank % 2 == 0
+            else 0.0,
+        )
     ring = ContextParallel(axes[4])
     for name, control in CONTROLS.items():
-        with broken(*control): note(f"control: {name}", error("grouped", ring, torch.bfloat16))
-    got, = collectives.start_rotate([torch.full((2, 3), rank).T], axes[4], 3).wait()
+        with broken(*control):
+            note(f"control: {name}", error("grouped", ring, torch.bfloat16))
+    (got,) = collectives.start_rotate([torch.full((2, 3), rank).T], axes[4], 3).wait()
     note("rotate", float((got - (rank + 1) % 4).abs().max()) + (got.shape != (3, 2)))
     return out
 
 
 @cache
-def results() -> dict[str, float]: return run_spawned(4, in_world)
+def results() -> dict[str, float]:
+    return run_spawned(4, in_world)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -132,7 +219,8 @@ def test_equals_one_process(kind, size):
     for case, dtype in itertools.product(CASES, TOLERANCE):
         found = results()[f"{kind} of {size}, {case}, {dtype}"]
         assert found <= TOLERANCE[dtype], f"{case} in {dtype} differs by {found:.1e}"
-    assert results()[f"{kind} of {size}, bf16"] <= 2e-2    # inputs, probabilities and results rounded by 2^-9 each
+    # inputs, probabilities and results rounded by 2^-9 each
+    assert results()[f"{kind} of {size}, bf16"] <= 2e-2
     assert results()[f"{kind} of {size}, dropout"] <= 1e-14
 
 
@@ -142,7 +230,8 @@ def test_compiled_around(kind):
     assert results()[f"{kind} compiled"] <= TOLERANCE[torch.float32]
 
 
-def test_rotate(): assert results()["rotate"] == 0
+def test_rotate():
+    assert results()["rotate"] == 0
 
 
 @pytest.mark.parametrize("name", CONTROLS)
@@ -154,9 +243,14 @@ def test_controls_are_seen(name):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_every_rank_has_as_many_pairs(size):
-    """Exactly, where a plain split gives the last rank 2 size - 1 times the first one's, at the limit."""
+    """Exactly, where a plain split gives the last rank 2 size - 1 times the first one's, at the
+    limit.
+    """
     length = 12 * size
-    parts = [ContextParallel(Axis("cp", size, rank)).indices(length, torch.device("cpu")) for rank in range(size)]
+    parts = [
+        ContextParallel(Axis("cp", size, rank)).indices(length, torch.device("cpu"))
+        for rank in range(size)
+    ]
     assert torch.cat(parts).sort().values.tolist() == list(range(length))
     assert {int((part + 1).sum()) for part in parts} == {length * (length + 1) // 2 // size}
     plain = [int((part + 1).sum()) for part in torch.arange(length).chunk(size)]
@@ -166,20 +260,38 @@ def test_every_rank_has_as_many_pairs(size):
 @pytest.mark.parametrize("size, window, most", [(4, None, 9), (8, None, 17), (4, 1, 2), (4, 12, 4)])
 def test_only_visible_pairs_of_chunks_are_computed(size, window, most):
     """Of 4 pairs a hop, 2, and 3 of a rank's own; a window of a chunk reaches one chunk back."""
-    counts = [sum(len(list(ContextParallel(Axis("cp", size, rank)).visible(source, 12, window))) for source in range(size)) for rank in range(size)]
+    counts = [
+        sum(
+            len(list(ContextParallel(Axis("cp", size, rank)).visible(source, 12, window)))
+            for source in range(size)
+        )
+        for rank in range(size)
+    ]
     assert max(counts) == most and (window is not None or min(counts) == most)
 
 
 def test_identity_on_an_axis_of_one():
     q, k, v, g = inputs(2)
-    assert ALONE.split(q, 1) is q and ALONE.gather_keys(k, v) == (k, v) and ALONE.indices(7, q.device).tolist() == list(range(7))
+    assert (
+        ALONE.split(q, 1) is q
+        and ALONE.gather_keys(k, v) == (k, v)
+        and ALONE.indices(7, q.device).tolist() == list(range(7))
+    )
     for window, here in ((None, None), (9, starts())):
-        for a, b in zip(gradients(lambda *t: ALONE.attention(*t, window, here), q, k, v, g),
-                        gradients(lambda *t: ops.attention(*t, window, here), q, k, v, g), strict=True): assert torch.equal(a, b)
+        for a, b in zip(
+            gradients(lambda *t: ALONE.attention(*t, window, here), q, k, v, g),
+            gradients(lambda *t: ops.attention(*t, window, here), q, k, v, g),
+            strict=True,
+        ):
+            assert torch.equal(a, b)
 
 
 def test_indivisible_is_refused():
-    with pytest.raises(ValueError, match=r"a sequence of 90 tokens is not divisible by 2 x layout.cp \(8\): use another --train.sequence-length"):
+    with pytest.raises(
+        ValueError,
+        match=r"a sequence of 90 tokens is not divisible by 2 x layout.cp \(8\): use another "
+        r"--train.sequence-length",
+    ):
         ContextParallel(Axis("cp", 4, 0)).split(torch.zeros(2, 90), 1)
 
 
@@ -191,7 +303,9 @@ def world():
 
 
 class Watch(TorchDispatchMode):
-    """Every operation: bytes sent, the largest tensor made, and the most bytes of tensors made within that lived at once."""
+    """Every operation: bytes sent, the largest tensor made, and the most bytes of tensors made
+    within that lived at once.
+    """
 
     def __init__(self):
         super().__init__()
@@ -199,11 +313,21 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         out = op(*args, **(kwargs or {}))
-        if op.namespace == "c10d" and op.__name__.startswith("send"): self.sent.append(sum(t.nbytes for t in args[0]))
-        new = [t for t in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(t, torch.Tensor)]
+        if op.namespace == "c10d" and op.__name__.startswith("send"):
+            self.sent.append(sum(t.nbytes for t in args[0]))
+        new = [
+            t
+            for t in (out if isinstance(out, (tuple, list)) else [out])
+            if isinstance(t, torch.Tensor)
+        ]
         self.made = [r for r in self.made if r() is not None] + [weakref.ref(t) for t in new]
-        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for r in self.made if (t := r()) is not None}
-        self.largest, self.peak = max(self.largest, *storages.values(), 0), max(self.peak, sum(storages.values()))
+        storages = {
+            t.untyped_storage()._cdata: t.untyped_storage().nbytes()
+            for r in self.made
+            if (t := r()) is not None
+        }
+        self.largest = max(self.largest, *storages.values(), 0)
+        self.peak = max(self.peak, sum(storages.values()))
         return out
 
 
@@ -216,30 +340,46 @@ def measured(kind: str, length: int, size: int, group, kv_heads: int = 2) -> tup
         return t
 
     tensors = [cp.split(t, 1) for t in inputs(kv_heads, torch.float32, length, 1)]
-    with Watch() as watch, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t): gradients(cp.attention, *tensors)
+    with Watch() as watch, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        gradients(cp.attention, *tensors)
     return watch, sum(kept.values())
 
 
 def test_memory_is_in_proportion_to_length_over_size(world):
-    """Twice the ranks hold twice the length in the same bytes; and what is kept is q, k, v, out, and fp32 a query and head."""
-    (a, kept), (b, kept_b), (c, kept_c) = (measured("ring", *args, world) for args in ((2048, 4), (4096, 8), (4096, 4)))
+    """Twice the ranks hold twice the length in the same bytes; and what is kept is q, k, v, out,
+    and fp32 a query and head.
+    """
+    (a, kept), (b, kept_b), (c, kept_c) = (
+        measured("ring", *args, world) for args in ((2048, 4), (4096, 8), (4096, 4))
+    )
     tokens = 2048 // 4
-    assert kept == kept_b == tokens * 4 * (HEADS * (2 * SIZE + 1) + 2 * 2 * SIZE) and kept_c == 2 * kept
+    assert (
+        kept == kept_b == tokens * 4 * (HEADS * (2 * SIZE + 1) + 2 * 2 * SIZE)
+        and kept_c == 2 * kept
+    )
     assert (a.largest, a.peak) == (b.largest, b.peak)
     assert c.largest == 2 * a.largest and c.peak <= 2 * a.peak
     whole, kept_whole = measured("gather", 4096, 8, world)
-    assert kept_whole > kept_b + 4096 * 2 * 2 * SIZE * 4 // 2, "the control: gathered keys and values are kept whole"
+    assert kept_whole > kept_b + 4096 * 2 * 2 * SIZE * 4 // 2, (
+        "the control: gathered keys and values are kept whole"
+    )
 
 
 def test_bytes_sent_by_a_ring(world):
-    """(size - 1) times k and v in forward; in backward again, and their fp32 gradients size times. Also in bf16, traced without values."""
+    """(size - 1) times k and v in forward; in backward again, and their fp32 gradients size times.
+    Also in bf16, traced without values.
+    """
     for dtype, mode in ((torch.float32, None), (torch.bfloat16, FakeTensorMode())):
         with mode or Watch():
             cp = ContextParallel(Axis("cp", 8, 3, world))
             tensors = [torch.ones(2, 512 // 8, h, SIZE, dtype=dtype) for h in (HEADS, 2, 2, HEADS)]
             here = torch.zeros(2, 512 // 8, dtype=torch.int64)
-            with Watch() as watch: got = gradients(lambda *t: cp.attention(*t, None, here), *tensors)
-        assert [t.shape for t in got] == [tensors[0].shape, *(t.shape for t in tensors[:3])] and all(t.dtype == dtype for t in got)
+            with Watch() as watch:
+                got = gradients(lambda *t: cp.attention(*t, None, here), *tensors)
+        assert [t.shape for t in got] == [
+            tensors[0].shape,
+            *(t.shape for t in tensors[:3]),
+        ] and all(t.dtype == dtype for t in got)
         kv = 2 * 2 * (512 // 8) * 2 * SIZE
         assert sorted(watch.sent) == sorted([kv * dtype.itemsize] * 14 + [kv * 4] * 8)
 
@@ -248,14 +388,23 @@ def test_keys_travel_while_the_present_ones_are_attended_to(world, monkeypatch):
     events, rotate, partial = [], collectives.start_rotate, ops.partial
 
     class Noted:
-        def __init__(self, rotation): self.rotation = rotation
+        def __init__(self, rotation):
+            self.rotation = rotation
 
         def wait(self):
             events.append("wait")
             return self.rotation.wait()
 
-    monkeypatch.setattr(collectives, "start_rotate", lambda *args: events.append("start") or Noted(rotate(*args)))
+    monkeypatch.setattr(
+        collectives, "start_rotate", lambda *args: events.append("start") or Noted(rotate(*args))
+    )
     monkeypatch.setattr(ops, "partial", lambda *args: events.append("attend") or partial(*args))
     cp = ContextParallel(Axis("cp", 4, 1, world))
     cp.attention(*(cp.split(t, 1) for t in inputs(2)[:3]))
-    assert events == ["start", *["attend"] * 3, "wait", *["start", *["attend"] * 2, "wait"] * 2, *["attend"] * 2]
+    assert events == [
+        "start",
+        *["attend"] * 3,
+        "wait",
+        *["start", *["attend"] * 2, "wait"] * 2,
+        *["attend"] * 2,
+    ]

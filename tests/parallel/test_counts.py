@@ -1,6 +1,8 @@
-"""What a step sends, counted on rank 0 of a fake process group of 8 (dp 2 x tp 4): operations, bytes, and order.
+"""What a step sends, counted on rank 0 of a fake process group of 8 (dp 2 x tp 4): operations,
+bytes, and order.
 
-Per layer means (3 layers) - (2 layers). Bytes are of the whole tensor that a collective gathers, scatters or sums.
+Per layer means (3 layers) - (2 layers). Bytes are of the whole tensor that a collective gathers,
+scatters or sums.
 """
 
 from collections import Counter
@@ -20,32 +22,54 @@ from dolmen.model.layout import Layout
 from dolmen.train.build import build, initialize
 
 DP, TP, BATCH, LENGTH, HIDDEN, FFN = 2, 4, 3, 8, 32, 48
-TOKENS = BATCH * LENGTH                                    # 24: no parameter has a dim of 24, or a shape of an activation
-SIZES = dict(vocab_size=71, hidden_size=HIDDEN, intermediate_size=FFN, num_attention_heads=8, head_dim=4)
+TOKENS = BATCH * LENGTH  # 24: no parameter has a dim of 24, or a shape of an activation
+SIZES = dict(
+    vocab_size=71, hidden_size=HIDDEN, intermediate_size=FFN, num_attention_heads=8, head_dim=4
+)
 FAMILIES = {
     "llama": dict(num_key_value_heads=4),
     "qwen3": dict(num_key_value_heads=1, qk_norm=True),
-    "gpt2": dict(num_key_value_heads=8, position="learned", norm="layernorm", mlp="plain", attention_bias=True, output_bias=True,
-                 mlp_bias=True, tie_word_embeddings=True, max_position_embeddings=17),
+    "gpt2": dict(
+        num_key_value_heads=8,
+        position="learned",
+        norm="layernorm",
+        mlp="plain",
+        attention_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=True,
+        max_position_embeddings=17,
+    ),
 }
-SHORT = {"all_reduce": "all-reduce", "all_gather_into_tensor": "gather", "reduce_scatter_tensor": "scatter",
-         "allreduce_": "all-reduce", "_allgather_base_": "gather", "_reduce_scatter_base_": "scatter"}
+SHORT = {
+    "all_reduce": "all-reduce",
+    "all_gather_into_tensor": "gather",
+    "reduce_scatter_tensor": "scatter",
+    "allreduce_": "all-reduce",
+    "_allgather_base_": "gather",
+    "_reduce_scatter_base_": "scatter",
+}
 
 
 @dataclass
 class Sent:
-    """One collective: of activations, or of a parameter (its gradient or copy), and the products computed before it was waited for."""
+    """One collective: of activations, or of a parameter (its gradient or copy), and the products
+    computed before it was waited for.
+    """
 
     kind: str
     bytes: int
     group: str
     backward: bool
     parameter: bool
-    meanwhile: list[tuple[int, ...]] = field(default_factory=list)   # shapes of products between issue and wait
+    # shapes of products between issue and wait
+    meanwhile: list[tuple[int, ...]] = field(default_factory=list)
 
 
 class Recorder(TorchDispatchMode):
-    """Keeps every collective in order. Results are kept alive, so that identity means the same tensor."""
+    """Keeps every collective in order. Results are kept alive, so that identity means the same
+    tensor.
+    """
 
     def __init__(self, shapes: set[tuple[int, ...]]):
         super().__init__()
@@ -54,20 +78,37 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         out = op(*args, **(kwargs or {}))
         name = op.__name__.split(".")[0]
-        if op.namespace == "c10d" and name in SHORT:       # FSDP's: parameters and their gradients, over dp
-            tensors = [t for a in args[:2] for t in (a if isinstance(a, list) else [a]) if isinstance(t, torch.Tensor)]
-            self.sent.append(Sent(SHORT[name], max(t.nbytes for t in tensors), "dp", self.backward, True))
+        if (
+            op.namespace == "c10d" and name in SHORT
+        ):  # FSDP's: parameters and their gradients, over dp
+            tensors = [
+                t
+                for a in args[:2]
+                for t in (a if isinstance(a, list) else [a])
+                if isinstance(t, torch.Tensor)
+            ]
+            self.sent.append(
+                Sent(SHORT[name], max(t.nbytes for t in tensors), "dp", self.backward, True)
+            )
         elif op.namespace == "_c10d_functional":
             if name in SHORT:
-                sent = Sent(SHORT[name], max(args[0].nbytes, out.nbytes), args[-1], self.backward, tuple(args[0].shape) in self.shapes)
+                sent = Sent(
+                    SHORT[name],
+                    max(args[0].nbytes, out.nbytes),
+                    args[-1],
+                    self.backward,
+                    tuple(args[0].shape) in self.shapes,
+                )
                 self.sent.append(sent)
                 self.open.append((out, sent))
-            elif name == "_wrap_tensor_autograd": self.open += [(out, sent) for t, sent in self.open if t is args[0]]
+            elif name == "_wrap_tensor_autograd":
+                self.open += [(out, sent) for t, sent in self.open if t is args[0]]
             elif name == "wait_tensor":
                 done = [id(sent) for t, sent in self.open if t is args[0]]
                 self.open = [(t, sent) for t, sent in self.open if id(sent) not in done]
         elif name in ("mm", "addmm", "addmm_"):
-            for sent in {id(sent): sent for _, sent in self.open}.values(): sent.meanwhile.append(tuple(out.shape))
+            for sent in {id(sent): sent for _, sent in self.open}.values():
+                sent.meanwhile.append(tuple(out.shape))
         return out
 
 
@@ -79,13 +120,21 @@ def world():
 
 
 @cache
-def trace(family: str, sequence: bool, layers: int, compute=torch.float32, vocab_size: int = 71) -> list[Sent]:
+def trace(
+    family: str, sequence: bool, layers: int, compute=torch.float32, vocab_size: int = 71
+) -> list[Sent]:
     """Forward and backward of one microbatch, as rank 0 sends it."""
-    config = ModelConfig(**SIZES | FAMILIES[family] | dict(num_hidden_layers=layers, vocab_size=vocab_size))
+    config = ModelConfig(
+        **SIZES | FAMILIES[family] | dict(num_hidden_layers=layers, vocab_size=vocab_size)
+    )
     mesh = meshes.grid(DP, TP, torch.device("cpu"))
     model = build(config, mesh, Layout(sequence_parallel=sequence, zero=2), compute=compute)
     initialize(model, 0)
-    size = {p: tuple(s.stop - s.start for s in state.region(p)) for p in build(config, mesh).parameters()}   # split over tp alone
+    # split over tp alone
+    size = {
+        p: tuple(s.stop - s.start for s in state.region(p))
+        for p in build(config, mesh).parameters()
+    }
     tokens = torch.arange(TOKENS).view(BATCH, LENGTH)
     with Recorder(set(size.values())) as recorder:
         loss = model(tokens, tokens)
@@ -98,80 +147,123 @@ def trace(family: str, sequence: bool, layers: int, compute=torch.float32, vocab
 
 
 def tally(sent, **where) -> Counter:
-    return Counter((s.kind, s.bytes) for s in sent if all(getattr(s, k) == v for k, v in where.items()))
+    return Counter(
+        (s.kind, s.bytes) for s in sent if all(getattr(s, k) == v for k, v in where.items())
+    )
 
 
 def per_layer(family, sequence, **options):
     """(forward, backward) tallies of activation collectives of one layer."""
     three, two = (trace(family, sequence, n, **options) for n in (3, 2))
-    return tuple(tally(three, backward=b, parameter=False) - tally(two, backward=b, parameter=False) for b in (False, True))
+    return tuple(
+        tally(three, backward=b, parameter=False) - tally(two, backward=b, parameter=False)
+        for b in (False, True)
+    )
 
 
 @pytest.mark.parametrize("compute", (torch.float32, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_all_reduces_each_way(family, compute):
     whole = TOKENS * HIDDEN * compute.itemsize
-    assert per_layer(family, False, compute=compute) == (Counter({("all-reduce", whole): 2}), Counter({("all-reduce", whole): 2}))
+    assert per_layer(family, False, compute=compute) == (
+        Counter({("all-reduce", whole): 2}),
+        Counter({("all-reduce", whole): 2}),
+    )
 
 
 @pytest.mark.parametrize("compute", (torch.float32, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sequence_parallelism(family, compute):
-    """Two gathers and two scatters each way; backward gathers two inputs once more, since only their shards are kept."""
+    """Two gathers and two scatters each way; backward gathers two inputs once more, since only
+    their shards are kept.
+    """
     whole = TOKENS * HIDDEN * compute.itemsize
-    assert per_layer(family, True, compute=compute) == (Counter({("gather", whole): 2, ("scatter", whole): 2}),
-                                                        Counter({("gather", whole): 2 + 2, ("scatter", whole): 2}))
+    assert per_layer(family, True, compute=compute) == (
+        Counter({("gather", whole): 2, ("scatter", whole): 2}),
+        Counter({("gather", whole): 2 + 2, ("scatter", whole): 2}),
+    )
 
 
 @pytest.mark.parametrize("sequence", (False, True))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_embedding_and_loss(family, sequence):
-    """Outside the layers: the embedding's sum, three numbers a token for the loss, and the head's input gradient."""
+    """Outside the layers: the embedding's sum, three numbers a token for the loss, and the head's
+    input gradient.
+    """
     whole, number = TOKENS * HIDDEN * 4, TOKENS * 4
     sent, layer = trace(family, sequence, 2), per_layer(family, sequence)
-    outside = [tally(sent, backward=b, parameter=False) - layer[b] - layer[b] for b in (False, True)]
+    outside = [
+        tally(sent, backward=b, parameter=False) - layer[b] - layer[b] for b in (False, True)
+    ]
     loss = Counter({("all-reduce", number): 1, ("all-reduce", 2 * number): 1})
-    hidden = Counter({("scatter", whole): 1, ("gather", whole): 1} if sequence else {("all-reduce", whole): 1})
+    hidden = Counter(
+        {("scatter", whole): 1, ("gather", whole): 1} if sequence else {("all-reduce", whole): 1}
+    )
     assert outside == [hidden + loss, hidden]
 
 
 @pytest.mark.parametrize("sequence", (False, True))
 def test_loss_never_sends_the_vocabulary(sequence):
-    small, large = (tally(trace("llama", sequence, 1, vocab_size=v), parameter=False) for v in (71, 7100))
+    small, large = (
+        tally(trace("llama", sequence, 1, vocab_size=v), parameter=False) for v in (71, 7100)
+    )
     assert small == large
 
 
 @pytest.mark.parametrize("sequence", (False, True))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_input_gradient_overlaps_weight_gradients(family, sequence):
-    """In backward, the sum of dx is under way while all dW of its weights are computed, and the second gather of x while dx is."""
-    f, q, kv = FFN // TP, 8 * 4 // TP, {"llama": 4, "qwen3": 4, "gpt2": 8}[family]        # rows of this rank's weights
+    """In backward, the sum of dx is under way while all dW of its weights are computed, and the
+    second gather of x while dx is.
+    """
+    # rows of this rank's weights
+    f, q, kv = (FFN // TP, 8 * 4 // TP, {"llama": 4, "qwen3": 4, "gpt2": 8}[family])
     mlp, attention = [f] * (1 if family == "gpt2" else 2), [q, kv, kv]
     last = [s for s in trace(family, sequence, 1) if s.backward and not s.parameter]
-    sums = [s.meanwhile for s in last if s.kind == ("scatter" if sequence else "all-reduce")][1:]       # the first is the head's
+    # the first is the head's
+    sums = [s.meanwhile for s in last if s.kind == ("scatter" if sequence else "all-reduce")][1:]
     assert sums == [[(rows, HIDDEN) for rows in mlp], [(rows, HIDDEN) for rows in attention]]
-    if sequence:                                           # per block: dy, needed at once, then x; last, the embedding's dy
+    if sequence:  # per block: dy, needed at once, then x; last, the embedding's dy
         dx = (TOKENS, HIDDEN)
-        assert [s.meanwhile for s in last if s.kind == "gather"] == [[], [dx] * len(mlp), [], [dx] * len(attention), []]
+        assert [s.meanwhile for s in last if s.kind == "gather"] == [
+            [],
+            [dx] * len(mlp),
+            [],
+            [dx] * len(attention),
+            [],
+        ]
 
 
 def test_only_the_shard_of_an_input_is_kept():
-    """Under sequence parallelism no whole [tokens, hidden] is saved for backward, but the head's one gradient of its input."""
+    """Under sequence parallelism no whole [tokens, hidden] is saved for backward, but the head's
+    one gradient of its input.
+    """
     whole = []
     mesh = meshes.grid(DP, TP, torch.device("cpu"))
     for sequence in (False, True):
-        model = build(ModelConfig(**SIZES | FAMILIES["llama"] | dict(num_hidden_layers=3)), mesh, Layout(sequence_parallel=sequence, zero=0))
+        model = build(
+            ModelConfig(**SIZES | FAMILIES["llama"] | dict(num_hidden_layers=3)),
+            mesh,
+            Layout(sequence_parallel=sequence, zero=0),
+        )
         initialize(model, 0)
         saved = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t, saved=saved: (saved.append(tuple(t.shape)), t)[1], lambda t: t):
-            model(torch.arange(TOKENS).view(BATCH, LENGTH), torch.arange(TOKENS).view(BATCH, LENGTH))
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, saved=saved: (saved.append(tuple(t.shape)), t)[1], lambda t: t
+        ):
+            model(
+                torch.arange(TOKENS).view(BATCH, LENGTH), torch.arange(TOKENS).view(BATCH, LENGTH)
+            )
         whole.append(saved.count((TOKENS, HIDDEN)))
     assert whole[0] >= 1 + 3 * 2 and whole[1] == 1
 
 
 def test_parameters_are_counted_apart():
-    """Of parameters, a layer sends: over dp one gather forward and one scatter backward (ZeRO-2) of all its bytes; over tp,
-    under sequence parallelism, the sums of its two norms' gradients."""
+    """Of parameters, a layer sends: over dp one gather forward and one scatter backward (ZeRO-2) of
+    all its bytes; over tp, under sequence parallelism, the sums of its two norms' gradients.
+    """
     three, two = (tally(trace("llama", True, n), parameter=True) for n in (3, 2))
     rank = (HIDDEN * HIDDEN * 2 + HIDDEN * 16 * 2 + HIDDEN * FFN * 3) // TP + 2 * HIDDEN
-    assert three - two == Counter({("gather", rank * 4): 1, ("scatter", rank * 4): 1, ("all-reduce", HIDDEN * 4): 2})
+    assert three - two == Counter(
+        {("gather", rank * 4): 1, ("scatter", rank * 4): 1, ("all-reduce", HIDDEN * 4): 2}
+    )

@@ -1,5 +1,7 @@
-"""Rows reach the experts they are for and come back, whatever their numbers; stacked parameters are the same on every layout.
-Bitwise, on 4 gloo processes: values are small integers, or drawn from the same seeds."""
+"""Rows reach the experts they are for and come back, whatever their numbers; stacked parameters are
+the same on every layout. Bitwise, on 4 gloo processes: values are small integers, or drawn from the
+same seeds.
+"""
 
 from functools import cache
 
@@ -20,7 +22,7 @@ from dolmen.parallel import data, expert
 from dolmen.train.build import build, initialize
 
 EXPERTS, HIDDEN = 4, 3
-COUNTS = {                                                 # rows of each rank for each expert
+COUNTS = {  # rows of each rank for each expert
     "uneven": ((1, 5, 0, 2), (0, 0, 3, 1), (2, 2, 2, 2), (7, 0, 0, 0)),
     "an expert without rows": ((0, 1, 2, 3), (0, 3, 2, 1), (0, 1, 1, 1), (0, 0, 0, 5)),
     "a rank that sends nothing": ((0, 0, 0, 0), (1, 1, 1, 1), (0, 2, 0, 2), (0, 0, 0, 1)),
@@ -31,7 +33,9 @@ COUNTS = {                                                 # rows of each rank f
 
 def rows_of(rank: int, counts) -> torch.Tensor:
     """[rows, HIDDEN]: rank, expert, and how many-eth."""
-    return torch.tensor([(rank, e, i) for e, n in enumerate(counts) for i in range(n)], dtype=torch.float32).view(-1, HIDDEN)
+    return torch.tensor(
+        [(rank, e, i) for e, n in enumerate(counts) for i in range(n)], dtype=torch.float32
+    ).view(-1, HIDDEN)
 
 
 def round_trips() -> dict[str, str]:
@@ -39,24 +43,38 @@ def round_trips() -> dict[str, str]:
     wrong = {}
     for size in (1, 2, 4):
         axis = meshes.grid(4, 1, torch.device("cpu"), ep=size).ep
-        peers, here = range(dist.get_rank() - axis.rank, dist.get_rank() - axis.rank + size), EXPERTS // size
+        peers = range(dist.get_rank() - axis.rank, dist.get_rank() - axis.rank + size)
+        here = EXPERTS // size
         for name, counts in COUNTS.items():
             x = rows_of(dist.get_rank(), counts[dist.get_rank()]).requires_grad_()
             rows, trip = expert.dispatch(x * 1.0, torch.tensor(counts[dist.get_rank()]), axis)
             mine = range(axis.rank * here, (axis.rank + 1) * here)
-            want = [row for e in mine for r in peers for row in rows_of(r, counts[r]).tolist() if row[1] == e]
+            want = [
+                row
+                for e in mine
+                for r in peers
+                for row in rows_of(r, counts[r]).tolist()
+                if row[1] == e
+            ]
             back = expert.combine(rows * 2.0, trip, axis)
             sent = torch.arange(x.numel(), dtype=torch.float32).view_as(x)
             (g,) = torch.autograd.grad(back, x, sent)
-            checks = {"rows": rows.tolist() == want, "counts": trip.counts == [sum(counts[r][e] for r in peers) for e in mine],
-                      "back": torch.equal(back, 2 * x), "gradient": torch.equal(g, 2 * sent)}
+            checks = {
+                "rows": rows.tolist() == want,
+                "counts": trip.counts == [sum(counts[r][e] for r in peers) for e in mine],
+                "back": torch.equal(back, 2 * x),
+                "gradient": torch.equal(g, 2 * sent),
+            }
             wrong[f"{name}, ep {size}"] = [k for k, right in checks.items() if not right]
     everyone = [None] * 4
     dist.all_gather_object(everyone, wrong)
-    return {name: str([w[name] for w in everyone]) for name in wrong if any(w[name] for w in everyone)}
+    return {
+        name: str([w[name] for w in everyone]) for name in wrong if any(w[name] for w in everyone)
+    }
 
 
-def test_there_and_back(): assert run_spawned(4, round_trips) == {}
+def test_there_and_back():
+    assert run_spawned(4, round_trips) == {}
 
 
 def test_on_one_process_nothing_moves():
@@ -67,8 +85,18 @@ def test_on_one_process_nothing_moves():
 
 
 # Experts as many as ranks, fewer, and a number that edp does not divide; F 8 over tp 1 to 4, H 6
-LAYOUTS = [(dp, cp, tp, ep, zero) for dp, cp, tp, ep in ((4, 1, 1, 1), (4, 1, 1, 2), (2, 2, 1, 4), (1, 2, 2, 2), (2, 1, 2, 1), (1, 1, 4, 1))
-           for zero in (None, 0, 1, 3)]
+LAYOUTS = [
+    (dp, cp, tp, ep, zero)
+    for dp, cp, tp, ep in (
+        (4, 1, 1, 1),
+        (4, 1, 1, 2),
+        (2, 2, 1, 4),
+        (1, 2, 2, 2),
+        (2, 1, 2, 1),
+        (1, 1, 4, 1),
+    )
+    for zero in (None, 0, 1, 3)
+]
 NUMBERS = (4, 12, 2)
 SHAPES = {"gate": ((8, 6), Shard(1)), "down": ((6, 8), Shard(2))}
 
@@ -76,13 +104,18 @@ SHAPES = {"gate": ((8, 6), Shard(1)), "down": ((6, 8), Shard(2))}
 class Parameters(nn.Module):
     def __init__(self, number):
         super().__init__()
-        for name, (shape, _) in SHAPES.items(): self.register_parameter(name, nn.Parameter(torch.empty(number, *shape)))
+        for name, (shape, _) in SHAPES.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(number, *shape)))
 
 
 def placed(mesh, zero, number) -> nn.Module:
-    with torch.device("meta"): module = nn.Sequential(Parameters(number))
-    state.distribute(module, {f"0.{name}": (Shard(0), place) for name, (_, place) in SHAPES.items()}, mesh)
-    if zero is not None: data.shard(module, [data.Unit(module[0], experts=True)], mesh, zero, torch.float32)
+    with torch.device("meta"):
+        module = nn.Sequential(Parameters(number))
+    state.distribute(
+        module, {f"0.{name}": (Shard(0), place) for name, (_, place) in SHAPES.items()}, mesh
+    )
+    if zero is not None:
+        data.shard(module, [data.Unit(module[0], experts=True)], mesh, zero, torch.float32)
     return module.to_empty(device="cpu")
 
 
@@ -92,30 +125,52 @@ def parameters_in_world() -> dict[str, str]:
     for dp, cp, tp, ep, zero in LAYOUTS:
         mesh = meshes.grid(dp, tp, torch.device("cpu"), cp=cp, ep=ep)
         for number in NUMBERS:
-            if number % ep: continue
+            if number % ep:
+                continue
             bad = wrong[f"{(dp, cp, tp, ep, zero)} {number}"] = []
             for name, p in placed(mesh, zero, number).named_parameters():
                 want, part = torch.empty(p.shape), state.region(p)
                 with torch.no_grad():
-                    for q in (p, want): state.initialize(q, name, 0, 0.02)
-                if not torch.equal(state.shard(p), want[part]): bad.append(f"{name}: initial values")
-                if not torch.equal(state.full(p), want): bad.append(f"{name}: full")
-                with torch.no_grad(): state.write(p, want + 1)
-                if not torch.equal(state.full(p), want + 1): bad.append(f"{name}: write")
+                    for q in (p, want):
+                        state.initialize(q, name, 0, 0.02)
+                if not torch.equal(state.shard(p), want[part]):
+                    bad.append(f"{name}: initial values")
+                if not torch.equal(state.full(p), want):
+                    bad.append(f"{name}: full")
+                with torch.no_grad():
+                    state.write(p, want + 1)
+                if not torch.equal(state.full(p), want + 1):
+                    bad.append(f"{name}: write")
                 held = torch.tensor(state.local_elements(p) * state.owned(p), dtype=torch.float64)
                 dist.all_reduce(held)
-                if round(float(held) / (mesh.edp.size if zero is None else 1), 6) != p.numel(): bad.append(f"{name}: owned")
-                if zero == 3 and state.local_elements(p) * 4 != p.numel(): bad.append(f"{name}: not a quarter")
+                if round(float(held) / (mesh.edp.size if zero is None else 1), 6) != p.numel():
+                    bad.append(f"{name}: owned")
+                if zero == 3 and state.local_elements(p) * 4 != p.numel():
+                    bad.append(f"{name}: not a quarter")
     everyone = [None] * 4
     dist.all_gather_object(everyone, wrong)
-    return {name: str([w[name] for w in everyone]) for name in wrong if any(w[name] for w in everyone)}
+    return {
+        name: str([w[name] for w in everyone]) for name in wrong if any(w[name] for w in everyone)
+    }
 
 
-def test_stacked_parameters_are_layout_independent(): assert run_spawned(4, parameters_in_world) == {}
+def test_stacked_parameters_are_layout_independent():
+    assert run_spawned(4, parameters_in_world) == {}
 
 
-MODEL = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=4,
-                    num_experts=4, num_experts_per_tok=2, dense_layers=(0,), initializer_range=0.3)
+MODEL = ModelConfig(
+    vocab_size=32,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=4,
+    num_experts=4,
+    num_experts_per_tok=2,
+    dense_layers=(0,),
+    initializer_range=0.3,
+)
 
 
 def counted_again(kind: str) -> tuple[list, list]:
@@ -142,7 +197,8 @@ def decoder() -> Decoder:
 
 def test_without_a_gradient_nothing_is_counted():
     tokens = torch.arange(16).view(2, 8)
-    with torch.no_grad(): decoder()(tokens, tokens, balance=torch.tensor(1.0))
+    with torch.no_grad():
+        decoder()(tokens, tokens, balance=torch.tensor(1.0))
     decoder()(tokens, tokens).backward()
     assert decoder().layers["1"].mlp.tally is None
 
@@ -164,7 +220,8 @@ def test_auxiliary_losses_add_to_the_gradient_what_their_formulas_say():
     added = gradient(torch.tensor(2.0)) - gradient(torch.tensor(0.0))
 
     def losses():
-        with torch.enable_grad(): model(tokens, tokens, balance=torch.tensor(0.0)).backward()
+        with torch.enable_grad():
+            model(tokens, tokens, balance=torch.tensor(0.0)).backward()
         (balance, z), moe.tally = moe.tally[4:].tolist(), None
         return 0.7 * balance + 0.3 * z
 

@@ -1,5 +1,7 @@
-"""The executor on real processes: it does what the list says, in its order, holds what the list holds, and whatever valid
-order a list has, nothing waits for ever. Gradients of whole models are the golden table's business (tests/golden)."""
+"""The executor on real processes: it does what the list says, in its order, holds what the list
+holds, and whatever valid order a list has, nothing waits for ever. Gradients of whole models are
+the golden table's business (tests/golden).
+"""
 
 import random
 import weakref
@@ -24,7 +26,9 @@ MICROS, ROWS, SIZE = 8, 3, 4
 
 
 class Kept(torch.autograd.Function):
-    """The identity, which keeps one tensor for its backward and counts how many of them are alive."""
+    """The identity, which keeps one tensor for its backward and counts how many of them
+    are alive.
+    """
 
     @staticmethod
     def forward(ctx, x, alive):
@@ -33,19 +37,40 @@ class Kept(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx, g): return g, None
+    def backward(ctx, g):
+        return g, None
 
 
 def shuffled(schedule: Schedule, seed: int) -> Schedule:
-    """Another valid order: neighbours in a rank's list are swapped where no dependency forbids it."""
+    """Another valid order: neighbours in a rank's list are swapped where no dependency
+    forbids it.
+    """
     lists, chance = [list(actions) for actions in schedule.actions], random.Random(seed)
     for _ in range(300):
         actions = chance.choice(lists)
         i = chance.randrange(len(actions) - 1)
         actions[i : i + 2] = actions[i + 1], actions[i]
-        try: check(Schedule("file", schedule.ranks, schedule.micros, schedule.chunks, tuple(map(tuple, lists)), schedule.placement))
-        except ValueError: actions[i : i + 2] = actions[i + 1], actions[i]
-    return Schedule("file", schedule.ranks, schedule.micros, schedule.chunks, tuple(map(tuple, lists)), schedule.placement)
+        try:
+            check(
+                Schedule(
+                    "file",
+                    schedule.ranks,
+                    schedule.micros,
+                    schedule.chunks,
+                    tuple(map(tuple, lists)),
+                    schedule.placement,
+                )
+            )
+        except ValueError:
+            actions[i : i + 2] = actions[i + 1], actions[i]
+    return Schedule(
+        "file",
+        schedule.ranks,
+        schedule.micros,
+        schedule.chunks,
+        tuple(map(tuple, lists)),
+        schedule.placement,
+    )
 
 
 def joined(schedule: Schedule) -> Schedule:
@@ -58,18 +83,27 @@ def joined(schedule: Schedule) -> Schedule:
 
 
 def run(schedule: Schedule, mesh) -> dict:
-    """A stack of square matrices, one a stage: what was done, most activations alive, and how far gradients are from autograd's."""
+    """A stack of square matrices, one a stage: what was done, most activations alive, and how far
+    gradients are from autograd's.
+    """
     later = [] if schedule.splits_backward else None
     tp, generator = TensorParallel(Axis("tp"), later=later), torch.Generator().manual_seed(3)
-    every = [torch.randn(SIZE, SIZE, generator=generator, dtype=torch.float64) for _ in range(schedule.stages)]
+    every = [
+        torch.randn(SIZE, SIZE, generator=generator, dtype=torch.float64)
+        for _ in range(schedule.stages)
+    ]
     inputs = torch.randn(schedule.micros, ROWS, SIZE, generator=generator, dtype=torch.float64)
-    mine = {chunk: torch.nn.Parameter(every[schedule.stage_of(mesh.pp.rank, chunk)].clone()) for chunk in range(schedule.chunks)}
+    mine = {
+        chunk: torch.nn.Parameter(every[schedule.stage_of(mesh.pp.rank, chunk)].clone())
+        for chunk in range(schedule.chunks)
+    }
     done, alive, most = [], weakref.WeakSet(), 0
 
     def forward(chunk: int, micro: int, x):
         stage = schedule.stage_of(mesh.pp.rank, chunk)
         y = tensor.columns(inputs[micro] if x is None else x, [mine[chunk]], [None], tp)[0].tanh()
-        if torch.is_grad_enabled(): y = Kept.apply(y, alive)
+        if torch.is_grad_enabled():
+            y = Kept.apply(y, alive)
         return y.square().sum() if stage == schedule.stages - 1 else y
 
     def observe(action: Action):
@@ -79,24 +113,55 @@ def run(schedule: Schedule, mesh) -> dict:
 
     reduction = Reduction(torch.nn.Module(), 0, schedule.splits_backward)
     parts = [()] * schedule.chunks
-    pipeline.execute(schedule, mesh, Work(forward, lambda: torch.empty(ROWS, SIZE, dtype=torch.float64), reduction, parts, later, observe))
+    pipeline.execute(
+        schedule,
+        mesh,
+        Work(
+            forward,
+            lambda: torch.empty(ROWS, SIZE, dtype=torch.float64),
+            reduction,
+            parts,
+            later,
+            observe,
+        ),
+    )
     whole = [w.requires_grad_() for w in every]
     for x in inputs:
-        for w in whole: x = (x @ w.t()).tanh()
+        for w in whole:
+            x = (x @ w.t()).tanh()
         x.square().sum().backward()
-    off = max(float((p.grad - whole[schedule.stage_of(mesh.pp.rank, c)].grad).abs().max()) for c, p in mine.items())
+    off = max(
+        float((p.grad - whole[schedule.stage_of(mesh.pp.rank, c)].grad).abs().max())
+        for c, p in mine.items()
+    )
     freed = len(alive) == 0
-    with torch.no_grad(): pipeline.execute(forward_only(schedule), mesh, Work(forward, lambda: torch.empty(ROWS, SIZE, dtype=torch.float64)))
-    return {"in order": tuple(done) == schedule.actions[mesh.pp.rank], "off": off, "most": most, "freed": freed, "rank": mesh.pp.rank}
+    with torch.no_grad():
+        pipeline.execute(
+            forward_only(schedule),
+            mesh,
+            Work(forward, lambda: torch.empty(ROWS, SIZE, dtype=torch.float64)),
+        )
+    return {
+        "in order": tuple(done) == schedule.actions[mesh.pp.rank],
+        "off": off,
+        "most": most,
+        "freed": freed,
+        "rank": mesh.pp.rank,
+    }
 
 
 def in_world() -> dict:
     out, mesh = {}, meshes.grid(1, 1, torch.device("cpu"), pp=dist.get_world_size())
     for name in SCHEDULES:
         schedule = make(name, mesh.pp.size, MICROS, CHUNKS.get(name, 1))
-        for kind, order in ((name, schedule), *((f"{name}, order {seed}", shuffled(schedule, seed)) for seed in range(3))):
+        for kind, order in (
+            (name, schedule),
+            *((f"{name}, order {seed}", shuffled(schedule, seed)) for seed in range(3)),
+        ):
             everyone = [None] * mesh.pp.size
-            dist.all_gather_object(everyone, (run(order, mesh), simulate(order).peak[mesh.pp.rank] * order.chunks))
+            dist.all_gather_object(
+                everyone, (run(order, mesh), simulate(order).peak[mesh.pp.rank] * order.chunks)
+            )
             out[kind] = everyone
     mixed = joined(make("zero-bubble", mesh.pp.size, MICROS))
     everyone = [None] * mesh.pp.size
@@ -105,34 +170,42 @@ def in_world() -> dict:
 
 
 @cache
-def results(world: int) -> dict: return run_spawned(world, in_world)
+def results(world: int) -> dict:
+    return run_spawned(world, in_world)
 
 
 @pytest.mark.parametrize("world", (2, 4))
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_order_is_the_list(world, name):
-    for got, _ in results(world)[name]: assert got["in order"] and got["off"] < 1e-12 and got["freed"], got
+    for got, _ in results(world)[name]:
+        assert got["in order"] and got["off"] < 1e-12 and got["freed"], got
 
 
 @pytest.mark.parametrize("world", (2, 4))
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_any_valid_order_ends_and_is_right(world, name):
-    """Swapped at random: ranks send in orders that blocking sends, or one channel for both directions, would not survive."""
+    """Swapped at random: ranks send in orders that blocking sends, or one channel for both
+    directions, would not survive.
+    """
     for seed in range(3):
-        for got, _ in results(world)[f"{name}, order {seed}"]: assert got["in order"] and got["off"] < 1e-12, got
+        for got, _ in results(world)[f"{name}, order {seed}"]:
+            assert got["in order"] and got["off"] < 1e-12, got
 
 
 @pytest.mark.parametrize("world", (2, 4))
 def test_a_list_may_split_some_backwards_and_not_others(world):
-    for got in results(world)["mixed"]: assert got["in order"] and got["off"] < 1e-12, got
+    for got in results(world)["mixed"]:
+        assert got["in order"] and got["off"] < 1e-12, got
 
 
 @pytest.mark.parametrize("world", (2, 4))
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved"])
 def test_activations_are_freed_as_the_schedule_says(world, name):
-    """The most that are alive after any action are those that the simulator counts. (Where backward is split, the graph goes with
-    I, and only what the products need waits for W.)"""
-    for got, peak in results(world)[name]: assert got["most"] == peak, (got, peak)
+    """The most that are alive after any action are those that the simulator counts. (Where backward
+    is split, the graph goes with I, and only what the products need waits for W.)
+    """
+    for got, peak in results(world)[name]:
+        assert got["most"] == peak, (got, peak)
 
 
 def test_a_swapped_message_is_seen():
@@ -144,7 +217,9 @@ def test_a_swapped_message_is_seen():
 
 def swapped() -> list[float]:
     sent = pipeline._sent
-    pipeline._sent = lambda s, sender, to: (messages := sent(s, sender, to))[1::-1] + messages[2:] if to else sent(s, sender, to)
+    pipeline._sent = lambda s, sender, to: (
+        (messages := sent(s, sender, to))[1::-1] + messages[2:] if to else sent(s, sender, to)
+    )
     mesh, everyone = meshes.grid(1, 1, torch.device("cpu"), pp=2), [None, None]
     dist.all_gather_object(everyone, run(make("1f1b", 2, MICROS), mesh)["off"])
     return everyone

@@ -1,4 +1,6 @@
-"""Pipeline schedules: bubbles and memory against the papers' closed forms, lists that must be refused, and files."""
+"""Pipeline schedules: bubbles and memory against the papers' closed forms, lists that must be
+refused, and files.
+"""
 
 import graphlib
 import os
@@ -23,26 +25,43 @@ def every():
     for name in SCHEDULES:
         for p, m in SIZES:
             for v in CHUNKS.get(name, (1,)):
-                if name != "interleaved" or m % p == 0: yield make(name, p, m, v)
+                if name != "interleaved" or m % p == 0:
+                    yield make(name, p, m, v)
 
 
 def idle(name: str, p: int, m: int, v: int, f: float, b: float, i: float, w: float) -> float:
     """2104.04473 2.2 and 2401.10241 (ZB-H1, for m >= p), written down a second time."""
-    return {"gpipe": (p - 1) * (f + b), "1f1b": (p - 1) * (f + b), "interleaved": (p - 1) * (f + b) / v, "zero-bubble": (p - 1) * (f + i - w)}[name]
+    return {
+        "gpipe": (p - 1) * (f + b),
+        "1f1b": (p - 1) * (f + b),
+        "interleaved": (p - 1) * (f + b) / v,
+        "zero-bubble": (p - 1) * (f + i - w),
+    }[name]
 
 
 def peaks(s: Schedule) -> list[float]:
     """Microbatches held at most by each rank, where the pattern has room to show (m >= 2 p)."""
     p, m, v = s.ranks, s.micros, s.chunks
-    return [{"gpipe": m, "1f1b": p - r, "interleaved": min(2 * (p - r - 1) + (v - 1) * p + 1, m * v) / v, "zero-bubble": p, "zero-bubble-v": p}[s.name]
-            for r in range(p)]
+    return [
+        {
+            "gpipe": m,
+            "1f1b": p - r,
+            "interleaved": min(2 * (p - r - 1) + (v - 1) * p + 1, m * v) / v,
+            "zero-bubble": p,
+            "zero-bubble-v": p,
+        }[s.name]
+        for r in range(p)
+    ]
 
 
 def test_all_are_whole_and_run_to_their_end():
     for schedule in every():
         check(schedule)
         assert schedule.splits_backward == schedule.name.startswith("zero")
-        assert [schedule.stage_of(schedule.rank_of(s), schedule.chunk_of(s)) for s in range(schedule.stages)] == list(range(schedule.stages))
+        assert [
+            schedule.stage_of(schedule.rank_of(s), schedule.chunk_of(s))
+            for s in range(schedule.stages)
+        ] == list(range(schedule.stages))
 
 
 def test_bubbles_are_the_closed_forms():
@@ -50,26 +69,39 @@ def test_bubbles_are_the_closed_forms():
     for schedule in every():
         for cost in COSTS:
             found, want = simulate(schedule, cost), closed_form(schedule, cost)
-            if want is None: continue
+            if want is None:
+                continue
             seen.add((schedule.name, cost))
-            assert [found.span - busy for busy in found.busy] == pytest.approx([want] * schedule.ranks), (schedule.name, schedule.ranks, schedule.micros, cost)
-            assert found.ratio == pytest.approx(want / found.busy[0]) and found.bubble == pytest.approx(want / found.span)
+            assert [found.span - busy for busy in found.busy] == pytest.approx(
+                [want] * schedule.ranks
+            ), (schedule.name, schedule.ranks, schedule.micros, cost)
+            assert found.ratio == pytest.approx(
+                want / found.busy[0]
+            ) and found.bubble == pytest.approx(want / found.span)
             if schedule.name != "zero-bubble-v" and schedule.micros >= schedule.ranks:
-                assert want == pytest.approx(idle(schedule.name, schedule.ranks, schedule.micros, schedule.chunks, *cost[:4]))
-    assert len(seen) == 4 * len(COSTS) + 1                          # zero-bubble-v: only where F, I and W take the same time
+                assert want == pytest.approx(
+                    idle(schedule.name, schedule.ranks, schedule.micros, schedule.chunks, *cost[:4])
+                )
+    # zero-bubble-v: only where F, I and W take the same time
+    assert len(seen) == 4 * len(COSTS) + 1
 
 
 def test_ratios_of_the_paper():
     """(p - 1) / m, (p - 1) / (v m) of working time."""
     for p, m, v in ((4, 8, 2), (8, 32, 4), (2, 6, 3)):
-        assert simulate(make("gpipe", p, m)).ratio == pytest.approx((p - 1) / m) == simulate(make("1f1b", p, m)).ratio
+        assert (
+            simulate(make("gpipe", p, m)).ratio
+            == pytest.approx((p - 1) / m)
+            == simulate(make("1f1b", p, m)).ratio
+        )
         assert simulate(make("interleaved", p, m, v)).ratio == pytest.approx((p - 1) / m / v)
         assert simulate(make("zero-bubble", p, m)).ratio == pytest.approx((p - 1) / m / 3)
 
 
 def test_peaks_are_the_closed_forms():
     for schedule in every():
-        if schedule.micros >= 2 * schedule.ranks: assert simulate(schedule).peak == pytest.approx(peaks(schedule))
+        if schedule.micros >= 2 * schedule.ranks:
+            assert simulate(schedule).peak == pytest.approx(peaks(schedule))
         assert max(simulate(schedule).peak) <= schedule.micros
     assert simulate(make("1f1b", 8, 3)).peak == (3, 3, 3, 3, 3, 3, 2, 1)
 
@@ -77,24 +109,47 @@ def test_peaks_are_the_closed_forms():
 def test_zero_bubble_v_idles_only_at_its_two_ends():
     for p in (2, 4, 8):
         s = make("zero-bubble-v", p, 2 * p, 2)
-        assert all(times[-1][1] - times[0][0] == pytest.approx(busy) for times, busy in zip(simulate(s).times, simulate(s).busy, strict=True))
-        assert s.rank_of(0) == s.rank_of(2 * p - 1) == 0 and s.rank_of(p - 1) == s.rank_of(p) == p - 1
+        assert all(
+            times[-1][1] - times[0][0] == pytest.approx(busy)
+            for times, busy in zip(simulate(s).times, simulate(s).busy, strict=True)
+        )
+        assert (
+            s.rank_of(0) == s.rank_of(2 * p - 1) == 0 and s.rank_of(p - 1) == s.rank_of(p) == p - 1
+        )
 
 
 def test_an_action_starts_when_it_may_and_not_later():
-    """At the latest of: the end of the rank's action before, the arrivals of what it waits for. The dependencies are written down a second time."""
+    """At the latest of: the end of the rank's action before, the arrivals of what it waits for. The
+    dependencies are written down a second time.
+    """
     for name, v in (("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1), ("zero-bubble-v", 2)):
         s, cost = make(name, 4, 8, v), Cost(1, 2, 1.2, 0.7, 0.25)
         out = simulate(s, cost)
-        at = {(a.kind.replace("B", "I"), a.micro, s.stage_of(r, a.chunk)): t for r in range(4) for a, t in zip(s.actions[r], out.times[r], strict=True)}
+        at = {
+            (a.kind.replace("B", "I"), a.micro, s.stage_of(r, a.chunk)): t
+            for r in range(4)
+            for a, t in zip(s.actions[r], out.times[r], strict=True)
+        }
         for rank, actions in enumerate(s.actions):
             free = 0.0
             for action, (start, end) in zip(actions, out.times[rank], strict=True):
-                kind, micro, stage = action.kind.replace("B", "I"), action.micro, s.stage_of(rank, action.chunk)
-                before = {"F": [("F", micro, stage - 1)], "I": [("F", micro, stage), ("I", micro, stage + 1)], "W": [("I", micro, stage)]}[kind]
-                arrived = [at[b][1] + (0.25 if s.rank_of(b[2]) != rank else 0) for b in before if 0 <= b[2] < s.stages]
+                kind = action.kind.replace("B", "I")
+                micro = action.micro
+                stage = s.stage_of(rank, action.chunk)
+                before = {
+                    "F": [("F", micro, stage - 1)],
+                    "I": [("F", micro, stage), ("I", micro, stage + 1)],
+                    "W": [("I", micro, stage)],
+                }[kind]
+                arrived = [
+                    at[b][1] + (0.25 if s.rank_of(b[2]) != rank else 0)
+                    for b in before
+                    if 0 <= b[2] < s.stages
+                ]
                 assert start == pytest.approx(max([free, *arrived])), (name, rank, action)
-                assert end - start == pytest.approx({"F": 1, "B": 2, "I": 1.2, "W": 0.7}[action.kind] / v)
+                assert end - start == pytest.approx(
+                    {"F": 1, "B": 2, "I": 1.2, "W": 0.7}[action.kind] / v
+                )
                 free = end
 
 
@@ -103,7 +158,8 @@ def bad(edit, name: str = "1f1b", p: int = 2, m: int = 2) -> str:
     s = make(name, p, m)
     lists = [list(actions) for actions in s.actions]
     edit(lists)
-    with pytest.raises(ValueError) as error: check(replace(s, actions=tuple(map(tuple, lists))))
+    with pytest.raises(ValueError) as error:
+        check(replace(s, actions=tuple(map(tuple, lists))))
     return str(error.value)
 
 
@@ -114,31 +170,53 @@ def test_bad_lists_are_refused():
     assert "rank 0 never does W1" in bad(lambda a: a[0].remove(Action("W", 1)), "zero-bubble")
     assert "rank 0 never does I1" in bad(lambda a: a[0].remove(Action("I", 1)), "zero-bubble")
     assert "rank 0 does B1 whole and in parts" in bad(lambda a: a[0].append(Action("W", 1)))
-    assert "rank 0 has F2, which is not of 2 microbatches and 1 chunks" in bad(lambda a: a[0].append(Action("F", 2)))
+    assert "rank 0 has F2, which is not of 2 microbatches and 1 chunks" in bad(
+        lambda a: a[0].append(Action("F", 2))
+    )
     assert "rank 0 has F0.1" in bad(lambda a: a[0].append(Action("F", 0, 1)))
     assert "rank 0 has X0" in bad(lambda a: a[0].append(Action("X", 0)))
     assert "1 lists of actions for 2 ranks" in bad(lambda a: a.pop())
-    with pytest.raises(ValueError, match="placement 'v' and 1 chunks"): check(replace(make("1f1b", 2, 2), placement="v"))
+    with pytest.raises(ValueError, match="placement 'v' and 1 chunks"):
+        check(replace(make("1f1b", 2, 2), placement="v"))
 
 
 def test_deadlocks_are_refused_by_name():
-    assert bad(lambda a: a[1].reverse()) == ("1f1b deadlocks: rank 0 stands at B0 and waits for B0 of rank 1; rank 1 stands at B1 and waits for F1 of rank 1")
-    assert "rank 0 stands at W0 and waits for I0 of rank 0" in bad(lambda a: (a[0].remove(Action("W", 0)), a[0].insert(0, Action("W", 0))), "zero-bubble")
+    assert bad(lambda a: a[1].reverse()) == (
+        "1f1b deadlocks: rank 0 stands at B0 and waits for B0 of rank 1; rank 1 stands at B1 and "
+        "waits for F1 of rank 1"
+    )
+    assert "rank 0 stands at W0 and waits for I0 of rank 0" in bad(
+        lambda a: (a[0].remove(Action("W", 0)), a[0].insert(0, Action("W", 0))), "zero-bubble"
+    )
     crossed = "F0 B0 F1 B1\nF1 F0 B0 B1\n"
-    with pytest.raises(ValueError, match="rank 0 stands at B0 and waits for B0 of rank 1; rank 1 stands at F1 and waits for F1 of rank 0"): check(parse(crossed, "crossed"))
+    with pytest.raises(
+        ValueError,
+        match="rank 0 stands at B0 and waits for B0 of rank 1; rank 1 stands at F1 and waits for "
+        "F1 of rank 0",
+    ):
+        check(parse(crossed, "crossed"))
 
 
 def runs(s: Schedule) -> bool:
-    """Whether lists and dependencies together make no circle: what `check` must find, by another way."""
+    """Whether lists and dependencies together make no circle: what `check` must find, by another
+    way.
+    """
     graph = graphlib.TopologicalSorter()
     for rank, actions in enumerate(s.actions):
         nodes = [(a.kind, a.micro, s.stage_of(rank, a.chunk)) for a in actions]
-        for one, two in zip(nodes, nodes[1:], strict=False): graph.add(two, one)
+        for one, two in zip(nodes, nodes[1:], strict=False):
+            graph.add(two, one)
         for kind, micro, stage in nodes:
-            before = {"F": [("F", micro, stage - 1)], "I": [("F", micro, stage), ("I", micro, stage + 1)], "W": [("I", micro, stage)]}[kind]
+            before = {
+                "F": [("F", micro, stage - 1)],
+                "I": [("F", micro, stage), ("I", micro, stage + 1)],
+                "W": [("I", micro, stage)],
+            }[kind]
             graph.add((kind, micro, stage), *(b for b in before if 0 <= b[2] < s.stages))
-    try: graph.prepare()
-    except graphlib.CycleError: return False
+    try:
+        graph.prepare()
+    except graphlib.CycleError:
+        return False
     return True
 
 
@@ -155,32 +233,51 @@ def test_deadlocks_are_exactly_the_circles(name, v):
             one[at], one[at + 1] = one[at + 1], one[at]
         s = replace(s, actions=tuple(map(tuple, lists)))
         found.append(runs(s))
-        if found[-1]: check(s)
+        if found[-1]:
+            check(s)
         else:
-            with pytest.raises(ValueError, match="deadlocks: rank"): check(s)
+            with pytest.raises(ValueError, match="deadlocks: rank"):
+                check(s)
     assert 30 < sum(found) < 270
 
 
-@pytest.mark.parametrize("words, want", (
-    (("interleaved", 4, 6, 2), r"groups of pp \(4\), and 6 .*--train.global-batch-size, --train.microbatch-size or --layout.pp"),
-    (("interleaved", 4, 8, 1), "--layout.virtual-stages 2"), (("zero-bubble-v", 4, 8, 3), "--layout.virtual-stages 2"),
-    (("1f1b", 4, 8, 2), "--layout.virtual-stages 1"), (("gpipe", 4, 8, 2), "--layout.virtual-stages 1"), (("zero-bubble", 4, 8, 2), "--layout.virtual-stages 1"),
-    (("2f2b", 4, 8, 1), "gpipe, 1f1b, interleaved, zero-bubble, zero-bubble-v"), (("gpipe", 0, 8, 1), r"layout.pp \(0\)"), (("gpipe", 2, 0, 1), r"\(0\)")))
+@pytest.mark.parametrize(
+    "words, want",
+    (
+        (
+            ("interleaved", 4, 6, 2),
+            r"groups of pp \(4\), and 6 .*--train.global-batch-size, --train.microbatch-size or "
+            r"--layout.pp",
+        ),
+        (("interleaved", 4, 8, 1), "--layout.virtual-stages 2"),
+        (("zero-bubble-v", 4, 8, 3), "--layout.virtual-stages 2"),
+        (("1f1b", 4, 8, 2), "--layout.virtual-stages 1"),
+        (("gpipe", 4, 8, 2), "--layout.virtual-stages 1"),
+        (("zero-bubble", 4, 8, 2), "--layout.virtual-stages 1"),
+        (("2f2b", 4, 8, 1), "gpipe, 1f1b, interleaved, zero-bubble, zero-bubble-v"),
+        (("gpipe", 0, 8, 1), r"layout.pp \(0\)"),
+        (("gpipe", 2, 0, 1), r"\(0\)"),
+    ),
+)
 def test_what_cannot_be_made(words, want):
-    with pytest.raises(ValueError, match=want): make(*words)
+    with pytest.raises(ValueError, match=want):
+        make(*words)
 
 
 def test_a_file_goes_round(tmp_path):
     for number, s in enumerate(every()):
         assert parse(format(s), s.name) == s
-        if number % 20: continue
+        if number % 20:
+            continue
         file = tmp_path / f"{number}.txt"
         file.write_text("# mine\n\n" + format(s))
         assert make(str(file), s.ranks, s.micros, s.chunks) == replace(s, name=str(file))
 
 
 def test_a_file_may_be_yaml(tmp_path):
-    text = "placement: v     # down and up\nactions:\n" + "".join(f"- {line}\n" for line in format(make("zero-bubble-v", 2, 4, 2)).splitlines()[1:])
+    text = "placement: v     # down and up\nactions:\n" + "".join(
+        f"- {line}\n" for line in format(make("zero-bubble-v", 2, 4, 2)).splitlines()[1:]
+    )
     file = tmp_path / "mine.yaml"
     file.write_text(text)
     assert make(str(file), 2, 4, 2).actions == make("zero-bubble-v", 2, 4, 2).actions
@@ -188,35 +285,66 @@ def test_a_file_may_be_yaml(tmp_path):
     assert make(str(file), 2, 4, 2).actions == make("zero-bubble-v", 2, 4, 2).actions
 
 
-@pytest.mark.parametrize("text", ("actions: [F0 B0, 3]", "actions: F0 B0", "- F0 B0", "actions: [F0 B0]\nplace: v", "", "{", "&a [*a]"))
+@pytest.mark.parametrize(
+    "text",
+    (
+        "actions: [F0 B0, 3]",
+        "actions: F0 B0",
+        "- F0 B0",
+        "actions: [F0 B0]\nplace: v",
+        "",
+        "{",
+        "&a [*a]",
+    ),
+)
 def test_yaml_of_another_shape_is_refused(tmp_path, text):
     (tmp_path / "mine.yaml").write_text(text)
-    with pytest.raises(ValueError, match="needs `actions:`|is not a YAML file"): make(str(tmp_path / "mine.yaml"), 1, 1)
+    with pytest.raises(ValueError, match="needs `actions:`|is not a YAML file"):
+        make(str(tmp_path / "mine.yaml"), 1, 1)
 
 
-@pytest.mark.parametrize("text, want", (
-    ("F0 B0\nF0 B0 G1\n", "line 2: 'G1' is no action"), ("F0 F1 B0 B1\nF0 B0\n", "rank 1 never does F1"), ("F0 F999999999 B0", "never does B999999999|never does F1"),
-    ("# nothing\n", "no line of actions"), ("placement: w\nF0 B0\n", "placement 'w'"), ("F0 B0.1", "never does B0|never does F0.1"), ("F0x B0", "'F0x' is no action"),
-    (b"\xff\xfe", "cannot be read")))
+@pytest.mark.parametrize(
+    "text, want",
+    (
+        ("F0 B0\nF0 B0 G1\n", "line 2: 'G1' is no action"),
+        ("F0 F1 B0 B1\nF0 B0\n", "rank 1 never does F1"),
+        ("F0 F999999999 B0", "never does B999999999|never does F1"),
+        ("# nothing\n", "no line of actions"),
+        ("placement: w\nF0 B0\n", "placement 'w'"),
+        ("F0 B0.1", "never does B0|never does F0.1"),
+        ("F0x B0", "'F0x' is no action"),
+        (b"\xff\xfe", "cannot be read"),
+    ),
+)
 def test_a_wrong_file_is_refused(tmp_path, text, want):
     file = tmp_path / "mine.txt"
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(ValueError, match=want): read(str(file))
+    with pytest.raises(ValueError, match=want):
+        read(str(file))
 
 
 def test_a_file_of_other_sizes_or_none_is_refused(tmp_path):
     """Sizes are looked at first: to check a huge file takes long."""
     file = tmp_path / "mine.txt"
     file.write_text("F0 F1 B0 B1\n")
-    with pytest.raises(ValueError, match="is for pp 1, 2 microbatches and 1 virtual stages, but the run has 2, 2 and 1"): make(str(file), 2, 2)
-    with pytest.raises(ValueError, match="no schedule file"): make(str(tmp_path / "other.txt"), 2, 2)
-    os.mkfifo(tmp_path / "pipe.txt")                       # to open it would wait for ever
-    with pytest.raises(ValueError, match="no schedule file"): make(str(tmp_path / "pipe.txt"), 2, 2)
+    with pytest.raises(
+        ValueError,
+        match="is for pp 1, 2 microbatches and 1 virtual stages, but the run has 2, 2 and 1",
+    ):
+        make(str(file), 2, 2)
+    with pytest.raises(ValueError, match="no schedule file"):
+        make(str(tmp_path / "other.txt"), 2, 2)
+    os.mkfifo(tmp_path / "pipe.txt")  # to open it would wait for ever
+    with pytest.raises(ValueError, match="no schedule file"):
+        make(str(tmp_path / "pipe.txt"), 2, 2)
 
 
 def test_actions_in_words():
     assert [str(a) for a in (Action("F", 3), Action("W", 12, 1))] == ["F3", "W12.1"]
-    assert parse("F0.0 F0.1 B0.1 B0", "x").actions == ((Action("F", 0), Action("F", 0, 1), Action("B", 0, 1), Action("B", 0)),)
+    assert parse("F0.0 F0.1 B0.1 B0", "x").actions == (
+        (Action("F", 0), Action("F", 0, 1), Action("B", 0, 1), Action("B", 0)),
+    )
 
 
-def test_knows_nothing_of_torch(): assert "import torch" not in Path(module.__file__).read_text()
+def test_knows_nothing_of_torch():
+    assert "import torch" not in Path(module.__file__).read_text()

@@ -1,9 +1,12 @@
-"""Bytes of parameters, gradients, optimizer state and unsharded compute copies on a rank, at rest and at peak, for each
-ZeRO stage, against closed forms. Measured on rank 0 of a fake process group of 4, at every operation of a step.
+"""Bytes of parameters, gradients, optimizer state and unsharded compute copies on a rank, at rest
+and at peak, for each ZeRO stage, against closed forms. Measured on rank 0 of a fake process group
+of 4, at every operation of a step.
 
-    P   parameters in fp32, as they lie on one rank of tp, of which B a block's, R the rest's (embedding, final norm, head),
+    P   parameters in fp32, as they lie on one rank of tp, of which B a block's, R the rest's
+        (embedding, final norm, head),
         H that of it whose gradient comes before all blocks' (final norm and head)
-    d   dp, but 1 for ZeRO-0: what a sharded tensor is divided by (FSDP pads dim 0 to a multiple of dp)
+    d   dp, but 1 for ZeRO-0: what a sharded tensor is divided by (FSDP pads dim 0 to a multiple of
+        dp)
 """
 
 from collections.abc import Iterable
@@ -24,8 +27,15 @@ from dolmen.parallel import data
 from dolmen.train.build import build, initialize
 
 WORLD, LAYERS = 4, 3
-CONFIG = ModelConfig(vocab_size=71, hidden_size=64, intermediate_size=128, num_hidden_layers=LAYERS, num_attention_heads=4,
-                     num_key_value_heads=4, head_dim=16)
+CONFIG = ModelConfig(
+    vocab_size=71,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    head_dim=16,
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -44,31 +54,45 @@ class Bytes:
     gradients: int
 
     @property
-    def all(self) -> int: return self.parameters + self.copies + self.gradients
+    def all(self) -> int:
+        return self.parameters + self.copies + self.gradients
 
 
 def held(tensors: Iterable[Tensor | None]) -> int:
-    """Bytes of the storages behind tensors, each counted once. FSDP frees a compute copy by emptying its storage."""
+    """Bytes of the storages behind tensors, each counted once. FSDP frees a compute copy by
+    emptying its storage.
+    """
     storages = [getattr(t, "_local_tensor", t).untyped_storage() for t in tensors if t is not None]
     return sum({s._cdata: s.nbytes() for s in storages}.values())
 
 
 def managed(module) -> list:
-    """FSDP's record of each parameter of a unit: the shard, the copy gathered from it, and the gradients of both."""
+    """FSDP's record of each parameter of a unit: the shard, the copy gathered from it, and the
+    gradients of both.
+    """
     kept = vars(module._get_fsdp_state())
-    groups = kept["_fsdp_param_groups"] if "_fsdp_param_groups" in kept else [kept["_fsdp_param_group"]]      # torch 2.11 has one
+    # torch 2.11 has one
+    groups = (
+        kept["_fsdp_param_groups"] if "_fsdp_param_groups" in kept else [kept["_fsdp_param_group"]]
+    )
     return [p for group in groups for p in group.fsdp_params]
 
 
 def measure(parameters: list) -> Bytes:
     copies = [getattr(p, "_unsharded_param", None) for p in parameters]
-    return Bytes(held(p._sharded_param_data for p in parameters), held(t for p in parameters for t in p.all_gather_outputs),
-                 held(p.sharded_param.grad for p in parameters) + held(p.unsharded_accumulated_grad for p in parameters)
-                 + held(c.grad for c in copies if c is not None))
+    return Bytes(
+        held(p._sharded_param_data for p in parameters),
+        held(t for p in parameters for t in p.all_gather_outputs),
+        held(p.sharded_param.grad for p in parameters)
+        + held(p.unsharded_accumulated_grad for p in parameters)
+        + held(c.grad for c in copies if c is not None),
+    )
 
 
 class Peak(TorchDispatchMode):
-    """Measures after every operation; `take` returns what is held now and the maxima since the last `take`."""
+    """Measures after every operation; `take` returns what is held now and the maxima since the last
+    `take`.
+    """
 
     def __init__(self, parameters: list):
         super().__init__()
@@ -81,12 +105,17 @@ class Peak(TorchDispatchMode):
 
     def take(self) -> tuple[Bytes, dict[str, int]]:
         seen, self.seen = self.seen, set()
-        return measure(self.parameters), {kind: max(getattr(b, kind) for b in seen) for kind in ("parameters", "copies", "gradients", "all")}
+        return measure(self.parameters), {
+            kind: max(getattr(b, kind) for b in seen)
+            for kind in ("parameters", "copies", "gradients", "all")
+        }
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """P, B, R, H of the legend for one element size, padded to a multiple of `of` along dim 0 if it is given."""
+    """P, B, R, H of the legend for one element size, padded to a multiple of `of` along dim 0 if it
+    is given.
+    """
 
     P: int
     B: int
@@ -96,7 +125,7 @@ class Sizes:
 
 def sizes(model, itemsize: int, of: int = 1) -> Sizes:
     def size(p) -> int:
-        rows, *rest = p._orig_size                         # of this rank of tp
+        rows, *rest = p._orig_size  # of this rank of tp
         return -(-rows // of) * of * torch.Size(rest).numel() * itemsize
 
     root, block = managed(model), managed(model.layers["0"])
@@ -104,24 +133,51 @@ def sizes(model, itemsize: int, of: int = 1) -> Sizes:
     return Sizes(R + LAYERS * B, B, R, sum(size(p) for p in root if p._param_fqn != "embed.weight"))
 
 
-def expected(zero: int, dp: int, microbatches: int, model, compute: torch.dtype) -> dict[str, object]:
-    """The closed forms: held between steps, after each forward and each backward, and the maxima of the whole step."""
+def expected(
+    zero: int, dp: int, microbatches: int, model, compute: torch.dtype
+) -> dict[str, object]:
+    """The closed forms: held between steps, after each forward and each backward, and the maxima of
+    the whole step.
+    """
     d = 1 if zero == 0 else dp
-    shard, copy, whole, flying = sizes(model, 4, d), sizes(model, compute.itemsize, d), sizes(model, 4), sizes(model, compute.itemsize)
+    shard = sizes(model, 4, d)
+    copy = sizes(model, compute.itemsize, d)
+    whole = sizes(model, 4)
+    flying = sizes(model, compute.itemsize)
     rest = shard.P // d
-    keeps, waits, many = zero < 3, zero < 2, microbatches > 1        # copies stay after forward; gradients wait for the last microbatch
-    # (copies, gradients) when k blocks of the last backward have been reduced and one more is ready, with those before all blocks
-    # (H), which are reduced with the rest of R; when R is ready; at the end. Later microbatches add to gradients that are there.
-    stages = [(copy.P - k * copy.B if keeps else copy.R + copy.B, flying.B + flying.H + (rest if many else k * shard.B // d)) for k in range(LAYERS)]
+    # copies stay after forward; gradients wait for the last microbatch
+    keeps, waits, many = (zero < 3, zero < 2, microbatches > 1)
+    # (copies, gradients) when k blocks of the last backward have been reduced and one more is
+    # ready, with those before all blocks (H), which are reduced with the rest of R; when R is
+    # ready; at the end. Later microbatches add to gradients that are there.
+    stages = [
+        (
+            copy.P - k * copy.B if keeps else copy.R + copy.B,
+            flying.B + flying.H + (rest if many else k * shard.B // d),
+        )
+        for k in range(LAYERS)
+    ]
     stages += [(copy.R, flying.R + (rest if many else LAYERS * shard.B // d)), (0, rest)]
-    if many and waits: stages = [(copy.P, whole.P + (0 if compute == torch.float32 else flying.B + flying.H)), (0, rest)]   # summed in fp32
+    if many and waits:
+        # summed in fp32
+        stages = [
+            (copy.P, whole.P + (0 if compute == torch.float32 else flying.B + flying.H)),
+            (0, rest),
+        ]
     return {
-        "at rest": Bytes(rest, 0, 0), "optimizer": 2 * rest,
+        "at rest": Bytes(rest, 0, 0),
+        "optimizer": 2 * rest,
         "after forward": Bytes(rest, copy.P if keeps else 0, 0),
-        "between microbatches": Bytes(rest, copy.P if waits else 0, whole.P if waits else rest) if many else None,
+        "between microbatches": Bytes(rest, copy.P if waits else 0, whole.P if waits else rest)
+        if many
+        else None,
         "after the last backward": Bytes(rest, 0, rest),
-        "peak": {"parameters": rest, "copies": copy.P if keeps else copy.R + copy.B,
-                 "gradients": max(g for _, g in stages), "all": rest + max(c + g for c, g in stages)},
+        "peak": {
+            "parameters": rest,
+            "copies": copy.P if keeps else copy.R + copy.B,
+            "gradients": max(g for _, g in stages),
+            "all": rest + max(c + g for c, g in stages),
+        },
     }
 
 
@@ -130,17 +186,23 @@ def observed(zero: int, dp: int, microbatches: int, compute: torch.dtype):
     model = build(CONFIG, mesh, Layout(zero=zero), compute=compute)
     initialize(model, 0)
     parameters = [p for unit in data.units(model) for p in managed(unit)]
-    optimizer, tokens, out, peaks = adamw(model, OptimizerConfig()), torch.zeros(1, 2, dtype=torch.long), {}, []
+    optimizer = adamw(model, OptimizerConfig())
+    tokens = torch.zeros(1, 2, dtype=torch.long)
+    out = {}
+    peaks = []
     out["at rest"] = measure(parameters)
     with Peak(parameters) as peak:
         for i in range(microbatches):
             loss = model(tokens, tokens)
             now, most = peak.take()
-            if i == 0: out["after forward"] = now
+            if i == 0:
+                out["after forward"] = now
             peaks.append(most)
             backward(loss, model, i == microbatches - 1, zero)
             now, most = peak.take()
-            out["after the last backward" if i == microbatches - 1 else "between microbatches"] = now
+            out["after the last backward" if i == microbatches - 1 else "between microbatches"] = (
+                now
+            )
             peaks.append(most)
     optimizer.step()
     optimizer.zero_grad()
@@ -161,13 +223,20 @@ def test_bytes(zero, dp, microbatches, compute):
 
 @pytest.mark.parametrize("zero", range(4))
 def test_the_summary(zero):
-    """In words, for fp32: ZeRO-0, and any dp of 1 but stage 3, hold 2 P after forward; 1 and 2 hold (1 + 1 / dp) P; 3 holds P / dp."""
+    """In words, for fp32: ZeRO-0, and any dp of 1 but stage 3, hold 2 P after forward; 1 and 2 hold
+    (1 + 1 / dp) P; 3 holds P / dp.
+    """
     for dp in (4, 1):
         model, got = observed(zero, dp, 1, torch.float32)
-        P, row = sizes(model, 4).P, 2 * 64 * 4 * WORLD     # padding: at most a row of embedding and head on each rank
+        # padding: at most a row of embedding and head on each rank
+        P, row = (sizes(model, 4).P, 2 * 64 * 4 * WORLD)
         share = 1 if zero == 0 else 1 / dp
         assert P * share <= got["at rest"].all <= P * share + row
-        assert P * (share + (zero < 3)) <= got["after forward"].all <= P * (share + (zero < 3)) + 2 * row
+        assert (
+            P * (share + (zero < 3))
+            <= got["after forward"].all
+            <= P * (share + (zero < 3)) + 2 * row
+        )
 
 
 @pytest.mark.parametrize("zero", range(4))
@@ -175,9 +244,11 @@ def test_inference_leaves_nothing(zero):
     """Evaluation gathers what it needs and gives it back; training may then go on."""
     model = build(CONFIG, meshes.grid(4, 1, torch.device("cpu")), Layout(zero=zero))
     initialize(model, 0)
-    parameters, tokens = [p for unit in data.units(model) for p in managed(unit)], torch.zeros(1, 2, dtype=torch.long)
+    parameters = [p for unit in data.units(model) for p in managed(unit)]
+    tokens = torch.zeros(1, 2, dtype=torch.long)
     before = measure(parameters)
-    with data.inference(model): model(tokens)
+    with data.inference(model):
+        model(tokens)
     assert measure(parameters) == before and model.training
     backward(model(tokens, tokens), model, True, zero)
     assert all(p.grad is not None for p in model.parameters())

@@ -1,4 +1,6 @@
-"""The picture has a box for every action, says what was measured, and is a file of the kind asked for."""
+"""The picture has a box for every action, says what was measured, and is a file of the kind asked
+for.
+"""
 
 import pytest
 
@@ -12,10 +14,16 @@ def test_svg_holds_what_was_measured(name, tmp_path):
     simulation = simulate(schedule)
     draw.gantt(simulation, schedule, tmp_path / "a.svg", "as asked")
     text = (tmp_path / "a.svg").read_text()
-    assert "<!-- as asked -->" in text and f"<!-- span {simulation.span:.4g}    bubble {simulation.bubble:.1%} -->" in text
-    for rank in range(4): assert f"<!-- rank {rank} -->" in text and f"<!-- {simulation.peak[rank]:.4g} -->" in text
+    assert (
+        "<!-- as asked -->" in text
+        and f"<!-- span {simulation.span:.4g}    bubble {simulation.bubble:.1%} -->" in text
+    )
+    for rank in range(4):
+        assert f"<!-- rank {rank} -->" in text and f"<!-- {simulation.peak[rank]:.4g} -->" in text
     kinds = {action.kind for action in schedule.actions[0]}
-    assert all((f"<!-- {label} -->" in text) == (kind in kinds) for kind, (label, _) in draw.KINDS.items())
+    assert all(
+        (f"<!-- {label} -->" in text) == (kind in kinds) for kind, (label, _) in draw.KINDS.items()
+    )
 
 
 def test_png_of_several(tmp_path):
@@ -27,7 +35,8 @@ def test_png_of_several(tmp_path):
 def test_other_suffixes_are_refused(tmp_path):
     schedule = make("gpipe", 2, 2)
     for name in ("a.pdf", "a"):
-        with pytest.raises(ValueError, match="use .svg or .png"): draw.gantt(simulate(schedule), schedule, tmp_path / name, "")
+        with pytest.raises(ValueError, match="use .svg or .png"):
+            draw.gantt(simulate(schedule), schedule, tmp_path / name, "")
     assert not list(tmp_path.iterdir())
 
 

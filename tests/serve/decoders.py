@@ -1,4 +1,6 @@
-"""Small decoders, one for each way that keys and positions reach attention, with weights large enough to matter."""
+"""Small decoders, one for each way that keys and positions reach attention, with weights large
+enough to matter.
+"""
 
 import torch
 
@@ -7,17 +9,38 @@ from dolmen.model.config import ModelConfig
 from dolmen.model.layout import Layout
 from dolmen.train.build import build, initialize
 
-VOCABULARY, MOST = 71, 32                                  # 71 is prime: no tp divides it
-SIZES = dict(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-             head_dim=8, max_position_embeddings=MOST, initializer_range=0.3)
+VOCABULARY, MOST = 71, 32  # 71 is prime: no tp divides it
+SIZES = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    head_dim=8,
+    max_position_embeddings=MOST,
+    initializer_range=0.3,
+)
 DECODERS = {
     "grouped": ModelConfig(**SIZES, num_key_value_heads=2),
-    "one-kv-qk-norm": ModelConfig(**SIZES, num_key_value_heads=1, qk_norm=True, tie_word_embeddings=True),
+    "one-kv-qk-norm": ModelConfig(
+        **SIZES, num_key_value_heads=1, qk_norm=True, tie_word_embeddings=True
+    ),
     "uneven-kv": ModelConfig(**SIZES | dict(num_attention_heads=6), num_key_value_heads=3),
-    "learned": ModelConfig(**SIZES, num_key_value_heads=4, position="learned", norm="layernorm", mlp="plain",
-                           activation="gelu_tanh", attention_bias=True, output_bias=True, mlp_bias=True),
+    "learned": ModelConfig(
+        **SIZES,
+        num_key_value_heads=4,
+        position="learned",
+        norm="layernorm",
+        mlp="plain",
+        activation="gelu_tanh",
+        attention_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+    ),
     "window": ModelConfig(**SIZES, num_key_value_heads=2, sliding_window=5),
-    "window-in-one-layer": ModelConfig(**SIZES, num_key_value_heads=2, sliding_window=5, sliding_layers=(1,)),
+    "window-in-one-layer": ModelConfig(
+        **SIZES, num_key_value_heads=2, sliding_window=5, sliding_layers=(1,)
+    ),
 }
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12, 13, 14], [15, 16, 17], [70, 0, 70]]
 

@@ -1,6 +1,8 @@
-"""A cache changes no logit: whatever the pieces a text is read in, each token's logits are those of one forward.
+"""A cache changes no logit: whatever the pieces a text is read in, each token's logits are those of
+one forward.
 
-Tolerance: logits here reach 5; the same fp32 products, summed over other shapes, differ in the last bits (seen: 3e-6).
+Tolerance: logits here reach 5; the same fp32 products, summed over other shapes, differ in the last
+bits (seen: 3e-6).
 """
 
 import pytest
@@ -11,18 +13,27 @@ from dolmen.core import mesh as meshes
 from dolmen.parallel.tensor import gather_vocabulary
 from dolmen.serve.cache import Cache, LayerCache
 
-PIECES = (3, 1, 1, 6, 1, 4, 1, 1, 14)                      # 32: the first without a past, then one or several tokens
+PIECES = (3, 1, 1, 6, 1, 4, 1, 1, 14)  # 32: the first without a past, then one or several tokens
 TOLERANCE = 1e-5
 
 
 def difference(model) -> float:
-    """Largest difference between logits read in pieces and at once; for a tp model, of all ranks' vocabulary."""
+    """Largest difference between logits read in pieces and at once; for a tp model, of all ranks'
+    vocabulary.
+    """
     text, cache = tokens(), Cache(model.config.num_hidden_layers, 32)
     with torch.no_grad():
         pieces = [model(piece, cache=cache) for piece in text.split(PIECES, 1)]
         whole = model(text)
-    gathered = [gather_vocabulary(x, model.config.vocab_size, model.tp.axis) for x in (torch.cat(pieces, 1), whole)]
-    assert cache.length == 32 and gathered[0].shape == gathered[1].shape == (2, 32, model.config.vocab_size)
+    gathered = [
+        gather_vocabulary(x, model.config.vocab_size, model.tp.axis)
+        for x in (torch.cat(pieces, 1), whole)
+    ]
+    assert cache.length == 32 and gathered[0].shape == gathered[1].shape == (
+        2,
+        32,
+        model.config.vocab_size,
+    )
     assert gathered[1].abs().max() > 1
     return float((gathered[0] - gathered[1]).abs().max())
 
@@ -47,6 +58,7 @@ def test_pieces_equal_the_whole_on_two_ranks(spawn):
 
 def test_a_forgotten_past_is_seen():
     """Negative control: a cache that keeps positions and loses the first key."""
+
     class Forgetful(LayerCache):
         def append(self, k, v):
             k, v = super().append(k, v)
@@ -66,7 +78,12 @@ def test_memory_doubles_up_to_the_maximum():
         k = torch.full((1, new, 1, 2), float(layer.length))
         keys, values = layer.append(k, -k)
         made.append(layer.keys.shape[1])
-        assert keys.shape[1] == layer.length and torch.equal(keys, -values) and torch.equal(keys[:, -new:], k)
+        assert (
+            keys.shape[1] == layer.length
+            and torch.equal(keys, -values)
+            and torch.equal(keys[:, -new:], k)
+        )
     assert made == [3, 6, 6, 6, 12, 15, 20]
     assert keys[0, :, 0, 0].tolist() == [0, 0, 0, 3, 4, 5, 6, *[7] * 8, *[15] * 5]
-    with pytest.raises(ValueError, match=r"21 tokens .* maximum \(20\)"): layer.append(k[:, :1], k[:, :1])
+    with pytest.raises(ValueError, match=r"21 tokens .* maximum \(20\)"):
+        layer.append(k[:, :1], k[:, :1])

@@ -1,4 +1,6 @@
-"""Texts: the same with or without a cache, batch, tp, ZeRO or sequence parallelism; and what is refused."""
+"""Texts: the same with or without a cache, batch, tp, ZeRO or sequence parallelism; and what is
+refused.
+"""
 
 import json
 import warnings
@@ -22,7 +24,8 @@ def by_forward(model, prompt: list[int]) -> list[int]:
     """Greedy without a cache: the whole text at every step."""
     text = list(prompt)
     with torch.no_grad():
-        for _ in range(NEW): text.append(int(model(torch.tensor([text]))[0, -1].argmax()))
+        for _ in range(NEW):
+            text.append(int(model(torch.tensor([text]))[0, -1].argmax()))
     return text[len(prompt) :]
 
 
@@ -31,7 +34,7 @@ def test_greedy_is_the_most_likely_token_of_each_forward(name):
     model = decoder(name)
     texts = [by_forward(model, prompt) for prompt in PROMPTS]
     assert generate(model, PROMPTS, NEW) == texts
-    assert len({token for text in texts for token in text}) > 10            # no model that repeats one token
+    assert len({token for text in texts for token in text}) > 10  # no model that repeats one token
 
 
 def test_a_prompt_is_read_in_pieces(monkeypatch):
@@ -44,8 +47,10 @@ def test_sampling_follows_from_seed_and_prompt_alone():
     model = decoder("grouped")
     texts = generate(model, PROMPTS, NEW, **WARM)
     assert texts == generate(model, PROMPTS, NEW, **WARM)
-    assert texts != generate(model, PROMPTS, NEW, **WARM | dict(seed=4)) and texts != generate(model, PROMPTS, NEW)
-    assert texts[:2] == generate(model, PROMPTS[:2], NEW, **WARM)           # whoever else is in the batch
+    assert texts != generate(model, PROMPTS, NEW, **WARM | dict(seed=4)) and texts != generate(
+        model, PROMPTS, NEW
+    )
+    assert texts[:2] == generate(model, PROMPTS[:2], NEW, **WARM)  # whoever else is in the batch
     assert [t[:5] for t in texts] == generate(model, PROMPTS, 5, **WARM)
     same = generate(model, [PROMPTS[0]] * 8, NEW, **WARM)
     assert len(set(map(tuple, same))) == 8
@@ -55,8 +60,12 @@ def test_stop_tokens_end_their_own_text_and_are_part_of_it():
     model, seen = decoder("grouped"), []
     whole = generate(model, PROMPTS, NEW)
     stop = {whole[0][3], whole[2][5]}
-    want = [text[: next((i for i, t in enumerate(text) if t in stop), NEW - 1) + 1] for text in whole]
-    assert generate(model, PROMPTS, NEW, stop=stop, on_token=lambda i, t: seen.append((i, t))) == want
+    want = [
+        text[: next((i for i, t in enumerate(text) if t in stop), NEW - 1) + 1] for text in whole
+    ]
+    assert (
+        generate(model, PROMPTS, NEW, stop=stop, on_token=lambda i, t: seen.append((i, t))) == want
+    )
     assert len({len(text) for text in want}) > 1
     assert [[t for i, t in seen if i == prompt] for prompt in range(len(PROMPTS))] == want
     assert generate(model, [], NEW) == []
@@ -65,30 +74,58 @@ def test_stop_tokens_end_their_own_text_and_are_part_of_it():
 def test_the_model_is_left_as_it_was():
     model = decoder("grouped").train()
     generate(model, PROMPTS, 2)
-    assert model.training and torch.is_grad_enabled() and model(torch.tensor([[1]]), torch.tensor([[2]])).requires_grad
+    assert (
+        model.training
+        and torch.is_grad_enabled()
+        and model(torch.tensor([[1]]), torch.tensor([[2]])).requires_grad
+    )
 
 
 def test_a_compiled_model_is_not_compiled_again_for_every_length():
-    def refuse(graph, inputs): raise AssertionError("compiled")
+    def refuse(graph, inputs):
+        raise AssertionError("compiled")
 
     model = decoder("grouped")
     texts = generate(model, PROMPTS, NEW)
-    for block in model.layers.values(): block.compile(backend=refuse)
+    for block in model.layers.values():
+        block.compile(backend=refuse)
     assert generate(model, PROMPTS, NEW) == texts
 
 
-@pytest.mark.parametrize("prompts, new, message", [
-    ([[1], []], 4, "prompt 1 has 0 tokens"), ([[1]], 0, "max_new_tokens is 0: use --max-new-tokens"),
-    ([[1, VOCABULARY]], 4, f"prompt 0 has tokens 1 to {VOCABULARY}, the model's vocab_size is {VOCABULARY}"),
-    ([[-1]], 4, "prompt 0 has tokens -1"),
-    ([[1] * 30], 4, "30 tokens and 4 new .* 33 positions, max_position_embeddings is 32: use --max-new-tokens 3"),
-    ([[1] * 40], 4, "40 tokens and 4 new ones read 43 positions, max_position_embeddings is 32: use a shorter prompt")])
+@pytest.mark.parametrize(
+    "prompts, new, message",
+    [
+        ([[1], []], 4, "prompt 1 has 0 tokens"),
+        ([[1]], 0, "max_new_tokens is 0: use --max-new-tokens"),
+        (
+            [[1, VOCABULARY]],
+            4,
+            f"prompt 0 has tokens 1 to {VOCABULARY}, the model's vocab_size is {VOCABULARY}",
+        ),
+        ([[-1]], 4, "prompt 0 has tokens -1"),
+        (
+            [[1] * 30],
+            4,
+            "30 tokens and 4 new .* 33 positions, max_position_embeddings is 32: use "
+            "--max-new-tokens 3",
+        ),
+        (
+            [[1] * 40],
+            4,
+            "40 tokens and 4 new ones read 43 positions, max_position_embeddings is 32: use a "
+            "shorter prompt",
+        ),
+    ],
+)
 def test_what_the_model_cannot_take_is_refused(prompts, new, message):
-    with pytest.raises(ValueError, match=message): generate(decoder("learned"), prompts, new)
+    with pytest.raises(ValueError, match=message):
+        generate(decoder("learned"), prompts, new)
 
 
 def test_the_last_position_is_used():
-    """The last new token is not read, so 30 + 3 tokens fit 32 positions. Rope goes on, and says so."""
+    """The last new token is not read, so 30 + 3 tokens fit 32 positions. Rope goes on, and
+    says so.
+    """
     assert len(generate(decoder("learned"), [[1] * 30], 3)[0]) == 3
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -99,8 +136,10 @@ def test_the_last_position_is_used():
 
 def test_logits_that_are_not_finite_are_refused():
     model = decoder("grouped")
-    with torch.no_grad(): model.final_norm.weight[0] = torch.nan
-    with pytest.raises(ValueError, match="logits of new token 1 are not finite"): generate(model, PROMPTS, 2)
+    with torch.no_grad():
+        model.final_norm.weight[0] = torch.nan
+    with pytest.raises(ValueError, match="logits of new token 1 are not finite"):
+        generate(model, PROMPTS, 2)
 
 
 def test_load_takes_the_dtype_of_the_folder(tmp_path):
@@ -111,7 +150,9 @@ def test_load_takes_the_dtype_of_the_folder(tmp_path):
     hf.save(tmp_path / "model", config, values.__getitem__, torch.bfloat16)
     assert {p.dtype for p in load(tmp_path / "model").parameters()} == {torch.bfloat16}
     wide = load(tmp_path / "model", dtype=torch.float32)
-    assert not wide.training and all(torch.equal(p, values[n].bfloat16().float()) for n, p in wide.named_parameters())
+    assert not wide.training and all(
+        torch.equal(p, values[n].bfloat16().float()) for n, p in wide.named_parameters()
+    )
     assert stop_tokens(tmp_path / "model") == {2, 3}
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": 5}))
     assert stop_tokens(tmp_path / "model") == {5}
@@ -142,7 +183,7 @@ def two_ranks():
         model = decoder("grouped", copied, zero=zero)
         out[f"grouped zero {zero}"] = texts_of(model)
         rest.append(is_at_rest(model))
-    units, data.units = data.units, lambda model: []       # negative control
+    units, data.units = data.units, lambda model: []  # negative control
     forgotten = is_at_rest(decoder("grouped", copied, zero=1))
     data.units = units
     return out, rest, forgotten
@@ -150,8 +191,11 @@ def two_ranks():
 
 def test_no_layout_changes_a_text(spawn):
     models = {name: decoder(name) for name in DECODERS}
-    want = {n: (generate(m, PROMPTS, NEW), generate(m, PROMPTS, NEW, **WARM)) for n, m in models.items()}
+    want = {
+        n: (generate(m, PROMPTS, NEW), generate(m, PROMPTS, NEW, **WARM)) for n, m in models.items()
+    }
     texts, rest, forgotten = spawn(2)(two_ranks)
     assert len(texts) == 2 * len(DECODERS) + 4
-    for layout, text in texts.items(): assert (text["greedy"], text["warm"]) == want[layout.split()[0]], layout
+    for layout, text in texts.items():
+        assert (text["greedy"], text["warm"]) == want[layout.split()[0]], layout
     assert all(rest) and not forgotten

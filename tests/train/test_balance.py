@@ -13,59 +13,110 @@ from dolmen.train.build import build, initialize
 from dolmen.train.step import TrainState, optimizer_step
 
 ROWS, LENGTH, STEPS = 8, 16, 3
-MODEL = dict(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=4,
-             num_experts=8, num_experts_per_tok=2, dense_layers=(1,), initializer_range=0.3, router_z_loss_coef=0.01, router_aux_loss_coef=0.01)
-LAYOUTS = (Layout(dp=2, cp=2, ep=4, zero=1, recompute="full"), Layout(dp=2, tp=2, ep=2, zero=3, sequence_parallel=True),
-           Layout(dp=2, pp=2, ep=2, zero=0))
+MODEL = dict(
+    vocab_size=32,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=4,
+    num_experts=8,
+    num_experts_per_tok=2,
+    dense_layers=(1,),
+    initializer_range=0.3,
+    router_z_loss_coef=0.01,
+    router_aux_loss_coef=0.01,
+)
+LAYOUTS = (
+    Layout(dp=2, cp=2, ep=4, zero=1, recompute="full"),
+    Layout(dp=2, tp=2, ep=2, zero=3, sequence_parallel=True),
+    Layout(dp=2, pp=2, ep=2, zero=0),
+)
 
 
 def batch(rank: int, size: int, step: int = 0) -> Batch:
-    windows = torch.randint(0, 32, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(step))
+    windows = torch.randint(
+        0, 32, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(step)
+    )
     return Batch.of_windows(windows[rank * ROWS // size : (rank + 1) * ROWS // size].numpy())
 
 
-def train(mesh, layout: Layout, steps: int = STEPS, lr: float = 1e-3, **model) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+def train(
+    mesh, layout: Layout, steps: int = STEPS, lr: float = 1e-3, **model
+) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     """The routers' numbers of each step, and in the end their biases, whole."""
     schedule = layout.make_schedule(ROWS, 2)
     decoder = build(ModelConfig(**MODEL | model), mesh, layout, schedule)
     initialize(decoder, 0)
     optimizer = OptimizerConfig(lr=lr, schedule="constant")
     train = TrainState(decoder, adamw(decoder, optimizer), optimizer, steps, layout.zero, schedule)
-    told = [optimizer_step(train, batch(mesh.dp.rank, mesh.dp.size, step), mesh).router for step in range(steps)]
-    return told, {name: state.full(p).clone() for name, p in decoder.named_parameters() if name.endswith("router.bias")}
+    told = [
+        optimizer_step(train, batch(mesh.dp.rank, mesh.dp.size, step), mesh).router
+        for step in range(steps)
+    ]
+    return told, {
+        name: state.full(p).clone()
+        for name, p in decoder.named_parameters()
+        if name.endswith("router.bias")
+    }
 
 
-def over_layouts() -> list[tuple]: return [train(layout.mesh(torch.device("cpu")), layout, router_balance="bias", router_bias_rate=0.02) for layout in LAYOUTS]
+def over_layouts() -> list[tuple]:
+    return [
+        train(
+            layout.mesh(torch.device("cpu")), layout, router_balance="bias", router_bias_rate=0.02
+        )
+        for layout in LAYOUTS
+    ]
 
 
 def test_no_layout_changes_numbers_or_biases():
     want, biases = train(SINGLE, Layout(dp=1), router_balance="bias", router_bias_rate=0.02)
-    assert list(biases) == ["layers.0.mlp.router.bias", "layers.2.mlp.router.bias"] and all(b.abs().max() > 0.01 for b in biases.values())
+    assert list(biases) == ["layers.0.mlp.router.bias", "layers.2.mlp.router.bias"] and all(
+        b.abs().max() > 0.01 for b in biases.values()
+    )
     for got, moved in run_spawned(4, over_layouts):
         for mine, other in zip(got, want, strict=True):
-            assert mine["router/max_load"] == other["router/max_load"]                  # whole numbers of tokens
-            for name in ("router/aux_loss", "router/z_loss"): assert abs(mine[name] / other[name] - 1) < 1e-5
-        assert moved and all(torch.equal(b, biases[name]) for name, b in moved.items())      # a stage has its own
+            assert mine["router/max_load"] == other["router/max_load"]  # whole numbers of tokens
+            for name in ("router/aux_loss", "router/z_loss"):
+                assert abs(mine[name] / other[name] - 1) < 1e-5
+        # a stage has its own
+        assert moved and all(torch.equal(b, biases[name]) for name, b in moved.items())
 
 
 def test_bias_balances_and_a_loss_does():
     loads = {}
     for kind in ("none", "bias", "loss"):
-        told, _ = train(SINGLE, Layout(dp=1), steps=60, lr=3e-3, router_balance=kind, router_bias_rate=0.01, router_aux_loss_coef=0.2)
+        told, _ = train(
+            SINGLE,
+            Layout(dp=1),
+            steps=60,
+            lr=3e-3,
+            router_balance=kind,
+            router_bias_rate=0.01,
+            router_aux_loss_coef=0.2,
+        )
         loads[kind] = sum(t["router/max_load"] for t in told[-10:]) / 10
-    assert loads["none"] > 3 and loads["bias"] < 2 and loads["loss"] < 2, loads          # 3.8, 1.7 and 1.6
+    assert loads["none"] > 3 and loads["bias"] < 2 and loads["loss"] < 2, loads  # 3.8, 1.7 and 1.6
 
 
-def test_a_dense_model_tells_nothing(): assert train(SINGLE, Layout(dp=1), steps=1, num_experts=0, dense_layers=())[0] == [{}]
+def test_a_dense_model_tells_nothing():
+    assert train(SINGLE, Layout(dp=1), steps=1, num_experts=0, dense_layers=())[0] == [{}]
 
 
 def test_a_skipped_step_moves_no_bias_and_is_forgotten():
     layout = Layout(dp=1)
-    decoder = build(ModelConfig(**MODEL, router_balance="bias", router_bias_rate=0.02), SINGLE, layout)
+    decoder = build(
+        ModelConfig(**MODEL, router_balance="bias", router_bias_rate=0.02), SINGLE, layout
+    )
     initialize(decoder, 0)
-    with torch.no_grad(): decoder.final_norm.weight.fill_(float("inf"))
+    with torch.no_grad():
+        decoder.final_norm.weight.fill_(float("inf"))
     optimizer = OptimizerConfig()
-    state_ = TrainState(decoder, adamw(decoder, optimizer), optimizer, 1, 0, layout.make_schedule(ROWS, ROWS))
+    state_ = TrainState(
+        decoder, adamw(decoder, optimizer), optimizer, 1, 0, layout.make_schedule(ROWS, ROWS)
+    )
     assert optimizer_step(state_, batch(0, 1), SINGLE).skipped
     router = decoder.layers["0"].mlp
     assert not router.router.bias.any() and router.tally is None

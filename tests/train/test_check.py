@@ -16,59 +16,111 @@ from dolmen.train.config import RunConfig, TrainConfig
 material, one_thread = tinyrun.material, tinyrun.one_thread
 
 # parameters, and a layout of the size it is trained at
-SIZES = {"llama-1b": (1.24e9, Layout(dp=8)), "llama-8b": (8.03e9, Layout(tp=8, dp=16, sequence_parallel=True)),
-         "llama-70b": (70.6e9, Layout(tp=8, dp=64, zero=3, sequence_parallel=True)),
-         "gpt3-175b": (175e9, Layout(tp=8, dp=192, zero=3, sequence_parallel=True)),
-         "mixtral-8x7b": (46.7e9, Layout(dp=64, tp=2, ep=8, zero=1, sequence_parallel=True)),
-         "qwen3-30b-a3b": (30.5e9, Layout(dp=128, ep=32, zero=2)),
-         "quickstart": (5.48e6, Layout(tp=2))}
+SIZES = {
+    "llama-1b": (1.24e9, Layout(dp=8)),
+    "llama-8b": (8.03e9, Layout(tp=8, dp=16, sequence_parallel=True)),
+    "llama-70b": (70.6e9, Layout(tp=8, dp=64, zero=3, sequence_parallel=True)),
+    "gpt3-175b": (175e9, Layout(tp=8, dp=192, zero=3, sequence_parallel=True)),
+    "mixtral-8x7b": (46.7e9, Layout(dp=64, tp=2, ep=8, zero=1, sequence_parallel=True)),
+    "qwen3-30b-a3b": (30.5e9, Layout(dp=128, ep=32, zero=2)),
+    "quickstart": (5.48e6, Layout(tp=2)),
+}
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_is_a_run(name, material):
-    """On one process and at its own size, of text that is there; pretrain needs a model and takes any."""
-    run = replace(RECIPES[name](), data=DataConfig(path=(str(material.docs),), tokenizer=str(material.tokenizer)))
+    """On one process and at its own size, of text that is there; pretrain needs a model and takes
+    any.
+    """
+    run = replace(
+        RECIPES[name](),
+        data=DataConfig(path=(str(material.docs),), tokenizer=str(material.tokenizer)),
+    )
     assert run.name == name and RECIPES[name].__doc__
     if name == "pretrain":
         assert run.model is None
         run = replace(run, model=material.config().model)
     for layout in (Layout(), SIZES.get(name, (0, Layout(dp=4)))[1]):
         done = check(replace(run, layout=layout), None)
-        assert done.layout.dp == (layout.dp or 1) and done.train.global_batch_size // done.layout.dp % done.microbatch_size == 0
-    if name in SIZES: assert count.parameters(run.model) == pytest.approx(SIZES[name][0], rel=0.01)
+        assert (
+            done.layout.dp == (layout.dp or 1)
+            and done.train.global_batch_size // done.layout.dp % done.microbatch_size == 0
+        )
+    if name in SIZES:
+        assert count.parameters(run.model) == pytest.approx(SIZES[name][0], rel=0.01)
 
 
 def test_flops_count_the_experts_that_compute():
-    """12.9 and 3.3 B parameters a token (the model cards), of which the embedding is no product; at length 1 attention is nothing."""
-    for name, active in (("mixtral-8x7b", 12.88e9 - 32000 * 4096), ("qwen3-30b-a3b", 3.35e9 - 151936 * 2048)):
-        assert count.training_flops_per_token(RECIPES[name]().model, 1) / 6 == pytest.approx(active, rel=0.01)
+    """12.9 and 3.3 B parameters a token (the model cards), of which the embedding is no product; at
+    length 1 attention is nothing.
+    """
+    for name, active in (
+        ("mixtral-8x7b", 12.88e9 - 32000 * 4096),
+        ("qwen3-30b-a3b", 3.35e9 - 151936 * 2048),
+    ):
+        assert count.training_flops_per_token(RECIPES[name]().model, 1) / 6 == pytest.approx(
+            active, rel=0.01
+        )
 
 
 def test_defaults(material):
-    """The smaller of 512 and the model's maximum; eight sequences; the most that 4,096 tokens at once allow."""
+    """The smaller of 512 and the model's maximum; eight sequences; the most that 4,096 tokens at
+    once allow.
+    """
     run = RunConfig(model=material.config().model)
-    assert run.sequence_length == 64 and run.train.global_batch_size == 8 and run.microbatch_size == 8
+    assert (
+        run.sequence_length == 64 and run.train.global_batch_size == 8 and run.microbatch_size == 8
+    )
     long = replace(run, model=replace(run.model, max_position_embeddings=8192))
-    assert long.sequence_length == 512 and replace(long, train=TrainConfig(global_batch_size=12)).microbatch_size == 6
+    assert (
+        long.sequence_length == 512
+        and replace(long, train=TrainConfig(global_batch_size=12)).microbatch_size == 6
+    )
     assert replace(long, layout=Layout(dp=4)).microbatch_size == 2
     assert replace(long, train=TrainConfig(sequence_length=8192)).microbatch_size == 1
     assert replace(long, train=TrainConfig(microbatch_size=3)).microbatch_size == 3
 
 
-@pytest.mark.parametrize("layout, processes, dp", [(Layout(), None, 1), (Layout(tp=2), None, 1), (Layout(), 4, 4), (Layout(tp=2), 4, 2),
-                                                   (Layout(dp=2), None, 2)])
-def test_dp_is_what_the_processes_leave(layout, processes, dp): assert layout.resolve(processes) == replace(layout, dp=dp)
+@pytest.mark.parametrize(
+    "layout, processes, dp",
+    [
+        (Layout(), None, 1),
+        (Layout(tp=2), None, 1),
+        (Layout(), 4, 4),
+        (Layout(tp=2), 4, 2),
+        (Layout(dp=2), None, 2),
+    ],
+)
+def test_dp_is_what_the_processes_leave(layout, processes, dp):
+    assert layout.resolve(processes) == replace(layout, dp=dp)
 
 
-@pytest.mark.parametrize("layout, processes", [(Layout(tp=2), 3), (Layout(tp=4), 2), (Layout(tp=2, dp=2), 2)])
+@pytest.mark.parametrize(
+    "layout, processes", [(Layout(tp=2), 3), (Layout(tp=4), 2), (Layout(tp=2, dp=2), 2)]
+)
 def test_processes_that_do_not_divide(layout, processes):
-    with pytest.raises(ValueError, match=rf"layout.tp \({layout.tp}\) x layout.dp .* but there are {processes}"): layout.resolve(processes)
+    with pytest.raises(
+        ValueError, match=rf"layout.tp \({layout.tp}\) x layout.dp .* but there are {processes}"
+    ):
+        layout.resolve(processes)
 
 
 def test_another_model_is_named_field_by_field(material):
     run = material.config()
-    saved = {"model": {**to_dict(run)["model"], "rope": {**vars(run.model.rope), "theta": 5.0}, "hidden_size": 64, "dropout": 0.5, "hf": {"x": 1}}}
-    with pytest.raises(ValueError) as refusal: check_same_model(saved, run, 7)
-    assert "checkpoint of step 7 is of another model (model.hidden_size: 64 -> 32; model.rope.theta: 5.0 -> 10000.0)" in str(refusal.value)
+    saved = {
+        "model": {
+            **to_dict(run)["model"],
+            "rope": {**vars(run.model.rope), "theta": 5.0},
+            "hidden_size": 64,
+            "dropout": 0.5,
+            "hf": {"x": 1},
+        }
+    }
+    with pytest.raises(ValueError) as refusal:
+        check_same_model(saved, run, 7)
+    assert (
+        "checkpoint of step 7 is of another model (model.hidden_size: 64 -> 32; model.rope.theta: "
+        "5.0 -> 10000.0)" in str(refusal.value)
+    )
     saved["model"] |= {"rope": vars(run.model.rope), "hidden_size": 32}
-    check_same_model(saved, run, 7)                        # dropout, initial values and config.json may change
+    check_same_model(saved, run, 7)  # dropout, initial values and config.json may change

@@ -1,5 +1,6 @@
-"""Loading streams: the peak memory of a rank is its shard plus about one tensor, never the model. Rank 0 of 8, on a fake group, in a
-process of its own."""
+"""Loading streams: the peak memory of a rank is its shard plus about one tensor, never the model.
+Rank 0 of 8, on a fake group, in a process of its own.
+"""
 
 import subprocess
 import sys
@@ -12,16 +13,18 @@ from dolmen.model.config import ModelConfig, parameter_shapes
 from dolmen.train import build
 
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-config = ModelConfig(vocab_size=8192, hidden_size=1024, intermediate_size=4096, num_hidden_layers=6, num_attention_heads=8,
-                     num_key_value_heads=8, head_dim=128)
+heads = dict(num_attention_heads=8, num_key_value_heads=8)
+config = ModelConfig(vocab_size=8192, hidden_size=1024, intermediate_size=4096, num_hidden_layers=6,
+                     head_dim=128, **heads)
 if sys.argv[2] == "write":
     hf.save(sys.argv[1], config, lambda name: torch.full(parameter_shapes(config)[name], 0.5))
 else:
     mesh.fake(8)
     grid = mesh.grid(1, 8, torch.device("cpu"))
     model = build.build(config, grid)
-    build.initialize(build.build(ModelConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=8,
-                                                  num_key_value_heads=8, head_dim=8), grid), 0)
+    small = ModelConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, head_dim=8,
+                        **heads)
+    build.initialize(build.build(small, grid), 0)
     before = peak()
     build.load(model, lambda write: hf.load(sys.argv[1], config, write))
     shard = sum(state.local_elements(p) for p in model.parameters()) * 4 / 2**20
@@ -33,11 +36,21 @@ else:
 
 
 def test_a_rank_holds_its_shard_and_one_tensor(tmp_path):
-    def run(mode): return subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path / "model"), mode], capture_output=True, text=True, check=True)
+    def run(mode):
+        return subprocess.run(
+            [sys.executable, "-c", PROGRAM, str(tmp_path / "model"), mode],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
 
     run("write")
     grown, shard, largest, whole = map(float, run("read").stdout.split())
-    # a second tensor for the copy of a column slice and the allocator's slack; the whole model would be 464 MiB
+    # a second tensor for the copy of a column slice and the allocator's slack; the whole model
+    # would be 464 MiB
     print(f"grew {grown:.0f} MiB, shard {shard:.0f}, largest {largest:.0f}, whole {whole:.0f}")
-    assert grown <= shard + 2 * largest + 16, f"grew by {grown:.0f} MiB: shard {shard:.0f}, largest tensor {largest:.0f}, whole {whole:.0f}"
+    assert grown <= shard + 2 * largest + 16, (
+        f"grew by {grown:.0f} MiB: shard {shard:.0f}, largest tensor {largest:.0f}, whole "
+        f"{whole:.0f}"
+    )
     assert whole > 4 * (shard + 2 * largest + 16) * 0.8

@@ -10,12 +10,20 @@ from dolmen.train.metrics import MetricsFile, TensorBoard, plot, read
 
 
 def row(step: int, **more) -> dict:
-    return {"step": step, "loss": 5.0 / step, "lr": 1e-3, "tokens": step * 64, "time": 1e9 + step, **more}
+    return {
+        "step": step,
+        "loss": 5.0 / step,
+        "lr": 1e-3,
+        "tokens": step * 64,
+        "time": 1e9 + step,
+        **more,
+    }
 
 
 def write(file, *rows, at: int = 0) -> None:
     out = MetricsFile(file, at)
-    for r in rows: out.write(r)
+    for r in rows:
+        out.write(r)
     out.close()
 
 
@@ -25,34 +33,70 @@ def test_rows_are_whole_lines_as_they_are_written(tmp_path):
     for step in (1, 2):
         out.write(row(step))
         assert read(tmp_path / "m.jsonl") == [row(i + 1) for i in range(step)]
-    assert [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()] == [row(1), row(2)]
+    assert [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()] == [
+        row(1),
+        row(2),
+    ]
 
 
 def test_cut_back_to_the_resumed_step(tmp_path):
-    """Rows of later steps, validations too, and a last line that a crash cut short go; those before stay byte for byte."""
+    """Rows of later steps, validations too, and a last line that a crash cut short go; those before
+    stay byte for byte.
+    """
     file = tmp_path / "m.jsonl"
-    write(file, row(1), row(2), {"step": 2, "val_loss": 4.0}, row(3), {"step": 3, "val_loss": 3.9}, row(4))
+    write(
+        file,
+        row(1),
+        row(2),
+        {"step": 2, "val_loss": 4.0},
+        row(3),
+        {"step": 3, "val_loss": 3.9},
+        row(4),
+    )
     before = file.read_text()
     file.write_text(before + '{"step": 5, "lo')
     write(file, row(3, again=1.0), at=2)
-    assert file.read_text() == "".join(before.splitlines(keepends=True)[:3]) + json.dumps(row(3, again=1.0)) + "\n"
+    assert (
+        file.read_text()
+        == "".join(before.splitlines(keepends=True)[:3]) + json.dumps(row(3, again=1.0)) + "\n"
+    )
     write(file, at=0)
     assert file.read_text() == "" and list(tmp_path.iterdir()) == [file]
     assert read(tmp_path / "none.jsonl") == []
 
 
 def test_json_has_no_word_for_infinity(tmp_path):
-    write(tmp_path / "m.jsonl", row(1, grad_norm=math.inf), row(2) | {"loss": math.nan}, row(3, grad_norm=-math.inf))
+    write(
+        tmp_path / "m.jsonl",
+        row(1, grad_norm=math.inf),
+        row(2) | {"loss": math.nan},
+        row(3, grad_norm=-math.inf),
+    )
 
-    def refuse(word): raise ValueError(word)
-    found = [json.loads(line, parse_constant=refuse) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
+    def refuse(word):
+        raise ValueError(word)
+
+    found = [
+        json.loads(line, parse_constant=refuse)
+        for line in (tmp_path / "m.jsonl").read_text().splitlines()
+    ]
     assert [r.get("grad_norm", 0) for r in found] == [None, 0, None] and found[1]["loss"] is None
 
 
 def test_the_plot(tmp_path):
-    """Of any record: with validations, without, of one step, of a diverged run; and of none, none."""
-    for name, rows in {"whole": [row(i) for i in range(1, 50)] + [{"step": 10, "val_loss": 3.0}], "one": [row(1)],
-                       "diverged": [row(1), row(2) | {"loss": math.nan}, {"step": 2, "val_loss": math.nan}, row(3)]}.items():
+    """Of any record: with validations, without, of one step, of a diverged run; and of
+    none, none.
+    """
+    for name, rows in {
+        "whole": [row(i) for i in range(1, 50)] + [{"step": 10, "val_loss": 3.0}],
+        "one": [row(1)],
+        "diverged": [
+            row(1),
+            row(2) | {"loss": math.nan},
+            {"step": 2, "val_loss": math.nan},
+            row(3),
+        ],
+    }.items():
         write(tmp_path / f"{name}.jsonl", *rows)
         plot(tmp_path / f"{name}.jsonl", tmp_path / f"{name}.png", "a title")
         assert (tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
@@ -64,18 +108,29 @@ def test_the_plot(tmp_path):
 def test_the_running_mean():
     assert metrics._smooth([3.0] * 40) == pytest.approx([3.0] * 40)
     assert metrics._smooth([2.0])[0] == 2.0
-    step = metrics._smooth([0.0] * 100 + [1.0] * 100)      # over a twentieth, 10 steps: e-fold in 10
-    assert step[99] == pytest.approx(0, abs=1e-6) and step[109] == pytest.approx(1 - 0.9**10, rel=1e-3) and step[199] > 0.9999
+    step = metrics._smooth([0.0] * 100 + [1.0] * 100)  # over a twentieth, 10 steps: e-fold in 10
+    assert (
+        step[99] == pytest.approx(0, abs=1e-6)
+        and step[109] == pytest.approx(1 - 0.9**10, rel=1e-3)
+        and step[199] > 0.9999
+    )
 
 
 def test_tensorboard_has_the_same_numbers_once(tmp_path):
     """A resumed run purges what it does again."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     for start, steps in ((0, (1, 2, 3)), (2, (3, 4))):
         board = TensorBoard(tmp_path, start)
-        for step in steps: board.write(row(step) | {"loss": float(step + 10 * start)})
+        for step in steps:
+            board.write(row(step) | {"loss": float(step + 10 * start)})
         board.close()
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     assert set(events.Tags()["scalars"]) == {"loss", "lr", "tokens"}
-    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 1.0), (2, 2.0), (3, 23.0), (4, 24.0)]
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [
+        (1, 1.0),
+        (2, 2.0),
+        (3, 23.0),
+        (4, 24.0),
+    ]

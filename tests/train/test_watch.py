@@ -1,4 +1,6 @@
-"""Who hangs, by what every rank has told; the watch itself in one process. Real ranks that hang: tests/cli/test_survive.py."""
+"""Who hangs, by what every rank has told; the watch itself in one process. Real ranks that hang:
+tests/cli/test_survive.py.
+"""
 
 import json
 import time
@@ -7,21 +9,40 @@ from dolmen.train.watch import Watch, verdict
 
 
 def row(passed: int, waits: bool = False) -> dict:
-    return {"host": "h", "pid": 7, "parent": 1, "tick": 3, "passed": passed, "step": 5, "phase": "a step", "still": 9.0, "waits": waits}
+    return {
+        "host": "h",
+        "pid": 7,
+        "parent": 1,
+        "tick": 3,
+        "passed": passed,
+        "step": 5,
+        "phase": "a step",
+        "still": 9.0,
+        "waits": waits,
+    }
 
 
 def test_the_one_behind_is_named():
     said = verdict({0: row(12, True), 1: row(11), 2: row(12, True)}, [], {1: "its stack"})
-    assert said.startswith("dolmen: rank 1 (h, pid 7) hangs after step 5, in a step: it makes no progress\nstack of rank 1:\nits stack\n2 of 3 ranks wait for it")
+    assert said.startswith(
+        "dolmen: rank 1 (h, pid 7) hangs after step 5, in a step: it makes no progress\nstack of "
+        "rank 1:\nits stack\n2 of 3 ranks wait for it"
+    )
 
 
 def test_of_two_at_the_same_point_the_one_that_does_not_wait():
-    assert "rank 1 (" in verdict({0: row(12, True), 1: row(12)}, [], {}) and "rank 0 (" not in verdict({0: row(12, True), 1: row(12)}, [], {})
+    assert "rank 1 (" in verdict(
+        {0: row(12, True), 1: row(12)}, [], {}
+    ) and "rank 0 (" not in verdict({0: row(12, True), 1: row(12)}, [], {})
 
 
 def test_a_silent_process_is_named_first():
     said = verdict({0: row(12, True), 1: row(12), 2: {}}, [2], {})
-    assert said.startswith("dolmen: rank 2 (unknown host") and "does not answer" in said and "rank 1 (" not in said
+    assert (
+        said.startswith("dolmen: rank 2 (unknown host")
+        and "does not answer" in said
+        and "rank 1 (" not in said
+    )
 
 
 def test_where_all_wait_nobody_is_blamed_alone():
@@ -33,19 +54,27 @@ def test_a_main_thread_that_sleeps_is_told_with_its_stack(tmp_path):
     told = []
     watch = Watch(tmp_path / "hang", 0, 1, 0.2, told.append)
     with watch.watching():
-        for step in range(8):                              # progress, slower than a tick and faster than the limit
+        for step in range(8):  # progress, slower than a tick and faster than the limit
             watch.beat(step, "a step")
             time.sleep(0.05)
-        assert not told and json.loads((tmp_path / "hang" / "rank-0.json").read_text())["phase"] == "a step"
+        assert (
+            not told
+            and json.loads((tmp_path / "hang" / "rank-0.json").read_text())["phase"] == "a step"
+        )
         time.sleep(1.0)
     assert len(told) == 1 and "hangs after step 7, in a step: it makes no progress" in told[0]
-    assert "test_a_main_thread_that_sleeps_is_told_with_its_stack" in told[0] and "0 of 1 ranks wait for it" in told[0]
+    assert (
+        "test_a_main_thread_that_sleeps_is_told_with_its_stack" in told[0]
+        and "0 of 1 ranks wait for it" in told[0]
+    )
     assert "Current thread" in (tmp_path / "hang" / "rank-0.txt").read_text()
 
 
 def test_start_up_has_longer_and_nothing_is_left(tmp_path):
     told = []
-    with Watch(tmp_path / "hang", 0, 1, 0.1, told.append).watching(): time.sleep(0.5)
+    with Watch(tmp_path / "hang", 0, 1, 0.1, told.append).watching():
+        time.sleep(0.5)
     assert not told and not (tmp_path / "hang").exists()
-    with Watch(tmp_path / "hang", 0, 1, None, told.append).watching() as watch: watch.beat(0, "a step")
+    with Watch(tmp_path / "hang", 0, 1, None, told.append).watching() as watch:
+        watch.beat(0, "a step")
     assert not (tmp_path / "hang").exists()
