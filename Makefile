@@ -18,6 +18,7 @@ quickstart: .venv/installed
 	$(BIN)/dolmen train quickstart --overwrite
 
 test: .venv/tested
+	$(BIN)/ruff format --check dolmen tests benchmarks
 	$(BIN)/ruff check dolmen tests benchmarks
 	$(BIN)/python -m pytest
 

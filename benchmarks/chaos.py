@@ -2,10 +2,10 @@
 the final weights and optimizer state compared, bit by bit, with those of a run that nobody
 disturbed.
 
-    python benchmarks/chaos.py --kills 20 --layout.tp 2           other options go to `dolmen
-                                        train`, for both runs
-    python benchmarks/chaos.py --torchrun 2                       the restarts are those of
-                                        torchrun's elastic agent
+    python benchmarks/chaos.py --kills 20 --layout.tp 2
+        other options go to `dolmen train`, for both runs
+    python benchmarks/chaos.py --torchrun 2
+        the restarts are those of torchrun's elastic agent
 
 Moments are drawn by kind, so that none is missed: start-up (before the first step after a restart),
 a step, a save (its `.partial` folder is there). What is told is what was seen at the moment of the

@@ -1,8 +1,8 @@
 """What a second process costs: each way to split a step over two, against one process on one core,
 side by side in one run.
 
-    python benchmarks/scaling.py                         hidden 1024, 8 layers, vocabulary 8192, 8 x
-                                        1024 tokens, bf16
+    python benchmarks/scaling.py
+        hidden 1024, 8 layers, vocabulary 8192, 8 x 1024 tokens, bf16
     python benchmarks/scaling.py --only dp2-zero1 tp2 --steps 9 --compile
 
 Each side is built in processes of its own, a core and one thread each, and warmed up with three

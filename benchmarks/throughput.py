@@ -1,10 +1,9 @@
 """Training throughput side by side with peers: one run, the same shapes, initial weights, data,
 fp32 masters, bf16 compute, fused AdamW and clipping for all sides, and ratios at the end.
 
-    python benchmarks/throughput.py        on a CPU: one process of two threads, then tp=2 over two
-                                        of one thread each
-                                           on GPUs: about 1B parameters, sequence 4096, and the
-                                           model FLOPs utilisation (MFU)
+    python benchmarks/throughput.py
+        on a CPU: one process of two threads, then tp=2 over two of one thread each
+        on GPUs: about 1B parameters, sequence 4096, and the model FLOPs utilisation (MFU)
 
 Sides take turns: every round times one step of each, and a ratio is the median over rounds of the
 ratio within a round. CPU time is of this process: on a machine that others use it says more than

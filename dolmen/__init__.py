@@ -5,8 +5,7 @@ import dolmen
 
 model = dolmen.load("path/to/model")                     # a transformers directory or hub id
 print(model.generate("Once upon a time"))
-dolmen.train("pretrain", init="path/to/model", data={"path": "book.txt"}, layout={"tp": 2},
-out="runs/book")
+dolmen.train("pretrain", init="path/to/model", data={"path": "book.txt"}, out="runs/book")
 """
 
 from types import ModuleType

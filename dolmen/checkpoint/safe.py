@@ -5,8 +5,8 @@ read without need.
 shards are never unpickled: each part of a tensor is a zip archive as `torch.save` writes it, and
 its numbers are one uncompressed entry,
 
-    __3_0.distcp   | archive | archive | archive: data.pkl | data/0: 64-byte aligned numbers | ... ,
-                   with their CRC-32 |
+    __3_0.distcp   | archive | archive | ...
+    an archive     | data.pkl | data/0: numbers, aligned to 64 bytes, with their CRC-32 | ...
 
 of which the rows that a rank holds are read, BLOCK bytes at a time. The checksum is verified where
 all rows are read, which a resume at the same layout does; `partly` are the others, for `verify`.

@@ -1,13 +1,13 @@
 """DCP's writer, with three additions: one copy is staged, one rank makes the folder, and the save
 ends in a rename.
 
-                     every rank                     rank 0 alone                    DCP sends, on
-                                        the group of saves
-    main thread      stage: copy to CPU memory
-    background       plan: my part of each tensor                                   -> gather
-                                                    prepare_global_plan: mkdir      -> scatter
-                     write_data, fsync                                              -> gather
-                                                    finish: state.json, rename      -> broadcast
+                  every rank                      rank 0 alone                  DCP sends, on the
+                                                                                group of saves
+    main thread   stage: copy to CPU memory
+    background    plan: my part of each tensor                                  -> gather
+                                                  prepare_global_plan: mkdir    -> scatter
+                  write_data, fsync                                             -> gather
+                                                  finish: state.json, rename    -> broadcast
 
 `finish` runs when the results of all ranks' writes have arrived, and every rank's future resolves
 after it, with the same success or the same error (torch 2.13: state_dict_saver._save_state_dict,

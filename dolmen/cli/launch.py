@@ -1,12 +1,11 @@
 """Starting processes on this machine, through torch's launcher API, and what they do when one of
 them, or the launcher, ends.
 
-    dolmen train --layout.tp 2        launcher: checks the input, holds the rendezvous store, starts
-                                      2 x `dolmen train ...`,
-      |-- rank 0                      forwards Ctrl-C and SIGTERM (as SIGUSR1 and SIGUSR2: save,
-                                      then end), kills all at once
-      `-- rank 1                      when one dies, and tells the first cause once. If the launcher
-                                      dies, the kernel kills them.
+    dolmen train --layout.tp 2    launcher: checks the input, holds the rendezvous store, starts
+      |-- rank 0                  2 x `dolmen train ...`, forwards Ctrl-C and SIGTERM (as SIGUSR1
+      `-- rank 1                  and SIGUSR2: save, then end), kills all at once when one dies, and
+                                  tells the first cause once. If the launcher dies, the kernel
+                                  kills them.
 
 With --max-restarts the launcher starts the group again after a failure, and the run goes on from
 its newest checkpoint. torch's LocalElasticAgent would not do here: it restarts after every failure,

@@ -2,17 +2,18 @@
 gradient I), S(d) (sharded along d, gradient S(d)) or P (partial sum, gradient R); each backward
 follows from the types.
 
-    copy            I -> R      no-op            | P -> I      all-reduce          Megatron's
-                    f   (1909.08053)
-    all_reduce      P -> I      all-reduce       | I -> R      no-op               Megatron's g
-    all_gather      S(d) -> R   all-gather       | P -> S(d)   reduce-scatter      g-bar of sequence
-                    parallelism (2205.05198)
-    reduce_scatter  P -> S(d)   reduce-scatter   | S(d) -> R   all-gather
-    split           I -> S(d)   slice            | S(d) -> I   all-gather          scatter
-    gather          S(d) -> I   all-gather       | I -> S(d)   slice               gather
+                    forward                      | backward
+    copy            I -> R      no-op            | P -> I      all-reduce       Megatron's f
+    all_reduce      P -> I      all-reduce       | I -> R      no-op            Megatron's g
+    all_gather      S(d) -> R   all-gather       | P -> S(d)   reduce-scatter   g-bar of sequence
+    reduce_scatter  P -> S(d)   reduce-scatter   | S(d) -> R   all-gather       parallelism
+    split           I -> S(d)   slice            | S(d) -> I   all-gather       scatter
+    gather          S(d) -> I   all-gather       | I -> S(d)   slice            gather
     all_to_all      S(i) -> S(j)                 | S(j) -> S(i)
-    exchange        rows to the ranks they are for, unequal numbers of them      | the same rows,
-                    back
+    exchange        rows to the ranks they are   | the same rows, back
+                    for, unequal numbers of them
+
+f and g are of 1909.08053, g-bar of 2205.05198.
 
 All return new tensors or the input itself, never mutate one, are the identity on an axis of size 1,
 and trace under torch.compile. The `start_*` functions below them are the raw, asynchronous forms:

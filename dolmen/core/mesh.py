@@ -3,13 +3,14 @@ rank arithmetic.
 
 Who talks most is innermost: tp inside a machine, pp, which sends least, across them:
 
-    rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank          pp=1, dp=2, cp=1,
-                                        tp=3:     tp ->   0  1  2
-dp |    3  4  5
+    rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank
+
+    pp=1, dp=2, cp=1, tp=3:     tp ->   0  1  2
+                                dp |    3  4  5
+
 Three axes are derived and add no ranks. The dp x cp ranks of a stage share each parameter, so they
-are one axis, `fsdp`;
-for experts the same ranks are cut again, `edp` x `ep` with ep inner: each of ep holds other
-experts, which edp shares.
+are one axis, `fsdp`; for experts the same ranks are cut again, `edp` x `ep` with ep inner: each of
+ep holds other experts, which edp shares.
 """
 
 import os

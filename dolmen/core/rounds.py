@@ -3,8 +3,8 @@
 a restart may read addresses that the dead have left: gloo then connects to nobody and the restart
 fails. So the ranks of each start first agree on a name of their own.
 
-    rank r    here/r = a name of this process alone        waits for go/<that
-              name>      went/<round>/r
+    rank r    writes here/r = a name of this process alone, waits for go/<that name> = the round,
+              writes went/<round>/r
     rank 0    answers every name it finds under here/r, also those of the dead, with go/<name> =
               round, until all went
 

@@ -3,8 +3,7 @@ changes.
 
     <cache>/corpora/<key>/
         tokens.bin      every document's tokens and its end-of-text token, little-endian uint16, or
-                        uint32 if the
-                        tokenizer has more than 65,536 tokens
+                        uint32 if the tokenizer has more than 65,536 tokens
         offsets.npy     int64 [documents + 1]: document i is tokens[offsets[i]:offsets[i + 1]]
         documents.npy   per document: bytes of text, hash of its text, index of its file (-1: a row
                         of a data set)

@@ -1,10 +1,9 @@
 """Ours against transformers on the same random tokens, in fp32: the same function, the same
 gradient, the same text.
 
-    folder  -> dolmen, split over tp       \\  logits, loss, gradient norm,         Report: a row
-            for each, with
-    against -> transformers, on one rank   /  each gradient, greedy
-                                        continuation           difference and tolerance
+    folder  -> dolmen, split over tp       \\  logits, loss, gradient norm,    Report: a row for
+    against -> transformers, on one rank   /  each gradient, greedy text       each, with difference
+                                                                               and tolerance
 
 Each row's tolerance comes with its reason, below. No code of a model folder is ever run.
 """

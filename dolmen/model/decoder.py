@@ -1,10 +1,10 @@
 """One decoder for every family: embedding, pre-norm blocks, final norm, head. Structure comes from
 ModelConfig alone.
 
-    tokens [b, s] -> embed -> x [b * s, hidden] -> { x + attn(norm x);  x + mlp(norm x) } * layers
-                                        -> norm -> head
-                              `---------------- I@tp, or S(0)@tp under sequence parallelism
-                              ----------------'
+    tokens [b, s] -> embed -> x [b * s, hidden]
+                  -> { x + attn(norm x);  x + mlp(norm x) } * layers -> norm -> head
+
+x is I@tp, or S(0)@tp under sequence parallelism.
 
 A rank holds the parts of it that its pipeline schedule gives it, under their names in the whole,
 and under context parallelism s is its part of every sequence. Both are in `Split`; on one process
@@ -65,8 +65,8 @@ class Decoder(nn.Module):
     """The model, or this rank's stages of it. Build it on meta, place it (`plan`), shard it, then
     initialise or load it: see train/build.py.
 
-    forward(tokens, labels) -> sum of the real tokens' losses, a scalar.   forward(tokens) -> logits
-                                            of this rank's vocabulary.
+    forward(tokens, labels) -> sum of the real tokens' losses, a scalar
+    forward(tokens)         -> logits of this rank's vocabulary
     """
 
     def __init__(self, config: ModelConfig, split: Split | None = None):

@@ -1,8 +1,8 @@
 """The leaves of the decoder: modules that own parameters, each with its placements on tp. Placement
 plans are read off `placements`, so the sharder and the memory planner cannot disagree.
 
-    column   W S(0)@tp: its outputs are split          row   W S(1)@tp: its inputs are split, the
-             sum leaves the block
+    column   W S(0)@tp: its outputs are split
+    row      W S(1)@tp: its inputs are split, the sum leaves the block
 """
 
 import torch

@@ -1,10 +1,15 @@
 """The sparse feed-forward layer: a router sends each token to k of E experts, gated MLPs of width
 F.
 
-    x [n, H] --enter--> router (fp32) --> n k rows by expert --dispatch--> experts, F split over tp
-    --combine--> weigh, add --leave-->
-      I@tp or S(0)@tp     every rank of tp        ep: to the rank that holds the
-                          expert            and back            P@tp
+    x [n, H]             I@tp or S(0)@tp
+      | enter
+      | router             fp32, on every rank of tp
+      | n k rows by expert
+      | dispatch           over ep, to the rank that holds the expert
+      | experts            F split over tp
+      | combine            over ep, and back
+      | weigh, add         P@tp
+      v leave
 
 Experts lie on their own axes: E over ep, F over tp, and what remains of dp x cp, edp, shards them
 as ZeRO says. Router weights are replicated and see a partial sum, so their gradient is Partial on

@@ -1,10 +1,11 @@
-"""A pipeline schedule, and how people write one: a line of actions a rank, as text or in YAML.
+"""A pipeline schedule, and how people write one: a line of actions per rank, as text or in YAML.
 Knows nothing of torch.
 
-F3    forward of microbatch 3                       B3    its whole backward
-I3    the part of B3 that earlier stages wait for   W3    the rest: gradients of the weights, needed
-      by nobody before the update
-F3.1  the same on chunk 1, of a rank that holds several virtual stages
+    F3    forward of microbatch 3
+    B3    its whole backward
+    I3    the part of B3 that earlier stages wait for
+    W3    the rest: gradients of the weights, needed by nobody before the update
+    F3.1  the same on chunk 1, of a rank that holds several virtual stages
 """
 
 import re
@@ -30,11 +31,10 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """`actions[rank]` in order. `placement` says which stage a chunk is, for ranks = 3 and chunks =
-    2:
+    """`actions[rank]` in order. `placement` says which stage a chunk is; for ranks = 3, chunks = 2:
 
-    loop   rank 0: stages 0 and 3, rank 1: 1 and 4, rank 2: 2 and 5       v   rank 0: 0 and 5, rank
-           1: 1 and 4, rank 2: 2 and 3
+    loop   rank 0: stages 0 and 3, rank 1: 1 and 4, rank 2: 2 and 5
+    v      rank 0: stages 0 and 5, rank 1: 1 and 4, rank 2: 2 and 3
     """
 
     name: str

@@ -5,9 +5,11 @@ A sequence is cut into 2 x size chunks, and rank r holds chunks r and 2 size - 1
 which the first is cheap under a causal mask and the second dear), so that all ranks have exactly as
 many (query, key) pairs:
 
-    chunk    0  1  2  3  4  5  6  7        pairs of chunks, size 4: each rank's queries see 9 of
-             them,
-    rank     0  1  2  3  3  2  1  0        where a plain split into quarters gives 3, 7, 11 and 15
+    chunk    0  1  2  3  4  5  6  7
+    rank     0  1  2  3  3  2  1  0
+
+With size 4 each rank's queries see 9 pairs of chunks, where a plain split into quarters gives 3, 7,
+11 and 15.
 
 ring (2310.01889): keys and values travel once around the ring. While the next part comes, the
 present one is attended to; the pieces are merged by their log-sum-exp. Nothing longer than length /

@@ -2,11 +2,11 @@
 theirs and back. No expert has a capacity: rows are as many as the router sends, none is dropped,
 none is padded.
 
-    rows sorted by expert [m, H]          rank 0: a a b c d d d     rank 1: b c c d        ep 2:
-                                        rank 0 holds a, b, rank 1 c, d
-      | counts exchanged, then rows       rank 0: a a b | b         rank 1: c d d d | c c d
-      | sorted by expert                  rank 0: a a b b           rank 1: c c c d d d d
-      v one product an expert, and all the way back
+    ep 2: rank 0 holds experts a, b; rank 1 c, d
+    rows sorted by expert [m, H]        rank 0: a a b c d d d     rank 1: b c c d
+      | counts exchanged, then rows     rank 0: a a b | b         rank 1: c d d d | c c d
+      | sorted by expert                rank 0: a a b b           rank 1: c c c d d d d
+      v one product per expert, and all the way back
 
 The ranks of ep are neighbours of dp x cp with one rank of tp: each sends the rows of its own
 tokens, entered whole on tp.

@@ -1,8 +1,8 @@
 """Carries out one rank's list of a pipeline schedule: the only thing that runs a training step, on
 one process or on many.
 
-    stage s      F: receive x from s - 1, compute y, send it to s + 1        B: receive dy from s +
-                 1, compute dx, send it to s - 1
+    stage s   F: receive x from s - 1, compute y, send it to s + 1
+              B: receive dy from s + 1, compute dx, send it to s - 1
 
 Sends never wait. Each direction between two ranks is a channel of its own (mesh.up, mesh.down), and
 receives are posted in the order in which the sender's list sends, which every rank knows, one

@@ -2,14 +2,14 @@
 column-parallel linear carries a row-parallel one, and activations cross the tp axis only on
 entering and leaving the pair.
 
-    x [tokens, hidden]      I@tp, or S(0)@tp under sequence parallelism
-      | enter               copy: nothing         | all-gather            backward: all-reduce |
-                            reduce-scatter
-      | columns             y_i = x W_i^T, W_i S(0)@tp: this rank's heads, or its part of the
-                            feed-forward width
-      | rows                y = x W^T, W S(1)@tp: a partial sum, P@tp
-      v leave               all-reduce            | reduce-scatter        backward: nothing    |
-                            all-gather
+    x [tokens, hidden]   I@tp                      | S(0)@tp under sequence parallelism
+      | enter            copy                      | all-gather
+      |                  (backward: all-reduce)    | (backward: reduce-scatter)
+      | columns          y_i = x W_i^T, W_i S(0)@tp: this rank's heads, or its part of the
+      |                  feed-forward width
+      | rows             y = x W^T, W S(1)@tp: a partial sum, P@tp
+      v leave            all-reduce                | reduce-scatter
+                         (backward: nothing)       | (backward: all-gather)
 
 The input-gradient collective runs while the weight-gradient products do. Under sequence parallelism
 only the sharded input is kept, and gathered once more in backward, while the input gradient is

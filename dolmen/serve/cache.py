@@ -1,8 +1,8 @@
 """Keys and values of the tokens a model has read, so that the next token costs one token and not
 the whole text.
 
-    Cache.layers[i].append(k, v) -> all keys, values so far      [batch, length, kv_heads of this
-                                        rank, head_dim]
+    Cache.layers[i].append(k, v) -> all keys and values so far
+                                    [batch, length, kv_heads of this rank, head_dim]
 
 Each tp rank holds its own heads; a batch is of equal length throughout. All keys are kept, also
 where a sliding window sees the last of them alone. A token takes 2 * kv_heads * head_dim numbers a

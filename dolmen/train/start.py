@@ -1,11 +1,10 @@
 """How a run starts, settled by all ranks together: that they agree on what to do, and whether this
 is a first start or one more of the same run, after a failure.
 
-    first start                     as --resume and --overwrite say; what is in the way is refused
-    a restart by any rank's         from the newest whole checkpoint, or an older one if that is
-                                    damaged; --overwrite was
-    launcher (its count is > 0)     obeyed by the first start: the folder says by whom, for a kill
-                                    may have come before
+    first start    as --resume and --overwrite say; what is in the way is refused
+    a restart      by any rank's launcher (its count is > 0): from the newest whole checkpoint, or
+                   an older one if that is damaged; --overwrite was obeyed by the first start: the
+                   folder says by whom, for a kill may have come before
 """
 
 from dataclasses import dataclass

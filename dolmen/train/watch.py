@@ -2,8 +2,7 @@
 does when nothing moves.
 
     <run>/hang/rank-3.json    every few seconds, by a thread: host, pid, how far (points passed),
-                              where, and a tick that says
-                              the process itself is alive
+                              where, and a tick that says the process itself is alive
                rank-3.txt     stacks of all its threads, if it made no progress for `seconds`
 
 All ranks of a group pass the same points, so the rank that has passed fewest is the one the others

@@ -3,8 +3,8 @@ and at peak, for each ZeRO stage, against closed forms. Measured on rank 0 of a 
 of 4, at every operation of a step.
 
     P   parameters in fp32, as they lie on one rank of tp, of which B a block's, R the rest's
-        (embedding, final norm, head),
-        H that of it whose gradient comes before all blocks' (final norm and head)
+        (embedding, final norm, head), H that of it whose gradient comes before all blocks'
+        (final norm and head)
     d   dp, but 1 for ZeRO-0: what a sharded tensor is divided by (FSDP pads dim 0 to a multiple of
         dp)
 """
