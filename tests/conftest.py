@@ -1,12 +1,67 @@
-"""spawn(n)(fn, *args): run fn(*args) on n gloo processes."""
+"""spawn(n)(fn, *args): run fn(*args) on n gloo processes. result(row): what a spawning.Row gives.
+
+Two tiers: a test marked `full` runs with --full, or where it is named by its node id.
+"""
+
+from pathlib import Path
 
 import pytest
 import torch
-from spawning import run_spawned
+from spawning import Row, run_rows, run_spawned
 
 torch.set_num_threads(1)  # tiny models: a second thread waits more than it works
+
+
+def pytest_addoption(parser):
+    parser.addoption("--full", action="store_true", help="run the tests marked `full` too")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "full: runs with --full, or where named by its node id")
+
+
+def named(config, item) -> bool:
+    """Whether a word of the command line is `file::test` or `file::test[case]` of this item."""
+    test = item.nodeid.split("::", 1)[1]
+    for word in config.args:
+        file, _, name = word.partition("::")
+        here = Path(config.invocation_params.dir, file).resolve() == item.path
+        if name and here and name in (test, test.partition("[")[0]):
+            return True
+    return False
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--full"):
+        return
+    left_out = [i for i in items if i.get_closest_marker("full") and not named(config, i)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [i for i in items if i not in set(left_out)]
 
 
 @pytest.fixture
 def spawn():
     return lambda world: lambda fn, *args: run_spawned(world, fn, *args)
+
+
+@pytest.fixture(scope="session")
+def result(request):
+    """result(row): what it gives. The first row of a world size starts that world once, for all its
+    rows that this session runs: no row runs that was not asked for.
+    """
+    asked = [row for item in request.session.items for row in rows_of(item)]
+    found = {}
+
+    def of(row: Row):
+        if row not in found:
+            same = [other for other in asked if other.world == row.world]
+            found.update(zip(same, run_rows(same), strict=True))
+        return found[row]
+
+    return of
+
+
+def rows_of(item) -> list[Row]:
+    parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    return [value for value in parameters if isinstance(value, Row)]

@@ -1,5 +1,6 @@
 """run_spawned(n, fn, *args): fn on n gloo processes, once. A process group is expensive to start,
-so give it many layouts.
+so give it many layouts: a test whose parameter is a Row shares its spawn with all other rows of
+that world size that the session was asked for, and with no other (conftest.py: `result`).
 
 Not in conftest.py: a second conftest would take its name, and workers find functions by module
 name.
@@ -11,13 +12,51 @@ import os
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 PRELOAD = ["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "dolmen.train.run"]
 TIME_LIMIT = 600  # seconds: a rank that waits for ever is a failure, with a name
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case of a test: `call()` on `world` processes, picklable, what it returns on rank 0 too.
+
+    `full`: of the full tier alone. `name`: the case in the test's id.
+    """
+
+    name: str
+    world: int
+    call: Callable[[], Any]
+    full: bool = False
+
+    @property
+    def parameter(self):
+        """For pytest.mark.parametrize."""
+        return pytest.param(self, id=self.name, marks=[pytest.mark.full] if self.full else [])
+
+
+def run_rows(rows: list[Row]) -> list:
+    """What each of `rows`, all of one world size, gives; one spawn."""
+    return run_spawned(rows[0].world, _call, [(row.name, row.call) for row in rows])
+
+
+def _call(calls: list[tuple[str, Callable[[], Any]]]) -> list:
+    out = []
+    for name, call in calls:
+        try:
+            out.append(call())
+        except Exception as error:
+            error.add_note(f"in row {name}")
+            raise
+    return out
 
 
 def _worker(rank, world, path, fn, args, queue):

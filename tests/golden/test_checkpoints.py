@@ -2,7 +2,6 @@
 tied GPT-2 and for experts.
 """
 
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,12 +20,23 @@ from dolmen.train.step import TrainState, optimizer_step
 
 DENSE = ("dp2 tp2 sp zero1", "pp4 acc4", "cp2 tp2 zero3", "pp2 dp2 acc4 zero-bubble-v v2 zero2")
 SPARSE = ("dp4 ep4 zero1", "dp2 tp2 ep2 zero3", "pp2 dp2 ep2 acc4 zero2")
-CASES = [
+LAYOUTS = {"gpt2": (*DENSE, "one"), "qwen3-moe": (*SPARSE, "one")}
+# the short tier: each layout is saved once and loaded once, by its neighbour in the list
+SHORT = {
     (family, a, b)
-    for family, layouts in (("gpt2", DENSE), ("qwen3-moe", SPARSE))
-    for a in (*layouts, "one")
-    for b in (*layouts, "one")
-]
+    for family, layouts in LAYOUTS.items()
+    for a, b in zip(layouts, layouts[1:] + layouts[:1], strict=True)
+}
+CASES = [(family, a, b) for family, all_ in LAYOUTS.items() for a in all_ for b in all_]
+
+
+def parameters(to_one: bool) -> list:
+    """The cases that are loaded in one process, or those that are not."""
+    return [
+        pytest.param(case, id="-".join(case), marks=[] if case in SHORT else [pytest.mark.full])
+        for case in CASES
+        if (case[2] == "one") == to_one
+    ]
 
 
 def made(family: str, words: str, seed: int, steps: int = 0) -> TrainState:
@@ -47,43 +57,37 @@ def everywhere(family: str) -> set[str]:
     return {f"{kind}/{name}" for name in parameter_shapes(FAMILIES[family]) for kind in optim.KINDS}
 
 
-def in_world(folder: Path) -> dict[tuple[str, str, str], list[str]]:
+def save(folder: Path, family: str, words: str) -> None:
+    """What two steps on a layout made."""
+    train, mesh = made(family, words, 0, steps=2)
+    tensors = optim.tensors(train.model, train.optimizer)
+    Checkpoints(folder / family / words, mesh, 0).save(2, tensors, {}, wait=True)
+
+
+def in_world(folder: Path, cases: list[tuple]) -> dict[tuple[str, str, str], list[str]]:
     """{case: names of tensors that differ on some rank}."""
-    out = {}
-    for family, layouts in (("gpt2", DENSE), ("qwen3-moe", SPARSE)):
-        for a in layouts:
-            train, mesh = made(family, a, 0, steps=2)
-            Checkpoints(folder / family / a, mesh, 0).save(
-                2, optim.tensors(train.model, train.optimizer), {}, wait=True
-            )
-        for b in layouts:
-            for a in (*layouts, "one"):
-                train, mesh = made(family, b, 9)
-                tensors = optim.tensors(train.model, train.optimizer)
-                saved = open_checkpoint(folder / family / a / "step-00000002")
-                Checkpoints(folder / family / a, mesh, 0).load(2, tensors, everywhere(family))
-                wrong = [
-                    n
-                    for n, t in tensors.items()
-                    if not torch.equal(state.shard(t), saved.read(n)[state.region(t)])
-                ]
-                everyone = [None] * dist.get_world_size()
-                dist.all_gather_object(everyone, (wrong, set(tensors)))
-                out[family, a, b] = sorted(
-                    {n for w, _ in everyone for n in w}
-                    | (everywhere(family) - set.union(*(n for _, n in everyone)))
-                )
-    return out
+    for family, saved in sorted({case[:2] for case in cases if case[1] != "one"}):
+        save(folder, family, saved)
+    return {case: different(folder, *case) for case in cases if case[2] != "one"}
 
 
-@cache
-def results(folder: Path) -> dict:
-    for family in ("gpt2", "qwen3-moe"):
-        train, mesh = made(family, "one", 0, steps=2)
-        Checkpoints(folder / family / "one", mesh, 0).save(
-            2, optim.tensors(train.model, train.optimizer), {}, wait=True
-        )
-    return run_spawned(4, in_world, folder)
+def different(folder: Path, family: str, a: str, b: str) -> list[str]:
+    """What was saved at `a`, loaded at `b`: names of tensors that differ on some rank, or that none
+    has.
+    """
+    train, mesh = made(family, b, 9)
+    tensors = optim.tensors(train.model, train.optimizer)
+    saved = open_checkpoint(folder / family / a / "step-00000002")
+    Checkpoints(folder / family / a, mesh, 0).load(2, tensors, everywhere(family))
+    wrong = [
+        n
+        for n, t in tensors.items()
+        if not torch.equal(state.shard(t), saved.read(n)[state.region(t)])
+    ]
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (wrong, set(tensors)))
+    found = set.union(*(n for _, n in everyone))
+    return sorted({n for w, _ in everyone for n in w} | (everywhere(family) - found))
 
 
 @pytest.fixture(scope="module")
@@ -91,16 +95,26 @@ def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("any")
 
 
-@pytest.mark.parametrize(
-    ("family", "saved", "loaded"), [case for case in CASES if case[2] != "one"]
-)
-def test_loaded_bitwise(folder, family, saved, loaded):
-    assert results(folder)[family, saved, loaded] == []
+@pytest.fixture(scope="module")
+def results(request, folder) -> dict:
+    """The cases that this session runs, and no other; the layouts they need are saved in
+    `folder`.
+    """
+    items = [item for item in request.session.items if item.module is request.module]
+    cases = [item.callspec.params["case"] for item in items]
+    for family in {case[0] for case in cases}:
+        save(folder, family, "one")
+    return run_spawned(4, in_world, folder, cases)
 
 
-@pytest.mark.parametrize(("family", "saved"), [case[:2] for case in CASES if case[2] == "one"])
-def test_loaded_in_one_process(folder, family, saved):
-    results(folder)
+@pytest.mark.parametrize("case", parameters(to_one=False))
+def test_loaded_bitwise(results, case):
+    assert results[case] == []
+
+
+@pytest.mark.parametrize("case", parameters(to_one=True))
+def test_loaded_in_one_process(results, folder, case):
+    family, saved, _ = case
     train, mesh = made(family, "one", 9)
     tensors = optim.tensors(train.model, train.optimizer)
     stream = open_checkpoint(folder / family / saved / "step-00000002")

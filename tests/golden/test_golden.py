@@ -1,15 +1,16 @@
 """The layout never changes the answer: raw gradients, their norm and losses of three steps equal
-one process, for every row of table.LAYOUTS and every family. One spawn a world size runs all its
-rows.
+one process, for every row of table.LAYOUTS and every family. One spawn per world size runs all of
+its rows that were asked for, and no other.
 """
 
 from dataclasses import replace
-from functools import cache
+from functools import partial
+from itertools import combinations
 
 import pytest
 import torch
 from controls import CONTROLS, compare_damaged
-from spawning import run_spawned
+from spawning import Row
 from table import (
     DROPOUT,
     FAMILIES,
@@ -21,8 +22,7 @@ from table import (
     VOCABULARY,
     Layout,
     batches,
-    compare,
-    compare_all,
+    make_row,
     run,
 )
 
@@ -32,7 +32,7 @@ from dolmen.optim.optimizer import OptimizerConfig
 TOLERANCE = {"gradient": 1e-5, "norms": 1e-5, "losses": 1e-6}
 EXACT = Layout.of("dp2 tp2 sp zero3 acc4")
 DROPPING = [
-    Layout.of(words)
+    make_row("gpt2", Layout.of(words), config=DROPOUT)
     for words in (
         "dp2 tp2 sp zero3 acc4",
         "tp4",
@@ -43,95 +43,107 @@ DROPPING = [
     )
 ]
 PACKED = [
-    Layout.of(words)
-    for words in ("cp4", "cp2 tp2 sp gather", "cp2 pp2 acc4 zero1 full", "dp2 tp2 zero2")
+    make_row(family, Layout.of(words), steps=2, documents=True)
+    for family, words in (
+        ("llama", "cp4"),
+        ("gpt2", "cp2 tp2 sp gather"),
+        ("llama", "cp2 pp2 acc4 zero1 full"),
+        ("gpt2", "dp2 tp2 zero2"),
+    )
+]
+ROWS = [
+    make_row(family, layout, full=family not in layout.short)
+    for layout in LAYOUTS
+    for family in layout.families
 ]
 
 
-def in_world(world: int) -> dict:
-    """Runs in a spawned process: all that this world size has to show."""
-    out = {"layouts": compare_all(tuple(layout for layout in LAYOUTS if layout.world == world))}
-    if world == 4:
-        out["controls"] = compare_damaged()
-        out["double"] = compare(
-            FAMILIES["gpt2"],
-            EXACT,
-            dtype=torch.float64,
-            optimizer=OptimizerConfig(lr=1e-2, schedule="constant", clip=0.25),
+def hold(found: dict, what: str) -> None:
+    """Raises AssertionError for a difference above TOLERANCE."""
+    for kind, (difference, where) in found.items():
+        assert difference <= TOLERANCE[kind], (
+            f"{kind} of {what} differ by {difference:.1e} at {where}"
         )
-        out["documents"] = {
-            f"{family}: {layout}": compare(FAMILIES[family], layout, steps=2, documents=True)
-            for family, layout in zip(("llama", "gpt2") * 2, PACKED, strict=True)
-        }
-        out["dropout"] = {str(layout): compare(DROPOUT, layout, steps=3) for layout in DROPPING}
-    return out
 
 
-@cache
-def results(world: int) -> dict:
-    return run_spawned(world, in_world, world)
+@pytest.mark.parametrize("row", [row.parameter for row in ROWS])
+def test_layout_never_changes_the_answer(row, result):
+    hold(result(row), row.name)
+
+
+def test_short_tier_has_every_mechanism():
+    """Each word of the table, each pair of axes and each axis with each family is in a short
+    row.
+    """
+
+    def covered(layout: Layout, families) -> set:
+        axes = [axis for axis in ("tp", "cp", "pp", "dp", "ep") if getattr(layout, axis) > 1]
+        axes += ["zero"] * (layout.zero > 0)
+        return (
+            set(layout.words.split())
+            | {*combinations(axes, 2)}
+            | {(family, axis) for family in families for axis in axes}
+        )
+
+    everything = set().union(*(covered(layout, layout.families) for layout in LAYOUTS))
+    short = [covered(layout, layout.short) for layout in LAYOUTS if layout.short]
+    assert sorted(map(str, everything - set().union(*short))) == []
+    assert all(set(layout.short) <= set(layout.families) for layout in LAYOUTS)
 
 
 @pytest.mark.parametrize(
-    ("layout", "family"),
-    [(layout, family) for layout in LAYOUTS for family in layout.families],
-    ids=str,
+    "row",
+    [
+        Row(name, layout.world, partial(compare_damaged, name)).parameter
+        for name, (_, layout, _) in CONTROLS.items()
+    ],
 )
-def test_layout_never_changes_the_answer(layout, family):
-    for kind, (difference, where) in results(layout.world)["layouts"][
-        f"{family}: {layout}"
-    ].items():
-        assert difference <= TOLERANCE[kind], (
-            f"{kind} of {family} on {layout} differ by {difference:.1e} at {where}"
-        )
-
-
-@pytest.mark.parametrize("control", CONTROLS)
-def test_a_wrong_layout_is_seen(control):
-    found = results(4)["controls"][control]
-    if control == "nothing is wrong":
+def test_a_wrong_layout_is_seen(row, result):
+    found = result(row)
+    if row.name == "nothing is wrong":
         assert all(found[kind][0] <= TOLERANCE[kind] for kind in found)
     else:
-        assert max(found[kind][0] / TOLERANCE[kind] for kind in found) >= 10, f"{control}: {found}"
+        worst = max(found[kind][0] / TOLERANCE[kind] for kind in found)
+        assert worst >= 10, f"{row.name}: {found}"
 
 
-def test_double():
+DOUBLE = make_row(
+    "gpt2",
+    EXACT,
+    dtype=torch.float64,
+    optimizer=OptimizerConfig(lr=1e-2, schedule="constant", clip=0.25),
+)
+
+
+@pytest.mark.parametrize("row", [DOUBLE.parameter])
+def test_double(row, result):
     """In fp64 and with AdamW's default eps nothing is left but rounding of fp64: what fp32 shows is
     rounding too.
     """
-    difference, where = results(4)["double"]["gradient"]
+    difference, where = result(row)["gradient"]
     assert difference <= 1e-12, f"{difference:.1e} at {where}"
 
 
-def test_documents():
-    """Attention that stays inside documents, also where a document lies on several ranks of cp; and
-    it is another loss.
-    """
-    free = run(FAMILIES["llama"], SINGLE, Layout(), steps=2)
-    assert (
-        abs(
-            run(FAMILIES["llama"], SINGLE, Layout(), steps=2, documents=True).losses[0]
-            / free.losses[0]
-            - 1
-        )
-        > 1e-3
+@pytest.mark.parametrize("row", [row.parameter for row in PACKED])
+def test_documents(row, result):
+    """Attention that stays inside documents, also where a document lies on several ranks of cp."""
+    hold(result(row), row.name)
+
+
+def test_documents_are_another_loss():
+    free, packed = (
+        run(FAMILIES["llama"], SINGLE, Layout(), steps=1, documents=d).losses[0]
+        for d in (False, True)
     )
-    for layout, differences in results(4)["documents"].items():
-        for kind, (difference, where) in differences.items():
-            assert difference <= TOLERANCE[kind], (
-                f"{kind} with documents on {layout} differ by {difference:.1e} at {where}"
-            )
+    assert abs(packed / free - 1) > 1e-3
 
 
-def test_dropout():
+@pytest.mark.parametrize("row", [row.parameter for row in DROPPING])
+def test_dropout(row, result):
     """With dropout too: what falls out is a matter of seed, step and place in the logical
     tensor.
     """
-    for layout, differences in results(4)["dropout"].items():
-        for kind, (difference, where) in differences.items():
-            assert difference <= TOLERANCE[kind], (
-                f"{kind} with dropout on {layout} differ by {difference:.1e} at {where}"
-            )
+    hold(result(row), row.name)
 
 
 def test_data_order_comes_from_the_seed_alone():
