@@ -126,7 +126,7 @@ def verify(
     """
     folder, against = hf.resolve(folder), hf.resolve(folder if against is None else against)
     config, notes = _structure(folder, against)
-    tokens = _tokens(config, length, mesh.device)
+    tokens = _tokens(config, length, mesh.device, hf.read_config(against).hf.get("pad_token_id"))
     read = tokens.windows.shape[1] - 1
     if config.sliding_window and read <= config.sliding_window < config.max_position_embeddings:
         notes.append(
@@ -168,13 +168,24 @@ def _structure(folder: Path, against: Path) -> tuple[ModelConfig, list[str]]:
     return ours, fields
 
 
-def _tokens(config: ModelConfig, length: int, device: torch.device) -> _Tokens:
+def _tokens(
+    config: ModelConfig, length: int, device: torch.device, padding: int | None
+) -> _Tokens:
+    """Random tokens, all but `padding`: transformers gives that row of the embedding no gradient
+    (`padding_idx`), and we, who never pad, give it that of any token, so one such token would be a
+    difference of 1e-2 between two right programs.
+    """
     most = config.max_position_embeddings
     if length < 1:
         raise ValueError(f"length is {length}: use --length 1 or more")
     shape = (SEQUENCES, max(2, min(length + 1, most)))
     generator = torch.Generator().manual_seed(SEED)
-    windows = torch.randint(config.vocab_size, shape, generator=generator)
+    vocabulary = config.vocab_size
+    if padding is None or vocabulary == 1:  # of one token, nothing else could be drawn
+        windows = torch.randint(vocabulary, shape, generator=generator)
+    else:
+        windows = torch.randint(vocabulary - 1, shape, generator=generator)
+        windows += windows >= padding % vocabulary  # torch counts a negative one from the end
     new = max(1, min(NEW_TOKENS, most // 2))
     return _Tokens(windows.to(device), min(windows.shape[1] - 1, most - new + 1), new)
 

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from references import MODELS, VOCABULARY, save, spoiled
 
+from dolmen.convert import hf
 from dolmen.core import mesh as meshes
 from dolmen.core.log import console
-from dolmen.evaluate.verify import Row, _greedy_row, _Reference, verify
+from dolmen.evaluate.verify import Row, _greedy_row, _Reference, _tokens, verify
 
 ROWS = ["logits", "loss", "gradient norm", "gradients", "greedy tokens"]
 
@@ -116,6 +117,18 @@ def test_a_spoiled_model_does_not(folders, tmp_path, case):
     failed = [row.name for row in report.rows if not row.ok]
     assert not report.ok and "logits" in failed, report
     assert len(report.notes) == len(config)  # a structure that differs is named
+
+
+@pytest.mark.parametrize("padding", (0, 7, VOCABULARY - 1, -1))
+def test_the_padding_token_is_not_drawn(folders, tmp_path, padding):
+    """transformers gives its row of the embedding no gradient: drawn, it would be a difference."""
+    folder = spoiled(folders["llama"], tmp_path / "padded", pad_token_id=padding)
+    report = verify(folder)
+    assert report.ok and all(row.difference < row.tolerance / 10 for row in report.rows[:4]), report
+    config = hf.read_config(folder)
+    drawn = set(_tokens(config, 64, torch.device("cpu"), padding).windows.flatten().tolist())
+    missing = set(range(VOCABULARY)) - drawn  # chance leaves out some of 61 in 192 draws
+    assert padding % VOCABULARY in missing and len(missing) < 8 and max(drawn) < VOCABULARY
 
 
 def test_without_gradients(folders):
