@@ -168,9 +168,7 @@ def _structure(folder: Path, against: Path) -> tuple[ModelConfig, list[str]]:
     return ours, fields
 
 
-def _tokens(
-    config: ModelConfig, length: int, device: torch.device, padding: int | None
-) -> _Tokens:
+def _tokens(config: ModelConfig, length: int, device: torch.device, padding: int | None) -> _Tokens:
     """Random tokens, all but `padding`: transformers gives that row of the embedding no gradient
     (`padding_idx`), and we, who never pad, give it that of any token, so one such token would be a
     difference of 1e-2 between two right programs.
