@@ -14,6 +14,7 @@ HOUSE = Path(dolmen.__file__).parent
 # from above to below; None: dolmen/__init__.py
 FOLDERS = (
     "core",
+    "files",
     "ops",
     "parallel",
     "model",

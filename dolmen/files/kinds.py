@@ -1,0 +1,220 @@
+"""What every kind of file that we read may hold. The limits of numbers are far above what was ever
+made, and far below what would fill a memory or an evening.
+"""
+
+from dolmen.files.gate import MIB, Kind
+from dolmen.files.schema import (
+    Anything,
+    Flag,
+    Int,
+    List,
+    Map,
+    Null,
+    Object,
+    Real,
+    Row,
+    Text,
+    either,
+    optional,
+)
+
+# config.json of transformers. The largest models published have 126 layers (Llama 3.1 405B; DeepNet
+# was tried with 1,000), a width of 53,248 inside, 384 experts in a layer, 262,144 tokens and 10 M
+# positions.
+LAYERS = Int(1, 2**12)
+WIDTH = Int(1, 2**22)
+HEADS = Int(1, 2**16)
+EXPERTS = Int(1, 2**14)
+VOCABULARY = Int(1, 2**26)
+POSITIONS = Int(1, 2**40)
+TOKEN = Int(0, 2**31 - 1)
+NAME = Text(longest=1024)
+ROPE = optional(
+    Object(
+        optional={
+            "rope_type": NAME,
+            "type": NAME,
+            "rope_theta": Real(0, above=True),  # a wavelength is a power of it
+            "factor": optional(Real(0, above=True)),
+            "low_freq_factor": optional(Real(0, above=True)),
+            "high_freq_factor": optional(Real(0, above=True)),
+            "original_max_position_embeddings": optional(POSITIONS),
+        }
+    )
+)
+SPECIAL_TOKENS = {
+    "bos_token_id": optional(Int(-1, TOKEN.high)),
+    "eos_token_id": either(Null(), TOKEN, List(TOKEN, longest=1024)),
+    "pad_token_id": optional(Int(-1, TOKEN.high)),  # Llama 1 says -1 for none
+}
+# Of any family; a family's own config.json is checked for the fields that it reads
+# (dolmen/families).
+CONFIG_FIELDS = {
+    "model_type": NAME,
+    "dtype": optional(NAME),
+    "torch_dtype": optional(NAME),
+    **SPECIAL_TOKENS,
+    "vocab_size": VOCABULARY,
+    "hidden_size": WIDTH,
+    "n_embd": WIDTH,
+    "intermediate_size": WIDTH,
+    "moe_intermediate_size": WIDTH,
+    "n_inner": optional(WIDTH),
+    "num_hidden_layers": LAYERS,
+    "n_layer": LAYERS,
+    "num_attention_heads": HEADS,
+    "n_head": HEADS,
+    "num_key_value_heads": optional(HEADS),
+    "head_dim": optional(WIDTH),
+    "num_local_experts": EXPERTS,
+    "num_experts": EXPERTS,
+    "num_experts_per_tok": EXPERTS,
+    "max_position_embeddings": POSITIONS,
+    "n_positions": POSITIONS,
+    "original_max_position_embeddings": optional(POSITIONS),
+    "sliding_window": optional(Int(0, POSITIONS.high)),
+    "max_window_layers": optional(Int(0, POSITIONS.high)),
+    "decoder_sparse_step": LAYERS,
+    "mlp_only_layers": optional(List(Int(0, LAYERS.high), longest=LAYERS.high)),
+    "layer_types": optional(List(NAME, longest=LAYERS.high)),
+    "hidden_act": NAME,
+    "activation_function": NAME,
+    "rms_norm_eps": Real(0),
+    "layer_norm_epsilon": Real(0),
+    "initializer_range": Real(0),
+    "router_aux_loss_coef": Real(0),
+    "rope_theta": Real(0, above=True),
+    "rope_scaling": ROPE,
+    "rope_parameters": ROPE,
+    "tie_word_embeddings": Flag(),
+    "attention_bias": optional(Flag()),
+    "mlp_bias": optional(Flag()),
+    "use_sliding_window": Flag(),
+    "norm_topk_prob": Flag(),
+}
+CONFIG = Kind(Object(required={"model_type": NAME}), size=16 * MIB)
+GENERATION_CONFIG = Kind(Object(optional=SPECIAL_TOKENS), size=16 * MIB)
+
+# safetensors. An index names 140,000 tensors for the largest models with experts, 15 MB.
+INDEX = Kind(Object(required={"weight_map": Map(Text(longest=255))}), size=256 * MIB, depth=8)
+STORED = Object(
+    required={
+        "dtype": NAME,
+        "shape": List(Int(0, 2**48), longest=64),
+        "data_offsets": Row((Int(0), Int(0))),
+    },
+    rest=None,
+)
+HEADER = Kind(Object(optional={"__metadata__": Map(Text())}, rest=STORED), size=100 * MIB, depth=3)
+
+# A tokenizer. The largest tokenizer.json (262,144 tokens with their merges) has 34 MB.
+SPECIAL = either(Null(), Text(), Object(required={"content": Text()}))
+ADDED = Object(required={"content": Text(), "id": TOKEN})
+TOKENIZER = Kind(
+    Object(
+        required={
+            "model": Object(
+                optional={
+                    "type": NAME,
+                    "vocab": either(Map(TOKEN), List(Row((Text(), Real())))),
+                    "merges": List(either(Text(), Row((Text(), Text())))),
+                }
+            )
+        },
+        optional={"added_tokens": optional(List(ADDED))},
+    ),
+    size=256 * MIB,
+)
+TOKENIZER_CONFIG = Kind(
+    Object(
+        optional={
+            "tokenizer_class": optional(NAME),
+            "added_tokens_decoder": Map(Object(required={"content": Text()})),
+            **{f"{name}_token": SPECIAL for name in ("bos", "eos", "unk", "pad", "sep", "cls")},
+        }
+    ),
+    size=64 * MIB,
+)
+SPECIAL_TOKENS_MAP = Kind(Map(either(*SPECIAL.kinds, List(SPECIAL), Map())))
+ADDED_TOKENS = Kind(Map(TOKEN))
+VOCAB = Kind(Map(TOKEN), size=64 * MIB, depth=1)
+
+# Written by dolmen, and read again.
+STATE = Kind(
+    Object(
+        required={
+            "run": Object(required={"model": Object()}),
+            "step": Int(0),
+            "tokens": Int(0),
+            "updates": Int(0),
+            "data": Map(Text()),
+            "loss_scale": Row((Real(0, above=True), Int(0))),
+        },
+        optional={"seed": Int(), "norms": List(Real(0))},
+    ),
+    size=64 * MIB,
+)
+METRICS_ROW = Kind(
+    Object(
+        required={"step": Int(0)},
+        optional={
+            "loss": optional(Real()),
+            "val_loss": optional(Real()),
+            "tokens": Int(0),
+            "lr": Real(),
+        },
+        needs={"loss": ("tokens", "lr")},
+    ),
+    size=MIB,
+    depth=4,
+)
+SUMMARY = Kind(
+    Object(
+        required={
+            "steps": Int(0),
+            "seconds": optional(Real(0)),
+            "val_loss": optional(Real()),
+            "val_tokens": Int(0),
+            "bits_per_byte": optional(Real()),
+            "validation_files": List(Text()),
+        }
+    ),
+    depth=4,
+)
+CORPUS = Kind(
+    Object(
+        required={
+            "format": Int(),
+            "files": List(Row((Text(), Int(0), Int()))),
+            "hubs": List(Row((Text(), Int(0), List(Row((Text(), Int(0))))))),
+            "text_field": Text(),
+            "tokenizer": Text(),
+            "end_of_text": TOKEN,
+            "dtype": Text(choices=("<u2", "<u4")),
+            "tokens": Int(0),
+            "documents": Int(0),
+            "bytes": Int(0),
+            "content": Text(),
+            "sizes": Map(Int(0)),
+        }
+    ),
+    size=1024 * MIB,  # of a million files
+    depth=8,
+)
+HEARTBEAT = Kind(Object(optional={"step": Int(0), "tick": Int(0), "pid": Int(1)}), depth=8)
+WORKER_ERROR = Kind(Object(required={"message": Map()}), depth=8)
+
+# Written by people. The fields of a run are those of RunConfig, which core/config.py:from_dict
+# compares one by one; here stands what every one of them is made of.
+RUN = Kind(optional(Map()), size=4 * MIB)
+SCHEDULE = Kind(
+    Object(
+        required={"actions": List(Text(), shortest=1)}, optional={"placement": Text()}, rest=None
+    ),
+    size=64 * MIB,
+    depth=2,
+)
+SCHEDULE_TEXT_BYTES = 64 * MIB
+# A row of text: its other fields are nobody's business, and Python writes NaN into them.
+TEXT_ROW = Kind(Object(), size=256 * MIB, depth=64, constants=True)
+ANY_JSON = Kind(Anything())

@@ -1,0 +1,278 @@
+"""A small language for what a file may hold, as data: a tree of frozen dataclasses that `check`
+compares with plain values (what JSON and YAML give).
+
+    Object({"step": Int(0)}, {"loss": Real()})   a mapping that has `step` and may have `loss`
+    Either(Null(), List(Int(0)))                 one of several
+
+Every field of a file that somebody else may have written is compared here before anything looks at
+it, so no reader needs to ask what type it was given.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+FEW = (
+    2**40
+)  # entries of a list or mapping where nothing smaller is known: the file's size bounds it
+INT64 = 2**63
+
+
+@dataclass(frozen=True)
+class Anything:
+    """Any value: of a field that nobody reads."""
+
+
+@dataclass(frozen=True)
+class Null:
+    """null."""
+
+
+@dataclass(frozen=True)
+class Flag:
+    """true or false, and no number."""
+
+
+@dataclass(frozen=True)
+class Int:
+    """An integer from `low` to `high`; true and false are none."""
+
+    low: int = -INT64
+    high: int = INT64 - 1
+
+
+@dataclass(frozen=True)
+class Real:
+    """A finite number from `low` to `high`; with `above`, larger than `low`."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    above: bool = False
+
+
+@dataclass(frozen=True)
+class Text:
+    """Text that UTF-8 can write, of at most `longest` characters, one of `choices` where given."""
+
+    choices: tuple[str, ...] = ()
+    longest: int = FEW
+
+
+@dataclass(frozen=True)
+class List:
+    """`shortest` to `longest` values of one schema."""
+
+    item: "Schema" = Anything()
+    shortest: int = 0
+    longest: int = FEW
+
+
+@dataclass(frozen=True)
+class Row:
+    """A list of exactly these, in this order."""
+
+    items: tuple["Schema", ...]
+
+
+@dataclass(frozen=True)
+class Map:
+    """A mapping from any text to values of one schema."""
+
+    value: "Schema" = Anything()
+    longest: int = FEW
+
+
+@dataclass(frozen=True)
+class Object:
+    """A mapping with every field of `required`; the others are of `optional`, or of the schema
+    `rest`, or, where `rest` is None, refused. `needs`: fields that one field must have beside it.
+    """
+
+    required: dict[str, "Schema"] = field(default_factory=dict)
+    optional: dict[str, "Schema"] = field(default_factory=dict)
+    rest: "Schema | None" = Anything()
+    needs: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Either:
+    """What one of `kinds` allows."""
+
+    kinds: tuple["Schema", ...]
+
+
+Schema = Anything | Null | Flag | Int | Real | Text | List | Row | Map | Object | Either
+
+
+def either(*kinds: Schema) -> Either:
+    return Either(kinds)
+
+
+def optional(kind: Schema) -> Either:
+    """`kind`, or null."""
+    return Either((Null(), kind))
+
+
+class Mismatch(Exception):
+    """A value that its schema does not allow; the message names the field."""
+
+
+def check(value: Any, schema: Schema, where: str = "") -> None:
+    """Raises Mismatch, naming the field below `where`, unless `schema` allows `value`, which must
+    be plain: None, bool, int, float, str, list, dict. Recursive: bound the depth first.
+    """
+    match schema:
+        case Anything():
+            return
+        case Either(kinds):
+            _check_either(value, kinds, where)
+        case List() if isinstance(value, list):
+            _check_count(value, schema.shortest, schema.longest, where)
+            for i, item in enumerate(value):
+                check(item, schema.item, f"{where}[{i}]")
+        case Row(items) if isinstance(value, list):
+            _check_count(value, len(items), len(items), where)
+            for i, (item, kind) in enumerate(zip(value, items, strict=True)):
+                check(item, kind, f"{where}[{i}]")
+        case Map() if isinstance(value, dict):
+            _check_count(value, 0, schema.longest, where)
+            for name, item in value.items():
+                _check_name(name, where)
+                check(item, schema.value, _below(where, name))
+        case Object() if isinstance(value, dict):
+            _check_object(value, schema, where)
+        case _ if not _fits(value, schema):
+            raise Mismatch(f"{where or 'it'} is {shown(value)}: it must be {described(schema)}")
+
+
+def _check_either(value: Any, kinds: tuple[Schema, ...], where: str) -> None:
+    """The message is of the only kind that has parts as `value` has, which says most; else of
+    all.
+    """
+    deep = []
+    for kind in kinds:
+        try:
+            return check(value, kind, where)
+        except Mismatch as error:
+            parts = (Object, Map) if isinstance(value, dict) else (List, Row)
+            if isinstance(value, (dict, list)) and isinstance(kind, parts):
+                deep.append(error)
+    if len(deep) == 1:
+        raise deep[0]
+    raise Mismatch(f"{where or 'it'} is {shown(value)}: it must be {described(Either(kinds))}")
+
+
+def _check_object(value: dict, schema: Object, where: str) -> None:
+    needed = [n for name, beside in schema.needs.items() if name in value for n in beside]
+    if missing := [name for name in [*schema.required, *needed] if name not in value]:
+        raise Mismatch(f"{where or 'it'} has no {missing[0]}")
+    for name, item in value.items():
+        _check_name(name, where)
+        kind = schema.required.get(name) or schema.optional.get(name) or schema.rest
+        if kind is None:
+            known = ", ".join([*schema.required, *schema.optional])
+            raise Mismatch(f"{where or 'it'} has a field {shown(name)}: known are {known}")
+        check(item, kind, _below(where, name))
+
+
+def _check_name(name: Any, where: str) -> None:
+    if not _fits(name, Text()):
+        raise Mismatch(f"{where or 'it'} has a field named {shown(name)}: a name must be text")
+
+
+def _check_count(value: list | dict, shortest: int, longest: int, where: str) -> None:
+    if not shortest <= len(value) <= longest:
+        many = f"{shortest:,}" if shortest == longest else f"{shortest:,} to {longest:,}"
+        raise Mismatch(f"{where or 'it'} has {len(value):,} entries: it must have {many}")
+
+
+def _below(where: str, name: str) -> str:
+    return f"{where}.{_short(name)}" if where else _short(name)
+
+
+def _fits(value: Any, schema: Schema) -> bool:
+    """Whether a value without parts is what `schema`, without parts too, allows."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    match schema:
+        case Null():
+            return value is None
+        case Flag():
+            return isinstance(value, bool)
+        case Int(low, high):
+            return number and isinstance(value, int) and low <= value <= high
+        case Real(low, high, above):
+            # an integer that no float holds is no number here
+            if not number or (isinstance(value, int) and abs(value) >= INT64):
+                return False
+            return math.isfinite(value) and low <= value <= high and not (above and value == low)
+        case Text(choices, longest):
+            if not isinstance(value, str) or len(value) > longest:
+                return False
+            return (not choices or value in choices) and _writable(value)
+    return False
+
+
+def _writable(text: str) -> bool:
+    """Whether UTF-8 can write it: no half of a surrogate pair by itself."""
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def described(schema: Schema) -> str:
+    """What a schema allows, as the end of `it must be ...`."""
+    match schema:
+        case Null():
+            return "null"
+        case Flag():
+            return "true or false"
+        case Int(low, high):
+            return f"an integer{_range(low, high, -INT64, INT64 - 1)}"
+        case Real(low, high, True):
+            upper = f", at most {high:,}" if high < math.inf else ""
+            return f"a number larger than {low:,}{upper}"
+        case Real(low, high):
+            return f"a finite number{_range(low, high, -math.inf, math.inf)}"
+        case Text(choices, longest):
+            if choices:
+                return f"one of {', '.join(choices)}"
+            return "text" if longest == FEW else f"text of at most {longest:,} characters"
+        case List(item, n, m) if n == m:
+            return f"a list of {n}, each {described(item)}"
+        case List(item):
+            return "a list" if item == Anything() else f"a list, each {described(item)}"
+        case Row(items):
+            return f"a list of {', '.join(described(item) for item in items)}"
+        case Map() | Object():
+            return "a mapping"
+        case Either(kinds):
+            return " or ".join(described(kind) for kind in kinds)
+    return "anything"
+
+
+def _range(low: float, high: float, lowest: float, highest: float) -> str:
+    if low == lowest and high == highest:
+        return ""
+    if high == highest:
+        return f" of at least {low:,}"
+    return f" of at most {high:,}" if low == lowest else f" from {low:,} to {high:,}"
+
+
+def shown(value: Any) -> str:
+    """A value in a message of one line: short, and of plain ASCII where it is text."""
+    if isinstance(value, (dict, list)):
+        return f"a {'mapping' if isinstance(value, dict) else 'list'} of {len(value):,}"
+    if isinstance(value, bool) or value is None:
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, int) and abs(value) >= 10**40:
+        return "an integer of more than 40 digits"
+    return _short(ascii(value)) if isinstance(value, str) else _short(repr(value))
+
+
+def _short(text: str) -> str:
+    text = text if text.isascii() and text.isprintable() else ascii(text)[1:-1]
+    return text if len(text) <= 80 else f"{text[:77]}..."
