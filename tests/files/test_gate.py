@@ -79,7 +79,7 @@ YAML = {
     "nested in names": ("? " * 20_000, "nested deeper than 32"),
     "nested by aliases": (
         "a0: &a0 [1]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 50)),
-        "line 33: nested deeper than 32",
+        "line 32: nested deeper than 32",
     ),
     "an alias without an anchor": ("a: *b", "the alias *b has no anchor before it"),
     "an alias of itself": ("a: &a [*a]", "the alias *a is inside its own anchor"),
