@@ -38,8 +38,8 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.futures import Future
 
 from dolmen.checkpoint.folders import METADATA
-from dolmen.convert.safetensors import NAMES
 from dolmen.core.state import local_elements
+from dolmen.files.safetensors import NAMES
 
 BLOCK = 64 * 2**20  # bytes
 ALLOWED = {

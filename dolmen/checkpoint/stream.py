@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dolmen.checkpoint import folders
 from dolmen.checkpoint.safe import Reader
-from dolmen.convert.safetensors import Spec
+from dolmen.files.safetensors import Spec
 
 
 class Checkpoint:

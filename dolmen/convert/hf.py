@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dolmen.convert import safetensors
-from dolmen.convert.safetensors import SHARD_BYTES, Spec, Stored
 from dolmen.families import WeightMap, from_hf, on_disk, stored_dtype, to_hf, weight_map
 from dolmen.families.rules import Entry, assemble
+from dolmen.files import gate, kinds, safetensors
+from dolmen.files.safetensors import SHARD_BYTES, Spec, Stored
 from dolmen.model.config import ModelConfig, parameter_shapes
 
 TOKENIZER_FILES = (
@@ -42,6 +42,9 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "tekken.json",
 )
+# Layers x experts: the names of so many tensors are made in some seconds. The largest published
+# model has 23,424 (61 layers of 384 experts).
+MOST_MATRICES = 2**18
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -86,22 +89,18 @@ def read_config(folder: Path | str) -> ModelConfig:
             else ""
         )
         raise ValueError(f"{folder} has no config.json{hint}")
+    content = gate.read_json(file, kinds.CONFIG)
     try:
-        content = json.loads(file.read_text())
+        config = from_hf(content)
     except ValueError as error:
-        raise ValueError(f"{file} is no JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} holds a {type(content).__name__}, not an object")
-    try:
-        return from_hf(content)
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from error
-    except (
-        TypeError,
-        AttributeError,
-        KeyError,
-    ) as error:  # a list where a number or a mapping belongs
-        raise ValueError(f"{file} has a field of the wrong type: {error}") from error
+        raise gate.refuse(file, error) from error
+    if (matrices := config.num_hidden_layers * max(1, config.num_experts)) > MOST_MATRICES:
+        raise gate.refuse(
+            file,
+            f"num_hidden_layers ({config.num_hidden_layers:,}) x experts ({config.num_experts:,}) "
+            f"are {matrices:,}, more than {MOST_MATRICES:,}",
+        )
+    return config
 
 
 def check(folder: Path | str, config: ModelConfig) -> None:

@@ -14,6 +14,8 @@ from dolmen.families import gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_m
 from dolmen.families.family import HARMLESS, ONLY, Family
 from dolmen.families.llama_like import ROPE_FIELDS
 from dolmen.families.rules import Entry, Shape, disagreeing_fields, entries
+from dolmen.files import kinds
+from dolmen.files.schema import Mismatch, Object, check
 from dolmen.model.config import ModelConfig
 
 FAMILIES = {
@@ -34,7 +36,7 @@ CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id")  # to another family
 
 def find(model_type: Any) -> Family:
     """The family of that name. Raises ValueError listing the known ones."""
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ValueError(f"model_type is {model_type!r}: dolmen knows {', '.join(FAMILIES)}")
     return FAMILIES[model_type]
 
@@ -45,6 +47,10 @@ def from_hf(hf: dict[str, Any]) -> ModelConfig:
     and is not supported; fields never heard of are kept, see `unknown_fields`.
     """
     family = find(hf.get("model_type"))
+    try:
+        check(hf, schema(family))
+    except Mismatch as error:
+        raise ValueError(str(error)) from None
     if hf.get("auto_map"):
         raise ValueError(
             f"auto_map is {hf['auto_map']}: dolmen runs no code from a model folder "
@@ -56,9 +62,6 @@ def from_hf(hf: dict[str, Any]) -> ModelConfig:
             f"weights only"
         )
     given = {family.aliases.get(name, name): value for name, value in hf.items()}
-    for name, value in given.items():
-        if isinstance(value, str) and isinstance(family.defaults.get(name), (int, float)):
-            raise ValueError(f"{name} is {value!r}: it must be a number")
     for name, allowed in {**ONLY, **family.only}.items():
         if name in given and given[name] not in allowed:
             raise ValueError(
@@ -68,6 +71,13 @@ def from_hf(hf: dict[str, Any]) -> ModelConfig:
     return replace(
         family.read({**family.defaults, **given}), family=family.model_type, hf=deepcopy(hf)
     )
+
+
+def schema(family: Family) -> Object:
+    """What a config.json of the family may hold: the fields that it reads, under each name."""
+    every = {*kinds.SPECIAL_TOKENS, "dtype", "torch_dtype", "rope_scaling", "rope_parameters"}
+    names = {*family.defaults, *family.aliases, *every}
+    return replace(kinds.CONFIG.schema, optional={n: kinds.CONFIG_FIELDS[n] for n in names})
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:

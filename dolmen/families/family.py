@@ -88,11 +88,3 @@ def activation(name: Any, knob: str) -> str:
     if name not in ACTIVATIONS:
         raise ValueError(f"{knob} is {name!r}: dolmen supports {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
-
-
-def size(hf: dict[str, Any], name: str) -> int:
-    """A field that must be a positive integer. Raises ValueError naming it."""
-    value = hf[name]
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} is {value!r}: config.json must give a positive integer")
-    return value

@@ -7,7 +7,7 @@ with and without the leading "transformer.", and with the causal mask saved as a
 
 from typing import Any
 
-from dolmen.families.family import Family, activation, size
+from dolmen.families.family import Family, activation
 from dolmen.families.rules import Rename, Rule, Split, Transpose
 from dolmen.model.config import ModelConfig
 
@@ -26,18 +26,18 @@ DEFAULTS = {
 
 
 def read_config(hf: dict[str, Any]) -> ModelConfig:
-    heads, hidden = size(hf, "n_head"), size(hf, "n_embd")
+    heads, hidden = hf["n_head"], hf["n_embd"]
     if hidden % heads:
         raise ValueError(f"n_embd ({hidden}) is not divisible by n_head ({heads})")
     return ModelConfig(
-        vocab_size=size(hf, "vocab_size"),
+        vocab_size=hf["vocab_size"],
         hidden_size=hidden,
-        num_hidden_layers=size(hf, "n_layer"),
+        num_hidden_layers=hf["n_layer"],
         num_attention_heads=heads,
-        intermediate_size=4 * hidden if hf["n_inner"] is None else size(hf, "n_inner"),
+        intermediate_size=4 * hidden if hf["n_inner"] is None else hf["n_inner"],
         num_key_value_heads=heads,
         head_dim=hidden // heads,
-        max_position_embeddings=size(hf, "n_positions"),
+        max_position_embeddings=hf["n_positions"],
         position="learned",
         norm="layernorm",
         norm_eps=float(hf["layer_norm_epsilon"]),

@@ -6,7 +6,7 @@ Rope is the rotate-half layout in transformers and here: q and k rows are never 
 
 from typing import Any
 
-from dolmen.families.family import activation, size
+from dolmen.families.family import activation
 from dolmen.families.rules import Rename, Rule
 from dolmen.model.config import ModelConfig, RopeConfig
 
@@ -50,23 +50,23 @@ def read_config(hf: dict[str, Any], **structure) -> ModelConfig:
     """Sizes, rope and activation; `structure` adds what the family decides. Raises ValueError
     naming the field.
     """
-    heads, hidden = size(hf, "num_attention_heads"), size(hf, "hidden_size")
+    heads, hidden = hf["num_attention_heads"], hf["hidden_size"]
     if hf["head_dim"] is None and hidden % heads:
         raise ValueError(
             f"hidden_size ({hidden}) is not divisible by num_attention_heads ({heads}): give "
             f"head_dim"
         )
     return ModelConfig(
-        vocab_size=size(hf, "vocab_size"),
+        vocab_size=hf["vocab_size"],
         hidden_size=hidden,
-        intermediate_size=size(hf, "intermediate_size"),
-        num_hidden_layers=size(hf, "num_hidden_layers"),
+        intermediate_size=hf["intermediate_size"],
+        num_hidden_layers=hf["num_hidden_layers"],
         num_attention_heads=heads,
         num_key_value_heads=heads
         if hf["num_key_value_heads"] is None
-        else size(hf, "num_key_value_heads"),
-        head_dim=hidden // heads if hf["head_dim"] is None else size(hf, "head_dim"),
-        max_position_embeddings=size(hf, "max_position_embeddings"),
+        else hf["num_key_value_heads"],
+        head_dim=hidden // heads if hf["head_dim"] is None else hf["head_dim"],
+        max_position_embeddings=hf["max_position_embeddings"],
         position="rope",
         rope=read_rope(hf),
         norm="rmsnorm",

@@ -5,7 +5,7 @@ of the chosen ones normalised.
 from typing import Any
 
 from dolmen.families import llama_like
-from dolmen.families.family import Family, size
+from dolmen.families.family import Family
 from dolmen.families.rules import Rename, Rule, Stack
 from dolmen.model.config import ModelConfig
 
@@ -17,8 +17,8 @@ def read_config(hf: dict[str, Any]) -> ModelConfig:
     return llama_like.read_config(
         hf,
         sliding_window=hf["sliding_window"],
-        num_experts=size(hf, "num_local_experts"),
-        num_experts_per_tok=size(hf, "num_experts_per_tok"),
+        num_experts=hf["num_local_experts"],
+        num_experts_per_tok=hf["num_experts_per_tok"],
         norm_topk_prob=True,
         router_aux_loss_coef=hf["router_aux_loss_coef"],
     )

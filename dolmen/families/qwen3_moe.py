@@ -5,7 +5,7 @@ those named dense.
 from typing import Any
 
 from dolmen.families import llama_like
-from dolmen.families.family import Family, size
+from dolmen.families.family import Family
 from dolmen.families.rules import Rename, Rule, Stack
 from dolmen.model.config import ModelConfig
 
@@ -16,17 +16,17 @@ def read_config(hf: dict[str, Any]) -> ModelConfig:
     """A layer is sparse if its number, from 1, is a multiple of `decoder_sparse_step` and
     `mlp_only_layers` does not name it.
     """
-    step, only = size(hf, "decoder_sparse_step"), hf["mlp_only_layers"] or []
-    dense = tuple(i for i in range(size(hf, "num_hidden_layers")) if i in only or (i + 1) % step)
+    step, only = hf["decoder_sparse_step"], hf["mlp_only_layers"] or []
+    dense = tuple(i for i in range(hf["num_hidden_layers"]) if i in only or (i + 1) % step)
     return llama_like.read_config(
         hf,
         qk_norm=True,
         attention_bias=hf["attention_bias"],
         output_bias=hf["attention_bias"],
         sliding_window=hf["sliding_window"] if hf["use_sliding_window"] else None,
-        num_experts=size(hf, "num_local_experts"),
-        num_experts_per_tok=size(hf, "num_experts_per_tok"),
-        moe_intermediate_size=size(hf, "moe_intermediate_size"),
+        num_experts=hf["num_local_experts"],
+        num_experts_per_tok=hf["num_experts_per_tok"],
+        moe_intermediate_size=hf["moe_intermediate_size"],
         norm_topk_prob=hf["norm_topk_prob"],
         dense_layers=dense,
         router_aux_loss_coef=hf["router_aux_loss_coef"],

@@ -51,8 +51,10 @@ class Kind:
 
 
 def refuse(file: Path | str, reason: object) -> Refused:
-    """Refused of `file`, in one line; to be raised."""
-    return Refused(f"{file}: {' '.join(str(reason).split())}")
+    """Refused of `file`, in one short line that does nothing to a terminal; to be raised."""
+    line = " ".join(str(reason).split())
+    line = line if len(line) <= 1000 else f"{line[:997]}..."
+    return Refused(f"{file}: {''.join(c if c.isprintable() else ascii(c)[1:-1] for c in line)}")
 
 
 def read_bytes(file: Path | str, size: int) -> bytes:

@@ -7,7 +7,6 @@ Every rank of tp runs the same calls on the same prompts, gathers the same logit
 same token.
 """
 
-import json
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from dolmen.convert import hf
 from dolmen.core import collectives
 from dolmen.core.mesh import SINGLE, Mesh
 from dolmen.families import stored_dtype
+from dolmen.files import gate, kinds
 from dolmen.model.decoder import Decoder
 from dolmen.parallel import data, tensor
 from dolmen.serve import sample
@@ -57,7 +57,11 @@ def stop_tokens(folder: Path | str) -> set[int]:
     """
     folder = hf.resolve(folder)
     for file in (folder / "generation_config.json", folder / "config.json"):
-        ids = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+        ids = (
+            gate.read_json(file, kinds.GENERATION_CONFIG).get("eos_token_id")
+            if file.exists()
+            else None
+        )
         if ids is not None:
             return set(ids) if isinstance(ids, list) else {ids}
     return set()

@@ -13,8 +13,8 @@ from worlds import Layout, Run, differing
 from dolmen.checkpoint.store import Checkpoints
 from dolmen.checkpoint.stream import locate, open_checkpoint
 from dolmen.checkpoint.writer import Writer
-from dolmen.convert.safetensors import Spec
 from dolmen.core.mesh import SINGLE
+from dolmen.files.safetensors import Spec
 
 SAVED = Layout(2, 2, zero=1)
 OTHERS = (Layout(1, 4, zero=1), Layout(4, 1, zero=3), Layout(2, 2, zero=0, sequence=True))

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dolmen.convert import hf
-from dolmen.convert.safetensors import Stored
 from dolmen.families import to_hf, weight_map
+from dolmen.files.safetensors import Stored
 from dolmen.model.config import ModelConfig, parameter_shapes
 
 LLAMA = ModelConfig(
@@ -230,7 +230,7 @@ def test_config_files(tmp_path):
     with pytest.raises(ValueError, match="no config.json"):
         hf.read_config(tmp_path)
     for text, match in [
-        ("{", "no JSON"),
+        ("{", "not JSON"),
         ("[]", "list"),
         ("{}", "model_type"),
         ('{"model_type": "llama", "auto_map": {"A": "b"}}', "runs no code"),

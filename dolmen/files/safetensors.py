@@ -22,9 +22,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from dolmen.files import gate, kinds
+from dolmen.files.gate import refuse
+
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
-MAX_HEADER_BYTES = 100 * 2**20
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -67,7 +69,7 @@ class Stored:
     offset: int
 
     def read(self) -> Tensor:
-        """The tensor, in newly allocated memory. Raises ValueError where the file ends before it
+        """The tensor, in newly allocated memory. Raises Refused where the file ends before it
         does.
         """
         data = torch.empty(self.spec.nbytes, dtype=torch.uint8)
@@ -75,8 +77,8 @@ class Stored:
             file.seek(self.offset)
             got = file.readinto(data.numpy())
         if got != self.spec.nbytes:
-            raise ValueError(
-                f"{self.file} is truncated: {self.name} has {got} of {self.spec.nbytes} bytes"
+            raise refuse(
+                self.file, f"is truncated: {self.name} has {got} of {self.spec.nbytes} bytes"
             )
         return data.view(self.spec.dtype).reshape(self.spec.shape)
 
@@ -90,69 +92,58 @@ class Stored:
 
 def index(folder: Path | str) -> dict[str, Stored]:
     """Every tensor of a model folder, in the order of its files, read off the headers alone. Raises
-    ValueError for a folder without safetensors, an index that names absent files or tensors, and a
-    truncated or damaged file.
+    ValueError for a folder without safetensors, and Refused for an index that names absent files or
+    tensors and for a truncated or damaged file.
     """
     folder = Path(folder)
     if (folder / SINGLE).is_file():
         return header(folder / SINGLE)
     if not (folder / INDEX).is_file():
         raise ValueError(_nothing_to_read(folder))
-    weight_map = _weight_map(folder / INDEX)
+    weight_map = gate.read_json(folder / INDEX, kinds.INDEX)["weight_map"]
     files = list(dict.fromkeys(weight_map.values()))
     if absent := [
-        name for name in files if Path(name).name != name or not (folder / name).is_file()
+        name for name in files if Path(name).name != name or not os.path.isfile(folder / name)
     ]:
-        raise ValueError(
-            f"{folder / INDEX} names {len(absent)} files that are not in the folder, e.g. "
-            f"{absent[:3]}"
+        raise refuse(
+            folder / INDEX,
+            f"names {len(absent)} files that are not in the folder, e.g. {absent[:3]}",
         )
     found: dict[str, Stored] = {}
     for name in files:
         shard = header(folder / name)
         if twice := [tensor for tensor in shard if tensor in found]:
-            raise ValueError(
-                f"{twice[0]} is stored twice, in {found[twice[0]].file.name} and in {name} of "
-                f"{folder}"
+            raise refuse(
+                folder / name,
+                f"{twice[0]} is stored twice, here and in {found[twice[0]].file.name}",
             )
         found |= shard
     if missing := [
         t for t, name in weight_map.items() if t not in found or found[t].file.name != name
     ]:
-        raise ValueError(
-            f"{folder / INDEX} names {len(missing)} tensors that are not there, e.g. {missing[:3]}"
+        raise refuse(
+            folder / INDEX, f"names {len(missing)} tensors that are not there, e.g. {missing[:3]}"
         )
     return found
 
 
 def header(file: Path) -> dict[str, Stored]:
-    """The tensors of one file, in the order of their bytes. Raises ValueError where header and
-    length disagree.
+    """The tensors of one file, in the order of their bytes. Raises Refused where header and length
+    disagree.
     """
-    length = file.stat().st_size
-    with open(file, "rb") as stream:
-        size = int.from_bytes(stream.read(8), "little")
-        if length < 8 or size > min(length - 8, MAX_HEADER_BYTES):
-            raise ValueError(
-                f"{file} is truncated or no safetensors file: header of {size} bytes, file of "
-                f"{length}"
-            )
-        text = stream.read(size)
-    try:
-        entries = _entries(text)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{file} is no safetensors file: {error!r} in its header") from error
-    end, found = 0, {}
-    for start, stop, name, spec in entries:
+    text, length = _header_text(file)
+    size, end, found = len(text), 0, {}
+    for start, stop, name, spec in _entries(text, file):
         if start != end or stop - start != spec.nbytes:
-            raise ValueError(
-                f"{file} is damaged: {name} {spec.shape} of {spec.dtype} is given bytes {start} to "
-                f"{stop}, expected {end} to {end + spec.nbytes}"
+            raise refuse(
+                file,
+                f"is damaged: {name} {spec.shape} of {spec.dtype} is given bytes {start} to "
+                f"{stop}, expected {end} to {end + spec.nbytes}",
             )
         found[name], end = Stored(name, spec, file, 8 + size + start), stop
     if length != 8 + size + end:
-        raise ValueError(
-            f"{file} is truncated or damaged: {length} bytes, its header says {8 + size + end}"
+        raise refuse(
+            file, f"is truncated or damaged: {length} bytes, its header says {8 + size + end}"
         )
     return found
 
@@ -253,19 +244,29 @@ def _write_index(folder: Path, specs: Mapping[str, Spec], shards: Mapping[str, l
     part.rename(folder / INDEX)
 
 
-def _weight_map(file: Path) -> dict[str, str]:
+def _header_text(file: Path) -> tuple[bytes, int]:
+    """The header and the length of the file. Raises Refused."""
     try:
-        return dict(json.loads(file.read_text(), object_pairs_hook=_unique)["weight_map"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{file} is no index of safetensors files: {error!r}") from error
+        length = file.stat().st_size
+        with open(file, "rb") as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            if length < 8 or size > min(length - 8, kinds.HEADER.size):
+                raise refuse(
+                    file,
+                    f"is truncated or no safetensors file: header of {size} bytes, file of "
+                    f"{length}",
+                )
+            return stream.read(size), length
+    except OSError as error:
+        raise refuse(file, f"cannot be read: {error.strerror}") from error
 
 
-def _entries(text: bytes) -> list[tuple[int, int, str, Spec]]:
+def _entries(text: bytes, file: Path) -> list[tuple[int, int, str, Spec]]:
     """(start, stop, name, spec) of every tensor of a header, in the order of their bytes."""
-    entries = json.loads(text, object_pairs_hook=_unique)
+    entries = gate.parse_json(text, f"{file}, header", kinds.HEADER)
     entries.pop("__metadata__", None)
     if strange := sorted({entry["dtype"] for entry in entries.values()} - set(DTYPES)):
-        raise ValueError(f"dtype {strange[0]} is not among {', '.join(DTYPES)}")
+        raise refuse(file, f"dtype {strange[0]} is not among {', '.join(DTYPES)}")
     return sorted(
         (
             (*entry["data_offsets"], name, Spec(tuple(entry["shape"]), DTYPES[entry["dtype"]]))
@@ -273,15 +274,6 @@ def _entries(text: bytes) -> list[tuple[int, int, str, Spec]]:
         ),
         key=lambda item: item[:2],
     )
-
-
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """A JSON object; two entries of one name, of which `json` would keep the last, are refused."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} is given twice")
-    return found
 
 
 def _nothing_to_read(folder: Path) -> str:

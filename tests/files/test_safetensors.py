@@ -9,8 +9,9 @@ import pytest
 import safetensors.torch
 import torch
 
-from dolmen.convert import safetensors as ours
-from dolmen.convert.safetensors import INDEX, SINGLE, Spec
+from dolmen.files import safetensors as ours
+from dolmen.files.gate import Refused
+from dolmen.files.safetensors import INDEX, SINGLE, Spec
 
 DTYPES = [
     torch.float32,
@@ -115,12 +116,20 @@ ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         (raw({"a": ENTRY | {"dtype": "Q4"}}, b"12345678"), "Q4"),
         (raw({"a": ENTRY | {"shape": [3]}}, b"12345678"), "damaged"),
         (raw({"a": ENTRY, "b": ENTRY}, b"12345678"), "damaged"),
-        (raw(b'{"a": 1, "a": 2}'), "a is given twice"),
+        (raw(b'{"a":' * 200_000), "200,000 brackets"),
+        (raw({"a": ENTRY | {"shape": "4"}}, b"12345678"), "a.shape is '4': it must be a list"),
+        (raw({"a": ENTRY | {"shape": [-1]}}, b"12345678"), r"a.shape\[0\] is -1: it must be an in"),
+        (raw({"a": ENTRY | {"data_offsets": [8]}}, b"12345678"), "1 entries: it must have 2"),
+        (raw({"a": ENTRY | {"data_offsets": [0, 8, 8]}}, b"12345678"), "3 entries: it must have 2"),
+        (raw({"a": ENTRY | {"data_offsets": ["0", "8"]}}, b"12345678"), "is '0': it must be an in"),
+        (raw({"a": ENTRY | {"data_offsets": [0, 10**30]}}, b"12345678"), "it must be an integer"),
+        (raw({"a": {"shape": [2], "data_offsets": [0, 8]}}, b"12345678"), "a has no dtype"),
+        (raw(b'{"a": 1, "a": 2}'), "'a' is given twice"),
     ],
 )
 def test_damaged_files_are_refused(tmp_path, content, match):
     (tmp_path / SINGLE).write_bytes(content)
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(Refused, match=f"^{tmp_path / SINGLE}.*{match}"):
         ours.index(tmp_path)
 
 
@@ -133,8 +142,18 @@ def test_damaged_folders_are_refused(tmp_path):
     with pytest.raises(ValueError, match="pytorch_model.bin.*never loads"):
         ours.index(tmp_path)
     (tmp_path / INDEX).write_text("{}")
-    with pytest.raises(ValueError, match="no index"):
+    with pytest.raises(ValueError, match="it has no weight_map"):
         ours.index(tmp_path)
+
+    for text, match in (
+        ("[" * 200_000, "200,000 brackets open at once"),
+        ('{"weight_map": {"x": 3}}', "weight_map.x is 3: it must be text"),
+        ('{"weight_map": ["x"]}', "weight_map is a list of 1: it must be a mapping"),
+        ('{"weight_map": {"x": "%s"}}' % ("ä" * 255), "names 1 files that are not"),
+    ):
+        (tmp_path / INDEX).write_text(text)
+        with pytest.raises(Refused, match=f"^{tmp_path / INDEX}: .*{match}"):
+            ours.index(tmp_path)
 
     def indexed(**weight_map):
         (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
