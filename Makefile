@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: quickstart test lint clean
+.PHONY: quickstart test test-full clean
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "dolmen needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": make PYTHON=python3.12")'
@@ -17,10 +17,16 @@ BIN := .venv/bin
 quickstart: .venv/installed
 	$(BIN)/dolmen train quickstart --overwrite
 
+# one row per mechanism
 test: .venv/tested
 	$(BIN)/ruff format --check dolmen tests benchmarks
 	$(BIN)/ruff check dolmen tests benchmarks
 	$(BIN)/python -m pytest
+
+# everything: each row of the golden table, more kills, compiled kernels
+test-full: .venv/tested
+	$(BIN)/ruff check dolmen tests benchmarks
+	$(BIN)/python -m pytest --full
 
 clean:
 	rm -rf .venv runs .pytest_cache

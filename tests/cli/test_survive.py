@@ -197,6 +197,7 @@ def test_a_stopped_rank_is_named(material, tmp_path):
 # ---- torchrun
 
 
+@pytest.mark.full
 def test_torchrun_restarts_what_was_killed_and_not_what_was_asked_to_end(material, tmp_path):
     """No --resume is given: the restart knows. After it, SIGTERM to torchrun saves and ends."""
     out = tmp_path / "run"

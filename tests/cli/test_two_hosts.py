@@ -166,7 +166,9 @@ def alone(material, tmp_path_factory):
     return losses(out)
 
 
-@pytest.mark.parametrize("across, kill", [("dp", False), ("pp", True)])
+@pytest.mark.parametrize(
+    "across, kill", [("dp", False), pytest.param("pp", True, marks=pytest.mark.full)]
+)
 def test_tp_inside_a_host_and_another_axis_across(hosts, material, alone, tmp_path, across, kill):
     """`kill`: rank 2, on host-b, with signal 9; both hosts start again, and go on from the newest
     whole checkpoint.
