@@ -1,0 +1,194 @@
+"""The mutation score: how many of a list of one-line faults (benchmarks/mutation/*.yaml) the tests
+see.
+
+    python -m benchmarks.mutants                         all of them; again: what is left of them
+    python -m benchmarks.mutants --only pipeline         those whose file or words have it
+    python -m benchmarks.mutants --sample 10 --fresh     ten drawn by --seed, whatever is known
+
+The tests that any fault names run first, without a fault, and must pass. Then each fault is put
+into a copy of the tree, and the tests that it names run there, up to the first that fails.
+
+    killed       a test failed, or what prepares it did
+    survived     all passed
+    late         time was up; not a kill: a test that hangs says nothing of why
+    broken       the tests could not run: an error in the list of faults, and no kill
+
+Score = killed / all faults that were run, those named as equivalent included, which must survive.
+Results are kept by a digest of fault, code and tests, so that an interrupted run goes on. Exit code
+1 where a test fails without a fault, and for what is broken or wrongly named equivalent.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from benchmarks.mutation import cases, faults
+from benchmarks.mutation.cases import Case
+from benchmarks.mutation.faults import Fault
+
+VERDICTS = {"failed": "killed", "passed": "survived", "late": "late", "broken": "broken"}
+UNMUTATED_LIMIT = 1800  # seconds, of all tests of one file
+
+
+@dataclass
+class Results:
+    """A file of results, one a line; what is there already is not run again."""
+
+    file: Path
+    known: dict[str, Case]
+
+    @staticmethod
+    def open(file: Path, fresh: bool) -> "Results":
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if fresh:
+            file.unlink(missing_ok=True)
+        rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        return Results(file, {row["key"]: Case(**row["case"]) for row in rows})
+
+    def add(self, key: str, case: Case, why: str) -> None:
+        self.known[key] = case
+        with self.file.open("a") as file:
+            file.write(json.dumps({"key": key, "case": asdict(case), "why": why}) + "\n")
+
+
+def chosen(given: argparse.Namespace) -> list[Fault]:
+    """The faults that the command line asks for. Raises ValueError where there are none."""
+    found = [f for f in faults.read() if given.only.lower() in f"{f.file} {f.why}".lower()]
+    if given.sample is not None:
+        order = random.Random(given.seed).sample(range(len(found)), min(given.sample, len(found)))
+        found = [found[i] for i in sorted(order)]
+    if not found:
+        raise ValueError(f"no fault has {given.only!r} in its file or its words: use another --only")
+    return found
+
+
+def carry_out(
+    pool: Executor,
+    work: dict[str, tuple[str, Callable[..., Case], tuple]],
+    results: Results,
+    line: Progress,
+) -> None:
+    """Run what has no result yet; `work` is key -> (words, function, arguments). Tells each."""
+    left = {key: it for key, it in work.items() if key not in results.known}
+    task = line.add_task("", total=len(work), completed=len(work) - len(left))
+    futures = {
+        pool.submit(function, *arguments): key
+        for key, (why, function, arguments) in left.items()
+    }
+    for future in as_completed(futures):
+        key, case = futures[future], future.result()
+        why, function, _ = left[key]
+        results.add(key, case, why)
+        line.update(task, advance=1, description=why)
+        verdict = VERDICTS[case.outcome] if function is cases.attempt else case.outcome
+        line.console.print(f"{verdict:9}{case.seconds:6.1f} s  {why}", highlight=False)
+    line.remove_task(task)
+
+
+def unmutated(found: Sequence[Fault], tree: str) -> dict[str, tuple]:
+    """The work of running all tests that these faults name, a test file at a time."""
+    files: dict[str, set[str]] = {}
+    for test in (test for fault in found for test in fault.tests):
+        files.setdefault(test.split("::")[0], set()).add(test)
+    out = {}
+    for file, tests in sorted(files.items()):
+        nothing = Fault(file, "", "", f"unmutated: {file}", tuple(sorted(tests)))
+        out[nothing.key(tree)] = nothing.why, cases.run, (nothing.tests, UNMUTATED_LIMIT)
+    return out
+
+
+def told(found: Sequence[Fault], ends: Sequence[Case]) -> Table:
+    """What was not killed, and what was that should not be."""
+    table = Table("", "fault", "in", "told", title="not killed")
+    for fault, case in zip(found, ends, strict=True):
+        verdict = VERDICTS[case.outcome]
+        if fault.equivalent is not None:
+            verdict = "equivalent" if verdict == "survived" else f"{verdict}, named equivalent"
+        if verdict != "killed":
+            said = fault.equivalent if verdict == "equivalent" else case.told
+            change = f"{fault.old}  ->  {fault.new}"
+            table.add_row(verdict, fault.why, f"{fault.file}\n{change}", said)
+    return table
+
+
+def score(found: Sequence[Fault], ends: Sequence[Case]) -> str:
+    """The last line: killed of all, and how many of the rest are named as equivalent."""
+    killed = sum(case.outcome == "failed" for case in ends)
+    equivalent = sum(fault.equivalent is not None for fault in found)
+    share = 100 * killed / len(found)
+    return (
+        f"mutation score: {share:.1f} % ({killed} of {len(found)} killed, {equivalent} equivalent)"
+    )
+
+
+def right(fault: Fault, case: Case) -> bool:
+    """Whether the list of faults is as it should be: tests run, an equivalent survives."""
+    return case.outcome != "broken" and (fault.equivalent is None or case.outcome == "passed")
+
+
+def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--only", default="", help="words that a fault's file or its why has")
+    parser.add_argument("--sample", type=int, help="so many, drawn at random")
+    parser.add_argument("--seed", type=int, default=0, help="of --sample")
+    parser.add_argument("--workers", type=int, default=2, help="processes, each with a copy")
+    parser.add_argument("--limit", type=float, default=120, help="seconds of a fault's tests")
+    parser.add_argument("--fresh", action="store_true", help="forget all results")
+    parser.add_argument("--results", type=Path, default=faults.ROOT / "runs" / "mutants.jsonl")
+    return parser.parse_args(words)
+
+
+def pool(workers: int, scratch: Path) -> ProcessPoolExecutor:
+    """Processes that have a copy of the tree each; forking is theirs, so they are spawned."""
+    spawn = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(workers, spawn, cases.prepare, (scratch,))
+
+
+def main() -> int:
+    given, screen = arguments(), Console()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    found, tree, began = chosen(given), faults.tree(), time.monotonic()
+    for fault in found:
+        faults.mutated(fault)  # raises: what does not match is an error, never a kill
+    results = Results.open(given.results, given.fresh)
+    columns = MofNCompleteColumn(), BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
+    with (
+        tempfile.TemporaryDirectory(prefix="mutants_", ignore_cleanup_errors=True) as scratch,
+        pool(given.workers, Path(scratch)) as processes,
+        Progress(*columns, console=screen, transient=True) as line,
+    ):
+        first = unmutated(found, tree)
+        carry_out(processes, first, results, line)
+        if wrong := [results.known[key] for key in first if results.known[key].outcome != "passed"]:
+            screen.print("without a fault, these fail:", *(c.told or c.outcome for c in wrong), sep="\n")
+            return 1
+        work = {f.key(tree): (f.why, cases.attempt, (f, given.limit)) for f in found}
+        carry_out(processes, work, results, line)
+    ends = [results.known[key] for key in work]
+    screen.print(told(found, ends))
+    seconds = [case.seconds for case in ends]
+    screen.print(
+        f"{len(found)} faults, median {statistics.median(seconds):.1f} s, longest "
+        f"{max(seconds):.1f} s, {(time.monotonic() - began) / 60:.1f} min with {given.workers} "
+        f"workers, {sum(case.outcome == 'late' for case in ends)} late"
+    )
+    print(score(found, ends))
+    return 0 if all(map(right, found, ends)) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
