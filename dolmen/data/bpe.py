@@ -1,8 +1,8 @@
 """`--data.tokenizer bpe:N`: a byte-level BPE of N tokens, trained on the training data itself,
 once, and kept in the cache.
 
-Held-out files of .txt and .py are left out of it; of other sources (rows, a single document) all
-text is used.
+Documents that are held out whole are left out of it, and so are those of --data.validation; of a
+document whose end is held out all text is used.
 """
 
 import hashlib
@@ -12,10 +12,12 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from dolmen.data.config import DataConfig
-from dolmen.data.corpus import lock
-from dolmen.data.quickstart_corpus import split_files
-from dolmen.data.sources import WHOLE_FILE, Source, pieces
+from dolmen.data.corpus import DOCUMENT, Column, lock
+from dolmen.data.heldout import TextHash, choose, union
+from dolmen.data.sources import Source, pieces, resolve
 from dolmen.data.tokenizer import train_bpe
 
 PREFIX = "bpe:"
@@ -48,7 +50,7 @@ def tokenizer_folder(
         (str(f), f.stat().st_size, f.stat().st_mtime_ns) for source in sources for f in source.files
     ]
     recipe = [
-        "bpe 1",
+        "bpe 2",
         size,
         config.validation,
         config.validation_fraction,
@@ -79,15 +81,27 @@ def _train(
 
 
 def _texts(config: DataConfig, sources: Sequence[Source]) -> Iterator[str]:
-    for source in sources:
-        if (
-            config.validation is None
-            and len(source.files) > 1
-            and all(f.suffix in WHOLE_FILE for f in source.files)
-        ):
-            files = [f for f in source.files if f.stat().st_size]
-            for file in split_files(files, config.validation_fraction)[0]:
-                yield file.read_text(encoding="utf-8")
-        else:
-            for piece in pieces(source, config.text_field):
+    """The text that is trained on, in pieces; a first pass finds what is held out."""
+    tables = [_table(source, config.text_field) for source in sources]
+    if config.validation is None:
+        held = choose(tables, config.validation_fraction).whole
+    else:
+        (judge,) = resolve([config.validation], "--data.validation")
+        held = union([_table(judge, config.text_field)["words"]])
+    for source, table in zip(sources, tables, strict=True):
+        out, document = np.isin(table["words"], held), 0
+        for piece in pieces(source, config.text_field):
+            if not out[document]:
                 yield piece.text
+            document += piece.last
+
+
+def _table(source: Source, text_field: str) -> np.ndarray:
+    """DOCUMENT [documents] of the source; the files are not told."""
+    documents, text = Column(DOCUMENT), TextHash()
+    for piece in pieces(source, text_field):
+        text.update(piece.text.encode())
+        if piece.last:
+            documents.append((text.size, text.exact, text.words, -1))
+            text = TextHash()
+    return documents.array()

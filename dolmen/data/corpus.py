@@ -5,8 +5,10 @@ changes.
         tokens.bin      every document's tokens and its end-of-text token, little-endian uint16, or
                         uint32 if the tokenizer has more than 65,536 tokens
         offsets.npy     int64 [documents + 1]: document i is tokens[offsets[i]:offsets[i + 1]]
-        documents.npy   per document: bytes of text, hash of its text, index of its file (-1: a row
-                        of a data set)
+        documents.npy   per document: bytes of text, hash of its text, hash of its text without
+                        white space, index of its file (-1: a row of a data set)
+        seams.npy       per piece of a document that was tokenised in several: index of the
+                        document, tokens and bytes of the document up to the end of the piece
         index.json      what it was built from, the counts, and the size of each file above
 
 `key` hashes what decides the tokens: each file's path, size and time of modification, the text
@@ -32,16 +34,18 @@ from pathlib import Path
 import numpy as np
 
 from dolmen.data import tokenizer as tokenizers
+from dolmen.data.heldout import TextHash
 from dolmen.data.progress import bar, say
 from dolmen.data.sources import PIECE, WHOLE_FILE, Piece, Source, load_hub, pieces
 
-FORMAT = 1
-DOCUMENT = np.dtype([("bytes", "<i8"), ("hash", "<u8"), ("file", "<i4")])
+FORMAT = 2
+DOCUMENT = np.dtype([("bytes", "<i8"), ("hash", "<u8"), ("words", "<u8"), ("file", "<i4")])
+SEAM = np.dtype([("document", "<i8"), ("tokens", "<i8"), ("bytes", "<i8")])
 
 
 class Corpus:
     """A built folder. Its arrays are memory-mapped; `documents` has DOCUMENT's fields; `content`
-    hashes the text.
+    hashes the text; `different_count` counts copies once.
     """
 
     def __init__(self, folder: Path, name: str):
@@ -53,8 +57,10 @@ class Corpus:
         )
         self.offsets = np.load(folder / "offsets.npy", mmap_mode="r")
         self.documents = np.load(folder / "documents.npy", mmap_mode="r")
+        self.seams = np.load(folder / "seams.npy")
         self.token_count, self.document_count = index["tokens"], index["documents"]
         self.byte_count, self.content = index["bytes"], index["content"]
+        self.different_count = index["different"]
 
     def doc(self, index: int) -> np.ndarray:
         """Tokens of a document, its end-of-text token included."""
@@ -160,8 +166,9 @@ def build(
         f"{workers} threads"
     )
     with bar(title, None if source.hubs else sum(sizes), progress) as reach:
-        columns = write_tokens(source, tokenizer, origin, folder, workers, reach, option)
-    ends, text_bytes, hashes, files = (np.frombuffer(column, column.typecode) for column in columns)
+        ends, documents, seams = write_tokens(
+            source, tokenizer, origin, folder, workers, reach, option
+        )
     if not len(ends):
         raise ValueError(
             f"{option} {source.name}: no text in {len(sizes):,} files and {len(source.hubs)} "
@@ -171,16 +178,16 @@ def build(
         raise ValueError(
             f"{option} {source.name}: a file changed while it was tokenised; start again"
         )
-    documents = np.zeros(len(ends), DOCUMENT)
-    documents["bytes"], documents["hash"], documents["file"] = text_bytes, hashes, files
     np.save(folder / "offsets.npy", np.concatenate([[0], ends]).astype("<i8"))
     np.save(folder / "documents.npy", documents)
-    content = hashlib.blake2b(hashes.tobytes(), digest_size=8).hexdigest()
+    np.save(folder / "seams.npy", seams)
+    content = hashlib.blake2b(documents["hash"].tobytes(), digest_size=8).hexdigest()
     index = {
         **origin,
         "tokens": int(ends[-1]),
         "documents": len(ends),
-        "bytes": int(text_bytes.sum()),
+        "different": len(np.unique(documents["words"])),
+        "bytes": int(documents["bytes"].sum()),
         "content": content,
         "sizes": {file.name: file.stat().st_size for file in sorted(folder.iterdir())},
     }
@@ -201,43 +208,52 @@ def write_tokens(
     workers: int,
     reach: Callable[[int], None],
     option: str,
-) -> tuple[array, ...]:
-    """Writes tokens.bin; returns each document's end, bytes, hash and file. `reach` is told how
-    much has been read.
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Writes tokens.bin; returns each document's end [documents], DOCUMENT [documents] and SEAM
+    [pieces]. `reach` is told how much has been read.
     """
-    ends, text_bytes, hashes, files = array("q"), array("q"), array("Q"), array("i")
+    ends, documents, seams = array("q"), Column(DOCUMENT), Column(SEAM)
     before = np.cumsum([0] + [size for _, size, _ in origin["files"]])
     mark = np.array([origin["end_of_text"]], origin["dtype"])
-    position = size = read = current = 0
-    digest = hashlib.blake2b(digest_size=8)
+    position = start = read = current = 0
+    text = TextHash()
     with open(folder / "tokens.bin", "wb") as out:
         for piece, ids in encoded(
             pieces(source, origin["text_field"], option), tokenizers.encoder(tokenizer), workers
         ):
-            text = piece.text.encode()
-            digest.update(text)
+            text.update(added := piece.text.encode())
             out.write(ids)
-            size, position = size + len(text), position + len(ids)
-            read, current = (read if piece.source == current else 0) + len(text), piece.source
+            position += len(ids)
+            read, current = (read if piece.source == current else 0) + len(added), piece.source
             reach(
                 int(min(before[current] + read, before[current + 1]))
                 if current < len(source.files)
-                else size
+                else text.size
             )
+            if not piece.last or text.pieces > 1:
+                seams.append((len(ends), position - start, text.size))
             if not piece.last:
                 continue
             out.write(mark)
             position += 1
             whole = current < len(source.files) and source.files[current].suffix in WHOLE_FILE
-            for column, value in (
-                (ends, position),
-                (text_bytes, size),
-                (files, current if whole else -1),
-                (hashes, int.from_bytes(digest.digest(), "little")),
-            ):
-                column.append(value)
-            size, digest = 0, hashlib.blake2b(digest_size=8)
-    return ends, text_bytes, hashes, files
+            documents.append((text.size, text.exact, text.words, current if whole else -1))
+            ends.append(position)
+            text, start = TextHash(), position
+    return np.frombuffer(ends, np.int64), documents.array(), seams.array()
+
+
+class Column:
+    """Records of `dtype`, appended one by one without an object for each."""
+
+    def __init__(self, dtype: np.dtype):
+        self.dtype, self.bytes = dtype, bytearray()
+
+    def append(self, record: tuple[int, ...]) -> None:
+        self.bytes += np.array(record, self.dtype).tobytes()
+
+    def array(self) -> np.ndarray:
+        return np.frombuffer(self.bytes, self.dtype)
 
 
 def encoded(

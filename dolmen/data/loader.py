@@ -1,28 +1,33 @@
 """Batches as a function of (seed, step): resuming is a number, and no split over ranks changes what
 is trained on.
 
-`prepare` is the whole road from a DataConfig to a Loader, `check` its cheap first part: what can be
-refused is refused there, before anything is written.
+`prepare` is the whole road from a DataConfig to a Loader; its cheap first part is `inputs.check`.
 """
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
-from functools import cached_property
 from itertools import count
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from dolmen.data import tokenizer as tokenizers
 from dolmen.data.batch import IGNORED, Batch
-from dolmen.data.bpe import tokenizer_folder
 from dolmen.data.config import DataConfig
 from dolmen.data.corpus import Corpus, open_corpus
+from dolmen.data.division import (
+    Division,
+    HeldOut,
+    check_length,
+    everything,
+    hold_out,
+    without,
+)
+from dolmen.data.inputs import check
 from dolmen.data.mixture import Mixture, Part
-from dolmen.data.sources import WHOLE_FILE, Source, pieces, resolve
-from dolmen.data.stream import HeldOut, TokenStream, everything, split
+from dolmen.data.sources import Source
+from dolmen.data.stream import TokenStream
 
 
 class Loader:
@@ -132,19 +137,13 @@ class Loader:
         """
         return 0 if self.validation is None else len(self.validation)
 
-    @cached_property
+    @property
     def validation_bytes(self) -> int:
-        """Bytes of held-out text (exact for whole documents, to 2 bytes for an end that begins
-        inside a character).
+        """Bytes of held-out text, exactly.
 
         Bits per byte = sum of the validation losses in nats / ln 2 / validation_bytes.
         """
-        texts = [
-            self.tokenizer.decode(tail.read(0, len(tail) - 1), clean_up_tokenization_spaces=False)
-            for held in self.held_out
-            for tail in held.tails
-        ]
-        return sum(held.size for held in self.held_out) + sum(len(text.encode()) for text in texts)
+        return sum(held.size for held in self.held_out)
 
     @property
     def validation_files(self) -> tuple[Path, ...]:
@@ -172,80 +171,6 @@ def changes(before: dict[str, str], after: dict[str, str]) -> list[str]:
     ]
 
 
-class Inputs(NamedTuple):
-    """What `check` has found in order."""
-
-    sources: tuple[Source, ...]
-    validation: Source | None
-    tokenizer: object
-    end_of_text: int
-
-
-def check(
-    config: DataConfig,
-    tokenizer: str | None,
-    vocab_size: int | None,
-    sequence_length: int,
-    progress: bool = True,
-) -> Inputs:
-    """Refuses, with the numbers and the knob, what can be refused without reading all data; writes
-    nothing but the tokenizer of `bpe:N`, into the cache.
-
-    Missing, empty or unreadable data, a missing field in the first rows, too little text for one
-    window, no tokenizer or end-of-text token, a tokenizer larger than `vocab_size` (None: no model
-    yet). `tokenizer`: used if the config has none.
-    """
-    sources = resolve(config.path)
-    validation = None
-    if config.validation is not None:
-        (validation,) = resolve([config.validation], "--data.validation")
-        both = {file for source in sources for file in source.files} & set(validation.files)
-        if both:
-            raise ValueError(
-                f"{len(both)} files are in both --data.path and --data.validation (first "
-                f"{min(both)}): validation would judge what was learned by heart"
-            )
-    elif not 0 <= config.validation_fraction <= 0.5:
-        raise ValueError(
-            f"--data.validation-fraction is {config.validation_fraction}: use 0 (no validation) "
-            f"to 0.5"
-        )
-    for source, option in [(source, "--data.path") for source in sources] + [
-        (validation, "--data.validation")
-    ]:
-        if source is not None and not source.hubs:
-            look_at(
-                source,
-                config.text_field,
-                1 if source is validation else sequence_length + 1,
-                option,
-            )
-    loaded = tokenizers.load_tokenizer(
-        tokenizer_folder(config, sources, vocab_size, progress) or tokenizer
-    )
-    if vocab_size is not None:
-        tokenizers.check_vocabulary(loaded, vocab_size)
-    return Inputs(
-        sources, validation, loaded, tokenizers.end_of_text_id(loaded, config.end_of_text)
-    )
-
-
-def look_at(source: Source, text_field: str, least: int, option: str) -> None:
-    """Reads the first document. A token has a byte or is an end of text, so sizes alone refuse very
-    short text.
-    """
-    if next(pieces(source, text_field, option), None) is None:
-        raise ValueError(f"{option} {source.name}: no text in {len(source.files)} files")
-    sizes = [file.stat().st_size for file in source.files if file.suffix in WHOLE_FILE]
-    most = sum(sizes) + sum(size > 0 for size in sizes)
-    if len(sizes) == len(source.files) and most < least:
-        raise ValueError(
-            f"{option} {source.name}: {sum(sizes):,} bytes of text give at most {most:,} tokens, "
-            f"fewer than one window of sequence_length + 1 ({least:,}): use a smaller "
-            "--train.sequence-length, or more data"
-        )
-
-
 def prepare(
     config: DataConfig,
     tokenizer: str | None,
@@ -270,16 +195,20 @@ def prepare(
             option,
         )
 
-    parts, held, corpora = [], [], []
+    corpora = [corpus(source, "--data.path") for source in inputs.sources]
     fraction = config.validation_fraction if inputs.validation is None else 0
-    for source in inputs.sources:
-        corpora.append(corpus(source, "--data.path"))
-        stream, out = split(corpora[-1], fraction)
-        parts.append(Part(source.name, source.weight or Fraction(1), stream, corpora[-1].offsets))
-        held += [out] if out else []
     if inputs.validation is not None:
         judge = corpus(inputs.validation, "--data.validation")
-        held.append(everything(judge, np.ones(judge.document_count, bool)))
+        divisions, held = without(corpora, judge), [everything(judge, range(judge.document_count))]
+    else:
+        divisions = hold_out(corpora, inputs.sources, fraction, inputs.tokenizer, config.text_field)
+        held = [division.held for division in divisions if division.held]
+    parts = [
+        Part(source.name, source.weight or Fraction(1), division.training, corpus.offsets)
+        for source, division, corpus in zip(inputs.sources, divisions, corpora, strict=True)
+    ]
+    for division, corpus in zip(divisions, corpora, strict=True):
+        check_length(division, corpus, sequence_length)
     mixture = Mixture(parts, sequence_length, seed)
     identity = {
         **{
@@ -288,7 +217,7 @@ def prepare(
         },
         "validation": content(judge)
         if inputs.validation
-        else f"{fraction:g} of the documents held out",
+        else f"{fraction:g} of the documents held out, copies together",
         "tokenizer": tokenizers.fingerprint(inputs.tokenizer),
         "end of text": str(inputs.end_of_text),
         "sequence_length": str(sequence_length),
@@ -302,7 +231,7 @@ def prepare(
         global_batch_size,
         inputs.tokenizer,
         inputs.end_of_text,
-        describe(mixture, corpora, held),
+        describe(mixture, corpora, held, divisions),
         identity,
         config.document_mask,
     )
@@ -314,16 +243,21 @@ def content(corpus: Corpus) -> str:
     )
 
 
-def describe(mixture: Mixture, corpora: list[Corpus], held: list[HeldOut]) -> list[str]:
+def describe(
+    mixture: Mixture, corpora: list[Corpus], held: list[HeldOut], divisions: list[Division]
+) -> list[str]:
     lines = []
     for part, weight, size, corpus in zip(
         mixture.parts, mixture.weights, mixture.sizes, corpora, strict=True
     ):
+        copies = corpus.document_count - corpus.different_count
+        told = f", {copies:,} copies of others" if copies else ""
         share = f"{weight / sum(mixture.weights):.1%} of the batches: " if len(corpora) > 1 else ""
         lines.append(
             f"{share}{part.name}: {len(part.stream):,} tokens to train on of "
             f"{corpus.token_count:,} in {corpus.document_count:,} documents ({corpus.byte_count:,} "
-            f"bytes), {size:,} windows of {mixture.sequence_length:,} an epoch"
+            f"bytes{told}), {size:,} windows of {mixture.sequence_length:,} an epoch"
         )
     none = "validation: none (--data.validation-fraction is 0)"
+    lines += [note for division in divisions for note in division.notes]
     return lines + ([f"validation: {out.note}" for out in held] or [none])

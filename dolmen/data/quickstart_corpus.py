@@ -1,7 +1,7 @@
 """A corpus that is on every machine: the source of Python's standard library, without its tests.
 
-A file is a document, and a hash of its text decides whether it is held out, so a model's bits per
-byte on the held-out files can be set beside what `gzip -9` and `xz -9` need for the same files.
+A file is a document and is held out whole, so a model's bits per byte on the held-out files can be
+set beside what `gzip -9` and `xz -9` need for the same files.
 """
 
 import gzip
@@ -9,10 +9,6 @@ import lzma
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
-
-import numpy as np
-
-from dolmen.data.split import held_out, text_hash
 
 STANDARD_LIBRARY = "python-standard-library"  # as an entry of --data.path
 
@@ -33,19 +29,6 @@ def standard_library_files() -> list[Path]:
             for part in file.relative_to(root).parts
         )
     )
-
-
-def split_files(files: Sequence[Path], fraction: float) -> tuple[list[Path], list[Path]]:
-    """(training, held-out) files: the split that `Loader` makes of the same non-empty .txt and .py
-    files.
-    """
-    texts = [file.read_bytes() for file in files]
-    hashes = np.array([text_hash(text) for text in texts], np.uint64)
-    sizes = np.array([len(text) for text in texts])
-    held = held_out(hashes, sizes, fraction)
-    return [file for file, out in zip(files, held, strict=True) if not out], [
-        file for file, out in zip(files, held, strict=True) if out
-    ]
 
 
 def gzip_xz_bits(files: Sequence[Path]) -> tuple[float, float]:

@@ -7,13 +7,8 @@ held-out stream  |doc 2|                                one range
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
-
-from dolmen.data.corpus import Corpus
-from dolmen.data.split import held_out
 
 
 class TokenStream:
@@ -24,7 +19,7 @@ class TokenStream:
     def __init__(
         self, memory: Sequence[np.ndarray], which: np.ndarray, starts: np.ndarray, stops: np.ndarray
     ):
-        """Range r is `memory[which[r]][starts[r]:stops[r]]`."""
+        """Range r is `memory[which[r]][starts[r]:stops[r]]`; empty ranges are not allowed."""
         self.memory = memory
         self.which = which
         self.starts = starts
@@ -32,7 +27,15 @@ class TokenStream:
 
     @classmethod
     def of(cls, tokens: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> "TokenStream":
-        return cls([tokens], np.zeros(len(starts), np.int64), np.asarray(starts), np.asarray(stops))
+        """Ranges of one array. Neighbours become one range, so a stream without 3 % of the
+        documents has 3 % as many ranges.
+        """
+        starts, stops = np.asarray(starts, np.int64), np.asarray(stops, np.int64)
+        starts, stops = starts[stops > starts], stops[stops > starts]
+        apart = starts[1:] != stops[:-1]
+        starts = starts[np.append(True, apart)[: len(starts)]]
+        stops = stops[np.append(apart, True)[-len(stops) :]] if len(stops) else stops
+        return cls([tokens], np.zeros(len(starts), np.int64), starts, stops)
 
     @classmethod
     def join(cls, streams: Sequence["TokenStream"]) -> "TokenStream":
@@ -66,71 +69,3 @@ class TokenStream:
             if run == len(self.ends):
                 run = position = 0
         return out
-
-
-@dataclass(frozen=True)
-class HeldOut:
-    """What validation reads. `size`: bytes of text of whole documents; `tails`: ends of documents,
-    bytes unknown.
-    """
-
-    stream: TokenStream
-    documents: int
-    size: int
-    files: tuple[Path, ...]
-    tails: tuple[TokenStream, ...]
-    note: str
-
-
-def split(corpus: Corpus, fraction: float) -> tuple[TokenStream, HeldOut | None]:
-    """(training stream, held-out documents or None if `fraction` is 0). If no document is small
-    enough to be held out whole, the last `fraction` of the tokens of the longest one is held out
-    instead.
-    """
-    if not 0 <= fraction <= 0.5:
-        raise ValueError(f"--data.validation-fraction is {fraction}: use 0 (no validation) to 0.5")
-    held = held_out(corpus.documents["hash"], corpus.documents["bytes"], fraction)
-    if held.any() or not fraction:
-        return documents_stream(corpus, ~held), (
-            everything(corpus, held, ", chosen by a hash of their text") if fraction else None
-        )
-    longest = int(np.argmax(np.diff(corpus.offsets)))
-    stop = int(corpus.offsets[longest + 1])
-    cut = stop - max(2, round(fraction * len(corpus.doc(longest))))
-    tail = TokenStream.of(corpus.tokens, [cut], [stop])
-    training = TokenStream.of(
-        corpus.tokens, np.array([0, stop]), np.array([cut, corpus.token_count])
-    )
-    name = corpus.file(longest) or corpus.name
-    note = (
-        f"the last {stop - cut:,} tokens ({fraction:.1%}) of {name}, as no document is small "
-        "enough to be held out whole"
-    )
-    return training, HeldOut(tail, 1, 0, (), (tail,), note)
-
-
-def everything(corpus: Corpus, mask: np.ndarray, how: str = "") -> HeldOut:
-    """The documents in `mask` as held-out ones; `how` says why. `files` is empty unless each is a
-    whole file.
-    """
-    stream, chosen = documents_stream(corpus, mask), np.flatnonzero(mask)
-    files = tuple(file for index in chosen if (file := corpus.file(index)) is not None)
-    note = (
-        f"{len(chosen):,} of {len(mask):,} documents of {corpus.name}, {len(stream):,} tokens{how}"
-    )
-    return HeldOut(
-        stream,
-        len(chosen),
-        int(corpus.documents["bytes"][mask].sum()),
-        files if len(files) == len(chosen) else (),
-        (),
-        note,
-    )
-
-
-def documents_stream(corpus: Corpus, mask: np.ndarray) -> TokenStream:
-    """The documents in `mask`; neighbours become one range, so a stream without 3 % of them has 3 %
-    as many ranges.
-    """
-    edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0))
-    return TokenStream.of(corpus.tokens, corpus.offsets[edges[::2]], corpus.offsets[edges[1::2]])

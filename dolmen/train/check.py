@@ -14,7 +14,7 @@ from dolmen.checkpoint.store import Checkpoints
 from dolmen.convert import hf
 from dolmen.core.config import differences, to_dict
 from dolmen.core.mesh import SINGLE
-from dolmen.data import loader
+from dolmen.data import inputs
 from dolmen.families import on_disk, to_hf
 from dolmen.train.config import RunConfig
 
@@ -57,7 +57,7 @@ def check(run: RunConfig, processes: int | None) -> RunConfig:
         )
     if run.init is not None:
         hf.check(hf.resolve(run.init), run.model)
-    loader.check(run.data, run.init, run.model.vocab_size, run.sequence_length)
+    inputs.check(run.data, run.init, run.model.vocab_size, run.sequence_length)
     return run
 
 

@@ -12,8 +12,7 @@ import pytest
 from dolmen.data import corpus as corpora
 from dolmen.data.corpus import open_corpus
 from dolmen.data.sources import resolve
-from dolmen.data.split import held_out
-from dolmen.data.stream import TokenStream, documents_stream, everything, split
+from dolmen.data.stream import TokenStream
 
 
 @pytest.fixture
@@ -114,66 +113,15 @@ def test_several_at_once_build_once(documents, built):
     assert len(found) == 4 and len(set(found)) == 1 and len(builds) == 1
 
 
-def test_held_out_rule():
-    hashes = np.arange(1000, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    sizes = np.full(1000, 10)
-    chosen = held_out(hashes, sizes, 0.05)
-    assert 30 <= chosen.sum() <= 70
-    order = np.random.default_rng(0).permutation(1000)
-    assert np.array_equal(held_out(hashes[order], sizes, 0.05), chosen[order]), (
-        "the order of files does not matter"
-    )
-    assert np.array_equal(held_out(hashes[:700], sizes[:700], 0.05), chosen[:700]), (
-        "nor do additions"
-    )
-    assert not held_out(hashes, sizes, 0).any()
-    assert held_out(hashes, sizes, 1e-9).sum() == 1, "at least one"
-    few = held_out(
-        np.array([5, 1, 9, 5], np.uint64) << np.uint64(50), np.array([10, 90, 10, 10]), 1e-9
-    )
-    assert few.tolist() == [True, False, False, True], (
-        "not the largest; and every copy of the chosen text"
-    )
-    assert not held_out(np.array([5], np.uint64), np.array([10]), 0.05).any()
-
-
-def test_split_by_documents(documents, built):
-    corpus = built[0](documents)
-    training, held = split(corpus, 0.1)
-    assert 0 < held.documents < 20 and len(training) + len(held.stream) == corpus.token_count
-    chosen = [corpus.files.index(file) for file in held.files]
-    assert (
-        held.size == sum(file.stat().st_size for file in held.files)
-        and len(chosen) == held.documents
-    )
-    both = [
-        np.concatenate([corpus.doc(i) for i in range(40) if (i in chosen) == side])
-        for side in (False, True)
-    ]
-    assert np.array_equal(training.read(0, len(training)), both[0])
-    assert np.array_equal(held.stream.read(0, len(held.stream)), both[1])
-    assert split(corpus, 0)[1] is None
-    with pytest.raises(ValueError, match="--data.validation-fraction is 0.9"):
-        split(corpus, 0.9)
-
-
-def test_one_document_holds_out_its_end(documents, built):
-    corpus = built[0](documents / "39.txt")
-    training, held = split(corpus, 0.1)
-    tokens = np.array(corpus.tokens)
-    sides = training.read(0, len(training)), held.stream.read(0, len(held.stream))
-    assert np.array_equal(np.concatenate(sides), tokens)
-    assert (
-        len(held.stream) == round(0.1 * len(tokens)) and "39.txt" in held.note and held.files == ()
-    )
-
-
 def test_stream_reads_like_one_array(documents, built):
     corpus = built[0](documents)
-    odd = documents_stream(corpus, np.arange(40) % 3 > 0)
+    odd, seven = (
+        TokenStream.of(corpus.tokens, corpus.offsets[:-1][mask], corpus.offsets[1:][mask])
+        for mask in (np.arange(40) % 3 > 0, np.arange(40) == 7)
+    )
     plain = np.concatenate([corpus.doc(i) for i in range(40) if i % 3])
     other = TokenStream.of(np.arange(1000, 2000), np.array([5, 100]), np.array([10, 900]))
-    joined = TokenStream.join([odd, other, everything(corpus, np.arange(40) == 7).stream])
+    joined = TokenStream.join([odd, other, seven])
     expected = np.concatenate([plain, np.arange(1005, 1010), np.arange(1100, 1900), corpus.doc(7)])
     assert len(odd.starts) == 13 and len(joined) == len(expected)
     for start in (0, 1, len(plain) - 2, len(plain), len(expected) - 5, -1):

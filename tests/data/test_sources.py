@@ -2,7 +2,6 @@
 and line.
 """
 
-import json
 from fractions import Fraction
 
 import datasets
@@ -13,7 +12,6 @@ import pytest
 from dolmen.data.quickstart_corpus import (
     STANDARD_LIBRARY,
     gzip_xz_bits,
-    split_files,
     standard_library_files,
 )
 from dolmen.data.sources import PIECE, cut, is_hub_id, pieces, resolve
@@ -202,13 +200,7 @@ def test_standard_library():
     assert resolve([STANDARD_LIBRARY])[0].files == tuple(files)
 
 
-def test_held_out_files_and_what_compresses_them(tmp_path):
-    files = [tmp_path / f"{number}.py" for number in range(30)]
-    for number, file in enumerate(files):
-        file.write_text(json.dumps([number] * 50))
-    training, held = split_files(files, 0.1)
-    assert sorted(training + held) == sorted(files) and 0 < len(held) < 15
-    assert split_files(files[::-1], 0.1)[1] == held[::-1]
+def test_what_compresses_the_held_out_files(tmp_path):
     (tmp_path / "a").write_bytes(b"a" * 10_000)
     (tmp_path / "b").write_bytes(bytes(range(256)) * 4)
     small, large = gzip_xz_bits([tmp_path / "a"])[0], gzip_xz_bits([tmp_path / "b"])[0]

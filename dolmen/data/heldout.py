@@ -1,0 +1,91 @@
+"""Which text is held out for validation: decided by content, once for all sources, so that a
+document is held out in every source or in none.
+
+    words    hash of a text without its white space: two documents with the same words are copies,
+             whatever their line ends, indentation or last newline. Near duplicates are not found.
+    exact    hash of the bytes
+
+A document is held out when its exact hash falls below the fraction, and its copies with it. So
+neither seed, tokenizer, file order nor later additions move a document from one side to the other.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+
+WHITE_SPACE = b" \t\n\r\v\f"
+
+
+class TextHash:
+    """`exact`, `words` (64 bits each, the same on every machine) and `size` in bytes of a document
+    that comes in `pieces`.
+    """
+
+    def __init__(self):
+        self._exact, self._words = hashlib.blake2b(digest_size=8), xxhash.xxh3_64()
+        self.size = self.pieces = 0
+
+    def update(self, text: bytes) -> None:
+        self._exact.update(text)
+        self._words.update(text.translate(None, WHITE_SPACE))
+        self.size, self.pieces = self.size + len(text), self.pieces + 1
+
+    @property
+    def exact(self) -> int:
+        return int.from_bytes(self._exact.digest(), "little")
+
+    @property
+    def words(self) -> int:
+        return self._words.intdigest()
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is held out. `whole`: words of the documents that are held out whole, uint64, sorted.
+    `cut`: {exact: words} of documents whose end is held out.
+    """
+
+    whole: np.ndarray
+    cut: dict[int, int]
+
+
+def choose(tables: Sequence[np.ndarray], fraction: float) -> Choice:
+    """From each source's documents, a table with the fields `bytes`, `hash` and `words`.
+
+    A document with more than a quarter of the bytes of a source, copies counted once, is never held
+    out whole, in no source. A source in which chance picks none gives the one of the others with
+    the smallest hash; a source that has no others (one document, or a few large ones) gives the
+    end of its longest.
+    """
+    if not fraction:
+        return Choice(np.zeros(0, np.uint64), {})
+    large = union([large_words(table) for table in tables])
+    others = [table[~np.isin(table["words"], large)] for table in tables]
+    limit = np.uint64(int(fraction * 2**64))
+    chance = union([other["words"][other["hash"] < limit] for other in others])
+    chosen, cut = [chance], {}
+    for table, other in zip(tables, others, strict=True):
+        if np.isin(other["words"], chance).any():
+            continue
+        if len(other):
+            chosen.append(other["words"][[np.argmin(other["hash"])]])
+        else:
+            longest = table[table["bytes"] == table["bytes"].max()]
+            record = longest[np.argmin(longest["hash"])]
+            cut[int(record["hash"])] = int(record["words"])
+    return Choice(union(chosen), cut)
+
+
+def large_words(table: np.ndarray) -> np.ndarray:
+    """Words of the documents with more than a quarter of the bytes, copies counted once."""
+    words, first = np.unique(table["words"], return_index=True)
+    sizes = table["bytes"][first]
+    return words[sizes * 4 > sizes.sum()]
+
+
+def union(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """The different values of all, sorted."""
+    return np.unique(np.concatenate([*parts, np.zeros(0, np.uint64)]))

@@ -1,0 +1,78 @@
+"""What the options of the data name, looked at before anything is written: what can be refused
+without reading all text is refused here.
+"""
+
+from typing import NamedTuple
+
+from dolmen.data import tokenizer as tokenizers
+from dolmen.data.bpe import tokenizer_folder
+from dolmen.data.config import DataConfig
+from dolmen.data.sources import WHOLE_FILE, Source, pieces, resolve
+
+
+class Inputs(NamedTuple):
+    """What `check` has found in order."""
+
+    sources: tuple[Source, ...]
+    validation: Source | None
+    tokenizer: object
+    end_of_text: int
+
+
+def check(
+    config: DataConfig,
+    tokenizer: str | None,
+    vocab_size: int | None,
+    sequence_length: int,
+    progress: bool = True,
+) -> Inputs:
+    """Refuses, with the numbers and the knob, what can be refused without reading all data; writes
+    nothing but the tokenizer of `bpe:N`, into the cache.
+
+    Missing, empty or unreadable data, a missing field in the first rows, too little text for one
+    window, no tokenizer or end-of-text token, a tokenizer larger than `vocab_size` (None: no model
+    yet). `tokenizer`: used if the config has none.
+    """
+    sources = resolve(config.path)
+    validation = None
+    if config.validation is not None:
+        (validation,) = resolve([config.validation], "--data.validation")
+    elif not 0 <= config.validation_fraction <= 0.5:
+        raise ValueError(
+            f"--data.validation-fraction is {config.validation_fraction}: use 0 (no validation) "
+            f"to 0.5"
+        )
+    for source, option in [(source, "--data.path") for source in sources] + [
+        (validation, "--data.validation")
+    ]:
+        if source is not None and not source.hubs:
+            look_at(
+                source,
+                config.text_field,
+                1 if source is validation else sequence_length + 1,
+                option,
+            )
+    loaded = tokenizers.load_tokenizer(
+        tokenizer_folder(config, sources, vocab_size, progress) or tokenizer
+    )
+    if vocab_size is not None:
+        tokenizers.check_vocabulary(loaded, vocab_size)
+    return Inputs(
+        sources, validation, loaded, tokenizers.end_of_text_id(loaded, config.end_of_text)
+    )
+
+
+def look_at(source: Source, text_field: str, least: int, option: str) -> None:
+    """Reads the first document. A token has a byte or is an end of text, so sizes alone refuse very
+    short text.
+    """
+    if next(pieces(source, text_field, option), None) is None:
+        raise ValueError(f"{option} {source.name}: no text in {len(source.files)} files")
+    sizes = [file.stat().st_size for file in source.files if file.suffix in WHOLE_FILE]
+    most = sum(sizes) + sum(size > 0 for size in sizes)
+    if len(sizes) == len(source.files) and most < least:
+        raise ValueError(
+            f"{option} {source.name}: {sum(sizes):,} bytes of text give at most {most:,} tokens, "
+            f"fewer than one window of sequence_length + 1 ({least:,}): use a smaller "
+            "--train.sequence-length, or more data"
+        )

@@ -1,0 +1,246 @@
+"""What is held out is not trained on: by content, over all sources, with exact counts."""
+
+import json
+import os
+import random
+import shutil
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
+
+from dolmen.data import ending as endings
+from dolmen.data.corpus import DOCUMENT
+from dolmen.data.ending import cuts
+from dolmen.data.heldout import TextHash, choose
+from dolmen.data.tokenizer import train_bpe
+
+WORDS = (
+    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi".split()
+)
+
+
+def prose(seed, words):
+    """Text of `words` words that no other seed gives."""
+    draw = random.Random(seed)
+    return "".join(
+        f"{draw.choice(WORDS)}{draw.randrange(1000)}" + (" ", "\n")[i % 9 == 8]
+        for i in range(words)
+    )
+
+
+def rows(path, *texts):
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def sides(loader):
+    """(training text of each source, held-out text)."""
+    read = lambda stream: loader.tokenizer.decode(
+        stream.read(0, len(stream)) if len(stream) else []
+    )
+    return [read(part.stream) for part in loader.mixture.parts], read(loader.validation)
+
+
+def table(texts):
+    found = np.zeros(len(texts), DOCUMENT)
+    for record, text in zip(found, texts, strict=True):
+        hashed = TextHash()
+        hashed.update(text.encode())
+        record["bytes"], record["hash"], record["words"] = hashed.size, hashed.exact, hashed.words
+    return found
+
+
+def test_the_rule():
+    texts = [prose(i, 20) for i in range(1000)]
+    chosen = choose([table(texts)], 0.05)
+    assert 30 <= len(chosen.whole) <= 70 and not chosen.cut
+    again = choose([table(texts[::-1])], 0.05).whole
+    assert np.array_equal(again, chosen.whole), "the order of files does not matter"
+    fewer = choose([table(texts[:700])], 0.05).whole
+    assert set(fewer) == set(chosen.whole) & set(table(texts[:700])["words"]), "nor do additions"
+    assert len(choose([table(texts)], 0).whole) == 0
+    assert len(choose([table(texts)], 1e-9).whole) == 1, "at least one"
+
+
+def test_the_fraction_is_the_one_asked_for():
+    """Of 40,000 documents in three sources that share some: within four standard deviations."""
+    found = np.zeros(40_000, DOCUMENT)
+    draw = np.random.default_rng(5)
+    for name in ("hash", "words"):
+        found[name] = draw.integers(0, 2**63, 40_000).astype(np.uint64) * 2
+    found["bytes"] = 100
+    sources = [found[:20_000], found[10_000:30_000], found[25_000:]]
+    for fraction in (0.01, 0.03, 0.2, 0.5):
+        held = np.isin(found["words"], choose(sources, fraction).whole).mean()
+        assert abs(held - fraction) < 4 * (fraction * (1 - fraction) / 40_000) ** 0.5
+
+
+def test_a_large_document_is_held_out_in_no_source():
+    large, small = prose("large", 2000), [prose(i, 30) for i in range(8)]
+    many = [large, *(prose(f"many {i}", 2000) for i in range(20))]
+    choice = choose([table([large, *small]), table(many)], 0.5)
+    assert table([large])["words"][0] not in choice.whole
+    copies = choose([table([large] * 500)], 0.03)
+    assert not len(copies.whole) and list(copies.cut) == [table([large])["hash"][0]]
+    equal = ["a" * 1000, "b" * 1000]
+    assert choose([table(equal)], 0.1).cut == choose([table(equal[::-1])], 0.1).cut, "nor does order matter"
+
+
+def test_one_document_in_two_weighted_sources(tmp_path, load):
+    shared = [prose(i, 40) for i in range(60)]
+    a = rows(tmp_path / "a.jsonl", *shared, *(prose(f"a{i}", 40) for i in range(20)))
+    b = rows(tmp_path / "b.jsonl", *(prose(f"b{i}", 40) for i in range(20)), *shared[::-1])
+    loader = load(f"0.5:{a}", f"0.5:{b}", validation_fraction=0.1)
+    training, held = sides(loader)
+    judged = [text for text in held.split("<|endoftext|>") if text]
+    assert len(judged) == len(set(judged)) > 3 and set(judged) & set(shared)
+    for text in judged:
+        assert not any(text in side for side in training), "trained on"
+    assert loader.validation_bytes == sum(len(text.encode()) for text in judged)
+    copies = sum(text in shared for text in judged)
+    (told,) = [line for line in loader.description() if "not trained on" in line]
+    assert f"{copies} of 80 documents of {b}" in told and "copies of held-out text" in told
+
+
+@pytest.mark.parametrize("copies", [3, 500])
+def test_copies_of_one_text_are_cut_at_one_place(tmp_path, load, copies):
+    text = prose("one", 400)
+    loader = load(rows(tmp_path / "a.jsonl", *[text] * copies), validation_fraction=0.1)
+    (training,), held = sides(loader)
+    tail = held.removesuffix("<|endoftext|>")
+    assert training == text.removesuffix(tail) * copies and text.endswith(tail)
+    assert 0.05 < len(tail) / len(text) < 0.15 and loader.validation_bytes == len(tail)
+    assert f"{copies - 1} copies of others" in loader.description()[0]
+
+
+def test_a_document_that_is_cut_in_one_source_is_cut_in_all(tmp_path, load):
+    text = prose("long", 600)
+    crlf = text.replace("\n", "\r\n")
+    alone = tmp_path / "alone.txt"
+    alone.write_text(text)
+    many = rows(tmp_path / "b.jsonl", *(prose(i, 600) for i in range(30)), text, crlf)
+    loader = load(f"1:{alone}", f"3:{many}", validation_fraction=0.1)
+    training, held = sides(loader)
+    tail = held.split("<|endoftext|>")[0]
+    assert text.endswith(tail) and len(tail) > 100
+    head = text.removesuffix(tail)
+    assert training[0] == head and head in training[1]
+    assert tail not in training[1] and crlf[-50:] not in training[1], "the same words"
+    assert loader.validation_bytes == len(held.replace("<|endoftext|>", "").encode())
+
+
+@pytest.mark.parametrize("how", ["spelling", "symlink", "hard link", "copy", "crlf", "rows"])
+def test_validation_that_is_training_text_is_kept_out_of_training(tmp_path, load, documents, how):
+    judge, third = tmp_path / "judge.txt", documents / "03.txt"
+    if how == "spelling":
+        judge = documents / ".." / documents.name / "03.txt"
+    elif how == "symlink":
+        judge.symlink_to(third)
+    elif how == "hard link":
+        os.link(third, judge)
+    elif how == "copy":
+        shutil.copy(third, judge)
+    elif how == "crlf":
+        judge.write_bytes(third.read_bytes().replace(b"\n", b"\r\n"))
+    else:
+        judge = rows(tmp_path / "judge.jsonl", third.read_text(), "another")
+    loader = load(documents, validation=str(judge))
+    (training,), _ = sides(loader)
+    assert "of document 3\n" not in training and "of document 4\n" in training
+    (told,) = [line for line in loader.description() if "not trained on" in line]
+    assert "1 of 40 documents" in told and "also in --data.validation" in told and "%" in told
+    assert loader.validation_tokens == len(loader.validation)
+
+
+def test_validation_that_is_all_of_training_is_refused(tmp_path, load, documents):
+    shutil.copytree(documents, tmp_path / "copy")
+    with pytest.raises(ValueError, match="has 0 tokens to train on.*40 of 40 documents.*also in"):
+        load(documents, validation=str(tmp_path / "copy"))
+
+
+def test_too_little_left_tells_where_it_went(tmp_path, load):
+    path = rows(tmp_path / "a.jsonl", *["a word or two"] * 5)
+    with pytest.raises(ValueError) as refused:
+        load(path, sequence_length=256, validation_fraction=0.5)
+    told = str(refused.value)
+    assert "5 documents, of which 4 are copies of others" in told and "are held out" in told
+    assert "sequence-length 1" not in told and "more data" in told
+
+
+def byte_tokens(**parts):
+    """A tokenizer of 256 single bytes, so that most cuts fall inside a character."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bpe = Tokenizer(models.BPE({token: i for i, token in enumerate(alphabet)}, []))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    for name, part in parts.items():
+        setattr(bpe, name, part)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe)
+
+
+def test_cuts_are_between_characters():
+    text = "aé漢😀 b\n"
+    size = [len(text[:i].encode()) for i in range(len(text))]
+    expected = [size.index(i) if i in size else None for i in range(len(text.encode()))]
+    assert cuts(byte_tokens(), text, 3) == expected
+    slow = cuts(ByT5Tokenizer(), text, 6)
+    assert slow == expected
+    lower = byte_tokens(normalizer=normalizers.Lowercase())
+    assert cuts(lower, "ABé c", 0) == [0, 1, 2, None, 3, 4]
+
+
+def test_bytes_of_a_held_out_end_are_exact(tmp_path, load):
+    """Of a text whose characters have several tokens each, and where pieces are many."""
+    text = "".join(random.Random(1).choices("é漢😀a \n", k=4000))
+    (tmp_path / "a.txt").write_text(text)
+    for fraction in (0.02, 0.1, 0.33):
+        loader = load(tmp_path / "a.txt", validation_fraction=fraction)
+        (training,), held = sides(loader)
+        held = held.removesuffix("<|endoftext|>")
+        assert training + held == text and loader.validation_bytes == len(held.encode())
+        assert (
+            abs(
+                loader.validation_tokens / len(loader.mixture.parts[0].stream)
+                - fraction / (1 - fraction)
+            )
+            < 0.01
+        )
+
+
+def test_a_document_of_many_pieces_is_cut_between_two(tmp_path, load, monkeypatch):
+    monkeypatch.setattr("dolmen.data.sources.cut.__defaults__", (400,))
+    text = prose("pieces", 6000)
+    (tmp_path / "a.txt").write_text(text)
+    monkeypatch.setattr(endings, "cuts", None)
+    loader = load(tmp_path / "a.txt", validation_fraction=0.1)
+    (training,), held = sides(loader)
+    held = held.removesuffix("<|endoftext|>")
+    assert training + held == text and loader.validation_bytes == len(held.encode())
+    assert 0.09 < len(held) / len(text) < 0.11
+
+
+def test_a_file_that_was_changed_under_the_cache(tmp_path, load, monkeypatch):
+    (tmp_path / "a.txt").write_text(prose("a", 300))
+    monkeypatch.setattr(endings, "document", lambda *_: iter(["other text"]))
+    with pytest.raises(ValueError, match="the text changed after it was tokenised"):
+        load(tmp_path / "a.txt")
+
+
+def test_a_tokenizer_of_the_data_has_not_seen_what_is_held_out(tmp_path, load, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        "dolmen.data.bpe.train_bpe",
+        lambda texts, size, folder, progress: seen.extend(texts) or train_bpe(seen, size, folder),
+    )
+    shared = [prose(i, 30) for i in range(60)]
+    path = rows(tmp_path / "a.jsonl", *shared), rows(tmp_path / "b.jsonl", *shared[::-1])
+    options = dict(tokenizer="bpe:300", validation_fraction=0.1)
+    _, held = sides(load(f"1:{path[0]}", f"1:{path[1]}", **options))
+    judged = set(filter(None, held.split("<|endoftext|>")))
+    assert judged and judged | set(seen) == set(shared) and not judged & set(seen)
+    seen.clear()
+    judge = rows(tmp_path / "judge.jsonl", shared[3])
+    load(path[0], **options, validation=str(judge))
+    assert set(seen) == set(shared) - {shared[3]}
