@@ -1,32 +1,44 @@
 """What a folder of checkpoints looks like, and the renames that make a save all or nothing.
 
     checkpoints/
-      step-00000100/              whole: it got this name after every rank's part and state.json
-                                  were on disk
-        state.json                everything that is not a tensor
-        .metadata                 DCP: which file holds which part of which tensor
+      step-00000100/              whole: it got this name after all that is in it was on disk
         __0_0.distcp ...          the tensors, one file a rank
+        .metadata                 DCP: which file holds which part of which tensor
+        state.json                everything that is not a tensor
+        seal                      what each of these files must be; written last (seal.py)
       step-00000200.partial/      being written, being deleted, or left by a killed run: never read
       step-00000100.replaced/     the old one, for the moment in which a new save of the same step
                                   takes its name
-      step-00000200.damaged/      could not be read by a restart that nobody watched: never read
-                                  again, for people to look at
+      step-00000200.damaged/      could not be read by a restart that nobody watched: never read or
+      step-00000200.damaged-2/    deleted again, for people to look at
+      step-00000100.kept/         files of somebody else's that lay in a checkpoint that was deleted
 
 Whoever is killed between any two lines of this file leaves the newest whole checkpoint readable:
-tests/checkpoint kills at every one of them.
+tests/checkpoint kills at every one of them. Nothing is deleted but files that a save writes, by
+name; no link is followed.
 """
 
-import json
 import os
 import re
-import shutil
+from itertools import count
 from pathlib import Path
 
 STATE = "state.json"
 METADATA = ".metadata"
+SEAL = "seal"
 PARTIAL = ".partial"
 REPLACED = ".replaced"
 DAMAGED = ".damaged"
+KEPT = ".kept"
+FILE = re.compile(r"state\.json|\.metadata(\.tmp)?|seal|__\d+_\d+\.distcp")
+"""Files that a save writes."""
+FOLDER = re.compile(r"step-\d{8,}(\.replaced)?(\.partial)?|step-\d{8,}\.damaged(-\d+)?")
+"""Folders that saves and restarts make."""
+UNFINISHED = re.compile(r"step-\d{8,}(\.replaced)?\.partial")
+
+
+class Damaged(ValueError):
+    """A checkpoint that is not what was saved. The message names the file."""
 
 
 def name(step: int) -> str:
@@ -66,7 +78,8 @@ def sync(path: Path) -> None:
 def clear(folder: Path) -> None:
     """Delete every unfinished save: there is one writer, so none is in progress."""
     for path in folder.glob(f"step-*{PARTIAL}"):
-        shutil.rmtree(path)
+        if UNFINISHED.fullmatch(path.name) and path.is_dir():
+            remove(path)
 
 
 def commit(partial: Path) -> None:
@@ -76,7 +89,7 @@ def commit(partial: Path) -> None:
     if final.exists():
         replaced = final.with_suffix(REPLACED)
         if replaced.exists():
-            shutil.rmtree(replaced)  # by a killed run, after `final` was whole
+            remove(replaced)  # by a killed run, after `final` was whole
         final.rename(replaced)
     partial.rename(final)
     sync(final.parent)
@@ -90,24 +103,35 @@ def prune(folder: Path, keep: int, saved: int) -> None:
     old = [path for step, path in list(kept.items())[:-keep] if step != saved] if keep else []
     old += [path for path in folder.glob(f"step-*{REPLACED}") if path not in kept.values()]
     for path in old:
-        partial = path.with_name(path.name + PARTIAL)  # first it stops being whole, then it goes
-        path.rename(partial)
-        shutil.rmtree(partial)
+        if FOLDER.fullmatch(path.name):
+            partial = path.with_name(path.name + PARTIAL)  # first it stops being whole, then it
+            path.rename(partial)  # goes
+            remove(partial)
 
 
-def put_aside(path: Path, aside: Path) -> None:
-    """Rename a damaged checkpoint, in the place of one put aside before it."""
-    if aside.exists():
-        shutil.rmtree(aside)
+def remove(path: Path) -> None:
+    """Delete a checkpoint's folder, the files that a save writes one by one; whatever else lies in
+    it stays, in a folder that is named `.kept` and never read. A link goes, and not what it names.
+    """
+    if path.is_symlink():
+        return path.unlink()
+    for child in path.iterdir():
+        if FILE.fullmatch(child.name) and (child.is_symlink() or child.is_file()):
+            child.unlink()
+    if any(path.iterdir()):
+        path.rename(_free(path.with_name(path.name.split(".")[0] + KEPT)))
+    else:
+        path.rmdir()
+
+
+def put_aside(path: Path) -> Path:
+    """Rename a damaged checkpoint to a name that is never read; the new path."""
+    aside = _free(path.with_name(path.name.split(".")[0] + DAMAGED))
     path.rename(aside)
+    return aside
 
 
-def read_state(path: Path) -> dict:
-    """The state.json of one checkpoint. Raises ValueError where it is missing or damaged."""
-    try:
-        found = json.loads((path / STATE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path / STATE} is missing or damaged: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path / STATE} is damaged: it holds no fields")
-    return found
+def _free(path: Path) -> Path:
+    """`path`, or `path-2`, `path-3`: the first that is not there."""
+    names = (path.with_name(f"{path.name}-{n}" if n > 1 else path.name) for n in count(1))
+    return next(p for p in names if not os.path.lexists(p))

@@ -1,21 +1,12 @@
 """Reading a checkpoint that somebody else may have written: nothing in it is executed, no row is
 read without need.
 
-`.metadata` is a pickle: it may name the dozen classes that describe tensors, and nothing else. The
-shards are never unpickled: each part of a tensor is a zip archive as `torch.save` writes it, and
-its numbers are one uncompressed entry,
-
-    __3_0.distcp   | archive | archive | ...
-    an archive     | data.pkl | data/0: numbers, aligned to 64 bytes, with their CRC-32 | ...
-
-of which the rows that a rank holds are read, BLOCK bytes at a time. The checksum is verified where
-all rows are read, which a resume at the same layout does; `partly` are the others, for `verify`.
-(torch.load reads each part whole, and verifies no checksum.)
+Files of tensors are never unpickled: of each part the rows that a rank holds are read (parts.py).
+A part's checksum is verified where all its rows are read, which a resume at the same layout does;
+`partly` are the others, for `verify`. (torch.load reads each part whole, and verifies no checksum.)
 """
 
-import io
 import math
-import pickle
 import zipfile
 import zlib
 from collections import Counter
@@ -24,7 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-import torch
 from torch import Tensor
 from torch.distributed.checkpoint import (
     DefaultLoadPlanner,
@@ -33,92 +23,45 @@ from torch.distributed.checkpoint import (
     LoadPlanner,
     Metadata,
 )
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.futures import Future
 
-from dolmen.checkpoint.folders import METADATA
+from dolmen.checkpoint import parts, seal
+from dolmen.checkpoint.folders import METADATA, Damaged
+from dolmen.checkpoint.metadata import read_metadata
+from dolmen.checkpoint.parts import Numbers
 from dolmen.core.state import local_elements
-from dolmen.files.safetensors import NAMES
-
-BLOCK = 64 * 2**20  # bytes
-ALLOWED = {
-    ("torch.distributed.checkpoint.metadata", name)
-    for name in (
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorStorageMetadata",
-        "TensorProperties",
-        "ChunkStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    )
-}
-ALLOWED |= {("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch", "Size")}
-ALLOWED |= {("torch.serialization", "_get_layout")}  # of a name: torch.strided
-ALLOWED |= {("torch", str(dtype).removeprefix("torch.")) for dtype in NAMES}
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> object:
-        if (module, name) not in ALLOWED:
-            raise pickle.UnpicklingError(
-                f"it names {module}.{name}, which a checkpoint of tensors has no use for"
-            )
-        return super().find_class(module, name)
-
-
-def read_metadata(folder: Path) -> Metadata:
-    """DCP's description of the checkpoint. Raises ValueError where it is missing, damaged, or more
-    than tensors.
-    """
-    path = folder / METADATA
-    try:
-        with open(path, "rb") as file:
-            found = _Unpickler(file).load()
-        if not isinstance(found, Metadata):
-            raise TypeError(f"it is a {type(found).__name__}")
-        odd = [
-            n
-            for n, stored in found.state_dict_metadata.items()
-            if not isinstance(stored, TensorStorageMetadata)
-        ]
-        if odd:
-            raise TypeError(f"{odd[:3]} are no tensors")
-    except Exception as error:  # a damaged pickle can raise almost anything
-        raise ValueError(f"{path} is missing, damaged or not safe to read: {error}") from error
-    return found
 
 
 class Reader(FileSystemReader):
     """DCP's storage reader, safe; `load` is all that a checkpoint needs, and sends nothing between
-    ranks.
+    ranks. `state` is what state.json holds. Raises Damaged where the folder is not what was saved.
     """
 
     def __init__(self, folder: Path):
         super().__init__(folder)
-        self.metadata = read_metadata(folder)
+        self.seal, self.state = seal.read(Path(folder))
+        self.metadata = read_metadata(self.seal)
         self.partly: set[MetadataIndex] = set()  # stored parts of which some rows were not read
+        self._places: dict[str, list[tuple[int, int]]] = {}  # file -> where its parts are
+        for place in self.metadata.storage_data.values():
+            where = self._places.setdefault(place.relative_path, [])
+            where.append((place.offset, place.length))
+        self._numbers: dict[str, dict[int, Numbers]] = {}  # of files that were opened, by position
 
     def read_metadata(self, *args, **kwargs) -> Metadata:
         return self.metadata
 
     def check_files(self) -> None:
-        """Raises ValueError if a file that holds a part is missing or too short; reads none."""
-        ends: dict[str, int] = {}
-        for place in self.metadata.storage_data.values():
-            ends[place.relative_path] = max(
-                ends.get(place.relative_path, 0), place.offset + place.length
-            )
-        for name, end in ends.items():
-            file = Path(self.path) / name
-            if not file.is_file() or file.stat().st_size < end:
-                raise ValueError(f"{file} is missing, damaged or truncated")
+        """Raises Damaged if a file of tensors is missing or of another size; reads none."""
+        for name, places in self._places.items():
+            self.seal.check_size(name, max(offset + length for offset, length in places))
 
     def load(self, tensors: dict[str, Tensor], elsewhere: Collection[str] = ()) -> None:
         """Fill `tensors` in place, each rank its own part. Raises KeyError for names that are
-        missing here or there and not `elsewhere`, ValueError for other shapes and for a file that
-        is missing, damaged or truncated.
+        missing here or there and not `elsewhere`, ValueError for other shapes, Damaged for a file
+        that is missing, damaged or truncated.
         """
         self._check(tensors, elsewhere)
         self.fill(tensors)
@@ -132,7 +75,7 @@ class Reader(FileSystemReader):
             if item.storage_index in self.metadata.storage_data:
                 found[item.dest_index.fqn] += math.prod(item.lengths)
         if holes := [n for n, t in tensors.items() if found[n] != local_elements(t)]:
-            raise ValueError(
+            raise Damaged(
                 f"{self.path / METADATA} is damaged: it describes a part of {len(holes)} tensors, "
                 f"e.g. {holes[:3]}"
             )
@@ -166,10 +109,6 @@ class Reader(FileSystemReader):
         for item in sorted(plan.items, key=lambda item: places[item.storage_index].offset):
             files.setdefault(places[item.storage_index].relative_path, []).append(item)
         for name, items in files.items():
-            if Path(name).name != name:
-                raise ValueError(
-                    f"{self.path / METADATA} names {name}, a file outside the checkpoint"
-                )
             with self._opened(name) as file:
                 for item in items:
                     self._read(file, item, planner.resolve_tensor(item).detach())
@@ -179,30 +118,44 @@ class Reader(FileSystemReader):
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[BinaryIO]:
-        """One file of numbers; what goes wrong within is told as ValueError."""
+        """One file of tensors, whose list of parts is what was saved. What goes wrong within is
+        told as Damaged.
+        """
         try:
             with open(self.path / name, "rb") as file:
+                if name not in self._numbers:
+                    self._numbers[name] = self._heads(file, name)
                 yield file
+        except Damaged:
+            raise
         except (OSError, EOFError, ValueError, NotImplementedError, zipfile.BadZipFile) as error:
-            raise ValueError(
+            raise Damaged(
                 f"{self.path / name} is missing, damaged or truncated: {error}"
             ) from error
 
-    def verify(self, parts: Iterable[MetadataIndex]) -> None:
-        """Read all of these stored parts, keep nothing. Raises ValueError where a checksum is
+    def _heads(self, file: BinaryIO, name: str) -> dict[int, Numbers]:
+        """The numbers of every part in a file, by the part's position."""
+        where = self._places[name]
+        self.seal.check_size(name, max(offset + length for offset, length in where))
+        found = {offset: parts.numbers(file, offset, length) for offset, length in where}
+        self.seal.check_parts(name, [(at, length, found[at].crc) for at, length in where])
+        return found
+
+    def verify(self, stored: Iterable[MetadataIndex]) -> None:
+        """Read all of these stored parts, keep nothing. Raises Damaged where a checksum is
         wrong.
         """
-        for index in parts:
+        for index in stored:
             with self._opened(self.metadata.storage_data[index].relative_path) as file:
-                sizes, row, start, expected = self._place(file, index)
+                sizes, row, start, expected = self._place(index)
                 checksum = 0
-                for block in _blocks(file, start, sizes[0] * row, row, index.fqn):
+                for block in parts.blocks(file, start, sizes[0] * row, row, index.fqn):
                     checksum = zlib.crc32(block.numpy(), checksum)
-                _compare(checksum, expected, index.fqn)
+                parts.compare(checksum, expected, index.fqn)
 
-    def _place(self, file: BinaryIO, index: MetadataIndex) -> tuple[tuple[int, ...], int, int, int]:
-        """Of a stored part: its sizes, bytes of a row, position of its numbers in the file, their
-        CRC-32.
+    def _place(self, index: MetadataIndex) -> tuple[tuple[int, ...], int, int, int]:
+        """Of a stored part in an open file: its sizes, bytes of a row, position of its numbers in
+        the file, their CRC-32.
         """
         stored = self.metadata.state_dict_metadata[index.fqn]
         chunk = (
@@ -212,11 +165,13 @@ class Reader(FileSystemReader):
         )
         sizes = tuple(chunk.sizes) or (1,)
         row = math.prod(sizes[1:]) * stored.properties.dtype.itemsize
-        return (
-            sizes,
-            row,
-            *_numbers(file, self.metadata.storage_data[index], row * sizes[0], index.fqn),
-        )
+        place = self.metadata.storage_data[index]
+        found = self._numbers[place.relative_path][place.offset]
+        if found.size != row * sizes[0]:
+            raise zipfile.BadZipFile(
+                f"{index.fqn} is not the {row * sizes[0]} bytes that {METADATA} describes"
+            )
+        return sizes, row, found.start, found.crc
 
     def _read(self, file: BinaryIO, item: ReadItem, target: Tensor) -> None:
         """Copy the rows and columns of one stored part [sizes] that `item` names into `target`
@@ -225,84 +180,17 @@ class Reader(FileSystemReader):
         index = item.storage_index
         offsets = tuple(item.storage_offsets) or (0,)
         lengths = tuple(item.lengths) or (1,)
-        sizes, row, start, expected = self._place(file, index)
+        sizes, row, start, expected = self._place(index)
         dtype = self.metadata.state_dict_metadata[index.fqn].properties.dtype
         target = target.reshape(lengths)
         checksum = top = 0
-        for block in _blocks(file, start + offsets[0] * row, lengths[0] * row, row, index.fqn):
+        for block in parts.blocks(file, start + offsets[0] * row, lengths[0] * row, row, index.fqn):
             checksum = zlib.crc32(block.numpy(), checksum)
             rows = block.view(dtype).reshape(-1, *sizes[1:])
             for dim in range(1, len(sizes)):
                 rows = rows.narrow(dim, offsets[dim], lengths[dim])
             target[top : (top := top + len(rows))].copy_(rows)
         if lengths[0] == sizes[0]:
-            _compare(checksum, expected, index.fqn)
+            parts.compare(checksum, expected, index.fqn)
         else:
             self.partly.add(index)
-
-
-def _blocks(file: BinaryIO, start: int, size: int, row: int, name: str) -> Iterator[Tensor]:
-    """The `size` bytes from `start` on, as many whole rows at a time as BLOCK holds."""
-    step = max(1, BLOCK // row) * row
-    for at in range(0, size, step):
-        data = torch.empty(min(step, size - at), dtype=torch.uint8)
-        file.seek(start + at)
-        if file.readinto(data.numpy()) != len(data):
-            raise EOFError(f"{name} ends early")
-        yield data
-
-
-def _compare(checksum: int, expected: int, name: str) -> None:
-    if checksum != expected:
-        raise zipfile.BadZipFile(f"the checksum of {name} is wrong")
-
-
-def _numbers(file: BinaryIO, place, size: int, name: str) -> tuple[int, int]:
-    """(position in the file, CRC-32) of the `size` bytes of numbers in the archive that lies at
-    `place`.
-    """
-    window = _Window(file, place.offset, place.length)
-    with zipfile.ZipFile(window) as archive:
-        found = [e for e in archive.infolist() if "/data/" in e.filename]
-    if (
-        len(found) != 1
-        or found[0].compress_type != zipfile.ZIP_STORED
-        or found[0].file_size != size
-    ):
-        raise zipfile.BadZipFile(f"{name} is not the {size} bytes that {METADATA} describes")
-    window.seek(found[0].header_offset + 26)  # of the local header: 2 + 2 bytes, two lengths
-    lengths = window.read(4)
-    return (
-        place.offset
-        + found[0].header_offset
-        + 30
-        + int.from_bytes(lengths[:2], "little")
-        + int.from_bytes(lengths[2:], "little"),
-        found[0].CRC,
-    )
-
-
-class _Window(io.RawIOBase):
-    """`size` bytes of an open file, from `start`, as a file of its own."""
-
-    def __init__(self, file: BinaryIO, start: int, size: int):
-        self.file, self.start, self.size, self.at = file, start, size, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        at = offset + (0, self.at, self.size)[whence]
-        if at < 0:
-            raise OSError(f"position {at} of {self.size} bytes")
-        self.at = at
-        return at
-
-    def readinto(self, buffer) -> int:
-        self.file.seek(self.start + self.at)
-        got = self.file.readinto(memoryview(buffer)[: max(0, self.size - self.at)])
-        self.at += got
-        return got

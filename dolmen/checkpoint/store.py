@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,14 +17,13 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dolmen.checkpoint import folders
+from dolmen.checkpoint import folders, seal
+from dolmen.checkpoint.folders import Damaged
 from dolmen.checkpoint.safe import Reader
 from dolmen.checkpoint.writer import Writer
 from dolmen.core.mesh import Mesh
 
-
-class Damaged(ValueError):
-    """A checkpoint cannot be read; the message says what to remove."""
+T = TypeVar("T")
 
 
 class NotSaved(RuntimeError):
@@ -59,7 +58,7 @@ class Checkpoints:
         Finishes the save before, and raises its error. `meta` is kept as JSON; raises TypeError
         where it is none.
         """
-        state = json.dumps(meta, indent=1)
+        state = json.dumps({"format": seal.FORMAT, **meta}, indent=1)
         self.finish()
         writer = Writer(self.folder, step, state, self.keep)
         planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -117,10 +116,14 @@ class Checkpoints:
         return found[step]
 
     def meta(self, step: int) -> dict:
-        """What `save` was given beside the tensors. Raises ValueError where it is missing or
-        damaged.
+        """What `save` was given beside the tensors. Raises Damaged."""
+        return seal.read(self.path(step))[1]
+
+    def sealed(self, step: int) -> bool:
+        """Whether the checkpoint says what its files must be; those of before do not. Raises
+        Damaged.
         """
-        return folders.read_state(self.path(step))
+        return seal.read(self.path(step))[0].files is not None
 
     def damaged(self, step: int, error: Exception) -> Damaged:
         """What to raise where `step`, the newest checkpoint, cannot be read because of `error`."""
@@ -132,13 +135,9 @@ class Checkpoints:
 
     def put_aside(self, step: int) -> Path:
         """Take a damaged checkpoint out of the way, under a name that is never read or pruned; its
-        new path. All ranks may call it.
+        new path. Called by one rank.
         """
-        path = self.folder / folders.name(step)
-        aside = path.with_name(path.name + folders.DAMAGED)
-        if self._group is None or dist.get_rank(self._group) == 0:
-            folders.put_aside(folders.whole(self.folder)[step], aside)
-        return aside
+        return folders.put_aside(folders.whole(self.folder)[step])
 
     def load(self, step: int, tensors: dict[str, Tensor], elsewhere: Collection[str] = ()) -> None:
         """Fill `tensors` in place with those of `step`, saved at any layout; a kind (a name's part
@@ -147,8 +146,8 @@ class Checkpoints:
         verified by the ranks in turn. `elsewhere`: names that need no place here, as other stages
         have them.
 
-        Finishes the save in progress, which uses the same group. Raises KeyError for missing or
-        unexpected names, ValueError for other shapes or damaged files, on every rank.
+        Finishes the save in progress, which uses the same group. Raises, on every rank, KeyError
+        for missing or unexpected names, ValueError for other shapes, Damaged.
         """
         self.finish()
 
@@ -158,30 +157,32 @@ class Checkpoints:
                 reader.load(tensors, elsewhere)
             return reader.partly
 
-        partly = self._together(step, read)
+        partly = self.together(step, read)
         parts = sorted(set().union(*partly), key=lambda index: (index.fqn, index.offset))
         mine = 0 if self._group is None else dist.get_rank(self._group)
         if parts:
-            self._together(step, lambda: Reader(self.path(step)).verify(parts[mine :: len(partly)]))
+            self.together(step, lambda: Reader(self.path(step)).verify(parts[mine :: len(partly)]))
 
-    def _together(self, step: int, work: Callable[[], Any]) -> list:
-        """What `work` of `step` gives on each rank. If it fails on one, all raise, KeyError or
-        ValueError.
+    def together(self, step: int, work: Callable[[], T]) -> list[T]:
+        """What `work` of `step` gives on each rank. If it fails on one, all raise: KeyError,
+        ValueError, or Damaged if any has.
         """
         error = found = None
         try:
             found = work()
         except (KeyError, ValueError) as caught:
             error = caught
-        results: list = [(step, error and str(error), found)]
+        mine = (step, error and str(error), isinstance(error, Damaged), found)
+        results: list = [mine]
         if self._group is not None:
             results = [None] * dist.get_world_size(self._group)
-            dist.all_gather_object(results, (step, error and str(error), found), group=self._group)
-        if error:
+            dist.all_gather_object(results, mine, group=self._group)
+        kind = Damaged if any(damaged for _, _, damaged, _ in results) else ValueError
+        if error and (isinstance(error, Damaged) or kind is ValueError):
             raise error
-        for rank, (other, message, _) in enumerate(results):
+        for rank, (other, message, _, _) in enumerate(results):
             if message:
-                raise ValueError(f"rank {rank}: {message}")
+                raise kind(f"rank {rank}: {message}")
             if other != step:
                 raise ValueError(
                     f"rank {rank} loads step {other}, this rank step {step}, from {self.folder}"

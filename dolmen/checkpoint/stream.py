@@ -2,6 +2,7 @@
 process group: what export, verification and serving read.
 """
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,13 +20,20 @@ class Checkpoint:
     """
 
     def __init__(self, folder: Path):
-        self.folder, self.meta, self._reader = folder, folders.read_state(folder), Reader(folder)
+        self._reader = Reader(folder)
+        self._reader.check_files()
+        self.folder, self.meta = folder, self._reader.state
+        if self._reader.seal.files is None:
+            warnings.warn(
+                f"{folder} was saved without a seal: damage to its {folders.STATE} may not be seen",
+                stacklevel=2,
+            )
         stored = self._reader.metadata.state_dict_metadata
         self.specs = {name: Spec(tuple(t.size), t.properties.dtype) for name, t in stored.items()}
 
     def read(self, name: str) -> Tensor:
-        """The whole tensor on the CPU. Raises KeyError for a name that is not there, ValueError for
-        a damaged file.
+        """The whole tensor on the CPU. Raises KeyError for a name that is not there, Damaged for a
+        damaged file.
         """
         if name not in self.specs:
             raise KeyError(
@@ -44,7 +52,7 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """The checkpoint in the step folder `folder` (see `locate`). Raises ValueError where it is
+    """The checkpoint in the step folder `folder` (see `locate`). Raises Damaged where it is
     damaged or unsafe.
     """
     return Checkpoint(Path(folder))

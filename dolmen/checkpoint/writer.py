@@ -15,15 +15,32 @@ utils._DistWrapper.all_reduce). A replicated tensor is written by one rank, the 
 write (dedup_save_plans).
 """
 
+import errno
 import os
+import shutil
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor, contiguous_format
-from torch.distributed.checkpoint import FileSystemWriter, Metadata, SavePlan
+from torch.distributed.checkpoint import FileSystemWriter, Metadata, SavePlan, SavePlanner
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
-from dolmen.checkpoint import folders
+from dolmen.checkpoint import folders, parts, seal
+
+
+@dataclass(frozen=True)
+class Written(WriteResult):
+    """What a rank tells of a part that it has written, with the CRC-32 of its numbers."""
+
+    crc: int
+
+
+ROOM = 2**20  # bytes: with fewer free, a write has failed for want of them
 
 
 class Writer(FileSystemWriter):
@@ -59,11 +76,57 @@ class Writer(FileSystemWriter):
         self.path.mkdir(parents=True)
         return super().prepare_global_plan(plans)
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        super().finish(metadata, results)
-        with open(self.path / folders.STATE, "w", encoding="utf-8") as file:
-            file.write(self.state)
-            file.flush()
-            os.fsync(file.fileno())
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[Written]]:
+        with said_why(self.path):
+            results = super().write_data(plan, planner).value()
+            done: Future[list[Written]] = Future()
+            done.set_result(self._sums(results))
+        return done
+
+    def _sums(self, results: list[WriteResult]) -> list[Written]:
+        """The results with the checksums, read off the heads of the parts just written."""
+        files: dict[str, list[WriteResult]] = defaultdict(list)
+        for result in results:
+            files[result.storage_data.relative_path].append(result)
+        found = []
+        for name, written in files.items():
+            with open(self.path / name, "rb") as file:
+                for r in written:
+                    place = r.storage_data
+                    crc = parts.numbers(file, place.offset, place.length).crc
+                    found.append(Written(r.index, r.size_in_bytes, place, crc))
+        return found
+
+    def finish(self, metadata: Metadata, results: list[list[Written]]) -> None:
+        with said_why(self.path):
+            super().finish(metadata, results)
+            with open(self.path / folders.STATE, "w", encoding="utf-8") as file:
+                file.write(self.state)
+                file.flush()
+                os.fsync(file.fileno())
+            files: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
+            for r in (r for written in results for r in written):
+                place = r.storage_data
+                files[place.relative_path].append((place.offset, place.length, r.crc))
+            seal.write(self.path, files)
         folders.commit(self.path)
         folders.prune(self.folder, self.keep, self.step)
+
+
+@contextmanager
+def said_why(folder: Path) -> Iterator[None]:
+    """Within, a failed write is an OSError that says why. torch's own archive writer says `enforce
+    fail at inline_container.cc` of a full disk: the reason is an error before it, or, where torch
+    has lost that, that `folder` has no room.
+    """
+    try:
+        yield
+    except Exception as error:
+        before: BaseException | None = error
+        while before is not None and not isinstance(before, OSError):
+            before = before.__cause__ or before.__context__
+        if before is not None:
+            raise before from None
+        if shutil.disk_usage(folder).free < ROOM:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) from error
+        raise

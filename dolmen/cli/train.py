@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from dolmen.checkpoint import folders
-from dolmen.checkpoint.store import Damaged, NotSaved
+from dolmen.checkpoint.folders import Damaged
+from dolmen.checkpoint.store import NotSaved
 from dolmen.cli import finish, launch, options
 from dolmen.cli.errors import BadInput, Failed
 from dolmen.core import heap, rounds

@@ -6,9 +6,11 @@ import pickle
 
 import pytest
 import torch
+from seals import describe, edit, unseal
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from dolmen.checkpoint import folders, safe
+from dolmen.checkpoint import folders
+from dolmen.checkpoint import metadata as descriptions
 from dolmen.checkpoint.store import Checkpoints
 from dolmen.checkpoint.stream import open_checkpoint
 from dolmen.core.mesh import SINGLE
@@ -31,12 +33,6 @@ def saved(tmp_path):
     return store.path(1)
 
 
-def edit(saved, change) -> None:
-    metadata = safe.read_metadata(saved)
-    change(metadata)
-    (saved / folders.METADATA).write_bytes(pickle.dumps(metadata))
-
-
 def attacks(mark) -> dict:
     return {
         "os.system": Call(os.system, f"touch {mark}"),
@@ -53,7 +49,7 @@ def attacks(mark) -> dict:
 def test_metadata_executes_nothing(saved, tmp_path, attack, where):
     call = attacks(tmp_path / "mark")[attack]
     if where == "alone":
-        (saved / folders.METADATA).write_bytes(pickle.dumps(call))
+        describe(saved, call)
     if where == "in planner_data":
         edit(saved, lambda m: setattr(m, "planner_data", {"a": call}))
     if where == "as a tensor":
@@ -90,7 +86,7 @@ def test_numbers_are_no_tensors(saved):
 
 @pytest.mark.parametrize("content", [[1, 2], {"model/w": 3}, None])
 def test_no_metadata_at_all(saved, content):
-    (saved / folders.METADATA).write_bytes(pickle.dumps(content))
+    describe(saved, content)
     with pytest.raises(ValueError, match="it is a"):
         open_checkpoint(saved)
 
@@ -117,6 +113,7 @@ def test_shards_execute_nothing(saved, tmp_path, attack):
     """A shard is a pickle beside numbers: of this one only numbers are looked at, and it
     has none.
     """
+    unseal(saved)  # or it would be refused for what the seal says of it
     (shard,) = saved.glob("*.distcp")
     refused = f"{shard} is missing, damaged or truncated"
     torch.save({"x": attacks(tmp_path / "mark")[attack]}, shard)
@@ -138,7 +135,9 @@ def test_the_allowed_names_exist():
     """Each pair is found on this torch, and is a class, a dtype or `_get_layout`: no dotted way to
     anything else.
     """
-    for module, name in safe.ALLOWED:
-        found = pickle.Unpickler.find_class(safe._Unpickler(open(os.devnull, "rb")), module, name)
+    for module, name in descriptions.ALLOWED:
+        found = pickle.Unpickler.find_class(
+            descriptions._Unpickler(open(os.devnull, "rb")), module, name
+        )
         assert isinstance(found, type | torch.dtype) or name == "_get_layout"
         assert "." not in name

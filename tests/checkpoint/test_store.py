@@ -234,6 +234,6 @@ def test_silent_and_plain(store):
         warnings.simplefilter("ignore")
         dcp.load(out, checkpoint_id=str(store.path(1)))
     assert all(torch.equal(t, tensors(1.0)[n].detach()) for n, t in out.items())
-    assert json.loads((store.path(1) / "state.json").read_text()) == {"a": 1}
+    assert json.loads((store.path(1) / "state.json").read_text()) == {"format": 2, "a": 1}
     # no path of the machine that saved
     assert b"checkpoints" not in (store.path(1) / folders.METADATA).read_bytes()

@@ -1,0 +1,134 @@
+"""`.metadata`, DCP's description of a checkpoint. It is a pickle that somebody else may have
+written: it may name the dozen classes that describe tensors, and nothing else, and what it
+describes is looked at before anything is allocated or opened.
+"""
+
+import io
+import math
+import pickle
+from collections import defaultdict
+
+import torch
+from torch.distributed.checkpoint import Metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from dolmen.checkpoint.folders import FILE, METADATA, Damaged
+from dolmen.checkpoint.seal import Seal
+from dolmen.files.safetensors import NAMES
+
+ALLOWED = {
+    ("torch.distributed.checkpoint.metadata", name)
+    for name in (
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorStorageMetadata",
+        "TensorProperties",
+        "ChunkStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    )
+}
+ALLOWED |= {("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch", "Size")}
+ALLOWED |= {("torch.serialization", "_get_layout")}  # of a name: torch.strided
+ALLOWED |= {("torch", str(dtype).removeprefix("torch.")) for dtype in NAMES}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> object:
+        if (module, name) not in ALLOWED:
+            raise pickle.UnpicklingError(
+                f"it names {module}.{name}, which a checkpoint of tensors has no use for"
+            )
+        return super().find_class(module, name)
+
+
+def read_metadata(seal: Seal) -> Metadata:
+    """DCP's description of the checkpoint, every field of which is what it should be. Raises
+    Damaged where it is missing, damaged, or of more than tensors.
+    """
+    path = seal.folder / METADATA
+    content = seal.read(METADATA)
+    try:
+        found = _Unpickler(io.BytesIO(content)).load()
+        if not isinstance(found, Metadata):
+            raise TypeError(f"it is a {type(found).__name__}")
+        _check_tensors(found.state_dict_metadata, exact=seal.files is None)
+        _check_places(found)
+    except Exception as error:  # a damaged pickle can raise almost anything
+        text = " ".join(str(error).split())[:300]
+        raise Damaged(f"{path} is missing, damaged or not safe to read: {text}") from error
+    return found
+
+
+def _check_tensors(stored: dict[str, TensorStorageMetadata], exact: bool) -> None:
+    """Raises unless each is a tensor of which every element lies in one chunk. Only with `exact`
+    are chunks that overlap found, which takes time of the square of their number.
+    """
+    odd = [n for n, t in stored.items() if type(t) is not TensorStorageMetadata]
+    if odd:
+        raise TypeError(f"{odd[:3]} are no tensors")
+    for name, t in stored.items():
+        if type(name) is not str or type(t.properties) is not TensorProperties:
+            raise TypeError(f"{name!r} is not described as a tensor")
+        if t.properties.dtype not in NAMES:
+            raise TypeError(f"{name} is of {t.properties.dtype}")
+        _check_size(name, t.size, t.size)
+        for chunk in t.chunks:
+            if type(chunk) is not ChunkStorageMetadata:
+                raise TypeError(f"{name} has a chunk that is none")
+            _check_size(name, chunk.offsets, t.size)
+            _check_size(name, chunk.sizes, t.size)
+            ends = [a + b for a, b in zip(chunk.offsets, chunk.sizes, strict=True)]
+            _check_size(name, torch.Size(ends), t.size)
+        if sum(math.prod(c.sizes) for c in t.chunks) != math.prod(t.size):
+            raise ValueError(f"the chunks of {name} are not the whole of it")
+        if exact and _overlap(t.chunks):
+            raise ValueError(f"chunks of {name} overlap")
+
+
+def _check_size(name: str, size: torch.Size, most: torch.Size) -> None:
+    if type(size) is not torch.Size or len(size) != len(most):
+        raise TypeError(f"{name} has a size that is none")
+    if not all(0 <= n <= m for n, m in zip(size, most, strict=True)):
+        raise ValueError(f"{name} has a chunk outside of it")
+
+
+def _overlap(chunks: list[ChunkStorageMetadata]) -> bool:
+    """Whether two of the chunks share an element."""
+    boxes = [list(zip(c.offsets, c.sizes, strict=True)) for c in chunks if math.prod(c.sizes)]
+    return any(
+        all(a < b + m and b < a + n for (a, n), (b, m) in zip(box, other, strict=True))
+        for i, box in enumerate(boxes)
+        for other in boxes[:i]
+    )
+
+
+def _check_places(found: Metadata) -> None:
+    """Raises unless each chunk has one place, in a file of the checkpoint, that has room for it."""
+    missing: dict[str, set] = defaultdict(set)
+    for name, t in found.state_dict_metadata.items():
+        missing[name] = {c.offsets for c in t.chunks}
+    for index, place in found.storage_data.items():
+        if type(index) is not MetadataIndex or type(place) is not _StorageInfo:
+            raise TypeError("it says where something is that is no part of a tensor")
+        stored = found.state_dict_metadata[index.fqn]
+        hints = [index.index] if index.index is not None else range(len(stored.chunks))
+        chunk = next((c for i in hints if (c := stored.chunks[i]).offsets == index.offset), None)
+        if chunk is None:
+            raise ValueError(f"it says where a part of {index.fqn} is that there is not")
+        if type(place.relative_path) is not str or not FILE.fullmatch(place.relative_path):
+            raise ValueError(f"it names {place.relative_path}, a file outside the checkpoint")
+        size = math.prod(chunk.sizes) * stored.properties.dtype.itemsize
+        if type(place.offset) is not int or type(place.length) is not int or place.offset < 0:
+            raise TypeError(f"the place of {index.fqn} is no position in a file")
+        if not size <= place.length < 2**60:
+            raise ValueError(f"the place of {index.fqn} has no room for {size:,} bytes")
+        missing[index.fqn].discard(chunk.offsets)
+    if holes := [name for name, offsets in missing.items() if offsets]:
+        raise ValueError(f"it describes a part of {len(holes)} tensors, e.g. {holes[:3]}")
