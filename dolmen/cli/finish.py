@@ -8,10 +8,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from dolmen.cli.errors import BadInput
 from dolmen.core.log import console, duration
 from dolmen.core.mesh import SINGLE
 from dolmen.data import tokenizer as tokenizers
 from dolmen.data.quickstart_corpus import gzip_xz_bits
+from dolmen.train import folder
 from dolmen.train.config import RunConfig
 
 
@@ -39,13 +41,15 @@ def finish(run: RunConfig, out: Path) -> int:
 
 
 def _export(out: Path, to: Path) -> None:
-    import shutil
-
     from dolmen.cli.export import export
 
-    if to.exists():
-        shutil.rmtree(to)
+    try:
+        folder.remove_export(out)
+    except folder.Unusable as error:
+        raise BadInput(str(error)) from None
+    folder.claim(out, to.name)
     export(out, to)
+    folder.claim_files(out, to.name)
 
 
 def _sample(screen: Console, folder: Path, prompt: str) -> None:
@@ -64,6 +68,13 @@ def _sample(screen: Console, folder: Path, prompt: str) -> None:
     screen.rule(characters="-")
 
 
+def _validation(outcome: dict) -> str:
+    read, held, step = (outcome[n] for n in ("val_tokens", "held_out_tokens", "val_step"))
+    tokens = f"{read:,}" if read == held else f"{read:,} of {held:,}"
+    when = "" if step == outcome["steps"] else f", after step {step}"
+    return f"{outcome['val_loss']:.4f} nats per token on {tokens} held-out tokens{when}"
+
+
 def _summary(run: RunConfig, outcome: dict, out: Path, report) -> Table:
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
@@ -72,7 +83,7 @@ def _summary(run: RunConfig, outcome: dict, out: Path, report) -> Table:
     if outcome["val_loss"] is not None:
         table.add_row(
             "validation loss",
-            f"{outcome['val_loss']:.4f} nats a token on {outcome['val_tokens']:,} held-out tokens",
+            _validation(outcome),
         )
     if outcome["bits_per_byte"] is not None:
         line = f"{outcome['bits_per_byte']:.3f}"

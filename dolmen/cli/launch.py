@@ -15,8 +15,10 @@ count.
 """
 
 import ctypes
+import fcntl
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -32,16 +34,19 @@ from dolmen.cli.errors import BadInput, Failed
 
 LAUNCHER = "DOLMEN_LAUNCHER"  # pid of the launcher that started this worker
 PR_SET_PDEATHSIG = 1
+PREFIX, OURS = "dolmen_", "dolmen-launcher"  # a folder of reports, and the file that says it is one
 
 
 def die_with_launcher() -> None:
-    """In a worker: have the kernel kill this process when its launcher ends, however it ends.
-    Before heavy imports.
+    """In a worker: have the kernel kill this process when what started it, our launcher or
+    torchrun's agent, ends, however it ends. Before heavy imports.
     """
-    if LAUNCHER not in os.environ:
+    if LAUNCHER not in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
         return
+    parent = os.getppid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(os.environ[LAUNCHER]):
+    # it has ended before the kernel was asked
+    if os.getppid() != parent or parent != int(os.environ.get(LAUNCHER, parent)):
         os._exit(1)
 
 
@@ -136,7 +141,7 @@ def launch(processes: int, argv: list[str], max_restarts: int = 0) -> int:
                 pass
 
     handlers = {**default, signal.SIGINT: forward, signal.SIGTERM: forward}
-    with _handling(handlers), tempfile.TemporaryDirectory(prefix="dolmen_") as reports:
+    with _handling(handlers), _reports() as reports:
         for attempt in range(max_restarts + 1):
             if asked:
                 return 128 + asked[0]
@@ -150,6 +155,33 @@ def launch(processes: int, argv: list[str], max_restarts: int = 0) -> int:
                 flush=True,
             )
     raise AssertionError("the last attempt returns")
+
+
+@contextmanager
+def _reports() -> Iterator[str]:
+    """A temporary folder, for what workers leave to their launcher. Its file OURS is locked while
+    the launcher lives: so the folders of launchers that were killed are known, and deleted here.
+    """
+    for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        _delete_if_left(left)
+    with tempfile.TemporaryDirectory(prefix=PREFIX) as reports:
+        part = Path(reports) / f"{OURS}.part"
+        with open(part, "w") as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            part.rename(part.with_name(OURS))  # never seen without its lock
+            yield reports
+
+
+def _delete_if_left(folder: Path) -> None:
+    """Delete a folder of reports if a launcher of this user has made it and none holds it."""
+    try:
+        if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+            return
+        with open(os.open(folder / OURS, os.O_RDWR | os.O_NOFOLLOW), "r+") as mark:
+            fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder)
+    except OSError:
+        return  # somebody else's, or in use
 
 
 def _attempt(

@@ -20,6 +20,7 @@ from dolmen.core.log import console
 from dolmen.data import loader
 from dolmen.train.check import check, check_folder, check_overwrite, check_resume
 from dolmen.train.config import RunConfig
+from dolmen.train.folder import Unusable
 from dolmen.train.loop import Stop
 from dolmen.train.start import settle
 from dolmen.train.watch import Watch
@@ -172,7 +173,7 @@ def told(out: Path) -> Iterator[None]:
     """
     try:
         yield
-    except Damaged as error:
+    except (Damaged, Unusable) as error:
         raise BadInput(str(error)) from None
     except NotSaved as error:
         raise Failed(str(error)) from None

@@ -51,7 +51,19 @@ class Loader:
         self.identity = identity
         # what attention does not look behind
         self.boundary = end_of_text if document_mask else None
+        # samples that the batches before have read over step x global_batch_size: see go_on
+        self.ahead = 0
         self.validation = TokenStream.join([held.stream for held in held_out]) if held_out else None
+
+    def first(self, step: int) -> int:
+        """The first sample of global batch `step`."""
+        return step * self.global_batch_size + self.ahead
+
+    def go_on(self, step: int, samples: int) -> None:
+        """Let batch `step` begin where `samples` samples end. Batches before it may have been of
+        another size: none is skipped or repeated.
+        """
+        self.ahead = samples - step * self.global_batch_size
 
     def batch(self, step: int, rank: int = 0, ranks: int = 1) -> Batch:
         """The rows of global batch `step` (from 0) that data-parallel rank `rank` holds:
@@ -59,14 +71,14 @@ class Loader:
         """
         rows = self.rows(ranks)
         return Batch.of_windows(
-            self.mixture.windows(step * self.global_batch_size + rank * rows, rows), self.boundary
+            self.mixture.windows(self.first(step) + rank * rows, rows), self.boundary
         )
 
     def documents(self, step: int) -> list[str]:
         """Which documents the rows of global batch `step` were cut from, a line each: `source:
         documents a..b`.
         """
-        lines = self.mixture.documents(step * self.global_batch_size, self.global_batch_size)
+        lines = self.mixture.documents(self.first(step), self.global_batch_size)
         return lines if len(lines) <= 16 else [*lines[:16], f"and {len(lines) - 16} more rows"]
 
     def starting_at(self, step: int, rank: int = 0, ranks: int = 1) -> Iterator[tuple[int, Batch]]:
@@ -128,7 +140,7 @@ class Loader:
 
     def epochs(self, step: int) -> dict[str, float]:
         """How often each source has been read after `step` steps."""
-        return self.mixture.epochs(step * self.global_batch_size)
+        return self.mixture.epochs(self.first(step))
 
     @property
     def validation_tokens(self) -> int:

@@ -9,13 +9,16 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from dolmen.checkpoint.folders import Damaged
 from dolmen.checkpoint.safe import Reader
 from dolmen.checkpoint.store import Checkpoints
 from dolmen.convert import hf
 from dolmen.core.config import differences, to_dict
 from dolmen.core.mesh import SINGLE
-from dolmen.data import inputs
+from dolmen.data import inputs, sources
 from dolmen.families import on_disk, to_hf
+from dolmen.train import folder
+from dolmen.train import saved as saved_state
 from dolmen.train.config import RunConfig
 
 
@@ -84,15 +87,16 @@ def check_folder(out: Path, resume: bool, overwrite: bool) -> None:
             f"{out} already holds a run: use --resume to go on, --overwrite to start again, or "
             f"another --out"
         )
-    if overwrite and held and not (out / "config.yaml").exists():
+    owned = (out / folder.LIST).exists() or folder.is_run(out / "config.yaml")
+    if overwrite and held and not owned:
         raise ValueError(
-            f"--overwrite would delete {out}, which holds no config.yaml and so was not written by "
-            f"dolmen: remove it yourself"
+            f"--overwrite would delete {out}, which holds no config.yaml of a run and so was not "
+            "written by dolmen: remove it yourself"
         )
 
 
 def take_lock(out: Path, patience: float = 0) -> int:
-    """Hold the run's folder until the descriptor is closed or the process ends. Raises ValueError
+    """Hold the run's folder until the descriptor is closed or the process ends. Raises Unusable
     if another run still holds it after `patience` seconds: the process that a restart replaces may
     be dying.
     """
@@ -107,44 +111,65 @@ def take_lock(out: Path, patience: float = 0) -> int:
                 time.sleep(0.1)
                 continue
             os.close(descriptor)
-            raise ValueError(
+            raise folder.Unusable(
                 f"{out} is in use by another run: wait for it, or give another --out"
             ) from None
         return descriptor
 
 
 def check_overwrite(run: RunConfig, out: Path, source: str) -> None:
-    """Refuse to delete what the run reads; `source`, a recipe or YAML file, may be the config.yaml
-    that it writes again.
+    """Refuse to delete what the run reads, and what dolmen did not write; `source`, a recipe or
+    YAML file, may be the config.yaml that it writes again.
     """
-    read = [
-        Path(name.split(":")[-1]).expanduser().resolve()
-        for name in (run.init, run.data.tokenizer, run.data.validation, *run.data.path)
-        if name
-    ]
-    if Path(source).resolve() != out.resolve() / "config.yaml":
-        read.append(Path(source).resolve())
-    for path in read:
-        if path.exists() and path.is_relative_to(out.resolve()):
+    base = out.resolve()
+    for path in _read_by(run, source):
+        if path.exists() and path.is_relative_to(base) and path != base / "config.yaml":
             raise ValueError(
                 f"--overwrite would delete {path}, which this run reads: give another --out"
             )
+    if out.is_dir():
+        folder.refuse_strange(out)
+
+
+def _read_by(run: RunConfig, source: str) -> set[Path]:
+    """Files and folders that the run reads, links followed, except those of the hub."""
+    given = (run.init, run.data.tokenizer, run.layout.schedule, source, str(run.data.cache_folder))
+    entries = sources.resolve(run.data.path)
+    if run.data.validation is not None:
+        entries += sources.resolve([run.data.validation], "--data.validation")
+    files = [file for entry in entries for file in entry.files]
+    return {Path(name).expanduser().resolve() for name in (*given, *files) if name is not None}
 
 
 def check_resume(run: RunConfig, out: Path) -> None:
-    """Refuse to go on from a damaged checkpoint, and with another model than the newest whole
-    one's.
+    """Refuse to go on from a damaged checkpoint, with another model than the newest whole one's,
+    and over files that dolmen did not write.
     """
+    if out.is_dir():
+        folder.refuse_taken(out, run.finish.export)
     saved = Checkpoints(out / "checkpoints", SINGLE, keep=0)
     step = saved.newest()
     if step is None:
         return
     try:
-        Reader(saved.path(step)).check_files()
-        found = saved.meta(step)["run"]
-    except (ValueError, KeyError) as error:
+        reader = Reader(saved.path(step))
+        reader.check_files()
+        found = saved_state.read(reader.state, saved.path(step))
+    except Damaged as error:
         raise saved.damaged(step, error) from None
-    check_same_model(found, run, step)
+    check_same_model(found.run, run, step)
+
+
+def never_at_full_rate(run: RunConfig, steps: int) -> str | None:
+    """What to warn of where the warm-up is longer than the run of `steps` steps; else None."""
+    warmup, lr = run.optimizer.warmup_steps, run.optimizer.lr
+    if warmup <= steps:
+        return None
+    return (
+        f"optimizer.warmup-steps ({warmup}) is over the run's {steps} steps: the learning rate "
+        f"ends at {lr * steps / warmup:.3g} and never reaches {lr:g}; set --optimizer.warmup-steps "
+        f"{max(1, steps // 10)} or less, or --train.steps over {warmup}"
+    )
 
 
 def check_same_model(saved: dict, run: RunConfig, step: int) -> None:

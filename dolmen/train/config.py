@@ -79,7 +79,9 @@ class LogConfig:
     validated.
     """
     validation_tokens: int = 65536
-    """Held-out tokens a validation reads; the last one reads them all. 0: all, always."""
+    """Held-out tokens a validation reads; the last one as many as the run has trained on, if those
+    are more. 0: all, always.
+    """
 
     def __post_init__(self):
         if self.every < 1:

@@ -20,6 +20,7 @@ from dolmen.optim import optimizer as optim
 from dolmen.train import metrics, report
 from dolmen.train.config import RunConfig
 from dolmen.train.loop import Hook, Stop
+from dolmen.train.saved import Saved, Validation
 from dolmen.train.step import Metrics, TrainState
 from dolmen.train.validate import evaluate
 from dolmen.train.watch import Watch
@@ -29,7 +30,7 @@ SKIPS_SCALED = 40  # steps in a row that a search for the loss scale may skip, a
 
 class Hooks:
     """The periodic work of a run, as a table of (every, hook); numbers are shown and written by the
-    first rank alone.
+    first rank alone. `began`: when the run would have, by time.monotonic(), had it never stopped.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Hooks:
         console: Console,
         stop: Stop,
         watch: Watch,
+        began: float,
     ):
         self.stop, self.steps, self.watch = stop, state.steps, watch
         self.most_skips = (
@@ -58,7 +60,9 @@ class Hooks:
         self.checkpoints = checkpoints
         self.flops = count.training_flops_per_token(run.model, run.sequence_length)
         self.peak = peak * mesh.size
-        self.since, self.tokens_since, self.validation = time.monotonic(), 0, None
+        self.began = began
+        self.since, self.tokens_since = time.monotonic(), 0
+        self.validation: Validation | None = None  # the last there was
         self.skipped, self.skipped_in_a_row, self.finite = 0, 0, True
         kinds = (
             ((metrics.MetricsFile, "metrics.jsonl"), (metrics.TensorBoard, "tensorboard"))
@@ -135,32 +139,52 @@ class Hooks:
     def validate(self, state: TrainState, m: Metrics) -> None:
         if self.stop.agreed_signal:
             return  # the time left is for saving
-        whole = state.step == state.steps or self.run.log.validation_tokens == 0
-        most = None if whole else max(1, self.run.log.validation_tokens // self.run.sequence_length)
+        most = self.most_validated(state)
         began = time.monotonic()
         batches = self.loader.validation_batches(most, self.mesh.dp.rank, self.mesh.dp.size)
-        self.validation = loss, tokens, _ = evaluate(
+        loss, tokens, nats = evaluate(
             state.model, self.watch.through(batches, "validate"), self.mesh, state.schedule
         )
         self.since += time.monotonic() - began  # not the training's time
+        held = self.loader.validation_tokens
+        bits = nats / self.loader.validation_bytes / math.log(2) if tokens == held else None
+        self.validation = Validation(state.step, loss, tokens, held, bits)
         for writer in self.writers:
             writer.write(
                 {"step": state.step, "val_loss": loss, "val_tokens": tokens, "time": time.time()}
             )
-        self.line.say(f"step {state.step}: validation loss {loss:.4f} on {tokens:,} tokens")
+        part = "" if tokens == held else f" of {held:,}"
+        if part and state.step == state.steps:
+            part += " (a short run reads no more; --log.validation-tokens 0 reads all)"
+        self.line.say(f"step {state.step}: validation loss {loss:.4f} on {tokens:,}{part} tokens")
+
+    def most_validated(self, state: TrainState) -> int | None:
+        """Windows of held-out text that a validation at this step reads at most; None: all. The
+        last one reads as many tokens as the run has trained on, if those are more than the usual.
+        """
+        tokens, length = self.run.log.validation_tokens, self.run.sequence_length
+        if tokens == 0:
+            return None
+        if state.step == state.steps:
+            return -(-max(tokens, state.tokens) // length)
+        return max(1, tokens // length)
 
     def save(self, state: TrainState, m: Metrics) -> None:
-        meta = {
-            "run": to_dict(self.run),
-            "step": state.step,
-            "tokens": state.tokens,
-            "updates": updates(state),
-            "data": self.loader.fingerprint(),
-            "loss_scale": [state.scale.value, state.scale.good_steps],
-            "seed": self.run.train.seed,
-            "norms": state.spike.state(),
-        }
-        self.checkpoints.save(state.step, optim.tensors(state.model, state.optimizer), meta)
+        last = self.validation
+        saved = Saved(
+            run=to_dict(self.run),
+            step=state.step,
+            tokens=state.tokens,
+            updates=updates(state),
+            samples=self.loader.first(state.step),
+            seconds=time.monotonic() - self.began,
+            data=self.loader.fingerprint(),
+            loss_scale=(state.scale.value, state.scale.good_steps),
+            norms=tuple(state.spike.state()),
+            validation=last if last is not None and math.isfinite(last.loss) else None,
+        )
+        tensors = optim.tensors(state.model, state.optimizer)
+        self.checkpoints.save(state.step, tensors, saved.meta())
 
     def poll(self, state: TrainState, m: Metrics) -> None:
         """A save that has failed ends the run now, and not at the next save."""

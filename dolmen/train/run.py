@@ -5,16 +5,18 @@
 import json
 import math
 import os
-import shutil
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import yaml
 from rich.console import Console
 
 from dolmen.checkpoint.store import Checkpoints
 from dolmen.convert import hf
+from dolmen.core import agree
 from dolmen.core.config import differences, to_dict
 from dolmen.core.mesh import Mesh
 from dolmen.data import loader as data_loader
@@ -22,27 +24,37 @@ from dolmen.data.loader import Loader
 from dolmen.model.config import parameter_shapes
 from dolmen.optim import optimizer as optim
 from dolmen.optim.precision import DTYPES, LossScale
-from dolmen.train import build, report
-from dolmen.train.check import check_same_model, take_lock
+from dolmen.train import build, folder, report
+from dolmen.train import saved as saved_state
+from dolmen.train.check import check_same_model, never_at_full_rate, take_lock
 from dolmen.train.config import RunConfig
+from dolmen.train.folder import Unusable
 from dolmen.train.hooks import Hooks
 from dolmen.train.loop import Stop, train
 from dolmen.train.peak import matmul_peak
+from dolmen.train.saved import Saved
 from dolmen.train.spike import SpikePolicy
-from dolmen.train.start import OWNER, Start
+from dolmen.train.start import Start
 from dolmen.train.step import TrainState
 from dolmen.train.watch import Watch
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended. `signal` is what stopped it early, 0 if nothing did."""
+    """How a run ended, after `seconds` of all its starts. `signal` is what stopped it early, 0 if
+    nothing did. The validation is the last there was, after `val_step` steps, on `val_tokens` of
+    the `held_out_tokens`.
+    """
 
     steps: int
     seconds: float
     signal: int
     val_loss: float | None
+    val_step: int | None
     val_tokens: int
+    held_out_tokens: int
     bits_per_byte: float | None
     validation_files: tuple[str, ...]
 
@@ -90,55 +102,46 @@ def resume(
     checkpoints: Checkpoints,
     console: Console,
     restarted: bool = False,
-) -> None:
-    """Put the newest whole checkpoint into `state` and say what changed since; with none, say so
-    and start.
+) -> Saved | None:
+    """Put the newest whole checkpoint into `state` and `loader`, say what changed since, and return
+    what it kept beside tensors; with none, say so and start.
 
     Raises ValueError if the checkpoint is of another model, Damaged if it is; after a restart,
     which nobody watches, a damaged one is put aside and the one before it taken.
     """
-    found = load_newest(state, run, checkpoints, console, restarted)
-    if found is None:
+    saved = load_newest(state, run, checkpoints, console, restarted)
+    if saved is None:
         console.print(
             f"{'restart' if restarted else '--resume'}: nothing is saved here yet, starting from "
             f"step 0"
         )
-        return
-    step, meta = found
-    old, new = meta["run"], to_dict(run)
-    state.step, state.tokens = step, meta["tokens"]
-    optim.set_step(state.optimizer, meta["updates"])
+        return None
+    state.step, state.tokens = saved.step, saved.tokens
+    loader.go_on(saved.step, saved.samples)
+    optim.set_step(state.optimizer, saved.updates)
     if state.scale.dynamic:
-        state.scale.value, state.scale.good_steps = meta["loss_scale"]
-    state.spike.load(meta.get("norms", []))
-    console.print(f"resuming from step {step}")
+        state.scale.value, state.scale.good_steps = saved.loss_scale
+    state.spike.load(list(saved.norms))
+    console.print(f"resuming from step {saved.step}")
     for line in [
-        d for d in differences(old, new) if not d.startswith("model.")
-    ] + data_loader.changes(meta["data"], loader.fingerprint()):
+        d for d in differences(saved.run, to_dict(run)) if not d.startswith("model.")
+    ] + data_loader.changes(saved.data, loader.fingerprint()):
         console.print(f"  changed: {line}")
+    return saved
 
 
 def load_newest(
     state: TrainState, run: RunConfig, checkpoints: Checkpoints, console: Console, fall_back: bool
-) -> tuple[int, dict] | None:
-    """Load the newest whole checkpoint: (its step, its meta); None if there is none. With
+) -> Saved | None:
+    """Load the newest whole checkpoint: what it keeps beside tensors; None if there is none. With
     `fall_back` the newest that is not damaged.
     """
     steps = checkpoints.steps()
-    everywhere = {f"{kind}/{name}" for name in parameter_shapes(run.model) for kind in optim.KINDS}
     for step in reversed(steps):
         try:
-            meta = checkpoints.meta(step)
-        except ValueError as caught:
+            return _load(step, state, run, checkpoints, console)
+        except (KeyError, ValueError) as caught:
             error = caught
-        else:
-            check_same_model(meta["run"], run, step)
-            try:
-                checkpoints.load(step, optim.tensors(state.model, state.optimizer), everywhere)
-            except ValueError as caught:
-                error = caught
-            else:
-                return step, meta
         if not fall_back or step == steps[0]:
             raise checkpoints.damaged(step, error) from None
         aside = checkpoints.put_aside(step)
@@ -147,6 +150,25 @@ def load_newest(
             f"{aside}, and the run goes on from the one before"
         )
     return None
+
+
+def _load(
+    step: int, state: TrainState, run: RunConfig, checkpoints: Checkpoints, console: Console
+) -> Saved:
+    everywhere = {f"{kind}/{name}" for name in parameter_shapes(run.model) for kind in optim.KINDS}
+
+    def kept() -> Saved:
+        return saved_state.read(checkpoints.meta(step), checkpoints.path(step))
+
+    saved = checkpoints.together(step, kept)[0]
+    check_same_model(saved.run, run, step)
+    checkpoints.load(step, optim.tensors(state.model, state.optimizer), everywhere)
+    if not checkpoints.sealed(step):
+        console.print(
+            f"WARNING: the checkpoint of step {step} was saved without a seal: damage to its "
+            "state.json may not be seen; the next one saved has a seal"
+        )
+    return saved
 
 
 def run_training(
@@ -179,12 +201,22 @@ def run_training(
     )
     steps = run.train.steps or max(20, epoch_steps(loader))
     state = make_state(run, mesh, steps)
-    lock = take_lock(out, 60 if start.restarted else 0) if mesh.first else None
+    lock = first_does(mesh, lambda: take_lock(out, 60 if start.restarted else 0))
     try:
         return _train(run, out, mesh, console, loader, state, start, stop or Stop(), watch, began)
     finally:
-        if lock is not None:
+        if mesh.first:
             os.close(lock)
+
+
+def first_does(mesh: Mesh, work: Callable[[], T]) -> T:
+    """work(), done by the first rank alone; its value, or its Unusable, is everyone's."""
+    if mesh.size == 1:
+        return work()
+    try:
+        return agree.once(work)
+    except ValueError as error:
+        raise Unusable(str(error)) from None
 
 
 def _train(
@@ -200,18 +232,26 @@ def _train(
     began: float,
 ) -> Outcome:
     """`run_training` in a folder that is ours."""
-    if mesh.first and start.overwrite:
-        clear(out, start.owner)
+    if start.overwrite:
+        first_does(mesh, lambda: folder.clear(out, start.owner))
     checkpoints = Checkpoints(out / "checkpoints", mesh, run.checkpoint.keep)
-    if start.resumed:
-        resume(state, run, loader, checkpoints, console, start.restarted)
+    saved = (
+        resume(state, run, loader, checkpoints, console, start.restarted) if start.resumed else None
+    )
     steps = state.steps
     if mesh.first and state.step < steps:
+        folder.claim(out, *folder.WRITTEN)
         write_config(out, run)
         loader.tokenizer.save_pretrained(str(out / "tokenizer"))
+        folder.claim_files(out, "tokenizer")
     peak = matmul_peak(mesh.device, DTYPES[run.train.dtype])
     console.print(report.header(run, state, loader, mesh, peak, str(out)))
-    hooks = Hooks(run, state, loader, mesh, out, checkpoints, peak, console, stop, watch)
+    if warning := never_at_full_rate(run, state.steps):
+        console.print(f"WARNING: {warning}")
+    if saved is not None:
+        began -= saved.seconds
+    hooks = Hooks(run, state, loader, mesh, out, checkpoints, peak, console, stop, watch, began)
+    hooks.validation = saved.validation if saved is not None else None
     try:
         if state.step >= steps:
             console.print(
@@ -225,16 +265,18 @@ def _train(
         hooks.close()
     if not hooks.finite and not state.scale.dynamic:
         raise FloatingPointError(hooks.too_many_skips(state))
-    val_loss, val_tokens, nats = hooks.validation or (None, 0, 0.0)
-    whole = val_loss is not None and not signal and val_tokens == loader.validation_tokens
-    bits = nats / loader.validation_bytes / math.log(2) if whole else None
+    last = hooks.validation
     return Outcome(
         state.step,
-        time.monotonic() - began,
+        saved.seconds
+        if saved is not None and saved.step == state.step
+        else time.monotonic() - began,
         signal,
-        val_loss,
-        val_tokens,
-        bits,
+        last.loss if last else None,
+        last.step if last else None,
+        last.tokens if last else 0,
+        last.held_out_tokens if last else 0,
+        last.bits_per_byte if last else None,
         tuple(str(f) for f in loader.validation_files),
     )
 
@@ -243,14 +285,6 @@ def epoch_steps(loader: Loader) -> int:
     """Steps of one pass over the training data, by the source that lasts longest."""
     per_step = max(min(loader.epochs(1000).values()) / 1000, 1e-12)
     return max(1, round(1 / per_step))
-
-
-def clear(out: Path, owner: str = "") -> None:
-    """Empty a run's folder, and then say in it who has: `owner`'s restarts will not."""
-    for child in out.iterdir():
-        shutil.rmtree(child) if child.is_dir() and not child.is_symlink() else child.unlink()
-    if owner:
-        (out / OWNER).write_text(owner)
 
 
 def write_config(out: Path, run: RunConfig) -> None:
@@ -267,4 +301,6 @@ def summary(outcome: Outcome, out: Path) -> None:
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in asdict(outcome).items()
     }
-    (out / "summary.json").write_text(json.dumps(row, indent=1))
+    part = out / "summary.part"
+    part.write_text(json.dumps(row, indent=1))
+    part.rename(out / "summary.json")

@@ -17,8 +17,7 @@ from dolmen.core import agree
 from dolmen.core.config import to_dict
 from dolmen.train.check import check_folder, check_overwrite, check_resume
 from dolmen.train.config import RunConfig
-
-OWNER = ".overwritten-by"  # in a run's folder: the jobs that have emptied it
+from dolmen.train.folder import OWNER
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,7 @@ def test_what_a_run_leaves(whole):
         "checkpoints",
         "tokenizer",
         "summary.json",
+        ".dolmen",
     }
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG") and list(
         (out / "tensorboard").glob("events*")
@@ -237,11 +238,11 @@ def test_a_run_is_not_overwritten_by_accident(whole, material, tmp_path):
     assert dolmen("train", material.file, "--out", out).code == 2 and len(rows(out)) == 6
     copy = tmp_path / "copy"
     shutil.copytree(out, copy)
-    (copy / "stale").write_text("of the run before")
-    assert (
-        dolmen("train", material.file, "--out", copy, "--overwrite", "--train.steps", 2).code == 0
-    )
-    assert len(rows(copy)) == 2 and steps(copy) == [2] and not (copy / "stale").exists()
+    (copy / "notes").write_text("mine")
+    words = ("train", material.file, "--out", copy, "--overwrite", "--train.steps", 2)
+    assert dolmen(*words).code == 2 and len(rows(copy)) == 6
+    (copy / "notes").unlink()
+    assert dolmen(*words).code == 0 and len(rows(copy)) == 2 and steps(copy) == [2]
 
 
 def test_keep_and_the_last_step(material, tmp_path):
