@@ -16,8 +16,9 @@ import numpy as np
 
 from dolmen.data.config import DataConfig
 from dolmen.data.corpus import DOCUMENT, Column, lock
+from dolmen.data.documents import pieces
 from dolmen.data.heldout import TextHash, choose, union
-from dolmen.data.sources import Source, pieces, resolve
+from dolmen.data.sources import Source, resolve
 from dolmen.data.tokenizer import train_bpe
 
 PREFIX = "bpe:"
@@ -86,7 +87,7 @@ def _texts(config: DataConfig, sources: Sequence[Source]) -> Iterator[str]:
     if config.validation is None:
         held = choose(tables, config.validation_fraction).whole
     else:
-        (judge,) = resolve([config.validation], "--data.validation")
+        (judge,) = resolve([config.validation], "--data.validation", config.cache_folder)
         held = union([_table(judge, config.text_field)["words"]])
     for source, table in zip(sources, tables, strict=True):
         out, document = np.isin(table["words"], held), 0

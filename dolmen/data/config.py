@@ -9,30 +9,31 @@ from pathlib import Path
 @dataclass(frozen=True)
 class DataConfig:
     path: tuple[str, ...] = ()
-    """Text to train on: files, folders and globs of .txt, .py (a file is a document), .jsonl and
-    .parquet (a row is a document), ids of the Hugging Face hub (`org/name` or `org/name:config`),
-    or `python-standard-library`. Weights make a mixture: `0.7:PATH 0.3:PATH`. Without weights, all
-    entries are one corpus.
+    """Text to train on: files, folders and globs of .txt, .md, .py and text without a suffix (a
+    file is a document), .jsonl, .json and .parquet (a row is a document), the text ones packed as
+    .gz or .zst too; ids of the Hugging Face hub (`org/name` or `org/name:config`), or
+    `python-standard-library`. Weights make a mixture: `0.7:PATH 0.3:PATH`. Without weights, all
+    entries are one corpus. Of a folder, hidden files and what dolmen has written are left out.
     """
     tokenizer: str | None = None
     """Folder or hub id of a `transformers` tokenizer, or bpe:N for a byte-level BPE of N tokens
     trained on the data. Default: that of --init.
     """
     validation: str | None = None
-    """Text to validate on, given like --data.path. Default: a fraction of the documents is held
-    out.
+    """Text to validate on, given like --data.path; documents of it are not trained on. Default: a
+    fraction of the documents is held out.
     """
     validation_fraction: float = 0.03
     """Share of the documents that is held out when --data.validation is unset, chosen by a hash of
-    their text: neither the seed, the tokenizer nor the order of the files matters. Of a single
-    document, the end is held out.
+    their text: neither the seed, the tokenizer nor the order of the files matters, and copies in
+    all sources are held out together. Of a single document, the end is held out.
     """
     end_of_text: str | None = None
     """The token that marks the end of a document, for a tokenizer that names none."""
     document_mask: bool = False
     """Attention does not cross document boundaries within a window."""
     text_field: str = "text"
-    """Field (.jsonl) or column (.parquet, hub) that holds the text."""
+    """Field (.jsonl, .json) or column (.parquet, hub) that holds the text."""
     cache: str | None = None
     """Folder for the tokens, which are built once and reused while nothing changes. Default:
     ~/.cache/dolmen. Each folder in it may be deleted at any time: it is built again when needed.

@@ -34,9 +34,11 @@ from pathlib import Path
 import numpy as np
 
 from dolmen.data import tokenizer as tokenizers
+from dolmen.data.documents import Piece, load_hub, pieces
 from dolmen.data.heldout import TextHash
 from dolmen.data.progress import bar, say
-from dolmen.data.sources import PIECE, WHOLE_FILE, Piece, Source, load_hub, pieces
+from dolmen.data.readers import PIECE, whole
+from dolmen.data.sources import Source
 
 FORMAT = 2
 DOCUMENT = np.dtype([("bytes", "<i8"), ("hash", "<u8"), ("words", "<u8"), ("file", "<i4")])
@@ -236,8 +238,8 @@ def write_tokens(
                 continue
             out.write(mark)
             position += 1
-            whole = current < len(source.files) and source.files[current].suffix in WHOLE_FILE
-            documents.append((text.size, text.exact, text.words, current if whole else -1))
+            is_file = current < len(source.files) and whole(source.files[current])
+            documents.append((text.size, text.exact, text.words, current if is_file else -1))
             ends.append(position)
             text, start = TextHash(), position
     return np.frombuffer(ends, np.int64), documents.array(), seams.array()

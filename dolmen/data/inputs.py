@@ -7,7 +7,9 @@ from typing import NamedTuple
 from dolmen.data import tokenizer as tokenizers
 from dolmen.data.bpe import tokenizer_folder
 from dolmen.data.config import DataConfig
-from dolmen.data.sources import WHOLE_FILE, Source, pieces, resolve
+from dolmen.data.documents import pieces
+from dolmen.data.readers import whole
+from dolmen.data.sources import Source, resolve
 
 
 class Inputs(NamedTuple):
@@ -33,10 +35,10 @@ def check(
     window, no tokenizer or end-of-text token, a tokenizer larger than `vocab_size` (None: no model
     yet). `tokenizer`: used if the config has none.
     """
-    sources = resolve(config.path)
+    sources = resolve(config.path, cache=config.cache_folder)
     validation = None
     if config.validation is not None:
-        (validation,) = resolve([config.validation], "--data.validation")
+        (validation,) = resolve([config.validation], "--data.validation", config.cache_folder)
     elif not 0 <= config.validation_fraction <= 0.5:
         raise ValueError(
             f"--data.validation-fraction is {config.validation_fraction}: use 0 (no validation) "
@@ -68,7 +70,7 @@ def look_at(source: Source, text_field: str, least: int, option: str) -> None:
     """
     if next(pieces(source, text_field, option), None) is None:
         raise ValueError(f"{option} {source.name}: no text in {len(source.files)} files")
-    sizes = [file.stat().st_size for file in source.files if file.suffix in WHOLE_FILE]
+    sizes = [file.stat().st_size for file in source.files if whole(file)]
     most = sum(sizes) + sum(size > 0 for size in sizes)
     if len(sizes) == len(source.files) and most < least:
         raise ValueError(

@@ -17,7 +17,6 @@ from dolmen.data.batch import IGNORED, Batch
 from dolmen.data.config import DataConfig
 from dolmen.data.corpus import Corpus, open_corpus
 from dolmen.data.division import (
-    Division,
     HeldOut,
     check_length,
     everything,
@@ -221,6 +220,8 @@ def prepare(
     ]
     for division, corpus in zip(divisions, corpora, strict=True):
         check_length(division, corpus, sequence_length)
+    left_out = [f"left out: {note}" for source in inputs.sources for note in source.left_out]
+    kept_out = [note for division in divisions for note in division.notes]
     mixture = Mixture(parts, sequence_length, seed)
     identity = {
         **{
@@ -243,7 +244,7 @@ def prepare(
         global_batch_size,
         inputs.tokenizer,
         inputs.end_of_text,
-        describe(mixture, corpora, held, divisions),
+        describe(mixture, corpora, held, [*left_out, *kept_out]),
         identity,
         config.document_mask,
     )
@@ -256,7 +257,7 @@ def content(corpus: Corpus) -> str:
 
 
 def describe(
-    mixture: Mixture, corpora: list[Corpus], held: list[HeldOut], divisions: list[Division]
+    mixture: Mixture, corpora: list[Corpus], held: list[HeldOut], notes: list[str]
 ) -> list[str]:
     lines = []
     for part, weight, size, corpus in zip(
@@ -271,5 +272,4 @@ def describe(
             f"bytes{told}), {size:,} windows of {mixture.sequence_length:,} an epoch"
         )
     none = "validation: none (--data.validation-fraction is 0)"
-    lines += [note for division in divisions for note in division.notes]
-    return lines + ([f"validation: {out.note}" for out in held] or [none])
+    return lines + notes + ([f"validation: {out.note}" for out in held] or [none])

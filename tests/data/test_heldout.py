@@ -85,7 +85,8 @@ def test_a_large_document_is_held_out_in_no_source():
     copies = choose([table([large] * 500)], 0.03)
     assert not len(copies.whole) and list(copies.cut) == [table([large])["hash"][0]]
     equal = ["a" * 1000, "b" * 1000]
-    assert choose([table(equal)], 0.1).cut == choose([table(equal[::-1])], 0.1).cut, "nor does order matter"
+    one, other = (choose([table(texts)], 0.1) for texts in (equal, equal[::-1]))
+    assert one.cut == other.cut, "nor does order matter"
 
 
 def test_one_document_in_two_weighted_sources(tmp_path, load):
@@ -210,7 +211,7 @@ def test_bytes_of_a_held_out_end_are_exact(tmp_path, load):
 
 
 def test_a_document_of_many_pieces_is_cut_between_two(tmp_path, load, monkeypatch):
-    monkeypatch.setattr("dolmen.data.sources.cut.__defaults__", (400,))
+    monkeypatch.setattr("dolmen.data.documents.cut.__defaults__", (400,))
     text = prose("pieces", 6000)
     (tmp_path / "a.txt").write_text(text)
     monkeypatch.setattr(endings, "cuts", None)

@@ -2,19 +2,26 @@
 and line.
 """
 
+import gzip
+import json
 from fractions import Fraction
 
 import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
+import zstandard
 
+from dolmen.data.documents import cut, pieces
 from dolmen.data.quickstart_corpus import (
     STANDARD_LIBRARY,
     gzip_xz_bits,
     standard_library_files,
 )
-from dolmen.data.sources import PIECE, cut, is_hub_id, pieces, resolve
+from dolmen.data.readers import PIECE
+from dolmen.data.sources import is_hub_id, resolve
+from dolmen.train.config import RunConfig
+from dolmen.train.run import write_config
 
 
 def texts(*entries, field="text"):
@@ -47,7 +54,7 @@ def mixed(tmp_path):
     (tmp_path / "c.jsonl").write_text("\n".join(rows))
     (tmp_path / "deep").mkdir()
     write_parquet(tmp_path / "deep" / "d[1].parquet", text=["row\r\n", None, "row 2"], id=[1, 2, 3])
-    (tmp_path / "deep" / "ignored.md").write_text("no")
+    (tmp_path / "deep" / "ignored.html").write_text("no")
     (tmp_path / ".hidden").mkdir()
     (tmp_path / ".hidden" / "e.txt").write_text("no")
     return tmp_path
@@ -109,12 +116,12 @@ def test_what_can_be_a_hub_id(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "content, message",
     [
-        ('{"text": "a"}\n{"text": "b"\n', "bad.jsonl, line 2: not JSON"),
+        ('{"text": "a"}\n{"text": "b"\n', "bad.jsonl, line 2: is not JSON"),
         (
             '{"text": "a"}\n\n{"body": "b"}\n',
             "bad.jsonl, line 3: no 'text' but keys body: use --data.text-field",
         ),
-        ('["a"]\n', "bad.jsonl, line 1: no 'text' but a list"),
+        ('["a"]\n', "bad.jsonl, line 1: it is a list of 1: it must be a mapping"),
         ('{"text": 3}\n', "bad.jsonl, line 1: 'text' is a int, not text"),
         ('{"text": "\\ud800"}\n', "bad.jsonl, line 1: 'text' is not UTF-8"),
     ],
@@ -148,7 +155,7 @@ def test_missing_and_empty(tmp_path):
         (
             "empty",
             FileNotFoundError,
-            "--data.path .*empty: 0 files and folders, none to read; readable are .txt",
+            "--data.path .*empty: 0 files, none to read; readable are .txt",
         ),
         ("*.parquet", FileNotFoundError, "none to read"),
         ("zero.txt", ValueError, "--data.path .*zero.txt: 1 files with 0 bytes"),
@@ -209,3 +216,127 @@ def test_what_compresses_the_held_out_files(tmp_path):
     assert both == pytest.approx((small * 10_000 + large * 1024) / 11_024), (
         "a mean over bytes, each file by itself"
     )
+
+
+def packed(path, data):
+    """`data` written as the suffix says."""
+    pack = {".gz": gzip.compress, ".zst": zstandard.ZstdCompressor().compress}
+    path.write_bytes(pack.get(path.suffix, bytes)(data))
+    return path
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+def test_more_kinds_and_packed_ones(tmp_path, suffix):
+    text = "first\r\nsecond é\n" * 3
+    rows = [{"text": "one"}, {"text": None}, {"id": 1, "text": "two é", "x": float("nan")}]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    for name in ("a.txt", "b.md", "c.py", "d", "E.TXT"):
+        assert texts(packed(tmp_path / f"{name}{suffix}", text.encode())) == [text]
+    assert texts(packed(tmp_path / f"f.jsonl{suffix}", lines.encode())) == ["one", "two é"]
+    for name, content in (("g", rows), ("h", {"text": "alone"})):
+        packed(tmp_path / f"{name}.json{suffix}", json.dumps(content).encode())
+    assert texts(tmp_path / f"g.json{suffix}") == ["one", "two é"]
+    assert texts(tmp_path / f"h.json{suffix}") == ["alone"]
+    assert texts(tmp_path) == [text] * 5 + ["one", "two é"] * 2 + ["alone"], "of a folder too"
+
+
+def test_several_frames_of_one_file_are_all_read(tmp_path):
+    for suffix in (".gz", ".zst"):
+        one = packed(tmp_path / f"a.txt{suffix}", b"one\n" * 5000).read_bytes()
+        two = packed(tmp_path / f"a.txt{suffix}", b"two\n").read_bytes()
+        (tmp_path / f"a.txt{suffix}").write_bytes(one + two)
+        assert texts(tmp_path / f"a.txt{suffix}") == ["one\n" * 5000 + "two\n"]
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_packed_files_that_are_damaged_are_named(tmp_path, suffix):
+    file = tmp_path / f"a.txt{suffix}"
+    whole = packed(file, "".join(f"{i} words\n" for i in range(5000)).encode()).read_bytes()
+    for damaged in (whole[:-9], whole[: len(whole) // 2], b"no archive at all"):
+        file.write_bytes(damaged)
+        with pytest.raises(ValueError, match=rf"a\.txt\{suffix} cannot be unpacked"):
+            texts(file)
+    packed(tmp_path / f"latin.txt{suffix}", b"good\n\xe9\n")
+    with pytest.raises(ValueError, match="latin.txt.* is not UTF-8 text: .* byte 0xe9"):
+        texts(tmp_path / f"latin.txt{suffix}")
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_a_bomb_is_refused_before_it_is_unpacked(tmp_path, suffix):
+    file = packed(tmp_path / f"a.jsonl{suffix}", b" " * 2**25)
+    with pytest.raises(ValueError, match=r"bytes unpack to more than 16,777,216.*unpack it your"):
+        texts(file)
+    assert len(texts(packed(tmp_path / f"a.txt{suffix}", b"a" * 2**23))[0]) == 2**23
+
+
+def test_files_without_a_suffix_are_text_or_refused(tmp_path):
+    (tmp_path / "LICENSE").write_text("é" * 3000, "utf-8")
+    (tmp_path / "program").write_bytes(b"\x7fELF\0\1\2\xff")
+    assert texts(tmp_path) == ["é" * 3000]
+    (source,) = resolve([str(tmp_path)])
+    assert source.left_out == (f"1 files without a suffix that are no text in {tmp_path}",)
+    with pytest.raises(ValueError, match="program: a file without a suffix must be UTF-8 text"):
+        resolve([str(tmp_path / "program")])
+
+
+def test_what_dolmen_has_written_is_no_text(tmp_path, monkeypatch):
+    write_config(tmp_path / "runs" / "one", RunConfig())
+    for name in ("metrics.jsonl", "tokenizer/tokenizer.json", "hf/config.json"):
+        file = tmp_path / "runs" / "one" / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text('{"text": "wrong"}')
+    cache, tokens = tmp_path / "cache", tmp_path / "old" / "key"
+    for folder in (cache / "tokenizers", tokens):
+        folder.mkdir(parents=True)
+        (folder / "index.json").write_text('{"text": "wrong"}')
+    (tokens / "tokens.bin").touch()
+    (tmp_path / "a.txt").write_text("right")
+    (tmp_path / "b.yaml").write_text("name: x")
+    monkeypatch.chdir(tmp_path)
+    for entry in (str(tmp_path), ".", "**/*", f"{tmp_path}/**"):
+        (source,) = resolve([entry], cache=cache)
+        assert [file.name for file in source.files] == ["a.txt"], entry
+        told = "\n".join(source.left_out)
+        for name in ("one (a run of dolmen)", "cache (the token cache)", "key (tokens of dolmen)"):
+            assert name in told, entry
+        assert "1 .yaml files" in told, entry
+    with pytest.raises(FileNotFoundError, match="none to read; left out: .*one .a run of dolmen"):
+        resolve([str(tmp_path / "runs" / "one")])
+    assert len(resolve(["runs/one/hf"])[0].files) == 1, "unless it is named itself"
+
+
+@pytest.mark.parametrize(
+    "row, told",
+    [
+        ({"messages": [{"role": "user", "content": "x"}]}, "'messages' holds chats"),
+        ({"conversations": [{"from": "human", "value": "x"}]}, "apply_chat_template"),
+        ({"instruction": "x", "input": "", "output": "y"}, "--data.text-field output takes"),
+    ],
+)
+def test_chats_and_instructions_are_told_what_to_do(tmp_path, row, told):
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    write_parquet(tmp_path / "a.parquet", **{name: [value] for name, value in row.items()})
+    for file in ("a.jsonl", "a.parquet"):
+        with pytest.raises(ValueError, match=f"{file}.*{told}"):
+            texts(tmp_path / file)
+    if "instruction" not in row:
+        (field,) = row
+        for file in ("a.jsonl", "a.parquet"):
+            with pytest.raises(ValueError, match=f"{file}.*{field!r} holds chats"):
+                texts(tmp_path / file, field=field)
+
+
+def test_a_parquet_file_that_is_damaged_inside_is_named(tmp_path):
+    file = tmp_path / "a.parquet"
+    write_parquet(file, text=[f"row {i} of many" for i in range(20_000)])
+    data = bytearray(file.read_bytes())
+    data[4:2000] = b"\xff" * 1996
+    file.write_bytes(data)
+    with pytest.raises(ValueError, match=r"a\.parquet is damaged"):
+        texts(file)
+
+
+def test_a_row_that_is_nested_too_deep_is_named(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' + "[" * 100_000)
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 2: has 100,000 brackets open"):
+        texts(tmp_path / "a.jsonl")

@@ -8,8 +8,8 @@ from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from dolmen.data import tokenizer as tokenizers
+from dolmen.data.documents import cut
 from dolmen.data.quickstart_corpus import standard_library_files
-from dolmen.data.sources import cut
 
 WORDS = {"<s>": 0, "a": 1, "b": 2, "</d>": 3}
 

@@ -1,0 +1,202 @@
+"""How a file becomes documents, by its suffix. Each reader gives, per document, its text in blocks,
+so that no file is in memory at once but a .json one.
+
+Parquet is read through `datasets`. Text and rows are not, because `datasets` turns \\r\\n into
+\\n and reads a file into one string, and refuses rows whose keys differ.
+"""
+
+import glob
+import io
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from dolmen.data.unpack import PACKED, opened
+from dolmen.files.gate import MIB, Kind, Refused, parse_json
+from dolmen.files.kinds import TEXT_ROW
+from dolmen.files.schema import List, Object, either
+
+# characters that are tokenised at once: 1 GB in one string would need 50 GB, and one core
+PIECE = 1 << 18
+ROWS = Kind(either(Object(), List(Object())), size=1024 * MIB, depth=64, constants=True)
+
+
+def form(file: Path) -> str | None:
+    """The suffix that says how to read `file`, that of compression left away; "" for one without;
+    None if it is not read.
+    """
+    name = Path(file.stem) if file.suffix.lower() in PACKED else file
+    suffix = name.suffix.lower()
+    if file != name and suffix == ".parquet":
+        return None  # it has its own compression, and is read by parts
+    return suffix if suffix in READERS else None
+
+
+def whole(file: Path) -> bool:
+    """Whether the file is one document, as it lies on the disk."""
+    return form(file) in TEXT and file.suffix.lower() not in PACKED
+
+
+def looks_like_text(file: Path) -> bool:
+    """Whether a file without a suffix begins like UTF-8 text."""
+    try:
+        with opened(file) as stream:
+            head = stream.read(4096)
+        head.decode()
+    except UnicodeDecodeError as error:
+        return error.start > len(head) - 4 and len(head) == 4096  # cut inside a character
+    except (ValueError, OSError):
+        return False
+    return b"\0" not in head
+
+
+def read(file: Path, text_field: str) -> Iterator[Iterable[str]]:
+    """The documents of `file`, each as blocks of text. ValueError names the file, and the row."""
+    return READERS[form(file) or ""](file, text_field)
+
+
+def read_text(file: Path, text_field: str) -> Iterator[Iterator[str]]:
+    """The whole file as one document, exact to the byte (`newline=""` keeps \\r\\n)."""
+
+    def blocks() -> Iterator[str]:
+        with opened(file) as stream, io.TextIOWrapper(stream, "utf-8", newline="") as lines:
+            try:
+                while block := lines.read(4 * PIECE):
+                    yield block
+            except UnicodeDecodeError as error:
+                byte = error.object[error.start]
+                raise ValueError(
+                    f"{file} is not UTF-8 text: {error.reason}, byte {byte:#04x}"
+                ) from error
+
+    yield blocks()
+
+
+def read_jsonl(file: Path, text_field: str) -> Iterator[list[str]]:
+    with opened(file) as stream:
+        for number, line in enumerate(lines_of(stream, file), 1):
+            if line.strip():
+                where = f"{file}, line {number}"
+                yield [row_text(parse_json(line, where, TEXT_ROW), text_field, where)]
+
+
+def lines_of(stream: BinaryIO, file: Path) -> Iterator[bytes]:
+    for number, line in enumerate(iter(lambda: stream.readline(TEXT_ROW.size + 1), b""), 1):
+        if len(line) > TEXT_ROW.size:
+            raise ValueError(
+                f"{file}, line {number}: more than {TEXT_ROW.size:,} bytes, the most that a row "
+                "may have: a long text can be a .txt file"
+            )
+        yield line
+
+
+def read_json(file: Path, text_field: str) -> Iterator[list[str]]:
+    """One row, or a list of rows."""
+    with opened(file) as stream:
+        data = stream.read(ROWS.size + 1)
+    if len(data) > ROWS.size:
+        raise ValueError(
+            f"{file}: more than {ROWS.size:,} bytes, the most that a .json file may have: write "
+            "its rows as .jsonl"
+        )
+    rows = parse_json(data, file, ROWS)
+    for number, row in enumerate(rows if isinstance(rows, list) else [rows], 1):
+        yield [row_text(row, text_field, f"{file}, row {number}")]
+
+
+def read_parquet(file: Path, text_field: str) -> Iterator[list[str]]:
+    import datasets
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        columns = pyarrow.parquet.read_schema(file).names
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{file} is not parquet: {error}") from error
+    check_column(text_field, columns, str(file))
+    table = datasets.load_dataset(
+        "parquet",
+        data_files=glob.escape(str(file)),
+        split="train",
+        streaming=True,
+        columns=[text_field],
+    )
+    try:
+        for text in column(table, text_field, str(file)):
+            yield [text]
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{file} is damaged: {error}") from error
+
+
+def column(table, text_field: str, where: str) -> Iterator[str]:
+    """The texts of a data set; by batches, because `datasets` takes 13 times as long row by row."""
+    number = 0
+    for batch in table.iter(batch_size=512):
+        for value in batch[text_field]:
+            number += 1
+            yield text_of(value, text_field, f"{where}, row {number}")
+
+
+def check_column(text_field: str, columns: Sequence[str], where: str) -> None:
+    if text_field not in columns:
+        raise Refused(f"{where}: no {text_field!r} but columns {advice(columns)}")
+
+
+def row_text(row: dict[str, Any], text_field: str, where: str) -> str:
+    """The text of a row. Raises ValueError with what to do if it has none."""
+    if text_field not in row:
+        raise Refused(f"{where}: no {text_field!r} but keys {advice(list(row))}")
+    return text_of(row[text_field], text_field, where)
+
+
+def advice(names: Sequence[str]) -> str:
+    """The names, and what to do with such rows."""
+    told = ", ".join(map(str, names[:6]))
+    if chat := [name for name in ("messages", "conversations", "conversation") if name in names]:
+        return f"{told}: {chats(chat[0])}"
+    if "instruction" in names and "output" in names:
+        return (
+            f"{told}: these are instructions with answers, and training here is on plain text: "
+            "--data.text-field output takes the answers alone; to train on both, write each row's "
+            'text into one field, as {"text": instruction + input + output}'
+        )
+    return f"{told}: use --data.text-field"
+
+
+def chats(name: str) -> str:
+    return (
+        f"{name!r} holds chats, and training here is on plain text: write each chat as text into "
+        "one field, with tokenizer.apply_chat_template(row, tokenize=False), and name the field "
+        "with --data.text-field"
+    )
+
+
+def text_of(value: object, text_field: str, where: str) -> str:
+    """The text, "" for null (which leaves the document out). ValueError if it is no text that UTF-8
+    can write.
+    """
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        raise Refused(f"{where}: {chats(text_field)}")
+    if value is not None and not isinstance(value, str):
+        raise Refused(
+            f"{where}: {text_field!r} is a {type(value).__name__}, not text: use --data.text-field "
+            "with a field that holds text"
+        )
+    try:
+        (value or "").encode()
+    except UnicodeEncodeError as error:
+        raise Refused(f"{where}: {text_field!r} is not UTF-8 text: {error}") from error
+    return value or ""
+
+
+TEXT = (".txt", ".md", ".py", "")  # a file is a document
+READERS: dict[str, Callable[[Path, str], Iterator[Iterable[str]]]] = {
+    **dict.fromkeys(TEXT, read_text),
+    ".jsonl": read_jsonl,
+    ".json": read_json,
+    ".parquet": read_parquet,
+}
+SUPPORTED = (
+    f"readable are {', '.join(filter(None, READERS))}, text without a suffix, and each of them but "
+    f".parquet with {' or '.join(PACKED)} behind"
+)
