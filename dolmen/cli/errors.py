@@ -3,8 +3,11 @@
 
 class BadInput(Exception):
     """Something the user gave cannot be done. The message says what and which option mends it; exit
-    code 2.
+    code 2. On one line, also where a library's own text, which it ends in, has several.
     """
+
+    def __init__(self, text: str):
+        super().__init__(" ".join(line.strip() for line in text.splitlines()))
 
 
 class Failed(RuntimeError):

@@ -1,14 +1,11 @@
 """dolmen export RUN_OR_CHECKPOINT --to DIR"""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
-
-import tyro
 
 from dolmen.checkpoint import stream
 from dolmen.cli.errors import BadInput
-from dolmen.cli.options import message
+from dolmen.cli.options import ExportOptions, message
 from dolmen.convert import hf
 from dolmen.core.config import from_dict
 from dolmen.model.config import ModelConfig
@@ -16,22 +13,7 @@ from dolmen.optim.precision import DTYPES
 from dolmen.train.config import RunConfig
 
 
-@dataclass(frozen=True)
-class ExportOptions:
-    """Write a run or checkpoint as a transformers directory: model.safetensors, config.json,
-    tokenizer. One tensor is in memory at a time.
-    """
-
-    source: tyro.conf.Positional[str]
-    """A run's folder (its newest whole checkpoint is taken), or one checkpoint in it."""
-    to: str
-    """Folder to write; it must be empty or not exist."""
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Type of the tensors. Default: that of the model the run started from, else float32."""
-
-
-def run(argv: list[str]) -> int:
-    options = tyro.cli(ExportOptions, args=argv, prog="dolmen export")
+def run(options: ExportOptions, _: list[str]) -> int:
     try:
         export(Path(options.source), Path(options.to), options.dtype)
     except (ValueError, KeyError, OSError) as error:

@@ -1,58 +1,30 @@
 """dolmen generate DIR --prompt TEXT"""
 
-from dataclasses import dataclass
-
-import tyro
-
 from dolmen.cli.errors import BadInput
-from dolmen.cli.verify import Split, compute
+from dolmen.cli.options import GenerateOptions
+from dolmen.cli.verify import compute
 from dolmen.core.mesh import Mesh
-from dolmen.data import tokenizer as tokenizers
+from dolmen.data.tokenizer import load_tokenizer
+from dolmen.optim.precision import DTYPES
+from dolmen.serve import engine, prompt, sample
 
 
-@dataclass(frozen=True)
-class GenerateOptions:
-    """Continue a prompt with a transformers directory. Prints the prompt and the continuation;
-    greedy unless --temperature.
-    """
-
-    folder: tyro.conf.Positional[str]
-    """Directory or hub id."""
-    prompt: str
-    """Text to continue."""
-    max_new_tokens: int = 64
-    """Most tokens to add; an end-of-text token ends earlier."""
-    temperature: float = 0.0
-    """0 takes the likeliest token; 1 draws from the model's own distribution."""
-    top_k: int | None = None
-    """Draw from this many likeliest tokens."""
-    top_p: float | None = None
-    """Draw from the likeliest tokens that hold this much probability."""
-    seed: int = 0
-    """Of the draws."""
-    layout: Split = Split()
-
-
-def run(argv: list[str]) -> int:
-    options = tyro.cli(GenerateOptions, args=argv, prog="dolmen generate")
+def run(options: GenerateOptions, argv: list[str]) -> int:
+    try:  # before any process, and before a model is read
+        sample.check(options.temperature, options.top_k, options.top_p)
+        prompt.check(options.prompt)
+    except ValueError as error:
+        raise BadInput(str(error)) from None
     return compute(
         argv, "generate", options.folder, options.layout, lambda mesh: _generate(options, mesh), []
     )
 
 
 def _generate(options: GenerateOptions, mesh: Mesh) -> int:
-    from dolmen.serve import engine
-
-    tokenizer = tokenizers.load_tokenizer(options.folder)
-    model = engine.load(options.folder, mesh)
-    begin = [
-        token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id) if token is not None
-    ]
-    prompt = tokenizer(options.prompt)["input_ids"] or begin[:1]
-    if not prompt:
-        raise BadInput(
-            "--prompt is empty and the tokenizer names no token to begin with: give a prompt"
-        )
+    tokenizer = load_tokenizer(options.folder, option="")
+    begin = prompt.encode(tokenizer, options.prompt)
+    dtype = DTYPES[options.dtype] if options.dtype else None
+    model = engine.load(options.folder, mesh, dtype)
     new, shown = [], 0
 
     def show(_, token: int) -> None:
@@ -71,7 +43,7 @@ def _generate(options: GenerateOptions, mesh: Mesh) -> int:
     try:
         engine.generate(
             model,
-            [prompt],
+            [begin],
             options.max_new_tokens,
             options.temperature,
             options.top_k,

@@ -1,17 +1,19 @@
-"""From words to a RunConfig: a recipe or YAML file, then --init, then options, each over the one
-before.
+"""What each verb may be told, and from words to it. A run comes from a recipe or YAML file, then
+--init, then options, each over the one before.
+
+Nothing here imports torch or transformers: `--help` and a mistyped option do not owe their seconds.
 """
 
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 import yaml
 
 from dolmen.cli.errors import BadInput
-from dolmen.convert import hf
+from dolmen.cli.parse import parse
 from dolmen.core.config import from_dict
 from dolmen.model.config import ModelConfig
 from dolmen.recipes import RECIPES
@@ -59,6 +61,120 @@ class TrainOptions:
     finish: FinishConfig = FinishConfig()
 
 
+@dataclass(frozen=True)
+class RecipesOptions:
+    """The built-in runs, for `dolmen train RECIPE`; `dolmen train RECIPE --help` shows its
+    defaults.
+    """
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """Write a run or checkpoint as a transformers directory: model.safetensors, config.json,
+    tokenizer. One tensor is in memory at a time.
+    """
+
+    source: tyro.conf.Positional[str]
+    """A run's folder (its newest whole checkpoint is taken), or one checkpoint in it."""
+    to: str
+    """Folder to write; it must be empty or not exist."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Type of the tensors. Default: that of the model the run started from, else float32."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """How the model is split."""
+
+    tp: int = 1
+    """Tensor parallelism: processes that share every layer."""
+
+    def __post_init__(self):
+        if self.tp < 1:
+            raise ValueError(f"layout.tp is {self.tp}: it must be at least 1")
+
+
+@dataclass(frozen=True)
+class VerifyOptions:
+    """Compare a transformers directory as dolmen computes it with transformers itself: logits,
+    loss, gradients, greedy tokens, in float32. Exit code 1 if they differ.
+    """
+
+    folder: tyro.conf.Positional[str]
+    """Directory or hub id."""
+    against: str | None = None
+    """Directory that transformers loads. Default: the same."""
+    length: int = 64
+    """Tokens of the random sequences."""
+    layout: Split = Split()
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """Continue a prompt with a transformers directory. Prints the prompt and the continuation;
+    greedy unless --temperature.
+    """
+
+    folder: tyro.conf.Positional[str]
+    """Directory or hub id."""
+    prompt: str
+    """Text to continue."""
+    max_new_tokens: int = 64
+    """Most tokens to add; an end-of-text token ends earlier."""
+    temperature: float = 0.0
+    """0 takes the likeliest token; 1 draws from the model's own distribution."""
+    top_k: int | None = None
+    """Draw from this many likeliest tokens."""
+    top_p: float | None = None
+    """Draw from the likeliest tokens that hold this much probability."""
+    seed: int = 0
+    """Of the draws."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Type to compute in. Default: that of config.json."""
+    layout: Split = Split()
+
+
+@dataclass(frozen=True)
+class ScheduleOptions:
+    """Time a pipeline schedule, and draw it. Times are of one microbatch through all layers of a
+    rank, in any unit.
+    """
+
+    schedule: tyro.conf.Positional[str]
+    """gpipe, 1f1b, interleaved, zero-bubble, zero-bubble-v, or a .txt or .yaml file with one line
+    of actions (F0 F1 B0 B1) a rank.
+    """
+    pp: int | None = None
+    """Pipeline ranks. Default: 4; those of the file."""
+    microbatches: int | None = None
+    """Microbatches a step. Default: 8; those of the file."""
+    virtual_stages: int | None = None
+    """Chunks of layers a rank holds. Default: 1, or 2 where the schedule needs several; those of
+    the file.
+    """
+    out: str | None = None
+    """Picture to write, .svg or .png."""
+    list: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print the actions of each rank, as a file would hold them."""
+    forward: float = 1
+    """Time of a forward (F)."""
+    backward: float = 2
+    """Time of a whole backward (B)."""
+    input: float = 1
+    """Time of the part of a backward that earlier stages wait for (I)."""
+    weight: float = 1
+    """Time of the rest of it (W)."""
+    send: float = 0
+    """Time from the end of an action until another rank has its result."""
+
+
+VERBS = {
+    "recipes": RecipesOptions,
+    "export": ExportOptions,
+    "verify": VerifyOptions,
+    "generate": GenerateOptions,
+    "schedule": ScheduleOptions,
+}
 SECTIONS = ("layout", "data", "optimizer", "train", "checkpoint", "log", "finish")
 
 
@@ -86,6 +202,13 @@ def base(name: str) -> RunConfig:
         raise BadInput(f"{name}: {error}") from None
 
 
+def read(verb: str, argv: list[str]):
+    """What the words after `dolmen VERB` ask for, as that verb's `run` takes it. Exits with 0 after
+    --help. Raises BadInput.
+    """
+    return parse_train(argv) if verb == "train" else parse(VERBS[verb], argv, verb)
+
+
 def option_value(argv: list[str], name: str) -> str | None:
     """The last value of --name in argv, before everything is parsed."""
     value = None
@@ -98,9 +221,7 @@ def option_value(argv: list[str], name: str) -> str | None:
 
 
 def parse_train(argv: list[str]) -> tuple[RunConfig, TrainOptions]:
-    """The run and what is not part of it. Exits with 0 after --help, 2 on an unknown option; raises
-    BadInput.
-    """
+    """The run and what is not part of it. Exits with 0 after --help. Raises BadInput."""
     name = next((w for w in argv[:1] if not w.startswith("-")), None)
     if name is None and not {"-h", "--help"} & set(argv):
         raise BadInput(
@@ -111,6 +232,8 @@ def parse_train(argv: list[str]) -> tuple[RunConfig, TrainOptions]:
         run = base(name or "pretrain")
         init = option_value(argv, "--init") or run.init
         if init is not None and not {"-h", "--help"} & set(argv):
+            from dolmen.convert import hf  # imports torch, and few runs are of --init
+
             found = hf.read_config(hf.resolve(init))
             run = replace(
                 run,
@@ -125,7 +248,7 @@ def parse_train(argv: list[str]) -> tuple[RunConfig, TrainOptions]:
     default = TrainOptions(
         recipe=name or "pretrain", model=run.model or ModelConfig(), init=run.init, **sections
     )
-    options = tyro.cli(TrainOptions, args=argv, default=default, prog="dolmen train")
+    options = parse(TrainOptions, argv, "train", default)
     model = options.model if run.model is not None or options.model != ModelConfig() else None
     return replace(
         run, model=model, init=options.init, **{s: getattr(options, s) for s in SECTIONS}

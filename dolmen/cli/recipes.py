@@ -1,24 +1,16 @@
 """dolmen recipes"""
 
+from rich.table import Table
 
-def run(argv: list[str]) -> int:
-    from rich.table import Table
+from dolmen.cli.options import RecipesOptions
+from dolmen.core.log import console, size
+from dolmen.model import count
+from dolmen.recipes import RECIPES
 
-    from dolmen.cli.errors import BadInput
-    from dolmen.core.log import console, size
-    from dolmen.model import count
-    from dolmen.recipes import RECIPES
 
-    if argv and argv[0] in ("-h", "--help"):
-        print(
-            "usage: dolmen recipes\n\nThe built-in runs, for `dolmen train RECIPE`; `dolmen train "
-            "RECIPE --help` shows its defaults."
-        )
-        return 0
-    if argv:
-        raise BadInput(f"recipes takes no option, but was given {argv[0]}")
+def run(_: RecipesOptions, __: list[str]) -> int:
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("recipe", "parameters", "tokens a step", "what it is"):
+    for name in ("recipe", "parameters", "tokens per step", "what it is"):
         table.add_column(name, justify="right" if name[0] in "pt" else "left")
     for name, recipe in RECIPES.items():
         made = recipe()

@@ -1,13 +1,10 @@
 """dolmen schedule NAME --pp 4 --microbatches 8"""
 
-from dataclasses import dataclass
 from math import isfinite, prod
 from pathlib import Path
-from typing import Annotated
-
-import tyro
 
 from dolmen.cli.errors import BadInput
+from dolmen.cli.options import ScheduleOptions
 from dolmen.core.log import console
 from dolmen.parallel import schedule as pipeline
 from dolmen.parallel.actions import Schedule, format
@@ -27,42 +24,7 @@ KNOBS = {
 }
 
 
-@dataclass(frozen=True)
-class ScheduleOptions:
-    """Time a pipeline schedule, and draw it. Times are of one microbatch through all layers of a
-    rank, in any unit.
-    """
-
-    schedule: tyro.conf.Positional[str]
-    """gpipe, 1f1b, interleaved, zero-bubble, zero-bubble-v, or a .txt or .yaml file with one line
-    of actions (F0 F1 B0 B1) a rank.
-    """
-    pp: int | None = None
-    """Pipeline ranks. Default: 4; those of the file."""
-    microbatches: int | None = None
-    """Microbatches a step. Default: 8; those of the file."""
-    virtual_stages: int | None = None
-    """Chunks of layers a rank holds. Default: 1, or 2 where the schedule needs several; those of
-    the file.
-    """
-    out: str | None = None
-    """Picture to write, .svg or .png."""
-    list: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Print the actions of each rank, as a file would hold them."""
-    forward: float = 1
-    """Time of a forward (F)."""
-    backward: float = 2
-    """Time of a whole backward (B)."""
-    input: float = 1
-    """Time of the part of a backward that earlier stages wait for (I)."""
-    weight: float = 1
-    """Time of the rest of it (W)."""
-    send: float = 0
-    """Time from the end of an action until another rank has its result."""
-
-
-def run(argv: list[str]) -> int:
-    options = tyro.cli(ScheduleOptions, args=argv, prog="dolmen schedule")
+def run(options: ScheduleOptions, _: list[str]) -> int:
     try:
         schedule, cost = chosen(options), costs(options)
         simulation = pipeline.simulate(schedule, cost)

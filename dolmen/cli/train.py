@@ -26,14 +26,18 @@ from dolmen.train.start import settle
 from dolmen.train.watch import Watch
 
 
-def run(argv: list[str], guarded: Callable[[Callable[[], int]], int] | None = None) -> int:
-    """`guarded` (default: launch.guarded) calls what this process itself does of the run, and
-    decides about its exceptions.
+def run(
+    asked: tuple[RunConfig, options.TrainOptions],
+    argv: list[str],
+    guarded: Callable[[Callable[[], int]], int] | None = None,
+) -> int:
+    """`argv` starts the other processes. `guarded` (default: launch.guarded) calls what this
+    process itself does of the run, and decides about its exceptions.
     """
     started = meshes.Launch.read()
     if started and launch.one_store():
         started = replace(started, rendezvous=rounds.register())
-    config, given = options.parse_train(argv)
+    config, given = asked
     out = folder_of(config, given)
     processes = started.world_size if started else wanted(config, given.nproc)
     refusal = None

@@ -1,61 +1,28 @@
 """dolmen verify DIR [--against DIR2]"""
 
-from dataclasses import dataclass
-
-import tyro
-
 from dolmen.cli import launch
 from dolmen.cli.errors import BadInput
-from dolmen.cli.options import message
+from dolmen.cli.options import Split, VerifyOptions, message
 from dolmen.convert import hf
 from dolmen.core import mesh as meshes
 from dolmen.core.log import console
+from dolmen.evaluate.verify import verify
 from dolmen.model.layout import Layout
 
 
-@dataclass(frozen=True)
-class Split:
-    """How the model is split."""
-
-    tp: int = 1
-    """Tensor parallelism: processes that share every layer."""
-
-    def __post_init__(self):
-        if self.tp < 1:
-            raise ValueError(f"layout.tp is {self.tp}: it must be at least 1")
-
-
-@dataclass(frozen=True)
-class VerifyOptions:
-    """Compare a transformers directory as dolmen computes it with transformers itself: logits,
-    loss, gradients, greedy tokens, in float32. Exit code 1 if they differ.
-    """
-
-    folder: tyro.conf.Positional[str]
-    """Directory or hub id."""
-    against: str | None = None
-    """Directory that transformers loads. Default: the same."""
-    length: int = 64
-    """Tokens of the random sequences."""
-    layout: Split = Split()
-
-
-def run(argv: list[str]) -> int:
-    from dolmen.evaluate.verify import verify
-
-    options = tyro.cli(VerifyOptions, args=argv, prog="dolmen verify")
+def run(options: VerifyOptions, argv: list[str]) -> int:
     others = [options.against] if options.against else []
     return compute(
         argv,
         "verify",
         options.folder,
         options.layout,
-        lambda mesh: _verify(verify, options, mesh),
+        lambda mesh: _verify(options, mesh),
         others,
     )
 
 
-def _verify(verify, options: VerifyOptions, mesh: meshes.Mesh) -> int:
+def _verify(options: VerifyOptions, mesh: meshes.Mesh) -> int:
     report = verify(options.folder, options.against, mesh, length=options.length)
     console(mesh.first).print(report.table())
     return 0 if report.ok else 1

@@ -24,9 +24,9 @@ END_OF_TEXT = "<|endoftext|>"
 WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+[ \t]*(?=[^\s])|\s+"
 
 
-def load_tokenizer(name: str | None):
-    """The tokenizer in folder `name` or of that id on the hub. No code of the repository is run.
-    ValueError if none.
+def load_tokenizer(name: str | None, option: str = "--data.tokenizer"):
+    """The tokenizer in folder `name` or of that id on the hub, which the user named by `option`
+    (empty: by itself). No code of the repository is run. ValueError if none.
     """
     from transformers import AutoTokenizer  # 2.4 s to import: not owed by `--help`
 
@@ -35,22 +35,18 @@ def load_tokenizer(name: str | None):
             "no tokenizer: use --data.tokenizer FOLDER (or a hub id), or --init a model that "
             "has one"
         )
+    where = f"{option} {name}".strip()
     if name.startswith(("/", ".", "~")) and not Path(name).expanduser().exists():
-        raise FileNotFoundError(f"--data.tokenizer {name}: no such folder")
+        raise FileNotFoundError(f"{where}: no such folder")
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             str(Path(name).expanduser()), use_fast=True, trust_remote_code=False
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(
-            f"--data.tokenizer {name}: no tokenizer could be loaded ({reason})"
-        ) from error
+        raise ValueError(f"{where}: no tokenizer could be loaded ({reason})") from error
     if vocabulary_size(tokenizer) < 2:  # made by `transformers` from a model's configuration alone
-        raise ValueError(
-            f"--data.tokenizer {name}: no tokenizer files there ({vocabulary_size(tokenizer)} "
-            f"tokens)"
-        )
+        raise ValueError(f"{where}: no tokenizer files there ({vocabulary_size(tokenizer)} tokens)")
     return tokenizer
 
 

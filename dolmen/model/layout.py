@@ -4,14 +4,16 @@ against the model.
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
-
-from dolmen.core.mesh import Mesh, grid
 from dolmen.model.config import ModelConfig
 from dolmen.parallel import schedule as schedules
 from dolmen.parallel.actions import Schedule
+
+if TYPE_CHECKING:
+    import torch
+
+    from dolmen.core.mesh import Mesh
 
 
 @dataclass(frozen=True)
@@ -109,10 +111,13 @@ class Layout:
             )
         return replace(self, dp=dp)
 
-    def mesh(self, device: torch.device) -> Mesh:
+    def mesh(self, device: "torch.device") -> "Mesh":
         """The mesh of the joined process group. Raises ValueError if this layout is not of its
         size.
         """
+        # torch takes a second to import: a layout is data, and `--help` shows it
+        from dolmen.core.mesh import grid
+
         return grid(self.dp or 1, self.tp, device, pp=self.pp, cp=self.cp, ep=self.ep)
 
     def make_schedule(self, global_batch_size: int, microbatch_size: int) -> Schedule:

@@ -4,7 +4,7 @@
 
 import math
 
-from dolmen.optim.optimizer import OptimizerConfig
+from dolmen.optim.config import OptimizerConfig
 
 
 def learning_rate(c: OptimizerConfig, step: int, steps: int) -> float:

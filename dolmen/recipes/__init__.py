@@ -2,11 +2,10 @@
 files change it.
 """
 
-import torch
-
 from dolmen.data.config import DataConfig
 from dolmen.model.config import ModelConfig, RopeConfig
-from dolmen.optim.optimizer import OptimizerConfig
+from dolmen.model.layout import Layout
+from dolmen.optim.config import OptimizerConfig
 from dolmen.train.config import CheckpointConfig, FinishConfig, LogConfig, RunConfig, TrainConfig
 
 
@@ -33,17 +32,16 @@ def quickstart() -> RunConfig:
         max_position_embeddings=256,
         tie_word_embeddings=True,
     )
-    from dolmen.model.layout import Layout
-
+    gpus, fast_bfloat16 = _this_machine()
     return RunConfig(
         name="quickstart",
         model=model,
-        layout=Layout(tp=1 if torch.cuda.device_count() == 1 else 2),
+        layout=Layout(tp=1 if gpus == 1 else 2),
         data=DataConfig(path=("python-standard-library",), tokenizer="bpe:4096"),
         optimizer=OptimizerConfig(lr=3e-3, warmup_steps=40, weight_decay=0.1),
         train=TrainConfig(
             steps=400,
-            dtype="bfloat16" if _fast_bfloat16() else "float32",
+            dtype="bfloat16" if fast_bfloat16 else "float32",
             sequence_length=256,
             global_batch_size=16,
         ),
@@ -188,13 +186,16 @@ def _large(name: str, model: ModelConfig, lr: float, batch: int, length: int = 8
     )
 
 
-def _fast_bfloat16() -> bool:
-    """Whether bf16 products are faster than fp32 on what this machine would train on."""
-    return (
+def _this_machine() -> tuple[int, bool]:
+    """GPUs, and whether bf16 products are faster than fp32 on what this machine would train on."""
+    import torch  # a second to import: the help of other recipes does not owe it
+
+    fast = (
         torch.cuda.is_available()
         or torch.cpu._is_avx512_bf16_supported()
         or torch.cpu._is_amx_tile_supported()
     )
+    return torch.cuda.device_count(), fast
 
 
 RECIPES = {

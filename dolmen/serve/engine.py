@@ -138,7 +138,7 @@ def _generate(
         if not logits.amax(-1).isfinite().all():
             raise ValueError(
                 f"the logits of new token {step + 1} are not finite: the model has diverged, or "
-                "needs --dtype float32"
+                "needs --dtype float32 (generate), or `dolmen.load(..., dtype=torch.float32)`"
             )
         chosen = choose(logits, indices, step)
         for i, token in zip(indices, chosen.tolist(), strict=True):

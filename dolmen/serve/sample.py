@@ -9,6 +9,7 @@ changes it.
 
 import math
 import random
+import sys
 
 import torch
 from torch import Tensor
@@ -18,6 +19,10 @@ def check(temperature: float, top_k: int | None, top_p: float | None) -> None:
     """Raises ValueError naming the knob for a value that has no meaning."""
     if not 0 <= temperature < math.inf:
         raise ValueError(f"temperature is {temperature}: use --temperature 0 (greedy) or more")
+    if 0 < temperature < sys.float_info.min:  # too few bits are left to divide by it
+        raise ValueError(
+            f"temperature is {temperature}: use --temperature 0 (greedy), or at least 1e-307"
+        )
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k is {top_k}: use --top-k 1 or more")
     if top_p is not None and not 0 < top_p <= 1:
@@ -69,7 +74,9 @@ def sample(
     """
     if temperature == 0:
         return greedy(logits)
-    logits = logits.double() / temperature
+    # the largest at 0: a small temperature then gives 0 and -inf, never inf
+    logits = logits.double()
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature
     if top_k is not None:
         logits = keep_top_k(logits, top_k)
     if top_p is not None:

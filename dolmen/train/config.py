@@ -10,7 +10,7 @@ from dolmen.checkpoint.config import CheckpointConfig
 from dolmen.data.config import DataConfig
 from dolmen.model.config import ModelConfig
 from dolmen.model.layout import Layout
-from dolmen.optim.optimizer import OptimizerConfig
+from dolmen.optim.config import OptimizerConfig
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from dolmen.core.rng import seed_of
 from dolmen.data.batch import Batch
 from dolmen.model.decoder import Decoder
 from dolmen.ops.dropout import Noise
-from dolmen.optim.optimizer import OptimizerConfig
+from dolmen.optim.config import OptimizerConfig
 from dolmen.optim.precision import LossScale
 from dolmen.optim.schedule import learning_rate
 from dolmen.parallel import data, pipeline

@@ -3,6 +3,10 @@ over what.
 """
 
 import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import tinyrun
@@ -12,7 +16,11 @@ from tinyrun import dolmen
 import dolmen as package
 from dolmen.cli import VERBS
 from dolmen.cli.errors import BadInput
-from dolmen.cli.options import parse_train
+from dolmen.cli.options import VERBS as VERB_OPTIONS
+from dolmen.cli.options import TrainOptions, parse_train, read
+from dolmen.cli.parse import names
+from dolmen.cli.spellings import EQUAL, HOW, suggestion
+from dolmen.convert import hf
 from dolmen.recipes import RECIPES
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
@@ -50,7 +58,7 @@ TRAIN = """
 OTHERS = {
     "export": "help to dtype",
     "verify": "help against length layout.tp",
-    "generate": "help prompt max-new-tokens temperature top-k top-p seed layout.tp",
+    "generate": "help prompt max-new-tokens temperature top-k top-p seed dtype layout.tp",
     "schedule": "help pp microbatches virtual-stages out list forward backward input weight send",
 }
 
@@ -68,12 +76,121 @@ def options(text: str) -> list[str]:
 def test_options_of_train_are_frozen():
     shown = dolmen("train", "--help")
     assert shown.code == 0 and options(shown.out) == TRAIN
+    assert sorted(names(TrainOptions)) == sorted(TRAIN)  # what suggestions are made of
 
 
 @pytest.mark.parametrize("verb", OTHERS)
 def test_options_of_other_verbs_are_frozen(verb):
     shown = dolmen(verb, "--help")
     assert shown.code == 0 and options(shown.out) == OTHERS[verb].split()
+    assert sorted(names(VERB_OPTIONS[verb])) == sorted(OTHERS[verb].split())
+
+
+def test_help_imports_neither_torch_nor_transformers():
+    """Whoever asks what can be said does not wait seconds for what computes it; nor does a mistyped
+    option.
+    """
+    code = """
+import sys
+from dolmen.cli import VERBS, main
+asked = [*([verb, "--help"] for verb in VERBS), ["train", "llama-8b", "--help"],
+         ["train", "llama-8b", "--train.step", "5"], ["train", "llama-9b"], ["export"]]
+for words in asked:
+    try:
+        code = main(words)
+    except SystemExit as end:
+        code = end.code
+    heavy = {"torch", "transformers", "datasets", "tokenizers", "matplotlib", "numpy"}
+    assert code == (0 if "--help" in words else 2), (words, code)
+    assert not heavy & set(sys.modules), (words, heavy & set(sys.modules))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+OPTION_NAMES = {*TRAIN, *" ".join(OTHERS.values()).split()}
+
+
+@pytest.mark.parametrize("spelling", EQUAL)
+def test_other_spellings_lead_to_our_options(spelling):
+    """Every option that a suggestion names exists, and each suggestion is made by a verb that has
+    it; none is for a name that we have ourselves.
+    """
+    targets = [EQUAL[spelling]] if isinstance(EQUAL[spelling], str) else EQUAL[spelling]
+    assert {target.split()[0] for target in targets} <= OPTION_NAMES
+    assert spelling not in OPTION_NAMES
+    told = [suggestion(spelling, names(cls)) for cls in (TrainOptions, *VERB_OPTIONS.values())]
+    assert f"did you mean --{targets[0]}?" in told, told
+
+
+@pytest.mark.parametrize("spelling", HOW)
+def test_advice_names_options_that_exist(spelling):
+    text = HOW[spelling]
+    named = re.findall(r"--([a-z][a-z0-9.-]*[a-z0-9])", text)
+    assert set(named) <= set(TRAIN) and suggestion(spelling, TRAIN) == text
+    assert set(re.findall(r"\b((?:train|layout|data)\.[a-z-]+)", text)) <= set(TRAIN)
+    assert suggestion(spelling, OTHERS["export"].split()) == ""
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("train quickstart --optimizer.learning-rate 1e-3", "did you mean --optimizer.lr?"),
+        ("train quickstart --learning_rate=1e-3", "did you mean --optimizer.lr?"),
+        ("train quickstart --lr 1e-3", "--lr: did you mean --optimizer.lr?"),
+        ("train quickstart --batch-size 8", "did you mean --train.global-batch-size?"),
+        ("train quickstart --model.num-layers 2", "did you mean --model.num-hidden-layers?"),
+        ("train quickstart --max-steps 2", "did you mean --train.steps?"),
+        ("train quickstart --tensor-parallel-size 2", "did you mean --layout.tp?"),
+        ("train quickstart --training.seq-len 2", "did you mean --train.sequence-length?"),
+        ("train quickstart --bf16", "did you mean --train.dtype bfloat16?"),
+        ("train quickstart --every 2", "did you mean --checkpoint.every or --log.every?"),
+        ("train quickstart --optimiser.lr 2", "did you mean --optimizer.lr?"),
+        ("train quickstart --train.stesp 2", "did you mean --train.steps?"),
+        ("train quickstart --qqqq 2", "unknown option --qqqq: dolmen train --help lists them"),
+        (
+            "train quickstart --gradient-accumulation-steps 4",
+            "gradients accumulate over train.global-batch-size / (layout.dp x "
+            "train.microbatch-size) microbatches: set --train.global-batch-size",
+        ),
+        ("generate model --promt a", "unknown option --promt: did you mean --prompt?"),
+        ("generate model --prompt a --max_tokens 3", "did you mean --max-new-tokens?"),
+        ("verify model --tensor-parallel-size 2", "did you mean --layout.tp?"),
+        ("export run --output x", "did you mean --to?"),
+        ("schedule 1f1b --num-microbatches 2", "did you mean --microbatches?"),
+        ("recipes more", "more is no option: dolmen recipes --help lists them"),
+        ("recipes --all", "unknown option --all: dolmen recipes --help lists them"),
+    ],
+)
+def test_an_unknown_option_is_told_with_the_one_that_is_meant(words, said):
+    shown = dolmen(*words.split())
+    assert shown.code == 2 and said in shown.err and not shown.out
+    assert shown.err.startswith(f"dolmen {words.split()[0]}: ") and shown.err.count("\n") == 1
+
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+COMMANDS = re.findall(r"^ +dolmen (.*?)(?: +#.*)?$", README, re.MULTILINE)
+
+
+def test_the_readme_shows_every_verb():
+    assert {command.split()[0] for command in COMMANDS} == set(VERBS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_of_the_readme_parse(command, tmp_path, monkeypatch):
+    """As they stand there, but for files and models that a reader would have."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "pretrain").mkdir(parents=True)
+    (tmp_path / "runs" / "pretrain" / "config.yaml").write_text("name: pretrain\n")
+    monkeypatch.setattr(hf, "resolve", Path)
+    monkeypatch.setattr(hf, "read_config", lambda folder: RECIPES["llama-8b"]().model)
+    verb, *words = shlex.split(command)
+    read(verb, words)
+
+
+def test_options_that_the_readme_names_exist():
+    named = set(re.findall(r"`(--[a-z][a-z0-9.-]*)", README))
+    assert len(named) > 10 and {name.removeprefix("--") for name in named} <= OPTION_NAMES
 
 
 def test_every_option_is_explained():

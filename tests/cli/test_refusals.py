@@ -35,6 +35,8 @@ def refused(material: Material, out: Path, *words, file: str | Path | None = Non
     result = dolmen("train", file or material.file, *words, "--out", out)
     assert result.code == 2, (result.code, result.out, result.err)
     assert not out.exists() and not result.out
+    # one line, in one style, whoever found it
+    assert result.err.startswith("dolmen train: ") and result.err.count("\n") == 1
     assert [p for p in sorted(material.folder.rglob("*")) if p not in before] == []
     return result.words
 
@@ -81,7 +83,7 @@ OPTIONS = {
     ),
     "nproc-0": ("--nproc 0", "--nproc is 0: it must be at least 1"),
     "tp-0": ("--layout.tp 0", "layout.tp is 0: it must be at least 1"),
-    "zero-7": ("--layout.zero 7", "invalid choice '7' for argument '--layout.zero'"),
+    "zero-7": ("--layout.zero 7", "--layout.zero is '7': use one of '0', '1', '2', '3'"),
     # data
     "no-data": ("--data.path", "no data: use --data.path"),
     "missing": ("--data.path {folder}/none.txt", "none.txt: no such file or folder"),
@@ -148,11 +150,27 @@ OPTIONS = {
     "head-dim": ("--model.head-dim 7", "head_dim (7) is odd"),
     "both": ("--resume --overwrite", "--resume and --overwrite exclude each other"),
     # words
-    "unknown": ("--train.step 5", "Unrecognized options: --train.step, 5"),
-    "near": ("--train.step 5", "|INT Optimizer updates; unset"),
-    "type": ("--train.steps five", "Error parsing --train.steps"),
-    "literal": ("--train.dtype float64", "invalid choice 'float64' for argument '--train.dtype'"),
-    "stray": ("stray", "Unrecognized options: stray"),
+    "unknown": ("--train.step 5", "unknown option --train.step: did you mean --train.steps?"),
+    "type": (
+        "--train.steps five",
+        "--train.steps is 'five': it must be a whole number, or None",
+    ),
+    "float": (
+        "--data.validation-fraction x",
+        "--data.validation-fraction is 'x': it must be a number",
+    ),
+    "fraction-for-int": ("--train.seed 1.5", "--train.seed is '1.5': it must be a whole number"),
+    "list": (
+        "--model.sliding-layers a",
+        "--model.sliding-layers is 'a': it must be whole numbers, or None",
+    ),
+    "no-value": ("--train.steps", "--train.steps needs a value"),
+    "flag": ("--train.compile yes", "yes is no option: --train.compile takes no such value"),
+    "literal": (
+        "--train.dtype float64",
+        "--train.dtype is 'float64': use one of 'float32', 'bfloat16', 'float16'",
+    ),
+    "stray": ("stray", "stray is no option: dolmen train --help lists them"),
 }
 
 
@@ -361,15 +379,20 @@ def test_export(material, tmp_path):
     for words, want in (
         (["nowhere", "--to", tmp_path / "to"], "nowhere holds no whole checkpoint"),
         ([material.docs, "--to", tmp_path / "to"], "holds no whole checkpoint"),
-        (["nowhere"], "--to"),
+        (["nowhere"], "missing --to (Folder to write"),
+        ([], "missing the first word (A run's folder"),
     ):
         result = dolmen("export", *words)
         assert result.code == 2 and want in result.words and not (tmp_path / "to").exists()
 
 
-def test_verify_and_generate(material, monkeypatch):
+def test_verify_and_generate(material, monkeypatch, tmp_path):
     # these two refuse a request after loading
     monkeypatch.setattr(launch, "guarded", lambda work: work())
+    bare = tmp_path / "bare"
+    shutil.copytree(material.model, bare)
+    for file in bare.glob("*token*"):
+        file.unlink()
     for words, want in (
         (
             ["verify", material.model, "--layout.tp", 3],
@@ -386,6 +409,22 @@ def test_verify_and_generate(material, monkeypatch):
             ["generate", material.model, "--prompt", "a", "--temperature", -1],
             "use --temperature 0 (greedy) or more",
         ),
+        *(
+            (["generate", "nowhere", "--prompt", "a", option, value], said)
+            for option, value, said in (
+                ("--temperature", "1e-320", "is 1e-320: use --temperature 0 (greedy), or at least"),
+                ("--temperature", "inf", "temperature is inf: use --temperature 0"),
+                ("--temperature", "nan", "temperature is nan: use --temperature 0"),
+                ("--temperature", "warm", "--temperature is 'warm': it must be a number"),
+                ("--top-k", "0", "top_k is 0: use --top-k 1 or more"),
+                ("--top-k", "-3", "top_k is -3: use --top-k 1 or more"),
+                ("--top-p", "0", "top_p is 0.0: use --top-p above 0"),
+                ("--top-p", "nan", "top_p is nan: use --top-p above 0"),
+                ("--prompt", "ab\udcff", "--prompt is not UTF-8 text: character 3 is a lone"),
+                ("--layout.tp", "0", "layout.tp is 0: it must be at least 1"),
+            )
+        ),
+        (["generate", bare, "--prompt", "a"], f"{bare}: no tokenizer"),
         (
             ["generate", material.model, "--prompt", "a", "--max-new-tokens", 0],
             "use --max-new-tokens 1 or more",
@@ -394,6 +433,7 @@ def test_verify_and_generate(material, monkeypatch):
     ):
         result = dolmen(*words)
         assert result.code == 2 and want in result.words and not result.out, result
+        assert result.err.count("\n") == 1 and "--data." not in result.err, result
 
 
 def test_the_model_of_the_file_is_checked_like_that_of_a_recipe(material, tmp_path):

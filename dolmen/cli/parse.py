@@ -1,0 +1,120 @@
+"""Words to a dataclass of options, by tyro; what it refuses is one line, as ours is: it draws a box
+of several, which is read here.
+"""
+
+import re
+import sys
+from contextlib import redirect_stderr
+from dataclasses import fields, is_dataclass
+from io import StringIO
+from typing import Annotated, TypeVar, get_args, get_origin, get_type_hints
+
+import tyro
+
+from dolmen.cli.errors import BadInput
+from dolmen.cli.spellings import suggestion
+
+T = TypeVar("T")
+
+# What tyro says, on one line -> what we say.
+WORDING = {
+    r"Error parsing (--\S+): no type matching {None}\|(.+) could be .*? from \[(.*?)\]\..*": (
+        r"\1 is \3: it must be \2, or None"
+    ),
+    r"Error parsing (--\S+): could not convert string to float: (.*)": (
+        r"\1 is \2: it must be FLOAT"
+    ),
+    r"Error parsing (--\S+): invalid literal for int\(\) with base 10: (.*)": (
+        r"\1 is \2: it must be INT"
+    ),
+    r"Error parsing [a-z]\S*: (.*)": r"\1",  # of a section, which names itself
+    r"invalid choice ('.*') for argument '(\S+)'\. Expected one of \((.*)\)\.": (
+        r"\2 is \1: use one of \3"
+    ),
+    r"Missing value for argument '(\S+)'\..*": r"\1 needs a value",
+}
+KINDS = {
+    "{[INT [INT ...]]}": "whole numbers",
+    "INT": "a whole number",
+    "FLOAT": "a number",
+}
+
+
+def parse(cls: type[T], argv: list[str], verb: str, default: T | None = None) -> T:
+    """A `cls` from `argv`; what is not said is that of `default`. Exits with 0 after --help. Raises
+    BadInput.
+    """
+    said = StringIO()
+    try:
+        with redirect_stderr(said):
+            options = tyro.cli(cls, args=argv, default=default, prog=f"dolmen {verb}")
+    except SystemExit as end:
+        if not end.code:
+            raise
+        text = flat(said.getvalue())
+        if "Unrecognized options:" in text:
+            text = unknown(argv, verb, names(cls), text.split("Unrecognized options: ")[1])
+        raise BadInput(worded(text)) from None
+    sys.stderr.write(said.getvalue())  # a warning
+    return options
+
+
+def flat(box: str) -> str:
+    """The text of a box on one line, without its title and what follows: help of one option, and
+    where to find more.
+    """
+    lines = [line.strip(" │┃|") for line in re.sub(r"\x1b\[[0-9;]*m", "", box).splitlines()]
+    rules = [i for i, line in enumerate(lines) if re.search("[─━-]{10}", line)]
+    text = [line for i, line in enumerate(lines) if i not in rules and line]
+    # the first line stands in the frame, or, without one, above a rule
+    framed = bool(lines) and lines[0][:1] in "╭┌"
+    parts = " ".join(text if framed else text[1:])
+    return re.split(r" ?(?:Argument helptext|Perhaps you meant|For full helptext)", parts)[0]
+
+
+def worded(text: str) -> str:
+    """tyro's sentence in our words; one that is not known stays."""
+    if text.startswith("Missing from "):
+        asked = re.findall(r"(?:(--\S+) )?STR (.*?)\.? \(required\)", text)
+        return "missing " + ", and ".join(
+            f"{name or 'the first word'} ({what})" for name, what in asked
+        )
+    for theirs, ours in WORDING.items():
+        if found := re.fullmatch(theirs, text):
+            return re.sub(
+                "|".join(map(re.escape, KINDS)), lambda m: KINDS[m[0]], found.expand(ours)
+            )
+    return text
+
+
+def unknown(argv: list[str], verb: str, known: list[str], words: str) -> str:
+    """The first option of `argv` that the verb does not have, and which may be meant; `words` are
+    those that nothing took.
+    """
+    for word in argv:
+        name = word.removeprefix("--").partition("=")[0].replace("_", "-")
+        if word.startswith("--") and name not in known:
+            near = suggestion(name, known) or f"dolmen {verb} --help lists them"
+            return f"unknown option --{name}: {near}"
+    stray = words.split(", ")[0]
+    before = argv[argv.index(stray) - 1] if stray in argv else ""
+    if before.startswith("--"):
+        return f"{stray} is no option: {before} takes no such value (dolmen {verb} --help)"
+    return f"{stray} is no option: dolmen {verb} --help lists them"
+
+
+def names(cls: type, prefix: str = "") -> list[str]:
+    """The options of a dataclass and its sections, without the dashes before them: `layout.tp`."""
+    found, hints = ([] if prefix else ["help"]), get_type_hints(cls, include_extras=True)
+    for field in fields(cls):
+        hint, marks = hints[field.name], ()
+        if get_origin(hint) is Annotated:
+            hint, *marks = get_args(hint)
+        name = f"{prefix}{field.name.replace('_', '-')}"
+        if is_dataclass(hint):
+            found += names(hint, f"{name}.")
+        elif tyro.conf.Positional not in marks and get_origin(hint) is not dict:
+            found.append(name)
+            if hint is bool and tyro.conf.FlagCreatePairsOff not in marks:
+                found.append(f"{prefix}no-{field.name.replace('_', '-')}")
+    return found

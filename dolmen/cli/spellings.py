@@ -1,0 +1,208 @@
+"""How others in the field spell our options: what `unknown option` suggests. Data, by source; a
+name is looked up whole and by its last part, so that `--training.steps` and `--lr` are found.
+"""
+
+from collections.abc import Collection
+from difflib import get_close_matches
+
+# An option that does the same; a word after it is its value. Where several are named, the verbs
+# differ: the first that the verb has is told.
+EQUAL = {
+    # Megatron-LM
+    "tensor-model-parallel-size": "layout.tp",
+    "pipeline-model-parallel-size": "layout.pp",
+    "context-parallel-size": "layout.cp",
+    "expert-model-parallel-size": "layout.ep",
+    "num-layers-per-virtual-pipeline-stage": "layout.virtual-stages",
+    "num-virtual-stages-per-pipeline-rank": "layout.virtual-stages",
+    "use-distributed-optimizer": "layout.zero 1",
+    "recompute-granularity": "layout.recompute",
+    "recompute-num-layers": "layout.recompute-layers",
+    "recompute-activations": "layout.recompute selective",
+    "num-layers": "model.num-hidden-layers",
+    "ffn-hidden-size": "model.intermediate-size",
+    "num-query-groups": "model.num-key-value-heads",
+    "kv-channels": "model.head-dim",
+    "rotary-base": "model.rope.theta",
+    "norm-epsilon": "model.norm-eps",
+    "normalization": "model.norm",
+    "init-method-std": "model.initializer-range",
+    "hidden-dropout": "model.dropout",
+    "attention-dropout": "model.dropout",
+    "window-size": "model.sliding-window",
+    "untie-embeddings-and-output-weights": "model.no-tie-word-embeddings",
+    "add-qkv-bias": "model.attention-bias",
+    "qk-layernorm": "model.qk-norm",
+    "moe-router-topk": "model.num-experts-per-tok",
+    "moe-ffn-hidden-size": "model.moe-intermediate-size",
+    "moe-aux-loss-coeff": "model.router-aux-loss-coef",
+    "moe-z-loss-coeff": "model.router-z-loss-coef",
+    "seq-length": "train.sequence-length",
+    "micro-batch-size": "train.microbatch-size",
+    "train-iters": "train.steps",
+    "lr-decay-style": "optimizer.schedule",
+    "lr-warmup-iters": "optimizer.warmup-steps",
+    "adam-beta1": "optimizer.beta1",
+    "adam-beta2": "optimizer.beta2",
+    "adam-eps": "optimizer.eps",
+    "clip-grad": "optimizer.clip",
+    "bf16": "train.dtype bfloat16",
+    "fp16": "train.dtype float16",
+    "data-path": "data.path",
+    "tokenizer-model": "data.tokenizer",
+    "valid-data-path": "data.validation",
+    "save-interval": "checkpoint.every",
+    "eval-interval": "log.validate-every",
+    "log-interval": "log.every",
+    "save": "out",
+    "load": "resume",
+    # transformers: Trainer and its examples
+    "learning-rate": "optimizer.lr",
+    "per-device-train-batch-size": "train.microbatch-size",
+    "max-steps": "train.steps",
+    "warmup": "optimizer.warmup-steps",
+    "lr-scheduler-type": "optimizer.schedule",
+    "adam-epsilon": "optimizer.eps",
+    "max-grad-norm": "optimizer.clip",
+    "output-dir": "out",
+    "overwrite-output-dir": "overwrite",
+    "resume-from-checkpoint": "resume",
+    "model-name-or-path": "init",
+    "train-file": "data.path",
+    "dataset-name": "data.path",
+    "dataset": "data.path",
+    "validation-file": "data.validation",
+    "tokenizer-name": "data.tokenizer",
+    "tokenizer-name-or-path": "data.tokenizer",
+    "block-size": "train.sequence-length",
+    "gradient-checkpointing": "layout.recompute full",
+    "torch-compile": "train.compile",
+    "save-steps": "checkpoint.every",
+    "save-total-limit": "checkpoint.keep",
+    "eval-steps": "log.validate-every",
+    "logging-steps": "log.every",
+    # torchtitan
+    "tensor-parallel-degree": "layout.tp",
+    "pipeline-parallel-degree": "layout.pp",
+    "context-parallel-degree": "layout.cp",
+    "expert-parallel-degree": "layout.ep",
+    "data-parallel-replicate-degree": "layout.dp",
+    "data-parallel-shard-degree": "layout.zero",
+    "pipeline-parallel-schedule": "layout.schedule",
+    "activation-checkpoint.mode": "layout.recompute",
+    "local-batch-size": "train.microbatch-size",
+    "seq-len": "train.sequence-length",
+    "max-norm": "optimizer.clip",
+    "dataset-path": "data.path",
+    "hf-assets-path": "init",
+    "tokenizer-path": "data.tokenizer",
+    "dump-folder": "out",
+    "checkpoint.folder": "out",
+    "checkpoint.interval": "checkpoint.every",
+    "checkpoint.keep-latest-k": "checkpoint.keep",
+    "validator.freq": "log.validate-every",
+    "log-freq": "log.every",
+    "compile.enable": "train.compile",
+    # nanochat
+    "depth": "model.num-hidden-layers",
+    "max-seq-len": "train.sequence-length",
+    "device-batch-size": "train.microbatch-size",
+    "num-iterations": "train.steps",
+    "eval-every": "log.validate-every",
+    "eval-tokens": "log.validation-tokens",
+    "save-every": "checkpoint.every",
+    "grad-clip": "optimizer.clip",
+    "run": "out",
+    # inference engines
+    "max-tokens": "max-new-tokens",
+    "max-length": "max-new-tokens",
+    "num-predict": "max-new-tokens",
+    # what people write without having it from anywhere
+    "tensor-parallel-size": "layout.tp",
+    "pipeline-parallel-size": "layout.pp",
+    "data-parallel-size": "layout.dp",
+    "expert-parallel-size": "layout.ep",
+    "batch-size": "train.global-batch-size",
+    "context-length": "train.sequence-length",
+    "iterations": "train.steps",
+    "precision": "train.dtype",
+    "optimizer.warmup": "optimizer.warmup-steps",
+    "beta2": "optimizer.beta2",
+    "model.dim": "model.hidden-size",
+    "hidden-dim": "model.hidden-size",
+    "n-layers": "model.num-hidden-layers",
+    "n-heads": "model.num-attention-heads",
+    "num-heads": "model.num-attention-heads",
+    "num-kv-heads": "model.num-key-value-heads",
+    "n-kv-heads": "model.num-key-value-heads",
+    "tokenizer-dir": "data.tokenizer",
+    "model": "init",
+    "checkpoint": "init",
+    "output": ("to", "out"),
+    "num-microbatches": "microbatches",
+    "chunks": "virtual-stages",
+}
+
+BATCH = (
+    "gradients accumulate over train.global-batch-size / (layout.dp x train.microbatch-size) "
+    "microbatches: set --train.global-batch-size and --train.microbatch-size"
+)
+TOKENS = (
+    "a step has train.global-batch-size x train.sequence-length tokens: set "
+    "--train.global-batch-size, in sequences"
+)
+WARMUP = "warm-up is told in steps: set --optimizer.warmup-steps"
+# No option does the same: how to get it.
+HOW = {
+    "gradient-accumulation-steps": BATCH,
+    "gradient-accumulation": BATCH,
+    "grad-accum-steps": BATCH,
+    "accumulate-grad-batches": BATCH,
+    "total-batch-size": TOKENS,
+    "max-tokens-per-step": TOKENS,
+    "warmup-ratio": WARMUP,
+    "lr-warmup-fraction": WARMUP,
+    "warmdown-ratio": "set --optimizer.schedule wsd and --optimizer.decay-fraction",
+    "num-train-epochs": "without --train.steps a run is one pass over the data; otherwise set "
+    "--train.steps",
+    "epochs": "without --train.steps a run is one pass over the data; otherwise set --train.steps",
+    "make-vocab-size-divisible-by": "any --model.vocab-size can be split: nothing is padded",
+    "embedding-lr": "all parameters have one learning rate: set --optimizer.lr",
+    "matrix-lr": "all parameters have one learning rate: set --optimizer.lr",
+    "split": "set --data.validation-fraction, or --data.validation for files of its own",
+    "eval-iters": "a validation reads --log.validation-tokens tokens",
+    "num-nodes": "start one `dolmen train` per process with torchrun or srun: they find each other",
+    "nproc-per-node": "set --nproc, or --layout.tp, --layout.dp and so on: it follows from them",
+    "device": "dolmen takes the GPUs that are visible, else the CPU: set CUDA_VISIBLE_DEVICES",
+    "betas": "set --optimizer.beta1 and --optimizer.beta2",
+}
+
+
+def suggestion(name: str, known: Collection[str]) -> str:
+    """What to say after `unknown option --NAME`, where `known` are the names of the verb's options;
+    empty where nothing is near. Names are without dashes before them, and `-` between words.
+    """
+    last = name.rpartition(".")[2]
+    if name in HOW or last in HOW:
+        how = HOW.get(name) or HOW[last]
+        # the advice is of training
+        return how if "train.steps" in known else ""
+    ours = [option for option in known if option.rpartition(".")[2] == last]
+    told = EQUAL.get(name) or EQUAL.get(last) or ()
+    theirs = [
+        option
+        for option in ((told,) if isinstance(told, str) else told)
+        if option.split()[0] in known
+    ]
+    found = (
+        ours
+        or theirs[:1]
+        or get_close_matches(name, known, n=1, cutoff=0.75)
+        or get_close_matches(last, [o for o in known if "." not in o], n=1, cutoff=0.7)
+        or [o for near in _near(last, known) for o in known if o.rpartition(".")[2] == near]
+    )
+    return f"did you mean {' or '.join(f'--{option}' for option in found)}?" if found else ""
+
+
+def _near(last: str, known: Collection[str]) -> list[str]:
+    return get_close_matches(last, {option.rpartition(".")[2] for option in known}, n=1, cutoff=0.7)

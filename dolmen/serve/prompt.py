@@ -1,0 +1,35 @@
+"""From a prompt to the tokens a model begins with, the same for the command line and Python."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # 2 s to import: a check of words does not owe it
+    from transformers import PreTrainedTokenizerBase
+
+
+def encode(tokenizer: "PreTrainedTokenizerBase", prompt: str) -> list[int]:
+    """The tokens of `prompt`, as the tokenizer would begin a text; of an empty one the tokenizer's
+    beginning of text, or else its end. Raises ValueError where there is none, and for what is no
+    text.
+    """
+    check(prompt)
+    tokens = tokenizer(prompt)["input_ids"]
+    begin = (tokenizer.bos_token_id, tokenizer.eos_token_id)
+    tokens = tokens or [token for token in begin if token is not None][:1]
+    if not tokens:
+        raise ValueError(
+            "--prompt is empty and the tokenizer names no token to begin with: give a prompt"
+        )
+    return tokens
+
+
+def check(prompt: str) -> None:
+    """Raises ValueError for half a character: bytes of a command line that are not UTF-8 reach
+    Python so, and no tokenizer takes them.
+    """
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"--prompt is not UTF-8 text: character {error.start + 1} is a lone surrogate "
+            f"(U+{ord(prompt[error.start]):04X})"
+        ) from None
