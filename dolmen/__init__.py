@@ -6,15 +6,21 @@ import dolmen
 model = dolmen.load("path/to/model")                     # a transformers directory or hub id
 print(model.generate("Once upon a time"))
 dolmen.train("pretrain", init="path/to/model", data={"path": "book.txt"}, out="runs/book")
+dolmen.export("runs/book", to="book/")
+assert dolmen.verify("book/").ok                         # ours beside transformers
 """
 
+from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dolmen import train
 
+if TYPE_CHECKING:
+    from dolmen.api import export, generate, load, verify
+
 __version__ = "0.1.0"
-__all__ = ["__version__", "load", "train"]
+__all__ = ["__version__", "export", "generate", "load", "train", "verify"]
 
 
 class _Train(ModuleType):
@@ -22,8 +28,9 @@ class _Train(ModuleType):
     otherwise be both.
     """
 
-    def __call__(self, recipe: Any, **options: Any) -> Any:
-        from dolmen import api
+    def __call__(self, recipe: str | Path, **options: Any) -> Path:
+        """`dolmen.api.train`, which says more."""
+        from dolmen import api  # torch and transformers, 3 s, which `import dolmen` does not owe
 
         return api.train(recipe, **options)
 
@@ -32,9 +39,14 @@ train.__class__ = _Train
 
 
 def __getattr__(name: str) -> Any:
-    """`load` imports torch, so it is found when first asked for."""
-    if name == "load":
+    """The functions of `dolmen.api` import torch, so they are found when first asked for."""
+    if name in __all__:
         from dolmen import api
 
-        return api.load
+        return getattr(api, name)
     raise AttributeError(f"module 'dolmen' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """With what `__getattr__` finds."""
+    return sorted({*globals(), *__all__})

@@ -1,20 +1,36 @@
-"""Dolmen from Python: what the commands do, as functions. `dolmen.load`, `dolmen.train`."""
+"""Dolmen from Python: what the commands do, as functions of the same names, with the same checks
+and messages. `dolmen.load`, `generate`, `train`, `export`, `verify`.
+"""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from dolmen.cli import export as export_verb
 from dolmen.cli import train as train_verb
 from dolmen.cli.errors import BadInput
-from dolmen.cli.options import parse_train
+from dolmen.cli.options import TrainOptions, message, parse_train
 from dolmen.convert import hf
 from dolmen.data.tokenizer import load_tokenizer
+from dolmen.evaluate import verify as comparison
 from dolmen.model.decoder import Decoder
-from dolmen.serve import engine
+from dolmen.optim.precision import DTYPES
+from dolmen.serve import engine, sample
+from dolmen.serve.prompt import check, encode
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """What the command line tells in a line and with exit code 2 is a ValueError of that line."""
+    try:
+        yield
+    except (BadInput, ValueError, KeyError, OSError) as error:
+        raise ValueError(message(error)) from error
 
 
 @dataclass(frozen=True)
@@ -26,39 +42,116 @@ class Model:
     folder: Path
 
     def generate(
-        self, prompt: str, max_new_tokens: int = 64, temperature: float = 0.0, seed: int = 0
+        self,
+        prompt: str,
+        max_new_tokens: int = 64,
+        temperature: float = 0.0,
+        seed: int = 0,
+        *,
+        top_k: int | None = None,
+        top_p: float | None = None,
     ) -> str:
-        """The prompt and its continuation; greedy at temperature 0."""
-        tokens = self.tokenizer(prompt)["input_ids"]
-        (new,) = engine.generate(
-            self.decoder,
-            [tokens],
-            max_new_tokens,
-            temperature,
-            stop=engine.stop_tokens(self.folder),
-            seed=seed,
-        )
+        """The prompt and its continuation; greedy at temperature 0. An empty prompt begins where
+        the tokenizer begins a text. Raises ValueError for settings that have no meaning.
+
+        model.generate("Once upon a time", temperature=0.8, top_p=0.95, seed=1)
+        """
+        with _told():
+            sample.check(temperature, top_k, top_p)
+            (new,) = engine.generate(
+                self.decoder,
+                [encode(self.tokenizer, prompt)],
+                max_new_tokens,
+                temperature,
+                top_k,
+                top_p,
+                engine.stop_tokens(self.folder),
+                seed,
+            )
         return prompt + self.tokenizer.decode(new, skip_special_tokens=True)
 
     def logits(self, text: str) -> torch.Tensor:
-        """[tokens, vocab_size]: what the model expects after each token of `text`."""
+        """[tokens, vocab_size]: what the model expects after each token of `text`. Raises
+        ValueError for a text without tokens.
+
+        model.logits("Once upon a").argmax(-1)
+        """
+        check(text)
+        tokens = self.tokenizer(text)["input_ids"]
+        if not tokens:
+            raise ValueError("the text has no tokens: give at least one")
         with torch.no_grad():
-            return self.decoder(torch.tensor([self.tokenizer(text)["input_ids"]]))[0]
+            return self.decoder(torch.tensor([tokens]))[0]
 
 
 def load(name: str | Path, dtype: torch.dtype | None = None) -> Model:
     """The model of a transformers directory or hub id, on the CPU, in `dtype` or else in the one it
-    is stored in.
+    is stored in. Raises ValueError for a directory that dolmen does not fully understand.
 
-    Raises ValueError or KeyError for a directory that dolmen does not fully understand.
+    model = dolmen.load("path/to/model")
     """
-    folder = hf.resolve(name)
-    return Model(engine.load(folder, dtype=dtype), load_tokenizer(str(folder)), folder)
+    with _told():
+        folder = hf.resolve(name)
+        hf.check(folder, hf.read_config(folder))
+        tokenizer = load_tokenizer(str(folder), option="")
+        return Model(engine.load(folder, dtype=dtype), tokenizer, folder)
+
+
+def generate(
+    name: str | Path,
+    prompt: str,
+    *,
+    max_new_tokens: int = 64,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    dtype: str | None = None,
+) -> str:
+    """`dolmen generate NAME --prompt PROMPT` in this process: the prompt and its continuation.
+    `dolmen.load` keeps a model for more than one prompt. Raises ValueError on bad input.
+
+    dolmen.generate("path/to/model", "Once upon a time", temperature=0.8)
+    """
+    with _told():
+        sample.check(temperature, top_k, top_p)
+        check(prompt)
+        model = load(name, _dtype(dtype))
+    return model.generate(prompt, max_new_tokens, temperature, seed, top_k=top_k, top_p=top_p)
+
+
+def export(source: str | Path, to: str | Path, dtype: str | None = None) -> Path:
+    """`dolmen export SOURCE --to TO`: write a run's newest whole checkpoint, or the checkpoint that
+    SOURCE is, as a transformers directory, one tensor in memory at a time; `dtype` float32,
+    bfloat16 or float16, unset that of the model the run started from. Returns the folder. Raises
+    ValueError on bad input.
+
+    dolmen.export("runs/book", to="model/", dtype="bfloat16")
+    """
+    with _told():
+        _dtype(dtype)
+        export_verb.export(Path(source), Path(to), dtype)
+    return Path(to)
+
+
+def verify(
+    folder: str | Path, against: str | Path | None = None, length: int = 64
+) -> comparison.Report:
+    """`dolmen verify FOLDER` in this process: dolmen on `folder` beside transformers on `against`
+    (unset: the same), on `length` random tokens in float32. `report.ok` says whether all is within
+    tolerance, `report.rows` has each difference. Raises ValueError on bad input.
+
+    assert dolmen.verify("path/to/model").ok
+    """
+    with _told():
+        return comparison.verify(folder, against, length=length)
 
 
 def train(recipe: str | Path, **options: Any) -> Path:
-    """`dolmen train RECIPE`, with options as keywords and sections as mappings: train("quickstart",
-    train={"steps": 50}, layout={"tp": 1}, overwrite=True). Returns the run's folder.
+    """`dolmen train RECIPE`, with options as keywords and sections as mappings. Returns the run's
+    folder.
+
+    dolmen.train("quickstart", train={"steps": 50}, layout={"tp": 1}, overwrite=True)
 
     Starts as many processes as the layout needs; a run of one process is this process. Raises
     ValueError on bad input, KeyboardInterrupt after Ctrl-C (saved first), RuntimeError if another
@@ -66,21 +159,25 @@ def train(recipe: str | Path, **options: Any) -> Path:
     """
     argv = [str(recipe), *_words("", options)]
     try:
-        code = train_verb.run(argv, guarded=lambda work: work())
+        asked = parse_train(argv)
+        code = train_verb.run(asked, argv, guarded=lambda work: work())
     except BadInput as error:
         raise ValueError(str(error)) from None
-    except SystemExit as refused:  # by tyro, which has printed why
-        raise ValueError(
-            f"the options {' '.join(argv)} are refused (exit code {refused.code}), see above"
-        ) from None
     if code == 130:
         raise KeyboardInterrupt
     if code:
         raise RuntimeError(f"the run ended with exit code {code}")
-    return train_verb.folder_of(*parse_train(argv))
+    return train_verb.folder_of(*asked)
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    if name is not None and name not in DTYPES:
+        raise ValueError(f"dtype is {name!r}: use one of {', '.join(DTYPES)}")
+    return DTYPES[name] if name else None
 
 
 def _words(prefix: str, options: Mapping[str, Any]) -> list[str]:
+    """Options as a command line spells them."""
     words = []
     for key, value in options.items():
         name = f"{prefix}{key.replace('_', '-')}"
@@ -89,9 +186,14 @@ def _words(prefix: str, options: Mapping[str, Any]) -> list[str]:
         elif value is True:
             words += [f"--{name}"]
         elif value is False:
-            words += [f"--{prefix}no-{key.replace('_', '-')}"] if prefix else []
+            # a flag without a section has no --no-: it is off unless it is said
+            words += [] if name in FLAGS else [f"--{prefix}no-{key.replace('_', '-')}"]
         elif isinstance(value, (list, tuple)):
             words += [f"--{name}", *map(str, value)]
         else:
             words += [f"--{name}={value}"]  # in one word: a value may begin with a dash
     return words
+
+
+HINTS = get_type_hints(TrainOptions)
+FLAGS = {field.name for field in fields(TrainOptions) if HINTS[field.name] is bool}

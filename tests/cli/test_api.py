@@ -1,5 +1,6 @@
 """`import dolmen`: three lines to train, load and generate, in the caller's own process."""
 
+import inspect
 import os
 import signal
 import subprocess
@@ -8,6 +9,7 @@ import threading
 
 import pytest
 import tinyrun
+import torch
 import torch.distributed as dist
 from tinyrun import dolmen as command
 from tinyrun import losses, rows, steps
@@ -79,12 +81,106 @@ def test_options_are_those_of_the_command(material, tmp_path):
     ) == ["--finish.sample=--x", "--resume", "--data.path", "a", "b"]
 
 
+def test_a_value_that_no_option_takes_is_not_dropped(material, tmp_path):
+    """False says nothing only to the flags that are off by themselves."""
+    for name in ("nproc", "nonsense", "max_restarts"):
+        with pytest.raises(ValueError, match=f"unknown option --no-{name.replace('_', '-')}"):
+            dolmen.train(material.file, out=tmp_path / "out", **{name: False})
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture(scope="module")
+def run(material, tmp_path_factory):
+    return dolmen.train(
+        material.file, out=tmp_path_factory.mktemp("runs") / "run", train={"steps": 1}
+    )
+
+
+def test_export_and_verify(run, tmp_path):
+    """What the commands do, with what they would say as values and errors."""
+    made = dolmen.export(run, to=tmp_path / "hf", dtype="bfloat16")
+    assert made == tmp_path / "hf"
+    assert command("export", run, "--to", tmp_path / "other", "--dtype", "bfloat16").code == 0
+    for file in made.iterdir():
+        assert file.read_bytes() == (tmp_path / "other" / file.name).read_bytes(), file
+    report = dolmen.verify(made, length=8)
+    assert report.ok and {row.name for row in report.rows} >= {"logits", "gradients"}
+    for call, said in (
+        (lambda: dolmen.export(run, made), "exists and is not empty"),
+        (lambda: dolmen.export(run, tmp_path / "x", dtype="float8"), "use one of float32, bfl"),
+        (lambda: dolmen.export(tmp_path, tmp_path / "x"), "holds no whole checkpoint"),
+        (lambda: dolmen.verify(made, length=0), "use --length 1 or more"),
+        (lambda: dolmen.verify(tmp_path / "none"), "neither a folder nor a model"),
+        (lambda: dolmen.load(tmp_path / "none"), "neither a folder nor a model"),
+        (lambda: dolmen.load(run), "has no config.json"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            call()
+    assert not (tmp_path / "x").exists()
+
+
+def test_generate(material):
+    """The same text as the command's, whatever is asked for."""
+    model = dolmen.load(material.model)
+    for options in (
+        {},
+        {"temperature": 1.0, "seed": 3},
+        {"temperature": 1.0, "top_k": 5, "seed": 3},
+        {"temperature": 2.0, "top_p": 0.5, "seed": 3},
+    ):
+        for prompt in ("abc def", ""):  # an empty one begins at the tokenizer's beginning
+            words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+            told = command(
+                "generate", material.model, f"--prompt={prompt}", "--max-new-tokens=8", *words
+            )
+            text = model.generate(prompt, max_new_tokens=8, **options)
+            assert told.code == 0 and told.out == text + "\n", (options, told, text)
+            assert dolmen.generate(material.model, prompt, max_new_tokens=8, **options) == text
+    exact = dolmen.load(material.model, dtype=torch.float32)  # in bfloat16 tokens tie
+    texts = {
+        exact.generate("abc", temperature=2.0, seed=seed, top_k=top_k)
+        for seed in range(3)
+        for top_k in (None, 1)
+    }
+    assert len(texts) == 4  # top_k 1 is greedy at any seed
+    for options, said in (
+        ({"top_k": 0}, "use --top-k 1 or more"),
+        ({"top_p": 0.0}, "use --top-p above 0"),
+        ({"temperature": 1e-320}, "use --temperature 0"),
+        ({"prompt": "a\udcff"}, "is not UTF-8 text"),
+        ({"max_new_tokens": 0}, "use --max-new-tokens 1 or more"),
+    ):
+        asked = {"prompt": "a", **options}
+        for call in (model.generate, lambda **o: dolmen.generate(material.model, **o)):
+            with pytest.raises(ValueError, match=said):
+                call(**asked)
+    with pytest.raises(ValueError, match="dtype is 'float8': use one of"):
+        dolmen.generate(material.model, "a", dtype="float8")
+    with pytest.raises(ValueError, match="no tokens"):
+        model.logits("")
+
+
+def test_the_package_shows_what_it_has():
+    """Names to find by completion; each with types and an example of its use."""
+    assert set(dolmen.__all__) <= set(dir(dolmen))
+    for name in ("load", "generate", "export", "verify"):
+        function = getattr(dolmen, name)
+        signature = inspect.signature(function)
+        assert all(p.annotation is not p.empty for p in signature.parameters.values())
+        assert signature.return_annotation is not signature.empty
+        assert f"dolmen.{name}(" in function.__doc__
+    assert "dolmen.train(" in dolmen.api.train.__doc__
+    assert list(inspect.signature(dolmen.train).parameters) == ["recipe", "options"]
+
+
 @pytest.mark.parametrize(
     "bad, said",
     [
         ({"layout": {"tp": 3}}, "num_attention_heads \\(4\\)"),
-        ({"optimiser": {"lr": 1}}, "--optimiser.lr=1"),
-        ({"optimizer": {"lr": -1}}, "refused"),
+        ({"optimiser": {"lr": 1}}, "unknown option --optimiser.lr: did you mean --optimizer.lr?"),
+        ({"optimizer": {"learning_rate": 1}}, "did you mean --optimizer.lr?"),
+        ({"optimizer": {"lr": -1}}, "optimizer.lr is -1.0: it must be finite"),
+        ({"train": {"steps": "five"}}, "--train.steps is 'five': it must be a whole number"),
         ({"init": "no/such/model/here"}, "neither a folder"),
     ],
 )
