@@ -23,6 +23,8 @@ import re
 from itertools import count
 from pathlib import Path
 
+from dolmen.files.gate import Refused
+
 STATE = "state.json"
 METADATA = ".metadata"
 SEAL = "seal"
@@ -37,7 +39,7 @@ FOLDER = re.compile(r"step-\d{8,}(\.replaced)?(\.partial)?|step-\d{8,}\.damaged(
 UNFINISHED = re.compile(r"step-\d{8,}(\.replaced)?\.partial")
 
 
-class Damaged(ValueError):
+class Damaged(Refused):
     """A checkpoint that is not what was saved. The message names the file."""
 
 

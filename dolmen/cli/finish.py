@@ -2,7 +2,6 @@
 compressors, a sample.
 """
 
-import json
 from pathlib import Path
 
 from rich.console import Console
@@ -13,6 +12,7 @@ from dolmen.core.log import console, duration
 from dolmen.core.mesh import SINGLE
 from dolmen.data import tokenizer as tokenizers
 from dolmen.data.quickstart_corpus import gzip_xz_bits
+from dolmen.files import gate, kinds
 from dolmen.train import folder
 from dolmen.train.config import RunConfig
 
@@ -22,7 +22,7 @@ def finish(run: RunConfig, out: Path) -> int:
     same in transformers.
     """
     screen = console()
-    outcome = json.loads((out / "summary.json").read_text())
+    outcome = gate.read_json(out / "summary.json", kinds.SUMMARY)
     hf = out / "hf"
     if run.finish.export:
         _export(out, hf)

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from dolmen.cli.errors import BadInput, Failed
+from dolmen.files import gate, kinds
 
 LAUNCHER = "DOLMEN_LAUNCHER"  # pid of the launcher that started this worker
 PR_SET_PDEATHSIG = 1
@@ -246,8 +247,8 @@ def _attempt(
 def _report(file: str) -> dict:
     """What a worker left in its error file, empty if nothing readable."""
     try:
-        return json.loads(Path(file).read_text())["message"]
-    except (OSError, ValueError, KeyError):
+        return gate.read_json(file, kinds.WORKER_ERROR)["message"]
+    except gate.Refused:
         return {}
 
 

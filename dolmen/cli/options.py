@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
-import yaml
 
 from dolmen.cli.errors import BadInput
 from dolmen.cli.parse import parse
 from dolmen.core.config import from_dict
+from dolmen.files import gate, kinds
 from dolmen.model.config import ModelConfig
 from dolmen.recipes import RECIPES
 from dolmen.train.config import (
@@ -190,14 +190,16 @@ def base(name: str) -> RunConfig:
             + (f"did you mean {near[0]}?" if near else f"recipes are {', '.join(RECIPES)}")
         )
     try:
-        values = yaml.safe_load(file.read_text())
+        values = gate.read_yaml(file, kinds.RUN)
+        if values is None and (file.parent / "checkpoints").is_dir():
+            raise BadInput(f"{name} is empty, and {file.parent} holds a run: it is damaged")
         return from_dict(
             RunConfig,
             values or {},
             RunConfig(name=file.parent.name if file.name == "config.yaml" else file.stem),
         )
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise BadInput(f"{name} is not a YAML file: {error}") from None
+    except gate.Refused as error:
+        raise BadInput(str(error)) from None
     except ValueError as error:
         raise BadInput(f"{name}: {error}") from None
 

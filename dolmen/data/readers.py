@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from dolmen.data.unpack import PACKED, opened
-from dolmen.files.gate import MIB, Kind, Refused, parse_json
+from dolmen.files.gate import MIB, Kind, Refused, parse_json, refuse
 from dolmen.files.kinds import TEXT_ROW
 from dolmen.files.schema import List, Object, either
 
@@ -112,7 +112,7 @@ def read_parquet(file: Path, text_field: str) -> Iterator[list[str]]:
     try:
         columns = pyarrow.parquet.read_schema(file).names
     except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"{file} is not parquet: {error}") from error
+        raise refuse(file, f"is not parquet: {error}") from error
     check_column(text_field, columns, str(file))
     table = datasets.load_dataset(
         "parquet",
@@ -124,8 +124,10 @@ def read_parquet(file: Path, text_field: str) -> Iterator[list[str]]:
     try:
         for text in column(table, text_field, str(file)):
             yield [text]
-    except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"{file} is damaged: {error}") from error
+    except Refused:
+        raise
+    except Exception as error:  # of `datasets` and pyarrow, which have a dozen types
+        raise refuse(file, f"is damaged parquet: {error}") from error
 
 
 def column(table, text_field: str, where: str) -> Iterator[str]:

@@ -15,6 +15,7 @@ import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from dolmen.data.progress import say
+from dolmen.files import tokenizer_files
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -38,11 +39,14 @@ def load_tokenizer(name: str | None, option: str = "--data.tokenizer"):
     where = f"{option} {name}".strip()
     if name.startswith(("/", ".", "~")) and not Path(name).expanduser().exists():
         raise FileNotFoundError(f"{where}: no such folder")
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        tokenizer_files.check(folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            str(Path(name).expanduser()), use_fast=True, trust_remote_code=False
+            str(folder), use_fast=True, trust_remote_code=False
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # `tokenizers` raises Exception itself, protobuf its own
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"{where}: no tokenizer could be loaded ({reason})") from error
     if vocabulary_size(tokenizer) < 2:  # made by `transformers` from a model's configuration alone
@@ -109,9 +113,13 @@ def encoder(tokenizer) -> Callable[[str], np.ndarray]:
         return lambda text: np.array(tokenizer.encode(text, add_special_tokens=False), dtype)
     backend = tokenizer.backend_tokenizer
     backend.no_truncation(), backend.no_padding()
-    return lambda text: np.array(
-        backend.encode_batch_fast([text], add_special_tokens=False)[0].ids, dtype
-    )
+
+    def encode(text: str) -> np.ndarray:
+        with tokenizer_files.told("--data.tokenizer"):
+            found = backend.encode_batch_fast([text], add_special_tokens=False)[0]
+        return np.array(found.ids, dtype)
+
+    return encode
 
 
 def token_dtype(tokenizer) -> np.dtype:

@@ -12,14 +12,17 @@ import os
 import re
 import stat
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from dolmen.files import yaml_values
 from dolmen.files.schema import Mismatch, Schema, check
 
 MIB = 2**20
+# of a YAML file that we write
+FIRST, LAST = "# Whole to the line of three dots that is its last.\n", "\n...\n"
 # A string, to its end or the end of everything: possessive, so that no text takes longer than its
 # length (0.15 s for 10 MB of a tokenizer.json).
 STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
@@ -31,6 +34,10 @@ class Refused(ValueError):
     """A file is not read: it is missing, damaged, too large, too deep, or not what its kind may
     hold. One line, which begins with the file's name.
     """
+
+
+class RefusedLine(Refused):
+    """A line of a file is not read; those before it were."""
 
 
 @dataclass(frozen=True)
@@ -57,17 +64,24 @@ def refuse(file: Path | str, reason: object) -> Refused:
     return Refused(f"{file}: {''.join(c if c.isprintable() else ascii(c)[1:-1] for c in line)}")
 
 
-def read_bytes(file: Path | str, size: int) -> bytes:
-    """The whole file. Raises Refused where it is missing, no regular file, or larger than
-    `size` bytes.
+@contextmanager
+def opened(file: Path | str) -> Iterator[BinaryIO]:
+    """The file, to read bytes. Raises Refused where it is missing or no regular file, and where
+    reading it fails.
     """
     try:
         if not stat.S_ISREG(os.stat(file).st_mode):
             raise refuse(file, "is a folder" if Path(file).is_dir() else "is no regular file")
         with open(file, "rb") as stream:
-            data = stream.read(size + 1)
+            yield stream
     except OSError as error:
         raise refuse(file, f"cannot be read: {error.strerror}") from error
+
+
+def read_bytes(file: Path | str, size: int) -> bytes:
+    """The whole file. Raises Refused as `opened` does, and where it is larger than `size` bytes."""
+    with opened(file) as stream:
+        data = stream.read(size + 1)
     if len(data) > size:
         raise refuse(file, f"has more than {size:,} bytes, the most that such a file may have")
     return data
@@ -119,29 +133,45 @@ def checked(value: Any, name: Path | str, schema: Schema) -> Any:
 
 
 def read_json_lines(file: Path | str, kind: Kind) -> Iterator[tuple[int, Any]]:
+    """`json_lines` of a file. Raises Refused as `opened` does, and RefusedLine."""
+    with opened(file) as stream:
+        yield from json_lines(stream, file, kind)
+
+
+def json_lines(stream: BinaryIO, name: Path | str, kind: Kind) -> Iterator[tuple[int, Any]]:
     """(number from 1, values) of every line that is not blank, one in memory at a time. Raises
-    Refused naming the line; `kind.size` is of one line.
+    RefusedLine naming the line; `kind.size` is of one line.
     """
-    if not Path(file).is_file():
-        read_bytes(file, 0)  # says why
-        raise refuse(file, "cannot be read")
-    with open(file, "rb") as stream:
-        for number, line in enumerate(iter(lambda: stream.readline(kind.size + 1), b""), 1):
-            where = f"{file}, line {number}"
+    for number, line in enumerate(iter(lambda: stream.readline(kind.size + 1), b""), 1):
+        if not line.strip():
+            continue
+        where = f"{name}, line {number}"
+        try:
             if len(line) > kind.size:
                 raise refuse(where, f"has more than {kind.size:,} bytes")
-            if line.strip():
-                yield number, parse_json(line, where, kind)
+            row = parse_json(line, where, kind)
+        except Refused as error:
+            raise RefusedLine(str(error)) from error
+        yield number, row
 
 
 def read_yaml(file: Path | str, kind: Kind) -> Any:
-    """The values of a YAML file, None of an empty one. Raises Refused."""
+    """The values of a YAML file, None of an empty one. Raises Refused, also where a file that says
+    so itself (`whole_yaml`) has no end: text cut at a line is good YAML, with options missing.
+    """
     text = read_text(file, kind.size)
+    if (text.startswith(FIRST) or FIRST.startswith(text or "-")) and not text.endswith(LAST):
+        raise refuse(file, "is cut short: its last line is not the '...' that its first promises")
     try:
         value = yaml_values.parse(text, kind.depth)
     except ValueError as error:
         raise refuse(file, f"is not a YAML file that dolmen reads: {error}") from error
     return checked(value, file, kind.schema)
+
+
+def whole_yaml(text: str) -> str:
+    """The text of a YAML file that can be told from a part of itself."""
+    return f"{FIRST}{text.rstrip()}{LAST}"
 
 
 def json_depth(data: bytes) -> int:

@@ -138,6 +138,22 @@ TOKENIZER_CONFIG = Kind(
 SPECIAL_TOKENS_MAP = Kind(Map(either(*SPECIAL.kinds, List(SPECIAL), Map())))
 ADDED_TOKENS = Kind(Map(TOKEN))
 VOCAB = Kind(Map(TOKEN), size=64 * MIB, depth=1)
+# transformers makes a list as long as these of any config.json, to learn what tokenizer it has
+TOKENIZER_MODEL = Kind(
+    Object(
+        optional={n: optional(Int(0, LAYERS.high)) for n in ("num_hidden_layers", "n_layer")},
+    )
+)
+TOKENIZER_FILES = {
+    "tokenizer.json": TOKENIZER,
+    "tokenizer_config.json": TOKENIZER_CONFIG,
+    "special_tokens_map.json": SPECIAL_TOKENS_MAP,
+    "added_tokens.json": ADDED_TOKENS,
+    "vocab.json": VOCAB,
+    "chat_template.json": Kind(Map()),
+    "tekken.json": Kind(Object(), size=64 * MIB),
+    "config.json": TOKENIZER_MODEL,
+}
 
 # Written by dolmen, and read again.
 STATE = Kind(
@@ -202,6 +218,7 @@ CORPUS = Kind(
     depth=8,
 )
 HEARTBEAT = Kind(Object(optional={"step": Int(0), "tick": Int(0), "pid": Int(1)}), depth=8)
+STACKS_BYTES = 64 * MIB  # what faulthandler writes, as text
 WORKER_ERROR = Kind(Object(required={"message": Map()}), depth=8)
 
 # Written by people. The fields of a run are those of RunConfig, which core/config.py:from_dict
@@ -211,10 +228,9 @@ SCHEDULE = Kind(
     Object(
         required={"actions": List(Text(), shortest=1)}, optional={"placement": Text()}, rest=None
     ),
-    size=64 * MIB,
+    size=8 * MIB,  # 64 ranks of 6,144 actions each have 3 MB
     depth=2,
 )
-SCHEDULE_TEXT_BYTES = 64 * MIB
 # A row of text: its other fields are nobody's business, and Python writes NaN into them.
 TEXT_ROW = Kind(Object(), size=256 * MIB, depth=64, constants=True)
 ANY_JSON = Kind(Anything())

@@ -246,19 +246,15 @@ def _write_index(folder: Path, specs: Mapping[str, Spec], shards: Mapping[str, l
 
 def _header_text(file: Path) -> tuple[bytes, int]:
     """The header and the length of the file. Raises Refused."""
-    try:
-        length = file.stat().st_size
-        with open(file, "rb") as stream:
-            size = int.from_bytes(stream.read(8), "little")
-            if length < 8 or size > min(length - 8, kinds.HEADER.size):
-                raise refuse(
-                    file,
-                    f"is truncated or no safetensors file: header of {size} bytes, file of "
-                    f"{length}",
-                )
-            return stream.read(size), length
-    except OSError as error:
-        raise refuse(file, f"cannot be read: {error.strerror}") from error
+    with gate.opened(file) as stream:
+        length = os.fstat(stream.fileno()).st_size
+        size = int.from_bytes(stream.read(8), "little")
+        if length < 8 or size > min(length - 8, kinds.HEADER.size):
+            raise refuse(
+                file,
+                f"is truncated or no safetensors file: header of {size} bytes, file of {length}",
+            )
+        return stream.read(size), length
 
 
 def _entries(text: bytes, file: Path) -> list[tuple[int, int, str, Spec]]:

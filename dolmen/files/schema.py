@@ -183,6 +183,7 @@ def _check_name(name: Any, where: str) -> None:
 def _check_count(value: list | dict, shortest: int, longest: int, where: str) -> None:
     if not shortest <= len(value) <= longest:
         many = f"{shortest:,}" if shortest == longest else f"{shortest:,} to {longest:,}"
+        many = f"{shortest:,} or more" if longest == FEW else many
         raise Mismatch(f"{where or 'it'} has {len(value):,} entries: it must have {many}")
 
 

@@ -12,8 +12,7 @@ from typing import Any
 import yaml
 
 PARSER = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
-MOST = 200_000  # values of one document, aliases written out
-DIGITS = 40  # of an integer
+MOST = 2**20  # values of one document, and of its text every 64 characters, aliases written out
 FLOAT = re.compile(r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+][0-9]+)?")
 INTEGER = re.compile(r"([-+]?)(0b[01_]+|0x[0-9a-fA-F_]+|0[0-7_]*|[1-9][0-9_]*)")
 INFINITE = re.compile(r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)")
@@ -63,8 +62,9 @@ class _Builder:
         match event:
             case yaml.ScalarEvent():
                 value = scalar(event)
-                self.grow(1, 0)
-                self.put(value, event.anchor, 1, 0)
+                weight = 1 + len(event.value) // 64
+                self.grow(weight, 0)
+                self.put(value, event.anchor, weight, 0)
             case yaml.SequenceStartEvent() | yaml.MappingStartEvent():
                 _no_tag(event)
                 self.grow(1, 1)
@@ -142,10 +142,11 @@ def scalar(event: yaml.ScalarEvent) -> Any:
 
 
 def _integer(text: str, sign: str, digits: str) -> int | str:
-    if len(digits) > DIGITS:
-        raise ValueError(f"an integer of {len(digits):,} digits")
     base = 8 if re.fullmatch("0[0-7]+", digits) else 0
     try:
-        return int(sign + digits, base)
+        value = int(sign + digits[:100], base)
     except ValueError:  # 0x_
         return text
+    if abs(value) >= 2**64:
+        raise ValueError(f"an integer of {len(digits):,} digits, more than 64 bits")
+    return value

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import yaml
+from dolmen.files import gate, kinds
 
 
 class Action(NamedTuple):
@@ -69,35 +69,16 @@ class Schedule:
 
 
 def from_file(path: str) -> Schedule:
-    """The schedule of a .txt or .yaml file, unchecked. Raises ValueError."""
+    """The schedule of a .txt or .yaml file (`actions:`, a list with one line of actions a rank, and
+    maybe `placement:`), unchecked. Raises ValueError.
+    """
     if not Path(path).is_file():
         raise ValueError(f"there is no schedule file {path}")
-    try:
-        text = Path(path).read_text("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"the schedule {path} cannot be read: {error}") from None
-    return parse(text if Path(path).suffix == ".txt" else _lines(text, path), path)
-
-
-def _lines(text: str, name: str) -> str:
-    """The lines of a YAML file: `actions:`, a list of them, and maybe `placement:`."""
-    try:
-        found = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ValueError(f"{name} is not a YAML file: {error}") from None
-    lines = (
-        found.get("actions")
-        if isinstance(found, dict) and set(found) <= {"actions", "placement"}
-        else None
-    )
-    if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
-        raise ValueError(
-            f"{name} needs `actions:`, a list with one line of actions a rank, and at most "
-            f"`placement:` beside it"
-        )
-    return "\n".join(
-        [*lines, *([f"placement: {found['placement']}"] if "placement" in found else [])]
-    )
+    if Path(path).suffix == ".txt":
+        return parse(gate.read_text(path, kinds.SCHEDULE.size), path)
+    found = gate.read_yaml(path, kinds.SCHEDULE)
+    placement = [f"placement: {found['placement']}"] if "placement" in found else []
+    return parse("\n".join([*found["actions"], *placement]), path)
 
 
 def parse(text: str, name: str) -> Schedule:

@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+from dolmen.files import tokenizer_files
+
 if TYPE_CHECKING:  # 2 s to import: a check of words does not owe it
     from transformers import PreTrainedTokenizerBase
 
@@ -12,7 +14,8 @@ def encode(tokenizer: "PreTrainedTokenizerBase", prompt: str) -> list[int]:
     text.
     """
     check(prompt)
-    tokens = tokenizer(prompt)["input_ids"]
+    with tokenizer_files.told("--prompt"):
+        tokens = tokenizer(prompt)["input_ids"]
     begin = (tokenizer.bos_token_id, tokenizer.eos_token_id)
     tokens = tokens or [token for token in begin if token is not None][:1]
     if not tokens:

@@ -17,7 +17,7 @@ from dolmen.core.config import differences, to_dict
 from dolmen.core.mesh import SINGLE
 from dolmen.data import inputs, sources
 from dolmen.families import on_disk, to_hf
-from dolmen.train import folder
+from dolmen.train import folder, metrics
 from dolmen.train import saved as saved_state
 from dolmen.train.config import RunConfig
 
@@ -143,10 +143,11 @@ def _read_by(run: RunConfig, source: str) -> set[Path]:
 
 def check_resume(run: RunConfig, out: Path) -> None:
     """Refuse to go on from a damaged checkpoint, with another model than the newest whole one's,
-    and over files that dolmen did not write.
+    over files that dolmen did not write, and where the place of metrics.jsonl is taken.
     """
     if out.is_dir():
         folder.refuse_taken(out, run.finish.export)
+    metrics.read(out / "metrics.jsonl")
     saved = Checkpoints(out / "checkpoints", SINGLE, keep=0)
     step = saved.newest()
     if step is None:

@@ -20,6 +20,7 @@ from pathlib import Path
 import yaml
 
 from dolmen.checkpoint import folders
+from dolmen.files import gate
 from dolmen.train.config import RunConfig
 
 LIST = ".dolmen"
@@ -184,7 +185,7 @@ def _listed(out: Path) -> set[str] | None:
     file = out / LIST
     if file.is_symlink() or not file.is_file() or file.stat().st_size > 2**20:
         return None
-    return set(file.read_text(encoding="utf-8", errors="replace").splitlines())
+    return set(gate.read_bytes(file, 2**20).decode("utf-8", errors="replace").splitlines())
 
 
 def _walk(folder: Path, below: str = "") -> Iterator[tuple[str, str]]:

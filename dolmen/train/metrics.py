@@ -4,34 +4,37 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
+
+from dolmen.files import gate, kinds
 
 
 def read(file: Path) -> list[dict]:
-    """Rows of metrics.jsonl; from a line on that a crash has cut short or a disk has
-    damaged, none.
+    """Rows of metrics.jsonl; from a line on that a crash has cut short or a disk has damaged, none.
+    Raises Refused where the place is taken by what is no file.
     """
+    rows: list[dict] = []
     if not file.exists():
-        return []
-    rows = []
-    for line in file.read_text("utf-8", errors="replace").splitlines():
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            break
-        if not isinstance(row, dict) or "step" not in row:
-            break
-        rows.append(row)
+        return rows
+    try:
+        rows.extend(row for _, row in gate.read_json_lines(file, kinds.METRICS_ROW))
+    except gate.RefusedLine:
+        pass
     return rows
 
 
 class MetricsFile:
     """metrics.jsonl: one object a logged step, one a validation. Opened at step s it keeps the rows
-    up to s: what a resumed run does again is not told twice.
+    up to s: what a resumed run does again is not told twice. A file with a damaged line, the last
+    aside, is kept as metrics.damaged.jsonl: whole rows may come after it.
     """
 
     def __init__(self, file: Path, step: int):
-        kept = [row for row in read(file) if row["step"] <= step]
+        rows = read(file)
+        kept = [row for row in rows if row["step"] <= step]
+        if file.exists() and sum(1 for _ in file.open("rb")) > len(rows) + 1:
+            shutil.copyfile(file, file.with_suffix(".damaged.jsonl"))
         part = file.with_suffix(".part")
         part.write_text("".join(json.dumps(row) + "\n" for row in kept))
         part.rename(file)

@@ -21,6 +21,7 @@ from dolmen.core.config import differences, to_dict
 from dolmen.core.mesh import Mesh
 from dolmen.data import loader as data_loader
 from dolmen.data.loader import Loader
+from dolmen.files import gate
 from dolmen.model.config import parameter_shapes
 from dolmen.optim import optimizer as optim
 from dolmen.optim.precision import DTYPES, LossScale
@@ -291,7 +292,7 @@ def write_config(out: Path, run: RunConfig) -> None:
     """config.yaml: the resolved run, which can be run again."""
     out.mkdir(parents=True, exist_ok=True)
     part = out / "config.yaml.part"
-    part.write_text(yaml.safe_dump(to_dict(run), sort_keys=False))
+    part.write_text(gate.whole_yaml(yaml.safe_dump(to_dict(run), sort_keys=False)))
     part.rename(out / "config.yaml")
 
 

@@ -15,6 +15,7 @@ import torch
 from dolmen import __version__
 from dolmen.core import agree
 from dolmen.core.config import to_dict
+from dolmen.files import gate
 from dolmen.train.check import check_folder, check_overwrite, check_resume
 from dolmen.train.config import RunConfig
 from dolmen.train.folder import OWNER
@@ -90,4 +91,4 @@ def _check(run: RunConfig, out: Path, recipe: str, resume: bool, overwrite: bool
 
 def _owners(out: Path) -> set[str]:
     """The jobs that have emptied the folder; none if it was never emptied."""
-    return set((out / OWNER).read_text().splitlines()) if (out / OWNER).exists() else set()
+    return set(gate.read_text(out / OWNER, 2**20).splitlines()) if (out / OWNER).exists() else set()

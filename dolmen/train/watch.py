@@ -26,6 +26,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TypeVar
 
+from dolmen.files import gate, kinds
+
 T = TypeVar("T")
 PATIENT = 10  # times `seconds`: start-up and the last save
 MAIN, ALL = "main thread", "all threads:"  # headings in rank-N.txt
@@ -166,8 +168,8 @@ class Watch:
         found = {}
         for rank in range(self.ranks):
             try:
-                found[rank] = json.loads(self._file(rank).read_text())
-            except (OSError, ValueError):
+                found[rank] = gate.read_json(self._file(rank), kinds.HEARTBEAT)
+            except gate.Refused:
                 found[rank] = {}
         return found
 
@@ -176,8 +178,8 @@ class Watch:
         torch does between the calls of others; empty if none.
         """
         try:
-            text = self._file(rank, "txt").read_text()
-        except OSError:
+            text = gate.read_text(self._file(rank, "txt"), kinds.STACKS_BYTES)
+        except gate.Refused:
             return ""
         frames = text[max(0, text.rfind(MAIN)) :].split(ALL)[0].split('\n  File "')[1:]
         kept = [

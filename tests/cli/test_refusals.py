@@ -201,7 +201,7 @@ FILES = {
     "key": ("train: {step: 5}", "unknown option train.step: did you mean steps?"),
     "section": ("optimiser: {lr: 1}", "unknown option optimiser: did you mean optimizer?"),
     "no-name-near": ("zzz: 1", "unknown option zzz; known: name, init, model"),
-    "number": ("1: 2", "unknown option 1; known:"),
+    "number": ("1: 2", "it has a field named 1: a name must be text"),
     "inner": (
         "model: {rope: {tetha: 5.0}}",
         "unknown option model.rope.tetha: did you mean theta?",
@@ -223,8 +223,8 @@ FILES = {
     ),
     "bool-for-choice": ("layout: {zero: true}", "layout.zero is True: use one of 0, 1, 2, 3"),
     "range": ("optimizer: {lr: -1}", "optimizer.lr is -1.0: it must be finite and not negative"),
-    "list": ("[1, 2]", "the configuration must be a mapping of options, not [1, 2]"),
-    "text": ("hello", "the configuration must be a mapping of options, not 'hello'"),
+    "list": ("[1, 2]", "it is a list of 2: it must be null or a mapping"),
+    "text": ("hello", "it is 'hello': it must be null or a mapping"),
     "broken": ("a: [b", "is not a YAML file"),
     "binary": ("\0\1", "is not a YAML file"),
 }
@@ -240,7 +240,7 @@ def test_files(material, tmp_path, case):
 
 def test_a_file_that_is_not_text(material, tmp_path):
     (tmp_path / "run.yaml").write_bytes(b"\xff\xfe\x00\x80")
-    assert "is not a YAML file" in refused(material, tmp_path / "out", file=tmp_path / "run.yaml")
+    assert "is not UTF-8" in refused(material, tmp_path / "out", file=tmp_path / "run.yaml")
 
 
 def missing(model: Path):
@@ -285,7 +285,7 @@ MODELS = {
     missing: "1 tensors are missing, e.g. ['model.layers.0.mlp.up_proj.weight']",
     extra: "1 tensors have no rule, e.g. ['model.layers.0.mlp.gate.bias']",
     misshaped: "model.layers.1.mlp.up_proj.weight is (50, 32) in",
-    truncated: "model.safetensors is truncated",
+    truncated: "model.safetensors: is truncated",
     no_config: "has no config.json",
     no_weights: "has neither model.safetensors nor",
     pickled: "has pickled weights only (pytorch_model.bin), which dolmen never loads",

@@ -137,7 +137,7 @@ def test_unreadable_files_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"latin\.txt is not UTF-8 text: .* byte 0xe9"):
         texts(tmp_path / "latin.txt")
     (tmp_path / "x.parquet").write_bytes(b"PAR2")
-    with pytest.raises(ValueError, match=r"x\.parquet is not parquet"):
+    with pytest.raises(ValueError, match=r"x\.parquet: is not parquet"):
         texts(tmp_path / "x.parquet")
     write_parquet(tmp_path / "y.parquet", body=["a"], id=[1])
     with pytest.raises(
@@ -332,7 +332,7 @@ def test_a_parquet_file_that_is_damaged_inside_is_named(tmp_path):
     data = bytearray(file.read_bytes())
     data[4:2000] = b"\xff" * 1996
     file.write_bytes(data)
-    with pytest.raises(ValueError, match=r"a\.parquet is damaged"):
+    with pytest.raises(ValueError, match=r"a\.parquet: is damaged parquet"):
         texts(file)
 
 

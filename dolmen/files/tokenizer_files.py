@@ -1,0 +1,122 @@
+"""The files of a tokenizer, checked before `transformers` reads them.
+
+A tokenizer.json brings regular expressions, and whether one of them takes for ever on some text
+cannot be decided by looking at it. Oniguruma, which runs them, gives up after 10^7 steps of one
+match (0.2 to 0.4 s), and `tokenizers` panics then. So every expression is tried, in a process of
+its own with a limit of time and memory, on the texts that show the usual mistakes: runs of one kind
+of character, then one that does not fit. What gets through can be slow on text that was not tried,
+or panic there, which `told` turns into words; a sentencepiece or tiktoken model has no expressions
+of its own here and is bounded in size alone.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from dolmen.files import gate, kinds
+from dolmen.files.gate import refuse
+
+SECONDS = 5  # of one core, for all expressions
+PROBE = """
+import json, resource, sys
+given = json.load(sys.stdin)
+resource.setrlimit(resource.RLIMIT_CPU, (given["seconds"],) * 2)
+resource.setrlimit(resource.RLIMIT_AS, (4 << 30,) * 2)
+from tokenizers import Tokenizer
+try:
+    tokenizer = Tokenizer.from_str(json.dumps(given["tokenizer"]))
+except Exception:
+    sys.exit(0)  # transformers will say it in words
+try:
+    for text in given["texts"]:
+        if tokenizer.normalizer:
+            tokenizer.normalizer.normalize_str(text)
+        if tokenizer.pre_tokenizer:
+            tokenizer.pre_tokenizer.pre_tokenize_str(text)
+        if tokenizer.decoder:
+            tokenizer.decoder.decode([text])
+except Exception:
+    sys.exit(0)
+except BaseException:  # a panic of Rust
+    sys.exit(3)
+"""
+UNITS = (
+    "a",
+    "A",
+    "1",
+    " ",
+    "\n",
+    "\t",
+    "\r\n",
+    "-",
+    ".",
+    "'s",
+    "a ",
+    "a1",
+    "ab",
+    "é",
+    "中",
+    "\u0301",
+)
+TEXTS = [unit * many + end for many in (8, 32, 1000) for unit in UNITS for end in ("", "b", "\0")]
+
+
+def check(folder: Path) -> None:
+    """Raises Refused unless every file of a tokenizer in `folder` is what it should be."""
+    for name, kind in kinds.TOKENIZER_FILES.items():
+        if (folder / name).exists():
+            content = gate.read_json(folder / name, kind)
+            if name == "tokenizer.json":
+                check_expressions(folder / name, content)
+    for name in ("merges.txt", "vocab.txt", "tokenizer.model", "spiece.model"):
+        if (folder / name).exists():
+            gate.read_bytes(folder / name, kinds.VOCAB.size)
+
+
+def check_expressions(file: Path, content: dict) -> None:
+    """Raises Refused where an expression of a tokenizer.json takes too long on TEXTS."""
+    steps = {name: content.get(name) for name in ("normalizer", "pre_tokenizer", "decoder")}
+    if not any(True for _ in expressions(steps)):
+        return
+    bare = {"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}, **steps}
+    given = json.dumps({"tokenizer": bare, "texts": TEXTS, "seconds": SECONDS})
+    ended = subprocess.run(
+        [sys.executable, "-I", "-c", PROBE], input=given, text=True, capture_output=True
+    )
+    if ended.returncode:
+        longest = max(expressions(steps), key=len)
+        raise refuse(
+            file,
+            f"a regular expression fails, or takes too long, on {max(map(len, TEXTS)):,} letters "
+            f"(the longest is {ascii(longest)[:200]})",
+        )
+
+
+def expressions(value: Any) -> Iterator[str]:
+    """Every regular expression in a part of a tokenizer.json."""
+    if isinstance(value, dict):
+        if isinstance(value.get("Regex"), str):
+            yield value["Regex"]
+        for part in value.values():
+            yield from expressions(part)
+    elif isinstance(value, list):
+        for part in value:
+            yield from expressions(part)
+
+
+@contextmanager
+def told(name: str) -> Iterator[None]:
+    """A panic of `tokenizers` within is raised as ValueError: it is no Exception, and would leave
+    as a traceback of Rust and one of Python.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__module__ != "pyo3_runtime":
+            raise
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{name}: the tokenizer cannot read this text: {reason}") from error
