@@ -7,18 +7,17 @@ document whose end is held out all text is used.
 
 import hashlib
 import json
-import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import numpy as np
 
 from dolmen.data.config import DataConfig
-from dolmen.data.corpus import DOCUMENT, Column, lock
+from dolmen.data.corpus import state
 from dolmen.data.documents import pieces
 from dolmen.data.heldout import TextHash, choose, union
+from dolmen.data.scratch import building, lock
 from dolmen.data.sources import Source, resolve
+from dolmen.data.tokenise import DOCUMENT, Column
 from dolmen.data.tokenizer import train_bpe
 
 PREFIX = "bpe:"
@@ -47,9 +46,7 @@ def tokenizer_folder(
         raise ValueError(
             f"{option} trains on local files alone: give a tokenizer's folder or hub id"
         )
-    files = [
-        (str(f), f.stat().st_size, f.stat().st_mtime_ns) for source in sources for f in source.files
-    ]
+    files = [state(file) for source in sources for file in source.files]
     recipe = [
         "bpe 2",
         size,
@@ -63,22 +60,10 @@ def tokenizer_folder(
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with lock(folder.with_suffix(".lock")):
-            _train(config, sources, int(size), folder, progress)
+            if not folder.exists():  # another process may have been first
+                with building(folder) as part:
+                    train_bpe(_texts(config, sources), int(size), part, progress)
     return str(folder)
-
-
-def _train(
-    config: DataConfig, sources: Sequence[Source], size: int, folder: Path, progress: bool
-) -> None:
-    """Builds beside `folder` and renames; leaves nothing behind when it fails."""
-    if folder.exists():
-        return  # another process was first
-    part = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f"{folder.name}."))
-    try:
-        train_bpe(_texts(config, sources), size, part, progress)
-        part.rename(folder)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
 
 
 def _texts(config: DataConfig, sources: Sequence[Source]) -> Iterator[str]:

@@ -9,40 +9,40 @@ changes.
                         white space, index of its file (-1: a row of a data set)
         seams.npy       per piece of a document that was tokenised in several: index of the
                         document, tokens and bytes of the document up to the end of the piece
-        index.json      what it was built from, the counts, and the size of each file above
+        index.json      what it was built from, the counts, size and digest of each file above, and
+                        a digest of itself
 
-`key` hashes what decides the tokens: each file's path, size and time of modification, the text
-field, the tokenizer, the end-of-text id, FORMAT. A folder appears by one rename, so it is whole or
-absent; one whose sizes differ from its index is built again. Processes that ask at once wait for
-the first (flock); where a file system has no locks, each builds and the first rename wins.
+`key` hashes what decides the tokens: each file's path, size, time of modification and time of
+change, the text field, the tokenizer, the end-of-text id, FORMAT. The time of change (ctime) moves
+with every write and cannot be set, so other text of the same size and time of modification is
+noticed without reading it again; where a file system does not keep it, only the other two tell.
+
+Whoever starts a run compares every byte with the digests (XXH3, 128 bits: 8 to 15 GB/s a core, so
+that the disk decides), one process per host; the others check sizes. What differs is built again.
 """
 
-import fcntl
 import hashlib
 import json
 import os
-import shutil
-import tempfile
 import time
-from array import array
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import xxhash
 
 from dolmen.data import tokenizer as tokenizers
-from dolmen.data.documents import Piece, load_hub, pieces
-from dolmen.data.heldout import TextHash
+from dolmen.data.documents import load_hub
 from dolmen.data.progress import bar, say
-from dolmen.data.readers import PIECE, whole
+from dolmen.data.scratch import building, lock, remove
 from dolmen.data.sources import Source
+from dolmen.data.tokenise import write_tokens
+from dolmen.files.gate import Refused, read_json
+from dolmen.files.kinds import CORPUS
 
 FORMAT = 2
-DOCUMENT = np.dtype([("bytes", "<i8"), ("hash", "<u8"), ("words", "<u8"), ("file", "<i4")])
-SEAM = np.dtype([("document", "<i8"), ("tokens", "<i8"), ("bytes", "<i8")])
+FILES = ("tokens.bin", "offsets.npy", "documents.npy", "seams.npy")
 
 
 class Corpus:
@@ -50,10 +50,9 @@ class Corpus:
     hashes the text; `different_count` counts copies once.
     """
 
-    def __init__(self, folder: Path, name: str):
-        index = json.loads((folder / "index.json").read_text())
+    def __init__(self, folder: Path, index: Mapping[str, Any], name: str):
         self.name = name
-        self.files = [Path(path) for path, _, _ in index["files"]]
+        self.files = [Path(path) for path, *_ in index["files"]]
         self.tokens = np.asarray(
             np.memmap(folder / "tokens.bin", np.dtype(index["dtype"]), mode="r")
         )
@@ -83,28 +82,45 @@ def open_corpus(
     workers: int | None = None,
     progress: bool = True,
     option: str = "--data.path",
+    verify: bool = True,
 ) -> Corpus:
-    """The tokens of `source`, from the cache or built into it. ValueError if it holds no text."""
+    """The tokens of `source`, from the cache or built into it. With `verify` each cached byte is
+    compared with its digest, else only sizes. ValueError if it holds no text.
+    """
     origin = provenance(source, tokenizer, end_of_text, text_field, option)
     key = hashlib.blake2b(json.dumps(origin).encode(), digest_size=16).hexdigest()
     folder = cache / "corpora" / key
-    if not complete(folder):
+    try:
+        return Corpus(folder, examined(folder, verify), source.name)
+    except Refused as damage:
+        told = damage
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"cannot write the cache folder {cache}: {error}; use --data.cache"
+        ) from error
+    with lock(folder.with_suffix(".lock")):
         try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(
-                f"cannot write the cache folder {cache}: {error}; use --data.cache"
-            ) from error
-        with lock(folder.with_suffix(".lock")):
-            if not complete(folder):
-                threads = workers or len(os.sched_getaffinity(0))
-                build_in_place(source, tokenizer, origin, folder, threads, progress, option)
-    return Corpus(folder, source.name)
+            index = examined(folder, verify)  # another process may have built it meanwhile
+        except Refused:
+            if folder.exists():
+                say(f"the cached tokens are damaged and made anew: {told}", progress)
+                remove(folder)
+            threads = workers or len(os.sched_getaffinity(0))
+            with building(folder) as part:
+                build(source, tokenizer, origin, part, threads, progress, option)
+            try:
+                index = examined(folder, verify=False)
+            except Refused as error:
+                raise ValueError(
+                    f"could not write {folder} ({error}): remove it, or use another --data.cache"
+                ) from None
+    return Corpus(folder, index, source.name)
 
 
 def provenance(source: Source, tokenizer, end_of_text: int, text_field: str, option: str) -> dict:
     """Everything that decides the tokens, as JSON. Changes when a file does."""
-    stats = [(str(file), file.stat()) for file in source.files]
     hubs = []
     for name in source.hubs:
         table = load_hub(name, option)
@@ -114,182 +130,98 @@ def provenance(source: Source, tokenizer, end_of_text: int, text_field: str, opt
         )
     return {
         "format": FORMAT,
-        "files": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats],
+        "files": [state(file) for file in source.files],
         "hubs": hubs,
         "text_field": text_field,
         "tokenizer": tokenizers.fingerprint(tokenizer),
+        "vocabulary": tokenizers.vocabulary_size(tokenizer),
         "end_of_text": end_of_text,
         "dtype": tokenizers.token_dtype(tokenizer).str,
     }
 
 
-def complete(folder: Path) -> bool:
-    """Whether the folder is there and each file has the size that the index gives."""
-    try:
-        sizes = json.loads((folder / "index.json").read_text())["sizes"]
-        return all((folder / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
-        return False
+def state(file: Path) -> list:
+    """[path, bytes, time of modification, time of change] of a file; times in nanoseconds."""
+    found = file.stat()
+    return [str(file), found.st_size, found.st_mtime_ns, found.st_ctime_ns]
 
 
-@contextmanager
-def lock(path: Path) -> Iterator[None]:
-    with open(path, "w") as handle:
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)
+def examined(folder: Path, verify: bool) -> dict[str, Any]:
+    """The index of a whole folder. Raises Refused, with the file that is missing or damaged."""
+    index = read_json(folder / "index.json", CORPUS)
+    if index.pop("digest") != digest_of(index):
+        raise Refused(f"{folder / 'index.json'}: its digest differs")
+    for name in FILES:
+        file = folder / name
+        size = file.stat().st_size if file.is_file() else -1
+        if size != index["sizes"].get(name):
+            raise Refused(f"{file}: {size} bytes, not {index['sizes'].get(name)}")
+        if verify and digest(file) != index["digests"].get(name):
+            raise Refused(f"{file}: its digest differs")
+    if index["largest"] >= index["vocabulary"]:
+        raise Refused(
+            f"{folder}: token {index['largest']} of a vocabulary of {index['vocabulary']}"
+        )
+    return index
 
 
-def build_in_place(
-    source: Source, tokenizer, origin: dict, folder: Path, workers: int, progress: bool, option: str
-) -> None:
-    """Builds beside `folder` and renames; leaves nothing behind when it fails."""
-    temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
-    try:
-        build(source, tokenizer, origin, temporary, workers, progress, option)
-        shutil.rmtree(folder, ignore_errors=True)  # what an incomplete one left
-        with suppress(OSError):  # another process was first
-            os.rename(temporary, folder)
-        if not complete(folder):
-            raise OSError(f"could not write {folder}: use another --data.cache")
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+def digest(file: Path) -> str:
+    """XXH3 of the content."""
+    found = xxhash.xxh3_128()
+    with open(file, "rb") as content:
+        while block := content.read(1 << 22):
+            found.update(block)
+    return found.hexdigest()
+
+
+def digest_of(index: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(index, sort_keys=True).encode())
 
 
 def build(
     source: Source, tokenizer, origin: dict, folder: Path, workers: int, progress: bool, option: str
 ) -> None:
-    started, sizes = time.monotonic(), [size for _, size, _ in origin["files"]]
+    """Writes FILES and the index into `folder`. ValueError if there is no text, or a file changes
+    meanwhile.
+    """
+    started, sizes = time.monotonic(), [size for _, size, *_ in origin["files"]]
     title = (
         f"tokenising {source.name}: {sum(sizes) / 1e6:,.1f} MB in {len(sizes):,} files, "
         f"{workers} threads"
     )
     with bar(title, None if source.hubs else sum(sizes), progress) as reach:
-        ends, documents, seams = write_tokens(
-            source, tokenizer, origin, folder, workers, reach, option
-        )
+        written = write_tokens(source, tokenizer, origin, folder, workers, reach, option)
+    ends, documents = written.ends, written.documents
     if not len(ends):
         raise ValueError(
             f"{option} {source.name}: no text in {len(sizes):,} files and {len(source.hubs)} "
             f"data sets"
         )
-    if origin["files"] != [[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in source.files]:
+    if origin["files"] != [state(file) for file in source.files]:
         raise ValueError(
             f"{option} {source.name}: a file changed while it was tokenised; start again"
         )
     np.save(folder / "offsets.npy", np.concatenate([[0], ends]).astype("<i8"))
     np.save(folder / "documents.npy", documents)
-    np.save(folder / "seams.npy", seams)
-    content = hashlib.blake2b(documents["hash"].tobytes(), digest_size=8).hexdigest()
+    np.save(folder / "seams.npy", written.seams)
     index = {
         **origin,
         "tokens": int(ends[-1]),
+        "largest": written.largest,
         "documents": len(ends),
         "different": len(np.unique(documents["words"])),
         "bytes": int(documents["bytes"].sum()),
-        "content": content,
-        "sizes": {file.name: file.stat().st_size for file in sorted(folder.iterdir())},
+        "content": hashlib.blake2b(documents["hash"].tobytes(), digest_size=8).hexdigest(),
+        "sizes": {name: (folder / name).stat().st_size for name in FILES},
+        "digests": {
+            name: written.digest if name == "tokens.bin" else digest(folder / name)
+            for name in FILES
+        },
     }
-    (folder / "index.json").write_text(json.dumps(index))
+    (folder / "index.json").write_text(json.dumps({**index, "digest": digest_of(index)}))
     say(
         f"  {index['tokens']:,} tokens of {index['documents']:,} documents, "
         f"{index['bytes'] / index['tokens']:.2f} bytes a token, {time.monotonic() - started:.1f} s "
         f"-> {folder.parent}",
         progress,
     )
-
-
-def write_tokens(
-    source: Source,
-    tokenizer,
-    origin: dict,
-    folder: Path,
-    workers: int,
-    reach: Callable[[int], None],
-    option: str,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Writes tokens.bin; returns each document's end [documents], DOCUMENT [documents] and SEAM
-    [pieces]. `reach` is told how much has been read.
-    """
-    ends, documents, seams = array("q"), Column(DOCUMENT), Column(SEAM)
-    before = np.cumsum([0] + [size for _, size, _ in origin["files"]])
-    mark = np.array([origin["end_of_text"]], origin["dtype"])
-    position = start = read = current = 0
-    text = TextHash()
-    with open(folder / "tokens.bin", "wb") as out:
-        for piece, ids in encoded(
-            pieces(source, origin["text_field"], option), tokenizers.encoder(tokenizer), workers
-        ):
-            text.update(added := piece.text.encode())
-            out.write(ids)
-            position += len(ids)
-            read, current = (read if piece.source == current else 0) + len(added), piece.source
-            reach(
-                int(min(before[current] + read, before[current + 1]))
-                if current < len(source.files)
-                else text.size
-            )
-            if not piece.last or text.pieces > 1:
-                seams.append((len(ends), position - start, text.size))
-            if not piece.last:
-                continue
-            out.write(mark)
-            position += 1
-            is_file = current < len(source.files) and whole(source.files[current])
-            documents.append((text.size, text.exact, text.words, current if is_file else -1))
-            ends.append(position)
-            text, start = TextHash(), position
-    return np.frombuffer(ends, np.int64), documents.array(), seams.array()
-
-
-class Column:
-    """Records of `dtype`, appended one by one without an object for each."""
-
-    def __init__(self, dtype: np.dtype):
-        self.dtype, self.bytes = dtype, bytearray()
-
-    def append(self, record: tuple[int, ...]) -> None:
-        self.bytes += np.array(record, self.dtype).tobytes()
-
-    def array(self) -> np.ndarray:
-        return np.frombuffer(self.bytes, self.dtype)
-
-
-def encoded(
-    parts: Iterable[Piece], encode: Callable[[str], np.ndarray], workers: int
-) -> Iterator[tuple[Piece, np.ndarray]]:
-    """(piece, its ids) in order; at most 2 x `workers` + 1 groups are in memory at a time.
-
-    Threads and not processes: the tokenizer releases the interpreter's lock (12.1 MB on 2 cores:
-    2.8 s with one, 1.5 s with two), and there is nothing to fork beside CUDA or gloo and no main
-    module to import again.
-    """
-    with ThreadPoolExecutor(workers) as pool:
-        waiting: deque = deque()
-        for group in grouped(parts):
-            waiting.append(
-                (group, pool.submit(lambda group: [encode(piece.text) for piece in group], group))
-            )
-            if len(waiting) > 2 * workers:
-                group, ids = waiting.popleft()
-                yield from zip(group, ids.result(), strict=True)
-        for group, ids in waiting:
-            yield from zip(group, ids.result(), strict=True)
-
-
-def grouped(parts: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Pieces in lists of about PIECE characters, so that a short document is not a task of
-    its own.
-    """
-    group, characters = [], 0
-    for piece in parts:
-        group.append(piece)
-        characters += len(piece.text)
-        if characters >= PIECE:
-            yield group
-            group, characters = [], 0
-    if group:
-        yield group

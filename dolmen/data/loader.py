@@ -190,8 +190,11 @@ def prepare(
     global_batch_size: int,
     seed: int,
     progress: bool = True,
+    verify: bool = True,
 ) -> Loader:
-    """From options to batches: check, tokenise or find in the cache, hold out, mix."""
+    """From options to batches: check, tokenise or find in the cache (and compare it with its
+    digests: `verify`), hold out, mix.
+    """
     inputs = check(config, tokenizer, vocab_size, sequence_length, progress)
 
     def corpus(source: Source, option: str) -> Corpus:
@@ -204,6 +207,7 @@ def prepare(
             config.workers,
             progress,
             option,
+            verify,
         )
 
     corpora = [corpus(source, "--data.path") for source in inputs.sources]

@@ -201,7 +201,7 @@ CORPUS = Kind(
     Object(
         required={
             "format": Int(),
-            "files": List(Row((Text(), Int(0), Int()))),
+            "files": List(Row((Text(), Int(0), Int(), Int()))),
             "hubs": List(Row((Text(), Int(0), List(Row((Text(), Int(0))))))),
             "text_field": Text(),
             "tokenizer": Text(),
@@ -210,8 +210,13 @@ CORPUS = Kind(
             "tokens": Int(0),
             "documents": Int(0),
             "bytes": Int(0),
+            "different": Int(0),
             "content": Text(),
+            "vocabulary": Int(0),
+            "largest": Int(0),
             "sizes": Map(Int(0)),
+            "digests": Map(Text()),
+            "digest": Text(),
         }
     ),
     size=1024 * MIB,  # of a million files

@@ -199,6 +199,7 @@ def run_training(
         run.train.global_batch_size,
         run.train.seed,
         progress=mesh.first,
+        verify=False,  # who starts a run has done so, once per host
     )
     steps = run.train.steps or max(20, epoch_steps(loader))
     state = make_state(run, mesh, steps)

@@ -2,6 +2,7 @@
 are held out.
 """
 
+import fcntl
 import json
 import os
 import threading
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from dolmen.data import corpus as corpora
+from dolmen.data import scratch
 from dolmen.data.corpus import open_corpus
 from dolmen.data.sources import resolve
 from dolmen.data.stream import TokenStream
@@ -77,15 +79,112 @@ def test_cache_is_reused_until_something_changes(documents, built, tokenizer):
     assert len(builds) == 6
 
 
-@pytest.mark.parametrize("damage", ["tokens.bin", "offsets.npy", "index.json"])
-def test_damaged_cache_is_built_again(documents, built, tmp_path, damage):
+@pytest.mark.parametrize("damage", [*corpora.FILES, "index.json"])
+def test_damaged_cache_is_built_again(documents, built, tmp_path, damage, capsys):
     open_, builds = built
     tokens = np.array(open_(documents).tokens)
     (file,) = tmp_path.glob(f"cache/corpora/*/{damage}")
-    file.write_bytes(file.read_bytes()[:-3])
-    assert np.array_equal(open_(documents).tokens, tokens) and len(builds) == 2
-    file.unlink()
-    assert np.array_equal(open_(documents).tokens, tokens) and len(builds) == 3
+    whole = file.read_bytes()
+    places = [0, len(whole) // 2, len(whole) - 2]
+    for number, data in enumerate(
+        [
+            whole[:-3],
+            None,
+            *(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :] for at in places),
+        ]
+    ):
+        file.unlink()
+        if data is not None:
+            file.write_bytes(data)
+        assert np.array_equal(open_(documents).tokens, tokens) and len(builds) == number + 2
+    open_(documents)
+    assert len(builds) == 6, "and then it is whole"
+
+
+def test_damage_is_told(documents, built, tmp_path, tokenizer, capsys):
+    open_, _ = built
+    open_(documents)
+    (file,) = tmp_path.glob("cache/corpora/*/tokens.bin")
+    data = bytearray(file.read_bytes())
+    data[10:12] = b"\xff\xff"
+    file.write_bytes(data)
+    (source,) = resolve([str(documents)])
+    again = lambda verify: open_corpus(
+        source, tokenizer, 0, "text", tmp_path / "cache", 2, True, verify=verify
+    )
+    assert again(False).tokens.max() == 65535, "who does not start the run trusts who does"
+    capsys.readouterr()
+    assert again(True).tokens.max() < 300
+    told = capsys.readouterr().err
+    assert "the cached tokens are damaged and made anew" in told and "tokens.bin: its dig" in told
+
+
+def test_an_index_that_says_other_numbers_is_not_believed(documents, built, tmp_path):
+    open_, builds = built
+    open_(documents)
+    (file,) = tmp_path.glob("cache/corpora/*/index.json")
+    index = json.loads(file.read_text())
+    for change in ({"tokens": 5}, {"dtype": "<u4"}, {"digests": {}}, {"sizes": {}}):
+        file.write_text(json.dumps({**index, **change}))
+        open_(documents)
+    index = {**index, "vocabulary": 200}
+    index.pop("digest")
+    file.write_text(json.dumps({**index, "digest": corpora.digest_of(index)}))
+    assert open_(documents).tokens.max() < 300 and len(builds) == 6
+
+
+def test_other_text_of_the_same_size_and_time_is_noticed(documents, built):
+    open_, builds = built
+    file = documents / "05.txt"
+    before, content = file.stat(), open_(documents).content
+    file.write_text(file.read_text().replace("line", "LINE"))
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    now = file.stat()
+    assert (now.st_size, now.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    assert open_(documents).content != content and len(builds) == 2
+
+
+def test_what_a_killed_tokenisation_leaves_is_swept(documents, built, tmp_path):
+    open_, _ = built
+    corpora_folder = tmp_path / "cache" / "corpora"
+    key = "0123456789abcdef" * 2
+    killed, alive, foreign, mixed = (
+        corpora_folder / name
+        for name in (f"{key}.abcdefg1", f"{key}.abcdefg2", "mine", f"{key}.x2345678")
+    )
+    for folder in (killed, alive, foreign, mixed):
+        folder.mkdir(parents=True)
+        (folder / "tokens.bin").write_bytes(b"12")
+    for folder in (killed, alive, foreign):
+        (folder / scratch.MARK).touch()
+    (corpora_folder / f"{key}.lock").touch()
+    (corpora_folder / "notes.lock").touch()
+    with open(alive / scratch.MARK, "r+") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        open_(documents)
+    left = {path.name for path in corpora_folder.iterdir()}
+    assert not killed.exists() and f"{key}.lock" not in left
+    assert {alive.name, "mine", "notes.lock", mixed.name} <= left and len(left) == 5
+
+
+def test_a_file_of_somebody_in_a_left_folder_stays(tmp_path):
+    folder = tmp_path / ("bpe-300-" + "0" * 24 + ".abcdefgh")
+    (folder / "mine").mkdir(parents=True)
+    (folder / scratch.MARK).touch()
+    scratch.sweep(tmp_path)
+    assert (folder / "mine").is_dir()
+
+
+def test_a_build_is_under_its_lock_until_it_has_its_name(tmp_path):
+    folder = tmp_path / ("0" * 32)
+    with scratch.building(folder) as part:
+        (part / "a").touch()
+        scratch.sweep(tmp_path)
+        assert (part / "a").exists()
+    assert [path.name for path in folder.iterdir()] == ["a"]
+    with pytest.raises(KeyError), scratch.building(tmp_path / ("1" * 32)):
+        raise KeyError
+    assert [path.name for path in tmp_path.iterdir()] == ["0" * 32]
 
 
 def test_a_failed_build_leaves_nothing(tmp_path, built):

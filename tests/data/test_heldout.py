@@ -11,9 +11,9 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from dolmen.data import ending as endings
-from dolmen.data.corpus import DOCUMENT
 from dolmen.data.ending import cuts
 from dolmen.data.heldout import TextHash, choose
+from dolmen.data.tokenise import DOCUMENT
 from dolmen.data.tokenizer import train_bpe
 
 WORDS = (
