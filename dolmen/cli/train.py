@@ -49,7 +49,7 @@ def run(
     else:
         try:
             # the folder is looked at when all have joined, by one
-            config = refuse(config, processes, None, given)
+            config = refuse(config, processes, None, given, verify=started.local_rank == 0)
         except BadInput as error:
             refusal = str(error)  # the other hosts are waiting: tell them
     if started is None and (config.layout.world > 1 or given.max_restarts):
@@ -79,10 +79,14 @@ def wanted(config: RunConfig, nproc: int | None) -> int | None:
 
 
 def refuse(
-    config: RunConfig, processes: int | None, out: Path | None, given: options.TrainOptions
+    config: RunConfig,
+    processes: int | None,
+    out: Path | None,
+    given: options.TrainOptions,
+    verify: bool = True,
 ) -> RunConfig:
-    """The checked run, its data tokenised. Raises BadInput for whatever can be refused before the
-    first process.
+    """The checked run, its data tokenised; `verify` compares what the cache has with its digests.
+    Raises BadInput for whatever can be refused before the first process.
     """
     try:
         if given.max_restarts < 0:
@@ -103,6 +107,7 @@ def refuse(
             config.sequence_length,
             config.train.global_batch_size,
             config.train.seed,
+            verify=verify,
         )
         return config
     except (ValueError, KeyError, OSError) as error:

@@ -197,6 +197,11 @@ def build(
             f"{option} {source.name}: no text in {len(sizes):,} files and {len(source.hubs)} "
             f"data sets"
         )
+    if ends[-1] == len(ends):
+        raise ValueError(
+            f"{option} {source.name}: the tokenizer gives no tokens for the text of all "
+            f"{len(ends):,} documents: use another --data.tokenizer"
+        )
     if origin["files"] != [state(file) for file in source.files]:
         raise ValueError(
             f"{option} {source.name}: a file changed while it was tokenised; start again"

@@ -44,31 +44,31 @@ def check(
             f"--data.validation-fraction is {config.validation_fraction}: use 0 (no validation) "
             f"to 0.5"
         )
+    first: dict[str, str] = {}
     for source, option in [(source, "--data.path") for source in sources] + [
         (validation, "--data.validation")
     ]:
         if source is not None and not source.hubs:
-            look_at(
-                source,
-                config.text_field,
-                1 if source is validation else sequence_length + 1,
-                option,
-            )
+            least = 1 if source is validation else sequence_length + 1
+            first[source.name] = look_at(source, config.text_field, least, option)
     loaded = tokenizers.load_tokenizer(
         tokenizer_folder(config, sources, vocab_size, progress) or tokenizer
     )
     if vocab_size is not None:
         tokenizers.check_vocabulary(loaded, vocab_size)
+    for name, text in first.items():
+        tokenizers.check_encodes(loaded, text, name)
     return Inputs(
         sources, validation, loaded, tokenizers.end_of_text_id(loaded, config.end_of_text)
     )
 
 
-def look_at(source: Source, text_field: str, least: int, option: str) -> None:
-    """Reads the first document. A token has a byte or is an end of text, so sizes alone refuse very
-    short text.
+def look_at(source: Source, text_field: str, least: int, option: str) -> str:
+    """The text that the first document begins with. A token has a byte or is an end of text, so
+    sizes alone refuse very short text.
     """
-    if next(pieces(source, text_field, option), None) is None:
+    first = next(pieces(source, text_field, option), None)
+    if first is None:
         raise ValueError(f"{option} {source.name}: no text in {len(source.files)} files")
     sizes = [file.stat().st_size for file in source.files if whole(file)]
     most = sum(sizes) + sum(size > 0 for size in sizes)
@@ -78,3 +78,4 @@ def look_at(source: Source, text_field: str, least: int, option: str) -> None:
             f"fewer than one window of sequence_length + 1 ({least:,}): use a smaller "
             "--train.sequence-length, or more data"
         )
+    return first.text

@@ -69,6 +69,18 @@ def check_vocabulary(tokenizer, vocab_size: int) -> None:
         )
 
 
+def check_encodes(tokenizer, text: str, where: str) -> None:
+    """ValueError if `text`, which is not empty, has no tokens: a bare sentencepiece model, which
+    `transformers` converts on its own, can come out so.
+    """
+    if text.strip() and not len(encoder(tokenizer)(text)):
+        raise ValueError(
+            f"the tokenizer gives no tokens for the text of {where} ({text[:40]!r}): its "
+            "vocabulary does not have such text, or its files are not complete; give the folder of a "
+            "tokenizer.json to --data.tokenizer"
+        )
+
+
 def end_of_text_id(tokenizer, override: str | None = None) -> int:
     """Id of the token that ends a document: `override` if given, else the tokenizer's eos.
     ValueError if neither.

@@ -300,3 +300,15 @@ def test_document_mask_reaches_training_and_validation(documents, load):
         )
         assert b.starts.any(), "some window has two documents"
     assert changes(plain.fingerprint(), masked.fingerprint()) == ["document_mask: none -> True"]
+
+
+def test_document_starts_are_those_of_a_plain_loop():
+    draw = np.random.default_rng(3)
+    windows = draw.integers(0, 5, (64, 33))  # 0 ends a text: documents of five tokens
+    starts = Batch.of_windows(windows, 0).starts.numpy()
+    for window, row in zip(windows.tolist(), starts.tolist(), strict=True):
+        begin = 0
+        for place in range(32):
+            if place and window[place - 1] == 0:
+                begin = place
+            assert row[place] == begin

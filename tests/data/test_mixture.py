@@ -87,3 +87,42 @@ def test_source_shorter_than_a_window():
     ):
         Mixture([part("tiny", 10, 1)], 10, seed=0)
     Mixture([part("tiny", 11, 1)], 10, seed=0).windows(0, 5)
+
+
+def test_each_token_of_each_source_is_predicted_once_an_epoch():
+    """Of three weighted sources, read for several epochs of each."""
+    length, sizes = 7, (70, 210, 350)
+    parts = [
+        part(name, size, weight, first=1000 * number)
+        for number, (name, size, weight) in enumerate(zip("abc", sizes, "532", strict=True))
+    ]
+    mixture = Mixture(parts, length, seed=5)
+    labels = mixture.windows(0, 1000)[:, 1:].reshape(-1, length)
+    for number, size in enumerate(sizes):
+        own = labels[labels[:, 0] // 1000 == number] - 1000 * number
+        windows = size // length
+        for epoch in range(len(own) // windows):
+            seen = own[epoch * windows : (epoch + 1) * windows].ravel()
+            assert np.array_equal(np.sort(seen), np.arange(size)), (number, epoch)
+
+
+def test_weights_are_those_asked_for():
+    """The share of every source in every stretch of batches, to a sample and a half: see the bound
+    at the head of mixture.py, twice for a stretch.
+    """
+    weights = (Fraction(5, 10), Fraction(3, 10), Fraction(2, 10))
+    parts = [part(str(i), 500, weight, 1000 * i) for i, weight in enumerate(weights)]
+    source = Mixture(parts, 9, seed=1).windows(0, 3000)[:, 0] // 1000
+    for first, count in ((0, 3000), (17, 100), (1234, 8)):
+        for number, weight in enumerate(weights):
+            share = (source[first : first + count] == number).sum()
+            assert abs(share - weight * count) <= 2 * (1 - weight + weight * 2) / 2
+
+
+def test_the_seed_decides_the_order():
+    orders = [Mixture([part("a", 2000, 1)], 9, seed).windows(0, 222)[:, 0] for seed in (0, 0, 1, 2)]
+    assert np.array_equal(orders[0], orders[1])
+    for one, other in ((0, 2), (0, 3), (2, 3)):
+        # two random orders of 222 windows have one in the same place on average
+        assert (orders[one] // 9 == orders[other] // 9).sum() < 8
+        assert len({*(orders[one] % 9), *(orders[other] % 9)}) > 1, "nor do windows begin alike"

@@ -271,10 +271,12 @@ def test_a_bomb_is_refused_before_it_is_unpacked(tmp_path, suffix):
 
 def test_files_without_a_suffix_are_text_or_refused(tmp_path):
     (tmp_path / "LICENSE").write_text("é" * 3000, "utf-8")
-    (tmp_path / "program").write_bytes(b"\x7fELF\0\1\2\xff")
-    assert texts(tmp_path) == ["é" * 3000]
+    (tmp_path / "COPYING").write_text("x" + "é" * 3000, "utf-8")
+    (tmp_path / "program").write_bytes(b"\x7fELF\1\2\xff")
+    (tmp_path / "zeros").write_bytes(bytes(100))
+    assert texts(tmp_path) == ["x" + "é" * 3000, "é" * 3000]
     (source,) = resolve([str(tmp_path)])
-    assert source.left_out == (f"1 files without a suffix that are no text in {tmp_path}",)
+    assert source.left_out == (f"2 files without a suffix that are no text in {tmp_path}",)
     with pytest.raises(ValueError, match="program: a file without a suffix must be UTF-8 text"):
         resolve([str(tmp_path / "program")])
 
@@ -302,7 +304,8 @@ def test_what_dolmen_has_written_is_no_text(tmp_path, monkeypatch):
         assert "1 .yaml files" in told, entry
     with pytest.raises(FileNotFoundError, match="none to read; left out: .*one .a run of dolmen"):
         resolve([str(tmp_path / "runs" / "one")])
-    assert len(resolve(["runs/one/hf"])[0].files) == 1, "unless it is named itself"
+    for entry in ("runs/one/hf", "runs/one/hf/*.json"):
+        assert len(resolve([entry])[0].files) == 1, "unless it is named itself"
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,10 @@ from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from dolmen.data import tokenizer as tokenizers
+from dolmen.data.corpus import open_corpus
 from dolmen.data.documents import cut
 from dolmen.data.quickstart_corpus import standard_library_files
+from dolmen.data.sources import resolve
 
 WORDS = {"<s>": 0, "a": 1, "b": 2, "</d>": 3}
 
@@ -123,3 +125,16 @@ def test_bpe_needs_the_bytes(tmp_path):
     with pytest.raises(ValueError, match="vocab_size is 256: use --model.vocab-size 257"):
         tokenizers.train_bpe(["a"], 256, tmp_path / "t", progress=False)
     assert not (tmp_path / "t").exists()
+
+
+def test_a_tokenizer_that_gives_no_tokens_is_refused(tmp_path, load, documents):
+    """As `transformers` makes of a bare sentencepiece model: a vocabulary that no text reaches."""
+    bare = Tokenizer(models.BPE({"<s>": 0, "</s>": 1, "\u2581\u2581x": 2}, []))
+    PreTrainedTokenizerFast(tokenizer_object=bare, eos_token="</s>").save_pretrained(tmp_path / "t")
+    with pytest.raises(ValueError, match="gives no tokens for the text of .*'line 0 of"):
+        load(documents, tokenizer=str(tmp_path / "t"))
+    assert not (tmp_path / "cache").exists()
+    blank = tokenizers.load_tokenizer(str(tmp_path / "t"))
+    (source,) = resolve([str(documents)])
+    with pytest.raises(ValueError, match="no tokens for the text of all 40 documents"):
+        open_corpus(source, blank, 1, "text", tmp_path / "cache", progress=False)
