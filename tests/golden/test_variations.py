@@ -1,0 +1,69 @@
+"""The layout does not change the answer with a sliding window, dropout, packed documents or another
+seed either, nor a validation's loss and count of tokens.
+"""
+
+import pytest
+from table import FAMILIES, SEED, SINGLE, TOLERANCE, Layout, batches, hold, run
+from variations import (
+    DROPPING,
+    OTHER_SEED,
+    PACKED,
+    SEEDED,
+    VALIDATED,
+    WINDOW,
+    WINDOWED,
+    validated,
+)
+
+from dolmen.data.batch import IGNORED
+
+
+@pytest.mark.parametrize("row", [row.parameter for row in PACKED])
+def test_documents(row, result):
+    """Attention that stays inside documents, also where a document lies on several ranks of cp."""
+    hold(result(row), row.name)
+
+
+@pytest.mark.parametrize("row", [row.parameter for row in DROPPING])
+def test_dropout(row, result):
+    """What falls out is a matter of seed, step and place in the logical tensor."""
+    hold(result(row), row.name)
+
+
+@pytest.mark.parametrize("row", [row.parameter for row in WINDOWED])
+def test_a_sliding_window(row, result):
+    """Three tokens in the first and last layer, over pieces of two to four tokens of a rank."""
+    hold(result(row), row.name)
+
+
+@pytest.mark.parametrize("row", [row.parameter for row in SEEDED])
+def test_another_seed(row, result):
+    """Of weights, data and dropout."""
+    hold(result(row), row.name)
+
+
+@pytest.mark.parametrize("row", [row.parameter for row in VALIDATED])
+def test_validation(row, result):
+    """Each token counted once, on whichever rank."""
+    found = result(row)
+    assert found["tokens"][0] == 0
+    assert found["losses"][0] <= TOLERANCE["losses"] and found["nats"][0] <= TOLERANCE["losses"]
+
+
+def test_each_is_another_answer():
+    """The rows would prove little if window, documents or seed did nothing."""
+
+    def loss(config=FAMILIES["llama"], **options):
+        return run(config, SINGLE, Layout(), steps=1, **options).losses[0]
+
+    free = loss()
+    assert OTHER_SEED != SEED
+    for other in (loss(documents=True), loss(WINDOW), loss(seed=OTHER_SEED)):
+        assert abs(other / free - 1) > 1e-3
+
+
+def test_validation_of_one_process_counts_every_label():
+    """And its sum is its mean times that."""
+    found = validated(FAMILIES["llama"], SINGLE, Layout())
+    assert found.tokens == sum(int((b.labels != IGNORED).sum()) for b in batches(SINGLE))
+    assert found.nats == pytest.approx(found.loss * found.tokens, rel=1e-12)

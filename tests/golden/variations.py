@@ -1,0 +1,118 @@
+"""What the rows of LAYOUTS leave alone: a sliding window, dropout, packed documents, another seed,
+and validation. Each has its negative control in controls.py.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+import table
+import torch
+from spawning import Row
+from table import DROPOUT, FAMILIES, SINGLE, Layout
+
+from dolmen.model.config import ModelConfig
+from dolmen.train.validate import Evaluation, evaluate
+
+WINDOW = replace(FAMILIES["llama"], sliding_window=3, sliding_layers=(0, 2))
+EXPERTS = FAMILIES["qwen3-moe"]
+OTHER_SEED = 7
+
+
+def rows(config: ModelConfig, name: str, layouts: str, **options) -> list[Row]:
+    """A row per line; a bar at its end makes it one of the full tier."""
+    made = []
+    for line in filter(None, map(str.strip, layouts.splitlines())):
+        words, full, _ = line.partition("|")
+        made.append(table.make_row(name, Layout.of(words), config, full=bool(full), **options))
+    return made
+
+
+DROPPING = rows(
+    DROPOUT,
+    "gpt2",
+    """
+    dp2 tp2 sp zero3 acc4
+    tp4                 |
+    tp4 sp selective
+    dp4 acc2            |
+    cp2 pp2 acc4
+    cp4 gather full
+    """,
+)
+PACKED = rows(
+    FAMILIES["llama"],
+    "llama",
+    """
+    cp4
+    cp2 pp2 acc4 zero1 full
+    """,
+    steps=2,
+    documents=True,
+) + rows(
+    FAMILIES["gpt2"],
+    "gpt2",
+    """
+    cp2 tp2 sp gather
+    dp2 tp2 zero2
+    """,
+    steps=2,
+    documents=True,
+)
+WINDOWED = rows(
+    WINDOW,
+    "window",
+    """
+    cp2
+    cp2 gather zero3 acc4
+    tp2 sp zero1
+    pp2 acc4            |
+    cp4
+    cp4 gather          |
+    cp2 pp2 acc4 zero1
+    cp2 tp2 sp full     |
+    """,
+    steps=2,
+) + rows(WINDOW, "window, documents", "cp4\ncp2 dp2 gather zero2", steps=2, documents=True)
+SEEDED = rows(DROPOUT, "gpt2", "dp2 tp2 sp zero3 acc4", steps=2, seed=OTHER_SEED) + rows(
+    replace(EXPERTS, dropout=0.2), "experts", "pp2 dp2 ep2 acc4 zero1", steps=2, seed=OTHER_SEED
+)
+
+
+def validated(config: ModelConfig, mesh, layout: Layout) -> Evaluation:
+    """Validation over all batches, with documents; of unequal counts of tokens on the ranks."""
+    train = table.start(config, mesh, layout)
+    return evaluate(train.model, table.batches(mesh, documents=True), mesh, train.schedule)
+
+
+def compare_validation(config: ModelConfig, layout: Layout) -> dict[str, tuple[float, str]]:
+    """Against one process: relative, and tokens as their difference."""
+    got = validated(config, layout.mesh(torch.device("cpu")), layout)
+    want = validated(config, SINGLE, Layout())
+    return {
+        "losses": (abs(got.loss / want.loss - 1), "validation"),
+        "nats": (abs(got.nats / want.nats - 1), "validation"),
+        "tokens": (float(abs(got.tokens - want.tokens)), "validation"),
+    }
+
+
+def validation(family: str, words: str, full: bool = False) -> Row:
+    config = FAMILIES.get(family, WINDOW)
+    layout = Layout.of(words)
+    call = partial(compare_validation, config, layout)
+    return Row(f"{words}-{family}", layout.world, call, full)
+
+
+VALIDATED = [
+    validation("llama", "dp2 zero3"),
+    validation("llama", "cp2"),
+    validation("gpt2", "pp2 acc4"),
+    validation("qwen3", "tp2 sp zero1"),
+    validation("qwen3-moe", "dp2 ep2 zero1"),
+    validation("window", "cp2 gather", full=True),
+    validation("llama", "pp2 acc4 zero-bubble-v v2 zero2", full=True),
+    validation("gpt2", "cp2 pp2 acc4 zero1"),
+    validation("qwen3-moe", "cp2 dp2 ep4 zero1"),
+    validation("llama", "cp4", full=True),
+    validation("gpt2", "dp2 tp2 sp zero3"),
+    validation("qwen3-moe", "pp2 dp2 ep2 acc4 zero-bubble zero1"),
+]
