@@ -4,18 +4,22 @@ factor of ten at least.
 
 import itertools
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import table
 import torch
+import variations
 from table import Layout
 from torch.utils.checkpoint import checkpoint
 
-from dolmen.core import collectives, state
+from dolmen.core import collectives, rng, state
 from dolmen.data.batch import IGNORED, Batch
 from dolmen.model import decoder, moe
+from dolmen.ops import dropout
 from dolmen.parallel import context, data, expert, loss, pipeline, tensor
+from dolmen.train import step, validate
 
 
 def without(module, name, instead):
@@ -169,6 +173,62 @@ def auxiliary_of_every_rank(patch):
     )
 
 
+def attending(**wrong):
+    """Attention over cp is given something else."""
+
+    def damage(patch):
+        attention = context.ContextParallel.attention
+
+        def attend(cp, q, k, v, window, starts):
+            given = {"window": window, "starts": starts} | wrong
+            return attention(cp, q, k, v, given["window"], given["starts"])
+
+        patch.setattr(context.ContextParallel, "attention", attend)
+
+    return damage
+
+
+def masks_of_the_rank(patch):
+    """Dropout of the residual stream by the token's index on the rank."""
+    residual = dropout.residual
+    patch.setattr(
+        dropout,
+        "residual",
+        lambda x, p, noise, site, rows: residual(x, p, noise, site, torch.arange(len(rows))),
+    )
+
+
+def part_of_the_sums(which: int):
+    """Of a validation's sums, nats and tokens, one is that of this rank alone."""
+
+    def damage(patch):
+        def reduced(sums, axis):
+            out = collectives.reduce_scalar(sums, axis)
+            out[which] = sums[which]
+            return out
+
+        patch.setattr(
+            validate,
+            "collectives",
+            SimpleNamespace(**vars(collectives) | {"reduce_scalar": reduced}),
+        )
+
+    return damage
+
+
+def counted_again(patch):
+    """Stages and ranks of cp count the tokens of a validation too."""
+    evaluated = validate.evaluate
+
+    def evaluate(model, given, mesh, schedule):
+        first = replace(mesh, pp=replace(mesh.pp, rank=0), cp=replace(mesh.cp, rank=0))
+        nats = validate._nats
+        patch.setattr(validate, "_nats", lambda model, b, _, order: nats(model, b, mesh, order))
+        return evaluated(model, given, first, schedule)
+
+    patch.setattr(variations, "evaluate", evaluate)
+
+
 PLAIN, SEQUENCE, STAGES, LATER, RING = map(
     Layout.of,
     (
@@ -257,6 +317,36 @@ CONTROLS = {
         constant(moe, "local", lambda p, grad=None: state.local(p)),
     ),
     "auxiliary losses of every rank of tp": ("qwen3-moe", TENSOR_EXPERTS, auxiliary_of_every_rank),
+    "no window around the ring": ("window", Layout.of("cp2"), attending(window=None)),
+    "no window in what is gathered": ("window", Layout.of("cp2 gather"), attending(window=None)),
+    "documents forgotten": (
+        "llama",
+        RING,
+        attending(starts=None),
+        {"documents": True},
+    ),
+    "masks of a rank's own tokens": ("dropout", SEQUENCE, masks_of_the_rank),
+    "dropout without the seed": (
+        "dropout",
+        PLAIN,
+        constant(step, "seed_of", lambda seed, *names: rng.seed_of(0, *names)),
+        {"seed": variations.OTHER_SEED},
+    ),
+    "weights without the seed": (
+        "llama",
+        PLAIN,
+        constant(state, "seed_of", lambda seed, *names: rng.seed_of(0, *names)),
+        {"seed": variations.OTHER_SEED},
+    ),
+}
+CONFIGS = table.FAMILIES | {"window": variations.WINDOW, "dropout": table.DROPOUT}
+# of a validation, each is to change the loss, the number of tokens or the sum
+VALIDATIONS = {
+    "tokens of one rank of dp": ("dp2 zero1", part_of_the_sums(1)),
+    "losses of one rank of cp": ("cp2", part_of_the_sums(0)),
+    "tokens of every stage": ("pp2 acc4", counted_again),
+    "tokens of every rank of cp": ("cp2", counted_again),
+    "documents forgotten": ("cp2", attending(starts=None)),
 }
 
 
@@ -269,8 +359,15 @@ def damaged(damage):
 
 def compare_damaged(control: str) -> dict[str, tuple[float, str]]:
     """The first step of a control against one undamaged process: largest differences."""
-    family, layout, damage = CONTROLS[control]
-    want = table.alone(table.FAMILIES[family], steps=1)
+    family, layout, damage, *options = CONTROLS[control]
+    options = {"steps": 1} | (options[0] if options else {})
+    want = table.alone(CONFIGS[family], **options)
     with damaged(damage):
         mesh = layout.mesh(torch.device("cpu"))
-        return table.differences(table.run(table.FAMILIES[family], mesh, layout, steps=1), want)
+        return table.differences(table.run(CONFIGS[family], mesh, layout, **options), want)
+
+
+def compare_damaged_validation(control: str) -> dict[str, tuple[float, str]]:
+    """A validation of a control against one undamaged process."""
+    words, damage = VALIDATIONS[control]
+    return variations.compare_validation(table.FAMILIES["llama"], Layout.of(words), damaged(damage))

@@ -67,7 +67,7 @@ def test_short_tier_has_every_mechanism():
     "row",
     [
         Row(name, layout.world, partial(compare_damaged, name)).parameter
-        for name, (_, layout, _) in CONTROLS.items()
+        for name, (_, layout, *_) in CONTROLS.items()
     ],
 )
 def test_a_wrong_layout_is_seen(row, result):

@@ -2,7 +2,11 @@
 seed either, nor a validation's loss and count of tokens.
 """
 
+from functools import partial
+
 import pytest
+from controls import VALIDATIONS, compare_damaged_validation
+from spawning import Row
 from table import FAMILIES, SEED, SINGLE, TOLERANCE, Layout, batches, hold, run
 from variations import (
     DROPPING,
@@ -48,6 +52,18 @@ def test_validation(row, result):
     found = result(row)
     assert found["tokens"][0] == 0
     assert found["losses"][0] <= TOLERANCE["losses"] and found["nats"][0] <= TOLERANCE["losses"]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        Row(name, Layout.of(words).world, partial(compare_damaged_validation, name)).parameter
+        for name, (words, _) in VALIDATIONS.items()
+    ],
+)
+def test_a_wrong_validation_is_seen(row, result):
+    found = result(row)
+    assert found["tokens"][0] >= 1 or found["losses"][0] >= 10 * TOLERANCE["losses"], found
 
 
 def test_each_is_another_answer():

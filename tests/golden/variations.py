@@ -2,6 +2,7 @@
 and validation. Each has its negative control in controls.py.
 """
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -84,9 +85,12 @@ def validated(config: ModelConfig, mesh, layout: Layout) -> Evaluation:
     return evaluate(train.model, table.batches(mesh, documents=True), mesh, train.schedule)
 
 
-def compare_validation(config: ModelConfig, layout: Layout) -> dict[str, tuple[float, str]]:
+def compare_validation(
+    config: ModelConfig, layout: Layout, damage=nullcontext()
+) -> dict[str, tuple[float, str]]:
     """Against one process: relative, and tokens as their difference."""
-    got = validated(config, layout.mesh(torch.device("cpu")), layout)
+    with damage:
+        got = validated(config, layout.mesh(torch.device("cpu")), layout)
     want = validated(config, SINGLE, Layout())
     return {
         "losses": (abs(got.loss / want.loss - 1), "validation"),
