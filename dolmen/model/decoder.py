@@ -161,7 +161,9 @@ class Decoder(nn.Module):
         )
 
     def rope(self, positions: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """cos and sin of positions [b or 1, s], fp32, or Nones where positions are learned."""
+        """cos and sin of positions [b or 1, s], fp32 or wider, or Nones where positions are
+        learned.
+        """
         c, r = self.config, self.config.rope
         if c.position != "rope":
             return None, None
@@ -174,6 +176,7 @@ class Decoder(nn.Module):
             r.high_freq_factor,
             r.original_max_position_embeddings,
             positions.device,
+            torch.promote_types(self.compute or next(self.parameters()).dtype, torch.float32),
         )
         return rope.tables(positions, inv)
 

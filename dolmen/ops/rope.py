@@ -1,6 +1,6 @@
 """Rotary position embedding (2104.09864), rotate-half layout: dimension i is paired with i +
 head_dim / 2, so that no weight is permuted on the way from or to Hugging Face. Tables and rotation
-are fp32 whatever the weights are.
+are fp32 whatever the weights are, fp64 where the model computes in fp64.
 """
 
 import math
@@ -18,13 +18,14 @@ def inverse_frequencies(
     high_freq_factor: float = 4.0,
     original_max_position_embeddings: int = 8192,
     device=None,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """[head_dim / 2] fp32. `linear` divides all by factor (2306.15595). `llama3` divides
+    """[head_dim / 2] of `dtype`. `linear` divides all by factor (2306.15595). `llama3` divides
     wavelengths longer than original / low_freq_factor, keeps those shorter than original /
     high_freq_factor, and goes smoothly between.
     """
     inv = 1.0 / theta ** (
-        torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).float() / head_dim
+        torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).to(dtype) / head_dim
     )
     if scaling == "default":
         return inv
@@ -43,10 +44,10 @@ def inverse_frequencies(
 
 
 def tables(positions: Tensor, inv: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin, [*positions.shape, 1, head_dim / 2] fp32: one row a token, the same for every
-    head.
+    """cos and sin, [*positions.shape, 1, head_dim / 2] in inv's dtype: one row per token, the same
+    for every head.
     """
-    angle = (positions[..., None].float() * inv)[..., None, :]
+    angle = (positions[..., None].to(inv.dtype) * inv)[..., None, :]
     return angle.cos(), angle.sin()
 
 

@@ -1,12 +1,22 @@
-"""Arithmetic of a step: fp32 masters always; fp16 needs its loss scaled so that small gradients do
-not vanish (1710.03740).
+"""Arithmetic of a step: masters of fp32 or wider; fp16 needs its loss scaled so that small
+gradients do not vanish (1710.03740).
 """
 
 from dataclasses import dataclass
 
 import torch
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+
+
+def at_rest(dtype: str) -> torch.dtype:
+    """What weights and optimizer state rest in, of a run that computes in `dtype`."""
+    return torch.promote_types(DTYPES[dtype], torch.float32)
 
 
 @dataclass

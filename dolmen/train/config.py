@@ -21,8 +21,10 @@ class TrainConfig:
     """Optimizer updates; unset: one pass over the training data, but at least 20."""
     seed: int = 0
     """Initial weights and order of data depend on it alone."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Arithmetic of forward and backward; weights at rest and optimizer state are float32."""
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
+    """Arithmetic of forward and backward; weights at rest and optimizer state are float32. All of
+    float64 is float64, for a CPU: two runs that should be equal then differ by 1e-13, not 1e-6.
+    """
     sequence_length: int | None = None
     """Tokens of a training sequence; unset: the smaller of 512 and the model's own maximum."""
     global_batch_size: int = 8

@@ -24,7 +24,7 @@ from dolmen.data.loader import Loader
 from dolmen.files import gate
 from dolmen.model.config import parameter_shapes
 from dolmen.optim import optimizer as optim
-from dolmen.optim.precision import DTYPES, LossScale
+from dolmen.optim.precision import DTYPES, LossScale, at_rest
 from dolmen.train import build, folder, report
 from dolmen.train import saved as saved_state
 from dolmen.train.check import check_same_model, never_at_full_rate, take_lock
@@ -68,6 +68,7 @@ def make_state(run: RunConfig, mesh: Mesh, steps: int) -> TrainState:
         mesh,
         run.layout,
         schedule,
+        dtype=at_rest(run.train.dtype),
         compute=DTYPES[run.train.dtype],
         compile=run.train.compile,
     )

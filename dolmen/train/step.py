@@ -109,7 +109,7 @@ def _forward_backward(
     model, micros, rows = state.model, state.schedule.micros, len(batch.tokens)
     total, scale = torch.zeros((), dtype=torch.float64, device=mesh.device), state.scale.value
     parts, size = batch.microbatches(rows // micros), rows // micros
-    share = torch.tensor(scale / (rows * mesh.dp.size), device=mesh.device)
+    share = torch.tensor(scale / (rows * mesh.dp.size), dtype=torch.float64, device=mesh.device)
 
     def forward(chunk: int, micro: int, x: Tensor | None) -> Tensor:
         first = mesh.dp.rank * rows + micro * size

@@ -167,8 +167,8 @@ OPTIONS = {
     "no-value": ("--train.steps", "--train.steps needs a value"),
     "flag": ("--train.compile yes", "yes is no option: --train.compile takes no such value"),
     "literal": (
-        "--train.dtype float64",
-        "--train.dtype is 'float64': use one of 'float32', 'bfloat16', 'float16'",
+        "--train.dtype float8",
+        "--train.dtype is 'float8': use one of 'float32', 'bfloat16', 'float16', 'float64'",
     ),
     "stray": ("stray", "stray is no option: dolmen train --help lists them"),
 }
@@ -218,8 +218,8 @@ FILES = {
     "null-section": ("optimizer:", "optimizer must be a mapping of options, not None"),
     "number-for-text": ("data: {path: [1]}", "data.path is 1: it must be str"),
     "choice": (
-        "train: {dtype: float64}",
-        "train.dtype is 'float64': use one of float32, bfloat16, float16",
+        "train: {dtype: float8}",
+        "train.dtype is 'float8': use one of float32, bfloat16, float16, float64",
     ),
     "bool-for-choice": ("layout: {zero: true}", "layout.zero is True: use one of 0, 1, 2, 3"),
     "range": ("optimizer: {lr: -1}", "optimizer.lr is -1.0: it must be finite and not negative"),
