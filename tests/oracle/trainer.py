@@ -1,0 +1,370 @@
+"""The oracle: a trainer of one process in float64, written from papers and definitions on the
+modules of `transformers`. It shares no code with the house and imports nothing of it (a test says
+so): where the two agree, both are right or both are wrong in the same way by chance.
+
+    model       the `transformers` module of the family, everything that asks for fp32 given fp64
+    masks       a query sees the keys before it, of its own document, within the window
+    update      AdamW (Loshchilov and Hutter, 1711.05101, algorithm 2), gradients clipped by the
+                norm of all of them (Pascanu et al., 1211.5063)
+    schedules   warm-up, then constant, cosine (1608.03983), linear, or WSD (2404.06395)
+    experts     balance loss (Switch, 2101.03961, a sequence at a time), z-loss (ST-MoE,
+                2202.08906), balance by a bias (2408.15664)
+    policies    a step that is not finite, or a spike of the gradient, changes no parameter; the
+                loss scale of Micikevicius et al. (1710.03740)
+
+Names of parameters are those of a stored checkpoint of the family, experts each by itself.
+"""
+
+import contextlib
+import io
+import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import transformers
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+IGNORED = -100  # a label that carries no loss
+STORED = {  # of one expert: the module's gate, up and down
+    "mixtral": ("block_sparse_moe.experts.{}.w1", "experts.{}.w3", "experts.{}.w2"),
+    "qwen3_moe": ("mlp.experts.{}.gate_proj", "experts.{}.up_proj", "experts.{}.down_proj"),
+}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """tokens, labels, starts: int64 [sequences, length]. `starts`: index of the first token of each
+    token's document; None: one document.
+    """
+
+    tokens: np.ndarray
+    labels: np.ndarray
+    starts: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a run is, in the words of the papers."""
+
+    kind: str
+    model: dict[str, Any]  # fields of config.json
+    steps: int = 5
+    lr: float = 1e-2
+    warmup_steps: int = 0
+    schedule: str = "constant"
+    min_lr: float = 0.0
+    decay_fraction: float = 0.2
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-3
+    clip: float = 0.25
+    balance: str = "loss"  # loss | bias | none
+    balance_coef: float = 0.0
+    z_coef: float = 0.0
+    bias_rate: float = 0.0
+    spike_factor: float | None = None
+    loss_scale: float | None = None  # where a dynamic one starts
+    patience: int = 2000  # finite steps after which it doubles
+
+
+@dataclass
+class Result:
+    """Per step what metrics tell; at the end what is at rest, by stored name."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    skipped: list[int] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)
+    max_load: list[float] = field(default_factory=list)
+    balance: list[float] = field(default_factory=list)
+    z: list[float] = field(default_factory=list)
+    validation: tuple[float, int] = (math.nan, 0)  # nats a token, tokens
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    first: dict[str, Tensor] = field(default_factory=dict)
+    second: dict[str, Tensor] = field(default_factory=dict)
+    biases: list[Tensor] = field(default_factory=list)
+
+
+class Wide(TorchFunctionMode):
+    """Whatever asks for fp32 is given fp64: the modules of `transformers` compute norms, rope,
+    softmax and routing in fp32 whatever the model is.
+    """
+
+    def __torch_function__(self, function, kinds, args=(), kwargs=None):
+        wide = lambda x: torch.float64 if x is torch.float32 else x
+        if function is torch.Tensor.float:
+            function = torch.Tensor.double
+        kwargs = {name: wide(value) for name, value in (kwargs or {}).items()}
+        return function(*map(wide, args), **kwargs)
+
+
+def build(job: Job) -> torch.nn.Module:
+    """The module of the family, float64, its values not yet set."""
+    config = transformers.AutoConfig.for_model(job.kind, **job.model)
+    config._experts_implementation = "eager"
+    with Wide():
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    return model.double().eval()
+
+
+def stored(model: torch.nn.Module, kind: str) -> dict[str, tuple[Tensor, Any]]:
+    """Stored name -> (parameter, the part of it that is stored under the name)."""
+    out = {}
+    for name, p in model.named_parameters():
+        layer, _, expert = name.partition("mlp.experts.")
+        if not expert:
+            router = name.replace("mlp.gate.", "block_sparse_moe.gate.")
+            out[router if kind == "mixtral" else name] = p, ...
+            continue
+        first = STORED[kind][0].partition("experts.")[0]
+        gate, up, down = (
+            f"{layer}{first}experts.{s.partition('experts.')[2]}" for s in STORED[kind]
+        )
+        for e in range(len(p)):
+            if expert == "down_proj":
+                out[f"{down.format(e)}.weight"] = p, e
+            else:
+                half = p.shape[1] // 2
+                out[f"{gate.format(e)}.weight"] = p, (e, slice(half))
+                out[f"{up.format(e)}.weight"] = p, (e, slice(half, None))
+    return out
+
+
+def initial(job: Job, special: dict[int, float] | None = None) -> dict[str, Tensor]:
+    """Initial weights, fp32, by a formula that no version of a library changes: numpy's frozen
+    RandomState, seeded by the name. Norms lie about 1, biases about 0, a router is decided.
+    `special`: rows of the embedding of these tokens are multiplied.
+    """
+    out = {}
+    for name, (p, part) in stored(build(job), job.kind).items():
+        shape = p[part].shape
+        noise = np.random.RandomState(zlib.crc32(name.encode())).standard_normal(tuple(shape))
+        if decays(name):
+            value = noise * (0.6 if "gate.weight" in name else 0.15)
+        else:
+            value = noise * 0.1 + (not name.endswith("bias"))
+        if "embed_tokens" in name:
+            for token, factor in (special or {}).items():
+                value[token] *= factor
+        out[name] = torch.from_numpy(value.astype(np.float32))
+    return out
+
+
+def write(folder: Path, job: Job, weights: dict[str, Tensor]) -> None:
+    """A `transformers` directory of them."""
+    with contextlib.redirect_stderr(io.StringIO()):
+        config = transformers.AutoConfig.for_model(job.kind, **job.model)
+        config.architectures = [type(build(job)).__name__]
+        config.save_pretrained(folder)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def decays(name: str) -> bool:
+    """Weight decay is for matrices: neither norms nor biases."""
+    return not (name.endswith(".bias") or "norm" in name or ".ln_" in name)
+
+
+def rate(job: Job, step: int) -> float:
+    """Learning rate of update `step`, from 0. Warm-up rises in equal parts to the peak at its last
+    step; what decays would reach the least at the step after the last.
+    """
+    if step < job.warmup_steps:
+        return job.lr * (step + 1) / job.warmup_steps
+    part = (step - job.warmup_steps) / (job.steps - job.warmup_steps)
+    if job.schedule == "cosine":
+        share = (1 + math.cos(math.pi * part)) / 2
+    elif job.schedule == "linear":
+        share = 1 - part
+    elif job.schedule == "wsd":
+        share = min(1.0, (job.steps - step) / (job.steps * job.decay_fraction))
+    else:
+        return job.lr
+    return job.min_lr + (job.lr - job.min_lr) * share
+
+
+def masks(job: Job, config: Any, batch: Batch) -> Any:
+    """What each layer adds to the scores [sequences, 1, queries, keys]; None: `transformers` makes
+    its own, of one document.
+    """
+    if batch.starts is None:
+        return None
+    length = batch.tokens.shape[1]
+    query, key = np.arange(length)[:, None], np.arange(length)[None, :]
+    full = (key <= query) & (key >= batch.starts[:, :, None])
+    window = getattr(config, "sliding_window", None)
+    near = full if window is None else full & (query - key < window)
+    add = {
+        name: torch.from_numpy(np.where(seen, 0.0, -np.inf))[:, None]
+        for name, seen in (("full_attention", full), ("sliding_attention", near))
+    }
+    return add if hasattr(config, "layer_types") else add["sliding_attention"]
+
+
+class Routers:
+    """The routers of a model: what each has decided, and the biases by which they are balanced."""
+
+    def __init__(self, model: torch.nn.Module, job: Job):
+        self.job, self.seen = job, []
+        self.modules = [m for name, m in model.named_modules() if name.endswith("mlp.gate")]
+        self.modules = [m for m in self.modules if hasattr(m, "top_k")]
+        self.biases = [torch.zeros(m.num_experts, dtype=torch.float64) for m in self.modules]
+        for module, bias in zip(self.modules, self.biases, strict=True):
+            if job.balance == "bias":
+                module.forward = self._biased(module, bias)
+            module.register_forward_hook(lambda m, given, out: self.seen.append((out[0], out[2])))
+
+    def _biased(self, module: torch.nn.Module, bias: Tensor):
+        """The bias joins the probabilities for the choice, not for the weights."""
+
+        def forward(x):
+            logits = F.linear(x.reshape(-1, x.shape[-1]), module.weight)
+            p = logits.softmax(-1)
+            chosen = (p.detach() + bias).topk(module.top_k, -1).indices
+            weights = p.gather(1, chosen)
+            if getattr(module, "norm_topk_prob", True):
+                weights = weights / weights.sum(-1, keepdim=True)
+            return logits, weights, chosen
+
+        return forward
+
+    def losses(self, sequences: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Of each layer: balance and z loss, means over sequences, and tokens of each expert."""
+        balance, z, loads = [], [], []
+        for logits, chosen in self.seen:
+            experts, k = logits.shape[1], chosen.shape[1]
+            logits, chosen = logits.view(sequences, -1, experts), chosen.view(sequences, -1)
+            length = logits.shape[1]
+            counts = torch.stack([row.bincount(minlength=experts) for row in chosen])
+            mean = logits.softmax(-1).mean(1)
+            balance.append((counts * mean).sum(1).mul(experts / (k * length)).mean())
+            z.append(logits.logsumexp(-1).square().mean(1).mean())
+            loads.append(counts.sum(0).double())
+        self.seen.clear()
+        return balance, z, loads
+
+    def move(self, loads: Sequence[Tensor]) -> None:
+        """Up for an expert with less than the mean, down for one with more."""
+        if self.job.balance == "bias":
+            for bias, load in zip(self.biases, loads, strict=True):
+                bias += self.job.bias_rate * torch.sign(load.mean() - load)
+
+
+def forward(model: torch.nn.Module, job: Job, batch: Batch) -> tuple[Tensor, int]:
+    """Sum of the cross-entropies of labels that are not IGNORED, and their number."""
+    tokens, labels = torch.from_numpy(batch.tokens), torch.from_numpy(batch.labels)
+    with Wide():
+        logits = model(
+            input_ids=tokens, attention_mask=masks(job, model.config, batch), use_cache=False
+        ).logits
+    assert logits.dtype == torch.float64
+    real = labels != IGNORED
+    picked = logits.log_softmax(-1)[real].gather(1, labels[real][:, None])
+    return -picked.sum(), int(real.sum())
+
+
+class AdamW:
+    """Algorithm 2 of Loshchilov and Hutter, its schedule multiplier in the rate."""
+
+    def __init__(self, job: Job, parameters: dict[str, Tensor]):
+        self.job, self.parameters, self.updates = job, parameters, 0
+        self.first = {name: torch.zeros_like(p) for name, p in parameters.items()}
+        self.second = {name: torch.zeros_like(p) for name, p in parameters.items()}
+
+    def update(self, gradients: dict[str, Tensor], lr: float) -> None:
+        c, self.updates = self.job, self.updates + 1
+        for name, p in self.parameters.items():
+            g, m, v = gradients[name], self.first[name], self.second[name]
+            m.copy_(c.beta1 * m + (1 - c.beta1) * g)
+            v.copy_(c.beta2 * v + (1 - c.beta2) * g * g)
+            m_hat, v_hat = m / (1 - c.beta1**self.updates), v / (1 - c.beta2**self.updates)
+            decay = c.weight_decay * p if decays(name) else 0
+            p.copy_(p - lr * (m_hat / (v_hat.sqrt() + c.eps) + decay))
+
+
+def train(
+    job: Job, weights: dict[str, Tensor], batches: Sequence[Batch], validation: Sequence[Batch] = ()
+) -> Result:
+    """`job.steps` updates on `batches`, the whole batch at once, then the validation loss."""
+    model = build(job)
+    names = stored(model, job.kind)
+    with torch.no_grad():
+        for name, (p, part) in names.items():
+            p[part] = weights[name].double()
+    parts = {name: p.data[part] for name, (p, part) in names.items()}  # views
+    optimizer, routers, out = AdamW(job, parts), Routers(model, job), Result()
+    usual, scale, good = [], job.loss_scale, 0
+    for step, batch in enumerate(batches[: job.steps]):
+        loss, norm, gradients, count, loads = _gradients(model, job, batch, names, routers, out)
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        spike = finite and _spikes(job, norm, usual)
+        lr = rate(job, step)
+        if finite and not spike:
+            # 1e-6: torch.nn.utils.clip_grad_norm_ has it, and so is no norm divided by zero
+            shrink = min(1.0, job.clip / (norm + 1e-6)) if job.clip else 1.0
+            optimizer.update({name: g * shrink for name, g in gradients.items()}, lr)
+            routers.move(loads)
+        if scale is not None:
+            good = good + 1 if finite else 0
+            scale = scale / 2 if not finite else scale
+            if good == job.patience:
+                scale, good = scale * 2, 0
+            out.scales.append(scale)
+        out.losses.append(loss)
+        out.norms.append(norm)
+        out.rates.append(lr)
+        out.tokens.append(count + (out.tokens[-1] if out.tokens else 0))
+        out.skipped.append(int(spike or not finite))
+    out.validation = evaluate(model, job, validation)
+    out.weights, out.first, out.second = parts, optimizer.first, optimizer.second
+    out.biases = routers.biases if job.balance == "bias" else []
+    return out
+
+
+def _gradients(model, job: Job, batch: Batch, names, routers: Routers, out: Result):
+    """Mean loss, norm of the whole gradient, gradients by stored name, tokens, loads of experts."""
+    model.zero_grad()
+    nats, count = forward(model, job, batch)
+    balance, z, loads = routers.losses(len(batch.tokens))
+    coef = job.balance_coef if job.balance == "loss" else 0.0
+    total = nats / count + sum(coef * b + job.z_coef * s for b, s in zip(balance, z, strict=True))
+    total.backward()
+    gradients = {name: p.grad[part] for name, (p, part) in names.items()}
+    norm = math.sqrt(sum(float(g.square().sum()) for g in gradients.values()))
+    if loads:
+        out.max_load.append(max(float(load.max() / load.mean()) for load in loads))
+        out.balance.append(float(sum(balance).detach() / len(balance)))
+        out.z.append(float(sum(z).detach() / len(z)))
+    return float(nats.detach()) / count, norm, gradients, count, loads
+
+
+def _spikes(job: Job, norm: float, usual: list[float]) -> bool:
+    """Whether `norm` is over `spike_factor` times the median of the last 64, of which there must be
+    16; it joins them.
+    """
+    last = usual[-64:]
+    usual.append(norm)
+    return (
+        job.spike_factor is not None and len(last) >= 16 and norm > job.spike_factor * median(last)
+    )
+
+
+def evaluate(model: torch.nn.Module, job: Job, batches: Sequence[Batch]) -> tuple[float, int]:
+    """Mean cross-entropy in nats a token over all of `batches`, and the tokens."""
+    nats, count = 0.0, 0
+    with torch.no_grad():
+        for batch in batches:
+            loss, tokens = forward(model, job, batch)
+            nats, count = nats + float(loss), count + tokens
+    return (nats / count if count else math.nan), count
