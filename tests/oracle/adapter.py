@@ -11,6 +11,7 @@ scale; and, for their time, the rate of products that MFU is measured against, a
 import contextlib
 import io
 import json
+import math
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -211,10 +212,12 @@ def run(
     dtype: str,
     train: dict[str, Any],
     resume: int | None = None,
+    then: dict[str, Any] | None = None,
     static_scale: float | None = None,
 ) -> tuple[Result, Path]:
     """dolmen's run of `job`, and its folder. `resume`: it is stopped after so many steps, and goes
-    on from what is saved. `static_scale`: the loss is scaled by it, which must change nothing.
+    on from what is saved, with `then` for options of `train`. `static_scale`: the loss is scaled by
+    it, which must change nothing.
     """
     (folder / "init").mkdir(parents=True)
     trainer.write(folder / "init", job, weights)
@@ -231,7 +234,7 @@ def run(
                 if int(saved.name.removeprefix("step-")) > resume:
                     shutil.rmtree(saved)
             shutil.rmtree(out / "hf", ignore_errors=True)
-            dolmen.train(out / "config.yaml", resume=True)
+            dolmen.train(out / "config.yaml", resume=True, train=then or {})
     return read(job, out), out
 
 
@@ -239,7 +242,8 @@ def read(job: Job, out: Path) -> Result:
     """What a run has left."""
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     steps, held = [r for r in rows if "loss" in r], [r for r in rows if "val_loss" in r]
-    column = lambda name: [np.nan if r[name] is None else r[name] for r in steps if name in r]
+    number = lambda value: math.nan if value is None else value  # JSON has no word for it
+    column = lambda name: [number(r[name]) for r in steps if name in r]
     saved = open_checkpoint(locate(out))
     config = from_dict(ModelConfig, saved.meta["run"]["model"])
 
@@ -256,7 +260,7 @@ def read(job: Job, out: Path) -> Result:
         max_load=column("router/max_load"),
         balance=column("router/aux_loss"),
         z=column("router/z_loss"),
-        validation=(held[-1]["val_loss"], held[-1]["val_tokens"]),
+        validation=(number(held[-1]["val_loss"]), held[-1]["val_tokens"]),
         weights=tensors("model"),
         first=tensors("exp_avg"),
         second=tensors("exp_avg_sq"),

@@ -30,8 +30,24 @@ SERIES = ("losses", "norms", "rates", "tokens", "skipped", "scales", "max_load",
 def oracle(row: Row, dumped: Mapping[str, np.ndarray]) -> tuple[trainer.Result, dict[str, Tensor]]:
     """What the oracle gives for a row on dumped batches, and the weights it began with."""
     weights = trainer.initial(row.job, row.special)
-    given = adapter.batches(dumped), adapter.batches(dumped, "held_")
-    return trainer.train(row.job, weights, *given), weights
+    held_out = adapter.batches(dumped, "held_")
+    return trainer.train(row.job, weights, batches(row, dumped), held_out), weights
+
+
+def batches(row: Row, dumped: Mapping[str, np.ndarray]) -> list[trainer.Batch]:
+    """What a row trains on: after another batch size, the samples go on where they were."""
+    made = adapter.batches(dumped)
+    if row.then is None:
+        return made
+    rest = {
+        name: np.concatenate([vars(b)[name] for b in made[row.resume :]])
+        for name in ("tokens", "labels")
+    }
+    parts = [
+        {name: rows[at : at + row.then] for name, rows in rest.items()}
+        for at in range(0, len(rest["tokens"]), row.then)
+    ]
+    return [*made[: row.resume], *(trainer.Batch(**part) for part in parts)]
 
 
 def told(result: trainer.Result) -> dict[str, list]:

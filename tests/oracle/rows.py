@@ -106,7 +106,7 @@ WIDE, BOTH = ("float64",), ("float64", "float32")
 class Row:
     """One run. `train`: options of dolmen's `train` section that must not change the answer;
     `special`: rows of the embedding, multiplied; `dtypes`: what dolmen computes in; `resume`: it is
-    stopped after so many steps and goes on.
+    stopped after so many steps and goes on, with batches of `then` sequences if not None.
     """
 
     name: str
@@ -116,6 +116,7 @@ class Row:
     special: dict[int, float] = field(default_factory=dict)
     dtypes: tuple[str, ...] = BOTH
     resume: int | None = None
+    then: int | None = None
 
     def __str__(self) -> str:
         return self.name
@@ -187,6 +188,7 @@ ROWS += [
     row("resumed", schedule="cosine", resume=3),
     row("resumed-gpt2", "gpt2", schedule="wsd", warmup_steps=2, resume=2, dtypes=WIDE),
     row("resumed-bias-balance", "qwen3-moe", **BIAS, resume=3, dtypes=WIDE),
+    row("resumed-smaller-batches", resume=2, then=4, dtypes=WIDE),
     row("resumed-not-finite", **NOT_FINITE, resume=15, dtypes=WIDE),
     row("resumed-spike", **SPIKES, resume=18, dtypes=WIDE),
     # arithmetic
