@@ -27,7 +27,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -72,7 +72,9 @@ def chosen(given: argparse.Namespace) -> list[Fault]:
         order = random.Random(given.seed).sample(range(len(found)), min(given.sample, len(found)))
         found = [found[i] for i in sorted(order)]
     if not found:
-        raise ValueError(f"no fault has {given.only!r} in its file or its words: use another --only")
+        raise ValueError(
+            f"no fault has {given.only!r} in its file or its words: use another --only"
+        )
     return found
 
 
@@ -86,8 +88,7 @@ def carry_out(
     left = {key: it for key, it in work.items() if key not in results.known}
     task = line.add_task("", total=len(work), completed=len(work) - len(left))
     futures = {
-        pool.submit(function, *arguments): key
-        for key, (why, function, arguments) in left.items()
+        pool.submit(function, *arguments): key for key, (why, function, arguments) in left.items()
     }
     for future in as_completed(futures):
         key, case = futures[future], future.result()
@@ -165,7 +166,12 @@ def main() -> int:
     for fault in found:
         faults.mutated(fault)  # raises: what does not match is an error, never a kill
     results = Results.open(given.results, given.fresh)
-    columns = MofNCompleteColumn(), BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
+    columns = (
+        MofNCompleteColumn(),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
     with (
         tempfile.TemporaryDirectory(prefix="mutants_", ignore_cleanup_errors=True) as scratch,
         pool(given.workers, Path(scratch)) as processes,
@@ -174,7 +180,9 @@ def main() -> int:
         first = unmutated(found, tree)
         carry_out(processes, first, results, line)
         if wrong := [results.known[key] for key in first if results.known[key].outcome != "passed"]:
-            screen.print("without a fault, these fail:", *(c.told or c.outcome for c in wrong), sep="\n")
+            screen.print(
+                "without a fault, these fail:", *(c.told or c.outcome for c in wrong), sep="\n"
+            )
             return 1
         work = {f.key(tree): (f.why, cases.attempt, (f, given.limit)) for f in found}
         carry_out(processes, work, results, line)

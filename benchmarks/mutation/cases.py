@@ -6,6 +6,7 @@ One process of a pool has one copy (`prepare`). Nothing a case does outlives it:
 group of its own, which is killed when it ends or its time is up.
 """
 
+import importlib
 import json
 import os
 import py_compile
@@ -16,20 +17,24 @@ import time
 import types
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint
-import torch.distributed.fsdp
-import torch.distributed.tensor
-import torch.testing._internal.distributed.fake_pg  # noqa: F401
-import transformers.models.gpt2.modeling_gpt2
-import transformers.models.llama.modeling_llama
-import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401
 
 from benchmarks.mutation.faults import ROOT, Fault, mutated
 
+# imported before the fork: what takes seconds and is none of the tree's
+PRELOAD = (
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.testing._internal.distributed.fake_pg",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+)
 PARTS = ("dolmen", "tests", "benchmarks", "pyproject.toml", "docs", "README.md", "Makefile")
 DIED = json.dumps(["failed", "the process died"])
 copy = Path()  # of this process
@@ -51,6 +56,8 @@ class Case:
 def prepare(scratch: Path) -> None:
     """Once in each process: its copy of the tree under `scratch`."""
     global copy
+    for name in PRELOAD:
+        importlib.import_module(name)
     torch.set_num_threads(1)
     copy = scratch / f"worker-{os.getpid()}" / "tree"
     copy.mkdir(parents=True)
@@ -68,7 +75,7 @@ def prepare(scratch: Path) -> None:
 
 def attempt(fault: Fault, limit: float) -> Case:
     """The fault's tests with the fault in the copy."""
-    path, text = copy / fault.file, mutated(fault)
+    path, text = copy / fault.file, mutated(fault, copy)
     whole = path.read_text("utf-8")
     path.write_text(text, "utf-8")
     try:
@@ -136,6 +143,8 @@ def _inside(tests: tuple[str, ...], told: Path) -> None:
     os.environ |= {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     sys.dont_write_bytecode = True
     sys.modules["__main__"] = types.ModuleType("__main__")  # spawned processes import none
+    tracker = resource_tracker._resource_tracker  # its own: ours would tell what a kill has left
+    tracker._fd = tracker._pid = None
     for name in [n for n in sys.modules if n.split(".")[0] == "benchmarks"]:
         del sys.modules[name]
     watch = _Watch()

@@ -145,6 +145,7 @@ LAYOUTS = tuple(
     tp2                             | gpt2 qwen3
     tp2 sp zero1 acc4               | llama
     tp2 sp zero1 full               | qwen3-moe
+    tp2 sp acc4 zero-bubble         | llama
     cp2                             | llama gpt2
     cp2 gather zero3 acc4           | qwen3-moe
     pp2 acc4                        | llama

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 
 from dolmen.core.mesh import SINGLE
 from dolmen.ops import rope
-from dolmen.ops.loss import IGNORED
+from dolmen.ops.loss import IGNORED, exponentials
+from dolmen.ops.loss import gradient as loss_gradient
 from dolmen.ops.norm import rms_norm
 from dolmen.parallel import loss
 from dolmen.parallel.tensor import TensorParallel
@@ -39,6 +40,38 @@ def test_rms_norm(dtype, tolerance):
 
 def test_rms_norm_gradient():
     torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, 1e-5), (normal(3, 7), normal(7)))
+
+
+def test_rms_norm_in_half_precision_is_rounded_twice():
+    """Before and after the weight, and nowhere else: but for ties of rounding, one element in a
+    thousand, the bits are known. Of the gradient its input is rounded, and the weight's terms.
+    """
+    x, w = normal(256, 64, dtype=torch.bfloat16), normal(64, dtype=torch.bfloat16)
+    y, g = rms_norm(x, w, 1e-5), normal(256, 64, dtype=torch.bfloat16)
+    wide, weight = (t.detach().double().requires_grad_() for t in (x, w))
+    exact = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    assert float((y == exact.bfloat16() * w).double().mean()) > 0.998
+    got = torch.autograd.grad(y, x, g)[0].double()
+    (want,) = torch.autograd.grad(exact * weight, wide, g.double())
+    assert (got - want).norm() < 3e-3 * want.norm()  # 2.3e-3: g w and the result are rounded
+
+
+def test_slices_of_the_vocabulary_make_the_whole():
+    """Slices of 5, 5 and 2 of 12, as three ranks would hold them: losses and their gradient."""
+    logits, labels = normal(9, 12), torch.tensor([0, 4, 5, 9, 10, 11, IGNORED, 3, IGNORED])
+    want = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
+    (gradient,) = torch.autograd.grad(want.sum(), logits)
+    pieces = list(zip((0, 5, 10), logits.detach().split(5, 1), strict=True))
+    maximum = logits.detach().amax(-1)
+    parts = [exponentials(z.clone(), maximum, labels, first) for first, z in pieces]
+    total, target = (sum(part[i] for part in parts) for i in (1, 2))
+    losses = torch.where(labels == IGNORED, 0.0, total.log() - target)
+    torch.testing.assert_close(losses, want.detach(), rtol=1e-12, atol=1e-12)
+    found = [
+        loss_gradient(e, total, labels, first, torch.float64)
+        for (first, _), (e, _, _) in zip(pieces, parts, strict=True)
+    ]
+    torch.testing.assert_close(torch.cat(found, 1), gradient, rtol=1e-12, atol=1e-12)
 
 
 def test_rope_is_a_rotation_by_position():

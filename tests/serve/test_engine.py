@@ -51,6 +51,8 @@ def test_sampling_follows_from_seed_and_prompt_alone():
         model, PROMPTS, NEW
     )
     assert texts[:2] == generate(model, PROMPTS[:2], NEW, **WARM)  # whoever else is in the batch
+    for first in (PROMPTS[1], [*PROMPTS[1], 1]):  # which is that of the same length
+        assert generate(model, [first, PROMPTS[1]], NEW, **WARM)[1] == texts[1]
     assert [t[:5] for t in texts] == generate(model, PROMPTS, 5, **WARM)
     same = generate(model, [PROMPTS[0]] * 8, NEW, **WARM)
     assert len(set(map(tuple, same))) == 8

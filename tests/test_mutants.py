@@ -1,0 +1,87 @@
+"""The list of faults that benchmarks/mutants.py tries: each is where it says, exactly once, and is
+Python; the tests that it names are there.
+"""
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from benchmarks.mutants import right, score
+from benchmarks.mutation import faults
+from benchmarks.mutation.cases import Case
+from benchmarks.mutation.faults import ROOT, Fault
+
+FAULTS = faults.read()
+
+
+def test_each_is_there_once():
+    for fault in FAULTS:
+        found = faults.places(fault)
+        assert len(found) == 1, f"{fault.file}: {fault.old!r} is there {len(found)} times"
+
+
+def test_each_is_python_and_changes_something():
+    for fault in FAULTS:
+        ast.parse(faults.mutated(fault), fault.file)
+        old, new = ([w.text for w in faults.words(text)] for text in (fault.old, fault.new))
+        assert old != new, fault.why
+
+
+def test_each_has_words_of_its_own_and_tests():
+    assert [why for why, n in Counter(f.why for f in FAULTS).items() if n > 1] == []
+    assert all(fault.why and fault.tests for fault in FAULTS)
+    assert len(FAULTS) >= 80
+
+
+def defined(file: Path) -> set[str]:
+    return {
+        node.name for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)
+    }
+
+
+def test_their_tests_are_there():
+    known: dict[str, set[str]] = {}
+    for fault in FAULTS:
+        for test in fault.tests:
+            file, _, name = test.partition("::")
+            known.setdefault(file, defined(ROOT / file))
+            assert not name or name.partition("[")[0] in known[file], f"{fault.why}: {test}"
+
+
+TEXT = "def f(a, b):\n    # a comment\n    return g(a, b + 1)[0]\n"
+
+
+def place(folder: Path, old: str, text: str = TEXT) -> list[str]:
+    """What stands where `old` is found in a file of `text`."""
+    (folder / "file.py").write_text(text)
+    faults._source.cache_clear()
+    fault = Fault("file.py", old, "", "", ())
+    return [text[start:end] for start, end in faults.places(fault, folder)]
+
+
+def test_white_space_line_breaks_and_comments_do_not_count(tmp_path):
+    assert place(tmp_path, "g(a,b+1)") == ["g(a, b + 1)"]
+    assert place(tmp_path, "g(\n    a,\n    b + 1,  # why\n)[0]") == ["g(a, b + 1)[0]"]
+    broken = "def f(a, b):\n    return g(\n        a,\n        # why\n        b + 1,\n    )[0]\n"
+    assert place(tmp_path, "g(a, b + 1)", broken) == [broken[broken.index("g(") : -4]]
+    assert place(tmp_path, "a, b") == ["a, b", "a, b"]
+    assert place(tmp_path, "g(a, b)") == place(tmp_path, "b + 10") == []
+    with pytest.raises(ValueError, match="0 times, not once"):
+        faults.mutated(Fault("file.py", "b + 10", "b", "", ()), tmp_path)
+    with pytest.raises(ValueError, match="multi-line"):
+        place(tmp_path, "g(a")
+
+
+def test_the_score():
+    """Of 84, 82 are killed and the rest named equivalent: these count as not killed."""
+    killed, alive = Case("failed", "", 1.0), Case("passed", "", 1.0)
+    faulty, same = Fault("", "", "", "", ()), Fault("", "", "", "", (), "no reason")
+    found, ends = [faulty] * 82 + [same] * 2, [killed] * 82 + [alive] * 2
+    assert score(found, ends) == "mutation score: 97.6 % (82 of 84 killed, 2 equivalent)"
+    assert all(map(right, found, ends))
+    assert score([faulty] * 2, [Case("late", "", 1.0), Case("broken", "", 1.0)]).endswith(
+        "0.0 % (0 of 2 killed, 0 equivalent)"
+    )
+    assert not right(faulty, Case("broken", "", 1.0)) and not right(same, killed)
