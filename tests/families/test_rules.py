@@ -90,7 +90,7 @@ def test_disagreeing_fields():
 EXPERTS = ModelConfig(
     family="mixtral",
     num_hidden_layers=2,
-    num_experts=3,
+    num_experts=12,
     hidden_size=4,
     intermediate_size=5,
     num_attention_heads=1,
@@ -112,7 +112,7 @@ def test_a_stack_is_read_whole_and_written_apart():
         assemble([found[n] for n in names], lambda name: (read.append(name), stored[name])[1])
     )
     assert sorted(read) == sorted(names) and ours.keys() == parameter_shapes(EXPERTS).keys()
-    for i in range(3):
+    for i in range(12):
         assert torch.equal(
             ours[STACK.format(1)][i],
             stored[f"model.layers.1.block_sparse_moe.experts.{i}.w1.weight"],
@@ -135,7 +135,7 @@ def test_of_a_stack_only_what_is_wanted_is_read():
         )
     )
     assert list(got) == [STACK.format(0)] and read == [
-        f"model.layers.0.block_sparse_moe.experts.{i}.w1.weight" for i in range(3)
+        f"model.layers.0.block_sparse_moe.experts.{i}.w1.weight" for i in range(12)
     ]
 
 
