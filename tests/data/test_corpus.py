@@ -15,6 +15,7 @@ from dolmen.data import scratch
 from dolmen.data.corpus import open_corpus
 from dolmen.data.sources import resolve
 from dolmen.data.stream import TokenStream
+from dolmen.data.tokenizer import load_tokenizer, train_bpe
 
 
 @pytest.fixture
@@ -24,11 +25,9 @@ def built(tmp_path, tokenizer, monkeypatch):
     build = corpora.build
     monkeypatch.setattr(corpora, "build", lambda *args: builds.append(1) or build(*args))
 
-    def open_(path, end_of_text=0, field="text", cache="cache"):
+    def open_(path, end_of_text=0, field="text", cache="cache", tokens=tokenizer):
         (source,) = resolve([str(path)])
-        return open_corpus(
-            source, tokenizer, end_of_text, field, tmp_path / cache, 2, progress=False
-        )
+        return open_corpus(source, tokens, end_of_text, field, tmp_path / cache, 2, progress=False)
 
     return open_, builds
 
@@ -62,7 +61,7 @@ def test_long_documents_in_many_threads_keep_their_order(tmp_path, built, tokeni
     assert corpus.file(1) is None
 
 
-def test_cache_is_reused_until_something_changes(documents, built, tokenizer):
+def test_cache_is_reused_until_something_changes(documents, built, tmp_path):
     open_, builds = built
     first = open_(documents)
     assert open_(documents).content == first.content and len(builds) == 1
@@ -77,6 +76,9 @@ def test_cache_is_reused_until_something_changes(documents, built, tokenizer):
     assert len(builds) == 5
     open_(documents, field="body")
     assert len(builds) == 6
+    train_bpe(["other text"], 260, tmp_path / "other", progress=False)
+    open_(documents, tokens=load_tokenizer(str(tmp_path / "other")))
+    assert len(builds) == 7
 
 
 @pytest.mark.parametrize("damage", [*corpora.FILES, "index.json"])

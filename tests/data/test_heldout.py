@@ -89,6 +89,21 @@ def test_a_large_document_is_held_out_in_no_source():
     assert one.cut == other.cut, "nor does order matter"
 
 
+def test_up_to_a_quarter_of_a_source_is_held_out_whole():
+    """Documents by their bytes; all have the smallest hash, so all that may be are chosen."""
+
+    def records(*sizes):
+        found = np.zeros(len(sizes), DOCUMENT)
+        found["bytes"], found["words"] = sizes, np.arange(len(sizes))
+        return found
+
+    assert choose([records(25, 25, 25, 25)], 0.1).whole.tolist() == [0, 1, 2, 3]
+    here, there = records(26, 25, 24, 25), records(26, *[25] * 9)
+    assert choose([here], 0.1).whole.tolist() == [1, 2, 3]
+    assert choose([there], 0.1).whole.tolist() == list(range(10))
+    assert choose([here, there], 0.1).whole.tolist() == list(range(1, 10))
+
+
 def test_one_document_in_two_weighted_sources(tmp_path, load):
     shared = [prose(i, 40) for i in range(60)]
     a = rows(tmp_path / "a.jsonl", *shared, *(prose(f"a{i}", 40) for i in range(20)))

@@ -72,6 +72,19 @@ def test_an_epoch_predicts_each_token_once():
     assert mixture.epochs(windows // 2)["a"] == pytest.approx(0.5, abs=0.01)
 
 
+def test_each_epoch_source_and_seed_has_its_own_order_and_shift():
+    orders, shifts = set(), set()
+    for seed in range(3):
+        mixture = Mixture([part("a", 1000, 1), part("b", 1000, 1)], 9, seed)
+        for source in range(2):
+            for epoch in range(4):
+                starts = mixture.starts(source, epoch, np.arange(111))
+                shifts.add(int(starts.min()))
+                orders.add(tuple((starts - starts.min()) // 9))
+    assert len(orders) == len(shifts) == 24
+    assert all(sorted(order) == list(range(111)) for order in orders)
+
+
 def test_weighted_sources_have_their_own_epochs():
     mixture = Mixture([part("a", 100, "0.7"), part("b", 1000, "0.3", first=10_000)], 9, seed=0)
     rows = mixture.windows(0, 100)
