@@ -142,12 +142,12 @@ class ScheduleOptions:
 
     schedule: tyro.conf.Positional[str]
     """gpipe, 1f1b, interleaved, zero-bubble, zero-bubble-v, or a .txt or .yaml file with one line
-    of actions (F0 F1 B0 B1) a rank.
+    of actions (F0 F1 B0 B1) per rank.
     """
     pp: int | None = None
     """Pipeline ranks. Default: 4; those of the file."""
     microbatches: int | None = None
-    """Microbatches a step. Default: 8; those of the file."""
+    """Microbatches per step. Default: 8; those of the file."""
     virtual_stages: int | None = None
     """Chunks of layers a rank holds. Default: 1, or 2 where the schedule needs several; those of
     the file.

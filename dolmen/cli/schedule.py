@@ -6,6 +6,7 @@ from pathlib import Path
 from dolmen.cli.errors import BadInput
 from dolmen.cli.options import ScheduleOptions
 from dolmen.core.log import console
+from dolmen.core.words import counted
 from dolmen.parallel import schedule as pipeline
 from dolmen.parallel.actions import Schedule, format
 from dolmen.parallel.schedule import SCHEDULES, Cost, Simulation
@@ -88,9 +89,11 @@ def picture(schedule: Schedule, simulation: Simulation, to: Path) -> None:
 
 
 def title(schedule: Schedule) -> str:
-    chunks = f", {schedule.chunks} virtual stages a rank" if schedule.chunks > 1 else ""
+    chunks = f", {schedule.chunks} virtual stages per rank" if schedule.chunks > 1 else ""
     name = Path(schedule.name).name
-    return f"{name}: {schedule.ranks} ranks, {schedule.micros} microbatches{chunks}"
+    ranks = counted(schedule.ranks, "rank")
+    micros = counted(schedule.micros, "microbatch", "microbatches")
+    return f"{name}: {ranks}, {micros}{chunks}"
 
 
 def report(schedule: Schedule, simulation: Simulation, idle: float | None) -> None:

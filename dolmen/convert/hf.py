@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dolmen.core.paths import expand
+from dolmen.core.words import counted
 from dolmen.families import WeightMap, from_hf, on_disk, stored_dtype, to_hf, weight_map
 from dolmen.families.rules import Entry, assemble
 from dolmen.files import gate, kinds, safetensors
@@ -52,8 +54,8 @@ def resolve(name: str | Path, revision: str | None = None) -> Path:
     """A model folder by path, or by hub id, downloaded or from the hub's cache. Raises ValueError
     if it is neither.
     """
-    if Path(name).expanduser().is_dir():
-        return Path(name).expanduser()
+    if expand(name).is_dir():
+        return expand(name)
     # half a second to import, and few runs need it
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
@@ -231,8 +233,12 @@ def _match(folder: Path, weights: WeightMap) -> dict[str, Stored]:
     extra = [stored.name for name, stored in found.items() if weights.expected_shape(name) is None]
     missing = [name for name in weights.entries if name not in found]
     if extra or missing:
-        sides = [f"{len(extra)} tensors have no rule, e.g. {extra[:3]}"] * bool(extra)
-        sides += [f"{len(missing)} tensors are missing, e.g. {missing[:3]}"] * bool(missing)
+        sides = [
+            f"{counted(len(extra), 'tensor has', 'tensors have')} no rule, e.g. {extra[:3]}"
+        ] * bool(extra)
+        sides += [
+            f"{counted(len(missing), 'tensor is', 'tensors are')} missing, e.g. {missing[:3]}"
+        ] * bool(missing)
         raise KeyError(
             f"{folder} does not fit family {weights.family.model_type} and its config: "
             f"{'; '.join(sides)}"

@@ -24,6 +24,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _world
 
+from dolmen.core.words import counted
+
 
 @dataclass(frozen=True)
 class Axis:
@@ -203,7 +205,8 @@ def grid(dp: int, tp: int, device: torch.device, *, pp: int = 1, cp: int = 1, ep
     if pp * dp * cp * tp != dist.get_world_size():
         raise ValueError(
             f"layout.pp ({pp}) x layout.dp ({dp}) x layout.cp ({cp}) x layout.tp ({tp}) = "
-            f"{pp * dp * cp * tp} processes, but {dist.get_world_size()} were started: set "
+            f"{counted(pp * dp * cp * tp, 'process', 'processes')}, but "
+            f"{dist.get_world_size()} were started: set "
             f"--layout.dp {max(1, dist.get_world_size() // (pp * cp * tp))}"
         )
     if dp * cp % ep:

@@ -62,7 +62,7 @@ class Batch:
         """Batches of `size` consecutive sequences."""
         if size < 1 or len(self.tokens) % size:
             raise ValueError(
-                f"{len(self.tokens)} sequences a rank are not divisible by the microbatch size "
+                f"{len(self.tokens)} sequences per rank are not divisible by the microbatch size "
                 f"({size}): use --train.microbatch-size 1, or another --train.global-batch-size"
             )
         return self.split(len(self.tokens) // size)

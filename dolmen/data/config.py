@@ -5,6 +5,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from dolmen.core.paths import expand
+
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -47,4 +49,4 @@ class DataConfig:
 
     @property
     def cache_folder(self) -> Path:
-        return Path(self.cache or "~/.cache/dolmen").expanduser()
+        return expand(self.cache or "~/.cache/dolmen")

@@ -226,7 +226,7 @@ def build(
     (folder / "index.json").write_text(json.dumps({**index, "digest": digest_of(index)}))
     say(
         f"  {index['tokens']:,} tokens of {index['documents']:,} documents, "
-        f"{index['bytes'] / index['tokens']:.2f} bytes a token, {time.monotonic() - started:.1f} s "
-        f"-> {folder.parent}",
+        f"{index['bytes'] / index['tokens']:.2f} bytes per token, "
+        f"{time.monotonic() - started:.1f} s -> {folder.parent}",
         progress,
     )

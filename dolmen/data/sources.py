@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
+from dolmen.core.paths import expand
 from dolmen.data.folders import Found
 from dolmen.data.quickstart_corpus import STANDARD_LIBRARY, standard_library_files
 from dolmen.data.readers import SUPPORTED, form, looks_like_text
@@ -75,7 +76,7 @@ def gather(
 
 def entry_files(entry: str, option: str, cache: Path | None) -> Found | None:
     """The absolute files of `entry`, sorted, or None for a hub id."""
-    path = Path(entry).expanduser()
+    path = expand(entry)
     if entry == STANDARD_LIBRARY and not path.exists():
         return Found(entry, standard_library_files())
     if path.is_file():

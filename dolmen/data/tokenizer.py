@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from dolmen.core.paths import expand
 from dolmen.data.progress import say
 from dolmen.files import tokenizer_files
 
@@ -37,9 +38,9 @@ def load_tokenizer(name: str | None, option: str = "--data.tokenizer"):
             "has one"
         )
     where = f"{option} {name}".strip()
-    if name.startswith(("/", ".", "~")) and not Path(name).expanduser().exists():
+    if name.startswith(("/", ".", "~")) and not expand(name).exists():
         raise FileNotFoundError(f"{where}: no such folder")
-    folder = Path(name).expanduser()
+    folder = expand(name)
     if folder.is_dir():
         tokenizer_files.check(folder)
     try:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from dolmen.core.words import counted
 from dolmen.model.config import ModelConfig
 from dolmen.parallel import schedule as schedules
 from dolmen.parallel.actions import Schedule
@@ -106,7 +107,8 @@ class Layout:
                 else f"start a multiple of {self.inner}, or set another --layout.pp or --layout.cp"
             )
             raise ValueError(
-                f"layout.tp ({self.tp}){others} x layout.dp ({dp}) = {self.inner * dp} processes, "
+                f"layout.tp ({self.tp}){others} x layout.dp ({dp}) = "
+                f"{counted(self.inner * dp, 'process', 'processes')}, "
                 f"but there are {processes}: {way}"
             )
         return replace(self, dp=dp)
@@ -147,8 +149,9 @@ class Layout:
         if rank_batch % microbatch_size:
             raise ValueError(
                 f"train.global-batch-size ({global_batch_size}) / dp ({dp}) = {rank_batch} "
-                f"sequences a rank is not divisible by train.microbatch-size ({microbatch_size}): "
-                f"set --train.microbatch-size {_divisor(rank_batch, microbatch_size)}"
+                "sequences per rank is not divisible by train.microbatch-size "
+                f"({microbatch_size}): set --train.microbatch-size "
+                f"{_divisor(rank_batch, microbatch_size)}"
             )
         if self.cp > 1 and sequence_length % (2 * self.cp):
             raise ValueError(

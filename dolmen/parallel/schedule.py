@@ -12,6 +12,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
+from dolmen.core.words import counted
 from dolmen.parallel.actions import Action, Schedule, from_file
 
 
@@ -52,7 +53,7 @@ def interleaved(ranks: int, micros: int, chunks: int = 2) -> Schedule:
     """
     if chunks < 2:
         raise ValueError(
-            f"interleaved has several virtual stages a rank, not {chunks}: use "
+            f"interleaved has several virtual stages per rank, not {chunks}: use "
             f"--layout.virtual-stages 2, or 1f1b"
         )
     if micros % ranks:
@@ -108,7 +109,7 @@ def zero_bubble_v(ranks: int, micros: int, chunks: int = 2) -> Schedule:
     """
     if chunks != 2:
         raise ValueError(
-            f"zero-bubble-v has 2 virtual stages a rank, not {chunks}: use "
+            f"zero-bubble-v has 2 virtual stages per rank, not {chunks}: use "
             f"--layout.virtual-stages 2"
         )
     # the pattern needs that many; leaving some out of it breaks no dependency
@@ -165,7 +166,7 @@ def _alternate(forward: list[Action], backward: list[Action], warm: int) -> Iter
 def _single(name: str, chunks: int) -> None:
     if chunks != 1:
         raise ValueError(
-            f"{name} has one stage a rank, not {chunks}: use --layout.virtual-stages 1, or "
+            f"{name} has one stage per rank, not {chunks}: use --layout.virtual-stages 1, or "
             f"interleaved"
         )
 
@@ -186,7 +187,7 @@ def make(name: str, ranks: int, micros: int, chunks: int = 1) -> Schedule:
     for knob, value in (
         ("layout.pp", ranks),
         ("layout.virtual-stages", chunks),
-        ("microbatches a step", micros),
+        ("microbatches per step", micros),
     ):
         if value < 1:
             raise ValueError(f"{knob} ({value}) must be at least 1")
@@ -195,9 +196,10 @@ def make(name: str, ranks: int, micros: int, chunks: int = 1) -> Schedule:
     schedule = _file(name)
     if (schedule.ranks, schedule.micros, schedule.chunks) != (ranks, micros, chunks):
         raise ValueError(
-            f"{name} is for pp {schedule.ranks}, {schedule.micros} microbatches and "
-            f"{schedule.chunks} virtual stages, but the run has {ranks}, {micros} and {chunks}: "
-            "change --layout.pp, --train.global-batch-size, --train.microbatch-size or "
+            f"{name} is for pp {schedule.ranks}, "
+            f"{counted(schedule.micros, 'microbatch', 'microbatches')} and "
+            f"{counted(schedule.chunks, 'virtual stage')}, but the run has {ranks}, {micros} and "
+            f"{chunks}: change --layout.pp, --train.global-batch-size, --train.microbatch-size or "
             "--layout.virtual-stages"
         )
     return check(schedule)
@@ -212,7 +214,7 @@ def _file(path: str) -> Schedule:
     if Path(path).suffix not in (".txt", ".yaml", ".yml"):
         raise ValueError(
             f"there is no schedule {path!r}: use {', '.join(SCHEDULES)}, or a .txt or .yaml file "
-            f"with one line of actions a rank"
+            f"with one line of actions per rank"
         )
     return from_file(path)
 
@@ -251,7 +253,7 @@ class Simulation:
     @property
     def ratio(self) -> float:
         """The papers' number: idle time over working time."""
-        return self.bubble / (1 - self.bubble)
+        return self.span * len(self.busy) / sum(self.busy) - 1
 
 
 def closed_form(schedule: Schedule, cost: Cost = Cost()) -> float | None:
@@ -282,7 +284,7 @@ def check(schedule: Schedule) -> Schedule:
         raise ValueError(f"{name} has {len(s.actions)} lists of actions for {s.ranks} ranks")
     if (s.placement, s.placement == "v" and s.chunks) not in (("loop", False), ("v", 2)):
         raise ValueError(
-            f"{name} has placement {s.placement!r} and {s.chunks} chunks a rank: use loop, or v "
+            f"{name} has placement {s.placement!r} and {s.chunks} chunks per rank: use loop, or v "
             f"with 2 chunks"
         )
     for rank, actions in enumerate(s.actions):

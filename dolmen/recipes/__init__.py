@@ -107,7 +107,7 @@ def gpt3_175b() -> RunConfig:
 
 
 def mixtral_8x7b() -> RunConfig:
-    """the shape of Mixtral 8x7B (2401.04088): 46.7 B parameters, 12.9 B of them a token"""
+    """the shape of Mixtral 8x7B (2401.04088): 46.7 B parameters, 12.9 B of them active per token"""
     model = ModelConfig(
         family="mixtral",
         vocab_size=32000,
@@ -127,7 +127,7 @@ def mixtral_8x7b() -> RunConfig:
 
 
 def qwen3_30b_a3b() -> RunConfig:
-    """the shape of Qwen3 30B-A3B (2505.09388): 128 experts, 8 of them a token"""
+    """the shape of Qwen3 30B-A3B (2505.09388): 128 experts, 8 of them active per token"""
     model = ModelConfig(
         family="qwen3_moe",
         vocab_size=151936,

@@ -15,6 +15,7 @@ from dolmen.checkpoint.store import Checkpoints
 from dolmen.convert import hf
 from dolmen.core.config import differences, to_dict
 from dolmen.core.mesh import SINGLE
+from dolmen.core.paths import expand
 from dolmen.data import inputs, sources
 from dolmen.families import on_disk, to_hf
 from dolmen.train import folder, metrics
@@ -138,7 +139,7 @@ def _read_by(run: RunConfig, source: str) -> set[Path]:
     if run.data.validation is not None:
         entries += sources.resolve([run.data.validation], "--data.validation")
     files = [file for entry in entries for file in entry.files]
-    return {Path(name).expanduser().resolve() for name in (*given, *files) if name is not None}
+    return {expand(name).resolve() for name in (*given, *files) if name is not None}
 
 
 def check_resume(run: RunConfig, out: Path) -> None:

@@ -77,7 +77,7 @@ class LogConfig:
     every: int = 1
     """Steps between rows of metrics.jsonl, TensorBoard points and plain progress lines."""
     validate_every: int | None = None
-    """Steps between validations; unset: ten a run; 0: none but the last. The last step is always
+    """Steps between validations; unset: ten per run; 0: none but the last. The last step is always
     validated.
     """
     validation_tokens: int = 65536

@@ -14,6 +14,7 @@ from dolmen.checkpoint.store import Checkpoints
 from dolmen.core.config import to_dict
 from dolmen.core.log import size
 from dolmen.core.mesh import Mesh
+from dolmen.core.words import counted
 from dolmen.data.loader import Loader
 from dolmen.model import count
 from dolmen.optim import optimizer as optim
@@ -106,9 +107,9 @@ class Hooks:
     def too_many_skips(self, state: TrainState) -> str:
         batch = "\n  ".join(self.loader.documents(state.step - 1))
         return (
-            f"the last {self.skipped_in_a_row} steps, up to step {state.step}, were skipped, as "
-            "their loss or gradients were not finite or a spike, and no parameter has changed: "
-            "look at the starting weights and the data, or set a lower --optimizer.lr "
+            f"the last {counted(self.skipped_in_a_row, 'step')}, up to step {state.step}, were "
+            "skipped, as their loss or gradients were not finite or a spike, and no parameter has "
+            "changed: look at the starting weights and the data, or set a lower --optimizer.lr "
             f"(--train.max-skipped-steps ends a run). The last batch was\n  {batch}"
         )
 

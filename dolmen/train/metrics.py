@@ -94,7 +94,7 @@ def plot(file: Path, to: Path, title: str) -> None:
     rate.plot(x, [r["lr"] for r in train], color="#7a9e7e", linewidth=1, linestyle="--")
     rate.set_ylabel("learning rate", color="#5d805f")
     rate.set_ylim(bottom=0)
-    axis.set(xlabel="tokens (millions)", ylabel="loss (nats a token)", title=title)
+    axis.set(xlabel="tokens (millions)", ylabel="loss (nats per token)", title=title)
     axis.grid(alpha=0.25)
     axis.legend(loc="upper right", frameon=False)
     figure.savefig(to)

@@ -12,6 +12,7 @@ from rich.table import Table
 from dolmen.core import state
 from dolmen.core.log import duration, gib, size
 from dolmen.core.mesh import Mesh
+from dolmen.core.words import counted
 from dolmen.data.loader import Loader
 from dolmen.model import count
 from dolmen.model.layout import Layout
@@ -50,14 +51,15 @@ def header(
         if state_.step
         else run.init or f"random weights, seed {run.train.seed}",
     )
-    processes = "1 process" if mesh.size == 1 else f"{mesh.size} processes"
+    processes = counted(mesh.size, "process", "processes")
     table.add_row("layout", f"{_layout(layout, state_)}: {processes} on {_device(mesh)}")
     for i, line in enumerate(loader.description()):
         table.add_row("data" if i == 0 else "", line)
     table.add_row(
         "batch",
-        f"{run.train.global_batch_size} sequences of {run.sequence_length} = {tokens:,} tokens; "
-        f"{run.microbatch_size} at once a process",
+        f"{counted(run.train.global_batch_size, 'sequence')} of {run.sequence_length} = "
+        f"{tokens:,} tokens; "
+        f"{run.microbatch_size} at once per process",
     )
     left = size(float(tokens) * (state_.steps - state_.step))
     table.add_row(
@@ -91,7 +93,7 @@ def _layout(layout: Layout, state_: TrainState) -> str:
     words.append(
         f"dp {layout.dp}" + (f", ep {layout.ep}" if layout.ep > 1 else "") + f", ZeRO {layout.zero}"
     )
-    of = "" if layout.recompute_layers is None else f" ({layout.recompute_layers} layers a stage)"
+    of = "" if layout.recompute_layers is None else f" ({layout.recompute_layers} layers per stage)"
     return " x ".join(words) + (
         f"; recompute {layout.recompute}{of}" if layout.recompute != "none" else ""
     )

@@ -59,12 +59,12 @@ OPTIONS = {
     ),
     "microbatch": (
         "--train.microbatch-size 3",
-        "4 sequences a rank is not divisible by train.microbatch-size (3): set "
+        "4 sequences per rank is not divisible by train.microbatch-size (3): set "
         "--train.microbatch-size 2",
     ),
     "microbatch-dp": (
         "--layout.dp 2 --train.microbatch-size 4",
-        "(4) / dp (2) = 2 sequences a rank is not divisible by train.microbatch-size (4)",
+        "(4) / dp (2) = 2 sequences per rank is not divisible by train.microbatch-size (4)",
     ),
     "sequence-parallel": (
         "--layout.tp 2 --layout.sequence-parallel --train.sequence-length 15 "
@@ -76,6 +76,10 @@ OPTIONS = {
         "--layout.tp 2 --nproc 3",
         "layout.tp (2) x layout.dp (1) = 2 processes, but there are 3: set --layout.tp and "
         "--layout.dp",
+    ),
+    "nproc-1": (
+        "--nproc 3 --layout.dp 1",
+        "layout.tp (1) x layout.dp (1) = 1 process, but there are 3",
     ),
     "nproc-dp": (
         "--layout.dp 4 --nproc 2",
@@ -141,6 +145,9 @@ OPTIONS = {
         "--optimizer.beta1 2",
         "optimizer.beta1 (2.0) and optimizer.beta2 (0.95) must lie in [0, 1)",
     ),
+    "nobody": ("--init ~nobody/model", "~nobody/model is neither a folder nor a model"),
+    "nobody-text": ("--data.path ~nobody/text/", "no such file or folder"),
+    "nobody-words": ("--data.tokenizer ~nobody/words", "~nobody/words: no such folder"),
     "finish": (
         "--finish.verify",
         "finish.verify and finish.sample read the exported model: set --finish.export too",
@@ -282,8 +289,8 @@ def change(model: Path, how) -> None:
 
 
 MODELS = {
-    missing: "1 tensors are missing, e.g. ['model.layers.0.mlp.up_proj.weight']",
-    extra: "1 tensors have no rule, e.g. ['model.layers.0.mlp.gate.bias']",
+    missing: "1 tensor is missing, e.g. ['model.layers.0.mlp.up_proj.weight']",
+    extra: "1 tensor has no rule, e.g. ['model.layers.0.mlp.gate.bias']",
     misshaped: "model.layers.1.mlp.up_proj.weight is (50, 32) in",
     truncated: "model.safetensors: is truncated",
     no_config: "has no config.json",
@@ -424,6 +431,8 @@ def test_verify_and_generate(material, monkeypatch, tmp_path):
                 ("--layout.tp", "0", "layout.tp is 0: it must be at least 1"),
             )
         ),
+        (["generate", "~nobody/model", "--prompt", "a"], "~nobody/model is neither a folder"),
+        (["verify", material.model, "--against", "~nobody/x"], "~nobody/x is neither a folder"),
         (["generate", bare, "--prompt", "a"], f"{bare}: no tokenizer"),
         (
             ["generate", material.model, "--prompt", "a", "--max-new-tokens", 0],

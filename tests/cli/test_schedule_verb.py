@@ -16,6 +16,8 @@ def test_table_and_closed_form():
         ("2", "2", "2"),
         ("3", "3", "1"),
     ]
+    far = dolmen("schedule", "1f1b", "--pp", 2, "--microbatches", 1, "--send", 1e20)
+    assert far.code == 0 and "2 ranks, 1 microbatch\n" in far.out  # nearly all of it is waiting
     slow = dolmen("schedule", "zero-bubble", "--send", 0.5, "--weight", 0.8).out
     assert "closed form" not in slow and "zero-bubble: 4 ranks, 8 microbatches" in slow
 
@@ -27,7 +29,7 @@ def test_list_is_a_file(tmp_path):
     again = dolmen("schedule", tmp_path / "mine.txt", "--out", tmp_path / "mine.svg")
     assert (
         again.code == 0
-        and "mine.txt: 2 ranks, 4 microbatches, 2 virtual stages a rank" in again.out
+        and "mine.txt: 2 ranks, 4 microbatches, 2 virtual stages per rank" in again.out
     )
     assert "wrote " in again.out and (tmp_path / "mine.svg").stat().st_size > 10_000
 
@@ -59,6 +61,6 @@ def test_a_file_fixes_its_sizes(tmp_path):
     shown = dolmen("schedule", tmp_path / "mine.txt", "--pp", 4)
     assert (
         shown.code == 2
-        and "is for pp 2, 1 microbatches and 1 virtual stages, but asked for are 4, 1 and 1"
+        and "is for pp 2, 1 microbatch and 1 virtual stage, but asked for are 4, 1 and 1"
         in shown.err
     )

@@ -132,7 +132,7 @@ def test_only_some_parameters(tmp_path):
         (
             lambda t: t.update(surprise=torch.zeros(1)),
             KeyError,
-            "1 tensors have no rule, e.g. .'surprise'",
+            "1 tensor has no rule, e.g. .'surprise'",
         ),
         (
             lambda t: t.update({K.replace("weight", "bias"): torch.zeros(16)}),
@@ -142,7 +142,7 @@ def test_only_some_parameters(tmp_path):
         (
             lambda t: t.pop("model.norm.weight"),
             KeyError,
-            "1 tensors are missing, e.g. .'model.norm.weight'",
+            "1 tensor is missing, e.g. .'model.norm.weight'",
         ),
         (lambda t: t.pop("lm_head.weight"), KeyError, "missing.*lm_head"),
         (

@@ -244,7 +244,7 @@ def test_batch_parts():
     with pytest.raises(ValueError, match="6 sequences is not divisible into 4"):
         batch.split(4)
     with pytest.raises(
-        ValueError, match=r"6 sequences a rank are not divisible by the microbatch size \(4\)"
+        ValueError, match=r"6 sequences per rank are not divisible by the microbatch size \(4\)"
     ):
         batch.microbatches(4)
     padded = Batch.of_windows(np.array([[3, 4, IGNORED, IGNORED]]))

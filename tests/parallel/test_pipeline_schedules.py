@@ -329,7 +329,7 @@ def test_a_file_of_other_sizes_or_none_is_refused(tmp_path):
     file.write_text("F0 F1 B0 B1\n")
     with pytest.raises(
         ValueError,
-        match="is for pp 1, 2 microbatches and 1 virtual stages, but the run has 2, 2 and 1",
+        match="is for pp 1, 2 microbatches and 1 virtual stage, but the run has 2, 2 and 1",
     ):
         make(str(file), 2, 2)
     with pytest.raises(ValueError, match="no schedule file"):
