@@ -69,8 +69,8 @@ class Schedule:
 
 
 def from_file(path: str) -> Schedule:
-    """The schedule of a .txt or .yaml file (`actions:`, a list with one line of actions per rank, and
-    maybe `placement:`), unchecked. Raises ValueError.
+    """The schedule of a .txt or .yaml file (`actions:`, a list with one line of actions per rank,
+    and maybe `placement:`), unchecked. Raises ValueError.
     """
     if not Path(path).is_file():
         raise ValueError(f"there is no schedule file {path}")
