@@ -145,9 +145,9 @@ OPTIONS = {
         "--optimizer.beta1 2",
         "optimizer.beta1 (2.0) and optimizer.beta2 (0.95) must lie in [0, 1)",
     ),
-    "nobody": ("--init ~nobody/model", "~nobody/model is neither a folder nor a model"),
-    "nobody-text": ("--data.path ~nobody/text/", "no such file or folder"),
-    "nobody-words": ("--data.tokenizer ~nobody/words", "~nobody/words: no such folder"),
+    "nobody": ("--init ~no-such-user/model", "~no-such-user/model is neither a folder nor a model"),
+    "nobody-text": ("--data.path ~no-such-user/text/", "no such file or folder"),
+    "nobody-words": ("--data.tokenizer ~no-such-user/words", "~no-such-user/words: no such folder"),
     "finish": (
         "--finish.verify",
         "finish.verify and finish.sample read the exported model: set --finish.export too",
@@ -431,8 +431,14 @@ def test_verify_and_generate(material, monkeypatch, tmp_path):
                 ("--layout.tp", "0", "layout.tp is 0: it must be at least 1"),
             )
         ),
-        (["generate", "~nobody/model", "--prompt", "a"], "~nobody/model is neither a folder"),
-        (["verify", material.model, "--against", "~nobody/x"], "~nobody/x is neither a folder"),
+        (
+            ["generate", "~no-such-user/model", "--prompt", "a"],
+            "~no-such-user/model is neither a folder",
+        ),
+        (
+            ["verify", material.model, "--against", "~no-such-user/x"],
+            "~no-such-user/x is neither a folder",
+        ),
         (["generate", bare, "--prompt", "a"], f"{bare}: no tokenizer"),
         (
             ["generate", material.model, "--prompt", "a", "--max-new-tokens", 0],
