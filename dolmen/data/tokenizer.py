@@ -77,8 +77,8 @@ def check_encodes(tokenizer, text: str, where: str) -> None:
     if text.strip() and not len(encoder(tokenizer)(text)):
         raise ValueError(
             f"the tokenizer gives no tokens for the text of {where} ({text[:40]!r}): its "
-            "vocabulary does not have such text, or its files are not complete; give the folder of a "
-            "tokenizer.json to --data.tokenizer"
+            "vocabulary does not have such text, or its files are not complete; give the folder of "
+            "a tokenizer.json to --data.tokenizer"
         )
 
 
