@@ -190,18 +190,21 @@ def base(name: str) -> RunConfig:
             + (f"did you mean {near[0]}?" if near else f"recipes are {', '.join(RECIPES)}")
         )
     try:
-        values = gate.read_yaml(file, kinds.RUN)
-        if values is None and (file.parent / "checkpoints").is_dir():
-            raise BadInput(f"{name} is empty, and {file.parent} holds a run: it is damaged")
-        return from_dict(
-            RunConfig,
-            values or {},
-            RunConfig(name=file.parent.name if file.name == "config.yaml" else file.stem),
-        )
+        return read_run(file)
     except gate.Refused as error:
         raise BadInput(str(error)) from None
+
+
+def read_run(file: Path) -> RunConfig:
+    """The run of a YAML file; what it leaves out is the default. Raises Refused."""
+    values = gate.read_yaml(file, kinds.RUN)
+    if values is None and (file.parent / "checkpoints").is_dir():
+        raise gate.refuse(file, f"is empty, and {file.parent} holds a run: it is damaged")
+    name = file.parent.name if file.name == "config.yaml" else file.stem
+    try:
+        return from_dict(RunConfig, values or {}, RunConfig(name=name))
     except ValueError as error:
-        raise BadInput(f"{name}: {error}") from None
+        raise gate.refuse(file, error) from error
 
 
 def read(verb: str, argv: list[str]):

@@ -141,19 +141,19 @@ def column(table, text_field: str, where: str) -> Iterator[str]:
 
 def check_column(text_field: str, columns: Sequence[str], where: str) -> None:
     if text_field not in columns:
-        raise Refused(f"{where}: no {text_field!r} but columns {advice(columns)}")
+        raise refuse(where, f"no {text_field!r} but columns {advice(columns)}")
 
 
 def row_text(row: dict[str, Any], text_field: str, where: str) -> str:
     """The text of a row. Raises ValueError with what to do if it has none."""
     if text_field not in row:
-        raise Refused(f"{where}: no {text_field!r} but keys {advice(list(row))}")
+        raise refuse(where, f"no {text_field!r} but keys {advice(list(row))}")
     return text_of(row[text_field], text_field, where)
 
 
 def advice(names: Sequence[str]) -> str:
     """The names, and what to do with such rows."""
-    told = ", ".join(map(str, names[:6]))
+    told = ", ".join(str(name)[:40] for name in names[:6])
     if chat := [name for name in ("messages", "conversations", "conversation") if name in names]:
         return f"{told}: {chats(chat[0])}"
     if "instruction" in names and "output" in names:
@@ -178,16 +178,17 @@ def text_of(value: object, text_field: str, where: str) -> str:
     can write.
     """
     if isinstance(value, list) and value and isinstance(value[0], dict):
-        raise Refused(f"{where}: {chats(text_field)}")
+        raise refuse(where, chats(text_field))
     if value is not None and not isinstance(value, str):
-        raise Refused(
-            f"{where}: {text_field!r} is a {type(value).__name__}, not text: use --data.text-field "
-            "with a field that holds text"
+        raise refuse(
+            where,
+            f"{text_field!r} is a {type(value).__name__}, not text: use --data.text-field with a "
+            "field that holds text",
         )
     try:
         (value or "").encode()
     except UnicodeEncodeError as error:
-        raise Refused(f"{where}: {text_field!r} is not UTF-8 text: {error}") from error
+        raise refuse(where, f"{text_field!r} is not UTF-8 text: {error}") from error
     return value or ""
 
 

@@ -44,9 +44,10 @@ def load_tokenizer(name: str | None, option: str = "--data.tokenizer"):
     if folder.is_dir():
         tokenizer_files.check(folder)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            str(folder), use_fast=True, trust_remote_code=False
-        )
+        with tokenizer_files.told(where):
+            tokenizer = AutoTokenizer.from_pretrained(
+                str(folder), use_fast=True, trust_remote_code=False
+            )
     except Exception as error:  # `tokenizers` raises Exception itself, protobuf its own
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"{where}: no tokenizer could be loaded ({reason})") from error

@@ -14,6 +14,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -81,7 +82,8 @@ def opened(file: Path | str) -> Iterator[BinaryIO]:
 def read_bytes(file: Path | str, size: int) -> bytes:
     """The whole file. Raises Refused as `opened` does, and where it is larger than `size` bytes."""
     with opened(file) as stream:
-        data = stream.read(size + 1)
+        # no more than there is: Python sets aside what it is asked for
+        data = stream.read(min(os.fstat(stream.fileno()).st_size, size) + 1)
     if len(data) > size:
         raise refuse(file, f"has more than {size:,} bytes, the most that such a file may have")
     return data
@@ -178,11 +180,8 @@ def json_depth(data: bytes) -> int:
     """Most brackets that are open at once in a JSON text, counted without parsing: at least as many
     as a parser would open before it stops.
     """
-    depth = most = 0
-    for byte in STRING.sub(b"", data).translate(None, NOT_BRACKETS):
-        depth += STEPS[byte]
-        most = max(most, depth)
-    return most
+    brackets = STRING.sub(b"", data).translate(None, NOT_BRACKETS)
+    return max(accumulate(map(STEPS.__getitem__, brackets)), default=0)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

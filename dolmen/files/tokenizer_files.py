@@ -109,14 +109,13 @@ def expressions(value: Any) -> Iterator[str]:
 
 
 @contextmanager
-def told(name: str) -> Iterator[None]:
-    """A panic of `tokenizers` within is raised as ValueError: it is no Exception, and would leave
-    as a traceback of Rust and one of Python.
+def told(name: Path | str) -> Iterator[None]:
+    """A panic of `tokenizers` within is raised as Refused of `name`: it is no Exception, and would
+    leave as a traceback of Rust and one of Python.
     """
     try:
         yield
     except BaseException as error:
         if type(error).__module__ != "pyo3_runtime":
             raise
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{name}: the tokenizer cannot read this text: {reason}") from error
+        raise refuse(name, f"the tokenizer fails: {error}") from error

@@ -95,7 +95,7 @@ def parse(text: str, name: str) -> Schedule:
         else:
             ranks.append(tuple(_action(word, f"{name}, line {number}") for word in line.split()))
     if not ranks:
-        raise ValueError(f"{name} has no line of actions")
+        raise gate.refuse(name, "has no line of actions")
     every = [action for actions in ranks for action in actions]
     return Schedule(
         name,
@@ -116,8 +116,9 @@ def format(schedule: Schedule) -> str:
 def _action(word: str, where: str) -> Action:
     found = re.fullmatch(r"([FBIW])([0-9]{1,9})(?:\.([0-9]{1,9}))?", word)
     if not found:
-        raise ValueError(
-            f"{where}: {word!r} is no action; those are F, B, I or W, a microbatch and maybe a "
-            f"chunk, as in F3 or F3.1"
+        raise gate.refuse(
+            where,
+            f"{ascii(word)[:80]} is no action; those are F, B, I or W, a microbatch and maybe a "
+            f"chunk, as in F3 or F3.1",
         )
     return Action(found[1], int(found[2]), int(found[3] or 0))
