@@ -209,6 +209,35 @@ def test_nothing_runs_what_a_file_says(path):
             safe(path, node)
 
 
+PARSERS = ("json.load", "json.loads", "yaml.load", "yaml.safe_load", "yaml.parse", "yaml.compose")
+PARSERS += ("pickle.load", "pickle.loads", "tomllib.load", "tomllib.loads", "np.fromfile")
+# Of what is not read from outside, or is read nowhere as a whole
+PLAIN = {
+    "core/agree.py": "the bytes of our own source, to compare ranks",
+    "cli/launch.py": "/proc",
+    "train/watch.py": "/proc",
+    "data/quickstart_corpus.py": "documents, to be compressed",
+    "data/tokenizer.py": "what the library of tokenizers gives as JSON",
+    "checkpoint/seal.py": "what this process has just written",
+}
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if not p.startswith("files/")])
+def test_files_are_read_through_the_gate(path):
+    """dolmen/files bounds size and depth and compares with a schema; who parses elsewhere does
+    not.
+    """
+    for node in ast.walk(FILES[path]):
+        if not isinstance(node, ast.Call):
+            continue
+        name = ast.unparse(node.func)
+        parses = name in PARSERS or name.split(".")[-1] in ("read_text", "read_bytes")
+        through = name.startswith("gate.") or isinstance(node.func, ast.Name)
+        assert not parses or through or path in PLAIN, (
+            f"{path}:{node.lineno} calls {name}: read it with dolmen.files.gate"
+        )
+
+
 def safe(path: str, call: ast.Call) -> None:
     name = ast.unparse(call.func)
     options = {k.arg: ast.unparse(k.value) for k in call.keywords}

@@ -16,18 +16,18 @@ Checkpoints of before have no seal and say no `format` in state.json. They are r
 """
 
 import hashlib
-import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from dolmen.checkpoint.folders import FILE, METADATA, SEAL, STATE, Damaged
+from dolmen.files import gate, kinds
 
 FORMAT = 2
 HEAD = f"dolmen checkpoint {FORMAT}, "
 DIGEST = 64  # hexadecimal digits
-LARGEST = {SEAL: 2**28, STATE: 2**26, METADATA: 2**32}
+LARGEST = {SEAL: 2**28, STATE: kinds.STATE_JSON.size, METADATA: 2**32}
 """Bytes: over ten times what a run of 10,000 ranks writes."""
 
 
@@ -108,15 +108,10 @@ def read(folder: Path) -> tuple[Seal, dict]:
 
 
 def _read(path: Path) -> bytes:
-    most = LARGEST[path.name]
     try:
-        with open(path, "rb") as file:
-            content = file.read(most + 1)
-    except OSError as error:
-        raise Damaged(f"{path} is missing or damaged: {error.strerror}") from error
-    if len(content) > most:
-        raise Damaged(f"{path} is damaged: it is over {most:,} bytes")
-    return content
+        return gate.read_bytes(path, LARGEST[path.name])
+    except gate.Refused as error:
+        raise Damaged(f"{error} (missing or damaged)") from error
 
 
 def _parse(path: Path, content: bytes) -> dict[str, tuple[str, int]]:
@@ -134,9 +129,6 @@ def _parse(path: Path, content: bytes) -> dict[str, tuple[str, int]]:
 
 def _state(path: Path, content: bytes) -> dict:
     try:
-        found = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise Damaged(f"{path} is missing or damaged: {error}") from error
-    if not isinstance(found, dict):
-        raise Damaged(f"{path} is damaged: it holds no fields")
-    return found
+        return gate.parse_json(content, path, kinds.STATE_JSON)
+    except gate.Refused as error:
+        raise Damaged(f"{error} (missing or damaged)") from error

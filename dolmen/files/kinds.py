@@ -156,17 +156,39 @@ TOKENIZER_FILES = {
 }
 
 # Written by dolmen, and read again.
-STATE = Kind(
+STATE_JSON = Kind(Object(), size=64 * MIB, constants=True)  # of any checkpoint
+STATE = Kind(  # of a run's
     Object(
         required={
-            "run": Object(required={"model": Object()}),
+            "run": Object(
+                required={
+                    "model": Object(),
+                    "train": Object(required={"global_batch_size": Int(1)}),
+                }
+            ),
             "step": Int(0),
             "tokens": Int(0),
             "updates": Int(0),
             "data": Map(Text()),
             "loss_scale": Row((Real(0, above=True), Int(0))),
         },
-        optional={"seed": Int(), "norms": List(Real(0))},
+        optional={
+            "samples": Int(0),
+            "seconds": Real(0),
+            "norms": List(Real(0)),
+            "validation": optional(
+                Object(
+                    required={
+                        "step": Int(0),
+                        "loss": Real(),
+                        "tokens": Int(0),
+                        "held_out_tokens": Int(0),
+                        "bits_per_byte": optional(Real()),
+                    },
+                    rest=None,
+                )
+            ),
+        },
     ),
     size=64 * MIB,
 )
@@ -190,7 +212,9 @@ SUMMARY = Kind(
             "steps": Int(0),
             "seconds": optional(Real(0)),
             "val_loss": optional(Real()),
+            "val_step": optional(Int(0)),
             "val_tokens": Int(0),
+            "held_out_tokens": Int(0),
             "bits_per_byte": optional(Real()),
             "validation_files": List(Text()),
         }

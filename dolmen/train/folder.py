@@ -17,10 +17,8 @@ from contextlib import nullcontext, suppress
 from dataclasses import fields
 from pathlib import Path
 
-import yaml
-
 from dolmen.checkpoint import folders
-from dolmen.files import gate
+from dolmen.files import gate, kinds
 from dolmen.train.config import RunConfig
 
 LIST = ".dolmen"
@@ -160,10 +158,8 @@ def remove_export(out: Path) -> None:
 def is_run(file: Path) -> bool:
     """Whether this is the config.yaml of a run."""
     try:
-        if file.is_symlink() or file.stat().st_size > 2**20:
-            return False
-        values = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        values = None if file.is_symlink() else gate.read_yaml(file, kinds.RUN)
+    except gate.Refused:
         return False
     names = {f.name for f in fields(RunConfig)}
     return isinstance(values, dict) and {"name", "train", "data"} <= values.keys() <= names

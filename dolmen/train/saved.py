@@ -2,12 +2,13 @@
 know to be the run that never stopped.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from dolmen.checkpoint.folders import Damaged
+from dolmen.checkpoint.folders import STATE, Damaged
+from dolmen.files import gate, kinds
 
 
 @dataclass(frozen=True)
@@ -52,80 +53,31 @@ class Saved:
 
     def meta(self) -> dict[str, Any]:
         """As JSON keeps it; `read` is its inverse."""
-        return asdict(self)
+        meta = asdict(self)
+        return {**meta, "loss_scale": list(self.loss_scale), "norms": list(self.norms)}
 
 
-def read(meta: Mapping[str, Any], where: object) -> Saved:
-    """What `Saved.meta` has written. `where` names the checkpoint in messages. What checkpoints of
-    before do not say is taken as it was: batches all of one size, no validation. Raises Damaged.
+def read(meta: Mapping[str, Any], where: Path) -> Saved:
+    """What `Saved.meta` has written; `where` is the checkpoint. What checkpoints of before do not
+    say is taken as it was: batches all of one size, no validation. Raises Damaged.
     """
     try:
-        run = _of(meta, "run", dict)
-        _of(run, "model", dict)
-        train = _of(run, "train", dict)
-        step, data = _count(meta, "step"), _of(meta, "data", dict)
-        if not all(isinstance(text, str) for text in data.values()):
-            raise ValueError("data is no mapping of texts")
-        value, good = _of(meta, "loss_scale", list) if "loss_scale" in meta else (1.0, 0)
-        norms = tuple(_of(meta, "norms", list)) if "norms" in meta else ()
-        if not all(_real(n) for n in (value, good, *norms)) or value <= 0:
-            raise ValueError("loss_scale or norms are no numbers")
-        found = Saved(
-            run,
-            step,
-            _count(meta, "tokens"),
-            _count(meta, "updates"),
-            _count(meta, "samples")
-            if "samples" in meta
-            else step * _count(train, "global_batch_size"),
-            float(_number(meta, "seconds")) if "seconds" in meta else 0.0,
-            data,
-            (float(value), int(good)),
-            norms,
-            _validation(meta.get("validation")),
-        )
-        if found.updates > step:
-            raise ValueError(f"updates ({found.updates}) is over step ({step})")
-    except (ValueError, TypeError, KeyError) as error:
-        raise Damaged(f"{where}: state.json is no state of a run: {error}") from None
-    return found
-
-
-def _validation(value: Any) -> Validation | None:
-    if value is None:
-        return None
-    if not isinstance(value, dict):
-        raise ValueError("validation is no mapping")
-    bits = value.get("bits_per_byte")
-    return Validation(
-        _count(value, "step"),
-        float(_of(value, "loss", float)),
-        _count(value, "tokens"),
-        _count(value, "held_out_tokens"),
-        bits if bits is None else float(_of(value, "bits_per_byte", float)),
+        gate.checked(dict(meta), where / STATE, kinds.STATE.schema)
+    except gate.Refused as error:
+        raise Damaged(str(error)) from None
+    if meta["updates"] > meta["step"]:
+        raise Damaged(f"{where / STATE}: updates ({meta['updates']}) is over step ({meta['step']})")
+    scale, good_steps = meta["loss_scale"]
+    last = meta.get("validation")
+    return Saved(
+        run=meta["run"],
+        step=meta["step"],
+        tokens=meta["tokens"],
+        updates=meta["updates"],
+        samples=meta.get("samples", meta["step"] * meta["run"]["train"]["global_batch_size"]),
+        seconds=float(meta.get("seconds", 0)),
+        data=meta["data"],
+        loss_scale=(float(scale), good_steps),
+        norms=tuple(meta.get("norms", ())),
+        validation=None if last is None else Validation(**last),
     )
-
-
-def _of(values: Mapping[str, Any], name: str, kind: type) -> Any:
-    if name not in values:
-        raise ValueError(f"it has no {name}")
-    if type(values[name]) is not kind:
-        raise ValueError(f"{name} is {ascii(values[name])[:80]}, no {kind.__name__}")
-    return values[name]
-
-
-def _count(values: Mapping[str, Any], name: str) -> int:
-    found = _of(values, name, int)
-    if not 0 <= found < 2**62:
-        raise ValueError(f"{name} is {ascii(found)[:80]}")
-    return found
-
-
-def _number(values: Mapping[str, Any], name: str) -> float:
-    if name not in values or not _real(values[name]) or values[name] < 0:
-        raise ValueError(f"{name} is {ascii(values.get(name))[:80]}, no number")
-    return values[name]
-
-
-def _real(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) < 2**1000 and math.isfinite(value)

@@ -1,7 +1,9 @@
 """What went wrong when strangers tried it: each of these once ended quietly, or elsewhere."""
 
+import json
 import os
 import shutil
+import time
 
 import pytest
 import tinyrun
@@ -123,13 +125,122 @@ def test_a_damaged_newest_checkpoint_is_refused_before_the_start(run, damage):
     ],
 )
 def test_nonsense_in_config_json(material, tmp_path, field, value):
-    import json
-
     bad = tmp_path / "bad"
     shutil.copytree(material.model, bad)
     content = json.loads((bad / "config.json").read_text())
     (bad / "config.json").write_text(json.dumps(content | {field: value}))
     assert command("generate", bad, "--prompt", "abc").code == 2
+
+
+HOSTILE = {
+    "nested": (b"[" * 200_000, "200,000 brackets open at once"),
+    "dtype": ({"dtype": 5}, "dtype is 5: it must be null or text"),
+    "end": ({"eos_token_id": "abc"}, "eos_token_id is 'abc': it must be null or an integer"),
+    "layers": ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000: it must be an"),
+    "experts": (
+        {"model_type": "mixtral", "num_hidden_layers": 4096, "num_local_experts": 16384},
+        "num_hidden_layers (4,096) x experts (16,384) are 67,108,864, more than 262,144",
+    ),
+    "tied": ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes': it must be true or"),
+    "rope": ({"rope_parameters": None, "rope_theta": 0}, "rope_theta is 0: it must be a number la"),
+    "no size": ({"vocab_size": True}, "vocab_size is true: it must be an integer from 1 to"),
+}
+
+
+@pytest.mark.parametrize("verb", ("verify", "generate"))
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_config_json_is_one_line_at_once(material, tmp_path, verb, case):
+    damage, want = HOSTILE[case]
+    shutil.copytree(material.model, tmp_path / "bad")
+    file = tmp_path / "bad" / "config.json"
+    if isinstance(damage, bytes):
+        file.write_bytes(damage)
+    else:
+        file.write_text(json.dumps(json.loads(file.read_text()) | damage))
+    began = time.process_time()
+    result = command(verb, tmp_path / "bad", *(("--prompt", "abc") if verb == "generate" else ()))
+    assert time.process_time() - began < 5  # layers alone took 30 s
+    assert result.code == 2 and f"{file}: {want}" in result.words
+    assert result.words.count("dolmen ") <= 1 and "Traceback" not in result.words
+
+
+@pytest.mark.parametrize(
+    "name, content, want",
+    [
+        ("generation_config.json", b"[1]", "it is a list of 1: it must be a mapping"),
+        ("generation_config.json", b'{"eos_token_id": "x"}', "eos_token_id is 'x': it must be"),
+        ("tokenizer.json", b'{"a":' * 200_000, "200,000 brackets open at once"),
+        ("tokenizer.json", b"{}", "it has no model"),
+        ("tokenizer_config.json", b"[]", "it is a list of 0: it must be a mapping"),
+    ],
+)
+def test_hostile_files_beside_the_weights(material, tmp_path, name, content, want):
+    shutil.copytree(material.model, tmp_path / "bad")
+    (tmp_path / "bad" / name).write_bytes(content)
+    result = command("generate", tmp_path / "bad", "--prompt", "abc")
+    assert result.code == 2 and f"{tmp_path / 'bad' / name}: {want}" in result.words
+
+
+def test_an_expression_that_never_ends(material, tmp_path):
+    """In a process of its own, which the limit of time ends."""
+    shutil.copytree(material.model, tmp_path / "bad")
+    file = tmp_path / "bad" / "tokenizer.json"
+    content = json.loads(file.read_text())
+    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated"}
+    file.write_text(json.dumps(content | {"pre_tokenizer": split | {"invert": False}}))
+    result = command("generate", tmp_path / "bad", "--prompt", "abc")
+    assert result.code == 2 and f"{file}: a regular expression fails, or takes" in result.words
+    assert "panicked" not in result.words
+
+
+@pytest.mark.parametrize(
+    "text, want",
+    [
+        ("[" * 20_000, "nested deeper than 32"),
+        ("a: &a [*a]", "the alias *a is inside its own anchor"),
+        ("train: {steps: 1}\ntrain: {steps: 2}", "'train' is given twice"),
+        ("- " * 20_000, "nested deeper than 32"),
+    ],
+)
+def test_hostile_yaml(tmp_path, text, want):
+    (tmp_path / "run.yaml").write_text(text)
+    result = command("train", tmp_path / "run.yaml", "--out", tmp_path / "out")
+    assert result.code == 2 and f"{tmp_path}/run.yaml: is not a YAML file" in result.words
+    assert want in result.words and not (tmp_path / "out").exists()
+
+
+def test_a_cut_config_yaml_is_told_as_one(run):
+    """Text cut at a line is good YAML, of which options are missing."""
+    file = run / "config.yaml"
+    whole = file.read_text()
+    lines = whole.splitlines(keepends=True)
+    for text in ("", whole[:20], "".join(lines[:1]), "".join(lines[: len(lines) // 2])):
+        file.write_text(text)
+        result = command("train", file, "--resume")
+        assert result.code == 2 and str(file) in result.words
+        assert "is cut short" in result.words or "it is damaged" in result.words
+    file.write_text(whole)
+    assert command("train", file, "--resume").code == 0
+
+
+@pytest.mark.parametrize(
+    "line", ('{"step": "x"}', '{"step": 3, "loss": 1.0}', "[" * 200_000, '{"step": 3, "loss": "x"}')
+)
+def test_metrics_that_are_damaged_do_not_end_a_run(run, line):
+    """Rows before the damage stay, the file is kept beside, the picture is drawn."""
+    file = run / "metrics.jsonl"
+    old = "".join(file.read_text().splitlines(keepends=True)[:2]) + line + "\n" + '{"step": 4}\n'
+    file.write_text(old)
+    assert command("train", run / "config.yaml", "--resume", "--train.steps", 5).code == 0
+    assert rows(run)[-1]["step"] == 5 and (run / "loss.png").exists()
+    assert (run / "metrics.damaged.jsonl").read_text() == old
+
+
+def test_a_folder_in_the_place_of_the_metrics(run):
+    (run / "metrics.jsonl").unlink()
+    (run / "metrics.jsonl").mkdir()
+    result = command("train", run / "config.yaml", "--resume", "--train.steps", 5)
+    assert result.code == 2 and "metrics.jsonl" in result.words and steps(run) == [2, 4]
 
 
 def test_the_last_init_counts(material, tmp_path):

@@ -321,7 +321,9 @@ SUMMARY = {
     "seconds": 1.5,
     "signal": 0,
     "val_loss": 2.5,
+    "val_step": 4,
     "val_tokens": 64,
+    "held_out_tokens": 640,
     "bits_per_byte": None,
     "validation_files": ["a.txt"],
 }
