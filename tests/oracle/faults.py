@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 from adapter import ignored
 
+from dolmen.core.state import local
 from dolmen.data import mixture
 from dolmen.model import decoder, moe
 from dolmen.ops import attention, rope
@@ -76,6 +77,12 @@ def by_hand(inside_root: bool = False, corrected: bool = True, rounded: bool = F
     return wrong
 
 
+def narrow(router, x):
+    """A router that computes in bf16."""
+    logits = (x.bfloat16() @ local(router.weight).bfloat16().t()).float()
+    return logits, routing.route(logits, router.k, router.normalize)
+
+
 def decay_of_all(right):
     def adamw(model, config):
         made = right(model, config)
@@ -138,6 +145,7 @@ FAULTS = [
     Fault("eps inside the root", "llama", optimizer, "adamw", by_hand(inside_root=True)),
     Fault("moments not corrected", "llama", optimizer, "adamw", by_hand(corrected=False)),
     Fault("masters of bf16", "bfloat16-masters", optimizer, "adamw", by_hand(rounded=True)),
+    Fault("a router in bf16", "bfloat16-router", moe.Router, "forward", lambda right: narrow),
     Fault("decay of norms and biases", "strong-decay", optimizer, "adamw", decay_of_all),
     Fault(
         "no decay of the embedding",

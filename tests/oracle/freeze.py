@@ -29,7 +29,7 @@ SERIES = ("losses", "norms", "rates", "tokens", "skipped", "scales", "max_load",
 
 def oracle(row: Row, dumped: Mapping[str, np.ndarray]) -> tuple[trainer.Result, dict[str, Tensor]]:
     """What the oracle gives for a row on dumped batches, and the weights it began with."""
-    weights = trainer.initial(row.job, row.special)
+    weights = trainer.initial(row.job, row.special, row.alike)
     held_out = adapter.batches(dumped, "held_")
     return trainer.train(row.job, weights, batches(row, dumped), held_out), weights
 

@@ -105,8 +105,9 @@ WIDE, BOTH = ("float64",), ("float64", "float32")
 @dataclass(frozen=True)
 class Row:
     """One run. `train`: options of dolmen's `train` section that must not change the answer;
-    `special`: rows of the embedding, multiplied; `dtypes`: what dolmen computes in; `resume`: it is
-    stopped after so many steps and goes on, with batches of `then` sequences if not None.
+    `special` and `alike`: how it begins, see trainer.initial; `dtypes`: what dolmen computes in;
+    `resume`: it is stopped after so many steps and goes on, with batches of `then` sequences if not
+    None; `at_rest`: weights and moments are compared too.
     """
 
     name: str
@@ -114,9 +115,11 @@ class Row:
     data: str = "plain"
     train: dict[str, Any] = field(default_factory=dict)
     special: dict[int, float] = field(default_factory=dict)
+    alike: bool = False
     dtypes: tuple[str, ...] = BOTH
     resume: int | None = None
     then: int | None = None
+    at_rest: bool = True
 
     def __str__(self) -> str:
         return self.name
@@ -198,6 +201,8 @@ ROWS += [
     row("bfloat16", dtypes=("bfloat16",)),
     row("bfloat16-gpt2", "gpt2", dtypes=("bfloat16",), train=ACCUMULATE),
     row("bfloat16-mixtral", "mixtral", dtypes=("bfloat16",)),
+    # a token between two experts may go to the other: its gradient is no rounding
+    row("bfloat16-router", "mixtral", alike=True, lr=1e-6, at_rest=False, dtypes=("bfloat16",)),
     row("bfloat16-masters", lr=1e-5, dtypes=("bfloat16",)),
     row("float16", dtypes=("float16",), loss_scale=2.0**16),
     row("float16-mixtral", "mixtral", **AUXILIARY, dtypes=("float16",), loss_scale=2.0**16),

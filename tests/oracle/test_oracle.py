@@ -1,13 +1,22 @@
 """dolmen against the oracle: losses, gradient norms, learning rates, tokens, what routers do, the
 validation loss and bits per byte, and every weight and moment at the end.
 
-Tolerances. float64: two correct programs differ by the order of sums, measured 5e-15 of a loss or
-norm and 7e-14 of a weight; 1e-11 leaves room for other libraries. float32: one rounding is 6e-8;
-measured 1.7e-7 of a loss, 1.3e-6 of a norm. eps is 1e-3, for Adam's g / (|g| + eps) turns rounding
-into a step of lr where g is about eps; the row `adamw-default-eps` is float64 alone. bfloat16 and
-float16 round to 2^-9 and 2^-12; a loss averages hundreds of them, a norm less, a moment is one.
-What they compute is held by the other rows; these hold what is at rest and that the arithmetic is
-what it is called.
+Tolerances, and the worst of all rows. A weight is told by how far it has moved, a moment by its
+tensor's largest element.
+
+              one rounding   loss            norm             weight           moment
+    float64   1e-16          1e-11, 4e-16    1e-11, 4e-15     1e-11, 1.2e-12   1e-11, 4e-14
+    float32   6e-8           1e-6, 1.5e-7    1e-5, 5e-7       2e-4, 1.6e-5     1e-4, 8e-6
+    bfloat16  2^-9           2^-9, 2^-11     2^-6, 2^-7.4     2^-2, 2^-3.3     2^-1, 2^-2.7
+    float16   2^-12          2^-11, 2^-12    2^-8, 2^-9.2     2^-5, 2^-6.8     2^-5, 2^-6.5
+
+In float64 two right programs differ by the order of sums alone. A loss averages the roundings of a
+hundred tokens; a norm does of gradients, in which they add up over layers; what a weight has moved
+is rounded with the weight. eps is 1e-3, for Adam's g / (|g| + eps) turns rounding into a step of lr
+where g is about eps: `adamw-default-eps` is float64 alone. In half precision a token between two
+experts goes to the other, which no rounding bounds: 2^-1 of a moment says that the gradients are
+those of the same model. What half precision computes is held by the other rows; those of its name
+hold what rests in fp32, and that the router and the loss scale are what they should be.
 """
 
 import ast
@@ -29,9 +38,9 @@ from trainer import IGNORED, Result
 # of losses, of norms and router losses, of how far weights have moved, of moments' largest element
 TOLERANCE = {
     "float64": (1e-11, 1e-11, 1e-11, 1e-11),
-    "float32": (1e-6, 1e-5, 1e-3, 1e-4),
-    "bfloat16": (2**-9, 2**-6, 2**-3, 2**-2),
-    "float16": (2**-12, 2**-9, 2**-6, 2**-5),
+    "float32": (1e-6, 1e-5, 2e-4, 1e-4),
+    "bfloat16": (2**-9, 2**-6, 2**-2, 2**-1),
+    "float16": (2**-11, 2**-8, 2**-5, 2**-5),
 }
 FROZEN = freeze.frozen()
 
@@ -160,7 +169,7 @@ def differences(
     off["validation tokens"] = abs(got.validation[1] - want["validation"][1]), 0.0
     biases = np.array([float(b) for bias in got.biases for b in bias])
     off["biases"] = np.abs(biases - want["biases"]).max(initial=0.0), norm * row.job.bias_rate
-    for name, true in oracle.weights.items():
+    for name, true in oracle.weights.items() if row.at_rest else ():
         far = largest(true - weights[name])
         off[f"weight {name}"] = largest(got.weights[name] - true) / far, moved
         for kind in ("first", "second"):

@@ -142,17 +142,22 @@ def stored(model: torch.nn.Module, kind: str) -> dict[str, tuple[Tensor, Any]]:
     return out
 
 
-def initial(job: Job, special: dict[int, float] | None = None) -> dict[str, Tensor]:
+def initial(
+    job: Job, special: dict[int, float] | None = None, alike: bool = False
+) -> dict[str, Tensor]:
     """Initial weights, fp32, by a formula that no version of a library changes: numpy's frozen
     RandomState, seeded by the name. Norms lie about 1, biases about 0, a router is decided.
-    `special`: rows of the embedding of these tokens are multiplied.
+    `special`: rows of the embedding of these tokens are multiplied. `alike`: the experts' rows of a
+    router differ by less than bf16 can tell.
     """
     out = {}
     for name, (p, part) in stored(build(job), job.kind).items():
         shape = p[part].shape
         noise = np.random.RandomState(zlib.crc32(name.encode())).standard_normal(tuple(shape))
         if decays(name):
-            value = noise * (0.6 if "gate.weight" in name else 0.15)
+            value = noise * (0.6 if name.endswith("gate.weight") else 0.15)
+            if alike and name.endswith("gate.weight"):
+                value = 0.75 + noise * 2**-12
         else:
             value = noise * 0.1 + (not name.endswith("bias"))
         if "embed_tokens" in name:
