@@ -50,6 +50,7 @@ class Data:
 
     steps: int = 5
     rows: int = 8
+    length: int = LENGTH
     seed: int = 0
     masked: bool = False
     uneven: bool = False
@@ -141,12 +142,12 @@ def patched(data: Data, scale: LossScale | None = None) -> Iterator[None]:
 
 def dump(data: Data, made: Material) -> dict[str, np.ndarray]:
     """The batches that dolmen's loader gives, int16: tokens, labels and starts, [steps, rows,
-    LENGTH], and those of validation with a `held_` before.
+    length], and those of validation with a `held_` before.
     """
     given = made.options
     config = DataConfig(**given | {"path": (given["path"],)}, document_mask=data.masked)
     with patched(data):
-        made = loader.prepare(config, None, VOCABULARY, LENGTH, data.rows, data.seed, False)
+        made = loader.prepare(config, None, VOCABULARY, data.length, data.rows, data.seed, False)
         parts = {
             "": [made.batch(step) for step in range(data.steps)],
             "held_": list(made.validation_batches()),
@@ -182,7 +183,7 @@ def options(
             "steps": job.steps,
             "seed": data.seed,
             "dtype": dtype,
-            "sequence_length": LENGTH,
+            "sequence_length": data.length,
             "global_batch_size": data.rows,
             **train,
         },

@@ -47,6 +47,10 @@ MODELS = {
         "llama",
         SIZES | dict(rope_parameters=ROPE | dict(rope_type="linear", factor=2.0)),
     ),
+    "biased": (
+        "llama",
+        SIZES | dict(rope_parameters=ROPE, attention_bias=True, mlp_bias=True, hidden_act="gelu"),
+    ),
     "mistral": ("mistral", SIZES | dict(rope_parameters=ROPE, sliding_window=5, head_dim=16)),
     "qwen2": ("qwen2", SIZES | dict(rope_parameters=ROPE, num_key_value_heads=1)),
     "qwen2-window": (
@@ -88,6 +92,8 @@ MODELS = {
         ),
     ),
 }
+LONG = dict(max_position_embeddings=160, sliding_window=70)
+MODELS["mistral-blocks"] = "mistral", MODELS["mistral"][1] | LONG
 MODELS["qwen3-moe-dense"] = (
     "qwen3_moe",
     MODELS["qwen3-moe"][1] | dict(mlp_only_layers=[0], norm_topk_prob=True),
@@ -98,6 +104,9 @@ DATA = {
     "uneven": Data(uneven=True),
     "seed-1": Data(seed=1),
     "long": Data(steps=24, rows=2),
+    # attention on a CPU takes 64 queries at once
+    "blocks": Data(steps=2, rows=2, length=150),
+    "masked-blocks": Data(steps=2, rows=2, length=150, masked=True),
 }
 WIDE, BOTH = ("float64",), ("float64", "float32")
 
@@ -138,7 +147,11 @@ AUXILIARY = dict(balance_coef=0.05, z_coef=0.05)
 BIAS = dict(balance="bias", bias_rate=0.05)
 ROWS = [
     # families
-    *(row(name, name) for name in MODELS if "moe" not in name and name != "mixtral"),
+    *(
+        row(name, name)
+        for name in MODELS
+        if "moe" not in name and "mix" not in name and "-blocks" not in name
+    ),
     row("mixtral", "mixtral"),
     row("qwen3-moe", "qwen3-moe"),
     row("qwen3-moe-dense", "qwen3-moe-dense"),
@@ -166,6 +179,8 @@ ROWS = [
     row("masked-gpt2", "gpt2", data="masked"),
     row("masked-mistral", "mistral", data="masked"),
     row("masked-qwen2-window", "qwen2-window", data="masked"),
+    row("blocks", "mistral-blocks", data="blocks"),
+    row("masked-blocks", "mistral-blocks", data="masked-blocks"),
     # experts
     row("balance-loss", "qwen3-moe", balance_coef=0.05),
     row("z-loss", "mixtral", z_coef=0.05),
@@ -180,12 +195,14 @@ ROWS = [
 NOT_FINITE = dict(data="long", steps=17, special={RARE: float("inf")})
 # the gradient of a short row is long, as a norm follows it
 SPIKES = dict(spike_factor=1.4, lr=1e-4, data="long", special={RARE: 1e-3})
+# a spike is no overflow: the scale grows on
 SCALE = dict(loss_scale=2.0**20, patience=3)
 ROWS += [
     # policies
     row("not-finite", **NOT_FINITE),
     row("not-finite-bias-balance", "mixtral", **BIAS, **NOT_FINITE, dtypes=WIDE),
     row("spike", **SPIKES, dtypes=WIDE),
+    row("spike-loss-scale", **SPIKES, **SCALE, dtypes=WIDE),
     row("spikes-allowed", **SPIKES | dict(spike_factor=None), dtypes=WIDE),
     # resuming
     row("resumed", schedule="cosine", resume=3),

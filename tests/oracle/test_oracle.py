@@ -191,7 +191,8 @@ def hold_the_rest(row: Row, dtype: str, got: Result, out: Path, made: Material) 
     loss, tokens = got.validation
     bits = loss * tokens / math.log(2) / made.held_out_bytes
     assert adapter.summary(out)["bits_per_byte"] == pytest.approx(bits, rel=1e-12)
-    windows = sum(len(d) + 1 for d in adapter.documents(1, 40, 60)) // LENGTH
+    text = sum(len(d) + 1 for d in adapter.documents(1, 40, 60))
+    windows = text // DATA[row.data].length
     sizes = [len(b.tokens) for b in freeze.batches(row, freeze.load(row.data))]
     read = np.cumsum(sizes[: row.job.steps]) / windows
     assert adapter.epochs(out) == pytest.approx(read.tolist(), rel=1e-12)
