@@ -237,3 +237,15 @@ def test_silent_and_plain(store):
     assert json.loads((store.path(1) / "state.json").read_text()) == {"format": 2, "a": 1}
     # no path of the machine that saved
     assert b"checkpoints" not in (store.path(1) / folders.METADATA).read_bytes()
+
+
+def test_what_to_remove_and_what_is_before_it_is_told(tmp_path):
+    checkpoints = Checkpoints(tmp_path, SINGLE, 0)
+    for step in (3, 5):
+        checkpoints.save(step, tensors(step), {}, wait=True)
+    assert checkpoints.newest() == 5
+    told = str(checkpoints.damaged(5, ValueError("no end")))
+    assert told.endswith(f"(no end): remove {checkpoints.path(5)} to go on from step 3")
+    assert str(checkpoints.damaged(3, ValueError())).endswith(
+        f"{checkpoints.path(3)} to start again"
+    )
