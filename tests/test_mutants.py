@@ -3,6 +3,7 @@ Python; the tests that it names are there.
 """
 
 import ast
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -36,9 +37,7 @@ def test_each_has_words_of_its_own_and_tests():
 
 
 def defined(file: Path) -> set[str]:
-    return {
-        node.name for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)
-    }
+    return set(re.findall(r"(?m)^def (\w+)", file.read_text()))
 
 
 def test_their_tests_are_there():
