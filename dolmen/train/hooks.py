@@ -21,6 +21,7 @@ from dolmen.optim import optimizer as optim
 from dolmen.train import metrics, report
 from dolmen.train.config import RunConfig
 from dolmen.train.loop import Hook, Stop
+from dolmen.train.peak import Peak
 from dolmen.train.saved import Saved, Validation
 from dolmen.train.step import Metrics, TrainState
 from dolmen.train.validate import evaluate
@@ -42,7 +43,7 @@ class Hooks:
         mesh: Mesh,
         out: Path,
         checkpoints: Checkpoints,
-        peak: float,
+        peak: Peak,
         console: Console,
         stop: Stop,
         watch: Watch,
@@ -60,7 +61,7 @@ class Hooks:
         self.out = out
         self.checkpoints = checkpoints
         self.flops = count.training_flops_per_token(run.model, run.sequence_length)
-        self.peak = peak * mesh.size
+        self.peak = peak
         self.began = began
         self.since, self.tokens_since = time.monotonic(), 0
         self.validation: Validation | None = None  # the last there was
@@ -124,7 +125,7 @@ class Hooks:
             "lr": m.lr,
             "tokens": state.tokens,
             "tokens_per_second": rate,
-            "mfu": rate * self.flops / self.peak,
+            **self.peak.utilization(rate * self.flops, self.mesh.size),
             "memory_gib": memory_gib(self.mesh),
             "time": time.time(),
             **m.router,

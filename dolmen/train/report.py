@@ -18,13 +18,14 @@ from dolmen.model import count
 from dolmen.model.layout import Layout
 from dolmen.parallel.schedule import simulate
 from dolmen.train.config import RunConfig
+from dolmen.train.peak import Peak
 from dolmen.train.step import TrainState
 
 STATE_BYTES = 12  # of a parameter at rest: fp32 value and two moments
 
 
 def header(
-    run: RunConfig, state_: TrainState, loader: Loader, mesh: Mesh, peak: float, out: str
+    run: RunConfig, state_: TrainState, loader: Loader, mesh: Mesh, peak: Peak, out: str
 ) -> Table:
     """Model, parameters, layout, data, bytes per rank: a table of two columns."""
     c, layout = run.model, run.layout
@@ -69,8 +70,7 @@ def header(
     )
     table.add_row(
         "per rank",
-        f"{gib(rest)} of weights and optimizer state at rest; measured matmul peak "
-        f"{peak / 1e12:.3g} TFLOP/s",
+        f"{gib(rest)} of weights and optimizer state at rest; {peak}",
     )
     table.add_row("out", out)
     return table
@@ -131,7 +131,7 @@ class ProgressLine:
         done = row["step"] - self.start
         left = (time.monotonic() - self.began) / max(1, done) * (self.steps - row["step"])
         numbers = (
-            f"loss {row['loss']:.4f}  {size(row['tokens_per_second'])} tok/s  MFU {row['mfu']:.1%} "
+            f"loss {row['loss']:.4f}  {size(row['tokens_per_second'])} tok/s  {_mfu(row)} "
             f" {row['memory_gib']:.2f} GiB  {duration(left)} left"
         )
         if "router/max_load" in row:
@@ -156,3 +156,10 @@ class ProgressLine:
     def close(self) -> None:
         if self.progress:
             self.progress.stop()
+
+
+def _mfu(row: dict) -> str:
+    """Of the datasheet's peak where there is one, else of the measured one."""
+    if "mfu_datasheet" in row:
+        return f"MFU {row['mfu_datasheet']:.1%}"
+    return f"MFU {row['mfu_measured']:.1%} of measured"

@@ -26,13 +26,13 @@ from dolmen.model.config import parameter_shapes
 from dolmen.optim import optimizer as optim
 from dolmen.optim.precision import DTYPES, LossScale, at_rest
 from dolmen.train import build, folder, report
+from dolmen.train import peak as devices
 from dolmen.train import saved as saved_state
 from dolmen.train.check import check_same_model, never_at_full_rate, take_lock
 from dolmen.train.config import RunConfig
 from dolmen.train.folder import Unusable
 from dolmen.train.hooks import Hooks
 from dolmen.train.loop import Stop, train
-from dolmen.train.peak import matmul_peak
 from dolmen.train.saved import Saved
 from dolmen.train.spike import SpikePolicy
 from dolmen.train.start import Start
@@ -247,7 +247,7 @@ def _train(
         write_config(out, run)
         loader.tokenizer.save_pretrained(str(out / "tokenizer"))
         folder.claim_files(out, "tokenizer")
-    peak = matmul_peak(mesh.device, DTYPES[run.train.dtype])
+    peak = devices.peak(mesh.device, DTYPES[run.train.dtype])
     console.print(report.header(run, state, loader, mesh, peak, str(out)))
     if warning := never_at_full_rate(run, state.steps):
         console.print(f"WARNING: {warning}")
