@@ -10,6 +10,7 @@ tests/conftest.py.
 import contextlib
 import io
 import json
+import os
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch
 import transformers
 import yaml
 
+import dolmen as package
 from dolmen.checkpoint.stream import open_checkpoint
 from dolmen.cli import main
 from dolmen.core.config import from_dict
@@ -144,6 +146,13 @@ def dolmen(*words) -> Result:
         except SystemExit as end:
             code = end.code
     return Result(code, out.getvalue(), err.getvalue())
+
+
+def path_of(*folders: Path) -> str:
+    """PYTHONPATH of a process that is to import these folders and the dolmen that is tested, not
+    the one that is installed.
+    """
+    return os.pathsep.join(map(str, (*folders, Path(package.__file__).parents[1])))
 
 
 def rows(out: Path, kind: str = "loss") -> list[dict]:

@@ -160,7 +160,7 @@ def test_a_rank_that_raises_ends_the_run_and_is_told_once(material, tmp_path, mo
     consequence.
     """
     (tmp_path / "sitecustomize.py").write_text(BROKEN)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", tinyrun.path_of(tmp_path))
     ended = []
     meanwhile(
         lambda: at_step(tmp_path / "run", 2),
@@ -266,7 +266,7 @@ def run(tmp_path, monkeypatch, capfd):
 
     def run(code: str):
         (tmp_path / "sitecustomize.py").write_text(f"{WORKER}\n{code}")
-        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        monkeypatch.setenv("PYTHONPATH", tinyrun.path_of(tmp_path))
         capfd.readouterr()
         return launch.launch(2, ["--version"]), *capfd.readouterr()
 

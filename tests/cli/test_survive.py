@@ -16,7 +16,7 @@ from tinyrun import dolmen, losses, rows, same, steps, tensors
 
 import dolmen as package
 from dolmen.cli import launch
-from dolmen.train.start import OWNER
+from dolmen.train.folder import OWNER
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 FIXED = ("--optimizer.schedule", "constant", "--log.validate-every", 0, "--checkpoint.every", 4)
@@ -86,7 +86,7 @@ def light(tmp_path, monkeypatch, capfd, code: str, max_restarts: int = 2) -> tup
         "{os.environ[\"TORCHELASTIC_RESTART_COUNT\"]}', 'w').close()"
     )
     (tmp_path / "sitecustomize.py").write_text(f"{WORKER}\n{begun}\n{code}")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", tinyrun.path_of(tmp_path))
     return (
         launch.launch(2, ["--version"], max_restarts),
         capfd.readouterr().err,
@@ -312,7 +312,9 @@ def test_nothing_saved_yet_starts_again(worker, material, run, whole):
     )
 
 
-@pytest.mark.parametrize("damage", ("a bit", "short", "state", "metadata"))
+@pytest.mark.parametrize(
+    "damage", ("a bit", "short", "state", "a number", "metadata", "a flip", "seal")
+)
 def test_a_restart_falls_back_to_an_older_checkpoint(worker, material, run, whole, damage):
     newest = run / "checkpoints" / "step-00000012"
     shard = next(newest.glob("*.distcp"))
@@ -324,6 +326,16 @@ def test_a_restart_falls_back_to_an_older_checkpoint(worker, material, run, whol
         os.truncate(shard, 100)
     elif damage == "state":
         (newest / "state.json").write_text("{")
+    elif damage == "a number":
+        text = (newest / "state.json").read_text()
+        assert '"updates": 12,' in text
+        (newest / "state.json").write_text(text.replace('"updates": 12,', '"updates": 11,'))
+    elif damage == "a flip":
+        content = bytearray((newest / ".metadata").read_bytes())
+        content[content.index(b"relative_path") + 3] ^= 1
+        (newest / ".metadata").write_bytes(content)
+    elif damage == "seal":
+        (newest / "seal").unlink()
     else:
         (newest / ".metadata").write_bytes(b"")
     again = worker(

@@ -1,0 +1,367 @@
+"""The life of a run, in this process: what it says of itself when it ends, ends early, or goes on,
+and that no sample is skipped or repeated.
+"""
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import tinyrun
+from test_processes import LIGHT, TWO, parent, ranks, wait
+from tinyrun import dolmen, losses, rows, same, tensors
+
+import dolmen as package
+from dolmen.checkpoint import writer
+from dolmen.checkpoint.writer import Writer
+from dolmen.cli import launch, train
+from dolmen.data.mixture import Mixture
+from dolmen.train import loop
+from dolmen.train.check import never_at_full_rate, take_lock
+
+material, one_thread = tinyrun.material, tinyrun.one_thread
+
+
+@pytest.fixture(scope="module")
+def whole(material, tmp_path_factory):
+    """Six steps, saved and validated after each third."""
+    out = tmp_path_factory.mktemp("life") / "whole"
+    words = ("--checkpoint.every", 3, "--checkpoint.keep", 0)
+    assert dolmen("train", material.file, "--out", out, *words).code == 0
+    return out
+
+
+@pytest.fixture
+def run(whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def summary(out: Path) -> dict:
+    return json.loads((out / "summary.json").read_text())
+
+
+def state(out: Path, step: int) -> dict:
+    return json.loads((out / "checkpoints" / f"step-{step:08d}" / "state.json").read_text())
+
+
+def edit_state(out: Path, step: int, /, **changes) -> None:
+    """As a checkpoint of before seals would say it; None: not at all."""
+    folder = out / "checkpoints" / f"step-{step:08d}"
+    kept = {n: v for n, v in (state(out, step) | changes).items() if v is not None}
+    del kept["format"]
+    (folder / "state.json").write_text(json.dumps(kept))
+    (folder / "seal").unlink()
+
+
+def during(monkeypatch, act) -> None:
+    """Call act(step) before every step of training."""
+    step = loop.optimizer_step
+
+    def acting(state, *args):
+        act(state.step)
+        return step(state, *args)
+
+    monkeypatch.setattr(loop, "optimizer_step", acting)
+
+
+# ---- summary.json
+
+
+def test_resuming_a_finished_run_leaves_its_summary(whole, run):
+    """Also where the kill came after the last save and before summary.json, or metrics.jsonl."""
+    want = summary(whole)
+    assert want["val_loss"] is not None and want["bits_per_byte"] is not None
+    for gone in ((), ("summary.json",), ("summary.json", "metrics.jsonl")):
+        for name in gone:
+            (run / name).unlink()
+        result = dolmen("train", run / "config.yaml", "--out", run, "--resume")
+        assert result.code == 0 and "nothing is left to train" in result.out
+        seconds = summary(run)["seconds"]
+        assert summary(run) == want | {"seconds": seconds}
+        assert seconds == state(run, 6)["seconds"] <= want["seconds"]
+        assert f"{want['bits_per_byte']:.3f}" in result.out and "nats per token on" in result.out
+
+
+def test_a_stopped_run_says_of_which_step_its_validation_is(material, whole, tmp_path, monkeypatch):
+    """SIGTERM in step 5 of 6: the last validation is of step 3, and bits per byte are its."""
+    out = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        during(patch, lambda step: step == 4 and os.kill(os.getpid(), signal.SIGTERM))
+        result = dolmen("train", material.file, "--out", out)
+    assert result.code == 143 and "stopped by signal 15 after step 5" in result.out
+    found, (third, _) = summary(out), rows(whole, "val_loss")
+    assert (found["steps"], found["signal"], found["val_step"]) == (5, signal.SIGTERM, 3)
+    assert found["val_loss"] == third["val_loss"] and found["val_tokens"] == third["val_tokens"]
+    held = sum(len(Path(file).read_bytes()) for file in found["validation_files"])
+    nats = third["val_loss"] * third["val_tokens"]
+    assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / held, rel=1e-12)
+    assert dolmen("train", material.file, "--out", out, "--resume").code == 0
+    assert losses(out) == losses(whole) and same(tensors(out, 6), tensors(whole, 6))
+    again = summary(out)
+    assert again | {"seconds": 0} == summary(whole) | {"seconds": 0} and again["val_step"] == 6
+
+
+def test_a_stopped_run_that_was_never_validated_says_nothing(material, tmp_path, monkeypatch):
+    during(monkeypatch, lambda step: step == 1 and os.kill(os.getpid(), signal.SIGTERM))
+    assert dolmen("train", material.file, "--out", tmp_path / "run").code == 143
+    found = summary(tmp_path / "run")
+    assert found["steps"] == 2 and found["val_loss"] is found["val_step"] is None
+    assert found["bits_per_byte"] is None and found["val_tokens"] == 0
+
+
+def test_seconds_are_of_all_starts(material, run, tmp_path, monkeypatch):
+    """Half a second a step before, nothing after."""
+    out = tmp_path / "slow"
+    words = ("train", material.file, "--out", out, "--log.validate-every", 0)
+    with monkeypatch.context() as patch:
+        during(patch, lambda step: time.sleep(0.5))
+        assert dolmen(*words, "--train.steps", 3).code == 0
+    before = summary(out)["seconds"]
+    result = dolmen(*words, "--train.steps", 4, "--resume")
+    assert result.code == 0 and "4 steps in" in result.out
+    assert (
+        1.5 < state(out, 3)["seconds"] <= before and before < summary(out)["seconds"] < before + 20
+    )
+
+
+# ---- what is resumed
+
+
+def test_adams_count_is_that_of_updates(run):
+    """A run of which two steps were skipped: its bias correction is that of four updates."""
+    edit_state(run, 6, updates=4)
+    words = ("--resume", "--train.steps", 8)
+    result = dolmen("train", run / "config.yaml", "--out", run, *words)
+    assert result.code == 0 and state(run, 8)["updates"] == 6 and state(run, 8)["step"] == 8
+    assert "step 6 was saved without a seal" in " ".join(result.out.split())
+
+
+def test_the_last_save_is_waited_for(material, tmp_path, monkeypatch):
+    """It is slow, and fails."""
+    finish = Writer.finish
+
+    def failing(self, metadata, results):
+        if self.step == 6:
+            time.sleep(0.5)
+            raise OSError(28, "No space left on device", "/mnt/x")
+        finish(self, metadata, results)
+
+    monkeypatch.setattr(Writer, "finish", failing)
+    options = {"checkpoint": {"every": 3}, "log": {"validate_every": 0}}
+    with pytest.raises(RuntimeError, match="step 6 was not saved in .*No space left.*is of step 3"):
+        package.train(str(material.file), out=tmp_path / "run", **options)
+    assert not (tmp_path / "run" / "summary.json").exists()
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """(first sample, samples) of every batch that is made, the one made ahead among them."""
+    made, windows = [], Mixture.windows
+
+    def noting(self, first, count):
+        made.append((first, count))
+        return windows(self, first, count)
+
+    monkeypatch.setattr(Mixture, "windows", noting)
+    return made
+
+
+def test_another_batch_size_skips_and_repeats_no_sample(run, read):
+    """24 samples in batches of 4, then batches of 8, then of 2: each begins where the last one
+    ended.
+    """
+    words = ("train", run / "config.yaml", "--out", run, "--resume", "--log.validate-every", 0)
+    for size, last, begin in ((8, 8, 24), (2, 11, 40), (4, 12, 46)):
+        read.clear()
+        result = dolmen(*words, "--train.global-batch-size", size, "--train.steps", last)
+        assert result.code == 0, result
+        made = last - {8: 6, 2: 8, 4: 11}[size]
+        assert read[:made] == [(begin + i * size, size) for i in range(made)], (size, read)
+        assert state(run, last)["samples"] == begin + made * size
+    epochs = next(v for n, v in rows(run)[-1].items() if n.startswith("epoch/"))
+    whole = next(v for n, v in rows(run)[5].items() if n.startswith("epoch/"))
+    assert epochs == pytest.approx(whole * 50 / 24, rel=1e-12)  # and it is counted
+
+
+def test_a_checkpoint_that_does_not_count_samples_had_one_batch_size(run, read):
+    edit_state(run, 6, samples=None, seconds=None, validation=None)
+    words = ("--resume", "--train.steps", 7, "--train.global-batch-size", 8)
+    assert dolmen("train", run / "config.yaml", "--out", run, *words).code == 0
+    assert read[0] == (24, 8) and state(run, 7)["samples"] == 32
+
+
+STATES = {
+    "run: 5": {"run": 5},
+    "no data": {"data": None},
+    "updates: null": {"updates": [None]},
+    "updates over steps": {"updates": 7},
+    "a text for steps": {"step": "6"},
+    "no model": {"run": {"train": {"global_batch_size": 4}}},
+    "a loss scale of text": {"loss_scale": ["a", "b"]},
+    "norms of lists": {"norms": [[1]]},
+    "validation: 3": {"validation": 3},
+    "nested": {"run": json.loads("[" * 500 + "]" * 500)},
+}
+
+
+@pytest.mark.parametrize("case", STATES)
+def test_a_state_of_nonsense_is_refused_in_one_line(run, case):
+    edit_state(run, 6, **STATES[case])
+    result = dolmen("train", run / "config.yaml", "--out", run, "--resume", "--train.steps", 7)
+    assert result.code == 2 and result.err.count("\n") == 1, result
+    assert "the newest checkpoint cannot be read" in result.err
+    assert f"remove {run}/checkpoints/step-00000006 to go on from step 3" in result.err
+
+
+# ---- two runs at once
+
+
+def test_who_loses_the_race_for_a_folder_is_told_in_one_line(material, tmp_path, monkeypatch):
+    """The other run comes between the launcher's look and the start: with one process and with
+    two.
+    """
+    monkeypatch.setattr(train, "check_folder", lambda *_: None)
+    held = take_lock(tmp_path / "run")
+    said = f"{tmp_path}/run is in use by another run: wait for it, or give another --out\n"
+    try:
+        one = dolmen("train", material.file, "--out", tmp_path / "run")
+        assert one.code == 2 and one.err == f"dolmen train: {said}"
+        two = dolmen("train", material.file, "--out", tmp_path / "run", *TWO)
+        assert two.code == 2 and not os.listdir(tmp_path / "run")
+    finally:
+        os.close(held)
+
+
+# ---- bounds and warnings
+
+
+def test_the_last_validation_is_bounded_by_the_training_done(material, tmp_path):
+    """Two steps of 64 tokens: 128 of the held-out tokens, and with 0 all."""
+    words = ("train", material.file, "--train.steps", 2, "--data.validation-fraction", 0.3)
+    words += ("--log.validate-every", 1)
+    short = dolmen(*words, "--out", tmp_path / "a", "--log.validation-tokens", 32)
+    everything = dolmen(*words, "--out", tmp_path / "b", "--log.validation-tokens", 0)
+    first, last = rows(tmp_path / "a", "val_loss")
+    assert short.code == everything.code == 0 and (first["val_tokens"], last["val_tokens"]) == (
+        32,
+        128,
+    )
+    held = rows(tmp_path / "b", "val_loss")[-1]["val_tokens"]
+    assert held > 1000 and summary(tmp_path / "b")["bits_per_byte"] is not None
+    said = " ".join(short.out.split())
+    assert (
+        f"on 128 of {held:,} (a short run reads no more; --log.validation-tokens 0 reads all)"
+        in said
+    )
+    assert f"128 of {held:,} held-out tokens" in said
+    assert summary(tmp_path / "a")["bits_per_byte"] is None
+
+
+def test_a_warm_up_longer_than_the_run_is_told(material, tmp_path):
+    words = ("train", material.file, "--out", tmp_path / "run", "--train.steps", 2)
+    result = dolmen(*words, "--optimizer.warmup-steps", 40)
+    said = " ".join(result.out.split())
+    assert result.code == 0 and (
+        "WARNING: optimizer.warmup-steps (40) is over the run's 2 steps: the learning rate ends at "
+        "0.0005 and never reaches 0.01; set --optimizer.warmup-steps 1 or less, or --train.steps "
+        "over 40" in said
+    )
+    assert rows(tmp_path / "run")[-1]["lr"] == 0.0005
+    exact = material.config(optimizer={"lr": 0.01, "warmup_steps": 40})
+    assert never_at_full_rate(exact, 40) is None and never_at_full_rate(exact, 39)
+
+
+# ---- a full disk
+
+
+def torchs(before: Exception | None):
+    """What torch's archive writer raises when a write has failed: of that, nothing."""
+    try:
+        if before is not None:
+            raise before
+    finally:
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
+
+
+@pytest.mark.parametrize("before", [OSError(28, "No space left on device"), None])
+def test_a_full_disk_is_said_to_be_full(tmp_path, monkeypatch, before):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(
+        writer.shutil, "disk_usage", lambda path: usage._replace(free=0 if before is None else 9e9)
+    )
+    with pytest.raises(OSError, match="No space left on device"), writer.said_why(tmp_path):
+        torchs(before)
+
+
+def test_what_is_not_for_want_of_room_stays_what_it_is(tmp_path):
+    with pytest.raises(RuntimeError, match="inline_container"), writer.said_why(tmp_path):
+        torchs(None)
+
+
+# ---- launchers that are killed
+
+WAITING = """
+import os, sys, time
+sys.path.insert(0, {root!r})
+from dolmen.cli import launch
+launch.die_with_launcher()
+open({folder!r} + "/ready" + os.environ["RANK"], "w").close()
+time.sleep(120)
+"""
+
+
+def test_workers_end_with_torchruns_agent(tmp_path):
+    """kill -9 of the agent: both workers are gone within 2 s."""
+    root = str(Path(package.__file__).parents[1])
+    script = tmp_path / "worker.py"
+    script.write_text(WAITING.format(root=root, folder=str(tmp_path)))
+    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    agent = subprocess.Popen([*argv, str(script)], stderr=subprocess.PIPE, text=True)
+    try:
+        assert wait(lambda: len(list(tmp_path.glob("ready*"))) == 2), agent.communicate()
+        workers = ranks(agent.pid)
+    finally:
+        agent.kill()
+    assert sorted(workers) == [0, 1]
+    assert wait(lambda: all(parent(pid) is None for pid in workers.values()), 2)
+    agent.communicate()
+
+
+def test_what_a_killed_launcher_leaves_is_deleted_by_the_next(tmp_path, monkeypatch, capfd):
+    """And what a living one uses, or somebody else has put there, is not."""
+    for name, mark in (("dolmen_mine", "data.txt"), ("dolmen_theirs", "dolmen-launcher.txt")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / mark).write_text("mine")
+    env = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": tinyrun.path_of(tmp_path)}
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, time\n"
+        f"if os.environ.get('RANK'): open({str(tmp_path)!r} + '/ready' + os.environ['RANK'] + "
+        "str(os.getppid()), 'w').close(); time.sleep(120)"
+    )
+    argv = [sys.executable, "-c", LIGHT, "--version"]
+    killed, living = (subprocess.Popen(argv, env=env) for _ in range(2))
+    try:
+        assert wait(lambda: len(list(tmp_path.glob("ready*"))) == 4)
+        made = [p for p in tmp_path.glob("dolmen_*") if (p / launch.OURS).exists()]
+        assert len(made) == 2
+        killed.kill()
+        killed.wait()
+        monkeypatch.setattr(launch.tempfile, "tempdir", str(tmp_path))
+        with launch._reports():
+            pass
+        left = [p for p in made if p.exists()]
+        assert len(left) == 1 and (left[0] / launch.OURS).exists()
+    finally:
+        killed.kill()
+        living.kill()
+        living.wait()
+    with launch._reports():
+        pass
+    assert sorted(p.name for p in tmp_path.glob("dolmen_*")) == ["dolmen_mine", "dolmen_theirs"]
