@@ -13,8 +13,9 @@ import tinyrun
 import torch
 
 import dolmen
+from dolmen.core import mesh as meshes
 from dolmen.core import state as states
-from dolmen.core.mesh import SINGLE
+from dolmen.core.mesh import SINGLE, Mesh
 from dolmen.data.batch import Batch
 from dolmen.model.config import ModelConfig
 from dolmen.model.layout import Layout
@@ -52,8 +53,10 @@ SPARSE = replace(
 MODELS = {"dense": DENSE, "experts": SPARSE}
 
 
-def make(config: ModelConfig, compute: torch.dtype = torch.float32, **options) -> TrainState:
-    model = build(config, SINGLE, Layout(zero=1), compute=compute)
+def make(
+    config: ModelConfig, mesh: Mesh = SINGLE, compute: torch.dtype = torch.float32, **options
+) -> TrainState:
+    model = build(config, mesh, Layout(zero=1), compute=compute)
     initialize(model, 0)
     settings = OptimizerConfig(
         **{"lr": 1e-2, "schedule": "constant", "weight_decay": 0.0, **options}
@@ -117,31 +120,45 @@ def test_a_spike_leaves_the_scale_and_an_overflow_halves_it():
     assert all(torch.equal(value, before[n]) for n, value in values(state).items())
 
 
-def test_the_router_computes_in_fp32_under_bf16(monkeypatch):
-    """Its input is bf16, as all activations are; its logits are the fp32 product, which bf16 does
-    not hold.
+@pytest.fixture
+def grid():
+    """The mesh of a group of this process alone: without a group nothing computes in bf16."""
+    with meshes.joined(None, torch.device("cpu")):
+        yield meshes.grid(1, 1, torch.device("cpu"))
+
+
+def test_the_router_computes_in_fp32_under_bf16(grid, monkeypatch):
+    """Its input is bf16, as all activations are; its weight is the fp32 master, and its logits are
+    their fp32 product, which bf16 does not hold. The rest of a block computes in bf16.
     """
-    state, seen, inputs, route = make(SPARSE, torch.bfloat16), [], [], moe.route
+    state, seen, inputs, route = make(SPARSE, grid, torch.bfloat16), [], [], moe.route
+    others, grouped = set(), moe.grouped_linear
 
     def noting(logits, *args):
         seen.append(logits.detach())
         return route(logits, *args)
 
+    def noting_rows(rows, weight, counts):
+        others.update((rows.dtype, weight.dtype))
+        return grouped(rows, weight, counts)
+
     def before(router, args):
         weight = states.local(router.weight, router.tp.branch_grad).detach()
-        inputs.append((args[0].detach(), weight))
+        inputs.append((args[0].detach(), weight.clone()))
 
     monkeypatch.setattr(moe, "route", noting)
+    monkeypatch.setattr(moe, "grouped_linear", noting_rows)
     for module in state.model.modules():
         if isinstance(module, Router):
             module.register_forward_pre_hook(before)
-    optimizer_step(state, batch(), SINGLE)
-    assert len(seen) == len(inputs) >= 4  # two layers, two microbatches
+    optimizer_step(state, batch(), grid)
+    assert len(seen) == len(inputs) == 4 and others == {torch.bfloat16}  # 2 layers, 2 microbatches
     for logits, (x, weight) in zip(seen, inputs, strict=True):
-        assert x.dtype == torch.bfloat16 and logits.dtype == torch.float32
-        assert torch.equal(logits, x.float() @ weight.float().T)
-        kept = logits.bfloat16().float() == logits
-        assert kept.float().mean() < 0.1
+        assert x.dtype == torch.bfloat16
+        assert logits.dtype == weight.dtype == torch.float32
+        assert (logits - x.float() @ weight.T).abs().max() < 1e-6  # rounding; bf16's is 1e-2
+        assert not torch.equal(weight, weight.bfloat16().float())
+        assert (logits.bfloat16().float() == logits).float().mean() < 0.1
     at_rest = {p.dtype for p in state.model.parameters()}
     moments = {v.dtype for s in state.optimizer.state.values() for v in s.values()}
     assert at_rest == moments == {torch.float32}
