@@ -39,8 +39,8 @@ FLOPS = 6 * (2 * (32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 48 + 2 * 4 * 8 * 8.
 
 @pytest.fixture(scope="module")
 def ran(material, tmp_path_factory):
-    """Folder and outcome of six steps of 4 x 16 tokens, validated after 3 and 6; each look at the clock
-    takes a second.
+    """Folder and outcome of six steps of 4 x 16 tokens, validated after 3 and 6; each look at the
+    clock takes a second.
     """
     out, clock = tmp_path_factory.mktemp("numbers"), itertools.count()
     with pytest.MonkeyPatch.context() as patch:
