@@ -17,8 +17,9 @@ change, the text field, the tokenizer, the end-of-text id, FORMAT. The time of c
 with every write and cannot be set, so other text of the same size and time of modification is
 noticed without reading it again; where a file system does not keep it, only the other two tell.
 
-Whoever starts a run compares every byte with the digests (XXH3, 128 bits: 8 to 15 GB/s a core, so
-that the disk decides), one process per host; the others check sizes. What differs is built again.
+Whoever starts a run compares every byte with the digests (XXH3, 128 bits, 15 GB/s per core, so that
+reading the file decides), one process per host; the others check sizes. What differs is built
+again.
 """
 
 import hashlib
