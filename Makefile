@@ -4,14 +4,14 @@ BIN := .venv/bin
 
 .PHONY: quickstart test test-full clean
 
-.venv/installed: pyproject.toml
+.venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "dolmen needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": make PYTHON=python3.12")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -e .
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .
 	touch $@
 
 .venv/tested: .venv/installed
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[test]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
 	touch $@
 
 quickstart: .venv/installed
@@ -25,6 +25,7 @@ test: .venv/tested
 
 # everything: each row of the golden table, more kills, compiled kernels
 test-full: .venv/tested
+	$(BIN)/ruff format --check dolmen tests benchmarks
 	$(BIN)/ruff check dolmen tests benchmarks
 	$(BIN)/python -m pytest --full
 
