@@ -73,7 +73,7 @@ CONFIG_FIELDS = {
     "n_positions": POSITIONS,
     "original_max_position_embeddings": optional(POSITIONS),
     "sliding_window": optional(Int(0, POSITIONS.high)),
-    "max_window_layers": optional(Int(0, POSITIONS.high)),
+    "max_window_layers": Int(0, POSITIONS.high),
     "decoder_sparse_step": LAYERS,
     "mlp_only_layers": optional(List(Int(0, LAYERS.high), longest=LAYERS.high)),
     "layer_types": optional(List(NAME, longest=LAYERS.high)),

@@ -65,6 +65,21 @@ def test_cut_back_to_the_resumed_step(tmp_path):
     assert read(tmp_path / "none.jsonl") == []
 
 
+@pytest.mark.parametrize(
+    "line", ('{"step": "x"}', '{"step": 3, "loss": 1.0}', "[" * 200_000, '{"step": 3, "loss": "x"}')
+)
+def test_a_damaged_line_ends_the_record_and_the_file_is_kept(tmp_path, line):
+    file = tmp_path / "m.jsonl"
+    write(file, row(1), row(2))
+    file.write_text(file.read_text() + line + "\n" + json.dumps(row(4)) + "\n")
+    before = file.read_text()
+    assert read(file) == [row(1), row(2)]
+    write(file, row(3), at=2)
+    assert read(file) == [row(1), row(2), row(3)]
+    assert (tmp_path / "m.damaged.jsonl").read_text() == before
+    plot(file, tmp_path / "m.png", "m")
+
+
 def test_json_has_no_word_for_infinity(tmp_path):
     write(
         tmp_path / "m.jsonl",
