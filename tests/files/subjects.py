@@ -25,7 +25,7 @@ from dolmen.cli.options import read_run
 from dolmen.convert import hf
 from dolmen.core.config import from_dict, to_dict
 from dolmen.core.mesh import SINGLE
-from dolmen.data import readers
+from dolmen.data import corpus, readers
 from dolmen.families import FAMILIES, from_hf, schema
 from dolmen.files import gate, kinds, tokenizer_files
 from dolmen.files import safetensors as ours
@@ -265,6 +265,28 @@ def same_texts(value: Any, undamaged: Any, file: Path) -> bool:
     return value == [json.loads(line.decode("utf-8-sig"))["text"] or "" for line in lines]
 
 
+# The token cache: each file under a digest, and the index that holds them under its own.
+
+
+def cached(name: str) -> Subject:
+    def make(folder: Path) -> Path:
+        for i, part in enumerate(corpus.FILES):
+            (folder / part).write_bytes(bytes(range(40 + i)))
+        index = {
+            **{"format": 2, "files": [["a.txt", 4, 1, 2]], "hubs": [["h", 1, [["b", 3]]]]},
+            **{"text_field": "text", "tokenizer": "t", "end_of_text": 1, "dtype": "<u2"},
+            **{"tokens": 20, "documents": 1, "bytes": 40, "different": 1, "content": "c"},
+            **{"vocabulary": 300, "largest": 255},
+            "sizes": {part: (folder / part).stat().st_size for part in corpus.FILES},
+            "digests": {part: corpus.digest(folder / part) for part in corpus.FILES},
+        }
+        index["digest"] = corpus.digest_of(index)
+        (folder / "index.json").write_text(json.dumps(index))
+        return folder / name
+
+    return Subject(make, lambda file: corpus.examined(file.parent, verify=True), equal)
+
+
 # A checkpoint: under a seal.
 
 
@@ -361,6 +383,8 @@ SUBJECTS = {
     "metrics.jsonl": Subject(writes("metrics.jsonl", METRICS), metrics.read, same_rows),
     "rows.jsonl": Subject(writes("rows.jsonl", TEXTS), read_texts, same_texts),
     "summary.json": json_subject("summary.json", kinds.SUMMARY, SUMMARY),
+    "index.json of the cache": cached("index.json"),
+    "tokens.bin of the cache": cached("tokens.bin"),
     "state.json": checkpoint("state.json", read_state),
     "seal": checkpoint("seal", read_state),
     ".metadata": checkpoint(".metadata", read_metadata),
