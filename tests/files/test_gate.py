@@ -186,3 +186,13 @@ def test_a_million_values_are_checked_in_a_second(tmp_path):
     began = time.process_time()
     assert len(gate.read_json(file, kinds.VOCAB)) == 300_000
     assert time.process_time() - began < 3  # 0.4 s here
+
+
+def test_yaml_that_promises_its_end(tmp_path):
+    """Every part of it that is cut off at a line, or in its first, is refused."""
+    file, whole = tmp_path / "a.yaml", gate.whole_yaml("a: 1\nb: 2\n")
+    file.write_text(whole)
+    assert gate.read_yaml(file, ANY) == {"a": 1, "b": 2}
+    for end in range(1, len(whole)):
+        file.write_text(whole[:end])
+        assert "is cut short" in refused(gate.read_yaml, file, ANY), whole[:end]
