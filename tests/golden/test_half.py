@@ -46,11 +46,23 @@ def test_bfloat16(row, result):
     got, seen = result(row)
     family = row.call.args[0]
     assert seen == dtypes(family)
+    layout = row.call.args[1]
+    # sums over ranks or microbatches need more than 8 bits: 11 to 45 % of the elements do not; all
+    # would fit if the sums were rounded to bf16, as they do where nothing is added
+    if family != "qwen3-moe" and layout.dp * layout.cp * layout.accumulation > 1:
+        assert rounded(got.gradients[0]) < 0.6
     for want, of in zip(alone(family), ("bf16", "fp32"), strict=True):
         for kind, (error, where) in half.errors(got, want).items():
             assert error <= TOLERANCE[kind], (
                 f"{kind} of {row.name} differ from one process in {of} by {error:.1e} at {where}"
             )
+
+
+def rounded(gradients: dict) -> float:
+    """Share of the elements of all gradients that bf16 can hold, zeros left out."""
+    flat = torch.cat([torch.from_numpy(g).flatten() for g in gradients.values()])
+    flat = flat[flat != 0]
+    return float((flat == flat.bfloat16().float()).double().mean())
 
 
 def without_partial(family: str, layout: Layout) -> tuple[Run, set[str]]:

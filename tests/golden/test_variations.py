@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 from controls import VALIDATIONS, compare_damaged_validation
 from spawning import Row
-from table import FAMILIES, SEED, SINGLE, TOLERANCE, Layout, batches, hold, run
+from table import FAMILIES, SEED, SINGLE, TOLERANCE, Layout, batches, hold, run, start
 from variations import (
     DROPPING,
     OTHER_SEED,
@@ -20,6 +20,7 @@ from variations import (
 )
 
 from dolmen.data.batch import IGNORED
+from dolmen.train.validate import evaluate
 
 
 @pytest.mark.parametrize("row", [row.parameter for row in PACKED])
@@ -83,3 +84,12 @@ def test_validation_of_one_process_counts_every_label():
     found = validated(FAMILIES["llama"], SINGLE, Layout())
     assert found.tokens == sum(int((b.labels != IGNORED).sum()) for b in batches(SINGLE))
     assert found.nats == pytest.approx(found.loss * found.tokens, rel=1e-12)
+
+
+def test_validation_gives_the_loss_that_training_gives():
+    """Of the same weights and batch, documents included."""
+    first = batches(SINGLE, documents=True)[:1]
+    for family in ("llama", "gpt2"):
+        train = start(FAMILIES[family], SINGLE, Layout())
+        want = run(FAMILIES[family], SINGLE, Layout(), steps=1, documents=True).losses[0]
+        assert evaluate(train.model, first, SINGLE).loss == pytest.approx(want, rel=1e-6)

@@ -21,7 +21,7 @@ from dolmen.model.config import ModelConfig
 from dolmen.model.moe import Router
 from dolmen.optim.optimizer import OptimizerConfig, adamw
 from dolmen.parallel import schedule as schedules
-from dolmen.train import hooks
+from dolmen.train import hooks, validate
 from dolmen.train import peak as devices
 from dolmen.train.build import build, initialize
 from dolmen.train.peak import Peak
@@ -40,12 +40,19 @@ FLOPS = 6 * (2 * (32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 48 + 2 * 4 * 8 * 8.
 @pytest.fixture(scope="module")
 def ran(material, tmp_path_factory):
     """Folder and outcome of six steps of 4 x 16 tokens, validated after 3 and 6; each look at the
-    clock takes a second.
+    clock takes a second, each validation a hundred more.
     """
     out, clock = tmp_path_factory.mktemp("numbers"), itertools.count()
     with pytest.MonkeyPatch.context() as patch:
         time = SimpleNamespace(monotonic=lambda: float(next(clock)), time=lambda: 0.0)
         patch.setattr(hooks, "time", time)
+
+        def evaluate(*args):
+            for _ in range(100):
+                next(clock)
+            return validate.evaluate(*args)
+
+        patch.setattr(hooks, "evaluate", evaluate)
         patch.setattr(devices, "peak", lambda *_: Peak(MEASURED, PROMISED))
         outcome = run_training(material.config(), out / "run", SINGLE, Console(quiet=True))
     return out / "run", outcome
@@ -88,7 +95,8 @@ def test_tokens_per_second_and_both_mfu(found):
 
 def test_the_peak_is_that_of_all_ranks():
     assert Peak(2e12, 4e12).utilization(1e12, 1) == {"mfu_measured": 0.5, "mfu_datasheet": 0.25}
-    assert Peak(2e12, None).utilization(1e12, 4) == {"mfu_measured": 0.125}
+    assert Peak(2e12, 4e12).utilization(1e12, 4) == {"mfu_measured": 1 / 8, "mfu_datasheet": 1 / 16}
+    assert Peak(2e12, None).utilization(1e12, 4) == {"mfu_measured": 1 / 8}
 
 
 def test_a_run_of_several_ranks_divides_by_all_of_them(found, material, tmp_path, monkeypatch):
@@ -216,3 +224,11 @@ def test_bits_per_byte_of_a_held_out_end(material, tmp_path):
     assert held == pytest.approx(0.1 * len(words.encode()), rel=0.02)
     # one byte per letter, and each token of the held-out end stands for some of them
     assert outcome.val_tokens < held < 8 * outcome.val_tokens
+
+
+def test_a_part_of_the_held_out_text_has_no_bits_per_byte(material, tmp_path):
+    """Its bytes are not known; its loss and tokens are told."""
+    log = {"validate_every": 1, "validation_tokens": 32}
+    config = material.config(train={"steps": 1}, log=log)
+    outcome = run_training(config, tmp_path / "run", SINGLE, Console(quiet=True))
+    assert outcome.bits_per_byte is None and outcome.val_tokens == 32 and outcome.val_loss > 0
