@@ -240,7 +240,7 @@ def overflow_on_one_rank():
             state.scale.value,
             same(before, values(state)),
             update(state, batch(mesh, 2), mesh, 2).skipped,
-            state.step,
+            (state.step, state.tokens),
         )
         everyone = [None, None]
         dist.all_gather_object(everyone, found)
@@ -249,7 +249,7 @@ def overflow_on_one_rank():
 
 
 def test_an_overflow_on_one_rank_is_everyones(spawn):
+    """And tokens, those of a skipped step too, are counted over all of dp and once of tp."""
     found = spawn(2)(overflow_on_one_rank)
-    assert (
-        found == {layout: [(True, 4.0, True, False, 3)] * 2 for layout in found} and len(found) == 5
-    )
+    want = (True, 4.0, True, False, (3, 3 * ROWS * LENGTH))
+    assert found == {layout: [want] * 2 for layout in found} and len(found) == 5
