@@ -210,7 +210,7 @@ def skipping(monkeypatch, pattern) -> None:
         return replace(step(state, *args), skipped=bool(pattern(state.step - 1)))
 
     monkeypatch.setattr(loop, "optimizer_step", told)
-    monkeypatch.setattr(run, "matmul_peak", lambda *_: 1e12)
+    monkeypatch.setattr(run.devices, "matmul_peak", lambda *_: 1e12)
 
 
 def test_so_many_steps_skipped_in_a_row_end_a_run(material, tmp_path, monkeypatch):
