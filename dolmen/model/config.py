@@ -6,8 +6,23 @@ model's name.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
+
+from dolmen.files import kinds
+
+# The same limits as a config.json has.
+SIZES = {
+    "vocab_size": kinds.VOCABULARY,
+    "hidden_size": kinds.WIDTH,
+    "intermediate_size": kinds.WIDTH,
+    "num_hidden_layers": kinds.LAYERS,
+    "num_attention_heads": kinds.HEADS,
+    "num_key_value_heads": kinds.HEADS,
+    "head_dim": kinds.WIDTH,
+    "max_position_embeddings": kinds.POSITIONS,
+    "num_experts": replace(kinds.EXPERTS, low=0),
+}
 
 
 @dataclass(frozen=True)
@@ -118,21 +133,11 @@ class ModelConfig:
     """
 
     def __post_init__(self):
-        positive = (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-            "max_position_embeddings",
-        )
-        for name in positive:
-            if getattr(self, name) < 1:
+        for name, allowed in SIZES.items():
+            if not allowed.low <= getattr(self, name) <= allowed.high:
                 raise ValueError(
-                    f"model.{name.replace('_', '-')} is {getattr(self, name)}: it must be at "
-                    f"least 1"
+                    f"model.{name.replace('_', '-')} is {getattr(self, name)}: it must be from "
+                    f"{allowed.low} to {allowed.high:,}"
                 )
         for name, value in (
             ("norm_eps", self.norm_eps),
@@ -172,8 +177,6 @@ class ModelConfig:
             self._check_experts()
 
     def _check_experts(self) -> None:
-        if self.num_experts < 0:
-            raise ValueError(f"model.num-experts is {self.num_experts}: it must not be negative")
         if not 1 <= self.num_experts_per_tok <= self.num_experts:
             raise ValueError(
                 f"num_experts_per_tok ({self.num_experts_per_tok}) must lie in 1 to num_experts "

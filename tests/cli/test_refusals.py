@@ -88,6 +88,19 @@ OPTIONS = {
     "nproc-0": ("--nproc 0", "--nproc is 0: it must be at least 1"),
     "tp-0": ("--layout.tp 0", "layout.tp is 0: it must be at least 1"),
     "zero-7": ("--layout.zero 7", "--layout.zero is '7': use one of '0', '1', '2', '3'"),
+    # the model: as many layers would fill the memory before anything could be refused
+    "layers": (
+        "--model.num-hidden-layers 1000000000",
+        "model.num-hidden-layers is 1000000000: it must be from 1 to 4,096",
+    ),
+    "hidden-0": (
+        "--model.hidden-size 0",
+        "model.hidden-size is 0: it must be from 1 to 4,194,304",
+    ),
+    "experts": (
+        "--model.num-experts -1",
+        "model.num-experts is -1: it must be from 0 to 16,384",
+    ),
     # data
     "no-data": ("--data.path", "no data: use --data.path"),
     "missing": ("--data.path {folder}/none.txt", "none.txt: no such file or folder"),
