@@ -202,6 +202,7 @@ def test_a_launcher_killed_while_two_ranks_train_leaves_none(material, tmp_path)
     launcher.communicate()
 
 
+@pytest.mark.full  # tests/cli/test_two_hosts.py joins torchrun in the short tier
 def test_ranks_of_another_launcher_join(material, alone, tmp_path):
     """Two tasks as srun starts them: dp 2 and ZeRO-3, resuming a run of one process."""
     out = tmp_path / "run"

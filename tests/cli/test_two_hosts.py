@@ -203,6 +203,7 @@ def test_tp_inside_a_host_and_another_axis_across(hosts, material, alone, tmp_pa
     ), (found, alone)
 
 
+@pytest.mark.full  # tests/core/test_agree.py has the refusal itself
 def test_hosts_that_differ_are_refused(hosts, material, tmp_path):
     """Another learning rate on host-b: both say so, end with 2, and leave nothing."""
     said = torchrun(

@@ -5,6 +5,8 @@ Rank 0 of 8, on a fake group, in a process of its own.
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import resource, sys, torch
 from dolmen.convert import hf
@@ -35,6 +37,7 @@ else:
 """
 
 
+@pytest.mark.full
 def test_a_rank_holds_its_shard_and_one_tensor(tmp_path):
     def run(mode):
         return subprocess.run(
