@@ -178,6 +178,9 @@ def main() -> int:
         Progress(*columns, console=screen, transient=True) as line,
     ):
         first = unmutated(found, tree)
+        for key in first:  # what has failed may have been for want of memory or ports
+            if key in results.known and results.known[key].outcome != "passed":
+                del results.known[key]
         carry_out(processes, first, results, line)
         if wrong := [results.known[key] for key in first if results.known[key].outcome != "passed"]:
             screen.print(
