@@ -60,12 +60,15 @@ def peak(device: torch.device, dtype: torch.dtype) -> Peak:
 
 
 def datasheet(name: str, dtype: torch.dtype) -> float | None:
-    """FLOP/s that the maker promises of the device of that name; None where DATASHEET has none."""
+    """FLOP/s that the maker promises of the device of that name; None where DATASHEET has none,
+    and for float64.
+    """
     known = [start for start in DATASHEET if name.startswith(start)]
     if not known or "MIG" in name:
         return None
     half, single = DATASHEET[max(known, key=len)]
-    return 1e12 * {torch.bfloat16: half, torch.float16: half, torch.float32: single}[dtype]
+    rates = {torch.bfloat16: half, torch.float16: half, torch.float32: single}
+    return 1e12 * rates[dtype] if dtype in rates else None
 
 
 def matmul_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.25) -> float:

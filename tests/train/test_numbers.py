@@ -129,6 +129,7 @@ def test_a_run_of_several_ranks_divides_by_all_of_them(found, material, tmp_path
         ("NVIDIA A100 80GB PCIe", torch.float32, 19.5e12),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", torch.bfloat16, None),
         ("", torch.bfloat16, None),
+        ("NVIDIA H200", torch.float64, None),
         ("Some GPU", torch.float32, None),
     ],
 )
