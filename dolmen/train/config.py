@@ -23,7 +23,7 @@ class TrainConfig:
     """Initial weights and order of data depend on it alone."""
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     """Arithmetic of forward and backward; weights at rest and optimizer state are float32. All of
-    float64 is float64, for a CPU: two runs that should be equal then differ by 1e-13, not 1e-6.
+    float64 is float64, for a CPU: two runs that should be equal then differ by 1e-12, not 1e-6.
     """
     sequence_length: int | None = None
     """Tokens of a training sequence; unset: the smaller of 512 and the model's own maximum."""
