@@ -47,7 +47,7 @@ def test_saves_the_values_of_its_moment(store, monkeypatch):
     not wait for it.
     """
     go, write_data = threading.Event(), Writer.write_data
-    monkeypatch.setattr(Writer, "write_data", lambda *args: go.wait(30) and write_data(*args))
+    monkeypatch.setattr(Writer, "write_data", lambda *args: go.wait(300) and write_data(*args))
     state, meta = tensors(1.0), {"step": 1, "nested": {"seed": 3, "lr": 0.1}}
     store.save(1, state, meta)
     with torch.no_grad():

@@ -157,7 +157,7 @@ if os.environ.get("RANK") == "1":
 
 def test_a_rank_that_raises_ends_the_run_and_is_told_once(material, tmp_path, monkeypatch, capfd):
     """Rank 1 raises in its third step; rank 0, which waits for it, has a traceback too, as a
-    consequence.
+    consequence; gloo alone would have it wait for half an hour.
     """
     (tmp_path / "sitecustomize.py").write_text(BROKEN)
     monkeypatch.setenv("PYTHONPATH", tinyrun.path_of(tmp_path))
@@ -176,8 +176,8 @@ def test_a_rank_that_raises_ends_the_run_and_is_told_once(material, tmp_path, mo
         "dolmen: rank 1 failed (exit code 1); all ranks were stopped"
     )
     assert (
-        wait(lambda: ended, 5)
-        and ended[0] - rows(tmp_path / "run")[-1]["time"] < 20
+        wait(lambda: ended)
+        and ended[0] - rows(tmp_path / "run")[-1]["time"] < PATIENCE
         and len(rows(tmp_path / "run")) == 2
     )
 
@@ -186,7 +186,7 @@ LIGHT = "import sys; from dolmen.cli.launch import launch; sys.exit(launch(2, sy
 
 
 def test_a_launcher_killed_while_two_ranks_train_leaves_none(material, tmp_path):
-    """kill -9: both are gone within 2 s."""
+    """kill -9: both are gone, of a run that would have gone on for hours."""
     out = tmp_path / "run"
     argv = [
         str(a)
@@ -197,7 +197,7 @@ def test_a_launcher_killed_while_two_ranks_train_leaves_none(material, tmp_path)
     workers = ranks(launcher.pid)
     launcher.kill()
     assert sorted(workers) == [0, 1] and wait(
-        lambda: all(parent(pid) is None for pid in workers.values()), 2
+        lambda: all(parent(pid) is None for pid in workers.values())
     )
     launcher.communicate()
 
@@ -293,12 +293,12 @@ def test_threads_are_divided(run, monkeypatch):
 def test_a_rank_that_is_killed_is_named(run):
     began = time.monotonic()
     code, _, complained = run(
-        "if RANK == '1': os.kill(os.getpid(), signal.SIGKILL)\nif RANK == '0': time.sleep(60)"
+        "if RANK == '1': os.kill(os.getpid(), signal.SIGKILL)\nif RANK == '0': time.sleep(600)"
     )
     assert (
         code == 1
         and complained.startswith("dolmen: rank 1 (pid ")
-        and time.monotonic() - began < 15
+        and time.monotonic() - began < PATIENCE  # rank 0 sleeps for ten minutes
     )
     assert (
         complained.endswith(") was ended by SIGKILL (out of memory?); all ranks were stopped\n")
@@ -312,7 +312,7 @@ if RANK:
     from dolmen.cli import launch
     from dolmen.cli.errors import BadInput
     def work(): raise BadInput("use --less")
-    if RANK == "0": time.sleep(60)
+    if RANK == "0": time.sleep(600)
     launch.guarded(work)
 """
 
@@ -359,7 +359,7 @@ def test_a_launcher_killed_while_workers_start_leaves_none(tmp_path, monkeypatch
     code = (
         "time.sleep(1)"
         if moment == "before"
-        else "import dolmen.cli.launch as l; l.die_with_launcher(); time.sleep(60)"
+        else "import dolmen.cli.launch as l; l.die_with_launcher(); time.sleep(600)"
     )
     started = f"open({str(tmp_path)!r} + '/started' + RANK, 'w').write(str(os.getpid()))"
     (tmp_path / "sitecustomize.py").write_text(f"{WORKER}\nif RANK:\n    {started}\n    {code}")
@@ -380,7 +380,7 @@ def test_a_launcher_killed_while_workers_start_leaves_none(tmp_path, monkeypatch
     assert all(parent(pid) == launcher.pid for pid in workers)
     launcher.kill()
     launcher.wait()
-    assert wait(lambda: all(parent(pid) is None for pid in workers), 2)
+    assert wait(lambda: all(parent(pid) is None for pid in workers))
 
 
 def test_broken_pipe_is_no_traceback(monkeypatch, capfd):

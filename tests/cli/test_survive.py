@@ -11,7 +11,18 @@ import sys
 
 import pytest
 import tinyrun
-from test_processes import ENDLESS, LIGHT, TWO, WORKER, at_step, meanwhile, parent, ranks, wait
+from test_processes import (
+    ENDLESS,
+    LIGHT,
+    PATIENCE,
+    TWO,
+    WORKER,
+    at_step,
+    meanwhile,
+    parent,
+    ranks,
+    wait,
+)
 from tinyrun import dolmen, losses, rows, same, steps, tensors
 
 import dolmen as package
@@ -178,7 +189,7 @@ def test_a_stopped_rank_is_named(material, tmp_path):
         assert wait(lambda: at_step(out, 3)), launcher.communicate()
         workers = ranks(launcher.pid)
         os.kill(workers[1], signal.SIGSTOP)
-        _, complained = launcher.communicate(timeout=60)
+        _, complained = launcher.communicate(timeout=PATIENCE)
     finally:
         launcher.kill()
     assert (
@@ -191,7 +202,7 @@ def test_a_stopped_rank_is_named(material, tmp_path):
         and "1 of 2 ranks wait for it" in complained
         and (out / "hang" / "rank-0.txt").stat().st_size
     )
-    assert wait(lambda: all(parent(pid) is None for pid in workers.values()), 5)
+    assert wait(lambda: all(parent(pid) is None for pid in workers.values()))
 
 
 # ---- torchrun
@@ -233,7 +244,7 @@ def test_torchrun_restarts_what_was_killed_and_not_what_was_asked_to_end(materia
             lambda: (out / "metrics.jsonl").stat().st_ino != begun and len(rows(out)) > 20
         ), torchrun.communicate()
         torchrun.send_signal(signal.SIGTERM)
-        said, complained = torchrun.communicate(timeout=60)
+        said, complained = torchrun.communicate(timeout=PATIENCE)
     finally:
         torchrun.kill()
     assert torchrun.returncode != 0 and said.count("resuming from step ") == 1, complained

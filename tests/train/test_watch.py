@@ -4,7 +4,11 @@ tests/cli/test_survive.py.
 
 import json
 import time
+from types import SimpleNamespace
 
+import pytest
+
+from dolmen.train import watch as watches
 from dolmen.train.watch import Watch, verdict
 
 
@@ -50,19 +54,44 @@ def test_where_all_wait_nobody_is_blamed_alone():
     assert "like all others" in said and said.endswith("2 of 2 ranks hang")
 
 
-def test_a_main_thread_that_sleeps_is_told_with_its_stack(tmp_path):
+def until(done) -> None:
+    """Wait, for as long as a busy machine may take."""
+    end = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """passes(watch, seconds): time passes on the watch's clock alone, and the watch has looked."""
+    clock = SimpleNamespace(now=0.0)
+    held = SimpleNamespace(monotonic=lambda: clock.now, sleep=time.sleep, ctime=time.ctime)
+    monkeypatch.setattr(watches, "time", held)
+    monkeypatch.setattr(watches.faulthandler, "dump_traceback_later", lambda *a, **k: None)
+
+    def passing(watch: Watch, seconds: float) -> None:
+        clock.now += seconds
+        tick = watch.tick
+        until(lambda: watch.tick >= tick + 2 or not watch.thread.is_alive())
+
+    return passing
+
+
+def test_a_main_thread_that_sleeps_is_told_with_its_stack(tmp_path, passes):
     told = []
     watch = Watch(tmp_path / "hang", 0, 1, 0.2, told.append)
     with watch.watching():
-        for step in range(8):  # progress, slower than a tick and faster than the limit
+        for step in range(4):  # progress, slower than a tick and faster than the limit
             watch.beat(step, "a step")
-            time.sleep(0.05)
+            passes(watch, 0.15)
         assert (
             not told
             and json.loads((tmp_path / "hang" / "rank-0.json").read_text())["phase"] == "a step"
         )
-        time.sleep(1.0)
-    assert len(told) == 1 and "hangs after step 7, in a step: it makes no progress" in told[0]
+        passes(watch, 1.0)
+        until(lambda: told)
+    assert len(told) == 1 and "hangs after step 3, in a step: it makes no progress" in told[0]
     assert (
         "test_a_main_thread_that_sleeps_is_told_with_its_stack" in told[0]
         and "0 of 1 ranks wait for it" in told[0]
@@ -70,10 +99,12 @@ def test_a_main_thread_that_sleeps_is_told_with_its_stack(tmp_path):
     assert "Current thread" in (tmp_path / "hang" / "rank-0.txt").read_text()
 
 
-def test_start_up_has_longer_and_nothing_is_left(tmp_path):
+def test_start_up_has_longer_and_nothing_is_left(tmp_path, passes):
     told = []
-    with Watch(tmp_path / "hang", 0, 1, 0.1, told.append).watching():
-        time.sleep(0.5)
+    with Watch(tmp_path / "hang", 0, 1, 0.1, told.append).watching() as watch:
+        for _ in range(5):
+            passes(watch, 0.12)
+        assert watch.thread.is_alive()
     assert not told and not (tmp_path / "hang").exists()
     with Watch(tmp_path / "hang", 0, 1, None, told.append).watching() as watch:
         watch.beat(0, "a step")
