@@ -166,17 +166,26 @@ def differences(
     biases = np.array([float(b) for bias in got.biases for b in bias])
     off["biases"] = np.abs(biases - want["biases"]).max(initial=0.0), norm * row.job.bias_rate
     for name, true in oracle.weights.items() if row.at_rest else ():
-        far = largest(true - weights[name])
-        off[f"weight {name}"] = largest(got.weights[name] - true) / far, moved
+        far = true - weights[name]
+        off[f"weight {name}"] = apart(got.weights[name], true, far), moved
         for kind in ("first", "second"):
             true = vars(oracle)[kind][name]
-            off[f"{kind} {name}"] = largest(vars(got)[kind][name] - true) / largest(true), moment
+            off[f"{kind} {name}"] = apart(vars(got)[kind][name], true, true), moment
     return {key: value for key, (value, most) in off.items() if not value <= most}
 
 
-def largest(x: Tensor) -> float:
-    """The largest element but for inf - inf, of a row that is not finite and stays so."""
-    return float(x.double().nan_to_num(nan=0.0).abs().max())
+def apart(got: Tensor, true: Tensor, unit: Tensor) -> float:
+    """Largest difference where `true` is finite, in units of `unit`'s largest finite element;
+    infinite unless NaN and the infinities of each sign are in the same places.
+    """
+    got, true, unit = got.double(), true.double(), unit.double()
+    finite = true.isfinite()
+    if not torch.equal(got.isnan(), true.isnan()) or not torch.equal(
+        got[~finite].nan_to_num(), true[~finite].nan_to_num()
+    ):
+        return math.inf
+    largest = unit[unit.isfinite()].abs().max()
+    return float((got - true)[finite].abs().max() / largest)
 
 
 def hold_the_rest(row: Row, dtype: str, got: Result, out: Path, made: Material) -> None:
@@ -196,6 +205,20 @@ def hold_the_rest(row: Row, dtype: str, got: Result, out: Path, made: Material) 
     sizes = [len(b.tokens) for b in freeze.batches(row, freeze.load(row.data))]
     read = np.cumsum(sizes[: row.job.steps]) / windows
     assert adapter.epochs(out) == pytest.approx(read.tolist(), rel=1e-12)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_apart(bad):
+    """From what is finite, and from what is not finite otherwise; in one place it is equal."""
+    true = torch.tensor([1.0, 2.0, math.inf])
+    assert apart(true, true, true) == 0.0
+    assert apart(true + torch.tensor([0.5, 0.0, 0.0]), true, true) == 0.25
+    for place in (0, 1, 2):
+        got = true.clone()
+        got[place] = bad
+        same = bad == math.inf and place == 2
+        assert apart(got, true, true) == apart(true, got, got) == (0.0 if same else math.inf)
+        assert apart(got, got, got) == 0.0
 
 
 @pytest.mark.parametrize("name", ["no-clip", "clip-not-reached", "auxiliary-accumulation"])

@@ -216,15 +216,18 @@ def test_bits_per_byte_of_a_held_out_end(material, tmp_path):
     """Of a single document its end is held out: the bytes are those of the text after what was
     trained on.
     """
-    words = (material.docs / "00.txt").read_text() * 40
-    (tmp_path / "one.txt").write_text(words)
+    text = (material.docs / "00.txt").read_text() * 40
+    (tmp_path / "one.txt").write_text(text)
     data = {"path": [str(tmp_path / "one.txt")], "validation_fraction": 0.1}
     config = material.config(data=data, train={"steps": 1})
     outcome = run_training(config, tmp_path / "run", SINGLE, Console(quiet=True))
-    held = outcome.val_loss * outcome.val_tokens / math.log(2) / outcome.bits_per_byte
-    assert held == pytest.approx(0.1 * len(words.encode()), rel=0.02)
-    # one byte per letter, and each token of the held-out end stands for some of them
-    assert outcome.val_tokens < held < 8 * outcome.val_tokens
+    tokenizer = transformers.AutoTokenizer.from_pretrained(material.tokenizer)
+    ids = tokenizer(text)["input_ids"]  # and the end of text
+    assert outcome.val_tokens == round(0.1 * (len(ids) + 1))
+    end = tokenizer.decode(ids[1 - outcome.val_tokens :])
+    assert text.endswith(end)
+    bits = outcome.val_loss * outcome.val_tokens / math.log(2) / len(end.encode())
+    assert outcome.bits_per_byte == pytest.approx(bits, rel=1e-12)
 
 
 def test_a_part_of_the_held_out_text_has_no_bits_per_byte(material, tmp_path):
