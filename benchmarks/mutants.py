@@ -46,7 +46,7 @@ UNMUTATED_LIMIT = 1800  # seconds, of all tests of one file
 
 @dataclass
 class Results:
-    """A file of results, one a line; what is there already is not run again."""
+    """A file of results, one per line; what is there already is not run again."""
 
     file: Path
     known: dict[str, Case]

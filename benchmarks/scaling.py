@@ -5,7 +5,7 @@ side by side in one run.
         hidden 1024, 8 layers, vocabulary 8192, 8 x 1024 tokens, bf16
     python benchmarks/scaling.py --only dp2-zero1 tp2 --steps 9 --compile
 
-Each side is built in processes of its own, a core and one thread each, and warmed up with three
+Each side is built in processes of its own, one core and one thread each, and warmed up with three
 steps. Then steps are timed in pairs, one of the lone process and one of the side, because cores of
 a shared machine are faster in one minute than in the next; a ratio is the median over pairs. Where
 the time of a step goes, of the slower rank:
@@ -223,7 +223,7 @@ def table(results: dict[str, list[tuple[dict, list[dict]]]], args, peak: float) 
         "transport",
         "waiting",
         "bubble",
-        "sent a rank",
+        "sent per rank",
         "loss",
         title=f"{parameters(config(args)) / 1e6:.0f} M parameters, {args.batch} x {args.sequence} "
         f"tokens, bf16"

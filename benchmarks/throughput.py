@@ -395,7 +395,7 @@ def main():
     )
     parser.add_argument("--rounds", type=int, default=9, help="timed steps of each side")
     parser.add_argument("--only", nargs="+", help="sides to run, by name")
-    parser.add_argument("--batch", type=int, help="sequences a step")
+    parser.add_argument("--batch", type=int, help="sequences per step")
     options = parser.parse_args()
     options.shape = SHAPES[options.device]
     if options.batch:

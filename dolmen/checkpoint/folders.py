@@ -2,7 +2,7 @@
 
     checkpoints/
       step-00000100/              whole: it got this name after all that is in it was on disk
-        __0_0.distcp ...          the tensors, one file a rank
+        __0_0.distcp ...          the tensors, one file per rank
         .metadata                 DCP: which file holds which part of which tensor
         state.json                everything that is not a tensor
         seal                      what each of these files must be; written last (seal.py)

@@ -149,7 +149,7 @@ class ScheduleOptions:
     microbatches: int | None = None
     """Microbatches per step. Default: 8; those of the file."""
     virtual_stages: int | None = None
-    """Chunks of layers a rank holds. Default: 1, or 2 where the schedule needs several; those of
+    """Chunks of layers per rank. Default: 1, or 2 where the schedule needs several; those of
     the file.
     """
     out: str | None = None

@@ -2,7 +2,7 @@
 after joining.
 
 Ranks on hosts that differ in an option or in a file of code would train something that is neither,
-or wait for ever in collectives of other shapes. One digest a rank is gathered; only where they
+or wait for ever in collectives of other shapes. One digest per rank is gathered; only where they
 differ, the facts themselves.
 """
 

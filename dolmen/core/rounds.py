@@ -58,7 +58,7 @@ def _handler(
 
 
 def register() -> str:
-    """Teach torch the way to meet; its URL. Once a process."""
+    """Teach torch the way to meet; its URL. Once per process."""
     try:
         dist.register_rendezvous_handler("dolmen", _handler)
     except RuntimeError:

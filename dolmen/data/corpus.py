@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from dolmen.core.words import counted
 from dolmen.data import tokenizer as tokenizers
 from dolmen.data.documents import load_hub
 from dolmen.data.progress import bar, say
@@ -187,7 +188,7 @@ def build(
     """
     started, sizes = time.monotonic(), [size for _, size, *_ in origin["files"]]
     title = (
-        f"tokenising {source.name}: {sum(sizes) / 1e6:,.1f} MB in {len(sizes):,} files, "
+        f"tokenising {source.name}: {sum(sizes) / 1e6:,.1f} MB in {counted(len(sizes), 'file')}, "
         f"{workers} threads"
     )
     with bar(title, None if source.hubs else sum(sizes), progress) as reach:
@@ -195,8 +196,8 @@ def build(
     ends, documents = written.ends, written.documents
     if not len(ends):
         raise ValueError(
-            f"{option} {source.name}: no text in {len(sizes):,} files and {len(source.hubs)} "
-            f"data sets"
+            f"{option} {source.name}: no text in {counted(len(sizes), 'file')} and "
+            f"{counted(len(source.hubs), 'data set')}"
         )
     if ends[-1] == len(ends):
         raise ValueError(

@@ -4,6 +4,7 @@ without reading all text is refused here.
 
 from typing import NamedTuple
 
+from dolmen.core.words import counted
 from dolmen.data import tokenizer as tokenizers
 from dolmen.data.bpe import tokenizer_folder
 from dolmen.data.config import DataConfig
@@ -69,7 +70,7 @@ def look_at(source: Source, text_field: str, least: int, option: str) -> str:
     """
     first = next(pieces(source, text_field, option), None)
     if first is None:
-        raise ValueError(f"{option} {source.name}: no text in {len(source.files)} files")
+        raise ValueError(f"{option} {source.name}: no text in {counted(len(source.files), 'file')}")
     sizes = [file.stat().st_size for file in source.files if whole(file)]
     most = sum(sizes) + sum(size > 0 for size in sizes)
     if len(sizes) == len(source.files) and most < least:

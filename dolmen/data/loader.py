@@ -273,7 +273,7 @@ def describe(
         lines.append(
             f"{share}{part.name}: {len(part.stream):,} tokens to train on of "
             f"{corpus.token_count:,} in {corpus.document_count:,} documents ({corpus.byte_count:,} "
-            f"bytes{told}), {size:,} windows of {mixture.sequence_length:,} an epoch"
+            f"bytes{told}), {size:,} windows of {mixture.sequence_length:,} per epoch"
         )
     none = "validation: none (--data.validation-fraction is 0)"
     return lines + notes + ([f"validation: {out.note}" for out in held] or [none])

@@ -39,7 +39,7 @@ class Part:
 
 class Mixture:
     """Windows of `sequence_length` + 1 tokens of the parts; a window's last token is the next one's
-    first, so that each token is predicted once an epoch (all but the remainder of tokens /
+    first, so that each token is predicted once per epoch (all but the remainder of tokens /
     sequence_length, which differ by epoch).
     """
 

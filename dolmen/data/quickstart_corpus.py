@@ -10,6 +10,8 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
+from dolmen.core.words import counted
+
 STANDARD_LIBRARY = "python-standard-library"  # as an entry of --data.path
 
 NOT_SOURCE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -38,7 +40,9 @@ def gzip_xz_bits(files: Sequence[Path]) -> tuple[float, float]:
     texts = [file.read_bytes() for file in files]
     plain = sum(map(len, texts))
     if not plain:
-        raise ValueError(f"nothing to compress: {len(files)} held-out files with 0 bytes")
+        raise ValueError(
+            f"nothing to compress: {counted(len(files), 'held-out file')} with 0 bytes"
+        )
     return (
         8 * sum(len(gzip.compress(text, 9)) for text in texts) / plain,
         8 * sum(len(lzma.compress(text, preset=9)) for text in texts) / plain,

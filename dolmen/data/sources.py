@@ -10,6 +10,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from dolmen.core.paths import expand
+from dolmen.core.words import counted
 from dolmen.data.folders import Found
 from dolmen.data.quickstart_corpus import STANDARD_LIBRARY, standard_library_files
 from dolmen.data.readers import SUPPORTED, form, looks_like_text
@@ -69,7 +70,8 @@ def gather(
         left_out += found.notes() if found else ()
     files = list(dict.fromkeys(files))  # two globs may name one file
     if files and not hubs and not any(file.stat().st_size for file in files):
-        raise ValueError(f"{option} {', '.join(entries[:3])}: {len(files)} files with 0 bytes")
+        found = counted(len(files), "file")
+        raise ValueError(f"{option} {', '.join(entries[:3])}: {found} with 0 bytes")
     name = ", ".join(entries[:3]) + (f" and {len(entries) - 3} more" if len(entries) > 3 else "")
     return Source(name, weight, tuple(files), tuple(hubs), tuple(left_out))
 
@@ -100,7 +102,7 @@ def entry_files(entry: str, option: str, cache: Path | None) -> Found | None:
     if not found.files:
         notes = "".join(f"; left out: {note}" for note in found.notes())
         raise FileNotFoundError(
-            f"{option} {entry}: {found.seen:,} files, none to read{notes}; {SUPPORTED}"
+            f"{option} {entry}: {counted(found.seen, 'file')}, none to read{notes}; {SUPPORTED}"
         )
     found.files.sort()
     return found

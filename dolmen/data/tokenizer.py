@@ -21,8 +21,8 @@ from dolmen.files import tokenizer_files
 END_OF_TEXT = "<|endoftext|>"
 
 # Words with the character before them, up to three digits, punctuation, a newline with the
-# indentation after it. On the standard library with 4,096 tokens: 3.57 bytes a token, where GPT-2's
-# pattern gives 3.48 and Llama 3's 3.47.
+# indentation after it. On the standard library with 4,096 tokens: 3.57 bytes per token, where
+# GPT-2's pattern gives 3.48 and Llama 3's 3.47.
 WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+[ \t]*(?=[^\s])|\s+"
 
 

@@ -111,7 +111,7 @@ class Transpose:
 
 @dataclass(frozen=True)
 class Stack:
-    """`count` tensors on disk, one an expert (the second "{}"), are one of ours: piece i of it
+    """`count` tensors on disk, one per expert (the second "{}"), are one of ours: piece i of it
     along a new first dim.
     """
 

@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from dolmen.core.words import counted
 from dolmen.files import gate, kinds
 from dolmen.files.gate import refuse
 
@@ -107,7 +108,7 @@ def index(folder: Path | str) -> dict[str, Stored]:
     ]:
         raise refuse(
             folder / INDEX,
-            f"names {len(absent)} files that are not in the folder, e.g. {absent[:3]}",
+            f"names what is not in the folder: {counted(len(absent), 'file')}, e.g. {absent[:3]}",
         )
     found: dict[str, Stored] = {}
     for name in files:

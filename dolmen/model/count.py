@@ -13,11 +13,11 @@ def parameters(c: ModelConfig) -> int:
 
 
 def training_flops_per_token(c: ModelConfig, sequence_length: int) -> float:
-    """FLOPs a token of forward and backward, 2 a multiply-add, backward twice forward, nothing for
-    recomputation.
+    """FLOPs per token of forward and backward: 2 per multiply-add, backward twice forward, nothing
+    for recomputation.
 
     Matrices: 6 * their elements, of experts those that compute the token, the head's once more
-    where it is the embedding. Attention: 12 * heads * head_dim * keys a layer, with keys the mean
+    where it is the embedding. Attention: 12 * heads * head_dim * keys per layer, with keys the mean
     number a causal query sees, (sequence + 1) / 2, or what a sliding window leaves of it.
     """
     shapes = parameter_shapes(c)
@@ -54,7 +54,7 @@ def activation_bytes_per_layer(
     probabilities are formed whole, keeps s b h (10 + 24 / t + 5 a s / h t), all of it / t under
     sequence parallelism; selective recomputation drops the last term and full keeps 2 s b h. Beside
     it, what the paper leaves out: the norms' fp32 statistics. Without dropout attention is fused
-    (2205.14135): in place of 5 a s it keeps one fp32 number a query and head, besides q, k, v and
+    (2205.14135): in place of 5 a s it keeps one fp32 number per query and head, besides q, k, v and
     the output. Over cp, that is of a ring; dropout gathers all keys. This is eager execution;
     torch.compile keeps as much or less.
 
@@ -76,7 +76,7 @@ def activation_bytes_per_layer(
     inside = e * (q + 2 * k) + e * q  # q, k, v; the input of the output projection
     if c.qk_norm:
         inside += e * (q + k) + 4 * (heads + kv_heads)
-    if recompute == "none" and c.dropout:  # k and v whole and once a query head; then eq. 1's 5 a s
+    if recompute == "none" and c.dropout:  # k, v once per query head; then eq. 1's 5 a s
         inside += e * (2 * q * cp - 2 * k) + (2 * e + 1) * heads * sequence_length
     elif recompute == "none":
         inside += 4 * heads

@@ -50,7 +50,7 @@ class Layout:
     or a file (dolmen schedule draws it).
     """
     virtual_stages: int = 1
-    """Stages a process of pp holds: interleaved takes 2 or more, zero-bubble-v 2."""
+    """Stages per process of pp: interleaved takes 2 or more, zero-bubble-v 2."""
     recompute: Literal["none", "selective", "full"] = "none"
     """What backward computes again instead of keeping it: nothing, attention's inner part, or whole
     layers.

@@ -145,7 +145,7 @@ class MoE(nn.Module):
 
 class _Account(torch.autograd.Function):
     """The identity on `weights`. Backward adds to the module's tally and sends `scale` into `loss`:
-    once a microbatch, however often forward was run.
+    once per microbatch, however often forward was run.
     """
 
     @staticmethod

@@ -3,7 +3,7 @@ heads, head_dim].
 
 A GPU, and a step of decoding, use PyTorch's SDPA. On a CPU the products go to oneDNN in blocks of
 queries, each against the keys it can see, with the softmax between them (FlashAttention's algebra,
-2307.08691: only the output and one log-sum-exp a query are kept, and the probabilities are formed
+2307.08691: only the output and one log-sum-exp per query are kept, and the probabilities are formed
 again in backward). bf16, one core, 8 x 512 tokens of 8 heads of 64 and 4 key-value heads, CPU time
 with rope: 20 + 37 ms forward and backward under torch.compile, where SDPA alone takes 50 + 96.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dolmen.ops import flash
 
-BLOCK = 64  # queries at once: the triangle wastes half a block a row
+BLOCK = 64  # queries at once: the triangle wastes half a block per row
 BLOCKS = 16  # most blocks of a sequence, while they hold few scores:
 SCORES = 2**20  # of one head at once, so that memory does not grow with length^2
 
@@ -424,7 +424,7 @@ def _(g, q, k, v, delta, log_sum, group, offset, window, starts):
 
 class _Blockwise(torch.autograd.Function):
     """q [n, queries * group, size], k and v [n, keys, size] -> like q. Kept for backward: these,
-    and one number a row.
+    and one number per row.
     """
 
     @staticmethod

@@ -1,10 +1,10 @@
 """Mixture of experts on local tensors: which experts a token goes to, its way to them and back, and
-the losses that keep them equally busy. Symbols: n tokens, H hidden, E experts, k of them a token, F
-an expert's width; m rows of one rank's experts.
+the losses that keep them equally busy. Symbols: n tokens, H hidden, E experts, k of them per token,
+F an expert's width; m rows of one rank's experts.
 
     logits [n, E] -> p = softmax -> k largest, a token's (expert, weight) pairs -> n k rows sorted
     by expert
-    rows [m, H] -> one product an expert (grouped) -> rows [m, H] -> sum over a token's pairs,
+    rows [m, H] -> one product per expert (grouped) -> rows [m, H] -> sum over a token's pairs,
     weighted -> [n, H]
 """
 
@@ -202,7 +202,7 @@ def z_loss(logits: Tensor, length: int) -> Tensor:
 
 def batch_balance_loss(logits: Sequence[Tensor], k: int) -> Tensor:
     """The form of transformers' `load_balancing_loss_func`, over all tokens of all layers at once:
-    E sum_e f_e P_e, with f_e the pairs and P_e the probability of expert e, both a token: k where
+    E sum_e f_e P_e, with f_e the pairs and P_e the probability of expert e, both per token: k where
     all are equally busy. It depends on how sequences are batched, so training does not use it.
     logits: [n, E] a layer.
     """

@@ -27,7 +27,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Kept for backward: x and one number a row. Autograd alone would keep x in fp32 and the
+    """Kept for backward: x and one number per row. Autograd alone would keep x in fp32 and the
     normalised x.
     """
 

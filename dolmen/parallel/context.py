@@ -237,7 +237,7 @@ def _backward(
 
 
 class _Ring(torch.autograd.Function):
-    """Kept for backward: this rank's q, k, v and out, and one number a query and head."""
+    """Kept for backward: this rank's q, k, v and out, and one number per query and head."""
 
     @staticmethod
     def forward(ctx, q, k, v, context, window, starts):

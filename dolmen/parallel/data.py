@@ -13,7 +13,7 @@ at every operation, fp32 and bfloat16):
     3      P / dp            P / dp              their block, R their pass  P / dp; at most
                                                                             P / dp + R + B in it
 
-With dp = 1, stages 1 and 2 hold what 0 does. Gradients come a block at a time, B whole, while
+With dp = 1, stages 1 and 2 hold what 0 does. Gradients come one block at a time, B whole, while
 copies go: with one microbatch the most at once is (1 + 1/dp) P + B + H for 1 and 2, 2 P + B + H for
 0 (H: head and final norm, which wait).
 

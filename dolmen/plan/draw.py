@@ -1,5 +1,5 @@
-"""Pipeline schedules as Gantt charts: a row a rank, a box an action, hatched where the rank idles.
-Drawn from what `schedule.simulate` says.
+"""Pipeline schedules as Gantt charts: a row per rank, a box per action, hatched where the rank
+idles. Drawn from what `schedule.simulate` says.
 """
 
 from pathlib import Path

@@ -46,7 +46,7 @@ class LayerCache:
 
 
 class Cache:
-    """What `Decoder.forward(tokens, cache=...)` reads and fills: one LayerCache a layer."""
+    """What `Decoder.forward(tokens, cache=...)` reads and fills: one LayerCache per layer."""
 
     def __init__(self, layers: int, maximum: int):
         self.layers = [LayerCache(maximum) for _ in range(layers)]

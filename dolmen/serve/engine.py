@@ -1,4 +1,4 @@
-"""Text from a model: load a folder, read the prompts, draw one token a step.
+"""Text from a model: load a folder, read the prompts, draw one token per step.
 
     model = load("path/to/model")
     generate(model, [[1, 15043]], max_new_tokens=16) -> [[3186, ...]]

@@ -1,4 +1,4 @@
-"""From logits to the next token: pure functions of the logits and of one uniform number a row.
+"""From logits to the next token: pure functions of the logits and of one uniform number per row.
 
     logits / temperature -> top-k -> top-p (nucleus sampling, 1904.09751) -> softmax -> cumulative
     -> its inverse

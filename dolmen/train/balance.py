@@ -22,7 +22,7 @@ def settle(model: Decoder, mesh: Mesh, sequences: int, update: bool) -> dict[str
                         layers: 1 is balanced
     router/z_loss       the same of the z-loss
 
-    One collective of (num_experts + 2) numbers a layer; of a dense model nothing, and {}. A
+    One collective of (num_experts + 2) numbers per layer; of a dense model nothing, and {}. A
     collective: every rank calls it.
     """
     c = model.config

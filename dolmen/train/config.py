@@ -30,8 +30,8 @@ class TrainConfig:
     global_batch_size: int = 8
     """Sequences of one update, over all processes."""
     microbatch_size: int | None = None
-    """Sequences a process computes at once; gradients accumulate over a batch. Unset: about 4,096
-    tokens.
+    """Sequences that a process computes at once; gradients accumulate over a batch. Unset: about
+    4,096 tokens.
     """
     compile: bool = False
     """Compile each block with torch.compile (needs a C++ compiler on CPU)."""
@@ -145,7 +145,7 @@ class RunConfig:
     @property
     def microbatch_size(self) -> int:
         """Sequences a process computes at once: as given, else the largest divisor of its batch
-        within 4,096 tokens; in a pipeline one that leaves 4 microbatches a stage or more, and a
+        within 4,096 tokens; in a pipeline one that leaves 4 microbatches per stage or more, and a
         multiple of pp, where there is one.
         """
         if self.train.microbatch_size:

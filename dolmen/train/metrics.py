@@ -25,9 +25,9 @@ def read(file: Path) -> list[dict]:
 
 
 class MetricsFile:
-    """metrics.jsonl: one object a logged step, one a validation. Opened at step s it keeps the rows
-    up to s: what a resumed run does again is not told twice. A file with a damaged line, the last
-    aside, is kept as metrics.damaged.jsonl: whole rows may come after it.
+    """metrics.jsonl: one object per logged step, one per validation. Opened at step s it keeps
+    the rows up to s: what a resumed run does again is not told twice. A file with a damaged line,
+    the last aside, is kept as metrics.damaged.jsonl: whole rows may come after it.
     """
 
     def __init__(self, file: Path, step: int):

@@ -106,7 +106,7 @@ def _device(mesh: Mesh) -> str:
 
 
 class ProgressLine:
-    """One live line on a terminal, else a plain line a logged step: step, loss, tokens/s, MFU,
+    """One live line on a terminal, else a plain line per logged step: step, loss, tokens/s, MFU,
     memory, time left.
     """
 

@@ -1,4 +1,4 @@
-"""The mean cross-entropy of held-out text, in nats a token: validation loss, and the exponent of
+"""The mean cross-entropy of held-out text, in nats per token: validation loss, and the exponent of
 perplexity.
 """
 

@@ -105,7 +105,7 @@ OPTIONS = {
     "no-data": ("--data.path", "no data: use --data.path"),
     "missing": ("--data.path {folder}/none.txt", "none.txt: no such file or folder"),
     "missing-folder": ("--data.path {folder}/docs/none/", "no such file or folder"),
-    "empty": ("--data.path {scratch}/empty.txt", "empty.txt: 1 files with 0 bytes"),
+    "empty": ("--data.path {scratch}/empty.txt", "empty.txt: 1 file with 0 bytes"),
     "empty-folder": ("--data.path {scratch}/empty", "none to read"),
     "short": (
         "--data.path {scratch}/short.txt",

@@ -195,7 +195,7 @@ def test_a_failed_build_leaves_nothing(tmp_path, built):
     with pytest.raises(ValueError, match="line 101"):
         open_(tmp_path / "a.jsonl")
     (tmp_path / "b.jsonl").write_text('{"text": ""}\n')
-    with pytest.raises(ValueError, match="no text in 1 files"):
+    with pytest.raises(ValueError, match="no text in 1 file and 0 data sets"):
         open_(tmp_path / "b.jsonl")
     assert list((tmp_path / "cache" / "corpora").iterdir()) == []
 

@@ -224,7 +224,7 @@ def test_check_reads_the_first_document(tmp_path, tokenizer_folder):
     with pytest.raises(ValueError, match="line 1: no 'text' but keys body"):
         check(DataConfig((str(tmp_path),)), tokenizer_folder, 300, 16)
     (tmp_path / "a.jsonl").write_text('{"text": ""}\n')
-    with pytest.raises(ValueError, match="no text in 1 files"):
+    with pytest.raises(ValueError, match="no text in 1 file$"):
         check(DataConfig((str(tmp_path),)), tokenizer_folder, 300, 16)
     (tmp_path / "a.jsonl").write_text('{"text": "short"}\n')
     with pytest.raises(ValueError, match="fewer than one window of"):

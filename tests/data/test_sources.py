@@ -158,7 +158,7 @@ def test_missing_and_empty(tmp_path):
             "--data.path .*empty: 0 files, none to read; readable are .txt",
         ),
         ("*.parquet", FileNotFoundError, "none to read"),
-        ("zero.txt", ValueError, "--data.path .*zero.txt: 1 files with 0 bytes"),
+        ("zero.txt", ValueError, "--data.path .*zero.txt: 1 file with 0 bytes"),
         ("page.html", ValueError, "cannot read .html; readable are .txt"),
     ]:
         with pytest.raises(error, match=message):
