@@ -20,7 +20,7 @@ import os
 import shutil
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -113,6 +113,9 @@ class Writer(FileSystemWriter):
         folders.prune(self.folder, self.keep, self.step)
 
 
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+
+
 @contextmanager
 def said_why(folder: Path) -> Iterator[None]:
     """Within, a failed write is an OSError that says why. torch's own archive writer says `enforce
@@ -122,11 +125,28 @@ def said_why(folder: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        before: BaseException | None = error
-        while before is not None and not isinstance(before, OSError):
-            before = before.__cause__ or before.__context__
-        if before is not None:
-            raise before from None
-        if shutil.disk_usage(folder).free < ROOM:
+        if (why := _why(error)) is not None:
+            raise why from None
+        if _full(folder):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) from error
         raise
+
+
+def _why(error: BaseException) -> OSError | None:
+    """The OSError that is the declared cause of `error`, or, of what was only being handled when it
+    came, one that fails writes.
+    """
+    declared = True
+    before: BaseException | None = error
+    while before is not None:
+        if isinstance(before, OSError) and (declared or before.errno in NO_ROOM):
+            return before
+        declared = declared and before.__cause__ is not None
+        before = before.__cause__ or before.__context__
+    return None
+
+
+def _full(folder: Path) -> bool:
+    with suppress(OSError):  # the folder is gone: that says nothing of room
+        return shutil.disk_usage(folder).free < ROOM
+    return False

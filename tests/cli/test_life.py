@@ -304,6 +304,27 @@ def test_what_is_not_for_want_of_room_stays_what_it_is(tmp_path):
         torchs(None)
 
 
+def chained(cause: Exception | None, context: Exception) -> None:
+    try:
+        raise context
+    except Exception:
+        raise RuntimeError("a mistake of ours") from cause
+
+
+def test_an_error_that_was_only_being_handled_is_no_cause(tmp_path):
+    """But a disk error is; and a folder that is gone is not full."""
+    missing = FileNotFoundError(2, "No such file or directory", "/x")
+    gone = tmp_path / "gone"
+    with pytest.raises(RuntimeError, match="a mistake of ours"), writer.said_why(gone):
+        chained(None, missing)
+    with pytest.raises(OSError, match="quota"), writer.said_why(gone):
+        chained(None, OSError(122, "Disk quota exceeded"))
+    with pytest.raises(PermissionError, match="/y"), writer.said_why(gone):
+        chained(PermissionError(13, "Permission denied", "/y"), missing)
+    with pytest.raises(RuntimeError, match="a mistake"), writer.said_why(gone):
+        chained(ValueError("x"), missing)
+
+
 # ---- launchers that are killed
 
 WAITING = """
