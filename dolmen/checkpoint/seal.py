@@ -13,10 +13,13 @@ of another step is not taken for this one's. What is in a file of tensors beside
 and checksums (names, padding, descriptions) is used for nothing.
 
 Checkpoints of before have no seal and say no `format` in state.json. They are read, with a warning.
+A newer format, whatever else it changes, says its number in both places, and so is told from damage
+of one of them.
 """
 
 import hashlib
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +29,7 @@ from dolmen.files import gate, kinds
 
 FORMAT = 2
 HEAD = f"dolmen checkpoint {FORMAT}, "
+NUMBER = rb"dolmen checkpoint (\d{1,9}), "
 DIGEST = 64  # hexadecimal digits
 LARGEST = {SEAL: 2**28, STATE: kinds.STATE_JSON.size, METADATA: 2**32}
 """Bytes: over ten times what a run of 10,000 ranks writes."""
@@ -98,9 +102,14 @@ class Seal:
 
 
 def read(folder: Path) -> tuple[Seal, dict]:
-    """The seal of a checkpoint, and its state.json, compared with it. Raises Damaged."""
+    """The seal of a checkpoint, and its state.json, compared with it. Raises Damaged, or ValueError
+    where it is of a newer format.
+    """
     path = folder / SEAL
-    seal = Seal(folder, _parse(path, _read(path)) if os.path.lexists(path) else None)
+    content = _read(path) if os.path.lexists(path) else None
+    if content is not None:
+        _refuse_newer(folder, content)
+    seal = Seal(folder, None if content is None else _parse(path, content))
     state = _state(folder / STATE, seal.read(STATE))
     if state.pop("format", None) is not None and seal.files is None:
         raise Damaged(f"{path} is missing")
@@ -112,6 +121,16 @@ def _read(path: Path) -> bytes:
         return gate.read_bytes(path, LARGEST[path.name])
     except gate.Refused as error:
         raise Damaged(f"{error} (missing or damaged)") from error
+
+
+def _refuse_newer(folder: Path, content: bytes) -> None:
+    match = re.match(NUMBER, content)
+    number = int(match[1]) if match else 0
+    if number > FORMAT and _state(folder / STATE, _read(folder / STATE)).get("format") == number:
+        raise ValueError(
+            f"{folder} was written by a newer dolmen: it has format {number}, and this version "
+            f"reads formats up to {FORMAT}; use the version that wrote it"
+        )
 
 
 def _parse(path: Path, content: bytes) -> dict[str, tuple[str, int]]:

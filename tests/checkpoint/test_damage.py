@@ -129,6 +129,21 @@ def test_without_a_seal_it_is_read_with_a_warning(store):
         assert open_checkpoint(store.path(1)).meta == META
 
 
+def test_a_newer_format_is_no_damage(store):
+    """Said in both places; in one alone, which a flipped bit can do, it is damage."""
+    for name, old, new in (
+        (folders.SEAL, b"checkpoint 2, ", b"checkpoint 3, "),
+        (folders.STATE, b'"format": 2', b'"format": 3'),
+    ):
+        path = store.path(1) / name
+        before = path.read_bytes()
+        path.write_bytes(before.replace(old, new))
+        assert path.read_bytes() != before and (name == folders.STATE or not loads(store))
+    with pytest.raises(ValueError, match="by a newer dolmen: it has format 3, .* up to 2;") as told:
+        store.meta(1)
+    assert not isinstance(told.value, Damaged)
+
+
 @pytest.mark.parametrize(
     "text",
     ["[" * 200_000, '{"run": ' * 100_000, "[1, 2]", "5", "null", "", "\ud800", "{" + '"a": 1,' * 9],
