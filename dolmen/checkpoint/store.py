@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,12 +30,24 @@ class NotSaved(RuntimeError):
     """A save has failed; the checkpoints before it are whole."""
 
 
+class _Done(NamedTuple):
+    """What a rank tells the others of its part of a work."""
+
+    step: int
+    """The checkpoint that it was done on."""
+    error: str | None
+    damaged: bool
+    """Whether the error is Damaged."""
+    value: Any
+
+
 class Checkpoints:
     """The checkpoints in `folder`, of which the `keep` newest are kept (0: all). Every rank of the
     mesh makes one.
 
-    `save`, `finish` and `load` are called by all ranks at the same point; the rest is local. One
-    save is in progress at a time, by one run. Call `finish` before the process group is destroyed.
+    `save`, `finish`, `put_aside`, `load` and `together` are called by all ranks at the same point;
+    the rest is local. One save is in progress at a time, by one run. Call `finish` before the
+    process group is destroyed.
     """
 
     def __init__(self, folder: Path, mesh: Mesh, keep: int):
@@ -48,6 +60,7 @@ class Checkpoints:
             if mesh.grid is not None
             else None
         )
+        self._rank = 0 if self._group is None else dist.get_rank(self._group)
         if self._group is None:
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
@@ -135,9 +148,15 @@ class Checkpoints:
 
     def put_aside(self, step: int) -> Path:
         """Take a damaged checkpoint out of the way, under a name that is never read or pruned; its
-        new path. Called by one rank.
+        new path. The first rank renames it, and all raise what that raises.
         """
-        return folders.put_aside(folders.whole(self.folder)[step])
+
+        def rename() -> Path | None:
+            return folders.put_aside(self.path(step)) if self._rank == 0 else None
+
+        aside = self.together(step, rename)[0]
+        assert aside is not None
+        return aside
 
     def load(self, step: int, tensors: dict[str, Tensor], elsewhere: Collection[str] = ()) -> None:
         """Fill `tensors` in place with those of `step`, saved at any layout; a kind (a name's part
@@ -159,32 +178,38 @@ class Checkpoints:
 
         partly = self.together(step, read)
         parts = sorted(set().union(*partly), key=lambda index: (index.fqn, index.offset))
-        mine = 0 if self._group is None else dist.get_rank(self._group)
         if parts:
-            self.together(step, lambda: Reader(self.path(step)).verify(parts[mine :: len(partly)]))
+            mine = parts[self._rank :: len(partly)]
+            self.together(step, lambda: Reader(self.path(step)).verify(mine))
 
     def together(self, step: int, work: Callable[[], T]) -> list[T]:
         """What `work` of `step` gives on each rank. If it fails on one, all raise: KeyError,
-        ValueError, or Damaged if any has.
+        ValueError, OSError, or Damaged if any has.
         """
-        error = found = None
+        error = value = None
         try:
-            found = work()
-        except (KeyError, ValueError) as caught:
+            value = work()
+        except (KeyError, ValueError, OSError) as caught:
             error = caught
-        mine = (step, error and str(error), isinstance(error, Damaged), found)
-        results: list = [mine]
+        mine = _Done(step, error and str(error), isinstance(error, Damaged), value)
+        everyone: list[Any] = [mine]
         if self._group is not None:
-            results = [None] * dist.get_world_size(self._group)
-            dist.all_gather_object(results, mine, group=self._group)
-        kind = Damaged if any(damaged for _, _, damaged, _ in results) else ValueError
-        if error and (isinstance(error, Damaged) or kind is ValueError):
+            everyone = [None] * dist.get_world_size(self._group)
+            dist.all_gather_object(everyone, mine, group=self._group)
+        # Which error a rank raises. All must raise the same kind, for a restart goes on from an
+        # older checkpoint after Damaged alone:
+        # 1. its own, unless that is another kind and some rank has found damage;
+        # 2. else that of the first rank that has one, with its number;
+        # 3. else, where ranks have come with different steps, that they have.
+        damaged = any(done.damaged for done in everyone)
+        if error and (mine.damaged or not damaged):
             raise error
-        for rank, (other, message, _, _) in enumerate(results):
-            if message:
-                raise kind(f"rank {rank}: {message}")
-            if other != step:
+        for rank, done in enumerate(everyone):
+            if done.error and (done.damaged or not damaged):
+                raise (Damaged if damaged else ValueError)(f"rank {rank}: {done.error}")
+        for rank, done in enumerate(everyone):
+            if done.step != step:
                 raise ValueError(
-                    f"rank {rank} loads step {other}, this rank step {step}, from {self.folder}"
+                    f"rank {rank} loads step {done.step}, this rank step {step}, from {self.folder}"
                 )
-        return [found for *_, found in results]
+        return [done.value for done in everyone]

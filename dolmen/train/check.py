@@ -175,11 +175,11 @@ def never_at_full_rate(run: RunConfig, steps: int) -> str | None:
 
 
 def check_same_model(saved: dict, run: RunConfig, step: int) -> None:
-    """Raises ValueError with the fields that differ, if the run saved at `step` is of another
+    """Raises Unusable with the fields that differ, if the run saved at `step` is of another
     model.
     """
     if changed := differences(_structure(saved), _structure(to_dict(run))):
-        raise ValueError(
+        raise folder.Unusable(
             f"the checkpoint of step {step} is of another model ({'; '.join(changed[:3])}): resume "
             "with the model it was trained with, or give another --out"
         )

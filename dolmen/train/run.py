@@ -14,6 +14,7 @@ from typing import TypeVar
 import yaml
 from rich.console import Console
 
+from dolmen.checkpoint.folders import Damaged
 from dolmen.checkpoint.store import Checkpoints
 from dolmen.convert import hf
 from dolmen.core import agree
@@ -108,8 +109,8 @@ def resume(
     """Put the newest whole checkpoint into `state` and `loader`, say what changed since, and return
     what it kept beside tensors; with none, say so and start.
 
-    Raises ValueError if the checkpoint is of another model, Damaged if it is; after a restart,
-    which nobody watches, a damaged one is put aside and the one before it taken.
+    Raises Unusable if the checkpoint is of another model or of a newer dolmen, Damaged if it is;
+    after a restart, which nobody watches, a damaged one is put aside and the one before it taken.
     """
     saved = load_newest(state, run, checkpoints, console, restarted)
     if saved is None:
@@ -136,21 +137,22 @@ def load_newest(
     state: TrainState, run: RunConfig, checkpoints: Checkpoints, console: Console, fall_back: bool
 ) -> Saved | None:
     """Load the newest whole checkpoint: what it keeps beside tensors; None if there is none. With
-    `fall_back` the newest that is not damaged.
+    `fall_back` the newest that is not damaged; a whole one that does not fit is never put aside.
     """
     steps = checkpoints.steps()
     for step in reversed(steps):
         try:
             return _load(step, state, run, checkpoints, console)
-        except (KeyError, ValueError) as caught:
-            error = caught
-        if not fall_back or step == steps[0]:
-            raise checkpoints.damaged(step, error) from None
-        aside = checkpoints.put_aside(step)
-        console.print(
-            f"WARNING: the newest checkpoint, of step {step}, is damaged ({error}); it is kept as "
-            f"{aside}, and the run goes on from the one before"
-        )
+        except Damaged as error:
+            if not fall_back or step == steps[0]:
+                raise checkpoints.damaged(step, error) from None
+            aside = checkpoints.put_aside(step)
+            console.print(
+                f"WARNING: the newest checkpoint, of step {step}, is damaged ({error}); it is kept "
+                f"as {aside}, and the run goes on from the one before"
+            )
+        except (KeyError, ValueError) as error:
+            raise Unusable(str(error.args[0])) from None
     return None
 
 

@@ -26,6 +26,7 @@ from test_processes import (
 from tinyrun import dolmen, losses, rows, same, steps, tensors
 
 import dolmen as package
+from dolmen.checkpoint import folders
 from dolmen.cli import launch
 from dolmen.train.folder import OWNER
 
@@ -360,6 +361,55 @@ def test_a_restart_falls_back_to_an_older_checkpoint(worker, material, run, whol
     )
     assert losses(run) == losses(whole) and same(tensors(run, 12), tensors(whole, 12))
     assert (run / "checkpoints" / "step-00000012.damaged").is_dir()
+
+
+def test_two_ranks_fall_back_together(whole, run, capfd):
+    """One of them puts the damaged checkpoint aside."""
+    (run / "checkpoints" / "step-00000012" / "state.json").write_text("{")
+    words = ("train", run / "config.yaml", "--out", run, *FIXED, *TWO, "--train.steps", 12)
+    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    done = subprocess.run(
+        [str(a) for a in (*argv, "-m", "dolmen", *words)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "SLURM_RESTART_COUNT": "1"},
+        capture_output=True,
+        text=True,
+    )
+    said = " ".join(done.stdout.split())
+    assert done.returncode == 0 and said.count("of step 12, is damaged") == 1, done
+    assert "resuming from step 8" in said and max(steps_whole(run)) == 12
+    assert (run / "checkpoints" / "step-00000012.damaged").is_dir()
+    assert not (run / "checkpoints" / "step-00000012.damaged-2").exists()
+
+
+def steps_whole(out) -> list[int]:
+    return list(folders.whole(out / "checkpoints"))
+
+
+def newer(checkpoint) -> None:
+    """Let it say that it is of the next format, which is sealed in another way."""
+    number = int((checkpoint / "seal").read_text().split()[2].rstrip(","))
+    for name, old, new in (
+        ("seal", f"checkpoint {number}, ", f"checkpoint {number + 1}, "),
+        ("state.json", f'"format": {number}', f'"format": {number + 1}'),
+    ):
+        text = (checkpoint / name).read_text()
+        assert old in text
+        (checkpoint / name).write_text(text.replace(old, new))
+
+
+def test_what_is_whole_and_does_not_fit_is_not_put_aside(worker, material, run):
+    """Another model, as after a requeue with an edited YAML; another format, as by older code."""
+    before = sorted(p.name for p in (run / "checkpoints").iterdir())
+    words = ("train", material.file, "--out", run, *FIXED, "--train.steps", 14)
+    other = worker(*words, "--model.intermediate-size", 64)
+    assert other.code == 2 and "step 12 is of another model" in other.words, other
+    assert "intermediate_size: 48 -> 64" in other.words and other.err.count("\n") == 1
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == before
+    newer(run / "checkpoints" / "step-00000012")
+    again = worker(*words)
+    assert again.code == 2 and "by a newer dolmen" in again.words, again
+    assert again.err.count("\n") == 1
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == before
 
 
 # ---- what the world does
