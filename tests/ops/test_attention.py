@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dolmen.ops import attention as ops
-from dolmen.ops import flash
+from dolmen.ops import dropout, flash
 
 CASES = [  # queries, keys, heads, kv_heads, window
     (70, 70, 4, 4, None),  # more than one block
@@ -295,3 +295,12 @@ def test_large_scores_do_not_overflow():
     q, k, v = tensors(80, 80, 2, 2, torch.float32)
     out = ops.attention(q * 1e4, k, v)  # scores near 1e5: exp would overflow without the maximum
     assert out.isfinite().all()
+
+
+def test_gradient_with_dropped_probabilities():
+    """Against differences in float64: a mask depends on places alone, so it stands still."""
+    q, k, v = tensors(4, 6, 4, 2)
+    seen = torch.ones(4, 6, dtype=torch.bool).tril(2)
+    noise = dropout.Noise(torch.tensor(7), torch.arange(2))
+    given = (seen, 0.4, noise, 3, 0)
+    assert torch.autograd.gradcheck(lambda *qkv: dropout.attention(*qkv, *given), (q, k, v))
