@@ -48,7 +48,7 @@ def tokenizer_folder(
         )
     files = [state(file) for source in sources for file in source.files]
     recipe = [
-        "bpe 2",
+        "bpe 3",
         size,
         config.validation,
         config.validation_fraction,

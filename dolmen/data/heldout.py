@@ -3,10 +3,18 @@ document is held out in every source or in none.
 
     words    hash of a text without its white space: two documents with the same words are copies,
              whatever their line ends, indentation or last newline. Near duplicates are not found.
-    exact    hash of the bytes
+    exact    hash of the bytes: where the end of a document is held out, which copies are cut
 
-A document is held out when its exact hash falls below the fraction, and its copies with it. So
-neither seed, tokenizer, file order nor later additions move a document from one side to the other.
+A document is held out when its words' hash falls below the fraction: one draw for all its copies,
+however many there are. So neither seed, tokenizer nor file order moves a document from one side to
+the other, nor do additions, with two exceptions, both in sources of few documents:
+
+    a quarter     a document that is drawn is trained on while it is more than a quarter of any
+                  source: it is held out once that source has grown, and trained on again once a
+                  source is added of which it is more than a quarter
+    at least one  where nothing of a source is drawn, the document with the smallest hash stands in,
+                  or the end of the longest, until the source is added to: a document that is drawn,
+                  has a smaller hash or is longer takes its place
 """
 
 import hashlib
@@ -56,33 +64,39 @@ def choose(tables: Sequence[np.ndarray], fraction: float) -> Choice:
     """From each source's documents, a table with the fields `bytes`, `hash` and `words`.
 
     A document with more than a quarter of the bytes of a source, copies counted once, is never held
-    out whole, in no source. A source in which chance picks none gives the one of the others with
-    the smallest hash; a source that has no others (one document, or a few large ones) gives the
-    end of its longest.
+    out whole, in no source. A source in which chance draws none gives the one of the others whose
+    words have the smallest hash; a source that has no others (one document, or a few large ones)
+    gives the end of its longest.
     """
     if not fraction:
         return Choice(np.zeros(0, np.uint64), {})
     large = union([large_words(table) for table in tables])
     others = [table[~np.isin(table["words"], large)] for table in tables]
     limit = np.uint64(int(fraction * 2**64))
-    chance = union([other["words"][other["hash"] < limit] for other in others])
-    chosen, cut = [chance], {}
+    chance = union([other["words"][other["words"] < limit] for other in others])
+    chosen, ends = [chance], []
     for table, other in zip(tables, others, strict=True):
         if np.isin(other["words"], chance).any():
             continue
         if len(other):
-            chosen.append(other["words"][[np.argmin(other["hash"])]])
+            chosen.append(other["words"][[np.argmin(other["words"])]])
         else:
             longest = table[table["bytes"] == table["bytes"].max()]
             record = longest[np.argmin(longest["hash"])]
-            cut[int(record["hash"])] = int(record["words"])
-    return Choice(union(chosen), cut)
+            ends.append((int(record["words"]), int(record["hash"])))
+    # of copies that differ in white space one is cut: two cuts need not be at the same word
+    return Choice(
+        union(chosen), {exact: words for words, exact in dict(sorted(ends)[::-1]).items()}
+    )
 
 
 def large_words(table: np.ndarray) -> np.ndarray:
-    """Words of the documents with more than a quarter of the bytes, copies counted once."""
-    words, first = np.unique(table["words"], return_index=True)
-    sizes = table["bytes"][first]
+    """Words of the documents with more than a quarter of the bytes, copies counted once, as large
+    as the largest of them.
+    """
+    words, which = np.unique(table["words"], return_inverse=True)
+    sizes = np.zeros(len(words), np.int64)
+    np.maximum.at(sizes, which, table["bytes"])
     return words[sizes * 4 > sizes.sum()]
 
 

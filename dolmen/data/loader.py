@@ -234,7 +234,7 @@ def prepare(
         },
         "validation": content(judge)
         if inputs.validation
-        else f"{fraction:g} of the documents held out, copies together",
+        else f"{fraction:g} of the documents held out, drawn by their words",
         "tokenizer": tokenizers.fingerprint(inputs.tokenizer),
         "end of text": str(inputs.end_of_text),
         "sequence_length": str(sequence_length),
