@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 MARK = ".dolmen-is-building"
 NAMES = re.compile(r"([0-9a-f]{32}|bpe-\d+-[0-9a-f]{24})\.(lock|[a-z0-9_]{8})")  # of ours alone
@@ -21,13 +22,32 @@ NAMES = re.compile(r"([0-9a-f]{32}|bpe-\d+-[0-9a-f]{24})\.(lock|[a-z0-9_]{8})") 
 @contextmanager
 def lock(path: Path) -> Iterator[None]:
     """Within, no other process is in the same; one that waits goes on after the first is done."""
-    with open(path, "w") as handle:
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(handle, fcntl.LOCK_EX)
+    with _locked(path):
         try:
             yield
         finally:
-            path.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)  # while it is locked: see _locked
+
+
+def _locked(path: Path) -> IO:
+    """The file `path`, made if need be, open and locked. Who had the lock before, or a sweep, may
+    have unlinked what was opened, and then the lock is on a file that nobody else will find.
+    """
+    while True:
+        handle = open(path, "w")
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        if _still(handle, path):
+            return handle
+        handle.close()
+
+
+def _still(handle: IO, path: Path) -> bool:
+    """Whether the open file is the one that `path` names."""
+    try:
+        return os.path.samestat(os.fstat(handle.fileno()), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 @contextmanager
@@ -59,6 +79,8 @@ def sweep(parent: Path) -> None:
         mark = path / MARK if path.is_dir() else path
         with suppress(OSError), open(mark, "r+") as handle:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not _still(handle, mark):
+                continue
             if path.is_dir():
                 remove(path)
             elif not mark.stat().st_size:

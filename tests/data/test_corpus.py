@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -212,6 +213,92 @@ def test_several_at_once_build_once(documents, built):
     for thread in threads:
         thread.join()
     assert len(found) == 4 and len(set(found)) == 1 and len(builds) == 1
+
+
+def taken(path):
+    """Whether somebody has the lock of `path`, as a process that comes now finds it."""
+    with open(path, "a") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def test_one_that_waited_for_a_lock_has_it(tmp_path):
+    """The first unlinks the file that the second has open and waits for."""
+    path, inside, done = tmp_path / ("0" * 32 + ".lock"), threading.Event(), threading.Event()
+
+    def second():
+        with scratch.lock(path):
+            inside.set()
+            done.wait(10)
+
+    thread = threading.Thread(target=second)
+    with scratch.lock(path):
+        thread.start()
+        assert not inside.wait(0.1)
+    assert inside.wait(10)
+    try:
+        assert taken(path), "a third would be inside as well"
+    finally:
+        done.set()
+        thread.join()
+    assert not path.exists()
+
+
+def between(monkeypatch, flags, what):
+    """`what` happens before the first flock with `flags`, after its file was opened."""
+    flock, before = fcntl.flock, [what]
+
+    def first(handle, given):
+        if given == flags and before:
+            before.pop()()
+        flock(handle, given)
+
+    monkeypatch.setattr(scratch.fcntl, "flock", first)
+
+
+def test_a_sweep_takes_no_lock_file_that_is_open(tmp_path, monkeypatch):
+    path = tmp_path / ("0" * 32 + ".lock")
+    between(monkeypatch, fcntl.LOCK_EX, lambda: scratch.sweep(tmp_path))
+    with scratch.lock(path):
+        assert taken(path)
+
+
+def test_a_sweep_takes_no_lock_file_that_is_new(tmp_path, monkeypatch):
+    """The sweep has opened the file of a process that then was done; the next has another."""
+    path = tmp_path / ("0" * 32 + ".lock")
+    before, after = scratch.lock(path), scratch.lock(path)
+    before.__enter__()
+    between(
+        monkeypatch,
+        fcntl.LOCK_EX | fcntl.LOCK_NB,
+        lambda: (before.__exit__(None, None, None), after.__enter__()),
+    )
+    scratch.sweep(tmp_path)
+    assert path.exists() and taken(path)
+    after.__exit__(None, None, None)
+
+
+def test_one_at_a_time_is_inside(tmp_path):
+    path, inside, most = tmp_path / ("0" * 32 + ".lock"), [], []
+
+    def enter():
+        for _ in range(30):
+            with scratch.lock(path):
+                inside.append(1)
+                time.sleep(0.0005)
+                most.append(len(inside))
+                inside.pop()
+            scratch.sweep(tmp_path)
+
+    threads = [threading.Thread(target=enter) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1] * 120
 
 
 def test_stream_reads_like_one_array(documents, built):
