@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from dolmen.data.config import DataConfig
-from dolmen.data.corpus import state
+from dolmen.data.corpus import identity_of
 from dolmen.data.documents import pieces
 from dolmen.data.heldout import TextHash, choose, union
 from dolmen.data.scratch import building, lock
@@ -46,7 +46,7 @@ def tokenizer_folder(
         raise ValueError(
             f"{option} trains on local files alone: give a tokenizer's folder or hub id"
         )
-    files = [state(file) for source in sources for file in source.files]
+    files = [identity_of(file) for source in sources for file in source.files]
     recipe = [
         "bpe 3",
         size,

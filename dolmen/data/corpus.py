@@ -13,9 +13,11 @@ changes.
                         a digest of itself
 
 `key` hashes what decides the tokens: each file's path, size, time of modification and time of
-change, the text field, the tokenizer, the end-of-text id, FORMAT. The time of change (ctime) moves
-with every write and cannot be set, so other text of the same size and time of modification is
-noticed without reading it again; where a file system does not keep it, only the other two tell.
+change (`identity_of`; of a data set of the hub, each shard's), the text field, the tokenizer, the
+end-of-text id, FORMAT. The time of change (ctime) moves with every write and cannot be set, so
+other text of the same size and time of modification is noticed without reading it again; where a
+file system does not keep it, only the other two tell. It also moves with chmod, chown, a new hard
+link and a restored backup: then the same text is tokenised once more.
 
 Whoever starts a run compares every byte with the digests (XXH3, 128 bits, 15 GB/s per core, so that
 reading the file decides), one process per host; the others check sizes. What differs is built
@@ -123,17 +125,9 @@ def open_corpus(
 
 def provenance(source: Source, tokenizer, end_of_text: int, text_field: str, option: str) -> dict:
     """Everything that decides the tokens, as JSON. Changes when a file does."""
-    hubs = []
-    for name in source.hubs:
-        table = load_hub(name, option)
-        shards = [Path(shard["filename"]) for shard in table.cache_files]
-        hubs.append(
-            [name, table.num_rows, [[str(shard), shard.stat().st_size] for shard in shards]]
-        )
     return {
         "format": FORMAT,
-        "files": [state(file) for file in source.files],
-        "hubs": hubs,
+        **identities(source, option),
         "text_field": text_field,
         "tokenizer": tokenizers.fingerprint(tokenizer),
         "vocabulary": tokenizers.vocabulary_size(tokenizer),
@@ -142,7 +136,19 @@ def provenance(source: Source, tokenizer, end_of_text: int, text_field: str, opt
     }
 
 
-def state(file: Path) -> list:
+def identities(source: Source, option: str) -> dict[str, list]:
+    """Which text the source is, as JSON, found without reading it: `identity_of` each file, and of
+    each data set of the hub [name, rows, `identity_of` each shard].
+    """
+    hubs = []
+    for name in source.hubs:
+        table = load_hub(name, option)
+        shards = [identity_of(Path(shard["filename"])) for shard in table.cache_files]
+        hubs.append([name, table.num_rows, shards])
+    return {"files": [identity_of(file) for file in source.files], "hubs": hubs}
+
+
+def identity_of(file: Path) -> list:
     """[path, bytes, time of modification, time of change] of a file; times in nanoseconds."""
     found = file.stat()
     return [str(file), found.st_size, found.st_mtime_ns, found.st_ctime_ns]
@@ -204,7 +210,7 @@ def build(
             f"{option} {source.name}: the tokenizer gives no tokens for the text of all "
             f"{len(ends):,} documents: use another --data.tokenizer"
         )
-    if origin["files"] != [state(file) for file in source.files]:
+    if origin["files"] != [identity_of(file) for file in source.files]:
         raise ValueError(
             f"{option} {source.name}: a file changed while it was tokenised; start again"
         )

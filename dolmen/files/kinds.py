@@ -221,12 +221,13 @@ SUMMARY = Kind(
     ),
     depth=4,
 )
+TEXT_FILE = Row((Text(), Int(0), Int(), Int()))  # path, size, times of modification and change
 CORPUS = Kind(
     Object(
         required={
             "format": Int(),
-            "files": List(Row((Text(), Int(0), Int(), Int()))),
-            "hubs": List(Row((Text(), Int(0), List(Row((Text(), Int(0))))))),
+            "files": List(TEXT_FILE),
+            "hubs": List(Row((Text(), Int(0), List(TEXT_FILE)))),
             "text_field": Text(),
             "tokenizer": Text(),
             "end_of_text": TOKEN,

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 
+import datasets
 import numpy as np
 import pytest
 
@@ -80,6 +81,26 @@ def test_cache_is_reused_until_something_changes(documents, built, tmp_path):
     train_bpe(["other text"], 260, tmp_path / "other", progress=False)
     open_(documents, tokens=load_tokenizer(str(tmp_path / "other")))
     assert len(builds) == 7
+
+
+def test_a_shard_of_the_hub_that_changed_is_noticed(built, tmp_path, monkeypatch):
+    """The same path and size, and the same time of modification."""
+    open_, builds = built
+    shard = tmp_path / "shard.arrow"
+    shard.write_text("one")
+
+    class Table(datasets.Dataset):
+        cache_files = [{"filename": str(shard)}]
+
+    table = Table(datasets.Dataset.from_dict({"text": ["a text", "another"]}).data)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: table)
+    open_("org/name")
+    assert open_("org/name").document_count == 2 and len(builds) == 1
+    before = shard.stat()
+    shard.write_text("two")
+    os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns))
+    open_("org/name")
+    assert len(builds) == 2
 
 
 @pytest.mark.parametrize("damage", [*corpora.FILES, "index.json"])

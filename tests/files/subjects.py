@@ -273,7 +273,7 @@ def cached(name: str) -> Subject:
         for i, part in enumerate(corpus.FILES):
             (folder / part).write_bytes(bytes(range(40 + i)))
         index = {
-            **{"format": 2, "files": [["a.txt", 4, 1, 2]], "hubs": [["h", 1, [["b", 3]]]]},
+            **{"format": 2, "files": [["a.txt", 4, 1, 2]], "hubs": [["h", 1, [["b", 3, 1, 2]]]]},
             **{"text_field": "text", "tokenizer": "t", "end_of_text": 1, "dtype": "<u2"},
             **{"tokens": 20, "documents": 1, "bytes": 40, "different": 1, "content": "c"},
             **{"vocabulary": 300, "largest": 255},
