@@ -8,19 +8,22 @@ print(model.generate("Once upon a time"))
 dolmen.train("pretrain", init="path/to/model", data={"path": "book.txt"}, out="runs/book")
 dolmen.export("runs/book", to="book/")
 assert dolmen.verify("book/").ok                         # ours beside transformers
+print(dolmen.evaluate("book/", "other.txt").perplexity)  # and how well it predicts a text
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from dolmen import train
+from dolmen import evaluate, train
 
 if TYPE_CHECKING:
     from dolmen.api import export, generate, load, verify
+    from dolmen.evaluate.perplexity import Evaluation
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "export", "generate", "load", "train", "verify"]
+__all__ = ["__version__", "evaluate", "export", "generate", "load", "train", "verify"]
 
 
 class _Train(ModuleType):
@@ -35,7 +38,20 @@ class _Train(ModuleType):
         return api.train(recipe, **options)
 
 
+class _Evaluate(ModuleType):
+    """`dolmen.evaluate`, in the same way."""
+
+    def __call__(
+        self, source: str | Path, path: str | Path | Sequence[str | Path], **options: Any
+    ) -> "Evaluation":
+        """`dolmen.api.evaluate`, which says more."""
+        from dolmen import api
+
+        return api.evaluate(source, path, **options)
+
+
 train.__class__ = _Train
+evaluate.__class__ = _Evaluate
 
 
 def __getattr__(name: str) -> Any:

@@ -1,8 +1,8 @@
 """Dolmen from Python: what the commands do, as functions of the same names, with the same checks
-and messages. `dolmen.load`, `generate`, `train`, `export`, `verify`.
+and messages. `dolmen.load`, `generate`, `train`, `export`, `verify`, `evaluate`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -16,7 +16,9 @@ from dolmen.cli import train as train_verb
 from dolmen.cli.errors import BadInput
 from dolmen.cli.options import TrainOptions, message, parse_train
 from dolmen.convert import hf
+from dolmen.data.config import TextConfig
 from dolmen.data.tokenizer import load_tokenizer
+from dolmen.evaluate import perplexity
 from dolmen.evaluate import verify as comparison
 from dolmen.model.decoder import Decoder
 from dolmen.optim.precision import DTYPES
@@ -145,6 +147,42 @@ def verify(
     """
     with _told():
         return comparison.verify(folder, against, length=length)
+
+
+def evaluate(
+    source: str | Path,
+    path: str | Path | Sequence[str | Path],
+    *,
+    sequence_length: int | None = None,
+    dtype: str | None = None,
+    tokenizer: str | Path | None = None,
+    end_of_text: str | None = None,
+    document_mask: bool = False,
+    text_field: str = "text",
+    cache: str | Path | None = None,
+    workers: int | None = None,
+    progress: bool = True,
+) -> perplexity.Evaluation:
+    """`dolmen evaluate SOURCE --data.path PATH` in this process, on the CPU: how well the model of
+    a transformers directory or hub id predicts a text, over all of it. `path` is what --data.path
+    takes, or several; options are those of the command. `progress` shows a bar on stderr. Raises
+    ValueError on bad input.
+
+    print(dolmen.evaluate("path/to/model", "book.txt").bits_per_byte)
+    """
+    paths = [path] if isinstance(path, (str, Path)) else path
+    with _told():
+        config = TextConfig(
+            tuple(map(str, paths)),
+            None if tokenizer is None else str(tokenizer),
+            end_of_text,
+            document_mask,
+            text_field,
+            None if cache is None else str(cache),
+            workers,
+        )
+        text = perplexity.open_text(source, config, sequence_length, progress)
+        return perplexity.evaluate(source, text, dtype=_dtype(dtype), progress=progress)
 
 
 def train(recipe: str | Path, **options: Any) -> Path:

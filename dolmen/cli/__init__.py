@@ -16,6 +16,7 @@ VERBS = {
     "export": "write a run or checkpoint as a transformers directory",
     "verify": "compare a directory with transformers: logits, loss, gradient norm, greedy tokens",
     "generate": "continue a prompt",
+    "evaluate": "loss, perplexity and bits per byte over all of a text",
     "schedule": "draw and time a pipeline schedule",
 }
 

@@ -14,6 +14,7 @@ import tyro
 from dolmen.cli.errors import BadInput
 from dolmen.cli.parse import parse
 from dolmen.core.config import from_dict
+from dolmen.data.config import TextConfig
 from dolmen.files import gate, kinds
 from dolmen.model.config import ModelConfig
 from dolmen.recipes import RECIPES
@@ -135,6 +136,27 @@ class GenerateOptions:
 
 
 @dataclass(frozen=True)
+class EvaluateOptions:
+    """How well a transformers directory predicts a text, over all of it: loss in nats per token,
+    perplexity, bits per byte. The text is read in order, in windows of --sequence-length tokens,
+    and each token is predicted once, the end of each document too. A token sees those before it in
+    its window, of earlier documents as well unless --data.document-mask; the first of a document is
+    predicted from an end-of-text token.
+    """
+
+    source: tyro.conf.Positional[str]
+    """Directory or hub id."""
+    sequence_length: int | None = None
+    """Tokens of a window: a longer one sees more and costs more. Default: max_position_embeddings,
+    at most 2048.
+    """
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Type to compute in. Default: that of config.json."""
+    data: TextConfig = TextConfig()
+    layout: Split = Split()
+
+
+@dataclass(frozen=True)
 class ScheduleOptions:
     """Time a pipeline schedule, and draw it. Times are of one microbatch through all layers of a
     rank, in any unit.
@@ -173,6 +195,7 @@ VERBS = {
     "export": ExportOptions,
     "verify": VerifyOptions,
     "generate": GenerateOptions,
+    "evaluate": EvaluateOptions,
     "schedule": ScheduleOptions,
 }
 SECTIONS = ("layout", "data", "optimizer", "train", "checkpoint", "log", "finish")

@@ -33,6 +33,15 @@ def compute(argv: list[str], verb: str, folder: str, split: Split, work, others:
     way of verify and generate.
     """
     started = meshes.Launch.read()
+    return start(started, argv, verb, checked(started, verb, folder, split, others), work)
+
+
+def checked(
+    started: meshes.Launch | None, verb: str, folder: str, split: Split, others: list[str]
+) -> Layout:
+    """The layout, where the folders can be read and it divides the model of the first. Raises
+    BadInput.
+    """
     try:
         for name in (folder, *others):
             hf.check(hf.resolve(name), hf.read_config(hf.resolve(name)))
@@ -45,6 +54,11 @@ def compute(argv: list[str], verb: str, folder: str, split: Split, work, others:
         layout.check(hf.read_config(hf.resolve(folder)), 1, 1, 1)
     except (ValueError, KeyError, OSError) as error:
         raise BadInput(message(error)) from None
+    return layout
+
+
+def start(started: meshes.Launch | None, argv: list[str], verb: str, layout: Layout, work) -> int:
+    """work(mesh) on the processes of `layout`, which has been checked; its exit code."""
     if started is None and layout.world > 1:
         return launch.launch(layout.world, [verb, *argv])
     return launch.guarded(lambda: _joined(started, layout, work))

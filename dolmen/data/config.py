@@ -1,5 +1,5 @@
-"""What to train on, and how its text becomes tokens: the options that the command line shows under
-`--data`.
+"""What to train on or to evaluate, and how its text becomes tokens: the options that the command
+line shows under `--data`.
 """
 
 from dataclasses import dataclass
@@ -9,27 +9,19 @@ from dolmen.core.paths import expand
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class TextConfig:
+    """Text, and how it becomes tokens."""
+
     path: tuple[str, ...] = ()
-    """Text to train on: files, folders and globs of .txt, .md, .py and text without a suffix (a
-    file is a document), .jsonl, .json and .parquet (a row is a document), the text ones packed as
-    .gz or .zst too; ids of the Hugging Face hub (`org/name` or `org/name:config`), or
-    `python-standard-library`. Weights make a mixture: `0.7:PATH 0.3:PATH`. Without weights, all
-    entries are one corpus. Of a folder, hidden files and what dolmen has written are left out.
+    """The text: files, folders and globs of .txt, .md, .py and text without a suffix (a file is a
+    document), .jsonl, .json and .parquet (a row is a document), the text ones packed as .gz or .zst
+    too; ids of the Hugging Face hub (`org/name` or `org/name:config`), or
+    `python-standard-library`. Weights make a mixture to train on: `0.7:PATH 0.3:PATH`. Without
+    weights, all entries are one corpus. Of a folder, hidden files and what dolmen has written are
+    left out.
     """
     tokenizer: str | None = None
-    """Folder or hub id of a `transformers` tokenizer, or bpe:N for a byte-level BPE of N tokens
-    trained on the data. Default: that of --init.
-    """
-    validation: str | None = None
-    """Text to validate on, given like --data.path; documents of it are not trained on. Default: a
-    fraction of the documents is held out.
-    """
-    validation_fraction: float = 0.03
-    """Share of the documents that is held out when --data.validation is unset, chosen by a hash of
-    their text: neither the seed, the tokenizer nor the order of the files matters, and copies in
-    all sources are held out together. Of a single document, the end is held out.
-    """
+    """Folder or hub id of a `transformers` tokenizer. Default: the model's own."""
     end_of_text: str | None = None
     """The token that marks the end of a document, for a tokenizer that names none."""
     document_mask: bool = False
@@ -50,3 +42,22 @@ class DataConfig:
     @property
     def cache_folder(self) -> Path:
         return expand(self.cache or "~/.cache/dolmen")
+
+
+@dataclass(frozen=True)
+class DataConfig(TextConfig):
+    """Text to train on, and text to validate on."""
+
+    tokenizer: str | None = None
+    """Folder or hub id of a `transformers` tokenizer, or bpe:N for a byte-level BPE of N tokens
+    trained on the data. Default: that of --init.
+    """
+    validation: str | None = None
+    """Text to validate on, given like --data.path; documents of it are not trained on. Default: a
+    fraction of the documents is held out.
+    """
+    validation_fraction: float = 0.03
+    """Share of the documents that is held out when --data.validation is unset, chosen by a hash of
+    their text: neither the seed, the tokenizer nor the order of the files matters, and copies in
+    all sources are held out together. Of a single document, the end is held out.
+    """

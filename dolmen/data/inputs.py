@@ -52,9 +52,8 @@ def check(
         if source is not None and not source.hubs:
             least = 1 if source is validation else sequence_length + 1
             first[source.name] = look_at(source, config.text_field, least, option)
-    loaded = tokenizers.load_tokenizer(
-        tokenizer_folder(config, sources, vocab_size, progress) or tokenizer
-    )
+    named = tokenizer_folder(config, sources, vocab_size, progress)
+    loaded = tokenizers.load_tokenizer(named or tokenizer, "--data.tokenizer" if named else "")
     if vocab_size is not None:
         tokenizers.check_vocabulary(loaded, vocab_size)
     for name, text in first.items():

@@ -10,10 +10,8 @@ from fractions import Fraction
 from itertools import count
 from pathlib import Path
 
-import numpy as np
-
 from dolmen.data import tokenizer as tokenizers
-from dolmen.data.batch import IGNORED, Batch
+from dolmen.data.batch import Batch
 from dolmen.data.config import DataConfig
 from dolmen.data.corpus import Corpus, open_corpus
 from dolmen.data.division import (
@@ -23,10 +21,10 @@ from dolmen.data.division import (
     hold_out,
     without,
 )
+from dolmen.data.in_order import InOrder
 from dolmen.data.inputs import check
 from dolmen.data.mixture import Mixture, Part
 from dolmen.data.sources import Source
-from dolmen.data.stream import TokenStream
 
 
 class Loader:
@@ -50,9 +48,9 @@ class Loader:
         self.identity = identity
         # what attention does not look behind
         self.boundary = end_of_text if document_mask else None
+        self.validation = InOrder(held_out, mixture.sequence_length, self.boundary)
         # samples that the batches before have read over step x global_batch_size: see go_on
         self.ahead = 0
-        self.validation = TokenStream.join([held.stream for held in held_out]) if held_out else None
 
     def first(self, step: int) -> int:
         """The first sample of global batch `step`."""
@@ -91,41 +89,16 @@ class Loader:
     def validation_batches(
         self, max_sequences: int | None = None, rank: int = 0, ranks: int = 1
     ) -> Iterator[Batch]:
-        """The held-out tokens in order, each predicted exactly once (the first from an end-of-text
-        token). With `max_sequences`, only that many windows, evenly spread. Every rank gets equally
-        many full batches, the last ones filled up with positions that are IGNORED.
+        """The held-out tokens in order, as InOrder.batches gives them: every rank gets equally many
+        full batches. With `max_sequences`, only that many windows, evenly spread.
         """
-        if self.validation is None:
+        if not self.held_out:
             raise ValueError(
                 "nothing is held out: --data.validation-fraction is 0; use more, or "
                 "--data.validation"
             )
-        length, rows = self.mixture.sequence_length, self.rows(ranks)
-        windows = -(-len(self.validation) // length)
-        chosen = min(windows, max_sequences or windows)
-        padded = -(-chosen // self.global_batch_size) * self.global_batch_size
-        for first in range(rank * rows, padded, self.global_batch_size):
-            yield Batch.of_windows(
-                np.stack(
-                    [
-                        self.validation_window(
-                            index * windows // chosen if index < chosen else windows
-                        )
-                        for index in range(first, first + rows)
-                    ]
-                ),
-                self.boundary,
-            )
-
-    def validation_window(self, index: int) -> np.ndarray:
-        """int64 [sequence_length + 1], IGNORED behind the last held-out token."""
-        length = self.mixture.sequence_length
-        window, start = np.full(length + 1, IGNORED, np.int64), index * length
-        real = min(length, len(self.validation) - start)
-        if real > 0:
-            # position -1 is the last: an end of text
-            window[: real + 1] = self.validation.read(start - 1, real + 1)
-        return window
+        rows = self.rows(ranks)
+        return self.validation.batches(self.global_batch_size, max_sequences, rank * rows, rows)
 
     def rows(self, ranks: int) -> int:
         """Sequences of a global batch that one of `ranks` data-parallel ranks holds."""
@@ -146,15 +119,12 @@ class Loader:
         """Predictions of a full validation: every held-out token, the ends of documents
         included.
         """
-        return 0 if self.validation is None else len(self.validation)
+        return self.validation.tokens
 
     @property
     def validation_bytes(self) -> int:
-        """Bytes of held-out text, exactly.
-
-        Bits per byte = sum of the validation losses in nats / ln 2 / validation_bytes.
-        """
-        return sum(held.size for held in self.held_out)
+        """Bytes of held-out text, exactly."""
+        return self.validation.bytes
 
     @property
     def validation_files(self) -> tuple[Path, ...]:

@@ -6,7 +6,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    ProgressColumn,
+    TimeRemainingColumn,
+)
 
 
 def say(text: str, shown: bool = True) -> None:
@@ -15,9 +21,11 @@ def say(text: str, shown: bool = True) -> None:
 
 
 @contextmanager
-def bar(title: str, total: int | None, shown: bool) -> Iterator[Callable[[int], None]]:
-    """Says `title` and yields `reach(done)`, which moves the bar to `done` of `total` bytes (None:
-    unknown).
+def bar(
+    title: str, total: int | None, shown: bool, count: ProgressColumn | None = None
+) -> Iterator[Callable[[int], None]]:
+    """Says `title` and yields `reach(done)`, which moves the bar to `done` of `total` (None:
+    unknown); `count` shows the two, as bytes unless it is given.
     """
     say(title, shown)
     console = Console(stderr=True)
@@ -25,7 +33,11 @@ def bar(title: str, total: int | None, shown: bool) -> Iterator[Callable[[int], 
         yield lambda done: None
         return
     with Progress(
-        BarColumn(), DownloadColumn(), TimeRemainingColumn(), console=console, transient=True
+        BarColumn(),
+        count or DownloadColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
     ) as progress:
         task = progress.add_task("", total=total)
         yield lambda done: progress.update(task, completed=done)

@@ -61,13 +61,16 @@ def vocabulary_size(tokenizer) -> int:
     return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
-def check_vocabulary(tokenizer, vocab_size: int) -> None:
-    """ValueError if the tokenizer has ids that the model lacks."""
+def check_vocabulary(tokenizer, vocab_size: int, trained: bool = False) -> None:
+    """ValueError if the tokenizer has ids that the model lacks, which cannot grow if it is
+    `trained`.
+    """
     needed = vocabulary_size(tokenizer)
     if needed > vocab_size:
+        larger = "" if trained else f"--model.vocab-size {needed} or more, or "
         raise ValueError(
             f"the tokenizer has {needed:,} tokens, the model's vocab_size is {vocab_size:,}: use "
-            f"--model.vocab-size {needed} or more, or another --data.tokenizer"
+            f"{larger}another --data.tokenizer"
         )
 
 

@@ -144,12 +144,13 @@ class Hooks:
         most = self.most_validated(state)
         began = time.monotonic()
         batches = self.loader.validation_batches(most, self.mesh.dp.rank, self.mesh.dp.size)
-        loss, tokens, nats = evaluate(
+        found = evaluate(
             state.model, self.watch.through(batches, "validate"), self.mesh, state.schedule
         )
+        loss, tokens = found.loss, found.tokens
         self.since += time.monotonic() - began  # not the training's time
         held = self.loader.validation_tokens
-        bits = nats / self.loader.validation_bytes / math.log(2) if tokens == held else None
+        bits = found.bits_per_byte(self.loader.validation_bytes) if tokens == held else None
         self.validation = Validation(state.step, loss, tokens, held, bits)
         for writer in self.writers:
             writer.write(

@@ -1,5 +1,5 @@
-"""The mean cross-entropy of held-out text, in nats per token: validation loss, and the exponent of
-perplexity.
+"""The mean cross-entropy of text that is not trained on, in nats per token: validation loss, and
+the exponent of perplexity.
 """
 
 import math
@@ -20,25 +20,24 @@ from dolmen.parallel.data import inference
 from dolmen.parallel.pipeline import Work
 
 
-class Evaluation(NamedTuple):
+class Losses(NamedTuple):
     """Over all batches of all ranks."""
 
     loss: float
-    """Nats a predicted token."""
+    """Nats per predicted token."""
     tokens: int
     """Tokens predicted: labels that are not IGNORED."""
     nats: float
-    """Sum of the losses; divided by the text's bytes and log 2 it is bits per byte."""
+    """Sum of the losses."""
 
-    @property
-    def perplexity(self) -> float:
-        """exp(loss); infinite where a float cannot hold it."""
-        return math.exp(self.loss) if self.loss < 709 else self.loss * math.inf
+    def bits_per_byte(self, size: int) -> float:
+        """Where the tokens are those of `size` bytes of text."""
+        return self.nats / size / math.log(2)
 
 
 def evaluate(
     model: Decoder, batches: Iterable[Batch], mesh: Mesh, schedule: Schedule | None = None
-) -> Evaluation:
+) -> Losses:
     """Each rank of dp brings its own batches; the result is the same on every rank, and does not
     depend on the layout.
 
@@ -57,7 +56,7 @@ def evaluate(
     nats, tokens = (collectives.reduce_scalar(sums, mesh.world) / mesh.tp.size).tolist()
     if tokens == 0:
         raise ValueError("no token to evaluate carries a loss: give batches that hold text")
-    return Evaluation(nats / tokens, int(tokens), nats)
+    return Losses(nats / tokens, int(tokens), nats)
 
 
 def _nats(model: Decoder, batch: Batch, mesh: Mesh, order: Schedule) -> Tensor:

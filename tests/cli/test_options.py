@@ -43,8 +43,8 @@ TRAIN = """
     layout.tp layout.cp layout.pp layout.dp layout.ep layout.zero layout.sequence-parallel
     layout.no-sequence-parallel layout.context layout.schedule layout.virtual-stages
     layout.recompute layout.recompute-layers
-    data.path data.tokenizer data.validation data.validation-fraction data.end-of-text
-    data.document-mask data.no-document-mask data.text-field data.cache data.workers
+    data.path data.tokenizer data.end-of-text data.document-mask data.no-document-mask
+    data.text-field data.cache data.workers data.validation data.validation-fraction
     optimizer.lr optimizer.warmup-steps optimizer.schedule optimizer.min-lr optimizer.decay-fraction
     optimizer.weight-decay optimizer.beta1 optimizer.beta2 optimizer.eps optimizer.clip
     train.steps train.seed train.dtype train.sequence-length train.global-batch-size
@@ -59,6 +59,10 @@ OTHERS = {
     "export": "help to dtype",
     "verify": "help against length layout.tp",
     "generate": "help prompt max-new-tokens temperature top-k top-p seed dtype layout.tp",
+    "evaluate": (
+        "help sequence-length dtype data.path data.tokenizer data.end-of-text data.document-mask "
+        "data.no-document-mask data.text-field data.cache data.workers layout.tp"
+    ),
     "schedule": "help pp microbatches virtual-stages out list forward backward input weight send",
 }
 

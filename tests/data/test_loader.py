@@ -83,7 +83,7 @@ def test_validation_covers_each_token_once(documents, load, tokenizer):
             for side in ("tokens", "labels")
         )
         real = labels != IGNORED
-        held = loader.validation.read(0, len(loader.validation))
+        held = loader.validation.stream.read(0, len(loader.validation.stream))
         assert (
             np.array_equal(labels[real].numpy(), held)
             and int(real.sum()) == loader.validation_tokens
@@ -134,7 +134,7 @@ def test_validation_of_one_file_is_its_end(documents, load):
     text = (documents / "39.txt").read_text()
     assert 0.05 * len(text) < loader.validation_bytes < 0.2 * len(text)
     assert text.endswith(
-        loader.tokenizer.decode(loader.validation.read(0, len(loader.validation) - 1))
+        loader.tokenizer.decode(loader.validation.stream.read(0, len(loader.validation.stream) - 1))
     )
     assert "10.0%" in loader.description()[-1] and "39.txt" in loader.description()[-1]
 

@@ -12,7 +12,7 @@ from spawning import Row
 from table import DROPOUT, FAMILIES, SINGLE, Layout
 
 from dolmen.model.config import ModelConfig
-from dolmen.train.validate import Evaluation, evaluate
+from dolmen.train.validate import Losses, evaluate
 
 WINDOW = replace(FAMILIES["llama"], sliding_window=3, sliding_layers=(0, 2))
 EXPERTS = FAMILIES["qwen3-moe"]
@@ -79,7 +79,7 @@ SEEDED = rows(DROPOUT, "gpt2", "dp2 tp2 sp zero3 acc4", steps=2, seed=OTHER_SEED
 )
 
 
-def validated(config: ModelConfig, mesh, layout: Layout) -> Evaluation:
+def validated(config: ModelConfig, mesh, layout: Layout) -> Losses:
     """Validation over all batches, with documents; of unequal counts of tokens on the ranks."""
     train = table.start(config, mesh, layout)
     return evaluate(train.model, table.batches(mesh, documents=True), mesh, train.schedule)

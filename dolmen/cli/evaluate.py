@@ -1,0 +1,33 @@
+"""dolmen evaluate DIR --data.path TEXT"""
+
+from dolmen.cli import launch, verify
+from dolmen.cli.errors import BadInput
+from dolmen.cli.options import EvaluateOptions, message
+from dolmen.core.log import console
+from dolmen.core.mesh import Launch, Mesh
+from dolmen.data.in_order import InOrder
+from dolmen.evaluate.perplexity import evaluate, open_text
+from dolmen.optim.precision import DTYPES
+
+
+def run(options: EvaluateOptions, argv: list[str]) -> int:
+    started = Launch.read()
+    layout = verify.checked(started, "evaluate", options.source, options.layout, [])
+    # the launcher has the tokens made and compared before it starts others; else one of each host
+    first = not launch.launched_here() and (started is None or started.local_rank == 0)
+    try:
+        text = open_text(
+            options.source, options.data, options.sequence_length, progress=first, verify=first
+        )
+    except (ValueError, KeyError, OSError) as error:
+        raise BadInput(message(error)) from None
+    return verify.start(
+        started, argv, "evaluate", layout, lambda mesh: _evaluate(options, text, mesh)
+    )
+
+
+def _evaluate(options: EvaluateOptions, text: InOrder, mesh: Mesh) -> int:
+    dtype = DTYPES[options.dtype] if options.dtype else None
+    found = evaluate(options.source, text, mesh, dtype)
+    console(mesh.first).print(found.table(options.source))
+    return 0

@@ -1,0 +1,85 @@
+"""Text that is read once, from its first token to its last: validation during training, and
+`dolmen evaluate`.
+
+    tokens    a b c . d e .                two documents; `.` is the end-of-text token
+    windows   .|a b c    c|. d e    e|. -  of 3 predictions: the token before |, and what it is to
+                                           predict; `-` is IGNORED
+
+Each token is predicted exactly once, the ends of documents too, from the tokens before it in its
+window; the first of a document from an end of text. A window knows nothing of the one before.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+
+import numpy as np
+
+from dolmen.data.batch import IGNORED, Batch
+from dolmen.data.division import HeldOut
+from dolmen.data.stream import TokenStream
+
+
+class InOrder:
+    """`parts`, one after the other, in windows of `sequence_length` predictions. `boundary`: the
+    token behind which attention does not look; None: it looks at all of its window.
+    """
+
+    def __init__(self, parts: Sequence[HeldOut], sequence_length: int, boundary: int | None):
+        self.parts, self.sequence_length, self.boundary = parts, sequence_length, boundary
+
+    @cached_property
+    def stream(self) -> TokenStream:
+        return TokenStream.join([part.stream for part in self.parts])
+
+    @property
+    def tokens(self) -> int:
+        """Predictions of a full reading: every token, the ends of documents included."""
+        return len(self.stream) if self.parts else 0
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the text, exactly."""
+        return sum(part.size for part in self.parts)
+
+    @property
+    def documents(self) -> int:
+        return sum(part.documents for part in self.parts)
+
+    @property
+    def windows(self) -> int:
+        return -(-self.tokens // self.sequence_length)
+
+    def batches(
+        self,
+        batch_size: int,
+        max_sequences: int | None = None,
+        first_row: int = 0,
+        rows: int | None = None,
+    ) -> Iterator[Batch]:
+        """All windows in order, `batch_size` at a time, or of each batch the `rows` rows from
+        `first_row`. With `max_sequences`, only that many windows, evenly spread. All batches are
+        full, the last one filled up with positions that are IGNORED.
+        """
+        windows, rows = self.windows, rows or batch_size
+        chosen = min(windows, max_sequences or windows)
+        padded = -(-chosen // batch_size) * batch_size
+        for first in range(first_row, padded, batch_size):
+            yield Batch.of_windows(
+                np.stack(
+                    [
+                        self.window(index * windows // chosen if index < chosen else windows)
+                        for index in range(first, first + rows)
+                    ]
+                ),
+                self.boundary,
+            )
+
+    def window(self, index: int) -> np.ndarray:
+        """int64 [sequence_length + 1], IGNORED behind the last token."""
+        length = self.sequence_length
+        window, start = np.full(length + 1, IGNORED, np.int64), index * length
+        real = min(length, self.tokens - start)
+        if real > 0:
+            # position -1 is the last: an end of text
+            window[: real + 1] = self.stream.read(start - 1, real + 1)
+        return window
