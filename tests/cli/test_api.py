@@ -163,14 +163,15 @@ def test_generate(material):
 def test_the_package_shows_what_it_has():
     """Names to find by completion; each with types and an example of its use."""
     assert set(dolmen.__all__) <= set(dir(dolmen))
-    for name in ("load", "generate", "export", "verify"):
-        function = getattr(dolmen, name)
+    for name in ("load", "generate", "export", "verify", "evaluate"):
+        function = getattr(dolmen.api, name)
         signature = inspect.signature(function)
         assert all(p.annotation is not p.empty for p in signature.parameters.values())
         assert signature.return_annotation is not signature.empty
         assert f"dolmen.{name}(" in function.__doc__
     assert "dolmen.train(" in dolmen.api.train.__doc__
     assert list(inspect.signature(dolmen.train).parameters) == ["recipe", "options"]
+    assert list(inspect.signature(dolmen.evaluate).parameters) == ["source", "path", "options"]
 
 
 @pytest.mark.parametrize(
