@@ -6,6 +6,7 @@ describes is looked at before anything is allocated or opened.
 import io
 import math
 import pickle
+import re
 from collections import defaultdict
 
 import torch
@@ -39,6 +40,33 @@ ALLOWED |= {("torch.serialization", "_get_layout")}  # of a name: torch.strided
 ALLOWED |= {("torch", str(dtype).removeprefix("torch.")) for dtype in NAMES}
 
 
+FIXED = re.compile(
+    rb"(?:[(.)}\]NaesubtR\x81\x85-\x89\x93\x94]|[\x80Kh].|M..|[Jj].{4}|\x95.{8}){1,4096}", re.DOTALL
+)
+"""Instructions of the pickles that DCP writes (protocol 4 and later), but those that hold bytes of
+a length that they say."""
+COUNTED = {0x8C: 1, ord("X"): 4, 0x8A: 1}
+"""Those: SHORT_BINUNICODE, BINUNICODE, LONG1, and the bytes of their length."""
+
+
+def check_instructions(content: bytes) -> None:
+    """Raises UnpicklingError for an instruction that a description of tensors has no use for. Among
+    them are those that name a place in the memo, of which the unpickler then makes as many as the
+    largest: nine bytes cost gigabytes. 20 times as fast as pickletools.genops.
+    """
+    at = 0
+    while at < len(content):
+        if run := FIXED.match(content, at):
+            at = run.end()
+        elif (width := COUNTED.get(content[at])) is not None:
+            at += 1 + width + int.from_bytes(content[at + 1 : at + 1 + width], "little")
+        else:
+            raise pickle.UnpicklingError(
+                f"byte {at} is {content[at]:#04x}, an instruction that a checkpoint of tensors has "
+                "no use for"
+            )
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> object:
         if (module, name) not in ALLOWED:
@@ -55,6 +83,7 @@ def read_metadata(seal: Seal) -> Metadata:
     path = seal.folder / METADATA
     content = seal.read(METADATA)
     try:
+        check_instructions(content)
         found = _Unpickler(io.BytesIO(content)).load()
         if not isinstance(found, Metadata):
             raise TypeError(f"it is a {type(found).__name__}")

@@ -4,7 +4,10 @@ descriptions that somebody has made up.
 
 import math
 import os
+import pickle
+import pickletools
 import random
+import struct
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from seals import edit, seal_again, unseal
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from dolmen.checkpoint import folders
+from dolmen.checkpoint import metadata as descriptions
 from dolmen.checkpoint.folders import Damaged
 from dolmen.checkpoint.store import Checkpoints
 from dolmen.checkpoint.stream import open_checkpoint
@@ -204,6 +208,33 @@ def test_made_up_descriptions_are_refused(store, case, sealed):
     with pytest.raises(Damaged) as told:
         open_checkpoint(store.path(1)).read("model/w")
     assert "\n" not in str(told.value) and not loads(store)
+
+
+BOMBS = {
+    "a place in the memo": b"N" + pickle.LONG_BINPUT + struct.pack("<I", 2**27) + b".",
+    "a place in the memo, as text": b"Np134217728\n.",
+    "a byte array": pickle.BYTEARRAY8 + struct.pack("<Q", 2**30) + b".",
+    "a number in text": b"I" + b"9" * 100_000 + b"\n.",
+}
+
+
+@pytest.mark.parametrize("case", BOMBS)
+def test_a_description_that_takes_gigabytes_is_refused_unread(store, case, monkeypatch):
+    monkeypatch.setattr(descriptions, "_Unpickler", None)
+    (store.path(1) / folders.METADATA).write_bytes(b"\x80\x04" + BOMBS[case])
+    seal_again(store.path(1))
+    with pytest.raises(Damaged, match="an instruction that a checkpoint of tensors has no use for"):
+        store.load(1, tensors(0.0))
+
+
+def test_every_instruction_of_a_pickle_is_found(store):
+    """Where pickletools finds one, cut there, the walk ends; nowhere else."""
+    content = (store.path(1) / folders.METADATA).read_bytes()
+    begins = [at for _, _, at in pickletools.genops(content)]
+    for at in begins:
+        descriptions.check_instructions(content[:at])
+        with pytest.raises(pickle.UnpicklingError, match=f"byte {at} is 0x72"):
+            descriptions.check_instructions(content[:at] + pickle.LONG_BINPUT + content[at:])
 
 
 def test_chunks_that_overlap_are_seen_without_a_seal(store):
