@@ -15,7 +15,8 @@ ep holds other experts, which edp shares.
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -174,15 +175,24 @@ def joined(launch: Launch | None, device: torch.device) -> Iterator[None]:
     """Within, this process is in the default group. An exception leaves it there, unless it is
     alone: to part from a group in which another rank waits can block.
     """
+    hook = sys.excepthook
     join(launch, device)
     alone = dist.get_world_size() == 1
     try:
         yield
     except BaseException:
         if alone:
-            dist.destroy_process_group()
+            part(hook)
         raise
+    part(hook)
+
+
+def part(hook: Callable[..., object]) -> None:
+    """Leave the default group. torch has wrapped sys.excepthook, to say which rank a traceback is
+    of, and would do so once more per group: it is `hook` again.
+    """
     dist.destroy_process_group()
+    sys.excepthook = hook
 
 
 def _group(ranks: list[int], purpose: str = "dolmen") -> dist.ProcessGroup:

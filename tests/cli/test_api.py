@@ -15,6 +15,7 @@ from tinyrun import dolmen as command
 from tinyrun import losses, rows, steps
 
 import dolmen
+from dolmen.core.mesh import joined
 from dolmen.train import loop
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
@@ -38,6 +39,17 @@ def test_handlers_are_put_back(material, tmp_path, handler):
     before = signal.getsignal(handler)
     dolmen.train(material.file, out=tmp_path / "out", train={"steps": 1})
     assert signal.getsignal(handler) is before
+
+
+def test_the_hook_for_exceptions_is_put_back():
+    """torch wraps it in each process group; a second run would tell `[rank0]:` twice."""
+    before = sys.excepthook
+    with joined(None, torch.device("cpu")):
+        assert sys.excepthook is not before
+    assert sys.excepthook is before
+    with pytest.raises(ZeroDivisionError), joined(None, torch.device("cpu")):
+        raise ZeroDivisionError
+    assert sys.excepthook is before
 
 
 def test_three_lines(material, tmp_path, capsys):
