@@ -65,7 +65,8 @@ class Hooks:
         self.began = began
         self.since, self.tokens_since = time.monotonic(), 0
         self.validation: Validation | None = None  # the last there was
-        self.skipped, self.skipped_in_a_row, self.finite = 0, 0, True
+        self.skipped = state.step - updates(state)  # by the starts before
+        self.skipped_in_a_row, self.finite = 0, True
         kinds = (
             ((metrics.MetricsFile, "metrics.jsonl"), (metrics.TensorBoard, "tensorboard"))
             if mesh.first
