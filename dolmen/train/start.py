@@ -77,8 +77,8 @@ def settle(
         if not checked:
             agree.once(lambda: _check(run, out, recipe, resume, overwrite))
         return Start(resume, overwrite, False, owner)
-    emptied = not overwrite or agree.once(lambda: bool(set(jobs) & _owners(out)))
-    return Start(emptied, not emptied, True, owner)
+    goes_on = not overwrite or agree.once(lambda: bool(set(jobs) & _owners(out)))
+    return Start(resumed=goes_on, overwrite=not goes_on, restarted=True, owner=owner)
 
 
 def _check(run: RunConfig, out: Path, recipe: str, resume: bool, overwrite: bool) -> None:
