@@ -48,9 +48,14 @@ def flat(values: dict, path: str = "") -> dict[str, Any]:
     return out
 
 
-def check(facts: dict[str, Any]) -> None:
+def check(
+    facts: dict[str, Any],
+    what: str = "agree on what to do",
+    mend: str = "give every host the same command, the same version of dolmen and of torch",
+) -> None:
     """Raises ValueError, the same on every rank, unless all ranks bring the same facts (JSON values
-    by name): which ranks on which host differ from rank 0, and in what.
+    by name): which ranks on which host differ from rank 0, and in what. `what` they then do not do,
+    and what would `mend` it.
     """
     digest = hashlib.blake2b(
         json.dumps(facts, sort_keys=True, default=str).encode(), digest_size=16
@@ -71,9 +76,9 @@ def check(facts: dict[str, Any]) -> None:
     raise ValueError(
         "\n  ".join(
             [
-                f"the ranks do not agree on what to do; as seen from rank 0 on {host},",
+                f"the ranks do not {what}; as seen from rank 0 on {host},",
                 *told,
-                "give every host the same command, the same version of dolmen and of torch",
+                mend,
             ]
         )
     )

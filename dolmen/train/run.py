@@ -204,8 +204,8 @@ def run_training(
         progress=mesh.first,
         verify=False,  # who starts a run has done so, once per host
     )
-    steps = run.train.steps or max(20, epoch_steps(loader))
-    state = make_state(run, mesh, steps)
+    same_data(loader, mesh)
+    state = make_state(run, mesh, length(run, loader))
     lock = first_does(mesh, lambda: take_lock(out, 60 if start.restarted else 0))
     try:
         return _train(run, out, mesh, console, loader, state, start, stop or Stop(), watch, began)
@@ -220,6 +220,23 @@ def first_does(mesh: Mesh, work: Callable[[], T]) -> T:
         return work()
     try:
         return agree.once(work)
+    except ValueError as error:
+        raise Unusable(str(error)) from None
+
+
+def same_data(loader: Loader, mesh: Mesh) -> None:
+    """Raises Unusable on every rank, with what differs, unless all ranks train on the same text:
+    one path may lead to other files on another host.
+    """
+    if mesh.size == 1:
+        return
+    try:
+        agree.check(
+            loader.fingerprint(),
+            what="have the same training data",
+            mend="give every host the same files under --data.path, --data.validation and "
+            "--data.tokenizer",
+        )
     except ValueError as error:
         raise Unusable(str(error)) from None
 
@@ -243,7 +260,8 @@ def _train(
     saved = (
         resume(state, run, loader, checkpoints, console, start.restarted) if start.resumed else None
     )
-    steps = state.steps
+    # after another batch size, the same epoch ends after another number of steps
+    steps = state.steps = length(run, loader)
     if mesh.first and state.step < steps:
         folder.claim(out, *folder.WRITTEN)
         write_config(out, run)
@@ -286,10 +304,19 @@ def _train(
     )
 
 
+def length(run: RunConfig, loader: Loader) -> int:
+    """Steps after which the run ends: those asked for, else one epoch, and 20 at least."""
+    return run.train.steps or max(20, epoch_steps(loader))
+
+
 def epoch_steps(loader: Loader) -> int:
-    """Steps of one pass over the training data, by the source that lasts longest."""
-    per_step = max(min(loader.epochs(1000).values()) / 1000, 1e-12)
-    return max(1, round(1 / per_step))
+    """Step after which the training data have been read once, by the source that lasts longest;
+    batches before the loader's step may have been of another size.
+    """
+    step = 1000
+    samples = loader.first(step) - loader.first(0)
+    per_step = max(min(loader.mixture.epochs(samples).values()) / step, 1e-12)
+    return max(1, round(1 / per_step - loader.first(0) / loader.global_batch_size))
 
 
 def write_config(out: Path, run: RunConfig) -> None:

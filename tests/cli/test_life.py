@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import tinyrun
+import yaml
 from test_processes import LIGHT, TWO, parent, ranks, wait
 from tinyrun import dolmen, losses, rows, same, tensors
 
@@ -23,6 +24,7 @@ from dolmen.checkpoint.writer import Writer
 from dolmen.cli import launch, train
 from dolmen.data.mixture import Mixture
 from dolmen.train import loop
+from dolmen.train import run as train_run
 from dolmen.train.check import never_at_full_rate, take_lock
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
@@ -187,6 +189,29 @@ def test_another_batch_size_skips_and_repeats_no_sample(run, read):
     epochs = next(v for n, v in rows(run)[-1].items() if n.startswith("epoch/"))
     whole = next(v for n, v in rows(run)[5].items() if n.startswith("epoch/"))
     assert epochs == pytest.approx(whole * 50 / 24, rel=1e-12)  # and it is counted
+
+
+def test_an_epoch_in_batches_of_two_sizes_is_an_epoch(material, tmp_path):
+    """Without --train.steps: ten steps of 4 samples, the rest of the epoch in batches of 16."""
+    options = material.options()
+    del options["train"]["steps"]
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(options))
+    words = ("train", tmp_path / "run.yaml", "--out", tmp_path / "run", "--log.validate-every", 0)
+    assert dolmen(*words, "--train.steps", 10).code == 0
+    result = dolmen(*words, "--resume", "--train.global-batch-size", 16)
+    last = rows(tmp_path / "run")[-1]
+    (epochs,) = (v for name, v in last.items() if name.startswith("epoch/"))
+    assert result.code == 0 and last["step"] > 20, result
+    assert epochs == pytest.approx(1, abs=0.03)  # half a batch is 8 of some 500 windows
+
+
+def test_steps_skipped_before_a_resume_are_counted(run, monkeypatch):
+    """fp16: two of six, as the count of AdamW's updates says."""
+    monkeypatch.setattr(train_run.devices, "matmul_peak", lambda *_: 1e12)
+    edit_state(run, 6, updates=4)
+    words = ("--resume", "--train.steps", 7, "--train.dtype", "float16")
+    assert dolmen("train", run / "config.yaml", "--out", run, *words).code == 0
+    assert rows(run)[-1]["skipped_steps"] == 2
 
 
 def test_a_checkpoint_that_does_not_count_samples_had_one_batch_size(run, read):
