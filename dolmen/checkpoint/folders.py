@@ -9,8 +9,8 @@
       step-00000200.partial/      being written, being deleted, or left by a killed run: never read
       step-00000100.replaced/     the old one, for the moment in which a new save of the same step
                                   takes its name
-      step-00000200.damaged/      could not be read by a restart that nobody watched: never read or
-      step-00000200.damaged-2/    deleted again, for people to look at
+      step-00000200.damaged/      could not be read by a restart that nobody watched: for people to
+      step-00000200.damaged-2/    look at, never read again, and deleted by --overwrite alone
       step-00000100.kept/         files of somebody else's that lay in a checkpoint that was deleted
 
 Whoever is killed between any two lines of this file leaves the newest whole checkpoint readable:
@@ -121,19 +121,21 @@ def remove(path: Path) -> None:
         if FILE.fullmatch(child.name) and (child.is_symlink() or child.is_file()):
             child.unlink()
     if any(path.iterdir()):
-        path.rename(_free(path.with_name(path.name.split(".")[0] + KEPT)))
+        path.rename(free(path.with_name(path.name.split(".")[0] + KEPT)))
     else:
         path.rmdir()
 
 
 def put_aside(path: Path) -> Path:
     """Rename a damaged checkpoint to a name that is never read; the new path."""
-    aside = _free(path.with_name(path.name.split(".")[0] + DAMAGED))
+    aside = free(path.with_name(path.name.split(".")[0] + DAMAGED))
     path.rename(aside)
     return aside
 
 
-def _free(path: Path) -> Path:
-    """`path`, or `path-2`, `path-3`: the first that is not there."""
-    names = (path.with_name(f"{path.name}-{n}" if n > 1 else path.name) for n in count(1))
+def free(path: Path) -> Path:
+    """`path`, or with -2, -3 before a file's suffix: the first that is not there."""
+    suffix = path.suffix if path.suffix not in (DAMAGED, KEPT) else ""
+    stem = path.name.removesuffix(suffix)
+    names = (path.with_name(f"{stem}-{n}{suffix}" if n > 1 else path.name) for n in count(1))
     return next(p for p in names if not os.path.lexists(p))

@@ -14,8 +14,7 @@ decide, if its config.yaml is that of a run.
 import os
 import re
 from collections.abc import Iterator
-from contextlib import nullcontext, suppress
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from dolmen.checkpoint import folders
@@ -23,42 +22,52 @@ from dolmen.files import gate, kinds
 from dolmen.train.config import RunConfig
 
 LIST = ".dolmen"
+LOCK = ".dolmen-lock"  # held while a run is; see check.take_lock
 OWNER = ".overwritten-by"  # the jobs that have emptied the folder
-WRITTEN = (
-    "config.yaml",
-    "metrics.jsonl",
-    "loss.png",
-    "summary.json",
-    "tensorboard",
-    "checkpoints",
-    "tokenizer",
-)
-"""What every run writes; `hf` is written by some."""
 TOKENIZER = (
     r"(tokenizer(_config)?|special_tokens_map|added_tokens|vocab|chat_template)\.json|merges\.txt"
     r"|vocab\.txt|tokenizer\.model|chat_template\.jinja"
 )
 MODEL = r"(generation_)?config\.json|model(-\d+-of-\d+)?\.safetensors(\.index\.json)?"
+CHECKPOINT = folders.FOLDER.pattern
+EXPORTING = r"\.hf\.[a-z0-9_]{8}"
+
+
+@dataclass(frozen=True)
+class Form:
+    """What dolmen writes under one name."""
+
+    files: str
+    """Their paths."""
+    folders: str = r"(?!)"  # none
+    """Its folders' paths."""
+    listed: str = "name"
+    """How the folder's list has it: by its `name`; by its `files` too, as a tokenizer may have any;
+    or `not`, as it is written before the list, or is it.
+    """
+
+
 FORMS = {
-    "config.yaml": r"config\.yaml(\.part)?",
-    "metrics.jsonl": r"metrics\.(jsonl|part)",
-    "loss.png": r"loss\.png",
-    "summary.json": r"summary\.(json|part)",
-    "tensorboard": r"tensorboard/events\.out\.tfevents\.[^/]+",
-    "checkpoints": rf"checkpoints/({folders.FOLDER.pattern})/({folders.FILE.pattern})",
-    "tokenizer": rf"tokenizer/({TOKENIZER})",
-    "hf": rf"(hf|\.hf\.[a-z0-9_]{{8}}/model)/({TOKENIZER}|{MODEL})",
-    "hang": r"hang/rank-\d+\.(json|txt|part)",
-    LIST: r"\.dolmen",
-    OWNER: r"\.overwritten-by",
+    "config.yaml": Form(r"config\.yaml(\.part)?"),
+    "metrics.jsonl": Form(r"metrics\.(jsonl|part|damaged(-\d+)?\.jsonl)"),
+    "loss.png": Form(r"loss\.png"),
+    "summary.json": Form(r"summary\.(json|part)"),
+    "tensorboard": Form(r"tensorboard/events\.out\.tfevents\.[^/]+", "tensorboard"),
+    "checkpoints": Form(
+        rf"checkpoints/({CHECKPOINT})/({folders.FILE.pattern})", rf"checkpoints(/({CHECKPOINT}))?"
+    ),
+    "tokenizer": Form(rf"tokenizer/({TOKENIZER})", "tokenizer", "files"),
+    "hf": Form(
+        rf"(hf|{EXPORTING}/model)/({TOKENIZER}|{MODEL})", rf"hf|{EXPORTING}(/model)?", "files"
+    ),
+    "hang": Form(r"hang/rank-\d+\.(json|txt|part)", "hang", "not"),
+    LIST: Form(r"\.dolmen", listed="not"),
+    LOCK: Form(r"\.dolmen-lock", listed="not"),
+    OWNER: Form(r"\.overwritten-by", listed="not"),
 }
-"""First name -> the files that dolmen writes under it."""
-FOLDERS = re.compile(
-    rf"tensorboard|checkpoints(/({folders.FOLDER.pattern}))?|tokenizer|hf|\.hf\.[a-z0-9_]{{8}}"
-    r"(/model)?|hang"
-)
-ALWAYS = ("hang", LIST, OWNER)  # not in the list: written before it, or it itself
-LISTED = ("tokenizer", "hf")  # whose files are in the list too: a tokenizer may have any
+"""By the first name of their paths."""
+WRITTEN = tuple(name for name, form in FORMS.items() if form.listed != "not" and name != "hf")
+"""What every run writes; `hf` is written by some."""
 
 
 class Unusable(ValueError):
@@ -78,31 +87,45 @@ def claim_files(out: Path, name: str) -> None:
     claim(out, *(f"{name}/{path.name}" for path in sorted((out / name).iterdir())))
 
 
-def strange(out: Path) -> list[tuple[str, str]]:
-    """What in the folder dolmen did not write: (path relative to it, what it is), sorted."""
+def sorted_out(out: Path) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """What in the folder dolmen wrote, and what it did not: (path relative to it, what it is),
+    sorted. Found in one walk, so that what is deleted is what was looked at.
+    """
     listed = _listed(out)
     by_form = listed is None and is_run(out / "config.yaml")
 
-    def ours(path: str, what: str) -> bool:
+    def is_ours(path: str, what: str) -> bool:
         kind = _kind(path, what)
-        if listed is None:
-            return kind in ALWAYS or (kind is not None and by_form)
         first, _, name = path.partition("/")
-        if what == "file" and first in LISTED and "/" not in name and path in listed:
-            kind = first
-        return kind in ALWAYS or kind in listed
+        known = FORMS.get(first)
+        if listed and what == "file" and known and known.listed == "files" and "/" not in name:
+            kind = first if path in listed else kind
+        if kind is None:
+            return False
+        return FORMS[kind].listed == "not" or (by_form if listed is None else kind in listed)
 
-    return sorted(entry for entry in _walk(out) if not ours(*entry))
+    ours: list[tuple[str, str]] = []
+    strange: list[tuple[str, str]] = []
+    for entry in sorted(_walk(out)):
+        (ours if is_ours(*entry) else strange).append(entry)
+    return ours, strange
 
 
-def refuse_strange(out: Path) -> None:
-    """Raises Unusable where the folder holds what dolmen did not write."""
-    if found := [path for path, _ in strange(out)]:
+def strange(out: Path) -> list[tuple[str, str]]:
+    """What in the folder dolmen did not write."""
+    return sorted_out(out)[1]
+
+
+def refuse_strange(out: Path) -> list[tuple[str, str]]:
+    """What is in the folder. Raises Unusable where it holds what dolmen did not write."""
+    ours, others = sorted_out(out)
+    if found := [path for path, _ in others]:
         shown = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
         raise Unusable(
             f"--overwrite deletes only what dolmen wrote, and {out} also holds {shown}: move it, "
             "or give another --out"
         )
+    return ours
 
 
 def refuse_taken(out: Path, export: bool = False) -> None:
@@ -127,16 +150,10 @@ def clear(out: Path, owner: str = "") -> None:
     will not. Raises Unusable, with nothing deleted, where there is anything else. A kill in between
     leaves a folder that can be cleared: what shows whose it is goes last.
     """
-    refuse_strange(out)
-    found = list(_walk(out))
-    last = {"config.yaml": 1, LIST: 2}
-    for path, what in sorted(found, key=lambda entry: last.get(entry[0], 0)):
-        if what == "file":
-            (out / path).unlink(missing_ok=True)  # in `hang`, all ranks write
-    for path, what in sorted(found, reverse=True):
-        if what == "folder":
-            with suppress(OSError) if path == "hang" else nullcontext():
-                (out / path).rmdir()
+    ours = refuse_strange(out)
+    last = [(name, "file") for name in ("config.yaml", LIST)]
+    _delete(out, [entry for entry in ours if entry not in last])
+    _delete(out, [entry for entry in last if entry in ours])
     if owner:
         (out / OWNER).write_text(owner)
 
@@ -145,15 +162,35 @@ def remove_export(out: Path) -> None:
     """Delete the folder `hf` of an export before, if there is one. Raises Unusable, with nothing
     deleted, where it holds anything else.
     """
-    if found := [path for path, _ in strange(out) if path.split("/")[0] == "hf"]:
+    ours, others = (
+        [entry for entry in found if entry[0].split("/")[0] == "hf"] for found in sorted_out(out)
+    )
+    if others:
         raise Unusable(
-            f"the model is not exported: {out}/{found[0]} was not written by dolmen; move it, and "
-            f"dolmen export {out} --to {out}/hf"
+            f"the model is not exported: {out}/{others[0][0]} was not written by dolmen; move it, "
+            f"and dolmen export {out} --to {out}/hf"
         )
-    if (out / "hf").is_dir():
-        for child in (out / "hf").iterdir():
-            child.unlink()
-        (out / "hf").rmdir()
+    _delete(out, ours)
+
+
+def _delete(out: Path, ours: list[tuple[str, str]]) -> None:
+    """Delete the files in this order, but for the lock, which its holder deletes; then the folders.
+    Raises Unusable where one is not empty then: somebody has written into it since.
+    """
+    for path, what in ours:
+        if what == "file" and path != LOCK:
+            (out / path).unlink(missing_ok=True)  # in `hang`, all ranks write
+    for path, what in sorted(ours, reverse=True):
+        if what == "folder":
+            try:
+                (out / path).rmdir()
+            except OSError as error:
+                if path == "hang":
+                    continue
+                raise Unusable(
+                    f"{out / path} is not deleted ({error.strerror}): what came into it meanwhile "
+                    "is kept; move it, or give another --out"
+                ) from None
 
 
 def is_run(file: Path) -> bool:
@@ -168,12 +205,11 @@ def is_run(file: Path) -> bool:
 
 def _kind(path: str, what: str) -> str | None:
     """Under which name of FORMS dolmen would write this; None: under none."""
-    if what == "folder":
-        first = path.split("/")[0]
-        first = "hf" if first.startswith(".hf.") else first
-        return first if FOLDERS.fullmatch(path) else None
-    if what == "file":
-        return next((name for name, form in FORMS.items() if re.fullmatch(form, path)), None)
+    if what == "link":
+        return None
+    for name, form in FORMS.items():
+        if re.fullmatch(form.folders if what == "folder" else form.files, path):
+            return name
     return None
 
 
@@ -195,7 +231,7 @@ def _walk(folder: Path, below: str = "") -> Iterator[tuple[str, str]]:
         path = f"{below}{entry.name}"
         if entry.is_dir(follow_symlinks=False):
             yield path, "folder"
-            if FOLDERS.fullmatch(path):
+            if _kind(path, "folder"):
                 yield from _walk(folder, f"{path}/")
         else:
             yield path, "file" if entry.is_file(follow_symlinks=False) else "link"

@@ -7,6 +7,7 @@ import math
 import shutil
 from pathlib import Path
 
+from dolmen.checkpoint import folders
 from dolmen.files import gate, kinds
 
 
@@ -27,14 +28,14 @@ def read(file: Path) -> list[dict]:
 class MetricsFile:
     """metrics.jsonl: one object per logged step, one per validation. Opened at step s it keeps
     the rows up to s: what a resumed run does again is not told twice. A file with a damaged line,
-    the last aside, is kept as metrics.damaged.jsonl: whole rows may come after it.
+    the last aside, is kept as metrics.damaged.jsonl (-2, -3): whole rows may come after it.
     """
 
     def __init__(self, file: Path, step: int):
         rows = read(file)
         kept = [row for row in rows if row["step"] <= step]
         if file.exists() and sum(1 for _ in file.open("rb")) > len(rows) + 1:
-            shutil.copyfile(file, file.with_suffix(".damaged.jsonl"))
+            shutil.copyfile(file, folders.free(file.with_suffix(".damaged.jsonl")))
         part = file.with_suffix(".part")
         part.write_text("".join(json.dumps(row) + "\n" for row in kept))
         part.rename(file)

@@ -23,6 +23,9 @@ def done(material, tmp_path_factory):
     assert dolmen("train", material.file, "--out", out, *words).code == 0
     (out / "hang").mkdir()
     (out / "hang" / "rank-0.txt").write_text("a stack")
+    for name in ("metrics.damaged.jsonl", "metrics.damaged-2.jsonl"):
+        (out / name).write_text("a damaged record")
+    assert not (out / folder.LOCK).exists()
     return out
 
 
@@ -174,6 +177,32 @@ def test_a_clearing_cut_short_goes_on(run, monkeypatch):
                     folder.refuse_strange(copy)
             folder.clear(copy)
             assert not os.listdir(copy)
+
+
+@pytest.mark.parametrize("name", ["mydata/a.txt", "hf/mine.txt", "hf/model.safetensors"])
+def test_what_comes_while_a_folder_is_looked_at_is_kept(run, monkeypatch, name):
+    """Saved right after the walk, under a name of ours or none."""
+    (run / "hf" / "model.safetensors").unlink()
+    walk = folder._walk
+
+    def late(out, below=""):
+        yield from list(walk(out, below))
+        if not below:
+            (run / name).parent.mkdir(exist_ok=True)
+            (run / name).write_text("mine")
+            monkeypatch.setattr(folder, "_walk", walk)
+
+    for delete in (folder.remove_export, folder.clear):
+        with monkeypatch.context() as patch:
+            patch.setattr(folder, "_walk", late)
+            if name.startswith("hf"):
+                with pytest.raises(Unusable, match="hf is not deleted .* is kept"):
+                    delete(run)
+            else:
+                delete(run)
+        assert (run / name).read_text() == "mine"
+        (run / name).unlink()
+        (run / "mydata").rmdir() if (run / "mydata").exists() else None
 
 
 # ---- from the command line

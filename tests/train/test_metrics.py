@@ -78,6 +78,10 @@ def test_a_damaged_line_ends_the_record_and_the_file_is_kept(tmp_path, line):
     assert read(file) == [row(1), row(2), row(3)]
     assert (tmp_path / "m.damaged.jsonl").read_text() == before
     plot(file, tmp_path / "m.png", "m")
+    file.write_text(line + "\n" + json.dumps(row(4)) + "\n")
+    write(file, at=2)
+    assert (tmp_path / "m.damaged.jsonl").read_text() == before
+    assert (tmp_path / "m.damaged-2.jsonl").exists()
 
 
 def test_json_has_no_word_for_infinity(tmp_path):
