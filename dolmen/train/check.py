@@ -2,6 +2,7 @@
 before any process starts and before anything is written.
 """
 
+import errno
 import fcntl
 import os
 import tempfile
@@ -80,9 +81,9 @@ def check_folder(out: Path, resume: bool, overwrite: bool) -> None:
         raise ValueError(
             f"--out {out}: {ground} cannot be written to ({error.strerror}): give another folder"
         ) from None
-    if out.is_dir():
-        os.close(take_lock(out))
-    held = out.is_dir() and any(out.iterdir())
+    if (out / folder.LOCK).exists():
+        free_lock(out, take_lock(out))
+    held = out.is_dir() and any(path.name != folder.LOCK for path in out.iterdir())
     if held and not (resume or overwrite):
         raise ValueError(
             f"{out} already holds a run: use --resume to go on, --overwrite to start again, or "
@@ -96,26 +97,61 @@ def check_folder(out: Path, resume: bool, overwrite: bool) -> None:
         )
 
 
-def take_lock(out: Path, patience: float = 0) -> int:
-    """Hold the run's folder until the descriptor is closed or the process ends. Raises Unusable
-    if another run still holds it after `patience` seconds: the process that a restart replaces may
-    be dying.
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # what a file system without them says
+
+
+def take_lock(out: Path, patience: float = 0) -> int | None:
+    """Hold the run's folder until `free_lock`, or until the process ends; None where the file
+    system has no locks. Raises Unusable if another run still holds it after `patience` seconds (the
+    process that a restart replaces may be dying), or if it cannot be held.
+
+    A file is locked, and not the folder: over NFS, Linux makes a lock of a file that is open for
+    writing one of all hosts, and a lock of a folder one of this host.
     """
-    out.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(out, os.O_RDONLY)  # the folder itself is locked: no file is left behind
     end = time.monotonic() + patience
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() < end:
-                time.sleep(0.1)
-                continue
-            os.close(descriptor)
-            raise folder.Unusable(
-                f"{out} is in use by another run: wait for it, or give another --out"
-            ) from None
-        return descriptor
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        while (descriptor := _lock(out / folder.LOCK)) is None:
+            if time.monotonic() > end:
+                raise folder.Unusable(
+                    f"{out} is in use by another run: wait for it, or give another --out"
+                )
+            time.sleep(0.1)
+    except OSError as error:
+        if error.errno in NO_LOCKS:
+            return None
+        raise folder.Unusable(
+            f"{out / folder.LOCK} cannot be locked ({error.strerror}): mend it, or give another "
+            "--out"
+        ) from None
+    return descriptor
+
+
+def _lock(file: Path) -> int | None:
+    """A descriptor that holds `file`, made if there is none; None if somebody else holds it. Raises
+    OSError.
+    """
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # who held it may have deleted it since it was opened: then it is not the folder's lock
+        if os.path.samestat(os.fstat(descriptor), os.stat(file)):
+            return descriptor
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    except OSError:
+        os.close(descriptor)
+        raise
+    os.close(descriptor)
+    return None
+
+
+def free_lock(out: Path, descriptor: int | None) -> None:
+    """Let go of what `take_lock` gave, and leave no file behind."""
+    if descriptor is not None:
+        if os.fstat(descriptor).st_size == 0:  # one of ours
+            (out / folder.LOCK).unlink(missing_ok=True)
+        os.close(descriptor)
 
 
 def check_overwrite(run: RunConfig, out: Path, source: str) -> None:

@@ -4,7 +4,6 @@
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -29,7 +28,7 @@ from dolmen.optim.precision import DTYPES, LossScale, at_rest
 from dolmen.train import build, folder, report
 from dolmen.train import peak as devices
 from dolmen.train import saved as saved_state
-from dolmen.train.check import check_same_model, never_at_full_rate, take_lock
+from dolmen.train.check import check_same_model, free_lock, never_at_full_rate, take_lock
 from dolmen.train.config import RunConfig
 from dolmen.train.folder import Unusable
 from dolmen.train.hooks import Hooks
@@ -207,11 +206,15 @@ def run_training(
     same_data(loader, mesh)
     state = make_state(run, mesh, length(run, loader))
     lock = first_does(mesh, lambda: take_lock(out, 60 if start.restarted else 0))
+    if mesh.first and lock is None:
+        console.print(
+            f"WARNING: the file system of {out} has no locks: nothing keeps a second run out of it"
+        )
     try:
         return _train(run, out, mesh, console, loader, state, start, stop or Stop(), watch, began)
     finally:
         if mesh.first:
-            os.close(lock)
+            free_lock(out, lock)
 
 
 def first_does(mesh: Mesh, work: Callable[[], T]) -> T:

@@ -2,6 +2,8 @@
 and that no sample is skipped or repeated.
 """
 
+import errno
+import fcntl
 import json
 import math
 import os
@@ -25,7 +27,8 @@ from dolmen.cli import launch, train
 from dolmen.data.mixture import Mixture
 from dolmen.train import loop
 from dolmen.train import run as train_run
-from dolmen.train.check import never_at_full_rate, take_lock
+from dolmen.train.check import free_lock, never_at_full_rate, take_lock
+from dolmen.train.folder import LOCK, Unusable
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 
@@ -247,20 +250,56 @@ def test_a_state_of_nonsense_is_refused_in_one_line(run, case):
 # ---- two runs at once
 
 
-def test_who_loses_the_race_for_a_folder_is_told_in_one_line(material, tmp_path, monkeypatch):
+def test_who_loses_the_race_for_a_folder_is_told_in_one_line(
+    whole, material, tmp_path, monkeypatch
+):
     """The other run comes between the launcher's look and the start: with one process and with
     two.
     """
     monkeypatch.setattr(train, "check_folder", lambda *_: None)
+    (tmp_path / "run").mkdir()
     held = take_lock(tmp_path / "run")
     said = f"{tmp_path}/run is in use by another run: wait for it, or give another --out\n"
     try:
         one = dolmen("train", material.file, "--out", tmp_path / "run")
         assert one.code == 2 and one.err == f"dolmen train: {said}"
         two = dolmen("train", material.file, "--out", tmp_path / "run", *TWO)
-        assert two.code == 2 and not os.listdir(tmp_path / "run")
+        assert two.code == 2 and os.listdir(tmp_path / "run") == [LOCK]
     finally:
-        os.close(held)
+        free_lock(tmp_path / "run", held)
+    assert not os.listdir(tmp_path / "run")
+
+
+def test_a_lock_is_that_of_the_file_that_is_there(tmp_path, monkeypatch):
+    """Freed between a second one's look and its lock: it takes the new file, and a third waits."""
+    flock, first = fcntl.flock, take_lock(tmp_path)
+
+    def freed(descriptor, how):
+        monkeypatch.setattr(fcntl, "flock", flock)
+        free_lock(tmp_path, first)
+        flock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", freed)
+    second = take_lock(tmp_path, 10)
+    with pytest.raises(Unusable, match="in use by another run"):
+        take_lock(tmp_path)
+    free_lock(tmp_path, second)
+    assert not os.listdir(tmp_path)
+
+
+def test_a_file_system_without_locks_is_told_once(material, tmp_path, monkeypatch):
+    def none(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    words = ("--train.steps", 1, "--log.validate-every", 0)
+    result = dolmen("train", material.file, "--out", tmp_path / "run", *words)
+    assert result.code == 0 and result.out.count("has no locks") == 1, result
+    monkeypatch.undo()
+    (tmp_path / "run" / LOCK).unlink()
+    (tmp_path / "run" / LOCK).symlink_to(tmp_path / "elsewhere")
+    again = dolmen("train", material.file, "--out", tmp_path / "run", "--resume", *words)
+    assert again.code == 2 and again.err.count("\n") == 1 and ".dolmen-lock" in again.err
 
 
 # ---- bounds and warnings
