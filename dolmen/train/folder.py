@@ -2,7 +2,7 @@
 
     runs/NAME/.dolmen     the names, one per line, under which runs have written here:
                           `checkpoints`, `config.yaml`, `tokenizer`, ... and the
-                          files of the last two kinds below
+                          files of those whose form says so
 
 A file is deleted where its whole path has a form that dolmen writes and its first name is in this
 list. A list can only take away from those forms, so a forged one names nothing outside them; what
