@@ -29,13 +29,20 @@ from rows import DATA, ROWS, Row, named
 from torch import Tensor
 from trainer import IGNORED, Result
 
-# of losses, of norms and router losses, of how far weights have moved, of moments' largest element
+# Of losses, of norms and router losses, of how far weights have moved, of moments' largest element.
+# The worst measured over all rows (docs/numerics.md) times 200, 200, 8 and 30 in float64, for the
+# order of sums is another on another machine; times 6 or more in float32; times 1.7 or more in half
+# precision, where 2^-1 is all there is.
 TOLERANCE = {
-    "float64": (1e-11, 1e-11, 1e-11, 1e-11),
+    "float64": (1e-13, 1e-12, 1e-11, 1e-12),
     "float32": (1e-6, 1e-5, 2e-4, 1e-4),
     "bfloat16": (2**-9, 2**-6, 2**-2, 2**-1),
     "float16": (2**-11, 2**-8, 2**-5, 2**-5),
 }
+# Tokens of a step that may go to another expert than the oracle's: one did in bf16, none elsewhere
+ASTRAY = {"float64": 0, "float32": 0, "bfloat16": 4, "float16": 4}
+# by how many times its tolerance a row sees a fault at least: 3e8 and 18 were measured
+SEEN = {"float64": 1e6, "bfloat16": 10.0}
 FROZEN = freeze.frozen()
 
 
@@ -133,7 +140,7 @@ def test_row(row, made, tmp_path):
     for dtype in row.dtypes:
         got, out = run(row, dtype, made, weights, tmp_path / dtype)
         off = differences(row, dtype, got, want, oracle, weights)
-        assert not off, f"{dtype}: {off}"
+        assert not off, f"{dtype}, (difference, tolerance): {off}"
         hold_the_rest(row, dtype, got, out, made)
 
 
@@ -148,13 +155,14 @@ def run(
 
 def differences(
     row: Row, dtype: str, got: Result, want: dict, oracle: Result, weights: dict[str, Tensor]
-) -> dict[str, float]:
-    """What is over its tolerance, and by what relative difference."""
+) -> dict[str, tuple[float, float]]:
+    """What is over its tolerance: its relative difference, and the tolerance."""
     loss, norm, moved, moment = TOLERANCE[dtype]
     if not row.at_rest:  # nor is what a token with another expert changes of a loss rounding
-        loss, norm = 4 * loss, 4 * norm
-    allowed = {"losses": loss, "norms": norm, "balance": norm, "z": norm, "max_load": 4 * norm}
+        loss = 4 * loss
+    allowed = {"losses": loss, "norms": norm, "balance": norm, "z": norm}
     allowed |= {"rates": 1e-14, "tokens": 0.0, "scales": 0.0}
+    allowed["max_load"] = 1e-14 + ASTRAY[dtype] * share_of_a_token(row, want)
     if row.job.loss_scale is not None and row.resume is None:
         allowed["skipped"] = 0.0
         want = want | {"skipped": np.cumsum(want["skipped"]).tolist()}
@@ -171,7 +179,14 @@ def differences(
         for kind in ("first", "second"):
             true = vars(oracle)[kind][name]
             off[f"{kind} {name}"] = apart(vars(got)[kind][name], true, true), moment
-    return {key: value for key, (value, most) in off.items() if not value <= most}
+    return {key: (value, most) for key, (value, most) in off.items() if not value <= most}
+
+
+def share_of_a_token(row: Row, want: dict) -> float:
+    """Of the mean load of an expert: what one token with another expert changes a load by."""
+    model = row.job.model
+    experts = model.get("num_local_experts", model.get("num_experts", 0))
+    return experts / (model.get("num_experts_per_tok", 1) * want["tokens"][0])
 
 
 def apart(got: Tensor, true: Tensor, unit: Tensor) -> float:
@@ -248,12 +263,11 @@ def test_the_same_seed_gives_the_same_run_to_the_bit(made, tmp_path):
 
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
 def test_fault_is_seen(fault, made, tmp_path):
-    """The row sees the fault, by a thousand times the tolerance of float64 or more."""
+    """The row sees the fault, far over its tolerance."""
     row = named(fault.row)
     oracle, weights = freeze.oracle(row, freeze.load(row.data))
     dtype = row.dtypes[0]
     with fault.made():
         got, _ = run(row, dtype, made, weights, tmp_path)
     off = differences(row, dtype, got, FROZEN[row.name], oracle, weights)
-    least = 1e-8 if dtype == "float64" else 0.0
-    assert any(not value <= least for value in off.values())
+    assert any(not value <= SEEN[dtype] * most for value, most in off.values()), off

@@ -294,8 +294,8 @@ class AdamW:
             m.copy_(c.beta1 * m + (1 - c.beta1) * g)
             v.copy_(c.beta2 * v + (1 - c.beta2) * g * g)
             m_hat, v_hat = m / (1 - c.beta1**self.updates), v / (1 - c.beta2**self.updates)
-            decay = c.weight_decay * p if decays(name) else 0
-            p.copy_(p - lr * (m_hat / (v_hat.sqrt() + c.eps) + decay))
+            kept = 1 - lr * c.weight_decay if decays(name) else 1  # of inf too, and not inf - inf
+            p.copy_(kept * p - lr * m_hat / (v_hat.sqrt() + c.eps))
 
 
 def train(
