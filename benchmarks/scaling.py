@@ -180,7 +180,7 @@ def worker(rank: int, name: str, cores: list[int], store: str, args, asked, told
 
 
 class Team:
-    """The processes of a side, one a core."""
+    """The processes of a side, one per core; they end with this one."""
 
     def __init__(self, name: str, cores: list[int], folder: str, args):
         context = mp.get_context("spawn")
@@ -189,7 +189,9 @@ class Team:
         store = f"{folder}/{uuid.uuid4().hex}"
         self.processes = [
             context.Process(
-                target=worker, args=(r, name, cores, store, args, self.asked[r], self.told[r])
+                target=worker,
+                args=(r, name, cores, store, args, self.asked[r], self.told[r]),
+                daemon=True,
             )
             for r in range(len(cores))
         ]
