@@ -12,6 +12,9 @@ from dolmen.data.documents import pieces
 from dolmen.data.readers import whole
 from dolmen.data.sources import Source, resolve
 
+# how a tokenizer is named that came with the model
+OWN = "without --data.tokenizer,"
+
 
 class Inputs(NamedTuple):
     """What `check` has found in order."""
@@ -53,7 +56,7 @@ def check(
             least = 1 if source is validation else sequence_length + 1
             first[source.name] = look_at(source, config.text_field, least, option)
     named = tokenizer_folder(config, sources, vocab_size, progress)
-    loaded = tokenizers.load_tokenizer(named or tokenizer, "--data.tokenizer" if named else "")
+    loaded = tokenizers.load_tokenizer(named or tokenizer, "--data.tokenizer" if named else OWN)
     if vocab_size is not None:
         tokenizers.check_vocabulary(loaded, vocab_size)
     for name, text in first.items():

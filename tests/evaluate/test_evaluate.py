@@ -218,8 +218,12 @@ def test_the_package_is_callable(folder):
 REFUSED = {
     "no text named": ("{model}", {}, "no data: use --data.path"),
     "no such file": ("{model}", {"path": "{text}/none.txt"}, "no such file or folder"),
-    "no text": ("{model}", {"path": "{empty}"}, "1 files with 0 bytes"),
-    "no tokenizer": ("{bare}", {"path": "{text}"}, "{bare}: no tokenizer"),
+    "no text": ("{model}", {"path": "{empty}"}, "1 file with 0 bytes"),
+    "no tokenizer": (
+        "{bare}",
+        {"path": "{text}"},
+        "without --data.tokenizer, {bare}: no tokenizer",
+    ),
     "vocabulary": (
         "{model}",
         {"path": "{text}", "tokenizer": "{larger}"},
