@@ -21,6 +21,7 @@ from references import spoiled
 from rich.console import Console
 
 import dolmen
+from dolmen.data.config import TextConfig
 from dolmen.data.tokenizer import train_bpe
 from dolmen.evaluate import perplexity
 from dolmen.train.validate import Losses
@@ -127,8 +128,9 @@ def test_what_a_token_sees_is_seen(folder):
 def test_the_window_is_that_of_the_model_within_a_limit(folder, tmp_path):
     assert evaluated(folder).sequence_length == POSITIONS
     wide = spoiled(folder / "model", tmp_path / "wide", max_position_embeddings=1 << 17)
-    found = dolmen.evaluate(wide, folder / "text", cache=folder / "cache", progress=False)
-    assert found.sequence_length == 2048 and found.tokens == BYTES + DOCUMENTS
+    config = TextConfig((str(folder / "text"),), cache=str(folder / "cache"))
+    text = perplexity.open_text(wide, config, progress=False)
+    assert text.sequence_length == 2048 and text.tokens == BYTES + DOCUMENTS
 
 
 def test_the_batch_does_not_matter(folder, monkeypatch):
