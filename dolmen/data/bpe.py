@@ -1,5 +1,6 @@
 """`--data.tokenizer bpe:N`: a byte-level BPE of N tokens, trained on the training data itself,
-once, and kept in the cache.
+once, and kept in the cache under a hash of what decides it, with a digest of its files, which is
+compared at each use.
 
 Documents that are held out whole are left out of it, and so are those of --data.validation; of a
 document whose end is held out all text is used.
@@ -8,23 +9,33 @@ document whose end is held out all text is used.
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
+import xxhash
 
 from dolmen.data.config import DataConfig
-from dolmen.data.corpus import identity_of
+from dolmen.data.corpus import identities, identity_of
 from dolmen.data.documents import pieces
 from dolmen.data.heldout import TextHash, choose, union
-from dolmen.data.scratch import building, lock
-from dolmen.data.sources import Source, resolve
+from dolmen.data.progress import say
+from dolmen.data.scratch import building, lock, remove
+from dolmen.data.sources import Source
 from dolmen.data.tokenise import DOCUMENT, Column
 from dolmen.data.tokenizer import train_bpe
+from dolmen.files.gate import Refused, read_bytes, read_text
+from dolmen.files.kinds import TOKENIZER_FILES
 
 PREFIX = "bpe:"
+DIGEST = "digest"
 
 
 def tokenizer_folder(
-    config: DataConfig, sources: Sequence[Source], vocab_size: int | None, progress: bool
+    config: DataConfig,
+    sources: Sequence[Source],
+    validation: Source | None,
+    vocab_size: int | None,
+    progress: bool,
 ) -> str | None:
     """The tokenizer to load: config.tokenizer itself, or the folder of the one trained for `bpe:N`,
     now if need be.
@@ -46,34 +57,52 @@ def tokenizer_folder(
         raise ValueError(
             f"{option} trains on local files alone: give a tokenizer's folder or hub id"
         )
+    held = identities(validation, "--data.validation") if validation else config.validation_fraction
     files = [identity_of(file) for source in sources for file in source.files]
-    recipe = [
-        "bpe 3",
-        size,
-        config.validation,
-        config.validation_fraction,
-        config.text_field,
-        files,
-    ]
+    recipe = ["bpe 3", size, held, config.text_field, files]
     key = hashlib.blake2b(json.dumps(recipe).encode(), digest_size=12).hexdigest()
     folder = config.cache_folder / "tokenizers" / f"bpe-{size}-{key}"
-    if not folder.exists():
+    if not _whole(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with lock(folder.with_suffix(".lock")):
-            if not folder.exists():  # another process may have been first
+            if not _whole(folder):  # another process may have been first
+                if folder.exists():
+                    say(f"the tokenizer in {folder} is damaged and made anew", progress)
+                    remove(folder)
                 with building(folder) as part:
-                    train_bpe(_texts(config, sources), int(size), part, progress)
+                    texts = _texts(config, sources, validation)
+                    train_bpe(texts, int(size), part, progress)
+                    (part / DIGEST).write_text(_digest(part))
     return str(folder)
 
 
-def _texts(config: DataConfig, sources: Sequence[Source]) -> Iterator[str]:
+def _whole(folder: Path) -> bool:
+    """Whether the folder has the files that were written."""
+    try:
+        return read_text(folder / DIGEST, 64) == _digest(folder)
+    except Refused:
+        return False
+
+
+def _digest(folder: Path) -> str:
+    """XXH3 of the names and bytes of a tokenizer's files, in hexadecimal. Raises Refused."""
+    found = xxhash.xxh3_128()
+    for name, kind in TOKENIZER_FILES.items():
+        if (folder / name).exists():
+            found.update(f"{name}\0".encode())
+            found.update(read_bytes(folder / name, kind.size))
+    return found.hexdigest()
+
+
+def _texts(
+    config: DataConfig, sources: Sequence[Source], validation: Source | None
+) -> Iterator[str]:
     """The text that is trained on, in pieces; a first pass finds what is held out."""
     tables = [_table(source, config.text_field) for source in sources]
-    if config.validation is None:
+    if validation is None:
         held = choose(tables, config.validation_fraction).whole
     else:
-        (judge,) = resolve([config.validation], "--data.validation", config.cache_folder)
-        held = union([_table(judge, config.text_field)["words"]])
+        held = union([_table(validation, config.text_field)["words"]])
     for source, table in zip(sources, tables, strict=True):
         out, document = np.isin(table["words"], held), 0
         for piece in pieces(source, config.text_field):

@@ -55,7 +55,7 @@ def check(
         if source is not None and not source.hubs:
             least = 1 if source is validation else sequence_length + 1
             first[source.name] = look_at(source, config.text_field, least, option)
-    named = tokenizer_folder(config, sources, vocab_size, progress)
+    named = tokenizer_folder(config, sources, validation, vocab_size, progress)
     loaded = tokenizers.load_tokenizer(named or tokenizer, "--data.tokenizer" if named else OWN)
     if vocab_size is not None:
         tokenizers.check_vocabulary(loaded, vocab_size)

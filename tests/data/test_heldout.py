@@ -309,3 +309,27 @@ def test_a_tokenizer_of_the_data_has_not_seen_what_is_held_out(tmp_path, load, m
     judge = rows(tmp_path / "judge.jsonl", shared[3])
     load(path[0], **options, validation=str(judge))
     assert set(seen) == set(shared) - {shared[3]}
+
+
+def test_a_tokenizer_of_the_data_is_made_again_when_what_is_held_out_changes(
+    tmp_path, load, monkeypatch
+):
+    seen = []
+    monkeypatch.setattr(
+        "dolmen.data.bpe.train_bpe",
+        lambda texts, size, folder, progress: (
+            seen.append(list(texts)) or train_bpe(seen[-1], size, folder)
+        ),
+    )
+    texts = [prose(i, 30) for i in range(10)]
+    path, judge = rows(tmp_path / "a.jsonl", *texts), rows(tmp_path / "judge.jsonl", texts[3])
+    again = lambda: load(path, tokenizer="bpe:300", validation=str(judge))
+    again(), again()
+    assert len(seen) == 1
+    rows(judge, texts[4])
+    again()
+    assert len(seen) == 2 and texts[3] in seen[1] and texts[4] not in seen[1]
+    for file in tmp_path.glob("cache/tokenizers/*/tokenizer.json"):
+        file.write_bytes(file.read_bytes() + b" ")
+    again()
+    assert len(seen) == 3, "its files are not what was written"
