@@ -31,13 +31,14 @@ def check(
     vocab_size: int | None,
     sequence_length: int,
     progress: bool = True,
+    verify: bool = True,
 ) -> Inputs:
     """Refuses, with the numbers and the knob, what can be refused without reading all data; writes
     nothing but the tokenizer of `bpe:N`, into the cache.
 
     Missing, empty or unreadable data, a missing field in the first rows, too little text for one
     window, no tokenizer or end-of-text token, a tokenizer larger than `vocab_size` (None: no model
-    yet). `tokenizer`: used if the config has none.
+    yet). `tokenizer`: used if the config has none. Without `verify` its expressions are not tried.
     """
     sources = resolve(config.path, cache=config.cache_folder)
     validation = None
@@ -56,7 +57,8 @@ def check(
             least = 1 if source is validation else sequence_length + 1
             first[source.name] = look_at(source, config.text_field, least, option)
     named = tokenizer_folder(config, sources, validation, vocab_size, progress)
-    loaded = tokenizers.load_tokenizer(named or tokenizer, "--data.tokenizer" if named else OWN)
+    by = "--data.tokenizer" if named else OWN
+    loaded = tokenizers.load_tokenizer(named or tokenizer, by, probe=verify)
     if vocab_size is not None:
         tokenizers.check_vocabulary(loaded, vocab_size)
     for name, text in first.items():

@@ -162,10 +162,10 @@ def prepare(
     progress: bool = True,
     verify: bool = True,
 ) -> Loader:
-    """From options to batches: check, tokenise or find in the cache (and compare it with its
-    digests: `verify`), hold out, mix.
+    """From options to batches: check, tokenise or find in the cache, hold out, mix. `verify`: try
+    the tokenizer's expressions and compare the cache with its digests, once per host.
     """
-    inputs = check(config, tokenizer, vocab_size, sequence_length, progress)
+    inputs = check(config, tokenizer, vocab_size, sequence_length, progress, verify)
 
     def corpus(source: Source, option: str) -> Corpus:
         return open_corpus(

@@ -26,9 +26,10 @@ END_OF_TEXT = "<|endoftext|>"
 WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+[ \t]*(?=[^\s])|\s+"
 
 
-def load_tokenizer(name: str | None, option: str = "--data.tokenizer"):
+def load_tokenizer(name: str | None, option: str = "--data.tokenizer", probe: bool = True):
     """The tokenizer in folder `name` or of that id on the hub, which the user named by `option`
-    (empty: by itself). No code of the repository is run. ValueError if none.
+    (empty: by itself). No code of the repository is run. `probe` tries its expressions first, in a
+    process of their own. ValueError if none.
     """
     from transformers import AutoTokenizer  # 2.4 s to import: not owed by `--help`
 
@@ -42,7 +43,7 @@ def load_tokenizer(name: str | None, option: str = "--data.tokenizer"):
         raise FileNotFoundError(f"{where}: no such folder")
     folder = expand(name)
     if folder.is_dir():
-        tokenizer_files.check(folder)
+        tokenizer_files.check(folder, probe)
     try:
         with tokenizer_files.told(where):
             tokenizer = AutoTokenizer.from_pretrained(

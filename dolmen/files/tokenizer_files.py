@@ -10,10 +10,12 @@ of its own here and is bounded in size alone.
 """
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +23,14 @@ from dolmen.files import gate, kinds
 from dolmen.files.gate import refuse
 
 SECONDS = 5  # of one core, for all expressions
+PANIC = 87
 PROBE = """
 import json, resource, sys
 given = json.load(sys.stdin)
+sys.path[:] = given["path"]
+from tokenizers import Tokenizer
 resource.setrlimit(resource.RLIMIT_CPU, (given["seconds"],) * 2)
 resource.setrlimit(resource.RLIMIT_AS, (4 << 30,) * 2)
-from tokenizers import Tokenizer
 try:
     tokenizer = Tokenizer.from_str(json.dumps(given["tokenizer"]))
 except Exception:
@@ -42,8 +46,10 @@ try:
 except Exception:
     sys.exit(0)
 except BaseException:  # a panic of Rust
-    sys.exit(3)
-"""
+    sys.exit(PANIC)
+""".replace("PANIC", str(PANIC))
+# its own code, and those of the limit of time; anything else says nothing about an expression
+VERDICTS = (PANIC, -signal.SIGXCPU, -signal.SIGKILL)
 UNITS = (
     "a",
     "A",
@@ -65,12 +71,14 @@ UNITS = (
 TEXTS = [unit * many + end for many in (8, 32, 1000) for unit in UNITS for end in ("", "b", "\0")]
 
 
-def check(folder: Path) -> None:
-    """Raises Refused unless every file of a tokenizer in `folder` is what it should be."""
+def check(folder: Path, probe: bool = True) -> None:
+    """Raises Refused unless every file of a tokenizer in `folder` is what it should be. Without
+    `probe` its expressions are not tried: one process per host has done so.
+    """
     for name, kind in kinds.TOKENIZER_FILES.items():
         if (folder / name).exists():
             content = gate.read_json(folder / name, kind)
-            if name == "tokenizer.json":
+            if name == "tokenizer.json" and probe:
                 check_expressions(folder / name, content)
     for name in ("merges.txt", "vocab.txt", "tokenizer.model", "spiece.model"):
         if (folder / name).exists():
@@ -83,17 +91,33 @@ def check_expressions(file: Path, content: dict) -> None:
     if not any(True for _ in expressions(steps)):
         return
     bare = {"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}, **steps}
-    given = json.dumps({"tokenizer": bare, "texts": TEXTS, "seconds": SECONDS})
-    ended = subprocess.run(
-        [sys.executable, "-I", "-c", PROBE], input=given, text=True, capture_output=True
-    )
-    if ended.returncode:
+    code, said = tried(json.dumps(bare))
+    if code in VERDICTS:
         longest = max(expressions(steps), key=len)
         raise refuse(
             file,
             f"a regular expression fails, or takes too long, on {max(map(len, TEXTS)):,} letters "
             f"(the longest is {ascii(longest)[:200]})",
         )
+    if code:
+        raise refuse(
+            file,
+            "its regular expressions could not be tried: the process that does so, "
+            f"{sys.executable}, ended with code {code}: {said[-600:]}",
+        )
+
+
+@cache
+def tried(tokenizer: str) -> tuple[int, str]:
+    """(exit code, what it wrote to stderr) of the process that tries a tokenizer.json on TEXTS. The
+    same text is tried once per process: a start looks at its tokenizer several times.
+    """
+    # -I: nothing of the working folder is imported, and so the modules are where ours are
+    given = {"tokenizer": json.loads(tokenizer), "texts": TEXTS, "seconds": SECONDS}
+    given["path"] = [path for path in sys.path if path]
+    command = [sys.executable, "-I", "-c", PROBE]
+    ended = subprocess.run(command, input=json.dumps(given), text=True, capture_output=True)
+    return ended.returncode, ended.stderr
 
 
 def expressions(value: Any) -> Iterator[str]:

@@ -36,7 +36,15 @@ def documents(tmp_path):
 def load(tmp_path, tokenizer_folder):
     """prepare(), short: load(path, ..., option=value) with a cache of the test's own."""
 
-    def load(*path, sequence_length=16, global_batch_size=4, seed=0, vocab_size=300, **options):
+    def load(
+        *path,
+        sequence_length=16,
+        global_batch_size=4,
+        seed=0,
+        vocab_size=300,
+        verify=True,
+        **options,
+    ):
         config = DataConfig(
             tuple(map(str, path)), **{"cache": str(tmp_path / "cache"), "workers": 2, **options}
         )
@@ -48,6 +56,7 @@ def load(tmp_path, tokenizer_folder):
             global_batch_size,
             seed,
             progress=False,
+            verify=verify,
         )
 
     return load

@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from dolmen.data import tokenizer as tokenizers
@@ -12,6 +12,8 @@ from dolmen.data.corpus import open_corpus
 from dolmen.data.documents import cut
 from dolmen.data.quickstart_corpus import standard_library_files
 from dolmen.data.sources import resolve
+from dolmen.files import tokenizer_files
+from dolmen.files.gate import Refused
 
 WORDS = {"<s>": 0, "a": 1, "b": 2, "</d>": 3}
 
@@ -138,3 +140,69 @@ def test_a_tokenizer_that_gives_no_tokens_is_refused(tmp_path, load, documents):
     (source,) = resolve([str(documents)])
     with pytest.raises(ValueError, match="no tokens for the text of all 40 documents"):
         open_corpus(source, blank, 1, "text", tmp_path / "cache", progress=False)
+
+
+def with_expression(folder, expression):
+    """A tokenizer whose text is split by `expression`."""
+    bare = Tokenizer(models.BPE({"a": 0, "b": 1, "</s>": 2}, []))
+    bare.pre_tokenizer = pre_tokenizers.Split(Regex(expression), "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=bare, eos_token="</s>").save_pretrained(folder)
+    return folder
+
+
+def test_only_the_probe_blames_an_expression(tmp_path, monkeypatch):
+    """Where the probe itself does not run, the message is its own, and the tokenizer is not."""
+    tokenizer_files.tried.cache_clear()
+    with pytest.raises(Refused, match="a regular expression fails, or takes too long.*a\\+\\)\\+"):
+        tokenizer_files.check(with_expression(tmp_path / "slow", "(a+)+$"))
+    good = with_expression(tmp_path / "good", "a+b")
+    monkeypatch.setattr(tokenizer_files, "PROBE", "import no_such_module")
+    with pytest.raises(Refused, match="could not be tried.*No module named 'no_such_module'"):
+        tokenizer_files.check(good)
+    tokenizer_files.tried.cache_clear()
+    for code in ("import os; os.kill(os.getpid(), 15)", "import os; os.abort()", "exit(3)"):
+        monkeypatch.setattr(tokenizer_files, "PROBE", code)
+        with pytest.raises(Refused, match="could not be tried.*ended with code"):
+            tokenizer_files.check(good)
+        tokenizer_files.tried.cache_clear()
+    for code in ("SIGXCPU", "SIGKILL"):
+        monkeypatch.setattr(
+            tokenizer_files, "PROBE", f"import os, signal; os.kill(os.getpid(), signal.{code})"
+        )
+        with pytest.raises(Refused, match="a regular expression fails, or takes too long"):
+            tokenizer_files.check(good)
+        tokenizer_files.tried.cache_clear()
+
+
+def test_the_probe_imports_from_where_we_do(tmp_path, monkeypatch):
+    """-I leaves PYTHONPATH and the user's packages out; sys.path is handed over."""
+    (tmp_path / "only_here.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    probe = tokenizer_files.PROBE.replace("from tokenizers", "import only_here\nfrom tokenizers")
+    monkeypatch.setattr(tokenizer_files, "PROBE", probe)
+    tokenizer_files.tried.cache_clear()
+    tokenizer_files.check(with_expression(tmp_path / "good", "a+b"))
+    tokenizer_files.tried.cache_clear()
+
+
+def test_expressions_are_tried_once_per_host(tmp_path, load, monkeypatch):
+    tried = []
+    text = tmp_path / "a.txt"
+    text.write_text("ab" * 500)
+    monkeypatch.setattr(tokenizer_files, "tried", lambda text: tried.append(text) or (0, ""))
+    folder = with_expression(tmp_path / "t", "a+b")
+    tokenizers.load_tokenizer(str(folder))
+    tokenizers.load_tokenizer(str(folder), probe=False)
+    assert len(tried) == 1
+    load(text, tokenizer=str(folder), verify=False)
+    assert len(tried) == 1, "who does not start the run trusts who does"
+    load(text, tokenizer=str(folder))
+    assert len(tried) == 2
+
+
+def test_text_of_white_space_alone_may_have_no_tokens(tmp_path):
+    """A tokenizer that drops white space is no broken one."""
+    blank = tokenizers.load_tokenizer(str(with_expression(tmp_path / "t", "a+b")))
+    tokenizers.check_encodes(blank, " \n\t ", "x.txt")
+    with pytest.raises(ValueError, match="no tokens for the text of x.txt"):
+        tokenizers.check_encodes(blank, " c\n", "x.txt")
