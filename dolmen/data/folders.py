@@ -1,5 +1,7 @@
 """What of a folder or a glob is read: files of a known suffix and text without one; not what hides,
 and not what dolmen has written itself, a run or a cache, which a second run would learn by heart.
+Links to folders below the one that is named are not followed: they may lead round in a circle, or
+to what is read already. Links to files are.
 """
 
 import glob
@@ -12,6 +14,8 @@ from dolmen.data.readers import form, looks_like_text
 # top-level keys of the config.yaml that a run writes
 RUN_KEYS = {"name", "model", "layout", "data", "optimizer", "train", "checkpoint", "log"}
 
+LINKS = "links to folders"  # which would have to be named themselves
+
 
 class Found:
     """The files of one entry, and what was left out of them."""
@@ -22,12 +26,14 @@ class Found:
         self.folders: dict[Path, str] = {}
 
     def walk(self, root: Path, cache: Path | None) -> None:
-        """Everything below `root`; links to folders are not followed."""
+        """Everything below `root`."""
         for where, folders, files in os.walk(root):
             here = Path(where)
             inside = [name for name in folders if not name.startswith(".")]
             self.skipped["hidden folders and files"] += len(folders) - len(inside)
-            folders[:] = [name for name in inside if not self.left_out(here / name, cache)]
+            real = [name for name in inside if not (here / name).is_symlink()]
+            self.skipped[LINKS] += len(inside) - len(real)
+            folders[:] = [name for name in real if not self.left_out(here / name, cache)]
             if here == root and self.left_out(root, cache):
                 folders.clear()
                 continue
@@ -35,13 +41,19 @@ class Found:
                 self.add(here / name)
 
     def match(self, pattern: Path, cache: Path | None) -> None:
-        """Every file that the glob names, less those in a folder of ours below its fixed part."""
+        """Every file that the glob names, less those behind a link or in a folder of ours below its
+        fixed part.
+        """
         fixed = next(p for p in pattern.parents if not glob.has_magic(str(p)))
+        links: set[Path] = set()
         for name in glob.glob(str(pattern), recursive=True):
             file = Path(name)
             inside = [p for p in file.parents if p != fixed and p.is_relative_to(fixed)]
-            if file.is_file() and not any(self.left_out(folder, cache) for folder in inside):
+            if behind := [p for p in inside if p.is_symlink()]:
+                links.add(behind[-1])
+            elif file.is_file() and not any(self.left_out(folder, cache) for folder in inside):
                 self.add(file)
+        self.skipped[LINKS] += len(links)
 
     def add(self, file: Path) -> None:
         self.seen += 1
@@ -64,8 +76,8 @@ class Found:
 
     def notes(self) -> list[str]:
         """What was left out, a line each."""
-        ours = [f"{folder} ({why})" for folder, why in sorted(self.folders.items()) if why]
-        told = ours[:4] + ([f"{len(ours) - 4} more such folders"] if len(ours) > 4 else [])
+        found = [f"{folder} ({why})" for folder, why in sorted(self.folders.items()) if why]
+        told = found[:4] + ([f"{len(found) - 4} more such folders"] if len(found) > 4 else [])
         kinds = [f"{count:,} {kind}" for kind, count in self.skipped.most_common(6) if count]
         return [*told, *([f"{', '.join(kinds)} in {self.entry}"] if kinds else [])]
 

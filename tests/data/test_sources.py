@@ -343,3 +343,24 @@ def test_a_row_that_is_nested_too_deep_is_named(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' + "[" * 100_000)
     with pytest.raises(ValueError, match=r"a\.jsonl, line 2: has 100,000 brackets open"):
         texts(tmp_path / "a.jsonl")
+
+
+def test_links_to_folders_are_told(tmp_path):
+    """By a folder and by a glob alike: not followed, one count per link, loops or not."""
+    data, other = tmp_path / "data", tmp_path / "other"
+    for folder in (data / "sub", other / "deep"):
+        folder.mkdir(parents=True)
+        (folder / "a.txt").write_text(str(folder))
+    (data / "elsewhere").symlink_to(other)
+    (data / "sub" / "loop").symlink_to(data)
+    (data / "file.txt").symlink_to(other / "deep" / "a.txt")
+    for entry in (data, data / "**" / "*.txt"):
+        (source,) = resolve([str(entry)])
+        assert [file.name for file in source.files] == ["file.txt", "a.txt"]
+        assert source.left_out == (f"2 links to folders in {entry}",)
+    (source,) = resolve([str(data / "elsewhere")])
+    assert len(source.files) == 1, "which is named itself"
+    (source,) = resolve([str(data / "elsewhere" / "*" / "*.txt")])
+    assert len(source.files) == 1 and not source.left_out
+    with pytest.raises(FileNotFoundError, match="none to read; left out: 1 links to folders"):
+        resolve([str(data / "else*" / "*" / "*.txt")])
