@@ -85,8 +85,9 @@ def refuse(
     given: options.TrainOptions,
     verify: bool = True,
 ) -> RunConfig:
-    """The checked run, its data tokenised; `verify` compares what the cache has with its digests.
-    Raises BadInput for whatever can be refused before the first process.
+    """The checked run, its data tokenised; `verify` tries the tokenizer's expressions and compares
+    what the cache has with its digests. Raises BadInput for whatever can be refused before the
+    first process.
     """
     try:
         if given.max_restarts < 0:
@@ -95,7 +96,7 @@ def refuse(
             check_folder(out, given.resume, given.overwrite)
         if processes is not None and processes < 1:
             raise ValueError(f"--nproc is {processes}: it must be at least 1")
-        config = check(config, processes)
+        config = check(config, processes, verify)
         if out is not None and given.overwrite:
             check_overwrite(config, out, given.recipe)
         if out is not None and given.resume:

@@ -24,9 +24,10 @@ from dolmen.train import saved as saved_state
 from dolmen.train.config import RunConfig
 
 
-def check(run: RunConfig, processes: int | None) -> RunConfig:
+def check(run: RunConfig, processes: int | None, verify: bool = True) -> RunConfig:
     """The run with its layout resolved for `processes` (None: as many as the layout says). Raises
-    ValueError or KeyError.
+    ValueError or KeyError. Without `verify`, which is once per host, a tokenizer's expressions are
+    not tried.
     """
     if run.model is None:
         raise ValueError(
@@ -62,7 +63,7 @@ def check(run: RunConfig, processes: int | None) -> RunConfig:
         )
     if run.init is not None:
         hf.check(hf.resolve(run.init), run.model)
-    inputs.check(run.data, run.init, run.model.vocab_size, run.sequence_length)
+    inputs.check(run.data, run.init, run.model.vocab_size, run.sequence_length, verify=verify)
     return run
 
 

@@ -13,7 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from tinyrun import MODEL, Material, dolmen
 
-from dolmen.cli import launch
+from dolmen.cli import launch, train
+from dolmen.cli.options import parse_train
+from dolmen.core import mesh as meshes
+from dolmen.data import inputs, loader
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 
@@ -469,3 +472,42 @@ def test_the_model_of_the_file_is_checked_like_that_of_a_recipe(material, tmp_pa
     assert "num_attention_heads (5) is not divisible by num_key_value_heads (2)" in refused(
         material, tmp_path / "out", file=tmp_path / "run.yaml"
     )
+
+
+def launch_of(local_rank: int) -> meshes.Launch:
+    return meshes.Launch(
+        rank=2 + local_rank, world_size=4, local_rank=local_rank, local_world_size=2
+    )
+
+
+@pytest.mark.parametrize(
+    "started, by_us, expected",
+    [
+        (None, False, [("inputs", True), ("cache", True)]),
+        (launch_of(0), False, [("inputs", True), ("cache", True)]),
+        (launch_of(1), False, [("inputs", False), ("cache", False)]),
+        (launch_of(0), True, []),
+    ],
+    ids=["launcher", "local rank 0 of torchrun", "local rank 1 of torchrun", "a process of ours"],
+)
+def test_one_process_per_host_verifies(material, tmp_path, monkeypatch, started, by_us, expected):
+    """The launcher, or local rank 0 under torchrun, compares the cache with its digests and tries
+    the tokenizer.
+    """
+    asked = []
+
+    def checked(*args, verify=True):
+        asked.append(("inputs", verify))
+
+    def prepared(*args, verify=True):
+        asked.append(("cache", verify))
+
+    monkeypatch.setattr(inputs, "check", checked)
+    monkeypatch.setattr(loader, "prepare", prepared)
+    monkeypatch.setattr(meshes.Launch, "read", staticmethod(lambda: started))
+    monkeypatch.setattr(launch, "launched_here", lambda: by_us)
+    monkeypatch.setattr(launch, "one_store", lambda: False)
+    words = [str(material.file), "--out", str(tmp_path / "out")]
+    words += ["--layout.dp", "4" if started else "1"]
+    assert train.run(parse_train(words), words, guarded=lambda work: 0) == 0
+    assert asked == expected
