@@ -40,7 +40,7 @@ def sides(loader):
     read = lambda stream: loader.tokenizer.decode(
         stream.read(0, len(stream)) if len(stream) else []
     )
-    return [read(part.stream) for part in loader.mixture.parts], read(loader.validation)
+    return [read(part.stream) for part in loader.mixture.parts], read(loader.validation.stream)
 
 
 def table(texts):
@@ -216,7 +216,7 @@ def test_validation_that_is_training_text_is_kept_out_of_training(tmp_path, load
     assert "of document 3\n" not in training and "of document 4\n" in training
     (told,) = [line for line in loader.description() if "not trained on" in line]
     assert "1 of 40 documents" in told and "also in --data.validation" in told and "%" in told
-    assert loader.validation_tokens == len(loader.validation)
+    assert loader.validation_tokens == len(loader.validation.stream)
 
 
 def test_validation_that_is_all_of_training_is_refused(tmp_path, load, documents):
