@@ -95,7 +95,7 @@ def open_corpus(
     key = hashlib.blake2b(json.dumps(origin).encode(), digest_size=16).hexdigest()
     folder = cache / "corpora" / key
     try:
-        return Corpus(folder, examined(folder, verify), source.name)
+        return Corpus(folder, examined(folder, origin, verify), source.name)
     except Refused as damage:
         told = damage
     try:
@@ -106,7 +106,7 @@ def open_corpus(
         ) from error
     with lock(folder.with_suffix(".lock")):
         try:
-            index = examined(folder, verify)  # another process may have built it meanwhile
+            index = examined(folder, origin, verify)  # another process may have built it meanwhile
         except Refused:
             if folder.exists():
                 say(f"the cached tokens are damaged and made anew: {told}", progress)
@@ -115,7 +115,7 @@ def open_corpus(
             with building(folder) as part:
                 build(source, tokenizer, origin, part, threads, progress, option)
             try:
-                index = examined(folder, verify=False)
+                index = examined(folder, origin, verify=False)
             except Refused as error:
                 raise ValueError(
                     f"could not write {folder} ({error}): remove it, or use another --data.cache"
@@ -154,11 +154,15 @@ def identity_of(file: Path) -> list:
     return [str(file), found.st_size, found.st_mtime_ns, found.st_ctime_ns]
 
 
-def examined(folder: Path, verify: bool) -> dict[str, Any]:
-    """The index of a whole folder. Raises Refused, with the file that is missing or damaged."""
+def examined(folder: Path, origin: Mapping[str, Any], verify: bool) -> dict[str, Any]:
+    """The index of a whole folder of the tokens of `origin`. Raises Refused, with the file that is
+    missing or damaged.
+    """
     index = read_json(folder / "index.json", CORPUS)
     if index.pop("digest") != digest_of(index):
         raise Refused(f"{folder / 'index.json'}: its digest differs")
+    if digest_of({name: index[name] for name in origin}) != digest_of(origin):
+        raise Refused(f"{folder / 'index.json'}: it is of another text, or of another tokenizer")
     for name in FILES:
         file = folder / name
         size = file.stat().st_size if file.is_file() else -1

@@ -18,6 +18,7 @@ the other, nor do additions, with two exceptions, both in sources of few documen
 """
 
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,6 +26,12 @@ import numpy as np
 import xxhash
 
 WHITE_SPACE = b" \t\n\r\v\f"
+# What else of Unicode is white space, in UTF-8; and two signs without width, U+200B and the byte
+# order mark U+FEFF.
+WIDE_SPACE = re.compile(
+    rb"\xc2[\x85\xa0]|\xe1\x9a\x80|\xe2\x80[\x80-\x8b\xa8\xa9\xaf]|\xe2\x81\x9f|\xe3\x80\x80"
+    rb"|\xef\xbb\xbf"
+)
 
 
 class TextHash:
@@ -38,7 +45,8 @@ class TextHash:
 
     def update(self, text: bytes) -> None:
         self._exact.update(text)
-        self._words.update(text.translate(None, WHITE_SPACE))
+        words = text.translate(None, WHITE_SPACE)
+        self._words.update(words if words.isascii() else WIDE_SPACE.sub(b"", words))
         self.size, self.pieces = self.size + len(text), self.pieces + 1
 
     @property

@@ -143,6 +143,20 @@ def test_damage_is_told(documents, built, tmp_path, tokenizer, capsys):
     assert "the cached tokens are damaged and made anew" in told and "tokens.bin: its dig" in told
 
 
+def test_folders_of_two_corpora_that_changed_places_are_seen(documents, built, tmp_path):
+    """Each is whole, and its name is that of the other's text."""
+    open_, builds = built
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "a.txt").write_text("another text\n")
+    contents = [open_(folder).content for folder in (documents, tmp_path / "other")]
+    one, two = tmp_path.glob("cache/corpora/*/")
+    one.rename(tmp_path / "aside")
+    two.rename(one)
+    (tmp_path / "aside").rename(two)
+    assert [open_(folder).content for folder in (documents, tmp_path / "other")] == contents
+    assert len(builds) == 4, "both are made anew"
+
+
 def test_an_index_that_says_other_numbers_is_not_believed(documents, built, tmp_path):
     open_, builds = built
     open_(documents)

@@ -196,7 +196,9 @@ def test_a_document_that_is_cut_in_one_source_is_cut_in_all(tmp_path, load):
     assert loader.validation_bytes == len(held.replace("<|endoftext|>", "").encode())
 
 
-@pytest.mark.parametrize("how", ["spelling", "symlink", "hard link", "copy", "crlf", "rows"])
+@pytest.mark.parametrize(
+    "how", ["spelling", "symlink", "hard link", "copy", "crlf", "mark", "spaces", "rows"]
+)
 def test_validation_that_is_training_text_is_kept_out_of_training(tmp_path, load, documents, how):
     judge, third = tmp_path / "judge.txt", documents / "03.txt"
     if how == "spelling":
@@ -209,6 +211,11 @@ def test_validation_that_is_training_text_is_kept_out_of_training(tmp_path, load
         shutil.copy(third, judge)
     elif how == "crlf":
         judge.write_bytes(third.read_bytes().replace(b"\n", b"\r\n"))
+    elif how == "mark":
+        judge.write_text(f"\ufeff{third.read_text()}")
+    elif how == "spaces":
+        signs = "\u00a0\u0085\u1680\u2000\u200a\u200b\u2028\u2029\u202f\u205f\u3000"
+        judge.write_text(third.read_text().replace(" ", signs))
     else:
         judge = rows(tmp_path / "judge.jsonl", third.read_text(), "another")
     loader = load(documents, validation=str(judge))
