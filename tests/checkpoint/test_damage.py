@@ -8,6 +8,7 @@ import pickle
 import pickletools
 import random
 import struct
+import tracemalloc
 
 import pytest
 import torch
@@ -276,3 +277,13 @@ def test_a_checkpoint_put_aside_is_never_deleted(store):
     store.save(2, tensors(2.0), META, wait=True)
     assert first.name == "step-00000001.damaged" and second.name == "step-00000001.damaged-2"
     assert first.is_dir() and second.is_dir() and store.steps() == [2]
+
+
+@pytest.mark.parametrize("name", [folders.METADATA, folders.STATE])
+def test_what_a_small_file_has_grown_by_is_not_read(store, name):
+    os.truncate(store.path(1) / name, 2**26 - 1)
+    tracemalloc.start()
+    assert not loads(store)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**22
