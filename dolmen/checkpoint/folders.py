@@ -36,6 +36,7 @@ FILE = re.compile(r"state\.json|\.metadata(\.tmp)?|seal|__\d+_\d+\.distcp")
 """Files that a save writes."""
 FOLDER = re.compile(r"step-\d{8,}(\.replaced)?(\.partial)?|step-\d{8,}\.damaged(-\d+)?")
 """Folders that saves and restarts make."""
+WHOLE = re.compile(r"step-(\d{8,})(\.replaced)?")
 UNFINISHED = re.compile(r"step-\d{8,}(\.replaced)?\.partial")
 
 
@@ -48,14 +49,21 @@ def name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def is_whole(path: Path) -> bool:
+    """Whether this folder has the name of a whole checkpoint. The name alone says so: one that
+    lacks a file is damaged, and not one that is still being written.
+    """
+    return WHOLE.fullmatch(path.name) is not None and (path.is_dir() or path.is_symlink())
+
+
 def whole(folder: Path) -> dict[int, Path]:
     """Step -> folder of every whole checkpoint, oldest first; empty where `folder` does
     not exist.
     """
     found = {}
     for path in sorted(folder.glob("step-*")):  # `step-1` comes before `step-1.replaced`, and wins
-        match = re.fullmatch(rf"step-(\d{{8,}})(\{REPLACED})?", path.name)
-        if match and (path / STATE).is_file():
+        match = WHOLE.fullmatch(path.name)
+        if match and is_whole(path):
             found.setdefault(int(match[1]), path)
     return dict(sorted(found.items()))
 

@@ -65,7 +65,8 @@ def locate(path: Path) -> Path:
     Raises ValueError where there is none.
     """
     path = Path(path)
-    if (path / folders.STATE).is_file() and not path.name.endswith(folders.PARTIAL):
+    partial = path.name.endswith(folders.PARTIAL)
+    if folders.is_whole(path) or ((path / folders.STATE).is_file() and not partial):
         return path
     for folder in (path / "checkpoints", path):
         if found := folders.whole(folder):

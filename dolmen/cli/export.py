@@ -10,26 +10,28 @@ from dolmen.convert import hf
 from dolmen.core.config import from_dict
 from dolmen.model.config import ModelConfig
 from dolmen.optim.precision import DTYPES
+from dolmen.train import saved as saved_state
 from dolmen.train.config import RunConfig
 
 
 def run(options: ExportOptions, _: list[str]) -> int:
     try:
-        export(Path(options.source), Path(options.to), options.dtype)
+        step = export(Path(options.source), Path(options.to), options.dtype)
     except (ValueError, KeyError, OSError) as error:
         raise BadInput(message(error)) from None
-    print(f"wrote {options.to}")
+    print(f"wrote {options.to}, from the checkpoint of step {step}")
     return 0
 
 
-def export(source: Path, to: Path, dtype: str | None = None) -> None:
-    """Stream the newest whole checkpoint of `source` to `to`. Raises ValueError, KeyError or
-    OSError.
+def export(source: Path, to: Path, dtype: str | None = None) -> int:
+    """Stream the newest whole checkpoint of `source` to `to`; its step. Raises ValueError, KeyError
+    or OSError.
     """
-    step = stream.locate(source)
-    saved = stream.open_checkpoint(step)
-    run_ = from_dict(RunConfig, saved.meta["run"])
-    tokenizer = step.parent.parent / "tokenizer"
+    folder = stream.locate(source)
+    saved = stream.open_checkpoint(folder)
+    kept = saved_state.read(saved.meta, folder)
+    run_ = from_dict(RunConfig, kept.run)
+    tokenizer = folder.parent.parent / "tokenizer"
     model = stopping(run_.model, tokenizer) if tokenizer.is_dir() else run_.model
     hf.save(
         to,
@@ -38,6 +40,7 @@ def export(source: Path, to: Path, dtype: str | None = None) -> None:
         DTYPES[dtype] if dtype else None,
         tokenizer if tokenizer.is_dir() else None,
     )
+    return kept.step
 
 
 def stopping(model: ModelConfig, tokenizer: Path) -> ModelConfig:

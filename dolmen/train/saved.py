@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from dolmen.checkpoint import folders
 from dolmen.checkpoint.folders import STATE, Damaged
 from dolmen.files import gate, kinds
 
@@ -65,6 +66,9 @@ def read(meta: Mapping[str, Any], where: Path) -> Saved:
         gate.checked(dict(meta), where / STATE, kinds.STATE.schema)
     except gate.Refused as error:
         raise Damaged(str(error)) from None
+    named = folders.WHOLE.fullmatch(where.name)
+    if named and int(named[1]) != meta["step"]:
+        raise Damaged(f"{where} is of step {meta['step']} (its {STATE}): its name is another's")
     if meta["updates"] > meta["step"]:
         raise Damaged(f"{where / STATE}: updates ({meta['updates']}) is over step ({meta['step']})")
     scale, good_steps = meta["loss_scale"]

@@ -19,7 +19,7 @@ from dolmen.checkpoint import folders
 from dolmen.checkpoint import metadata as descriptions
 from dolmen.checkpoint.folders import Damaged
 from dolmen.checkpoint.store import Checkpoints
-from dolmen.checkpoint.stream import open_checkpoint
+from dolmen.checkpoint.stream import locate, open_checkpoint
 from dolmen.core.mesh import SINGLE
 
 META = {"step": 1, "updates": 16, "norms": [0.25, 3.5], "run": {"model": {"family": "llama"}}}
@@ -287,3 +287,26 @@ def test_what_a_small_file_has_grown_by_is_not_read(store, name):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 2**22
+
+
+def _taken(path, by: str) -> None:
+    """Put something that is no file in the place of one, or nothing."""
+    path.unlink()
+    {
+        "nothing": lambda: None,
+        "a folder": path.mkdir,
+        "a pipe": lambda: os.mkfifo(path),
+        "a loop": lambda: path.symlink_to(path.name),
+    }[by]()
+
+
+@pytest.mark.parametrize("by", ["nothing", "a folder", "a pipe", "a loop"])
+def test_the_newest_checkpoint_without_its_state_is_damaged_and_not_passed_over(store, by):
+    store.save(2, tensors(2.0), META, wait=True)
+    _taken(store.path(2) / folders.STATE, by)
+    assert store.newest() == 2 and locate(store.folder) == store.path(2)
+    assert locate(store.path(2)) == store.path(2)
+    with pytest.raises(Damaged, match=r"step-00000002/state\.json"):
+        store.meta(2)
+    with pytest.raises(Damaged, match=r"step-00000002/state\.json"):
+        open_checkpoint(locate(store.folder))

@@ -102,11 +102,11 @@ def test_clears_what_a_killed_run_left(store):
     ):
         (store.folder / name).mkdir(parents=True)
         (store.folder / name / folders.METADATA).write_bytes(b"half")
-    (store.folder / "step-00000008").mkdir()  # not ours to delete, not whole either
+    (store.folder / "step-8").mkdir()  # not ours to delete, no checkpoint either
     assert store.newest() is None
     store.save(1, tensors(1.0), {}, wait=True)
     assert (
-        sorted(p.name for p in store.folder.iterdir()) == ["step-00000001", "step-00000008"]
+        sorted(p.name for p in store.folder.iterdir()) == ["step-00000001", "step-8"]
         and store.newest() == 1
     )
 

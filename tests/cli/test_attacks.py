@@ -115,6 +115,32 @@ def test_a_damaged_newest_checkpoint_is_refused_before_the_start(run, damage):
     )
 
 
+def test_the_newest_checkpoint_without_its_state_is_named(run, tmp_path):
+    newest = run / "checkpoints" / "step-00000004"
+    exported = command("export", run, "--to", tmp_path / "hf")
+    assert exported.code == 0 and "from the checkpoint of step 4" in exported.out
+    (newest / "state.json").unlink()
+    for words in (
+        ("train", run / "config.yaml", "--resume", "--train.steps", 6),
+        ("export", run, "--to", tmp_path / "other"),
+    ):
+        result = command(*words)
+        assert result.code == 2 and f"{newest}/state.json" in result.words, result
+    assert steps(run) == [2, 4] and not (tmp_path / "other").exists()
+
+
+def test_a_checkpoint_under_the_name_of_another_step(run, tmp_path):
+    other = run / "checkpoints" / "step-00000009"
+    (run / "checkpoints" / "step-00000004").rename(other)
+    for words in (
+        ("train", run / "config.yaml", "--resume", "--train.steps", 12),
+        ("export", run, "--to", tmp_path / "hf"),
+    ):
+        result = command(*words)
+        assert result.code == 2 and f"{other} is of step 4 (its state.json)" in result.words, result
+    assert steps(run) == [2, 9] and not (tmp_path / "hf").exists()
+
+
 @pytest.mark.parametrize(
     "field, value",
     [
