@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def check(temperature: float, top_k: int | None, top_p: float | None) -> None:
-    """Raises ValueError naming the knob for a value that has no meaning."""
+    """Raises ValueError naming the knob for a value that has no meaning, or no effect."""
     if not 0 <= temperature < math.inf:
         raise ValueError(f"temperature is {temperature}: use --temperature 0 (greedy) or more")
     if 0 < temperature < sys.float_info.min:  # too few bits are left to divide by it
@@ -27,6 +27,11 @@ def check(temperature: float, top_k: int | None, top_p: float | None) -> None:
         raise ValueError(f"top_k is {top_k}: use --top-k 1 or more")
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p is {top_p}: use --top-p above 0, at most 1")
+    for name, value in (("--top-k", top_k), ("--top-p", top_p)):
+        if value is not None and not temperature:
+            raise ValueError(
+                f"{name} draws, and without --temperature nothing is drawn: add --temperature 1"
+            )
 
 
 def uniform(seed: int, prompt: int, step: int) -> float:
