@@ -45,24 +45,26 @@ class Model:
 
     def generate(
         self,
-        prompt: str,
+        prompt: str | Sequence[str],
         max_new_tokens: int = 64,
         temperature: float = 0.0,
         seed: int = 0,
         *,
         top_k: int | None = None,
         top_p: float | None = None,
-    ) -> str:
-        """The prompt and its continuation; greedy at temperature 0. An empty prompt begins where
-        the tokenizer begins a text. Raises ValueError for settings that have no meaning.
+    ) -> str | list[str]:
+        """The prompt and its continuation, of several prompts a list of them; greedy at temperature
+        0. An empty prompt begins where the tokenizer begins a text. Raises ValueError for what is
+        no text, and for settings that have no meaning.
 
         model.generate("Once upon a time", temperature=0.8, top_p=0.95, seed=1)
         """
+        prompts = list(prompt) if isinstance(prompt, (list, tuple)) else [prompt]
         with _told():
             sample.check(temperature, top_k, top_p)
-            (new,) = engine.generate(
+            new = engine.generate(
                 self.decoder,
-                [encode(self.tokenizer, prompt)],
+                [encode(self.tokenizer, text) for text in prompts],
                 max_new_tokens,
                 temperature,
                 top_k,
@@ -70,7 +72,11 @@ class Model:
                 engine.stop_tokens(self.folder),
                 seed,
             )
-        return prompt + self.tokenizer.decode(new, skip_special_tokens=True)
+        texts = [
+            text + self.tokenizer.decode(tokens, skip_special_tokens=True)
+            for text, tokens in zip(prompts, new, strict=True)
+        ]
+        return texts if isinstance(prompt, (list, tuple)) else texts[0]
 
     def logits(self, text: str) -> torch.Tensor:
         """[tokens, vocab_size]: what the model expects after each token of `text`. Raises
@@ -101,7 +107,7 @@ def load(name: str | Path, dtype: torch.dtype | None = None) -> Model:
 
 def generate(
     name: str | Path,
-    prompt: str,
+    prompt: str | Sequence[str],
     *,
     max_new_tokens: int = 64,
     temperature: float = 0.0,
@@ -109,15 +115,17 @@ def generate(
     top_p: float | None = None,
     seed: int = 0,
     dtype: str | None = None,
-) -> str:
-    """`dolmen generate NAME --prompt PROMPT` in this process: the prompt and its continuation.
-    `dolmen.load` keeps a model for more than one prompt. Raises ValueError on bad input.
+) -> str | list[str]:
+    """`dolmen generate NAME --prompt PROMPT` in this process: the prompt and its continuation, of
+    several prompts a list of them. `dolmen.load` keeps a model for more. Raises ValueError on bad
+    input.
 
     dolmen.generate("path/to/model", "Once upon a time", temperature=0.8)
     """
     with _told():
         sample.check(temperature, top_k, top_p)
-        check(prompt)
+        for text in prompt if isinstance(prompt, (list, tuple)) else [prompt]:
+            check(text)
         model = load(name, _dtype(dtype))
     return model.generate(prompt, max_new_tokens, temperature, seed, top_k=top_k, top_p=top_p)
 

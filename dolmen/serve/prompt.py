@@ -26,9 +26,11 @@ def encode(tokenizer: "PreTrainedTokenizerBase", prompt: str) -> list[int]:
 
 
 def check(prompt: str) -> None:
-    """Raises ValueError for half a character: bytes of a command line that are not UTF-8 reach
-    Python so, and no tokenizer takes them.
+    """Raises ValueError for what is no text, and for half a character: bytes of a command line that
+    are not UTF-8 reach Python so, and no tokenizer takes them.
     """
+    if not isinstance(prompt, str):
+        raise ValueError(f"the prompt is {prompt!r}: it must be a text")
     try:
         prompt.encode()
     except UnicodeEncodeError as error:
