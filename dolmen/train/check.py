@@ -180,8 +180,9 @@ def _read_by(run: RunConfig, source: str) -> set[Path]:
 
 
 def check_resume(run: RunConfig, out: Path) -> None:
-    """Refuse to go on from a damaged checkpoint, with another model than the newest whole one's,
-    over files that dolmen did not write, and where the place of metrics.jsonl is taken.
+    """Refuse to go on from a damaged checkpoint, with another model than the newest whole one's or
+    to fewer steps than it has, over files that dolmen did not write, and where the place of
+    metrics.jsonl is taken.
     """
     if out.is_dir():
         folder.refuse_taken(out, run.finish.export)
@@ -197,6 +198,11 @@ def check_resume(run: RunConfig, out: Path) -> None:
     except Damaged as error:
         raise saved.damaged(step, error) from None
     check_same_model(found.run, run, step)
+    if run.train.steps is not None and step > run.train.steps:
+        raise folder.Unusable(
+            f"the checkpoint is of step {step}, --train.steps is {run.train.steps}: give more, or "
+            f"export it (dolmen export {out} --to model/)"
+        )
 
 
 def never_at_full_rate(run: RunConfig, steps: int) -> str | None:
@@ -207,7 +213,7 @@ def never_at_full_rate(run: RunConfig, steps: int) -> str | None:
     return (
         f"optimizer.warmup-steps ({warmup}) is over the run's {steps} steps: the learning rate "
         f"ends at {lr * steps / warmup:.3g} and never reaches {lr:g}; set --optimizer.warmup-steps "
-        f"{max(1, steps // 10)} or less, or --train.steps over {warmup}"
+        f"{max(1, steps - 1)} or less, or --train.steps over {warmup}"
     )
 
 

@@ -125,11 +125,21 @@ def resume(
         state.scale.value, state.scale.good_steps = saved.loss_scale
     state.spike.load(list(saved.norms))
     console.print(f"resuming from step {saved.step}")
-    for line in [
-        d for d in differences(saved.run, to_dict(run)) if not d.startswith("model.")
-    ] + data_loader.changes(saved.data, loader.fingerprint()):
+    for line in changed(saved, run, loader):
         console.print(f"  changed: {line}")
     return saved
+
+
+def changed(saved: Saved, run: RunConfig, loader: Loader) -> list[str]:
+    """Which options and data differ from those of the checkpoint, a line each, and each once: the
+    data's fingerprint holds some options too.
+    """
+    options = differences(saved.run, to_dict(run))
+    named = {line.split(":")[0].rpartition(".")[2] for line in options}
+    data = data_loader.changes(saved.data, loader.fingerprint())
+    return [line for line in options if not line.startswith("model.")] + [
+        line for line in data if line.split(":")[0] not in named
+    ]
 
 
 def load_newest(
@@ -272,7 +282,7 @@ def _train(
         folder.claim_files(out, "tokenizer")
     peak = devices.peak(mesh.device, DTYPES[run.train.dtype])
     console.print(report.header(run, state, loader, mesh, peak, str(out)))
-    if warning := never_at_full_rate(run, state.steps):
+    if state.step < steps and (warning := never_at_full_rate(run, steps)):
         console.print(f"WARNING: {warning}")
     if saved is not None:
         began -= saved.seconds

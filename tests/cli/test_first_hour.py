@@ -1,10 +1,14 @@
 """What a new user meets in the first hour: words that say what to do, and no silence."""
 
+import shutil
+from pathlib import Path
+
 import pytest
 import tinyrun
 from tinyrun import dolmen
 
 import dolmen as package
+from dolmen.train.check import never_at_full_rate
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 
@@ -27,3 +31,40 @@ def test_several_prompts_give_several_texts(material):
     for wrong in (3, [3], ["a", None]):
         with pytest.raises(ValueError, match="^the prompt is (3|None): it must be a text$"):
             model.generate(wrong)
+
+
+@pytest.fixture(scope="module")
+def run(material, tmp_path_factory) -> Path:
+    """Of six steps, with a warm-up of two."""
+    out = tmp_path_factory.mktemp("run") / "run"
+    assert dolmen("train", material.file, "--out", out, "--train.steps", 6).code == 0
+    return out
+
+
+def test_a_checkpoint_past_the_asked_steps_is_refused(run):
+    result = dolmen("train", run / "config.yaml", "--resume", "--train.steps", 2)
+    assert (result.code, result.out) == (2, "")
+    assert result.err == (
+        "dolmen train: the checkpoint is of step 6, --train.steps is 2: give more, or export it "
+        f"(dolmen export {run} --to model/)\n"
+    )
+
+
+def test_a_changed_option_is_told_once(run, tmp_path):
+    copy = shutil.copytree(run, tmp_path / "run")
+    words = ("--train.steps", 7, "--train.global-batch-size", 8, "--train.seed", 1)
+    result = dolmen("train", copy / "config.yaml", "--resume", *words)
+    told = [line.strip() for line in result.out.splitlines() if "changed: " in line]
+    assert sorted(told) == [
+        "changed: train.global_batch_size: 4 -> 8",
+        "changed: train.seed: 0 -> 1",
+        "changed: train.steps: 6 -> 7",
+    ]
+
+
+def test_the_warning_of_a_warm_up_names_what_would_do(run, material):
+    """Nothing is left to train at 6 of 6: no rate is to be reached."""
+    words = ("--optimizer.warmup-steps", 40)
+    assert "WARNING" not in dolmen("train", run / "config.yaml", "--resume", *words).out
+    config = material.config(optimizer={"warmup_steps": 40})
+    assert "set --optimizer.warmup-steps 11 or less" in never_at_full_rate(config, 12)
