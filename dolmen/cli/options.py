@@ -206,6 +206,12 @@ def base(name: str) -> RunConfig:
     if name in RECIPES:
         return RECIPES[name]()
     file = Path(name)
+    if file.is_dir() and (file / "config.yaml").is_file():
+        raise BadInput(f"{name} is a folder: dolmen train {file / 'config.yaml'} takes its run")
+    if file.is_dir():
+        raise BadInput(
+            f"{name} is a folder; if it is one of data: dolmen train pretrain --data.path {name}"
+        )
     if not file.is_file():
         near = get_close_matches(name, RECIPES, n=1)
         raise BadInput(

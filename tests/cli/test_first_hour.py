@@ -68,3 +68,13 @@ def test_the_warning_of_a_warm_up_names_what_would_do(run, material):
     assert "WARNING" not in dolmen("train", run / "config.yaml", "--resume", *words).out
     config = material.config(optimizer={"warmup_steps": 40})
     assert "set --optimizer.warmup-steps 11 or less" in never_at_full_rate(config, 12)
+
+
+def test_a_folder_is_no_recipe(material, run):
+    for folder, said in (
+        (material.docs, f"if it is one of data: dolmen train pretrain --data.path {material.docs}"),
+        (run, f"dolmen train {run}/config.yaml takes its run"),
+    ):
+        result = dolmen("train", folder)
+        assert result.code == 2 and result.err.startswith(f"dolmen train: {folder} is a folder")
+        assert said in result.err and result.err.count("\n") == 1
