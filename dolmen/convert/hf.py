@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dolmen.core.paths import expand
+from dolmen.core.paths import expand, may_be_hub_id
 from dolmen.core.words import counted
 from dolmen.families import WeightMap, from_hf, on_disk, stored_dtype, to_hf, weight_map
 from dolmen.families.rules import Entry, assemble
@@ -56,6 +56,8 @@ def resolve(name: str | Path, revision: str | None = None) -> Path:
     """
     if expand(name).is_dir():
         return expand(name)
+    if not may_be_hub_id(str(name)):
+        raise ValueError(f"{name}: no such folder")
     # half a second to import, and few runs need it
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError

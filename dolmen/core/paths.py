@@ -1,6 +1,7 @@
 """Paths as users write them."""
 
 import os
+import re
 from pathlib import Path
 
 
@@ -9,3 +10,12 @@ def expand(name: str | Path) -> Path:
     does (Path.expanduser raises RuntimeError).
     """
     return Path(os.path.expanduser(name))
+
+
+def may_be_hub_id(name: str) -> bool:
+    """Whether a name that is no path here can be meant for the hub: `name` or `org/name`; below a
+    folder that exists it is a path that was misspelled.
+    """
+    word = r"[A-Za-z0-9][\w.-]*"
+    here = "/" in name and Path(name).parent.exists()
+    return re.fullmatch(rf"({word}/)?{word}", name) is not None and not here

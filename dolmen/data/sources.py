@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
-from dolmen.core.paths import expand
+from dolmen.core.paths import expand, may_be_hub_id
 from dolmen.core.words import counted
 from dolmen.data.folders import Found
 from dolmen.data.quickstart_corpus import STANDARD_LIBRARY, standard_library_files
@@ -110,12 +110,6 @@ def entry_files(entry: str, option: str, cache: Path | None) -> Found | None:
 
 def is_hub_id(entry: str) -> bool:
     """Whether a path that does not exist can be meant for the hub: `name`, `org/name`, either with
-    `:config`. A name in a folder that exists, or one with the suffix of a file, is a path that was
-    misspelled.
+    `:config`. One with the suffix of a file is a path that was misspelled.
     """
-    name = r"[A-Za-z0-9][\w.-]*"
-    return (
-        re.fullmatch(rf"({name}/)?{name}(:[\w.-]+)?", entry) is not None
-        and not form(Path(entry))
-        and not ("/" in entry and Path(entry).parent.exists())
-    )
+    return may_be_hub_id(re.sub(r":[\w.-]+$", "", entry)) and not form(Path(entry))

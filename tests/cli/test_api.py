@@ -122,8 +122,8 @@ def test_export_and_verify(run, tmp_path):
         (lambda: dolmen.export(run, tmp_path / "x", dtype="float8"), "use one of float32, bfl"),
         (lambda: dolmen.export(tmp_path, tmp_path / "x"), "holds no whole checkpoint"),
         (lambda: dolmen.verify(made, length=0), "use --length 1 or more"),
-        (lambda: dolmen.verify(tmp_path / "none"), "neither a folder nor a model"),
-        (lambda: dolmen.load(tmp_path / "none"), "neither a folder nor a model"),
+        (lambda: dolmen.verify(tmp_path / "none"), "none: no such folder"),
+        (lambda: dolmen.load(tmp_path / "none"), "none: no such folder"),
         (lambda: dolmen.load(run), "has no config.json"),
     ):
         with pytest.raises(ValueError, match=said):
@@ -194,7 +194,7 @@ def test_the_package_shows_what_it_has():
         ({"optimizer": {"learning_rate": 1}}, "did you mean --optimizer.lr?"),
         ({"optimizer": {"lr": -1}}, "optimizer.lr is -1.0: it must be finite"),
         ({"train": {"steps": "five"}}, "--train.steps is 'five': it must be a whole number"),
-        ({"init": "no/such/model/here"}, "neither a folder"),
+        ({"init": "no/such/model/here"}, "here: no such folder"),
     ],
 )
 def test_bad_input_is_a_value_error(material, tmp_path, bad, said):

@@ -78,3 +78,12 @@ def test_a_folder_is_no_recipe(material, run):
         result = dolmen("train", folder)
         assert result.code == 2 and result.err.startswith(f"dolmen train: {folder} is a folder")
         assert said in result.err and result.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["nomodel/", "./nomodel", "/nomodel", "~/nomodel", "a/b/c"])
+def test_a_mistyped_folder_is_told_without_the_hub(name):
+    with pytest.raises(ValueError, match=f"^{name}: no such folder$"):
+        package.load(name)
+    for verb, words in (("verify", ()), ("generate", ("--prompt", "a"))):
+        result = dolmen(verb, name, *words)
+        assert (result.code, result.err) == (2, f"dolmen {verb}: {name}: no such folder\n")

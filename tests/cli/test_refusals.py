@@ -161,7 +161,7 @@ OPTIONS = {
         "--optimizer.beta1 2",
         "optimizer.beta1 (2.0) and optimizer.beta2 (0.95) must lie in [0, 1)",
     ),
-    "nobody": ("--init ~no-such-user/model", "~no-such-user/model is neither a folder nor a model"),
+    "nobody": ("--init ~no-such-user/model", "~no-such-user/model: no such folder"),
     "nobody-text": ("--data.path ~no-such-user/text/", "no such file or folder"),
     "nobody-words": ("--data.tokenizer ~no-such-user/words", "~no-such-user/words: no such folder"),
     "finish": (
@@ -342,7 +342,7 @@ def test_init_that_is_not_there(material, tmp_path):
         material.docs,
         file="pretrain",
     )
-    assert "no/such/model/here is neither a folder nor a model" in said
+    assert "no/such/model/here: no such folder" in said
 
 
 def test_no_model(material, tmp_path):
@@ -425,7 +425,7 @@ def test_verify_and_generate(material, monkeypatch, tmp_path):
         (["verify", material.model, "--length", 0], "use --length 1 or more"),
         (
             ["verify", material.model, "--against", "no/such/model/here"],
-            "is neither a folder nor a model",
+            "no/such/model/here: no such folder",
         ),
         (["generate", material.model], "--prompt"),
         (
@@ -449,11 +449,11 @@ def test_verify_and_generate(material, monkeypatch, tmp_path):
         ),
         (
             ["generate", "~no-such-user/model", "--prompt", "a"],
-            "~no-such-user/model is neither a folder",
+            "~no-such-user/model: no such folder",
         ),
         (
             ["verify", material.model, "--against", "~no-such-user/x"],
-            "~no-such-user/x is neither a folder",
+            "~no-such-user/x: no such folder",
         ),
         (["generate", bare, "--prompt", "a"], f"{bare}: no tokenizer"),
         (
