@@ -2,6 +2,7 @@
 compressors, a sample.
 """
 
+import shlex
 from pathlib import Path
 
 from rich.console import Console
@@ -100,12 +101,15 @@ def _summary(run: RunConfig, outcome: dict, out: Path, report) -> Table:
         table.add_row(
             "transformers", same if report.ok else "THE EXPORTED DIRECTORY DIFFERS, see above"
         )
-    written = [
-        name
-        for name in ("config.yaml", "metrics.jsonl", "loss.png", "tensorboard", "checkpoints", "hf")
-        if (out / name).exists()
-    ]
+    written = [name for name in (*folder.WRITTEN, "hf") if (out / name).exists()]
     table.add_row("written", f"{out}/ {{{', '.join(written)}}}")
-    if (out / "hf").exists():
-        table.add_row("next", f"dolmen generate {out / 'hf'} --prompt 'import '")
+    table.add_row("next", _next(run, out))
     return table
+
+
+def _next(run: RunConfig, out: Path) -> str:
+    """The command that most will want now, as a shell takes it."""
+    if not (out / "hf").exists():
+        return f"dolmen export {shlex.quote(str(out))} --to model/"
+    prompt = next(iter((run.finish.sample or "").strip().splitlines()), "Once upon a time")
+    return f"dolmen generate {shlex.quote(str(out / 'hf'))} --prompt {shlex.quote(prompt)}"

@@ -1,5 +1,6 @@
 """What a new user meets in the first hour: words that say what to do, and no silence."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import tinyrun
 from tinyrun import dolmen
 
 import dolmen as package
+from dolmen.cli.finish import _next, _summary
 from dolmen.train.check import never_at_full_rate
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
@@ -87,3 +89,18 @@ def test_a_mistyped_folder_is_told_without_the_hub(name):
     for verb, words in (("verify", ()), ("generate", ("--prompt", "a"))):
         result = dolmen(verb, name, *words)
         assert (result.code, result.err) == (2, f"dolmen {verb}: {name}: no such folder\n")
+
+
+def test_what_a_run_wrote_and_what_comes_next(run, tmp_path, material):
+    last = _summary(material.config(), json.loads((run / "summary.json").read_text()), run, None)
+    said = {row[0]: row[1] for row in zip(*(column.cells for column in last.columns), strict=True)}
+    assert said["next"] == f"dolmen export {run} --to model/"
+    for name in ("summary.json", "tokenizer", "config.yaml", "metrics.jsonl", "checkpoints"):
+        assert name in said["written"]
+    (tmp_path / "hf").mkdir()
+    for sample, prompt in (
+        (None, "'Once upon a time'"),
+        ("def f(it's):\n", """'def f(it'"'"'s):'"""),
+    ):
+        config = material.config(finish={"export": True, "sample": sample})
+        assert _next(config, tmp_path) == f"dolmen generate {tmp_path}/hf --prompt {prompt}"
