@@ -16,6 +16,7 @@ from dolmen.cli import train as train_verb
 from dolmen.cli.errors import BadInput
 from dolmen.cli.options import TrainOptions, message, parse_train
 from dolmen.convert import hf
+from dolmen.core.words import choices
 from dolmen.data.config import TextConfig
 from dolmen.data.tokenizer import load_tokenizer
 from dolmen.evaluate import perplexity
@@ -218,7 +219,7 @@ def train(recipe: str | Path, **options: Any) -> Path:
 
 def _dtype(name: str | None) -> torch.dtype | None:
     if name is not None and name not in DTYPES:
-        raise ValueError(f"dtype is {name!r}: use one of {', '.join(DTYPES)}")
+        raise ValueError(f"dtype is {name!r}: {choices(str(name), DTYPES)}")
     return DTYPES[name] if name else None
 
 

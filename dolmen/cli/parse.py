@@ -13,6 +13,7 @@ import tyro
 
 from dolmen.cli.errors import BadInput
 from dolmen.cli.spellings import suggestion
+from dolmen.core.words import choices
 
 T = TypeVar("T")
 
@@ -28,11 +29,9 @@ WORDING = {
         r"\1 is \2: it must be INT"
     ),
     r"Error parsing [a-z]\S*: (.*)": r"\1",  # of a section, which names itself
-    r"invalid choice ('.*') for argument '(\S+)'\. Expected one of \((.*)\)\.": (
-        r"\2 is \1: use one of \3"
-    ),
     r"Missing value for argument '(\S+)'\..*": r"\1 needs a value",
 }
+CHOICE = r"invalid choice ('.*') for argument '(\S+)'\. Expected one of \((.*)\)\."
 KINDS = {
     "{[INT [INT ...]]}": "whole numbers",
     "INT": "a whole number",
@@ -79,6 +78,10 @@ def worded(text: str) -> str:
         return "missing " + ", and ".join(
             f"{name or 'the first word'} ({what})" for name, what in asked
         )
+    if found := re.fullmatch(CHOICE, text):
+        value, name, known = found.groups()
+        taken = [one.strip("' ") for one in known.split(",")]
+        return f"{name} is {value}: {choices(value[1:-1], taken)}"
     for theirs, ours in WORDING.items():
         if found := re.fullmatch(theirs, text):
             return re.sub(

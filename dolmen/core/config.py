@@ -8,6 +8,8 @@ import types
 import typing
 from typing import Any, TypeVar
 
+from dolmen.core.words import choices
+
 T = TypeVar("T")
 
 
@@ -59,7 +61,7 @@ def _convert(hint: Any, value: Any, where: str, default: Any) -> Any:
     if origin is typing.Literal:
         if any(value == i and type(value) is type(i) for i in inside):
             return value  # True is not 1
-        raise ValueError(f"{where} is {value!r}: use one of {', '.join(map(str, inside))}")
+        raise ValueError(f"{where} is {value!r}: {choices(str(value), inside)}")
     if origin is tuple:
         if isinstance(value, str) or not isinstance(value, (list, tuple)):
             value = [value]

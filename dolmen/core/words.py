@@ -1,8 +1,23 @@
 """Words for people."""
 
+from collections.abc import Iterable
+
 
 def counted(count: int, one: str, several: str | None = None) -> str:
     """1, 'process', 'processes' -> '1 process'; 1,200 of it '1,200 processes'. `several` is unset
     where it is `one` with an s.
     """
     return f"{count:,} {one if count == 1 else several or one + 's'}"
+
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+DTYPES |= {"half": "float16", "float": "float32", "double": "float64"}
+
+
+def choices(value: str, known: Iterable[object]) -> str:
+    """What to say after `X is VALUE: `, of which only the `known` ones are taken."""
+    names = [str(name) for name in known]
+    meant = DTYPES.get(value.lower().removeprefix("torch."), value.removeprefix("torch."))
+    if meant in names:
+        return f"did you mean {meant}?"
+    return f"use one of {', '.join(names)}"

@@ -53,9 +53,10 @@ def tokenizer_folder(
             f"{option} is larger than the model's vocab_size ({vocab_size}): use bpe:{vocab_size}, "
             f"or --model.vocab-size {size}"
         )
-    if any(source.hubs for source in sources):
+    if hubs := [name for source in sources for name in source.hubs]:
         raise ValueError(
-            f"{option} trains on local files alone: give a tokenizer's folder or hub id"
+            f"{option} trains on local files alone, and {hubs[0]}, which is none here, was taken "
+            "for a hub id: give the path of your files, or a tokenizer's folder or hub id"
         )
     held = identities(validation, "--data.validation") if validation else config.validation_fraction
     files = [identity_of(file) for source in sources for file in source.files]

@@ -10,6 +10,7 @@ from tinyrun import dolmen
 
 import dolmen as package
 from dolmen.cli.finish import _next, _summary
+from dolmen.core.words import choices
 from dolmen.train.check import never_at_full_rate
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
@@ -104,3 +105,31 @@ def test_what_a_run_wrote_and_what_comes_next(run, tmp_path, material):
     ):
         config = material.config(finish={"export": True, "sample": sample})
         assert _next(config, tmp_path) == f"dolmen generate {tmp_path}/hf --prompt {prompt}"
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("--train.dtype bf16", "--train.dtype is 'bf16': did you mean bfloat16?"),
+        ("--train.dtype fp16", "--train.dtype is 'fp16': did you mean float16?"),
+        ("--train.dtype fp32", "--train.dtype is 'fp32': did you mean float32?"),
+        ("--train.dtype fp64", "--train.dtype is 'fp64': did you mean float64?"),
+        ("--train.dtype torch.float32", "is 'torch.float32': did you mean float32?"),
+        (
+            "--data.path Org/Name --data.tokenizer bpe:300",
+            "--data.tokenizer bpe:300 trains on local files alone, and Org/Name, which is none "
+            "here, was taken for a hub id: give the path of your files, or",
+        ),
+    ],
+)
+def test_what_was_meant(material, words, said):
+    result = dolmen("train", material.file, *words.split())
+    assert result.code == 2 and said in result.err and result.err.count("\n") == 1
+
+
+def test_short_names_of_types_are_known_everywhere(material):
+    with pytest.raises(ValueError, match=r"^dtype is 'bf16': did you mean bfloat16\?$"):
+        package.generate(material.model, "a", dtype="bf16")
+    with pytest.raises(ValueError, match=r"^train.dtype is 'fp16': did you mean float16\?$"):
+        material.config(train={"dtype": "fp16"})
+    assert choices("int8", ("float32", "float16")) == "use one of float32, float16"

@@ -90,7 +90,7 @@ OPTIONS = {
     ),
     "nproc-0": ("--nproc 0", "--nproc is 0: it must be at least 1"),
     "tp-0": ("--layout.tp 0", "layout.tp is 0: it must be at least 1"),
-    "zero-7": ("--layout.zero 7", "--layout.zero is '7': use one of '0', '1', '2', '3'"),
+    "zero-7": ("--layout.zero 7", "--layout.zero is '7': use one of 0, 1, 2, 3"),
     # the model: as many layers would fill the memory before anything could be refused
     "layers": (
         "--model.num-hidden-layers 1000000000",
@@ -191,7 +191,7 @@ OPTIONS = {
     "flag": ("--train.compile yes", "yes is no option: --train.compile takes no such value"),
     "literal": (
         "--train.dtype float8",
-        "--train.dtype is 'float8': use one of 'float32', 'bfloat16', 'float16', 'float64'",
+        "--train.dtype is 'float8': use one of float32, bfloat16, float16, float64",
     ),
     "stray": ("stray", "stray is no option: dolmen train --help lists them"),
 }
