@@ -9,7 +9,7 @@ from dolmen.recipes import RECIPES
 
 
 def run(_: RecipesOptions, __: list[str]) -> int:
-    table = Table(box=None, padding=(0, 2, 0, 0))
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for name in ("recipe", "parameters", "tokens per step", "what it is"):
         table.add_column(name, justify="right" if name[0] in "pt" else "left")
     for name, recipe in RECIPES.items():
@@ -21,7 +21,7 @@ def run(_: RecipesOptions, __: list[str]) -> int:
             name,
             size(count.parameters(made.model)) if made.model else "of --init",
             tokens,
-            recipe.__doc__,
+            " ".join(recipe.__doc__.split()),
         )
-    console().print(table)
+    console().print(table, width=80)
     return 0

@@ -17,7 +17,7 @@ def pretrain() -> RunConfig:
 
 
 def quickstart() -> RunConfig:
-    """a small Llama on the Python standard library's source, split over two processes; about 4
+    """a small Llama on the Python standard library's source, split over two processes; some 5
     minutes on 2 cores
     """
     model = ModelConfig(

@@ -133,3 +133,10 @@ def test_short_names_of_types_are_known_everywhere(material):
     with pytest.raises(ValueError, match=r"^train.dtype is 'fp16': did you mean float16\?$"):
         material.config(train={"dtype": "fp16"})
     assert choices("int8", ("float32", "float16")) == "use one of float32, float16"
+
+
+def test_the_recipes_fit_a_terminal_of_80_columns(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = dolmen("recipes").out.splitlines()
+    assert all(line.strip() and len(line) <= 80 for line in lines)
+    assert "some 5 minutes on 2 cores" in " ".join(" ".join(lines).split())
