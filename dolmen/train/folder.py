@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from dolmen.checkpoint import folders
-from dolmen.files import gate, kinds
+from dolmen.files import gate, kinds, write
 from dolmen.train.config import RunConfig
 
 LIST = ".dolmen"
@@ -49,21 +49,21 @@ class Form:
 
 FORMS = {
     "config.yaml": Form(r"config\.yaml(\.part)?"),
-    "metrics.jsonl": Form(r"metrics\.(jsonl|part|damaged(-\d+)?\.jsonl)"),
-    "loss.png": Form(r"loss\.png"),
-    "summary.json": Form(r"summary\.(json|part)"),
+    "metrics.jsonl": Form(r"metrics\.(jsonl(\.part)?|part|damaged(-\d+)?\.jsonl)"),
+    "loss.png": Form(r"loss\.png(\.part)?"),
+    "summary.json": Form(r"summary\.(json(\.part)?|part)"),
     "tensorboard": Form(r"tensorboard/events\.out\.tfevents\.[^/]+", "tensorboard"),
     "checkpoints": Form(
         rf"checkpoints/({CHECKPOINT})/({folders.FILE.pattern})", rf"checkpoints(/({CHECKPOINT}))?"
     ),
-    "tokenizer": Form(rf"tokenizer/({TOKENIZER})", "tokenizer", "files"),
+    "tokenizer": Form(rf"tokenizer/({TOKENIZER})(\.part)?", "tokenizer", "files"),
     "hf": Form(
         rf"(hf|{EXPORTING}/model)/({TOKENIZER}|{MODEL})", rf"hf|{EXPORTING}(/model)?", "files"
     ),
-    "hang": Form(r"hang/rank-\d+\.(json|txt|part)", "hang", "not"),
-    LIST: Form(r"\.dolmen", listed="not"),
+    "hang": Form(r"hang/rank-\d+\.((json|txt)(\.part)?|part)", "hang", "not"),
+    LIST: Form(r"\.dolmen(\.part)?", listed="not"),
     LOCK: Form(r"\.dolmen-lock", listed="not"),
-    OWNER: Form(r"\.overwritten-by", listed="not"),
+    OWNER: Form(r"\.overwritten-by(\.part)?", listed="not"),
 }
 """By the first name of their paths."""
 WRITTEN = tuple(name for name, form in FORMS.items() if form.listed != "not" and name != "hf")
@@ -78,8 +78,7 @@ def claim(out: Path, *names: str) -> None:
     """Say in the folder's list that dolmen writes these names, before it does."""
     known = _listed(out) or set()
     if new := [name for name in names if name not in known]:
-        with open(out / LIST, "a", encoding="utf-8") as file:
-            file.write("".join(f"{name}\n" for name in new))
+        write.replace(out / LIST, "".join(f"{name}\n" for name in [*sorted(known), *new]))
 
 
 def claim_files(out: Path, name: str) -> None:
@@ -133,10 +132,12 @@ def refuse_taken(out: Path, export: bool = False) -> None:
     `export` to.
     """
     names = {*WRITTEN, "hf"} if export else set(WRITTEN)
+    forms = [form for name, form in FORMS.items() if name != "hf" or export]
     taken = [
         path
-        for path, what in strange(out)
-        if path.split("/")[0] in names or _kind(path, what) in names
+        for path, _ in strange(out)
+        if path.split("/")[0] in names  # or whatever it is, a link or a folder for a file
+        or any(re.fullmatch(f"({form.files})|({form.folders})", path) for form in forms)
     ]
     if taken:
         raise Unusable(
@@ -155,7 +156,7 @@ def clear(out: Path, owner: str = "") -> None:
     _delete(out, [entry for entry in ours if entry not in last])
     _delete(out, [entry for entry in last if entry in ours])
     if owner:
-        (out / OWNER).write_text(owner)
+        write.replace(out / OWNER, owner)
 
 
 def remove_export(out: Path) -> None:

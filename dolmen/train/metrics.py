@@ -5,10 +5,11 @@
 import json
 import math
 import shutil
+from io import BytesIO
 from pathlib import Path
 
 from dolmen.checkpoint import folders
-from dolmen.files import gate, kinds
+from dolmen.files import gate, kinds, write
 
 
 def read(file: Path) -> list[dict]:
@@ -35,11 +36,11 @@ class MetricsFile:
         rows = read(file)
         kept = [row for row in rows if row["step"] <= step]
         if file.exists() and sum(1 for _ in file.open("rb")) > len(rows) + 1:
-            shutil.copyfile(file, folders.free(file.with_suffix(".damaged.jsonl")))
-        part = file.with_suffix(".part")
-        part.write_text("".join(json.dumps(row) + "\n" for row in kept))
-        part.rename(file)
-        self.handle = file.open("a", buffering=1)
+            beside = folders.free(file.with_suffix(".damaged.jsonl"))
+            with open(file, "rb") as old, open(beside, "xb") as copy:
+                shutil.copyfileobj(old, copy)
+        write.replace(file, "".join(json.dumps(row) + "\n" for row in kept))
+        self.handle = write.append(file)
 
     def write(self, row: dict) -> None:
         """What is not finite is null: JSON has no word for it."""
@@ -98,7 +99,9 @@ def plot(file: Path, to: Path, title: str) -> None:
     axis.set(xlabel="tokens (millions)", ylabel="loss (nats per token)", title=title)
     axis.grid(alpha=0.25)
     axis.legend(loc="upper right", frameon=False)
-    figure.savefig(to)
+    image = BytesIO()
+    figure.savefig(image)
+    write.replace(to, image.getvalue())
 
 
 def _smooth(values: list[float]) -> list[float]:

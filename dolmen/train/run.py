@@ -4,6 +4,7 @@
 
 import json
 import math
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -21,7 +22,7 @@ from dolmen.core.config import differences, to_dict
 from dolmen.core.mesh import Mesh
 from dolmen.data import loader as data_loader
 from dolmen.data.loader import Loader
-from dolmen.files import gate
+from dolmen.files import gate, write
 from dolmen.model.config import parameter_shapes
 from dolmen.optim import optimizer as optim
 from dolmen.optim.precision import DTYPES, LossScale, at_rest
@@ -278,8 +279,7 @@ def _train(
     if mesh.first and state.step < steps:
         folder.claim(out, *folder.WRITTEN)
         write_config(out, run)
-        loader.tokenizer.save_pretrained(str(out / "tokenizer"))
-        folder.claim_files(out, "tokenizer")
+        write_tokenizer(out, loader)
     peak = devices.peak(mesh.device, DTYPES[run.train.dtype])
     console.print(report.header(run, state, loader, mesh, peak, str(out)))
     if state.step < steps and (warning := never_at_full_rate(run, steps)):
@@ -335,9 +335,21 @@ def epoch_steps(loader: Loader) -> int:
 def write_config(out: Path, run: RunConfig) -> None:
     """config.yaml: the resolved run, which can be run again."""
     out.mkdir(parents=True, exist_ok=True)
-    part = out / "config.yaml.part"
-    part.write_text(gate.whole_yaml(yaml.safe_dump(to_dict(run), sort_keys=False)))
-    part.rename(out / "config.yaml")
+    text = gate.whole_yaml(yaml.safe_dump(to_dict(run), sort_keys=False))
+    write.replace(out / "config.yaml", text)
+
+
+def write_tokenizer(out: Path, loader: Loader) -> None:
+    """The tokenizer as transformers has it, in `tokenizer`: made elsewhere, as transformers writes
+    through links.
+    """
+    with tempfile.TemporaryDirectory() as made:
+        loader.tokenizer.save_pretrained(made)
+        for file in sorted(path for path in Path(made).rglob("*") if path.is_file()):
+            to = out / "tokenizer" / file.relative_to(made)
+            to.parent.mkdir(parents=True, exist_ok=True)
+            write.replace(to, gate.read_bytes(file, 2**32))
+    folder.claim_files(out, "tokenizer")
 
 
 def summary(outcome: Outcome, out: Path) -> None:
@@ -346,6 +358,4 @@ def summary(outcome: Outcome, out: Path) -> None:
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in asdict(outcome).items()
     }
-    part = out / "summary.part"
-    part.write_text(json.dumps(row, indent=1))
-    part.rename(out / "summary.json")
+    write.replace(out / "summary.json", json.dumps(row, indent=1))

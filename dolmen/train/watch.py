@@ -26,7 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TypeVar
 
-from dolmen.files import gate, kinds
+from dolmen.files import gate, kinds, write
 
 T = TypeVar("T")
 PATIENT = 10  # times `seconds`: start-up and the last save
@@ -83,7 +83,7 @@ class Watch:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         self._file().unlink(missing_ok=True)
-        self.log = self._file(kind="txt").open("a")
+        self.log = write.append(self._file(kind="txt"))
         self.thread.start()
         try:
             yield self
@@ -125,10 +125,8 @@ class Watch:
             "still": round(time.monotonic() - self.since, 1),
             "waits": in_collective(sys._current_frames().get(self.main)),
         }
-        part = self._file(kind="part")
         with contextlib.suppress(OSError):
-            part.write_text(json.dumps(row))
-            part.replace(self._file())
+            write.replace(self._file(), json.dumps(row), lasting=False)
 
     def _expired(self, period: float) -> None:
         """Nothing has moved: leave the stacks, look at the others twice, name one, end."""

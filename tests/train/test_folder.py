@@ -246,6 +246,73 @@ def test_resume_writes_over_nothing_of_somebody_elses(material, tmp_path):
     assert result.code == 0 and (out / "notes.txt").read_text() == "mine"
 
 
+LINKS = (
+    ".dolmen",
+    ".dolmen.part",
+    ".overwritten-by",
+    "config.yaml",
+    "config.yaml.part",
+    "metrics.jsonl",
+    "metrics.jsonl.part",
+    "metrics.damaged.jsonl",
+    "summary.json",
+    "summary.json.part",
+    "loss.png",
+    "hang",
+    "hang/rank-0.txt",
+    "hang/rank-0.json.part",
+    "tensorboard",
+    "checkpoints",
+    "checkpoints/step-00000007.partial",
+    "tokenizer",
+    "tokenizer/tokenizer.json",
+    "hf",
+)
+
+
+@pytest.mark.parametrize("instead", ["a link", "a dangling link", "a folder", "a pipe"])
+@pytest.mark.parametrize("name", LINKS)
+def test_what_is_no_file_of_ours_is_refused_by_name(run, tmp_path, name, instead):
+    """Under every name that a run may write: nothing is written through it, or in its place."""
+    path, outside = run / name, tmp_path / "precious"
+    if path.is_dir() and instead == "a folder":
+        return
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    path.parent.mkdir(exist_ok=True)
+    if instead == "a folder":
+        path.mkdir()
+    elif instead == "a pipe":
+        os.mkfifo(path)
+    else:
+        outside.write_text("mine") if instead == "a link" else None
+        path.symlink_to(outside)
+    if instead == "a folder" and (folder._kind(name, "folder") or name == "hang"):
+        return
+    with pytest.raises(Unusable, match=f"would write over (.*, )?{name}[,/]"):
+        folder.refuse_taken(run, export=True)
+
+
+def test_a_resume_through_links_is_refused(run, tmp_path):
+    for number, name in enumerate(("metrics.jsonl.part", "config.yaml.part", ".dolmen.part")):
+        (tmp_path / f"{number}").write_text("mine")
+        (run / name).symlink_to(tmp_path / f"{number}")
+    result = dolmen("train", run / "config.yaml", "--resume", "--train.steps", 8)
+    assert (
+        result.code == 2 and "would write over .dolmen.part, config.yaml.part, met" in result.words
+    )
+    assert all((tmp_path / f"{number}").read_text() == "mine" for number in range(3))
+
+
+def test_what_has_a_second_name_elsewhere_is_not_written_into(run, tmp_path):
+    """As after `cp -al`: every file of the run is also one of the copy."""
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy, copy_function=os.link)
+    before = content(copy)
+    words = ("--resume", "--train.steps", 7, "--train.hang-seconds", 60)
+    assert dolmen("train", run / "config.yaml", *words).code == 0
+    assert content(copy) == before and steps(run)[-1] == 7
+
+
 def test_a_run_is_overwritten(done, run, material):
     result = dolmen("train", material.file, "--out", run, "--overwrite", "--train.steps", 2)
     assert result.code == 0 and steps(run) == [2] and len(rows(run)) == 2

@@ -1,0 +1,31 @@
+"""Files are written whole, and into nobody else's."""
+
+import os
+
+import pytest
+
+from dolmen.files import write
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.part"])
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+def test_nothing_is_written_through_a_link(tmp_path, link, name):
+    (tmp_path / "precious").write_text("mine")
+    link(tmp_path / "precious", tmp_path / name)
+    write.replace(tmp_path / "a.txt", "ours")
+    assert (tmp_path / "precious").read_text() == "mine"
+    assert (tmp_path / "a.txt").read_text() == "ours" and not (tmp_path / "a.txt").is_symlink()
+    assert not (tmp_path / "a.txt.part").exists()
+
+
+def test_lines_are_added_to_no_file_of_another_name(tmp_path):
+    (tmp_path / "precious").write_text("mine\n")
+    os.link(tmp_path / "precious", tmp_path / "a.txt")
+    with write.append(tmp_path / "a.txt") as file:
+        file.write("ours\n")
+    assert (tmp_path / "precious").read_text() == "mine\n"
+    assert (tmp_path / "a.txt").read_text() == "mine\nours\n"
+    (tmp_path / "b.txt").symlink_to(tmp_path / "precious")
+    with pytest.raises(OSError):
+        write.append(tmp_path / "b.txt")
+    assert (tmp_path / "precious").read_text() == "mine\n"
