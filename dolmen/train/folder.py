@@ -7,8 +7,9 @@
 A file is deleted where its whole path has a form that dolmen writes and its first name is in this
 list. A list can only take away from those forms, so a forged one names nothing outside them; what
 is found by walking is compared with it, so it names nothing outside the folder either; and dolmen
-writes no links, so a link is somebody else's. A run of before has no list: there the forms alone
-decide, if its config.yaml is that of a run.
+writes no links, so a link is somebody else's. A run of before has no list, nor has a copy made by
+`cp -r run/* copy`: there the forms alone decide, if its config.yaml is that of a run, but not of a
+model or a tokenizer, which have these names whoever wrote them.
 """
 
 import os
@@ -101,7 +102,9 @@ def sorted_out(out: Path) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]
             kind = first if path in listed else kind
         if kind is None:
             return False
-        return FORMS[kind].listed == "not" or (by_form if listed is None else kind in listed)
+        if listed is None:
+            return FORMS[kind].listed == "not" or (by_form and FORMS[kind].listed != "files")
+        return FORMS[kind].listed == "not" or kind in listed
 
     ours: list[tuple[str, str]] = []
     strange: list[tuple[str, str]] = []
@@ -120,24 +123,29 @@ def refuse_strange(out: Path) -> list[tuple[str, str]]:
     ours, others = sorted_out(out)
     if found := [path for path, _ in others]:
         shown = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+        shown += f" (no {LIST} says that dolmen wrote them)" if _listed(out) is None else ""
         raise Unusable(
-            f"--overwrite deletes only what dolmen wrote, and {out} also holds {shown}: move it, "
-            "or give another --out"
+            f"--overwrite deletes only what dolmen wrote, and {out} also holds {shown}: move "
+            "it or delete it yourself, or give another --out"
         )
     return ours
 
 
 def refuse_taken(out: Path, export: bool = False) -> None:
     """Raises Unusable where a file of somebody else's has a name that a run will write, or will
-    `export` to.
+    `export` to. The tokenizer of a run that has no list is written over: by the same one.
     """
     names = {*WRITTEN, "hf"} if export else set(WRITTEN)
     forms = [form for name, form in FORMS.items() if name != "hf" or export]
+    again = _listed(out) is None and is_run(out / "config.yaml")
     taken = [
         path
-        for path, _ in strange(out)
-        if path.split("/")[0] in names  # or whatever it is, a link or a folder for a file
-        or any(re.fullmatch(f"({form.files})|({form.folders})", path) for form in forms)
+        for path, what in strange(out)
+        if (
+            path.split("/")[0] in names  # or whatever it is, a link or a folder for a file
+            or any(re.fullmatch(f"({form.files})|({form.folders})", path) for form in forms)
+        )
+        and not (again and _kind(path, what) == "tokenizer")
     ]
     if taken:
         raise Unusable(

@@ -42,8 +42,10 @@ def content(out: Path) -> dict[str, bytes | None]:
 
 
 def old(run: Path) -> Path:
-    """As runs were before they kept a list."""
+    """As runs were before they kept a list, without what only a list says to be ours."""
     (run / folder.LIST).unlink()
+    shutil.rmtree(run / "hf")
+    shutil.rmtree(run / "tokenizer")
     return run
 
 
@@ -57,6 +59,23 @@ def test_a_run_of_before_is_known_by_its_forms(run):
     assert not folder.strange(old(run))
     folder.clear(run)
     assert not os.listdir(run)
+
+
+def test_without_a_list_a_model_and_a_tokenizer_may_be_anybodys(run, material):
+    """As after `cp -r run/* copy`. A resume makes the tokenizer again, and exports to nowhere."""
+    (run / folder.LIST).unlink()
+    before = content(run)
+    words = ("train", material.file, "--out", run)
+    result = dolmen(*words, "--overwrite")
+    assert result.code == 2 and "also holds hf, hf/config.json" in result.words
+    assert "(no .dolmen says that dolmen wrote them): move it or delete it your" in result.words
+    result = dolmen(*words, "--resume", "--train.steps", 8, "--finish.export")
+    assert result.code == 2 and "would write over hf, hf/config.json" in result.words
+    assert content(run) == before
+    shutil.rmtree(run / "hf")
+    with pytest.raises(Unusable, match="also holds tokenizer, tokenizer/"):
+        folder.clear(run)
+    assert dolmen(*words, "--resume", "--train.steps", 8).code == 0 and steps(run)[-1] == 8
 
 
 OTHERS = (
@@ -106,7 +125,9 @@ def test_links_are_not_followed_and_not_deleted(run, tmp_path, has_list):
     if not has_list:
         old(run)
     for number, name in enumerate(
-        ("checkpoints", "hf", "tokenizer/tokenizer.json", "loss.png", "checkpoints/step-00000002")
+        ("checkpoints", "loss.png", "checkpoints/step-00000002", "hf", "tokenizer/tokenizer.json")[
+            : None if has_list else 3
+        ]
     ):
         copy = tmp_path / f"copy{number}"
         shutil.copytree(run, copy)
