@@ -14,6 +14,7 @@ import tyro
 from dolmen.cli.errors import BadInput
 from dolmen.cli.parse import parse
 from dolmen.core.config import from_dict
+from dolmen.core.paths import refuse_empty
 from dolmen.data.config import TextConfig
 from dolmen.files import gate, kinds
 from dolmen.model.config import ModelConfig
@@ -240,7 +241,12 @@ def read(verb: str, argv: list[str]):
     """What the words after `dolmen VERB` ask for, as that verb's `run` takes it. Exits with 0 after
     --help. Raises BadInput.
     """
-    return parse_train(argv) if verb == "train" else parse(VERBS[verb], argv, verb)
+    try:
+        for name in ("--out", "--to", "--init"):
+            refuse_empty(name, option_value(argv, name))
+        return parse_train(argv) if verb == "train" else parse(VERBS[verb], argv, verb)
+    except ValueError as error:  # of the sections together
+        raise BadInput(message(error)) from None
 
 
 def option_value(argv: list[str], name: str) -> str | None:

@@ -19,3 +19,11 @@ def may_be_hub_id(name: str) -> bool:
     word = r"[A-Za-z0-9][\w.-]*"
     here = "/" in name and Path(name).parent.exists()
     return re.fullmatch(rf"({word}/)?{word}", name) is not None and not here
+
+
+def refuse_empty(option: str, *names: str | None) -> None:
+    """Raises ValueError if one of the names is empty: as the value of a variable of a shell that
+    was never set, it would be taken for the option's default, or for the current folder.
+    """
+    if any(name is not None and not name.strip() for name in names):
+        raise ValueError(f"{option} is empty: give a name, or leave the option out")

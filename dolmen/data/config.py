@@ -5,7 +5,7 @@ line shows under `--data`.
 from dataclasses import dataclass
 from pathlib import Path
 
-from dolmen.core.paths import expand
+from dolmen.core.paths import expand, refuse_empty
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,9 @@ class TextConfig:
     """Threads that tokenise. Default: one per core."""
 
     def __post_init__(self):
+        refuse_empty("data.path", *self.path)
+        for name in ("tokenizer", "cache", "validation"):
+            refuse_empty(f"data.{name}", vars(self).get(name))
         if self.workers is not None and self.workers < 1:
             raise ValueError(f"data.workers is {self.workers}: it must be at least 1")
 

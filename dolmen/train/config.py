@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dolmen.checkpoint.config import CheckpointConfig
+from dolmen.core.paths import refuse_empty
 from dolmen.data.config import DataConfig
 from dolmen.model.config import ModelConfig
 from dolmen.model.layout import Layout
@@ -131,6 +132,7 @@ class RunConfig:
     finish: FinishConfig = FinishConfig()
 
     def __post_init__(self):
+        refuse_empty("init", self.init)
         if not self.name or "/" in self.name or self.name.startswith("."):
             raise ValueError(
                 f"name is {self.name!r}: it must be a plain name, as it becomes the folder "

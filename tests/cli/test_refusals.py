@@ -511,3 +511,19 @@ def test_one_process_per_host_verifies(material, tmp_path, monkeypatch, started,
     words += ["--layout.dp", "4" if started else "1"]
     assert train.run(parse_train(words), words, guarded=lambda work: 0) == 0
     assert asked == expected
+
+
+@pytest.mark.parametrize("option", ["--out", "--init", "--data.path", "--data.cache"])
+def test_an_empty_name_is_none(material, tmp_path, monkeypatch, option):
+    """As of a variable of the shell that was never set: it is not the default."""
+    monkeypatch.chdir(tmp_path)
+    for words in ((option, ""), (f"{option}=",)):
+        result = dolmen("train", material.file, "--train.steps", 1, *words)
+        assert result.code == 2 and f"{option.strip('-')} is empty: give a name" in result.words
+        assert not os.listdir(tmp_path)
+
+
+def test_an_export_to_an_empty_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = dolmen("export", tmp_path, "--to", "")
+    assert result.code == 2 and "--to is empty: give a name" in result.words
