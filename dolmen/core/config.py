@@ -98,3 +98,39 @@ def differences(old: dict[str, Any], new: dict[str, Any], path: str = "") -> lis
         elif a != b:
             lines.append(f"{where}: {a} -> {b}")
     return lines
+
+
+MOST = 2**53  # of any count: as large as a float64 counts exactly
+
+
+def refuse_unreadable(config: Any, most: dict[str, int]) -> None:
+    """Raises ValueError for what a YAML file would not give back, with its option: an integer over
+    2^53, or over what `most` says of its option or section; a number that is none; text that UTF-8
+    cannot write.
+    """
+    _refuse_in("", to_dict(config), MOST, most)
+
+
+def _refuse_in(where: str, value: Any, limit: int, most: dict[str, int]) -> None:
+    limit = most.get(where, limit)
+    if isinstance(value, dict):
+        for key, inside in value.items():
+            _refuse_in(f"{where}.{key}" if where else str(key), inside, limit, most)
+            _refuse_value(where, key, limit)
+    elif isinstance(value, list):
+        for inside in value:
+            _refuse_in(where, inside, limit, most)
+    else:
+        _refuse_value(where.replace("_", "-"), value, limit)
+
+
+def _refuse_value(where: str, value: Any, most: int) -> None:
+    if isinstance(value, int) and abs(value) > most:
+        raise ValueError(f"{where} is {value}: it must be at most {most:,}")
+    if isinstance(value, float) and value != value:
+        raise ValueError(f"{where} is {value}: it must be a number")
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{where} is {value!a}: UTF-8 cannot write it") from None

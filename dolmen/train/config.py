@@ -7,11 +7,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dolmen.checkpoint.config import CheckpointConfig
+from dolmen.core.config import refuse_unreadable
 from dolmen.core.paths import refuse_empty
 from dolmen.data.config import DataConfig
 from dolmen.model.config import ModelConfig
 from dolmen.model.layout import Layout
 from dolmen.optim.config import OptimizerConfig
+
+SEED = 2**63 - 1
+HANG_SECONDS = 1e8  # three years; clocks of the system count no more than 300
 
 
 @dataclass(frozen=True)
@@ -58,16 +62,18 @@ class TrainConfig:
                 raise ValueError(
                     f"train.{name.replace('_', '-')} is {value}: it must be at least 1"
                 )
+        if not 0 <= self.seed <= SEED:
+            raise ValueError(f"train.seed is {self.seed}: it must be from 0 to {SEED:,}")
         if self.max_skipped_steps < 1:
             raise ValueError(
                 f"train.max-skipped-steps is {self.max_skipped_steps}: it must be at least 1"
             )
         if not self.spike_factor > 1:
             raise ValueError(f"train.spike-factor is {self.spike_factor}: it must be over 1")
-        if self.hang_seconds is not None and not self.hang_seconds > 0:
+        if self.hang_seconds is not None and not 0 < self.hang_seconds <= HANG_SECONDS:
             raise ValueError(
-                f"train.hang-seconds is {self.hang_seconds}: it must be over 0, or None for "
-                f"no limit"
+                f"train.hang-seconds is {self.hang_seconds}: it must be over 0 and at most "
+                f"{HANG_SECONDS:g}, or None for no limit"
             )
 
 
@@ -133,6 +139,7 @@ class RunConfig:
 
     def __post_init__(self):
         refuse_empty("init", self.init)
+        refuse_unreadable(self, {"train.seed": SEED, "model.hf": SEED})
         if not self.name or "/" in self.name or self.name.startswith("."):
             raise ValueError(
                 f"name is {self.name!r}: it must be a plain name, as it becomes the folder "

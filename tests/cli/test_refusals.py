@@ -527,3 +527,21 @@ def test_an_export_to_an_empty_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = dolmen("export", tmp_path, "--to", "")
     assert result.code == 2 and "--to is empty: give a name" in result.words
+
+
+@pytest.mark.parametrize(
+    "option, value, want",
+    [
+        ("--train.seed", "99999999999999999999999", "it must be from 0 to 9,223,372,036,854,775,8"),
+        ("--train.seed", "-5", "train.seed is -5: it must be from 0 to"),
+        ("--train.steps", "99999999999999999999", "train.steps is 99999999999999999999: it must"),
+        ("--log.every", str(2**53 + 1), "log.every is 9007199254740993: it must be at most 9,007"),
+        ("--train.hang-seconds", "1e300", "train.hang-seconds is 1e+300: it must be over 0 and at"),
+        ("--train.hang-seconds", "inf", "train.hang-seconds is inf: it must be over 0 and at"),
+        ("--optimizer.warmup-steps", str(10**20), "it must be at most 9,007,199,254,740,992"),
+    ],
+)
+def test_a_number_without_sense(material, tmp_path, option, value, want):
+    result = dolmen("train", material.file, "--out", tmp_path / "out", option, value)
+    assert result.code == 2 and want in result.words and "Traceback" not in result.words
+    assert not (tmp_path / "out").exists()

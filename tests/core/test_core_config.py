@@ -1,14 +1,22 @@
 """Configurations as plain values: the round trip, and what is refused by name."""
 
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass, field, fields
+from types import UnionType
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from dolmen.cli.options import read_run
 from dolmen.core.config import differences, from_dict, to_dict
+from dolmen.model.config import ModelConfig
 from dolmen.recipes import RECIPES
 from dolmen.train.config import RunConfig
+from dolmen.train.run import write_config
+
+RUN = RunConfig(model=ModelConfig())
 
 
 @dataclass(frozen=True)
@@ -132,3 +140,45 @@ def test_differences():
     ]
     assert differences(old, old) == []
     assert differences({"a": 1}, {"b": {"c": 2}}) == ["a: 1 -> None", "b: None -> {'c': 2}"]
+
+
+FIELDS = [
+    (section, field.name, get_type_hints(type(getattr(RUN, section)))[field.name])
+    for section in ("model", "layout", "data", "optimizer", "train", "checkpoint", "log", "finish")
+    for field in fields(getattr(RUN, section))
+]
+INTEGERS = st.one_of(
+    st.integers(0, 64), st.sampled_from([2**n + d for n in (31, 53, 63, 64) for d in (-1, 0, 1)])
+)
+TEXT = st.text(st.characters(codec=None), max_size=8) | st.sampled_from(["null", "1e3", "0x1f"])
+VALUES = {
+    int: INTEGERS | INTEGERS.map(lambda n: -n),
+    float: st.floats(),
+    str: TEXT,
+    bool: st.booleans(),
+    dict[str, Any]: st.dictionaries(TEXT, INTEGERS | TEXT, max_size=2),
+    tuple[str, ...]: st.lists(TEXT, max_size=2),
+    tuple[int, ...]: st.lists(INTEGERS, max_size=2),
+}
+
+
+def _values(hint: Any) -> st.SearchStrategy:
+    if get_origin(hint) is Literal:
+        return st.sampled_from(get_args(hint))
+    if get_origin(hint) is UnionType:
+        return st.one_of(*map(_values, get_args(hint)))
+    return st.none() if hint is type(None) else VALUES.get(hint, st.just({}))
+
+
+@settings(max_examples=1500, deadline=None, database=None, derandomize=True)
+@given(st.sampled_from(FIELDS).flatmap(lambda f: st.tuples(st.just(f), _values(f[2]))))
+def test_what_is_accepted_is_read_back_equal(tmp_path_factory, drawn):
+    """Any option, any value: refused, or the same again from the run's own config.yaml."""
+    (section, name, _), value = drawn
+    try:
+        run = from_dict(RunConfig, {section: {name: value}}, RUN)
+    except ValueError:
+        return
+    out = tmp_path_factory.getbasetemp() / "written"
+    write_config(out, run)
+    assert read_run(out / "config.yaml") == run
