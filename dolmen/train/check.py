@@ -205,18 +205,6 @@ def check_resume(run: RunConfig, out: Path) -> None:
         )
 
 
-def never_at_full_rate(run: RunConfig, steps: int) -> str | None:
-    """What to warn of where the warm-up is longer than the run of `steps` steps; else None."""
-    warmup, lr = run.optimizer.warmup_steps, run.optimizer.lr
-    if warmup <= steps:
-        return None
-    return (
-        f"optimizer.warmup-steps ({warmup}) is over the run's {steps} steps: the learning rate "
-        f"ends at {lr * steps / warmup:.3g} and never reaches {lr:g}; set --optimizer.warmup-steps "
-        f"{max(1, steps - 1)} or less, or --train.steps over {warmup}"
-    )
-
-
 def check_same_model(saved: dict, run: RunConfig, step: int) -> None:
     """Raises Unusable with the fields that differ, if the run saved at `step` is of another
     model.

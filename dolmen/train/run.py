@@ -29,7 +29,7 @@ from dolmen.optim.precision import DTYPES, LossScale, at_rest
 from dolmen.train import build, folder, report
 from dolmen.train import peak as devices
 from dolmen.train import saved as saved_state
-from dolmen.train.check import check_same_model, free_lock, never_at_full_rate, take_lock
+from dolmen.train.check import check_same_model, free_lock, take_lock
 from dolmen.train.config import RunConfig
 from dolmen.train.folder import Unusable
 from dolmen.train.hooks import Hooks
@@ -38,6 +38,7 @@ from dolmen.train.saved import Saved
 from dolmen.train.spike import SpikePolicy
 from dolmen.train.start import Start
 from dolmen.train.step import TrainState
+from dolmen.train.warn import warnings
 from dolmen.train.watch import Watch
 
 T = TypeVar("T")
@@ -282,7 +283,7 @@ def _train(
         write_tokenizer(out, loader)
     peak = devices.peak(mesh.device, DTYPES[run.train.dtype])
     console.print(report.header(run, state, loader, mesh, peak, str(out)))
-    if state.step < steps and (warning := never_at_full_rate(run, steps)):
+    for warning in warnings(run, loader, state.step, steps):
         console.print(f"WARNING: {warning}")
     if saved is not None:
         began -= saved.seconds

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tinyrun
@@ -11,7 +12,16 @@ from tinyrun import dolmen
 import dolmen as package
 from dolmen.cli.finish import _next, _summary
 from dolmen.core.words import choices
-from dolmen.train.check import never_at_full_rate
+from dolmen.train.warn import little_held_out, never_at_full_rate, unused_rows
+
+
+class Held:
+    """A loader, as far as `little_held_out` looks."""
+
+    def __init__(self, held: int, trained: int):
+        self.validation_tokens = held
+        self.mixture = SimpleNamespace(parts=[SimpleNamespace(stream=range(trained))])
+
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 
@@ -140,3 +150,41 @@ def test_the_recipes_fit_a_terminal_of_80_columns(monkeypatch):
     lines = dolmen("recipes").out.splitlines()
     assert all(line.strip() and len(line) <= 80 for line in lines)
     assert "some 5 minutes on 2 cores" in " ".join(" ".join(lines).split())
+
+
+def test_rows_that_no_token_has_are_told(material, tmp_path):
+    words = ("train", material.file, "--train.steps", 2, "--out")
+    result = dolmen(*words, tmp_path / "a", "--model.vocab-size", 430)
+    assert result.code == 0 and (
+        "WARNING: vocab_size 430, the tokenizer has 300: 130 rows of the embedding are never used; "
+        "set --model.vocab-size 300" in " ".join(result.out.split())
+    )
+    assert unused_rows(428, 300) is None  # 128 rows
+    assert unused_rows(50304, 45274) is None and unused_rows(50304, 45273)  # a tenth: 5,030.4
+
+
+def test_little_held_out_text_is_told(material, tmp_path):
+    """A short text of one's own, less than a batch, less than a fifth of what was asked for; and
+    nothing is said where there is none.
+    """
+    text = tmp_path / "few.txt"
+    text.write_text("abc")
+    words = ("train", material.file, "--train.steps", 2, "--out")
+    for name, options, said in (
+        (
+            "a",
+            ("--data.validation", text),
+            "tokens, and a batch 64: its loss says little; use more",
+        ),
+        ("b", ("--train.global-batch-size", 128), "3.00% asked for), and a batch 2,048: its loss"),
+        ("c", ("--data.validation-fraction", 0), None),
+        ("d", (), None),
+    ):
+        result = dolmen(*words, tmp_path / name, *options)
+        found = " ".join(result.out.split())
+        assert result.code == 0 and ("WARNING" in found) == (said is not None), found
+        assert said is None or said in found, found
+    run = material.config(data={"validation_fraction": 0.25})
+    assert "(0.40% of the text, 25.00% asked for)" in little_held_out(run, Held(80, 19920))
+    assert "use a larger --data.validation-fraction" in little_held_out(run, Held(999, 19001))
+    assert little_held_out(run, Held(1000, 19000)) is None  # a fifth of a quarter

@@ -27,8 +27,9 @@ from dolmen.cli import launch, train
 from dolmen.data.mixture import Mixture
 from dolmen.train import loop
 from dolmen.train import run as train_run
-from dolmen.train.check import free_lock, never_at_full_rate, take_lock
+from dolmen.train.check import free_lock, take_lock
 from dolmen.train.folder import LOCK, Unusable
+from dolmen.train.warn import never_at_full_rate
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 
