@@ -72,6 +72,7 @@ class Model:
                 top_p,
                 engine.stop_tokens(self.folder),
                 seed,
+                known=self.tokenizer.get_vocab().values(),
             )
         texts = [
             text + self.tokenizer.decode(tokens, skip_special_tokens=True)

@@ -62,7 +62,13 @@ def _sample(screen: Console, folder: Path, prompt: str) -> None:
     tokens = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     room = model.config.max_position_embeddings - len(tokens)
     (new,) = engine.generate(
-        model, [tokens], min(96, room), temperature=0.7, top_p=0.95, stop=engine.stop_tokens(folder)
+        model,
+        [tokens],
+        min(96, room),
+        temperature=0.7,
+        top_p=0.95,
+        stop=engine.stop_tokens(folder),
+        known=tokenizer.get_vocab().values(),
     )
     screen.print()
     screen.rule("a sample, temperature 0.7", align="left", characters="-")

@@ -51,6 +51,7 @@ def _generate(options: GenerateOptions, mesh: Mesh) -> int:
             engine.stop_tokens(options.folder),
             options.seed,
             show,
+            tokenizer.get_vocab().values(),
         )
     finally:
         if mesh.first and new:

@@ -7,6 +7,7 @@ Every rank of tp runs the same calls on the same prompts, gathers the same logit
 same token.
 """
 
+import math
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -77,9 +78,10 @@ def generate(
     stop: Collection[int] = (),
     seed: int = 0,
     on_token: Callable[[int, int], None] | None = None,
+    known: Collection[int] | None = None,
 ) -> list[list[int]]:
     """New tokens of each prompt: at most `max_new_tokens`, the last a member of `stop` where it
-    stopped at one.
+    stopped at one; with `known`, the tokenizer's ids, none that is not one of them.
 
     Temperature 0 is greedy. `on_token(prompt index, token)` is called as each token is chosen.
     Prompts of equal length run as one batch, lengths one after the other; the random numbers of a
@@ -90,6 +92,7 @@ def generate(
     sample.check(temperature, top_k, top_p)
     _check(model, prompts, max_new_tokens)
     out: list[list[int]] = [[] for _ in prompts]
+    unknown = sorted(set(range(model.config.vocab_size)) - set(known)) if known else []
 
     def emit(index: int, token: int) -> bool:
         """Whether the prompt goes on after this token."""
@@ -102,6 +105,8 @@ def generate(
         uniforms = torch.tensor(
             [sample.uniform(seed, i, step) for i in indices], dtype=torch.float64
         )
+        if unknown:
+            logits[:, unknown] = -math.inf
         chosen = sample.sample(logits, uniforms, temperature, top_k, top_p)
         # all ranks have the same logits, but sums on a GPU may differ in the last bit from run to
         # run: agree on one

@@ -7,11 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 import tinyrun
-from tinyrun import dolmen
+import torch
+from tinyrun import MODEL, dolmen
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import dolmen as package
 from dolmen.cli.finish import _next, _summary
 from dolmen.core.words import choices
+from dolmen.serve import engine
 from dolmen.train.warn import little_held_out, never_at_full_rate, unused_rows
 
 
@@ -188,3 +191,22 @@ def test_little_held_out_text_is_told(material, tmp_path):
     assert "(0.40% of the text, 25.00% asked for)" in little_held_out(run, Held(80, 19920))
     assert "use a larger --data.validation-fraction" in little_held_out(run, Held(999, 19001))
     assert little_held_out(run, Held(1000, 19000)) is None  # a fifth of a quarter
+
+
+def test_only_tokens_of_the_tokenizer_are_drawn(material, tmp_path):
+    """All that a model of 2,000 rows draws has a text, though 300 of them alone have one."""
+    folder = shutil.copytree(material.model, tmp_path / "model")
+    torch.manual_seed(0)
+    config = LlamaConfig(**{**MODEL, "vocab_size": 2000}, bos_token_id=0, eos_token_id=0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    model = package.load(folder)
+    ids = [[1, 2], [3, 4]]
+    for temperature in (0.0, 2.0):
+        known = model.tokenizer.get_vocab().values()
+        assert max(map(max, engine.generate(model.decoder, ids, 8, temperature))) >= 300
+        drawn = engine.generate(model.decoder, ids, 8, temperature, known=known)
+        assert max(map(max, drawn)) < 300
+    words = ("--temperature", 1, "--max-new-tokens", 8)
+    told = dolmen("generate", folder, "--prompt", "ab", *words)
+    assert told.code == 0 and len(told.out.strip()) > 2
+    assert told.out == model.generate("ab", max_new_tokens=8, temperature=1.0) + "\n"
