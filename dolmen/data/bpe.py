@@ -8,7 +8,7 @@ document whose end is held out all text is used.
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,7 @@ import xxhash
 from dolmen.data.config import DataConfig
 from dolmen.data.corpus import identities, identity_of
 from dolmen.data.documents import pieces
-from dolmen.data.heldout import TextHash, choose, union
+from dolmen.data.heldout import TextHash, all_validated, choose, union
 from dolmen.data.progress import say
 from dolmen.data.scratch import building, lock, remove
 from dolmen.data.sources import Source
@@ -98,15 +98,26 @@ def _digest(folder: Path) -> str:
 def _texts(
     config: DataConfig, sources: Sequence[Source], validation: Source | None
 ) -> Iterator[str]:
-    """The text that is trained on, in pieces; a first pass finds what is held out."""
+    """The text that is trained on, in pieces; a first pass, at once, finds what is held out. Raises
+    ValueError for what cannot be read, and where nothing is left.
+    """
     tables = [_table(source, config.text_field) for source in sources]
     if validation is None:
         held = choose(tables, config.validation_fraction).whole
     else:
         held = union([_table(validation, config.text_field)["words"]])
-    for source, table in zip(sources, tables, strict=True):
-        out, document = np.isin(table["words"], held), 0
-        for piece in pieces(source, config.text_field):
+    outs = [np.isin(table["words"], held) for table in tables]
+    for source, out in zip(sources, outs, strict=True):
+        if validation is not None and out.all():
+            raise all_validated(source.name)
+    return _left(zip(sources, outs, strict=True), config.text_field)
+
+
+def _left(found: Iterable[tuple[Source, np.ndarray]], text_field: str) -> Iterator[str]:
+    """The pieces of the documents [documents] of each source that are not out."""
+    for source, out in found:
+        document = 0
+        for piece in pieces(source, text_field):
             if not out[document]:
                 yield piece.text
             document += piece.last

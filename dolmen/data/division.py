@@ -15,7 +15,7 @@ import numpy as np
 
 from dolmen.data.corpus import Corpus
 from dolmen.data.ending import Ending, ending
-from dolmen.data.heldout import Choice, choose
+from dolmen.data.heldout import Choice, all_validated, choose
 from dolmen.data.sources import Source
 from dolmen.data.stream import TokenStream
 
@@ -100,10 +100,14 @@ def divide_one(
 
 
 def without(corpora: Sequence[Corpus], judge: Corpus) -> list[Division]:
-    """Each source without the documents that `judge`, the text of --data.validation, has too."""
+    """Each source without the documents that `judge`, the text of --data.validation, has too.
+    Raises ValueError where nothing is left.
+    """
     theirs, found = np.unique(judge.documents["words"]), []
     for corpus in corpora:
         both = np.isin(corpus.documents["words"], theirs)
+        if both.all():
+            raise all_validated(corpus.name)
         stream = TokenStream.of(
             corpus.tokens, corpus.offsets[:-1][~both], corpus.offsets[1:][~both]
         )

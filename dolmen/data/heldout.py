@@ -98,6 +98,14 @@ def choose(tables: Sequence[np.ndarray], fraction: float) -> Choice:
     )
 
 
+def all_validated(name: str) -> ValueError:
+    """What is raised where nothing of the source `name` is left to train on."""
+    return ValueError(
+        f"all of --data.path {name} is also in --data.validation: give another --data.validation, "
+        "or leave it out"
+    )
+
+
 def large_words(table: np.ndarray) -> np.ndarray:
     """Words of the documents with more than a quarter of the bytes, copies counted once, as large
     as the largest of them.

@@ -2,13 +2,17 @@
 without reading all text is refused here.
 """
 
+from collections import defaultdict
+from functools import cache
 from typing import NamedTuple
 
 from dolmen.core.words import counted
+from dolmen.data import corpus
 from dolmen.data import tokenizer as tokenizers
 from dolmen.data.bpe import tokenizer_folder
 from dolmen.data.config import DataConfig
 from dolmen.data.documents import pieces
+from dolmen.data.heldout import all_validated
 from dolmen.data.readers import whole
 from dolmen.data.sources import Source, resolve
 
@@ -49,6 +53,10 @@ def check(
             f"--data.validation-fraction is {config.validation_fraction}: use 0 (no validation) "
             f"to 0.5"
         )
+    if validation is not None:
+        for source in sources:
+            if same_files(source, validation):
+                raise all_validated(source.name)
     first: dict[str, str] = {}
     for source, option in [(source, "--data.path") for source in sources] + [
         (validation, "--data.validation")
@@ -84,3 +92,21 @@ def look_at(source: Source, text_field: str, least: int, option: str) -> str:
             "--train.sequence-length, or more data"
         )
     return first.text
+
+
+def same_files(source: Source, judge: Source) -> bool:
+    """Whether each file of `source` is one of `judge` too, by its bytes; what has another size is
+    not read, nor what is the same file.
+    """
+    if source.hubs:
+        return False
+    paths, sizes = set(judge.files), defaultdict(list)
+    for file in judge.files:
+        sizes[file.stat().st_size].append(file)
+    left = [file for file in source.files if file not in paths]
+    if not all(file.stat().st_size in sizes for file in left):
+        return False
+    digest = cache(corpus.digest)
+    return all(
+        any(digest(other) == digest(file) for other in sizes[file.stat().st_size]) for file in left
+    )

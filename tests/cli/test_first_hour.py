@@ -210,3 +210,26 @@ def test_only_tokens_of_the_tokenizer_are_drawn(material, tmp_path):
     told = dolmen("generate", folder, "--prompt", "ab", *words)
     assert told.code == 0 and len(told.out.strip()) > 2
     assert told.out == model.generate("ab", max_new_tokens=8, temperature=1.0) + "\n"
+
+
+@pytest.mark.parametrize("tokenizer", ["bpe:300", None])
+@pytest.mark.parametrize("kind", ["folder", "copy", "rows"])
+def test_validation_that_is_all_of_the_data_is_refused(material, tmp_path, kind, tokenizer):
+    """The same files, copies of them, the same documents as rows: nothing is trained, and but for
+    the rows nothing is tokenised.
+    """
+    judge = {"folder": material.docs, "copy": tmp_path / "copy", "rows": tmp_path / "r.jsonl"}[kind]
+    if kind == "copy":
+        shutil.copytree(material.docs, judge)
+    if kind == "rows":
+        texts = [file.read_text() for file in material.docs.iterdir()]
+        judge.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    words = ("--data.validation", judge, "--data.cache", tmp_path / "cache", "--data.tokenizer")
+    named = tokenizer or material.tokenizer
+    result = dolmen("train", material.file, *words, named, "--out", tmp_path / "run")
+    assert result.code == 2 and result.err.endswith(
+        f"dolmen train: all of --data.path {material.docs} is also in --data.validation: give "
+        "another --data.validation, or leave it out\n"
+    )
+    assert "training a byte-level" not in result.err and not (tmp_path / "run").exists()
+    assert list((tmp_path / "cache").rglob("*.bin")) == [] or (kind, tokenizer) == ("rows", None)

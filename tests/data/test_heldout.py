@@ -228,7 +228,7 @@ def test_validation_that_is_training_text_is_kept_out_of_training(tmp_path, load
 
 def test_validation_that_is_all_of_training_is_refused(tmp_path, load, documents):
     shutil.copytree(documents, tmp_path / "copy")
-    with pytest.raises(ValueError, match="has 0 tokens to train on.*40 of 40 documents.*also in"):
+    with pytest.raises(ValueError, match="^all of --data.path .*documents is also in"):
         load(documents, validation=str(tmp_path / "copy"))
 
 
