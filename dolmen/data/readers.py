@@ -18,6 +18,7 @@ from dolmen.files.schema import List, Object, either
 
 # characters that are tokenised at once: 1 GB in one string would need 50 GB, and one core
 PIECE = 1 << 18
+LEAVE_OUT = "or leave the file out: move it, or name the others with a glob (notes/*.md)"
 ROWS = Kind(either(Object(), List(Object())), size=1024 * MIB, depth=64, constants=True)
 
 
@@ -147,7 +148,8 @@ def check_column(text_field: str, columns: Sequence[str], where: str) -> None:
 def row_text(row: dict[str, Any], text_field: str, where: str) -> str:
     """The text of a row. Raises ValueError with what to do if it has none."""
     if text_field not in row:
-        raise refuse(where, f"no {text_field!r} but keys {advice(list(row))}")
+        told = f"no {text_field!r} but keys {advice(list(row))}"
+        raise refuse(where, f"{told}; {LEAVE_OUT}")
     return text_of(row[text_field], text_field, where)
 
 

@@ -233,3 +233,16 @@ def test_validation_that_is_all_of_the_data_is_refused(material, tmp_path, kind,
     )
     assert "training a byte-level" not in result.err and not (tmp_path / "run").exists()
     assert list((tmp_path / "cache").rglob("*.bin")) == [] or (kind, tokenizer) == ("rows", None)
+
+
+def test_a_file_without_text_can_be_left_out(material, tmp_path):
+    """It is the last of the folder: a tokenizer is trained when all have been read."""
+    docs = shutil.copytree(material.docs, tmp_path / "notes")
+    (docs / "package.json").write_text('{"name": "a", "version": "1"}')
+    words = ("--data.path", docs, "--data.tokenizer", "bpe:300", "--data.cache", tmp_path / "cache")
+    result = dolmen("train", material.file, *words)
+    assert result.code == 2 and result.err == (
+        f"dolmen train: {docs}/package.json, row 1: no 'text' but keys name, version: use "
+        "--data.text-field; or leave the file out: move it, or name the others with a glob "
+        "(notes/*.md)\n"
+    )
