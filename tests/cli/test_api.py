@@ -267,7 +267,7 @@ def test_ctrl_c_before_and_after_training(material, tmp_path, monkeypatch):
     from dolmen.cli import train as verb
     from dolmen.train import check
 
-    def interrupted(*args):
+    def interrupted(*args, **options):
         raise KeyboardInterrupt
 
     for module, name in ((check.inputs, "check"), (verb.finish, "finish")):

@@ -284,7 +284,7 @@ def cached(name: str) -> Subject:
         (folder / "index.json").write_text(json.dumps(index))
         return folder / name
 
-    return Subject(make, lambda file: corpus.examined(file.parent, verify=True), equal)
+    return Subject(make, lambda file: corpus.examined(file.parent, {}, verify=True), equal)
 
 
 # A checkpoint: under a seal.

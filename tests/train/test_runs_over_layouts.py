@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import seals
 import tinyrun
 import torch
 import torch.distributed as dist
@@ -206,6 +207,7 @@ def test_fp16_resumes_its_scale(material, tmp_path, no_peak):
         file = tmp_path / name / "checkpoints" / "step-00000002" / "state.json"
         state = json.loads(file.read_text())
         file.write_text(json.dumps(state | {"loss_scale": scale or state["loss_scale"]}))
+        seals.seal_again(file.parent)
         assert dolmen(*words, "--out", tmp_path / name, "--resume").code == 0
     assert losses(tmp_path / "a") == losses(tmp_path / "b") and same(
         tensors(tmp_path / "a", 3), tensors(tmp_path / "b", 3)
