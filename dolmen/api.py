@@ -14,8 +14,9 @@ from transformers import PreTrainedTokenizerBase
 from dolmen.cli import export as export_verb
 from dolmen.cli import train as train_verb
 from dolmen.cli.errors import BadInput
-from dolmen.cli.options import TrainOptions, message, parse_train
+from dolmen.cli.options import TrainOptions, message, read
 from dolmen.convert import hf
+from dolmen.core.paths import refuse_empty
 from dolmen.core.words import choices
 from dolmen.data.config import TextConfig
 from dolmen.data.tokenizer import load_tokenizer
@@ -142,6 +143,7 @@ def export(source: str | Path, to: str | Path, dtype: str | None = None) -> Path
     """
     with _told():
         _dtype(dtype)
+        refuse_empty("to", str(to))
         export_verb.export(Path(source), Path(to), dtype)
     return Path(to)
 
@@ -207,7 +209,7 @@ def train(recipe: str | Path, **options: Any) -> Path:
     """
     argv = [str(recipe), *_words("", options)]
     try:
-        asked = parse_train(argv)
+        asked = read("train", argv)
         code = train_verb.run(asked, argv, guarded=lambda work: work())
     except BadInput as error:
         raise ValueError(str(error)) from None

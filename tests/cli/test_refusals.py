@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tinyrun import MODEL, Material, dolmen
 
+import dolmen as package
 from dolmen.cli import launch, train
 from dolmen.cli.options import parse_train
 from dolmen.core import mesh as meshes
@@ -517,6 +518,9 @@ def test_one_process_per_host_verifies(material, tmp_path, monkeypatch, started,
 def test_an_empty_name_is_none(material, tmp_path, monkeypatch, option):
     """As of a variable of the shell that was never set: it is not the default."""
     monkeypatch.chdir(tmp_path)
+    section, _, name = option.removeprefix("--").rpartition(".")
+    with pytest.raises(ValueError, match=f"{name} is empty: give a name"):
+        package.train(material.file, **({section: {name: ""}} if section else {name: ""}))
     for words in ((option, ""), (f"{option}=",)):
         result = dolmen("train", material.file, "--train.steps", 1, *words)
         assert result.code == 2 and f"{option.strip('-')} is empty: give a name" in result.words
