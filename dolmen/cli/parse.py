@@ -44,6 +44,8 @@ def parse(cls: type[T], argv: list[str], verb: str, default: T | None = None) ->
     BadInput.
     """
     said = StringIO()
+    if {"-h", "--help"} & set(argv):
+        join_lines(cls)
     try:
         with redirect_stderr(said):
             options = tyro.cli(cls, args=argv, default=default, prog=f"dolmen {verb}")
@@ -56,6 +58,24 @@ def parse(cls: type[T], argv: list[str], verb: str, default: T | None = None) ->
         raise BadInput(worded(text)) from None
     sys.stderr.write(said.getvalue())  # a warning
     return options
+
+
+def join_lines(cls: type) -> None:
+    """Let tyro see the help of each option, the docstring of its attribute, as one line: it keeps
+    the line breaks of the source, and breaks the lines once more.
+    """
+    import docstring_parser  # of tyro, which imports it for help alone
+
+    for base in reversed(cls.__mro__[:-1]):
+        hints = get_type_hints(base, include_extras=True)
+        for told in docstring_parser.parse_from_object(base).params:
+            if told.arg_name in base.__annotations__ and told.description:
+                said = tyro.conf.arg(help=" ".join(told.description.split()))
+                base.__annotations__[told.arg_name] = Annotated[hints[told.arg_name], said]
+        for hint in hints.values():
+            for part in (hint, *get_args(hint)):
+                if isinstance(part, type) and is_dataclass(part):
+                    join_lines(part)
 
 
 def flat(box: str) -> str:

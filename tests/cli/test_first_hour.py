@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -246,3 +247,15 @@ def test_a_file_without_text_can_be_left_out(material, tmp_path):
         "--data.text-field; or leave the file out: move it, or name the others with a glob "
         "(notes/*.md)\n"
     )
+
+
+def test_help_is_broken_into_lines_once(monkeypatch):
+    """A line of an option's help ends where the next word does not fit, not where the source's
+    does.
+    """
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = [line.strip("│ ") for line in dolmen("train", "--help").out.splitlines()]
+    assert "needs; the GPUs that are visible. (default: None)" in lines
+    helps = [line if line and line[0].isalnum() else "" for line in lines]
+    for line, after in pairwise(helps):
+        assert not line or not after or len(line) + 1 + len(after.split()[0]) > 70, (line, after)
