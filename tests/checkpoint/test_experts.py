@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from spawning import run_spawned
@@ -66,6 +67,7 @@ def differing(folder: Path) -> list[str]:
     return sum(everyone, [])
 
 
+@pytest.mark.full  # golden/test_checkpoints.py has a model with experts
 def test_experts_move_between_layouts(tmp_path):
     assert run_spawned(4, differing, tmp_path) == []
     want, read = held(SINGLE, Layout(dp=1), 0), dict(open_checkpoint(locate(tmp_path)).stream())

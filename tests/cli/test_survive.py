@@ -166,6 +166,7 @@ def test_sigterm_is_not_restarted(tmp_path, monkeypatch, capfd):
     assert light(tmp_path, monkeypatch, capfd, code) == (143, "", 1)
 
 
+@pytest.mark.full  # train/test_watch.py has the rule, in one process
 def test_a_stopped_rank_is_named(material, tmp_path):
     """SIGSTOP to rank 1: it cannot report, so rank 0 does, and nothing is left behind."""
     out = tmp_path / "run"

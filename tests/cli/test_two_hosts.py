@@ -39,6 +39,8 @@ WORDS = (
     "0",
 )
 
+pytestmark = pytest.mark.full  # 60 s; tests/cli/test_processes.py has several ranks on one host
+
 
 def ip(*words: str) -> None:
     """`ip WORDS`. Raises OSError or CalledProcessError where it cannot."""
@@ -167,7 +169,8 @@ def alone(material, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "across, kill", [("dp", False), pytest.param("pp", True, marks=pytest.mark.full)]
+    "across, kill",
+    [pytest.param(*case, marks=pytest.mark.full) for case in (("dp", False), ("pp", True))],
 )
 def test_tp_inside_a_host_and_another_axis_across(hosts, material, alone, tmp_path, across, kill):
     """`kill`: rank 2, on host-b, with signal 9; both hosts start again, and go on from the newest
@@ -203,7 +206,6 @@ def test_tp_inside_a_host_and_another_axis_across(hosts, material, alone, tmp_pa
     ), (found, alone)
 
 
-@pytest.mark.full  # tests/core/test_agree.py has the refusal itself
 def test_hosts_that_differ_are_refused(hosts, material, tmp_path):
     """Another learning rate on host-b: both say so, end with 2, and leave nothing."""
     said = torchrun(
