@@ -1,8 +1,19 @@
 # Two commands for a newcomer: `make quickstart` and `make test`. Both may be run as often as one likes.
+# On a machine with a GPU: `make gpu`, with its own Python and no network (docs/performance.md).
 PYTHON ?= python3
 BIN := .venv/bin
+MINUTES ?= 25
+OUT ?= runs/gpu
+WHEELS ?= .whl
+GPU_ARGS ?=
+GPU_PYTHON ?= 3.12
+GPU_MACHINE ?= x86_64
 
-.PHONY: quickstart test test-full clean
+# what is linted; and the tests of `make coverage`: all, or TESTS=tests/parallel
+LINTED := dolmen tests benchmarks examples website
+TESTS ?= tests
+
+.PHONY: quickstart check lint test test-full coverage docs wheel gpu wheels clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "dolmen needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": make PYTHON=python3.12")'
@@ -14,20 +25,54 @@ BIN := .venv/bin
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
 	touch $@
 
+.venv/documented: .venv/installed
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	touch $@
+
 quickstart: .venv/installed
 	$(BIN)/dolmen train quickstart --overwrite
 
+lint: .venv/tested
+	$(BIN)/ruff format --check $(LINTED)
+	$(BIN)/ruff check $(LINTED)
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.citation-file-format CITATION.cff
+
+# what is quick: nothing that starts processes or calls a whole command (tests/needs.py), on all cores
+check: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m 'not spawn and not command'
+
 # one row per mechanism
-test: .venv/tested
-	$(BIN)/ruff format --check dolmen tests benchmarks
-	$(BIN)/ruff check dolmen tests benchmarks
+test: lint
 	$(BIN)/python -m pytest
 
 # everything: each row of the golden table, more kills, compiled kernels
-test-full: .venv/tested
-	$(BIN)/ruff format --check dolmen tests benchmarks
-	$(BIN)/ruff check dolmen tests benchmarks
+test-full: lint
 	$(BIN)/python -m pytest --full
 
+# everything a GPU is asked; what this Python lacks comes from the folder of wheels
+gpu:
+	$(PYTHON) -m benchmarks.gpu --minutes $(MINUTES) --out $(OUT) --wheels $(WHEELS) $(GPU_ARGS)
+
+# where there is a network: what a machine with a GPU was seen to lack
+wheels:
+	$(PYTHON) -m benchmarks.gpu.packages --to $(WHEELS) --python $(GPU_PYTHON) --machine $(GPU_MACHINE)
+
+# lines that only run in processes that a test has started are counted too: build/coverage/html/index.html
+coverage: .venv/tested
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest $(TESTS)
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage html --quiet
+	$(BIN)/coverage report --skip-covered --sort=cover
+
+# the site, in build/site; a broken link is an error (with --quiet it would be none)
+docs: .venv/documented
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -f website/mkdocs.yml
+
+# a wheel of this checkout, installed elsewhere, trains
+wheel: .venv/tested
+	$(BIN)/python -m pytest --full tests/test_wheel.py
+
 clean:
-	rm -rf .venv runs .pytest_cache
+	rm -rf .venv build runs .pytest_cache
