@@ -13,273 +13,54 @@ and new bf16 copies of the masters.
 
 import argparse
 import statistics
+import sys
 import tempfile
 import time
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-import torch.nn.functional as F
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    loss_parallel,
-    parallelize_module,
-)
-from transformers import AutoModelForCausalLM, LlamaConfig
 
-from dolmen import families
+if not __package__:  # run as a file: Python then looks for `benchmarks` beside it
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.sides import Work, dolmen_side, fsdp_side, masters_side, turns
 from dolmen.core import mesh as meshes
-from dolmen.data.batch import Batch
 from dolmen.model.config import ModelConfig
-from dolmen.model.count import training_flops_per_token
-from dolmen.model.layout import Layout
-from dolmen.optim.optimizer import OptimizerConfig, adamw
-from dolmen.train import build
-from dolmen.train.step import TrainState, optimizer_step
+from dolmen.train.peak import datasheet
 
 
-@dataclass(frozen=True)
-class Shape:
+def shape(
+    hidden: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    ffn: int,
+    vocab: int,
+    sequence: int,
+    batch: int,
+) -> Work:
     """The model and the batch of every side."""
-
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    ffn: int
-    vocab: int
-    sequence: int
-    batch: int
-
-    @property
-    def config(self) -> ModelConfig:
-        return ModelConfig(
-            vocab_size=self.vocab,
-            hidden_size=self.hidden,
-            intermediate_size=self.ffn,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads,
-            head_dim=self.hidden // self.heads,
-            max_position_embeddings=self.sequence,
-        )
-
-    @property
-    def tokens(self) -> int:
-        return self.batch * self.sequence
-
-    @property
-    def flops(self) -> float:
-        return self.tokens * training_flops_per_token(self.config, self.sequence)
+    config = ModelConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=ffn,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=hidden // heads,
+        max_position_embeddings=sequence,
+    )
+    return Work(config, sequence, batch)
 
 
 SHAPES = {
-    "cpu": Shape(512, 8, 8, 4, 1536, 8192, 512, 8),
-    "cuda": Shape(2048, 16, 16, 8, 8192, 32768, 4096, 4),
+    "cpu": shape(512, 8, 8, 4, 1536, 8192, 512, 8),
+    "cuda": shape(2048, 16, 16, 8, 8192, 32768, 4096, 4),
 }
-PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}  # dense bf16 FLOP/s
-OPTIMIZER = OptimizerConfig(lr=1e-4, schedule="constant")
-
-
-def _batch(shape, device):
-    text = torch.randint(
-        shape.vocab, (shape.batch, shape.sequence + 1), generator=torch.Generator().manual_seed(1)
-    ).to(device)
-    return text[:, :-1].contiguous(), text[:, 1:].contiguous()
-
-
-def dolmen_side(shape, mesh, compile, sequence=False):
-    """This project: the training loop's own step."""
-    layout = Layout(tp=mesh.tp.size, dp=mesh.dp.size, sequence_parallel=sequence)
-    schedule = layout.make_schedule(shape.batch, shape.batch // mesh.dp.size)
-    model = build.build(
-        shape.config, mesh, layout, schedule, compute=torch.bfloat16, compile=compile
-    )
-    build.initialize(model, seed=0)
-    state = TrainState(model, adamw(model, OPTIMIZER), OPTIMIZER, 1000, layout.zero, schedule)
-    batch = Batch(*(t.cpu() for t in _batch(shape, mesh.device)))
-    return lambda: optimizer_step(state, batch, mesh).loss
-
-
-def _transformers(shape, device, dtype, attention):
-    """The same model in transformers, with the same initial weights."""
-    content = families.to_hf(shape.config)
-    model = AutoModelForCausalLM.from_config(
-        LlamaConfig(**content), attn_implementation=attention, dtype=dtype
-    ).to(device)
-    ours = build.build(shape.config, meshes.SINGLE)
-    build.initialize(ours, seed=0)
-    theirs, given = dict(model.named_parameters()), dict(ours.named_parameters())
-    assert len(theirs) == len(given)
-    with torch.no_grad():
-        for name, p in given.items():
-            theirs[_hf_name(name)].copy_(p)
-    return model.train()
-
-
-def _hf_name(name):
-    for ours, theirs in (
-        ("attn_norm", "input_layernorm"),
-        ("mlp_norm", "post_attention_layernorm"),
-        ("embed.", "model.embed_tokens."),
-        ("head.", "lm_head."),
-        ("final_norm", "model.norm"),
-        ("layers.", "model.layers."),
-    ):
-        name = name.replace(ours, theirs)
-    for ours, theirs in (("attn", "self_attn"), ("mlp", "mlp")):
-        for p in "qkvo" if ours == "attn" else ("gate", "up", "down"):
-            name = name.replace(f".{ours}.{p}.", f".{theirs}.{p}_proj.")
-    return name
-
-
-def _decay_groups(parameters):
-    parameters = list(parameters)
-    return [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": OPTIMIZER.weight_decay},
-        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-
-
-def _adamw(parameters):
-    o = OPTIMIZER
-    return torch.optim.AdamW(
-        _decay_groups(parameters), lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, fused=True
-    )
-
-
-def _mean_loss(logits, labels):
-    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
-
-
-def masters_side(shape, mesh, compile, attention="sdpa"):
-    """transformers in bf16, whole model and loss compiled as one graph, with fp32 masters beside
-    it.
-    """
-    model = _transformers(shape, mesh.device, torch.float32, attention)
-    copies = list(model.parameters())
-    masters = [p.detach().clone() for p in copies]
-    for m, p in zip(masters, copies, strict=True):
-        m.grad, p.data = torch.zeros_like(m), p.data.bfloat16()
-    optimizer, (tokens, labels) = _adamw(masters), _batch(shape, mesh.device)
-
-    def loss_of(tokens, labels):
-        return _mean_loss(model(tokens, use_cache=False).logits, labels)
-
-    if compile:
-        loss_of = torch.compile(loss_of)
-
-    def step():
-        loss = loss_of(tokens, labels)
-        loss.backward()
-        torch._foreach_copy_([m.grad for m in masters], [p.grad for p in copies])
-        torch.nn.utils.clip_grad_norm_(masters, OPTIMIZER.clip)
-        optimizer.step()
-        with torch.no_grad():
-            torch._foreach_copy_(copies, masters)
-        for p in copies:
-            p.grad = None
-        return loss.detach()
-
-    return step
-
-
-def _plain_step(loss_of, tokens, labels, model, optimizer):
-    def step():
-        loss = loss_of(tokens, labels)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
-
-    return step
-
-
-def fsdp_side(shape, mesh, compile, attention="sdpa"):
-    """transformers under FSDP2 mixed precision, compiled per layer; over tp with PyTorch's own
-    parallelize_module.
-    """
-    model = _transformers(shape, mesh.device, torch.float32, attention)
-    if mesh.tp.size > 1:
-        _parallelize(model, mesh.grid["tp"])
-    loss_of = _mean_loss
-    if compile:
-        for layer in model.model.layers:
-            layer.compile()
-        if mesh.tp.size == 1:
-            loss_of = torch.compile(_mean_loss)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for module in (*model.model.layers, model):
-        fully_shard(module, mesh=mesh.grid["fsdp"], mp_policy=policy, reshard_after_forward=False)
-        if mesh.device.type == "cpu":
-            module.set_force_sum_reduction_for_comms(True)
-    optimizer, (tokens, labels) = _adamw(model.parameters()), _batch(shape, mesh.device)
-    if mesh.tp.size == 1:
-        return _plain_step(
-            lambda t, l: loss_of(model(t, use_cache=False).logits, l),
-            tokens,
-            labels,
-            model,
-            optimizer,
-        )
-
-    def step():
-        with loss_parallel():
-            loss = loss_of(model(tokens, use_cache=False).logits, labels)
-            loss.backward()
-        _clip_two_meshes(list(model.parameters()))
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.detach().full_tensor()
-
-    return step
-
-
-def _clip_two_meshes(parameters):
-    """PyTorch's clipping where linears lie on (dp, tp) and norms on dp alone, which it refuses to
-    mix.
-    """
-    parts = [[p for p in parameters if p.device_mesh.ndim == n] for n in (1, 2)]
-    norms = [torch.nn.utils.get_total_norm([p.grad for p in part]).full_tensor() for part in parts]
-    total = torch.stack(norms).norm()
-    for part in parts:
-        torch._foreach_mul_(
-            [p.grad.to_local() for p in part], (OPTIMIZER.clip / (total + 1e-6)).clamp(max=1.0)
-        )
-
-
-def _parallelize(model, grid):
-    column, row = ColwiseParallel, RowwiseParallel
-    parallelize_module(
-        model,
-        grid,
-        {
-            "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
-            "lm_head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
-        },
-    )
-    for layer in model.model.layers:
-        parallelize_module(
-            layer,
-            grid,
-            {
-                "self_attn.q_proj": column(),
-                "self_attn.k_proj": column(),
-                "self_attn.v_proj": column(),
-                "self_attn.o_proj": row(),
-                "mlp.gate_proj": column(),
-                "mlp.up_proj": column(),
-                "mlp.down_proj": row(),
-            },
-        )
-
-
 SIDES = {
     1: {
         "dolmen": lambda s, m: dolmen_side(s, m, True),
@@ -297,16 +78,6 @@ SIDES = {
         "DTensor compile": lambda s, m: fsdp_side(s, m, True),
     },
 }
-
-
-def _time(step, device):
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    start, cpu = time.perf_counter(), time.process_time()
-    step()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start, time.process_time() - cpu
 
 
 def _section(rank, world, store, options):
@@ -327,7 +98,7 @@ def _section(rank, world, store, options):
         if options.only and name not in options.only:
             continue
         start = time.perf_counter()
-        sides[name] = make(options.shape, mesh)
+        sides[name] = make(options.work, mesh)
         losses[name] = [float(sides[name]()) for _ in range(3)]
         shown = " ".join(f"{x:.4f}" for x in losses[name])
         if rank == 0:
@@ -335,11 +106,7 @@ def _section(rank, world, store, options):
                 f"  built {name:40s} {time.perf_counter() - start:5.1f} s   losses {shown}",
                 flush=True,
             )
-    rounds = {name: [] for name in sides}
-    for _ in range(options.rounds):
-        for name, step in sides.items():
-            dist.barrier()
-            rounds[name].append(_time(step, device))
+    rounds = turns(sides, options.rounds, device, dist.barrier)
     if rank == 0:
         _print(options, world, device, rounds)
     dist.barrier()
@@ -347,7 +114,7 @@ def _section(rank, world, store, options):
 
 
 def _print(options, world, device, rounds):
-    shape = options.shape
+    work = options.work
     where = (
         torch.cuda.get_device_name(device)
         if device.type == "cuda"
@@ -355,9 +122,9 @@ def _print(options, world, device, rounds):
     )
     print(
         f"\n{world} process(es), {where}; torch {torch.__version__}; {options.rounds} rounds; "
-        f"{shape}"
+        f"{work}"
     )
-    peak = next((p for name, p in PEAK.items() if name in where), None)
+    peak = datasheet(where, torch.bfloat16)
     ours = rounds.get("dolmen", next(iter(rounds.values())))
     for name, times in rounds.items():
         wall, cpu = (statistics.median(t[i] for t in times) for i in (0, 1))
@@ -365,13 +132,13 @@ def _print(options, world, device, rounds):
             statistics.median(t[i] / o[i] for t, o in zip(times, ours, strict=True)) for i in (0, 1)
         )
         rate = (
-            f"MFU {shape.flops / wall / peak / world:5.1%}"
+            f"MFU {work.flops / wall / peak / world:5.1%}"
             if peak
-            else f"{shape.flops / wall / 1e9:4.0f} GFLOP/s"
+            else f"{work.flops / wall / 1e9:4.0f} GFLOP/s"
         )
         print(
             f"{name:40s} {wall * 1e3:6.0f} ms (min {min(times)[0] * 1e3:5.0f}, CPU "
-            f"{cpu * 1e3:5.0f}) {shape.tokens / wall:7.0f} tokens/s  {rate}  "
+            f"{cpu * 1e3:5.0f}) {work.tokens / wall:7.0f} tokens/s  {rate}  "
             f"dolmen {ratio:.2f}x (CPU time {cpu_ratio:.2f}x)",
             flush=True,
         )
@@ -397,9 +164,9 @@ def main():
     parser.add_argument("--only", nargs="+", help="sides to run, by name")
     parser.add_argument("--batch", type=int, help="sequences per step")
     options = parser.parse_args()
-    options.shape = SHAPES[options.device]
+    options.work = SHAPES[options.device]
     if options.batch:
-        options.shape = replace(options.shape, batch=options.batch)
+        options.work = replace(options.work, batch=options.batch)
     for world in options.tp or (
         [1, 2] if options.device == "cpu" or torch.cuda.device_count() > 1 else [1]
     ):

@@ -59,7 +59,7 @@ class Model:
         0. An empty prompt begins where the tokenizer begins a text. Raises ValueError for what is
         no text, and for settings that have no meaning.
 
-        model.generate("Once upon a time", temperature=0.8, top_p=0.95, seed=1)
+            model.generate("Once upon a time", temperature=0.8, top_p=0.95, seed=1)
         """
         prompts = list(prompt) if isinstance(prompt, (list, tuple)) else [prompt]
         with _told():
@@ -85,7 +85,7 @@ class Model:
         """[tokens, vocab_size]: what the model expects after each token of `text`. Raises
         ValueError for a text without tokens.
 
-        model.logits("Once upon a").argmax(-1)
+            model.logits("Once upon a").argmax(-1)
         """
         check(text)
         tokens = self.tokenizer(text)["input_ids"]
@@ -99,7 +99,7 @@ def load(name: str | Path, dtype: torch.dtype | None = None) -> Model:
     """The model of a transformers directory or hub id, on the CPU, in `dtype` or else in the one it
     is stored in. Raises ValueError for a directory that dolmen does not fully understand.
 
-    model = dolmen.load("path/to/model")
+        model = dolmen.load("path/to/model")
     """
     with _told():
         folder = hf.resolve(name)
@@ -123,7 +123,7 @@ def generate(
     several prompts a list of them. `dolmen.load` keeps a model for more. Raises ValueError on bad
     input.
 
-    dolmen.generate("path/to/model", "Once upon a time", temperature=0.8)
+        dolmen.generate("path/to/model", "Once upon a time", temperature=0.8)
     """
     with _told():
         sample.check(temperature, top_k, top_p)
@@ -139,7 +139,7 @@ def export(source: str | Path, to: str | Path, dtype: str | None = None) -> Path
     bfloat16 or float16, unset that of the model the run started from. Returns the folder. Raises
     ValueError on bad input.
 
-    dolmen.export("runs/book", to="model/", dtype="bfloat16")
+        dolmen.export("runs/book", to="model/", dtype="bfloat16")
     """
     with _told():
         _dtype(dtype)
@@ -155,7 +155,7 @@ def verify(
     (unset: the same), on `length` random tokens in float32. `report.ok` says whether all is within
     tolerance, `report.rows` has each difference. Raises ValueError on bad input.
 
-    assert dolmen.verify("path/to/model").ok
+        assert dolmen.verify("path/to/model").ok
     """
     with _told():
         return comparison.verify(folder, against, length=length)
@@ -180,7 +180,7 @@ def evaluate(
     takes, or several; options are those of the command. `progress` shows a bar on stderr. Raises
     ValueError on bad input.
 
-    print(dolmen.evaluate("path/to/model", "book.txt").bits_per_byte)
+        print(dolmen.evaluate("path/to/model", "book.txt").bits_per_byte)
     """
     paths = [path] if isinstance(path, (str, Path)) else path
     with _told():
@@ -201,7 +201,7 @@ def train(recipe: str | Path, **options: Any) -> Path:
     """`dolmen train RECIPE`, with options as keywords and sections as mappings. Returns the run's
     folder.
 
-    dolmen.train("quickstart", train={"steps": 50}, layout={"tp": 1}, overwrite=True)
+        dolmen.train("quickstart", train={"steps": 50}, layout={"tp": 1}, overwrite=True)
 
     Starts as many processes as the layout needs; a run of one process is this process. Raises
     ValueError on bad input, KeyboardInterrupt after Ctrl-C (saved first), RuntimeError if another

@@ -1,10 +1,12 @@
 """spawn(n)(fn, *args): run fn(*args) on n gloo processes. result(row): what a spawning.Row gives.
 
-Two tiers: a test marked `full` runs with --full, or where it is named by its node id.
+Two tiers: a test marked `full` runs with --full, or where it is named by its node id. What a test
+needs, `spawn` or `command`, is read from its code (needs.py); -m takes these names.
 """
 
 from pathlib import Path
 
+import needs
 import pytest
 import torch
 from spawning import Row, run_rows, run_spawned
@@ -18,6 +20,9 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "full: runs with --full, or where named by its node id")
+    config.addinivalue_line("markers", "spawn: starts processes (read from its code: needs.py)")
+    config.addinivalue_line("markers", "command: calls dolmen as its user does (needs.py)")
+    config.pluginmanager.register(needs.Guard())
 
 
 def named(config, item) -> bool:
@@ -31,7 +36,11 @@ def named(config, item) -> bool:
     return False
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at markers
 def pytest_collection_modifyitems(config, items):
+    for item in items:
+        for need in needs.markers(item):
+            item.add_marker(need)
     if config.getoption("--full"):
         return
     left_out = [i for i in items if i.get_closest_marker("full") and not named(config, i)]

@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-FILES = [
-    p for room in ("dolmen", "tests", "benchmarks", "docs") for p in (ROOT / room).rglob("*.*")
-]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+ROOMS = ("dolmen", "tests", "benchmarks", "docs", "examples", "website")
+FILES = [*ROOT.glob("*.md"), *(p for room in ROOMS for p in (ROOT / room).rglob("*.*"))]
 WORDS = set(re.findall(r"\w+", "\n".join(p.read_text() for p in FILES if p.suffix == ".py")))
 PATH = re.compile(r"(?<![\w/.])((?:[\w-]+/)*[\w-]+\.(?:py|md))(?:::?(\w+))?")
 PLACE = re.compile(r"`(\w+/\w+)\.(?!py\b|md\b)(\w+)")

@@ -35,7 +35,13 @@ FOLDERS = (
     "__main__",
     None,
 )
-ENVIRONMENT = ("core/mesh.py", "cli/__init__.py", "cli/launch.py")  # the entry point
+ENVIRONMENT = (
+    "core/device.py",
+    "core/groups.py",
+    "core/launched.py",
+    "cli/__init__.py",
+    "cli/launch.py",
+)  # the entry point
 
 
 def files() -> dict[str, ast.Module]:
@@ -216,6 +222,7 @@ PLAIN = {
     "core/agree.py": "the bytes of our own source, to compare ranks",
     "cli/launch.py": "/proc",
     "train/watch.py": "/proc",
+    "train/profile.py": "the trace that this process has just recorded",
     "data/quickstart_corpus.py": "documents, to be compressed",
     "data/tokenizer.py": "what the library of tokenizers gives as JSON",
     "checkpoint/seal.py": "what this process has just written",
@@ -238,6 +245,47 @@ def test_files_are_read_through_the_gate(path):
         )
 
 
+# Where tensors are of the device, and which calls wait for it: the values of one, a result as large
+# as values say, a copy to it. `.to(device)` is seen by its argument.
+COMPUTE = ("ops/", "parallel/", "model/", "optim/", "train/step.py", "train/loop.py")
+COMPUTE += ("train/balance.py", "train/validate.py", "data/batch.py")
+WAITS = ("item", "tolist", "cpu", "numpy", "nonzero", "argwhere", "bincount", "unique", "equal")
+WAITS += ("unique_consecutive", "masked_select", "synchronize", "one_hot", "is_nonzero")
+HOST = {  # calls that touch the host's own tensors alone
+    "ops/attention/spec.py": {"tolist"},  # Documents.host
+    "ops/attention/blocks.py": {"tolist"},  # Documents.host
+    "ops/attention/reference.py": {"to"},  # for tests
+    "ops/moe.py": {"bincount"},  # batch_balance_loss: for comparison, no training
+    "data/batch.py": {"numpy"},  # labels as they were made
+    "train/step.py": {"to"},  # Batch.to
+    "train/validate.py": {"to"},  # Batch.to
+}
+
+
+def waits(call: ast.Call) -> str | None:
+    """The name of what a call waits by, if it does."""
+    text = ast.unparse(call.func)
+    name = text.split(".")[-1]
+    options = {k.arg for k in call.keywords}
+    if name in WAITS and isinstance(call.func, ast.Attribute):
+        return name
+    if text in ("torch.tensor", "torch.as_tensor", "torch.from_numpy") and "device" in options:
+        return text
+    moved = [ast.unparse(a) for a in (*call.args, *(k.value for k in call.keywords))]
+    copies = name == "to" and any("device" in a for a in moved)
+    return name if copies and "non_blocking" not in options else None
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.startswith(COMPUTE)])
+def test_compute_reads_the_device_through_host_alone(path):
+    """What a step does is counted by tests/train/test_reads.py; here is what no test runs."""
+    for node in ast.walk(FILES[path]):
+        if isinstance(node, ast.Call) and (name := waits(node)):
+            assert name in HOST.get(path, ()), (
+                f"{path}:{node.lineno} calls {ast.unparse(node.func)}: use dolmen.core.host"
+            )
+
+
 def safe(path: str, call: ast.Call) -> None:
     name = ast.unparse(call.func)
     options = {k.arg: ast.unparse(k.value) for k in call.keywords}
@@ -252,3 +300,21 @@ def safe(path: str, call: ast.Call) -> None:
         )
     if name in ("np.load", "numpy.load"):
         assert options.get("allow_pickle", "False") == "False", f"{where} may unpickle"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [p for p in FILES if p.split("/")[0] in ("ops", "parallel", "model") and p != "ops/kernels.py"],
+)
+def test_kernels_are_chosen_where_a_model_is_built(path):
+    """No layer asks what it runs on: it is told (ops/kernels.py), so that a CPU or a fake tensor
+    takes the road of a GPU.
+    """
+    for node in ast.walk(FILES[path]):
+        if isinstance(node, ast.Attribute):
+            said = ast.unparse(node)
+            asks = node.attr in ("is_cuda", "is_cpu", "is_meta", "get_device", "is_available")
+            asks = asks or node.attr in ("get_device_capability", "get_device_properties")
+            assert not asks and not said.endswith("device.type"), (
+                f"{path}:{node.lineno} says {said}: ask dolmen.ops.kernels.Kernels"
+            )

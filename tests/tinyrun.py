@@ -14,6 +14,7 @@ import os
 import random
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -137,14 +138,28 @@ class Result:
         return " ".join(self.err.translate(dict.fromkeys(map(ord, "│╭╮╰╯─┌┐└┘"), " ")).split())
 
 
+class Ended(BaseException):
+    """Of a process that would have ended at once, without a word from pytest."""
+
+
 def dolmen(*words) -> Result:
-    """`dolmen WORDS` in this process."""
+    """`dolmen WORDS` in this process, which outlives it."""
     out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+
+    def end(code: int):
+        raise Ended(code)
+
+    with (
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        mock.patch.object(os, "_exit", end),
+    ):
         try:
             code = main([str(w) for w in words])
-        except SystemExit as end:
-            code = end.code
+        except SystemExit as ended:
+            code = ended.code
+        except Ended as ended:
+            (code,) = ended.args
     return Result(code, out.getvalue(), err.getvalue())
 
 

@@ -17,10 +17,11 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dolmen.checkpoint import folders, seal
+from dolmen.checkpoint import folders, seal, staging
 from dolmen.checkpoint.folders import Damaged
 from dolmen.checkpoint.safe import Reader
 from dolmen.checkpoint.writer import Writer
+from dolmen.core import groups
 from dolmen.core.mesh import Mesh
 
 T = TypeVar("T")
@@ -52,14 +53,9 @@ class Checkpoints:
 
     def __init__(self, folder: Path, mesh: Mesh, keep: int):
         self.folder, self.keep = Path(folder), keep
+        self.pinned = staging.of(mesh.device)
         self._saving: tuple[int, Future] | None = None
-        # not the training group: on a shared gloo group background and training collectives would
-        # meet
-        self._group = (
-            dist.new_group(backend="gloo", timeout=timedelta(hours=1))
-            if mesh.grid is not None
-            else None
-        )
+        self._group = groups.background(timedelta(hours=1)) if mesh.grid is not None else None
         self._rank = 0 if self._group is None else dist.get_rank(self._group)
         if self._group is None:
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
@@ -73,7 +69,7 @@ class Checkpoints:
         """
         state = json.dumps({"format": seal.FORMAT, **meta}, indent=1)
         self.finish()
-        writer = Writer(self.folder, step, state, self.keep)
+        writer = Writer(self.folder, step, state, self.keep, self.pinned)
         planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         future = dcp.async_save(
             tensors,

@@ -24,13 +24,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import Tensor, contiguous_format
+from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter, Metadata, SavePlan, SavePlanner
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from dolmen.checkpoint import folders, parts, seal
+from dolmen.checkpoint import folders, parts, seal, staging
 
 
 @dataclass(frozen=True)
@@ -48,20 +48,20 @@ class Writer(FileSystemWriter):
     its state.json.
     """
 
-    def __init__(self, folder: Path, step: int, state: str, keep: int):
+    def __init__(
+        self, folder: Path, step: int, state: str, keep: int, pinned: staging.Pinned | None
+    ):
         # no copies ahead: the tensors are on the CPU, and DCP's thread would open a context on the
         # first GPU
         super().__init__(folder / (folders.name(step) + folders.PARTIAL), per_thread_copy_ahead=0)
         self.folder, self.step, self.state, self.keep = folder, step, state, keep
+        self.pinned = pinned
 
     def stage(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
         """One contiguous copy of this rank's part of each tensor in CPU memory; training may go on
         changing them.
         """
-        return {
-            n: t.detach().to("cpu", copy=True, memory_format=contiguous_format)
-            for n, t in state_dict.items()
-        }
+        return staging.copies(state_dict, self.pinned)
 
     def storage_meta(self) -> StorageMeta:
         """Nothing: where the checkpoint was first written is no part of it."""

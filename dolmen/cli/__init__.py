@@ -9,6 +9,7 @@ import sys
 import warnings
 
 from dolmen.cli.errors import BadInput
+from dolmen.core import environment
 
 VERBS = {
     "recipes": "list the built-in runs",
@@ -34,6 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     from dolmen.cli import launch
 
     launch.die_with_launcher()
+    environment.prepare(os.environ)
     warnings.formatwarning = lambda text, *_: f"warning: {text}\n"
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help", "help"):

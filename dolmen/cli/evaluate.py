@@ -4,15 +4,15 @@ from dolmen.cli import launch, verify
 from dolmen.cli.errors import BadInput
 from dolmen.cli.options import EvaluateOptions, message
 from dolmen.core.log import console
-from dolmen.core.mesh import Launch, Mesh
+from dolmen.core.mesh import Mesh
 from dolmen.data.in_order import InOrder
 from dolmen.evaluate.perplexity import evaluate, open_text
 from dolmen.optim.precision import DTYPES
 
 
 def run(options: EvaluateOptions, argv: list[str]) -> int:
-    started = Launch.read()
-    layout = verify.checked(started, "evaluate", options.source, options.layout, [])
+    started = launch.started()
+    layout = verify.checked(started, "evaluate", options.source, options, [])
     # the launcher has the tokens made and compared before it starts others; else one of each host
     first = not launch.launched_here() and (started is None or started.local_rank == 0)
     try:
@@ -22,7 +22,12 @@ def run(options: EvaluateOptions, argv: list[str]) -> int:
     except (ValueError, KeyError, OSError) as error:
         raise BadInput(message(error)) from None
     return verify.start(
-        started, argv, "evaluate", layout, lambda mesh: _evaluate(options, text, mesh)
+        started,
+        argv,
+        "evaluate",
+        layout,
+        options.device,
+        lambda mesh: _evaluate(options, text, mesh),
     )
 
 

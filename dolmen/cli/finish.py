@@ -107,7 +107,7 @@ def _summary(run: RunConfig, outcome: dict, out: Path, report) -> Table:
         table.add_row(
             "transformers", same if report.ok else "THE EXPORTED DIRECTORY DIFFERS, see above"
         )
-    written = [name for name in (*folder.WRITTEN, "hf") if (out / name).exists()]
+    written = [name for name in (*folder.WRITTEN, *folder.BY_SOME) if (out / name).exists()]
     table.add_row("written", f"{out}/ {{{', '.join(written)}}}")
     table.add_row("next", _next(run, out))
     return table

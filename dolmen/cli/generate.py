@@ -16,7 +16,7 @@ def run(options: GenerateOptions, argv: list[str]) -> int:
     except ValueError as error:
         raise BadInput(str(error)) from None
     return compute(
-        argv, "generate", options.folder, options.layout, lambda mesh: _generate(options, mesh), []
+        argv, "generate", options.folder, options, lambda mesh: _generate(options, mesh), []
     )
 
 

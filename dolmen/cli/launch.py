@@ -25,12 +25,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
 from dolmen.cli.errors import BadInput, Failed
+from dolmen.core.launched import Launch
 from dolmen.files import gate, kinds
 
 LAUNCHER = "DOLMEN_LAUNCHER"  # pid of the launcher that started this worker
@@ -51,9 +52,29 @@ def die_with_launcher() -> None:
         os._exit(1)
 
 
+def started() -> Launch | None:
+    """What a launcher told this process; None where none started it. Raises BadInput."""
+    try:
+        return Launch.read()
+    except ValueError as error:
+        raise BadInput(str(error)) from None
+
+
 def launched_here() -> bool:
     """Whether this process is a worker that our own launcher started."""
     return LAUNCHER in os.environ
+
+
+@contextmanager
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Within, the environment has these, where the user has not set them."""
+    missing = {name: value for name, value in values.items() if name not in os.environ}
+    os.environ.update(missing)
+    try:
+        yield
+    finally:
+        for name in missing:
+            os.environ.pop(name, None)
 
 
 def restarts() -> int:

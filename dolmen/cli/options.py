@@ -108,6 +108,8 @@ class VerifyOptions:
     """Directory that transformers loads. Default: the same."""
     length: int = 64
     """Tokens of the random sequences."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes the GPUs if any are visible, else the CPU."""
     layout: Split = Split()
 
 
@@ -133,6 +135,8 @@ class GenerateOptions:
     """Of the draws."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Type to compute in. Default: that of config.json."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes the GPUs if any are visible, else the CPU."""
     layout: Split = Split()
 
 
@@ -153,6 +157,8 @@ class EvaluateOptions:
     """
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Type to compute in. Default: that of config.json."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes the GPUs if any are visible, else the CPU."""
     data: TextConfig = TextConfig()
     layout: Split = Split()
 

@@ -14,8 +14,10 @@ from dolmen.checkpoint.folders import Damaged
 from dolmen.checkpoint.store import NotSaved
 from dolmen.cli import finish, launch, options
 from dolmen.cli.errors import BadInput, Failed
-from dolmen.core import heap, rounds
+from dolmen.core import determinism, heap, rounds
+from dolmen.core import device as devices
 from dolmen.core import mesh as meshes
+from dolmen.core.launched import Launch
 from dolmen.core.log import console
 from dolmen.data import loader
 from dolmen.train.check import check, check_folder, check_overwrite, check_resume
@@ -23,7 +25,19 @@ from dolmen.train.config import RunConfig
 from dolmen.train.folder import Unusable
 from dolmen.train.loop import Stop
 from dolmen.train.start import settle
-from dolmen.train.watch import Watch
+from dolmen.train.watch import Watch, network_limit
+
+DEVICE = "train.device"
+OUTSIDE = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EFBIG,
+    errno.ENOTDIR,
+    errno.ELOOP,
+)
+"""Errors of files that are nobody's mistake here."""
 
 
 def run(
@@ -34,28 +48,34 @@ def run(
     """`argv` starts the other processes. `guarded` (default: launch.guarded) calls what this
     process itself does of the run, and decides about its exceptions.
     """
-    started = meshes.Launch.read()
+    started = launch.started()
     if started and launch.one_store():
         started = replace(started, rendezvous=rounds.register())
     config, given = asked
     out = folder_of(config, given)
     processes = started.world_size if started else wanted(config, given.nproc)
-    refusal = None
+    refusal, device = None, devices.CPU
+    try:
+        device = devices.choose(config.train.device, started, DEVICE)
+    except ValueError as error:
+        if started is None:
+            raise BadInput(str(error)) from None
+        refusal = str(error)  # the other hosts are waiting: tell them
     if launch.launched_here():
         # the launcher has checked
         config = replace(config, layout=config.layout.resolve(processes))
     elif started is None:
         config = refuse(config, processes, out, given)
-    else:
+    elif refusal is None:
         try:
             # the folder is looked at when all have joined, by one
             config = refuse(config, processes, None, given, verify=started.local_rank == 0)
         except BadInput as error:
-            refusal = str(error)  # the other hosts are waiting: tell them
+            refusal = str(error)
     if started is None and (config.layout.world > 1 or given.max_restarts):
         code = launch.launch(config.layout.world, ["train", *argv], given.max_restarts)
         return code or finish.finish(config, out)
-    return (guarded or launch.guarded)(lambda: worker(config, out, given, started, refusal))
+    return (guarded or launch.guarded)(lambda: worker(config, out, given, started, device, refusal))
 
 
 def folder_of(config: RunConfig, given: options.TrainOptions) -> Path:
@@ -74,7 +94,7 @@ def wanted(config: RunConfig, nproc: int | None) -> int | None:
         return nproc
     if config.layout.dp is not None:
         return config.layout.world
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = devices.visible(config.train.device)
     return max(1, gpus // config.layout.inner) * config.layout.inner if gpus else None
 
 
@@ -97,6 +117,8 @@ def refuse(
         if processes is not None and processes < 1:
             raise ValueError(f"--nproc is {processes}: it must be at least 1")
         config = check(config, processes, verify)
+        if out is not None:  # the processes of this machine are started from here
+            devices.check(config.train.device, config.layout.world, DEVICE)
         if out is not None and given.overwrite:
             check_overwrite(config, out, given.recipe)
         if out is not None and given.resume:
@@ -119,7 +141,8 @@ def worker(
     config: RunConfig,
     out: Path,
     given: options.TrainOptions,
-    started: meshes.Launch | None,
+    started: Launch | None,
+    device: torch.device,
     refusal: str | None = None,
 ) -> int:
     """One process of the run. Raises BadInput for `refusal`, this rank's own, and for what only all
@@ -127,13 +150,15 @@ def worker(
     """
     from dolmen.train.run import run_training, summary
 
-    device = meshes.device_for(started)
     if device.type == "cpu":
         heap.keep()
-    stop = Stop()
+    stop, same = Stop(), config.train.deterministic
+    limit = network_limit(config.train.hang_seconds)
     with (
+        launch.environment(determinism.ENVIRONMENT if same else {}),
+        determinism.repeatable(same),  # NCCL asks when its groups are made
         launch.on_stop(lambda got: setattr(stop, "signal", max(stop.signal, got))),
-        meshes.joined(started, device),
+        meshes.joined(started, device, limit),
         told(out),
     ):
         try:
@@ -148,9 +173,10 @@ def worker(
                 checked=started is None or launch.launched_here(),
                 refusal=refusal,
             )
+            devices.settle(device, DEVICE)
         except ValueError as error:
             raise BadInput(str(error)) from None
-        mesh = config.layout.mesh(device)
+        mesh = config.layout.mesh(device, limit)
         watch = Watch(
             out / "hang",
             mesh.rank,
@@ -187,10 +213,10 @@ def told(out: Path) -> Iterator[None]:
         raise BadInput(str(error)) from None
     except NotSaved as error:
         raise Failed(str(error)) from None
-    except FloatingPointError as error:
+    except (FloatingPointError, determinism.NotRepeatable) as error:
         raise Failed(str(error), final=True) from None
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG):
+        if error.errno not in OUTSIDE:
             raise
         raise Failed(
             f"{error.filename or out}: {error.strerror}. "

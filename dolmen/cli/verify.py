@@ -1,13 +1,19 @@
 """dolmen verify DIR [--against DIR2]"""
 
+from typing import Protocol
+
 from dolmen.cli import launch
 from dolmen.cli.errors import BadInput
 from dolmen.cli.options import Split, VerifyOptions, message
 from dolmen.convert import hf
+from dolmen.core import device as devices
 from dolmen.core import mesh as meshes
+from dolmen.core.launched import Launch
 from dolmen.core.log import console
 from dolmen.evaluate.verify import verify
 from dolmen.model.layout import Layout
+
+DEVICE = "device"
 
 
 def run(options: VerifyOptions, argv: list[str]) -> int:
@@ -16,7 +22,7 @@ def run(options: VerifyOptions, argv: list[str]) -> int:
         argv,
         "verify",
         options.folder,
-        options.layout,
+        options,
         lambda mesh: _verify(options, mesh),
         others,
     )
@@ -28,46 +34,66 @@ def _verify(options: VerifyOptions, mesh: meshes.Mesh) -> int:
     return 0 if report.ok else 1
 
 
-def compute(argv: list[str], verb: str, folder: str, split: Split, work, others: list[str]) -> int:
-    """Run work(mesh) -> exit code on the processes `split` needs, after checking the folder: the
-    way of verify and generate.
+class Placed(Protocol):
+    """Options that say where a verb computes."""
+
+    layout: Split
+    device: devices.Asked
+
+
+def compute(argv: list[str], verb: str, folder: str, where: Placed, work, others: list[str]) -> int:
+    """Run work(mesh) -> exit code on the processes that `where` asks for, after checking the
+    folder: the way of verify and generate.
     """
-    started = meshes.Launch.read()
-    return start(started, argv, verb, checked(started, verb, folder, split, others), work)
+    started = launch.started()
+    layout = checked(started, verb, folder, where, others)
+    return start(started, argv, verb, layout, where.device, work)
 
 
 def checked(
-    started: meshes.Launch | None, verb: str, folder: str, split: Split, others: list[str]
+    started: Launch | None, verb: str, folder: str, where: Placed, others: list[str]
 ) -> Layout:
-    """The layout, where the folders can be read and it divides the model of the first. Raises
-    BadInput.
+    """The layout, where the folders can be read, it divides the model of the first and there are
+    the devices for it. Raises BadInput.
     """
     try:
         for name in (folder, *others):
             hf.check(hf.resolve(name), hf.read_config(hf.resolve(name)))
-        layout = Layout(tp=split.tp).resolve(started.world_size if started else None)
+        layout = Layout(tp=where.layout.tp).resolve(started.world_size if started else None)
         if layout.dp != 1:
             raise ValueError(
                 f"{layout.world} processes were started: {verb} is split over tp alone, set "
                 f"--layout.tp {layout.world}"
             )
         layout.check(hf.read_config(hf.resolve(folder)), 1, 1, 1)
+        if started is None:
+            devices.check(where.device, layout.world, DEVICE)
+        else:
+            devices.choose(where.device, started, DEVICE)
     except (ValueError, KeyError, OSError) as error:
         raise BadInput(message(error)) from None
     return layout
 
 
-def start(started: meshes.Launch | None, argv: list[str], verb: str, layout: Layout, work) -> int:
+def start(
+    started: Launch | None,
+    argv: list[str],
+    verb: str,
+    layout: Layout,
+    asked: devices.Asked,
+    work,
+) -> int:
     """work(mesh) on the processes of `layout`, which has been checked; its exit code."""
     if started is None and layout.world > 1:
         return launch.launch(layout.world, [verb, *argv])
-    return launch.guarded(lambda: _joined(started, layout, work))
+    return launch.guarded(lambda: _joined(started, layout, asked, work))
 
 
-def _joined(started: meshes.Launch | None, layout: Layout, work) -> int:
-    device = meshes.device_for(started)
+def _joined(started: Launch | None, layout: Layout, asked: devices.Asked, work) -> int:
     try:
+        device = devices.choose(asked, started, DEVICE)
         with meshes.joined(started, device):
+            devices.settle(device, DEVICE)
             return work(meshes.grid(1, layout.tp, device))
     except ValueError as error:
         raise BadInput(message(error)) from None

@@ -15,13 +15,14 @@ follows from the types.
 
 f and g are of 1909.08053, g-bar of 2205.05198.
 
-All return new tensors or the input itself, never mutate one, are the identity on an axis of size 1,
-and trace under torch.compile. The `start_*` functions below them are the raw, asynchronous forms:
-what is sent, with no autograd; their result is waited for by `wait`, of a reduce-scatter by
-`finish_reduce_scatter`. Every byte of compute that moves goes through them (gradients move in
-parallel/data.py).
+All return new tensors or the input itself, never mutate one but by the names that end in `_`, are
+the identity on an axis of size 1, and trace under torch.compile. The `start_*` functions below them
+are the raw, asynchronous forms: what is sent, with no autograd; their result is waited for by
+`wait`, of a reduce-scatter by `finish_reduce_scatter`. Every byte of compute that moves goes
+through them (gradients move in parallel/data.py).
 """
 
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -29,9 +30,9 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 
+from dolmen.core import ranges
 from dolmen.core.mesh import Axis
 
-wait = funcol.wait_tensor
 _RENAMED = "all_gather_single" in vars(funcol)  # torch 2.13 renames two of them
 _ALL_GATHER = funcol.all_gather_single if _RENAMED else funcol.all_gather_tensor
 _REDUCE_SCATTER = funcol.reduce_scatter_single if _RENAMED else funcol.reduce_scatter_tensor
@@ -39,12 +40,24 @@ _REDUCE_SCATTER = funcol.reduce_scatter_single if _RENAMED else funcol.reduce_sc
 
 def start_all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
     """Sum (or `op`: max, min) of x over the axis, same shape."""
-    return funcol.all_reduce(x.contiguous(), op, axis.group)
+    with ranges.mark(axis.name, "all-reduce"):
+        return funcol.all_reduce(x.contiguous(), op, axis.group)
+
+
+def start_all_reduce_(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
+    """The same in the memory of x, which is contiguous, and which the caller has made and does not
+    read again: `start_all_reduce` copies it first, as large as the activation.
+    """
+    if torch.compiler.is_compiling():
+        return start_all_reduce(x, axis, op)
+    with ranges.mark(axis.name, "all-reduce"):
+        return torch.ops._c10d_functional.all_reduce_(x, op, axis.group.group_name)
 
 
 def start_all_gather(x: Tensor, axis: Axis) -> Tensor:
     """x [n, ...] of every rank, one after the other: [size * n, ...]."""
-    return _ALL_GATHER(x.contiguous(), 0, axis.group)
+    with ranges.mark(axis.name, "all-gather"):
+        return _ALL_GATHER(x.contiguous(), 0, axis.group)
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
@@ -54,14 +67,48 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     MiB of bf16 between two processes takes 5 ms instead of 15, and sums are rounded once.
     """
     if axis.gloo:
-        return funcol.all_to_all_single(x.contiguous(), None, None, axis.group)
-    return _REDUCE_SCATTER(x.contiguous(), "sum", 0, axis.group)
+        return start_all_to_all(x, None, None, axis)
+    with ranges.mark(axis.name, "reduce-scatter"):
+        return _REDUCE_SCATTER(x.contiguous(), "sum", 0, axis.group)
+
+
+def start_all_to_all(
+    x: Tensor, receive: list[int] | None, send: list[int] | None, axis: Axis
+) -> Tensor:
+    """The first send[0] rows of x are on their way to rank 0, and so on: [sum(receive), ...]. None:
+    equally many to all and from all.
+    """
+    with ranges.mark(axis.name, "all-to-all"):
+        return funcol.all_to_all_single(x.contiguous(), receive, send, axis.group)
+
+
+def wait(x: Tensor, axis: Axis | None = None) -> Tensor:
+    """What a `start_*` has begun, arrived; over which axis is told to a profile."""
+    with nullcontext() if axis is None else ranges.mark(axis.name, "wait"):
+        return funcol.wait_tensor(x)
 
 
 def finish_reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     """[n, ...]: what `start_reduce_scatter` has begun."""
-    x = wait(x)
+    x = wait(x, axis)
     return x.view(axis.size, x.shape[0] // axis.size, *x.shape[1:]).sum(0) if axis.gloo else x
+
+
+def start_send(x: Tensor, axis: Axis, peer: int) -> dist.Work:
+    """x on its way to rank `peer` of the axis, which calls `start_receive`. x must not be written
+    to before the work is done. From one rank to another, what is sent first comes first.
+
+    Over NCCL the first send or receive of two ranks on an axis makes their communicator, and the
+    CPU waits there for the other rank: see `connect` in parallel/pipeline.py.
+    """
+    with ranges.mark("pp", "send"):
+        return dist.isend(x, group=axis.group, group_dst=peer)
+
+
+def start_receive(into: Tensor, axis: Axis, peer: int) -> dist.Work:
+    """`into` will hold what rank `peer` of the axis sends, once the work is waited for."""
+    with ranges.mark("pp", "receive"):
+        return dist.irecv(into, group=axis.group, group_src=peer)
 
 
 class Rotation(NamedTuple):
@@ -72,10 +119,12 @@ class Rotation(NamedTuple):
     coming: list[Tensor]
     going: list[Tensor]  # kept alive until they have left
     works: list[dist.Work]
+    axis: Axis
 
     def wait(self) -> list[Tensor]:
-        for work in self.works:
-            work.wait()
+        with ranges.mark(self.axis.name, "wait"):
+            for work in self.works:
+                work.wait()
         return self.coming
 
 
@@ -83,23 +132,28 @@ def start_rotate(tensors: list[Tensor], axis: Axis, shift: int = 1) -> Rotation:
     """Sends each tensor to the rank `shift` further on the ring of the axis, and receives that of
     the rank as far behind. Shapes are equal on all ranks, and all ranks call this in the same
     order. What is sent must not be written to before `wait`.
+
+    One batch, so that NCCL takes the communicator of the whole axis, as a collective does, and not
+    one for each pair. The CPU waits for the others only while that is made, in the first call; as
+    all ranks of the axis make it, and before it the same calls, none waits for ever.
     """
     if axis.size == 1:
-        return Rotation(tensors, tensors, [])
+        return Rotation(tensors, tensors, [], axis)
     going = [t.contiguous() for t in tensors]
     coming = [torch.empty_like(t) for t in going]
     there, behind = (axis.rank + shift) % axis.size, (axis.rank - shift) % axis.size
-    works = dist.batch_isend_irecv(
-        [dist.P2POp(dist.isend, t, group=axis.group, group_peer=there) for t in going]
-        + [dist.P2POp(dist.irecv, t, group=axis.group, group_peer=behind) for t in coming]
-    )
-    return Rotation(coming, going, works)
+    with ranges.mark(axis.name, "send and receive"):
+        works = dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, t, group=axis.group, group_peer=there) for t in going]
+            + [dist.P2POp(dist.irecv, t, group=axis.group, group_peer=behind) for t in coming]
+        )
+    return Rotation(coming, going, works, axis)
 
 
 def _gathered(x: Tensor, dim: int, axis: Axis) -> Tensor:
     if dim == 0:
-        return wait(start_all_gather(x, axis))
-    return wait(start_all_gather(x.movedim(dim, 0), axis)).movedim(0, dim).contiguous()
+        return wait(start_all_gather(x, axis), axis)
+    return wait(start_all_gather(x.movedim(dim, 0), axis), axis).movedim(0, dim).contiguous()
 
 
 def _scattered(x: Tensor, dim: int, axis: Axis) -> Tensor:
@@ -132,17 +186,25 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g):
-        return wait(start_all_reduce(g, ctx.axis)), None
+        return wait(start_all_reduce(g, ctx.axis), ctx.axis), None
 
 
 class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, axis):
-        return wait(start_all_reduce(x, axis))
+        return wait(start_all_reduce(x, axis), axis)
 
     @staticmethod
     def backward(ctx, g):
         return g, None
+
+
+class _AllReduceInPlace(_AllReduce):
+    @staticmethod
+    def forward(ctx, x, axis):
+        ctx.mark_dirty(x)
+        wait(start_all_reduce_(x, axis), axis)
+        return x
 
 
 class _AllGather(torch.autograd.Function):
@@ -195,7 +257,7 @@ class _AllToAll(torch.autograd.Function):
         ctx.src, ctx.dst, ctx.axis = src, dst, axis
         parts = torch.stack(x.chunk(axis.size, dst))  # [size, ..., one part along dst]
         # part r now comes from rank r
-        got = wait(funcol.all_to_all_single(parts, None, None, axis.group))
+        got = wait(start_all_to_all(parts, None, None, axis), axis)
         return torch.cat(got.unbind(0), src)
 
     @staticmethod
@@ -207,7 +269,7 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, send, receive, axis):
         ctx.counts = send, receive, axis
-        return wait(funcol.all_to_all_single(x.contiguous(), receive, send, axis.group))
+        return wait(start_all_to_all(x, receive, send, axis), axis)
 
     @staticmethod
     def backward(ctx, g):
@@ -266,6 +328,21 @@ def exchange(x: Tensor, send: list[int], receive: list[int], axis: Axis) -> Tens
     return x if axis.size == 1 else _Exchange.apply(x, send, receive, axis)
 
 
+def all_reduce_(x: Tensor, axis: Axis) -> Tensor:
+    """`all_reduce` in the memory of x, a product that nothing else reads or keeps."""
+    if axis.size == 1:
+        return x
+    # of a graph, inductor finds by itself that x may be overwritten
+    return (_AllReduce if torch.compiler.is_compiling() else _AllReduceInPlace).apply(x, axis)
+
+
+def sum_(x: Tensor, axis: Axis) -> Tensor:
+    """x [contiguous] summed over the axis, in place and outside autograd, and returned: gradients
+    on their way out of backward.
+    """
+    return x if axis.size == 1 else wait(start_all_reduce_(x, axis), axis)
+
+
 def reduce_scalar(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
     """x of every rank combined, outside autograd: counts, norms, flags."""
-    return x if axis.size == 1 else wait(start_all_reduce(x.detach(), axis, op))
+    return x if axis.size == 1 else wait(start_all_reduce(x.detach(), axis, op), axis)

@@ -13,18 +13,19 @@ are one axis, `fsdp`; for experts the same ranks are cut again, `edp` x `ep` wit
 ep holds other experts, which edp shares.
 """
 
-import os
-import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _world
 
+from dolmen.core import groups
+from dolmen.core.launched import Launch
 from dolmen.core.words import counted
 
 
@@ -91,92 +92,57 @@ class Mesh:
 
 
 SINGLE = Mesh()
+Maker = Callable[..., dist.ProcessGroup]  # groups.of, of one device and timeout
 
 
-@dataclass(frozen=True)
-class Launch:
-    """What a launcher (torchrun, srun, ours) told this process. Read once, at the entry point."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    rendezvous: str | None = None
-    """Where the ranks meet, tcp://HOST:PORT; None: MASTER_ADDR and MASTER_PORT say."""
-
-    @staticmethod
-    def read(env=os.environ) -> "Launch | None":
-        """From torchrun's variables, else SLURM's; None where no launcher started this process.
-        Raises KeyError if partial.
-        """
-        if "RANK" in env and "WORLD_SIZE" in env:
-            names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-            return Launch(*(int(env.get(n, env[n.removeprefix("LOCAL_")])) for n in names))
-        if (
-            "SLURM_PROCID" in env
-            and "SLURM_STEP_NODELIST" in env
-            and int(env.get("SLURM_NTASKS", "1")) > 1
-        ):
-            local = env[
-                "SLURM_STEP_TASKS_PER_NODE"
-                if "SLURM_STEP_TASKS_PER_NODE" in env
-                else "SLURM_NTASKS_PER_NODE"
-            ]
-            here = int(re.match(r"\d+", local)[0])  # "4", "4(x2)" or "4,3": tasks of each machine
-            return Launch(
-                int(env["SLURM_PROCID"]),
-                int(env["SLURM_NTASKS"]),
-                int(env["SLURM_LOCALID"]),
-                here,
-                None if "MASTER_ADDR" in env else _slurm_rendezvous(env),
-            )
-        return None
-
-
-def _slurm_rendezvous(env: Mapping[str, str]) -> str:
-    """The first machine of the step ("n[03-05,9],x1" is n03 and others), and a port that depends on
-    the step alone.
-    """
-    host = re.match(r"([^,\[]+)(?:\[(\d+))?", env["SLURM_STEP_NODELIST"])
-    port = (
-        20000
-        + (int(env.get("SLURM_JOB_ID", "0")) * 31 + int(env.get("SLURM_STEP_ID", "0"))) % 10000
-    )
-    return f"tcp://{host[1]}{host[2] or ''}:{port}"
-
-
-def device_for(launch: Launch | None) -> torch.device:
-    """The GPU of this process's local rank, or the CPU where no GPU is visible or there are fewer
-    than processes.
-    """
-    local, count = (launch.local_rank, launch.local_world_size) if launch else (0, 1)
-    if torch.cuda.is_available() and torch.cuda.device_count() >= count:
-        return torch.device("cuda", local)
-    return torch.device("cpu")
-
-
-def join(launch: Launch | None, device: torch.device) -> None:
+def join(launch: Launch | None, device: torch.device, timeout: timedelta | None = None) -> None:
     """Enter the default process group: gloo for CPU tensors, NCCL for GPU tensors. A lone process
-    needs no network.
+    needs no network. `timeout`: the longest a collective may take; None: as torch has it, 30
+    minutes, and 10 on the axes of a mesh of GPUs.
+
+    Without torch's `device_id`, which makes communicators at once: then all groups are split off
+    the world's, in which every rank must take part for every group (ours are made by their members
+    alone), and sends of a group share its one communicator and wait for each other. What it would
+    save the pipeline from, `connect` does.
     """
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        _prepare(device)
     if launch is None or launch.world_size == 1:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    else:
         dist.init_process_group(
-            backend, init_method=launch.rendezvous, rank=launch.rank, world_size=launch.world_size
+            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
+        )
+        return
+    with groups.lazily():
+        dist.init_process_group(
+            backend,
+            init_method=launch.rendezvous,
+            rank=launch.rank,
+            world_size=launch.world_size,
+            timeout=timeout,
         )
 
 
+def _prepare(device: torch.device) -> None:
+    """This process computes on a GPU: the current one is `device`, and products of half precision
+    add up in fp32. By default cuBLAS may add the parts of a long sum in half precision, as
+    wrong as 2^-9 each.
+    """
+    torch.cuda.set_device(device)
+    products = torch.backends.cuda.matmul
+    products.allow_bf16_reduced_precision_reduction = False
+    products.allow_fp16_reduced_precision_reduction = False
+
+
 @contextmanager
-def joined(launch: Launch | None, device: torch.device) -> Iterator[None]:
+def joined(
+    launch: Launch | None, device: torch.device, timeout: timedelta | None = None
+) -> Iterator[None]:
     """Within, this process is in the default group. An exception leaves it there, unless it is
     alone: to part from a group in which another rank waits can block.
     """
     hook = sys.excepthook
-    join(launch, device)
+    join(launch, device, timeout)
     alone = dist.get_world_size() == 1
     try:
         yield
@@ -195,21 +161,18 @@ def part(hook: Callable[..., object]) -> None:
     sys.excepthook = hook
 
 
-def _group(ranks: list[int], purpose: str = "dolmen") -> dist.ProcessGroup:
-    """The group of `ranks` for `purpose`, made once in the life of the default group: each costs
-    threads and descriptors. Only its members meet, so that a rank of thousands makes a dozen
-    groups, not all. All ranks make equally many, in one order: torch names a group after its ranks
-    and the number of groups before it.
-    """
-    for group, members in _world.pg_group_ranks.items():
-        if group.group_desc == purpose and list(members) == ranks:
-            return group
-    return dist.new_group(ranks, use_local_synchronization=True, group_desc=purpose)
-
-
-def grid(dp: int, tp: int, device: torch.device, *, pp: int = 1, cp: int = 1, ep: int = 1) -> Mesh:
-    """The mesh of the joined process group. Raises ValueError if the product of its axes is not its
-    size, or if ep does not divide dp x cp.
+def grid(
+    dp: int,
+    tp: int,
+    device: torch.device,
+    *,
+    pp: int = 1,
+    cp: int = 1,
+    ep: int = 1,
+    timeout: timedelta | None = None,
+) -> Mesh:
+    """The mesh of the joined process group; `timeout` as in `join`. Raises ValueError if the
+    product of its axes is not its size, or if ep does not divide dp x cp.
     """
     me = dist.get_rank()
     if pp * dp * cp * tp != dist.get_world_size():
@@ -224,12 +187,13 @@ def grid(dp: int, tp: int, device: torch.device, *, pp: int = 1, cp: int = 1, ep
             f"layout.ep ({ep}) does not divide dp x cp ({dp} x {cp}): set --layout.ep to a divisor"
         )
     ranks = torch.arange(pp * dp * cp * tp)
+    make = partial(groups.of, device=device, timeout=timeout)
 
     def axis(name: str, shape: tuple[int, ...], dim: int, purpose: str = "dolmen") -> Axis:
         """The line through this rank along `dim` of the grid of `shape`."""
         where = (ranks.view(shape) == me).nonzero()[0].tolist()
         line = ranks.view(shape)[(*where[:dim], slice(None), *where[dim + 1 :])].tolist()
-        group = _group(line, purpose) if len(line) > 1 else None
+        group = make(line, purpose) if len(line) > 1 else None
         return Axis(
             name,
             shape[dim],
@@ -247,28 +211,30 @@ def grid(dp: int, tp: int, device: torch.device, *, pp: int = 1, cp: int = 1, ep
     }
     axes |= {name: axis(name, dense, 0, f"dolmen {name}") for name in ("up", "down")}
     if pp > 1:
-        axes["ends"] = _ends(ranks.view(pp, -1), me)
+        axes["ends"] = _ends(ranks.view(pp, -1), me, make)
     stage = ranks.view(pp, -1)[axes["pp"].rank]
     return Mesh(
         **axes,
         world=Axis("world", len(ranks), me, dist.group.WORLD if len(ranks) > 1 else None),
         device=device,
-        grid=_device_mesh(stage.view(dp * cp, tp), (axes["fsdp"], axes["tp"]), device),
+        grid=_device_mesh(stage.view(dp * cp, tp), (axes["fsdp"], axes["tp"]), device, make),
         expert_grid=_device_mesh(
-            stage.view(sparse[1:]), (axes["edp"], axes["ep"], axes["tp"]), device
+            stage.view(sparse[1:]), (axes["edp"], axes["ep"], axes["tp"]), device, make
         ),
     )
 
 
-def _ends(stages: torch.Tensor, me: int) -> Axis:
+def _ends(stages: torch.Tensor, me: int, make: Maker) -> Axis:
     column = int((stages == me).nonzero()[0, 1])
     ends = [int(stages[0, column]), int(stages[-1, column])]
-    group = _group(ends if me in ends else [me], "dolmen ends")
+    group = make(ends if me in ends else [me], "dolmen ends")
     return Axis("ends", 2, ends.index(me), group) if me in ends else Axis("ends")
 
 
-def _device_mesh(ranks: torch.Tensor, axes: tuple[Axis, ...], device: torch.device) -> DeviceMesh:
-    alone = _group([dist.get_rank()])
+def _device_mesh(
+    ranks: torch.Tensor, axes: tuple[Axis, ...], device: torch.device, make: Maker
+) -> DeviceMesh:
+    alone = make([dist.get_rank()])
     return DeviceMesh.from_group(
         [a.group or alone for a in axes],
         device.type,

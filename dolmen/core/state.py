@@ -3,7 +3,7 @@ that says DTensor.
 
 distribute(module, placements, mesh)   meta parameters -> DTensors split over tp, or ep and tp
                                        (parallel/data.py: over dp)
-local(p, grad)                         the bridge into compute; `grad` types the way back
+unwrap(record), local(p)               the bridge into compute: FSDP gathers what is a plain tensor
 region(p), write(p, full), full(p)     this rank's part of the logical tensor: initial values,
                                        loading, export
 """
@@ -13,10 +13,12 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from dolmen.core.mesh import Mesh
+from dolmen.core import collectives
+from dolmen.core.mesh import Axis, Mesh
 from dolmen.core.rng import seed_of
 
 __all__ = [
@@ -27,10 +29,12 @@ __all__ = [
     "Shard",
     "distribute",
     "full",
+    "holding",
     "initialize",
     "local",
     "owned",
     "region",
+    "unwrap",
     "write",
 ]
 
@@ -69,14 +73,34 @@ def distribute(module: nn.Module, placements: Mapping[str, Places], mesh: Mesh) 
             setattr(owner, name, made[p])
 
 
-def local(p: Tensor, grad: Placement | None = None) -> Tensor:
-    """The local tensor of a parameter, for compute. `grad` is the type of its gradient on tp where
-    it is not the parameter's own placement: Partial() for a weight stored whole but used on this
-    rank's part of the activations.
+def unwrap(record: FSDPParam, partial: Axis | None) -> None:
+    """Let FSDP gather this parameter, which lies on tp as a DTensor, as a plain tensor, and take a
+    plain gradient for it: DTensor at rest, local tensors in compute, bridged once per gathering.
+    Before the first forward. `partial`: the axis over which its gradient is a partial sum (a weight
+    stored whole but used on this rank's part of the activations); summed when FSDP reduces it.
+
+    Otherwise every use of a weight is an autograd node, a view and a DTensor made of its gradient,
+    which is then added by dispatch: 1 ms of a layer's 3 ms of host time per microbatch.
+    """
+    if not record.is_dtensor:
+        return
+    record.is_dtensor = False
+    record._unsharded_dtensor_spec = None  # torch 2.11 asks the flag alone
+    if partial is not None:
+        record._get_grad_inner_tensor = lambda grad: collectives.sum_(grad, partial)
+
+
+def local(p: Tensor) -> Tensor:
+    """The local tensor of a parameter, for compute. Its gradient is what this rank computes: of a
+    partial sum FSDP makes the sum (`unwrap`). A model built for inference has no FSDP, and who
+    takes its gradients makes the sums (parallel/data.sum_partial).
+
+    Without gradients autograd is not asked: for the hundreds of parameters of an update that takes
+    longer than its launches.
     """
     if not isinstance(p, DTensor):
         return p
-    return p.to_local(grad_placements=[grad] if grad is not None else None)
+    return p.to_local() if torch.is_grad_enabled() and p.requires_grad else p._local_tensor
 
 
 def region(p: Tensor) -> tuple[slice, ...]:
@@ -91,7 +115,12 @@ def shard(p: Tensor) -> Tensor:
     """The tensor that holds this rank's values: writing to it changes the parameter. No
     autograd.
     """
-    return p.detach().to_local() if isinstance(p, DTensor) else p.detach()
+    return p._local_tensor if isinstance(p, DTensor) else p.detach()
+
+
+def holding(p: Tensor, values: Tensor) -> Tensor:
+    """A tensor that lies as p does and holds `values` as this rank's: those of a copy of p."""
+    return DTensor(values, p._spec, requires_grad=False) if isinstance(p, DTensor) else values
 
 
 def write(p: Tensor, value: Tensor) -> None:

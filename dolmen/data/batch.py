@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from dolmen.core import host
 from dolmen.ops.loss import IGNORED
 
 
@@ -20,6 +21,8 @@ class Batch:
     """Index in the window of the first token of each token's document, before which attention does
     not look; None: one document.
     """
+    host: torch.Tensor | None = None
+    """`starts` where the host made them, of a batch that is on a device."""
 
     @classmethod
     def of_windows(cls, windows: np.ndarray, end_of_text: int | None = None) -> "Batch":
@@ -36,15 +39,21 @@ class Batch:
         )
 
     def to(self, device: torch.device) -> "Batch":
-        """The batch on `device`."""
-        return Batch(
-            *(None if t is None else t.to(device) for t in (self.tokens, self.labels, self.starts))
+        """The batch, made on the CPU, on `device`, and the host does not wait for it; where its
+        documents start the host knows as well.
+        """
+        moved = (
+            None if t is None else host.send(t, device)
+            for t in (self.tokens, self.labels, self.starts)
         )
+        return Batch(*moved, self.starts if self.host is None else self.host)
 
     @property
     def real_tokens(self) -> int:
-        """Predictions asked for: what the sum of losses is divided by, over all ranks."""
-        return int((self.labels != IGNORED).sum())
+        """Predictions asked for: what the sum of losses is divided by, over all ranks. Of a batch
+        on the CPU.
+        """
+        return int(np.count_nonzero(self.labels.numpy() != IGNORED))
 
     def split(self, parts: int) -> list["Batch"]:
         """`parts` batches of equally many consecutive sequences."""
@@ -52,11 +61,11 @@ class Batch:
             raise ValueError(
                 f"a batch of {len(self.tokens)} sequences is not divisible into {parts} equal parts"
             )
-        starts = [None] * parts if self.starts is None else self.starts.chunk(parts)
-        return [
-            Batch(*rows)
-            for rows in zip(self.tokens.chunk(parts), self.labels.chunk(parts), starts, strict=True)
-        ]
+        pieces = (
+            [None] * parts if t is None else t.chunk(parts)
+            for t in (self.tokens, self.labels, self.starts, self.host)
+        )
+        return [Batch(*rows) for rows in zip(*pieces, strict=True)]
 
     def microbatches(self, size: int) -> list["Batch"]:
         """Batches of `size` consecutive sequences."""

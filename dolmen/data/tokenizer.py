@@ -35,8 +35,8 @@ def load_tokenizer(name: str | None, option: str = "--data.tokenizer", probe: bo
 
     if name is None:
         raise ValueError(
-            "no tokenizer: use --data.tokenizer FOLDER (or a hub id), or --init a model that "
-            "has one"
+            "no tokenizer: use --data.tokenizer FOLDER (or a hub id, or bpe:N to train one), or "
+            "--init a model that has one"
         )
     where = f"{option} {name}".strip()
     if name.startswith(("/", ".", "~")) and not expand(name).exists():

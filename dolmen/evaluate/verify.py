@@ -26,7 +26,7 @@ from dolmen.families import weight_map
 from dolmen.families.rules import assemble
 from dolmen.model.config import ModelConfig, parameter_shapes
 from dolmen.model.decoder import Decoder
-from dolmen.parallel import tensor
+from dolmen.parallel import data, tensor
 from dolmen.serve import engine
 
 SEQUENCES, NEW_TOKENS, SEED = 4, 16, 0
@@ -291,6 +291,7 @@ def _compare(
     ]
     if gradients:
         loss.backward()
+        data.sum_partial(model, model.partial(), mesh)
         rows += _gradient_rows(model, theirs and theirs.gradients)
     if not logits.isfinite().all():
         return [*rows, Row("greedy tokens", math.nan, 0, "none: logits are not finite")]

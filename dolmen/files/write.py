@@ -2,7 +2,10 @@
 that has another name too.
 """
 
+import errno
 import os
+import stat
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -22,6 +25,20 @@ def replace(file: Path, content: bytes | str, lasting: bool = True) -> None:
         if lasting:
             os.fsync(stream.fileno())
     part.rename(file)
+
+
+def folder(inside: Path, name: str | Path) -> Path:
+    """The folder `name` ("a/b") below `inside`, made where there is none. Raises OSError where it,
+    or one on the way from `inside`, is a link or a file.
+    """
+    made = inside
+    for part in Path(name).parts:
+        made = made / part
+        with suppress(FileExistsError):
+            made.mkdir()
+        if not stat.S_ISDIR(made.lstat().st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, "it is a link or a file, no folder", str(made))
+    return made
 
 
 def append(file: Path) -> TextIO:

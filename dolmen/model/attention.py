@@ -8,8 +8,10 @@ every rank; a rank multiplies only the rows of the heads its queries use, and th
 
 import math
 
+import torch
 from torch import Tensor, nn
 
+from dolmen.core import ranges
 from dolmen.core.state import local
 from dolmen.model.config import ModelConfig
 from dolmen.model.given import Given
@@ -39,7 +41,7 @@ class Attention(nn.Module):
         self.whole_kv = c.num_key_value_heads % size != 0
         self.heads = c.num_attention_heads // size
         group = c.num_attention_heads // c.num_key_value_heads
-        self.first_head, self.layer, self.dropout = rank * self.heads, layer, c.dropout
+        self.first_head, self.dropout = rank * self.heads, c.dropout
         # the key-value head of each of our queries
         used = [(self.first_head + i) // group for i in range(self.heads)]
         self.kv_first, self.kv_heads = used[0], used[-1] - used[0] + 1
@@ -49,12 +51,10 @@ class Attention(nn.Module):
             else [u - used[0] for u in used]
         )
         self.q = Column(c.hidden_size, c.num_attention_heads * c.head_dim, c.attention_bias)
-        self.k = Column(
-            c.hidden_size, c.num_key_value_heads * c.head_dim, c.attention_bias, whole=self.whole_kv
-        )
-        self.v = Column(
-            c.hidden_size, c.num_key_value_heads * c.head_dim, c.attention_bias, whole=self.whole_kv
-        )
+        grad = tp.branch_grad if self.whole_kv else None
+        kv_size = c.num_key_value_heads * c.head_dim
+        self.k = Column(c.hidden_size, kv_size, c.attention_bias, self.whole_kv, grad)
+        self.v = Column(c.hidden_size, kv_size, c.attention_bias, self.whole_kv, grad)
         self.o = Row(
             c.num_attention_heads * c.head_dim,
             c.hidden_size,
@@ -63,8 +63,8 @@ class Attention(nn.Module):
             1 / math.sqrt(2 * c.num_hidden_layers),
         )
         if c.qk_norm:
-            self.q_norm = Norm(c.head_dim, "rmsnorm", c.norm_eps, tp.branch_grad)
-            self.k_norm = Norm(c.head_dim, "rmsnorm", c.norm_eps, tp.branch_grad)
+            norm = (c.head_dim, "rmsnorm", c.norm_eps, tp.branch_grad, split.kernels)
+            self.q_norm, self.k_norm = Norm(*norm), Norm(*norm)
         else:
             self.q_norm = self.k_norm = None
 
@@ -74,9 +74,7 @@ class Attention(nn.Module):
             return None
         if not self.whole_kv:
             return local(p)
-        return local(p, self.tp.branch_grad).narrow(
-            0, self.kv_first * self.head_dim, self.kv_heads * self.head_dim
-        )
+        return local(p).narrow(0, self.kv_first * self.head_dim, self.kv_heads * self.head_dim)
 
     def forward(self, x: Tensor, given: Given, cache=None) -> Tensor:
         weights = local(self.q.weight), self._mine(self.k.weight), self._mine(self.v.weight)
@@ -98,23 +96,31 @@ class Attention(nn.Module):
         y = again(self._inner, q, k, v, given) if self.selective else self._inner(q, k, v, given)
         return self.o(y.reshape(-1, self.heads * self.head_dim))
 
+    @ranges.marked("attention")
     def _inner(self, q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor:
         """softmax(q k^T) v: what selective recomputation computes again."""
         if self.spread is not None:
-            k, v = k[:, :, self.spread], v[:, :, self.spread]
+            k, v = (_per_query(t, self.spread) for t in (k, v))
         if given.noise is None:
-            return self.cp.attention(q, k, v, self.window, given.starts)
+            return self.cp.attention(q, k, v, self.window, given.documents)
         return self.cp.dropout_attention(
             q,
             k,
             v,
             self.window,
-            given.starts,
+            given.documents,
             self.dropout,
             given.noise,
-            3 * self.layer + 1,
+            given.noise.site(1),
             self.first_head,
         )
+
+
+def _per_query(x: Tensor, heads: list[int]) -> Tensor:
+    """x [batch, length, kv_heads, size] -> [batch, length, queries' heads, size]: the key-value
+    head of each query. By views, as an index would be copied to a GPU, which the host waits for.
+    """
+    return torch.cat([x.narrow(2, head, 1) for head in heads], 2)
 
 
 def _grouped(first: int, kv_heads: int, heads: int) -> list[int]:

@@ -3,6 +3,7 @@ and the bytes it keeps for backward.
 """
 
 import math
+from typing import Literal
 
 from dolmen.model.config import ModelConfig, parameter_shapes
 
@@ -12,13 +13,17 @@ def parameters(c: ModelConfig) -> int:
     return sum(math.prod(shape) for shape in parameter_shapes(c).values())
 
 
-def training_flops_per_token(c: ModelConfig, sequence_length: int) -> float:
+def training_flops_per_token(
+    c: ModelConfig, sequence_length: int, attention: Literal["causal", "full"] = "causal"
+) -> float:
     """FLOPs per token of forward and backward: 2 per multiply-add, backward twice forward, nothing
     for recomputation.
 
     Matrices: 6 * their elements, of experts those that compute the token, the head's once more
     where it is the embedding. Attention: 12 * heads * head_dim * keys per layer, with keys the mean
-    number a causal query sees, (sequence + 1) / 2, or what a sliding window leaves of it.
+    number a causal query sees, (sequence + 1) / 2, or what a sliding window leaves of it. `full`
+    counts as if every query saw the whole sequence, as torchtitan does; so does PaLM (2204.02311,
+    appendix B: 6 N + 12 L H Q T), whose N has the embedding too.
     """
     shapes = parameter_shapes(c)
     matrices = sum(
@@ -32,8 +37,17 @@ def training_flops_per_token(c: ModelConfig, sequence_length: int) -> float:
         for s in shapes.values()
         if len(s) == 3
     )
-    keys = sum(_mean_keys(sequence_length, c.window(layer)) for layer in range(c.num_hidden_layers))
-    return 6.0 * matrices + 12.0 * c.num_attention_heads * c.head_dim * keys
+    return 6.0 * matrices + attention_flops_per_token(c, sequence_length, attention)
+
+
+def attention_flops_per_token(
+    c: ModelConfig, sequence_length: int, attention: Literal["causal", "full"] = "causal"
+) -> float:
+    """The part of `training_flops_per_token` that is not of matrices."""
+    layers = range(c.num_hidden_layers)
+    seen = [_mean_keys(sequence_length, c.window(layer)) for layer in layers]
+    keys = sum(seen) if attention == "causal" else c.num_hidden_layers * sequence_length
+    return 12.0 * c.num_attention_heads * c.head_dim * keys
 
 
 def activation_bytes_per_layer(

@@ -11,13 +11,15 @@ and under context parallelism s is its part of every sequence. Both are in `Spli
 it is all there is.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
 from dolmen.core.state import Places, local
 from dolmen.model.attention import Attention
 from dolmen.model.config import ModelConfig
-from dolmen.model.given import Given
+from dolmen.model.given import Balance, Given
 from dolmen.model.layers import Column, Embedding, Leaf, Norm, Positions
 from dolmen.model.mlp import MLP
 from dolmen.model.moe import MoE
@@ -34,9 +36,10 @@ class Block(nn.Module):
 
     def __init__(self, c: ModelConfig, layer: int, split: Split):
         super().__init__()
-        self.attn_norm = Norm(c.hidden_size, c.norm, c.norm_eps, split.tp.residual_grad)
+        norm = (c.hidden_size, c.norm, c.norm_eps, split.tp.residual_grad, split.kernels)
+        self.attn_norm = Norm(*norm)
         self.attn = Attention(c, layer, split)
-        self.mlp_norm = Norm(c.hidden_size, c.norm, c.norm_eps, split.tp.residual_grad)
+        self.mlp_norm = Norm(*norm)
         self.mlp = MoE(c, split) if c.sparse(layer) else MLP(c, split.tp)
         self.layer, self.dropout, self.whole = layer, c.dropout, split.recompute.of(layer) == "full"
 
@@ -53,7 +56,7 @@ class Block(nn.Module):
                 y
                 if given.noise is None
                 else dropout.residual(
-                    y, self.dropout, given.noise, 3 * self.layer + site, given.rows
+                    y, self.dropout, given.noise, given.noise.site(site), given.rows
                 )
             )
 
@@ -91,7 +94,7 @@ class Decoder(nn.Module):
         )
         self.layers = nn.ModuleDict({str(i): Block(config, i, split) for i in split.layers})
         self.final_norm = (
-            Norm(config.hidden_size, config.norm, config.norm_eps, tp.residual_grad)
+            Norm(config.hidden_size, config.norm, config.norm_eps, tp.residual_grad, split.kernels)
             if split.last
             else None
         )
@@ -104,11 +107,12 @@ class Decoder(nn.Module):
 
     def compile_parts(self) -> None:
         """torch.compile of what repeats: each block, and the loss of a chunk of tokens. Before
-        sharding over dp. Of sparse blocks only attention: how many rows an expert gets decides
-        shapes.
+        sharding over dp. Of sparse blocks only attention, where how many rows an expert gets is
+        read.
         """
         for block in self.layers.values():
-            (block.attn if isinstance(block.mlp, MoE) else block).compile()
+            static = not isinstance(block.mlp, MoE) or block.mlp.static
+            (block if static else block.attn).compile()
         self.compiled = True
 
     def plan(self) -> dict[str, Places]:
@@ -122,6 +126,16 @@ class Decoder(nn.Module):
             for name, _ in leaf.named_parameters(recurse=False)
         }
 
+    def partial(self) -> set[str]:
+        """Names of the parameters whose gradient on tp is a partial sum."""
+        return {
+            f"{prefix}.{name}"
+            for prefix, leaf in self.named_modules()
+            if isinstance(leaf, Leaf)
+            for name, grad in leaf.gradients.items()
+            if grad is not None
+        }
+
     def units(self) -> list[Unit]:
         """What is gathered and reduced together over fsdp, inner modules first."""
         out = []
@@ -130,6 +144,21 @@ class Decoder(nn.Module):
                 out += [Unit(block.mlp.router, precise=True), Unit(block.mlp.experts, experts=True)]
             out.append(Unit(block))
         return out
+
+    def ahead(self) -> list[list[list[nn.Module]]]:
+        """What to gather ahead (data.prefetch): of each stage, each block's units in the order of
+        use. Empty where forward does not stop to read the device.
+        """
+        sparse = [b.mlp for b in self.layers.values() if isinstance(b.mlp, MoE)]
+        if all(mlp.static for mlp in sparse):
+            return []
+        return [
+            [
+                [b, *((b.mlp.router, b.mlp.experts) if isinstance(b.mlp, MoE) else ())]
+                for b in self.blocks(part)
+            ]
+            for part in range(len(self.split.parts))
+        ]
 
     def blocks(self, part: int) -> list[Block]:
         """The layers of one of this rank's stages."""
@@ -187,9 +216,10 @@ class Decoder(nn.Module):
         cache=None,
         noise: dropout.Noise | None = None,
         starts: Tensor | None = None,
-        balance: Tensor | None = None,
+        balance: Mapping[int, Balance] | None = None,
         x: Tensor | None = None,
         part: int = 0,
+        host: Tensor | None = None,
     ) -> Tensor:
         """tokens, labels [b, s] int64, the same on every rank of tp and cp; labels are already
         shifted, IGNORED where there is no loss. Of a pipeline, the stage `part` of this rank: `x`
@@ -197,12 +227,12 @@ class Decoder(nn.Module):
         so is the result of all but the last.
 
         `noise` is required while training with dropout, and unused otherwise. `starts` [b, s]
-        int64: where each token's document starts. `cache` (serve/cache.py) holds the keys and
-        values of the tokens before these. `balance`: see Given. Logits are [b, s / cp, rows of this
-        rank].
+        int64: where each token's document starts, `host` the same on the host, which without it
+        waits for them. `cache` (serve/cache.py) holds the keys and values of the tokens before
+        these. `balance`: of each layer of experts. Logits are [b, s / cp, rows of this rank].
         """
         here, cp = self.split.parts[part], self.split.cp
-        given, positions = self._given(tokens, cache, noise, starts, balance)
+        given, positions = self._given(tokens, cache, noise, starts, host)
         if here.first:
             x = self.embed(cp.split(tokens, 1).reshape(-1))
             if self.positions is not None:
@@ -212,7 +242,8 @@ class Decoder(nn.Module):
             if given.noise is not None:
                 x = dropout.residual(x, self.config.dropout, given.noise, 0, given.rows)
         for block in self.blocks(part):
-            x = block(x, given, None if cache is None else cache.layers[block.layer])
+            kept = None if cache is None else cache.layers[block.layer]
+            x = block(x, given.of_layer(block.layer, (balance or {}).get(block.layer)), kept)
         if not here.last:
             return x
         x = self.final_norm(x)
@@ -228,6 +259,7 @@ class Decoder(nn.Module):
             self.config.vocab_size,
             self.tp,
             self.compiled,
+            self.split.kernels.logits_at_once,
         )
 
     def _given(
@@ -236,7 +268,7 @@ class Decoder(nn.Module):
         cache,
         noise: dropout.Noise | None,
         starts: Tensor | None,
-        balance: Tensor | None,
+        host: Tensor | None,
     ) -> tuple[Given, Tensor]:
         """What all layers share, and the positions [1, s / cp] of this rank's tokens."""
         (batch, length) = tokens.shape
@@ -250,9 +282,8 @@ class Decoder(nn.Module):
             )
         positions = start + cp.indices(length, tokens.device)[None]
         noise, rows = self._noise(noise, length, positions[0])
-        if starts is not None:
-            starts = cp.split(starts, 1)
-        return Given(batch, *self.rope(positions), starts, noise, rows, balance), positions
+        documents = None if starts is None else cp.documents(starts, host)
+        return Given(batch, *self.rope(positions), documents, noise, rows), positions
 
     def _noise(
         self, noise: dropout.Noise | None, length: int, positions: Tensor

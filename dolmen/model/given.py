@@ -2,9 +2,24 @@
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from dolmen.core import host
+from dolmen.ops.attention import Documents
 from dolmen.ops.dropout import Noise
+
+
+class Balance(NamedTuple):
+    """How the auxiliary losses of one layer of experts enter the gradient, and what is counted."""
+
+    scale: Tensor
+    """[]: what the losses of one sequence are multiplied by."""
+    tally: Tensor
+    """[E + 2] fp64, zeros. Its gradient is what backward counted: the pairs of each expert, and the
+    sums of balance and z loss over sequences. A gradient adds up over microbatches by itself, and
+    counts none twice that is computed again.
+    """
 
 
 class Given(NamedTuple):
@@ -16,16 +31,20 @@ class Given(NamedTuple):
     """[batch or 1, length, head_dim / 2], rope of each position; None where positions are learned.
     """
     sin: Tensor | None
-    starts: Tensor | None = None
-    """[batch, length] int64: where in the sequence the document of each token starts; None: at 0.
-    """
+    documents: Documents | None = None
+    """Where the document of each token starts; None: at 0."""
     noise: Noise | None = None
-    """What dropout needs; None where there is none."""
+    """What dropout needs, of the layer that is given this; None where there is none."""
     rows: Tensor | None = None
     """[tokens of the residual stream on this rank] int64: their index in the global batch, for
     dropout.
     """
-    balance: Tensor | None = None
-    """[] fp32: what a sequence's auxiliary loss is multiplied by on its way into the gradient;
-    None: no gradient is wanted.
-    """
+    balance: Balance | None = None
+    """Of a layer of experts; None: no gradient is wanted."""
+
+    def of_layer(self, number: int, balance: Balance | None) -> "Given":
+        """The same for layer `number`."""
+        if self.noise is None:
+            return self._replace(balance=balance)
+        layer = host.number(number, torch.int64, self.noise.key.device)
+        return self._replace(noise=self.noise._replace(layer=layer), balance=balance)

@@ -5,11 +5,16 @@ plans are read off `placements`, so the sharder and the memory planner cannot di
     row      W S(1)@tp: its inputs are split, the sum leaves the block
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dolmen.core import ranges
 from dolmen.core.state import Placement, Places, Replicate, Shard, local
+from dolmen.ops.kernels import Kernels
 from dolmen.ops.norm import rms_norm
 from dolmen.parallel import tensor
 from dolmen.parallel.tensor import TensorParallel
@@ -17,24 +22,30 @@ from dolmen.parallel.tensor import TensorParallel
 
 class Leaf(nn.Module):
     """A module that owns parameters. `placements` says, per parameter, how it lies on tp (or ep and
-    tp); `std_scale` scales the initial std.
+    tp), `gradients` the type of its gradient on tp where that is not its own: Partial() for a
+    weight stored whole but used on this rank's part of the activations. `std_scale` scales the
+    initial std.
     """
 
     placements: dict[str, Places]
+    gradients: Mapping[str, Placement | None] = MappingProxyType({})
     std_scale: float = 1.0
 
 
 class Column(Leaf):
-    """Weight and bias of a column-parallel linear (or, `whole`, kept by every rank);
-    `tensor.columns` multiplies them.
+    """Weight and bias of a column-parallel linear (or, `whole`, kept by every rank, which uses some
+    rows: `grad` types their gradient); `tensor.columns` multiplies them.
     """
 
-    def __init__(self, inp: int, out: int, bias: bool, whole: bool = False):
+    def __init__(
+        self, inp: int, out: int, bias: bool, whole: bool = False, grad: Placement | None = None
+    ):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out, inp))
         self.bias = nn.Parameter(torch.empty(out)) if bias else None
         place = Replicate() if whole else Shard(0)
         self.placements = {"weight": place, "bias": place}
+        self.gradients = {"weight": grad, "bias": grad}
 
 
 class Row(Leaf):
@@ -47,11 +58,12 @@ class Row(Leaf):
         self.weight = nn.Parameter(torch.empty(out, inp))
         self.bias = nn.Parameter(torch.empty(out)) if bias else None
         self.placements = {"weight": Shard(1), "bias": Replicate()}
+        self.gradients = {"bias": tp.residual_grad}
         self.tp, self.std_scale = tp, std_scale
 
     def forward(self, x: Tensor) -> Tensor:
         y = tensor.rows(x, local(self.weight), self.tp)
-        return y if self.bias is None else y + local(self.bias, self.tp.residual_grad)
+        return y if self.bias is None else y + local(self.bias)
 
 
 class Norm(Leaf):
@@ -61,18 +73,22 @@ class Norm(Leaf):
 
     placements = {"weight": Replicate(), "bias": Replicate()}
 
-    def __init__(self, size: int, kind: str, eps: float, grad: Placement | None):
+    def __init__(
+        self, size: int, kind: str, eps: float, grad: Placement | None, kernels: Kernels = Kernels()
+    ):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
         self.bias = nn.Parameter(torch.empty(size)) if kind == "layernorm" else None
-        self.eps, self.grad = eps, grad
+        self.eps, self.kind = eps, kernels.norm
+        self.gradients = {"weight": grad, "bias": grad}
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.bias is None:
-            return rms_norm(x, local(self.weight, self.grad), self.eps)
-        return F.layer_norm(
-            x, (x.shape[-1],), local(self.weight, self.grad), local(self.bias, self.grad), self.eps
-        )
+        weight = local(self.weight)
+        bias = None if self.bias is None else local(self.bias)
+        with ranges.mark("norm"):
+            if bias is None:
+                return rms_norm(x, weight, self.eps, self.kind)
+            return F.layer_norm(x, (x.shape[-1],), weight, bias, self.eps)
 
 
 class Embedding(Leaf):
@@ -85,10 +101,10 @@ class Embedding(Leaf):
     def __init__(self, vocab_size: int, hidden_size: int, tp: TensorParallel):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
-        self.tp = tp
+        self.vocab_size, self.tp = vocab_size, tp
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return tensor.embed(tokens, local(self.weight), self.weight.shape[0], self.tp)
+        return tensor.embed(tokens, local(self.weight), self.vocab_size, self.tp)
 
 
 class Positions(Leaf):
@@ -101,7 +117,7 @@ class Positions(Leaf):
     def __init__(self, length: int, hidden_size: int, tp: TensorParallel):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(length, hidden_size))
-        self.tp = tp
+        self.gradients = {"weight": tp.residual_grad}
 
     def forward(self, positions: Tensor) -> Tensor:
-        return F.embedding(positions, local(self.weight, self.tp.residual_grad))
+        return F.embedding(positions, local(self.weight))

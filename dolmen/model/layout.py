@@ -4,6 +4,7 @@ against the model.
 
 import math
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
 
 from dolmen.core.words import counted
@@ -113,14 +114,16 @@ class Layout:
             )
         return replace(self, dp=dp)
 
-    def mesh(self, device: "torch.device") -> "Mesh":
-        """The mesh of the joined process group. Raises ValueError if this layout is not of its
-        size.
+    def mesh(self, device: "torch.device", timeout: timedelta | None = None) -> "Mesh":
+        """The mesh of the joined process group, whose collectives take at most `timeout`. Raises
+        ValueError if this layout is not of its size.
         """
         # torch takes a second to import: a layout is data, and `--help` shows it
         from dolmen.core.mesh import grid
 
-        return grid(self.dp or 1, self.tp, device, pp=self.pp, cp=self.cp, ep=self.ep)
+        return grid(
+            self.dp or 1, self.tp, device, pp=self.pp, cp=self.cp, ep=self.ep, timeout=timeout
+        )
 
     def make_schedule(self, global_batch_size: int, microbatch_size: int) -> Schedule:
         """The action lists of one step. Raises ValueError where there can be none."""

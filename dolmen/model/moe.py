@@ -23,10 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dolmen.core import collectives
+from dolmen.core import collectives, ranges
 from dolmen.core.state import Replicate, Shard, local
 from dolmen.model.config import ModelConfig
-from dolmen.model.given import Given
+from dolmen.model.given import Balance, Given
 from dolmen.model.layers import Leaf
 from dolmen.model.split import Split
 from dolmen.ops import moe
@@ -51,11 +51,12 @@ class Router(Leaf):
             if c.router_balance == "bias"
             else None
         )
-        self.tp, self.k, self.normalize = tp, c.num_experts_per_tok, c.norm_topk_prob
+        self.gradients = {"weight": tp.branch_grad}
+        self.k, self.normalize = c.num_experts_per_tok, c.norm_topk_prob
 
     def forward(self, x: Tensor) -> tuple[Tensor, moe.Routing]:
         wide = torch.promote_types(self.weight.dtype, torch.float32)
-        logits = F.linear(x.to(wide), local(self.weight, self.tp.branch_grad).to(wide))
+        logits = F.linear(x.to(wide), local(self.weight).to(wide))
         return logits, moe.route(
             logits, self.k, self.normalize, None if self.bias is None else local(self.bias)
         )
@@ -71,7 +72,7 @@ class Stacked(Leaf):
 
 
 class Experts(nn.Module):
-    """rows [m, H] sorted by this rank's experts, R@tp, `counts` of each -> [m, H] P@tp."""
+    """rows [m, H] in `groups` of this rank's experts, R@tp -> [m, H] P@tp."""
 
     def __init__(self, c: ModelConfig):
         super().__init__()
@@ -82,9 +83,10 @@ class Experts(nn.Module):
             c.num_experts, c.hidden_size, c.expert_size, 2, 1 / math.sqrt(2 * c.num_hidden_layers)
         )
 
-    def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
-        gate, up = (moe.grouped_linear(rows, local(w.weight), counts) for w in (self.gate, self.up))
-        return moe.grouped_linear(self.act(gate) * up, local(self.down.weight), counts)
+    @ranges.marked("experts")
+    def forward(self, rows: Tensor, groups: moe.Groups) -> Tensor:
+        gate, up = (moe.grouped_linear(rows, local(w.weight), groups) for w in (self.gate, self.up))
+        return moe.grouped_linear(self.act(gate) * up, local(self.down.weight), groups)
 
 
 class MoE(nn.Module):
@@ -110,52 +112,58 @@ class MoE(nn.Module):
         self.k = c.num_experts_per_tok
         self.balance = c.router_aux_loss_coef if c.router_balance == "loss" else 0.0
         self.z = c.router_z_loss_coef
+        self.kernel = split.kernels.grouped == "grouped_mm"
         self.router, self.experts = Router(c, tp), Experts(c)
-        self.tally: Tensor | None = None  # of this rank since the last step, see `_account`
+
+    @property
+    def static(self) -> bool:
+        """Whether no shape depends on where tokens go, and nothing is read."""
+        return self.kernel and self.ep.size == 1
 
     def forward(self, x: Tensor, given: Given) -> Tensor:
         x = self.tp.enter(x)
         logits, routing = self.router(x)
         weights = routing.weights
         if given.balance is not None and torch.is_grad_enabled():
-            weights = self._account(logits, routing, given)
+            weights = self._account(logits, routing, given.batch, given.balance)
         order = moe.sort(routing.experts, self.number)
-        rows, trip = expert.dispatch(moe.spread(x, order), order.counts, self.ep)
-        rows = expert.combine(self.experts(rows, trip.counts), trip, self.ep)
+        rows, trip = expert.dispatch(moe.spread(x, order), order.counts, self.ep, self.kernel)
+        rows = expert.combine(self.experts(rows, trip.groups), trip, self.ep)
         return self.tp.leave(moe.combine(rows, weights, order))
 
-    def _account(self, logits: Tensor, routing: moe.Routing, given: Given) -> Tensor:
-        """The routing weights, through which the auxiliary losses enter the gradient and the tally:
-        [E + 2] fp64, the pairs of each expert, and the sums of balance and z loss over sequences.
+    def _account(
+        self, logits: Tensor, routing: moe.Routing, batch: int, balance: Balance
+    ) -> Tensor:
+        """The routing weights, through which the auxiliary losses of `batch` sequences enter the
+        gradient and the tally.
 
         Every rank of tp computes the same losses, and the gradients of x and of the router are
         summed over tp: each gives its part. Only counts need the whole sequence: under cp the
         losses are sums over this rank's tokens.
         """
-        length = len(logits) // given.batch * self.cp.axis.size
-        here = moe.sequence_counts(routing.experts, given.batch, self.number)
-        balance = moe.balance_loss(
+        length = len(logits) // batch * self.cp.axis.size
+        here = moe.sequence_counts(routing.experts, batch, self.number)
+        uneven = moe.balance_loss(
             routing.probabilities, collectives.reduce_scalar(here, self.cp.axis), length, self.k
         )
         z = moe.z_loss(logits, length)
-        loss = (self.balance * balance + self.z * z) / self.tp.axis.size
-        tally = torch.cat([here.sum(0).double(), torch.stack((balance, z)).detach().double()])
-        return _Account.apply(routing.weights, loss, given.balance, tally, self)
+        loss = (self.balance * uneven + self.z * z) / self.tp.axis.size
+        found = torch.cat([here.sum(0).double(), torch.stack((uneven, z)).detach().double()])
+        return _Account.apply(routing.weights, loss, balance.scale, found, balance.tally)
 
 
 class _Account(torch.autograd.Function):
-    """The identity on `weights`. Backward adds to the module's tally and sends `scale` into `loss`:
+    """The identity on `weights`. Backward sends `scale` into `loss` and `found` into the tally:
     once per microbatch, however often forward was run.
     """
 
     @staticmethod
-    def forward(ctx, weights, loss, scale, tally, module):
-        ctx.module, ctx.dtype = module, loss.dtype
-        ctx.save_for_backward(scale, tally)
+    def forward(ctx, weights, loss, scale, found, tally):
+        ctx.dtype = loss.dtype
+        ctx.save_for_backward(scale, found)
         return weights.view_as(weights)
 
     @staticmethod
     def backward(ctx, g):
-        scale, tally = ctx.saved_tensors
-        ctx.module.tally = tally if ctx.module.tally is None else ctx.module.tally + tally
-        return g, scale.to(ctx.dtype), None, None, None
+        scale, found = ctx.saved_tensors
+        return g, scale.to(ctx.dtype), None, None, found

@@ -7,6 +7,7 @@ from typing import Literal
 
 from dolmen.core.mesh import SINGLE, Axis, Mesh
 from dolmen.model.layout import Layout, balance
+from dolmen.ops.kernels import Kernels
 from dolmen.parallel.actions import Schedule
 from dolmen.parallel.context import ContextParallel
 from dolmen.parallel.tensor import TensorParallel
@@ -42,6 +43,8 @@ class Split:
     parts: tuple[Part, ...]
     """The stages of this rank, one a chunk of its schedule."""
     recompute: Recompute = field(default_factory=Recompute)
+    kernels: Kernels = Kernels()
+    """What its modules compute with."""
     tied_apart: bool = False
     """First and last stage lie on different ranks: a tied embedding has two owners."""
 
@@ -60,10 +63,14 @@ class Split:
 
 
 def split(
-    mesh: Mesh, layers: int, layout: Layout = Layout(), schedule: Schedule | None = None
+    mesh: Mesh,
+    layers: int,
+    layout: Layout = Layout(),
+    schedule: Schedule | None = None,
+    kernels: Kernels = Kernels(),
 ) -> Split:
     """This rank's share of a model of `layers` layers, whose stages lie as `schedule` places them
-    (None: all are here).
+    (None: all are here), to be computed with `kernels`.
     """
     stages = balance(layers, schedule.stages if schedule else 1)
 
@@ -80,10 +87,11 @@ def split(
     later = [] if schedule is not None and schedule.splits_backward else None
     return Split(
         TensorParallel(mesh.tp, layout.sequence_parallel and mesh.tp.size > 1, later),
-        ContextParallel(mesh.cp, layout.context),
+        ContextParallel(mesh.cp, layout.context, kernels.attention),
         mesh.ep,
         parts,
         Recompute(layout.recompute, recomputed),
+        kernels,
         tied_apart=schedule is not None
         and schedule.rank_of(0) != schedule.rank_of(schedule.stages - 1),
     )

@@ -19,11 +19,21 @@ class Noise(NamedTuple):
     """[] int64: differs from step to step."""
     sequences: Tensor
     """[batch] int64: index of each sequence in the global batch."""
+    layer: Tensor | None = None
+    """[] int64: the number of the layer that is given this; None outside of layers. A tensor, so
+    that all layers are one program to torch.compile: a number would be a constant of it.
+    """
+
+    def site(self, number: int) -> Tensor:
+        """[] int64: the site `number` (1 to 3) of this layer, different from that of any other; 0
+        is the embedding's.
+        """
+        return 3 * self.layer + number
 
 
-def keep(p: float, key: Tensor, site: int, *indices: Tensor) -> Tensor:
+def keep(p: float, key: Tensor, site: int | Tensor, *indices: Tensor) -> Tensor:
     """Bool, True with probability 1 - p: elementwise over the broadcast `indices` (int64), fixed by
-    them, `key` and `site`.
+    them, `key` and `site` (a number, or [] int64).
     """
     z = key
     for index in (site, *indices):
@@ -33,7 +43,7 @@ def keep(p: float, key: Tensor, site: int, *indices: Tensor) -> Tensor:
     return (z & 0xFFFFFF) >= int(p * (1 << 24))
 
 
-def residual(x: Tensor, p: float, noise: Noise, site: int, rows: Tensor) -> Tensor:
+def residual(x: Tensor, p: float, noise: Noise, site: int | Tensor, rows: Tensor) -> Tensor:
     """Dropout of x [tokens, hidden]; rows [tokens] int64 are the tokens' indices in the global
     batch.
     """
@@ -48,7 +58,7 @@ def attention(
     seen: Tensor,
     p: float,
     noise: Noise,
-    site: int,
+    site: int | Tensor,
     first_head: int,
     rows: Tensor | None = None,
 ) -> Tensor:

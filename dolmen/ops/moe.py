@@ -49,10 +49,12 @@ class Order(NamedTuple):
 
 
 def sort(experts: Tensor, number: int) -> Order:
-    """The order of `experts` [n, k], of `number` in all."""
-    flat = experts.flatten()
-    pairs = flat.argsort(stable=True)
-    return Order(pairs, inverse(pairs), flat.bincount(minlength=number))
+    """The order of `experts` [n, k], of `number` in all. Nothing is read: `bincount` would be, as
+    its result is as long as the largest value says.
+    """
+    sorted, pairs = experts.flatten().sort(stable=True)
+    ends = torch.searchsorted(sorted, torch.arange(number, device=sorted.device), right=True)
+    return Order(pairs, inverse(pairs), ends.diff(prepend=ends.new_zeros(1)))
 
 
 def inverse(permutation: Tensor) -> Tensor:
@@ -65,13 +67,12 @@ def inverse(permutation: Tensor) -> Tensor:
 class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, permutation, inverted):
-        ctx.save_for_backward(permutation, inverted)
+        ctx.save_for_backward(inverted)
         return x[permutation]
 
     @staticmethod
     def backward(ctx, g):
-        permutation, inverted = ctx.saved_tensors
-        return _Permute.apply(g, inverted, permutation), None, None
+        return g[ctx.saved_tensors[0]], None, None
 
 
 class _Spread(torch.autograd.Function):
@@ -106,7 +107,15 @@ def combine(rows: Tensor, weights: Tensor, order: Order) -> Tensor:
     return (apart * weights.to(rows.dtype)[..., None]).sum(1)
 
 
-class _Grouped(torch.autograd.Function):
+Groups = Sequence[int] | Tensor
+"""Rows that belong together, one group after the other: how many each has, on the host, for one
+product each; or where each ends, [groups] int32 on the device, for one kernel that does all.
+"""
+
+
+class _Loop(torch.autograd.Function):
+    """grouped_linear, a product for each group that has rows."""
+
     @staticmethod
     def forward(ctx, x, weight, counts):
         ctx.counts = counts
@@ -116,30 +125,40 @@ class _Grouped(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         x, weight = ctx.saved_tensors
-        g = g.contiguous()
         return _products(g, weight, ctx.counts), _outer_products(g, x, ctx.counts), None
 
 
-def _native(x: Tensor) -> bool:
-    """Whether torch has one kernel for all groups: bf16 on a Hopper GPU or later, rows of whole 16
-    bytes.
+class _Kernel(torch.autograd.Function):
+    """grouped_linear, all groups in one kernel, bf16:
+
+        y   [m, out]           x [m, in]     W^T [groups, in, out], columns contiguous
+        dx  [m, in]            g [m, out]    W [groups, out, in]
+        dW  [groups, out, in]  g^T [out, m], columns contiguous    x [m, in]
+
+    `in` and `out` are multiples of 8, so that every row begins at 16 bytes. Groups of any size need
+    no padding, as none of the operands is contiguous along the rows of groups; of an empty group dW
+    is zero (CUTLASS 4 on Hopper; on 10.x it is not: pytorch#172439). Without any rows there is
+    nothing to launch.
     """
-    fits = x.is_cuda and x.dtype == torch.bfloat16 and x.shape[1] % 8 == 0 and len(x) > 0
-    return (
-        fits
-        and "_grouped_mm" in vars(torch)
-        and torch.cuda.get_device_capability(x.device) >= (9, 0)
-    )
 
+    @staticmethod
+    def forward(ctx, x, weight, ends):
+        ctx.save_for_backward(x, weight, ends)
+        if len(x) == 0:
+            return x.new_empty(0, weight.shape[1])
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
 
-def _ends(counts: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+    @staticmethod
+    def backward(ctx, g):
+        x, weight, ends = ctx.saved_tensors
+        if len(x) == 0:
+            return torch.zeros_like(x), torch.zeros_like(weight), None
+        g = g.contiguous()
+        return F.grouped_mm(g, weight, offs=ends), F.grouped_mm(g.t(), x, offs=ends), None
 
 
 def _products(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
     """x [m, in] in groups of `counts` rows, weight [groups, in, out] -> [m, out]."""
-    if _native(x) and weight.shape[2] % 8 == 0:
-        return torch._grouped_mm(x, weight, _ends(counts, x.device))
     out = x.new_empty(len(x), weight.shape[2])
     for i, part, rows in _groups(counts, out, x):
         torch.mm(rows, weight[i], out=part)
@@ -150,8 +169,6 @@ def _outer_products(g: Tensor, x: Tensor, counts: Sequence[int]) -> Tensor:
     """g [m, out], x [m, in] in groups of `counts` rows -> g^T x of each group, [groups,
     out, in].
     """
-    if _native(x) and g.shape[1] % 8 == 0:
-        return torch._grouped_mm(g.t(), x, _ends(counts, x.device))
     out = x.new_zeros(len(counts), g.shape[1], x.shape[1])
     for i, grad, rows in _groups(counts, g, x):
         torch.mm(grad.t(), rows, out=out[i])
@@ -165,19 +182,20 @@ def _groups(counts: Sequence[int], *tensors: Tensor):
             yield i, *parts
 
 
-def grouped_linear(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
-    """y = x W_e^T with the W of each row's group: x [m, in], whose first counts[0] rows are group
-    0's and so on, weight [groups, out, in] -> [m, out]. Groups may be empty; their weights'
-    gradient is zero.
+def grouped_linear(x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
+    """y = x W_e^T with the W of each row's group: x [m, in], whose first rows are group 0's and so
+    on, weight [groups, out, in] -> [m, out]. Groups may be empty; their weights' gradient is zero.
     """
-    return _Grouped.apply(x, weight, counts)
+    road = _Kernel if isinstance(groups, Tensor) else _Loop
+    return road.apply(x, weight, groups)
 
 
 def sequence_counts(experts: Tensor, batch: int, number: int) -> Tensor:
     """Pairs of each sequence and expert: experts [n, k] of `batch` sequences one after the other ->
     [batch, E] int64.
     """
-    return F.one_hot(experts.view(batch, -1), number).sum(1)
+    chosen = experts.view(batch, -1, 1)  # of one_hot, a CPU reads the largest
+    return (chosen == torch.arange(number, device=experts.device)).sum(1)
 
 
 def balance_loss(probabilities: Tensor, counts: Tensor, length: int, k: int) -> Tensor:

@@ -1,16 +1,34 @@
 """AdamW (1711.05101) over DTensor parameters: state lies where the parameter lies. No decay on
 norms and biases.
 
-`fused`: 33M parameters as DTensors took 245 ms per step with foreach and 14.5 ms fused.
+`fused`: 33M parameters as DTensors took 245 ms per step with foreach and 14.5 ms fused. Its one
+kernel per hundred parameters is given this rank's shards: 300 parameters take 1 ms of host time,
+and 6 where DTensor finds out for each what an update of it means.
 """
 
 import torch
 from torch import Tensor, nn
 
+from dolmen.core import state
 from dolmen.optim.config import OptimizerConfig
 
 
-def adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+class AdamW(torch.optim.AdamW):
+    """Parameters and their state are DTensors at rest, what a step computes with is this rank's
+    part of them.
+    """
+
+    def _init_group(self, group, *lists):
+        """Fills `lists` with what the step reads and writes: parameters, gradients, moments, step
+        counts.
+        """
+        found = super()._init_group(group, *lists)
+        for tensors in lists:
+            tensors[:] = map(state.local, tensors)
+        return found
+
+
+def adamw(model: nn.Module, config: OptimizerConfig) -> AdamW:
     """AdamW over the parameters that require a gradient, in two groups: matrices decay, vectors
     (norms, biases) do not.
     """
@@ -19,7 +37,7 @@ def adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
+    return AdamW(
         [g for g in groups if g["params"]],
         lr=config.lr,
         betas=(config.beta1, config.beta2),

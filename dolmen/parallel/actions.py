@@ -31,10 +31,12 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """`actions[rank]` in order. `placement` says which stage a chunk is; for ranks = 3, chunks = 2:
+    """What each rank does.
 
-    loop   rank 0: stages 0 and 3, rank 1: 1 and 4, rank 2: 2 and 5
-    v      rank 0: stages 0 and 5, rank 1: 1 and 4, rank 2: 2 and 3
+    `actions[rank]` is in order. `placement` says which stage a chunk is; for ranks = 3, chunks = 2:
+
+        loop   rank 0: stages 0 and 3, rank 1: 1 and 4, rank 2: 2 and 5
+        v      rank 0: stages 0 and 5, rank 1: 1 and 4, rank 2: 2 and 3
     """
 
     name: str

@@ -31,6 +31,7 @@ from dolmen.core import collectives
 from dolmen.core.mesh import Axis
 from dolmen.ops import attention as ops
 from dolmen.ops import dropout
+from dolmen.ops.attention import Attention, Documents
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,12 @@ class ContextParallel:
 
     axis: Axis
     kind: Literal["ring", "gather"] = "ring"
+    kernel: Literal["blocks", "flash"] = "blocks"
+    """What attends: see ops/kernels.py."""
+
+    @property
+    def backend(self) -> Attention:
+        return ops.BACKENDS[self.kernel]
 
     def chunks(self, rank: int) -> tuple[int, int]:
         """The chunks, of 2 x size, that a rank holds, in their order."""
@@ -66,35 +73,48 @@ class ContextParallel:
             [x.narrow(dim, chunk * n, n) for chunk in self.chunks(self.axis.rank)], dim
         )
 
+    def documents(self, starts: Tensor, host: Tensor | None = None) -> Documents:
+        """This rank's part of the documents that begin at starts [batch, length], which are the
+        same on all ranks; `host`: the same numbers on the host. Without it the host waits for them.
+        """
+        host, here = starts if host is None else host, self.split(starts, 1)
+        if self.kernel == "blocks":
+            return Documents(here, here if host is starts else self.split(host, 1))
+        chunks = (0,) if self.axis.size == 1 else self.chunks(self.axis.rank)
+        length, begins = here.shape[1] // len(chunks), ops.begins(host)
+        back = self.axis.size == 1 or self.kind == "gather"
+        runs = (ops.run(begins, i * length, length, starts.device, back) for i in chunks)
+        return Documents(here, here, tuple(runs))
+
     def attention(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
         window: int | None = None,
-        starts: Tensor | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
-        """`ops.attention` of this rank's queries to the keys of all ranks.
+        """Attention of this rank's queries to the keys of all ranks: see ops/attention/spec.py.
 
         q [batch, length / size, heads, head_dim], k and v with kv_heads, S(1, zigzag) -> like q.
-        starts [batch, length / size]: this rank's part, its values indices in the whole sequence.
+        documents: this rank's.
         """
         if self.axis.size == 1:
-            return ops.attention(q, k, v, window, starts)
+            return self.backend.attention(q, k, v, window, documents)
         if self.kind == "ring":
-            return _ring(q, k, v, self, window, starts)
+            return _ring(q, k, v, self, window, documents)
         k, v = self.gather_keys(k, v)
         n, out = q.shape[1] // 2, []
         for i, chunk in enumerate(self.chunks(self.axis.rank)):
             # a chunk's queries are the last of the keys before its end
             mine, stop = (slice(i * n, (i + 1) * n), (chunk + 1) * n)
             out.append(
-                ops.attention(
+                self.backend.attention(
                     q[:, mine],
                     k[:, :stop],
                     v[:, :stop],
                     window,
-                    None if starts is None else starts[:, mine],
+                    None if documents is None else documents.part(mine, i),
                 )
             )
         return torch.cat(out, 1)
@@ -105,10 +125,10 @@ class ContextParallel:
         k: Tensor,
         v: Tensor,
         window: int | None,
-        starts: Tensor | None,
+        documents: Documents | None,
         p: float,
         noise: dropout.Noise,
-        site: int,
+        site: int | Tensor,
         first_head: int,
     ) -> Tensor:
         """`dropout.attention`, shapes as in `attention`: keys and values are gathered, whatever
@@ -116,6 +136,7 @@ class ContextParallel:
         """
         k, v = self.gather_keys(k, v)
         rows = self.indices(k.shape[1], k.device)
+        starts = None if documents is None else documents.starts
         seen = ops.seen(rows, torch.arange(k.shape[1], device=k.device), window, starts)
         return dropout.attention(q, k, v, seen, p, noise, site, first_head, rows)
 
@@ -157,13 +178,18 @@ def merge(
     ], total
 
 
+def _of_chunk(documents: Documents | None, mine: slice) -> Documents | None:
+    """Of the chunk of this rank's queries that lies at `mine`."""
+    return documents and documents.part(mine, mine.start // (mine.stop - mine.start))
+
+
 def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     context: ContextParallel,
     window: int | None,
-    starts: Tensor | None,
+    documents: Documents | None,
 ) -> tuple[Tensor, Tensor]:
     """-> out like q, log_sum [batch, queries, heads] in fp32 or wider."""
     axis, kv = context.axis, torch.stack((k, v))
@@ -176,13 +202,13 @@ def _forward(
         for mine, theirs, q_start, k_start in context.visible(
             (axis.rank - hop) % axis.size, q.shape[1] // 2, window
         ):
-            piece = ops.partial(
+            piece = context.backend.partial(
                 q[:, mine],
                 *kv[:, :, theirs],
                 q_start,
                 k_start,
                 window,
-                None if starts is None else starts[:, mine],
+                _of_chunk(documents, mine),
             )
             out[:, mine], log_sum[:, mine] = (
                 piece if q_start == k_start else merge(out[:, mine], log_sum[:, mine], *piece)
@@ -201,7 +227,7 @@ def _backward(
     log_sum: Tensor,
     context: ContextParallel,
     window: int | None,
-    starts: Tensor | None,
+    documents: Documents | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv. Gradients follow the keys they belong to, one message behind, and are home after
     `size` hops.
@@ -214,7 +240,7 @@ def _backward(
         for mine, theirs, q_start, k_start in context.visible(
             (axis.rank - hop) % axis.size, q.shape[1] // 2, window
         ):
-            pieces = ops.partial_backward(
+            pieces = context.backend.partial_backward(
                 g[:, mine],
                 q[:, mine],
                 *kv[:, :, theirs],
@@ -223,7 +249,7 @@ def _backward(
                 q_start,
                 k_start,
                 window,
-                None if starts is None else starts[:, mine],
+                _of_chunk(documents, mine),
             )
             for total, piece in zip((dq[:, mine], *dkv[:, :, theirs]), pieces, strict=True):
                 total += piece
@@ -240,20 +266,19 @@ class _Ring(torch.autograd.Function):
     """Kept for backward: this rank's q, k, v and out, and one number per query and head."""
 
     @staticmethod
-    def forward(ctx, q, k, v, context, window, starts):
-        out, log_sum = _forward(q, k, v, context, window, starts)
-        ctx.options = context, window
-        ctx.save_for_backward(q, k, v, out, log_sum, starts)
+    def forward(ctx, q, k, v, context, window, documents):
+        out, log_sum = _forward(q, k, v, context, window, documents)
+        ctx.options = context, window, documents
+        ctx.save_for_backward(q, k, v, out, log_sum)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, g):
-        *kept, starts = ctx.saved_tensors
-        return *_backward(g, *kept, *ctx.options, starts), None, None, None
+        return *_backward(g, *ctx.saved_tensors, *ctx.options), None, None, None
 
 
 @torch.compiler.disable
-def _ring(q, k, v, context, window, starts):
+def _ring(q, k, v, context, window, documents):
     """Point-to-point messages do not trace: under torch.compile the graph breaks here."""
-    return _Ring.apply(q, k, v, context, window, starts)
+    return _Ring.apply(q, k, v, context, window, documents)

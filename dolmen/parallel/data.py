@@ -21,17 +21,21 @@ The loss is divided by the global count of real tokens before backward, so gradi
 never averaged.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from dolmen.core import collectives, state
 from dolmen.core.mesh import Axis, Mesh
+from dolmen.ops.kernels import Kernels
 
 PIECE = 1 << 14  # gradient elements whose squares are added in fp32
 
@@ -48,13 +52,19 @@ class Unit:
 
 
 def shard(
-    model: nn.Module, parts: Iterable[Unit], mesh: Mesh, zero: int, compute: torch.dtype
+    model: nn.Module,
+    parts: Iterable[Unit],
+    mesh: Mesh,
+    zero: int,
+    compute: torch.dtype,
+    partial: Container[str] = (),
 ) -> None:
     """Split model over fsdp (dp x cp) as ZeRO stage `zero`, each of `parts` (inner ones first) a
-    unit of communication, the rest one more; in place.
+    unit of communication, the rest one more; in place. `partial` names the parameters whose
+    gradient on tp is a partial sum.
 
-    Parameters stay in their own dtype (fp32 masters); units compute in `compute`; gradients are
-    reduced in fp32 (or wider). No-op on a mesh of no grid.
+    Parameters stay in their own dtype (fp32 masters); units compute in `compute`, on plain tensors;
+    gradients are reduced in fp32 (or wider). No-op on a mesh of no grid.
     """
     if mesh.grid is None:
         return
@@ -80,9 +90,22 @@ def shard(
             )
         if axis.size == 1:
             continue  # it would be a pass that divides by 1
-        unit.module.set_gradient_divide_factor(1.0)  # neither call is recursive
-        if mesh.device.type == "cpu":
-            unit.module.set_force_sum_reduction_for_comms(True)
+        unit.module.set_gradient_divide_factor(_One(1.0))  # neither call is recursive
+        # else NCCL multiplies every element by 1 on its way, and gloo refuses to
+        unit.module.set_force_sum_reduction_for_comms(True)
+    names = {p: name for name, p in model.named_parameters()}
+    for record in (r for unit in units(model) for r in records(unit)):
+        state.unwrap(record, mesh.tp if names[record.sharded_param] in partial else None)
+
+
+class _One(float):
+    """What sums are divided by: nothing. `replicate` divides by its factor, 1 too, which would be a
+    pass over all gradients and a copy of them.
+    """
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        return args[0]  # x / 1
 
 
 def _even(axis: Axis) -> Callable[[nn.Parameter], state.Placement]:
@@ -96,6 +119,33 @@ def _even(axis: Axis) -> Callable[[nn.Parameter], state.Placement]:
         )
 
     return place
+
+
+def records(unit: FSDPModule) -> list[FSDPParam]:
+    """What FSDP knows of each parameter of a unit: the shard, the copy gathered from it, and the
+    gradients of both.
+    """
+    kept = vars(unit._get_fsdp_state())
+    # torch 2.11 has one group
+    groups = (
+        kept["_fsdp_param_groups"] if "_fsdp_param_groups" in kept else [kept["_fsdp_param_group"]]
+    )
+    return [record for group in groups if group is not None for record in group.fsdp_params]
+
+
+def prefetch(blocks: Sequence[Sequence[nn.Module]]) -> None:
+    """Let the units of each of `blocks`, in the order of forward, be gathered one block ahead, both
+    ways: all of the next block before anything of this one is computed.
+
+    By itself a unit is gathered when the host reaches it, which is early where the host runs ahead.
+    In a block of experts it stops to read the device, and the gathering of experts would begin when
+    the router is done.
+    """
+    for here, there in pairwise(blocks):
+        if not isinstance(here[0], FSDPModule):
+            return
+        here[0].set_modules_to_forward_prefetch(list(there))
+        there[0].set_modules_to_backward_prefetch(list(here))
 
 
 def units(model: nn.Module) -> list[FSDPModule]:
@@ -169,30 +219,44 @@ def sum_over(p: nn.Parameter, axis: Axis) -> None:
     """Sum p's gradient over the owners of p on `axis`, in place; all of them hold the same part of
     it.
     """
-    part = state.shard(p.grad)
-    part.copy_(collectives.reduce_scalar(part, axis))
+    collectives.sum_(state.shard(p.grad), axis)
+
+
+def sum_partial(model: nn.Module, partial: Container[str], mesh: Mesh) -> None:
+    """Sum the gradients of the parameters named in `partial` over tp, in place, of a model that
+    `shard` was not called for; after its backward.
+    """
+    for name, p in model.named_parameters():
+        if name in partial:
+            sum_over(p, mesh.tp)
 
 
 def gradient_norm(
-    parameters: Iterable[nn.Parameter], mesh: Mesh, twice: nn.Parameter | None = None
+    parameters: Iterable[nn.Parameter],
+    mesh: Mesh,
+    twice: nn.Parameter | None = None,
+    squares: Literal["pieces", "whole"] = Kernels().squares,
 ) -> Tensor:
     """Euclidean norm of the logical gradient, fp64 scalar, the same on every rank: each element is
-    counted once. `twice` is a parameter that two stages own.
+    counted once. `twice` is a parameter that two stages own. `squares`: ops/kernels.py says how
+    they are added.
 
     On CPU, torch adds squares one by one in fp32 (30 M elements: 1.7e-3 off), so pieces are added
-    in fp64.
+    in fp64. On a GPU its norm is a tree, and one call is a kernel for many tensors: the number of
+    launches does not grow with that of parameters.
     """
+    shards = [
+        (state.owned(p.grad) / (2 if p is twice else 1), state.shard(p.grad))
+        for p in parameters
+        if p.grad is not None
+    ]
+    if squares == "whole":
+        lists = {weight: [s for w, s in shards if w == weight] for weight, _ in shards}.items()
+    else:
+        lists = [(weight, s.flatten().split(PIECE)) for weight, s in shards]
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
-    for p in parameters:
-        if p.grad is None:
-            continue
-        flat = state.shard(p.grad).flatten()
-        norms = torch._foreach_norm(flat.split(PIECE) if flat.is_cpu else [flat])
-        total += (
-            torch.stack(norms).double().square().sum()
-            * state.owned(p.grad)
-            / (2 if p is twice else 1)
-        )
+    for weight, tensors in lists:
+        total += torch.stack(torch._foreach_norm(tensors)).double().square().sum() * weight
     return collectives.reduce_scalar(total, mesh.world).sqrt()
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dolmen.core import collectives
+from dolmen.core import collectives, host
 from dolmen.core.mesh import Axis
 from dolmen.ops import moe
 
@@ -25,8 +25,8 @@ from dolmen.ops import moe
 class Trip(NamedTuple):
     """How rows came, which is how they go back."""
 
-    counts: list[int]
-    """Rows of each expert here, those of all ranks of ep."""
+    groups: moe.Groups
+    """The rows of each expert here, those of all ranks of ep."""
     send: list[int]
     """Rows that this rank sent to each."""
     receive: list[int]
@@ -39,31 +39,42 @@ class Trip(NamedTuple):
     """[m] int64, its inverse."""
 
 
-def dispatch(rows: Tensor, counts: Tensor, axis: Axis) -> tuple[Tensor, Trip]:
+def dispatch(rows: Tensor, counts: Tensor, axis: Axis, kernel: bool) -> tuple[Tensor, Trip]:
     """rows [n, H] sorted by expert, `counts` [E] int64 of each -> those of this rank's E / ep
-    experts, sorted, and the trip. Two exchanges; the host waits for the counts.
+    experts, sorted, and the trip, with the groups that one `kernel` takes, or a loop.
+
+    With ep > 1 there are two exchanges, and between them the host reads how much the second will
+    bring, once. With ep 1 nothing is sent, and only a loop must know the counts.
+
+    Recomputation reads again. Sizes kept from forward would save that, but were a token routed
+    otherwise the second time, rows would reach wrong experts, and nobody would see it.
     """
     if axis.size == 1:
-        return rows, Trip(counts.tolist(), [], [], None, None)
+        groups = _ends(counts) if kernel else host.read(counts)
+        return rows, Trip(groups, [], [], None, None)
     here = len(counts) // axis.size
     # [rank, expert], flat
     came = collectives.exchange(counts, [here] * axis.size, [here] * axis.size, axis)
-    sent, got = torch.stack((counts, came)).view(2, axis.size, here).tolist()
+    sent, got = host.read(torch.stack((counts, came)).view(2, axis.size, here))
+    receive = [sum(n) for n in got]
     order = (
         torch.arange(here, device=rows.device)
         .repeat(axis.size)
-        .repeat_interleave(came)
+        .repeat_interleave(came, output_size=sum(receive))  # else it reads the sum
         .argsort(stable=True)
     )
-    trip = Trip(
-        [sum(n) for n in zip(*got, strict=True)],
-        [sum(n) for n in sent],
-        [sum(n) for n in got],
-        order,
-        moe.inverse(order),
+    groups = (
+        _ends(came.view(axis.size, here).sum(0))
+        if kernel
+        else [sum(n) for n in zip(*got, strict=True)]
     )
+    trip = Trip(groups, [sum(n) for n in sent], receive, order, moe.inverse(order))
     rows = collectives.exchange(rows, trip.send, trip.receive, axis)
     return moe.permute(rows, trip.order, trip.back), trip
+
+
+def _ends(counts: Tensor) -> Tensor:
+    return counts.cumsum(0, dtype=torch.int32)
 
 
 def combine(rows: Tensor, trip: Trip, axis: Axis) -> Tensor:

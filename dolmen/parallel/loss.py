@@ -14,24 +14,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dolmen.core import collectives as c
+from dolmen.core import ranges
 from dolmen.ops import loss
+from dolmen.ops.kernels import Kernels
 from dolmen.parallel.tensor import TensorParallel, vocabulary_range
-
-# elements of one chunk: a CPU's cache, 1 GiB of a GPU
-LOGITS_AT_ONCE = {"cpu": 1 << 22, "cuda": 1 << 28}
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, labels, vocab_size, tp, want_grad, compile):
-        entered = c.wait(c.start_all_gather(x, tp.axis)) if tp.sequence and tp.axis.size > 1 else x
+    def forward(ctx, x, weight, labels, vocab_size, tp, want_grad, compile, at_once):
+        gathers = tp.gathers
+        entered = c.wait(c.start_all_gather(x, tp.axis), tp.axis) if gathers else x
         first, _ = vocabulary_range(vocab_size, tp.axis)
         total = torch.zeros(
             (), dtype=torch.float32 if x.dtype != torch.float64 else x.dtype, device=x.device
         )
         dx = torch.empty_like(entered) if want_grad else None
         dw = torch.zeros_like(weight, dtype=total.dtype) if want_grad else None
-        chunk = max(1, LOGITS_AT_ONCE.get(x.device.type, 1 << 28) // weight.shape[0])
+        chunk = max(1, at_once // weight.shape[0])
         visit = _compiled_chunk() if compile else _chunk
         for at in range(0, entered.shape[0], chunk):
             rows = slice(at, at + chunk)
@@ -51,15 +51,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, g):
         (dx, dw), axis = ctx.saved_tensors, ctx.tp.axis
         dx = dx * g.to(dx.dtype)
-        scatters = ctx.tp.sequence and axis.size > 1
+        scatters = ctx.tp.gathers
         if scatters:
             dx = c.start_reduce_scatter(dx, axis)
         elif axis.size > 1:
-            dx = c.start_all_reduce(dx, axis)
+            dx = c.start_all_reduce_(dx, axis)
         dw = dw * g.to(dw.dtype)
         if axis.size > 1:
-            dx = c.finish_reduce_scatter(dx, axis) if scatters else c.wait(dx)
-        return dx, dw, None, None, None, None, None
+            dx = c.finish_reduce_scatter(dx, axis) if scatters else c.wait(dx, axis)
+        return dx, dw, None, None, None, None, None, None
 
 
 def _chunk(x, weight, labels, first, axis, want_grad, wide):
@@ -80,6 +80,7 @@ def _compiled_chunk():
     return torch.compile(_chunk, dynamic=False)
 
 
+@ranges.marked("loss")
 def linear_cross_entropy(
     x: Tensor,
     weight: Tensor,
@@ -87,14 +88,16 @@ def linear_cross_entropy(
     vocab_size: int,
     tp: TensorParallel,
     compile: bool = False,
+    at_once: int = Kernels().logits_at_once,
 ) -> Tensor:
     """Sum over real tokens of -log softmax(x W^T)[label]: a scalar, fp32 (fp64 for fp64 input),
     I@tp.
 
     x [tokens, hidden] I@tp, or S(0)@tp under sequence parallelism; weight [rows of this rank,
     hidden] S(0)@tp; labels [tokens] of all tokens, IGNORED where there is no loss. Divide by the
-    global count of real tokens before backward. `compile` fuses the passes over one chunk's logits.
+    global count of real tokens before backward. `compile` fuses the passes over one chunk's logits,
+    `at_once` are its elements.
     """
     return _LinearCrossEntropy.apply(
-        x, weight, labels, vocab_size, tp, torch.is_grad_enabled(), compile
+        x, weight, labels, vocab_size, tp, torch.is_grad_enabled(), compile, at_once
     )

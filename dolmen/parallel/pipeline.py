@@ -7,7 +7,8 @@ one process or on many.
 Sends never wait. Each direction between two ranks is a channel of its own (mesh.up, mesh.down), and
 receives are posted in the order in which the sender's list sends, which every rank knows, one
 action ahead of their use: so whatever order a valid list has, no send waits for a receive that
-waits for it. Of y only the edge of its graph is kept, not its values.
+waits for it. (Over NCCL the first of each channel would; `connect` is called before.) Of y only the
+edge of its graph is kept, not its values.
 """
 
 from collections import deque
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from dolmen.core import collectives, ranges
 from dolmen.core.mesh import Axis, Mesh
 from dolmen.parallel.actions import Action, Schedule
 from dolmen.parallel.data import Reduction
@@ -61,45 +63,81 @@ class _Channels:
         self.posted: dict[Message, tuple[dist.Work | None, Tensor]] = {}
         self.going: deque[tuple[dist.Work, Tensor]] = deque()
 
-    def _axis(self, peer: int, sending: bool) -> Axis:
-        return self.mesh.up if (peer > self.mesh.pp.rank) == sending else self.mesh.down
-
     def send(self, message: Message, tensor: Tensor) -> None:
-        peer = self.schedule.rank_of(message[2])
-        if peer == self.mesh.pp.rank:
+        me, peer = self.mesh.pp.rank, self.schedule.rank_of(message[2])
+        if peer == me:
             self.posted[message] = None, tensor
             return
         while self.going and self.going[0][0].is_completed():
             self.going.popleft()
         tensor = tensor.contiguous()
-        self.going.append(
-            (dist.isend(tensor, group=self._axis(peer, True).group, group_dst=peer), tensor)
-        )
+        work = collectives.start_send(tensor, _channel(self.mesh, me, peer), peer)
+        self.going.append((work, tensor))
 
     def post(self, message: Message | None, source: int) -> None:
         """Post the receives from the rank of stage `source` up to and including that of
         `message`.
         """
-        peer = self.schedule.rank_of(source) if message else self.mesh.pp.rank
-        if message is None or peer == self.mesh.pp.rank:
+        me = self.mesh.pp.rank
+        peer = self.schedule.rank_of(source) if message else me
+        if message is None or peer == me:
             return
         while message not in self.posted:
             buffer = self.boundary()
-            self.posted[self.coming[peer].popleft()] = (
-                dist.irecv(buffer, group=self._axis(peer, False).group, group_src=peer),
-                buffer,
-            )
+            work = collectives.start_receive(buffer, _channel(self.mesh, peer, me), peer)
+            self.posted[self.coming[peer].popleft()] = work, buffer
 
     def take(self, message: Message, source: int) -> Tensor:
         self.post(message, source)
         work, tensor = self.posted.pop(message)
         if work is not None:
-            work.wait()
+            with ranges.mark("pp", "wait"):
+                work.wait()
         return tensor
 
     def finish(self) -> None:
         for work, _ in self.going:
-            work.wait()
+            with ranges.mark("pp", "wait"):
+                work.wait()
+
+
+def _channel(mesh: Mesh, sender: int, receiver: int) -> Axis:
+    """What a tensor from `sender` to `receiver`, ranks of pp, goes over: the same for both."""
+    return mesh.up if receiver > sender else mesh.down
+
+
+def connect(schedule: Schedule, mesh: Mesh) -> None:
+    """Send a number over every channel that `schedule` uses. Every rank of pp calls it with the
+    same schedule, before the first `execute`.
+
+    NCCL makes a communicator of two ranks at their first send or receive on a group, and the CPU
+    waits there until the other rank has come as far. In a step it may never: before its last
+    forward, rank 0 of gpipe posts the receive of its first gradient; rank 1 would come to send
+    that, but in its own last forward it reads, on the host, how many tokens each expert gets of
+    what rank 0 has yet to send. Once the communicators are there neither waits.
+
+    Any one order of all channels ends: of those that are left, both ranks of the first come to it.
+    Pairs that begin at an even rank go first, then those at an odd one, then the two that close the
+    ring: so a line of n ranks takes the time of three pairs, not of n.
+    """
+    for sender, receiver in _routes(schedule):
+        if mesh.pp.rank not in (sender, receiver):
+            continue
+        number, channel = torch.zeros(1, device=mesh.device), _channel(mesh, sender, receiver)
+        if mesh.pp.rank == sender:
+            collectives.start_send(number, channel, receiver).wait()
+        else:
+            collectives.start_receive(number, channel, sender).wait()
+
+
+def _routes(schedule: Schedule) -> list[tuple[int, int]]:
+    """(sender, receiver) of all that a step sends, in the order in which they are connected."""
+    lines = {
+        (schedule.rank_of(stage), schedule.rank_of(stage + 1))
+        for stage in range(schedule.stages - 1)
+    }
+    ways = {way for a, b in lines if a != b for way in ((a, b), (b, a))}
+    return sorted(ways, key=lambda way: (abs(way[0] - way[1]) > 1, min(way) % 2, min(way), way))
 
 
 def _sent(schedule: Schedule, sender: int, to: int) -> list[Message]:

@@ -52,7 +52,7 @@ class TensorParallel:
         """Type of the gradient of a replicated weight used on the residual stream (norms, output
         biases).
         """
-        return Partial() if self.sequence and self.axis.size > 1 else None
+        return Partial() if self.gathers else None
 
     @property
     def branch_grad(self) -> Placement | None:
@@ -68,8 +68,10 @@ class TensorParallel:
         return c.all_gather(x, 0, self.axis) if self.gathers else c.copy(x, self.axis)
 
     def leave(self, y: Tensor) -> Tensor:
-        """P -> I, or P -> S(0) under sequence parallelism. y [tokens, hidden]."""
-        return c.reduce_scatter(y, 0, self.axis) if self.sequence else c.all_reduce(y, self.axis)
+        """P -> I, in y's memory, or P -> S(0) under sequence parallelism. y [tokens, hidden] is the
+        sum or product just made, which nothing else reads.
+        """
+        return c.reduce_scatter(y, 0, self.axis) if self.sequence else c.all_reduce_(y, self.axis)
 
 
 class _Linear(torch.autograd.Function):
@@ -85,7 +87,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx, x, tp, enters, kept, count, *weights_and_biases):
         weights, biases = weights_and_biases[:count], weights_and_biases[count:]
         gathers = enters and tp.gathers
-        entered = c.wait(c.start_all_gather(x, tp.axis)) if gathers else x
+        entered = c.wait(c.start_all_gather(x, tp.axis), tp.axis) if gathers else x
         ctx.tp, ctx.kept, ctx.with_bias = tp, kept, [b is not None for b in biases]
         ctx.gathers, ctx.reduces = gathers, enters and not gathers and tp.axis.size > 1
         ctx.save_for_backward(x, *weights)
@@ -101,10 +103,10 @@ class _Linear(torch.autograd.Function):
             dx.addmm_(g, w)
         if ctx.gathers:
             if now:
-                x = c.wait(gathering)
+                x = c.wait(gathering, axis)
             dx = c.start_reduce_scatter(dx, axis)
         elif ctx.reduces:
-            dx = c.start_all_reduce(dx, axis)
+            dx = c.start_all_reduce_(dx, axis)
         dw = [g.t() @ x for g in grads] if now else [None] * len(grads)
         if not now:
             ctx.tp.later.append(
@@ -114,7 +116,7 @@ class _Linear(torch.autograd.Function):
         if ctx.gathers:
             dx = c.finish_reduce_scatter(dx, axis)
         elif ctx.reduces:
-            dx = c.wait(dx)
+            dx = c.wait(dx, axis)
         return dx, None, None, None, None, *dw, *db
 
 
@@ -122,8 +124,7 @@ def _weight_gradients(
     weights: Sequence[Tensor], grads: Sequence[Tensor], x: Tensor, gather: Axis | None
 ) -> Callable[[], None]:
     def run() -> None:
-        whole = x if gather is None else c.wait(c.start_all_gather(x, gather))
-        # through `local`, which types them
+        whole = x if gather is None else c.wait(c.start_all_gather(x, gather), gather)
         torch.autograd.backward(list(weights), [g.t() @ whole for g in grads])
 
     return run
@@ -200,11 +201,11 @@ def gather_vocabulary(logits: Tensor, vocab_size: int, axis: Axis) -> Tensor:
         return logits
     chunk = -(-vocab_size // axis.size)
     padded = F.pad(logits.detach(), (0, chunk - logits.shape[-1])).movedim(-1, 0)
-    return c.wait(c.start_all_gather(padded, axis)).movedim(0, -1)[..., :vocab_size]
+    return c.wait(c.start_all_gather(padded, axis), axis).movedim(0, -1)[..., :vocab_size]
 
 
 def own_tokens(per_token: Tensor, tp: TensorParallel) -> Tensor:
     """Of something known for all tokens [tokens, ...], this rank's part of the residual stream:
     all, or S(0)@tp.
     """
-    return c.part(per_token, 0, tp.axis) if tp.sequence and tp.axis.size > 1 else per_token
+    return c.part(per_token, 0, tp.axis) if tp.gathers else per_token

@@ -3,58 +3,87 @@ auxiliary loss (2408.15664), where after each update a bias rises for every expe
 tokens than the mean, and falls for every one that had more.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
-from dolmen.core import collectives, state
-from dolmen.core.mesh import Mesh
+from dolmen.core import state
+from dolmen.model.config import ModelConfig
 from dolmen.model.decoder import Decoder
+from dolmen.model.given import Balance
 from dolmen.model.moe import MoE
 
+NAMES = ("router/max_load", "router/aux_loss", "router/z_loss")
 
-def settle(model: Decoder, mesh: Mesh, sequences: int, update: bool) -> dict[str, float]:
-    """Take the tallies of the step's sparse layers, move their biases if `update`, and tell, the
-    same on every rank and of any layout:
+
+def begin(model: Decoder, scale: Tensor) -> dict[int, Balance]:
+    """What the sparse layers of this rank are given in a step; `scale`: see Balance."""
+    number = model.config.num_experts + 2
+    return {
+        i: Balance(
+            scale,
+            torch.zeros(number, dtype=torch.float64, device=scale.device, requires_grad=True),
+        )
+        for i, _ in _routed(model)
+    }
+
+
+def counted(model: Decoder, given: Mapping[int, Balance]) -> Tensor:
+    """[layers, num_experts + 2] fp64: what this rank counted in a step, 0 elsewhere; of a dense
+    model empty. Its sum over the world has all tokens, tp times.
+    """
+    c = model.config
+    rows = c.num_hidden_layers if _sparse(c) else 0
+    tallies = torch.zeros(
+        rows, c.num_experts + 2, dtype=torch.float64, device=next(model.parameters()).device
+    )
+    for i, layer in given.items():
+        if layer.tally.grad is not None:
+            tallies[i] = layer.tally.grad
+    return tallies
+
+
+def numbers(c: ModelConfig, tallies: Tensor, sequences: int) -> Tensor:
+    """The NAMES of the world's tallies [layers, num_experts + 2], [3] fp64, the same on every rank
+    and of any layout; of a dense model [0]:
 
     router/max_load     the busiest expert's tokens over the mean of its layer, in the worst layer:
                         1 to num_experts
     router/aux_loss     the balance loss, mean over `sequences` (those of the global batch) and
                         layers: 1 is balanced
     router/z_loss       the same of the z-loss
+    """
+    if not _sparse(c):
+        return tallies.new_zeros(0)
+    rows = torch.stack([tallies[i] for i in _sparse(c)])
+    loads, losses = rows.split([c.num_experts, 2], 1)
+    mean = loads.mean(1).clamp(min=1e-9)  # 0 only if no backward was run
+    return torch.cat([(loads.amax(1) / mean).amax(0, keepdim=True), losses.mean(0) / sequences])
 
-    One collective of (num_experts + 2) numbers per layer; of a dense model nothing, and {}. A
-    collective: every rank calls it.
+
+def move(model: Decoder, tallies: Tensor, update: bool) -> None:
+    """Where a bias balances, move those of this rank's layers after an `update`, by the world's
+    tallies.
     """
     c = model.config
-    if not any(c.sparse(i) for i in range(c.num_hidden_layers)):
-        return {}
-    layers = {
-        block.layer: block.mlp for block in model.layers.values() if isinstance(block.mlp, MoE)
-    }
-    tallies = torch.zeros(
-        c.num_hidden_layers, c.num_experts + 2, dtype=torch.float64, device=mesh.device
-    )
-    for i, moe in layers.items():
-        if moe.tally is not None:
-            tallies[i] = moe.tally
-        moe.tally = None
-    # every rank of tp counted the same tokens
-    tallies = collectives.reduce_scalar(tallies, mesh.world) / mesh.tp.size
-    loads = tallies[:, : c.num_experts]
     if update and c.router_balance == "bias":
-        for i, moe in layers.items():
-            _move(moe.router.bias, loads[i], c.router_bias_rate)
-    sparse = [i for i in range(c.num_hidden_layers) if c.sparse(i)]
-    balance, z = (tallies[sparse, c.num_experts :].mean(0) / sequences).tolist()
-    mean = loads[sparse].mean(1).clamp(min=1e-9)  # 0 only if no backward was run
-    return {
-        "router/max_load": float((loads[sparse].amax(1) / mean).max()),
-        "router/aux_loss": balance,
-        "router/z_loss": z,
-    }
+        for i, moe in _routed(model):
+            _move(moe.router.bias, tallies[i, : c.num_experts], c.router_bias_rate)
 
 
 def _move(bias: Tensor, load: Tensor, rate: float) -> None:
     """bias += rate * sign(mean load - load), of this rank's part; both [E]."""
     with torch.no_grad():
         state.shard(bias).add_((load.mean() - load).sign()[state.region(bias)], alpha=rate)
+
+
+def _sparse(c: ModelConfig) -> list[int]:
+    return [i for i in range(c.num_hidden_layers) if c.sparse(i)]
+
+
+def _routed(model: Decoder) -> list[tuple[int, MoE]]:
+    """The sparse layers of this rank."""
+    return [
+        (block.layer, block.mlp) for block in model.layers.values() if isinstance(block.mlp, MoE)
+    ]

@@ -16,6 +16,7 @@ from dolmen.model.layers import Leaf, Norm
 from dolmen.model.layout import Layout
 from dolmen.model.moe import Router
 from dolmen.model.split import split
+from dolmen.ops.kernels import Hardware, Kernels, choose
 from dolmen.parallel import data
 from dolmen.parallel.actions import Schedule
 
@@ -29,24 +30,30 @@ def build(
     dtype: torch.dtype = torch.float32,
     compute: torch.dtype | None = None,
     compile: bool = False,
+    hardware: Hardware | None = None,
 ) -> Decoder:
     """The decoder on `mesh`, or this rank's stages of it, allocated, its values not yet set.
 
     `layout` says how it is split over the axes of `mesh`; None builds for inference, split over tp
     alone. `schedule` places the stages; None: there is one. `dtype` is that of parameters at rest,
-    `compute` (default: the same) that of the copies a step works with. Raises ValueError where the
-    layout does not divide the model.
+    `compute` (default: the same) that of the copies a step works with. Kernels are chosen for
+    `hardware` (default: the mesh's device): H100 lets a CPU take the road of one. Raises ValueError
+    where the layout does not divide the model.
     """
+    hardware = hardware or Hardware.of(mesh.device)
+    kernels = chosen(config, mesh, compute or dtype, hardware)
+    parts = split(mesh, config.num_hidden_layers, layout or Layout(), schedule, kernels)
     with torch.device("meta"):
-        model = Decoder(
-            config, split(mesh, config.num_hidden_layers, layout or Layout(), schedule)
-        ).to(dtype)
+        model = Decoder(config, parts).to(dtype)
     model.compute = compute
     state.distribute(model, model.plan(), mesh)
     if compile:
         model.compile_parts()
     if layout is not None:
-        data.shard(model, model.units(), mesh, layout.zero, compute or dtype)
+        data.shard(model, model.units(), mesh, layout.zero, compute or dtype, model.partial())
+        if layout.zero == 3 and hardware.kind == "cuda":  # a CPU would only hold more
+            for blocks in model.ahead():
+                data.prefetch(blocks)
     model.to_empty(device=mesh.device)
     for module in model.modules():
         if isinstance(module, Router) and module.bias is not None:
@@ -54,6 +61,12 @@ def build(
     if config.tie_word_embeddings:
         assert model.head is None  # tied by construction: to_empty has nothing to untie
     return model
+
+
+def chosen(config: ModelConfig, mesh: Mesh, compute: torch.dtype, hardware: Hardware) -> Kernels:
+    """The kernels of a rank of `mesh`, whose step computes in `compute`."""
+    widths = (config.hidden_size, config.expert_size // mesh.tp.size)
+    return choose(hardware, compute, config.head_dim, widths if config.num_experts else ())
 
 
 def initialize(model: Decoder, seed: int) -> None:

@@ -47,6 +47,8 @@ def check(run: RunConfig, processes: int | None, verify: bool = True) -> RunConf
             f"max_position_embeddings ({run.model.max_position_embeddings}): set "
             f"--train.sequence-length {run.model.max_position_embeddings} or less"
         )
+    if run.train.steps is not None:
+        check_profile(run, run.train.steps)
     run.layout.check(
         run.model, run.sequence_length, run.train.global_batch_size, run.microbatch_size
     )
@@ -65,6 +67,15 @@ def check(run: RunConfig, processes: int | None, verify: bool = True) -> RunConf
         hf.check(hf.resolve(run.init), run.model)
     inputs.check(run.data, run.init, run.model.vocab_size, run.sequence_length, verify=verify)
     return run
+
+
+def check_profile(run: RunConfig, steps: int) -> None:
+    """Raises Unusable where a run of so many steps never comes to the one to be profiled."""
+    if run.log.profile is not None and run.log.profile > steps:
+        raise folder.Unusable(
+            f"log.profile ({run.log.profile}) is over the run's {steps} steps: use --log.profile "
+            f"{steps} or less, or --train.steps {run.log.profile} or more"
+        )
 
 
 def check_folder(out: Path, resume: bool, overwrite: bool) -> None:
@@ -185,7 +196,9 @@ def check_resume(run: RunConfig, out: Path) -> None:
     metrics.jsonl is taken.
     """
     if out.is_dir():
-        folder.refuse_taken(out, run.finish.export)
+        folder.refuse_taken(
+            out, *["hf"] * run.finish.export, *["profile"] * (run.log.profile is not None)
+        )
     metrics.read(out / "metrics.jsonl")
     saved = Checkpoints(out / "checkpoints", SINGLE, keep=0)
     step = saved.newest()

@@ -38,8 +38,16 @@ class TrainConfig:
     """Sequences that a process computes at once; gradients accumulate over a batch. Unset: about
     4,096 tokens.
     """
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes the GPUs if any are visible, else the CPU; cpu never takes one; cuda refuses to
+    run where there is none.
+    """
     compile: bool = False
     """Compile each block with torch.compile (needs a C++ compiler on CPU)."""
+    deterministic: bool = False
+    """On a GPU, only algorithms that give the same bits every time, so that a resumed run is the
+    same to the bit; slower. On a CPU that is always so.
+    """
     spike: Literal["none", "skip"] = "none"
     """What becomes of a step whose gradient norm is far over the usual: nothing, or it changes no
     parameter.
@@ -87,6 +95,10 @@ class LogConfig:
     """Steps between validations; unset: ten per run; 0: none but the last. The last step is always
     validated.
     """
+    profile: int | None = None
+    """A step, counted from 1, to record: where its time went, by kind, as a table, a picture and a
+    trace in `profile/` of the run's folder.
+    """
     validation_tokens: int = 65536
     """Held-out tokens a validation reads; the last one as many as the run has trained on, if those
     are more. 0: all, always.
@@ -99,6 +111,8 @@ class LogConfig:
             raise ValueError(
                 f"log.validate-every is {self.validate_every}: it must not be negative"
             )
+        if self.profile is not None and self.profile < 1:
+            raise ValueError(f"log.profile is {self.profile}: steps are counted from 1")
         if self.validation_tokens < 0:
             raise ValueError(
                 f"log.validation-tokens is {self.validation_tokens}: it must not be negative"

@@ -61,14 +61,21 @@ FORMS = {
     "hf": Form(
         rf"(hf|{EXPORTING}/model)/({TOKENIZER}|{MODEL})", rf"hf|{EXPORTING}(/model)?", "files"
     ),
+    "profile": Form(
+        r"profile/step-\d+/(trace-rank-\d+\.json\.gz|picture-rank-\d+\.png|table\.(txt|json))"
+        r"(\.part)?",
+        r"profile(/step-\d+)?",
+    ),
     "hang": Form(r"hang/rank-\d+\.((json|txt)(\.part)?|part)", "hang", "not"),
     LIST: Form(r"\.dolmen(\.part)?", listed="not"),
     LOCK: Form(r"\.dolmen-lock", listed="not"),
     OWNER: Form(r"\.overwritten-by(\.part)?", listed="not"),
 }
 """By the first name of their paths."""
-WRITTEN = tuple(name for name, form in FORMS.items() if form.listed != "not" and name != "hf")
-"""What every run writes; `hf` is written by some."""
+BY_SOME = ("hf", "profile")
+"""What runs write that are told to."""
+WRITTEN = tuple(n for n, form in FORMS.items() if form.listed != "not" and n not in BY_SOME)
+"""What every run writes."""
 
 
 class Unusable(ValueError):
@@ -131,12 +138,13 @@ def refuse_strange(out: Path) -> list[tuple[str, str]]:
     return ours
 
 
-def refuse_taken(out: Path, export: bool = False) -> None:
-    """Raises Unusable where a file of somebody else's has a name that a run will write, or will
-    `export` to. The tokenizer of a run that has no list is written over: by the same one.
+def refuse_taken(out: Path, *some: str) -> None:
+    """Raises Unusable where a file of somebody else's has a name that a run will write; `some` are
+    those BY_SOME that it will. The tokenizer of a run that has no list is written over: by the same
+    one.
     """
-    names = {*WRITTEN, "hf"} if export else set(WRITTEN)
-    forms = [form for name, form in FORMS.items() if name != "hf" or export]
+    names = {*WRITTEN, *some}
+    forms = [form for name, form in FORMS.items() if name not in BY_SOME or name in some]
     again = _listed(out) is None and is_run(out / "config.yaml")
     taken = [
         path

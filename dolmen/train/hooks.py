@@ -18,10 +18,11 @@ from dolmen.core.words import counted
 from dolmen.data.loader import Loader
 from dolmen.model import count
 from dolmen.optim import optimizer as optim
-from dolmen.train import metrics, report
+from dolmen.train import garbage, metrics, report
 from dolmen.train.config import RunConfig
 from dolmen.train.loop import Hook, Stop
 from dolmen.train.peak import Peak
+from dolmen.train.profile import Profile
 from dolmen.train.saved import Saved, Validation
 from dolmen.train.step import Metrics, TrainState
 from dolmen.train.validate import evaluate
@@ -73,6 +74,7 @@ class Hooks:
             else ()
         )
         self.writers = [kind(out / name, state.step) for kind, name in kinds]
+        self.profile = Profile(run.log.profile, mesh, out)
         self.line = report.ProgressLine(console, state.step, state.steps)
 
     def table(self) -> list[tuple[int, Hook]]:
@@ -80,9 +82,11 @@ class Hooks:
         every = self.run.log.validate_every
         validating = max(1, self.steps // 10) if every is None else every
         hooks = [(1, self.count), (self.run.log.every, self.log)]
+        if self.run.log.profile is not None:
+            hooks.append((self.run.log.profile, self.tell_profile))
         if self.loader.validation_tokens:
             hooks.append((validating, self.validate))
-        return [*hooks, (self.run.checkpoint.every, self.save), (1, self.poll)]
+        return [*hooks, (self.run.checkpoint.every, self.save), (1, self.poll), (1, self.collect)]
 
     def count(self, state: TrainState, m: Metrics) -> None:
         self.tokens_since += m.tokens
@@ -138,6 +142,21 @@ class Hooks:
             writer.write(row)
         if self.mesh.first:
             self.line.show(row)
+
+    def tell_profile(self, state: TrainState, m: Metrics) -> None:
+        """After the step that was profiled: where its time went."""
+        if state.step != self.run.log.profile:
+            return
+        began = time.monotonic()
+
+        def facts(seconds: float) -> dict[str, float]:
+            rate = m.tokens / seconds
+            found = self.peak.utilization(rate * self.flops, self.mesh.size)
+            return {"tokens_per_second": rate, **found}
+
+        for line in self.profile.write(facts):
+            self.line.say(line)
+        self.since += time.monotonic() - began  # not the training's time
 
     def validate(self, state: TrainState, m: Metrics) -> None:
         if self.stop.agreed_signal:
@@ -195,7 +214,11 @@ class Hooks:
         if self.checkpoints.poll():
             self.checkpoints.finish()
 
+    def collect(self, state: TrainState, m: Metrics) -> None:
+        garbage.collect(state.step)
+
     def close(self) -> None:
+        self.profile.close()
         self.line.close()
         for writer in self.writers:
             writer.close()

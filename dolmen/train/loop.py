@@ -3,11 +3,9 @@ plots, is a hook.
 """
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
-import torch
-
-from dolmen.core import collectives
 from dolmen.core.mesh import Mesh
 from dolmen.data.loader import Loader
 from dolmen.train.step import Metrics, TrainState, optimizer_step
@@ -18,18 +16,12 @@ Hook = Callable[[TrainState, Metrics], None]
 
 @dataclass
 class Stop:
-    """A request to end early, set by a signal's handler on any rank; the ranks agree on it after
-    each step.
+    """A request to end early, set by a signal's handler on any rank; the ranks agree on it in each
+    step, with its other numbers: a signal that comes after them is seen in the next.
     """
 
     signal: int = 0  # seen by this rank, at any time
-    agreed_signal: int = 0  # seen by all ranks, after the same step
-
-    def agree(self, mesh: Mesh) -> int:
-        """The largest signal number any rank has seen, 0 for none."""
-        flag = torch.tensor(self.signal, device=mesh.device)
-        self.agreed_signal = int(collectives.reduce_scalar(flag, mesh.world, "max"))
-        return self.agreed_signal
+    agreed_signal: int = 0  # the largest seen by any rank, known to all after the same step
 
 
 def train(
@@ -39,11 +31,12 @@ def train(
     hooks: Iterable[tuple[int, Hook]],
     stop: Stop,
     watch: Watch | None = None,
+    around: Callable[[int], AbstractContextManager[object]] = nullcontext,
 ) -> int:
     """Train from state.step to state.steps; the signal that ended it early, else 0.
 
-    After every step each hook whose `every` divides the number of steps made is called, and all are
-    called after the last step, in order.
+    Step n, counted from 1, is made within around(n). After every step each hook whose `every`
+    divides the number of steps made is called, and all are called after the last step, in order.
     """
     hooks, beat, begun = list(hooks), watch.beat if watch else lambda *_: None, state.step
     beat(state.step, "the first batch", True)
@@ -51,8 +44,9 @@ def train(
         if state.step >= state.steps:
             return 0
         beat(state.step, "a step", state.step == begun)  # the first may compile
-        metrics = optimizer_step(state, batch, mesh)
-        stopped = stop.agree(mesh)
+        with around(state.step + 1):
+            metrics = optimizer_step(state, batch, mesh, lambda: stop.signal)
+        stopped = stop.agreed_signal = metrics.signal
         last = bool(stopped) or state.step == state.steps
         for every, hook in hooks:
             if last or every and state.step % every == 0:

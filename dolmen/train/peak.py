@@ -2,26 +2,47 @@
 measured here, and the one its maker promises.
 """
 
+import re
 import time
 from dataclasses import dataclass
 
 import torch
 
-# TFLOP/s without sparsity: (bf16 and fp16 with fp32 sums, fp32 without TF32), by the start of what
-# torch.cuda.get_device_name says. A datasheet gives the rate with 2:4 sparsity, twice this.
-DATASHEET = {
+# TFLOP/s without sparsity, by the start of what torch.cuda.get_device_name says: (bf16, fp16, both
+# with fp32 sums, and fp32 without TF32); None where the maker gives none that we are sure of. Where
+# a datasheet gives the rate with 2:4 sparsity, that is twice this.
+DATASHEET: dict[str, tuple[float | None, float, float | None]] = {
     # NVIDIA H100 datasheet: SXM 1,979 sparse and 67, PCIe 1,513 and 51, NVL 1,671 and 60
-    "NVIDIA H100 80GB HBM3": (989.4, 67.0),
-    "NVIDIA H100 PCIe": (756.5, 51.0),
-    "NVIDIA H100 NVL": (835.5, 60.0),
+    "NVIDIA H100 80GB HBM3": (989.4, 989.4, 67.0),
+    "NVIDIA H100 PCIe": (756.5, 756.5, 51.0),
+    "NVIDIA H100 NVL": (835.5, 835.5, 60.0),
     # NVIDIA H200 datasheet: SXM as H100, NVL 1,671 sparse and 60
-    "NVIDIA H200": (989.4, 67.0),
-    "NVIDIA H200 NVL": (835.5, 60.0),
+    "NVIDIA H200": (989.4, 989.4, 67.0),
+    "NVIDIA H200 NVL": (835.5, 835.5, 60.0),
+    # NVIDIA Blackwell architecture brief: HGX B200 4,500 sparse, GB200 5,000 sparse; of fp32 there
+    # are two figures
+    "NVIDIA B200": (2250.0, 2250.0, None),
+    "NVIDIA GB200": (2500.0, 2500.0, None),
     # NVIDIA A100 datasheet: the same for SXM and PCIe, 40 and 80 GB
-    "NVIDIA A100": (312.0, 19.5),
+    "NVIDIA A100": (312.0, 312.0, 19.5),
+    # NVIDIA A10 datasheet: 125 and 250 sparse, 31.2 (the A10G is another)
+    "NVIDIA A10": (125.0, 125.0, 31.2),
     # NVIDIA L40S datasheet: 733 sparse and 91.6
-    "NVIDIA L40S": (362.05, 91.6),
+    "NVIDIA L40S": (362.05, 362.05, 91.6),
+    # NVIDIA L4 datasheet: 242 sparse and 30.3
+    "NVIDIA L4": (121.0, 121.0, 30.3),
+    # NVIDIA Ada architecture whitepaper, appendix: 165.2 with fp32 sums, 82.6
+    "NVIDIA GeForce RTX 4090": (165.2, 165.2, 82.6),
+    # NVIDIA RTX Blackwell architecture whitepaper, appendix: 209.5 with fp32 sums, 104.8
+    "NVIDIA GeForce RTX 5090": (209.5, 209.5, 104.8),
+    # NVIDIA V100 datasheet: SXM2 125 and 15.7, PCIe 112 and 14; no bf16
+    "Tesla V100-SXM2": (None, 125.0, 15.7),
+    "Tesla V100-PCIE": (None, 112.0, 14.0),
+    # AMD Instinct MI300X data sheet: 1,307.4 and 163.4
+    "AMD Instinct MI300X": (1307.4, 1307.4, 163.4),
 }
+# A part of a GPU; others of the same name: for laptops, and the 4090 D and 5090 D.
+ANOTHER = re.compile(r"MIG|Laptop|\bD\b")
 
 
 @dataclass(frozen=True)
@@ -63,12 +84,12 @@ def datasheet(name: str, dtype: torch.dtype) -> float | None:
     """FLOP/s that the maker promises of the device of that name; None where DATASHEET has none,
     and for float64.
     """
-    known = [start for start in DATASHEET if name.startswith(start)]
-    if not known or "MIG" in name:
+    known = [start for start in DATASHEET if re.match(rf"{start}\b", name)]
+    if not known or ANOTHER.search(name):
         return None
-    half, single = DATASHEET[max(known, key=len)]
-    rates = {torch.bfloat16: half, torch.float16: half, torch.float32: single}
-    return 1e12 * rates[dtype] if dtype in rates else None
+    rates = DATASHEET[max(known, key=len)]
+    found = dict(zip((torch.bfloat16, torch.float16, torch.float32), rates, strict=True)).get(dtype)
+    return None if found is None else 1e12 * found
 
 
 def matmul_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.25) -> float:

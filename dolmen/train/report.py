@@ -4,11 +4,11 @@ plain lines where no one watches a terminal.
 
 import time
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
+from dolmen.core import device as devices
 from dolmen.core import state
 from dolmen.core.log import duration, gib, size
 from dolmen.core.mesh import Mesh
@@ -53,7 +53,9 @@ def header(
         else run.init or f"random weights, seed {run.train.seed}",
     )
     processes = counted(mesh.size, "process", "processes")
-    table.add_row("layout", f"{_layout(layout, state_)}: {processes} on {_device(mesh)}")
+    device = devices.told(mesh.device, run.train.device)
+    table.add_row("layout", f"{_layout(layout, state_)}: {processes} on {device}")
+    table.add_row("kernels", str(state_.model.split.kernels))
     for i, line in enumerate(loader.description()):
         table.add_row("data" if i == 0 else "", line)
     table.add_row(
@@ -72,8 +74,33 @@ def header(
         "per rank",
         f"{gib(rest)} of weights and optimizer state at rest; {peak}",
     )
+    table.add_row("MFU", arithmetic(run))
+    if told := bits(run, mesh):
+        table.add_row("bits", told)
     table.add_row("out", out)
     return table
+
+
+def arithmetic(run: RunConfig) -> str:
+    """What MFU counts, and what others do."""
+    ours = count.training_flops_per_token(run.model, run.sequence_length)
+    full = count.training_flops_per_token(run.model, run.sequence_length, "full")
+    return (
+        f"of {ours / 1e9:.4g} GFLOP per token, attention to the keys that queries see; with all "
+        f"keys, as torchtitan counts, {full / 1e9:.4g}: {full / ours:.3f} times the MFU"
+    )
+
+
+def bits(run: RunConfig, mesh: Mesh) -> str | None:
+    """Whether a run on a GPU is the same to the bit if made again; None on a CPU, where it is."""
+    if mesh.device.type != "cuda":
+        return None
+    if run.train.deterministic:
+        return "the same every time, and after a resume, in this layout on these GPUs"
+    return (
+        "may differ from run to run and after a resume; --train.deterministic makes them the same, "
+        "and is slower"
+    )
 
 
 def _layout(layout: Layout, state_: TrainState) -> str:
@@ -97,12 +124,6 @@ def _layout(layout: Layout, state_: TrainState) -> str:
     return " x ".join(words) + (
         f"; recompute {layout.recompute}{of}" if layout.recompute != "none" else ""
     )
-
-
-def _device(mesh: Mesh) -> str:
-    if mesh.device.type == "cuda":
-        return torch.cuda.get_device_name(mesh.device)
-    return f"CPU, {torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''} each"
 
 
 class ProgressLine:
@@ -159,7 +180,8 @@ class ProgressLine:
 
 
 def _mfu(row: dict) -> str:
-    """Of the datasheet's peak where there is one, else of the measured one."""
+    """Of the datasheet's peak where there is one, and of the measured one."""
+    measured = f"{row['mfu_measured']:.1%} of measured"
     if "mfu_datasheet" in row:
-        return f"MFU {row['mfu_datasheet']:.1%}"
-    return f"MFU {row['mfu_measured']:.1%} of measured"
+        return f"MFU {row['mfu_datasheet']:.1%} of datasheet, {measured}"
+    return f"MFU {measured}"

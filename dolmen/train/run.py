@@ -17,7 +17,7 @@ from rich.console import Console
 from dolmen.checkpoint.folders import Damaged
 from dolmen.checkpoint.store import Checkpoints
 from dolmen.convert import hf
-from dolmen.core import agree
+from dolmen.core import agree, determinism
 from dolmen.core.config import differences, to_dict
 from dolmen.core.mesh import Mesh
 from dolmen.data import loader as data_loader
@@ -26,10 +26,12 @@ from dolmen.files import gate, write
 from dolmen.model.config import parameter_shapes
 from dolmen.optim import optimizer as optim
 from dolmen.optim.precision import DTYPES, LossScale, at_rest
-from dolmen.train import build, folder, report
+from dolmen.parallel import pipeline
+from dolmen.train import build, folder, garbage, report
 from dolmen.train import peak as devices
 from dolmen.train import saved as saved_state
-from dolmen.train.check import check_same_model, free_lock, take_lock
+from dolmen.train.check import check_profile, check_same_model, free_lock, take_lock
+from dolmen.train.compiled import limit_told
 from dolmen.train.config import RunConfig
 from dolmen.train.folder import Unusable
 from dolmen.train.hooks import Hooks
@@ -63,8 +65,9 @@ class Outcome:
 
 
 def make_state(run: RunConfig, mesh: Mesh, steps: int) -> TrainState:
-    """The model with its initial values and an optimizer at step 0."""
+    """The model with its initial values and an optimizer at step 0; ranks of pp are connected."""
     schedule = run.layout.make_schedule(run.train.global_batch_size, run.microbatch_size)
+    pipeline.connect(schedule, mesh)
     model = build.build(
         run.model,
         mesh,
@@ -202,8 +205,21 @@ def run_training(
     quiet on all but one. `start` says more than `resumed` and `overwrite` and is taken instead of
     them.
     """
+    with determinism.repeatable(run.train.deterministic):
+        return _in_folder(run, out, mesh, console, start or Start(resumed, overwrite), stop, watch)
+
+
+def _in_folder(
+    run: RunConfig,
+    out: Path,
+    mesh: Mesh,
+    console: Console,
+    start: Start,
+    stop: Stop | None,
+    watch: Watch | None,
+) -> Outcome:
+    """`run_training`, which takes the folder."""
     began = time.monotonic()
-    start = start or Start(resumed, overwrite)
     watch = watch or Watch(out / "hang", mesh.rank, mesh.size, None, print)
     loader = data_loader.prepare(
         run.data,
@@ -216,6 +232,8 @@ def run_training(
         verify=False,  # who starts a run has done so, once per host
     )
     same_data(loader, mesh)
+    if not start.resumed:
+        check_profile(run, length(run, loader))
     state = make_state(run, mesh, length(run, loader))
     lock = first_does(mesh, lambda: take_lock(out, 60 if start.restarted else 0))
     if mesh.first and lock is None:
@@ -295,7 +313,12 @@ def _train(
                 f"step {state.step} of {steps}: nothing is left to train; raise --train.steps "
                 f"to go on"
             )
-        signal = train(state, loader, mesh, hooks.table(), stop, watch) if state.step < steps else 0
+        with limit_told(hooks.line.say):
+            signal = 0
+            if state.step < steps:
+                around = hooks.profile.around
+                with garbage.by_hand():
+                    signal = train(state, loader, mesh, hooks.table(), stop, watch, around)
         watch.beat(state.step, "the last save", patient=True)
         checkpoints.finish()
     finally:
@@ -347,9 +370,8 @@ def write_tokenizer(out: Path, loader: Loader) -> None:
     with tempfile.TemporaryDirectory() as made:
         loader.tokenizer.save_pretrained(made)
         for file in sorted(path for path in Path(made).rglob("*") if path.is_file()):
-            to = out / "tokenizer" / file.relative_to(made)
-            to.parent.mkdir(parents=True, exist_ok=True)
-            write.replace(to, gate.read_bytes(file, 2**32))
+            to = "tokenizer" / file.relative_to(made)
+            write.replace(write.folder(out, to.parent) / file.name, gate.read_bytes(file, 2**32))
     folder.claim_files(out, "tokenizer")
 
 

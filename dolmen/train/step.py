@@ -3,12 +3,12 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dolmen.core import collectives
+from dolmen.core import collectives, host, ranges
 from dolmen.core.mesh import Mesh
 from dolmen.core.rng import seed_of
 from dolmen.data.batch import Batch
@@ -54,12 +54,15 @@ class Metrics:
     skipped: bool = False
     router: dict[str, float] = field(default_factory=dict)
     """Of a model with experts: see train/balance.py."""
+    signal: int = 0
+    """The largest that any rank was sent before the end of the step; 0: none."""
 
 
 def optimizer_step(
     state: TrainState,
     batch: Batch,
     mesh: Mesh,
+    signal: Callable[[], int] = lambda: 0,
     observe: Callable[[Action], None] = lambda action: None,
 ) -> Metrics:
     """Forward and backward of this rank's rows of the global batch as the schedule says, sum of
@@ -67,49 +70,84 @@ def optimizer_step(
 
     The loss is divided by the global count of real tokens before backward. A step whose loss or
     gradient is not finite, or that the spike policy does not allow, changes no parameter; what is
-    not finite also halves the loss scale of fp16. Both numbers are sums over the world, so all
-    ranks agree on them. `observe` is told each action of the schedule after it is done.
+    not finite also halves the loss scale of fp16. All numbers are of the world, so all ranks agree
+    on them. `observe` is told each action of the schedule after it is done; `signal` is asked when
+    the last is, for the number of a signal that this rank was sent, or 0. Raises ValueError, with
+    no parameter changed, where no token of the batch carries a loss.
+
+    The host fills the device's queue, and reads what it must know to update or not: once.
     """
-    count = int(
-        collectives.reduce_scalar(torch.tensor(batch.real_tokens, device=mesh.device), mesh.dp)
+    count = collectives.reduce_scalar(
+        host.number(batch.real_tokens, torch.int64, mesh.device), mesh.dp
     )
-    if count == 0:
-        raise ValueError(f"step {state.step}: no token of the global batch carries a loss")
-    key = torch.tensor(seed_of(state.seed, "dropout", state.step), device=mesh.device)
-    total = _forward_backward(state, batch, mesh, count, key, observe)
+    key = host.number(seed_of(state.seed, "dropout", state.step), torch.int64, mesh.device)
+    total, tallies = _forward_backward(state, batch, mesh, count, key, observe)
 
     parameters = [p for p in state.model.parameters() if p.requires_grad]
     tied = state.model.tied_apart
     if tied is not None:
         data.sum_over(tied, mesh.ends)
-    norm = data.gradient_norm(parameters, mesh, twice=tied) / state.scale.value
-    mean = float(collectives.reduce_scalar(total, mesh.world)) / mesh.tp.size / count
+    with ranges.mark("optimizer", "norm"):
+        squares = state.model.split.kernels.squares
+        norm = data.gradient_norm(parameters, mesh, tied, squares) / state.scale.value
+    stop = host.number(signal(), torch.int64, mesh.device)
+    stop = collectives.reduce_scalar(stop, mesh.world, "max")
+    sums = collectives.reduce_scalar(torch.cat([total[None], tallies.flatten()]), mesh.world)
+    # every rank of tp computed the same losses and counted the same tokens
+    total, tallies = sums[0] / mesh.tp.size, (sums[1:] / mesh.tp.size).view_as(tallies)
+    router = balance.numbers(state.model.config, tallies, len(batch.tokens) * mesh.dp.size)
+    told = _read(total / count, norm, count, stop, router)
+    if told.tokens == 0:
+        raise ValueError(f"step {state.step}: no token of the global batch carries a loss")
     lr = learning_rate(state.config, state.step, state.steps)
-    finite = math.isfinite(float(norm)) and math.isfinite(mean)
-    allowed = finite and state.spike.allow(float(norm))
+    finite = math.isfinite(told.norm) and math.isfinite(told.loss)
+    allowed = finite and state.spike.allow(told.norm)
     if allowed:
-        _update(state, parameters, norm, lr)
-    router = balance.settle(state.model, mesh, len(batch.tokens) * mesh.dp.size, update=allowed)
+        with ranges.mark("optimizer", "update"):
+            _update(state, parameters, norm, lr)
+    balance.move(state.model, tallies, update=allowed)
     state.optimizer.zero_grad(set_to_none=True)
     state.scale.update(finite)
     state.step += 1
-    state.tokens += count
-    return Metrics(mean, float(norm), lr, count, not allowed, router)
+    state.tokens += told.tokens
+    return Metrics(told.loss, told.norm, lr, told.tokens, not allowed, told.router, told.signal)
+
+
+class _Told(NamedTuple):
+    """What the host knows of a step, of the world."""
+
+    loss: float
+    norm: float
+    tokens: int
+    signal: int
+    router: dict[str, float]
+
+
+def _read(loss: Tensor, norm: Tensor, count: Tensor, signal: Tensor, router: Tensor) -> _Told:
+    """All in one: the host waits for the device. In fp64, which holds a count up to 2^53."""
+    first = torch.stack([t.double() for t in (loss, norm, count, signal)])
+    mean, length, tokens, stop, *others = host.read(torch.cat([first, router]))
+    told = dict(zip(balance.NAMES, others, strict=True)) if others else {}
+    return _Told(mean, length, int(tokens), int(stop), told)
 
 
 def _forward_backward(
     state: TrainState,
     batch: Batch,
     mesh: Mesh,
-    count: int,
+    count: Tensor,
     key: Tensor,
     observe: Callable[[Action], None],
-) -> Tensor:
-    """Gradients of the step, and the sum of the losses that this rank computed, fp64."""
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the step; the sum of the losses that this rank computed, fp64; and what its
+    experts counted (balance.counted).
+    """
     model, micros, rows = state.model, state.schedule.micros, len(batch.tokens)
-    total, scale = torch.zeros((), dtype=torch.float64, device=mesh.device), state.scale.value
-    parts, size = batch.microbatches(rows // micros), rows // micros
-    share = torch.tensor(scale / (rows * mesh.dp.size), dtype=torch.float64, device=mesh.device)
+    total, size = torch.zeros((), dtype=torch.float64, device=mesh.device), rows // micros
+    parts = batch.to(mesh.device).microbatches(size)
+    share = state.scale.value / (rows * mesh.dp.size)
+    losses = balance.begin(model, host.number(share, torch.float64, mesh.device))
+    factor = state.scale.value / count.double()
 
     def forward(chunk: int, micro: int, x: Tensor | None) -> Tensor:
         first = mesh.dp.rank * rows + micro * size
@@ -118,20 +156,21 @@ def _forward_backward(
             if model.config.dropout
             else None
         )
-        part = parts[micro].to(mesh.device)
+        part = parts[micro]
         y = model(
             part.tokens,
             part.labels,
             noise=noise,
             starts=part.starts,
-            balance=share,
+            host=part.host,
+            balance=losses,
             x=x,
             part=chunk,
         )
         if not model.split.parts[chunk].last:
             return y
         total.add_(y.detach())
-        return y * (scale / count)
+        return y * factor.to(y.dtype)
 
     reduction = data.Reduction(model, state.zero, state.schedule.splits_backward)
     chunks = [model.blocks(chunk) for chunk in range(state.schedule.chunks)]
@@ -139,7 +178,7 @@ def _forward_backward(
     pipeline.execute(
         state.schedule, mesh, Work(forward, boundary, reduction, chunks, model.tp.later, observe)
     )
-    return total
+    return total, balance.counted(model, losses)
 
 
 def _update(state: TrainState, parameters: list[Any], norm: Tensor, lr: float) -> None:

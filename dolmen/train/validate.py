@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dolmen.core import collectives
+from dolmen.core import collectives, host
 from dolmen.core.mesh import Mesh
 from dolmen.data.batch import Batch
 from dolmen.model.decoder import Decoder
@@ -53,7 +53,7 @@ def evaluate(
             sums[0] += _nats(model, batch, mesh, order)
             if mesh.pp.rank == mesh.cp.rank == 0:
                 sums[1] += batch.real_tokens
-    nats, tokens = (collectives.reduce_scalar(sums, mesh.world) / mesh.tp.size).tolist()
+    nats, tokens = host.read(collectives.reduce_scalar(sums, mesh.world) / mesh.tp.size)
     if tokens == 0:
         raise ValueError("no token to evaluate carries a loss: give batches that hold text")
     return Losses(nats / tokens, int(tokens), nats)
@@ -62,11 +62,11 @@ def evaluate(
 def _nats(model: Decoder, batch: Batch, mesh: Mesh, order: Schedule) -> Tensor:
     """The sum of the losses that this rank computes of one batch."""
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
-    parts = batch.split(order.micros)
+    parts = batch.to(mesh.device).split(order.micros)
 
     def forward(chunk: int, micro: int, x: Tensor | None) -> Tensor:
-        part = parts[micro].to(mesh.device)
-        y = model(part.tokens, part.labels, starts=part.starts, x=x, part=chunk)
+        part = parts[micro]
+        y = model(part.tokens, part.labels, starts=part.starts, host=part.host, x=x, part=chunk)
         if model.split.parts[chunk].last:
             total.add_(y)
         return y

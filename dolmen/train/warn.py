@@ -12,7 +12,11 @@ def warnings(run: RunConfig, loader: Loader, step: int, steps: int) -> list[str]
     """A line each, for a run that goes from `step` to `steps`."""
     if step >= steps:
         return []
-    found = [never_at_full_rate(run, steps), little_held_out(run, loader)]
+    found = [
+        never_at_full_rate(run, steps),
+        little_held_out(run, loader),
+        never_profiled(run, step, steps),
+    ]
     if run.init is None and step == 0:  # a trained model keeps its size
         tokens = tokenizers.vocabulary_size(loader.tokenizer)
         found.append(unused_rows(run.model.vocab_size, tokens))
@@ -28,6 +32,17 @@ def never_at_full_rate(run: RunConfig, steps: int) -> str | None:
         f"optimizer.warmup-steps ({warmup}) is over the run's {steps} steps: the learning rate "
         f"ends at {lr * steps / warmup:.3g} and never reaches {lr:g}; set --optimizer.warmup-steps "
         f"{max(1, steps - 1)} or less, or --train.steps over {warmup}"
+    )
+
+
+def never_profiled(run: RunConfig, step: int, steps: int) -> str | None:
+    """What to warn of where a run that goes on does not come to the step to be profiled."""
+    number = run.log.profile
+    if number is None or step < number <= steps:
+        return None
+    return (
+        f"log.profile ({number}) is not profiled: the run goes from step {step + 1} to {steps}; "
+        f"set --log.profile {min(step + 2, steps)}"
     )
 
 

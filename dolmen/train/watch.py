@@ -22,6 +22,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import TypeVar
@@ -30,7 +31,16 @@ from dolmen.files import gate, kinds, write
 
 T = TypeVar("T")
 PATIENT = 10  # times `seconds`: start-up and the last save
+TORCH = 1800.0  # seconds that torch gives a collective over gloo; over NCCL 600
 MAIN, ALL = "main thread", "all threads:"  # headings in rank-N.txt
+
+
+def network_limit(seconds: float | None) -> timedelta | None:
+    """How long a collective may take where a hang is named after `seconds`: longer than the watch
+    ever waits, and looks at the others, so that it names the rank first; a quarter is that margin.
+    Never shorter than torch's own; None, where nothing is watched: torch's own.
+    """
+    return None if seconds is None else timedelta(seconds=max(TORCH, 1.25 * PATIENT * seconds))
 
 
 class Watch:
@@ -81,7 +91,8 @@ class Watch:
         if self.seconds is None:
             yield self
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        write.folder(self.folder.parent, self.folder.name)
         self._file().unlink(missing_ok=True)
         self.log = write.append(self._file(kind="txt"))
         self.thread.start()

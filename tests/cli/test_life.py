@@ -251,6 +251,7 @@ def test_a_state_of_nonsense_is_refused_in_one_line(run, case):
 # ---- two runs at once
 
 
+@pytest.mark.spawn
 def test_who_loses_the_race_for_a_folder_is_told_in_one_line(
     whole, material, tmp_path, monkeypatch
 ):

@@ -46,22 +46,22 @@ TRAIN = """
     data.path data.tokenizer data.end-of-text data.document-mask data.no-document-mask
     data.text-field data.cache data.workers data.validation data.validation-fraction
     optimizer.lr optimizer.warmup-steps optimizer.schedule optimizer.min-lr optimizer.decay-fraction
-    optimizer.weight-decay optimizer.beta1 optimizer.beta2 optimizer.eps optimizer.clip
-    train.steps train.seed train.dtype train.sequence-length train.global-batch-size
-    train.microbatch-size train.compile train.no-compile train.spike train.spike-factor
-    train.max-skipped-steps train.hang-seconds
+    optimizer.weight-decay optimizer.beta1 optimizer.beta2 optimizer.eps optimizer.clip train.steps
+    train.seed train.dtype train.sequence-length train.global-batch-size train.microbatch-size
+    train.device train.compile train.no-compile train.deterministic train.no-deterministic
+    train.spike train.spike-factor train.max-skipped-steps train.hang-seconds
     checkpoint.every checkpoint.keep
-    log.every log.validate-every log.validation-tokens
+    log.every log.validate-every log.profile log.validation-tokens
     finish.export finish.no-export finish.verify finish.no-verify finish.sample finish.compressors
     finish.no-compressors
 """.split()
 OTHERS = {
     "export": "help to dtype",
-    "verify": "help against length layout.tp",
-    "generate": "help prompt max-new-tokens temperature top-k top-p seed dtype layout.tp",
+    "verify": "help against length device layout.tp",
+    "generate": "help prompt max-new-tokens temperature top-k top-p seed dtype device layout.tp",
     "evaluate": (
-        "help sequence-length dtype data.path data.tokenizer data.end-of-text data.document-mask "
-        "data.no-document-mask data.text-field data.cache data.workers layout.tp"
+        "help sequence-length dtype device data.path data.tokenizer data.end-of-text "
+        "data.document-mask data.no-document-mask data.text-field data.cache data.workers layout.tp"
     ),
     "schedule": "help pp microbatches virtual-stages out list forward backward input weight send",
 }

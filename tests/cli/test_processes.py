@@ -20,7 +20,7 @@ from tinyrun import dolmen, losses, rows, steps
 
 from dolmen.cli import launch, main
 from dolmen.cli.errors import BadInput
-from dolmen.core.mesh import Launch
+from dolmen.core.launched import Launch
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 
@@ -109,6 +109,7 @@ def agree(out: Path, alone) -> bool:
 # ---- runs that train
 
 
+@pytest.mark.spawn
 def test_two_ranks_stopped_save_and_go_on_at_another_layout(material, alone, tmp_path, capfd):
     """SIGTERM to the launcher of tp 2, then Ctrl-C to that of tp 2 with sequence parallelism, then
     one process.
@@ -155,6 +156,7 @@ if os.environ.get("RANK") == "1":
 """
 
 
+@pytest.mark.spawn
 def test_a_rank_that_raises_ends_the_run_and_is_told_once(material, tmp_path, monkeypatch, capfd):
     """Rank 1 raises in its third step; rank 0, which waits for it, has a traceback too, as a
     consequence; gloo alone would have it wait for half an hour.
@@ -244,6 +246,7 @@ def test_ranks_of_another_launcher_join(material, alone, tmp_path):
     assert len(rows(out)) == 12 and agree(out, alone)
 
 
+@pytest.mark.spawn
 def test_generate_over_two_ranks(material, capfd):
     """The text of one process, told by the first rank alone."""
     words = ("generate", material.model, "--prompt", "abc def", "--max-new-tokens", 8)
@@ -402,6 +405,12 @@ SLURM = {
     "SLURM_JOB_ID": "77",
     "SLURM_STEP_ID": "3",
 }
+RANKS = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "x", "MASTER_PORT": "9"}
+HERE = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+
+
+def tasks(of_each: str, machine: int) -> dict[str, str]:
+    return {"SLURM_STEP_TASKS_PER_NODE": of_each, "SLURM_NODEID": str(machine)}
 
 
 @pytest.mark.parametrize(
@@ -415,22 +424,83 @@ SLURM = {
         ({k: v for k, v in SLURM.items() if k != "SLURM_STEP_NODELIST"}, None),
         (SLURM | {"SLURM_NTASKS": "1"}, None),
         (
-            {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
+            RANKS | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
             Launch(3, 4, 1, 2),
         ),
-        ({"RANK": "3", "WORLD_SIZE": "4"}, Launch(3, 4, 3, 4)),
+        (RANKS, Launch(3, 4, 3, 4)),
         (SLURM, Launch(5, 8, 1, 4, "tcp://gpu07:22390")),
-        (SLURM | {"MASTER_ADDR": "x"}, Launch(5, 8, 1, 4)),
+        (SLURM | {"MASTER_ADDR": "x", "MASTER_PORT": "9"}, Launch(5, 8, 1, 4)),
         (
-            SLURM | {"SLURM_STEP_NODELIST": "a-1,b-2", "SLURM_STEP_TASKS_PER_NODE": "3,5"},
-            Launch(5, 8, 1, 3, "tcp://a-1:22390"),
+            SLURM | {"SLURM_STEP_NODELIST": "a-1,b-2", **tasks("3,5", 1)},
+            Launch(5, 8, 1, 5, "tcp://a-1:22390"),
         ),
+        (SLURM | tasks("4(x2),3", 0), Launch(5, 8, 1, 4, "tcp://gpu07:22390")),
+        (SLURM | tasks("4(x2),3", 1), Launch(5, 8, 1, 4, "tcp://gpu07:22390")),
+        (SLURM | tasks("4(x2),3", 2), Launch(5, 8, 1, 3, "tcp://gpu07:22390")),
         (SLURM | {"RANK": "0", "WORLD_SIZE": "1"}, Launch(0, 1, 0, 1)),
     ],
-    ids=range(10),
+    ids=range(13),
 )
 def test_who_started_this_process(env, want):
     assert Launch.read(env) == want
+
+
+@pytest.mark.parametrize(
+    "env, said",
+    [
+        (RANKS | {"RANK": "x"}, "RANK is 'x': it must be a whole number of at "),
+        (RANKS | {"RANK": "4"}, "RANK is '4': it must be from 0 to 3, as WORLD_"),
+        (RANKS | {"WORLD_SIZE": ""}, "WORLD_SIZE is '', but RANK is '3': it must be a whole"),
+        (RANKS | {"WORLD_SIZE": "0"}, "WORLD_SIZE is '0', but RANK is '3': it must be a whole"),
+        (RANKS | {"MASTER_ADDR": ""}, "MASTER_ADDR is '', but RANK is '3': it must be the host"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR is not set, but RANK is '0': it must be"),
+        (RANKS | {"MASTER_PORT": "x"}, "MASTER_PORT is 'x', but"),
+        (RANKS | {"MASTER_PORT": "65536"}, "MASTER_PORT is '65536', but"),
+        (RANKS | {"LOCAL_WORLD_SIZE": "2"}, "LOCAL_RANK is not set, but RANK is '3': it must be"),
+        (RANKS | HERE | {"LOCAL_RANK": "2"}, "from 0 to 1, as LOCAL_WORLD_SIZE is 2; start this"),
+        (RANKS | HERE | {"LOCAL_RANK": "-1"}, "LOCAL_RANK is '-1', but RANK is '3': it must be"),
+        (RANKS | HERE | {"LOCAL_WORLD_SIZE": ""}, "LOCAL_WORLD_SIZE is '', but RANK is '3': it"),
+        (
+            {"SLURM_PROCID": "0", "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"},
+            "SLURM_NTASKS_PER_NODE is not set, but SLURM_PROCID is '0': it must be a whole number "
+            "of at least 1; start this with srun, which sets it, or unset SLURM_PROCID",
+        ),
+        (SLURM | {"SLURM_NTASKS": "2,2"}, "SLURM_NTASKS is '2,2', but SLURM_PROCID is '5': it "),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": ""}, "SLURM_STEP_TASKS_PER_NODE is '', but"),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "3,5"}, "SLURM_NODEID is not set, but SLURM_PROC"),
+        (SLURM | tasks("4(x2),3", 3), "SLURM_NODEID is '3', but SLURM_PROCID is '5': it must be"),
+        (SLURM | {"SLURM_LOCALID": "4"}, "SLURM_LOCALID is '4', but SLURM_PROCID is '5': it must"),
+        (SLURM | {"SLURM_PROCID": "8"}, "SLURM_PROCID is '8': it must be"),
+        (SLURM | {"SLURM_STEP_NODELIST": "[bad"}, "SLURM_STEP_NODELIST is '[bad', but"),
+        (SLURM | {"SLURM_JOB_ID": "12_3"}, "SLURM_JOB_ID is '12_3', but"),
+        (SLURM | {"MASTER_ADDR": "x"}, "MASTER_PORT is not set, but"),
+    ],
+    ids=range(22),
+)
+def test_half_set_variables_are_told(env, said):
+    with pytest.raises(ValueError) as found:
+        Launch.read(env)
+    assert said in str(found.value)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("train", "quickstart"),
+        ("verify", "nowhere"),
+        ("evaluate", "nowhere", "--data.path", "x"),
+        ("generate", "nowhere", "--prompt", "x"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_every_verb_tells_half_set_variables(words, monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "x"}.items():
+        monkeypatch.setenv(name, value)
+    told = dolmen(*words)
+    assert told.code == 2 and "Traceback" not in told.err
+    assert told.words.startswith(
+        f"dolmen {words[0]}: WORLD_SIZE is 'x', but RANK is '0': it must be a whole"
+    )
 
 
 def failure(rank: int, code: int, text: str | None = None, when: int = 0):

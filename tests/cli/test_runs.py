@@ -97,6 +97,10 @@ def test_what_a_run_leaves(whole):
         "6 steps in",
     ):
         assert words in said, words
+    kernels = (
+        "attention by blocks, experts by loop, norms in passes, 4 Mi logits at once, squares in"
+    )
+    assert kernels in " ".join(said.split())  # the line is broken where the terminal ends
     assert "\x1b" not in said and said.count("\nstep 4/6") == 1
 
 

@@ -64,6 +64,7 @@ def run(whole, tmp_path):
 # ---- our launcher
 
 
+@pytest.mark.spawn
 def test_killed_and_restarted_is_bitwise_never_killed(material, tmp_path, capfd):
     """Two ranks; --overwrite, which the restart must not obey again; rank 1 is killed between two
     checkpoints.

@@ -17,6 +17,8 @@ from dolmen.core.log import console, duration, gib, size
         (0, "", "0"),
         (3, "B", "3 B"),
         (-2000, "", "-2 k"),
+        (999.6, "", "1 k"),
+        (999_700, "", "1 M"),
     ],
 )
 def test_size(count, unit, text):

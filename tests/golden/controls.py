@@ -77,7 +77,9 @@ def norm_twice(patch):
     """The weight that both ends own is counted at both."""
     norm = data.gradient_norm
     patch.setattr(
-        data, "gradient_norm", lambda parameters, mesh, twice: norm(parameters, mesh, None)
+        data,
+        "gradient_norm",
+        lambda parameters, mesh, twice, squares: norm(parameters, mesh, None, squares),
     )
 
 
@@ -168,7 +170,8 @@ def auxiliary_of_every_rank(patch):
         moe._Account,
         "apply",
         staticmethod(
-            lambda w, loss, scale, tally, m: apply(w, loss * m.tp.axis.size, scale, tally, m)
+            # the layouts that see it have tp 2
+            lambda w, loss, scale, found, tally: apply(w, loss * 2, scale, found, tally)
         ),
     )
 
@@ -179,9 +182,9 @@ def attending(**wrong):
     def damage(patch):
         attention = context.ContextParallel.attention
 
-        def attend(cp, q, k, v, window, starts):
-            given = {"window": window, "starts": starts} | wrong
-            return attention(cp, q, k, v, given["window"], given["starts"])
+        def attend(cp, q, k, v, window, documents):
+            given = {"window": window, "documents": documents} | wrong
+            return attention(cp, q, k, v, given["window"], given["documents"])
 
         patch.setattr(context.ContextParallel, "attention", attend)
 
@@ -247,12 +250,12 @@ CONTROLS = {
     "copy left out of a block": (
         "llama",
         PLAIN,
-        without(tensor, "start_all_reduce", lambda x, axis: x),
+        without(tensor, "start_all_reduce_", lambda x, axis: x),
     ),
     "copy left out of the head": (
         "gpt2",
         PLAIN,
-        without(loss, "start_all_reduce", lambda x, axis: x),
+        without(loss, "start_all_reduce_", lambda x, axis: x),
     ),
     "reduce-scatter left out of a block": (
         "llama",
@@ -260,7 +263,7 @@ CONTROLS = {
         without(
             tensor,
             "finish_reduce_scatter",
-            lambda x, axis: collectives.part(collectives.wait(x), 0, axis),
+            lambda x, axis: collectives.part(collectives.wait(x, axis), 0, axis),
         ),
     ),
     "Partial of norms left out": ("llama", SEQUENCE, untyped("residual_grad")),
@@ -314,7 +317,7 @@ CONTROLS = {
     "Partial of the router left out": (
         "qwen3-moe",
         TENSOR_EXPERTS,
-        constant(moe, "local", lambda p, grad=None: state.local(p)),
+        constant(moe.Router, "gradients", property(lambda router: {}, lambda router, value: None)),
     ),
     "auxiliary losses of every rank of tp": ("qwen3-moe", TENSOR_EXPERTS, auxiliary_of_every_rank),
     "no window around the ring": ("window", Layout.of("cp2"), attending(window=None)),
@@ -322,7 +325,7 @@ CONTROLS = {
     "documents forgotten": (
         "llama",
         RING,
-        attending(starts=None),
+        attending(documents=None),
         {"documents": True},
     ),
     "masks of a rank's own tokens": ("dropout", SEQUENCE, masks_of_the_rank),
@@ -346,7 +349,7 @@ VALIDATIONS = {
     "losses of one rank of cp": ("cp2", part_of_the_sums(0)),
     "tokens of every stage": ("pp2 acc4", counted_again),
     "tokens of every rank of cp": ("cp2", counted_again),
-    "documents forgotten": ("cp2", attending(starts=None)),
+    "documents forgotten": ("cp2", attending(documents=None)),
 }
 
 

@@ -20,6 +20,7 @@ from dolmen.model.config import ModelConfig
 from dolmen.model.decoder import Decoder
 from dolmen.model.layout import Layout
 from dolmen.model.split import whole
+from dolmen.ops.kernels import Kernels
 from dolmen.parallel import loss
 from dolmen.parallel.data import inference
 from dolmen.parallel.tensor import TensorParallel, gather_vocabulary, vocabulary_range
@@ -143,13 +144,13 @@ def test_every_accepted_vocabulary_is_covered_once():
 
 @pytest.mark.parametrize("tied", (False, True))
 @pytest.mark.parametrize("at_once", (1 << 22, 3 * 711), ids=("one chunk", "chunks of three tokens"))
-def test_loss_and_gradients_against_cross_entropy(tied, at_once, monkeypatch):
+def test_loss_and_gradients_against_cross_entropy(tied, at_once):
     """The decoder's own loss, whose gradient is formed in forward, against F.cross_entropy on its
     logits, both in fp64.
     """
-    monkeypatch.setattr(loss, "LOGITS_AT_ONCE", {"cpu": at_once})
     config = sized(711, 4, 2, tie_word_embeddings=tied, num_hidden_layers=2)
     model = build(config, SINGLE, dtype=torch.float64)
+    model.split = replace(model.split, kernels=Kernels(logits_at_once=at_once))
     initialize(model, 0)
     tokens = torch.randint(711, (2, 7), generator=torch.Generator().manual_seed(1))
     labels = tokens.roll(-1, 1)

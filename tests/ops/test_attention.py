@@ -5,10 +5,11 @@ documents; both backends, and the form that attends to one run of keys at a time
 import pytest
 import torch
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dolmen.ops import attention as ops
-from dolmen.ops import dropout, flash
+from dolmen.ops import dropout
+from dolmen.ops.attention import Documents, blocks
+from dolmen.ops.attention import blockwise as ops
+from dolmen.ops.attention.reference import definition
 
 CASES = [  # queries, keys, heads, kv_heads, window
     (70, 70, 4, 4, None),  # more than one block
@@ -38,18 +39,6 @@ def documents(*sequences):
             for lengths in sequences
         ]
     )
-
-
-def definition(q, k, v, window, starts=None):
-    group = q.shape[2] // k.shape[2]
-    k, v = (t.repeat_interleave(group, 2) for t in (k, v))
-    s = torch.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[3] ** 0.5
-    column = torch.arange(k.shape[1])
-    back = column[-q.shape[1] :, None] - column  # tokens from a query back to a key
-    s = s.masked_fill((back < 0) | (back >= (window or k.shape[1])), -torch.inf)
-    if starts is not None:
-        s = s.masked_fill((column < starts[..., None])[:, None], -torch.inf)
-    return torch.einsum("bhqk,bkhd->bqhd", s.softmax(-1), v)
 
 
 def run(fn, inputs):
@@ -108,10 +97,11 @@ DOCUMENTS = {  # queries, keys, heads, kv_heads, window, lengths of the document
 def test_documents(case, dtype, tolerance):
     *sizes, window, first, second = DOCUMENTS[case]
     starts = documents(first, second)[:, -sizes[0] :]
+    here = Documents.of(starts)
     inputs = tensors(*sizes, dtype=dtype)
     wide = [t.detach().double().requires_grad_() for t in inputs]
     close(
-        run(lambda *t: ops.attention(*t, window, starts), inputs),
+        run(lambda *t: ops.attention(*t, window, here), inputs),
         run(lambda *t: definition(*t, window, starts), wide),
         dtype,
         tolerance,
@@ -120,7 +110,7 @@ def test_documents(case, dtype, tolerance):
 
 def test_a_document_is_as_if_alone():
     q, k, v = tensors(150, 150, 4, 2)
-    together = ops.attention(q, k, v, None, documents([60, 90], [60, 90]))
+    together = ops.attention(q, k, v, None, Documents.of(documents([60, 90], [60, 90])))
     alone = [
         ops.attention(*(t[:, part] for t in (q, k, v))) for part in (slice(0, 60), slice(60, 150))
     ]
@@ -131,7 +121,7 @@ def test_keys_of_other_documents_are_not_multiplied(monkeypatch):
     keys, bmm = [], torch.bmm
     monkeypatch.setattr(torch, "bmm", lambda a, b: keys.append(b.shape[2]) or bmm(a, b))
     q, k, v = (t.detach() for t in tensors(256, 256, 1, 1))
-    ops.attention(q, k, v, None, documents([128, 128], [100, 28, 128]))
+    ops.attention(q, k, v, None, Documents.of(documents([128, 128], [100, 28, 128])))
     # four blocks of 64 queries; the third and fourth begin at key 128
     assert keys[::2] == [64, 128, 64, 128]
 
@@ -153,8 +143,9 @@ def test_runs_of_keys_merge_to_the_whole(window, starts, dtype, tolerance):
     """
     q, k, v = (t.detach() for t in tensors(100, 200, 4, 2, dtype))
     mine = None if starts is None else starts[:, 100:]
+    here = None if starts is None else Documents.of(mine)
     runs = [(i, k[:, i : i + 50], v[:, i : i + 50]) for i in range(0, 200, 50)]
-    pieces = [ops.partial(q, a, b, 100, i, window, mine) for i, a, b in runs]
+    pieces = [ops.partial(q, a, b, 100, i, window, here) for i, a, b in runs]
     for out, log_sum in pieces:
         assert (
             out.isfinite().all()
@@ -165,7 +156,7 @@ def test_runs_of_keys_merge_to_the_whole(window, starts, dtype, tolerance):
     out = sum(o * (l - log_sum).exp()[..., None] for o, l in pieces).to(dtype)
     weight = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape).to(dtype)
     grads = [
-        ops.partial_backward(weight, q, a, b, out, log_sum, 100, i, window, mine)
+        ops.partial_backward(weight, q, a, b, out, log_sum, 100, i, window, here)
         for i, a, b in runs
     ]
     got = [
@@ -186,7 +177,7 @@ def test_runs_of_keys_merge_to_the_whole(window, starts, dtype, tolerance):
 def test_scores_at_once_do_not_grow_with_the_square(monkeypatch):
     """A block has fewer queries as keys grow, down to BLOCK."""
     sizes, bmm = [], torch.bmm
-    monkeypatch.setattr(ops, "SCORES", 2**14)
+    monkeypatch.setattr(blocks, "SCORES", 2**14)
     monkeypatch.setattr(
         torch, "bmm", lambda a, b: sizes.append(a.shape[1] * b.shape[2]) or bmm(a, b)
     )
@@ -194,74 +185,6 @@ def test_scores_at_once_do_not_grow_with_the_square(monkeypatch):
         sizes.clear()
         ops.attention(*(torch.zeros(1, queries, 1, 8) for _ in range(3)))
         assert max(sizes[::2]) == most
-
-
-def test_the_gpu_kernel_is_called_as_its_schema_says(monkeypatch):
-    """No GPU here: shapes and types on fake CUDA tensors, the algebra on the CPU's kernel of the
-    same signature.
-    """
-    monkeypatch.setattr(flash, "can_use_flash_attention", lambda params: True)
-    monkeypatch.setattr(flash, "SDPAParams", lambda *args: args)
-    with FakeTensorMode():
-        q, k, v = (
-            torch.empty(2, 64, h, 16, device="cuda", dtype=torch.bfloat16) for h in (4, 2, 2)
-        )
-        assert (
-            flash.can(q, k, v, 0, None, None)
-            and flash.can(q, k, v, 64, None, None)
-            and flash.can(q, k, v, 64, 128, None)
-        )
-        assert not any(
-            (
-                flash.can(q, k, v, 10, None, None),
-                flash.can(q, k, v, 64, 127, None),
-                flash.can(q.float(), k, v, 0, None, None),
-            )
-        )
-        assert not flash.can(
-            torch.empty(2, 63, 4, 16, device="cuda", dtype=torch.bfloat16), k, v, 0, None, None
-        )
-        out, log_sum = ops.partial(q, k, v, 64, 0)
-        assert (
-            out.shape == q.shape
-            and out.dtype == q.dtype
-            and log_sum.shape == q.shape[:3]
-            and log_sum.dtype == torch.float32
-        )
-        grads = ops.partial_backward(q, q, k, v, out, log_sum, 64, 64)
-        assert [(g.shape, g.dtype) for g in grads] == [
-            (q.shape, q.dtype),
-            (k.shape, torch.float32),
-            (v.shape, torch.float32),
-        ]
-
-
-@pytest.mark.parametrize("offset", [0, 64])
-def test_the_gpu_kernel_s_algebra(offset, monkeypatch):
-    aten = torch.ops.aten
-    forward = aten._scaled_dot_product_flash_attention_for_cpu
-    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
-    monkeypatch.setattr(
-        aten,
-        "_scaled_dot_product_flash_attention",
-        lambda q, k, v, p, causal: forward(q, k, v, p, causal),
-    )
-    monkeypatch.setattr(
-        aten,
-        "_scaled_dot_product_flash_attention_backward",
-        lambda g, q, k, v, out, l, _, __, queries, keys, p, causal, *___: backward(
-            g, q, k, v, out, l, p, causal
-        ),
-    )
-    q, k, v = (t.detach() for t in tensors(64, 64, 4, 4))
-    inputs = q, k, v, offset, 0
-    for a, b in zip(flash.forward(q, k, v, offset == 0), ops.partial(*inputs), strict=True):
-        torch.testing.assert_close(a, b)
-    # of all keys: not this run's own
-    out, log_sum = (torch.randn_like(q), torch.randn_like(q[..., 0]) + 5)
-    ours = ops.partial_backward(v, q, k, v, out, log_sum, offset, 0)
-    for a, b in zip(flash.backward(v, q, k, v, out, log_sum, offset == 0), ours, strict=True):
-        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)  # dk and dv come in fp32
 
 
 def test_gradients_by_differences():
@@ -284,10 +207,11 @@ def test_blocks_and_sdpa_agree():
 @pytest.mark.full  # torch.compile starts a C++ compiler per kernel: 25 s
 @pytest.mark.parametrize("starts", [None, documents([30, 40], [70])], ids=["one", "documents"])
 def test_compiled_equals_eager(starts):
+    here = None if starts is None else Documents.of(starts)
     inputs = tensors(70, 70 if starts is not None else 90, 4, 2, torch.float32)
-    compiled = run(torch.compile(lambda *t: ops.attention(*t, 66, starts), fullgraph=True), inputs)
+    compiled = run(torch.compile(lambda *t: ops.attention(*t, 66, here), fullgraph=True), inputs)
     # fp32, sums in another order
-    for a, b in zip(compiled, run(lambda *t: ops.attention(*t, 66, starts), inputs), strict=True):
+    for a, b in zip(compiled, run(lambda *t: ops.attention(*t, 66, here), inputs), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 

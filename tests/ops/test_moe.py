@@ -5,6 +5,7 @@ against their definitions.
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import gradcheck
 
 from dolmen.ops import moe
@@ -90,6 +91,39 @@ def test_grouped_products(counts):
     )
     moe.grouped_linear(x, weight, counts).sum().backward()
     assert [bool((g == 0).all()) for g in weight.grad] == [n == 0 for n in counts]
+
+
+@pytest.mark.parametrize("counts", ([3, 0, 5], [0, 0, 0], [0, 7, 0], [1, 2, 1]))
+def test_one_kernel_against_float64(counts):
+    """fp32 on a CPU, where torch has a kernel for it that is a loop: the glue around it."""
+    made = random(sum(counts), 8), random(3, 16, 8), random(sum(counts), 16, seed=5)
+    wide = [t.requires_grad_() for t in made[:2]]
+    narrow = [t.detach().float().requires_grad_() for t in made[:2]]
+    ends = torch.tensor(counts).cumsum(0, dtype=torch.int32)
+    want = moe.grouped_linear(*wide, counts)
+    got = moe.grouped_linear(*narrow, ends)
+    wanted = (want, *torch.autograd.grad(want, wide, made[2]))
+    found = (got, *torch.autograd.grad(got, narrow, made[2].float()))
+    for a, b in zip(wanted, found, strict=True):
+        assert a.shape == b.shape
+        torch.testing.assert_close(
+            b.double(), a, rtol=0, atol=1e-5
+        )  # sums of 16 fp32 products to 40
+    assert [bool((g == 0).all()) for g in found[2]] == [n == 0 for n in counts]
+
+
+def test_one_kernel_takes_what_a_gpu_demands():
+    """Of bf16: torch's shape rule makes the checks of the CUDA kernel, strides of whole 16 bytes
+    among them. The gradient comes expanded, as that of a sum does.
+    """
+    with FakeTensorMode():
+        x = torch.empty(24, 16, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.empty(3, 40, 16, dtype=torch.bfloat16, requires_grad=True)
+        y = moe.grouped_linear(x, weight, torch.empty(3, dtype=torch.int32))
+        y.sum().backward()
+    assert y.shape == (24, 40) and y.is_contiguous()
+    assert x.grad.shape == x.shape and x.grad.is_contiguous()
+    assert weight.grad.shape == weight.shape and weight.grad.is_contiguous()
 
 
 def test_permutations_have_the_gradient_of_indexing():

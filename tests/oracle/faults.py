@@ -13,9 +13,10 @@ from adapter import ignored
 from dolmen.core.state import local
 from dolmen.data import mixture
 from dolmen.model import decoder, moe
-from dolmen.ops import attention, rope
 from dolmen.ops import moe as routing
+from dolmen.ops import rope
 from dolmen.ops.activation import ACTIVATIONS
+from dolmen.ops.attention import blockwise
 from dolmen.optim import optimizer
 from dolmen.parallel import data
 from dolmen.train import balance, step
@@ -157,8 +158,8 @@ FAULTS = [
     Fault("clipped by value", "llama", data, "scale_gradients", by_value),
     Fault("schedule a step early", "cosine", step, "learning_rate", argument(1, lambda s: s + 1)),
     Fault("warm-up from 0", "warmup", step, "learning_rate", argument(1, lambda s: s - 1)),
-    Fault("document masks ignored", "masked", attention, "_blockwise", argument(4, lambda s: None)),
-    Fault("window one longer", "mistral", attention, "_blockwise", argument(3, lambda w: w + 1)),
+    Fault("document masks ignored", "masked", blockwise, "_blockwise", argument(4, lambda s: None)),
+    Fault("window one longer", "mistral", blockwise, "_blockwise", argument(3, lambda w: w + 1)),
     Fault("a loss of each microbatch", "uneven-accumulation", decoder, "linear_cross_entropy",
           mean_of_means),
     Fault("auxiliary losses of each microbatch", "auxiliary-accumulation", moe._Account, "apply",
@@ -176,8 +177,8 @@ FAULTS = [
           lambda right: torch.nn.functional.gelu),
     Fault("biases moved the other way", "bias-balance", balance, "_move",
           argument(2, lambda rate: -rate)),
-    Fault("biases moved in a skipped step", "not-finite-bias-balance", balance, "settle",
-          lambda right: lambda model, mesh, sequences, update: right(model, mesh, sequences, True)),
+    Fault("biases moved in a skipped step", "not-finite-bias-balance", balance, "move",
+          lambda right: lambda model, tallies, update: right(model, tallies, True)),
     Fault("Adam's count taken from the step", "resumed-not-finite", optimizer, "set_step",
           argument(1, lambda updates: updates + 2)),
     Fault("spikes forgotten by a checkpoint", "resumed-spike", SpikePolicy, "load",

@@ -1,7 +1,7 @@
 """dolmen against the oracle: losses, gradient norms, learning rates, tokens, what routers do, the
 validation loss and bits per byte, and every weight and moment at the end.
 
-Tolerances are in TOLERANCE, what was measured in docs/numerics.md. A weight is told by how far it
+Tolerances are rows.TOLERANCE, what was measured in docs/numerics.md. A weight is told by how far it
 has moved, a moment by its tensor's largest element.
 
 In float64 two right programs differ by the order of sums alone. A loss averages the roundings of a
@@ -25,20 +25,10 @@ import torch
 import trainer
 from adapter import LENGTH, Material
 from faults import FAULTS
-from rows import DATA, ROWS, Row, named
+from rows import DATA, ROWS, TOLERANCE, Row, named
 from torch import Tensor
 from trainer import IGNORED, Result
 
-# Of losses, of norms and router losses, of how far weights have moved, of moments' largest element.
-# The worst measured over all rows (docs/numerics.md) times 200, 200, 8 and 30 in float64, for the
-# order of sums is another on another machine; times 6 or more in float32; times 1.7 or more in half
-# precision, where 2^-1 is all there is.
-TOLERANCE = {
-    "float64": (1e-13, 1e-12, 1e-11, 1e-12),
-    "float32": (1e-6, 1e-5, 2e-4, 1e-4),
-    "bfloat16": (2**-9, 2**-6, 2**-2, 2**-1),
-    "float16": (2**-11, 2**-8, 2**-5, 2**-5),
-}
 # Tokens of a step that may go to another expert than the oracle's: one did in bf16, none elsewhere
 ASTRAY = {"float64": 0, "float32": 0, "bfloat16": 4, "float16": 4}
 # by how many times its tolerance a row sees a fault at least: 3e8 and 18 were measured

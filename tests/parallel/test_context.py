@@ -8,6 +8,7 @@ import weakref
 from contextlib import contextmanager
 from functools import cache
 
+import flash_kernel
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dolmen.core import collectives
 from dolmen.core import mesh as meshes
 from dolmen.core.mesh import Axis
-from dolmen.ops import attention as ops
+from dolmen.ops.attention import Documents, blockwise, visible
 from dolmen.ops.dropout import Noise
 from dolmen.parallel import context
 from dolmen.parallel.context import ContextParallel
@@ -73,7 +74,7 @@ def gradients(attend, q, k, v, g) -> list[torch.Tensor]:
 def definition(case: str) -> list[torch.Tensor]:
     """Output and gradients of one process, in float64, with every score in one matrix."""
     kv_heads, window, documents = CASES[case]
-    seen = ops.visible(
+    seen = visible(
         LENGTH, LENGTH, window, torch.device("cpu"), starts() if documents else None
     ).view(-1, 1, LENGTH, LENGTH)
 
@@ -90,7 +91,7 @@ def error(case: str, cp: ContextParallel, dtype: torch.dtype, wrap=lambda f: f) 
     output, dq, dk and dv.
     """
     kv_heads, window, documents = CASES[case]
-    here = cp.split(starts(), 1) if documents else None
+    here = cp.documents(starts()) if documents else None
     got = gradients(
         wrap(lambda q, k, v: cp.attention(q, k, v, window, here)),
         *(cp.split(t.to(dtype), 1) for t in inputs(kv_heads)),
@@ -111,7 +112,7 @@ def dropped(cp: ContextParallel) -> list[torch.Tensor]:
             k,
             v,
             50,
-            cp.split(starts(), 1),
+            cp.documents(starts()),
             0.3,
             Noise(torch.tensor(7), torch.arange(3) + 5),
             4,
@@ -184,6 +185,10 @@ def in_world() -> dict[str, float]:
                 for a, b in zip(dropped(cp), dropped(ALONE), strict=True)
             ),
         )
+    with flash_kernel.on_cpu():
+        for (size, axis), kind, case in itertools.product(axes.items(), ("ring", "gather"), CASES):
+            cp = ContextParallel(axis, kind, "flash")
+            note(f"flash {kind} of {size}, {case}", error(case, cp, torch.float64))
     for kind in (
         "ring",
         "gather",
@@ -222,6 +227,15 @@ def test_equals_one_process(kind, size):
     # inputs, probabilities and results rounded by 2^-9 each
     assert results()[f"{kind} of {size}, bf16"] <= 2e-2
     assert results()[f"{kind} of {size}, dropout"] <= 1e-14
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("kind", ["ring", "gather"])
+def test_flash_equals_one_process(kind, size):
+    """By a stand-in for the kernels of a GPU, in float64: what is sliced for them, and merged."""
+    for case in CASES:
+        found = results()[f"flash {kind} of {size}, {case}"]
+        assert found <= 1e-14, f"{case} differs by {found:.1e}"
 
 
 @pytest.mark.parametrize("kind", ["ring", "gather"])
@@ -277,10 +291,10 @@ def test_identity_on_an_axis_of_one():
         and ALONE.gather_keys(k, v) == (k, v)
         and ALONE.indices(7, q.device).tolist() == list(range(7))
     )
-    for window, here in ((None, None), (9, starts())):
+    for window, here in ((None, None), (9, Documents.of(starts()))):
         for a, b in zip(
             gradients(lambda *t: ALONE.attention(*t, window, here), q, k, v, g),
-            gradients(lambda *t: ops.attention(*t, window, here), q, k, v, g),
+            gradients(lambda *t: blockwise.attention(*t, window, here), q, k, v, g),
             strict=True,
         ):
             assert torch.equal(a, b)
@@ -373,7 +387,7 @@ def test_bytes_sent_by_a_ring(world):
         with mode or Watch():
             cp = ContextParallel(Axis("cp", 8, 3, world))
             tensors = [torch.ones(2, 512 // 8, h, SIZE, dtype=dtype) for h in (HEADS, 2, 2, HEADS)]
-            here = torch.zeros(2, 512 // 8, dtype=torch.int64)
+            here = Documents.of(torch.zeros(2, 512 // 8, dtype=torch.int64))
             with Watch() as watch:
                 got = gradients(lambda *t: cp.attention(*t, None, here), *tensors)
         assert [t.shape for t in got] == [
@@ -385,7 +399,7 @@ def test_bytes_sent_by_a_ring(world):
 
 
 def test_keys_travel_while_the_present_ones_are_attended_to(world, monkeypatch):
-    events, rotate, partial = [], collectives.start_rotate, ops.partial
+    events, rotate, partial = [], collectives.start_rotate, blockwise.partial
 
     class Noted:
         def __init__(self, rotation):
@@ -398,7 +412,9 @@ def test_keys_travel_while_the_present_ones_are_attended_to(world, monkeypatch):
     monkeypatch.setattr(
         collectives, "start_rotate", lambda *args: events.append("start") or Noted(rotate(*args))
     )
-    monkeypatch.setattr(ops, "partial", lambda *args: events.append("attend") or partial(*args))
+    monkeypatch.setattr(
+        blockwise, "partial", lambda *args: events.append("attend") or partial(*args)
+    )
     cp = ContextParallel(Axis("cp", 4, 1, world))
     cp.attention(*(cp.split(t, 1) for t in inputs(2)[:3]))
     assert events == [

@@ -43,6 +43,7 @@ FAMILIES = {
 }
 SHORT = {
     "all_reduce": "all-reduce",
+    "all_reduce_": "all-reduce",
     "all_gather_into_tensor": "gather",
     "reduce_scatter_tensor": "scatter",
     "allreduce_": "all-reduce",

@@ -4,6 +4,7 @@ same seeds.
 """
 
 from functools import cache
+from itertools import accumulate
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from dolmen.model.config import ModelConfig
 from dolmen.model.decoder import Decoder
 from dolmen.model.layout import Layout
 from dolmen.parallel import data, expert
+from dolmen.train import balance
 from dolmen.train.build import build, initialize
 
 EXPERTS, HIDDEN = 4, 3
@@ -47,7 +49,9 @@ def round_trips() -> dict[str, str]:
         here = EXPERTS // size
         for name, counts in COUNTS.items():
             x = rows_of(dist.get_rank(), counts[dist.get_rank()]).requires_grad_()
-            rows, trip = expert.dispatch(x * 1.0, torch.tensor(counts[dist.get_rank()]), axis)
+            mine = torch.tensor(counts[dist.get_rank()])
+            rows, trip = expert.dispatch(x * 1.0, mine, axis, kernel=False)
+            _, other = expert.dispatch(x * 1.0, mine, axis, kernel=True)
             mine = range(axis.rank * here, (axis.rank + 1) * here)
             want = [
                 row
@@ -61,7 +65,8 @@ def round_trips() -> dict[str, str]:
             (g,) = torch.autograd.grad(back, x, sent)
             checks = {
                 "rows": rows.tolist() == want,
-                "counts": trip.counts == [sum(counts[r][e] for r in peers) for e in mine],
+                "counts": trip.groups == [sum(counts[r][e] for r in peers) for e in mine],
+                "ends": other.groups.tolist() == list(accumulate(trip.groups)),
                 "back": torch.equal(back, 2 * x),
                 "gradient": torch.equal(g, 2 * sent),
             }
@@ -79,8 +84,11 @@ def test_there_and_back():
 
 def test_on_one_process_nothing_moves():
     x = torch.randn(8, HIDDEN)
-    rows, trip = expert.dispatch(x, torch.tensor([1, 5, 0, 2]), SINGLE.ep)
-    assert rows is x and trip.counts == [1, 5, 0, 2] and expert.combine(rows, trip, SINGLE.ep) is x
+    counts = torch.tensor([1, 5, 0, 2])
+    rows, trip = expert.dispatch(x, counts, SINGLE.ep, kernel=False)
+    assert rows is x and trip.groups == [1, 5, 0, 2] and expert.combine(rows, trip, SINGLE.ep) is x
+    ends = expert.dispatch(x, counts, SINGLE.ep, kernel=True)[1].groups
+    assert ends.tolist() == [1, 6, 6, 8] and ends.dtype == torch.int32
     assert collectives.exchange(x, [8], [8], SINGLE.ep) is x
 
 
@@ -178,9 +186,9 @@ def counted_again(kind: str) -> tuple[list, list]:
     model = build(MODEL, SINGLE, Layout(recompute=kind))
     initialize(model, 0)
     tokens = torch.arange(16).view(2, 8)
-    model(tokens, tokens, balance=torch.tensor(1.0)).backward()
-    moe = model.layers["1"].mlp
-    return moe.tally.tolist(), moe.router.weight.grad.tolist()
+    given = balance.begin(model, torch.tensor(1.0))
+    model(tokens, tokens, balance=given).backward()
+    return given[1].tally.grad.tolist(), model.layers["1"].mlp.router.weight.grad.tolist()
 
 
 def test_recomputation_counts_once():
@@ -198,9 +206,9 @@ def decoder() -> Decoder:
 def test_without_a_gradient_nothing_is_counted():
     tokens = torch.arange(16).view(2, 8)
     with torch.no_grad():
-        decoder()(tokens, tokens, balance=torch.tensor(1.0))
+        decoder()(tokens, tokens, balance=(given := balance.begin(decoder(), torch.tensor(1.0))))
     decoder()(tokens, tokens).backward()
-    assert decoder().layers["1"].mlp.tally is None
+    assert given[1].tally.grad is None
 
 
 def test_auxiliary_losses_add_to_the_gradient_what_their_formulas_say():
@@ -213,17 +221,17 @@ def test_auxiliary_losses_add_to_the_gradient_what_their_formulas_say():
 
     def gradient(scale):
         model.zero_grad()
-        model(tokens, tokens, balance=scale).backward()
-        moe.tally = None
+        model(tokens, tokens, balance=balance.begin(model, scale)).backward()
         return weight.grad.clone()
 
     added = gradient(torch.tensor(2.0)) - gradient(torch.tensor(0.0))
 
     def losses():
         with torch.enable_grad():
-            model(tokens, tokens, balance=torch.tensor(0.0)).backward()
-        (balance, z), moe.tally = moe.tally[4:].tolist(), None
-        return 0.7 * balance + 0.3 * z
+            given = balance.begin(model, torch.tensor(0.0))
+            model(tokens, tokens, balance=given).backward()
+        uneven, z = given[1].tally.grad[4:].tolist()
+        return 0.7 * uneven + 0.3 * z
 
     for at in ((0, 0), (2, 7), (3, 15)):
         with torch.no_grad():

@@ -18,7 +18,7 @@ from dolmen.core.mesh import SINGLE
 from dolmen.data.batch import Batch, document_starts
 from dolmen.model.config import ModelConfig
 from dolmen.model.decoder import Decoder
-from dolmen.ops.dropout import Noise
+from dolmen.ops.dropout import Noise, keep
 from dolmen.optim.optimizer import OptimizerConfig, adamw
 from dolmen.parallel import schedule as schedules
 from dolmen.serve.engine import generate
@@ -143,6 +143,16 @@ def masks() -> dict[str, list[Tensor]]:
     steps(CONFIG, batch(), 2, seed=0, watch=watch)
     steps(CONFIG, batch(), 1, seed=1, watch=watch)
     return {site: found[0].found[site] + found[1].found[site] for site in found[0].found}
+
+
+def test_a_mask_is_what_it_has_always_been():
+    """Checkpoints go on with the masks they were trained with, so the hash never changes."""
+    noise = Noise(torch.tensor(7), torch.arange(2), torch.tensor(1))
+    index = torch.arange(8)
+    kept = keep(0.3, noise.key, noise.site(1), index[:, None], index)
+    assert torch.equal(kept, keep(0.3, noise.key, 4, index[:, None], index))
+    rows = [sum(bit << i for i, bit in enumerate(row)) for row in kept.tolist()]
+    assert rows == [126, 183, 125, 175, 153, 93, 228, 188]
 
 
 def test_every_site_is_there(masks):

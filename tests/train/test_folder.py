@@ -169,7 +169,7 @@ def test_names_of_ours_that_dolmen_has_not_written_stay(run):
     with pytest.raises(Unusable, match="model is not exported: .*/hf was not written by dolmen"):
         folder.remove_export(run)
     with pytest.raises(Unusable, match="would write over hf"):
-        folder.refuse_taken(run, export=True)
+        folder.refuse_taken(run, "hf")
     folder.refuse_taken(run)
 
 
@@ -310,7 +310,7 @@ def test_what_is_no_file_of_ours_is_refused_by_name(run, tmp_path, name, instead
     if instead == "a folder" and (folder._kind(name, "folder") or name == "hang"):
         return
     with pytest.raises(Unusable, match=f"would write over (.*, )?{name}[,/]"):
-        folder.refuse_taken(run, export=True)
+        folder.refuse_taken(run, "hf")
 
 
 def test_a_resume_through_links_is_refused(run, tmp_path):

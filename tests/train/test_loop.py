@@ -15,10 +15,10 @@ def made(monkeypatch):
     """Steps that cost nothing: what was asked for, in order."""
     asked = []
 
-    def step(state, batch, mesh):
+    def step(state, batch, mesh, signal):
         asked.append((state.step, batch))
         state.step += 1
-        return f"metrics {state.step}"
+        return SimpleNamespace(text=f"metrics {state.step}", signal=signal())
 
     monkeypatch.setattr(loop, "optimizer_step", step)
     return asked
@@ -39,7 +39,7 @@ def go(start: int, steps: int, hooks, stop: Stop | None = None) -> int:
 def test_hooks_have_their_turn_and_all_are_called_last(made):
     called = []
     hooks = [
-        (every, lambda state, m, every=every: called.append((every, state.step, m)))
+        (every, lambda state, m, every=every: called.append((every, state.step, m.text)))
         for every in (1, 3, 0)
     ]
     assert go(2, 7, iter(hooks)) == 0

@@ -15,7 +15,7 @@ from dolmen.core.mesh import SINGLE, Mesh
 from dolmen.data.batch import IGNORED, Batch
 from dolmen.model.config import ModelConfig
 from dolmen.model.layout import Layout
-from dolmen.optim.optimizer import OptimizerConfig, adamw, prime
+from dolmen.optim.optimizer import AdamW, OptimizerConfig, adamw, prime
 from dolmen.optim.precision import DTYPES, LossScale
 from dolmen.parallel import data
 from dolmen.parallel.schedule import make as make_schedule
@@ -79,14 +79,14 @@ def same(a: dict, b: dict) -> bool:
 @pytest.fixture
 def updates(monkeypatch):
     """The norm of the gradient that each update is made of, by the optimizer that makes it."""
-    seen, step = [], torch.optim.AdamW.step
+    seen, step = [], AdamW.step
 
     def observed(self):
         parameters = [p for group in self.param_groups for p in group["params"]]
         seen.append(data.gradient_norm(parameters, SINGLE).item())
         return step(self)
 
-    monkeypatch.setattr(torch.optim.AdamW, "step", observed)
+    monkeypatch.setattr(AdamW, "step", observed)
     return seen
 
 

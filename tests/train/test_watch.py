@@ -8,6 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from dolmen.cli.errors import Failed
+from dolmen.cli.train import told
 from dolmen.train import watch as watches
 from dolmen.train.watch import Watch, verdict
 
@@ -109,3 +111,17 @@ def test_start_up_has_longer_and_nothing_is_left(tmp_path, passes):
     with Watch(tmp_path / "hang", 0, 1, None, told.append).watching() as watch:
         watch.beat(0, "a step")
     assert not (tmp_path / "hang").exists()
+
+
+def test_a_link_in_its_place_is_not_followed(tmp_path, passes):
+    """It is told by `train` in a sentence, with what is saved."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "hang").symlink_to(tmp_path / "elsewhere")
+    watch = Watch(tmp_path / "hang", 0, 1, 9.0, [].append)
+    with (
+        pytest.raises(Failed, match="hang: it is a link or a file, no folder. "),
+        told(tmp_path),
+        watch.watching(),
+    ):
+        pass
+    assert not list((tmp_path / "elsewhere").iterdir())

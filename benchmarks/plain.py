@@ -1,0 +1,110 @@
+"""Llama as one writes it in plain torch, after torchtitan's recipe: RMSNorm and SDPA of torch, a
+compiled program per block, FSDP2 with bf16 copies of fp32 masters, fused AdamW, the loss compiled.
+No line of dolmen computes here; parameters have dolmen's names, so that weights can be copied.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from benchmarks.sides import Work, batch_of, copy_weights, fused_adamw, mean_loss, plain_step
+from dolmen.core.mesh import Mesh
+from dolmen.model.config import ModelConfig
+from dolmen.ops.rope import inverse_frequencies
+
+
+def linear(inp: int, out: int) -> nn.Linear:
+    return nn.Linear(inp, out, bias=False)
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x.float().chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, c: ModelConfig):
+        super().__init__()
+        self.size, kv = c.head_dim, c.num_key_value_heads * c.head_dim
+        self.q = linear(c.hidden_size, c.num_attention_heads * c.head_dim)
+        self.k, self.v = linear(c.hidden_size, kv), linear(c.hidden_size, kv)
+        self.o = linear(c.num_attention_heads * c.head_dim, c.hidden_size)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q, k, v = (p(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for p in self.qkv)
+        q, k = turned(q, cos, sin), turned(k, cos, sin)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.o(y.transpose(1, 2).flatten(2))
+
+    @property
+    def qkv(self) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
+        return self.q, self.k, self.v
+
+
+class MLP(nn.Module):
+    def __init__(self, c: ModelConfig):
+        super().__init__()
+        self.gate = linear(c.hidden_size, c.intermediate_size)
+        self.up = linear(c.hidden_size, c.intermediate_size)
+        self.down = linear(c.intermediate_size, c.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    def __init__(self, c: ModelConfig):
+        super().__init__()
+        self.attn_norm = nn.RMSNorm(c.hidden_size, c.norm_eps)
+        self.attn = Attention(c)
+        self.mlp_norm = nn.RMSNorm(c.hidden_size, c.norm_eps)
+        self.mlp = MLP(c)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.attn(self.attn_norm(x), cos, sin)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Llama(nn.Module):
+    """tokens [batch, length] -> logits [batch, length, vocabulary]."""
+
+    def __init__(self, c: ModelConfig, length: int, device: torch.device):
+        super().__init__()
+        self.embed = nn.Embedding(c.vocab_size, c.hidden_size)
+        self.layers = nn.ModuleList(Block(c) for _ in range(c.num_hidden_layers))
+        self.final_norm = nn.RMSNorm(c.hidden_size, c.norm_eps)
+        self.head = linear(c.hidden_size, c.vocab_size)
+        if c.tie_word_embeddings:
+            self.head.weight = self.embed.weight
+        r = c.rope
+        scaling = r.low_freq_factor, r.high_freq_factor, r.original_max_position_embeddings
+        inv = inverse_frequencies(c.head_dim, r.theta, r.scaling, r.factor, *scaling, device)
+        angle = torch.arange(length, device=device)[:, None] * inv
+        self.tables = angle.cos(), angle.sin()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x, *self.tables)
+        return self.head(self.final_norm(x))
+
+
+def plain_side(work: Work, mesh: Mesh, compile: bool):
+    """One step of it; see benchmarks/sides.py."""
+    with mesh.device:
+        model = Llama(work.config, work.sequence, mesh.device)
+    copy_weights(work, model, mesh.device, lambda name: name)
+    loss_of = mean_loss
+    if compile:
+        for layer in model.layers:
+            layer.compile()
+        loss_of = torch.compile(mean_loss)
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh.grid["fsdp"], mp_policy=policy, reshard_after_forward=False)
+    tokens, labels = batch_of(work, mesh.device)
+    optimizer = fused_adamw(model.parameters())
+    return plain_step(lambda t, l: loss_of(model(t), l), tokens, labels, model, optimizer)

@@ -1,0 +1,76 @@
+"""The same bits every time on a GPU (--train.deterministic). docs/numerics.md says what is bitwise
+where.
+
+On a CPU all of a run is, with or without. A GPU's atomic additions come in any order: those of
+FlashAttention's backward, of `index_put`, `index_add` and `scatter_add`, of cuBLAS's shared
+workspaces, and of a switch that adds up for NCCL (NVLS). Each has another way, which torch takes
+where its flag is set: NCCL's if that is so before the process group is made.
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.utils import deterministic
+
+# cuBLAS: eight workspaces of 4 MiB, one per stream, so that products on two streams share none.
+# torch refuses products without it; it must be in the environment before the first of them.
+ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+NONE = re.compile(r"(\w+) does not have a deterministic implementation")
+
+
+class NotRepeatable(ValueError):
+    """Something cannot be computed so that its bits are always the same; the message says what."""
+
+
+@contextmanager
+def repeatable(asked: bool) -> Iterator[None]:
+    """Within, if `asked`, torch takes deterministic algorithms alone; afterwards it is as before.
+    Raises NotRepeatable where there is none.
+    """
+    if not asked:
+        yield
+        return
+    cudnn = torch.backends.cudnn
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        deterministic.fill_uninitialized_memory,
+        cudnn.deterministic,
+        cudnn.benchmark,
+    )
+    try:
+        _set(True, False, False, True, False)
+        yield
+    except RuntimeError as error:
+        if told := _told(str(error)):
+            raise NotRepeatable(told) from error
+        raise
+    finally:
+        _set(*before)
+
+
+def _set(
+    on: bool, warn_only: bool, fill: bool, cudnn_deterministic: bool, cudnn_benchmark: bool
+) -> None:
+    torch.use_deterministic_algorithms(on, warn_only=warn_only)  # the compiler's flag too
+    # fills what `empty` gives, against those who read it: a pass over memory that nobody here needs
+    deterministic.fill_uninitialized_memory = fill
+    torch.backends.cudnn.deterministic = cudnn_deterministic
+    torch.backends.cudnn.benchmark = cudnn_benchmark
+
+
+def _told(text: str) -> str | None:
+    """What torch's refusal means for a user; None: it is another."""
+    if found := NONE.search(text):
+        return (
+            f"train.deterministic: {found[1]} has no deterministic implementation on this device: "
+            "use --train.no-deterministic"
+        )
+    if "CUBLAS_WORKSPACE_CONFIG" in text:
+        return (
+            "train.deterministic: CUBLAS_WORKSPACE_CONFIG must be :4096:8 or :16:8: unset it, or "
+            "use --train.no-deterministic"
+        )
+    return None

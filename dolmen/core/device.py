@@ -1,0 +1,128 @@
+"""Which device a process computes on, chosen once at the entry point.
+
+GPUs visible to a process         what each local rank takes
+none                              the CPU
+as many as local ranks, or more   cuda:LOCAL_RANK
+one (srun --gpus-per-task=1)      cuda:0; when all have joined, no two may have the same GPU
+any other number                  refused
+"""
+
+import os
+import socket
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+
+from dolmen.core import agree
+from dolmen.core.launched import Launch
+from dolmen.core.words import counted
+
+Asked = Literal["auto", "cpu", "cuda"]
+"""auto: the GPUs, where any are visible; cpu: never; cuda: refused where there is none."""
+CPU = torch.device("cpu")
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def visible(asked: Asked = "auto") -> int:
+    """GPUs that this process may use."""
+    return torch.cuda.device_count() if asked != "cpu" and torch.cuda.is_available() else 0
+
+
+def choose(
+    asked: Asked, launch: Launch | None, option: str, env: Mapping[str, str] = os.environ
+) -> torch.device:
+    """The device of this process, as the table says. Raises ValueError with the numbers and
+    `option`, the name of the knob.
+    """
+    local, here = (launch.local_rank, launch.local_world_size) if launch else (0, 1)
+    here = max(here, local + 1)
+    count = visible(asked)
+    if count == 0 and asked == "cuda":
+        mend = "install one with CUDA" if torch.version.cuda is None else "make one visible"
+        raise ValueError(
+            f"--{option} is cuda, but {_none_why()}{_said(env)}: {mend}, or use --{option} cpu"
+        )
+    if count == 0:
+        return CPU
+    if count >= here:
+        return torch.device("cuda", local)
+    if count == 1:
+        return torch.device("cuda", 0)
+    raise ValueError(_too_few(here, count, option, env))
+
+
+def check(asked: Asked, processes: int, option: str, env: Mapping[str, str] = os.environ) -> None:
+    """Before this process starts `processes` others, which will see the GPUs that it sees. Raises
+    ValueError where those are fewer.
+    """
+    choose(asked, None, option, env)
+    count = visible(asked)
+    if 0 < count < processes:
+        raise ValueError(_too_few(processes, count, option, env))
+
+
+def _too_few(processes: int, count: int, option: str, env: Mapping[str, str]) -> str:
+    are = "is" if count == 1 else "are"
+    return (
+        f"{counted(processes, 'process', 'processes')} on this machine, but "
+        f"{counted(count, 'GPU')} {are} visible{_said(env)}: start {count}, make {processes} "
+        f"visible, or use --{option} cpu"
+    )
+
+
+def _said(env: Mapping[str, str]) -> str:
+    return f" ({VISIBLE}={env[VISIBLE]})" if VISIBLE in env else ""
+
+
+def _none_why() -> str:
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA"
+    return "no GPU is visible"
+
+
+def told(device: torch.device, asked: Asked) -> str:
+    """The device of this process, and why this one, for the header."""
+    if device.type == "cuda":
+        seen = counted(visible(), "GPU")
+        return f"{torch.cuda.get_device_name(device)} ({device} of {seen} visible per process)"
+    threads = f"CPU, {counted(torch.get_num_threads(), 'thread')} each"
+    return f"{threads} ({'as asked' if asked == 'cpu' else _none_why()})"
+
+
+def identity(device: torch.device, env: Mapping[str, str] = os.environ) -> str:
+    """A name that no other GPU of this machine has, nor another part (MIG) of the same GPU; empty
+    for the CPU.
+    """
+    if device.type == "cpu":
+        return ""
+    named = env.get(VISIBLE, "").split(",")[0].strip()
+    if named.startswith("MIG-"):
+        return named  # a process sees one part at most; CUDA may tell the UUID of the whole
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+
+
+def settle(device: torch.device, option: str) -> None:
+    """Called by all ranks when they have joined. Raises ValueError, the same on every rank, where
+    two have one GPU, or some have a GPU and others none.
+    """
+    everyone = agree.gathered((socket.gethostname(), identity(device)))
+    without = [rank for rank, (_, name) in enumerate(everyone) if not name]
+    if len(without) == len(everyone):
+        return
+    if without:
+        rank = without[0]
+        raise ValueError(
+            f"{len(without)} of {counted(len(everyone), 'rank')} have no GPU, such as rank {rank} "
+            f"on {everyone[rank][0]}: make one visible to each, or use --{option} cpu for all"
+        )
+    ranks: dict[tuple[str, str], list[int]] = {}
+    for rank, where in enumerate(everyone):
+        ranks.setdefault(where, []).append(rank)
+    for (host, name), sharing in ranks.items():
+        if len(sharing) > 1:
+            raise ValueError(
+                f"ranks {', '.join(map(str, sharing[:8]))}{' ...' * (len(sharing) > 8)} on {host} "
+                f"have one GPU, {name}: give each rank its own (srun --gpus-per-task=1), or start "
+                f"{counted(len(ranks), 'rank')}, one per GPU; --{option} cpu uses none"
+            )

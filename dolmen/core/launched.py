@@ -1,0 +1,123 @@
+"""What a launcher (torchrun, srun, ours) told this process in its environment."""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a launcher told this process. Read once, at the entry point."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    rendezvous: str | None = None
+    """Where the ranks meet, tcp://HOST:PORT; None: MASTER_ADDR and MASTER_PORT say."""
+
+    @staticmethod
+    def read(env: Mapping[str, str] = os.environ) -> "Launch | None":
+        """From torchrun's variables, else SLURM's; None where no launcher started this process.
+        Raises ValueError, with the variable and its value, where they are half set.
+        """
+        if "RANK" in env and "WORLD_SIZE" in env:
+            return _torchrun(env)
+        if "SLURM_PROCID" not in env or "SLURM_STEP_NODELIST" not in env:
+            return None
+        return _slurm(env) if "SLURM_NTASKS" in env and _size(env, "SLURM_NTASKS") > 1 else None
+
+
+def _torchrun(env: Mapping[str, str]) -> Launch:
+    """Where nothing is said of this machine, all ranks are on it."""
+    world = _size(env, "WORLD_SIZE")
+    rank = _index(env, "RANK", world, "WORLD_SIZE")
+    if "LOCAL_RANK" not in env and "LOCAL_WORLD_SIZE" not in env:
+        local, here = rank, world
+    else:
+        here = _size(env, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in env else world
+        local = _index(env, "LOCAL_RANK", here, "LOCAL_WORLD_SIZE")
+    _check_address(env, world)
+    return Launch(rank, world, local, here)
+
+
+def _slurm(env: Mapping[str, str]) -> Launch:
+    world = _size(env, "SLURM_NTASKS")
+    here, name = _tasks_here(env)
+    rank = _index(env, "SLURM_PROCID", world, "SLURM_NTASKS")
+    local = _index(env, "SLURM_LOCALID", here, name)
+    if "MASTER_ADDR" not in env:
+        return Launch(rank, world, local, here, _rendezvous(env))
+    _check_address(env, world)
+    return Launch(rank, world, local, here)
+
+
+def _tasks_here(env: Mapping[str, str]) -> tuple[int, str]:
+    """Tasks of the step on this machine, and the variable that says so: "4", "4(x2)" or "4,3", by
+    machines, of which this is the one numbered SLURM_NODEID.
+    """
+    name = "SLURM_STEP_TASKS_PER_NODE"
+    if name not in env:
+        return _size(env, "SLURM_NTASKS_PER_NODE"), "SLURM_NTASKS_PER_NODE"
+    each: list[tuple[int, int]] = []  # (tasks, of so many machines)
+    for part in env[name].split(","):
+        found = re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,9})\))?", part.strip())
+        if not found or not int(found[1]):
+            raise ValueError(_told(env, name, "it must be as 4, 4(x2) or 4,3"))
+        each.append((int(found[1]), int(found[2] or 1)))
+    if len(each) == 1:
+        return each[0][0], name
+    node = _index(env, "SLURM_NODEID", sum(machines for _, machines in each), name)
+    ends = accumulate(machines for _, machines in each)
+    return next(tasks for (tasks, _), end in zip(each, ends, strict=True) if node < end), name
+
+
+def _rendezvous(env: Mapping[str, str]) -> str:
+    """The first machine of the step ("n[03-05,9],x1" is n03 and others), and a port that depends on
+    the step alone.
+    """
+    host = re.match(r"([^,\[]+)(?:\[(\d+))?", env["SLURM_STEP_NODELIST"])
+    if not host:
+        raise ValueError(_told(env, "SLURM_STEP_NODELIST", "it must begin with a machine's name"))
+    job, step = (
+        _number(env, name, 0) if name in env else 0 for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")
+    )
+    return f"tcp://{host[1]}{host[2] or ''}:{20000 + (job * 31 + step) % 10000}"
+
+
+def _check_address(env: Mapping[str, str], world: int) -> None:
+    """Where more than one rank meet is said."""
+    if world == 1:
+        return
+    if not env.get("MASTER_ADDR"):
+        raise ValueError(_told(env, "MASTER_ADDR", "it must be the host of rank 0"))
+    if _number(env, "MASTER_PORT", 0) > 65535:
+        raise ValueError(_told(env, "MASTER_PORT", "it must be from 0 to 65535"))
+
+
+def _size(env: Mapping[str, str], name: str) -> int:
+    return _number(env, name, 1)
+
+
+def _index(env: Mapping[str, str], name: str, size: int, of: str) -> int:
+    index = _number(env, name, 0)
+    if index >= size:
+        raise ValueError(_told(env, name, f"it must be from 0 to {size - 1}, as {of} is {size}"))
+    return index
+
+
+def _number(env: Mapping[str, str], name: str, least: int) -> int:
+    value = env.get(name, "").strip()
+    if not re.fullmatch(r"[0-9]{1,18}", value) or int(value) < least:
+        raise ValueError(_told(env, name, f"it must be a whole number of at least {least}"))
+    return int(value)
+
+
+def _told(env: Mapping[str, str], name: str, must: str) -> str:
+    ours = "RANK" if "RANK" in env and "WORLD_SIZE" in env else "SLURM_PROCID"
+    start = "torchrun" if ours == "RANK" else "srun"
+    said = f"{name} is {env[name][:80]!r}" if name in env else f"{name} is not set"
+    but = "" if name == ours else f", but {ours} is {env[ours][:80]!r}"
+    return f"{said}{but}: {must}; start this with {start}, which sets it, or unset {ours}"

@@ -1,0 +1,43 @@
+"""Names for the parts of a step, for a profile (train/profile.py): what operators are for, and over
+which axis bytes move.
+
+    with ranges.mark("attention"): ...
+    with ranges.mark("tp", "all-reduce"): ...
+
+Where no profile records, entering one costs 0.4 us and leaves nothing; under torch.compile it is
+not there at all, and what is compiled is known by the names of its kernels.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch.autograd import profiler
+
+P, T = ParamSpec("P"), TypeVar("T")
+PREFIX = "dolmen: "
+
+
+def mark(kind: str, what: str = "") -> AbstractContextManager:
+    """A range of the profile, if one records: `kind` is a kind of timeline.py or the name of an
+    axis, `what` is told beside it. Backward needs none: it is found by the forward it belongs to.
+    """
+    if torch.compiler.is_compiling() or not profiler._is_profiler_enabled:
+        return nullcontext()
+    return profiler.record_function(f"{PREFIX}{kind} {what}".rstrip())
+
+
+def marked(kind: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """The function, in a range."""
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @wraps(function)
+        def within(*args: P.args, **kwargs: P.kwargs) -> T:
+            with mark(kind):
+                return function(*args, **kwargs)
+
+        return within
+
+    return decorate

@@ -1,0 +1,20 @@
+"""Causal attention on local heads: q, k, v are [batch, length, heads, head_dim].
+
+    spec.py       what a query sees, and the interface that every backend has
+    blocks.py     the algebra of one block of queries, on any device
+    blockwise.py  the backend of those blocks
+    flash.py      the backend of torch's FlashAttention operators
+    operators.py  their calls
+    decode.py     one query
+    reference.py  the definition, in float64
+
+Which backend computes is chosen where a model is built (ops/kernels.py), and no tensor is asked for
+its device.
+"""
+
+from dolmen.ops.attention import blockwise, flash
+from dolmen.ops.attention.spec import Attention, Documents, begins, run, seen, visible
+
+BACKENDS: dict[str, Attention] = {"blocks": blockwise, "flash": flash}
+
+__all__ = ["BACKENDS", "Attention", "Documents", "begins", "run", "seen", "visible"]

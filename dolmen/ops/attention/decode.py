@@ -1,0 +1,28 @@
+"""One query, as in a step of decoding, by PyTorch's SDPA: there is no square to avoid, on any
+device.
+"""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from dolmen.ops.attention.spec import Documents, visible
+
+
+def one_query(
+    q: Tensor, k: Tensor, v: Tensor, window: int | None, documents: Documents | None
+) -> Tensor:
+    """q [batch, 1, heads, size] at the last key; a mask has one row."""
+    keys = k.shape[1]
+    mask = None
+    if documents is not None or (window is not None and window < keys):
+        starts = None if documents is None else documents.starts
+        mask = visible(1, keys, window, q.device, starts)
+        mask = mask if starts is None else mask[:, None]
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=mask,
+        enable_gqa=q.shape[2] != k.shape[2],
+    )
+    return out.transpose(1, 2)

@@ -1,0 +1,216 @@
+"""The backend of torch's FlashAttention operators (2307.08691): half precision on a GPU.
+
+`F.scaled_dot_product_attention` takes windows and documents as a mask only, which no flash kernel
+has, and keeps the log-sum-exp to itself. So the operators below it are called by name
+(operators.py), on what a run of queries sees of a run of keys:
+
+    whole sequences, a gathered chunk      plain, window: dense     documents: varlen
+    ring, a chunk with its own keys        the same
+    ring, a chunk with an earlier one's    a rectangle, or a band of one: dense, sliced by the
+                                           host's numbers; of documents only the one that reaches
+                                           over both is seen
+
+Every query of every call sees a key: what the kernels leave where one sees none is not relied on.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from dolmen.ops.attention.decode import one_query
+from dolmen.ops.attention.operators import (
+    ALL,
+    CAUSAL,
+    Flash,
+    backward,
+    forward,
+    no_state,
+    segments,
+)
+from dolmen.ops.attention.spec import Documents, Run
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, window: int | None = None, documents: Documents | None = None
+) -> Tensor:
+    """See `spec.Attention`."""
+    if q.shape[1] == 1:
+        return one_query(q, k, v, window, documents)
+    if documents is None:
+        return Flash.apply(q, k, v, *segments(None), *_causal(window))
+    run = _run(documents)
+    k, v = (_kept(t, run) for t in (k, v))
+    flat = q.flatten(0, 1)
+    return Flash.apply(flat, k, v, *segments(run), *_causal(window)).view(q.shape)
+
+
+def partial(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_start: int,
+    k_start: int,
+    window: int | None = None,
+    documents: Documents | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See `spec.Attention`."""
+    if q_start == k_start:
+        return _own(q, k, v, window, documents)
+    batch, queries = q.shape[:2]
+    out = torch.zeros_like(q)
+    log_sum = torch.full_like(q[..., 0], -torch.inf, dtype=_wide(q))
+    pieces = _pieces(batch, queries, k.shape[1], q_start, k_start, window, documents)
+    for rows, mine, theirs, bounds in pieces:
+        out[rows, mine], piece, _ = forward(
+            q[rows, mine], k[rows, theirs], v[rows, theirs], *segments(None), *bounds
+        )
+        log_sum[rows, mine] = piece.transpose(1, 2)
+    return out, log_sum
+
+
+def partial_backward(
+    g: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    log_sum: Tensor,
+    q_start: int,
+    k_start: int,
+    window: int | None = None,
+    documents: Documents | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `spec.Attention`; dk and dv in fp32."""
+    if q_start == k_start:
+        return _own_backward(g, q, k, v, out, log_sum, window, documents)
+    dq = torch.zeros_like(q)
+    dk, dv = (torch.zeros_like(t, dtype=_wide(q)) for t in (k, v))
+    pieces = _pieces(len(q), q.shape[1], k.shape[1], q_start, k_start, window, documents)
+    for rows, mine, theirs, bounds in pieces:
+        dq[rows, mine], more_k, more_v = backward(
+            g[rows, mine],
+            q[rows, mine],
+            k[rows, theirs],
+            v[rows, theirs],
+            out[rows, mine],
+            log_sum[rows, mine].transpose(1, 2),
+            no_state(q),
+            *segments(None),
+            *bounds,
+        )
+        dk[rows, theirs] += more_k
+        dv[rows, theirs] += more_v
+    return dq, dk, dv
+
+
+def _own(
+    q: Tensor, k: Tensor, v: Tensor, window: int | None, documents: Documents | None
+) -> tuple[Tensor, Tensor]:
+    """A run of queries and its own keys."""
+    if documents is None:
+        out, log_sum, _ = forward(q, k, v, *segments(None), *_causal(window))
+        return out, log_sum.transpose(1, 2)
+    flat = (t.flatten(0, 1) for t in (q, k, v))
+    out, log_sum, _ = forward(*flat, *segments(_run(documents)), *_causal(window))
+    return out.view(q.shape), log_sum.t().reshape(q.shape[:3])
+
+
+def _own_backward(
+    g: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    log_sum: Tensor,
+    window: int | None,
+    documents: Documents | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    given, rest = (g, q, k, v, out), (no_state(q), *segments(documents and _run(documents)))
+    if documents is None:
+        dq, dk, dv = backward(*given, log_sum.transpose(1, 2), *rest, *_causal(window))
+    else:
+        flat = (t.flatten(0, 1) for t in given)
+        grads = backward(*flat, log_sum.flatten(0, 1).t(), *rest, *_causal(window))
+        dq, dk, dv = (d.view(t.shape) for d, t in zip(grads, (q, k, v), strict=True))
+    return dq, dk.to(_wide(q)), dv.to(_wide(q))
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    """fp32: the kernels know no wider; a test's stand-in for them does."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _causal(window: int | None) -> tuple[int, int]:
+    """Keys left and right of the diagonal: no later one, and of a window the query itself."""
+    return CAUSAL if window is None else (window - 1, 0)
+
+
+def _run(documents: Documents) -> Run:
+    if len(documents.runs) != 1:
+        raise ValueError(
+            f"flash attention to documents needs the run of its queries, and was given "
+            f"{len(documents.runs)}: make them by ContextParallel.documents"
+        )
+    return documents.runs[0]
+
+
+def _kept(t: Tensor, run: Run) -> Tensor:
+    """t [batch, keys, ...] -> [keys of `run`, ...], sequence after sequence."""
+    flat = t.flatten(0, 1)
+    return flat if run.kept is None else flat.index_select(0, run.kept)
+
+
+def _pieces(
+    batch: int,
+    queries: int,
+    keys: int,
+    q_start: int,
+    k_start: int,
+    window: int | None,
+    documents: Documents | None,
+) -> Iterator[tuple[slice, slice, slice, tuple[int, int]]]:
+    """What queries from q_start on see of a run of keys that ends before they begin: sequences,
+    their queries, their keys, and the keys seen left and right of the diagonal. Neighbouring
+    sequences with equal pieces are one.
+    """
+    found = []
+    for sequence in range(batch):
+        rows, first = queries, 0
+        if documents is not None:
+            rows, first = _run(documents).rectangle(sequence, k_start, keys)
+        found.append(_band(rows, first, keys, q_start - k_start, window))
+    first = 0
+    for end in range(1, batch + 1):
+        if end == batch or found[end] != found[first]:
+            for piece in found[first]:
+                yield slice(first, end), *piece
+            first = end
+
+
+def _band(
+    queries: int, first: int, keys: int, offset: int, window: int | None
+) -> tuple[tuple[slice, slice, tuple[int, int]], ...]:
+    """Of the rectangle of queries [0, queries) and keys [first, keys), what a window leaves: query
+    i is at key i + offset, beyond the last, so it sees keys j >= i + oldest. None, one or two
+    pieces, each of queries, keys, and the keys seen left and right of the diagonal.
+
+        keys   first .. keys
+        query 0      x x x x         keys before `oldest`, and queries that see nothing, are cut
+        query 1      x x x x         off first
+        query 2      . x x x         `left` keys before the diagonal, which ends in the last query
+        query 3      . . x x         and the last key, is what a query sees first
+    """
+    oldest = -queries if window is None else offset - window + 1
+    first, queries = max(first, oldest), min(queries, keys - oldest)
+    if queries <= 0 or first >= keys:
+        return ()
+    theirs, whole = slice(first, keys), first - oldest + 1  # the queries that see all of them
+    if whole >= queries:
+        return ((slice(0, queries), theirs, ALL),)
+    band = (keys - queries - oldest, -1)
+    if queries <= keys - first:
+        return ((slice(0, queries), theirs, band),)
+    # FlashAttention-2 takes "no bound on the right" for as many keys as there are, which is too few
+    # where more queries than keys lie before the end of the diagonal
+    return ((slice(0, whole), theirs, ALL), (slice(whole, queries), theirs, band))

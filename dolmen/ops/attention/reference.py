@@ -1,0 +1,172 @@
+"""The definition, every score at once: what tests and benchmarks hold the backends to.
+
+for name, case in CASES.items():
+    errors("flash", case, torch.bfloat16, torch.device("cuda"))
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dolmen.ops.attention import BACKENDS, spec
+
+
+def definition(
+    q: Tensor, k: Tensor, v: Tensor, window: int | None = None, starts: Tensor | None = None
+) -> Tensor:
+    """`spec.Attention.attention`, by autograd, in the dtype of q: float64 where it is a reference.
+    Memory O(batch heads queries keys).
+    """
+    group = q.shape[2] // k.shape[2]
+    k, v = (t.repeat_interleave(group, 2) for t in (k, v))
+    s = torch.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[3] ** 0.5
+    column = torch.arange(k.shape[1], device=q.device)
+    back = column[-q.shape[1] :, None] - column  # tokens from a query back to a key
+    s = s.masked_fill((back < 0) | (back >= (window or k.shape[1])), -torch.inf)
+    if starts is not None:
+        s = s.masked_fill((column < starts[..., None])[:, None], -torch.inf)
+    return torch.einsum("bhqk,bkhd->bqhd", s.softmax(-1), v)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Two or more sequences of `length` tokens."""
+
+    length: int = 192
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 16
+    window: int | None = None
+    documents: tuple[tuple[int, ...], ...] | None = None
+    """Lengths of the documents of each sequence."""
+    batch: int = 2
+
+    @property
+    def starts(self) -> Tensor | None:
+        """[batch, length] int64 on the host: where the document of each token begins."""
+        if self.documents is None:
+            return None
+        rows = [
+            [sum(lengths[:i]) for i, n in enumerate(lengths) for _ in range(n)]
+            for lengths in self.documents
+        ]
+        return torch.tensor(rows)
+
+    def tensors(self, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+        """q, k, v and a gradient of the output, standard normal, the same on every device."""
+        g = torch.Generator().manual_seed(0)
+        heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
+        return [
+            torch.randn(self.batch, self.length, h, self.head_dim, generator=g).to(device, dtype)
+            for h in heads
+        ]
+
+
+# Lengths of documents: across the edges of chunks of 24 (cp 4) and 48 (cp 2), of one token, whole
+TEXTS = ((50, 1, 141), (192,))
+CASES = {
+    "plain": Case(kv_heads=4),
+    "grouped": Case(),
+    "one key head": Case(kv_heads=1),
+    "window in a chunk": Case(window=9),
+    "window of chunks": Case(window=70),
+    "window of two tokens": Case(window=2),
+    "window longer than the text": Case(window=500),
+    "documents": Case(documents=TEXTS),
+    "equal documents": Case(documents=((100, 92), (100, 92))),
+    "documents of a token": Case(documents=((1,) * 192, (191, 1))),
+    "documents and window": Case(documents=TEXTS, window=30),
+    "documents and a long window": Case(documents=TEXTS, window=130),
+    "one sequence": Case(documents=((30, 12, 100, 50),), window=64, batch=1),
+}
+
+
+def expected(case: Case, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """out, dq, dk, dv in float64, of the inputs as `dtype` rounds them."""
+    *qkv, g = (t.double() for t in case.tensors(dtype, device))
+    leaves = [t.requires_grad_() for t in qkv]
+    starts = case.starts
+    out = definition(*leaves, case.window, None if starts is None else starts.to(device))
+    return [out.detach(), *torch.autograd.grad(out, leaves, g)]
+
+
+def whole(backend: str, case: Case, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """out, dq, dk, dv of whole sequences."""
+    *qkv, g = case.tensors(dtype, device)
+    leaves = [t.requires_grad_() for t in qkv]
+    documents = _documents(case, 0, case.length, device)
+    out = BACKENDS[backend].attention(*leaves, case.window, documents)
+    return [out.detach(), *torch.autograd.grad(out, leaves, g)]
+
+
+def gathered(
+    backend: str, case: Case, dtype: torch.dtype, device: torch.device, chunks: int = 8
+) -> list[Tensor]:
+    """The same a chunk of queries at a time, against all keys before its end."""
+    *qkv, g = case.tensors(dtype, device)
+    q, k, v = leaves = [t.requires_grad_() for t in qkv]
+    n, out = case.length // chunks, []
+    for i in range(0, case.length, n):
+        documents = _documents(case, i, n, device)
+        kv = k[:, : i + n], v[:, : i + n]
+        out.append(BACKENDS[backend].attention(q[:, i : i + n], *kv, case.window, documents))
+    whole = torch.cat(out, 1)
+    return [whole.detach(), *torch.autograd.grad(whole, leaves, g)]
+
+
+def ring(
+    backend: str, case: Case, dtype: torch.dtype, device: torch.device, chunks: int = 8
+) -> list[Tensor]:
+    """The same by pieces, of a chunk of queries and one of keys, merged by their log-sums."""
+    attend, n = BACKENDS[backend], case.length // chunks
+    q, k, v, g = case.tensors(dtype, device)
+    dq, dk, dv = (torch.zeros_like(t, dtype=torch.float64) for t in (q, k, v))
+    out = torch.zeros_like(dq)
+    for mine in _slices(case.length, n):
+        documents = _documents(case, mine.start, n, device, back=False)
+        place = [
+            (theirs, (mine.start, theirs.start, case.window, documents))
+            for theirs in _slices(mine.stop, n)
+        ]
+        pieces = [attend.partial(q[:, mine], k[:, t], v[:, t], *at) for t, at in place]
+        log_sum = torch.stack([l.double() for _, l in pieces]).logsumexp(0)
+        out[:, mine] = sum(o.double() * (l - log_sum).exp()[..., None] for o, l in pieces)
+        final = out[:, mine].to(dtype), log_sum.to(pieces[0][1].dtype)
+        for t, at in place:
+            grads = attend.partial_backward(g[:, mine], q[:, mine], k[:, t], v[:, t], *final, *at)
+            for total, grad in zip((dq[:, mine], dk[:, t], dv[:, t]), grads, strict=True):
+                total += grad
+    return [t.to(dtype) for t in (out, dq, dk, dv)]
+
+
+ROADS = {"whole": whole, "gathered": gathered, "ring": ring}
+
+
+def errors(
+    backend: str, case: Case, dtype: torch.dtype, device: torch.device, road: str = "whole"
+) -> dict[str, float]:
+    """The norm of the difference from the definition over its own: of out, dq, dk and dv, each by
+    `road`, one of ROADS. Not a number where anything is not.
+    """
+    got, want = ROADS[road](backend, case, dtype, device), expected(case, dtype, device)
+    return {
+        name: float((a.double() - b).norm() / b.norm())
+        for name, a, b in zip(("out", "dq", "dk", "dv"), got, want, strict=True)
+    }
+
+
+def _slices(length: int, n: int) -> Iterator[slice]:
+    return (slice(i, i + n) for i in range(0, length, n))
+
+
+def _documents(
+    case: Case, first: int, length: int, device: torch.device, back: bool = True
+) -> spec.Documents | None:
+    starts = case.starts
+    if starts is None:
+        return None
+    here = starts[:, first : first + length]
+    run = spec.run(spec.begins(starts), first, length, device, back)
+    return spec.Documents(here.to(device), here, (run,))

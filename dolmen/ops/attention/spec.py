@@ -1,0 +1,201 @@
+"""What a query sees: its own and earlier tokens, of its window and of its document."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dolmen.core import host
+
+
+def seen(rows: Tensor, columns: Tensor, window: int | None, starts: Tensor | None = None) -> Tensor:
+    """Which keys each query sees: bool [queries, keys], with starts [batch, queries, keys].
+
+    rows [queries], columns [keys] int64: indices in the sequence. A window counts the query itself.
+    starts [batch, queries] int64: index of the first token of the query's document, so key j is
+    seen iff max(starts, row - window + 1) <= j <= row.
+    """
+    rows = rows[:, None]
+    out = columns <= rows
+    if window is not None:
+        out = out & (columns > rows - window)
+    return out if starts is None else out & (columns >= starts[..., None])
+
+
+def visible(
+    queries: int, keys: int, window: int | None, device: torch.device, starts: Tensor | None = None
+) -> Tensor:
+    """`seen` where the last query is at the last key, and the keys are counted from 0."""
+    return seen(
+        torch.arange(keys - queries, keys, device=device),
+        torch.arange(keys, device=device),
+        window,
+        starts,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """The documents of consecutive tokens of every sequence, in the host's numbers, and as flash's
+    variable-length form takes them: the piece of each document in the run is a segment.
+    """
+
+    first: int
+    """Index in the sequence of the run's first token."""
+    length: int
+    """Tokens of it in every sequence."""
+    begins: tuple[tuple[int, ...], ...]
+    """Where the documents of each whole sequence begin, ascending, the first at 0."""
+    kept: Tensor | None
+    """[keys of all segments] int64, on the device: of the keys [batch * stop] of all sequences to
+    the run's end, those from where the first query's document begins. None: these are all.
+    """
+    queries: Tensor
+    """[segments + 1] int32, on the device: where each begins among the queries of all sequences,
+    one after the other, and where the last ends.
+    """
+    keys: Tensor
+    """The same among the keys."""
+    longest: Tensor
+    """[queries or keys of the longest segment, or up to 127 more, 0]: a number as a shape, which
+    torch.compile takes for one that changes.
+    """
+
+    def rectangle(self, sequence: int, k_start: int, keys: int) -> tuple[int, int]:
+        """Of a run of keys [k_start, k_start + keys) before this run's first token: (queries, key).
+
+        Only a document that reaches over both is seen: by the run's first `queries` queries, from
+        `key` on, counted in the keys' run. (0, 0) where there is none.
+        """
+        own = self.begins[sequence]
+        at = sum(begin <= self.first for begin in own)  # documents up to that of the first query
+        if own[at - 1] >= k_start + keys:
+            return 0, 0
+        end = own[at] if at < len(own) else self.first + self.length
+        return min(self.length, end - self.first), max(0, own[at - 1] - k_start)
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """Several documents share a sequence: where they begin."""
+
+    starts: Tensor
+    """[batch, length] int64: index in the whole sequence of the first token of each token's
+    document; it never falls from a token to the next.
+    """
+    host: Tensor
+    """The same numbers where the host reads them without waiting for a device."""
+    runs: tuple[Run, ...] = ()
+    """Of each run of consecutive tokens; none where the kernels do not ask."""
+
+    @staticmethod
+    def of(starts: Tensor, runs: tuple[Run, ...] = ()) -> "Documents":
+        """Of a tensor that the host can read."""
+        return Documents(starts, starts, runs)
+
+    def part(self, tokens: slice, run: int = 0) -> "Documents":
+        """Of these tokens, which are the run numbered `run`."""
+        return Documents(self.starts[:, tokens], self.host[:, tokens], self.runs[run : run + 1])
+
+
+def begins(starts: Tensor) -> tuple[tuple[int, ...], ...]:
+    """Where the documents of each sequence begin, from starts [batch, length] on the host."""
+    return tuple(tuple(sorted(set(row))) for row in starts.tolist())
+
+
+def run(
+    begins: tuple[tuple[int, ...], ...],
+    first: int,
+    length: int,
+    device: torch.device,
+    back: bool = True,
+) -> Run:
+    """Of the tokens [first, first + length) of every sequence. `back`: their keys begin where the
+    first token's document does, and are picked from all from 0 on; else their own are their keys.
+    """
+    queries, keys, kept, stop = [], [], [], first + length
+    for own in begins:
+        inner = [begin for begin in own if first < begin < stop]
+        lengths = [b - a for a, b in zip([first, *inner], [*inner, stop], strict=True)]
+        before = first - max(begin for begin in own if begin <= first) if back else 0
+        queries += lengths
+        keys += [lengths[0] + before, *lengths[1:]]
+        kept.append((first - before + len(kept) * stop, (len(kept) + 1) * stop))
+    bounds = torch.tensor([queries, keys], dtype=torch.int32).cumsum(1, dtype=torch.int32)
+    bounds = host.send(F.pad(bounds, (1, 0)), device)
+    longest = torch.empty((-(-max(keys) // 128) * 128, 0), device=device)
+    picked = None
+    if back and first > 0:
+        picked = torch.cat([torch.arange(*part, device=device) for part in kept])
+    out = Run(first, length, begins, picked, bounds[0], bounds[1], longest)
+    for size in (out.queries, out.keys, out.longest, *([] if picked is None else [picked])):
+        # from the first batch on, lest each size that changes be a compilation of every block
+        torch._dynamo.maybe_mark_dynamic(size, 0)
+    return out
+
+
+class Attention(Protocol):
+    """One way to compute it; `dolmen.ops.attention.BACKENDS` has them by their names in Kernels.
+    q [batch, queries, heads, head_dim]; k, v [batch, keys, kv_heads, head_dim], kv_heads dividing
+    heads.
+    """
+
+    @staticmethod
+    def attention(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        window: int | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
+        """softmax(q k^T / sqrt(head_dim)) v over the keys each query may see; like q.
+
+        Queries are the last of the keys, so a cache is simply more keys, and so is what comes
+        before a chunk of a sequence. `window` is in tokens, the query itself included. `documents`
+        of the queries, whose indices are those of the keys. The softmax is fp32 or wider.
+        """
+        ...
+
+    @staticmethod
+    def partial(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_start: int,
+        k_start: int,
+        window: int | None = None,
+        documents: Documents | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Attention of a run of queries to a run of keys, as if there were no other keys, and what
+        merges it with other runs.
+
+        q are the tokens q_start, q_start + 1, ... of the sequence, k and v those from k_start: the
+        same run, or one that ends before the queries begin. -> out like q, in fp32 or wider (flash:
+        in q's dtype), and log_sum [batch, queries, heads], the log of the sum of exponentials, in
+        fp32 or wider. A query that sees none of the keys has out 0 and log_sum -inf. No autograd:
+        `partial_backward` is its gradient.
+        """
+        ...
+
+    @staticmethod
+    def partial_backward(
+        g: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        log_sum: Tensor,
+        q_start: int,
+        k_start: int,
+        window: int | None = None,
+        documents: Documents | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What this run of keys adds to (dq, dk, dv), the last two in fp32 or wider.
+
+        g, out [batch, queries, heads, size] and log_sum [batch, queries, heads] are of the
+        attention to all keys: a block of probabilities is exp(scores - log_sum), and needs nothing
+        of the other blocks but these.
+        """
+        ...

@@ -1,0 +1,119 @@
+"""Which kernels a model computes with: chosen once, where it is built, from the hardware, the dtype
+and the sizes. No layer asks a tensor for its device, so a fake or a CPU tensor takes the road of an
+H100 where one is named, and what a run will call can be said before it starts.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+HALF = (torch.float16, torch.bfloat16)
+NORMS = {"passes": "in passes", "fused": "by one kernel"}  # in words
+SQUARES = {"pieces": "in pieces", "whole": "at once"}
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What a process computes on, as far as kernels depend on it."""
+
+    kind: Literal["cpu", "cuda"]
+    capability: tuple[int, int] = (0, 0)
+    """CUDA's compute capability; of a CPU (0, 0)."""
+    name: str = "CPU"
+    """For a person."""
+
+    @staticmethod
+    def of(device: torch.device) -> "Hardware":
+        """That of a device which is here."""
+        if device.type != "cuda":
+            return CPU
+        name = torch.cuda.get_device_name(device)
+        return Hardware("cuda", torch.cuda.get_device_capability(device), name)
+
+
+CPU = Hardware("cpu")
+A100 = Hardware("cuda", (8, 0), "NVIDIA A100-SXM4-80GB")
+H100 = Hardware("cuda", (9, 0), "NVIDIA H100 80GB HBM3")
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """One choice per place where the hardware decides. The defaults are a CPU's, and right
+    everywhere.
+    """
+
+    attention: Literal["blocks", "flash"] = "blocks"
+    """blocks: our own, in blocks of queries, on any device and in any dtype. flash: torch's
+    FlashAttention operators. Both take memory in proportion to queries + keys.
+    """
+    grouped: Literal["loop", "grouped_mm"] = "loop"
+    """The products of experts. loop: one per expert, whose rows the host counts. grouped_mm: one
+    kernel for all, whose offsets stay on the device.
+    """
+    logits_at_once: int = 1 << 22
+    """Elements of the logits of one chunk of the loss: what a CPU's cache holds (16 MiB in fp32),
+    1 GiB of a GPU.
+    """
+    squares: Literal["pieces", "whole"] = "pieces"
+    """How the squares of gradients are summed. pieces: fp32 in pieces, these in fp64 (on CPU torch
+    adds one by one). whole: torch's norm, a tree on a GPU.
+    """
+
+    norm: Literal["passes", "fused"] = "passes"
+    """RMSNorm where nothing is compiled. passes: elementwise operators, with a backward of our own.
+    fused: torch's kernel, then the product with the weight: 18 bytes per element and not 126.
+    """
+
+    def __str__(self) -> str:
+        """For a person: `attention by flash, experts by grouped_mm, ...`."""
+        return (
+            f"attention by {self.attention}, experts by {self.grouped}, norms {NORMS[self.norm]}, "
+            f"{self.logits_at_once >> 20} Mi logits at once, squares {SQUARES[self.squares]}"
+        )
+
+
+def choose(
+    hardware: Hardware, dtype: torch.dtype, head_dim: int, widths: Iterable[int] = ()
+) -> Kernels:
+    """The kernels of a model that computes in `dtype`. `widths`: rows and columns of the matrices
+    of its experts as one rank holds them; none without experts.
+    """
+    if hardware.kind == "cpu":
+        return Kernels()
+    widths = tuple(widths)
+    return Kernels(
+        attention="flash" if _flash(hardware, dtype, head_dim) else "blocks",
+        grouped="grouped_mm" if widths and _grouped_mm(hardware, dtype, widths) else "loop",
+        logits_at_once=1 << 28,
+        squares="whole",
+        norm="fused",
+    )
+
+
+def _flash(hardware: Hardware, dtype: torch.dtype, head_dim: int) -> bool:
+    """FlashAttention-2 as torch has it: half precision, Ampere or later, heads of whole 16 bytes up
+    to 256; above 192 its backward does not fit the shared memory of 8.6 to 8.9 and of 12.x.
+    """
+    small = (8, 6) <= hardware.capability <= (8, 9) or hardware.capability >= (12, 0)
+    return (
+        hardware.capability >= (8, 0)
+        and dtype in HALF
+        and head_dim % 8 == 0
+        and head_dim <= (192 if small else 256)
+    )
+
+
+def _grouped_mm(hardware: Hardware, dtype: torch.dtype, widths: tuple[int, ...]) -> bool:
+    """F.grouped_mm where it is one kernel that reads nothing, and right: bfloat16 on Hopper, rows
+    of whole 16 bytes. Its documentation says 8.0 or later, but the kernel is for 9.x and 10.x; on
+    others it copies the offsets to the host, once per product (native/GroupedMMUtils.h), where a
+    loop reads once per layer. On 10.x it leaves rubbish in the gradient of an expert without rows
+    (pytorch#172439).
+    """
+    return (
+        hardware.capability[0] == 9
+        and dtype == torch.bfloat16
+        and all(width % 8 == 0 for width in widths)
+    )

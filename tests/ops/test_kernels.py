@@ -1,0 +1,87 @@
+"""Which kernels are chosen for which hardware, and that a model is told of it where it is built."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dolmen.core.mesh import SINGLE
+from dolmen.model.config import ModelConfig
+from dolmen.ops.kernels import A100, CPU, H100, Hardware, Kernels, choose
+from dolmen.train.build import build
+
+HALF, FULL = torch.bfloat16, torch.float32
+
+
+@pytest.mark.parametrize(
+    "hardware, dtype, head_dim, attention",
+    [
+        (H100, HALF, 128, "flash"),
+        (A100, torch.float16, 64, "flash"),
+        (H100, HALF, 256, "flash"),
+        (CPU, HALF, 128, "blocks"),
+        (H100, FULL, 128, "blocks"),  # flash has no fp32
+        (H100, torch.float64, 128, "blocks"),
+        (H100, HALF, 100, "blocks"),  # rows of 200 bytes
+        (H100, HALF, 264, "blocks"),
+        (Hardware("cuda", (7, 5), "T4"), HALF, 64, "blocks"),
+        (Hardware("cuda", (8, 9), "L40S"), HALF, 192, "flash"),
+        (Hardware("cuda", (8, 9), "L40S"), HALF, 200, "blocks"),
+        (Hardware("cuda", (12, 0), "RTX 5090"), HALF, 256, "blocks"),
+        (Hardware("cuda", (10, 0), "B200"), HALF, 256, "flash"),
+    ],
+    ids=str,
+)
+def test_attention(hardware, dtype, head_dim, attention):
+    assert choose(hardware, dtype, head_dim).attention == attention
+
+
+@pytest.mark.parametrize(
+    "hardware, dtype, widths, grouped",
+    [
+        (H100, HALF, (64, 96), "grouped_mm"),
+        (A100, HALF, (64, 96), "loop"),
+        (Hardware("cuda", (10, 0), "B200"), HALF, (64, 96), "loop"),
+        (H100, torch.float16, (64, 96), "loop"),  # documented for bfloat16 alone
+        (H100, FULL, (64, 96), "loop"),
+        (H100, HALF, (64, 100), "loop"),
+        (H100, HALF, (), "loop"),
+        (CPU, HALF, (64, 96), "loop"),
+        (Hardware("cuda", (7, 5), "T4"), HALF, (64, 96), "loop"),
+    ],
+    ids=str,
+)
+def test_experts(hardware, dtype, widths, grouped):
+    assert choose(hardware, dtype, 64, widths).grouped == grouped
+
+
+def test_a_cpu_has_the_defaults_and_is_what_a_device_of_it_says():
+    assert choose(CPU, HALF, 64, (64, 64)) == Kernels()
+    assert Hardware.of(torch.device("cpu")) is CPU
+    gpu = choose(H100, FULL, 64)
+    assert (gpu.logits_at_once, gpu.squares, gpu.norm) == (1 << 28, "whole", "fused")
+    assert "attention by blocks" in str(gpu) and "256 Mi logits at once" in str(gpu)
+
+
+CONFIG = ModelConfig(
+    vocab_size=32,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=16,
+    num_experts=2,
+    moe_intermediate_size=24,
+)
+
+
+def test_a_model_is_told_where_it_is_built():
+    assert build(CONFIG, SINGLE).split.kernels == Kernels()
+    assert build(CONFIG, SINGLE, compute=HALF).split.kernels == Kernels()
+    gpu = build(CONFIG, SINGLE, compute=HALF, hardware=H100).split.kernels
+    assert (gpu.attention, gpu.grouped) == ("flash", "grouped_mm")
+    odd = build(replace(CONFIG, moe_intermediate_size=20), SINGLE, dtype=HALF, hardware=H100)
+    assert (odd.split.kernels.attention, odd.split.kernels.grouped) == ("flash", "loop")
+    dense = build(replace(CONFIG, num_experts=0), SINGLE, hardware=H100).split.kernels
+    assert (dense.attention, dense.grouped) == ("blocks", "loop")
