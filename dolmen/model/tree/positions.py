@@ -1,0 +1,70 @@
+"""How positions enter: rotary in attention (Su et al., 2104.09864), a bias on scores that grows with
+distance (ALiBi, Press et al., 2108.12409), or a table added to the embedding.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Positions are divided by `factor` (Chen et al., 2306.15595)."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class Llama3:
+    """Long wavelengths are divided by `factor`, short ones kept, smooth between."""
+
+    factor: float
+    low_freq_factor: float
+    """Wavelengths longer than original / this are divided."""
+    high_freq_factor: float
+    """Wavelengths shorter than original / this are kept."""
+    original_max_position_embeddings: int
+    """Context that the model was first trained at, tokens."""
+
+
+@dataclass(frozen=True)
+class Yarn:
+    """By parts, and the scores' temperature with it (Peng et al., 2309.00071)."""
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0
+    """What cos and sin are multiplied by."""
+    truncate: bool = True
+    """The bounds between the parts are whole numbers."""
+
+
+Scaling = Linear | Llama3 | Yarn
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Pairs of each head are turned by position * theta^(-2i / size)."""
+
+    size: int
+    """Leading part of each head that is rotated; the whole head where it is its size."""
+    theta: float = 10000.0
+    scaling: Scaling | None = None
+    interleaved: bool = False
+    """Pairs are neighbours (2i, 2i + 1), not (i, i + size / 2)."""
+
+
+@dataclass(frozen=True)
+class Alibi:
+    """score(i, j) += slope_h * (j - i), a slope per head."""
+
+    heads: int
+
+
+@dataclass(frozen=True)
+class Table:
+    """A learned row per position, added to the embedding."""
+
+    length: int
+    offset: int = 0
+    """Row of position 0 (OPT: 2)."""
