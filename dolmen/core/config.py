@@ -6,19 +6,37 @@ import dataclasses
 import difflib
 import types
 import typing
-from typing import Any, TypeVar
+from abc import ABC, abstractmethod
+from typing import Any, Self, TypeVar
 
 from dolmen.core.words import choices
 
 T = TypeVar("T")
 
 
+class Plain(ABC):
+    """A dataclass that is in a file what it says, not a mapping of its fields."""
+
+    @abstractmethod
+    def plain(self) -> Any:
+        """What YAML and JSON can hold."""
+
+    @classmethod
+    @abstractmethod
+    def from_plain(cls, value: Any) -> Self:
+        """The inverse. Raises ValueError."""
+
+
 def to_dict(config: Any) -> dict[str, Any]:
     """Plain values only, tuples as lists: what YAML and JSON can hold."""
-    return _plain(dataclasses.asdict(config))
+    return _plain(config)
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, Plain):
+        return value.plain()
+    if dataclasses.is_dataclass(value):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, dict):
         return {k: _plain(v) for k, v in value.items()}
     return [_plain(v) for v in value] if isinstance(value, (tuple, list)) else value
@@ -52,6 +70,8 @@ def _convert(hint: Any, value: Any, where: str, default: Any) -> Any:
     origin, inside = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         return _convert(inside[0], value, where, default)
+    if isinstance(hint, type) and issubclass(hint, Plain):
+        return _from_plain(hint, value, where)
     if dataclasses.is_dataclass(hint):
         return from_dict(hint, value, default, where)
     if origin in (typing.Union, types.UnionType):
@@ -77,6 +97,13 @@ def _convert(hint: Any, value: Any, where: str, default: Any) -> Any:
     ):
         raise ValueError(f"{where} is {value!r}: it must be {hint.__name__}")
     return value
+
+
+def _from_plain(cls: type[Plain], value: Any, where: str) -> Any:
+    try:
+        return cls.from_plain(value)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
 
 
 def _number(text: str, where: str) -> float:

@@ -1,17 +1,23 @@
-"""What a family file declares, and the facts of config.json that all families share.
+"""What a family file declares. It reads a `config.json` into a tree of components
+(dolmen/model/tree), makes the fields of a new one out of a tree, and owns the weight rules. No file
+here imports torch: the command line is built from the fields.
 
-A family reads a config.json with every absent field filled from `defaults`, those of the
-transformers config class, and writes the fields that fix the structure.
+    config.json --fields: names, limits, defaults--> whole --read--> Tree
+    Tree --new--> the fields that say it, in the spelling of transformers 5
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from dolmen.families.rules import Rule
-from dolmen.model.config import ModelConfig
+from dolmen.files.schema import Object, Schema, optional
+from dolmen.model.tree import Tree
+from dolmen.model.tree.mlp import Activation
 
-ACTIVATIONS = {
+T = TypeVar("T")
+
+ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
@@ -24,7 +30,7 @@ ACTIVATIONS = {
 }
 
 # Fields of any config.json whose other values change the function: only these are supported.
-ONLY = {
+ONLY: dict[str, tuple] = {
     "is_encoder_decoder": (False, None),
     "add_cross_attention": (False, None),
     "cross_attention_hidden_size": (None,),
@@ -54,37 +60,98 @@ HARMLESS = frozenset(
 
 
 @dataclass(frozen=True)
+class Field:
+    """A field of config.json that the family reads."""
+
+    name: str
+    kind: Schema
+    """What it may hold. The option of the command line has the type that follows from it."""
+    default: Any = None
+    """What its absence means: as in the config class of transformers."""
+    help: str = ""
+    """Of the option; without it the field is read, and is no option."""
+    aliases: tuple[str, ...] = ()
+    """Other names that transformers accepts for it in a config.json, and the command line too."""
+    common: tuple[str, ...] = ()
+    """Names that other families or dolmen before have for it: for the command line alone."""
+    inside: "tuple[Field, ...]" = ()
+    """Of a mapping: its own fields, each an option."""
+    spell: Callable[[Mapping[str, Any], Any], dict[str, Any]] | None = None
+    """(config.json, value) -> the fields that state the value there, where files spell it in
+    several ways.
+    """
+
+
+def mapping(name: str, *inside: Field, spell: Callable | None = None) -> Field:
+    """A field that is null or a mapping of the fields `inside`."""
+    kind = optional(Object(optional={field.name: field.kind for field in inside}))
+    return Field(name, kind, inside=inside, spell=spell)
+
+
+@dataclass(frozen=True)
 class Family:
-    """One family: structure from config.json, config.json from structure, and weight rules."""
+    """One family of models."""
 
     model_type: str
     """`model_type` of its config.json."""
     architecture: str
     """transformers class that a model made here is written for."""
-    read: Callable[[dict[str, Any]], ModelConfig]
-    """Structure from a config.json whose absent fields are filled in."""
-    write: Callable[[ModelConfig], dict[str, Any]]
-    """Every field of config.json that fixes the structure, in the spelling of transformers 5."""
-    rules: Callable[[ModelConfig], list[Rule]]
+    fields: tuple[Field, ...]
+    """Every field that `read` looks at."""
+    read: Callable[[dict[str, Any]], Tree]
+    """The tree of a config.json whose absent fields are filled in and whose fields have their own
+    names. Raises ValueError, naming the field, for what cannot be computed.
+    """
+    new: Callable[[Tree], dict[str, Any]]
+    """Every field that fixes the tree. Raises ValueError for a tree of other components; what is
+    not expressed in another way shows when it is read back.
+    """
+    rules: Callable[[Tree], list[Rule]]
     """Weight rules; the embedding is `embed` and the head `head`."""
-    defaults: dict[str, Any]
-    """Structure fields of config.json and what their absence means."""
     only: dict[str, tuple] = field(default_factory=dict)
-    """Further fields that change the function, and the values supported."""
+    """Fields beside `fields` that change the function, and the values supported, the usual first."""
     harmless: tuple[str, ...] = ()
-    """Further fields that do not change the function."""
-    scratch: dict[str, Any] = field(default_factory=dict)
-    """Fields written for a model made here, beside its structure."""
+    """Fields beside `fields` that do not change the function."""
+    beside: dict[str, Any] = field(default_factory=dict)
+    """Harmless fields that a config.json made here states."""
     ignored: tuple[str, ...] = ()
     """Patterns of stored buffers that are recomputed, not parameters."""
     prefix: str = ""
-    """Leading part of the names that some files leave out."""
-    aliases: dict[str, str] = field(default_factory=dict)
-    """Other names transformers accepts for a structure field: alias -> field."""
+    """Leading part of the stored names that some files leave out."""
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Other name -> field."""
+        return {alias: field.name for field in self.fields for alias in field.aliases}
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Every name by which a field can be called, its own, aliases and common ones -> the
+        field; of one inside another, `rope_parameters.factor`.
+        """
+        found = {}
+        for field in self.fields:
+            found |= dict.fromkeys((field.name, *field.aliases, *field.common), field.name)
+        for field in self.fields:
+            for one in field.inside:
+                path = f"{field.name}.{one.name}"
+                found |= dict.fromkeys((path, *one.common), path)
+        return found
 
 
-def activation(name: Any, knob: str) -> str:
+# Of a config.json made here: no token has a meaning before there is a tokenizer.
+BESIDE = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "use_cache": True}
+
+
+def activation(name: str, knob: str) -> Activation:
     """Our name of an activation. Raises ValueError naming `knob` for one that is not supported."""
     if name not in ACTIVATIONS:
         raise ValueError(f"{knob} is {name!r}: dolmen supports {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
+
+
+def expect(value: object, kind: type[T], what: str) -> T:
+    """`value`, which is of `kind`. Raises ValueError otherwise: the family has nothing else."""
+    if not isinstance(value, kind):
+        raise ValueError(f"{what} = {value} (it has {kind.__name__} alone)")
+    return value

@@ -7,66 +7,93 @@ with and without the leading "transformer.", and with the causal mask saved as a
 
 from typing import Any
 
-from dolmen.families.family import Family, activation
+from dolmen.families.family import BESIDE, Family, Field, activation, expect
 from dolmen.families.rules import Rename, Rule, Split, Transpose
-from dolmen.model.config import ModelConfig
+from dolmen.files import kinds
+from dolmen.files.schema import Flag, Real, optional
+from dolmen.model.tree import Attention, Block, Embedding, Head, Mlp, Norm, Table, Tree, runs
 
-DEFAULTS = {
-    "vocab_size": 50257,
-    "n_positions": 1024,
-    "n_embd": 768,
-    "n_layer": 12,
-    "n_head": 12,
-    "n_inner": None,
-    "activation_function": "gelu_new",
-    "layer_norm_epsilon": 1e-5,
-    "initializer_range": 0.02,
-    "tie_word_embeddings": True,
-}
+FIELDS = (
+    Field("vocab_size", kinds.VOCABULARY, 50257, "Rows of the embedding and of the head, tokens."),
+    Field(
+        "n_positions",
+        kinds.POSITIONS,
+        1024,
+        "Longest sequence, tokens: rows of the table of positions.",
+        ("max_position_embeddings",),
+    ),
+    Field("n_embd", kinds.WIDTH, 768, "Width of the residual stream.", ("hidden_size",)),
+    Field("n_layer", kinds.LAYERS, 12, "Decoder blocks.", ("num_hidden_layers",)),
+    Field("n_head", kinds.HEADS, 12, "Heads.", ("num_attention_heads",)),
+    Field(
+        "n_inner",
+        optional(kinds.WIDTH),
+        None,
+        "Width of the feed-forward layer; None: 4 n_embd.",
+        common=("intermediate_size",),
+    ),
+    Field(
+        "activation_function",
+        kinds.NAME,
+        "gelu_new",
+        "Activation of the feed-forward layer: gelu_new, gelu (the exact erf form), silu, relu.",
+        common=("hidden_act",),
+    ),
+    Field(
+        "layer_norm_epsilon",
+        Real(0),
+        1e-5,
+        "Added to the variance inside every norm.",
+        common=("norm_eps",),
+    ),
+    Field("initializer_range", Real(0), 0.02, "Standard deviation of initial weights; output "
+          "projections get it divided by sqrt(2 * layers)."),
+    Field("tie_word_embeddings", Flag(), True, "Head and embedding are one parameter."),
+)
 
 
-def read_config(hf: dict[str, Any]) -> ModelConfig:
-    heads, hidden = hf["n_head"], hf["n_embd"]
+def read(c: dict[str, Any]) -> Tree:
+    heads, hidden = c["n_head"], c["n_embd"]
     if hidden % heads:
         raise ValueError(f"n_embd ({hidden}) is not divisible by n_head ({heads})")
-    return ModelConfig(
-        vocab_size=hf["vocab_size"],
+    norm = Norm("layernorm", float(c["layer_norm_epsilon"]), bias=True)
+    mixer = Attention(
+        heads, heads, hidden // heads, q_bias=True, k_bias=True, v_bias=True, o_bias=True
+    )
+    mlp = Mlp(
+        4 * hidden if c["n_inner"] is None else c["n_inner"],
+        gated=False,
+        activation=activation(c["activation_function"], "activation_function"),
+        bias=True,
+    )
+    return Tree(
         hidden_size=hidden,
-        num_hidden_layers=hf["n_layer"],
-        num_attention_heads=heads,
-        intermediate_size=4 * hidden if hf["n_inner"] is None else hf["n_inner"],
-        num_key_value_heads=heads,
-        head_dim=hidden // heads,
-        max_position_embeddings=hf["n_positions"],
-        position="learned",
-        norm="layernorm",
-        norm_eps=float(hf["layer_norm_epsilon"]),
-        mlp="plain",
-        activation=activation(hf["activation_function"], "activation_function"),
-        attention_bias=True,
-        output_bias=True,
-        mlp_bias=True,
-        tie_word_embeddings=hf["tie_word_embeddings"],
-        initializer_range=hf["initializer_range"],
+        embedding=Embedding(c["vocab_size"], positions=Table(c["n_positions"])),
+        runs=runs([Block(mixer, mlp, norm)] * c["n_layer"]),
+        final_norm=norm,
+        head=Head(tied=c["tie_word_embeddings"]),
+        max_position_embeddings=c["n_positions"],
+        initializer_range=float(c["initializer_range"]),
     )
 
 
-def write_config(c: ModelConfig) -> dict[str, Any]:
+def new(tree: Tree) -> dict[str, Any]:
+    mlp = expect(tree.blocks[0].mlp, Mlp, "mlp")
     return {
-        "vocab_size": c.vocab_size,
-        "n_positions": c.max_position_embeddings,
-        "n_embd": c.hidden_size,
-        "n_layer": c.num_hidden_layers,
-        "n_head": c.num_attention_heads,
-        "n_inner": c.intermediate_size,
-        "activation_function": "gelu_new" if c.activation == "gelu_tanh" else c.activation,
-        "layer_norm_epsilon": c.norm_eps,
-        "initializer_range": c.initializer_range,
-        "tie_word_embeddings": c.tie_word_embeddings,
+        "vocab_size": tree.embedding.rows,
+        "n_positions": tree.max_position_embeddings,
+        "n_embd": tree.hidden_size,
+        "n_layer": len(tree.blocks),
+        "n_head": expect(tree.blocks[0].mixer, Attention, "mixer").heads,
+        "n_inner": mlp.size,
+        "activation_function": "gelu_new" if mlp.activation == "gelu_tanh" else mlp.activation,
+        "layer_norm_epsilon": tree.final_norm.eps,
+        "initializer_range": tree.initializer_range,
+        "tie_word_embeddings": tree.head.tied,
     }
 
 
-def rules(c: ModelConfig) -> list[Rule]:
+def rules(tree: Tree) -> list[Rule]:
     layer, qkv = "transformer.h.{}.", tuple(f"layers.{{}}.attn.{part}" for part in "qkv")
     return [
         Rename("transformer.wte", "embed"),
@@ -85,10 +112,10 @@ def rules(c: ModelConfig) -> list[Rule]:
 FAMILY = Family(
     model_type="gpt2",
     architecture="GPT2LMHeadModel",
-    read=read_config,
-    write=write_config,
+    read=read,
+    new=new,
     rules=rules,
-    defaults=DEFAULTS,
+    fields=FIELDS,
     only={
         "scale_attn_weights": (True,),
         "scale_attn_by_inverse_layer_idx": (False,),
@@ -105,21 +132,7 @@ FAMILY = Family(
         "summary_proj_to_labels",
         "summary_first_dropout",
     ),
-    scratch={
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-        "use_cache": True,
-        "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "attn_pdrop": 0.0,
-    },
+    beside={**BESIDE, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     ignored=(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",),
     prefix="transformer.",
-    aliases={
-        "hidden_size": "n_embd",
-        "max_position_embeddings": "n_positions",
-        "num_attention_heads": "n_head",
-        "num_hidden_layers": "n_layer",
-    },
 )

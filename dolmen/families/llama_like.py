@@ -1,154 +1,212 @@
-"""What Llama and its descendants share: rope and sizes from config.json and back, and the names of
-the weights.
+"""What Llama and its descendants share: the fields of their config.json, the tree that they say,
+and the names of the weights.
 
 Rope is the rotate-half layout in transformers and here: q and k rows are never permuted.
 """
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from dolmen.families.family import activation
-from dolmen.families.rules import Rename, Rule
-from dolmen.model.config import ModelConfig, RopeConfig
+from dolmen.families import rope
+from dolmen.families.family import BESIDE, Field, activation, expect
+from dolmen.families.rules import Rename, Rule, Stack
+from dolmen.files import kinds
+from dolmen.files.schema import Flag, Int, Real, optional
+from dolmen.model.tree import (
+    Attention,
+    Block,
+    Embedding,
+    Experts,
+    Head,
+    Mlp,
+    Norm,
+    Rope,
+    Router,
+    Tree,
+    runs,
+)
 
 LAYER = "model.layers.{}."
 IGNORED = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq")
 NO_BIAS = {"attention_bias": (False, None), "mlp_bias": (False, None)}
 NO_WINDOW = {"layer_types": (None,)}
-SCRATCH = {
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-    "use_cache": True,
-    "attention_dropout": 0.0,
-}
-DEFAULTS = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": None,
-    "head_dim": None,
-    "hidden_act": "silu",
-    "max_position_embeddings": 2048,
-    "initializer_range": 0.02,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "rope_parameters": None,
-    "rope_scaling": None,
-    "rope_theta": 10000.0,
-    "original_max_position_embeddings": None,
-}
-ROPE_FIELDS = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}
+BESIDE = {**BESIDE, "attention_dropout": 0.0}
+
+FIELDS = (
+    Field("vocab_size", kinds.VOCABULARY, 32000, "Rows of the embedding and of the head, tokens."),
+    Field("hidden_size", kinds.WIDTH, 4096, "Width of the residual stream."),
+    Field("intermediate_size", kinds.WIDTH, 11008, "Width of the feed-forward layer."),
+    Field("num_hidden_layers", kinds.LAYERS, 32, "Decoder blocks."),
+    Field("num_attention_heads", kinds.HEADS, 32, "Query heads."),
+    Field(
+        "num_key_value_heads",
+        optional(kinds.HEADS),
+        None,
+        "Key and value heads; fewer than query heads is grouped-query attention. None: as many.",
+    ),
+    Field(
+        "head_dim",
+        optional(kinds.WIDTH),
+        None,
+        "Size of one head. None: hidden_size / num_attention_heads.",
+    ),
+    Field(
+        "hidden_act",
+        kinds.NAME,
+        "silu",
+        "Activation of the feed-forward layer: silu, gelu (the exact erf form), "
+        "gelu_pytorch_tanh, relu.",
+    ),
+    Field("max_position_embeddings", kinds.POSITIONS, 2048, "Longest sequence, tokens."),
+    *rope.fields(),
+    Field(
+        "rms_norm_eps", Real(0), 1e-6, "Added to the variance inside every norm.", common=("norm_eps",)
+    ),
+    Field(
+        "initializer_range",
+        Real(0),
+        0.02,
+        "Standard deviation of initial weights; output projections get it divided by "
+        "sqrt(2 * layers).",
+    ),
+    Field("tie_word_embeddings", Flag(), False, "Head and embedding are one parameter."),
+)
+ATTENTION_BIAS = Field(
+    "attention_bias",
+    optional(Flag()),
+    False,
+    "Biases on q, k, v and the attention output projection.",
+)
+SLIDING_WINDOW = Field(
+    "sliding_window",
+    optional(Int(0, kinds.POSITIONS.high)),
+    None,
+    "Tokens a query sees, itself included; None: all before it.",
+)
+EXPERTS_PER_TOKEN = Field(
+    "num_experts_per_tok", kinds.EXPERTS, 2, "Experts that compute a token."
+)
+AUX_LOSS = Field(
+    "router_aux_loss_coef",
+    Real(0),
+    0.001,
+    "Weight of the loss that keeps experts equally busy, summed over layers, mean over sequences; "
+    "--train.router.aux-loss-coef over it.",
+)
 
 
-def read_config(hf: dict[str, Any], **structure) -> ModelConfig:
-    """Sizes, rope and activation; `structure` adds what the family decides. Raises ValueError
+def changed(fields: Sequence[Field], *more: Field, **defaults: Any) -> tuple[Field, ...]:
+    """`fields` with other defaults, and more of them."""
+    assert not defaults.keys() - {field.name for field in fields}
+    return (
+        *(replace(f, default=defaults.get(f.name, f.default)) for f in fields),
+        *more,
+    )
+
+
+def read(
+    c: dict[str, Any],
+    mlp: Callable[[int], Mlp | Experts] | None = None,
+    windows: Sequence[int | None] | None = None,
+    qkv_bias: bool = False,
+    o_bias: bool = False,
+    qk_norm: bool = False,
+    mlp_bias: bool = False,
+) -> Tree:
+    """The tree of a config.json; what the family decides beside the common fields is given: layer
+    -> its feed-forward layer (unset: the dense one), the windows of the layers. Raises ValueError
     naming the field.
     """
-    heads, hidden = hf["num_attention_heads"], hf["hidden_size"]
-    if hf["head_dim"] is None and hidden % heads:
+    heads, hidden, layers = c["num_attention_heads"], c["hidden_size"], c["num_hidden_layers"]
+    if c["head_dim"] is None and hidden % heads:
         raise ValueError(
             f"hidden_size ({hidden}) is not divisible by num_attention_heads ({heads}): give "
             f"head_dim"
         )
-    return ModelConfig(
-        vocab_size=hf["vocab_size"],
-        hidden_size=hidden,
-        intermediate_size=hf["intermediate_size"],
-        num_hidden_layers=hf["num_hidden_layers"],
-        num_attention_heads=heads,
-        num_key_value_heads=heads
-        if hf["num_key_value_heads"] is None
-        else hf["num_key_value_heads"],
-        head_dim=hidden // heads if hf["head_dim"] is None else hf["head_dim"],
-        max_position_embeddings=hf["max_position_embeddings"],
-        position="rope",
-        rope=read_rope(hf),
-        norm="rmsnorm",
-        norm_eps=float(hf["rms_norm_eps"]),
-        mlp="gated",
-        activation=activation(hf["hidden_act"], "hidden_act"),
-        tie_word_embeddings=hf["tie_word_embeddings"],
-        initializer_range=hf["initializer_range"],
-        **structure,
+    size = hidden // heads if c["head_dim"] is None else c["head_dim"]
+    norm = Norm("rmsnorm", float(c["rms_norm_eps"]))
+    mixer = Attention(
+        heads,
+        heads if c["num_key_value_heads"] is None else c["num_key_value_heads"],
+        size,
+        q_bias=qkv_bias,
+        k_bias=qkv_bias,
+        v_bias=qkv_bias,
+        o_bias=o_bias,
+        qk_norm=norm if qk_norm else None,
+        positions=rope.read(c, size),
     )
-
-
-def read_rope(hf: dict[str, Any]) -> RopeConfig:
-    """Rope from the spelling of transformers 4 (rope_theta, rope_scaling) or 5 (rope_parameters); a
-    theta inside wins. Raises ValueError for a type that is not implemented, and for a part of the
-    head left unrotated.
-    """
-    knob = "rope_scaling" if hf["rope_scaling"] else "rope_parameters"
-    given = hf[knob] or {}
-    kind = given.get("rope_type", given.get("type", "default"))
-    if any(isinstance(value, dict) for value in given.values()):
-        raise ValueError(f"{knob} is {given}: dolmen supports one rope for all layers")
-    if kind not in ROPE_FIELDS:
-        raise ValueError(f"{knob}.rope_type is {kind!r}: dolmen supports {', '.join(ROPE_FIELDS)}")
-    if given.get("partial_rotary_factor", 1.0) not in (1.0, None):
-        raise ValueError(
-            f"{knob}.partial_rotary_factor is {given['partial_rotary_factor']}: dolmen supports "
-            f"only 1.0"
+    dense = Mlp(c["intermediate_size"], True, activation(c["hidden_act"], "hidden_act"), mlp_bias)
+    blocks = [
+        Block(
+            replace(mixer, window=None if windows is None else windows[i]),
+            dense if mlp is None else mlp(i),
+            norm,
         )
-    original = hf["original_max_position_embeddings"] or given.get(
-        "original_max_position_embeddings"
-    )
-    values = {
-        **given,
-        "original_max_position_embeddings": original or hf["max_position_embeddings"],
-    }
-    if missing := [name for name in ROPE_FIELDS[kind] if values.get(name) is None]:
-        raise ValueError(f"{knob} is {given}: rope_type {kind} needs {', '.join(missing)}")
-    return RopeConfig(
-        theta=float(given.get("rope_theta", hf["rope_theta"])),
-        scaling=kind,
-        **{name: values[name] for name in ROPE_FIELDS[kind]},
+        for i in range(layers)
+    ]
+    return Tree(
+        hidden_size=hidden,
+        embedding=Embedding(c["vocab_size"]),
+        runs=runs(blocks),
+        final_norm=norm,
+        head=Head(tied=c["tie_word_embeddings"]),
+        max_position_embeddings=c["max_position_embeddings"],
+        initializer_range=float(c["initializer_range"]),
     )
 
 
-def write_rope(rope: RopeConfig) -> dict[str, Any]:
-    """`rope_parameters` as transformers 5 writes it: only what the type uses."""
-    values = {
-        "factor": rope.factor,
-        "low_freq_factor": rope.low_freq_factor,
-        "high_freq_factor": rope.high_freq_factor,
-        "original_max_position_embeddings": rope.original_max_position_embeddings,
-    }
+def experts(c: dict[str, Any], size: int, normalise: bool) -> Experts:
+    """The sparse layer that Mixtral and Qwen3 have."""
+    router = Router(normalise=normalise, aux_loss_coef=float(c["router_aux_loss_coef"]))
+    return Experts(
+        c["num_local_experts"],
+        c["num_experts_per_tok"],
+        size,
+        activation(c["hidden_act"], "hidden_act"),
+        router,
+    )
+
+
+def mixer(tree: Tree) -> Attention:
+    """Attention of the first layer. Raises ValueError where it is none."""
+    return expect(tree.blocks[0].mixer, Attention, "mixer")
+
+
+def new(tree: Tree) -> dict[str, Any]:
+    """The fields that all llama-like families have, of the first layer."""
+    attention, mlp = mixer(tree), tree.blocks[0].mlp
+    activation = mlp.activation
     return {
-        "rope_type": rope.scaling,
-        "rope_theta": rope.theta,
-        **{name: values[name] for name in ROPE_FIELDS[rope.scaling]},
+        "vocab_size": tree.embedding.rows,
+        "hidden_size": tree.hidden_size,
+        "intermediate_size": mlp.size,
+        "num_hidden_layers": len(tree.blocks),
+        "num_attention_heads": attention.heads,
+        "num_key_value_heads": attention.kv_heads,
+        "head_dim": attention.head_size,
+        "rms_norm_eps": tree.final_norm.eps,
+        "hidden_act": "gelu_pytorch_tanh" if activation == "gelu_tanh" else activation,
+        "max_position_embeddings": tree.max_position_embeddings,
+        "initializer_range": tree.initializer_range,
+        "tie_word_embeddings": tree.head.tied,
+        "rope_parameters": rope.new(expect(attention.positions, Rope, "positions")),
     }
 
 
-def write_config(c: ModelConfig) -> dict[str, Any]:
-    """The structure fields that all llama-like families have."""
+def new_experts(layer: Experts) -> dict[str, Any]:
+    """The fields of a sparse layer, less its width."""
     return {
-        "vocab_size": c.vocab_size,
-        "hidden_size": c.hidden_size,
-        "intermediate_size": c.intermediate_size,
-        "num_hidden_layers": c.num_hidden_layers,
-        "num_attention_heads": c.num_attention_heads,
-        "num_key_value_heads": c.num_key_value_heads,
-        "head_dim": c.head_dim,
-        "rms_norm_eps": c.norm_eps,
-        "hidden_act": "gelu_pytorch_tanh" if c.activation == "gelu_tanh" else c.activation,
-        "max_position_embeddings": c.max_position_embeddings,
-        "initializer_range": c.initializer_range,
-        "tie_word_embeddings": c.tie_word_embeddings,
-        "rope_parameters": write_rope(c.rope),
+        "num_local_experts": layer.number,
+        "num_experts_per_tok": layer.per_token,
+        "router_aux_loss_coef": layer.router.aux_loss_coef,
     }
 
 
-def rules(c: ModelConfig) -> list[Rule]:
+def rules(tree: Tree) -> list[Rule]:
     """Weight names of Llama, Mistral, Qwen2 and Qwen3; q and k norms and biases exist where the
-    config has them.
+    tree has them.
     """
     names = {
         "input_layernorm": "attn_norm",
@@ -168,4 +226,19 @@ def rules(c: ModelConfig) -> list[Rule]:
         *(Rename(LAYER + hf, "layers.{}." + ours) for hf, ours in names.items()),
         Rename("model.norm", "final_norm"),
         Rename("lm_head", "head"),
+    ]
+
+
+def expert_rules(tree: Tree, module: str, names: dict[str, str]) -> list[Rule]:
+    """Rules of the sparse layers: the router, and stacks of the experts' matrices, stored under
+    `module` with the `names` -> ours.
+    """
+    ours = "layers.{}.mlp."
+    number = max(b.mlp.number for b in tree.blocks if isinstance(b.mlp, Experts))
+    return [
+        Rename(f"{LAYER}{module}.gate", ours + "router"),
+        *(
+            Stack(f"{LAYER}{module}.experts.{{}}.{hf}", f"{ours}experts.{name}", number)
+            for hf, name in names.items()
+        ),
     ]

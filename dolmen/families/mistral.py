@@ -6,31 +6,31 @@ from typing import Any
 
 from dolmen.families import llama_like
 from dolmen.families.family import Family
-from dolmen.model.config import ModelConfig
+from dolmen.model.tree import Tree
 
 
-def read_config(hf: dict[str, Any]) -> ModelConfig:
-    return llama_like.read_config(hf, sliding_window=hf["sliding_window"])
+def read(c: dict[str, Any]) -> Tree:
+    return llama_like.read(c, windows=[c["sliding_window"]] * c["num_hidden_layers"])
 
 
-def write_config(c: ModelConfig) -> dict[str, Any]:
-    return {**llama_like.write_config(c), "sliding_window": c.sliding_window}
+def new(tree: Tree) -> dict[str, Any]:
+    return {**llama_like.new(tree), "sliding_window": llama_like.mixer(tree).window}
 
 
 FAMILY = Family(
     model_type="mistral",
     architecture="MistralForCausalLM",
-    read=read_config,
-    write=write_config,
+    read=read,
+    new=new,
     rules=llama_like.rules,
+    fields=llama_like.changed(
+        (*llama_like.FIELDS, llama_like.SLIDING_WINDOW),
+        intermediate_size=14336,
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+        sliding_window=4096,
+    ),
     only={**llama_like.NO_BIAS, **llama_like.NO_WINDOW},
-    defaults={
-        **llama_like.DEFAULTS,
-        "intermediate_size": 14336,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "sliding_window": 4096,
-    },
-    scratch=llama_like.SCRATCH,
+    beside=llama_like.BESIDE,
     ignored=llama_like.IGNORED,
 )

@@ -7,76 +7,85 @@ Which layers slide is `layer_types`, or, in older files, those from `max_window_
 from typing import Any
 
 from dolmen.families import llama_like
-from dolmen.families.family import Family
-from dolmen.model.config import ModelConfig
+from dolmen.families.family import Family, Field, expect
+from dolmen.files import kinds
+from dolmen.files.schema import Flag, Int, List, optional
+from dolmen.model.tree import Attention, Tree
 
-DEFAULTS = {
-    **llama_like.DEFAULTS,
-    "vocab_size": 151936,
-    "intermediate_size": 22016,
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 32768,
-    "use_sliding_window": False,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-    "layer_types": None,
-}
+USE_WINDOW = Field("use_sliding_window", Flag(), False, "Whether any layer has a sliding window.")
+FIELDS = llama_like.changed(
+    (*llama_like.FIELDS, llama_like.SLIDING_WINDOW),
+    USE_WINDOW,
+    Field(
+        "max_window_layers",
+        Int(0, kinds.POSITIONS.high),
+        28,
+        "Layers before the first with a sliding window, where layer_types is None.",
+    ),
+    Field(
+        "layer_types",
+        optional(List(kinds.NAME, longest=kinds.LAYERS.high)),
+        None,
+        "full_attention or sliding_attention, per layer; None: by max_window_layers.",
+    ),
+    vocab_size=151936,
+    intermediate_size=22016,
+    num_key_value_heads=32,
+    max_position_embeddings=32768,
+    sliding_window=4096,
+)
 
 
-def read_windows(hf: dict[str, Any]) -> dict[str, Any]:
-    """`sliding_window` and `sliding_layers` of ModelConfig. Raises ValueError naming the field that
-    does not fit.
-    """
-    layers = hf["num_hidden_layers"]
-    window = hf["sliding_window"] if hf["use_sliding_window"] else None
+def windows(c: dict[str, Any]) -> list[int | None]:
+    """The window of each layer. Raises ValueError naming the field that does not fit."""
+    layers = c["num_hidden_layers"]
+    window = c["sliding_window"] if c["use_sliding_window"] else None
     names = {False: "full_attention", True: "sliding_attention"}
-    types = hf["layer_types"]
+    types = c["layer_types"]
     if types is None:
-        types = [names[window is not None and i >= hf["max_window_layers"]] for i in range(layers)]
+        types = [names[window is not None and i >= c["max_window_layers"]] for i in range(layers)]
     if unknown := sorted(set(types) - set(names.values())):
         raise ValueError(
             f"layer_types has {unknown}: dolmen supports {' and '.join(names.values())}"
         )
     if len(types) != layers:
         raise ValueError(f"layer_types has {len(types)} entries, num_hidden_layers is {layers}")
-    sliding = tuple(i for i, kind in enumerate(types) if kind == names[True])
+    sliding = types.count(names[True])
     if sliding and window is None:
         raise ValueError(
-            f"layer_types has {len(sliding)} layers of sliding_attention, but use_sliding_window "
-            f"is {hf['use_sliding_window']} and sliding_window is {hf['sliding_window']}"
+            f"layer_types has {sliding} layers of sliding_attention, but use_sliding_window is "
+            f"{c['use_sliding_window']} and sliding_window is {c['sliding_window']}"
         )
-    return {
-        "sliding_window": window if sliding else None,
-        "sliding_layers": sliding if 0 < len(sliding) < layers else None,
-    }
+    return [window if kind == names[True] else None for kind in types]
 
 
-def write_windows(c: ModelConfig) -> dict[str, Any]:
-    sliding = [c.window(i) is not None for i in range(c.num_hidden_layers)]
+def new_windows(tree: Tree) -> dict[str, Any]:
+    of = [expect(block.mixer, Attention, "mixer").window for block in tree.blocks]
+    sliding = [window is not None for window in of]
     return {
         "use_sliding_window": any(sliding),
-        "sliding_window": c.sliding_window if any(sliding) else None,
-        "max_window_layers": sliding.index(True) if any(sliding) else c.num_hidden_layers,
+        "sliding_window": next((window for window in of if window is not None), None),
+        "max_window_layers": sliding.index(True) if any(sliding) else len(sliding),
         "layer_types": ["sliding_attention" if s else "full_attention" for s in sliding],
     }
 
 
-def read_config(hf: dict[str, Any]) -> ModelConfig:
-    return llama_like.read_config(hf, attention_bias=True, output_bias=False, **read_windows(hf))
+def read(c: dict[str, Any]) -> Tree:
+    return llama_like.read(c, windows=windows(c), qkv_bias=True)
 
 
-def write_config(c: ModelConfig) -> dict[str, Any]:
-    return {**llama_like.write_config(c), **write_windows(c)}
+def new(tree: Tree) -> dict[str, Any]:
+    return {**llama_like.new(tree), **new_windows(tree)}
 
 
 FAMILY = Family(
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
-    read=read_config,
-    write=write_config,
+    read=read,
+    new=new,
     rules=llama_like.rules,
-    defaults=DEFAULTS,
-    scratch=llama_like.SCRATCH,
+    fields=FIELDS,
+    beside=llama_like.BESIDE,
     only={"attention_bias": (True, None), "mlp_bias": (False, None), "use_mrope": (False, None)},
     ignored=llama_like.IGNORED,
 )

@@ -6,36 +6,33 @@ from typing import Any
 
 from dolmen.families import llama_like, qwen2
 from dolmen.families.family import Family
-from dolmen.model.config import ModelConfig
+from dolmen.model.tree import Tree
 
 
-def read_config(hf: dict[str, Any]) -> ModelConfig:
+def read(c: dict[str, Any]) -> Tree:
     """`attention_bias` puts biases on q, k, v and on the output projection."""
-    return llama_like.read_config(
-        hf,
-        qk_norm=True,
-        attention_bias=hf["attention_bias"],
-        output_bias=hf["attention_bias"],
-        **qwen2.read_windows(hf),
+    bias = bool(c["attention_bias"])
+    return llama_like.read(
+        c, windows=qwen2.windows(c), qkv_bias=bias, o_bias=bias, qk_norm=True
     )
 
 
-def write_config(c: ModelConfig) -> dict[str, Any]:
+def new(tree: Tree) -> dict[str, Any]:
     return {
-        **llama_like.write_config(c),
-        **qwen2.write_windows(c),
-        "attention_bias": c.attention_bias,
+        **llama_like.new(tree),
+        **qwen2.new_windows(tree),
+        "attention_bias": llama_like.mixer(tree).q_bias,
     }
 
 
 FAMILY = Family(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
-    read=read_config,
-    write=write_config,
+    read=read,
+    new=new,
     rules=llama_like.rules,
-    defaults={**qwen2.DEFAULTS, "head_dim": 128, "attention_bias": False},
+    fields=llama_like.changed(qwen2.FIELDS, llama_like.ATTENTION_BIAS, head_dim=128),
     only={"mlp_bias": (False, None)},
-    scratch=llama_like.SCRATCH,
+    beside=llama_like.BESIDE,
     ignored=llama_like.IGNORED,
 )

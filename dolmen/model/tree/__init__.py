@@ -12,7 +12,7 @@ it from a `config.json`.
 from dataclasses import dataclass
 
 from dolmen.model.tree.attention import Attention
-from dolmen.model.tree.block import Block, Pre, Run
+from dolmen.model.tree.block import Block, Pre, Run, runs
 from dolmen.model.tree.ends import Embedding, Head
 from dolmen.model.tree.experts import Experts, Router
 from dolmen.model.tree.mlp import Mlp
@@ -37,6 +37,7 @@ __all__ = [
     "Table",
     "Tree",
     "Yarn",
+    "runs",
 ]
 
 

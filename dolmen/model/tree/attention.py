@@ -28,3 +28,15 @@ class Attention:
     """Tokens a query sees, itself included; None: all before it."""
     soft_cap: float | None = None
     """Scores become cap * tanh(score / cap)."""
+
+    def __post_init__(self):
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"num_attention_heads ({self.heads}) is not divisible by num_key_value_heads "
+                f"({self.kv_heads}): set model.num-key-value-heads to a divisor"
+            )
+        if self.window is not None and self.window < 1:
+            raise ValueError(
+                f"sliding_window is {self.window}: it must be at least 1, the query itself, or "
+                "none"
+            )

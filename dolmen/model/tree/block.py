@@ -2,7 +2,9 @@
 around the residual stream.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from dolmen.model.tree.attention import Attention
 from dolmen.model.tree.experts import Experts
@@ -34,3 +36,14 @@ class Run:
 
     blocks: tuple[Block, ...]
     repeat: int
+
+
+def runs(blocks: Sequence[Block]) -> tuple[Run, ...]:
+    """The one way to say these layers: the shortest pattern that makes all of them if repeated, and
+    otherwise equal neighbours together.
+    """
+    layers = tuple(blocks)
+    for period in range(1, len(layers) // 2 + 1):
+        if len(layers) % period == 0 and layers[period:] == layers[:-period]:
+            return (Run(layers[:period], len(layers) // period),)
+    return tuple(Run((block,), len(list(same))) for block, same in groupby(layers))

@@ -39,3 +39,10 @@ class Experts:
     router: Router = Router()
     shared: Mlp | None = None
     """A dense layer beside the experts, which every token passes."""
+
+    def __post_init__(self):
+        if not 1 <= self.per_token <= self.number:
+            raise ValueError(
+                f"num_experts_per_tok ({self.per_token}) must lie in 1 to num_experts "
+                f"({self.number}): set model.num-experts-per-tok"
+            )

@@ -53,6 +53,13 @@ class Rope:
     interleaved: bool = False
     """Pairs are neighbours (2i, 2i + 1), not (i, i + size / 2)."""
 
+    def __post_init__(self):
+        if self.size % 2:
+            raise ValueError(
+                f"head_dim ({self.size}) is odd, rope rotates pairs: set model.head-dim to an even "
+                "size"
+            )
+
 
 @dataclass(frozen=True)
 class Alibi:

@@ -1,0 +1,89 @@
+"""Weight rules (dolmen/families/rules.py) applied to tensors, in both directions."""
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from dolmen.families.rules import Entry, Rename, Rule, Split, Stack, Transpose
+
+
+def split(rule: Rule, tensor: Tensor) -> Iterator[Tensor]:
+    """Ours out of the tensor on disk, in the order of the rule's names; views where the layout
+    allows it, else copies, one after another. A stack's tensors are one of ours only together: see
+    `assemble`.
+    """
+    match rule:
+        case Rename():
+            yield tensor
+        case Transpose(inner):
+            yield from split(inner, tensor.t())  # of a bias, which has one dim, itself
+        case Split(_, _, groups, counts):
+            grouped = tensor.reshape(groups, sum(counts), -1, *tensor.shape[1:])
+            for part in grouped.split(counts, 1):
+                yield part.reshape(-1, *tensor.shape[1:])
+        case Stack():
+            raise AssertionError(f"{rule.hf} is a piece of a stack")
+
+
+def join(rule: Rule, parts: list[Tensor], piece: int | None = None) -> Tensor:
+    """The tensor on disk out of ours: the inverse of `split`, and of a stack one `piece`. A copy
+    where several are one.
+    """
+    match rule:
+        case Rename():
+            return parts[0]
+        case Transpose(inner):
+            return join(inner, parts).t()
+        case Split(_, _, groups, counts):
+            rest = parts[0].shape[1:]
+            grouped = [
+                part.reshape(groups, n, -1, *rest) for part, n in zip(parts, counts, strict=True)
+            ]
+            return torch.cat(grouped, 1).reshape(-1, *rest)
+        case Stack():
+            return parts[0][piece]
+
+
+def assemble(
+    stored: Iterable[Entry], read: Callable[[str], Tensor], only: Collection[str] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Our (name, tensor) pairs of the tensors on disk, each read once by its name, in their order;
+    `only` those of ours, where given. The pieces of a stack are read when the first of them comes.
+    Raises ValueError where their dtypes differ.
+    """
+    stored = list(stored)
+    stacks: dict[str, dict[int, str]] = {}
+    for entry in stored:
+        if entry.piece is not None:
+            stacks.setdefault(entry.ours[0], {})[entry.piece] = entry.hf
+    for entry in stored:
+        if only is not None and not any(ours in only for ours in entry.ours):
+            continue
+        if entry.piece is None:
+            pairs = zip(entry.ours, split(entry.rule, read(entry.hf)), strict=True)
+        else:
+            pairs = [
+                (name, _stacked(stacks.pop(name), read)) for name in entry.ours if name in stacks
+            ]
+        for ours, tensor in pairs:
+            if only is None or ours in only:
+                yield ours, tensor
+            del tensor  # or it would still be held while the next one is read
+        del pairs
+
+
+def _stacked(pieces: dict[int, str], read: Callable[[str], Tensor]) -> Tensor:
+    """[count, ...], filled a piece at a time."""
+    whole = None
+    for i, name in sorted(pieces.items()):
+        piece = read(name)
+        if whole is None:
+            whole = piece.new_empty((len(pieces), *piece.shape))
+        if piece.dtype != whole.dtype:
+            raise ValueError(
+                f"{name} is {piece.dtype}, {pieces[0]} is {whole.dtype}: store all experts alike"
+            )
+        whole[i] = piece
+    assert whole is not None
+    return whole

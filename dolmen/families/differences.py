@@ -1,0 +1,42 @@
+"""In what two trees differ, by name."""
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from dolmen.model.tree import Tree
+
+
+def differences(wanted: Tree, got: Tree) -> list[str]:
+    """Each value that differs, with both; of layers, one per layer where they are not all alike."""
+    if wanted == got:
+        return []
+    a, b = _named(wanted), _named(got)
+    return [
+        f"{name} = {a.get(name)} (it would read back as {b.get(name)})"
+        for name in {**a, **b}
+        if a.get(name) != b.get(name)
+    ]
+
+
+def _named(tree: Tree) -> dict[str, Any]:
+    layers = [dict(_leaves("", block)) for block in tree.blocks]
+    names = {name: None for layer in layers for name in layer}
+    named = {"num_hidden_layers": len(layers)}
+    for name in names:
+        values = [layer.get(name) for layer in layers]
+        alike = all(value == values[0] for value in values)
+        named[name] = values[0] if alike else values
+    return named | {name: v for name, v in _leaves("", tree) if not name.startswith("runs")}
+
+
+def _leaves(path: str, value: Any) -> list[tuple[str, Any]]:
+    """(path, value) of everything in a component; of a choice between components, which it is."""
+    if not is_dataclass(value):
+        return [(path, value)]
+    kind = [(path, type(value).__name__)] if path else []
+    return kind + [
+        leaf
+        for field in fields(value)
+        for leaf in _leaves(f"{path}.{field.name}" if path else field.name, vars(value)[field.name])
+    ]

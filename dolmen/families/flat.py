@@ -1,0 +1,224 @@
+"""Models as dolmen spelled them before a model was its config.json: one flat set of choices for all
+families, training knobs among them. Runs and checkpoints of then are read through this file.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from dolmen.core.config import from_dict, to_dict
+from dolmen.families import known
+from dolmen.families.model import CARRIED, Model, changed, explicit, new
+from dolmen.model.training import RouterTraining, Training
+from dolmen.model.tree import (
+    Attention,
+    Block,
+    Embedding,
+    Experts,
+    Head,
+    Linear,
+    Llama3,
+    Mlp,
+    Norm,
+    Rope,
+    Router,
+    Table,
+    Tree,
+    runs,
+)
+from dolmen.model.tree.mlp import Activation
+from dolmen.model.tree.positions import Scaling
+
+
+@dataclass(frozen=True)
+class FlatRope:
+    theta: float = 10000.0
+    scaling: Literal["default", "linear", "llama3"] = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+    @property
+    def component(self) -> Scaling | None:
+        match self.scaling:
+            case "linear":
+                return Linear(self.factor)
+            case "llama3":
+                return Llama3(
+                    self.factor,
+                    self.low_freq_factor,
+                    self.high_freq_factor,
+                    self.original_max_position_embeddings,
+                )
+        return None
+
+
+@dataclass(frozen=True)
+class Flat:
+    """The fields and defaults of then."""
+
+    family: str = "llama"
+    vocab_size: int = 32000
+    hidden_size: int = 4096
+    intermediate_size: int = 11008
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int = 32
+    head_dim: int = 128
+    max_position_embeddings: int = 2048
+    position: Literal["rope", "learned"] = "rope"
+    rope: FlatRope = FlatRope()
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    norm_eps: float = 1e-5
+    qk_norm: bool = False
+    mlp: Literal["gated", "plain"] = "gated"
+    activation: Activation = "silu"
+    num_experts: int = 0
+    num_experts_per_tok: int = 2
+    moe_intermediate_size: int | None = None
+    norm_topk_prob: bool = True
+    dense_layers: tuple[int, ...] = ()
+    router_balance: Literal["loss", "bias", "none"] = "loss"
+    router_aux_loss_coef: float = 0.001
+    router_z_loss_coef: float = 0.0
+    router_bias_rate: float = 0.001
+    attention_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    sliding_window: int | None = None
+    sliding_layers: tuple[int, ...] | None = None
+    tie_word_embeddings: bool = False
+    dropout: float = 0.0
+    initializer_range: float = 0.02
+    hf: dict[str, Any] = field(default_factory=dict)
+    """The config.json that the model came from, whole, if any; or fields to write beside it."""
+
+    def window(self, layer: int) -> int | None:
+        everywhere = self.sliding_layers is None
+        return self.sliding_window if everywhere or layer in self.sliding_layers else None
+
+    @property
+    def experts(self) -> Experts:
+        size = self.moe_intermediate_size
+        return Experts(
+            self.num_experts,
+            self.num_experts_per_tok,
+            self.intermediate_size if size is None else size,
+            self.activation,
+            Router(normalise=self.norm_topk_prob, aux_loss_coef=self.router_aux_loss_coef),
+        )
+
+    def block(self, layer: int) -> Block:
+        bias = self.attention_bias
+        sparse = self.num_experts > 0 and layer not in self.dense_layers
+        rope = Rope(self.head_dim, self.rope.theta, self.rope.component)
+        return Block(
+            Attention(
+                self.num_attention_heads,
+                self.num_key_value_heads,
+                self.head_dim,
+                q_bias=bias,
+                k_bias=bias,
+                v_bias=bias,
+                o_bias=self.output_bias,
+                qk_norm=Norm("rmsnorm", self.norm_eps) if self.qk_norm else None,
+                positions=rope if self.position == "rope" else None,
+                window=self.window(layer),
+            ),
+            self.experts
+            if sparse
+            else Mlp(self.intermediate_size, self.mlp == "gated", self.activation, self.mlp_bias),
+            Norm(self.norm, self.norm_eps, self.norm == "layernorm"),
+        )
+
+    @property
+    def tree(self) -> Tree:
+        table = Table(self.max_position_embeddings) if self.position == "learned" else None
+        return Tree(
+            hidden_size=self.hidden_size,
+            embedding=Embedding(self.vocab_size, positions=table),
+            runs=runs([self.block(i) for i in range(self.num_hidden_layers)]),
+            final_norm=Norm(self.norm, self.norm_eps, self.norm == "layernorm"),
+            head=Head(self.tie_word_embeddings),
+            max_position_embeddings=self.max_position_embeddings,
+            initializer_range=self.initializer_range,
+        )
+
+    @property
+    def training(self) -> Training:
+        """What a run then said of the model, and says of training now."""
+        router = RouterTraining(
+            self.router_balance, None, self.router_z_loss_coef, self.router_bias_rate
+        )
+        return Training(self.dropout, router)
+
+    @property
+    def model(self) -> Model:
+        """Its config.json: that it came from with what changed since, or one made here. Raises
+        ValueError where the family cannot express it.
+        """
+        if self.hf.get("model_type") == self.family:
+            return _changed(Model(self.hf), self.tree)
+        extra = self.hf
+        if "model_type" in extra:
+            extra = {name: value for name, value in extra.items() if name in CARRIED}
+        return new(self.tree, self.family, extra)
+
+
+def _changed(source: Model, tree: Tree) -> Model:
+    """`source` with the fields that differ, in its own spelling."""
+    if source.tree == tree:
+        return source
+    wanted = explicit(new(tree, source.model_type))
+    before, own = explicit(source), source.family.new(tree)
+    made = changed(source, {name: wanted[name] for name in own if wanted[name] != before[name]})
+    if made.tree == tree:
+        return made
+    return changed(source, {name: wanted[name] for name in own})  # absent ones followed a changed
+
+
+def tree(**flat: Any) -> Tree:
+    """The tree of old fields, of whatever family or none."""
+    return from_dict(Flat, flat).tree
+
+
+def training(**flat: Any) -> Training:
+    """The training knobs among old fields."""
+    return from_dict(Flat, flat).training
+
+
+def model(**flat: Any) -> Model:
+    """The model of old fields. Where no family is named, the first that can express it. Raises
+    ValueError.
+    """
+    given = from_dict(Flat, flat, path="model")
+    if "family" in flat:
+        return given.model
+    for name in ("llama", *known.families()):
+        try:
+            return from_dict(Flat, {**flat, "family": name}).model
+        except ValueError as error:
+            refused = error
+    raise refused
+
+
+def run(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A run as its YAML or state.json has it, its model and training knobs as of now. Raises
+    ValueError.
+    """
+    old = values.get("model")
+    if not isinstance(old, dict) or "model_type" in old or not isinstance(values, dict):
+        return dict(values)
+    flat = from_dict(Flat, old, path="model")
+    knobs = to_dict(flat.training)
+    if {"dropout", "router"} & set(values.get("train") or {}):
+        raise ValueError("dropout and router stand under train, and model names no model_type")
+    return {
+        **values,
+        "model": flat.model.plain(),
+        "train": {**(values.get("train") or {}), **knobs},
+    }
+
+
+NAMES = tuple(f.name for f in fields(Flat))

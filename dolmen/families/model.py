@@ -1,0 +1,218 @@
+"""A model is its config.json: a mapping with everything in it, of which the family reads what it
+knows into a tree. What changes it changes fields of the mapping, in the spelling it has.
+
+    Model(config).tree               read
+    new(tree, "mistral")             a config.json that says this tree, checked by reading it back
+    changed(model, {"n_embd": 64})   the same config.json with other fields
+    edit(model, vocab_size=50304)    the same, for what any family has
+"""
+
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from dolmen.core.config import Plain
+from dolmen.families import known
+from dolmen.families.differences import differences
+from dolmen.families.family import HARMLESS, ONLY, Family, Field
+from dolmen.files import kinds
+from dolmen.files.schema import Mismatch, Object, check, optional
+from dolmen.model.tree import Tree
+
+CARRIED = (*kinds.SPECIAL_TOKENS, "dtype")  # to another family
+RESERVED = "dolmen"  # of what no config.json can say; not exported
+
+
+@dataclass(frozen=True)
+class Model(Plain):
+    """A model's identity. Raises ValueError with field and value for what would change the function
+    and is not supported; fields never heard of are kept, see `unknown_fields`. Dropout is no part
+    of it, whatever the config.json says.
+    """
+
+    config: dict[str, Any]
+    """The config.json, whole; not to be written into."""
+
+    def __post_init__(self):
+        assert self.tree is not None
+
+    @property
+    def model_type(self) -> str:
+        return self.family.model_type
+
+    @property
+    def family(self) -> Family:
+        return known.find(self.config.get("model_type"))
+
+    @property
+    def dtype(self) -> str:
+        """Name of the dtype that is stated for the weights; float32 where none is."""
+        return self.config.get("dtype") or self.config.get("torch_dtype") or "float32"
+
+    @cached_property
+    def tree(self) -> Tree:
+        family = self.family
+        try:
+            check(self.config, schema(family))
+        except Mismatch as error:
+            raise ValueError(str(error)) from None
+        self._refuse()
+        return family.read(_whole(family, self.config))
+
+    def _refuse(self) -> None:
+        config, family = self.config, self.family
+        if config.get("auto_map"):
+            raise ValueError(
+                f"auto_map is {config['auto_map']}: dolmen runs no code from a model folder "
+                "(trust_remote_code); use a model saved with a class of transformers"
+            )
+        if config.get("quantization_config"):
+            raise ValueError(
+                f"quantization_config is {config['quantization_config']}: dolmen reads unquantised "
+                f"weights only"
+            )
+        given = _named(family, config)
+        for name, allowed in {**ONLY, **family.only}.items():
+            if name in given and given[name] not in allowed:
+                raise ValueError(
+                    f"{name} is {given[name]!r}: dolmen's {family.model_type} supports only "
+                    f"{allowed[0]!r}"
+                )
+
+    def exported(self) -> dict[str, Any]:
+        """The config.json for others."""
+        return {n: deepcopy(v) for n, v in self.config.items() if n != RESERVED}
+
+    def plain(self) -> dict[str, Any]:
+        return deepcopy(self.config)
+
+    @classmethod
+    def from_plain(cls, value: Any) -> "Model":
+        if not isinstance(value, dict):
+            raise ValueError(f"it must be a config.json, a mapping, not {value!r}")
+        return cls(deepcopy(value))
+
+
+def schema(family: Family) -> Object:
+    """What a config.json of the family may hold: the fields that it reads, under each name."""
+    fields = {name: f.kind for f in family.fields for name in (f.name, *f.aliases)}
+    every = {**kinds.SPECIAL_TOKENS, "dtype": optional(kinds.NAME)}
+    own = {RESERVED: Object(rest=None), "torch_dtype": optional(kinds.NAME)}
+    return replace(kinds.CONFIG.schema, optional={**fields, **every, **own})
+
+
+def explicit(model: Model) -> dict[str, Any]:
+    """Every field that the family reads, none absent and none left to follow from others, under its
+    own name and in the spelling of transformers 5.
+    """
+    return {**_whole(model.family, model.config), **model.family.new(model.tree)}
+
+
+def new(tree: Tree, model_type: str, carried: Mapping[str, Any] | None = None) -> Model:
+    """A model of that family that is `tree`, with the fields `carried` beside. Raises ValueError
+    naming what the family cannot express.
+    """
+    family = known.find(model_type)
+    try:
+        config = {
+            "architectures": [family.architecture],
+            "model_type": model_type,
+            "dtype": "float32",
+            **deepcopy(family.beside),
+            **family.new(tree),
+            **deepcopy(dict(carried or {})),
+        }
+        model = Model(config)
+        if found := differences(tree, model.tree):
+            raise ValueError("; ".join(found))
+    except ValueError as error:
+        raise ValueError(
+            f"family {model_type} cannot express {error}: set model.model-type to one that can, of "
+            f"{', '.join(known.families())}"
+        ) from None
+    return model
+
+
+def moved(model: Model, model_type: str) -> Model:
+    """The same tree in another family, with its special tokens and dtype. Raises as `new`."""
+    carried = {name: model.config[name] for name in CARRIED if name in model.config}
+    return new(model.tree, model_type, {**carried, "dtype": model.dtype})
+
+
+def changed(model: Model, fields: Mapping[str, Any]) -> Model:
+    """The same with other values of `fields`, named as the family does; `rope_parameters.factor` is
+    a field inside another one. Raises ValueError for what cannot be computed, and KeyError for a
+    name that the family has not.
+    """
+    known_fields = {field.name: field for field in model.family.fields}
+    whole: dict[str, Any] = {}
+    for path, value in fields.items():
+        name, _, inner = path.partition(".")
+        field = known_fields[name]
+        if inner:
+            before = whole.get(name) or explicit(model)[name] or {}
+            value = {**before, inner: value}
+        whole[field.name] = value
+    config = deepcopy(model.config)
+    for name, value in whole.items():
+        config |= _spelled(known_fields[name], config, deepcopy(value))
+    return Model(config)
+
+
+def edit(
+    model: Model,
+    *,
+    vocab_size: int | None = None,
+    tie: bool | None = None,
+    dtype: str | None = None,
+    context: int | None = None,
+    **special: int | list[int],
+) -> Model:
+    """The same with another vocabulary, head tied or not, stated dtype, longest sequence, or
+    `bos_token_id`, `eos_token_id`, `pad_token_id`; unset: as it was. Raises ValueError.
+    """
+    assert special.keys() <= kinds.SPECIAL_TOKENS.keys(), special
+    names = model.family.names
+    asked = {"vocab_size": vocab_size, "tie_word_embeddings": tie}
+    asked["max_position_embeddings"] = context
+    made = changed(model, {names[n]: value for n, value in asked.items() if value is not None})
+    if dtype is not None:
+        stated = [name for name in ("dtype", "torch_dtype") if name in model.config] or ["dtype"]
+        special = {**special, **dict.fromkeys(stated, dtype)}
+    return Model({**made.config, **special}) if special else made
+
+
+def unknown_fields(model: Model) -> list[str]:
+    """Fields of its config.json that dolmen has never heard of: kept for the way back, without
+    effect on the model. For a warning at the place that reads.
+    """
+    family, config = model.family, model.config
+    names = {*HARMLESS, *ONLY, *family.only, *family.harmless, *family.beside, *family.aliases}
+    names |= {RESERVED, *(field.name for field in family.fields)}
+    inner = [
+        f"{field.name}.{name}"
+        for field in family.fields
+        if field.inside
+        for name in config.get(field.name) or {}
+        if name not in {one.name for one in field.inside}
+    ]
+    return sorted(n for n in config if n not in names and not n.startswith("_")) + inner
+
+
+def _named(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
+    """`config` under the family's own names of fields."""
+    return {family.aliases.get(name, name): value for name, value in config.items()}
+
+
+def _whole(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
+    """`config` with every absent field filled in."""
+    return {**{f.name: f.default for f in family.fields}, **_named(family, config)}
+
+
+def _spelled(field: Field, config: Mapping[str, Any], value: Any) -> dict[str, Any]:
+    """`field` as `config` spells it."""
+    if field.spell is not None:
+        return field.spell(config, value)
+    return {next((alias for alias in field.aliases if alias in config), field.name): value}
