@@ -24,7 +24,7 @@ from dolmen.model.tree import (
     Router,
     Table,
     Tree,
-    runs,
+    runs_of,
 )
 from dolmen.model.tree.mlp import Activation
 from dolmen.model.tree.positions import Scaling
@@ -138,7 +138,7 @@ class Flat:
         return Tree(
             hidden_size=self.hidden_size,
             embedding=Embedding(self.vocab_size, positions=table),
-            runs=runs([self.block(i) for i in range(self.num_hidden_layers)]),
+            runs=runs_of([self.block(i) for i in range(self.num_hidden_layers)]),
             final_norm=Norm(self.norm, self.norm_eps, self.norm == "layernorm"),
             head=Head(self.tie_word_embeddings),
             max_position_embeddings=self.max_position_embeddings,

@@ -11,7 +11,7 @@ from dolmen.families.family import BESIDE, Family, Field, activation, expect
 from dolmen.families.rules import Rename, Rule, Split, Transpose
 from dolmen.files import kinds
 from dolmen.files.schema import Flag, Real, optional
-from dolmen.model.tree import Attention, Block, Embedding, Head, Mlp, Norm, Table, Tree, runs
+from dolmen.model.tree import Attention, Block, Embedding, Head, Mlp, Norm, Table, Tree, runs_of
 
 FIELDS = (
     Field("vocab_size", kinds.VOCABULARY, 50257, "Rows of the embedding and of the head, tokens."),
@@ -69,7 +69,7 @@ def read(c: dict[str, Any]) -> Tree:
     return Tree(
         hidden_size=hidden,
         embedding=Embedding(c["vocab_size"], positions=Table(c["n_positions"])),
-        runs=runs([Block(mixer, mlp, norm)] * c["n_layer"]),
+        runs=runs_of([Block(mixer, mlp, norm)] * c["n_layer"]),
         final_norm=norm,
         head=Head(tied=c["tie_word_embeddings"]),
         max_position_embeddings=c["n_positions"],

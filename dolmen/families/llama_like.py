@@ -24,7 +24,7 @@ from dolmen.model.tree import (
     Rope,
     Router,
     Tree,
-    runs,
+    runs_of,
 )
 
 LAYER = "model.layers.{}."
@@ -149,7 +149,7 @@ def read(
     return Tree(
         hidden_size=hidden,
         embedding=Embedding(c["vocab_size"]),
-        runs=runs(blocks),
+        runs=runs_of(blocks),
         final_norm=norm,
         head=Head(tied=c["tie_word_embeddings"]),
         max_position_embeddings=c["max_position_embeddings"],

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from dolmen.files import kinds
+from dolmen.model import tree as trees
+from dolmen.model.training import RouterTraining, Training
 
 # The same limits as a config.json has.
 SIZES = {
@@ -218,6 +220,76 @@ class ModelConfig:
     def sparse(self, layer: int) -> bool:
         """Whether `layer` has experts."""
         return self.num_experts > 0 and layer not in self.dense_layers
+
+    @property
+    def tree(self) -> trees.Tree:
+        biased = self.norm == "layernorm"
+        norm = trees.Norm(self.norm, self.norm_eps, bias=biased)
+        r = self.rope
+        scaling = {
+            "default": None,
+            "linear": trees.Linear(r.factor),
+            "llama3": trees.Llama3(
+                r.factor,
+                r.low_freq_factor,
+                r.high_freq_factor,
+                r.original_max_position_embeddings,
+            ),
+        }[r.scaling]
+        rope = trees.Rope(self.head_dim, r.theta, scaling) if self.position == "rope" else None
+        qk_norm = trees.Norm("rmsnorm", self.norm_eps) if self.qk_norm else None
+        bias = self.attention_bias
+        dense = trees.Mlp(self.intermediate_size, self.gated, self.activation, self.mlp_bias)
+        sparse = (
+            trees.Experts(
+                self.num_experts,
+                self.num_experts_per_tok,
+                self.expert_size,
+                self.activation,
+                trees.Router(
+                    normalise=self.norm_topk_prob, aux_loss_coef=self.router_aux_loss_coef
+                ),
+            )
+            if self.num_experts
+            else None
+        )
+        blocks = [
+            trees.Block(
+                trees.Attention(
+                    self.num_attention_heads,
+                    self.num_key_value_heads,
+                    self.head_dim,
+                    bias,
+                    bias,
+                    bias,
+                    self.output_bias,
+                    qk_norm,
+                    rope,
+                    window=self.window(i),
+                ),
+                sparse if self.sparse(i) else dense,
+                norm,
+            )
+            for i in range(self.num_hidden_layers)
+        ]
+        learned = self.position == "learned"
+        table = trees.Table(self.max_position_embeddings) if learned else None
+        return trees.Tree(
+            self.hidden_size,
+            trees.Embedding(self.vocab_size, positions=table),
+            trees.runs_of(blocks),
+            norm,
+            trees.Head(tied=self.tie_word_embeddings),
+            self.max_position_embeddings,
+            self.initializer_range,
+        )
+
+    @property
+    def training(self) -> Training:
+        router = RouterTraining(
+            self.router_balance, None, self.router_z_loss_coef, self.router_bias_rate
+        )
+        return Training(self.dropout, router)
 
     @property
     def gated(self) -> bool:

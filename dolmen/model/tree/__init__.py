@@ -9,23 +9,30 @@ it from a `config.json`.
       final norm, head
 """
 
+import math
 from dataclasses import dataclass
+from functools import cached_property
 
 from dolmen.model.tree.attention import Attention
-from dolmen.model.tree.block import Block, Pre, Run, runs
+from dolmen.model.tree.block import Block, Run, runs_of
 from dolmen.model.tree.ends import Embedding, Head
 from dolmen.model.tree.experts import Experts, Router
+from dolmen.model.tree.leaf import Cut, Leaf, Leaves, Stream, under, within
 from dolmen.model.tree.mlp import Mlp
 from dolmen.model.tree.norm import Norm
 from dolmen.model.tree.positions import Alibi, Linear, Llama3, Rope, Table, Yarn
+from dolmen.model.tree.pre import Pre
 
 __all__ = [
     "Alibi",
     "Attention",
     "Block",
+    "Cut",
     "Embedding",
     "Experts",
     "Head",
+    "Leaf",
+    "Leaves",
     "Linear",
     "Llama3",
     "Mlp",
@@ -34,10 +41,12 @@ __all__ = [
     "Rope",
     "Router",
     "Run",
+    "Stream",
     "Table",
     "Tree",
     "Yarn",
-    "runs",
+    "runs_of",
+    "under",
 ]
 
 
@@ -54,7 +63,59 @@ class Tree:
     initializer_range: float = 0.02
     """Standard deviation of initial weights."""
 
-    @property
+    def __post_init__(self):
+        if not 0 <= self.initializer_range < math.inf:
+            raise ValueError(
+                f"model.initializer-range is {self.initializer_range}: it must be finite and not "
+                "negative"
+            )
+
+    @cached_property
     def blocks(self) -> tuple[Block, ...]:
         """Every layer, in order."""
         return tuple(b for run in self.runs for _ in range(run.repeat) for b in run.blocks)
+
+    @cached_property
+    def leaves(self) -> Leaves:
+        """Every parameter by its full name, in the order of the model: the names that weight rules
+        and checkpoints speak.
+        """
+        hidden, stream = self.hidden_size, Stream(self.hidden_size, self.layers)
+        leaves = self.embedding.leaves(hidden, self.head.tied)
+        for i, block in enumerate(self.blocks):
+            leaves |= within(f"layers.{i}", block.leaves(stream))
+        leaves |= within("final_norm", self.final_norm.leaves(hidden))
+        return leaves | self.head.leaves(self.vocab_size, hidden)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every parameter's full shape."""
+        return {name: leaf.shape for name, leaf in self.leaves.items()}
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding and of the head, tokens."""
+        return self.embedding.rows
+
+    @property
+    def layers(self) -> int:
+        """How many blocks there are."""
+        return len(self.blocks)
+
+    @property
+    def experts(self) -> int:
+        """Of each layer that has any; 0: none has. Raises ValueError where layers have unlike
+        numbers.
+        """
+        numbers = {block.mlp.experts for block in self.blocks} - {0}
+        if len(numbers) > 1:
+            raise ValueError(
+                f"layers have {sorted(numbers)} experts: dolmen trains equally many per layer"
+            )
+        return max(numbers, default=0)
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens of a sequence that a learned table has positions for; None: there is no table."""
+        table = self.embedding.positions
+        return None if table is None else table.length

@@ -4,6 +4,7 @@ Ainslie et al., 2305.13245).
 
 from dataclasses import dataclass
 
+from dolmen.model.tree.leaf import Cut, Leaves, Stream, column, row, within
 from dolmen.model.tree.norm import Norm
 from dolmen.model.tree.positions import Alibi, Rope
 
@@ -37,6 +38,32 @@ class Attention:
             )
         if self.window is not None and self.window < 1:
             raise ValueError(
-                f"sliding_window is {self.window}: it must be at least 1, the query itself, or "
-                "none"
+                f"model.sliding-window is {self.window}: it must be at least 1, the query itself, "
+                "or none"
             )
+
+    def leaves(self, stream: Stream) -> Leaves:
+        """k and v are whole on every rank where tp does not divide their heads: a rank multiplies
+        the rows of the heads that its queries use.
+        """
+        hidden = stream.hidden_size
+        q, kv = self.heads * self.head_size, self.kv_heads * self.head_size
+        of_q = Cut("tp", 0, self.heads, "num_attention_heads")
+        of_kv = Cut("tp", 0, self.kv_heads, "num_key_value_heads", or_whole=True)
+        of_o = Cut("tp", 1, self.heads, "num_attention_heads")
+        leaves = {
+            **within("q", column(q, hidden, self.q_bias, of_q)),
+            **within("k", column(kv, hidden, self.k_bias, of_kv, "branch")),
+            **within("v", column(kv, hidden, self.v_bias, of_kv, "branch")),
+            **within("o", row(hidden, q, self.o_bias, of_o, stream.out_scale)),
+        }
+        if self.qk_norm is not None:
+            norm = self.qk_norm.leaves(self.head_size, "branch")
+            leaves |= {**within("q_norm", norm), **within("k_norm", norm)}
+        return leaves
+
+    def products(self, keys: float) -> float:
+        """Multiply-adds per token of scores and of their sum of values, for a query that sees so
+        many `keys`.
+        """
+        return 2 * self.heads * self.head_size * keys

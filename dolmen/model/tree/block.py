@@ -8,14 +8,10 @@ from itertools import groupby
 
 from dolmen.model.tree.attention import Attention
 from dolmen.model.tree.experts import Experts
+from dolmen.model.tree.leaf import Leaves, Stream
 from dolmen.model.tree.mlp import Mlp
 from dolmen.model.tree.norm import Norm
-
-
-@dataclass(frozen=True)
-class Pre:
-    """x += mixer(norm x); x += mlp(norm x)."""
-
+from dolmen.model.tree.pre import Pre
 
 Mixer = Attention
 Arrangement = Pre
@@ -29,6 +25,9 @@ class Block:
     """Of each of its norms; the arrangement says where they stand."""
     arrangement: Arrangement = Pre()
 
+    def leaves(self, stream: Stream) -> Leaves:
+        return self.arrangement.leaves(self, stream)
+
 
 @dataclass(frozen=True)
 class Run:
@@ -38,7 +37,7 @@ class Run:
     repeat: int
 
 
-def runs(blocks: Sequence[Block]) -> tuple[Run, ...]:
+def runs_of(blocks: Sequence[Block]) -> tuple[Run, ...]:
     """The one way to say these layers: the shortest pattern that makes all of them if repeated, and
     otherwise equal neighbours together.
     """

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from dolmen.model.tree.leaf import Cut, Leaf, Leaves, within
 from dolmen.model.tree.norm import Norm
 from dolmen.model.tree.positions import Table
 
@@ -16,6 +17,18 @@ class Embedding:
     """Of what enters (BLOOM)."""
     positions: Table | None = None
 
+    def leaves(self, hidden: int, tied: bool) -> Leaves:
+        """`tied`: it is the head's weight too, which multiplies."""
+        products = self.rows * hidden if tied else 0
+        weight = Leaf(
+            (self.rows, hidden), "embedding", (of_vocabulary(self.rows),), products=products
+        )
+        return {
+            "embed.weight": weight,
+            **(within("embed_norm", self.norm.leaves(hidden)) if self.norm else {}),
+            **(within("positions", self.positions.leaves(hidden)) if self.positions else {}),
+        }
+
 
 @dataclass(frozen=True)
 class Head:
@@ -23,3 +36,14 @@ class Head:
     """Its weight is the embedding's."""
     soft_cap: float | None = None
     """Logits become cap * tanh(logit / cap)."""
+
+    def leaves(self, rows: int, hidden: int) -> Leaves:
+        if self.tied:
+            return {}
+        shape, cuts = (rows, hidden), (of_vocabulary(rows),)
+        return {"head.weight": Leaf(shape, "head", cuts, products=rows * hidden)}
+
+
+def of_vocabulary(rows: int) -> Cut:
+    """Of a table with a row for each token."""
+    return Cut("tp", 0, rows, "vocab_size", uneven=True)

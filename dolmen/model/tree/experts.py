@@ -2,9 +2,10 @@
 gated MLPs (Shazeer et al., 1701.06538; DeepSeek-V2, 2405.04434, and V3, 2412.19437).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from dolmen.model.tree.leaf import Cut, Leaf, Leaves, Stream, within
 from dolmen.model.tree.mlp import Activation, Mlp
 
 
@@ -28,6 +29,14 @@ class Router:
     aux_loss_coef: float = 0.0
     """Weight of the balance loss that its config.json states; --train.router can say otherwise."""
 
+    def leaves(self, experts: int, hidden: int) -> Leaves:
+        """Whole on every rank of tp, which weighs by it what is a partial sum."""
+        shape = (experts, hidden)
+        leaves = {"weight": Leaf(shape, "router", gradient="branch", products=experts * hidden)}
+        if self.bias:
+            leaves["bias"] = Leaf((experts,), "bias", initial="zeros", trained=False)
+        return leaves
+
 
 @dataclass(frozen=True)
 class Experts:
@@ -46,3 +55,31 @@ class Experts:
                 f"num_experts_per_tok ({self.per_token}) must lie in 1 to num_experts "
                 f"({self.number}): set model.num-experts-per-tok"
             )
+
+    @property
+    def experts(self) -> int:
+        """How many a router chooses from."""
+        return self.number
+
+    def biased(self) -> "Experts":
+        """The same with a router whose choice a bias balances."""
+        return replace(self, router=replace(self.router, bias=True))
+
+    def leaves(self, stream: Stream) -> Leaves:
+        hidden = stream.hidden_size
+        inner = self._stacked(self.size, hidden, 1)
+        down = self._stacked(hidden, self.size, 2, stream.out_scale)
+        return {
+            **within("router", self.router.leaves(self.number, hidden)),
+            **{f"experts.{name}.weight": inner for name in ("gate", "up")},
+            "experts.down.weight": down,
+        }
+
+    def _stacked(self, out: int, inp: int, dim: int, std_scale: float = 1.0) -> Leaf:
+        """One matrix of every expert: [experts, out, inp], experts cut over ep, `dim` over tp."""
+        cuts = (
+            Cut("ep", 0, self.number, "num_experts"),
+            Cut("tp", dim, self.size, "moe_intermediate_size"),
+        )
+        shape, products = (self.number, out, inp), self.per_token * out * inp
+        return Leaf(shape, "expert", cuts, std_scale=std_scale, products=products)

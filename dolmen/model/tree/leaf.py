@@ -1,12 +1,17 @@
 """A leaf: everything that is known of one parameter before there is a tensor, once. What places,
 initialises, groups, counts and checks parameters reads it here.
+
+    column   W cut over its outputs: this rank's heads, or its part of the feed-forward width
+    row      W cut over its inputs: what it makes is a partial sum, which leaves the block
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 Role = Literal["matrix", "embedding", "head", "norm", "bias", "router", "expert"]
+Gradient = Literal["own", "residual", "branch"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,25 @@ class Cut:
     uneven: bool = False
     """The pieces need not be equal (rows of a vocabulary)."""
 
+    def splits(self, size: int) -> bool:
+        """Whether an axis of `size` ranks splits the dim; else each of them has all of it."""
+        return not self.or_whole or self.units % size == 0
+
+    def check(self, size: int) -> None:
+        """Raises ValueError, with the numbers and the knob, where an axis of `size` ranks cannot
+        split the dim as it must.
+        """
+        if self.uneven and (size - 1) * -(-self.units // size) >= self.units:
+            raise ValueError(
+                f"{self.knob} ({self.units}) leaves a rank of {self.axis} ({size}) without a row: "
+                f"set a smaller --layout.{self.axis}"
+            )
+        if not self.uneven and self.splits(size) and self.units % size:
+            raise ValueError(
+                f"{self.knob} ({self.units}) is not divisible by {self.axis} ({size}): set "
+                f"--layout.{self.axis} to a divisor, such as {math.gcd(self.units, size)}"
+            )
+
 
 @dataclass(frozen=True)
 class Leaf:
@@ -36,7 +60,7 @@ class Leaf:
     shape: tuple[int, ...]
     role: Role
     cuts: tuple[Cut, ...] = ()
-    gradient: Literal["own", "residual", "branch"] = "own"
+    gradient: Gradient = "own"
     """Of what every rank of tp stores whole: its type on tp. `residual`: it sees this rank's tokens
     of the residual stream, partial under sequence parallelism; `branch`: it sees this rank's heads
     or columns, always partial.
@@ -44,9 +68,9 @@ class Leaf:
     initial: Literal["normal", "ones", "zeros"] = "normal"
     std_scale: float = 1.0
     """Of `normal`: times the model's initializer_range."""
-    products: float = 0.0
-    """Multiply-adds per token, as a share of the elements: 1 for a matrix, k / E for k of E
-    experts, 0 for a table or a vector.
+    products: int = 0
+    """Multiply-adds per token: the elements of a matrix, of k of E experts k / E of them, none of
+    a table or a vector.
     """
     trained: bool = True
     """Whether gradients move it."""
@@ -55,10 +79,68 @@ class Leaf:
     def elements(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def decays(self) -> bool:
+        """Whether weight decay pulls it to 0: matrices and tables, not norms and biases."""
+        return self.role not in ("norm", "bias")
+
+    def held(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """The shape that a rank holds, where each axis has so many ranks (1, where not named); of
+        an uneven cut the largest.
+        """
+        shape = list(self.shape)
+        for cut in self.cuts:
+            size = sizes.get(cut.axis, 1)
+            if cut.splits(size):
+                shape[cut.dim] = -(-shape[cut.dim] // size)
+        return tuple(shape)
+
 
 Leaves = dict[str, Leaf]
+
+
+@dataclass(frozen=True)
+class Stream:
+    """What the parameters of a component depend on beside itself: the residual stream."""
+
+    hidden_size: int
+    layers: int
+
+    @property
+    def out_scale(self) -> float:
+        """std_scale of the projections that add to the stream, two per layer (Radford et al., 2019,
+        section 2.3).
+        """
+        return 1 / math.sqrt(2 * self.layers)
 
 
 def within(prefix: str, leaves: Leaves) -> Leaves:
     """The same under `prefix.`"""
     return {f"{prefix}.{name}": leaf for name, leaf in leaves.items()}
+
+
+def under(leaves: Leaves, prefix: str) -> Leaves:
+    """The inverse of `within`: those under `prefix.`, without it."""
+    start = f"{prefix}."
+    return {
+        name.removeprefix(start): leaf for name, leaf in leaves.items() if name.startswith(start)
+    }
+
+
+def column(out: int, inp: int, bias: bool, cut: Cut, gradient: Gradient = "own") -> Leaves:
+    """Weight [out, inp] and bias of a column-parallel linear; `gradient` where it is whole."""
+    leaves = {"weight": Leaf((out, inp), "matrix", (cut,), gradient, products=out * inp)}
+    if bias:
+        leaves["bias"] = Leaf((out,), "bias", (cut,), gradient, "zeros")
+    return leaves
+
+
+def row(out: int, inp: int, bias: bool, cut: Cut, std_scale: float) -> Leaves:
+    """Weight [out, inp] of a row-parallel linear, and its bias, which is added once the partial
+    sums are.
+    """
+    weight = Leaf((out, inp), "matrix", (cut,), std_scale=std_scale, products=out * inp)
+    leaves = {"weight": weight}
+    if bias:
+        leaves["bias"] = Leaf((out,), "bias", gradient="residual", initial="zeros")
+    return leaves

@@ -5,6 +5,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from dolmen.model.tree.leaf import Cut, Leaves, Stream, column, row, within
+
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
 
@@ -16,3 +18,22 @@ class Mlp:
     activation: Activation = "silu"
     """gelu is the exact erf form."""
     bias: bool = False
+
+    @property
+    def experts(self) -> int:
+        """How many a router chooses from."""
+        return 0
+
+    def biased(self) -> "Mlp":
+        """The same with a router whose choice a bias balances; here is none."""
+        return self
+
+    def leaves(self, stream: Stream) -> Leaves:
+        hidden, knob = stream.hidden_size, "intermediate_size"
+        inner = column(self.size, hidden, self.bias, Cut("tp", 0, self.size, knob))
+        down = row(hidden, self.size, self.bias, Cut("tp", 1, self.size, knob), stream.out_scale)
+        return {
+            **(within("gate", inner) if self.gated else {}),
+            **within("up", inner),
+            **within("down", down),
+        }

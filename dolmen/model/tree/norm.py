@@ -1,7 +1,10 @@
 """What a norm is: RMSNorm (Zhang and Sennrich, 1910.07467) or LayerNorm (Ba et al., 1607.06450)."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
+
+from dolmen.model.tree.leaf import Gradient, Leaf, Leaves
 
 
 @dataclass(frozen=True)
@@ -14,3 +17,15 @@ class Norm:
     bias: bool = False
     zero_centred: bool = False
     """The weight is stored less 1: y = x / rms(x) * (1 + w), and starts at 0 (Gemma)."""
+
+    def __post_init__(self):
+        if not 0 <= self.eps < math.inf:
+            raise ValueError(f"a norm's eps is {self.eps!r}: it must be finite and not negative")
+
+    def leaves(self, size: int, gradient: Gradient = "residual") -> Leaves:
+        """Of a norm over `size` features, whole on every rank of tp."""
+        initial = "zeros" if self.zero_centred else "ones"
+        leaves = {"weight": Leaf((size,), "norm", gradient=gradient, initial=initial)}
+        if self.bias:
+            leaves["bias"] = Leaf((size,), "bias", gradient=gradient, initial="zeros")
+        return leaves

@@ -2,7 +2,10 @@
 distance (ALiBi, Press et al., 2108.12409), or a table added to the embedding.
 """
 
+import math
 from dataclasses import dataclass
+
+from dolmen.model.tree.leaf import Leaf, Leaves
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,8 @@ class Rope:
                 f"head_dim ({self.size}) is odd, rope rotates pairs: set model.head-dim to an even "
                 "size"
             )
+        if not 0 <= self.theta < math.inf:
+            raise ValueError(f"rope_theta is {self.theta!r}: it must be finite and not negative")
 
 
 @dataclass(frozen=True)
@@ -73,5 +78,11 @@ class Table:
     """A learned row per position, added to the embedding."""
 
     length: int
+    """Positions that it has a row for."""
     offset: int = 0
     """Row of position 0 (OPT: 2)."""
+
+    def leaves(self, hidden: int) -> Leaves:
+        """Whole on every rank of tp."""
+        shape = (self.offset + self.length, hidden)
+        return {"weight": Leaf(shape, "embedding", gradient="residual")}

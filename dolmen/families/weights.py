@@ -1,0 +1,92 @@
+"""Which of our parameters each stored tensor holds, for importer and exporter alike."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from dolmen.families.model import Model, changed, explicit
+from dolmen.families.rules import Entry, Shape, entries
+
+
+@dataclass(frozen=True)
+class WeightMap:
+    """Every tensor a checkpoint of `model` stores, and what it holds."""
+
+    model: Model
+    entries: dict[str, Entry]
+    """Stored name -> entry, in the order an export writes them."""
+    embedding: str
+    """Stored name of the embedding."""
+    head: str
+    """Stored name of the head; of a tied model it may be stored too, and must then equal the
+    embedding.
+    """
+
+    def canonical(self, name: str) -> str:
+        """The stored name with the family's leading part, which some files leave out."""
+        full = self.model.family.prefix + name
+        return (
+            full
+            if name not in self.entries and (full in self.entries or self.ignores(full))
+            else name
+        )
+
+    def ignores(self, name: str) -> bool:
+        """Whether a canonical name is a buffer that the family declares to be recomputed."""
+        return any(re.fullmatch(pattern, name) for pattern in self.model.family.ignored)
+
+    def is_tied_head(self, name: str) -> bool:
+        return name == self.head and name not in self.entries
+
+    def expected_shape(self, name: str) -> Shape | None:
+        """Shape a stored tensor must have, or None where no rule maps it."""
+        entry = self.entries.get(self.embedding if self.is_tied_head(name) else name)
+        return entry.shape if entry else None
+
+    def disagreeing_fields(self, name: str, shape: Shape) -> list[str]:
+        """Names of config fields that set a dimension in which the stored `shape` is not the
+        expected one: those whose change changes it. Empty where the number of dimensions differs.
+        """
+        stored = self.embedding if self.is_tied_head(name) else name
+        expected = self.entries[stored].shape
+        if len(expected) != len(shape):
+            return []
+        return [
+            field
+            for field, other in _otherwise(self.model, stored)
+            if any(e != s and e != o for e, s, o in zip(expected, shape, other, strict=True))
+        ]
+
+
+def weight_map(model: Model) -> WeightMap:
+    """The map of the model's family. Raises KeyError naming the first three parameters that no rule
+    of it makes.
+    """
+    rules = model.family.rules(model.tree)
+    embedding, head = (
+        next(f"{rule.hf}.weight" for rule in rules if rule.names == (ours,))
+        for ours in ("embed", "head")
+    )
+    found = entries(rules, model.tree.shapes, model.tree.layers)
+    return WeightMap(model, found, embedding, head)
+
+
+def _otherwise(model: Model, stored: str) -> Iterator[tuple[str, Shape]]:
+    """(field, the shape `stored` has with another value of it), of every size in the config.json."""
+    whole = explicit(model)
+    plain = Model({**whole, "model_type": model.model_type})
+    for name, value in whole.items():
+        if isinstance(value, int) and not isinstance(value, bool):
+            for other in (2 * value, value // 2, 1):
+                if (found := _shape(plain, {name: other}, stored)) is not None:
+                    yield name, found
+                    break
+
+
+def _shape(model: Model, fields: dict[str, Any], stored: str) -> Shape | None:
+    try:
+        entry = weight_map(changed(model, fields)).entries.get(stored)
+    except (ValueError, KeyError):
+        return None  # this field is tied to another one, or none of the structure
+    return None if entry is None else entry.shape

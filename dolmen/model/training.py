@@ -1,0 +1,59 @@
+"""What training adds to a model and no file of one says: dropout, and what keeps the experts of a
+router equally busy.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from dolmen.model.tree import Run, Tree
+
+
+@dataclass(frozen=True)
+class RouterTraining:
+    """Of the routers of a model with experts."""
+
+    balance: Literal["loss", "bias", "none"] = "loss"
+    """What keeps experts equally busy: an auxiliary loss; a bias added for the choice alone, moved
+    after each update; nothing.
+    """
+    aux_loss_coef: float | None = None
+    """Weight of the balance loss, summed over layers, mean over sequences, where balance is loss;
+    unset: what the model's config.json says.
+    """
+    z_loss_coef: float = 0.0
+    """Weight of the mean square of the router's logsumexp, summed over layers."""
+    bias_rate: float = 0.001
+    """Step of the bias in an update, where balance is bias."""
+
+    def __post_init__(self):
+        for name in ("aux_loss_coef", "z_loss_coef", "bias_rate"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
+                raise ValueError(
+                    f"train.router.{name.replace('_', '-')} is {value!r}: it must be a number, "
+                    "finite and not negative"
+                )
+
+
+@dataclass(frozen=True)
+class Training:
+    """Knobs of training that act inside the model."""
+
+    dropout: float = 0.0
+    """Dropout after embedding, attention and feed-forward, and on attention probabilities."""
+    router: RouterTraining = RouterTraining()
+
+    def __post_init__(self):
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"train.dropout is {self.dropout}: it must lie in [0, 1)")
+
+    def applied(self, tree: Tree) -> Tree:
+        """The model that is trained: where a bias balances, every router has one."""
+        if self.router.balance != "bias":
+            return tree
+        runs = tuple(
+            Run(tuple(replace(b, mlp=b.mlp.biased()) for b in run.blocks), run.repeat)
+            for run in tree.runs
+        )
+        return replace(tree, runs=runs)
