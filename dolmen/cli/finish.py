@@ -60,7 +60,7 @@ def _sample(screen: Console, folder: Path, prompt: str) -> None:
     tokenizer = tokenizers.load_tokenizer(str(folder))
     model = engine.load(folder)
     tokens = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-    room = model.config.max_position_embeddings - len(tokens)
+    room = model.tree.max_position_embeddings - len(tokens)
     (new,) = engine.generate(
         model,
         [tokens],

@@ -19,7 +19,7 @@ def run(_: RecipesOptions, __: list[str]) -> int:
         )
         table.add_row(
             name,
-            size(count.parameters(made.model)) if made.model else "of --init",
+            size(count.parameters(made.model.tree)) if made.model else "of --init",
             tokens,
             " ".join(recipe.__doc__.split()),
         )

@@ -65,7 +65,7 @@ def checked(
                 f"{layout.world} processes were started: {verb} is split over tp alone, set "
                 f"--layout.tp {layout.world}"
             )
-        layout.check(hf.read_config(hf.resolve(folder)), 1, 1, 1)
+        layout.check(hf.read_config(hf.resolve(folder)).tree, 1, 1, 1)
         if started is None:
             devices.check(where.device, layout.world, DEVICE)
         else:

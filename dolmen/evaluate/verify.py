@@ -282,7 +282,7 @@ def _compare(
     batch = Batch.of_windows(tokens.windows.cpu().numpy())
     inputs, labels = batch.tokens.to(mesh.device), batch.labels.to(mesh.device)
     with torch.no_grad():
-        logits = tensor.gather_vocabulary(model(inputs), model.config.vocab_size, mesh.tp)
+        logits = tensor.gather_vocabulary(model(inputs), model.tree.vocab_size, mesh.tp)
     with torch.set_grad_enabled(gradients):
         loss = model(inputs, labels) / batch.real_tokens
     rows = [

@@ -1,47 +1,43 @@
-"""Attention over this rank's heads: norms and rope where the config says so, grouped queries, and
-an optional cache.
+"""Attention over this rank's heads: norms and rope where its component says so, grouped queries,
+and an optional cache.
 
 With fewer key-value heads than tp ranks (or a count tp does not divide) k and v are stored whole on
 every rank; a rank multiplies only the rows of the heads its queries use, and their gradient is
 `Partial`.
 """
 
-import math
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dolmen.core import ranges
 from dolmen.core.state import local
-from dolmen.model.config import ModelConfig
+from dolmen.model import tree
+from dolmen.model.component import Component, Setting
 from dolmen.model.given import Given
 from dolmen.model.layers import Column, Norm, Row
-from dolmen.model.split import Split
+from dolmen.model.tree import Leaves, under
 from dolmen.ops import rope
+from dolmen.ops.dropout import SCORES
 from dolmen.parallel import tensor
 from dolmen.parallel.recompute import again
 
 
-class Attention(nn.Module):
+class Attention(Component):
     """x [batch * length / cp, hidden] I@tp (or S(0)@tp) -> the same. `cache`, where given, is this
     layer's keys and values so far.
     """
 
-    def __init__(self, c: ModelConfig, layer: int, split: Split):
+    def __init__(self, attention: tree.Attention, leaves: Leaves, setting: Setting):
         super().__init__()
-        tp = split.tp
-        size, rank = tp.axis.size, tp.axis.rank
-        if c.num_attention_heads % size:
-            raise ValueError(
-                f"num_attention_heads ({c.num_attention_heads}) is not divisible by tp ({size}): "
-                f"set --layout.tp to a divisor"
-            )
-        self.tp, self.cp, self.head_dim, self.window = tp, split.cp, c.head_dim, c.window(layer)
-        self.selective = split.recompute.of(layer) == "selective"
-        self.whole_kv = c.num_key_value_heads % size != 0
-        self.heads = c.num_attention_heads // size
-        group = c.num_attention_heads // c.num_key_value_heads
-        self.first_head, self.dropout = rank * self.heads, c.dropout
+        split, kernels = setting.split, setting.split.kernels
+        self.tp, self.cp = split.tp, split.cp
+        self.head_size, self.window = attention.head_size, attention.window
+        self.selective = split.recompute.of(setting.layer) == "selective"
+        size = self.tp.axis.size
+        self.whole_kv = attention.kv_heads % size != 0
+        self.heads = attention.heads // size
+        group = attention.heads // attention.kv_heads
+        self.first_head, self.dropout = self.tp.axis.rank * self.heads, setting.training.dropout
         # the key-value head of each of our queries
         used = [(self.first_head + i) // group for i in range(self.heads)]
         self.kv_first, self.kv_heads = used[0], used[-1] - used[0] + 1
@@ -50,23 +46,11 @@ class Attention(nn.Module):
             if used == _grouped(used[0], self.kv_heads, self.heads)
             else [u - used[0] for u in used]
         )
-        self.q = Column(c.hidden_size, c.num_attention_heads * c.head_dim, c.attention_bias)
-        grad = tp.branch_grad if self.whole_kv else None
-        kv_size = c.num_key_value_heads * c.head_dim
-        self.k = Column(c.hidden_size, kv_size, c.attention_bias, self.whole_kv, grad)
-        self.v = Column(c.hidden_size, kv_size, c.attention_bias, self.whole_kv, grad)
-        self.o = Row(
-            c.num_attention_heads * c.head_dim,
-            c.hidden_size,
-            c.output_bias,
-            tp,
-            1 / math.sqrt(2 * c.num_hidden_layers),
-        )
-        if c.qk_norm:
-            norm = (c.head_dim, "rmsnorm", c.norm_eps, tp.branch_grad, split.kernels)
-            self.q_norm, self.k_norm = Norm(*norm), Norm(*norm)
-        else:
-            self.q_norm = self.k_norm = None
+        self.q, self.k, self.v = (Column(under(leaves, name)) for name in ("q", "k", "v"))
+        self.o = Row(under(leaves, "o"), self.tp)
+        norm = attention.qk_norm
+        self.q_norm = None if norm is None else Norm(norm, under(leaves, "q_norm"), kernels)
+        self.k_norm = None if norm is None else Norm(norm, under(leaves, "k_norm"), kernels)
 
     def _mine(self, p: Tensor | None) -> Tensor | None:
         """The rows of a k or v parameter that this rank multiplies."""
@@ -74,17 +58,14 @@ class Attention(nn.Module):
             return None
         if not self.whole_kv:
             return local(p)
-        return local(p).narrow(0, self.kv_first * self.head_dim, self.kv_heads * self.head_dim)
+        return local(p).narrow(0, self.kv_first * self.head_size, self.kv_heads * self.head_size)
 
     def forward(self, x: Tensor, given: Given, cache=None) -> Tensor:
         weights = local(self.q.weight), self._mine(self.k.weight), self._mine(self.v.weight)
-        biases = (
-            (local(self.q.bias), self._mine(self.k.bias), self._mine(self.v.bias))
-            if self.q.bias is not None
-            else (None,) * 3
-        )
+        q_bias = None if self.q.bias is None else local(self.q.bias)
+        biases = q_bias, self._mine(self.k.bias), self._mine(self.v.bias)
         q, k, v = (
-            y.view(given.batch, -1, y.shape[-1] // self.head_dim, self.head_dim)
+            y.view(given.batch, -1, y.shape[-1] // self.head_size, self.head_size)
             for y in tensor.columns(x, weights, biases, self.tp)
         )
         if self.q_norm is not None:
@@ -94,7 +75,7 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.append(k, v)
         y = again(self._inner, q, k, v, given) if self.selective else self._inner(q, k, v, given)
-        return self.o(y.reshape(-1, self.heads * self.head_dim))
+        return self.o(y.reshape(-1, self.heads * self.head_size))
 
     @ranges.marked("attention")
     def _inner(self, q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor:
@@ -111,7 +92,7 @@ class Attention(nn.Module):
             given.documents,
             self.dropout,
             given.noise,
-            given.noise.site(1),
+            given.noise.site(SCORES),
             self.first_head,
         )
 

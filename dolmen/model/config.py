@@ -222,6 +222,10 @@ class ModelConfig:
         return self.num_experts > 0 and layer not in self.dense_layers
 
     @property
+    def model_type(self) -> str:
+        return self.family
+
+    @property
     def tree(self) -> trees.Tree:
         biased = self.norm == "layernorm"
         norm = trees.Norm(self.norm, self.norm_eps, bias=biased)

@@ -2,19 +2,18 @@
 and the bytes it keeps for backward.
 """
 
-import math
 from typing import Literal
 
-from dolmen.model.config import ModelConfig, parameter_shapes
+from dolmen.model.tree import Attention, Tree
 
 
-def parameters(c: ModelConfig) -> int:
+def parameters(tree: Tree) -> int:
     """Number of parameters; a tied head counts once."""
-    return sum(math.prod(shape) for shape in parameter_shapes(c).values())
+    return sum(leaf.elements for leaf in tree.leaves.values())
 
 
 def training_flops_per_token(
-    c: ModelConfig, sequence_length: int, attention: Literal["causal", "full"] = "causal"
+    tree: Tree, sequence_length: int, attention: Literal["causal", "full"] = "causal"
 ) -> float:
     """FLOPs per token of forward and backward: 2 per multiply-add, backward twice forward, nothing
     for recomputation.
@@ -25,44 +24,38 @@ def training_flops_per_token(
     counts as if every query saw the whole sequence, as torchtitan does; so does PaLM (2204.02311,
     appendix B: 6 N + 12 L H Q T), whose N has the embedding too.
     """
-    shapes = parameter_shapes(c)
-    matrices = sum(
-        math.prod(s)
-        for n, s in shapes.items()
-        if len(s) == 2 and n not in ("embed.weight", "positions.weight", "head.weight")
-    )
-    matrices += c.vocab_size * c.hidden_size
-    matrices += sum(
-        math.prod(s) // c.num_experts * c.num_experts_per_tok
-        for s in shapes.values()
-        if len(s) == 3
-    )
-    return 6.0 * matrices + attention_flops_per_token(c, sequence_length, attention)
+    matrices = sum(leaf.products for leaf in tree.leaves.values())
+    return 6.0 * matrices + attention_flops_per_token(tree, sequence_length, attention)
 
 
 def attention_flops_per_token(
-    c: ModelConfig, sequence_length: int, attention: Literal["causal", "full"] = "causal"
+    tree: Tree, sequence_length: int, attention: Literal["causal", "full"] = "causal"
 ) -> float:
     """The part of `training_flops_per_token` that is not of matrices."""
-    layers = range(c.num_hidden_layers)
-    seen = [_mean_keys(sequence_length, c.window(layer)) for layer in layers]
-    keys = sum(seen) if attention == "causal" else c.num_hidden_layers * sequence_length
-    return 12.0 * c.num_attention_heads * c.head_dim * keys
+
+    def keys(window: int | None) -> float:
+        if attention == "full":
+            return sequence_length
+        return _mean_keys(sequence_length, window)
+
+    mixers = [block.mixer for block in tree.blocks]
+    return 6.0 * sum(mixer.products(keys(mixer.window)) for mixer in mixers)
 
 
 def activation_bytes_per_layer(
-    c: ModelConfig,
+    tree: Tree,
     batch: int,
     sequence_length: int,
     *,
+    dropout: float = 0.0,
     tp: int = 1,
     sequence_parallel: bool = False,
     recompute: str = "none",
     cp: int = 1,
     element_bytes: int = 2,
 ) -> float:
-    """Bytes that a rank keeps of one layer without experts between forward and backward of a
-    microbatch of `batch` sequences.
+    """Bytes that a rank keeps of one layer, the first, between forward and backward of a microbatch
+    of `batch` sequences.
 
     Korthikanti et al. (2205.05198), eq. 1-6, for any widths: a GPT block with dropout, whose
     probabilities are formed whole, keeps s b h (10 + 24 / t + 5 a s / h t), all of it / t under
@@ -74,40 +67,44 @@ def activation_bytes_per_layer(
 
     Raises ValueError for experts, of which the router decides.
     """
-    if c.num_experts:
-        raise ValueError(f"num_experts ({c.num_experts}): what experts keep depends on the router")
+    block = tree.blocks[0]
+    if block.mlp.experts:
+        raise ValueError(
+            f"num_experts ({block.mlp.experts}): what experts keep depends on the router"
+        )
+    attention, mlp = block.mixer, block.mlp
     e = element_bytes
-    h = c.hidden_size
+    h = tree.hidden_size
     tokens = batch * sequence_length / cp
     stream = 1 / tp if sequence_parallel else 1.0
     if recompute == "full":
         return tokens * e * h * stream
-    statistics = 8 if c.norm == "layernorm" else 4
+    statistics = 8 if block.norm.kind == "layernorm" else 4
     # inputs of norms and of columns, a mask
-    outside = 2 * (2 * e * h + statistics + (h if c.dropout else 0))
-    heads, kv_heads = c.num_attention_heads / tp, _kv_heads(c, tp)
-    q, k = heads * c.head_dim, kv_heads * c.head_dim
+    outside = 2 * (2 * e * h + statistics + (h if dropout else 0))
+    heads, kv_heads = attention.heads / tp, _kv_heads(attention, tp)
+    q, k = heads * attention.head_size, kv_heads * attention.head_size
     inside = e * (q + 2 * k) + e * q  # q, k, v; the input of the output projection
-    if c.qk_norm:
+    if attention.qk_norm:
         inside += e * (q + k) + 4 * (heads + kv_heads)
-    if recompute == "none" and c.dropout:  # k, v once per query head; then eq. 1's 5 a s
+    if recompute == "none" and dropout:  # k, v once per query head; then eq. 1's 5 a s
         inside += e * (2 * q * cp - 2 * k) + (2 * e + 1) * heads * sequence_length
     elif recompute == "none":
         inside += 4 * heads
-    width = c.intermediate_size / tp
+    width = mlp.size / tp
     # gated: act(gate), up, and their product; relu keeps its result
-    kept = (3 if c.gated else 1) + (0 if c.activation == "relu" else 1)
+    kept = (3 if mlp.gated else 1) + (0 if mlp.activation == "relu" else 1)
     return tokens * (stream * outside + inside + e * kept * width)
 
 
-def _kv_heads(c: ModelConfig, tp: int) -> float:
+def _kv_heads(attention: Attention, tp: int) -> float:
     """Key-value heads that a rank multiplies and attends to; where tp cuts a group of queries
     unevenly, one for each query.
     """
-    if c.num_key_value_heads % tp == 0:
-        return c.num_key_value_heads / tp
-    heads = c.num_attention_heads / tp
-    return 1 if c.num_attention_heads // c.num_key_value_heads % heads == 0 else heads
+    if attention.kv_heads % tp == 0:
+        return attention.kv_heads / tp
+    heads = attention.heads / tp
+    return 1 if attention.heads // attention.kv_heads % heads == 0 else heads
 
 
 def _mean_keys(length: int, window: int | None) -> float:

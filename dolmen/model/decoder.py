@@ -1,8 +1,7 @@
-"""One decoder for every family: embedding, pre-norm blocks, final norm, head. Structure comes from
-ModelConfig alone.
+"""One decoder for every family: embedding, blocks, final norm, head. Structure comes from the tree
+of components alone (dolmen/model/tree).
 
-    tokens [b, s] -> embed -> x [b * s, hidden]
-                  -> { x + attn(norm x);  x + mlp(norm x) } * layers -> norm -> head
+    tokens [b, s] -> embed -> x [b * s, hidden] -> block * layers -> norm -> head
 
 x is I@tp, or S(0)@tp under sequence parallelism.
 
@@ -17,146 +16,94 @@ import torch
 from torch import Tensor, nn
 
 from dolmen.core.state import Places, local
-from dolmen.model.attention import Attention
-from dolmen.model.config import ModelConfig
+from dolmen.model import components
+from dolmen.model.block import Block
+from dolmen.model.component import Setting
 from dolmen.model.given import Balance, Given
-from dolmen.model.layers import Column, Embedding, Leaf, Norm, Positions
-from dolmen.model.mlp import MLP
-from dolmen.model.moe import MoE
+from dolmen.model.layers import Column, Embedding, Norm, Positions, is_partial, places
+from dolmen.model.positions import tables
 from dolmen.model.split import Split, whole
-from dolmen.ops import dropout, rope
+from dolmen.model.training import Training
+from dolmen.model.tree import Leaf, Rope, Tree, check_cuts, under
+from dolmen.ops import dropout
 from dolmen.parallel import tensor
 from dolmen.parallel.data import Unit
 from dolmen.parallel.loss import linear_cross_entropy
-from dolmen.parallel.recompute import again
-
-
-class Block(nn.Module):
-    """One layer. x [batch * length, hidden] -> the same."""
-
-    def __init__(self, c: ModelConfig, layer: int, split: Split):
-        super().__init__()
-        norm = (c.hidden_size, c.norm, c.norm_eps, split.tp.residual_grad, split.kernels)
-        self.attn_norm = Norm(*norm)
-        self.attn = Attention(c, layer, split)
-        self.mlp_norm = Norm(*norm)
-        self.mlp = MoE(c, split) if c.sparse(layer) else MLP(c, split.tp)
-        self.layer, self.dropout, self.whole = layer, c.dropout, split.recompute.of(layer) == "full"
-
-    def forward(self, x: Tensor, given: Given, cache=None) -> Tensor:
-        return (
-            again(self._layer, x, given)
-            if self.whole and cache is None
-            else self._layer(x, given, cache)
-        )
-
-    def _layer(self, x: Tensor, given: Given, cache=None) -> Tensor:
-        def drop(y: Tensor, site: int) -> Tensor:
-            return (
-                y
-                if given.noise is None
-                else dropout.residual(
-                    y, self.dropout, given.noise, given.noise.site(site), given.rows
-                )
-            )
-
-        x = x + drop(self.attn(self.attn_norm(x), given, cache), 2)
-        return x + drop(self.mlp(self.mlp_norm(x), given), 3)
 
 
 class Decoder(nn.Module):
     """The model, or this rank's stages of it. Build it on meta, place it (`plan`), shard it, then
-    initialise or load it: see train/build.py.
+    initialise or load it: see model/build.py.
 
     forward(tokens, labels) -> sum of the real tokens' losses, a scalar
     forward(tokens)         -> logits of this rank's vocabulary
     """
 
-    def __init__(self, config: ModelConfig, split: Split | None = None):
-        """`split` None: all of it, in one process."""
+    def __init__(self, tree: Tree, split: Split | None = None, training: Training = Training()):
+        """`split` None: all of it, in one process. Raises ValueError where the split does not
+        divide the model, and for what no module computes.
+        """
         super().__init__()
-        split = split or whole(config.num_hidden_layers)
-        tp = split.tp
-        if (tp.axis.size - 1) * -(-config.vocab_size // tp.axis.size) >= config.vocab_size:
-            raise ValueError(
-                f"vocab_size ({config.vocab_size}) leaves a rank of tp ({tp.axis.size}) without a "
-                f"row: use a smaller --layout.tp"
+        tree, split = training.applied(tree), split or whole(tree.layers)
+        components.check(tree)
+        tp, leaves = split.tp, tree.leaves
+        self.sizes = {"tp": tp.axis.size, "ep": split.ep.size}
+        check_cuts(leaves, self.sizes)
+        self.tree, self.split, self.tp = tree, split, tp
+        self.dropout, self.router = training.dropout, training.router
+        embeds = split.first or split.last and tree.head.tied
+        self.embed = Embedding(under(leaves, "embed"), tree.vocab_size, tp) if embeds else None
+        table = under(leaves, "positions")
+        self.positions = Positions(table) if split.first and table else None
+        self.layers = nn.ModuleDict()
+        for i in split.layers:
+            setting = Setting(i, split, training)
+            self.layers[str(i)] = components.make(
+                tree.blocks[i], under(leaves, f"layers.{i}"), setting
             )
-        self.config, self.split, self.tp, tied = config, split, tp, config.tie_word_embeddings
-        self.embed = (
-            Embedding(config.vocab_size, config.hidden_size, tp)
-            if split.first or split.last and tied
-            else None
-        )
-        learned = split.first and config.position == "learned"
-        self.positions = (
-            Positions(config.max_position_embeddings, config.hidden_size, tp) if learned else None
-        )
-        self.layers = nn.ModuleDict({str(i): Block(config, i, split) for i in split.layers})
         self.final_norm = (
-            Norm(config.hidden_size, config.norm, config.norm_eps, tp.residual_grad, split.kernels)
+            Norm(tree.final_norm, under(leaves, "final_norm"), split.kernels)
             if split.last
             else None
         )
-        self.head = (
-            Column(config.hidden_size, config.vocab_size, bias=False)
-            if split.last and not tied
-            else None
-        )
+        head = under(leaves, "head")
+        self.head = Column(head) if split.last and head else None
         self.compiled, self.compute = False, None  # None: in the dtype of the parameters
 
     def compile_parts(self) -> None:
         """torch.compile of what repeats: each block, and the loss of a chunk of tokens. Before
-        sharding over dp. Of sparse blocks only attention, where how many rows an expert gets is
-        read.
+        sharding over dp. Of a block where how many rows an expert gets is read, only attention.
         """
         for block in self.layers.values():
-            static = not isinstance(block.mlp, MoE) or block.mlp.static
-            (block if static else block.attn).compile()
+            block.compile_static()
         self.compiled = True
+
+    def held(self) -> dict[str, Leaf]:
+        """What is known of each parameter that this rank holds a part of, by its name."""
+        return {name: self.tree.leaves[name] for name, _ in self.named_parameters()}
 
     def plan(self) -> dict[str, Places]:
         """Parameter name -> placement on tp, of experts on (ep, tp): what the sharder carries out
         and the memory planner counts.
         """
-        return {
-            f"{prefix}.{name}": leaf.placements[name]
-            for prefix, leaf in self.named_modules()
-            if isinstance(leaf, Leaf)
-            for name, _ in leaf.named_parameters(recurse=False)
-        }
+        return {name: places(leaf, self.sizes) for name, leaf in self.held().items()}
 
     def partial(self) -> set[str]:
         """Names of the parameters whose gradient on tp is a partial sum."""
-        return {
-            f"{prefix}.{name}"
-            for prefix, leaf in self.named_modules()
-            if isinstance(leaf, Leaf)
-            for name, grad in leaf.gradients.items()
-            if grad is not None
-        }
+        return {name for name, leaf in self.held().items() if is_partial(leaf, self.tp)}
 
     def units(self) -> list[Unit]:
         """What is gathered and reduced together over fsdp, inner modules first."""
-        out = []
-        for block in self.layers.values():
-            if isinstance(block.mlp, MoE):
-                out += [Unit(block.mlp.router, precise=True), Unit(block.mlp.experts, experts=True)]
-            out.append(Unit(block))
-        return out
+        return [unit for block in self.layers.values() for unit in (*block.units(), Unit(block))]
 
     def ahead(self) -> list[list[list[nn.Module]]]:
         """What to gather ahead (data.prefetch): of each stage, each block's units in the order of
         use. Empty where forward does not stop to read the device.
         """
-        sparse = [b.mlp for b in self.layers.values() if isinstance(b.mlp, MoE)]
-        if all(mlp.static for mlp in sparse):
+        if all(block.mlp.static for block in self.layers.values()):
             return []
         return [
-            [
-                [b, *((b.mlp.router, b.mlp.experts) if isinstance(b.mlp, MoE) else ())]
-                for b in self.blocks(part)
-            ]
+            [[b, *(unit.module for unit in b.units())] for b in self.blocks(part)]
             for part in range(len(self.split.parts))
         ]
 
@@ -169,7 +116,7 @@ class Decoder(nn.Module):
         """The weight that this rank shares with the other end of the pipeline."""
         return (
             self.embed.weight
-            if self.split.tied_apart and self.config.tie_word_embeddings and self.embed is not None
+            if self.split.tied_apart and self.tree.head.tied and self.embed is not None
             else None
         )
 
@@ -184,30 +131,20 @@ class Decoder(nn.Module):
         weight = next(self.parameters())
         return torch.empty(
             tokens,
-            self.config.hidden_size,
+            self.tree.hidden_size,
             dtype=self.compute or weight.dtype,
             device=weight.device,
         )
 
-    def rope(self, positions: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """cos and sin of positions [b or 1, s], fp32 or wider, or Nones where positions are
-        learned.
+    def rope(
+        self, part: int, positions: Tensor
+    ) -> dict[Rope | None, tuple[Tensor | None, Tensor | None]]:
+        """Of each rope that a stage of this rank uses, cos and sin of `positions` [b or 1, s], fp32
+        or wider; Nones where nothing is turned.
         """
-        c, r = self.config, self.config.rope
-        if c.position != "rope":
-            return None, None
-        inv = rope.inverse_frequencies(
-            c.head_dim,
-            r.theta,
-            r.scaling,
-            r.factor,
-            r.low_freq_factor,
-            r.high_freq_factor,
-            r.original_max_position_embeddings,
-            positions.device,
-            torch.promote_types(self.compute or next(self.parameters()).dtype, torch.float32),
-        )
-        return rope.tables(positions, inv)
+        dtype = torch.promote_types(self.compute or next(self.parameters()).dtype, torch.float32)
+        used = {self.tree.blocks[i].mixer.positions for i in self.split.parts[part].layers}
+        return {rope: tables(rope, positions, dtype) for rope in used}
 
     def forward(
         self,
@@ -240,10 +177,12 @@ class Decoder(nn.Module):
                     tensor.own_tokens(positions.expand(len(tokens), -1).reshape(-1), self.tp)
                 )
             if given.noise is not None:
-                x = dropout.residual(x, self.config.dropout, given.noise, 0, given.rows)
-        for block in self.blocks(part):
-            kept = None if cache is None else cache.layers[block.layer]
-            x = block(x, given.of_layer(block.layer, (balance or {}).get(block.layer)), kept)
+                x = dropout.residual(x, self.dropout, given.noise, dropout.EMBEDDING, given.rows)
+        turned = self.rope(part, positions)
+        for i, block in zip(here.layers, self.blocks(part), strict=True):
+            kept = None if cache is None else cache.layers[i]
+            rope = turned[self.tree.blocks[i].mixer.positions]
+            x = block(x, given.of_layer(i, rope, (balance or {}).get(i)), kept)
         if not here.last:
             return x
         x = self.final_norm(x)
@@ -256,7 +195,7 @@ class Decoder(nn.Module):
             x,
             weight,
             cp.split(labels, 1).reshape(-1),
-            self.config.vocab_size,
+            self.tree.vocab_size,
             self.tp,
             self.compiled,
             self.split.kernels.logits_at_once,
@@ -274,8 +213,8 @@ class Decoder(nn.Module):
         (batch, length) = tokens.shape
         start = 0 if cache is None else cache.length
         cp = self.split.cp
-        most = self.config.max_position_embeddings
-        if start + length > most and self.config.position == "learned":
+        most = self.tree.longest
+        if most is not None and start + length > most:
             raise ValueError(
                 f"{start + length} tokens, but the table of positions has {most} "
                 f"(max_position_embeddings): use a shorter sequence"
@@ -283,7 +222,7 @@ class Decoder(nn.Module):
         positions = start + cp.indices(length, tokens.device)[None]
         noise, rows = self._noise(noise, length, positions[0])
         documents = None if starts is None else cp.documents(starts, host)
-        return Given(batch, *self.rope(positions), documents, noise, rows), positions
+        return Given(batch, documents=documents, noise=noise, rows=rows), positions
 
     def _noise(
         self, noise: dropout.Noise | None, length: int, positions: Tensor
@@ -291,12 +230,12 @@ class Decoder(nn.Module):
         """`noise` where dropout acts, and the index in the global batch of each token of this
         rank's residual stream.
         """
-        if not self.training or self.config.dropout == 0:
+        if not self.training or self.dropout == 0:
             return None, None
         if noise is None:
             raise ValueError(
-                f"training with dropout ({self.config.dropout}) needs `noise`: pass it, or set "
-                f"--model.dropout 0"
+                f"training with dropout ({self.dropout}) needs `noise`: pass it, or set "
+                f"--train.dropout 0"
             )
         rows = noise.sequences[:, None] * length + positions
         return noise, tensor.own_tokens(rows.reshape(-1), self.tp)

@@ -27,10 +27,11 @@ class Given(NamedTuple):
 
     batch: int
     """Sequences of the microbatch."""
-    cos: Tensor | None
-    """[batch or 1, length, head_dim / 2], rope of each position; None where positions are learned.
+    cos: Tensor | None = None
+    """[batch or 1, length, 1, rope's size / 2], what rope turns each position by, of the layer that
+    is given this; None where it turns nothing.
     """
-    sin: Tensor | None
+    sin: Tensor | None = None
     documents: Documents | None = None
     """Where the document of each token starts; None: at 0."""
     noise: Noise | None = None
@@ -42,9 +43,13 @@ class Given(NamedTuple):
     balance: Balance | None = None
     """Of a layer of experts; None: no gradient is wanted."""
 
-    def of_layer(self, number: int, balance: Balance | None) -> "Given":
-        """The same for layer `number`."""
+    def of_layer(
+        self, number: int, tables: tuple[Tensor | None, Tensor | None], balance: Balance | None
+    ) -> "Given":
+        """The same for layer `number`, whose rope is `tables`."""
+        cos, sin = tables
+        here = self._replace(cos=cos, sin=sin, balance=balance)
         if self.noise is None:
-            return self._replace(balance=balance)
+            return here
         layer = host.number(number, torch.int64, self.noise.key.device)
-        return self._replace(noise=self.noise._replace(layer=layer), balance=balance)
+        return here._replace(noise=self.noise._replace(layer=layer))

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
 
 from dolmen.core.words import counted
-from dolmen.model.config import ModelConfig
+from dolmen.model.tree import Tree, check_cuts
 from dolmen.parallel import schedule as schedules
 from dolmen.parallel.actions import Schedule
 
@@ -135,7 +135,7 @@ class Layout:
         )
 
     def check(
-        self, model: ModelConfig, sequence_length: int, global_batch_size: int, microbatch_size: int
+        self, model: Tree, sequence_length: int, global_batch_size: int, microbatch_size: int
     ) -> None:
         """Raises ValueError, with the numbers and the knob, where this layout does not divide the
         model or the batch.
@@ -172,44 +172,25 @@ class Layout:
             )
         self.make_schedule(global_batch_size, microbatch_size)
 
-    def _check_model(self, model: ModelConfig) -> None:
-        if (self.recompute_layers or 0) > model.num_hidden_layers:
+    def _check_model(self, model: Tree) -> None:
+        if (self.recompute_layers or 0) > model.layers:
             raise ValueError(
                 f"layout.recompute-layers ({self.recompute_layers}) is over num_hidden_layers "
-                f"({model.num_hidden_layers}): leave it out to recompute all"
+                f"({model.layers}): leave it out to recompute all"
             )
-        layers = range(model.num_hidden_layers)
-        widths = (
-            [("intermediate_size", model.intermediate_size)]
-            if not all(model.sparse(i) for i in layers)
-            else []
-        )
-        if any(model.sparse(i) for i in layers):
-            widths.append(("moe_intermediate_size", model.expert_size))
-        for name, value in (("num_attention_heads", model.num_attention_heads), *widths):
-            if value % self.tp:
-                raise ValueError(
-                    f"{name} ({value}) is not divisible by tp ({self.tp}): set --layout.tp to a "
-                    f"divisor, such as {_divisor(value, self.tp)}"
-                )
         self._check_experts(model)
-        if (self.tp - 1) * -(-model.vocab_size // self.tp) >= model.vocab_size:
-            raise ValueError(
-                f"vocab_size ({model.vocab_size}) leaves a rank of tp ({self.tp}) without a row: "
-                f"set a smaller --layout.tp"
-            )
-        if self.pp * self.virtual_stages > model.num_hidden_layers + 2:
+        check_cuts(model.leaves, {"tp": self.tp, "ep": self.ep})
+        if self.pp * self.virtual_stages > model.layers + 2:
             raise ValueError(
                 f"layout.pp ({self.pp}) x layout.virtual-stages ({self.virtual_stages}) = "
                 f"{self.pp * self.virtual_stages} stages, but there are num_hidden_layers "
-                f"({model.num_hidden_layers}) + 2 things to compute (embedding, layers, head): set "
-                f"--layout.pp x --layout.virtual-stages to {model.num_hidden_layers + 2} or less"
+                f"({model.layers}) + 2 things to compute (embedding, layers, head): set "
+                f"--layout.pp x --layout.virtual-stages to {model.layers + 2} or less"
             )
 
-    def _check_experts(self, model: ModelConfig) -> None:
+    def _check_experts(self, model: Tree) -> None:
         shared = (self.dp or 1) * self.cp
-        fitting = _divisor(math.gcd(shared, model.num_experts), self.ep)
-        if self.ep > 1 and not model.num_experts:
+        if self.ep > 1 and not model.experts:
             raise ValueError(
                 f"layout.ep ({self.ep}) splits experts, and this model has none (num_experts 0): "
                 f"leave --layout.ep 1"
@@ -218,12 +199,7 @@ class Layout:
             raise ValueError(
                 f"layout.ep ({self.ep}) does not divide layout.dp ({self.dp or 1}) x layout.cp "
                 f"({self.cp}): set --layout.dp {math.lcm(self.ep, self.cp) // self.cp}, or "
-                f"--layout.ep {fitting}"
-            )
-        if model.num_experts and model.num_experts % self.ep:
-            raise ValueError(
-                f"num_experts ({model.num_experts}) is not divisible by layout.ep ({self.ep}): set "
-                f"--layout.ep {fitting}"
+                f"--layout.ep {math.gcd(shared, model.experts, self.ep)}"
             )
 
 

@@ -17,42 +17,32 @@ tp. No layout changes what is computed: rows are never dropped, and the balance 
 single sequences, whose counts are summed over cp.
 """
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dolmen.core import collectives, ranges
-from dolmen.core.state import Replicate, Shard, local
-from dolmen.model.config import ModelConfig
+from dolmen.core.state import local
+from dolmen.model import tree
+from dolmen.model.component import Component, Setting
 from dolmen.model.given import Balance, Given
-from dolmen.model.layers import Leaf
-from dolmen.model.split import Split
+from dolmen.model.layers import Parameters
+from dolmen.model.tree import Leaves, under
 from dolmen.ops import moe
 from dolmen.ops.activation import ACTIVATIONS
 from dolmen.parallel import expert
-from dolmen.parallel.tensor import TensorParallel
+from dolmen.parallel.data import Unit
 
 
-class Router(Leaf):
+class Router(Parameters):
     """Logits of every expert, in fp32 whatever the model computes in, and the choice: x [n, H] R@tp
     -> [n, E], Routing. `bias`, where there is one, is moved by train/balance.py and not by
     gradients.
     """
 
-    placements = {"weight": Replicate(), "bias": Replicate()}
-
-    def __init__(self, c: ModelConfig, tp: TensorParallel):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(c.num_experts, c.hidden_size))
-        self.bias = (
-            nn.Parameter(torch.empty(c.num_experts), requires_grad=False)
-            if c.router_balance == "bias"
-            else None
-        )
-        self.gradients = {"weight": tp.branch_grad}
-        self.k, self.normalize = c.num_experts_per_tok, c.norm_topk_prob
+    def __init__(self, experts: tree.Experts, leaves: Leaves):
+        super().__init__(leaves)
+        self.k, self.normalize = experts.per_token, experts.router.normalise
 
     def forward(self, x: Tensor) -> tuple[Tensor, moe.Routing]:
         wide = torch.promote_types(self.weight.dtype, torch.float32)
@@ -62,26 +52,17 @@ class Router(Leaf):
         )
 
 
-class Stacked(Leaf):
-    """One matrix of every expert: [E, out, in], E split over ep, `dim` over tp."""
-
-    def __init__(self, experts: int, out: int, inp: int, dim: int, std_scale: float = 1.0):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(experts, out, inp))
-        self.placements, self.std_scale = {"weight": (Shard(0), Shard(dim))}, std_scale
-
-
 class Experts(nn.Module):
-    """rows [m, H] in `groups` of this rank's experts, R@tp -> [m, H] P@tp."""
+    """rows [m, H] in `groups` of this rank's experts, R@tp -> [m, H] P@tp. Each weight is one
+    matrix of every expert, [E, out, in].
+    """
 
-    def __init__(self, c: ModelConfig):
+    def __init__(self, experts: tree.Experts, leaves: Leaves):
         super().__init__()
-        self.act = ACTIVATIONS[c.activation]
-        self.gate = Stacked(c.num_experts, c.expert_size, c.hidden_size, 1)
-        self.up = Stacked(c.num_experts, c.expert_size, c.hidden_size, 1)
-        self.down = Stacked(
-            c.num_experts, c.hidden_size, c.expert_size, 2, 1 / math.sqrt(2 * c.num_hidden_layers)
-        )
+        self.act = ACTIVATIONS[experts.activation]
+        self.gate = Parameters(under(leaves, "gate"))
+        self.up = Parameters(under(leaves, "up"))
+        self.down = Parameters(under(leaves, "down"))
 
     @ranges.marked("experts")
     def forward(self, rows: Tensor, groups: moe.Groups) -> Tensor:
@@ -89,36 +70,35 @@ class Experts(nn.Module):
         return moe.grouped_linear(self.act(gate) * up, local(self.down.weight), groups)
 
 
-class MoE(nn.Module):
+class MoE(Component):
     """x [batch * length / cp, H] I@tp (or S(0)@tp) -> the same."""
 
-    def __init__(self, c: ModelConfig, split: Split):
+    def __init__(self, experts: tree.Experts, leaves: Leaves, setting: Setting):
         super().__init__()
-        tp, ep = split.tp, split.ep
-        if c.expert_size % tp.axis.size:
-            raise ValueError(
-                f"moe_intermediate_size ({c.expert_size}) is not divisible by tp ({tp.axis.size}): "
-                f"set --layout.tp to a divisor"
-            )
-        if c.num_experts % ep.size:
-            raise ValueError(
-                f"num_experts ({c.num_experts}) is not divisible by ep ({ep.size}): set "
-                f"--layout.ep to a divisor"
-            )
-        self.tp = tp
+        split, training = setting.split, setting.training.router
+        self.tp = split.tp
         self.cp = split.cp
-        self.ep = ep
-        self.number = c.num_experts
-        self.k = c.num_experts_per_tok
-        self.balance = c.router_aux_loss_coef if c.router_balance == "loss" else 0.0
-        self.z = c.router_z_loss_coef
+        self.ep = split.ep
+        self.number = experts.number
+        self.k = experts.per_token
+        stated, asked = experts.router.aux_loss_coef, training.aux_loss_coef
+        coef = stated if asked is None else asked
+        self.balance = coef if training.balance == "loss" else 0.0
+        self.z = training.z_loss_coef
         self.kernel = split.kernels.grouped == "grouped_mm"
-        self.router, self.experts = Router(c, tp), Experts(c)
+        self.router = Router(experts, under(leaves, "router"))
+        self.experts = Experts(experts, under(leaves, "experts"))
 
     @property
     def static(self) -> bool:
-        """Whether no shape depends on where tokens go, and nothing is read."""
         return self.kernel and self.ep.size == 1
+
+    @property
+    def balance_bias(self) -> Tensor | None:
+        return self.router.bias
+
+    def units(self) -> list[Unit]:
+        return [Unit(self.router, precise=True), Unit(self.experts, experts=True)]
 
     def forward(self, x: Tensor, given: Given) -> Tensor:
         x = self.tp.enter(x)

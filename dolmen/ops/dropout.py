@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+# Where a model drops: of these all but the first in every layer.
+EMBEDDING, SCORES, MIXER, MLP = range(4)
 # the constants of splitmix64's finaliser, as signed 64-bit
 MIX = (-4658895280553007687, -7723592293110705685)
 
@@ -25,8 +27,8 @@ class Noise(NamedTuple):
     """
 
     def site(self, number: int) -> Tensor:
-        """[] int64: the site `number` (1 to 3) of this layer, different from that of any other; 0
-        is the embedding's.
+        """[] int64: the site `number` (not EMBEDDING) of this layer, different from that of any
+        other.
         """
         return 3 * self.layer + number
 

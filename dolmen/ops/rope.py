@@ -10,29 +10,32 @@ from torch import Tensor
 
 
 def inverse_frequencies(
-    head_dim: int,
+    size: int,
     theta: float,
-    scaling: str = "default",
-    factor: float = 1.0,
-    low_freq_factor: float = 1.0,
-    high_freq_factor: float = 4.0,
-    original_max_position_embeddings: int = 8192,
-    device=None,
+    device: torch.device | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """[head_dim / 2] of `dtype`. `linear` divides all by factor (2306.15595). `llama3` divides
-    wavelengths longer than original / low_freq_factor, keeps those shorter than original /
-    high_freq_factor, and goes smoothly between.
-    """
-    inv = 1.0 / theta ** (
-        torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).to(dtype) / head_dim
+    """[size / 2] of `dtype`: theta^(-2i / size)."""
+    return 1.0 / theta ** (
+        torch.arange(0, size, 2, dtype=torch.int64, device=device).to(dtype) / size
     )
-    if scaling == "default":
-        return inv
-    if scaling == "linear":
-        return inv / factor
-    if scaling != "llama3":
-        raise ValueError(f"rope scaling {scaling!r} is not known: use default, linear or llama3")
+
+
+def linear(inv: Tensor, factor: float) -> Tensor:
+    """All divided by `factor` (2306.15595)."""
+    return inv / factor
+
+
+def llama3(
+    inv: Tensor,
+    factor: float,
+    low_freq_factor: float,
+    high_freq_factor: float,
+    original_max_position_embeddings: int,
+) -> Tensor:
+    """Wavelengths longer than original / low_freq_factor are divided by `factor`, those shorter
+    than original / high_freq_factor kept, and between them it goes smoothly.
+    """
     wavelength = 2 * math.pi / inv
     low = original_max_position_embeddings / low_freq_factor
     high = original_max_position_embeddings / high_freq_factor

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dolmen.core import state
+from dolmen.model.decoder import Decoder
 from dolmen.optim.config import OptimizerConfig
 
 
@@ -28,14 +29,21 @@ class AdamW(torch.optim.AdamW):
         return found
 
 
-def adamw(model: nn.Module, config: OptimizerConfig) -> AdamW:
-    """AdamW over the parameters that require a gradient, in two groups: matrices decay, vectors
-    (norms, biases) do not.
+def adamw(model: Decoder, config: OptimizerConfig) -> AdamW:
+    """AdamW over the parameters that require a gradient, in two groups: what decays, as its leaf
+    says, and what does not (norms, biases).
     """
-    trained = [p for p in model.parameters() if p.requires_grad]
+    leaves = model.held()
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     groups = [
-        {"params": [p for p in trained if p.ndim > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+        {
+            "params": [p for name, p in trained.items() if leaves[name].decays],
+            "weight_decay": config.weight_decay,
+        },
+        {
+            "params": [p for name, p in trained.items() if not leaves[name].decays],
+            "weight_decay": 0.0,
+        },
     ]
     return AdamW(
         [g for g in groups if g["params"]],

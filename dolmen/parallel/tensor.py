@@ -26,7 +26,6 @@ from torch import Tensor
 
 from dolmen.core import collectives as c
 from dolmen.core.mesh import Axis
-from dolmen.core.state import Partial, Placement
 
 
 @dataclass(frozen=True)
@@ -48,18 +47,18 @@ class TensorParallel:
         return self.sequence and self.axis.size > 1
 
     @property
-    def residual_grad(self) -> Placement | None:
-        """Type of the gradient of a replicated weight used on the residual stream (norms, output
-        biases).
+    def residual_partial(self) -> bool:
+        """Whether the gradient of a replicated weight used on the residual stream (norms, output
+        biases) is a partial sum.
         """
-        return Partial() if self.gathers else None
+        return self.gathers
 
     @property
-    def branch_grad(self) -> Placement | None:
-        """Type of the gradient of a replicated weight used inside a block, on this rank's heads (q
-        and k norms, shared k, v).
+    def branch_partial(self) -> bool:
+        """The same of one used inside a block, on this rank's heads (q and k norms, shared k,
+        v).
         """
-        return Partial() if self.axis.size > 1 else None
+        return self.axis.size > 1
 
     def enter(self, x: Tensor) -> Tensor:
         """I -> R, or S(0) -> R under sequence parallelism, where `columns` is not what is entered.

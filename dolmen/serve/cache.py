@@ -11,6 +11,8 @@ layer, in the dtype of the compute.
 
 from torch import Tensor
 
+from dolmen.model import tree
+
 
 class LayerCache:
     """One layer's keys and values, in memory that doubles when full, up to `maximum` tokens."""
@@ -45,11 +47,16 @@ class LayerCache:
         return new
 
 
-class Cache:
-    """What `Decoder.forward(tokens, cache=...)` reads and fills: one LayerCache per layer."""
+ENTRIES = {tree.Attention: LayerCache}  # what a mixer keeps
 
-    def __init__(self, layers: int, maximum: int):
-        self.layers = [LayerCache(maximum) for _ in range(layers)]
+
+class Cache:
+    """What `Decoder.forward(tokens, cache=...)` reads and fills: an entry per layer, of the kind
+    that its mixer keeps.
+    """
+
+    def __init__(self, model: tree.Tree, maximum: int):
+        self.layers = [ENTRIES[type(block.mixer)](maximum) for block in model.blocks]
 
     @property
     def length(self) -> int:

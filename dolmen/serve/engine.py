@@ -20,11 +20,11 @@ from dolmen.core import collectives
 from dolmen.core.mesh import SINGLE, Mesh
 from dolmen.families import stored_dtype
 from dolmen.files import gate, kinds
+from dolmen.model import build
 from dolmen.model.decoder import Decoder
 from dolmen.parallel import data, tensor
 from dolmen.serve import sample
 from dolmen.serve.cache import Cache
-from dolmen.train import build
 
 TOKENS_AT_ONCE = 1 << 12  # of a prompt, one forward: bounds the logits nobody reads
 
@@ -37,7 +37,7 @@ def load(folder: Path | str, mesh: Mesh = SINGLE, dtype: torch.dtype | None = No
     folder = hf.resolve(folder)
     config = hf.read_config(folder)
     hf.check(folder, config)
-    model = build.build(config, mesh, dtype=dtype or _dtype(stored_dtype(config.hf)))
+    model = build.build(config.tree, mesh, dtype=dtype or _dtype(stored_dtype(config.hf)))
     build.load(model, lambda write: hf.load(folder, config, write))
     return model.eval()
 
@@ -92,7 +92,7 @@ def generate(
     sample.check(temperature, top_k, top_p)
     _check(model, prompts, max_new_tokens)
     out: list[list[int]] = [[] for _ in prompts]
-    unknown = sorted(set(range(model.config.vocab_size)) - set(known)) if known else []
+    unknown = sorted(set(range(model.tree.vocab_size)) - set(known)) if known else []
 
     def emit(index: int, token: int) -> bool:
         """Whether the prompt goes on after this token."""
@@ -136,7 +136,7 @@ def _generate(
     emit: Callable[[int, int], bool],
 ) -> None:
     """Prompts of one length, until none goes on. Finished rows stay in the batch, unread."""
-    cache, live, step = Cache(model.config.num_hidden_layers, maximum), set(indices), 0
+    cache, live, step = Cache(model.tree, maximum), set(indices), 0
     tokens = torch.tensor(prompts, device=next(model.parameters()).device)
     while True:
         logits = _read(model, tokens, cache)
@@ -163,14 +163,14 @@ def _read(model: Decoder, tokens: Tensor, cache: Cache) -> Tensor:
         tokens = torch.cat((tokens, tokens[-1:].expand(-batch % model.tp.axis.size, -1)))
     for part in tokens.split(max(1, TOKENS_AT_ONCE // len(tokens)), 1):
         logits = model(part, cache=cache)
-    logits = tensor.gather_vocabulary(logits[:batch, -1], model.config.vocab_size, model.tp.axis)
+    logits = tensor.gather_vocabulary(logits[:batch, -1], model.tree.vocab_size, model.tp.axis)
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def _check(model: Decoder, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens}: use --max-new-tokens 1 or more")
-    vocabulary, most = model.config.vocab_size, model.config.max_position_embeddings
+    vocabulary, most = model.tree.vocab_size, model.tree.max_position_embeddings
     for i, prompt in enumerate(prompts):
         if len(prompt) == 0:
             raise ValueError(
@@ -190,7 +190,7 @@ def _check(model: Decoder, prompts: Sequence[Sequence[int]], max_new_tokens: int
         f"a prompt of {longest} tokens and {max_new_tokens} new ones read {read} positions, "
         f"max_position_embeddings is {most}"
     )
-    if model.config.position == "learned":
+    if model.tree.longest is not None:
         knob = (
             f"use --max-new-tokens {most - longest + 1}"
             if longest <= most

@@ -9,34 +9,34 @@ import torch
 from torch import Tensor
 
 from dolmen.core import state
-from dolmen.model.config import ModelConfig
 from dolmen.model.decoder import Decoder
 from dolmen.model.given import Balance
-from dolmen.model.moe import MoE
+from dolmen.model.tree import Tree
 
 NAMES = ("router/max_load", "router/aux_loss", "router/z_loss")
 
 
 def begin(model: Decoder, scale: Tensor) -> dict[int, Balance]:
     """What the sparse layers of this rank are given in a step; `scale`: see Balance."""
-    number = model.config.num_experts + 2
+    number = model.tree.experts + 2
     return {
         i: Balance(
             scale,
             torch.zeros(number, dtype=torch.float64, device=scale.device, requires_grad=True),
         )
-        for i, _ in _routed(model)
+        for i in model.split.layers
+        if model.tree.blocks[i].mlp.experts
     }
 
 
 def counted(model: Decoder, given: Mapping[int, Balance]) -> Tensor:
-    """[layers, num_experts + 2] fp64: what this rank counted in a step, 0 elsewhere; of a dense
+    """[layers, experts + 2] fp64: what this rank counted in a step, 0 elsewhere; of a dense
     model empty. Its sum over the world has all tokens, tp times.
     """
-    c = model.config
-    rows = c.num_hidden_layers if _sparse(c) else 0
+    tree = model.tree
+    rows = tree.layers if tree.experts else 0
     tallies = torch.zeros(
-        rows, c.num_experts + 2, dtype=torch.float64, device=next(model.parameters()).device
+        rows, tree.experts + 2, dtype=torch.float64, device=next(model.parameters()).device
     )
     for i, layer in given.items():
         if layer.tally.grad is not None:
@@ -44,20 +44,20 @@ def counted(model: Decoder, given: Mapping[int, Balance]) -> Tensor:
     return tallies
 
 
-def numbers(c: ModelConfig, tallies: Tensor, sequences: int) -> Tensor:
-    """The NAMES of the world's tallies [layers, num_experts + 2], [3] fp64, the same on every rank
+def numbers(tree: Tree, tallies: Tensor, sequences: int) -> Tensor:
+    """The NAMES of the world's tallies [layers, experts + 2], [3] fp64, the same on every rank
     and of any layout; of a dense model [0]:
 
     router/max_load     the busiest expert's tokens over the mean of its layer, in the worst layer:
-                        1 to num_experts
+                        1 to the number of experts
     router/aux_loss     the balance loss, mean over `sequences` (those of the global batch) and
                         layers: 1 is balanced
     router/z_loss       the same of the z-loss
     """
-    if not _sparse(c):
+    if not tree.experts:
         return tallies.new_zeros(0)
-    rows = torch.stack([tallies[i] for i in _sparse(c)])
-    loads, losses = rows.split([c.num_experts, 2], 1)
+    rows = torch.stack([tallies[i] for i, b in enumerate(tree.blocks) if b.mlp.experts])
+    loads, losses = rows.split([tree.experts, 2], 1)
     mean = loads.mean(1).clamp(min=1e-9)  # 0 only if no backward was run
     return torch.cat([(loads.amax(1) / mean).amax(0, keepdim=True), losses.mean(0) / sequences])
 
@@ -66,24 +66,15 @@ def move(model: Decoder, tallies: Tensor, update: bool) -> None:
     """Where a bias balances, move those of this rank's layers after an `update`, by the world's
     tallies.
     """
-    c = model.config
-    if update and c.router_balance == "bias":
-        for i, moe in _routed(model):
-            _move(moe.router.bias, tallies[i, : c.num_experts], c.router_bias_rate)
+    if not update or model.router.balance != "bias":
+        return
+    for block in model.layers.values():
+        if block.mlp.balance_bias is not None:
+            load = tallies[block.layer, : model.tree.experts]
+            _move(block.mlp.balance_bias, load, model.router.bias_rate)
 
 
 def _move(bias: Tensor, load: Tensor, rate: float) -> None:
     """bias += rate * sign(mean load - load), of this rank's part; both [E]."""
     with torch.no_grad():
         state.shard(bias).add_((load.mean() - load).sign()[state.region(bias)], alpha=rate)
-
-
-def _sparse(c: ModelConfig) -> list[int]:
-    return [i for i in range(c.num_hidden_layers) if c.sparse(i)]
-
-
-def _routed(model: Decoder) -> list[tuple[int, MoE]]:
-    """The sparse layers of this rank."""
-    return [
-        (block.layer, block.mlp) for block in model.layers.values() if isinstance(block.mlp, MoE)
-    ]

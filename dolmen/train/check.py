@@ -41,17 +41,16 @@ def check(run: RunConfig, processes: int | None, verify: bool = True) -> RunConf
             "finish.verify and finish.sample read the exported model: set --finish.export too"
         )
     run = replace(run, layout=run.layout.resolve(processes))
-    if run.sequence_length > run.model.max_position_embeddings:
+    tree = run.model.tree
+    if run.sequence_length > tree.max_position_embeddings:
         raise ValueError(
             f"train.sequence-length ({run.sequence_length}) is over the model's "
-            f"max_position_embeddings ({run.model.max_position_embeddings}): set "
-            f"--train.sequence-length {run.model.max_position_embeddings} or less"
+            f"max_position_embeddings ({tree.max_position_embeddings}): set "
+            f"--train.sequence-length {tree.max_position_embeddings} or less"
         )
     if run.train.steps is not None:
         check_profile(run, run.train.steps)
-    run.layout.check(
-        run.model, run.sequence_length, run.train.global_batch_size, run.microbatch_size
-    )
+    run.layout.check(tree, run.sequence_length, run.train.global_batch_size, run.microbatch_size)
     if (
         run.train.compile
         and run.layout.make_schedule(
@@ -65,7 +64,7 @@ def check(run: RunConfig, processes: int | None, verify: bool = True) -> RunConf
         )
     if run.init is not None:
         hf.check(hf.resolve(run.init), run.model)
-    inputs.check(run.data, run.init, run.model.vocab_size, run.sequence_length, verify=verify)
+    inputs.check(run.data, run.init, tree.vocab_size, run.sequence_length, verify=verify)
     return run
 
 

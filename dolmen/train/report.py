@@ -28,23 +28,19 @@ def header(
     run: RunConfig, state_: TrainState, loader: Loader, mesh: Mesh, peak: Peak, out: str
 ) -> Table:
     """Model, parameters, layout, data, bytes per rank: a table of two columns."""
-    c, layout = run.model, run.layout
+    tree, layout = run.model.tree, run.layout
     parameters = list(state_.model.parameters())
     rest = sum(state.local_elements(p) for p in parameters) * STATE_BYTES
     tokens = run.train.global_batch_size * run.sequence_length
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    kv = (
-        f", {c.num_key_value_heads} kv heads"
-        if c.num_key_value_heads != c.num_attention_heads
-        else ""
-    )
-    tied = ", tied" if c.tie_word_embeddings else ""
+    tied = ", tied" if tree.head.tied else ""
+    heads = tree.blocks[0].mixer.words
     table.add_row(
         "model",
-        f"{c.family}, {size(count.parameters(c))} parameters: {c.num_hidden_layers} layers, hidden "
-        f"{c.hidden_size}, {c.num_attention_heads} heads{kv}, vocabulary {c.vocab_size:,}{tied}",
+        f"{run.model.model_type}, {size(count.parameters(tree))} parameters: {tree.layers} layers, "
+        f"hidden {tree.hidden_size}, {heads}, vocabulary {tree.vocab_size:,}{tied}",
     )
     table.add_row(
         "start",
@@ -83,8 +79,8 @@ def header(
 
 def arithmetic(run: RunConfig) -> str:
     """What MFU counts, and what others do."""
-    ours = count.training_flops_per_token(run.model, run.sequence_length)
-    full = count.training_flops_per_token(run.model, run.sequence_length, "full")
+    ours = count.training_flops_per_token(run.model.tree, run.sequence_length)
+    full = count.training_flops_per_token(run.model.tree, run.sequence_length, "full")
     return (
         f"of {ours / 1e9:.4g} GFLOP per token, attention to the keys that queries see; with all "
         f"keys, as torchtitan counts, {full / 1e9:.4g}: {full / ours:.3f} times the MFU"

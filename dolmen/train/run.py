@@ -23,11 +23,11 @@ from dolmen.core.mesh import Mesh
 from dolmen.data import loader as data_loader
 from dolmen.data.loader import Loader
 from dolmen.files import gate, write
-from dolmen.model.config import parameter_shapes
+from dolmen.model import build
 from dolmen.optim import optimizer as optim
 from dolmen.optim.precision import DTYPES, LossScale, at_rest
 from dolmen.parallel import pipeline
-from dolmen.train import build, folder, garbage, report
+from dolmen.train import folder, garbage, report
 from dolmen.train import peak as devices
 from dolmen.train import saved as saved_state
 from dolmen.train.check import check_profile, check_same_model, free_lock, take_lock
@@ -69,10 +69,11 @@ def make_state(run: RunConfig, mesh: Mesh, steps: int) -> TrainState:
     schedule = run.layout.make_schedule(run.train.global_batch_size, run.microbatch_size)
     pipeline.connect(schedule, mesh)
     model = build.build(
-        run.model,
+        run.model.tree,
         mesh,
         run.layout,
         schedule,
+        training=run.model.training,
         dtype=at_rest(run.train.dtype),
         compute=DTYPES[run.train.dtype],
         compile=run.train.compile,
@@ -173,7 +174,7 @@ def load_newest(
 def _load(
     step: int, state: TrainState, run: RunConfig, checkpoints: Checkpoints, console: Console
 ) -> Saved:
-    everywhere = {f"{kind}/{name}" for name in parameter_shapes(run.model) for kind in optim.KINDS}
+    everywhere = {f"{kind}/{name}" for name in state.model.tree.leaves for kind in optim.KINDS}
 
     def kept() -> Saved:
         return saved_state.read(checkpoints.meta(step), checkpoints.path(step))
@@ -224,7 +225,7 @@ def _in_folder(
     loader = data_loader.prepare(
         run.data,
         run.init,
-        run.model.vocab_size,
+        run.model.tree.vocab_size,
         run.sequence_length,
         run.train.global_batch_size,
         run.train.seed,

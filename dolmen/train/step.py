@@ -95,7 +95,7 @@ def optimizer_step(
     sums = collectives.reduce_scalar(torch.cat([total[None], tallies.flatten()]), mesh.world)
     # every rank of tp computed the same losses and counted the same tokens
     total, tallies = sums[0] / mesh.tp.size, (sums[1:] / mesh.tp.size).view_as(tallies)
-    router = balance.numbers(state.model.config, tallies, len(batch.tokens) * mesh.dp.size)
+    router = balance.numbers(state.model.tree, tallies, len(batch.tokens) * mesh.dp.size)
     told = _read(total / count, norm, count, stop, router)
     if told.tokens == 0:
         raise ValueError(f"step {state.step}: no token of the global batch carries a loss")
@@ -153,7 +153,7 @@ def _forward_backward(
         first = mesh.dp.rank * rows + micro * size
         noise = (
             Noise(key, torch.arange(first, first + size, device=mesh.device))
-            if model.config.dropout
+            if model.dropout
             else None
         )
         part = parts[micro]

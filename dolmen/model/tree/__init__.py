@@ -17,7 +17,7 @@ from dolmen.model.tree.attention import Attention
 from dolmen.model.tree.block import Block, Run, runs_of
 from dolmen.model.tree.ends import Embedding, Head
 from dolmen.model.tree.experts import Experts, Router
-from dolmen.model.tree.leaf import Cut, Leaf, Leaves, Stream, under, within
+from dolmen.model.tree.leaf import Cut, Leaf, Leaves, Stream, check_cuts, under, within
 from dolmen.model.tree.mlp import Mlp
 from dolmen.model.tree.norm import Norm
 from dolmen.model.tree.positions import Alibi, Linear, Llama3, Rope, Table, Yarn
@@ -45,6 +45,7 @@ __all__ = [
     "Table",
     "Tree",
     "Yarn",
+    "check_cuts",
     "runs_of",
     "under",
 ]

@@ -42,6 +42,12 @@ class Attention:
                 "or none"
             )
 
+    @property
+    def words(self) -> str:
+        """For a person."""
+        kv = f", {self.kv_heads} kv heads" if self.kv_heads != self.heads else ""
+        return f"{self.heads} heads{kv}"
+
     def leaves(self, stream: Stream) -> Leaves:
         """k and v are whole on every rank where tp does not divide their heads: a rank multiplies
         the rows of the heads that its queries use.

@@ -114,6 +114,15 @@ class Stream:
         return 1 / math.sqrt(2 * self.layers)
 
 
+def check_cuts(leaves: Leaves, sizes: Mapping[str, int]) -> None:
+    """Raises ValueError, with the numbers and the knob, where axes of these sizes cannot split a
+    parameter as it must be split.
+    """
+    for leaf in leaves.values():
+        for cut in leaf.cuts:
+            cut.check(sizes[cut.axis])
+
+
 def within(prefix: str, leaves: Leaves) -> Leaves:
     """The same under `prefix.`"""
     return {f"{prefix}.{name}": leaf for name, leaf in leaves.items()}

@@ -1,5 +1,5 @@
-"""How positions enter: rotary in attention (Su et al., 2104.09864), a bias on scores that grows with
-distance (ALiBi, Press et al., 2108.12409), or a table added to the embedding.
+"""How positions enter: rotary in attention (Su et al., 2104.09864), a bias on scores that grows
+with distance (ALiBi, Press et al., 2108.12409), or a table added to the embedding.
 """
 
 import math

@@ -1,0 +1,52 @@
+"""One layer: a mixer and an mlp around the residual stream. How they are arranged, and with which
+norms, is a subclass, one for each arrangement.
+"""
+
+from torch import Tensor, nn
+
+from dolmen.model.component import Component, Setting
+from dolmen.model.given import Given
+from dolmen.ops import dropout
+from dolmen.parallel.data import Unit
+from dolmen.parallel.recompute import again
+
+
+class Block(nn.Module):
+    """x [batch * length, hidden] -> the same. A subclass makes its norms in the order of its
+    parameters, keeps `attn` and `mlp` among them, and says in `stream` how x passes.
+    """
+
+    attn: Component
+    mlp: Component
+
+    def __init__(self, setting: Setting):
+        super().__init__()
+        self.layer, self.dropout = setting.layer, setting.training.dropout
+        self.whole = setting.split.recompute.of(setting.layer) == "full"
+
+    def forward(self, x: Tensor, given: Given, cache=None) -> Tensor:
+        return (
+            again(self.stream, x, given)
+            if self.whole and cache is None
+            else self.stream(x, given, cache)
+        )
+
+    def stream(self, x: Tensor, given: Given, cache=None) -> Tensor:
+        raise NotImplementedError
+
+    def drop(self, y: Tensor, given: Given, site: int) -> Tensor:
+        """What is added to the residual stream, with dropout where it acts."""
+        if given.noise is None:
+            return y
+        return dropout.residual(y, self.dropout, given.noise, given.noise.site(site), given.rows)
+
+    def units(self) -> list[Unit]:
+        """What is gathered and reduced by itself inside the block."""
+        return [*self.attn.units(), *self.mlp.units()]
+
+    def compile_static(self) -> None:
+        """torch.compile of all of it, or of those of its two layers whose shapes are known."""
+        layers = [self.attn, self.mlp]
+        static = [layer for layer in layers if layer.static]
+        for module in static if len(static) < len(layers) else [self]:
+            module.compile()

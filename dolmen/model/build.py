@@ -1,0 +1,90 @@
+"""From a tree of components to a placed model: build on meta -> split over tp -> fully_shard per
+block, then root -> allocate -> initialise or load. Every model of the house, for training or for
+serving, is built here.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from dolmen.core import state
+from dolmen.core.mesh import Mesh
+from dolmen.model.decoder import Decoder
+from dolmen.model.layout import Layout
+from dolmen.model.split import split
+from dolmen.model.training import Training
+from dolmen.model.tree import Tree
+from dolmen.ops.kernels import Hardware, Kernels, choose
+from dolmen.parallel import data
+from dolmen.parallel.actions import Schedule
+
+
+def build(
+    tree: Tree,
+    mesh: Mesh,
+    layout: Layout | None = None,
+    schedule: Schedule | None = None,
+    *,
+    training: Training = Training(),
+    dtype: torch.dtype = torch.float32,
+    compute: torch.dtype | None = None,
+    compile: bool = False,
+    hardware: Hardware | None = None,
+) -> Decoder:
+    """The decoder on `mesh`, or this rank's stages of it, allocated, its values not yet set.
+
+    `layout` says how it is split over the axes of `mesh`; None builds for inference, split over tp
+    alone. `schedule` places the stages; None: there is one. `training`: knobs that act inside.
+    `dtype` is that of parameters at rest, `compute` (default: the same) that of the copies a step
+    works with. Kernels are chosen for `hardware` (default: the mesh's device): H100 lets a CPU take
+    the road of one. Raises ValueError where the layout does not divide the model.
+    """
+    hardware = hardware or Hardware.of(mesh.device)
+    kernels = chosen(tree, mesh, compute or dtype, hardware)
+    parts = split(mesh, tree.layers, layout or Layout(), schedule, kernels)
+    with torch.device("meta"):
+        model = Decoder(tree, parts, training).to(dtype)
+    model.compute = compute
+    state.distribute(model, model.plan(), mesh)
+    if compile:
+        model.compile_parts()
+    if layout is not None:
+        data.shard(model, model.units(), mesh, layout.zero, compute or dtype, model.partial())
+        if layout.zero == 3 and hardware.kind == "cuda":  # a CPU would only hold more
+            for blocks in model.ahead():
+                data.prefetch(blocks)
+    model.to_empty(device=mesh.device)
+    for name, p in model.named_parameters():
+        if not model.tree.leaves[name].trained:
+            state.shard(p).zero_()  # a file may have none
+    return model
+
+
+def chosen(tree: Tree, mesh: Mesh, compute: torch.dtype, hardware: Hardware) -> Kernels:
+    """The kernels of a rank of `mesh`, whose step computes in `compute`."""
+    experts = {leaf for leaf in tree.leaves.values() if leaf.role == "expert"}
+    widths = {width for leaf in experts for width in leaf.held({"tp": mesh.tp.size})[1:]}
+    return choose(hardware, compute, max(b.mixer.head_size for b in tree.blocks), sorted(widths))
+
+
+def initialize(model: Decoder, seed: int) -> None:
+    """Initial values from the seed alone, as each leaf says; a layout never changes a value."""
+    fixed = {"ones": 1.0, "zeros": 0.0}
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            leaf = model.tree.leaves[name]
+            if leaf.initial in fixed:
+                state.shard(p).fill_(fixed[leaf.initial])
+            else:
+                std = model.tree.initializer_range * leaf.std_scale
+                state.initialize(p, name, seed, std)
+
+
+def load(model: nn.Module, stream: Callable[[Callable[[str, Tensor], None]], None]) -> None:
+    """Fill the model from `stream`, which calls write(name, full tensor) for every parameter, one
+    tensor at a time.
+    """
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        stream(lambda name, value: state.write(parameters[name], value))

@@ -1,0 +1,40 @@
+"""What every module that computes a component of a block has, and is made with."""
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from dolmen.model.split import Split
+from dolmen.model.training import Training
+from dolmen.parallel.data import Unit
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where a component stands: what its module needs to know beside it and its leaves."""
+
+    layer: int
+    split: Split
+    training: Training
+
+
+class Component(nn.Module):
+    """A mixer, x [batch * length / cp, hidden] I@tp (or S(0)@tp) -> the same, by `forward(x, given,
+    cache)`; or an mlp, by `forward(x, given)`.
+    """
+
+    @property
+    def static(self) -> bool:
+        """Whether no shape depends on the values of tensors, and nothing is read from the
+        device.
+        """
+        return True
+
+    @property
+    def balance_bias(self) -> Tensor | None:
+        """Of its router, where a bias balances experts."""
+        return None
+
+    def units(self) -> list[Unit]:
+        """What is gathered and reduced apart from the rest of its block, in the order of use."""
+        return []

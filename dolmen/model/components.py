@@ -1,0 +1,63 @@
+"""Which module computes which component of the tree (dolmen/model/tree): one line for each."""
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from dolmen.model import tree
+from dolmen.model.attention import Attention
+from dolmen.model.block import Block
+from dolmen.model.component import Setting
+from dolmen.model.mlp import MLP
+from dolmen.model.moe import MoE
+from dolmen.model.pre import Pre
+from dolmen.model.tree import Leaves, under
+
+MIXERS = {tree.Attention: Attention}
+MLPS = {tree.Mlp: MLP, tree.Experts: MoE}
+ARRANGEMENTS = {tree.Pre: Pre}
+
+# What a tree can say and no module computes: any other value is refused.
+ONLY: dict[type, dict[str, Any]] = {
+    tree.Attention: {"scale": None, "soft_cap": None},
+    tree.Embedding: {"scale": 1.0, "norm": None},
+    tree.Experts: {"shared": None},
+    tree.Head: {"soft_cap": None},
+    tree.Norm: {"zero_centred": False},
+    tree.Rope: {"interleaved": False},
+    tree.Router: {"score": "softmax", "scale": 1.0, "groups": 1},
+    tree.Table: {"offset": 0},
+}
+NOT_YET = (tree.Alibi, tree.Yarn)
+
+
+def make(block: tree.Block, leaves: Leaves, setting: Setting) -> Block:
+    """The module of a block, of whose parameters are `leaves`."""
+    mixer = MIXERS[type(block.mixer)](block.mixer, under(leaves, "attn"), setting)
+    mlp = MLPS[type(block.mlp)](block.mlp, under(leaves, "mlp"), setting)
+    return ARRANGEMENTS[type(block.arrangement)](block, leaves, setting, mixer, mlp)
+
+
+def check(model: tree.Tree) -> None:
+    """Raises ValueError for a component, or a value of one, that nothing here computes."""
+    for component in _inside(model):
+        kind = type(component)
+        if kind in NOT_YET:
+            raise ValueError(f"{component}: dolmen does not compute {kind.__name__}")
+        for name, computed in ONLY.get(kind, {}).items():
+            value = getattr(component, name)
+            if value != computed:
+                raise ValueError(
+                    f"{kind.__name__}.{name} is {value}: dolmen computes {computed} alone"
+                )
+
+
+def _inside(value: Any) -> Iterator[Any]:
+    """Every component under a value of the tree, itself included."""
+    if isinstance(value, tuple):
+        for one in value:
+            yield from _inside(one)
+    elif is_dataclass(value):
+        yield value
+        for field in fields(value):
+            yield from _inside(getattr(value, field.name))

@@ -1,0 +1,29 @@
+"""A norm before each layer (dolmen/model/tree/pre.py)."""
+
+from torch import Tensor
+
+from dolmen.model import tree
+from dolmen.model.block import Block
+from dolmen.model.component import Component, Setting
+from dolmen.model.given import Given
+from dolmen.model.layers import Norm
+from dolmen.model.tree import Leaves, under
+from dolmen.ops.dropout import MIXER, MLP
+
+
+class Pre(Block):
+    """x += mixer(norm x); x += mlp(norm x)."""
+
+    def __init__(
+        self, block: tree.Block, leaves: Leaves, setting: Setting, attn: Component, mlp: Component
+    ):
+        super().__init__(setting)
+        kernels = setting.split.kernels
+        self.attn_norm = Norm(block.norm, under(leaves, "attn_norm"), kernels)
+        self.attn = attn
+        self.mlp_norm = Norm(block.norm, under(leaves, "mlp_norm"), kernels)
+        self.mlp = mlp
+
+    def stream(self, x: Tensor, given: Given, cache=None) -> Tensor:
+        x = x + self.drop(self.attn(self.attn_norm(x), given, cache), given, MIXER)
+        return x + self.drop(self.mlp(self.mlp_norm(x), given), given, MLP)
