@@ -1,16 +1,5 @@
-"""The grid of processes: a frozen `Mesh` of named axes, passed as an argument. The only file with
-rank arithmetic.
-
-Who talks most is innermost: tp inside a machine, pp, which sends least, across them:
-
-    rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank
-
-    pp=1, dp=2, cp=1, tp=3:     tp ->   0  1  2
-                                dp |    3  4  5
-
-Three axes are derived and add no ranks. The dp x cp ranks of a stage share each parameter, so they
-are one axis, `fsdp`; for experts the same ranks are cut again, `edp` x `ep` with ep inner: each of
-ep holds other experts, which edp shares.
+"""The grid of processes: a frozen `Mesh` of named axes, passed as an argument. Who is in which
+group is arithmetic (core/topology.py); here the groups are made.
 """
 
 import sys
@@ -26,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dolmen.core import groups
 from dolmen.core.launched import Launch
-from dolmen.core.words import counted
+from dolmen.core.topology import Topology
 
 
 @dataclass(frozen=True)
@@ -174,71 +163,49 @@ def grid(
     """The mesh of the joined process group; `timeout` as in `join`. Raises ValueError if the
     product of its axes is not its size, or if ep does not divide dp x cp.
     """
+    topology = Topology(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep)
+    topology.require(dist.get_world_size())
     me = dist.get_rank()
-    if pp * dp * cp * tp != dist.get_world_size():
-        raise ValueError(
-            f"layout.pp ({pp}) x layout.dp ({dp}) x layout.cp ({cp}) x layout.tp ({tp}) = "
-            f"{counted(pp * dp * cp * tp, 'process', 'processes')}, but "
-            f"{dist.get_world_size()} were started: set "
-            f"--layout.dp {max(1, dist.get_world_size() // (pp * cp * tp))}"
-        )
-    if dp * cp % ep:
-        raise ValueError(
-            f"layout.ep ({ep}) does not divide dp x cp ({dp} x {cp}): set --layout.ep to a divisor"
-        )
-    ranks = torch.arange(pp * dp * cp * tp)
     make = partial(groups.of, device=device, timeout=timeout)
 
-    def axis(name: str, shape: tuple[int, ...], dim: int, purpose: str = "dolmen") -> Axis:
-        """The line through this rank along `dim` of the grid of `shape`."""
-        where = (ranks.view(shape) == me).nonzero()[0].tolist()
-        line = ranks.view(shape)[(*where[:dim], slice(None), *where[dim + 1 :])].tolist()
-        group = make(line, purpose) if len(line) > 1 else None
-        return Axis(
-            name,
-            shape[dim],
-            where[dim],
-            group,
-            group is not None and dist.get_backend(group) == "gloo",
-        )
+    def axis(name: str, line: str | None = None, purpose: str = "dolmen") -> Axis:
+        """The line through this rank along the axis `line`, as axis `name`."""
+        members = topology.group(line or name, me)
+        group = make(list(members), purpose) if len(members) > 1 else None
+        gloo = group is not None and dist.get_backend(group) == "gloo"
+        return Axis(name, len(members), members.index(me), group, gloo)
 
-    dense, sparse = (pp, dp, cp, tp), (pp, dp * cp // ep, ep, tp)
-    axes = {name: axis(name, dense, dim) for dim, name in enumerate(("pp", "dp", "cp", "tp"))}
-    axes |= {
-        "fsdp": axis("fsdp", (pp, dp * cp, tp), 1),
-        "edp": axis("edp", sparse, 1),
-        "ep": axis("ep", sparse, 2),
-    }
-    axes |= {name: axis(name, dense, 0, f"dolmen {name}") for name in ("up", "down")}
+    axes = {name: axis(name) for name in ("pp", "dp", "cp", "tp", "fsdp", "edp", "ep")}
+    axes |= {name: axis(name, "pp", f"dolmen {name}") for name in ("up", "down")}
     if pp > 1:
-        axes["ends"] = _ends(ranks.view(pp, -1), me, make)
-    stage = ranks.view(pp, -1)[axes["pp"].rank]
+        axes["ends"] = _ends(topology, me, make)
+    stage = torch.tensor(topology.stage(me))
+    dense = axes["fsdp"], axes["tp"]
+    sparse = axes["edp"], axes["ep"], axes["tp"]
     return Mesh(
         **axes,
-        world=Axis("world", len(ranks), me, dist.group.WORLD if len(ranks) > 1 else None),
+        world=Axis("world", topology.size, me, dist.group.WORLD if topology.size > 1 else None),
         device=device,
-        grid=_device_mesh(stage.view(dp * cp, tp), (axes["fsdp"], axes["tp"]), device, make),
-        expert_grid=_device_mesh(
-            stage.view(sparse[1:]), (axes["edp"], axes["ep"], axes["tp"]), device, make
-        ),
+        grid=_device_mesh(stage, dense, device, make),
+        expert_grid=_device_mesh(stage, sparse, device, make),
     )
 
 
-def _ends(stages: torch.Tensor, me: int, make: Maker) -> Axis:
-    column = int((stages == me).nonzero()[0, 1])
-    ends = [int(stages[0, column]), int(stages[-1, column])]
+def _ends(topology: Topology, me: int, make: Maker) -> Axis:
+    ends = list(topology.ends(me))
     group = make(ends if me in ends else [me], "dolmen ends")
     return Axis("ends", 2, ends.index(me), group) if me in ends else Axis("ends")
 
 
 def _device_mesh(
-    ranks: torch.Tensor, axes: tuple[Axis, ...], device: torch.device, make: Maker
+    stage: torch.Tensor, axes: tuple[Axis, ...], device: torch.device, make: Maker
 ) -> DeviceMesh:
+    """The ranks of this stage as a grid of `axes`."""
     alone = make([dist.get_rank()])
     return DeviceMesh.from_group(
         [a.group or alone for a in axes],
         device.type,
-        mesh=ranks,
+        mesh=stage.view([a.size for a in axes]),
         mesh_dim_names=tuple(a.name for a in axes),
     )
 

@@ -9,7 +9,7 @@ F an expert's width; m rows of one rank's experts.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,21 +20,58 @@ class Routing(NamedTuple):
     """What a router decides, in fp32 or wider."""
 
     probabilities: Tensor
-    """[n, E], softmax over all experts."""
+    """[n, E], over all experts, summing to 1."""
     weights: Tensor
     """[n, k]: a token's output is the sum of its experts' outputs times these."""
     experts: Tensor
     """[n, k] int64."""
 
 
-def route(logits: Tensor, k: int, normalize: bool, bias: Tensor | None = None) -> Routing:
-    """The k most probable experts of each token; `normalize`: their weights sum to 1. `bias` [E] is
-    added for the choice alone (2408.15664). logits [n, E].
+def route(
+    logits: Tensor,
+    k: int,
+    normalize: bool,
+    bias: Tensor | None = None,
+    *,
+    score: Literal["softmax", "sigmoid"] = "softmax",
+    scale: float = 1.0,
+    groups: int = 1,
+    groups_per_token: int = 1,
+    group_score: Literal["max", "top2"] = "max",
+) -> Routing:
+    """The k best experts of each token, logits [n, E].
+
+    Scores are the softmax, or (2412.19437 eq. 15) the sigmoid of each logit, whose shares of their
+    sum are then the probabilities. `bias` [E] is added for the choice alone (2408.15664). With
+    several `groups` of E / groups neighbours, a token's experts come from its best
+    `groups_per_token`: a group counts as its best expert, or its best two together (2405.04434
+    section 2.1.2; 2412.19437 section 2.1.2). `normalize`: the weights of a token sum to 1, before
+    `scale` multiplies them.
     """
-    p = logits.softmax(-1)
-    experts = (p.detach() if bias is None else p.detach() + bias).topk(k, -1).indices
-    weights = p.gather(1, experts)
-    return Routing(p, weights / weights.sum(-1, keepdim=True) if normalize else weights, experts)
+    if score == "softmax":
+        scores = probabilities = logits.softmax(-1)
+    else:
+        scores = logits.sigmoid()
+        probabilities = scores / scores.sum(-1, keepdim=True)
+    choice = scores.detach() if bias is None else scores.detach() + bias
+    if groups_per_token < groups:
+        choice = _best_groups(choice, groups, groups_per_token, 1 if group_score == "max" else 2)
+    experts = choice.topk(k, -1).indices
+    weights = scores.gather(1, experts)
+    if normalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return Routing(probabilities, weights if scale == 1 else weights * scale, experts)
+
+
+def _best_groups(choice: Tensor, groups: int, kept: int, best: int) -> Tensor:
+    """choice [n, E] with -inf for the experts outside each token's `kept` best groups; a group
+    counts as the sum of its `best` best.
+    """
+    apart = choice.view(len(choice), groups, -1)
+    totals = apart.topk(best, -1).values.sum(-1)
+    chosen = totals.topk(kept, -1).indices
+    left_out = torch.ones_like(totals, dtype=torch.bool).scatter_(1, chosen, False)
+    return apart.masked_fill(left_out[..., None], -torch.inf).view_as(choice)
 
 
 class Order(NamedTuple):

@@ -24,21 +24,26 @@ def rms_norm(
     weight: Tensor,
     eps: float,
     kind: Literal["passes", "fused"] = Kernels().norm,
+    zero_centred: bool = False,
 ) -> Tensor:
     """x [..., size], weight [size]; any float dtype, statistics in fp32 (fp64 for fp64 input).
-    `kind`: ops/kernels.py says how.
+    `kind`: ops/kernels.py says how. `zero_centred`: the weight is stored less 1, and as in Gemma
+    1 + weight and its product are fp32, cast after: 1 + 0.003 is no number of bf16.
     """
     if torch.compiler.is_compiling():
         # the compiler chooses what to keep: a block's forward is 4 % faster
-        return _forward(x, weight, eps)[0]
+        return _forward(x, weight, eps, zero_centred)[0]
     # torch's kernel takes one dtype
-    fused = kind == "fused" and x.dtype == weight.dtype
-    return (_FusedRMSNorm if fused else _RMSNorm).apply(x, weight, eps)
+    if kind == "fused" and x.dtype == weight.dtype and not zero_centred:
+        return _FusedRMSNorm.apply(x, weight, eps)
+    return _RMSNorm.apply(x, weight, eps, zero_centred)
 
 
-def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _forward(x: Tensor, weight: Tensor, eps: float, zero_centred: bool) -> tuple[Tensor, Tensor]:
     wide = _wide(x)
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if zero_centred:
+        return (wide * scale * (weight.to(wide.dtype) + 1)).to(x.dtype), scale
     return (wide * scale).to(x.dtype) * weight, scale
 
 
@@ -52,17 +57,25 @@ class _RMSNorm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, eps):
-        y, scale = _forward(x, weight, eps)
+    def forward(ctx, x, weight, eps, zero_centred):
+        y, scale = _forward(x, weight, eps, zero_centred)
+        ctx.zero_centred = zero_centred
         ctx.save_for_backward(x, weight, scale)
         return y
 
     @staticmethod
     def backward(ctx, g):
         x, weight, scale = ctx.saved_tensors
-        normal, dnormal = _wide(x) * scale, _wide(g * weight)
+        normal = _wide(x) * scale
+        if ctx.zero_centred:
+            wide = _wide(g)
+            dnormal = wide * (weight.to(wide.dtype) + 1)
+            dweight = (wide * normal).flatten(0, -2).sum(0).to(weight.dtype)
+        else:
+            dnormal = _wide(g * weight)
+            dweight = (g * normal.to(x.dtype)).flatten(0, -2).sum(0)
         dx = (dnormal - normal * (dnormal * normal).mean(-1, keepdim=True)).mul_(scale)
-        return dx.to(x.dtype), (g * normal.to(x.dtype)).flatten(0, -2).sum(0), None
+        return dx.to(x.dtype), dweight, None, None
 
 
 class _FusedRMSNorm(torch.autograd.Function):

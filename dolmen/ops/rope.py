@@ -1,6 +1,7 @@
-"""Rotary position embedding (2104.09864), rotate-half layout: dimension i is paired with i +
-head_dim / 2, so that no weight is permuted on the way from or to Hugging Face. Tables and rotation
-are fp32 whatever the weights are, fp64 where the model computes in fp64.
+"""Rotary position embedding (2104.09864). Dimension i is paired with i + size / 2 (rotate-half, as
+Llama in transformers), or its neighbours with each other (interleaved, as GPT-J and DeepSeek), so
+that no weight is permuted on the way from or to Hugging Face. Tables and rotation are fp32 whatever
+the weights are, fp64 where the model computes in fp64.
 """
 
 import math
@@ -46,6 +47,45 @@ def llama3(
     return torch.where(wavelength > low, inv / factor, torch.where(wavelength < high, inv, between))
 
 
+def yarn(
+    inv: Tensor,
+    theta: float,
+    factor: float,
+    original_max_position_embeddings: int,
+    beta_fast: float = 32.0,
+    beta_slow: float = 1.0,
+    truncate: bool = True,
+) -> Tensor:
+    """The frequencies `inv` [size / 2] of base `theta`, extended by parts (2309.00071, section
+    3.2): what turns more than `beta_fast` times in the original context is kept, what turns less
+    than `beta_slow` times divided by `factor`, and between the two lies a ramp over the dims.
+    `truncate`: the ramp begins and ends at whole dims.
+    """
+    size = 2 * len(inv)
+
+    def dim_of(turns: float) -> float:
+        """The dim that turns so often."""
+        wavelength = original_max_position_embeddings / (turns * 2 * math.pi)
+        return size * math.log(wavelength) / (2 * math.log(theta))
+
+    low, high = dim_of(beta_fast), dim_of(beta_slow)
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
+    if low == high:
+        high += 0.001  # a step, and no division by zero
+    dims = torch.arange(len(inv), dtype=inv.dtype, device=inv.device)
+    divided = ((dims - low) / (high - low)).clamp(0, 1)
+    return inv / factor * divided + inv * (1 - divided)
+
+
+def yarn_temperature(factor: float, mscale: float = 1.0) -> float:
+    """0.1 mscale ln(factor) + 1 (2309.00071 eq. 22): what YaRN multiplies queries and keys by, each
+    once; 1 where nothing is extended.
+    """
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
 def tables(positions: Tensor, inv: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin, [*positions.shape, 1, head_dim / 2] in inv's dtype: one row per token, the same
     for every head.
@@ -54,9 +94,18 @@ def tables(positions: Tensor, inv: Tensor) -> tuple[Tensor, Tensor]:
     return angle.cos(), angle.sin()
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """x [batch, length, heads, head_dim] turned by its token's angle, in fp32 (fp64 for fp64
-    input); x's dtype.
+    input); x's dtype. Where the tables [..., size / 2] are of a part of the head, its first `size`
+    dims are turned and the others kept. `interleaved` says which dims are a pair, before and after.
     """
-    a, b = (x if x.dtype == torch.float64 else x.float()).chunk(2, -1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+    size = 2 * cos.shape[-1]
+    if size < x.shape[-1]:
+        turned = rotate(x[..., :size], cos, sin, interleaved)
+        return torch.cat((turned, x[..., size:]), -1)
+    wide = x if x.dtype == torch.float64 else x.float()
+    a, b = wide.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else wide.chunk(2, -1)
+    turned = (a * cos - b * sin, b * cos + a * sin)
+    return (torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)).to(
+        x.dtype
+    )

@@ -71,6 +71,51 @@ def test_bias_changes_the_choice_and_not_the_weights():
     assert torch.equal(moved.weights[:, 0], logits.softmax(-1)[:, 2])
 
 
+@pytest.mark.parametrize("bias", (False, True))
+@pytest.mark.parametrize("score, group_score", (("softmax", "max"), ("sigmoid", "top2")))
+def test_groups_of_experts(score, group_score, bias):
+    """DeepSeek-V2's and V3's choice, a token at a time: the best two groups of four, then the best
+    three experts within those.
+    """
+    number, groups, kept, k, scale = 12, 4, 2, 3, 2.5
+    logits = random(40, number).requires_grad_()
+    offset = random(number, seed=3) if bias else None
+    found = moe.route(
+        logits,
+        k,
+        True,
+        offset,
+        score=score,
+        scale=scale,
+        groups=groups,
+        groups_per_token=kept,
+        group_score=group_score,
+    )
+    differ = 0
+    for token, row in enumerate(logits):
+        scores = row.softmax(0) if score == "softmax" else row.sigmoid()
+        ranked = [
+            float(s) + (0 if offset is None else float(offset[e]))
+            for e, s in enumerate(scores.detach())
+        ]
+        members = [range(g * 3, g * 3 + 3) for g in range(groups)]
+        most = 1 if group_score == "max" else 2
+        value = [sum(sorted((ranked[e] for e in m), reverse=True)[:most]) for m in members]
+        best = sorted(range(groups), key=value.__getitem__, reverse=True)[:kept]
+        allowed = [e for g in best for e in members[g]]
+        chosen = sorted(allowed, key=ranked.__getitem__, reverse=True)[:k]
+        differ += chosen != sorted(range(number), key=ranked.__getitem__, reverse=True)[:k]
+        assert found.experts[token].tolist() == chosen
+        want = scores[chosen] / scores[chosen].sum() * scale
+        torch.testing.assert_close(found.weights[token], want, rtol=0, atol=1e-14)
+        torch.testing.assert_close(
+            found.probabilities[token], scores / scores.sum(), rtol=0, atol=1e-15
+        )
+    assert differ > 5  # groups matter
+    (gradient,) = torch.autograd.grad((found.weights * random(40, k)).sum(), logits)
+    assert gradient.abs().max() > 1e-3
+
+
 def test_order_is_stable_and_invertible():
     experts = torch.tensor([[2, 0], [0, 2], [3, 2]])
     order = moe.sort(experts, 5)

@@ -1,6 +1,7 @@
 """Norm, rope and the loss against their definitions in float64."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -40,6 +41,22 @@ def test_rms_norm(dtype, tolerance):
 
 def test_rms_norm_gradient():
     torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, 1e-5), (normal(3, 7), normal(7)))
+
+
+def test_a_zero_centred_norm():
+    """Its weight is one more than what is stored, in fp32: bf16 has no number between 1 and
+    1.0078.
+    """
+    x, w = normal(3, 7), normal(7)
+    norm = partial(rms_norm, eps=1e-5, zero_centred=True)
+    torch.testing.assert_close(norm(x, w), rms_norm(x, w + 1, 1e-5), rtol=0, atol=1e-15)
+    torch.autograd.gradcheck(norm, (x, w))
+    half = normal(64, 16, dtype=torch.bfloat16)
+    small = torch.full((16,), 0.003, dtype=torch.bfloat16)
+    assert torch.equal(
+        norm(half, small), rms_norm(half.float(), small.float() + 1, 1e-5).bfloat16()
+    )
+    assert not torch.equal(norm(half, small), norm(half, torch.zeros_like(small)))
 
 
 def test_rms_norm_in_half_precision_is_rounded_twice():
@@ -137,6 +154,55 @@ def test_rope_is_a_rotation_by_position():
     torch.testing.assert_close(
         torch.complex(got[..., :8], got[..., 8:]), want, rtol=1e-5, atol=1e-5
     )
+
+
+def test_interleaved_rope_of_a_part_of_the_head():
+    """Neighbours are a pair, 2 i and 2 i + 1; dims after the rotated part stay as they are."""
+    x = normal(2, 9, 3, 16)
+    positions = torch.arange(9, dtype=torch.float64)
+    inv = rope.inverse_frequencies(12, 10000.0, dtype=torch.float64)
+    got = rope.rotate(x, *rope.tables(positions[None], inv), interleaved=True)
+    z = torch.view_as_complex(x[..., :12].unflatten(-1, (6, 2)))
+    angle = positions[:, None, None] * 10000.0 ** (-torch.arange(6, dtype=torch.float64) / 6)
+    want = torch.view_as_real(z * torch.polar(torch.ones_like(angle), angle)).flatten(-2)
+    torch.testing.assert_close(got[..., :12], want, rtol=1e-12, atol=1e-12)
+    assert torch.equal(got[..., 12:], x[..., 12:])
+
+
+@pytest.mark.parametrize("truncate", [True, False])
+@pytest.mark.parametrize("factor", [4.0, 40.0])
+def test_yarn_is_that_of_transformers(truncate, factor):
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    parameters = dict(
+        rope_type="yarn",
+        rope_theta=10000.0,
+        factor=factor,
+        original_max_position_embeddings=4096,
+        beta_fast=32.0,
+        beta_slow=1.0,
+        truncate=truncate,
+    )
+    config = LlamaConfig(
+        head_dim=64, max_position_embeddings=int(factor * 4096), rope_parameters=parameters
+    )
+    want, temperature = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
+    got = rope.yarn(rope.inverse_frequencies(64, 10000.0), 10000.0, factor, 4096, truncate=truncate)
+    # theirs are 1 / (factor * theta^..), ours inv / factor: two roundings
+    torch.testing.assert_close(got, want, rtol=3e-7, atol=0)
+    assert rope.yarn_temperature(factor) == pytest.approx(temperature, rel=1e-15)
+
+
+def test_yarn_keeps_what_turns_fast_and_divides_what_turns_slowly():
+    """By its definition: how often each pair turns in the original context."""
+    inv = rope.inverse_frequencies(64, 10000.0, dtype=torch.float64)
+    got = rope.yarn(inv, 10000.0, 8.0, 4096, truncate=False)
+    turns = 4096 * inv / (2 * torch.pi)
+    assert torch.equal(got[turns > 32], inv[turns > 32]) and (turns > 32).any()
+    torch.testing.assert_close(got[turns < 1], inv[turns < 1] / 8, rtol=1e-15, atol=0)
+    between = (turns < 32) & (turns > 1)
+    assert (got[between] < inv[between]).all() and (got[between] > inv[between] / 8).all()
 
 
 CASES = [

@@ -43,7 +43,7 @@ def batch() -> Batch:
 
 def left_by(work) -> list:
     """Objects made by `work` that only the collector would free. What was there before is held
-    meanwhile: a cache of the compiler, filled by another test, may let go of its tensors at any time.
+    meanwhile: a cache of the compiler, filled by another test, may let go of its own at any time.
     """
     gc.collect()
     before = gc.get_objects()

@@ -1,0 +1,108 @@
+"""Who is in which group, on which node: the arithmetic of any world, without processes, devices or
+torch. `Mesh` is a topology with groups made of it.
+
+Who talks most is innermost: tp inside a machine, pp, which sends least, across them:
+
+    rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank
+
+    pp=1, dp=2, cp=1, tp=3:     tp ->   0  1  2
+                                dp |    3  4  5
+
+Three axes are derived and add no ranks. The dp x cp ranks of a stage share each parameter, so they
+are one axis, `fsdp`; for experts the same ranks are cut again, `edp` x `ep` with ep inner: each of
+ep holds other experts, which edp shares.
+
+    pp   dp   cp   tp
+    pp   fsdp      tp
+    pp   edp  ep   tp
+
+Along an axis the ranks of a group lie at equal distances, so a group is a `range`.
+"""
+
+import math
+from dataclasses import dataclass
+
+from dolmen.core.words import counted
+
+
+@dataclass(frozen=True)
+class Topology:
+    """A world of pp x dp x cp x tp ranks. Raises ValueError where ep does not divide dp x cp."""
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+
+    def __post_init__(self):
+        if self.dp * self.cp % self.ep:
+            raise ValueError(
+                f"layout.ep ({self.ep}) does not divide dp x cp ({self.dp} x {self.cp}): set "
+                f"--layout.ep to a divisor"
+            )
+
+    @property
+    def size(self) -> int:
+        """Ranks of the world."""
+        return self.pp * self.dp * self.cp * self.tp
+
+    def require(self, ranks: int) -> None:
+        """Raises ValueError where the world has not just so many."""
+        if self.size != ranks:
+            others = self.pp * self.cp * self.tp
+            raise ValueError(
+                f"layout.pp ({self.pp}) x layout.dp ({self.dp}) x layout.cp ({self.cp}) x "
+                f"layout.tp ({self.tp}) = {counted(self.size, 'process', 'processes')}, but "
+                f"{ranks} were started: set --layout.dp {max(1, ranks // others)}"
+            )
+
+    @property
+    def grids(self) -> tuple[dict[str, int], ...]:
+        """The three ways to cut the world: axis -> size, outermost first."""
+        fsdp = self.dp * self.cp
+        return (
+            {"pp": self.pp, "dp": self.dp, "cp": self.cp, "tp": self.tp},
+            {"pp": self.pp, "fsdp": fsdp, "tp": self.tp},
+            {"pp": self.pp, "edp": fsdp // self.ep, "ep": self.ep, "tp": self.tp},
+        )
+
+    def _line(self, axis: str) -> tuple[int, int]:
+        """Size of an axis, and the distance of neighbours on it."""
+        grid = next(grid for grid in self.grids if axis in grid)
+        names = list(grid)
+        inner = names[names.index(axis) + 1 :]
+        return grid[axis], math.prod(grid[name] for name in inner)
+
+    def index(self, axis: str, rank: int) -> int:
+        """Where `rank` stands on `axis`."""
+        size, distance = self._line(axis)
+        return rank // distance % size
+
+    def group(self, axis: str, rank: int) -> range:
+        """The ranks of the line along `axis` through `rank`, in order."""
+        size, distance = self._line(axis)
+        first = rank - rank // distance % size * distance
+        return range(first, first + size * distance, distance)
+
+    def groups(self, axis: str) -> list[range]:
+        """Every line along `axis`, each rank in one of them."""
+        _, distance = self._line(axis)
+        return [self.group(axis, rank) for rank in range(self.size) if not self.index(axis, rank)]
+
+    def stage(self, rank: int) -> range:
+        """The ranks that hold the same pipeline stage as `rank`."""
+        inner = self.size // self.pp
+        return range(rank // inner * inner, (rank // inner + 1) * inner)
+
+    def ends(self, rank: int) -> tuple[int, int]:
+        """The ranks of the first and of the last stage in line with `rank`."""
+        line = self.group("pp", rank)
+        return line[0], line[-1]
+
+
+def nodes(ranks: range, per_node: int) -> int:
+    """How many machines of `per_node` ranks, numbered one machine after the other, a group
+    lies on.
+    """
+    return len({rank // per_node for rank in ranks})
