@@ -1,7 +1,7 @@
 """Declared families: a config.json is a model, and every stored tensor has a rule. Without torch.
 
-    Model(config.json).tree -> what is computed (dolmen/model/tree)
-    weight_map(model) -> which of our parameters each stored tensor holds
+Model(config.json).tree -> what is computed (dolmen/model/tree)
+weight_map(model) -> which of our parameters each stored tensor holds
 """
 
 from dolmen.families.family import Family, Field

@@ -1,6 +1,5 @@
 """In what two trees differ, by name."""
 
-from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 

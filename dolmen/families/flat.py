@@ -163,7 +163,10 @@ class Flat:
         extra = self.hf
         if "model_type" in extra:
             extra = {name: value for name, value in extra.items() if name in CARRIED}
-        return new(self.tree, self.family, extra)
+        made = new(self.tree, self.family, extra)
+        # a width that no layer has was kept too
+        kept = changed(made, {made.family.names["intermediate_size"]: self.intermediate_size})
+        return kept if kept.tree == made.tree else made
 
 
 def _changed(source: Model, tree: Tree) -> Model:

@@ -46,8 +46,13 @@ FIELDS = (
         "Added to the variance inside every norm.",
         common=("norm_eps",),
     ),
-    Field("initializer_range", Real(0), 0.02, "Standard deviation of initial weights; output "
-          "projections get it divided by sqrt(2 * layers)."),
+    Field(
+        "initializer_range",
+        Real(0),
+        0.02,
+        "Standard deviation of initial weights; output "
+        "projections get it divided by sqrt(2 * layers).",
+    ),
     Field("tie_word_embeddings", Flag(), True, "Head and embedding are one parameter."),
 )
 

@@ -14,7 +14,9 @@ HERE = Path(__file__).parent
 @cache
 def families() -> dict[str, Family]:
     """model_type -> family."""
-    files = [import_module(f"dolmen.families.{file.name}") for file in pkgutil.iter_modules([str(HERE)])]
+    files = [
+        import_module(f"dolmen.families.{file.name}") for file in pkgutil.iter_modules([str(HERE)])
+    ]
     found = [vars(file)["FAMILY"] for file in files if "FAMILY" in vars(file)]
     return {family.model_type: family for family in found}
 

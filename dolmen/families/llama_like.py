@@ -61,7 +61,11 @@ FIELDS = (
     Field("max_position_embeddings", kinds.POSITIONS, 2048, "Longest sequence, tokens."),
     *rope.fields(),
     Field(
-        "rms_norm_eps", Real(0), 1e-6, "Added to the variance inside every norm.", common=("norm_eps",)
+        "rms_norm_eps",
+        Real(0),
+        1e-6,
+        "Added to the variance inside every norm.",
+        common=("norm_eps",),
     ),
     Field(
         "initializer_range",
@@ -84,9 +88,7 @@ SLIDING_WINDOW = Field(
     None,
     "Tokens a query sees, itself included; None: all before it.",
 )
-EXPERTS_PER_TOKEN = Field(
-    "num_experts_per_tok", kinds.EXPERTS, 2, "Experts that compute a token."
-)
+EXPERTS_PER_TOKEN = Field("num_experts_per_tok", kinds.EXPERTS, 2, "Experts that compute a token.")
 AUX_LOSS = Field(
     "router_aux_loss_coef",
     Real(0),

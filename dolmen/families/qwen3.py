@@ -12,9 +12,7 @@ from dolmen.model.tree import Tree
 def read(c: dict[str, Any]) -> Tree:
     """`attention_bias` puts biases on q, k, v and on the output projection."""
     bias = bool(c["attention_bias"])
-    return llama_like.read(
-        c, windows=qwen2.windows(c), qkv_bias=bias, o_bias=bias, qk_norm=True
-    )
+    return llama_like.read(c, windows=qwen2.windows(c), qkv_bias=bias, o_bias=bias, qk_norm=True)
 
 
 def new(tree: Tree) -> dict[str, Any]:

@@ -1,12 +1,46 @@
 """Built-in runs: functions that return a RunConfig. A recipe decides sizes and habits; options and
-files change it.
+files change it. Its model is a config.json.
 """
 
+from typing import Any
+
 from dolmen.data.config import DataConfig
-from dolmen.model.config import ModelConfig, RopeConfig
+from dolmen.families import Model
 from dolmen.model.layout import Layout
 from dolmen.optim.config import OptimizerConfig
 from dolmen.train.config import CheckpointConfig, FinishConfig, LogConfig, RunConfig, TrainConfig
+
+# A model made here has no tokenizer yet, and its weights are stored as they are trained.
+FRESH = {
+    "dtype": "float32",
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "use_cache": True,
+}
+LLAMA_3 = {
+    **FRESH,
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "num_key_value_heads": 8,
+    "hidden_act": "silu",
+    "max_position_embeddings": 131072,
+    "initializer_range": 0.02,
+    "rms_norm_eps": 1e-05,
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "mlp_bias": False,
+}
 
 
 def pretrain() -> RunConfig:
@@ -20,22 +54,31 @@ def quickstart() -> RunConfig:
     """a small Llama on the Python standard library's source, split over two processes; some 5
     minutes on 2 cores
     """
-    model = ModelConfig(
-        family="llama",
-        vocab_size=4096,
-        hidden_size=256,
-        intermediate_size=704,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-    )
+    model = {
+        **FRESH,
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 4096,
+        "hidden_size": 256,
+        "intermediate_size": 704,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "max_position_embeddings": 256,
+        "initializer_range": 0.02,
+        "rms_norm_eps": 1e-05,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "mlp_bias": False,
+    }
     gpus, fast_bfloat16 = _this_machine()
     return RunConfig(
         name="quickstart",
-        model=model,
+        model=Model(model),
         layout=Layout(tp=1 if gpus == 1 else 2),
         data=DataConfig(path=("python-standard-library",), tokenizer="bpe:4096"),
         optimizer=OptimizerConfig(lr=3e-3, warmup_steps=40, weight_decay=0.1),
@@ -55,124 +98,133 @@ def quickstart() -> RunConfig:
 
 def llama_1b() -> RunConfig:
     """the shape of Llama 3.2 1B"""
-    model = _llama3(
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=16,
-        num_attention_heads=32,
-        head_dim=64,
-        tie_word_embeddings=True,
-    )
+    model = LLAMA_3 | {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "head_dim": 64,
+        "rope_parameters": LLAMA_3["rope_parameters"] | {"factor": 32.0},
+        "tie_word_embeddings": True,
+    }
     return _large("llama-1b", model, lr=4e-4, batch=256)
 
 
 def llama_8b() -> RunConfig:
     """the shape of Llama 3.1 8B"""
-    model = _llama3(
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32
-    )
+    model = LLAMA_3 | {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "head_dim": 128,
+    }
     return _large("llama-8b", model, lr=3e-4, batch=512)
 
 
 def llama_70b() -> RunConfig:
     """the shape of Llama 3.1 70B"""
-    model = _llama3(
-        hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64
-    )
+    model = LLAMA_3 | {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "head_dim": 128,
+    }
     return _large("llama-70b", model, lr=1.5e-4, batch=1024)
 
 
 def gpt3_175b() -> RunConfig:
     """the shape of GPT-3 (2005.14165), as GPT-2 spells it"""
-    model = ModelConfig(
-        family="gpt2",
-        vocab_size=50257,
-        hidden_size=12288,
-        intermediate_size=49152,
-        num_hidden_layers=96,
-        num_attention_heads=96,
-        num_key_value_heads=96,
-        head_dim=128,
-        max_position_embeddings=2048,
-        position="learned",
-        norm="layernorm",
-        mlp="plain",
-        activation="gelu_tanh",
-        attention_bias=True,
-        output_bias=True,
-        mlp_bias=True,
-        tie_word_embeddings=True,
-    )
+    model = {
+        **FRESH,
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": 50257,
+        "n_positions": 2048,
+        "n_embd": 12288,
+        "n_layer": 96,
+        "n_head": 96,
+        "n_inner": 49152,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-05,
+        "initializer_range": 0.02,
+        "tie_word_embeddings": True,
+        "attn_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+    }
     return _large("gpt3-175b", model, lr=0.6e-4, batch=1536, length=2048)
 
 
 def mixtral_8x7b() -> RunConfig:
     """the shape of Mixtral 8x7B (2401.04088): 46.7 B parameters, 12.9 B of them active per token"""
-    model = ModelConfig(
-        family="mixtral",
-        vocab_size=32000,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=32768,
-        rope=RopeConfig(1e6),
-        num_experts=8,
-        num_experts_per_tok=2,
-        router_aux_loss_coef=0.02,
-    )
+    model = {
+        **FRESH,
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "max_position_embeddings": 32768,
+        "initializer_range": 0.02,
+        "rms_norm_eps": 1e-05,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        "tie_word_embeddings": False,
+        "attention_dropout": 0.0,
+        "sliding_window": None,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "router_aux_loss_coef": 0.02,
+    }
     return _large("mixtral-8x7b", model, lr=3e-4, batch=512)
 
 
 def qwen3_30b_a3b() -> RunConfig:
     """the shape of Qwen3 30B-A3B (2505.09388): 128 experts, 8 of them active per token"""
-    model = ModelConfig(
-        family="qwen3_moe",
-        vocab_size=151936,
-        hidden_size=2048,
-        intermediate_size=6144,
-        num_hidden_layers=48,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=128,
-        max_position_embeddings=40960,
-        rope=RopeConfig(1e6),
-        norm_eps=1e-6,
-        qk_norm=True,
-        num_experts=128,
-        num_experts_per_tok=8,
-        moe_intermediate_size=768,
-        router_aux_loss_coef=0.001,
-    )
+    model = {
+        **FRESH,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "max_position_embeddings": 40960,
+        "initializer_range": 0.02,
+        "rms_norm_eps": 1e-06,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "router_aux_loss_coef": 0.001,
+    }
     return _large("qwen3-30b-a3b", model, lr=3e-4, batch=512)
 
 
-def _llama3(**sizes) -> ModelConfig:
-    return ModelConfig(
-        **{
-            "vocab_size": 128256,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "max_position_embeddings": 131072,
-            "rope": RopeConfig(
-                500000.0,
-                "llama3",
-                8.0 if not sizes.get("tie_word_embeddings") else 32.0,
-                1.0,
-                4.0,
-                8192,
-            ),
-            **sizes,
-        }
-    )
-
-
-def _large(name: str, model: ModelConfig, lr: float, batch: int, length: int = 8192) -> RunConfig:
+def _large(
+    name: str, model: dict[str, Any], lr: float, batch: int, length: int = 8192
+) -> RunConfig:
     return RunConfig(
         name=name,
-        model=model,
+        model=Model(model),
         optimizer=OptimizerConfig(lr=lr, warmup_steps=2000, min_lr=lr / 10),
         train=TrainConfig(
             steps=100_000,

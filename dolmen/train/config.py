@@ -10,8 +10,9 @@ from dolmen.checkpoint.config import CheckpointConfig
 from dolmen.core.config import refuse_unreadable
 from dolmen.core.paths import refuse_empty
 from dolmen.data.config import DataConfig
-from dolmen.model.config import ModelConfig
+from dolmen.families import Model
 from dolmen.model.layout import Layout
+from dolmen.model.training import RouterTraining, Training
 from dolmen.optim.config import OptimizerConfig
 
 SEED = 2**63 - 1
@@ -42,6 +43,11 @@ class TrainConfig:
     """auto takes the GPUs if any are visible, else the CPU; cpu never takes one; cuda refuses to
     run where there is none.
     """
+    dropout: float = 0.0
+    """Dropout after embedding, attention and feed-forward, and on attention probabilities; 0 unless
+    asked for, whatever the model's config.json says.
+    """
+    router: RouterTraining = RouterTraining()
     compile: bool = False
     """Compile each block with torch.compile (needs a C++ compiler on CPU)."""
     deterministic: bool = False
@@ -63,7 +69,13 @@ class TrainConfig:
     run ends; ten times as long at start-up. Unset: never.
     """
 
+    @property
+    def training(self) -> Training:
+        """What acts inside the model."""
+        return Training(self.dropout, self.router)
+
     def __post_init__(self):
+        assert self.training
         for name in ("steps", "sequence_length", "global_batch_size", "microbatch_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -141,8 +153,8 @@ class RunConfig:
     """Name of the run; its folder is runs/NAME unless --out says otherwise."""
     init: str | None = None
     """Directory or hub id of a transformers checkpoint to start from; it decides the model."""
-    model: ModelConfig | None = None
-    """Structure of the model."""
+    model: Model | None = None
+    """The model, as its config.json."""
     layout: Layout = Layout()
     data: DataConfig = DataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -153,7 +165,7 @@ class RunConfig:
 
     def __post_init__(self):
         refuse_empty("init", self.init)
-        refuse_unreadable(self, {"train.seed": SEED, "model.hf": SEED})
+        refuse_unreadable(self, {"train.seed": SEED, "model": SEED})
         if not self.name or "/" in self.name or self.name.startswith("."):
             raise ValueError(
                 f"name is {self.name!r}: it must be a plain name, as it becomes the folder "
@@ -163,7 +175,7 @@ class RunConfig:
     @property
     def sequence_length(self) -> int:
         """Tokens of a training sequence, default filled in."""
-        return self.train.sequence_length or min(512, self.model.max_position_embeddings)
+        return self.train.sequence_length or min(512, self.model.tree.max_position_embeddings)
 
     @property
     def microbatch_size(self) -> int:

@@ -3,15 +3,26 @@ here.
 """
 
 from copy import deepcopy
-from dataclasses import replace
 
 import pytest
 import torch
 import transformers
 from transformers.core_model_loading import revert_weight_conversion
 
-from dolmen.families import FAMILIES, from_hf, to_hf, unknown_fields, weight_map
-from dolmen.model.config import ModelConfig, RopeConfig
+from dolmen.families import (
+    Model,
+    changed,
+    edit,
+    explicit,
+    families,
+    flat,
+    moved,
+    new,
+    unknown_fields,
+    weight_map,
+)
+from dolmen.files.schema import Int, described
+from dolmen.model.tree import Experts, Linear, Llama3, Norm, Rope
 
 # As published by transformers 4: theta beside the scaling, torch_dtype, absent fields, fields
 # without effect.
@@ -189,61 +200,107 @@ PUBLISHED = [
 ]
 
 
-def structure(config):
-    return replace(config, hf={})
-
-
 def by_transformers(content):
     """The same config.json read by transformers and written out with nothing absent."""
     # it writes into what it is given
     return transformers.AutoConfig.for_model(**deepcopy(content)).to_dict()
 
 
+def rope(content) -> Rope:
+    positions = Model(content).tree.blocks[0].mixer.positions
+    assert isinstance(positions, Rope)
+    return positions
+
+
 @pytest.mark.parametrize(
     "content",
-    PUBLISHED + [{"model_type": name} for name in FAMILIES],
+    PUBLISHED + [{"model_type": name} for name in families()],
     ids=lambda c: f"{c['model_type']}-{len(c)}",
 )
 def test_read_as_transformers_reads_it(content):
-    config = from_hf(content)
-    assert structure(config) == structure(from_hf(by_transformers(content)))
-    assert to_hf(config) == content
-    assert config.dropout == 0
+    model = Model(deepcopy(content))
+    assert model.tree == Model(by_transformers(content)).tree
+    assert model.config == content == model.exported()
+
+
+@pytest.mark.parametrize("content", PUBLISHED, ids=lambda c: f"{c['model_type']}-{len(c)}")
+def test_a_new_config_says_the_same_tree(content):
+    tree = Model(content).tree
+    made = new(tree, content["model_type"])
+    assert made.tree == tree and Model(by_transformers(made.config)).tree == tree
+    assert made.family.read(explicit(Model(content))) == tree  # and nothing is left to follow
 
 
 def test_values_of_published_configs():
-    assert from_hf(LLAMA_31).rope == RopeConfig(500000.0, "llama3", 8.0, 1.0, 4.0, 8192)
-    assert from_hf(LLAMA_LINEAR).rope == RopeConfig(10000.0, "linear", 4.0)
-    assert from_hf(LLAMA_LINEAR).num_key_value_heads == 40 and from_hf(LLAMA_LINEAR).head_dim == 128
-    assert (
-        from_hf(QWEN_25).window(23) is None
-        and from_hf(QWEN_25).attention_bias
-        and not from_hf(QWEN_25).output_bias
-    )
-    assert [from_hf(QWEN_WINDOW).window(i) for i in (20, 21)] == [None, 512]
-    assert from_hf(MISTRAL).window(0) == 4096 and from_hf(QWEN_3).head_dim == 128
-    assert (
-        from_hf(MIXTRAL).expert_size == 14336
-        and from_hf(MIXTRAL).norm_topk_prob
-        and from_hf(MIXTRAL).router_aux_loss_coef == 0.02
-    )
-    assert from_hf(QWEN_3_MOE).expert_size == 768 and from_hf(QWEN_3_MOE).num_experts_per_tok == 8
-    assert [i for i in range(8) if from_hf(QWEN_3_SPARSE_STEP).sparse(i)] == [1, 5, 7]
-    assert from_hf(GPT2).intermediate_size == 3072 and from_hf(GPT2).tie_word_embeddings
+    assert rope(LLAMA_31) == Rope(128, 500000.0, Llama3(8.0, 1.0, 4.0, 8192))
+    assert rope(LLAMA_LINEAR) == Rope(128, 10000.0, Linear(4.0))
+    mixer = Model(LLAMA_LINEAR).tree.blocks[0].mixer
+    assert mixer.kv_heads == 40 and mixer.head_size == 128
+    last = Model(QWEN_25).tree.blocks[23].mixer
+    assert last.window is None and last.q_bias and last.k_bias and last.v_bias and not last.o_bias
+    assert [Model(QWEN_WINDOW).tree.blocks[i].mixer.window for i in (20, 21)] == [None, 512]
+    assert [run.repeat for run in Model(QWEN_WINDOW).tree.runs] == [21, 3]
+    assert Model(MISTRAL).tree.blocks[0].mixer.window == 4096
+    qwen = Model(QWEN_3).tree.blocks[0].mixer
+    assert qwen.head_size == 128 and qwen.qk_norm == Norm("rmsnorm", 1e-6)
+    mixtral = Model(MIXTRAL).tree.blocks[0].mlp
+    assert isinstance(mixtral, Experts) and (mixtral.number, mixtral.size) == (8, 14336)
+    assert mixtral.router.normalise and mixtral.router.aux_loss_coef == 0.02
+    sparse = Model(QWEN_3_MOE).tree.blocks[0].mlp
+    assert isinstance(sparse, Experts) and sparse.size == 768 and sparse.per_token == 8
+    layers = Model(QWEN_3_SPARSE_STEP).tree.blocks
+    assert [i for i in range(8) if isinstance(layers[i].mlp, Experts)] == [1, 5, 7]
+    gpt2 = Model(GPT2).tree
+    assert gpt2.blocks[0].mlp.size == 3072 and gpt2.head.tied
+    assert gpt2.embedding.positions.length == 1024 and gpt2.final_norm.bias
 
 
 def test_a_change_keeps_the_spelling():
-    longer = replace(from_hf(LLAMA_31), rope=RopeConfig(500000.0, "llama3", 16.0, 1.0, 4.0, 8192))
-    assert to_hf(longer) == LLAMA_31 | {"rope_scaling": LLAMA_31["rope_scaling"] | {"factor": 16.0}}
-    unscaled = to_hf(replace(from_hf(LLAMA_31), rope=RopeConfig(1000.0)))
-    assert unscaled == LLAMA_31 | {"rope_theta": 1000.0, "rope_scaling": None}
-    assert to_hf(replace(from_hf(GPT2_ALIASES), num_hidden_layers=3)) == GPT2_ALIASES | {
+    longer = changed(Model(LLAMA_31), {"rope_parameters.factor": 16.0})
+    assert longer.config == LLAMA_31 | {"rope_scaling": LLAMA_31["rope_scaling"] | {"factor": 16.0}}
+    unscaled = changed(
+        Model(LLAMA_31),
+        {"rope_parameters.rope_type": "default", "rope_parameters.rope_theta": 1000.0},
+    )
+    assert unscaled.config == LLAMA_31 | {"rope_theta": 1000.0, "rope_scaling": None}
+    five = LLAMA_LINEAR | {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "own": 1}}
+    del five["rope_scaling"]
+    doubled = changed(Model(five), {"rope_parameters.factor": 8.0}).config["rope_parameters"]
+    assert doubled == {"rope_type": "linear", "factor": 8.0, "own": 1, "rope_theta": 10000.0}
+    assert changed(Model(GPT2_ALIASES), {"n_layer": 3}).config == GPT2_ALIASES | {
         "num_hidden_layers": 3
     }
-    # n_inner is absent and would follow n_embd
-    wider = replace(from_hf(GPT2), hidden_size=1536, head_dim=128)
-    assert from_hf(to_hf(wider)).intermediate_size == 3072
-    assert structure(from_hf(to_hf(wider))) == structure(wider)
+    # n_inner is absent and follows n_embd
+    assert changed(Model(GPT2), {"n_embd": 1536}).tree.blocks[0].mlp.size == 4 * 1536
+    assert "factor" not in rope_of(changed(Model({"model_type": "llama"}), {"vocab_size": 7}))
+
+
+def rope_of(model):
+    return model.config.get("rope_parameters", {})
+
+
+@pytest.mark.parametrize("content", PUBLISHED, ids=lambda c: f"{c['model_type']}-{len(c)}")
+def test_edit(content):
+    """Of every family: vocabulary, tie, dtype, context, special tokens, and nothing else."""
+    model = Model(content)
+    tied = not model.tree.head.tied
+    edited = edit(model, vocab_size=77, tie=tied, dtype="float16", context=48, eos_token_id=[3, 4])
+    tree, before = edited.tree, model.tree
+    assert tree.vocab_size == 77 and tree.head.tied == tied and tree.max_position_embeddings == 48
+    assert edited.dtype == "float16" and edited.config["eos_token_id"] == [3, 4]
+    assert tree.runs == before.runs and tree.hidden_size == before.hidden_size
+    assert (tree.longest is None) == (before.longest is None) and tree.longest in (None, 48)
+    names = {n for n in {**content, **edited.config} if content.get(n) != edited.config.get(n)}
+    length = "max_position_embeddings" if "n_positions" not in content else "n_positions"
+    assert names - {"n_positions"} <= {
+        "vocab_size",
+        "tie_word_embeddings",
+        "dtype",
+        "torch_dtype",
+        length,
+        "eos_token_id",
+    }
+    assert edit(model) == model
 
 
 @pytest.mark.parametrize(
@@ -286,16 +343,24 @@ def test_a_change_keeps_the_spelling():
 )
 def test_refused_with_the_field(model_type, field, value):
     with pytest.raises(ValueError, match=field):
-        from_hf({"model_type": model_type, field: value})
+        Model({"model_type": model_type, field: value})
 
 
 def test_unknown_fields_are_kept_and_reported():
     content = LLAMA_31 | {"flux_capacitor": 1.21, "_commit": "abc"}
     content["rope_scaling"] = content["rope_scaling"] | {"mystery": 1}
-    assert unknown_fields(content) == ["flux_capacitor", "rope_scaling.mystery"]
-    assert to_hf(from_hf(content)) == content
-    assert not any(unknown_fields(c) for c in PUBLISHED)
-    assert not any(unknown_fields(by_transformers({"model_type": name})) for name in FAMILIES)
+    model = Model(content)
+    assert unknown_fields(model) == ["flux_capacitor", "rope_scaling.mystery"]
+    assert model.exported() == content
+    assert edit(model, vocab_size=7).config == content | {"vocab_size": 7}
+    assert not any(unknown_fields(Model(c)) for c in PUBLISHED)
+    assert not any(unknown_fields(Model(by_transformers({"model_type": n}))) for n in families())
+
+
+def test_what_stands_under_the_reserved_key_is_not_exported():
+    assert Model({"model_type": "llama", "dolmen": {}}).exported() == {"model_type": "llama"}
+    with pytest.raises(ValueError, match="dolmen has a field 'mystery'"):
+        Model({"model_type": "llama", "dolmen": {"mystery": 1}})
 
 
 SMALL = dict(
@@ -308,14 +373,22 @@ SMALL = dict(
     head_dim=16,
     max_position_embeddings=64,
 )
+LLAMA3 = dict(
+    theta=500.0,
+    scaling="llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=16,
+)
 MADE = [
-    ModelConfig(
+    dict(
         family="llama",
         **SMALL,
         tie_word_embeddings=True,
-        rope=RopeConfig(500.0, "llama3", 8.0, 1.0, 4.0, 16),
+        rope=LLAMA3,
     ),
-    ModelConfig(
+    dict(
         family="llama",
         **SMALL,
         attention_bias=True,
@@ -323,17 +396,13 @@ MADE = [
         mlp_bias=True,
         activation="gelu_tanh",
     ),
-    ModelConfig(family="mistral", **SMALL, sliding_window=7),
-    ModelConfig(family="mistral", **SMALL | {"num_attention_heads": 6, "num_key_value_heads": 3}),
-    ModelConfig(
-        family="qwen2", **SMALL, attention_bias=True, sliding_window=7, sliding_layers=(0,)
-    ),
-    ModelConfig(family="qwen3", **SMALL, qk_norm=True, hf={"eos_token_id": 3}),
-    ModelConfig(
-        family="mixtral", **SMALL, num_experts=4, router_aux_loss_coef=0.02, rope=RopeConfig(1e6)
-    ),
-    ModelConfig(family="mixtral", **SMALL, num_experts=4, num_experts_per_tok=1, sliding_window=7),
-    ModelConfig(
+    dict(family="mistral", **SMALL, sliding_window=7),
+    dict(family="mistral", **SMALL | {"num_attention_heads": 6, "num_key_value_heads": 3}),
+    dict(family="qwen2", **SMALL, attention_bias=True, sliding_window=7, sliding_layers=(0,)),
+    dict(family="qwen3", **SMALL, qk_norm=True, hf={"eos_token_id": 3}),
+    dict(family="mixtral", **SMALL, num_experts=4, router_aux_loss_coef=0.02, rope={"theta": 1e6}),
+    dict(family="mixtral", **SMALL, num_experts=4, num_experts_per_tok=1, sliding_window=7),
+    dict(
         family="qwen3_moe",
         **SMALL,
         qk_norm=True,
@@ -343,7 +412,7 @@ MADE = [
         dense_layers=(1,),
         norm_topk_prob=False,
     ),
-    ModelConfig(
+    dict(
         family="gpt2",
         **SMALL | {"num_key_value_heads": 4, "head_dim": 8},
         position="learned",
@@ -357,49 +426,76 @@ MADE = [
 ]
 
 
-@pytest.mark.parametrize("config", MADE, ids=lambda c: c.family)
-def test_made_here_is_built_by_transformers(config):
-    content = to_hf(config)
-    assert structure(from_hf(content)) == structure(config)
-    theirs = transformers.AutoConfig.for_model(**content)
-    assert structure(from_hf(theirs.to_dict())) == structure(config)
-    assert theirs.eos_token_id == config.hf.get("eos_token_id")
-    assert theirs.architectures == [FAMILIES[config.family].architecture]
+@pytest.mark.parametrize("fields", MADE, ids=lambda fields: fields["family"])
+def test_made_here_is_built_by_transformers(fields):
+    model = flat.model(**fields)
+    assert model.tree == flat.tree(**fields)
+    theirs = transformers.AutoConfig.for_model(**model.exported())
+    assert Model(theirs.to_dict()).tree == model.tree
+    assert theirs.eos_token_id == fields.get("hf", {}).get("eos_token_id")
+    assert theirs.architectures == [model.family.architecture]
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(theirs)
-    shapes = {name: entry.shape for name, entry in weight_map(config).entries.items()}
+        built = transformers.AutoModelForCausalLM.from_config(theirs)
+    shapes = {name: entry.shape for name, entry in weight_map(model).entries.items()}
     # experts apart, as in files
-    theirs = revert_weight_conversion(model, dict(model.named_parameters()))
+    theirs = revert_weight_conversion(built, dict(built.named_parameters()))
     assert {name: tuple(p.shape) for name, p in theirs.items()} == shapes
 
 
 @pytest.mark.parametrize(
-    ("config", "field"),
+    ("fields", "name"),
     [
-        (ModelConfig(family="llama", norm="layernorm"), "norm"),
-        (ModelConfig(family="llama", sliding_window=8), "sliding window"),
-        (ModelConfig(family="llama", attention_bias=True), "output_bias"),
-        (ModelConfig(family="qwen2"), "attention_bias"),
-        (ModelConfig(family="mistral", qk_norm=True), "qk_norm"),
-        (ModelConfig(family="gpt2"), "position"),
-        (ModelConfig(family="mistral", sliding_window=8, sliding_layers=(1,)), "sliding window"),
-        (ModelConfig(family="qwen3", qk_norm=True, num_experts=8), "num_experts"),
-        (ModelConfig(family="mixtral"), "num_local_experts"),
-        (ModelConfig(family="mixtral", num_experts=8, dense_layers=(1,)), "dense_layers"),
-        (ModelConfig(family="mixtral", num_experts=8, norm_topk_prob=False), "norm_topk_prob"),
-        (
-            ModelConfig(family="qwen3_moe", qk_norm=True, num_experts=8, router_balance="bias"),
-            "router_balance",
-        ),
-        (ModelConfig(family="bert"), "bert"),
+        (dict(family="llama", norm="layernorm"), "final_norm.kind = layernorm"),
+        (dict(family="llama", sliding_window=8), "mixer.window = 8"),
+        (dict(family="llama", attention_bias=True), "mixer.o_bias = False"),
+        (dict(family="qwen2"), "mixer.q_bias"),
+        (dict(family="mistral", qk_norm=True), "mixer.qk_norm"),
+        (dict(family="gpt2"), "positions"),
+        (dict(family="mistral", sliding_window=8, sliding_layers=(1,)), r"window = \[None, 8, N"),
+        (dict(family="qwen3", qk_norm=True, num_experts=8), "mlp = Experts"),
+        (dict(family="mixtral"), "it has Experts alone"),
+        (dict(family="mixtral", num_experts=8, dense_layers=(1,)), r"mlp = \['Experts', 'Mlp'"),
+        (dict(family="mixtral", num_experts=8, norm_topk_prob=False), "router.normalise"),
+        (dict(family="bert"), "bert"),
     ],
 )
-def test_a_family_refuses_what_it_cannot_express(config, field):
-    with pytest.raises(ValueError, match=field):
-        to_hf(config)
+def test_a_family_refuses_what_it_cannot_express(fields, name):
+    with pytest.raises(ValueError, match=name):
+        flat.model(**fields)
 
 
 def test_another_family_keeps_the_token_ids():
-    moved = to_hf(replace(from_hf(LLAMA_31), family="mistral"))
-    assert moved["model_type"] == "mistral" and "mlp_bias" not in moved
-    assert moved["eos_token_id"] == LLAMA_31["eos_token_id"] and moved["dtype"] == "bfloat16"
+    other = moved(Model(LLAMA_31), "mistral")
+    assert other.model_type == "mistral" and "mlp_bias" not in other.config
+    assert other.config["eos_token_id"] == LLAMA_31["eos_token_id"] and other.dtype == "bfloat16"
+    assert other.tree == Model(LLAMA_31).tree
+    with pytest.raises(ValueError, match="family gpt2 cannot express"):
+        moved(Model(LLAMA_31), "gpt2")
+
+
+@pytest.mark.parametrize("name", families())
+def test_a_family_declares_its_fields(name):
+    """Each field once, its default within its limits; what a tree says is among them; an option has
+    a help, and no two options have one name.
+    """
+    family = families()[name]
+    names = [field.name for field in family.fields]
+    assert len(set(names)) == len(names) and not {*names} & {*family.only, *family.harmless}
+    Model({"model_type": name, **{f.name: f.default for f in family.fields}})
+    assert set(family.new(Model({"model_type": name}).tree)) <= set(names)
+    for field in family.fields:
+        assert (
+            field.help
+            or field.inside
+            or field.name in {"rope_theta", "rope_scaling"} | {"original_max_position_embeddings"}
+        )
+    every = [n for f in family.fields for n in (f.name, *f.aliases, *f.common)]
+    assert len(set(every)) == len(every)
+    for common in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
+        assert family.names[common] in names  # of any family
+
+
+def test_limits_are_told_with_the_field():
+    assert described(Int(1, 2**22)) == "an integer from 1 to 4,194,304"
+    with pytest.raises(ValueError, match="hidden_size is 0: it must be an integer from 1 to"):
+        changed(Model({"model_type": "llama"}), {"hidden_size": 0})
