@@ -1,6 +1,5 @@
 """dolmen export RUN_OR_CHECKPOINT --to DIR"""
 
-from dataclasses import replace
 from pathlib import Path
 
 from dolmen.checkpoint import stream
@@ -8,9 +7,10 @@ from dolmen.cli.errors import BadInput
 from dolmen.cli.options import ExportOptions, message
 from dolmen.convert import hf
 from dolmen.core.config import from_dict
-from dolmen.model.config import ModelConfig
+from dolmen.families import Model, edit
 from dolmen.optim.precision import DTYPES
 from dolmen.train import saved as saved_state
+from dolmen.train.check import check_exportable
 from dolmen.train.config import RunConfig
 
 
@@ -32,7 +32,9 @@ def export(source: Path, to: Path, dtype: str | None = None) -> int:
     kept = saved_state.read(saved.meta, folder)
     run_ = from_dict(RunConfig, kept.run)
     tokenizer = folder.parent.parent / "tokenizer"
-    model = stopping(run_.model, tokenizer) if tokenizer.is_dir() else run_.model
+    check_exportable(run_)
+    made_here = run_.init is None and tokenizer.is_dir()
+    model = stopping(run_.model, tokenizer) if made_here else run_.model
     hf.save(
         to,
         model,
@@ -43,14 +45,13 @@ def export(source: Path, to: Path, dtype: str | None = None) -> int:
     return kept.step
 
 
-def stopping(model: ModelConfig, tokenizer: Path) -> ModelConfig:
+def stopping(model: Model, tokenizer: Path) -> Model:
     """A model that came from no config.json, with the end of text that its tokenizer names: where
     generation stops.
     """
-    if "model_type" in model.hf or "eos_token_id" in model.hf:
+    if model.config.get("eos_token_id") is not None:
         return model
     from dolmen.data.tokenizer import load_tokenizer
 
-    return replace(
-        model, hf={**model.hf, "eos_token_id": load_tokenizer(str(tokenizer)).eos_token_id}
-    )
+    end = load_tokenizer(str(tokenizer)).eos_token_id
+    return model if end is None else edit(model, eos_token_id=end)

@@ -4,20 +4,21 @@
 Nothing here imports torch or transformers: `--help` and a mistyped option do not owe their seconds.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, make_dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
+from dolmen.cli import model_options
 from dolmen.cli.errors import BadInput
 from dolmen.cli.parse import parse
 from dolmen.core.config import from_dict
 from dolmen.core.paths import refuse_empty
 from dolmen.data.config import TextConfig
+from dolmen.families import flat
 from dolmen.files import gate, kinds
-from dolmen.model.config import ModelConfig
 from dolmen.recipes import RECIPES
 from dolmen.train.config import (
     CheckpointConfig,
@@ -37,7 +38,10 @@ class TrainOptions:
 
     recipe: tyro.conf.Positional[str]
     """Recipe or YAML file."""
-    model: ModelConfig
+    model: Any  # of the class that `train_options` is given
+    """Fields of the model's config.json: those of the family that the recipe, --init or
+    --model.model-type names.
+    """
     init: str | None = None
     """Directory or hub id of a transformers checkpoint to start from; it decides the model."""
     out: str | None = None
@@ -61,6 +65,17 @@ class TrainOptions:
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
     finish: FinishConfig = FinishConfig()
+
+
+def train_options(model: type) -> type[TrainOptions]:
+    """TrainOptions with the `model` that `model_options.options` makes for a family."""
+    return make_dataclass(
+        "TrainOptions",
+        [("model", model)],
+        bases=(TrainOptions,),
+        namespace={"__doc__": TrainOptions.__doc__},
+        frozen=True,
+    )
 
 
 @dataclass(frozen=True)
@@ -238,7 +253,7 @@ def read_run(file: Path) -> RunConfig:
         raise gate.refuse(file, f"is empty, and {file.parent} holds a run: it is damaged")
     name = file.parent.name if file.name == "config.yaml" else file.stem
     try:
-        return from_dict(RunConfig, values or {}, RunConfig(name=name))
+        return from_dict(RunConfig, flat.run(values or {}), RunConfig(name=name))
     except ValueError as error:
         raise gate.refuse(file, error) from error
 
@@ -288,14 +303,16 @@ def parse_train(argv: list[str]) -> tuple[RunConfig, TrainOptions]:
                 if run.model is not None and option_value(argv, "--init") is None
                 else found,
             )
+        start = model_options.start(run.model, argv)
     except (ValueError, KeyError, OSError) as error:
         raise BadInput(message(error)) from None
+    family = start.model.family
+    model_cls = model_options.options(family)
+    before, cls = model_options.default(model_cls, start.model), train_options(model_cls)
     sections = {s: getattr(run, s) for s in SECTIONS}
-    default = TrainOptions(
-        recipe=name or "pretrain", model=run.model or ModelConfig(), init=run.init, **sections
-    )
-    options = parse(TrainOptions, argv, "train", default)
-    model = options.model if run.model is not None or options.model != ModelConfig() else None
+    default = cls(recipe=name or "pretrain", model=before, init=run.init, **sections)
+    options = parse(cls, model_options.in_todays_names(argv, family), "train", default)
+    model = model_options.asked(start, before, options.model)
     return replace(
         run, model=model, init=options.init, **{s: getattr(options, s) for s in SECTIONS}
     ), options

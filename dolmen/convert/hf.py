@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dolmen.convert.weights import assemble, join
 from dolmen.core.paths import expand, may_be_hub_id
 from dolmen.core.words import counted
-from dolmen.families import WeightMap, from_hf, on_disk, stored_dtype, to_hf, weight_map
-from dolmen.families.rules import Entry, assemble
+from dolmen.families import Model, WeightMap, edit, weight_map
+from dolmen.families.rules import Entry
 from dolmen.files import gate, kinds, safetensors
 from dolmen.files.safetensors import SHARD_BYTES, Spec, Stored
-from dolmen.model.config import ModelConfig, parameter_shapes
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -81,8 +81,8 @@ def resolve(name: str | Path, revision: str | None = None) -> Path:
         ) from error
 
 
-def read_config(folder: Path | str) -> ModelConfig:
-    """Structure from config.json. Raises ValueError naming the file and the field for what dolmen
+def read_config(folder: Path | str) -> Model:
+    """The model of a folder's config.json. Raises ValueError naming the file and the field for what dolmen
     cannot compute.
     """
     file = Path(folder) / "config.json"
@@ -95,35 +95,36 @@ def read_config(folder: Path | str) -> ModelConfig:
         raise ValueError(f"{folder} has no config.json{hint}")
     content = gate.read_json(file, kinds.CONFIG)
     try:
-        config = from_hf(content)
+        model = Model(content)
     except ValueError as error:
         raise gate.refuse(file, error) from error
-    if (matrices := config.num_hidden_layers * max(1, config.num_experts)) > MOST_MATRICES:
+    layers, experts = model.tree.layers, model.tree.experts
+    if (matrices := layers * max(1, experts)) > MOST_MATRICES:
         raise gate.refuse(
             file,
-            f"num_hidden_layers ({config.num_hidden_layers:,}) x experts ({config.num_experts:,}) "
-            f"are {matrices:,}, more than {MOST_MATRICES:,}",
+            f"num_hidden_layers ({layers:,}) x experts ({experts:,}) are {matrices:,}, more than "
+            f"{MOST_MATRICES:,}",
         )
-    return config
+    return model
 
 
-def check(folder: Path | str, config: ModelConfig) -> None:
-    """Compares names and shapes in the folder with `config`; reads no data. Raises KeyError for
+def check(folder: Path | str, model: Model) -> None:
+    """Compares names and shapes in the folder with `model`; reads no data. Raises KeyError for
     tensors that no rule maps or that are missing, ValueError for a mis-shaped or quantised one and
     for damaged files.
     """
-    _match(Path(folder), weight_map(config))
+    _match(Path(folder), weight_map(model))
 
 
 def stream(
-    folder: Path | str, config: ModelConfig, only: Collection[str] | None = None
+    folder: Path | str, model: Model, only: Collection[str] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """(our name, full CPU tensor in the dtype of the file), in the order of the files; `only` those
     parameters, where given. One stored tensor is in memory at a time if the caller lets go of each.
     Checks first, raising as `check` does; ValueError where a stored head of a tied model differs
     from the embedding.
     """
-    weights = weight_map(config)
+    weights = weight_map(model)
     stored = _match(Path(folder), weights)
     if head := stored.pop(weights.head if weights.is_tied_head(weights.head) else "", None):
         _require_equal(head, stored[weights.embedding])
@@ -132,16 +133,15 @@ def stream(
 
 def load(
     folder: Path | str,
-    config: ModelConfig,
+    model: Model,
     write: Callable[[str, Tensor], Any],
     only: Collection[str] | None = None,
 ) -> None:
-    """Calls `write(name, full tensor)` once for every parameter of `config`, or of `only`, that
-    files have. Raises as `stream` does, and KeyError where a parameter was never written.
+    """Calls `write(name, full tensor)` once for every parameter of `model`, or of `only`. Raises as
+    `stream` does, and KeyError where a parameter was never written.
     """
-    nowhere = parameter_shapes(config).keys() - parameter_shapes(on_disk(config)).keys()
-    wanted, written = set(parameter_shapes(config) if only is None else only) - nowhere, set()
-    for name, tensor in stream(folder, config, only):
+    wanted, written = set(model.tree.leaves if only is None else only), set()
+    for name, tensor in stream(folder, model, only):
         assert name not in written, f"{name} written twice"
         write(name, tensor)
         written.add(name)
@@ -150,32 +150,28 @@ def load(
         raise KeyError(f"{len(left)} parameters are not in {folder}, e.g. {left[:3]}")
 
 
-def export(config: ModelConfig, full: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+def export(model: Model, full: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
     """(stored name, tensor) in the order of the model, each made of the parameters that `full(our
     name)` gives. Where `full` is a collective, every rank goes through this iterator, one of them
     inside `save`. Raises ValueError for a parameter of the wrong shape.
     """
-    shapes = parameter_shapes(config)
-    for _, group in groupby(weight_map(config).entries.values(), key=lambda entry: entry.ours):
+    shapes = model.tree.shapes
+    for _, group in groupby(weight_map(model).entries.values(), key=lambda entry: entry.ours):
         first, *rest = group
         if first.piece is None:
             yield first.hf, _join(first, full, shapes)
         else:
             stack = _part(first.ours[0], full, shapes)  # asked for once, whole
             for entry in (first, *rest):
-                yield entry.hf, entry.join([stack])
+                yield entry.hf, join(entry.rule, [stack], entry.piece)
             del stack
 
 
-def check_target(
-    folder: Path | str, config: ModelConfig, tokenizer_folder: Path | str | None = None
-) -> None:
-    """What `save` refuses, for the moment before training: ValueError for a `folder` that has
-    anything in it, a structure that the family cannot express, and a `tokenizer_folder` without a
-    tokenizer.
+def check_target(folder: Path | str, tokenizer_folder: Path | str | None = None) -> None:
+    """What `save` refuses of its target: ValueError for a `folder` that has anything in it, and a
+    `tokenizer_folder` without a tokenizer.
     """
     folder = Path(folder)
-    to_hf(config)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(
             f"{folder} exists and is not empty: choose another folder for the export, or remove it"
@@ -188,7 +184,7 @@ def check_target(
 
 def save(
     folder: Path | str,
-    config: ModelConfig,
+    model: Model,
     full: Callable[[str], Tensor],
     dtype: torch.dtype | None = None,
     tokenizer_folder: Path | str | None = None,
@@ -198,20 +194,17 @@ def save(
     else float32. Everything is built beside `folder` and renamed when whole. Raises as
     `check_target` and `export` do.
     """
-    check_target(folder, config, tokenizer_folder)
-    folder, content = Path(folder), to_hf(config)
-    dtype = dtype or _dtype(content)
-    stated = str(dtype).removeprefix("torch.")
-    if stored_dtype(content).removeprefix("torch.") != stated:
-        content |= dict.fromkeys(
-            [name for name in ("dtype", "torch_dtype") if name in content] or ["dtype"], stated
-        )
-    specs = {name: Spec(entry.shape, dtype) for name, entry in weight_map(config).entries.items()}
+    check_target(folder, tokenizer_folder)
+    folder, dtype = Path(folder), dtype or stated_dtype(model)
+    if dtype != stated_dtype(model):
+        model = edit(model, dtype=str(dtype).removeprefix("torch."))
+    content = model.exported()
+    specs = {name: Spec(entry.shape, dtype) for name, entry in weight_map(model).entries.items()}
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:
         part = Path(temporary) / "model"
         part.mkdir()
-        safetensors.write(part, specs, export(config, full), shard_bytes)
+        safetensors.write(part, specs, export(model, full), shard_bytes)
         _write_json(part / "config.json", content)
         _write_generation_config(part, content, tokenizer_folder)
         for file in _tokenizer_files(tokenizer_folder) if tokenizer_folder is not None else ():
@@ -242,7 +235,7 @@ def _match(folder: Path, weights: WeightMap) -> dict[str, Stored]:
             f"{counted(len(missing), 'tensor is', 'tensors are')} missing, e.g. {missing[:3]}"
         ] * bool(missing)
         raise KeyError(
-            f"{folder} does not fit family {weights.family.model_type} and its config: "
+            f"{folder} does not fit family {weights.model.model_type} and its config: "
             f"{'; '.join(sides)}"
         )
     for name, stored in found.items():
@@ -288,7 +281,7 @@ def _require_equal(head: Stored, embedding: Stored) -> None:
 def _join(
     entry: Entry, full: Callable[[str], Tensor], shapes: dict[str, tuple[int, ...]]
 ) -> Tensor:
-    return entry.join([_part(name, full, shapes) for name in entry.ours])
+    return join(entry.rule, [_part(name, full, shapes) for name in entry.ours])
 
 
 def _part(name: str, full: Callable[[str], Tensor], shapes: dict[str, tuple[int, ...]]) -> Tensor:
@@ -298,14 +291,14 @@ def _part(name: str, full: Callable[[str], Tensor], shapes: dict[str, tuple[int,
     return part
 
 
-def _dtype(content: dict[str, Any]) -> torch.dtype:
-    """The dtype a config.json states. Raises ValueError for one that weights cannot have."""
+def stated_dtype(model: Model) -> torch.dtype:
+    """The dtype that a config.json states, float32 where it states none. Raises ValueError for one
+    that weights cannot have.
+    """
     named = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
-    name = stored_dtype(content).removeprefix("torch.")
+    name = model.dtype.removeprefix("torch.")
     if name not in named:
-        raise ValueError(
-            f"dtype is {name!r} in config.json: choose one of {', '.join(named)} for the export"
-        )
+        raise ValueError(f"dtype is {name!r} in config.json: choose another, of {', '.join(named)}")
     return named[name]
 
 

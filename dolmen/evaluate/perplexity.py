@@ -27,7 +27,7 @@ from dolmen.data.division import everything
 from dolmen.data.in_order import InOrder
 from dolmen.data.progress import bar
 from dolmen.data.tokenizer import check_vocabulary
-from dolmen.model.config import ModelConfig
+from dolmen.model.tree import Tree
 from dolmen.serve import engine
 from dolmen.train import validate
 
@@ -97,7 +97,7 @@ def open_text(
     the model's vocabulary, windows over its positions.
     """
     folder = hf.resolve(source)
-    model = hf.read_config(folder)
+    model = hf.read_config(folder).tree
     length = window_length(model, sequence_length)
     if (config.tokenizer or "").startswith(PREFIX):
         raise ValueError(
@@ -129,7 +129,7 @@ def open_text(
     return InOrder([everything(corpus, range(corpus.document_count))], length, boundary)
 
 
-def window_length(model: ModelConfig, asked: int | None) -> int:
+def window_length(model: Tree, asked: int | None) -> int:
     most = model.max_position_embeddings
     if asked is None:
         return min(most, LONGEST)

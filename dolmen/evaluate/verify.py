@@ -11,7 +11,7 @@ Each row's tolerance comes with its reason, below. No code of a model folder is 
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -19,13 +19,14 @@ from rich.table import Table
 from torch import Tensor
 
 from dolmen.convert import hf
+from dolmen.convert.weights import assemble
 from dolmen.core import collectives, state
 from dolmen.core.mesh import SINGLE, Mesh
 from dolmen.data.batch import Batch
-from dolmen.families import weight_map
-from dolmen.families.rules import assemble
-from dolmen.model.config import ModelConfig, parameter_shapes
+from dolmen.families import Model, weight_map
+from dolmen.families.differences import differences
 from dolmen.model.decoder import Decoder
+from dolmen.model.tree import Tree
 from dolmen.parallel import data, tensor
 from dolmen.serve import engine
 
@@ -125,14 +126,16 @@ def verify(
     models of different shapes.
     """
     folder, against = hf.resolve(folder), hf.resolve(folder if against is None else against)
-    config, notes = _structure(folder, against)
-    tokens = _tokens(config, length, mesh.device, hf.read_config(against).hf.get("pad_token_id"))
+    tree, notes = _structure(folder, against)
+    padding = hf.read_config(against).config.get("pad_token_id")
+    tokens = _tokens(tree, length, mesh.device, padding)
     read = tokens.windows.shape[1] - 1
-    if config.sliding_window and read <= config.sliding_window < config.max_position_embeddings:
-        notes.append(
-            f"{read} tokens do not fill the sliding window of {config.sliding_window}: use a "
-            f"larger --length"
-        )
+    windows = {block.mixer.window for block in tree.blocks} - {None}
+    for window in sorted(windows):
+        if read <= window < tree.max_position_embeddings:
+            notes.append(
+                f"{read} tokens do not fill the sliding window of {window}: use a larger --length"
+            )
     with _precise():
         theirs = None
         if mesh.first:
@@ -146,18 +149,22 @@ def verify(
     )
 
 
-def _structure(folder: Path, against: Path) -> tuple[ModelConfig, list[str]]:
-    """Our configuration, and a note for each field in which the two differ. Raises ValueError where
-    shapes differ.
+def _structure(folder: Path, against: Path) -> tuple[Tree, list[str]]:
+    """Our model, and a note for each value in which the two differ. Raises ValueError where shapes
+    differ.
     """
     ours, theirs = hf.read_config(folder), hf.read_config(against)
-    a, b = (asdict(replace(config, hf={})) for config in (ours, theirs))
     fields = [
-        f"{name} is {a[name]} in {folder.name}, {b[name]} in {against.name}"
-        for name in a
-        if a[name] != b[name]
+        f"{name} is {a} in {folder.name}, {b} in {against.name}"
+        for name, a, b in differences(ours.tree, theirs.tree)
     ]
-    if parameter_shapes(ours) != parameter_shapes(theirs):
+    if ours.model_type != theirs.model_type:
+        fields.insert(
+            0,
+            f"model_type is {ours.model_type} in {folder.name}, {theirs.model_type} in "
+            f"{against.name}",
+        )
+    if ours.tree.shapes != theirs.tree.shapes:
         raise ValueError(
             f"{folder} and {against} hold models of different shapes ({'; '.join(fields)}): give "
             "another --against"
@@ -165,20 +172,20 @@ def _structure(folder: Path, against: Path) -> tuple[ModelConfig, list[str]]:
     hf.check(folder, ours)
     if against != folder:
         hf.check(against, theirs)
-    return ours, fields
+    return ours.tree, fields
 
 
-def _tokens(config: ModelConfig, length: int, device: torch.device, padding: int | None) -> _Tokens:
+def _tokens(tree: Tree, length: int, device: torch.device, padding: int | None) -> _Tokens:
     """Random tokens, all but `padding`: transformers gives that row of the embedding no gradient
     (`padding_idx`), and we, who never pad, give it that of any token, so one such token would be a
     difference of 1e-2 between two right programs.
     """
-    most = config.max_position_embeddings
+    most = tree.max_position_embeddings
     if length < 1:
         raise ValueError(f"length is {length}: use --length 1 or more")
     shape = (SEQUENCES, max(2, min(length + 1, most)))
     generator = torch.Generator().manual_seed(SEED)
-    vocabulary = config.vocab_size
+    vocabulary = tree.vocab_size
     if padding is None or vocabulary == 1:  # of one token, nothing else could be drawn
         windows = torch.randint(vocabulary, shape, generator=generator)
     else:
@@ -262,14 +269,14 @@ def _ask_transformers(
     )
 
 
-def _by_our_names(config: ModelConfig, stored: dict[str, Tensor]) -> dict[str, Tensor]:
+def _by_our_names(model: Model, stored: dict[str, Tensor]) -> dict[str, Tensor]:
     """Tensors under transformers' names -> the same under ours, by the rules that import weights:
     they are linear.
     """
-    weights = weight_map(config)
+    weights = weight_map(model)
     named = {weights.canonical(name): tensor for name, tensor in stored.items()}
     found = dict(assemble([weights.entries[name] for name in named], named.__getitem__))
-    assert found.keys() == parameter_shapes(config).keys()
+    assert found.keys() == model.tree.leaves.keys()
     return found
 
 

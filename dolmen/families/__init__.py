@@ -6,7 +6,7 @@ weight_map(model) -> which of our parameters each stored tensor holds
 
 from dolmen.families.family import Family, Field
 from dolmen.families.known import families, find
-from dolmen.families.model import Model, changed, edit, explicit, moved, new, unknown_fields
+from dolmen.families.model import Model, changed, edit, explicit, made, moved, new, unknown_fields
 from dolmen.families.weights import WeightMap, weight_map
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "explicit",
     "families",
     "find",
+    "made",
     "moved",
     "new",
     "unknown_fields",

@@ -6,16 +6,14 @@ from typing import Any
 from dolmen.model.tree import Tree
 
 
-def differences(wanted: Tree, got: Tree) -> list[str]:
-    """Each value that differs, with both; of layers, one per layer where they are not all alike."""
-    if wanted == got:
+def differences(one: Tree, other: Tree) -> list[tuple[str, Any, Any]]:
+    """(name, value, other value) of each value that differs; of layers, a list of them where they
+    are not all alike.
+    """
+    if one == other:
         return []
-    a, b = _named(wanted), _named(got)
-    return [
-        f"{name} = {a.get(name)} (it would read back as {b.get(name)})"
-        for name in {**a, **b}
-        if a.get(name) != b.get(name)
-    ]
+    a, b = _named(one), _named(other)
+    return [(n, a.get(n), b.get(n)) for n in {**a, **b} if a.get(n) != b.get(n)]
 
 
 def _named(tree: Tree) -> dict[str, Any]:

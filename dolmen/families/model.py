@@ -126,13 +126,23 @@ def new(tree: Tree, model_type: str, carried: Mapping[str, Any] | None = None) -
         }
         model = Model(config)
         if found := differences(tree, model.tree):
-            raise ValueError("; ".join(found))
+            raise ValueError(
+                "; ".join(f"{n} = {a} (it would read back as {b})" for n, a, b in found)
+            )
     except ValueError as error:
         raise ValueError(
             f"family {model_type} cannot express {error}: set model.model-type to one that can, of "
             f"{', '.join(known.families())}"
         ) from None
     return model
+
+
+def made(model_type: str, fields: Mapping[str, Any]) -> Model:
+    """A model of that family with these fields, named as in `changed`, and its defaults: all of
+    them stated. Raises ValueError.
+    """
+    bare = changed(Model({"model_type": model_type}), fields)
+    return new(bare.tree, model_type, {n: v for n, v in fields.items() if "." not in n})
 
 
 def moved(model: Model, model_type: str) -> Model:

@@ -18,7 +18,6 @@ from torch import Tensor
 from dolmen.convert import hf
 from dolmen.core import collectives
 from dolmen.core.mesh import SINGLE, Mesh
-from dolmen.families import stored_dtype
 from dolmen.files import gate, kinds
 from dolmen.model import build
 from dolmen.model.decoder import Decoder
@@ -35,21 +34,11 @@ def load(folder: Path | str, mesh: Mesh = SINGLE, dtype: torch.dtype | None = No
     does not fit.
     """
     folder = hf.resolve(folder)
-    config = hf.read_config(folder)
-    hf.check(folder, config)
-    model = build.build(config.tree, mesh, dtype=dtype or _dtype(stored_dtype(config.hf)))
-    build.load(model, lambda write: hf.load(folder, config, write))
+    source = hf.read_config(folder)
+    hf.check(folder, source)
+    model = build.build(source.tree, mesh, dtype=dtype or hf.stated_dtype(source))
+    build.load(model, lambda write: hf.load(folder, source, write))
     return model.eval()
-
-
-def _dtype(name: str) -> torch.dtype:
-    named = {str(dtype): dtype for dtype in hf.FLOATS}
-    full = f"torch.{name.removeprefix('torch.')}"
-    if full not in named:
-        raise ValueError(
-            f"dtype is {name!r} in config.json: load in another, of {', '.join(named)}"
-        )
-    return named[full]
 
 
 def stop_tokens(folder: Path | str) -> set[int]:

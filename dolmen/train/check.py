@@ -14,11 +14,10 @@ from dolmen.checkpoint.folders import Damaged
 from dolmen.checkpoint.safe import Reader
 from dolmen.checkpoint.store import Checkpoints
 from dolmen.convert import hf
-from dolmen.core.config import differences, to_dict
+from dolmen.core.config import differences, from_dict
 from dolmen.core.mesh import SINGLE
 from dolmen.core.paths import expand
 from dolmen.data import inputs, sources
-from dolmen.families import on_disk, to_hf
 from dolmen.train import folder, metrics
 from dolmen.train import saved as saved_state
 from dolmen.train.config import RunConfig
@@ -34,8 +33,8 @@ def check(run: RunConfig, processes: int | None, verify: bool = True) -> RunConf
             "there is no model: give --init a transformers directory or hub id, or choose a recipe "
             "that has one (dolmen recipes)"
         )
-    # or no export could ever be written
-    to_hf(run.model if run.finish.export else on_disk(run.model))
+    if run.finish.export:
+        check_exportable(run)
     if (run.finish.verify or run.finish.sample is not None) and not run.finish.export:
         raise ValueError(
             "finish.verify and finish.sample read the exported model: set --finish.export too"
@@ -66,6 +65,17 @@ def check(run: RunConfig, processes: int | None, verify: bool = True) -> RunConf
         hf.check(hf.resolve(run.init), run.model)
     inputs.check(run.data, run.init, tree.vocab_size, run.sequence_length, verify=verify)
     return run
+
+
+def check_exportable(run: RunConfig) -> None:
+    """Raises ValueError where a config.json cannot say what is trained."""
+    assert run.model is not None
+    if run.train.training.applied(run.model.tree) != run.model.tree:
+        raise ValueError(
+            f"train.router.balance is bias: transformers' {run.model.model_type} has no place for "
+            "a router's bias, and without it would route otherwise: train with "
+            "--train.router.balance loss to export"
+        )
 
 
 def check_profile(run: RunConfig, steps: int) -> None:
@@ -221,25 +231,31 @@ def check_same_model(saved: dict, run: RunConfig, step: int) -> None:
     """Raises Unusable with the fields that differ, if the run saved at `step` is of another
     model.
     """
-    if changed := differences(_structure(saved), _structure(to_dict(run))):
+    assert run.model is not None
+    try:
+        before = _structure(from_dict(RunConfig, saved))
+        changed = differences(before, _structure(run))
+    except ValueError as error:
+        changed = [str(error)]
+    if changed:
         raise folder.Unusable(
             f"the checkpoint of step {step} is of another model ({'; '.join(changed[:3])}): resume "
             "with the model it was trained with, or give another --out"
         )
 
 
-TUNED = (
-    "hf",
-    "dropout",
-    "initializer_range",
-    "router_aux_loss_coef",
-    "router_z_loss_coef",
-    "router_bias_rate",
-)
+TUNED = ("initializer_range", "router_aux_loss_coef")
 
 
-def _structure(run: dict) -> dict:
-    """What must not change on resume: the model, less what config.json carries along and what only
-    training or its start uses.
+def _structure(run: RunConfig) -> dict:
+    """What must not change on resume: the fields that fix the tree, less what only training or its
+    start uses, and whether routers have a bias.
     """
-    return {"model": {k: v for k, v in run["model"].items() if k not in TUNED}}
+    assert run.model is not None
+    tree, family = run.model.tree, run.model.family
+    fields = {n: v for n, v in family.new(tree).items() if n not in TUNED}
+    biased = run.train.training.applied(tree) != tree
+    return {
+        "model": {"model_type": family.model_type, **fields},
+        "train": {"router": {"balance": "bias" if biased else "another"}},
+    }

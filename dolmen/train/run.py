@@ -73,7 +73,7 @@ def make_state(run: RunConfig, mesh: Mesh, steps: int) -> TrainState:
         mesh,
         run.layout,
         schedule,
-        training=run.model.training,
+        training=run.train.training,
         dtype=at_rest(run.train.dtype),
         compute=DTYPES[run.train.dtype],
         compile=run.train.compile,
@@ -81,11 +81,11 @@ def make_state(run: RunConfig, mesh: Mesh, steps: int) -> TrainState:
     if run.init is None:
         build.initialize(model, run.train.seed)
     else:
+        # no file has the biases of routers that training adds
+        stored = [name for name, _ in model.named_parameters() if name in run.model.tree.leaves]
         build.load(
             model,
-            lambda write: hf.load(
-                hf.resolve(run.init), run.model, write, only=dict(model.named_parameters())
-            ),
+            lambda write: hf.load(hf.resolve(run.init), run.model, write, only=stored),
         )
     optimizer = optim.adamw(model, run.optimizer)
     optim.prime(optimizer)

@@ -9,6 +9,7 @@ from typing import Any
 
 from dolmen.checkpoint import folders
 from dolmen.checkpoint.folders import STATE, Damaged
+from dolmen.families import flat
 from dolmen.files import gate, kinds
 
 
@@ -71,10 +72,14 @@ def read(meta: Mapping[str, Any], where: Path) -> Saved:
         raise Damaged(f"{where} is of step {meta['step']} (its {STATE}): its name is another's")
     if meta["updates"] > meta["step"]:
         raise Damaged(f"{where / STATE}: updates ({meta['updates']}) is over step ({meta['step']})")
+    try:
+        run = flat.run(meta["run"])
+    except ValueError as error:
+        raise Damaged(f"{where / STATE}: {error}") from None
     scale, good_steps = meta["loss_scale"]
     last = meta.get("validation")
     return Saved(
-        run=meta["run"],
+        run=run,
         step=meta["step"],
         tokens=meta["tokens"],
         updates=meta["updates"],

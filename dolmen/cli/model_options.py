@@ -1,0 +1,180 @@
+"""`--model.*`: what the fields that a family declares become on the command line. An option has the
+name of the field in a config.json; names that other families or dolmen before have for it are taken
+too, and those of what is no part of a model any more lead to where it is now.
+
+Nothing here imports torch or transformers.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, make_dataclass
+from typing import Annotated, Any, Literal, Optional
+
+import tyro
+
+from dolmen import families
+from dolmen.families import Family, Field, Model
+from dolmen.files.schema import Either, Flag, Int, List, Null, Real, Schema, Text
+
+DEFAULT_FAMILY = "llama"
+PREFIX = "--model."
+# Options that were the model's, where the family has no such field.
+MOVED = {
+    "family": "--model.model-type",
+    "dropout": "--train.dropout",
+    "router_balance": "--train.router.balance",
+    "router_aux_loss_coef": "--train.router.aux-loss-coef",
+    "router_z_loss_coef": "--train.router.z-loss-coef",
+    "router_bias_rate": "--train.router.bias-rate",
+}
+
+
+@dataclass(frozen=True)
+class Start:
+    """A model before options change it."""
+
+    model: Model
+    bare: bool = False
+    """Whether it is a family's name and nothing more."""
+    wanted: bool = True
+    """Whether a recipe, a file, --init or an option has asked for a model."""
+
+
+def start(model: Model | None, argv: list[str]) -> Start:
+    """The model of a run, or else the defaults of a family; of the family that `argv` names. Raises
+    ValueError.
+    """
+    asked = _model_type(argv)
+    if model is None:
+        bare = Model({"model_type": asked or DEFAULT_FAMILY})
+        return Start(bare, bare=True, wanted=asked is not None)
+    return Start(model if asked in (None, model.model_type) else _of(model, asked))
+
+
+def options(family: Family) -> type:
+    """The dataclass of the options of a family."""
+    known = Literal[tuple(families.families())]
+    told = "Family of the model: which config.json it is. Options are the fields of its family."
+    return make_dataclass(
+        "ModelOptions",
+        [
+            ("model_type", Annotated[known, tyro.conf.arg(help=told)]),
+            *(_option(family, one) for one in family.fields if one.help or one.inside),
+        ],
+        frozen=True,
+    )
+
+
+def default(cls: type, model: Model) -> Any:
+    """The `cls` that says `model`."""
+    return _instance(cls, {"model_type": model.model_type, **families.explicit(model)})
+
+
+def asked(start: Start, before: Any, after: Any) -> Model | None:
+    """The model that the options `after` ask for, where they were `before`; None where there is
+    none. Raises ValueError.
+    """
+    said = _differences(before, after)
+    if not said and not start.wanted:
+        return None
+    if start.bare:
+        return families.made(start.model.model_type, said)
+    return families.changed(start.model, said) if said else start.model
+
+
+def in_todays_names(argv: list[str], family: Family) -> list[str]:
+    """`argv` with every `--model.*` under the name it has now."""
+    return [_renamed(word, family) if word.startswith(PREFIX) else word for word in argv]
+
+
+def _renamed(word: str, family: Family) -> str:
+    name, sign, value = word.partition("=")
+    path = name.removeprefix(PREFIX).replace("-", "_")
+    off = path.startswith("no_")
+    path = path.removeprefix("no_")
+    if path in family.names:
+        now = ("no_" if off else "") + family.names[path]
+        return f"{PREFIX}{now.replace('_', '-')}{sign}{value}"
+    return f"{MOVED[path]}{sign}{value}" if path in MOVED else word
+
+
+def _model_type(argv: list[str]) -> str | None:
+    """The last family that is named."""
+    names = {f"{PREFIX}{name}" for name in ("model-type", "family")}
+    found = None
+    for i, word in enumerate(argv):
+        name, sign, value = word.partition("=")
+        if name.replace("_", "-") in names:
+            found = value if sign else (argv[i + 1] if i + 1 < len(argv) else None)
+    return found
+
+
+def _of(model: Model, model_type: str) -> Model:
+    """The model as one of another family: the same tree, or, where that family cannot express it,
+    what both have by name and its defaults for the rest.
+    """
+    other = families.find(model_type)
+    try:
+        return families.moved(model, model_type)
+    except ValueError:
+        whole = families.explicit(model)
+        shared = {
+            other.names[name]: whole[one.name]
+            for one in model.family.fields
+            for name in (one.name, *one.aliases, *one.common)
+            if name in other.names and whole[one.name] is not None and not one.inside
+        }
+        return families.made(model_type, shared)
+
+
+def _option(family: Family, one: Field) -> tuple[str, Any]:
+    others = [name for name in (*one.aliases, *one.common) if "." not in name]
+    also = f" Also {', '.join(f'{PREFIX}{n}'.replace('_', '-') for n in others)}." if others else ""
+    if one.inside:
+        inner = [_option(family, inside) for inside in one.inside if inside.help]
+        return one.name, make_dataclass(one.name, inner, frozen=True)
+    return one.name, Annotated[_type(one.kind), tyro.conf.arg(help=one.help + also)]
+
+
+def _type(kind: Schema) -> Any:
+    match kind:
+        case Either((Null(), Flag())):
+            return bool  # null is false
+        case Either((Null(), inner)):
+            return Optional[_type(inner)]
+        case Flag():
+            return bool
+        case Int():
+            return int
+        case Real():
+            return float
+        case Text(choices):
+            return Literal[choices] if choices else str
+        case List(item):
+            return tuple[_type(item), ...]
+    raise AssertionError(f"no option is of {kind}")
+
+
+def _instance(cls: type, values: Mapping[str, Any]) -> Any:
+    made = {}
+    for one in fields(cls):
+        value = values.get(one.name)
+        if isinstance(one.type, type):
+            made[one.name] = _instance(one.type, value or {})
+        elif isinstance(value, list):
+            made[one.name] = tuple(value)
+        else:
+            made[one.name] = value
+    return cls(**made)
+
+
+def _differences(before: Any, after: Any) -> dict[str, Any]:
+    """Field -> its new value, of those that differ; of a mapping, `mapping.field`."""
+    said = {}
+    for one in fields(before):
+        old, new = vars(before)[one.name], vars(after)[one.name]
+        if isinstance(one.type, type):
+            inner = _differences(old, new)
+            said |= {f"{one.name}.{name}": value for name, value in inner.items()}
+        elif old != new and one.name != "model_type":
+            said[one.name] = list(new) if isinstance(new, tuple) else new
+    return said
