@@ -73,7 +73,7 @@ def make_state(run: RunConfig, mesh: Mesh, steps: int) -> TrainState:
         mesh,
         run.layout,
         schedule,
-        training=run.model.training,
+        training=run.train.training,
         dtype=at_rest(run.train.dtype),
         compute=DTYPES[run.train.dtype],
         compile=run.train.compile,
