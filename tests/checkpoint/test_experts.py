@@ -5,18 +5,17 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from models import Flat, build, initialize
 from spawning import run_spawned
 
 from dolmen.checkpoint.store import Checkpoints
 from dolmen.checkpoint.stream import locate, open_checkpoint
 from dolmen.core import state
 from dolmen.core.mesh import SINGLE
-from dolmen.model.config import ModelConfig
 from dolmen.model.layout import Layout
 from dolmen.optim.optimizer import OptimizerConfig, adamw, prime, tensors
-from dolmen.train.build import build, initialize
 
-MODEL = ModelConfig(
+MODEL = Flat(
     vocab_size=32,
     hidden_size=16,
     intermediate_size=24,

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
+from models import Flat, build, initialize
 
 from dolmen.checkpoint import staging
 from dolmen.checkpoint.staging import Pinned
@@ -16,10 +17,8 @@ from dolmen.checkpoint.store import Checkpoints
 from dolmen.core import mesh as meshes
 from dolmen.core import state
 from dolmen.core.mesh import SINGLE
-from dolmen.model.config import ModelConfig, parameter_shapes
 from dolmen.model.layout import Layout
 from dolmen.recipes import RECIPES
-from dolmen.train.build import build, initialize
 
 
 class Gpu:
@@ -92,7 +91,7 @@ def test_pinned_memory_is_little_more_than_what_is_written(name):
     """Of weights in fp32 and two averages, cut for so many ranks; the allocator rounds up to powers
     of 2.
     """
-    shapes = parameter_shapes(RECIPES[name]().model).values()
+    shapes = RECIPES[name]().model.tree.shapes.values()
     for ranks in (1, 2, 8, 64, 256):
         parts = [-(-shape[0] // ranks) * math.prod(shape[1:]) * 4 for shape in shapes]
         if sum(parts) * 3 > 192 * 2**30:
@@ -119,7 +118,7 @@ def test_shards_stay_shards(gpu):
     """The copy of a DTensor lies as it does, which a checkpoint's plan reads."""
     meshes.fake(4, 0)
     try:
-        config = ModelConfig(
+        config = Flat(
             vocab_size=71,
             hidden_size=16,
             intermediate_size=24,

@@ -6,17 +6,16 @@ from dataclasses import dataclass, field
 
 import torch
 from backward import backward
+from models import Flat, build, initialize
 from torch import Tensor
 
 from dolmen.core import mesh as meshes
 from dolmen.core import state
 from dolmen.core.mesh import SINGLE
-from dolmen.model.config import ModelConfig
 from dolmen.model.layout import Layout as Split
 from dolmen.optim.optimizer import OptimizerConfig, adamw, prime, set_step, tensors
-from dolmen.train.build import build, initialize
 
-CONFIG = ModelConfig(
+CONFIG = Flat(
     vocab_size=711,
     hidden_size=32,
     intermediate_size=48,

@@ -10,6 +10,7 @@ import flash_kernel
 import pytest
 import tinyrun
 import torch
+from models import Flat, build, initialize
 from tinyrun import dolmen, losses, same, tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,14 +19,12 @@ from dolmen.cli import train as train_verb
 from dolmen.core import determinism
 from dolmen.core.mesh import SINGLE
 from dolmen.data.batch import Batch
-from dolmen.model.config import ModelConfig
 from dolmen.model.layout import Layout
 from dolmen.ops.kernels import CPU, H100
 from dolmen.optim import optimizer as optim
 from dolmen.optim.config import OptimizerConfig
 from dolmen.train import report
 from dolmen.train import run as train_run
-from dolmen.train.build import build, initialize
 from dolmen.train.config import RunConfig, TrainConfig
 from dolmen.train.step import TrainState, optimizer_step
 
@@ -115,7 +114,7 @@ FAMILIES = {
 def step_of(changes: dict, hardware, dtype: torch.dtype) -> set[str]:
     """The operators of a step, with documents and recomputation."""
     layout = Layout(recompute="full").resolve(1)
-    config = ModelConfig(**{**tinyrun.MODEL, **changes})
+    config = Flat(**{**tinyrun.MODEL, **changes})
     schedule = layout.make_schedule(2, 1)
     model = build(config, SINGLE, layout, schedule, dtype=dtype, hardware=hardware)
     initialize(model, 0)

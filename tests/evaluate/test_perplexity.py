@@ -10,9 +10,9 @@ from dolmen.convert import hf
 from dolmen.core import mesh as meshes
 from dolmen.core.mesh import SINGLE
 from dolmen.data.batch import IGNORED, Batch
+from dolmen.model import build
 from dolmen.model.layout import Layout
 from dolmen.serve.engine import load
-from dolmen.train import build
 from dolmen.train.validate import evaluate
 
 LAYOUTS = [dict(dp=2, zero=z) for z in range(4)] + [

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dolmen.core import collectives, rng, state
 from dolmen.data.batch import IGNORED, Batch
-from dolmen.model import decoder, moe
+from dolmen.model import block, moe, tree
 from dolmen.ops import dropout
 from dolmen.parallel import context, data, expert, loss, pipeline, tensor
 from dolmen.train import step, validate
@@ -117,7 +117,7 @@ def computed_otherwise(patch):
             use_reentrant=False,
         )
 
-    patch.setattr(decoder, "again", again)
+    patch.setattr(block, "again", again)
 
 
 def unrotated(patch):
@@ -138,6 +138,16 @@ def unscaled(patch):
             out + more,
             torch.logaddexp(log_sum, more_log_sum),
         ),
+    )
+
+
+def untyped_router(patch):
+    """The gradient of a router is not declared Partial."""
+    leaves = tree.Router.leaves
+    patch.setattr(
+        tree.Router,
+        "leaves",
+        lambda *sizes: {n: replace(leaf, gradient="own") for n, leaf in leaves(*sizes).items()},
     )
 
 
@@ -266,9 +276,9 @@ CONTROLS = {
             lambda x, axis: collectives.part(collectives.wait(x, axis), 0, axis),
         ),
     ),
-    "Partial of norms left out": ("llama", SEQUENCE, untyped("residual_grad")),
-    "Partial of biases and positions left out": ("gpt2", SEQUENCE, untyped("residual_grad")),
-    "Partial of q and k norms and whole k, v left out": ("qwen3", PLAIN, untyped("branch_grad")),
+    "Partial of norms left out": ("llama", SEQUENCE, untyped("residual_partial")),
+    "Partial of biases and positions left out": ("gpt2", SEQUENCE, untyped("residual_partial")),
+    "Partial of q and k norms and whole k, v left out": ("qwen3", PLAIN, untyped("branch_partial")),
     "gradients of half the tokens": ("llama", PLAIN, batches(half_tokens)),
     "labels unshifted": (
         "llama",
@@ -317,7 +327,7 @@ CONTROLS = {
     "Partial of the router left out": (
         "qwen3-moe",
         TENSOR_EXPERTS,
-        constant(moe.Router, "gradients", property(lambda router: {}, lambda router, value: None)),
+        untyped_router,
     ),
     "auxiliary losses of every rank of tp": ("qwen3-moe", TENSOR_EXPERTS, auxiliary_of_every_rank),
     "no window around the ring": ("window", Layout.of("cp2"), attending(window=None)),

@@ -15,6 +15,7 @@ from functools import partial
 import numpy as np
 import torch
 import torch.distributed as dist
+from models import Flat, build, initialize
 from spawning import Row
 
 from dolmen.core import state
@@ -23,10 +24,8 @@ from dolmen.data.batch import IGNORED, Batch, document_starts
 from dolmen.data.mixture import Mixture, Part
 from dolmen.data.stream import TokenStream
 from dolmen.model import layout as layouts
-from dolmen.model.config import ModelConfig
 from dolmen.optim.optimizer import OptimizerConfig, adamw
 from dolmen.parallel import data
-from dolmen.train.build import build, initialize
 from dolmen.train.step import TrainState, optimizer_step
 
 VOCABULARY, LENGTH, ROWS, STEPS, SEED = 71, 8, 16, 3, 0  # 71 is prime: no tp divides it
@@ -41,11 +40,11 @@ SIZES = dict(
     initializer_range=0.1,
 )
 FAMILIES = {
-    "llama": ModelConfig(**SIZES | dict(num_key_value_heads=4, head_dim=4)),
+    "llama": Flat(**SIZES | dict(num_key_value_heads=4, head_dim=4)),
     # head_dim is not hidden / heads, one key-value head is fewer than any tp: k and v are whole on
     # every rank
-    "qwen3": ModelConfig(**SIZES, num_key_value_heads=1, qk_norm=True),
-    "gpt2": ModelConfig(
+    "qwen3": Flat(**SIZES, num_key_value_heads=1, qk_norm=True),
+    "gpt2": Flat(
         **SIZES | dict(head_dim=4),
         num_key_value_heads=8,
         max_position_embeddings=LENGTH + 1,
@@ -60,7 +59,7 @@ FAMILIES = {
     ),
     # two of eight experts a token; coefficients fifty times the usual, so that the auxiliary
     # losses' gradients are felt
-    "qwen3-moe": ModelConfig(
+    "qwen3-moe": Flat(
         **SIZES,
         num_key_value_heads=2,
         qk_norm=True,
@@ -230,7 +229,7 @@ class Run:
 
 
 def start(
-    config: ModelConfig,
+    config: Flat,
     mesh: Mesh,
     layout: Layout,
     optimizer: OptimizerConfig = OPTIMIZER,
@@ -246,7 +245,7 @@ def start(
 
 
 def run(
-    config: ModelConfig,
+    config: Flat,
     mesh: Mesh,
     layout: Layout,
     steps: int = STEPS,
@@ -325,7 +324,7 @@ def differences(got: Run, want: Run) -> dict[str, tuple[float, str]]:
 ALONE: dict[str, Run] = {}
 
 
-def alone(config: ModelConfig, **options) -> Run:
+def alone(config: Flat, **options) -> Run:
     """One process: made once for all rows that are compared with it."""
     key = repr((config, sorted(options.items())))
     if key not in ALONE:
@@ -333,13 +332,13 @@ def alone(config: ModelConfig, **options) -> Run:
     return ALONE[key]
 
 
-def compare(config: ModelConfig, layout: Layout, **options) -> dict[str, tuple[float, str]]:
+def compare(config: Flat, layout: Layout, **options) -> dict[str, tuple[float, str]]:
     """One model on one layout of the joined world, against one process."""
     want = alone(config, **options)
     return differences(run(config, layout.mesh(torch.device("cpu")), layout, **options), want)
 
 
-def make_row(family: str, layout: Layout, config: ModelConfig | None = None, full=False, **options):
+def make_row(family: str, layout: Layout, config: Flat | None = None, full=False, **options):
     """The comparison of a family (or `config`, a variation of it) on `layout`."""
     call = partial(compare, config or FAMILIES[family], layout, **options)
     return Row(f"{layout}-{family}", layout.world, call, full)

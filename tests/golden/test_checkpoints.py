@@ -7,15 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from models import build, initialize
 from spawning import run_spawned
 from table import FAMILIES, OPTIMIZER, ROWS, SINGLE, STEPS, Layout, batches
 
 from dolmen.checkpoint.store import Checkpoints
 from dolmen.checkpoint.stream import open_checkpoint
 from dolmen.core import state
-from dolmen.model.config import parameter_shapes
 from dolmen.optim import optimizer as optim
-from dolmen.train.build import build, initialize
 from dolmen.train.step import TrainState, optimizer_step
 
 DENSE = ("dp2 tp2 sp zero1", "pp4 acc4", "cp2 tp2 zero3", "pp2 dp2 acc4 zero-bubble-v v2 zero2")
@@ -54,7 +53,7 @@ def made(family: str, words: str, seed: int, steps: int = 0) -> TrainState:
 
 
 def everywhere(family: str) -> set[str]:
-    return {f"{kind}/{name}" for name in parameter_shapes(FAMILIES[family]) for kind in optim.KINDS}
+    return {f"{kind}/{name}" for name in FAMILIES[family].tree.leaves for kind in optim.KINDS}
 
 
 def save(folder: Path, family: str, words: str) -> None:

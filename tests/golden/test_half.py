@@ -66,7 +66,7 @@ def rounded(gradients: dict) -> float:
 
 
 def without_partial(family: str, layout: Layout) -> tuple[Run, set[str]]:
-    with damaged(untyped("residual_grad")):
+    with damaged(untyped("residual_partial")):
         return half.bfloat16(family, layout)
 
 

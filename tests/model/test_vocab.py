@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from backward import backward
+from models import Flat, build, decoder, initialize
 from spawning import run_spawned
 
 from dolmen.core import mesh as meshes
 from dolmen.core import state
 from dolmen.core.mesh import SINGLE, Axis
 from dolmen.data.batch import IGNORED
-from dolmen.model.config import ModelConfig
 from dolmen.model.decoder import Decoder
 from dolmen.model.layout import Layout
 from dolmen.model.split import whole
@@ -24,7 +24,6 @@ from dolmen.ops.kernels import Kernels
 from dolmen.parallel import loss
 from dolmen.parallel.data import inference
 from dolmen.parallel.tensor import TensorParallel, gather_vocabulary, vocabulary_range
-from dolmen.train.build import build, initialize
 
 # vocabulary, heads, key-value heads
 CASES = {
@@ -34,7 +33,7 @@ CASES = {
 }
 
 
-def sized(vocab_size, heads, kv_heads, **more) -> ModelConfig:
+def sized(vocab_size, heads, kv_heads, **more) -> Flat:
     sizes = dict(
         vocab_size=vocab_size,
         hidden_size=24,
@@ -45,7 +44,7 @@ def sized(vocab_size, heads, kv_heads, **more) -> ModelConfig:
         head_dim=4,
         initializer_range=0.2,
     )
-    return ModelConfig(**sizes | more)
+    return Flat(**sizes | more)
 
 
 def step(config, mesh, sequence=False) -> tuple[float, dict[str, torch.Tensor], torch.Tensor]:
@@ -103,7 +102,7 @@ def test_any_vocabulary_and_any_number_of_key_value_heads(tp):
 
 def shaped(config, tp, rank=0) -> Decoder:
     with torch.device("meta"):
-        return Decoder(
+        return decoder(
             config,
             replace(whole(config.num_hidden_layers), tp=TensorParallel(Axis("tp", tp, rank))),
         )

@@ -9,17 +9,16 @@ import flash_kernel
 import pytest
 import torch
 import torch.nn.functional as F
+from models import Flat, build, initialize
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dolmen.core.mesh import SINGLE, Axis
-from dolmen.model.config import ModelConfig
 from dolmen.ops.attention import flash, operators, reference
 from dolmen.ops.attention.reference import CASES, ROADS
 from dolmen.ops.kernels import H100
 from dolmen.parallel.context import ContextParallel
-from dolmen.train.build import build, initialize
 
 HERE = torch.device("cpu")
 
@@ -129,7 +128,7 @@ def test_a_mask_would_be_seen(monkeypatch):
     assert seen.largest >= LENGTH * LENGTH and seen.attending != FLASH
 
 
-CONFIG = ModelConfig(
+CONFIG = Flat(
     vocab_size=32,
     hidden_size=32,
     intermediate_size=64,

@@ -4,11 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from models import Flat, build
 
 from dolmen.core.mesh import SINGLE
-from dolmen.model.config import ModelConfig
 from dolmen.ops.kernels import A100, CPU, H100, Hardware, Kernels, choose
-from dolmen.train.build import build
 
 HALF, FULL = torch.bfloat16, torch.float32
 
@@ -63,7 +62,7 @@ def test_a_cpu_has_the_defaults_and_is_what_a_device_of_it_says():
     assert "attention by blocks" in str(gpu) and "256 Mi logits at once" in str(gpu)
 
 
-CONFIG = ModelConfig(
+CONFIG = Flat(
     vocab_size=32,
     hidden_size=32,
     intermediate_size=64,

@@ -4,16 +4,15 @@ clipping needs.
 
 import pytest
 import torch
+from models import Flat, build, initialize
 from torch import nn
 
 from dolmen.core.mesh import SINGLE
-from dolmen.model.config import ModelConfig
 from dolmen.optim.optimizer import OptimizerConfig, adamw, prime, set_step, tensors
 from dolmen.parallel.data import gradient_norm, scale_gradients
-from dolmen.train.build import build, initialize
 
 # biases, q and k norms, layer norms, learned positions: every kind of parameter there is
-CONFIG = ModelConfig(
+CONFIG = Flat(
     vocab_size=71,
     hidden_size=16,
     intermediate_size=24,

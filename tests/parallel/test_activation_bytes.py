@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from models import Flat, decoder, initialize
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from dolmen.core import mesh as meshes
 from dolmen.core import state
 from dolmen.core.mesh import SINGLE
-from dolmen.model.config import ModelConfig
 from dolmen.model.count import activation_bytes_per_layer
 from dolmen.model.decoder import Decoder
 from dolmen.model.layout import Layout
@@ -29,7 +29,6 @@ from dolmen.model.mlp import MLP
 from dolmen.model.split import split
 from dolmen.ops.dropout import Noise
 from dolmen.ops.kernels import Kernels
-from dolmen.train.build import initialize
 
 WORLD, BATCH, LENGTH, HIDDEN, HEADS, FFN = 8, 2, 32, 64, 8, 160
 TOKENS = BATCH * LENGTH
@@ -40,7 +39,7 @@ SIZES = dict(
     head_dim=HIDDEN // HEADS,
     max_position_embeddings=LENGTH,
 )
-GPT = ModelConfig(
+GPT = Flat(
     **SIZES,
     num_key_value_heads=HEADS,
     intermediate_size=4 * HIDDEN,
@@ -54,7 +53,7 @@ GPT = ModelConfig(
     tie_word_embeddings=True,
 )
 DROPPED = replace(GPT, dropout=0.1)
-LLAMA = ModelConfig(**SIZES, num_key_value_heads=4, intermediate_size=FFN)
+LLAMA = Flat(**SIZES, num_key_value_heads=4, intermediate_size=FFN)
 # one key-value head: whole on every rank
 QWEN = replace(LLAMA, num_key_value_heads=1, qk_norm=True)
 KINDS = ("none", "selective", "full")
@@ -81,14 +80,14 @@ class Alive(TorchDispatchMode):
         return out
 
 
-def make(config: ModelConfig, layout: Layout, device: str, dtype: torch.dtype) -> Decoder:
+def make(config: Flat, layout: Layout, device: str, dtype: torch.dtype) -> Decoder:
     mesh = meshes.grid(
         WORLD // layout.tp // layout.cp, layout.tp, torch.device("cpu"), cp=layout.cp
     )
     kernels = Kernels("flash" if device == "meta" else "blocks")
     with torch.device("meta"):
         parts = split(mesh, config.num_hidden_layers, layout, kernels=kernels)
-        model = Decoder(config, parts).to(dtype)
+        model = decoder(config, parts).to(dtype)
     state.distribute(model, model.plan(), mesh)
     if device == "cpu":
         initialize(model.to_empty(device="cpu"), 0)
@@ -99,7 +98,7 @@ def make(config: ModelConfig, layout: Layout, device: str, dtype: torch.dtype) -
 
 
 def kept(
-    config: ModelConfig,
+    config: Flat,
     layout: Layout,
     length: int = LENGTH,
     batch: int = BATCH,
@@ -123,21 +122,21 @@ def kept(
 NUMBER = 8  # bytes of a layer's number, which its dropout takes as an int64 tensor
 
 
-def per_layer(config: ModelConfig, layout: Layout, **options) -> int:
+def per_layer(config: Flat, layout: Layout, **options) -> int:
     """Bytes of one layer more, but for its number, where that is kept to be computed again."""
     three, two = (kept(replace(config, num_hidden_layers=n), layout, **options) for n in (3, 2))
     return three - two - (NUMBER if config.dropout and layout.recompute != "none" else 0)
 
 
 def closed(
-    config: ModelConfig,
+    config: Flat,
     layout: Layout,
     length: int = LENGTH,
     batch: int = BATCH,
     dtype=torch.bfloat16,
 ) -> float:
     return activation_bytes_per_layer(
-        config,
+        config.tree,
         batch,
         length,
         tp=layout.tp,
@@ -145,6 +144,7 @@ def closed(
         recompute=layout.recompute,
         cp=layout.cp,
         element_bytes=dtype.itemsize,
+        dropout=config.dropout,
     )
 
 
@@ -270,7 +270,7 @@ def test_a_tensor_more_is_seen(monkeypatch, secret):
     assert more == dict(none=one, selective=one, full=0 if secret is _saved_by_autograd else one)
 
 
-def gradients(config: ModelConfig, kind: str, deferred: bool) -> dict[str, torch.Tensor]:
+def gradients(config: Flat, kind: str, deferred: bool) -> dict[str, torch.Tensor]:
     """Of one batch, fp32, one process; `deferred`: weight gradients are computed after backward, as
     zero-bubble schedules do.
     """
@@ -281,7 +281,7 @@ def gradients(config: ModelConfig, kind: str, deferred: bool) -> dict[str, torch
     )
     if deferred:
         parts = replace(parts, tp=replace(parts.tp, later=[]))
-    model = Decoder(config, parts)
+    model = decoder(config, parts)
     initialize(model, 0)
     tokens = torch.randint(
         config.vocab_size, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1)

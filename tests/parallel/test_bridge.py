@@ -8,16 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from models import Flat, build, initialize
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dolmen.core import mesh as meshes
-from dolmen.model.config import ModelConfig
 from dolmen.model.layout import Layout
 from dolmen.optim.optimizer import OptimizerConfig, adamw, prime
 from dolmen.parallel import data
-from dolmen.train.build import build, initialize
 
 WORLD, HIDDEN = 8, 32
 TOKENS = torch.zeros(1, 8, dtype=torch.long)
@@ -44,7 +43,7 @@ class Seen(TorchDispatchMode):
 
 
 def made(layers: int, zero: int, dp: int, sequence: bool = True, **options):
-    config = ModelConfig(
+    config = Flat(
         vocab_size=71,
         hidden_size=HIDDEN,
         intermediate_size=48,

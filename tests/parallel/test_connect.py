@@ -15,6 +15,7 @@ from torch import nn
 from dolmen.core import collectives
 from dolmen.core import mesh as meshes
 from dolmen.core.mesh import Axis, Mesh
+from dolmen.model import build
 from dolmen.model.config import ModelConfig
 from dolmen.model.layout import Layout
 from dolmen.parallel import pipeline
@@ -22,7 +23,6 @@ from dolmen.parallel.actions import Schedule
 from dolmen.parallel.data import Reduction
 from dolmen.parallel.pipeline import Work, forward_only
 from dolmen.parallel.schedule import make
-from dolmen.train import build
 from dolmen.train.config import RunConfig, TrainConfig
 from dolmen.train.run import make_state
 

@@ -13,13 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from backward import backward
+from models import Flat, build, initialize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dolmen.core import mesh as meshes
 from dolmen.core import state
-from dolmen.model.config import ModelConfig
 from dolmen.model.layout import Layout
-from dolmen.train.build import build, initialize
 
 DP, TP, BATCH, LENGTH, HIDDEN, FFN = 2, 4, 3, 8, 32, 48
 TOKENS = BATCH * LENGTH  # 24: no parameter has a dim of 24, or a shape of an activation
@@ -125,7 +124,7 @@ def trace(
     family: str, sequence: bool, layers: int, compute=torch.float32, vocab_size: int = 71
 ) -> list[Sent]:
     """Forward and backward of one microbatch, as rank 0 sends it."""
-    config = ModelConfig(
+    config = Flat(
         **SIZES | FAMILIES[family] | dict(num_hidden_layers=layers, vocab_size=vocab_size)
     )
     mesh = meshes.grid(DP, TP, torch.device("cpu"))
@@ -243,7 +242,7 @@ def test_only_the_shard_of_an_input_is_kept():
     mesh = meshes.grid(DP, TP, torch.device("cpu"))
     for sequence in (False, True):
         model = build(
-            ModelConfig(**SIZES | FAMILIES["llama"] | dict(num_hidden_layers=3)),
+            Flat(**SIZES | FAMILIES["llama"] | dict(num_hidden_layers=3)),
             mesh,
             Layout(sequence_parallel=sequence, zero=0),
         )

@@ -6,9 +6,11 @@ same seeds.
 from functools import cache
 from itertools import accumulate
 
+import models
 import pytest
 import torch
 import torch.distributed as dist
+from models import Flat, build, initialize
 from spawning import run_spawned
 from torch import nn
 
@@ -16,12 +18,10 @@ from dolmen.core import collectives, state
 from dolmen.core import mesh as meshes
 from dolmen.core.mesh import SINGLE
 from dolmen.core.state import Shard
-from dolmen.model.config import ModelConfig
 from dolmen.model.decoder import Decoder
 from dolmen.model.layout import Layout
 from dolmen.parallel import data, expert
 from dolmen.train import balance
-from dolmen.train.build import build, initialize
 
 EXPERTS, HIDDEN = 4, 3
 COUNTS = {  # rows of each rank for each expert
@@ -166,7 +166,7 @@ def test_stacked_parameters_are_layout_independent():
     assert run_spawned(4, parameters_in_world) == {}
 
 
-MODEL = ModelConfig(
+MODEL = Flat(
     vocab_size=32,
     hidden_size=16,
     intermediate_size=24,
@@ -198,7 +198,7 @@ def test_recomputation_counts_once():
 
 @cache
 def decoder() -> Decoder:
-    model = Decoder(MODEL)
+    model = models.decoder(MODEL)
     initialize(model, 0)
     return model
 
@@ -213,8 +213,8 @@ def test_without_a_gradient_nothing_is_counted():
 
 def test_auxiliary_losses_add_to_the_gradient_what_their_formulas_say():
     """Of the router's weight, by finite differences of the plain formulas in fp64."""
-    config = ModelConfig(**{**vars(MODEL), "router_aux_loss_coef": 0.7, "router_z_loss_coef": 0.3})
-    model = Decoder(config).double()
+    config = Flat(**{**vars(MODEL), "router_aux_loss_coef": 0.7, "router_z_loss_coef": 0.3})
+    model = models.decoder(config).double()
     initialize(model, 0)
     tokens, moe = torch.arange(16).view(2, 8), model.layers["1"].mlp
     weight = moe.router.weight

@@ -3,19 +3,19 @@
 The order in which units are gathered is read off a step of a rank of two, in which nothing is sent.
 """
 
+import models
 import pytest
 import torch
 import torch.distributed as dist
+from models import Flat
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from dolmen.core import mesh as meshes
-from dolmen.model.config import ModelConfig
 from dolmen.model.layout import Layout
 from dolmen.ops.kernels import CPU, H100, Kernels
 from dolmen.parallel import data
-from dolmen.train import build as building
 
-CONFIG = ModelConfig(
+CONFIG = Flat(
     vocab_size=32,
     hidden_size=16,
     intermediate_size=24,
@@ -37,9 +37,9 @@ def mesh():
 
 
 def built(mesh, hardware, zero: int = 3, kernels: Kernels = Kernels(), monkeypatch=None):
-    monkeypatch.setattr(building, "chosen", lambda *_: kernels)
-    model = building.build(CONFIG, mesh, Layout(zero=zero), hardware=hardware)
-    building.initialize(model, 0)
+    monkeypatch.setattr(models.building, "chosen", lambda *_: kernels)
+    model = models.build(CONFIG, mesh, Layout(zero=zero), hardware=hardware)
+    models.initialize(model, 0)
     return model.train()
 
 

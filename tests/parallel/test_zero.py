@@ -16,18 +16,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from backward import backward
+from models import Flat, build, initialize
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dolmen.core import mesh as meshes
-from dolmen.model.config import ModelConfig
 from dolmen.model.layout import Layout
 from dolmen.optim.optimizer import OptimizerConfig, adamw
 from dolmen.parallel import data
-from dolmen.train.build import build, initialize
 
 WORLD, LAYERS = 4, 3
-CONFIG = ModelConfig(
+CONFIG = Flat(
     vocab_size=71,
     hidden_size=64,
     intermediate_size=128,

@@ -3,11 +3,10 @@ enough to matter.
 """
 
 import torch
+from models import Flat, build, initialize
 
 from dolmen.core.mesh import SINGLE, Mesh
-from dolmen.model.config import ModelConfig
 from dolmen.model.layout import Layout
-from dolmen.train.build import build, initialize
 
 VOCABULARY, MOST = 71, 32  # 71 is prime: no tp divides it
 SIZES = dict(
@@ -21,12 +20,10 @@ SIZES = dict(
     initializer_range=0.3,
 )
 DECODERS = {
-    "grouped": ModelConfig(**SIZES, num_key_value_heads=2),
-    "one-kv-qk-norm": ModelConfig(
-        **SIZES, num_key_value_heads=1, qk_norm=True, tie_word_embeddings=True
-    ),
-    "uneven-kv": ModelConfig(**SIZES | dict(num_attention_heads=6), num_key_value_heads=3),
-    "learned": ModelConfig(
+    "grouped": Flat(**SIZES, num_key_value_heads=2),
+    "one-kv-qk-norm": Flat(**SIZES, num_key_value_heads=1, qk_norm=True, tie_word_embeddings=True),
+    "uneven-kv": Flat(**SIZES | dict(num_attention_heads=6), num_key_value_heads=3),
+    "learned": Flat(
         **SIZES,
         num_key_value_heads=4,
         position="learned",
@@ -37,8 +34,8 @@ DECODERS = {
         output_bias=True,
         mlp_bias=True,
     ),
-    "window": ModelConfig(**SIZES, num_key_value_heads=2, sliding_window=5),
-    "window-in-one-layer": ModelConfig(
+    "window": Flat(**SIZES, num_key_value_heads=2, sliding_window=5),
+    "window-in-one-layer": Flat(
         **SIZES, num_key_value_heads=2, sliding_window=5, sliding_layers=(1,)
     ),
 }

@@ -21,18 +21,18 @@ def difference(model) -> float:
     """Largest difference between logits read in pieces and at once; for a tp model, of all ranks'
     vocabulary.
     """
-    text, cache = tokens(), Cache(model.config.num_hidden_layers, 32)
+    text, cache = tokens(), Cache(model.tree, 32)
     with torch.no_grad():
         pieces = [model(piece, cache=cache) for piece in text.split(PIECES, 1)]
         whole = model(text)
     gathered = [
-        gather_vocabulary(x, model.config.vocab_size, model.tp.axis)
+        gather_vocabulary(x, model.tree.vocab_size, model.tp.axis)
         for x in (torch.cat(pieces, 1), whole)
     ]
     assert cache.length == 32 and gathered[0].shape == gathered[1].shape == (
         2,
         32,
-        model.config.vocab_size,
+        model.tree.vocab_size,
     )
     assert gathered[1].abs().max() > 1
     return float((gathered[0] - gathered[1]).abs().max())
@@ -65,7 +65,7 @@ def test_a_forgotten_past_is_seen():
             return (k, v) if k.shape[1] <= 3 else (torch.cat((k[:, 1:2], k[:, 1:]), 1), v)
 
     model, text = decoder("grouped"), tokens()
-    cache = Cache(2, 32)
+    cache = Cache(model.tree, 32)
     cache.layers = [Forgetful(32) for _ in cache.layers]
     with torch.no_grad():
         pieces = torch.cat([model(piece, cache=cache) for piece in text.split(PIECES, 1)], 1)

@@ -1,15 +1,14 @@
 """What the metrics say of routers is the same on every layout, and bias balancing does balance."""
 
 import torch
+from models import Flat, build, initialize
 from spawning import run_spawned
 
 from dolmen.core import host, state
 from dolmen.core.mesh import SINGLE
 from dolmen.data.batch import Batch
-from dolmen.model.config import ModelConfig
 from dolmen.model.layout import Layout
 from dolmen.optim.optimizer import OptimizerConfig, adamw
-from dolmen.train.build import build, initialize
 from dolmen.train.step import TrainState, optimizer_step
 
 ROWS, LENGTH, STEPS = 8, 16, 3
@@ -47,7 +46,7 @@ def train(
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     """The routers' numbers of each step, and in the end their biases, whole."""
     schedule = layout.make_schedule(ROWS, 2)
-    decoder = build(ModelConfig(**MODEL | model), mesh, layout, schedule)
+    decoder = build(Flat(**MODEL | model), mesh, layout, schedule)
     initialize(decoder, 0)
     optimizer = OptimizerConfig(lr=lr, schedule="constant")
     train = TrainState(decoder, adamw(decoder, optimizer), optimizer, steps, layout.zero, schedule)
@@ -117,9 +116,7 @@ def test_a_dense_model_tells_nothing():
 
 def test_a_skipped_step_moves_no_bias_and_is_forgotten():
     layout = Layout(dp=1)
-    decoder = build(
-        ModelConfig(**MODEL, router_balance="bias", router_bias_rate=0.02), SINGLE, layout
-    )
+    decoder = build(Flat(**MODEL, router_balance="bias", router_bias_rate=0.02), SINGLE, layout)
     initialize(decoder, 0)
     with torch.no_grad():
         decoder.final_norm.weight.fill_(float("inf"))

@@ -4,25 +4,25 @@ per layer, whose number is data. Counted by a backend that compiles nothing.
 
 from dataclasses import dataclass, replace
 
+import models
 import pytest
 import torch
+from models import Flat
 from torch import nn
 
 from dolmen.core import mesh as meshes
 from dolmen.core.mesh import SINGLE
 from dolmen.data.batch import Batch
-from dolmen.model.config import ModelConfig
 from dolmen.model.layout import Layout
 from dolmen.ops.kernels import Kernels
 from dolmen.optim.optimizer import OptimizerConfig, adamw
 from dolmen.parallel import loss
 from dolmen.parallel import schedule as schedules
-from dolmen.train import build as building
 from dolmen.train.compiled import limit_told
 from dolmen.train.step import TrainState, optimizer_step
 from dolmen.train.validate import evaluate
 
-CONFIG = ModelConfig(
+CONFIG = Flat(
     vocab_size=32,
     hidden_size=16,
     intermediate_size=24,
@@ -43,7 +43,7 @@ class Case:
     """A run of two steps, then validation on batches of `validated` sequences."""
 
     programs: int
-    config: ModelConfig = CONFIG
+    config: Flat = CONFIG
     layout: Layout = Layout()
     documents: bool = False
     validated: tuple[int, ...] = ()
@@ -97,7 +97,7 @@ def programs(case: Case, monkeypatch) -> int:
     monkeypatch.setattr(nn.Module, "compile", lambda self: compile(self, backend=backend))
     monkeypatch.setattr(loss, "_compiled_chunk", lambda: loss._chunk)
     torch.compiler.reset()
-    monkeypatch.setattr(building, "chosen", lambda *_: case.kernels)
+    monkeypatch.setattr(models.building, "chosen", lambda *_: case.kernels)
     with meshes.joined(None, torch.device("cpu")):
         run(case, meshes.grid(1, 1, torch.device("cpu")) if case.sharded else SINGLE)
     return len(made)
@@ -106,7 +106,7 @@ def programs(case: Case, monkeypatch) -> int:
 def run(case: Case, mesh) -> None:
     schedule = schedules.make(*case.schedule)
     half = torch.bfloat16 if case.kernels == KERNEL else torch.float32
-    model = building.build(
+    model = models.build(
         case.config,
         mesh,
         case.layout,
@@ -115,7 +115,7 @@ def run(case: Case, mesh) -> None:
         compute=half,
         compile=True,
     )
-    building.initialize(model, 0)
+    models.initialize(model, 0)
     state = TrainState(
         model.train(), adamw(model, OPTIMIZER), OPTIMIZER, 2, case.layout.zero, schedule
     )

@@ -12,23 +12,22 @@ from dataclasses import replace
 
 import pytest
 import torch
+from models import Flat, build, initialize
 from torch import Tensor
 
 from dolmen.core.mesh import SINGLE
 from dolmen.data.batch import Batch, document_starts
-from dolmen.model.config import ModelConfig
 from dolmen.model.decoder import Decoder
 from dolmen.ops.dropout import Noise, keep
 from dolmen.optim.optimizer import OptimizerConfig, adamw
 from dolmen.parallel import schedule as schedules
 from dolmen.serve.engine import generate
-from dolmen.train.build import build, initialize
 from dolmen.train.step import TrainState, optimizer_step
 from dolmen.train.validate import evaluate
 
 P, LAYERS, ROWS, LENGTH, VOCABULARY = 0.3, 3, 8, 16, 71
 HEADS, KV_HEADS = 4, 2
-CONFIG = ModelConfig(
+CONFIG = Flat(
     vocab_size=VOCABULARY,
     hidden_size=64,
     intermediate_size=48,
@@ -50,13 +49,13 @@ def batch(documents: bool = False) -> Batch:
     return Batch(whole.tokens, whole.labels, starts)
 
 
-def decoder(config: ModelConfig = CONFIG) -> Decoder:
+def decoder(config: Flat = CONFIG) -> Decoder:
     model = build(config, SINGLE, dtype=torch.float64)
     initialize(model, 0)
     return model.train()
 
 
-def steps(config: ModelConfig, of: Batch, number: int, seed: int = 0, watch=None) -> list[float]:
+def steps(config: Flat, of: Batch, number: int, seed: int = 0, watch=None) -> list[float]:
     """Losses of `number` steps on the same batch, of two microbatches each, at lr 0."""
     model = decoder(config)
     if watch is not None:
@@ -209,13 +208,13 @@ def test_losses_differ_by_step_and_seed():
     assert still[0] == still[1]  # so nothing else has changed
 
 
-def logits(config: ModelConfig, tokens: Tensor, starts: Tensor | None = None) -> Tensor:
+def logits(config: Flat, tokens: Tensor, starts: Tensor | None = None) -> Tensor:
     noise = Noise(torch.tensor(5), torch.arange(len(tokens)))
     with torch.no_grad():
         return decoder(config)(tokens, noise=noise, starts=starts)
 
 
-def changed(config: ModelConfig, at: int, starts: Tensor | None = None) -> list[bool]:
+def changed(config: Flat, at: int, starts: Tensor | None = None) -> list[bool]:
     """Whether the logits of each position feel another token at `at`, with the same masks."""
     tokens = batch().tokens
     other = tokens.clone()

@@ -7,16 +7,15 @@ from itertools import pairwise
 import pytest
 import tinyrun
 import torch
+from models import Flat, build, initialize
 from rich.console import Console
 
 from dolmen.core.mesh import SINGLE
 from dolmen.data.batch import Batch
-from dolmen.model.config import ModelConfig
 from dolmen.model.layout import Layout
 from dolmen.optim import optimizer as optim
 from dolmen.optim.config import OptimizerConfig
 from dolmen.train import garbage, hooks
-from dolmen.train.build import build, initialize
 from dolmen.train.run import run_training
 from dolmen.train.step import TrainState, optimizer_step
 
@@ -27,7 +26,7 @@ EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
 
 def state_of(layout: Layout, at_once: int = 1, **changes) -> TrainState:
     layout = layout.resolve(1)
-    config = ModelConfig(**{**tinyrun.MODEL, **changes})
+    config = Flat(**{**tinyrun.MODEL, **changes})
     schedule = layout.make_schedule(4, at_once)
     model = build(config, SINGLE, layout, schedule)
     initialize(model, 0)

@@ -12,7 +12,7 @@ import resource, sys, torch
 from dolmen.convert import hf
 from dolmen.core import mesh, state
 from dolmen.model.config import ModelConfig, parameter_shapes
-from dolmen.train import build
+from dolmen.model import build
 
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 heads = dict(num_attention_heads=8, num_key_value_heads=8)

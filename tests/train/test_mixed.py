@@ -11,13 +11,13 @@ from statistics import median
 import pytest
 import tinyrun
 import torch
+from models import Flat, build, initialize
 
 import dolmen
 from dolmen.core import mesh as meshes
 from dolmen.core import state as states
 from dolmen.core.mesh import SINGLE, Mesh
 from dolmen.data.batch import Batch
-from dolmen.model.config import ModelConfig
 from dolmen.model.layout import Layout
 from dolmen.model.moe import Router
 from dolmen.ops import moe
@@ -25,14 +25,13 @@ from dolmen.optim.optimizer import OptimizerConfig, adamw, prime
 from dolmen.optim.precision import LossScale
 from dolmen.parallel.schedule import make as make_schedule
 from dolmen.train import loop, run
-from dolmen.train.build import build, initialize
 from dolmen.train.hooks import SKIPS_SCALED
 from dolmen.train.spike import LEAST, WINDOW, SpikePolicy
 from dolmen.train.step import Metrics, TrainState, optimizer_step
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 
-DENSE = ModelConfig(
+DENSE = Flat(
     vocab_size=71,
     hidden_size=32,
     intermediate_size=48,
@@ -54,7 +53,7 @@ MODELS = {"dense": DENSE, "experts": SPARSE}
 
 
 def make(
-    config: ModelConfig, mesh: Mesh = SINGLE, compute: torch.dtype = torch.float32, **options
+    config: Flat, mesh: Mesh = SINGLE, compute: torch.dtype = torch.float32, **options
 ) -> TrainState:
     model = build(config, mesh, Layout(zero=1), compute=compute)
     initialize(model, 0)

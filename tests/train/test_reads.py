@@ -6,8 +6,10 @@ large as values say. On a CPU nothing waits, but the operators are the same.
 from collections import Counter
 from dataclasses import dataclass, replace
 
+import models
 import pytest
 import torch
+from models import Flat
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from dolmen.core import host
@@ -15,13 +17,11 @@ from dolmen.core import mesh as meshes
 from dolmen.core import state as states
 from dolmen.core.mesh import SINGLE
 from dolmen.data.batch import Batch
-from dolmen.model.config import ModelConfig
 from dolmen.model.layout import Layout
 from dolmen.ops.kernels import Kernels
 from dolmen.optim.optimizer import OptimizerConfig, adamw
 from dolmen.optim.precision import LossScale
 from dolmen.parallel import schedule as schedules
-from dolmen.train import build as building
 from dolmen.train.step import Metrics, TrainState, optimizer_step
 
 aten = torch.ops.aten
@@ -58,7 +58,7 @@ class Watch(TorchDispatchMode):
         return False
 
 
-CONFIG = ModelConfig(
+CONFIG = Flat(
     vocab_size=32,
     hidden_size=16,
     intermediate_size=24,
@@ -77,7 +77,7 @@ KERNEL = Kernels(grouped="grouped_mm")
 @dataclass(frozen=True)
 class Case:
     reads: int
-    config: ModelConfig = CONFIG
+    config: Flat = CONFIG
     layout: Layout = Layout()
     kernels: Kernels = Kernels()
     micros: int = 2
@@ -105,10 +105,10 @@ def batch(seed: int = 0) -> Batch:
 
 
 def made(case: Case, mesh, monkeypatch) -> TrainState:
-    monkeypatch.setattr(building, "chosen", lambda *_: case.kernels)
+    monkeypatch.setattr(models.building, "chosen", lambda *_: case.kernels)
     schedule = schedules.make("1f1b", 1, case.micros)
-    model = building.build(case.config, mesh, case.layout, schedule)
-    building.initialize(model, 0)
+    model = models.build(case.config, mesh, case.layout, schedule)
+    models.initialize(model, 0)
     config = OptimizerConfig()
     state = TrainState(model, adamw(model, config), config, 9, case.layout.zero, schedule)
     if case.scaled:

@@ -8,12 +8,11 @@ import math
 import pytest
 import tinyrun
 import torch
+from models import Flat, build, initialize
 from rich.console import Console
 
 from dolmen.core import state
 from dolmen.core.mesh import SINGLE
-from dolmen.model.config import ModelConfig
-from dolmen.train.build import build, initialize
 from dolmen.train.run import run_training
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
@@ -30,8 +29,8 @@ SIZES = dict(
     initializer_range=RANGE,
 )
 MODELS = {
-    "llama": ModelConfig(**SIZES, qk_norm=True),
-    "gpt2": ModelConfig(
+    "llama": Flat(**SIZES, qk_norm=True),
+    "gpt2": Flat(
         **SIZES | dict(num_key_value_heads=4),
         max_position_embeddings=64,
         position="learned",
@@ -43,7 +42,7 @@ MODELS = {
         mlp_bias=True,
         tie_word_embeddings=True,
     ),
-    "experts": ModelConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48),
+    "experts": Flat(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48),
 }
 # the last product before each sum with the residual stream: GPT-2's 1 / sqrt(2 layers), by which
 # 2 * layers of them add up to the variance of one

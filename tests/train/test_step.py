@@ -8,23 +8,22 @@ import pytest
 import tinyrun
 import torch
 import torch.distributed as dist
+from models import Flat, build, initialize
 
 from dolmen.core import mesh as meshes
 from dolmen.core import state as states
 from dolmen.core.mesh import SINGLE, Mesh
 from dolmen.data.batch import IGNORED, Batch
-from dolmen.model.config import ModelConfig
 from dolmen.model.layout import Layout
 from dolmen.optim.optimizer import AdamW, OptimizerConfig, adamw, prime
 from dolmen.optim.precision import DTYPES, LossScale
 from dolmen.parallel import data
 from dolmen.parallel.schedule import make as make_schedule
-from dolmen.train.build import build, initialize
 from dolmen.train.step import TrainState, optimizer_step
 
 one_thread = tinyrun.one_thread
 
-CONFIG = ModelConfig(
+CONFIG = Flat(
     vocab_size=71,
     hidden_size=32,
     intermediate_size=48,

@@ -1,0 +1,48 @@
+"""Names and shapes of parameters, their number and their operations, against what they were when
+the house kept them in lists of their own (shapes.json).
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import transformers
+from tiny import CASES
+
+from dolmen.families import Model
+from dolmen.model import count
+from dolmen.model.tree import Tree
+from dolmen.recipes import RECIPES
+
+FROZEN = json.loads(Path(__file__).with_name("shapes.json").read_text())
+
+
+def tree(name: str) -> Tree:
+    """Of a recipe, or of a config.json that transformers writes."""
+    if name in RECIPES:
+        return RECIPES[name]().model.tree
+    model_type, fields = CASES[name.removeprefix("tiny ")]
+    return Model(transformers.AutoConfig.for_model(model_type, **fields).to_dict()).tree
+
+
+def frozen(name: str) -> dict[str, tuple[int, ...]]:
+    """What shapes.json says, by full names: [0, what lies outside the layers] or [so many layers,
+    what each has].
+    """
+    shapes, layer = {}, 0
+    for alike, content in FROZEN[name]["shapes"]:
+        for i in range(alike or 1):
+            prefix = f"layers.{layer + i}." if alike else ""
+            shapes |= {prefix + parameter: tuple(shape) for parameter, shape in content}
+        layer += alike
+    return shapes
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_names_shapes_and_counts_are_what_they_were(name):
+    model, was = tree(name), FROZEN[name]
+    assert list(model.shapes.items()) == list(frozen(name).items())
+    assert count.parameters(model) == was["parameters"]
+    kinds = ((48, "causal"), (4096, "causal"), (4096, "full"))
+    found = [count.training_flops_per_token(model, *kind) for kind in kinds]
+    assert found == pytest.approx(was["flops"], rel=1e-15)

@@ -1,0 +1,155 @@
+"""What is known of each parameter before there is a tensor: what makes, places, checks and decays
+them, and what no module computes.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from models import Flat, build, decoder
+
+from dolmen.core.mesh import SINGLE, Axis
+from dolmen.core.state import Replicate, Shard
+from dolmen.model.components import check
+from dolmen.model.decoder import Decoder
+from dolmen.model.layers import is_partial, places
+from dolmen.model.split import whole
+from dolmen.model.training import RouterTraining, Training
+from dolmen.model.tree import Alibi, Block, Rope, Run, Tree, Yarn, check_cuts, under
+from dolmen.optim.config import OptimizerConfig
+from dolmen.optim.optimizer import adamw
+from dolmen.parallel.tensor import TensorParallel
+
+SIZES = dict(
+    vocab_size=71,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=4,
+    max_position_embeddings=8,
+)
+LLAMA = Flat(**SIZES, qk_norm=True)
+GPT2 = Flat(
+    **SIZES | dict(num_key_value_heads=4),
+    position="learned",
+    norm="layernorm",
+    mlp="plain",
+    attention_bias=True,
+    output_bias=True,
+    mlp_bias=True,
+    tie_word_embeddings=True,
+)
+EXPERTS = Flat(**SIZES, num_experts=6, moe_intermediate_size=8, dense_layers=(0,))
+
+
+@pytest.mark.parametrize("flat", [LLAMA, GPT2, EXPERTS], ids=("llama", "gpt2", "experts"))
+def test_the_model_has_the_leaves_in_their_order(flat):
+    made = {name: tuple(p.shape) for name, p in decoder(flat).named_parameters()}
+    assert list(made.items()) == list(flat.tree.shapes.items())
+
+
+def test_where_parameters_lie():
+    """GPT-2, experts and q and k norms on two ranks of tp: columns and rows, tables, what
+    is whole; of experts also ep.
+    """
+    sizes, tp = {"tp": 2, "ep": 3}, TensorParallel(Axis("tp", 2, 0), sequence=True)
+    rows, columns, whole_ = Shard(0), Shard(1), Replicate()
+    wanted = {
+        "embed.weight": (rows, False),
+        "positions.weight": (whole_, True),
+        "layers.0.attn_norm.weight": (whole_, True),
+        "layers.0.attn_norm.bias": (whole_, True),
+        "layers.0.attn.q.weight": (rows, False),
+        "layers.0.attn.k.bias": (rows, False),
+        "layers.0.attn.o.weight": (columns, False),
+        "layers.0.attn.o.bias": (whole_, True),
+        "layers.0.mlp.up.bias": (rows, False),
+        "layers.0.mlp.down.weight": (columns, False),
+    }
+    for name, found in wanted.items():
+        leaf = GPT2.tree.leaves[name]
+        assert (places(leaf, sizes), is_partial(leaf, tp)) == found, name
+    leaves = EXPERTS.tree.leaves
+    assert places(leaves["layers.1.mlp.router.weight"], sizes) == Replicate()
+    assert places(leaves["layers.1.mlp.experts.up.weight"], sizes) == (Shard(0), Shard(1))
+    assert places(leaves["layers.1.mlp.experts.down.weight"], sizes) == (Shard(0), Shard(2))
+    assert is_partial(leaves["layers.1.mlp.router.weight"], tp)
+    plain = TensorParallel(Axis("tp", 2, 0))
+    norms = under(LLAMA.tree.leaves, "layers.0")
+    assert is_partial(norms["attn.q_norm.weight"], plain)
+    assert not is_partial(norms["attn_norm.weight"], plain)
+
+
+def test_keys_and_values_are_whole_where_tp_does_not_divide_their_heads():
+    leaf = LLAMA.tree.leaves["layers.0.attn.k.weight"]
+    four = TensorParallel(Axis("tp", 4, 0))
+    assert places(leaf, {"tp": 4}) == Replicate() and is_partial(leaf, four)
+    assert leaf.held({"tp": 4}) == leaf.shape and leaf.held({"tp": 2}) == (4, 16)
+
+
+@pytest.mark.parametrize(
+    ("flat", "sizes", "said"),
+    [
+        (LLAMA, {"tp": 3}, "num_attention_heads (4) is not divisible by tp (3)"),
+        (LLAMA, {"tp": 8}, "num_attention_heads (4) is not divisible by tp (8): set --layout.tp"),
+        (
+            EXPERTS,
+            {"tp": 1, "ep": 4},
+            "num_experts (6) is not divisible by ep (4): set --layout.ep",
+        ),
+        (replace(LLAMA, vocab_size=3), {"tp": 4}, "vocab_size (3) leaves a rank of tp (4) without"),
+    ],
+)
+def test_what_an_axis_does_not_divide_is_refused(flat, sizes, said):
+    with pytest.raises(ValueError, match="set (a smaller )?--layout") as refused:
+        check_cuts(flat.tree.leaves, {"ep": 1, **sizes})
+    assert said in str(refused.value)
+
+
+def test_matrices_and_tables_decay():
+    for flat in (LLAMA, GPT2, EXPERTS):
+        made = build(flat, SINGLE)
+        optimizer = adamw(made, OptimizerConfig(weight_decay=0.1))
+        decaying = {p for g in optimizer.param_groups if g["weight_decay"] for p in g["params"]}
+        assert {n for n, p in made.named_parameters() if p in decaying} == {
+            n for n, p in made.named_parameters() if p.ndim > 1
+        }
+
+
+def test_a_bias_that_balances_belongs_to_the_model_that_is_trained():
+    training = Training(router=RouterTraining(balance="bias"))
+    applied = training.applied(EXPERTS.tree)
+    added = applied.leaves.keys() - EXPERTS.tree.leaves.keys()
+    assert added == {"layers.1.mlp.router.bias"} and training.applied(LLAMA.tree) == LLAMA.tree
+    made = Decoder(EXPERTS.tree, training=training)
+    assert made.tree == applied == training.applied(applied)
+    assert not made.get_parameter("layers.1.mlp.router.bias").requires_grad
+
+
+def changed(flat: Flat, **mixer) -> Tree:
+    """The model of `flat` with every mixer changed."""
+
+    def of(block: Block) -> Block:
+        return replace(block, mixer=replace(block.mixer, **mixer))
+
+    whole_ = flat.tree
+    runs = tuple(Run(tuple(map(of, run.blocks)), run.repeat) for run in whole_.runs)
+    return replace(whole_, runs=runs)
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (changed(LLAMA, positions=Alibi(4)), "does not compute Alibi"),
+        (changed(LLAMA, positions=Rope(4, scaling=Yarn(2.0, 8))), "does not compute Yarn"),
+        (changed(LLAMA, soft_cap=50.0), "Attention.soft_cap is 50.0"),
+        (replace(LLAMA.tree, head=replace(LLAMA.tree.head, soft_cap=30.0)), "Head.soft_cap"),
+    ],
+)
+def test_what_no_module_computes_is_refused(model, said):
+    check(LLAMA.tree)
+    with pytest.raises(ValueError) as refused, torch.device("meta"):
+        Decoder(model, whole(2))
+    assert said in str(refused.value)
