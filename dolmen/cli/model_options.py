@@ -7,7 +7,7 @@ Nothing here imports torch or transformers.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, make_dataclass
-from typing import Annotated, Any, Literal, Optional
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -140,7 +140,7 @@ def _type(kind: Schema) -> Any:
         case Either((Null(), Flag())):
             return bool  # null is false
         case Either((Null(), inner)):
-            return Optional[_type(inner)]
+            return _type(inner) | None
         case Flag():
             return bool
         case Int():

@@ -82,8 +82,8 @@ def resolve(name: str | Path, revision: str | None = None) -> Path:
 
 
 def read_config(folder: Path | str) -> Model:
-    """The model of a folder's config.json. Raises ValueError naming the file and the field for what dolmen
-    cannot compute.
+    """The model of a folder's config.json. Raises ValueError naming the file and the field for what
+    dolmen cannot compute.
     """
     file = Path(folder) / "config.json"
     if not file.is_file():

@@ -23,8 +23,7 @@ from dolmen.convert.weights import assemble
 from dolmen.core import collectives, state
 from dolmen.core.mesh import SINGLE, Mesh
 from dolmen.data.batch import Batch
-from dolmen.families import Model, weight_map
-from dolmen.families.differences import differences
+from dolmen.families import Model, compared, weight_map
 from dolmen.model.decoder import Decoder
 from dolmen.model.tree import Tree
 from dolmen.parallel import data, tensor
@@ -156,14 +155,8 @@ def _structure(folder: Path, against: Path) -> tuple[Tree, list[str]]:
     ours, theirs = hf.read_config(folder), hf.read_config(against)
     fields = [
         f"{name} is {a} in {folder.name}, {b} in {against.name}"
-        for name, a, b in differences(ours.tree, theirs.tree)
+        for name, a, b in compared(ours, theirs)
     ]
-    if ours.model_type != theirs.model_type:
-        fields.insert(
-            0,
-            f"model_type is {ours.model_type} in {folder.name}, {theirs.model_type} in "
-            f"{against.name}",
-        )
     if ours.tree.shapes != theirs.tree.shapes:
         raise ValueError(
             f"{folder} and {against} hold models of different shapes ({'; '.join(fields)}): give "

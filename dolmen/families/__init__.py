@@ -6,7 +6,17 @@ weight_map(model) -> which of our parameters each stored tensor holds
 
 from dolmen.families.family import Family, Field
 from dolmen.families.known import families, find
-from dolmen.families.model import Model, changed, edit, explicit, made, moved, new, unknown_fields
+from dolmen.families.model import (
+    Model,
+    changed,
+    compared,
+    edit,
+    explicit,
+    made,
+    moved,
+    new,
+    unknown_fields,
+)
 from dolmen.families.weights import WeightMap, weight_map
 
 __all__ = [
@@ -15,6 +25,7 @@ __all__ = [
     "Model",
     "WeightMap",
     "changed",
+    "compared",
     "edit",
     "explicit",
     "families",

@@ -84,7 +84,7 @@ class Field:
 
 def mapping(name: str, *inside: Field, spell: Callable | None = None) -> Field:
     """A field that is null or a mapping of the fields `inside`."""
-    kind = optional(Object(optional={field.name: field.kind for field in inside}))
+    kind = optional(Object(optional={one.name: one.kind for one in inside}))
     return Field(name, kind, inside=inside, spell=spell)
 
 
@@ -109,7 +109,7 @@ class Family:
     rules: Callable[[Tree], list[Rule]]
     """Weight rules; the embedding is `embed` and the head `head`."""
     only: dict[str, tuple] = field(default_factory=dict)
-    """Fields beside `fields` that change the function, and the values supported, the usual first."""
+    """Fields beside `fields` that change the function -> the values supported, the usual first."""
     harmless: tuple[str, ...] = ()
     """Fields beside `fields` that do not change the function."""
     beside: dict[str, Any] = field(default_factory=dict)
@@ -122,7 +122,7 @@ class Family:
     @property
     def aliases(self) -> dict[str, str]:
         """Other name -> field."""
-        return {alias: field.name for field in self.fields for alias in field.aliases}
+        return {alias: one.name for one in self.fields for alias in one.aliases}
 
     @property
     def names(self) -> dict[str, str]:
@@ -130,12 +130,12 @@ class Family:
         field; of one inside another, `rope_parameters.factor`.
         """
         found = {}
-        for field in self.fields:
-            found |= dict.fromkeys((field.name, *field.aliases, *field.common), field.name)
-        for field in self.fields:
-            for one in field.inside:
-                path = f"{field.name}.{one.name}"
-                found |= dict.fromkeys((path, *one.common), path)
+        for one in self.fields:
+            found |= dict.fromkeys((one.name, *one.aliases, *one.common), one.name)
+        for one in self.fields:
+            for inner in one.inside:
+                path = f"{one.name}.{inner.name}"
+                found |= dict.fromkeys((path, *inner.common), path)
         return found
 
 

@@ -3,7 +3,7 @@ families, training knobs among them. Runs and checkpoints of then are read throu
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dolmen.core.config import from_dict, to_dict
@@ -181,6 +181,15 @@ def _changed(source: Model, tree: Tree) -> Model:
     return changed(source, {name: wanted[name] for name in own})  # absent ones followed a changed
 
 
+# Fields of then that are training's -> the option of train that has them.
+KNOBS = {
+    "dropout": "dropout",
+    "router_balance": "router",
+    "router_z_loss_coef": "router",
+    "router_bias_rate": "router",
+}
+
+
 def tree(**flat: Any) -> Tree:
     """The tree of old fields, of whatever family or none."""
     return from_dict(Flat, flat).tree
@@ -214,14 +223,10 @@ def run(values: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(old, dict) or "model_type" in old or not isinstance(values, dict):
         return dict(values)
     flat = from_dict(Flat, old, path="model")
-    knobs = to_dict(flat.training)
-    if {"dropout", "router"} & set(values.get("train") or {}):
-        raise ValueError("dropout and router stand under train, and model names no model_type")
-    return {
-        **values,
-        "model": flat.model.plain(),
-        "train": {**(values.get("train") or {}), **knobs},
-    }
-
-
-NAMES = tuple(f.name for f in fields(Flat))
+    train = values.get("train") or {}
+    if not isinstance(train, dict):
+        return dict(values)  # refused by who reads it
+    twice = [f"model.{name}" for name in KNOBS if name in old and KNOBS[name] in train]
+    if twice:
+        raise ValueError(f"{twice[0]} is now said under train, which says it too: leave it out")
+    return {**values, "model": flat.model.plain(), "train": {**to_dict(flat.training), **train}}

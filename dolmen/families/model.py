@@ -194,6 +194,20 @@ def edit(
     return Model({**made.config, **special}) if special else made
 
 
+def compared(one: Model, other: Model) -> list[tuple[str, Any, Any]]:
+    """(name, value, other value) of the fields in which the two differ: the family, and those that
+    fix their trees and that both have, by the names of the first.
+    """
+    names, theirs = other.family.names, other.family.new(other.tree)
+    pairs = [("model_type", one.model_type, other.model_type)]
+    pairs += [
+        (name, value, theirs[names[name]])
+        for name, value in one.family.new(one.tree).items()
+        if names.get(name) in theirs
+    ]
+    return [pair for pair in pairs if pair[1] != pair[2]]
+
+
 def unknown_fields(model: Model) -> list[str]:
     """Fields of its config.json that dolmen has never heard of: kept for the way back, without
     effect on the model. For a warning at the place that reads.

@@ -73,7 +73,7 @@ def weight_map(model: Model) -> WeightMap:
 
 
 def _otherwise(model: Model, stored: str) -> Iterator[tuple[str, Shape]]:
-    """(field, the shape `stored` has with another value of it), of every size in the config.json."""
+    """(field, the shape that `stored` has with another value of it), of every size that is told."""
     whole = explicit(model)
     plain = Model({**whole, "model_type": model.model_type})
     for name, value in whole.items():

@@ -5,7 +5,6 @@ made, and far below what would fill a memory or an evening.
 from dolmen.files.gate import MIB, Kind
 from dolmen.files.schema import (
     Anything,
-    Flag,
     Int,
     List,
     Map,
@@ -29,69 +28,12 @@ VOCABULARY = Int(1, 2**26)
 POSITIONS = Int(1, 2**40)
 TOKEN = Int(0, 2**31 - 1)
 NAME = Text(longest=1024)
-ROPE = optional(
-    Object(
-        optional={
-            "rope_type": NAME,
-            "type": NAME,
-            "rope_theta": Real(0, above=True),  # a wavelength is a power of it
-            "factor": optional(Real(0, above=True)),
-            "low_freq_factor": optional(Real(0, above=True)),
-            "high_freq_factor": optional(Real(0, above=True)),
-            "original_max_position_embeddings": optional(POSITIONS),
-        }
-    )
-)
 SPECIAL_TOKENS = {
     "bos_token_id": optional(Int(-1, TOKEN.high)),
     "eos_token_id": either(Null(), TOKEN, List(TOKEN, longest=1024)),
     "pad_token_id": optional(Int(-1, TOKEN.high)),  # Llama 1 says -1 for none
 }
-# Of any family; a family's own config.json is checked for the fields that it reads
-# (dolmen/families).
-CONFIG_FIELDS = {
-    "model_type": NAME,
-    "dtype": optional(NAME),
-    "torch_dtype": optional(NAME),
-    **SPECIAL_TOKENS,
-    "vocab_size": VOCABULARY,
-    "hidden_size": WIDTH,
-    "n_embd": WIDTH,
-    "intermediate_size": WIDTH,
-    "moe_intermediate_size": WIDTH,
-    "n_inner": optional(WIDTH),
-    "num_hidden_layers": LAYERS,
-    "n_layer": LAYERS,
-    "num_attention_heads": HEADS,
-    "n_head": HEADS,
-    "num_key_value_heads": optional(HEADS),
-    "head_dim": optional(WIDTH),
-    "num_local_experts": EXPERTS,
-    "num_experts": EXPERTS,
-    "num_experts_per_tok": EXPERTS,
-    "max_position_embeddings": POSITIONS,
-    "n_positions": POSITIONS,
-    "original_max_position_embeddings": optional(POSITIONS),
-    "sliding_window": optional(Int(0, POSITIONS.high)),
-    "max_window_layers": Int(0, POSITIONS.high),
-    "decoder_sparse_step": LAYERS,
-    "mlp_only_layers": optional(List(Int(0, LAYERS.high), longest=LAYERS.high)),
-    "layer_types": optional(List(NAME, longest=LAYERS.high)),
-    "hidden_act": NAME,
-    "activation_function": NAME,
-    "rms_norm_eps": Real(0),
-    "layer_norm_epsilon": Real(0),
-    "initializer_range": Real(0),
-    "router_aux_loss_coef": Real(0),
-    "rope_theta": Real(0, above=True),
-    "rope_scaling": ROPE,
-    "rope_parameters": ROPE,
-    "tie_word_embeddings": Flag(),
-    "attention_bias": optional(Flag()),
-    "mlp_bias": optional(Flag()),
-    "use_sliding_window": Flag(),
-    "norm_topk_prob": Flag(),
-}
+# What else one holds is of its family, which declares its fields (dolmen/families).
 CONFIG = Kind(Object(required={"model_type": NAME}), size=16 * MIB)
 GENERATION_CONFIG = Kind(Object(optional=SPECIAL_TOKENS), size=16 * MIB)
 

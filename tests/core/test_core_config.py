@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from dolmen.cli.options import read_run
 from dolmen.core.config import differences, from_dict, to_dict
-from dolmen.model.config import ModelConfig
+from dolmen.families import Model, families
 from dolmen.recipes import RECIPES
 from dolmen.train.config import RunConfig
 from dolmen.train.run import write_config
 
-RUN = RunConfig(model=ModelConfig())
+RUN = RunConfig(model=Model({"model_type": "llama"}))
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def test_differences():
 
 FIELDS = [
     (section, field.name, get_type_hints(type(getattr(RUN, section)))[field.name])
-    for section in ("model", "layout", "data", "optimizer", "train", "checkpoint", "log", "finish")
+    for section in ("layout", "data", "optimizer", "train", "checkpoint", "log", "finish")
     for field in fields(getattr(RUN, section))
 ]
 INTEGERS = st.one_of(
@@ -175,10 +175,43 @@ def _values(hint: Any) -> st.SearchStrategy:
 def test_what_is_accepted_is_read_back_equal(tmp_path_factory, drawn):
     """Any option, any value: refused, or the same again from the run's own config.yaml."""
     (section, name, _), value = drawn
+    _same_again(tmp_path_factory, {section: {name: value}})
+
+
+CONFIG_FIELDS = [
+    (name, one.name) for name, family in families().items() for one in family.fields
+] + [(name, unknown) for name in families() for unknown in ("mystery", "dolmen", "eos_token_id")]
+PLAIN = st.recursive(
+    st.none() | st.booleans() | INTEGERS | INTEGERS.map(lambda n: -n) | st.floats() | TEXT,
+    lambda inside: st.lists(inside, max_size=2) | st.dictionaries(TEXT, inside, max_size=2),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=1500, deadline=None, database=None, derandomize=True)
+@given(st.sampled_from(CONFIG_FIELDS), PLAIN)
+def test_a_model_that_is_accepted_is_read_back_equal(tmp_path_factory, drawn, value):
+    """Any field of its config.json, any value: refused, or the same again from config.yaml."""
+    model_type, name = drawn
+    _same_again(tmp_path_factory, {"model": {"model_type": model_type, name: value}})
+
+
+def _same_again(tmp_path_factory, changes: dict) -> None:
     try:
-        run = from_dict(RunConfig, {section: {name: value}}, RUN)
+        run = from_dict(RunConfig, changes, RUN)
     except ValueError:
         return
     out = tmp_path_factory.getbasetemp() / "written"
     write_config(out, run)
     assert read_run(out / "config.yaml") == run
+
+
+def test_a_value_with_a_form_of_its_own():
+    """A model is in a file what it says, and its refusals name the section."""
+    assert to_dict(RUN)["model"] == {"model_type": "llama"}
+    for model, said in (
+        ({"model_type": "bert"}, "model: model_type is 'bert'"),
+        ([], "model: it mus"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            from_dict(RunConfig, {"model": model})

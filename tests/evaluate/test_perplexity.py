@@ -79,7 +79,7 @@ def two_ranks(folder):
         options = dict(layout)
         mesh = meshes.grid(options.pop("dp", 1), options.pop("tp", 1), torch.device("cpu"))
         config = hf.read_config(folder)
-        model = build.build(config, mesh, Layout(**options) if options else None)
+        model = build.build(config.tree, mesh, Layout(**options) if options else None)
         build.load(model, lambda write, c=config: hf.load(folder, c, write))
         before = list(map(id, model.parameters()))
         part = slice(2 * mesh.dp.rank, 2 * mesh.dp.rank + 2) if mesh.dp.size == 2 else slice(None)

@@ -3,7 +3,6 @@ of each tensor.
 """
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,8 +11,7 @@ from safetensors.torch import load_file
 from tiny import CASES, build, save
 
 from dolmen.convert import hf
-from dolmen.families import to_hf
-from dolmen.model.config import parameter_shapes
+from dolmen.families import edit
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -24,20 +22,18 @@ def source(request, tmp_path_factory):
 
 
 def load(folder):
-    """(config, parameters loaded into NaNs)."""
-    config = hf.read_config(folder)
-    targets = {
-        name: torch.full(shape, float("nan")) for name, shape in parameter_shapes(config).items()
-    }
-    hf.load(folder, config, lambda name, full: targets[name].copy_(full))
-    return config, targets
+    """(the model, parameters loaded into NaNs)."""
+    model = hf.read_config(folder)
+    targets = {name: torch.full(shape, float("nan")) for name, shape in model.tree.shapes.items()}
+    hf.load(folder, model, lambda name, full: targets[name].copy_(full))
+    return model, targets
 
 
 def test_config_and_weights_come_back(source, tmp_path):
     _, folder = source
-    config, ours = load(folder)
+    loaded, ours = load(folder)
     assert not [name for name, tensor in ours.items() if tensor.isnan().any()]
-    hf.save(tmp_path / "back", config, ours.__getitem__)
+    hf.save(tmp_path / "back", loaded, ours.__getitem__)
     for file in ("config.json", "generation_config.json"):
         theirs, back = (json.loads((f / file).read_text()) for f in (folder, tmp_path / "back"))
         if file == "config.json":
@@ -51,7 +47,7 @@ def test_config_and_weights_come_back(source, tmp_path):
     assert all(torch.equal(theirs[name], back[name]) for name in theirs)
 
 
-def meaning(model, ours, config):
+def meaning(model, ours, tree):
     """Largest difference between what layer 1 of transformers computes and the same from our
     tensors: q, k, v and MLP, or the first expert of it.
     """
@@ -59,15 +55,15 @@ def meaning(model, ours, config):
     def linear(name, x):
         return F.linear(x, ours[f"layers.1.{name}.weight"], ours.get(f"layers.1.{name}.bias"))
 
-    x = torch.randn(5, config.hidden_size)
-    if config.family == "gpt2":
+    x = torch.randn(5, tree.hidden_size)
+    if model.config.model_type == "gpt2":
         block = model.transformer.h[1]
-        theirs, mlp = block.attn.c_attn(x).split(config.hidden_size, -1), block.mlp
+        theirs, mlp = block.attn.c_attn(x).split(tree.hidden_size, -1), block.mlp
     else:
         block = model.model.layers[1]
         theirs, mlp = [getattr(block.self_attn, f"{p}_proj")(x) for p in "qkv"], block.mlp
     pairs = [(linear(f"attn.{p}", x), t) for p, t in zip("qkv", theirs, strict=True)]
-    if config.sparse(1):
+    if tree.blocks[1].mlp.experts:
         gate, up, down = (
             ours[f"layers.1.mlp.experts.{name}.weight"][0] for name in ("gate", "up", "down")
         )
@@ -78,7 +74,7 @@ def meaning(model, ours, config):
         pairs.append((linear("mlp.router", x), mlp.gate(x)[0]))
     else:
         up = linear("mlp.up", x)
-        hidden = mlp.act_fn(linear("mlp.gate", x)) * up if config.gated else mlp.act(up)
+        hidden = mlp.act_fn(linear("mlp.gate", x)) * up if tree.blocks[1].mlp.gated else mlp.act(up)
         pairs.append((linear("mlp.down", hidden), mlp(x)))
     return max((a - b).abs().max().item() for a, b in pairs)
 
@@ -86,22 +82,23 @@ def meaning(model, ours, config):
 @torch.no_grad()
 def test_meaning_and_a_swap_is_noticed(source):
     model, folder = source
-    config, ours = load(folder)
-    assert meaning(model, ours, config) < 1e-5  # fp32, sums of 40 products of size about 1
-    mlp = "mlp.experts" if config.sparse(1) else "mlp"
-    for a, b in [("attn.k", "attn.v")] + [(f"{mlp}.gate", f"{mlp}.up")] * config.gated:
+    loaded, ours = load(folder)
+    tree, layer = loaded.tree, loaded.tree.blocks[1].mlp
+    assert meaning(model, ours, tree) < 1e-5  # fp32, sums of 40 products of size about 1
+    mlp, gated = ("mlp.experts", True) if layer.experts else ("mlp", layer.gated)
+    for a, b in [("attn.k", "attn.v")] + [(f"{mlp}.gate", f"{mlp}.up")] * gated:
         swapped = dict(ours)
         for kind in ("weight", "bias"):
             one, other = f"layers.1.{a}.{kind}", f"layers.1.{b}.{kind}"
             if one in ours:
                 swapped[one], swapped[other] = ours[other], ours[one]
-        assert meaning(model, swapped, config) > 0.1
+        assert meaning(model, swapped, tree) > 0.1
 
 
 def test_a_changed_structure_shows_and_nothing_else(source):
     _, folder = source
-    config = hf.read_config(folder)
-    before, after = config.hf, to_hf(replace(config, vocab_size=77))
+    model = hf.read_config(folder)
+    before, after = model.config, edit(model, vocab_size=77).exported()
     assert {name for name in {**before, **after} if before.get(name) != after.get(name)} == {
         "vocab_size"
     }

@@ -1,14 +1,12 @@
 """Weight rules on numbered rows: what ends up where, the way back, and refusals."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from dolmen.convert import hf
-from dolmen.families import weight_map
-from dolmen.families.rules import Rename, Split, Transpose, assemble, disagreeing_fields, entries
-from dolmen.model.config import ModelConfig, parameter_shapes
+from dolmen.convert.weights import assemble, join, split
+from dolmen.families import Model, flat, weight_map
+from dolmen.families.rules import Rename, Split, Transpose, entries
 
 QKV = ("layers.{}.attn.q", "layers.{}.attn.k", "layers.{}.attn.v")
 
@@ -30,64 +28,71 @@ def test_split(groups, counts, rows, unit):
     stored = torch.arange(8).repeat_interleave(unit)[:, None] * torch.ones(1, 5)
     for tensor in (stored, stored[:, 0]):  # a weight and a bias
         rule = Split("hf", tuple("abc"[: len(counts)]), groups, counts)
-        parts = list(rule.split(tensor))
+        parts = list(split(rule, tensor))
         for part, expected in zip(parts, rows, strict=True):
             assert part.reshape(len(part), -1)[:, 0].tolist() == [
                 float(r) for r in expected for _ in range(unit)
             ]
-        assert torch.equal(rule.join(parts), tensor)
+        assert torch.equal(join(rule, parts), tensor)
         assert rule.shape([tuple(p.shape) for p in parts]) == tuple(tensor.shape)
 
 
 def test_transpose_of_a_split_is_views():
     stored = torch.randn(4, 12)
     rule = Transpose(Split("hf", tuple("abc"), 1, (1, 1, 1)))
-    parts = list(rule.split(stored))
+    parts = list(split(rule, stored))
     assert [tuple(p.shape) for p in parts] == [(4, 4)] * 3
     assert all(p.untyped_storage().data_ptr() == stored.untyped_storage().data_ptr() for p in parts)
-    assert torch.equal(rule.join(parts), stored) and rule.shape([(4, 4)] * 3) == (4, 12)
+    assert torch.equal(join(rule, parts), stored) and rule.shape([(4, 4)] * 3) == (4, 12)
 
 
 def test_parameters_without_a_rule_raise():
-    config = ModelConfig(num_hidden_layers=1)
+    tree = flat.tree(num_hidden_layers=1)
     with pytest.raises(
         KeyError, match=r"10 parameters .*'layers.0.attn_norm.weight', 'layers.0.attn.q.weight'"
     ):
-        entries([Rename("e", "embed"), Rename("h", "head")], config)
+        entries([Rename("e", "embed"), Rename("h", "head")], tree.shapes, 1)
 
 
 def test_a_fused_tensor_of_unequal_parts_raises():
-    config = ModelConfig(num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2)
+    tree = flat.tree(num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2)
     with pytest.raises(ValueError, match="family"):
-        entries([Split("c_attn.{}", QKV, 1, (1, 1, 1))], config)
+        entries([Split("c_attn.{}", QKV, 1, (1, 1, 1))], tree.shapes, 1)
 
 
-def test_disagreeing_fields():
-    config = ModelConfig(
-        family="gpt2",
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        hidden_size=24,
-    )
-    rules = [Rename(name, name) for name in ("embed", "head", "final_norm")]
-    modules = ("attn.o", "mlp.gate", "mlp.up", "mlp.down", "attn_norm", "mlp_norm")
-    rules += [Rename("layers.{}." + name, "layers.{}." + name) for name in modules]
-    rules += [Transpose(Split("c_attn.{}", QKV, 2, (2, 1, 1)))]
-    assert entries(rules, config)["c_attn.0.weight"].shape == (24, 64)
-    assert disagreeing_fields(rules, config, "c_attn.0.weight", (25, 64)) == ["hidden_size"]
-    # the counts fix the heads
-    assert disagreeing_fields(rules, config, "c_attn.0.weight", (24, 32)) == ["head_dim"]
-    assert disagreeing_fields(rules, config, "layers.0.mlp.up.weight", (11009, 24)) == [
-        "intermediate_size"
-    ]
-    assert disagreeing_fields(rules, replace(config, vocab_size=7), "embed.weight", (9, 24)) == [
-        "vocab_size"
-    ]
+@pytest.mark.parametrize(
+    ("model", "stored", "shape", "fields"),
+    [
+        ("gpt2", "h.0.attn.c_attn.weight", (24, 2304), ["n_embd"]),
+        ("gpt2", "h.0.mlp.c_fc.weight", (768, 3000), ["n_inner"]),
+        ("gpt2", "wte.weight", (9, 768), ["vocab_size"]),
+        ("gpt2", "wpe.weight", (9, 768), ["n_positions"]),
+        ("gpt2", "wpe.weight", (9, 768, 1), []),
+        (
+            "llama",
+            "layers.0.self_attn.k_proj.weight",
+            (8, 4096),
+            ["num_key_value_heads", "head_dim"],
+        ),
+        ("llama", "layers.0.self_attn.q_proj.weight", (4096, 9), ["hidden_size"]),
+        ("mixtral", "layers.0.block_sparse_moe.gate.weight", (9, 4096), ["num_local_experts"]),
+        (
+            "qwen3_moe",
+            "layers.0.mlp.experts.0.up_proj.weight",
+            (9, 2048),
+            ["moe_intermediate_size"],
+        ),
+    ],
+)
+def test_disagreeing_fields(model, stored, shape, fields):
+    """The fields that make the expected shape, and no others."""
+    layers = "n_layer" if model == "gpt2" else "num_hidden_layers"
+    weights = weight_map(Model({"model_type": model, layers: 1}))
+    prefix = "transformer." if model == "gpt2" else "model."
+    assert weights.disagreeing_fields(prefix + stored, shape) == fields
 
 
-EXPERTS = ModelConfig(
+EXPERTS = flat.model(
     family="mixtral",
     num_hidden_layers=2,
     num_experts=12,
@@ -111,7 +116,7 @@ def test_a_stack_is_read_whole_and_written_apart():
     ours = dict(
         assemble([found[n] for n in names], lambda name: (read.append(name), stored[name])[1])
     )
-    assert sorted(read) == sorted(names) and ours.keys() == parameter_shapes(EXPERTS).keys()
+    assert sorted(read) == sorted(names) and ours.keys() == EXPERTS.tree.leaves.keys()
     for i in range(12):
         assert torch.equal(
             ours[STACK.format(1)][i],

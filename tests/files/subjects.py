@@ -26,7 +26,8 @@ from dolmen.convert import hf
 from dolmen.core.config import from_dict, to_dict
 from dolmen.core.mesh import SINGLE
 from dolmen.data import corpus, readers
-from dolmen.families import FAMILIES, from_hf, schema
+from dolmen.families import Model, find
+from dolmen.families.model import schema
 from dolmen.files import gate, kinds, tokenizer_files
 from dolmen.files import safetensors as ours
 from dolmen.files.schema import Schema, check
@@ -125,8 +126,8 @@ CONFIGS = {
 def same_config(value: Any, undamaged: Any, file: Path) -> bool:
     """The structure of what stands there, which is kept whole."""
     content = plain(file)
-    check(content, schema(FAMILIES[content["model_type"]]))
-    return alike(value.hf, content) and value == from_hf(content)
+    check(content, schema(find(content["model_type"])))
+    return alike(value.config, content) and value.tree == Model(content).tree
 
 
 def config(name: str) -> Subject:

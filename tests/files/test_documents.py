@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from subjects import CONFIGS, alike
 
-from dolmen.families import FAMILIES, from_hf, schema
+from dolmen.families import Model, find
+from dolmen.families.model import schema
 from dolmen.files import gate, kinds
 from dolmen.files.gate import Kind, Refused
 from dolmen.files.schema import (
@@ -110,16 +111,16 @@ def test_anything_else_is_refused(name):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_config_json_that_fits_its_family_is_a_model_or_a_refusal(name):
     """Rules across fields refuse with ValueError; nothing else comes out."""
-    family = FAMILIES[CONFIGS[name]["model_type"]]
+    family = find(CONFIGS[name]["model_type"])
 
     @QUICK
     @given(fitting(schema(family)))
     def reads(document):
         content = CONFIGS[name] | {n: v for n, v in document.items() if n != "model_type"}
         try:
-            config = from_hf(content)
+            model = Model(content)
         except ValueError:
             return
-        assert alike(config.hf, content)
+        assert alike(model.config, content)
 
     reads()
