@@ -31,11 +31,10 @@ from transformers import PreTrainedTokenizerFast
 import dolmen
 from dolmen.checkpoint.stream import locate, open_checkpoint
 from dolmen.convert import hf
-from dolmen.core.config import from_dict
 from dolmen.data import loader
 from dolmen.data.config import DataConfig
+from dolmen.families import Model
 from dolmen.data.loader import Loader
-from dolmen.model.config import ModelConfig
 from dolmen.optim.precision import LossScale
 from dolmen.train import metrics
 from dolmen.train import run as runs
@@ -190,16 +189,15 @@ def options(
         "log": {"validate_every": 0},
         "checkpoint": {"every": resume or 0, "keep": 0},
         "finish": {"export": True} if job.balance != "bias" else {},
-        "model": {},
     }
     if job.spike_factor is not None:
         chosen["train"] |= {"spike": "skip", "spike_factor": job.spike_factor}
     if "num_experts_per_tok" in job.model:
-        chosen["model"] = {
-            "router_balance": job.balance,
-            "router_aux_loss_coef": job.balance_coef,
-            "router_z_loss_coef": job.z_coef,
-            "router_bias_rate": job.bias_rate,
+        chosen["train"]["router"] = {
+            "balance": job.balance,
+            "aux_loss_coef": job.balance_coef,
+            "z_loss_coef": job.z_coef,
+            "bias_rate": job.bias_rate,
         }
     return chosen
 
@@ -246,10 +244,10 @@ def read(job: Job, out: Path) -> Result:
     number = lambda value: math.nan if value is None else value  # JSON has no word for it
     column = lambda name: [number(r[name]) for r in steps if name in r]
     saved = open_checkpoint(locate(out))
-    config = from_dict(ModelConfig, saved.meta["run"]["model"])
+    model = Model.from_plain(saved.meta["run"]["model"])
 
     def tensors(kind: str) -> dict[str, Tensor]:
-        return dict(hf.export(config, lambda name: saved.read(f"{kind}/{name}")))
+        return dict(hf.export(model, lambda name: saved.read(f"{kind}/{name}")))
 
     return Result(
         losses=column("loss"),

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
+from models import Flat
 from torch import nn
 
 from dolmen.core import collectives
 from dolmen.core import mesh as meshes
 from dolmen.core.mesh import Axis, Mesh
 from dolmen.model import build
-from dolmen.model.config import ModelConfig
 from dolmen.model.layout import Layout
 from dolmen.parallel import pipeline
 from dolmen.parallel.actions import Schedule
@@ -259,7 +259,7 @@ def test_a_run_is_connected_before_its_model_is_built(monkeypatch):
         collectives, "start_receive", lambda x, axis, by: done.append(by) or Handle()
     )
     axes = {name: Axis(name, 2, 0) for name in ("pp", "up", "down")}
-    model = ModelConfig(
+    model = Flat(
         vocab_size=64,
         hidden_size=8,
         intermediate_size=8,
@@ -267,7 +267,7 @@ def test_a_run_is_connected_before_its_model_is_built(monkeypatch):
         num_attention_heads=2,
         num_key_value_heads=2,
         max_position_embeddings=8,
-    )
+    ).model
     layout, train = Layout(pp=2, dp=1), TrainConfig(sequence_length=8)
     monkeypatch.setattr(build, "build", lambda *_, **__: done.append("model") or nn.Linear(1, 1))
     monkeypatch.setattr(build, "initialize", lambda *_: None)

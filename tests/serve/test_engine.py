@@ -4,6 +4,7 @@ refused.
 
 import json
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -147,9 +148,8 @@ def test_logits_that_are_not_finite_are_refused():
 def test_load_takes_the_dtype_of_the_folder(tmp_path):
     model = decoder("one-kv-qk-norm")
     values = dict(model.named_parameters())
-    config = DECODERS["one-kv-qk-norm"]
-    config = type(config)(**{**vars(config), "family": "qwen3", "hf": {"eos_token_id": [2, 3]}})
-    hf.save(tmp_path / "model", config, values.__getitem__, torch.bfloat16)
+    flat = replace(DECODERS["one-kv-qk-norm"], family="qwen3", hf={"eos_token_id": [2, 3]})
+    hf.save(tmp_path / "model", flat.model, values.__getitem__, torch.bfloat16)
     assert {p.dtype for p in load(tmp_path / "model").parameters()} == {torch.bfloat16}
     wide = load(tmp_path / "model", dtype=torch.float32)
     assert not wide.training and all(

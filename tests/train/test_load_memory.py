@@ -11,27 +11,27 @@ PROGRAM = """
 import resource, sys, torch
 from dolmen.convert import hf
 from dolmen.core import mesh, state
-from dolmen.model.config import ModelConfig, parameter_shapes
+from dolmen.families import flat
 from dolmen.model import build
 
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 heads = dict(num_attention_heads=8, num_key_value_heads=8)
-config = ModelConfig(vocab_size=8192, hidden_size=1024, intermediate_size=4096, num_hidden_layers=6,
+config = flat.model(vocab_size=8192, hidden_size=1024, intermediate_size=4096, num_hidden_layers=6,
                      head_dim=128, **heads)
 if sys.argv[2] == "write":
-    hf.save(sys.argv[1], config, lambda name: torch.full(parameter_shapes(config)[name], 0.5))
+    hf.save(sys.argv[1], config, lambda name: torch.full(config.tree.shapes[name], 0.5))
 else:
     mesh.fake(8)
     grid = mesh.grid(1, 8, torch.device("cpu"))
-    model = build.build(config, grid)
-    small = ModelConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, head_dim=8,
+    model = build.build(config.tree, grid)
+    small = flat.model(hidden_size=8, intermediate_size=8, num_hidden_layers=1, head_dim=8,
                         **heads)
-    build.initialize(build.build(small, grid), 0)
+    build.initialize(build.build(small.tree, grid), 0)
     before = peak()
     build.load(model, lambda write: hf.load(sys.argv[1], config, write))
     shard = sum(state.local_elements(p) for p in model.parameters()) * 4 / 2**20
-    largest = max(torch.Size(s).numel() for s in parameter_shapes(config).values()) * 4 / 2**20
-    whole = sum(torch.Size(s).numel() for s in parameter_shapes(config).values()) * 4 / 2**20
+    largest = max(torch.Size(s).numel() for s in config.tree.shapes.values()) * 4 / 2**20
+    whole = sum(torch.Size(s).numel() for s in config.tree.shapes.values()) * 4 / 2**20
     assert all((state.shard(p) == 0.5).all() for p in model.parameters())
     print(peak() - before, shard, largest, whole)
 """

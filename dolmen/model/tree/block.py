@@ -26,7 +26,8 @@ class Block:
     arrangement: Arrangement = Pre()
 
     def leaves(self, stream: Stream) -> Leaves:
-        return self.arrangement.leaves(self, stream)
+        norm = self.norm.leaves(stream.hidden_size)
+        return self.arrangement.leaves(norm, self.mixer.leaves(stream), self.mlp.leaves(stream))
 
 
 @dataclass(frozen=True)

@@ -3,23 +3,19 @@
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from dolmen.model.tree.leaf import Leaves, Stream, within
-
-if TYPE_CHECKING:
-    from dolmen.model.tree.block import Block
+from dolmen.model.tree.leaf import Leaves, within
 
 
 @dataclass(frozen=True)
 class Pre:
     """x += mixer(norm x); x += mlp(norm x)."""
 
-    def leaves(self, block: "Block", stream: Stream) -> Leaves:
-        norm = block.norm.leaves(stream.hidden_size)
+    def leaves(self, norm: Leaves, mixer: Leaves, mlp: Leaves) -> Leaves:
+        """Of a block, by name and in order, out of those of a norm, of its mixer and of its mlp."""
         return {
             **within("attn_norm", norm),
-            **within("attn", block.mixer.leaves(stream)),
+            **within("attn", mixer),
             **within("mlp_norm", norm),
-            **within("mlp", block.mlp.leaves(stream)),
+            **within("mlp", mlp),
         }
