@@ -33,6 +33,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from dolmen.model.config import ModelConfig
+from dolmen.train.build import build, initialize
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -40,12 +42,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dolmen.core import heap
 from dolmen.data.batch import Batch
-from dolmen.model.config import ModelConfig
 from dolmen.model.count import parameters, training_flops_per_token
 from dolmen.model.layout import Layout
 from dolmen.optim.optimizer import OptimizerConfig, adamw, prime
 from dolmen.parallel.schedule import simulate
-from dolmen.train.build import build, initialize
 from dolmen.train.peak import matmul_peak
 from dolmen.train.step import TrainState, optimizer_step
 
