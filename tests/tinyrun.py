@@ -38,6 +38,8 @@ MODEL = dict(
     head_dim=8,
     max_position_embeddings=64,
 )
+# the same as a model of a run: its config.json
+CONFIG = {"model_type": "llama", **MODEL, "rms_norm_eps": 1e-5}
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class Material:
         }
         return {
             "name": "tiny",
-            "model": MODEL,
+            "model": CONFIG,
             "data": data,
             "optimizer": {"lr": 1e-2, "warmup_steps": 2},
             "train": {"steps": 6, "sequence_length": 16, "global_batch_size": 4},

@@ -39,9 +39,7 @@ class TrainOptions:
     recipe: tyro.conf.Positional[str]
     """Recipe or YAML file."""
     model: Any  # of the class that `train_options` is given
-    """Fields of the model's config.json: those of the family that the recipe, --init or
-    --model.model-type names.
-    """
+    """Fields of the model's config.json, as its family has them."""
     init: str | None = None
     """Directory or hub id of a transformers checkpoint to start from; it decides the model."""
     out: str | None = None

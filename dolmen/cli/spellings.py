@@ -190,6 +190,18 @@ HOW = {
     "model.mlp-bias": FAMILY,
     "model.no-mlp-bias": FAMILY,
     "model.head-dim": FAMILY,
+    "model.num-key-value-heads": FAMILY,
+    **dict.fromkeys(
+        (
+            "model.rope.theta",
+            "model.rope.scaling",
+            "model.rope.factor",
+            "model.rope.low-freq-factor",
+            "model.rope.high-freq-factor",
+            "model.rope.original-max-position-embeddings",
+        ),
+        FAMILY,
+    ),
     "model.activation": "set --model.hidden-act, by the name that transformers has for it, such as "
     "gelu_pytorch_tanh",
     "model.num-experts": EXPERTS,

@@ -74,14 +74,14 @@ def test_options_are_those_of_the_command(material, tmp_path):
     made = dolmen.train(
         material.file,
         out=tmp_path / "out",
-        model={"qk_norm": True, "family": "qwen3"},
+        model={"family": "qwen3"},
         finish={"export": False},
         layout={"sequence_parallel": False},
         data={"path": [material.docs]},
         train={"steps": 1, "microbatch_size": None},
         resume=False,
     )
-    assert len(rows(made)) == 1 and "qk_norm: true" in (made / "config.yaml").read_text()
+    assert len(rows(made)) == 1 and "model_type: qwen3" in (made / "config.yaml").read_text()
     assert dolmen.api._words(
         "",
         {

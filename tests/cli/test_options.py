@@ -2,6 +2,7 @@
 over what.
 """
 
+import json
 import re
 import shlex
 import subprocess
@@ -14,32 +15,60 @@ import yaml
 from tinyrun import dolmen
 
 import dolmen as package
-from dolmen.cli import VERBS
+from dolmen.cli import VERBS, model_options
 from dolmen.cli.errors import BadInput
 from dolmen.cli.options import VERBS as VERB_OPTIONS
-from dolmen.cli.options import TrainOptions, parse_train, read
+from dolmen.cli.options import parse_train, read, train_options
 from dolmen.cli.parse import names
 from dolmen.cli.spellings import EQUAL, HOW, suggestion
 from dolmen.convert import hf
+from dolmen.families import families, find
 from dolmen.recipes import RECIPES
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 
 # What people type and write in scripts. To add one is free; to rename or remove one breaks
 # somebody.
-TRAIN = """
-    help init out resume overwrite nproc max-restarts
-    model.family model.vocab-size model.hidden-size model.intermediate-size model.num-hidden-layers
-    model.num-attention-heads model.num-key-value-heads model.head-dim model.max-position-embeddings
-    model.position model.norm model.norm-eps model.qk-norm model.no-qk-norm model.mlp
-    model.activation model.num-experts model.num-experts-per-tok model.moe-intermediate-size
-    model.norm-topk-prob model.no-norm-topk-prob model.dense-layers model.router-balance
-    model.router-aux-loss-coef model.router-z-loss-coef model.router-bias-rate model.attention-bias
-    model.no-attention-bias model.output-bias model.no-output-bias model.mlp-bias model.no-mlp-bias
-    model.sliding-window model.sliding-layers model.tie-word-embeddings model.no-tie-word-embeddings
-    model.dropout model.initializer-range
-    model.rope.theta model.rope.scaling model.rope.factor model.rope.low-freq-factor
-    model.rope.high-freq-factor model.rope.original-max-position-embeddings
+BEFORE = "help init out resume overwrite nproc max-restarts model.model-type"
+# of the model: the fields of its config.json, for a family of each kind
+LLAMA = """
+    model.vocab-size model.hidden-size model.intermediate-size model.num-hidden-layers
+    model.num-attention-heads model.num-key-value-heads model.head-dim model.hidden-act
+    model.max-position-embeddings model.rms-norm-eps model.initializer-range
+    model.tie-word-embeddings model.no-tie-word-embeddings
+"""
+ROPE = """
+    model.rope-parameters.rope-theta model.rope-parameters.rope-type model.rope-parameters.factor
+    model.rope-parameters.low-freq-factor model.rope-parameters.high-freq-factor
+    model.rope-parameters.original-max-position-embeddings
+"""
+MODELS = {
+    "llama": f"""
+        {LLAMA} model.attention-bias model.no-attention-bias model.mlp-bias model.no-mlp-bias {ROPE}
+    """,
+    "gpt2": """
+        model.vocab-size model.n-positions model.n-embd model.n-layer model.n-head model.n-inner
+        model.activation-function model.layer-norm-epsilon model.initializer-range
+        model.tie-word-embeddings model.no-tie-word-embeddings
+    """,
+    "qwen3": f"""
+        {LLAMA} model.sliding-window model.use-sliding-window model.no-use-sliding-window
+        model.max-window-layers model.layer-types model.attention-bias model.no-attention-bias
+        {ROPE}
+    """,
+    "mixtral": f"""
+        {LLAMA} model.sliding-window model.num-local-experts model.num-experts-per-tok
+        model.router-aux-loss-coef {ROPE}
+    """,
+    "qwen3_moe": f"""
+        {LLAMA} model.sliding-window model.num-experts-per-tok model.router-aux-loss-coef
+        model.attention-bias model.no-attention-bias model.use-sliding-window
+        model.no-use-sliding-window model.num-local-experts model.moe-intermediate-size
+        model.norm-topk-prob model.no-norm-topk-prob model.decoder-sparse-step
+        model.mlp-only-layers {ROPE}
+    """,
+}
+AFTER = """
     layout.tp layout.cp layout.pp layout.dp layout.ep layout.zero layout.sequence-parallel
     layout.no-sequence-parallel layout.context layout.schedule layout.virtual-stages
     layout.recompute layout.recompute-layers
@@ -48,12 +77,27 @@ TRAIN = """
     optimizer.lr optimizer.warmup-steps optimizer.schedule optimizer.min-lr optimizer.decay-fraction
     optimizer.weight-decay optimizer.beta1 optimizer.beta2 optimizer.eps optimizer.clip train.steps
     train.seed train.dtype train.sequence-length train.global-batch-size train.microbatch-size
-    train.device train.compile train.no-compile train.deterministic train.no-deterministic
-    train.spike train.spike-factor train.max-skipped-steps train.hang-seconds
+    train.device train.dropout train.compile train.no-compile train.deterministic
+    train.no-deterministic train.spike train.spike-factor train.max-skipped-steps train.hang-seconds
+    train.router.balance train.router.aux-loss-coef train.router.z-loss-coef train.router.bias-rate
     checkpoint.every checkpoint.keep
     log.every log.validate-every log.profile log.validation-tokens
     finish.export finish.no-export finish.verify finish.no-verify finish.sample finish.compressors
     finish.no-compressors
+"""
+FAMILIES = {name: f"{BEFORE} {of} {AFTER}".split() for name, of in MODELS.items()}
+TRAIN = FAMILIES["llama"]
+# What a model's options were before they were the fields of its config.json: taken, or refused with
+# how it is said now.
+OLD = """
+    family vocab-size hidden-size intermediate-size num-hidden-layers num-attention-heads
+    num-key-value-heads head-dim max-position-embeddings position norm norm-eps qk-norm no-qk-norm
+    mlp activation num-experts num-experts-per-tok moe-intermediate-size norm-topk-prob
+    no-norm-topk-prob dense-layers router-balance router-aux-loss-coef router-z-loss-coef
+    router-bias-rate attention-bias no-attention-bias output-bias no-output-bias mlp-bias
+    no-mlp-bias sliding-window sliding-layers tie-word-embeddings no-tie-word-embeddings dropout
+    initializer-range rope.theta rope.scaling rope.factor rope.low-freq-factor rope.high-freq-factor
+    rope.original-max-position-embeddings
 """.split()
 OTHERS = {
     "export": "help to dtype",
@@ -77,10 +121,27 @@ def options(text: str) -> list[str]:
     )
 
 
-def test_options_of_train_are_frozen():
-    shown = dolmen("train", "--help")
-    assert shown.code == 0 and options(shown.out) == TRAIN
-    assert sorted(names(TrainOptions)) == sorted(TRAIN)  # what suggestions are made of
+def options_of(name: str) -> list[str]:
+    """What suggestions are made of."""
+    return names(train_options(model_options.options(find(name))))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_options_of_train_are_frozen(name):
+    shown = dolmen("train", "pretrain", "--model.model-type", name, "--help")
+    assert shown.code == 0 and options(shown.out) == FAMILIES[name]
+    assert sorted(options_of(name)) == sorted(FAMILIES[name])
+
+
+@pytest.mark.parametrize("name", families())
+@pytest.mark.parametrize("old", OLD)
+def test_an_option_of_then_is_taken_or_refused_with_how_it_is_said_now(name, old):
+    (word,) = model_options.in_todays_names([f"--model.{old}"], find(name))
+    known = options_of(name)
+    said = word.removeprefix("--")
+    assert said in known or suggestion(said, known), word
+    for option in re.findall(r"--([a-z][a-z0-9.-]*[a-z0-9])", suggestion(said, known)):
+        assert option in OPTION_NAMES or option in known, option
 
 
 @pytest.mark.parametrize("verb", OTHERS)
@@ -112,7 +173,7 @@ for words in asked:
     assert done.returncode == 0, done.stderr
 
 
-OPTION_NAMES = {*TRAIN, *" ".join(OTHERS.values()).split()}
+OPTION_NAMES = {*sum(FAMILIES.values(), []), *" ".join(OTHERS.values()).split()}
 
 
 @pytest.mark.parametrize("spelling", EQUAL)
@@ -123,7 +184,8 @@ def test_other_spellings_lead_to_our_options(spelling):
     targets = [EQUAL[spelling]] if isinstance(EQUAL[spelling], str) else EQUAL[spelling]
     assert {target.split()[0] for target in targets} <= OPTION_NAMES
     assert spelling not in OPTION_NAMES
-    told = [suggestion(spelling, names(cls)) for cls in (TrainOptions, *VERB_OPTIONS.values())]
+    known = [*map(options_of, FAMILIES), *map(names, VERB_OPTIONS.values())]
+    told = [suggestion(spelling, options) for options in known]
     assert f"did you mean --{targets[0]}?" in told, told
 
 
@@ -131,7 +193,7 @@ def test_other_spellings_lead_to_our_options(spelling):
 def test_advice_names_options_that_exist(spelling):
     text = HOW[spelling]
     named = re.findall(r"--([a-z][a-z0-9.-]*[a-z0-9])", text)
-    assert set(named) <= set(TRAIN) and suggestion(spelling, TRAIN) == text
+    assert set(named) <= OPTION_NAMES and suggestion(spelling, TRAIN) == text
     assert set(re.findall(r"\b((?:train|layout|data)\.[a-z-]+)", text)) <= set(TRAIN)
     assert suggestion(spelling, OTHERS["export"].split()) == ""
 
@@ -144,6 +206,8 @@ def test_advice_names_options_that_exist(spelling):
         ("train quickstart --lr 1e-3", "--lr: did you mean --optimizer.lr?"),
         ("train quickstart --batch-size 8", "did you mean --train.global-batch-size?"),
         ("train quickstart --model.num-layers 2", "did you mean --model.num-hidden-layers?"),
+        ("train gpt3-175b --model.num-layers 2", "did you mean --model.n-layer?"),
+        ("train quickstart --model.qk-norm", "choose it with --model.model-type"),
         ("train quickstart --max-steps 2", "did you mean --train.steps?"),
         ("train quickstart --tensor-parallel-size 2", "did you mean --layout.tp?"),
         ("train quickstart --training.seq-len 2", "did you mean --train.sequence-length?"),
@@ -243,7 +307,9 @@ def test_options_win_over_the_file_and_the_file_over_defaults(material):
             "0.5:b",
             "--train.steps",
             "None",
-            "--model.qk-norm",
+            "--model.rope.theta",
+            "500.0",
+            "--model.no_tie_word_embeddings",
             "--out",
             "x",
         ]
@@ -256,23 +322,65 @@ def test_options_win_over_the_file_and_the_file_over_defaults(material):
     assert config.layout.tp == 2 and config.layout.sequence_parallel and config.layout.dp is None
     assert config.data.path == ("a", "0.5:b") and config.data.tokenizer == str(material.tokenizer)
     assert config.train.steps is None and config.train.global_batch_size == 4
-    assert config.model.qk_norm and config.model.vocab_size == 300 and config.name == "tiny"
+    assert config.model.config == tinyrun.CONFIG | {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}
+    }
+    assert config.name == "tiny"
     assert given.out == "x" and not given.resume and given.nproc is None
 
 
 def test_init_decides_the_model(material, tmp_path):
     config, _ = parse_train(["quickstart", "--init", str(material.model)])
-    assert (
-        config.model.hidden_size == 32
-        and config.init == str(material.model)
-        and config.model.hf["model_type"] == "llama"
-    )
+    read = json.loads((material.model / "config.json").read_text())
+    assert config.model.config == read and config.init == str(material.model)
     config, _ = parse_train(["pretrain", f"--init={material.model}", "--model.dropout", "0.1"])
-    assert config.model.dropout == 0.1 and config.model.vocab_size == 300
+    assert config.train.dropout == 0.1 and config.model.config == read
+    config, _ = parse_train(["pretrain", f"--init={material.model}", "--model.rope-theta", "5"])
+    assert config.model.tree.blocks[0].mixer.positions.theta == 5
+    assert {n for n in read if read[n] != config.model.config[n]} == {"rope_parameters"}
     assert parse_train(["pretrain"])[0].model is None
     (tmp_path / "init.yaml").write_text(yaml.safe_dump({"init": str(material.model)}))
     config, _ = parse_train([str(tmp_path / "init.yaml")])
-    assert config.model.hidden_size == 32 and config.name == "init"
+    assert config.model.config == read and config.name == "init"
+
+
+def test_a_model_is_made_of_options():
+    """Of a family and its defaults, every field of the config.json stated; by any of the names."""
+    words = "pretrain --model.model-type gpt2 --model.hidden-size 64 --model.n-head=4".split()
+    model = parse_train(words)[0].model
+    content = model.config
+    assert (content["n_embd"], content["n_head"], content["n_layer"]) == (64, 4, 12)
+    assert content["n_inner"] == 256 and content["architectures"] == ["GPT2LMHeadModel"]
+    assert content["resid_pdrop"] == 0.0 and content["dtype"] == "float32"
+    assert parse_train(["pretrain", "--model.model-type", "llama"])[0].model.tree.layers == 32
+    words = "pretrain --model.num-key-value-heads 4 --model.hidden_size 512".split()
+    model = parse_train(words)[0].model
+    assert model.model_type == "llama" and model.tree.blocks[0].mixer.kv_heads == 4
+    words = "qwen3-30b-a3b --model.dense-layers 0 2 --model.num-experts 16".split()
+    content = parse_train(words)[0].model.config
+    assert content["mlp_only_layers"] == [0, 2] and content["num_local_experts"] == 16
+
+
+def test_a_model_of_another_family():
+    """The same tree where the family has it; else what both have by name."""
+    quickstart = RECIPES["quickstart"]().model
+    moved = parse_train(["quickstart", "--model.family", "mistral"])[0].model
+    assert moved.model_type == "mistral" and moved.tree == quickstart.tree
+    words = "quickstart --model.model-type mixtral --model.num-local-experts 4".split()
+    model = parse_train(words)[0].model
+    mlp = model.tree.blocks[0].mlp
+    assert (mlp.number, mlp.per_token, mlp.size) == (4, 2, 704) and model.tree.hidden_size == 256
+    gpt2 = parse_train(["quickstart", "--model.model-type=gpt2"])[0].model.tree
+    assert (gpt2.hidden_size, gpt2.layers, gpt2.blocks[0].mlp.size) == (256, 6, 704)
+
+
+def test_a_file_of_then(material, tmp_path):
+    """A run's config.yaml before its model was a config.json, training knobs among the model."""
+    old = {**material.options(), "model": {**tinyrun.MODEL, "family": "mistral", "dropout": 0.1}}
+    (tmp_path / "old.yaml").write_text(yaml.safe_dump(old))
+    config, _ = parse_train([str(tmp_path / "old.yaml")])
+    assert config.model.model_type == "mistral" and config.train.dropout == 0.1
+    assert config.model.tree == material.config().model.tree and config.train.steps == 6
 
 
 def test_a_file_is_named_after_itself_or_its_run(tmp_path):

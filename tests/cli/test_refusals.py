@@ -11,7 +11,7 @@ import pytest
 import tinyrun
 import torch
 from safetensors.torch import load_file, save_file
-from tinyrun import MODEL, Material, dolmen
+from tinyrun import CONFIG, Material, dolmen
 
 import dolmen as package
 from dolmen.cli import launch, train
@@ -95,15 +95,15 @@ OPTIONS = {
     # the model: as many layers would fill the memory before anything could be refused
     "layers": (
         "--model.num-hidden-layers 1000000000",
-        "model.num-hidden-layers is 1000000000: it must be from 1 to 4,096",
+        "num_hidden_layers is 1000000000: it must be an integer from 1 to 4,096",
     ),
     "hidden-0": (
         "--model.hidden-size 0",
-        "model.hidden-size is 0: it must be from 1 to 4,194,304",
+        "hidden_size is 0: it must be an integer from 1 to 4,194,304",
     ),
     "experts": (
-        "--model.num-experts -1",
-        "model.num-experts is -1: it must be from 0 to 16,384",
+        "--model.model-type mixtral --model.num-experts -1",
+        "num_local_experts is -1: it must be an integer from 1 to 16,384",
     ),
     # data
     "no-data": ("--data.path", "no data: use --data.path"),
@@ -170,7 +170,10 @@ OPTIONS = {
         "finish.verify and finish.sample read the exported model: set --finish.export too",
     ),
     "family": ("--model.family lama", "'lama': dolmen knows gpt2, llama"),
-    "inexpressible": ("--model.norm layernorm", "family llama cannot express norm = layernorm"),
+    "inexpressible": (
+        "--model.norm layernorm",
+        "unknown option --model.norm: that is the family's: choose it with --model.model-type",
+    ),
     "head-dim": ("--model.head-dim 7", "head_dim (7) is odd"),
     "both": ("--resume --overwrite", "--resume and --overwrite exclude each other"),
     # words
@@ -185,8 +188,8 @@ OPTIONS = {
     ),
     "fraction-for-int": ("--train.seed 1.5", "--train.seed is '1.5': it must be a whole number"),
     "list": (
-        "--model.sliding-layers a",
-        "--model.sliding-layers is 'a': it must be whole numbers, or None",
+        "--model.model-type qwen3_moe --model.mlp-only-layers a",
+        "--model.mlp-only-layers is 'a': it must be whole numbers, or None",
     ),
     "no-value": ("--train.steps", "--train.steps needs a value"),
     "flag": ("--train.compile yes", "yes is no option: --train.compile takes no such value"),
@@ -229,6 +232,19 @@ FILES = {
     "inner": (
         "model: {rope: {tetha: 5.0}}",
         "unknown option model.rope.tetha: did you mean theta?",
+    ),
+    "no-family": (
+        "model: {rms_norm_eps: 1e-6}",
+        "unknown option model.rms_norm_eps: did you mean norm_eps?",
+    ),
+    "two-spellings": (
+        "{model: {dropout: 0.1, hidden_size: 64}, train: {dropout: 0.2}}",
+        "model.dropout is now said under train, which says it too: leave it out",
+    ),
+    "another-family": ("model: {model_type: bert}", "model: model_type is 'bert': dolmen knows"),
+    "field": (
+        "model: {model_type: llama, hidden_size: wide}",
+        "model: hidden_size is 'wide': it must be an integer from 1 to 4,194,304",
     ),
     "text-for-int": ("train: {steps: five}", "train.steps is 'five': it must be int"),
     "float-for-int": ("train: {steps: 2.5}", "train.steps is 2.5: it must be int"),
@@ -469,7 +485,9 @@ def test_verify_and_generate(material, monkeypatch, tmp_path):
 
 
 def test_the_model_of_the_file_is_checked_like_that_of_a_recipe(material, tmp_path):
-    (tmp_path / "run.yaml").write_text(f"model: {json.dumps(MODEL | {'num_attention_heads': 5})}\n")
+    (tmp_path / "run.yaml").write_text(
+        f"model: {json.dumps(CONFIG | {'num_attention_heads': 5})}\n"
+    )
     assert "num_attention_heads (5) is not divisible by num_key_value_heads (2)" in refused(
         material, tmp_path / "out", file=tmp_path / "run.yaml"
     )

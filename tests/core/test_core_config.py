@@ -211,7 +211,7 @@ def test_a_value_with_a_form_of_its_own():
     assert to_dict(RUN)["model"] == {"model_type": "llama"}
     for model, said in (
         ({"model_type": "bert"}, "model: model_type is 'bert'"),
-        ([], "model: it mus"),
+        ([], "model: it must be a config.json"),
     ):
         with pytest.raises(ValueError, match=said):
             from_dict(RunConfig, {"model": model})
