@@ -99,7 +99,7 @@ def start_send(x: Tensor, axis: Axis, peer: int) -> dist.Work:
     to before the work is done. From one rank to another, what is sent first comes first.
 
     Over NCCL the first send or receive of two ranks on an axis makes their communicator, and the
-    CPU waits there for the other rank: see `connect` in parallel/pipeline.py.
+    CPU waits there for the other rank: see `connect` in parallel/channels.py.
     """
     with ranges.mark("pp", "send"):
         return dist.isend(x, group=axis.group, group_dst=peer)

@@ -14,7 +14,7 @@ entering and leaving the pair.
 The input-gradient collective runs while the weight-gradient products do. Under sequence parallelism
 only the sharded input is kept, and gathered once more in backward, while the input gradient is
 computed. Where a pipeline schedule splits the backward, the weight gradients are not computed there
-at all: what they need is queued in `later` (2401.10241).
+at all, but left in `later` for the executor of the schedule (2401.10241).
 """
 
 from collections.abc import Callable, Sequence
@@ -29,6 +29,24 @@ from dolmen.core.mesh import Axis
 from dolmen.core.state import Partial, Placement
 
 
+class Deferred:
+    """Weight gradients that backward was not to compute: functions, one for each product, that
+    compute them and add them to their parameters'. The one way from the products of a model to the
+    executor of its schedule: backward adds, the executor takes after each.
+    """
+
+    def __init__(self) -> None:
+        self.products: list[Callable[[], None]] = []
+
+    def add(self, product: Callable[[], None]) -> None:
+        self.products.append(product)
+
+    def take(self) -> list[Callable[[], None]]:
+        """Those added since the last call, in order."""
+        taken, self.products = self.products, []
+        return taken
+
+
 @dataclass(frozen=True)
 class TensorParallel:
     """The tp axis and how the residual stream lies on it between blocks: invariant, or sharded by
@@ -37,10 +55,8 @@ class TensorParallel:
 
     axis: Axis
     sequence: bool = False
-    later: list[Callable[[], None]] | None = field(default=None, compare=False)
-    """Where backward leaves the weight gradients it was not asked for; each call adds one product's
-    to its parameters' gradients. None: backward computes them.
-    """
+    later: Deferred | None = field(default=None, compare=False)
+    """Where backward leaves the weight gradients. None: it computes them."""
 
     @property
     def gathers(self) -> bool:
@@ -109,9 +125,7 @@ class _Linear(torch.autograd.Function):
             dx = c.start_all_reduce_(dx, axis)
         dw = [g.t() @ x for g in grads] if now else [None] * len(grads)
         if not now:
-            ctx.tp.later.append(
-                _weight_gradients(ctx.kept, grads, x, axis if ctx.gathers else None)
-            )
+            ctx.tp.later.add(_weight_gradients(ctx.kept, grads, x, axis if ctx.gathers else None))
         db = [g.sum(0) if has else None for g, has in zip(grads, ctx.with_bias, strict=True)]
         if ctx.gathers:
             dx = c.finish_reduce_scatter(dx, axis)

@@ -18,7 +18,7 @@ from dolmen.core import collectives, rng, state
 from dolmen.data.batch import IGNORED, Batch
 from dolmen.model import decoder, moe
 from dolmen.ops import dropout
-from dolmen.parallel import context, data, expert, loss, pipeline, tensor
+from dolmen.parallel import channels, context, data, expert, loss, tensor
 from dolmen.train import step, validate
 
 
@@ -96,14 +96,14 @@ def weights_of_the_last_alone(patch):
 
 def another_message(patch):
     """A stage takes the tensors of two microbatches in the wrong order."""
-    sent = pipeline._sent
+    sent = channels.sent
 
     def swapped(schedule, sender, to):
         messages = sent(schedule, sender, to)
         messages[:2] = messages[1::-1]
         return messages
 
-    patch.setattr(pipeline, "_sent", swapped)
+    patch.setattr(channels, "sent", swapped)
 
 
 def computed_otherwise(patch):
