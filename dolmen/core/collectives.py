@@ -13,10 +13,10 @@ follows from the types.
 f and g are of 1909.08053, g-bar of 2205.05198.
 
 All return new tensors or the input itself, never mutate one but by the names that end in `_`, are
-the identity on an axis of size 1, and trace under torch.compile. The `start_*` functions beside them
-are the raw, asynchronous forms: what is sent, with no autograd; their result is waited for by
-`wait`, of a reduce-scatter by `finish_reduce_scatter`. Every byte of compute that moves goes
-through them (gradients move in parallel/data.py).
+the identity on an axis of size 1, and trace under torch.compile. The `start_*` functions are the
+raw, asynchronous forms: what is sent, with no autograd; their result is waited for by `wait`, of a
+reduce-scatter by `finish_reduce_scatter`. Every byte of compute that moves goes through them
+(gradients move in parallel/data.py).
 """
 
 from contextlib import nullcontext
