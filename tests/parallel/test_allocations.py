@@ -135,7 +135,7 @@ def test_what_is_frozen_is_not_kept_for(trains):
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
         tensor.columns(x, [w], [None], tp)
-    assert kept == [x.shape, w.shape] if trains else [w.shape]
+    assert kept == ([x.shape, w.shape] if trains else [w.shape])
 
 
 def test_a_frozen_weight_is_not_left_for_later():
