@@ -195,9 +195,10 @@ def simulate(schedule: Schedule, cost: Cost = Cost()) -> Simulation:
             if missing is not None:
                 waiting[missing] = rank
                 break
-            sends = [cost.send if rank_of[there] != rank else 0 for _, _, there in needs]
-            arrived = [done[need] + send for need, send in zip(needs, sends, strict=True)]
-            start = max([clock[rank], *arrived])
+            arrived = (
+                done[need] + (cost.send if rank_of[need[2]] != rank else 0) for need in needs
+            )
+            start = max(clock[rank], *arrived)
             clock[rank] = end = start + takes[action.kind]
             times[rank].append((start, end))
             result = ("I" if action.kind == "B" else action.kind, action.micro, stage)
