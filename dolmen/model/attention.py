@@ -18,6 +18,8 @@ from dolmen.model.given import Given
 from dolmen.model.layers import Column, Norm, Row
 from dolmen.model.split import Split
 from dolmen.ops import rope
+from dolmen.ops.attention import Attend
+from dolmen.ops.dropout import Dropout
 from dolmen.parallel import tensor
 from dolmen.parallel.recompute import again
 
@@ -36,14 +38,15 @@ class Attention(nn.Module):
                 f"num_attention_heads ({c.num_attention_heads}) is not divisible by tp ({size}): "
                 f"set --layout.tp to a divisor"
             )
-        self.tp, self.cp, self.head_dim, self.window = tp, split.cp, c.head_dim, c.window(layer)
+        self.tp, self.cp, self.head_dim = tp, split.cp, c.head_dim
         self.selective = split.recompute.of(layer) == "selective"
         self.whole_kv = c.num_key_value_heads % size != 0
         self.heads = c.num_attention_heads // size
         group = c.num_attention_heads // c.num_key_value_heads
-        self.first_head, self.dropout = rank * self.heads, c.dropout
+        first_head, self.dropout = rank * self.heads, c.dropout
+        self.attend = Attend(c.window(layer), first_head)
         # the key-value head of each of our queries
-        used = [(self.first_head + i) // group for i in range(self.heads)]
+        used = [(first_head + i) // group for i in range(self.heads)]
         self.kv_first, self.kv_heads = used[0], used[-1] - used[0] + 1
         self.spread = (
             None
@@ -101,19 +104,10 @@ class Attention(nn.Module):
         """softmax(q k^T) v: what selective recomputation computes again."""
         if self.spread is not None:
             k, v = (_per_query(t, self.spread) for t in (k, v))
-        if given.noise is None:
-            return self.cp.attention(q, k, v, self.window, given.documents)
-        return self.cp.dropout_attention(
-            q,
-            k,
-            v,
-            self.window,
-            given.documents,
-            self.dropout,
-            given.noise,
-            given.noise.site(1),
-            self.first_head,
-        )
+        noise, dropped = given.noise, None
+        if noise is not None:
+            dropped = Dropout(self.dropout, noise, noise.site(1))
+        return self.cp.attention(q, k, v, self.attend.of(given.documents, dropped))
 
 
 def _per_query(x: Tensor, heads: list[int]) -> Tensor:

@@ -30,8 +30,7 @@ from torch.autograd.function import once_differentiable
 from dolmen.core import collectives
 from dolmen.core.mesh import Axis
 from dolmen.ops import attention as ops
-from dolmen.ops import dropout
-from dolmen.ops.attention import Attention, Documents
+from dolmen.ops.attention import Attend, Attention, Documents, dropped
 
 
 @dataclass(frozen=True)
@@ -86,59 +85,28 @@ class ContextParallel:
         runs = (ops.run(begins, i * length, length, starts.device, back) for i in chunks)
         return Documents(here, here, tuple(runs))
 
-    def attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        window: int | None = None,
-        documents: Documents | None = None,
-    ) -> Tensor:
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: Attend) -> Tensor:
         """Attention of this rank's queries to the keys of all ranks: see ops/attention/spec.py.
 
         q [batch, length / size, heads, head_dim], k and v with kv_heads, S(1, zigzag) -> like q.
-        documents: this rank's.
+        `attend` is of this rank's heads and documents. With dropout keys and values are gathered,
+        whatever `kind` says.
         """
+        if attend.dropout is not None:
+            k, v = self.gather_keys(k, v)
+            return dropped.attention(q, k, v, attend, self.indices(k.shape[1], k.device))
         if self.axis.size == 1:
-            return self.backend.attention(q, k, v, window, documents)
+            return self.backend.attention(q, k, v, attend)
         if self.kind == "ring":
-            return _ring(q, k, v, self, window, documents)
+            return _ring(q, k, v, self, attend)
         k, v = self.gather_keys(k, v)
         n, out = q.shape[1] // 2, []
         for i, chunk in enumerate(self.chunks(self.axis.rank)):
             # a chunk's queries are the last of the keys before its end
             mine, stop = (slice(i * n, (i + 1) * n), (chunk + 1) * n)
-            out.append(
-                self.backend.attention(
-                    q[:, mine],
-                    k[:, :stop],
-                    v[:, :stop],
-                    window,
-                    None if documents is None else documents.part(mine, i),
-                )
-            )
+            here = q[:, mine], k[:, :stop], v[:, :stop]
+            out.append(self.backend.attention(*here, attend.part(mine, i)))
         return torch.cat(out, 1)
-
-    def dropout_attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        window: int | None,
-        documents: Documents | None,
-        p: float,
-        noise: dropout.Noise,
-        site: int | Tensor,
-        first_head: int,
-    ) -> Tensor:
-        """`dropout.attention`, shapes as in `attention`: keys and values are gathered, whatever
-        `kind` says.
-        """
-        k, v = self.gather_keys(k, v)
-        rows = self.indices(k.shape[1], k.device)
-        starts = None if documents is None else documents.starts
-        seen = ops.seen(rows, torch.arange(k.shape[1], device=k.device), window, starts)
-        return dropout.attention(q, k, v, seen, p, noise, site, first_head, rows)
 
     def gather_keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """k, v [batch, length / size, ...] S(1, zigzag) -> [batch, length, ...] R, in the order of
@@ -178,18 +146,13 @@ def merge(
     ], total
 
 
-def _of_chunk(documents: Documents | None, mine: slice) -> Documents | None:
+def _of_chunk(attend: Attend, mine: slice) -> Attend:
     """Of the chunk of this rank's queries that lies at `mine`."""
-    return documents and documents.part(mine, mine.start // (mine.stop - mine.start))
+    return attend.part(mine, mine.start // (mine.stop - mine.start))
 
 
 def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    context: ContextParallel,
-    window: int | None,
-    documents: Documents | None,
+    q: Tensor, k: Tensor, v: Tensor, context: ContextParallel, attend: Attend
 ) -> tuple[Tensor, Tensor]:
     """-> out like q, log_sum [batch, queries, heads] in fp32 or wider."""
     axis, kv = context.axis, torch.stack((k, v))
@@ -200,15 +163,10 @@ def _forward(
     for hop in range(axis.size):
         following = collectives.start_rotate([kv], axis) if hop + 1 < axis.size else None
         for mine, theirs, q_start, k_start in context.visible(
-            (axis.rank - hop) % axis.size, q.shape[1] // 2, window
+            (axis.rank - hop) % axis.size, q.shape[1] // 2, attend.window
         ):
             piece = context.backend.partial(
-                q[:, mine],
-                *kv[:, :, theirs],
-                q_start,
-                k_start,
-                window,
-                _of_chunk(documents, mine),
+                q[:, mine], *kv[:, :, theirs], q_start, k_start, _of_chunk(attend, mine)
             )
             out[:, mine], log_sum[:, mine] = (
                 piece if q_start == k_start else merge(out[:, mine], log_sum[:, mine], *piece)
@@ -226,8 +184,7 @@ def _backward(
     out: Tensor,
     log_sum: Tensor,
     context: ContextParallel,
-    window: int | None,
-    documents: Documents | None,
+    attend: Attend,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv. Gradients follow the keys they belong to, one message behind, and are home after
     `size` hops.
@@ -238,7 +195,7 @@ def _backward(
         following = collectives.start_rotate([kv], axis) if hop + 1 < axis.size else None
         dkv = torch.zeros_like(kv, dtype=log_sum.dtype)
         for mine, theirs, q_start, k_start in context.visible(
-            (axis.rank - hop) % axis.size, q.shape[1] // 2, window
+            (axis.rank - hop) % axis.size, q.shape[1] // 2, attend.window
         ):
             pieces = context.backend.partial_backward(
                 g[:, mine],
@@ -248,8 +205,7 @@ def _backward(
                 log_sum[:, mine],
                 q_start,
                 k_start,
-                window,
-                _of_chunk(documents, mine),
+                _of_chunk(attend, mine),
             )
             for total, piece in zip((dq[:, mine], *dkv[:, :, theirs]), pieces, strict=True):
                 total += piece
@@ -266,19 +222,19 @@ class _Ring(torch.autograd.Function):
     """Kept for backward: this rank's q, k, v and out, and one number per query and head."""
 
     @staticmethod
-    def forward(ctx, q, k, v, context, window, documents):
-        out, log_sum = _forward(q, k, v, context, window, documents)
-        ctx.options = context, window, documents
+    def forward(ctx, q, k, v, context, attend):
+        out, log_sum = _forward(q, k, v, context, attend)
+        ctx.options = context, attend
         ctx.save_for_backward(q, k, v, out, log_sum)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, g):
-        return *_backward(g, *ctx.saved_tensors, *ctx.options), None, None, None
+        return *_backward(g, *ctx.saved_tensors, *ctx.options), None, None
 
 
 @torch.compiler.disable
-def _ring(q, k, v, context, window, documents):
+def _ring(q, k, v, context, attend):
     """Point-to-point messages do not trace: under torch.compile the graph breaks here."""
-    return _Ring.apply(q, k, v, context, window, documents)
+    return _Ring.apply(q, k, v, context, attend)

@@ -194,11 +194,11 @@ def attending(**wrong):
     def damage(patch):
         attention = context.ContextParallel.attention
 
-        def attend(cp, q, k, v, window, documents):
-            given = {"window": window, "documents": documents} | wrong
-            return attention(cp, q, k, v, given["window"], given["documents"])
-
-        patch.setattr(context.ContextParallel, "attention", attend)
+        patch.setattr(
+            context.ContextParallel,
+            "attention",
+            lambda cp, q, k, v, attend: attention(cp, q, k, v, attend._replace(**wrong)),
+        )
 
     return damage
 

@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dolmen.core import collectives
 from dolmen.core import mesh as meshes
 from dolmen.core.mesh import Axis
-from dolmen.ops.attention import Documents, blockwise, visible
-from dolmen.ops.dropout import Noise
+from dolmen.ops.attention import Attend, Documents, blockwise, visible
+from dolmen.ops.dropout import Dropout, Noise
 from dolmen.parallel import context
 from dolmen.parallel.context import ContextParallel
 
@@ -91,9 +91,9 @@ def error(case: str, cp: ContextParallel, dtype: torch.dtype, wrap=lambda f: f) 
     output, dq, dk and dv.
     """
     kv_heads, window, documents = CASES[case]
-    here = cp.documents(starts()) if documents else None
+    attend = Attend(window).of(cp.documents(starts()) if documents else None)
     got = gradients(
-        wrap(lambda q, k, v: cp.attention(q, k, v, window, here)),
+        wrap(lambda q, k, v: cp.attention(q, k, v, attend)),
         *(cp.split(t.to(dtype), 1) for t in inputs(kv_heads)),
     )
     assert all(t.dtype == dtype for t in got)
@@ -106,20 +106,9 @@ def error(case: str, cp: ContextParallel, dtype: torch.dtype, wrap=lambda f: f) 
 def dropped(cp: ContextParallel) -> list[torch.Tensor]:
     """Attention with dropout, with documents: the same elements fall out on any number of ranks."""
 
-    def attend(q, k, v):
-        return cp.dropout_attention(
-            q,
-            k,
-            v,
-            50,
-            cp.documents(starts()),
-            0.3,
-            Noise(torch.tensor(7), torch.arange(3) + 5),
-            4,
-            2,
-        )
-
-    return gradients(attend, *(cp.split(t, 1) for t in inputs(2)))
+    noise = Noise(torch.tensor(7), torch.arange(3) + 5)
+    attend = Attend(50, first_head=2).of(cp.documents(starts()), Dropout(0.3, noise, 4))
+    return gradients(lambda *t: cp.attention(*t, attend), *(cp.split(t, 1) for t in inputs(2)))
 
 
 @contextmanager
@@ -291,10 +280,10 @@ def test_identity_on_an_axis_of_one():
         and ALONE.gather_keys(k, v) == (k, v)
         and ALONE.indices(7, q.device).tolist() == list(range(7))
     )
-    for window, here in ((None, None), (9, Documents.of(starts()))):
+    for attend in (Attend(), Attend(9).of(Documents.of(starts()))):
         for a, b in zip(
-            gradients(lambda *t: ALONE.attention(*t, window, here), q, k, v, g),
-            gradients(lambda *t: blockwise.attention(*t, window, here), q, k, v, g),
+            gradients(lambda *t: ALONE.attention(*t, attend), q, k, v, g),
+            gradients(lambda *t: blockwise.attention(*t, attend), q, k, v, g),
             strict=True,
         ):
             assert torch.equal(a, b)
@@ -355,7 +344,7 @@ def measured(kind: str, length: int, size: int, group, kv_heads: int = 2) -> tup
 
     tensors = [cp.split(t, 1) for t in inputs(kv_heads, torch.float32, length, 1)]
     with Watch() as watch, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        gradients(cp.attention, *tensors)
+        gradients(lambda *t: cp.attention(*t, Attend()), *tensors)
     return watch, sum(kept.values())
 
 
@@ -387,9 +376,9 @@ def test_bytes_sent_by_a_ring(world):
         with mode or Watch():
             cp = ContextParallel(Axis("cp", 8, 3, world))
             tensors = [torch.ones(2, 512 // 8, h, SIZE, dtype=dtype) for h in (HEADS, 2, 2, HEADS)]
-            here = Documents.of(torch.zeros(2, 512 // 8, dtype=torch.int64))
+            here = Attend().of(Documents.of(torch.zeros(2, 512 // 8, dtype=torch.int64)))
             with Watch() as watch:
-                got = gradients(lambda *t: cp.attention(*t, None, here), *tensors)
+                got = gradients(lambda *t: cp.attention(*t, here), *tensors)
         assert [t.shape for t in got] == [
             tensors[0].shape,
             *(t.shape for t in tensors[:3]),
@@ -416,7 +405,7 @@ def test_keys_travel_while_the_present_ones_are_attended_to(world, monkeypatch):
         blockwise, "partial", lambda *args: events.append("attend") or partial(*args)
     )
     cp = ContextParallel(Axis("cp", 4, 1, world))
-    cp.attention(*(cp.split(t, 1) for t in inputs(2)[:3]))
+    cp.attention(*(cp.split(t, 1) for t in inputs(2)[:3]), Attend())
     assert events == [
         "start",
         *["attend"] * 3,

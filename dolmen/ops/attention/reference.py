@@ -10,12 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dolmen.ops.attention import BACKENDS, spec
+from dolmen.ops.attention import BACKENDS, Attend, spec
 
 
-def definition(
-    q: Tensor, k: Tensor, v: Tensor, window: int | None = None, starts: Tensor | None = None
-) -> Tensor:
+def definition(q: Tensor, k: Tensor, v: Tensor, attend: Attend = Attend()) -> Tensor:
     """`spec.Attention.attention`, by autograd, in the dtype of q: float64 where it is a reference.
     Memory O(batch heads queries keys).
     """
@@ -24,9 +22,9 @@ def definition(
     s = torch.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[3] ** 0.5
     column = torch.arange(k.shape[1], device=q.device)
     back = column[-q.shape[1] :, None] - column  # tokens from a query back to a key
-    s = s.masked_fill((back < 0) | (back >= (window or k.shape[1])), -torch.inf)
-    if starts is not None:
-        s = s.masked_fill((column < starts[..., None])[:, None], -torch.inf)
+    s = s.masked_fill((back < 0) | (back >= (attend.window or k.shape[1])), -torch.inf)
+    if attend.starts is not None:
+        s = s.masked_fill((column < attend.starts[..., None])[:, None], -torch.inf)
     return torch.einsum("bhqk,bkhd->bqhd", s.softmax(-1), v)
 
 
@@ -38,7 +36,7 @@ class Case:
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 16
-    window: int | None = None
+    attend: Attend = Attend()
     documents: tuple[tuple[int, ...], ...] | None = None
     """Lengths of the documents of each sequence."""
     batch: int = 2
@@ -70,16 +68,16 @@ CASES = {
     "plain": Case(kv_heads=4),
     "grouped": Case(),
     "one key head": Case(kv_heads=1),
-    "window in a chunk": Case(window=9),
-    "window of chunks": Case(window=70),
-    "window of two tokens": Case(window=2),
-    "window longer than the text": Case(window=500),
+    "window in a chunk": Case(attend=Attend(window=9)),
+    "window of chunks": Case(attend=Attend(window=70)),
+    "window of two tokens": Case(attend=Attend(window=2)),
+    "window longer than the text": Case(attend=Attend(window=500)),
     "documents": Case(documents=TEXTS),
     "equal documents": Case(documents=((100, 92), (100, 92))),
     "documents of a token": Case(documents=((1,) * 192, (191, 1))),
-    "documents and window": Case(documents=TEXTS, window=30),
-    "documents and a long window": Case(documents=TEXTS, window=130),
-    "one sequence": Case(documents=((30, 12, 100, 50),), window=64, batch=1),
+    "documents and window": Case(documents=TEXTS, attend=Attend(window=30)),
+    "documents and a long window": Case(documents=TEXTS, attend=Attend(window=130)),
+    "one sequence": Case(documents=((30, 12, 100, 50),), attend=Attend(window=64), batch=1),
 }
 
 
@@ -87,8 +85,7 @@ def expected(case: Case, dtype: torch.dtype, device: torch.device) -> list[Tenso
     """out, dq, dk, dv in float64, of the inputs as `dtype` rounds them."""
     *qkv, g = (t.double() for t in case.tensors(dtype, device))
     leaves = [t.requires_grad_() for t in qkv]
-    starts = case.starts
-    out = definition(*leaves, case.window, None if starts is None else starts.to(device))
+    out = definition(*leaves, _attend(case, 0, case.length, device))
     return [out.detach(), *torch.autograd.grad(out, leaves, g)]
 
 
@@ -96,8 +93,7 @@ def whole(backend: str, case: Case, dtype: torch.dtype, device: torch.device) ->
     """out, dq, dk, dv of whole sequences."""
     *qkv, g = case.tensors(dtype, device)
     leaves = [t.requires_grad_() for t in qkv]
-    documents = _documents(case, 0, case.length, device)
-    out = BACKENDS[backend].attention(*leaves, case.window, documents)
+    out = BACKENDS[backend].attention(*leaves, _attend(case, 0, case.length, device))
     return [out.detach(), *torch.autograd.grad(out, leaves, g)]
 
 
@@ -109,9 +105,8 @@ def gathered(
     q, k, v = leaves = [t.requires_grad_() for t in qkv]
     n, out = case.length // chunks, []
     for i in range(0, case.length, n):
-        documents = _documents(case, i, n, device)
-        kv = k[:, : i + n], v[:, : i + n]
-        out.append(BACKENDS[backend].attention(q[:, i : i + n], *kv, case.window, documents))
+        here = q[:, i : i + n], k[:, : i + n], v[:, : i + n]
+        out.append(BACKENDS[backend].attention(*here, _attend(case, i, n, device)))
     whole = torch.cat(out, 1)
     return [whole.detach(), *torch.autograd.grad(whole, leaves, g)]
 
@@ -120,22 +115,19 @@ def ring(
     backend: str, case: Case, dtype: torch.dtype, device: torch.device, chunks: int = 8
 ) -> list[Tensor]:
     """The same by pieces, of a chunk of queries and one of keys, merged by their log-sums."""
-    attend, n = BACKENDS[backend], case.length // chunks
+    by, n = BACKENDS[backend], case.length // chunks
     q, k, v, g = case.tensors(dtype, device)
     dq, dk, dv = (torch.zeros_like(t, dtype=torch.float64) for t in (q, k, v))
     out = torch.zeros_like(dq)
     for mine in _slices(case.length, n):
-        documents = _documents(case, mine.start, n, device, back=False)
-        place = [
-            (theirs, (mine.start, theirs.start, case.window, documents))
-            for theirs in _slices(mine.stop, n)
-        ]
-        pieces = [attend.partial(q[:, mine], k[:, t], v[:, t], *at) for t, at in place]
+        attend = _attend(case, mine.start, n, device, back=False)
+        place = [(theirs, (mine.start, theirs.start, attend)) for theirs in _slices(mine.stop, n)]
+        pieces = [by.partial(q[:, mine], k[:, t], v[:, t], *at) for t, at in place]
         log_sum = torch.stack([l.double() for _, l in pieces]).logsumexp(0)
         out[:, mine] = sum(o.double() * (l - log_sum).exp()[..., None] for o, l in pieces)
         final = out[:, mine].to(dtype), log_sum.to(pieces[0][1].dtype)
         for t, at in place:
-            grads = attend.partial_backward(g[:, mine], q[:, mine], k[:, t], v[:, t], *final, *at)
+            grads = by.partial_backward(g[:, mine], q[:, mine], k[:, t], v[:, t], *final, *at)
             for total, grad in zip((dq[:, mine], dk[:, t], dv[:, t]), grads, strict=True):
                 total += grad
     return [t.to(dtype) for t in (out, dq, dk, dv)]
@@ -161,12 +153,11 @@ def _slices(length: int, n: int) -> Iterator[slice]:
     return (slice(i, i + n) for i in range(0, length, n))
 
 
-def _documents(
-    case: Case, first: int, length: int, device: torch.device, back: bool = True
-) -> spec.Documents | None:
+def _attend(case: Case, first: int, length: int, device: torch.device, back: bool = True) -> Attend:
+    """Of the queries [first, first + length)."""
     starts = case.starts
     if starts is None:
-        return None
+        return case.attend
     here = starts[:, first : first + length]
     run = spec.run(spec.begins(starts), first, length, device, back)
-    return spec.Documents(here.to(device), here, (run,))
+    return case.attend.of(spec.Documents(here.to(device), here, (run,)))

@@ -1,13 +1,17 @@
-"""What a query sees: its own and earlier tokens, of its window and of its document."""
+"""What attention a layer computes (`Attend`), and what a query sees: its own and earlier tokens, of
+its window and of its document.
+"""
 
+import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from dolmen.core import host
+from dolmen.ops.dropout import Dropout
 
 
 def seen(rows: Tensor, columns: Tensor, window: int | None, starts: Tensor | None = None) -> Tensor:
@@ -136,25 +140,54 @@ def run(
     return out
 
 
+class Attend(NamedTuple):
+    """What attention a layer computes. A layer is built with what never changes; each microbatch
+    adds its own by `of`.
+
+    A named tuple, which torch.compile makes, changes and hands on like any other.
+    """
+
+    window: int | None = None
+    """Tokens that a query sees, itself included; None: all before it."""
+    first_head: int = 0
+    """Index in the model of the first head of these queries."""
+    documents: Documents | None = None
+    """Of a microbatch: those of the queries, in indices of the keys. None: all is one."""
+    dropout: Dropout | None = None
+    """Of a microbatch: what falls out of the probabilities. None: nothing."""
+
+    def of(self, documents: Documents | None, dropout: Dropout | None = None) -> "Attend":
+        """The same of a microbatch."""
+        return self._replace(documents=documents, dropout=dropout)
+
+    def part(self, tokens: slice, run: int) -> "Attend":
+        """The same of these queries alone, which are the run numbered `run`."""
+        if self.documents is None:
+            return self
+        return self._replace(documents=self.documents.part(tokens, run))
+
+    def scale_of(self, size: int) -> float:
+        """What the products of queries and keys of `size` numbers are multiplied by."""
+        return 1 / math.sqrt(size)
+
+    @property
+    def starts(self) -> Tensor | None:
+        """Where the document of each query begins, if any does after 0: see `Documents`."""
+        return None if self.documents is None else self.documents.starts
+
+
 class Attention(Protocol):
-    """One way to compute it; `dolmen.ops.attention.BACKENDS` has them by their names in Kernels.
-    q [batch, queries, heads, head_dim]; k, v [batch, keys, kv_heads, head_dim], kv_heads dividing
-    heads.
+    """One way to compute it, without dropout; `dolmen.ops.attention.BACKENDS` has them by their
+    names in Kernels. q [batch, queries, heads, head_dim]; k, v [batch, keys, kv_heads, head_dim],
+    kv_heads dividing heads.
     """
 
     @staticmethod
-    def attention(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        window: int | None = None,
-        documents: Documents | None = None,
-    ) -> Tensor:
+    def attention(q: Tensor, k: Tensor, v: Tensor, attend: Attend) -> Tensor:
         """softmax(q k^T / sqrt(head_dim)) v over the keys each query may see; like q.
 
         Queries are the last of the keys, so a cache is simply more keys, and so is what comes
-        before a chunk of a sequence. `window` is in tokens, the query itself included. `documents`
-        of the queries, whose indices are those of the keys. The softmax is fp32 or wider.
+        before a chunk of a sequence. The softmax is fp32 or wider.
         """
         ...
 
@@ -165,8 +198,7 @@ class Attention(Protocol):
         v: Tensor,
         q_start: int,
         k_start: int,
-        window: int | None = None,
-        documents: Documents | None = None,
+        attend: Attend,
     ) -> tuple[Tensor, Tensor]:
         """Attention of a run of queries to a run of keys, as if there were no other keys, and what
         merges it with other runs.
@@ -189,8 +221,7 @@ class Attention(Protocol):
         log_sum: Tensor,
         q_start: int,
         k_start: int,
-        window: int | None = None,
-        documents: Documents | None = None,
+        attend: Attend,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """What this run of keys adds to (dq, dk, dv), the last two in fp32 or wider.
 
