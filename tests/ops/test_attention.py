@@ -204,6 +204,7 @@ def test_blocks_and_sdpa_agree():
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.spawn
 @pytest.mark.full  # torch.compile starts a C++ compiler per kernel: 25 s
 @pytest.mark.parametrize("starts", [None, documents([30, 40], [70])], ids=["one", "documents"])
 def test_compiled_equals_eager(starts):
