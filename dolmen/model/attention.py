@@ -44,7 +44,7 @@ class Attention(nn.Module):
         self.heads = c.num_attention_heads // size
         group = c.num_attention_heads // c.num_key_value_heads
         first_head, self.dropout = rank * self.heads, c.dropout
-        self.attend = Attend(c.window(layer), first_head)
+        self.attend = Attend(c.window(layer), first_head=first_head)
         # the key-value head of each of our queries
         used = [(first_head + i) // group for i in range(self.heads)]
         self.kv_first, self.kv_heads = used[0], used[-1] - used[0] + 1

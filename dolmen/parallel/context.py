@@ -114,12 +114,14 @@ class ContextParallel:
         """
         if self.axis.size == 1:
             return k, v
-        first, second = (
-            collectives.all_gather(torch.stack((k, v)), 2, self.axis)
-            .unflatten(2, (self.axis.size, 2, -1))
-            .unbind(3)
-        )
-        return torch.cat((first, second.flip(2)), 2).flatten(2, 3).unbind(0)
+        both = collectives.all_gather(torch.cat((k, v), 3), 1, self.axis)
+        k, v = both.split((k.shape[3], v.shape[3]), 3)
+        return self._in_order(k), self._in_order(v)
+
+    def _in_order(self, x: Tensor) -> Tensor:
+        """[batch, length, ...] in the order of ranks -> in that of the sequence."""
+        first, second = x.unflatten(1, (self.axis.size, 2, -1)).unbind(2)
+        return torch.cat((first, second.flip(1)), 1).flatten(1, 2)
 
     def visible(
         self, source: int, n: int, window: int | None
@@ -146,6 +148,19 @@ def merge(
     ], total
 
 
+def _packed(k: Tensor, v: Tensor) -> Tensor:
+    """Both as one message, one after the other."""
+    return torch.cat((k.flatten(), v.flatten()))
+
+
+def _unpacked(
+    kv: Tensor, k: Tensor, v: Tensor, tokens: slice = slice(None)
+) -> tuple[Tensor, Tensor]:
+    """Views of what `_packed` made of two like k and v, or of what lies like it: these tokens'."""
+    keys, values = kv.split((k.numel(), v.numel()))
+    return keys.view(k.shape)[:, tokens], values.view(v.shape)[:, tokens]
+
+
 def _of_chunk(attend: Attend, mine: slice) -> Attend:
     """Of the chunk of this rank's queries that lies at `mine`."""
     return attend.part(mine, mine.start // (mine.stop - mine.start))
@@ -154,19 +169,19 @@ def _of_chunk(attend: Attend, mine: slice) -> Attend:
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, context: ContextParallel, attend: Attend
 ) -> tuple[Tensor, Tensor]:
-    """-> out like q, log_sum [batch, queries, heads] in fp32 or wider."""
-    axis, kv = context.axis, torch.stack((k, v))
+    """-> out like q, its heads of v's size, log_sum [batch, queries, heads] in fp32 or wider."""
+    axis, kv = context.axis, _packed(k, v)
     log_sum = torch.full_like(
         q[..., 0], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32)
     )
-    out = torch.zeros_like(q, dtype=log_sum.dtype)
+    out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=log_sum.dtype)
     for hop in range(axis.size):
         following = collectives.start_rotate([kv], axis) if hop + 1 < axis.size else None
         for mine, theirs, q_start, k_start in context.visible(
             (axis.rank - hop) % axis.size, q.shape[1] // 2, attend.window
         ):
             piece = context.backend.partial(
-                q[:, mine], *kv[:, :, theirs], q_start, k_start, _of_chunk(attend, mine)
+                q[:, mine], *_unpacked(kv, k, v, theirs), q_start, k_start, _of_chunk(attend, mine)
             )
             out[:, mine], log_sum[:, mine] = (
                 piece if q_start == k_start else merge(out[:, mine], log_sum[:, mine], *piece)
@@ -189,7 +204,7 @@ def _backward(
     """dq, dk, dv. Gradients follow the keys they belong to, one message behind, and are home after
     `size` hops.
     """
-    axis, kv, travelling = context.axis, torch.stack((k, v)), None
+    axis, kv, travelling = context.axis, _packed(k, v), None
     dq = torch.zeros_like(q, dtype=log_sum.dtype)
     for hop in range(axis.size):
         following = collectives.start_rotate([kv], axis) if hop + 1 < axis.size else None
@@ -200,21 +215,23 @@ def _backward(
             pieces = context.backend.partial_backward(
                 g[:, mine],
                 q[:, mine],
-                *kv[:, :, theirs],
+                *_unpacked(kv, k, v, theirs),
                 out[:, mine],
                 log_sum[:, mine],
                 q_start,
                 k_start,
                 _of_chunk(attend, mine),
             )
-            for total, piece in zip((dq[:, mine], *dkv[:, :, theirs]), pieces, strict=True):
+            for total, piece in zip(
+                (dq[:, mine], *_unpacked(dkv, k, v, theirs)), pieces, strict=True
+            ):
                 total += piece
         if travelling is not None:
             dkv += travelling.wait()[0]
         travelling = collectives.start_rotate([dkv], axis)
         if following is not None:
             (kv,) = following.wait()
-    dk, dv = travelling.wait()[0]
+    dk, dv = _unpacked(travelling.wait()[0], k, v)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 

@@ -191,10 +191,10 @@ def test_what_is_traced_has_the_shapes_of_what_is_computed(name):
         q, k, v, g = (t.flatten(0, 1) for t in (q, k, v, g))
         begins = reference.spec.begins(case.starts)
         given = operators.segments(reference.spec.run(begins, 0, case.length, HERE))
-    kept = q, k, v, *operators.forward(q, k, v, *given, -1, 0)
+    kept = q, k, v, *operators.forward(q, k, v, *given, -1, 0, 0.25)
     checks = dict(test_utils=("test_schema", "test_faketensor"))
-    torch.library.opcheck(operators.opaque_forward, (q, k, v, *given, -1, 0), **checks)
-    torch.library.opcheck(operators.opaque_backward, (g, *kept, *given, -1, 0), **checks)
+    torch.library.opcheck(operators.opaque_forward, (q, k, v, *given, -1, 0, 0.25), **checks)
+    torch.library.opcheck(operators.opaque_backward, (g, *kept, *given, -1, 0, 0.25), **checks)
 
 
 def test_one_compilation_serves_all_numbers_of_documents():

@@ -5,6 +5,7 @@
     blockwise.py  the backend of those blocks
     flash.py      the backend of torch's FlashAttention operators
     operators.py  their calls
+    alibi.py      slopes
     decode.py     one query
     dropped.py    with dropout, any backend's
     reference.py  the definition, in float64

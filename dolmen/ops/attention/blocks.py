@@ -8,12 +8,13 @@ one product, (query, head) by (key), so that no key or value is repeated.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from dolmen.core import host
 from dolmen.ops.attention.spec import seen, visible
 
 BLOCK = 64  # queries at once: the triangle wastes half a block per row
@@ -31,6 +32,9 @@ class Rule(NamedTuple):
     offset: int
     """The key that the first query is at."""
     scale: float
+    soft_cap: float | None
+    slopes: Sequence[float] | None
+    """Of each head: those of the first key-value head, of the second, ..."""
     window: int | None
     starts: Tensor | None
     """[batch, queries]: where each query's document begins, as an index among the keys."""
@@ -42,6 +46,11 @@ class Scores(NamedTuple):
     """How the products of one block become its scores."""
 
     scale: float
+    soft_cap: float | None
+    slopes: Tensor | None
+    """[kv_heads, 1, group, 1]."""
+    distances: Tensor | None
+    """[queries, 1, keys]: what slopes are multiplied by, 0 and below where a key is seen."""
     mask: Tensor | None
     """0 or -inf to add, [rows, keys], with starts [batch, 1, rows, keys]; None: 0."""
 
@@ -56,11 +65,12 @@ class Block(NamedTuple):
     scores: Scores | None = None
 
 
-def _blocks(queries: int, keys: int, rule: Rule, device: torch.device) -> Iterator[Block]:
+def _blocks(q: Tensor, keys: int, rule: Rule) -> Iterator[Block]:
     """In order. If the last query is at the last key, what a query sees depends on the distance
     from it alone, so every block's mask is a corner of one.
     """
     group, offset, window = rule.group, rule.offset, rule.window
+    queries, device, dtype = q.shape[1] // group, q.device, q.dtype
     size = max(BLOCK, min(-(-queries // BLOCKS), SCORES // keys))
     corner = rule.starts is None and offset == keys - queries
     if corner:
@@ -68,6 +78,9 @@ def _blocks(queries: int, keys: int, rule: Rule, device: torch.device) -> Iterat
         mask = torch.where(
             visible(min(size, queries), widest, window, device), 0.0, -math.inf
         ).repeat_interleave(group, 0)
+    slopes, dtype = None, torch.promote_types(dtype, torch.float32)
+    if rule.slopes is not None:
+        slopes = host.send(torch.tensor(rule.slopes, dtype=dtype), device).view(-1, 1, group, 1)
     oldest = _oldest(rule.host, size)
     for first in range(0, queries, size):
         end = min(first + size, queries)
@@ -82,7 +95,11 @@ def _blocks(queries: int, keys: int, rule: Rule, device: torch.device) -> Iterat
             if corner
             else _mask(range(first, end), range(start, stop), rule, device)
         )
-        yield Block(rows, columns, Scores(rule.scale, here))
+        distances = None
+        if slopes is not None:
+            at = torch.arange(first + offset, end + offset, device=device, dtype=dtype)
+            distances = torch.arange(start, stop, device=device, dtype=dtype) - at[:, None, None]
+        yield Block(rows, columns, Scores(rule.scale, rule.soft_cap, slopes, distances, here))
 
 
 def _oldest(host: Tensor | None, size: int):
@@ -114,22 +131,35 @@ def _mask(queries: range, keys: range, rule: Rule, device: torch.device) -> Tens
     return mask if starts is None else mask[:, None]
 
 
-def _scores(qk: Tensor, how: Scores) -> Tensor:
-    """Of the products qk [n, rows, keys], in fp32 or wider; -inf where not seen."""
-    scores, mask = qk if qk.dtype == torch.float64 else qk.float(), how.mask
+def _bounded(qk: Tensor, how: Scores) -> Tensor:
+    """tanh(scale qk / soft_cap) where there is a cap, else qk; in fp32 or wider."""
+    qk = qk if qk.dtype == torch.float64 else qk.float()
+    return qk if how.soft_cap is None else (qk * (how.scale / how.soft_cap)).tanh_()
+
+
+def _scores(bounded: Tensor, how: Scores) -> Tensor:
+    """Of what `_bounded` makes of products [n, rows, keys]; new, and -inf where not seen."""
+    scores, mask = bounded, how.mask
+    factor = how.scale if how.soft_cap is None else how.soft_cap
+    if how.slopes is not None:
+        scores, factor = scores * factor, 1.0
+        (kv_heads, _, group, _), keys = how.slopes.shape, scores.shape[2]
+        scores.view(-1, kv_heads, scores.shape[1] // group, group, keys).addcmul_(
+            how.slopes, how.distances
+        )
     if mask is None:
-        return scores * how.scale
+        return scores * factor
     if mask.dim() == 2:
-        return torch.add(mask, scores, alpha=how.scale)
+        return torch.add(mask, scores, alpha=factor)
     scores = scores.unflatten(0, (mask.shape[0], -1))
-    return torch.add(mask, scores, alpha=how.scale).flatten(0, 1)
+    return torch.add(mask, scores, alpha=factor).flatten(0, 1)
 
 
 def exponentials(qk: Tensor, how: Scores) -> tuple[Tensor, Tensor, Tensor]:
     """exp(scores - maximum) in qk's dtype, its sum [n, rows, 1], and log(sum) + maximum: 0, 0 and
     -inf where nothing is seen.
     """
-    s = _scores(qk, how)
+    s = _scores(_bounded(qk, how), how)
     maximum = s.amax(-1, keepdim=True).clamp(min=torch.finfo(s.dtype).min)
     e = s.sub_(maximum).exp_()
     total = e.sum(-1, keepdim=True)
@@ -140,19 +170,30 @@ def gradient(
     qk: Tensor, dp: Tensor, log_sum: Tensor, delta: Tensor, how: Scores
 ) -> tuple[Tensor, Tensor]:
     """Probabilities, and the gradient of qk from theirs, dp: both [n, rows, keys] in qk's dtype."""
-    p = _scores(qk, how).sub_(log_sum).exp_()
-    return p.to(qk.dtype), dp.to(p.dtype).sub_(delta).mul_(p).mul_(how.scale).to(qk.dtype)
+    bounded = _bounded(qk, how)
+    p = _scores(bounded, how).sub_(log_sum).exp_()
+    ds = dp.to(p.dtype).sub_(delta).mul_(p).mul_(how.scale)
+    if how.soft_cap is not None:
+        ds *= 1 - bounded.square()  # the derivative of tanh
+    return p.to(qk.dtype), ds.to(qk.dtype)
+
+
+def empty_out(q: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
+    """What attention writes: like q, the strides too, where v's heads are as long."""
+    if q.shape[-1] == v.shape[-1]:
+        return torch.empty_like(q, dtype=dtype)
+    return q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=dtype)
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, rule: Rule, exponentials=exponentials, wide: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """q [n, rows, size], k and v [n, keys, size] -> out like q (`wide`: in log_sum's dtype),
-    log_sum [n, rows, 1].
+    """q [n, rows, size], k [n, keys, size], v [n, keys, value size] -> out [n, rows, value size]
+    (`wide`: in log_sum's dtype), log_sum [n, rows, 1].
     """
     log_sum = torch.empty_like(q[..., :1], dtype=torch.promote_types(q.dtype, torch.float32))
-    out = torch.empty_like(q, dtype=log_sum.dtype if wide else q.dtype)
-    for rows, keys, how in _blocks(q.shape[1] // rule.group, k.shape[1], rule, q.device):
+    out = empty_out(q, v, log_sum.dtype if wide else q.dtype)
+    for rows, keys, how in _blocks(q, k.shape[1], rule):
         if keys is None:
             out[:, rows], log_sum[:, rows] = 0, -math.inf
             continue
@@ -177,7 +218,7 @@ def backward(
     dq = torch.empty_like(q)
     dk = torch.zeros_like(k, dtype=log_sum.dtype)
     dv = torch.zeros_like(v, dtype=log_sum.dtype)
-    for rows, keys, how in _blocks(q.shape[1] // rule.group, k.shape[1], rule, q.device):
+    for rows, keys, how in _blocks(q, k.shape[1], rule):
         if keys is None:
             dq[:, rows] = 0
             continue

@@ -5,6 +5,7 @@ oneDNN: bf16, one core, 8 x 512 tokens of 8 heads of 64 and 4 key-value heads, C
 Half precision rounds the scores q k^T to that precision, as transformers' eager attention does.
 """
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -18,7 +19,7 @@ from dolmen.ops.attention.spec import Attend
 
 def attention(q: Tensor, k: Tensor, v: Tensor, attend: Attend) -> Tensor:
     """See `spec.Attention`."""
-    return (one_query if q.shape[1] == 1 else _blockwise)(q, k, v, attend)
+    return (one_query if q.shape[1] == 1 and attend.plain else _blockwise)(q, k, v, attend)
 
 
 def partial(
@@ -28,7 +29,8 @@ def partial(
     kv_heads = k.shape[2]
     rows = (_rows(t, kv_heads) for t in (q, k, v))
     out, log_sum = blocks.forward(*rows, _rule(q, k, q_start, k_start, attend), wide=True)
-    return _heads(out, kv_heads, q.shape), _heads(log_sum, kv_heads, (*q.shape[:3], 1)).squeeze(-1)
+    out = _heads(out, kv_heads, (*q.shape[:3], v.shape[3]))
+    return out, _heads(log_sum, kv_heads, (*q.shape[:3], 1)).squeeze(-1)
 
 
 def partial_backward(
@@ -60,6 +62,8 @@ def _rule(q: Tensor, k: Tensor, q_start: int, k_start: int, attend: Attend) -> R
         q.shape[2] // k.shape[2],
         q_start - k_start,
         attend.scale_of(q.shape[3]),
+        attend.soft_cap,
+        attend.slopes_of(q.shape[2]),
         attend.window,
         starts,
         host,
@@ -89,7 +93,7 @@ def _blockwise(q: Tensor, k: Tensor, v: Tensor, attend: Attend) -> Tensor:
     kv_heads = k.shape[2]
     rule = _rule(q, k, k.shape[1] - q.shape[1], 0, attend)
     out = _Blockwise.apply(*(_rows(t, kv_heads) for t in (q, k, v)), *rule)
-    return _heads(out, kv_heads, q.shape)
+    return _heads(out, kv_heads, (*q.shape[:3], v.shape[3]))
 
 
 # Under torch.compile each direction is one opaque operator, whose passes between the products are
@@ -111,11 +115,13 @@ def _opaque_forward(
     group: int,
     offset: int,
     scale: float,
+    soft_cap: float | None,
+    slopes: Sequence[float] | None,
     window: int | None,
     starts: Tensor | None,
     host: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    rule = Rule(group, offset, scale, window, starts, host)
+    rule = Rule(group, offset, scale, soft_cap, slopes, window, starts, host)
     return blocks.forward(q, k, v, rule, _fused(blocks.exponentials))
 
 
@@ -130,18 +136,20 @@ def _opaque_backward(
     group: int,
     offset: int,
     scale: float,
+    soft_cap: float | None,
+    slopes: Sequence[float] | None,
     window: int | None,
     starts: Tensor | None,
     host: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rule = Rule(group, offset, scale, window, starts, host)
+    rule = Rule(group, offset, scale, soft_cap, slopes, window, starts, host)
     dq, dk, dv = blocks.backward(g, q, k, v, delta, log_sum, rule, _fused(blocks.gradient))
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
 @_opaque_forward.register_fake
 def _(q, k, v, *rule):
-    return torch.empty_like(q), torch.empty_like(
+    return blocks.empty_out(q, v, q.dtype), torch.empty_like(
         q[..., :1], dtype=torch.promote_types(q.dtype, torch.float32)
     )
 
@@ -152,8 +160,8 @@ def _(g, q, k, v, delta, log_sum, *rule):
 
 
 class _Blockwise(torch.autograd.Function):
-    """q [n, queries * group, size], k and v [n, keys, size], and a rule -> like q. Kept for
-    backward: these, and one number per row.
+    """q [n, queries * group, size], k [n, keys, size], v [n, keys, value size], and a rule -> [n,
+    queries * group, value size]. Kept for backward: these, and one number per row.
     """
 
     @staticmethod

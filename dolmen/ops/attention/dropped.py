@@ -6,23 +6,39 @@ them, as 2205.05198 counts them.
 import torch
 from torch import Tensor
 
+from dolmen.core import host
 from dolmen.ops import dropout
 from dolmen.ops.attention.spec import Attend, seen
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, attend: Attend, rows: Tensor) -> Tensor:
-    """q [batch, queries, heads, size], k and v [batch, keys, heads or fewer, size] -> like q.
-    rows [queries] int64: the queries' indices in the sequence, whose keys are all from 0 on.
-    `attend.dropout` says what falls out.
+    """Shapes as in `spec.Attention`; rows [queries] int64 are the queries' indices in the sequence,
+    whose keys are all from 0 on. `attend.dropout` says what falls out.
     """
     heads, size = q.shape[2:]
     k, v = (t.repeat_interleave(heads // t.shape[2], 2).transpose(1, 2) for t in (k, v))
     column = torch.arange(k.shape[2], device=q.device)
     allowed = seen(rows, column, attend.window, attend.starts)
     scores = (q.transpose(1, 2) @ k.transpose(2, 3)) * attend.scale_of(size)
+    scores = _scores(scores, attend, rows, column)
     kept = _kept(attend, rows, column, heads)
     allowed = allowed if allowed.dim() == 2 else allowed[:, None]
-    return (_Probabilities.apply(scores, allowed, kept, attend.dropout.p) @ v).transpose(1, 2)
+    p = _Probabilities.apply(scores, allowed, kept, attend.dropout.p)
+    return (p.to(v.dtype) @ v).transpose(1, 2)
+
+
+def _scores(scores: Tensor, attend: Attend, rows: Tensor, columns: Tensor) -> Tensor:
+    """Of scaled products [batch, heads, queries, keys], in fp32 or wider where they are changed."""
+    if attend.plain:
+        return scores
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if attend.soft_cap is not None:
+        scores = (scores / attend.soft_cap).tanh() * attend.soft_cap
+    slopes = attend.slopes_of(scores.shape[1])
+    if slopes is not None:
+        slopes = host.send(torch.tensor(slopes, dtype=scores.dtype), scores.device)
+        scores = scores + slopes[:, None, None] * (columns - rows[:, None])
+    return scores
 
 
 def _kept(attend: Attend, rows: Tensor, columns: Tensor, heads: int) -> Tensor:

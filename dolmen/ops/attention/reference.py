@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dolmen.ops.attention import BACKENDS, Attend, spec
+from dolmen.ops.attention.alibi import slopes
 
 
 def definition(q: Tensor, k: Tensor, v: Tensor, attend: Attend = Attend()) -> Tensor:
@@ -19,9 +20,15 @@ def definition(q: Tensor, k: Tensor, v: Tensor, attend: Attend = Attend()) -> Te
     """
     group = q.shape[2] // k.shape[2]
     k, v = (t.repeat_interleave(group, 2) for t in (k, v))
-    s = torch.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[3] ** 0.5
+    s = torch.einsum("bqhd,bkhd->bhqk", q, k)
+    s = s / q.shape[3] ** 0.5 if attend.scale is None else s * attend.scale
+    if attend.soft_cap is not None:
+        s = attend.soft_cap * torch.tanh(s / attend.soft_cap)
     column = torch.arange(k.shape[1], device=q.device)
     back = column[-q.shape[1] :, None] - column  # tokens from a query back to a key
+    if attend.slopes is not None:
+        own = attend.slopes[attend.first_head :][: q.shape[2]]
+        s = s - torch.tensor(own, dtype=s.dtype).to(s.device)[:, None, None] * back
     s = s.masked_fill((back < 0) | (back >= (attend.window or k.shape[1])), -torch.inf)
     if attend.starts is not None:
         s = s.masked_fill((column < attend.starts[..., None])[:, None], -torch.inf)
@@ -36,6 +43,8 @@ class Case:
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 16
+    value_dim: int | None = None
+    """None: head_dim."""
     attend: Attend = Attend()
     documents: tuple[tuple[int, ...], ...] | None = None
     """Lengths of the documents of each sequence."""
@@ -56,9 +65,11 @@ class Case:
         """q, k, v and a gradient of the output, standard normal, the same on every device."""
         g = torch.Generator().manual_seed(0)
         heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
+        value_dim = self.value_dim or self.head_dim
+        sizes = (self.head_dim, self.head_dim, value_dim, value_dim)
         return [
-            torch.randn(self.batch, self.length, h, self.head_dim, generator=g).to(device, dtype)
-            for h in heads
+            torch.randn(self.batch, self.length, h, size, generator=g).to(device, dtype)
+            for h, size in zip(heads, sizes, strict=True)
         ]
 
 
@@ -78,7 +89,30 @@ CASES = {
     "documents and window": Case(documents=TEXTS, attend=Attend(window=30)),
     "documents and a long window": Case(documents=TEXTS, attend=Attend(window=130)),
     "one sequence": Case(documents=((30, 12, 100, 50),), attend=Attend(window=64), batch=1),
+    "another scale": Case(attend=Attend(scale=0.1)),
+    "narrow values": Case(head_dim=24, value_dim=8, documents=TEXTS),
+    "wide values": Case(head_dim=8, value_dim=24, attend=Attend(window=30)),
 }
+
+
+# What flash's kernels do not know. A cap of 1.5 bends scores of standard deviation 1 by a quarter.
+# The last of six slopes is 0.35, the others fall from 0.25 to 1/256
+SCORES = {
+    "soft cap": Case(attend=Attend(soft_cap=1.5)),
+    "slopes": Case(kv_heads=4, attend=Attend(slopes=slopes(4))),
+    "slopes of grouped heads": Case(heads=6, kv_heads=3, attend=Attend(slopes=slopes(6))),
+    "slopes of the last heads": Case(attend=Attend(slopes=slopes(6), first_head=2)),
+    "slopes in documents": Case(documents=TEXTS, attend=Attend(slopes=slopes(4), window=70)),
+    "all at once": Case(
+        heads=6,
+        head_dim=24,
+        value_dim=16,
+        documents=TEXTS,
+        attend=Attend(100, scale=0.3, soft_cap=2.0, slopes=slopes(12), first_head=6),
+    ),
+}
+KNOWN = {"blocks": CASES | SCORES, "flash": CASES}
+"""What each backend computes."""
 
 
 def expected(case: Case, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
@@ -117,8 +151,7 @@ def ring(
     """The same by pieces, of a chunk of queries and one of keys, merged by their log-sums."""
     by, n = BACKENDS[backend], case.length // chunks
     q, k, v, g = case.tensors(dtype, device)
-    dq, dk, dv = (torch.zeros_like(t, dtype=torch.float64) for t in (q, k, v))
-    out = torch.zeros_like(dq)
+    out, dq, dk, dv = (torch.zeros_like(t, dtype=torch.float64) for t in (g, q, k, v))
     for mine in _slices(case.length, n):
         attend = _attend(case, mine.start, n, device, back=False)
         place = [(theirs, (mine.start, theirs.start, attend)) for theirs in _slices(mine.stop, n)]

@@ -149,6 +149,14 @@ class Attend(NamedTuple):
 
     window: int | None = None
     """Tokens that a query sees, itself included; None: all before it."""
+    scale: float | None = None
+    """What products of queries and keys are multiplied by; None: 1 / sqrt(their size)."""
+    soft_cap: float | None = None
+    """Scores become soft_cap * tanh(score / soft_cap) (Gemma 2, 2408.00118); None: they stay."""
+    slopes: tuple[float, ...] | None = None
+    """ALiBi (2108.12409): the score of query i and key j, capped or not, grows by slope * (j - i).
+    Of every head of the model (alibi.py); None: of none.
+    """
     first_head: int = 0
     """Index in the model of the first head of these queries."""
     documents: Documents | None = None
@@ -166,9 +174,20 @@ class Attend(NamedTuple):
             return self
         return self._replace(documents=self.documents.part(tokens, run))
 
+    @property
+    def plain(self) -> bool:
+        """Scores are products times a number, as every kernel has them."""
+        return self.soft_cap is None and self.slopes is None
+
     def scale_of(self, size: int) -> float:
         """What the products of queries and keys of `size` numbers are multiplied by."""
-        return 1 / math.sqrt(size)
+        return 1 / math.sqrt(size) if self.scale is None else self.scale
+
+    def slopes_of(self, heads: int) -> tuple[float, ...] | None:
+        """Of these queries' heads, which are so many."""
+        if self.slopes is None:
+            return None
+        return self.slopes[self.first_head : self.first_head + heads]
 
     @property
     def starts(self) -> Tensor | None:
@@ -178,13 +197,18 @@ class Attend(NamedTuple):
 
 class Attention(Protocol):
     """One way to compute it, without dropout; `dolmen.ops.attention.BACKENDS` has them by their
-    names in Kernels. q [batch, queries, heads, head_dim]; k, v [batch, keys, kv_heads, head_dim],
-    kv_heads dividing heads.
+    names in Kernels. q [batch, queries, heads, size]; k [batch, keys, kv_heads, size]; v [batch,
+    keys, kv_heads, value size], kv_heads dividing heads. What comes out is like q, but for the size
+    of its heads, which is v's.
     """
 
     @staticmethod
     def attention(q: Tensor, k: Tensor, v: Tensor, attend: Attend) -> Tensor:
-        """softmax(q k^T / sqrt(head_dim)) v over the keys each query may see; like q.
+        """softmax(scores) v over the keys each query may see, where
+
+            score = scale q k^T                        then, with a soft cap,
+            score = soft_cap tanh(score / soft_cap)    then, with slopes,
+            score = score + slope (j - i)              of the query at i and the key at j.
 
         Queries are the last of the keys, so a cache is simply more keys, and so is what comes
         before a chunk of a sequence. The softmax is fp32 or wider.
@@ -204,8 +228,8 @@ class Attention(Protocol):
         merges it with other runs.
 
         q are the tokens q_start, q_start + 1, ... of the sequence, k and v those from k_start: the
-        same run, or one that ends before the queries begin. -> out like q, in fp32 or wider (flash:
-        in q's dtype), and log_sum [batch, queries, heads], the log of the sum of exponentials, in
+        same run, or one that ends before the queries begin. -> out, in fp32 or wider (flash: in
+        q's dtype), and log_sum [batch, queries, heads], the log of the sum of exponentials, in
         fp32 or wider. A query that sees none of the keys has out 0 and log_sum -inf. No autograd:
         `partial_backward` is its gradient.
         """
