@@ -17,6 +17,7 @@ from dolmen.model.config import ModelConfig
 from dolmen.model.decoder import Decoder
 from dolmen.model.layout import Layout
 from dolmen.ops import kernels, moe
+from dolmen.ops.attention import Attend
 from dolmen.optim.config import OptimizerConfig
 from dolmen.optim.optimizer import adamw
 from dolmen.optim.precision import at_rest
@@ -97,7 +98,7 @@ def batch(config: ModelConfig, sequences: int, length: int, documents: int = 1) 
 
 
 def attention_of(
-    q: Tensor, k: Tensor, v: Tensor, window: int | None = None, starts: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, attend: Attend = Attend(), starts: Tensor | None = None
 ) -> Callable[[], Tensor]:
     """Attention by the kernels that a model of this device and dtype is built with, to be called
     again and again: what a step knows once per batch is done here. starts [batch, length] lie on
@@ -106,7 +107,7 @@ def attention_of(
     chosen = kernels.choose(kernels.Hardware.of(q.device), q.dtype, q.shape[3])
     here = context.ContextParallel(Axis("cp"), kernel=chosen.attention)
     documents = None if starts is None else here.documents(starts.to(q.device), starts)
-    return lambda: here.attention(q, k, v, window, documents)
+    return lambda: here.attention(q, k, v, attend.of(documents))
 
 
 def norms(device: torch.device, dtype: torch.dtype) -> list[Literal["passes", "fused"]]:

@@ -15,6 +15,7 @@ from benchmarks.gpu.case import Case, Context, Record
 from dolmen.core.mesh import Axis
 from dolmen.ops import dropout, norm, rope
 from dolmen.ops.activation import ACTIVATIONS
+from dolmen.ops.attention import Attend
 from dolmen.ops.attention.reference import CASES, ROADS, definition, errors
 from dolmen.ops.kernels import HALF
 from dolmen.optim.config import OptimizerConfig
@@ -228,7 +229,7 @@ def speed(context: Context, window: int | None, documents: int, record: Record) 
         out = F.scaled_dot_product_attention(*turned, is_causal=True, enable_gqa=True)
         return out.transpose(1, 2)
 
-    ours = house.attention_of(q, k, v, window, starts)
+    ours = house.attention_of(q, k, v, Attend(window), starts)
     seconds = clock.rate(both(ours), device)
     record.tell(
         seconds=seconds,
