@@ -198,7 +198,7 @@ def simulate(schedule: Schedule, cost: Cost = Cost()) -> Simulation:
             arrived = (
                 done[need] + (cost.send if rank_of[need[2]] != rank else 0) for need in needs
             )
-            start = max(clock[rank], *arrived)
+            start = max([clock[rank], *arrived])
             clock[rank] = end = start + takes[action.kind]
             times[rank].append((start, end))
             result = ("I" if action.kind == "B" else action.kind, action.micro, stage)
