@@ -17,6 +17,7 @@ from dolmen.core import collectives
 from dolmen.core import mesh as meshes
 from dolmen.core.mesh import Axis, Mesh
 from dolmen.model import build
+from dolmen.model.decoder import Decoder
 from dolmen.model.layout import Layout
 from dolmen.parallel import channels, pipeline
 from dolmen.parallel.actions import Schedule
@@ -270,7 +271,8 @@ def test_a_run_is_connected_before_its_model_is_built(monkeypatch):
         max_position_embeddings=8,
     ).model
     layout, train = Layout(pp=2, dp=1), TrainConfig(sequence_length=8)
-    monkeypatch.setattr(build, "build", lambda *_, **__: done.append("model") or nn.Linear(1, 1))
+    made = Decoder(model.tree)
+    monkeypatch.setattr(build, "build", lambda *_, **__: done.append("model") or made)
     monkeypatch.setattr(build, "initialize", lambda *_: None)
     make_state(
         RunConfig(model=model, layout=layout, train=train), replace(meshes.SINGLE, **axes), 1
