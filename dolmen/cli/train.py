@@ -126,7 +126,7 @@ def refuse(
         loader.prepare(
             config.data,
             config.init,
-            config.model.vocab_size,
+            config.model.tree.vocab_size,
             config.sequence_length,
             config.train.global_batch_size,
             config.train.seed,
