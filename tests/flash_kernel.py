@@ -84,6 +84,7 @@ def _bounds(options) -> tuple[int, int]:
 
 
 def _forward(q, k, v, cum_q, cum_k, max_q, max_k, causal, **options):
+    assert q.shape[-1] == k.shape[-1] == v.shape[-1], "heads of one size"
     flat_q, flat_k, flat_v = (t.reshape(-1, *t.shape[-2:]).double() for t in (q, k, v))
     out = torch.full_like(flat_q, NAN)
     lse = torch.full(flat_q.shape[:2], NAN, dtype=torch.float64)
@@ -103,7 +104,7 @@ def _forward(q, k, v, cum_q, cum_k, max_q, max_k, causal, **options):
 
 
 def _scores(q, k, max_k, causal, options):
-    scores = torch.einsum("qhd,khd->hqk", q, _spread(k, q.shape[1])) * q.shape[2] ** -0.5
+    scores = torch.einsum("qhd,khd->hqk", q, _spread(k, q.shape[1])) * options["scale"]
     allowed = _allowed(len(q), len(k), max_k, causal, *_bounds(options))
     return scores.masked_fill(~allowed, -torch.inf)
 
@@ -124,7 +125,7 @@ def _backward(g, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, causal, **option
             continue
         p = (_scores(qs, ks, max_k, causal, options) - lse[mine].t()[..., None]).exp()
         dp = torch.einsum("qhd,khd->hqk", gs, _spread(vs, q.shape[-2]))
-        ds = p * (dp - (gs * outs).sum(-1).t()[..., None]) * q.shape[-1] ** -0.5
+        ds = p * (dp - (gs * outs).sum(-1).t()[..., None]) * options["scale"]
         dq[mine] = torch.einsum("hqk,khd->qhd", ds, _spread(ks, q.shape[-2]))
         dk[theirs] = _gather(torch.einsum("hqk,qhd->khd", ds, qs), ks.shape[1])
         dv[theirs] = _gather(torch.einsum("hqk,qhd->khd", p, gs), ks.shape[1])

@@ -7,7 +7,7 @@ from dolmen.cli.errors import BadInput
 from dolmen.cli.options import ScheduleOptions
 from dolmen.core.log import console
 from dolmen.core.words import counted
-from dolmen.parallel import schedule as pipeline
+from dolmen.parallel import schedule as schedules
 from dolmen.parallel.actions import Schedule, format
 from dolmen.parallel.schedule import SCHEDULES, Cost, Simulation
 from dolmen.plan import draw
@@ -28,7 +28,7 @@ KNOBS = {
 def run(options: ScheduleOptions, _: list[str]) -> int:
     try:
         schedule, cost = chosen(options), costs(options)
-        simulation = pipeline.simulate(schedule, cost)
+        simulation = schedules.simulate(schedule, cost)
         if options.out:
             picture(schedule, simulation, Path(options.out))
     except (ValueError, OSError) as error:
@@ -36,7 +36,7 @@ def run(options: ScheduleOptions, _: list[str]) -> int:
         for theirs, ours in KNOBS.items():
             text = text.replace(theirs, ours)
         raise BadInput(text) from None
-    report(schedule, simulation, pipeline.closed_form(schedule, cost))
+    report(schedule, simulation, schedules.closed_form(schedule, cost))
     if options.list:
         print("\n" + format(schedule), end="")
     if options.out:
@@ -48,7 +48,7 @@ def chosen(options: ScheduleOptions) -> Schedule:
     """The schedule that is asked for; what is not said is the file's, or small. Raises
     ValueError.
     """
-    file = None if options.schedule in SCHEDULES else pipeline.read(options.schedule)
+    file = None if options.schedule in SCHEDULES else schedules.read(options.schedule)
     default = (
         (file.ranks, file.micros, file.chunks)
         if file
@@ -60,7 +60,7 @@ def chosen(options: ScheduleOptions) -> Schedule:
         raise ValueError(
             f"{prod(sizes):,} forwards are too many to list ({MOST:,}): use fewer --microbatches"
         )
-    return pipeline.make(options.schedule, *sizes)
+    return schedules.make(options.schedule, *sizes)
 
 
 def costs(options: ScheduleOptions) -> Cost:

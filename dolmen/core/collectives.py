@@ -1,4 +1,4 @@
-"""Eight collectives with types. Per mesh axis a tensor is R (replicated, gradient P), I (invariant,
+"""Five collectives with types. Per mesh axis a tensor is R (replicated, gradient P), I (invariant,
 gradient I), S(d) (sharded along d, gradient S(d)) or P (partial sum, gradient R); each backward
 follows from the types.
 
@@ -7,19 +7,16 @@ follows from the types.
     all_reduce      P -> I      all-reduce       | I -> R      no-op            Megatron's g
     all_gather      S(d) -> R   all-gather       | P -> S(d)   reduce-scatter   g-bar of sequence
     reduce_scatter  P -> S(d)   reduce-scatter   | S(d) -> R   all-gather       parallelism
-    split           I -> S(d)   slice            | S(d) -> I   all-gather       scatter
-    gather          S(d) -> I   all-gather       | I -> S(d)   slice            gather
-    all_to_all      S(i) -> S(j)                 | S(j) -> S(i)
     exchange        rows to the ranks they are   | the same rows, back
                     for, unequal numbers of them
 
 f and g are of 1909.08053, g-bar of 2205.05198.
 
 All return new tensors or the input itself, never mutate one but by the names that end in `_`, are
-the identity on an axis of size 1, and trace under torch.compile. The `start_*` functions below them
-are the raw, asynchronous forms: what is sent, with no autograd; their result is waited for by
-`wait`, of a reduce-scatter by `finish_reduce_scatter`. Every byte of compute that moves goes
-through them (gradients move in parallel/data.py).
+the identity on an axis of size 1, and trace under torch.compile. The `start_*` functions are the
+raw, asynchronous forms: what is sent, with no autograd; their result is waited for by `wait`, of a
+reduce-scatter by `finish_reduce_scatter`. Every byte of compute that moves goes through them
+(gradients move in parallel/data.py).
 """
 
 from contextlib import nullcontext
@@ -99,7 +96,7 @@ def start_send(x: Tensor, axis: Axis, peer: int) -> dist.Work:
     to before the work is done. From one rank to another, what is sent first comes first.
 
     Over NCCL the first send or receive of two ranks on an axis makes their communicator, and the
-    CPU waits there for the other rank: see `connect` in parallel/pipeline.py.
+    CPU waits there for the other rank: see `connect` in parallel/channels.py.
     """
     with ranges.mark("pp", "send"):
         return dist.isend(x, group=axis.group, group_dst=peer)
@@ -229,42 +226,6 @@ class _ReduceScatter(torch.autograd.Function):
         return _gathered(g, ctx.dim, ctx.axis), None, None
 
 
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, dim, axis):
-        ctx.dim, ctx.axis = dim, axis
-        return part(x, dim, axis).clone()
-
-    @staticmethod
-    def backward(ctx, g):
-        return _gathered(g, ctx.dim, ctx.axis), None, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, dim, axis):
-        ctx.dim, ctx.axis = dim, axis
-        return _gathered(x, dim, axis)
-
-    @staticmethod
-    def backward(ctx, g):
-        return part(g, ctx.dim, ctx.axis).clone(), None, None
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, src, dst, axis):
-        ctx.src, ctx.dst, ctx.axis = src, dst, axis
-        parts = torch.stack(x.chunk(axis.size, dst))  # [size, ..., one part along dst]
-        # part r now comes from rank r
-        got = wait(start_all_to_all(parts, None, None, axis), axis)
-        return torch.cat(got.unbind(0), src)
-
-    @staticmethod
-    def backward(ctx, g):
-        return _AllToAll.apply(g, ctx.dst, ctx.src, ctx.axis), None, None, None
-
-
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, send, receive, axis):
@@ -298,26 +259,6 @@ def reduce_scatter(x: Tensor, dim: int, axis: Axis) -> Tensor:
         return x
     part(x, dim, axis)
     return _ReduceScatter.apply(x, dim, axis)
-
-
-def split(x: Tensor, dim: int, axis: Axis) -> Tensor:
-    """I -> S(dim). Raises ValueError where the axis does not divide the dim."""
-    return x if axis.size == 1 else _Split.apply(x, dim, axis)
-
-
-def gather(x: Tensor, dim: int, axis: Axis) -> Tensor:
-    """S(dim) -> I."""
-    return x if axis.size == 1 else _Gather.apply(x, dim, axis)
-
-
-def all_to_all(x: Tensor, src: int, dst: int, axis: Axis) -> Tensor:
-    """S(src) -> S(dst): whole along src, split along dst. Raises ValueError where the axis does not
-    divide dst.
-    """
-    if axis.size == 1:
-        return x
-    part(x, dst, axis)
-    return _AllToAll.apply(x, src, dst, axis)
 
 
 def exchange(x: Tensor, send: list[int], receive: list[int], axis: Axis) -> Tensor:

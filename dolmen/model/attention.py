@@ -17,7 +17,8 @@ from dolmen.model.given import Given
 from dolmen.model.layers import Column, Norm, Row
 from dolmen.model.tree import Leaves, under
 from dolmen.ops import rope
-from dolmen.ops.dropout import SCORES
+from dolmen.ops.attention import Attend
+from dolmen.ops.dropout import SCORES, Dropout
 from dolmen.parallel import tensor
 from dolmen.parallel.recompute import again
 
@@ -31,15 +32,16 @@ class Attention(Component):
         super().__init__()
         split, kernels = setting.split, setting.split.kernels
         self.tp, self.cp = split.tp, split.cp
-        self.head_size, self.window = attention.head_size, attention.window
+        self.head_size = attention.head_size
         self.selective = split.recompute.of(setting.layer) == "selective"
         size = self.tp.axis.size
         self.whole_kv = attention.kv_heads % size != 0
         self.heads = attention.heads // size
         group = attention.heads // attention.kv_heads
-        self.first_head, self.dropout = self.tp.axis.rank * self.heads, setting.training.dropout
+        first_head, self.dropout = self.tp.axis.rank * self.heads, setting.training.dropout
+        self.attend = Attend(attention.window, first_head=first_head)
         # the key-value head of each of our queries
-        used = [(self.first_head + i) // group for i in range(self.heads)]
+        used = [(first_head + i) // group for i in range(self.heads)]
         self.kv_first, self.kv_heads = used[0], used[-1] - used[0] + 1
         self.spread = (
             None
@@ -82,19 +84,10 @@ class Attention(Component):
         """softmax(q k^T) v: what selective recomputation computes again."""
         if self.spread is not None:
             k, v = (_per_query(t, self.spread) for t in (k, v))
-        if given.noise is None:
-            return self.cp.attention(q, k, v, self.window, given.documents)
-        return self.cp.dropout_attention(
-            q,
-            k,
-            v,
-            self.window,
-            given.documents,
-            self.dropout,
-            given.noise,
-            given.noise.site(SCORES),
-            self.first_head,
-        )
+        noise, dropped = given.noise, None
+        if noise is not None:
+            dropped = Dropout(self.dropout, noise, noise.site(SCORES))
+        return self.cp.attention(q, k, v, self.attend.of(given.documents, dropped))
 
 
 def _per_query(x: Tensor, heads: list[int]) -> Tensor:

@@ -10,7 +10,7 @@ from dolmen.model.layout import Layout, balance
 from dolmen.ops.kernels import Kernels
 from dolmen.parallel.actions import Schedule
 from dolmen.parallel.context import ContextParallel
-from dolmen.parallel.tensor import TensorParallel
+from dolmen.parallel.tensor import Deferred, TensorParallel
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def split(
     )
     parts = tuple(part(stage) for stage in here)
     recomputed = frozenset(i for p in parts for i in list(p.layers)[: layout.recompute_layers])
-    later = [] if schedule is not None and schedule.splits_backward else None
+    later = Deferred() if schedule is not None and schedule.splits_backward else None
     return Split(
         TensorParallel(mesh.tp, layout.sequence_parallel and mesh.tp.size > 1, later),
         ContextParallel(mesh.cp, layout.context, kernels.attention),

@@ -9,6 +9,8 @@ from typing import Literal
 
 import torch
 
+from dolmen.ops.attention import Attend
+
 HALF = (torch.float16, torch.bfloat16)
 NORMS = {"passes": "in passes", "fused": "by one kernel"}  # in words
 SQUARES = {"pieces": "in pieces", "whole": "at once"}
@@ -48,6 +50,8 @@ class Kernels:
     """blocks: our own, in blocks of queries, on any device and in any dtype. flash: torch's
     FlashAttention operators. Both take memory in proportion to queries + keys.
     """
+    without: str = ""
+    """What these models ask of attention, in words, and flash, which would be chosen, lacks."""
     grouped: Literal["loop", "grouped_mm"] = "loop"
     """The products of experts. loop: one per expert, whose rows the host counts. grouped_mm: one
     kernel for all, whose offsets stay on the device.
@@ -68,23 +72,34 @@ class Kernels:
 
     def __str__(self) -> str:
         """For a person: `attention by flash, experts by grouped_mm, ...`."""
+        lacking = f" (flash has no {self.without})" if self.without else ""
         return (
-            f"attention by {self.attention}, experts by {self.grouped}, norms {NORMS[self.norm]}, "
-            f"{self.logits_at_once >> 20} Mi logits at once, squares {SQUARES[self.squares]}"
+            f"attention by {self.attention}{lacking}, experts by {self.grouped}, "
+            f"norms {NORMS[self.norm]}, {self.logits_at_once >> 20} Mi logits at once, "
+            f"squares {SQUARES[self.squares]}"
         )
 
 
 def choose(
-    hardware: Hardware, dtype: torch.dtype, head_dim: int, widths: Iterable[int] = ()
+    hardware: Hardware,
+    dtype: torch.dtype,
+    head_dim: int,
+    widths: Iterable[int] = (),
+    attends: Iterable[Attend] = (),
 ) -> Kernels:
-    """The kernels of a model that computes in `dtype`. `widths`: rows and columns of the matrices
-    of its experts as one rank holds them; none without experts.
+    """The kernels of a model that computes in `dtype`. `head_dim`: the longest head, be it of
+    queries or of values. `widths`: rows and columns of the matrices of its experts as one rank
+    holds them; none without experts. `attends`: what the attention of its layers is; none where
+    scores are products times a number.
     """
     if hardware.kind == "cpu":
         return Kernels()
     widths = tuple(widths)
+    flash = _flash(hardware, dtype, head_dim)
+    without = " and no ".join(_beyond_flash(tuple(attends))) if flash else ""
     return Kernels(
-        attention="flash" if _flash(hardware, dtype, head_dim) else "blocks",
+        attention="flash" if flash and not without else "blocks",
+        without=without,
         grouped="grouped_mm" if widths and _grouped_mm(hardware, dtype, widths) else "loop",
         logits_at_once=1 << 28,
         squares="whole",
@@ -103,6 +118,15 @@ def _flash(hardware: Hardware, dtype: torch.dtype, head_dim: int) -> bool:
         and head_dim % 8 == 0
         and head_dim <= (192 if small else 256)
     )
+
+
+def _beyond_flash(attends: tuple[Attend, ...]) -> list[str]:
+    """What torch's operators have no argument for, in words."""
+    asked = {
+        "soft cap": any(attend.soft_cap is not None for attend in attends),
+        "ALiBi": any(attend.slopes is not None for attend in attends),
+    }
+    return [words for words, is_asked in asked.items() if is_asked]
 
 
 def _grouped_mm(hardware: Hardware, dtype: torch.dtype, widths: tuple[int, ...]) -> bool:

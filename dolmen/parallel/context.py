@@ -30,8 +30,7 @@ from torch.autograd.function import once_differentiable
 from dolmen.core import collectives
 from dolmen.core.mesh import Axis
 from dolmen.ops import attention as ops
-from dolmen.ops import dropout
-from dolmen.ops.attention import Attention, Documents
+from dolmen.ops.attention import Attend, Attention, Documents, dropped
 
 
 @dataclass(frozen=True)
@@ -86,59 +85,28 @@ class ContextParallel:
         runs = (ops.run(begins, i * length, length, starts.device, back) for i in chunks)
         return Documents(here, here, tuple(runs))
 
-    def attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        window: int | None = None,
-        documents: Documents | None = None,
-    ) -> Tensor:
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: Attend) -> Tensor:
         """Attention of this rank's queries to the keys of all ranks: see ops/attention/spec.py.
 
         q [batch, length / size, heads, head_dim], k and v with kv_heads, S(1, zigzag) -> like q.
-        documents: this rank's.
+        `attend` is of this rank's heads and documents. With dropout keys and values are gathered,
+        whatever `kind` says.
         """
+        if attend.dropout is not None:
+            k, v = self.gather_keys(k, v)
+            return dropped.attention(q, k, v, attend, self.indices(k.shape[1], k.device))
         if self.axis.size == 1:
-            return self.backend.attention(q, k, v, window, documents)
+            return self.backend.attention(q, k, v, attend)
         if self.kind == "ring":
-            return _ring(q, k, v, self, window, documents)
+            return _ring(q, k, v, self, attend)
         k, v = self.gather_keys(k, v)
         n, out = q.shape[1] // 2, []
         for i, chunk in enumerate(self.chunks(self.axis.rank)):
             # a chunk's queries are the last of the keys before its end
             mine, stop = (slice(i * n, (i + 1) * n), (chunk + 1) * n)
-            out.append(
-                self.backend.attention(
-                    q[:, mine],
-                    k[:, :stop],
-                    v[:, :stop],
-                    window,
-                    None if documents is None else documents.part(mine, i),
-                )
-            )
+            here = q[:, mine], k[:, :stop], v[:, :stop]
+            out.append(self.backend.attention(*here, attend.part(mine, i)))
         return torch.cat(out, 1)
-
-    def dropout_attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        window: int | None,
-        documents: Documents | None,
-        p: float,
-        noise: dropout.Noise,
-        site: int | Tensor,
-        first_head: int,
-    ) -> Tensor:
-        """`dropout.attention`, shapes as in `attention`: keys and values are gathered, whatever
-        `kind` says.
-        """
-        k, v = self.gather_keys(k, v)
-        rows = self.indices(k.shape[1], k.device)
-        starts = None if documents is None else documents.starts
-        seen = ops.seen(rows, torch.arange(k.shape[1], device=k.device), window, starts)
-        return dropout.attention(q, k, v, seen, p, noise, site, first_head, rows)
 
     def gather_keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """k, v [batch, length / size, ...] S(1, zigzag) -> [batch, length, ...] R, in the order of
@@ -146,12 +114,14 @@ class ContextParallel:
         """
         if self.axis.size == 1:
             return k, v
-        first, second = (
-            collectives.all_gather(torch.stack((k, v)), 2, self.axis)
-            .unflatten(2, (self.axis.size, 2, -1))
-            .unbind(3)
-        )
-        return torch.cat((first, second.flip(2)), 2).flatten(2, 3).unbind(0)
+        both = collectives.all_gather(torch.cat((k, v), 3), 1, self.axis)
+        k, v = both.split((k.shape[3], v.shape[3]), 3)
+        return self._in_order(k), self._in_order(v)
+
+    def _in_order(self, x: Tensor) -> Tensor:
+        """[batch, length, ...] in the order of ranks -> in that of the sequence."""
+        first, second = x.unflatten(1, (self.axis.size, 2, -1)).unbind(2)
+        return torch.cat((first, second.flip(1)), 1).flatten(1, 2)
 
     def visible(
         self, source: int, n: int, window: int | None
@@ -178,37 +148,40 @@ def merge(
     ], total
 
 
-def _of_chunk(documents: Documents | None, mine: slice) -> Documents | None:
+def _packed(k: Tensor, v: Tensor) -> Tensor:
+    """Both as one message, one after the other."""
+    return torch.cat((k.flatten(), v.flatten()))
+
+
+def _unpacked(
+    kv: Tensor, k: Tensor, v: Tensor, tokens: slice = slice(None)
+) -> tuple[Tensor, Tensor]:
+    """Views of what `_packed` made of two like k and v, or of what lies like it: these tokens'."""
+    keys, values = kv.split((k.numel(), v.numel()))
+    return keys.view(k.shape)[:, tokens], values.view(v.shape)[:, tokens]
+
+
+def _of_chunk(attend: Attend, mine: slice) -> Attend:
     """Of the chunk of this rank's queries that lies at `mine`."""
-    return documents and documents.part(mine, mine.start // (mine.stop - mine.start))
+    return attend.part(mine, mine.start // (mine.stop - mine.start))
 
 
 def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    context: ContextParallel,
-    window: int | None,
-    documents: Documents | None,
+    q: Tensor, k: Tensor, v: Tensor, context: ContextParallel, attend: Attend
 ) -> tuple[Tensor, Tensor]:
-    """-> out like q, log_sum [batch, queries, heads] in fp32 or wider."""
-    axis, kv = context.axis, torch.stack((k, v))
+    """-> out like q, its heads of v's size, log_sum [batch, queries, heads] in fp32 or wider."""
+    axis, kv = context.axis, _packed(k, v)
     log_sum = torch.full_like(
         q[..., 0], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32)
     )
-    out = torch.zeros_like(q, dtype=log_sum.dtype)
+    out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=log_sum.dtype)
     for hop in range(axis.size):
         following = collectives.start_rotate([kv], axis) if hop + 1 < axis.size else None
         for mine, theirs, q_start, k_start in context.visible(
-            (axis.rank - hop) % axis.size, q.shape[1] // 2, window
+            (axis.rank - hop) % axis.size, q.shape[1] // 2, attend.window
         ):
             piece = context.backend.partial(
-                q[:, mine],
-                *kv[:, :, theirs],
-                q_start,
-                k_start,
-                window,
-                _of_chunk(documents, mine),
+                q[:, mine], *_unpacked(kv, k, v, theirs), q_start, k_start, _of_chunk(attend, mine)
             )
             out[:, mine], log_sum[:, mine] = (
                 piece if q_start == k_start else merge(out[:, mine], log_sum[:, mine], *piece)
@@ -226,39 +199,39 @@ def _backward(
     out: Tensor,
     log_sum: Tensor,
     context: ContextParallel,
-    window: int | None,
-    documents: Documents | None,
+    attend: Attend,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv. Gradients follow the keys they belong to, one message behind, and are home after
     `size` hops.
     """
-    axis, kv, travelling = context.axis, torch.stack((k, v)), None
+    axis, kv, travelling = context.axis, _packed(k, v), None
     dq = torch.zeros_like(q, dtype=log_sum.dtype)
     for hop in range(axis.size):
         following = collectives.start_rotate([kv], axis) if hop + 1 < axis.size else None
         dkv = torch.zeros_like(kv, dtype=log_sum.dtype)
         for mine, theirs, q_start, k_start in context.visible(
-            (axis.rank - hop) % axis.size, q.shape[1] // 2, window
+            (axis.rank - hop) % axis.size, q.shape[1] // 2, attend.window
         ):
             pieces = context.backend.partial_backward(
                 g[:, mine],
                 q[:, mine],
-                *kv[:, :, theirs],
+                *_unpacked(kv, k, v, theirs),
                 out[:, mine],
                 log_sum[:, mine],
                 q_start,
                 k_start,
-                window,
-                _of_chunk(documents, mine),
+                _of_chunk(attend, mine),
             )
-            for total, piece in zip((dq[:, mine], *dkv[:, :, theirs]), pieces, strict=True):
+            for total, piece in zip(
+                (dq[:, mine], *_unpacked(dkv, k, v, theirs)), pieces, strict=True
+            ):
                 total += piece
         if travelling is not None:
             dkv += travelling.wait()[0]
         travelling = collectives.start_rotate([dkv], axis)
         if following is not None:
             (kv,) = following.wait()
-    dk, dv = travelling.wait()[0]
+    dk, dv = _unpacked(travelling.wait()[0], k, v)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
@@ -266,19 +239,19 @@ class _Ring(torch.autograd.Function):
     """Kept for backward: this rank's q, k, v and out, and one number per query and head."""
 
     @staticmethod
-    def forward(ctx, q, k, v, context, window, documents):
-        out, log_sum = _forward(q, k, v, context, window, documents)
-        ctx.options = context, window, documents
+    def forward(ctx, q, k, v, context, attend):
+        out, log_sum = _forward(q, k, v, context, attend)
+        ctx.options = context, attend
         ctx.save_for_backward(q, k, v, out, log_sum)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, g):
-        return *_backward(g, *ctx.saved_tensors, *ctx.options), None, None, None
+        return *_backward(g, *ctx.saved_tensors, *ctx.options), None, None
 
 
 @torch.compiler.disable
-def _ring(q, k, v, context, window, documents):
+def _ring(q, k, v, context, attend):
     """Point-to-point messages do not trace: under torch.compile the graph breaks here."""
-    return _Ring.apply(q, k, v, context, window, documents)
+    return _Ring.apply(q, k, v, context, attend)

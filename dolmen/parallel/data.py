@@ -173,44 +173,50 @@ def inference(model: nn.Module) -> Iterator[None]:
 
 
 class Reduction:
-    """When the gradients of one step cross fsdp: with each backward under ZeRO 2 and 3, else with
-    the last one of the part of the model they belong to; and, where a schedule leaves weight
-    gradients for later, after the last of those alone.
+    """When the gradients of one step cross fsdp, and what was gathered for it is let go:
+
+    zero 2, 3          with each backward
+    zero 0, 1          with the last backward of the chunk that they belong to; those of the root
+                       (what no block owns) with the last of all
+    split backward     all of them after the last weight gradients, whatever the stage
+
+    Two switches of each unit say so to FSDP, and `set_is_last_backward` of the root, that the
+    streams of the step are to be joined.
     """
 
     def __init__(self, model: nn.Module, zero: int, split_backward: bool):
         self.root = model if isinstance(model, FSDPModule) else None
-        self.each = zero >= 2 and not split_backward
         if self.root is None:
             return
-        self._set([self.root, *units(model)], self.each)
+        self._cross(units(model), zero >= 2 and not split_backward)
         self.root.set_is_last_backward(False)
 
-    def _set(self, modules: Iterable[FSDPModule], now: bool) -> None:
+    def _cross(self, modules: Iterable[FSDPModule], now: bool) -> None:
+        """Whether each of `modules`, not what lies in it, reduces and reshards in backward."""
         for unit in modules:
             unit.set_requires_gradient_sync(now, recurse=False)
             unit.set_reshard_after_backward(now, recurse=False)
 
-    def before(self, part: Iterable[nn.Module], last_of_part: bool, last: bool) -> None:
-        """Called before a backward that computes weight gradients, through the modules of
-        `part`.
+    def before_backward(self, chunk: Iterable[nn.Module], last_of_chunk: bool, last: bool) -> None:
+        """Called before each backward that computes weight gradients, through the modules of
+        `chunk`: whether none comes after it through them, and through any.
         """
         if self.root is None:
             return
-        if last_of_part:
-            self._set([m for module in part for m in units(module)], True)
+        if last_of_chunk:
+            self._cross([unit for module in chunk for unit in units(module)], True)
         if last:
-            self._set([self.root], True)
+            self._cross([self.root], True)
         self.root.set_is_last_backward(last)
 
-    def weights(self, last: bool) -> None:
-        """Called after weight gradients that no backward of FSDP's has seen: it adds them up in
-        fp32, at last reduces them.
+    def after_weights(self, last: bool) -> None:
+        """Called after weight gradients were computed outside a backward, which FSDP has not seen:
+        its last hook, called by hand, adds them up in fp32, and where they are the last, reduces.
         """
         if self.root is None:
             return
         if last:
-            self._set([self.root, *units(self.root)], True)
+            self._cross(units(self.root), True)
         self.root.set_is_last_backward(last)
         self.root._get_fsdp_state()._root_post_backward_final_callback()
 

@@ -4,7 +4,13 @@ section 3).
 Logits exist for one chunk of tokens at a time, and their gradient is formed in the same visit, so
 that [tokens, vocabulary] is never held and never sent: per token, the maximum, the sum of
 exponentials and the label's logit cross the tp axis, three fp32 numbers. The gradient of the sum of
-losses is ready after forward; backward scales and sends it.
+losses is ready after forward; backward scales and sends it. Of a frozen head, or input, there is
+none.
+
+    forward            X [tokens, hidden] = enter(x), logits [tokens, rows] = X W^T
+                       loss = sum over tokens of log(sum of e^logits) - logits[label]
+    input gradient     dX [tokens, hidden] = dlogits W, then the backward of `enter`
+    weight gradient    dW [rows, hidden] = dlogits^T X
 """
 
 from functools import cache
@@ -22,43 +28,47 @@ from dolmen.parallel.tensor import TensorParallel, vocabulary_range
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, labels, vocab_size, tp, want_grad, compile, at_once):
-        gathers = tp.gathers
-        entered = c.wait(c.start_all_gather(x, tp.axis), tp.axis) if gathers else x
+    def forward(ctx, x, weight, labels, vocab_size, tp, differentiate, compile, at_once):
+        entered = c.wait(c.start_all_gather(x, tp.axis), tp.axis) if tp.gathers else x
         first, _ = vocabulary_range(vocab_size, tp.axis)
         total = torch.zeros(
             (), dtype=torch.float32 if x.dtype != torch.float64 else x.dtype, device=x.device
         )
-        dx = torch.empty_like(entered) if want_grad else None
-        dw = torch.zeros_like(weight, dtype=total.dtype) if want_grad else None
+        wants_dx, wants_dw = (differentiate and wants for wants in ctx.needs_input_grad[:2])
+        dx = torch.empty_like(entered) if wants_dx else None
+        dw = torch.zeros_like(weight, dtype=total.dtype) if wants_dw else None
         chunk = max(1, at_once // weight.shape[0])
         visit = _compiled_chunk() if compile else _chunk
         for at in range(0, entered.shape[0], chunk):
             rows = slice(at, at + chunk)
             losses, dlogits = visit(
-                entered[rows], weight, labels[rows], first, tp.axis, want_grad, total.dtype
+                entered[rows],
+                weight,
+                labels[rows],
+                first,
+                tp.axis,
+                wants_dx or wants_dw,
+                total.dtype,
             )
             total += losses.sum()
-            if want_grad:
+            if wants_dx:
                 dx[rows] = dlogits @ weight
+            if wants_dw:
                 dw += dlogits.t() @ entered[rows]
         ctx.tp = tp
-        if want_grad:
-            ctx.save_for_backward(dx, dw.to(weight.dtype))
+        ctx.save_for_backward(dx, dw.to(weight.dtype) if wants_dw else None)
         return total
 
     @staticmethod
     def backward(ctx, g):
-        (dx, dw), axis = ctx.saved_tensors, ctx.tp.axis
-        dx = dx * g.to(dx.dtype)
-        scatters = ctx.tp.gathers
-        if scatters:
-            dx = c.start_reduce_scatter(dx, axis)
-        elif axis.size > 1:
-            dx = c.start_all_reduce_(dx, axis)
-        dw = dw * g.to(dw.dtype)
-        if axis.size > 1:
-            dx = c.finish_reduce_scatter(dx, axis) if scatters else c.wait(dx, axis)
+        dx, dw = ctx.saved_tensors
+        if dx is not None:
+            dx = dx * g.to(dx.dtype)
+            dx = ctx.tp.start_back(dx)
+        if dw is not None:
+            dw = dw * g.to(dw.dtype)
+        if dx is not None:
+            dx = ctx.tp.finish_back(dx)
         return dx, dw, None, None, None, None, None, None
 
 

@@ -26,7 +26,7 @@ from dolmen.files import gate, write
 from dolmen.model import build
 from dolmen.optim import optimizer as optim
 from dolmen.optim.precision import DTYPES, LossScale, at_rest
-from dolmen.parallel import pipeline
+from dolmen.parallel import channels
 from dolmen.train import folder, garbage, report
 from dolmen.train import peak as devices
 from dolmen.train import saved as saved_state
@@ -67,7 +67,7 @@ class Outcome:
 def make_state(run: RunConfig, mesh: Mesh, steps: int) -> TrainState:
     """The model with its initial values and an optimizer at step 0; ranks of pp are connected."""
     schedule = run.layout.make_schedule(run.train.global_batch_size, run.microbatch_size)
-    pipeline.connect(schedule, mesh)
+    channels.connect(schedule, mesh)
     model = build.build(
         run.model.tree,
         mesh,

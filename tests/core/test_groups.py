@@ -111,6 +111,7 @@ def counted() -> list[tuple[int, int, int]]:
         group = make()
         dist.barrier()  # by another group
         counts.append(sockets())
+        dist.barrier()  # nobody connects to one that still counts
     dist.all_gather_object(everyone, 0, group=group)
     dist.barrier()
     counts.append(sockets())

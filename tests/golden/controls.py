@@ -15,10 +15,11 @@ from table import Layout
 from torch.utils.checkpoint import checkpoint
 
 from dolmen.core import collectives, rng, state
+from dolmen.core.mesh import Axis
 from dolmen.data.batch import IGNORED, Batch
 from dolmen.model import block, moe, tree
 from dolmen.ops import dropout
-from dolmen.parallel import context, data, expert, loss, pipeline, tensor
+from dolmen.parallel import channels, context, data, expert, loss, tensor
 from dolmen.train import step, validate
 
 
@@ -29,6 +30,17 @@ def without(module, name, instead):
     return lambda patch: patch.setattr(
         module, "c", SimpleNamespace(**vars(collectives) | {name: instead})
     )
+
+
+def head_alone(patch):
+    """The gradient of the head's input is each rank's own."""
+    backward = loss._LinearCrossEntropy.backward
+
+    def unsummed(ctx, g):
+        ctx.tp = replace(ctx.tp, axis=Axis("tp"))
+        return backward(ctx, g)
+
+    patch.setattr(loss._LinearCrossEntropy, "backward", staticmethod(unsummed))
 
 
 def untyped(name):
@@ -96,14 +108,14 @@ def weights_of_the_last_alone(patch):
 
 def another_message(patch):
     """A stage takes the tensors of two microbatches in the wrong order."""
-    sent = pipeline._sent
+    sent = channels.sent
 
     def swapped(schedule, sender, to):
         messages = sent(schedule, sender, to)
         messages[:2] = messages[1::-1]
         return messages
 
-    patch.setattr(pipeline, "_sent", swapped)
+    patch.setattr(channels, "sent", swapped)
 
 
 def computed_otherwise(patch):
@@ -192,11 +204,11 @@ def attending(**wrong):
     def damage(patch):
         attention = context.ContextParallel.attention
 
-        def attend(cp, q, k, v, window, documents):
-            given = {"window": window, "documents": documents} | wrong
-            return attention(cp, q, k, v, given["window"], given["documents"])
-
-        patch.setattr(context.ContextParallel, "attention", attend)
+        patch.setattr(
+            context.ContextParallel,
+            "attention",
+            lambda cp, q, k, v, attend: attention(cp, q, k, v, attend._replace(**wrong)),
+        )
 
     return damage
 
@@ -265,7 +277,7 @@ CONTROLS = {
     "copy left out of the head": (
         "gpt2",
         PLAIN,
-        without(loss, "start_all_reduce_", lambda x, axis: x),
+        head_alone,
     ),
     "reduce-scatter left out of a block": (
         "llama",

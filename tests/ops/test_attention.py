@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from dolmen.ops import dropout
-from dolmen.ops.attention import Documents, blocks
+from dolmen.ops.attention import Attend, Documents, blocks, dropped
 from dolmen.ops.attention import blockwise as ops
 from dolmen.ops.attention.reference import definition
 
@@ -69,8 +69,8 @@ def test_definition(case, dtype, tolerance):
     inputs = tensors(*sizes, dtype=dtype)
     wide = [t.detach().double().requires_grad_() for t in inputs]
     close(
-        run(lambda *t: ops.attention(*t, window), inputs),
-        run(lambda *t: definition(*t, window), wide),
+        run(lambda *t: ops.attention(*t, Attend(window)), inputs),
+        run(lambda *t: definition(*t, Attend(window)), wide),
         dtype,
         tolerance,
     )
@@ -97,12 +97,12 @@ DOCUMENTS = {  # queries, keys, heads, kv_heads, window, lengths of the document
 def test_documents(case, dtype, tolerance):
     *sizes, window, first, second = DOCUMENTS[case]
     starts = documents(first, second)[:, -sizes[0] :]
-    here = Documents.of(starts)
+    attend = Attend(window).of(Documents.of(starts))
     inputs = tensors(*sizes, dtype=dtype)
     wide = [t.detach().double().requires_grad_() for t in inputs]
     close(
-        run(lambda *t: ops.attention(*t, window, here), inputs),
-        run(lambda *t: definition(*t, window, starts), wide),
+        run(lambda *t: ops.attention(*t, attend), inputs),
+        run(lambda *t: definition(*t, attend), wide),
         dtype,
         tolerance,
     )
@@ -110,9 +110,10 @@ def test_documents(case, dtype, tolerance):
 
 def test_a_document_is_as_if_alone():
     q, k, v = tensors(150, 150, 4, 2)
-    together = ops.attention(q, k, v, None, Documents.of(documents([60, 90], [60, 90])))
+    together = ops.attention(q, k, v, Attend().of(Documents.of(documents([60, 90], [60, 90]))))
     alone = [
-        ops.attention(*(t[:, part] for t in (q, k, v))) for part in (slice(0, 60), slice(60, 150))
+        ops.attention(*(t[:, part] for t in (q, k, v)), Attend())
+        for part in (slice(0, 60), slice(60, 150))
     ]
     torch.testing.assert_close(together, torch.cat(alone, 1), rtol=1e-12, atol=1e-13)
 
@@ -121,7 +122,7 @@ def test_keys_of_other_documents_are_not_multiplied(monkeypatch):
     keys, bmm = [], torch.bmm
     monkeypatch.setattr(torch, "bmm", lambda a, b: keys.append(b.shape[2]) or bmm(a, b))
     q, k, v = (t.detach() for t in tensors(256, 256, 1, 1))
-    ops.attention(q, k, v, None, Documents.of(documents([128, 128], [100, 28, 128])))
+    ops.attention(q, k, v, Attend().of(Documents.of(documents([128, 128], [100, 28, 128]))))
     # four blocks of 64 queries; the third and fourth begin at key 128
     assert keys[::2] == [64, 128, 64, 128]
 
@@ -142,10 +143,10 @@ def test_runs_of_keys_merge_to_the_whole(window, starts, dtype, tolerance):
     log-sums, and gradients of each run.
     """
     q, k, v = (t.detach() for t in tensors(100, 200, 4, 2, dtype))
-    mine = None if starts is None else starts[:, 100:]
-    here = None if starts is None else Documents.of(mine)
+    here = None if starts is None else Documents.of(starts[:, 100:])
+    attend = Attend(window).of(here)
     runs = [(i, k[:, i : i + 50], v[:, i : i + 50]) for i in range(0, 200, 50)]
-    pieces = [ops.partial(q, a, b, 100, i, window, here) for i, a, b in runs]
+    pieces = [ops.partial(q, a, b, 100, i, attend) for i, a, b in runs]
     for out, log_sum in pieces:
         assert (
             out.isfinite().all()
@@ -156,8 +157,7 @@ def test_runs_of_keys_merge_to_the_whole(window, starts, dtype, tolerance):
     out = sum(o * (l - log_sum).exp()[..., None] for o, l in pieces).to(dtype)
     weight = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape).to(dtype)
     grads = [
-        ops.partial_backward(weight, q, a, b, out, log_sum, 100, i, window, here)
-        for i, a, b in runs
+        ops.partial_backward(weight, q, a, b, out, log_sum, 100, i, attend) for i, a, b in runs
     ]
     got = [
         out,
@@ -168,7 +168,7 @@ def test_runs_of_keys_merge_to_the_whole(window, starts, dtype, tolerance):
     wide = [t.double().requires_grad_() for t in (q, k, v)]
     close(
         [t.to(dtype) for t in got],
-        run(lambda *t: definition(*t, window, mine), wide),
+        run(lambda *t: definition(*t, attend), wide),
         dtype,
         tolerance,
     )
@@ -183,13 +183,13 @@ def test_scores_at_once_do_not_grow_with_the_square(monkeypatch):
     )
     for queries, most in ((2048, 64 * 2048), (4096, 64 * 4096)):
         sizes.clear()
-        ops.attention(*(torch.zeros(1, queries, 1, 8) for _ in range(3)))
+        ops.attention(*(torch.zeros(1, queries, 1, 8) for _ in range(3)), Attend())
         assert max(sizes[::2]) == most
 
 
 def test_gradients_by_differences():
     inputs = [t[:1, :, :, :4].detach().requires_grad_() for t in tensors(67, 70, 2, 1)]
-    torch.autograd.gradcheck(lambda *t: ops.attention(*t, 66), inputs, fast_mode=True)
+    torch.autograd.gradcheck(lambda *t: ops.attention(*t, Attend(66)), inputs, fast_mode=True)
 
 
 def test_blocks_and_sdpa_agree():
@@ -200,31 +200,33 @@ def test_blocks_and_sdpa_agree():
         ).transpose(1, 2),
         inputs,
     )
-    for a, b in zip(run(ops.attention, inputs), sdpa, strict=True):
+    for a, b in zip(run(lambda *t: ops.attention(*t, Attend()), inputs), sdpa, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.spawn
 @pytest.mark.full  # torch.compile starts a C++ compiler per kernel: 25 s
 @pytest.mark.parametrize("starts", [None, documents([30, 40], [70])], ids=["one", "documents"])
 def test_compiled_equals_eager(starts):
-    here = None if starts is None else Documents.of(starts)
+    attend = Attend(66).of(None if starts is None else Documents.of(starts))
     inputs = tensors(70, 70 if starts is not None else 90, 4, 2, torch.float32)
-    compiled = run(torch.compile(lambda *t: ops.attention(*t, 66, here), fullgraph=True), inputs)
+    compiled = run(torch.compile(lambda *t: ops.attention(*t, attend), fullgraph=True), inputs)
     # fp32, sums in another order
-    for a, b in zip(compiled, run(lambda *t: ops.attention(*t, 66, here), inputs), strict=True):
+    for a, b in zip(compiled, run(lambda *t: ops.attention(*t, attend), inputs), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_large_scores_do_not_overflow():
     q, k, v = tensors(80, 80, 2, 2, torch.float32)
-    out = ops.attention(q * 1e4, k, v)  # scores near 1e5: exp would overflow without the maximum
+    out = ops.attention(
+        q * 1e4, k, v, Attend()
+    )  # scores near 1e5: exp would overflow without the maximum
     assert out.isfinite().all()
 
 
 def test_gradient_with_dropped_probabilities():
     """Against differences in float64: a mask depends on places alone, so it stands still."""
     q, k, v = tensors(4, 6, 4, 2)
-    seen = torch.ones(4, 6, dtype=torch.bool).tril(2)
     noise = dropout.Noise(torch.tensor(7), torch.arange(2))
-    given = (seen, 0.4, noise, 3, 0)
-    assert torch.autograd.gradcheck(lambda *qkv: dropout.attention(*qkv, *given), (q, k, v))
+    attend, rows = Attend().of(None, dropout.Dropout(0.4, noise, 3)), torch.arange(2, 6)
+    assert torch.autograd.gradcheck(lambda *t: dropped.attention(*t, attend, rows), (q, k, v))

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dolmen.core.mesh import SINGLE, Axis
-from dolmen.ops.attention import flash, operators, reference
+from dolmen.ops.attention import Attend, flash, operators, reference
 from dolmen.ops.attention.reference import CASES, ROADS
 from dolmen.ops.kernels import H100
 from dolmen.parallel.context import ContextParallel
@@ -49,7 +49,7 @@ def test_documents_without_their_runs_are_refused():
     q, k, v, _ = CASES["documents"].tensors(torch.float32, HERE)
     starts = CASES["documents"].starts
     with pytest.raises(ValueError, match="needs the run of its queries, and was given 0"):
-        flash.attention(q, k, v, None, flash.Documents.of(starts))
+        flash.attention(q, k, v, Attend().of(flash.Documents.of(starts)))
 
 
 class Seen(TorchDispatchMode):
@@ -93,7 +93,7 @@ def gradients_of_a_long_text(cp: ContextParallel, name: str) -> Seen:
         starts = torch.empty(1, LENGTH, dtype=torch.int64)
         with Seen() as seen:
             documents = cp.documents(starts, host) if several else None
-            cp.attention(*leaves, window, documents).sum().backward()
+            cp.attention(*leaves, Attend(window).of(documents)).sum().backward()
     return seen
 
 
@@ -117,7 +117,7 @@ def test_no_tensor_has_queries_times_keys(size, name, monkeypatch):
 def test_a_mask_would_be_seen(monkeypatch):
     """The road that was taken before: a mask for SDPA, which does without flash then."""
 
-    def masked(q, k, v, window, documents):
+    def masked(q, k, v, attend):
         mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool)
         turned = (t.transpose(1, 2) for t in (q, k, v))
         return F.scaled_dot_product_attention(*turned, attn_mask=mask, enable_gqa=True)
@@ -190,10 +190,10 @@ def test_what_is_traced_has_the_shapes_of_what_is_computed(name):
         q, k, v, g = (t.flatten(0, 1) for t in (q, k, v, g))
         begins = reference.spec.begins(case.starts)
         given = operators.segments(reference.spec.run(begins, 0, case.length, HERE))
-    kept = q, k, v, *operators.forward(q, k, v, *given, -1, 0)
+    kept = q, k, v, *operators.forward(q, k, v, *given, -1, 0, 0.25)
     checks = dict(test_utils=("test_schema", "test_faketensor"))
-    torch.library.opcheck(operators.opaque_forward, (q, k, v, *given, -1, 0), **checks)
-    torch.library.opcheck(operators.opaque_backward, (g, *kept, *given, -1, 0), **checks)
+    torch.library.opcheck(operators.opaque_forward, (q, k, v, *given, -1, 0, 0.25), **checks)
+    torch.library.opcheck(operators.opaque_backward, (g, *kept, *given, -1, 0, 0.25), **checks)
 
 
 def test_one_compilation_serves_all_numbers_of_documents():

@@ -7,6 +7,8 @@ import torch
 from models import Flat, build
 
 from dolmen.core.mesh import SINGLE
+from dolmen.ops.attention import Attend
+from dolmen.ops.attention.alibi import slopes
 from dolmen.ops.kernels import A100, CPU, H100, Hardware, Kernels, choose
 
 HALF, FULL = torch.bfloat16, torch.float32
@@ -60,6 +62,23 @@ def test_a_cpu_has_the_defaults_and_is_what_a_device_of_it_says():
     gpu = choose(H100, FULL, 64)
     assert (gpu.logits_at_once, gpu.squares, gpu.norm) == (1 << 28, "whole", "fused")
     assert "attention by blocks" in str(gpu) and "256 Mi logits at once" in str(gpu)
+
+
+@pytest.mark.parametrize(
+    "attends, attention, said",
+    [
+        ([Attend(window=5, scale=0.3)], "flash", "attention by flash, experts"),
+        ([Attend(), Attend(soft_cap=50.0)], "blocks", "by blocks (flash has no soft cap), experts"),
+        ([Attend(slopes=slopes(4))], "blocks", "by blocks (flash has no ALiBi), experts"),
+        ([Attend(soft_cap=1.0, slopes=(1.0,))], "blocks", "(flash has no soft cap and no ALiBi)"),
+    ],
+)
+def test_what_flash_lacks_is_computed_by_blocks_and_said(attends, attention, said):
+    kernels = choose(H100, HALF, 128, (), attends)
+    assert kernels.attention == attention and said in str(kernels)
+    # where flash would not be chosen, it is not what is missing
+    assert "flash" not in str(choose(H100, FULL, 128, (), attends))
+    assert choose(CPU, HALF, 128, (), attends) == Kernels()
 
 
 CONFIG = Flat(

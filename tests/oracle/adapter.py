@@ -33,8 +33,8 @@ from dolmen.checkpoint.stream import locate, open_checkpoint
 from dolmen.convert import hf
 from dolmen.data import loader
 from dolmen.data.config import DataConfig
-from dolmen.families import Model
 from dolmen.data.loader import Loader
+from dolmen.families import Model
 from dolmen.optim.precision import LossScale
 from dolmen.train import metrics
 from dolmen.train import run as runs

@@ -29,6 +29,7 @@ from dolmen.model.mlp import MLP
 from dolmen.model.split import split
 from dolmen.ops.dropout import Noise
 from dolmen.ops.kernels import Kernels
+from dolmen.parallel.tensor import Deferred
 
 WORLD, BATCH, LENGTH, HIDDEN, HEADS, FFN = 8, 2, 32, 64, 8, 160
 TOKENS = BATCH * LENGTH
@@ -280,7 +281,7 @@ def gradients(config: Flat, kind: str, deferred: bool) -> dict[str, torch.Tensor
         Layout(recompute=kind, recompute_layers=None if kind == "none" else 2),
     )
     if deferred:
-        parts = replace(parts, tp=replace(parts.tp, later=[]))
+        parts = replace(parts, tp=replace(parts.tp, later=Deferred()))
     model = decoder(config, parts)
     initialize(model, 0)
     tokens = torch.randint(
@@ -288,8 +289,9 @@ def gradients(config: Flat, kind: str, deferred: bool) -> dict[str, torch.Tensor
     )
     model(tokens, tokens.roll(-1, 1), noise=Noise(torch.tensor(3), torch.arange(BATCH))).backward()
     if deferred:
-        assert parts.tp.later
-        for product in parts.tp.later:
+        products = parts.tp.later.take()
+        assert products
+        for product in products:
             product()
     return {name: p.grad for name, p in model.named_parameters()}
 

@@ -14,9 +14,10 @@ from dolmen.core import mesh as meshes
 from dolmen.ops.kernels import Kernels
 from dolmen.parallel import tensor
 from dolmen.parallel.loss import linear_cross_entropy
-from dolmen.parallel.tensor import TensorParallel
+from dolmen.parallel.tensor import Deferred, TensorParallel
 
 TP, TOKENS, HIDDEN, FFN = 4, 8, 16, 32
+PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -27,17 +28,20 @@ def world():
 
 
 class Allocated(TorchDispatchMode):
-    """Elements of the storages that operators have made."""
+    """Elements of the storages that operators have made, and multiplications of their products."""
 
     def __init__(self):
         super().__init__()
-        self.known, self.elements = [], 0
+        self.known, self.elements, self.multiplications = [], 0, 0
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         self.known += [t.untyped_storage() for t in given]
         before = {s._cdata for s in self.known}
         out = op(*args, **(kwargs or {}))
+        if op.overloadpacket in PRODUCTS:
+            a, b = args[-2:]
+            self.multiplications += a.shape[0] * a.shape[1] * b.shape[1]
         for t in tree_leaves(out):
             if not isinstance(t, torch.Tensor) or isinstance(t, AsyncCollectiveTensor):
                 continue  # the latter holds one that was seen
@@ -86,6 +90,89 @@ def test_the_heads_gradient_is_summed_where_it_was_made():
     with Allocated() as mode:
         torch.autograd.backward(loss, torch.tensor(1.0))
     assert mode.take() == x.numel() + w.numel()
+
+
+FROZEN = {
+    "nothing": (True, (True, True)),
+    "a weight": (True, (True, False)),
+    "the first weight": (True, (False, True)),
+    "the weights": (True, (False, False)),
+    "the input": (False, (True, True)),
+    "all but a weight": (False, (False, True)),
+}
+
+
+@pytest.mark.parametrize("sequence", (False, True))
+@pytest.mark.parametrize("frozen", FROZEN)
+def test_what_is_frozen_costs_nothing(frozen, sequence):
+    """Backward of two products of one input, here with biases that train: a product and a gradient
+    for x if it trains, and the sum of it over tp; a product and a gradient for each weight that
+    does, and under sequence parallelism x gathered for any.
+    """
+    tp = TensorParallel(meshes.grid(1, TP, torch.device("cpu")).tp, sequence)
+    x_trains, trains = FROZEN[frozen]
+    rows, part = TOKENS // TP if sequence else TOKENS, FFN // TP
+    x = torch.randn(rows, HIDDEN, requires_grad=x_trains)
+    weights = [torch.randn(part, HIDDEN, requires_grad=t) for t in trains]
+    biases = [torch.randn(part, requires_grad=True) for _ in trains]
+    out, g = tensor.columns(x, weights, biases, tp), torch.ones(TOKENS, part)
+    with Allocated() as mode:
+        torch.autograd.backward(out, [g, g])
+    whole, weight = TOKENS * HIDDEN, HIDDEN * part
+    made = x_trains * (whole + sequence * whole // TP) + any(trains) * sequence * whole
+    assert mode.take() == made + sum(trains) * weight + 2 * part
+    assert mode.multiplications == (2 * x_trains + sum(trains)) * whole * part
+    assert [w.grad is not None for w in weights] == list(trains)
+    assert (x.grad is not None) == x_trains
+
+
+@pytest.mark.parametrize("trains", (True, False))
+def test_what_is_frozen_is_not_kept_for(trains):
+    """x is kept for the gradients of weights alone."""
+    tp = TensorParallel(meshes.grid(1, TP, torch.device("cpu")).tp)
+    x = torch.randn(TOKENS, HIDDEN, requires_grad=True)
+    w = torch.randn(FFN // TP, HIDDEN, requires_grad=trains)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+        tensor.columns(x, [w], [None], tp)
+    assert kept == ([x.shape, w.shape] if trains else [w.shape])
+
+
+def test_a_frozen_weight_is_not_left_for_later():
+    """Of two products whose gradients a schedule leaves, that of the frozen one is not computed."""
+    later = Deferred()
+    tp = TensorParallel(meshes.grid(1, TP, torch.device("cpu")).tp, later=later)
+    x = torch.randn(TOKENS, HIDDEN, requires_grad=True)
+    weights = [torch.randn(FFN // TP, HIDDEN, requires_grad=t) for t in (False, True)]
+    out = tensor.columns(x, weights, [None, None], tp)
+    torch.autograd.backward(out, [torch.ones(TOKENS, FFN // TP)] * 2)
+    assert weights[1].grad is None
+    (product,) = later.take()
+    with Allocated() as mode:
+        product()
+    assert weights[0].grad is None
+    assert torch.equal(weights[1].grad, torch.ones(FFN // TP, TOKENS) @ x)
+    assert mode.take() == 2 * weights[1].numel()  # autograd keeps a copy of what it is given
+
+
+def test_a_frozen_head_costs_nothing():
+    """Forward makes both gradients beside the logits; of a frozen head neither its gradient nor
+    the product.
+    """
+    tp = TensorParallel(meshes.grid(1, TP, torch.device("cpu")).tp)
+    labels = torch.zeros(TOKENS, dtype=torch.long)
+    x = torch.randn(TOKENS, HIDDEN, requires_grad=True)
+
+    def forward(w) -> tuple[int, int]:
+        with Allocated() as mode:
+            linear_cross_entropy(x, w, labels, 20, tp, False, Kernels().logits_at_once)
+        return mode.take(), mode.multiplications
+
+    w = torch.randn(5, HIDDEN)
+    (frozen, products), (training, more) = forward(w), forward(w.clone().requires_grad_())
+    assert products == 2 * x.numel() * 5 and more == 3 * x.numel() * 5
+    # where it is added up, and the product of these tokens
+    assert training - frozen == 2 * w.numel()
 
 
 def test_a_sum_in_place_is_the_sum_for_autograd_too():

@@ -23,7 +23,7 @@ def part(x, d, a):
 
 # name: (call, forward and backward by definition). xs, gs: the input and the output gradient of
 # every rank of the axis. Where a tensor is I all ranks hold rank 0's.
-SEVEN = {
+TYPED = {
     "copy": (
         lambda x, d, a: c.copy(x, a),
         lambda xs, d, a: xs[0],
@@ -52,27 +52,6 @@ SEVEN = {
         "",
         "",
     ),
-    "split": (
-        c.split,
-        lambda xs, d, a: part(xs[0], d, a),
-        lambda gs, d, a: torch.cat(gs, d),
-        "I",
-        "",
-    ),
-    "gather": (
-        c.gather,
-        lambda xs, d, a: torch.cat(xs, d),
-        lambda gs, d, a: part(gs[0], d, a),
-        "",
-        "I",
-    ),
-    "all_to_all": (
-        lambda x, d, a: c.all_to_all(x, d, 1 - d, a),
-        lambda xs, d, a: torch.cat([part(x, 1 - d, a) for x in xs], d),
-        lambda gs, d, a: torch.cat([part(g, d, a) for g in gs], 1 - d),
-        "",
-        "",
-    ),
 }
 
 
@@ -90,7 +69,7 @@ def values(shape, axis, invariant, seed):
 
 def check(name: str, axis: Axis, d: int, function) -> None:
     """`function(x, dim, axis)` against the definition of the collective `name`."""
-    _, forward, backward, x_type, y_type = SEVEN[name]
+    _, forward, backward, x_type, y_type = TYPED[name]
     xs = values((8, 4, 3), axis, x_type == "I", 1)
     x = xs[axis.rank].detach().clone(memory_format=torch.preserve_format).requires_grad_()
     y = function(x, d, axis)
@@ -126,11 +105,11 @@ def in_world() -> dict[str, str]:
         else:
             out[name] = ""
 
-    for name, (function, *_) in SEVEN.items():
+    for name, (function, *_) in TYPED.items():
         for label, axis in (("tp of 2", two.tp), ("dp of 2", two.dp), ("tp of 4", four.tp)):
             for d in (0, 1):
                 attempt(f"{name} {label} dim {d}", lambda: check(name, axis, d, function))
-        torch.compiler.reset()  # one code object serves all seven: dynamo gives up at the eighth
+        torch.compiler.reset()  # one code object serves them all: dynamo gives up at the eighth
         compiled = torch.compile(
             lambda x, d, axis: function(x * 1, d, axis) * 1, fullgraph=True, backend="aot_eager"
         )
@@ -150,8 +129,6 @@ def scalar(mesh):
 
 
 REFUSED = {
-    "split": lambda a: c.split(torch.ones(3, 4), 0, a),
-    "all_to_all": lambda a: c.all_to_all(torch.ones(4, 3), 0, 1, a),
     "reduce_scatter": lambda a: c.reduce_scatter(torch.ones(4, 3), 1, a),
     "part": lambda a: c.part(torch.ones(3), 0, a),
 }
@@ -162,7 +139,7 @@ def results() -> dict[str, str]:
     return run_spawned(4, in_world)
 
 
-@pytest.mark.parametrize("name", SEVEN)
+@pytest.mark.parametrize("name", TYPED)
 def test_definition(name):
     """Forward, backward, and nothing mutated; over dim 0 and 1, over axes of 2 (either
     kind) and 4.
@@ -171,7 +148,7 @@ def test_definition(name):
     assert len(rows) == 6 and not any(rows.values()), rows
 
 
-@pytest.mark.parametrize("name", SEVEN)
+@pytest.mark.parametrize("name", TYPED)
 def test_traces_under_compile(name):
     assert results()[f"{name} compiled"] == ""
 
@@ -182,12 +159,19 @@ def test_indivisible_is_refused(name):
     assert message.startswith("ValueError") and "of size 3 is not divisible by tp (2)" in message
 
 
+@pytest.mark.parametrize("d", (0, 1))
+def test_parts_lie_in_the_order_of_ranks(d):
+    x = torch.arange(32).view(4, 8)
+    parts = [c.part(x, d, Axis("tp", 4, rank)) for rank in range(4)]
+    assert all(map(torch.equal, parts, x.chunk(4, d)))
+
+
 def test_reduce_scalar():
     assert results()["reduce_scalar"] == ""
 
 
-@pytest.mark.parametrize("name", SEVEN)
+@pytest.mark.parametrize("name", TYPED)
 def test_identity_on_an_axis_of_one(name):
     x = torch.randn(3, 5, requires_grad=True)
-    assert SEVEN[name][0](x, 0, Axis("tp", 1, 0)) is x  # without any process group
+    assert TYPED[name][0](x, 0, Axis("tp", 1, 0)) is x  # without any process group
     assert c.reduce_scalar(x, Axis("tp", 1, 0)) is x

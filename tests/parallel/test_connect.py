@@ -17,12 +17,14 @@ from dolmen.core import collectives
 from dolmen.core import mesh as meshes
 from dolmen.core.mesh import Axis, Mesh
 from dolmen.model import build
+from dolmen.model.decoder import Decoder
 from dolmen.model.layout import Layout
-from dolmen.parallel import pipeline
+from dolmen.parallel import channels, pipeline
 from dolmen.parallel.actions import Schedule
 from dolmen.parallel.data import Reduction
 from dolmen.parallel.pipeline import Work, forward_only
 from dolmen.parallel.schedule import make
+from dolmen.parallel.tensor import Deferred
 from dolmen.train.config import RunConfig, TrainConfig
 from dolmen.train.run import make_state
 
@@ -156,7 +158,7 @@ def passes(line: Line, orders: list[Schedule], mesh: Mesh) -> None:
             lambda: torch.zeros(1),
             Reduction(nn.Module(), 0, splits) if trains else None,
             [()] * order.chunks,
-            [] if splits else None,
+            Deferred() if splits else None,
         )
         with torch.set_grad_enabled(trains):
             pipeline.execute(order, mesh, work)
@@ -174,7 +176,7 @@ def run(monkeypatch, schedule: Schedule, orders: list[Schedule], connected=True)
         mesh = replace(meshes.SINGLE, **axes)
         try:
             if connected:
-                pipeline.connect(schedule, mesh)
+                channels.connect(schedule, mesh)
             passes(line, orders, mesh)
         except Locked:
             pass
@@ -229,13 +231,13 @@ def test_ranks_that_are_not_connected_do(monkeypatch, name):
 
 def test_an_order_of_its_own_per_rank_locks(monkeypatch):
     """The control of the order in which channels are made."""
-    schedule, routes = make("1f1b", 3, 8), pipeline._routes
+    schedule, routes = make("1f1b", 3, 8), channels.routes
 
     def own(schedule: Schedule) -> list[tuple[int, int]]:
         turned = int(threading.current_thread().name) == 1
         return routes(schedule)[:: -1 if turned else 1]
 
-    monkeypatch.setattr(pipeline, "_routes", own)
+    monkeypatch.setattr(channels, "routes", own)
     assert run(monkeypatch, schedule, [schedule]).locked
 
 
@@ -246,7 +248,7 @@ def test_a_long_line_connects_in_a_few_turns(chunks):
     """
     ranks, turn = 64, dict.fromkeys(range(64), 0)
     schedule = make("interleaved" if chunks > 1 else "1f1b", ranks, ranks, chunks)
-    for sender, receiver in pipeline._routes(schedule):
+    for sender, receiver in channels.routes(schedule):
         turn[sender] = turn[receiver] = 1 + max(turn[sender], turn[receiver])
     assert max(turn.values()) <= 6
 
@@ -269,7 +271,8 @@ def test_a_run_is_connected_before_its_model_is_built(monkeypatch):
         max_position_embeddings=8,
     ).model
     layout, train = Layout(pp=2, dp=1), TrainConfig(sequence_length=8)
-    monkeypatch.setattr(build, "build", lambda *_, **__: done.append("model") or nn.Linear(1, 1))
+    made = Decoder(model.tree)
+    monkeypatch.setattr(build, "build", lambda *_, **__: done.append("model") or made)
     monkeypatch.setattr(build, "initialize", lambda *_: None)
     make_state(
         RunConfig(model=model, layout=layout, train=train), replace(meshes.SINGLE, **axes), 1

@@ -6,6 +6,7 @@ group.
 import itertools
 import weakref
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 
 import flash_kernel
@@ -19,36 +20,61 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dolmen.core import collectives
 from dolmen.core import mesh as meshes
 from dolmen.core.mesh import Axis
-from dolmen.ops.attention import Documents, blockwise, visible
-from dolmen.ops.dropout import Noise
+from dolmen.ops.attention import Attend, Documents, blockwise, reference
+from dolmen.ops.attention.alibi import slopes
+from dolmen.ops.dropout import Dropout, Noise
 from dolmen.parallel import context
 from dolmen.parallel.context import ContextParallel
 
 LENGTH, HEADS, SIZE, WORLD = 96, 4, 8, 16
 ALONE = ContextParallel(Axis("cp", 1, 0))
 ENDS = ([], [0, 40, 41, 95], [95])  # last tokens of the documents of each sequence
-CASES = {  # kv_heads, window, documents; chunks have 12 tokens over 4 ranks and 24 over 2
-    "plain": (4, None, False),
-    "grouped": (2, None, False),
-    "one key head": (1, None, False),
-    "window in a chunk": (2, 7, False),
-    "window of chunks": (2, 30, False),
-    "documents": (2, None, True),
-    "documents and window": (1, 17, True),
+
+
+@dataclass(frozen=True)
+class Case:
+    """Attention of the four heads; chunks have 12 tokens over 4 ranks and 24 over 2."""
+
+    kv_heads: int = 2
+    attend: Attend = Attend()
+    documents: bool = False
+    values: int = SIZE
+    """Numbers of a value, of a query and key SIZE."""
+
+
+CASES = {
+    "plain": Case(4),
+    "grouped": Case(2),
+    "one key head": Case(1),
+    "window in a chunk": Case(2, Attend(7)),
+    "window of chunks": Case(2, Attend(30)),
+    "documents": Case(documents=True),
+    "documents and window": Case(1, Attend(17), documents=True),
+    "another scale": Case(attend=Attend(scale=0.2)),
+    "long values": Case(values=2 * SIZE),
+    "slopes": Case(attend=Attend(slopes=slopes(6), first_head=2)),
+    "slopes, documents and window": Case(4, Attend(30, slopes=slopes(4)), documents=True),
+    "soft cap": Case(1, Attend(soft_cap=1.5)),
+    "all at once": Case(2, Attend(50, 0.3, 2.0, slopes(4)), documents=True, values=SIZE // 2),
 }
+FLASH = [name for name, case in CASES.items() if case.attend.plain]
 # relative to the largest number. fp32: each of a few hundred terms is rounded by 2^-24, as in one
 # process. fp64: the same, by 2^-53
 TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-14}
 
 
 def inputs(
-    kv_heads: int, dtype: torch.dtype = torch.float64, length: int = LENGTH, batch: int = 3
+    kv_heads: int,
+    dtype: torch.dtype = torch.float64,
+    length: int = LENGTH,
+    batch: int = 3,
+    values: int = SIZE,
 ) -> list[torch.Tensor]:
     """q, k, v and the gradient of the output, whole."""
     g = torch.Generator().manual_seed(kv_heads)
     return [
-        torch.randn(batch, length, h, SIZE, generator=g, dtype=torch.float64).to(dtype)
-        for h in (HEADS, kv_heads, kv_heads, HEADS)
+        torch.randn(batch, length, h, size, generator=g, dtype=torch.float64).to(dtype)
+        for h, size in ((HEADS, SIZE), (kv_heads, SIZE), (kv_heads, values), (HEADS, values))
     ]
 
 
@@ -71,55 +97,40 @@ def gradients(attend, q, k, v, g) -> list[torch.Tensor]:
 
 
 @cache
-def definition(case: str) -> list[torch.Tensor]:
+def definition(name: str) -> list[torch.Tensor]:
     """Output and gradients of one process, in float64, with every score in one matrix."""
-    kv_heads, window, documents = CASES[case]
-    seen = visible(
-        LENGTH, LENGTH, window, torch.device("cpu"), starts() if documents else None
-    ).view(-1, 1, LENGTH, LENGTH)
-
-    def dense(q, k, v):
-        k, v = (t.repeat_interleave(HEADS // kv_heads, 2) for t in (k, v))
-        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / SIZE**0.5
-        return torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
-
-    return gradients(dense, *inputs(kv_heads))
+    case = CASES[name]
+    attend = case.attend.of(Documents.of(starts()) if case.documents else None)
+    return gradients(
+        lambda *t: reference.definition(*t, attend), *inputs(case.kv_heads, values=case.values)
+    )
 
 
-def error(case: str, cp: ContextParallel, dtype: torch.dtype, wrap=lambda f: f) -> float:
+def error(name: str, cp: ContextParallel, dtype: torch.dtype, wrap=lambda f: f) -> float:
     """Largest difference from the definition on this rank, relative to the largest number: of
     output, dq, dk and dv.
     """
-    kv_heads, window, documents = CASES[case]
-    here = cp.documents(starts()) if documents else None
+    case = CASES[name]
+    attend = case.attend.of(cp.documents(starts()) if case.documents else None)
     got = gradients(
-        wrap(lambda q, k, v: cp.attention(q, k, v, window, here)),
-        *(cp.split(t.to(dtype), 1) for t in inputs(kv_heads)),
+        wrap(lambda q, k, v: cp.attention(q, k, v, attend)),
+        *(cp.split(t, 1) for t in inputs(case.kv_heads, dtype, values=case.values)),
     )
     assert all(t.dtype == dtype for t in got)
     return max(
         float((a.double() - cp.split(b, 1)).abs().max() / b.abs().max())
-        for a, b in zip(got, definition(case), strict=True)
+        for a, b in zip(got, definition(name), strict=True)
     )
 
 
 def dropped(cp: ContextParallel) -> list[torch.Tensor]:
     """Attention with dropout, with documents: the same elements fall out on any number of ranks."""
 
-    def attend(q, k, v):
-        return cp.dropout_attention(
-            q,
-            k,
-            v,
-            50,
-            cp.documents(starts()),
-            0.3,
-            Noise(torch.tensor(7), torch.arange(3) + 5),
-            4,
-            2,
-        )
-
-    return gradients(attend, *(cp.split(t, 1) for t in inputs(2)))
+    noise = Noise(torch.tensor(7), torch.arange(3) + 5)
+    attend = Attend(50, 0.3, 2.0, slopes(6), first_head=2).of(
+        cp.documents(starts()), Dropout(0.3, noise, 4)
+    )
+    return gradients(lambda *t: cp.attention(*t, attend), *(cp.split(t, 1) for t in inputs(2)))
 
 
 @contextmanager
@@ -186,7 +197,7 @@ def in_world() -> dict[str, float]:
             ),
         )
     with flash_kernel.on_cpu():
-        for (size, axis), kind, case in itertools.product(axes.items(), ("ring", "gather"), CASES):
+        for (size, axis), kind, case in itertools.product(axes.items(), ("ring", "gather"), FLASH):
             cp = ContextParallel(axis, kind, "flash")
             note(f"flash {kind} of {size}, {case}", error(case, cp, torch.float64))
     for kind in (
@@ -233,7 +244,7 @@ def test_equals_one_process(kind, size):
 @pytest.mark.parametrize("kind", ["ring", "gather"])
 def test_flash_equals_one_process(kind, size):
     """By a stand-in for the kernels of a GPU, in float64: what is sliced for them, and merged."""
-    for case in CASES:
+    for case in FLASH:
         found = results()[f"flash {kind} of {size}, {case}"]
         assert found <= 1e-14, f"{case} differs by {found:.1e}"
 
@@ -291,10 +302,10 @@ def test_identity_on_an_axis_of_one():
         and ALONE.gather_keys(k, v) == (k, v)
         and ALONE.indices(7, q.device).tolist() == list(range(7))
     )
-    for window, here in ((None, None), (9, Documents.of(starts()))):
+    for attend in (Attend(), Attend(9).of(Documents.of(starts()))):
         for a, b in zip(
-            gradients(lambda *t: ALONE.attention(*t, window, here), q, k, v, g),
-            gradients(lambda *t: blockwise.attention(*t, window, here), q, k, v, g),
+            gradients(lambda *t: ALONE.attention(*t, attend), q, k, v, g),
+            gradients(lambda *t: blockwise.attention(*t, attend), q, k, v, g),
             strict=True,
         ):
             assert torch.equal(a, b)
@@ -355,7 +366,7 @@ def measured(kind: str, length: int, size: int, group, kv_heads: int = 2) -> tup
 
     tensors = [cp.split(t, 1) for t in inputs(kv_heads, torch.float32, length, 1)]
     with Watch() as watch, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        gradients(cp.attention, *tensors)
+        gradients(lambda *t: cp.attention(*t, Attend()), *tensors)
     return watch, sum(kept.values())
 
 
@@ -387,9 +398,9 @@ def test_bytes_sent_by_a_ring(world):
         with mode or Watch():
             cp = ContextParallel(Axis("cp", 8, 3, world))
             tensors = [torch.ones(2, 512 // 8, h, SIZE, dtype=dtype) for h in (HEADS, 2, 2, HEADS)]
-            here = Documents.of(torch.zeros(2, 512 // 8, dtype=torch.int64))
+            here = Attend().of(Documents.of(torch.zeros(2, 512 // 8, dtype=torch.int64)))
             with Watch() as watch:
-                got = gradients(lambda *t: cp.attention(*t, None, here), *tensors)
+                got = gradients(lambda *t: cp.attention(*t, here), *tensors)
         assert [t.shape for t in got] == [
             tensors[0].shape,
             *(t.shape for t in tensors[:3]),
@@ -416,7 +427,7 @@ def test_keys_travel_while_the_present_ones_are_attended_to(world, monkeypatch):
         blockwise, "partial", lambda *args: events.append("attend") or partial(*args)
     )
     cp = ContextParallel(Axis("cp", 4, 1, world))
-    cp.attention(*(cp.split(t, 1) for t in inputs(2)[:3]))
+    cp.attention(*(cp.split(t, 1) for t in inputs(2)[:3]), Attend())
     assert events == [
         "start",
         *["attend"] * 3,

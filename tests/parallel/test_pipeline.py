@@ -15,12 +15,12 @@ from spawning import run_spawned
 
 from dolmen.core import mesh as meshes
 from dolmen.core.mesh import Axis
-from dolmen.parallel import pipeline, tensor
+from dolmen.parallel import channels, pipeline, tensor
 from dolmen.parallel.actions import Action, Schedule
 from dolmen.parallel.data import Reduction
 from dolmen.parallel.pipeline import Work, forward_only
 from dolmen.parallel.schedule import SCHEDULES, check, make, simulate
-from dolmen.parallel.tensor import TensorParallel
+from dolmen.parallel.tensor import Deferred, TensorParallel
 
 CHUNKS = {"interleaved": 2, "zero-bubble-v": 2}
 MICROS, ROWS, SIZE = 8, 3, 4
@@ -87,7 +87,7 @@ def run(schedule: Schedule, mesh) -> dict:
     """A stack of square matrices, one a stage: what was done, most activations alive, and how far
     gradients are from autograd's.
     """
-    later = [] if schedule.splits_backward else None
+    later = Deferred() if schedule.splits_backward else None
     tp, generator = TensorParallel(Axis("tp"), later=later), torch.Generator().manual_seed(3)
     every = [
         torch.randn(SIZE, SIZE, generator=generator, dtype=torch.float64)
@@ -216,7 +216,7 @@ def test_each_direction_has_a_channel_of_its_own():
     axes = {name: Axis(name, 3, 1) for name in ("pp", "up", "down")}
     mesh = replace(meshes.SINGLE, **axes)
     ways = [(1, 2), (0, 1), (1, 0), (2, 1)]
-    assert [pipeline._channel(mesh, *way).name for way in ways] == ["up", "up", "down", "down"]
+    assert [channels.axis_of(mesh, *way).name for way in ways] == ["up", "up", "down", "down"]
 
 
 def test_a_swapped_message_is_seen():
@@ -227,8 +227,8 @@ def test_a_swapped_message_is_seen():
 
 
 def swapped() -> list[float]:
-    sent = pipeline._sent
-    pipeline._sent = lambda s, sender, to: (
+    sent = channels.sent
+    channels.sent = lambda s, sender, to: (
         (messages := sent(s, sender, to))[1::-1] + messages[2:] if to else sent(s, sender, to)
     )
     mesh, everyone = meshes.grid(1, 1, torch.device("cpu"), pp=2), [None, None]

@@ -130,9 +130,13 @@ def batch(sequences: int, documents: bool) -> Batch:
     return Batch(tokens, tokens.roll(-1, 1), torch.zeros_like(tokens) if documents else None)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in SHORT else pytest.mark.full) for n in CASES]
-)
+def marks(name: str) -> list[pytest.MarkDecorator]:
+    """Without dropout, as in validation, attention has passes that a C++ compiler makes."""
+    tier = [] if name in SHORT else [pytest.mark.full]
+    return tier + ([pytest.mark.spawn] if CASES[name].validated else [])
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in CASES])
 def test_programs(name, monkeypatch):
     told = []
     with limit_told(told.append):

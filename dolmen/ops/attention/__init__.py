@@ -5,7 +5,9 @@
     blockwise.py  the backend of those blocks
     flash.py      the backend of torch's FlashAttention operators
     operators.py  their calls
+    alibi.py      slopes
     decode.py     one query
+    dropped.py    with dropout, any backend's
     reference.py  the definition, in float64
 
 Which backend computes is chosen where a model is built (ops/kernels.py), and no tensor is asked for
@@ -13,8 +15,8 @@ its device.
 """
 
 from dolmen.ops.attention import blockwise, flash
-from dolmen.ops.attention.spec import Attention, Documents, begins, run, seen, visible
+from dolmen.ops.attention.spec import Attend, Attention, Documents, begins, run, visible
 
 BACKENDS: dict[str, Attention] = {"blocks": blockwise, "flash": flash}
 
-__all__ = ["BACKENDS", "Attention", "Documents", "begins", "run", "seen", "visible"]
+__all__ = ["BACKENDS", "Attend", "Attention", "Documents", "begins", "run", "visible"]

@@ -8,10 +8,13 @@ one product, (query, head) by (key), so that no key or value is repeated.
 
 import math
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from dolmen.core import host
 from dolmen.ops.attention.spec import seen, visible
 
 BLOCK = 64  # queries at once: the triangle wastes half a block per row
@@ -19,54 +22,84 @@ BLOCKS = 16  # most blocks of a sequence, while they hold few scores:
 SCORES = 2**20  # of one head at once, so that memory does not grow with length^2
 
 
-def _blocks(
-    queries: int,
-    keys: int,
-    group: int,
-    offset: int,
-    window: int | None,
-    starts: Tensor | None,
-    host: Tensor | None,
-    device: torch.device,
-):
-    """Per block of queries: its rows (query, head), the keys it sees (None: none), and 0 or -inf to
-    add to its scores (None: 0).
-
-    The first query is at key `offset`; starts [batch, queries] are indices among the keys, `host`
-    the same on the host. Masks are [rows, keys], with starts [batch, 1, rows, keys]. If the last
-    query is at the last key, what a query sees depends on the distance from it alone, so every
-    block's mask is a corner of one.
+class Rule(NamedTuple):
+    """From the products of queries and keys to their scores. Numbers and tensors alone, one after
+    the other what the operators of blockwise.py take: `f(*rule)`, `Rule(*arguments)`.
     """
+
+    group: int
+    """Queries' heads per key-value head."""
+    offset: int
+    """The key that the first query is at."""
+    scale: float
+    soft_cap: float | None
+    slopes: Sequence[float] | None
+    """Of each head: those of the first key-value head, of the second, ..."""
+    window: int | None
+    starts: Tensor | None
+    """[batch, queries]: where each query's document begins, as an index among the keys."""
+    host: Tensor | None
+    """The same on the host."""
+
+
+class Scores(NamedTuple):
+    """How the products of one block become its scores."""
+
+    scale: float
+    soft_cap: float | None
+    slopes: Tensor | None
+    """[kv_heads, 1, group, 1]."""
+    distances: Tensor | None
+    """[queries, 1, keys]: what slopes are multiplied by, 0 and below where a key is seen."""
+    mask: Tensor | None
+    """0 or -inf to add, [rows, keys], with starts [batch, 1, rows, keys]; None: 0."""
+
+
+class Block(NamedTuple):
+    """What one block of queries sees, and how."""
+
+    rows: slice
+    """Of the products' rows (query, head)."""
+    keys: slice | None
+    """None: no query of it sees any."""
+    scores: Scores | None = None
+
+
+def _blocks(q: Tensor, keys: int, rule: Rule) -> Iterator[Block]:
+    """In order. If the last query is at the last key, what a query sees depends on the distance
+    from it alone, so every block's mask is a corner of one.
+    """
+    group, offset, window = rule.group, rule.offset, rule.window
+    queries, device, dtype = q.shape[1] // group, q.device, q.dtype
     size = max(BLOCK, min(-(-queries // BLOCKS), SCORES // keys))
-    corner = starts is None and offset == keys - queries
+    corner = rule.starts is None and offset == keys - queries
     if corner:
         widest = keys if window is None else min(keys, size + window - 1)
         mask = torch.where(
             visible(min(size, queries), widest, window, device), 0.0, -math.inf
         ).repeat_interleave(group, 0)
-    oldest = _oldest(host, size)
+    slopes, dtype = None, torch.promote_types(dtype, torch.float32)
+    if rule.slopes is not None:
+        slopes = host.send(torch.tensor(rule.slopes, dtype=dtype), device).view(-1, 1, group, 1)
+    oldest = _oldest(rule.host, size)
     for first in range(0, queries, size):
         end = min(first + size, queries)
         start = max(0, oldest[first // size], 0 if window is None else first + offset - window + 1)
         stop = min(keys, end + offset)
         rows, columns = slice(first * group, end * group), slice(start, stop)
         if start >= stop:
-            yield rows, None, None
-        elif corner:
-            yield rows, columns, mask[(first - end) * group :, start - stop :]
-        else:
-            yield (
-                rows,
-                columns,
-                _mask(
-                    range(first + offset, end + offset),
-                    range(start, stop),
-                    group,
-                    window,
-                    None if starts is None else starts[:, first:end],
-                    device,
-                ),
-            )
+            yield Block(rows, None)
+            continue
+        here = (
+            mask[(first - end) * group :, start - stop :]
+            if corner
+            else _mask(range(first, end), range(start, stop), rule, device)
+        )
+        distances = None
+        if slopes is not None:
+            at = torch.arange(first + offset, end + offset, device=device, dtype=dtype)
+            distances = torch.arange(start, stop, device=device, dtype=dtype) - at[:, None, None]
+        yield Block(rows, columns, Scores(rule.scale, rule.soft_cap, slopes, distances, here))
 
 
 def _oldest(host: Tensor | None, size: int):
@@ -78,48 +111,55 @@ def _oldest(host: Tensor | None, size: int):
     return host[:, ::size].amin(0).tolist()
 
 
-def _mask(
-    rows: range,
-    columns: range,
-    group: int,
-    window: int | None,
-    starts: Tensor | None,
-    device: torch.device,
-) -> Tensor | None:
-    """0 or -inf for each query and key at these indices; None where every query sees every key."""
+def _mask(queries: range, keys: range, rule: Rule, device: torch.device) -> Tensor | None:
+    """0 or -inf for these queries and keys; None where every query sees every key."""
+    starts, window = rule.starts, rule.window
+    first, stop = queries.start + rule.offset, queries.stop + rule.offset
     if (
         starts is None
-        and rows.start >= columns.stop - 1
-        and (window is None or columns.start > rows.stop - 1 - window)
+        and first >= keys.stop - 1
+        and (window is None or keys.start > stop - 1 - window)
     ):
         return None
     allowed = seen(
-        torch.arange(rows.start, rows.stop, device=device),
-        torch.arange(columns.start, columns.stop, device=device),
+        torch.arange(first, stop, device=device),
+        torch.arange(keys.start, keys.stop, device=device),
         window,
-        starts,
+        None if starts is None else starts[:, queries.start : queries.stop],
     )
-    mask = torch.where(allowed, 0.0, -math.inf).repeat_interleave(group, -2)
+    mask = torch.where(allowed, 0.0, -math.inf).repeat_interleave(rule.group, -2)
     return mask if starts is None else mask[:, None]
 
 
-def _scores(qk: Tensor, mask: Tensor | None, size: int) -> Tensor:
-    """q k^T / sqrt(size) in fp32 (or wider), -inf where not seen; qk [n, rows, keys], mask [rows,
-    keys] or [batch, 1, rows, keys].
-    """
-    scores, scale = qk if qk.dtype == torch.float64 else qk.float(), 1 / math.sqrt(size)
+def _bounded(qk: Tensor, how: Scores) -> Tensor:
+    """tanh(scale qk / soft_cap) where there is a cap, else qk; in fp32 or wider."""
+    qk = qk if qk.dtype == torch.float64 else qk.float()
+    return qk if how.soft_cap is None else (qk * (how.scale / how.soft_cap)).tanh_()
+
+
+def _scores(bounded: Tensor, how: Scores) -> Tensor:
+    """Of what `_bounded` makes of products [n, rows, keys]; new, and -inf where not seen."""
+    scores, mask = bounded, how.mask
+    factor = how.scale if how.soft_cap is None else how.soft_cap
+    if how.slopes is not None:
+        scores, factor = scores * factor, 1.0
+        (kv_heads, _, group, _), keys = how.slopes.shape, scores.shape[2]
+        scores.view(-1, kv_heads, scores.shape[1] // group, group, keys).addcmul_(
+            how.slopes, how.distances
+        )
     if mask is None:
-        return scores * scale
+        return scores * factor
     if mask.dim() == 2:
-        return torch.add(mask, scores, alpha=scale)
-    return torch.add(mask, scores.unflatten(0, (mask.shape[0], -1)), alpha=scale).flatten(0, 1)
+        return torch.add(mask, scores, alpha=factor)
+    scores = scores.unflatten(0, (mask.shape[0], -1))
+    return torch.add(mask, scores, alpha=factor).flatten(0, 1)
 
 
-def exponentials(qk: Tensor, mask: Tensor | None, size: int) -> tuple[Tensor, Tensor, Tensor]:
+def exponentials(qk: Tensor, how: Scores) -> tuple[Tensor, Tensor, Tensor]:
     """exp(scores - maximum) in qk's dtype, its sum [n, rows, 1], and log(sum) + maximum: 0, 0 and
     -inf where nothing is seen.
     """
-    s = _scores(qk, mask, size)
+    s = _scores(_bounded(qk, how), how)
     maximum = s.amax(-1, keepdim=True).clamp(min=torch.finfo(s.dtype).min)
     e = s.sub_(maximum).exp_()
     total = e.sum(-1, keepdim=True)
@@ -127,38 +167,38 @@ def exponentials(qk: Tensor, mask: Tensor | None, size: int) -> tuple[Tensor, Te
 
 
 def gradient(
-    qk: Tensor, dp: Tensor, log_sum: Tensor, delta: Tensor, mask: Tensor | None, size: int
+    qk: Tensor, dp: Tensor, log_sum: Tensor, delta: Tensor, how: Scores
 ) -> tuple[Tensor, Tensor]:
     """Probabilities, and the gradient of qk from theirs, dp: both [n, rows, keys] in qk's dtype."""
-    p = _scores(qk, mask, size).sub_(log_sum).exp_()
-    return p.to(qk.dtype), dp.to(p.dtype).sub_(delta).mul_(p).mul_(1 / math.sqrt(size)).to(qk.dtype)
+    bounded = _bounded(qk, how)
+    p = _scores(bounded, how).sub_(log_sum).exp_()
+    ds = dp.to(p.dtype).sub_(delta).mul_(p).mul_(how.scale)
+    if how.soft_cap is not None:
+        ds *= 1 - bounded.square()  # the derivative of tanh
+    return p.to(qk.dtype), ds.to(qk.dtype)
+
+
+def empty_out(q: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
+    """What attention writes: like q, the strides too, where v's heads are as long."""
+    if q.shape[-1] == v.shape[-1]:
+        return torch.empty_like(q, dtype=dtype)
+    return q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=dtype)
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    group: int,
-    offset: int,
-    window: int | None,
-    starts: Tensor | None,
-    host: Tensor | None,
-    exponentials=exponentials,
-    wide: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, rule: Rule, exponentials=exponentials, wide: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """q [n, rows, size], k and v [n, keys, size] -> out like q (`wide`: in log_sum's dtype),
-    log_sum [n, rows, 1].
+    """q [n, rows, size], k [n, keys, size], v [n, keys, value size] -> out [n, rows, value size]
+    (`wide`: in log_sum's dtype), log_sum [n, rows, 1].
     """
     log_sum = torch.empty_like(q[..., :1], dtype=torch.promote_types(q.dtype, torch.float32))
-    out = torch.empty_like(q, dtype=log_sum.dtype if wide else q.dtype)
-    for rows, keys, mask in _blocks(
-        q.shape[1] // group, k.shape[1], group, offset, window, starts, host, q.device
-    ):
+    out = empty_out(q, v, log_sum.dtype if wide else q.dtype)
+    for rows, keys, how in _blocks(q, k.shape[1], rule):
         if keys is None:
             out[:, rows], log_sum[:, rows] = 0, -math.inf
             continue
         qk = torch.bmm(q[:, rows], k[:, keys].contiguous().transpose(1, 2))
-        e, total, log_sum[:, rows] = exponentials(qk, mask, q.shape[2])
+        e, total, log_sum[:, rows] = exponentials(qk, how)
         # 1 or more, as the maximum is a term; 0 where nothing is seen
         out[:, rows] = torch.bmm(e, v[:, keys]) / total.clamp(min=1)
     return out, log_sum
@@ -171,27 +211,21 @@ def backward(
     v: Tensor,
     delta: Tensor,
     log_sum: Tensor,
-    group: int,
-    offset: int,
-    window: int | None,
-    starts: Tensor | None,
-    host: Tensor | None,
+    rule: Rule,
     gradient=gradient,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq like q; dk and dv like k in log_sum's dtype."""
     dq = torch.empty_like(q)
     dk = torch.zeros_like(k, dtype=log_sum.dtype)
     dv = torch.zeros_like(v, dtype=log_sum.dtype)
-    for rows, keys, mask in _blocks(
-        q.shape[1] // group, k.shape[1], group, offset, window, starts, host, q.device
-    ):
+    for rows, keys, how in _blocks(q, k.shape[1], rule):
         if keys is None:
             dq[:, rows] = 0
             continue
         # once, not in each product
         qs, gs, ks, vs = (t.contiguous() for t in (q[:, rows], g[:, rows], k[:, keys], v[:, keys]))
         qk, dp = torch.bmm(qs, ks.transpose(1, 2)), torch.bmm(gs, vs.transpose(1, 2))
-        p, ds = gradient(qk, dp, log_sum[:, rows], delta[:, rows], mask, q.shape[2])
+        p, ds = gradient(qk, dp, log_sum[:, rows], delta[:, rows], how)
         dq[:, rows] = torch.bmm(ds, ks)
         dk[:, keys] += torch.bmm(ds.transpose(1, 2), qs)
         dv[:, keys] += torch.bmm(p.transpose(1, 2), gs)

@@ -5,45 +5,32 @@ oneDNN: bf16, one core, 8 x 512 tokens of 8 heads of 64 and 4 key-value heads, C
 Half precision rounds the scores q k^T to that precision, as transformers' eager attention does.
 """
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
 from torch import Tensor
 
 from dolmen.ops.attention import blocks
+from dolmen.ops.attention.blocks import Rule
 from dolmen.ops.attention.decode import one_query
-from dolmen.ops.attention.spec import Documents
+from dolmen.ops.attention.spec import Attend
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, window: int | None = None, documents: Documents | None = None
-) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, attend: Attend) -> Tensor:
     """See `spec.Attention`."""
-    if q.shape[1] == 1:
-        return one_query(q, k, v, window, documents)
-    return _blockwise(q, k, v, window, documents)
+    return (one_query if q.shape[1] == 1 and attend.plain else _blockwise)(q, k, v, attend)
 
 
 def partial(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_start: int,
-    k_start: int,
-    window: int | None = None,
-    documents: Documents | None = None,
+    q: Tensor, k: Tensor, v: Tensor, q_start: int, k_start: int, attend: Attend
 ) -> tuple[Tensor, Tensor]:
     """See `spec.Attention`. The two runs may also overlap, in any way."""
     kv_heads = k.shape[2]
-    out, log_sum = blocks.forward(
-        *(_rows(t, kv_heads) for t in (q, k, v)),
-        q.shape[2] // kv_heads,
-        q_start - k_start,
-        window,
-        *_among(documents, k_start),
-        wide=True,
-    )
-    return _heads(out, kv_heads, q.shape), _heads(log_sum, kv_heads, (*q.shape[:3], 1)).squeeze(-1)
+    rows = (_rows(t, kv_heads) for t in (q, k, v))
+    out, log_sum = blocks.forward(*rows, _rule(q, k, q_start, k_start, attend), wide=True)
+    out = _heads(out, kv_heads, (*q.shape[:3], v.shape[3]))
+    return out, _heads(log_sum, kv_heads, (*q.shape[:3], 1)).squeeze(-1)
 
 
 def partial_backward(
@@ -55,29 +42,32 @@ def partial_backward(
     log_sum: Tensor,
     q_start: int,
     k_start: int,
-    window: int | None = None,
-    documents: Documents | None = None,
+    attend: Attend,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `spec.Attention`."""
     kv_heads = k.shape[2]
     delta = (g.to(log_sum.dtype) * out).sum(-1, keepdim=True)
-    dq, dk, dv = blocks.backward(
-        *(_rows(t, kv_heads) for t in (g, q, k, v, delta, log_sum[..., None])),
-        q.shape[2] // kv_heads,
+    rows = (_rows(t, kv_heads) for t in (g, q, k, v, delta, log_sum[..., None]))
+    grads = blocks.backward(*rows, _rule(q, k, q_start, k_start, attend))
+    dq, dk, dv = (_heads(d, kv_heads, t.shape) for d, t in zip(grads, (q, k, v), strict=True))
+    return dq, dk, dv
+
+
+def _rule(q: Tensor, k: Tensor, q_start: int, k_start: int, attend: Attend) -> Rule:
+    """Of queries from q_start on and keys from k_start on, both [batch, length, heads, size]."""
+    documents, starts, host = attend.documents, None, None
+    if documents is not None:
+        starts, host = documents.starts - k_start, documents.host - k_start
+    return Rule(
+        q.shape[2] // k.shape[2],
         q_start - k_start,
-        window,
-        *_among(documents, k_start),
+        attend.scale_of(q.shape[3]),
+        attend.soft_cap,
+        attend.slopes_of(q.shape[2]),
+        attend.window,
+        starts,
+        host,
     )
-    return (
-        _heads(dq, kv_heads, q.shape),
-        _heads(dk, kv_heads, k.shape),
-        _heads(dv, kv_heads, v.shape),
-    )
-
-
-def _among(documents: Documents | None, key: int) -> tuple[Tensor | None, Tensor | None]:
-    """Starts on the device and on the host, as indices among the keys from `key` on."""
-    return (None, None) if documents is None else (documents.starts - key, documents.host - key)
 
 
 def _rows(x: Tensor, kv_heads: int) -> Tensor:
@@ -99,15 +89,11 @@ def _heads(x: Tensor, kv_heads: int, shape: tuple[int, ...]) -> Tensor:
     return x.view(batch, kv_heads, length, heads // kv_heads, size).transpose(1, 2).reshape(shape)
 
 
-def _blockwise(
-    q: Tensor, k: Tensor, v: Tensor, window: int | None, documents: Documents | None
-) -> Tensor:
+def _blockwise(q: Tensor, k: Tensor, v: Tensor, attend: Attend) -> Tensor:
     kv_heads = k.shape[2]
-    starts, host = (None, None) if documents is None else (documents.starts, documents.host)
-    out = _Blockwise.apply(
-        *(_rows(t, kv_heads) for t in (q, k, v)), q.shape[2] // kv_heads, window, starts, host
-    )
-    return _heads(out, kv_heads, q.shape)
+    rule = _rule(q, k, k.shape[1] - q.shape[1], 0, attend)
+    out = _Blockwise.apply(*(_rows(t, kv_heads) for t in (q, k, v)), *rule)
+    return _heads(out, kv_heads, (*q.shape[:3], v.shape[3]))
 
 
 # Under torch.compile each direction is one opaque operator, whose passes between the products are
@@ -128,12 +114,15 @@ def _opaque_forward(
     v: Tensor,
     group: int,
     offset: int,
+    scale: float,
+    soft_cap: float | None,
+    slopes: Sequence[float] | None,
     window: int | None,
     starts: Tensor | None,
     host: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    passes = _fused(blocks.exponentials)
-    return blocks.forward(q, k, v, group, offset, window, starts, host, passes)
+    rule = Rule(group, offset, scale, soft_cap, slopes, window, starts, host)
+    return blocks.forward(q, k, v, rule, _fused(blocks.exponentials))
 
 
 @torch.library.custom_op("dolmen::attention_backward", mutates_args=())
@@ -146,47 +135,52 @@ def _opaque_backward(
     log_sum: Tensor,
     group: int,
     offset: int,
+    scale: float,
+    soft_cap: float | None,
+    slopes: Sequence[float] | None,
     window: int | None,
     starts: Tensor | None,
     host: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    passes = _fused(blocks.gradient)
-    dq, dk, dv = blocks.backward(
-        g, q, k, v, delta, log_sum, group, offset, window, starts, host, passes
-    )
+    rule = Rule(group, offset, scale, soft_cap, slopes, window, starts, host)
+    dq, dk, dv = blocks.backward(g, q, k, v, delta, log_sum, rule, _fused(blocks.gradient))
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
 @_opaque_forward.register_fake
-def _(q, k, v, group, offset, window, starts, host):
-    return torch.empty_like(q), torch.empty_like(
+def _(q, k, v, *rule):
+    return blocks.empty_out(q, v, q.dtype), torch.empty_like(
         q[..., :1], dtype=torch.promote_types(q.dtype, torch.float32)
     )
 
 
 @_opaque_backward.register_fake
-def _(g, q, k, v, delta, log_sum, group, offset, window, starts, host):
+def _(g, q, k, v, delta, log_sum, *rule):
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 class _Blockwise(torch.autograd.Function):
-    """q [n, queries * group, size], k and v [n, keys, size] -> like q. Kept for backward: these,
-    and one number per row.
+    """q [n, queries * group, size], k [n, keys, size], v [n, keys, value size], and a rule -> [n,
+    queries * group, value size]. Kept for backward: these, and one number per row.
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, group, window, starts, host):
-        ctx.options = group, k.shape[1] - q.shape[1] // group, window
-        out, log_sum = (_opaque_forward if torch.compiler.is_compiling() else blocks.forward)(
-            q, k, v, *ctx.options, starts, host
-        )
+    def forward(ctx, q, k, v, *rule):
+        *ctx.options, starts, host = rule
+        if torch.compiler.is_compiling():
+            out, log_sum = _opaque_forward(q, k, v, *rule)
+        else:
+            out, log_sum = blocks.forward(q, k, v, Rule(*rule))
         ctx.save_for_backward(q, k, v, out, log_sum, starts, host)
         return out
 
     @staticmethod
     def backward(ctx, g):
-        q, k, v, out, log_sum, starts, host = ctx.saved_tensors
-        delta = (g.to(log_sum.dtype) * out).sum(-1, keepdim=True)
-        backward = _opaque_backward if torch.compiler.is_compiling() else blocks.backward
-        dq, dk, dv = backward(g.contiguous(), q, k, v, delta, log_sum, *ctx.options, starts, host)
-        return dq, dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
+        q, k, v, out, log_sum, *documents = ctx.saved_tensors
+        delta, rule = (g.to(log_sum.dtype) * out).sum(-1, keepdim=True), (*ctx.options, *documents)
+        given = g.contiguous(), q, k, v, delta, log_sum
+        if torch.compiler.is_compiling():
+            dq, dk, dv = _opaque_backward(*given, *rule)
+        else:
+            dq, dk, dv = blocks.backward(*given, Rule(*rule))
+        return dq, dk.to(k.dtype), dv.to(v.dtype), *(None for _ in rule)

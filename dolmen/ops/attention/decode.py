@@ -5,17 +5,13 @@ device.
 import torch.nn.functional as F
 from torch import Tensor
 
-from dolmen.ops.attention.spec import Documents, visible
+from dolmen.ops.attention.spec import Attend, visible
 
 
-def one_query(
-    q: Tensor, k: Tensor, v: Tensor, window: int | None, documents: Documents | None
-) -> Tensor:
-    """q [batch, 1, heads, size] at the last key; a mask has one row."""
-    keys = k.shape[1]
-    mask = None
-    if documents is not None or (window is not None and window < keys):
-        starts = None if documents is None else documents.starts
+def one_query(q: Tensor, k: Tensor, v: Tensor, attend: Attend) -> Tensor:
+    """q [batch, 1, heads, size] at the last key, whose scores are `plain`; a mask has one row."""
+    keys, window, starts, mask = k.shape[1], attend.window, attend.starts, None
+    if starts is not None or (window is not None and window < keys):
         mask = visible(1, keys, window, q.device, starts)
         mask = mask if starts is None else mask[:, None]
     out = F.scaled_dot_product_attention(
@@ -23,6 +19,7 @@ def one_query(
         k.transpose(1, 2),
         v.transpose(1, 2),
         attn_mask=mask,
+        scale=attend.scale,
         enable_gqa=q.shape[2] != k.shape[2],
     )
     return out.transpose(1, 2)

@@ -16,6 +16,7 @@ Every query of every call sees a key: what the kernels leave where one sees none
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dolmen.ops.attention.decode import one_query
@@ -28,45 +29,33 @@ from dolmen.ops.attention.operators import (
     no_state,
     segments,
 )
-from dolmen.ops.attention.spec import Documents, Run
+from dolmen.ops.attention.spec import Attend, Documents, Run
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, window: int | None = None, documents: Documents | None = None
-) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, attend: Attend) -> Tensor:
     """See `spec.Attention`."""
     if q.shape[1] == 1:
-        return one_query(q, k, v, window, documents)
-    if documents is None:
-        return Flash.apply(q, k, v, *segments(None), *_causal(window))
-    run = _run(documents)
+        return one_query(q, k, v, attend)
+    size, attend, run = v.shape[3], _scaled(attend, q), _run(attend.documents)
+    (q, k, v), options = _alike(q, k, v), (*_causal(attend.window), attend.scale)
+    if run is None:
+        return _narrow(Flash.apply(q, k, v, *segments(None), *options), size)
     k, v = (_kept(t, run) for t in (k, v))
-    flat = q.flatten(0, 1)
-    return Flash.apply(flat, k, v, *segments(run), *_causal(window)).view(q.shape)
+    out = Flash.apply(q.flatten(0, 1), k, v, *segments(run), *options)
+    return _narrow(out.view(q.shape), size)
 
 
 def partial(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_start: int,
-    k_start: int,
-    window: int | None = None,
-    documents: Documents | None = None,
+    q: Tensor, k: Tensor, v: Tensor, q_start: int, k_start: int, attend: Attend
 ) -> tuple[Tensor, Tensor]:
     """See `spec.Attention`."""
+    size, attend = v.shape[3], _scaled(attend, q)
+    q, k, v = _alike(q, k, v)
     if q_start == k_start:
-        return _own(q, k, v, window, documents)
-    batch, queries = q.shape[:2]
-    out = torch.zeros_like(q)
-    log_sum = torch.full_like(q[..., 0], -torch.inf, dtype=_wide(q))
-    pieces = _pieces(batch, queries, k.shape[1], q_start, k_start, window, documents)
-    for rows, mine, theirs, bounds in pieces:
-        out[rows, mine], piece, _ = forward(
-            q[rows, mine], k[rows, theirs], v[rows, theirs], *segments(None), *bounds
-        )
-        log_sum[rows, mine] = piece.transpose(1, 2)
-    return out, log_sum
+        out, log_sum = _own(q, k, v, attend)
+    else:
+        out, log_sum = _earlier(q, k, v, q_start, k_start, attend)
+    return _narrow(out, size), log_sum
 
 
 def partial_backward(
@@ -78,15 +67,47 @@ def partial_backward(
     log_sum: Tensor,
     q_start: int,
     k_start: int,
-    window: int | None = None,
-    documents: Documents | None = None,
+    attend: Attend,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `spec.Attention`; dk and dv in fp32."""
+    sizes, attend = (q.shape[3], k.shape[3], v.shape[3]), _scaled(attend, q)
+    given = *_alike(g, q, k, v, out), log_sum
     if q_start == k_start:
-        return _own_backward(g, q, k, v, out, log_sum, window, documents)
+        grads = _own_backward(*given, attend)
+    else:
+        grads = _earlier_backward(*given, q_start, k_start, attend)
+    dq, dk, dv = (_narrow(d, size) for d, size in zip(grads, sizes, strict=True))
+    return dq, dk, dv
+
+
+def _earlier(
+    q: Tensor, k: Tensor, v: Tensor, q_start: int, k_start: int, attend: Attend
+) -> tuple[Tensor, Tensor]:
+    """A run of queries and keys before it."""
+    out = torch.zeros_like(q)
+    log_sum = torch.full_like(q[..., 0], -torch.inf, dtype=_wide(q))
+    pieces = _pieces(len(q), q.shape[1], k.shape[1], q_start, k_start, attend)
+    for rows, mine, theirs, bounds in pieces:
+        here = q[rows, mine], k[rows, theirs], v[rows, theirs]
+        out[rows, mine], piece, _ = forward(*here, *segments(None), *bounds, attend.scale)
+        log_sum[rows, mine] = piece.transpose(1, 2)
+    return out, log_sum
+
+
+def _earlier_backward(
+    g: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    log_sum: Tensor,
+    q_start: int,
+    k_start: int,
+    attend: Attend,
+) -> tuple[Tensor, Tensor, Tensor]:
     dq = torch.zeros_like(q)
     dk, dv = (torch.zeros_like(t, dtype=_wide(q)) for t in (k, v))
-    pieces = _pieces(len(q), q.shape[1], k.shape[1], q_start, k_start, window, documents)
+    pieces = _pieces(len(q), q.shape[1], k.shape[1], q_start, k_start, attend)
     for rows, mine, theirs, bounds in pieces:
         dq[rows, mine], more_k, more_v = backward(
             g[rows, mine],
@@ -98,42 +119,55 @@ def partial_backward(
             no_state(q),
             *segments(None),
             *bounds,
+            attend.scale,
         )
         dk[rows, theirs] += more_k
         dv[rows, theirs] += more_v
     return dq, dk, dv
 
 
-def _own(
-    q: Tensor, k: Tensor, v: Tensor, window: int | None, documents: Documents | None
-) -> tuple[Tensor, Tensor]:
+def _own(q: Tensor, k: Tensor, v: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
     """A run of queries and its own keys."""
-    if documents is None:
-        out, log_sum, _ = forward(q, k, v, *segments(None), *_causal(window))
+    run, options = _run(attend.documents), (*_causal(attend.window), attend.scale)
+    if run is None:
+        out, log_sum, _ = forward(q, k, v, *segments(None), *options)
         return out, log_sum.transpose(1, 2)
     flat = (t.flatten(0, 1) for t in (q, k, v))
-    out, log_sum, _ = forward(*flat, *segments(_run(documents)), *_causal(window))
+    out, log_sum, _ = forward(*flat, *segments(run), *options)
     return out.view(q.shape), log_sum.t().reshape(q.shape[:3])
 
 
 def _own_backward(
-    g: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    log_sum: Tensor,
-    window: int | None,
-    documents: Documents | None,
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, attend: Attend
 ) -> tuple[Tensor, Tensor, Tensor]:
-    given, rest = (g, q, k, v, out), (no_state(q), *segments(documents and _run(documents)))
-    if documents is None:
-        dq, dk, dv = backward(*given, log_sum.transpose(1, 2), *rest, *_causal(window))
+    run, given = _run(attend.documents), (g, q, k, v, out)
+    rest = (no_state(q), *segments(run), *_causal(attend.window), attend.scale)
+    if run is None:
+        dq, dk, dv = backward(*given, log_sum.transpose(1, 2), *rest)
     else:
         flat = (t.flatten(0, 1) for t in given)
-        grads = backward(*flat, log_sum.flatten(0, 1).t(), *rest, *_causal(window))
+        grads = backward(*flat, log_sum.flatten(0, 1).t(), *rest)
         dq, dk, dv = (d.view(t.shape) for d, t in zip(grads, (q, k, v), strict=True))
     return dq, dk.to(_wide(q)), dv.to(_wide(q))
+
+
+def _scaled(attend: Attend, q: Tensor) -> Attend:
+    """The same with its scale as a number, whatever the heads are padded to."""
+    assert attend.plain, "no soft cap and no slopes: ops/kernels.py chooses other kernels for them"
+    return attend._replace(scale=attend.scale_of(q.shape[3]))
+
+
+def _alike(*tensors: Tensor) -> list[Tensor]:
+    """With heads of one size, which is all that the kernels know: zeros at their ends add nothing
+    to a product, and come out as zeros.
+    """
+    size = max(t.shape[3] for t in tensors)
+    return [t if t.shape[3] == size else F.pad(t, (0, size - t.shape[3])) for t in tensors]
+
+
+def _narrow(t: Tensor, size: int) -> Tensor:
+    """Without what `_alike` put to its heads."""
+    return t if t.shape[3] == size else t[..., :size]
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -146,7 +180,10 @@ def _causal(window: int | None) -> tuple[int, int]:
     return CAUSAL if window is None else (window - 1, 0)
 
 
-def _run(documents: Documents) -> Run:
+def _run(documents: Documents | None) -> Run | None:
+    """The run of these queries; None where all is one document."""
+    if documents is None:
+        return None
     if len(documents.runs) != 1:
         raise ValueError(
             f"flash attention to documents needs the run of its queries, and was given "
@@ -162,24 +199,16 @@ def _kept(t: Tensor, run: Run) -> Tensor:
 
 
 def _pieces(
-    batch: int,
-    queries: int,
-    keys: int,
-    q_start: int,
-    k_start: int,
-    window: int | None,
-    documents: Documents | None,
+    batch: int, queries: int, keys: int, q_start: int, k_start: int, attend: Attend
 ) -> Iterator[tuple[slice, slice, slice, tuple[int, int]]]:
     """What queries from q_start on see of a run of keys that ends before they begin: sequences,
     their queries, their keys, and the keys seen left and right of the diagonal. Neighbouring
     sequences with equal pieces are one.
     """
-    found = []
+    found, run = [], _run(attend.documents)
     for sequence in range(batch):
-        rows, first = queries, 0
-        if documents is not None:
-            rows, first = _run(documents).rectangle(sequence, k_start, keys)
-        found.append(_band(rows, first, keys, q_start - k_start, window))
+        rows, first = (queries, 0) if run is None else run.rectangle(sequence, k_start, keys)
+        found.append(_band(rows, first, keys, q_start - k_start, attend.window))
     first = 0
     for end in range(1, batch + 1):
         if end == batch or found[end] != found[first]:

@@ -6,8 +6,9 @@
                                          begin and how long the longest is; log_sum [heads, tokens]
     _flash_attention_backward    of either
 
-Both take a window of (left, right) keys around the diagonal, -1 for no bound. The diagonal of a
-rectangle ends at its last query and last key, so keys before a chunk's queries are just more keys.
+Both take heads of one size for q, k and v, what to scale by, and a window of (left, right) keys
+around the diagonal, -1 for no bound. The diagonal of a rectangle ends at its last query and last
+key, so keys before a chunk's queries are just more keys.
 """
 
 import torch
@@ -48,6 +49,7 @@ def forward(
     longest: int,
     left: int,
     right: int,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """-> out like q, the kernel's log_sum, and its random state."""
     out, log_sum, state, _, _ = torch.ops.aten._flash_attention_forward(
@@ -56,6 +58,7 @@ def forward(
         v,
         *_options(q, k, queries, keys, longest, (left, right)),
         False,
+        scale=scale,
         window_size_left=left,
         window_size_right=right,
     )
@@ -75,6 +78,7 @@ def backward(
     longest: int,
     left: int,
     right: int,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of this call's keys, from out and log_sum (as the kernel lays it out) over all
     keys. The kernel reads the random state (two numbers) even though nothing is dropped.
@@ -89,6 +93,7 @@ def backward(
         *_options(q, k, queries, keys, longest, (left, right)),
         state,
         state.new_empty(0),
+        scale=scale,
         window_size_left=left,
         window_size_right=right,
     )
@@ -101,13 +106,13 @@ opaque_backward = torch.library.custom_op("dolmen::flash_backward", backward, mu
 
 
 @opaque_forward.register_fake
-def _(q, k, v, queries, keys, longest, left, right):
+def _(q, k, v, queries, keys, longest, left, right, scale):
     shape = (q.shape[1], q.shape[0]) if queries is not None else (len(q), q.shape[2], q.shape[1])
     return torch.empty_like(q), q.new_empty(shape, dtype=torch.float32), no_state(q)
 
 
 @opaque_backward.register_fake
-def _(g, q, k, v, out, log_sum, state, queries, keys, longest, left, right):
+def _(g, q, k, v, out, log_sum, state, queries, keys, longest, left, right, scale):
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
@@ -120,15 +125,15 @@ class Flash(torch.autograd.Function):
     """Kept for backward: q, k, v, out, one number per query and head, and 16 bytes."""
 
     @staticmethod
-    def forward(ctx, q, k, v, queries, keys, longest, left, right):
+    def forward(ctx, q, k, v, queries, keys, longest, left, right, scale):
         call = opaque_forward if torch.compiler.is_compiling() else forward
-        out, log_sum, state = call(q, k, v, queries, keys, longest, left, right)
+        out, log_sum, state = call(q, k, v, queries, keys, longest, left, right, scale)
         ctx.save_for_backward(q, k, v, out, log_sum, state, queries, keys)
-        ctx.options = longest, left, right
+        ctx.options = longest, left, right, scale
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, g):
         call = opaque_backward if torch.compiler.is_compiling() else backward
-        return *call(g, *ctx.saved_tensors, *ctx.options), None, None, None, None, None
+        return *call(g, *ctx.saved_tensors, *ctx.options), *(None,) * 6

@@ -10,23 +10,28 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dolmen.ops.attention import BACKENDS, spec
+from dolmen.ops.attention import BACKENDS, Attend, spec
+from dolmen.ops.attention.alibi import slopes
 
 
-def definition(
-    q: Tensor, k: Tensor, v: Tensor, window: int | None = None, starts: Tensor | None = None
-) -> Tensor:
+def definition(q: Tensor, k: Tensor, v: Tensor, attend: Attend = Attend()) -> Tensor:
     """`spec.Attention.attention`, by autograd, in the dtype of q: float64 where it is a reference.
     Memory O(batch heads queries keys).
     """
     group = q.shape[2] // k.shape[2]
     k, v = (t.repeat_interleave(group, 2) for t in (k, v))
-    s = torch.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[3] ** 0.5
+    s = torch.einsum("bqhd,bkhd->bhqk", q, k)
+    s = s / q.shape[3] ** 0.5 if attend.scale is None else s * attend.scale
+    if attend.soft_cap is not None:
+        s = attend.soft_cap * torch.tanh(s / attend.soft_cap)
     column = torch.arange(k.shape[1], device=q.device)
     back = column[-q.shape[1] :, None] - column  # tokens from a query back to a key
-    s = s.masked_fill((back < 0) | (back >= (window or k.shape[1])), -torch.inf)
-    if starts is not None:
-        s = s.masked_fill((column < starts[..., None])[:, None], -torch.inf)
+    if attend.slopes is not None:
+        own = attend.slopes[attend.first_head :][: q.shape[2]]
+        s = s - torch.tensor(own, dtype=s.dtype).to(s.device)[:, None, None] * back
+    s = s.masked_fill((back < 0) | (back >= (attend.window or k.shape[1])), -torch.inf)
+    if attend.starts is not None:
+        s = s.masked_fill((column < attend.starts[..., None])[:, None], -torch.inf)
     return torch.einsum("bhqk,bkhd->bqhd", s.softmax(-1), v)
 
 
@@ -38,7 +43,9 @@ class Case:
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 16
-    window: int | None = None
+    value_dim: int | None = None
+    """None: head_dim."""
+    attend: Attend = Attend()
     documents: tuple[tuple[int, ...], ...] | None = None
     """Lengths of the documents of each sequence."""
     batch: int = 2
@@ -58,9 +65,11 @@ class Case:
         """q, k, v and a gradient of the output, standard normal, the same on every device."""
         g = torch.Generator().manual_seed(0)
         heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
+        value_dim = self.value_dim or self.head_dim
+        sizes = (self.head_dim, self.head_dim, value_dim, value_dim)
         return [
-            torch.randn(self.batch, self.length, h, self.head_dim, generator=g).to(device, dtype)
-            for h in heads
+            torch.randn(self.batch, self.length, h, size, generator=g).to(device, dtype)
+            for h, size in zip(heads, sizes, strict=True)
         ]
 
 
@@ -70,25 +79,47 @@ CASES = {
     "plain": Case(kv_heads=4),
     "grouped": Case(),
     "one key head": Case(kv_heads=1),
-    "window in a chunk": Case(window=9),
-    "window of chunks": Case(window=70),
-    "window of two tokens": Case(window=2),
-    "window longer than the text": Case(window=500),
+    "window in a chunk": Case(attend=Attend(window=9)),
+    "window of chunks": Case(attend=Attend(window=70)),
+    "window of two tokens": Case(attend=Attend(window=2)),
+    "window longer than the text": Case(attend=Attend(window=500)),
     "documents": Case(documents=TEXTS),
     "equal documents": Case(documents=((100, 92), (100, 92))),
     "documents of a token": Case(documents=((1,) * 192, (191, 1))),
-    "documents and window": Case(documents=TEXTS, window=30),
-    "documents and a long window": Case(documents=TEXTS, window=130),
-    "one sequence": Case(documents=((30, 12, 100, 50),), window=64, batch=1),
+    "documents and window": Case(documents=TEXTS, attend=Attend(window=30)),
+    "documents and a long window": Case(documents=TEXTS, attend=Attend(window=130)),
+    "one sequence": Case(documents=((30, 12, 100, 50),), attend=Attend(window=64), batch=1),
+    "another scale": Case(attend=Attend(scale=0.1)),
+    "narrow values": Case(head_dim=24, value_dim=8, documents=TEXTS),
+    "wide values": Case(head_dim=8, value_dim=24, attend=Attend(window=30)),
 }
+
+
+# What flash's kernels do not know. A cap of 1.5 bends scores of standard deviation 1 by a quarter.
+# The last of six slopes is 0.35, the others fall from 0.25 to 1/256
+SCORES = {
+    "soft cap": Case(attend=Attend(soft_cap=1.5)),
+    "slopes": Case(kv_heads=4, attend=Attend(slopes=slopes(4))),
+    "slopes of grouped heads": Case(heads=6, kv_heads=3, attend=Attend(slopes=slopes(6))),
+    "slopes of the last heads": Case(attend=Attend(slopes=slopes(6), first_head=2)),
+    "slopes in documents": Case(documents=TEXTS, attend=Attend(slopes=slopes(4), window=70)),
+    "all at once": Case(
+        heads=6,
+        head_dim=24,
+        value_dim=16,
+        documents=TEXTS,
+        attend=Attend(100, scale=0.3, soft_cap=2.0, slopes=slopes(12), first_head=6),
+    ),
+}
+KNOWN = {"blocks": CASES | SCORES, "flash": CASES}
+"""What each backend computes."""
 
 
 def expected(case: Case, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """out, dq, dk, dv in float64, of the inputs as `dtype` rounds them."""
     *qkv, g = (t.double() for t in case.tensors(dtype, device))
     leaves = [t.requires_grad_() for t in qkv]
-    starts = case.starts
-    out = definition(*leaves, case.window, None if starts is None else starts.to(device))
+    out = definition(*leaves, _attend(case, 0, case.length, device))
     return [out.detach(), *torch.autograd.grad(out, leaves, g)]
 
 
@@ -96,8 +127,7 @@ def whole(backend: str, case: Case, dtype: torch.dtype, device: torch.device) ->
     """out, dq, dk, dv of whole sequences."""
     *qkv, g = case.tensors(dtype, device)
     leaves = [t.requires_grad_() for t in qkv]
-    documents = _documents(case, 0, case.length, device)
-    out = BACKENDS[backend].attention(*leaves, case.window, documents)
+    out = BACKENDS[backend].attention(*leaves, _attend(case, 0, case.length, device))
     return [out.detach(), *torch.autograd.grad(out, leaves, g)]
 
 
@@ -109,9 +139,8 @@ def gathered(
     q, k, v = leaves = [t.requires_grad_() for t in qkv]
     n, out = case.length // chunks, []
     for i in range(0, case.length, n):
-        documents = _documents(case, i, n, device)
-        kv = k[:, : i + n], v[:, : i + n]
-        out.append(BACKENDS[backend].attention(q[:, i : i + n], *kv, case.window, documents))
+        here = q[:, i : i + n], k[:, : i + n], v[:, : i + n]
+        out.append(BACKENDS[backend].attention(*here, _attend(case, i, n, device)))
     whole = torch.cat(out, 1)
     return [whole.detach(), *torch.autograd.grad(whole, leaves, g)]
 
@@ -120,22 +149,18 @@ def ring(
     backend: str, case: Case, dtype: torch.dtype, device: torch.device, chunks: int = 8
 ) -> list[Tensor]:
     """The same by pieces, of a chunk of queries and one of keys, merged by their log-sums."""
-    attend, n = BACKENDS[backend], case.length // chunks
+    by, n = BACKENDS[backend], case.length // chunks
     q, k, v, g = case.tensors(dtype, device)
-    dq, dk, dv = (torch.zeros_like(t, dtype=torch.float64) for t in (q, k, v))
-    out = torch.zeros_like(dq)
+    out, dq, dk, dv = (torch.zeros_like(t, dtype=torch.float64) for t in (g, q, k, v))
     for mine in _slices(case.length, n):
-        documents = _documents(case, mine.start, n, device, back=False)
-        place = [
-            (theirs, (mine.start, theirs.start, case.window, documents))
-            for theirs in _slices(mine.stop, n)
-        ]
-        pieces = [attend.partial(q[:, mine], k[:, t], v[:, t], *at) for t, at in place]
+        attend = _attend(case, mine.start, n, device, back=False)
+        place = [(theirs, (mine.start, theirs.start, attend)) for theirs in _slices(mine.stop, n)]
+        pieces = [by.partial(q[:, mine], k[:, t], v[:, t], *at) for t, at in place]
         log_sum = torch.stack([l.double() for _, l in pieces]).logsumexp(0)
         out[:, mine] = sum(o.double() * (l - log_sum).exp()[..., None] for o, l in pieces)
         final = out[:, mine].to(dtype), log_sum.to(pieces[0][1].dtype)
         for t, at in place:
-            grads = attend.partial_backward(g[:, mine], q[:, mine], k[:, t], v[:, t], *final, *at)
+            grads = by.partial_backward(g[:, mine], q[:, mine], k[:, t], v[:, t], *final, *at)
             for total, grad in zip((dq[:, mine], dk[:, t], dv[:, t]), grads, strict=True):
                 total += grad
     return [t.to(dtype) for t in (out, dq, dk, dv)]
@@ -161,12 +186,11 @@ def _slices(length: int, n: int) -> Iterator[slice]:
     return (slice(i, i + n) for i in range(0, length, n))
 
 
-def _documents(
-    case: Case, first: int, length: int, device: torch.device, back: bool = True
-) -> spec.Documents | None:
+def _attend(case: Case, first: int, length: int, device: torch.device, back: bool = True) -> Attend:
+    """Of the queries [first, first + length)."""
     starts = case.starts
     if starts is None:
-        return None
+        return case.attend
     here = starts[:, first : first + length]
     run = spec.run(spec.begins(starts), first, length, device, back)
-    return spec.Documents(here.to(device), here, (run,))
+    return case.attend.of(spec.Documents(here.to(device), here, (run,)))

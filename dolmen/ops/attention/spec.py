@@ -1,13 +1,17 @@
-"""What a query sees: its own and earlier tokens, of its window and of its document."""
+"""What attention a layer computes (`Attend`), and what a query sees: its own and earlier tokens, of
+its window and of its document.
+"""
 
+import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from dolmen.core import host
+from dolmen.ops.dropout import Dropout
 
 
 def seen(rows: Tensor, columns: Tensor, window: int | None, starts: Tensor | None = None) -> Tensor:
@@ -136,25 +140,78 @@ def run(
     return out
 
 
+class Attend(NamedTuple):
+    """What attention a layer computes. A layer is built with what never changes; each microbatch
+    adds its own by `of`.
+
+    A named tuple, which torch.compile makes, changes and hands on like any other.
+    """
+
+    window: int | None = None
+    """Tokens that a query sees, itself included; None: all before it."""
+    scale: float | None = None
+    """What products of queries and keys are multiplied by; None: 1 / sqrt(their size)."""
+    soft_cap: float | None = None
+    """Scores become soft_cap * tanh(score / soft_cap) (Gemma 2, 2408.00118); None: they stay."""
+    slopes: tuple[float, ...] | None = None
+    """ALiBi (2108.12409): the score of query i and key j, capped or not, grows by slope * (j - i).
+    Of every head of the model (alibi.py); None: of none.
+    """
+    first_head: int = 0
+    """Index in the model of the first head of these queries."""
+    documents: Documents | None = None
+    """Of a microbatch: those of the queries, in indices of the keys. None: all is one."""
+    dropout: Dropout | None = None
+    """Of a microbatch: what falls out of the probabilities. None: nothing."""
+
+    def of(self, documents: Documents | None, dropout: Dropout | None = None) -> "Attend":
+        """The same of a microbatch."""
+        return self._replace(documents=documents, dropout=dropout)
+
+    def part(self, tokens: slice, run: int) -> "Attend":
+        """The same of these queries alone, which are the run numbered `run`."""
+        if self.documents is None:
+            return self
+        return self._replace(documents=self.documents.part(tokens, run))
+
+    @property
+    def plain(self) -> bool:
+        """Scores are products times a number, as every kernel has them."""
+        return self.soft_cap is None and self.slopes is None
+
+    def scale_of(self, size: int) -> float:
+        """What the products of queries and keys of `size` numbers are multiplied by."""
+        return 1 / math.sqrt(size) if self.scale is None else self.scale
+
+    def slopes_of(self, heads: int) -> tuple[float, ...] | None:
+        """Of these queries' heads, which are so many."""
+        if self.slopes is None:
+            return None
+        return self.slopes[self.first_head : self.first_head + heads]
+
+    @property
+    def starts(self) -> Tensor | None:
+        """Where the document of each query begins, if any does after 0: see `Documents`."""
+        return None if self.documents is None else self.documents.starts
+
+
 class Attention(Protocol):
-    """One way to compute it; `dolmen.ops.attention.BACKENDS` has them by their names in Kernels.
-    q [batch, queries, heads, head_dim]; k, v [batch, keys, kv_heads, head_dim], kv_heads dividing
-    heads.
+    """One way to compute it, without dropout; `dolmen.ops.attention.BACKENDS` has them by their
+    names in Kernels. q [batch, queries, heads, size]; k [batch, keys, kv_heads, size]; v [batch,
+    keys, kv_heads, value size], kv_heads dividing heads. What comes out is like q, but for the size
+    of its heads, which is v's.
     """
 
     @staticmethod
-    def attention(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        window: int | None = None,
-        documents: Documents | None = None,
-    ) -> Tensor:
-        """softmax(q k^T / sqrt(head_dim)) v over the keys each query may see; like q.
+    def attention(q: Tensor, k: Tensor, v: Tensor, attend: Attend) -> Tensor:
+        """softmax(scores) v over the keys each query may see, where
+
+            score = scale q k^T                        then, with a soft cap,
+            score = soft_cap tanh(score / soft_cap)    then, with slopes,
+            score = score + slope (j - i)              of the query at i and the key at j.
 
         Queries are the last of the keys, so a cache is simply more keys, and so is what comes
-        before a chunk of a sequence. `window` is in tokens, the query itself included. `documents`
-        of the queries, whose indices are those of the keys. The softmax is fp32 or wider.
+        before a chunk of a sequence. The softmax is fp32 or wider.
         """
         ...
 
@@ -165,15 +222,14 @@ class Attention(Protocol):
         v: Tensor,
         q_start: int,
         k_start: int,
-        window: int | None = None,
-        documents: Documents | None = None,
+        attend: Attend,
     ) -> tuple[Tensor, Tensor]:
         """Attention of a run of queries to a run of keys, as if there were no other keys, and what
         merges it with other runs.
 
         q are the tokens q_start, q_start + 1, ... of the sequence, k and v those from k_start: the
-        same run, or one that ends before the queries begin. -> out like q, in fp32 or wider (flash:
-        in q's dtype), and log_sum [batch, queries, heads], the log of the sum of exponentials, in
+        same run, or one that ends before the queries begin. -> out, in fp32 or wider (flash: in
+        q's dtype), and log_sum [batch, queries, heads], the log of the sum of exponentials, in
         fp32 or wider. A query that sees none of the keys has out 0 and log_sum -inf. No autograd:
         `partial_backward` is its gradient.
         """
@@ -189,8 +245,7 @@ class Attention(Protocol):
         log_sum: Tensor,
         q_start: int,
         k_start: int,
-        window: int | None = None,
-        documents: Documents | None = None,
+        attend: Attend,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """What this run of keys adds to (dq, dk, dv), the last two in fp32 or wider.
 

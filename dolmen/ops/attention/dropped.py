@@ -1,0 +1,79 @@
+"""Attention with dropout on its probabilities, which are formed whole: O(batch heads queries keys)
+memory, of which backward keeps the probabilities, their mask, a byte each, and what is left of
+them, as 2205.05198 counts them.
+"""
+
+import torch
+from torch import Tensor
+
+from dolmen.core import host
+from dolmen.ops import dropout
+from dolmen.ops.attention.spec import Attend, seen
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, attend: Attend, rows: Tensor) -> Tensor:
+    """Shapes as in `spec.Attention`; rows [queries] int64 are the queries' indices in the sequence,
+    whose keys are all from 0 on. `attend.dropout` says what falls out.
+    """
+    heads, size = q.shape[2:]
+    k, v = (t.repeat_interleave(heads // t.shape[2], 2).transpose(1, 2) for t in (k, v))
+    column = torch.arange(k.shape[2], device=q.device)
+    allowed = seen(rows, column, attend.window, attend.starts)
+    scores = (q.transpose(1, 2) @ k.transpose(2, 3)) * attend.scale_of(size)
+    scores = _scores(scores, attend, rows, column)
+    kept = _kept(attend, rows, column, heads)
+    allowed = allowed if allowed.dim() == 2 else allowed[:, None]
+    p = _Probabilities.apply(scores, allowed, kept, attend.dropout.p)
+    return (p.to(v.dtype) @ v).transpose(1, 2)
+
+
+def _scores(scores: Tensor, attend: Attend, rows: Tensor, columns: Tensor) -> Tensor:
+    """Of scaled products [batch, heads, queries, keys], in fp32 or wider where they are changed."""
+    if attend.plain:
+        return scores
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if attend.soft_cap is not None:
+        scores = (scores / attend.soft_cap).tanh() * attend.soft_cap
+    slopes = attend.slopes_of(scores.shape[1])
+    if slopes is not None:
+        slopes = host.send(torch.tensor(slopes, dtype=scores.dtype), scores.device)
+        scores = scores + slopes[:, None, None] * (columns - rows[:, None])
+    return scores
+
+
+def _kept(attend: Attend, rows: Tensor, columns: Tensor, heads: int) -> Tensor:
+    """Bool [batch, heads, queries, keys]: which probabilities stay."""
+    p, noise, site = attend.dropout
+    head = torch.arange(attend.first_head, attend.first_head + heads, device=rows.device)
+    sequence = noise.sequences[:, None, None, None]
+    return dropout.keep(p, noise.key, site, sequence, head[:, None, None], rows[:, None], columns)
+
+
+class _Probabilities(torch.autograd.Function):
+    """softmax of the scores [batch, heads, queries, keys] that are seen, in fp32 or wider, then
+    dropout; in the scores' dtype.
+
+    Autograd alone would keep the softmax in fp32, and the mask of what is seen; here backward has
+    it in the scores' dtype.
+    """
+
+    @staticmethod
+    def forward(ctx, scores, seen, kept, p):
+        wide = torch.promote_types(scores.dtype, torch.float32)
+        probabilities = (
+            scores.masked_fill(~seen, -torch.inf).softmax(-1, dtype=wide).to(scores.dtype)
+        )
+        ctx.p, ctx.wide = p, wide
+        ctx.save_for_backward(probabilities, kept)
+        return torch.where(kept, probabilities / (1 - p), 0)
+
+    @staticmethod
+    def backward(ctx, g):
+        probabilities, kept = ctx.saved_tensors
+        dp = torch.where(kept, g / (1 - ctx.p), 0).to(ctx.wide)
+        return (
+            torch._softmax_backward_data(dp, probabilities.to(ctx.wide), -1, ctx.wide).to(g.dtype),
+            None,
+            None,
+            None,
+        )

@@ -1,0 +1,148 @@
+"""What crosses from one stage of a pipeline to the next and back, and over what.
+
+Sends never wait, each direction between two ranks is a channel of its own (mesh.up, mesh.down), and
+receives are posted in the order in which the sender's list sends, which every rank knows. So
+whatever order a valid list has, no send waits for a receive that waits for it. (Over NCCL the first
+of each channel would; `connect` is called before.) A stage of the same rank is handed its tensor.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dolmen.core import collectives, ranges
+from dolmen.core.mesh import Axis, Mesh
+from dolmen.parallel.actions import Action, Schedule
+
+
+class Message(NamedTuple):
+    """What crosses from a stage to its neighbour: activations on their way up (`forward`), or their
+    gradient on its way down.
+    """
+
+    forward: bool
+    micro: int
+    stage: int  # which needs it
+
+    @property
+    def source(self) -> int:
+        """The stage it comes from."""
+        return self.stage - 1 if self.forward else self.stage + 1
+
+
+def needed(schedule: Schedule, rank: int, action: Action) -> Message | None:
+    """What an action of `rank` waits for: nothing at the end of the line, nor where it is a W."""
+    stage = schedule.stage_of(rank, action.chunk)
+    message = Message(action.kind == "F", action.micro, stage)
+    comes = action.kind != "W" and 0 <= message.source < schedule.stages
+    return message if comes else None
+
+
+def made(schedule: Schedule, rank: int, action: Action) -> Message | None:
+    """What an action of `rank` sends: nothing at the end of the line, nor where it is a W."""
+    stage, forward = schedule.stage_of(rank, action.chunk), action.kind == "F"
+    to = stage + 1 if forward else stage - 1
+    goes = action.kind != "W" and 0 <= to < schedule.stages
+    return Message(forward, action.micro, to) if goes else None
+
+
+def sent(schedule: Schedule, sender: int, to: int) -> list[Message]:
+    """What rank `sender` sends to rank `to` in a step, in order."""
+    going = (made(schedule, sender, action) for action in schedule.actions[sender])
+    return [message for message in going if message and schedule.rank_of(message.stage) == to]
+
+
+def axis_of(mesh: Mesh, sender: int, receiver: int) -> Axis:
+    """What a tensor from `sender` to `receiver`, ranks of pp, goes over: the same for both."""
+    return mesh.up if receiver > sender else mesh.down
+
+
+class Channels:
+    """Sends and receives of this rank in one step."""
+
+    def __init__(self, schedule: Schedule, mesh: Mesh, boundary: Callable[[], Tensor]):
+        self.schedule, self.mesh, self.boundary = schedule, mesh, boundary
+        me = mesh.pp.rank
+        self.coming = {
+            sender: deque(sent(schedule, sender, me))
+            for sender, receiver in routes(schedule)
+            if receiver == me
+        }
+        self.posted: dict[Message, tuple[dist.Work | None, Tensor]] = {}
+        self.going: deque[tuple[dist.Work, Tensor]] = deque()
+
+    def send(self, message: Message, tensor: Tensor) -> None:
+        me, peer = self.mesh.pp.rank, self.schedule.rank_of(message.stage)
+        if peer == me:
+            self.posted[message] = None, tensor
+            return
+        while self.going and self.going[0][0].is_completed():
+            self.going.popleft()
+        tensor = tensor.contiguous()
+        work = collectives.start_send(tensor, axis_of(self.mesh, me, peer), peer)
+        self.going.append((work, tensor))
+
+    def post(self, message: Message | None) -> None:
+        """Post the receives from the rank that sends `message`, up to and including that."""
+        if message is None:
+            return
+        me, peer = self.mesh.pp.rank, self.schedule.rank_of(message.source)
+        while peer != me and message not in self.posted:
+            buffer = self.boundary()
+            work = collectives.start_receive(buffer, axis_of(self.mesh, peer, me), peer)
+            self.posted[self.coming[peer].popleft()] = work, buffer
+
+    def take(self, message: Message | None) -> Tensor | None:
+        """The tensor of `message`, which has come."""
+        if message is None:
+            return None
+        self.post(message)
+        work, tensor = self.posted.pop(message)
+        if work is not None:
+            with ranges.mark("pp", "wait"):
+                work.wait()
+        return tensor
+
+    def finish(self) -> None:
+        """Wait for all that was sent."""
+        for work, _ in self.going:
+            with ranges.mark("pp", "wait"):
+                work.wait()
+
+
+def connect(schedule: Schedule, mesh: Mesh) -> None:
+    """Send a number over every channel that `schedule` uses. Every rank of pp calls it with the
+    same schedule, before the first `execute`.
+
+    NCCL makes a communicator of two ranks at their first send or receive on a group, and the CPU
+    waits there until the other rank has come as far. In a step it may never: before its last
+    forward, rank 0 of gpipe posts the receive of its first gradient; rank 1 would come to send
+    that, but in its own last forward it reads, on the host, how many tokens each expert gets of
+    what rank 0 has yet to send. Once the communicators are there neither waits.
+
+    Any one order of all channels ends: of those that are left, both ranks of the first come to it.
+    Pairs that begin at an even rank go first, then those at an odd one, then the two that close the
+    ring: so a line of n ranks takes the time of three pairs, not of n.
+    """
+    for sender, receiver in routes(schedule):
+        if mesh.pp.rank not in (sender, receiver):
+            continue
+        number, channel = torch.zeros(1, device=mesh.device), axis_of(mesh, sender, receiver)
+        if mesh.pp.rank == sender:
+            collectives.start_send(number, channel, receiver).wait()
+        else:
+            collectives.start_receive(number, channel, sender).wait()
+
+
+def routes(schedule: Schedule) -> list[tuple[int, int]]:
+    """(sender, receiver) of all that a step sends, in the order in which they are connected."""
+    lines = {
+        (schedule.rank_of(stage), schedule.rank_of(stage + 1))
+        for stage in range(schedule.stages - 1)
+    }
+    ways = {way for a, b in lines if a != b for way in ((a, b), (b, a))}
+    return sorted(ways, key=lambda way: (abs(way[0] - way[1]) > 1, min(way) % 2, min(way), way))
