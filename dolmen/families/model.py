@@ -116,15 +116,8 @@ def new(tree: Tree, model_type: str, carried: Mapping[str, Any] | None = None) -
     """
     family = known.find(model_type)
     try:
-        config = {
-            "architectures": [family.architecture],
-            "model_type": model_type,
-            "dtype": "float32",
-            **deepcopy(family.beside),
-            **family.new(tree),
-            **deepcopy(dict(carried or {})),
-        }
-        model = Model(config)
+        fields = {"model_type": model_type, **family.new(tree), **deepcopy(dict(carried or {}))}
+        model = completed(Model(fields))
         if found := differences(tree, model.tree):
             raise ValueError(
                 "; ".join(f"{n} = {a} (it would read back as {b})" for n, a, b in found)
@@ -135,6 +128,16 @@ def new(tree: Tree, model_type: str, carried: Mapping[str, Any] | None = None) -
             f"{', '.join(known.families())}"
         ) from None
     return model
+
+
+def completed(model: Model) -> Model:
+    """The same with what a config.json of transformers states beside the structure, where it does
+    not: its class, its dtype, no dropout.
+    """
+    family = model.family
+    beside = {"architectures": [family.architecture], "dtype": "float32", **deepcopy(family.beside)}
+    stated = {"dtype"} if "torch_dtype" in model.config else set()
+    return Model({**{n: v for n, v in beside.items() if n not in stated}, **model.config})
 
 
 def made(model_type: str, fields: Mapping[str, Any]) -> Model:

@@ -257,5 +257,5 @@ def _structure(run: RunConfig) -> dict:
     biased = run.train.training.applied(tree) != tree
     return {
         "model": {"model_type": family.model_type, **fields},
-        "train": {"router": {"balance": "bias" if biased else "another"}},
+        "train": {"router": {"balance": "bias" if biased else "loss or none"}},
     }
