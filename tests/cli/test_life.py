@@ -396,8 +396,8 @@ def test_an_error_that_was_only_being_handled_is_no_cause(tmp_path):
 WAITING = """
 import os, sys, time
 sys.path.insert(0, {root!r})
-from dolmen.cli import launch
-launch.die_with_launcher()
+from dolmen.cli import process
+process.die_with_launcher()
 open({folder!r} + "/ready" + os.environ["RANK"], "w").close()
 time.sleep(600)  # longer than any wait
 """
