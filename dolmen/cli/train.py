@@ -14,7 +14,7 @@ from dolmen.checkpoint.folders import Damaged
 from dolmen.checkpoint.store import NotSaved
 from dolmen.cli import finish, launch, options, process
 from dolmen.cli.errors import BadInput, Failed
-from dolmen.core import determinism, heap, rounds
+from dolmen.core import allocator, determinism, rendezvous
 from dolmen.core import device as devices
 from dolmen.core import mesh as meshes
 from dolmen.core.launched import Launch
@@ -50,7 +50,7 @@ def run(
     """
     started = process.started()
     if started and process.one_store():
-        started = replace(started, rendezvous=rounds.register())
+        started = replace(started, rendezvous=rendezvous.register())
     config, given = asked
     out = folder_of(config, given)
     processes = started.world_size if started else wanted(config, given.nproc)
@@ -153,7 +153,7 @@ def worker(
     from dolmen.train.run import run_training, summary
 
     if device.type == "cpu":
-        heap.keep()
+        allocator.keep()
     stop, same = Stop(), config.train.deterministic
     limit = network_limit(config.train.hang_seconds)
     with (

@@ -25,8 +25,7 @@ from dolmen.files import gate, write
 from dolmen.optim import optimizer as optim
 from dolmen.optim.precision import DTYPES, LossScale, at_rest
 from dolmen.parallel import channels
-from dolmen.train import build, folder, garbage, report
-from dolmen.train import peak as devices
+from dolmen.train import build, folder, garbage, mfu, report
 from dolmen.train.check import check_profile, free_lock, take_lock
 from dolmen.train.compiled import limit_told
 from dolmen.train.config import RunConfig
@@ -218,7 +217,7 @@ def _train(asked: _Asked, loader: Loader, state: TrainState) -> Outcome:
         folder.claim(out, *folder.WRITTEN)
         write_config(out, run)
         write_tokenizer(out, loader)
-    peak = devices.peak(mesh.device, DTYPES[run.train.dtype])
+    peak = mfu.peak(mesh.device, DTYPES[run.train.dtype])
     console.print(report.header(run, state, loader, mesh, peak, str(out)))
     for warning in warnings(run, loader, state.step, state.steps):
         console.print(f"WARNING: {warning}")

@@ -211,7 +211,7 @@ def test_an_epoch_in_batches_of_two_sizes_is_an_epoch(material, tmp_path):
 
 def test_steps_skipped_before_a_resume_are_counted(run, monkeypatch):
     """fp16: two of six, as the count of AdamW's updates says."""
-    monkeypatch.setattr(train_run.devices, "matmul_peak", lambda *_: 1e12)
+    monkeypatch.setattr(train_run.mfu, "matmul_peak", lambda *_: 1e12)
     edit_state(run, 6, updates=4)
     words = ("--resume", "--train.steps", 7, "--train.dtype", "float16")
     assert dolmen("train", run / "config.yaml", "--out", run, *words).code == 0
