@@ -28,6 +28,7 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 
 from dolmen.core import ranges
+from dolmen.core.function import Context, Function
 from dolmen.core.mesh import Axis
 
 _RENAMED = "all_gather_single" in vars(funcol)  # torch 2.13 renames two of them
@@ -35,10 +36,16 @@ _ALL_GATHER = funcol.all_gather_single if _RENAMED else funcol.all_gather_tensor
 _REDUCE_SCATTER = funcol.reduce_scatter_single if _RENAMED else funcol.reduce_scatter_tensor
 
 
+def _group(axis: Axis) -> dist.ProcessGroup:
+    """That of an axis over which something is sent."""
+    assert axis.group is not None, axis.name
+    return axis.group
+
+
 def start_all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
     """Sum (or `op`: max, min) of x over the axis, same shape."""
     with ranges.mark(axis.name, "all-reduce"):
-        return funcol.all_reduce(x.contiguous(), op, axis.group)
+        return funcol.all_reduce(x.contiguous(), op, _group(axis))
 
 
 def start_all_reduce_(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
@@ -48,13 +55,13 @@ def start_all_reduce_(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
     if torch.compiler.is_compiling():
         return start_all_reduce(x, axis, op)
     with ranges.mark(axis.name, "all-reduce"):
-        return torch.ops._c10d_functional.all_reduce_(x, op, axis.group.group_name)
+        return torch.ops._c10d_functional.all_reduce_(x, op, _group(axis).group_name)
 
 
 def start_all_gather(x: Tensor, axis: Axis) -> Tensor:
     """x [n, ...] of every rank, one after the other: [size * n, ...]."""
     with ranges.mark(axis.name, "all-gather"):
-        return _ALL_GATHER(x.contiguous(), 0, axis.group)
+        return _ALL_GATHER(x.contiguous(), 0, _group(axis))
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
@@ -66,7 +73,7 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     if axis.gloo:
         return start_all_to_all(x, None, None, axis)
     with ranges.mark(axis.name, "reduce-scatter"):
-        return _REDUCE_SCATTER(x.contiguous(), "sum", 0, axis.group)
+        return _REDUCE_SCATTER(x.contiguous(), "sum", 0, _group(axis))
 
 
 def start_all_to_all(
@@ -76,7 +83,7 @@ def start_all_to_all(
     equally many to all and from all.
     """
     with ranges.mark(axis.name, "all-to-all"):
-        return funcol.all_to_all_single(x.contiguous(), receive, send, axis.group)
+        return funcol.all_to_all_single(x.contiguous(), receive, send, _group(axis))
 
 
 def wait(x: Tensor, axis: Axis | None = None) -> Tensor:
@@ -99,13 +106,18 @@ def start_send(x: Tensor, axis: Axis, peer: int) -> dist.Work:
     CPU waits there for the other rank: see `connect` in parallel/channels.py.
     """
     with ranges.mark("pp", "send"):
-        return dist.isend(x, group=axis.group, group_dst=peer)
+        return _begun(dist.isend(x, group=axis.group, group_dst=peer))
 
 
 def start_receive(into: Tensor, axis: Axis, peer: int) -> dist.Work:
     """`into` will hold what rank `peer` of the axis sends, once the work is waited for."""
     with ranges.mark("pp", "receive"):
-        return dist.irecv(into, group=axis.group, group_src=peer)
+        return _begun(dist.irecv(into, group=axis.group, group_src=peer))
+
+
+def _begun(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "torch gives no work where this process is not of the group"
+    return work
 
 
 class Rotation(NamedTuple):
@@ -175,66 +187,78 @@ def part(x: Tensor, dim: int, axis: Axis) -> Tensor:
     return x.narrow(dim, axis.rank * n, n)
 
 
-class _Copy(torch.autograd.Function):
+Dim = tuple[int, Axis]
+"""A dim of the tensor, and the axis that shards it."""
+
+
+class _Copy(Function):
     @staticmethod
-    def forward(ctx, x, axis):
-        ctx.axis = axis
+    def forward(ctx: Context[Axis], x: Tensor, axis: Axis) -> Tensor:
+        ctx.kept = axis
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx, g):
-        return wait(start_all_reduce(g, ctx.axis), ctx.axis), None
+    def backward(ctx: Context[Axis], g: Tensor) -> tuple[Tensor, None]:
+        return wait(start_all_reduce(g, ctx.kept), ctx.kept), None
 
 
-class _AllReduce(torch.autograd.Function):
+class _AllReduce(Function):
     @staticmethod
-    def forward(ctx, x, axis):
+    def forward(ctx: Context[None], x: Tensor, axis: Axis) -> Tensor:
         return wait(start_all_reduce(x, axis), axis)
 
     @staticmethod
-    def backward(ctx, g):
+    def backward(ctx: Context[None], g: Tensor) -> tuple[Tensor, None]:
         return g, None
 
 
 class _AllReduceInPlace(_AllReduce):
     @staticmethod
-    def forward(ctx, x, axis):
+    def forward(ctx: Context[None], x: Tensor, axis: Axis) -> Tensor:
         ctx.mark_dirty(x)
         wait(start_all_reduce_(x, axis), axis)
         return x
 
 
-class _AllGather(torch.autograd.Function):
+class _AllGather(Function):
     @staticmethod
-    def forward(ctx, x, dim, axis):
-        ctx.dim, ctx.axis = dim, axis
+    def forward(ctx: Context[Dim], x: Tensor, dim: int, axis: Axis) -> Tensor:
+        ctx.kept = dim, axis
         return _gathered(x, dim, axis)
 
     @staticmethod
-    def backward(ctx, g):
-        return _scattered(g, ctx.dim, ctx.axis), None, None
+    def backward(ctx: Context[Dim], g: Tensor) -> tuple[Tensor, None, None]:
+        return _scattered(g, *ctx.kept), None, None
 
 
-class _ReduceScatter(torch.autograd.Function):
+class _ReduceScatter(Function):
     @staticmethod
-    def forward(ctx, x, dim, axis):
-        ctx.dim, ctx.axis = dim, axis
+    def forward(ctx: Context[Dim], x: Tensor, dim: int, axis: Axis) -> Tensor:
+        ctx.kept = dim, axis
         return _scattered(x, dim, axis)
 
     @staticmethod
-    def backward(ctx, g):
-        return _gathered(g, ctx.dim, ctx.axis), None, None
+    def backward(ctx: Context[Dim], g: Tensor) -> tuple[Tensor, None, None]:
+        return _gathered(g, *ctx.kept), None, None
 
 
-class _Exchange(torch.autograd.Function):
+class _Exchange(Function):
     @staticmethod
-    def forward(ctx, x, send, receive, axis):
-        ctx.counts = send, receive, axis
+    def forward(
+        ctx: Context[tuple[list[int], list[int], Axis]],
+        x: Tensor,
+        send: list[int],
+        receive: list[int],
+        axis: Axis,
+    ) -> Tensor:
+        ctx.kept = send, receive, axis
         return wait(start_all_to_all(x, receive, send, axis), axis)
 
     @staticmethod
-    def backward(ctx, g):
-        send, receive, axis = ctx.counts
+    def backward(
+        ctx: Context[tuple[list[int], list[int], Axis]], g: Tensor
+    ) -> tuple[Tensor, None, None, None]:
+        send, receive, axis = ctx.kept
         return _Exchange.apply(g, receive, send, axis), None, None, None
 
 

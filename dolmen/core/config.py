@@ -6,11 +6,14 @@ import dataclasses
 import difflib
 import types
 import typing
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dolmen.core.words import choices
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -35,7 +38,7 @@ def from_dict(cls: type[T], values: Any, default: T | None = None, path: str = "
         )
     hints = typing.get_type_hints(cls)
     names = [f.name for f in dataclasses.fields(cls)]
-    made = {} if default is None else {n: getattr(default, n) for n in names}
+    made: dict[str, Any] = {} if default is None else {n: getattr(default, n) for n in names}
     for key, value in values.items():
         name, where = str(key).replace("-", "_"), f"{path}.{key}" if path else str(key)
         if name not in names:
@@ -52,7 +55,7 @@ def _convert(hint: Any, value: Any, where: str, default: Any) -> Any:
     origin, inside = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         return _convert(inside[0], value, where, default)
-    if dataclasses.is_dataclass(hint):
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return from_dict(hint, value, default, where)
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in inside:

@@ -51,7 +51,7 @@ def distribute(module: nn.Module, placements: Mapping[str, Places], mesh: Mesh) 
 
     Raises KeyError if a parameter has no placement. Tied parameters stay one parameter.
     """
-    if mesh.grid is None:
+    if mesh.grid is None or mesh.expert_grid is None:
         return
     made: dict[Tensor, nn.Parameter] = {}
     for prefix, owner in module.named_modules():
@@ -138,7 +138,7 @@ def full(p: Tensor) -> Tensor:
     """The whole logical tensor, on every rank. A collective: all ranks of the parameter's mesh call
     it.
     """
-    return p.detach().full_tensor() if isinstance(p, DTensor) else p.detach()
+    return (p.full_tensor() if isinstance(p, DTensor) else p).detach()
 
 
 def owned(p: Tensor) -> float:

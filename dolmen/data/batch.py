@@ -30,11 +30,11 @@ class Batch:
         ended. With `end_of_text`, a document begins at the window's first token and after each end
         of text.
         """
-        windows = torch.from_numpy(windows)
-        tokens = windows[:, :-1]
+        whole = torch.from_numpy(windows)
+        tokens = whole[:, :-1]
         return cls(
             torch.where(tokens == IGNORED, 0, tokens),
-            windows[:, 1:].contiguous(),
+            whole[:, 1:].contiguous(),
             None if end_of_text is None else document_starts(tokens, end_of_text),
         )
 
@@ -42,11 +42,12 @@ class Batch:
         """The batch, made on the CPU, on `device`, and the host does not wait for it; where its
         documents start the host knows as well.
         """
-        moved = (
-            None if t is None else host.send(t, device)
-            for t in (self.tokens, self.labels, self.starts)
+        return Batch(
+            host.send(self.tokens, device),
+            host.send(self.labels, device),
+            None if self.starts is None else host.send(self.starts, device),
+            self.starts if self.host is None else self.host,
         )
-        return Batch(*moved, self.starts if self.host is None else self.host)
 
     @property
     def real_tokens(self) -> int:

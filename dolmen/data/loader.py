@@ -167,7 +167,7 @@ def prepare(
     """
     inputs = check(config, tokenizer, vocab_size, sequence_length, progress, verify)
 
-    def corpus(source: Source, option: str) -> Corpus:
+    def opened(source: Source, option: str) -> Corpus:
         return open_corpus(
             source,
             inputs.tokenizer,
@@ -180,14 +180,16 @@ def prepare(
             verify,
         )
 
-    corpora = [corpus(source, "--data.path") for source in inputs.sources]
-    fraction = config.validation_fraction if inputs.validation is None else 0
+    corpora = [opened(source, "--data.path") for source in inputs.sources]
     if inputs.validation is not None:
-        judge = corpus(inputs.validation, "--data.validation")
+        judge = opened(inputs.validation, "--data.validation")
         divisions, held = without(corpora, judge), [everything(judge, range(judge.document_count))]
+        judged = content(judge)
     else:
+        fraction = config.validation_fraction
         divisions = hold_out(corpora, inputs.sources, fraction, inputs.tokenizer, config.text_field)
         held = [division.held for division in divisions if division.held]
+        judged = f"{fraction:g} of the documents held out, drawn by their words"
     parts = [
         Part(source.name, source.weight or Fraction(1), division.training, corpus.offsets)
         for source, division, corpus in zip(inputs.sources, divisions, corpora, strict=True)
@@ -202,9 +204,7 @@ def prepare(
             f"data {number}": f"{content(corpus)}, weight {float(part.weight):g}"
             for number, (part, corpus) in enumerate(zip(parts, corpora, strict=True), 1)
         },
-        "validation": content(judge)
-        if inputs.validation
-        else f"{fraction:g} of the documents held out, drawn by their words",
+        "validation": judged,
         "tokenizer": tokenizers.fingerprint(inputs.tokenizer),
         "end of text": str(inputs.end_of_text),
         "sequence_length": str(sequence_length),

@@ -31,12 +31,10 @@ class Trip(NamedTuple):
     """Rows that this rank sent to each."""
     receive: list[int]
     """Rows that this rank got from each."""
-    order: Tensor | None
-    """[m] int64: of the rows received (by rank, then expert), which is where by expert; None: they
-    came sorted.
+    sorting: tuple[Tensor, Tensor] | None
+    """[m] int64: of the rows received (by rank, then expert), which is where by expert, and its
+    inverse. None: nothing was sent, and rows are sorted.
     """
-    back: Tensor | None
-    """[m] int64, its inverse."""
 
 
 def dispatch(rows: Tensor, counts: Tensor, axis: Axis, kernel: bool) -> tuple[Tensor, Trip]:
@@ -51,7 +49,7 @@ def dispatch(rows: Tensor, counts: Tensor, axis: Axis, kernel: bool) -> tuple[Te
     """
     if axis.size == 1:
         groups = _ends(counts) if kernel else host.read(counts)
-        return rows, Trip(groups, [], [], None, None)
+        return rows, Trip(groups, [], [], None)
     here = len(counts) // axis.size
     # [rank, expert], flat
     came = collectives.exchange(counts, [here] * axis.size, [here] * axis.size, axis)
@@ -68,9 +66,10 @@ def dispatch(rows: Tensor, counts: Tensor, axis: Axis, kernel: bool) -> tuple[Te
         if kernel
         else [sum(n) for n in zip(*got, strict=True)]
     )
-    trip = Trip(groups, [sum(n) for n in sent], receive, order, moe.inverse(order))
+    back = moe.inverse(order)
+    trip = Trip(groups, [sum(n) for n in sent], receive, (order, back))
     rows = collectives.exchange(rows, trip.send, trip.receive, axis)
-    return moe.permute(rows, trip.order, trip.back), trip
+    return moe.permute(rows, order, back), trip
 
 
 def _ends(counts: Tensor) -> Tensor:
@@ -78,9 +77,10 @@ def _ends(counts: Tensor) -> Tensor:
 
 
 def combine(rows: Tensor, trip: Trip, axis: Axis) -> Tensor:
-    """The inverse of `dispatch`: each row back to the rank and the place it came from."""
-    if axis.size == 1:
+    """The inverse of `dispatch`: each row back to the rank and the place it came from. rows [m, H]
+    of this rank's experts, sorted -> [n, H] of the tokens it sent.
+    """
+    if trip.sorting is None:
         return rows
-    return collectives.exchange(
-        moe.permute(rows, trip.back, trip.order), trip.receive, trip.send, axis
-    )
+    order, back = trip.sorting
+    return collectives.exchange(moe.permute(rows, back, order), trip.receive, trip.send, axis)
