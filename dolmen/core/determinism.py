@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch.utils import deterministic  # its class has the property, which pyright cannot see
+from torch.utils import deterministic
 
 # cuBLAS: eight workspaces of 4 MiB, one per stream, so that products on two streams share none.
 # torch refuses products without it; it must be in the environment before the first of them.
@@ -36,6 +36,7 @@ def repeatable(asked: bool) -> Iterator[None]:
     before = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
+        # a property of the class of the module
         deterministic.fill_uninitialized_memory,  # pyright: ignore[reportAttributeAccessIssue]
         cudnn.deterministic,
         cudnn.benchmark,
@@ -55,7 +56,8 @@ def _set(
     on: bool, warn_only: bool, fill: bool, cudnn_deterministic: bool, cudnn_benchmark: bool
 ) -> None:
     torch.use_deterministic_algorithms(on, warn_only=warn_only)  # the compiler's flag too
-    # fills what `empty` gives, against those who read it: a pass over memory that nobody here needs
+    # fills what `empty` gives, against those who read it: a pass over memory that nobody here
+    # needs; a property of the class of the module
     deterministic.fill_uninitialized_memory = fill  # pyright: ignore[reportAttributeAccessIssue]
     torch.backends.cudnn.deterministic = cudnn_deterministic
     torch.backends.cudnn.benchmark = cudnn_benchmark

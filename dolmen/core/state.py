@@ -85,7 +85,8 @@ def unwrap(record: FSDPParam, partial: Axis | None) -> None:
     if not record.is_dtensor:
         return
     record.is_dtensor = False
-    record._unsharded_dtensor_spec = None  # torch 2.11 asks the flag alone
+    # torch 2.11 has no such field, and asks the flag alone
+    record._unsharded_dtensor_spec = None  # pyright: ignore[reportAttributeAccessIssue]
     if partial is not None:
         record._get_grad_inner_tensor = lambda grad: collectives.sum_(grad, partial)
 

@@ -15,6 +15,7 @@ tokens, entered whole on tp.
 from typing import NamedTuple
 
 import torch
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from dolmen.core import collectives, host
@@ -31,15 +32,17 @@ class Trip(NamedTuple):
     """Rows that this rank sent to each."""
     receive: list[int]
     """Rows that this rank got from each."""
-    sorting: tuple[Tensor, Tensor] | None
-    """[m] int64: of the rows received (by rank, then expert), which is where by expert, and its
+    sorting: tuple[Int64[Tensor, " m"], Int64[Tensor, " m"]] | None
+    """Of the rows received (by rank, then expert), which is where by expert, and its
     inverse. None: nothing was sent, and rows are sorted.
     """
 
 
-def dispatch(rows: Tensor, counts: Tensor, axis: Axis, kernel: bool) -> tuple[Tensor, Trip]:
-    """rows [n, H] sorted by expert, `counts` [E] int64 of each -> those of this rank's E / ep
-    experts, sorted, and the trip, with the groups that one `kernel` takes, or a loop.
+def dispatch(
+    rows: Float[Tensor, "n H"], counts: Int64[Tensor, " E"], axis: Axis, kernel: bool
+) -> tuple[Float[Tensor, "m H"], Trip]:
+    """Rows sorted by expert, `counts` of each -> those of this rank's E / ep experts, sorted, and
+    the trip, with the groups that one `kernel` takes, or a loop.
 
     With ep > 1 there are two exchanges, and between them the host reads how much the second will
     bring, once. With ep 1 nothing is sent, and only a loop must know the counts.
@@ -76,10 +79,8 @@ def _ends(counts: Tensor) -> Tensor:
     return counts.cumsum(0, dtype=torch.int32)
 
 
-def combine(rows: Tensor, trip: Trip, axis: Axis) -> Tensor:
-    """The inverse of `dispatch`: each row back to the rank and the place it came from. rows [m, H]
-    of this rank's experts, sorted -> [n, H] of the tokens it sent.
-    """
+def combine(rows: Float[Tensor, "m H"], trip: Trip, axis: Axis) -> Float[Tensor, "n H"]:
+    """The inverse of `dispatch`: each row back to the rank and the place it came from."""
     if trip.sorting is None:
         return rows
     order, back = trip.sorting

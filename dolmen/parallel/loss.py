@@ -17,6 +17,7 @@ from functools import cache
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from dolmen.core import collectives as c
@@ -114,19 +115,19 @@ def _compiled_chunk():
 
 @ranges.marked("loss")
 def linear_cross_entropy(
-    x: Tensor,
-    weight: Tensor,
-    labels: Tensor,
+    x: Float[Tensor, "here hidden"],
+    weight: Float[Tensor, "rows hidden"],
+    labels: Int64[Tensor, " tokens"],
     vocab_size: int,
     tp: TensorParallel,
     compile: bool = False,
     at_once: int = Kernels().logits_at_once,
-) -> Tensor:
+) -> Float[Tensor, ""]:
     """Sum over real tokens of -log softmax(x W^T)[label]: a scalar, fp32 (fp64 for fp64 input),
     I@tp.
 
-    x [tokens, hidden] I@tp, or S(0)@tp under sequence parallelism; weight [rows of this rank,
-    hidden] S(0)@tp; labels [tokens] of all tokens, IGNORED where there is no loss. Divide by the
+    x is I@tp, `here` all tokens, or S(0)@tp under sequence parallelism; weight S(0)@tp, the rows of
+    this rank; labels of all tokens, IGNORED where there is no loss. Divide by the
     global count of real tokens before backward. `compile` fuses the passes over one chunk's logits,
     `at_once` are its elements.
     """
