@@ -1,4 +1,4 @@
-"""Carries out one rank's list of a pipeline schedule: the only thing that runs a training step, on
+r"""Carries out one rank's list of a pipeline schedule: the only thing that runs a training step, on
 one process or on many.
 
     1f1b, two ranks of one stage, two microbatches; F and B take equally long:
@@ -96,6 +96,7 @@ class _Step:
             self.inputs(action, dy)
             self.weights(action)
             return
+        assert self.work.reduction is not None
         self.left[action.chunk] -= 1
         self.work.reduction.before_backward(
             self.work.chunks[action.chunk], self.left[action.chunk] == 0, self.left.total() == 0
@@ -104,11 +105,13 @@ class _Step:
 
     def inputs(self, action: Action, dy: Tensor | None) -> None:
         """I."""
+        assert self.work.later is not None
         self._through_the_graph(action, dy)
         self.products[action.micro, action.chunk] = self.work.later.take()
 
     def weights(self, action: Action) -> None:
         """W."""
+        assert self.work.reduction is not None
         self.left[action.chunk] -= 1
         for product in self.products.pop((action.micro, action.chunk)):
             product()
@@ -121,6 +124,7 @@ class _Step:
             torch.autograd.backward(edge, dy)
         message = made(self.schedule, self.rank, action)
         if message is not None:
+            assert x is not None and x.grad is not None
             self.channels.send(message, x.grad)
 
 
