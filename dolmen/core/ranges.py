@@ -16,7 +16,8 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch.autograd import profiler
 
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 PREFIX = "dolmen: "
 
 

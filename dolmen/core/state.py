@@ -51,7 +51,7 @@ def distribute(module: nn.Module, placements: Mapping[str, Places], mesh: Mesh) 
 
     Raises KeyError if a parameter has no placement. Tied parameters stay one parameter.
     """
-    if mesh.grid is None:
+    if mesh.grid is None or mesh.expert_grid is None:
         return
     made: dict[Tensor, nn.Parameter] = {}
     for prefix, owner in module.named_modules():
@@ -85,7 +85,8 @@ def unwrap(record: FSDPParam, partial: Axis | None) -> None:
     if not record.is_dtensor:
         return
     record.is_dtensor = False
-    record._unsharded_dtensor_spec = None  # torch 2.11 asks the flag alone
+    # torch 2.11 has no such field, and asks the flag alone
+    record._unsharded_dtensor_spec = None  # pyright: ignore[reportAttributeAccessIssue]
     if partial is not None:
         record._get_grad_inner_tensor = lambda grad: collectives.sum_(grad, partial)
 
@@ -138,7 +139,7 @@ def full(p: Tensor) -> Tensor:
     """The whole logical tensor, on every rank. A collective: all ranks of the parameter's mesh call
     it.
     """
-    return p.detach().full_tensor() if isinstance(p, DTensor) else p.detach()
+    return (p.full_tensor() if isinstance(p, DTensor) else p).detach()
 
 
 def owned(p: Tensor) -> float:

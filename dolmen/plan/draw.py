@@ -30,10 +30,11 @@ def stacked(panels: list[tuple[str, Schedule, Simulation]], to: Path) -> None:
     if to.suffix.lower() not in (".svg", ".png"):
         raise ValueError(f"the picture {to} ends in {to.suffix or 'nothing'}: use .svg or .png")
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     rows = [0.8 + 0.36 * schedule.ranks for _, schedule, _ in panels]
-    figure = Figure(figsize=(WIDTH, sum(rows) + 0.7), dpi=130, layout="constrained")
-    figure.get_layout_engine().set(h_pad=0.08, w_pad=0.1)
+    layout = ConstrainedLayoutEngine(h_pad=0.08, w_pad=0.1)
+    figure = Figure(figsize=(WIDTH, sum(rows) + 0.7), dpi=130, layout=layout)
     axes = figure.subplots(len(panels), squeeze=False, height_ratios=rows)[:, 0]
     span = max(simulation.span for _, _, simulation in panels)
     for axis, (title, schedule, simulation) in zip(axes, panels, strict=True):
@@ -136,7 +137,8 @@ def _legend(figure, schedules: list[Schedule]) -> None:
     )
 
 
-def _shade(color: str, chunk: int, chunks: int) -> tuple[float, ...]:
+def _shade(color: str, chunk: int, chunks: int) -> tuple[float, float, float]:
     """The colour itself for chunk 0, paler for every later one."""
     pale = 0.62 * chunk / max(1, chunks - 1) if chunks > 2 else 0.5 * chunk
-    return tuple(1 - (1 - int(color[i : i + 2], 16) / 255) * (1 - pale) for i in (1, 3, 5))
+    red, green, blue = (1 - (1 - int(color[i : i + 2], 16) / 255) * (1 - pale) for i in (1, 3, 5))
+    return red, green, blue
