@@ -486,9 +486,9 @@ def test_verify_and_generate(material, monkeypatch, tmp_path):
 
 def test_the_model_of_the_file_is_checked_like_that_of_a_recipe(material, tmp_path):
     (tmp_path / "run.yaml").write_text(
-        f"model: {json.dumps(CONFIG | {'num_attention_heads': 5})}\n"
+        f"model: {json.dumps(CONFIG | {'num_key_value_heads': 3})}\n"
     )
-    assert "num_attention_heads (5) is not divisible by num_key_value_heads (2)" in refused(
+    assert "num_attention_heads (4) is not divisible by num_key_value_heads (3)" in refused(
         material, tmp_path / "out", file=tmp_path / "run.yaml"
     )
 
