@@ -38,7 +38,7 @@ from rich.progress import Progress
 from rich.table import Table
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dolmen.core import heap
+from dolmen.core import allocator
 from dolmen.data.batch import Batch
 from dolmen.families import Model, made
 from dolmen.model.build import build, initialize
@@ -46,7 +46,7 @@ from dolmen.model.count import parameters, training_flops_per_token
 from dolmen.model.layout import Layout
 from dolmen.optim.optimizer import OptimizerConfig, adamw, prime
 from dolmen.parallel.schedule import simulate
-from dolmen.train.peak import matmul_peak
+from dolmen.train.mfu import matmul_peak
 from dolmen.train.step import TrainState, optimizer_step
 
 ONE, APART = "one", "apart"
@@ -170,7 +170,7 @@ def worker(rank: int, name: str, cores: list[int], store: str, args, asked, told
     os.sched_setaffinity(0, {cores[rank]})  # before gloo starts its threads, which inherit it
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    heap.keep()  # as dolmen train does
+    allocator.keep()  # as dolmen train does
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, len(cores)), rank=rank, world_size=len(cores)
     )

@@ -152,7 +152,7 @@ def tail(corpus: Corpus, index: int, ending: Ending) -> HeldOut:
         f"{corpus.file(index) or f'document {index} of {corpus.name}'}, as no document is small "
         "enough to be held out whole"
     )
-    stream = TokenStream.of(corpus.tokens, [start], [stop])
+    stream = TokenStream.of(corpus.tokens, np.array([start]), np.array([stop]))
     return HeldOut(stream, 1, ending.bytes, (), note)
 
 

@@ -83,7 +83,8 @@ def cuts(tokenizer, text: str, near: int) -> list[int | None]:
     if not tokenizer.is_fast:
         return slow_cuts(tokenizer, text, near)
     backend = tokenizer.backend_tokenizer
-    backend.no_truncation(), backend.no_padding()
+    backend.no_truncation()
+    backend.no_padding()
     places, reached = [], 0
     for start, stop in backend.encode(text, add_special_tokens=False).offsets:
         # not `start`: some tokenizers leave a word's space out of its offsets

@@ -43,11 +43,12 @@ def looks_like_text(file: Path) -> bool:
     try:
         with opened(file) as stream:
             head = stream.read(4096)
+    except (ValueError, OSError):
+        return False
+    try:
         head.decode()
     except UnicodeDecodeError as error:
         return error.start > len(head) - 4 and len(head) == 4096  # cut inside a character
-    except (ValueError, OSError):
-        return False
     return b"\0" not in head
 
 

@@ -111,7 +111,8 @@ def fingerprint(tokenizer) -> str:
     """
     if tokenizer.is_fast:
         state = json.loads(tokenizer.backend_tokenizer.to_str())
-        state.pop("truncation"), state.pop("padding")  # of the last call, not of the tokenizer
+        for of_the_last_call in ("truncation", "padding"):
+            del state[of_the_last_call]
     else:
         state = [type(tokenizer).__name__, tokenizer.get_vocab(), tokenizer.init_kwargs]
     text = json.dumps([state, tokenizer.eos_token], sort_keys=True, default=str)
@@ -130,7 +131,8 @@ def encoder(tokenizer) -> Callable[[str], np.ndarray]:
     if not tokenizer.is_fast:
         return lambda text: np.array(tokenizer.encode(text, add_special_tokens=False), dtype)
     backend = tokenizer.backend_tokenizer
-    backend.no_truncation(), backend.no_padding()
+    backend.no_truncation()
+    backend.no_padding()
 
     def encode(text: str) -> np.ndarray:
         with tokenizer_files.told("--data.tokenizer"):

@@ -3,6 +3,7 @@ families, training knobs among them. Runs and checkpoints of then are read throu
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -116,8 +117,8 @@ class Flat:
             raise ValueError(str(error)) from None
 
     def window(self, layer: int) -> int | None:
-        everywhere = self.sliding_layers is None
-        return self.sliding_window if everywhere or layer in self.sliding_layers else None
+        layers = self.sliding_layers
+        return self.sliding_window if layers is None or layer in layers else None
 
     @property
     def experts(self) -> Experts:
@@ -229,11 +230,9 @@ def model(**flat: Any) -> Model:
     if "family" in flat:
         return given.model
     for name in ("llama", *known.families()):
-        try:
+        with suppress(ValueError):
             return from_dict(Flat, {**flat, "family": name}).model
-        except ValueError as error:
-            refused = error
-    raise refused
+    return given.model  # refused, with the reason
 
 
 def run(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,19 +8,23 @@ it; whoever holds the slices combines [tokens] numbers, never [tokens, vocabular
 """
 
 import torch
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 IGNORED = -100  # a label that carries no loss, as in PyTorch
 
 
 def exponentials(
-    logits: Tensor, maximum: Tensor, labels: Tensor, first: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """exp(z - m) [n, size], its sum [n], and z_label - m [n] (zero where the label lies outside
-    first .. first + size).
+    logits: Float[Tensor, "n size"],
+    maximum: Float[Tensor, " n"],
+    labels: Int64[Tensor, " n"],
+    first: int,
+) -> tuple[Float[Tensor, "n size"], Float[Tensor, " n"], Float[Tensor, " n"]]:
+    """exp(z - m), its sum, and z_label - m (zero where the label lies outside first .. first +
+    size).
 
-    logits [n, size] fp32, which become the exponentials, maximum [n] over the whole vocabulary,
-    labels [n] in the whole vocabulary.
+    `logits`, fp32 or wider, become the exponentials; `maximum` and `labels` are over and in the
+    whole vocabulary.
     """
     shifted = logits.sub_(maximum[:, None])
     row = labels - first
@@ -30,9 +34,15 @@ def exponentials(
     return e, e.sum(-1), target
 
 
-def gradient(e: Tensor, total: Tensor, labels: Tensor, first: int, dtype: torch.dtype) -> Tensor:
-    """softmax - onehot for real labels, zero for ignored ones; [n, size] in `dtype`. `total` [n] is
-    over the whole vocabulary. `e` is overwritten.
+def gradient(
+    e: Float[Tensor, "n size"],
+    total: Float[Tensor, " n"],
+    labels: Int64[Tensor, " n"],
+    first: int,
+    dtype: torch.dtype,
+) -> Float[Tensor, "n size"]:
+    """softmax - onehot for real labels, zero for ignored ones, in `dtype`. `total` is over the
+    whole vocabulary. `e` is overwritten.
     """
     real = labels != IGNORED
     row = labels - first

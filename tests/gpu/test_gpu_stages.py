@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu import clock, compare, house, packages, report, roofline, shapes
+from benchmarks.gpu import clock, compare, house, packages, report, roofline, sections, shapes
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.case import Context, Record, plain
 from benchmarks.gpu.results import NAME, Results
@@ -277,9 +277,9 @@ def test_a_whole_model_is_told_by_its_layers():
         return {"values": step, "status": "ok"}
 
     own = {f"llama-8b, {n} layers, dolmen, 1 at once": case(0.05 + 0.02 * n) for n in (11, 5)}
-    told = report.extrapolated(own | {"llama-8b, 11 layers, dolmen, 2 at once": case(9.0)})
+    told = sections.extrapolated(own | {"llama-8b, 11 layers, dolmen, 2 at once": case(9.0)})
     assert "takes 20.00 ms" in told and "all 32 would take 690 ms" in told
-    assert report.extrapolated({}) == ""
+    assert sections.extrapolated({}) == ""
 
 
 def test_recompilations_are_counted():

@@ -127,7 +127,7 @@ def test_another_model_is_named_field_by_field(material):
     with pytest.raises(ValueError, match=r"\(model.model_type: mistral -> llama; model"):
         check_same_model(moved, run, 7)
     saved["model"]["model_type"] = "bert"
-    with pytest.raises(ValueError, match="of another model .model: model_type is 'bert'"):
+    with pytest.raises(ValueError, match="of another model .model_type is 'bert'"):
         check_same_model(saved, run, 7)
 
 

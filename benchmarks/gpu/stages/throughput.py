@@ -23,7 +23,7 @@ from benchmarks.plain import plain_side
 from benchmarks.sides import Side, Work
 from dolmen.core.mesh import Mesh
 from dolmen.model.layout import Layout
-from dolmen.train import peak
+from dolmen.train import mfu
 from dolmen.train.step import optimizer_step
 
 ROUNDS, WARM = 7, 3
@@ -70,9 +70,9 @@ def _alone(
 
 
 @cache
-def measured(device: torch.device) -> peak.Peak:
+def measured(device: torch.device) -> mfu.Peak:
     """Once per process, so that all sides of a table are divided by one number."""
-    return peak.peak(device, torch.bfloat16)
+    return mfu.peak(device, torch.bfloat16)
 
 
 def tell(record: Record, work: Work, device: torch.device, named: str, seconds: dict) -> None:
@@ -174,7 +174,7 @@ def at_rest_in_bf16(context: Context, shape: Shape, record: Record) -> None:
 def floor(context: Context, shape: Shape, record: Record) -> None:
     """By the rates that are measured here."""
     device = torch.device(context.place)
-    flops = peak.matmul_peak(device, torch.bfloat16, 1.0 if context.full else 0.05)
+    flops = mfu.matmul_peak(device, torch.bfloat16, 1.0 if context.full else 0.05)
     source = torch.randn((1 << 30 if context.full else 1 << 20) // 4, device=device)
     to = torch.empty_like(source)
     bandwidth = 2 * source.nbytes / clock.rate(lambda: to.copy_(source), device)
