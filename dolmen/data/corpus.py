@@ -79,7 +79,7 @@ class Corpus:
 
 def open_corpus(
     source: Source,
-    tokenizer,
+    tokenizer: tokenizers.PreTrainedTokenizer,
     end_of_text: int,
     text_field: str,
     cache: Path,
@@ -123,7 +123,13 @@ def open_corpus(
     return Corpus(folder, index, source.name)
 
 
-def provenance(source: Source, tokenizer, end_of_text: int, text_field: str, option: str) -> dict:
+def provenance(
+    source: Source,
+    tokenizer: tokenizers.PreTrainedTokenizer,
+    end_of_text: int,
+    text_field: str,
+    option: str,
+) -> dict:
     """Everything that decides the tokens, as JSON. Changes when a file does."""
     return {
         "format": FORMAT,

@@ -35,7 +35,7 @@ class Loader:
         mixture: Mixture,
         held_out: tuple[HeldOut, ...],
         global_batch_size: int,
-        tokenizer,
+        tokenizer: tokenizers.PreTrainedTokenizer,
         end_of_text: int,
         lines: list[str],
         identity: dict[str, str],
