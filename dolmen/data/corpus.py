@@ -197,7 +197,13 @@ def digest_of(index: Mapping[str, Any]) -> str:
 
 
 def build(
-    source: Source, tokenizer, origin: dict, folder: Path, workers: int, progress: bool, option: str
+    source: Source,
+    tokenizer: tokenizers.PreTrainedTokenizer,
+    origin: dict,
+    folder: Path,
+    workers: int,
+    progress: bool,
+    option: str,
 ) -> None:
     """Writes FILES and the index into `folder`. ValueError if there is no text, or a file changes
     meanwhile.

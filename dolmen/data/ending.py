@@ -28,7 +28,12 @@ class Ending(NamedTuple):
 
 
 def ending(
-    corpus: Corpus, source: Source, index: int, fraction: float, tokenizer, text_field: str
+    corpus: Corpus,
+    source: Source,
+    index: int,
+    fraction: float,
+    tokenizer: PreTrainedTokenizer,
+    text_field: str,
 ) -> Ending:
     """Where to hold out the last `fraction` of the tokens of document `index` of `source`, at least
     one token and the end of text. Raises ValueError if the text is not what was tokenised.
