@@ -114,7 +114,7 @@ def finish_reduce_scatter(
     return x.view(axis.size, x.shape[0] // axis.size, *x.shape[1:]).sum(0) if axis.gloo else x
 
 
-def start_send(x: Tensor, axis: Axis, peer: int) -> dist.Work:
+def start_send(x: Shaped[Tensor, "..."], axis: Axis, peer: int) -> dist.Work:
     """x on its way to rank `peer` of the axis, which calls `start_receive`. x must not be written
     to before the work is done. From one rank to another, what is sent first comes first.
 
@@ -125,7 +125,7 @@ def start_send(x: Tensor, axis: Axis, peer: int) -> dist.Work:
         return _begun(dist.isend(x, group=axis.group, group_dst=peer))
 
 
-def start_receive(into: Tensor, axis: Axis, peer: int) -> dist.Work:
+def start_receive(into: Shaped[Tensor, "..."], axis: Axis, peer: int) -> dist.Work:
     """`into` will hold what rank `peer` of the axis sends, once the work is waited for."""
     with ranges.mark("pp", "receive"):
         return _begun(dist.irecv(into, group=axis.group, group_src=peer))
@@ -153,7 +153,7 @@ class Rotation(NamedTuple):
         return self.coming
 
 
-def start_rotate(tensors: list[Tensor], axis: Axis, shift: int = 1) -> Rotation:
+def start_rotate(tensors: list[Shaped[Tensor, "..."]], axis: Axis, shift: int = 1) -> Rotation:
     """Sends each tensor to the rank `shift` further on the ring of the axis, and receives that of
     the rank as far behind. Shapes are equal on all ranks, and all ranks call this in the same
     order. What is sent must not be written to before `wait`.
@@ -191,7 +191,7 @@ def _scattered(x: Tensor, dim: int, axis: Axis) -> Tensor:
     )
 
 
-def part(x: Tensor, dim: int, axis: Axis) -> Tensor:
+def part(x: Shaped[Tensor, "*whole"], dim: int, axis: Axis) -> Shaped[Tensor, "*here"]:
     """This rank's equal part of x along dim, a view. Raises ValueError where the axis does not
     divide it.
     """
@@ -288,12 +288,12 @@ def all_reduce(x: Shaped[Tensor, "*shape"], axis: Axis) -> Shaped[Tensor, "*shap
     return x if axis.size == 1 else _AllReduce.apply(x, axis)
 
 
-def all_gather(x: Tensor, dim: int, axis: Axis) -> Tensor:
+def all_gather(x: Shaped[Tensor, "*here"], dim: int, axis: Axis) -> Shaped[Tensor, "*whole"]:
     """S(dim) -> R."""
     return x if axis.size == 1 else _AllGather.apply(x, dim, axis)
 
 
-def reduce_scatter(x: Tensor, dim: int, axis: Axis) -> Tensor:
+def reduce_scatter(x: Shaped[Tensor, "*whole"], dim: int, axis: Axis) -> Shaped[Tensor, "*here"]:
     """P -> S(dim). Raises ValueError where the axis does not divide the dim."""
     if axis.size == 1:
         return x

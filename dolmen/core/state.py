@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 
 import torch
-from jaxtyping import Shaped
+from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
@@ -106,7 +106,7 @@ def local(p: Shaped[Tensor, "*whole"]) -> Shaped[Tensor, "*here"]:
     return p.to_local() if torch.is_grad_enabled() and p.requires_grad else p._local_tensor
 
 
-def region(p: Tensor) -> tuple[slice, ...]:
+def region(p: Shaped[Tensor, "*whole"]) -> tuple[slice, ...]:
     """The part of the logical tensor that this rank holds, one slice a dimension."""
     if not isinstance(p, DTensor):
         return tuple(slice(0, n) for n in p.shape)
@@ -128,7 +128,7 @@ def holding(
     return DTensor(values, p._spec, requires_grad=False) if isinstance(p, DTensor) else values
 
 
-def write(p: Tensor, value: Tensor) -> None:
+def write(p: Shaped[Tensor, "*whole"], value: Shaped[Tensor, "..."]) -> None:
     """Copy this rank's region of the full tensor `value` into p. Raises ValueError if the shapes
     differ.
     """
@@ -146,7 +146,7 @@ def full(p: Shaped[Tensor, "*whole"]) -> Shaped[Tensor, "*whole"]:
     return (p.full_tensor() if isinstance(p, DTensor) else p).detach()
 
 
-def owned(p: Tensor) -> float:
+def owned(p: Shaped[Tensor, "*whole"]) -> float:
     """1 / (number of ranks that hold this rank's elements of p): the weight of a local sum in a sum
     over the world.
     """
@@ -157,12 +157,12 @@ def owned(p: Tensor) -> float:
     )
 
 
-def local_elements(p: Tensor) -> int:
+def local_elements(p: Shaped[Tensor, "*whole"]) -> int:
     """Number of elements this rank holds."""
     return math.prod(s.stop - s.start for s in region(p))
 
 
-def initialize(p: Tensor, name: str, seed: int, std: float) -> None:
+def initialize(p: Float[Tensor, "*whole"], name: str, seed: int, std: float) -> None:
     """Fill p with normal values that depend on (seed, name, position in the logical tensor) and on
     nothing else.
 

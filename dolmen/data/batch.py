@@ -61,7 +61,9 @@ class Batch:
         return int(np.count_nonzero(self.labels.numpy() != IGNORED))
 
     def split(self, parts: int) -> list["Batch"]:
-        """`parts` batches of equally many consecutive sequences."""
+        """`parts` batches of equally many consecutive sequences. Raises ValueError where they
+        would not be equally many.
+        """
         if parts < 1 or len(self.tokens) % parts:
             raise ValueError(
                 f"a batch of {len(self.tokens)} sequences is not divisible into {parts} equal parts"
@@ -73,7 +75,9 @@ class Batch:
         return [Batch(*rows) for rows in zip(*pieces, strict=True)]
 
     def microbatches(self, size: int) -> list["Batch"]:
-        """Batches of `size` consecutive sequences."""
+        """Batches of `size` consecutive sequences. Raises ValueError, with the options, where some
+        are left.
+        """
         if size < 1 or len(self.tokens) % size:
             raise ValueError(
                 f"{len(self.tokens)} sequences per rank are not divisible by the microbatch size "

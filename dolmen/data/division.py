@@ -18,6 +18,7 @@ from dolmen.data.ending import Ending, ending
 from dolmen.data.heldout import Choice, all_validated, choose
 from dolmen.data.sources import Source
 from dolmen.data.stream import TokenStream
+from dolmen.data.tokenizer import PreTrainedTokenizer
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def hold_out(
     corpora: Sequence[Corpus],
     sources: Sequence[Source],
     fraction: float,
-    tokenizer,
+    tokenizer: PreTrainedTokenizer,
     text_field: str,
 ) -> list[Division]:
     """`fraction` of the documents of all sources, by one choice."""

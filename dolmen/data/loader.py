@@ -36,7 +36,7 @@ class Loader:
         mixture: Mixture,
         held_out: tuple[HeldOut, ...],
         global_batch_size: int,
-        tokenizer,
+        tokenizer: tokenizers.PreTrainedTokenizer,
         end_of_text: int,
         lines: list[str],
         identity: dict[str, str],
@@ -91,7 +91,8 @@ class Loader:
         self, max_sequences: int | None = None, rank: int = 0, ranks: int = 1
     ) -> Iterator[Batch]:
         """The held-out tokens in order, as InOrder.batches gives them: every rank gets equally many
-        full batches. With `max_sequences`, only that many windows, evenly spread.
+        full batches. With `max_sequences`, only that many windows, evenly spread. Raises ValueError
+        where nothing is held out.
         """
         if not self.held_out:
             raise ValueError(
@@ -102,7 +103,9 @@ class Loader:
         return self.validation.batches(self.global_batch_size, max_sequences, rank * rows, rows)
 
     def rows(self, ranks: int) -> int:
-        """Sequences of a global batch that one of `ranks` data-parallel ranks holds."""
+        """Sequences of a global batch that one of `ranks` data-parallel ranks holds. Raises
+        ValueError where they cannot hold equally many.
+        """
         if self.global_batch_size % ranks:
             raise ValueError(
                 f"global_batch_size ({self.global_batch_size}) is not divisible by the {ranks} "

@@ -34,7 +34,7 @@ class Written(NamedTuple):
 
 def write_tokens(
     source: Source,
-    tokenizer,
+    tokenizer: tokenizers.PreTrainedTokenizer,
     origin: dict,
     folder: Path,
     workers: int,

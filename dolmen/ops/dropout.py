@@ -28,8 +28,7 @@ class Noise(NamedTuple):
     """
 
     def site(self, number: int) -> Int64[Tensor, ""]:
-        """The site `number` (not EMBEDDING) of this layer, different from that of any other.
-        """
+        """The site `number` (not EMBEDDING) of this layer, different from that of any other."""
         assert self.layer is not None, "only a layer has sites"
         return 3 * self.layer + number
 
