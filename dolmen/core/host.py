@@ -16,7 +16,7 @@ def read(x: Shaped[Tensor, "..."]) -> Any:
     return x.tolist()
 
 
-def number(value: float, dtype: torch.dtype, device: torch.device) -> Shaped[Tensor, ""]:
+def number(value: int | float, dtype: torch.dtype, device: torch.device) -> Shaped[Tensor, ""]:
     """A number that the host knows, written by a kernel. `torch.tensor` would copy it, and wait
     until all that is queued before the copy is done.
     """
