@@ -16,7 +16,7 @@ from dolmen.core.mesh import Axis
 from dolmen.ops import dropout, norm, rope
 from dolmen.ops.activation import ACTIVATIONS
 from dolmen.ops.attention import Attend
-from dolmen.ops.attention.reference import CASES, ROADS, definition, errors
+from dolmen.ops.attention.reference import KNOWN, ROADS, definition, errors
 from dolmen.ops.kernels import HALF
 from dolmen.optim.config import OptimizerConfig
 from dolmen.optim.optimizer import adamw
@@ -93,9 +93,9 @@ def backends(context: Context, dtype: torch.dtype) -> list[str]:
 def attention(
     context: Context, backend: str, dtype: torch.dtype, road: str, record: Record
 ) -> None:
-    """Windows, documents and grouped heads: whole sequences, pieces of a ring, gathered chunks."""
+    """What each backend knows: whole sequences, pieces of a ring, gathered chunks."""
     device, bound = torch.device(context.place), compare.BOUND[dtype]
-    for name, case in CASES.items():
+    for name, case in KNOWN[backend].items():
         for size in (64, 128) if context.full else (16,):
             off = errors(backend, replace(case, head_dim=size), dtype, device, road)
             for what, value in off.items():
