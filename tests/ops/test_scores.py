@@ -8,18 +8,22 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BloomConfig, Gemma2Config
 from transformers.models.bloom import modeling_bloom as bloom
 from transformers.models.falcon import modeling_falcon as falcon
 from transformers.models.gemma2 import modeling_gemma2 as gemma2
 
+from dolmen.core.mesh import SINGLE
+from dolmen.model.config import ModelConfig
 from dolmen.ops.attention import Attend, blocks, blockwise, dropped, reference, visible
 from dolmen.ops.attention.alibi import slopes
 from dolmen.ops.attention.reference import CASES, KNOWN, ROADS, SCORES, definition
 from dolmen.ops.dropout import Dropout, Noise
 from dolmen.parallel.recompute import again
 from dolmen.serve.cache import LayerCache
+from dolmen.train.build import build, initialize
 
 HERE = torch.device("cpu")
 SIZES = {name: CASES[name] for name in ("another scale", "narrow values", "wide values")}
@@ -303,3 +307,29 @@ def test_gemma_2_of_transformers(window):
         gradients(theirs, q, k, v),
         1e-6,
     )
+
+
+def test_one_program_serves_the_layers_of_a_model(monkeypatch):
+    """Slopes and caps are no reason to compile a block again, nor a break in its graph."""
+    config = ModelConfig(
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+    )
+    model, counter = build(config, SINGLE), CompileCounterWithBackend("aot_eager")
+    initialize(model, 0)
+    monkeypatch.setattr(blockwise, "_fused", lambda passes: passes)
+    for block in model.layers.values():
+        block.attn.attend = Attend(20, 0.5, 3.0, slopes(4))
+        block.compile(backend=counter, fullgraph=True)
+    tokens = torch.randint(32, (2, 48), generator=torch.Generator().manual_seed(0))
+    compiled = model(tokens, tokens)
+    compiled.backward()
+    with torch.compiler.set_stance("force_eager"):
+        eager = model(tokens, tokens)
+    assert abs(float(compiled.detach()) / float(eager.detach()) - 1) < 1e-6  # fused no further
+    assert counter.frame_count == 1
