@@ -13,9 +13,11 @@ from typing import Any, get_args
 
 import numpy as np
 import torch
-from beartype import beartype
+from beartype import BeartypeConf, beartype
 from jaxtyping import AbstractArray, jaxtyped
 from torch import Tensor
+
+TYPES = beartype(conf=BeartypeConf(is_pep484_tower=True))  # an int is a float, as for pyright
 
 
 class Finder:
@@ -62,14 +64,14 @@ def checked(function: Callable[..., Any]) -> Callable[..., Any]:
     A comparison takes 0.2 ms, and a step calls with the same shapes again and again: what has been
     compared is known by its `form`, which takes 5 us.
     """
-    strict = jaxtyped(function, typechecker=beartype)
+    strict = jaxtyped(function, typechecker=TYPES)
     given_back: list[Any] = []
 
     @wraps(function)
     def give_back(*args: Any, **kwargs: Any) -> Any:
         return given_back.pop()
 
-    compare = jaxtyped(give_back, typechecker=beartype)
+    compare = jaxtyped(give_back, typechecker=TYPES)
     known: set[Any] = set()
 
     @wraps(function)
