@@ -18,11 +18,11 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dolmen.cli.process import LAUNCHER, handling
 from dolmen.files import gate, kinds
@@ -76,7 +76,7 @@ class _Group:
     asked this process to end, 0 if none did.
     """
 
-    def __init__(self, processes: int, argv: list[str], before: dict[signal.Signals, object]):
+    def __init__(self, processes: int, argv: list[str], before: Mapping[signal.Signals, Any]):
         self.processes, self.argv = processes, argv
         self.handlers = {**before, signal.SIGINT: self._forward, signal.SIGTERM: self._forward}
         self.asked = 0
@@ -106,14 +106,15 @@ class _Group:
         args = {rank: ("-m", "dolmen", *self.argv) for rank in range(self.processes)}
         with handling(self.handlers):  # start_processes sets handlers of its own, and leaves them
             try:
-                self.workers = start_processes(
+                workers = self.workers = start_processes(
                     "dolmen", sys.executable, args, envs, DefaultLogsSpecs(reports)
                 )
             except SignalException as stopped:
                 return _End(128 + stopped.sigval, True)
             with handling(self.handlers):
-                result = self.workers.wait(period=0.2)
-        return self._judge(result) if result.is_failed() else _End(0, True)
+                result = workers.wait(period=0.2)
+        assert result is not None  # without a timeout, it waits for all
+        return self._judge(workers, result) if result.is_failed() else _End(0, True)
 
     def _environment(self, rank: int, attempt: int, port: int) -> dict[str, str]:
         """Beside what this process has: what a worker reads (core/launched.py, process.py)."""
@@ -131,12 +132,12 @@ class _Group:
             LAUNCHER: str(os.getpid()),
         }
 
-    def _judge(self, result: "RunProcsResult") -> _End:
+    def _judge(self, workers: "PContext", result: "RunProcsResult") -> _End:
         """What a group that failed was about; tells its cause."""
         codes = {failure.exitcode for failure in result.failures.values()}
         if self.asked and codes <= STOPPED:
             return _End(128 + self.asked, True)
-        reports = [_report(file) for file in self.workers.error_files.values()]
+        reports = [_report(file) for file in workers.error_files.values()]
         hangs = [report["message"] for report in reports if report.get("hang")]
         print(hangs[0] if hangs else cause(result.failures), file=sys.stderr, flush=True)
         if codes <= {2, -signal.SIGTERM} and not hangs:

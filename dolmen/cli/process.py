@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from dolmen.cli.errors import BadInput, Failed
 from dolmen.core.launched import Launch
@@ -111,7 +111,7 @@ def on_stop(handler: Callable[[int], None]) -> Iterator[None]:
 
 
 @contextmanager
-def handling(handlers: dict[int, Callable]) -> Iterator[None]:
+def handling(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
     """Within, each signal has its handler; where this is not the main thread, nothing changes:
     Python hears signals nowhere else.
     """

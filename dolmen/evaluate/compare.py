@@ -137,7 +137,7 @@ def greedy_row(continued: list[list[int]], theirs: Reference | None, tolerance: 
         wrong, ties = wrong + (not tie), ties + tie
     best = theirs.new_logits.topk(min(2, theirs.new_logits.shape[-1]), -1).values
     margin = (best[..., 0] - best[..., -1]).min().item()
-    note = f"{len(continued)} texts of {len(ours)} tokens; smallest margin {margin:.2g}"
+    note = f"{len(continued)} texts of {len(continued[0])} tokens; smallest margin {margin:.2g}"
     return Row("greedy tokens", wrong, 0, note + f"; {ties} part at a tie" * bool(ties))
 
 

@@ -1,4 +1,4 @@
-"""Carries out one rank's list of a pipeline schedule: the only thing that runs a training step, on
+r"""Carries out one rank's list of a pipeline schedule: the only thing that runs a training step, on
 one process or on many.
 
     1f1b, two ranks of one stage, two microbatches; F and B take equally long:
