@@ -369,7 +369,7 @@ def test_a_launcher_killed_while_workers_start_leaves_none(tmp_path, monkeypatch
     (tmp_path / "tiny.yaml").write_text("")
     launcher = subprocess.Popen(
         [sys.executable, "-c", LIGHT, "train", str(tmp_path / "none.yaml")],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        env={**os.environ, "PYTHONPATH": tinyrun.path_of(tmp_path)},
     )
     assert wait(
         lambda: all(
