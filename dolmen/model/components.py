@@ -39,7 +39,11 @@ def make(block: tree.Block, leaves: Leaves, setting: Setting) -> Block:
 
 
 def check(model: tree.Tree) -> None:
-    """Raises ValueError for a component, or a value of one, that nothing here computes."""
+    """Raises ValueError for a component, a value of one, or a block of some that nothing here
+    computes.
+    """
+    for block in model.blocks:
+        _check_arrangement(block)
     for component in _inside(model):
         kind = type(component)
         if kind in NOT_YET:
@@ -50,6 +54,19 @@ def check(model: tree.Tree) -> None:
                 raise ValueError(
                     f"{kind.__name__}.{name} is {value}: dolmen computes {computed} alone"
                 )
+
+
+def _check_arrangement(block: tree.Block) -> None:
+    takes = ARRANGEMENTS[type(block.arrangement)].takes
+    for component, module in (
+        (block.mixer, MIXERS[type(block.mixer)]),
+        (block.mlp, MLPS[type(block.mlp)]),
+    ):
+        if not issubclass(module, takes):
+            raise ValueError(
+                f"the arrangement {block.arrangement} with {component}: dolmen arranges "
+                f"{type(component).__name__} otherwise alone"
+            )
 
 
 def _inside(value: Any) -> Iterator[Any]:

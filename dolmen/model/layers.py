@@ -64,7 +64,7 @@ class Row(Parameters):
         self.tp = tp
 
     def forward(self, x: Tensor) -> Tensor:
-        y = tensor.rows(x, local(self.weight), self.tp)
+        y = tensor.rows([x], [local(self.weight)], self.tp)
         return y if self.bias is None else y + local(self.bias)
 
 

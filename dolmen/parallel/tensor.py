@@ -19,6 +19,8 @@ at all, but left in `later` for the executor of the schedule (2401.10241).
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import add
 
 import torch
 import torch.nn.functional as F
@@ -217,11 +219,15 @@ def columns(
     return _linear(x, weights, biases, tp, enters=True)
 
 
-def rows(x: Tensor, weight: Tensor, tp: TensorParallel) -> Tensor:
-    """Row-parallel product: x [tokens, in / tp] S(1)@tp, weight [out, in / tp] S(1)@tp -> [tokens,
-    out] as `leave` says.
+def rows(xs: Sequence[Tensor], weights: Sequence[Tensor], tp: TensorParallel) -> Tensor:
+    """The sum of row-parallel products: x_i [tokens, in_i / tp] S(1)@tp, weight_i [out, in_i / tp]
+    S(1)@tp -> [tokens, out] as `leave` says, once for all of them.
     """
-    return tp.leave(_linear(x, [weight], [None], tp, enters=False)[0])
+    products = [
+        _linear(x, [weight], [None], tp, enters=False)[0]
+        for x, weight in zip(xs, weights, strict=True)
+    ]
+    return tp.leave(reduce(add, products))
 
 
 def vocabulary_range(vocab_size: int, axis: Axis) -> tuple[int, int]:
