@@ -2,7 +2,7 @@
 where what a test varies is one word, whatever component it belongs to; or as a config.json.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dolmen.core.mesh import Mesh
 from dolmen.families import Model
@@ -16,7 +16,7 @@ from dolmen.model.training import Training
 from dolmen.model.tree import Tree
 from dolmen.parallel.actions import Schedule
 
-__all__ = ["Flat", "Tiny", "build", "decoder", "initialize", "load", "tiny"]
+__all__ = ["Flat", "Tiny", "build", "decoder", "initialize", "load", "of_layers", "tiny"]
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,12 @@ class Tiny:
 
     tree: Tree
     training: Training = Training()
+
+
+def of_layers(model: Flat | Tiny, number: int) -> Tiny:
+    """The same with so many layers, of a model whose layers are alike."""
+    (run,) = model.tree.runs
+    return Tiny(replace(model.tree, runs=(replace(run, repeat=number),)), model.training)
 
 
 def tiny(model_type: str, dropout: float = 0.0, **fields) -> Tiny:

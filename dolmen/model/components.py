@@ -10,12 +10,13 @@ from dolmen.model.block import Block
 from dolmen.model.component import Setting
 from dolmen.model.mlp import MLP
 from dolmen.model.moe import MoE
+from dolmen.model.parallel import Parallel
 from dolmen.model.pre import Pre
 from dolmen.model.tree import Leaves, under
 
 MIXERS = {tree.Attention: Attention}
 MLPS = {tree.Mlp: MLP, tree.Experts: MoE}
-ARRANGEMENTS = {tree.Pre: Pre}
+ARRANGEMENTS = {tree.Pre: Pre, tree.Parallel: Parallel}
 
 # What a tree can say and no module computes: any other value is refused.
 ONLY: dict[type, dict[str, Any]] = {

@@ -22,7 +22,8 @@ from dolmen.families import (
     weight_map,
 )
 from dolmen.files.schema import Int, described
-from dolmen.model.tree import Experts, Linear, Llama3, Norm, Rope
+from dolmen.model import count
+from dolmen.model.tree import Experts, Linear, Llama3, Norm, Parallel, Pre, Rope, check_cuts
 
 # As published by transformers 4: theta beside the scaling, torch_dtype, absent fields, fields
 # without effect.
@@ -184,6 +185,55 @@ QWEN_3_MOE = {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
+FALCON_7B = {
+    "alibi": False,
+    "apply_residual_connection_post_layernorm": False,
+    "architectures": ["FalconForCausalLM"],
+    "attention_dropout": 0.0,
+    "bias": False,
+    "bos_token_id": 11,
+    "eos_token_id": 11,
+    "hidden_dropout": 0.0,
+    "hidden_size": 4544,
+    "initializer_range": 0.02,
+    "layer_norm_epsilon": 1e-05,
+    "model_type": "falcon",
+    "multi_query": True,
+    "new_decoder_architecture": False,
+    "num_attention_heads": 71,
+    "num_hidden_layers": 32,
+    "parallel_attn": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.27.4",
+    "use_cache": True,
+    "vocab_size": 65024,
+}
+FALCON_40B = FALCON_7B | {
+    "hidden_size": 8192,
+    "new_decoder_architecture": True,
+    "num_attention_heads": 128,
+    "num_hidden_layers": 60,
+    "num_kv_heads": 8,
+}
+FALCON_11B = FALCON_40B | {  # one norm, a tall feed-forward layer, theta beside the scaling
+    "ffn_hidden_size": 16384,
+    "hidden_size": 4096,
+    "max_position_embeddings": 8192,
+    "num_attention_heads": 32,
+    "num_ln_in_parallel_attn": 1,
+    "rope_scaling": None,
+    "rope_theta": 500042,
+    "tie_word_embeddings": False,
+}
+FALCON_CLASSIC = {
+    "bias": True,
+    "model_type": "falcon",
+    "multi_query": False,
+    "n_embed": 2048,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 24,
+    "parallel_attn": False,
+}
 QWEN_3_SPARSE_STEP = QWEN_3_MOE | {"decoder_sparse_step": 2, "mlp_only_layers": [3]}
 PUBLISHED = [
     MIXTRAL,
@@ -197,6 +247,10 @@ PUBLISHED = [
     QWEN_3,
     GPT2,
     GPT2_ALIASES,
+    FALCON_7B,
+    FALCON_40B,
+    FALCON_11B,
+    FALCON_CLASSIC,
 ]
 
 
@@ -250,6 +304,17 @@ def test_values_of_published_configs():
     assert isinstance(sparse, Experts) and sparse.size == 768 and sparse.per_token == 8
     layers = Model(QWEN_3_SPARSE_STEP).tree.blocks
     assert [i for i in range(8) if isinstance(layers[i].mlp, Experts)] == [1, 5, 7]
+    falcon = Model(FALCON_7B).tree.blocks[0]
+    assert (falcon.mixer.heads, falcon.mixer.kv_heads, falcon.mixer.head_size) == (71, 1, 64)
+    assert falcon.arrangement == Parallel(1) and falcon.mlp.size == 4 * 4544
+    assert count.parameters(Model(FALCON_7B).tree) == 6_921_720_704
+    falcon = Model(FALCON_40B).tree.blocks[0]
+    assert falcon.mixer.kv_heads == 8 and falcon.arrangement == Parallel(2)
+    falcon = Model(FALCON_11B).tree.blocks[0]
+    assert falcon.arrangement == Parallel(1) and falcon.mixer.positions.theta == 500042
+    falcon = Model(FALCON_CLASSIC).tree
+    assert falcon.hidden_size == 2048 and falcon.blocks[0].arrangement == Pre()
+    assert falcon.blocks[0].mixer.kv_heads == 32 and falcon.blocks[0].mlp.bias
     gpt2 = Model(GPT2).tree
     assert gpt2.blocks[0].mlp.size == 3072 and gpt2.head.tied
     assert gpt2.embedding.positions.length == 1024 and gpt2.final_norm.bias
@@ -338,12 +403,31 @@ def test_edit(content):
         ("mixtral", "num_local_experts", 0),
         ("qwen3_moe", "num_experts_per_tok", 129),
         ("qwen3_moe", "decoder_sparse_step", 0),
+        ("falcon", "alibi", True),
+        ("falcon", "apply_residual_connection_post_layernorm", True),
+        ("falcon", "num_kv_heads", 8),
+        ("falcon", "num_ln_in_parallel_attn", 2),
+        ("falcon", "num_ln_in_parallel_attn", 3),
+        ("falcon", "hidden_size", 4545),
+        ("falcon", "activation", "relu2"),
         ("gemma", "model_type", "gemma"),
     ],
 )
 def test_refused_with_the_field(model_type, field, value):
     with pytest.raises(ValueError, match=field):
         Model({"model_type": model_type, field: value})
+
+
+def test_falcon_refuses_what_no_class_computes():
+    """The class in transformers has no norms for it either."""
+    with pytest.raises(ValueError, match="parallel_attn is False, but new_decoder_architecture"):
+        Model(FALCON_40B | {"parallel_attn": False})
+    with pytest.raises(ValueError, match=r"num_kv_heads is 8, .* there are 32"):
+        Model(FALCON_CLASSIC | {"num_kv_heads": 8})
+    with pytest.raises(
+        ValueError, match=r"num_attention_heads \(71\) is not divisible by tp \(2\)"
+    ):
+        check_cuts(Model(FALCON_7B).tree.leaves, {"tp": 2, "ep": 1})
 
 
 def test_unknown_fields_are_kept_and_reported():

@@ -53,12 +53,22 @@ def of_gpt2(model, x):
     return block.attn.c_attn(x).split(x.shape[-1], -1), block.mlp
 
 
+def of_falcon(model, x):
+    block = model.transformer.h[1]
+    attention = block.self_attention
+    q, k, v = (t[0] for t in attention._split_heads(attention.query_key_value(x)[None]))
+    if model.config.new_decoder_architecture:  # it repeats them
+        group = attention.num_heads // attention.num_kv_heads
+        k, v = k[:, ::group], v[:, ::group]
+    return [t.flatten(1) for t in (q, k, v)], block.mlp
+
+
 def of_llama(model, x):
     block = model.model.layers[1]
     return [getattr(block.self_attn, f"{p}_proj")(x) for p in "qkv"], block.mlp
 
 
-LAYERS = {"gpt2": of_gpt2}  # the others are like Llama
+LAYERS = {"gpt2": of_gpt2, "falcon": of_falcon}  # the others are like Llama
 
 
 def meaning(model, ours, tree):

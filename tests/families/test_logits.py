@@ -1,16 +1,18 @@
-"""Logits, loss and gradients of every family and structure against transformers, on a sequence
-longer than its window and its first context.
+"""Logits, loss, gradients and texts of every family and structure against transformers, on a
+sequence longer than its window and its first context.
 """
 
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from tiny import CASES, build, save
 from transformers.core_model_loading import revert_weight_conversion
 
 from dolmen.convert import hf
 from dolmen.core import state
 from dolmen.model.decoder import Decoder
+from dolmen.serve import engine
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -71,3 +73,14 @@ def test_loss_and_gradients(case, dtype, tmp_path):
         # a key's bias shifts all scores of a query alike: its true gradient is 0
         off = (stored[name] - g).abs().max() / max(g.abs().max(), 1e-3 * largest)
         assert off < TOLERANCE[dtype], f"{name}: {off:.1e}"
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_greedy_text(case, tmp_path):
+    """With a cache there as here."""
+    theirs, ours = build(case), engine.load(save(build(case), tmp_path))
+    prompts = torch.randint(0, ours.tree.vocab_size, (3, 7))
+    theirs.generation_config = transformers.GenerationConfig()  # no token ends a text
+    texts = theirs.generate(prompts, max_new_tokens=12, do_sample=False)[:, 7:]
+    assert engine.generate(ours, prompts.tolist(), 12) == texts.tolist()

@@ -22,6 +22,15 @@ SIZES = dict(
 GPT2 = dict(
     vocab_size=61, n_embd=32, n_layer=3, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2
 )
+FALCON = dict(
+    vocab_size=61,
+    hidden_size=32,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    max_position_embeddings=64,
+    bos_token_id=1,
+    eos_token_id=2,
+)
 LLAMA3 = dict(
     rope_type="llama3",
     rope_theta=500.0,
@@ -110,6 +119,28 @@ CASES = {
         "gpt2",
         GPT2 | dict(tie_word_embeddings=False, n_inner=40, activation_function="gelu"),
     ),
+    "falcon": ("falcon", FALCON),  # as 7B is
+    "falcon-grouped": (  # as 40B is
+        "falcon",
+        FALCON | dict(new_decoder_architecture=True, num_kv_heads=2),
+    ),
+    "falcon-grouped-one-norm": (
+        "falcon",
+        FALCON
+        | dict(
+            new_decoder_architecture=True,
+            num_kv_heads=2,
+            num_ln_in_parallel_attn=1,
+            bias=True,
+            ffn_hidden_size=40,
+            activation="gelu_new",
+            tie_word_embeddings=False,
+            rope_parameters=dict(rope_type="linear", factor=4.0, rope_theta=1000.0),
+        ),
+    ),
+    "falcon-classic": ("falcon", FALCON | dict(multi_query=False, parallel_attn=False, bias=True)),
+    "falcon-classic-parallel": ("falcon", FALCON | dict(multi_query=False)),
+    "falcon-one-after-the-other": ("falcon", FALCON | dict(parallel_attn=False)),
 }
 
 

@@ -20,6 +20,7 @@ from dolmen.model.tree.experts import Experts, Router
 from dolmen.model.tree.leaf import Cut, Leaf, Leaves, Stream, check_cuts, under, within
 from dolmen.model.tree.mlp import Mlp
 from dolmen.model.tree.norm import Norm
+from dolmen.model.tree.parallel import Parallel
 from dolmen.model.tree.positions import Alibi, Linear, Llama3, Rope, Table, Yarn
 from dolmen.model.tree.pre import Pre
 
@@ -37,6 +38,7 @@ __all__ = [
     "Llama3",
     "Mlp",
     "Norm",
+    "Parallel",
     "Pre",
     "Rope",
     "Router",

@@ -11,10 +11,11 @@ from dolmen.model.tree.experts import Experts
 from dolmen.model.tree.leaf import Leaves, Stream
 from dolmen.model.tree.mlp import Mlp
 from dolmen.model.tree.norm import Norm
+from dolmen.model.tree.parallel import Parallel
 from dolmen.model.tree.pre import Pre
 
 Mixer = Attention
-Arrangement = Pre
+Arrangement = Pre | Parallel
 
 
 @dataclass(frozen=True)
