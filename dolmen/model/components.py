@@ -24,7 +24,6 @@ ONLY: dict[type, dict[str, Any]] = {
     tree.Embedding: {"scale": 1.0, "norm": None},
     tree.Experts: {"shared": None},
     tree.Head: {"soft_cap": None},
-    tree.Norm: {"zero_centred": False},
     tree.Rope: {"interleaved": False},
     tree.Router: {"score": "softmax", "scale": 1.0, "groups": 1},
     tree.Table: {"offset": 0},

@@ -74,13 +74,13 @@ class Norm(Parameters):
     def __init__(self, norm: tree.Norm, leaves: Leaves, kernels: Kernels):
         super().__init__(leaves)
         self.eps, self.kernel = norm.eps, kernels.norm
-        self.centres = norm.kind == "layernorm"
+        self.centres, self.zero_centred = norm.kind == "layernorm", norm.zero_centred
 
     def forward(self, x: Tensor) -> Tensor:
         weight = local(self.weight)
         with ranges.mark("norm"):
             if not self.centres:
-                return rms_norm(x, weight, self.eps, self.kernel)
+                return rms_norm(x, weight, self.eps, self.kernel, self.zero_centred)
             bias = None if self.bias is None else local(self.bias)
             return F.layer_norm(x, (x.shape[-1],), weight, bias, self.eps)
 
