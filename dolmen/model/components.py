@@ -21,7 +21,7 @@ ARRANGEMENTS = {tree.Pre: Pre, tree.Parallel: Parallel}
 # What a tree can say and no module computes: any other value is refused.
 ONLY: dict[type, dict[str, Any]] = {
     tree.Attention: {"scale": None, "soft_cap": None},
-    tree.Embedding: {"scale": 1.0, "norm": None},
+    tree.Embedding: {"norm": None},
     tree.Experts: {"shared": None},
     tree.Head: {"soft_cap": None},
     tree.Rope: {"interleaved": False},

@@ -52,7 +52,7 @@ class Decoder(nn.Module):
         self.tree, self.split, self.tp = tree, split, tp
         self.dropout, self.router = training.dropout, training.router
         embeds = split.first or split.last and tree.head.tied
-        self.embed = Embedding(under(leaves, "embed"), tree.vocab_size, tp) if embeds else None
+        self.embed = Embedding(tree.embedding, under(leaves, "embed"), tp) if embeds else None
         table = under(leaves, "positions")
         self.positions = Positions(table) if split.first and table else None
         self.layers = nn.ModuleDict()

@@ -12,7 +12,9 @@ class Embedding:
     rows: int
     """Of the vocabulary, tokens."""
     scale: float = 1.0
-    """What its rows are multiplied by as they enter (Gemma: sqrt(hidden_size))."""
+    """What its rows are multiplied by as they enter (Gemma: sqrt(hidden_size)); the head, where it
+    is tied, has them as they are.
+    """
     norm: Norm | None = None
     """Of what enters (BLOOM)."""
     positions: Table | None = None
