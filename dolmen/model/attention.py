@@ -41,7 +41,7 @@ class Attention(Branch):
         self.heads = attention.heads // size
         group = attention.heads // attention.kv_heads
         first_head, self.dropout = self.tp.axis.rank * self.heads, setting.training.dropout
-        self.attend = Attend(attention.window, first_head=first_head)
+        self.scores = self.attend(attention)._replace(first_head=first_head)
         # the key-value head of each of our queries
         used = [(first_head + i) // group for i in range(self.heads)]
         self.kv_first, self.kv_heads = used[0], used[-1] - used[0] + 1
@@ -55,6 +55,10 @@ class Attention(Branch):
         norm = attention.qk_norm
         self.q_norm = None if norm is None else Norm(norm, under(leaves, "q_norm"), kernels)
         self.k_norm = None if norm is None else Norm(norm, under(leaves, "k_norm"), kernels)
+
+    @staticmethod
+    def attend(mixer: tree.Attention) -> Attend:
+        return Attend(mixer.window, mixer.scale, mixer.soft_cap)
 
     def _mine(self, p: Tensor | None) -> Tensor | None:
         """The rows of a k or v parameter that this rank multiplies."""
@@ -98,7 +102,7 @@ class Attention(Branch):
         noise, dropped = given.noise, None
         if noise is not None:
             dropped = Dropout(self.dropout, noise, noise.site(SCORES))
-        return self.cp.attention(q, k, v, self.attend.of(given.documents, dropped))
+        return self.cp.attention(q, k, v, self.scores.of(given.documents, dropped))
 
 
 def _per_query(x: Tensor, heads: list[int]) -> Tensor:

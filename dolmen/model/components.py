@@ -13,6 +13,7 @@ from dolmen.model.moe import MoE
 from dolmen.model.parallel import Parallel
 from dolmen.model.pre import Pre
 from dolmen.model.tree import Leaves, under
+from dolmen.ops.attention import Attend
 
 MIXERS = {tree.Attention: Attention}
 MLPS = {tree.Mlp: MLP, tree.Experts: MoE}
@@ -20,7 +21,6 @@ ARRANGEMENTS = {tree.Pre: Pre, tree.Parallel: Parallel}
 
 # What a tree can say and no module computes: any other value is refused.
 ONLY: dict[type, dict[str, Any]] = {
-    tree.Attention: {"scale": None, "soft_cap": None},
     tree.Embedding: {"norm": None},
     tree.Experts: {"shared": None},
     tree.Head: {"soft_cap": None},
@@ -36,6 +36,11 @@ def make(block: tree.Block, leaves: Leaves, setting: Setting) -> Block:
     mixer = MIXERS[type(block.mixer)](block.mixer, under(leaves, "attn"), setting)
     mlp = MLPS[type(block.mlp)](block.mlp, under(leaves, "mlp"), setting)
     return ARRANGEMENTS[type(block.arrangement)](block, leaves, setting, mixer, mlp)
+
+
+def attends(model: tree.Tree) -> list[Attend]:
+    """What attention each layer is."""
+    return [MIXERS[type(block.mixer)].attend(block.mixer) for block in model.blocks]
 
 
 def check(model: tree.Tree) -> None:
