@@ -23,7 +23,6 @@ ARRANGEMENTS = {tree.Pre: Pre, tree.Parallel: Parallel}
 ONLY: dict[type, dict[str, Any]] = {
     tree.Embedding: {"norm": None},
     tree.Experts: {"shared": None},
-    tree.Head: {"soft_cap": None},
     tree.Rope: {"interleaved": False},
     tree.Router: {"score": "softmax", "scale": 1.0, "groups": 1},
     tree.Table: {"offset": 0},

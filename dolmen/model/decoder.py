@@ -25,7 +25,7 @@ from dolmen.model.positions import tables
 from dolmen.model.split import Split, whole
 from dolmen.model.training import Training
 from dolmen.model.tree import Leaf, Rope, Tree, check_cuts, under
-from dolmen.ops import dropout
+from dolmen.ops import dropout, loss
 from dolmen.parallel import tensor
 from dolmen.parallel.data import Unit
 from dolmen.parallel.loss import linear_cross_entropy
@@ -187,10 +187,12 @@ class Decoder(nn.Module):
             return x
         x = self.final_norm(x)
         weight = local((self.head or self.embed).weight)
+        soft_cap = self.tree.head.soft_cap
         if labels is None:
-            return tensor.columns(x, [weight], [None], self.tp)[0].view(
-                len(tokens), -1, weight.shape[0]
-            )
+            logits = tensor.columns(x, [weight], [None], self.tp)[0]
+            if soft_cap is not None:
+                logits = loss.capped(logits, soft_cap)
+            return logits.view(len(tokens), -1, weight.shape[0])
         return linear_cross_entropy(
             x,
             weight,
@@ -199,6 +201,7 @@ class Decoder(nn.Module):
             self.tp,
             self.compiled,
             self.split.kernels.logits_at_once,
+            soft_cap,
         )
 
     def _given(

@@ -5,6 +5,10 @@ fp32 and in place.
 
 A slice gives its own maximum, then its own sum of exponentials and its label's logit if it holds
 it; whoever holds the slices combines [tokens] numbers, never [tokens, vocabulary].
+
+Logits may be soft-capped first (Gemma 2, 2408.00118), each by itself:
+
+    z = cap tanh(y / cap)        dz / dy = 1 - tanh^2(y / cap)
 """
 
 import torch
@@ -30,13 +34,33 @@ def exponentials(
     return e, e.sum(-1), target
 
 
-def gradient(e: Tensor, total: Tensor, labels: Tensor, first: int, dtype: torch.dtype) -> Tensor:
+def capped(logits: Tensor, cap: float) -> Tensor:
+    """cap tanh(logits / cap), of any shape, with autograd."""
+    return (logits / cap).tanh_() * cap
+
+
+def capped_with_slope(logits: Tensor, cap: float) -> tuple[Tensor, Tensor]:
+    """The same, and its derivative; `logits` are overwritten."""
+    tanh = logits.div_(cap).tanh_()
+    return tanh * cap, tanh.square_().neg_().add_(1)
+
+
+def gradient(
+    e: Tensor,
+    total: Tensor,
+    labels: Tensor,
+    first: int,
+    dtype: torch.dtype,
+    slope: Tensor | None = None,
+) -> Tensor:
     """softmax - onehot for real labels, zero for ignored ones; [n, size] in `dtype`. `total` [n] is
-    over the whole vocabulary. `e` is overwritten.
+    over the whole vocabulary, `slope` [n, size] what multiplies it, of soft-capped logits. `e` is
+    overwritten.
     """
     real = labels != IGNORED
     row = labels - first
     mine = (row >= 0) & (row < e.shape[1])
     p = e.mul_((real / total)[:, None])
     index = torch.where(mine, row, 0)[:, None]
-    return p.scatter_add_(1, index, -mine.to(p.dtype)[:, None]).to(dtype)
+    p = p.scatter_add_(1, index, -mine.to(p.dtype)[:, None])
+    return (p if slope is None else p.mul_(slope)).to(dtype)
