@@ -39,7 +39,7 @@ class Component(nn.Module):
 
     @staticmethod
     def attend(mixer: Any) -> Attend:
-        """What attention a mixer of the tree is; of no microbatch, and as if all heads were here."""
+        """What attention a mixer of the tree is: of any microbatch, and all heads of the model."""
         raise NotImplementedError
 
     def units(self) -> list[Unit]:

@@ -12,12 +12,13 @@ from dolmen.model.mlp import MLP
 from dolmen.model.moe import MoE
 from dolmen.model.parallel import Parallel
 from dolmen.model.pre import Pre
+from dolmen.model.sandwich import Sandwich
 from dolmen.model.tree import Leaves, under
 from dolmen.ops.attention import Attend
 
 MIXERS = {tree.Attention: Attention}
 MLPS = {tree.Mlp: MLP, tree.Experts: MoE}
-ARRANGEMENTS = {tree.Pre: Pre, tree.Parallel: Parallel}
+ARRANGEMENTS = {tree.Pre: Pre, tree.Parallel: Parallel, tree.Sandwich: Sandwich}
 
 # What a tree can say and no module computes: any other value is refused.
 ONLY: dict[type, dict[str, Any]] = {

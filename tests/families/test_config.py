@@ -23,7 +23,18 @@ from dolmen.families import (
 )
 from dolmen.files.schema import Int, described
 from dolmen.model import count
-from dolmen.model.tree import Experts, Linear, Llama3, Norm, Parallel, Pre, Rope, check_cuts
+from dolmen.model.tree import (
+    Experts,
+    Head,
+    Linear,
+    Llama3,
+    Norm,
+    Parallel,
+    Pre,
+    Rope,
+    Sandwich,
+    check_cuts,
+)
 
 # As published by transformers 4: theta beside the scaling, torch_dtype, absent fields, fields
 # without effect.
@@ -234,6 +245,72 @@ FALCON_CLASSIC = {
     "num_hidden_layers": 24,
     "parallel_attn": False,
 }
+GEMMA_2B = {
+    "architectures": ["GemmaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "head_dim": 256,
+    "hidden_act": "gelu",
+    "hidden_activation": None,
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 16384,
+    "max_position_embeddings": 8192,
+    "model_type": "gemma",
+    "num_attention_heads": 8,
+    "num_hidden_layers": 18,
+    "num_key_value_heads": 1,
+    "pad_token_id": 0,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.38.0.dev0",
+    "use_cache": True,
+    "vocab_size": 256000,
+}
+GEMMA2_9B = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attn_logit_softcapping": 50.0,
+    "bos_token_id": 2,
+    "cache_implementation": "hybrid",
+    "eos_token_id": 1,
+    "final_logit_softcapping": 30.0,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 3584,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 8192,
+    "model_type": "gemma2",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 42,
+    "num_key_value_heads": 8,
+    "pad_token_id": 0,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "sliding_window_size": 4096,
+    "torch_dtype": "float32",
+    "transformers_version": "4.42.0.dev0",
+    "use_cache": True,
+    "vocab_size": 256000,
+}
+GEMMA2_27B = GEMMA2_9B | {
+    "head_dim": 128,
+    "hidden_size": 4608,
+    "intermediate_size": 36864,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 46,
+    "num_key_value_heads": 16,
+    "query_pre_attn_scalar": 144,
+}
 QWEN_3_SPARSE_STEP = QWEN_3_MOE | {"decoder_sparse_step": 2, "mlp_only_layers": [3]}
 PUBLISHED = [
     MIXTRAL,
@@ -251,6 +328,9 @@ PUBLISHED = [
     FALCON_40B,
     FALCON_11B,
     FALCON_CLASSIC,
+    GEMMA_2B,
+    GEMMA2_9B,
+    GEMMA2_27B,
 ]
 
 
@@ -315,6 +395,27 @@ def test_values_of_published_configs():
     falcon = Model(FALCON_CLASSIC).tree
     assert falcon.hidden_size == 2048 and falcon.blocks[0].arrangement == Pre()
     assert falcon.blocks[0].mixer.kv_heads == 32 and falcon.blocks[0].mlp.bias
+    gemma = Model(GEMMA_2B).tree
+    assert gemma.blocks[0].mlp.activation == "gelu_tanh" and gemma.embedding.scale == 2048**0.5
+    assert gemma.final_norm == gemma.blocks[0].norm == Norm("rmsnorm", 1e-6, zero_centred=True)
+    assert gemma.head == Head(tied=True) and gemma.blocks[0].arrangement == Pre()
+    assert count.parameters(gemma) == 2_506_172_416
+    gemma = Model(GEMMA2_27B).tree
+    first, second = gemma.blocks[0].mixer, gemma.blocks[1].mixer
+    assert (first.window, second.window) == (4096, None) and gemma.blocks[
+        0
+    ].arrangement == Sandwich()
+    assert first.soft_cap == 50 and first.scale == 1 / 12 and gemma.head == Head(True, 30.0)
+    assert [run.repeat for run in gemma.runs] == [23]
+    assert count.parameters(gemma) == 27_227_128_320
+    gemma = Model(GEMMA2_9B).tree
+    assert gemma.blocks[0].mixer.scale is None  # of heads of 256
+    assert count.parameters(gemma) == 9_241_705_984
+    # 6 per element; 12 per layer, head, its size and mean key of 8192 causal ones, or of a window
+    norms, keys = (42 * 4 + 1) * 3584, (8193 / 2, (4096 * 4097 / 2 + 4096 * 4096) / 8192)
+    assert count.training_flops_per_token(gemma, 8192) == pytest.approx(
+        6 * (9_241_705_984 - norms) + 12 * 21 * 16 * 256 * sum(keys), rel=1e-12
+    )
     gpt2 = Model(GPT2).tree
     assert gpt2.blocks[0].mlp.size == 3072 and gpt2.head.tied
     assert gpt2.embedding.positions.length == 1024 and gpt2.final_norm.bias
@@ -410,7 +511,21 @@ def test_edit(content):
         ("falcon", "num_ln_in_parallel_attn", 3),
         ("falcon", "hidden_size", 4545),
         ("falcon", "activation", "relu2"),
-        ("gemma", "model_type", "gemma"),
+        ("gemma", "use_bidirectional_attention", True),
+        ("gemma", "sliding_window", 128),
+        ("gemma", "layer_types", ["full_attention"] * 28),
+        ("gemma", "hidden_act", "relu2"),
+        ("gemma2", "use_bidirectional_attention", True),
+        ("gemma2", "attn_logit_softcapping", 0.0),
+        ("gemma2", "final_logit_softcapping", -30.0),
+        ("gemma2", "query_pre_attn_scalar", 0),
+        ("gemma2", "sliding_window", None),
+        ("gemma2", "sliding_window_pattern", 6),
+        ("gemma2", "layer_types", ["chunked_attention"] * 26),
+        ("gemma2", "layer_types", ["full_attention"]),
+        ("gemma2", "hidden_activation", "relu2"),
+        ("gemma2", "hidden_size", 2303),
+        ("gemma3", "model_type", "gemma3"),
     ],
 )
 def test_refused_with_the_field(model_type, field, value):

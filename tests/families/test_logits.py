@@ -44,14 +44,32 @@ def test_logits(case, tmp_path):
         parameters[f"layers.1.{p}"].copy_(kept)
 
 
-# Of a gradient, by the largest element of the tensor; measured: 9e-6 and 1e-6. fp32: sums of 80
-# tokens' products in another order. fp64: transformers computes rope's angles and RMSNorm in fp32.
-TOLERANCE = {torch.float32: 2e-5, torch.float64: 3e-6}
+# Of a gradient, by the largest element of the tensor; measured: 9e-6 and 7e-6. fp32: sums of 80
+# tokens' products in another order. fp64: transformers computes rope's angles in fp32.
+TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-5}
+
+
+@pytest.fixture
+def wide(monkeypatch):
+    """What transformers computes in fp32 whatever the model is in, norms and softmax, is computed
+    in fp64 where it is given that.
+    """
+    narrow, softmax = torch.Tensor.float, F.softmax
+    monkeypatch.setattr(
+        torch.Tensor, "float", lambda x: x if x.dtype == torch.float64 else narrow(x)
+    )
+    monkeypatch.setattr(
+        F,
+        "softmax",
+        lambda x, dim, dtype=None: softmax(
+            x, dim, dtype=x.dtype if x.dtype == torch.float64 else dtype
+        ),
+    )
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_loss_and_gradients(case, dtype, tmp_path):
+def test_loss_and_gradients(case, dtype, tmp_path, wide):
     theirs, folder = build(case).to(dtype), save(build(case), tmp_path)
     source = hf.read_config(folder)
     ours = Decoder(source.tree).to(dtype)

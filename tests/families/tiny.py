@@ -114,6 +114,39 @@ CASES = {
             tie_word_embeddings=True,
         ),
     ),
+    # pad_token_id: transformers gives its row no gradient
+    "gemma": ("gemma", SIZES | dict(num_key_value_heads=1, head_dim=16, pad_token_id=None)),
+    "gemma-biased": (
+        "gemma",
+        SIZES | dict(head_dim=8, attention_bias=True, tie_word_embeddings=False, pad_token_id=None),
+    ),
+    # caps that scores and logits of this size feel
+    "gemma2": (
+        "gemma2",
+        SIZES
+        | dict(
+            head_dim=16,
+            sliding_window=5,
+            query_pre_attn_scalar=24,
+            attn_logit_softcapping=2.0,
+            final_logit_softcapping=3.0,
+            pad_token_id=None,
+        ),
+    ),
+    "gemma2-uncapped": (
+        "gemma2",
+        SIZES
+        | dict(
+            head_dim=16,
+            sliding_window=5,
+            layer_types=["full_attention", "full_attention", "sliding_attention"],
+            query_pre_attn_scalar=16,
+            attn_logit_softcapping=None,
+            final_logit_softcapping=None,
+            attention_bias=True,
+            pad_token_id=None,
+        ),
+    ),
     "gpt2": ("gpt2", GPT2),
     "gpt2-untied": (
         "gpt2",

@@ -23,6 +23,7 @@ from dolmen.model.tree.norm import Norm
 from dolmen.model.tree.parallel import Parallel
 from dolmen.model.tree.positions import Alibi, Linear, Llama3, Rope, Table, Yarn
 from dolmen.model.tree.pre import Pre
+from dolmen.model.tree.sandwich import Sandwich
 
 __all__ = [
     "Alibi",
@@ -43,6 +44,7 @@ __all__ = [
     "Rope",
     "Router",
     "Run",
+    "Sandwich",
     "Stream",
     "Table",
     "Tree",

@@ -13,9 +13,10 @@ from dolmen.model.tree.mlp import Mlp
 from dolmen.model.tree.norm import Norm
 from dolmen.model.tree.parallel import Parallel
 from dolmen.model.tree.pre import Pre
+from dolmen.model.tree.sandwich import Sandwich
 
 Mixer = Attention
-Arrangement = Pre | Parallel
+Arrangement = Pre | Parallel | Sandwich
 
 
 @dataclass(frozen=True)
