@@ -22,7 +22,6 @@ ARRANGEMENTS = {tree.Pre: Pre, tree.Parallel: Parallel, tree.Sandwich: Sandwich}
 
 # What a tree can say and no module computes: any other value is refused.
 ONLY: dict[type, dict[str, Any]] = {
-    tree.Embedding: {"norm": None},
     tree.Experts: {"shared": None},
     tree.Rope: {"interleaved": False},
     tree.Router: {"score": "softmax", "scale": 1.0, "groups": 1},

@@ -53,6 +53,8 @@ class Decoder(nn.Module):
         self.dropout, self.router = training.dropout, training.router
         embeds = split.first or split.last and tree.head.tied
         self.embed = Embedding(tree.embedding, under(leaves, "embed"), tp) if embeds else None
+        norm, after = tree.embedding.norm, under(leaves, "embed_norm")
+        self.embed_norm = Norm(norm, after, split.kernels) if split.first and norm else None
         table = under(leaves, "positions")
         self.positions = Positions(table) if split.first and table else None
         self.layers = nn.ModuleDict()
@@ -176,6 +178,8 @@ class Decoder(nn.Module):
                 x = x + self.positions(
                     tensor.own_tokens(positions.expand(len(tokens), -1).reshape(-1), self.tp)
                 )
+            if self.embed_norm is not None:
+                x = self.embed_norm(x)
             if given.noise is not None:
                 x = dropout.residual(x, self.dropout, given.noise, dropout.EMBEDDING, given.rows)
         turned = self.rope(part, positions)

@@ -16,7 +16,7 @@ class Embedding:
     is tied, has them as they are.
     """
     norm: Norm | None = None
-    """Of what enters (BLOOM)."""
+    """Of what enters, after a table of positions (BLOOM)."""
     positions: Table | None = None
 
     def leaves(self, hidden: int, tied: bool) -> Leaves:
