@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dolmen.core import ranges
 from dolmen.core.state import local
-from dolmen.model import tree
+from dolmen.model import positions, tree
 from dolmen.model.branch import Branch
 from dolmen.model.component import Setting
 from dolmen.model.given import Given
@@ -58,7 +58,8 @@ class Attention(Branch):
 
     @staticmethod
     def attend(mixer: tree.Attention) -> Attend:
-        return Attend(mixer.window, mixer.scale, mixer.soft_cap)
+        slopes = positions.slopes(mixer.positions, mixer.heads)
+        return Attend(mixer.window, mixer.scale, mixer.soft_cap, slopes)
 
     def _mine(self, p: Tensor | None) -> Tensor | None:
         """The rows of a k or v parameter that this rank multiplies."""

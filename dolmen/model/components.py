@@ -27,7 +27,7 @@ ONLY: dict[type, dict[str, Any]] = {
     tree.Router: {"score": "softmax", "scale": 1.0, "groups": 1},
     tree.Table: {"offset": 0},
 }
-NOT_YET = (tree.Alibi, tree.Yarn)
+NOT_YET = (tree.Yarn,)
 
 
 def make(block: tree.Block, leaves: Leaves, setting: Setting) -> Block:

@@ -24,7 +24,8 @@ from dolmen.model.layers import Column, Embedding, Norm, Positions, is_partial, 
 from dolmen.model.positions import tables
 from dolmen.model.split import Split, whole
 from dolmen.model.training import Training
-from dolmen.model.tree import Leaf, Rope, Tree, check_cuts, under
+from dolmen.model.tree import Leaf, Tree, check_cuts, under
+from dolmen.model.tree.positions import Relative
 from dolmen.ops import dropout, loss
 from dolmen.parallel import tensor
 from dolmen.parallel.data import Unit
@@ -140,9 +141,9 @@ class Decoder(nn.Module):
 
     def rope(
         self, part: int, positions: Tensor
-    ) -> dict[Rope | None, tuple[Tensor | None, Tensor | None]]:
-        """Of each rope that a stage of this rank uses, cos and sin of `positions` [b or 1, s], fp32
-        or wider; Nones where nothing is turned.
+    ) -> dict[Relative | None, tuple[Tensor | None, Tensor | None]]:
+        """Of each kind of positions that a stage of this rank uses, cos and sin of `positions` [b
+        or 1, s], fp32 or wider; Nones where nothing is turned.
         """
         dtype = torch.promote_types(self.compute or next(self.parameters()).dtype, torch.float32)
         used = {self.tree.blocks[i].mixer.positions for i in self.split.parts[part].layers}

@@ -24,6 +24,7 @@ from dolmen.families import (
 from dolmen.files.schema import Int, described
 from dolmen.model import count
 from dolmen.model.tree import (
+    Alibi,
     Experts,
     Head,
     Linear,
@@ -311,6 +312,40 @@ GEMMA2_27B = GEMMA2_9B | {
     "num_key_value_heads": 16,
     "query_pre_attn_scalar": 144,
 }
+BLOOM = {
+    "apply_residual_connection_post_layernorm": False,
+    "architectures": ["BloomForCausalLM"],
+    "attention_dropout": 0.0,
+    "attention_softmax_in_fp32": True,
+    "bias_dropout_fusion": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_dropout": 0.0,
+    "initializer_range": 0.02,
+    "layer_norm_epsilon": 1e-05,
+    "masked_softmax_fusion": True,
+    "model_type": "bloom",
+    "n_embed": 14336,
+    "n_inner": None,
+    "n_layer": 70,
+    "num_attention_heads": 112,
+    "offset_alibi": 100,
+    "pad_token_id": 3,
+    "pretraining_tp": 4,
+    "seq_length": 2048,
+    "skip_bias_add": True,
+    "skip_bias_add_qkv": False,
+    "transformers_version": "4.21.0",
+    "unk_token_id": 0,
+    "use_cache": True,
+    "vocab_size": 250880,
+}
+BLOOM_ALIASES = {
+    "model_type": "bloom",
+    "hidden_size": 1024,
+    "num_hidden_layers": 24,
+    "n_head": 16,
+}
 QWEN_3_SPARSE_STEP = QWEN_3_MOE | {"decoder_sparse_step": 2, "mlp_only_layers": [3]}
 PUBLISHED = [
     MIXTRAL,
@@ -331,6 +366,8 @@ PUBLISHED = [
     GEMMA_2B,
     GEMMA2_9B,
     GEMMA2_27B,
+    BLOOM,
+    BLOOM_ALIASES,
 ]
 
 
@@ -416,6 +453,12 @@ def test_values_of_published_configs():
     assert count.training_flops_per_token(gemma, 8192) == pytest.approx(
         6 * (9_241_705_984 - norms) + 12 * 21 * 16 * 256 * sum(keys), rel=1e-12
     )
+    bloom = Model(BLOOM).tree
+    assert bloom.hidden_size == 14336 and bloom.embedding.norm == bloom.final_norm
+    assert bloom.blocks[0].mixer.positions == Alibi() and bloom.blocks[0].mixer.heads == 112
+    assert (bloom.layers, bloom.max_position_embeddings, bloom.head.tied) == (70, 2048, True)
+    assert count.parameters(bloom) == 176_247_271_424
+    assert Model(BLOOM_ALIASES).tree.layers == 24
     gpt2 = Model(GPT2).tree
     assert gpt2.blocks[0].mlp.size == 3072 and gpt2.head.tied
     assert gpt2.embedding.positions.length == 1024 and gpt2.final_norm.bias
@@ -457,8 +500,8 @@ def test_edit(content):
     assert tree.runs == before.runs and tree.hidden_size == before.hidden_size
     assert (tree.longest is None) == (before.longest is None) and tree.longest in (None, 48)
     names = {n for n in {**content, **edited.config} if content.get(n) != edited.config.get(n)}
-    length = "max_position_embeddings" if "n_positions" not in content else "n_positions"
-    assert names - {"n_positions"} <= {
+    length = model.family.names["max_position_embeddings"]
+    assert names <= {
         "vocab_size",
         "tie_word_embeddings",
         "dtype",
@@ -526,6 +569,11 @@ def test_edit(content):
         ("gemma2", "hidden_activation", "relu2"),
         ("gemma2", "hidden_size", 2303),
         ("gemma3", "model_type", "gemma3"),
+        ("bloom", "apply_residual_connection_post_layernorm", True),
+        ("bloom", "slow_but_exact", True),
+        ("bloom", "n_inner", 128),
+        ("bloom", "n_head", 7),
+        ("bloom", "seq_length", 0),
     ],
 )
 def test_refused_with_the_field(model_type, field, value):

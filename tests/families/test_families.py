@@ -63,12 +63,23 @@ def of_falcon(model, x):
     return [t.flatten(1) for t in (q, k, v)], block.mlp
 
 
+def of_bloom(model, x):
+    block = model.transformer.h[1]
+    q, k, v = block.self_attention._reshape(block.self_attention.query_key_value(x)[None])
+
+    def mlp(x):
+        return block.mlp(x, torch.zeros_like(x))  # it adds the residual stream itself
+
+    mlp.act = block.mlp.gelu_impl
+    return [t[0].transpose(0, 1).flatten(1) for t in (q, k, v)], mlp
+
+
 def of_llama(model, x):
     block = model.model.layers[1]
     return [getattr(block.self_attn, f"{p}_proj")(x) for p in "qkv"], block.mlp
 
 
-LAYERS = {"gpt2": of_gpt2, "falcon": of_falcon}  # the others are like Llama
+LAYERS = {"gpt2": of_gpt2, "falcon": of_falcon, "bloom": of_bloom}  # the others are like Llama
 
 
 def meaning(model, ours, tree):

@@ -31,6 +31,7 @@ FALCON = dict(
     bos_token_id=1,
     eos_token_id=2,
 )
+BLOOM = dict(vocab_size=61, hidden_size=32, n_layer=3, n_head=4, bos_token_id=1, eos_token_id=2)
 LLAMA3 = dict(
     rope_type="llama3",
     rope_theta=500.0,
@@ -151,6 +152,11 @@ CASES = {
     "gpt2-untied": (
         "gpt2",
         GPT2 | dict(tie_word_embeddings=False, n_inner=40, activation_function="gelu"),
+    ),
+    "bloom": ("bloom", BLOOM),
+    "bloom-uneven-heads": (  # the slopes of a number between two powers of two
+        "bloom",
+        BLOOM | dict(hidden_size=36, n_head=6, tie_word_embeddings=False, layer_norm_epsilon=1e-3),
     ),
     "falcon": ("falcon", FALCON),  # as 7B is
     "falcon-grouped": (  # as 40B is

@@ -20,6 +20,7 @@ from dolmen.core.mesh import Axis
 from dolmen.data.batch import IGNORED, Batch
 from dolmen.model import block, moe, parallel, tree
 from dolmen.ops import dropout
+from dolmen.ops.attention import Attend
 from dolmen.parallel import channels, context, data, expert, loss, tensor
 from dolmen.train import step, validate
 
@@ -363,6 +364,15 @@ CONTROLS = {
         {"documents": True},
     ),
     "masks of a rank's own tokens": ("dropout", SEQUENCE, masks_of_the_rank),
+    "slopes of the first heads on every rank of tp": (
+        "bloom",
+        PLAIN,
+        constant(
+            Attend, "slopes_of", lambda attend, heads: attend.slopes and attend.slopes[:heads]
+        ),
+    ),
+    "Partial of the embedding's norm left out": ("bloom", SEQUENCE, untyped("residual_partial")),
+    "no slopes around the ring": ("bloom", RING, attending(slopes=None)),
     "Partial of whole k, v left out side by side": (
         "falcon-7b",
         PLAIN,

@@ -52,6 +52,15 @@ CONFIGS = {
         attn_logit_softcapping=1.0,
         final_logit_softcapping=2.0,
     ),
+    # a norm of the embedding; slopes of 12 heads, which lie between those of 8 and of 16
+    "bloom": tiny(
+        "bloom",
+        vocab_size=VOCABULARY,
+        hidden_size=48,
+        n_layer=3,
+        n_head=12,
+        initializer_range=0.1,
+    ),
 }
 DROPPED = {name: replace(config, training=Training(0.2)) for name, config in CONFIGS.items()}
 
@@ -123,5 +132,24 @@ ROWS = [
         documents=True,
     ),
     *rows(DROPPED["gemma2"], "gemma2, dropout", "dp2 tp2 sp zero3 acc4\ncp2 full", steps=2),
+    *rows(
+        CONFIGS["bloom"],
+        "bloom",
+        """
+        tp2 sp zero1 acc4
+        tp4
+        cp2 pp2 acc4 zero1
+        cp4
+        cp4 gather
+        cp2 tp2 sp selective
+        dp2 tp2 sp zero3 full          |
+        pp4 acc8 zero-bubble           |
+        tp2 sp acc4 zero-bubble        |
+        cp2 dp2 zero2 acc4             |
+        pp2 dp2 tp2 sp acc4 zero3      |
+        """,
+    ),
+    *rows(CONFIGS["bloom"], "bloom, documents", "cp4\ncp2 tp2 sp gather", steps=2, documents=True),
+    *rows(DROPPED["bloom"], "bloom, dropout", "dp2 tp2 sp zero3 acc4\ncp4", steps=2),
     *rows(DROPPED["falcon-7b"], "falcon-7b, dropout", "dp2 tp2 sp zero3 acc4\ncp2 full", steps=2),
 ]

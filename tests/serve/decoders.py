@@ -49,6 +49,16 @@ FALCON = dict(
     tie_word_embeddings=False,
 )
 DECODERS |= {
+    "alibi": tiny(
+        "bloom",
+        vocab_size=VOCABULARY,
+        hidden_size=48,
+        n_layer=2,
+        n_head=6,
+        seq_length=MOST,
+        initializer_range=0.3,
+        tie_word_embeddings=False,
+    ),
     "side-by-side": tiny("falcon", **FALCON),
     "side-by-side-two-norms": tiny(
         "falcon", **FALCON, new_decoder_architecture=True, num_kv_heads=2, bias=True
