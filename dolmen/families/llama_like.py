@@ -4,7 +4,7 @@ and the names of the weights.
 Rope is the rotate-half layout in transformers and here: q and k rows are never permuted.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from dolmen.model.tree import (
 
 LAYER = "model.layers.{}."
 IGNORED = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq")
+NORMS = {"input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm"}
 NO_BIAS = {"attention_bias": (False, None), "mlp_bias": (False, None)}
 NO_WINDOW = {"layer_types": (None,)}
 BESIDE = {**BESIDE, "attention_dropout": 0.0}
@@ -206,13 +207,12 @@ def new_experts(layer: Experts) -> dict[str, Any]:
     }
 
 
-def rules(tree: Tree) -> list[Rule]:
-    """Weight names of Llama, Mistral, Qwen2 and Qwen3; q and k norms and biases exist where the
-    tree has them.
+def rules(tree: Tree, norms: Mapping[str, str] = NORMS) -> list[Rule]:
+    """Weight names of Llama and those like it, whose blocks have these `norms`; q and k norms and
+    biases exist where the tree has them.
     """
     names = {
-        "input_layernorm": "attn_norm",
-        "post_attention_layernorm": "mlp_norm",
+        **norms,
         "self_attn.q_proj": "attn.q",
         "self_attn.k_proj": "attn.k",
         "self_attn.v_proj": "attn.v",

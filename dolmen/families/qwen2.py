@@ -12,6 +12,15 @@ from dolmen.files import kinds
 from dolmen.files.schema import Flag, Int, List, optional
 from dolmen.model.tree import Attention, Tree
 
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def layer_types(otherwise: str) -> Field:
+    """The field; `otherwise`: what None means."""
+    kind = optional(List(kinds.NAME, longest=kinds.LAYERS.high))
+    return Field("layer_types", kind, None, f"{FULL} or {SLIDING}, per layer; None: {otherwise}.")
+
+
 USE_WINDOW = Field("use_sliding_window", Flag(), False, "Whether any layer has a sliding window.")
 FIELDS = llama_like.changed(
     (*llama_like.FIELDS, llama_like.SLIDING_WINDOW),
@@ -22,12 +31,7 @@ FIELDS = llama_like.changed(
         28,
         "Layers before the first with a sliding window, where layer_types is None.",
     ),
-    Field(
-        "layer_types",
-        optional(List(kinds.NAME, longest=kinds.LAYERS.high)),
-        None,
-        "full_attention or sliding_attention, per layer; None: by max_window_layers.",
-    ),
+    layer_types("by max_window_layers"),
     vocab_size=151936,
     intermediate_size=22016,
     num_key_value_heads=32,
@@ -40,23 +44,28 @@ def windows(c: dict[str, Any]) -> list[int | None]:
     """The window of each layer. Raises ValueError naming the field that does not fit."""
     layers = c["num_hidden_layers"]
     window = c["sliding_window"] if c["use_sliding_window"] else None
-    names = {False: "full_attention", True: "sliding_attention"}
     types = c["layer_types"]
     if types is None:
-        types = [names[window is not None and i >= c["max_window_layers"]] for i in range(layers)]
-    if unknown := sorted(set(types) - set(names.values())):
-        raise ValueError(
-            f"layer_types has {unknown}: dolmen supports {' and '.join(names.values())}"
-        )
+        first = layers if window is None else min(layers, c["max_window_layers"])
+        types = [FULL] * first + [SLIDING] * (layers - first)
+    stated = (
+        f"use_sliding_window is {c['use_sliding_window']} and sliding_window is "
+        f"{c['sliding_window']}"
+    )
+    return of_types(types, layers, window, stated)
+
+
+def of_types(types: list[str], layers: int, window: int | None, stated: str) -> list[int | None]:
+    """The window of each of these types of layers. Raises ValueError for other types, another
+    number of layers, and where there is no window for one that slides: `stated` says why.
+    """
+    if unknown := sorted(set(types) - {FULL, SLIDING}):
+        raise ValueError(f"layer_types has {unknown}: dolmen supports {FULL} and {SLIDING}")
     if len(types) != layers:
         raise ValueError(f"layer_types has {len(types)} entries, num_hidden_layers is {layers}")
-    sliding = types.count(names[True])
-    if sliding and window is None:
-        raise ValueError(
-            f"layer_types has {sliding} layers of sliding_attention, but use_sliding_window is "
-            f"{c['use_sliding_window']} and sliding_window is {c['sliding_window']}"
-        )
-    return [window if kind == names[True] else None for kind in types]
+    if window is None and (sliding := types.count(SLIDING)):
+        raise ValueError(f"layer_types has {sliding} layers of {SLIDING}, but {stated}")
+    return [window if kind == SLIDING else None for kind in types]
 
 
 def new_windows(tree: Tree) -> dict[str, Any]:
@@ -66,7 +75,7 @@ def new_windows(tree: Tree) -> dict[str, Any]:
         "use_sliding_window": any(sliding),
         "sliding_window": next((window for window in of if window is not None), None),
         "max_window_layers": sliding.index(True) if any(sliding) else len(sliding),
-        "layer_types": ["sliding_attention" if s else "full_attention" for s in sliding],
+        "layer_types": [SLIDING if s else FULL for s in sliding],
     }
 
 

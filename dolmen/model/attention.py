@@ -6,24 +6,26 @@ every rank; a rank multiplies only the rows of the heads its queries use, and th
 `Partial`.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from dolmen.core import ranges
 from dolmen.core.state import local
-from dolmen.model import tree
-from dolmen.model.component import Component, Setting
+from dolmen.model import positions, tree
+from dolmen.model.branch import Branch
+from dolmen.model.component import Setting
 from dolmen.model.given import Given
 from dolmen.model.layers import Column, Norm, Row
 from dolmen.model.tree import Leaves, under
 from dolmen.ops import rope
 from dolmen.ops.attention import Attend
 from dolmen.ops.dropout import SCORES, Dropout
-from dolmen.parallel import tensor
 from dolmen.parallel.recompute import again
 
 
-class Attention(Component):
+class Attention(Branch):
     """x [batch * length / cp, hidden] I@tp (or S(0)@tp) -> the same. `cache`, where given, is this
     layer's keys and values so far.
     """
@@ -39,7 +41,7 @@ class Attention(Component):
         self.heads = attention.heads // size
         group = attention.heads // attention.kv_heads
         first_head, self.dropout = self.tp.axis.rank * self.heads, setting.training.dropout
-        self.attend = Attend(attention.window, first_head=first_head)
+        self.scores = self.attend(attention)._replace(first_head=first_head)
         # the key-value head of each of our queries
         used = [(first_head + i) // group for i in range(self.heads)]
         self.kv_first, self.kv_heads = used[0], used[-1] - used[0] + 1
@@ -54,6 +56,11 @@ class Attention(Component):
         self.q_norm = None if norm is None else Norm(norm, under(leaves, "q_norm"), kernels)
         self.k_norm = None if norm is None else Norm(norm, under(leaves, "k_norm"), kernels)
 
+    @staticmethod
+    def attend(mixer: tree.Attention) -> Attend:
+        slopes = positions.slopes(mixer.positions, mixer.heads)
+        return Attend(mixer.window, mixer.scale, mixer.soft_cap, slopes)
+
     def _mine(self, p: Tensor | None) -> Tensor | None:
         """The rows of a k or v parameter that this rank multiplies."""
         if p is None:
@@ -62,13 +69,22 @@ class Attention(Component):
             return local(p)
         return local(p).narrow(0, self.kv_first * self.head_size, self.kv_heads * self.head_size)
 
-    def forward(self, x: Tensor, given: Given, cache=None) -> Tensor:
-        weights = local(self.q.weight), self._mine(self.k.weight), self._mine(self.v.weight)
+    @property
+    def columns(self) -> list[tuple[Tensor, Tensor | None]]:
         q_bias = None if self.q.bias is None else local(self.q.bias)
-        biases = q_bias, self._mine(self.k.bias), self._mine(self.v.bias)
+        return [
+            (local(self.q.weight), q_bias),
+            (self._mine(self.k.weight), self._mine(self.k.bias)),
+            (self._mine(self.v.weight), self._mine(self.v.bias)),
+        ]
+
+    @property
+    def row(self) -> Row:
+        return self.o
+
+    def inner(self, products: Sequence[Tensor], given: Given, cache=None) -> Tensor:
         q, k, v = (
-            y.view(given.batch, -1, y.shape[-1] // self.head_size, self.head_size)
-            for y in tensor.columns(x, weights, biases, self.tp)
+            y.view(given.batch, -1, y.shape[-1] // self.head_size, self.head_size) for y in products
         )
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -76,18 +92,18 @@ class Attention(Component):
             q, k = rope.rotate(q, given.cos, given.sin), rope.rotate(k, given.cos, given.sin)
         if cache is not None:
             k, v = cache.append(k, v)
-        y = again(self._inner, q, k, v, given) if self.selective else self._inner(q, k, v, given)
-        return self.o(y.reshape(-1, self.heads * self.head_size))
+        y = again(self._scores, q, k, v, given) if self.selective else self._scores(q, k, v, given)
+        return y.reshape(-1, self.heads * self.head_size)
 
     @ranges.marked("attention")
-    def _inner(self, q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor:
+    def _scores(self, q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor:
         """softmax(q k^T) v: what selective recomputation computes again."""
         if self.spread is not None:
             k, v = (_per_query(t, self.spread) for t in (k, v))
         noise, dropped = given.noise, None
         if noise is not None:
             dropped = Dropout(self.dropout, noise, noise.site(SCORES))
-        return self.cp.attention(q, k, v, self.attend.of(given.documents, dropped))
+        return self.cp.attention(q, k, v, self.scores.of(given.documents, dropped))
 
 
 def _per_query(x: Tensor, heads: list[int]) -> Tensor:

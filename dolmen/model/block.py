@@ -16,6 +16,8 @@ class Block(nn.Module):
     parameters, keeps `attn` and `mlp` among them, and says in `stream` how x passes.
     """
 
+    takes: type[Component] = Component
+    """What its mixer and its mlp must be."""
     attn: Component
     mlp: Component
 

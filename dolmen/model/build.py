@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from dolmen.core import state
 from dolmen.core.mesh import Mesh
+from dolmen.model import components
 from dolmen.model.decoder import Decoder
 from dolmen.model.layout import Layout
 from dolmen.model.split import split
@@ -65,7 +66,8 @@ def chosen(tree: Tree, mesh: Mesh, compute: torch.dtype, hardware: Hardware) -> 
     """The kernels of a rank of `mesh`, whose step computes in `compute`."""
     experts = {leaf for leaf in tree.leaves.values() if leaf.role == "expert"}
     widths = {width for leaf in experts for width in leaf.held({"tp": mesh.tp.size})[1:]}
-    return choose(hardware, compute, max(b.mixer.head_size for b in tree.blocks), sorted(widths))
+    longest = max(b.mixer.head_size for b in tree.blocks)
+    return choose(hardware, compute, longest, sorted(widths), components.attends(tree))
 
 
 def initialize(model: Decoder, seed: int) -> None:

@@ -1,11 +1,13 @@
 """What every module that computes a component of a block has, and is made with."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
 from dolmen.model.split import Split
 from dolmen.model.training import Training
+from dolmen.ops.attention import Attend
 from dolmen.parallel.data import Unit
 
 
@@ -34,6 +36,11 @@ class Component(nn.Module):
     def balance_bias(self) -> Tensor | None:
         """Of its router, where a bias balances experts."""
         return None
+
+    @staticmethod
+    def attend(mixer: Any) -> Attend:
+        """What attention a mixer of the tree is: of any microbatch, and all heads of the model."""
+        raise NotImplementedError
 
     def units(self) -> list[Unit]:
         """What is gathered and reduced apart from the rest of its block, in the order of use."""

@@ -10,25 +10,24 @@ from dolmen.model.block import Block
 from dolmen.model.component import Setting
 from dolmen.model.mlp import MLP
 from dolmen.model.moe import MoE
+from dolmen.model.parallel import Parallel
 from dolmen.model.pre import Pre
+from dolmen.model.sandwich import Sandwich
 from dolmen.model.tree import Leaves, under
+from dolmen.ops.attention import Attend
 
 MIXERS = {tree.Attention: Attention}
 MLPS = {tree.Mlp: MLP, tree.Experts: MoE}
-ARRANGEMENTS = {tree.Pre: Pre}
+ARRANGEMENTS = {tree.Pre: Pre, tree.Parallel: Parallel, tree.Sandwich: Sandwich}
 
 # What a tree can say and no module computes: any other value is refused.
 ONLY: dict[type, dict[str, Any]] = {
-    tree.Attention: {"scale": None, "soft_cap": None},
-    tree.Embedding: {"scale": 1.0, "norm": None},
     tree.Experts: {"shared": None},
-    tree.Head: {"soft_cap": None},
-    tree.Norm: {"zero_centred": False},
     tree.Rope: {"interleaved": False},
     tree.Router: {"score": "softmax", "scale": 1.0, "groups": 1},
     tree.Table: {"offset": 0},
 }
-NOT_YET = (tree.Alibi, tree.Yarn)
+NOT_YET = (tree.Yarn,)
 
 
 def make(block: tree.Block, leaves: Leaves, setting: Setting) -> Block:
@@ -38,8 +37,17 @@ def make(block: tree.Block, leaves: Leaves, setting: Setting) -> Block:
     return ARRANGEMENTS[type(block.arrangement)](block, leaves, setting, mixer, mlp)
 
 
+def attends(model: tree.Tree) -> list[Attend]:
+    """What attention each layer is."""
+    return [MIXERS[type(block.mixer)].attend(block.mixer) for block in model.blocks]
+
+
 def check(model: tree.Tree) -> None:
-    """Raises ValueError for a component, or a value of one, that nothing here computes."""
+    """Raises ValueError for a component, a value of one, or a block of some that nothing here
+    computes.
+    """
+    for block in model.blocks:
+        _check_arrangement(block)
     for component in _inside(model):
         kind = type(component)
         if kind in NOT_YET:
@@ -50,6 +58,19 @@ def check(model: tree.Tree) -> None:
                 raise ValueError(
                     f"{kind.__name__}.{name} is {value}: dolmen computes {computed} alone"
                 )
+
+
+def _check_arrangement(block: tree.Block) -> None:
+    takes = ARRANGEMENTS[type(block.arrangement)].takes
+    for component, module in (
+        (block.mixer, MIXERS[type(block.mixer)]),
+        (block.mlp, MLPS[type(block.mlp)]),
+    ):
+        if not issubclass(module, takes):
+            raise ValueError(
+                f"the arrangement {block.arrangement} with {component}: dolmen arranges "
+                f"{type(component).__name__} otherwise alone"
+            )
 
 
 def _inside(value: Any) -> Iterator[Any]:

@@ -80,8 +80,9 @@ def activation_bytes_per_layer(
     if recompute == "full":
         return tokens * e * h * stream
     statistics = 8 if block.norm.kind == "layernorm" else 4
-    # inputs of norms and of columns, a mask
-    outside = 2 * (2 * e * h + statistics + (h if dropout else 0))
+    around = block.arrangement
+    outside = around.streams * e * h + around.norms * statistics
+    outside += around.additions * h if dropout else 0  # masks
     heads, kv_heads = attention.heads / tp, _kv_heads(attention, tp)
     q, k = heads * attention.head_size, kv_heads * attention.head_size
     inside = e * (q + 2 * k) + e * q  # q, k, v; the input of the output projection

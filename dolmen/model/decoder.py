@@ -24,8 +24,9 @@ from dolmen.model.layers import Column, Embedding, Norm, Positions, is_partial, 
 from dolmen.model.positions import tables
 from dolmen.model.split import Split, whole
 from dolmen.model.training import Training
-from dolmen.model.tree import Leaf, Rope, Tree, check_cuts, under
-from dolmen.ops import dropout
+from dolmen.model.tree import Leaf, Tree, check_cuts, under
+from dolmen.model.tree.positions import Relative
+from dolmen.ops import dropout, loss
 from dolmen.parallel import tensor
 from dolmen.parallel.data import Unit
 from dolmen.parallel.loss import linear_cross_entropy
@@ -52,7 +53,9 @@ class Decoder(nn.Module):
         self.tree, self.split, self.tp = tree, split, tp
         self.dropout, self.router = training.dropout, training.router
         embeds = split.first or split.last and tree.head.tied
-        self.embed = Embedding(under(leaves, "embed"), tree.vocab_size, tp) if embeds else None
+        self.embed = Embedding(tree.embedding, under(leaves, "embed"), tp) if embeds else None
+        norm, after = tree.embedding.norm, under(leaves, "embed_norm")
+        self.embed_norm = Norm(norm, after, split.kernels) if split.first and norm else None
         table = under(leaves, "positions")
         self.positions = Positions(table) if split.first and table else None
         self.layers = nn.ModuleDict()
@@ -138,9 +141,9 @@ class Decoder(nn.Module):
 
     def rope(
         self, part: int, positions: Tensor
-    ) -> dict[Rope | None, tuple[Tensor | None, Tensor | None]]:
-        """Of each rope that a stage of this rank uses, cos and sin of `positions` [b or 1, s], fp32
-        or wider; Nones where nothing is turned.
+    ) -> dict[Relative | None, tuple[Tensor | None, Tensor | None]]:
+        """Of each kind of positions that a stage of this rank uses, cos and sin of `positions` [b
+        or 1, s], fp32 or wider; Nones where nothing is turned.
         """
         dtype = torch.promote_types(self.compute or next(self.parameters()).dtype, torch.float32)
         used = {self.tree.blocks[i].mixer.positions for i in self.split.parts[part].layers}
@@ -176,6 +179,8 @@ class Decoder(nn.Module):
                 x = x + self.positions(
                     tensor.own_tokens(positions.expand(len(tokens), -1).reshape(-1), self.tp)
                 )
+            if self.embed_norm is not None:
+                x = self.embed_norm(x)
             if given.noise is not None:
                 x = dropout.residual(x, self.dropout, given.noise, dropout.EMBEDDING, given.rows)
         turned = self.rope(part, positions)
@@ -187,10 +192,12 @@ class Decoder(nn.Module):
             return x
         x = self.final_norm(x)
         weight = local((self.head or self.embed).weight)
+        soft_cap = self.tree.head.soft_cap
         if labels is None:
-            return tensor.columns(x, [weight], [None], self.tp)[0].view(
-                len(tokens), -1, weight.shape[0]
-            )
+            logits = tensor.columns(x, [weight], [None], self.tp)[0]
+            if soft_cap is not None:
+                logits = loss.capped(logits, soft_cap)
+            return logits.view(len(tokens), -1, weight.shape[0])
         return linear_cross_entropy(
             x,
             weight,
@@ -199,6 +206,7 @@ class Decoder(nn.Module):
             self.tp,
             self.compiled,
             self.split.kernels.logits_at_once,
+            soft_cap,
         )
 
     def _given(

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dolmen.core import ranges
+from dolmen.core import host, ranges
 from dolmen.core.state import Places, Replicate, Shard, local
 from dolmen.model import tree
 from dolmen.model.tree import Leaf, Leaves
@@ -64,7 +64,7 @@ class Row(Parameters):
         self.tp = tp
 
     def forward(self, x: Tensor) -> Tensor:
-        y = tensor.rows(x, local(self.weight), self.tp)
+        y = tensor.rows([x], [local(self.weight)], self.tp)
         return y if self.bias is None else y + local(self.bias)
 
 
@@ -74,28 +74,32 @@ class Norm(Parameters):
     def __init__(self, norm: tree.Norm, leaves: Leaves, kernels: Kernels):
         super().__init__(leaves)
         self.eps, self.kernel = norm.eps, kernels.norm
-        self.centres = norm.kind == "layernorm"
+        self.centres, self.zero_centred = norm.kind == "layernorm", norm.zero_centred
 
     def forward(self, x: Tensor) -> Tensor:
         weight = local(self.weight)
         with ranges.mark("norm"):
             if not self.centres:
-                return rms_norm(x, weight, self.eps, self.kernel)
+                return rms_norm(x, weight, self.eps, self.kernel, self.zero_centred)
             bias = None if self.bias is None else local(self.bias)
             return F.layer_norm(x, (x.shape[-1],), weight, bias, self.eps)
 
 
 class Embedding(Parameters):
-    """The vocabulary-parallel table: tokens [n] -> [n, hidden] I@tp, or S(0)@tp. Its weight may
-    serve as the head too.
+    """The vocabulary-parallel table, times its scale: tokens [n] -> [n, hidden] I@tp, or S(0)@tp.
+    Its weight may serve as the head too, without the scale.
     """
 
-    def __init__(self, leaves: Leaves, vocab_size: int, tp: TensorParallel):
+    def __init__(self, embedding: tree.Embedding, leaves: Leaves, tp: TensorParallel):
         super().__init__(leaves)
-        self.vocab_size, self.tp = vocab_size, tp
+        self.vocab_size, self.scale, self.tp = embedding.rows, embedding.scale, tp
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return tensor.embed(tokens, local(self.weight), self.vocab_size, self.tp)
+        x = tensor.embed(tokens, local(self.weight), self.vocab_size, self.tp)
+        if self.scale == 1:
+            return x
+        # rounded to x's dtype, as in transformers: sqrt(3072) = 55.43 is 55.5 in bf16
+        return x * host.number(self.scale, x.dtype, x.device)
 
 
 class Positions(Parameters):

@@ -1,18 +1,20 @@
 """The feed-forward layer: gated, down(act(gate x) * up x), or plain, down(act(up x))."""
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from dolmen.core.state import local
 from dolmen.model import tree
-from dolmen.model.component import Component, Setting
+from dolmen.model.branch import Branch
+from dolmen.model.component import Setting
 from dolmen.model.given import Given
 from dolmen.model.layers import Column, Row
 from dolmen.model.tree import Leaves, under
 from dolmen.ops.activation import ACTIVATIONS
-from dolmen.parallel import tensor
 
 
-class MLP(Component):
+class MLP(Branch):
     """x [tokens, hidden] I@tp (or S(0)@tp) -> the same."""
 
     def __init__(self, mlp: tree.Mlp, leaves: Leaves, setting: Setting):
@@ -22,13 +24,16 @@ class MLP(Component):
         self.up = Column(under(leaves, "up"))
         self.down = Row(under(leaves, "down"), self.tp)
 
-    def forward(self, x: Tensor, given: Given | None = None) -> Tensor:
+    @property
+    def columns(self) -> list[tuple[Tensor, Tensor | None]]:
         ins = [self.up] if self.gate is None else [self.gate, self.up]
-        first, *rest = tensor.columns(
-            x,
-            [local(i.weight) for i in ins],
-            [local(i.bias) if i.bias is not None else None for i in ins],
-            self.tp,
-        )
+        return [(local(i.weight), None if i.bias is None else local(i.bias)) for i in ins]
+
+    @property
+    def row(self) -> Row:
+        return self.down
+
+    def inner(self, products: Sequence[Tensor], given: Given, cache=None) -> Tensor:
+        first, *rest = products
         hidden = self.act(first)
-        return self.down(hidden * rest[0] if rest else hidden)
+        return hidden * rest[0] if rest else hidden

@@ -1,12 +1,14 @@
-"""What rope turns a token's heads by, as a component of the tree says it
-(dolmen/model/tree/positions.py).
+"""What rope turns a token's heads by, and what ALiBi adds to their scores, as a component of the
+tree says it (dolmen/model/tree/positions.py).
 """
 
 import torch
 from torch import Tensor
 
 from dolmen.model import tree
+from dolmen.model.tree.positions import Relative
 from dolmen.ops import rope
+from dolmen.ops.attention import alibi
 
 SCALED = {
     type(None): lambda inv, scaling: inv,
@@ -30,9 +32,18 @@ def frequencies(
 
 
 def tables(
-    r: tree.Rope | None, positions: Tensor, dtype: torch.dtype
+    p: Relative | None, positions: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None]:
     """cos and sin of `positions` [b or 1, s], in `dtype`; Nones where nothing is turned."""
-    if r is None:
-        return None, None
-    return rope.tables(positions, frequencies(r, positions.device, dtype))
+    match p:
+        case tree.Rope():
+            return rope.tables(positions, frequencies(p, positions.device, dtype))
+    return None, None
+
+
+def slopes(p: Relative | None, heads: int) -> tuple[float, ...] | None:
+    """By which the scores of each of `heads` heads grow with the key's index; None: they do not."""
+    match p:
+        case tree.Alibi():
+            return alibi.slopes(heads)
+    return None

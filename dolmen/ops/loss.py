@@ -5,6 +5,10 @@ fp32 and in place.
 
 A slice gives its own maximum, then its own sum of exponentials and its label's logit if it holds
 it; whoever holds the slices combines [tokens] numbers, never [tokens, vocabulary].
+
+Logits may be soft-capped first (Gemma 2, 2408.00118), each by itself:
+
+    z = cap tanh(y / cap)        dz / dy = 1 - tanh^2(y / cap)
 """
 
 import torch
@@ -34,19 +38,34 @@ def exponentials(
     return e, e.sum(-1), target
 
 
+def capped(logits: Float[Tensor, "*any"], cap: float) -> Float[Tensor, "*any"]:
+    """cap tanh(logits / cap), with autograd."""
+    return (logits / cap).tanh_() * cap
+
+
+def capped_with_slope(
+    logits: Float[Tensor, "n size"], cap: float
+) -> tuple[Float[Tensor, "n size"], Float[Tensor, "n size"]]:
+    """The same, and its derivative; `logits` are overwritten."""
+    tanh = logits.div_(cap).tanh_()
+    return tanh * cap, tanh.square_().neg_().add_(1)
+
+
 def gradient(
     e: Float[Tensor, "n size"],
     total: Float[Tensor, " n"],
     labels: Int64[Tensor, " n"],
     first: int,
     dtype: torch.dtype,
+    slope: Float[Tensor, "n size"] | None = None,
 ) -> Float[Tensor, "n size"]:
     """softmax - onehot for real labels, zero for ignored ones, in `dtype`. `total` is over the
-    whole vocabulary. `e` is overwritten.
+    whole vocabulary, `slope` what multiplies it, of soft-capped logits. `e` is overwritten.
     """
     real = labels != IGNORED
     row = labels - first
     mine = (row >= 0) & (row < e.shape[1])
     p = e.mul_((real / total)[:, None])
     index = torch.where(mine, row, 0)[:, None]
-    return p.scatter_add_(1, index, -mine.to(p.dtype)[:, None]).to(dtype)
+    p = p.scatter_add_(1, index, -mine.to(p.dtype)[:, None])
+    return (p if slope is None else p.mul_(slope)).to(dtype)

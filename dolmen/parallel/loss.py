@@ -8,7 +8,9 @@ losses is ready after forward; backward scales and sends it. Of a frozen head, o
 none.
 
     forward            X [tokens, hidden] = enter(x), logits [tokens, rows] = X W^T
+                       with a soft cap, logits = cap tanh(logits / cap), slope = 1 - tanh^2
                        loss = sum over tokens of log(sum of e^logits) - logits[label]
+    of the logits      dlogits [tokens, rows] = softmax - onehot, times slope
     input gradient     dX [tokens, hidden] = dlogits W, then the backward of `enter`
     weight gradient    dW [rows, hidden] = dlogits^T X
 """
@@ -41,6 +43,7 @@ class _LinearCrossEntropy(Function):
         differentiate: bool,
         compile: bool,
         at_once: int,
+        soft_cap: float | None,
     ) -> Tensor:
         entered = c.wait(c.start_all_gather(x, tp.axis), tp.axis) if tp.gathers else x
         first, _ = vocabulary_range(vocab_size, tp.axis)
@@ -50,7 +53,9 @@ class _LinearCrossEntropy(Function):
         wants_dx, wants_dw = (differentiate and wants for wants in ctx.needs_input_grad[:2])
         dx = torch.empty_like(entered) if wants_dx else None
         dw = torch.zeros_like(weight, dtype=total.dtype) if wants_dw else None
-        chunk = max(1, at_once // weight.shape[0])
+        # the slope of a soft cap is as large as the logits
+        tensors = 1 if soft_cap is None else 2
+        chunk = max(1, at_once // (tensors * weight.shape[0]))
         visit = _compiled_chunk() if compile else _chunk
         for at in range(0, entered.shape[0], chunk):
             rows = slice(at, at + chunk)
@@ -62,6 +67,7 @@ class _LinearCrossEntropy(Function):
                 tp.axis,
                 wants_dx or wants_dw,
                 total.dtype,
+                soft_cap,
             )
             total += losses.sum()
             if dlogits is None:
@@ -84,7 +90,7 @@ class _LinearCrossEntropy(Function):
             dw = dw * g.to(dw.dtype)
         if dx is not None:
             dx = ctx.kept.finish_back(dx)
-        return dx, dw, None, None, None, None, None, None
+        return dx, dw, *[None] * 7
 
 
 def _chunk(
@@ -95,16 +101,19 @@ def _chunk(
     axis: Axis,
     want_grad: bool,
     wide: torch.dtype,
+    soft_cap: float | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Losses [n] of n tokens, and the gradient of their sum by this rank's logits [n, rows], in x's
     dtype.
     """
-    logits = F.linear(x, weight).to(wide)
+    logits, slope = F.linear(x, weight).to(wide), None
+    if soft_cap is not None:
+        logits, slope = loss.capped_with_slope(logits, soft_cap)
     maximum = c.reduce_scalar(logits.amax(-1), axis, "max")
     e, own_sum, own_target = loss.exponentials(logits, maximum, labels, first)
     sums, target = c.reduce_scalar(torch.stack((own_sum, own_target)), axis)
     losses = torch.where(labels == loss.IGNORED, 0.0, sums.log() - target)
-    return losses, loss.gradient(e, sums, labels, first, x.dtype) if want_grad else None
+    return losses, loss.gradient(e, sums, labels, first, x.dtype, slope) if want_grad else None
 
 
 @cache
@@ -122,9 +131,10 @@ def linear_cross_entropy(
     tp: TensorParallel,
     compile: bool = False,
     at_once: int = Kernels().logits_at_once,
+    soft_cap: float | None = None,
 ) -> Float[Tensor, ""]:
     """Sum over real tokens of -log softmax(x W^T)[label]: a scalar, fp32 (fp64 for fp64 input),
-    I@tp.
+    I@tp. `soft_cap`, where there is one, is that of the logits.
 
     x is I@tp, `here` all tokens, or S(0)@tp under sequence parallelism; weight S(0)@tp, the rows of
     this rank; labels of all tokens, IGNORED where there is no loss. Divide by the
@@ -132,5 +142,5 @@ def linear_cross_entropy(
     `at_once` are its elements.
     """
     return _LinearCrossEntropy.apply(
-        x, weight, labels, vocab_size, tp, torch.is_grad_enabled(), compile, at_once
+        x, weight, labels, vocab_size, tp, torch.is_grad_enabled(), compile, at_once, soft_cap
     )

@@ -19,6 +19,8 @@ at all, but left in `later` for the executor of the schedule (2401.10241).
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import add
 from typing import NamedTuple
 
 import torch
@@ -244,12 +246,18 @@ def columns(
 
 
 def rows(
-    x: Float[Tensor, "tokens in"], weight: Float[Tensor, "out in"], tp: TensorParallel
+    xs: Sequence[Float[Tensor, "tokens _"]],
+    weights: Sequence[Float[Tensor, "out _"]],
+    tp: TensorParallel,
 ) -> Float[Tensor, "here out"]:
-    """Row-parallel product of x, S(1)@tp, and the weight, S(1)@tp: `in` is this rank's part. The
-    result is as `leave` says.
+    """The sum of row-parallel products: x_i [tokens, in_i / tp], S(1)@tp, and weight_i [out,
+    in_i / tp], S(1)@tp. The result is as `leave` says, once for all of them.
     """
-    return tp.leave(_linear(x, [weight], [None], tp, enters=False)[0])
+    products = [
+        _linear(x, [weight], [None], tp, enters=False)[0]
+        for x, weight in zip(xs, weights, strict=True)
+    ]
+    return tp.leave(reduce(add, products))
 
 
 def vocabulary_range(vocab_size: int, axis: Axis) -> tuple[int, int]:

@@ -22,7 +22,20 @@ from dolmen.families import (
     weight_map,
 )
 from dolmen.files.schema import Int, described
-from dolmen.model.tree import Experts, Linear, Llama3, Norm, Rope
+from dolmen.model import count
+from dolmen.model.tree import (
+    Alibi,
+    Experts,
+    Head,
+    Linear,
+    Llama3,
+    Norm,
+    Parallel,
+    Pre,
+    Rope,
+    Sandwich,
+    check_cuts,
+)
 
 # As published by transformers 4: theta beside the scaling, torch_dtype, absent fields, fields
 # without effect.
@@ -184,6 +197,155 @@ QWEN_3_MOE = {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
+FALCON_7B = {
+    "alibi": False,
+    "apply_residual_connection_post_layernorm": False,
+    "architectures": ["FalconForCausalLM"],
+    "attention_dropout": 0.0,
+    "bias": False,
+    "bos_token_id": 11,
+    "eos_token_id": 11,
+    "hidden_dropout": 0.0,
+    "hidden_size": 4544,
+    "initializer_range": 0.02,
+    "layer_norm_epsilon": 1e-05,
+    "model_type": "falcon",
+    "multi_query": True,
+    "new_decoder_architecture": False,
+    "num_attention_heads": 71,
+    "num_hidden_layers": 32,
+    "parallel_attn": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.27.4",
+    "use_cache": True,
+    "vocab_size": 65024,
+}
+FALCON_40B = FALCON_7B | {
+    "hidden_size": 8192,
+    "new_decoder_architecture": True,
+    "num_attention_heads": 128,
+    "num_hidden_layers": 60,
+    "num_kv_heads": 8,
+}
+FALCON_11B = FALCON_40B | {  # one norm, a tall feed-forward layer, theta beside the scaling
+    "ffn_hidden_size": 16384,
+    "hidden_size": 4096,
+    "max_position_embeddings": 8192,
+    "num_attention_heads": 32,
+    "num_ln_in_parallel_attn": 1,
+    "rope_scaling": None,
+    "rope_theta": 500042,
+    "tie_word_embeddings": False,
+}
+FALCON_CLASSIC = {
+    "bias": True,
+    "model_type": "falcon",
+    "multi_query": False,
+    "n_embed": 2048,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 24,
+    "parallel_attn": False,
+}
+GEMMA_2B = {
+    "architectures": ["GemmaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "head_dim": 256,
+    "hidden_act": "gelu",
+    "hidden_activation": None,
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 16384,
+    "max_position_embeddings": 8192,
+    "model_type": "gemma",
+    "num_attention_heads": 8,
+    "num_hidden_layers": 18,
+    "num_key_value_heads": 1,
+    "pad_token_id": 0,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.38.0.dev0",
+    "use_cache": True,
+    "vocab_size": 256000,
+}
+GEMMA2_9B = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attn_logit_softcapping": 50.0,
+    "bos_token_id": 2,
+    "cache_implementation": "hybrid",
+    "eos_token_id": 1,
+    "final_logit_softcapping": 30.0,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 3584,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 8192,
+    "model_type": "gemma2",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 42,
+    "num_key_value_heads": 8,
+    "pad_token_id": 0,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "sliding_window_size": 4096,
+    "torch_dtype": "float32",
+    "transformers_version": "4.42.0.dev0",
+    "use_cache": True,
+    "vocab_size": 256000,
+}
+GEMMA2_27B = GEMMA2_9B | {
+    "head_dim": 128,
+    "hidden_size": 4608,
+    "intermediate_size": 36864,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 46,
+    "num_key_value_heads": 16,
+    "query_pre_attn_scalar": 144,
+}
+BLOOM = {
+    "apply_residual_connection_post_layernorm": False,
+    "architectures": ["BloomForCausalLM"],
+    "attention_dropout": 0.0,
+    "attention_softmax_in_fp32": True,
+    "bias_dropout_fusion": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_dropout": 0.0,
+    "initializer_range": 0.02,
+    "layer_norm_epsilon": 1e-05,
+    "masked_softmax_fusion": True,
+    "model_type": "bloom",
+    "n_embed": 14336,
+    "n_inner": None,
+    "n_layer": 70,
+    "num_attention_heads": 112,
+    "offset_alibi": 100,
+    "pad_token_id": 3,
+    "pretraining_tp": 4,
+    "seq_length": 2048,
+    "skip_bias_add": True,
+    "skip_bias_add_qkv": False,
+    "transformers_version": "4.21.0",
+    "unk_token_id": 0,
+    "use_cache": True,
+    "vocab_size": 250880,
+}
+BLOOM_ALIASES = {
+    "model_type": "bloom",
+    "hidden_size": 1024,
+    "num_hidden_layers": 24,
+    "n_head": 16,
+}
 QWEN_3_SPARSE_STEP = QWEN_3_MOE | {"decoder_sparse_step": 2, "mlp_only_layers": [3]}
 QWEN_3_DENSE = QWEN_3_MOE | {"mlp_only_layers": list(range(48))}
 PUBLISHED = [
@@ -199,6 +361,15 @@ PUBLISHED = [
     QWEN_3,
     GPT2,
     GPT2_ALIASES,
+    FALCON_7B,
+    FALCON_40B,
+    FALCON_11B,
+    FALCON_CLASSIC,
+    GEMMA_2B,
+    GEMMA2_9B,
+    GEMMA2_27B,
+    BLOOM,
+    BLOOM_ALIASES,
 ]
 
 
@@ -252,6 +423,44 @@ def test_values_of_published_configs():
     assert isinstance(sparse, Experts) and sparse.size == 768 and sparse.per_token == 8
     layers = Model(QWEN_3_SPARSE_STEP).tree.blocks
     assert [i for i in range(8) if isinstance(layers[i].mlp, Experts)] == [1, 5, 7]
+    falcon = Model(FALCON_7B).tree.blocks[0]
+    assert (falcon.mixer.heads, falcon.mixer.kv_heads, falcon.mixer.head_size) == (71, 1, 64)
+    assert falcon.arrangement == Parallel(1) and falcon.mlp.size == 4 * 4544
+    assert count.parameters(Model(FALCON_7B).tree) == 6_921_720_704
+    falcon = Model(FALCON_40B).tree.blocks[0]
+    assert falcon.mixer.kv_heads == 8 and falcon.arrangement == Parallel(2)
+    falcon = Model(FALCON_11B).tree.blocks[0]
+    assert falcon.arrangement == Parallel(1) and falcon.mixer.positions.theta == 500042
+    falcon = Model(FALCON_CLASSIC).tree
+    assert falcon.hidden_size == 2048 and falcon.blocks[0].arrangement == Pre()
+    assert falcon.blocks[0].mixer.kv_heads == 32 and falcon.blocks[0].mlp.bias
+    gemma = Model(GEMMA_2B).tree
+    assert gemma.blocks[0].mlp.activation == "gelu_tanh" and gemma.embedding.scale == 2048**0.5
+    assert gemma.final_norm == gemma.blocks[0].norm == Norm("rmsnorm", 1e-6, zero_centred=True)
+    assert gemma.head == Head(tied=True) and gemma.blocks[0].arrangement == Pre()
+    assert count.parameters(gemma) == 2_506_172_416
+    gemma = Model(GEMMA2_27B).tree
+    first, second = gemma.blocks[0].mixer, gemma.blocks[1].mixer
+    assert (first.window, second.window) == (4096, None) and gemma.blocks[
+        0
+    ].arrangement == Sandwich()
+    assert first.soft_cap == 50 and first.scale == 1 / 12 and gemma.head == Head(True, 30.0)
+    assert [run.repeat for run in gemma.runs] == [23]
+    assert count.parameters(gemma) == 27_227_128_320
+    gemma = Model(GEMMA2_9B).tree
+    assert gemma.blocks[0].mixer.scale is None  # of heads of 256
+    assert count.parameters(gemma) == 9_241_705_984
+    # 6 per element; 12 per layer, head, its size and mean key of 8192 causal ones, or of a window
+    norms, keys = (42 * 4 + 1) * 3584, (8193 / 2, (4096 * 4097 / 2 + 4096 * 4096) / 8192)
+    assert count.training_flops_per_token(gemma, 8192) == pytest.approx(
+        6 * (9_241_705_984 - norms) + 12 * 21 * 16 * 256 * sum(keys), rel=1e-12
+    )
+    bloom = Model(BLOOM).tree
+    assert bloom.hidden_size == 14336 and bloom.embedding.norm == bloom.final_norm
+    assert bloom.blocks[0].mixer.positions == Alibi() and bloom.blocks[0].mixer.heads == 112
+    assert (bloom.layers, bloom.max_position_embeddings, bloom.head.tied) == (70, 2048, True)
+    assert count.parameters(bloom) == 176_247_271_424
+    assert Model(BLOOM_ALIASES).tree.layers == 24
     gpt2 = Model(GPT2).tree
     assert gpt2.blocks[0].mlp.size == 3072 and gpt2.head.tied
     assert gpt2.embedding.positions.length == 1024 and gpt2.final_norm.bias
@@ -293,8 +502,8 @@ def test_edit(content):
     assert tree.runs == before.runs and tree.hidden_size == before.hidden_size
     assert (tree.longest is None) == (before.longest is None) and tree.longest in (None, 48)
     names = {n for n in {**content, **edited.config} if content.get(n) != edited.config.get(n)}
-    length = "max_position_embeddings" if "n_positions" not in content else "n_positions"
-    assert names - {"n_positions"} <= {
+    length = model.family.names["max_position_embeddings"]
+    assert names <= {
         "vocab_size",
         "tie_word_embeddings",
         "dtype",
@@ -340,12 +549,50 @@ def test_edit(content):
         ("mixtral", "num_local_experts", 0),
         ("qwen3_moe", "num_experts_per_tok", 129),
         ("qwen3_moe", "decoder_sparse_step", 0),
-        ("gemma", "model_type", "gemma"),
+        ("falcon", "alibi", True),
+        ("falcon", "apply_residual_connection_post_layernorm", True),
+        ("falcon", "num_kv_heads", 8),
+        ("falcon", "num_ln_in_parallel_attn", 2),
+        ("falcon", "num_ln_in_parallel_attn", 3),
+        ("falcon", "hidden_size", 4545),
+        ("falcon", "activation", "relu2"),
+        ("gemma", "use_bidirectional_attention", True),
+        ("gemma", "sliding_window", 128),
+        ("gemma", "layer_types", ["full_attention"] * 28),
+        ("gemma", "hidden_act", "relu2"),
+        ("gemma2", "use_bidirectional_attention", True),
+        ("gemma2", "attn_logit_softcapping", 0.0),
+        ("gemma2", "final_logit_softcapping", -30.0),
+        ("gemma2", "query_pre_attn_scalar", 0),
+        ("gemma2", "sliding_window", None),
+        ("gemma2", "sliding_window_pattern", 6),
+        ("gemma2", "layer_types", ["chunked_attention"] * 26),
+        ("gemma2", "layer_types", ["full_attention"]),
+        ("gemma2", "hidden_activation", "relu2"),
+        ("gemma2", "hidden_size", 2303),
+        ("gemma3", "model_type", "gemma3"),
+        ("bloom", "apply_residual_connection_post_layernorm", True),
+        ("bloom", "slow_but_exact", True),
+        ("bloom", "n_inner", 128),
+        ("bloom", "n_head", 7),
+        ("bloom", "seq_length", 0),
     ],
 )
 def test_refused_with_the_field(model_type, field, value):
     with pytest.raises(ValueError, match=field):
         Model({"model_type": model_type, field: value})
+
+
+def test_falcon_refuses_what_no_class_computes():
+    """The class in transformers has no norms for it either."""
+    with pytest.raises(ValueError, match="parallel_attn is False, but new_decoder_architecture"):
+        Model(FALCON_40B | {"parallel_attn": False})
+    with pytest.raises(ValueError, match=r"num_kv_heads is 8, .* there are 32"):
+        Model(FALCON_CLASSIC | {"num_kv_heads": 8})
+    with pytest.raises(
+        ValueError, match=r"num_attention_heads \(71\) is not divisible by tp \(2\)"
+    ):
+        check_cuts(Model(FALCON_7B).tree.leaves, {"tp": 2, "ep": 1})
 
 
 def test_unknown_fields_are_kept_and_reported():

@@ -47,6 +47,41 @@ def test_config_and_weights_come_back(source, tmp_path):
     assert all(torch.equal(theirs[name], back[name]) for name in theirs)
 
 
+def of_gpt2(model, x):
+    """What layer 1 makes of x: q, k and v; and its feed-forward layer."""
+    block = model.transformer.h[1]
+    return block.attn.c_attn(x).split(x.shape[-1], -1), block.mlp
+
+
+def of_falcon(model, x):
+    block = model.transformer.h[1]
+    attention = block.self_attention
+    q, k, v = (t[0] for t in attention._split_heads(attention.query_key_value(x)[None]))
+    if model.config.new_decoder_architecture:  # it repeats them
+        group = attention.num_heads // attention.num_kv_heads
+        k, v = k[:, ::group], v[:, ::group]
+    return [t.flatten(1) for t in (q, k, v)], block.mlp
+
+
+def of_bloom(model, x):
+    block = model.transformer.h[1]
+    q, k, v = block.self_attention._reshape(block.self_attention.query_key_value(x)[None])
+
+    def mlp(x):
+        return block.mlp(x, torch.zeros_like(x))  # it adds the residual stream itself
+
+    mlp.act = block.mlp.gelu_impl
+    return [t[0].transpose(0, 1).flatten(1) for t in (q, k, v)], mlp
+
+
+def of_llama(model, x):
+    block = model.model.layers[1]
+    return [getattr(block.self_attn, f"{p}_proj")(x) for p in "qkv"], block.mlp
+
+
+LAYERS = {"gpt2": of_gpt2, "falcon": of_falcon, "bloom": of_bloom}  # the others are like Llama
+
+
 def meaning(model, ours, tree):
     """Largest difference between what layer 1 of transformers computes and the same from our
     tensors: q, k, v and MLP, or the first expert of it.
@@ -56,12 +91,7 @@ def meaning(model, ours, tree):
         return F.linear(x, ours[f"layers.1.{name}.weight"], ours.get(f"layers.1.{name}.bias"))
 
     x = torch.randn(5, tree.hidden_size)
-    if model.config.model_type == "gpt2":
-        block = model.transformer.h[1]
-        theirs, mlp = block.attn.c_attn(x).split(tree.hidden_size, -1), block.mlp
-    else:
-        block = model.model.layers[1]
-        theirs, mlp = [getattr(block.self_attn, f"{p}_proj")(x) for p in "qkv"], block.mlp
+    theirs, mlp = LAYERS.get(model.config.model_type, of_llama)(model, x)
     pairs = [(linear(f"attn.{p}", x), t) for p, t in zip("qkv", theirs, strict=True)]
     if tree.blocks[1].mlp.experts:
         gate, up, down = (

@@ -1,14 +1,18 @@
-"""Logits of every family and structure against transformers, on a sequence longer than its window
-and its first context.
+"""Logits, loss, gradients and texts of every family and structure against transformers, on a
+sequence longer than its window and its first context.
 """
 
 import pytest
 import torch
+import torch.nn.functional as F
+import transformers
 from tiny import CASES, build, save
+from transformers.core_model_loading import revert_weight_conversion
 
 from dolmen.convert import hf
 from dolmen.core import state
 from dolmen.model.decoder import Decoder
+from dolmen.serve import engine
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -31,8 +35,71 @@ def test_logits(case, tmp_path):
         if source.tree.blocks[1].mlp.experts
         else ("mlp.up.weight",)
     )
-    for p in ("attn.k.weight", "attn_norm.weight", *mlp):  # each is felt, 100 times the tolerance
+    norm = next(n for n in source.tree.leaves if n.startswith("layers.1.") and "norm" in n)
+    norm = norm.removeprefix("layers.1.")
+    for p in ("attn.k.weight", norm, *mlp):  # each is felt, 100 times the tolerance
         kept = parameters[f"layers.1.{p}"].clone()
         parameters[f"layers.1.{p}"].copy_(kept.flip(0))
         assert (ours(tokens) - expected).abs().max() > 1e-2
         parameters[f"layers.1.{p}"].copy_(kept)
+
+
+# Of a gradient, by the largest element of the tensor; measured: 9e-6 and 7e-6. fp32: sums of 80
+# tokens' products in another order. fp64: transformers computes rope's angles in fp32.
+TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-5}
+
+
+@pytest.fixture
+def wide(monkeypatch):
+    """What transformers computes in fp32 whatever the model is in, norms and softmax, is computed
+    in fp64 where it is given that.
+    """
+    narrow, softmax = torch.Tensor.float, F.softmax
+    monkeypatch.setattr(
+        torch.Tensor, "float", lambda x: x if x.dtype == torch.float64 else narrow(x)
+    )
+    monkeypatch.setattr(
+        F,
+        "softmax",
+        lambda x, dim, dtype=None: softmax(
+            x, dim, dtype=x.dtype if x.dtype == torch.float64 else dtype
+        ),
+    )
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradients(case, dtype, tmp_path, wide):
+    theirs, folder = build(case).to(dtype), save(build(case), tmp_path)
+    theirs.set_experts_implementation("eager")  # the others take no fp64
+    source = hf.read_config(folder)
+    ours = Decoder(source.tree).to(dtype)
+    parameters = dict(ours.named_parameters())
+    with torch.no_grad():
+        hf.load(folder, source, lambda name, full: state.write(parameters[name], full.to(dtype)))
+    tokens = torch.randint(0, source.tree.vocab_size, (2, 40))
+    logits = theirs(tokens).logits[:, :-1]  # its own loss is in fp32 whatever the model is in
+    expected = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    loss = ours(tokens[:, :-1], tokens[:, 1:]) / tokens[:, 1:].numel()
+    torch.testing.assert_close(loss, expected, rtol=TOLERANCE[dtype], atol=0)
+    expected.backward()
+    loss.backward()
+    stored = dict(hf.export(source, lambda name: parameters[name].grad))
+    wanted = revert_weight_conversion(theirs, {n: p.grad for n, p in theirs.named_parameters()})
+    assert stored.keys() == wanted.keys()
+    largest = max(g.abs().max() for g in wanted.values())
+    for name, g in wanted.items():
+        # a key's bias shifts all scores of a query alike: its true gradient is 0
+        off = (stored[name] - g).abs().max() / max(g.abs().max(), 1e-3 * largest)
+        assert off < TOLERANCE[dtype], f"{name}: {off:.1e}"
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_greedy_text(case, tmp_path):
+    """With a cache there as here."""
+    theirs, ours = build(case), engine.load(save(build(case), tmp_path))
+    prompts = torch.randint(0, ours.tree.vocab_size, (3, 7))
+    theirs.generation_config = transformers.GenerationConfig()  # no token ends a text
+    texts = theirs.generate(prompts, max_new_tokens=12, do_sample=False)[:, 7:]
+    assert engine.generate(ours, prompts.tolist(), 12) == texts.tolist()

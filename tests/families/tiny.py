@@ -22,6 +22,16 @@ SIZES = dict(
 GPT2 = dict(
     vocab_size=61, n_embd=32, n_layer=3, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2
 )
+FALCON = dict(
+    vocab_size=61,
+    hidden_size=32,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    max_position_embeddings=64,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+BLOOM = dict(vocab_size=61, hidden_size=32, n_layer=3, n_head=4, bos_token_id=1, eos_token_id=2)
 LLAMA3 = dict(
     rope_type="llama3",
     rope_theta=500.0,
@@ -105,11 +115,71 @@ CASES = {
             tie_word_embeddings=True,
         ),
     ),
+    # pad_token_id: transformers gives its row no gradient
+    "gemma": ("gemma", SIZES | dict(num_key_value_heads=1, head_dim=16, pad_token_id=None)),
+    "gemma-biased": (
+        "gemma",
+        SIZES | dict(head_dim=8, attention_bias=True, tie_word_embeddings=False, pad_token_id=None),
+    ),
+    # caps that scores and logits of this size feel
+    "gemma2": (
+        "gemma2",
+        SIZES
+        | dict(
+            head_dim=16,
+            sliding_window=5,
+            query_pre_attn_scalar=24,
+            attn_logit_softcapping=2.0,
+            final_logit_softcapping=3.0,
+            pad_token_id=None,
+        ),
+    ),
+    "gemma2-uncapped": (
+        "gemma2",
+        SIZES
+        | dict(
+            head_dim=16,
+            sliding_window=5,
+            layer_types=["full_attention", "full_attention", "sliding_attention"],
+            query_pre_attn_scalar=16,
+            attn_logit_softcapping=None,
+            final_logit_softcapping=None,
+            attention_bias=True,
+            pad_token_id=None,
+        ),
+    ),
     "gpt2": ("gpt2", GPT2),
     "gpt2-untied": (
         "gpt2",
         GPT2 | dict(tie_word_embeddings=False, n_inner=40, activation_function="gelu"),
     ),
+    "bloom": ("bloom", BLOOM),
+    "bloom-uneven-heads": (  # the slopes of a number between two powers of two
+        "bloom",
+        BLOOM | dict(hidden_size=36, n_head=6, tie_word_embeddings=False, layer_norm_epsilon=1e-3),
+    ),
+    "falcon": ("falcon", FALCON),  # as 7B is
+    "falcon-grouped": (  # as 40B is
+        "falcon",
+        FALCON | dict(new_decoder_architecture=True, num_kv_heads=2),
+    ),
+    "falcon-grouped-one-norm": (
+        "falcon",
+        FALCON
+        | dict(
+            new_decoder_architecture=True,
+            num_kv_heads=2,
+            num_ln_in_parallel_attn=1,
+            bias=True,
+            ffn_hidden_size=40,
+            activation="gelu_new",
+            tie_word_embeddings=False,
+            rope_parameters=dict(rope_type="linear", factor=4.0, rope_theta=1000.0),
+        ),
+    ),
+    "falcon-classic": ("falcon", FALCON | dict(multi_query=False, parallel_attn=False, bias=True)),
+    "falcon-classic-parallel": ("falcon", FALCON | dict(multi_query=False)),
+    "falcon-one-after-the-other": ("falcon", FALCON | dict(parallel_attn=False)),
 }
 
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
+import mechanisms
 import pytest
 import table
 import torch
@@ -17,8 +18,9 @@ from torch.utils.checkpoint import checkpoint
 from dolmen.core import collectives, rng, state
 from dolmen.core.mesh import Axis
 from dolmen.data.batch import IGNORED, Batch
-from dolmen.model import block, moe, tree
+from dolmen.model import block, moe, parallel, tree
 from dolmen.ops import dropout
+from dolmen.ops.attention import Attend
 from dolmen.parallel import channels, context, data, expert, loss, tensor
 from dolmen.train import step, validate
 
@@ -223,6 +225,17 @@ def masks_of_the_rank(patch):
     )
 
 
+def biases_of_both_ranks(patch):
+    """Branches side by side add their biases before they leave, on each rank of tp."""
+    leave = parallel.leave
+
+    def left(branches, results):
+        biases = [state.local(branch.row.bias) for branch in branches]
+        return leave(branches, results) + sum(biases)  # tp is 2
+
+    patch.setattr(parallel, "leave", left)
+
+
 def part_of_the_sums(which: int):
     """Of a validation's sums, nats and tokens, one is that of this rank alone."""
 
@@ -351,6 +364,22 @@ CONTROLS = {
         {"documents": True},
     ),
     "masks of a rank's own tokens": ("dropout", SEQUENCE, masks_of_the_rank),
+    "slopes of the first heads on every rank of tp": (
+        "bloom",
+        PLAIN,
+        constant(
+            Attend, "slopes_of", lambda attend, heads: attend.slopes and attend.slopes[:heads]
+        ),
+    ),
+    "Partial of the embedding's norm left out": ("bloom", SEQUENCE, untyped("residual_partial")),
+    "no slopes around the ring": ("bloom", RING, attending(slopes=None)),
+    "Partial of whole k, v left out side by side": (
+        "falcon-7b",
+        PLAIN,
+        untyped("branch_partial"),
+    ),
+    "Partial of norms left out side by side": ("falcon-40b", SEQUENCE, untyped("residual_partial")),
+    "biases of every rank of tp side by side": ("falcon-40b", PLAIN, biases_of_both_ranks),
     "dropout without the seed": (
         "dropout",
         PLAIN,
@@ -365,6 +394,7 @@ CONTROLS = {
     ),
 }
 CONFIGS = table.FAMILIES | {"window": variations.WINDOW, "dropout": table.DROPOUT}
+CONFIGS |= mechanisms.CONFIGS
 # of a validation, each is to change the loss, the number of tokens or the sum
 VALIDATIONS = {
     "tokens of one rank of dp": ("dp2 zero1", part_of_the_sums(1)),

@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 import torch
 import torch.distributed as dist
-from models import Flat, build, initialize
+from models import Flat, Tiny, build, initialize
 from spawning import Row
 
 from dolmen.core import state
@@ -229,7 +229,7 @@ class Run:
 
 
 def start(
-    config: Flat,
+    config: Flat | Tiny,
     mesh: Mesh,
     layout: Layout,
     optimizer: OptimizerConfig = OPTIMIZER,
@@ -245,7 +245,7 @@ def start(
 
 
 def run(
-    config: Flat,
+    config: Flat | Tiny,
     mesh: Mesh,
     layout: Layout,
     steps: int = STEPS,
@@ -324,7 +324,7 @@ def differences(got: Run, want: Run) -> dict[str, tuple[float, str]]:
 ALONE: dict[str, Run] = {}
 
 
-def alone(config: Flat, **options) -> Run:
+def alone(config: Flat | Tiny, **options) -> Run:
     """One process: made once for all rows that are compared with it."""
     key = repr((config, sorted(options.items())))
     if key not in ALONE:
@@ -332,13 +332,13 @@ def alone(config: Flat, **options) -> Run:
     return ALONE[key]
 
 
-def compare(config: Flat, layout: Layout, **options) -> dict[str, tuple[float, str]]:
+def compare(config: Flat | Tiny, layout: Layout, **options) -> dict[str, tuple[float, str]]:
     """One model on one layout of the joined world, against one process."""
     want = alone(config, **options)
     return differences(run(config, layout.mesh(torch.device("cpu")), layout, **options), want)
 
 
-def make_row(family: str, layout: Layout, config: Flat | None = None, full=False, **options):
+def make_row(family: str, layout: Layout, config: Flat | Tiny | None = None, full=False, **options):
     """The comparison of a family (or `config`, a variation of it) on `layout`."""
     call = partial(compare, config or FAMILIES[family], layout, **options)
     return Row(f"{layout}-{family}", layout.world, call, full)

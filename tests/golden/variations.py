@@ -8,7 +8,7 @@ from functools import partial
 
 import table
 import torch
-from models import Flat
+from models import Flat, Tiny
 from spawning import Row
 from table import DROPOUT, FAMILIES, SINGLE, Layout
 
@@ -19,7 +19,7 @@ EXPERTS = FAMILIES["qwen3-moe"]
 OTHER_SEED = 7
 
 
-def rows(config: Flat, name: str, layouts: str, **options) -> list[Row]:
+def rows(config: Flat | Tiny, name: str, layouts: str, **options) -> list[Row]:
     """A row per line; a bar at its end makes it one of the full tier."""
     made = []
     for line in filter(None, map(str.strip, layouts.splitlines())):
@@ -79,14 +79,14 @@ SEEDED = rows(DROPOUT, "gpt2", "dp2 tp2 sp zero3 acc4", steps=2, seed=OTHER_SEED
 )
 
 
-def validated(config: Flat, mesh, layout: Layout) -> Losses:
+def validated(config: Flat | Tiny, mesh, layout: Layout) -> Losses:
     """Validation over all batches, with documents; of unequal counts of tokens on the ranks."""
     train = table.start(config, mesh, layout)
     return evaluate(train.model, table.batches(mesh, documents=True), mesh, train.schedule)
 
 
 def compare_validation(
-    config: Flat, layout: Layout, damage=nullcontext()
+    config: Flat | Tiny, layout: Layout, damage=nullcontext()
 ) -> dict[str, tuple[float, str]]:
     """Against one process: relative, and tokens as their difference."""
     with damage:

@@ -15,7 +15,7 @@ from dolmen.model.decoder import Decoder
 from dolmen.model.layers import is_partial, places
 from dolmen.model.split import whole
 from dolmen.model.training import RouterTraining, Training
-from dolmen.model.tree import Alibi, Block, Rope, Run, Tree, Yarn, check_cuts, under
+from dolmen.model.tree import Block, Rope, Run, Tree, Yarn, check_cuts, under
 from dolmen.optim.config import OptimizerConfig
 from dolmen.optim.optimizer import adamw
 from dolmen.parallel.tensor import TensorParallel
@@ -142,10 +142,8 @@ def changed(flat: Flat, **mixer) -> Tree:
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        (changed(LLAMA, positions=Alibi(4)), "does not compute Alibi"),
         (changed(LLAMA, positions=Rope(4, scaling=Yarn(2.0, 8))), "does not compute Yarn"),
-        (changed(LLAMA, soft_cap=50.0), "Attention.soft_cap is 50.0"),
-        (replace(LLAMA.tree, head=replace(LLAMA.tree.head, soft_cap=30.0)), "Head.soft_cap"),
+        (changed(LLAMA, positions=Rope(4, interleaved=True)), "Rope.interleaved is True"),
     ],
 )
 def test_what_no_module_computes_is_refused(model, said):

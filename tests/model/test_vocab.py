@@ -1,6 +1,6 @@
 """Sizes that tp does not divide: a vocabulary of 711 or 71 and few key-value heads work at every
 tp; heads that tp does not divide, and a rank without a row of the vocabulary, are refused with the
-numbers. The fused loss against plain cross-entropy.
+numbers. The fused loss against plain cross-entropy, with logits soft-capped or not.
 """
 
 from dataclasses import replace
@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from backward import backward
-from models import Flat, build, decoder, initialize
+from models import Flat, Tiny, build, decoder, initialize
 from spawning import run_spawned
 
 from dolmen.core import mesh as meshes
@@ -47,28 +47,36 @@ def sized(vocab_size, heads, kv_heads, **more) -> Flat:
     return Flat(**sizes | more)
 
 
+def capped(flat: Flat, cap: float | None) -> Tiny:
+    """The same with a soft cap of its logits."""
+    return Tiny(replace(flat.tree, head=replace(flat.tree.head, soft_cap=cap)))
+
+
 def step(config, mesh, sequence=False) -> tuple[float, dict[str, torch.Tensor], torch.Tensor]:
     """(loss, whole gradients, whole logits) of one batch in fp64."""
     model = build(config, mesh, Layout(sequence_parallel=sequence, zero=0), dtype=torch.float64)
     initialize(model, 0)
-    tokens = torch.randint(config.vocab_size, (3, 4), generator=torch.Generator().manual_seed(5))
+    vocabulary = config.tree.vocab_size
+    tokens = torch.randint(vocabulary, (3, 4), generator=torch.Generator().manual_seed(5))
     labels = tokens.roll(1, 1)
     labels[0, 1:3] = IGNORED
     total = model(tokens, labels)
     backward(total / mesh.dp.size, model, last=True, zero=0)  # every rank of dp has the same batch
     gradients = {name: state.full(p.grad) for name, p in model.named_parameters()}
     with inference(model):
-        logits = gather_vocabulary(model(tokens), config.vocab_size, mesh.tp)
+        logits = gather_vocabulary(model(tokens), vocabulary, mesh.tp)
     return float(total.detach()), gradients, logits
 
 
 def compare(dp: int, tp: int) -> list[float]:
     """For each case of this tp, plain and sequence parallel: the largest difference from one
-    process.
+    process. The last of them has soft-capped logits.
     """
     out = []
     for case in CASES[tp]:
         config = sized(*case, qk_norm=case[2] != 2)
+        if case == CASES[tp][-1]:
+            config = capped(config, 0.5)
         want_loss, want, want_logits = step(config, SINGLE)
         for sequence in (False, True):
             got_loss, got, logits = step(config, meshes.grid(dp, tp, torch.device("cpu")), sequence)
@@ -141,20 +149,22 @@ def test_every_accepted_vocabulary_is_covered_once():
                 )
 
 
+@pytest.mark.parametrize("soft_cap", (None, 0.5))
 @pytest.mark.parametrize("tied", (False, True))
 @pytest.mark.parametrize("at_once", (1 << 22, 3 * 711), ids=("one chunk", "chunks of three tokens"))
-def test_loss_and_gradients_against_cross_entropy(tied, at_once):
+def test_loss_and_gradients_against_cross_entropy(tied, at_once, soft_cap):
     """The decoder's own loss, whose gradient is formed in forward, against F.cross_entropy on its
     logits, both in fp64.
     """
     config = sized(711, 4, 2, tie_word_embeddings=tied, num_hidden_layers=2)
-    model = build(config, SINGLE, dtype=torch.float64)
+    model = build(capped(config, soft_cap), SINGLE, dtype=torch.float64)
     model.split = replace(model.split, kernels=Kernels(logits_at_once=at_once))
     initialize(model, 0)
     tokens = torch.randint(711, (2, 7), generator=torch.Generator().manual_seed(1))
     labels = tokens.roll(-1, 1)
     labels[:, -1] = IGNORED
     parameters = list(model.parameters())
+    assert (model(tokens).abs().max() < 0.5) == (soft_cap is not None)  # and is felt
     plain = F.cross_entropy(
         model(tokens).view(-1, 711), labels.view(-1), ignore_index=IGNORED, reduction="sum"
     )

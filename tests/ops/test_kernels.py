@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from models import Flat, build
+from models import Flat, build, tiny
 
 from dolmen.core.mesh import SINGLE
+from dolmen.model.build import chosen
 from dolmen.ops.attention import Attend
 from dolmen.ops.attention.alibi import slopes
 from dolmen.ops.kernels import A100, CPU, H100, Hardware, Kernels, choose
@@ -54,6 +55,21 @@ def test_attention(hardware, dtype, head_dim, attention):
 )
 def test_experts(hardware, dtype, widths, grouped):
     assert choose(hardware, dtype, 64, widths).grouped == grouped
+
+
+def test_a_model_with_alibi_has_blocks():
+    """What its layers' attention is reaches the choice."""
+    kernels = {
+        name: chosen(
+            tiny(name, hidden_size=128, num_attention_heads=8, vocab_size=71).tree,
+            SINGLE,
+            HALF,
+            H100,
+        )
+        for name in ("bloom", "llama")
+    }
+    assert (kernels["llama"].attention, kernels["llama"].without) == ("flash", "")
+    assert (kernels["bloom"].attention, kernels["bloom"].without) == ("blocks", "ALiBi")
 
 
 def test_a_cpu_has_the_defaults_and_is_what_a_device_of_it_says():

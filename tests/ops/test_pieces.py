@@ -213,19 +213,37 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("soft_cap", (None, 2.0))
 @pytest.mark.parametrize("dtype, tolerance, compile", CASES, ids=["64", "32", "16", "16-compiled"])
-def test_linear_cross_entropy(dtype, tolerance, compile):
+def test_linear_cross_entropy(dtype, tolerance, compile, soft_cap):
     """Chunks that do not divide the tokens, ignored labels; bf16 rounds logits and their gradient
-    to 8 bits.
+    to 8 bits. Logits are 5 or so, which a soft cap of 2 feels.
     """
     x, w = normal(20, 24, dtype=dtype), normal(50, 24, dtype=dtype)
     labels = torch.arange(20) % 50
     labels[[0, 11]] = IGNORED
-    got = loss.linear_cross_entropy(x, w, labels, 50, TensorParallel(SINGLE.tp), compile, 7 * 50)
+    tp = TensorParallel(SINGLE.tp)
+    got = loss.linear_cross_entropy(x, w, labels, 50, tp, compile, 7 * 50, soft_cap)
     wide = [t.detach().double().requires_grad_() for t in (x, w)]
-    want = F.cross_entropy(F.linear(*wide), labels, ignore_index=IGNORED, reduction="sum")
+    logits = F.linear(*wide)
+    if soft_cap is not None:
+        logits = soft_cap * torch.tanh(logits / soft_cap)
+    want = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
     assert math.isclose(got.item(), want.item(), rel_tol=tolerance)
     for a, b in zip(
         torch.autograd.grad(got * 0.3, (x, w)), torch.autograd.grad(want * 0.3, wide), strict=True
     ):
         assert (a.double() - b).norm() <= tolerance * b.norm()
+
+
+def test_soft_capped_loss_by_differences():
+    """Of logits far below the cap, about it and far above: the slope of the last is nearly 0."""
+    labels = torch.tensor([0, 4, IGNORED])
+    tp = TensorParallel(SINGLE.tp)
+    for scale in (0.1, 1.0, 8.0):
+        torch.autograd.gradcheck(
+            lambda x, w, scale=scale: loss.linear_cross_entropy(
+                x * scale, w, labels, 5, tp, soft_cap=3.0
+            ),
+            (normal(3, 7), normal(5, 7)),
+        )

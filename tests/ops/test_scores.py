@@ -8,6 +8,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from dolmen.model.config import ModelConfig
+from dolmen.train.build import build, initialize
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BloomConfig, Gemma2Config
@@ -16,14 +18,12 @@ from transformers.models.falcon import modeling_falcon as falcon
 from transformers.models.gemma2 import modeling_gemma2 as gemma2
 
 from dolmen.core.mesh import SINGLE
-from dolmen.model.config import ModelConfig
 from dolmen.ops.attention import Attend, blocks, blockwise, dropped, reference, visible
 from dolmen.ops.attention.alibi import slopes
 from dolmen.ops.attention.reference import CASES, KNOWN, ROADS, SCORES, definition
 from dolmen.ops.dropout import Dropout, Noise
 from dolmen.parallel.recompute import again
 from dolmen.serve.cache import LayerCache
-from dolmen.train.build import build, initialize
 
 HERE = torch.device("cpu")
 SIZES = {name: CASES[name] for name in ("another scale", "narrow values", "wide values")}

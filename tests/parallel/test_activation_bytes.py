@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from models import Flat, decoder, initialize
+from models import Flat, Tiny, decoder, initialize, of_layers, tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -81,13 +81,13 @@ class Alive(TorchDispatchMode):
         return out
 
 
-def make(config: Flat, layout: Layout, device: str, dtype: torch.dtype) -> Decoder:
+def make(config: Flat | Tiny, layout: Layout, device: str, dtype: torch.dtype) -> Decoder:
     mesh = meshes.grid(
         WORLD // layout.tp // layout.cp, layout.tp, torch.device("cpu"), cp=layout.cp
     )
     kernels = Kernels("flash" if device == "meta" else "blocks")
     with torch.device("meta"):
-        parts = split(mesh, config.num_hidden_layers, layout, kernels=kernels)
+        parts = split(mesh, config.tree.layers, layout, kernels=kernels)
         model = decoder(config, parts).to(dtype)
     state.distribute(model, model.plan(), mesh)
     if device == "cpu":
@@ -99,7 +99,7 @@ def make(config: Flat, layout: Layout, device: str, dtype: torch.dtype) -> Decod
 
 
 def kept(
-    config: Flat,
+    config: Flat | Tiny,
     layout: Layout,
     length: int = LENGTH,
     batch: int = BATCH,
@@ -113,7 +113,7 @@ def kept(
     parameters = {state.shard(p).untyped_storage() for p in model.parameters()}
     with torch.device(device):
         tokens = torch.zeros(batch, length, dtype=torch.int64)
-        noise = Noise(torch.tensor(1), torch.arange(batch)) if config.dropout else None
+        noise = Noise(torch.tensor(1), torch.arange(batch)) if config.training.dropout else None
     with Alive() as alive:
         loss = model(tokens, tokens, noise=noise)
         assert loss.requires_grad
@@ -123,14 +123,15 @@ def kept(
 NUMBER = 8  # bytes of a layer's number, which its dropout takes as an int64 tensor
 
 
-def per_layer(config: Flat, layout: Layout, **options) -> int:
+def per_layer(config: Flat | Tiny, layout: Layout, **options) -> int:
     """Bytes of one layer more, but for its number, where that is kept to be computed again."""
-    three, two = (kept(replace(config, num_hidden_layers=n), layout, **options) for n in (3, 2))
-    return three - two - (NUMBER if config.dropout and layout.recompute != "none" else 0)
+    three, two = (kept(of_layers(config, n), layout, **options) for n in (3, 2))
+    numbered = config.training.dropout and layout.recompute != "none"
+    return three - two - (NUMBER if numbered else 0)
 
 
 def closed(
-    config: Flat,
+    config: Flat | Tiny,
     layout: Layout,
     length: int = LENGTH,
     batch: int = BATCH,
@@ -145,7 +146,7 @@ def closed(
         recompute=layout.recompute,
         cp=layout.cp,
         element_bytes=dtype.itemsize,
-        dropout=config.dropout,
+        dropout=config.training.dropout,
     )
 
 
@@ -193,6 +194,31 @@ def test_fused(t, sequence, kind):
         assert closed(GPT, layout) == closed(
             DROPPED, replace(layout, recompute="selective")
         ) - TOKENS * 2 * h / r + (TOKENS * 4 * HEADS / t if kind == "none" else 0)
+
+
+FALCON = dict(vocab_size=128, hidden_size=HIDDEN, num_attention_heads=HEADS, num_hidden_layers=2)
+SIDE_BY_SIDE = {
+    "one norm": tiny("falcon", **FALCON),
+    "two norms": tiny("falcon", **FALCON, new_decoder_architecture=True),
+    "dropout": tiny("falcon", dropout=0.1, **FALCON, new_decoder_architecture=True),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("t", "sequence"), SPLITS)
+def test_side_by_side(t, sequence, kind):
+    """Attention and feed-forward layer with one input, or with two of one x: 2 s b h of norm and
+    columns each, and one mask.
+    """
+    layout = Layout(tp=t, sequence_parallel=sequence, recompute=kind)
+    for config in SIDE_BY_SIDE.values():
+        fused = kind == "none" and not config.training.dropout
+        assert per_layer(config, layout) == closed(config, layout) + RANDOM_STATE * fused
+    r = t if sequence else 1
+    if kind != "full":
+        one, two = (closed(config, layout) for config in list(SIDE_BY_SIDE.values())[:2])
+        kv = 2 * (HEADS // t - 1) * 2 * HIDDEN // HEADS  # of as many heads as queries
+        assert two - one == TOKENS * (2 * HIDDEN + 8) / r + TOKENS * kv
 
 
 def test_shared_heads():
@@ -246,13 +272,13 @@ def test_some_layers(kind):
     assert bytes_of == [none] + [none + rows - k * (saved - NUMBER) for k in range(1, 5)]
 
 
-def _saved_by_autograd(self, x):
-    return FORWARD(self, x.float().sigmoid().to(x.dtype))
+def _saved_by_autograd(self, x, *more):
+    return FORWARD(self, x.float().sigmoid().to(x.dtype), *more)
 
 
-def _held_by_an_attribute(self, x):
+def _held_by_an_attribute(self, x, *more):
     self.secret = x + 1
-    return FORWARD(self, x)
+    return FORWARD(self, x, *more)
 
 
 # and the bytes an element they keep
@@ -265,7 +291,7 @@ def test_a_tensor_more_is_seen(monkeypatch, secret):
     drops autograd's alone.
     """
     honest = {kind: per_layer(DROPPED, Layout(recompute=kind)) for kind in KINDS}
-    monkeypatch.setattr(MLP, "forward", lambda self, x, *more: secret(self, x))
+    monkeypatch.setattr(MLP, "forward", secret)
     more = {kind: per_layer(DROPPED, Layout(recompute=kind)) - honest[kind] for kind in KINDS}
     one = SECRETS[secret] * TOKENS * HIDDEN
     assert more == dict(none=one, selective=one, full=0 if secret is _saved_by_autograd else one)

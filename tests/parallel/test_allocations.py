@@ -69,7 +69,7 @@ def test_a_pair_of_products_allocates_what_they_are(sequence, bias):
     g = torch.randn(rows, HIDDEN)
     whole, local, weight = TOKENS * HIDDEN, TOKENS * part, HIDDEN * part
     with Allocated() as mode:
-        y = tensor.rows(tensor.columns(x, [up], [b], tp)[0], down, tp)
+        y = tensor.rows(tensor.columns(x, [up], [b], tp), [down], tp)
         scattered = whole // TP
         assert mode.take() == local + whole + sequence * (whole + scattered)
         torch.autograd.backward(y, g)

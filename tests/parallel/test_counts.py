@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from backward import backward
-from models import Flat, build, initialize
+from models import Flat, build, initialize, of_layers, tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dolmen.core import mesh as meshes
@@ -39,6 +39,11 @@ FAMILIES = {
         tie_word_embeddings=True,
         max_position_embeddings=17,
     ),
+}
+FALCON = dict(hidden_size=HIDDEN, ffn_hidden_size=FFN, num_attention_heads=8, num_hidden_layers=1)
+SIDE_BY_SIDE = {
+    "falcon-7b": FALCON,
+    "falcon-40b": FALCON | dict(new_decoder_architecture=True, num_kv_heads=4),
 }
 SHORT = {
     "all_reduce": "all-reduce",
@@ -124,9 +129,11 @@ def trace(
     family: str, sequence: bool, layers: int, compute=torch.float32, vocab_size: int = 71
 ) -> list[Sent]:
     """Forward and backward of one microbatch, as rank 0 sends it."""
-    config = Flat(
-        **SIZES | FAMILIES[family] | dict(num_hidden_layers=layers, vocab_size=vocab_size)
-    )
+    if family in SIDE_BY_SIDE:
+        one = tiny("falcon", vocab_size=vocab_size, **SIDE_BY_SIDE[family])
+    else:
+        one = Flat(**SIZES | FAMILIES[family] | dict(vocab_size=vocab_size, num_hidden_layers=1))
+    config = of_layers(one, layers)
     mesh = meshes.grid(DP, TP, torch.device("cpu"))
     model = build(config, mesh, Layout(sequence_parallel=sequence, zero=2), compute=compute)
     initialize(model, 0)
@@ -182,6 +189,34 @@ def test_sequence_parallelism(family, compute):
         Counter({("gather", whole): 2, ("scatter", whole): 2}),
         Counter({("gather", whole): 2 + 2, ("scatter", whole): 2}),
     )
+
+
+@pytest.mark.parametrize("compute", (torch.float32, torch.bfloat16), ids=str)
+def test_side_by_side_enters_and_leaves_together(compute):
+    """One collective where two layers one after the other have two; with two norms there are two
+    inputs, whose gradients are summed each.
+    """
+    whole = TOKENS * HIDDEN * compute.itemsize
+    reduce, gather, scatter = (("all-reduce", whole), ("gather", whole), ("scatter", whole))
+    for family, inputs in (("falcon-7b", 1), ("falcon-40b", 2)):
+        assert per_layer(family, False, compute=compute) == (
+            Counter({reduce: 1}),
+            Counter({reduce: inputs}),
+        )
+        # backward gathers what came in once more, and the gradient of what left
+        assert per_layer(family, True, compute=compute) == (
+            Counter({gather: inputs, scatter: 1}),
+            Counter({gather: inputs + 1, scatter: inputs}),
+        )
+
+
+@pytest.mark.parametrize("sequence", (False, True))
+def test_side_by_side_overlaps_all_weight_gradients(sequence):
+    """With one norm the sum of dx is under way while all of q, k, v and up have theirs computed."""
+    last = [s for s in trace("falcon-7b", sequence, 1) if s.backward and not s.parameter]
+    sums = [s.meanwhile for s in last if s.kind == ("scatter" if sequence else "all-reduce")][1:]
+    head, q, f = HIDDEN // 8, HIDDEN // TP, FFN // TP
+    assert sums == [[(rows, HIDDEN) for rows in (q, head, head, f)]]
 
 
 @pytest.mark.parametrize("sequence", (False, True))

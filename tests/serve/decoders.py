@@ -3,7 +3,7 @@ enough to matter.
 """
 
 import torch
-from models import Flat, build, initialize
+from models import Flat, build, initialize, tiny
 
 from dolmen.core.mesh import SINGLE, Mesh
 from dolmen.model.layout import Layout
@@ -37,6 +37,31 @@ DECODERS = {
     "window": Flat(**SIZES, num_key_value_heads=2, sliding_window=5),
     "window-in-one-layer": Flat(
         **SIZES, num_key_value_heads=2, sliding_window=5, sliding_layers=(1,)
+    ),
+}
+FALCON = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    max_position_embeddings=MOST,
+    initializer_range=0.3,
+    tie_word_embeddings=False,
+)
+DECODERS |= {
+    "alibi": tiny(
+        "bloom",
+        vocab_size=VOCABULARY,
+        hidden_size=48,
+        n_layer=2,
+        n_head=6,
+        seq_length=MOST,
+        initializer_range=0.3,
+        tie_word_embeddings=False,
+    ),
+    "side-by-side": tiny("falcon", **FALCON),
+    "side-by-side-two-norms": tiny(
+        "falcon", **FALCON, new_decoder_architecture=True, num_kv_heads=2, bias=True
     ),
 }
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12, 13, 14], [15, 16, 17], [70, 0, 70]]

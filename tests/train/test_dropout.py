@@ -12,12 +12,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from models import Flat, build, initialize
+from models import Flat, Tiny, build, initialize, tiny
 from torch import Tensor
 
 from dolmen.core.mesh import SINGLE
 from dolmen.data.batch import Batch, document_starts
 from dolmen.model.decoder import Decoder
+from dolmen.ops import dropout
 from dolmen.ops.dropout import Noise, keep
 from dolmen.optim.optimizer import OptimizerConfig, adamw
 from dolmen.parallel import schedule as schedules
@@ -49,7 +50,7 @@ def batch(documents: bool = False) -> Batch:
     return Batch(whole.tokens, whole.labels, starts)
 
 
-def decoder(config: Flat = CONFIG) -> Decoder:
+def decoder(config: Flat | Tiny = CONFIG) -> Decoder:
     model = build(config, SINGLE, dtype=torch.float64)
     initialize(model, 0)
     return model.train()
@@ -198,6 +199,43 @@ def test_rows_columns_and_heads_are_not_alike(masks):
             pairs = mask.narrow(dim, 0, n) * mask.narrow(dim, 1, n)
             error = P * (1 - P) / math.sqrt(pairs.numel())
             assert abs(float(pairs.mean())) < 5 * error, f"{site}, dim {dim}"
+
+
+@pytest.mark.parametrize("norms", (1, 2))
+def test_side_by_side_is_dropped_as_one(monkeypatch, norms):
+    """What attention and the feed-forward layer add together has one mask per layer."""
+    config = tiny(
+        "falcon",
+        dropout=P,
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        new_decoder_architecture=True,
+        num_ln_in_parallel_attn=norms,
+        initializer_range=0.1,
+    )
+    model, streams, dropped, residual = decoder(config), [], [], dropout.residual
+
+    def watched(y, p, noise, site, rows):
+        out = residual(y, p, noise, site, rows)
+        dropped.append((out, y))
+        return out
+
+    monkeypatch.setattr(dropout, "residual", watched)
+    for block in model.layers.values():
+        block.register_forward_hook(lambda m, args, y: streams.append(y - args[0]))
+    model(batch().tokens, noise=Noise(torch.tensor(5), torch.arange(ROWS)))
+    assert len(dropped) == 1 + LAYERS == 1 + len(streams)
+    masks = []
+    for added, (out, y) in zip(streams, dropped[1:], strict=True):
+        torch.testing.assert_close(added, out)
+        assert torch.equal(out[out != 0], y[out != 0] / (1 - P))
+        masks.append(out != 0)
+        assert abs(float(masks[-1].double().mean()) - (1 - P)) < 5 * math.sqrt(
+            P * (1 - P) / y.numel()
+        )
+    assert not torch.equal(masks[0], masks[1])
 
 
 def test_losses_differ_by_step_and_seed():

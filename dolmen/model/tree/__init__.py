@@ -20,8 +20,10 @@ from dolmen.model.tree.experts import Experts, Router
 from dolmen.model.tree.leaf import Cut, Leaf, Leaves, Stream, check_cuts, under, within
 from dolmen.model.tree.mlp import Mlp
 from dolmen.model.tree.norm import Norm
+from dolmen.model.tree.parallel import Parallel
 from dolmen.model.tree.positions import Alibi, Linear, Llama3, Rope, Table, Yarn
 from dolmen.model.tree.pre import Pre
+from dolmen.model.tree.sandwich import Sandwich
 
 __all__ = [
     "Alibi",
@@ -37,10 +39,12 @@ __all__ = [
     "Llama3",
     "Mlp",
     "Norm",
+    "Parallel",
     "Pre",
     "Rope",
     "Router",
     "Run",
+    "Sandwich",
     "Stream",
     "Table",
     "Tree",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from dolmen.model.tree.leaf import Cut, Leaves, Stream, column, row, within
 from dolmen.model.tree.norm import Norm
-from dolmen.model.tree.positions import Alibi, Rope
+from dolmen.model.tree.positions import Relative
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Attention:
     o_bias: bool = False
     qk_norm: Norm | None = None
     """Of each query and key head, before rope."""
-    positions: Rope | Alibi | None = None
+    positions: Relative | None = None
     scale: float | None = None
     """None: 1 / sqrt(head_size)."""
     window: int | None = None

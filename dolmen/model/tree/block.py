@@ -11,10 +11,12 @@ from dolmen.model.tree.experts import Experts
 from dolmen.model.tree.leaf import Leaves, Stream
 from dolmen.model.tree.mlp import Mlp
 from dolmen.model.tree.norm import Norm
+from dolmen.model.tree.parallel import Parallel
 from dolmen.model.tree.pre import Pre
+from dolmen.model.tree.sandwich import Sandwich
 
 Mixer = Attention
-Arrangement = Pre
+Arrangement = Pre | Parallel | Sandwich
 
 
 @dataclass(frozen=True)

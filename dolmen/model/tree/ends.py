@@ -12,9 +12,11 @@ class Embedding:
     rows: int
     """Of the vocabulary, tokens."""
     scale: float = 1.0
-    """What its rows are multiplied by as they enter (Gemma: sqrt(hidden_size))."""
+    """What its rows are multiplied by as they enter (Gemma: sqrt(hidden_size)); the head, where it
+    is tied, has them as they are.
+    """
     norm: Norm | None = None
-    """Of what enters (BLOOM)."""
+    """Of what enters, after a table of positions (BLOOM)."""
     positions: Table | None = None
 
     def leaves(self, hidden: int, tied: bool) -> Leaves:

@@ -21,6 +21,8 @@ class Norm:
     def __post_init__(self):
         if not 0 <= self.eps < math.inf:
             raise ValueError(f"a norm's eps is {self.eps!r}: it must be finite and not negative")
+        if self.zero_centred and self.kind != "rmsnorm":
+            raise ValueError(f"{self} is zero-centred: dolmen computes that of rmsnorm alone")
 
     def leaves(self, size: int, gradient: Gradient = "residual") -> Leaves:
         """Of a norm over `size` features, whole on every rank of tp."""

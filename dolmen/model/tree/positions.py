@@ -68,9 +68,13 @@ class Rope:
 
 @dataclass(frozen=True)
 class Alibi:
-    """score(i, j) += slope_h * (j - i), a slope per head."""
+    """score(i, j) += slope_h * (j - i), a slope per head: falling powers of 2, between two powers
+    of two heads those of the lower and every other one of the upper.
+    """
 
-    heads: int
+
+Relative = Rope | Alibi
+"""What attention knows of where a key is, seen from a query."""
 
 
 @dataclass(frozen=True)

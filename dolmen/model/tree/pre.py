@@ -11,6 +11,24 @@ from dolmen.model.tree.leaf import Leaves, within
 class Pre:
     """x += mixer(norm x); x += mlp(norm x)."""
 
+    @property
+    def norms(self) -> int:
+        return 2
+
+    @property
+    def streams(self) -> int:
+        """Tensors as wide as the residual stream that backward needs of a block: what norms and
+        columns were given.
+        """
+        return 4
+
+    @property
+    def additions(self) -> int:
+        """How often something is added to the residual stream, each time with a dropout of its
+        own.
+        """
+        return 2
+
     def leaves(self, norm: Leaves, mixer: Leaves, mlp: Leaves) -> Leaves:
         """Of a block, by name and in order, out of those of a norm, of its mixer and of its mlp."""
         return {

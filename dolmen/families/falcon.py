@@ -1,0 +1,239 @@
+"""Falcon (Almazrouei et al., 2311.16867): LayerNorms, a plain feed-forward layer, and q, k, v in
+one tensor. Three shapes of it:
+
+    7B          one norm before attention and feed-forward layer side by side, one key-value head
+    40B, 180B   new_decoder_architecture: a norm for each of the two, groups of queries
+    RW          parallel_attn false: one after the other; biases, as many key-value heads as queries
+
+q, k, v are stored per key-value head, first its queries: [q ... q, k, v] of one, [q, k, v] per head
+of the classic layout.
+"""
+
+from typing import Any
+
+from dolmen.families import rope
+from dolmen.families.family import BESIDE, Family, Field, activation, expect
+from dolmen.families.rules import Rename, Rule, Split
+from dolmen.files import kinds
+from dolmen.files.schema import Flag, Int, Real, optional
+from dolmen.model.tree import (
+    Attention,
+    Block,
+    Embedding,
+    Head,
+    Mlp,
+    Norm,
+    Parallel,
+    Pre,
+    Rope,
+    Tree,
+    runs_of,
+)
+from dolmen.model.tree.block import Arrangement
+
+FIELDS = (
+    Field("vocab_size", kinds.VOCABULARY, 65024, "Rows of the embedding and of the head, tokens."),
+    Field("hidden_size", kinds.WIDTH, 4544, "Width of the residual stream.", ("n_embed",)),
+    Field("num_hidden_layers", kinds.LAYERS, 32, "Decoder blocks."),
+    Field("num_attention_heads", kinds.HEADS, 71, "Query heads."),
+    Field(
+        "num_kv_heads",
+        optional(kinds.HEADS),
+        None,
+        "Key and value heads, where new_decoder_architecture is set. None: as many as query heads.",
+        common=("num_key_value_heads",),
+    ),
+    Field(
+        "new_decoder_architecture",
+        optional(Flag()),
+        False,
+        "Groups of queries share a key-value head; attention and feed-forward layer stand side by "
+        "side, each with its norm.",
+    ),
+    Field(
+        "multi_query",
+        optional(Flag()),
+        True,
+        "Without new_decoder_architecture: one key-value head, not one per query head.",
+    ),
+    Field(
+        "parallel_attn",
+        optional(Flag()),
+        True,
+        "Attention and feed-forward layer stand side by side, not one after the other.",
+    ),
+    Field(
+        "num_ln_in_parallel_attn",
+        optional(Int(1, 2)),
+        None,
+        "Norms before attention and feed-forward layer side by side. None: 2 with "
+        "new_decoder_architecture, else 1.",
+    ),
+    Field("bias", optional(Flag()), False, "Biases on all linears."),
+    Field(
+        "ffn_hidden_size",
+        optional(kinds.WIDTH),
+        None,
+        "Width of the feed-forward layer; None: 4 hidden_size.",
+        common=("intermediate_size",),
+    ),
+    Field(
+        "activation",
+        kinds.NAME,
+        "gelu",
+        "Activation of the feed-forward layer: gelu (the exact erf form), gelu_pytorch_tanh, silu, "
+        "relu.",
+        common=("hidden_act",),
+    ),
+    Field("max_position_embeddings", kinds.POSITIONS, 2048, "Longest sequence, tokens."),
+    *rope.fields(),
+    Field(
+        "layer_norm_epsilon",
+        Real(0),
+        1e-5,
+        "Added to the variance inside every norm.",
+        common=("norm_eps",),
+    ),
+    Field(
+        "initializer_range",
+        Real(0),
+        0.02,
+        "Standard deviation of initial weights; output projections get it divided by "
+        "sqrt(2 * layers).",
+    ),
+    Field("tie_word_embeddings", Flag(), True, "Head and embedding are one parameter."),
+)
+
+
+def _arrangement(c: dict[str, Any]) -> Arrangement:
+    """Raises ValueError for what no class of transformers computes either."""
+    grouped, parallel, norms = (
+        c[name] for name in ("new_decoder_architecture", "parallel_attn", "num_ln_in_parallel_attn")
+    )
+    if grouped and not parallel:
+        raise ValueError(
+            f"parallel_attn is {parallel}, but new_decoder_architecture is {grouped}: it has them "
+            "side by side; set parallel_attn true"
+        )
+    if not parallel:
+        return Pre()
+    if norms == 2 and not grouped:
+        raise ValueError(
+            f"num_ln_in_parallel_attn is 2, but new_decoder_architecture is {grouped}: without it "
+            "there is one norm"
+        )
+    return Parallel(norms or (2 if grouped else 1))
+
+
+def _kv_heads(c: dict[str, Any]) -> int:
+    heads, given = c["num_attention_heads"], c["num_kv_heads"]
+    if c["new_decoder_architecture"]:
+        return given or heads
+    used = 1 if c["multi_query"] else heads
+    if given not in (None, used, heads):  # transformers writes `heads`, and does not read it
+        raise ValueError(
+            f"num_kv_heads is {given}, but without new_decoder_architecture and with multi_query "
+            f"{c['multi_query']} there are {used}: leave it out, or set new_decoder_architecture"
+        )
+    return used
+
+
+def read(c: dict[str, Any]) -> Tree:
+    heads, hidden, bias = c["num_attention_heads"], c["hidden_size"], bool(c["bias"])
+    if hidden % heads:
+        raise ValueError(
+            f"hidden_size ({hidden}) is not divisible by num_attention_heads ({heads})"
+        )
+    norm = Norm("layernorm", float(c["layer_norm_epsilon"]), bias=True)
+    mixer = Attention(
+        heads,
+        _kv_heads(c),
+        hidden // heads,
+        q_bias=bias,
+        k_bias=bias,
+        v_bias=bias,
+        o_bias=bias,
+        positions=rope.read(c, hidden // heads),
+    )
+    mlp = Mlp(
+        4 * hidden if c["ffn_hidden_size"] is None else c["ffn_hidden_size"],
+        gated=False,
+        activation=activation(c["activation"], "activation"),
+        bias=bias,
+    )
+    return Tree(
+        hidden_size=hidden,
+        embedding=Embedding(c["vocab_size"]),
+        runs=runs_of([Block(mixer, mlp, norm, _arrangement(c))] * c["num_hidden_layers"]),
+        final_norm=norm,
+        head=Head(tied=c["tie_word_embeddings"]),
+        max_position_embeddings=c["max_position_embeddings"],
+        initializer_range=float(c["initializer_range"]),
+    )
+
+
+def new(tree: Tree) -> dict[str, Any]:
+    block = tree.blocks[0]
+    mixer, mlp = expect(block.mixer, Attention, "mixer"), expect(block.mlp, Mlp, "mlp")
+    arrangement = block.arrangement
+    grouped = arrangement == Parallel(2) or mixer.kv_heads not in (1, mixer.heads)
+    return {
+        "vocab_size": tree.embedding.rows,
+        "hidden_size": tree.hidden_size,
+        "num_hidden_layers": len(tree.blocks),
+        "num_attention_heads": mixer.heads,
+        "num_kv_heads": mixer.kv_heads,
+        "new_decoder_architecture": grouped,
+        "multi_query": not grouped and mixer.kv_heads == 1,
+        "parallel_attn": arrangement != Pre(),
+        "num_ln_in_parallel_attn": NORMS.get(arrangement),
+        "bias": mixer.q_bias,
+        "ffn_hidden_size": mlp.size,
+        "activation": "gelu_pytorch_tanh" if mlp.activation == "gelu_tanh" else mlp.activation,
+        "max_position_embeddings": tree.max_position_embeddings,
+        "rope_parameters": rope.new(expect(mixer.positions, Rope, "positions")),
+        "layer_norm_epsilon": tree.final_norm.eps,
+        "initializer_range": tree.initializer_range,
+        "tie_word_embeddings": tree.head.tied,
+    }
+
+
+NORMS = {Pre(): None, Parallel(1): 1, Parallel(2): 2}  # num_ln_in_parallel_attn
+NAMES = {  # of the norms
+    Pre(): {"input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm"},
+    Parallel(1): {"input_layernorm": "norm"},
+    Parallel(2): {"ln_attn": "attn_norm", "ln_mlp": "mlp_norm"},
+}
+
+
+def rules(tree: Tree) -> list[Rule]:
+    layer, ours = "transformer.h.{}.", "layers.{}."
+    block = tree.blocks[0]
+    mixer = expect(block.mixer, Attention, "mixer")
+    qkv = tuple(f"{ours}attn.{part}" for part in "qkv")
+    per_kv_head = (mixer.heads // mixer.kv_heads, 1, 1)
+    return [
+        Rename("transformer.word_embeddings", "embed"),
+        *(Rename(layer + hf, ours + name) for hf, name in NAMES[block.arrangement].items()),
+        Split(layer + "self_attention.query_key_value", qkv, mixer.kv_heads, per_kv_head),
+        Rename(layer + "self_attention.dense", ours + "attn.o"),
+        Rename(layer + "mlp.dense_h_to_4h", ours + "mlp.up"),
+        Rename(layer + "mlp.dense_4h_to_h", ours + "mlp.down"),
+        Rename("transformer.ln_f", "final_norm"),
+        Rename("lm_head", "head"),
+    ]
+
+
+FAMILY = Family(
+    model_type="falcon",
+    architecture="FalconForCausalLM",
+    read=read,
+    new=new,
+    rules=rules,
+    fields=FIELDS,
+    only={"alibi": (False, None), "apply_residual_connection_post_layernorm": (False, None)},
+    harmless=("hidden_dropout",),
+    beside={**BESIDE, "alibi": False, "hidden_dropout": 0.0, "attention_dropout": 0.0},
+    ignored=(r"transformer\.h\.\d+\.self_attention\.rotary_emb\.inv_freq",),
+    prefix="transformer.",
+)

@@ -1,0 +1,131 @@
+"""Gemma 2 (2408.00118): Gemma with a norm after each layer too, soft caps of scores and of logits,
+a sliding window on every other layer, and a scale of scores that its config.json states.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from dolmen.families import gemma, llama_like, qwen2
+from dolmen.families.family import Family, Field, activation
+from dolmen.families.rules import Rule
+from dolmen.files.schema import Int, Real, optional
+from dolmen.model.tree import Sandwich, Tree, runs_of
+
+WINDOW = 4096
+NORMS = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "attn_post_norm",
+    "pre_feedforward_layernorm": "mlp_norm",
+    "post_feedforward_layernorm": "mlp_post_norm",
+}
+
+
+def windows(c: dict[str, Any]) -> list[int | None]:
+    """The window of each layer: of the first, the third and so on, where layer_types is None."""
+    layers, types = c["num_hidden_layers"], c["layer_types"]
+    if types is None:
+        types = [qwen2.FULL if i % 2 else qwen2.SLIDING for i in range(layers)]
+    window = c["sliding_window"]
+    return qwen2.of_types(types, layers, window, f"sliding_window is {window}")
+
+
+def read(c: dict[str, Any]) -> Tree:
+    """transformers refuses heads that do not divide the width, whatever head_dim says."""
+    hidden, heads, scalar = c["hidden_size"], c["num_attention_heads"], c["query_pre_attn_scalar"]
+    if hidden % heads:
+        raise ValueError(
+            f"hidden_size ({hidden}) is not divisible by num_attention_heads ({heads}), as it must "
+            "be in gemma2"
+        )
+    activation(c["hidden_activation"], "hidden_activation")
+    tree = gemma.common({**c, "hidden_act": c["hidden_activation"]})
+    cap, logits_cap = (_number(c[f"{of}_logit_softcapping"]) for of in ("attn", "final"))
+    blocks = [
+        replace(
+            block,
+            mixer=replace(
+                block.mixer,
+                scale=None if scalar == block.mixer.head_size else scalar**-0.5,
+                window=window,
+                soft_cap=cap,
+            ),
+            arrangement=Sandwich(),
+        )
+        for block, window in zip(tree.blocks, windows(c), strict=True)
+    ]
+    return replace(tree, runs=runs_of(blocks), head=replace(tree.head, soft_cap=logits_cap))
+
+
+def _number(value: float | None) -> float | None:
+    return None if value is None else float(value)
+
+
+def new(tree: Tree) -> dict[str, Any]:
+    """A window that no layer has is written all the same: transformers makes masks of it."""
+    fields, mixer = gemma.new(tree), llama_like.mixer(tree)
+    of = [block.mixer.window for block in tree.blocks]
+    scale = mixer.scale
+    return {
+        **{name: value for name, value in fields.items() if name != "hidden_act"},
+        "hidden_activation": fields["hidden_act"],
+        "query_pre_attn_scalar": mixer.head_size if scale is None else round(scale**-2),
+        "sliding_window": next((window for window in of if window is not None), WINDOW),
+        "layer_types": [qwen2.FULL if window is None else qwen2.SLIDING for window in of],
+        "attn_logit_softcapping": mixer.soft_cap,
+        "final_logit_softcapping": tree.head.soft_cap,
+    }
+
+
+def rules(tree: Tree) -> list[Rule]:
+    return llama_like.rules(tree, NORMS)
+
+
+FIELDS = tuple(
+    replace(field, name="hidden_activation", common=("hidden_act",))
+    if field.name == "hidden_act"
+    else field
+    for field in llama_like.FIELDS
+)
+
+FAMILY = Family(
+    model_type="gemma2",
+    architecture="Gemma2ForCausalLM",
+    read=read,
+    new=new,
+    rules=rules,
+    fields=llama_like.changed(
+        (*FIELDS, llama_like.SLIDING_WINDOW),
+        llama_like.ATTENTION_BIAS,
+        qwen2.layer_types("every other layer slides, the first does"),
+        Field(
+            "query_pre_attn_scalar",
+            Int(1, 1 << 20),
+            256,
+            "Scores are products of queries and keys divided by its square root.",
+        ),
+        Field(
+            "attn_logit_softcapping",
+            optional(Real(0, above=True)),
+            50.0,
+            "Scores become cap * tanh(score / cap); None: they stay.",
+        ),
+        Field(
+            "final_logit_softcapping",
+            optional(Real(0, above=True)),
+            30.0,
+            "Logits become cap * tanh(logit / cap); None: they stay.",
+        ),
+        hidden_size=2304,
+        intermediate_size=9216,
+        num_hidden_layers=26,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        hidden_activation=gemma.TANH,
+        sliding_window=WINDOW,
+        **gemma.DEFAULTS,
+    ),
+    only={**gemma.ONLY, "sliding_window_pattern": (2, None)},
+    harmless=("hidden_act", "sliding_window_size", "cache_implementation"),
+    beside=llama_like.BESIDE,
+    ignored=llama_like.IGNORED,
+)

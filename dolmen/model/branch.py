@@ -1,0 +1,68 @@
+"""A branch of the residual stream that is one column-row pair of tensor parallelism: x enters by
+column-parallel products, and what comes of them leaves by a row-parallel one.
+
+    x -> enter -> columns -> inner -> row -> leave -> y
+
+Branches of one x, or whose results are added, enter and leave together: one collective each way
+for all of them, where each by itself would have its own.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from torch import Tensor
+
+from dolmen.core.state import local
+from dolmen.model.component import Component
+from dolmen.model.given import Given
+from dolmen.model.layers import Row
+from dolmen.parallel import tensor
+from dolmen.parallel.tensor import TensorParallel
+
+
+class Branch(Component):
+    """A mixer or an mlp of dense matrices."""
+
+    tp: TensorParallel
+
+    @property
+    def columns(self) -> list[tuple[Tensor, Tensor | None]]:
+        """Weight [out_i / tp, hidden] and bias of each product of x, as this rank multiplies
+        them.
+        """
+        raise NotImplementedError
+
+    @property
+    def row(self) -> Row:
+        """What multiplies the result of `inner`."""
+        raise NotImplementedError
+
+    def inner(self, products: Sequence[Tensor], given: Given, cache=None) -> Tensor:
+        """The products of x with the columns, each [tokens, out_i / tp] S(1)@tp -> [tokens, inputs
+        of the row / tp] S(1)@tp.
+        """
+        raise NotImplementedError
+
+    def forward(self, x: Tensor, given: Given, cache=None) -> Tensor:
+        (products,) = enter([self], x)
+        return self.row(self.inner(products, given, cache))
+
+
+def enter(branches: Sequence[Branch], x: Tensor) -> list[tuple[Tensor, ...]]:
+    """The products of x [tokens, hidden] I@tp (or S(0)@tp) with the columns of each branch."""
+    columns = [branch.columns for branch in branches]
+    weights, biases = zip(*(pair for pairs in columns for pair in pairs), strict=True)
+    products = tensor.columns(x, weights, biases, branches[0].tp)
+    ends = list(accumulate(len(pairs) for pairs in columns))
+    return [products[end - len(pairs) : end] for pairs, end in zip(columns, ends, strict=True)]
+
+
+def leave(branches: Sequence[Branch], results: Sequence[Tensor]) -> Tensor:
+    """The sum of the branches, [tokens, hidden] I@tp (or S(0)@tp), of the result of each one's
+    `inner`.
+    """
+    rows = [branch.row for branch in branches]
+    y = tensor.rows(results, [local(row.weight) for row in rows], branches[0].tp)
+    for row in rows:
+        y = y if row.bias is None else y + local(row.bias)
+    return y

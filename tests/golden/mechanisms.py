@@ -1,0 +1,155 @@
+"""Mechanisms that a family brings (docs/new-family.md): its tiny model, as its config.json, and the
+layouts on which it joins the golden table. A way to get it wrong joins controls.py.
+"""
+
+from dataclasses import replace
+
+from models import tiny
+from table import VOCABULARY
+from variations import rows
+
+from dolmen.model.training import Training
+
+FALCON = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=32,
+    num_hidden_layers=3,
+    num_attention_heads=8,
+    ffn_hidden_size=48,
+    initializer_range=0.1,
+)
+GEMMA = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=8,
+    head_dim=8,
+    initializer_range=0.1,
+)
+CONFIGS = {
+    # side by side with one norm; one key-value head, whole on every rank
+    "falcon-7b": tiny("falcon", **FALCON),
+    # with two, biased; two key-value heads, which tp 4 does not divide
+    "falcon-40b": tiny(
+        "falcon",
+        **FALCON,
+        new_decoder_architecture=True,
+        num_kv_heads=2,
+        bias=True,
+        tie_word_embeddings=False,
+    ),
+    # norms less one, a scaled embedding; one key-value head, whole on every rank
+    "gemma": tiny("gemma", **GEMMA, num_key_value_heads=1),
+    # norms after layers too, windows, a scale of its own; caps that scores and logits of this size
+    # feel
+    "gemma2": tiny(
+        "gemma2",
+        **GEMMA,
+        num_key_value_heads=4,
+        query_pre_attn_scalar=5,
+        sliding_window=3,
+        attn_logit_softcapping=1.0,
+        final_logit_softcapping=2.0,
+    ),
+    # a norm of the embedding; slopes of 12 heads, which lie between those of 8 and of 16
+    "bloom": tiny(
+        "bloom",
+        vocab_size=VOCABULARY,
+        hidden_size=48,
+        n_layer=3,
+        n_head=12,
+        initializer_range=0.1,
+    ),
+}
+DROPPED = {name: replace(config, training=Training(0.2)) for name, config in CONFIGS.items()}
+
+ROWS = [
+    *rows(
+        CONFIGS["falcon-7b"],
+        "falcon-7b",
+        """
+        tp2
+        tp2 sp zero1 acc4 zero-bubble
+        tp4 sp zero1
+        dp2 tp2 sp zero3 full
+        cp2 pp2 acc4 zero1
+        cp2 tp2 sp gather selective
+        pp2 acc4 interleaved v2 zero1  |
+        dp4 zero2 acc4                 |
+        cp4                            |
+        pp2 dp2 tp2 sp acc4 zero3      |
+        """,
+    ),
+    *rows(
+        CONFIGS["falcon-40b"],
+        "falcon-40b",
+        """
+        tp2 sp acc4
+        tp4
+        dp2 tp2 zero2 acc4
+        cp2 pp2 acc4 gather full
+        tp2 zero1 acc4 zero-bubble     |
+        dp4 zero3                      |
+        cp4 tp2 sp acc2                |
+        """,
+    ),
+    *rows(
+        CONFIGS["gemma"],
+        "gemma",
+        """
+        dp2 tp2 sp zero3 acc4
+        tp4                            |
+        pp2 acc4 zero1 full            |
+        cp2 pp2 acc4 gather            |
+        """,
+    ),
+    *rows(
+        CONFIGS["gemma2"],
+        "gemma2",
+        """
+        tp2
+        tp2 sp zero1 acc4 zero-bubble
+        tp4 sp zero1
+        dp2 tp2 sp zero3 full
+        dp4 zero2 acc4
+        cp2 pp2 acc4 zero1
+        cp2 tp2 sp gather selective
+        cp4
+        pp2 acc4 interleaved v2 zero1  |
+        pp4 acc4                       |
+        cp4 gather                     |
+        tp4                            |
+        pp2 dp2 tp2 sp acc4 zero3      |
+        cp2 tp2 sp acc4 full           |
+        """,
+    ),
+    *rows(
+        CONFIGS["gemma2"],
+        "gemma2, documents",
+        "cp4\ncp2 tp2 sp gather",
+        steps=2,
+        documents=True,
+    ),
+    *rows(DROPPED["gemma2"], "gemma2, dropout", "dp2 tp2 sp zero3 acc4\ncp2 full", steps=2),
+    *rows(
+        CONFIGS["bloom"],
+        "bloom",
+        """
+        tp2 sp zero1 acc4
+        tp4
+        cp2 pp2 acc4 zero1
+        cp4
+        cp4 gather
+        cp2 tp2 sp selective
+        dp2 tp2 sp zero3 full          |
+        pp4 acc8 zero-bubble           |
+        tp2 sp acc4 zero-bubble        |
+        cp2 dp2 zero2 acc4             |
+        pp2 dp2 tp2 sp acc4 zero3      |
+        """,
+    ),
+    *rows(CONFIGS["bloom"], "bloom, documents", "cp4\ncp2 tp2 sp gather", steps=2, documents=True),
+    *rows(DROPPED["bloom"], "bloom, dropout", "dp2 tp2 sp zero3 acc4\ncp4", steps=2),
+    *rows(DROPPED["falcon-7b"], "falcon-7b, dropout", "dp2 tp2 sp zero3 acc4\ncp2 full", steps=2),
+]

@@ -1,0 +1,18 @@
+"""The layout never changes the answer of what a family brings either."""
+
+import pytest
+from mechanisms import CONFIGS, ROWS
+from table import SINGLE, Layout, hold, run
+
+
+@pytest.mark.parametrize("row", [row.parameter for row in ROWS])
+def test_layout_never_changes_the_answer(row, result):
+    hold(result(row), row.name)
+
+
+def test_each_is_another_answer():
+    """Rows of one model under two names would prove little."""
+    losses = {
+        name: run(config, SINGLE, Layout(), steps=1).losses[0] for name, config in CONFIGS.items()
+    }
+    assert len(set(losses.values())) == len(losses)
