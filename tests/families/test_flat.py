@@ -27,7 +27,10 @@ def test_recipes_are_what_they_were(name):
     assert flat.tree(**OLD[name]["flat"]) == made.tree
 
 
-@pytest.mark.parametrize("case", CASES)
+FAMILIES = {"llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gpt2"}  # of then
+
+
+@pytest.mark.parametrize("case", [case for case, (name, _) in CASES.items() if name in FAMILIES])
 def test_a_model_that_was_read_comes_back_whole(case):
     """Old fields of a model of a transformers folder hold its config.json: what a checkpoint of a
     run with --init kept.
