@@ -312,7 +312,9 @@ GEMMA2_27B = GEMMA2_9B | {
     "query_pre_attn_scalar": 144,
 }
 QWEN_3_SPARSE_STEP = QWEN_3_MOE | {"decoder_sparse_step": 2, "mlp_only_layers": [3]}
+QWEN_3_DENSE = QWEN_3_MOE | {"mlp_only_layers": list(range(48))}
 PUBLISHED = [
+    QWEN_3_DENSE,
     MIXTRAL,
     QWEN_3_MOE,
     QWEN_3_SPARSE_STEP,
