@@ -33,9 +33,11 @@ def export(source: Path, to: Path, dtype: str | None = None) -> int:
     run_ = from_dict(RunConfig, kept.run)
     tokenizer = folder.parent.parent / "tokenizer"
     check_exportable(run_)
-    model = run_.model if run_.init is not None else completed(run_.model)
-    if run_.init is None and tokenizer.is_dir():
-        model = stopping(model, tokenizer)
+    model = run_.model
+    assert model is not None
+    if run_.init is None:
+        model = completed(model)
+        model = stopping(model, tokenizer) if tokenizer.is_dir() else model
     hf.save(
         to,
         model,

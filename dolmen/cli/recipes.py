@@ -21,7 +21,7 @@ def run(_: RecipesOptions, __: list[str]) -> int:
             name,
             size(count.parameters(made.model.tree)) if made.model else "of --init",
             tokens,
-            " ".join(recipe.__doc__.split()),
+            " ".join((recipe.__doc__ or "").split()),
         )
     console().print(table, width=80)
     return 0

@@ -153,6 +153,13 @@ FAMILY = "that is the family's: choose it with --model.model-type"
 EXPERTS = "a family has experts or has none: --model.model-type mixtral or qwen3_moe has"
 WINDOW = "a family has windows or has none: --model.model-type mistral, qwen2 or qwen3 has"
 WARMUP = "warm-up is told in steps: set --optimizer.warmup-steps"
+# Options of a model before it was a config.json, which some families have no field for.
+OF_FAMILY = """
+    intermediate-size num-key-value-heads head-dim max-position-embeddings position norm norm-eps
+    qk-norm no-qk-norm mlp attention-bias no-attention-bias output-bias no-output-bias mlp-bias
+    no-mlp-bias tie-word-embeddings no-tie-word-embeddings initializer-range rope.theta rope.scaling
+    rope.factor rope.low-freq-factor rope.high-freq-factor rope.original-max-position-embeddings
+"""
 # No option does the same: how to get it.
 HOW = {
     "gradient-accumulation-steps": BATCH,
@@ -175,33 +182,9 @@ HOW = {
     "num-nodes": "start one `dolmen train` per process with torchrun or srun: they find each other",
     "nproc-per-node": "set --nproc, or --layout.tp, --layout.dp and so on: it follows from them",
     "device": "dolmen takes the GPUs that are visible, else the CPU: set CUDA_VISIBLE_DEVICES",
-    # a model's choices that are now its family's, where it has no such field
-    "model.position": FAMILY,
-    "model.norm": FAMILY,
+    **{f"model.{name}": FAMILY for name in OF_FAMILY.split()},
     "normalization": FAMILY,
-    "model.qk-norm": FAMILY,
-    "model.no-qk-norm": FAMILY,
     "qk-layernorm": FAMILY,
-    "model.mlp": FAMILY,
-    "model.attention-bias": FAMILY,
-    "model.no-attention-bias": FAMILY,
-    "model.output-bias": FAMILY,
-    "model.no-output-bias": FAMILY,
-    "model.mlp-bias": FAMILY,
-    "model.no-mlp-bias": FAMILY,
-    "model.head-dim": FAMILY,
-    "model.num-key-value-heads": FAMILY,
-    **dict.fromkeys(
-        (
-            "model.rope.theta",
-            "model.rope.scaling",
-            "model.rope.factor",
-            "model.rope.low-freq-factor",
-            "model.rope.high-freq-factor",
-            "model.rope.original-max-position-embeddings",
-        ),
-        FAMILY,
-    ),
     "model.activation": "set --model.hidden-act, by the name that transformers has for it, such as "
     "gelu_pytorch_tanh",
     "model.num-experts": EXPERTS,

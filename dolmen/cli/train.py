@@ -128,7 +128,7 @@ def refuse(
         loader.prepare(
             config.data,
             config.init,
-            config.model.tree.vocab_size,
+            config.tree.vocab_size,
             config.sequence_length,
             config.train.global_batch_size,
             config.train.seed,

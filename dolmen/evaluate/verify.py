@@ -76,8 +76,8 @@ def verify(
     padding = hf.read_config(against).config.get("pad_token_id")
     tokens = _tokens(tree, length, mesh.device, padding)
     read = tokens.windows.shape[1] - 1
-    windows = {block.mixer.window for block in tree.blocks} - {None}
-    for window in sorted(windows):
+    windows = {block.mixer.window for block in tree.blocks}
+    for window in sorted(w for w in windows if w is not None):
         if read <= window < tree.max_position_embeddings:
             notes.append(
                 f"{read} tokens do not fill the sliding window of {window}: use a larger --length"

@@ -30,7 +30,8 @@ def check(run: RunConfig, processes: int | None, verify: bool = True) -> RunConf
     ValueError or KeyError. Without `verify`, which is once per host, a tokenizer's expressions are
     not tried.
     """
-    if run.model is None:
+    model = run.model
+    if model is None:
         raise ValueError(
             "there is no model: give --init a transformers directory or hub id, or choose a recipe "
             "that has one (dolmen recipes)"
@@ -42,7 +43,7 @@ def check(run: RunConfig, processes: int | None, verify: bool = True) -> RunConf
             "finish.verify and finish.sample read the exported model: set --finish.export too"
         )
     run = replace(run, layout=run.layout.resolve(processes))
-    tree = run.model.tree
+    tree = model.tree
     if run.sequence_length > tree.max_position_embeddings:
         raise ValueError(
             f"train.sequence-length ({run.sequence_length}) is over the model's "
@@ -64,7 +65,7 @@ def check(run: RunConfig, processes: int | None, verify: bool = True) -> RunConf
             "or --layout.schedule 1f1b or interleaved"
         )
     if run.init is not None:
-        hf.check(hf.resolve(run.init), run.model)
+        hf.check(hf.resolve(run.init), model)
     inputs.check(run.data, run.init, tree.vocab_size, run.sequence_length, verify=verify)
     return run
 

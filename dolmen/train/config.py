@@ -13,6 +13,7 @@ from dolmen.data.config import DataConfig
 from dolmen.families import Model
 from dolmen.model.layout import Layout
 from dolmen.model.training import RouterTraining, Training
+from dolmen.model.tree import Tree
 from dolmen.optim.config import OptimizerConfig
 
 SEED = 2**63 - 1
@@ -173,9 +174,15 @@ class RunConfig:
             )
 
     @property
+    def tree(self) -> Tree:
+        """What is trained. Of a run that has been checked, so that there is a model."""
+        assert self.model is not None
+        return self.model.tree
+
+    @property
     def sequence_length(self) -> int:
         """Tokens of a training sequence, default filled in."""
-        return self.train.sequence_length or min(512, self.model.tree.max_position_embeddings)
+        return self.train.sequence_length or min(512, self.tree.max_position_embeddings)
 
     @property
     def microbatch_size(self) -> int:
