@@ -40,7 +40,7 @@ def head_alone(patch):
     backward = loss._LinearCrossEntropy.backward
 
     def unsummed(ctx, g):
-        ctx.tp = replace(ctx.tp, axis=Axis("tp"))
+        ctx.kept = replace(ctx.kept, axis=Axis("tp"))
         return backward(ctx, g)
 
     patch.setattr(loss._LinearCrossEntropy, "backward", staticmethod(unsummed))

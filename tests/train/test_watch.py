@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from dolmen.cli.errors import Failed
-from dolmen.cli.train import told
+from dolmen.cli.train import explained
 from dolmen.train import watch as watches
 from dolmen.train.watch import Watch, verdict
 
@@ -120,7 +120,7 @@ def test_a_link_in_its_place_is_not_followed(tmp_path, passes):
     watch = Watch(tmp_path / "hang", 0, 1, 9.0, [].append)
     with (
         pytest.raises(Failed, match="hang: it is a link or a file, no folder. "),
-        told(tmp_path),
+        explained(tmp_path),
         watch.watching(),
     ):
         pass
