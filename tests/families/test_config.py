@@ -34,6 +34,7 @@ from dolmen.model.tree import (
     Pre,
     Rope,
     Sandwich,
+    Steps,
     check_cuts,
 )
 
@@ -238,6 +239,7 @@ FALCON_11B = FALCON_40B | {  # one norm, a tall feed-forward layer, theta beside
     "tie_word_embeddings": False,
 }
 FALCON_CLASSIC = {
+    "alibi": True,
     "bias": True,
     "model_type": "falcon",
     "multi_query": False,
@@ -432,6 +434,7 @@ def test_values_of_published_configs():
     falcon = Model(FALCON_CLASSIC).tree
     assert falcon.hidden_size == 2048 and falcon.blocks[0].arrangement == Pre()
     assert falcon.blocks[0].mixer.kv_heads == 32 and falcon.blocks[0].mlp.bias
+    assert falcon.blocks[0].mixer.positions == Steps()
     gemma = Model(GEMMA_2B).tree
     assert gemma.blocks[0].mlp.activation == "gelu_tanh" and gemma.embedding.scale == 2048**0.5
     assert gemma.final_norm == gemma.blocks[0].norm == Norm("rmsnorm", 1e-6, zero_centred=True)

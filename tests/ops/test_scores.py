@@ -15,7 +15,7 @@ from transformers.models.falcon import modeling_falcon as falcon
 from transformers.models.gemma2 import modeling_gemma2 as gemma2
 
 from dolmen.ops.attention import Attend, blocks, blockwise, dropped, reference, visible
-from dolmen.ops.attention.alibi import slopes
+from dolmen.ops.attention.alibi import carried, slopes, steps
 from dolmen.ops.attention.reference import CASES, KNOWN, ROADS, SCORES, definition
 from dolmen.ops.dropout import Dropout, Noise
 from dolmen.parallel.recompute import again
@@ -303,3 +303,24 @@ def test_gemma_2_of_transformers(window):
         gradients(theirs, q, k, v),
         1e-6,
     )
+
+
+@pytest.mark.parametrize("heads", (1, 6, 32, 71))
+def test_steps_are_falcons(heads):
+    """To the bit, and no multiples of a slope: from 256 on an index is rounded too."""
+    wanted = falcon.build_alibi_tensor(torch.ones(1, 3000, dtype=torch.int64), heads, torch.float32)
+    found = steps(heads, torch.arange(3000)[None])
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found[0].float(), wanted[:, 0].t())
+    straight = torch.tensor(slopes(heads)) * torch.arange(3000)[:, None]
+    assert (found[0] - straight).abs().max() > 0.01
+
+
+def test_what_keys_carry_is_added_to_their_products():
+    q, k = torch.randn(2, 2, 5, 3, 8, dtype=torch.float64)
+    more = steps(3, torch.arange(4, 9)[None])
+    wide_q, wide_k = carried(q, k, more)
+    assert wide_q.shape == wide_k.shape == (2, 5, 3, 16)
+    products = torch.einsum("bqhd,bkhd->bhqk", q, k)
+    wanted = products + more.double()[0].t()[:, None]
+    torch.testing.assert_close(torch.einsum("bqhd,bkhd->bhqk", wide_q, wide_k), wanted)

@@ -73,7 +73,15 @@ class Alibi:
     """
 
 
-Relative = Rope | Alibi
+@dataclass(frozen=True)
+class Steps:
+    """ALiBi as Falcon has it: the product of query i and key j, before it is scaled, grows by
+    slope_h * j, slope, index and product each rounded to bfloat16. From 256 keys on that is a
+    staircase, whose steps a model was trained with. A key-value head has one query head.
+    """
+
+
+Relative = Rope | Alibi | Steps
 """What attention knows of where a key is, seen from a query."""
 
 

@@ -1,4 +1,10 @@
-"""Slopes of ALiBi (Press et al., 2108.12409)."""
+"""ALiBi (Press et al., 2108.12409): slopes; and Falcon's form of it, which keys carry."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dolmen.core import host
 
 
 def slopes(heads: int) -> tuple[float, ...]:
@@ -11,3 +17,21 @@ def slopes(heads: int) -> tuple[float, ...]:
         *(2 ** (-8 * i / n) for i in range(1, n + 1)),
         *(2 ** (-4 * i / n) for i in range(1, 2 * (heads - n), 2)),
     )
+
+
+def steps(heads: int, positions: Tensor) -> Tensor:
+    """What the products of the key at each of `positions` [b or 1, s] grow by, of each head: [b or
+    1, s, heads] bfloat16. Slopes, positions and their products are rounded to it, as in the
+    build_alibi_tensor of Falcon in transformers.
+    """
+    each = torch.tensor(slopes(heads), dtype=torch.bfloat16)
+    return host.send(each, positions.device) * positions[..., None].bfloat16()
+
+
+def carried(q: Tensor, k: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
+    """q, k [b, s, heads, size] -> [b, s, heads, size + 8], so that each product is the sum of what
+    it was and of the key's steps [b or 1, s, heads]: a 1 in every query, the step in the key, and
+    zeros up to 16 bytes, which flash asks for.
+    """
+    more = steps.to(k.dtype).expand(k.shape[:3])[..., None]
+    return F.pad(F.pad(q, (0, 1), value=1.0), (0, 7)), F.pad(torch.cat((k, more), -1), (0, 7))
