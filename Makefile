@@ -13,7 +13,7 @@ GPU_MACHINE ?= x86_64
 LINTED := dolmen tests benchmarks examples website
 TESTS ?= tests
 
-.PHONY: quickstart check lint test test-full coverage docs wheel gpu wheels clean
+.PHONY: quickstart check lint types test test-full coverage docs wheel gpu wheels clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "dolmen needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": make PYTHON=python3.12")'
@@ -38,8 +38,12 @@ lint: .venv/tested
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.citation-file-format CITATION.cff
 
+# pyright, over what pyproject.toml lists; node comes with it, in a wheel, and nothing is fetched
+types: .venv/tested
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
 # what is quick: nothing that starts processes or calls a whole command (tests/needs.py), on all cores
-check: lint
+check: lint types
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m 'not spawn and not command'
 
 # one row per mechanism

@@ -10,8 +10,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmarks.sides import Work, batch_of, copy_weights, fused_adamw, mean_loss, plain_step
 from dolmen.core.mesh import Mesh
-from dolmen.model.config import ModelConfig
-from dolmen.ops.rope import inverse_frequencies
+from dolmen.model.positions import frequencies
+from dolmen.model.tree import Attention as Heads
+from dolmen.model.tree import Block as Layer
+from dolmen.model.tree import Tree
 
 
 def linear(inp: int, out: int) -> nn.Linear:
@@ -24,12 +26,12 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    def __init__(self, c: ModelConfig):
+    def __init__(self, hidden: int, c: Heads):
         super().__init__()
-        self.size, kv = c.head_dim, c.num_key_value_heads * c.head_dim
-        self.q = linear(c.hidden_size, c.num_attention_heads * c.head_dim)
-        self.k, self.v = linear(c.hidden_size, kv), linear(c.hidden_size, kv)
-        self.o = linear(c.num_attention_heads * c.head_dim, c.hidden_size)
+        self.size, kv = c.head_size, c.kv_heads * c.head_size
+        self.q = linear(hidden, c.heads * c.head_size)
+        self.k, self.v = linear(hidden, kv), linear(hidden, kv)
+        self.o = linear(c.heads * c.head_size, hidden)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         q, k, v = (p(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for p in self.qkv)
@@ -43,23 +45,23 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, c: ModelConfig):
+    def __init__(self, hidden: int, size: int):
         super().__init__()
-        self.gate = linear(c.hidden_size, c.intermediate_size)
-        self.up = linear(c.hidden_size, c.intermediate_size)
-        self.down = linear(c.intermediate_size, c.hidden_size)
+        self.gate = linear(hidden, size)
+        self.up = linear(hidden, size)
+        self.down = linear(size, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
 class Block(nn.Module):
-    def __init__(self, c: ModelConfig):
+    def __init__(self, hidden: int, c: Layer):
         super().__init__()
-        self.attn_norm = nn.RMSNorm(c.hidden_size, c.norm_eps)
-        self.attn = Attention(c)
-        self.mlp_norm = nn.RMSNorm(c.hidden_size, c.norm_eps)
-        self.mlp = MLP(c)
+        self.attn_norm = nn.RMSNorm(hidden, c.norm.eps)
+        self.attn = Attention(hidden, c.mixer)
+        self.mlp_norm = nn.RMSNorm(hidden, c.norm.eps)
+        self.mlp = MLP(hidden, c.mlp.size)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.attn(self.attn_norm(x), cos, sin)
@@ -69,17 +71,15 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """tokens [batch, length] -> logits [batch, length, vocabulary]."""
 
-    def __init__(self, c: ModelConfig, length: int, device: torch.device):
+    def __init__(self, c: Tree, length: int, device: torch.device):
         super().__init__()
         self.embed = nn.Embedding(c.vocab_size, c.hidden_size)
-        self.layers = nn.ModuleList(Block(c) for _ in range(c.num_hidden_layers))
-        self.final_norm = nn.RMSNorm(c.hidden_size, c.norm_eps)
+        self.layers = nn.ModuleList(Block(c.hidden_size, block) for block in c.blocks)
+        self.final_norm = nn.RMSNorm(c.hidden_size, c.final_norm.eps)
         self.head = linear(c.hidden_size, c.vocab_size)
-        if c.tie_word_embeddings:
+        if c.head.tied:
             self.head.weight = self.embed.weight
-        r = c.rope
-        scaling = r.low_freq_factor, r.high_freq_factor, r.original_max_position_embeddings
-        inv = inverse_frequencies(c.head_dim, r.theta, r.scaling, r.factor, *scaling, device)
+        inv = frequencies(c.blocks[0].mixer.positions, device)
         angle = torch.arange(length, device=device)[:, None] * inv
         self.tables = angle.cos(), angle.sin()
 
@@ -93,7 +93,7 @@ class Llama(nn.Module):
 def plain_side(work: Work, mesh: Mesh, compile: bool):
     """One step of it; see benchmarks/sides.py."""
     with mesh.device:
-        model = Llama(work.config, work.sequence, mesh.device)
+        model = Llama(work.model.tree, work.sequence, mesh.device)
     copy_weights(work, model, mesh.device, lambda name: name)
     loss_of = mean_loss
     if compile:

@@ -33,20 +33,20 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from dolmen.model.config import ModelConfig
-from dolmen.train.build import build, initialize
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dolmen.core import heap
+from dolmen.core import allocator
 from dolmen.data.batch import Batch
+from dolmen.families import Model, made
+from dolmen.model.build import build, initialize
 from dolmen.model.count import parameters, training_flops_per_token
 from dolmen.model.layout import Layout
 from dolmen.optim.optimizer import OptimizerConfig, adamw, prime
 from dolmen.parallel.schedule import simulate
-from dolmen.train.peak import matmul_peak
+from dolmen.train.mfu import matmul_peak
 from dolmen.train.step import TrainState, optimizer_step
 
 ONE, APART = "one", "apart"
@@ -63,16 +63,19 @@ SIDES = {
 OPTIMIZER = OptimizerConfig(lr=1e-4, schedule="constant")
 
 
-def config(args) -> ModelConfig:
-    return ModelConfig(
-        vocab_size=args.vocabulary,
-        hidden_size=args.hidden,
-        intermediate_size=args.hidden * 11 // 4 // 64 * 64,
-        num_hidden_layers=args.layers,
-        num_attention_heads=args.hidden // 64,
-        num_key_value_heads=args.hidden // 64,
-        head_dim=64,
-        max_position_embeddings=args.sequence,
+def model_of(args) -> Model:
+    return made(
+        "llama",
+        dict(
+            vocab_size=args.vocabulary,
+            hidden_size=args.hidden,
+            intermediate_size=args.hidden * 11 // 4 // 64 * 64,
+            num_hidden_layers=args.layers,
+            num_attention_heads=args.hidden // 64,
+            num_key_value_heads=args.hidden // 64,
+            head_dim=64,
+            max_position_embeddings=args.sequence,
+        ),
     )
 
 
@@ -114,12 +117,12 @@ def prepare(name: str, args) -> Callable[[], dict]:
     """Build one side on this rank, and make three steps to warm up. The result makes a step: wall
     and CPU seconds, loss, bytes.
     """
-    layout, model_config = SIDES[name], config(args)
+    layout, tree = SIDES[name], model_of(args).tree
     mesh, rows = layout.mesh(torch.device("cpu")), args.batch // (2 if name == APART else layout.dp)
     size = 1 if layout.pp > 1 else max(1, min(4096 * layout.cp // args.sequence, rows))
     schedule = layout.make_schedule(rows * layout.dp, size)
     model = build(
-        model_config,
+        tree,
         mesh,
         layout,
         schedule,
@@ -131,7 +134,7 @@ def prepare(name: str, args) -> Callable[[], dict]:
     prime(optimizer)
     state = TrainState(model, optimizer, OPTIMIZER, 1000, layout.zero, schedule)
     text = torch.randint(
-        model_config.vocab_size,
+        tree.vocab_size,
         (args.batch, args.sequence + 1),
         generator=torch.Generator().manual_seed(1),
     )
@@ -167,7 +170,7 @@ def worker(rank: int, name: str, cores: list[int], store: str, args, asked, told
     os.sched_setaffinity(0, {cores[rank]})  # before gloo starts its threads, which inherit it
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    heap.keep()  # as dolmen train does
+    allocator.keep()  # as dolmen train does
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, len(cores)), rank=rank, world_size=len(cores)
     )
@@ -217,6 +220,7 @@ class Team:
 
 def table(results: dict[str, list[tuple[dict, list[dict]]]], args, peak: float) -> Table:
     """Medians over pairs of steps: of one core, and right after it of a side, rank by rank."""
+    tree = model_of(args).tree
     out = Table(
         "split",
         "step",
@@ -227,7 +231,7 @@ def table(results: dict[str, list[tuple[dict, list[dict]]]], args, peak: float) 
         "bubble",
         "sent per rank",
         "loss",
-        title=f"{parameters(config(args)) / 1e6:.0f} M parameters, {args.batch} x {args.sequence} "
+        title=f"{parameters(tree) / 1e6:.0f} M parameters, {args.batch} x {args.sequence} "
         f"tokens, bf16"
         f"{', compiled' if args.compile else ''}: two processes of a core each against one",
     )
@@ -264,9 +268,7 @@ def table(results: dict[str, list[tuple[dict, list[dict]]]], args, peak: float) 
             f"{slow['sent'] / 2**20:,.0f} MiB",
             f"{slow['loss']:.4f}",
         )
-    floor = (
-        training_flops_per_token(config(args), args.sequence) * args.batch * args.sequence / peak
-    )
+    floor = training_flops_per_token(tree, args.sequence) * args.batch * args.sequence / peak
     out.caption = (
         f"floor of one core: {floor:.2f} s at its measured {peak / 1e9:.0f} GFLOP/s; waiting and "
         "computing are of the rank that computes most, as parts of its step; medians of "

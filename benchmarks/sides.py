@@ -20,13 +20,12 @@ from torch.distributed.tensor.parallel import (
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.gpu import house
-from dolmen import families
 from dolmen.core import mesh as meshes
-from dolmen.model.config import ModelConfig
+from dolmen.families import Model
+from dolmen.model import build
 from dolmen.model.count import training_flops_per_token
 from dolmen.model.decoder import Decoder
 from dolmen.model.layout import Layout
-from dolmen.train import build
 from dolmen.train.step import optimizer_step
 
 OPTIMIZER = house.OPTIMIZER
@@ -43,7 +42,7 @@ class Work:
     model of dolmen's.
     """
 
-    config: ModelConfig
+    model: Model
     sequence: int
     batch: int
     initial: Callable[[Decoder], None] = drawn
@@ -55,16 +54,15 @@ class Work:
     @property
     def flops(self) -> float:
         """Of the model, whoever computes it, without what is computed again."""
-        return self.tokens * training_flops_per_token(self.config, self.sequence)
+        return self.tokens * training_flops_per_token(self.model.tree, self.sequence)
 
     def __str__(self) -> str:
         """For a person."""
-        c = self.config
+        tree = self.model.tree
         return (
-            f"{self.batch} x {self.sequence} tokens; hidden {c.hidden_size}, "
-            f"{c.num_hidden_layers} layers, {c.num_attention_heads} heads, "
-            f"{c.num_key_value_heads} kv heads, ffn {c.intermediate_size}, "
-            f"vocabulary {c.vocab_size}"
+            f"{self.batch} x {self.sequence} tokens; hidden {tree.hidden_size}, "
+            f"{tree.layers} layers, {tree.blocks[0].mixer.words}, ffn {tree.blocks[0].mlp.size}, "
+            f"vocabulary {tree.vocab_size}"
         )
 
 
@@ -72,7 +70,7 @@ Side = Callable[[], torch.Tensor | float]
 
 
 def batch_of(work, device):
-    batch = house.batch(work.config, work.batch, work.sequence).to(device)
+    batch = house.batch(work.model.tree, work.batch, work.sequence).to(device)
     return batch.tokens, batch.labels
 
 
@@ -80,15 +78,15 @@ def dolmen_side(work, mesh, compile, sequence=False):
     """This project: the training loop's own step."""
     layout = Layout(tp=mesh.tp.size, sequence_parallel=sequence)
     state = house.training(
-        work.config, mesh, work.batch, layout=layout, compile=compile, initial=work.initial
+        work.model.tree, mesh, work.batch, layout=layout, compile=compile, initial=work.initial
     )
-    batch = house.batch(work.config, work.batch, work.sequence)
+    batch = house.batch(work.model.tree, work.batch, work.sequence)
     return lambda: optimizer_step(state, batch, mesh).loss
 
 
 def transformers_model(work, device, dtype, attention):
     """The same model in transformers, with the same initial weights."""
-    content = families.to_hf(work.config)
+    content = work.model.exported()
     with device:
         model = AutoModelForCausalLM.from_config(
             LlamaConfig(**content), attn_implementation=attention, dtype=dtype
@@ -99,7 +97,7 @@ def transformers_model(work, device, dtype, attention):
 
 def copy_weights(work, model, device, named):
     """The values that dolmen's model begins with, in `model`, whose names `named` gives."""
-    ours = build.build(work.config, replace(meshes.SINGLE, device=device))
+    ours = build.build(work.model.tree, replace(meshes.SINGLE, device=device))
     work.initial(ours)
     theirs, given = dict(model.named_parameters()), dict(ours.named_parameters())
     assert len(theirs) == len(given)

@@ -29,8 +29,8 @@ if not __package__:  # run as a file: Python then looks for `benchmarks` beside 
 
 from benchmarks.sides import Work, dolmen_side, fsdp_side, masters_side, turns
 from dolmen.core import mesh as meshes
-from dolmen.model.config import ModelConfig
-from dolmen.train.peak import datasheet
+from dolmen.families import made
+from dolmen.train.mfu import datasheet
 
 
 def shape(
@@ -44,17 +44,20 @@ def shape(
     batch: int,
 ) -> Work:
     """The model and the batch of every side."""
-    config = ModelConfig(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=ffn,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=hidden // heads,
-        max_position_embeddings=sequence,
+    model = made(
+        "llama",
+        dict(
+            vocab_size=vocab,
+            hidden_size=hidden,
+            intermediate_size=ffn,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=hidden // heads,
+            max_position_embeddings=sequence,
+        ),
     )
-    return Work(config, sequence, batch)
+    return Work(model, sequence, batch)
 
 
 SHAPES = {

@@ -12,7 +12,7 @@ import dolmen
 
 DOCS = Path(__file__).parents[1] / "docs"
 MODEL = {
-    "family": "llama",
+    "model_type": "llama",
     "vocab_size": 512,
     "hidden_size": 64,
     "intermediate_size": 176,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import needs
 import pytest
+import shapes  # noqa: F401  # before anything of dolmen
 import torch
 from spawning import Row, run_rows, run_spawned
 

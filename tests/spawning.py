@@ -9,11 +9,13 @@ Processes are forked from a server that has imported what takes seconds and has 
 """
 
 import os
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from typing import Any
 
 import pytest
@@ -21,7 +23,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-PRELOAD = ["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "dolmen.train.run"]
+PRELOAD = [
+    "shapes",
+    "torch",
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "dolmen.train.run",
+]
 TIME_LIMIT = 600  # seconds: a rank that waits for ever is a failure, with a name
 
 
@@ -75,12 +83,23 @@ def _worker(rank, world, path, fn, args, queue):
         os._exit(1)
 
 
+def serving():
+    """The context whose server runs. It is given this process's path: by itself it has the
+    environment's alone (until Python 3.14), and leaves out in silence what it cannot import.
+    """
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        forkserver.ensure_running()
+    return context
+
+
 def run_spawned(world, fn, *args):
     """fn(*args) on `world` gloo processes; rank 0's result (picklable). The first traceback of any
     rank is raised.
     """
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context = serving()
     queue = context.SimpleQueue()  # writes at once: a worker that exits has told what it had to
     with tempfile.TemporaryDirectory() as folder:
         processes = [

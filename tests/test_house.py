@@ -41,6 +41,7 @@ ENVIRONMENT = (
     "core/launched.py",
     "cli/__init__.py",
     "cli/launch.py",
+    "cli/process.py",
 )  # the entry point
 
 
@@ -220,7 +221,7 @@ PARSERS += ("pickle.load", "pickle.loads", "tomllib.load", "tomllib.loads", "np.
 # Of what is not read from outside, or is read nowhere as a whole
 PLAIN = {
     "core/agree.py": "the bytes of our own source, to compare ranks",
-    "cli/launch.py": "/proc",
+    "cli/process.py": "/proc",
     "train/watch.py": "/proc",
     "train/profile.py": "the trace that this process has just recorded",
     "data/quickstart_corpus.py": "documents, to be compressed",

@@ -13,16 +13,17 @@ from dolmen.core import mesh as meshes
 from dolmen.core import state
 from dolmen.core.mesh import Axis, Mesh
 from dolmen.data.batch import Batch
-from dolmen.model.config import ModelConfig
+from dolmen.model import build
 from dolmen.model.decoder import Decoder
 from dolmen.model.layout import Layout
+from dolmen.model.training import Training
+from dolmen.model.tree import Tree
 from dolmen.ops import kernels, moe
 from dolmen.ops.attention import Attend
 from dolmen.optim.config import OptimizerConfig
 from dolmen.optim.optimizer import adamw
 from dolmen.optim.precision import at_rest
 from dolmen.parallel import context
-from dolmen.train import build
 from dolmen.train.step import TrainState
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float64: "float64"}
@@ -57,11 +58,12 @@ def fill(model: Decoder) -> None:
 
 
 def training(
-    config: ModelConfig,
+    tree: Tree,
     mesh: Mesh,
     sequences: int,
     compute: torch.dtype = torch.bfloat16,
     *,
+    knobs: Training = Training(),
     layout: Layout | None = None,
     micro: int | None = None,
     compile: bool = False,
@@ -74,10 +76,11 @@ def training(
     layout = replace(layout or Layout(), dp=mesh.dp.size)
     schedule = layout.make_schedule(sequences, micro or sequences // mesh.dp.size)
     model = build.build(
-        config,
+        tree,
         mesh,
         layout,
         schedule,
+        training=knobs,
         dtype=rest or at_rest(DTYPES[compute]),
         compute=compute,
         compile=compile,
@@ -86,10 +89,10 @@ def training(
     return TrainState(model, adamw(model, OPTIMIZER), OPTIMIZER, 1000, layout.zero, schedule)
 
 
-def batch(config: ModelConfig, sequences: int, length: int, documents: int = 1) -> Batch:
+def batch(tree: Tree, sequences: int, length: int, documents: int = 1) -> Batch:
     """Random tokens, the same every time; each sequence of so many documents of one length."""
     chance = torch.Generator().manual_seed(1)
-    text = torch.randint(config.vocab_size, (sequences, length + 1), generator=chance)
+    text = torch.randint(tree.vocab_size, (sequences, length + 1), generator=chance)
     starts = None
     if documents > 1:
         size = -(-length // documents)

@@ -15,32 +15,33 @@ feed-forward width, V the vocabulary, P parameters.
                 bf16 copy written, the gradient in bf16 read: 8 P
 """
 
-from dolmen.model.config import ModelConfig
 from dolmen.model.count import (
     attention_flops_per_token,
     parameters,
     training_flops_per_token,
 )
+from dolmen.model.tree import Tree
 
 OPTIMIZER_BYTES = 28 + 16 + 8
 
 
 def parts(
-    c: ModelConfig, sequences: int, length: int, flops: float, bandwidth: float, e: int = 2
+    tree: Tree, sequences: int, length: int, flops: float, bandwidth: float, e: int = 2
 ) -> dict[str, float]:
     """Part -> seconds, for a dense model; `flops` per second of matrix products, `bandwidth` in
     bytes per second, read and written.
     """
-    t, layers = sequences * length, c.num_hidden_layers
-    every = t * training_flops_per_token(c, length)
-    products = every - t * attention_flops_per_token(c, length)
-    q, k = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+    t, layers = sequences * length, tree.layers
+    every = t * training_flops_per_token(tree, length)
+    products = every - t * attention_flops_per_token(tree, length)
+    attention, mlp = tree.blocks[0].mixer, tree.blocks[0].mlp
+    q, k = attention.heads * attention.head_size, attention.kv_heads * attention.head_size
     moved = {
-        "norms": 8 * e * t * c.hidden_size * (2 * layers + 1),
-        "activation": 8 * e * t * c.intermediate_size * layers,
+        "norms": 8 * e * t * tree.hidden_size * (2 * layers + 1),
+        "activation": 8 * e * t * mlp.size * layers,
         "rope": 4 * e * t * (q + k) * layers,
-        "loss": 4 * e * t * c.vocab_size,
-        "optimizer": OPTIMIZER_BYTES * parameters(c),
+        "loss": 4 * e * t * tree.vocab_size,
+        "optimizer": OPTIMIZER_BYTES * parameters(tree),
     }
     return {
         "products": products / flops,

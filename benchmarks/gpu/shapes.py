@@ -5,8 +5,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from benchmarks.gpu.case import Context
-from dolmen.model.config import ModelConfig
+from dolmen.families import Model, changed, moved
 from dolmen.model.count import activation_bytes_per_layer, parameters
+from dolmen.model.training import Training
+from dolmen.model.tree import Tree
 from dolmen.recipes import RECIPES
 
 H100 = 79 << 30  # bytes, where nobody can be asked
@@ -17,7 +19,11 @@ TINY = dict(
     intermediate_size=96,
     num_hidden_layers=2,
     num_attention_heads=4,
+    num_key_value_heads=2,
     head_dim=16,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=32,
 )
 
 
@@ -26,27 +32,39 @@ class Shape:
     """A model and the sequences it is trained on. `sequences`: how many at once are tried."""
 
     name: str
-    config: ModelConfig
+    model: Model
     length: int
     sequences: tuple[int, ...] = (1, 2, 4)
+    training: Training = Training()
+
+    @property
+    def tree(self) -> Tree:
+        return self.model.tree
+
+    def of_layers(self, number: int) -> "Shape":
+        """The same with so many layers."""
+        return replace(self, model=with_layers(self.model, number))
 
 
-def of(context: Context, recipe: str, **changes) -> Shape:
-    """The model of a recipe at sequence length 4096, or in miniature with its structure."""
-    config = RECIPES[recipe]().model
+def of(context: Context, recipe: str, dropout: float = 0.0, **changes) -> Shape:
+    """The model of a recipe at sequence length 4096, or in miniature with its structure; `changes`
+    of fields of its config.json. With a sliding window a Llama is a Mistral.
+    """
+    model = RECIPES[recipe]().model
+    if "sliding_window" in changes:
+        model = moved(model, "mistral")
     if not context.full:
-        kv = {"num_key_value_heads": 2}
-        experts = {"num_experts": 4, "num_experts_per_tok": 2} if config.num_experts else {}
-        narrow = {"moe_intermediate_size": 32} if config.moe_intermediate_size else {}
-        config = replace(config, **TINY, **kv, **experts, **narrow)
-        changes = {k: v for k, v in changes.items() if k in ("dropout", "sliding_window")}
-        changes |= {"sliding_window": 8} if "sliding_window" in changes else {}
-    return Shape(
-        recipe,
-        replace(config, **changes),
-        4096 if context.full else 32,
-        (1, 2, 4) if context.full else (1, 2),
-    )
+        names = model.family.names
+        window = {"sliding_window": 8} if "sliding_window" in changes else {}
+        changes = {n: value for n, value in TINY.items() if n in names} | window
+    model = changed(model, {model.family.names[n]: value for n, value in changes.items()})
+    full = context.full
+    sequences = (1, 2, 4) if full else (1, 2)
+    return Shape(recipe, model, 4096 if full else 32, sequences, Training(dropout))
+
+
+def with_layers(model: Model, number: int) -> Model:
+    return changed(model, {model.family.names["num_hidden_layers"]: number})
 
 
 def fitting(context: Context, recipe: str) -> Shape:
@@ -57,16 +75,16 @@ def fitting(context: Context, recipe: str) -> Shape:
     memory = H100
     if context.cuda and torch.cuda.is_available():
         memory = torch.cuda.get_device_properties(0).total_memory
-    layers = layers_that_fit(shape.config, shape.length, memory)
-    return replace(shape, config=replace(shape.config, num_hidden_layers=layers))
+    return shape.of_layers(layers_that_fit(shape.model, shape.length, memory))
 
 
-def layers_that_fit(config: ModelConfig, length: int, memory: int) -> int:
-    """Layers of `config` that one device of `memory` bytes trains with one sequence at a time: the
+def layers_that_fit(model: Model, length: int, memory: int) -> int:
+    """Layers of `model` that one device of `memory` bytes trains with one sequence at a time: the
     rest of the model, their states, and what they keep for backward; a tenth stays free.
     """
 
-    one, two = (parameters(replace(config, num_hidden_layers=n)) for n in (1, 2))
-    layer = (two - one) * BYTES_PER_PARAMETER + activation_bytes_per_layer(config, 1, length)
+    one, two = (parameters(with_layers(model, n).tree) for n in (1, 2))
+    kept = activation_bytes_per_layer(model.tree, 1, length)
+    layer = (two - one) * BYTES_PER_PARAMETER + kept
     rest = (2 * one - two) * BYTES_PER_PARAMETER + (4 << 30)  # of the head's logits, kernels
-    return max(1, min(config.num_hidden_layers, int((0.9 * memory - rest) // layer)))
+    return max(1, min(model.tree.layers, int((0.9 * memory - rest) // layer)))

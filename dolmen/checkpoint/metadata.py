@@ -10,10 +10,10 @@ import re
 from collections import defaultdict
 
 import torch
-from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
+    Metadata,
     MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
@@ -87,21 +87,28 @@ def read_metadata(seal: Seal) -> Metadata:
         found = _Unpickler(io.BytesIO(content)).load()
         if not isinstance(found, Metadata):
             raise TypeError(f"it is a {type(found).__name__}")
-        _check_tensors(found.state_dict_metadata, exact=seal.files is None)
-        _check_places(found)
+        stored = described(found)
+        _check_tensors(stored, exact=seal.files is None)
+        _check_places(found, stored)
     except Exception as error:  # a damaged pickle can raise almost anything
         text = " ".join(str(error).split())[:300]
         raise Damaged(f"{path} is missing, damaged or not safe to read: {text}") from error
     return found
 
 
+def described(found: Metadata) -> dict[str, TensorStorageMetadata]:
+    """What it says of each tensor. Raises TypeError where it tells of anything else."""
+    everything = found.state_dict_metadata
+    stored = {n: t for n, t in everything.items() if type(t) is TensorStorageMetadata}
+    if odd := [n for n in everything if n not in stored]:
+        raise TypeError(f"{odd[:3]} are no tensors")
+    return stored
+
+
 def _check_tensors(stored: dict[str, TensorStorageMetadata], exact: bool) -> None:
-    """Raises unless each is a tensor of which every element lies in one chunk. Only with `exact`
+    """Raises unless every element of each tensor lies in one chunk. Only with `exact`
     are chunks that overlap found, which takes time of the square of their number.
     """
-    odd = [n for n, t in stored.items() if type(t) is not TensorStorageMetadata]
-    if odd:
-        raise TypeError(f"{odd[:3]} are no tensors")
     for name, t in stored.items():
         if type(name) is not str or type(t.properties) is not TensorProperties:
             raise TypeError(f"{name!r} is not described as a tensor")
@@ -138,22 +145,22 @@ def _overlap(chunks: list[ChunkStorageMetadata]) -> bool:
     )
 
 
-def _check_places(found: Metadata) -> None:
+def _check_places(found: Metadata, stored: dict[str, TensorStorageMetadata]) -> None:
     """Raises unless each chunk has one place, in a file of the checkpoint, that has room for it."""
     missing: dict[str, set] = defaultdict(set)
-    for name, t in found.state_dict_metadata.items():
+    for name, t in stored.items():
         missing[name] = {c.offsets for c in t.chunks}
     for index, place in found.storage_data.items():
         if type(index) is not MetadataIndex or type(place) is not _StorageInfo:
             raise TypeError("it says where something is that is no part of a tensor")
-        stored = found.state_dict_metadata[index.fqn]
-        hints = [index.index] if index.index is not None else range(len(stored.chunks))
-        chunk = next((c for i in hints if (c := stored.chunks[i]).offsets == index.offset), None)
+        tensor = stored[index.fqn]
+        hints = [index.index] if index.index is not None else range(len(tensor.chunks))
+        chunk = next((c for i in hints if (c := tensor.chunks[i]).offsets == index.offset), None)
         if chunk is None:
             raise ValueError(f"it says where a part of {index.fqn} is that there is not")
         if type(place.relative_path) is not str or not FILE.fullmatch(place.relative_path):
             raise ValueError(f"it names {place.relative_path}, a file outside the checkpoint")
-        size = math.prod(chunk.sizes) * stored.properties.dtype.itemsize
+        size = math.prod(chunk.sizes) * tensor.properties.dtype.itemsize
         if type(place.offset) is not int or type(place.length) is not int or place.offset < 0:
             raise TypeError(f"the place of {index.fqn} is no position in a file")
         if not size <= place.length < 2**60:

@@ -8,7 +8,7 @@ numbers are one uncompressed entry, of which the archive's directory holds the C
 import io
 import zipfile
 from collections.abc import Iterator
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ class Numbers(NamedTuple):
     crc: int
 
 
-def numbers(file: BinaryIO, position: int, length: int) -> Numbers:
+def numbers(file: io.BufferedIOBase, position: int, length: int) -> Numbers:
     """Of the archive of `length` bytes at `position`. Raises BadZipFile, ValueError, OSError,
     NotImplementedError or EOFError where there is none.
     """
@@ -39,7 +39,7 @@ def numbers(file: BinaryIO, position: int, length: int) -> Numbers:
     return Numbers(position + found[0].header_offset + head, found[0].file_size, found[0].CRC)
 
 
-def blocks(file: BinaryIO, start: int, size: int, row: int, name: str) -> Iterator[Tensor]:
+def blocks(file: io.BufferedIOBase, start: int, size: int, row: int, name: str) -> Iterator[Tensor]:
     """The `size` bytes from `start` on, uint8, as many whole rows at a time as BLOCK holds. Raises
     EOFError where the file ends before.
     """
@@ -47,7 +47,7 @@ def blocks(file: BinaryIO, start: int, size: int, row: int, name: str) -> Iterat
     for at in range(0, size, step):
         data = torch.empty(min(step, size - at), dtype=torch.uint8)
         file.seek(start + at)
-        if file.readinto(data.numpy()) != len(data):
+        if file.readinto(data.numpy().data) != len(data):
             raise EOFError(f"{name} ends early")
         yield data
 
@@ -61,7 +61,7 @@ def compare(checksum: int, expected: int, name: str) -> None:
 class _Window(io.RawIOBase):
     """`size` bytes of an open file, from `start`, as a file of its own."""
 
-    def __init__(self, file: BinaryIO, start: int, size: int):
+    def __init__(self, file: io.BufferedIOBase, start: int, size: int):
         self.file, self.start, self.size, self.at = file, start, size, 0
 
     def readable(self) -> bool:

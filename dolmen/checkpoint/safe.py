@@ -12,24 +12,19 @@ import zlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from io import BufferedIOBase
 from pathlib import Path
-from typing import BinaryIO
 
 from torch import Tensor
-from torch.distributed.checkpoint import (
-    DefaultLoadPlanner,
-    FileSystemReader,
-    LoadPlan,
-    LoadPlanner,
-    Metadata,
-)
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from dolmen.checkpoint import parts, seal
 from dolmen.checkpoint.folders import METADATA, Damaged
-from dolmen.checkpoint.metadata import read_metadata
+from dolmen.checkpoint.metadata import described, read_metadata
 from dolmen.checkpoint.parts import Numbers
 from dolmen.core.state import local_elements
 
@@ -41,8 +36,10 @@ class Reader(FileSystemReader):
 
     def __init__(self, folder: Path):
         super().__init__(folder)
-        self.seal, self.state = seal.read(Path(folder))
+        self.folder = folder
+        self.seal, self.state = seal.read(folder)
         self.metadata = read_metadata(self.seal)
+        self.stored = described(self.metadata)
         self.partly: set[MetadataIndex] = set()  # stored parts of which some rows were not read
         self._places: dict[str, list[tuple[int, int]]] = {}  # file -> where its parts are
         for place in self.metadata.storage_data.values():
@@ -76,17 +73,17 @@ class Reader(FileSystemReader):
                 found[item.dest_index.fqn] += math.prod(item.lengths)
         if holes := [n for n, t in tensors.items() if found[n] != local_elements(t)]:
             raise Damaged(
-                f"{self.path / METADATA} is damaged: it describes a part of {len(holes)} tensors, "
-                f"e.g. {holes[:3]}"
+                f"{self.folder / METADATA} is damaged: it describes a part of {len(holes)} "
+                f"tensors, e.g. {holes[:3]}"
             )
         self.read_data(plan, planner)
 
     def _check(self, tensors: dict[str, Tensor], elsewhere: Collection[str]) -> None:
-        stored = self.metadata.state_dict_metadata
+        stored = self.stored
         kinds = {n.split("/")[0] for n in tensors}  # a kind may be left out whole: the model alone
         if missing := [n for n in tensors if n not in stored]:
             raise KeyError(
-                f"{self.path} lacks {len(missing)} of {len(tensors)} tensors, e.g. {missing[:3]}"
+                f"{self.folder} lacks {len(missing)} of {len(tensors)} tensors, e.g. {missing[:3]}"
             )
         if extra := [
             n
@@ -94,13 +91,14 @@ class Reader(FileSystemReader):
             if n not in tensors and n not in elsewhere and n.split("/")[0] in kinds
         ]:
             raise KeyError(
-                f"{self.path} holds {len(extra)} tensors that have no place here, e.g. {extra[:3]}"
+                f"{self.folder} holds {len(extra)} tensors that have no place here, e.g. "
+                f"{extra[:3]}"
             )
         if other := [n for n, t in tensors.items() if t.shape != stored[n].size]:
             shapes = ", ".join(
                 f"{n} {tuple(stored[n].size)} for {tuple(tensors[n].shape)}" for n in other[:3]
             )
-            raise ValueError(f"{self.path} holds {len(other)} tensors of other shapes: {shapes}")
+            raise ValueError(f"{self.folder} holds {len(other)} tensors of other shapes: {shapes}")
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Carry out the plan, file by file in the order of their bytes."""
@@ -117,12 +115,12 @@ class Reader(FileSystemReader):
         return done
 
     @contextmanager
-    def _opened(self, name: str) -> Iterator[BinaryIO]:
+    def _opened(self, name: str) -> Iterator[BufferedIOBase]:
         """One file of tensors, whose list of parts is what was saved. What goes wrong within is
         told as Damaged.
         """
         try:
-            with open(self.path / name, "rb") as file:
+            with open(self.folder / name, "rb") as file:
                 if name not in self._numbers:
                     self._numbers[name] = self._heads(file, name)
                 yield file
@@ -130,10 +128,10 @@ class Reader(FileSystemReader):
             raise
         except (OSError, EOFError, ValueError, NotImplementedError, zipfile.BadZipFile) as error:
             raise Damaged(
-                f"{self.path / name} is missing, damaged or truncated: {error}"
+                f"{self.folder / name} is missing, damaged or truncated: {error}"
             ) from error
 
-    def _heads(self, file: BinaryIO, name: str) -> dict[int, Numbers]:
+    def _heads(self, file: BufferedIOBase, name: str) -> dict[int, Numbers]:
         """The numbers of every part in a file, by the part's position."""
         where = self._places[name]
         self.seal.check_size(name, max(offset + length for offset, length in where))
@@ -150,14 +148,14 @@ class Reader(FileSystemReader):
                 sizes, row, start, expected = self._place(index)
                 checksum = 0
                 for block in parts.blocks(file, start, sizes[0] * row, row, index.fqn):
-                    checksum = zlib.crc32(block.numpy(), checksum)
+                    checksum = zlib.crc32(block.numpy().data, checksum)
                 parts.compare(checksum, expected, index.fqn)
 
     def _place(self, index: MetadataIndex) -> tuple[tuple[int, ...], int, int, int]:
         """Of a stored part in an open file: its sizes, bytes of a row, position of its numbers in
         the file, their CRC-32.
         """
-        stored = self.metadata.state_dict_metadata[index.fqn]
+        stored = self.stored[index.fqn]
         chunk = (
             next(c for c in stored.chunks if c.offsets == index.offset)
             if index.index is None
@@ -173,7 +171,7 @@ class Reader(FileSystemReader):
             )
         return sizes, row, found.start, found.crc
 
-    def _read(self, file: BinaryIO, item: ReadItem, target: Tensor) -> None:
+    def _read(self, file: BufferedIOBase, item: ReadItem, target: Tensor) -> None:
         """Copy the rows and columns of one stored part [sizes] that `item` names into `target`
         [lengths].
         """
@@ -181,11 +179,11 @@ class Reader(FileSystemReader):
         offsets = tuple(item.storage_offsets) or (0,)
         lengths = tuple(item.lengths) or (1,)
         sizes, row, start, expected = self._place(index)
-        dtype = self.metadata.state_dict_metadata[index.fqn].properties.dtype
+        dtype = self.stored[index.fqn].properties.dtype
         target = target.reshape(lengths)
         checksum = top = 0
         for block in parts.blocks(file, start + offsets[0] * row, lengths[0] * row, row, index.fqn):
-            checksum = zlib.crc32(block.numpy(), checksum)
+            checksum = zlib.crc32(block.numpy().data, checksum)
             rows = block.view(dtype).reshape(-1, *sizes[1:])
             for dim in range(1, len(sizes)):
                 rows = rows.narrow(dim, offsets[dim], lengths[dim])

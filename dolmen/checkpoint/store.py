@@ -13,9 +13,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from dolmen.checkpoint import folders, seal, staging
 from dolmen.checkpoint.folders import Damaged
@@ -70,15 +71,16 @@ class Checkpoints:
         state = json.dumps({"format": seal.FORMAT, **meta}, indent=1)
         self.finish()
         writer = Writer(self.folder, step, state, self.keep, self.pinned)
-        planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        future = dcp.async_save(
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        future = async_save(
             tensors,
             storage_writer=writer,
             planner=planner,
             process_group=self._group,
             no_dist=self._group is None,
         )
-        self._saving = (step, future)
+        assert isinstance(future, Future)  # all that a process that writes no file by itself gets
+        self._saving = step, future
         if wait:
             self.finish()
 

@@ -28,8 +28,9 @@ class Checkpoint:
                 f"{folder} was saved without a seal: damage to its {folders.STATE} may not be seen",
                 stacklevel=2,
             )
-        stored = self._reader.metadata.state_dict_metadata
-        self.specs = {name: Spec(tuple(t.size), t.properties.dtype) for name, t in stored.items()}
+        self.specs = {
+            name: Spec(tuple(t.size), t.properties.dtype) for name, t in self._reader.stored.items()
+        }
 
     def read(self, name: str) -> Tensor:
         """The whole tensor on the CPU. Raises KeyError for a name that is not there, Damaged for a

@@ -25,8 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemWriter, Metadata, SavePlan, SavePlanner
-from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -53,7 +54,8 @@ class Writer(FileSystemWriter):
     ):
         # no copies ahead: the tensors are on the CPU, and DCP's thread would open a context on the
         # first GPU
-        super().__init__(folder / (folders.name(step) + folders.PARTIAL), per_thread_copy_ahead=0)
+        self.partial = folder / (folders.name(step) + folders.PARTIAL)
+        super().__init__(self.partial, per_thread_copy_ahead=0)
         self.folder, self.step, self.state, self.keep = folder, step, state, keep
         self.pinned = pinned
 
@@ -73,43 +75,44 @@ class Writer(FileSystemWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         folders.clear(self.folder)
-        self.path.mkdir(parents=True)
+        self.partial.mkdir(parents=True)
         return super().prepare_global_plan(plans)
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[Written]]:
-        with said_why(self.path):
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        with said_why(self.partial):
             results = super().write_data(plan, planner).value()
-            done: Future[list[Written]] = Future()
+            done: Future[list[WriteResult]] = Future()
             done.set_result(self._sums(results))
         return done
 
-    def _sums(self, results: list[WriteResult]) -> list[Written]:
+    def _sums(self, results: list[WriteResult]) -> list[WriteResult]:
         """The results with the checksums, read off the heads of the parts just written."""
         files: dict[str, list[WriteResult]] = defaultdict(list)
         for result in results:
             files[result.storage_data.relative_path].append(result)
-        found = []
+        found: list[WriteResult] = []
         for name, written in files.items():
-            with open(self.path / name, "rb") as file:
+            with open(self.partial / name, "rb") as file:
                 for r in written:
                     place = r.storage_data
                     crc = parts.numbers(file, place.offset, place.length).crc
                     found.append(Written(r.index, r.size_in_bytes, place, crc))
         return found
 
-    def finish(self, metadata: Metadata, results: list[list[Written]]) -> None:
-        with said_why(self.path):
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        with said_why(self.partial):
             super().finish(metadata, results)
-            with open(self.path / folders.STATE, "w", encoding="utf-8") as file:
+            with open(self.partial / folders.STATE, "w", encoding="utf-8") as file:
                 file.write(self.state)
                 file.flush()
                 os.fsync(file.fileno())
             files: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
             for r in (r for written in results for r in written):
+                assert isinstance(r, Written)
                 place = r.storage_data
                 files[place.relative_path].append((place.offset, place.length, r.crc))
-            seal.write(self.path, files)
-        folders.commit(self.path)
+            seal.write(self.partial, files)
+        folders.commit(self.partial)
         folders.prune(self.folder, self.keep, self.step)
 
 

@@ -32,9 +32,9 @@ USAGE = (
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point. Returns the exit code."""
-    from dolmen.cli import launch
+    from dolmen.cli import process
 
-    launch.die_with_launcher()
+    process.die_with_launcher()
     environment.prepare(os.environ)
     warnings.formatwarning = lambda text, *_: f"warning: {text}\n"
     argv = sys.argv[1:] if argv is None else argv

@@ -1,6 +1,6 @@
 """dolmen evaluate DIR --data.path TEXT"""
 
-from dolmen.cli import launch, verify
+from dolmen.cli import process, verify
 from dolmen.cli.errors import BadInput
 from dolmen.cli.options import EvaluateOptions, message
 from dolmen.core.log import console
@@ -11,10 +11,10 @@ from dolmen.optim.precision import DTYPES
 
 
 def run(options: EvaluateOptions, argv: list[str]) -> int:
-    started = launch.started()
+    started = process.started()
     layout = verify.checked(started, "evaluate", options.source, options, [])
     # the launcher has the tokens made and compared before it starts others; else one of each host
-    first = not launch.launched_here() and (started is None or started.local_rank == 0)
+    first = not process.launched_here() and (started is None or started.local_rank == 0)
     try:
         text = open_text(
             options.source, options.data, options.sequence_length, progress=first, verify=first

@@ -7,7 +7,7 @@ from dolmen.cli.errors import BadInput
 from dolmen.cli.options import ExportOptions, message
 from dolmen.convert import hf
 from dolmen.core.config import from_dict
-from dolmen.families import Model, edit
+from dolmen.families import Model, completed, edit
 from dolmen.optim.precision import DTYPES
 from dolmen.train import saved as saved_state
 from dolmen.train.check import check_exportable
@@ -33,8 +33,9 @@ def export(source: Path, to: Path, dtype: str | None = None) -> int:
     run_ = from_dict(RunConfig, kept.run)
     tokenizer = folder.parent.parent / "tokenizer"
     check_exportable(run_)
-    made_here = run_.init is None and tokenizer.is_dir()
-    model = stopping(run_.model, tokenizer) if made_here else run_.model
+    model = run_.model if run_.init is not None else completed(run_.model)
+    if run_.init is None and tokenizer.is_dir():
+        model = stopping(model, tokenizer)
     hf.save(
         to,
         model,

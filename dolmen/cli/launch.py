@@ -5,135 +5,34 @@ them, or the launcher, ends.
       |-- rank 0                  2 x `dolmen train ...`, forwards Ctrl-C and SIGTERM (as SIGUSR1
       `-- rank 1                  and SIGUSR2: save, then end), kills all at once when one dies, and
                                   tells the first cause once. If the launcher dies, the kernel
-                                  kills them.
+                                  kills them (process.py).
 
 With --max-restarts the launcher starts the group again after a failure, and the run goes on from
 its newest checkpoint. torch's LocalElasticAgent would not do here: it restarts after every failure,
-the refused and the hopeless too, and answers SIGTERM by killing. Under torchrun or srun, which set
-RANK or SLURM_PROCID, `dolmen` is a worker from the start; a restart by either is known by its
-count.
+the refused and the hopeless too, and answers SIGTERM by killing.
 """
 
-import ctypes
 import fcntl
-import json
 import os
 import shutil
 import signal
-import socket
 import sys
 import tempfile
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dolmen.cli.errors import BadInput, Failed
-from dolmen.core.launched import Launch
+from dolmen.cli.process import LAUNCHER, handling
 from dolmen.files import gate, kinds
 
-LAUNCHER = "DOLMEN_LAUNCHER"  # pid of the launcher that started this worker
-PR_SET_PDEATHSIG = 1
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.api import PContext, RunProcsResult
+
 PREFIX, OURS = "dolmen_", "dolmen-launcher"  # a folder of reports, and the file that says it is one
-
-
-def die_with_launcher() -> None:
-    """In a worker: have the kernel kill this process when what started it, our launcher or
-    torchrun's agent, ends, however it ends. Before heavy imports.
-    """
-    if LAUNCHER not in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
-        return
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    # it has ended before the kernel was asked
-    if os.getppid() != parent or parent != int(os.environ.get(LAUNCHER, parent)):
-        os._exit(1)
-
-
-def started() -> Launch | None:
-    """What a launcher told this process; None where none started it. Raises BadInput."""
-    try:
-        return Launch.read()
-    except ValueError as error:
-        raise BadInput(str(error)) from None
-
-
-def launched_here() -> bool:
-    """Whether this process is a worker that our own launcher started."""
-    return LAUNCHER in os.environ
-
-
-@contextmanager
-def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Within, the environment has these, where the user has not set them."""
-    missing = {name: value for name, value in values.items() if name not in os.environ}
-    os.environ.update(missing)
-    try:
-        yield
-    finally:
-        for name in missing:
-            os.environ.pop(name, None)
-
-
-def restarts() -> int:
-    """How often the launcher of this process has started its group again: ours and torchrun's
-    --max-restarts, SLURM's requeue.
-    """
-    return max(
-        int(os.environ.get(name) or 0)
-        for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
-    )
-
-
-def one_store() -> bool:
-    """Whether the ranks meet in a store that outlives a restart: torchrun's. Ours makes a new one
-    each time.
-    """
-    return not launched_here() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def job() -> str:
-    """What all starts by one launcher have in common and no other's have; empty where no launcher
-    started this process.
-    """
-    if "RANK" not in os.environ and "SLURM_PROCID" not in os.environ:
-        return ""
-    if "SLURM_JOB_ID" in os.environ:
-        return f"slurm {os.environ['SLURM_JOB_ID']}.{os.environ.get('SLURM_STEP_ID', '')}"
-    named = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    if named != "none":
-        return f"run {named}"
-    launcher = os.getppid()
-    began = Path(f"/proc/{launcher}/stat").read_text().rsplit(")", 1)[1].split()[19]
-    return f"{socket.gethostname()} {launcher} {began}"
-
-
-@contextmanager
-def on_stop(handler: Callable[[int], None]) -> Iterator[None]:
-    """Within, handler(SIGINT or SIGTERM) is called when this worker is asked to save and end. Enter
-    before joining the others: then either all ranks know what to do with the request, or none has
-    begun.
-    """
-    asking = (
-        (signal.SIGUSR1, signal.SIGUSR2) if launched_here() else (signal.SIGINT, signal.SIGTERM)
-    )
-    meaning = dict(zip(asking, (signal.SIGINT, signal.SIGTERM), strict=True))
-    with _handling({s: lambda got, _: handler(meaning[got]) for s in asking}):
-        yield
-
-
-@contextmanager
-def _handling(handlers: dict[int, Callable]) -> Iterator[None]:
-    # Python hears signals nowhere else
-    main = threading.current_thread() is threading.main_thread()
-    before = {s: signal.signal(s, handler) for s, handler in handlers.items()} if main else {}
-    try:
-        yield
-    finally:
-        for s, handler in before.items():
-            signal.signal(s, handler)
+STOPPED = {130, 143, -signal.SIGUSR1, -signal.SIGUSR2, -signal.SIGTERM}
+"""Exit codes of workers that were asked to end."""
 
 
 def launch(processes: int, argv: list[str], max_restarts: int = 0) -> int:
@@ -147,29 +46,15 @@ def launch(processes: int, argv: list[str], max_restarts: int = 0) -> int:
 
     # failures are told below, once
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    asked = []
-    current = []
-    default = {
-        s: signal.getsignal(s)
-        for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-    }
-
-    def forward(got, _):
-        asked.append(got)
-        for pid in [pid for workers in current for pid in workers.pids().values()]:
-            try:
-                os.kill(pid, signal.SIGUSR1 if got == signal.SIGINT else signal.SIGUSR2)
-            except ProcessLookupError:
-                pass
-
-    handlers = {**default, signal.SIGINT: forward, signal.SIGTERM: forward}
-    with _handling(handlers), _reports() as reports:
+    kept = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    group = _Group(processes, argv, {s: signal.getsignal(s) for s in kept})
+    with handling(group.handlers), _reports() as reports:
         for attempt in range(max_restarts + 1):
-            if asked:
-                return 128 + asked[0]
-            code, final = _attempt(processes, argv, attempt, reports, asked, current, handlers)
-            if code == 0 or asked or final or attempt == max_restarts:
-                return code
+            if group.asked:
+                return 128 + group.asked
+            end = group.run(attempt, reports)
+            if end.code == 0 or group.asked or end.final or attempt == max_restarts:
+                return end.code
             print(
                 f"dolmen: restart {attempt + 1} of {max_restarts}, from the newest whole "
                 f"checkpoint",
@@ -177,6 +62,118 @@ def launch(processes: int, argv: list[str], max_restarts: int = 0) -> int:
                 flush=True,
             )
     raise AssertionError("the last attempt returns")
+
+
+class _End(NamedTuple):
+    """How a group ended: its exit code, and whether another start is of no use."""
+
+    code: int
+    final: bool
+
+
+class _Group:
+    """The workers of one `launch`, however often they are started. `asked`: the first signal that
+    asked this process to end, 0 if none did.
+    """
+
+    def __init__(self, processes: int, argv: list[str], before: Mapping[signal.Signals, Any]):
+        self.processes, self.argv = processes, argv
+        self.handlers = {**before, signal.SIGINT: self._forward, signal.SIGTERM: self._forward}
+        self.asked = 0
+        self.workers: PContext | None = None
+
+    def _forward(self, got: int, _: FrameType | None) -> None:
+        self.asked = self.asked or got
+        for pid in self.workers.pids().values() if self.workers is not None else ():
+            try:
+                os.kill(pid, signal.SIGUSR1 if got == signal.SIGINT else signal.SIGUSR2)
+            except ProcessLookupError:
+                pass
+
+    def run(self, attempt: int, reports: str) -> _End:
+        """Start the group once and wait for it."""
+        import torch
+        from torch.distributed.elastic.multiprocessing import (
+            DefaultLogsSpecs,
+            SignalException,
+            start_processes,
+        )
+
+        store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        envs = {
+            rank: self._environment(rank, attempt, store.port) for rank in range(self.processes)
+        }
+        args = {rank: ("-m", "dolmen", *self.argv) for rank in range(self.processes)}
+        with handling(self.handlers):  # start_processes sets handlers of its own, and leaves them
+            try:
+                workers = self.workers = start_processes(
+                    "dolmen", sys.executable, args, envs, DefaultLogsSpecs(reports)
+                )
+            except SignalException as stopped:
+                return _End(128 + stopped.sigval, True)
+            with handling(self.handlers):
+                result = workers.wait(period=0.2)
+        assert result is not None  # without a timeout, it waits for all
+        return self._judge(workers, result) if result.is_failed() else _End(0, True)
+
+    def _environment(self, rank: int, attempt: int, port: int) -> dict[str, str]:
+        """Beside what this process has: what a worker reads (core/launched.py, process.py)."""
+        threads = max(1, len(os.sched_getaffinity(0)) // self.processes)
+        return {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(self.processes),
+            "LOCAL_WORLD_SIZE": str(self.processes),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": str(attempt),
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+            LAUNCHER: str(os.getpid()),
+        }
+
+    def _judge(self, workers: "PContext", result: "RunProcsResult") -> _End:
+        """What a group that failed was about; tells its cause."""
+        codes = {failure.exitcode for failure in result.failures.values()}
+        if self.asked and codes <= STOPPED:
+            return _End(128 + self.asked, True)
+        reports = [_report(file) for file in workers.error_files.values()]
+        hangs = [report["message"] for report in reports if report.get("hang")]
+        print(hangs[0] if hangs else cause(result.failures), file=sys.stderr, flush=True)
+        if codes <= {2, -signal.SIGTERM} and not hangs:
+            return _End(2, True)
+        return _End(1, any(report.get("final") for report in reports))
+
+
+def _report(file: str) -> dict:
+    """What a worker left in its error file, empty if nothing readable."""
+    try:
+        return gate.read_json(file, kinds.WORKER_ERROR)["message"]
+    except gate.Refused:
+        return {}
+
+
+def cause(failures: dict) -> str:
+    """The first failure, told once: a rank killed from outside, else the earliest traceback."""
+    killed = [f for f in failures.values() if f.exitcode < 0 and f.exitcode != -signal.SIGTERM]
+    if killed:
+        first, name = killed[0], signal.Signals(-killed[0].exitcode).name
+        hint = " (out of memory?)" if name == "SIGKILL" else ""
+        return (
+            f"dolmen: rank {first.local_rank} (pid {first.pid}) was ended by {name}{hint}; "
+            "all ranks were stopped"
+        )
+    failed = [f for f in failures.values() if f.exitcode not in (-signal.SIGTERM, 130, 143)]
+    first = min(failed or failures.values(), key=lambda f: f.timestamp)
+    report = first.error_file_data.get("message")  # as `process.end` wrote it
+    text = report["message"] if isinstance(report, dict) else "no traceback was left"
+    if first.exitcode == 2:
+        return text.rstrip()
+    return (
+        f"{text.rstrip()}\n"
+        f"dolmen: rank {first.local_rank} failed (exit code {first.exitcode}); "
+        "all ranks were stopped"
+    )
 
 
 @contextmanager
@@ -204,132 +201,3 @@ def _delete_if_left(folder: Path) -> None:
             shutil.rmtree(folder)
     except OSError:
         return  # somebody else's, or in use
-
-
-def _attempt(
-    processes: int,
-    argv: list[str],
-    attempt: int,
-    reports: str,
-    asked: list[int],
-    current: list,
-    handlers: dict,
-) -> tuple[int, bool]:
-    """Start the group once and wait for it: (exit code, whether another start is of no use)."""
-    import torch
-    from torch.distributed.elastic.multiprocessing import (
-        DefaultLogsSpecs,
-        SignalException,
-        start_processes,
-    )
-
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    threads = os.environ.get(
-        "OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes))
-    )
-    common = {
-        "WORLD_SIZE": processes,
-        "LOCAL_WORLD_SIZE": processes,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": store.port,
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": attempt,
-        "OMP_NUM_THREADS": threads,
-        LAUNCHER: os.getpid(),
-    }
-    envs = {
-        r: {k: str(v) for k, v in {**common, "RANK": r, "LOCAL_RANK": r}.items()}
-        for r in range(processes)
-    }
-    args = {r: ("-m", "dolmen", *argv) for r in range(processes)}
-    with _handling(handlers):  # start_processes sets handlers of its own, and leaves them
-        try:
-            workers = start_processes(
-                "dolmen", sys.executable, args, envs, DefaultLogsSpecs(reports)
-            )
-        except SignalException as stopped:
-            return 128 + stopped.sigval, True
-        current[:] = [workers]
-        with _handling(handlers):
-            result = workers.wait(period=0.2)
-    if not result.is_failed():
-        return 0, True
-    codes = {f.exitcode for f in result.failures.values()}
-    if asked and codes <= {130, 143, -signal.SIGUSR1, -signal.SIGUSR2, -signal.SIGTERM}:
-        return 128 + asked[0], True
-    told = [read for file in workers.error_files.values() if (read := _report(file))]
-    hangs = [r["message"] for r in told if r.get("hang")]
-    print(hangs[0] if hangs else cause(result.failures), file=sys.stderr, flush=True)
-    if codes <= {2, -signal.SIGTERM} and not hangs:
-        return 2, True
-    return 1, any(r.get("final") for r in told)
-
-
-def _report(file: str) -> dict:
-    """What a worker left in its error file, empty if nothing readable."""
-    try:
-        return gate.read_json(file, kinds.WORKER_ERROR)["message"]
-    except gate.Refused:
-        return {}
-
-
-def cause(failures: dict) -> str:
-    """The first failure, told once: a rank killed from outside, else the earliest traceback."""
-    killed = [f for f in failures.values() if f.exitcode < 0 and f.exitcode != -signal.SIGTERM]
-    if killed:
-        first, name = killed[0], signal.Signals(-killed[0].exitcode).name
-        hint = " (out of memory?)" if name == "SIGKILL" else ""
-        return (
-            f"dolmen: rank {first.local_rank} (pid {first.pid}) was ended by {name}{hint}; "
-            "all ranks were stopped"
-        )
-    told = [f for f in failures.values() if f.exitcode not in (-signal.SIGTERM, 130, 143)]
-    first = min(told or failures.values(), key=lambda f: f.timestamp)
-    told = first.error_file_data.get("message")  # as `guarded` wrote it
-    text = told["message"] if isinstance(told, dict) else "no traceback was left"
-    if first.exitcode == 2:
-        return text.rstrip()
-    return (
-        f"{text.rstrip()}\n"
-        f"dolmen: rank {first.local_rank} failed (exit code {first.exitcode}); "
-        "all ranks were stopped"
-    )
-
-
-def guarded(work: Callable[[], int]) -> int:
-    """Run a worker's work. An exception goes to the launcher, which prints the first one, or to
-    stderr where there is none of ours; the exit code is then 1, or 2 for BadInput.
-    """
-    try:
-        return work()
-    except BaseException as error:
-        if not launched_here() and isinstance(
-            error, (BadInput, KeyboardInterrupt, BrokenPipeError, SystemExit)
-        ):
-            raise
-        import traceback
-
-        text = (
-            f"dolmen: {error}"
-            if isinstance(error, (BadInput, Failed))
-            else traceback.format_exc().rstrip()
-        )
-        leave(
-            text,
-            2 if isinstance(error, BadInput) else 1,
-            final=isinstance(error, Failed) and error.final,
-        )
-
-
-def leave(text: str, code: int = 1, **facts: bool) -> NoReturn:
-    """End this process at once: `text` goes to our launcher, with `facts` (final, hang), or to
-    stderr where there is none.
-    """
-    if launched_here():
-        told = {"message": text, "extraInfo": {"timestamp": str(int(time.time() * 1e6))}, **facts}
-        with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as f:
-            json.dump({"message": told}, f)
-    else:
-        print(text, file=sys.stderr, flush=True)
-    sys.stdout.flush()
-    os._exit(code)  # not through atexit: a broken process group would block there

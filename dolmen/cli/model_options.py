@@ -58,7 +58,7 @@ def options(family: Family) -> type:
         "ModelOptions",
         [
             ("model_type", Annotated[known, tyro.conf.arg(help=told)]),
-            *(_option(family, one) for one in family.fields if one.help or one.inside),
+            *(_option(one) for one in family.fields if one.help or one.inside),
         ],
         frozen=True,
     )
@@ -120,17 +120,18 @@ def _of(model: Model, model_type: str) -> Model:
         shared = {
             other.names[name]: whole[one.name]
             for one in model.family.fields
+            if one.help or one.inside
             for name in (one.name, *one.aliases, *one.common)
-            if name in other.names and whole[one.name] is not None and not one.inside
+            if name in other.names and whole[one.name] is not None
         }
         return families.made(model_type, shared)
 
 
-def _option(family: Family, one: Field) -> tuple[str, Any]:
+def _option(one: Field) -> tuple[str, Any]:
     others = [name for name in (*one.aliases, *one.common) if "." not in name]
     also = f" Also {', '.join(f'{PREFIX}{n}'.replace('_', '-') for n in others)}." if others else ""
     if one.inside:
-        inner = [_option(family, inside) for inside in one.inside if inside.help]
+        inner = [_option(inside) for inside in one.inside if inside.help]
         return one.name, make_dataclass(one.name, inner, frozen=True)
     return one.name, Annotated[_type(one.kind), tyro.conf.arg(help=one.help + also)]
 

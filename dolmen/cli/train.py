@@ -12,9 +12,9 @@ import torch.distributed as dist
 from dolmen.checkpoint import folders
 from dolmen.checkpoint.folders import Damaged
 from dolmen.checkpoint.store import NotSaved
-from dolmen.cli import finish, launch, options
+from dolmen.cli import finish, launch, options, process
 from dolmen.cli.errors import BadInput, Failed
-from dolmen.core import determinism, heap, rounds
+from dolmen.core import allocator, determinism, rendezvous
 from dolmen.core import device as devices
 from dolmen.core import mesh as meshes
 from dolmen.core.launched import Launch
@@ -24,7 +24,7 @@ from dolmen.train.check import check, check_folder, check_overwrite, check_resum
 from dolmen.train.config import RunConfig
 from dolmen.train.folder import Unusable
 from dolmen.train.loop import Stop
-from dolmen.train.start import settle
+from dolmen.train.start import Start, settle
 from dolmen.train.watch import Watch, network_limit
 
 DEVICE = "train.device"
@@ -45,12 +45,12 @@ def run(
     argv: list[str],
     guarded: Callable[[Callable[[], int]], int] | None = None,
 ) -> int:
-    """`argv` starts the other processes. `guarded` (default: launch.guarded) calls what this
+    """`argv` starts the other processes. `guarded` (default: process.guarded) calls what this
     process itself does of the run, and decides about its exceptions.
     """
-    started = launch.started()
-    if started and launch.one_store():
-        started = replace(started, rendezvous=rounds.register())
+    started = process.started()
+    if started and process.one_store():
+        started = replace(started, rendezvous=rendezvous.register())
     config, given = asked
     out = folder_of(config, given)
     processes = started.world_size if started else wanted(config, given.nproc)
@@ -61,7 +61,7 @@ def run(
         if started is None:
             raise BadInput(str(error)) from None
         refusal = str(error)  # the other hosts are waiting: tell them
-    if launch.launched_here():
+    if process.launched_here():
         # the launcher has checked
         config = replace(config, layout=config.layout.resolve(processes))
     elif started is None:
@@ -75,7 +75,9 @@ def run(
     if started is None and (config.layout.world > 1 or given.max_restarts):
         code = launch.launch(config.layout.world, ["train", *argv], given.max_restarts)
         return code or finish.finish(config, out)
-    return (guarded or launch.guarded)(lambda: worker(config, out, given, started, device, refusal))
+    return (guarded or process.guarded)(
+        lambda: worker(config, out, given, started, device, refusal)
+    )
 
 
 def folder_of(config: RunConfig, given: options.TrainOptions) -> Path:
@@ -151,38 +153,24 @@ def worker(
     from dolmen.train.run import run_training, summary
 
     if device.type == "cpu":
-        heap.keep()
+        allocator.keep()
     stop, same = Stop(), config.train.deterministic
     limit = network_limit(config.train.hang_seconds)
     with (
-        launch.environment(determinism.ENVIRONMENT if same else {}),
+        process.environment(determinism.ENVIRONMENT if same else {}),
         determinism.repeatable(same),  # NCCL asks when its groups are made
-        launch.on_stop(lambda got: setattr(stop, "signal", max(stop.signal, got))),
+        process.on_stop(lambda got: setattr(stop, "signal", max(stop.signal, got))),
         meshes.joined(started, device, limit),
-        told(out),
+        explained(out),
     ):
-        try:
-            start = settle(
-                config,
-                out,
-                given.recipe,
-                resume=given.resume,
-                overwrite=given.overwrite,
-                restarts=launch.restarts(),
-                job=launch.job(),
-                checked=started is None or launch.launched_here(),
-                refusal=refusal,
-            )
-            devices.settle(device, DEVICE)
-        except ValueError as error:
-            raise BadInput(str(error)) from None
+        start = _start(config, out, given, started, device, refusal)
         mesh = config.layout.mesh(device, limit)
         watch = Watch(
             out / "hang",
             mesh.rank,
             mesh.size,
             config.train.hang_seconds,
-            lambda text: launch.leave(text, hang=True),
+            lambda text: process.end(text, hang=True),
         )
         with watch.watching():
             outcome = run_training(
@@ -199,13 +187,40 @@ def worker(
         dist.barrier()
     if outcome.signal:
         return 128 + outcome.signal
-    return finish.finish(config, out) if mesh.first and not launch.launched_here() else 0
+    return finish.finish(config, out) if mesh.first and not process.launched_here() else 0
+
+
+def _start(
+    config: RunConfig,
+    out: Path,
+    given: options.TrainOptions,
+    started: Launch | None,
+    device: torch.device,
+    refusal: str | None,
+) -> Start:
+    """What all ranks agree to begin with, each on a device of its own. Raises BadInput."""
+    try:
+        start = settle(
+            config,
+            out,
+            given.recipe,
+            resume=given.resume,
+            overwrite=given.overwrite,
+            restarts=process.restarts(),
+            job=process.job(),
+            checked=started is None or process.launched_here(),
+            refusal=refusal,
+        )
+        devices.settle(device, DEVICE)
+        return start
+    except ValueError as error:
+        raise BadInput(str(error)) from None
 
 
 @contextmanager
-def told(out: Path) -> Iterator[None]:
-    """Within, what the world does to a run is told in a sentence, with what is saved; mistakes of
-    ours keep their traceback.
+def explained(out: Path) -> Iterator[None]:
+    """Within, an error that is no mistake of ours (damage, a full disk, a loss that is no number)
+    becomes one sentence that says what is saved. Mistakes of ours keep their traceback.
     """
     try:
         yield

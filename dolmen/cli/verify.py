@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from dolmen.cli import launch
+from dolmen.cli import launch, process
 from dolmen.cli.errors import BadInput
 from dolmen.cli.options import Split, VerifyOptions, message
 from dolmen.convert import hf
@@ -45,7 +45,7 @@ def compute(argv: list[str], verb: str, folder: str, where: Placed, work, others
     """Run work(mesh) -> exit code on the processes that `where` asks for, after checking the
     folder: the way of verify and generate.
     """
-    started = launch.started()
+    started = process.started()
     layout = checked(started, verb, folder, where, others)
     return start(started, argv, verb, layout, where.device, work)
 
@@ -86,7 +86,7 @@ def start(
     """work(mesh) on the processes of `layout`, which has been checked; its exit code."""
     if started is None and layout.world > 1:
         return launch.launch(layout.world, [verb, *argv])
-    return launch.guarded(lambda: _joined(started, layout, asked, work))
+    return process.guarded(lambda: _joined(started, layout, asked, work))
 
 
 def _joined(started: Launch | None, layout: Layout, asked: devices.Asked, work) -> int:

@@ -25,40 +25,58 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+from jaxtyping import Shaped
 from torch import Tensor
 
 from dolmen.core import ranges
+from dolmen.core.function import Context, Function
 from dolmen.core.mesh import Axis
 
 _RENAMED = "all_gather_single" in vars(funcol)  # torch 2.13 renames two of them
-_ALL_GATHER = funcol.all_gather_single if _RENAMED else funcol.all_gather_tensor
-_REDUCE_SCATTER = funcol.reduce_scatter_single if _RENAMED else funcol.reduce_scatter_tensor
+_SUFFIX = "single" if _RENAMED else "tensor"
+_ALL_GATHER = vars(funcol)[f"all_gather_{_SUFFIX}"]
+_REDUCE_SCATTER = vars(funcol)[f"reduce_scatter_{_SUFFIX}"]
 
 
-def start_all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
-    """Sum (or `op`: max, min) of x over the axis, same shape."""
+def _group(axis: Axis) -> dist.ProcessGroup:
+    """That of an axis over which something is sent."""
+    assert axis.group is not None, axis.name
+    return axis.group
+
+
+def start_all_reduce(
+    x: Shaped[Tensor, "*shape"], axis: Axis, op: str = "sum"
+) -> Shaped[Tensor, "*shape"]:
+    """Sum (or `op`: max, min) of x over the axis."""
     with ranges.mark(axis.name, "all-reduce"):
-        return funcol.all_reduce(x.contiguous(), op, axis.group)
+        return funcol.all_reduce(x.contiguous(), op, _group(axis))
 
 
-def start_all_reduce_(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
+def start_all_reduce_(
+    x: Shaped[Tensor, "*shape"], axis: Axis, op: str = "sum"
+) -> Shaped[Tensor, "*shape"]:
     """The same in the memory of x, which is contiguous, and which the caller has made and does not
     read again: `start_all_reduce` copies it first, as large as the activation.
     """
     if torch.compiler.is_compiling():
         return start_all_reduce(x, axis, op)
     with ranges.mark(axis.name, "all-reduce"):
-        return torch.ops._c10d_functional.all_reduce_(x, op, axis.group.group_name)
+        return torch.ops._c10d_functional.all_reduce_(x, op, _group(axis).group_name)
 
 
-def start_all_gather(x: Tensor, axis: Axis) -> Tensor:
-    """x [n, ...] of every rank, one after the other: [size * n, ...]."""
+def start_all_gather(
+    x: Shaped[Tensor, " n *rest"], axis: Axis
+) -> Shaped[Tensor, " {axis.size}*n *rest"]:
+    """x of every rank, one after the other."""
     with ranges.mark(axis.name, "all-gather"):
-        return _ALL_GATHER(x.contiguous(), 0, axis.group)
+        return _ALL_GATHER(x.contiguous(), 0, _group(axis))
 
 
-def start_reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
-    """On its way to this rank's rows of the sum over the axis: [size * n, ...] -> [n, ...].
+def start_reduce_scatter(
+    x: Shaped[Tensor, " rows *rest"], axis: Axis
+) -> Shaped[Tensor, " arriving *rest"]:
+    """On its way to this rank's part of the rows of the sum over the axis, for
+    `finish_reduce_scatter`.
 
     gloo would all-reduce and keep a part. There, ranks exchange parts and each adds up its own: 8
     MiB of bf16 between two processes takes 5 ms instead of 15, and sums are rounded once.
@@ -66,32 +84,37 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     if axis.gloo:
         return start_all_to_all(x, None, None, axis)
     with ranges.mark(axis.name, "reduce-scatter"):
-        return _REDUCE_SCATTER(x.contiguous(), "sum", 0, axis.group)
+        return _REDUCE_SCATTER(x.contiguous(), "sum", 0, _group(axis))
 
 
 def start_all_to_all(
-    x: Tensor, receive: list[int] | None, send: list[int] | None, axis: Axis
-) -> Tensor:
-    """The first send[0] rows of x are on their way to rank 0, and so on: [sum(receive), ...]. None:
+    x: Shaped[Tensor, " rows *rest"],
+    receive: list[int] | None,
+    send: list[int] | None,
+    axis: Axis,
+) -> Shaped[Tensor, " arriving *rest"]:
+    """The first send[0] rows of x are on their way to rank 0, and so on; sum(receive) arrive. None:
     equally many to all and from all.
     """
     with ranges.mark(axis.name, "all-to-all"):
-        return funcol.all_to_all_single(x.contiguous(), receive, send, axis.group)
+        return funcol.all_to_all_single(x.contiguous(), receive, send, _group(axis))
 
 
-def wait(x: Tensor, axis: Axis | None = None) -> Tensor:
+def wait(x: Shaped[Tensor, "*shape"], axis: Axis | None = None) -> Shaped[Tensor, "*shape"]:
     """What a `start_*` has begun, arrived; over which axis is told to a profile."""
     with nullcontext() if axis is None else ranges.mark(axis.name, "wait"):
         return funcol.wait_tensor(x)
 
 
-def finish_reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
-    """[n, ...]: what `start_reduce_scatter` has begun."""
+def finish_reduce_scatter(
+    x: Shaped[Tensor, " arriving *rest"], axis: Axis
+) -> Shaped[Tensor, " n *rest"]:
+    """This rank's rows of the sum: what `start_reduce_scatter` has begun."""
     x = wait(x, axis)
     return x.view(axis.size, x.shape[0] // axis.size, *x.shape[1:]).sum(0) if axis.gloo else x
 
 
-def start_send(x: Tensor, axis: Axis, peer: int) -> dist.Work:
+def start_send(x: Shaped[Tensor, "..."], axis: Axis, peer: int) -> dist.Work:
     """x on its way to rank `peer` of the axis, which calls `start_receive`. x must not be written
     to before the work is done. From one rank to another, what is sent first comes first.
 
@@ -99,13 +122,18 @@ def start_send(x: Tensor, axis: Axis, peer: int) -> dist.Work:
     CPU waits there for the other rank: see `connect` in parallel/channels.py.
     """
     with ranges.mark("pp", "send"):
-        return dist.isend(x, group=axis.group, group_dst=peer)
+        return _begun(dist.isend(x, group=axis.group, group_dst=peer))
 
 
-def start_receive(into: Tensor, axis: Axis, peer: int) -> dist.Work:
+def start_receive(into: Shaped[Tensor, "..."], axis: Axis, peer: int) -> dist.Work:
     """`into` will hold what rank `peer` of the axis sends, once the work is waited for."""
     with ranges.mark("pp", "receive"):
-        return dist.irecv(into, group=axis.group, group_src=peer)
+        return _begun(dist.irecv(into, group=axis.group, group_src=peer))
+
+
+def _begun(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "torch gives no work where this process is not of the group"
+    return work
 
 
 class Rotation(NamedTuple):
@@ -125,7 +153,7 @@ class Rotation(NamedTuple):
         return self.coming
 
 
-def start_rotate(tensors: list[Tensor], axis: Axis, shift: int = 1) -> Rotation:
+def start_rotate(tensors: list[Shaped[Tensor, "..."]], axis: Axis, shift: int = 1) -> Rotation:
     """Sends each tensor to the rank `shift` further on the ring of the axis, and receives that of
     the rank as far behind. Shapes are equal on all ranks, and all ranks call this in the same
     order. What is sent must not be written to before `wait`.
@@ -163,7 +191,7 @@ def _scattered(x: Tensor, dim: int, axis: Axis) -> Tensor:
     )
 
 
-def part(x: Tensor, dim: int, axis: Axis) -> Tensor:
+def part(x: Shaped[Tensor, "*whole"], dim: int, axis: Axis) -> Shaped[Tensor, "*here"]:
     """This rank's equal part of x along dim, a view. Raises ValueError where the axis does not
     divide it.
     """
@@ -175,85 +203,97 @@ def part(x: Tensor, dim: int, axis: Axis) -> Tensor:
     return x.narrow(dim, axis.rank * n, n)
 
 
-class _Copy(torch.autograd.Function):
+Dim = tuple[int, Axis]
+"""A dim of the tensor, and the axis that shards it."""
+
+
+class _Copy(Function):
     @staticmethod
-    def forward(ctx, x, axis):
-        ctx.axis = axis
+    def forward(ctx: Context[Axis], x: Tensor, axis: Axis) -> Tensor:
+        ctx.kept = axis
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx, g):
-        return wait(start_all_reduce(g, ctx.axis), ctx.axis), None
+    def backward(ctx: Context[Axis], g: Tensor) -> tuple[Tensor, None]:
+        return wait(start_all_reduce(g, ctx.kept), ctx.kept), None
 
 
-class _AllReduce(torch.autograd.Function):
+class _AllReduce(Function):
     @staticmethod
-    def forward(ctx, x, axis):
+    def forward(ctx: Context[None], x: Tensor, axis: Axis) -> Tensor:
         return wait(start_all_reduce(x, axis), axis)
 
     @staticmethod
-    def backward(ctx, g):
+    def backward(ctx: Context[None], g: Tensor) -> tuple[Tensor, None]:
         return g, None
 
 
 class _AllReduceInPlace(_AllReduce):
     @staticmethod
-    def forward(ctx, x, axis):
+    def forward(ctx: Context[None], x: Tensor, axis: Axis) -> Tensor:
         ctx.mark_dirty(x)
         wait(start_all_reduce_(x, axis), axis)
         return x
 
 
-class _AllGather(torch.autograd.Function):
+class _AllGather(Function):
     @staticmethod
-    def forward(ctx, x, dim, axis):
-        ctx.dim, ctx.axis = dim, axis
+    def forward(ctx: Context[Dim], x: Tensor, dim: int, axis: Axis) -> Tensor:
+        ctx.kept = dim, axis
         return _gathered(x, dim, axis)
 
     @staticmethod
-    def backward(ctx, g):
-        return _scattered(g, ctx.dim, ctx.axis), None, None
+    def backward(ctx: Context[Dim], g: Tensor) -> tuple[Tensor, None, None]:
+        return _scattered(g, *ctx.kept), None, None
 
 
-class _ReduceScatter(torch.autograd.Function):
+class _ReduceScatter(Function):
     @staticmethod
-    def forward(ctx, x, dim, axis):
-        ctx.dim, ctx.axis = dim, axis
+    def forward(ctx: Context[Dim], x: Tensor, dim: int, axis: Axis) -> Tensor:
+        ctx.kept = dim, axis
         return _scattered(x, dim, axis)
 
     @staticmethod
-    def backward(ctx, g):
-        return _gathered(g, ctx.dim, ctx.axis), None, None
+    def backward(ctx: Context[Dim], g: Tensor) -> tuple[Tensor, None, None]:
+        return _gathered(g, *ctx.kept), None, None
 
 
-class _Exchange(torch.autograd.Function):
+class _Exchange(Function):
     @staticmethod
-    def forward(ctx, x, send, receive, axis):
-        ctx.counts = send, receive, axis
+    def forward(
+        ctx: Context[tuple[list[int], list[int], Axis]],
+        x: Tensor,
+        send: list[int],
+        receive: list[int],
+        axis: Axis,
+    ) -> Tensor:
+        ctx.kept = send, receive, axis
         return wait(start_all_to_all(x, receive, send, axis), axis)
 
     @staticmethod
-    def backward(ctx, g):
-        send, receive, axis = ctx.counts
+    def backward(
+        ctx: Context[tuple[list[int], list[int], Axis]], g: Tensor
+    ) -> tuple[Tensor, None, None, None]:
+        send, receive, axis = ctx.kept
         return _Exchange.apply(g, receive, send, axis), None, None, None
 
 
-def copy(x: Tensor, axis: Axis) -> Tensor:
+def copy(x: Shaped[Tensor, "*shape"], axis: Axis) -> Shaped[Tensor, "*shape"]:
     """I -> R: x enters computation that differs per rank."""
     return x if axis.size == 1 else _Copy.apply(x, axis)
 
 
-def all_reduce(x: Tensor, axis: Axis) -> Tensor:
+def all_reduce(x: Shaped[Tensor, "*shape"], axis: Axis) -> Shaped[Tensor, "*shape"]:
     """P -> I: the sum, which every rank then treats as one tensor."""
     return x if axis.size == 1 else _AllReduce.apply(x, axis)
 
 
-def all_gather(x: Tensor, dim: int, axis: Axis) -> Tensor:
+def all_gather(x: Shaped[Tensor, "*here"], dim: int, axis: Axis) -> Shaped[Tensor, "*whole"]:
     """S(dim) -> R."""
     return x if axis.size == 1 else _AllGather.apply(x, dim, axis)
 
 
-def reduce_scatter(x: Tensor, dim: int, axis: Axis) -> Tensor:
+def reduce_scatter(x: Shaped[Tensor, "*whole"], dim: int, axis: Axis) -> Shaped[Tensor, "*here"]:
     """P -> S(dim). Raises ValueError where the axis does not divide the dim."""
     if axis.size == 1:
         return x
@@ -261,15 +301,17 @@ def reduce_scatter(x: Tensor, dim: int, axis: Axis) -> Tensor:
     return _ReduceScatter.apply(x, dim, axis)
 
 
-def exchange(x: Tensor, send: list[int], receive: list[int], axis: Axis) -> Tensor:
+def exchange(
+    x: Shaped[Tensor, " sent *rest"], send: list[int], receive: list[int], axis: Axis
+) -> Shaped[Tensor, " received *rest"]:
     """S(0) -> S(0): the first send[0] rows of x go to rank 0, the next send[1] to rank 1 and so on;
-    back come receive[r] rows from each rank r, in the order of ranks. x [sum(send), ...] ->
-    [sum(receive), ...]. Counts may be 0.
+    back come receive[r] rows from each rank r, in the order of ranks. Counts may be 0; those of
+    `send` add up to the rows of x.
     """
     return x if axis.size == 1 else _Exchange.apply(x, send, receive, axis)
 
 
-def all_reduce_(x: Tensor, axis: Axis) -> Tensor:
+def all_reduce_(x: Shaped[Tensor, "*shape"], axis: Axis) -> Shaped[Tensor, "*shape"]:
     """`all_reduce` in the memory of x, a product that nothing else reads or keeps."""
     if axis.size == 1:
         return x
@@ -277,13 +319,15 @@ def all_reduce_(x: Tensor, axis: Axis) -> Tensor:
     return (_AllReduce if torch.compiler.is_compiling() else _AllReduceInPlace).apply(x, axis)
 
 
-def sum_(x: Tensor, axis: Axis) -> Tensor:
-    """x [contiguous] summed over the axis, in place and outside autograd, and returned: gradients
-    on their way out of backward.
+def sum_(x: Shaped[Tensor, "*shape"], axis: Axis) -> Shaped[Tensor, "*shape"]:
+    """x, which is contiguous, summed over the axis, in place and outside autograd, and returned:
+    gradients on their way out of backward.
     """
     return x if axis.size == 1 else wait(start_all_reduce_(x, axis), axis)
 
 
-def reduce_scalar(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
+def reduce_scalar(
+    x: Shaped[Tensor, "*shape"], axis: Axis, op: str = "sum"
+) -> Shaped[Tensor, "*shape"]:
     """x of every rank combined, outside autograd: counts, norms, flags."""
     return x if axis.size == 1 else wait(start_all_reduce(x.detach(), axis, op), axis)

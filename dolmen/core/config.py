@@ -7,11 +7,14 @@ import difflib
 import types
 import typing
 from abc import ABC, abstractmethod
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from dolmen.core.words import choices
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
 
 
 class Plain(ABC):
@@ -53,7 +56,7 @@ def from_dict(cls: type[T], values: Any, default: T | None = None, path: str = "
         )
     hints = typing.get_type_hints(cls)
     names = [f.name for f in dataclasses.fields(cls)]
-    made = {} if default is None else {n: getattr(default, n) for n in names}
+    made: dict[str, Any] = {} if default is None else {n: getattr(default, n) for n in names}
     for key, value in values.items():
         name, where = str(key).replace("-", "_"), f"{path}.{key}" if path else str(key)
         if name not in names:
@@ -72,7 +75,7 @@ def _convert(hint: Any, value: Any, where: str, default: Any) -> Any:
         return _convert(inside[0], value, where, default)
     if isinstance(hint, type) and issubclass(hint, Plain):
         return _from_plain(hint, value, where)
-    if dataclasses.is_dataclass(hint):
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return from_dict(hint, value, default, where)
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in inside:

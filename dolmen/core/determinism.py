@@ -36,7 +36,8 @@ def repeatable(asked: bool) -> Iterator[None]:
     before = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
-        deterministic.fill_uninitialized_memory,
+        # a property of the class of the module
+        deterministic.fill_uninitialized_memory,  # pyright: ignore[reportAttributeAccessIssue]
         cudnn.deterministic,
         cudnn.benchmark,
     )
@@ -55,8 +56,9 @@ def _set(
     on: bool, warn_only: bool, fill: bool, cudnn_deterministic: bool, cudnn_benchmark: bool
 ) -> None:
     torch.use_deterministic_algorithms(on, warn_only=warn_only)  # the compiler's flag too
-    # fills what `empty` gives, against those who read it: a pass over memory that nobody here needs
-    deterministic.fill_uninitialized_memory = fill
+    # fills what `empty` gives, against those who read it: a pass over memory that nobody here
+    # needs; a property of the class of the module
+    deterministic.fill_uninitialized_memory = fill  # pyright: ignore[reportAttributeAccessIssue]
     torch.backends.cudnn.deterministic = cudnn_deterministic
     torch.backends.cudnn.benchmark = cudnn_benchmark
 

@@ -43,7 +43,7 @@ def background(timeout: timedelta) -> dist.ProcessGroup:
     training's collectives would meet. All ranks call it at the same point.
     """
     with lazily():
-        return dist.new_group(backend="gloo", timeout=timeout)
+        return _mine(dist.new_group(backend="gloo", timeout=timeout))
 
 
 def of(
@@ -72,16 +72,25 @@ def of(
         backend, options = "nccl", dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         if timeout is not None:
             options._timeout = timeout  # or torch warns that the argument wins over it
-    return dist.new_group(
-        ranks,
-        timeout=timeout,
-        backend=backend,
-        pg_options=options,
-        use_local_synchronization=True,
-        group_desc=purpose,
+    return _mine(
+        dist.new_group(
+            ranks,
+            timeout=timeout,
+            backend=backend,
+            pg_options=options,
+            use_local_synchronization=True,
+            group_desc=purpose,
+        )
     )
 
 
-def _backends(group: dist.ProcessGroup) -> str:
-    """Of each kind of device: "cpu:gloo,cuda:nccl"."""
+def _mine(group: dist.ProcessGroup | int | None) -> dist.ProcessGroup:
+    """Of a group without this rank torch gives a number."""
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def _backends(group: dist.ProcessGroup | None) -> str:
+    """Of each kind of device: "cpu:gloo,cuda:nccl". Of no group, none is."""
+    assert group is not None
     return _world.pg_backend_config[group]

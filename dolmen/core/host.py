@@ -7,21 +7,22 @@ ep > 1. Nothing else in compute reads (tests/test_house.py, tests/train/test_rea
 from typing import Any
 
 import torch
+from jaxtyping import Shaped
 from torch import Tensor
 
 
-def read(x: Tensor) -> Any:
+def read(x: Shaped[Tensor, "..."]) -> Any:
     """The values of x as (nested) lists, or a number; the host waits for the device."""
     return x.tolist()
 
 
-def number(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[]: a number that the host knows, written by a kernel. `torch.tensor` would copy it, and wait
+def number(value: int | float, dtype: torch.dtype, device: torch.device) -> Shaped[Tensor, ""]:
+    """A number that the host knows, written by a kernel. `torch.tensor` would copy it, and wait
     until all that is queued before the copy is done.
     """
     return torch.full((), value, dtype=dtype, device=device)
 
 
-def send(x: Tensor, device: torch.device) -> Tensor:
+def send(x: Shaped[Tensor, "*shape"], device: torch.device) -> Shaped[Tensor, "*shape"]:
     """x of the CPU on `device`, copied while the host and the device go on."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)

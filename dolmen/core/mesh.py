@@ -99,7 +99,11 @@ def join(launch: Launch | None, device: torch.device, timeout: timedelta | None 
         _prepare(device)
     if launch is None or launch.world_size == 1:
         dist.init_process_group(
-            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
+            backend,
+            store=dist.HashStore(),  # pyright: ignore[reportPrivateImportUsage]  # torch documents it
+            rank=0,
+            world_size=1,
+            timeout=timeout,
         )
         return
     with groups.lazily():

@@ -16,12 +16,13 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch.autograd import profiler
 
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 PREFIX = "dolmen: "
 
 
 def mark(kind: str, what: str = "") -> AbstractContextManager:
-    """A range of the profile, if one records: `kind` is a kind of timeline.py or the name of an
+    """A range of the profile, if one records: `kind` is a kind of train/events.py or the name of an
     axis, `what` is told beside it. Backward needs none: it is found by the forward it belongs to.
     """
     if torch.compiler.is_compiling() or not profiler._is_profiler_enabled:

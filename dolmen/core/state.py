@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping
 
 import torch
+from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
@@ -51,7 +52,7 @@ def distribute(module: nn.Module, placements: Mapping[str, Places], mesh: Mesh) 
 
     Raises KeyError if a parameter has no placement. Tied parameters stay one parameter.
     """
-    if mesh.grid is None:
+    if mesh.grid is None or mesh.expert_grid is None:
         return
     made: dict[Tensor, nn.Parameter] = {}
     for prefix, owner in module.named_modules():
@@ -85,15 +86,17 @@ def unwrap(record: FSDPParam, partial: Axis | None) -> None:
     if not record.is_dtensor:
         return
     record.is_dtensor = False
-    record._unsharded_dtensor_spec = None  # torch 2.11 asks the flag alone
+    # torch 2.11 has no such field, and asks the flag alone
+    record._unsharded_dtensor_spec = None  # pyright: ignore[reportAttributeAccessIssue]
     if partial is not None:
         record._get_grad_inner_tensor = lambda grad: collectives.sum_(grad, partial)
 
 
-def local(p: Tensor) -> Tensor:
-    """The local tensor of a parameter, for compute. Its gradient is what this rank computes: of a
-    partial sum FSDP makes the sum (`unwrap`). A model built for inference has no FSDP, and who
-    takes its gradients makes the sums (parallel/data.sum_partial).
+def local(p: Shaped[Tensor, "*whole"]) -> Shaped[Tensor, "*here"]:
+    """The local tensor of a parameter, for compute: `here`, this rank's region of the `whole`. Its
+    gradient is what this rank computes: of a partial sum FSDP makes the sum (`unwrap`). A model
+    built for inference has no FSDP, and who takes its gradients makes the sums
+    (parallel/data.sum_partial).
 
     Without gradients autograd is not asked: for the hundreds of parameters of an update that takes
     longer than its launches.
@@ -103,7 +106,7 @@ def local(p: Tensor) -> Tensor:
     return p.to_local() if torch.is_grad_enabled() and p.requires_grad else p._local_tensor
 
 
-def region(p: Tensor) -> tuple[slice, ...]:
+def region(p: Shaped[Tensor, "*whole"]) -> tuple[slice, ...]:
     """The part of the logical tensor that this rank holds, one slice a dimension."""
     if not isinstance(p, DTensor):
         return tuple(slice(0, n) for n in p.shape)
@@ -111,19 +114,21 @@ def region(p: Tensor) -> tuple[slice, ...]:
     return tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
 
 
-def shard(p: Tensor) -> Tensor:
-    """The tensor that holds this rank's values: writing to it changes the parameter. No
-    autograd.
+def shard(p: Shaped[Tensor, "*whole"]) -> Shaped[Tensor, "*here"]:
+    """The tensor that holds this rank's values, `here` its region of the `whole`: writing to it
+    changes the parameter. No autograd.
     """
     return p._local_tensor if isinstance(p, DTensor) else p.detach()
 
 
-def holding(p: Tensor, values: Tensor) -> Tensor:
+def holding(
+    p: Shaped[Tensor, "*whole"], values: Shaped[Tensor, "*here"]
+) -> Shaped[Tensor, "*whole"]:
     """A tensor that lies as p does and holds `values` as this rank's: those of a copy of p."""
     return DTensor(values, p._spec, requires_grad=False) if isinstance(p, DTensor) else values
 
 
-def write(p: Tensor, value: Tensor) -> None:
+def write(p: Shaped[Tensor, "*whole"], value: Shaped[Tensor, "..."]) -> None:
     """Copy this rank's region of the full tensor `value` into p. Raises ValueError if the shapes
     differ.
     """
@@ -134,14 +139,14 @@ def write(p: Tensor, value: Tensor) -> None:
     shard(p).copy_(value[region(p)])
 
 
-def full(p: Tensor) -> Tensor:
+def full(p: Shaped[Tensor, "*whole"]) -> Shaped[Tensor, "*whole"]:
     """The whole logical tensor, on every rank. A collective: all ranks of the parameter's mesh call
     it.
     """
-    return p.detach().full_tensor() if isinstance(p, DTensor) else p.detach()
+    return (p.full_tensor() if isinstance(p, DTensor) else p).detach()
 
 
-def owned(p: Tensor) -> float:
+def owned(p: Shaped[Tensor, "*whole"]) -> float:
     """1 / (number of ranks that hold this rank's elements of p): the weight of a local sum in a sum
     over the world.
     """
@@ -152,12 +157,12 @@ def owned(p: Tensor) -> float:
     )
 
 
-def local_elements(p: Tensor) -> int:
+def local_elements(p: Shaped[Tensor, "*whole"]) -> int:
     """Number of elements this rank holds."""
     return math.prod(s.stop - s.start for s in region(p))
 
 
-def initialize(p: Tensor, name: str, seed: int, std: float) -> None:
+def initialize(p: Float[Tensor, "*whole"], name: str, seed: int, std: float) -> None:
     """Fill p with normal values that depend on (seed, name, position in the logical tensor) and on
     nothing else.
 

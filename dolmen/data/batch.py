@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from jaxtyping import Int64
+from torch import Tensor
 
 from dolmen.core import host
 from dolmen.ops.loss import IGNORED
@@ -13,28 +15,30 @@ from dolmen.ops.loss import IGNORED
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """tokens, labels, starts: int64 [sequences, length]."""
+    """Sequences of equal length."""
 
-    tokens: torch.Tensor
-    labels: torch.Tensor
-    starts: torch.Tensor | None = None
+    tokens: Int64[Tensor, "sequences length"]
+    labels: Int64[Tensor, "sequences length"]
+    starts: Int64[Tensor, "sequences length"] | None = None
     """Index in the window of the first token of each token's document, before which attention does
     not look; None: one document.
     """
-    host: torch.Tensor | None = None
+    host: Int64[Tensor, "sequences length"] | None = None
     """`starts` where the host made them, of a batch that is on a device."""
 
     @classmethod
-    def of_windows(cls, windows: np.ndarray, end_of_text: int | None = None) -> "Batch":
-        """From int64 [sequences, length + 1] consecutive tokens; IGNORED marks where the text has
+    def of_windows(
+        cls, windows: Int64[np.ndarray, "sequences window"], end_of_text: int | None = None
+    ) -> "Batch":
+        """From windows of length + 1 consecutive tokens; IGNORED marks where the text has
         ended. With `end_of_text`, a document begins at the window's first token and after each end
         of text.
         """
-        windows = torch.from_numpy(windows)
-        tokens = windows[:, :-1]
+        whole = torch.from_numpy(windows)
+        tokens = whole[:, :-1]
         return cls(
             torch.where(tokens == IGNORED, 0, tokens),
-            windows[:, 1:].contiguous(),
+            whole[:, 1:].contiguous(),
             None if end_of_text is None else document_starts(tokens, end_of_text),
         )
 
@@ -42,11 +46,12 @@ class Batch:
         """The batch, made on the CPU, on `device`, and the host does not wait for it; where its
         documents start the host knows as well.
         """
-        moved = (
-            None if t is None else host.send(t, device)
-            for t in (self.tokens, self.labels, self.starts)
+        return Batch(
+            host.send(self.tokens, device),
+            host.send(self.labels, device),
+            None if self.starts is None else host.send(self.starts, device),
+            self.starts if self.host is None else self.host,
         )
-        return Batch(*moved, self.starts if self.host is None else self.host)
 
     @property
     def real_tokens(self) -> int:
@@ -56,7 +61,9 @@ class Batch:
         return int(np.count_nonzero(self.labels.numpy() != IGNORED))
 
     def split(self, parts: int) -> list["Batch"]:
-        """`parts` batches of equally many consecutive sequences."""
+        """`parts` batches of equally many consecutive sequences. Raises ValueError where they
+        would not be equally many.
+        """
         if parts < 1 or len(self.tokens) % parts:
             raise ValueError(
                 f"a batch of {len(self.tokens)} sequences is not divisible into {parts} equal parts"
@@ -68,7 +75,9 @@ class Batch:
         return [Batch(*rows) for rows in zip(*pieces, strict=True)]
 
     def microbatches(self, size: int) -> list["Batch"]:
-        """Batches of `size` consecutive sequences."""
+        """Batches of `size` consecutive sequences. Raises ValueError, with the options, where some
+        are left.
+        """
         if size < 1 or len(self.tokens) % size:
             raise ValueError(
                 f"{len(self.tokens)} sequences per rank are not divisible by the microbatch size "
@@ -77,8 +86,10 @@ class Batch:
         return self.split(len(self.tokens) // size)
 
 
-def document_starts(tokens: torch.Tensor, end_of_text: int) -> torch.Tensor:
-    """[sequences, length] -> the same: index of the first token of each token's document. An end of
+def document_starts(
+    tokens: Int64[Tensor, "sequences length"], end_of_text: int
+) -> Int64[Tensor, "sequences length"]:
+    """Index of the first token of each token's document. An end of
     text is its document's last.
     """
     begins = torch.zeros_like(tokens)

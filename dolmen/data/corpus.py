@@ -79,7 +79,7 @@ class Corpus:
 
 def open_corpus(
     source: Source,
-    tokenizer,
+    tokenizer: tokenizers.PreTrainedTokenizer,
     end_of_text: int,
     text_field: str,
     cache: Path,
@@ -123,7 +123,13 @@ def open_corpus(
     return Corpus(folder, index, source.name)
 
 
-def provenance(source: Source, tokenizer, end_of_text: int, text_field: str, option: str) -> dict:
+def provenance(
+    source: Source,
+    tokenizer: tokenizers.PreTrainedTokenizer,
+    end_of_text: int,
+    text_field: str,
+    option: str,
+) -> dict:
     """Everything that decides the tokens, as JSON. Changes when a file does."""
     return {
         "format": FORMAT,
@@ -191,7 +197,13 @@ def digest_of(index: Mapping[str, Any]) -> str:
 
 
 def build(
-    source: Source, tokenizer, origin: dict, folder: Path, workers: int, progress: bool, option: str
+    source: Source,
+    tokenizer: tokenizers.PreTrainedTokenizer,
+    origin: dict,
+    folder: Path,
+    workers: int,
+    progress: bool,
+    option: str,
 ) -> None:
     """Writes FILES and the index into `folder`. ValueError if there is no text, or a file changes
     meanwhile.

@@ -18,6 +18,7 @@ from dolmen.data.ending import Ending, ending
 from dolmen.data.heldout import Choice, all_validated, choose
 from dolmen.data.sources import Source
 from dolmen.data.stream import TokenStream
+from dolmen.data.tokenizer import PreTrainedTokenizer
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def hold_out(
     corpora: Sequence[Corpus],
     sources: Sequence[Source],
     fraction: float,
-    tokenizer,
+    tokenizer: PreTrainedTokenizer,
     text_field: str,
 ) -> list[Division]:
     """`fraction` of the documents of all sources, by one choice."""
@@ -152,7 +153,7 @@ def tail(corpus: Corpus, index: int, ending: Ending) -> HeldOut:
         f"{corpus.file(index) or f'document {index} of {corpus.name}'}, as no document is small "
         "enough to be held out whole"
     )
-    stream = TokenStream.of(corpus.tokens, [start], [stop])
+    stream = TokenStream.of(corpus.tokens, np.array([start]), np.array([stop]))
     return HeldOut(stream, 1, ending.bytes, (), note)
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from dolmen.data.corpus import Corpus
 from dolmen.data.documents import pieces
 from dolmen.data.sources import Source
+from dolmen.data.tokenizer import PreTrainedTokenizer
 
 PIECES = 8  # held-out pieces from which on a cut between two pieces misses the fraction by < 7 %
 
@@ -27,7 +28,12 @@ class Ending(NamedTuple):
 
 
 def ending(
-    corpus: Corpus, source: Source, index: int, fraction: float, tokenizer, text_field: str
+    corpus: Corpus,
+    source: Source,
+    index: int,
+    fraction: float,
+    tokenizer: PreTrainedTokenizer,
+    text_field: str,
 ) -> Ending:
     """Where to hold out the last `fraction` of the tokens of document `index` of `source`, at least
     one token and the end of text. Raises ValueError if the text is not what was tokenised.
@@ -76,14 +82,15 @@ def document(source: Source, index: int, text_field: str) -> Iterator[str]:
             return
 
 
-def cuts(tokenizer, text: str, near: int) -> list[int | None]:
+def cuts(tokenizer: PreTrainedTokenizer, text: str, near: int) -> list[int | None]:
     """Per token of `text`, the number of characters before it; None where the token before it ends
     inside a character, and, for a tokenizer without offsets, far from token `near`.
     """
     if not tokenizer.is_fast:
         return slow_cuts(tokenizer, text, near)
     backend = tokenizer.backend_tokenizer
-    backend.no_truncation(), backend.no_padding()
+    backend.no_truncation()
+    backend.no_padding()
     places, reached = [], 0
     for start, stop in backend.encode(text, add_special_tokens=False).offsets:
         # not `start`: some tokenizers leave a word's space out of its offsets
@@ -92,7 +99,9 @@ def cuts(tokenizer, text: str, near: int) -> list[int | None]:
     return places
 
 
-def slow_cuts(tokenizer, text: str, near: int, reach: int = 8) -> list[int | None]:
+def slow_cuts(
+    tokenizer: PreTrainedTokenizer, text: str, near: int, reach: int = 8
+) -> list[int | None]:
     """A cut is clean where what is before it and what is behind decode to the whole text."""
     ids = tokenizer.encode(text, add_special_tokens=False)
     places: list[int | None] = [None] * len(ids)

@@ -25,7 +25,7 @@ class Inputs(NamedTuple):
 
     sources: tuple[Source, ...]
     validation: Source | None
-    tokenizer: object
+    tokenizer: tokenizers.PreTrainedTokenizer
     end_of_text: int
 
 

@@ -15,6 +15,7 @@ from dolmen.data.batch import Batch
 from dolmen.data.config import DataConfig
 from dolmen.data.corpus import Corpus, open_corpus
 from dolmen.data.division import (
+    Division,
     HeldOut,
     check_length,
     everything,
@@ -22,7 +23,7 @@ from dolmen.data.division import (
     without,
 )
 from dolmen.data.in_order import InOrder
-from dolmen.data.inputs import check
+from dolmen.data.inputs import Inputs, check
 from dolmen.data.mixture import Mixture, Part
 from dolmen.data.sources import Source
 
@@ -35,7 +36,7 @@ class Loader:
         mixture: Mixture,
         held_out: tuple[HeldOut, ...],
         global_batch_size: int,
-        tokenizer,
+        tokenizer: tokenizers.PreTrainedTokenizer,
         end_of_text: int,
         lines: list[str],
         identity: dict[str, str],
@@ -90,7 +91,8 @@ class Loader:
         self, max_sequences: int | None = None, rank: int = 0, ranks: int = 1
     ) -> Iterator[Batch]:
         """The held-out tokens in order, as InOrder.batches gives them: every rank gets equally many
-        full batches. With `max_sequences`, only that many windows, evenly spread.
+        full batches. With `max_sequences`, only that many windows, evenly spread. Raises ValueError
+        where nothing is held out.
         """
         if not self.held_out:
             raise ValueError(
@@ -101,7 +103,9 @@ class Loader:
         return self.validation.batches(self.global_batch_size, max_sequences, rank * rows, rows)
 
     def rows(self, ranks: int) -> int:
-        """Sequences of a global batch that one of `ranks` data-parallel ranks holds."""
+        """Sequences of a global batch that one of `ranks` data-parallel ranks holds. Raises
+        ValueError where they cannot hold equally many.
+        """
         if self.global_batch_size % ranks:
             raise ValueError(
                 f"global_batch_size ({self.global_batch_size}) is not divisible by the {ranks} "
@@ -167,7 +171,7 @@ def prepare(
     """
     inputs = check(config, tokenizer, vocab_size, sequence_length, progress, verify)
 
-    def corpus(source: Source, option: str) -> Corpus:
+    def opened(source: Source, option: str) -> Corpus:
         return open_corpus(
             source,
             inputs.tokenizer,
@@ -180,31 +184,22 @@ def prepare(
             verify,
         )
 
-    corpora = [corpus(source, "--data.path") for source in inputs.sources]
-    fraction = config.validation_fraction if inputs.validation is None else 0
+    corpora = [opened(source, "--data.path") for source in inputs.sources]
+    judge = None
     if inputs.validation is not None:
-        judge = corpus(inputs.validation, "--data.validation")
-        divisions, held = without(corpora, judge), [everything(judge, range(judge.document_count))]
-    else:
-        divisions = hold_out(corpora, inputs.sources, fraction, inputs.tokenizer, config.text_field)
-        held = [division.held for division in divisions if division.held]
+        judge = opened(inputs.validation, "--data.validation")
+    divisions, held = divide(config, inputs, corpora, judge)
     parts = [
         Part(source.name, source.weight or Fraction(1), division.training, corpus.offsets)
         for source, division, corpus in zip(inputs.sources, divisions, corpora, strict=True)
     ]
     for division, corpus in zip(divisions, corpora, strict=True):
         check_length(division, corpus, sequence_length)
+    mixture = Mixture(parts, sequence_length, seed)
     left_out = [f"left out: {note}" for source in inputs.sources for note in source.left_out]
     kept_out = [note for division in divisions for note in division.notes]
-    mixture = Mixture(parts, sequence_length, seed)
     identity = {
-        **{
-            f"data {number}": f"{content(corpus)}, weight {float(part.weight):g}"
-            for number, (part, corpus) in enumerate(zip(parts, corpora, strict=True), 1)
-        },
-        "validation": content(judge)
-        if inputs.validation
-        else f"{fraction:g} of the documents held out, drawn by their words",
+        **identify(config, parts, corpora, judge),
         "tokenizer": tokenizers.fingerprint(inputs.tokenizer),
         "end of text": str(inputs.end_of_text),
         "sequence_length": str(sequence_length),
@@ -222,6 +217,34 @@ def prepare(
         identity,
         config.document_mask,
     )
+
+
+def divide(
+    config: DataConfig, inputs: Inputs, corpora: list[Corpus], judge: Corpus | None
+) -> tuple[list[Division], list[HeldOut]]:
+    """What of each corpus is trained on, and what is validated on: all of `judge`, the text of
+    --data.validation, if there is one, else a fraction of the documents.
+    """
+    if judge is not None:
+        return without(corpora, judge), [everything(judge, range(judge.document_count))]
+    divisions = hold_out(
+        corpora, inputs.sources, config.validation_fraction, inputs.tokenizer, config.text_field
+    )
+    return divisions, [division.held for division in divisions if division.held]
+
+
+def identify(
+    config: DataConfig, parts: list[Part], corpora: list[Corpus], judge: Corpus | None
+) -> dict[str, str]:
+    """What text is trained on, and what is validated on, by content."""
+    drawn = f"{config.validation_fraction:g} of the documents held out, drawn by their words"
+    return {
+        **{
+            f"data {number}": f"{content(corpus)}, weight {float(part.weight):g}"
+            for number, (part, corpus) in enumerate(zip(parts, corpora, strict=True), 1)
+        },
+        "validation": content(judge) if judge is not None else drawn,
+    }
 
 
 def content(corpus: Corpus) -> str:

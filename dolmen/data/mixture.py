@@ -77,18 +77,18 @@ class Mixture:
         """
         lines = [""] * count
         for row, source, start in self.places(first, count):
-            part, spans = self.parts[source], []
+            part = self.parts[source]
+            if part.offsets is None:
+                lines[row] = f"{part.name}: tokens from {start}"
+                continue
+            spans = []
             for _, begin, end in part.stream.places(start, self.sequence_length + 1):
                 low, high = (
                     int(np.searchsorted(part.offsets, at, side="right")) - 1
                     for at in (begin, end - 1)
                 )
                 spans.append(f"{low}..{high}" if high > low else f"{low}")
-            lines[row] = (
-                f"{part.name}: documents {', '.join(spans)}"
-                if part.offsets is not None
-                else f"{part.name}: tokens from {start}"
-            )
+            lines[row] = f"{part.name}: documents {', '.join(spans)}"
         return lines
 
     def places(self, first: int, count: int) -> Iterator[tuple[int, int, int]]:

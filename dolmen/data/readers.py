@@ -43,11 +43,12 @@ def looks_like_text(file: Path) -> bool:
     try:
         with opened(file) as stream:
             head = stream.read(4096)
+    except (ValueError, OSError):
+        return False
+    try:
         head.decode()
     except UnicodeDecodeError as error:
         return error.start > len(head) - 4 and len(head) == 4096  # cut inside a character
-    except (ValueError, OSError):
-        return False
     return b"\0" not in head
 
 
@@ -57,7 +58,9 @@ def read(file: Path, text_field: str) -> Iterator[Iterable[str]]:
 
 
 def read_text(file: Path, text_field: str) -> Iterator[Iterator[str]]:
-    """The whole file as one document, exact to the byte (`newline=""` keeps \\r\\n)."""
+    """The whole file as one document, exact to the byte (`newline=""` keeps \\r\\n). Raises
+    ValueError where it is not UTF-8.
+    """
 
     def blocks() -> Iterator[str]:
         with opened(file) as stream, io.TextIOWrapper(stream, "utf-8", newline="") as lines:
@@ -82,6 +85,7 @@ def read_jsonl(file: Path, text_field: str) -> Iterator[list[str]]:
 
 
 def lines_of(stream: BinaryIO, file: Path) -> Iterator[bytes]:
+    """Raises ValueError for a line longer than a row may be."""
     for number, line in enumerate(iter(lambda: stream.readline(TEXT_ROW.size + 1), b""), 1):
         if len(line) > TEXT_ROW.size:
             raise ValueError(
@@ -92,7 +96,7 @@ def lines_of(stream: BinaryIO, file: Path) -> Iterator[bytes]:
 
 
 def read_json(file: Path, text_field: str) -> Iterator[list[str]]:
-    """One row, or a list of rows."""
+    """One row, or a list of rows. Raises ValueError for a file larger than may be, and Refused."""
     with opened(file) as stream:
         data = stream.read(ROWS.size + 1)
     if len(data) > ROWS.size:
@@ -106,6 +110,7 @@ def read_json(file: Path, text_field: str) -> Iterator[list[str]]:
 
 
 def read_parquet(file: Path, text_field: str) -> Iterator[list[str]]:
+    """Raises Refused where the file is damaged or has no such column."""
     import datasets
     import pyarrow
     import pyarrow.parquet
@@ -141,6 +146,7 @@ def column(table, text_field: str, where: str) -> Iterator[str]:
 
 
 def check_column(text_field: str, columns: Sequence[str], where: str) -> None:
+    """Raises Refused, with the columns there are, unless one of them is `text_field`."""
     if text_field not in columns:
         raise refuse(where, f"no {text_field!r} but columns {advice(columns)}")
 

@@ -51,6 +51,9 @@ def resolve(
 
 
 def parse_weight(entry: str, option: str) -> tuple[str, Fraction | None]:
+    """`0.3:path` -> path, 3/10; None where no weight is given. Raises ValueError for a weight
+    of 0.
+    """
     match = re.fullmatch(r"(\d+\.?\d*|\.\d+):(.+)", entry)
     if not match or Path(entry).exists():
         return entry, None
@@ -77,7 +80,9 @@ def gather(
 
 
 def entry_files(entry: str, option: str, cache: Path | None) -> Found | None:
-    """The absolute files of `entry`, sorted, or None for a hub id."""
+    """The absolute files of `entry`, sorted, or None for a hub id. Raises ValueError for a file
+    that is not read, FileNotFoundError where nothing is there.
+    """
     path = expand(entry)
     if entry == STANDARD_LIBRARY and not path.exists():
         return Found(entry, standard_library_files())

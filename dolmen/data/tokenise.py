@@ -34,7 +34,7 @@ class Written(NamedTuple):
 
 def write_tokens(
     source: Source,
-    tokenizer,
+    tokenizer: tokenizers.PreTrainedTokenizer,
     origin: dict,
     folder: Path,
     workers: int,
@@ -52,8 +52,8 @@ def write_tokens(
             pieces(source, origin["text_field"], option), tokenizers.encoder(tokenizer), workers
         ):
             text.update(added := piece.text.encode())
-            out.write(ids)
-            digest.update(ids)
+            out.write(ids.data)
+            digest.update(ids.data)
             largest = max(largest, int(ids.max(initial=0)))
             position += len(ids)
             read, current = (read if piece.source == current else 0) + len(added), piece.source
@@ -66,8 +66,8 @@ def write_tokens(
                 seams.append((len(ends), position - start, text.size))
             if not piece.last:
                 continue
-            out.write(mark)
-            digest.update(mark)
+            out.write(mark.data)
+            digest.update(mark.data)
             position += 1
             is_file = current < len(source.files) and whole(source.files[current])
             documents.append((text.size, text.exact, text.words, current if is_file else -1))

@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -26,7 +27,30 @@ END_OF_TEXT = "<|endoftext|>"
 WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+[ \t]*(?=[^\s])|\s+"
 
 
-def load_tokenizer(name: str | None, option: str = "--data.tokenizer", probe: bool = True):
+class PreTrainedTokenizer(Protocol):
+    """What is used of a tokenizer of `transformers`, which takes seconds to import."""
+
+    eos_token: str | None
+    eos_token_id: int | None
+    all_special_tokens: list[str]
+    init_kwargs: dict[str, Any]
+
+    @property
+    def is_fast(self) -> bool: ...
+    @property
+    def backend_tokenizer(self) -> Tokenizer:
+        """The Rust one, where `is_fast`."""
+        ...
+
+    def get_vocab(self) -> dict[str, int]: ...
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+    def decode(self, token_ids: list[int], *, clean_up_tokenization_spaces: bool) -> str: ...
+    def convert_tokens_to_ids(self, tokens: str) -> int: ...
+
+
+def load_tokenizer(
+    name: str | None, option: str = "--data.tokenizer", probe: bool = True
+) -> PreTrainedTokenizer:
     """The tokenizer in folder `name` or of that id on the hub, which the user named by `option`
     (empty: by itself). No code of the repository is run. `probe` tries its expressions first, in a
     process of their own. ValueError if none.
@@ -57,12 +81,14 @@ def load_tokenizer(name: str | None, option: str = "--data.tokenizer", probe: bo
     return tokenizer
 
 
-def vocabulary_size(tokenizer) -> int:
+def vocabulary_size(tokenizer: PreTrainedTokenizer) -> int:
     """Rows an embedding needs: the largest id plus one, added tokens and gaps included."""
     return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
-def check_vocabulary(tokenizer, vocab_size: int, trained: bool = False) -> None:
+def check_vocabulary(
+    tokenizer: PreTrainedTokenizer, vocab_size: int, trained: bool = False
+) -> None:
     """ValueError if the tokenizer has ids that the model lacks, which cannot grow if it is
     `trained`.
     """
@@ -75,7 +101,7 @@ def check_vocabulary(tokenizer, vocab_size: int, trained: bool = False) -> None:
         )
 
 
-def check_encodes(tokenizer, text: str, where: str) -> None:
+def check_encodes(tokenizer: PreTrainedTokenizer, text: str, where: str) -> None:
     """ValueError if `text`, which is not empty, has no tokens: a bare sentencepiece model, which
     `transformers` converts on its own, can come out so.
     """
@@ -87,38 +113,41 @@ def check_encodes(tokenizer, text: str, where: str) -> None:
         )
 
 
-def end_of_text_id(tokenizer, override: str | None = None) -> int:
+def end_of_text_id(tokenizer: PreTrainedTokenizer, override: str | None = None) -> int:
     """Id of the token that ends a document: `override` if given, else the tokenizer's eos.
     ValueError if neither.
     """
-    if override is not None and override not in tokenizer.get_vocab():
-        raise ValueError(
-            f"--data.end-of-text {override!r} is not one of the tokenizer's "
-            f"{vocabulary_size(tokenizer):,} tokens"
-        )
-    if override is None and tokenizer.eos_token_id is None:
+    if override is not None:
+        if override not in tokenizer.get_vocab():
+            raise ValueError(
+                f"--data.end-of-text {override!r} is not one of the tokenizer's "
+                f"{vocabulary_size(tokenizer):,} tokens"
+            )
+        return tokenizer.convert_tokens_to_ids(override)
+    if tokenizer.eos_token_id is None:
         known = ", ".join(tokenizer.all_special_tokens[:6]) or "none"
         raise ValueError(
             "the tokenizer names no end-of-text token, so the end of a document cannot be marked: "
             f"use --data.end-of-text TOKEN (its special tokens: {known})"
         )
-    return tokenizer.eos_token_id if override is None else tokenizer.convert_tokens_to_ids(override)
+    return tokenizer.eos_token_id
 
 
-def fingerprint(tokenizer) -> str:
+def fingerprint(tokenizer: PreTrainedTokenizer) -> str:
     """Hash of everything that decides the ids of a text; equal for equal tokenizers wherever they
     are stored.
     """
     if tokenizer.is_fast:
         state = json.loads(tokenizer.backend_tokenizer.to_str())
-        state.pop("truncation"), state.pop("padding")  # of the last call, not of the tokenizer
+        for of_the_last_call in ("truncation", "padding"):
+            del state[of_the_last_call]
     else:
         state = [type(tokenizer).__name__, tokenizer.get_vocab(), tokenizer.init_kwargs]
     text = json.dumps([state, tokenizer.eos_token], sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def encoder(tokenizer) -> Callable[[str], np.ndarray]:
+def encoder(tokenizer: PreTrainedTokenizer) -> Callable[[str], np.ndarray]:
     """Text -> its ids, uint16 if they all fit, else uint32; no special token is added and nothing
     is truncated.
 
@@ -130,7 +159,8 @@ def encoder(tokenizer) -> Callable[[str], np.ndarray]:
     if not tokenizer.is_fast:
         return lambda text: np.array(tokenizer.encode(text, add_special_tokens=False), dtype)
     backend = tokenizer.backend_tokenizer
-    backend.no_truncation(), backend.no_padding()
+    backend.no_truncation()
+    backend.no_padding()
 
     def encode(text: str) -> np.ndarray:
         with tokenizer_files.told("--data.tokenizer"):
@@ -140,7 +170,7 @@ def encoder(tokenizer) -> Callable[[str], np.ndarray]:
     return encode
 
 
-def token_dtype(tokenizer) -> np.dtype:
+def token_dtype(tokenizer: PreTrainedTokenizer) -> np.dtype:
     return np.dtype("<u2" if vocabulary_size(tokenizer) <= 1 << 16 else "<u4")
 
 

@@ -37,7 +37,7 @@ def opened(file: Path) -> Iterator[BinaryIO]:
 class Unpacked(io.RawIOBase):
     """`inner`, the unpacked bytes of `file`, counted."""
 
-    def __init__(self, file: Path, inner: BinaryIO | io.RawIOBase):
+    def __init__(self, file: Path, inner: "gzip.GzipFile | Zstandard"):
         self.file, self.inner, self.count = file, inner, 0
         self.size = file.stat().st_size
         self.most = max(ALWAYS, MOST_TIMES * self.size)

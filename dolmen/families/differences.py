@@ -19,7 +19,7 @@ def differences(one: Tree, other: Tree) -> list[tuple[str, Any, Any]]:
 def _named(tree: Tree) -> dict[str, Any]:
     layers = [dict(_leaves("", block)) for block in tree.blocks]
     names = {name: None for layer in layers for name in layer}
-    named = {"num_hidden_layers": len(layers)}
+    named: dict[str, Any] = {"num_hidden_layers": len(layers)}
     for name in names:
         values = [layer.get(name) for layer in layers]
         alike = all(value == values[0] for value in values)

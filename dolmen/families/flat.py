@@ -3,12 +3,15 @@ families, training knobs among them. Runs and checkpoints of then are read throu
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dolmen.core.config import from_dict, to_dict
 from dolmen.families import known
 from dolmen.families.model import CARRIED, Model, changed, explicit, new
+from dolmen.files import kinds
+from dolmen.files.schema import Int, Mismatch, Object, Schema, check
 from dolmen.model.training import RouterTraining, Training
 from dolmen.model.tree import (
     Attention,
@@ -28,6 +31,19 @@ from dolmen.model.tree import (
 )
 from dolmen.model.tree.mlp import Activation
 from dolmen.model.tree.positions import Scaling
+
+# A tree of more than a config.json can ask for would fill the memory before it is refused.
+SIZES: dict[str, Schema] = {
+    "vocab_size": kinds.VOCABULARY,
+    "hidden_size": kinds.WIDTH,
+    "intermediate_size": kinds.WIDTH,
+    "num_hidden_layers": kinds.LAYERS,
+    "num_attention_heads": kinds.HEADS,
+    "num_key_value_heads": kinds.HEADS,
+    "head_dim": kinds.WIDTH,
+    "max_position_embeddings": kinds.POSITIONS,
+    "num_experts": Int(0, kinds.EXPERTS.high),
+}
 
 
 @dataclass(frozen=True)
@@ -94,9 +110,15 @@ class Flat:
     hf: dict[str, Any] = field(default_factory=dict)
     """The config.json that the model came from, whole, if any; or fields to write beside it."""
 
+    def __post_init__(self):
+        try:
+            check({name: vars(self)[name] for name in SIZES}, Object(SIZES), "model")
+        except Mismatch as error:
+            raise ValueError(str(error)) from None
+
     def window(self, layer: int) -> int | None:
-        everywhere = self.sliding_layers is None
-        return self.sliding_window if everywhere or layer in self.sliding_layers else None
+        layers = self.sliding_layers
+        return self.sliding_window if layers is None or layer in layers else None
 
     @property
     def experts(self) -> Experts:
@@ -208,11 +230,9 @@ def model(**flat: Any) -> Model:
     if "family" in flat:
         return given.model
     for name in ("llama", *known.families()):
-        try:
+        with suppress(ValueError):
             return from_dict(Flat, {**flat, "family": name}).model
-        except ValueError as error:
-            refused = error
-    raise refused
+    return given.model  # refused, with the reason
 
 
 def run(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -220,7 +240,7 @@ def run(values: Mapping[str, Any]) -> dict[str, Any]:
     ValueError.
     """
     old = values.get("model")
-    if not isinstance(old, dict) or "model_type" in old or not isinstance(values, dict):
+    if not isinstance(old, dict) or "model_type" in old:
         return dict(values)
     flat = from_dict(Flat, old, path="model")
     train = values.get("train") or {}

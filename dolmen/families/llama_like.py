@@ -236,7 +236,7 @@ def expert_rules(tree: Tree, module: str, names: dict[str, str]) -> list[Rule]:
     `module` with the `names` -> ours.
     """
     ours = "layers.{}.mlp."
-    number = max(b.mlp.number for b in tree.blocks if isinstance(b.mlp, Experts))
+    number = max((b.mlp.experts for b in tree.blocks), default=0)
     return [
         Rename(f"{LAYER}{module}.gate", ours + "router"),
         *(

@@ -9,7 +9,7 @@ knows into a tree. What changes it changes fields of the mapping, in the spellin
 
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -18,7 +18,7 @@ from dolmen.families import known
 from dolmen.families.differences import differences
 from dolmen.families.family import HARMLESS, ONLY, Family, Field
 from dolmen.files import kinds
-from dolmen.files.schema import Mismatch, Object, check, optional
+from dolmen.files.schema import Either, Mismatch, Object, Real, Schema, check, optional
 from dolmen.model.tree import Tree
 
 CARRIED = (*kinds.SPECIAL_TOKENS, "dtype")  # to another family
@@ -92,7 +92,8 @@ class Model(Plain):
     def from_plain(cls, value: Any) -> "Model":
         if not isinstance(value, dict):
             raise ValueError(f"it must be a config.json, a mapping, not {value!r}")
-        return cls(deepcopy(value))
+        family = known.find(value.get("model_type"))
+        return cls(_with_numbers(deepcopy(value), schema(family)))
 
 
 def schema(family: Family) -> Object:
@@ -100,7 +101,7 @@ def schema(family: Family) -> Object:
     fields = {name: f.kind for f in family.fields for name in (f.name, *f.aliases)}
     every = {**kinds.SPECIAL_TOKENS, "dtype": optional(kinds.NAME)}
     own = {RESERVED: Object(rest=None), "torch_dtype": optional(kinds.NAME)}
-    return replace(kinds.CONFIG.schema, optional={**fields, **every, **own})
+    return Object(required={"model_type": kinds.NAME}, optional={**fields, **every, **own})
 
 
 def explicit(model: Model) -> dict[str, Any]:
@@ -116,15 +117,8 @@ def new(tree: Tree, model_type: str, carried: Mapping[str, Any] | None = None) -
     """
     family = known.find(model_type)
     try:
-        config = {
-            "architectures": [family.architecture],
-            "model_type": model_type,
-            "dtype": "float32",
-            **deepcopy(family.beside),
-            **family.new(tree),
-            **deepcopy(dict(carried or {})),
-        }
-        model = Model(config)
+        fields = {"model_type": model_type, **family.new(tree), **deepcopy(dict(carried or {}))}
+        model = completed(Model(fields))
         if found := differences(tree, model.tree):
             raise ValueError(
                 "; ".join(f"{n} = {a} (it would read back as {b})" for n, a, b in found)
@@ -135,6 +129,16 @@ def new(tree: Tree, model_type: str, carried: Mapping[str, Any] | None = None) -
             f"{', '.join(known.families())}"
         ) from None
     return model
+
+
+def completed(model: Model) -> Model:
+    """The same with what a config.json of transformers states beside the structure, where it does
+    not: its class, its dtype, no dropout.
+    """
+    family = model.family
+    beside = {"architectures": [family.architecture], "dtype": "float32", **deepcopy(family.beside)}
+    stated = {"dtype"} if "torch_dtype" in model.config else set()
+    return Model({**{n: v for n, v in beside.items() if n not in stated}, **model.config})
 
 
 def made(model_type: str, fields: Mapping[str, Any]) -> Model:
@@ -188,10 +192,11 @@ def edit(
     asked = {"vocab_size": vocab_size, "tie_word_embeddings": tie}
     asked["max_position_embeddings"] = context
     made = changed(model, {names[n]: value for n, value in asked.items() if value is not None})
+    beside: dict[str, Any] = {**special}
     if dtype is not None:
         stated = [name for name in ("dtype", "torch_dtype") if name in model.config] or ["dtype"]
-        special = {**special, **dict.fromkeys(stated, dtype)}
-    return Model({**made.config, **special}) if special else made
+        beside |= dict.fromkeys(stated, dtype)
+    return Model({**made.config, **beside}) if beside else made
 
 
 def compared(one: Model, other: Model) -> list[tuple[str, Any, Any]]:
@@ -223,6 +228,23 @@ def unknown_fields(model: Model) -> list[str]:
         if name not in {one.name for one in field.inside}
     ]
     return sorted(n for n in config if n not in names and not n.startswith("_")) + inner
+
+
+def _with_numbers(value: Any, kind: Schema) -> Any:
+    """`value`, with 1e-05 a number where `kind` has one: JSON reads it as one, YAML as text."""
+    match kind:
+        case Real() if isinstance(value, str):
+            try:
+                return float(value)
+            except ValueError:
+                return value
+        case Either(several):
+            for one in several:
+                value = _with_numbers(value, one)
+        case Object(_, fields) if isinstance(value, dict):
+            inside = {n: _with_numbers(value[n], one) for n, one in fields.items() if n in value}
+            return {**value, **inside}
+    return value
 
 
 def _named(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -32,22 +32,28 @@ def read(c: dict[str, Any]) -> Tree:
 
 
 def new(tree: Tree) -> dict[str, Any]:
-    """Of the first dense layer, if there is one, and of the first sparse one."""
+    """Of the first dense layer, where there is one, and of the first sparse one."""
     layers = [block.mlp for block in tree.blocks]
-    dense = [i for i, mlp in enumerate(layers) if isinstance(mlp, Mlp)]
-    sparse = expect(next((m for m in layers if not isinstance(m, Mlp)), None), Experts, "mlp")
+    dense = [i for i, mlp in enumerate(layers) if not mlp.experts]
+    sparse = [expect(mlp, Experts, "mlp") for mlp in layers if mlp.experts]
     mixer = llama_like.mixer(tree)
     return {
         **llama_like.new(tree),
-        **llama_like.new_experts(sparse),
-        "intermediate_size": layers[dense[0]].size if dense else sparse.size,
-        "moe_intermediate_size": sparse.size,
-        "norm_topk_prob": sparse.router.normalise,
+        **(_new_experts(sparse[0]) if sparse else {}),
+        "intermediate_size": layers[dense[0]].size if dense else sparse[0].size,
         "decoder_sparse_step": 1,
         "mlp_only_layers": dense,
         "attention_bias": mixer.q_bias,
         "use_sliding_window": mixer.window is not None,
         "sliding_window": mixer.window,
+    }
+
+
+def _new_experts(layer: Experts) -> dict[str, Any]:
+    return {
+        **llama_like.new_experts(layer),
+        "moe_intermediate_size": layer.size,
+        "norm_topk_prob": layer.router.normalise,
     }
 
 

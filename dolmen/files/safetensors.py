@@ -18,6 +18,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,7 +77,7 @@ class Stored:
         data = torch.empty(self.spec.nbytes, dtype=torch.uint8)
         with open(self.file, "rb") as file:
             file.seek(self.offset)
-            got = file.readinto(data.numpy())
+            got = file.readinto(data.numpy().data)
         if got != self.spec.nbytes:
             raise refuse(
                 self.file, f"is truncated: {self.name} has {got} of {self.spec.nbytes} bytes"
@@ -195,7 +196,8 @@ def write(
 
 def _shards(specs: Mapping[str, Spec], shard_bytes: int) -> list[list[str]]:
     """Names divided over files, in their order."""
-    shards, filled = [[]], 0
+    shards: list[list[str]] = [[]]
+    filled = 0
     for name, spec in specs.items():
         if shards[-1] and filled + spec.nbytes > shard_bytes:
             shards, filled = [*shards, []], 0
@@ -208,7 +210,8 @@ def _write_header(file: Path, specs: Mapping[str, Spec]) -> dict[str, Stored]:
     """A file of full length with its header and no data yet; where each tensor goes. Wide dtypes
     first and a header of a multiple of 8 bytes, so that every tensor is aligned.
     """
-    entries, end = {"__metadata__": {"format": "pt"}}, 0
+    entries: dict[str, dict[str, Any]] = {"__metadata__": {"format": "pt"}}
+    end = 0
     for name, spec in sorted(specs.items(), key=lambda item: -item[1].dtype.itemsize):
         entries[name] = {
             "dtype": NAMES[spec.dtype],
@@ -232,7 +235,7 @@ def _write_tensor(place: Stored, tensor: Tensor) -> None:
     data = tensor.detach().to("cpu", place.spec.dtype).contiguous().reshape(-1).view(torch.uint8)
     with open(place.file, "r+b") as stream:
         stream.seek(place.offset)
-        stream.write(data.numpy())
+        stream.write(data.numpy().data)
 
 
 def _write_index(folder: Path, specs: Mapping[str, Spec], shards: Mapping[str, list[str]]) -> None:

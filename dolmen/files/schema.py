@@ -9,6 +9,7 @@ it, so no reader needs to ask what type it was given.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,10 +89,10 @@ class Object:
     `rest`, or, where `rest` is None, refused. `needs`: fields that one field must have beside it.
     """
 
-    required: dict[str, "Schema"] = field(default_factory=dict)
-    optional: dict[str, "Schema"] = field(default_factory=dict)
+    required: Mapping[str, "Schema"] = field(default_factory=dict)
+    optional: Mapping[str, "Schema"] = field(default_factory=dict)
     rest: "Schema | None" = Anything()
-    needs: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    needs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,7 @@ def parse(text: str, depth: int) -> Any:
     return values[0] if values else None
 
 
-def _no_tag(event: yaml.NodeEvent) -> None:
+def _no_tag(event: yaml.ScalarEvent | yaml.CollectionStartEvent) -> None:
     if event.tag not in (None, "!"):
         raise ValueError(f"the tag {ascii(event.tag)[1:81]}: tags are not read")
 

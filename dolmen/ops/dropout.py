@@ -6,6 +6,7 @@ drops the same elements.
 from typing import NamedTuple
 
 import torch
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 # Where a model drops: of these all but the first in every layer.
@@ -17,19 +18,18 @@ MIX = (-4658895280553007687, -7723592293110705685)
 class Noise(NamedTuple):
     """What a forward with dropout needs to know of its batch."""
 
-    key: Tensor
-    """[] int64: differs from step to step."""
-    sequences: Tensor
-    """[batch] int64: index of each sequence in the global batch."""
-    layer: Tensor | None = None
-    """[] int64: the number of the layer that is given this; None outside of layers. A tensor, so
+    key: Int64[Tensor, ""]
+    """It differs from step to step."""
+    sequences: Int64[Tensor, " batch"]
+    """Index of each sequence in the global batch."""
+    layer: Int64[Tensor, ""] | None = None
+    """The number of the layer that is given this; None outside of layers. A tensor, so
     that all layers are one program to torch.compile: a number would be a constant of it.
     """
 
-    def site(self, number: int) -> Tensor:
-        """[] int64: the site `number` (not EMBEDDING) of this layer, different from that of any
-        other.
-        """
+    def site(self, number: int) -> Int64[Tensor, ""]:
+        """The site `number` (not EMBEDDING) of this layer, different from that of any other."""
+        assert self.layer is not None, "only a layer has sites"
         return 3 * self.layer + number
 
 
@@ -39,12 +39,17 @@ class Dropout(NamedTuple):
     p: float
     """The probability of each element."""
     noise: Noise
-    site: int | Tensor
+    site: int | Int64[Tensor, ""]
 
 
-def keep(p: float, key: Tensor, site: int | Tensor, *indices: Tensor) -> Tensor:
-    """Bool, True with probability 1 - p: elementwise over the broadcast `indices` (int64), fixed by
-    them, `key` and `site` (a number, or [] int64).
+def keep(
+    p: float,
+    key: Int64[Tensor, ""],
+    site: int | Int64[Tensor, ""],
+    *indices: Int64[Tensor, "#*elements"],
+) -> Bool[Tensor, "*elements"]:
+    """True with probability 1 - p: of each of the `elements` that `indices` are broadcast to, fixed
+    by its indices, `key` and `site`.
     """
     z = key
     for index in (site, *indices):
@@ -54,9 +59,13 @@ def keep(p: float, key: Tensor, site: int | Tensor, *indices: Tensor) -> Tensor:
     return (z & 0xFFFFFF) >= int(p * (1 << 24))
 
 
-def residual(x: Tensor, p: float, noise: Noise, site: int | Tensor, rows: Tensor) -> Tensor:
-    """Dropout of x [tokens, hidden]; rows [tokens] int64 are the tokens' indices in the global
-    batch.
-    """
+def residual(
+    x: Float[Tensor, "tokens hidden"],
+    p: float,
+    noise: Noise,
+    site: int | Int64[Tensor, ""],
+    rows: Int64[Tensor, " tokens"],
+) -> Float[Tensor, "tokens hidden"]:
+    """Dropout of x; `rows` are the tokens' indices in the global batch."""
     kept = keep(p, noise.key, site, rows[:, None], torch.arange(x.shape[1], device=x.device))
     return torch.where(kept, x / (1 - p), 0)

@@ -12,19 +12,23 @@ Logits may be soft-capped first (Gemma 2, 2408.00118), each by itself:
 """
 
 import torch
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 IGNORED = -100  # a label that carries no loss, as in PyTorch
 
 
 def exponentials(
-    logits: Tensor, maximum: Tensor, labels: Tensor, first: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """exp(z - m) [n, size], its sum [n], and z_label - m [n] (zero where the label lies outside
-    first .. first + size).
+    logits: Float[Tensor, "n size"],
+    maximum: Float[Tensor, " n"],
+    labels: Int64[Tensor, " n"],
+    first: int,
+) -> tuple[Float[Tensor, "n size"], Float[Tensor, " n"], Float[Tensor, " n"]]:
+    """exp(z - m), its sum, and z_label - m (zero where the label lies outside first .. first +
+    size).
 
-    logits [n, size] fp32, which become the exponentials, maximum [n] over the whole vocabulary,
-    labels [n] in the whole vocabulary.
+    `logits`, fp32 or wider, become the exponentials; `maximum` and `labels` are over and in the
+    whole vocabulary.
     """
     shifted = logits.sub_(maximum[:, None])
     row = labels - first
@@ -34,28 +38,29 @@ def exponentials(
     return e, e.sum(-1), target
 
 
-def capped(logits: Tensor, cap: float) -> Tensor:
-    """cap tanh(logits / cap), of any shape, with autograd."""
+def capped(logits: Float[Tensor, "*any"], cap: float) -> Float[Tensor, "*any"]:
+    """cap tanh(logits / cap), with autograd."""
     return (logits / cap).tanh_() * cap
 
 
-def capped_with_slope(logits: Tensor, cap: float) -> tuple[Tensor, Tensor]:
+def capped_with_slope(
+    logits: Float[Tensor, "*any"], cap: float
+) -> tuple[Float[Tensor, "*any"], Float[Tensor, "*any"]]:
     """The same, and its derivative; `logits` are overwritten."""
     tanh = logits.div_(cap).tanh_()
     return tanh * cap, tanh.square_().neg_().add_(1)
 
 
 def gradient(
-    e: Tensor,
-    total: Tensor,
-    labels: Tensor,
+    e: Float[Tensor, "n size"],
+    total: Float[Tensor, " n"],
+    labels: Int64[Tensor, " n"],
     first: int,
     dtype: torch.dtype,
-    slope: Tensor | None = None,
-) -> Tensor:
-    """softmax - onehot for real labels, zero for ignored ones; [n, size] in `dtype`. `total` [n] is
-    over the whole vocabulary, `slope` [n, size] what multiplies it, of soft-capped logits. `e` is
-    overwritten.
+    slope: Float[Tensor, "n size"] | None = None,
+) -> Float[Tensor, "n size"]:
+    """softmax - onehot for real labels, zero for ignored ones, in `dtype`. `total` is over the
+    whole vocabulary, `slope` what multiplies it, of soft-capped logits. `e` is overwritten.
     """
     real = labels != IGNORED
     row = labels - first

@@ -8,30 +8,32 @@ F an expert's width; m rows of one rank's experts.
     weighted -> [n, H]
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float, Int32, Int64, Shaped
 from torch import Tensor
+
+from dolmen.core.function import Context, Function
 
 
 class Routing(NamedTuple):
     """What a router decides, in fp32 or wider."""
 
-    probabilities: Tensor
-    """[n, E], over all experts, summing to 1."""
-    weights: Tensor
-    """[n, k]: a token's output is the sum of its experts' outputs times these."""
-    experts: Tensor
-    """[n, k] int64."""
+    probabilities: Float[Tensor, "n E"]
+    """Over all experts, summing to 1."""
+    weights: Float[Tensor, "n k"]
+    """A token's output is the sum of its experts' outputs times these."""
+    experts: Int64[Tensor, "n k"]
 
 
 def route(
-    logits: Tensor,
+    logits: Float[Tensor, "n E"],
     k: int,
     normalize: bool,
-    bias: Tensor | None = None,
+    bias: Float[Tensor, " E"] | None = None,
     *,
     score: Literal["softmax", "sigmoid"] = "softmax",
     scale: float = 1.0,
@@ -39,10 +41,10 @@ def route(
     groups_per_token: int = 1,
     group_score: Literal["max", "top2"] = "max",
 ) -> Routing:
-    """The k best experts of each token, logits [n, E].
+    """The k best experts of each token.
 
     Scores are the softmax, or (2412.19437 eq. 15) the sigmoid of each logit, whose shares of their
-    sum are then the probabilities. `bias` [E] is added for the choice alone (2408.15664). With
+    sum are then the probabilities. `bias` is added for the choice alone (2408.15664). With
     several `groups` of E / groups neighbours, a token's experts come from its best
     `groups_per_token`: a group counts as its best expert, or its best two together (2405.04434
     section 2.1.2; 2412.19437 section 2.1.2). `normalize`: the weights of a token sum to 1, before
@@ -77,16 +79,16 @@ def _best_groups(choice: Tensor, groups: int, kept: int, best: int) -> Tensor:
 class Order(NamedTuple):
     """The n k (token, expert) pairs sorted by expert; of equal ones the earlier token first."""
 
-    pairs: Tensor
-    """[n k] int64: the pair at each place; pair i is choice i % k of token i // k."""
-    places: Tensor
-    """[n k] int64, the inverse: the place of each pair."""
-    counts: Tensor
-    """[E] int64: pairs of each expert."""
+    pairs: Int64[Tensor, " pairs"]
+    """The pair at each place; pair i is choice i % k of token i // k."""
+    places: Int64[Tensor, " pairs"]
+    """The inverse: the place of each pair."""
+    counts: Int64[Tensor, " E"]
+    """Pairs of each expert."""
 
 
-def sort(experts: Tensor, number: int) -> Order:
-    """The order of `experts` [n, k], of `number` in all. Nothing is read: `bincount` would be, as
+def sort(experts: Int64[Tensor, "n k"], number: int) -> Order:
+    """The order of `experts`, of `number` in all. Nothing is read: `bincount` would be, as
     its result is as long as the largest value says.
     """
     sorted, pairs = experts.flatten().sort(stable=True)
@@ -94,78 +96,82 @@ def sort(experts: Tensor, number: int) -> Order:
     return Order(pairs, inverse(pairs), ends.diff(prepend=ends.new_zeros(1)))
 
 
-def inverse(permutation: Tensor) -> Tensor:
-    """[m] -> [m]: inverse(p)[p[i]] = i."""
+def inverse(permutation: Int64[Tensor, " m"]) -> Int64[Tensor, " m"]:
+    """inverse(p)[p[i]] = i."""
     return torch.empty_like(permutation).scatter_(
         0, permutation, torch.arange(len(permutation), device=permutation.device)
     )
 
 
-class _Permute(torch.autograd.Function):
+class _Permute(Function):
     @staticmethod
-    def forward(ctx, x, permutation, inverted):
+    def forward(ctx: Context[None], x: Tensor, permutation: Tensor, inverted: Tensor) -> Tensor:
         ctx.save_for_backward(inverted)
         return x[permutation]
 
     @staticmethod
-    def backward(ctx, g):
+    def backward(ctx: Context[None], g: Tensor) -> tuple[Tensor, None, None]:
         return g[ctx.saved_tensors[0]], None, None
 
 
-class _Spread(torch.autograd.Function):
+class _Spread(Function):
     @staticmethod
-    def forward(ctx, x, pairs, places):
-        ctx.k = len(pairs) // len(x)
+    def forward(ctx: Context[int], x: Tensor, pairs: Tensor, places: Tensor) -> Tensor:
+        ctx.kept = k = len(pairs) // len(x)
         ctx.save_for_backward(places)
-        return x[pairs // ctx.k]
+        return x[pairs // k]
 
     @staticmethod
-    def backward(ctx, g):
-        return g[ctx.saved_tensors[0]].view(-1, ctx.k, g.shape[-1]).sum(1), None, None
+    def backward(ctx: Context[int], g: Tensor) -> tuple[Tensor, None, None]:
+        return g[ctx.saved_tensors[0]].view(-1, ctx.kept, g.shape[-1]).sum(1), None, None
 
 
-def permute(x: Tensor, permutation: Tensor, inverted: Tensor) -> Tensor:
+def permute(
+    x: Shaped[Tensor, " m *rest"], permutation: Int64[Tensor, " m"], inverted: Int64[Tensor, " m"]
+) -> Shaped[Tensor, " m *rest"]:
     """x[permutation] along dim 0, whose backward is the inverse gather: no atomic additions, so the
     same every time.
     """
     return _Permute.apply(x, permutation, inverted)
 
 
-def spread(x: Tensor, order: Order) -> Tensor:
-    """A row for each pair, in order: x [n, H] -> [n k, H]."""
+def spread(x: Float[Tensor, "n H"], order: Order) -> Float[Tensor, "pairs H"]:
+    """A row for each pair, in order."""
     return _Spread.apply(x, order.pairs, order.places)
 
 
-def combine(rows: Tensor, weights: Tensor, order: Order) -> Tensor:
-    """The weighted sum of each token's rows: rows [n k, H] in order, weights [n, k] -> [n, H] in
-    the dtype of rows.
-    """
+def combine(
+    rows: Float[Tensor, "pairs H"], weights: Float[Tensor, "n k"], order: Order
+) -> Float[Tensor, "n H"]:
+    """The weighted sum of each token's rows, which are in order; in their dtype."""
     apart = permute(rows, order.places, order.pairs).view(*weights.shape, rows.shape[-1])
     return (apart * weights.to(rows.dtype)[..., None]).sum(1)
 
 
-Groups = Sequence[int] | Tensor
+Groups = Sequence[int] | Int32[Tensor, " groups"]
 """Rows that belong together, one group after the other: how many each has, on the host, for one
-product each; or where each ends, [groups] int32 on the device, for one kernel that does all.
+product each; or where each ends, on the device, for one kernel that does all.
 """
 
 
-class _Loop(torch.autograd.Function):
+class _Loop(Function):
     """grouped_linear, a product for each group that has rows."""
 
     @staticmethod
-    def forward(ctx, x, weight, counts):
-        ctx.counts = counts
+    def forward(
+        ctx: Context[Sequence[int]], x: Tensor, weight: Tensor, counts: Sequence[int]
+    ) -> Tensor:
+        ctx.kept = counts
         ctx.save_for_backward(x, weight)
         return _products(x, weight.transpose(1, 2), counts)
 
     @staticmethod
-    def backward(ctx, g):
+    def backward(ctx: Context[Sequence[int]], g: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
-        return _products(g, weight, ctx.counts), _outer_products(g, x, ctx.counts), None
+        return _products(g, weight, ctx.kept), _outer_products(g, x, ctx.kept), None
 
 
-class _Kernel(torch.autograd.Function):
+class _Kernel(Function):
     """grouped_linear, all groups in one kernel, bf16:
 
         y   [m, out]           x [m, in]     W^T [groups, in, out], columns contiguous
@@ -179,14 +185,14 @@ class _Kernel(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, ends):
+    def forward(ctx: Context[None], x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight, ends)
         if len(x) == 0:
             return x.new_empty(0, weight.shape[1])
         return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
 
     @staticmethod
-    def backward(ctx, g):
+    def backward(ctx: Context[None], g: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, ends = ctx.saved_tensors
         if len(x) == 0:
             return torch.zeros_like(x), torch.zeros_like(weight), None
@@ -212,54 +218,59 @@ def _outer_products(g: Tensor, x: Tensor, counts: Sequence[int]) -> Tensor:
     return out
 
 
-def _groups(counts: Sequence[int], *tensors: Tensor):
+def _groups(counts: Sequence[int], *tensors: Tensor) -> Iterator[tuple[int, *tuple[Tensor, ...]]]:
     """(group, its rows of each tensor) of those that have rows."""
     for i, parts in enumerate(zip(*(t.split(list(counts)) for t in tensors), strict=True)):
         if counts[i]:
             yield i, *parts
 
 
-def grouped_linear(x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
-    """y = x W_e^T with the W of each row's group: x [m, in], whose first rows are group 0's and so
-    on, weight [groups, out, in] -> [m, out]. Groups may be empty; their weights' gradient is zero.
+def grouped_linear(
+    x: Float[Tensor, "m in"], weight: Float[Tensor, "groups out in"], groups: Groups
+) -> Float[Tensor, "m out"]:
+    """y = x W_e^T with the W of each row's group: the first rows are group 0's and so on. Groups
+    may be empty; their weights' gradient is zero.
     """
     road = _Kernel if isinstance(groups, Tensor) else _Loop
     return road.apply(x, weight, groups)
 
 
-def sequence_counts(experts: Tensor, batch: int, number: int) -> Tensor:
-    """Pairs of each sequence and expert: experts [n, k] of `batch` sequences one after the other ->
-    [batch, E] int64.
-    """
+def sequence_counts(
+    experts: Int64[Tensor, "n k"], batch: int, number: int
+) -> Int64[Tensor, "{batch} {number}"]:
+    """Pairs of each sequence and expert, of `batch` sequences one after the other."""
     chosen = experts.view(batch, -1, 1)  # of one_hot, a CPU reads the largest
     return (chosen == torch.arange(number, device=experts.device)).sum(1)
 
 
-def balance_loss(probabilities: Tensor, counts: Tensor, length: int, k: int) -> Tensor:
+def balance_loss(
+    probabilities: Float[Tensor, "tokens E"], counts: Int64[Tensor, "batch E"], length: int, k: int
+) -> Float[Tensor, ""]:
     """Sum over sequences of E / (k T) sum_e count_e mean_t p_te, T = `length`: 1 for each where all
     experts are equally busy, E / k where k of them do everything (2101.03961 eq. 4, a sequence at a
     time as in 2412.19437 eq. 17).
 
-    probabilities [batch * tokens here, E], counts [batch, E] of whole sequences. Where `tokens
-    here` are a part of the sequence, so is the result: it adds up over the parts.
+    `probabilities` are of the tokens here, equally many of each sequence, `counts` of whole
+    sequences. Where the tokens here are a part of them, so is the result: it adds up over the
+    parts.
     """
     batch, number = counts.shape
     sums = probabilities.view(batch, -1, number).sum(1)
     return (sums * counts).sum() * (number / (k * length * length))
 
 
-def z_loss(logits: Tensor, length: int) -> Tensor:
+def z_loss(logits: Float[Tensor, "tokens E"], length: int) -> Float[Tensor, ""]:
     """Sum over sequences of mean_t logsumexp(logits_t)^2, which keeps logits small (2202.08906 eq.
-    5); of a part, its part.
+    5). Sequences are of `length` tokens; of a part of them, its part.
     """
     return logits.logsumexp(-1).square().sum() / length
 
 
-def batch_balance_loss(logits: Sequence[Tensor], k: int) -> Tensor:
+def batch_balance_loss(logits: Sequence[Float[Tensor, "n E"]], k: int) -> Float[Tensor, ""]:
     """The form of transformers' `load_balancing_loss_func`, over all tokens of all layers at once:
     E sum_e f_e P_e, with f_e the pairs and P_e the probability of expert e, both per token: k where
     all are equally busy. It depends on how sequences are batched, so training does not use it.
-    logits: [n, E] a layer.
+    `logits` of each layer.
     """
     p = torch.cat(list(logits)).softmax(-1)
     counts = p.detach().topk(k, -1).indices.flatten().bincount(minlength=p.shape[1])

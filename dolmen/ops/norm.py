@@ -14,21 +14,23 @@ alone. Bytes that one pass over x in bf16 reads and writes, per element, of a GP
 from typing import Literal
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
+from dolmen.core.function import Context, Function
 from dolmen.ops.kernels import Kernels
 
 
 def rms_norm(
-    x: Tensor,
-    weight: Tensor,
+    x: Float[Tensor, "*rows size"],
+    weight: Float[Tensor, " size"],
     eps: float,
     kind: Literal["passes", "fused"] = Kernels().norm,
     zero_centred: bool = False,
-) -> Tensor:
-    """x [..., size], weight [size]; any float dtype, statistics in fp32 (fp64 for fp64 input).
-    `kind`: ops/kernels.py says how. `zero_centred`: the weight is stored less 1, and as in Gemma
-    1 + weight and its product are fp32, cast after: 1 + 0.003 is no number of bf16.
+) -> Float[Tensor, "*rows size"]:
+    """Of each row, in any float dtype; statistics in fp32 (fp64 for fp64 input). `kind`:
+    ops/kernels.py says how. `zero_centred`: the weight is stored less 1, and as in Gemma 1 + weight
+    and its product are fp32, cast after: 1 + 0.003 is no number of bf16.
     """
     if torch.compiler.is_compiling():
         # the compiler chooses what to keep: a block's forward is 4 % faster
@@ -51,23 +53,25 @@ def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-class _RMSNorm(torch.autograd.Function):
+class _RMSNorm(Function):
     """Kept for backward: x and one number per row. Autograd alone would keep x in fp32 and the
     normalised x.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, eps, zero_centred):
+    def forward(
+        ctx: Context[bool], x: Tensor, weight: Tensor, eps: float, zero_centred: bool
+    ) -> Tensor:
         y, scale = _forward(x, weight, eps, zero_centred)
-        ctx.zero_centred = zero_centred
+        ctx.kept = zero_centred
         ctx.save_for_backward(x, weight, scale)
         return y
 
     @staticmethod
-    def backward(ctx, g):
+    def backward(ctx: Context[bool], g: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, weight, scale = ctx.saved_tensors
         normal = _wide(x) * scale
-        if ctx.zero_centred:
+        if ctx.kept:
             wide = _wide(g)
             dnormal = wide * (weight.to(wide.dtype) + 1)
             dweight = (wide * normal).flatten(0, -2).sum(0).to(weight.dtype)
@@ -78,19 +82,19 @@ class _RMSNorm(torch.autograd.Function):
         return dx.to(x.dtype), dweight, None, None
 
 
-class _FusedRMSNorm(torch.autograd.Function):
+class _FusedRMSNorm(Function):
     """The same with torch's kernels. Kept for backward: x and one number per row. Rounded as Llama
     on the way forward; backward rounds its results alone, and not g * weight between.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, eps):
+    def forward(ctx: Context[None], x: Tensor, weight: Tensor, eps: float) -> Tensor:
         normal, scale = torch.ops.aten._fused_rms_norm(x, weight.shape, None, eps)
         ctx.save_for_backward(x, weight, scale)
         return normal * weight
 
     @staticmethod
-    def backward(ctx, g):
+    def backward(ctx: Context[None], g: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, scale = ctx.saved_tensors
         dx, dweight = torch.ops.aten._fused_rms_norm_backward(
             g, x, weight.shape, scale, weight, [True, True]

@@ -7,6 +7,7 @@ the weights are, fp64 where the model computes in fp64.
 import math
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
 
@@ -15,25 +16,25 @@ def inverse_frequencies(
     theta: float,
     device: torch.device | None = None,
     dtype: torch.dtype = torch.float32,
-) -> Tensor:
-    """[size / 2] of `dtype`: theta^(-2i / size)."""
+) -> Float[Tensor, " {size}//2"]:
+    """In `dtype`: theta^(-2i / size)."""
     return 1.0 / theta ** (
         torch.arange(0, size, 2, dtype=torch.int64, device=device).to(dtype) / size
     )
 
 
-def linear(inv: Tensor, factor: float) -> Tensor:
+def linear(inv: Float[Tensor, " half"], factor: float) -> Float[Tensor, " half"]:
     """All divided by `factor` (2306.15595)."""
     return inv / factor
 
 
 def llama3(
-    inv: Tensor,
+    inv: Float[Tensor, " half"],
     factor: float,
     low_freq_factor: float,
     high_freq_factor: float,
     original_max_position_embeddings: int,
-) -> Tensor:
+) -> Float[Tensor, " half"]:
     """Wavelengths longer than original / low_freq_factor are divided by `factor`, those shorter
     than original / high_freq_factor kept, and between them it goes smoothly.
     """
@@ -48,15 +49,15 @@ def llama3(
 
 
 def yarn(
-    inv: Tensor,
+    inv: Float[Tensor, " half"],
     theta: float,
     factor: float,
     original_max_position_embeddings: int,
     beta_fast: float = 32.0,
     beta_slow: float = 1.0,
     truncate: bool = True,
-) -> Tensor:
-    """The frequencies `inv` [size / 2] of base `theta`, extended by parts (2309.00071, section
+) -> Float[Tensor, " half"]:
+    """The frequencies `inv` of base `theta`, extended by parts (2309.00071, section
     3.2): what turns more than `beta_fast` times in the original context is kept, what turns less
     than `beta_slow` times divided by `factor`, and between the two lies a ramp over the dims.
     `truncate`: the ramp begins and ends at whole dims.
@@ -86,18 +87,23 @@ def yarn_temperature(factor: float, mscale: float = 1.0) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-def tables(positions: Tensor, inv: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin, [*positions.shape, 1, head_dim / 2] in inv's dtype: one row per token, the same
-    for every head.
-    """
+def tables(
+    positions: Int[Tensor, "*tokens"], inv: Float[Tensor, " half"]
+) -> tuple[Float[Tensor, "*tokens 1 half"], Float[Tensor, "*tokens 1 half"]]:
+    """cos and sin in inv's dtype: one row per token, the same for every head."""
     angle = (positions[..., None].to(inv.dtype) * inv)[..., None, :]
     return angle.cos(), angle.sin()
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """x [batch, length, heads, head_dim] turned by its token's angle, in fp32 (fp64 for fp64
-    input); x's dtype. Where the tables [..., size / 2] are of a part of the head, its first `size`
-    dims are turned and the others kept. `interleaved` says which dims are a pair, before and after.
+def rotate(
+    x: Float[Tensor, "batch length heads head_dim"],
+    cos: Float[Tensor, "*tokens 1 half"],
+    sin: Float[Tensor, "*tokens 1 half"],
+    interleaved: bool = False,
+) -> Float[Tensor, "batch length heads head_dim"]:
+    """x turned by its token's angle, in fp32 (fp64 for fp64 input); x's dtype. `tokens` is batch
+    and length, or length alone. Where the tables are of a part of the head, its first 2 `half` dims
+    are turned and the others kept. `interleaved` says which dims are a pair, before and after.
     """
     size = 2 * cos.shape[-1]
     if size < x.shape[-1]:

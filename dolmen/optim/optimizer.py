@@ -6,6 +6,8 @@ kernel per hundred parameters is given this rank's shards: 300 parameters take 1
 and 6 where DTensor finds out for each what an update of it means.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -19,10 +21,18 @@ class AdamW(torch.optim.AdamW):
     part of them.
     """
 
-    def _init_group(self, group, *lists):
-        """Fills `lists` with what the step reads and writes: parameters, gradients, moments, step
-        counts.
-        """
+    def _init_group(
+        self,
+        group: dict[str, Any],
+        params_with_grad: list[Tensor],
+        grads: list[Tensor],
+        exp_avgs: list[Tensor],
+        exp_avg_sqs: list[Tensor],
+        max_exp_avg_sqs: list[Tensor],
+        state_steps: list[Tensor],
+    ) -> bool:
+        """Fills the lists with what the step reads and writes."""
+        lists = params_with_grad, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps
         found = super()._init_group(group, *lists)
         for tensors in lists:
             tensors[:] = map(state.local, tensors)
@@ -79,7 +89,7 @@ def tensors(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, Tensor]
     what is at rest. The step count is not here: it is one number, kept as JSON and put back by
     `set_step`.
     """
-    out = {f"model/{n}": p for n, p in model.named_parameters()}
+    out: dict[str, Tensor] = {f"model/{n}": p for n, p in model.named_parameters()}
     for name, p in model.named_parameters():
         if p.requires_grad:
             for kind in KINDS[1:]:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from jaxtyping import Float
 from torch import Tensor
 
 from dolmen.core import collectives, ranges
@@ -75,7 +76,7 @@ class Channels:
         self.posted: dict[Message, tuple[dist.Work | None, Tensor]] = {}
         self.going: deque[tuple[dist.Work, Tensor]] = deque()
 
-    def send(self, message: Message, tensor: Tensor) -> None:
+    def send(self, message: Message, tensor: Float[Tensor, "..."]) -> None:
         me, peer = self.mesh.pp.rank, self.schedule.rank_of(message.stage)
         if peer == me:
             self.posted[message] = None, tensor

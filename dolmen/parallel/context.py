@@ -153,12 +153,10 @@ def _packed(k: Tensor, v: Tensor) -> Tensor:
     return torch.cat((k.flatten(), v.flatten()))
 
 
-def _unpacked(
-    kv: Tensor, k: Tensor, v: Tensor, tokens: slice = slice(None)
-) -> tuple[Tensor, Tensor]:
-    """Views of what `_packed` made of two like k and v, or of what lies like it: these tokens'."""
+def _unpacked(kv: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Views of what `_packed` made of two like k and v, or of what lies like it."""
     keys, values = kv.split((k.numel(), v.numel()))
-    return keys.view(k.shape)[:, tokens], values.view(v.shape)[:, tokens]
+    return keys.view(k.shape), values.view(v.shape)
 
 
 def _of_chunk(attend: Attend, mine: slice) -> Attend:
@@ -176,13 +174,13 @@ def _forward(
     )
     out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=log_sum.dtype)
     for hop in range(axis.size):
+        keys, values = _unpacked(kv, k, v)
         following = collectives.start_rotate([kv], axis) if hop + 1 < axis.size else None
         for mine, theirs, q_start, k_start in context.visible(
             (axis.rank - hop) % axis.size, q.shape[1] // 2, attend.window
         ):
-            piece = context.backend.partial(
-                q[:, mine], *_unpacked(kv, k, v, theirs), q_start, k_start, _of_chunk(attend, mine)
-            )
+            here = q[:, mine], keys[:, theirs], values[:, theirs]
+            piece = context.backend.partial(*here, q_start, k_start, _of_chunk(attend, mine))
             out[:, mine], log_sum[:, mine] = (
                 piece if q_start == k_start else merge(out[:, mine], log_sum[:, mine], *piece)
             )
@@ -209,13 +207,15 @@ def _backward(
     for hop in range(axis.size):
         following = collectives.start_rotate([kv], axis) if hop + 1 < axis.size else None
         dkv = torch.zeros_like(kv, dtype=log_sum.dtype)
+        keys, values, dk, dv = *_unpacked(kv, k, v), *_unpacked(dkv, k, v)
         for mine, theirs, q_start, k_start in context.visible(
             (axis.rank - hop) % axis.size, q.shape[1] // 2, attend.window
         ):
             pieces = context.backend.partial_backward(
                 g[:, mine],
                 q[:, mine],
-                *_unpacked(kv, k, v, theirs),
+                keys[:, theirs],
+                values[:, theirs],
                 out[:, mine],
                 log_sum[:, mine],
                 q_start,
@@ -223,7 +223,7 @@ def _backward(
                 _of_chunk(attend, mine),
             )
             for total, piece in zip(
-                (dq[:, mine], *_unpacked(dkv, k, v, theirs)), pieces, strict=True
+                (dq[:, mine], dk[:, theirs], dv[:, theirs]), pieces, strict=True
             ):
                 total += piece
         if travelling is not None:

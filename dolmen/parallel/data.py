@@ -28,6 +28,7 @@ from itertools import pairwise
 from typing import Literal
 
 import torch
+from jaxtyping import Float, Float64
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -66,7 +67,7 @@ def shard(
     Parameters stay in their own dtype (fp32 masters); units compute in `compute`, on plain tensors;
     gradients are reduced in fp32 (or wider). No-op on a mesh of no grid.
     """
-    if mesh.grid is None:
+    if mesh.grid is None or mesh.expert_grid is None:
         return
     rest = next(model.parameters()).dtype
     for unit in (*parts, Unit(model)):
@@ -90,6 +91,7 @@ def shard(
             )
         if axis.size == 1:
             continue  # it would be a pass that divides by 1
+        assert isinstance(unit.module, FSDPModule)
         unit.module.set_gradient_divide_factor(_One(1.0))  # neither call is recursive
         # else NCCL multiplies every element by 1 on its way, and gloo refuses to
         unit.module.set_force_sum_reduction_for_comms(True)
@@ -108,12 +110,12 @@ class _One(float):
         return args[0]  # x / 1
 
 
-def _even(axis: Axis) -> Callable[[nn.Parameter], state.Placement]:
+def _even(axis: Axis) -> Callable[[nn.Parameter], state.Shard]:
     """Which dim of stacked matrices `axis` shards: the first it divides here, where experts may be
     fewer than ranks; else dim 0, of which some ranks then hold less than others.
     """
 
-    def place(p: nn.Parameter) -> state.Placement:
+    def place(p: nn.Parameter) -> state.Shard:
         return state.Shard(
             next((dim for dim, size in enumerate(state.shard(p).shape) if size % axis.size == 0), 0)
         )
@@ -141,11 +143,13 @@ def prefetch(blocks: Sequence[Sequence[nn.Module]]) -> None:
     In a block of experts it stops to read the device, and the gathering of experts would begin when
     the router is done.
     """
-    for here, there in pairwise(blocks):
-        if not isinstance(here[0], FSDPModule):
-            return
-        here[0].set_modules_to_forward_prefetch(list(there))
-        there[0].set_modules_to_backward_prefetch(list(here))
+    gathered: list[list[FSDPModule]] = [
+        [m for m in block if isinstance(m, FSDPModule)] for block in blocks
+    ]
+    for here, there in pairwise(gathered):
+        if here and there:
+            here[0].set_modules_to_forward_prefetch(there)
+            there[0].set_modules_to_backward_prefetch(here)
 
 
 def units(model: nn.Module) -> list[FSDPModule]:
@@ -225,6 +229,7 @@ def sum_over(p: nn.Parameter, axis: Axis) -> None:
     """Sum p's gradient over the owners of p on `axis`, in place; all of them hold the same part of
     it.
     """
+    assert p.grad is not None
     collectives.sum_(state.shard(p.grad), axis)
 
 
@@ -242,8 +247,8 @@ def gradient_norm(
     mesh: Mesh,
     twice: nn.Parameter | None = None,
     squares: Literal["pieces", "whole"] = Kernels().squares,
-) -> Tensor:
-    """Euclidean norm of the logical gradient, fp64 scalar, the same on every rank: each element is
+) -> Float64[Tensor, ""]:
+    """Euclidean norm of the logical gradient, the same on every rank: each element is
     counted once. `twice` is a parameter that two stages own. `squares`: ops/kernels.py says how
     they are added.
 
@@ -262,11 +267,14 @@ def gradient_norm(
         lists = [(weight, s.flatten().split(PIECE)) for weight, s in shards]
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for weight, tensors in lists:
-        total += torch.stack(torch._foreach_norm(tensors)).double().square().sum() * weight
+        # torch has no public name for it, nor for the product below
+        norms = torch._foreach_norm(tensors)  # pyright: ignore[reportPrivateImportUsage]
+        total += torch.stack(norms).double().square().sum() * weight
     return collectives.reduce_scalar(total, mesh.world).sqrt()
 
 
-def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
-    """Multiply all gradients by a scalar tensor, in place: clipping, and undoing a loss scale."""
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: Float[Tensor, ""]) -> None:
+    """Multiply all gradients by a number, in place: clipping, and undoing a loss scale."""
     parts = [state.shard(p.grad) for p in parameters if p.grad is not None]
-    torch._foreach_mul_(parts, factor.to(parts[0].dtype))
+    by = factor.to(parts[0].dtype)
+    torch._foreach_mul_(parts, by)  # pyright: ignore[reportPrivateImportUsage]

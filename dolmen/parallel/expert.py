@@ -15,6 +15,7 @@ tokens, entered whole on tp.
 from typing import NamedTuple
 
 import torch
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from dolmen.core import collectives, host
@@ -31,17 +32,17 @@ class Trip(NamedTuple):
     """Rows that this rank sent to each."""
     receive: list[int]
     """Rows that this rank got from each."""
-    order: Tensor | None
-    """[m] int64: of the rows received (by rank, then expert), which is where by expert; None: they
-    came sorted.
+    sorting: tuple[Int64[Tensor, " m"], Int64[Tensor, " m"]] | None
+    """Of the rows received (by rank, then expert), which is where by expert, and its
+    inverse. None: nothing was sent, and rows are sorted.
     """
-    back: Tensor | None
-    """[m] int64, its inverse."""
 
 
-def dispatch(rows: Tensor, counts: Tensor, axis: Axis, kernel: bool) -> tuple[Tensor, Trip]:
-    """rows [n, H] sorted by expert, `counts` [E] int64 of each -> those of this rank's E / ep
-    experts, sorted, and the trip, with the groups that one `kernel` takes, or a loop.
+def dispatch(
+    rows: Float[Tensor, "n H"], counts: Int64[Tensor, " E"], axis: Axis, kernel: bool
+) -> tuple[Float[Tensor, "m H"], Trip]:
+    """Rows sorted by expert, `counts` of each -> those of this rank's E / ep experts, sorted, and
+    the trip, with the groups that one `kernel` takes, or a loop.
 
     With ep > 1 there are two exchanges, and between them the host reads how much the second will
     bring, once. With ep 1 nothing is sent, and only a loop must know the counts.
@@ -51,7 +52,7 @@ def dispatch(rows: Tensor, counts: Tensor, axis: Axis, kernel: bool) -> tuple[Te
     """
     if axis.size == 1:
         groups = _ends(counts) if kernel else host.read(counts)
-        return rows, Trip(groups, [], [], None, None)
+        return rows, Trip(groups, [], [], None)
     here = len(counts) // axis.size
     # [rank, expert], flat
     came = collectives.exchange(counts, [here] * axis.size, [here] * axis.size, axis)
@@ -68,19 +69,19 @@ def dispatch(rows: Tensor, counts: Tensor, axis: Axis, kernel: bool) -> tuple[Te
         if kernel
         else [sum(n) for n in zip(*got, strict=True)]
     )
-    trip = Trip(groups, [sum(n) for n in sent], receive, order, moe.inverse(order))
+    back = moe.inverse(order)
+    trip = Trip(groups, [sum(n) for n in sent], receive, (order, back))
     rows = collectives.exchange(rows, trip.send, trip.receive, axis)
-    return moe.permute(rows, trip.order, trip.back), trip
+    return moe.permute(rows, order, back), trip
 
 
 def _ends(counts: Tensor) -> Tensor:
     return counts.cumsum(0, dtype=torch.int32)
 
 
-def combine(rows: Tensor, trip: Trip, axis: Axis) -> Tensor:
+def combine(rows: Float[Tensor, "m H"], trip: Trip, axis: Axis) -> Float[Tensor, "n H"]:
     """The inverse of `dispatch`: each row back to the rank and the place it came from."""
-    if axis.size == 1:
+    if trip.sorting is None:
         return rows
-    return collectives.exchange(
-        moe.permute(rows, trip.back, trip.order), trip.receive, trip.send, axis
-    )
+    order, back = trip.sorting
+    return collectives.exchange(moe.permute(rows, back, order), trip.receive, trip.send, axis)

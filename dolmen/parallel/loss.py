@@ -19,18 +19,32 @@ from functools import cache
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from dolmen.core import collectives as c
 from dolmen.core import ranges
+from dolmen.core.function import Context, Function
+from dolmen.core.mesh import Axis
 from dolmen.ops import loss
 from dolmen.ops.kernels import Kernels
 from dolmen.parallel.tensor import TensorParallel, vocabulary_range
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+class _LinearCrossEntropy(Function):
     @staticmethod
-    def forward(ctx, x, weight, labels, vocab_size, tp, differentiate, compile, at_once, soft_cap):
+    def forward(
+        ctx: Context[TensorParallel],
+        x: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        vocab_size: int,
+        tp: TensorParallel,
+        differentiate: bool,
+        compile: bool,
+        at_once: int,
+        soft_cap: float | None,
+    ) -> Tensor:
         entered = c.wait(c.start_all_gather(x, tp.axis), tp.axis) if tp.gathers else x
         first, _ = vocabulary_range(vocab_size, tp.axis)
         total = torch.zeros(
@@ -56,28 +70,39 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 soft_cap,
             )
             total += losses.sum()
-            if wants_dx:
+            if dlogits is None:
+                continue
+            if dx is not None:
                 dx[rows] = dlogits @ weight
-            if wants_dw:
+            if dw is not None:
                 dw += dlogits.t() @ entered[rows]
-        ctx.tp = tp
-        ctx.save_for_backward(dx, dw.to(weight.dtype) if wants_dw else None)
+        ctx.kept = tp
+        ctx.save_for_backward(dx, None if dw is None else dw.to(weight.dtype))
         return total
 
     @staticmethod
-    def backward(ctx, g):
+    def backward(ctx: Context[TensorParallel], g: Tensor) -> tuple[Tensor | None, ...]:
         dx, dw = ctx.saved_tensors
         if dx is not None:
             dx = dx * g.to(dx.dtype)
-            dx = ctx.tp.start_back(dx)
+            dx = ctx.kept.start_back(dx)
         if dw is not None:
             dw = dw * g.to(dw.dtype)
         if dx is not None:
-            dx = ctx.tp.finish_back(dx)
-        return dx, dw, *[None] * 7
+            dx = ctx.kept.finish_back(dx)
+        return dx, dw, None, None, None, None, None, None, None
 
 
-def _chunk(x, weight, labels, first, axis, want_grad, wide, soft_cap):
+def _chunk(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    first: int,
+    axis: Axis,
+    want_grad: bool,
+    wide: torch.dtype,
+    soft_cap: float | None,
+) -> tuple[Tensor, Tensor | None]:
     """Losses [n] of n tokens, and the gradient of their sum by this rank's logits [n, rows], in x's
     dtype.
     """
@@ -99,20 +124,20 @@ def _compiled_chunk():
 
 @ranges.marked("loss")
 def linear_cross_entropy(
-    x: Tensor,
-    weight: Tensor,
-    labels: Tensor,
+    x: Float[Tensor, "here hidden"],
+    weight: Float[Tensor, "rows hidden"],
+    labels: Int64[Tensor, " tokens"],
     vocab_size: int,
     tp: TensorParallel,
     compile: bool = False,
     at_once: int = Kernels().logits_at_once,
     soft_cap: float | None = None,
-) -> Tensor:
+) -> Float[Tensor, ""]:
     """Sum over real tokens of -log softmax(x W^T)[label]: a scalar, fp32 (fp64 for fp64 input),
     I@tp. `soft_cap`, where there is one, is that of the logits.
 
-    x [tokens, hidden] I@tp, or S(0)@tp under sequence parallelism; weight [rows of this rank,
-    hidden] S(0)@tp; labels [tokens] of all tokens, IGNORED where there is no loss. Divide by the
+    x is I@tp, `here` all tokens, or S(0)@tp under sequence parallelism; weight S(0)@tp, the rows of
+    this rank; labels of all tokens, IGNORED where there is no loss. Divide by the
     global count of real tokens before backward. `compile` fuses the passes over one chunk's logits,
     `at_once` are its elements.
     """

@@ -43,7 +43,8 @@ def one_f_one_b(ranks: int, micros: int, chunks: int = 1) -> Schedule:
 def interleaved(ranks: int, micros: int, chunks: int = 2) -> Schedule:
     """1F1B over `chunks` thin stages per rank: filling and draining take 1 / chunks of the time,
     sends are `chunks` times as many. Units go in groups of `ranks` microbatches through chunk 0,
-    then chunk 1, ..., so `micros` must be a multiple of `ranks`.
+    then chunk 1, ..., so `micros` must be a multiple of `ranks`. Raises ValueError where it is not,
+    and for one chunk.
     """
     if chunks < 2:
         raise ValueError(
@@ -99,7 +100,8 @@ def zero_bubble(ranks: int, micros: int, chunks: int = 1) -> Schedule:
 def zero_bubble_v(ranks: int, micros: int, chunks: int = 2) -> Schedule:
     """ZB-V: two chunks per rank, down the ranks and up again, so the loss is on rank 0 and no rank
     waits for its first backward longer than another. No bubble but the skewed start when F, I and W
-    take the same time; every rank holds at most `ranks` microbatches.
+    take the same time; every rank holds at most `ranks` microbatches. Raises ValueError for other
+    `chunks`.
     """
     if chunks != 2:
         raise ValueError(

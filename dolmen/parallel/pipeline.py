@@ -1,4 +1,4 @@
-"""Carries out one rank's list of a pipeline schedule: the only thing that runs a training step, on
+r"""Carries out one rank's list of a pipeline schedule: the only thing that runs a training step, on
 one process or on many.
 
     1f1b, two ranks of one stage, two microbatches; F and B take equally long:
@@ -97,7 +97,7 @@ class _Step:
             self.weights(action)
             return
         self.left[action.chunk] -= 1
-        self.work.reduction.before_backward(
+        self._reduction.before_backward(
             self.work.chunks[action.chunk], self.left[action.chunk] == 0, self.left.total() == 0
         )
         self._through_the_graph(action, dy)
@@ -105,6 +105,7 @@ class _Step:
     def inputs(self, action: Action, dy: Tensor | None) -> None:
         """I."""
         self._through_the_graph(action, dy)
+        assert self.work.later is not None, "the schedule splits backward, its Work does not"
         self.products[action.micro, action.chunk] = self.work.later.take()
 
     def weights(self, action: Action) -> None:
@@ -112,7 +113,12 @@ class _Step:
         self.left[action.chunk] -= 1
         for product in self.products.pop((action.micro, action.chunk)):
             product()
-        self.work.reduction.after_weights(self.left.total() == 0)
+        self._reduction.after_weights(self.left.total() == 0)
+
+    @property
+    def _reduction(self) -> Reduction:
+        assert self.work.reduction is not None, "the schedule goes backward, its Work does not"
+        return self.work.reduction
 
     def _through_the_graph(self, action: Action, dy: Tensor | None) -> None:
         """dx from dy, or on the last stage from the loss itself (None), and to the stage before."""
@@ -121,6 +127,7 @@ class _Step:
             torch.autograd.backward(edge, dy)
         message = made(self.schedule, self.rank, action)
         if message is not None:
+            assert x is not None and x.grad is not None, action
             self.channels.send(message, x.grad)
 
 

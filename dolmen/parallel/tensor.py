@@ -21,12 +21,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
 from dolmen.core import collectives as c
+from dolmen.core.function import Context, Function
 from dolmen.core.mesh import Axis
 
 
@@ -78,21 +81,22 @@ class TensorParallel:
         """
         return self.axis.size > 1
 
-    def enter(self, x: Tensor) -> Tensor:
-        """I -> R, or S(0) -> R under sequence parallelism, where `columns` is not what is entered.
-        x [tokens, hidden].
+    def enter(self, x: Float[Tensor, "here hidden"]) -> Float[Tensor, "tokens hidden"]:
+        """I -> R, or S(0) -> R under sequence parallelism, where `columns` is not what is
+        entered.
         """
         return c.all_gather(x, 0, self.axis) if self.gathers else c.copy(x, self.axis)
 
-    def leave(self, y: Tensor) -> Tensor:
-        """P -> I, in y's memory, or P -> S(0) under sequence parallelism. y [tokens, hidden] is the
-        sum or product just made, which nothing else reads.
+    def leave(self, y: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "here hidden"]:
+        """P -> I, in y's memory, or P -> S(0) under sequence parallelism. y is the sum or product
+        just made, which nothing else reads. Raises ValueError where tp does not divide the tokens
+        that it shards.
         """
         return c.reduce_scatter(y, 0, self.axis) if self.sequence else c.all_reduce_(y, self.axis)
 
-    def start_back(self, dx: Tensor) -> Tensor:
-        """The backward of `enter`, begun: dx [tokens, hidden] P -> I, in dx's memory, or P -> S(0)
-        under sequence parallelism.
+    def start_back(self, dx: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "arriving hidden"]:
+        """The backward of `enter`, begun: P -> I, in dx's memory, or P -> S(0) under sequence
+        parallelism.
         """
         if self.axis.size == 1:
             return dx
@@ -100,14 +104,33 @@ class TensorParallel:
             return c.start_reduce_scatter(dx, self.axis)
         return c.start_all_reduce_(dx, self.axis)
 
-    def finish_back(self, dx: Tensor) -> Tensor:
+    def finish_back(self, dx: Float[Tensor, "arriving hidden"]) -> Float[Tensor, "here hidden"]:
         """What `start_back` has begun."""
         if self.axis.size == 1:
             return dx
         return c.finish_reduce_scatter(dx, self.axis) if self.sequence else c.wait(dx, self.axis)
 
 
-class _Linear(torch.autograd.Function):
+class _Call(NamedTuple):
+    """How a `_Linear` was called."""
+
+    tp: TensorParallel
+    enters: bool
+    """x comes from the residual stream of several ranks, else it is already this rank's part."""
+    deferred: tuple[Tensor, ...]
+    """The weights as autograd knows them, where their gradients are for later and what is
+    multiplied is detached; else ().
+    """
+    products: int
+    """Their number: of weights, and of biases."""
+
+    @property
+    def gather(self) -> Axis | None:
+        """What x is gathered over."""
+        return self.tp.axis if self.enters and self.tp.sequence else None
+
+
+class _Linear(Function):
     """Products that share one input.
 
     forward            X [tokens, in] = enter(x)        y_i [tokens, out_i] = X W_i^T + b_i
@@ -116,26 +139,26 @@ class _Linear(torch.autograd.Function):
 
     One collective on the way in serves all W_i; one on the way back overlaps all dW_i. For what is
     frozen, x or a weight, nothing is kept, gathered, multiplied or sent.
-
-    `enters`: x comes from the residual stream of several ranks, else it is already this rank's
-    part. `later`: the weights as autograd knows them, where their gradients are for later and what
-    is multiplied is detached; else ().
     """
 
     @staticmethod
-    def forward(ctx, x, tp, enters, later, count, *weights_and_biases):
-        weights, biases = weights_and_biases[:count], weights_and_biases[count:]
-        ctx.tp, ctx.later, ctx.count, ctx.enters = tp, later, count, enters
-        ctx.gather = tp.axis if enters and tp.sequence else None
+    def forward(
+        ctx: Context[_Call], x: Tensor, call: _Call, *weights_and_biases: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.kept = call
+        weights, biases = weights_and_biases[: call.products], weights_and_biases[call.products :]
         wants_dx, wants_dw, _ = _wanted(ctx)
-        ctx.save_for_backward(x if later or any(wants_dw) else None, *(weights if wants_dx else ()))
-        return _products(_gathered(x, ctx.gather), weights, biases)
+        keeps_x = call.deferred or any(wants_dw)
+        ctx.save_for_backward(x if keeps_x else None, *(weights if wants_dx else ()))
+        return _products(_gathered(x, call.gather), weights, biases)
 
     @staticmethod
-    def backward(ctx, *grads):
-        (x, *weights), axis = ctx.saved_tensors, ctx.gather
+    def backward(ctx: Context[_Call], *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (x, *weights), call = ctx.saved_tensors, ctx.kept
+        tp, axis = call.tp, call.gather
         wants_dx, wants_dw, wants_db = _wanted(ctx)
-        dx, dw = None, [None] * ctx.count
+        dx: Tensor | None = None
+        dw: list[Tensor | None] = [None] * call.products
         gathering = c.start_all_gather(x, axis) if axis is not None and any(wants_dw) else None
         if wants_dx:
             dx = grads[0] @ weights[0]
@@ -143,22 +166,22 @@ class _Linear(torch.autograd.Function):
                 dx.addmm_(g, w)
         if gathering is not None:
             x = c.wait(gathering, axis)
-        if wants_dx and ctx.enters:
-            dx = ctx.tp.start_back(dx)
-        if ctx.later:
-            ctx.tp.later.add(_weight_gradients(ctx.later, grads, x, axis))
+        if dx is not None and call.enters:
+            dx = tp.start_back(dx)
+        if tp.later is not None and call.deferred:
+            tp.later.add(_weight_gradients(call.deferred, grads, x, axis))
         else:
             dw = [g.t() @ x if wants else None for g, wants in zip(grads, wants_dw, strict=True)]
         db = [g.sum(0) if wants else None for g, wants in zip(grads, wants_db, strict=True)]
-        if wants_dx and ctx.enters:
-            dx = ctx.tp.finish_back(dx)
-        return dx, None, None, None, None, *dw, *db
+        if dx is not None and call.enters:
+            dx = tp.finish_back(dx)
+        return dx, None, *dw, *db
 
 
-def _wanted(ctx) -> tuple[bool, tuple[bool, ...], tuple[bool, ...]]:
+def _wanted(ctx: Context[_Call]) -> tuple[bool, tuple[bool, ...], tuple[bool, ...]]:
     """Whether the gradient of x is, of each weight, of each bias (False where there is none)."""
-    wanted, first = ctx.needs_input_grad, len(ctx.needs_input_grad) - 2 * ctx.count
-    return wanted[0], wanted[first : first + ctx.count], wanted[first + ctx.count :]
+    wants_dx, _, *others = ctx.needs_input_grad
+    return wants_dx, tuple(others[: ctx.kept.products]), tuple(others[ctx.kept.products :])
 
 
 def _gathered(x: Tensor, axis: Axis | None) -> Tensor:
@@ -204,24 +227,31 @@ def _linear(
         # torch's own backward is the same; ours costs the host 30 us a call, 12 without gradients
         return _products(x, weights, biases)
     used = [w.detach() for w in weights] if defers else weights
-    later = tuple(weights) if defers else ()
-    return _Linear.apply(x, tp, enters, later, len(weights), *used, *biases)
+    call = _Call(tp, enters, tuple(weights) if defers else (), len(weights))
+    return _Linear.apply(x, call, *used, *biases)
 
 
 def columns(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], tp: TensorParallel
-) -> tuple[Tensor, ...]:
-    """Column-parallel products that share one input: [tokens, out_i / tp] for each local weight
+    x: Float[Tensor, "here in"],
+    weights: Sequence[Float[Tensor, "_ in"]],
+    biases: Sequence[Float[Tensor, " _"] | None],
+    tp: TensorParallel,
+) -> tuple[Float[Tensor, "tokens _"], ...]:
+    """Column-parallel products that share one input, [tokens, out_i / tp] for each local weight
     [out_i / tp, in].
 
-    x [tokens, in] is I@tp, or S(0)@tp under sequence parallelism; the outputs are S(1)@tp.
+    x is I@tp, `here` all tokens, or S(0)@tp under sequence parallelism; the outputs are S(1)@tp.
     """
     return _linear(x, weights, biases, tp, enters=True)
 
 
-def rows(xs: Sequence[Tensor], weights: Sequence[Tensor], tp: TensorParallel) -> Tensor:
-    """The sum of row-parallel products: x_i [tokens, in_i / tp] S(1)@tp, weight_i [out, in_i / tp]
-    S(1)@tp -> [tokens, out] as `leave` says, once for all of them.
+def rows(
+    xs: Sequence[Float[Tensor, "tokens _"]],
+    weights: Sequence[Float[Tensor, "out _"]],
+    tp: TensorParallel,
+) -> Float[Tensor, "here out"]:
+    """The sum of row-parallel products of each x, S(1)@tp, and its weight [out, in], S(1)@tp. The
+    result is as `leave` says, once for all of them.
     """
     products = [
         _linear(x, [weight], [None], tp, enters=False)[0]
@@ -239,12 +269,14 @@ def vocabulary_range(vocab_size: int, axis: Axis) -> tuple[int, int]:
     return first, min(chunk, vocab_size - first)
 
 
-def embed(tokens: Tensor, weight: Tensor, vocab_size: int, tp: TensorParallel) -> Tensor:
-    """Rows of the vocabulary-parallel embedding: tokens [n] -> [n, hidden], or this rank's n / tp
-    rows of it (S(0)).
-
-    weight [rows of this rank, hidden] is S(0)@tp: each rank looks up its own rows, zero elsewhere,
-    and `leave` sums.
+def embed(
+    tokens: Int64[Tensor, " tokens"],
+    weight: Float[Tensor, "rows hidden"],
+    vocab_size: int,
+    tp: TensorParallel,
+) -> Float[Tensor, "here hidden"]:
+    """Rows of the vocabulary-parallel embedding, of all tokens, or of this rank's part of them
+    (S(0)). weight is S(0)@tp: each rank looks up its own rows, zero elsewhere, and `leave` sums.
     """
     if tp.axis.size == 1:
         return F.embedding(tokens, weight)
@@ -254,9 +286,11 @@ def embed(tokens: Tensor, weight: Tensor, vocab_size: int, tp: TensorParallel) -
     return tp.leave(F.embedding(torch.where(mine, row, 0), weight) * mine[:, None].to(weight.dtype))
 
 
-def gather_vocabulary(logits: Tensor, vocab_size: int, axis: Axis) -> Tensor:
-    """Logits [..., rows of this rank] S(-1)@tp -> [..., vocab_size] on every rank. No autograd: for
-    reading and sampling.
+def gather_vocabulary(
+    logits: Float[Tensor, "*tokens rows"], vocab_size: int, axis: Axis
+) -> Float[Tensor, "*tokens {vocab_size}"]:
+    """Logits of this rank's rows of the vocabulary, S(-1)@tp -> of all, on every rank. No autograd:
+    for reading and sampling.
     """
     if axis.size == 1:
         return logits
@@ -265,8 +299,10 @@ def gather_vocabulary(logits: Tensor, vocab_size: int, axis: Axis) -> Tensor:
     return c.wait(c.start_all_gather(padded, axis), axis).movedim(0, -1)[..., :vocab_size]
 
 
-def own_tokens(per_token: Tensor, tp: TensorParallel) -> Tensor:
-    """Of something known for all tokens [tokens, ...], this rank's part of the residual stream:
-    all, or S(0)@tp.
+def own_tokens(
+    per_token: Shaped[Tensor, " tokens *rest"], tp: TensorParallel
+) -> Shaped[Tensor, " here *rest"]:
+    """Of something known for all tokens, this rank's part of the residual stream: all, or
+    S(0)@tp.
     """
     return c.part(per_token, 0, tp.axis) if tp.gathers else per_token

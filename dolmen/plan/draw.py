@@ -15,6 +15,7 @@ KINDS = {
 }
 IDLE, IDLE_HATCH, INK, GREY = "#f6f5f1", "#dcd9d0", "#22303c", "#76808a"
 WIDTH = 12.0  # inches
+CENTRED = {"ha": "center", "va": "center_baseline"}
 
 
 def gantt(simulation: Simulation, schedule: Schedule, to: Path, title: str) -> None:
@@ -29,10 +30,11 @@ def stacked(panels: list[tuple[str, Schedule, Simulation]], to: Path) -> None:
     if to.suffix.lower() not in (".svg", ".png"):
         raise ValueError(f"the picture {to} ends in {to.suffix or 'nothing'}: use .svg or .png")
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     rows = [0.8 + 0.36 * schedule.ranks for _, schedule, _ in panels]
-    figure = Figure(figsize=(WIDTH, sum(rows) + 0.7), dpi=130, layout="constrained")
-    figure.get_layout_engine().set(h_pad=0.08, w_pad=0.1)
+    layout = ConstrainedLayoutEngine(h_pad=0.08, w_pad=0.1)
+    figure = Figure(figsize=(WIDTH, sum(rows) + 0.7), dpi=130, layout=layout)
     axes = figure.subplots(len(panels), squeeze=False, height_ratios=rows)[:, 0]
     span = max(simulation.span for _, _, simulation in panels)
     for axis, (title, schedule, simulation) in zip(axes, panels, strict=True):
@@ -45,66 +47,14 @@ def stacked(panels: list[tuple[str, Schedule, Simulation]], to: Path) -> None:
 
 
 def _panel(axis, title: str, schedule: Schedule, simulation: Simulation, span: float) -> None:
-    # of paper for a unit of time, about
-    many, inch = (schedule.ranks * schedule.micros * schedule.chunks, 0.8 * WIDTH / span)
-    for rank, actions in enumerate(schedule.actions):
-        axis.broken_barh(
-            [(0, simulation.span)],
-            (rank - 0.42, 0.84),
-            facecolor=IDLE,
-            edgecolor=IDLE_HATCH,
-            hatch="/////",
-            linewidth=0,
-            zorder=1,
-        )
-        boxes: dict[tuple[str, int], list[tuple[float, float]]] = {}
-        for action, (start, end) in zip(actions, simulation.times[rank], strict=True):
-            boxes.setdefault((action.kind, action.chunk), []).append((start, end - start))
-            room = (end - start) * inch * 72  # points
-            if room < 5.5 * len(str(action.micro)) or many > 4000:
-                continue
-            axis.text(
-                (start + end) / 2,
-                rank,
-                str(action.micro),
-                ha="center",
-                va="center_baseline",
-                color=INK,
-                fontsize=8,
-                zorder=3,
-            )
-        for (kind, chunk), ranges in boxes.items():
-            axis.broken_barh(
-                ranges,
-                (rank - 0.42, 0.84),
-                facecolor=_shade(KINDS[kind][1], chunk, schedule.chunks),
-                edgecolor="white",
-                linewidth=0.9 if many < 1000 else 0.1,
-                zorder=2,
-            )
+    """One schedule on one axis, `span` wide: a row of boxes for each rank, and beside it how much
+    of the time it idles and how many microbatches it holds.
+    """
+    for rank in range(schedule.ranks):
+        _rank(axis, rank, schedule, simulation, 0.8 * WIDTH / span)
         idle = 1 - simulation.busy[rank] / simulation.span
-        for x, text in ((1.035, f"{idle:.0%}"), (1.095, f"{simulation.peak[rank]:.4g}")):
-            axis.text(
-                x,
-                rank,
-                text,
-                transform=axis.get_yaxis_transform(),
-                ha="center",
-                va="center_baseline",
-                fontsize=9,
-                color=INK,
-            )
-    for x, text in ((1.035, "bubble"), (1.095, "live")):
-        axis.text(
-            x,
-            -0.78,
-            text,
-            transform=axis.get_yaxis_transform(),
-            ha="center",
-            va="center_baseline",
-            fontsize=8,
-            color=GREY,
-        )
+        _beside(axis, rank, (f"{idle:.0%}", f"{simulation.peak[rank]:.4g}"), fontsize=9, color=INK)
+    _beside(axis, -0.78, ("bubble", "live"), fontsize=8, color=GREY)
     axis.set(xlim=(0, span), ylim=(schedule.ranks - 0.45, -0.55), yticks=range(schedule.ranks))
     axis.set_yticklabels([f"rank {rank}" for rank in range(schedule.ranks)], fontsize=9, color=INK)
     axis.tick_params(length=0, labelcolor=INK)
@@ -119,6 +69,44 @@ def _panel(axis, title: str, schedule: Schedule, simulation: Simulation, span: f
         color=INK,
         pad=9,
     )
+
+
+def _rank(axis, rank: int, schedule: Schedule, simulation: Simulation, inch: float) -> None:
+    """The row of a rank: hatched where it idles, and a box for each action, numbered where a number
+    fits. `inch`: of paper for a unit of time, about.
+    """
+    row, many = (rank - 0.42, 0.84), schedule.ranks * schedule.micros * schedule.chunks
+    axis.broken_barh(
+        [(0, simulation.span)],
+        row,
+        facecolor=IDLE,
+        edgecolor=IDLE_HATCH,
+        hatch="/////",
+        linewidth=0,
+        zorder=1,
+    )
+    boxes: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    for action, (start, end) in zip(schedule.actions[rank], simulation.times[rank], strict=True):
+        boxes.setdefault((action.kind, action.chunk), []).append((start, end - start))
+        number = str(action.micro)
+        points = (end - start) * inch * 72
+        if points >= 5.5 * len(number) and many <= 4000:
+            axis.text((start + end) / 2, rank, number, color=INK, fontsize=8, zorder=3, **CENTRED)
+    for (kind, chunk), ranges in boxes.items():
+        axis.broken_barh(
+            ranges,
+            row,
+            facecolor=_shade(KINDS[kind][1], chunk, schedule.chunks),
+            edgecolor="white",
+            linewidth=0.9 if many < 1000 else 0.1,
+            zorder=2,
+        )
+
+
+def _beside(axis, y: float, texts: tuple[str, str], **style) -> None:
+    """The two columns at the right of a panel, at height y."""
+    for x, text in zip((1.035, 1.095), texts, strict=True):
+        axis.text(x, y, text, transform=axis.get_yaxis_transform(), **CENTRED, **style)
 
 
 def _legend(figure, schedules: list[Schedule]) -> None:
@@ -149,7 +137,8 @@ def _legend(figure, schedules: list[Schedule]) -> None:
     )
 
 
-def _shade(color: str, chunk: int, chunks: int) -> tuple[float, ...]:
+def _shade(color: str, chunk: int, chunks: int) -> tuple[float, float, float]:
     """The colour itself for chunk 0, paler for every later one."""
     pale = 0.62 * chunk / max(1, chunks - 1) if chunks > 2 else 0.5 * chunk
-    return tuple(1 - (1 - int(color[i : i + 2], 16) / 255) * (1 - pale) for i in (1, 3, 5))
+    red, green, blue = (1 - (1 - int(color[i : i + 2], 16) / 255) * (1 - pale) for i in (1, 3, 5))
+    return red, green, blue

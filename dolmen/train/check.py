@@ -18,6 +18,8 @@ from dolmen.core.config import differences, from_dict
 from dolmen.core.mesh import SINGLE
 from dolmen.core.paths import expand
 from dolmen.data import inputs, sources
+from dolmen.families import Model
+from dolmen.model.training import RouterTraining, Training
 from dolmen.train import folder, metrics
 from dolmen.train import saved as saved_state
 from dolmen.train.config import RunConfig
@@ -233,8 +235,9 @@ def check_same_model(saved: dict, run: RunConfig, step: int) -> None:
     """
     assert run.model is not None
     try:
-        before = _structure(from_dict(RunConfig, saved))
-        changed = differences(before, _structure(run))
+        router = from_dict(RouterTraining, saved["train"].get("router", {}), path="train.router")
+        before = _structure(Model.from_plain(saved["model"]), router)
+        changed = differences(before, _structure(run.model, run.train.router))
     except ValueError as error:
         changed = [str(error)]
     if changed:
@@ -247,15 +250,13 @@ def check_same_model(saved: dict, run: RunConfig, step: int) -> None:
 TUNED = ("initializer_range", "router_aux_loss_coef")
 
 
-def _structure(run: RunConfig) -> dict:
+def _structure(model: Model, router: RouterTraining) -> dict:
     """What must not change on resume: the fields that fix the tree, less what only training or its
     start uses, and whether routers have a bias.
     """
-    assert run.model is not None
-    tree, family = run.model.tree, run.model.family
-    fields = {n: v for n, v in family.new(tree).items() if n not in TUNED}
-    biased = run.train.training.applied(tree) != tree
+    fields = {n: v for n, v in model.family.new(model.tree).items() if n not in TUNED}
+    biased = Training(router=router).applied(model.tree) != model.tree
     return {
-        "model": {"model_type": family.model_type, **fields},
-        "train": {"router": {"balance": "bias" if biased else "another"}},
+        "model": {"model_type": model.model_type, **fields},
+        "train": {"router": {"balance": "bias" if biased else "loss or none"}},
     }

@@ -21,7 +21,7 @@ from dolmen.optim import optimizer as optim
 from dolmen.train import garbage, metrics, report
 from dolmen.train.config import RunConfig
 from dolmen.train.loop import Hook, Stop
-from dolmen.train.peak import Peak
+from dolmen.train.mfu import Peak
 from dolmen.train.profile import Profile
 from dolmen.train.saved import Saved, Validation
 from dolmen.train.step import Metrics, TrainState

@@ -11,7 +11,7 @@ host              ## # ## # ##### ##
 from collections.abc import Sequence
 from io import BytesIO
 
-from dolmen.train.timeline import (
+from dolmen.train.events import (
     ATTENTION,
     COLLECTIVES,
     COPIES,
@@ -25,9 +25,9 @@ from dolmen.train.timeline import (
     PRODUCTS,
     WAITING,
     Span,
-    Table,
     Timeline,
 )
+from dolmen.train.timeline import Table
 
 INK, GREY, PALE = "#22303c", "#76808a", "#f6f5f1"
 COLORS = {

@@ -28,8 +28,9 @@ from dolmen.core import agree, collectives, ranges
 from dolmen.core.mesh import Axis, Mesh
 from dolmen.core.words import counted
 from dolmen.files import write
-from dolmen.train import folder, picture, timeline
-from dolmen.train.timeline import Table, Timeline
+from dolmen.train import events, folder, picture, timeline
+from dolmen.train.events import Timeline
+from dolmen.train.timeline import Table
 
 
 class Recording:
@@ -87,7 +88,7 @@ class Recording:
 def read(trace: bytes) -> Timeline:
     """A Chrome trace that `Recording` gave. Raises ValueError where it is none."""
     # strict: kernels' names are C++, and may hold anything
-    return timeline.read(json.loads(trace, strict=False)["traceEvents"])
+    return events.read(json.loads(trace, strict=False)["traceEvents"])
 
 
 @contextmanager
@@ -214,7 +215,7 @@ def _least(took: dict[str, list[float]], mesh: Mesh) -> dict[str, list[float]]:
     """
     out = {}
     for axis in (mesh.tp, mesh.cp, mesh.ep, mesh.fsdp, mesh.edp, mesh.dp, mesh.world):
-        kind = f"{timeline.COLLECTIVES} {axis.name}"
+        kind = f"{events.COLLECTIVES} {axis.name}"
         mine = took.get(kind, [])
         if axis.size > 1 and _same(len(mine), axis, mesh) and mine:
             times = torch.tensor(mine, dtype=torch.float64, device=mesh.device)

@@ -18,7 +18,7 @@ from dolmen.model import count
 from dolmen.model.layout import Layout
 from dolmen.parallel.schedule import simulate
 from dolmen.train.config import RunConfig
-from dolmen.train.peak import Peak
+from dolmen.train.mfu import Peak
 from dolmen.train.step import TrainState
 
 STATE_BYTES = 12  # of a parameter at rest: fp32 value and two moments

@@ -14,11 +14,10 @@ from typing import TypeVar
 import yaml
 from rich.console import Console
 
-from dolmen.checkpoint.folders import Damaged
 from dolmen.checkpoint.store import Checkpoints
 from dolmen.convert import hf
 from dolmen.core import agree, determinism
-from dolmen.core.config import differences, to_dict
+from dolmen.core.config import to_dict
 from dolmen.core.mesh import Mesh
 from dolmen.data import loader as data_loader
 from dolmen.data.loader import Loader
@@ -27,16 +26,15 @@ from dolmen.model import build
 from dolmen.optim import optimizer as optim
 from dolmen.optim.precision import DTYPES, LossScale, at_rest
 from dolmen.parallel import channels
-from dolmen.train import folder, garbage, report
-from dolmen.train import peak as devices
-from dolmen.train import saved as saved_state
-from dolmen.train.check import check_profile, check_same_model, free_lock, take_lock
+from dolmen.train import folder, garbage, mfu, report
+from dolmen.train.check import check_profile, free_lock, take_lock
 from dolmen.train.compiled import limit_told
 from dolmen.train.config import RunConfig
 from dolmen.train.folder import Unusable
 from dolmen.train.hooks import Hooks
 from dolmen.train.loop import Stop, train
-from dolmen.train.saved import Saved
+from dolmen.train.resume import resume
+from dolmen.train.saved import Validation
 from dolmen.train.spike import SpikePolicy
 from dolmen.train.start import Start
 from dolmen.train.step import TrainState
@@ -62,6 +60,20 @@ class Outcome:
     held_out_tokens: int
     bits_per_byte: float | None
     validation_files: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What `run_training` was called with, and when, on the clock of time.monotonic."""
+
+    run: RunConfig
+    out: Path
+    mesh: Mesh
+    console: Console
+    start: Start
+    stop: Stop
+    watch: Watch
+    began: float
 
 
 def make_state(run: RunConfig, mesh: Mesh, steps: int) -> TrainState:
@@ -103,93 +115,6 @@ def make_state(run: RunConfig, mesh: Mesh, steps: int) -> TrainState:
     )
 
 
-def resume(
-    state: TrainState,
-    run: RunConfig,
-    loader: Loader,
-    checkpoints: Checkpoints,
-    console: Console,
-    restarted: bool = False,
-) -> Saved | None:
-    """Put the newest whole checkpoint into `state` and `loader`, say what changed since, and return
-    what it kept beside tensors; with none, say so and start.
-
-    Raises Unusable if the checkpoint is of another model or of a newer dolmen, Damaged if it is;
-    after a restart, which nobody watches, a damaged one is put aside and the one before it taken.
-    """
-    saved = load_newest(state, run, checkpoints, console, restarted)
-    if saved is None:
-        console.print(
-            f"{'restart' if restarted else '--resume'}: nothing is saved here yet, starting from "
-            f"step 0"
-        )
-        return None
-    state.step, state.tokens = saved.step, saved.tokens
-    loader.go_on(saved.step, saved.samples)
-    optim.set_step(state.optimizer, saved.updates)
-    if state.scale.dynamic:
-        state.scale.value, state.scale.good_steps = saved.loss_scale
-    state.spike.load(list(saved.norms))
-    console.print(f"resuming from step {saved.step}")
-    for line in changed(saved, run, loader):
-        console.print(f"  changed: {line}")
-    return saved
-
-
-def changed(saved: Saved, run: RunConfig, loader: Loader) -> list[str]:
-    """Which options and data differ from those of the checkpoint, a line each, and each once: the
-    data's fingerprint holds some options too.
-    """
-    options = differences(saved.run, to_dict(run))
-    named = {line.split(":")[0].rpartition(".")[2] for line in options}
-    data = data_loader.changes(saved.data, loader.fingerprint())
-    return [line for line in options if not line.startswith("model.")] + [
-        line for line in data if line.split(":")[0] not in named
-    ]
-
-
-def load_newest(
-    state: TrainState, run: RunConfig, checkpoints: Checkpoints, console: Console, fall_back: bool
-) -> Saved | None:
-    """Load the newest whole checkpoint: what it keeps beside tensors; None if there is none. With
-    `fall_back` the newest that is not damaged; a whole one that does not fit is never put aside.
-    """
-    steps = checkpoints.steps()
-    for step in reversed(steps):
-        try:
-            return _load(step, state, run, checkpoints, console)
-        except Damaged as error:
-            if not fall_back or step == steps[0]:
-                raise checkpoints.damaged(step, error) from None
-            aside = checkpoints.put_aside(step)
-            console.print(
-                f"WARNING: the newest checkpoint, of step {step}, is damaged ({error}); it is kept "
-                f"as {aside}, and the run goes on from the one before"
-            )
-        except (KeyError, ValueError) as error:
-            raise Unusable(str(error.args[0])) from None
-    return None
-
-
-def _load(
-    step: int, state: TrainState, run: RunConfig, checkpoints: Checkpoints, console: Console
-) -> Saved:
-    everywhere = {f"{kind}/{name}" for name in state.model.tree.leaves for kind in optim.KINDS}
-
-    def kept() -> Saved:
-        return saved_state.read(checkpoints.meta(step), checkpoints.path(step))
-
-    saved = checkpoints.together(step, kept)[0]
-    check_same_model(saved.run, run, step)
-    checkpoints.load(step, optim.tensors(state.model, state.optimizer), everywhere)
-    if not checkpoints.sealed(step):
-        console.print(
-            f"WARNING: the checkpoint of step {step} was saved without a seal: damage to its "
-            "state.json may not be seen; the next one saved has a seal"
-        )
-    return saved
-
-
 def run_training(
     run: RunConfig,
     out: Path,
@@ -206,22 +131,23 @@ def run_training(
     quiet on all but one. `start` says more than `resumed` and `overwrite` and is taken instead of
     them.
     """
+    asked = _Asked(
+        run,
+        out,
+        mesh,
+        console,
+        start or Start(resumed, overwrite),
+        stop or Stop(),
+        watch or Watch(out / "hang", mesh.rank, mesh.size, None, print),
+        time.monotonic(),
+    )
     with determinism.repeatable(run.train.deterministic):
-        return _in_folder(run, out, mesh, console, start or Start(resumed, overwrite), stop, watch)
+        return _in_folder(asked)
 
 
-def _in_folder(
-    run: RunConfig,
-    out: Path,
-    mesh: Mesh,
-    console: Console,
-    start: Start,
-    stop: Stop | None,
-    watch: Watch | None,
-) -> Outcome:
+def _in_folder(asked: _Asked) -> Outcome:
     """`run_training`, which takes the folder."""
-    began = time.monotonic()
-    watch = watch or Watch(out / "hang", mesh.rank, mesh.size, None, print)
+    run, out, mesh = asked.run, asked.out, asked.mesh
     loader = data_loader.prepare(
         run.data,
         run.init,
@@ -233,16 +159,16 @@ def _in_folder(
         verify=False,  # who starts a run has done so, once per host
     )
     same_data(loader, mesh)
-    if not start.resumed:
+    if not asked.start.resumed:
         check_profile(run, length(run, loader))
     state = make_state(run, mesh, length(run, loader))
-    lock = first_does(mesh, lambda: take_lock(out, 60 if start.restarted else 0))
+    lock = first_does(mesh, lambda: take_lock(out, 60 if asked.start.restarted else 0))
     if mesh.first and lock is None:
-        console.print(
+        asked.console.print(
             f"WARNING: the file system of {out} has no locks: nothing keeps a second run out of it"
         )
     try:
-        return _train(run, out, mesh, console, loader, state, start, stop or Stop(), watch, began)
+        return _train(asked, loader, state)
     finally:
         if mesh.first:
             free_lock(out, lock)
@@ -275,63 +201,73 @@ def same_data(loader: Loader, mesh: Mesh) -> None:
         raise Unusable(str(error)) from None
 
 
-def _train(
-    run: RunConfig,
-    out: Path,
-    mesh: Mesh,
-    console: Console,
-    loader: Loader,
-    state: TrainState,
-    start: Start,
-    stop: Stop,
-    watch: Watch,
-    began: float,
-) -> Outcome:
+def _train(asked: _Asked, loader: Loader, state: TrainState) -> Outcome:
     """`run_training` in a folder that is ours."""
+    run, out, mesh, console = asked.run, asked.out, asked.mesh, asked.console
+    start, began = asked.start, asked.began
     if start.overwrite:
         first_does(mesh, lambda: folder.clear(out, start.owner))
     checkpoints = Checkpoints(out / "checkpoints", mesh, run.checkpoint.keep)
-    saved = (
-        resume(state, run, loader, checkpoints, console, start.restarted) if start.resumed else None
-    )
+    saved = None
+    if start.resumed:
+        saved = resume(state, run, loader, checkpoints, console, start.restarted)
+    if saved is not None:
+        began -= saved.seconds
     # after another batch size, the same epoch ends after another number of steps
-    steps = state.steps = length(run, loader)
-    if mesh.first and state.step < steps:
+    state.steps = length(run, loader)
+    if mesh.first and state.step < state.steps:
         folder.claim(out, *folder.WRITTEN)
         write_config(out, run)
         write_tokenizer(out, loader)
-    peak = devices.peak(mesh.device, DTYPES[run.train.dtype])
+    peak = mfu.peak(mesh.device, DTYPES[run.train.dtype])
     console.print(report.header(run, state, loader, mesh, peak, str(out)))
-    for warning in warnings(run, loader, state.step, steps):
+    for warning in warnings(run, loader, state.step, state.steps):
         console.print(f"WARNING: {warning}")
-    if saved is not None:
-        began -= saved.seconds
-    hooks = Hooks(run, state, loader, mesh, out, checkpoints, peak, console, stop, watch, began)
+    hooks = Hooks(
+        run, state, loader, mesh, out, checkpoints, peak, console, asked.stop, asked.watch, began
+    )
     hooks.validation = saved.validation if saved is not None else None
     try:
-        if state.step >= steps:
-            console.print(
-                f"step {state.step} of {steps}: nothing is left to train; raise --train.steps "
-                f"to go on"
-            )
-        with limit_told(hooks.line.say):
-            signal = 0
-            if state.step < steps:
-                around = hooks.profile.around
-                with garbage.by_hand():
-                    signal = train(state, loader, mesh, hooks.table(), stop, watch, around)
-        watch.beat(state.step, "the last save", patient=True)
+        signal = _loop(asked, loader, state, hooks)
         checkpoints.finish()
     finally:
         hooks.close()
     if not hooks.finite and not state.scale.dynamic:
         raise FloatingPointError(hooks.too_many_skips(state))
-    last = hooks.validation
+    nothing_done = saved is not None and saved.step == state.step
+    seconds = saved.seconds if nothing_done else time.monotonic() - began
+    return _outcome(state, loader, hooks.validation, seconds, signal)
+
+
+def _loop(asked: _Asked, loader: Loader, state: TrainState, hooks: Hooks) -> int:
+    """The steps that are left. What stopped them early, 0 if nothing did."""
+    signal = 0
+    if state.step >= state.steps:
+        asked.console.print(
+            f"step {state.step} of {state.steps}: nothing is left to train; raise --train.steps "
+            f"to go on"
+        )
+    else:
+        with limit_told(hooks.line.say), garbage.by_hand():
+            signal = train(
+                state,
+                loader,
+                asked.mesh,
+                hooks.table(),
+                asked.stop,
+                asked.watch,
+                hooks.profile.around,
+            )
+    asked.watch.beat(state.step, "the last save", patient=True)
+    return signal
+
+
+def _outcome(
+    state: TrainState, loader: Loader, last: Validation | None, seconds: float, signal: int
+) -> Outcome:
     return Outcome(
         state.step,
-        saved.seconds
-        if saved is not None and saved.step == state.step
-        else time.monotonic() - began,
+        seconds,
         signal,
         last.loss if last else None,
         last.step if last else None,

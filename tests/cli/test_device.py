@@ -9,7 +9,7 @@ import tinyrun
 import torch
 from tinyrun import dolmen
 
-from dolmen.cli import launch
+from dolmen.cli import launch, process
 from dolmen.cli import train as train_verb
 from dolmen.core import agree
 from dolmen.core import device as devices
@@ -59,7 +59,7 @@ def began(monkeypatch, material, tmp_path):
 
     def train(*words: object) -> tuple[torch.device, str | None]:
         monkeypatch.setattr(train_verb, "worker", worker)
-        monkeypatch.setattr(launch, "guarded", lambda work: work())
+        monkeypatch.setattr(process, "guarded", lambda work: work())
         with pytest.raises(Reached) as found:
             dolmen("train", material.file, "--out", tmp_path / "run", *words)
         return found.value.args

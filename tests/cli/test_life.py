@@ -211,7 +211,7 @@ def test_an_epoch_in_batches_of_two_sizes_is_an_epoch(material, tmp_path):
 
 def test_steps_skipped_before_a_resume_are_counted(run, monkeypatch):
     """fp16: two of six, as the count of AdamW's updates says."""
-    monkeypatch.setattr(train_run.devices, "matmul_peak", lambda *_: 1e12)
+    monkeypatch.setattr(train_run.mfu, "matmul_peak", lambda *_: 1e12)
     edit_state(run, 6, updates=4)
     words = ("--resume", "--train.steps", 7, "--train.dtype", "float16")
     assert dolmen("train", run / "config.yaml", "--out", run, *words).code == 0
@@ -396,8 +396,8 @@ def test_an_error_that_was_only_being_handled_is_no_cause(tmp_path):
 WAITING = """
 import os, sys, time
 sys.path.insert(0, {root!r})
-from dolmen.cli import launch
-launch.die_with_launcher()
+from dolmen.cli import process
+process.die_with_launcher()
 open({folder!r} + "/ready" + os.environ["RANK"], "w").close()
 time.sleep(600)  # longer than any wait
 """

@@ -370,6 +370,8 @@ def test_a_model_of_another_family():
     model = parse_train(words)[0].model
     mlp = model.tree.blocks[0].mlp
     assert (mlp.number, mlp.per_token, mlp.size) == (4, 2, 704) and model.tree.hidden_size == 256
+    words = "mixtral-8x7b --model.model-type llama".split()
+    assert parse_train(words)[0].model.tree.blocks[0].mixer.positions.theta == 1e6
     gpt2 = parse_train(["quickstart", "--model.model-type=gpt2"])[0].model.tree
     assert (gpt2.hidden_size, gpt2.layers, gpt2.blocks[0].mlp.size) == (256, 6, 704)
 

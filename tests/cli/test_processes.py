@@ -18,7 +18,7 @@ import pytest
 import tinyrun
 from tinyrun import dolmen, losses, rows, steps
 
-from dolmen.cli import launch, main
+from dolmen.cli import launch, main, process
 from dolmen.cli.errors import BadInput
 from dolmen.core.launched import Launch
 
@@ -312,11 +312,11 @@ def test_a_rank_that_is_killed_is_named(run):
 REFUSE = """
 if RANK:
     sys.path.insert(0, {root!r})
-    from dolmen.cli import launch
+    from dolmen.cli import process
     from dolmen.cli.errors import BadInput
     def work(): raise BadInput("use --less")
     if RANK == "0": time.sleep(600)
-    launch.guarded(work)
+    process.guarded(work)
 """
 
 
@@ -362,14 +362,14 @@ def test_a_launcher_killed_while_workers_start_leaves_none(tmp_path, monkeypatch
     code = (
         "time.sleep(1)"
         if moment == "before"
-        else "import dolmen.cli.launch as l; l.die_with_launcher(); time.sleep(600)"
+        else "import dolmen.cli.process as p; p.die_with_launcher(); time.sleep(600)"
     )
     started = f"open({str(tmp_path)!r} + '/started' + RANK, 'w').write(str(os.getpid()))"
     (tmp_path / "sitecustomize.py").write_text(f"{WORKER}\nif RANK:\n    {started}\n    {code}")
     (tmp_path / "tiny.yaml").write_text("")
     launcher = subprocess.Popen(
         [sys.executable, "-c", LIGHT, "train", str(tmp_path / "none.yaml")],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        env={**os.environ, "PYTHONPATH": tinyrun.path_of(tmp_path)},
     )
     assert wait(
         lambda: all(
@@ -550,7 +550,7 @@ def ended(monkeypatch):
         raise SystemExit(("at once", code))
 
     monkeypatch.setattr(os, "_exit", leave)
-    return lambda work: pytest.raises(SystemExit, launch.guarded, work).value.code
+    return lambda work: pytest.raises(SystemExit, process.guarded, work).value.code
 
 
 def raiser(error):
@@ -568,13 +568,13 @@ def test_guarded_alone(ended, capsys):
     assert capsys.readouterr().err.count("Traceback") == 1
     for error in (BadInput("x"), KeyboardInterrupt(), BrokenPipeError()):
         with pytest.raises(type(error)):
-            launch.guarded(raiser(error))
-    assert launch.guarded(lambda: 7) == 7 and capsys.readouterr().err == ""
+            process.guarded(raiser(error))
+    assert process.guarded(lambda: 7) == 7 and capsys.readouterr().err == ""
 
 
 def test_guarded_worker(ended, capsys, monkeypatch, tmp_path):
     """A worker of our launcher leaves its traceback, or its refusal, to it, and prints nothing."""
-    monkeypatch.setenv(launch.LAUNCHER, str(os.getppid()))
+    monkeypatch.setenv(process.LAUNCHER, str(os.getppid()))
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error"))
     for error, code, said in (
         (ArithmeticError("x"), 1, "Traceback"),

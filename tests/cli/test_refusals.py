@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tinyrun import CONFIG, Material, dolmen
 
 import dolmen as package
-from dolmen.cli import launch, train
+from dolmen.cli import launch, process, train
 from dolmen.cli.options import parse_train
 from dolmen.core import mesh as meshes
 from dolmen.data import inputs, loader
@@ -30,7 +30,7 @@ def no_process(monkeypatch):
         raise AssertionError("processes were started")
 
     monkeypatch.setattr(launch, "launch", started)
-    monkeypatch.setattr(launch, "guarded", started)
+    monkeypatch.setattr(process, "guarded", started)
 
 
 def refused(material: Material, out: Path, *words, file: str | Path | None = None) -> str:
@@ -428,7 +428,7 @@ def test_export(material, tmp_path):
 
 def test_verify_and_generate(material, monkeypatch, tmp_path):
     # these two refuse a request after loading
-    monkeypatch.setattr(launch, "guarded", lambda work: work())
+    monkeypatch.setattr(process, "guarded", lambda work: work())
     bare = tmp_path / "bare"
     shutil.copytree(material.model, bare)
     for file in bare.glob("*token*"):
@@ -486,9 +486,9 @@ def test_verify_and_generate(material, monkeypatch, tmp_path):
 
 def test_the_model_of_the_file_is_checked_like_that_of_a_recipe(material, tmp_path):
     (tmp_path / "run.yaml").write_text(
-        f"model: {json.dumps(CONFIG | {'num_attention_heads': 5})}\n"
+        f"model: {json.dumps(CONFIG | {'num_key_value_heads': 3})}\n"
     )
-    assert "num_attention_heads (5) is not divisible by num_key_value_heads (2)" in refused(
+    assert "num_attention_heads (4) is not divisible by num_key_value_heads (3)" in refused(
         material, tmp_path / "out", file=tmp_path / "run.yaml"
     )
 
@@ -524,8 +524,8 @@ def test_one_process_per_host_verifies(material, tmp_path, monkeypatch, started,
     monkeypatch.setattr(inputs, "check", checked)
     monkeypatch.setattr(loader, "prepare", prepared)
     monkeypatch.setattr(meshes.Launch, "read", staticmethod(lambda: started))
-    monkeypatch.setattr(launch, "launched_here", lambda: by_us)
-    monkeypatch.setattr(launch, "one_store", lambda: False)
+    monkeypatch.setattr(process, "launched_here", lambda: by_us)
+    monkeypatch.setattr(process, "one_store", lambda: False)
     words = [str(material.file), "--out", str(tmp_path / "out")]
     words += ["--layout.dp", "4" if started else "1"]
     assert train.run(parse_train(words), words, guarded=lambda work: 0) == 0

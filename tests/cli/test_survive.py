@@ -134,11 +134,11 @@ def test_a_restart_that_ends_well_is_well(tmp_path, monkeypatch, capfd):
 FINAL = """
 if RANK:
     sys.path.insert(0, {root!r})
-    from dolmen.cli import launch
+    from dolmen.cli import process
     from dolmen.cli.errors import BadInput, Failed
     def work(): raise {error}
     if RANK == "1": time.sleep(60)
-    launch.guarded(work)
+    process.guarded(work)
 """
 
 

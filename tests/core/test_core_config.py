@@ -209,6 +209,10 @@ def _same_again(tmp_path_factory, changes: dict) -> None:
 def test_a_value_with_a_form_of_its_own():
     """A model is in a file what it says, and its refusals name the section."""
     assert to_dict(RUN)["model"] == {"model_type": "llama"}
+    pasted = "model: {model_type: llama, rms_norm_eps: 1e-05, rope_parameters: {rope_theta: 1e6}}"
+    model = from_dict(RunConfig, yaml.safe_load(pasted)).model
+    assert model.config["rms_norm_eps"] == 1e-5  # which YAML reads as text
+    assert model.config["rope_parameters"] == {"rope_theta": 1e6}
     for model, said in (
         ({"model_type": "bert"}, "model: model_type is 'bert'"),
         ([], "model: it must be a config.json"),

@@ -14,7 +14,7 @@ from models import Flat, build, initialize
 from tinyrun import dolmen, losses, same, tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dolmen.cli import launch
+from dolmen.cli import process
 from dolmen.cli import train as train_verb
 from dolmen.core import determinism
 from dolmen.core.mesh import SINGLE
@@ -253,7 +253,7 @@ def test_a_run_that_cannot_says_so_in_a_line(material, tmp_path, monkeypatch):
 
 def test_the_environment_is_given_back_and_the_users_stays(monkeypatch):
     monkeypatch.setenv("OURS_IS_SET", "user")
-    with launch.environment({"OURS_IS_SET": "1", "OURS_IS_NOT": "2"}):
+    with process.environment({"OURS_IS_SET": "1", "OURS_IS_NOT": "2"}):
         assert (os.environ["OURS_IS_SET"], os.environ["OURS_IS_NOT"]) == ("user", "2")
     assert os.environ["OURS_IS_SET"] == "user" and "OURS_IS_NOT" not in os.environ
 

@@ -32,9 +32,13 @@ def made(monkeypatch):
         def __init__(self, is_high_priority_stream: bool = False):
             self.is_high_priority_stream = is_high_priority_stream
 
+    def new_group(ranks, **how):
+        out.append((ranks, how))
+        return dist.ProcessGroup(0, 1)
+
     nccl = SimpleNamespace(Options=Options)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
-    monkeypatch.setattr(dist, "new_group", lambda ranks, **how: out.append((ranks, how)))
+    monkeypatch.setattr(dist, "new_group", new_group)
     monkeypatch.setattr(groups, "_backends", lambda group: "cpu:gloo,cuda:nccl")
     return out
 

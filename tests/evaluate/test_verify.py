@@ -12,7 +12,8 @@ from references import MODELS, VOCABULARY, save, spoiled
 from dolmen.convert import hf
 from dolmen.core import mesh as meshes
 from dolmen.core.log import console
-from dolmen.evaluate.verify import Row, _greedy_row, _Reference, _tokens, verify
+from dolmen.evaluate.compare import Reference, Row, greedy_row
+from dolmen.evaluate.verify import _tokens, verify
 
 ROWS = ["logits", "loss", "gradient norm", "gradients", "greedy tokens"]
 
@@ -174,14 +175,14 @@ def test_a_window_that_is_not_reached_is_noted(tmp_path, monkeypatch):
 def test_a_tie_is_no_difference():
     """Texts may part where both tokens are as likely; a text that parts elsewhere is wrong."""
     logits = torch.tensor([[[0.0, 3.0, 3.0001], [5.0, 1.0, 0.0]]])
-    theirs = _Reference(logits, 0.0, None, logits.argmax(-1), logits)
+    theirs = Reference(logits, 0.0, None, logits.argmax(-1), logits)
     assert theirs.new_tokens.tolist() == [[2, 0]]
     note = "1 texts of 2 tokens; smallest margin 0.0001"
-    assert _greedy_row([[2, 0]], theirs, 1e-4) == Row("greedy tokens", 0, 0, note)
-    assert _greedy_row([[1, 1]], theirs, 1e-4) == Row(
+    assert greedy_row([[2, 0]], theirs, 1e-4) == Row("greedy tokens", 0, 0, note)
+    assert greedy_row([[1, 1]], theirs, 1e-4) == Row(
         "greedy tokens", 0, 0, note + "; 1 part at a tie"
     )
-    assert not _greedy_row([[1, 0]], theirs, 1e-5).ok and not _greedy_row([[2, 1]], theirs, 1e-4).ok
+    assert not greedy_row([[1, 0]], theirs, 1e-5).ok and not greedy_row([[2, 1]], theirs, 1e-4).ok
 
 
 def two_ranks(folders, wrong):

@@ -349,7 +349,9 @@ BLOOM_ALIASES = {
     "n_head": 16,
 }
 QWEN_3_SPARSE_STEP = QWEN_3_MOE | {"decoder_sparse_step": 2, "mlp_only_layers": [3]}
+QWEN_3_DENSE = QWEN_3_MOE | {"mlp_only_layers": list(range(48))}
 PUBLISHED = [
+    QWEN_3_DENSE,
     MIXTRAL,
     QWEN_3_MOE,
     QWEN_3_SPARSE_STEP,

@@ -115,6 +115,9 @@ def test_a_run_of_then():
     assert now["train"]["dropout"] == 0.2 and now["train"]["steps"] == 5
     assert now["train"]["router"]["balance"] == "loss"
     assert flat.run(now) == now and flat.run({"name": "x"}) == {"name": "x"}
+    for size, said in ((10**9, "from 1 to 4,096"), (0, "from 1 to 4,096")):
+        with pytest.raises(ValueError, match=f"model.num_hidden_layers is {size}: .* {said}"):
+            flat.run({"model": {"num_hidden_layers": size}})
     with pytest.raises(ValueError, match="unknown option model.hiden_size"):
         flat.run({"model": {"hiden_size": 5}})
 

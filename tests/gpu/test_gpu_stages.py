@@ -7,14 +7,13 @@ import inspect
 import math
 import os
 import time
-from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu import clock, compare, house, packages, report, roofline, shapes
+from benchmarks.gpu import clock, compare, house, packages, report, roofline, sections, shapes
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.case import Context, Record, plain
 from benchmarks.gpu.results import NAME, Results
@@ -22,9 +21,9 @@ from benchmarks.gpu.stages import GROUPS, STAGES, chosen
 from benchmarks.gpu.worker import START, run_stage
 from dolmen.core import collectives
 from dolmen.core.mesh import Axis
-from dolmen.model.config import ModelConfig
 from dolmen.model.count import activation_bytes_per_layer, parameters, training_flops_per_token
 from dolmen.model.layout import Layout
+from dolmen.model.training import Training
 from dolmen.ops import kernels
 from dolmen.recipes import RECIPES
 
@@ -218,7 +217,7 @@ def test_time_is_the_median():
 
 def test_the_floor_is_the_formulas():
     """Products and attention are all that model/count.py counts."""
-    c = replace(RECIPES["llama-1b"]().model, sliding_window=1000)
+    c = shapes.of(Context("cpu"), "llama-1b", sliding_window=1000).tree
     found = roofline.parts(c, 2, 4096, flops=1e15, bandwidth=3e12)
     whole = 2 * 4096 * training_flops_per_token(c, 4096) / 1e15
     assert found["products"] + found["attention"] == pytest.approx(whole)
@@ -229,10 +228,10 @@ def test_the_floor_is_the_formulas():
 
 
 def test_layers_that_fit_grow_with_memory():
-    config = RECIPES["llama-8b"]().model
-    few, more, all_ = (shapes.layers_that_fit(config, 4096, m << 30) for m in (40, 79, 400))
+    model = RECIPES["llama-8b"]().model
+    few, more, all_ = (shapes.layers_that_fit(model, 4096, m << 30) for m in (40, 79, 400))
     assert 1 <= few < more < all_ == 32
-    own = parameters(replace(config, num_hidden_layers=more)) * shapes.BYTES_PER_PARAMETER
+    own = parameters(shapes.with_layers(model, more).tree) * shapes.BYTES_PER_PARAMETER
     assert own < 79 << 30
 
 
@@ -254,12 +253,12 @@ def test_memory_of_a_layer_is_half_of_what_two_make(kind, monkeypatch):
     memory = importlib.import_module(MODULES["memory"])
     shape = shapes.of(Context("cpu"), "llama-1b")
     layout = Layout(recompute=kind)
-    kept = activation_bytes_per_layer(shape.config, 1, 4096, recompute=kind)
-    counts = [parameters(memory._of(shape, n).config) for n in (2, 4)]
+    kept = activation_bytes_per_layer(shape.tree, 1, 4096, recompute=kind)
+    counts = [parameters(shape.of_layers(n).tree) for n in (2, 4)]
     own = (counts[1] - counts[0]) // 2
 
     def step(mesh, shape, layout, compile):
-        n = shape.config.num_hidden_layers
+        n = shape.tree.layers
         told = {"between steps": 12 * own, "after forward": 2 * own + kept}
         told |= {"after backward": 4 * own, "peak": 6 * own + kept}
         return {name: 1e9 + n * count for name, count in told.items()}
@@ -278,9 +277,9 @@ def test_a_whole_model_is_told_by_its_layers():
         return {"values": step, "status": "ok"}
 
     own = {f"llama-8b, {n} layers, dolmen, 1 at once": case(0.05 + 0.02 * n) for n in (11, 5)}
-    told = report.extrapolated(own | {"llama-8b, 11 layers, dolmen, 2 at once": case(9.0)})
+    told = sections.extrapolated(own | {"llama-8b, 11 layers, dolmen, 2 at once": case(9.0)})
     assert "takes 20.00 ms" in told and "all 32 would take 690 ms" in told
-    assert report.extrapolated({}) == ""
+    assert sections.extrapolated({}) == ""
 
 
 def test_recompilations_are_counted():
@@ -362,8 +361,9 @@ def test_wheels_are_installed_for_what_is_missing_alone(tmp_path, monkeypatch):
 
 
 def test_a_shape_in_miniature_keeps_its_structure():
-    qwen = shapes.of(TINY, "qwen3-30b-a3b").config
-    assert qwen.num_experts == 4 and qwen.qk_norm and qwen.hidden_size == 64
-    assert shapes.of(TINY, "llama-1b", sliding_window=1024).config.sliding_window == 8
+    qwen = shapes.of(TINY, "qwen3-30b-a3b").tree
+    assert qwen.experts == 4 and qwen.blocks[0].mixer.qk_norm and qwen.hidden_size == 64
+    window = shapes.of(TINY, "llama-1b", sliding_window=1024).tree
+    assert window.blocks[0].mixer.window == 8
     full = shapes.of(Context("cpu"), "llama-8b")
-    assert isinstance(full.config, ModelConfig) and full.config.num_hidden_layers == 32
+    assert full.tree.layers == 32 and full.training == Training()

@@ -159,7 +159,7 @@ def test_rope_is_a_rotation_by_position():
 def test_interleaved_rope_of_a_part_of_the_head():
     """Neighbours are a pair, 2 i and 2 i + 1; dims after the rotated part stay as they are."""
     x = normal(2, 9, 3, 16)
-    positions = torch.arange(9, dtype=torch.float64)
+    positions = torch.arange(9)
     inv = rope.inverse_frequencies(12, 10000.0, dtype=torch.float64)
     got = rope.rotate(x, *rope.tables(positions[None], inv), interleaved=True)
     z = torch.view_as_complex(x[..., :12].unflatten(-1, (6, 2)))

@@ -1,17 +1,22 @@
 """The rules across sections, on the recipes and on what a person may set."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 import tinyrun
 
+from dolmen import families
+from dolmen.checkpoint.folders import Damaged
 from dolmen.core.config import to_dict
 from dolmen.data.config import DataConfig
+from dolmen.families import edit
 from dolmen.model import count
 from dolmen.model.layout import Layout
 from dolmen.recipes import RECIPES
-from dolmen.train.check import check, check_same_model
-from dolmen.train.config import RunConfig, TrainConfig
+from dolmen.train import saved as saved_state
+from dolmen.train.check import check, check_exportable, check_same_model
+from dolmen.train.config import FinishConfig, RunConfig, TrainConfig
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 
@@ -71,7 +76,7 @@ def test_defaults(material):
     assert (
         run.sequence_length == 64 and run.train.global_batch_size == 8 and run.microbatch_size == 8
     )
-    long = replace(run, model=replace(run.model, max_position_embeddings=8192))
+    long = replace(run, model=edit(run.model, context=8192))
     assert (
         long.sequence_length == 512
         and replace(long, train=TrainConfig(global_batch_size=12)).microbatch_size == 6
@@ -107,20 +112,62 @@ def test_processes_that_do_not_divide(layout, processes):
 
 def test_another_model_is_named_field_by_field(material):
     run = material.config()
-    saved = {
-        "model": {
-            **to_dict(run)["model"],
-            "rope": {**vars(run.model.rope), "theta": 5.0},
-            "hidden_size": 64,
-            "dropout": 0.5,
-            "hf": {"x": 1},
-        }
-    }
+    saved = to_dict(run)
+    saved["model"] |= {"rope_theta": 5.0, "hidden_size": 64, "mystery": 1}
+    saved["train"]["dropout"] = 0.5
     with pytest.raises(ValueError) as refusal:
         check_same_model(saved, run, 7)
     assert (
-        "checkpoint of step 7 is of another model (model.hidden_size: 64 -> 32; model.rope.theta: "
-        "5.0 -> 10000.0)" in str(refusal.value)
+        "checkpoint of step 7 is of another model (model.hidden_size: 64 -> 32; "
+        "model.rope_parameters.rope_theta: 5.0 -> 10000.0)" in str(refusal.value)
     )
-    saved["model"] |= {"rope": vars(run.model.rope), "hidden_size": 32}
-    check_same_model(saved, run, 7)  # dropout, initial values and config.json may change
+    saved["model"] |= {"rope_theta": 10000.0, "hidden_size": 32, "initializer_range": 0.5}
+    check_same_model(saved, run, 7)  # dropout, initial values and what is unknown may change
+    moved = to_dict(replace(run, model=families.moved(run.model, "mistral")))
+    with pytest.raises(ValueError, match=r"\(model.model_type: mistral -> llama; model"):
+        check_same_model(moved, run, 7)
+    saved["model"]["model_type"] = "bert"
+    with pytest.raises(ValueError, match="of another model .model_type is 'bert'"):
+        check_same_model(saved, run, 7)
+
+
+def test_routers_with_a_bias_are_another_model(material):
+    """They have a parameter more."""
+    biased = material.config(model=EXPERTS, train={"router": {"balance": "bias"}})
+    plain = material.config(model=EXPERTS)
+    with pytest.raises(ValueError, match="train.router.balance: bias -> loss or none"):
+        check_same_model(to_dict(biased), plain, 7)
+    check_same_model(to_dict(biased), biased, 7)
+    with pytest.raises(ValueError, match="--train.router.balance loss to export"):
+        check(replace(biased, finish=FinishConfig(export=True)), None)
+    check_exportable(plain)
+
+
+def test_a_checkpoint_of_then_is_read(material):
+    """Its state.json has the model as flat fields, training knobs among them."""
+    run = material.config(train={"dropout": 0.1})
+    now = {
+        "run": to_dict(run),
+        "step": 3,
+        "tokens": 192,
+        "updates": 3,
+        "data": {},
+        "loss_scale": [1.0, 0],
+    }
+    then = {**now, "run": {**now["run"], "model": {**tinyrun.MODEL, "dropout": 0.1}}}
+    then["run"]["train"] = {n: v for n, v in then["run"]["train"].items() if n in TRAIN_OF_THEN}
+    where = Path("checkpoints/step-00000003")
+    read = saved_state.read(then, where).run
+    check_same_model(read, run, 3)
+    assert read["train"] == now["run"]["train"] and read["model"]["model_type"] == "llama"
+    then["run"]["model"] = {"hidden_size": "wide"}
+    with pytest.raises(Damaged, match="model.hidden_size is 'wide': it must be int"):
+        saved_state.read(then, where)
+
+
+TRAIN_OF_THEN = {field.name for field in fields(TrainConfig)} - {"dropout", "router"}
+EXPERTS = {
+    "model_type": "mixtral",
+    "num_local_experts": 4,
+    **tinyrun.MODEL,
+}

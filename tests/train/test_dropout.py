@@ -293,7 +293,7 @@ def test_off_in_validation_and_generation_and_on_again():
 
 def test_noise_is_required_in_training_and_unused_elsewhere():
     model, tokens = decoder(), batch().tokens
-    with pytest.raises(ValueError, match="--model.dropout 0"):
+    with pytest.raises(ValueError, match="--train.dropout 0"):
         model(tokens)
     noise = Noise(torch.tensor(5), torch.arange(ROWS))
     with torch.no_grad():

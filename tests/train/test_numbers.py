@@ -23,9 +23,9 @@ from dolmen.optim.optimizer import OptimizerConfig, adamw
 from dolmen.parallel import schedule as schedules
 from dolmen.recipes import RECIPES
 from dolmen.train import hooks, report, validate
-from dolmen.train import peak as devices
+from dolmen.train import mfu as devices
 from dolmen.train.config import RunConfig
-from dolmen.train.peak import Peak
+from dolmen.train.mfu import Peak
 from dolmen.train.run import run_training
 from dolmen.train.step import TrainState, optimizer_step
 

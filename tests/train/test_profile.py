@@ -15,7 +15,7 @@ from tinyrun import dolmen, losses
 
 from dolmen.core import ranges
 from dolmen.core.mesh import SINGLE, Axis
-from dolmen.train import check, folder, profile, timeline, warn
+from dolmen.train import check, events, folder, profile, timeline, warn
 from dolmen.train import run as train_run
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
@@ -42,9 +42,11 @@ def test_what_it_leaves(done):
 
 def test_the_trace_is_of_one_step_and_its_events_are_nested(done):
     out, _ = done
-    events = json.loads(gzip.decompress((out / "profile/step-3/trace-rank-0.json.gz").read_bytes()))
-    spans = [e for e in events["traceEvents"] if e["ph"] == "X"]
-    (step,) = [e for e in spans if e["name"] == timeline.STEP]
+    written = json.loads(
+        gzip.decompress((out / "profile/step-3/trace-rank-0.json.gz").read_bytes())
+    )
+    spans = [e for e in written["traceEvents"] if e["ph"] == "X"]
+    (step,) = [e for e in spans if e["name"] == events.STEP]
     inside = [e for e in spans if e["tid"] == step["tid"] and e["ts"] >= step["ts"]]
     open_ = []
     for e in sorted(inside, key=lambda e: (e["ts"], -e["dur"])):
@@ -67,11 +69,11 @@ def test_the_table_adds_up_to_the_step_and_is_told(done):
     assert table["tokens_per_second"] == pytest.approx(64 / rank["seconds"], rel=1e-12)
     assert 0 < table["mfu_measured"] < 1
     found = {row["kind"]: row for row in rank["rows"]}
-    kinds = (timeline.PRODUCTS, timeline.ATTENTION, timeline.NORMS, timeline.LOSS)
-    assert all(found[kind]["seconds"] > 0 for kind in (*kinds, timeline.OPTIMIZER, timeline.IDLE))
+    kinds = (events.PRODUCTS, events.ATTENTION, events.NORMS, events.LOSS)
+    assert all(found[kind]["seconds"] > 0 for kind in (*kinds, events.OPTIMIZER, events.IDLE))
     # q, k, v, o, gate, up, down, twice forward and twice backward, less what recomputation may
     # stop before; the head three times
-    assert 2 * 7 * 4 - 2 * 3 <= found[timeline.PRODUCTS]["calls"] <= 2 * 7 * 4 + 3
+    assert 2 * 7 * 4 - 2 * 3 <= found[events.PRODUCTS]["calls"] <= 2 * 7 * 4 + 3
     assert 0 < rank["again"] < rank["seconds"]
     text = (out / "profile/step-3/table.txt").read_text()
     assert all(line in told for line in text.splitlines()) and "matrix products" in text
@@ -266,7 +268,7 @@ def test_it_is_of_use_without_a_run():
     with profile.record(torch.device("cpu")) as recording:
         torch.ones(8, 8) @ torch.ones(8, 8)
     (row,) = [
-        row for row in timeline.tabulate(recording.timeline()).rows if row.kind == timeline.PRODUCTS
+        row for row in timeline.tabulate(recording.timeline()).rows if row.kind == events.PRODUCTS
     ]
     assert row.calls == 1
 

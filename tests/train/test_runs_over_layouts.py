@@ -165,7 +165,7 @@ def test_bfloat16_is_bfloat16_over_fp32_masters(spawned, material):
 @pytest.fixture
 def no_peak(monkeypatch):
     """A product of 1024 x 1024 in fp16 takes a CPU two seconds."""
-    monkeypatch.setattr(train_run.devices, "matmul_peak", lambda *_: 1e12)
+    monkeypatch.setattr(train_run.mfu, "matmul_peak", lambda *_: 1e12)
 
 
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))

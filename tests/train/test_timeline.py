@@ -5,7 +5,23 @@ of traces of torch 2.11), and of a CPU's.
 import pytest
 
 from dolmen.train import timeline
-from dolmen.train.timeline import read, tabulate
+from dolmen.train.events import (
+    ATTENTION,
+    COLLECTIVES,
+    COPIES,
+    ELEMENTWISE,
+    EXPERTS,
+    IDLE,
+    LOSS,
+    NORMS,
+    OPTIMIZER,
+    OTHER,
+    PRODUCTS,
+    STEP,
+    WAITING,
+    read,
+)
+from dolmen.train.timeline import tabulate
 
 LAUNCHES = iter(range(1, 10**6))
 
@@ -132,30 +148,30 @@ def gpu() -> list[dict]:
 
 
 def test_the_step_is_the_hosts_and_not_where_its_kernels_ran():
-    ran = {**mark(timeline.STEP, 1100, 500), "cat": "gpu_user_annotation", "pid": 0, "tid": 7}
-    assert timeline.read([ran, *gpu()]) == timeline.read(gpu())
+    ran = {**mark(STEP, 1100, 500), "cat": "gpu_user_annotation", "pid": 0, "tid": 7}
+    assert read([ran, *gpu()]) == read(gpu())
 
 
 WANT = {  # microseconds
-    timeline.NORMS: 30 + 5,
-    timeline.COPIES: 20 + 10,
-    timeline.PRODUCTS: 100 + 10 + 60 + 50 + 80,
-    timeline.ATTENTION: 40 + 70,
+    NORMS: 30 + 5,
+    COPIES: 20 + 10,
+    PRODUCTS: 100 + 10 + 60 + 50 + 80,
+    ATTENTION: 40 + 70,
     "collectives tp": 40,
     "collectives fsdp": 20,
     "collectives edp": 10,
-    timeline.ELEMENTWISE: 15,
-    timeline.LOSS: 20,
-    timeline.OTHER: 12,
-    timeline.EXPERTS: 60,
-    timeline.OPTIMIZER: 100,
+    ELEMENTWISE: 15,
+    LOSS: 20,
+    OTHER: 12,
+    EXPERTS: 60,
+    OPTIMIZER: 100,
 }
 
 
 def test_kernels_are_of_what_launched_them_and_kinds_add_up():
     found = tabulate(read(gpu()))
     got = {row.kind: 1e6 * row.seconds for row in found.rows}
-    assert got.pop(timeline.IDLE) == pytest.approx(1000 - sum(WANT.values()))
+    assert got.pop(IDLE) == pytest.approx(1000 - sum(WANT.values()))
     assert got == pytest.approx(WANT)
     assert found.gpu and found.seconds == pytest.approx(1e-3)
     assert sum(row.seconds for row in found.rows) == pytest.approx(found.seconds, rel=1e-12)
@@ -163,14 +179,14 @@ def test_kernels_are_of_what_launched_them_and_kinds_add_up():
     assert [(name[-28:], round(1e6 * s)) for name, s in found.other] == [
         ("DeviceRadixSortOnesweepKernel<int>"[-28:], 12)
     ]
-    assert found.rows[0].kind == timeline.PRODUCTS  # the longest first
+    assert found.rows[0].kind == PRODUCTS  # the longest first
 
 
 def test_what_hides_behind_computing_is_told_beside():
     rows = {row.kind: row for row in tabulate(read(gpu())).rows}
     tp = rows["collectives tp"]
     assert 1e6 * tp.busy == pytest.approx(100) and tp.calls == 1
-    assert rows[timeline.PRODUCTS].calls == 5  # that of the step before is not in it
+    assert rows[PRODUCTS].calls == 5  # that of the step before is not in it
     text = timeline.lines(tabulate(read(gpu())))
     assert text[0].split() == "matrix products 30.0 % 0.3 ms 5 calls".split()
     (line,) = [line for line in text if line.startswith("collectives tp")]
@@ -181,30 +197,30 @@ def test_what_hides_behind_computing_is_told_beside():
 @pytest.mark.parametrize(
     "name, kind",
     [
-        (NVJET, timeline.PRODUCTS),
+        (NVJET, PRODUCTS),
         (
             "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16>",
-            timeline.PRODUCTS,
+            PRODUCTS,
         ),
-        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", timeline.PRODUCTS),
-        (FLASH, timeline.ATTENTION),
-        ("fmha_cutlassB_bf16_aligned_128x64_k96_sm80", timeline.ATTENTION),
-        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", timeline.ATTENTION),
-        (GATHER, timeline.COLLECTIVES),
-        ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", timeline.COLLECTIVES),
-        ("triton_per_fused_native_layer_norm_3", timeline.NORMS),
-        ("triton_poi_fused_add_2", timeline.ELEMENTWISE),
-        (POINTWISE, timeline.ELEMENTWISE),
-        (COPY, timeline.COPIES),
-        ("void at::native::(anonymous namespace)::CatArrayBatchedCopy<4u>", timeline.COPIES),
-        ("Memset (Device)", timeline.COPIES),
-        ("void at::native::(anonymous namespace)::indexFuncLargeIndex<float>", timeline.OTHER),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", PRODUCTS),
+        (FLASH, ATTENTION),
+        ("fmha_cutlassB_bf16_aligned_128x64_k96_sm80", ATTENTION),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", ATTENTION),
+        (GATHER, COLLECTIVES),
+        ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", COLLECTIVES),
+        ("triton_per_fused_native_layer_norm_3", NORMS),
+        ("triton_poi_fused_add_2", ELEMENTWISE),
+        (POINTWISE, ELEMENTWISE),
+        (COPY, COPIES),
+        ("void at::native::(anonymous namespace)::CatArrayBatchedCopy<4u>", COPIES),
+        ("Memset (Device)", COPIES),
+        ("void at::native::(anonymous namespace)::indexFuncLargeIndex<float>", OTHER),
     ],
 )
 def test_a_kernel_of_unknown_launch_is_known_by_its_name(name, kind):
     """As of a CUDA graph, or where the profiler has lost the launch."""
     events = [mark("dolmen: step", 0, 100), kernel(name, 10, 50, at=5)[1]]
-    assert [row.kind for row in tabulate(read(events)).rows] == [kind, timeline.IDLE]
+    assert [row.kind for row in tabulate(read(events)).rows] == [kind, IDLE]
 
 
 def test_two_kernels_at_once_share_the_time():
@@ -212,7 +228,7 @@ def test_two_kernels_at_once_share_the_time():
     for stream, name in ((7, NVJET), (8, COPY)):
         events.append(kernel(name, 10, 50, at=5, stream=stream)[1])
     got = {row.kind: round(1e6 * row.seconds) for row in tabulate(read(events)).rows}
-    assert got == {timeline.PRODUCTS: 25, timeline.COPIES: 25, timeline.IDLE: 50}
+    assert got == {PRODUCTS: 25, COPIES: 25, IDLE: 50}
 
 
 def test_on_a_cpu_it_is_the_time_of_operators_without_those_they_call():
@@ -232,15 +248,15 @@ def test_on_a_cpu_it_is_the_time_of_operators_without_those_they_call():
     found = tabulate(read(events))
     got = {row.kind: round(1e6 * row.seconds) for row in found.rows}
     assert got == {
-        timeline.PRODUCTS: 160,
-        timeline.COPIES: 40,
-        timeline.OTHER: 50,
+        PRODUCTS: 160,
+        COPIES: 40,
+        OTHER: 50,
         "collectives tp": 130,
-        timeline.ELEMENTWISE: 100,
-        timeline.IDLE: 520,
+        ELEMENTWISE: 100,
+        IDLE: 520,
     }
     calls = {row.kind: row.calls for row in found.rows}
-    assert calls["collectives tp"] == 1 and calls[timeline.PRODUCTS] == 1 and not found.gpu
+    assert calls["collectives tp"] == 1 and calls[PRODUCTS] == 1 and not found.gpu
 
 
 def test_waiting_for_others_is_what_a_collective_took_beyond_the_least():
@@ -256,7 +272,7 @@ def test_waiting_for_others_is_what_a_collective_took_beyond_the_least():
     table = timeline.with_waiting(tabulate(found), found.took, {"collectives tp": [25]})
     got = {row.kind: (1e6 * row.seconds, 1e6 * row.busy) for row in table.rows}
     assert got["collectives tp"] == pytest.approx((10, 25))
-    assert got[timeline.WAITING] == pytest.approx((30, 30))
+    assert got[WAITING] == pytest.approx((30, 30))
     assert got["collectives fsdp"] == pytest.approx((20, 20))  # of which nothing is known
     assert sum(row.seconds for row in table.rows) == pytest.approx(table.seconds, rel=1e-12)
 

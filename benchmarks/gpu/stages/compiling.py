@@ -7,7 +7,7 @@ import gc
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -15,8 +15,8 @@ from torch._dynamo.utils import counters
 
 from benchmarks.gpu import clock, compare, house, shapes
 from benchmarks.gpu.case import Case, Context, Record
+from benchmarks.gpu.shapes import Shape
 from dolmen.core.mesh import Mesh
-from dolmen.model.config import ModelConfig
 from dolmen.model.layout import Layout
 from dolmen.train.step import optimizer_step
 
@@ -31,16 +31,15 @@ LAYERS = (
 class Kind:
     """A mechanism that a program depends on."""
 
-    config: ModelConfig
+    shape: Shape
     length: int
     documents: int = 1
     layout: Layout = Layout()
 
 
 def kinds(context: Context) -> dict[str, Kind]:
-    def of(recipe: str, **changes) -> ModelConfig:
-        layers = LAYERS if context.full else 2
-        return replace(shapes.of(context, recipe, **changes).config, num_hidden_layers=layers)
+    def of(recipe: str, **changes) -> Shape:
+        return shapes.of(context, recipe, **changes).of_layers(LAYERS if context.full else 2)
 
     n = 4096 if context.full else 32
     dense = of("llama-1b")
@@ -106,8 +105,9 @@ def _one(mesh: Mesh, kind: Kind, name: str, compile: bool, record: Record) -> li
     """Losses of the first updates."""
     torch._dynamo.reset()
     counters.clear()
-    state = house.training(kind.config, mesh, 1, layout=kind.layout, compile=compile)
-    batch = house.batch(kind.config, 1, kind.length, kind.documents)
+    tree, knobs = kind.shape.tree, kind.shape.training
+    state = house.training(tree, mesh, 1, knobs=knobs, layout=kind.layout, compile=compile)
+    batch = house.batch(tree, 1, kind.length, kind.documents)
     step = lambda: optimizer_step(state, batch, mesh).loss
     losses: list[float] = []
     with recompilations() as reasons:

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.gpu import clock
 from benchmarks.gpu.case import Case, Context, Record
-from dolmen.train import peak
+from dolmen.train import mfu
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 NVIDIA_SMI = "name,driver_version,memory.total,clocks.sm,clocks.mem,power.limit,pcie.link.gen.max"
@@ -68,6 +68,6 @@ def matmul(context: Context, name: str, record: Record) -> None:
     """The best rate of square products, on random values, and the datasheet's."""
     device, dtype = torch.device(context.place), DTYPES[name]
     seconds = 1.5 if context.full else 0.05
-    measured = peak.matmul_peak(device, dtype, seconds)
-    told = peak.datasheet(torch.cuda.get_device_name(0), dtype) if context.cuda else None
+    measured = mfu.matmul_peak(device, dtype, seconds)
+    told = mfu.datasheet(torch.cuda.get_device_name(0), dtype) if context.cuda else None
     record.tell(flops_per_second=measured, datasheet=told)

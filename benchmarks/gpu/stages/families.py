@@ -14,8 +14,8 @@ from benchmarks.gpu.case import Case, Context, Record
 from dolmen.convert import hf
 from dolmen.core import mesh as meshes
 from dolmen.core.mesh import Mesh
-from dolmen.model.config import ModelConfig
-from dolmen.train import build
+from dolmen.families import Model
+from dolmen.model import build
 from dolmen.train.step import optimizer_step
 
 tiny = tables.load("families", "tiny")
@@ -44,13 +44,13 @@ def family(context: Context, name: str, record: Record) -> None:
     device = torch.device(context.place)
     with tempfile.TemporaryDirectory() as to, house.alone(device) as mesh:
         folder = Path(tiny.save(tiny.build(name), to))
-        config = hf.read_config(folder)
+        model = hf.read_config(folder)
         cpu = meshes.grid(1, 1, torch.device("cpu"))
-        true = updates(folder, config, cpu, torch.float64)
+        true = updates(folder, model, cpu, torch.float64)
         record.tell(loss=true[0][0], norm=true[1][0])
         for dtype, bounds in BOUNDS.items():
-            own = updates(folder, config, cpu, dtype) if dtype is torch.bfloat16 else true
-            found = updates(folder, config, mesh, dtype)
+            own = updates(folder, model, cpu, dtype) if dtype is torch.bfloat16 else true
+            found = updates(folder, model, mesh, dtype)
             for kind, got, ref, off, bound in zip(
                 ("losses", "norms"), found, true, own, bounds, strict=True
             ):
@@ -61,11 +61,11 @@ def family(context: Context, name: str, record: Record) -> None:
 
 
 def updates(
-    folder: Path, config: ModelConfig, mesh: Mesh, dtype: torch.dtype
+    folder: Path, model: Model, mesh: Mesh, dtype: torch.dtype
 ) -> tuple[list[float], list[float]]:
     """Losses and gradient norms of UPDATES steps computed in `dtype`."""
-    state = house.training(config, mesh, SEQUENCES, dtype, micro=2)
-    build.load(state.model, lambda write: hf.load(folder, config, write))
-    batch = house.batch(config, SEQUENCES, LENGTH)
+    state = house.training(model.tree, mesh, SEQUENCES, dtype, micro=2)
+    build.load(state.model, lambda write: hf.load(folder, model, write))
+    batch = house.batch(model.tree, SEQUENCES, LENGTH)
     told = [optimizer_step(state, batch, mesh) for _ in range(UPDATES)]
     return [m.loss for m in told], [m.grad_norm for m in told]

@@ -12,9 +12,9 @@ from benchmarks.gpu import clock, house, shapes
 from benchmarks.gpu.case import Case, Context, Record
 from benchmarks.gpu.shapes import Shape
 from benchmarks.sides import Work
+from dolmen.model import build
 from dolmen.model.decoder import Decoder
 from dolmen.serve import engine
-from dolmen.train import build
 
 Texts = list[list[int]]
 
@@ -28,7 +28,7 @@ def cases(context: Context) -> Iterator[Case]:
 
 def prompts(shape: Shape, batch: int, length: int) -> Texts:
     chance = torch.Generator().manual_seed(2)
-    return torch.randint(shape.config.vocab_size, (batch, length), generator=chance).tolist()
+    return torch.randint(shape.tree.vocab_size, (batch, length), generator=chance).tolist()
 
 
 def models(
@@ -36,9 +36,9 @@ def models(
 ) -> tuple[Decoder, Callable[[Texts, int], Texts]]:
     """dolmen's and transformers' model of the same weights; of the latter, how it generates."""
     device = torch.device(context.place)
-    ours = build.build(shape.config, house.single(device), dtype=dtype)
+    ours = build.build(shape.tree, house.single(device), dtype=dtype)
     house.fill(ours)
-    work = Work(shape.config, shape.length, 1, house.fill)
+    work = Work(shape.model, shape.length, 1, house.fill)
     theirs = sides.transformers_model(work, device, dtype, "sdpa").eval()
 
     def generate(texts: Texts, new: int) -> Texts:

@@ -10,7 +10,6 @@ Where the device's memory is not counted (a CPU) the steps run and nothing is to
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -44,9 +43,9 @@ def memory(context: Context, shape: Shape, layout: Layout, compile: bool, record
     device = torch.device(context.place)
     counts = (4, 2)
     with house.alone(device) as mesh:
-        found = [_step(mesh, _of(shape, n), layout, compile) for n in counts]
-    own = (parameters(_of(shape, 4).config) - parameters(_of(shape, 2).config)) // 2
-    kept = activation_bytes_per_layer(shape.config, 1, shape.length, recompute=layout.recompute)
+        found = [_step(mesh, shape.of_layers(n), layout, compile) for n in counts]
+    own = (parameters(shape.of_layers(4).tree) - parameters(shape.of_layers(2).tree)) // 2
+    kept = activation_bytes_per_layer(shape.tree, 1, shape.length, recompute=layout.recompute)
     record.tell(
         parameters_per_layer=own,
         closed_activations=kept,
@@ -80,18 +79,14 @@ def _hold(record: Record, compile: bool) -> None:
     record.check("gradients off their closed form", off, STATES, "4 bytes per parameter")
 
 
-def _of(shape: Shape, layers: int) -> Shape:
-    return replace(shape, config=replace(shape.config, num_hidden_layers=layers))
-
-
 def _step(mesh: Mesh, shape: Shape, layout: Layout, compile: bool) -> dict[str, int | None]:
     """Bytes between steps, and how many more after forward, after backward and at most; of the
     third step, as the first makes the moments and compiles.
     """
     clock.clean(mesh.device)
     nothing = clock.allocated(mesh.device)
-    state = house.training(shape.config, mesh, 1, layout=layout, compile=compile)
-    batch = house.batch(shape.config, 1, shape.length)
+    state = house.training(shape.tree, mesh, 1, layout=layout, compile=compile)
+    batch = house.batch(shape.tree, 1, shape.length)
     told: dict[str, int | None] = {}
 
     def observe(action: Action) -> None:

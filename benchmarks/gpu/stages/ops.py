@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from benchmarks.gpu import clock, compare, house, reference
 from benchmarks.gpu.case import Case, Context, Record
 from dolmen.core.mesh import Axis
+from dolmen.model.tree.leaf import Cut, Leaves, column
 from dolmen.ops import dropout, norm, rope
 from dolmen.ops.activation import ACTIVATIONS
 from dolmen.ops.attention import Attend
-from dolmen.ops.attention.reference import CASES, ROADS, definition, errors
+from dolmen.ops.attention.reference import KNOWN, ROADS, definition, errors
 from dolmen.ops.kernels import HALF
 from dolmen.optim.config import OptimizerConfig
 from dolmen.optim.optimizer import adamw
@@ -93,9 +94,9 @@ def backends(context: Context, dtype: torch.dtype) -> list[str]:
 def attention(
     context: Context, backend: str, dtype: torch.dtype, road: str, record: Record
 ) -> None:
-    """Windows, documents and grouped heads: whole sequences, pieces of a ring, gathered chunks."""
+    """What each backend knows: whole sequences, pieces of a ring, gathered chunks."""
     device, bound = torch.device(context.place), compare.BOUND[dtype]
-    for name, case in CASES.items():
+    for name, case in KNOWN[backend].items():
         for size in (64, 128) if context.full else (16,):
             off = errors(backend, replace(case, head_dim=size), dtype, device, road)
             for what, value in off.items():
@@ -186,11 +187,21 @@ def masks(context: Context, record: Record) -> None:
         record.check(f"share kept, p {p}", off, 5 * (p * (1 - p) / 777e3) ** 0.5, "5 sigma")
 
 
+class Linear(nn.Linear):
+    """A matrix and a vector, of which the optimizer is told as of a model's."""
+
+    def __init__(self):
+        super().__init__(300, 200)
+
+    def held(self) -> Leaves:
+        return column(200, 300, True, Cut("tp", 0, 200, "intermediate_size"))
+
+
 def update(context: Context, record: Record) -> None:
     """Three updates of a matrix and a vector, beside algorithm 2 of 1711.05101 in float64."""
     device, c = torch.device(context.place), OptimizerConfig(lr=1e-2)
     torch.manual_seed(0)
-    module = nn.Linear(300, 200)
+    module = Linear()
     true = [p.detach().double() for p in module.parameters()]
     moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in true]
     module.to(device)

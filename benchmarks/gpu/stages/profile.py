@@ -21,7 +21,7 @@ TRACE_BYTES = 12 << 20  # of a file that must travel
 
 def cases(context: Context) -> Iterator[Case]:
     small, large = shapes.of(context, "llama-1b"), shapes.fitting(context, "llama-8b")
-    layers = large.config.num_hidden_layers
+    layers = large.tree.layers
     for name, shape in (("llama-1b", small), (f"llama-8b, {layers} layers", large)):
         yield Case(name, 25, partial(step, context, shape, context.compiles), fresh=True)
     yield Case("llama-1b, not compiled", 15, partial(step, context, small, False), fresh=True)
@@ -29,7 +29,7 @@ def cases(context: Context) -> Iterator[Case]:
 
 def step(context: Context, shape: Shape, compile: bool, record: Record) -> None:
     device = torch.device(context.place)
-    work = Work(shape.config, shape.length, 1, house.fill)
+    work = Work(shape.model, shape.length, 1, house.fill)
     with house.alone(device) as mesh:
         side = sides.dolmen_side(work, mesh, compile)
         for _ in range(3):

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from benchmarks.gpu import children, compare, house, shapes
 from benchmarks.gpu.case import Case, Context, Record
 from dolmen.core.mesh import Mesh
-from dolmen.model.config import ModelConfig
+from dolmen.model import build
 from dolmen.model.layout import Layout
-from dolmen.train import build
+from dolmen.model.tree import Tree
 from dolmen.train.step import optimizer_step
 
 LAYOUTS = {
@@ -45,14 +45,14 @@ def cases(context: Context) -> Iterator[Case]:
             yield Case(name, 15, partial(layout, context, name))
 
 
-def config(name: str) -> ModelConfig:
+def tree(name: str) -> Tree:
     tiny = Context(shape="tiny")
-    return shapes.of(tiny, "mixtral-8x7b" if name.startswith("ep") else "llama-1b").config
+    return shapes.of(tiny, "mixtral-8x7b" if name.startswith("ep") else "llama-1b").tree
 
 
 def losses(name: str, mesh: Mesh, layout: Layout) -> list[float]:
     """Of UPDATES steps in fp32, from values that no layout changes."""
-    model = config(name)
+    model = tree(name)
     state = house.training(
         model, mesh, SEQUENCES, torch.float32, layout=layout, micro=1, initial=start
     )

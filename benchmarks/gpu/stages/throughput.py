@@ -23,7 +23,7 @@ from benchmarks.plain import plain_side
 from benchmarks.sides import Side, Work
 from dolmen.core.mesh import Mesh
 from dolmen.model.layout import Layout
-from dolmen.train import peak
+from dolmen.train import mfu
 from dolmen.train.step import optimizer_step
 
 ROUNDS, WARM = 7, 3
@@ -44,15 +44,15 @@ def cases(context: Context) -> Iterator[Case]:
     yield Case(f"{SMALL}, in turns", 130, given(in_turns, small), fresh=True)
     yield Case(f"{SMALL}, floor", 3, given(floor, small))
     yield Case(f"{SMALL}, floor of 4 sequences", 3, given(floor, replace(small, sequences=(4,))))
-    named = f"{LARGE}, {large.config.num_hidden_layers} layers"
+    named = f"{LARGE}, {large.tree.layers} layers"
     yield Case(f"{named}, floor", 3, given(floor, large))
     yield _alone(context, named, large, "dolmen", 1, 25)
     for n in small.sequences[1:]:
         yield _alone(context, SMALL, small, "dolmen", n, 15)
     yield _alone(context, named, large, "plain torch", 1, 25)
     yield _alone(context, named, large, "transformers, FSDP2", 1, 30)
-    half = max(1, large.config.num_hidden_layers // 2)
-    fewer = replace(large, config=replace(large.config, num_hidden_layers=half))
+    half = max(1, large.tree.layers // 2)
+    fewer = large.of_layers(half)
     yield _alone(context, f"{LARGE}, {half} layers", fewer, "dolmen", 1, 15)
     yield _alone(context, SMALL, small, "plain torch", small.sequences[-1], 20)
     yield Case(f"{SMALL}, dolmen, not compiled", 12, given(uncompiled, small), fresh=True)
@@ -70,9 +70,9 @@ def _alone(
 
 
 @cache
-def measured(device: torch.device) -> peak.Peak:
+def measured(device: torch.device) -> mfu.Peak:
     """Once per process, so that all sides of a table are divided by one number."""
-    return peak.peak(device, torch.bfloat16)
+    return mfu.peak(device, torch.bfloat16)
 
 
 def tell(record: Record, work: Work, device: torch.device, named: str, seconds: dict) -> None:
@@ -101,7 +101,7 @@ def begun(record: Record, named: str, side: Side, device: torch.device) -> list[
 def in_turns(context: Context, shape: Shape, record: Record) -> None:
     """Every side makes a step in every round, of one sequence."""
     device = torch.device(context.place)
-    work = Work(shape.config, shape.length, 1, house.fill)
+    work = Work(shape.model, shape.length, 1, house.fill)
     with house.alone(device) as mesh:
         made, losses = {}, {}
         for name in ("dolmen", "transformers", "plain torch"):
@@ -128,7 +128,7 @@ def hold_losses(record: Record, losses: dict[str, list[float]]) -> None:
 def alone(context: Context, shape: Shape, side: str, sequences: int, record: Record) -> None:
     """One side with the device to itself; that it does not fit is an answer."""
     device = torch.device(context.place)
-    work = Work(shape.config, shape.length, sequences, house.fill)
+    work = Work(shape.model, shape.length, sequences, house.fill)
     with house.alone(device) as mesh:
         try:
             step = SIDES[side](work, mesh, context.compiles)
@@ -142,7 +142,7 @@ def alone(context: Context, shape: Shape, side: str, sequences: int, record: Rec
 
 def uncompiled(context: Context, shape: Shape, record: Record) -> None:
     device = torch.device(context.place)
-    work = Work(shape.config, shape.length, 1, house.fill)
+    work = Work(shape.model, shape.length, 1, house.fill)
     with house.alone(device) as mesh:
         step = sides.dolmen_side(work, mesh, False)
         begun(record, "dolmen", step, device)
@@ -154,16 +154,16 @@ def uncompiled(context: Context, shape: Shape, record: Record) -> None:
 def at_rest_in_bf16(context: Context, shape: Shape, record: Record) -> None:
     """8 bytes per parameter: weights, gradients and moments in bf16; whole layers recomputed."""
     device = torch.device(context.place)
-    work = Work(shape.config, shape.length, 1, house.fill)
+    work = Work(shape.model, shape.length, 1, house.fill)
     state = house.training(
-        shape.config,
+        shape.tree,
         house.single(device),
         1,
         layout=Layout(recompute="full"),
         compile=context.compiles,
         rest=torch.bfloat16,
     )
-    batch = house.batch(shape.config, 1, shape.length)
+    batch = house.batch(shape.tree, 1, shape.length)
     step = lambda: optimizer_step(state, batch, house.single(device)).loss
     begun(record, "dolmen", step, device)
     clock.clean(device)
@@ -174,10 +174,10 @@ def at_rest_in_bf16(context: Context, shape: Shape, record: Record) -> None:
 def floor(context: Context, shape: Shape, record: Record) -> None:
     """By the rates that are measured here."""
     device = torch.device(context.place)
-    flops = peak.matmul_peak(device, torch.bfloat16, 1.0 if context.full else 0.05)
+    flops = mfu.matmul_peak(device, torch.bfloat16, 1.0 if context.full else 0.05)
     source = torch.randn((1 << 30 if context.full else 1 << 20) // 4, device=device)
     to = torch.empty_like(source)
     bandwidth = 2 * source.nbytes / clock.rate(lambda: to.copy_(source), device)
-    found = roofline.parts(shape.config, shape.sequences[0], shape.length, flops, bandwidth)
+    found = roofline.parts(shape.tree, shape.sequences[0], shape.length, flops, bandwidth)
     record.tell(parts=found, seconds=sum(found.values()), sequences=shape.sequences[0])
     record.tell(flops_per_second=flops, bytes_per_second=bandwidth)

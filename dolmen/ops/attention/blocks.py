@@ -172,9 +172,11 @@ def gradient(
     """Probabilities, and the gradient of qk from theirs, dp: both [n, rows, keys] in qk's dtype."""
     bounded = _bounded(qk, how)
     p = _scores(bounded, how).sub_(log_sum).exp_()
+    bend = None if how.soft_cap is None else 1 - bounded.square()  # the derivative of tanh
+    del bounded  # of half precision a copy, as large as all scores
     ds = dp.to(p.dtype).sub_(delta).mul_(p).mul_(how.scale)
-    if how.soft_cap is not None:
-        ds *= 1 - bounded.square()  # the derivative of tanh
+    if bend is not None:
+        ds *= bend
     return p.to(qk.dtype), ds.to(qk.dtype)
 
 

@@ -3,13 +3,19 @@ device.
 """
 
 import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor
 
 from dolmen.ops.attention.spec import Attend, visible
 
 
-def one_query(q: Tensor, k: Tensor, v: Tensor, attend: Attend) -> Tensor:
-    """q [batch, 1, heads, size] at the last key, whose scores are `plain`; a mask has one row."""
+def one_query(
+    q: Float[Tensor, "batch 1 heads size"],
+    k: Float[Tensor, "batch keys kv_heads size"],
+    v: Float[Tensor, "batch keys kv_heads value_size"],
+    attend: Attend,
+) -> Float[Tensor, "batch 1 heads value_size"]:
+    """Of a query at the last key, whose scores are `plain`; a mask has one row."""
     keys, window, starts, mask = k.shape[1], attend.window, attend.starts, None
     if starts is not None or (window is not None and window < keys):
         mask = visible(1, keys, window, q.device, starts)

@@ -4,17 +4,26 @@ them, as 2205.05198 counts them.
 """
 
 import torch
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from dolmen.core import host
+from dolmen.core.function import Context, Function
 from dolmen.ops import dropout
 from dolmen.ops.attention.spec import Attend, seen
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, attend: Attend, rows: Tensor) -> Tensor:
-    """Shapes as in `spec.Attention`; rows [queries] int64 are the queries' indices in the sequence,
-    whose keys are all from 0 on. `attend.dropout` says what falls out.
+def attention(
+    q: Float[Tensor, "batch queries heads size"],
+    k: Float[Tensor, "batch keys kv_heads size"],
+    v: Float[Tensor, "batch keys kv_heads value_size"],
+    attend: Attend,
+    rows: Int64[Tensor, " queries"],
+) -> Float[Tensor, "batch queries heads value_size"]:
+    """As in `spec.Attention`; `rows` are the queries' indices in the sequence, whose keys are all
+    from 0 on. `attend.dropout` says what falls out.
     """
+    assert attend.dropout is not None
     heads, size = q.shape[2:]
     k, v = (t.repeat_interleave(heads // t.shape[2], 2).transpose(1, 2) for t in (k, v))
     column = torch.arange(k.shape[2], device=q.device)
@@ -43,13 +52,14 @@ def _scores(scores: Tensor, attend: Attend, rows: Tensor, columns: Tensor) -> Te
 
 def _kept(attend: Attend, rows: Tensor, columns: Tensor, heads: int) -> Tensor:
     """Bool [batch, heads, queries, keys]: which probabilities stay."""
+    assert attend.dropout is not None
     p, noise, site = attend.dropout
     head = torch.arange(attend.first_head, attend.first_head + heads, device=rows.device)
     sequence = noise.sequences[:, None, None, None]
     return dropout.keep(p, noise.key, site, sequence, head[:, None, None], rows[:, None], columns)
 
 
-class _Probabilities(torch.autograd.Function):
+class _Probabilities(Function):
     """softmax of the scores [batch, heads, queries, keys] that are seen, in fp32 or wider, then
     dropout; in the scores' dtype.
 
@@ -58,22 +68,27 @@ class _Probabilities(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, scores, seen, kept, p):
+    def forward(
+        ctx: Context[tuple[float, torch.dtype]],
+        scores: Tensor,
+        seen: Tensor,
+        kept: Tensor,
+        p: float,
+    ) -> Tensor:
         wide = torch.promote_types(scores.dtype, torch.float32)
         probabilities = (
             scores.masked_fill(~seen, -torch.inf).softmax(-1, dtype=wide).to(scores.dtype)
         )
-        ctx.p, ctx.wide = p, wide
+        ctx.kept = p, wide
         ctx.save_for_backward(probabilities, kept)
         return torch.where(kept, probabilities / (1 - p), 0)
 
     @staticmethod
-    def backward(ctx, g):
-        probabilities, kept = ctx.saved_tensors
-        dp = torch.where(kept, g / (1 - ctx.p), 0).to(ctx.wide)
-        return (
-            torch._softmax_backward_data(dp, probabilities.to(ctx.wide), -1, ctx.wide).to(g.dtype),
-            None,
-            None,
-            None,
-        )
+    def backward(
+        ctx: Context[tuple[float, torch.dtype]], g: Tensor
+    ) -> tuple[Tensor, None, None, None]:
+        (probabilities, kept), (p, wide) = ctx.saved_tensors, ctx.kept
+        dp = torch.where(kept, g / (1 - p), 0).to(wide)
+        softmax_backward = torch.ops.aten._softmax_backward_data  # torch has no public name for it
+        dscores = softmax_backward(dp, probabilities.to(wide), -1, wide).to(g.dtype)
+        return dscores, None, None, None

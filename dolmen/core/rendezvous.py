@@ -16,12 +16,13 @@ import uuid
 from collections.abc import Iterator
 from datetime import timedelta
 
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
 URL = "dolmen://"
 
 
-def meet(store: dist.Store, rank: int, size: int, seconds: float = 600) -> dist.Store:
+def meet(store: Store, rank: int, size: int, seconds: float = 600) -> Store:
     """The part of `store` that belongs to this start. Raises TimeoutError, on rank 0, naming ranks
     that have not come.
     """
@@ -30,7 +31,7 @@ def meet(store: dist.Store, rank: int, size: int, seconds: float = 600) -> dist.
         store.set(f"here/{rank}", me)
         name = store.get(f"go/{me}").decode()  # waits, as long as the store does
         store.set(f"went/{name}/{rank}", "")
-        return dist.PrefixStore(name, store)
+        return PrefixStore(name, store)
     missing, answered, end = set(range(1, size)), {}, time.monotonic() + seconds
     while missing:
         for other in sorted(missing):
@@ -47,20 +48,20 @@ def meet(store: dist.Store, rank: int, size: int, seconds: float = 600) -> dist.
             )
         if missing:
             time.sleep(0.02)
-    return dist.PrefixStore(me, store)
+    return PrefixStore(me, store)
 
 
 def _handler(
     url: str, timeout: timedelta = timedelta(minutes=30), **more: object
-) -> Iterator[tuple[dist.Store, int, int]]:
-    store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+) -> Iterator[tuple[Store, int, int]]:
+    store, rank, size = next(rendezvous("env://", timeout=timeout))
     yield meet(store, rank, size), rank, size
 
 
 def register() -> str:
     """Teach torch the way to meet; its URL. Once per process."""
     try:
-        dist.register_rendezvous_handler("dolmen", _handler)
+        register_rendezvous_handler("dolmen", _handler)
     except RuntimeError:
         pass  # it has been
     return URL

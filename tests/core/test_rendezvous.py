@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from dolmen.core.rounds import meet
+from dolmen.core.rendezvous import meet
 
 
 def together(store: dist.Store, size: int) -> list[dist.Store]:
