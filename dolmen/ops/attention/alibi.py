@@ -2,6 +2,7 @@
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import BFloat16, Float, Int64
 from torch import Tensor
 
 from dolmen.core import host
@@ -19,19 +20,22 @@ def slopes(heads: int) -> tuple[float, ...]:
     )
 
 
-def steps(heads: int, positions: Tensor) -> Tensor:
-    """What the products of the key at each of `positions` [b or 1, s] grow by, of each head: [b or
-    1, s, heads] bfloat16. Slopes, positions and their products are rounded to it, as in the
-    build_alibi_tensor of Falcon in transformers.
+def steps(heads: int, positions: Int64[Tensor, "b s"]) -> BFloat16[Tensor, "b s {heads}"]:
+    """What the products of the key at each of `positions` grow by, of each head; `b` may be 1.
+    Slopes, positions and their products are rounded, as in the build_alibi_tensor of Falcon in
+    transformers.
     """
     each = torch.tensor(slopes(heads), dtype=torch.bfloat16)
     return host.send(each, positions.device) * positions[..., None].bfloat16()
 
 
-def carried(q: Tensor, k: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
-    """q, k [b, s, heads, size] -> [b, s, heads, size + 8], so that each product is the sum of what
-    it was and of the key's steps [b or 1, s, heads]: a 1 in every query, the step in the key, and
-    zeros up to 16 bytes, which flash asks for.
+def carried(
+    q: Float[Tensor, "b s heads size"],
+    k: Float[Tensor, "b s heads size"],
+    steps: Float[Tensor, "#b s heads"],
+) -> tuple[Float[Tensor, "b s heads wide"], Float[Tensor, "b s heads wide"]]:
+    """Both 8 numbers wider, so that each product is the sum of what it was and of the key's step: a
+    1 in every query, the step in the key, and zeros up to 16 bytes, which flash asks for.
     """
     more = steps.to(k.dtype).expand(k.shape[:3])[..., None]
     return F.pad(F.pad(q, (0, 1), value=1.0), (0, 7)), F.pad(torch.cat((k, more), -1), (0, 7))
