@@ -258,5 +258,6 @@ FAMILY = Family(
     harmless=("hidden_dropout",),
     beside={**BESIDE, "hidden_dropout": 0.0, "attention_dropout": 0.0},
     ignored=(r"transformer\.h\.\d+\.self_attention\.rotary_emb\.inv_freq",),
+    code=("configuration_falcon", "modeling_falcon"),
     prefix="transformer.",
 )

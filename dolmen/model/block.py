@@ -12,7 +12,6 @@ from dolmen.ops import dropout
 from dolmen.parallel.data import Unit
 from dolmen.parallel.recompute import again
 
-
 C = TypeVar("C", bound=Component)
 
 
