@@ -17,8 +17,7 @@ from beartype import BeartypeConf, beartype
 from jaxtyping import AbstractArray, jaxtyped
 from torch import Tensor
 
-# an int is a float, as type checkers have it (PEP 484)
-comparing = beartype(conf=BeartypeConf(is_pep484_tower=True))
+TYPES = beartype(conf=BeartypeConf(is_pep484_tower=True))  # an int is a float, as for pyright
 
 
 class Finder:
@@ -65,14 +64,14 @@ def checked(function: Callable[..., Any]) -> Callable[..., Any]:
     A comparison takes 0.2 ms, and a step calls with the same shapes again and again: what has been
     compared is known by its `form`, which takes 5 us.
     """
-    strict = jaxtyped(function, typechecker=comparing)
+    strict = jaxtyped(function, typechecker=TYPES)
     given_back: list[Any] = []
 
     @wraps(function)
     def give_back(*args: Any, **kwargs: Any) -> Any:
         return given_back.pop()
 
-    compare = jaxtyped(give_back, typechecker=comparing)
+    compare = jaxtyped(give_back, typechecker=TYPES)
     known: set[Any] = set()
 
     @wraps(function)

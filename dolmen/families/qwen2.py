@@ -46,8 +46,8 @@ def windows(c: dict[str, Any]) -> list[int | None]:
     window = c["sliding_window"] if c["use_sliding_window"] else None
     types = c["layer_types"]
     if types is None:
-        first = layers if window is None else min(layers, c["max_window_layers"])
-        types = [FULL] * first + [SLIDING] * (layers - first)
+        slides = [window is not None and i >= c["max_window_layers"] for i in range(layers)]
+        types = [SLIDING if slide else FULL for slide in slides]
     stated = (
         f"use_sliding_window is {c['use_sliding_window']} and sliding_window is "
         f"{c['sliding_window']}"

@@ -44,8 +44,8 @@ def capped(logits: Float[Tensor, "*any"], cap: float) -> Float[Tensor, "*any"]:
 
 
 def capped_with_slope(
-    logits: Float[Tensor, "*any"], cap: float
-) -> tuple[Float[Tensor, "*any"], Float[Tensor, "*any"]]:
+    logits: Float[Tensor, "n size"], cap: float
+) -> tuple[Float[Tensor, "n size"], Float[Tensor, "n size"]]:
     """The same, and its derivative; `logits` are overwritten."""
     tanh = logits.div_(cap).tanh_()
     return tanh * cap, tanh.square_().neg_().add_(1)

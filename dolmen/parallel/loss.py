@@ -90,7 +90,7 @@ class _LinearCrossEntropy(Function):
             dw = dw * g.to(dw.dtype)
         if dx is not None:
             dx = ctx.kept.finish_back(dx)
-        return dx, dw, None, None, None, None, None, None, None
+        return dx, dw, *[None] * 7
 
 
 def _chunk(

@@ -250,8 +250,8 @@ def rows(
     weights: Sequence[Float[Tensor, "out _"]],
     tp: TensorParallel,
 ) -> Float[Tensor, "here out"]:
-    """The sum of row-parallel products of each x, S(1)@tp, and its weight [out, in], S(1)@tp. The
-    result is as `leave` says, once for all of them.
+    """The sum of row-parallel products: x_i [tokens, in_i / tp], S(1)@tp, and weight_i [out,
+    in_i / tp], S(1)@tp. The result is as `leave` says, once for all of them.
     """
     products = [
         _linear(x, [weight], [None], tp, enters=False)[0]

@@ -11,6 +11,7 @@ import mechanisms
 import pytest
 import table
 import torch
+import torch.distributed as dist
 import variations
 from table import Layout
 from torch.utils.checkpoint import checkpoint
@@ -18,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from dolmen.core import collectives, rng, state
 from dolmen.core.mesh import Axis
 from dolmen.data.batch import IGNORED, Batch
-from dolmen.model import block, moe, parallel, tree
+from dolmen.model import block, layers, moe, parallel, pre, sandwich, tree
 from dolmen.ops import dropout
 from dolmen.ops.attention import Attend
 from dolmen.parallel import channels, context, data, expert, loss, tensor
@@ -236,6 +237,46 @@ def biases_of_both_ranks(patch):
     patch.setattr(parallel, "leave", left)
 
 
+def without_post_norms(patch):
+    """What a layer makes is added as it is."""
+    patch.setattr(
+        sandwich.Sandwich,
+        "stream",
+        lambda b, x, given, cache=None: pre.Pre.stream(b, x, given, cache),
+    )
+
+
+def capped_by_rank(patch):
+    """A rank of tp caps its part of the vocabulary otherwise than the others."""
+    capped = loss.loss.capped_with_slope
+    patch.setattr(
+        loss.loss,
+        "capped_with_slope",
+        lambda logits, cap: capped(logits, cap * (1 + dist.get_rank() % 2)),
+    )
+
+
+def without_slope(patch):
+    """The gradient of capped logits is taken for that of what they are made of."""
+    capped = loss.loss.capped_with_slope
+
+    def flat(logits, cap):
+        made, slope = capped(logits, cap)
+        return made, torch.ones_like(slope)
+
+    patch.setattr(loss.loss, "capped_with_slope", flat)
+
+
+def scaled_by_rank(patch):
+    """Each rank of tp multiplies the embedding by a number of its own."""
+    number = layers.host.number
+    patch.setattr(
+        layers.host,
+        "number",
+        lambda value, dtype, device: number(value * (1 + dist.get_rank() % 2), dtype, device),
+    )
+
+
 def part_of_the_sums(which: int):
     """Of a validation's sums, nats and tokens, one is that of this rank alone."""
 
@@ -378,6 +419,13 @@ CONTROLS = {
         PLAIN,
         untyped("branch_partial"),
     ),
+    "Partial of norms after layers left out": ("gemma2", SEQUENCE, untyped("residual_partial")),
+    "norms after layers left out": ("gemma2", PLAIN, without_post_norms),
+    "logits capped by each rank's own": ("gemma2", PLAIN, capped_by_rank),
+    "the slope of capped logits left out": ("gemma2", PLAIN, without_slope),
+    "no soft cap around the ring": ("gemma2", RING, attending(soft_cap=None)),
+    "no scale around the ring": ("gemma2", RING, attending(scale=None)),
+    "an embedding scaled otherwise on each rank": ("gemma", PLAIN, scaled_by_rank),
     "Partial of norms left out side by side": ("falcon-40b", SEQUENCE, untyped("residual_partial")),
     "biases of every rank of tp side by side": ("falcon-40b", PLAIN, biases_of_both_ranks),
     "dropout without the seed": (

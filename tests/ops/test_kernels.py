@@ -117,5 +117,8 @@ def test_a_model_is_told_where_it_is_built():
     assert (gpu.attention, gpu.grouped) == ("flash", "grouped_mm")
     odd = build(replace(CONFIG, moe_intermediate_size=20), SINGLE, dtype=HALF, hardware=H100)
     assert (odd.split.kernels.attention, odd.split.kernels.grouped) == ("flash", "loop")
+    capped = tiny("gemma2", vocab_size=32, hidden_size=32, num_hidden_layers=1, intermediate_size=8)
+    kernels = build(capped, SINGLE, compute=HALF, hardware=H100).split.kernels
+    assert (kernels.attention, kernels.without) == ("blocks", "soft cap")
     dense = build(replace(CONFIG, num_experts=0), SINGLE, hardware=H100).split.kernels
     assert (dense.attention, dense.grouped) == ("blocks", "loop")

@@ -8,12 +8,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from models import Flat, build, initialize
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BloomConfig, Gemma2Config
 from transformers.models.bloom import modeling_bloom as bloom
 from transformers.models.falcon import modeling_falcon as falcon
 from transformers.models.gemma2 import modeling_gemma2 as gemma2
 
+from dolmen.core.mesh import SINGLE
 from dolmen.ops.attention import Attend, blocks, blockwise, dropped, reference, visible
 from dolmen.ops.attention.alibi import carried, slopes, steps
 from dolmen.ops.attention.reference import CASES, KNOWN, ROADS, SCORES, definition
@@ -324,3 +327,29 @@ def test_what_keys_carry_is_added_to_their_products():
     products = torch.einsum("bqhd,bkhd->bhqk", q, k)
     wanted = products + more.double()[0].t()[:, None]
     torch.testing.assert_close(torch.einsum("bqhd,bkhd->bhqk", wide_q, wide_k), wanted)
+
+
+def test_one_program_serves_the_layers_of_a_model(monkeypatch):
+    """Slopes and caps are no reason to compile a block again, nor a break in its graph."""
+    config = Flat(
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+    )
+    model, counter = build(config, SINGLE), CompileCounterWithBackend("aot_eager")
+    initialize(model, 0)
+    monkeypatch.setattr(blockwise, "_fused", lambda passes: passes)
+    for block in model.layers.values():
+        block.attn.scores = Attend(20, 0.5, 3.0, slopes(4))
+        block.compile(backend=counter, fullgraph=True)
+    tokens = torch.randint(32, (2, 48), generator=torch.Generator().manual_seed(0))
+    compiled = model(tokens, tokens)
+    compiled.backward()
+    with torch.compiler.set_stance("force_eager"):
+        eager = model(tokens, tokens)
+    assert abs(float(compiled.detach()) / float(eager.detach()) - 1) < 1e-6  # fused no further
+    assert counter.frame_count == 1

@@ -27,6 +27,7 @@ from dolmen.model.decoder import Decoder
 from dolmen.model.layout import Layout
 from dolmen.model.mlp import MLP
 from dolmen.model.split import split
+from dolmen.model.training import Training
 from dolmen.ops.dropout import Noise
 from dolmen.ops.kernels import Kernels
 from dolmen.parallel.tensor import Deferred
@@ -219,6 +220,33 @@ def test_side_by_side(t, sequence, kind):
         one, two = (closed(config, layout) for config in list(SIDE_BY_SIDE.values())[:2])
         kv = 2 * (HEADS // t - 1) * 2 * HIDDEN // HEADS  # of as many heads as queries
         assert two - one == TOKENS * (2 * HIDDEN + 8) / r + TOKENS * kv
+
+
+SANDWICH = dict(
+    vocab_size=128,
+    hidden_size=HIDDEN,
+    intermediate_size=FFN,
+    num_attention_heads=HEADS,
+    num_key_value_heads=HEADS,
+    head_dim=HIDDEN // HEADS,
+    num_hidden_layers=2,
+    layer_types=["full_attention"] * 2,
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("t", "sequence"), SPLITS)
+def test_norms_after_layers(t, sequence, kind):
+    """Each keeps what it is given, 2 s b h, and its statistics."""
+    layout = Layout(tp=t, sequence_parallel=sequence, recompute=kind)
+    sandwich = tiny("gemma2", **SANDWICH, attn_logit_softcapping=None)
+    for config in (sandwich, replace(sandwich, training=Training(0.1))):
+        fused = kind == "none" and not config.training.dropout
+        assert per_layer(config, layout) == closed(config, layout) + RANDOM_STATE * fused
+    if kind != "full":
+        pre = Tiny(tiny("gemma", **{n: v for n, v in SANDWICH.items() if n != "layer_types"}).tree)
+        more = TOKENS * 2 * (2 * HIDDEN + 4) / (t if sequence else 1)
+        assert closed(sandwich, layout) - closed(pre, layout) == more
 
 
 def test_shared_heads():

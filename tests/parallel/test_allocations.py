@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from dolmen.core import mesh as meshes
 from dolmen.ops.kernels import Kernels
-from dolmen.parallel import tensor
+from dolmen.parallel import loss, tensor
 from dolmen.parallel.loss import linear_cross_entropy
 from dolmen.parallel.tensor import Deferred, TensorParallel
 
@@ -84,11 +84,11 @@ def test_the_heads_gradient_is_summed_where_it_was_made():
     """
     tp = TensorParallel(meshes.grid(1, TP, torch.device("cpu")).tp)
     x, w = torch.randn(TOKENS, HIDDEN, requires_grad=True), torch.randn(5, HIDDEN).requires_grad_()
-    loss = linear_cross_entropy(
+    total = linear_cross_entropy(
         x, w, torch.zeros(TOKENS, dtype=torch.long), 20, tp, False, Kernels().logits_at_once
     )
     with Allocated() as mode:
-        torch.autograd.backward(loss, torch.tensor(1.0))
+        torch.autograd.backward(total, torch.tensor(1.0))
     assert mode.take() == x.numel() + w.numel()
 
 
@@ -173,6 +173,25 @@ def test_a_frozen_head_costs_nothing():
     assert products == 2 * x.numel() * 5 and more == 3 * x.numel() * 5
     # where it is added up, and the product of these tokens
     assert training - frozen == 2 * w.numel()
+
+
+@pytest.mark.parametrize("soft_cap", (None, 30.0))
+def test_logits_are_never_whole(monkeypatch, soft_cap):
+    """Of a chunk of the loss there are as many elements as were asked for, the slope of a soft cap
+    among them.
+    """
+    tp = TensorParallel(meshes.grid(1, TP, torch.device("cpu")).tp)
+    x, w = torch.randn(TOKENS, HIDDEN, requires_grad=True), torch.randn(5, HIDDEN).requires_grad_()
+    chunk, sizes = loss._chunk, []
+
+    def watched(x, *rest):
+        sizes.append(len(x) * 5)
+        return chunk(x, *rest)
+
+    monkeypatch.setattr(loss, "_chunk", watched)
+    labels = torch.zeros(TOKENS, dtype=torch.long)
+    linear_cross_entropy(x, w, labels, 20, tp, at_once=4 * 5, soft_cap=soft_cap)
+    assert sizes == ([20, 20] if soft_cap is None else [10, 10, 10, 10])
 
 
 def test_a_sum_in_place_is_the_sum_for_autograd_too():

@@ -72,6 +72,23 @@ DECODERS |= {
         "falcon", **FALCON, new_decoder_architecture=True, num_kv_heads=2, bias=True
     ),
 }
+DECODERS["soft-capped"] = tiny(
+    "gemma2",
+    vocab_size=VOCABULARY,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=MOST,
+    initializer_range=0.3,
+    tie_word_embeddings=False,  # tied, it repeats a token
+    query_pre_attn_scalar=8,
+    sliding_window=5,
+    attn_logit_softcapping=2.0,
+    final_logit_softcapping=3.0,
+)
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12, 13, 14], [15, 16, 17], [70, 0, 70]]
 
 

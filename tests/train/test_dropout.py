@@ -238,6 +238,35 @@ def test_side_by_side_is_dropped_as_one(monkeypatch, norms):
     assert not torch.equal(masks[0], masks[1])
 
 
+def test_norms_after_layers_come_before_dropout(monkeypatch):
+    """What is dropped is what is added to the residual stream, scaled as its norm has it."""
+    config = tiny(
+        "gemma2",
+        dropout=P,
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=HEADS,
+        head_dim=LENGTH,
+        initializer_range=0.1,
+    )
+    model, dropped, residual = decoder(config), [], dropout.residual
+
+    def watched(y, *rest):
+        dropped.append(y)
+        return residual(y, *rest)
+
+    monkeypatch.setattr(dropout, "residual", watched)
+    model(batch().tokens, noise=Noise(torch.tensor(5), torch.arange(ROWS)))
+    embedding, *added = dropped
+    assert len(added) == 2
+    for y in added:  # weights are 1 at first; eps is 1e-6
+        squares = y.square().mean(-1)
+        torch.testing.assert_close(squares, torch.ones_like(squares), rtol=1e-3, atol=0)
+    assert embedding.square().mean() < 0.7  # 0.1^2, times hidden_size: not a norm's output
+
+
 def test_losses_differ_by_step_and_seed():
     first, second = steps(CONFIG, batch(), 2)
     assert first != second and steps(CONFIG, batch(), 2) == [first, second]

@@ -124,7 +124,7 @@ def test_each_use_of_the_seed_by_itself(material, tmp_path, one_word):
     same = by_seed(material, tmp_path / "same", data=one_word, **loaded)
     assert len(set(same)) == 1
     for name, sections in {
-        "dropout": {"data": one_word, "model": {"dropout": 0.3}, **loaded},
+        "dropout": {"data": one_word, "train": {"dropout": 0.3}, **loaded},
         "order": loaded,
         "weights": {"data": one_word},
     }.items():
