@@ -36,6 +36,7 @@ class Attention(Branch):
         split, kernels = setting.split, setting.split.kernels
         self.tp, self.cp = split.tp, split.cp
         self.head_size = attention.head_size
+        self.carried = attention.head_sizes[0] - self.head_size
         self.selective = split.recompute.of(setting.layer) == "selective"
         size = self.tp.axis.size
         self.whole_kv = attention.kv_heads % size != 0
@@ -94,7 +95,8 @@ class Attention(Branch):
         if given.cos is not None:
             q, k = rope.rotate(q, given.cos, given.sin), rope.rotate(k, given.cos, given.sin)
         if given.steps is not None:
-            q, k = alibi.carried(q, k, given.steps.narrow(2, self.first_head, self.heads))
+            steps = given.steps.narrow(2, self.first_head, self.heads)
+            q, k = alibi.carried(q, k, steps, self.carried)
         if cache is not None:
             k, v = cache.append(k, v)
         y = again(self._scores, q, k, v, given) if self.selective else self._scores(q, k, v, given)

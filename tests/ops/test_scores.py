@@ -322,8 +322,8 @@ def test_steps_are_falcons(heads):
 def test_what_keys_carry_is_added_to_their_products():
     q, k = torch.randn(2, 2, 5, 3, 8, dtype=torch.float64)
     more = steps(3, torch.arange(4, 9)[None])
-    wide_q, wide_k = carried(q, k, more)
-    assert wide_q.shape == wide_k.shape == (2, 5, 3, 16)
+    wide_q, wide_k = carried(q, k, more, 4)
+    assert wide_q.shape == wide_k.shape == (2, 5, 3, 12)
     products = torch.einsum("bqhd,bkhd->bhqk", q, k)
     wanted = products + more.double()[0].t()[:, None]
     torch.testing.assert_close(torch.einsum("bqhd,bkhd->bhqk", wide_q, wide_k), wanted)

@@ -33,9 +33,10 @@ def carried(
     q: Float[Tensor, "b s heads size"],
     k: Float[Tensor, "b s heads size"],
     steps: Float[Tensor, "#b s heads"],
+    more: int,
 ) -> tuple[Float[Tensor, "b s heads wide"], Float[Tensor, "b s heads wide"]]:
-    """Both 8 numbers wider, so that each product is the sum of what it was and of the key's step: a
-    1 in every query, the step in the key, and zeros up to 16 bytes, which flash asks for.
+    """Both `more` numbers wider, so that each product is the sum of what it was and of the key's
+    step: a 1 in every query, the step in the key, then zeros.
     """
-    more = steps.to(k.dtype).expand(k.shape[:3])[..., None]
-    return F.pad(F.pad(q, (0, 1), value=1.0), (0, 7)), F.pad(torch.cat((k, more), -1), (0, 7))
+    step, zeros = steps.to(k.dtype).expand(k.shape[:3])[..., None], (0, more - 1)
+    return F.pad(F.pad(q, (0, 1), value=1.0), zeros), F.pad(torch.cat((k, step), -1), zeros)
