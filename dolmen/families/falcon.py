@@ -3,7 +3,8 @@ one tensor. Three shapes of it:
 
     7B          one norm before attention and feed-forward layer side by side, one key-value head
     40B, 180B   new_decoder_architecture: a norm for each of the two, groups of queries
-    RW          parallel_attn false: one after the other; biases, as many key-value heads as queries
+    RW          parallel_attn false: one after the other; biases, ALiBi, as many key-value heads as
+                queries
 
 q, k, v are stored per key-value head, first its queries: [q ... q, k, v] of one, [q, k, v] per head
 of the classic layout.
@@ -26,6 +27,7 @@ from dolmen.model.tree import (
     Parallel,
     Pre,
     Rope,
+    Steps,
     Tree,
     runs_of,
 )
@@ -70,6 +72,13 @@ FIELDS = (
         "new_decoder_architecture, else 1.",
     ),
     Field("bias", optional(Flag()), False, "Biases on all linears."),
+    Field(
+        "alibi",
+        optional(Flag()),
+        False,
+        "Positions enter as what scores of a key grow by (ALiBi), and not by rope; with as many "
+        "key-value heads as query heads.",
+    ),
     Field(
         "ffn_hidden_size",
         optional(kinds.WIDTH),
@@ -144,16 +153,22 @@ def read(c: dict[str, Any]) -> Tree:
         raise ValueError(
             f"hidden_size ({hidden}) is not divisible by num_attention_heads ({heads})"
         )
+    kv_heads = _kv_heads(c)
+    if c["alibi"] and kv_heads != heads:
+        raise ValueError(
+            f"alibi is {c['alibi']} with {kv_heads} key-value heads of {heads} query heads: dolmen "
+            "computes it with as many; set multi_query false"
+        )
     norm = Norm("layernorm", float(c["layer_norm_epsilon"]), bias=True)
     mixer = Attention(
         heads,
-        _kv_heads(c),
+        kv_heads,
         hidden // heads,
         q_bias=bias,
         k_bias=bias,
         v_bias=bias,
         o_bias=bias,
-        positions=rope.read(c, hidden // heads),
+        positions=Steps() if c["alibi"] else rope.read(c, hidden // heads),
     )
     mlp = Mlp(
         4 * hidden if c["ffn_hidden_size"] is None else c["ffn_hidden_size"],
@@ -191,11 +206,19 @@ def new(tree: Tree) -> dict[str, Any]:
         "ffn_hidden_size": mlp.size,
         "activation": "gelu_pytorch_tanh" if mlp.activation == "gelu_tanh" else mlp.activation,
         "max_position_embeddings": tree.max_position_embeddings,
-        "rope_parameters": rope.new(expect(mixer.positions, Rope, "positions")),
+        "alibi": mixer.positions == Steps(),
+        "rope_parameters": _rope(mixer),
         "layer_norm_epsilon": tree.final_norm.eps,
         "initializer_range": tree.initializer_range,
         "tie_word_embeddings": tree.head.tied,
     }
+
+
+def _rope(mixer: Attention) -> dict[str, Any]:
+    """What rope there is; with ALiBi one that nothing turns by, which transformers asks for."""
+    if mixer.positions == Steps():
+        return rope.new(Rope(mixer.head_size))
+    return rope.new(expect(mixer.positions, Rope, "positions"))
 
 
 NORMS = {Pre(): None, Parallel(1): 1, Parallel(2): 2}  # num_ln_in_parallel_attn
@@ -231,9 +254,10 @@ FAMILY = Family(
     new=new,
     rules=rules,
     fields=FIELDS,
-    only={"alibi": (False, None), "apply_residual_connection_post_layernorm": (False, None)},
+    only={"apply_residual_connection_post_layernorm": (False, None)},
     harmless=("hidden_dropout",),
-    beside={**BESIDE, "alibi": False, "hidden_dropout": 0.0, "attention_dropout": 0.0},
+    beside={**BESIDE, "hidden_dropout": 0.0, "attention_dropout": 0.0},
     ignored=(r"transformer\.h\.\d+\.self_attention\.rotary_emb\.inv_freq",),
+    code=("configuration_falcon", "modeling_falcon"),
     prefix="transformer.",
 )

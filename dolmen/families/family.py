@@ -116,6 +116,10 @@ class Family:
     """Harmless fields that a config.json made here states."""
     ignored: tuple[str, ...] = ()
     """Patterns of stored buffers that are recomputed, not parameters."""
+    code: tuple[str, ...] = ()
+    """Files of code that folders of the family name in auto_map, from before transformers had its
+    class, which computes the same.
+    """
     prefix: str = ""
     """Leading part of the stored names that some files leave out."""
 

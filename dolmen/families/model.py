@@ -18,7 +18,18 @@ from dolmen.families import known
 from dolmen.families.differences import differences
 from dolmen.families.family import HARMLESS, ONLY, Family, Field
 from dolmen.files import kinds
-from dolmen.files.schema import Either, Mismatch, Object, Real, Schema, check, optional
+from dolmen.files.schema import (
+    Either,
+    List,
+    Map,
+    Mismatch,
+    Object,
+    Real,
+    Schema,
+    check,
+    either,
+    optional,
+)
 from dolmen.model.tree import Tree
 
 CARRIED = (*kinds.SPECIAL_TOKENS, "dtype")  # to another family
@@ -63,7 +74,7 @@ class Model(Plain):
 
     def _refuse(self) -> None:
         config, family = self.config, self.family
-        if config.get("auto_map"):
+        if _code(config.get("auto_map") or {}) - {*family.code}:
             raise ValueError(
                 f"auto_map is {config['auto_map']}: dolmen runs no code from a model folder "
                 "(trust_remote_code); use a model saved with a class of transformers"
@@ -101,6 +112,7 @@ def schema(family: Family) -> Object:
     fields = {name: f.kind for f in family.fields for name in (f.name, *f.aliases)}
     every = {**kinds.SPECIAL_TOKENS, "dtype": optional(kinds.NAME)}
     own = {RESERVED: Object(rest=None), "torch_dtype": optional(kinds.NAME)}
+    own["auto_map"] = optional(Map(either(kinds.NAME, List(optional(kinds.NAME)))))
     return Object(required={"model_type": kinds.NAME}, optional={**fields, **every, **own})
 
 
@@ -245,6 +257,14 @@ def _with_numbers(value: Any, kind: Schema) -> Any:
             inside = {n: _with_numbers(value[n], one) for n, one in fields.items() if n in value}
             return {**value, **inside}
     return value
+
+
+def _code(auto_map: Mapping[str, Any]) -> set[str]:
+    """The files of code that a folder asks to be run: `modeling_x` for x/y--modeling_x.Class."""
+    classes = [
+        name for given in auto_map.values() for name in (given if type(given) is list else [given])
+    ]
+    return {name.split("--")[-1].split(".")[0] for name in classes if name is not None}
 
 
 def _named(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ every rank; a rank multiplies only the rows of the heads its queries use, and th
 `Partial`.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -20,7 +21,7 @@ from dolmen.model.given import Given
 from dolmen.model.layers import Column, Norm, Row
 from dolmen.model.tree import Leaves, under
 from dolmen.ops import rope
-from dolmen.ops.attention import Attend
+from dolmen.ops.attention import Attend, alibi
 from dolmen.ops.dropout import SCORES, Dropout
 from dolmen.parallel.recompute import again
 
@@ -35,15 +36,16 @@ class Attention(Branch):
         split, kernels = setting.split, setting.split.kernels
         self.tp, self.cp = split.tp, split.cp
         self.head_size = attention.head_size
+        self.carried = attention.head_sizes[0] - self.head_size
         self.selective = split.recompute.of(setting.layer) == "selective"
         size = self.tp.axis.size
         self.whole_kv = attention.kv_heads % size != 0
         self.heads = attention.heads // size
         group = attention.heads // attention.kv_heads
-        first_head, self.dropout = self.tp.axis.rank * self.heads, setting.training.dropout
-        self.scores = self.attend(attention)._replace(first_head=first_head)
+        self.first_head, self.dropout = self.tp.axis.rank * self.heads, setting.training.dropout
+        self.scores = self.attend(attention)._replace(first_head=self.first_head)
         # the key-value head of each of our queries
-        used = [(first_head + i) // group for i in range(self.heads)]
+        used = [(self.first_head + i) // group for i in range(self.heads)]
         self.kv_first, self.kv_heads = used[0], used[-1] - used[0] + 1
         self.spread = (
             None
@@ -59,7 +61,9 @@ class Attention(Branch):
     @staticmethod
     def attend(mixer: tree.Attention) -> Attend:
         slopes = positions.slopes(mixer.positions, mixer.heads)
-        return Attend(mixer.window, mixer.scale, mixer.soft_cap, slopes)
+        # of the head's own size, whatever queries and keys carry beside
+        scale = 1 / math.sqrt(mixer.head_size) if mixer.scale is None else mixer.scale
+        return Attend(mixer.window, scale, mixer.soft_cap, slopes)
 
     def _mine(self, p: Tensor | None) -> Tensor | None:
         """The rows of a k or v parameter that this rank multiplies."""
@@ -90,6 +94,9 @@ class Attention(Branch):
             q, k = self.q_norm(q), self.k_norm(k)
         if given.cos is not None:
             q, k = rope.rotate(q, given.cos, given.sin), rope.rotate(k, given.cos, given.sin)
+        if given.steps is not None:
+            steps = given.steps.narrow(2, self.first_head, self.heads)
+            q, k = alibi.carried(q, k, steps, self.carried)
         if cache is not None:
             k, v = cache.append(k, v)
         y = again(self._scores, q, k, v, given) if self.selective else self._scores(q, k, v, given)

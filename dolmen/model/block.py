@@ -2,6 +2,8 @@
 norms, is a subclass, one for each arrangement.
 """
 
+from typing import Generic, TypeVar
+
 from torch import Tensor, nn
 
 from dolmen.model.component import Component, Setting
@@ -10,16 +12,18 @@ from dolmen.ops import dropout
 from dolmen.parallel.data import Unit
 from dolmen.parallel.recompute import again
 
+C = TypeVar("C", bound=Component)
 
-class Block(nn.Module):
+
+class Block(nn.Module, Generic[C]):
     """x [batch * length, hidden] -> the same. A subclass makes its norms in the order of its
     parameters, keeps `attn` and `mlp` among them, and says in `stream` how x passes.
     """
 
     takes: type[Component] = Component
     """What its mixer and its mlp must be."""
-    attn: Component
-    mlp: Component
+    attn: C
+    mlp: C
 
     def __init__(self, setting: Setting):
         super().__init__()

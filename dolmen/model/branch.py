@@ -10,6 +10,7 @@ for all of them, where each by itself would have its own.
 from collections.abc import Sequence
 from itertools import accumulate
 
+from jaxtyping import Float
 from torch import Tensor
 
 from dolmen.core.state import local
@@ -48,8 +49,8 @@ class Branch(Component):
         return self.row(self.inner(products, given, cache))
 
 
-def enter(branches: Sequence[Branch], x: Tensor) -> list[tuple[Tensor, ...]]:
-    """The products of x [tokens, hidden] I@tp (or S(0)@tp) with the columns of each branch."""
+def enter(branches: Sequence[Branch], x: Float[Tensor, "here hidden"]) -> list[tuple[Tensor, ...]]:
+    """The products of x, I@tp (or S(0)@tp), with the columns of each branch."""
     columns = [branch.columns for branch in branches]
     weights, biases = zip(*(pair for pairs in columns for pair in pairs), strict=True)
     products = tensor.columns(x, weights, biases, branches[0].tp)
@@ -57,10 +58,10 @@ def enter(branches: Sequence[Branch], x: Tensor) -> list[tuple[Tensor, ...]]:
     return [products[end - len(pairs) : end] for pairs, end in zip(columns, ends, strict=True)]
 
 
-def leave(branches: Sequence[Branch], results: Sequence[Tensor]) -> Tensor:
-    """The sum of the branches, [tokens, hidden] I@tp (or S(0)@tp), of the result of each one's
-    `inner`.
-    """
+def leave(
+    branches: Sequence[Branch], results: Sequence[Float[Tensor, "tokens _"]]
+) -> Float[Tensor, "here hidden"]:
+    """The sum of the branches, I@tp (or S(0)@tp), of the result of each one's `inner`."""
     rows = [branch.row for branch in branches]
     y = tensor.rows(results, [local(row.weight) for row in rows], branches[0].tp)
     for row in rows:

@@ -66,7 +66,7 @@ def chosen(tree: Tree, mesh: Mesh, compute: torch.dtype, hardware: Hardware) -> 
     """The kernels of a rank of `mesh`, whose step computes in `compute`."""
     experts = {leaf for leaf in tree.leaves.values() if leaf.role == "expert"}
     widths = {width for leaf in experts for width in leaf.held({"tp": mesh.tp.size})[1:]}
-    longest = max(b.mixer.head_size for b in tree.blocks)
+    longest = max(size for b in tree.blocks for size in b.mixer.head_sizes)
     return choose(hardware, compute, longest, sorted(widths), components.attends(tree))
 
 

@@ -19,7 +19,7 @@ from dolmen.core.state import Places, local
 from dolmen.model import components
 from dolmen.model.block import Block
 from dolmen.model.component import Setting
-from dolmen.model.given import Balance, Given
+from dolmen.model.given import Balance, Given, Where
 from dolmen.model.layers import Column, Embedding, Norm, Positions, is_partial, places
 from dolmen.model.positions import tables
 from dolmen.model.split import Split, whole
@@ -139,15 +139,16 @@ class Decoder(nn.Module):
             device=weight.device,
         )
 
-    def rope(
-        self, part: int, positions: Tensor
-    ) -> dict[Relative | None, tuple[Tensor | None, Tensor | None]]:
-        """Of each kind of positions that a stage of this rank uses, cos and sin of `positions` [b
-        or 1, s], fp32 or wider; Nones where nothing is turned.
+    def rope(self, part: int, positions: Tensor) -> dict[tuple[Relative | None, int], Where]:
+        """What is known of `positions` [b or 1, s] by each kind of layer that a stage of this rank
+        has, in fp32 or wider.
         """
         dtype = torch.promote_types(self.compute or next(self.parameters()).dtype, torch.float32)
-        used = {self.tree.blocks[i].mixer.positions for i in self.split.parts[part].layers}
-        return {rope: tables(rope, positions, dtype) for rope in used}
+        mixers = [self.tree.blocks[i].mixer for i in self.split.parts[part].layers]
+        return {
+            kind: tables(*kind, positions, dtype)
+            for kind in {(mixer.positions, mixer.heads) for mixer in mixers}
+        }
 
     def forward(
         self,
@@ -186,8 +187,9 @@ class Decoder(nn.Module):
         turned = self.rope(part, positions)
         for i, block in zip(here.layers, self.blocks(part), strict=True):
             kept = None if cache is None else cache.layers[i]
-            rope = turned[self.tree.blocks[i].mixer.positions]
-            x = block(x, given.of_layer(i, rope, (balance or {}).get(i)), kept)
+            mixer = self.tree.blocks[i].mixer
+            where = turned[mixer.positions, mixer.heads]
+            x = block(x, given.of_layer(i, where, (balance or {}).get(i)), kept)
         if not here.last:
             return x
         x = self.final_norm(x)

@@ -22,6 +22,14 @@ class Balance(NamedTuple):
     """
 
 
+class Where(NamedTuple):
+    """What a layer needs to know of its tokens' positions; as in Given."""
+
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    steps: Tensor | None = None
+
+
 class Given(NamedTuple):
     """Of this rank of cp's part of the sequences; `length` tokens of each."""
 
@@ -32,6 +40,8 @@ class Given(NamedTuple):
     is given this; None where it turns nothing.
     """
     sin: Tensor | None = None
+    steps: Tensor | None = None
+    """[batch or 1, length, heads], what products with each key grow by; None: by nothing."""
     documents: Documents | None = None
     """Where the document of each token starts; None: at 0."""
     noise: Noise | None = None
@@ -43,12 +53,9 @@ class Given(NamedTuple):
     balance: Balance | None = None
     """Of a layer of experts; None: no gradient is wanted."""
 
-    def of_layer(
-        self, number: int, tables: tuple[Tensor | None, Tensor | None], balance: Balance | None
-    ) -> "Given":
-        """The same for layer `number`, whose rope is `tables`."""
-        cos, sin = tables
-        here = self._replace(cos=cos, sin=sin, balance=balance)
+    def of_layer(self, number: int, where: Where, balance: Balance | None) -> "Given":
+        """The same for layer `number`, which knows its positions as `where`."""
+        here = self._replace(**where._asdict(), balance=balance)
         if self.noise is None:
             return here
         layer = host.number(number, torch.int64, self.noise.key.device)

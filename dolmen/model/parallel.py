@@ -23,12 +23,10 @@ from dolmen.model.tree import Leaves, under
 from dolmen.ops.dropout import MLP
 
 
-class Parallel(Block):
+class Parallel(Block[Branch]):
     """x += mixer(norm x) + mlp(norm x); dropout is of the sum."""
 
     takes = Branch
-    attn: Branch
-    mlp: Branch
     norm: Norm | None
     """Of both; None: each has its own."""
     attn_norm: Norm
@@ -57,7 +55,7 @@ class Parallel(Block):
         results = [self.attn.inner(attn, given, cache), self.mlp.inner(mlp, given)]
         return x + self.drop(leave(both, results), given, MLP)
 
-    def entered(self, x: Tensor) -> list[Sequence[Tensor]]:
+    def entered(self, x: Tensor) -> Sequence[Sequence[Tensor]]:
         """The products with the columns of the mixer, and with those of the mlp."""
         if self.norm is not None:
             return enter([self.attn, self.mlp], self.norm(x))

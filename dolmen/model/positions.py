@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dolmen.model import tree
+from dolmen.model.given import Where
 from dolmen.model.tree.positions import Relative
 from dolmen.ops import rope
 from dolmen.ops.attention import alibi
@@ -31,14 +32,14 @@ def frequencies(
     return SCALED[type(r.scaling)](inv, r.scaling)
 
 
-def tables(
-    p: Relative | None, positions: Tensor, dtype: torch.dtype
-) -> tuple[Tensor | None, Tensor | None]:
-    """cos and sin of `positions` [b or 1, s], in `dtype`; Nones where nothing is turned."""
+def tables(p: Relative | None, heads: int, positions: Tensor, dtype: torch.dtype) -> Where:
+    """Of `positions` [b or 1, s], for layers of so many heads; cos and sin in `dtype`."""
     match p:
         case tree.Rope():
-            return rope.tables(positions, frequencies(p, positions.device, dtype))
-    return None, None
+            return Where(*rope.tables(positions, frequencies(p, positions.device, dtype)))
+        case tree.Steps():
+            return Where(steps=alibi.steps(heads, positions))
+    return Where()
 
 
 def slopes(p: Relative | None, heads: int) -> tuple[float, ...] | None:

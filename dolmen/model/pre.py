@@ -11,7 +11,7 @@ from dolmen.model.tree import Leaves, under
 from dolmen.ops.dropout import MIXER, MLP
 
 
-class Pre(Block):
+class Pre(Block[Component]):
     """x += mixer(norm x); x += mlp(norm x)."""
 
     def __init__(

@@ -34,6 +34,7 @@ from dolmen.model.tree import (
     Pre,
     Rope,
     Sandwich,
+    Steps,
     check_cuts,
 )
 
@@ -202,6 +203,11 @@ FALCON_7B = {
     "apply_residual_connection_post_layernorm": False,
     "architectures": ["FalconForCausalLM"],
     "attention_dropout": 0.0,
+    "auto_map": {
+        "AutoConfig": "configuration_falcon.FalconConfig",
+        "AutoModelForCausalLM": "tiiuae/falcon-7b--modeling_falcon.FalconForCausalLM",
+        "AutoTokenizer": [None, None],
+    },
     "bias": False,
     "bos_token_id": 11,
     "eos_token_id": 11,
@@ -238,6 +244,7 @@ FALCON_11B = FALCON_40B | {  # one norm, a tall feed-forward layer, theta beside
     "tie_word_embeddings": False,
 }
 FALCON_CLASSIC = {
+    "alibi": True,
     "bias": True,
     "model_type": "falcon",
     "multi_query": False,
@@ -434,6 +441,7 @@ def test_values_of_published_configs():
     falcon = Model(FALCON_CLASSIC).tree
     assert falcon.hidden_size == 2048 and falcon.blocks[0].arrangement == Pre()
     assert falcon.blocks[0].mixer.kv_heads == 32 and falcon.blocks[0].mlp.bias
+    assert falcon.blocks[0].mixer.positions == Steps()
     gemma = Model(GEMMA_2B).tree
     assert gemma.blocks[0].mlp.activation == "gelu_tanh" and gemma.embedding.scale == 2048**0.5
     assert gemma.final_norm == gemma.blocks[0].norm == Norm("rmsnorm", 1e-6, zero_centred=True)
@@ -549,6 +557,8 @@ def test_edit(content):
         ("mixtral", "num_local_experts", 0),
         ("qwen3_moe", "num_experts_per_tok", 129),
         ("qwen3_moe", "decoder_sparse_step", 0),
+        ("falcon", "auto_map", {"AutoModelForCausalLM": "modeling_own.FalconForCausalLM"}),
+        ("falcon", "auto_map", "modeling_falcon.FalconForCausalLM"),
         ("falcon", "alibi", True),
         ("falcon", "apply_residual_connection_post_layernorm", True),
         ("falcon", "num_kv_heads", 8),

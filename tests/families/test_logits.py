@@ -103,3 +103,11 @@ def test_greedy_text(case, tmp_path):
     theirs.generation_config = transformers.GenerationConfig()  # no token ends a text
     texts = theirs.generate(prompts, max_new_tokens=12, do_sample=False)[:, 7:]
     assert engine.generate(ours, prompts.tolist(), 12) == texts.tolist()
+
+
+@torch.no_grad()
+def test_falcon_beyond_what_bfloat16_counts(tmp_path):
+    """400 tokens: from 256 on ALiBi of Falcon goes by steps, as in transformers."""
+    theirs, ours = build("falcon-alibi"), engine.load(save(build("falcon-alibi"), tmp_path))
+    tokens = torch.randint(0, ours.tree.vocab_size, (1, 400))
+    torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=0, atol=1e-4)

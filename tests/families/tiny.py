@@ -179,6 +179,19 @@ CASES = {
     ),
     "falcon-classic": ("falcon", FALCON | dict(multi_query=False, parallel_attn=False, bias=True)),
     "falcon-classic-parallel": ("falcon", FALCON | dict(multi_query=False)),
+    # as RW is; with 6 heads slopes are no powers of two, and rounded
+    "falcon-alibi": (
+        "falcon",
+        FALCON
+        | dict(
+            alibi=True,
+            multi_query=False,
+            parallel_attn=False,
+            bias=True,
+            hidden_size=36,
+            num_attention_heads=6,
+        ),
+    ),
     "falcon-one-after-the-other": ("falcon", FALCON | dict(parallel_attn=False)),
 }
 

@@ -52,6 +52,15 @@ CONFIGS = {
         attn_logit_softcapping=1.0,
         final_logit_softcapping=2.0,
     ),
+    # keys carry what ALiBi adds; one after the other
+    "falcon-rw": tiny(
+        "falcon",
+        **FALCON | dict(hidden_size=48, num_attention_heads=12),
+        alibi=True,
+        multi_query=False,
+        parallel_attn=False,
+        bias=True,
+    ),
     # a norm of the embedding; slopes of 12 heads, which lie between those of 8 and of 16
     "bloom": tiny(
         "bloom",
@@ -132,6 +141,17 @@ ROWS = [
         documents=True,
     ),
     *rows(DROPPED["gemma2"], "gemma2, dropout", "dp2 tp2 sp zero3 acc4\ncp2 full", steps=2),
+    *rows(
+        CONFIGS["falcon-rw"],
+        "falcon-rw",
+        """
+        tp2 sp acc4
+        tp4 selective                  |
+        cp2 pp2 acc4 zero1
+        cp4 gather                     |
+        cp2 tp2 sp full
+        """,
+    ),
     *rows(
         CONFIGS["bloom"],
         "bloom",

@@ -72,6 +72,14 @@ def test_a_model_with_alibi_has_blocks():
     assert (kernels["bloom"].attention, kernels["bloom"].without) == ("blocks", "ALiBi")
 
 
+@pytest.mark.parametrize("hidden, attention", [(64, "flash"), (496, "flash"), (512, "blocks")])
+def test_what_keys_carry_is_part_of_their_size(hidden, attention):
+    """Flash takes heads of 256: 248, and 8 that keys carry."""
+    fields = dict(alibi=True, multi_query=False, hidden_size=hidden, num_attention_heads=2)
+    model = tiny("falcon", vocab_size=71, **fields)
+    assert chosen(model.tree, SINGLE, HALF, H100).attention == attention
+
+
 def test_a_cpu_has_the_defaults_and_is_what_a_device_of_it_says():
     assert choose(CPU, HALF, 64, (64, 64)) == Kernels()
     assert Hardware.of(torch.device("cpu")) is CPU

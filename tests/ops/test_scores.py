@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from dolmen.model.config import ModelConfig
-from dolmen.train.build import build, initialize
+from models import Flat, build, initialize
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BloomConfig, Gemma2Config
@@ -19,7 +18,7 @@ from transformers.models.gemma2 import modeling_gemma2 as gemma2
 
 from dolmen.core.mesh import SINGLE
 from dolmen.ops.attention import Attend, blocks, blockwise, dropped, reference, visible
-from dolmen.ops.attention.alibi import slopes
+from dolmen.ops.attention.alibi import carried, slopes, steps
 from dolmen.ops.attention.reference import CASES, KNOWN, ROADS, SCORES, definition
 from dolmen.ops.dropout import Dropout, Noise
 from dolmen.parallel.recompute import again
@@ -309,9 +308,30 @@ def test_gemma_2_of_transformers(window):
     )
 
 
+@pytest.mark.parametrize("heads", (1, 6, 32, 71))
+def test_steps_are_falcons(heads):
+    """To the bit, and no multiples of a slope: from 256 on an index is rounded too."""
+    wanted = falcon.build_alibi_tensor(torch.ones(1, 3000, dtype=torch.int64), heads, torch.float32)
+    found = steps(heads, torch.arange(3000)[None])
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found[0].float(), wanted[:, 0].t())
+    straight = torch.tensor(slopes(heads)) * torch.arange(3000)[:, None]
+    assert (found[0] - straight).abs().max() > 0.01
+
+
+def test_what_keys_carry_is_added_to_their_products():
+    q, k = torch.randn(2, 2, 5, 3, 8, dtype=torch.float64)
+    more = steps(3, torch.arange(4, 9)[None])
+    wide_q, wide_k = carried(q, k, more, 4)
+    assert wide_q.shape == wide_k.shape == (2, 5, 3, 12)
+    products = torch.einsum("bqhd,bkhd->bhqk", q, k)
+    wanted = products + more.double()[0].t()[:, None]
+    torch.testing.assert_close(torch.einsum("bqhd,bkhd->bhqk", wide_q, wide_k), wanted)
+
+
 def test_one_program_serves_the_layers_of_a_model(monkeypatch):
     """Slopes and caps are no reason to compile a block again, nor a break in its graph."""
-    config = ModelConfig(
+    config = Flat(
         vocab_size=32,
         hidden_size=32,
         intermediate_size=64,
@@ -324,7 +344,7 @@ def test_one_program_serves_the_layers_of_a_model(monkeypatch):
     initialize(model, 0)
     monkeypatch.setattr(blockwise, "_fused", lambda passes: passes)
     for block in model.layers.values():
-        block.attn.attend = Attend(20, 0.5, 3.0, slopes(4))
+        block.attn.scores = Attend(20, 0.5, 3.0, slopes(4))
         block.compile(backend=counter, fullgraph=True)
     tokens = torch.randint(32, (2, 48), generator=torch.Generator().manual_seed(0))
     compiled = model(tokens, tokens)

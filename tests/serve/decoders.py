@@ -59,6 +59,14 @@ DECODERS |= {
         initializer_range=0.3,
         tie_word_embeddings=False,
     ),
+    "alibi-in-keys": tiny(
+        "falcon",
+        **FALCON | dict(hidden_size=48, num_attention_heads=6),
+        alibi=True,
+        multi_query=False,
+        parallel_attn=False,
+        bias=True,
+    ),
     "side-by-side": tiny("falcon", **FALCON),
     "side-by-side-two-norms": tiny(
         "falcon", **FALCON, new_decoder_architecture=True, num_kv_heads=2, bias=True

@@ -21,7 +21,7 @@ from dolmen.model.tree.leaf import Cut, Leaf, Leaves, Stream, check_cuts, under,
 from dolmen.model.tree.mlp import Mlp
 from dolmen.model.tree.norm import Norm
 from dolmen.model.tree.parallel import Parallel
-from dolmen.model.tree.positions import Alibi, Linear, Llama3, Rope, Table, Yarn
+from dolmen.model.tree.positions import Alibi, Linear, Llama3, Rope, Steps, Table, Yarn
 from dolmen.model.tree.pre import Pre
 from dolmen.model.tree.sandwich import Sandwich
 
@@ -45,6 +45,7 @@ __all__ = [
     "Router",
     "Run",
     "Sandwich",
+    "Steps",
     "Stream",
     "Table",
     "Tree",

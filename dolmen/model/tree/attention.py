@@ -43,6 +43,12 @@ class Attention:
             )
 
     @property
+    def head_sizes(self) -> tuple[int, ...]:
+        """Of keys, with what they carry, and of values."""
+        carried = 0 if self.positions is None else self.positions.carried
+        return self.head_size + carried, self.head_size
+
+    @property
     def words(self) -> str:
         """For a person."""
         kv = f", {self.kv_heads} kv heads" if self.kv_heads != self.heads else ""

@@ -4,6 +4,7 @@ with distance (ALiBi, Press et al., 2108.12409), or a table added to the embeddi
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from dolmen.model.tree.leaf import Leaf, Leaves
 
@@ -49,6 +50,8 @@ Scaling = Linear | Llama3 | Yarn
 class Rope:
     """Pairs of each head are turned by position * theta^(-2i / size)."""
 
+    carried: ClassVar[int] = 0
+    """Numbers that keys carry beside their own."""
     size: int
     """Leading part of each head that is rotated; the whole head where it is its size."""
     theta: float = 10000.0
@@ -72,8 +75,21 @@ class Alibi:
     of two heads those of the lower and every other one of the upper.
     """
 
+    carried: ClassVar[int] = 0
 
-Relative = Rope | Alibi
+
+@dataclass(frozen=True)
+class Steps:
+    """ALiBi as Falcon has it: the product of query i and key j, before it is scaled, grows by
+    slope_h * j, slope, index and product each rounded to bfloat16. From 256 keys on that is a
+    staircase, whose steps a model was trained with. A key-value head has one query head.
+    """
+
+    carried: ClassVar[int] = 8
+    """The growth, and zeros: 16 bytes in half precision, of which flash asks rows to be made."""
+
+
+Relative = Rope | Alibi | Steps
 """What attention knows of where a key is, seen from a query."""
 
 
