@@ -22,12 +22,8 @@ ARRANGEMENTS = {tree.Pre: Pre, tree.Parallel: Parallel, tree.Sandwich: Sandwich}
 
 # What a tree can say and no module computes: any other value is refused.
 ONLY: dict[type, dict[str, Any]] = {
-    tree.Experts: {"shared": None},
-    tree.Rope: {"interleaved": False},
-    tree.Router: {"score": "softmax", "scale": 1.0, "groups": 1},
     tree.Table: {"offset": 0},
 }
-NOT_YET = (tree.Yarn,)
 
 
 def make(block: tree.Block, leaves: Leaves, setting: Setting) -> Block:
@@ -50,8 +46,6 @@ def check(model: tree.Tree) -> None:
         _check_arrangement(block)
     for component in _inside(model):
         kind = type(component)
-        if kind in NOT_YET:
-            raise ValueError(f"{component}: dolmen does not compute {kind.__name__}")
         for name, computed in ONLY.get(kind, {}).items():
             value = getattr(component, name)
             if value != computed:

@@ -527,7 +527,7 @@ def test_edit(content):
     [
         ("llama", "hidden_act", "relu2"),
         ("llama", "rope_scaling", {"type": "dynamic", "factor": 2.0}),
-        ("llama", "rope_parameters", {"rope_type": "yarn", "factor": 2.0}),
+        ("llama", "rope_parameters", {"rope_type": "yarn"}),
         ("llama", "rope_scaling", {"rope_type": "longrope"}),
         ("llama", "partial_rotary_factor", 0.5),
         ("llama", "rope_scaling", {"rope_type": "llama3", "factor": 8.0}),

@@ -77,7 +77,7 @@ def test_memory_doubles_up_to_the_maximum():
     for new in (3, 1, 1, 1, 1, 8, 5):
         k = torch.full((1, new, 1, 2), float(layer.length))
         keys, values = layer.append(k, -k)
-        made.append(layer.keys.shape[1])
+        made.append(layer.kept[0].shape[1])
         assert (
             keys.shape[1] == layer.length
             and torch.equal(keys, -values)
