@@ -8,6 +8,7 @@ from dolmen.model import tree
 from dolmen.model.attention import Attention
 from dolmen.model.block import Block
 from dolmen.model.component import Setting
+from dolmen.model.latent import LatentAttention
 from dolmen.model.mlp import MLP
 from dolmen.model.moe import MoE
 from dolmen.model.parallel import Parallel
@@ -16,7 +17,7 @@ from dolmen.model.sandwich import Sandwich
 from dolmen.model.tree import Leaves, under
 from dolmen.ops.attention import Attend
 
-MIXERS = {tree.Attention: Attention}
+MIXERS = {tree.Attention: Attention, tree.LatentAttention: LatentAttention}
 MLPS = {tree.Mlp: MLP, tree.Experts: MoE}
 ARRANGEMENTS = {tree.Pre: Pre, tree.Parallel: Parallel, tree.Sandwich: Sandwich}
 

@@ -48,7 +48,7 @@ class LayerCache:
         return new
 
 
-ENTRIES = {tree.Attention: LayerCache}  # what a mixer keeps
+ENTRIES = {tree.Attention: LayerCache, tree.LatentAttention: LayerCache}  # what a mixer keeps
 
 
 class Cache:
