@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable, Collection, Iterator
 from itertools import groupby
 from pathlib import Path
@@ -199,7 +200,11 @@ def save(
     if dtype != stated_dtype(model):
         model = edit(model, dtype=str(dtype).removeprefix("torch."))
     content = model.exported()
-    specs = {name: Spec(entry.shape, dtype) for name, entry in weight_map(model).entries.items()}
+    leaves, wide = model.tree.leaves, torch.promote_types(dtype, torch.float32)
+    specs = {
+        name: Spec(entry.shape, wide if leaves[entry.ours[0]].precise else dtype)
+        for name, entry in weight_map(model).entries.items()
+    }
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:
         part = Path(temporary) / "model"
@@ -217,13 +222,16 @@ def _match(folder: Path, weights: WeightMap) -> dict[str, Stored]:
     model's head if stored.
     """
     found: dict[str, Stored] = {}
+    beyond: list[str] = []
     for name, stored in safetensors.index(folder).items():
         canonical = weights.canonical(name)
         if canonical in found:
             raise ValueError(
                 f"{folder} stores {canonical} twice, as {name} and as {found[canonical].name}"
             )
-        if not weights.ignores(canonical):
+        if weights.is_beyond(canonical):
+            beyond.append(stored.name)
+        elif not weights.ignores(canonical):
             found[canonical] = stored
     extra = [stored.name for name, stored in found.items() if weights.expected_shape(name) is None]
     missing = [name for name in weights.entries if name not in found]
@@ -240,6 +248,13 @@ def _match(folder: Path, weights: WeightMap) -> dict[str, Stored]:
         )
     for name, stored in found.items():
         _check_tensor(name, stored, weights)
+    if beyond:
+        field = weights.model.family.beyond
+        warnings.warn(
+            f"{folder}: {counted(len(beyond), 'tensor')} of layers behind the last ({field}) are "
+            f"left out, e.g. {beyond[0]}: they are no part of the decoder",
+            stacklevel=3,
+        )
     return found
 
 

@@ -97,6 +97,8 @@ def gradient_rows(model: Decoder, theirs: dict[str, Tensor] | None) -> list[Row]
     """
     ours, apart = 0.0, {}
     for name, p in model.named_parameters():
+        if not p.requires_grad:
+            continue
         gradient, p.grad = state.full(p.grad), None  # whole, one at a time
         if theirs is None:
             continue

@@ -120,6 +120,10 @@ class Family:
     """Files of code that folders of the family name in auto_map, from before transformers had its
     class, which computes the same.
     """
+    beyond: str | None = None
+    """Field that says how many layers files hold behind the last which are no part of the decoder:
+    they are left out, aloud.
+    """
     prefix: str = ""
     """Leading part of the stored names that some files leave out."""
 

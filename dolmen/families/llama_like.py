@@ -231,14 +231,14 @@ def rules(tree: Tree, norms: Mapping[str, str] = NORMS) -> list[Rule]:
     ]
 
 
-def expert_rules(tree: Tree, module: str, names: dict[str, str]) -> list[Rule]:
-    """Rules of the sparse layers: the router, and stacks of the experts' matrices, stored under
-    `module` with the `names` -> ours.
+def expert_rules(tree: Tree, module: str, names: dict[str, str], bias: str = "bias") -> list[Rule]:
+    """Rules of the sparse layers: the router, whose bias the file calls `bias`, and stacks of the
+    experts' matrices, stored under `module` with the `names` -> ours.
     """
     ours = "layers.{}.mlp."
     number = max((b.mlp.experts for b in tree.blocks), default=0)
     return [
-        Rename(f"{LAYER}{module}.gate", ours + "router"),
+        Rename(f"{LAYER}{module}.gate", ours + "router", bias),
         *(
             Stack(f"{LAYER}{module}.experts.{{}}.{hf}", f"{ours}experts.{name}", number)
             for hf, name in names.items()

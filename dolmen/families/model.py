@@ -93,8 +93,8 @@ class Model(Plain):
                 )
 
     def exported(self) -> dict[str, Any]:
-        """The config.json for others."""
-        return {n: deepcopy(v) for n, v in self.config.items() if n != RESERVED}
+        """The config.json for others: without the names of code that is not there."""
+        return {n: deepcopy(v) for n, v in self.config.items() if n not in (RESERVED, "auto_map")}
 
     def plain(self) -> dict[str, Any]:
         return deepcopy(self.config)

@@ -8,16 +8,29 @@ from typing import Any
 
 from dolmen.families.family import Field, mapping
 from dolmen.files import kinds
-from dolmen.files.schema import Real, optional
-from dolmen.model.tree import Linear, Llama3, Rope
-from dolmen.model.tree.positions import Scaling
+from dolmen.files.schema import Flag, Real, optional
+from dolmen.model.tree import Linear, Llama3, Rope, Yarn
+from dolmen.model.tree.positions import Scaling, temperature
 
-# rope_type -> the fields that it uses
-USED = {
+# rope_type -> the fields that it needs; and what it takes beside
+NEEDED = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
 }
+BESIDE = {
+    "yarn": (
+        "beta_fast",
+        "beta_slow",
+        "attention_factor",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    )
+}
+USED = {kind: (*needed, *BESIDE.get(kind, ())) for kind, needed in NEEDED.items()}
+TURNS = optional(Real(2**-20, 2**20))  # a wavelength is divided by it
 PARAMETERS = (
     Field(
         "rope_theta",
@@ -31,14 +44,15 @@ PARAMETERS = (
         kinds.NAME,
         None,
         "How the context is extended: default | linear (positions divided by factor) | llama3 "
-        "(long wavelengths divided, short kept, smooth between).",
+        "(long wavelengths divided, short kept, smooth between) | yarn (the same by the turns in "
+        "the original context, and a temperature).",
         common=("rope_scaling.rope_type", "rope_scaling.type", "rope.scaling"),
     ),
     Field(
         "factor",
         optional(Real(0, above=True)),
         None,
-        "Context extension factor of linear and llama3.",
+        "Context extension factor of linear, llama3 and yarn.",
         common=("rope_scaling.factor", "rope.factor"),
     ),
     Field(
@@ -59,12 +73,32 @@ PARAMETERS = (
         "original_max_position_embeddings",
         optional(kinds.POSITIONS),
         None,
-        "llama3: context length the model was first trained at, tokens.",
+        "llama3 and yarn: context length the model was first trained at, tokens.",
         common=(
             "rope_scaling.original_max_position_embeddings",
             "rope.original_max_position_embeddings",
         ),
     ),
+    Field("beta_fast", TURNS, None, "yarn: what turns more often in the original context is kept."),
+    Field(
+        "beta_slow", TURNS, None, "yarn: what turns less often in it is divided by `factor` whole."
+    ),
+    Field(
+        "attention_factor",
+        optional(Real(0, above=True)),
+        None,
+        "yarn: what cos and sin are multiplied by. None: 0.1 ln(factor) + 1, or the same times "
+        "mscale over the same times mscale_all_dim.",
+    ),
+    Field("mscale", optional(Real(0)), None, "yarn: see attention_factor."),
+    Field(
+        "mscale_all_dim",
+        optional(Real(0)),
+        None,
+        "yarn: see attention_factor. DeepSeek multiplies scores by the square of 0.1 x this x "
+        "ln(factor) + 1.",
+    ),
+    Field("truncate", Flag(), True),  # no option: a flag cannot be left unsaid
 )
 NEVER = (Field("type", kinds.NAME), Field("partial_rotary_factor", optional(Real())))
 NAMES = frozenset(field.name for field in PARAMETERS + NEVER)
@@ -80,36 +114,43 @@ def fields(theta: float = 10000.0) -> tuple[Field, ...]:
     )
 
 
+def given(c: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """The field that states rope, and what it states."""
+    knob = "rope_scaling" if c["rope_scaling"] else "rope_parameters"
+    return knob, c[knob] or {}
+
+
 def read(c: Mapping[str, Any], size: int) -> Rope:
     """Rope over heads of `size`, rotated in halves. Raises ValueError for a type that is not
     implemented, and for a part of the head left unrotated.
     """
-    knob = "rope_scaling" if c["rope_scaling"] else "rope_parameters"
-    given = c[knob] or {}
-    if any(isinstance(value, dict) for value in given.values()):
-        raise ValueError(f"{knob} is {given}: dolmen supports one rope for all layers")
-    if given.get("partial_rotary_factor", 1.0) not in (1.0, None):
+    knob, stated = given(c)
+    if any(isinstance(value, dict) for value in stated.values()):
+        raise ValueError(f"{knob} is {stated}: dolmen supports one rope for all layers")
+    if stated.get("partial_rotary_factor", 1.0) not in (1.0, None):
         raise ValueError(
-            f"{knob}.partial_rotary_factor is {given['partial_rotary_factor']}: dolmen supports "
+            f"{knob}.partial_rotary_factor is {stated['partial_rotary_factor']}: dolmen supports "
             f"only 1.0"
         )
-    theta = float(given.get("rope_theta", c["rope_theta"]))
-    return Rope(size, theta, _scaling(c, knob, given))
+    theta = float(stated.get("rope_theta", c["rope_theta"]))
+    return Rope(size, theta, _scaling(c, knob, stated, theta))
 
 
-def _scaling(c: Mapping[str, Any], knob: str, given: Mapping[str, Any]) -> Scaling | None:
-    kind = given.get("rope_type", given.get("type", "default"))
+def _scaling(
+    c: Mapping[str, Any], knob: str, stated: Mapping[str, Any], theta: float
+) -> Scaling | None:
+    kind = stated.get("rope_type", stated.get("type", "default"))
     if kind not in USED:
         raise ValueError(f"{knob}.rope_type is {kind!r}: dolmen supports {', '.join(USED)}")
-    original = c["original_max_position_embeddings"] or given.get(
+    original = c["original_max_position_embeddings"] or stated.get(
         "original_max_position_embeddings"
     )
     values = {
-        **given,
+        **stated,
         "original_max_position_embeddings": original or c["max_position_embeddings"],
     }
-    if missing := [name for name in USED[kind] if values.get(name) is None]:
-        raise ValueError(f"{knob} is {given}: rope_type {kind} needs {', '.join(missing)}")
+    if missing := [name for name in NEEDED[kind] if values.get(name) is None]:
+        raise ValueError(f"{knob} is {stated}: rope_type {kind} needs {', '.join(missing)}")
     match kind:
         case "linear":
             return Linear(float(values["factor"]))
@@ -120,7 +161,36 @@ def _scaling(c: Mapping[str, Any], knob: str, given: Mapping[str, Any]) -> Scali
                 float(values["high_freq_factor"]),
                 values["original_max_position_embeddings"],
             )
+        case "yarn" if theta <= 1:
+            raise ValueError(f"rope_theta is {theta}: rope_type yarn needs one over 1")
+        case "yarn":
+            return _yarn(values)
     return None
+
+
+def _yarn(values: Mapping[str, Any]) -> Yarn:
+    """As transformers fills in what is absent, null or 0."""
+    defaults, factor = Yarn(1.0, 1), float(values["factor"])
+    attention_factor = values.get("attention_factor")
+    if attention_factor is None:
+        attention_factor = _attention_factor(
+            factor, values.get("mscale"), values.get("mscale_all_dim")
+        )
+    return Yarn(
+        factor,
+        values["original_max_position_embeddings"],
+        float(values.get("beta_fast") or defaults.beta_fast),
+        float(values.get("beta_slow") or defaults.beta_slow),
+        float(attention_factor),
+        values.get("truncate", defaults.truncate),
+    )
+
+
+def _attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
+    """Of what states none."""
+    if mscale and mscale_all_dim:
+        return temperature(factor, mscale) / temperature(factor, mscale_all_dim)
+    return temperature(factor)
 
 
 def new(rope: Rope) -> dict[str, Any]:
@@ -136,11 +206,27 @@ def new(rope: Rope) -> dict[str, Any]:
                 "high_freq_factor": high,
                 "original_max_position_embeddings": original,
             }
+        case Yarn():
+            scaling = _new_yarn(rope.scaling)
         case None:
             scaling = {"rope_type": "default"}
         case _:
             raise ValueError(f"rope scaling = {rope.scaling} (it has {', '.join(USED)})")
     return {**scaling, "rope_theta": rope.theta}
+
+
+def _new_yarn(yarn: Yarn) -> dict[str, Any]:
+    """Without an attention factor that follows from `factor`, so that it goes on to."""
+    follows = yarn.attention_factor == _attention_factor(yarn.factor, None, None)
+    return {
+        "rope_type": "yarn",
+        "factor": yarn.factor,
+        "original_max_position_embeddings": yarn.original_max_position_embeddings,
+        "beta_fast": yarn.beta_fast,
+        "beta_slow": yarn.beta_slow,
+        "truncate": yarn.truncate,
+        **({} if follows else {"attention_factor": yarn.attention_factor}),
+    }
 
 
 def spell(config: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,6 +23,8 @@ class Rename:
 
     hf: str
     ours: str
+    bias: str = "bias"
+    """What the file calls its bias."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -141,7 +143,8 @@ def _made(rule: Rule, layer: int, kind: str, shapes: Mapping[str, Shape]) -> lis
         raise ValueError(f"{rule.hf}.{kind} stores {ours}, the model has only {present}")
     shape = rule.shape([shapes[name] for name in ours])
     pieces = range(rule.count) if isinstance(rule, Stack) else (None,)
+    word = rule.bias if isinstance(rule, Rename) and kind == "bias" else kind
     return [
-        Entry(f"{rule.hf.format(layer, piece)}.{kind}", ours, shape, rule, piece)
+        Entry(f"{rule.hf.format(layer, piece)}.{word}", ours, shape, rule, piece)
         for piece in pieces
     ]

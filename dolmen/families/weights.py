@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from dolmen.families.model import Model, changed, explicit
@@ -35,6 +36,20 @@ class WeightMap:
     def ignores(self, name: str) -> bool:
         """Whether a canonical name is a buffer that the family declares to be recomputed."""
         return any(re.fullmatch(pattern, name) for pattern in self.model.family.ignored)
+
+    def is_beyond(self, name: str) -> bool:
+        """Whether a canonical name is of a layer behind the last that the family leaves out."""
+        return name.startswith(self._beyond)
+
+    @cached_property
+    def _beyond(self) -> tuple[str, ...]:
+        """What the names in such layers begin with."""
+        family, layers = self.model.family, self.model.tree.layers
+        if family.beyond is None:
+            return ()
+        stored = next(entry.rule.hf for entry in self.entries.values() if "{}" in entry.rule.hf)
+        start, more = stored.split("{}")[0], explicit(self.model)[family.beyond]
+        return tuple(f"{start}{layers + i}." for i in range(more))
 
     def is_tied_head(self, name: str) -> bool:
         return name == self.head and name not in self.entries

@@ -52,6 +52,7 @@ class Attention(Branch):
             if used == _grouped(used[0], self.kv_heads, self.heads)
             else [u - used[0] for u in used]
         )
+        self.interleaved = positions.interleaved(attention.positions)
         self.q, self.k, self.v = (Column(under(leaves, name)) for name in ("q", "k", "v"))
         self.o = Row(under(leaves, "o"), self.tp)
         norm = attention.qk_norm
@@ -93,7 +94,7 @@ class Attention(Branch):
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if given.cos is not None:
-            q, k = rope.rotate(q, given.cos, given.sin), rope.rotate(k, given.cos, given.sin)
+            q, k = (rope.rotate(t, given.cos, given.sin, self.interleaved) for t in (q, k))
         if given.steps is not None:
             steps = given.steps.narrow(2, self.first_head, self.heads)
             q, k = alibi.carried(q, k, steps, self.carried)

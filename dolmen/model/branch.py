@@ -48,6 +48,14 @@ class Branch(Component):
         (products,) = enter([self], x)
         return self.row(self.inner(products, given, cache))
 
+    def part(self, x: Tensor, given: Given) -> Tensor:
+        """Of x R@tp, which has entered already -> P@tp, to leave with other sums; without the bias
+        of the row.
+        """
+        weights, biases = zip(*self.columns, strict=True)
+        y = self.inner(tensor.products(x, weights, biases, self.tp), given)
+        return tensor.products(y, [local(self.row.weight)], [None], self.tp)[0]
+
 
 def enter(branches: Sequence[Branch], x: Float[Tensor, "here hidden"]) -> list[tuple[Tensor, ...]]:
     """The products of x, I@tp (or S(0)@tp), with the columns of each branch."""

@@ -46,6 +46,10 @@ def build(
     parts = split(mesh, tree.layers, layout or Layout(), schedule, kernels)
     with torch.device("meta"):
         model = Decoder(tree, parts, training).to(dtype)
+    for name, leaf in model.held().items():
+        if leaf.precise:
+            p = model.get_parameter(name)
+            p.data = p.data.to(torch.promote_types(dtype, torch.float32))
     model.compute = compute
     state.distribute(model, model.plan(), mesh)
     if compile:

@@ -8,6 +8,7 @@ from dolmen.model import tree
 from dolmen.model.attention import Attention
 from dolmen.model.block import Block
 from dolmen.model.component import Setting
+from dolmen.model.latent import LatentAttention
 from dolmen.model.mlp import MLP
 from dolmen.model.moe import MoE
 from dolmen.model.parallel import Parallel
@@ -16,18 +17,14 @@ from dolmen.model.sandwich import Sandwich
 from dolmen.model.tree import Leaves, under
 from dolmen.ops.attention import Attend
 
-MIXERS = {tree.Attention: Attention}
+MIXERS = {tree.Attention: Attention, tree.LatentAttention: LatentAttention}
 MLPS = {tree.Mlp: MLP, tree.Experts: MoE}
 ARRANGEMENTS = {tree.Pre: Pre, tree.Parallel: Parallel, tree.Sandwich: Sandwich}
 
 # What a tree can say and no module computes: any other value is refused.
 ONLY: dict[type, dict[str, Any]] = {
-    tree.Experts: {"shared": None},
-    tree.Rope: {"interleaved": False},
-    tree.Router: {"score": "softmax", "scale": 1.0, "groups": 1},
     tree.Table: {"offset": 0},
 }
-NOT_YET = (tree.Yarn,)
 
 
 def make(block: tree.Block, leaves: Leaves, setting: Setting) -> Block:
@@ -50,8 +47,6 @@ def check(model: tree.Tree) -> None:
         _check_arrangement(block)
     for component in _inside(model):
         kind = type(component)
-        if kind in NOT_YET:
-            raise ValueError(f"{component}: dolmen does not compute {kind.__name__}")
         for name, computed in ONLY.get(kind, {}).items():
             value = getattr(component, name)
             if value != computed:

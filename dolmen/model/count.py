@@ -65,9 +65,12 @@ def activation_bytes_per_layer(
     the output. Over cp, that is of a ring; dropout gathers all keys. This is eager execution;
     torch.compile keeps as much or less.
 
-    Raises ValueError for experts, of which the router decides.
+    Raises ValueError for experts, of which the router decides, and for other mixers than heads of
+    keys and values.
     """
     block = tree.blocks[0]
+    if not isinstance(block.mixer, Attention):
+        raise ValueError(f"{block.mixer.words}: dolmen knows what plain attention keeps, not this")
     if block.mlp.experts:
         raise ValueError(
             f"num_experts ({block.mlp.experts}): what experts keep depends on the router"

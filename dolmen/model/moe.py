@@ -8,8 +8,8 @@ F.
       | dispatch           over ep, to the rank that holds the expert
       | experts            F split over tp
       | combine            over ep, and back
-      | weigh, add         P@tp
-      v leave
+      | weigh, add         P@tp; what the shared experts make of x, one dense layer, with them
+      v leave              one sum for both
 
 Experts lie on their own axes: E over ep, F over tp, and what remains of dp x cp, edp, shards them
 as ZeRO says. Router weights are replicated and see a partial sum, so their gradient is Partial on
@@ -27,6 +27,7 @@ from dolmen.model import tree
 from dolmen.model.component import Component, Setting
 from dolmen.model.given import Balance, Given
 from dolmen.model.layers import Parameters
+from dolmen.model.mlp import MLP
 from dolmen.model.tree import Leaves, under
 from dolmen.ops import moe
 from dolmen.ops.activation import ACTIVATIONS
@@ -42,13 +43,22 @@ class Router(Parameters):
 
     def __init__(self, experts: tree.Experts, leaves: Leaves):
         super().__init__(leaves)
-        self.k, self.normalize = experts.per_token, experts.router.normalise
+        self.k, self.choice = experts.per_token, experts.router
 
     def forward(self, x: Tensor) -> tuple[Tensor, moe.Routing]:
         wide = torch.promote_types(self.weight.dtype, torch.float32)
         logits = F.linear(x.to(wide), local(self.weight).to(wide))
+        choice, bias = self.choice, None if self.bias is None else local(self.bias)
         return logits, moe.route(
-            logits, self.k, self.normalize, None if self.bias is None else local(self.bias)
+            logits,
+            self.k,
+            choice.normalise,
+            bias,
+            score=choice.score,
+            scale=choice.scale,
+            groups=choice.groups,
+            groups_per_token=choice.groups_per_token,
+            group_score=choice.group_score,
         )
 
 
@@ -88,6 +98,8 @@ class MoE(Component):
         self.kernel = split.kernels.grouped == "grouped_mm"
         self.router = Router(experts, under(leaves, "router"))
         self.experts = Experts(experts, under(leaves, "experts"))
+        shared = experts.shared
+        self.shared = None if shared is None else MLP(shared, under(leaves, "shared"), setting)
 
     @property
     def static(self) -> bool:
@@ -109,7 +121,8 @@ class MoE(Component):
         order = moe.sort(routing.experts, self.number)
         rows, trip = expert.dispatch(moe.spread(x, order), order.counts, self.ep, self.kernel)
         rows = expert.combine(self.experts(rows, trip.groups), trip, self.ep)
-        return self.tp.leave(moe.combine(rows, weights, order))
+        y = moe.combine(rows, weights, order)
+        return self.tp.leave(y if self.shared is None else y + self.shared.part(x, given))
 
     def _account(
         self, logits: Tensor, routing: moe.Routing, batch: int, balance: Balance

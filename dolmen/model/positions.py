@@ -12,14 +12,23 @@ from dolmen.ops import rope
 from dolmen.ops.attention import alibi
 
 SCALED = {
-    type(None): lambda inv, scaling: inv,
-    tree.Linear: lambda inv, scaling: rope.linear(inv, scaling.factor),
-    tree.Llama3: lambda inv, scaling: rope.llama3(
+    type(None): lambda inv, r: inv,
+    tree.Linear: lambda inv, r: rope.linear(inv, r.scaling.factor),
+    tree.Llama3: lambda inv, r: rope.llama3(
         inv,
-        scaling.factor,
-        scaling.low_freq_factor,
-        scaling.high_freq_factor,
-        scaling.original_max_position_embeddings,
+        r.scaling.factor,
+        r.scaling.low_freq_factor,
+        r.scaling.high_freq_factor,
+        r.scaling.original_max_position_embeddings,
+    ),
+    tree.Yarn: lambda inv, r: rope.yarn(
+        inv,
+        r.theta,
+        r.scaling.factor,
+        r.scaling.original_max_position_embeddings,
+        r.scaling.beta_fast,
+        r.scaling.beta_slow,
+        r.scaling.truncate,
     ),
 }
 
@@ -29,17 +38,29 @@ def frequencies(
 ) -> Tensor:
     """[size / 2] of `dtype`: the angle per position of each pair."""
     inv = rope.inverse_frequencies(r.size, r.theta, device, dtype)
-    return SCALED[type(r.scaling)](inv, r.scaling)
+    return SCALED[type(r.scaling)](inv, r)
 
 
 def tables(p: Relative | None, heads: int, positions: Tensor, dtype: torch.dtype) -> Where:
-    """Of `positions` [b or 1, s], for layers of so many heads; cos and sin in `dtype`."""
+    """Of `positions` [b or 1, s], for layers of so many heads; cos and sin in `dtype`, times the
+    attention factor of rope.
+    """
     match p:
         case tree.Rope():
-            return Where(*rope.tables(positions, frequencies(p, positions.device, dtype)))
+            cos, sin = rope.tables(positions, frequencies(p, positions.device, dtype))
+            factor = p.attention_factor
+            return Where(cos, sin) if factor == 1 else Where(cos * factor, sin * factor)
         case tree.Steps():
             return Where(steps=alibi.steps(heads, positions))
     return Where()
+
+
+def interleaved(p: Relative | None) -> bool:
+    """Whether the pairs that rope turns are neighbours."""
+    match p:
+        case tree.Rope():
+            return p.interleaved
+    return False
 
 
 def slopes(p: Relative | None, heads: int) -> tuple[float, ...] | None:

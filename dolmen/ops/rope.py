@@ -80,13 +80,6 @@ def yarn(
     return inv / factor * divided + inv * (1 - divided)
 
 
-def yarn_temperature(factor: float, mscale: float = 1.0) -> float:
-    """0.1 mscale ln(factor) + 1 (2309.00071 eq. 22): what YaRN multiplies queries and keys by, each
-    once; 1 where nothing is extended.
-    """
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-
-
 def tables(
     positions: Int[Tensor, "*tokens"], inv: Float[Tensor, " half"]
 ) -> tuple[Float[Tensor, "*tokens 1 half"], Float[Tensor, "*tokens 1 half"]]:

@@ -44,7 +44,7 @@ PIECE = 1 << 14  # gradient elements whose squares are added in fp32
 @dataclass(frozen=True)
 class Unit:
     """A module whose parameters are gathered and reduced together. `experts`: over edp, not fsdp.
-    `precise`: it computes in the dtype its parameters rest in.
+    `precise`: it computes in the dtypes its parameters rest in.
     """
 
     module: nn.Module
@@ -75,7 +75,7 @@ def shard(
         # inputs are not cast: rope tables must stay fp32, and activations take the weights' dtype
         # at the embedding
         policy = MixedPrecisionPolicy(
-            param_dtype=rest if unit.precise else compute,
+            param_dtype=None if unit.precise else compute,
             reduce_dtype=rest,
             cast_forward_inputs=False,
         )

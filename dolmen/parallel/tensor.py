@@ -245,6 +245,18 @@ def columns(
     return _linear(x, weights, biases, tp, enters=True)
 
 
+def products(
+    x: Float[Tensor, "tokens in"],
+    weights: Sequence[Float[Tensor, "_ in"]],
+    biases: Sequence[Float[Tensor, " _"] | None],
+    tp: TensorParallel,
+) -> tuple[Float[Tensor, "tokens _"], ...]:
+    """Products that share one input and send nothing, [tokens, out_i] for each weight [out_i, in]:
+    columns of what was entered before, or weights that every rank stores whole, of its own tokens.
+    """
+    return _linear(x, weights, biases, tp, enters=False)
+
+
 def rows(
     xs: Sequence[Float[Tensor, "tokens _"]],
     weights: Sequence[Float[Tensor, "out _"]],
@@ -253,11 +265,8 @@ def rows(
     """The sum of row-parallel products: x_i [tokens, in_i / tp], S(1)@tp, and weight_i [out,
     in_i / tp], S(1)@tp. The result is as `leave` says, once for all of them.
     """
-    products = [
-        _linear(x, [weight], [None], tp, enters=False)[0]
-        for x, weight in zip(xs, weights, strict=True)
-    ]
-    return tp.leave(reduce(add, products))
+    parts = [products(x, [w], [None], tp)[0] for x, w in zip(xs, weights, strict=True)]
+    return tp.leave(reduce(add, parts))
 
 
 def vocabulary_range(vocab_size: int, axis: Axis) -> tuple[int, int]:

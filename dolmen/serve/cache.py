@@ -1,12 +1,13 @@
-"""Keys and values of the tokens a model has read, so that the next token costs one token and not
-the whole text.
+"""What a model keeps of the tokens it has read, so that the next token costs one token and not the
+whole text.
 
     Cache.layers[i].append(k, v) -> all keys and values so far
                                     [batch, length, kv_heads of this rank, head_dim]
 
-Each tp rank holds its own heads; a batch is of equal length throughout. All keys are kept, also
-where a sliding window sees the last of them alone. A token takes 2 * kv_heads * head_dim numbers a
-layer, in the dtype of the compute.
+A mixer says what that is by what it appends: keys and values of its heads, 2 * kv_heads * head_dim
+numbers per token and layer in the dtype of the compute, or a latent and a rope key (kv_rank + rope
+size). Each tp rank holds its own heads, and what all heads share whole; a batch is of equal length
+throughout. All keys are kept, also where a sliding window sees the last of them alone.
 """
 
 from torch import Tensor
@@ -15,29 +16,29 @@ from dolmen.model import tree
 
 
 class LayerCache:
-    """One layer's keys and values, in memory that doubles when full, up to `maximum` tokens."""
+    """One layer's tensors, in memory that doubles when full, up to `maximum` tokens."""
 
     def __init__(self, maximum: int):
         self.maximum, self.length = maximum, 0
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
+        self.kept: tuple[Tensor, ...] = ()
 
-    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """k, v [batch, new, kv_heads, head_dim], rope applied -> views [batch, length, ...] of all.
-        Written in place: no autograd. Raises ValueError past `maximum`.
+    def append(self, *new: Tensor) -> tuple[Tensor, ...]:
+        """Each [batch, new, ...], such as k and v with rope applied -> views [batch, length, ...]
+        of all. Written in place: no autograd. Raises ValueError past `maximum`.
         """
-        end = self.length + k.shape[1]
+        end = self.length + new[0].shape[1]
         if end > self.maximum:
             raise ValueError(
                 f"{end} tokens are over the cache's maximum ({self.maximum}): give Cache a "
                 f"larger one"
             )
-        if self.keys is None or end > self.keys.shape[1]:
-            self.keys = self._grown(self.keys, k, end)
-            self.values = self._grown(self.values, v, end)
-        self.keys[:, self.length : end], self.values[:, self.length : end] = k, v
+        if not self.kept or end > self.kept[0].shape[1]:
+            old = self.kept or (None,) * len(new)
+            self.kept = tuple(self._grown(*pair, end) for pair in zip(old, new, strict=True))
+        for kept, tensor in zip(self.kept, new, strict=True):
+            kept[:, self.length : end] = tensor
         self.length = end
-        return self.keys[:, :end], self.values[:, :end]
+        return tuple(kept[:, :end] for kept in self.kept)
 
     def _grown(self, old: Tensor | None, like: Tensor, end: int) -> Tensor:
         capacity = min(self.maximum, max(end, 2 * self.length))
@@ -47,7 +48,7 @@ class LayerCache:
         return new
 
 
-ENTRIES = {tree.Attention: LayerCache}  # what a mixer keeps
+ENTRIES = {tree.Attention: LayerCache, tree.LatentAttention: LayerCache}  # what a mixer keeps
 
 
 class Cache:

@@ -40,7 +40,9 @@ LLAMA = """
 ROPE = """
     model.rope-parameters.rope-theta model.rope-parameters.rope-type model.rope-parameters.factor
     model.rope-parameters.low-freq-factor model.rope-parameters.high-freq-factor
-    model.rope-parameters.original-max-position-embeddings
+    model.rope-parameters.original-max-position-embeddings model.rope-parameters.beta-fast
+    model.rope-parameters.beta-slow model.rope-parameters.attention-factor
+    model.rope-parameters.mscale model.rope-parameters.mscale-all-dim
 """
 MODELS = {
     "llama": f"""

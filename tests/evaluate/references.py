@@ -35,6 +35,24 @@ MODELS = {
             mlp_only_layers=[0],
         ),
     ),
+    "deepseek-v3": (
+        "deepseek_v3",
+        SIZES
+        | dict(
+            num_key_value_heads=4,
+            q_lora_rank=12,
+            kv_lora_rank=16,
+            qk_nope_head_dim=10,
+            qk_rope_head_dim=6,
+            v_head_dim=12,
+            moe_intermediate_size=24,
+            n_routed_experts=8,
+            num_experts_per_tok=2,
+            n_group=4,
+            topk_group=2,
+            first_k_dense_replace=1,
+        ),
+    ),
     "gpt2": (
         "gpt2",
         dict(

@@ -2,6 +2,7 @@
 here.
 """
 
+import math
 from copy import deepcopy
 
 import pytest
@@ -27,14 +28,18 @@ from dolmen.model.tree import (
     Alibi,
     Experts,
     Head,
+    LatentAttention,
     Linear,
     Llama3,
+    Mlp,
     Norm,
     Parallel,
     Pre,
     Rope,
+    Router,
     Sandwich,
     Steps,
+    Yarn,
     check_cuts,
 )
 
@@ -355,8 +360,109 @@ BLOOM_ALIASES = {
 }
 QWEN_3_SPARSE_STEP = QWEN_3_MOE | {"decoder_sparse_step": 2, "mlp_only_layers": [3]}
 QWEN_3_DENSE = QWEN_3_MOE | {"mlp_only_layers": list(range(48))}
+DEEPSEEK_V2_LITE = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "auto_map": {
+        "AutoConfig": "configuration_deepseek.DeepseekV2Config",
+        "AutoModel": "modeling_deepseek.DeepseekV2Model",
+        "AutoModelForCausalLM": "modeling_deepseek.DeepseekV2ForCausalLM",
+    },
+    "aux_loss_alpha": 0.001,
+    "bos_token_id": 100000,
+    "eos_token_id": 100001,
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 10944,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "model_type": "deepseek_v2",
+    "moe_intermediate_size": 1408,
+    "moe_layer_freq": 1,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 16,
+    "pretraining_tp": 1,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 1.0,
+    "scoring_func": "softmax",
+    "seq_aux": True,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "v_head_dim": 128,
+    "vocab_size": 102400,
+}
+DEEPSEEK_V2 = DEEPSEEK_V2_LITE | {
+    "hidden_size": 5120,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+    "n_group": 8,
+    "n_routed_experts": 160,
+    "num_attention_heads": 128,
+    "num_hidden_layers": 60,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "routed_scaling_factor": 16.0,
+    "topk_group": 3,
+    "topk_method": "group_limited_greedy",
+    "ep_size": 1,
+}
+DEEPSEEK_V3 = DEEPSEEK_V2 | {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "first_k_dense_replace": 3,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "model_type": "deepseek_v3",
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_nextn_predict_layers": 1,
+    "rope_scaling": DEEPSEEK_V2_LITE["rope_scaling"] | {"mscale": 1.0, "mscale_all_dim": 1.0},
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "vocab_size": 129280,
+}
+QWEN_YARN = QWEN_25 | {
+    "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}
+}
 PUBLISHED = [
     QWEN_3_DENSE,
+    DEEPSEEK_V2_LITE,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    QWEN_YARN,
     MIXTRAL,
     QWEN_3_MOE,
     QWEN_3_SPARSE_STEP,
@@ -400,7 +506,8 @@ def rope(content) -> Rope:
 def test_read_as_transformers_reads_it(content):
     model = Model(deepcopy(content))
     assert model.tree == Model(by_transformers(content)).tree
-    assert model.config == content == model.exported()
+    assert model.config == content
+    assert model.exported() == {n: v for n, v in content.items() if n != "auto_map"}
 
 
 @pytest.mark.parametrize("content", PUBLISHED, ids=lambda c: f"{c['model_type']}-{len(c)}")
@@ -469,6 +576,33 @@ def test_values_of_published_configs():
     assert (bloom.layers, bloom.max_position_embeddings, bloom.head.tied) == (70, 2048, True)
     assert count.parameters(bloom) == 176_247_271_424
     assert Model(BLOOM_ALIASES).tree.layers == 24
+    lite, v2, v3 = (Model(c).tree for c in (DEEPSEEK_V2_LITE, DEEPSEEK_V2, DEEPSEEK_V3))
+    yarn = Yarn(40.0, 4096, attention_factor=1.0)  # of equal mscales
+    latent = Norm("rmsnorm", 1e-6)
+    turned = Rope(64, 10000.0, yarn, interleaved=True)
+    assert lite.blocks[0].mixer == LatentAttention(16, None, 512, 128, 128, latent, turned, 0.707)
+    assert v3.blocks[0].mixer == LatentAttention(128, 1536, 512, 128, 128, latent, turned, 1.0)
+    # both as the original code has them: (0.1 ln 40 + 1)^2 / sqrt(192), with 0.707 in V2-Lite
+    assert v3.blocks[0].mixer.scale == pytest.approx(1.3688879454113936**2 / 192**0.5, rel=1e-12)
+    assert lite.blocks[0].mixer.scale == pytest.approx(1.2608037774**2 / 192**0.5, rel=1e-9)
+    assert [run.repeat for run in v3.runs] == [3, 58] and lite.blocks[0].mlp == Mlp(10944)
+    assert v2.blocks[1].mlp == Experts(
+        160,
+        6,
+        1536,
+        router=Router("softmax", False, 16.0, 8, 3, "max", aux_loss_coef=0.001),
+        shared=Mlp(2 * 1536),
+    )
+    assert v3.blocks[3].mlp == Experts(
+        256,
+        8,
+        2048,
+        router=Router("sigmoid", True, 2.5, 8, 4, "top2", bias=True, aux_loss_coef=0.001),
+        shared=Mlp(2048),
+    )
+    assert Model(QWEN_YARN).tree.blocks[0].mixer.positions.scaling == Yarn(
+        4.0, 32768, attention_factor=0.1 * math.log(4) + 1
+    )
     gpt2 = Model(GPT2).tree
     assert gpt2.blocks[0].mlp.size == 3072 and gpt2.head.tied
     assert gpt2.embedding.positions.length == 1024 and gpt2.final_norm.bias
@@ -527,7 +661,7 @@ def test_edit(content):
     [
         ("llama", "hidden_act", "relu2"),
         ("llama", "rope_scaling", {"type": "dynamic", "factor": 2.0}),
-        ("llama", "rope_parameters", {"rope_type": "yarn", "factor": 2.0}),
+        ("llama", "rope_parameters", {"rope_type": "yarn"}),
         ("llama", "rope_scaling", {"rope_type": "longrope"}),
         ("llama", "partial_rotary_factor", 0.5),
         ("llama", "rope_scaling", {"rope_type": "llama3", "factor": 8.0}),
@@ -559,6 +693,28 @@ def test_edit(content):
         ("qwen3_moe", "decoder_sparse_step", 0),
         ("falcon", "auto_map", {"AutoModelForCausalLM": "modeling_own.FalconForCausalLM"}),
         ("falcon", "auto_map", "modeling_falcon.FalconForCausalLM"),
+        ("deepseek_v2", "num_key_value_heads", 1),
+        ("deepseek_v2", "num_attention_heads", 33),
+        ("deepseek_v2", "mlp_bias", True),
+        ("deepseek_v2", "norm_topk_prob", True),
+        ("deepseek_v2", "scoring_func", "sigmoid"),
+        ("deepseek_v2", "moe_layer_freq", 2),
+        ("deepseek_v2", "topk_method", "noaux_tc"),
+        ("deepseek_v2", "topk_method", "group_limited_greedy"),
+        ("deepseek_v2", "n_shared_experts", 0),
+        ("deepseek_v2", "num_experts_per_tok", 65),
+        ("deepseek_v2", "qk_rope_head_dim", 63),
+        ("deepseek_v2", "auto_map", {"AutoConfig": "modeling_other.DeepseekV2Config"}),
+        ("deepseek_v2", "auto_map", "modeling_deepseek.DeepseekV2Config"),
+        ("deepseek_v3", "scoring_func", "softmax"),
+        ("deepseek_v3", "topk_method", "greedy"),
+        ("deepseek_v3", "n_group", None),
+        ("deepseek_v3", "n_group", 7),
+        ("deepseek_v3", "n_group", 256),
+        ("deepseek_v3", "topk_group", 9),
+        ("deepseek_v3", "topk_group", 0),
+        ("deepseek_v3", "num_experts_per_tok", 129),
+        ("deepseek_v3", "quantization_config", {"quant_method": "fp8"}),
         ("falcon", "alibi", True),
         ("falcon", "apply_residual_connection_post_layernorm", True),
         ("falcon", "num_kv_heads", 8),
@@ -591,6 +747,38 @@ def test_edit(content):
 def test_refused_with_the_field(model_type, field, value):
     with pytest.raises(ValueError, match=field):
         Model({"model_type": model_type, field: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("beta_slow", 1e-9), ("attention_factor", 0), ("rope_theta", 1.0), ("truncate", None)],
+)
+def test_a_yarn_that_cannot_be(field, value):
+    yarn = {"rope_type": "yarn", "factor": 2.0, field: value}
+    with pytest.raises(ValueError, match=field):
+        Model({"model_type": "qwen2", "rope_parameters": yarn})
+
+
+def test_a_temperature_is_of_yarn():
+    linear = {"rope_type": "linear", "factor": 2.0, "mscale_all_dim": 1.0}
+    with pytest.raises(ValueError, match="mscale_all_dim is 1.0"):
+        Model({"model_type": "deepseek_v3", "rope_parameters": linear})
+    unscaled = {"rope_type": "default", "mscale_all_dim": 1.0}
+    mixer = Model({"model_type": "deepseek_v3", "rope_parameters": unscaled}).tree.blocks[0].mixer
+    assert mixer.scale == pytest.approx(192**-0.5, rel=1e-15)
+
+
+def test_an_attention_factor_follows_a_changed_factor():
+    """Where none was stated."""
+    longer = changed(Model(QWEN_YARN), {"rope_parameters.factor": 8.0})
+    scaling = longer.tree.blocks[0].mixer.positions.scaling
+    assert scaling == Yarn(8.0, 32768, attention_factor=0.1 * math.log(8) + 1)
+    stated = QWEN_YARN["rope_scaling"] | {"attention_factor": 1.5}
+    kept = changed(Model(QWEN_YARN | {"rope_scaling": stated}), {"rope_parameters.factor": 8.0})
+    assert kept.tree.blocks[0].mixer.positions.scaling.attention_factor == 1.5
+    deep = changed(Model(DEEPSEEK_V3), {"rope_parameters.factor": 80.0}).tree.blocks[0].mixer
+    assert deep.positions.scaling.attention_factor == 1.0  # of equal mscales
+    assert deep.scale == pytest.approx((0.1 * math.log(80) + 1) ** 2 / 192**0.5, rel=1e-12)
 
 
 def test_falcon_refuses_what_no_class_computes():

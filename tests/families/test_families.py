@@ -48,9 +48,11 @@ def test_config_and_weights_come_back(source, tmp_path):
 
 
 def of_gpt2(model, x):
-    """What layer 1 makes of x: q, k and v; and its feed-forward layer."""
+    """What layer 1 makes of x on the way into attention, by our names; and its feed-forward
+    layer.
+    """
     block = model.transformer.h[1]
-    return block.attn.c_attn(x).split(x.shape[-1], -1), block.mlp
+    return dict(zip("qkv", block.attn.c_attn(x).split(x.shape[-1], -1), strict=True)), block.mlp
 
 
 def of_falcon(model, x):
@@ -60,7 +62,7 @@ def of_falcon(model, x):
     if model.config.new_decoder_architecture:  # it repeats them
         group = attention.num_heads // attention.num_kv_heads
         k, v = k[:, ::group], v[:, ::group]
-    return [t.flatten(1) for t in (q, k, v)], block.mlp
+    return {"q": q.flatten(1), "k": k.flatten(1), "v": v.flatten(1)}, block.mlp
 
 
 def of_bloom(model, x):
@@ -71,20 +73,36 @@ def of_bloom(model, x):
         return block.mlp(x, torch.zeros_like(x))  # it adds the residual stream itself
 
     mlp.act = block.mlp.gelu_impl
-    return [t[0].transpose(0, 1).flatten(1) for t in (q, k, v)], mlp
+    products = [t[0].transpose(0, 1).flatten(1) for t in (q, k, v)]
+    return dict(zip("qkv", products, strict=True)), mlp
 
 
 def of_llama(model, x):
     block = model.model.layers[1]
-    return [getattr(block.self_attn, f"{p}_proj")(x) for p in "qkv"], block.mlp
+    return {p: getattr(block.self_attn, f"{p}_proj")(x) for p in "qkv"}, block.mlp
 
 
-LAYERS = {"gpt2": of_gpt2, "falcon": of_falcon, "bloom": of_bloom}  # the others are like Llama
+def of_deepseek(model, x):
+    block = model.model.layers[1]
+    attention, q = block.self_attn, "q" if model.config.q_lora_rank is None else "q_a"
+    return {
+        q: attention.get_submodule(f"{q}_proj")(x),
+        "kv_a": attention.kv_a_proj_with_mqa(x),
+    }, block.mlp
+
+
+LAYERS = {  # the others are like Llama
+    "gpt2": of_gpt2,
+    "falcon": of_falcon,
+    "bloom": of_bloom,
+    "deepseek_v2": of_deepseek,
+    "deepseek_v3": of_deepseek,
+}
 
 
 def meaning(model, ours, tree):
     """Largest difference between what layer 1 of transformers computes and the same from our
-    tensors: q, k, v and MLP, or the first expert of it.
+    tensors: q, k, v (or latents) and MLP, or the first expert of it.
     """
 
     def linear(name, x):
@@ -92,7 +110,7 @@ def meaning(model, ours, tree):
 
     x = torch.randn(5, tree.hidden_size)
     theirs, mlp = LAYERS.get(model.config.model_type, of_llama)(model, x)
-    pairs = [(linear(f"attn.{p}", x), t) for p, t in zip("qkv", theirs, strict=True)]
+    pairs = [(linear(f"attn.{p}", x), t) for p, t in theirs.items()]
     if tree.blocks[1].mlp.experts:
         gate, up, down = (
             ours[f"layers.1.mlp.experts.{name}.weight"][0] for name in ("gate", "up", "down")
@@ -101,7 +119,7 @@ def meaning(model, ours, tree):
         pairs.append(
             (F.linear(mlp.experts.act_fn(F.linear(x, gate)) * F.linear(x, up), down), first)
         )
-        pairs.append((linear("mlp.router", x), mlp.gate(x)[0]))
+        pairs.append((F.linear(x, ours["layers.1.mlp.router.weight"]), mlp.gate(x)[0]))
     else:
         up = linear("mlp.up", x)
         hidden = mlp.act_fn(linear("mlp.gate", x)) * up if tree.blocks[1].mlp.gated else mlp.act(up)
@@ -116,7 +134,8 @@ def test_meaning_and_a_swap_is_noticed(source):
     tree, layer = loaded.tree, loaded.tree.blocks[1].mlp
     assert meaning(model, ours, tree) < 1e-5  # fp32, sums of 40 products of size about 1
     mlp, gated = ("mlp.experts", True) if layer.experts else ("mlp", layer.gated)
-    for a, b in [("attn.k", "attn.v")] + [(f"{mlp}.gate", f"{mlp}.up")] * gated:
+    plain = "layers.1.attn.k.weight" in ours
+    for a, b in [("attn.k", "attn.v")] * plain + [(f"{mlp}.gate", f"{mlp}.up")] * gated:
         swapped = dict(ours)
         for kind in ("weight", "bias"):
             one, other = f"layers.1.{a}.{kind}", f"layers.1.{b}.{kind}"

@@ -28,9 +28,11 @@ def test_recipes_are_what_they_were(name):
 
 
 FAMILIES = {"llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gpt2"}  # of then
+LATER = "llama-yarn"
+OF_THEN = [case for case, (name, _) in CASES.items() if name in FAMILIES and case != LATER]
 
 
-@pytest.mark.parametrize("case", [case for case, (name, _) in CASES.items() if name in FAMILIES])
+@pytest.mark.parametrize("case", OF_THEN)
 def test_a_model_that_was_read_comes_back_whole(case):
     """Old fields of a model of a transformers folder hold its config.json: what a checkpoint of a
     run with --init kept.

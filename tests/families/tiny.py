@@ -19,6 +19,29 @@ SIZES = dict(
     bos_token_id=1,
     eos_token_id=2,
 )
+DEEPSEEK = SIZES | dict(
+    num_key_value_heads=4,
+    q_lora_rank=12,
+    kv_lora_rank=16,
+    qk_nope_head_dim=10,
+    qk_rope_head_dim=6,
+    v_head_dim=12,
+    moe_intermediate_size=24,
+    n_shared_experts=2,
+    n_routed_experts=8,
+    num_experts_per_tok=3,
+    first_k_dense_replace=1,
+    rms_norm_eps=1e-2,  # the latents have another
+)
+YARN = dict(
+    rope_type="yarn",
+    rope_theta=100.0,
+    factor=4.0,
+    original_max_position_embeddings=16,
+    beta_fast=4.0,
+    mscale=0.7,
+    mscale_all_dim=0.9,
+)
 GPT2 = dict(
     vocab_size=61, n_embd=32, n_layer=3, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2
 )
@@ -115,6 +138,48 @@ CASES = {
             tie_word_embeddings=True,
         ),
     ),
+    "llama-yarn": (
+        "llama",
+        SIZES
+        | dict(
+            rope_parameters=dict(
+                rope_type="yarn",
+                rope_theta=100.0,
+                factor=4.0,
+                original_max_position_embeddings=16,
+                truncate=False,
+            )
+        ),
+    ),
+    "deepseek-v2": ("deepseek_v2", DEEPSEEK),
+    "deepseek-v2-groups": (
+        "deepseek_v2",
+        DEEPSEEK
+        | dict(
+            q_lora_rank=None,
+            attention_bias=True,
+            topk_method="group_limited_greedy",
+            n_group=4,
+            topk_group=2,
+            routed_scaling_factor=1.7,
+            rope_parameters=YARN,
+        ),
+    ),
+    "deepseek-v3": ("deepseek_v3", DEEPSEEK | dict(n_group=4, topk_group=2, rope_parameters=YARN)),
+    "deepseek-v3-halves": (
+        "deepseek_v3",
+        DEEPSEEK
+        | dict(
+            q_lora_rank=None,
+            attention_bias=True,
+            n_group=2,
+            topk_group=1,
+            rope_interleave=False,
+            norm_topk_prob=False,
+            n_shared_experts=1,
+            tie_word_embeddings=True,
+        ),
+    ),
     # pad_token_id: transformers gives its row no gradient
     "gemma": ("gemma", SIZES | dict(num_key_value_heads=1, head_dim=16, pad_token_id=None)),
     "gemma-biased": (
@@ -197,7 +262,7 @@ CASES = {
 
 
 def build(case):
-    """A model with every parameter random: norm weights away from 1, biases away from 0."""
+    """A model with everything stored random: norm weights away from 1, biases away from 0."""
     torch.manual_seed(0)
     model_type, fields = CASES[case]
     config = transformers.AutoConfig.for_model(model_type, **fields)
@@ -205,6 +270,9 @@ def build(case):
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(torch.randn(p.shape) * 0.2 + (p.ndim == 1))
+        for name, buffer in model.named_buffers():
+            if name in model.state_dict():
+                buffer.copy_(torch.randn(buffer.shape) * 0.2)
     return model
 
 

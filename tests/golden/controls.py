@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from dolmen.core import collectives, rng, state
 from dolmen.core.mesh import Axis
 from dolmen.data.batch import IGNORED, Batch
-from dolmen.model import block, layers, moe, parallel, pre, sandwich, tree
+from dolmen.model import block, branch, layers, moe, parallel, pre, sandwich, tree
 from dolmen.ops import dropout
 from dolmen.ops.attention import Attend
 from dolmen.parallel import channels, context, data, expert, loss, tensor
@@ -237,6 +237,16 @@ def biases_of_both_ranks(patch):
     patch.setattr(parallel, "leave", left)
 
 
+def shared_of_one_rank(patch):
+    """What leaves of a shared expert is the sum of one rank of tp."""
+    part = branch.Branch.part
+    patch.setattr(
+        branch.Branch,
+        "part",
+        lambda self, x, given: part(self, x, given) * (self.tp.axis.rank == 0),
+    )
+
+
 def without_post_norms(patch):
     """What a layer makes is added as it is."""
     patch.setattr(
@@ -428,6 +438,17 @@ CONTROLS = {
     "an embedding scaled otherwise on each rank": ("gemma", PLAIN, scaled_by_rank),
     "Partial of norms left out side by side": ("falcon-40b", SEQUENCE, untyped("residual_partial")),
     "biases of every rank of tp side by side": ("falcon-40b", PLAIN, biases_of_both_ranks),
+    "Partial of what makes latents left out": (
+        "deepseek-v3",
+        SEQUENCE,
+        untyped("residual_partial"),
+    ),
+    "gradients of a rope key of this rank's heads alone": (
+        "deepseek-v2",
+        PLAIN,
+        constant(tensor.TensorParallel, "enter", lambda tp, x: x),
+    ),
+    "a shared expert of one rank alone": ("deepseek-v3", PLAIN, shared_of_one_rank),
     "dropout without the seed": (
         "dropout",
         PLAIN,

@@ -5,10 +5,10 @@ layouts on which it joins the golden table. A way to get it wrong joins controls
 from dataclasses import replace
 
 from models import tiny
-from table import VOCABULARY
+from table import LENGTH, VOCABULARY
 from variations import rows
 
-from dolmen.model.training import Training
+from dolmen.model.training import RouterTraining, Training
 
 FALCON = dict(
     vocab_size=VOCABULARY,
@@ -27,6 +27,34 @@ GEMMA = dict(
     head_dim=8,
     initializer_range=0.1,
 )
+DEEPSEEK = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=32,
+    intermediate_size=48,
+    moe_intermediate_size=24,
+    num_hidden_layers=3,
+    num_attention_heads=8,
+    kv_lora_rank=12,
+    qk_nope_head_dim=6,
+    qk_rope_head_dim=4,
+    v_head_dim=7,
+    n_routed_experts=8,
+    num_experts_per_tok=2,
+    first_k_dense_replace=1,
+    initializer_range=0.1,
+    # fifty times the usual, so that the auxiliary losses' gradients are felt
+    aux_loss_alpha=0.05,
+    rope_parameters=dict(
+        rope_type="yarn",
+        rope_theta=100.0,
+        factor=4.0,
+        original_max_position_embeddings=LENGTH // 2,
+        beta_fast=2.0,
+        mscale=0.7,
+        mscale_all_dim=0.9,
+    ),
+)
+FELT = Training(router=RouterTraining(z_loss_coef=0.05))
 CONFIGS = {
     # side by side with one norm; one key-value head, whole on every rank
     "falcon-7b": tiny("falcon", **FALCON),
@@ -70,7 +98,24 @@ CONFIGS = {
         n_head=12,
         initializer_range=0.1,
     ),
+    # values shorter than keys, the best of half the groups of experts; q is one matrix
+    "deepseek-v2": tiny(
+        "deepseek_v2",
+        **DEEPSEEK,
+        q_lora_rank=None,
+        attention_bias=True,
+        topk_method="group_limited_greedy",
+        n_group=4,
+        topk_group=2,
+        n_shared_experts=2,
+        routed_scaling_factor=1.5,
+    ),
+    "deepseek-v3": tiny("deepseek_v3", **DEEPSEEK, q_lora_rank=20, n_group=4, topk_group=2),
 }
+CONFIGS |= {name: replace(CONFIGS[name], training=FELT) for name in ("deepseek-v2", "deepseek-v3")}
+BALANCED = replace(
+    CONFIGS["deepseek-v3"], training=Training(router=RouterTraining("bias", bias_rate=0.05))
+)
 DROPPED = {name: replace(config, training=Training(0.2)) for name, config in CONFIGS.items()}
 
 ROWS = [
@@ -172,4 +217,56 @@ ROWS = [
     *rows(CONFIGS["bloom"], "bloom, documents", "cp4\ncp2 tp2 sp gather", steps=2, documents=True),
     *rows(DROPPED["bloom"], "bloom, dropout", "dp2 tp2 sp zero3 acc4\ncp4", steps=2),
     *rows(DROPPED["falcon-7b"], "falcon-7b, dropout", "dp2 tp2 sp zero3 acc4\ncp2 full", steps=2),
+    *rows(
+        CONFIGS["deepseek-v3"],
+        "deepseek-v3",
+        """
+        acc2 full
+        zero1 acc4 zero-bubble
+        zero3 acc4                          |
+        tp2
+        tp2 sp zero1 acc4
+        tp2 selective                       |
+        tp2 sp zero1 full                   |
+        tp2 sp acc4 zero-bubble
+        cp2
+        cp2 gather zero3 acc4
+        pp2 acc4 interleaved v2 zero1       |
+        pp2 acc4 zero-bubble-v v2 zero2
+        dp2 ep2 zero1
+        cp2 ep2 zero2 acc2                  |
+        tp4 sp zero1
+        cp4                                 |
+        cp2 tp2 sp acc4
+        dp2 tp2 sp zero3
+        dp4 ep4 zero3 acc2                  |
+        dp2 tp2 sp ep2 zero2
+        pp2 tp2 sp acc4 interleaved v2
+        pp2 dp2 ep2 acc4 zero-bubble zero1  |
+        """,
+    ),
+    *rows(
+        CONFIGS["deepseek-v2"],
+        "deepseek-v2",
+        """
+        tp2
+        tp2 sp acc4 zero-bubble
+        cp2                                 |
+        tp4                                 |
+        cp2 tp2 sp full
+        pp2 dp2 ep2 acc4 zero1
+        """,
+    ),
+    *rows(
+        CONFIGS["deepseek-v3"],
+        "deepseek-v3, documents",
+        "cp2 tp2 sp gather\ncp2 zero1 acc2 |",
+        documents=True,
+    ),
+    *rows(
+        DROPPED["deepseek-v3"],
+        "deepseek-v3, dropout",
+        "dp2 tp2 sp zero3 acc4\ncp2 tp2 selective |",
+    ),
+    *rows(BALANCED, "deepseek-v3, bias", "dp2 tp2 sp ep2 zero2"),
 ]

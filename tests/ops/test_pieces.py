@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from dolmen.core.mesh import SINGLE
+from dolmen.model.tree.positions import temperature
 from dolmen.ops import rope
 from dolmen.ops.loss import IGNORED, exponentials
 from dolmen.ops.loss import gradient as loss_gradient
@@ -187,11 +188,11 @@ def test_yarn_is_that_of_transformers(truncate, factor):
     config = LlamaConfig(
         head_dim=64, max_position_embeddings=int(factor * 4096), rope_parameters=parameters
     )
-    want, temperature = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
+    want, times = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
     got = rope.yarn(rope.inverse_frequencies(64, 10000.0), 10000.0, factor, 4096, truncate=truncate)
     # theirs are 1 / (factor * theta^..), ours inv / factor: two roundings
     torch.testing.assert_close(got, want, rtol=3e-7, atol=0)
-    assert rope.yarn_temperature(factor) == pytest.approx(temperature, rel=1e-15)
+    assert temperature(factor) == pytest.approx(times, rel=1e-15)
 
 
 def test_yarn_keeps_what_turns_fast_and_divides_what_turns_slowly():

@@ -42,9 +42,26 @@ FAMILIES = {
 }
 FALCON = dict(hidden_size=HIDDEN, ffn_hidden_size=FFN, num_attention_heads=8, num_hidden_layers=1)
 SIDE_BY_SIDE = {
-    "falcon-7b": FALCON,
-    "falcon-40b": FALCON | dict(new_decoder_architecture=True, num_kv_heads=4),
+    "falcon-7b": ("falcon", FALCON),
+    "falcon-40b": ("falcon", FALCON | dict(new_decoder_architecture=True, num_kv_heads=4)),
 }
+Q_RANK, KV_RANK, ROPE = 20, 12, 4
+DEEPSEEK = dict(
+    hidden_size=HIDDEN,
+    intermediate_size=FFN,
+    num_attention_heads=8,
+    num_hidden_layers=1,
+    kv_lora_rank=KV_RANK,
+    qk_nope_head_dim=6,
+    qk_rope_head_dim=ROPE,
+    v_head_dim=7,
+    first_k_dense_replace=1,
+)
+LATENT = {
+    "deepseek-v2": ("deepseek_v2", DEEPSEEK | dict(q_lora_rank=None)),
+    "deepseek-v3": ("deepseek_v3", DEEPSEEK | dict(q_lora_rank=Q_RANK)),
+}
+OTHERS = SIDE_BY_SIDE | LATENT
 SHORT = {
     "all_reduce": "all-reduce",
     "all_reduce_": "all-reduce",
@@ -129,8 +146,9 @@ def trace(
     family: str, sequence: bool, layers: int, compute=torch.float32, vocab_size: int = 71
 ) -> list[Sent]:
     """Forward and backward of one microbatch, as rank 0 sends it."""
-    if family in SIDE_BY_SIDE:
-        one = tiny("falcon", vocab_size=vocab_size, **SIDE_BY_SIDE[family])
+    if family in OTHERS:
+        model_type, fields = OTHERS[family]
+        one = tiny(model_type, vocab_size=vocab_size, **fields)
     else:
         one = Flat(**SIZES | FAMILIES[family] | dict(vocab_size=vocab_size, num_hidden_layers=1))
     config = of_layers(one, layers)
@@ -208,6 +226,30 @@ def test_side_by_side_enters_and_leaves_together(compute):
             Counter({gather: inputs, scatter: 1}),
             Counter({gather: inputs + 1, scatter: inputs}),
         )
+
+
+def numbers(*widths: int) -> list[int]:
+    """Bytes of so wide a tensor for all tokens, in fp32."""
+    return [TOKENS * width * 4 for width in widths]
+
+
+def test_latents_cross_and_not_the_residual_stream():
+    """Attention without a latent of queries enters twice, with one thrice; what leaves is as wide
+    as ever. The feed-forward layer has its own.
+    """
+    for family, q in (("deepseek-v2", HIDDEN), ("deepseek-v3", Q_RANK)):
+        entering = numbers(q, KV_RANK, ROPE, HIDDEN)
+        (whole,) = numbers(HIDDEN)
+        assert per_layer(family, False) == (
+            Counter({("all-reduce", whole): 2}),
+            Counter(("all-reduce", n) for n in entering),
+        )
+        gathers, scatters = [("gather", n) for n in entering], [("scatter", n) for n in entering]
+        forward, backward = per_layer(family, True)
+        assert forward == Counter([*gathers, *[("scatter", whole)] * 2])
+        # what came in by columns is gathered once more, for their weights; the rope key has none
+        again = [("gather", n) for n in numbers(q, KV_RANK, HIDDEN)]
+        assert backward == Counter([*again, *[("gather", whole)] * 2, *scatters])
 
 
 @pytest.mark.parametrize("sequence", (False, True))

@@ -72,6 +72,29 @@ DECODERS |= {
         "falcon", **FALCON, new_decoder_architecture=True, num_kv_heads=2, bias=True
     ),
 }
+DEEPSEEK = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=32,
+    intermediate_size=48,
+    moe_intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    kv_lora_rank=12,
+    qk_nope_head_dim=6,
+    qk_rope_head_dim=4,
+    v_head_dim=7,
+    n_routed_experts=8,
+    num_experts_per_tok=2,
+    first_k_dense_replace=1,
+    max_position_embeddings=MOST,
+    initializer_range=0.3,
+)
+DECODERS |= {
+    "latent": tiny("deepseek_v2", **DEEPSEEK, q_lora_rank=None, attention_bias=True),
+    "latent-queries": tiny(
+        "deepseek_v3", **DEEPSEEK, q_lora_rank=20, n_group=2, topk_group=1, rope_interleave=False
+    ),
+}
 DECODERS["soft-capped"] = tiny(
     "gemma2",
     vocab_size=VOCABULARY,

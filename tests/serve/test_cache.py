@@ -72,12 +72,22 @@ def test_a_forgotten_past_is_seen():
         assert (pieces - model(text)).abs().max() > 1000 * TOLERANCE
 
 
+def test_a_latent_is_what_is_kept():
+    """Of each token and layer one latent and one rope key, whatever the number of heads."""
+    model, text = decoder("latent"), tokens()
+    cache = Cache(model.tree, 32)
+    with torch.no_grad():
+        model(text, cache=cache)
+    for layer in cache.layers:
+        assert [tuple(kept.shape) for kept in layer.kept] == [(2, 32, 1, 12), (2, 32, 1, 4)]
+
+
 def test_memory_doubles_up_to_the_maximum():
     layer, made = LayerCache(maximum=20), []
     for new in (3, 1, 1, 1, 1, 8, 5):
         k = torch.full((1, new, 1, 2), float(layer.length))
         keys, values = layer.append(k, -k)
-        made.append(layer.keys.shape[1])
+        made.append(layer.kept[0].shape[1])
         assert (
             keys.shape[1] == layer.length
             and torch.equal(keys, -values)

@@ -17,6 +17,7 @@ from dolmen.model.tree.attention import Attention
 from dolmen.model.tree.block import Block, Run, runs_of
 from dolmen.model.tree.ends import Embedding, Head
 from dolmen.model.tree.experts import Experts, Router
+from dolmen.model.tree.latent import LatentAttention
 from dolmen.model.tree.leaf import Cut, Leaf, Leaves, Stream, check_cuts, under, within
 from dolmen.model.tree.mlp import Mlp
 from dolmen.model.tree.norm import Norm
@@ -33,6 +34,7 @@ __all__ = [
     "Embedding",
     "Experts",
     "Head",
+    "LatentAttention",
     "Leaf",
     "Leaves",
     "Linear",

@@ -8,6 +8,7 @@ from itertools import groupby
 
 from dolmen.model.tree.attention import Attention
 from dolmen.model.tree.experts import Experts
+from dolmen.model.tree.latent import LatentAttention
 from dolmen.model.tree.leaf import Leaves, Stream
 from dolmen.model.tree.mlp import Mlp
 from dolmen.model.tree.norm import Norm
@@ -15,7 +16,7 @@ from dolmen.model.tree.parallel import Parallel
 from dolmen.model.tree.pre import Pre
 from dolmen.model.tree.sandwich import Sandwich
 
-Mixer = Attention
+Mixer = Attention | LatentAttention
 Arrangement = Pre | Parallel | Sandwich
 
 

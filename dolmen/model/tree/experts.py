@@ -34,7 +34,8 @@ class Router:
         shape = (experts, hidden)
         leaves = {"weight": Leaf(shape, "router", gradient="branch", products=experts * hidden)}
         if self.bias:
-            leaves["bias"] = Leaf((experts,), "bias", initial="zeros", trained=False)
+            # bf16 has 8 bits: a step of 0.001 would be lost on a bias of 0.5, and choices turn
+            leaves["bias"] = Leaf((experts,), "bias", initial="zeros", trained=False, precise=True)
         return leaves
 
 
@@ -55,6 +56,29 @@ class Experts:
                 f"num_experts_per_tok ({self.per_token}) must lie in 1 to num_experts "
                 f"({self.number}): set model.num-experts-per-tok"
             )
+        self._check_groups()
+        if self.shared is not None and self.shared.bias:
+            raise ValueError("a shared expert has a bias: dolmen computes it without")
+
+    def _check_groups(self) -> None:
+        router, number = self.router, self.number
+        groups, kept = router.groups, router.groups_per_token
+        if number % groups or not 1 <= kept <= groups:
+            raise ValueError(
+                f"n_group ({groups}) must divide the experts ({number}), and topk_group ({kept}) "
+                f"lie in 1 to n_group: set model.n-group and model.topk-group"
+            )
+        best = 2 if router.group_score == "top2" else 1
+        if kept < groups and number // groups < best:
+            raise ValueError(
+                f"a group counts as its best {best} experts, n_group ({groups}) leaves "
+                f"{number // groups} in each: set a smaller model.n-group"
+            )
+        if kept * (number // groups) < self.per_token:
+            raise ValueError(
+                f"topk_group ({kept}) groups of {number // groups} experts are fewer than "
+                f"num_experts_per_tok ({self.per_token}): set a larger model.topk-group"
+            )
 
     @property
     def experts(self) -> int:
@@ -73,6 +97,7 @@ class Experts:
             **within("router", self.router.leaves(self.number, hidden)),
             **{f"experts.{name}.weight": inner for name in ("gate", "up")},
             "experts.down.weight": down,
+            **({} if self.shared is None else within("shared", self.shared.leaves(stream))),
         }
 
     def _stacked(self, out: int, inp: int, dim: int, std_scale: float = 1.0) -> Leaf:

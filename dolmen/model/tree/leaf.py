@@ -74,6 +74,8 @@ class Leaf:
     """
     trained: bool = True
     """Whether gradients move it."""
+    precise: bool = False
+    """In fp32 or wider, here and on disk, whatever the others are in."""
 
     @property
     def elements(self) -> int:

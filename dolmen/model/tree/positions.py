@@ -13,6 +13,7 @@ from dolmen.model.tree.leaf import Leaf, Leaves
 class Linear:
     """Positions are divided by `factor` (Chen et al., 2306.15595)."""
 
+    attention_factor: ClassVar[float] = 1.0
     factor: float
 
 
@@ -20,6 +21,7 @@ class Linear:
 class Llama3:
     """Long wavelengths are divided by `factor`, short ones kept, smooth between."""
 
+    attention_factor: ClassVar[float] = 1.0
     factor: float
     low_freq_factor: float
     """Wavelengths longer than original / this are divided."""
@@ -41,6 +43,13 @@ class Yarn:
     """What cos and sin are multiplied by."""
     truncate: bool = True
     """The bounds between the parts are whole numbers."""
+
+
+def temperature(factor: float, mscale: float = 1.0) -> float:
+    """0.1 mscale ln(factor) + 1 (Peng et al., eq. 22): what YaRN multiplies queries and keys by,
+    each once; 1 where nothing is extended.
+    """
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 Scaling = Linear | Llama3 | Yarn
@@ -67,6 +76,11 @@ class Rope:
             )
         if not 0 <= self.theta < math.inf:
             raise ValueError(f"rope_theta is {self.theta!r}: it must be finite and not negative")
+
+    @property
+    def attention_factor(self) -> float:
+        """What cos and sin are multiplied by."""
+        return 1.0 if self.scaling is None else self.scaling.attention_factor
 
 
 @dataclass(frozen=True)

@@ -15,17 +15,18 @@ def one_query(
     v: Float[Tensor, "batch keys kv_heads value_size"],
     attend: Attend,
 ) -> Float[Tensor, "batch 1 heads value_size"]:
-    """Of a query at the last key, whose scores are `plain`; a mask has one row."""
+    """Of a query at the last key, whose scores are `plain`; a mask has one row. The queries of a
+    key-value head are rows of one product, so that no key or value is repeated.
+    """
     keys, window, starts, mask = k.shape[1], attend.window, attend.starts, None
     if starts is not None or (window is not None and window < keys):
         mask = visible(1, keys, window, q.device, starts)
         mask = mask if starts is None else mask[:, None]
     out = F.scaled_dot_product_attention(
-        q.transpose(1, 2),
+        q.reshape(len(q), k.shape[2], -1, q.shape[3]),
         k.transpose(1, 2),
         v.transpose(1, 2),
         attn_mask=mask,
         scale=attend.scale,
-        enable_gqa=q.shape[2] != k.shape[2],
     )
-    return out.transpose(1, 2)
+    return out.reshape(len(q), 1, q.shape[2], -1)

@@ -1,0 +1,136 @@
+"""Multi-head latent attention over this rank's heads (DeepSeek-V2, 2405.04434, section 2.1).
+
+    x [tokens, hidden]     I@tp                    | S(0)@tp under sequence parallelism
+      | q_a, kv_a, norms   alike on every rank     | of this rank's tokens
+      v latents            I@tp                    | S(0)@tp
+      | enter              copy                    | all-gather
+      |                    (backward: all-reduce)  | (backward: reduce-scatter)
+      | q_b, kv_b          this rank's heads
+      | attention
+      | o                  P@tp
+      v leave
+
+What crosses tp on the way in are the latents and not the residual stream: in DeepSeek-V3 2,112
+numbers per token where that has 7,168. So what makes the latents is whole on every rank, and its
+gradient partial under sequence parallelism alone, as a norm's is.
+
+A cache keeps the latent of keys and values, after its norm, and the rope key, turned: kv_rank +
+rope's size per token, whatever the number of heads. Few queries attend to it as it is, with kv_b
+multiplied into the queries and out of the sums instead (`_absorbed`); for many the keys and values
+of all heads are made of it first, as without a cache.
+"""
+
+import torch
+from torch import Tensor
+
+from dolmen.core import ranges
+from dolmen.core.state import local
+from dolmen.model import tree
+from dolmen.model.component import Component, Setting
+from dolmen.model.given import Given
+from dolmen.model.layers import Column, Norm, Parameters, Row
+from dolmen.model.tree import Leaves, under
+from dolmen.ops import rope
+from dolmen.ops.attention import Attend
+from dolmen.ops.dropout import SCORES, Dropout
+from dolmen.parallel import tensor
+from dolmen.parallel.recompute import again
+
+
+class LatentAttention(Component):
+    """x [batch * length / cp, hidden] I@tp (or S(0)@tp) -> the same. `cache`, where given, is this
+    layer's latents and rope keys so far.
+    """
+
+    def __init__(self, attention: tree.LatentAttention, leaves: Leaves, setting: Setting):
+        super().__init__()
+        split, kernels = setting.split, setting.split.kernels
+        self.tp, self.cp, self.form = split.tp, split.cp, attention
+        self.selective = split.recompute.of(setting.layer) == "selective"
+        self.heads = attention.heads // self.tp.axis.size
+        first_head, self.dropout = self.tp.axis.rank * self.heads, setting.training.dropout
+        self.scores = self.attend(attention)._replace(first_head=first_head)
+        if attention.q_rank is None:
+            self.q = Column(under(leaves, "q"))
+        else:
+            self.q_a = Parameters(under(leaves, "q_a"))
+            self.q_a_norm = Norm(attention.norm, under(leaves, "q_a_norm"), kernels)
+            self.q_b = Column(under(leaves, "q_b"))
+        self.kv_a = Parameters(under(leaves, "kv_a"))
+        self.kv_a_norm = Norm(attention.norm, under(leaves, "kv_a_norm"), kernels)
+        self.kv_b = Column(under(leaves, "kv_b"))
+        self.o = Row(under(leaves, "o"), self.tp)
+
+    @staticmethod
+    def attend(mixer: tree.LatentAttention) -> Attend:
+        return Attend(scale=mixer.scale)
+
+    def forward(self, x: Tensor, given: Given, cache=None) -> Tensor:
+        q = self._queries(x, given)
+        down = self._down(x, self.kv_a)
+        latent, key = down.split((self.form.kv_rank, self.form.positions.size), -1)
+        latent = self.kv_a_norm(latent)
+        key = self.tp.enter(key).view(given.batch, -1, 1, self.form.positions.size)
+        key = self._turned(key, given)
+        if cache is None:
+            y = self._expanded(q, *self._columns(latent, self.kv_b), key, given)
+        else:
+            y = self._cached(q, self.tp.enter(latent), key, given, cache)
+        return self.o(y.reshape(-1, self.heads * self.form.value_size))
+
+    def _down(self, x: Tensor, linear: Parameters) -> Tensor:
+        """The product of this rank's part of the residual stream with what is whole."""
+        bias = None if linear.bias is None else local(linear.bias)
+        return tensor.products(x, [local(linear.weight)], [bias], self.tp)[0]
+
+    def _columns(self, x: Tensor, linear: Column) -> tuple[Tensor, ...]:
+        return tensor.columns(x, [local(linear.weight)], [None], self.tp)
+
+    def _queries(self, x: Tensor, given: Given) -> Tensor:
+        """[batch, length, heads, nope + rope], turned."""
+        if self.form.q_rank is None:
+            (q,) = self._columns(x, self.q)
+        else:
+            (q,) = self._columns(self.q_a_norm(self._down(x, self.q_a)), self.q_b)
+        q = q.view(given.batch, -1, self.heads, self.form.head_size)
+        nope, turned = q.split((self.form.nope_size, self.form.positions.size), -1)
+        return torch.cat((nope, self._turned(turned, given)), -1)
+
+    def _turned(self, x: Tensor, given: Given) -> Tensor:
+        return rope.rotate(x, given.cos, given.sin, self.form.positions.interleaved)
+
+    def _expanded(self, q: Tensor, kv: Tensor, key: Tensor, given: Given) -> Tensor:
+        """Attention to the keys and values of all heads: kv what kv_b makes, [tokens, heads * (nope
+        + value)], key [batch, tokens, 1, rope] -> [batch, length, heads, value].
+        """
+        kv = kv.view(given.batch, -1, self.heads, self.form.nope_size + self.form.value_size)
+        nope, v = kv.split((self.form.nope_size, self.form.value_size), -1)
+        k = torch.cat((nope, key.expand(-1, -1, self.heads, -1)), -1)
+        return again(self._inner, q, k, v, given) if self.selective else self._inner(q, k, v, given)
+
+    def _cached(self, q: Tensor, latent: Tensor, key: Tensor, given: Given, cache) -> Tensor:
+        """The same of all tokens so far, by whichever way multiplies less."""
+        latent, key = cache.append(latent.view(given.batch, -1, 1, self.form.kv_rank), key)
+        if q.shape[1] == 1:
+            return self._absorbed(q, latent, key, given)
+        (kv,) = tensor.products(latent.flatten(0, 2), [local(self.kv_b.weight)], [None], self.tp)
+        return self._expanded(q, kv, key, given)
+
+    def _absorbed(self, q: Tensor, latent: Tensor, key: Tensor, given: Given) -> Tensor:
+        """Attention to one head of keys [latent | key] and values latent: q W_k c = (q W_k) c, and
+        the sum of p (W_v c) = W_v (sum of p c).
+        """
+        weight = local(self.kv_b.weight).view(self.heads, -1, self.form.kv_rank)
+        of_k, of_v = weight.split((self.form.nope_size, self.form.value_size), 1)
+        nope, turned = q.split((self.form.nope_size, self.form.positions.size), -1)
+        absorbed = torch.einsum("bshn,hnr->bshr", nope, of_k)
+        q, k = torch.cat((absorbed, turned), -1), torch.cat((latent, key), -1)
+        return torch.einsum("bshr,hvr->bshv", self._inner(q, k, latent, given), of_v)
+
+    @ranges.marked("attention")
+    def _inner(self, q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor:
+        """softmax(scale q k^T) v: what selective recomputation computes again."""
+        noise, dropped = given.noise, None
+        if noise is not None:
+            dropped = Dropout(self.dropout, noise, noise.site(SCORES))
+        return self.cp.attention(q, k, v, self.scores.of(given.documents, dropped))
