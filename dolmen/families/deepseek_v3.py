@@ -8,10 +8,10 @@ are no part of the decoder: transformers leaves them out, and so is done here, a
 from typing import Any
 
 from dolmen.families import deepseek_like, llama_like
-from dolmen.families.family import Family, Field
+from dolmen.families.family import Family, Field, expect
 from dolmen.files import kinds
 from dolmen.files.schema import Flag, Int, optional
-from dolmen.model.tree import Router, Tree
+from dolmen.model.tree import Rope, Router, Tree
 
 
 def read(c: dict[str, Any]) -> Tree:
@@ -27,10 +27,8 @@ def read(c: dict[str, Any]) -> Tree:
 
 
 def new(tree: Tree) -> dict[str, Any]:
-    fields = {
-        **deepseek_like.new(tree),
-        "rope_interleave": tree.blocks[0].mixer.positions.interleaved,
-    }
+    rope = expect(tree.blocks[0].mixer.positions, Rope, "positions")
+    fields = {**deepseek_like.new(tree), "rope_interleave": rope.interleaved}
     sparse = deepseek_like.experts(tree)
     if sparse is None:
         return fields

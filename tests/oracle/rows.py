@@ -92,6 +92,22 @@ MODELS = {
         ),
     ),
 }
+# caps that scores and logits of this size feel; transformers rounds an embedding's scale to fp32
+# whatever it computes in, and sqrt(64) needs no rounding
+MODELS["gemma2"] = (
+    "gemma2",
+    SIZES
+    | dict(
+        hidden_size=64,
+        rope_parameters=ROPE,
+        head_dim=12,
+        sliding_window=4,
+        query_pre_attn_scalar=5,
+        attn_logit_softcapping=1.0,
+        final_logit_softcapping=2.0,
+        tie_word_embeddings=True,
+    ),
+)
 LONG = dict(max_position_embeddings=160, sliding_window=70)
 MODELS["mistral-blocks"] = "mistral", MODELS["mistral"][1] | LONG
 MODELS["qwen3-moe-dense"] = (
