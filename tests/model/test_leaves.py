@@ -15,7 +15,7 @@ from dolmen.model.decoder import Decoder
 from dolmen.model.layers import is_partial, places
 from dolmen.model.split import whole
 from dolmen.model.training import RouterTraining, Training
-from dolmen.model.tree import Block, Rope, Run, Tree, Yarn, check_cuts, under
+from dolmen.model.tree import Table, check_cuts, under
 from dolmen.optim.config import OptimizerConfig
 from dolmen.optim.optimizer import adamw
 from dolmen.parallel.tensor import TensorParallel
@@ -128,26 +128,8 @@ def test_a_bias_that_balances_belongs_to_the_model_that_is_trained():
     assert not made.get_parameter("layers.1.mlp.router.bias").requires_grad
 
 
-def changed(flat: Flat, **mixer) -> Tree:
-    """The model of `flat` with every mixer changed."""
-
-    def of(block: Block) -> Block:
-        return replace(block, mixer=replace(block.mixer, **mixer))
-
-    whole_ = flat.tree
-    runs = tuple(Run(tuple(map(of, run.blocks)), run.repeat) for run in whole_.runs)
-    return replace(whole_, runs=runs)
-
-
-@pytest.mark.parametrize(
-    ("model", "said"),
-    [
-        (changed(LLAMA, positions=Rope(4, scaling=Yarn(2.0, 8))), "does not compute Yarn"),
-        (changed(LLAMA, positions=Rope(4, interleaved=True)), "Rope.interleaved is True"),
-    ],
-)
-def test_what_no_module_computes_is_refused(model, said):
+def test_what_no_module_computes_is_refused():
     check(LLAMA.tree)
-    with pytest.raises(ValueError) as refused, torch.device("meta"):
-        Decoder(model, whole(2))
-    assert said in str(refused.value)
+    table = replace(LLAMA.tree.embedding, positions=Table(8, offset=2))
+    with pytest.raises(ValueError, match="Table.offset is 2"), torch.device("meta"):
+        Decoder(replace(LLAMA.tree, embedding=table), whole(2))
