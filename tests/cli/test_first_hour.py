@@ -258,4 +258,6 @@ def test_help_is_broken_into_lines_once(monkeypatch):
     assert "needs; the GPUs that are visible. (default: None)" in lines
     helps = [line if line and line[0].isalnum() else "" for line in lines]
     for line, after in pairwise(helps):
-        assert not line or not after or len(line) + 1 + len(after.split()[0]) > 70, (line, after)
+        choices = line.endswith("}")  # the last of an option, before its help
+        fits = len(line) + 1 + len((after or " x").split()[0]) <= 70
+        assert not line or not after or choices or not fits, (line, after)

@@ -169,7 +169,7 @@ OPTIONS = {
         "--finish.verify",
         "finish.verify and finish.sample read the exported model: set --finish.export too",
     ),
-    "family": ("--model.family lama", "'lama': dolmen knows gpt2, llama"),
+    "family": ("--model.family lama", "'lama': dolmen knows bloom, deepseek_v2"),
     "inexpressible": (
         "--model.norm layernorm",
         "unknown option --model.norm: that is the family's: choose it with --model.model-type",
@@ -329,7 +329,7 @@ MODELS = {
     no_config: "has no config.json",
     no_weights: "has neither model.safetensors nor",
     pickled: "has pickled weights only (pytorch_model.bin), which dolmen never loads",
-    other_class: "model_type is 't5': dolmen knows gpt2, llama",
+    other_class: "model_type is 't5': dolmen knows bloom, deepseek_v2",
 }
 
 
