@@ -50,8 +50,9 @@ class _Evaluate(ModuleType):
         return api.evaluate(source, path, **options)
 
 
-train.__class__ = _Train
-evaluate.__class__ = _Evaluate
+# a module's class may be set, which its type does not say
+train.__class__ = _Train  # pyright: ignore[reportAttributeAccessIssue]
+evaluate.__class__ = _Evaluate  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def __getattr__(name: str) -> Any:

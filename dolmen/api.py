@@ -6,10 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, cast, get_type_hints
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from dolmen.cli import export as export_verb
 from dolmen.cli import train as train_verb
@@ -19,7 +18,7 @@ from dolmen.convert import hf
 from dolmen.core.paths import refuse_empty
 from dolmen.core.words import choices
 from dolmen.data.config import TextConfig
-from dolmen.data.tokenizer import load_tokenizer
+from dolmen.data.tokenizer import PreTrainedTokenizer, load_tokenizer
 from dolmen.evaluate import perplexity
 from dolmen.evaluate import verify as comparison
 from dolmen.model.decoder import Decoder
@@ -42,7 +41,7 @@ class Model:
     """A decoder with its tokenizer, in this process alone."""
 
     decoder: Decoder
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: PreTrainedTokenizer
     folder: Path
 
     def generate(
@@ -61,7 +60,7 @@ class Model:
 
             model.generate("Once upon a time", temperature=0.8, top_p=0.95, seed=1)
         """
-        prompts = list(prompt) if isinstance(prompt, (list, tuple)) else [prompt]
+        prompts = _several(prompt)
         with _told():
             sample.check(temperature, top_k, top_p)
             new = engine.generate(
@@ -127,7 +126,7 @@ def generate(
     """
     with _told():
         sample.check(temperature, top_k, top_p)
-        for text in prompt if isinstance(prompt, (list, tuple)) else [prompt]:
+        for text in _several(prompt):
             check(text)
         model = load(name, _dtype(dtype))
     return model.generate(prompt, max_new_tokens, temperature, seed, top_k=top_k, top_p=top_p)
@@ -218,6 +217,11 @@ def train(recipe: str | Path, **options: Any) -> Path:
     if code:
         raise RuntimeError(f"the run ended with exit code {code}")
     return train_verb.folder_of(*asked)
+
+
+def _several(prompt: str | Sequence[str]) -> list[str]:
+    """A list or tuple of prompts, or the one; what is neither, `check` refuses."""
+    return list(prompt) if isinstance(prompt, (list, tuple)) else [cast(str, prompt)]
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

@@ -92,14 +92,15 @@ class _Group:
 
     def run(self, attempt: int, reports: str) -> _End:
         """Start the group once and wait for it."""
-        import torch
+        # documented as torch.distributed's, where it is imported without being listed
+        from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
         from torch.distributed.elastic.multiprocessing import (
             DefaultLogsSpecs,
             SignalException,
             start_processes,
         )
 
-        store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         envs = {
             rank: self._environment(rank, attempt, store.port) for rank in range(self.processes)
         }

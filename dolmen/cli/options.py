@@ -7,7 +7,7 @@ Nothing here imports torch or transformers: `--help` and a mistyped option do no
 from dataclasses import dataclass, fields, make_dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, overload
 
 import tyro
 
@@ -256,7 +256,11 @@ def read_run(file: Path) -> RunConfig:
         raise gate.refuse(file, error) from error
 
 
-def read(verb: str, argv: list[str]):
+@overload
+def read(verb: Literal["train"], argv: list[str]) -> tuple[RunConfig, TrainOptions]: ...
+@overload
+def read(verb: str, argv: list[str]) -> Any: ...
+def read(verb: str, argv: list[str]) -> Any:
     """What the words after `dolmen VERB` ask for, as that verb's `run` takes it. Exits with 0 after
     --help. Raises BadInput.
     """

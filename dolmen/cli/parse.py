@@ -7,7 +7,7 @@ import sys
 from contextlib import redirect_stderr
 from dataclasses import fields, is_dataclass
 from io import StringIO
-from typing import Annotated, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -48,7 +48,8 @@ def parse(cls: type[T], argv: list[str], verb: str, default: T | None = None) ->
         join_lines(cls)
     try:
         with redirect_stderr(said):
-            options = tyro.cli(cls, args=argv, default=default, prog=f"dolmen {verb}")
+            # with a `default` of None, which is none, a `cls` comes back as well
+            options = cast(T, tyro.cli(cls, args=argv, default=default, prog=f"dolmen {verb}"))
     except SystemExit as end:
         if not end.code:
             raise
@@ -134,7 +135,7 @@ def names(cls: type, prefix: str = "") -> list[str]:
         if get_origin(hint) is Annotated:
             hint, *marks = get_args(hint)
         name = f"{prefix}{field.name.replace('_', '-')}"
-        if is_dataclass(hint):
+        if isinstance(hint, type) and is_dataclass(hint):
             found += names(hint, f"{name}.")
         elif tyro.conf.Positional not in marks and get_origin(hint) is not dict:
             found.append(name)

@@ -37,8 +37,10 @@ def _verify(options: VerifyOptions, mesh: meshes.Mesh) -> int:
 class Placed(Protocol):
     """Options that say where a verb computes."""
 
-    layout: Split
-    device: devices.Asked
+    @property
+    def layout(self) -> Split: ...
+    @property
+    def device(self) -> devices.Asked: ...
 
 
 def compute(argv: list[str], verb: str, folder: str, where: Placed, work, others: list[str]) -> int:

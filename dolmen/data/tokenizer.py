@@ -8,7 +8,7 @@ between their documents rely on.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,6 +32,7 @@ class PreTrainedTokenizer(Protocol):
 
     eos_token: str | None
     eos_token_id: int | None
+    bos_token_id: int | None
     all_special_tokens: list[str]
     init_kwargs: dict[str, Any]
 
@@ -44,8 +45,19 @@ class PreTrainedTokenizer(Protocol):
 
     def get_vocab(self) -> dict[str, int]: ...
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
-    def decode(self, token_ids: list[int], *, clean_up_tokenization_spaces: bool) -> str: ...
+    def decode(
+        self,
+        token_ids: list[int],
+        *,
+        skip_special_tokens: bool = False,
+        clean_up_tokenization_spaces: bool | None = None,
+    ) -> str: ...
     def convert_tokens_to_ids(self, tokens: str) -> int: ...
+    def __call__(self, text: str, *, add_special_tokens: bool = True) -> Mapping[str, list[int]]:
+        """The ids as `input_ids`, beside what is not used here."""
+        ...
+
+    def save_pretrained(self, save_directory: str) -> object: ...
 
 
 def load_tokenizer(

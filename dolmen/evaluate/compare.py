@@ -99,6 +99,7 @@ def gradient_rows(model: Decoder, theirs: dict[str, Tensor] | None) -> list[Row]
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
+        assert p.grad is not None, name
         gradient, p.grad = state.full(p.grad), None  # whole, one at a time
         if theirs is None:
             continue

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -170,8 +171,9 @@ def _ask_transformers(
     from transformers import AutoModelForCausalLM, GenerationConfig
     from transformers.core_model_loading import revert_weight_conversion
 
+    causal: Any = AutoModelForCausalLM  # its annotations allow neither .to(device) nor .generate
     model = (
-        AutoModelForCausalLM.from_pretrained(
+        causal.from_pretrained(
             folder,
             dtype=torch.float32,
             attn_implementation="eager",

@@ -66,21 +66,18 @@ class Attention(Branch):
         scale = 1 / math.sqrt(mixer.head_size) if mixer.scale is None else mixer.scale
         return Attend(mixer.window, scale, mixer.soft_cap, slopes)
 
-    def _mine(self, p: Tensor | None) -> Tensor | None:
+    def _mine(self, p: Tensor) -> Tensor:
         """The rows of a k or v parameter that this rank multiplies."""
-        if p is None:
-            return None
         if not self.whole_kv:
             return local(p)
         return local(p).narrow(0, self.kv_first * self.head_size, self.kv_heads * self.head_size)
 
     @property
     def columns(self) -> list[tuple[Tensor, Tensor | None]]:
-        q_bias = None if self.q.bias is None else local(self.q.bias)
+        parts = (self.q, local), (self.k, self._mine), (self.v, self._mine)
         return [
-            (local(self.q.weight), q_bias),
-            (self._mine(self.k.weight), self._mine(self.k.bias)),
-            (self._mine(self.v.weight), self._mine(self.v.bias)),
+            (mine(part.weight), None if part.bias is None else mine(part.bias))
+            for part, mine in parts
         ]
 
     @property
@@ -91,9 +88,9 @@ class Attention(Branch):
         q, k, v = (
             y.view(given.batch, -1, y.shape[-1] // self.head_size, self.head_size) for y in products
         )
-        if self.q_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        if given.cos is not None:
+        if given.cos is not None and given.sin is not None:
             q, k = (rope.rotate(t, given.cos, given.sin, self.interleaved) for t in (q, k))
         if given.steps is not None:
             steps = given.steps.narrow(2, self.first_head, self.heads)

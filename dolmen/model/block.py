@@ -44,6 +44,7 @@ class Block(nn.Module, Generic[C]):
         """What is added to the residual stream, with dropout where it acts."""
         if given.noise is None:
             return y
+        assert given.rows is not None
         return dropout.residual(y, self.dropout, given.noise, given.noise.site(site), given.rows)
 
     def units(self) -> list[Unit]:

@@ -4,7 +4,7 @@ and the bytes it keeps for backward.
 
 from typing import Literal
 
-from dolmen.model.tree import Attention, Tree
+from dolmen.model.tree import Attention, Experts, Tree
 
 
 def parameters(tree: Tree) -> int:
@@ -71,9 +71,9 @@ def activation_bytes_per_layer(
     block = tree.blocks[0]
     if not isinstance(block.mixer, Attention):
         raise ValueError(f"{block.mixer.words}: dolmen knows what plain attention keeps, not this")
-    if block.mlp.experts:
+    if isinstance(block.mlp, Experts):
         raise ValueError(
-            f"num_experts ({block.mlp.experts}): what experts keep depends on the router"
+            f"num_experts ({block.mlp.number}): what experts keep depends on the router"
         )
     attention, mlp = block.mixer, block.mlp
     e = element_bytes

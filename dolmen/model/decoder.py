@@ -11,6 +11,7 @@ it is all there is.
 """
 
 from collections.abc import Mapping
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -71,13 +72,14 @@ class Decoder(nn.Module):
         )
         head = under(leaves, "head")
         self.head = Column(head) if split.last and head else None
-        self.compiled, self.compute = False, None  # None: in the dtype of the parameters
+        self.compiled = False
+        self.compute: torch.dtype | None = None  # None: in the dtype of the parameters
 
     def compile_parts(self) -> None:
         """torch.compile of what repeats: each block, and the loss of a chunk of tokens. Before
         sharding over dp. Of a block where how many rows an expert gets is read, only attention.
         """
-        for block in self.layers.values():
+        for block in self.all_blocks():
             block.compile_static()
         self.compiled = True
 
@@ -97,22 +99,26 @@ class Decoder(nn.Module):
 
     def units(self) -> list[Unit]:
         """What is gathered and reduced together over fsdp, inner modules first."""
-        return [unit for block in self.layers.values() for unit in (*block.units(), Unit(block))]
+        return [unit for block in self.all_blocks() for unit in (*block.units(), Unit(block))]
 
     def ahead(self) -> list[list[list[nn.Module]]]:
         """What to gather ahead (data.prefetch): of each stage, each block's units in the order of
         use. Empty where forward does not stop to read the device.
         """
-        if all(block.mlp.static for block in self.layers.values()):
+        if all(block.mlp.static for block in self.all_blocks()):
             return []
         return [
             [[b, *(unit.module for unit in b.units())] for b in self.blocks(part)]
             for part in range(len(self.split.parts))
         ]
 
+    def all_blocks(self) -> list[Block]:
+        """The layers of all stages of this rank."""
+        return [cast(Block, block) for block in self.layers.values()]
+
     def blocks(self, part: int) -> list[Block]:
         """The layers of one of this rank's stages."""
-        return [self.layers[str(i)] for i in self.split.parts[part].layers]
+        return [cast(Block, self.layers[str(i)]) for i in self.split.parts[part].layers]
 
     @property
     def tied_apart(self) -> nn.Parameter | None:
@@ -174,34 +180,42 @@ class Decoder(nn.Module):
         """
         here, cp = self.split.parts[part], self.split.cp
         given, positions = self._given(tokens, cache, noise, starts, host)
+        y: Tensor
         if here.first:
-            x = self.embed(cp.split(tokens, 1).reshape(-1))
+            assert self.embed is not None
+            y = self.embed(cp.split(tokens, 1).reshape(-1))
             if self.positions is not None:
-                x = x + self.positions(
+                y = y + self.positions(
                     tensor.own_tokens(positions.expand(len(tokens), -1).reshape(-1), self.tp)
                 )
             if self.embed_norm is not None:
-                x = self.embed_norm(x)
+                y = self.embed_norm(y)
             if given.noise is not None:
-                x = dropout.residual(x, self.dropout, given.noise, dropout.EMBEDDING, given.rows)
+                assert given.rows is not None
+                y = dropout.residual(y, self.dropout, given.noise, dropout.EMBEDDING, given.rows)
+        else:
+            assert x is not None, "a stage that is not the first is given x"
+            y = x
         turned = self.rope(part, positions)
         for i, block in zip(here.layers, self.blocks(part), strict=True):
             kept = None if cache is None else cache.layers[i]
             mixer = self.tree.blocks[i].mixer
             where = turned[mixer.positions, mixer.heads]
-            x = block(x, given.of_layer(i, where, (balance or {}).get(i)), kept)
+            y = block(y, given.of_layer(i, where, (balance or {}).get(i)), kept)
         if not here.last:
-            return x
-        x = self.final_norm(x)
-        weight = local((self.head or self.embed).weight)
+            return y
+        table = self.head or self.embed
+        assert self.final_norm is not None and table is not None
+        y = self.final_norm(y)
+        weight = local(table.weight)
         soft_cap = self.tree.head.soft_cap
         if labels is None:
-            logits = tensor.columns(x, [weight], [None], self.tp)[0]
+            logits = tensor.columns(y, [weight], [None], self.tp)[0]
             if soft_cap is not None:
                 logits = loss.capped(logits, soft_cap)
             return logits.view(len(tokens), -1, weight.shape[0])
         return linear_cross_entropy(
-            x,
+            y,
             weight,
             cp.split(labels, 1).reshape(-1),
             self.tree.vocab_size,

@@ -73,7 +73,8 @@ class LatentAttention(Component):
         key = self.tp.enter(key).view(given.batch, -1, 1, self.form.positions.size)
         key = self._turned(key, given)
         if cache is None:
-            y = self._expanded(q, *self._columns(latent, self.kv_b), key, given)
+            (kv,) = self._columns(latent, self.kv_b)
+            y = self._expanded(q, kv, key, given)
         else:
             y = self._cached(q, self.tp.enter(latent), key, given, cache)
         return self.o(y.reshape(-1, self.heads * self.form.value_size))
@@ -97,6 +98,7 @@ class LatentAttention(Component):
         return torch.cat((nope, self._turned(turned, given)), -1)
 
     def _turned(self, x: Tensor, given: Given) -> Tensor:
+        assert given.cos is not None and given.sin is not None
         return rope.rotate(x, given.cos, given.sin, self.form.positions.interleaved)
 
     def _expanded(self, q: Tensor, kv: Tensor, key: Tensor, given: Given) -> Tensor:

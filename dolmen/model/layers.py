@@ -3,6 +3,7 @@ of a parameter on this rank: how it lies on tp, and of which type its gradient i
 """
 
 from collections.abc import Mapping
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -73,7 +74,8 @@ class Norm(Parameters):
 
     def __init__(self, norm: tree.Norm, leaves: Leaves, kernels: Kernels):
         super().__init__(leaves)
-        self.eps, self.kernel = norm.eps, kernels.norm
+        self.eps = norm.eps
+        self.kernel: Literal["passes", "fused"] = kernels.norm
         self.centres, self.zero_centred = norm.kind == "layernorm", norm.zero_centred
 
     def forward(self, x: Tensor) -> Tensor:

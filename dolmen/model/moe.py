@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dolmen.core import collectives, ranges
+from dolmen.core.function import Context, Function
 from dolmen.core.state import local
 from dolmen.model import tree
 from dolmen.model.component import Component, Setting
@@ -145,18 +146,25 @@ class MoE(Component):
         return _Account.apply(routing.weights, loss, balance.scale, found, balance.tally)
 
 
-class _Account(torch.autograd.Function):
+class _Account(Function):
     """The identity on `weights`. Backward sends `scale` into `loss` and `found` into the tally:
     once per microbatch, however often forward was run.
     """
 
     @staticmethod
-    def forward(ctx, weights, loss, scale, found, tally):
-        ctx.dtype = loss.dtype
+    def forward(
+        ctx: Context[torch.dtype],
+        weights: Tensor,
+        loss: Tensor,
+        scale: Tensor,
+        found: Tensor,
+        tally: Tensor,
+    ) -> Tensor:
+        ctx.kept = loss.dtype
         ctx.save_for_backward(scale, found)
         return weights.view_as(weights)
 
     @staticmethod
-    def backward(ctx, g):
+    def backward(ctx: Context[torch.dtype], g: Tensor) -> tuple[Tensor, Tensor, None, None, Tensor]:
         scale, found = ctx.saved_tensors
-        return g, scale.to(ctx.dtype), None, None, found
+        return g, scale.to(ctx.kept), None, None, found

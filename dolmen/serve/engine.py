@@ -150,8 +150,10 @@ def _read(model: Decoder, tokens: Tensor, cache: Cache) -> Tensor:
     batch = len(tokens)
     if model.tp.sequence:  # splits tokens evenly: fill up with rows that nobody reads
         tokens = torch.cat((tokens, tokens[-1:].expand(-batch % model.tp.axis.size, -1)))
-    for part in tokens.split(max(1, TOKENS_AT_ONCE // len(tokens)), 1):
-        logits = model(part, cache=cache)
+    *before, last = tokens.split(max(1, TOKENS_AT_ONCE // len(tokens)), 1)
+    for part in before:
+        model(part, cache=cache)
+    logits = model(last, cache=cache)
     logits = tensor.gather_vocabulary(logits[:batch, -1], model.tree.vocab_size, model.tp.axis)
     return logits if logits.dtype == torch.float64 else logits.float()
 

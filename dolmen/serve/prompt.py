@@ -1,14 +1,10 @@
 """From a prompt to the tokens a model begins with, the same for the command line and Python."""
 
-from typing import TYPE_CHECKING
-
+from dolmen.data.tokenizer import PreTrainedTokenizer
 from dolmen.files import tokenizer_files
 
-if TYPE_CHECKING:  # 2 s to import: a check of words does not owe it
-    from transformers import PreTrainedTokenizerBase
 
-
-def encode(tokenizer: "PreTrainedTokenizerBase", prompt: str) -> list[int]:
+def encode(tokenizer: PreTrainedTokenizer, prompt: str) -> list[int]:
     """The tokens of `prompt`, as the tokenizer would begin a text; of an empty one the tokenizer's
     beginning of text, or else its end. Raises ValueError where there is none, and for what is no
     text.

@@ -68,10 +68,11 @@ def move(model: Decoder, tallies: Tensor, update: bool) -> None:
     """
     if not update or model.router.balance != "bias":
         return
-    for block in model.layers.values():
-        if block.mlp.balance_bias is not None:
+    for block in (b for part in range(len(model.split.parts)) for b in model.blocks(part)):
+        bias = block.mlp.balance_bias
+        if bias is not None:
             load = tallies[block.layer, : model.tree.experts]
-            _move(block.mlp.balance_bias, load, model.router.bias_rate)
+            _move(bias, load, model.router.bias_rate)
 
 
 def _move(bias: Tensor, load: Tensor, rate: float) -> None:

@@ -19,6 +19,7 @@ class _GaveUp(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if not record.msg.startswith(GAVE_UP):
             return
+        assert record.args is not None, record.msg
         limit, number, function, reason, *_ = record.args
         reason = str(reason).split("#")[0].strip()  # then follow the place and a stack
         self.say(

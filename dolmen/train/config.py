@@ -174,10 +174,15 @@ class RunConfig:
             )
 
     @property
-    def tree(self) -> Tree:
-        """What is trained. Of a run that has been checked, so that there is a model."""
+    def known_model(self) -> Model:
+        """`model`, of a run that has been checked, so that there is one."""
         assert self.model is not None
-        return self.model.tree
+        return self.model
+
+    @property
+    def tree(self) -> Tree:
+        """What is trained, of a run that has been checked."""
+        return self.known_model.tree
 
     @property
     def sequence_length(self) -> int:

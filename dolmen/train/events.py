@@ -186,11 +186,12 @@ def _hosts(events: list[Mapping[str, Any]]):
             thread.advance(e["ts"])
             above, frame = thread.top(), _enter(e, thread.top(), forward)
             thread.stack.append(frame)
-            entered = frame.kind is not None and frame.kind != above.kind
-            if entered and not e["name"].endswith(" wait"):
-                calls[frame.kind] += 1
-            if entered and frame.kind.startswith(COLLECTIVES):
-                took[frame.kind].append(e["dur"])
+            kind = frame.kind
+            if kind is not None and kind != above.kind:  # entered
+                if not e["name"].endswith(" wait"):
+                    calls[kind] += 1
+                if kind.startswith(COLLECTIVES):
+                    took[kind].append(e["dur"])
     for thread in threads.values():
         thread.advance(float("inf"))
     return threads, launched, calls, dict(took)
@@ -248,7 +249,8 @@ def _kernel(event: Mapping[str, Any], launched: Mapping[int, _Frame]) -> Span:
     frame = launched.get(event.get("args", {}).get("correlation", -1), _Frame(0.0, ""))
     own = _match(KERNELS, event["name"], re.search)
     if own == COLLECTIVES:
-        kind = frame.whole if (frame.whole or "").startswith(COLLECTIVES) else frame.fsdp or own
+        whole = frame.whole or ""
+        kind = whole if whole.startswith(COLLECTIVES) else frame.fsdp or COLLECTIVES
     else:
         kind = frame.kind or _kind(own, frame) or OTHER
     end = event["ts"] + event["dur"]

@@ -61,7 +61,7 @@ class Hooks:
         self.mesh = mesh
         self.out = out
         self.checkpoints = checkpoints
-        self.flops = count.training_flops_per_token(run.model.tree, run.sequence_length)
+        self.flops = count.training_flops_per_token(run.tree, run.sequence_length)
         self.peak = peak
         self.began = began
         self.since, self.tokens_since = time.monotonic(), 0
@@ -222,8 +222,8 @@ class Hooks:
         self.line.close()
         for writer in self.writers:
             writer.close()
-        parameters = size(count.parameters(self.run.model.tree))
-        title = f"{self.run.name}: {self.run.model.model_type}, {parameters} parameters"
+        parameters = size(count.parameters(self.run.tree))
+        title = f"{self.run.name}: {self.run.known_model.model_type}, {parameters} parameters"
         if self.mesh.first:
             metrics.plot(self.out / "metrics.jsonl", self.out / "loss.png", title)
 

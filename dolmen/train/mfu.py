@@ -99,12 +99,12 @@ def matmul_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.25)
     size = 8192 if device.type == "cuda" else 1024
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     best, end = float("inf"), time.perf_counter() + seconds
-    a @ b
+    torch.matmul(a, b)
     while time.perf_counter() < end or best == float("inf"):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         start = time.perf_counter()
-        a @ b
+        torch.matmul(a, b)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         best = min(best, time.perf_counter() - start)

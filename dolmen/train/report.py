@@ -28,7 +28,7 @@ def header(
     run: RunConfig, state_: TrainState, loader: Loader, mesh: Mesh, peak: Peak, out: str
 ) -> Table:
     """Model, parameters, layout, data, bytes per rank: a table of two columns."""
-    tree, layout = run.model.tree, run.layout
+    tree, layout = run.tree, run.layout
     parameters = list(state_.model.parameters())
     rest = sum(state.local_elements(p) for p in parameters) * STATE_BYTES
     tokens = run.train.global_batch_size * run.sequence_length
@@ -39,7 +39,8 @@ def header(
     heads = tree.blocks[0].mixer.words
     table.add_row(
         "model",
-        f"{run.model.model_type}, {size(count.parameters(tree))} parameters: {tree.layers} layers, "
+        f"{run.known_model.model_type}, {size(count.parameters(tree))} parameters: "
+        f"{tree.layers} layers, "
         f"hidden {tree.hidden_size}, {heads}, vocabulary {tree.vocab_size:,}{tied}",
     )
     table.add_row(
@@ -79,8 +80,8 @@ def header(
 
 def arithmetic(run: RunConfig) -> str:
     """What MFU counts, and what others do."""
-    ours = count.training_flops_per_token(run.model.tree, run.sequence_length)
-    full = count.training_flops_per_token(run.model.tree, run.sequence_length, "full")
+    ours = count.training_flops_per_token(run.tree, run.sequence_length)
+    full = count.training_flops_per_token(run.tree, run.sequence_length, "full")
     return (
         f"of {ours / 1e9:.4g} GFLOP per token, attention to the keys that queries see; with all "
         f"keys, as torchtitan counts, {full / 1e9:.4g}: {full / ours:.3f} times the MFU"

@@ -81,7 +81,7 @@ def make_state(run: RunConfig, mesh: Mesh, steps: int) -> TrainState:
     schedule = run.layout.make_schedule(run.train.global_batch_size, run.microbatch_size)
     channels.connect(schedule, mesh)
     model = build.build(
-        run.model.tree,
+        run.tree,
         mesh,
         run.layout,
         schedule,
@@ -94,10 +94,11 @@ def make_state(run: RunConfig, mesh: Mesh, steps: int) -> TrainState:
         build.initialize(model, run.train.seed)
     else:
         # no file has the biases of routers that training adds
-        stored = [name for name, _ in model.named_parameters() if name in run.model.tree.leaves]
+        stored = [name for name, _ in model.named_parameters() if name in run.tree.leaves]
+        source, stated = run.init, run.known_model
         build.load(
             model,
-            lambda write: hf.load(hf.resolve(run.init), run.model, write, only=stored),
+            lambda write: hf.load(hf.resolve(source), stated, write, only=stored),
         )
     optimizer = optim.adamw(model, run.optimizer)
     optim.prime(optimizer)
@@ -151,7 +152,7 @@ def _in_folder(asked: _Asked) -> Outcome:
     loader = data_loader.prepare(
         run.data,
         run.init,
-        run.model.tree.vocab_size,
+        run.tree.vocab_size,
         run.sequence_length,
         run.train.global_batch_size,
         run.train.seed,
@@ -234,8 +235,10 @@ def _train(asked: _Asked, loader: Loader, state: TrainState) -> Outcome:
         hooks.close()
     if not hooks.finite and not state.scale.dynamic:
         raise FloatingPointError(hooks.too_many_skips(state))
-    nothing_done = saved is not None and saved.step == state.step
-    seconds = saved.seconds if nothing_done else time.monotonic() - began
+    if saved is not None and saved.step == state.step:  # nothing was left to do
+        seconds = saved.seconds
+    else:
+        seconds = time.monotonic() - began
     return _outcome(state, loader, hooks.validation, seconds, signal)
 
 

@@ -7,7 +7,7 @@ Every instant of the step is of one kind, so the kinds add up to the step:
     else idle            the device waits for the host
 """
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -41,8 +41,8 @@ class Table:
 
 def tabulate(timeline: Timeline) -> Table:
     """Seconds of the step by kind."""
-    seconds: Counter[str] = Counter()
-    names: Counter[str] = Counter()
+    seconds: defaultdict[str, float] = defaultdict(float)
+    names: defaultdict[str, float] = defaultdict(float)
     again = 0.0
     for length, spans in _instants(timeline):
         for span in spans:
@@ -52,12 +52,16 @@ def tabulate(timeline: Timeline) -> Table:
             names[span.name] += part if span.kind == OTHER else 0.0
     total = (timeline.end - timeline.start) / 1e6
     seconds[IDLE] = total - sum(seconds.values())
-    busy: Counter[str] = Counter({IDLE: seconds[IDLE]})
+    busy = defaultdict(float, {IDLE: seconds[IDLE]})
     for span in timeline.busy:
         busy[span.kind] += (span.end - span.start) / 1e6
-    rows = [Row(kind, s, timeline.calls[kind], busy[kind]) for kind, s in seconds.most_common()]
-    other = tuple((name, s) for name, s in names.most_common(8) if s > 0)
+    rows = [Row(kind, s, timeline.calls[kind], busy[kind]) for kind, s in _largest(seconds)]
+    other = tuple((name, s) for name, s in _largest(names)[:8] if s > 0)
     return Table(total, timeline.gpu, tuple(rows), again, other)
+
+
+def _largest(seconds: Mapping[str, float]) -> list[tuple[str, float]]:
+    return sorted(seconds.items(), key=lambda item: item[1], reverse=True)
 
 
 def _instants(timeline: Timeline) -> Iterable[tuple[float, list[Span]]]:

@@ -19,7 +19,7 @@ def warnings(run: RunConfig, loader: Loader, step: int, steps: int) -> list[str]
     ]
     if run.init is None and step == 0:  # a trained model keeps its size
         tokens = tokenizers.vocabulary_size(loader.tokenizer)
-        found.append(unused_rows(run.model.tree.vocab_size, tokens))
+        found.append(unused_rows(run.tree.vocab_size, tokens))
     return [line for line in found if line]
 
 

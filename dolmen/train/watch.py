@@ -112,6 +112,7 @@ class Watch:
         return self.folder / f"rank-{self.rank if rank is None else rank}.{kind}"
 
     def _run(self) -> None:
+        assert self.seconds is not None  # `watching` starts no thread without
         period, last = min(self.seconds / 4, 30), time.monotonic()
         while not self.done.wait(period):
             now, limit = time.monotonic(), self.seconds * (PATIENT if self.patient else 1)
