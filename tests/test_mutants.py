@@ -36,6 +36,13 @@ def test_each_has_words_of_its_own_and_tests():
     assert len(FAULTS) >= 80
 
 
+def test_a_file_that_is_named_twice_is_refused(tmp_path):
+    fault = "  - {why: w, old: a, new: b, tests: [t]}\n"
+    (tmp_path / "some.yaml").write_text(f"one.py:\n{fault}two.py:\n{fault}one.py:\n{fault}")
+    with pytest.raises(ValueError, match=r"some.yaml names one.py twice"):
+        faults.read(tmp_path)
+
+
 def defined(file: Path) -> set[str]:
     return set(re.findall(r"(?m)^def (\w+)", file.read_text()))
 

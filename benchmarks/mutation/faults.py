@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import tokenize
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -46,10 +47,16 @@ class Fault:
 
 
 def read(folder: Path = Path(__file__).parent) -> list[Fault]:
-    """All faults, in the order of the files. Raises ValueError for one that is not whole."""
+    """All faults, in the order of the files. Raises ValueError for one that is not whole, and for
+    a source file that is named twice, of which YAML would keep the last.
+    """
     found = []
     for path in sorted(folder.glob("*.yaml")):
-        for file, faults in yaml.safe_load(path.read_text()).items():
+        text = path.read_text()
+        files = [key.value for key, _ in yaml.compose(text, yaml.SafeLoader).value]
+        if twice := sorted(file for file, n in Counter(files).items() if n > 1):
+            raise ValueError(f"{path.name} names {', '.join(twice)} twice")
+        for file, faults in yaml.safe_load(text).items():
             for values in faults:
                 try:
                     found.append(Fault(file, **{**values, "tests": tuple(values["tests"])}))

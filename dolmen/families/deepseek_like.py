@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from dolmen.families import llama_like, rope
-from dolmen.families.family import Field, activation, expect
+from dolmen.families.family import Field, activation, activation_name, expect
 from dolmen.families.rules import Rename, Rule
 from dolmen.files import kinds
 from dolmen.files.schema import Flag, Int, Real, optional
@@ -159,7 +159,6 @@ def new(tree: Tree) -> dict[str, Any]:
     """
     mixer = expect(tree.blocks[0].mixer, LatentAttention, "mixer")
     dense = [block.mlp for block in tree.blocks if isinstance(block.mlp, Mlp)]
-    act = tree.blocks[0].mlp.activation
     sparse = experts(tree)
     return {
         "vocab_size": tree.embedding.rows,
@@ -167,7 +166,7 @@ def new(tree: Tree) -> dict[str, Any]:
         "num_hidden_layers": len(tree.blocks),
         "num_attention_heads": mixer.heads,
         "num_key_value_heads": mixer.heads,
-        "hidden_act": "gelu_pytorch_tanh" if act == "gelu_tanh" else act,
+        "hidden_act": activation_name(tree.blocks[0].mlp.activation),
         "max_position_embeddings": tree.max_position_embeddings,
         "rms_norm_eps": tree.final_norm.eps,
         "initializer_range": tree.initializer_range,

@@ -13,7 +13,7 @@ of the classic layout.
 from typing import Any
 
 from dolmen.families import rope
-from dolmen.families.family import BESIDE, Family, Field, activation, expect
+from dolmen.families.family import BESIDE, Family, Field, activation, activation_name, expect
 from dolmen.families.rules import Rename, Rule, Split
 from dolmen.files import kinds
 from dolmen.files.schema import Flag, Int, Real, optional
@@ -204,7 +204,7 @@ def new(tree: Tree) -> dict[str, Any]:
         "num_ln_in_parallel_attn": NORMS.get(arrangement),
         "bias": mixer.q_bias,
         "ffn_hidden_size": mlp.size,
-        "activation": "gelu_pytorch_tanh" if mlp.activation == "gelu_tanh" else mlp.activation,
+        "activation": activation_name(mlp.activation),
         "max_position_embeddings": tree.max_position_embeddings,
         "alibi": mixer.positions == Steps(),
         "rope_parameters": _rope(mixer),

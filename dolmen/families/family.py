@@ -158,6 +158,11 @@ def activation(name: str, knob: str) -> Activation:
     return ACTIVATIONS[name]
 
 
+def activation_name(ours: Activation) -> str:
+    """Its name in a new config.json, where a family has no older one for it."""
+    return "gelu_pytorch_tanh" if ours == "gelu_tanh" else ours
+
+
 def expect(value: object, kind: type[T], what: str) -> T:
     """`value`, which is of `kind`. Raises ValueError otherwise: the family has nothing else."""
     if not isinstance(value, kind):

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from dolmen.families import rope
-from dolmen.families.family import BESIDE, Field, activation, expect
+from dolmen.families.family import BESIDE, Field, activation, activation_name, expect
 from dolmen.families.rules import Rename, Rule, Stack
 from dolmen.files import kinds
 from dolmen.files.schema import Flag, Int, Real, optional
@@ -180,7 +180,6 @@ def mixer(tree: Tree) -> Attention:
 def new(tree: Tree) -> dict[str, Any]:
     """The fields that all llama-like families have, of the first layer."""
     attention, mlp = mixer(tree), tree.blocks[0].mlp
-    activation = mlp.activation
     return {
         "vocab_size": tree.embedding.rows,
         "hidden_size": tree.hidden_size,
@@ -190,7 +189,7 @@ def new(tree: Tree) -> dict[str, Any]:
         "num_key_value_heads": attention.kv_heads,
         "head_dim": attention.head_size,
         "rms_norm_eps": tree.final_norm.eps,
-        "hidden_act": "gelu_pytorch_tanh" if activation == "gelu_tanh" else activation,
+        "hidden_act": activation_name(mlp.activation),
         "max_position_embeddings": tree.max_position_embeddings,
         "initializer_range": tree.initializer_range,
         "tie_word_embeddings": tree.head.tied,

@@ -145,7 +145,7 @@ class Decoder(nn.Module):
             device=weight.device,
         )
 
-    def rope(self, part: int, positions: Tensor) -> dict[tuple[Relative | None, int], Where]:
+    def where(self, part: int, positions: Tensor) -> dict[tuple[Relative | None, int], Where]:
         """What is known of `positions` [b or 1, s] by each kind of layer that a stage of this rank
         has, in fp32 or wider.
         """
@@ -196,11 +196,11 @@ class Decoder(nn.Module):
         else:
             assert x is not None, "a stage that is not the first is given x"
             y = x
-        turned = self.rope(part, positions)
+        known = self.where(part, positions)
         for i, block in zip(here.layers, self.blocks(part), strict=True):
             kept = None if cache is None else cache.layers[i]
             mixer = self.tree.blocks[i].mixer
-            where = turned[mixer.positions, mixer.heads]
+            where = known[mixer.positions, mixer.heads]
             y = block(y, given.of_layer(i, where, (balance or {}).get(i)), kept)
         if not here.last:
             return y

@@ -36,7 +36,6 @@ class Parallel(Block[Branch]):
         self, block: tree.Block, leaves: Leaves, setting: Setting, attn: Branch, mlp: Branch
     ):
         super().__init__(setting)
-
         one = block.arrangement.norms == 1
 
         def norm(name: str) -> Norm:

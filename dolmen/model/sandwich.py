@@ -11,7 +11,7 @@ from dolmen.model.tree import Leaves, under
 from dolmen.ops.dropout import MIXER, MLP
 
 
-class Sandwich(Block):
+class Sandwich(Block[Component]):
     """x += norm(mixer(norm x)); x += norm(mlp(norm x))."""
 
     def __init__(

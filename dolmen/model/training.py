@@ -1,5 +1,5 @@
-"""What training adds to a model and no file of one says: dropout, and what keeps the experts of a
-router equally busy.
+"""What training adds to a model, and is no part of its config.json: dropout, and what keeps the
+experts of a router equally busy.
 """
 
 import math

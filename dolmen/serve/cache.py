@@ -12,7 +12,7 @@ throughout. All keys are kept, also where a sliding window sees the last of them
 
 from torch import Tensor
 
-from dolmen.model import tree
+from dolmen.model.tree import Tree
 
 
 class LayerCache:
@@ -48,16 +48,11 @@ class LayerCache:
         return new
 
 
-ENTRIES = {tree.Attention: LayerCache, tree.LatentAttention: LayerCache}  # what a mixer keeps
-
-
 class Cache:
-    """What `Decoder.forward(tokens, cache=...)` reads and fills: an entry per layer, of the kind
-    that its mixer keeps.
-    """
+    """What `Decoder.forward(tokens, cache=...)` reads and fills: an entry per layer."""
 
-    def __init__(self, model: tree.Tree, maximum: int):
-        self.layers = [ENTRIES[type(block.mixer)](maximum) for block in model.blocks]
+    def __init__(self, model: Tree, maximum: int):
+        self.layers = [LayerCache(maximum) for _ in model.blocks]
 
     @property
     def length(self) -> int:

@@ -3,6 +3,7 @@
 from dolmen.core.words import counted
 from dolmen.data import tokenizer as tokenizers
 from dolmen.data.loader import Loader
+from dolmen.families import Model, unknown_fields
 from dolmen.train.config import RunConfig
 
 UNUSED_SHARE, UNUSED_ROWS = 0.1, 128  # more is no padding: published models pad to 128 at most
@@ -12,10 +13,12 @@ def warnings(run: RunConfig, loader: Loader, step: int, steps: int) -> list[str]
     """A line each, for a run that goes from `step` to `steps`."""
     if step >= steps:
         return []
+    assert run.model is not None
     found = [
         never_at_full_rate(run, steps),
         little_held_out(run, loader),
         never_profiled(run, step, steps),
+        without_effect(run.model),
     ]
     if run.init is None and step == 0:  # a trained model keeps its size
         tokens = tokenizers.vocabulary_size(loader.tokenizer)
@@ -43,6 +46,17 @@ def never_profiled(run: RunConfig, step: int, steps: int) -> str | None:
     return (
         f"log.profile ({number}) is not profiled: the run goes from step {step + 1} to {steps}; "
         f"set --log.profile {min(step + 2, steps)}"
+    )
+
+
+def without_effect(model: Model) -> str | None:
+    """What to warn of where the model's config.json has fields that no family knows."""
+    names = unknown_fields(model)
+    if not names:
+        return None
+    return (
+        f"the model's config.json has {', '.join(names)}, which dolmen does not know: kept for an "
+        "export, without effect on the model"
     )
 
 

@@ -9,14 +9,16 @@ from types import SimpleNamespace
 import pytest
 import tinyrun
 import torch
+import yaml
 from tinyrun import MODEL, dolmen
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import dolmen as package
 from dolmen.cli.finish import _next, _summary
 from dolmen.core.words import choices
+from dolmen.families import Model
 from dolmen.serve import engine
-from dolmen.train.warn import little_held_out, never_at_full_rate, unused_rows
+from dolmen.train.warn import little_held_out, never_at_full_rate, unused_rows, without_effect
 
 
 class Held:
@@ -156,15 +158,27 @@ def test_the_recipes_fit_a_terminal_of_80_columns(monkeypatch):
     assert "some 5 minutes on 2 cores" in " ".join(" ".join(lines).split())
 
 
-def test_rows_that_no_token_has_are_told(material, tmp_path):
-    words = ("train", material.file, "--train.steps", 2, "--out")
+def test_rows_and_fields_that_nobody_uses_are_told(material, tmp_path):
+    file, values = tmp_path / "run.yaml", material.options()
+    file.write_text(yaml.safe_dump({**values, "model": {**values["model"], "flux_capacitor": 1}}))
+    words = ("train", file, "--train.steps", 2, "--out")
     result = dolmen(*words, tmp_path / "a", "--model.vocab-size", 430)
     assert result.code == 0 and (
         "WARNING: vocab_size 430, the tokenizer has 300: 130 rows of the embedding are never used; "
         "set --model.vocab-size 300" in " ".join(result.out.split())
     )
+    assert "WARNING: the model's config.json has flux_capacitor" in " ".join(result.out.split())
     assert unused_rows(428, 300) is None  # 128 rows
     assert unused_rows(50304, 45274) is None and unused_rows(50304, 45273)  # a tenth: 5,030.4
+
+
+def test_fields_that_nobody_knows_are_told():
+    known = {"model_type": "llama", "vocab_size": 64}
+    assert without_effect(Model(known)) is None
+    assert without_effect(Model(known | {"flux_capacitor": 1, "warp": 2})) == (
+        "the model's config.json has flux_capacitor, warp, which dolmen does not know: kept for an "
+        "export, without effect on the model"
+    )
 
 
 def test_little_held_out_text_is_told(material, tmp_path):
