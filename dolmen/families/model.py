@@ -81,8 +81,8 @@ class Model(Plain):
             )
         if config.get("quantization_config"):
             raise ValueError(
-                f"quantization_config is {config['quantization_config']}: dolmen reads unquantised "
-                f"weights only"
+                f"quantization_config is {config['quantization_config']!r}: dolmen reads "
+                "unquantised weights only"
             )
         given = _named(family, config)
         for name, allowed in {**ONLY, **family.only}.items():

@@ -793,6 +793,11 @@ def test_falcon_refuses_what_no_class_computes():
         check_cuts(Model(FALCON_7B).tree.leaves, {"tp": 2, "ep": 1})
 
 
+def test_a_quantisation_is_refused_in_one_line():
+    with pytest.raises(ValueError, match=r"^quantization_config is 'a\\nb': dolmen reads unquan"):
+        Model(LLAMA_31 | {"quantization_config": "a\nb"})
+
+
 def test_unknown_fields_are_kept_and_reported():
     content = LLAMA_31 | {"flux_capacitor": 1.21, "_commit": "abc"}
     content["rope_scaling"] = content["rope_scaling"] | {"mystery": 1}
