@@ -1,11 +1,19 @@
 """What a run is warned of before its first step: it can be done, and is hardly what was meant."""
 
+from difflib import get_close_matches
+
 from dolmen.core.words import counted
 from dolmen.data import tokenizer as tokenizers
 from dolmen.data.loader import Loader
 from dolmen.families import Model, unknown_fields
 from dolmen.train.config import RunConfig
 
+KNOBS = {  # of training, and once of a model
+    "dropout": "--train.dropout",
+    "router_balance": "--train.router.balance",
+    "router_z_loss_coef": "--train.router.z-loss-coef",
+    "router_bias_rate": "--train.router.bias-rate",
+}
 UNUSED_SHARE, UNUSED_ROWS = 0.1, 128  # more is no padding: published models pad to 128 at most
 
 
@@ -13,12 +21,11 @@ def warnings(run: RunConfig, loader: Loader, step: int, steps: int) -> list[str]
     """A line each, for a run that goes from `step` to `steps`."""
     if step >= steps:
         return []
-    assert run.model is not None
     found = [
         never_at_full_rate(run, steps),
         little_held_out(run, loader),
         never_profiled(run, step, steps),
-        without_effect(run.model),
+        without_effect(run.known_model),
     ]
     if run.init is None and step == 0:  # a trained model keeps its size
         tokens = tokenizers.vocabulary_size(loader.tokenizer)
@@ -50,13 +57,20 @@ def never_profiled(run: RunConfig, step: int, steps: int) -> str | None:
 
 
 def without_effect(model: Model) -> str | None:
-    """What to warn of where the model's config.json has fields that no family knows."""
-    names = unknown_fields(model)
-    if not names:
+    """What to warn of where the model's config.json has fields that its family does not know:
+    mistyped, of another family, or training's. They are kept for an export.
+    """
+    told = []
+    for name in unknown_fields(model):
+        plain = name.replace("-", "_")
+        near = get_close_matches(plain, [field.name for field in model.family.fields], n=1)
+        meant = KNOBS.get(plain) or model.family.names.get(plain) or "".join(near)
+        told.append(f"{name} (did you mean {meant}?)" if meant else name)
+    if not told:
         return None
     return (
-        f"the model's config.json has {', '.join(names)}, which dolmen does not know: kept for an "
-        "export, without effect on the model"
+        f"the model's config.json has {', '.join(told)}, of which {model.model_type} knows "
+        "nothing: kept for an export, without effect on the model"
     )
 
 

@@ -175,9 +175,11 @@ def test_rows_and_fields_that_nobody_uses_are_told(material, tmp_path):
 def test_fields_that_nobody_knows_are_told():
     known = {"model_type": "llama", "vocab_size": 64}
     assert without_effect(Model(known)) is None
-    assert without_effect(Model(known | {"flux_capacitor": 1, "warp": 2})) == (
-        "the model's config.json has flux_capacitor, warp, which dolmen does not know: kept for an "
-        "export, without effect on the model"
+    strange = {"flux_capacitor": 1, "num-hiden-layers": 2, "dropout": 0.1}
+    assert without_effect(Model(known | strange)) == (
+        "the model's config.json has dropout (did you mean --train.dropout?), flux_capacitor, "
+        "num-hiden-layers (did you mean num_hidden_layers?), of which llama knows nothing: kept "
+        "for an export, without effect on the model"
     )
 
 

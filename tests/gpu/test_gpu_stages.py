@@ -113,11 +113,11 @@ def test_what_was_sent_to_itself_must_arrive(factor, monkeypatch):
 
     def send(x, **_):
         under_way.append(factor * x)
-        return Mock()
+        return Mock(spec=dist.Work)
 
     def receive(into, **_):
         into.copy_(under_way.pop())
-        return Mock()
+        return Mock(spec=dist.Work)
 
     monkeypatch.setattr(dist, "isend", send)
     monkeypatch.setattr(dist, "irecv", receive)

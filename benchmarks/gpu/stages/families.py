@@ -36,7 +36,7 @@ FEW = ("llama", "mixtral", "gpt2")
 def cases(context: Context) -> Iterator[Case]:
     for name in tiny.CASES:
         if context.full or name in FEW:
-            yield Case(name, 3, partial(family, context, name))
+            yield Case(name, 1.5, partial(family, context, name))
 
 
 def family(context: Context, name: str, record: Record) -> None:
