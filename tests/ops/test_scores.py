@@ -331,6 +331,7 @@ def test_what_keys_carry_is_added_to_their_products():
 
 def test_one_program_serves_the_layers_of_a_model(monkeypatch):
     """Slopes and caps are no reason to compile a block again, nor a break in its graph."""
+    torch.compiler.reset()  # what other tests compiled
     config = Flat(
         vocab_size=32,
         hidden_size=32,
