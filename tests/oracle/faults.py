@@ -81,7 +81,7 @@ def by_hand(inside_root: bool = False, corrected: bool = True, rounded: bool = F
 def narrow(router, x):
     """A router that computes in bf16."""
     logits = (x.bfloat16() @ local(router.weight).bfloat16().t()).float()
-    return logits, routing.route(logits, router.k, router.normalize)
+    return logits, routing.route(logits, router.k, router.choice.normalise)
 
 
 def decay_of_all(right):
