@@ -100,6 +100,8 @@ def form(value: Any) -> Any:
         return kind, value.dtype, tuple(value.shape)
     if isinstance(value, (tuple, list)):
         return kind, *map(form, value)
+    if kind is float or kind.__hash__ is object.__hash__:
+        return kind  # no shape is of it, and each step has another
     try:
         return kind, hash(value)
     except TypeError:

@@ -133,9 +133,9 @@ def test_the_router_computes_in_fp32_under_bf16(grid, monkeypatch):
     state, seen, inputs, route = make(SPARSE, grid, torch.bfloat16), [], [], moe.route
     others, grouped = set(), moe.grouped_linear
 
-    def noting(logits, *args):
+    def noting(logits, *args, **choice):
         seen.append(logits.detach())
-        return route(logits, *args)
+        return route(logits, *args, **choice)
 
     def noting_rows(rows, weight, counts):
         others.update((rows.dtype, weight.dtype))
@@ -209,7 +209,7 @@ def skipping(monkeypatch, pattern) -> None:
         return replace(step(state, *args), skipped=bool(pattern(state.step - 1)))
 
     monkeypatch.setattr(loop, "optimizer_step", told)
-    monkeypatch.setattr(run.devices, "matmul_peak", lambda *_: 1e12)
+    monkeypatch.setattr(run.mfu, "matmul_peak", lambda *_: 1e12)
 
 
 def test_so_many_steps_skipped_in_a_row_end_a_run(material, tmp_path, monkeypatch):
