@@ -48,14 +48,15 @@ def wrap(owner: ModuleType | type, module: str) -> None:
         function = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
         if not isinstance(function, FunctionType) or function.__module__ != module:
             continue
-        if any(map(names_a_shape, function.__annotations__.values())):
+        if any(map(shapes, function.__annotations__.values())):
             checks = checked(function)
             setattr(owner, name, checks if function is value else type(value)(checks))
 
 
-def names_a_shape(hint: Any) -> bool:
+def shapes(hint: Any) -> list[str]:
+    """The shapes that a hint names, wherever in it: `["tokens hidden"]`."""
     own = isinstance(hint, type) and issubclass(hint, AbstractArray)
-    return own or any(map(names_a_shape, get_args(hint)))
+    return [hint.dim_str] if own else [shape for one in get_args(hint) for shape in shapes(one)]
 
 
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -73,18 +74,21 @@ def checked(function: Callable[..., Any]) -> Callable[..., Any]:
 
     compare = jaxtyped(give_back, typechecker=TYPES)
     known: set[Any] = set()
+    hints = function.__annotations__.values()
+    # a shape may name an argument: "{batch} {number}"
+    numbers = any("{" in shape for hint in hints for shape in shapes(hint))
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return function(*args, **kwargs)
-        taken = form(args), form(tuple(kwargs.items()))
+        taken = form(args, numbers), form(tuple(kwargs.items()), numbers)
         if taken not in known:
             result = strict(*args, **kwargs)
-            known.update((taken, (taken, form(result))))
+            known.update((taken, (taken, form(result, numbers))))
             return result
         result = function(*args, **kwargs)
-        if (both := (taken, form(result))) not in known:
+        if (both := (taken, form(result, numbers))) not in known:
             given_back.append(result)
             compare(*args, **kwargs)
             known.add(both)
@@ -93,15 +97,18 @@ def checked(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def form(value: Any) -> Any:
-    """What shapes and types are decided by: equal where a comparison would say the same."""
+def form(value: Any, numbers: bool) -> Any:
+    """What shapes and types are decided by: equal where a comparison would say the same. `numbers`:
+    shapes name whole numbers that are given; else a number is as good as any other of its type.
+    """
     kind = type(value)
     if kind is Tensor or isinstance(value, (Tensor, np.ndarray)):
         return kind, value.dtype, tuple(value.shape)
     if isinstance(value, (tuple, list)):
-        return kind, *map(form, value)
-    if kind is float or kind.__hash__ is object.__hash__:
-        return kind  # no shape is of it, and each step has another
+        return kind, *(form(one, numbers) for one in value)
+    of_no_shape = kind is float or kind is int and not numbers
+    if of_no_shape or kind.__hash__ is object.__hash__:
+        return kind
     try:
         return kind, hash(value)
     except TypeError:
