@@ -6,7 +6,6 @@ hook counts them and kills its own process at the n-th), and at random moments o
 save without pause.
 """
 
-import multiprocessing
 import os
 import random
 import shutil
@@ -18,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from spawning import serving
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from dolmen.checkpoint.store import Checkpoints
@@ -53,9 +53,7 @@ def forks():
     """Processes that start in milliseconds: forks of a fresh one that has imported what
     they need.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "dolmen.checkpoint.store", "test_kill"])
-    return context
+    return serving()
 
 
 def two_saves_until(folder: Path, last: int) -> None:
