@@ -2,6 +2,8 @@
 
 import json
 import math
+from itertools import count
+from types import SimpleNamespace
 
 import pytest
 
@@ -135,10 +137,15 @@ def test_the_running_mean():
     )
 
 
-def test_tensorboard_has_the_same_numbers_once(tmp_path):
-    """A resumed run purges what it does again."""
+def test_tensorboard_has_the_same_numbers_once(tmp_path, monkeypatch):
+    """A resumed run purges what it does again. Its file is of a later second, as a run's is: of one
+    second, the tenth file of a process would be read before the ninth.
+    """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.summary.writer import event_file_writer
 
+    clock = SimpleNamespace(time=count(1_800_000_000).__next__)
+    monkeypatch.setattr(event_file_writer, "time", clock)
     for start, steps in ((0, (1, 2, 3)), (2, (3, 4))):
         board = TensorBoard(tmp_path, start)
         for step in steps:
