@@ -178,46 +178,48 @@ class Decoder(nn.Module):
         waits for them. `cache` (serve/cache.py) holds the keys and values of the tokens before
         these. `balance`: of each layer of experts. Logits are [b, s / cp, rows of this rank].
         """
-        here, cp = self.split.parts[part], self.split.cp
+        here = self.split.parts[part]
         given, positions = self._given(tokens, cache, noise, starts, host)
-        y: Tensor
-        if here.first:
-            assert self.embed is not None
-            y = self.embed(cp.split(tokens, 1).reshape(-1))
-            if self.positions is not None:
-                y = y + self.positions(
-                    tensor.own_tokens(positions.expand(len(tokens), -1).reshape(-1), self.tp)
-                )
-            if self.embed_norm is not None:
-                y = self.embed_norm(y)
-            if given.noise is not None:
-                assert given.rows is not None
-                y = dropout.residual(y, self.dropout, given.noise, dropout.EMBEDDING, given.rows)
-        else:
-            assert x is not None, "a stage that is not the first is given x"
-            y = x
+        y = self._embedded(tokens, positions, given) if here.first else x
+        assert y is not None, "a stage that is not the first is given x"
         known = self.where(part, positions)
         for i, block in zip(here.layers, self.blocks(part), strict=True):
             kept = None if cache is None else cache.layers[i]
             mixer = self.tree.blocks[i].mixer
             where = known[mixer.positions, mixer.heads]
             y = block(y, given.of_layer(i, where, (balance or {}).get(i)), kept)
-        if not here.last:
-            return y
+        return self._judged(y, len(tokens), labels) if here.last else y
+
+    def _embedded(self, tokens: Tensor, positions: Tensor, given: Given) -> Tensor:
+        """What enters the first block, of tokens [b, s] at `positions` [1, s / cp]."""
+        assert self.embed is not None
+        x = self.embed(self.split.cp.split(tokens, 1).reshape(-1))
+        if self.positions is not None:
+            x = x + self.positions(
+                tensor.own_tokens(positions.expand(len(tokens), -1).reshape(-1), self.tp)
+            )
+        if self.embed_norm is not None:
+            x = self.embed_norm(x)
+        if given.noise is not None:
+            assert given.rows is not None
+            x = dropout.residual(x, self.dropout, given.noise, dropout.EMBEDDING, given.rows)
+        return x
+
+    def _judged(self, x: Tensor, batch: int, labels: Tensor | None) -> Tensor:
+        """What leaves the last block -> logits, or the loss of `labels`."""
         table = self.head or self.embed
         assert self.final_norm is not None and table is not None
-        y = self.final_norm(y)
-        weight = local(table.weight)
+        x, weight = self.final_norm(x), local(table.weight)
         soft_cap = self.tree.head.soft_cap
         if labels is None:
-            logits = tensor.columns(y, [weight], [None], self.tp)[0]
+            logits = tensor.columns(x, [weight], [None], self.tp)[0]
             if soft_cap is not None:
                 logits = loss.capped(logits, soft_cap)
-            return logits.view(len(tokens), -1, weight.shape[0])
+            return logits.view(batch, -1, weight.shape[0])
         return linear_cross_entropy(
-            y,
+            x,
             weight,
-            cp.split(labels, 1).reshape(-1),
+            self.split.cp.split(labels, 1).reshape(-1),
             self.tree.vocab_size,
             self.tp,
             self.compiled,
