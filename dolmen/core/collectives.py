@@ -4,7 +4,7 @@ follows from the types.
 
                     forward                      | backward
     copy            I -> R      no-op            | P -> I      all-reduce       Megatron's f
-    all_reduce      P -> I      all-reduce       | I -> R      no-op            Megatron's g
+    all_reduce_     P -> I      all-reduce       | I -> R      no-op            Megatron's g
     all_gather      S(d) -> R   all-gather       | P -> S(d)   reduce-scatter   g-bar of sequence
     reduce_scatter  P -> S(d)   reduce-scatter   | S(d) -> R   all-gather       parallelism
     exchange        rows to the ranks they are   | the same rows, back
@@ -283,9 +283,14 @@ def copy(x: Shaped[Tensor, "*shape"], axis: Axis) -> Shaped[Tensor, "*shape"]:
     return x if axis.size == 1 else _Copy.apply(x, axis)
 
 
-def all_reduce(x: Shaped[Tensor, "*shape"], axis: Axis) -> Shaped[Tensor, "*shape"]:
-    """P -> I: the sum, which every rank then treats as one tensor."""
-    return x if axis.size == 1 else _AllReduce.apply(x, axis)
+def all_reduce_(x: Shaped[Tensor, "*shape"], axis: Axis) -> Shaped[Tensor, "*shape"]:
+    """P -> I: the sum, which every rank then treats as one tensor, in the memory of x, a product
+    that nothing else reads or keeps.
+    """
+    if axis.size == 1:
+        return x
+    # of a graph, inductor finds by itself that x may be overwritten
+    return (_AllReduce if torch.compiler.is_compiling() else _AllReduceInPlace).apply(x, axis)
 
 
 def all_gather(x: Shaped[Tensor, "*here"], dim: int, axis: Axis) -> Shaped[Tensor, "*whole"]:
@@ -309,14 +314,6 @@ def exchange(
     `send` add up to the rows of x.
     """
     return x if axis.size == 1 else _Exchange.apply(x, send, receive, axis)
-
-
-def all_reduce_(x: Shaped[Tensor, "*shape"], axis: Axis) -> Shaped[Tensor, "*shape"]:
-    """`all_reduce` in the memory of x, a product that nothing else reads or keeps."""
-    if axis.size == 1:
-        return x
-    # of a graph, inductor finds by itself that x may be overwritten
-    return (_AllReduce if torch.compiler.is_compiling() else _AllReduceInPlace).apply(x, axis)
 
 
 def sum_(x: Shaped[Tensor, "*shape"], axis: Axis) -> Shaped[Tensor, "*shape"]:

@@ -1,4 +1,4 @@
-"""Who is in which group, on which node: the arithmetic of any world, without processes, devices or
+"""Who is in which group: the arithmetic of any world, without processes, devices or
 torch. `Mesh` is a topology with groups made of it.
 
 Who talks most is innermost: tp inside a machine, pp, which sends least, across them:
@@ -99,10 +99,3 @@ class Topology:
         """The ranks of the first and of the last stage in line with `rank`."""
         line = self.group("pp", rank)
         return line[0], line[-1]
-
-
-def nodes(ranks: range, per_node: int) -> int:
-    """How many machines of `per_node` ranks, numbered one machine after the other, a group
-    lies on.
-    """
-    return len({rank // per_node for rank in ranks})

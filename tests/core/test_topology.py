@@ -5,7 +5,7 @@ from itertools import product
 import numpy
 import pytest
 
-from dolmen.core.topology import Topology, nodes
+from dolmen.core.topology import Topology
 
 AXES = ("pp", "dp", "cp", "tp", "fsdp", "edp", "ep")
 
@@ -43,14 +43,6 @@ def test_the_order_of_ranks():
     assert list(topology.group("edp", 7)) == [1, 7]
     assert topology.stage(7) == range(12) and topology.stage(19) == range(12, 24)
     assert topology.ends(7) == topology.ends(19) == (7, 19)
-
-
-def test_machines_of_a_group():
-    """Of 16 GPUs on two machines of eight, tp 8 stays within one and dp 2 goes between them."""
-    topology = Topology(dp=2, tp=8)
-    assert {nodes(group, 8) for group in topology.groups("tp")} == {1}
-    assert {nodes(group, 8) for group in topology.groups("dp")} == {2}
-    assert nodes(Topology(dp=4, tp=6).group("tp", 6), 8) == 2
 
 
 @pytest.mark.parametrize("world", [3072, 24576])

@@ -31,8 +31,8 @@ TYPED = {
         "I",
         "",
     ),
-    "all_reduce": (
-        lambda x, d, a: c.all_reduce(x, a),
+    "all_reduce_": (
+        lambda x, d, a: c.all_reduce_(x, a),
         lambda xs, d, a: total(xs),
         lambda gs, d, a: gs[0],
         "",
@@ -67,12 +67,17 @@ def values(shape, axis, invariant, seed):
     return [made[0]] * axis.size if invariant else made
 
 
+def given(name: str, x: torch.Tensor) -> torch.Tensor:
+    """x, or, for what writes to its input, one that nothing else reads."""
+    return x.clone(memory_format=torch.contiguous_format) if name.endswith("_") else x
+
+
 def check(name: str, axis: Axis, d: int, function) -> None:
     """`function(x, dim, axis)` against the definition of the collective `name`."""
     _, forward, backward, x_type, y_type = TYPED[name]
     xs = values((8, 4, 3), axis, x_type == "I", 1)
     x = xs[axis.rank].detach().clone(memory_format=torch.preserve_format).requires_grad_()
-    y = function(x, d, axis)
+    y = function(given(name, x), d, axis)
     want = forward(xs, d, axis)
     assert torch.equal(y, want), f"{name} forward over {axis.size}, dim {d}"
     gs = values(want.shape, axis, y_type == "I", 2)
@@ -83,7 +88,7 @@ def check(name: str, axis: Axis, d: int, function) -> None:
         f"{name} wrote to its input"
     )
     with torch.no_grad():
-        y = function(x.detach(), d, axis)
+        y = function(given(name, x.detach()), d, axis)
         y.add_(1)  # a caller may write to the result ...
     if name != "copy":
         # ... except copy's
