@@ -33,6 +33,8 @@ def numbers(file: io.BufferedIOBase, position: int, length: int) -> Numbers:
         found = [e for e in archive.infolist() if "/data/" in e.filename]
     if len(found) != 1 or found[0].compress_type != zipfile.ZIP_STORED:
         raise zipfile.BadZipFile(f"at {position} are no numbers as torch.save writes them")
+    # The archive's directory, at its end, says where an entry's header begins, not how long it is:
+    # that has the length of the name and of the padding which puts the numbers at 64 bytes.
     window.seek(found[0].header_offset + 26)  # of the local header: 2 + 2 bytes, two lengths
     lengths = window.read(4)
     head = 30 + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")

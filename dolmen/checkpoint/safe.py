@@ -65,6 +65,9 @@ class Reader(FileSystemReader):
 
     def fill(self, tensors: dict[str, Tensor]) -> None:
         """`load` of tensors that are known to be there, in these shapes."""
+        # DCP's planner intersects what this rank holds of each tensor with the parts that are
+        # stored, whatever layout cut either. What is in no part it leaves as it was, and says
+        # nothing: so the elements that the plan fills are counted.
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(dict(tensors), self.metadata)
         plan, found = planner.create_local_plan(), Counter()
@@ -102,6 +105,7 @@ class Reader(FileSystemReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Carry out the plan, file by file in the order of their bytes."""
+        # by position: a resume at the same layout then reads each file once, from its beginning on
         places = self.metadata.storage_data
         files: dict[str, list[ReadItem]] = {}
         for item in sorted(plan.items, key=lambda item: places[item.storage_index].offset):
@@ -181,6 +185,10 @@ class Reader(FileSystemReader):
         sizes, row, start, expected = self._place(index)
         dtype = self.stored[index.fqn].properties.dtype
         target = target.reshape(lengths)
+        # Rows lie one after the other in the file, columns do not. So whole rows are read, 64 MiB
+        # at a time, and of these the columns that are wanted. At the layout of the save that is all
+        # of a part; where tp now cuts columns that it did not cut then, each of its ranks reads
+        # them all. The checksum is of whole rows, columns that are dropped included.
         checksum = top = 0
         for block in parts.blocks(file, start + offsets[0] * row, lengths[0] * row, row, index.fqn):
             checksum = zlib.crc32(block.numpy().data, checksum)

@@ -78,6 +78,12 @@ def divide_one(
     corpus: Corpus, choice: Choice, endings: dict[int, Ending], judged: set[int], why: str
 ) -> Division:
     """One source; `judged` has the words that sources before it have held out, and gets its own."""
+    # Masks over all documents at once, of which there may be millions:
+    #   whole   a held-out text, or a copy of one: not trained on
+    #   cut     its end is held out: trained on up to the cut, every copy of the same bytes
+    #   aside   a copy of a cut text in other white space: not trained on
+    # Documents that are cut alone are looked at one by one: a text per source at most, and its
+    # copies.
     table = corpus.documents
     words, starts, stops = table["words"], corpus.offsets[:-1], corpus.offsets[1:]
     whole = np.isin(words, choice.whole)

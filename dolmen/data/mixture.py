@@ -95,6 +95,8 @@ class Mixture:
         """(row, source, first token in its stream) of samples first .. first + count - 1, source by
         source.
         """
+        # A source's samples are numbered by themselves: its i-th is window i mod size of epoch
+        # i // size. So it is enough to know how many each source has had before `first`.
         order = np.array(turns(self.weights, first, count), np.int64)
         for source, taken in enumerate(counts(self.weights, first)):
             rows = np.flatnonzero(order == source)
@@ -147,7 +149,9 @@ def take(weights: Sequence[int], taken: Sequence[int], count: int) -> list[int]:
 
 def permute(index: np.ndarray, size: int, key: int) -> np.ndarray:
     """Where a permutation of 0 .. size - 1, chosen by `key`, sends each `index`; int64 like it."""
-    # a network of 2 x half bits: at most 4 x size values
+    # A network of 2 x half bits permutes at most 4 x size values. What lands outside is sent on
+    # until it is inside: that follows the one cycle it lies on, so no two meet, and takes fewer
+    # than 4 turns on average.
     half = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
     out = feistel(np.asarray(index, np.uint64), half, key)
     while (outside := out >= size).any():

@@ -32,6 +32,7 @@ class TokenStream:
         """
         starts, stops = np.asarray(starts, np.int64), np.asarray(stops, np.int64)
         starts, stops = starts[stops > starts], stops[stops > starts]
+        # a range begins where it is apart from the one before, and ends where the next one is
         apart = starts[1:] != stops[:-1]
         starts = starts[np.append(True, apart)[: len(starts)]]
         stops = stops[np.append(apart, True)[-len(stops) :]] if len(stops) else stops
@@ -59,6 +60,8 @@ class TokenStream:
 
     def places(self, start: int, count: int) -> list[tuple[int, int, int]]:
         """What `read` reads, as (which memory, first token, token after the last)."""
+        # `ends` are positions in the stream, so the range of a position is found by bisection; from
+        # there on ranges follow one another, past the last the first again
         out, left, position = [], count, start % len(self)
         run = int(np.searchsorted(self.ends, position, side="right"))
         while left:

@@ -81,6 +81,7 @@ class Channels:
         if peer == me:
             self.posted[message] = None, tensor
             return
+        # a tensor under way is held here, and let go once it has gone, in the order of sending
         while self.going and self.going[0][0].is_completed():
             self.going.popleft()
         tensor = tensor.contiguous()
@@ -91,6 +92,8 @@ class Channels:
         """Post the receives from the rank that sends `message`, up to and including that."""
         if message is None:
             return
+        # A receive takes whatever its peer sends next on this channel, for messages carry no name.
+        # So which message that is must be known: `coming` has them in the order of the peer's list.
         me, peer = self.mesh.pp.rank, self.schedule.rank_of(message.source)
         while peer != me and message not in self.posted:
             buffer = self.boundary()

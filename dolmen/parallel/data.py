@@ -70,6 +70,8 @@ def shard(
     if mesh.grid is None or mesh.expert_grid is None:
         return
     rest = next(model.parameters()).dtype
+    # fully_shard gives a unit all parameters below it that no unit has yet: so blocks before their
+    # model, and experts and routers before their block
     for unit in (*parts, Unit(model)):
         axis, grid = (mesh.edp, mesh.expert_grid) if unit.experts else (mesh.fsdp, mesh.grid)
         # inputs are not cast: rope tables must stay fp32, and activations take the weights' dtype
@@ -189,6 +191,11 @@ class Reduction:
     """
 
     def __init__(self, model: nn.Module, zero: int, split_backward: bool):
+        # FSDP acts from hooks of backward. Two switches of each unit say what its hook does when
+        # the gradients of the unit are there: send them, or keep them whole and add the next; free
+        # what was gathered, or keep it for the next microbatch. The stages of ZeRO differ in when
+        # they are on, 1 and 2 in nothing else: on for every backward, 2 sends m times as many
+        # gradients in a step of m microbatches, and holds P / dp of them in between, not P.
         self.root = model if isinstance(model, FSDPModule) else None
         if self.root is None:
             return
@@ -207,6 +214,9 @@ class Reduction:
         """
         if self.root is None:
             return
+        # A pipeline's rank may hold several chunks, each done with at another time. The root's own
+        # parameters (embedding, head) are in the first chunk's backward or in the last's, or both:
+        # they wait until all are done.
         if last_of_chunk:
             self._cross([unit for module in chunk for unit in units(module)], True)
         if last:
@@ -219,6 +229,9 @@ class Reduction:
         """
         if self.root is None:
             return
+        # A split backward has run FSDP's hooks when there were no dW yet: they found nothing to
+        # send. W has added to the plain copies since; the hook that ends a backward looks at each
+        # unit once more, and takes what has come.
         if last:
             self._cross(units(self.root), True)
         self.root.set_is_last_backward(last)

@@ -83,6 +83,8 @@ def zero_bubble(ranks: int, micros: int, chunks: int = 1) -> Schedule:
     """
     _single("zero-bubble", chunks)
 
+    # 1F1B's list, its B replaced by I, and the W of the microbatch `rank` places behind after it.
+    # While a rank drains it has as many W left as it has places to fill: r of them.
     def one(rank: int) -> Iterator[Action]:
         for action in one_f_one_b(ranks, micros).actions[rank]:
             if action.kind == "F":
@@ -124,6 +126,15 @@ def zero_bubble_v(ranks: int, micros: int, chunks: int = 2) -> Schedule:
 
 
 def _v_shape(rank: int, ranks: int, micros: int) -> list[Action]:
+    """The list of one rank. Chunk 0 goes down the p ranks, chunk 1 up again: microbatch 0 is back
+    at rank r after 2 (p - r) - 1 forwards, and so many of chunk 0 fill the time until then. With
+    p = 2, and one unit of time for each of F, I and W:
+
+        rank 0 | F0 F1 F2 F0.1 I0.1 W0.1 F1.1 I1.1 W1.1 F3 I0 W0 ...
+        rank 1 |    F0 F0.1 F1 F1.1 I0.1 W0.1 F2 I0 W0 ...
+
+    From then on a rank does as many backwards as forwards, so it holds p microbatches at most.
+    """
     out, next_ = [], {kind + chunk: 0 for kind in "FIW" for chunk in "01"}
 
     def do(*what: str) -> None:
@@ -131,14 +142,19 @@ def _v_shape(rank: int, ranks: int, micros: int) -> list[Action]:
             out.append(Action(name[0], next_[name], int(name[1])))
             next_[name] += 1
 
+    # filling: until microbatch 0 has gone down to the last rank and come up again
     for _ in range(2 * (ranks - rank) - 1):
         do("F0")
+    # both ways in turn, until its gradient has come back from rank 0
     for _ in range(rank):
         do("F1", "F0")
+    # nothing new comes in, for p microbatches are held: W at once, to let one go
     for _ in range(ranks - rank):
         do("F1", "I1", "W1")
+    # steady: each of the six once per microbatch; F0 ends first
     while next_["F1"] < micros:
         do(*["F0"] * (next_["F0"] < micros), "I0", "W0", "F1", "I1", "W1")
+    # draining: input gradients first, as other ranks wait for them, and weights into the gaps
     for _ in range(rank):
         do("I0", "I1")
     for _ in range(ranks - rank):

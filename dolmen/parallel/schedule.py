@@ -185,6 +185,9 @@ def simulate(schedule: Schedule, cost: Cost = Cost()) -> Simulation:
     clock = [0.0] * schedule.ranks
     times: list[list[tuple[float, float]]] = [[] for _ in clock]
     ready = list(range(schedule.ranks))
+    # A rank runs on until something is missing, and is called again by what it waits for. So an
+    # action is looked at once, and once more for each wait, in whatever order ranks are called: its
+    # start follows from its own rank's clock and from when its needs were done, and from no other.
     while ready:
         rank = ready.pop()
         for i in range(len(times[rank]), len(schedule.actions[rank])):
@@ -201,6 +204,7 @@ def simulate(schedule: Schedule, cost: Cost = Cost()) -> Simulation:
             start = max([clock[rank], *arrived])
             clock[rank] = end = start + takes[action.kind]
             times[rank].append((start, end))
+            # a W gives nothing that anyone waits for, and is noted like the others
             result = ("I" if action.kind == "B" else action.kind, action.micro, stage)
             done[result] = end
             if result in waiting:
