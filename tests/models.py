@@ -2,10 +2,12 @@
 where what a test varies is one word, whatever component it belongs to; or as a config.json.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from dolmen.core.config import from_dict
 from dolmen.core.mesh import Mesh
-from dolmen.families import Model
+from dolmen.families import Model, families
 from dolmen.families.flat import Flat
 from dolmen.model import build as building
 from dolmen.model.build import initialize, load
@@ -16,7 +18,17 @@ from dolmen.model.training import Training
 from dolmen.model.tree import Tree
 from dolmen.parallel.actions import Schedule
 
-__all__ = ["Flat", "Tiny", "build", "decoder", "initialize", "load", "of_layers", "tiny"]
+__all__ = [
+    "Flat",
+    "Tiny",
+    "build",
+    "decoder",
+    "flat_model",
+    "initialize",
+    "load",
+    "of_layers",
+    "tiny",
+]
 
 
 @dataclass(frozen=True)
@@ -36,6 +48,15 @@ def of_layers(model: Flat | Tiny, number: int) -> Tiny:
 def tiny(model_type: str, dropout: float = 0.0, **fields) -> Tiny:
     """Of a config.json."""
     return Tiny(Model({"model_type": model_type, **fields}).tree, Training(dropout))
+
+
+def flat_model(**fields) -> Model:
+    """Of flat fields; where they name no family, the first that can express them."""
+    if "family" not in fields:
+        for name in ("llama", *families()):
+            with suppress(ValueError):
+                return from_dict(Flat, {**fields, "family": name}).model
+    return from_dict(Flat, fields, path="model").model
 
 
 def build(

@@ -256,7 +256,6 @@ HOST = {  # calls that touch the host's own tensors alone
     "ops/attention/spec.py": {"tolist"},  # Documents.host
     "ops/attention/blocks.py": {"tolist"},  # Documents.host
     "ops/attention/reference.py": {"to"},  # for tests
-    "ops/moe.py": {"bincount"},  # batch_balance_loss: for comparison, no training
     "data/batch.py": {"numpy"},  # labels as they were made
     "train/step.py": {"to"},  # Batch.to
     "train/validate.py": {"to"},  # Batch.to

@@ -212,12 +212,3 @@ def _device_mesh(
         mesh=stage.view([a.size for a in axes]),
         mesh_dim_names=tuple(a.name for a in axes),
     )
-
-
-def fake(world: int, rank: int = 0) -> None:
-    """Join a process group of `world` ranks in which nothing is sent: one process plays any rank of
-    any cluster.
-    """
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)

@@ -3,12 +3,10 @@ families, training knobs among them. Runs and checkpoints of then are read throu
 """
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dolmen.core.config import from_dict, to_dict
-from dolmen.families import known
 from dolmen.families.model import CARRIED, Model, changed, explicit, new
 from dolmen.files import kinds
 from dolmen.files.schema import Int, Mismatch, Object, Schema, check
@@ -210,29 +208,6 @@ KNOBS = {
     "router_z_loss_coef": "router",
     "router_bias_rate": "router",
 }
-
-
-def tree(**flat: Any) -> Tree:
-    """The tree of old fields, of whatever family or none."""
-    return from_dict(Flat, flat).tree
-
-
-def training(**flat: Any) -> Training:
-    """The training knobs among old fields."""
-    return from_dict(Flat, flat).training
-
-
-def model(**flat: Any) -> Model:
-    """The model of old fields. Where no family is named, the first that can express it. Raises
-    ValueError.
-    """
-    given = from_dict(Flat, flat, path="model")
-    if "family" in flat:
-        return given.model
-    for name in ("llama", *known.families()):
-        with suppress(ValueError):
-            return from_dict(Flat, {**flat, "family": name}).model
-    return given.model  # refused, with the reason
 
 
 def run(values: Mapping[str, Any]) -> dict[str, Any]:

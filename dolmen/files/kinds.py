@@ -4,7 +4,6 @@ made, and far below what would fill a memory or an evening.
 
 from dolmen.files.gate import MIB, Kind
 from dolmen.files.schema import (
-    Anything,
     Int,
     List,
     Map,
@@ -205,4 +204,3 @@ SCHEDULE = Kind(
 )
 # A row of text: its other fields are nobody's business, and Python writes NaN into them.
 TEXT_ROW = Kind(Object(), size=256 * MIB, depth=64, constants=True)
-ANY_JSON = Kind(Anything())

@@ -36,7 +36,6 @@ class Hardware:
 
 
 CPU = Hardware("cpu")
-A100 = Hardware("cuda", (8, 0), "NVIDIA A100-SXM4-80GB")
 H100 = Hardware("cuda", (9, 0), "NVIDIA H100 80GB HBM3")
 
 

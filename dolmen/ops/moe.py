@@ -154,6 +154,11 @@ product each; or where each ends, on the device, for one kernel that does all.
 """
 
 
+# A sparse layer has nine grouped products in a step: gate, up and down, each forward, by its input
+# and by its weight. Both roads compute the same ones. They differ in who knows how many rows a
+# group has: the loop's host, which has waited for the device to say so, or the device alone.
+
+
 class _Loop(Function):
     """grouped_linear, a product for each group that has rows."""
 
@@ -212,6 +217,7 @@ def _outer_products(g: Tensor, x: Tensor, counts: Sequence[int]) -> Tensor:
     """g [m, out], x [m, in] in groups of `counts` rows -> g^T x of each group, [groups,
     out, in].
     """
+    # zeros, since a group without rows is skipped and has a gradient all the same
     out = x.new_zeros(len(counts), g.shape[1], x.shape[1])
     for i, grad, rows in _groups(counts, g, x):
         torch.mm(grad.t(), rows, out=out[i])
@@ -264,14 +270,3 @@ def z_loss(logits: Float[Tensor, "tokens E"], length: int) -> Float[Tensor, ""]:
     5). Sequences are of `length` tokens; of a part of them, its part.
     """
     return logits.logsumexp(-1).square().sum() / length
-
-
-def batch_balance_loss(logits: Sequence[Float[Tensor, "n E"]], k: int) -> Float[Tensor, ""]:
-    """The form of transformers' `load_balancing_loss_func`, over all tokens of all layers at once:
-    E sum_e f_e P_e, with f_e the pairs and P_e the probability of expert e, both per token: k where
-    all are equally busy. It depends on how sequences are batched, so training does not use it.
-    `logits` of each layer.
-    """
-    p = torch.cat(list(logits)).softmax(-1)
-    counts = p.detach().topk(k, -1).indices.flatten().bincount(minlength=p.shape[1])
-    return (counts / len(p) * p.mean(0)).sum() * p.shape[1]

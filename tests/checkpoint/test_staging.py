@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
+from fakes import join_fake
 from models import Flat, build, initialize
 
 from dolmen.checkpoint import staging
@@ -116,7 +117,7 @@ def test_no_two_tensors_lie_in_one_place():
 
 def test_shards_stay_shards(gpu):
     """The copy of a DTensor lies as it does, which a checkpoint's plan reads."""
-    meshes.fake(4, 0)
+    join_fake(4, 0)
     try:
         config = Flat(
             vocab_size=71,

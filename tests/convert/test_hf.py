@@ -10,16 +10,17 @@ import os
 import pytest
 import torch
 import transformers
+from models import flat_model
 from safetensors.torch import load_file, save_file
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dolmen.convert import hf
 from dolmen.convert.weights import join
-from dolmen.families import Model, flat, weight_map
+from dolmen.families import Model, weight_map
 from dolmen.families import edit as edited
 from dolmen.files.safetensors import Stored
 
-LLAMA = flat.model(
+LLAMA = flat_model(
     vocab_size=61,
     hidden_size=32,
     intermediate_size=40,

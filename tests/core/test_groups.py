@@ -10,6 +10,7 @@ import pytest
 import tinyrun
 import torch
 import torch.distributed as dist
+from fakes import join_fake
 from spawning import run_spawned
 from tinyrun import dolmen
 
@@ -78,7 +79,7 @@ def test_a_group_of_another_backend_is_another(monkeypatch, made):
 
 
 def test_a_group_knows_its_backends():
-    meshes.fake(2)
+    join_fake(2)
     assert "fake" in groups._backends(dist.group.WORLD)
     dist.destroy_process_group()
 

@@ -8,15 +8,16 @@ from copy import deepcopy
 import pytest
 import torch
 import transformers
+from models import Flat, flat_model
 from transformers.core_model_loading import revert_weight_conversion
 
+from dolmen.core.config import from_dict
 from dolmen.families import (
     Model,
     changed,
     edit,
     explicit,
     families,
-    flat,
     moved,
     new,
     unknown_fields,
@@ -880,8 +881,8 @@ MADE = [
 
 @pytest.mark.parametrize("fields", MADE, ids=lambda fields: fields["family"])
 def test_made_here_is_built_by_transformers(fields):
-    model = flat.model(**fields)
-    assert model.tree == flat.tree(**fields)
+    model = flat_model(**fields)
+    assert model.tree == from_dict(Flat, fields).tree
     theirs = transformers.AutoConfig.for_model(**model.exported())
     assert Model(theirs.to_dict()).tree == model.tree
     assert theirs.eos_token_id == fields.get("hf", {}).get("eos_token_id")
@@ -913,7 +914,7 @@ def test_made_here_is_built_by_transformers(fields):
 )
 def test_a_family_refuses_what_it_cannot_express(fields, name):
     with pytest.raises(ValueError, match=name):
-        flat.model(**fields)
+        flat_model(**fields)
 
 
 def test_another_family_keeps_the_token_ids():

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import transformers
+from models import Flat, flat_model
 from tiny import CASES
 
+from dolmen.core.config import from_dict
 from dolmen.families import Model, flat
 from dolmen.model.training import RouterTraining, Training
 from dolmen.model.tree import Experts, Mlp, Rope, Table
@@ -22,9 +24,9 @@ OLD = json.loads((Path(__file__).parent / "old_recipes.json").read_text())
 @pytest.mark.parametrize("name", OLD)
 def test_recipes_are_what_they_were(name):
     made = RECIPES[name]().model
-    assert flat.model(**OLD[name]["flat"]) == made
+    assert flat_model(**OLD[name]["flat"]) == made
     assert made.exported() == OLD[name]["config"]
-    assert flat.tree(**OLD[name]["flat"]) == made.tree
+    assert from_dict(Flat, OLD[name]["flat"]).tree == made.tree
 
 
 FAMILIES = {"llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gpt2"}  # of then
@@ -41,9 +43,9 @@ def test_a_model_that_was_read_comes_back_whole(case):
     content = transformers.AutoConfig.for_model(model_type, **fields).to_dict()
     source = Model(content)
     old = old_fields(source)
-    assert flat.tree(**old) == source.tree
-    assert flat.model(**old, family=model_type, hf=content) == source
-    wider = flat.model(**{**old, "vocab_size": 99}, family=model_type, hf=content)
+    assert from_dict(Flat, old).tree == source.tree
+    assert flat_model(**old, family=model_type, hf=content) == source
+    wider = flat_model(**{**old, "vocab_size": 99}, family=model_type, hf=content)
     assert wider.config == content | {"vocab_size": 99}
 
 
@@ -101,8 +103,8 @@ def old_fields(model: Model) -> dict:
 
 def test_training_knobs_left_the_model():
     old = dict(dropout=0.1, router_balance="bias", router_z_loss_coef=0.01, router_bias_rate=0.02)
-    assert flat.training(**old) == Training(0.1, RouterTraining("bias", None, 0.01, 0.02))
-    assert flat.training() == Training()
+    assert from_dict(Flat, old).training == Training(0.1, RouterTraining("bias", None, 0.01, 0.02))
+    assert Flat().training == Training()
 
 
 def test_a_run_of_then():
@@ -122,10 +124,3 @@ def test_a_run_of_then():
             flat.run({"model": {"num_hidden_layers": size}})
     with pytest.raises(ValueError, match="unknown option model.hiden_size"):
         flat.run({"model": {"hiden_size": 5}})
-
-
-def test_a_family_that_can_is_found():
-    """Where none is named: for fields that no file of then would have without one."""
-    assert flat.model(qk_norm=True).model_type == "qwen3"
-    assert flat.model(sliding_window=8).model_type == "mistral"
-    assert flat.model().model_type == "llama"

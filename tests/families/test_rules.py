@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from models import Flat, flat_model
 
 from dolmen.convert import hf
 from dolmen.convert.weights import assemble, join, split
-from dolmen.families import Model, flat, weight_map
+from dolmen.families import Model, weight_map
 from dolmen.families.rules import Rename, Split, Transpose, entries
 
 QKV = ("layers.{}.attn.q", "layers.{}.attn.k", "layers.{}.attn.v")
@@ -47,7 +48,7 @@ def test_transpose_of_a_split_is_views():
 
 
 def test_parameters_without_a_rule_raise():
-    tree = flat.tree(num_hidden_layers=1)
+    tree = Flat(num_hidden_layers=1).tree
     with pytest.raises(
         KeyError, match=r"10 parameters .*'layers.0.attn_norm.weight', 'layers.0.attn.q.weight'"
     ):
@@ -55,7 +56,7 @@ def test_parameters_without_a_rule_raise():
 
 
 def test_a_fused_tensor_of_unequal_parts_raises():
-    tree = flat.tree(num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2)
+    tree = Flat(num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2).tree
     with pytest.raises(ValueError, match="family"):
         entries([Split("c_attn.{}", QKV, 1, (1, 1, 1))], tree.shapes, 1)
 
@@ -92,7 +93,7 @@ def test_disagreeing_fields(model, stored, shape, fields):
     assert weights.disagreeing_fields(prefix + stored, shape) == fields
 
 
-EXPERTS = flat.model(
+EXPERTS = flat_model(
     family="mixtral",
     num_hidden_layers=2,
     num_experts=12,

@@ -19,6 +19,7 @@ from subjects import SUBJECTS, Subject, equal, plain, said, writes
 
 from dolmen.files import kinds
 from dolmen.files.gate import Refused
+from dolmen.files.schema import Anything
 
 CASES = 1000
 SECONDS = 2.0  # of CPU time, for one case; the slowest takes 0.2 here
@@ -138,7 +139,7 @@ CONTROLS: dict[str, tuple[Callable, Callable, str]] = {
     ),
     "numbers as text": (
         lambda f: str(refused_json(f)),
-        said(kinds.ANY_JSON.schema),
+        said(Anything()),
         "gives another value",
     ),
     "slow": (slow, equal, "takes more than 0.05 s"),

@@ -10,8 +10,9 @@ from dolmen.core.mesh import SINGLE
 from dolmen.model.build import chosen
 from dolmen.ops.attention import Attend
 from dolmen.ops.attention.alibi import slopes
-from dolmen.ops.kernels import A100, CPU, H100, Hardware, Kernels, choose
+from dolmen.ops.kernels import CPU, H100, Hardware, Kernels, choose
 
+A100 = Hardware("cuda", (8, 0), "NVIDIA A100-SXM4-80GB")
 HALF, FULL = torch.bfloat16, torch.float32
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from fakes import join_fake
 from models import Flat, Tiny, decoder, initialize, of_layers, tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -64,7 +65,7 @@ SPLITS = [(1, False), *((tp, sequence) for tp in (2, 4, 8) for sequence in (Fals
 
 @pytest.fixture(scope="module", autouse=True)
 def world():
-    meshes.fake(WORLD, 0)
+    join_fake(WORLD, 0)
     yield
     dist.destroy_process_group()
 

@@ -6,6 +6,7 @@ are. Nothing is copied for a collective.
 import pytest
 import torch
 import torch.distributed as dist
+from fakes import join_fake
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -22,7 +23,7 @@ PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
 
 @pytest.fixture(scope="module", autouse=True)
 def world():
-    meshes.fake(TP, 0)
+    join_fake(TP, 0)
     yield
     dist.destroy_process_group()
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from fakes import join_fake
 from models import Flat, build, initialize
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.tensor import DTensor
@@ -24,7 +25,7 @@ TOKENS = torch.zeros(1, 8, dtype=torch.long)
 
 @pytest.fixture(scope="module", autouse=True)
 def world():
-    meshes.fake(WORLD, 0)
+    join_fake(WORLD, 0)
     yield
     dist.destroy_process_group()
 
@@ -91,10 +92,12 @@ def test_at_rest_everything_is_a_dtensor():
     """
     model, shapes = made(1, 1, 2), {}
     before = {n: (p.placements, p.device_mesh) for n, p in model.named_parameters()}
-    weight = lambda: model.layers["0"].attn.q.weight
-    model.layers["0"].register_forward_pre_hook(
-        lambda *_: shapes.update({type(weight()): tuple(weight().shape)})
-    )
+
+    def note(*_):
+        weight = model.layers["0"].attn.q.weight
+        shapes[type(weight)] = tuple(weight.shape)
+
+    model.layers["0"].register_forward_pre_hook(note)
     step(model, 1, 2)
     assert shapes == {torch.nn.Parameter: (HIDDEN // 4, HIDDEN)}
     for n, p in model.named_parameters():
@@ -118,8 +121,10 @@ def test_partial_gradients_are_summed_once_per_reduction(options, per_layer, zer
     parallelism the sums of a layer are those of its input gradient and of its output, twice.
     """
     of_activations = 0 if options.get("sequence", True) else 4 * 2
-    sums = lambda layers: seen(layers, zero, 2, **options)["_c10d_functional.all_reduce_"]
-    assert sums(3) - sums(2) == per_layer * zero + of_activations
+    two, three = (
+        seen(layers, zero, 2, **options)["_c10d_functional.all_reduce_"] for layers in (2, 3)
+    )
+    assert three - two == per_layer * zero + of_activations
 
 
 @pytest.mark.parametrize("device", ("cpu", "cuda"))

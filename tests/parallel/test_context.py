@@ -13,12 +13,12 @@ import flash_kernel
 import pytest
 import torch
 import torch.distributed as dist
+from fakes import join_fake
 from spawning import run_spawned
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dolmen.core import collectives
-from dolmen.core import mesh as meshes
 from dolmen.core.mesh import Axis
 from dolmen.ops.attention import Attend, Documents, blockwise, reference
 from dolmen.ops.attention.alibi import slopes
@@ -155,8 +155,8 @@ CONTROLS = {  # in bf16 the travelling gradients are known by their dtype
         "start_rotate",
         lambda t, axis: start(t, axis, -1 if t[0].dtype == torch.float32 else 1),
     ),
-    "no rescaling": (context, "merge", lambda out, l, more, m: (out + more, torch.logaddexp(l, m))),
-    "the last piece alone": (context, "merge", lambda out, l, more, m: (more, m)),
+    "no rescaling": (context, "merge", lambda out, a, more, b: (out + more, torch.logaddexp(a, b))),
+    "the last piece alone": (context, "merge", lambda out, a, more, b: (more, b)),
     "a plain split of tokens alone": (
         ContextParallel,
         "split",
@@ -322,7 +322,7 @@ def test_indivisible_is_refused():
 
 @pytest.fixture(scope="module")
 def world():
-    meshes.fake(WORLD, 0)
+    join_fake(WORLD, 0)
     yield dist.group.WORLD
     dist.destroy_process_group()
 

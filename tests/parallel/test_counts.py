@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from backward import backward
+from fakes import join_fake
 from models import Flat, build, initialize, of_layers, tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -136,7 +137,7 @@ class Recorder(TorchDispatchMode):
 
 @pytest.fixture(scope="module", autouse=True)
 def world():
-    meshes.fake(DP * TP, 0)
+    join_fake(DP * TP, 0)
     yield
     dist.destroy_process_group()
 

@@ -7,6 +7,7 @@ import models
 import pytest
 import torch
 import torch.distributed as dist
+from fakes import join_fake
 from models import Flat
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
@@ -31,7 +32,7 @@ CONFIG = Flat(
 
 @pytest.fixture
 def mesh():
-    meshes.fake(2)
+    join_fake(2)
     yield meshes.grid(2, 1, torch.device("cpu"))
     dist.destroy_process_group()
 

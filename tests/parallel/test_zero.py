@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from backward import backward
+from fakes import join_fake
 from models import Flat, build, initialize
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -39,7 +40,7 @@ CONFIG = Flat(
 
 @pytest.fixture(scope="module", autouse=True)
 def world():
-    meshes.fake(WORLD, 0)
+    join_fake(WORLD, 0)
     yield
     dist.destroy_process_group()
 

@@ -10,22 +10,22 @@ import pytest
 PROGRAM = """
 import resource, sys, torch
 from dolmen.convert import hf
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from dolmen.core import mesh, state
-from dolmen.families import flat
+from dolmen.families import Model
 from dolmen.model import build
 
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-heads = dict(num_attention_heads=8, num_key_value_heads=8)
-config = flat.model(vocab_size=8192, hidden_size=1024, intermediate_size=4096, num_hidden_layers=6,
-                     head_dim=128, **heads)
+llama = dict(model_type="llama", num_attention_heads=8, num_key_value_heads=8)
+config = Model(dict(llama, vocab_size=8192, hidden_size=1024, intermediate_size=4096,
+                    num_hidden_layers=6, head_dim=128))
 if sys.argv[2] == "write":
     hf.save(sys.argv[1], config, lambda name: torch.full(config.tree.shapes[name], 0.5))
 else:
-    mesh.fake(8)
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     grid = mesh.grid(1, 8, torch.device("cpu"))
     model = build.build(config.tree, grid)
-    small = flat.model(hidden_size=8, intermediate_size=8, num_hidden_layers=1, head_dim=8,
-                        **heads)
+    small = Model(dict(llama, hidden_size=8, intermediate_size=8, num_hidden_layers=1, head_dim=8))
     build.initialize(build.build(small.tree, grid), 0)
     before = peak()
     build.load(model, lambda write: hf.load(sys.argv[1], config, write))
