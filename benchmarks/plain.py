@@ -107,4 +107,4 @@ def plain_side(work: Work, mesh: Mesh, compile: bool):
         fully_shard(module, mesh=mesh.grid["fsdp"], mp_policy=policy, reshard_after_forward=False)
     tokens, labels = batch_of(work, mesh.device)
     optimizer = fused_adamw(model.parameters())
-    return plain_step(lambda t, l: loss_of(model(t), l), tokens, labels, model, optimizer)
+    return plain_step(lambda x, y: loss_of(model(x), y), tokens, labels, model, optimizer)

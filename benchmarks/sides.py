@@ -206,7 +206,7 @@ def fsdp_side(work, mesh, compile, attention="sdpa"):
     optimizer, (tokens, labels) = fused_adamw(model.parameters()), batch_of(work, mesh.device)
     if mesh.tp.size == 1:
         return plain_step(
-            lambda t, l: loss_of(model(t, use_cache=False).logits, l),
+            lambda x, y: loss_of(model(x, use_cache=False).logits, y),
             tokens,
             labels,
             model,

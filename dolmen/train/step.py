@@ -174,7 +174,10 @@ def _forward_backward(
 
     reduction = data.Reduction(model, state.zero, state.schedule.splits_backward)
     chunks = [model.blocks(chunk) for chunk in range(state.schedule.chunks)]
-    boundary = lambda: model.boundary(size, batch.tokens.shape[1])
+
+    def boundary() -> Tensor:
+        return model.boundary(size, batch.tokens.shape[1])
+
     pipeline.execute(
         state.schedule, mesh, Work(forward, boundary, reduction, chunks, model.tp.later, observe)
     )

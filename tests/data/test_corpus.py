@@ -133,9 +133,10 @@ def test_damage_is_told(documents, built, tmp_path, tokenizer, capsys):
     data[10:12] = b"\xff\xff"
     file.write_bytes(data)
     (source,) = resolve([str(documents)])
-    again = lambda verify: open_corpus(
-        source, tokenizer, 0, "text", tmp_path / "cache", 2, True, verify=verify
-    )
+
+    def again(verify):
+        return open_corpus(source, tokenizer, 0, "text", tmp_path / "cache", 2, True, verify=verify)
+
     assert again(False).tokens.max() == 65535, "who does not start the run trusts who does"
     capsys.readouterr()
     assert again(True).tokens.max() < 300

@@ -37,9 +37,10 @@ def rows(path, *texts):
 
 def sides(loader):
     """(training text of each source, held-out text)."""
-    read = lambda stream: loader.tokenizer.decode(
-        stream.read(0, len(stream)) if len(stream) else []
-    )
+
+    def read(stream):
+        return loader.tokenizer.decode(stream.read(0, len(stream)) if len(stream) else [])
+
     return [read(part.stream) for part in loader.mixture.parts], read(loader.validation.stream)
 
 
@@ -330,7 +331,10 @@ def test_a_tokenizer_of_the_data_is_made_again_when_what_is_held_out_changes(
     )
     texts = [prose(i, 30) for i in range(10)]
     path, judge = rows(tmp_path / "a.jsonl", *texts), rows(tmp_path / "judge.jsonl", texts[3])
-    again = lambda: load(path, tokenizer="bpe:300", validation=str(judge))
+
+    def again():
+        load(path, tokenizer="bpe:300", validation=str(judge))
+
     again(), again()
     assert len(seen) == 1
     rows(judge, texts[4])

@@ -2,7 +2,7 @@
 and validation. Each has its negative control in controls.py.
 """
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -86,10 +86,10 @@ def validated(config: Flat | Tiny, mesh, layout: Layout) -> Losses:
 
 
 def compare_validation(
-    config: Flat | Tiny, layout: Layout, damage=nullcontext()
+    config: Flat | Tiny, layout: Layout, damage: AbstractContextManager | None = None
 ) -> dict[str, tuple[float, str]]:
     """Against one process: relative, and tokens as their difference."""
-    with damage:
+    with damage or nullcontext():
         got = validated(config, layout.mesh(torch.device("cpu")), layout)
     want = validated(config, SINGLE, Layout())
     return {

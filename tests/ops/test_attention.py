@@ -153,8 +153,8 @@ def test_runs_of_keys_merge_to_the_whole(window, starts, dtype, tolerance):
             and (out[log_sum.isinf()] == 0).all()
             and (log_sum.isinf() | log_sum.isfinite()).all()
         )
-    log_sum = torch.stack([l for _, l in pieces]).logsumexp(0)
-    out = sum(o * (l - log_sum).exp()[..., None] for o, l in pieces).to(dtype)
+    log_sum = torch.stack([part for _, part in pieces]).logsumexp(0)
+    out = sum(o * (part - log_sum).exp()[..., None] for o, part in pieces).to(dtype)
     weight = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape).to(dtype)
     grads = [
         ops.partial_backward(weight, q, a, b, out, log_sum, 100, i, attend) for i, a, b in runs

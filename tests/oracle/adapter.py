@@ -241,8 +241,13 @@ def read(job: Job, out: Path) -> Result:
     """What a run has left."""
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     steps, held = [r for r in rows if "loss" in r], [r for r in rows if "val_loss" in r]
-    number = lambda value: math.nan if value is None else value  # JSON has no word for it
-    column = lambda name: [number(r[name]) for r in steps if name in r]
+
+    def number(value: float | None) -> float:
+        return math.nan if value is None else value  # JSON has no word for it
+
+    def column(name: str) -> list[float]:
+        return [number(r[name]) for r in steps if name in r]
+
     saved = open_checkpoint(locate(out))
     model = Model.from_plain(saved.meta["run"]["model"])
 

@@ -53,9 +53,10 @@ def batches(row: Row, dumped: Mapping[str, np.ndarray]) -> list[trainer.Batch]:
 def told(result: trainer.Result) -> dict[str, list]:
     """What is frozen of it: every series, and the norms of what is at rest."""
     rest = result.weights, result.first, result.second
-    size = lambda tensors: math.sqrt(
-        sum(float(t[t.isfinite()].square().sum()) for t in tensors.values())
-    )
+
+    def size(tensors: dict[str, torch.Tensor]) -> float:
+        return math.sqrt(sum(float(t[t.isfinite()].square().sum()) for t in tensors.values()))
+
     return {
         **{name: vars(result)[name] for name in SERIES},
         "validation": list(result.validation),
@@ -81,8 +82,11 @@ def load(name: str) -> dict[str, np.ndarray]:
 def frozen() -> dict[str, dict]:
     """Row name -> what is frozen of it; null stands for what is not finite."""
     rows = json.loads(FROZEN.read_text())
-    number = lambda x: [math.nan if v is None else v for v in x] if isinstance(x, list) else x
-    return {name: {key: number(x) for key, x in row.items()} for name, row in rows.items()}
+
+    def numbers(x: object) -> object:
+        return [math.nan if v is None else v for v in x] if isinstance(x, list) else x
+
+    return {name: {key: numbers(x) for key, x in row.items()} for name, row in rows.items()}
 
 
 def difference(new: list[float], old: list[float]) -> float:
@@ -115,12 +119,16 @@ def main(look: bool) -> None:
     BATCHES.mkdir(exist_ok=True)
     for name, arrays in dumped.items():
         np.savez_compressed(BATCHES / f"{name}.npz", **arrays)
-    null = lambda x: [v if math.isfinite(v) else None for v in x] if isinstance(x, list) else x
     lines = [
-        f"{json.dumps(name)}: {json.dumps({key: null(x) for key, x in row.items()})}"
+        f"{json.dumps(name)}: {json.dumps({key: _nulls(x) for key, x in row.items()})}"
         for name, row in now.items()
     ]
     FROZEN.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def _nulls(x: object) -> object:
+    """A series with null for what is not finite, for which JSON has no word."""
+    return [v if math.isfinite(v) else None for v in x] if isinstance(x, list) else x
 
 
 def _changes(now: dict, before: dict | None) -> str:

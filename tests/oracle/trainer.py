@@ -103,7 +103,9 @@ class Wide(TorchFunctionMode):
     """
 
     def __torch_function__(self, function, kinds, args=(), kwargs=None):
-        wide = lambda x: torch.float64 if x is torch.float32 else x
+        def wide(x: object) -> object:
+            return torch.float64 if x is torch.float32 else x
+
         if function is torch.Tensor.float:
             function = torch.Tensor.double
         kwargs = {name: wide(value) for name, value in (kwargs or {}).items()}

@@ -108,8 +108,11 @@ def _one(mesh: Mesh, kind: Kind, name: str, compile: bool, record: Record) -> li
     tree, knobs = kind.shape.tree, kind.shape.training
     state = house.training(tree, mesh, 1, knobs=knobs, layout=kind.layout, compile=compile)
     batch = house.batch(tree, 1, kind.length, kind.documents)
-    step = lambda: optimizer_step(state, batch, mesh).loss
     losses: list[float] = []
+
+    def step() -> float:
+        return optimizer_step(state, batch, mesh).loss
+
     with recompilations() as reasons:
         first = clock.once(lambda: losses.append(step()), mesh.device)
         losses += [step() for _ in range(UPDATES - 1)]

@@ -40,7 +40,10 @@ SMALL, LARGE = "llama-1b", "llama-8b"
 
 def cases(context: Context) -> Iterator[Case]:
     small, large = shapes.of(context, SMALL), shapes.fitting(context, LARGE)
-    given = lambda function, *rest: partial(function, context, *rest)
+
+    def given(function, *rest):
+        return partial(function, context, *rest)
+
     yield Case(f"{SMALL}, in turns", 130, given(in_turns, small), fresh=True)
     yield Case(f"{SMALL}, floor", 3, given(floor, small))
     yield Case(f"{SMALL}, floor of 4 sequences", 3, given(floor, replace(small, sequences=(4,))))
@@ -164,7 +167,10 @@ def at_rest_in_bf16(context: Context, shape: Shape, record: Record) -> None:
         rest=torch.bfloat16,
     )
     batch = house.batch(shape.tree, 1, shape.length)
-    step = lambda: optimizer_step(state, batch, house.single(device)).loss
+
+    def step() -> float:
+        return optimizer_step(state, batch, house.single(device)).loss
+
     begun(record, "dolmen", step, device)
     clock.clean(device)
     tell(record, work, device, "dolmen", clock.timed(step, device, 5, 0))

@@ -156,8 +156,8 @@ def ring(
         attend = _attend(case, mine.start, n, device, back=False)
         place = [(theirs, (mine.start, theirs.start, attend)) for theirs in _slices(mine.stop, n)]
         pieces = [by.partial(q[:, mine], k[:, t], v[:, t], *at) for t, at in place]
-        log_sum = torch.stack([l.double() for _, l in pieces]).logsumexp(0)
-        out[:, mine] = sum(o.double() * (l - log_sum).exp()[..., None] for o, l in pieces)
+        log_sum = torch.stack([part.double() for _, part in pieces]).logsumexp(0)
+        out[:, mine] = sum(o.double() * (part - log_sum).exp()[..., None] for o, part in pieces)
         final = out[:, mine].to(dtype), log_sum.to(pieces[0][1].dtype)
         for t, at in place:
             grads = by.partial_backward(g[:, mine], q[:, mine], k[:, t], v[:, t], *final, *at)
