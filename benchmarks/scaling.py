@@ -170,7 +170,7 @@ def worker(rank: int, name: str, cores: list[int], store: str, args, asked, told
     os.sched_setaffinity(0, {cores[rank]})  # before gloo starts its threads, which inherit it
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    allocator.keep()  # as dolmen train does
+    allocator.keep_freed_memory()  # as dolmen train does
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, len(cores)), rank=rank, world_size=len(cores)
     )

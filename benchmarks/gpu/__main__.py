@@ -237,7 +237,7 @@ def asked(
         site = packages.install(given.wheels)
     except RuntimeError as error:  # what does not need them runs
         print(error, flush=True)
-    environment.prepare(os.environ)  # as the command does, for the processes of the stages
+    environment.set_defaults(os.environ)  # as the command does, for the processes of the stages
     os.environ.update(packages.environment(site))
     os.chdir(packages.ROOT)
     runner = Runner(results, deadline, given.only)

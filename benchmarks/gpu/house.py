@@ -48,7 +48,7 @@ def fill(model: Decoder) -> None:
     """
     with torch.no_grad():
         for name, p in model.named_parameters():
-            values = state.shard(p)
+            values = state.local_view(p)
             if values.ndim == 1:
                 values.fill_(0.0 if name.endswith("bias") else 1.0)
                 continue

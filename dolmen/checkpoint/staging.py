@@ -60,12 +60,12 @@ def copies(tensors: Mapping[str, Tensor], pinned: Pinned | None) -> dict[str, Te
             n: t.detach().to("cpu", copy=True, memory_format=contiguous_format)
             for n, t in tensors.items()
         }
-    sizes, places = plan(tuple(state.shard(t).nbytes for t in tensors.values()))
+    sizes, places = plan(tuple(state.local_view(t).nbytes for t in tensors.values()))
     chunks = [pinned.allocate(size).untyped_storage() for size in sizes]
     out = {}
     with pinned.beside():
         for (name, tensor), (chunk, begin) in zip(tensors.items(), places, strict=True):
-            shard = state.shard(tensor)
+            shard = state.local_view(tensor)
             # no more than its bytes: of a part of a storage, who writes it makes a copy
             given = chunks[chunk][begin : begin + shard.nbytes]
             copy = torch.empty(0, dtype=shard.dtype).set_(given)

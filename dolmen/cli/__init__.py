@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     from dolmen.cli import process
 
     process.die_with_launcher()
-    environment.prepare(os.environ)
+    environment.set_defaults(os.environ)
     warnings.formatwarning = lambda text, *_: f"warning: {text}\n"
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help", "help"):

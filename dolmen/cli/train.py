@@ -56,7 +56,7 @@ def run(
     processes = started.world_size if started else wanted(config, given.nproc)
     refusal, device = None, devices.CPU
     try:
-        device = devices.choose(config.train.device, started, DEVICE)
+        device = devices.choose_device(config.train.device, started, DEVICE)
     except ValueError as error:
         if started is None:
             raise BadInput(str(error)) from None
@@ -96,7 +96,7 @@ def wanted(config: RunConfig, nproc: int | None) -> int | None:
         return nproc
     if config.layout.dp is not None:
         return config.layout.world
-    gpus = devices.visible(config.train.device)
+    gpus = devices.visible_gpus(config.train.device)
     return max(1, gpus // config.layout.inner) * config.layout.inner if gpus else None
 
 
@@ -120,7 +120,7 @@ def refuse(
             raise ValueError(f"--nproc is {processes}: it must be at least 1")
         config = check(config, processes, verify)
         if out is not None:  # the processes of this machine are started from here
-            devices.check(config.train.device, config.layout.world, DEVICE)
+            devices.require_gpus(config.train.device, config.layout.world, DEVICE)
         if out is not None and given.overwrite:
             check_overwrite(config, out, given.recipe)
         if out is not None and given.resume:
@@ -153,7 +153,7 @@ def worker(
     from dolmen.train.run import run_training, summary
 
     if device.type == "cpu":
-        allocator.keep()
+        allocator.keep_freed_memory()
     stop, same = Stop(), config.train.deterministic
     limit = network_limit(config.train.hang_seconds)
     with (
@@ -211,7 +211,7 @@ def _start(
             checked=started is None or process.launched_here(),
             refusal=refusal,
         )
-        devices.settle(device, DEVICE)
+        devices.refuse_shared_gpus(device, DEVICE)
         return start
     except ValueError as error:
         raise BadInput(str(error)) from None

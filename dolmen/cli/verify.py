@@ -69,9 +69,9 @@ def checked(
             )
         layout.check(hf.read_config(hf.resolve(folder)).tree, 1, 1, 1)
         if started is None:
-            devices.check(where.device, layout.world, DEVICE)
+            devices.require_gpus(where.device, layout.world, DEVICE)
         else:
-            devices.choose(where.device, started, DEVICE)
+            devices.choose_device(where.device, started, DEVICE)
     except (ValueError, KeyError, OSError) as error:
         raise BadInput(message(error)) from None
     return layout
@@ -93,9 +93,9 @@ def start(
 
 def _joined(started: Launch | None, layout: Layout, asked: devices.Asked, work) -> int:
     try:
-        device = devices.choose(asked, started, DEVICE)
+        device = devices.choose_device(asked, started, DEVICE)
         with meshes.joined(started, device):
-            devices.settle(device, DEVICE)
+            devices.refuse_shared_gpus(device, DEVICE)
             return work(meshes.grid(1, layout.tp, device))
     except ValueError as error:
         raise BadInput(message(error)) from None

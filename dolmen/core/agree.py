@@ -19,7 +19,7 @@ T = TypeVar("T")
 SHOWN = 6  # facts told of one host
 
 
-def gathered(mine: Any) -> list[Any]:
+def gather_objects(mine: Any) -> list[Any]:
     """What every rank has brought, by rank."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
@@ -37,18 +37,18 @@ def code(folder: Path) -> dict[str, str]:
     }
 
 
-def flat(values: dict, path: str = "") -> dict[str, Any]:
+def flatten(values: dict, path: str = "") -> dict[str, Any]:
     """Nested options as `section.option: value`."""
     out = {}
     for key, value in values.items():
         if isinstance(value, dict) and value:
-            out |= flat(value, f"{path}{key}.")
+            out |= flatten(value, f"{path}{key}.")
         else:
             out[f"{path}{key}"] = value
     return out
 
 
-def check(
+def require_same(
     facts: dict[str, Any],
     what: str = "agree on what to do",
     mend: str = "give every host the same command, the same version of dolmen and of torch",
@@ -60,9 +60,9 @@ def check(
     digest = hashlib.blake2b(
         json.dumps(facts, sort_keys=True, default=str).encode(), digest_size=16
     ).hexdigest()
-    if len(set(gathered(digest))) == 1:
+    if len(set(gather_objects(digest))) == 1:
         return
-    everyone = gathered((socket.gethostname(), facts))
+    everyone = gather_objects((socket.gethostname(), facts))
     host, first = everyone[0]
     lines: dict[str, list[int]] = {}
     for rank, (where, other) in enumerate(everyone):

@@ -12,7 +12,7 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # <malloc.h>
 PAD = 64 << 20  # bytes by which the heap grows at least
 
 
-def keep() -> None:
+def keep_freed_memory() -> None:
     """From here on, this process keeps what it frees. Does nothing where the C library is not
     glibc.
     """

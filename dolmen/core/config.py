@@ -116,7 +116,7 @@ def _number(text: str, where: str) -> float:
         raise ValueError(f"{where} is {text!r}: it must be a number") from None
 
 
-def differences(old: dict[str, Any], new: dict[str, Any], path: str = "") -> list[str]:
+def changed_options(old: dict[str, Any], new: dict[str, Any], path: str = "") -> list[str]:
     """Lines `section.option: old -> new` for what changed between two configurations as plain
     values.
     """
@@ -124,7 +124,7 @@ def differences(old: dict[str, Any], new: dict[str, Any], path: str = "") -> lis
     for key in {**old, **new}:
         where, a, b = f"{path}.{key}" if path else key, old.get(key), new.get(key)
         if isinstance(a, dict) and isinstance(b, dict):
-            lines += differences(a, b, where)
+            lines += changed_options(a, b, where)
         elif a != b:
             lines.append(f"{where}: {a} -> {b}")
     return lines

@@ -24,12 +24,12 @@ CPU = torch.device("cpu")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-def visible(asked: Asked = "auto") -> int:
+def visible_gpus(asked: Asked = "auto") -> int:
     """GPUs that this process may use."""
     return torch.cuda.device_count() if asked != "cpu" and torch.cuda.is_available() else 0
 
 
-def choose(
+def choose_device(
     asked: Asked, launch: Launch | None, option: str, env: Mapping[str, str] = os.environ
 ) -> torch.device:
     """The device of this process, as the table says. Raises ValueError with the numbers and
@@ -37,7 +37,7 @@ def choose(
     """
     local, here = (launch.local_rank, launch.local_world_size) if launch else (0, 1)
     here = max(here, local + 1)
-    count = visible(asked)
+    count = visible_gpus(asked)
     if count == 0 and asked == "cuda":
         mend = "install one with CUDA" if torch.version.cuda is None else "make one visible"
         raise ValueError(
@@ -52,12 +52,14 @@ def choose(
     raise ValueError(_too_few(here, count, option, env))
 
 
-def check(asked: Asked, processes: int, option: str, env: Mapping[str, str] = os.environ) -> None:
+def require_gpus(
+    asked: Asked, processes: int, option: str, env: Mapping[str, str] = os.environ
+) -> None:
     """Before this process starts `processes` others, which will see the GPUs that it sees. Raises
     ValueError where those are fewer.
     """
-    choose(asked, None, option, env)
-    count = visible(asked)
+    choose_device(asked, None, option, env)
+    count = visible_gpus(asked)
     if 0 < count < processes:
         raise ValueError(_too_few(processes, count, option, env))
 
@@ -81,10 +83,10 @@ def _none_why() -> str:
     return "no GPU is visible"
 
 
-def told(device: torch.device, asked: Asked) -> str:
+def describe_device(device: torch.device, asked: Asked) -> str:
     """The device of this process, and why this one, for the header."""
     if device.type == "cuda":
-        seen = counted(visible(), "GPU")
+        seen = counted(visible_gpus(), "GPU")
         return f"{torch.cuda.get_device_name(device)} ({device} of {seen} visible per process)"
     threads = f"CPU, {counted(torch.get_num_threads(), 'thread')} each"
     return f"{threads} ({'as asked' if asked == 'cpu' else _none_why()})"
@@ -102,11 +104,11 @@ def identity(device: torch.device, env: Mapping[str, str] = os.environ) -> str:
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
-def settle(device: torch.device, option: str) -> None:
+def refuse_shared_gpus(device: torch.device, option: str) -> None:
     """Called by all ranks when they have joined. Raises ValueError, the same on every rank, where
     two have one GPU, or some have a GPU and others none.
     """
-    everyone = agree.gathered((socket.gethostname(), identity(device)))
+    everyone = agree.gather_objects((socket.gethostname(), identity(device)))
     without = [rank for rank, (_, name) in enumerate(everyone) if not name]
     if len(without) == len(everyone):
         return

@@ -8,7 +8,7 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
-def prepare(env: MutableMapping[str, str]) -> None:
+def set_defaults(env: MutableMapping[str, str]) -> None:
     """Set what the user has not. Before CUDA starts."""
     # Segments that grow: gathered parameters and activations of many sizes otherwise leave gaps
     # that no later tensor fits. torch 2.11 to 2.15 read the first name; the others are older ones

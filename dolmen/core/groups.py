@@ -46,7 +46,7 @@ def background(timeout: timedelta) -> dist.ProcessGroup:
         return _mine(dist.new_group(backend="gloo", timeout=timeout))
 
 
-def of(
+def group_of(
     ranks: list[int],
     purpose: str = "dolmen",
     device: torch.device = torch.device("cpu"),

@@ -11,7 +11,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 
-def read(x: Shaped[Tensor, "..."]) -> Any:
+def read_back(x: Shaped[Tensor, "..."]) -> Any:
     """The values of x as (nested) lists, or a number; the host waits for the device."""
     return x.tolist()
 

@@ -81,10 +81,12 @@ class Mesh:
 
 
 SINGLE = Mesh()
-Maker = Callable[..., dist.ProcessGroup]  # groups.of, of one device and timeout
+Maker = Callable[..., dist.ProcessGroup]  # groups.group_of, of one device and timeout
 
 
-def join(launch: Launch | None, device: torch.device, timeout: timedelta | None = None) -> None:
+def join_world(
+    launch: Launch | None, device: torch.device, timeout: timedelta | None = None
+) -> None:
     """Enter the default process group: gloo for CPU tensors, NCCL for GPU tensors. A lone process
     needs no network. `timeout`: the longest a collective may take; None: as torch has it, 30
     minutes, and 10 on the axes of a mesh of GPUs.
@@ -135,18 +137,18 @@ def joined(
     alone: to part from a group in which another rank waits can block.
     """
     hook = sys.excepthook
-    join(launch, device, timeout)
+    join_world(launch, device, timeout)
     alone = dist.get_world_size() == 1
     try:
         yield
     except BaseException:
         if alone:
-            part(hook)
+            leave_world(hook)
         raise
-    part(hook)
+    leave_world(hook)
 
 
-def part(hook: Callable[..., object]) -> None:
+def leave_world(hook: Callable[..., object]) -> None:
     """Leave the default group. torch has wrapped sys.excepthook, to say which rank a traceback is
     of, and would do so once more per group: it is `hook` again.
     """
@@ -170,7 +172,7 @@ def grid(
     topology = Topology(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep)
     topology.require(dist.get_world_size())
     me = dist.get_rank()
-    make = partial(groups.of, device=device, timeout=timeout)
+    make = partial(groups.group_of, device=device, timeout=timeout)
 
     def axis(name: str, line: str | None = None, purpose: str = "dolmen") -> Axis:
         """The line through this rank along the axis `line`, as axis `name`."""

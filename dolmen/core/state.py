@@ -1,11 +1,11 @@
 """State at rest is DTensor, compute is local tensors: this file is the bridge, and the only one
 that says DTensor.
 
-distribute(module, placements, mesh)   meta parameters -> DTensors split over tp, or ep and tp
-                                       (parallel/data.py: over dp)
-unwrap(record), local(p)               the bridge into compute: FSDP gathers what is a plain tensor
-region(p), write(p, full), full(p)     this rank's part of the logical tensor: initial values,
-                                       loading, export
+distribute(module, placements, mesh)     meta parameters -> DTensors split over tp, or ep and tp
+                                         (parallel/data.py: over dp)
+unwrap(record), local(p)                 the bridge into compute: FSDP gathers a plain tensor
+region(p), write_region(p, x), full(p)   this rank's part of the logical tensor: initial values,
+                                         loading, export
 """
 
 import math
@@ -29,14 +29,14 @@ __all__ = [
     "Replicate",
     "Shard",
     "distribute",
+    "fill_normal",
     "full",
     "holding",
-    "initialize",
     "local",
-    "owned",
     "region",
+    "share_held",
     "unwrap",
-    "write",
+    "write_region",
 ]
 
 BLOCK = 1 << 16  # elements of the logical tensor drawn from one seed
@@ -114,7 +114,7 @@ def region(p: Shaped[Tensor, "*whole"]) -> tuple[slice, ...]:
     return tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
 
 
-def shard(p: Shaped[Tensor, "*whole"]) -> Shaped[Tensor, "*here"]:
+def local_view(p: Shaped[Tensor, "*whole"]) -> Shaped[Tensor, "*here"]:
     """The tensor that holds this rank's values, `here` its region of the `whole`: writing to it
     changes the parameter. No autograd.
     """
@@ -128,7 +128,7 @@ def holding(
     return DTensor(values, p._spec, requires_grad=False) if isinstance(p, DTensor) else values
 
 
-def write(p: Shaped[Tensor, "*whole"], value: Shaped[Tensor, "..."]) -> None:
+def write_region(p: Shaped[Tensor, "*whole"], value: Shaped[Tensor, "..."]) -> None:
     """Copy this rank's region of the full tensor `value` into p. Raises ValueError if the shapes
     differ.
     """
@@ -136,7 +136,7 @@ def write(p: Shaped[Tensor, "*whole"], value: Shaped[Tensor, "..."]) -> None:
         raise ValueError(
             f"a value of shape {tuple(value.shape)} for a parameter of shape {tuple(p.shape)}"
         )
-    shard(p).copy_(value[region(p)])
+    local_view(p).copy_(value[region(p)])
 
 
 def full(p: Shaped[Tensor, "*whole"]) -> Shaped[Tensor, "*whole"]:
@@ -146,7 +146,7 @@ def full(p: Shaped[Tensor, "*whole"]) -> Shaped[Tensor, "*whole"]:
     return (p.full_tensor() if isinstance(p, DTensor) else p).detach()
 
 
-def owned(p: Shaped[Tensor, "*whole"]) -> float:
+def share_held(p: Shaped[Tensor, "*whole"]) -> float:
     """1 / (number of ranks that hold this rank's elements of p): the weight of a local sum in a sum
     over the world.
     """
@@ -162,7 +162,7 @@ def local_elements(p: Shaped[Tensor, "*whole"]) -> int:
     return math.prod(s.stop - s.start for s in region(p))
 
 
-def initialize(p: Float[Tensor, "*whole"], name: str, seed: int, std: float) -> None:
+def fill_normal(p: Float[Tensor, "*whole"], name: str, seed: int, std: float) -> None:
     """Fill p with normal values that depend on (seed, name, position in the logical tensor) and on
     nothing else.
 
@@ -170,7 +170,7 @@ def initialize(p: Float[Tensor, "*whole"], name: str, seed: int, std: float) -> 
     seed; a rank draws the blocks its region meets and keeps its part. No rank ever holds a whole
     tensor. Of stacked matrices each has its own name.
     """
-    out, where = shard(p), region(p)
+    out, where = local_view(p), region(p)
     if out.numel() == 0:
         return
     if p.ndim < 3:

@@ -62,7 +62,7 @@ def build(
     model.to_empty(device=mesh.device)
     for name, p in model.named_parameters():
         if not model.tree.leaves[name].trained:
-            state.shard(p).zero_()  # a file may have none
+            state.local_view(p).zero_()  # a file may have none
     return model
 
 
@@ -81,10 +81,10 @@ def initialize(model: Decoder, seed: int) -> None:
         for name, p in model.named_parameters():
             leaf = model.tree.leaves[name]
             if leaf.initial in fixed:
-                state.shard(p).fill_(fixed[leaf.initial])
+                state.local_view(p).fill_(fixed[leaf.initial])
             else:
                 std = model.tree.initializer_range * leaf.std_scale
-                state.initialize(p, name, seed, std)
+                state.fill_normal(p, name, seed, std)
 
 
 def load(model: nn.Module, stream: Callable[[Callable[[str, Tensor], None]], None]) -> None:
@@ -93,4 +93,4 @@ def load(model: nn.Module, stream: Callable[[Callable[[str, Tensor], None]], Non
     """
     parameters = dict(model.named_parameters())
     with torch.no_grad():
-        stream(lambda name, value: state.write(parameters[name], value))
+        stream(lambda name, value: state.write_region(parameters[name], value))

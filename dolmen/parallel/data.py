@@ -119,7 +119,14 @@ def _even(axis: Axis) -> Callable[[nn.Parameter], state.Shard]:
 
     def place(p: nn.Parameter) -> state.Shard:
         return state.Shard(
-            next((dim for dim, size in enumerate(state.shard(p).shape) if size % axis.size == 0), 0)
+            next(
+                (
+                    dim
+                    for dim, size in enumerate(state.local_view(p).shape)
+                    if size % axis.size == 0
+                ),
+                0,
+            )
         )
 
     return place
@@ -243,7 +250,7 @@ def sum_over(p: nn.Parameter, axis: Axis) -> None:
     it.
     """
     assert p.grad is not None
-    collectives.sum_(state.shard(p.grad), axis)
+    collectives.sum_(state.local_view(p.grad), axis)
 
 
 def sum_partial(model: nn.Module, partial: Container[str], mesh: Mesh) -> None:
@@ -270,7 +277,7 @@ def gradient_norm(
     launches does not grow with that of parameters.
     """
     shards = [
-        (state.owned(p.grad) / (2 if p is twice else 1), state.shard(p.grad))
+        (state.share_held(p.grad) / (2 if p is twice else 1), state.local_view(p.grad))
         for p in parameters
         if p.grad is not None
     ]
@@ -288,6 +295,6 @@ def gradient_norm(
 
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: Float[Tensor, ""]) -> None:
     """Multiply all gradients by a number, in place: clipping, and undoing a loss scale."""
-    parts = [state.shard(p.grad) for p in parameters if p.grad is not None]
+    parts = [state.local_view(p.grad) for p in parameters if p.grad is not None]
     by = factor.to(parts[0].dtype)
     torch._foreach_mul_(parts, by)  # pyright: ignore[reportPrivateImportUsage]

@@ -51,12 +51,12 @@ def dispatch(
     otherwise the second time, rows would reach wrong experts, and nobody would see it.
     """
     if axis.size == 1:
-        groups = _ends(counts) if kernel else host.read(counts)
+        groups = _ends(counts) if kernel else host.read_back(counts)
         return rows, Trip(groups, [], [], None)
     here = len(counts) // axis.size
     # [rank, expert], flat
     came = collectives.exchange(counts, [here] * axis.size, [here] * axis.size, axis)
-    sent, got = host.read(torch.stack((counts, came)).view(2, axis.size, here))
+    sent, got = host.read_back(torch.stack((counts, came)).view(2, axis.size, here))
     receive = [sum(n) for n in got]
     order = (
         torch.arange(here, device=rows.device)

@@ -78,4 +78,4 @@ def move(model: Decoder, tallies: Tensor, update: bool) -> None:
 def _move(bias: Tensor, load: Tensor, rate: float) -> None:
     """bias += rate * sign(mean load - load), of this rank's part; both [E]."""
     with torch.no_grad():
-        state.shard(bias).add_((load.mean() - load).sign()[state.region(bias)], alpha=rate)
+        state.local_view(bias).add_((load.mean() - load).sign()[state.region(bias)], alpha=rate)

@@ -14,7 +14,7 @@ from dolmen.checkpoint.folders import Damaged
 from dolmen.checkpoint.safe import Reader
 from dolmen.checkpoint.store import Checkpoints
 from dolmen.convert import hf
-from dolmen.core.config import differences, from_dict
+from dolmen.core.config import changed_options, from_dict
 from dolmen.core.mesh import SINGLE
 from dolmen.core.paths import expand
 from dolmen.data import inputs, sources
@@ -238,7 +238,7 @@ def check_same_model(saved: dict, run: RunConfig, step: int) -> None:
     try:
         router = from_dict(RouterTraining, saved["train"].get("router", {}), path="train.router")
         before = _structure(Model.from_plain(saved["model"]), router)
-        changed = differences(before, _structure(run.model, run.train.router))
+        changed = changed_options(before, _structure(run.model, run.train.router))
     except ValueError as error:
         changed = [str(error)]
     if changed:

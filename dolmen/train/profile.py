@@ -149,7 +149,7 @@ class Profile:
             if shown and found and table:
                 self._trace(trace, found, table)
         mine = ((mesh.rank, mesh.pp.rank, table) if shown and table else None, mesh.rank, failed)
-        everyone = agree.gathered(mine) if mesh.size > 1 else [mine]
+        everyone = agree.gather_objects(mine) if mesh.size > 1 else [mine]
         if not mesh.first:
             return []
         tables = [one for one, *_ in everyone if one is not None]

@@ -50,7 +50,7 @@ def header(
         else run.init or f"random weights, seed {run.train.seed}",
     )
     processes = counted(mesh.size, "process", "processes")
-    device = devices.told(mesh.device, run.train.device)
+    device = devices.describe_device(mesh.device, run.train.device)
     table.add_row("layout", f"{_layout(layout, state_)}: {processes} on {device}")
     table.add_row("kernels", str(state_.model.split.kernels))
     for i, line in enumerate(loader.description()):

@@ -4,7 +4,7 @@ from rich.console import Console
 
 from dolmen.checkpoint.folders import Damaged
 from dolmen.checkpoint.store import Checkpoints
-from dolmen.core.config import differences, to_dict
+from dolmen.core.config import changed_options, to_dict
 from dolmen.data import loader as data_loader
 from dolmen.data.loader import Loader
 from dolmen.optim import optimizer as optim
@@ -53,7 +53,7 @@ def changed(saved: Saved, run: RunConfig, loader: Loader) -> list[str]:
     """Which options and data differ from those of the checkpoint, a line each, and each once: the
     data's fingerprint holds some options too.
     """
-    options = differences(saved.run, to_dict(run))
+    options = changed_options(saved.run, to_dict(run))
     named = {line.split(":")[0].rpartition(".")[2] for line in options}
     data = data_loader.changes(saved.data, loader.fingerprint())
     return [line for line in options if not line.startswith("model.")] + [

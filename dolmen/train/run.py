@@ -192,7 +192,7 @@ def same_data(loader: Loader, mesh: Mesh) -> None:
     if mesh.size == 1:
         return
     try:
-        agree.check(
+        agree.require_same(
             loader.fingerprint(),
             what="have the same training data",
             mend="give every host the same files under --data.path, --data.validation and "

@@ -35,7 +35,7 @@ def facts(run: RunConfig, out: Path, refusal: str | None, **more: object) -> dic
     """What must be the same on every rank: options, code, versions. Where the cache lies and who
     fills it may differ.
     """
-    options = agree.flat({k: v for k, v in to_dict(run).items() if v is not None})
+    options = agree.flatten({k: v for k, v in to_dict(run).items() if v is not None})
     for name in ("data.cache", "data.workers"):
         options.pop(name, None)
     code = agree.code(Path(__file__).parents[1])
@@ -67,11 +67,11 @@ def settle(
     rank, with the same words, if the ranks differ, if one refuses (`refusal`), or if the folder
     does.
     """
-    agree.check(facts(run, out, refusal, resume=resume, overwrite=overwrite))
+    agree.require_same(facts(run, out, refusal, resume=resume, overwrite=overwrite))
     if refusal:
         raise ValueError(refusal)
     # after a failure on one host only its count is sure to rise
-    counts, jobs = zip(*agree.gathered((restarts, job)), strict=True)
+    counts, jobs = zip(*agree.gather_objects((restarts, job)), strict=True)
     owner, restarted = "\n".join(sorted({j for j in jobs if j})), max(counts) > 0
     if not restarted:
         if not checked:

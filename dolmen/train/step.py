@@ -126,7 +126,7 @@ class _Told(NamedTuple):
 def _read(loss: Tensor, norm: Tensor, count: Tensor, signal: Tensor, router: Tensor) -> _Told:
     """All in one: the host waits for the device. In fp64, which holds a count up to 2^53."""
     first = torch.stack([t.double() for t in (loss, norm, count, signal)])
-    mean, length, tokens, stop, *others = host.read(torch.cat([first, router]))
+    mean, length, tokens, stop, *others = host.read_back(torch.cat([first, router]))
     told: dict[str, float] = dict(zip(balance.NAMES, others, strict=True)) if others else {}
     return _Told(mean, length, int(tokens), int(stop), told)
 

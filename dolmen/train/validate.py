@@ -53,7 +53,7 @@ def evaluate(
             sums[0] += _nats(model, batch, mesh, order)
             if mesh.pp.rank == mesh.cp.rank == 0:
                 sums[1] += batch.real_tokens
-    nats, tokens = host.read(collectives.reduce_scalar(sums, mesh.world) / mesh.tp.size)
+    nats, tokens = host.read_back(collectives.reduce_scalar(sums, mesh.world) / mesh.tp.size)
     if tokens == 0:
         raise ValueError("no token to evaluate carries a loss: give batches that hold text")
     return Losses(nats / tokens, int(tokens), nats)

@@ -44,7 +44,7 @@ def held(mesh, layout: Layout, seed: int) -> dict[str, torch.Tensor]:
     found = tensors(model, optimizer)
     with torch.no_grad():
         for name, t in found.items():
-            state.initialize(t, name, seed, 1.0)
+            state.fill_normal(t, name, seed, 1.0)
     return found
 
 

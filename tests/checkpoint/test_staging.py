@@ -135,8 +135,8 @@ def test_shards_stay_shards(gpu):
         for name, p in given.items():
             assert made[name].placements == p.placements and made[name].shape == p.shape
             assert state.region(made[name]) == state.region(p)
-            assert torch.equal(state.shard(made[name]), state.shard(p))
-            assert state.shard(made[name]).data_ptr() != state.shard(p).data_ptr()
+            assert torch.equal(state.local_view(made[name]), state.local_view(p))
+            assert state.local_view(made[name]).data_ptr() != state.local_view(p).data_ptr()
     finally:
         dist.destroy_process_group()
 

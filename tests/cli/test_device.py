@@ -86,7 +86,7 @@ def test_no_rank_takes_a_gpu_that_is_not_there(machine):
     """Whoever says how many ranks are here."""
     machine(4)
     with pytest.raises(ValueError, match="6 processes on this machine, but 4 GPUs are visible"):
-        devices.choose("auto", meshes.Launch(5, 8, 5, 2), "device")
+        devices.choose_device("auto", meshes.Launch(5, 8, 5, 2), "device")
 
 
 def test_too_few_gpus_are_refused_by_every_rank(machine, began, tmp_path):
@@ -155,11 +155,11 @@ def joining(monkeypatch, material, tmp_path):
     """`dolmen train` as one of the ranks that `others` brings, over gloo."""
 
     def train(others):
-        gathered = agree.gathered
-        monkeypatch.setattr(meshes, "join", lambda launch, *_: JOIN(launch, CPU))
+        gathered = agree.gather_objects
+        monkeypatch.setattr(meshes, "join_world", lambda launch, *_: JOIN(launch, CPU))
         monkeypatch.setattr(
             agree,
-            "gathered",
+            "gather_objects",
             lambda mine: (
                 others(mine)
                 if isinstance(mine, tuple) and "GPU-" in str(mine[1])
@@ -168,7 +168,7 @@ def joining(monkeypatch, material, tmp_path):
         )
         return dolmen("train", material.file, "--out", tmp_path / "run")
 
-    JOIN = meshes.join
+    JOIN = meshes.join_world
     return train
 
 
@@ -200,11 +200,11 @@ def test_parts_of_a_gpu_are_told_apart(machine):
 
 def test_the_header_says_which_and_why(machine, material, tmp_path):
     machine(8)
-    assert devices.told(torch.device("cuda", 3), "auto") == (
+    assert devices.describe_device(torch.device("cuda", 3), "auto") == (
         "NVIDIA H100 (cuda:3 of 8 GPUs visible per process)"
     )
     machine(0)  # a build with CUDA would look for the made-up ones
     run = dolmen("train", material.file, "--out", tmp_path / "run", "--train.device", "cpu")
     assert "1 process on CPU, 1 thread each (as asked)" in " ".join(run.out.split())
-    assert devices.told(CPU, "auto").startswith("CPU, 1 thread each (")
-    assert "as asked" not in devices.told(CPU, "auto")
+    assert devices.describe_device(CPU, "auto").startswith("CPU, 1 thread each (")
+    assert "as asked" not in devices.describe_device(CPU, "auto")

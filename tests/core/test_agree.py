@@ -13,8 +13,8 @@ def world(monkeypatch):
 
     def world(*ranks: tuple[str, dict]):
         answers = iter([[str(facts) for _, facts in ranks], list(ranks)])
-        monkeypatch.setattr(agree, "gathered", lambda mine: next(answers))
-        agree.check(ranks[0][1])
+        monkeypatch.setattr(agree, "gather_objects", lambda mine: next(answers))
+        agree.require_same(ranks[0][1])
 
     return world
 
@@ -54,4 +54,8 @@ def test_code_changes_with_a_file(tmp_path: Path):
 
 
 def test_flat():
-    assert agree.flat({"a": {"b": {"c": 1}}, "d": [1], "e": {}}) == {"a.b.c": 1, "d": [1], "e": {}}
+    assert agree.flatten({"a": {"b": {"c": 1}}, "d": [1], "e": {}}) == {
+        "a.b.c": 1,
+        "d": [1],
+        "e": {},
+    }

@@ -35,4 +35,4 @@ def faults(keep: str) -> int:
 
 def test_a_block_is_faulted_in_once():
     # without: a fault a page of 4 KiB, or 32 where all pages are of 2 MiB
-    assert faults("allocator.keep()") < 16 < faults("")
+    assert faults("allocator.keep_freed_memory()") < 16 < faults("")

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dolmen.cli.options import read_run
-from dolmen.core.config import differences, from_dict, to_dict
+from dolmen.core.config import changed_options, from_dict, to_dict
 from dolmen.families import Model, families
 from dolmen.recipes import RECIPES
 from dolmen.train.config import RunConfig
@@ -133,13 +133,13 @@ def test_refused_by_name(values, said):
 def test_differences():
     old = to_dict(Outer(inner=Inner(b=("p",))))
     new = to_dict(Outer(count=4, inner=Inner(b=("q", "r")), name="n"))
-    assert differences(old, new) == [
+    assert changed_options(old, new) == [
         "count: 3 -> 4",
         "name: None -> n",
         "inner.b: ['p'] -> ['q', 'r']",
     ]
-    assert differences(old, old) == []
-    assert differences({"a": 1}, {"b": {"c": 2}}) == ["a: 1 -> None", "b: None -> {'c': 2}"]
+    assert changed_options(old, old) == []
+    assert changed_options({"a": 1}, {"b": {"c": 2}}) == ["a: 1 -> None", "b: None -> {'c': 2}"]
 
 
 FIELDS = [

@@ -45,24 +45,24 @@ def made(monkeypatch):
 
 
 def test_a_group_of_gpus_is_nccl_alone_and_urgent(made):
-    groups.of([0, 2], "dolmen up", CUDA, HOUR)
+    groups.group_of([0, 2], "dolmen up", CUDA, HOUR)
     (ranks, how), options = made[0], made[0][1]["pg_options"]
     assert ranks == [0, 2] and how["backend"] == "nccl" and how["group_desc"] == "dolmen up"
     assert options.is_high_priority_stream and how["timeout"] == options._timeout == HOUR
-    groups.of([0, 2], device=CUDA)
+    groups.group_of([0, 2], device=CUDA)
     assert made[1][1]["timeout"] is None
     assert made[1][1]["pg_options"]._timeout == timedelta(minutes=10)
 
 
 def test_a_group_of_cpus_takes_the_default_backend(made):
-    groups.of([0, 2])
+    groups.group_of([0, 2])
     assert made[0][1]["backend"] is None and made[0][1]["pg_options"] is None
 
 
 def test_ranks_that_met_over_gloo_stay_with_it(monkeypatch, made):
     """As those do that share a GPU."""
     monkeypatch.setattr(groups, "_backends", lambda group: "cpu:gloo,cuda:gloo")
-    groups.of([0, 2], device=CUDA)
+    groups.group_of([0, 2], device=CUDA)
     assert made[0][1]["backend"] is None and made[0][1]["pg_options"] is None
 
 
@@ -74,8 +74,8 @@ def test_a_group_of_another_backend_is_another(monkeypatch, made):
     backends = {known: "cuda:nccl"}
     monkeypatch.setattr(groups, "_backends", lambda group: backends.get(group, both))
     monkeypatch.setattr(groups, "_world", SimpleNamespace(pg_group_ranks={known: {0: 0, 2: 1}}))
-    assert groups.of([0, 2], device=CUDA) is known and not made
-    assert groups.of([0, 2]) is not known and len(made) == 1
+    assert groups.group_of([0, 2], device=CUDA) is known and not made
+    assert groups.group_of([0, 2]) is not known and len(made) == 1
 
 
 def test_a_group_knows_its_backends():
@@ -96,7 +96,7 @@ def test_all_ranks_are_joined_lazily(monkeypatch, user):
         "init_process_group",
         lambda *_, **how: seen.append((os.environ[groups.LAZY], how["timeout"])),
     )
-    meshes.join(meshes.Launch(0, 2, 0, 2), torch.device("cpu"), HOUR)
+    meshes.join_world(meshes.Launch(0, 2, 0, 2), torch.device("cpu"), HOUR)
     assert seen == [(user or "1", HOUR)] and os.environ.get(groups.LAZY) == user
 
 
@@ -141,13 +141,13 @@ def test_the_network_waits_longer_than_the_watch(seconds):
 
 
 def test_a_run_gives_its_groups_that_long(monkeypatch, material, tmp_path):
-    given, of, join = [], groups.of, meshes.join
+    given, of, join = [], groups.group_of, meshes.join_world
     monkeypatch.setattr(
-        meshes, "join", lambda a, b, timeout: given.append(timeout) or join(a, b, timeout)
+        meshes, "join_world", lambda a, b, timeout: given.append(timeout) or join(a, b, timeout)
     )
     monkeypatch.setattr(
         groups,
-        "of",
+        "group_of",
         lambda *a, timeout, **b: given.append(timeout) or of(*a, timeout=timeout, **b),
     )
     words = ("--train.hang-seconds", 600, "--train.steps", 1)
@@ -157,7 +157,7 @@ def test_a_run_gives_its_groups_that_long(monkeypatch, material, tmp_path):
 
 def test_the_environment_of_cuda():
     env: dict[str, str] = {}
-    environment.prepare(env)
+    environment.set_defaults(env)
     assert env == {
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
         "CUDA_DEVICE_MAX_CONNECTIONS": "32",
@@ -167,7 +167,7 @@ def test_the_environment_of_cuda():
 @pytest.mark.parametrize("name", (*environment.ALLOCATOR, environment.QUEUES))
 def test_what_the_user_has_set_stays(name):
     env = {name: "1"}
-    environment.prepare(env)
+    environment.set_defaults(env)
     assert env[name] == "1"
     assert sum(other in env for other in environment.ALLOCATOR) == 1
 

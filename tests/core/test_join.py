@@ -22,7 +22,7 @@ def joined(monkeypatch):
     )
 
     def join(device: torch.device) -> list:
-        meshes.join(None, device)
+        meshes.join_world(None, device)
         return called
 
     yield join

@@ -48,7 +48,7 @@ def placed(mesh, zero) -> Parameters:
 
 
 def drawn(p, name, seed=0, std=0.02) -> torch.Tensor:
-    state.initialize(p, name, seed, std)
+    state.fill_normal(p, name, seed, std)
     return p
 
 
@@ -69,7 +69,7 @@ def in_world() -> dict[str, dict[str, str]]:
             want = single(name)
             with torch.no_grad():
                 drawn(p, name)
-            held, part = state.shard(p), state.region(p)
+            held, part = state.local_view(p), state.region(p)
             checks = {
                 "region": tuple(held.shape) == want[part].shape
                 and held.numel() == state.local_elements(p),
@@ -79,7 +79,7 @@ def in_world() -> dict[str, dict[str, str]]:
             }
             new = torch.arange(want.numel(), dtype=torch.float32).view(want.shape)
             with torch.no_grad():
-                state.write(p, new)
+                state.write_region(p, new)
             checks["write"] = torch.equal(state.full(p), new)
             wrong[name] = " ".join(check for check, right in checks.items() if not right)
         everyone = [None] * mesh.size
@@ -95,7 +95,7 @@ def total(p, mesh) -> int:
     Without ZeRO a parameter does not know the dp axis, and every one of its ranks holds the whole.
     """
     copies = mesh.dp.size if p.device_mesh.ndim == 1 else 1
-    held = torch.tensor(state.local_elements(p) * state.owned(p), dtype=torch.float64)
+    held = torch.tensor(state.local_elements(p) * state.share_held(p), dtype=torch.float64)
     torch.distributed.all_reduce(held)
     return round(float(held) / copies, 6)
 
@@ -147,14 +147,14 @@ def test_no_rank_builds_a_whole_tensor(placement, monkeypatch):
     part = [slice(0, n) for n in shape]
     part[placement.dim] = slice(shape[placement.dim] // 4 * 2, shape[placement.dim] // 4 * 3)
     held = torch.empty([s.stop - s.start for s in part])
-    monkeypatch.setattr(state, "shard", lambda _: held)
+    monkeypatch.setattr(state, "local_view", lambda _: held)
     monkeypatch.setattr(state, "region", lambda _: tuple(part))
     normal = torch.Tensor.normal_
     monkeypatch.setattr(
         torch.Tensor, "normal_", lambda t, *a, **k: (sizes.append(t.numel()), normal(t, *a, **k))[1]
     )
     p = torch.empty(shape, device="meta")
-    state.initialize(p, "w", 0, 1.0)
+    state.fill_normal(p, "w", 0, 1.0)
     assert max(sizes) <= BLOCK
     if placement.dim == 0:
         assert sum(sizes) <= held.numel() + 2 * BLOCK
@@ -166,10 +166,10 @@ def test_write_refuses_another_shape():
     with pytest.raises(
         ValueError, match=r"a value of shape \(3, 2\) for a parameter of shape \(2, 3\)"
     ):
-        state.write(torch.empty(2, 3), torch.empty(3, 2))
+        state.write_region(torch.empty(2, 3), torch.empty(3, 2))
 
 
 def test_one_process_needs_no_grid():
     module = placed(SINGLE, None)
     assert all(type(p) is nn.Parameter for p in module.parameters())
-    assert state.local(module.columns) is module.columns and state.owned(module.columns) == 1
+    assert state.local(module.columns) is module.columns and state.share_held(module.columns) == 1

@@ -296,7 +296,7 @@ def differences(got: Run, want: Run) -> dict[str, tuple[float, str]]:
         assert mine.keys() <= whole.keys()  # a stage has its own
         for name, g in mine.items():
             scale = max(float(whole[name].abs().max()), FLOOR * want.norms[step])
-            part = state.shard(g).cpu()
+            part = state.local_view(g).cpu()
             off = (
                 float((part - whole[name][state.region(g)]).abs().max()) / scale
                 if part.numel()

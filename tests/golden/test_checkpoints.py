@@ -81,7 +81,7 @@ def different(folder: Path, family: str, a: str, b: str) -> list[str]:
     wrong = [
         n
         for n, t in tensors.items()
-        if not torch.equal(state.shard(t), saved.read(n)[state.region(t)])
+        if not torch.equal(state.local_view(t), saved.read(n)[state.region(t)])
     ]
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (wrong, set(tensors)))

@@ -96,7 +96,7 @@ def make(config: Flat | Tiny, layout: Layout, device: str, dtype: torch.dtype) -
         initialize(model.to_empty(device="cpu"), 0)
     for owner in model.modules():  # plain tensors, as FSDP gathers them
         for name, p in list(owner.named_parameters(recurse=False)):
-            setattr(owner, name, torch.nn.Parameter(state.shard(p)))
+            setattr(owner, name, torch.nn.Parameter(state.local_view(p)))
     return model
 
 
@@ -112,7 +112,7 @@ def kept(
     flash; on a CPU it is our own.
     """
     model = make(config, layout, device, dtype)
-    parameters = {state.shard(p).untyped_storage() for p in model.parameters()}
+    parameters = {state.local_view(p).untyped_storage() for p in model.parameters()}
     with torch.device(device):
         tokens = torch.zeros(batch, length, dtype=torch.int64)
         noise = Noise(torch.tensor(1), torch.arange(batch)) if config.training.dropout else None

@@ -140,16 +140,18 @@ def parameters_in_world() -> dict[str, str]:
                 want, part = torch.empty(p.shape), state.region(p)
                 with torch.no_grad():
                     for q in (p, want):
-                        state.initialize(q, name, 0, 0.02)
-                if not torch.equal(state.shard(p), want[part]):
+                        state.fill_normal(q, name, 0, 0.02)
+                if not torch.equal(state.local_view(p), want[part]):
                     bad.append(f"{name}: initial values")
                 if not torch.equal(state.full(p), want):
                     bad.append(f"{name}: full")
                 with torch.no_grad():
-                    state.write(p, want + 1)
+                    state.write_region(p, want + 1)
                 if not torch.equal(state.full(p), want + 1):
                     bad.append(f"{name}: write")
-                held = torch.tensor(state.local_elements(p) * state.owned(p), dtype=torch.float64)
+                held = torch.tensor(
+                    state.local_elements(p) * state.share_held(p), dtype=torch.float64
+                )
                 dist.all_reduce(held)
                 if round(float(held) / (mesh.edp.size if zero is None else 1), 6) != p.numel():
                     bad.append(f"{name}: owned")

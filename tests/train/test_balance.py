@@ -63,15 +63,15 @@ def train(
 
 def over_layouts() -> list[tuple]:
     """Of each layout what `train` gives, and how often this rank has read the device."""
-    told, read = [], host.read
+    told, read = [], host.read_back
     for layout in LAYOUTS:
         reads = []
-        host.read = lambda x, reads=reads: reads.append(x) or read(x)
+        host.read_back = lambda x, reads=reads: reads.append(x) or read(x)
         mesh = layout.mesh(torch.device("cpu"))
         told.append(
             (*train(mesh, layout, router_balance="bias", router_bias_rate=0.02), len(reads))
         )
-    host.read = read
+    host.read_back = read
     return told
 
 

@@ -32,7 +32,7 @@ else:
     shard = sum(state.local_elements(p) for p in model.parameters()) * 4 / 2**20
     largest = max(torch.Size(s).numel() for s in config.tree.shapes.values()) * 4 / 2**20
     whole = sum(torch.Size(s).numel() for s in config.tree.shapes.values()) * 4 / 2**20
-    assert all((state.shard(p) == 0.5).all() for p in model.parameters())
+    assert all((state.local_view(p) == 0.5).all() for p in model.parameters())
     print(peak() - before, shard, largest, whole)
 """
 

@@ -71,7 +71,7 @@ def batch(seed: int = 0) -> Batch:
 
 
 def values(state: TrainState) -> dict[str, torch.Tensor]:
-    return {n: states.shard(p).detach().clone() for n, p in state.model.named_parameters()}
+    return {n: states.local_view(p).detach().clone() for n, p in state.model.named_parameters()}
 
 
 @pytest.mark.parametrize("clip", (0.25, 0.0))

@@ -146,7 +146,7 @@ def test_the_first_step_and_one_that_fails(tmp_path):
 def test_the_other_ranks_of_a_stage_write_nothing(tmp_path, monkeypatch):
     mesh = replace(SINGLE, dp=Axis("dp", 2, 1), world=Axis("world", 2, 1))
     told = []
-    monkeypatch.setattr(profile.agree, "gathered", lambda mine: told.append(mine) or [mine])
+    monkeypatch.setattr(profile.agree, "gather_objects", lambda mine: told.append(mine) or [mine])
     monkeypatch.setattr(profile, "_least", lambda took, mesh: {})
     made = profile.Profile(1, mesh, tmp_path)
     with made.around(1):
@@ -194,7 +194,7 @@ def test_no_rank_waits_for_one_that_cannot_write(tmp_path, monkeypatch):
     calls, other = [], (None, 1, ["there: full"])
     monkeypatch.setattr(profile, "_least", lambda took, mesh: calls.append("least") or {})
     monkeypatch.setattr(
-        profile.agree, "gathered", lambda mine: calls.append("gathered") or [mine, other]
+        profile.agree, "gather_objects", lambda mine: calls.append("gathered") or [mine, other]
     )
     *_, line = recorded(tmp_path, mesh).write(lambda seconds: {})
     assert line == "the profile of step 1 is not written on rank 1: there: full"

@@ -1,4 +1,4 @@
-"""How often a step makes the host wait for the device. `host.read` is counted, and so are the
+"""How often a step makes the host wait for the device. `host.read_back` is counted, and so are the
 operators that wait without it: those that give the host a number, and those whose result is as
 large as values say. On a CPU nothing waits, but the operators are the same.
 """
@@ -118,14 +118,14 @@ def made(case: Case, mesh, monkeypatch) -> TrainState:
 
 @pytest.mark.parametrize("name", CASES)
 def test_reads_of_a_step(name, monkeypatch):
-    case, reads, read, region = CASES[name], [], host.read, states.region
+    case, reads, read, region = CASES[name], [], host.read_back, states.region
 
     def unwatched(p):  # torch works out the offsets of a DTensor with tensors of the CPU
         with _disable_current_modes():
             return region(p)
 
     monkeypatch.setattr(states, "region", unwatched)
-    monkeypatch.setattr(host, "read", lambda x: reads.append(x.shape) or read(x))
+    monkeypatch.setattr(host, "read_back", lambda x: reads.append(x.shape) or read(x))
     with meshes.joined(None, torch.device("cpu")):
         state = made(case, meshes.grid(1, 1, torch.device("cpu")), monkeypatch)
         for step in range(2):  # the second begins with what the first has left

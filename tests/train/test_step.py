@@ -62,10 +62,10 @@ def batch(mesh: Mesh = SINGLE, seed: int = 0) -> Batch:
 
 def values(state: TrainState) -> dict[str, torch.Tensor]:
     """This rank's part of everything an update changes."""
-    out = {n: states.shard(p).clone() for n, p in state.model.named_parameters()}
+    out = {n: states.local_view(p).clone() for n, p in state.model.named_parameters()}
     for n, p in state.model.named_parameters():
         out |= {
-            f"{kind} {n}": states.shard(state.optimizer.state[p][kind]).clone()
+            f"{kind} {n}": states.local_view(state.optimizer.state[p][kind]).clone()
             for kind in ("exp_avg", "exp_avg_sq", "step")
         }
     return out
@@ -225,7 +225,7 @@ def overflow_on_one_rank():
 
     def spoil(action):
         if action == ("B", 0, 0) and mesh.rank == 1:
-            states.shard(state.model.layers["1"].mlp.up.weight.grad).view(-1)[-1] = math.inf
+            states.local_view(state.model.layers["1"].mlp.up.weight.grad).view(-1)[-1] = math.inf
 
     for dp, tp, zero in ((2, 1, 0), (2, 1, 1), (2, 1, 2), (2, 1, 3), (1, 2, 1)):
         mesh = meshes.grid(dp, tp, torch.device("cpu"))
