@@ -24,7 +24,7 @@ from dolmen.evaluate import verify as comparison
 from dolmen.model.decoder import Decoder
 from dolmen.optim.precision import DTYPES
 from dolmen.serve import engine, sample
-from dolmen.serve.prompt import check, encode
+from dolmen.serve.prompt import check_text, encode
 
 
 @contextmanager
@@ -62,7 +62,7 @@ class Model:
         """
         prompts = _several(prompt)
         with _told():
-            sample.check(temperature, top_k, top_p)
+            sample.check_knobs(temperature, top_k, top_p)
             new = engine.generate(
                 self.decoder,
                 [encode(self.tokenizer, text) for text in prompts],
@@ -86,7 +86,7 @@ class Model:
 
             model.logits("Once upon a").argmax(-1)
         """
-        check(text)
+        check_text(text)
         tokens = self.tokenizer(text)["input_ids"]
         if not tokens:
             raise ValueError("the text has no tokens: give at least one")
@@ -101,10 +101,10 @@ def load(name: str | Path, dtype: torch.dtype | None = None) -> Model:
         model = dolmen.load("path/to/model")
     """
     with _told():
-        folder = hf.resolve(name)
-        hf.check(folder, hf.read_config(folder))
+        folder = hf.resolve_model(name)
+        hf.check_tensors(folder, hf.read_config(folder))
         tokenizer = load_tokenizer(str(folder), option="")
-        return Model(engine.load(folder, dtype=dtype), tokenizer, folder)
+        return Model(engine.load_decoder(folder, dtype=dtype), tokenizer, folder)
 
 
 def generate(
@@ -125,9 +125,9 @@ def generate(
         dolmen.generate("path/to/model", "Once upon a time", temperature=0.8)
     """
     with _told():
-        sample.check(temperature, top_k, top_p)
+        sample.check_knobs(temperature, top_k, top_p)
         for text in _several(prompt):
-            check(text)
+            check_text(text)
         model = load(name, _dtype(dtype))
     return model.generate(prompt, max_new_tokens, temperature, seed, top_k=top_k, top_p=top_p)
 

@@ -45,7 +45,7 @@ def main(folder: str = "runs/schedule") -> float:
     at.mkdir(parents=True, exist_ok=True)
     mine = at / "mine.txt"
     mine.write_text(ACTIONS)
-    read = schedule.read(str(mine))
+    read = schedule.read_schedule(str(mine))
     draw.gantt(schedule.simulate(read), read, at / "mine.svg", "mine")
     one, two = losses(at / "one"), losses(at / "two", pp=2, schedule=mine)
     return max(abs(a - b) / a for a, b in zip(one, two, strict=True))

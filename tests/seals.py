@@ -12,7 +12,7 @@ from dolmen.checkpoint.metadata import read_metadata
 
 def edit(saved: Path, change) -> None:
     """Change .metadata, as somebody would who knows of the seal."""
-    metadata = read_metadata(seal.read(saved)[0])
+    metadata = read_metadata(seal.read_sealed(saved)[0])
     change(metadata)
     describe(saved, metadata)
 

@@ -56,7 +56,7 @@ def is_whole(path: Path) -> bool:
     return WHOLE.fullmatch(path.name) is not None and (path.is_dir() or path.is_symlink())
 
 
-def whole(folder: Path) -> dict[int, Path]:
+def whole_checkpoints(folder: Path) -> dict[int, Path]:
     """Step -> folder of every whole checkpoint, oldest first; empty where `folder` does
     not exist.
     """
@@ -70,7 +70,7 @@ def whole(folder: Path) -> dict[int, Path]:
 
 def newest_told(folder: Path) -> str:
     """Which checkpoint a run can go on from, as the beginning of a sentence."""
-    steps = whole(folder)
+    steps = whole_checkpoints(folder)
     return (
         f"The newest whole checkpoint is of step {max(steps)}" if steps else "Nothing is saved yet"
     )
@@ -85,11 +85,11 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def clear(folder: Path) -> None:
+def clear_unfinished(folder: Path) -> None:
     """Delete every unfinished save: there is one writer, so none is in progress."""
     for path in folder.glob(f"step-*{PARTIAL}"):
         if UNFINISHED.fullmatch(path.name) and path.is_dir():
-            remove(path)
+            remove_checkpoint(path)
 
 
 def commit(partial: Path) -> None:
@@ -99,7 +99,7 @@ def commit(partial: Path) -> None:
     if final.exists():
         replaced = final.with_suffix(REPLACED)
         if replaced.exists():
-            remove(replaced)  # by a killed run, after `final` was whole
+            remove_checkpoint(replaced)  # by a killed run, after `final` was whole
         final.rename(replaced)
     partial.rename(final)
     sync(final.parent)
@@ -109,17 +109,17 @@ def prune(folder: Path, keep: int, saved: int) -> None:
     """Delete all but the `keep` newest (0: none of them) and the one just saved, and those that
     were replaced.
     """
-    kept = whole(folder)
+    kept = whole_checkpoints(folder)
     old = [path for step, path in list(kept.items())[:-keep] if step != saved] if keep else []
     old += [path for path in folder.glob(f"step-*{REPLACED}") if path not in kept.values()]
     for path in old:
         if FOLDER.fullmatch(path.name):
             partial = path.with_name(path.name + PARTIAL)  # first it stops being whole, then it
             path.rename(partial)  # goes
-            remove(partial)
+            remove_checkpoint(partial)
 
 
-def remove(path: Path) -> None:
+def remove_checkpoint(path: Path) -> None:
     """Delete a checkpoint's folder, the files that a save writes one by one; whatever else lies in
     it stays, in a folder that is named `.kept` and never read. A link goes, and not what it names.
     """

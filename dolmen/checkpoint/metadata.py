@@ -87,7 +87,7 @@ def read_metadata(seal: Seal) -> Metadata:
         found = _Unpickler(io.BytesIO(content)).load()
         if not isinstance(found, Metadata):
             raise TypeError(f"it is a {type(found).__name__}")
-        stored = described(found)
+        stored = stored_tensors(found)
         _check_tensors(stored, exact=seal.files is None)
         _check_places(found, stored)
     except Exception as error:  # a damaged pickle can raise almost anything
@@ -96,7 +96,7 @@ def read_metadata(seal: Seal) -> Metadata:
     return found
 
 
-def described(found: Metadata) -> dict[str, TensorStorageMetadata]:
+def stored_tensors(found: Metadata) -> dict[str, TensorStorageMetadata]:
     """What it says of each tensor. Raises TypeError where it tells of anything else."""
     everything = found.state_dict_metadata
     stored = {n: t for n, t in everything.items() if type(t) is TensorStorageMetadata}

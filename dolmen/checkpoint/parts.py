@@ -24,7 +24,7 @@ class Numbers(NamedTuple):
     crc: int
 
 
-def numbers(file: io.BufferedIOBase, position: int, length: int) -> Numbers:
+def find_numbers(file: io.BufferedIOBase, position: int, length: int) -> Numbers:
     """Of the archive of `length` bytes at `position`. Raises BadZipFile, ValueError, OSError,
     NotImplementedError or EOFError where there is none.
     """

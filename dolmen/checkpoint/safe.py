@@ -24,7 +24,7 @@ from torch.futures import Future
 
 from dolmen.checkpoint import parts, seal
 from dolmen.checkpoint.folders import METADATA, Damaged
-from dolmen.checkpoint.metadata import described, read_metadata
+from dolmen.checkpoint.metadata import read_metadata, stored_tensors
 from dolmen.checkpoint.parts import Numbers
 from dolmen.core.state import local_elements
 
@@ -37,9 +37,9 @@ class Reader(FileSystemReader):
     def __init__(self, folder: Path):
         super().__init__(folder)
         self.folder = folder
-        self.seal, self.state = seal.read(folder)
+        self.seal, self.state = seal.read_sealed(folder)
         self.metadata = read_metadata(self.seal)
-        self.stored = described(self.metadata)
+        self.stored = stored_tensors(self.metadata)
         self.partly: set[MetadataIndex] = set()  # stored parts of which some rows were not read
         self._places: dict[str, list[tuple[int, int]]] = {}  # file -> where its parts are
         for place in self.metadata.storage_data.values():
@@ -139,7 +139,7 @@ class Reader(FileSystemReader):
         """The numbers of every part in a file, by the part's position."""
         where = self._places[name]
         self.seal.check_size(name, max(offset + length for offset, length in where))
-        found = {offset: parts.numbers(file, offset, length) for offset, length in where}
+        found = {offset: parts.find_numbers(file, offset, length) for offset, length in where}
         self.seal.check_parts(name, [(at, length, found[at].crc) for at, length in where])
         return found
 

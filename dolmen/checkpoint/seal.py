@@ -45,7 +45,7 @@ def digest_of_parts(parts: Iterable[tuple[int, int, int]]) -> str:
     return digest("".join(lines).encode())
 
 
-def write(folder: Path, parts: Mapping[str, list[tuple[int, int, int]]]) -> None:
+def write_seal(folder: Path, parts: Mapping[str, list[tuple[int, int, int]]]) -> None:
     """Seal what is in `folder`, whose files of tensors have these `parts`, and sync the seal."""
     lines = []
     for name in (METADATA, STATE):
@@ -102,7 +102,7 @@ class Seal:
         return self.files[name]
 
 
-def read(folder: Path) -> tuple[Seal, dict]:
+def read_sealed(folder: Path) -> tuple[Seal, dict]:
     """The seal of a checkpoint, and its state.json, compared with it. Raises Damaged, or ValueError
     where it is of a newer format.
     """

@@ -36,7 +36,7 @@ class Pinned:
     """Waits for what was begun within."""
 
 
-def of(device: torch.device) -> Pinned | None:
+def pinned_for(device: torch.device) -> Pinned | None:
     """None where memory is the CPU's own."""
     if device.type != "cuda":
         return None

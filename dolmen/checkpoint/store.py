@@ -54,7 +54,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path, mesh: Mesh, keep: int):
         self.folder, self.keep = Path(folder), keep
-        self.pinned = staging.of(mesh.device)
+        self.pinned = staging.pinned_for(mesh.device)
         self._saving: tuple[int, Future] | None = None
         self._group = groups.background(timedelta(hours=1)) if mesh.grid is not None else None
         self._rank = 0 if self._group is None else dist.get_rank(self._group)
@@ -111,7 +111,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Steps of the whole checkpoints on disk, oldest first."""
-        return list(folders.whole(self.folder))
+        return list(folders.whole_checkpoints(self.folder))
 
     def newest(self) -> int | None:
         """Step of the newest whole checkpoint, None if there is none."""
@@ -119,7 +119,7 @@ class Checkpoints:
 
     def path(self, step: int) -> Path:
         """Folder of the checkpoint of `step`. Raises ValueError if there is no whole one."""
-        found = folders.whole(self.folder)
+        found = folders.whole_checkpoints(self.folder)
         if step not in found:
             raise ValueError(
                 f"{self.folder} has no checkpoint of step {step}, but of steps {list(found)}"
@@ -128,13 +128,13 @@ class Checkpoints:
 
     def meta(self, step: int) -> dict:
         """What `save` was given beside the tensors. Raises Damaged."""
-        return seal.read(self.path(step))[1]
+        return seal.read_sealed(self.path(step))[1]
 
     def sealed(self, step: int) -> bool:
         """Whether the checkpoint says what its files must be; those of before do not. Raises
         Damaged.
         """
-        return seal.read(self.path(step))[0].files is not None
+        return seal.read_sealed(self.path(step))[0].files is not None
 
     def damaged(self, step: int, error: Exception) -> Damaged:
         """What to raise where `step`, the newest checkpoint, cannot be read because of `error`."""

@@ -70,7 +70,7 @@ def locate(path: Path) -> Path:
     if folders.is_whole(path) or ((path / folders.STATE).is_file() and not partial):
         return path
     for folder in (path / "checkpoints", path):
-        if found := folders.whole(folder):
+        if found := folders.whole_checkpoints(folder):
             return found[max(found)]
     raise ValueError(
         f"{path} holds no whole checkpoint: give a run's folder (with checkpoints/ in it), its "

@@ -74,7 +74,7 @@ class Writer(FileSystemWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        folders.clear(self.folder)
+        folders.clear_unfinished(self.folder)
         self.partial.mkdir(parents=True)
         return super().prepare_global_plan(plans)
 
@@ -95,7 +95,7 @@ class Writer(FileSystemWriter):
             with open(self.partial / name, "rb") as file:
                 for r in written:
                     place = r.storage_data
-                    crc = parts.numbers(file, place.offset, place.length).crc
+                    crc = parts.find_numbers(file, place.offset, place.length).crc
                     found.append(Written(r.index, r.size_in_bytes, place, crc))
         return found
 
@@ -111,7 +111,7 @@ class Writer(FileSystemWriter):
                 assert isinstance(r, Written)
                 place = r.storage_data
                 files[place.relative_path].append((place.offset, place.length, r.crc))
-            seal.write(self.partial, files)
+            seal.write_seal(self.partial, files)
         folders.commit(self.partial)
         folders.prune(self.folder, self.keep, self.step)
 

@@ -29,7 +29,7 @@ def export(source: Path, to: Path, dtype: str | None = None) -> int:
     """
     folder = stream.locate(source)
     saved = stream.open_checkpoint(folder)
-    kept = saved_state.read(saved.meta, folder)
+    kept = saved_state.read_saved(saved.meta, folder)
     run_ = from_dict(RunConfig, kept.run)
     tokenizer = folder.parent.parent / "tokenizer"
     check_exportable(run_)

@@ -58,7 +58,7 @@ def _sample(screen: Console, folder: Path, prompt: str) -> None:
     from dolmen.serve import engine
 
     tokenizer = tokenizers.load_tokenizer(str(folder))
-    model = engine.load(folder)
+    model = engine.load_decoder(folder)
     tokens = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     room = model.tree.max_position_embeddings - len(tokens)
     (new,) = engine.generate(

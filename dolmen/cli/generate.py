@@ -11,8 +11,8 @@ from dolmen.serve import engine, prompt, sample
 
 def run(options: GenerateOptions, argv: list[str]) -> int:
     try:  # before any process, and before a model is read
-        sample.check(options.temperature, options.top_k, options.top_p)
-        prompt.check(options.prompt)
+        sample.check_knobs(options.temperature, options.top_k, options.top_p)
+        prompt.check_text(options.prompt)
     except ValueError as error:
         raise BadInput(str(error)) from None
     return compute(
@@ -24,7 +24,7 @@ def _generate(options: GenerateOptions, mesh: Mesh) -> int:
     tokenizer = load_tokenizer(options.folder, option="")
     begin = prompt.encode(tokenizer, options.prompt)
     dtype = DTYPES[options.dtype] if options.dtype else None
-    model = engine.load(options.folder, mesh, dtype)
+    model = engine.load_decoder(options.folder, mesh, dtype)
     new, shown = [], 0
 
     def show(_, token: int) -> None:

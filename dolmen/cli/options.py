@@ -297,7 +297,7 @@ def parse_train(argv: list[str]) -> tuple[RunConfig, TrainOptions]:
         if init is not None and not {"-h", "--help"} & set(argv):
             from dolmen.convert import hf  # imports torch, and few runs are of --init
 
-            found = hf.read_config(hf.resolve(init))
+            found = hf.read_config(hf.resolve_model(init))
             run = replace(
                 run,
                 init=init,

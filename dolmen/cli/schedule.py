@@ -8,7 +8,7 @@ from dolmen.cli.options import ScheduleOptions
 from dolmen.core.log import console
 from dolmen.core.words import counted
 from dolmen.parallel import schedule as schedules
-from dolmen.parallel.actions import Schedule, format
+from dolmen.parallel.actions import Schedule, format_schedule
 from dolmen.parallel.schedule import SCHEDULES, Cost, Simulation
 from dolmen.plan import draw
 
@@ -38,7 +38,7 @@ def run(options: ScheduleOptions, _: list[str]) -> int:
         raise BadInput(text) from None
     report(schedule, simulation, schedules.closed_form(schedule, cost))
     if options.list:
-        print("\n" + format(schedule), end="")
+        print("\n" + format_schedule(schedule), end="")
     if options.out:
         print(f"wrote {options.out}")
     return 0
@@ -48,7 +48,7 @@ def chosen(options: ScheduleOptions) -> Schedule:
     """The schedule that is asked for; what is not said is the file's, or small. Raises
     ValueError.
     """
-    file = None if options.schedule in SCHEDULES else schedules.read(options.schedule)
+    file = None if options.schedule in SCHEDULES else schedules.read_schedule(options.schedule)
     default = (
         (file.ranks, file.micros, file.chunks)
         if file

@@ -20,7 +20,7 @@ from dolmen.core import mesh as meshes
 from dolmen.core.launched import Launch
 from dolmen.core.log import console
 from dolmen.data import loader
-from dolmen.train.check import check, check_folder, check_overwrite, check_resume
+from dolmen.train.check import check_folder, check_overwrite, check_resume, check_run
 from dolmen.train.config import RunConfig
 from dolmen.train.folder import Unusable
 from dolmen.train.loop import Stop
@@ -118,14 +118,14 @@ def refuse(
             check_folder(out, given.resume, given.overwrite)
         if processes is not None and processes < 1:
             raise ValueError(f"--nproc is {processes}: it must be at least 1")
-        config = check(config, processes, verify)
+        config = check_run(config, processes, verify)
         if out is not None:  # the processes of this machine are started from here
             devices.require_gpus(config.train.device, config.layout.world, DEVICE)
         if out is not None and given.overwrite:
             check_overwrite(config, out, given.recipe)
         if out is not None and given.resume:
             check_resume(config, out)
-        loader.prepare(
+        loader.prepare_loader(
             config.data,
             config.init,
             config.tree.vocab_size,

@@ -60,14 +60,14 @@ def checked(
     """
     try:
         for name in (folder, *others):
-            hf.check(hf.resolve(name), hf.read_config(hf.resolve(name)))
+            hf.check_tensors(hf.resolve_model(name), hf.read_config(hf.resolve_model(name)))
         layout = Layout(tp=where.layout.tp).resolve(started.world_size if started else None)
         if layout.dp != 1:
             raise ValueError(
                 f"{layout.world} processes were started: {verb} is split over tp alone, set "
                 f"--layout.tp {layout.world}"
             )
-        layout.check(hf.read_config(hf.resolve(folder)).tree, 1, 1, 1)
+        layout.check(hf.read_config(hf.resolve_model(folder)).tree, 1, 1, 1)
         if started is None:
             devices.require_gpus(where.device, layout.world, DEVICE)
         else:

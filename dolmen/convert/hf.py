@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dolmen.convert.weights import assemble, join
+from dolmen.convert.weights import assemble, join_stored
 from dolmen.core.paths import expand, may_be_hub_id
 from dolmen.core.words import counted
 from dolmen.families import Model, WeightMap, edit, weight_map
@@ -51,7 +51,7 @@ MOST_MATRICES = 2**18
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
-def resolve(name: str | Path, revision: str | None = None) -> Path:
+def resolve_model(name: str | Path, revision: str | None = None) -> Path:
     """A model folder by path, or by hub id, downloaded or from the hub's cache. Raises ValueError
     if it is neither.
     """
@@ -109,7 +109,7 @@ def read_config(folder: Path | str) -> Model:
     return model
 
 
-def check(folder: Path | str, model: Model) -> None:
+def check_tensors(folder: Path | str, model: Model) -> None:
     """Compares names and shapes in the folder with `model`; reads no data. Raises KeyError for
     tensors that no rule maps or that are missing, ValueError for a mis-shaped or quantised one and
     for damaged files.
@@ -132,7 +132,7 @@ def stream(
     return _stream(weights, stored, only)
 
 
-def load(
+def load_weights(
     folder: Path | str,
     model: Model,
     write: Callable[[str, Tensor], Any],
@@ -151,7 +151,7 @@ def load(
         raise KeyError(f"{len(left)} parameters are not in {folder}, e.g. {left[:3]}")
 
 
-def export(model: Model, full: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+def export_weights(model: Model, full: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
     """(stored name, tensor) in the order of the model, each made of the parameters that `full(our
     name)` gives. Where `full` is a collective, every rank goes through this iterator, one of them
     inside `save`. Raises ValueError for a parameter of the wrong shape.
@@ -164,7 +164,7 @@ def export(model: Model, full: Callable[[str], Tensor]) -> Iterator[tuple[str, T
         else:
             stack = _part(first.ours[0], full, shapes)  # asked for once, whole
             for entry in (first, *rest):
-                yield entry.hf, join(entry.rule, [stack], entry.piece)
+                yield entry.hf, join_stored(entry.rule, [stack], entry.piece)
             del stack
 
 
@@ -209,7 +209,7 @@ def save(
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:
         part = Path(temporary) / "model"
         part.mkdir()
-        safetensors.write(part, specs, export(model, full), shard_bytes)
+        safetensors.write_tensors(part, specs, export_weights(model, full), shard_bytes)
         _write_json(part / "config.json", content)
         _write_generation_config(part, content, tokenizer_folder)
         for file in _tokenizer_files(tokenizer_folder) if tokenizer_folder is not None else ():
@@ -296,7 +296,7 @@ def _require_equal(head: Stored, embedding: Stored) -> None:
 def _join(
     entry: Entry, full: Callable[[str], Tensor], shapes: dict[str, tuple[int, ...]]
 ) -> Tensor:
-    return join(entry.rule, [_part(name, full, shapes) for name in entry.ours])
+    return join_stored(entry.rule, [_part(name, full, shapes) for name in entry.ours])
 
 
 def _part(name: str, full: Callable[[str], Tensor], shapes: dict[str, tuple[int, ...]]) -> Tensor:

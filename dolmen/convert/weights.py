@@ -8,7 +8,7 @@ from torch import Tensor
 from dolmen.families.rules import Entry, Rename, Rule, Split, Stack, Transpose
 
 
-def split(rule: Rule, tensor: Tensor) -> Iterator[Tensor]:
+def split_stored(rule: Rule, tensor: Tensor) -> Iterator[Tensor]:
     """Ours out of the tensor on disk, in the order of the rule's names; views where the layout
     allows it, else copies, one after another. A stack's tensors are one of ours only together: see
     `assemble`.
@@ -17,7 +17,7 @@ def split(rule: Rule, tensor: Tensor) -> Iterator[Tensor]:
         case Rename():
             yield tensor
         case Transpose(inner):
-            yield from split(inner, tensor.t())  # of a bias, which has one dim, itself
+            yield from split_stored(inner, tensor.t())  # of a bias, which has one dim, itself
         case Split(_, _, groups, counts):
             grouped = tensor.reshape(groups, sum(counts), -1, *tensor.shape[1:])
             for part in grouped.split(counts, 1):
@@ -26,7 +26,7 @@ def split(rule: Rule, tensor: Tensor) -> Iterator[Tensor]:
             raise AssertionError(f"{rule.hf} is a piece of a stack")
 
 
-def join(rule: Rule, parts: list[Tensor], piece: int | None = None) -> Tensor:
+def join_stored(rule: Rule, parts: list[Tensor], piece: int | None = None) -> Tensor:
     """The tensor on disk out of ours: the inverse of `split`, and of a stack one `piece`. A copy
     where several are one.
     """
@@ -34,7 +34,7 @@ def join(rule: Rule, parts: list[Tensor], piece: int | None = None) -> Tensor:
         case Rename():
             return parts[0]
         case Transpose(inner):
-            return join(inner, parts).t()
+            return join_stored(inner, parts).t()
         case Split(_, _, groups, counts):
             rest = parts[0].shape[1:]
             grouped = [
@@ -61,7 +61,7 @@ def assemble(
         if only is not None and not any(ours in only for ours in entry.ours):
             continue
         if entry.piece is None:
-            pairs = zip(entry.ours, split(entry.rule, read(entry.hf)), strict=True)
+            pairs = zip(entry.ours, split_stored(entry.rule, read(entry.hf)), strict=True)
         else:
             pairs = [
                 (name, _stacked(stacks.pop(name), read)) for name in entry.ours if name in stacks

@@ -17,9 +17,9 @@ import xxhash
 from dolmen.data.config import DataConfig
 from dolmen.data.corpus import identities, identity_of
 from dolmen.data.documents import pieces
-from dolmen.data.heldout import TextHash, all_validated, choose, union
+from dolmen.data.heldout import TextHash, all_validated, choose_held_out, union
 from dolmen.data.progress import say
-from dolmen.data.scratch import building, lock, remove
+from dolmen.data.scratch import building, lock, remove_folder
 from dolmen.data.sources import Source
 from dolmen.data.tokenise import DOCUMENT, Column
 from dolmen.data.tokenizer import train_bpe
@@ -69,7 +69,7 @@ def tokenizer_folder(
             if not _whole(folder):  # another process may have been first
                 if folder.exists():
                     say(f"the tokenizer in {folder} is damaged and made anew", progress)
-                    remove(folder)
+                    remove_folder(folder)
                 with building(folder) as part:
                     texts = _texts(config, sources, validation)
                     train_bpe(texts, int(size), part, progress)
@@ -103,7 +103,7 @@ def _texts(
     """
     tables = [_table(source, config.text_field) for source in sources]
     if validation is None:
-        held = choose(tables, config.validation_fraction).whole
+        held = choose_held_out(tables, config.validation_fraction).whole
     else:
         held = union([_table(validation, config.text_field)["words"]])
     outs = [np.isin(table["words"], held) for table in tables]

@@ -39,7 +39,7 @@ from dolmen.core.words import counted
 from dolmen.data import tokenizer as tokenizers
 from dolmen.data.documents import load_hub
 from dolmen.data.progress import bar, say
-from dolmen.data.scratch import building, lock, remove
+from dolmen.data.scratch import building, lock, remove_folder
 from dolmen.data.sources import Source
 from dolmen.data.tokenise import write_tokens
 from dolmen.files.gate import Refused, read_json
@@ -110,10 +110,10 @@ def open_corpus(
         except Refused:
             if folder.exists():
                 say(f"the cached tokens are damaged and made anew: {told}", progress)
-                remove(folder)
+                remove_folder(folder)
             threads = workers or len(os.sched_getaffinity(0))
             with building(folder) as part:
-                build(source, tokenizer, origin, part, threads, progress, option)
+                build_corpus(source, tokenizer, origin, part, threads, progress, option)
             try:
                 index = examined(folder, origin, verify=False)
             except Refused as error:
@@ -174,7 +174,7 @@ def examined(folder: Path, origin: Mapping[str, Any], verify: bool) -> dict[str,
         size = file.stat().st_size if file.is_file() else -1
         if size != index["sizes"].get(name):
             raise Refused(f"{file}: {size} bytes, not {index['sizes'].get(name)}")
-        if verify and digest(file) != index["digests"].get(name):
+        if verify and file_digest(file) != index["digests"].get(name):
             raise Refused(f"{file}: its digest differs")
     if index["largest"] >= index["vocabulary"]:
         raise Refused(
@@ -183,7 +183,7 @@ def examined(folder: Path, origin: Mapping[str, Any], verify: bool) -> dict[str,
     return index
 
 
-def digest(file: Path) -> str:
+def file_digest(file: Path) -> str:
     """XXH3 of the content."""
     found = xxhash.xxh3_128()
     with open(file, "rb") as content:
@@ -196,7 +196,7 @@ def digest_of(index: Mapping[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(index, sort_keys=True).encode())
 
 
-def build(
+def build_corpus(
     source: Source,
     tokenizer: tokenizers.PreTrainedTokenizer,
     origin: dict,
@@ -243,7 +243,7 @@ def build(
         "content": hashlib.blake2b(documents["hash"].tobytes(), digest_size=8).hexdigest(),
         "sizes": {name: (folder / name).stat().st_size for name in FILES},
         "digests": {
-            name: written.digest if name == "tokens.bin" else digest(folder / name)
+            name: written.digest if name == "tokens.bin" else file_digest(folder / name)
             for name in FILES
         },
     }

@@ -15,7 +15,7 @@ import numpy as np
 
 from dolmen.data.corpus import Corpus
 from dolmen.data.ending import Ending, ending
-from dolmen.data.heldout import Choice, all_validated, choose
+from dolmen.data.heldout import Choice, all_validated, choose_held_out
 from dolmen.data.sources import Source
 from dolmen.data.stream import TokenStream
 from dolmen.data.tokenizer import PreTrainedTokenizer
@@ -51,7 +51,7 @@ def hold_out(
     text_field: str,
 ) -> list[Division]:
     """`fraction` of the documents of all sources, by one choice."""
-    choice = choose([corpus.documents for corpus in corpora], fraction)
+    choice = choose_held_out([corpus.documents for corpus in corpora], fraction)
     endings: dict[int, Ending] = {}
     for exact in choice.cut:
         source, corpus, copies = next(
@@ -60,10 +60,10 @@ def hold_out(
             if len(found := np.flatnonzero(corpus.documents["hash"] == exact))
         )
         endings[exact] = ending(corpus, source, int(copies[0]), fraction, tokenizer, text_field)
-    return divide(corpora, choice, endings, ", chosen by a hash of their text")
+    return divide_sources(corpora, choice, endings, ", chosen by a hash of their text")
 
 
-def divide(
+def divide_sources(
     corpora: Sequence[Corpus], choice: Choice, endings: dict[int, Ending], why: str
 ) -> list[Division]:
     """Each source by `choice`; `endings` has where the documents of `choice.cut` are cut, by their

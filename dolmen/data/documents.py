@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from dolmen.data.readers import PIECE, check_column, column, read
+from dolmen.data.readers import PIECE, check_column, column_texts, read_documents
 from dolmen.data.sources import Source
 
 
@@ -22,7 +22,7 @@ def pieces(source: Source, text_field: str, option: str = "--data.path") -> Iter
     out.
     """
     for index, file in enumerate(source.files):
-        for document in read(file, text_field):
+        for document in read_documents(file, text_field):
             for text, last in cut(document):
                 yield Piece(text, index, last)
     for index, hub in enumerate(source.hubs, len(source.files)):
@@ -78,4 +78,4 @@ def load_hub(name: str, option: str):
 def hub_rows(name: str, text_field: str, option: str) -> Iterator[str]:
     table = load_hub(name, option)
     check_column(text_field, table.column_names, f"{option} {name}")
-    yield from column(table.select_columns([text_field]), text_field, name)
+    yield from column_texts(table.select_columns([text_field]), text_field, name)

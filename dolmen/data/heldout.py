@@ -68,7 +68,7 @@ class Choice:
     cut: dict[int, int]
 
 
-def choose(tables: Sequence[np.ndarray], fraction: float) -> Choice:
+def choose_held_out(tables: Sequence[np.ndarray], fraction: float) -> Choice:
     """From each source's documents, a table with the fields `bytes`, `hash` and `words`.
 
     A document with more than a quarter of the bytes of a source, copies counted once, is never held

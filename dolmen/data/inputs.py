@@ -13,8 +13,8 @@ from dolmen.data.bpe import tokenizer_folder
 from dolmen.data.config import DataConfig
 from dolmen.data.documents import pieces
 from dolmen.data.heldout import all_validated
-from dolmen.data.readers import whole
-from dolmen.data.sources import Source, resolve
+from dolmen.data.readers import is_whole_file
+from dolmen.data.sources import Source, resolve_sources
 
 # how a tokenizer is named that came with the model
 OWN = "without --data.tokenizer,"
@@ -29,7 +29,7 @@ class Inputs(NamedTuple):
     end_of_text: int
 
 
-def check(
+def check_inputs(
     config: DataConfig,
     tokenizer: str | None,
     vocab_size: int | None,
@@ -44,10 +44,12 @@ def check(
     window, no tokenizer or end-of-text token, a tokenizer larger than `vocab_size` (None: no model
     yet). `tokenizer`: used if the config has none. Without `verify` its expressions are not tried.
     """
-    sources = resolve(config.path, cache=config.cache_folder)
+    sources = resolve_sources(config.path, cache=config.cache_folder)
     validation = None
     if config.validation is not None:
-        (validation,) = resolve([config.validation], "--data.validation", config.cache_folder)
+        (validation,) = resolve_sources(
+            [config.validation], "--data.validation", config.cache_folder
+        )
     elif not 0 <= config.validation_fraction <= 0.5:
         raise ValueError(
             f"--data.validation-fraction is {config.validation_fraction}: use 0 (no validation) "
@@ -83,7 +85,7 @@ def look_at(source: Source, text_field: str, least: int, option: str) -> str:
     first = next(pieces(source, text_field, option), None)
     if first is None:
         raise ValueError(f"{option} {source.name}: no text in {counted(len(source.files), 'file')}")
-    sizes = [file.stat().st_size for file in source.files if whole(file)]
+    sizes = [file.stat().st_size for file in source.files if is_whole_file(file)]
     most = sum(sizes) + sum(size > 0 for size in sizes)
     if len(sizes) == len(source.files) and most < least:
         raise ValueError(
@@ -106,7 +108,7 @@ def same_files(source: Source, judge: Source) -> bool:
     left = [file for file in source.files if file not in paths]
     if not all(file.stat().st_size in sizes for file in left):
         return False
-    digest = cache(corpus.digest)
+    digest = cache(corpus.file_digest)
     return all(
         any(digest(other) == digest(file) for other in sizes[file.stat().st_size]) for file in left
     )

@@ -1,7 +1,8 @@
 """Batches as a function of (seed, step): resuming is a number, and no split over ranks changes what
 is trained on.
 
-`prepare` is the whole road from a DataConfig to a Loader; its cheap first part is `inputs.check`.
+`prepare_loader` is the whole road from a DataConfig to a Loader; its cheap first part is
+`check_inputs`.
 """
 
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from dolmen.data.division import (
     without,
 )
 from dolmen.data.in_order import InOrder
-from dolmen.data.inputs import Inputs, check
+from dolmen.data.inputs import Inputs, check_inputs
 from dolmen.data.mixture import Mixture, Part
 from dolmen.data.sources import Source
 
@@ -156,7 +157,7 @@ def changes(before: dict[str, str], after: dict[str, str]) -> list[str]:
     ]
 
 
-def prepare(
+def prepare_loader(
     config: DataConfig,
     tokenizer: str | None,
     vocab_size: int | None,
@@ -169,7 +170,7 @@ def prepare(
     """From options to batches: check, tokenise or find in the cache, hold out, mix. `verify`: try
     the tokenizer's expressions and compare the cache with its digests, once per host.
     """
-    inputs = check(config, tokenizer, vocab_size, sequence_length, progress, verify)
+    inputs = check_inputs(config, tokenizer, vocab_size, sequence_length, progress, verify)
 
     def opened(source: Source, option: str) -> Corpus:
         return open_corpus(
@@ -188,7 +189,7 @@ def prepare(
     judge = None
     if inputs.validation is not None:
         judge = opened(inputs.validation, "--data.validation")
-    divisions, held = divide(config, inputs, corpora, judge)
+    divisions, held = divide_corpora(config, inputs, corpora, judge)
     parts = [
         Part(source.name, source.weight or Fraction(1), division.training, corpus.offsets)
         for source, division, corpus in zip(inputs.sources, divisions, corpora, strict=True)
@@ -219,7 +220,7 @@ def prepare(
     )
 
 
-def divide(
+def divide_corpora(
     config: DataConfig, inputs: Inputs, corpora: list[Corpus], judge: Corpus | None
 ) -> tuple[list[Division], list[HeldOut]]:
     """What of each corpus is trained on, and what is validated on: all of `judge`, the text of

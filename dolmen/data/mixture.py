@@ -114,7 +114,7 @@ class Mixture:
         """
         key = seed_of(self.seed, "window", source, epoch)
         shift = seed_of(self.seed, "shift", source, epoch) % len(self.parts[source].stream)
-        return shift + self.sequence_length * permute(within, self.sizes[source], key)
+        return shift + self.sequence_length * permute_index(within, self.sizes[source], key)
 
 
 def counts(weights: Sequence[int], samples: int) -> list[int]:
@@ -147,7 +147,7 @@ def take(weights: Sequence[int], taken: Sequence[int], count: int) -> list[int]:
     return order
 
 
-def permute(index: np.ndarray, size: int, key: int) -> np.ndarray:
+def permute_index(index: np.ndarray, size: int, key: int) -> np.ndarray:
     """Where a permutation of 0 .. size - 1, chosen by `key`, sends each `index`; int64 like it."""
     # A network of 2 x half bits permutes at most 4 x size values. What lands outside is sent on
     # until it is inside: that follows the one cycle it lies on, so no two meet, and takes fewer

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from dolmen.data.unpack import PACKED, opened
+from dolmen.data.unpack import PACKED, unpacked
 from dolmen.files.gate import MIB, Kind, Refused, parse_json, refuse
 from dolmen.files.kinds import TEXT_ROW
 from dolmen.files.schema import List, Object, either
@@ -33,7 +33,7 @@ def form(file: Path) -> str | None:
     return suffix if suffix in READERS else None
 
 
-def whole(file: Path) -> bool:
+def is_whole_file(file: Path) -> bool:
     """Whether the file is one document, as it lies on the disk."""
     return form(file) in TEXT and file.suffix.lower() not in PACKED
 
@@ -41,7 +41,7 @@ def whole(file: Path) -> bool:
 def looks_like_text(file: Path) -> bool:
     """Whether a file without a suffix begins like UTF-8 text."""
     try:
-        with opened(file) as stream:
+        with unpacked(file) as stream:
             head = stream.read(4096)
     except (ValueError, OSError):
         return False
@@ -52,18 +52,18 @@ def looks_like_text(file: Path) -> bool:
     return b"\0" not in head
 
 
-def read(file: Path, text_field: str) -> Iterator[Iterable[str]]:
+def read_documents(file: Path, text_field: str) -> Iterator[Iterable[str]]:
     """The documents of `file`, each as blocks of text. ValueError names the file, and the row."""
     return READERS[form(file) or ""](file, text_field)
 
 
-def read_text(file: Path, text_field: str) -> Iterator[Iterator[str]]:
+def text_documents(file: Path, text_field: str) -> Iterator[Iterator[str]]:
     """The whole file as one document, exact to the byte (`newline=""` keeps \\r\\n). Raises
     ValueError where it is not UTF-8.
     """
 
     def blocks() -> Iterator[str]:
-        with opened(file) as stream, io.TextIOWrapper(stream, "utf-8", newline="") as lines:
+        with unpacked(file) as stream, io.TextIOWrapper(stream, "utf-8", newline="") as lines:
             try:
                 while block := lines.read(4 * PIECE):
                     yield block
@@ -76,8 +76,8 @@ def read_text(file: Path, text_field: str) -> Iterator[Iterator[str]]:
     yield blocks()
 
 
-def read_jsonl(file: Path, text_field: str) -> Iterator[list[str]]:
-    with opened(file) as stream:
+def jsonl_documents(file: Path, text_field: str) -> Iterator[list[str]]:
+    with unpacked(file) as stream:
         for number, line in enumerate(lines_of(stream, file), 1):
             if line.strip():
                 where = f"{file}, line {number}"
@@ -95,9 +95,9 @@ def lines_of(stream: BinaryIO, file: Path) -> Iterator[bytes]:
         yield line
 
 
-def read_json(file: Path, text_field: str) -> Iterator[list[str]]:
+def json_documents(file: Path, text_field: str) -> Iterator[list[str]]:
     """One row, or a list of rows. Raises ValueError for a file larger than may be, and Refused."""
-    with opened(file) as stream:
+    with unpacked(file) as stream:
         data = stream.read(ROWS.size + 1)
     if len(data) > ROWS.size:
         raise ValueError(
@@ -109,7 +109,7 @@ def read_json(file: Path, text_field: str) -> Iterator[list[str]]:
         yield [row_text(row, text_field, f"{file}, row {number}")]
 
 
-def read_parquet(file: Path, text_field: str) -> Iterator[list[str]]:
+def parquet_documents(file: Path, text_field: str) -> Iterator[list[str]]:
     """Raises Refused where the file is damaged or has no such column."""
     import datasets
     import pyarrow
@@ -128,7 +128,7 @@ def read_parquet(file: Path, text_field: str) -> Iterator[list[str]]:
         columns=[text_field],
     )
     try:
-        for text in column(table, text_field, str(file)):
+        for text in column_texts(table, text_field, str(file)):
             yield [text]
     except Refused:
         raise
@@ -136,7 +136,7 @@ def read_parquet(file: Path, text_field: str) -> Iterator[list[str]]:
         raise refuse(file, f"is damaged parquet: {error}") from error
 
 
-def column(table, text_field: str, where: str) -> Iterator[str]:
+def column_texts(table, text_field: str, where: str) -> Iterator[str]:
     """The texts of a data set; by batches, because `datasets` takes 13 times as long row by row."""
     number = 0
     for batch in table.iter(batch_size=512):
@@ -202,10 +202,10 @@ def text_of(value: object, text_field: str, where: str) -> str:
 
 TEXT = (".txt", ".md", ".py", "")  # a file is a document
 READERS: dict[str, Callable[[Path, str], Iterator[Iterable[str]]]] = {
-    **dict.fromkeys(TEXT, read_text),
-    ".jsonl": read_jsonl,
-    ".json": read_json,
-    ".parquet": read_parquet,
+    **dict.fromkeys(TEXT, text_documents),
+    ".jsonl": jsonl_documents,
+    ".json": json_documents,
+    ".parquet": parquet_documents,
 }
 SUPPORTED = (
     f"readable are {', '.join(filter(None, READERS))}, text without a suffix, and each of them but "

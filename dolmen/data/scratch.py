@@ -68,7 +68,7 @@ def building(folder: Path) -> Iterator[Path]:
             with suppress(OSError):  # another process was first
                 os.rename(part, folder)
     finally:
-        remove(part)
+        remove_folder(part)
 
 
 def sweep(parent: Path) -> None:
@@ -82,12 +82,12 @@ def sweep(parent: Path) -> None:
             if not _still(handle, mark):
                 continue
             if path.is_dir():
-                remove(path)
+                remove_folder(path)
             elif not mark.stat().st_size:
                 mark.unlink()
 
 
-def remove(folder: Path) -> None:
+def remove_folder(folder: Path) -> None:
     """A folder of plain files, which ours are; what else is in it stays, and so the folder."""
     with suppress(OSError):
         # the mark last: what a kill leaves here is swept too

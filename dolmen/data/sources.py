@@ -28,7 +28,7 @@ class Source:
     """What folders and globs hold and is not read, a line each, for a person."""
 
 
-def resolve(
+def resolve_sources(
     entries: Sequence[str], option: str = "--data.path", cache: Path | None = None
 ) -> tuple[Source, ...]:
     """One source for all entries without weights, or one for each entry with a weight. ValueError

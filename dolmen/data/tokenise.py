@@ -13,7 +13,7 @@ import xxhash
 from dolmen.data import tokenizer as tokenizers
 from dolmen.data.documents import Piece, pieces
 from dolmen.data.heldout import TextHash
-from dolmen.data.readers import PIECE, whole
+from dolmen.data.readers import PIECE, is_whole_file
 from dolmen.data.sources import Source
 
 DOCUMENT = np.dtype([("bytes", "<i8"), ("hash", "<u8"), ("words", "<u8"), ("file", "<i4")])
@@ -69,7 +69,7 @@ def write_tokens(
             out.write(mark.data)
             digest.update(mark.data)
             position += 1
-            is_file = current < len(source.files) and whole(source.files[current])
+            is_file = current < len(source.files) and is_whole_file(source.files[current])
             documents.append((text.size, text.exact, text.words, current if is_file else -1))
             ends.append(position)
             text, start = TextHash(), position

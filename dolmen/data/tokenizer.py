@@ -79,9 +79,9 @@ def load_tokenizer(
         raise FileNotFoundError(f"{where}: no such folder")
     folder = expand(name)
     if folder.is_dir():
-        tokenizer_files.check(folder, probe)
+        tokenizer_files.check_files(folder, probe)
     try:
-        with tokenizer_files.told(where):
+        with tokenizer_files.refused_by_name(where):
             tokenizer = AutoTokenizer.from_pretrained(
                 str(folder), use_fast=True, trust_remote_code=False
             )
@@ -175,7 +175,7 @@ def encoder(tokenizer: PreTrainedTokenizer) -> Callable[[str], np.ndarray]:
     backend.no_padding()
 
     def encode(text: str) -> np.ndarray:
-        with tokenizer_files.told("--data.tokenizer"):
+        with tokenizer_files.refused_by_name("--data.tokenizer"):
             found = backend.encode_batch_fast([text], add_special_tokens=False)[0]
         return np.array(found.ids, dtype)
 

@@ -20,7 +20,7 @@ BLOCK = 512  # packed bytes at once: zstd makes at most 128 KiB of 4 bytes
 
 
 @contextmanager
-def opened(file: Path) -> Iterator[BinaryIO]:
+def unpacked(file: Path) -> Iterator[BinaryIO]:
     """The bytes of `file`, unpacked. ValueError names a file that is damaged, cut short or unpacks
     to far too much.
     """

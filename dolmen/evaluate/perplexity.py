@@ -96,7 +96,7 @@ def open_text(
     before all text is read, for what does not fit: no text, no tokenizer, one that is larger than
     the model's vocabulary, windows over its positions.
     """
-    folder = hf.resolve(source)
+    folder = hf.resolve_model(source)
     model = hf.read_config(folder).tree
     length = window_length(model, sequence_length)
     if (config.tokenizer or "").startswith(PREFIX):
@@ -107,7 +107,7 @@ def open_text(
     own = {field.name: getattr(config, field.name) for field in fields(TextConfig)}
     data = DataConfig(**own, validation_fraction=0)
     # a text shorter than a window is a text
-    found = inputs.check(data, str(folder), None, sequence_length=0, progress=progress)
+    found = inputs.check_inputs(data, str(folder), None, sequence_length=0, progress=progress)
     check_vocabulary(found.tokenizer, model.vocab_size, trained=True)
     if found.sources[0].weight is not None:
         raise ValueError(
@@ -152,7 +152,7 @@ def evaluate(
     rank calls it and gets the same. Raises ValueError for what cannot be loaded, and for a loss
     that is not finite.
     """
-    model = engine.load(source, mesh, dtype)
+    model = engine.load_decoder(source, mesh, dtype)
     rows = max(1, min(text.windows, TOKENS_AT_ONCE // text.sequence_length))
     title = f"evaluating {text.tokens:,} tokens in {counted(text.windows, 'window')}"
 
@@ -164,7 +164,7 @@ def evaluate(
             reach(done)
 
     with bar(title, text.tokens, progress and mesh.first, MofNCompleteColumn()) as reach:
-        found = validate.evaluate(model, reaching(text.batches(rows)), mesh)
+        found = validate.mean_loss(model, reaching(text.batches(rows)), mesh)
     if not math.isfinite(found.loss):
         raise ValueError(
             f"the loss is {found.loss}: the model has diverged, or needs --dtype float32"

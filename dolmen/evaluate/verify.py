@@ -72,7 +72,10 @@ def verify(
     ValueError or KeyError, before anything is loaded, where a folder cannot be read or the two hold
     models of different shapes.
     """
-    folder, against = hf.resolve(folder), hf.resolve(folder if against is None else against)
+    folder, against = (
+        hf.resolve_model(folder),
+        hf.resolve_model(folder if against is None else against),
+    )
     tree, notes = _structure(folder, against)
     padding = hf.read_config(against).config.get("pad_token_id")
     tokens = _tokens(tree, length, mesh.device, padding)
@@ -88,7 +91,7 @@ def verify(
         if mesh.first:
             with _quiet():
                 theirs = _ask_transformers(against, tokens, mesh.device, gradients)
-        model = engine.load(folder, mesh, torch.float32)
+        model = engine.load_decoder(folder, mesh, torch.float32)
         rows = _compare(model, mesh, tokens, theirs, gradients)
     size = f"{SEQUENCES} x {read} random tokens, fp32, tp {mesh.tp.size}"
     return Report(
@@ -110,9 +113,9 @@ def _structure(folder: Path, against: Path) -> tuple[Tree, list[str]]:
             f"{folder} and {against} hold models of different shapes ({'; '.join(fields)}): give "
             "another --against"
         )
-    hf.check(folder, ours)
+    hf.check_tensors(folder, ours)
     if against != folder:
-        hf.check(against, theirs)
+        hf.check_tensors(against, theirs)
     return ours.tree, fields
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from dolmen.core.config import from_dict, to_dict
 from dolmen.families.model import CARRIED, Model, changed, explicit, new
 from dolmen.files import kinds
-from dolmen.files.schema import Int, Mismatch, Object, Schema, check
+from dolmen.files.schema import Int, Mismatch, Object, Schema, check_value
 from dolmen.model.training import RouterTraining, Training
 from dolmen.model.tree import (
     Attention,
@@ -110,7 +110,7 @@ class Flat:
 
     def __post_init__(self):
         try:
-            check({name: vars(self)[name] for name in SIZES}, Object(SIZES), "model")
+            check_value({name: vars(self)[name] for name in SIZES}, Object(SIZES), "model")
         except Mismatch as error:
             raise ValueError(str(error)) from None
 

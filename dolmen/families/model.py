@@ -26,7 +26,7 @@ from dolmen.files.schema import (
     Object,
     Real,
     Schema,
-    check,
+    check_value,
     either,
     optional,
 )
@@ -66,7 +66,7 @@ class Model(Plain):
     def tree(self) -> Tree:
         family = self.family
         try:
-            check(self.config, schema(family))
+            check_value(self.config, schema(family))
         except Mismatch as error:
             raise ValueError(str(error)) from None
         self._refuse()

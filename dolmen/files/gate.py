@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from dolmen.files import yaml_values
-from dolmen.files.schema import Mismatch, Schema, check
+from dolmen.files.schema import Mismatch, Schema, check_value
 
 MIB = 2**20
 # of a YAML file that we write
@@ -128,7 +128,7 @@ def parse_json(data: bytes, name: Path | str, kind: Kind) -> Any:
 def checked(value: Any, name: Path | str, schema: Schema) -> Any:
     """`value`, if `schema` allows it. Raises Refused."""
     try:
-        check(value, schema)
+        check_value(value, schema)
     except Mismatch as error:
         raise refuse(name, error) from None
     return value
@@ -165,7 +165,7 @@ def read_yaml(file: Path | str, kind: Kind) -> Any:
     if (text.startswith(FIRST) or FIRST.startswith(text or "-")) and not text.endswith(LAST):
         raise refuse(file, "is cut short: its last line is not the '...' that its first promises")
     try:
-        value = yaml_values.parse(text, kind.depth)
+        value = yaml_values.parse_yaml(text, kind.depth)
     except ValueError as error:
         raise refuse(file, f"is not a YAML file that dolmen reads: {error}") from error
     return checked(value, file, kind.schema)

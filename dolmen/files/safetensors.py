@@ -99,7 +99,7 @@ def index(folder: Path | str) -> dict[str, Stored]:
     """
     folder = Path(folder)
     if (folder / SINGLE).is_file():
-        return header(folder / SINGLE)
+        return read_header(folder / SINGLE)
     if not (folder / INDEX).is_file():
         raise ValueError(_nothing_to_read(folder))
     weight_map = gate.read_json(folder / INDEX, kinds.INDEX)["weight_map"]
@@ -113,7 +113,7 @@ def index(folder: Path | str) -> dict[str, Stored]:
         )
     found: dict[str, Stored] = {}
     for name in files:
-        shard = header(folder / name)
+        shard = read_header(folder / name)
         if twice := [tensor for tensor in shard if tensor in found]:
             raise refuse(
                 folder / name,
@@ -129,7 +129,7 @@ def index(folder: Path | str) -> dict[str, Stored]:
     return found
 
 
-def header(file: Path) -> dict[str, Stored]:
+def read_header(file: Path) -> dict[str, Stored]:
     """The tensors of one file, in the order of their bytes. Raises Refused where header and length
     disagree.
     """
@@ -150,7 +150,7 @@ def header(file: Path) -> dict[str, Stored]:
     return found
 
 
-def write(
+def write_tensors(
     folder: Path | str,
     specs: Mapping[str, Spec],
     tensors: Iterable[tuple[str, Tensor]],

@@ -118,7 +118,7 @@ class Mismatch(Exception):
     """A value that its schema does not allow; the message names the field."""
 
 
-def check(value: Any, schema: Schema, where: str = "") -> None:
+def check_value(value: Any, schema: Schema, where: str = "") -> None:
     """Raises Mismatch, naming the field below `where`, unless `schema` allows `value`, which must
     be plain: None, bool, int, float, str, list, dict. Recursive: bound the depth first.
     """
@@ -130,16 +130,16 @@ def check(value: Any, schema: Schema, where: str = "") -> None:
         case List() if isinstance(value, list):
             _check_count(value, schema.shortest, schema.longest, where)
             for i, item in enumerate(value):
-                check(item, schema.item, f"{where}[{i}]")
+                check_value(item, schema.item, f"{where}[{i}]")
         case Row(items) if isinstance(value, list):
             _check_count(value, len(items), len(items), where)
             for i, (item, kind) in enumerate(zip(value, items, strict=True)):
-                check(item, kind, f"{where}[{i}]")
+                check_value(item, kind, f"{where}[{i}]")
         case Map() if isinstance(value, dict):
             _check_count(value, 0, schema.longest, where)
             for name, item in value.items():
                 _check_name(name, where)
-                check(item, schema.value, _below(where, name))
+                check_value(item, schema.value, _below(where, name))
         case Object() if isinstance(value, dict):
             _check_object(value, schema, where)
         case _ if not _fits(value, schema):
@@ -153,7 +153,7 @@ def _check_either(value: Any, kinds: tuple[Schema, ...], where: str) -> None:
     deep = []
     for kind in kinds:
         try:
-            return check(value, kind, where)
+            return check_value(value, kind, where)
         except Mismatch as error:
             parts = (Object, Map) if isinstance(value, dict) else (List, Row)
             if isinstance(value, (dict, list)) and isinstance(kind, parts):
@@ -173,7 +173,7 @@ def _check_object(value: dict, schema: Object, where: str) -> None:
         if kind is None:
             known = ", ".join([*schema.required, *schema.optional])
             raise Mismatch(f"{where or 'it'} has a field {shown(name)}: known are {known}")
-        check(item, kind, _below(where, name))
+        check_value(item, kind, _below(where, name))
 
 
 def _check_name(name: Any, where: str) -> None:

@@ -71,7 +71,7 @@ UNITS = (
 TEXTS = [unit * many + end for many in (8, 32, 1000) for unit in UNITS for end in ("", "b", "\0")]
 
 
-def check(folder: Path, probe: bool = True) -> None:
+def check_files(folder: Path, probe: bool = True) -> None:
     """Raises Refused unless every file of a tokenizer in `folder` is what it should be. Without
     `probe` its expressions are not tried: one process per host has done so.
     """
@@ -133,7 +133,7 @@ def expressions(value: Any) -> Iterator[str]:
 
 
 @contextmanager
-def told(name: Path | str) -> Iterator[None]:
+def refused_by_name(name: Path | str) -> Iterator[None]:
     """A panic of `tokenizers` within is raised as Refused of `name`: it is no Exception, and would
     leave as a traceback of Rust and one of Python.
     """

@@ -92,7 +92,7 @@ class _Builder:
             self.anchors[anchor] = value, count, height
 
 
-def parse(text: str, depth: int) -> Any:
+def parse_yaml(text: str, depth: int) -> Any:
     """The values of a text with at most one document, None of an empty one. Raises ValueError, in
     words and with the line.
     """

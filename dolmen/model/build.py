@@ -55,7 +55,7 @@ def build(
     if compile:
         model.compile_parts()
     if layout is not None:
-        data.shard(model, model.units(), mesh, layout.zero, compute or dtype, model.partial())
+        data.shard_model(model, model.units(), mesh, layout.zero, compute or dtype, model.partial())
         if layout.zero == 3 and hardware.kind == "cuda":  # a CPU would only hold more
             for blocks in model.ahead():
                 data.prefetch(blocks)

@@ -77,13 +77,13 @@ def from_file(path: str) -> Schedule:
     if not Path(path).is_file():
         raise ValueError(f"there is no schedule file {path}")
     if Path(path).suffix == ".txt":
-        return parse(gate.read_text(path, kinds.SCHEDULE.size), path)
+        return parse_schedule(gate.read_text(path, kinds.SCHEDULE.size), path)
     found = gate.read_yaml(path, kinds.SCHEDULE)
     placement = [f"placement: {found['placement']}"] if "placement" in found else []
-    return parse("\n".join([*found["actions"], *placement]), path)
+    return parse_schedule("\n".join([*found["actions"], *placement]), path)
 
 
-def parse(text: str, name: str) -> Schedule:
+def parse_schedule(text: str, name: str) -> Schedule:
     """The schedule of a text: a line of actions (`F0 F1 B0 B1`) for every rank, `#` for comments,
     and `placement: v` where the stages go down the ranks and up again. Raises ValueError.
     """
@@ -109,7 +109,7 @@ def parse(text: str, name: str) -> Schedule:
     )
 
 
-def format(schedule: Schedule) -> str:
+def format_schedule(schedule: Schedule) -> str:
     """The text that `parse` reads."""
     head = "" if schedule.placement == "loop" else f"placement: {schedule.placement}\n"
     return head + "".join(" ".join(map(str, actions)) + "\n" for actions in schedule.actions)

@@ -35,7 +35,7 @@ class Message(NamedTuple):
         return self.stage - 1 if self.forward else self.stage + 1
 
 
-def needed(schedule: Schedule, rank: int, action: Action) -> Message | None:
+def message_needed(schedule: Schedule, rank: int, action: Action) -> Message | None:
     """What an action of `rank` waits for: nothing at the end of the line, nor where it is a W."""
     stage = schedule.stage_of(rank, action.chunk)
     message = Message(action.kind == "F", action.micro, stage)
@@ -43,7 +43,7 @@ def needed(schedule: Schedule, rank: int, action: Action) -> Message | None:
     return message if comes else None
 
 
-def made(schedule: Schedule, rank: int, action: Action) -> Message | None:
+def message_made(schedule: Schedule, rank: int, action: Action) -> Message | None:
     """What an action of `rank` sends: nothing at the end of the line, nor where it is a W."""
     stage, forward = schedule.stage_of(rank, action.chunk), action.kind == "F"
     to = stage + 1 if forward else stage - 1
@@ -51,9 +51,9 @@ def made(schedule: Schedule, rank: int, action: Action) -> Message | None:
     return Message(forward, action.micro, to) if goes else None
 
 
-def sent(schedule: Schedule, sender: int, to: int) -> list[Message]:
+def messages_sent(schedule: Schedule, sender: int, to: int) -> list[Message]:
     """What rank `sender` sends to rank `to` in a step, in order."""
-    going = (made(schedule, sender, action) for action in schedule.actions[sender])
+    going = (message_made(schedule, sender, action) for action in schedule.actions[sender])
     return [message for message in going if message and schedule.rank_of(message.stage) == to]
 
 
@@ -69,7 +69,7 @@ class Channels:
         self.schedule, self.mesh, self.boundary = schedule, mesh, boundary
         me = mesh.pp.rank
         self.coming = {
-            sender: deque(sent(schedule, sender, me))
+            sender: deque(messages_sent(schedule, sender, me))
             for sender, receiver in routes(schedule)
             if receiver == me
         }

@@ -52,7 +52,7 @@ class Unit:
     precise: bool = False
 
 
-def shard(
+def shard_model(
     model: nn.Module,
     parts: Iterable[Unit],
     mesh: Mesh,

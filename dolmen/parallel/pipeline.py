@@ -37,7 +37,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from dolmen.core.mesh import Mesh
 from dolmen.parallel.actions import Action, Schedule
-from dolmen.parallel.channels import Channels, made, needed
+from dolmen.parallel.channels import Channels, message_made, message_needed
 from dolmen.parallel.data import Reduction
 from dolmen.parallel.tensor import Deferred
 
@@ -91,7 +91,7 @@ class _Step:
             # microbatch under way, of which the first rank has as many as there are ranks.
             edge = get_gradient_edge(y) if y.requires_grad else None  # None: all is frozen
             self.graphs[action.micro, action.chunk] = x, edge
-        message = made(self.schedule, self.rank, action)
+        message = message_made(self.schedule, self.rank, action)
         if message is not None:
             self.channels.send(message, y.detach())
 
@@ -132,7 +132,7 @@ class _Step:
         x, edge = self.graphs.pop((action.micro, action.chunk))
         if edge is not None:
             torch.autograd.backward(edge, dy)
-        message = made(self.schedule, self.rank, action)
+        message = message_made(self.schedule, self.rank, action)
         if message is not None:
             assert x is not None and x.grad is not None, action
             self.channels.send(message, x.grad)
@@ -143,7 +143,7 @@ def execute(schedule: Schedule, mesh: Mesh, work: Work) -> None:
     schedule.
     """
     step, actions = _Step(schedule, mesh, work), schedule.actions[mesh.pp.rank]
-    needs = [needed(schedule, mesh.pp.rank, action) for action in actions]
+    needs = [message_needed(schedule, mesh.pp.rank, action) for action in actions]
     # The receives of an action are posted before the action ahead of it is done, so that what it
     # needs arrives meanwhile. One ahead is enough: those of a channel are posted in the order in
     # which its sender sends, so this posts all that come before it, too.

@@ -35,12 +35,12 @@ def make(name: str, ranks: int, micros: int, chunks: int = 1) -> Schedule:
             f"{chunks}: change --layout.pp, --train.global-batch-size, --train.microbatch-size or "
             "--layout.virtual-stages"
         )
-    return check(schedule)
+    return check_schedule(schedule)
 
 
-def read(path: str) -> Schedule:
+def read_schedule(path: str) -> Schedule:
     """A checked schedule from a .txt or .yaml file. Raises ValueError."""
-    return check(_file(path))
+    return check_schedule(_file(path))
 
 
 def _file(path: str) -> Schedule:
@@ -112,7 +112,7 @@ WHOLE, IN_PARTS = {"F", "B"}, {"F", "I", "W"}
 """What is to be done of a microbatch at a stage, its backward whole or split."""
 
 
-def check(schedule: Schedule) -> Schedule:
+def check_schedule(schedule: Schedule) -> Schedule:
     """The schedule itself, if it does F and B (or I and W) once for every microbatch and stage, and
     its lists run to their end. Raises ValueError with the rank and the action.
     """

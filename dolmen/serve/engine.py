@@ -28,16 +28,18 @@ from dolmen.serve.cache import Cache
 TOKENS_AT_ONCE = 1 << 12  # of a prompt, one forward: bounds the logits nobody reads
 
 
-def load(folder: Path | str, mesh: Mesh = SINGLE, dtype: torch.dtype | None = None) -> Decoder:
+def load_decoder(
+    folder: Path | str, mesh: Mesh = SINGLE, dtype: torch.dtype | None = None
+) -> Decoder:
     """The model of a Hugging Face folder or hub id, split over tp, for inference: in `dtype`, or
     else that of its config.json. Raises ValueError or KeyError, before anything is built, for what
     does not fit.
     """
-    folder = hf.resolve(folder)
+    folder = hf.resolve_model(folder)
     source = hf.read_config(folder)
-    hf.check(folder, source)
+    hf.check_tensors(folder, source)
     model = build.build(source.tree, mesh, dtype=dtype or hf.stated_dtype(source))
-    build.load(model, lambda write: hf.load(folder, source, write))
+    build.load(model, lambda write: hf.load_weights(folder, source, write))
     return model.eval()
 
 
@@ -45,7 +47,7 @@ def stop_tokens(folder: Path | str) -> set[int]:
     """The end-of-text ids that a model folder or hub id names, in generation_config.json or else
     config.json.
     """
-    folder = hf.resolve(folder)
+    folder = hf.resolve_model(folder)
     for file in (folder / "generation_config.json", folder / "config.json"):
         ids = (
             gate.read_json(file, kinds.GENERATION_CONFIG).get("eos_token_id")
@@ -78,7 +80,7 @@ def generate(
     dp. Raises ValueError before the first forward for settings and prompts the model cannot take,
     and later for logits that are not finite.
     """
-    sample.check(temperature, top_k, top_p)
+    sample.check_knobs(temperature, top_k, top_p)
     _check(model, prompts, max_new_tokens)
     out: list[list[int]] = [[] for _ in prompts]
     unknown = sorted(set(range(model.tree.vocab_size)) - set(known)) if known else []

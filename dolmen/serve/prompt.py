@@ -9,8 +9,8 @@ def encode(tokenizer: PreTrainedTokenizer, prompt: str) -> list[int]:
     beginning of text, or else its end. Raises ValueError where there is none, and for what is no
     text.
     """
-    check(prompt)
-    with tokenizer_files.told("--prompt"):
+    check_text(prompt)
+    with tokenizer_files.refused_by_name("--prompt"):
         tokens = tokenizer(prompt)["input_ids"]
     begin = (tokenizer.bos_token_id, tokenizer.eos_token_id)
     tokens = tokens or [token for token in begin if token is not None][:1]
@@ -21,7 +21,7 @@ def encode(tokenizer: PreTrainedTokenizer, prompt: str) -> list[int]:
     return tokens
 
 
-def check(prompt: str) -> None:
+def check_text(prompt: str) -> None:
     """Raises ValueError for what is no text, and for half a character: bytes of a command line that
     are not UTF-8 reach Python so, and no tokenizer takes them.
     """

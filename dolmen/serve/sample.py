@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 
-def check(temperature: float, top_k: int | None, top_p: float | None) -> None:
+def check_knobs(temperature: float, top_k: int | None, top_p: float | None) -> None:
     """Raises ValueError naming the knob for a value that has no meaning, or no effect."""
     if not 0 <= temperature < math.inf:
         raise ValueError(f"temperature is {temperature}: use --temperature 0 (greedy) or more")

@@ -29,7 +29,7 @@ def begin(model: Decoder, scale: Tensor) -> dict[int, Balance]:
     }
 
 
-def counted(model: Decoder, given: Mapping[int, Balance]) -> Tensor:
+def tallied(model: Decoder, given: Mapping[int, Balance]) -> Tensor:
     """[layers, experts + 2] fp64: what this rank counted in a step, 0 elsewhere; of a dense
     model empty. Its sum over the world has all tokens, tp times.
     """
@@ -44,7 +44,7 @@ def counted(model: Decoder, given: Mapping[int, Balance]) -> Tensor:
     return tallies
 
 
-def numbers(tree: Tree, tallies: Tensor, sequences: int) -> Tensor:
+def router_metrics(tree: Tree, tallies: Tensor, sequences: int) -> Tensor:
     """The NAMES of the world's tallies [layers, experts + 2], [3] fp64, the same on every rank
     and of any layout; of a dense model [0]:
 

@@ -25,7 +25,7 @@ from dolmen.train import saved as saved_state
 from dolmen.train.config import RunConfig
 
 
-def check(run: RunConfig, processes: int | None, verify: bool = True) -> RunConfig:
+def check_run(run: RunConfig, processes: int | None, verify: bool = True) -> RunConfig:
     """The run with its layout resolved for `processes` (None: as many as the layout says). Raises
     ValueError or KeyError. Without `verify`, which is once per host, a tokenizer's expressions are
     not tried.
@@ -65,8 +65,8 @@ def check(run: RunConfig, processes: int | None, verify: bool = True) -> RunConf
             "or --layout.schedule 1f1b or interleaved"
         )
     if run.init is not None:
-        hf.check(hf.resolve(run.init), model)
-    inputs.check(run.data, run.init, tree.vocab_size, run.sequence_length, verify=verify)
+        hf.check_tensors(hf.resolve_model(run.init), model)
+    inputs.check_inputs(run.data, run.init, tree.vocab_size, run.sequence_length, verify=verify)
     return run
 
 
@@ -195,9 +195,9 @@ def check_overwrite(run: RunConfig, out: Path, source: str) -> None:
 def _read_by(run: RunConfig, source: str) -> set[Path]:
     """Files and folders that the run reads, links followed, except those of the hub."""
     given = (run.init, run.data.tokenizer, run.layout.schedule, source, str(run.data.cache_folder))
-    entries = sources.resolve(run.data.path)
+    entries = sources.resolve_sources(run.data.path)
     if run.data.validation is not None:
-        entries += sources.resolve([run.data.validation], "--data.validation")
+        entries += sources.resolve_sources([run.data.validation], "--data.validation")
     files = [file for entry in entries for file in entry.files]
     return {expand(name).resolve() for name in (*given, *files) if name is not None}
 
@@ -211,7 +211,7 @@ def check_resume(run: RunConfig, out: Path) -> None:
         folder.refuse_taken(
             out, *["hf"] * run.finish.export, *["profile"] * (run.log.profile is not None)
         )
-    metrics.read(out / "metrics.jsonl")
+    metrics.read_metrics(out / "metrics.jsonl")
     saved = Checkpoints(out / "checkpoints", SINGLE, keep=0)
     step = saved.newest()
     if step is None:
@@ -219,7 +219,7 @@ def check_resume(run: RunConfig, out: Path) -> None:
     try:
         reader = Reader(saved.path(step))
         reader.check_files()
-        found = saved_state.read(reader.state, saved.path(step))
+        found = saved_state.read_saved(reader.state, saved.path(step))
     except Damaged as error:
         raise saved.damaged(step, error) from None
     check_same_model(found.run, run, step)

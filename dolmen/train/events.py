@@ -136,7 +136,7 @@ class _Thread:
         self.at = max(self.at, to)
 
 
-def read(events: Iterable[Mapping[str, Any]]) -> Timeline:
+def read_trace(events: Iterable[Mapping[str, Any]]) -> Timeline:
     """`events`: the traceEvents of a Chrome trace. Raises ValueError where they hold no range
     STEP.
     """

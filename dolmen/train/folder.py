@@ -162,7 +162,7 @@ def refuse_taken(out: Path, *some: str) -> None:
         )
 
 
-def clear(out: Path, owner: str = "") -> None:
+def clear_run(out: Path, owner: str = "") -> None:
     """Delete what dolmen wrote in a run's folder, and then say in it who has: `owner`'s restarts
     will not. Raises Unusable, with nothing deleted, where there is anything else. A kill in between
     leaves a folder that can be cleared: what shows whose it is goes last.

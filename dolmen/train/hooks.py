@@ -25,7 +25,7 @@ from dolmen.train.mfu import Peak
 from dolmen.train.profile import Profile
 from dolmen.train.saved import Saved, Validation
 from dolmen.train.step import Metrics, TrainState
-from dolmen.train.validate import evaluate
+from dolmen.train.validate import mean_loss
 from dolmen.train.watch import Watch
 
 SKIPS_SCALED = 40  # steps in a row that a search for the loss scale may skip, at least
@@ -164,7 +164,7 @@ class Hooks:
         most = self.most_validated(state)
         began = time.monotonic()
         batches = self.loader.validation_batches(most, self.mesh.dp.rank, self.mesh.dp.size)
-        found = evaluate(
+        found = mean_loss(
             state.model, self.watch.through(batches, "validate"), self.mesh, state.schedule
         )
         loss, tokens = found.loss, found.tokens

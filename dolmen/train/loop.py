@@ -24,7 +24,7 @@ class Stop:
     agreed_signal: int = 0  # the largest seen by any rank, known to all after the same step
 
 
-def train(
+def train_steps(
     state: TrainState,
     loader: Loader,
     mesh: Mesh,

@@ -12,7 +12,7 @@ from dolmen.checkpoint import folders
 from dolmen.files import gate, kinds, write
 
 
-def read(file: Path) -> list[dict]:
+def read_metrics(file: Path) -> list[dict]:
     """Rows of metrics.jsonl; from a line on that a crash has cut short or a disk has damaged, none.
     Raises Refused where the place is taken by what is no file.
     """
@@ -33,7 +33,7 @@ class MetricsFile:
     """
 
     def __init__(self, file: Path, step: int):
-        rows = read(file)
+        rows = read_metrics(file)
         kept = [row for row in rows if row["step"] <= step]
         if file.exists() and sum(1 for _ in file.open("rb")) > len(rows) + 1:
             beside = folders.free(file.with_suffix(".damaged.jsonl"))
@@ -74,7 +74,7 @@ def plot(file: Path, to: Path, title: str) -> None:
     """loss.png: training loss, its running mean, validation loss and learning rate against
     tokens.
     """
-    rows = read(file)
+    rows = read_metrics(file)
     train = [r for r in rows if r.get("loss") is not None]
     if not train:
         return

@@ -82,13 +82,13 @@ class Recording:
             return file.read_bytes()
 
     def timeline(self) -> Timeline:
-        return read(self.trace())
+        return read_profile(self.trace())
 
 
-def read(trace: bytes) -> Timeline:
+def read_profile(trace: bytes) -> Timeline:
     """A Chrome trace that `Recording` gave. Raises ValueError where it is none."""
     # strict: kernels' names are C++, and may hold anything
-    return events.read(json.loads(trace, strict=False)["traceEvents"])
+    return events.read_trace(json.loads(trace, strict=False)["traceEvents"])
 
 
 @contextmanager
@@ -138,7 +138,7 @@ class Profile:
         trace, found = b"", None
         with _telling(failed):
             trace = recording.trace()
-            found = read(trace)
+            found = read_profile(trace)
         least = _least(found.took if found else {}, mesh)
         if found:
             table = timeline.with_waiting(timeline.tabulate(found), found.took, least)

@@ -44,12 +44,12 @@ def resume(
         state.scale.value, state.scale.good_steps = saved.loss_scale
     state.spike.load(list(saved.norms))
     console.print(f"resuming from step {saved.step}")
-    for line in changed(saved, run, loader):
+    for line in changed_since(saved, run, loader):
         console.print(f"  changed: {line}")
     return saved
 
 
-def changed(saved: Saved, run: RunConfig, loader: Loader) -> list[str]:
+def changed_since(saved: Saved, run: RunConfig, loader: Loader) -> list[str]:
     """Which options and data differ from those of the checkpoint, a line each, and each once: the
     data's fingerprint holds some options too.
     """
@@ -90,7 +90,7 @@ def _load(
     everywhere = {f"{kind}/{name}" for name in state.model.tree.leaves for kind in optim.KINDS}
 
     def kept() -> Saved:
-        return saved_state.read(checkpoints.meta(step), checkpoints.path(step))
+        return saved_state.read_saved(checkpoints.meta(step), checkpoints.path(step))
 
     saved = checkpoints.together(step, kept)[0]
     check_same_model(saved.run, run, step)

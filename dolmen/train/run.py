@@ -32,7 +32,7 @@ from dolmen.train.compiled import limit_told
 from dolmen.train.config import RunConfig
 from dolmen.train.folder import Unusable
 from dolmen.train.hooks import Hooks
-from dolmen.train.loop import Stop, train
+from dolmen.train.loop import Stop, train_steps
 from dolmen.train.resume import resume
 from dolmen.train.saved import Validation
 from dolmen.train.spike import SpikePolicy
@@ -98,7 +98,7 @@ def make_state(run: RunConfig, mesh: Mesh, steps: int) -> TrainState:
         source, stated = run.init, run.known_model
         build.load(
             model,
-            lambda write: hf.load(hf.resolve(source), stated, write, only=stored),
+            lambda write: hf.load_weights(hf.resolve_model(source), stated, write, only=stored),
         )
     optimizer = optim.adamw(model, run.optimizer)
     optim.prime(optimizer)
@@ -149,7 +149,7 @@ def run_training(
 def _in_folder(asked: _Asked) -> Outcome:
     """`run_training`, which takes the folder."""
     run, out, mesh = asked.run, asked.out, asked.mesh
-    loader = data_loader.prepare(
+    loader = data_loader.prepare_loader(
         run.data,
         run.init,
         run.tree.vocab_size,
@@ -207,7 +207,7 @@ def _train(asked: _Asked, loader: Loader, state: TrainState) -> Outcome:
     run, out, mesh, console = asked.run, asked.out, asked.mesh, asked.console
     start, began = asked.start, asked.began
     if start.overwrite:
-        first_does(mesh, lambda: folder.clear(out, start.owner))
+        first_does(mesh, lambda: folder.clear_run(out, start.owner))
     checkpoints = Checkpoints(out / "checkpoints", mesh, run.checkpoint.keep)
     saved = None
     if start.resumed:
@@ -252,7 +252,7 @@ def _loop(asked: _Asked, loader: Loader, state: TrainState, hooks: Hooks) -> int
         )
     else:
         with limit_told(hooks.line.say), garbage.by_hand():
-            signal = train(
+            signal = train_steps(
                 state,
                 loader,
                 asked.mesh,

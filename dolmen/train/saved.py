@@ -59,7 +59,7 @@ class Saved:
         return {**meta, "loss_scale": list(self.loss_scale), "norms": list(self.norms)}
 
 
-def read(meta: Mapping[str, Any], where: Path) -> Saved:
+def read_saved(meta: Mapping[str, Any], where: Path) -> Saved:
     """What `Saved.meta` has written; `where` is the checkpoint. What checkpoints of before do not
     say is taken as it was: batches all of one size, no validation. Raises Damaged.
     """

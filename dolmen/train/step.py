@@ -95,7 +95,7 @@ def optimizer_step(
     sums = collectives.reduce_scalar(torch.cat([total[None], tallies.flatten()]), mesh.world)
     # every rank of tp computed the same losses and counted the same tokens
     total, tallies = sums[0] / mesh.tp.size, (sums[1:] / mesh.tp.size).view_as(tallies)
-    router = balance.numbers(state.model.tree, tallies, len(batch.tokens) * mesh.dp.size)
+    router = balance.router_metrics(state.model.tree, tallies, len(batch.tokens) * mesh.dp.size)
     told = _read(total / count, norm, count, stop, router)
     if told.tokens == 0:
         raise ValueError(f"step {state.step}: no token of the global batch carries a loss")
@@ -140,7 +140,7 @@ def _forward_backward(
     observe: Callable[[Action], None],
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the step; the sum of the losses that this rank computed, fp64; and what its
-    experts counted (balance.counted).
+    experts counted (balance.tallied).
     """
     model, micros, rows = state.model, state.schedule.micros, len(batch.tokens)
     total, size = torch.zeros((), dtype=torch.float64, device=mesh.device), rows // micros
@@ -181,7 +181,7 @@ def _forward_backward(
     pipeline.execute(
         state.schedule, mesh, Work(forward, boundary, reduction, chunks, model.tp.later, observe)
     )
-    return total, balance.counted(model, losses)
+    return total, balance.tallied(model, losses)
 
 
 def _update(state: TrainState, parameters: list[Any], norm: Tensor, lr: float) -> None:

@@ -35,7 +35,7 @@ class Losses(NamedTuple):
         return self.nats / size / math.log(2)
 
 
-def evaluate(
+def mean_loss(
     model: Decoder, batches: Iterable[Batch], mesh: Mesh, schedule: Schedule | None = None
 ) -> Losses:
     """Each rank of dp brings its own batches; the result is the same on every rank, and does not

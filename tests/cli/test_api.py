@@ -270,7 +270,7 @@ def test_ctrl_c_before_and_after_training(material, tmp_path, monkeypatch):
     def interrupted(*args, **options):
         raise KeyboardInterrupt
 
-    for module, name in ((check.inputs, "check"), (verb.finish, "finish")):
+    for module, name in ((check.inputs, "check_inputs"), (verb.finish, "finish")):
         with monkeypatch.context() as patched:
             patched.setattr(module, name, interrupted)
             result = command("train", material.file, "--out", tmp_path / name, "--train.steps", 1)

@@ -252,7 +252,7 @@ def test_commands_of_the_readme_parse(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "pretrain").mkdir(parents=True)
     (tmp_path / "runs" / "pretrain" / "config.yaml").write_text("name: pretrain\n")
-    monkeypatch.setattr(hf, "resolve", Path)
+    monkeypatch.setattr(hf, "resolve_model", Path)
     monkeypatch.setattr(hf, "read_config", lambda folder: RECIPES["llama-8b"]().model)
     verb, *words = shlex.split(command)
     read(verb, words)

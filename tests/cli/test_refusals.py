@@ -521,8 +521,8 @@ def test_one_process_per_host_verifies(material, tmp_path, monkeypatch, started,
     def prepared(*args, verify=True):
         asked.append(("cache", verify))
 
-    monkeypatch.setattr(inputs, "check", checked)
-    monkeypatch.setattr(loader, "prepare", prepared)
+    monkeypatch.setattr(inputs, "check_inputs", checked)
+    monkeypatch.setattr(loader, "prepare_loader", prepared)
     monkeypatch.setattr(meshes.Launch, "read", staticmethod(lambda: started))
     monkeypatch.setattr(process, "launched_here", lambda: by_us)
     monkeypatch.setattr(process, "one_store", lambda: False)

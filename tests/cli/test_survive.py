@@ -384,7 +384,7 @@ def test_two_ranks_fall_back_together(whole, run, capfd):
 
 
 def steps_whole(out) -> list[int]:
-    return list(folders.whole(out / "checkpoints"))
+    return list(folders.whole_checkpoints(out / "checkpoints"))
 
 
 def newer(checkpoint) -> None:

@@ -104,7 +104,7 @@ def test_export_has_the_logits_of_the_run(run, tmp_path):
         torch.float32
     }
     with torch.no_grad():
-        ours = engine.load(tmp_path / "hf", SINGLE)(tokens)
+        ours = engine.load_decoder(tmp_path / "hf", SINGLE)(tokens)
     assert (ours - their_logits(tmp_path / "hf", tokens)).abs().max() < 1e-5
 
 

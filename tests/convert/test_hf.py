@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dolmen.convert import hf
-from dolmen.convert.weights import join
+from dolmen.convert.weights import join_stored
 from dolmen.families import Model, weight_map
 from dolmen.families import edit as edited
 from dolmen.files.safetensors import Stored
@@ -68,7 +68,7 @@ def edit(folder, change):
 
 def loaded(folder, config=None):
     got = {}
-    hf.load(folder, config or hf.read_config(folder), got.__setitem__)
+    hf.load_weights(folder, config or hf.read_config(folder), got.__setitem__)
     return got
 
 
@@ -112,7 +112,7 @@ def test_transformers_loads_it(tmp_path):
         assert theirs.keys() == entries.keys()
         ours = random(config)
         assert all(
-            torch.equal(join(e.rule, [ours[n] for n in e.ours]), theirs[name])
+            torch.equal(join_stored(e.rule, [ours[n] for n in e.ours]), theirs[name])
             for name, e in entries.items()
         )
 
@@ -121,10 +121,10 @@ def test_only_some_parameters(tmp_path):
     folder = saved(GPT2, tmp_path / "m")
     only = {"layers.1.attn.k.weight", "final_norm.bias"}
     got = {}
-    hf.load(folder, GPT2, got.__setitem__, only)
+    hf.load_weights(folder, GPT2, got.__setitem__, only)
     assert got.keys() == only and all(torch.equal(got[name], random(GPT2)[name]) for name in only)
     with pytest.raises(KeyError, match="layers.9"):
-        hf.load(folder, GPT2, got.__setitem__, {"layers.9.attn.k.weight"})
+        hf.load_weights(folder, GPT2, got.__setitem__, {"layers.9.attn.k.weight"})
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,11 @@ def test_only_some_parameters(tmp_path):
 def test_refused_before_anything_is_built(tmp_path, change, error, match):
     folder = saved(LLAMA, tmp_path / "m")
     edit(folder, change)
-    for use in (hf.check, hf.stream, lambda f, c: hf.load(f, c, lambda *_: pytest.fail("wrote"))):
+    for use in (
+        hf.check_tensors,
+        hf.stream,
+        lambda f, c: hf.load_weights(f, c, lambda *_: pytest.fail("wrote")),
+    ):
         with pytest.raises(error, match=match):
             use(folder, LLAMA)
 
@@ -177,7 +181,7 @@ def test_truncated(tmp_path):
     folder = saved(LLAMA, tmp_path / "m")
     os.truncate(folder / "model.safetensors", 9000)
     with pytest.raises(ValueError, match="truncated"):
-        hf.check(folder, LLAMA)
+        hf.check_tensors(folder, LLAMA)
 
 
 def test_tied_head(tmp_path):
@@ -186,12 +190,12 @@ def test_tied_head(tmp_path):
     edit(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
     assert loaded(folder).keys() == TIED.tree.leaves.keys()
     edit(folder, lambda t: t["lm_head.weight"][7, 3].add_(1e-3))
-    hf.check(folder, TIED)
+    hf.check_tensors(folder, TIED)
     with pytest.raises(ValueError, match="tie_word_embeddings.*lm_head.weight"):
         loaded(folder)
     edit(folder, lambda t: t.update({"lm_head.weight": torch.zeros(60, 32)}))
     with pytest.raises(ValueError, match="vocab_size"):
-        hf.check(folder, TIED)
+        hf.check_tensors(folder, TIED)
 
 
 def test_gpt2_without_prefix_and_with_masks(tmp_path):
@@ -210,7 +214,7 @@ def test_gpt2_without_prefix_and_with_masks(tmp_path):
     assert all(torch.equal(ours[name], tensor) for name, tensor in random(GPT2).items())
     edit(folder, lambda t: t.update({"transformer.wte.weight": t["wte.weight"].clone()}))
     with pytest.raises(ValueError, match="transformer.wte.weight twice"):
-        hf.check(folder, GPT2)
+        hf.check_tensors(folder, GPT2)
 
 
 def test_old_rope_buffers_are_ignored_by_name(tmp_path):
@@ -224,7 +228,7 @@ def test_old_rope_buffers_are_ignored_by_name(tmp_path):
         lambda t: t.update({"model.layers.0.self_attn.rotary_emb.cos_cached": torch.zeros(4)}),
     )
     with pytest.raises(KeyError, match="cos_cached"):
-        hf.check(folder, LLAMA)
+        hf.check_tensors(folder, LLAMA)
 
 
 def test_config_files(tmp_path):
@@ -276,11 +280,11 @@ def test_tokenizer_and_generation_config(tmp_path):
 
 
 def test_resolve(tmp_path, monkeypatch):
-    assert hf.resolve(tmp_path) == tmp_path and hf.resolve(str(tmp_path)) == tmp_path
+    assert hf.resolve_model(tmp_path) == tmp_path and hf.resolve_model(str(tmp_path)) == tmp_path
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for name in ("dolmen-tests/absent", str(tmp_path / "absent"), "./absent"):
         with pytest.raises(ValueError, match="absent: no such folder|absent is neither"):
-            hf.resolve(name)
+            hf.resolve_model(name)
 
 
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=lambda c: c.model_type)
@@ -306,14 +310,14 @@ def test_one_tensor_is_resident(tmp_path, config, monkeypatch):
     shapes = config.tree.shapes
     hf.save(tmp_path / "m", config, made_alone)
     monkeypatch.setattr(Stored, "read", read_alone)
-    hf.load(tmp_path / "m", config, lambda name, full: None)
+    hf.load_weights(tmp_path / "m", config, lambda name, full: None)
     assert len(made) == len(shapes) + len(weight_map(config).entries)
 
 
 def test_export_is_what_save_writes(tmp_path):
     folder, ours = saved(GPT2, tmp_path / "m"), random(GPT2)
     written = load_file(folder / "model.safetensors")
-    exported = dict(hf.export(GPT2, ours.__getitem__))
+    exported = dict(hf.export_weights(GPT2, ours.__getitem__))
     assert exported.keys() == written.keys()
     assert all(torch.equal(exported[name], tensor) for name, tensor in written.items())
     assert json.loads((folder / "config.json").read_text()) == GPT2.exported()

@@ -227,7 +227,7 @@ def test_a_run_gives_the_same_bits_with_it_on_a_cpu(material, tmp_path, monkeypa
 
     env = os.environ
     monkeypatch.setattr(train_verb.meshes, "joined", join)
-    monkeypatch.setattr(train_run, "train", train)
+    monkeypatch.setattr(train_run, "train_steps", train)
     for name, words in (("with", ["--train.deterministic"]), ("without", [])):
         result = dolmen(
             "train", material.file, "--train.steps", 3, "--out", tmp_path / name, *words
@@ -243,7 +243,7 @@ def test_a_run_that_cannot_says_so_in_a_line(material, tmp_path, monkeypatch):
     def step(*_):
         torch.ones(3).put_(torch.tensor([0]), torch.ones(1))
 
-    monkeypatch.setattr(train_run, "train", step)
+    monkeypatch.setattr(train_run, "train_steps", step)
     words = ("train", material.file, "--train.deterministic", "--out", tmp_path / "run")
     with pytest.raises(train_verb.Failed, match="^train.deterministic: put_ has no determ") as told:
         config, given = train_verb.options.read("train", list(map(str, words[1:])))

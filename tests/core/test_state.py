@@ -43,7 +43,7 @@ def placed(mesh, zero) -> Parameters:
         module = Parameters()
     state.distribute(module, {name: place for name, (_, place) in SHAPES.items()}, mesh)
     if zero is not None:
-        data.shard(module, (), mesh, zero, torch.float32)
+        data.shard_model(module, (), mesh, zero, torch.float32)
     return module.to_empty(device="cpu")
 
 

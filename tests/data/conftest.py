@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dolmen.data.config import DataConfig
-from dolmen.data.loader import prepare
+from dolmen.data.loader import prepare_loader
 from dolmen.data.tokenizer import load_tokenizer, train_bpe
 
 
@@ -48,7 +48,7 @@ def load(tmp_path, tokenizer_folder):
         config = DataConfig(
             tuple(map(str, path)), **{"cache": str(tmp_path / "cache"), "workers": 2, **options}
         )
-        return prepare(
+        return prepare_loader(
             config,
             tokenizer_folder,
             vocab_size,

@@ -15,7 +15,7 @@ import pytest
 from dolmen.data import corpus as corpora
 from dolmen.data import scratch
 from dolmen.data.corpus import open_corpus
-from dolmen.data.sources import resolve
+from dolmen.data.sources import resolve_sources
 from dolmen.data.stream import TokenStream
 from dolmen.data.tokenizer import load_tokenizer, train_bpe
 
@@ -24,11 +24,11 @@ from dolmen.data.tokenizer import load_tokenizer, train_bpe
 def built(tmp_path, tokenizer, monkeypatch):
     """open(path, ...) -> Corpus, and how often something was tokenised."""
     builds = []
-    build = corpora.build
-    monkeypatch.setattr(corpora, "build", lambda *args: builds.append(1) or build(*args))
+    build = corpora.build_corpus
+    monkeypatch.setattr(corpora, "build_corpus", lambda *args: builds.append(1) or build(*args))
 
     def open_(path, end_of_text=0, field="text", cache="cache", tokens=tokenizer):
-        (source,) = resolve([str(path)])
+        (source,) = resolve_sources([str(path)])
         return open_corpus(source, tokens, end_of_text, field, tmp_path / cache, 2, progress=False)
 
     return open_, builds
@@ -132,7 +132,7 @@ def test_damage_is_told(documents, built, tmp_path, tokenizer, capsys):
     data = bytearray(file.read_bytes())
     data[10:12] = b"\xff\xff"
     file.write_bytes(data)
-    (source,) = resolve([str(documents)])
+    (source,) = resolve_sources([str(documents)])
 
     def again(verify):
         return open_corpus(source, tokenizer, 0, "text", tmp_path / "cache", 2, True, verify=verify)

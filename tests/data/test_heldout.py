@@ -12,7 +12,7 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from dolmen.data import ending as endings
 from dolmen.data.ending import cuts
-from dolmen.data.heldout import TextHash, choose
+from dolmen.data.heldout import TextHash, choose_held_out
 from dolmen.data.tokenise import DOCUMENT
 from dolmen.data.tokenizer import train_bpe
 
@@ -60,23 +60,23 @@ def variants(text):
 
 def test_the_rule():
     texts = [prose(i, 20) for i in range(1000)]
-    chosen = choose([table(texts)], 0.05)
+    chosen = choose_held_out([table(texts)], 0.05)
     assert 30 <= len(chosen.whole) <= 70 and not chosen.cut
-    again = choose([table(texts[::-1])], 0.05).whole
+    again = choose_held_out([table(texts[::-1])], 0.05).whole
     assert np.array_equal(again, chosen.whole), "the order of files does not matter"
-    assert len(choose([table(texts)], 0).whole) == 0
-    assert len(choose([table(texts)], 1e-9).whole) == 1, "at least one"
+    assert len(choose_held_out([table(texts)], 0).whole) == 0
+    assert len(choose_held_out([table(texts)], 1e-9).whole) == 1, "at least one"
 
 
 def test_additions_move_no_document():
     """Neither others, nor copies of those that are there, in one source or another."""
     texts = [prose(i, 20) for i in range(700)]
     here = table(texts)
-    chosen = set(choose([here], 0.05).whole)
+    chosen = set(choose_held_out([here], 0.05).whole)
     more = table([prose(f"more {i}", 20) for i in range(300)])
     copies = table([copy for text in texts for copy in variants(text)])
     for sources in ([np.append(here, more)], [np.append(here, copies)], [copies], [more, copies]):
-        assert set(choose(sources, 0.05).whole) & set(here["words"]) == chosen
+        assert set(choose_held_out(sources, 0.05).whole) & set(here["words"]) == chosen
 
 
 def test_additions_move_what_the_docs_say():
@@ -86,10 +86,10 @@ def test_additions_move_what_the_docs_say():
     low, high = np.argmin(words), np.argsort(words)[4:]  # `low`: of all the first to be drawn
     fraction = (float(words[low]) + 1e6) / 2**64
     few, many = table([texts[i] for i in high[:3]]), table([texts[i] for i in high])
-    assert words[low] not in choose([np.append(few, table([texts[low]]))], fraction).whole
-    held = choose([np.append(many, table([texts[low]]))], fraction).whole
+    assert words[low] not in choose_held_out([np.append(few, table([texts[low]]))], fraction).whole
+    held = choose_held_out([np.append(many, table([texts[low]]))], fraction).whole
     assert held.tolist() == [words[low]], "no longer a quarter"
-    (stood_in,) = choose([many], fraction).whole
+    (stood_in,) = choose_held_out([many], fraction).whole
     assert stood_in == words[high].min() and stood_in not in held
 
 
@@ -105,7 +105,7 @@ def test_the_fraction_is_the_one_asked_for():
     found["bytes"] = 100
     sources = [found[:50_000], found[30_000:90_000], found[85_000:]]
     for fraction in (0.01, 0.05, 0.2, 0.5):
-        held = np.isin(different, choose(sources, fraction).whole).mean()
+        held = np.isin(different, choose_held_out(sources, fraction).whole).mean()
         assert abs(held - fraction) < 5 * (fraction * (1 - fraction) / 40_000) ** 0.5
 
 
@@ -114,27 +114,28 @@ def test_the_fraction_of_text_with_copies_in_other_white_space():
     texts = [prose(i, 10) for i in range(4000)]
     found = table([copy for text in texts for copy in variants(text)])
     assert len(set(found["hash"])) > 11_900 and len(set(found["words"])) == 4000
-    held = len(choose([found], 0.05).whole) / 4000
+    held = len(choose_held_out([found], 0.05).whole) / 4000
     assert abs(held - 0.05) < 5 * (0.05 * 0.95 / 4000) ** 0.5
 
 
 def test_a_large_document_is_held_out_in_no_source():
     large, small = prose("large", 2000), [prose(i, 30) for i in range(8)]
     many = [large, *(prose(f"many {i}", 2000) for i in range(20))]
-    choice = choose([table([large, *small]), table(many)], 0.5)
+    choice = choose_held_out([table([large, *small]), table(many)], 0.5)
     assert table([large])["words"][0] not in choice.whole
-    copies = choose([table([large] * 500)], 0.03)
+    copies = choose_held_out([table([large] * 500)], 0.03)
     assert not len(copies.whole) and list(copies.cut) == [table([large])["hash"][0]]
     equal = ["a" * 1000, "b" * 1000]
-    one, other = (choose([table(texts)], 0.1) for texts in (equal, equal[::-1]))
+    one, other = (choose_held_out([table(texts)], 0.1) for texts in (equal, equal[::-1]))
     assert one.cut == other.cut, "nor does order matter"
     wide = large.replace(" ", "    ")
     for texts in ([large, wide, *small], [wide, large, *small]):
-        assert table([large])["words"][0] not in choose([table(texts)], 0.999).whole, (
+        assert table([large])["words"][0] not in choose_held_out([table(texts)], 0.999).whole, (
             "nor which copy"
         )
     one, other = (
-        choose([table([text]) for text in texts], 0.1) for texts in ((large, wide), (wide, large))
+        choose_held_out([table([text]) for text in texts], 0.1)
+        for texts in ((large, wide), (wide, large))
     )
     assert one.cut == other.cut and len(one.cut) == 1
 
@@ -147,11 +148,11 @@ def test_up_to_a_quarter_of_a_source_is_held_out_whole():
         found["bytes"], found["words"] = sizes, np.arange(len(sizes))
         return found
 
-    assert choose([records(25, 25, 25, 25)], 0.1).whole.tolist() == [0, 1, 2, 3]
+    assert choose_held_out([records(25, 25, 25, 25)], 0.1).whole.tolist() == [0, 1, 2, 3]
     here, there = records(26, 25, 24, 25), records(26, *[25] * 9)
-    assert choose([here], 0.1).whole.tolist() == [1, 2, 3]
-    assert choose([there], 0.1).whole.tolist() == list(range(10))
-    assert choose([here, there], 0.1).whole.tolist() == list(range(1, 10))
+    assert choose_held_out([here], 0.1).whole.tolist() == [1, 2, 3]
+    assert choose_held_out([there], 0.1).whole.tolist() == list(range(10))
+    assert choose_held_out([here, there], 0.1).whole.tolist() == list(range(1, 10))
 
 
 def test_one_document_in_two_weighted_sources(tmp_path, load):

@@ -13,8 +13,8 @@ import torch
 from dolmen.data import corpus as corpora
 from dolmen.data.batch import IGNORED, Batch
 from dolmen.data.config import DataConfig
-from dolmen.data.inputs import check
-from dolmen.data.loader import changes, prepare
+from dolmen.data.inputs import check_inputs
+from dolmen.data.loader import changes, prepare_loader
 
 
 def same(a, b):
@@ -178,7 +178,7 @@ def test_fingerprint_says_what_changed(documents, load, tmp_path):
 
 def test_second_prepare_does_not_tokenise(documents, load, monkeypatch):
     first = load(documents)
-    monkeypatch.setattr(corpora, "build", None)
+    monkeypatch.setattr(corpora, "build_corpus", None)
     assert same(load(documents).batch(0), first.batch(0))
 
 
@@ -186,14 +186,14 @@ def test_progress_is_plain_lines_where_nobody_watches(
     documents, tmp_path, tokenizer_folder, capsys
 ):
     config = DataConfig((str(documents),), cache=str(tmp_path / "cache"))
-    prepare(config, tokenizer_folder, None, 16, 4, 0, progress=True)
+    prepare_loader(config, tokenizer_folder, None, 16, 4, 0, progress=True)
     shown = capsys.readouterr()
     assert shown.out == "" and "\x1b" not in shown.err
     assert (
         f"tokenising {documents}: 0.0 MB in 40 files" in shown.err
         and "tokens of 40 documents" in shown.err
     )
-    prepare(config, tokenizer_folder, None, 16, 4, 0, progress=True)
+    prepare_loader(config, tokenizer_folder, None, 16, 4, 0, progress=True)
     assert capsys.readouterr().err == "", "nothing to build"
 
 
@@ -222,14 +222,14 @@ def test_refused_before_anything_is_written(documents, load, tmp_path, options, 
 def test_check_reads_the_first_document(tmp_path, tokenizer_folder):
     (tmp_path / "a.jsonl").write_text('{"body": "x"}\n')
     with pytest.raises(ValueError, match="line 1: no 'text' but keys body"):
-        check(DataConfig((str(tmp_path),)), tokenizer_folder, 300, 16)
+        check_inputs(DataConfig((str(tmp_path),)), tokenizer_folder, 300, 16)
     (tmp_path / "a.jsonl").write_text('{"text": ""}\n')
     with pytest.raises(ValueError, match="no text in 1 file$"):
-        check(DataConfig((str(tmp_path),)), tokenizer_folder, 300, 16)
+        check_inputs(DataConfig((str(tmp_path),)), tokenizer_folder, 300, 16)
     (tmp_path / "a.jsonl").write_text('{"text": "short"}\n')
     with pytest.raises(ValueError, match="fewer than one window of"):
         config = DataConfig((str(tmp_path),), cache=str(tmp_path / "c"))
-        prepare(config, tokenizer_folder, 300, 16, 4, 0, progress=False)
+        prepare_loader(config, tokenizer_folder, 300, 16, 4, 0, progress=False)
 
 
 def test_batch_parts():

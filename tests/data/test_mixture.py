@@ -7,7 +7,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from dolmen.data.mixture import Mixture, Part, counts, permute, seed_of, take, turns
+from dolmen.data.mixture import Mixture, Part, counts, permute_index, seed_of, take, turns
 from dolmen.data.stream import TokenStream
 
 
@@ -20,20 +20,23 @@ def part(name, tokens, weight, first=0):
 def test_permutation_is_a_bijection(size):
     every = np.arange(size)
     for key in range(5):
-        assert np.array_equal(np.sort(permute(every, size, seed_of(key))), every)
+        assert np.array_equal(np.sort(permute_index(every, size, seed_of(key))), every)
 
 
 def test_permutation_mixes_and_reaches_far():
-    a, b = permute(np.arange(1000), 1000, seed_of(1)), permute(np.arange(1000), 1000, seed_of(2))
+    a, b = (
+        permute_index(np.arange(1000), 1000, seed_of(1)),
+        permute_index(np.arange(1000), 1000, seed_of(2)),
+    )
     assert (a == b).mean() < 0.01 and abs(np.corrcoef(np.arange(1000), a)[0, 1]) < 0.1
     assert abs(np.corrcoef(a[:-1], a[1:])[0, 1]) < 0.1
-    far = permute(np.arange(100), 10**12, seed_of(3))
+    far = permute_index(np.arange(100), 10**12, seed_of(3))
     assert len(set(far.tolist())) == 100 and 0 <= far.min() and 4 * 10**11 < far.mean() < 6 * 10**11
 
 
 def test_the_same_on_every_machine():
     assert seed_of(0, "window", 1, 2) == 5869359504890157237
-    assert permute(np.arange(6), 1000, seed_of(7)).tolist() == [102, 503, 397, 771, 865, 882]
+    assert permute_index(np.arange(6), 1000, seed_of(7)).tolist() == [102, 503, 397, 771, 865, 882]
 
 
 @pytest.mark.parametrize(

@@ -19,14 +19,14 @@ from dolmen.data.quickstart_corpus import (
     standard_library_files,
 )
 from dolmen.data.readers import PIECE
-from dolmen.data.sources import is_hub_id, resolve
+from dolmen.data.sources import is_hub_id, resolve_sources
 from dolmen.train.config import RunConfig
 from dolmen.train.run import write_config
 
 
 def texts(*entries, field="text"):
     """Documents of the entries, their pieces joined again."""
-    (source,) = resolve([str(entry) for entry in entries])
+    (source,) = resolve_sources([str(entry) for entry in entries])
     found, parts = [], []
     for piece in pieces(source, field):
         parts.append(piece.text)
@@ -162,23 +162,23 @@ def test_missing_and_empty(tmp_path):
         ("page.html", ValueError, "cannot read .html; readable are .txt"),
     ]:
         with pytest.raises(error, match=message):
-            resolve([str(tmp_path / entry)])
+            resolve_sources([str(tmp_path / entry)])
     with pytest.raises(ValueError, match="no data: use --data.path"):
-        resolve([])
+        resolve_sources([])
     with pytest.raises(FileNotFoundError, match="--data.validation /nothing"):
-        resolve(["/nothing"], "--data.validation")
+        resolve_sources(["/nothing"], "--data.validation")
 
 
 def test_weights(mixed):
-    a, b = resolve([f"0.7:{mixed}/a.txt", f".3:{mixed}/b.py"])
+    a, b = resolve_sources([f"0.7:{mixed}/a.txt", f".3:{mixed}/b.py"])
     assert (a.weight, b.weight) == (Fraction(7, 10), Fraction(3, 10))
     assert (a.files, b.files) == ((mixed / "a.txt",), (mixed / "b.py",))
-    (pooled,) = resolve([f"{mixed}/a.txt", f"{mixed}/b.py"])
+    (pooled,) = resolve_sources([f"{mixed}/a.txt", f"{mixed}/b.py"])
     assert pooled.weight is None and len(pooled.files) == 2
     with pytest.raises(ValueError, match="--data.path: 1 of 2 entries have a weight"):
-        resolve([f"0.7:{mixed}/a.txt", f"{mixed}/b.py"])
+        resolve_sources([f"0.7:{mixed}/a.txt", f"{mixed}/b.py"])
     with pytest.raises(ValueError, match="the weight is 0"):
-        resolve([f"0:{mixed}/a.txt"])
+        resolve_sources([f"0:{mixed}/a.txt"])
 
 
 def test_long_documents_are_cut_at_lines_that_are_not_indented():
@@ -204,7 +204,7 @@ def test_standard_library():
     assert not any(
         "/site-packages/" in name or "/test/" in name or "/tests/" in name for name in names
     )
-    assert resolve([STANDARD_LIBRARY])[0].files == tuple(files)
+    assert resolve_sources([STANDARD_LIBRARY])[0].files == tuple(files)
 
 
 def test_what_compresses_the_held_out_files(tmp_path):
@@ -275,10 +275,10 @@ def test_files_without_a_suffix_are_text_or_refused(tmp_path):
     (tmp_path / "program").write_bytes(b"\x7fELF\1\2\xff")
     (tmp_path / "zeros").write_bytes(bytes(100))
     assert texts(tmp_path) == ["x" + "é" * 3000, "é" * 3000]
-    (source,) = resolve([str(tmp_path)])
+    (source,) = resolve_sources([str(tmp_path)])
     assert source.left_out == (f"2 files without a suffix that are no text in {tmp_path}",)
     with pytest.raises(ValueError, match="program: a file without a suffix must be UTF-8 text"):
-        resolve([str(tmp_path / "program")])
+        resolve_sources([str(tmp_path / "program")])
 
 
 def test_what_dolmen_has_written_is_no_text(tmp_path, monkeypatch):
@@ -296,16 +296,16 @@ def test_what_dolmen_has_written_is_no_text(tmp_path, monkeypatch):
     (tmp_path / "b.yaml").write_text("name: x")
     monkeypatch.chdir(tmp_path)
     for entry in (str(tmp_path), ".", "**/*", f"{tmp_path}/**"):
-        (source,) = resolve([entry], cache=cache)
+        (source,) = resolve_sources([entry], cache=cache)
         assert [file.name for file in source.files] == ["a.txt"], entry
         told = "\n".join(source.left_out)
         for name in ("one (a run of dolmen)", "cache (the token cache)", "key (tokens of dolmen)"):
             assert name in told, entry
         assert "1 .yaml files" in told, entry
     with pytest.raises(FileNotFoundError, match="none to read; left out: .*one .a run of dolmen"):
-        resolve([str(tmp_path / "runs" / "one")])
+        resolve_sources([str(tmp_path / "runs" / "one")])
     for entry in ("runs/one/hf", "runs/one/hf/*.json"):
-        assert len(resolve([entry])[0].files) == 1, "unless it is named itself"
+        assert len(resolve_sources([entry])[0].files) == 1, "unless it is named itself"
 
 
 @pytest.mark.parametrize(
@@ -355,12 +355,12 @@ def test_links_to_folders_are_told(tmp_path):
     (data / "sub" / "loop").symlink_to(data)
     (data / "file.txt").symlink_to(other / "deep" / "a.txt")
     for entry in (data, data / "**" / "*.txt"):
-        (source,) = resolve([str(entry)])
+        (source,) = resolve_sources([str(entry)])
         assert [file.name for file in source.files] == ["file.txt", "a.txt"]
         assert source.left_out == (f"2 links to folders in {entry}",)
-    (source,) = resolve([str(data / "elsewhere")])
+    (source,) = resolve_sources([str(data / "elsewhere")])
     assert len(source.files) == 1, "which is named itself"
-    (source,) = resolve([str(data / "elsewhere" / "*" / "*.txt")])
+    (source,) = resolve_sources([str(data / "elsewhere" / "*" / "*.txt")])
     assert len(source.files) == 1 and not source.left_out
     with pytest.raises(FileNotFoundError, match="none to read; left out: 1 links to folders"):
-        resolve([str(data / "else*" / "*" / "*.txt")])
+        resolve_sources([str(data / "else*" / "*" / "*.txt")])

@@ -11,7 +11,7 @@ from dolmen.data import tokenizer as tokenizers
 from dolmen.data.corpus import open_corpus
 from dolmen.data.documents import cut
 from dolmen.data.quickstart_corpus import standard_library_files
-from dolmen.data.sources import resolve
+from dolmen.data.sources import resolve_sources
 from dolmen.files import tokenizer_files
 from dolmen.files.gate import Refused
 
@@ -137,7 +137,7 @@ def test_a_tokenizer_that_gives_no_tokens_is_refused(tmp_path, load, documents):
         load(documents, tokenizer=str(tmp_path / "t"))
     assert not (tmp_path / "cache").exists()
     blank = tokenizers.load_tokenizer(str(tmp_path / "t"))
-    (source,) = resolve([str(documents)])
+    (source,) = resolve_sources([str(documents)])
     with pytest.raises(ValueError, match="no tokens for the text of all 40 documents"):
         open_corpus(source, blank, 1, "text", tmp_path / "cache", progress=False)
 
@@ -154,23 +154,23 @@ def test_only_the_probe_blames_an_expression(tmp_path, monkeypatch):
     """Where the probe itself does not run, the message is its own, and the tokenizer is not."""
     tokenizer_files.tried.cache_clear()
     with pytest.raises(Refused, match="a regular expression fails, or takes too long.*a\\+\\)\\+"):
-        tokenizer_files.check(with_expression(tmp_path / "slow", "(a+)+$"))
+        tokenizer_files.check_files(with_expression(tmp_path / "slow", "(a+)+$"))
     good = with_expression(tmp_path / "good", "a+b")
     monkeypatch.setattr(tokenizer_files, "PROBE", "import no_such_module")
     with pytest.raises(Refused, match="could not be tried.*No module named 'no_such_module'"):
-        tokenizer_files.check(good)
+        tokenizer_files.check_files(good)
     tokenizer_files.tried.cache_clear()
     for code in ("import os; os.kill(os.getpid(), 15)", "import os; os.abort()", "exit(3)"):
         monkeypatch.setattr(tokenizer_files, "PROBE", code)
         with pytest.raises(Refused, match="could not be tried.*ended with code"):
-            tokenizer_files.check(good)
+            tokenizer_files.check_files(good)
         tokenizer_files.tried.cache_clear()
     for code in ("SIGXCPU", "SIGKILL"):
         monkeypatch.setattr(
             tokenizer_files, "PROBE", f"import os, signal; os.kill(os.getpid(), signal.{code})"
         )
         with pytest.raises(Refused, match="a regular expression fails, or takes too long"):
-            tokenizer_files.check(good)
+            tokenizer_files.check_files(good)
         tokenizer_files.tried.cache_clear()
 
 
@@ -181,7 +181,7 @@ def test_the_probe_imports_from_where_we_do(tmp_path, monkeypatch):
     probe = tokenizer_files.PROBE.replace("from tokenizers", "import only_here\nfrom tokenizers")
     monkeypatch.setattr(tokenizer_files, "PROBE", probe)
     tokenizer_files.tried.cache_clear()
-    tokenizer_files.check(with_expression(tmp_path / "good", "a+b"))
+    tokenizer_files.check_files(with_expression(tmp_path / "good", "a+b"))
     tokenizer_files.tried.cache_clear()
 
 

@@ -12,8 +12,8 @@ from dolmen.core.mesh import SINGLE
 from dolmen.data.batch import IGNORED, Batch
 from dolmen.model import build
 from dolmen.model.layout import Layout
-from dolmen.serve.engine import load
-from dolmen.train.validate import evaluate
+from dolmen.serve.engine import load_decoder
+from dolmen.train.validate import mean_loss
 
 LAYOUTS = [dict(dp=2, zero=z) for z in range(4)] + [
     dict(tp=2),
@@ -52,15 +52,15 @@ def test_the_loss_is_that_of_transformers(folders, name):
     labels = windows()
     labels[4:, :19] = IGNORED
     want = reference(name)(windows(), labels=labels).loss.item()
-    got = evaluate(load(folders[name]), batches(), SINGLE)
+    got = mean_loss(load_decoder(folders[name]), batches(), SINGLE)
     assert got.loss == pytest.approx(want, rel=1e-6) and got.tokens == 4 * 24 + 4 * 6
     assert got.nats == pytest.approx(got.loss * got.tokens)
     assert got.bits_per_byte(7) == pytest.approx(got.nats / math.log(2) / 7)
 
 
 def test_the_model_is_left_as_it_was(folders):
-    model = load(folders["llama"]).train()
-    evaluate(model, batches(), SINGLE)
+    model = load_decoder(folders["llama"]).train()
+    mean_loss(model, batches(), SINGLE)
     assert (
         model.training
         and torch.is_grad_enabled()
@@ -70,7 +70,7 @@ def test_the_model_is_left_as_it_was(folders):
 
 def test_no_text_is_refused(folders):
     with pytest.raises(ValueError, match="no token to evaluate"):
-        evaluate(load(folders["llama"]), [], SINGLE)
+        mean_loss(load_decoder(folders["llama"]), [], SINGLE)
 
 
 def two_ranks(folder):
@@ -80,19 +80,19 @@ def two_ranks(folder):
         mesh = meshes.grid(options.pop("dp", 1), options.pop("tp", 1), torch.device("cpu"))
         config = hf.read_config(folder)
         model = build.build(config.tree, mesh, Layout(**options) if options else None)
-        build.load(model, lambda write, c=config: hf.load(folder, c, write))
+        build.load(model, lambda write, c=config: hf.load_weights(folder, c, write))
         before = list(map(id, model.parameters()))
         part = slice(2 * mesh.dp.rank, 2 * mesh.dp.rank + 2) if mesh.dp.size == 2 else slice(None)
         out[str(layout)] = (
-            evaluate(model, batches(part), mesh),
-            evaluate(model, batches(part), SINGLE),
+            mean_loss(model, batches(part), mesh),
+            mean_loss(model, batches(part), SINGLE),
         )
         assert before == list(map(id, model.parameters()))
     return out
 
 
 def test_no_layout_changes_the_loss(folders, spawn):
-    want = evaluate(load(folders["qwen3"]), batches(), SINGLE)
+    want = mean_loss(load_decoder(folders["qwen3"]), batches(), SINGLE)
     got = spawn(2)(two_ranks, folders["qwen3"])
     assert len(got) == len(LAYOUTS)
     for layout, (whole, own) in got.items():

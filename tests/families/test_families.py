@@ -25,7 +25,7 @@ def load(folder):
     """(the model, parameters loaded into NaNs)."""
     model = hf.read_config(folder)
     targets = {name: torch.full(shape, float("nan")) for name, shape in model.tree.shapes.items()}
-    hf.load(folder, model, lambda name, full: targets[name].copy_(full))
+    hf.load_weights(folder, model, lambda name, full: targets[name].copy_(full))
     return model, targets
 
 

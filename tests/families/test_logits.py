@@ -41,7 +41,7 @@ def test_logits(case, tmp_path):
     parameters = dict(ours.named_parameters())
     for p in parameters.values():
         p.fill_(float("nan"))
-    hf.load(folder, source, lambda name, full: state.write_region(parameters[name], full))
+    hf.load_weights(folder, source, lambda name, full: state.write_region(parameters[name], full))
     tokens = torch.randint(0, source.tree.vocab_size, (2, 40))
     expected = theirs(tokens).logits
     assert expected.std() > 0.3
@@ -89,7 +89,7 @@ def test_loss_and_gradients(case, dtype, tmp_path, wide):
     ours = Decoder(source.tree).to(dtype)
     parameters = dict(ours.named_parameters())
     with torch.no_grad():
-        hf.load(
+        hf.load_weights(
             folder, source, lambda name, full: state.write_region(parameters[name], full.to(dtype))
         )
     tokens = torch.randint(0, source.tree.vocab_size, (2, 40))
@@ -101,7 +101,7 @@ def test_loss_and_gradients(case, dtype, tmp_path, wide):
     loss.backward()
     frozen = {name for name, leaf in source.tree.leaves.items() if not leaf.trained}
     grads = {n: torch.zeros_like(p) if n in frozen else p.grad for n, p in parameters.items()}
-    stored = dict(hf.export(source, grads.__getitem__))
+    stored = dict(hf.export_weights(source, grads.__getitem__))
     for entry in weight_map(source).entries.values():
         if entry.ours[0] in frozen:
             del stored[entry.hf]
@@ -118,7 +118,7 @@ def test_loss_and_gradients(case, dtype, tmp_path, wide):
 @torch.no_grad()
 def test_greedy_text(case, tmp_path):
     """With a cache there as here."""
-    theirs, ours = build(case), engine.load(save(build(case), tmp_path))
+    theirs, ours = build(case), engine.load_decoder(save(build(case), tmp_path))
     prompts = torch.randint(0, ours.tree.vocab_size, (3, 7))
     theirs.generation_config = transformers.GenerationConfig()  # no token ends a text
     texts = theirs.generate(prompts, max_new_tokens=12, do_sample=False)[:, 7:]
@@ -128,6 +128,6 @@ def test_greedy_text(case, tmp_path):
 @torch.no_grad()
 def test_falcon_beyond_what_bfloat16_counts(tmp_path):
     """400 tokens: from 256 on ALiBi of Falcon goes by steps, as in transformers."""
-    theirs, ours = build("falcon-alibi"), engine.load(save(build("falcon-alibi"), tmp_path))
+    theirs, ours = build("falcon-alibi"), engine.load_decoder(save(build("falcon-alibi"), tmp_path))
     tokens = torch.randint(0, ours.tree.vocab_size, (1, 400))
     torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=0, atol=1e-4)

@@ -5,7 +5,7 @@ import torch
 from models import Flat, flat_model
 
 from dolmen.convert import hf
-from dolmen.convert.weights import assemble, join, split
+from dolmen.convert.weights import assemble, join_stored, split_stored
 from dolmen.families import Model, weight_map
 from dolmen.families.rules import Rename, Split, Transpose, entries
 
@@ -29,22 +29,22 @@ def test_split(groups, counts, rows, unit):
     stored = torch.arange(8).repeat_interleave(unit)[:, None] * torch.ones(1, 5)
     for tensor in (stored, stored[:, 0]):  # a weight and a bias
         rule = Split("hf", tuple("abc"[: len(counts)]), groups, counts)
-        parts = list(split(rule, tensor))
+        parts = list(split_stored(rule, tensor))
         for part, expected in zip(parts, rows, strict=True):
             assert part.reshape(len(part), -1)[:, 0].tolist() == [
                 float(r) for r in expected for _ in range(unit)
             ]
-        assert torch.equal(join(rule, parts), tensor)
+        assert torch.equal(join_stored(rule, parts), tensor)
         assert rule.shape([tuple(p.shape) for p in parts]) == tuple(tensor.shape)
 
 
 def test_transpose_of_a_split_is_views():
     stored = torch.randn(4, 12)
     rule = Transpose(Split("hf", tuple("abc"), 1, (1, 1, 1)))
-    parts = list(split(rule, stored))
+    parts = list(split_stored(rule, stored))
     assert [tuple(p.shape) for p in parts] == [(4, 4)] * 3
     assert all(p.untyped_storage().data_ptr() == stored.untyped_storage().data_ptr() for p in parts)
-    assert torch.equal(join(rule, parts), stored) and rule.shape([(4, 4)] * 3) == (4, 12)
+    assert torch.equal(join_stored(rule, parts), stored) and rule.shape([(4, 4)] * 3) == (4, 12)
 
 
 def test_parameters_without_a_rule_raise():
@@ -123,7 +123,7 @@ def test_a_stack_is_read_whole_and_written_apart():
             ours[STACK.format(1)][i],
             stored[f"model.layers.1.block_sparse_moe.experts.{i}.w1.weight"],
         )
-    back = dict(hf.export(EXPERTS, lambda name: (asked.append(name), ours[name])[1]))
+    back = dict(hf.export_weights(EXPERTS, lambda name: (asked.append(name), ours[name])[1]))
     assert (
         sorted(asked) == sorted(ours)
         and back.keys() == stored.keys()

@@ -30,7 +30,7 @@ from dolmen.families import Model, find
 from dolmen.families.model import schema
 from dolmen.files import gate, kinds, tokenizer_files
 from dolmen.files import safetensors as ours
-from dolmen.files.schema import Schema, check
+from dolmen.files.schema import Schema, check_value
 from dolmen.parallel import actions, schedule
 from dolmen.recipes import RECIPES
 from dolmen.serve import engine
@@ -82,7 +82,7 @@ def said(shape: Schema, what=plain) -> Callable[[Any, Any, Path], bool]:
     """Of files that people write: what stands there, if it fits `shape`."""
 
     def same(value: Any, undamaged: Any, file: Path) -> bool:
-        check(value, shape)
+        check_value(value, shape)
         return alike(value, what(file))
 
     return same
@@ -126,7 +126,7 @@ CONFIGS = {
 def same_config(value: Any, undamaged: Any, file: Path) -> bool:
     """The structure of what stands there, which is kept whole."""
     content = plain(file)
-    check(content, schema(find(content["model_type"])))
+    check_value(content, schema(find(content["model_type"])))
     return alike(value.config, content) and value.tree == Model(content).tree
 
 
@@ -177,7 +177,7 @@ def make_index(folder: Path) -> Path:
 
 def same_shards(value: dict, undamaged: dict, file: Path) -> bool:
     """All tensors, those of a shard that the index still names whole."""
-    check(plain(file), kinds.INDEX.schema)
+    check_value(plain(file), kinds.INDEX.schema)
     return value.items() <= undamaged.items() and value.keys() >= plain(file)["weight_map"].keys()
 
 
@@ -229,7 +229,7 @@ def action(word: str) -> tuple:
 
 
 SCHEDULE_YAML = yaml.safe_dump(
-    {"actions": actions.format(ACTIONS).splitlines(), "placement": "loop"}
+    {"actions": actions.format_schedule(ACTIONS).splitlines(), "placement": "loop"}
 )
 
 # Rows.
@@ -258,7 +258,7 @@ TEXTS = "".join(
 
 
 def read_texts(file: Path) -> list[str]:
-    return ["".join(blocks) for blocks in readers.read(file, "text")]
+    return ["".join(blocks) for blocks in readers.read_documents(file, "text")]
 
 
 def same_texts(value: Any, undamaged: Any, file: Path) -> bool:
@@ -279,7 +279,7 @@ def cached(name: str) -> Subject:
             **{"tokens": 20, "documents": 1, "bytes": 40, "different": 1, "content": "c"},
             **{"vocabulary": 300, "largest": 255},
             "sizes": {part: (folder / part).stat().st_size for part in corpus.FILES},
-            "digests": {part: corpus.digest(folder / part) for part in corpus.FILES},
+            "digests": {part: corpus.file_digest(folder / part) for part in corpus.FILES},
         }
         index["digest"] = corpus.digest_of(index)
         (folder / "index.json").write_text(json.dumps(index))
@@ -302,11 +302,11 @@ def checkpoint(name: str, read: Callable[[Path], Any]) -> Subject:
 
 
 def read_state(file: Path) -> dict:
-    return seal.read(file.parent)[1]
+    return seal.read_sealed(file.parent)[1]
 
 
 def read_metadata(file: Path) -> str:
-    return repr(metadata.read_metadata(seal.read(file.parent)[0]))
+    return repr(metadata.read_metadata(seal.read_sealed(file.parent)[0]))
 
 
 # Tokenizers: what the gate lets through is read by `tokenizers`, which may refuse it in words.
@@ -325,7 +325,7 @@ def read_tokenizer(file: Path) -> Any:
     content = gate.read_json(file, kinds.TOKENIZER)
     list(tokenizer_files.expressions(content))
     try:
-        with tokenizer_files.told(file):
+        with tokenizer_files.refused_by_name(file):
             Tokenizer.from_file(str(file))
     except Exception as error:  # in words, as load_tokenizer tells them
         raise gate.refuse(file, error) from None
@@ -374,14 +374,14 @@ SUBJECTS = {
         writes("run.yaml", gate.whole_yaml(RUN).encode()), read_run, same_run
     ),
     "schedule.txt": Subject(
-        writes("s.txt", actions.format(ACTIONS).encode()),
+        writes("s.txt", actions.format_schedule(ACTIONS).encode()),
         lambda f: actions.from_file(str(f)),
         same_actions,
     ),
     "schedule.yaml": Subject(
         writes("s.yaml", SCHEDULE_YAML.encode()), lambda f: actions.from_file(str(f)), same_actions
     ),
-    "metrics.jsonl": Subject(writes("metrics.jsonl", METRICS), metrics.read, same_rows),
+    "metrics.jsonl": Subject(writes("metrics.jsonl", METRICS), metrics.read_metrics, same_rows),
     "rows.jsonl": Subject(writes("rows.jsonl", TEXTS), read_texts, same_texts),
     "summary.json": json_subject("summary.json", kinds.SUMMARY, SUMMARY),
     "index.json of the cache": cached("index.json"),

@@ -27,7 +27,7 @@ from dolmen.files.schema import (
     Row,
     Schema,
     Text,
-    check,
+    check_value,
 )
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
@@ -102,7 +102,7 @@ def test_anything_else_is_refused(name):
         except Refused as error:
             assert str(error).startswith("f") and "\n" not in str(error)
             return
-        check(value, kind.schema)
+        check_value(value, kind.schema)
         assert alike(value, document)
 
     refuses_or_reads()

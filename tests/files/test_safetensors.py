@@ -57,7 +57,7 @@ def test_the_library_writes_and_we_read(tmp_path):
 @pytest.mark.parametrize("shard_bytes", [10**9, 100, 1])
 def test_we_write_and_the_library_reads(tmp_path, shard_bytes):
     tensors = some()
-    ours.write(tmp_path, specs(tensors), reversed(tensors.items()), shard_bytes)
+    ours.write_tensors(tmp_path, specs(tensors), reversed(tensors.items()), shard_bytes)
     files = sorted(f for f in os.listdir(tmp_path) if f.endswith(".safetensors"))
     back = {name: t for f in files for name, t in safetensors.torch.load_file(tmp_path / f).items()}
     assert back.keys() == tensors.keys() and all(
@@ -68,13 +68,13 @@ def test_we_write_and_the_library_reads(tmp_path, shard_bytes):
     assert all(stored.offset % stored.spec.dtype.itemsize == 0 for stored in index.values())
     assert set(os.listdir(tmp_path)) == ({SINGLE} if shard_bytes == 10**9 else {*files, INDEX})
     for f in files:
-        held = [s.spec.nbytes for s in ours.header(tmp_path / f).values()]
+        held = [s.spec.nbytes for s in ours.read_header(tmp_path / f).values()]
         assert sum(held) <= shard_bytes or len([n for n in held if n]) == 1
 
 
 def test_writer_casts_and_takes_views(tmp_path):
     tensor = torch.randn(4, 6)
-    ours.write(tmp_path, {"t": Spec((6, 4), torch.bfloat16)}, [("t", tensor.t())])
+    ours.write_tensors(tmp_path, {"t": Spec((6, 4), torch.bfloat16)}, [("t", tensor.t())])
     assert torch.equal(ours.index(tmp_path)["t"].read(), tensor.t().bfloat16())
 
 
@@ -90,7 +90,7 @@ def test_writer_casts_and_takes_views(tmp_path):
 def test_writer_leaves_nothing_behind_on_an_error(tmp_path, given, error, match):
     wanted = {"a": Spec((2,), torch.float32), "b": Spec((3,), torch.float32)}
     with pytest.raises(error, match=match):
-        ours.write(tmp_path, wanted, [(name, torch.zeros(shape)) for name, shape in given])
+        ours.write_tensors(tmp_path, wanted, [(name, torch.zeros(shape)) for name, shape in given])
     assert os.listdir(tmp_path) == []
 
 
@@ -193,7 +193,7 @@ if os.fork() == 0:      # a process each, since a peak never falls
     grown(lambda: hf.save(folder, config, lambda name: torch.ones(shapes[name])))
     os._exit(0)
 os.wait()
-grown(lambda: hf.load(folder, config, lambda name, full: None))
+grown(lambda: hf.load_weights(folder, config, lambda name, full: None))
 """
 
 

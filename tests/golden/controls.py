@@ -111,14 +111,14 @@ def weights_of_the_last_alone(patch):
 
 def another_message(patch):
     """A stage takes the tensors of two microbatches in the wrong order."""
-    sent = channels.sent
+    sent = channels.messages_sent
 
     def swapped(schedule, sender, to):
         messages = sent(schedule, sender, to)
         messages[:2] = messages[1::-1]
         return messages
 
-    patch.setattr(channels, "sent", swapped)
+    patch.setattr(channels, "messages_sent", swapped)
 
 
 def computed_otherwise(patch):
@@ -307,7 +307,7 @@ def part_of_the_sums(which: int):
 
 def counted_again(patch):
     """Stages and ranks of cp count the tokens of a validation too."""
-    evaluated = validate.evaluate
+    evaluated = validate.mean_loss
 
     def evaluate(model, given, mesh, schedule):
         first = replace(mesh, pp=replace(mesh.pp, rank=0), cp=replace(mesh.cp, rank=0))
@@ -315,7 +315,7 @@ def counted_again(patch):
         patch.setattr(validate, "_nats", lambda model, b, _, order: nats(model, b, mesh, order))
         return evaluated(model, given, first, schedule)
 
-    patch.setattr(variations, "evaluate", evaluate)
+    patch.setattr(variations, "mean_loss", evaluate)
 
 
 PLAIN, SEQUENCE, STAGES, LATER, RING = map(

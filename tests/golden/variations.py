@@ -12,7 +12,7 @@ from models import Flat, Tiny
 from spawning import Row
 from table import DROPOUT, FAMILIES, SINGLE, Layout
 
-from dolmen.train.validate import Losses, evaluate
+from dolmen.train.validate import Losses, mean_loss
 
 WINDOW = replace(FAMILIES["llama"], sliding_window=3, sliding_layers=(0, 2))
 EXPERTS = FAMILIES["qwen3-moe"]
@@ -82,7 +82,7 @@ SEEDED = rows(DROPOUT, "gpt2", "dp2 tp2 sp zero3 acc4", steps=2, seed=OTHER_SEED
 def validated(config: Flat | Tiny, mesh, layout: Layout) -> Losses:
     """Validation over all batches, with documents; of unequal counts of tokens on the ranks."""
     train = table.start(config, mesh, layout)
-    return evaluate(train.model, table.batches(mesh, documents=True), mesh, train.schedule)
+    return mean_loss(train.model, table.batches(mesh, documents=True), mesh, train.schedule)
 
 
 def compare_validation(

@@ -146,7 +146,9 @@ def dump(data: Data, made: Material) -> dict[str, np.ndarray]:
     given = made.options
     config = DataConfig(**given | {"path": (given["path"],)}, document_mask=data.masked)
     with patched(data):
-        made = loader.prepare(config, None, VOCABULARY, data.length, data.rows, data.seed, False)
+        made = loader.prepare_loader(
+            config, None, VOCABULARY, data.length, data.rows, data.seed, False
+        )
         parts = {
             "": [made.batch(step) for step in range(data.steps)],
             "held_": list(made.validation_batches()),
@@ -252,7 +254,7 @@ def read(job: Job, out: Path) -> Result:
     model = Model.from_plain(saved.meta["run"]["model"])
 
     def tensors(kind: str) -> dict[str, Tensor]:
-        return dict(hf.export(model, lambda name: saved.read(f"{kind}/{name}")))
+        return dict(hf.export_weights(model, lambda name: saved.read(f"{kind}/{name}")))
 
     return Result(
         losses=column("loss"),

@@ -138,7 +138,7 @@ def test_gradients_are_summed_and_never_divided(zero, device, monkeypatch):
         meshes.grid(8, 1, torch.device("cpu")),
         [],
     )
-    data.shard(model, (), replace(mesh, device=torch.device(device)), zero, torch.float32)
+    data.shard_model(model, (), replace(mesh, device=torch.device(device)), zero, torch.float32)
     model.to_empty(device="cpu")
     find = _fsdp_collectives._get_gradient_divide_factors
     monkeypatch.setattr(

@@ -123,7 +123,7 @@ def placed(mesh, zero, number) -> nn.Module:
         module, {f"0.{name}": (Shard(0), place) for name, (_, place) in SHAPES.items()}, mesh
     )
     if zero is not None:
-        data.shard(module, [data.Unit(module[0], experts=True)], mesh, zero, torch.float32)
+        data.shard_model(module, [data.Unit(module[0], experts=True)], mesh, zero, torch.float32)
     return module.to_empty(device="cpu")
 
 

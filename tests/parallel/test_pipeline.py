@@ -19,7 +19,7 @@ from dolmen.parallel import channels, pipeline, tensor
 from dolmen.parallel.actions import Action, Schedule
 from dolmen.parallel.data import Reduction
 from dolmen.parallel.pipeline import Work, forward_only
-from dolmen.parallel.schedule import SCHEDULES, check, make, simulate
+from dolmen.parallel.schedule import SCHEDULES, check_schedule, make, simulate
 from dolmen.parallel.tensor import Deferred, TensorParallel
 
 CHUNKS = {"interleaved": 2, "zero-bubble-v": 2}
@@ -52,7 +52,7 @@ def shuffled(schedule: Schedule, seed: int) -> Schedule:
         i = chance.randrange(len(actions) - 1)
         actions[i : i + 2] = actions[i + 1], actions[i]
         try:
-            check(
+            check_schedule(
                 Schedule(
                     "file",
                     schedule.ranks,
@@ -80,7 +80,9 @@ def joined(schedule: Schedule) -> Schedule:
     for micro in range(0, schedule.micros, 2):
         out[1].remove(Action("W", micro))
         out[1][out[1].index(Action("I", micro))] = Action("B", micro)
-    return check(Schedule("file", schedule.ranks, schedule.micros, 1, tuple(map(tuple, out))))
+    return check_schedule(
+        Schedule("file", schedule.ranks, schedule.micros, 1, tuple(map(tuple, out)))
+    )
 
 
 def run(schedule: Schedule, mesh) -> dict:
@@ -227,8 +229,8 @@ def test_a_swapped_message_is_seen():
 
 
 def swapped() -> list[float]:
-    sent = channels.sent
-    channels.sent = lambda s, sender, to: (
+    sent = channels.messages_sent
+    channels.messages_sent = lambda s, sender, to: (
         (messages := sent(s, sender, to))[1::-1] + messages[2:] if to else sent(s, sender, to)
     )
     mesh, everyone = meshes.grid(1, 1, torch.device("cpu"), pp=2), [None, None]

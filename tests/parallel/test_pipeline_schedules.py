@@ -12,8 +12,16 @@ import pytest
 import yaml
 
 from dolmen.parallel import schedule as module
-from dolmen.parallel.actions import Action, Schedule, format, parse
-from dolmen.parallel.schedule import SCHEDULES, Cost, check, closed_form, make, read, simulate
+from dolmen.parallel.actions import Action, Schedule, format_schedule, parse_schedule
+from dolmen.parallel.schedule import (
+    SCHEDULES,
+    Cost,
+    check_schedule,
+    closed_form,
+    make,
+    read_schedule,
+    simulate,
+)
 
 SIZES = [(p, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 3, 4, 8, 12, 16, 24)]
 COSTS = (Cost(), Cost(1, 2.2, 1.3, 0.9), Cost(3, 5, 3, 2), Cost(1, 1, 0.5, 0.5))
@@ -56,7 +64,7 @@ def peaks(s: Schedule) -> list[float]:
 
 def test_all_are_whole_and_run_to_their_end():
     for schedule in every():
-        check(schedule)
+        check_schedule(schedule)
         assert schedule.splits_backward == schedule.name.startswith("zero")
         assert [
             schedule.stage_of(schedule.rank_of(s), schedule.chunk_of(s))
@@ -159,7 +167,7 @@ def bad(edit, name: str = "1f1b", p: int = 2, m: int = 2) -> str:
     lists = [list(actions) for actions in s.actions]
     edit(lists)
     with pytest.raises(ValueError) as error:
-        check(replace(s, actions=tuple(map(tuple, lists))))
+        check_schedule(replace(s, actions=tuple(map(tuple, lists))))
     return str(error.value)
 
 
@@ -177,7 +185,7 @@ def test_bad_lists_are_refused():
     assert "rank 0 has X0" in bad(lambda a: a[0].append(Action("X", 0)))
     assert "1 lists of actions for 2 ranks" in bad(lambda a: a.pop())
     with pytest.raises(ValueError, match="placement 'v' and 1 chunks"):
-        check(replace(make("1f1b", 2, 2), placement="v"))
+        check_schedule(replace(make("1f1b", 2, 2), placement="v"))
 
 
 def test_deadlocks_are_refused_by_name():
@@ -194,7 +202,7 @@ def test_deadlocks_are_refused_by_name():
         match="rank 0 stands at B0 and waits for B0 of rank 1; rank 1 stands at F1 and waits for "
         "F1 of rank 0",
     ):
-        check(parse(crossed, "crossed"))
+        check_schedule(parse_schedule(crossed, "crossed"))
 
 
 def runs(s: Schedule) -> bool:
@@ -234,10 +242,10 @@ def test_deadlocks_are_exactly_the_circles(name, v):
         s = replace(s, actions=tuple(map(tuple, lists)))
         found.append(runs(s))
         if found[-1]:
-            check(s)
+            check_schedule(s)
         else:
             with pytest.raises(ValueError, match="deadlocks: rank"):
-                check(s)
+                check_schedule(s)
     assert 30 < sum(found) < 270
 
 
@@ -266,17 +274,17 @@ def test_what_cannot_be_made(words, want):
 
 def test_a_file_goes_round(tmp_path):
     for number, s in enumerate(every()):
-        assert parse(format(s), s.name) == s
+        assert parse_schedule(format_schedule(s), s.name) == s
         if number % 20:
             continue
         file = tmp_path / f"{number}.txt"
-        file.write_text("# mine\n\n" + format(s))
+        file.write_text("# mine\n\n" + format_schedule(s))
         assert make(str(file), s.ranks, s.micros, s.chunks) == replace(s, name=str(file))
 
 
 def test_a_file_may_be_yaml(tmp_path):
     text = "placement: v     # down and up\nactions:\n" + "".join(
-        f"- {line}\n" for line in format(make("zero-bubble-v", 2, 4, 2)).splitlines()[1:]
+        f"- {line}\n" for line in format_schedule(make("zero-bubble-v", 2, 4, 2)).splitlines()[1:]
     )
     file = tmp_path / "mine.yaml"
     file.write_text(text)
@@ -320,7 +328,7 @@ def test_a_wrong_file_is_refused(tmp_path, text, want):
     file = tmp_path / "mine.txt"
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ValueError, match=want):
-        read(str(file))
+        read_schedule(str(file))
 
 
 def test_a_file_of_other_sizes_or_none_is_refused(tmp_path):
@@ -341,7 +349,7 @@ def test_a_file_of_other_sizes_or_none_is_refused(tmp_path):
 
 def test_actions_in_words():
     assert [str(a) for a in (Action("F", 3), Action("W", 12, 1))] == ["F3", "W12.1"]
-    assert parse("F0.0 F0.1 B0.1 B0", "x").actions == (
+    assert parse_schedule("F0.0 F0.1 B0.1 B0", "x").actions == (
         (Action("F", 0), Action("F", 0, 1), Action("B", 0, 1), Action("B", 0)),
     )
 

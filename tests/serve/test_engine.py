@@ -15,7 +15,7 @@ from dolmen.convert import hf
 from dolmen.core import mesh as meshes
 from dolmen.parallel import data
 from dolmen.serve import engine
-from dolmen.serve.engine import generate, load, stop_tokens
+from dolmen.serve.engine import generate, load_decoder, stop_tokens
 
 NEW = 12
 WARM = dict(temperature=1.2, top_k=20, top_p=0.9, seed=3)
@@ -150,8 +150,8 @@ def test_load_takes_the_dtype_of_the_folder(tmp_path):
     values = dict(model.named_parameters())
     flat = replace(DECODERS["one-kv-qk-norm"], family="qwen3", hf={"eos_token_id": [2, 3]})
     hf.save(tmp_path / "model", flat.model, values.__getitem__, torch.bfloat16)
-    assert {p.dtype for p in load(tmp_path / "model").parameters()} == {torch.bfloat16}
-    wide = load(tmp_path / "model", dtype=torch.float32)
+    assert {p.dtype for p in load_decoder(tmp_path / "model").parameters()} == {torch.bfloat16}
+    wide = load_decoder(tmp_path / "model", dtype=torch.float32)
     assert not wide.training and all(
         torch.equal(p, values[n].bfloat16().float()) for n, p in wide.named_parameters()
     )

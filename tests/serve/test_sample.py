@@ -112,4 +112,4 @@ def test_uniform_numbers_differ_by_seed_prompt_and_step():
 )
 def test_meaningless_settings_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        sample.check(*options)
+        sample.check_knobs(*options)

@@ -15,7 +15,7 @@ from dolmen.model import count
 from dolmen.model.layout import Layout
 from dolmen.recipes import RECIPES
 from dolmen.train import saved as saved_state
-from dolmen.train.check import check, check_exportable, check_same_model
+from dolmen.train.check import check_exportable, check_run, check_same_model
 from dolmen.train.config import FinishConfig, RunConfig, TrainConfig
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
@@ -46,7 +46,7 @@ def test_every_recipe_is_a_run(name, material):
         assert run.model is None
         run = replace(run, model=material.config().model)
     for layout in (Layout(), SIZES.get(name, (0, Layout(dp=4)))[1]):
-        done = check(replace(run, layout=layout), None)
+        done = check_run(replace(run, layout=layout), None)
         assert (
             done.layout.dp == (layout.dp or 1)
             and done.train.global_batch_size // done.layout.dp % done.microbatch_size == 0
@@ -139,7 +139,7 @@ def test_routers_with_a_bias_are_another_model(material):
         check_same_model(to_dict(biased), plain, 7)
     check_same_model(to_dict(biased), biased, 7)
     with pytest.raises(ValueError, match="--train.router.balance loss to export"):
-        check(replace(biased, finish=FinishConfig(export=True)), None)
+        check_run(replace(biased, finish=FinishConfig(export=True)), None)
     check_exportable(plain)
 
 
@@ -157,12 +157,12 @@ def test_a_checkpoint_of_then_is_read(material):
     then = {**now, "run": {**now["run"], "model": {**tinyrun.MODEL, "dropout": 0.1}}}
     then["run"]["train"] = {n: v for n, v in then["run"]["train"].items() if n in TRAIN_OF_THEN}
     where = Path("checkpoints/step-00000003")
-    read = saved_state.read(then, where).run
+    read = saved_state.read_saved(then, where).run
     check_same_model(read, run, 3)
     assert read["train"] == now["run"]["train"] and read["model"]["model_type"] == "llama"
     then["run"]["model"] = {"hidden_size": "wide"}
     with pytest.raises(Damaged, match="model.hidden_size is 'wide': it must be int"):
-        saved_state.read(then, where)
+        saved_state.read_saved(then, where)
 
 
 TRAIN_OF_THEN = {field.name for field in fields(TrainConfig)} - {"dropout", "router"}

@@ -20,7 +20,7 @@ from dolmen.parallel import loss
 from dolmen.parallel import schedule as schedules
 from dolmen.train.compiled import limit_told
 from dolmen.train.step import TrainState, optimizer_step
-from dolmen.train.validate import evaluate
+from dolmen.train.validate import mean_loss
 
 CONFIG = Flat(
     vocab_size=32,
@@ -122,7 +122,7 @@ def run(case: Case, mesh) -> None:
     for _ in range(2):
         optimizer_step(state, batch(4, case.documents), mesh)
     for sequences in case.validated:
-        evaluate(model, [batch(sequences, case.documents)], mesh)
+        mean_loss(model, [batch(sequences, case.documents)], mesh)
 
 
 def batch(sequences: int, documents: bool) -> Batch:

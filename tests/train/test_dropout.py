@@ -24,7 +24,7 @@ from dolmen.optim.optimizer import OptimizerConfig, adamw
 from dolmen.parallel import schedule as schedules
 from dolmen.serve.engine import generate
 from dolmen.train.step import TrainState, optimizer_step
-from dolmen.train.validate import evaluate
+from dolmen.train.validate import mean_loss
 
 P, LAYERS, ROWS, LENGTH, VOCABULARY = 0.3, 3, 8, 16, 71
 HEADS, KV_HEADS = 4, 2
@@ -311,8 +311,8 @@ def test_off_in_validation_and_generation_and_on_again():
     drops as before.
     """
     dropping, plain = decoder(), decoder(replace(CONFIG, dropout=0.0))
-    want = evaluate(plain, [batch()], SINGLE)
-    assert evaluate(dropping, [batch()], SINGLE) == want == evaluate(dropping, [batch()], SINGLE)
+    want = mean_loss(plain, [batch()], SINGLE)
+    assert mean_loss(dropping, [batch()], SINGLE) == want == mean_loss(dropping, [batch()], SINGLE)
     prompts = batch().tokens[:, :5].tolist()
     assert generate(dropping, prompts, 8) == generate(plain, prompts, 8)
     noise = Noise(torch.tensor(5), torch.arange(ROWS))

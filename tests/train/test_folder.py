@@ -51,13 +51,13 @@ def old(run: Path) -> Path:
 
 def test_all_that_a_run_writes_is_known(run):
     assert not folder.strange(run)
-    folder.clear(run, "me")
+    folder.clear_run(run, "me")
     assert os.listdir(run) == [folder.OWNER] and (run / folder.OWNER).read_text() == "me"
 
 
 def test_a_run_of_before_is_known_by_its_forms(run):
     assert not folder.strange(old(run))
-    folder.clear(run)
+    folder.clear_run(run)
     assert not os.listdir(run)
 
 
@@ -74,7 +74,7 @@ def test_without_a_list_a_model_and_a_tokenizer_may_be_anybodys(run, material):
     assert content(run) == before
     shutil.rmtree(run / "hf")
     with pytest.raises(Unusable, match="also holds tokenizer, tokenizer/"):
-        folder.clear(run)
+        folder.clear_run(run)
     assert dolmen(*words, "--resume", "--train.steps", 8).code == 0 and steps(run)[-1] == 8
 
 
@@ -108,7 +108,7 @@ def test_anything_else_is_refused_by_name_and_nothing_is_deleted(run, name, has_
     with pytest.raises(
         Unusable, match="deletes only what dolmen wrote, and .* also holds "
     ) as told:
-        folder.clear(run)
+        folder.clear_run(run)
     assert any(part in str(told.value) for part in (name, *map(str, Path(name).parents[:-1])))
     assert content(run) == before
 
@@ -116,7 +116,7 @@ def test_anything_else_is_refused_by_name_and_nothing_is_deleted(run, name, has_
 def test_an_empty_folder_is_somebody_elses_too(run):
     (run / "mydata").mkdir()
     with pytest.raises(Unusable, match="also holds mydata:"):
-        folder.clear(run)
+        folder.clear_run(run)
 
 
 @pytest.mark.parametrize("has_list", [True, False])
@@ -135,7 +135,7 @@ def test_links_are_not_followed_and_not_deleted(run, tmp_path, has_list):
         (copy / name).symlink_to(tmp_path / f"elsewhere{number}")
         before = content(tmp_path)
         with pytest.raises(Unusable, match=f"also holds {name}"):
-            folder.clear(copy)
+            folder.clear_run(copy)
         assert content(tmp_path) == before
 
 
@@ -151,11 +151,11 @@ def test_a_forged_list_adds_no_form(run):
         (run / name).parent.mkdir(parents=True, exist_ok=True)
         (run / name).write_text("mine")
     with pytest.raises(Unusable, match=r"also holds hf/deep, mydata, notes.txt: move it"):
-        folder.clear(run)
+        folder.clear_run(run)
     for name in ("notes.txt", "mydata", "hf/deep"):
         path = run / name
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    folder.clear(run)
+    folder.clear_run(run)
     assert outside.read_text() == "mine" and not os.listdir(run)
 
 
@@ -165,7 +165,7 @@ def test_names_of_ours_that_dolmen_has_not_written_stay(run):
     kept = [line for line in text if not line.startswith("hf")]
     (run / folder.LIST).write_text("\n".join(kept) + "\n")
     with pytest.raises(Unusable, match="also holds hf, hf/config.json"):
-        folder.clear(run)
+        folder.clear_run(run)
     with pytest.raises(Unusable, match="model is not exported: .*/hf was not written by dolmen"):
         folder.remove_export(run)
     with pytest.raises(Unusable, match="would write over hf"):
@@ -193,10 +193,10 @@ def test_a_clearing_cut_short_goes_on(run, monkeypatch):
             with monkeypatch.context() as patch:
                 patch.setattr(Path, "unlink", dying)
                 try:
-                    folder.clear(copy)
+                    folder.clear_run(copy)
                 except KeyboardInterrupt:
                     folder.refuse_strange(copy)
-            folder.clear(copy)
+            folder.clear_run(copy)
             assert not os.listdir(copy)
 
 
@@ -213,7 +213,7 @@ def test_what_comes_while_a_folder_is_looked_at_is_kept(run, monkeypatch, name):
             (run / name).write_text("mine")
             monkeypatch.setattr(folder, "_walk", walk)
 
-    for delete in (folder.remove_export, folder.clear):
+    for delete in (folder.remove_export, folder.clear_run):
         with monkeypatch.context() as patch:
             patch.setattr(folder, "_walk", late)
             if name.startswith("hf"):

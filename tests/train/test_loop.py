@@ -7,7 +7,7 @@ import pytest
 
 from dolmen.core.mesh import SINGLE
 from dolmen.train import loop
-from dolmen.train.loop import Stop, train
+from dolmen.train.loop import Stop, train_steps
 
 
 @pytest.fixture
@@ -33,7 +33,9 @@ class Batches:
 
 
 def go(start: int, steps: int, hooks, stop: Stop | None = None) -> int:
-    return train(SimpleNamespace(step=start, steps=steps), Batches(), SINGLE, hooks, stop or Stop())
+    return train_steps(
+        SimpleNamespace(step=start, steps=steps), Batches(), SINGLE, hooks, stop or Stop()
+    )
 
 
 def test_hooks_have_their_turn_and_all_are_called_last(made):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from dolmen.train import metrics
-from dolmen.train.metrics import MetricsFile, TensorBoard, plot, read
+from dolmen.train.metrics import MetricsFile, TensorBoard, plot, read_metrics
 
 
 def row(step: int, **more) -> dict:
@@ -34,7 +34,7 @@ def test_rows_are_whole_lines_as_they_are_written(tmp_path):
     out = MetricsFile(tmp_path / "m.jsonl", 0)
     for step in (1, 2):
         out.write(row(step))
-        assert read(tmp_path / "m.jsonl") == [row(i + 1) for i in range(step)]
+        assert read_metrics(tmp_path / "m.jsonl") == [row(i + 1) for i in range(step)]
     assert [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()] == [
         row(1),
         row(2),
@@ -64,7 +64,7 @@ def test_cut_back_to_the_resumed_step(tmp_path):
     )
     write(file, at=0)
     assert file.read_text() == "" and list(tmp_path.iterdir()) == [file]
-    assert read(tmp_path / "none.jsonl") == []
+    assert read_metrics(tmp_path / "none.jsonl") == []
 
 
 @pytest.mark.parametrize(
@@ -75,9 +75,9 @@ def test_a_damaged_line_ends_the_record_and_the_file_is_kept(tmp_path, line):
     write(file, row(1), row(2))
     file.write_text(file.read_text() + line + "\n" + json.dumps(row(4)) + "\n")
     before = file.read_text()
-    assert read(file) == [row(1), row(2)]
+    assert read_metrics(file) == [row(1), row(2)]
     write(file, row(3), at=2)
-    assert read(file) == [row(1), row(2), row(3)]
+    assert read_metrics(file) == [row(1), row(2), row(3)]
     assert (tmp_path / "m.damaged.jsonl").read_text() == before
     plot(file, tmp_path / "m.png", "m")
     file.write_text(line + "\n" + json.dumps(row(4)) + "\n")

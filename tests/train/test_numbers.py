@@ -51,9 +51,9 @@ def ran(material, tmp_path_factory):
         def evaluate(*args):
             for _ in range(100):
                 next(clock)
-            return validate.evaluate(*args)
+            return validate.mean_loss(*args)
 
-        patch.setattr(hooks, "evaluate", evaluate)
+        patch.setattr(hooks, "mean_loss", evaluate)
         patch.setattr(devices, "peak", lambda *_: Peak(MEASURED, PROMISED))
         outcome = run_training(material.config(), out / "run", SINGLE, Console(quiet=True))
     return out / "run", outcome

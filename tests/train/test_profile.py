@@ -91,9 +91,9 @@ def test_overwrite_deletes_it_and_nothing_else(done):
     out, _ = done
     (out / "profile" / "mine.txt").write_text("mine")
     with pytest.raises(folder.Unusable, match="also holds profile/mine.txt"):
-        folder.clear(out)
+        folder.clear_run(out)
     (out / "profile" / "mine.txt").unlink()
-    folder.clear(out)
+    folder.clear_run(out)
     assert not list(out.iterdir())
 
 
@@ -113,8 +113,8 @@ def test_steps_are_counted_from_1(material, number):
 def test_a_step_that_never_comes_is_refused(material, tmp_path):
     run = material.config(log={"profile": 7})
     with pytest.raises(ValueError, match=r"log.profile \(7\) is over the run's 6 steps: use --log"):
-        check.check(run, None)
-    check.check(material.config(log={"profile": 6}), None)
+        check.check_run(run, None)
+    check.check_run(material.config(log={"profile": 6}), None)
     # an epoch is 172 batches of 4
     words = ("train", material.file, "--train.steps", "None", "--log.profile", 173)
     result = dolmen(*words, "--out", tmp_path / "run")

@@ -165,7 +165,7 @@ def test_a_step_that_is_not_finite_changes_nothing(bad):
 
 @pytest.fixture
 def alone():
-    """A mesh of one rank with a group: without one nothing is cast (dolmen.parallel.data.shard)."""
+    """A mesh of one rank with a group: without one nothing is cast (parallel/data.py)."""
     with meshes.joined(None, torch.device("cpu")):
         yield meshes.grid(1, 1, torch.device("cpu"))
 

@@ -19,7 +19,7 @@ from dolmen.train.events import (
     PRODUCTS,
     STEP,
     WAITING,
-    read,
+    read_trace,
 )
 from dolmen.train.timeline import tabulate
 
@@ -149,7 +149,7 @@ def gpu() -> list[dict]:
 
 def test_the_step_is_the_hosts_and_not_where_its_kernels_ran():
     ran = {**mark(STEP, 1100, 500), "cat": "gpu_user_annotation", "pid": 0, "tid": 7}
-    assert read([ran, *gpu()]) == read(gpu())
+    assert read_trace([ran, *gpu()]) == read_trace(gpu())
 
 
 WANT = {  # microseconds
@@ -169,7 +169,7 @@ WANT = {  # microseconds
 
 
 def test_kernels_are_of_what_launched_them_and_kinds_add_up():
-    found = tabulate(read(gpu()))
+    found = tabulate(read_trace(gpu()))
     got = {row.kind: 1e6 * row.seconds for row in found.rows}
     assert got.pop(IDLE) == pytest.approx(1000 - sum(WANT.values()))
     assert got == pytest.approx(WANT)
@@ -183,11 +183,11 @@ def test_kernels_are_of_what_launched_them_and_kinds_add_up():
 
 
 def test_what_hides_behind_computing_is_told_beside():
-    rows = {row.kind: row for row in tabulate(read(gpu())).rows}
+    rows = {row.kind: row for row in tabulate(read_trace(gpu())).rows}
     tp = rows["collectives tp"]
     assert 1e6 * tp.busy == pytest.approx(100) and tp.calls == 1
     assert rows[PRODUCTS].calls == 5  # that of the step before is not in it
-    text = timeline.lines(tabulate(read(gpu())))
+    text = timeline.lines(tabulate(read_trace(gpu())))
     assert text[0].split() == "matrix products 30.0 % 0.3 ms 5 calls".split()
     (line,) = [line for line in text if line.startswith("collectives tp")]
     assert line.endswith("1 calls")  # 0.06 ms is not worth a word
@@ -220,14 +220,14 @@ def test_what_hides_behind_computing_is_told_beside():
 def test_a_kernel_of_unknown_launch_is_known_by_its_name(name, kind):
     """As of a CUDA graph, or where the profiler has lost the launch."""
     events = [mark("dolmen: step", 0, 100), kernel(name, 10, 50, at=5)[1]]
-    assert [row.kind for row in tabulate(read(events)).rows] == [kind, IDLE]
+    assert [row.kind for row in tabulate(read_trace(events)).rows] == [kind, IDLE]
 
 
 def test_two_kernels_at_once_share_the_time():
     events = [mark("dolmen: step", 0, 100)]
     for stream, name in ((7, NVJET), (8, COPY)):
         events.append(kernel(name, 10, 50, at=5, stream=stream)[1])
-    got = {row.kind: round(1e6 * row.seconds) for row in tabulate(read(events)).rows}
+    got = {row.kind: round(1e6 * row.seconds) for row in tabulate(read_trace(events)).rows}
     assert got == {PRODUCTS: 25, COPIES: 25, IDLE: 50}
 
 
@@ -245,7 +245,7 @@ def test_on_a_cpu_it_is_the_time_of_operators_without_those_they_call():
         op("_c10d_functional::wait_tensor", 610, 90),
         op("aten::mul", 100, 500, tid=99),  # another thread's
     ]
-    found = tabulate(read(events))
+    found = tabulate(read_trace(events))
     got = {row.kind: round(1e6 * row.seconds) for row in found.rows}
     assert got == {
         PRODUCTS: 160,
@@ -263,7 +263,7 @@ def test_waiting_for_others_is_what_a_collective_took_beyond_the_least():
     """Of 100 us with 40 exposed, 75 were spent waiting for the last rank to come: so were 30 of the
     40.
     """
-    found = read(gpu())
+    found = read_trace(gpu())
     assert found.took == {
         "collectives tp": [100],
         "collectives fsdp": [20],
@@ -279,4 +279,4 @@ def test_waiting_for_others_is_what_a_collective_took_beyond_the_least():
 
 def test_a_trace_of_something_else_is_refused():
     with pytest.raises(ValueError, match="has no range 'dolmen: step'"):
-        read([op("aten::mm", 0, 1)])
+        read_trace([op("aten::mm", 0, 1)])

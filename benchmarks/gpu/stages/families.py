@@ -65,7 +65,7 @@ def updates(
 ) -> tuple[list[float], list[float]]:
     """Losses and gradient norms of UPDATES steps computed in `dtype`."""
     state = house.training(model.tree, mesh, SEQUENCES, dtype, micro=2)
-    build.load(state.model, lambda write: hf.load(folder, model, write))
+    build.load(state.model, lambda write: hf.load_weights(folder, model, write))
     batch = house.batch(model.tree, SEQUENCES, LENGTH)
     told = [optimizer_step(state, batch, mesh) for _ in range(UPDATES)]
     return [m.loss for m in told], [m.grad_norm for m in told]

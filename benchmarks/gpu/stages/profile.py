@@ -37,7 +37,7 @@ def step(context: Context, shape: Shape, compile: bool, record: Record) -> None:
         with profile.record(device) as recording:
             side()
     trace = recording.trace()
-    table = timeline.tabulate(profile.read(trace))
+    table = timeline.tabulate(profile.read_profile(trace))
     record.tell(lines=timeline.lines(table), **asdict(table))
     record.check("kinds of work", 3 - len(table.rows), 0, "products, attention, optimizer at least")
     off = abs(sum(row.seconds for row in table.rows) / table.seconds - 1)
