@@ -220,7 +220,7 @@ def train(recipe: str | Path, **options: Any) -> Path:
 
 
 def _several(prompt: str | Sequence[str]) -> list[str]:
-    """A list or tuple of prompts, or the one; what is neither, `check` refuses."""
+    """A list or tuple of prompts, or the one; what is neither, `check_text` refuses."""
     return list(prompt) if isinstance(prompt, (list, tuple)) else [cast(str, prompt)]
 
 

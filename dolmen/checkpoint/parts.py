@@ -25,7 +25,7 @@ class Numbers(NamedTuple):
 
 
 def find_numbers(file: io.BufferedIOBase, position: int, length: int) -> Numbers:
-    """Of the archive of `length` bytes at `position`. Raises BadZipFile, ValueError, OSError,
+    """Those of the archive of `length` bytes at `position`. Raises BadZipFile, ValueError, OSError,
     NotImplementedError or EOFError where there is none.
     """
     window = _Window(file, position, length)
@@ -42,8 +42,8 @@ def find_numbers(file: io.BufferedIOBase, position: int, length: int) -> Numbers
 
 
 def blocks(file: io.BufferedIOBase, start: int, size: int, row: int, name: str) -> Iterator[Tensor]:
-    """The `size` bytes from `start` on, uint8, as many whole rows at a time as BLOCK holds. Raises
-    EOFError where the file ends before.
+    """The `size` bytes from `start` on, each block uint8 [bytes], of as many whole rows of `row`
+    bytes as BLOCK holds. Raises EOFError where the file ends before.
     """
     step = max(1, BLOCK // row) * row
     for at in range(0, size, step):

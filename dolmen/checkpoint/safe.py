@@ -64,7 +64,9 @@ class Reader(FileSystemReader):
         self.fill(tensors)
 
     def fill(self, tensors: dict[str, Tensor]) -> None:
-        """`load` of tensors that are known to be there, in these shapes."""
+        """`load` of tensors that are known to be there, in these shapes. Raises Damaged, also
+        where the parts that are described do not fill them.
+        """
         # DCP's planner intersects what this rank holds of each tensor with the parts that are
         # stored, whatever layout cut either. What is in no part it leaves as it was, and says
         # nothing: so the elements that the plan fills are counted.

@@ -54,7 +54,9 @@ def pinned_for(device: torch.device) -> Pinned | None:
 
 
 def copies(tensors: Mapping[str, Tensor], pinned: Pinned | None) -> dict[str, Tensor]:
-    """One contiguous copy of this rank's part of each tensor in CPU memory."""
+    """One contiguous copy of this rank's part of each tensor, in its shape and dtype, in CPU
+    memory.
+    """
     if pinned is None:
         return {
             n: t.detach().to("cpu", copy=True, memory_format=contiguous_format)

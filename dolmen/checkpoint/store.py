@@ -62,11 +62,11 @@ class Checkpoints:
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
     def save(self, step: int, tensors: dict[str, Tensor], meta: dict, wait: bool = False) -> None:
-        """Copy `tensors` to CPU memory and return; they are written while training goes on. `wait`
-        writes them now.
+        """Copy `tensors`, of any shapes, to CPU memory and return; they are written while training
+        goes on. `wait` writes them now.
 
-        Finishes the save before, and raises its error. `meta` is kept as JSON; raises TypeError
-        where it is none.
+        Finishes the save before. Raises NotSaved where that, or with `wait` this, has failed, and
+        TypeError where `meta`, which is kept as JSON, is none.
         """
         state = json.dumps({"format": seal.FORMAT, **meta}, indent=1)
         self.finish()

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from jaxtyping import Shaped
 from torch import Tensor
 
 from dolmen.checkpoint import folders
@@ -32,7 +33,7 @@ class Checkpoint:
             name: Spec(tuple(t.size), t.properties.dtype) for name, t in self._reader.stored.items()
         }
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str) -> Shaped[Tensor, "*whole"]:
         """The whole tensor on the CPU. Raises KeyError for a name that is not there, Damaged for a
         damaged file.
         """
@@ -46,7 +47,7 @@ class Checkpoint:
         return tensor
 
     def stream(self, kind: str = "model") -> Iterator[tuple[str, Tensor]]:
-        """(NAME, whole tensor) of every `kind/NAME`."""
+        """(NAME, whole tensor, as in `specs`) of every `kind/NAME`; shapes, errors as `read`'s."""
         for name in self.specs:
             if name.startswith(f"{kind}/"):
                 yield name.removeprefix(f"{kind}/"), self.read(name)

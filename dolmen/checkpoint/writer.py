@@ -60,8 +60,8 @@ class Writer(FileSystemWriter):
         self.pinned = pinned
 
     def stage(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-        """One contiguous copy of this rank's part of each tensor in CPU memory; training may go on
-        changing them.
+        """One contiguous copy of this rank's part of each tensor, in its shape, in CPU memory;
+        training may go on changing them.
         """
         return staging.copies(state_dict, self.pinned)
 

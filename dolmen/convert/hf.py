@@ -1,12 +1,12 @@
 """A checkpoint folder of transformers is a model: read it by name, stream its weights, write it
 back.
 
-    read_config -> check (names and shapes, before anything is built) -> load, one stored tensor in
-    memory at a time
+    read_config -> check_tensors (names and shapes, before anything is built) -> load_weights, one
+    stored tensor in memory at a time
     save: config.json, weights, generation_config.json and tokenizer files, all of them or nothing
 
-`stream` and `export` are the two directions of the same weight rules (dolmen/families); whoever
-shards, verifies or serves takes (name, full tensor) pairs from them.
+`stream` and `export_weights` are the two directions of the same weight rules (dolmen/families);
+whoever shards, verifies or serves takes (name, full tensor) pairs from them.
 """
 
 import json
@@ -120,10 +120,10 @@ def check_tensors(folder: Path | str, model: Model) -> None:
 def stream(
     folder: Path | str, model: Model, only: Collection[str] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """(our name, full CPU tensor in the dtype of the file), in the order of the files; `only` those
-    parameters, where given. One stored tensor is in memory at a time if the caller lets go of each.
-    Checks first, raising as `check` does; ValueError where a stored head of a tied model differs
-    from the embedding.
+    """(our name, full CPU tensor of its leaf's shape, in the dtype of the file), in the order of
+    the files; `only` those parameters, where given. One stored tensor is in memory at a time if the
+    caller lets go of each. Checks first, raising as `check_tensors` does; ValueError where a stored
+    head of a tied model differs from the embedding.
     """
     weights = weight_map(model)
     stored = _match(Path(folder), weights)
@@ -138,8 +138,8 @@ def load_weights(
     write: Callable[[str, Tensor], Any],
     only: Collection[str] | None = None,
 ) -> None:
-    """Calls `write(name, full tensor)` once for every parameter of `model`, or of `only`. Raises as
-    `stream` does, and KeyError where a parameter was never written.
+    """Calls `write(name, full tensor)` once, in its leaf's shape, for every parameter of `model`,
+    or of `only`. Raises as `stream` does, and KeyError where a parameter was never written.
     """
     wanted, written = set(model.tree.leaves if only is None else only), set()
     for name, tensor in stream(folder, model, only):
@@ -152,9 +152,9 @@ def load_weights(
 
 
 def export_weights(model: Model, full: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """(stored name, tensor) in the order of the model, each made of the parameters that `full(our
-    name)` gives. Where `full` is a collective, every rank goes through this iterator, one of them
-    inside `save`. Raises ValueError for a parameter of the wrong shape.
+    """(stored name, tensor of its entry's shape) in the order of the model, each made of the
+    parameters that `full(our name)` gives. Where `full` is a collective, every rank goes through
+    this iterator, one of them inside `save`. Raises ValueError for a parameter of the wrong shape.
     """
     shapes = model.tree.shapes
     for _, group in groupby(weight_map(model).entries.values(), key=lambda entry: entry.ours):
@@ -191,9 +191,10 @@ def save(
     tokenizer_folder: Path | str | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Writes the model as transformers reads it, in `dtype`, or else that of the source model, or
+    """Writes the model, of which `full(our name)` gives each parameter, in its leaf's shape, as
+    transformers reads it, in `dtype`, or else that of the source model, or
     else float32. Everything is built beside `folder` and renamed when whole. Raises as
-    `check_target` and `export` do.
+    `check_target` and `export_weights` do.
     """
     check_target(folder, tokenizer_folder)
     folder, dtype = Path(folder), dtype or stated_dtype(model)

@@ -9,9 +9,9 @@ from dolmen.families.rules import Entry, Rename, Rule, Split, Stack, Transpose
 
 
 def split_stored(rule: Rule, tensor: Tensor) -> Iterator[Tensor]:
-    """Ours out of the tensor on disk, in the order of the rule's names; views where the layout
-    allows it, else copies, one after another. A stack's tensors are one of ours only together: see
-    `assemble`.
+    """Ours out of the tensor on disk, in the order of the rule's names and in its shapes; views
+    where the layout allows it, else copies, one after another. A stack's tensors are one of ours
+    only together: see `assemble`.
     """
     match rule:
         case Rename():
@@ -27,8 +27,8 @@ def split_stored(rule: Rule, tensor: Tensor) -> Iterator[Tensor]:
 
 
 def join_stored(rule: Rule, parts: list[Tensor], piece: int | None = None) -> Tensor:
-    """The tensor on disk out of ours: the inverse of `split`, and of a stack one `piece`. A copy
-    where several are one.
+    """The tensor on disk out of ours, in the rule's shape: the inverse of `split_stored`, and of a
+    stack one `piece`. A copy where several are one.
     """
     match rule:
         case Rename():
@@ -48,9 +48,9 @@ def join_stored(rule: Rule, parts: list[Tensor], piece: int | None = None) -> Te
 def assemble(
     stored: Iterable[Entry], read: Callable[[str], Tensor], only: Collection[str] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Our (name, tensor) pairs of the tensors on disk, each read once by its name, in their order;
-    `only` those of ours, where given. The pieces of a stack are read when the first of them comes.
-    Raises ValueError where their dtypes differ.
+    """Our (name, tensor of its leaf's shape) pairs of the tensors on disk, each read once by its
+    name, in their order; `only` those of ours, where given. The pieces of a stack are read when the
+    first of them comes. Raises ValueError where their dtypes differ.
     """
     stored = list(stored)
     stacks: dict[str, dict[int, str]] = {}

@@ -166,7 +166,7 @@ def grid(
     ep: int = 1,
     timeout: timedelta | None = None,
 ) -> Mesh:
-    """The mesh of the joined process group; `timeout` as in `join`. Raises ValueError if the
+    """The mesh of the joined process group; `timeout` as in `join_world`. Raises ValueError if the
     product of its axes is not its size, or if ep does not divide dp x cp.
     """
     topology = Topology(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep)

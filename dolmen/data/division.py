@@ -185,7 +185,9 @@ def kept_out(corpus: Corpus, indices: np.ndarray, why: str) -> str:
 
 
 def check_length(division: Division, corpus: Corpus, sequence_length: int) -> None:
-    """Refuses a source of which fewer tokens than one window are left, and says where they went."""
+    """Raises ValueError where fewer tokens of a source than one window are left, and says where
+    they went.
+    """
     left = len(division.training)
     if left > sequence_length:
         return

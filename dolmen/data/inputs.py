@@ -21,7 +21,7 @@ OWN = "without --data.tokenizer,"
 
 
 class Inputs(NamedTuple):
-    """What `check` has found in order."""
+    """What `check_inputs` has found in order."""
 
     sources: tuple[Source, ...]
     validation: Source | None

@@ -9,12 +9,15 @@ import glob
 import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from dolmen.data.unpack import PACKED, unpacked
 from dolmen.files.gate import MIB, Kind, Refused, parse_json, refuse
 from dolmen.files.kinds import TEXT_ROW
 from dolmen.files.schema import List, Object, either
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
 
 # characters that are tokenised at once: 1 GB in one string would need 50 GB, and one core
 PIECE = 1 << 18
@@ -136,7 +139,7 @@ def parquet_documents(file: Path, text_field: str) -> Iterator[list[str]]:
         raise refuse(file, f"is damaged parquet: {error}") from error
 
 
-def column_texts(table, text_field: str, where: str) -> Iterator[str]:
+def column_texts(table: "Dataset | IterableDataset", text_field: str, where: str) -> Iterator[str]:
     """The texts of a data set; by batches, because `datasets` takes 13 times as long row by row."""
     number = 0
     for batch in table.iter(batch_size=512):

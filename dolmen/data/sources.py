@@ -65,6 +65,9 @@ def parse_weight(entry: str, option: str) -> tuple[str, Fraction | None]:
 def gather(
     entries: Sequence[str], weight: Fraction | None, option: str, cache: Path | None
 ) -> Source:
+    """One source of all the entries. Raises as `entry_files` does, and ValueError where all files
+    are empty.
+    """
     files, hubs, left_out = [], [], []
     for entry in entries:
         found = entry_files(entry, option, cache)

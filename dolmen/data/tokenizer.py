@@ -193,7 +193,7 @@ def train_bpe(
     finds it.
 
     `<|endoftext|>` is id 0 and serves as eos, bos and pad. Any text decodes to itself, byte for
-    byte.
+    byte. Raises ValueError for fewer tokens than there are bytes, and one.
     """
     from transformers import PreTrainedTokenizerFast
 

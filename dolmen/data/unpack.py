@@ -46,6 +46,7 @@ class Unpacked(io.RawIOBase):
         return True
 
     def readinto(self, buffer) -> int:
+        """Raises ValueError where the file is damaged, or unpacks to more than a text would."""
         try:
             data = self.inner.read(len(buffer))
         except (EOFError, OSError, zlib.error, zstandard.ZstdError) as error:

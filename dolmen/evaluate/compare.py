@@ -77,6 +77,7 @@ class Reference:
 
 
 def logits_row(logits: Tensor, theirs: Reference | None) -> Row:
+    """The largest difference of our logits [sequences, length, vocab], absolute."""
     if theirs is None:
         return Row("logits", 0, 0)
     assert logits.shape == theirs.logits.shape, (logits.shape, theirs.logits.shape)
@@ -85,6 +86,7 @@ def logits_row(logits: Tensor, theirs: Reference | None) -> Row:
 
 
 def relative_row(name: str, ours: float, theirs: float | None, tolerance: float) -> Row:
+    """|ours - theirs| / |theirs|; nothing to compare where theirs is None, on all ranks but one."""
     if theirs is None:
         return Row(name, 0, 0)
     apart = abs(ours - theirs) / abs(theirs) if theirs else math.nan
@@ -92,8 +94,8 @@ def relative_row(name: str, ours: float, theirs: float | None, tolerance: float)
 
 
 def gradient_rows(model: Decoder, theirs: dict[str, Tensor] | None) -> list[Row]:
-    """Norm of the whole gradient, and the parameter whose gradient differs most: |ours - theirs| /
-    |theirs|.
+    """Norm of the whole gradient, and the parameter whose gradient, of its leaf's shape, differs
+    most: |ours - theirs| / |theirs|.
     """
     ours, apart = 0.0, {}
     for name, p in model.named_parameters():

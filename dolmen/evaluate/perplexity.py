@@ -130,6 +130,9 @@ def open_text(
 
 
 def window_length(model: Tree, asked: int | None) -> int:
+    """Tokens that are read at once: those asked for, else LONGEST, or all the model takes where
+    that is fewer. Raises ValueError for more than it takes.
+    """
     most = model.max_position_embeddings
     if asked is None:
         return min(most, LONGEST)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import Shaped
 from torch import Tensor
 
 from dolmen.core.words import counted
@@ -70,7 +71,7 @@ class Stored:
     file: Path
     offset: int
 
-    def read(self) -> Tensor:
+    def read(self) -> Shaped[Tensor, "*whole"]:
         """The tensor, in newly allocated memory. Raises Refused where the file ends before it
         does.
         """
@@ -156,10 +157,10 @@ def write_tensors(
     tensors: Iterable[tuple[str, Tensor]],
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Stores `tensors`, which come in any order and are cast to the dtype of their spec, as shards
-    of at most `shard_bytes` (a larger tensor gets one of its own), one in memory at a time. Files
-    get their names when all are whole. Raises ValueError for a tensor that is unknown, comes twice
-    or is mis-shaped, and KeyError for those that never come.
+    """Stores `tensors`, of the shapes in `specs`, which come in any order and are cast to the dtype
+    of their spec, as shards of at most `shard_bytes` (a larger tensor gets one of its own), one in
+    memory at a time. Files get their names when all are whole. Raises ValueError for a tensor that
+    is unknown, comes twice or is mis-shaped, and KeyError for those that never come.
     """
     folder, shards = Path(folder), _shards(specs, shard_bytes)
     names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]

@@ -1,5 +1,5 @@
-"""A small language for what a file may hold, as data: a tree of frozen dataclasses that `check`
-compares with plain values (what JSON and YAML give).
+"""A small language for what a file may hold, as data: a tree of frozen dataclasses that
+`check_value` compares with plain values (what JSON and YAML give).
 
     Object({"step": Int(0)}, {"loss": Real()})   a mapping that has `step` and may have `loss`
     Either(Null(), List(Int(0)))                 one of several
@@ -13,9 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-FEW = (
-    2**40
-)  # entries of a list or mapping where nothing smaller is known: the file's size bounds it
+# entries of a list or mapping where nothing smaller is known: the file's size bounds it
+FEW = 2**40
 INT64 = 2**63
 
 

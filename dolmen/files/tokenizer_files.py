@@ -5,8 +5,8 @@ cannot be decided by looking at it. Oniguruma, which runs them, gives up after 1
 match (0.2 to 0.4 s), and `tokenizers` panics then. So every expression is tried, in a process of
 its own with a limit of time and memory, on the texts that show the usual mistakes: runs of one kind
 of character, then one that does not fit. What gets through can be slow on text that was not tried,
-or panic there, which `told` turns into words; a sentencepiece or tiktoken model has no expressions
-of its own here and is bounded in size alone.
+or panic there, which `refused_by_name` turns into words; a sentencepiece or tiktoken model has no
+expressions of its own here and is bounded in size alone.
 """
 
 import json

@@ -82,8 +82,8 @@ KINDS = ("model", "exp_avg", "exp_avg_sq")  # of tensors that a checkpoint keeps
 
 
 def tensors(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
-    """Everything a checkpoint keeps, by name: `model/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME`. Call
-    `prime` first.
+    """Everything a checkpoint keeps, by name: `model/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME`, each
+    of its leaf's shape and at rest. Call `prime` first.
 
     Raises KeyError if a trained parameter has no state: the model then shows gathered copies, not
     what is at rest. The step count is not here: it is one number, kept as JSON and put back by

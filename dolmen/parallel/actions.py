@@ -110,7 +110,7 @@ def parse_schedule(text: str, name: str) -> Schedule:
 
 
 def format_schedule(schedule: Schedule) -> str:
-    """The text that `parse` reads."""
+    """The text that `parse_schedule` reads."""
     head = "" if schedule.placement == "loop" else f"placement: {schedule.placement}\n"
     return head + "".join(" ".join(map(str, actions)) + "\n" for actions in schedule.actions)
 

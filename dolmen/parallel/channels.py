@@ -63,7 +63,7 @@ def axis_of(mesh: Mesh, sender: int, receiver: int) -> Axis:
 
 
 class Channels:
-    """Sends and receives of this rank in one step."""
+    """Sends and receives of this rank in one step, of tensors like those that `boundary` makes."""
 
     def __init__(self, schedule: Schedule, mesh: Mesh, boundary: Callable[[], Tensor]):
         self.schedule, self.mesh, self.boundary = schedule, mesh, boundary
@@ -77,6 +77,9 @@ class Channels:
         self.going: deque[tuple[dist.Work, Tensor]] = deque()
 
     def send(self, message: Message, tensor: Float[Tensor, "..."]) -> None:
+        """Begin to send `tensor` to the rank of the stage that needs it, or hand it over where that
+        is this one. Nobody writes to it any more.
+        """
         me, peer = self.mesh.pp.rank, self.schedule.rank_of(message.stage)
         if peer == me:
             self.posted[message] = None, tensor
@@ -101,7 +104,7 @@ class Channels:
             self.posted[self.coming[peer].popleft()] = work, buffer
 
     def take(self, message: Message | None) -> Tensor | None:
-        """The tensor of `message`, which has come."""
+        """The tensor of `message`, of `boundary`'s shape, that has come; None without a message."""
         if message is None:
             return None
         self.post(message)

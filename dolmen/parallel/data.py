@@ -162,7 +162,7 @@ def prefetch(blocks: Sequence[Sequence[nn.Module]]) -> None:
 
 
 def units(model: nn.Module) -> list[FSDPModule]:
-    """The modules that `shard` made units of communication."""
+    """The modules that `shard_model` made units of communication."""
     return [m for m in model.modules() if isinstance(m, FSDPModule)]
 
 
@@ -255,7 +255,7 @@ def sum_over(p: nn.Parameter, axis: Axis) -> None:
 
 def sum_partial(model: nn.Module, partial: Container[str], mesh: Mesh) -> None:
     """Sum the gradients of the parameters named in `partial` over tp, in place, of a model that
-    `shard` was not called for; after its backward.
+    `shard_model` was not called for; after its backward.
     """
     for name, p in model.named_parameters():
         if name in partial:

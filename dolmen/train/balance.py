@@ -6,6 +6,7 @@ tokens than the mean, and falls for every one that had more.
 from collections.abc import Mapping
 
 import torch
+from jaxtyping import Float64
 from torch import Tensor
 
 from dolmen.core import state
@@ -16,8 +17,10 @@ from dolmen.model.tree import Tree
 NAMES = ("router/max_load", "router/aux_loss", "router/z_loss")
 
 
-def begin(model: Decoder, scale: Tensor) -> dict[int, Balance]:
-    """What the sparse layers of this rank are given in a step; `scale`: see Balance."""
+def begin(model: Decoder, scale: Float64[Tensor, ""]) -> dict[int, Balance]:
+    """What the sparse layers of this rank are given in a step, by their numbers; `scale`: see
+    Balance.
+    """
     number = model.tree.experts + 2
     return {
         i: Balance(
@@ -64,7 +67,7 @@ def router_metrics(tree: Tree, tallies: Tensor, sequences: int) -> Tensor:
 
 def move(model: Decoder, tallies: Tensor, update: bool) -> None:
     """Where a bias balances, move those of this rank's layers after an `update`, by the world's
-    tallies.
+    tallies [layers, experts + 2].
     """
     if not update or model.router.balance != "bias":
         return

@@ -91,7 +91,9 @@ def check_profile(run: RunConfig, steps: int) -> None:
 
 
 def check_folder(out: Path, resume: bool, overwrite: bool) -> None:
-    """Refuse to train into a folder that holds something, unless told what to do with it."""
+    """Raises ValueError for a folder that holds something, unless told what to do with it, and for
+    one that cannot be written to.
+    """
     if resume and overwrite:
         raise ValueError(
             "--resume and --overwrite exclude each other: go on with the run, or throw it away"
@@ -179,8 +181,8 @@ def free_lock(out: Path, descriptor: int | None) -> None:
 
 
 def check_overwrite(run: RunConfig, out: Path, source: str) -> None:
-    """Refuse to delete what the run reads, and what dolmen did not write; `source`, a recipe or
-    YAML file, may be the config.yaml that it writes again.
+    """Raises ValueError where it would delete what the run reads, and what dolmen did not write;
+    `source`, a recipe or YAML file, may be the config.yaml that it writes again.
     """
     base = out.resolve()
     for path in _read_by(run, source):
@@ -203,9 +205,9 @@ def _read_by(run: RunConfig, source: str) -> set[Path]:
 
 
 def check_resume(run: RunConfig, out: Path) -> None:
-    """Refuse to go on from a damaged checkpoint, with another model than the newest whole one's or
-    to fewer steps than it has, over files that dolmen did not write, and where the place of
-    metrics.jsonl is taken.
+    """Raises ValueError where the run would go on from a damaged checkpoint, with another model
+    than the newest whole one's or to fewer steps than it has, over files that dolmen did not write,
+    and where the place of metrics.jsonl is taken.
     """
     if out.is_dir():
         folder.refuse_taken(

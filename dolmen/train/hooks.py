@@ -89,6 +89,7 @@ class Hooks:
         return [*hooks, (self.run.checkpoint.every, self.save), (1, self.poll), (1, self.collect)]
 
     def count(self, state: TrainState, m: Metrics) -> None:
+        """Raises FloatingPointError after too many skipped steps in a row."""
         self.tokens_since += m.tokens
         self.skipped += m.skipped
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if m.skipped else 0

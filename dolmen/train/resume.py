@@ -66,6 +66,7 @@ def load_newest(
 ) -> Saved | None:
     """Load the newest whole checkpoint: what it keeps beside tensors; None if there is none. With
     `fall_back` the newest that is not damaged; a whole one that does not fit is never put aside.
+    Raises Damaged where none can be read, and Unusable, on every rank, for one that does not fit.
     """
     steps = checkpoints.steps()
     for step in reversed(steps):

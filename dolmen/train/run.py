@@ -176,7 +176,9 @@ def _in_folder(asked: _Asked) -> Outcome:
 
 
 def first_does(mesh: Mesh, work: Callable[[], T]) -> T:
-    """work(), done by the first rank alone; its value, or its Unusable, is everyone's."""
+    """work(), done by the first rank alone; its value is everyone's. Raises Unusable on every rank
+    where it raises a ValueError.
+    """
     if mesh.size == 1:
         return work()
     try:

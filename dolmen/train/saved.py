@@ -54,7 +54,7 @@ class Saved:
     validation: Validation | None
 
     def meta(self) -> dict[str, Any]:
-        """As JSON keeps it; `read` is its inverse."""
+        """As JSON keeps it; `read_saved` is its inverse."""
         meta = asdict(self)
         return {**meta, "loss_scale": list(self.loss_scale), "norms": list(self.norms)}
 

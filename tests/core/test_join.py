@@ -14,7 +14,7 @@ SETTINGS = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precis
 
 @pytest.fixture
 def joined(monkeypatch):
-    """`join` of a lone process on a device, and what it called."""
+    """`join_world` of a lone process on a device, and what it called."""
     before, called = [getattr(PRODUCTS, name) for name in SETTINGS], []
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: called.append(device))
     monkeypatch.setattr(

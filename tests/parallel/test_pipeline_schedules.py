@@ -162,7 +162,7 @@ def test_an_action_starts_when_it_may_and_not_later():
 
 
 def bad(edit, name: str = "1f1b", p: int = 2, m: int = 2) -> str:
-    """What `check` says of a schedule after `edit` of its lists."""
+    """What `check_schedule` says of a schedule after `edit` of its lists."""
     s = make(name, p, m)
     lists = [list(actions) for actions in s.actions]
     edit(lists)
@@ -206,8 +206,8 @@ def test_deadlocks_are_refused_by_name():
 
 
 def runs(s: Schedule) -> bool:
-    """Whether lists and dependencies together make no circle: what `check` must find, by another
-    way.
+    """Whether lists and dependencies together make no circle: what `check_schedule` must find, by
+    another way.
     """
     graph = graphlib.TopologicalSorter()
     for rank, actions in enumerate(s.actions):
