@@ -36,7 +36,7 @@ from dolmen.evaluate.compare import (
 from dolmen.families import Model, compared, weight_map
 from dolmen.model.decoder import Decoder
 from dolmen.model.tree import Tree
-from dolmen.parallel import data, tensor
+from dolmen.parallel import data, vocabulary
 from dolmen.serve import engine
 
 SEQUENCES, NEW_TOKENS, SEED = 4, 16, 0
@@ -234,7 +234,7 @@ def _compare(
     batch = Batch.of_windows(tokens.windows.cpu().numpy())
     inputs, labels = batch.tokens.to(mesh.device), batch.labels.to(mesh.device)
     with torch.no_grad():
-        logits = tensor.gather_vocabulary(model(inputs), model.tree.vocab_size, mesh.tp)
+        logits = vocabulary.gather_vocabulary(model(inputs), model.tree.vocab_size, mesh.tp)
     with torch.set_grad_enabled(gradients):
         loss = model(inputs, labels) / batch.real_tokens
     rows = [

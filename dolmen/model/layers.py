@@ -15,7 +15,7 @@ from dolmen.model import tree
 from dolmen.model.tree import Leaf, Leaves
 from dolmen.ops.kernels import Kernels
 from dolmen.ops.norm import rms_norm
-from dolmen.parallel import tensor
+from dolmen.parallel import tensor, vocabulary
 from dolmen.parallel.tensor import TensorParallel
 
 
@@ -97,7 +97,7 @@ class Embedding(Parameters):
         self.vocab_size, self.scale, self.tp = embedding.rows, embedding.scale, tp
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = tensor.embed(tokens, local(self.weight), self.vocab_size, self.tp)
+        x = vocabulary.embed(tokens, local(self.weight), self.vocab_size, self.tp)
         if self.scale == 1:
             return x
         # rounded to x's dtype, as in transformers: sqrt(3072) = 55.43 is 55.5 in bf16

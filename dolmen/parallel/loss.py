@@ -28,7 +28,8 @@ from dolmen.core.function import Context, Function
 from dolmen.core.mesh import Axis
 from dolmen.ops import loss
 from dolmen.ops.kernels import Kernels
-from dolmen.parallel.tensor import TensorParallel, vocabulary_range
+from dolmen.parallel.tensor import TensorParallel
+from dolmen.parallel.vocabulary import vocabulary_range
 
 
 class _LinearCrossEntropy(Function):

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int64, Shaped
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from dolmen.core import collectives as c
@@ -271,45 +271,6 @@ def rows(
     """
     parts = [products(x, [w], [None], tp)[0] for x, w in zip(xs, weights, strict=True)]
     return tp.leave(reduce(add, parts))
-
-
-def vocabulary_range(vocab_size: int, axis: Axis) -> tuple[int, int]:
-    """(first row, number of rows) of this rank's part of the vocabulary; the last ranks may hold
-    fewer, or none.
-    """
-    chunk = -(-vocab_size // axis.size)
-    first = min(axis.rank * chunk, vocab_size)
-    return first, min(chunk, vocab_size - first)
-
-
-def embed(
-    tokens: Int64[Tensor, " tokens"],
-    weight: Float[Tensor, "rows hidden"],
-    vocab_size: int,
-    tp: TensorParallel,
-) -> Float[Tensor, "here hidden"]:
-    """Rows of the vocabulary-parallel embedding, of all tokens, or of this rank's part of them
-    (S(0)). weight is S(0)@tp: each rank looks up its own rows, zero elsewhere, and `leave` sums.
-    """
-    if tp.axis.size == 1:
-        return F.embedding(tokens, weight)
-    first, size = vocabulary_range(vocab_size, tp.axis)
-    row = tokens - first
-    mine = (row >= 0) & (row < size)
-    return tp.leave(F.embedding(torch.where(mine, row, 0), weight) * mine[:, None].to(weight.dtype))
-
-
-def gather_vocabulary(
-    logits: Float[Tensor, "*tokens rows"], vocab_size: int, axis: Axis
-) -> Float[Tensor, "*tokens {vocab_size}"]:
-    """Logits of this rank's rows of the vocabulary, S(-1)@tp -> of all, on every rank. No autograd:
-    for reading and sampling.
-    """
-    if axis.size == 1:
-        return logits
-    chunk = -(-vocab_size // axis.size)
-    padded = F.pad(logits.detach(), (0, chunk - logits.shape[-1])).movedim(-1, 0)
-    return c.wait(c.start_all_gather(padded, axis), axis).movedim(0, -1)[..., :vocab_size]
 
 
 def own_tokens(

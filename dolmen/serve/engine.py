@@ -21,7 +21,7 @@ from dolmen.core.mesh import SINGLE, Mesh
 from dolmen.files import gate, kinds
 from dolmen.model import build
 from dolmen.model.decoder import Decoder
-from dolmen.parallel import data, tensor
+from dolmen.parallel import data, vocabulary
 from dolmen.serve import sample
 from dolmen.serve.cache import Cache
 
@@ -156,7 +156,7 @@ def _read(model: Decoder, tokens: Tensor, cache: Cache) -> Tensor:
     for part in before:
         model(part, cache=cache)
     logits = model(last, cache=cache)
-    logits = tensor.gather_vocabulary(logits[:batch, -1], model.tree.vocab_size, model.tp.axis)
+    logits = vocabulary.gather_vocabulary(logits[:batch, -1], model.tree.vocab_size, model.tp.axis)
     return logits if logits.dtype == torch.float64 else logits.float()
 
 

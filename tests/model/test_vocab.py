@@ -23,7 +23,8 @@ from dolmen.model.split import whole
 from dolmen.ops.kernels import Kernels
 from dolmen.parallel import loss
 from dolmen.parallel.data import inference
-from dolmen.parallel.tensor import TensorParallel, gather_vocabulary, vocabulary_range
+from dolmen.parallel.tensor import TensorParallel
+from dolmen.parallel.vocabulary import gather_vocabulary, vocabulary_range
 
 # vocabulary, heads, key-value heads
 CASES = {

@@ -10,7 +10,7 @@ import torch
 from decoders import DECODERS, decoder, tokens
 
 from dolmen.core import mesh as meshes
-from dolmen.parallel.tensor import gather_vocabulary
+from dolmen.parallel.vocabulary import gather_vocabulary
 from dolmen.serve.cache import Cache, LayerCache
 
 PIECES = (3, 1, 1, 6, 1, 4, 1, 1, 14)  # 32: the first without a past, then one or several tokens
