@@ -107,7 +107,7 @@ def local(p: Shaped[Tensor, "*whole"]) -> Shaped[Tensor, "*here"]:
 
 
 def region(p: Shaped[Tensor, "*whole"]) -> tuple[slice, ...]:
-    """The part of the logical tensor that this rank holds, one slice a dimension."""
+    """The part of the logical tensor that this rank holds, one slice per dimension."""
     if not isinstance(p, DTensor):
         return tuple(slice(0, n) for n in p.shape)
     shape, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
