@@ -10,8 +10,8 @@ at every operation, fp32 and bfloat16):
     0      P                 P                   the last backward          2 P
     1      P / dp            P                   the last backward          (1 + 1/dp) P
     2      P / dp            P / dp              each backward              (1 + 1/dp) P
-    3      P / dp            P / dp              their block, R their pass  P / dp; at most
-                                                                            P / dp + R + B in it
+    3      P / dp            P / dp              their block; R: the pass   P / dp; at most
+                                                                            P / dp + R + B during it
 
 With dp = 1, stages 1 and 2 hold what 0 does. Gradients come one block at a time, B whole, while
 copies go: with one microbatch the most at once is (1 + 1/dp) P + B + H for 1 and 2, 2 P + B + H for

@@ -22,8 +22,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from dolmen.core import collectives as c
-from dolmen.core import ranges
+from dolmen.core import collectives, ranges
 from dolmen.core.function import Context, Function
 from dolmen.core.mesh import Axis
 from dolmen.ops import loss
@@ -46,7 +45,9 @@ class _LinearCrossEntropy(Function):
         at_once: int,
         soft_cap: float | None,
     ) -> Tensor:
-        entered = c.wait(c.start_all_gather(x, tp.axis), tp.axis) if tp.gathers else x
+        entered = (
+            collectives.wait(collectives.start_all_gather(x, tp.axis), tp.axis) if tp.gathers else x
+        )
         first, _ = vocabulary_range(vocab_size, tp.axis)
         total = torch.zeros(
             (), dtype=torch.float32 if x.dtype != torch.float64 else x.dtype, device=x.device
@@ -110,9 +111,9 @@ def _chunk(
     logits, slope = F.linear(x, weight).to(wide), None
     if soft_cap is not None:
         logits, slope = loss.capped_with_slope(logits, soft_cap)
-    maximum = c.reduce_scalar(logits.amax(-1), axis, "max")
+    maximum = collectives.reduce_scalar(logits.amax(-1), axis, "max")
     e, own_sum, own_target = loss.exponentials(logits, maximum, labels, first)
-    sums, target = c.reduce_scalar(torch.stack((own_sum, own_target)), axis)
+    sums, target = collectives.reduce_scalar(torch.stack((own_sum, own_target)), axis)
     losses = torch.where(labels == loss.IGNORED, 0.0, sums.log() - target)
     return losses, loss.gradient(e, sums, labels, first, x.dtype, slope) if want_grad else None
 

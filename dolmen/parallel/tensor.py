@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from dolmen.core import collectives as c
+from dolmen.core import collectives
 from dolmen.core.function import Context, Function
 from dolmen.core.mesh import Axis
 
@@ -85,14 +85,22 @@ class TensorParallel:
         """I -> R, or S(0) -> R under sequence parallelism, where `columns` is not what is
         entered.
         """
-        return c.all_gather(x, 0, self.axis) if self.gathers else c.copy(x, self.axis)
+        return (
+            collectives.all_gather(x, 0, self.axis)
+            if self.gathers
+            else collectives.copy(x, self.axis)
+        )
 
     def leave(self, y: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "here hidden"]:
         """P -> I, in y's memory, or P -> S(0) under sequence parallelism. y is the sum or product
         just made, which nothing else reads. Raises ValueError where tp does not divide the tokens
         that it shards.
         """
-        return c.reduce_scatter(y, 0, self.axis) if self.sequence else c.all_reduce_(y, self.axis)
+        return (
+            collectives.reduce_scatter(y, 0, self.axis)
+            if self.sequence
+            else collectives.all_reduce_(y, self.axis)
+        )
 
     def start_back(self, dx: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "arriving hidden"]:
         """The backward of `enter`, begun: P -> I, in dx's memory, or P -> S(0) under sequence
@@ -101,14 +109,18 @@ class TensorParallel:
         if self.axis.size == 1:
             return dx
         if self.sequence:
-            return c.start_reduce_scatter(dx, self.axis)
-        return c.start_all_reduce_(dx, self.axis)
+            return collectives.start_reduce_scatter(dx, self.axis)
+        return collectives.start_all_reduce_(dx, self.axis)
 
     def finish_back(self, dx: Float[Tensor, "arriving hidden"]) -> Float[Tensor, "here hidden"]:
         """What `start_back` has begun."""
         if self.axis.size == 1:
             return dx
-        return c.finish_reduce_scatter(dx, self.axis) if self.sequence else c.wait(dx, self.axis)
+        return (
+            collectives.finish_reduce_scatter(dx, self.axis)
+            if self.sequence
+            else collectives.wait(dx, self.axis)
+        )
 
 
 class _Call(NamedTuple):
@@ -162,14 +174,16 @@ class _Linear(Function):
         wants_dx, wants_dw, wants_db = _wanted(ctx)
         dx: Tensor | None = None
         dw: list[Tensor | None] = [None] * call.products
-        gathering = c.start_all_gather(x, axis) if axis is not None and any(wants_dw) else None
+        gathering = (
+            collectives.start_all_gather(x, axis) if axis is not None and any(wants_dw) else None
+        )
         if wants_dx:
             # added up in place: three products (q, k, v) make one dX, and no sum of three
             dx = grads[0] @ weights[0]
             for g, w in zip(grads[1:], weights[1:], strict=True):
                 dx.addmm_(g, w)
         if gathering is not None:
-            x = c.wait(gathering, axis)
+            x = collectives.wait(gathering, axis)
         if dx is not None and call.enters:
             dx = tp.start_back(dx)
         if tp.later is not None and call.deferred:
@@ -189,7 +203,7 @@ def _wanted(ctx: Context[_Call]) -> tuple[bool, tuple[bool, ...], tuple[bool, ..
 
 
 def _gathered(x: Tensor, axis: Axis | None) -> Tensor:
-    return x if axis is None else c.wait(c.start_all_gather(x, axis), axis)
+    return x if axis is None else collectives.wait(collectives.start_all_gather(x, axis), axis)
 
 
 def _products(
@@ -279,4 +293,4 @@ def own_tokens(
     """Of something known for all tokens, this rank's part of the residual stream: all, or
     S(0)@tp.
     """
-    return c.part(per_token, 0, tp.axis) if tp.gathers else per_token
+    return collectives.part(per_token, 0, tp.axis) if tp.gathers else per_token

@@ -44,7 +44,7 @@ LLAMA_3 = {
 
 
 def pretrain() -> RunConfig:
-    """neutral: --init and --data decide; from a model and one text file it trains gently"""
+    """neutral: --init and --data decide; a low learning rate, as for a trained model"""
     return RunConfig(
         name="pretrain", optimizer=OptimizerConfig(lr=5e-5, warmup_steps=10, weight_decay=0.01)
     )
