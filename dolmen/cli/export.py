@@ -5,7 +5,7 @@ from pathlib import Path
 from dolmen.checkpoint import stream
 from dolmen.cli.errors import BadInput
 from dolmen.cli.options import ExportOptions, message
-from dolmen.convert import hf
+from dolmen.convert import hf_export
 from dolmen.core.config import from_dict
 from dolmen.families import Model, completed, edit
 from dolmen.optim.precision import DTYPES
@@ -38,7 +38,7 @@ def export(source: Path, to: Path, dtype: str | None = None) -> int:
     if run_.init is None:
         model = completed(model)
         model = stopping(model, tokenizer) if tokenizer.is_dir() else model
-    hf.save(
+    hf_export.save(
         to,
         model,
         lambda name: saved.read(f"model/{name}"),

@@ -14,7 +14,7 @@ from models import flat_model
 from safetensors.torch import load_file, save_file
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from dolmen.convert import hf
+from dolmen.convert import hf, hf_export
 from dolmen.convert.weights import join_stored
 from dolmen.families import Model, weight_map
 from dolmen.families import edit as edited
@@ -52,7 +52,7 @@ def random(config):
 
 
 def saved(config, folder, **options):
-    hf.save(folder, config, random(config).__getitem__, **options)
+    hf_export.save(folder, config, random(config).__getitem__, **options)
     return folder
 
 
@@ -82,7 +82,7 @@ def test_shards_and_dtypes(tmp_path):
     assert config.dtype == "bfloat16" and list(ours) == list(LLAMA.tree.leaves)
     assert all(torch.equal(ours[name], tensor.bfloat16()) for name, tensor in random(LLAMA).items())
     # the dtype of the source, without being told
-    hf.save(tmp_path / "again", config, ours.__getitem__)
+    hf_export.save(tmp_path / "again", config, ours.__getitem__)
     assert {t.dtype for t in load_file(tmp_path / "again" / "model.safetensors").values()} == {
         torch.bfloat16
     }
@@ -254,10 +254,10 @@ def test_save_is_all_or_nothing(tmp_path):
     tensors = random(LLAMA)
     tensors["layers.1.mlp.up.weight"] = torch.zeros(3)
     with pytest.raises(ValueError, match="layers.1.mlp.up.weight"):
-        hf.save(tmp_path / "half", LLAMA, tensors.__getitem__)
+        hf_export.save(tmp_path / "half", LLAMA, tensors.__getitem__)
     del tensors["layers.1.mlp.up.weight"]
     with pytest.raises(KeyError, match="layers.1.mlp.up.weight"):
-        hf.save(tmp_path / "half", LLAMA, tensors.__getitem__)
+        hf_export.save(tmp_path / "half", LLAMA, tensors.__getitem__)
     with pytest.raises(ValueError, match="no tokenizer"):
         saved(LLAMA, tmp_path / "half", tokenizer_folder=tmp_path)
     assert os.listdir(tmp_path) == ["empty"]
@@ -308,7 +308,7 @@ def test_one_tensor_is_resident(tmp_path, config, monkeypatch):
         return watched(torch.randn(shapes[name]))
 
     shapes = config.tree.shapes
-    hf.save(tmp_path / "m", config, made_alone)
+    hf_export.save(tmp_path / "m", config, made_alone)
     monkeypatch.setattr(Stored, "read", read_alone)
     hf.load_weights(tmp_path / "m", config, lambda name, full: None)
     assert len(made) == len(shapes) + len(weight_map(config).entries)
@@ -317,7 +317,7 @@ def test_one_tensor_is_resident(tmp_path, config, monkeypatch):
 def test_export_is_what_save_writes(tmp_path):
     folder, ours = saved(GPT2, tmp_path / "m"), random(GPT2)
     written = load_file(folder / "model.safetensors")
-    exported = dict(hf.export_weights(GPT2, ours.__getitem__))
+    exported = dict(hf_export.export_weights(GPT2, ours.__getitem__))
     assert exported.keys() == written.keys()
     assert all(torch.equal(exported[name], tensor) for name, tensor in written.items())
     assert json.loads((folder / "config.json").read_text()) == GPT2.exported()

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from test_config import DEEPSEEK_V2, DEEPSEEK_V2_LITE, DEEPSEEK_V3
 from tiny import build, save
 
-from dolmen.convert import hf
+from dolmen.convert import hf, hf_export
 from dolmen.core.mesh import SINGLE
 from dolmen.families import Model
 from dolmen.model import count
@@ -79,7 +79,7 @@ def test_the_bias_of_a_router_stays_in_fp32(tmp_path):
     assert {p.dtype for p in parameters.values()} == {torch.bfloat16, torch.float32}
     assert torch.equal(router, gate.e_score_correction_bias)
     source = hf.read_config(tmp_path / "half")
-    hf.save(tmp_path / "back", source, parameters.__getitem__)
+    hf_export.save(tmp_path / "back", source, parameters.__getitem__)
     files = [load_file(tmp_path / name / "model.safetensors") for name in ("half", "back")]
     assert all(torch.equal(tensor, files[1][name]) for name, tensor in files[0].items())
     assert all(tensor.dtype == files[1][name].dtype for name, tensor in files[0].items())

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from tiny import CASES, build, save
 
-from dolmen.convert import hf
+from dolmen.convert import hf, hf_export
 from dolmen.families import edit
 
 
@@ -33,7 +33,7 @@ def test_config_and_weights_come_back(source, tmp_path):
     _, folder = source
     loaded, ours = load(folder)
     assert not [name for name, tensor in ours.items() if tensor.isnan().any()]
-    hf.save(tmp_path / "back", loaded, ours.__getitem__)
+    hf_export.save(tmp_path / "back", loaded, ours.__getitem__)
     for file in ("config.json", "generation_config.json"):
         theirs, back = (json.loads((f / file).read_text()) for f in (folder, tmp_path / "back"))
         if file == "config.json":

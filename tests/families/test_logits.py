@@ -9,7 +9,7 @@ import transformers
 from tiny import CASES, build, save
 from transformers.core_model_loading import revert_weight_conversion
 
-from dolmen.convert import hf
+from dolmen.convert import hf, hf_export
 from dolmen.core import state
 from dolmen.families import weight_map
 from dolmen.model.decoder import Decoder
@@ -101,7 +101,7 @@ def test_loss_and_gradients(case, dtype, tmp_path, wide):
     loss.backward()
     frozen = {name for name, leaf in source.tree.leaves.items() if not leaf.trained}
     grads = {n: torch.zeros_like(p) if n in frozen else p.grad for n, p in parameters.items()}
-    stored = dict(hf.export_weights(source, grads.__getitem__))
+    stored = dict(hf_export.export_weights(source, grads.__getitem__))
     for entry in weight_map(source).entries.values():
         if entry.ours[0] in frozen:
             del stored[entry.hf]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from models import Flat, flat_model
 
-from dolmen.convert import hf
+from dolmen.convert import hf_export
 from dolmen.convert.weights import assemble, join_stored, split_stored
 from dolmen.families import Model, weight_map
 from dolmen.families.rules import Rename, Split, Transpose, entries
@@ -123,7 +123,7 @@ def test_a_stack_is_read_whole_and_written_apart():
             ours[STACK.format(1)][i],
             stored[f"model.layers.1.block_sparse_moe.experts.{i}.w1.weight"],
         )
-    back = dict(hf.export_weights(EXPERTS, lambda name: (asked.append(name), ours[name])[1]))
+    back = dict(hf_export.export_weights(EXPERTS, lambda name: (asked.append(name), ours[name])[1]))
     assert (
         sorted(asked) == sorted(ours)
         and back.keys() == stored.keys()

@@ -178,7 +178,7 @@ def test_damaged_folders_are_refused(tmp_path):
 
 PEAK = """
 import os, resource, sys, torch
-from dolmen.convert import hf
+from dolmen.convert import hf, hf_export
 from dolmen.families import Model
 
 def grown(work):        # MiB by which `work` raised the peak
@@ -190,7 +190,7 @@ config = Model(dict(model_type="llama", vocab_size=4096, hidden_size=1024, inter
                     num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=2, head_dim=16))
 shapes, folder = config.tree.shapes, sys.argv[1] + "/model"
 if os.fork() == 0:      # a process each, since a peak never falls
-    grown(lambda: hf.save(folder, config, lambda name: torch.ones(shapes[name])))
+    grown(lambda: hf_export.save(folder, config, lambda name: torch.ones(shapes[name])))
     os._exit(0)
 os.wait()
 grown(lambda: hf.load_weights(folder, config, lambda name, full: None))

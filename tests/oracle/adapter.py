@@ -30,7 +30,7 @@ from transformers import PreTrainedTokenizerFast
 
 import dolmen
 from dolmen.checkpoint.stream import locate, open_checkpoint
-from dolmen.convert import hf
+from dolmen.convert import hf_export
 from dolmen.data import loader
 from dolmen.data.config import DataConfig
 from dolmen.data.loader import Loader
@@ -254,7 +254,7 @@ def read(job: Job, out: Path) -> Result:
     model = Model.from_plain(saved.meta["run"]["model"])
 
     def tensors(kind: str) -> dict[str, Tensor]:
-        return dict(hf.export_weights(model, lambda name: saved.read(f"{kind}/{name}")))
+        return dict(hf_export.export_weights(model, lambda name: saved.read(f"{kind}/{name}")))
 
     return Result(
         losses=column("loss"),

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from decoders import DECODERS, MOST, PROMPTS, VOCABULARY, decoder
 
-from dolmen.convert import hf
+from dolmen.convert import hf_export
 from dolmen.core import mesh as meshes
 from dolmen.parallel import data
 from dolmen.serve import engine
@@ -149,7 +149,7 @@ def test_load_takes_the_dtype_of_the_folder(tmp_path):
     model = decoder("one-kv-qk-norm")
     values = dict(model.named_parameters())
     flat = replace(DECODERS["one-kv-qk-norm"], family="qwen3", hf={"eos_token_id": [2, 3]})
-    hf.save(tmp_path / "model", flat.model, values.__getitem__, torch.bfloat16)
+    hf_export.save(tmp_path / "model", flat.model, values.__getitem__, torch.bfloat16)
     assert {p.dtype for p in load_decoder(tmp_path / "model").parameters()} == {torch.bfloat16}
     wide = load_decoder(tmp_path / "model", dtype=torch.float32)
     assert not wide.training and all(

@@ -9,7 +9,7 @@ import pytest
 
 PROGRAM = """
 import resource, sys, torch
-from dolmen.convert import hf
+from dolmen.convert import hf, hf_export
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from dolmen.core import mesh, state
 from dolmen.families import Model
@@ -20,7 +20,7 @@ llama = dict(model_type="llama", num_attention_heads=8, num_key_value_heads=8)
 config = Model(dict(llama, vocab_size=8192, hidden_size=1024, intermediate_size=4096,
                     num_hidden_layers=6, head_dim=128))
 if sys.argv[2] == "write":
-    hf.save(sys.argv[1], config, lambda name: torch.full(config.tree.shapes[name], 0.5))
+    hf_export.save(sys.argv[1], config, lambda name: torch.full(config.tree.shapes[name], 0.5))
 else:
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     grid = mesh.grid(1, 8, torch.device("cpu"))
