@@ -63,9 +63,9 @@ def save(
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Writes the model, of which `full(our name)` gives each parameter, in its leaf's shape, as
-    transformers reads it, in `dtype`, or else that of the source model, or
-    else float32. Everything is built beside `folder` and renamed when whole. Raises as
-    `check_target` and `export_weights` do.
+    transformers reads it, in `dtype`, or else that of the source model, or else float32. Everything
+    is built beside `folder` and renamed when whole. Raises as `check_target` and `export_weights`
+    do.
     """
     check_target(folder, tokenizer_folder)
     folder, dtype = Path(folder), dtype or stated_dtype(model)
