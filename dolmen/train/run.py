@@ -4,24 +4,19 @@
 
 import json
 import math
-import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
 
-import yaml
 from rich.console import Console
 
 from dolmen.checkpoint.store import Checkpoints
 from dolmen.convert import hf
-from dolmen.core import agree, determinism
-from dolmen.core.config import to_dict
+from dolmen.core import determinism
 from dolmen.core.mesh import Mesh
 from dolmen.data import loader as data_loader
 from dolmen.data.loader import Loader
-from dolmen.files import gate, write
+from dolmen.files import write
 from dolmen.model import build
 from dolmen.optim import optimizer as optim
 from dolmen.optim.precision import DTYPES, LossScale, at_rest
@@ -30,18 +25,16 @@ from dolmen.train import folder, garbage, mfu, report
 from dolmen.train.check import check_profile, free_lock, take_lock
 from dolmen.train.compiled import limit_told
 from dolmen.train.config import RunConfig
-from dolmen.train.folder import Unusable
 from dolmen.train.hooks import Hooks
 from dolmen.train.loop import Stop, train_steps
 from dolmen.train.resume import resume
 from dolmen.train.saved import Validation
 from dolmen.train.spike import SpikePolicy
-from dolmen.train.start import Start
+from dolmen.train.start import Start, first_does, same_data
 from dolmen.train.step import TrainState
 from dolmen.train.warn import warnings
 from dolmen.train.watch import Watch
-
-T = TypeVar("T")
+from dolmen.train.written import write_config, write_tokenizer
 
 
 @dataclass(frozen=True)
@@ -175,35 +168,6 @@ def _in_folder(asked: _Asked) -> Outcome:
             free_lock(out, lock)
 
 
-def first_does(mesh: Mesh, work: Callable[[], T]) -> T:
-    """work(), done by the first rank alone; its value is everyone's. Raises Unusable on every rank
-    where it raises a ValueError.
-    """
-    if mesh.size == 1:
-        return work()
-    try:
-        return agree.once(work)
-    except ValueError as error:
-        raise Unusable(str(error)) from None
-
-
-def same_data(loader: Loader, mesh: Mesh) -> None:
-    """Raises Unusable on every rank, with what differs, unless all ranks train on the same text:
-    one path may lead to other files on another host.
-    """
-    if mesh.size == 1:
-        return
-    try:
-        agree.require_same(
-            loader.fingerprint(),
-            what="have the same training data",
-            mend="give every host the same files under --data.path, --data.validation and "
-            "--data.tokenizer",
-        )
-    except ValueError as error:
-        raise Unusable(str(error)) from None
-
-
 def _train(asked: _Asked, loader: Loader, state: TrainState) -> Outcome:
     """`run_training` in a folder that is ours."""
     run, out, mesh, console = asked.run, asked.out, asked.mesh, asked.console
@@ -296,25 +260,6 @@ def epoch_steps(loader: Loader) -> int:
     samples = loader.first(step) - loader.first(0)
     per_step = max(min(loader.mixture.epochs(samples).values()) / step, 1e-12)
     return max(1, round(1 / per_step - loader.first(0) / loader.global_batch_size))
-
-
-def write_config(out: Path, run: RunConfig) -> None:
-    """config.yaml: the resolved run, which can be run again."""
-    out.mkdir(parents=True, exist_ok=True)
-    text = gate.whole_yaml(yaml.safe_dump(to_dict(run), sort_keys=False))
-    write.replace(out / "config.yaml", text)
-
-
-def write_tokenizer(out: Path, loader: Loader) -> None:
-    """The tokenizer as transformers has it, in `tokenizer`: made elsewhere, as transformers writes
-    through links.
-    """
-    with tempfile.TemporaryDirectory() as made:
-        loader.tokenizer.save_pretrained(made)
-        for file in sorted(path for path in Path(made).rglob("*") if path.is_file()):
-            to = "tokenizer" / file.relative_to(made)
-            write.replace(write.folder(out, to.parent) / file.name, gate.read_bytes(file, 2**32))
-    folder.claim_files(out, "tokenizer")
 
 
 def summary(outcome: Outcome, out: Path) -> None:

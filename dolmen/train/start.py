@@ -7,18 +7,24 @@ is a first start or one more of the same run, after a failure.
                    folder says by whom, for a kill may have come before
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from dolmen import __version__
 from dolmen.core import agree
 from dolmen.core.config import to_dict
+from dolmen.core.mesh import Mesh
+from dolmen.data.loader import Loader
 from dolmen.files import gate
 from dolmen.train.check import check_folder, check_overwrite, check_resume
 from dolmen.train.config import RunConfig
-from dolmen.train.folder import OWNER
+from dolmen.train.folder import OWNER, Unusable
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -79,6 +85,35 @@ def settle(
         return Start(resume, overwrite, False, owner)
     goes_on = not overwrite or agree.once(lambda: bool(set(jobs) & _owners(out)))
     return Start(resumed=goes_on, overwrite=not goes_on, restarted=True, owner=owner)
+
+
+def first_does(mesh: Mesh, work: Callable[[], T]) -> T:
+    """work(), done by the first rank alone; its value is everyone's. Raises Unusable on every rank
+    where it raises a ValueError.
+    """
+    if mesh.size == 1:
+        return work()
+    try:
+        return agree.once(work)
+    except ValueError as error:
+        raise Unusable(str(error)) from None
+
+
+def same_data(loader: Loader, mesh: Mesh) -> None:
+    """Raises Unusable on every rank, with what differs, unless all ranks train on the same text:
+    one path may lead to other files on another host.
+    """
+    if mesh.size == 1:
+        return
+    try:
+        agree.require_same(
+            loader.fingerprint(),
+            what="have the same training data",
+            mend="give every host the same files under --data.path, --data.validation and "
+            "--data.tokenizer",
+        )
+    except ValueError as error:
+        raise Unusable(str(error)) from None
 
 
 def _check(run: RunConfig, out: Path, recipe: str, resume: bool, overwrite: bool) -> None:
