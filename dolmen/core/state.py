@@ -170,6 +170,8 @@ def fill_normal(p: Float[Tensor, "*whole"], name: str, seed: int, std: float) ->
     seed; a rank draws the blocks its region meets and keeps its part. No rank ever holds a whole
     tensor. Of stacked matrices each has its own name.
     """
+    # Blocks are cut of the logical tensor, not of what a rank holds, or values would follow the
+    # layout. Where a rank's region ends inside a block, it draws all of it and keeps a part.
     out, where = local_view(p), region(p)
     if out.numel() == 0:
         return

@@ -42,6 +42,9 @@ def ending(
     size = int(corpus.documents["bytes"][index])
     target = max(0, length - max(2, round(fraction * length)))
     ends = seams(corpus, index, length, size)
+    # Text was tokenised in pieces, so between two of them nothing has to be read to know that a
+    # token ends where the text is cut. Where the pieces are too few, the one that has the target is
+    # read and tokenised once more, and cut between two tokens that share no character.
     if len(ends) * fraction >= PIECES:
         inner = ends[:-1]
         token, byte = inner[np.argmin(np.abs(inner[:, 0] - target))]

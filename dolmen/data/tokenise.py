@@ -45,6 +45,7 @@ def write_tokens(
     ends, documents, seams = array("q"), Column(DOCUMENT), Column(SEAM)
     before = np.cumsum([0] + [size for _, size, *_ in origin["files"]])
     mark = np.array([origin["end_of_text"]], origin["dtype"])
+    # tokens written, and those before this document; bytes read of the file `current`, for the bar
     position = start = read = current = largest = 0
     text, digest = TextHash(), xxhash.xxh3_128()
     with open(folder / "tokens.bin", "wb") as out:

@@ -55,7 +55,10 @@ class _LinearCrossEntropy(Function):
         wants_dx, wants_dw = (differentiate and wants for wants in ctx.needs_input_grad[:2])
         dx = torch.empty_like(entered) if wants_dx else None
         dw = torch.zeros_like(weight, dtype=total.dtype) if wants_dw else None
-        # the slope of a soft cap is as large as the logits
+        # A chunk of tokens at a time: its logits are formed, judged, turned into their gradient and
+        # multiplied into dX and dW, then forgotten. Of 8,192 tokens and 128,256 rows all logits
+        # would be 3.9 GiB in fp32, and their gradient as much. dW is a sum over chunks, in fp32.
+        # The slope of a soft cap is as large as the logits.
         tensors = 1 if soft_cap is None else 2
         chunk = max(1, at_once // (tensors * weight.shape[0]))
         visit = _compiled_chunk() if compile else _chunk
@@ -111,6 +114,8 @@ def _chunk(
     logits, slope = F.linear(x, weight).to(wide), None
     if soft_cap is not None:
         logits, slope = loss.capped_with_slope(logits, soft_cap)
+    # Two all-reduces, not three: the exponentials need the maximum of all ranks, and then their sum
+    # and the label's logit, which one rank has and the others give as 0, go together.
     maximum = collectives.reduce_scalar(logits.amax(-1), axis, "max")
     e, own_sum, own_target = loss.exponentials(logits, maximum, labels, first)
     sums, target = collectives.reduce_scalar(torch.stack((own_sum, own_target)), axis)

@@ -77,6 +77,9 @@ def optimizer_step(
 
     The host fills the device's queue, and reads what it must know to update or not: once.
     """
+    # The count divides the loss before backward, so gradients are summed and never averaged: a rank
+    # with fewer real tokens weighs less, as its rows do in one process. It is not read here, which
+    # would keep the device waiting for the first product.
     count = collectives.reduce_scalar(
         host.number(batch.real_tokens, torch.int64, mesh.device), mesh.dp
     )
@@ -90,6 +93,8 @@ def optimizer_step(
     with ranges.mark("optimizer", "norm"):
         squares = state.model.split.kernels.squares
         norm = data.gradient_norm(parameters, mesh, tied, squares) / state.scale.value
+    # asked last, so that a signal in the middle of a step ends the run after it and not a step
+    # later
     stop = host.number(signal(), torch.int64, mesh.device)
     stop = collectives.reduce_scalar(stop, mesh.world, "max")
     sums = collectives.reduce_scalar(torch.cat([total[None], tallies.flatten()]), mesh.world)
@@ -100,6 +105,7 @@ def optimizer_step(
     if told.tokens == 0:
         raise ValueError(f"step {state.step}: no token of the global batch carries a loss")
     lr = learning_rate(state.config, state.step, state.steps)
+    # of the world's numbers, so every rank decides the same
     finite = math.isfinite(told.norm) and math.isfinite(told.loss)
     allowed = finite and state.spike.allow(told.norm)
     if allowed:
