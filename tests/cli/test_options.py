@@ -69,6 +69,37 @@ MODELS = {
         model.norm-topk-prob model.no-norm-topk-prob model.decoder-sparse-step
         model.mlp-only-layers {ROPE}
     """,
+    "falcon": f"""
+        model.vocab-size model.hidden-size model.num-hidden-layers model.num-attention-heads
+        model.num-kv-heads model.new-decoder-architecture model.no-new-decoder-architecture
+        model.multi-query model.no-multi-query model.parallel-attn model.no-parallel-attn
+        model.num-ln-in-parallel-attn model.bias model.no-bias model.alibi model.no-alibi
+        model.ffn-hidden-size model.activation model.max-position-embeddings
+        model.layer-norm-epsilon model.initializer-range model.tie-word-embeddings
+        model.no-tie-word-embeddings {ROPE}
+    """,
+    "bloom": """
+        model.vocab-size model.hidden-size model.n-layer model.n-head model.seq-length
+        model.layer-norm-epsilon model.initializer-range model.tie-word-embeddings
+        model.no-tie-word-embeddings
+    """,
+    "gemma2": f"""
+        {LLAMA.replace("hidden-act", "hidden-activation")} model.sliding-window model.attention-bias
+        model.no-attention-bias model.layer-types model.query-pre-attn-scalar
+        model.attn-logit-softcapping model.final-logit-softcapping {ROPE}
+    """,
+    "deepseek_v3": f"""
+        model.vocab-size model.hidden-size model.intermediate-size model.num-hidden-layers
+        model.num-attention-heads model.hidden-act model.max-position-embeddings model.rms-norm-eps
+        model.initializer-range model.tie-word-embeddings model.no-tie-word-embeddings
+        model.num-key-value-heads model.q-lora-rank model.kv-lora-rank model.qk-nope-head-dim
+        model.qk-rope-head-dim model.v-head-dim model.attention-bias model.no-attention-bias
+        model.moe-intermediate-size model.n-shared-experts model.routed-scaling-factor
+        model.first-k-dense-replace model.aux-loss-alpha model.n-routed-experts
+        model.num-experts-per-tok model.n-group model.topk-group model.norm-topk-prob
+        model.no-norm-topk-prob model.rope-interleave model.no-rope-interleave
+        model.num-nextn-predict-layers {ROPE}
+    """,
 }
 AFTER = """
     layout.tp layout.cp layout.pp layout.dp layout.ep layout.zero layout.sequence-parallel
