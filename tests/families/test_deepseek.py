@@ -8,9 +8,9 @@ import warnings
 import pytest
 import torch
 import transformers
+from published import DEEPSEEK_V2, DEEPSEEK_V2_LITE, DEEPSEEK_V3
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from test_config import DEEPSEEK_V2, DEEPSEEK_V2_LITE, DEEPSEEK_V3
 from tiny import build, save
 
 from dolmen.convert import hf, hf_export

@@ -1,0 +1,108 @@
+"""A config.json changed, moved to another family and exported: what was not asked for stays, in the
+spelling that the file has.
+"""
+
+import math
+
+import pytest
+from published import (
+    DEEPSEEK_V3,
+    GPT2,
+    GPT2_ALIASES,
+    LLAMA_31,
+    LLAMA_LINEAR,
+    PUBLISHED,
+    QWEN_YARN,
+    by_transformers,
+    each,
+)
+
+from dolmen.families import Model, changed, edit, families, moved, unknown_fields
+from dolmen.model.tree import Yarn
+
+
+def test_a_change_keeps_the_spelling():
+    longer = changed(Model(LLAMA_31), {"rope_parameters.factor": 16.0})
+    assert longer.config == LLAMA_31 | {"rope_scaling": LLAMA_31["rope_scaling"] | {"factor": 16.0}}
+    unscaled = changed(
+        Model(LLAMA_31),
+        {"rope_parameters.rope_type": "default", "rope_parameters.rope_theta": 1000.0},
+    )
+    assert unscaled.config == LLAMA_31 | {"rope_theta": 1000.0, "rope_scaling": None}
+    five = LLAMA_LINEAR | {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "own": 1}}
+    del five["rope_scaling"]
+    doubled = changed(Model(five), {"rope_parameters.factor": 8.0}).config["rope_parameters"]
+    assert doubled == {"rope_type": "linear", "factor": 8.0, "own": 1, "rope_theta": 10000.0}
+    assert changed(Model(GPT2_ALIASES), {"n_layer": 3}).config == GPT2_ALIASES | {
+        "num_hidden_layers": 3
+    }
+    # n_inner is absent and follows n_embd
+    assert changed(Model(GPT2), {"n_embd": 1536}).tree.blocks[0].mlp.size == 4 * 1536
+    assert "factor" not in rope_of(changed(Model({"model_type": "llama"}), {"vocab_size": 7}))
+
+
+def rope_of(model):
+    return model.config.get("rope_parameters", {})
+
+
+@each()
+def test_edit(content):
+    """Of every family: vocabulary, tie, dtype, context, special tokens, and nothing else."""
+    model = Model(content)
+    tied = not model.tree.head.tied
+    edited = edit(model, vocab_size=77, tie=tied, dtype="float16", context=48, eos_token_id=[3, 4])
+    tree, before = edited.tree, model.tree
+    assert tree.vocab_size == 77 and tree.head.tied == tied and tree.max_position_embeddings == 48
+    assert edited.dtype == "float16" and edited.config["eos_token_id"] == [3, 4]
+    assert tree.runs == before.runs and tree.hidden_size == before.hidden_size
+    assert (tree.longest is None) == (before.longest is None) and tree.longest in (None, 48)
+    names = {n for n in {**content, **edited.config} if content.get(n) != edited.config.get(n)}
+    length = model.family.names["max_position_embeddings"]
+    assert names <= {
+        "vocab_size",
+        "tie_word_embeddings",
+        "dtype",
+        "torch_dtype",
+        length,
+        "eos_token_id",
+    }
+    assert edit(model) == model
+
+
+def test_an_attention_factor_follows_a_changed_factor():
+    """Where none was stated."""
+    longer = changed(Model(QWEN_YARN), {"rope_parameters.factor": 8.0})
+    scaling = longer.tree.blocks[0].mixer.positions.scaling
+    assert scaling == Yarn(8.0, 32768, attention_factor=0.1 * math.log(8) + 1)
+    stated = QWEN_YARN["rope_scaling"] | {"attention_factor": 1.5}
+    kept = changed(Model(QWEN_YARN | {"rope_scaling": stated}), {"rope_parameters.factor": 8.0})
+    assert kept.tree.blocks[0].mixer.positions.scaling.attention_factor == 1.5
+    deep = changed(Model(DEEPSEEK_V3), {"rope_parameters.factor": 80.0}).tree.blocks[0].mixer
+    assert deep.positions.scaling.attention_factor == 1.0  # of equal mscales
+    assert deep.scale == pytest.approx((0.1 * math.log(80) + 1) ** 2 / 192**0.5, rel=1e-12)
+
+
+def test_unknown_fields_are_kept_and_reported():
+    content = LLAMA_31 | {"flux_capacitor": 1.21, "_commit": "abc"}
+    content["rope_scaling"] = content["rope_scaling"] | {"mystery": 1}
+    model = Model(content)
+    assert unknown_fields(model) == ["flux_capacitor", "rope_scaling.mystery"]
+    assert model.exported() == content
+    assert edit(model, vocab_size=7).config == content | {"vocab_size": 7}
+    assert not any(unknown_fields(Model(c)) for c in PUBLISHED)
+    assert not any(unknown_fields(Model(by_transformers({"model_type": n}))) for n in families())
+
+
+def test_what_stands_under_the_reserved_key_is_not_exported():
+    assert Model({"model_type": "llama", "dolmen": {}}).exported() == {"model_type": "llama"}
+    with pytest.raises(ValueError, match="dolmen has a field 'mystery'"):
+        Model({"model_type": "llama", "dolmen": {"mystery": 1}})
+
+
+def test_another_family_keeps_the_token_ids():
+    other = moved(Model(LLAMA_31), "mistral")
+    assert other.model_type == "mistral" and "mlp_bias" not in other.config
+    assert other.config["eos_token_id"] == LLAMA_31["eos_token_id"] and other.dtype == "bfloat16"
+    assert other.tree == Model(LLAMA_31).tree
+    with pytest.raises(ValueError, match="family gpt2 cannot express"):
+        moved(Model(LLAMA_31), "gpt2")

@@ -1,0 +1,34 @@
+"""What a family declares: each field once, with a default, limits and a help."""
+
+import pytest
+
+from dolmen.families import Model, changed, families
+from dolmen.files.schema import Int, described
+
+
+@pytest.mark.parametrize("name", families())
+def test_a_family_declares_its_fields(name):
+    """Each field once, its default within its limits; what a tree says is among them; an option has
+    a help, and no two options have one name.
+    """
+    family = families()[name]
+    names = [field.name for field in family.fields]
+    assert len(set(names)) == len(names) and not {*names} & {*family.only, *family.harmless}
+    Model({"model_type": name, **{f.name: f.default for f in family.fields}})
+    assert set(family.new(Model({"model_type": name}).tree)) <= set(names)
+    for field in family.fields:
+        assert (
+            field.help
+            or field.inside
+            or field.name in {"rope_theta", "rope_scaling"} | {"original_max_position_embeddings"}
+        )
+    every = [n for f in family.fields for n in (f.name, *f.aliases, *f.common)]
+    assert len(set(every)) == len(every)
+    for common in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
+        assert family.names[common] in names  # of any family
+
+
+def test_limits_are_told_with_the_field():
+    assert described(Int(1, 2**22)) == "an integer from 1 to 4,194,304"
+    with pytest.raises(ValueError, match="hidden_size is 0: it must be an integer from 1 to"):
+        changed(Model({"model_type": "llama"}), {"hidden_size": 0})

@@ -1,0 +1,136 @@
+"""What cannot be computed is refused with the field, and with what it says."""
+
+import pytest
+from published import FALCON_7B, FALCON_40B, FALCON_CLASSIC, LLAMA_31
+
+from dolmen.families import Model
+from dolmen.model.tree import check_cuts
+
+
+@pytest.mark.parametrize(
+    ("model_type", "field", "value"),
+    [
+        ("llama", "hidden_act", "relu2"),
+        ("llama", "rope_scaling", {"type": "dynamic", "factor": 2.0}),
+        ("llama", "rope_parameters", {"rope_type": "yarn"}),
+        ("llama", "rope_scaling", {"rope_type": "longrope"}),
+        ("llama", "partial_rotary_factor", 0.5),
+        ("llama", "rope_scaling", {"rope_type": "llama3", "factor": 8.0}),
+        ("llama", "rope_parameters", {"rope_type": "default", "partial_rotary_factor": 0.5}),
+        ("llama", "sliding_window", 128),
+        ("llama", "rope_parameters", {"full_attention": {"rope_type": "default"}}),
+        ("llama", "vocab_size", None),
+        ("llama", "num_hidden_layers", "2"),
+        ("llama", "num_attention_heads", 33),
+        ("llama", "auto_map", {"AutoConfig": "x.Y"}),
+        ("llama", "quantization_config", {"quant_method": "gptq"}),
+        ("llama", "is_encoder_decoder", True),
+        ("mistral", "attention_bias", True),
+        ("mistral", "layer_types", ["full_attention"]),
+        ("qwen2", "attention_bias", False),
+        ("qwen2", "use_mrope", True),
+        ("qwen2", "layer_types", ["chunked_attention"] * 32),
+        ("qwen3", "layer_types", ["full_attention"]),
+        ("qwen3", "layer_types", ["sliding_attention"] * 32),
+        ("gpt2", "scale_attn_by_inverse_layer_idx", True),
+        ("gpt2", "reorder_and_upcast_attn", True),
+        ("gpt2", "scale_attn_weights", False),
+        ("gpt2", "add_cross_attention", True),
+        ("gpt2", "activation_function", "quick_gelu"),
+        ("gpt2", "n_head", 5),
+        ("mixtral", "router_jitter_noise", 0.1),
+        ("mixtral", "num_local_experts", 0),
+        ("qwen3_moe", "num_experts_per_tok", 129),
+        ("qwen3_moe", "decoder_sparse_step", 0),
+        ("falcon", "auto_map", {"AutoModelForCausalLM": "modeling_own.FalconForCausalLM"}),
+        ("falcon", "auto_map", "modeling_falcon.FalconForCausalLM"),
+        ("deepseek_v2", "num_key_value_heads", 1),
+        ("deepseek_v2", "num_attention_heads", 33),
+        ("deepseek_v2", "mlp_bias", True),
+        ("deepseek_v2", "norm_topk_prob", True),
+        ("deepseek_v2", "scoring_func", "sigmoid"),
+        ("deepseek_v2", "moe_layer_freq", 2),
+        ("deepseek_v2", "topk_method", "noaux_tc"),
+        ("deepseek_v2", "topk_method", "group_limited_greedy"),
+        ("deepseek_v2", "n_shared_experts", 0),
+        ("deepseek_v2", "num_experts_per_tok", 65),
+        ("deepseek_v2", "qk_rope_head_dim", 63),
+        ("deepseek_v2", "auto_map", {"AutoConfig": "modeling_other.DeepseekV2Config"}),
+        ("deepseek_v2", "auto_map", "modeling_deepseek.DeepseekV2Config"),
+        ("deepseek_v3", "scoring_func", "softmax"),
+        ("deepseek_v3", "topk_method", "greedy"),
+        ("deepseek_v3", "n_group", None),
+        ("deepseek_v3", "n_group", 7),
+        ("deepseek_v3", "n_group", 256),
+        ("deepseek_v3", "topk_group", 9),
+        ("deepseek_v3", "topk_group", 0),
+        ("deepseek_v3", "num_experts_per_tok", 129),
+        ("deepseek_v3", "quantization_config", {"quant_method": "fp8"}),
+        ("falcon", "alibi", True),
+        ("falcon", "apply_residual_connection_post_layernorm", True),
+        ("falcon", "num_kv_heads", 8),
+        ("falcon", "num_ln_in_parallel_attn", 2),
+        ("falcon", "num_ln_in_parallel_attn", 3),
+        ("falcon", "hidden_size", 4545),
+        ("falcon", "activation", "relu2"),
+        ("gemma", "use_bidirectional_attention", True),
+        ("gemma", "sliding_window", 128),
+        ("gemma", "layer_types", ["full_attention"] * 28),
+        ("gemma", "hidden_act", "relu2"),
+        ("gemma2", "use_bidirectional_attention", True),
+        ("gemma2", "attn_logit_softcapping", 0.0),
+        ("gemma2", "final_logit_softcapping", -30.0),
+        ("gemma2", "query_pre_attn_scalar", 0),
+        ("gemma2", "sliding_window", None),
+        ("gemma2", "sliding_window_pattern", 6),
+        ("gemma2", "layer_types", ["chunked_attention"] * 26),
+        ("gemma2", "layer_types", ["full_attention"]),
+        ("gemma2", "hidden_activation", "relu2"),
+        ("gemma2", "hidden_size", 2303),
+        ("gemma3", "model_type", "gemma3"),
+        ("bloom", "apply_residual_connection_post_layernorm", True),
+        ("bloom", "slow_but_exact", True),
+        ("bloom", "n_inner", 128),
+        ("bloom", "n_head", 7),
+        ("bloom", "seq_length", 0),
+    ],
+)
+def test_refused_with_the_field(model_type, field, value):
+    with pytest.raises(ValueError, match=field):
+        Model({"model_type": model_type, field: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("beta_slow", 1e-9), ("attention_factor", 0), ("rope_theta", 1.0), ("truncate", None)],
+)
+def test_a_yarn_that_cannot_be(field, value):
+    yarn = {"rope_type": "yarn", "factor": 2.0, field: value}
+    with pytest.raises(ValueError, match=field):
+        Model({"model_type": "qwen2", "rope_parameters": yarn})
+
+
+def test_a_temperature_is_of_yarn():
+    linear = {"rope_type": "linear", "factor": 2.0, "mscale_all_dim": 1.0}
+    with pytest.raises(ValueError, match="mscale_all_dim is 1.0"):
+        Model({"model_type": "deepseek_v3", "rope_parameters": linear})
+    unscaled = {"rope_type": "default", "mscale_all_dim": 1.0}
+    mixer = Model({"model_type": "deepseek_v3", "rope_parameters": unscaled}).tree.blocks[0].mixer
+    assert mixer.scale == pytest.approx(192**-0.5, rel=1e-15)
+
+
+def test_falcon_refuses_what_no_class_computes():
+    """The class in transformers has no norms for it either."""
+    with pytest.raises(ValueError, match="parallel_attn is False, but new_decoder_architecture"):
+        Model(FALCON_40B | {"parallel_attn": False})
+    with pytest.raises(ValueError, match=r"num_kv_heads is 8, .* there are 32"):
+        Model(FALCON_CLASSIC | {"num_kv_heads": 8})
+    with pytest.raises(
+        ValueError, match=r"num_attention_heads \(71\) is not divisible by tp \(2\)"
+    ):
+        check_cuts(Model(FALCON_7B).tree.leaves, {"tp": 2, "ep": 1})
+
+
+def test_a_quantisation_is_refused_in_one_line():
+    with pytest.raises(ValueError, match=r"^quantization_config is 'a\\nb': dolmen reads unquan"):
+        Model(LLAMA_31 | {"quantization_config": "a\nb"})
