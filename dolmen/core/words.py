@@ -21,3 +21,8 @@ def choices(value: str, known: Iterable[object]) -> str:
     if meant in names:
         return f"did you mean {meant}?"
     return f"use one of {', '.join(names)}"
+
+
+def divisor(number: int, near: int) -> int:
+    """The largest of `number` that is at most `near`: for `set X to a divisor, such as `."""
+    return max(n for n in range(1, min(near, number) + 1) if number % n == 0)

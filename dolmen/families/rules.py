@@ -55,8 +55,8 @@ class Split:
         if len(units) != 1 or units.pop() % 1:
             raise ValueError(
                 f"{self.hf} stores {self.groups} groups of {self.counts} equal units, not "
-                f"{', '.join(self.ours)} of {[p[0] for p in parts]} rows: set model.model-type to "
-                "a family that stores them apart"
+                f"{', '.join(self.ours)} of {[p[0] for p in parts]} rows: set --model.model-type "
+                "to a family that stores them apart"
             )
         return (sum(p[0] for p in parts), *parts[0][1:])
 

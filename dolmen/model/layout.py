@@ -210,7 +210,10 @@ def balance(layers: int, stages: int) -> list[range]:
     """
     things = layers + 2
     if stages > things:
-        raise ValueError(f"{stages} stages for {layers} layers, an embedding and a head: use fewer")
+        raise ValueError(
+            f"{counted(stages, 'stage')} for {counted(layers, 'layer')}, an embedding and a head: "
+            f"use at most {things}"
+        )
     cuts = [min(max(i * things // stages - 1, 0), layers) for i in range(stages)] + [layers]
     return [range(a, b) for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
 

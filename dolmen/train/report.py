@@ -40,7 +40,7 @@ def header(
     table.add_row(
         "model",
         f"{run.known_model.model_type}, {size(count.parameters(tree))} parameters: "
-        f"{tree.layers} layers, "
+        f"{counted(tree.layers, 'layer')}, "
         f"hidden {tree.hidden_size}, {heads}, vocabulary {tree.vocab_size:,}{tied}",
     )
     table.add_row(
@@ -111,13 +111,17 @@ def _layout(layout: Layout, state_: TrainState) -> str:
     if layout.pp > 1:
         bubble = f"bubble {simulate(state_.schedule).bubble:.0%}"
         words.append(
-            f"pp {layout.pp} ({state_.schedule.name}, {state_.schedule.micros} microbatches, "
-            f"{bubble})"
+            f"pp {layout.pp} ({state_.schedule.name}, "
+            f"{counted(state_.schedule.micros, 'microbatch', 'microbatches')}, {bubble})"
         )
     words.append(
         f"dp {layout.dp}" + (f", ep {layout.ep}" if layout.ep > 1 else "") + f", ZeRO {layout.zero}"
     )
-    of = "" if layout.recompute_layers is None else f" ({layout.recompute_layers} layers per stage)"
+    of = (
+        ""
+        if layout.recompute_layers is None
+        else f" ({counted(layout.recompute_layers, 'layer')} per stage)"
+    )
     return " x ".join(words) + (
         f"; recompute {layout.recompute}{of}" if layout.recompute != "none" else ""
     )

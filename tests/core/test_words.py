@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from dolmen.core.paths import expand
-from dolmen.core.words import counted
+from dolmen.core.words import counted, divisor
 
 
 @pytest.mark.parametrize(
@@ -18,6 +18,10 @@ from dolmen.core.words import counted
 )
 def test_counted(words, text):
     assert counted(*words) == text
+
+
+def test_divisor():
+    assert [divisor(12, near) for near in (1, 5, 6, 11, 12, 99)] == [1, 4, 6, 6, 12, 12]
 
 
 def test_expand():

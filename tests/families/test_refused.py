@@ -134,3 +134,29 @@ def test_falcon_refuses_what_no_class_computes():
 def test_a_quantisation_is_refused_in_one_line():
     with pytest.raises(ValueError, match=r"^quantization_config is 'a\\nb': dolmen reads unquan"):
         Model(LLAMA_31 | {"quantization_config": "a\nb"})
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        (
+            {"n_group": 7},
+            r"num_experts \(256\) is not divisible by n_group \(7\): set --model.n-gr",
+        ),
+        (
+            {"topk_group": 9},
+            r"topk_group \(9\) must lie in 1 to n_group \(8\): set --model.topk-gr",
+        ),
+        (
+            {"n_group": 256},
+            r"its best 2 experts, but n_group \(256\) leaves 1 of 256 in each: set a smaller --mod",
+        ),
+        (
+            {"n_group": 128, "topk_group": 1},
+            r"topk_group \(1\) x 2 experts of a group are fewer than num_experts_per_tok \(8\)",
+        ),
+    ],
+)
+def test_groups_of_experts_that_cannot_be(fields, said):
+    with pytest.raises(ValueError, match=said):
+        Model({"model_type": "deepseek_v3"} | fields)

@@ -13,7 +13,7 @@ from dolmen.model.components import check
 from dolmen.model.decoder import Decoder
 from dolmen.model.layers import is_partial, places
 from dolmen.model.training import RouterTraining, Training
-from dolmen.model.tree import Table, check_cuts, under
+from dolmen.model.tree import Attention, Table, check_cuts, under
 from dolmen.optim.config import OptimizerConfig
 from dolmen.optim.optimizer import adamw
 from dolmen.parallel.tensor import TensorParallel
@@ -90,7 +90,12 @@ def test_keys_and_values_are_whole_where_tp_does_not_divide_their_heads():
 @pytest.mark.parametrize(
     ("flat", "sizes", "said"),
     [
-        (LLAMA, {"tp": 3}, "num_attention_heads (4) is not divisible by tp (3)"),
+        (
+            LLAMA,
+            {"tp": 3},
+            "num_attention_heads (4) is not divisible by tp (3): set --layout.tp to a "
+            "divisor, such as 2",
+        ),
         (LLAMA, {"tp": 8}, "num_attention_heads (4) is not divisible by tp (8): set --layout.tp"),
         (
             EXPERTS,
@@ -104,6 +109,11 @@ def test_what_an_axis_does_not_divide_is_refused(flat, sizes, said):
     with pytest.raises(ValueError, match="set (a smaller )?--layout") as refused:
         check_cuts(flat.tree.leaves, {"ep": 1, **sizes})
     assert said in str(refused.value)
+
+
+def test_heads_are_counted_for_a_person():
+    assert Attention(2, 1, 8).words == "2 heads, 1 kv head" and Attention(1, 1, 8).words == "1 head"
+    assert Attention(4, 2, 8).words == "4 heads, 2 kv heads"
 
 
 def test_matrices_and_tables_decay():

@@ -74,8 +74,7 @@ class Tree:
     def __post_init__(self):
         if not 0 <= self.initializer_range < math.inf:
             raise ValueError(
-                f"model.initializer-range is {self.initializer_range}: it must be finite and not "
-                "negative"
+                f"initializer_range is {self.initializer_range}: it must be finite and not negative"
             )
 
     @cached_property

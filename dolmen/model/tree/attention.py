@@ -4,6 +4,7 @@ Ainslie et al., 2305.13245).
 
 from dataclasses import dataclass
 
+from dolmen.core.words import counted, divisor
 from dolmen.model.tree.leaf import Cut, Leaves, Stream, column, row, within
 from dolmen.model.tree.norm import Norm
 from dolmen.model.tree.positions import Relative
@@ -34,12 +35,12 @@ class Attention:
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"num_attention_heads ({self.heads}) is not divisible by num_key_value_heads "
-                f"({self.kv_heads}): set model.num-key-value-heads to a divisor"
+                f"({self.kv_heads}): set --model.num-key-value-heads to a divisor, such as "
+                f"{divisor(self.heads, near=self.kv_heads)}"
             )
         if self.window is not None and self.window < 1:
             raise ValueError(
-                f"model.sliding-window is {self.window}: it must be at least 1, the query itself, "
-                "or none"
+                f"sliding_window is {self.window}: it must be at least 1, the query itself, or None"
             )
 
     @property
@@ -51,8 +52,8 @@ class Attention:
     @property
     def words(self) -> str:
         """For a person."""
-        kv = f", {self.kv_heads} kv heads" if self.kv_heads != self.heads else ""
-        return f"{self.heads} heads{kv}"
+        kv = f", {counted(self.kv_heads, 'kv head')}" if self.kv_heads != self.heads else ""
+        return f"{counted(self.heads, 'head')}{kv}"
 
     def leaves(self, stream: Stream) -> Leaves:
         """k and v are whole on every rank where tp does not divide their heads: a rank multiplies

@@ -5,6 +5,7 @@ gated MLPs (Shazeer et al., 1701.06538; DeepSeek-V2, 2405.04434, and V3, 2412.19
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from dolmen.core.words import counted, divisor
 from dolmen.model.tree.leaf import Cut, Leaf, Leaves, Stream, within
 from dolmen.model.tree.mlp import Activation, Mlp
 
@@ -54,7 +55,7 @@ class Experts:
         if not 1 <= self.per_token <= self.number:
             raise ValueError(
                 f"num_experts_per_tok ({self.per_token}) must lie in 1 to num_experts "
-                f"({self.number}): set model.num-experts-per-tok"
+                f"({self.number}): set --model.num-experts-per-tok"
             )
         self._check_groups()
         if self.shared is not None and self.shared.bias:
@@ -63,21 +64,25 @@ class Experts:
     def _check_groups(self) -> None:
         router, number = self.router, self.number
         groups, kept = router.groups, router.groups_per_token
-        if number % groups or not 1 <= kept <= groups:
+        if number % groups:
             raise ValueError(
-                f"n_group ({groups}) must divide the experts ({number}), and topk_group ({kept}) "
-                f"lie in 1 to n_group: set model.n-group and model.topk-group"
+                f"num_experts ({number}) is not divisible by n_group ({groups}): set "
+                f"--model.n-group to a divisor, such as {divisor(number, near=groups)}"
+            )
+        if not 1 <= kept <= groups:
+            raise ValueError(
+                f"topk_group ({kept}) must lie in 1 to n_group ({groups}): set --model.topk-group"
             )
         best = 2 if router.group_score == "top2" else 1
         if kept < groups and number // groups < best:
             raise ValueError(
-                f"a group counts as its best {best} experts, n_group ({groups}) leaves "
-                f"{number // groups} in each: set a smaller model.n-group"
+                f"a group counts as its best {best} experts, but n_group ({groups}) leaves "
+                f"{number // groups} of {number} in each: set a smaller --model.n-group"
             )
         if kept * (number // groups) < self.per_token:
             raise ValueError(
-                f"topk_group ({kept}) groups of {number // groups} experts are fewer than "
-                f"num_experts_per_tok ({self.per_token}): set a larger model.topk-group"
+                f"topk_group ({kept}) x {counted(number // groups, 'expert')} of a group are fewer "
+                f"than num_experts_per_tok ({self.per_token}): set a larger --model.topk-group"
             )
 
     @property

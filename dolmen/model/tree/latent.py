@@ -9,6 +9,7 @@ values are made of short vectors per token, and a cache keeps those of keys and 
 import math
 from dataclasses import dataclass
 
+from dolmen.core.words import counted
 from dolmen.model.tree.leaf import Cut, Leaf, Leaves, Stream, column, row, within
 from dolmen.model.tree.norm import Norm
 from dolmen.model.tree.positions import Rope, temperature
@@ -62,7 +63,7 @@ class LatentAttention:
     @property
     def words(self) -> str:
         """For a person."""
-        return f"{self.heads} heads of a latent of {self.kv_rank}"
+        return f"{counted(self.heads, 'head')} of a latent of {self.kv_rank}"
 
     def leaves(self, stream: Stream) -> Leaves:
         """What makes the latents, and their norms, is whole on every rank of tp: see

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from dolmen.core.words import divisor
+
 Role = Literal["matrix", "embedding", "head", "norm", "bias", "router", "expert"]
 Gradient = Literal["own", "residual", "branch"]
 
@@ -49,7 +51,7 @@ class Cut:
         if not self.uneven and self.splits(size) and self.units % size:
             raise ValueError(
                 f"{self.knob} ({self.units}) is not divisible by {self.axis} ({size}): set "
-                f"--layout.{self.axis} to a divisor, such as {math.gcd(self.units, size)}"
+                f"--layout.{self.axis} to a divisor, such as {divisor(self.units, near=size)}"
             )
 
 

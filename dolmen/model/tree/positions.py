@@ -71,8 +71,8 @@ class Rope:
     def __post_init__(self):
         if self.size % 2:
             raise ValueError(
-                f"head_dim ({self.size}) is odd, rope rotates pairs: set model.head-dim to an even "
-                "size"
+                f"head_dim ({self.size}) is odd, rope rotates pairs: set --model.head-dim to an "
+                "even size"
             )
         if not 0 <= self.theta < math.inf:
             raise ValueError(f"rope_theta is {self.theta!r}: it must be finite and not negative")
