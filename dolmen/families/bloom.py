@@ -7,24 +7,14 @@ does not read it.
 
 from typing import Any
 
-from dolmen.families.family import BESIDE, Family, Field, expect
+from dolmen.families import common
+from dolmen.families.family import BESIDE, Family, Field
 from dolmen.families.rules import Rename, Rule, Split
 from dolmen.files import kinds
-from dolmen.files.schema import Flag, Real
-from dolmen.model.tree import (
-    Alibi,
-    Attention,
-    Block,
-    Embedding,
-    Head,
-    Mlp,
-    Norm,
-    Tree,
-    runs_of,
-)
+from dolmen.model.tree import Alibi, Attention, Block, Embedding, Mlp, Tree
 
 FIELDS = (
-    Field("vocab_size", kinds.VOCABULARY, 250880, "Rows of the embedding and of the head, tokens."),
+    common.vocab_size(250880),
     Field("hidden_size", kinds.WIDTH, 64, "Width of the residual stream.", ("n_embed",)),
     Field("n_layer", kinds.LAYERS, 2, "Decoder blocks.", ("num_hidden_layers",)),
     Field("n_head", kinds.HEADS, 8, "Heads.", ("num_attention_heads",)),
@@ -35,67 +25,34 @@ FIELDS = (
         "Longest sequence, tokens; ALiBi itself goes on.",
         common=("max_position_embeddings",),
     ),
-    Field(
-        "layer_norm_epsilon",
-        Real(0),
-        1e-5,
-        "Added to the variance inside every norm.",
-        common=("norm_eps",),
-    ),
-    Field(
-        "initializer_range",
-        Real(0),
-        0.02,
-        "Standard deviation of initial weights; output projections get it divided by "
-        "sqrt(2 * layers).",
-    ),
-    Field("tie_word_embeddings", Flag(), True, "Head and embedding are one parameter."),
+    *common.ends(common.LAYER_NORM_EPS, tied=True),
 )
 
 
-def read(c: dict[str, Any]) -> Tree:
-    heads, hidden = c["n_head"], c["hidden_size"]
-    if hidden % heads:
-        raise ValueError(f"hidden_size ({hidden}) is not divisible by n_head ({heads})")
-    norm = Norm("layernorm", float(c["layer_norm_epsilon"]), bias=True)
+def read(config: dict[str, Any]) -> Tree:
+    heads, norm = config["n_head"], common.layer_norm(config)
     mixer = Attention(
         heads,
         heads,
-        hidden // heads,
+        common.head_size(config, FIELDS),
         q_bias=True,
         k_bias=True,
         v_bias=True,
         o_bias=True,
         positions=Alibi(),
     )
-    mlp = Mlp(4 * hidden, gated=False, activation="gelu_tanh", bias=True)
-    return Tree(
-        hidden_size=hidden,
-        embedding=Embedding(c["vocab_size"], norm=norm),
-        runs=runs_of([Block(mixer, mlp, norm)] * c["n_layer"]),
-        final_norm=norm,
-        head=Head(tied=c["tie_word_embeddings"]),
-        max_position_embeddings=c["seq_length"],
-        initializer_range=float(c["initializer_range"]),
-    )
+    mlp = Mlp(4 * config["hidden_size"], gated=False, activation="gelu_tanh", bias=True)
+    embedding = Embedding(config["vocab_size"], norm=norm)
+    return common.tree(config, FIELDS, [Block(mixer, mlp, norm)] * config["n_layer"], embedding)
 
 
 def new(tree: Tree) -> dict[str, Any]:
-    return {
-        "vocab_size": tree.embedding.rows,
-        "hidden_size": tree.hidden_size,
-        "n_layer": len(tree.blocks),
-        "n_head": expect(tree.blocks[0].mixer, Attention, "mixer").heads,
-        "seq_length": tree.max_position_embeddings,
-        "layer_norm_epsilon": tree.final_norm.eps,
-        "initializer_range": tree.initializer_range,
-        "tie_word_embeddings": tree.head.tied,
-    }
+    return {**common.new(tree, FIELDS), "n_head": common.attention(tree).heads}
 
 
 def rules(tree: Tree) -> list[Rule]:
     layer, ours = "transformer.h.{}.", "layers.{}."
-    heads = expect(tree.blocks[0].mixer, Attention, "mixer").heads
+    heads = common.attention(tree).heads
     qkv = tuple(f"{ours}attn.{part}" for part in "qkv")
     return [
         Rename("transformer.word_embeddings", "embed"),

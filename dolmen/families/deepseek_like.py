@@ -8,41 +8,17 @@ an expert. The norms of the latents have the eps of its class, 1e-6, whatever `r
 from dataclasses import replace
 from typing import Any
 
-from dolmen.families import llama_like, rope
-from dolmen.families.family import Field, activation, activation_name, expect
+from dolmen.families import common, experts, llama_like, rope
+from dolmen.families.family import Field, activation_name, expect, knob
 from dolmen.families.rules import Rename, Rule
 from dolmen.files import kinds
 from dolmen.files.schema import Flag, Int, Real, optional
-from dolmen.model.tree import (
-    Block,
-    Embedding,
-    Experts,
-    Head,
-    LatentAttention,
-    Mlp,
-    Norm,
-    Router,
-    Tree,
-    Yarn,
-    runs_of,
-)
+from dolmen.model.tree import Block, Experts, LatentAttention, Mlp, Norm, Router, Tree
 
 LATENT_EPS = 1e-6
-NAMES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "hidden_act",
-    "max_position_embeddings",
-    "rms_norm_eps",
-    "initializer_range",
-    "tie_word_embeddings",
-)
+SIZES_OF_HEADS = ("num_key_value_heads", "head_dim")  # which here are others
 FIELDS = (
-    *(field for field in llama_like.FIELDS if field.name in NAMES),
-    *rope.fields(),
+    *(field for field in llama_like.FIELDS if field.name not in SIZES_OF_HEADS),
     Field(
         "num_key_value_heads",
         optional(kinds.HEADS),
@@ -65,7 +41,7 @@ FIELDS = (
         False,
         "Biases on what makes the latents and on the attention output projection.",
     ),
-    Field("moe_intermediate_size", kinds.WIDTH, 1407, "Width of an expert."),
+    experts.SIZE,
     Field("n_shared_experts", Int(1, kinds.EXPERTS.high), 2, "Experts that every token passes."),
     Field(
         "routed_scaling_factor",
@@ -74,103 +50,83 @@ FIELDS = (
         "What the weights of a token's experts are multiplied by.",
     ),
     Field("first_k_dense_replace", Int(0, kinds.LAYERS.high), 0, "Dense layers before the others."),
-    Field(
-        "aux_loss_alpha",
-        Real(0),
-        0.001,
-        "Weight of the loss that keeps experts equally busy, summed over layers, mean over "
-        "sequences; --train.router.aux-loss-coef over it.",
-        common=("router_aux_loss_coef",),
-    ),
+    replace(experts.AUX_LOSS, name="aux_loss_alpha", common=(experts.AUX_LOSS.name,)),
 )
 ONLY = {"mlp_bias": (False, None), "moe_layer_freq": (1, None)}
 CODE = ("configuration_deepseek", "modeling_deepseek")
 HARMLESS = ("head_dim", "qk_head_dim", "ep_size", "seq_aux", "output_router_logits")
 
 
-def read(c: dict[str, Any], router: Router, interleaved: bool) -> Tree:
+def read(config: dict[str, Any], router: Router, interleaved: bool) -> Tree:
     """The tree of a config.json, given how a token's experts are chosen and what a pair of rope
-    is.
+    is. Raises ValueError naming the field.
     """
-    norm = Norm("rmsnorm", float(c["rms_norm_eps"]))
-    mixer, act = _mixer(c, interleaved), activation(c["hidden_act"], "hidden_act")
-    size, dense = c["moe_intermediate_size"], Mlp(c["intermediate_size"], True, act)
+    mixer, norm = _mixer(config, interleaved), llama_like.rms_norm(config)
+    size, dense = config["moe_intermediate_size"], llama_like.dense_mlp(config)
     sparse = Experts(
-        c["n_routed_experts"],
-        c["num_experts_per_tok"],
+        config["n_routed_experts"],
+        config["num_experts_per_tok"],
         size,
-        act,
+        dense.activation,
         replace(
             router,
-            scale=float(c["routed_scaling_factor"]),
-            aux_loss_coef=float(c["aux_loss_alpha"]),
+            scale=float(config["routed_scaling_factor"]),
+            aux_loss_coef=float(config["aux_loss_alpha"]),
         ),
-        shared=Mlp(size * c["n_shared_experts"], True, act),
+        shared=replace(dense, size=size * config["n_shared_experts"]),
     )
-    first = c["first_k_dense_replace"]
+    first = config["first_k_dense_replace"]
     blocks = [
-        Block(mixer, dense if i < first else sparse, norm) for i in range(c["num_hidden_layers"])
+        Block(mixer, dense if i < first else sparse, norm)
+        for i in range(config["num_hidden_layers"])
     ]
-    return Tree(
-        hidden_size=c["hidden_size"],
-        embedding=Embedding(c["vocab_size"]),
-        runs=runs_of(blocks),
-        final_norm=norm,
-        head=Head(tied=c["tie_word_embeddings"]),
-        max_position_embeddings=c["max_position_embeddings"],
-        initializer_range=float(c["initializer_range"]),
-    )
+    return common.tree(config, FIELDS, blocks)
 
 
-def _mixer(c: dict[str, Any], interleaved: bool) -> LatentAttention:
-    heads, stated = c["num_attention_heads"], c["num_key_value_heads"]
+def _mixer(config: dict[str, Any], interleaved: bool) -> LatentAttention:
+    heads, stated = config["num_attention_heads"], config["num_key_value_heads"]
     if stated not in (None, heads):
         raise ValueError(
             f"num_key_value_heads ({stated}) is not num_attention_heads ({heads}): latent "
-            "attention has a key and a value for each query head"
+            f"attention has a key and a value for each query head; set "
+            f"{knob('num_key_value_heads')} to as many"
         )
-    if c["qk_rope_head_dim"] % 2:
+    size = config["qk_rope_head_dim"]
+    if size % 2:
         raise ValueError(
-            f"qk_rope_head_dim ({c['qk_rope_head_dim']}) is odd, rope rotates pairs: set "
-            "model.qk-rope-head-dim to an even size"
+            f"qk_rope_head_dim ({size}) is odd, rope rotates pairs: set "
+            f"{knob('qk_rope_head_dim')} to an even size"
         )
-    turned = rope.read(c, c["qk_rope_head_dim"])
-    knob, parameters = rope.given(c)
+    turned = rope.read(config, size)
+    field, parameters = rope.given(config)
     mscale = float(parameters.get("mscale_all_dim") or 0.0)
-    if mscale and turned.scaling is not None and not isinstance(turned.scaling, Yarn):
-        raise ValueError(f"{knob}.mscale_all_dim is {mscale}: it is of rope_type yarn alone")
+    if mscale and rope.kind(parameters) not in ("yarn", "default"):
+        raise ValueError(f"{field}.mscale_all_dim is {mscale}: it is of rope_type yarn alone")
     return LatentAttention(
         heads,
-        c["q_lora_rank"],
-        c["kv_lora_rank"],
-        c["qk_nope_head_dim"],
-        c["v_head_dim"],
+        config["q_lora_rank"],
+        config["kv_lora_rank"],
+        config["qk_nope_head_dim"],
+        config["v_head_dim"],
         Norm("rmsnorm", LATENT_EPS),
         replace(turned, interleaved=interleaved),
         mscale_all_dim=0.0 if turned.scaling is None else mscale,
-        down_bias=c["attention_bias"],
-        o_bias=c["attention_bias"],
+        down_bias=config["attention_bias"],
+        o_bias=config["attention_bias"],
     )
 
 
 def new(tree: Tree) -> dict[str, Any]:
     """The fields that both families have: of the first layer, of the first dense one, if there is
-    any, and of the first sparse one.
+    any, and of the first sparse one. Raises ValueError where the mixer is no latent attention.
     """
     mixer = expect(tree.blocks[0].mixer, LatentAttention, "mixer")
-    dense = [block.mlp for block in tree.blocks if isinstance(block.mlp, Mlp)]
-    sparse = experts(tree)
+    dense, sparse = common.dense(tree), common.sparse(tree)
     return {
-        "vocab_size": tree.embedding.rows,
-        "hidden_size": tree.hidden_size,
-        "num_hidden_layers": len(tree.blocks),
+        **common.new(tree, FIELDS),
         "num_attention_heads": mixer.heads,
         "num_key_value_heads": mixer.heads,
         "hidden_act": activation_name(tree.blocks[0].mlp.activation),
-        "max_position_embeddings": tree.max_position_embeddings,
-        "rms_norm_eps": tree.final_norm.eps,
-        "initializer_range": tree.initializer_range,
-        "tie_word_embeddings": tree.head.tied,
         "q_lora_rank": mixer.q_rank,
         "kv_lora_rank": mixer.kv_rank,
         "qk_nope_head_dim": mixer.nope_size,
@@ -180,13 +136,8 @@ def new(tree: Tree) -> dict[str, Any]:
         "rope_parameters": _rope(mixer),
         "first_k_dense_replace": len(dense),
         **({"intermediate_size": dense[0].size} if dense else {}),
-        **({} if sparse is None else _experts(sparse)),
+        **(_new_experts(sparse[0]) if sparse else {}),
     }
-
-
-def experts(tree: Tree) -> Experts | None:
-    """The first sparse layer, if there is any."""
-    return next((b.mlp for b in tree.blocks if isinstance(b.mlp, Experts)), None)
 
 
 def _rope(mixer: LatentAttention) -> dict[str, Any]:
@@ -200,7 +151,7 @@ def _rope(mixer: LatentAttention) -> dict[str, Any]:
     return {**stated, "mscale_all_dim": mscale}
 
 
-def _experts(sparse: Experts) -> dict[str, Any]:
+def _new_experts(sparse: Experts) -> dict[str, Any]:
     shared = expect(sparse.shared, Mlp, "shared")
     return {
         "n_routed_experts": sparse.number,
@@ -224,7 +175,7 @@ def rules(tree: Tree) -> list[Rule]:
         "kv_b_proj": "kv_b",
         "o_proj": "o",
     }
-    matrices = {f"{name}_proj": name for name in ("gate", "up", "down")}
+    matrices = llama_like.MATRICES
     names = {
         "input_layernorm": "attn_norm",
         "post_attention_layernorm": "mlp_norm",
@@ -235,7 +186,7 @@ def rules(tree: Tree) -> list[Rule]:
     return [
         Rename("model.embed_tokens", "embed"),
         *(Rename(llama_like.LAYER + hf, "layers.{}." + ours) for hf, ours in names.items()),
-        *llama_like.expert_rules(tree, "mlp", matrices, bias="e_score_correction_bias"),
+        *experts.rules(tree, f"{llama_like.LAYER}mlp", matrices, bias="e_score_correction_bias"),
         Rename("model.norm", "final_norm"),
         Rename("lm_head", "head"),
     ]

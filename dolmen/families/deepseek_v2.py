@@ -7,8 +7,8 @@ transformers never normalises the weights of a token's experts; the original doe
 
 from typing import Any
 
-from dolmen.families import deepseek_like, llama_like
-from dolmen.families.family import Family, Field
+from dolmen.families import common, deepseek_like, experts, llama_like
+from dolmen.families.family import Family, Field, knob
 from dolmen.files import kinds
 from dolmen.files.schema import Text, optional
 from dolmen.model.tree import Router, Tree
@@ -17,33 +17,30 @@ PER_TOKEN = 6  # of both models; transformers computes nothing where none is sta
 METHODS = ("greedy", "group_limited_greedy")
 
 
-def read(c: dict[str, Any]) -> Tree:
+def read(config: dict[str, Any]) -> Tree:
     """transformers refuses heads that do not divide the width, though nothing follows from it."""
-    hidden, heads = c["hidden_size"], c["num_attention_heads"]
-    if hidden % heads:
-        raise ValueError(
-            f"hidden_size ({hidden}) is not divisible by num_attention_heads ({heads})"
-        )
-    stated = c["num_experts_per_tok"]
-    c = {**c, "num_experts_per_tok": PER_TOKEN if stated is None else stated}
-    return deepseek_like.read(c, _router(c), interleaved=True)
+    common.head_size(config, deepseek_like.FIELDS)
+    stated = config["num_experts_per_tok"]
+    filled = {**config, "num_experts_per_tok": PER_TOKEN if stated is None else stated}
+    return deepseek_like.read(filled, _router(config), interleaved=True)
 
 
-def _router(c: dict[str, Any]) -> Router:
-    if c["topk_method"] in ("greedy", None):
+def _router(config: dict[str, Any]) -> Router:
+    if config["topk_method"] in ("greedy", None):
         return Router(normalise=False)
-    groups, kept = c["n_group"], c["topk_group"]
-    if groups is None or kept is None:
-        raise ValueError(
-            f"topk_method is {c['topk_method']}, which needs n_group ({groups}) and topk_group "
-            f"({kept})"
-        )
+    for name in ("n_group", "topk_group"):
+        if config[name] is None:
+            raise ValueError(
+                f"topk_method is {config['topk_method']}, which chooses among groups of experts, "
+                f"and {name} is None: set {knob(name)}"
+            )
+    groups, kept = config["n_group"], config["topk_group"]
     return Router(normalise=False, groups=groups, groups_per_token=kept)
 
 
 def new(tree: Tree) -> dict[str, Any]:
-    sparse = deepseek_like.experts(tree)
-    router = Router() if sparse is None else sparse.router
+    sparse = common.sparse(tree)
+    router = sparse[0].router if sparse else Router()
     grouped = router.groups > 1
     return {
         **deepseek_like.new(tree),
@@ -61,18 +58,12 @@ FAMILY = Family(
     rules=deepseek_like.rules,
     fields=llama_like.changed(
         deepseek_like.FIELDS,
-        Field(
-            "n_routed_experts",
-            kinds.EXPERTS,
-            64,
-            "Experts of a sparse feed-forward layer.",
-            ("num_experts",),
-        ),
+        Field("n_routed_experts", kinds.EXPERTS, 64, experts.NUMBER, ("num_experts",)),
         Field(
             "num_experts_per_tok",
             optional(kinds.EXPERTS),
             None,
-            f"Experts that compute a token. None: {PER_TOKEN}.",
+            f"{experts.PER_TOKEN} None: {PER_TOKEN}.",
         ),
         Field(
             "topk_method",
@@ -84,6 +75,7 @@ FAMILY = Family(
         Field("n_group", optional(kinds.EXPERTS), None, "Groups of experts."),
         Field("topk_group", optional(kinds.EXPERTS), None, "Groups that a token's come from."),
         vocab_size=102400,
+        moe_intermediate_size=1407,
     ),
     only={
         **deepseek_like.ONLY,

@@ -7,36 +7,37 @@ are no part of the decoder: transformers leaves them out, and so is done here, a
 
 from typing import Any
 
-from dolmen.families import deepseek_like, llama_like
+from dolmen.families import common, deepseek_like, experts, llama_like
 from dolmen.families.family import Family, Field, expect
 from dolmen.files import kinds
 from dolmen.files.schema import Flag, Int, optional
 from dolmen.model.tree import Rope, Router, Tree
 
 
-def read(c: dict[str, Any]) -> Tree:
+def read(config: dict[str, Any]) -> Tree:
     router = Router(
         score="sigmoid",
-        normalise=bool(c["norm_topk_prob"]),
-        groups=c["n_group"],
-        groups_per_token=c["topk_group"],
+        normalise=bool(config["norm_topk_prob"]),
+        groups=config["n_group"],
+        groups_per_token=config["topk_group"],
         group_score="top2",
         bias=True,
     )
-    return deepseek_like.read(c, router, interleaved=bool(c["rope_interleave"]))
+    return deepseek_like.read(config, router, interleaved=bool(config["rope_interleave"]))
 
 
 def new(tree: Tree) -> dict[str, Any]:
     rope = expect(tree.blocks[0].mixer.positions, Rope, "positions")
     fields = {**deepseek_like.new(tree), "rope_interleave": rope.interleaved}
-    sparse = deepseek_like.experts(tree)
-    if sparse is None:
-        return fields
+    sparse = common.sparse(tree)
+    return {**fields, **(_choice(sparse[0].router) if sparse else {})}
+
+
+def _choice(router: Router) -> dict[str, Any]:
     return {
-        **fields,
-        "norm_topk_prob": sparse.router.normalise,
-        "n_group": sparse.router.groups,
-        "topk_group": sparse.router.groups_per_token,
+        "norm_topk_prob": router.normalise,
+        "n_group": router.groups,
+        "topk_group": router.groups_per_token,
     }
 
 
@@ -52,19 +53,14 @@ FAMILY = Family(
             "n_routed_experts",
             kinds.EXPERTS,
             256,
-            "Experts of a sparse feed-forward layer.",
+            experts.NUMBER,
             ("num_local_experts",),
-            common=("num_experts",),
+            ("num_experts",),
         ),
-        Field("num_experts_per_tok", kinds.EXPERTS, 8, "Experts that compute a token."),
+        Field("num_experts_per_tok", kinds.EXPERTS, 8, experts.PER_TOKEN),
         Field("n_group", kinds.EXPERTS, 8, "Groups of experts."),
         Field("topk_group", kinds.EXPERTS, 4, "Groups that a token's experts come from."),
-        Field(
-            "norm_topk_prob",
-            optional(Flag()),
-            True,
-            "The weights of a token's experts are divided by their sum.",
-        ),
+        Field("norm_topk_prob", optional(Flag()), True, experts.NORMALISED),
         Field(
             "rope_interleave",
             optional(Flag()),

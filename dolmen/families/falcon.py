@@ -12,29 +12,25 @@ of the classic layout.
 
 from typing import Any
 
-from dolmen.families import rope
-from dolmen.families.family import BESIDE, Family, Field, activation, activation_name, expect
+from dolmen.core.words import counted
+from dolmen.families import common, rope
+from dolmen.families.family import (
+    BESIDE,
+    Family,
+    Field,
+    activation,
+    activation_name,
+    expect,
+    knob,
+)
 from dolmen.families.rules import Rename, Rule, Split
 from dolmen.files import kinds
-from dolmen.files.schema import Flag, Int, Real, optional
-from dolmen.model.tree import (
-    Attention,
-    Block,
-    Embedding,
-    Head,
-    Mlp,
-    Norm,
-    Parallel,
-    Pre,
-    Rope,
-    Steps,
-    Tree,
-    runs_of,
-)
+from dolmen.files.schema import Flag, Int, optional
+from dolmen.model.tree import Attention, Block, Mlp, Parallel, Pre, Rope, Steps, Tree
 from dolmen.model.tree.block import Arrangement
 
 FIELDS = (
-    Field("vocab_size", kinds.VOCABULARY, 65024, "Rows of the embedding and of the head, tokens."),
+    common.vocab_size(65024),
     Field("hidden_size", kinds.WIDTH, 4544, "Width of the residual stream.", ("n_embed",)),
     Field("num_hidden_layers", kinds.LAYERS, 32, "Decoder blocks."),
     Field("num_attention_heads", kinds.HEADS, 71, "Query heads."),
@@ -96,106 +92,78 @@ FIELDS = (
     ),
     Field("max_position_embeddings", kinds.POSITIONS, 2048, "Longest sequence, tokens."),
     *rope.fields(),
-    Field(
-        "layer_norm_epsilon",
-        Real(0),
-        1e-5,
-        "Added to the variance inside every norm.",
-        common=("norm_eps",),
-    ),
-    Field(
-        "initializer_range",
-        Real(0),
-        0.02,
-        "Standard deviation of initial weights; output projections get it divided by "
-        "sqrt(2 * layers).",
-    ),
-    Field("tie_word_embeddings", Flag(), True, "Head and embedding are one parameter."),
+    *common.ends(common.LAYER_NORM_EPS, tied=True),
 )
 
 
-def _arrangement(c: dict[str, Any]) -> Arrangement:
+def _arrangement(config: dict[str, Any]) -> Arrangement:
     """Raises ValueError for what no class of transformers computes either."""
-    grouped, parallel, norms = (
-        c[name] for name in ("new_decoder_architecture", "parallel_attn", "num_ln_in_parallel_attn")
-    )
+    names = ("new_decoder_architecture", "parallel_attn", "num_ln_in_parallel_attn")
+    grouped, parallel, norms = (config[name] for name in names)
     if grouped and not parallel:
         raise ValueError(
             f"parallel_attn is {parallel}, but new_decoder_architecture is {grouped}: it has them "
-            "side by side; set parallel_attn true"
+            f"side by side; set {knob('parallel_attn')}"
         )
     if not parallel:
         return Pre()
     if norms == 2 and not grouped:
         raise ValueError(
             f"num_ln_in_parallel_attn is 2, but new_decoder_architecture is {grouped}: without it "
-            "there is one norm"
+            f"there is one norm; set {knob('num_ln_in_parallel_attn')} 1"
         )
     return Parallel(norms or (2 if grouped else 1))
 
 
-def _kv_heads(c: dict[str, Any]) -> int:
-    heads, given = c["num_attention_heads"], c["num_kv_heads"]
-    if c["new_decoder_architecture"]:
+def _kv_heads(config: dict[str, Any]) -> int:
+    heads, given = config["num_attention_heads"], config["num_kv_heads"]
+    if config["new_decoder_architecture"]:
         return given or heads
-    used = 1 if c["multi_query"] else heads
+    used = 1 if config["multi_query"] else heads
     if given not in (None, used, heads):  # transformers writes `heads`, and does not read it
         raise ValueError(
             f"num_kv_heads is {given}, but without new_decoder_architecture and with multi_query "
-            f"{c['multi_query']} there are {used}: leave it out, or set new_decoder_architecture"
+            f"{config['multi_query']} there are {used}: leave it out, or set "
+            f"{knob('new_decoder_architecture')}"
         )
     return used
 
 
-def read(c: dict[str, Any]) -> Tree:
-    heads, hidden, bias = c["num_attention_heads"], c["hidden_size"], bool(c["bias"])
-    if hidden % heads:
+def read(config: dict[str, Any]) -> Tree:
+    heads, kv_heads = config["num_attention_heads"], _kv_heads(config)
+    size, bias = common.head_size(config, FIELDS), bool(config["bias"])
+    inner = config["ffn_hidden_size"]
+    if config["alibi"] and kv_heads != heads:
         raise ValueError(
-            f"hidden_size ({hidden}) is not divisible by num_attention_heads ({heads})"
+            f"alibi is {config['alibi']} with {counted(kv_heads, 'key-value head')} of "
+            f"{counted(heads, 'query head')}: dolmen computes it with as many; set "
+            "--model.no-multi-query"
         )
-    kv_heads = _kv_heads(c)
-    if c["alibi"] and kv_heads != heads:
-        raise ValueError(
-            f"alibi is {c['alibi']} with {kv_heads} key-value heads of {heads} query heads: dolmen "
-            "computes it with as many; set multi_query false"
-        )
-    norm = Norm("layernorm", float(c["layer_norm_epsilon"]), bias=True)
     mixer = Attention(
         heads,
         kv_heads,
-        hidden // heads,
+        size,
         q_bias=bias,
         k_bias=bias,
         v_bias=bias,
         o_bias=bias,
-        positions=Steps() if c["alibi"] else rope.read(c, hidden // heads),
+        positions=Steps() if config["alibi"] else rope.read(config, size),
     )
     mlp = Mlp(
-        4 * hidden if c["ffn_hidden_size"] is None else c["ffn_hidden_size"],
+        4 * config["hidden_size"] if inner is None else inner,
         gated=False,
-        activation=activation(c["activation"], "activation"),
+        activation=activation(config, "activation"),
         bias=bias,
     )
-    return Tree(
-        hidden_size=hidden,
-        embedding=Embedding(c["vocab_size"]),
-        runs=runs_of([Block(mixer, mlp, norm, _arrangement(c))] * c["num_hidden_layers"]),
-        final_norm=norm,
-        head=Head(tied=c["tie_word_embeddings"]),
-        max_position_embeddings=c["max_position_embeddings"],
-        initializer_range=float(c["initializer_range"]),
-    )
+    block = Block(mixer, mlp, common.layer_norm(config), _arrangement(config))
+    return common.tree(config, FIELDS, [block] * config["num_hidden_layers"])
 
 
 def new(tree: Tree) -> dict[str, Any]:
-    block = tree.blocks[0]
-    mixer, mlp = expect(block.mixer, Attention, "mixer"), expect(block.mlp, Mlp, "mlp")
-    arrangement = block.arrangement
+    mixer, mlp, arrangement = common.attention(tree), common.mlp(tree), tree.blocks[0].arrangement
     grouped = arrangement == Parallel(2) or mixer.kv_heads not in (1, mixer.heads)
     return {
-        "vocab_size": tree.embedding.rows,
-        "hidden_size": tree.hidden_size,
-        "num_hidden_layers": len(tree.blocks),
+        **common.new(tree, FIELDS),
         "num_attention_heads": mixer.heads,
         "num_kv_heads": mixer.kv_heads,
         "new_decoder_architecture": grouped,
@@ -205,12 +173,8 @@ def new(tree: Tree) -> dict[str, Any]:
         "bias": mixer.q_bias,
         "ffn_hidden_size": mlp.size,
         "activation": activation_name(mlp.activation),
-        "max_position_embeddings": tree.max_position_embeddings,
         "alibi": mixer.positions == Steps(),
         "rope_parameters": _rope(mixer),
-        "layer_norm_epsilon": tree.final_norm.eps,
-        "initializer_range": tree.initializer_range,
-        "tie_word_embeddings": tree.head.tied,
     }
 
 
@@ -231,13 +195,12 @@ NAMES = {  # of the norms
 
 def rules(tree: Tree) -> list[Rule]:
     layer, ours = "transformer.h.{}.", "layers.{}."
-    block = tree.blocks[0]
-    mixer = expect(block.mixer, Attention, "mixer")
+    mixer, arrangement = common.attention(tree), tree.blocks[0].arrangement
     qkv = tuple(f"{ours}attn.{part}" for part in "qkv")
     per_kv_head = (mixer.heads // mixer.kv_heads, 1, 1)
     return [
         Rename("transformer.word_embeddings", "embed"),
-        *(Rename(layer + hf, ours + name) for hf, name in NAMES[block.arrangement].items()),
+        *(Rename(layer + hf, ours + name) for hf, name in NAMES[arrangement].items()),
         Split(layer + "self_attention.query_key_value", qkv, mixer.kv_heads, per_kv_head),
         Rename(layer + "self_attention.dense", ours + "attn.o"),
         Rename(layer + "mlp.dense_h_to_4h", ours + "mlp.up"),

@@ -6,7 +6,7 @@ here imports torch: the command line is built from the fields.
     Tree --new--> the fields that say it, in the spelling of transformers 5
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -137,9 +137,7 @@ class Family:
         """Every name by which a field can be called, its own, aliases and common ones -> the
         field; of one inside another, `rope_parameters.factor`.
         """
-        found = {}
-        for one in self.fields:
-            found |= dict.fromkeys((one.name, *one.aliases, *one.common), one.name)
+        found = names(self.fields)
         for one in self.fields:
             for inner in one.inside:
                 path = f"{one.name}.{inner.name}"
@@ -147,14 +145,27 @@ class Family:
         return found
 
 
+def names(fields: Iterable[Field]) -> dict[str, str]:
+    """Every name by which one of `fields` can be called -> its own."""
+    return {name: one.name for one in fields for name in (one.name, *one.aliases, *one.common)}
+
+
+def knob(name: str) -> str:
+    """The option of the command line that sets a field."""
+    return f"--model.{name.replace('_', '-')}"
+
+
 # Of a config.json made here: no token has a meaning before there is a tokenizer.
 BESIDE = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "use_cache": True}
 
 
-def activation(name: str, knob: str) -> Activation:
-    """Our name of an activation. Raises ValueError naming `knob` for one that is not supported."""
+def activation(config: Mapping[str, Any], field: str) -> Activation:
+    """Our name of the activation that `field` states. Raises ValueError naming it for one that is
+    not supported.
+    """
+    name = config[field]
     if name not in ACTIVATIONS:
-        raise ValueError(f"{knob} is {name!r}: dolmen supports {', '.join(ACTIVATIONS)}")
+        raise ValueError(f"{field} is {name!r}: dolmen supports {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
 
 

@@ -6,25 +6,26 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from dolmen.families import llama_like
+from dolmen.families import common, llama_like, windows
 from dolmen.families.family import Family
-from dolmen.model.tree import Norm, Tree, runs_of
+from dolmen.model.tree import Tree, runs_of
 
 TANH = "gelu_pytorch_tanh"
 
 
-def read(c: dict[str, Any]) -> Tree:
+def read(config: dict[str, Any]) -> Tree:
     """The first files say "gelu" for the form by tanh, and transformers reads them so."""
-    return common({**c, "hidden_act": TANH if c["hidden_act"] == "gelu" else c["hidden_act"]})
+    name = config["hidden_act"]
+    return read_stated({**config, "hidden_act": TANH if name == "gelu" else name})
 
 
-def common(c: dict[str, Any]) -> Tree:
-    """What Gemma 2 has of it. `attention_bias` puts biases on q, k, v and on the output
-    projection.
+def read_stated(config: dict[str, Any]) -> Tree:
+    """As Gemma 2 has it too: the activation is the one stated. `attention_bias` puts biases on q,
+    k, v and on the output projection.
     """
-    bias = bool(c["attention_bias"])
-    tree = llama_like.read(c, qkv_bias=bias, o_bias=bias)
-    norm = Norm("rmsnorm", tree.final_norm.eps, zero_centred=True)
+    bias = bool(config["attention_bias"])
+    tree = llama_like.read(config, qkv_bias=bias, o_bias=bias)
+    norm = replace(tree.final_norm, zero_centred=True)
     return replace(
         tree,
         embedding=replace(tree.embedding, scale=math.sqrt(tree.hidden_size)),
@@ -34,7 +35,7 @@ def common(c: dict[str, Any]) -> Tree:
 
 
 def new(tree: Tree) -> dict[str, Any]:
-    return {**llama_like.new(tree), "attention_bias": llama_like.mixer(tree).q_bias}
+    return {**llama_like.new(tree), "attention_bias": common.attention(tree).q_bias}
 
 
 DEFAULTS = dict(
@@ -59,7 +60,7 @@ FAMILY = Family(
         hidden_act=TANH,
         **DEFAULTS,
     ),
-    only={**llama_like.NO_WINDOW, **ONLY, "sliding_window": (None,)},
+    only={**windows.NONE, **ONLY},
     harmless=("hidden_activation",),
     beside=llama_like.BESIDE,
     ignored=llama_like.IGNORED,

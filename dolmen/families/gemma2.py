@@ -5,7 +5,7 @@ a sliding window on every other layer, and a scale of scores that its config.jso
 from dataclasses import replace
 from typing import Any
 
-from dolmen.families import gemma, llama_like, qwen2
+from dolmen.families import common, gemma, llama_like, windows
 from dolmen.families.family import Family, Field, activation
 from dolmen.families.rules import Rule
 from dolmen.files.schema import Int, Real, optional
@@ -20,26 +20,19 @@ NORMS = {
 }
 
 
-def windows(c: dict[str, Any]) -> list[int | None]:
+def windows_of(config: dict[str, Any]) -> list[int | None]:
     """The window of each layer: of the first, the third and so on, where layer_types is None."""
-    layers, types = c["num_hidden_layers"], c["layer_types"]
-    if types is None:
-        types = [qwen2.FULL if i % 2 else qwen2.SLIDING for i in range(layers)]
-    window = c["sliding_window"]
-    return qwen2.of_types(types, layers, window, f"sliding_window is {window}")
+    layers = range(config["num_hidden_layers"])
+    return windows.of_types(config, [windows.FULL if i % 2 else windows.SLIDING for i in layers])
 
 
-def read(c: dict[str, Any]) -> Tree:
+def read(config: dict[str, Any]) -> Tree:
     """transformers refuses heads that do not divide the width, whatever head_dim says."""
-    hidden, heads, scalar = c["hidden_size"], c["num_attention_heads"], c["query_pre_attn_scalar"]
-    if hidden % heads:
-        raise ValueError(
-            f"hidden_size ({hidden}) is not divisible by num_attention_heads ({heads}), as it must "
-            "be in gemma2"
-        )
-    activation(c["hidden_activation"], "hidden_activation")
-    tree = gemma.common({**c, "hidden_act": c["hidden_activation"]})
-    cap, logits_cap = (_number(c[f"{of}_logit_softcapping"]) for of in ("attn", "final"))
+    common.head_size(config, llama_like.FIELDS)
+    activation(config, "hidden_activation")
+    tree = gemma.read_stated({**config, "hidden_act": config["hidden_activation"]})
+    scalar = config["query_pre_attn_scalar"]
+    cap, logits_cap = (_number(config[f"{of}_logit_softcapping"]) for of in ("attn", "final"))
     blocks = [
         replace(
             block,
@@ -51,7 +44,7 @@ def read(c: dict[str, Any]) -> Tree:
             ),
             arrangement=Sandwich(),
         )
-        for block, window in zip(tree.blocks, windows(c), strict=True)
+        for block, window in zip(tree.blocks, windows_of(config), strict=True)
     ]
     return replace(tree, runs=runs_of(blocks), head=replace(tree.head, soft_cap=logits_cap))
 
@@ -62,15 +55,15 @@ def _number(value: float | None) -> float | None:
 
 def new(tree: Tree) -> dict[str, Any]:
     """A window that no layer has is written all the same: transformers makes masks of it."""
-    fields, mixer = gemma.new(tree), llama_like.mixer(tree)
-    of = [block.mixer.window for block in tree.blocks]
-    scale = mixer.scale
+    fields, mixer, of_layers = gemma.new(tree), common.attention(tree), windows.new_types(tree)
     return {
         **{name: value for name, value in fields.items() if name != "hidden_act"},
+        **of_layers,
+        "sliding_window": of_layers["sliding_window"] or WINDOW,
         "hidden_activation": fields["hidden_act"],
-        "query_pre_attn_scalar": mixer.head_size if scale is None else round(scale**-2),
-        "sliding_window": next((window for window in of if window is not None), WINDOW),
-        "layer_types": [qwen2.FULL if window is None else qwen2.SLIDING for window in of],
+        "query_pre_attn_scalar": (
+            mixer.head_size if mixer.scale is None else round(mixer.scale**-2)
+        ),
         "attn_logit_softcapping": mixer.soft_cap,
         "final_logit_softcapping": tree.head.soft_cap,
     }
@@ -94,9 +87,9 @@ FAMILY = Family(
     new=new,
     rules=rules,
     fields=llama_like.changed(
-        (*FIELDS, llama_like.SLIDING_WINDOW),
+        (*FIELDS, windows.SIZE),
         llama_like.ATTENTION_BIAS,
-        qwen2.layer_types("every other layer slides, the first does"),
+        windows.types("every other layer slides, the first does"),
         Field(
             "query_pre_attn_scalar",
             Int(1, 1 << 20),

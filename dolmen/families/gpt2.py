@@ -7,14 +7,15 @@ with and without the leading "transformer.", and with the causal mask saved as a
 
 from typing import Any
 
-from dolmen.families.family import BESIDE, Family, Field, activation, expect
+from dolmen.families import common
+from dolmen.families.family import BESIDE, Family, Field, activation
 from dolmen.families.rules import Rename, Rule, Split, Transpose
 from dolmen.files import kinds
-from dolmen.files.schema import Flag, Real, optional
-from dolmen.model.tree import Attention, Block, Embedding, Head, Mlp, Norm, Table, Tree, runs_of
+from dolmen.files.schema import optional
+from dolmen.model.tree import Attention, Block, Embedding, Mlp, Table, Tree
 
 FIELDS = (
-    Field("vocab_size", kinds.VOCABULARY, 50257, "Rows of the embedding and of the head, tokens."),
+    common.vocab_size(50257),
     Field(
         "n_positions",
         kinds.POSITIONS,
@@ -39,62 +40,31 @@ FIELDS = (
         "Activation of the feed-forward layer: gelu_new, gelu (the exact erf form), silu, relu.",
         common=("hidden_act",),
     ),
-    Field(
-        "layer_norm_epsilon",
-        Real(0),
-        1e-5,
-        "Added to the variance inside every norm.",
-        common=("norm_eps",),
-    ),
-    Field(
-        "initializer_range",
-        Real(0),
-        0.02,
-        "Standard deviation of initial weights; output "
-        "projections get it divided by sqrt(2 * layers).",
-    ),
-    Field("tie_word_embeddings", Flag(), True, "Head and embedding are one parameter."),
+    *common.ends(common.LAYER_NORM_EPS, tied=True),
 )
 
 
-def read(c: dict[str, Any]) -> Tree:
-    heads, hidden = c["n_head"], c["n_embd"]
-    if hidden % heads:
-        raise ValueError(f"n_embd ({hidden}) is not divisible by n_head ({heads})")
-    norm = Norm("layernorm", float(c["layer_norm_epsilon"]), bias=True)
-    mixer = Attention(
-        heads, heads, hidden // heads, q_bias=True, k_bias=True, v_bias=True, o_bias=True
-    )
+def read(config: dict[str, Any]) -> Tree:
+    heads, size, inner = config["n_head"], common.head_size(config, FIELDS), config["n_inner"]
+    mixer = Attention(heads, heads, size, q_bias=True, k_bias=True, v_bias=True, o_bias=True)
     mlp = Mlp(
-        4 * hidden if c["n_inner"] is None else c["n_inner"],
+        4 * config["n_embd"] if inner is None else inner,
         gated=False,
-        activation=activation(c["activation_function"], "activation_function"),
+        activation=activation(config, "activation_function"),
         bias=True,
     )
-    return Tree(
-        hidden_size=hidden,
-        embedding=Embedding(c["vocab_size"], positions=Table(c["n_positions"])),
-        runs=runs_of([Block(mixer, mlp, norm)] * c["n_layer"]),
-        final_norm=norm,
-        head=Head(tied=c["tie_word_embeddings"]),
-        max_position_embeddings=c["n_positions"],
-        initializer_range=float(c["initializer_range"]),
-    )
+    blocks = [Block(mixer, mlp, common.layer_norm(config))] * config["n_layer"]
+    embedding = Embedding(config["vocab_size"], positions=Table(config["n_positions"]))
+    return common.tree(config, FIELDS, blocks, embedding)
 
 
 def new(tree: Tree) -> dict[str, Any]:
-    mlp = expect(tree.blocks[0].mlp, Mlp, "mlp")
+    mlp = common.mlp(tree)
     return {
-        "vocab_size": tree.embedding.rows,
-        "n_positions": tree.max_position_embeddings,
-        "n_embd": tree.hidden_size,
-        "n_layer": len(tree.blocks),
-        "n_head": expect(tree.blocks[0].mixer, Attention, "mixer").heads,
+        **common.new(tree, FIELDS),
+        "n_head": common.attention(tree).heads,
         "n_inner": mlp.size,
         "activation_function": "gelu_new" if mlp.activation == "gelu_tanh" else mlp.activation,
-        "layer_norm_epsilon": tree.final_norm.eps,
-        "initializer_range": tree.initializer_range,
-        "tie_word_embeddings": tree.head.tied,
     }
 
 

@@ -4,17 +4,17 @@ for all layers.
 
 from typing import Any
 
-from dolmen.families import llama_like
+from dolmen.families import llama_like, windows
 from dolmen.families.family import Family
 from dolmen.model.tree import Tree
 
 
-def read(c: dict[str, Any]) -> Tree:
-    return llama_like.read(c, windows=[c["sliding_window"]] * c["num_hidden_layers"])
+def read(config: dict[str, Any]) -> Tree:
+    return llama_like.read(config, windows=windows.of_all(config))
 
 
 def new(tree: Tree) -> dict[str, Any]:
-    return {**llama_like.new(tree), "sliding_window": llama_like.mixer(tree).window}
+    return {**llama_like.new(tree), **windows.new(tree)}
 
 
 FAMILY = Family(
@@ -24,13 +24,13 @@ FAMILY = Family(
     new=new,
     rules=llama_like.rules,
     fields=llama_like.changed(
-        (*llama_like.FIELDS, llama_like.SLIDING_WINDOW),
+        (*llama_like.FIELDS, windows.SIZE),
         intermediate_size=14336,
         num_key_value_heads=8,
         max_position_embeddings=131072,
         sliding_window=4096,
     ),
-    only={**llama_like.NO_BIAS, **llama_like.NO_WINDOW},
+    only={**llama_like.NO_BIAS, **windows.NO_TYPES},
     beside=llama_like.BESIDE,
     ignored=llama_like.IGNORED,
 )

@@ -4,31 +4,27 @@ of the chosen ones normalised.
 
 from typing import Any
 
-from dolmen.families import llama_like
-from dolmen.families.family import Family, Field, expect
+from dolmen.families import experts, llama_like, windows
+from dolmen.families.family import Family, expect
 from dolmen.families.rules import Rule
-from dolmen.files import kinds
 from dolmen.model.tree import Experts, Tree
 
 
-def read(c: dict[str, Any]) -> Tree:
+def read(config: dict[str, Any]) -> Tree:
     """`intermediate_size` is an expert's width."""
-    layer = llama_like.experts(c, c["intermediate_size"], normalise=True)
-    windows = [c["sliding_window"]] * c["num_hidden_layers"]
-    return llama_like.read(c, mlp=lambda _: layer, windows=windows)
+    layer = experts.read(config, config["intermediate_size"], normalise=True)
+    return llama_like.read(config, mlp=lambda _: layer, windows=windows.of_all(config))
 
 
 def new(tree: Tree) -> dict[str, Any]:
-    return {
-        **llama_like.new(tree),
-        **llama_like.new_experts(expect(tree.blocks[0].mlp, Experts, "mlp")),
-        "sliding_window": llama_like.mixer(tree).window,
-    }
+    layer = expect(tree.blocks[0].mlp, Experts, "mlp")
+    return {**llama_like.new(tree), **experts.new(layer), **windows.new(tree)}
 
 
 def rules(tree: Tree) -> list[Rule]:
     names = {"w1": "gate", "w3": "up", "w2": "down"}
-    return [*llama_like.rules(tree), *llama_like.expert_rules(tree, "block_sparse_moe", names)]
+    module = f"{llama_like.LAYER}block_sparse_moe"
+    return [*llama_like.rules(tree), *experts.rules(tree, module, names)]
 
 
 FAMILY = Family(
@@ -38,23 +34,14 @@ FAMILY = Family(
     new=new,
     rules=rules,
     fields=llama_like.changed(
-        (*llama_like.FIELDS, llama_like.SLIDING_WINDOW),
-        Field(
-            "num_local_experts",
-            kinds.EXPERTS,
-            8,
-            "Experts of a feed-forward layer.",
-            ("num_experts",),
-        ),
-        llama_like.EXPERTS_PER_TOKEN,
-        llama_like.AUX_LOSS,
+        (*llama_like.FIELDS, windows.SIZE, *experts.FIELDS),
         intermediate_size=14336,
         num_key_value_heads=8,
         max_position_embeddings=131072,
         rms_norm_eps=1e-5,
         rope_theta=1000000.0,
     ),
-    only={**llama_like.NO_BIAS, **llama_like.NO_WINDOW, "router_jitter_noise": (0.0, None)},
+    only={**llama_like.NO_BIAS, **windows.NO_TYPES, "router_jitter_noise": (0.0, None)},
     harmless=("output_router_logits",),
     beside=llama_like.BESIDE,
     ignored=llama_like.IGNORED,

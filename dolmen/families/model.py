@@ -16,7 +16,7 @@ from typing import Any
 from dolmen.core.config import Plain
 from dolmen.families import known
 from dolmen.families.differences import differences
-from dolmen.families.family import HARMLESS, ONLY, Family, Field
+from dolmen.families.family import HARMLESS, ONLY, Family, Field, knob
 from dolmen.files import kinds
 from dolmen.files.schema import (
     Either,
@@ -137,8 +137,8 @@ def new(tree: Tree, model_type: str, carried: Mapping[str, Any] | None = None) -
             )
     except ValueError as error:
         raise ValueError(
-            f"family {model_type} cannot express {error}: set model.model-type to one that can, of "
-            f"{', '.join(known.families())}"
+            f"family {model_type} cannot express {error}: set {knob('model_type')} to one that "
+            f"can, of {', '.join(known.families())}"
         ) from None
     return model
 

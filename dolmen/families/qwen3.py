@@ -4,22 +4,22 @@ size of its own.
 
 from typing import Any
 
-from dolmen.families import llama_like, qwen2
+from dolmen.families import common, llama_like, qwen2
 from dolmen.families.family import Family
 from dolmen.model.tree import Tree
 
 
-def read(c: dict[str, Any]) -> Tree:
+def read(config: dict[str, Any]) -> Tree:
     """`attention_bias` puts biases on q, k, v and on the output projection."""
-    bias = bool(c["attention_bias"])
-    return llama_like.read(c, windows=qwen2.windows(c), qkv_bias=bias, o_bias=bias, qk_norm=True)
+    bias, sizes = bool(config["attention_bias"]), qwen2.windows_of(config)
+    return llama_like.read(config, windows=sizes, qkv_bias=bias, o_bias=bias, qk_norm=True)
 
 
 def new(tree: Tree) -> dict[str, Any]:
     return {
         **llama_like.new(tree),
         **qwen2.new_windows(tree),
-        "attention_bias": llama_like.mixer(tree).q_bias,
+        "attention_bias": common.attention(tree).q_bias,
     }
 
 

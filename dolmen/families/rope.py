@@ -29,7 +29,7 @@ BESIDE = {
         "truncate",
     )
 }
-USED = {kind: (*needed, *BESIDE.get(kind, ())) for kind, needed in NEEDED.items()}
+USED = {of: (*needed, *BESIDE.get(of, ())) for of, needed in NEEDED.items()}
 TURNS = optional(Real(2**-20, 2**20))  # a wavelength is divided by it
 PARAMETERS = (
     Field(
@@ -114,44 +114,49 @@ def fields(theta: float = 10000.0) -> tuple[Field, ...]:
     )
 
 
-def given(c: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+def given(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     """The field that states rope, and what it states."""
-    knob = "rope_scaling" if c["rope_scaling"] else "rope_parameters"
-    return knob, c[knob] or {}
+    field = "rope_scaling" if config["rope_scaling"] else "rope_parameters"
+    return field, config[field] or {}
 
 
-def read(c: Mapping[str, Any], size: int) -> Rope:
+def kind(stated: Mapping[str, Any]) -> str:
+    """The type of rope that is stated, by the name of either transformers."""
+    return stated.get("rope_type", stated.get("type", "default"))
+
+
+def read(config: Mapping[str, Any], size: int) -> Rope:
     """Rope over heads of `size`, rotated in halves. Raises ValueError for a type that is not
     implemented, and for a part of the head left unrotated.
     """
-    knob, stated = given(c)
+    field, stated = given(config)
     if any(isinstance(value, dict) for value in stated.values()):
-        raise ValueError(f"{knob} is {stated}: dolmen supports one rope for all layers")
+        raise ValueError(f"{field} is {stated}: dolmen supports one rope for all layers")
     if stated.get("partial_rotary_factor", 1.0) not in (1.0, None):
         raise ValueError(
-            f"{knob}.partial_rotary_factor is {stated['partial_rotary_factor']}: dolmen supports "
-            f"only 1.0"
+            f"{field}.partial_rotary_factor is {stated['partial_rotary_factor']}: dolmen supports "
+            "only 1.0"
         )
-    theta = float(stated.get("rope_theta", c["rope_theta"]))
-    return Rope(size, theta, _scaling(c, knob, stated, theta))
+    theta = float(stated.get("rope_theta", config["rope_theta"]))
+    return Rope(size, theta, _scaling(config, field, stated, theta))
 
 
 def _scaling(
-    c: Mapping[str, Any], knob: str, stated: Mapping[str, Any], theta: float
+    config: Mapping[str, Any], field: str, stated: Mapping[str, Any], theta: float
 ) -> Scaling | None:
-    kind = stated.get("rope_type", stated.get("type", "default"))
-    if kind not in USED:
-        raise ValueError(f"{knob}.rope_type is {kind!r}: dolmen supports {', '.join(USED)}")
-    original = c["original_max_position_embeddings"] or stated.get(
+    of = kind(stated)
+    if of not in USED:
+        raise ValueError(f"{field}.rope_type is {of!r}: dolmen supports {', '.join(USED)}")
+    original = config["original_max_position_embeddings"] or stated.get(
         "original_max_position_embeddings"
     )
     values = {
         **stated,
-        "original_max_position_embeddings": original or c["max_position_embeddings"],
+        "original_max_position_embeddings": original or config["max_position_embeddings"],
     }
-    if missing := [name for name in NEEDED[kind] if values.get(name) is None]:
-        raise ValueError(f"{knob} is {stated}: rope_type {kind} needs {', '.join(missing)}")
-    match kind:
+    if missing := [name for name in NEEDED[of] if values.get(name) is None]:
+        raise ValueError(f"{field} is {stated}: rope_type {of} needs {', '.join(missing)}")
+    match of:
         case "linear":
             return Linear(float(values["factor"]))
         case "llama3":

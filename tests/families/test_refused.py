@@ -3,7 +3,7 @@
 import pytest
 from published import FALCON_7B, FALCON_40B, FALCON_CLASSIC, LLAMA_31
 
-from dolmen.families import Model
+from dolmen.families import Model, find
 from dolmen.model.tree import check_cuts
 
 
@@ -137,6 +137,57 @@ def test_a_quantisation_is_refused_in_one_line():
 
 
 @pytest.mark.parametrize(
+    "model_type",
+    "llama mistral qwen2 mixtral gpt2 bloom falcon gemma2 deepseek_v2".split(),
+)
+def test_heads_that_do_not_divide_the_width(model_type):
+    """One sentence for all families, in the words of each."""
+    names = find(model_type).names
+    hidden, heads = names["hidden_size"], names["num_attention_heads"]
+    said = (
+        rf"^{hidden} \(64\) is not divisible by {heads} \(33\): set "
+        rf"--model.{heads.replace('_', '-')} to a divisor, such as 32"
+    )
+    with pytest.raises(ValueError, match=said):
+        Model({"model_type": model_type, hidden: 64, heads: 33})
+
+
+def test_what_may_be_done_instead():
+    fields = {"hidden_size": 4097, "head_dim": 128}
+    with pytest.raises(ValueError, match=r"such as 17, or --model.model-type to mistral, .*"):
+        Model({"model_type": "llama"} | fields)
+    assert Model({"model_type": "mistral"} | fields).tree.hidden_size == 4097
+    with pytest.raises(ValueError, match=r"such as 17, or --model.head-dim$"):
+        Model({"model_type": "mistral", "hidden_size": 4097})
+
+
+def test_a_window_is_used_where_it_is_said_so():
+    for model_type in ("qwen2", "qwen3", "qwen3_moe"):
+        content = {"model_type": model_type, "sliding_window": 7, "num_hidden_layers": 1}
+        content |= {"max_window_layers": 0}
+        for used, window in ((False, None), (True, 7)):
+            tree = Model(content | {"use_sliding_window": used}).tree
+            assert tree.blocks[0].mixer.window == window
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({}, "1 layer of sliding_attention, but use_sliding_window is False: set --model.use-sl"),
+        (
+            {"use_sliding_window": True, "sliding_window": None},
+            "but sliding_window is None: set --model.sliding-window, or other types",
+        ),
+        ({"num_hidden_layers": 2}, "layer_types has 1 entry, num_hidden_layers is 2: set --model"),
+    ],
+)
+def test_a_layer_that_slides_has_a_window(fields, said):
+    content = {"model_type": "qwen2", "num_hidden_layers": 1, "layer_types": ["sliding_attention"]}
+    with pytest.raises(ValueError, match=said):
+        Model(content | fields)
+
+
+@pytest.mark.parametrize(
     ("fields", "said"),
     [
         (
@@ -160,3 +211,11 @@ def test_a_quantisation_is_refused_in_one_line():
 def test_groups_of_experts_that_cannot_be(fields, said):
     with pytest.raises(ValueError, match=said):
         Model({"model_type": "deepseek_v3"} | fields)
+
+
+def test_groups_that_are_not_stated():
+    content = {"model_type": "deepseek_v2", "topk_method": "group_limited_greedy"}
+    with pytest.raises(ValueError, match="and n_group is None: set --model.n-group$"):
+        Model(content)
+    with pytest.raises(ValueError, match="and topk_group is None: set --model.topk-group$"):
+        Model(content | {"n_group": 8})

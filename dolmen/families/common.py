@@ -1,0 +1,129 @@
+"""What every family says, each under names of its own: fields, the ends of a decoder, the size of a
+head. Which name a family has for what is read off its fields (`names` of family.py).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from dolmen.core.words import divisor
+from dolmen.families.family import Field, expect, knob, names
+from dolmen.files import kinds
+from dolmen.files.schema import Flag, Real
+from dolmen.model.tree import (
+    Attention,
+    Block,
+    Embedding,
+    Experts,
+    Head,
+    Mlp,
+    Norm,
+    Tree,
+    runs_of,
+)
+
+INITIALIZER_RANGE = Field(
+    "initializer_range",
+    Real(0),
+    0.02,
+    "Standard deviation of initial weights; output projections get it divided by sqrt(2 * layers).",
+)
+
+
+def vocab_size(default: int) -> Field:
+    """The first field of each family."""
+    told = "Rows of the embedding and of the head, tokens."
+    return Field("vocab_size", kinds.VOCABULARY, default, told)
+
+
+def eps(name: str, default: float) -> Field:
+    """The field of the norms."""
+    told = "Added to the variance inside every norm."
+    return Field(name, Real(0), default, told, common=("norm_eps",))
+
+
+LAYER_NORM_EPS = eps("layer_norm_epsilon", 1e-5)
+
+
+def ends(eps: Field, tied: bool) -> tuple[Field, ...]:
+    """The last fields of each family, the norms' `eps` first; `tied`: what stating nothing of the
+    head means.
+    """
+    told = "Head and embedding are one parameter."
+    return eps, INITIALIZER_RANGE, Field("tie_word_embeddings", Flag(), tied, told)
+
+
+def layer_norm(config: dict[str, Any]) -> Norm:
+    """Of a family that has LAYER_NORM_EPS."""
+    return Norm("layernorm", float(config[LAYER_NORM_EPS.name]), bias=True)
+
+
+def head_size(config: dict[str, Any], fields: Sequence[Field], instead: str = "") -> int:
+    """Of heads that share the width. Raises ValueError with both numbers where they cannot, the
+    field to set, and what may be done `instead`.
+    """
+    own = names(fields)
+    hidden, heads = own["hidden_size"], own["num_attention_heads"]
+    width, number = config[hidden], config[heads]
+    if width % number:
+        raise ValueError(
+            f"{hidden} ({width}) is not divisible by {heads} ({number}): set {knob(heads)} to a "
+            f"divisor, such as {divisor(width, near=number)}{instead}"
+        )
+    return width // number
+
+
+def tree(
+    config: dict[str, Any],
+    fields: Sequence[Field],
+    blocks: Sequence[Block],
+    embedding: Embedding | None = None,
+) -> Tree:
+    """These blocks between the ends that `fields` say, whose last norm is as theirs; unset, the
+    embedding has rows and nothing more. Raises ValueError for an `initializer_range` that is not
+    finite.
+    """
+    own = names(fields)
+    return Tree(
+        hidden_size=config[own["hidden_size"]],
+        embedding=Embedding(config["vocab_size"]) if embedding is None else embedding,
+        runs=runs_of(blocks),
+        final_norm=blocks[0].norm,
+        head=Head(tied=config["tie_word_embeddings"]),
+        max_position_embeddings=config[own["max_position_embeddings"]],
+        initializer_range=float(config["initializer_range"]),
+    )
+
+
+def new(tree: Tree, fields: Sequence[Field]) -> dict[str, Any]:
+    """What no layer decides, by the names that `fields` have."""
+    stated = {
+        "vocab_size": tree.vocab_size,
+        "hidden_size": tree.hidden_size,
+        "num_hidden_layers": tree.layers,
+        "max_position_embeddings": tree.max_position_embeddings,
+        "norm_eps": tree.final_norm.eps,
+        "initializer_range": tree.initializer_range,
+        "tie_word_embeddings": tree.head.tied,
+    }
+    own = names(fields)
+    return {own[name]: value for name, value in stated.items()}
+
+
+def attention(tree: Tree) -> Attention:
+    """Of the first layer. Raises ValueError where it has another mixer."""
+    return expect(tree.blocks[0].mixer, Attention, "mixer")
+
+
+def mlp(tree: Tree) -> Mlp:
+    """The first feed-forward layer. Raises ValueError where it has experts."""
+    return expect(tree.blocks[0].mlp, Mlp, "mlp")
+
+
+def dense(tree: Tree) -> list[Mlp]:
+    """Every feed-forward layer without experts, in order."""
+    return [expect(b.mlp, Mlp, "mlp") for b in tree.blocks if not b.mlp.experts]
+
+
+def sparse(tree: Tree) -> list[Experts]:
+    """Every feed-forward layer with experts, in order."""
+    return [expect(b.mlp, Experts, "mlp") for b in tree.blocks if b.mlp.experts]
