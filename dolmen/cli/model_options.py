@@ -7,6 +7,7 @@ Nothing here imports torch or transformers.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, make_dataclass
+from itertools import takewhile
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -82,8 +83,40 @@ def asked(start: Start, before: Any, after: Any) -> Model | None:
 
 
 def in_todays_names(argv: list[str], family: Family) -> list[str]:
-    """`argv` with every `--model.*` under the name it has now."""
-    return [_renamed(word, family) if word.startswith(PREFIX) else word for word in argv]
+    """`argv` with every `--model.*` under the name it has now. Raises ValueError where two names of
+    one option say different values.
+    """
+    now = [_renamed(word, family) if word.startswith(PREFIX) else word for word in argv]
+    _check_spellings(argv, now)
+    return now
+
+
+def _check_spellings(argv: list[str], now: list[str]) -> None:
+    said: dict[str, dict[str, list[str]]] = {}
+    for i, (word, renamed) in enumerate(zip(argv, now, strict=True)):
+        if word.startswith("--"):
+            name, option = (w.partition("=")[0].replace("_", "-") for w in (word, renamed))
+            said.setdefault(option, {})[name] = _values(argv[i:])
+    for names in said.values():
+        (first, values), *others = names.items()
+        for name, more in others:
+            if [_number(v) for v in more] != [_number(v) for v in values]:
+                one, other = (" ".join(words) for words in ([first, *values], [name, *more]))
+                raise ValueError(f"{one} and {other} are two names of one option: give one of them")
+
+
+def _values(words: list[str]) -> list[str]:
+    """What the option that the words begin with is given: after its sign, or up to the next."""
+    _, sign, value = words[0].partition("=")
+    return [value] if sign else list(takewhile(lambda w: not w.startswith("--"), words[1:]))
+
+
+def _number(word: str) -> float | str:
+    """1e-5 and 0.00001 are one value."""
+    try:
+        return float(word)
+    except ValueError:
+        return word
 
 
 def _renamed(word: str, family: Family) -> str:

@@ -306,14 +306,15 @@ def parse_train(argv: list[str]) -> tuple[RunConfig, TrainOptions]:
                 else found,
             )
         start = model_options.start(run.model, argv)
+        family = start.model.family
+        words = model_options.in_todays_names(argv, family)
     except (ValueError, KeyError, OSError) as error:
         raise BadInput(message(error)) from None
-    family = start.model.family
     model_cls = model_options.options(family)
     before, cls = model_options.default(model_cls, start.model), train_options(model_cls)
     sections = {s: getattr(run, s) for s in SECTIONS}
     default = cls(recipe=name or "pretrain", model=before, init=run.init, **sections)
-    options = parse(cls, model_options.in_todays_names(argv, family), "train", default)
+    options = parse(cls, words, "train", default)
     model = model_options.asked(start, before, options.model)
     return replace(
         run, model=model, init=options.init, **{s: getattr(options, s) for s in SECTIONS}

@@ -74,6 +74,8 @@ class Model(Plain):
 
     def _refuse(self) -> None:
         config, family = self.config, self.family
+        for field in family.fields:
+            _check_spellings(field, config)
         if _code(config.get("auto_map") or {}) - {*family.code}:
             raise ValueError(
                 f"auto_map is {config['auto_map']}: dolmen runs no code from a model folder "
@@ -277,8 +279,25 @@ def _whole(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
     return {**{f.name: f.default for f in family.fields}, **_named(family, config)}
 
 
+def _spellings(field: Field, config: Mapping[str, Any]) -> list[str]:
+    """The names by which `config` states a field."""
+    return [name for name in (field.name, *field.aliases) if name in config]
+
+
+def _check_spellings(field: Field, config: Mapping[str, Any]) -> None:
+    """Raises ValueError where `config` states the field by two names, and by each another value."""
+    stated = [(name, config[name]) for name in _spellings(field, config)]
+    for name, value in stated[1:]:
+        first, before = stated[0]
+        if value != before:
+            raise ValueError(
+                f"{first} is {before!r} and {name} is {value!r}: they are two names of one field, "
+                "state one of them"
+            )
+
+
 def _spelled(field: Field, config: Mapping[str, Any], value: Any) -> dict[str, Any]:
     """`field` as `config` spells it."""
     if field.spell is not None:
         return field.spell(config, value)
-    return {next((alias for alias in field.aliases if alias in config), field.name): value}
+    return dict.fromkeys(_spellings(field, config) or [field.name], value)

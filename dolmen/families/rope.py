@@ -121,8 +121,16 @@ def given(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
 
 
 def kind(stated: Mapping[str, Any]) -> str:
-    """The type of rope that is stated, by the name of either transformers."""
-    return stated.get("rope_type", stated.get("type", "default"))
+    """The type of rope that is stated, as `rope_type` or, by older files, as `type`. Raises
+    ValueError where both are and differ.
+    """
+    of = stated.get("rope_type", stated.get("type", "default"))
+    if stated.get("type", of) != of:
+        raise ValueError(
+            f"rope_type is {of!r} and type is {stated['type']!r}: they are two names of one field, "
+            "state one of them"
+        )
+    return of
 
 
 def read(config: Mapping[str, Any], size: int) -> Rope:

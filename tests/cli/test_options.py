@@ -394,6 +394,33 @@ def test_a_model_is_made_of_options():
     assert content["mlp_only_layers"] == [0, 2] and content["num_local_experts"] == 16
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            "--model.n-embd 96 --model.hidden-size 192",
+            "--model.n-embd 96 and --model.hidden-size 192 are two names of one option: give one",
+        ),
+        ("--model.n_embd=96 --model.hidden-size 192", "--model.n-embd 96 and --model.hidden-size"),
+        (
+            "--model.dropout 0.1 --train.dropout 0.2",
+            "--model.dropout 0.1 and --train.dropout 0.2 are two names",
+        ),
+    ],
+)
+def test_two_names_of_one_option_that_disagree(words, said):
+    """Equal values may be given twice, and of one name the last counts."""
+    argv = ["pretrain", "--model.model-type", "gpt2"]
+    with pytest.raises(BadInput, match=said):
+        parse_train([*argv, *words.split()])
+    same = "--model.n-embd 96 --model.hidden-size=96".split()
+    assert parse_train([*argv, *same])[0].model.tree.hidden_size == 96
+    eps = "--model.norm-eps 1e-3 --model.layer-norm-epsilon 0.001".split()
+    assert parse_train([*argv, *eps])[0].model.tree.final_norm.eps == 1e-3
+    last = "--model.n-embd 96 --model.n-embd 192".split()
+    assert parse_train([*argv, *last])[0].model.tree.hidden_size == 192
+
+
 def test_a_model_of_another_family():
     """The same tree where the family has it; else what both have by name."""
     quickstart = RECIPES["quickstart"]().model

@@ -41,6 +41,12 @@ def test_a_change_keeps_the_spelling():
     assert "factor" not in rope_of(changed(Model({"model_type": "llama"}), {"vocab_size": 7}))
 
 
+def test_a_field_that_is_stated_by_two_names_is_changed_under_both():
+    twice = GPT2 | {"hidden_size": 768}
+    made = changed(Model(twice), {"n_embd": 1536})
+    assert made.config == twice | {"n_embd": 1536, "hidden_size": 1536}
+
+
 def rope_of(model):
     return model.config.get("rope_parameters", {})
 

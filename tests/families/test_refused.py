@@ -161,6 +161,29 @@ def test_what_may_be_done_instead():
         Model({"model_type": "mistral", "hidden_size": 4097})
 
 
+@pytest.mark.parametrize(
+    ("model_type", "fields", "said"),
+    [
+        ("gpt2", {"n_embd": 96, "hidden_size": 192}, "^n_embd is 96 and hidden_size is 192: they"),
+        ("bloom", {"num_attention_heads": 4, "n_head": 8}, "n_head is 8 and num_attention_heads"),
+        ("qwen3_moe", {"num_local_experts": 128, "num_experts": 64}, "is 128 and num_experts is"),
+        (
+            "llama",
+            {"rope_scaling": {"type": "linear", "rope_type": "default", "factor": 2.0}},
+            "rope_type is 'default' and type is 'linear'",
+        ),
+    ],
+)
+def test_two_names_of_one_field_that_disagree(model_type, fields, said):
+    with pytest.raises(ValueError, match=said):
+        Model({"model_type": model_type} | fields)
+    (value, *_) = fields.values()
+    same = (
+        dict.fromkeys(fields, value) if len(fields) > 1 else {"rope_scaling": {"type": "default"}}
+    )
+    assert Model({"model_type": model_type} | same).tree
+
+
 def test_a_window_is_used_where_it_is_said_so():
     for model_type in ("qwen2", "qwen3", "qwen3_moe"):
         content = {"model_type": model_type, "sliding_window": 7, "num_hidden_layers": 1}
