@@ -46,6 +46,8 @@ SIZES: dict[str, Schema] = {
 
 @dataclass(frozen=True)
 class FlatRope:
+    """Rotary positions then."""
+
     theta: float = 10000.0
     scaling: Literal["default", "linear", "llama3"] = "default"
     factor: float = 1.0
@@ -55,6 +57,7 @@ class FlatRope:
 
     @property
     def component(self) -> Scaling | None:
+        """How positions are scaled, as the tree says it; None: they are not."""
         match self.scaling:
             case "linear":
                 return Linear(self.factor)
@@ -115,11 +118,15 @@ class Flat:
             raise ValueError(str(error)) from None
 
     def window(self, layer: int) -> int | None:
+        """Tokens that a query of a layer sees; None: all before it."""
         layers = self.sliding_layers
         return self.sliding_window if layers is None or layer in layers else None
 
     @property
     def experts(self) -> Experts:
+        """The feed-forward layer of those that are sparse. Raises ValueError for numbers that
+        cannot be.
+        """
         size = self.moe_intermediate_size
         return Experts(
             self.num_experts,
@@ -130,6 +137,7 @@ class Flat:
         )
 
     def block(self, layer: int) -> Block:
+        """A layer, counted from 0. Raises ValueError for numbers that cannot be."""
         bias = self.attention_bias
         sparse = self.num_experts > 0 and layer not in self.dense_layers
         rope = Rope(self.head_dim, self.rope.theta, self.rope.component)
@@ -154,6 +162,9 @@ class Flat:
 
     @property
     def tree(self) -> Tree:
+        """What is computed, whether a family can express it or not. Raises ValueError for numbers
+        that cannot be.
+        """
         table = Table(self.max_position_embeddings) if self.position == "learned" else None
         return Tree(
             hidden_size=self.hidden_size,

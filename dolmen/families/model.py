@@ -51,10 +51,12 @@ class Model(Plain):
 
     @property
     def model_type(self) -> str:
+        """Name of its family."""
         return self.family.model_type
 
     @property
     def family(self) -> Family:
+        """The family that reads it. Raises ValueError for one that dolmen does not know."""
         return known.find(self.config.get("model_type"))
 
     @property
@@ -64,6 +66,7 @@ class Model(Plain):
 
     @cached_property
     def tree(self) -> Tree:
+        """What is computed. Raises ValueError as Model does."""
         family = self.family
         try:
             check_value(self.config, schema(family))
@@ -99,10 +102,14 @@ class Model(Plain):
         return {n: deepcopy(v) for n, v in self.config.items() if n not in (RESERVED, "auto_map")}
 
     def plain(self) -> dict[str, Any]:
+        """The config.json whole, to be kept with a run."""
         return deepcopy(self.config)
 
     @classmethod
     def from_plain(cls, value: Any) -> "Model":
+        """The model of a config.json as a run's YAML has it, where 1e-05 is text. Raises ValueError
+        as Model does, and for what is no mapping.
+        """
         if not isinstance(value, dict):
             raise ValueError(f"it must be a config.json, a mapping, not {value!r}")
         family = known.find(value.get("model_type"))

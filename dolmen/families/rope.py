@@ -207,7 +207,9 @@ def _attention_factor(factor: float, mscale: float | None, mscale_all_dim: float
 
 
 def new(rope: Rope) -> dict[str, Any]:
-    """`rope_parameters` as transformers 5 writes it: only what the type uses."""
+    """`rope_parameters` as transformers 5 writes it: only what the type uses. Raises ValueError for
+    a scaling that no config.json here can say.
+    """
     match rope.scaling:
         case Linear(factor):
             scaling = {"rope_type": "linear", "factor": factor}

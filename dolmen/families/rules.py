@@ -28,9 +28,11 @@ class Rename:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """Ours, in the order of the `parts` that `shape` takes."""
         return (self.ours,)
 
     def shape(self, parts: list[Shape]) -> Shape:
+        """Of the stored tensor, from those of ours that it holds."""
         return parts[0]
 
 

@@ -52,6 +52,7 @@ class WeightMap:
         return tuple(f"{start}{layers + i}." for i in range(more))
 
     def is_tied_head(self, name: str) -> bool:
+        """Whether a canonical name is of the head that is stored though it is the embedding."""
         return name == self.head and name not in self.entries
 
     def expected_shape(self, name: str) -> Shape | None:

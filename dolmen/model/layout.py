@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
 
-from dolmen.core.words import counted
+from dolmen.core.words import counted, divisor
 from dolmen.model.tree import Tree, check_cuts
 from dolmen.parallel import schedule as schedules
 from dolmen.parallel.actions import Schedule
@@ -154,7 +154,7 @@ class Layout:
                 f"train.global-batch-size ({global_batch_size}) / dp ({dp}) = {rank_batch} "
                 "sequences per rank is not divisible by train.microbatch-size "
                 f"({microbatch_size}): set --train.microbatch-size "
-                f"{_divisor(rank_batch, microbatch_size)}"
+                f"{divisor(rank_batch, near=microbatch_size)}"
             )
         if self.cp > 1 and sequence_length % (2 * self.cp):
             raise ValueError(
@@ -216,8 +216,3 @@ def balance(layers: int, stages: int) -> list[range]:
         )
     cuts = [min(max(i * things // stages - 1, 0), layers) for i in range(stages)] + [layers]
     return [range(a, b) for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
-
-
-def _divisor(value: int, most: int) -> int:
-    """The largest divisor of value that is at most `most`."""
-    return max(d for d in range(1, min(most, value) + 1) if value % d == 0)

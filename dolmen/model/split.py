@@ -30,6 +30,7 @@ class Recompute:
     layers: frozenset[int] = frozenset()
 
     def of(self, layer: int) -> str:
+        """The `kind` of a layer, by its number in the whole model."""
         return self.kind if layer in self.layers else "none"
 
 
@@ -55,10 +56,12 @@ class Split:
 
     @property
     def first(self) -> bool:
+        """Whether this rank embeds."""
         return any(part.first for part in self.parts)
 
     @property
     def last(self) -> bool:
+        """Whether this rank has the final norm, the head and the loss."""
         return any(part.last for part in self.parts)
 
 

@@ -60,6 +60,10 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Tree:
+    """A decoder: embedding, layers, final norm, head. Raises ValueError for an initializer_range
+    that is negative or not finite.
+    """
+
     hidden_size: int
     """Width of the residual stream."""
     embedding: Embedding

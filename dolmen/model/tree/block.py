@@ -22,6 +22,8 @@ Arrangement = Pre | Parallel | Sandwich
 
 @dataclass(frozen=True)
 class Block:
+    """One layer, which adds to the residual stream what its mixer and its mlp make of it."""
+
     mixer: Mixer
     mlp: Mlp | Experts
     norm: Norm
@@ -29,6 +31,7 @@ class Block:
     arrangement: Arrangement = Pre()
 
     def leaves(self, stream: Stream) -> Leaves:
+        """Its parameters, by the names and in the order of its arrangement."""
         norm = self.norm.leaves(stream.hidden_size)
         return self.arrangement.leaves(norm, self.mixer.leaves(stream), self.mlp.leaves(stream))
 

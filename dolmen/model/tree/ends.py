@@ -9,6 +9,10 @@ from dolmen.model.tree.positions import Table
 
 @dataclass(frozen=True)
 class Embedding:
+    """What tokens become: a row of a table for each, and what is done with it before the first
+    block.
+    """
+
     rows: int
     """Of the vocabulary, tokens."""
     scale: float = 1.0
@@ -34,12 +38,15 @@ class Embedding:
 
 @dataclass(frozen=True)
 class Head:
+    """What the last hidden vector of a token is multiplied by, to the logits of all tokens."""
+
     tied: bool = False
     """Its weight is the embedding's."""
     soft_cap: float | None = None
     """Logits become cap * tanh(logit / cap)."""
 
     def leaves(self, rows: int, hidden: int) -> Leaves:
+        """None where the embedding's weight is used."""
         if self.tied:
             return {}
         shape, cuts = (rows, hidden), (of_vocabulary(rows),)

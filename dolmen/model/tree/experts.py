@@ -42,6 +42,10 @@ class Router:
 
 @dataclass(frozen=True)
 class Experts:
+    """y = sum over a token's experts of weight * expert(x), beside what is shared. Raises
+    ValueError, with the numbers and the option, for a choice of experts that cannot be made.
+    """
+
     number: int
     per_token: int
     size: int

@@ -81,6 +81,7 @@ class Leaf:
 
     @property
     def elements(self) -> int:
+        """Numbers that it has, on all ranks together."""
         return math.prod(self.shape)
 
     @property

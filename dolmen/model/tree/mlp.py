@@ -12,6 +12,8 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
 @dataclass(frozen=True)
 class Mlp:
+    """Over the features of each token by itself."""
+
     size: int
     """Width inside."""
     gated: bool = True

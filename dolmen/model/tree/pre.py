@@ -13,6 +13,7 @@ class Pre:
 
     @property
     def norms(self) -> int:
+        """How many norms a block has."""
         return 2
 
     @property
