@@ -184,6 +184,24 @@ def test_two_names_of_one_field_that_disagree(model_type, fields, said):
     assert Model({"model_type": model_type} | same).tree
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        FALCON_40B,  # num_kv_heads with multi_query
+        {"model_type": "gemma", "hidden_act": "gelu", "hidden_activation": None},
+        {"model_type": "gemma2", "hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"},
+        {"model_type": "gpt2", "n_inner": 128, "intermediate_size": 256},
+        {"model_type": "gpt2", "n_positions": 64, "n_ctx": 1024},
+        {"model_type": "llama", "torch_dtype": "float16", "dtype": "bfloat16"},
+        {"model_type": "llama", "rope_theta": 1.0, "rope_parameters": {"rope_theta": 2.0}},
+    ],
+    ids=lambda content: f"{content['model_type']}-{len(content)}",
+)
+def test_what_transformers_does_not_take_for_one_field_is_two(content):
+    """Or it says which of two it reads: `dtype`, and a theta inside."""
+    assert Model(content).tree
+
+
 def test_a_window_is_used_where_it_is_said_so():
     for model_type in ("qwen2", "qwen3", "qwen3_moe"):
         content = {"model_type": model_type, "sliding_window": 7, "num_hidden_layers": 1}
