@@ -13,7 +13,7 @@ from tiny import CASES
 from dolmen.core.config import from_dict
 from dolmen.families import Model, flat
 from dolmen.model.training import RouterTraining, Training
-from dolmen.model.tree import Experts, Mlp, Rope, Table
+from dolmen.model.tree import Rope, Table
 from dolmen.recipes import RECIPES
 
 # Of the recipes as they were when a model was a flat set of choices: what a run's config.yaml said,
@@ -55,8 +55,8 @@ def old_fields(model: Model) -> dict:
     block, layers = tree.blocks[0], range(tree.layers)
     mixer = block.mixer
     windows = {i: b.mixer.window for i, b in enumerate(tree.blocks)}
-    dense = [i for i in layers if isinstance(tree.blocks[i].mlp, Mlp)]
-    sparse = [b.mlp for b in tree.blocks if isinstance(b.mlp, Experts)]
+    dense = [i for i in layers if not tree.blocks[i].mlp.experts]
+    sparse = [b.mlp for b in tree.blocks if b.mlp.experts]
     mlp = tree.blocks[dense[0]].mlp if dense else None
     fields = dict(
         vocab_size=tree.vocab_size,
