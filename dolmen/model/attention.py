@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from dolmen.core import ranges
@@ -84,7 +85,9 @@ class Attention(Branch):
     def row(self) -> Row:
         return self.o
 
-    def inner(self, products: Sequence[Tensor], given: Given, cache=None) -> Tensor:
+    def inner(
+        self, products: Sequence[Float[Tensor, "tokens _"]], given: Given, cache=None
+    ) -> Float[Tensor, "tokens _"]:
         q, k, v = (
             y.view(given.batch, -1, y.shape[-1] // self.head_size, self.head_size) for y in products
         )

@@ -4,6 +4,7 @@ norms, is a subclass, one for each arrangement.
 
 from typing import Generic, TypeVar
 
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from dolmen.model.component import Component, Setting
@@ -30,17 +31,24 @@ class Block(nn.Module, Generic[C]):
         self.layer, self.dropout = setting.layer, setting.training.dropout
         self.whole = setting.split.recompute.of(setting.layer) == "full"
 
-    def forward(self, x: Tensor, given: Given, cache=None) -> Tensor:
+    def forward(
+        self, x: Float[Tensor, "here hidden"], given: Given, cache=None
+    ) -> Float[Tensor, "here hidden"]:
         return (
             again(self.stream, x, given)
             if self.whole and cache is None
             else self.stream(x, given, cache)
         )
 
-    def stream(self, x: Tensor, given: Given, cache=None) -> Tensor:
+    def stream(
+        self, x: Float[Tensor, "here hidden"], given: Given, cache=None
+    ) -> Float[Tensor, "here hidden"]:
+        """What `forward` computes, or computes again."""
         raise NotImplementedError
 
-    def drop(self, y: Tensor, given: Given, site: int) -> Tensor:
+    def drop(
+        self, y: Float[Tensor, "here hidden"], given: Given, site: int
+    ) -> Float[Tensor, "here hidden"]:
         """What is added to the residual stream, with dropout where it acts."""
         if given.noise is None:
             return y

@@ -35,20 +35,26 @@ class Branch(Component):
 
     @property
     def row(self) -> Row:
-        """What multiplies the result of `inner`."""
+        """What multiplies the result of `inner`, S(1)@tp, and sums it over tp."""
         raise NotImplementedError
 
-    def inner(self, products: Sequence[Tensor], given: Given, cache=None) -> Tensor:
+    def inner(
+        self, products: Sequence[Float[Tensor, "tokens _"]], given: Given, cache=None
+    ) -> Float[Tensor, "tokens _"]:
         """The products of x with the columns, each [tokens, out_i / tp] S(1)@tp -> [tokens, inputs
         of the row / tp] S(1)@tp.
         """
         raise NotImplementedError
 
-    def forward(self, x: Tensor, given: Given, cache=None) -> Tensor:
+    def forward(
+        self, x: Float[Tensor, "here hidden"], given: Given, cache=None
+    ) -> Float[Tensor, "here hidden"]:
         (products,) = enter([self], x)
         return self.row(self.inner(products, given, cache))
 
-    def part(self, x: Tensor, given: Given) -> Tensor:
+    def part(
+        self, x: Float[Tensor, "tokens hidden"], given: Given
+    ) -> Float[Tensor, "tokens hidden"]:
         """Of x R@tp, which has entered already -> P@tp, to leave with other sums; without the bias
         of the row.
         """
@@ -57,7 +63,9 @@ class Branch(Component):
         return tensor.products(y, [local(self.row.weight)], [None], self.tp)[0]
 
 
-def enter(branches: Sequence[Branch], x: Float[Tensor, "here hidden"]) -> list[tuple[Tensor, ...]]:
+def enter(
+    branches: Sequence[Branch], x: Float[Tensor, "here hidden"]
+) -> list[tuple[Float[Tensor, "tokens _"], ...]]:
     """The products of x, I@tp (or S(0)@tp), with the columns of each branch."""
     columns = [branch.columns for branch in branches]
     weights, biases = zip(*(pair for pairs in columns for pair in pairs), strict=True)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from dolmen.model.split import Split
@@ -33,7 +34,7 @@ class Component(nn.Module):
         return True
 
     @property
-    def balance_bias(self) -> Tensor | None:
+    def balance_bias(self) -> Float[Tensor, " experts"] | None:
         """Of its router, where a bias balances experts."""
         return None
 

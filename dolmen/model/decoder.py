@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import cast
 
 import torch
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from dolmen.core.state import Places, local
@@ -129,7 +130,7 @@ class Decoder(nn.Module):
             else None
         )
 
-    def boundary(self, batch: int, length: int) -> Tensor:
+    def boundary(self, batch: int, length: int) -> Float[Tensor, "here hidden"]:
         """An empty residual stream of this rank, as it crosses stages."""
         tokens = (
             batch
@@ -145,9 +146,11 @@ class Decoder(nn.Module):
             device=weight.device,
         )
 
-    def where(self, part: int, positions: Tensor) -> dict[tuple[Relative | None, int], Where]:
-        """What is known of `positions` [b or 1, s] by each kind of layer that a stage of this rank
-        has, in fp32 or wider.
+    def where(
+        self, part: int, positions: Int64[Tensor, "b s"]
+    ) -> dict[tuple[Relative | None, int], Where]:
+        """What is known of `positions`, those of each sequence or of all (b = 1), by each kind of
+        layer that a stage of this rank has, in fp32 or wider.
         """
         dtype = torch.promote_types(self.compute or next(self.parameters()).dtype, torch.float32)
         mixers = [self.tree.blocks[i].mixer for i in self.split.parts[part].layers]
@@ -158,23 +161,23 @@ class Decoder(nn.Module):
 
     def forward(
         self,
-        tokens: Tensor,
-        labels: Tensor | None = None,
+        tokens: Int64[Tensor, "b s"],
+        labels: Int64[Tensor, "b s"] | None = None,
         cache=None,
         noise: dropout.Noise | None = None,
-        starts: Tensor | None = None,
+        starts: Int64[Tensor, "b s"] | None = None,
         balance: Mapping[int, Balance] | None = None,
-        x: Tensor | None = None,
+        x: Float[Tensor, "here hidden"] | None = None,
         part: int = 0,
-        host: Tensor | None = None,
-    ) -> Tensor:
-        """tokens, labels [b, s] int64, the same on every rank of tp and cp; labels are already
+        host: Int64[Tensor, "b s"] | None = None,
+    ) -> Float[Tensor, "..."]:
+        """tokens and labels are the same on every rank of tp and cp; labels are already
         shifted, IGNORED where there is no loss. Of a pipeline, the stage `part` of this rank: `x`
         is what the stage before gave, [b * s / cp, hidden] (/ tp under sequence parallelism), and
         so is the result of all but the last.
 
-        `noise` is required while training with dropout, and unused otherwise. `starts` [b, s]
-        int64: where each token's document starts, `host` the same on the host, which without it
+        `noise` is required while training with dropout, and unused otherwise. `starts`: where
+        each token's document starts, `host` the same on the host, which without it
         waits for them. `cache` (serve/cache.py) holds the keys and values of the tokens before
         these. `balance`: of each layer of experts. Logits are [b, s / cp, rows of this rank].
         """

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import torch
+from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
 from dolmen.core import host
@@ -13,21 +14,25 @@ from dolmen.ops.dropout import Noise
 class Balance(NamedTuple):
     """How the auxiliary losses of one layer of experts enter the gradient, and what is counted."""
 
-    scale: Tensor
-    """[]: what the losses of one sequence are multiplied by."""
-    tally: Tensor
-    """[E + 2] fp64, zeros. Its gradient is what backward counted: the pairs of each expert, and the
+    scale: Float[Tensor, ""]
+    """What the losses of one sequence are multiplied by."""
+    tally: Float64[Tensor, " experts+2"]
+    """Zeros. Its gradient is what backward counted: the pairs of each expert, and the
     sums of balance and z loss over sequences. A gradient adds up over microbatches by itself, and
     counts none twice that is computed again.
     """
 
 
 class Where(NamedTuple):
-    """What a layer needs to know of its tokens' positions; as in Given."""
+    """What a layer needs to know of its tokens' positions, those of each sequence or of all (batch
+    1).
+    """
 
-    cos: Tensor | None = None
-    sin: Tensor | None = None
-    steps: Tensor | None = None
+    cos: Float[Tensor, "batch length 1 half"] | None = None
+    """What rope turns each position by, of half its size; None where it turns nothing."""
+    sin: Float[Tensor, "batch length 1 half"] | None = None
+    steps: Float[Tensor, "batch length heads"] | None = None
+    """What products with each key grow by; None: by nothing."""
 
 
 class Given(NamedTuple):
@@ -35,19 +40,16 @@ class Given(NamedTuple):
 
     batch: int
     """Sequences of the microbatch."""
-    cos: Tensor | None = None
-    """[batch or 1, length, 1, rope's size / 2], what rope turns each position by, of the layer that
-    is given this; None where it turns nothing.
-    """
-    sin: Tensor | None = None
-    steps: Tensor | None = None
-    """[batch or 1, length, heads], what products with each key grow by; None: by nothing."""
+    cos: Float[Tensor, "batch length 1 half"] | None = None
+    """As in Where, of the layer that is given this."""
+    sin: Float[Tensor, "batch length 1 half"] | None = None
+    steps: Float[Tensor, "batch length heads"] | None = None
     documents: Documents | None = None
     """Where the document of each token starts; None: at 0."""
     noise: Noise | None = None
     """What dropout needs, of the layer that is given this; None where there is none."""
-    rows: Tensor | None = None
-    """[tokens of the residual stream on this rank] int64: their index in the global batch, for
+    rows: Int64[Tensor, " here"] | None = None
+    """Of each token of the residual stream on this rank, its index in the global batch: for
     dropout.
     """
     balance: Balance | None = None

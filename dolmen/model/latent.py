@@ -21,6 +21,7 @@ of all heads are made of it first, as without a cache.
 """
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from dolmen.core import ranges
@@ -65,7 +66,9 @@ class LatentAttention(Component):
     def attend(mixer: tree.LatentAttention) -> Attend:
         return Attend(scale=mixer.scale)
 
-    def forward(self, x: Tensor, given: Given, cache=None) -> Tensor:
+    def forward(
+        self, x: Float[Tensor, "here hidden"], given: Given, cache=None
+    ) -> Float[Tensor, "here hidden"]:
         q = self._queries(x, given)
         down = self._down(x, self.kv_a)
         latent, key = down.split((self.form.kv_rank, self.form.positions.size), -1)

@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from dolmen.core import host, ranges
@@ -64,7 +65,7 @@ class Row(Parameters):
         super().__init__(leaves)
         self.tp = tp
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Float[Tensor, "tokens in"]) -> Float[Tensor, "here out"]:
         y = tensor.rows([x], [local(self.weight)], self.tp)
         return y if self.bias is None else y + local(self.bias)
 
@@ -78,7 +79,7 @@ class Norm(Parameters):
         self.kernel: Literal["passes", "fused"] = kernels.norm
         self.centres, self.zero_centred = norm.kind == "layernorm", norm.zero_centred
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Float[Tensor, "*rows size"]) -> Float[Tensor, "*rows size"]:
         weight = local(self.weight)
         with ranges.mark("norm"):
             if not self.centres:
@@ -96,7 +97,7 @@ class Embedding(Parameters):
         super().__init__(leaves)
         self.vocab_size, self.scale, self.tp = embedding.rows, embedding.scale, tp
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Int[Tensor, " tokens"]) -> Float[Tensor, "here hidden"]:
         x = vocabulary.embed(tokens, local(self.weight), self.vocab_size, self.tp)
         if self.scale == 1:
             return x
@@ -107,5 +108,5 @@ class Embedding(Parameters):
 class Positions(Parameters):
     """A learned table of positions (GPT-2): positions [n] -> [n, hidden]."""
 
-    def forward(self, positions: Tensor) -> Tensor:
+    def forward(self, positions: Int[Tensor, " here"]) -> Float[Tensor, "here hidden"]:
         return F.embedding(positions, local(self.weight))

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from jaxtyping import Float
 from torch import Tensor
 
 from dolmen.core.state import local
@@ -33,7 +34,9 @@ class MLP(Branch):
     def row(self) -> Row:
         return self.down
 
-    def inner(self, products: Sequence[Tensor], given: Given, cache=None) -> Tensor:
+    def inner(
+        self, products: Sequence[Float[Tensor, "tokens _"]], given: Given, cache=None
+    ) -> Float[Tensor, "tokens _"]:
         first, *rest = products
         hidden = self.act(first)
         return hidden * rest[0] if rest else hidden

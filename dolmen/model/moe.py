@@ -19,6 +19,7 @@ single sequences, whose counts are summed over cp.
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from dolmen.core import collectives, ranges
@@ -46,7 +47,9 @@ class Router(Parameters):
         super().__init__(leaves)
         self.k, self.choice = experts.per_token, experts.router
 
-    def forward(self, x: Tensor) -> tuple[Tensor, moe.Routing]:
+    def forward(
+        self, x: Float[Tensor, "n hidden"]
+    ) -> tuple[Float[Tensor, "n experts"], moe.Routing]:
         wide = torch.promote_types(self.weight.dtype, torch.float32)
         logits = F.linear(x.to(wide), local(self.weight).to(wide))
         choice, bias = self.choice, None if self.bias is None else local(self.bias)
@@ -76,7 +79,9 @@ class Experts(nn.Module):
         self.down = Parameters(under(leaves, "down"))
 
     @ranges.marked("experts")
-    def forward(self, rows: Tensor, groups: moe.Groups) -> Tensor:
+    def forward(
+        self, rows: Float[Tensor, "m hidden"], groups: moe.Groups
+    ) -> Float[Tensor, "m hidden"]:
         gate, up = (moe.grouped_linear(rows, local(w.weight), groups) for w in (self.gate, self.up))
         return moe.grouped_linear(self.act(gate) * up, local(self.down.weight), groups)
 
@@ -107,13 +112,15 @@ class MoE(Component):
         return self.kernel and self.ep.size == 1
 
     @property
-    def balance_bias(self) -> Tensor | None:
+    def balance_bias(self) -> Float[Tensor, " experts"] | None:
         return self.router.bias
 
     def units(self) -> list[Unit]:
         return [Unit(self.router, precise=True), Unit(self.experts, experts=True)]
 
-    def forward(self, x: Tensor, given: Given) -> Tensor:
+    def forward(
+        self, x: Float[Tensor, "here hidden"], given: Given
+    ) -> Float[Tensor, "here hidden"]:
         x = self.tp.enter(x)
         logits, routing = self.router(x)
         weights = routing.weights

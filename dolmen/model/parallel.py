@@ -11,6 +11,7 @@ are two inputs, each with a gradient to be summed.
 
 from collections.abc import Sequence
 
+from jaxtyping import Float
 from torch import Tensor
 
 from dolmen.model import tree
@@ -49,12 +50,16 @@ class Parallel(Block[Branch]):
             self.mlp_norm = norm("mlp_norm")
         self.mlp = mlp
 
-    def stream(self, x: Tensor, given: Given, cache=None) -> Tensor:
+    def stream(
+        self, x: Float[Tensor, "here hidden"], given: Given, cache=None
+    ) -> Float[Tensor, "here hidden"]:
         both, (attn, mlp) = [self.attn, self.mlp], self.entered(x)
         results = [self.attn.inner(attn, given, cache), self.mlp.inner(mlp, given)]
         return x + self.drop(leave(both, results), given, MLP)
 
-    def entered(self, x: Tensor) -> Sequence[Sequence[Tensor]]:
+    def entered(
+        self, x: Float[Tensor, "here hidden"]
+    ) -> Sequence[Sequence[Float[Tensor, "tokens _"]]]:
         """The products with the columns of the mixer, and with those of the mlp."""
         if self.norm is not None:
             return enter([self.attn, self.mlp], self.norm(x))

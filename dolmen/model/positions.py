@@ -3,6 +3,7 @@ tree says it (dolmen/model/tree/positions.py).
 """
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from dolmen.model import tree
@@ -35,15 +36,17 @@ SCALED = {
 
 def frequencies(
     r: tree.Rope, device: torch.device | None = None, dtype: torch.dtype = torch.float32
-) -> Tensor:
-    """[size / 2] of `dtype`: the angle per position of each pair."""
+) -> Float[Tensor, " {r.size}//2"]:
+    """Of `dtype`: the angle per position of each pair."""
     inv = rope.inverse_frequencies(r.size, r.theta, device, dtype)
     return SCALED[type(r.scaling)](inv, r)
 
 
-def tables(p: Relative | None, heads: int, positions: Tensor, dtype: torch.dtype) -> Where:
-    """Of `positions` [b or 1, s], for layers of so many heads; cos and sin in `dtype`, times the
-    attention factor of rope.
+def tables(
+    p: Relative | None, heads: int, positions: Int[Tensor, "b s"], dtype: torch.dtype
+) -> Where:
+    """Of `positions`, those of each sequence, or of all (b = 1), for layers of so many heads; cos
+    and sin in `dtype`, times the attention factor of rope.
     """
     match p:
         case tree.Rope():

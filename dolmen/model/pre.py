@@ -1,5 +1,6 @@
 """A norm before each layer (dolmen/model/tree/pre.py)."""
 
+from jaxtyping import Float
 from torch import Tensor
 
 from dolmen.model import tree
@@ -24,6 +25,8 @@ class Pre(Block[Component]):
         self.mlp_norm = Norm(block.norm, under(leaves, "mlp_norm"), kernels)
         self.mlp = mlp
 
-    def stream(self, x: Tensor, given: Given, cache=None) -> Tensor:
+    def stream(
+        self, x: Float[Tensor, "here hidden"], given: Given, cache=None
+    ) -> Float[Tensor, "here hidden"]:
         x = x + self.drop(self.attn(self.attn_norm(x), given, cache), given, MIXER)
         return x + self.drop(self.mlp(self.mlp_norm(x), given), given, MLP)

@@ -1,5 +1,6 @@
 """A norm before each layer and one after it (dolmen/model/tree/sandwich.py)."""
 
+from jaxtyping import Float
 from torch import Tensor
 
 from dolmen.model import tree
@@ -29,7 +30,9 @@ class Sandwich(Block[Component]):
         self.mlp = mlp
         self.mlp_post_norm = norm("mlp_post_norm")
 
-    def stream(self, x: Tensor, given: Given, cache=None) -> Tensor:
+    def stream(
+        self, x: Float[Tensor, "here hidden"], given: Given, cache=None
+    ) -> Float[Tensor, "here hidden"]:
         y = self.attn_post_norm(self.attn(self.attn_norm(x), given, cache))
         x = x + self.drop(y, given, MIXER)
         y = self.mlp_post_norm(self.mlp(self.mlp_norm(x), given))
