@@ -30,7 +30,7 @@ class Axis:
     group: dist.ProcessGroup | None = None
     gloo: bool = False
     """What is sent goes over gloo, whose reduce-scatter sends all sums to all
-    (core/collectives.py).
+    (core/transfers.py).
     """
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
-from dolmen.core import collectives, ranges
+from dolmen.core import ranges, transfers
 from dolmen.core.mesh import Axis, Mesh
 from dolmen.parallel.actions import Action, Schedule
 
@@ -88,7 +88,7 @@ class Channels:
         while self.going and self.going[0][0].is_completed():
             self.going.popleft()
         tensor = tensor.contiguous()
-        work = collectives.start_send(tensor, axis_of(self.mesh, me, peer), peer)
+        work = transfers.start_send(tensor, axis_of(self.mesh, me, peer), peer)
         self.going.append((work, tensor))
 
     def post(self, message: Message | None) -> None:
@@ -100,7 +100,7 @@ class Channels:
         me, peer = self.mesh.pp.rank, self.schedule.rank_of(message.source)
         while peer != me and message not in self.posted:
             buffer = self.boundary()
-            work = collectives.start_receive(buffer, axis_of(self.mesh, peer, me), peer)
+            work = transfers.start_receive(buffer, axis_of(self.mesh, peer, me), peer)
             self.posted[self.coming[peer].popleft()] = work, buffer
 
     def take(self, message: Message | None) -> Tensor | None:
@@ -140,9 +140,9 @@ def connect(schedule: Schedule, mesh: Mesh) -> None:
             continue
         number, channel = torch.zeros(1, device=mesh.device), axis_of(mesh, sender, receiver)
         if mesh.pp.rank == sender:
-            collectives.start_send(number, channel, receiver).wait()
+            transfers.start_send(number, channel, receiver).wait()
         else:
-            collectives.start_receive(number, channel, sender).wait()
+            transfers.start_receive(number, channel, sender).wait()
 
 
 def routes(schedule: Schedule) -> list[tuple[int, int]]:

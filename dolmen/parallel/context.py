@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dolmen.core import collectives
+from dolmen.core import collectives, transfers
 from dolmen.core.mesh import Axis
 from dolmen.ops import attention as ops
 from dolmen.ops.attention import Attend, Attention, Documents, dropped
@@ -175,7 +175,7 @@ def _forward(
     out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=log_sum.dtype)
     for hop in range(axis.size):
         keys, values = _unpacked(kv, k, v)
-        following = collectives.start_rotate([kv], axis) if hop + 1 < axis.size else None
+        following = transfers.start_rotate([kv], axis) if hop + 1 < axis.size else None
         for mine, theirs, q_start, k_start in context.visible(
             (axis.rank - hop) % axis.size, q.shape[1] // 2, attend.window
         ):
@@ -205,7 +205,7 @@ def _backward(
     axis, kv, travelling = context.axis, _packed(k, v), None
     dq = torch.zeros_like(q, dtype=log_sum.dtype)
     for hop in range(axis.size):
-        following = collectives.start_rotate([kv], axis) if hop + 1 < axis.size else None
+        following = transfers.start_rotate([kv], axis) if hop + 1 < axis.size else None
         dkv = torch.zeros_like(kv, dtype=log_sum.dtype)
         keys, values, dk, dv = *_unpacked(kv, k, v), *_unpacked(dkv, k, v)
         for mine, theirs, q_start, k_start in context.visible(
@@ -228,7 +228,7 @@ def _backward(
                 total += piece
         if travelling is not None:
             dkv += travelling.wait()[0]
-        travelling = collectives.start_rotate([dkv], axis)
+        travelling = transfers.start_rotate([dkv], axis)
         if following is not None:
             (kv,) = following.wait()
     dk, dv = _unpacked(travelling.wait()[0], k, v)

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from dolmen.core import collectives, ranges
+from dolmen.core import collectives, ranges, transfers
 from dolmen.core.function import Context, Function
 from dolmen.core.mesh import Axis
 from dolmen.ops import loss
@@ -46,7 +46,7 @@ class _LinearCrossEntropy(Function):
         soft_cap: float | None,
     ) -> Tensor:
         entered = (
-            collectives.wait(collectives.start_all_gather(x, tp.axis), tp.axis) if tp.gathers else x
+            transfers.wait(transfers.start_all_gather(x, tp.axis), tp.axis) if tp.gathers else x
         )
         first, _ = vocabulary_range(vocab_size, tp.axis)
         total = torch.zeros(

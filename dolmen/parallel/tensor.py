@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from dolmen.core import collectives
+from dolmen.core import collectives, transfers
 from dolmen.core.function import Context, Function
 from dolmen.core.mesh import Axis
 
@@ -109,17 +109,17 @@ class TensorParallel:
         if self.axis.size == 1:
             return dx
         if self.sequence:
-            return collectives.start_reduce_scatter(dx, self.axis)
-        return collectives.start_all_reduce_(dx, self.axis)
+            return transfers.start_reduce_scatter(dx, self.axis)
+        return transfers.start_all_reduce_(dx, self.axis)
 
     def finish_back(self, dx: Float[Tensor, "arriving hidden"]) -> Float[Tensor, "here hidden"]:
         """What `start_back` has begun."""
         if self.axis.size == 1:
             return dx
         return (
-            collectives.finish_reduce_scatter(dx, self.axis)
+            transfers.finish_reduce_scatter(dx, self.axis)
             if self.sequence
-            else collectives.wait(dx, self.axis)
+            else transfers.wait(dx, self.axis)
         )
 
 
@@ -175,7 +175,7 @@ class _Linear(Function):
         dx: Tensor | None = None
         dw: list[Tensor | None] = [None] * call.products
         gathering = (
-            collectives.start_all_gather(x, axis) if axis is not None and any(wants_dw) else None
+            transfers.start_all_gather(x, axis) if axis is not None and any(wants_dw) else None
         )
         if wants_dx:
             # added up in place: three products (q, k, v) make one dX, and no sum of three
@@ -183,7 +183,7 @@ class _Linear(Function):
             for g, w in zip(grads[1:], weights[1:], strict=True):
                 dx.addmm_(g, w)
         if gathering is not None:
-            x = collectives.wait(gathering, axis)
+            x = transfers.wait(gathering, axis)
         if dx is not None and call.enters:
             dx = tp.start_back(dx)
         if tp.later is not None and call.deferred:
@@ -203,7 +203,7 @@ def _wanted(ctx: Context[_Call]) -> tuple[bool, tuple[bool, ...], tuple[bool, ..
 
 
 def _gathered(x: Tensor, axis: Axis | None) -> Tensor:
-    return x if axis is None else collectives.wait(collectives.start_all_gather(x, axis), axis)
+    return x if axis is None else transfers.wait(transfers.start_all_gather(x, axis), axis)
 
 
 def _products(

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from dolmen.core import collectives
+from dolmen.core import transfers
 from dolmen.core.mesh import Axis
 from dolmen.parallel.tensor import TensorParallel
 
@@ -56,5 +56,5 @@ def gather_vocabulary(
         return logits
     missing = _rows(vocab_size, axis) - logits.shape[-1]  # an all-gather takes equal parts
     padded = F.pad(logits.detach(), (0, missing)).movedim(-1, 0)
-    whole = collectives.wait(collectives.start_all_gather(padded, axis), axis)
+    whole = transfers.wait(transfers.start_all_gather(padded, axis), axis)
     return whole.movedim(0, -1)[..., :vocab_size]

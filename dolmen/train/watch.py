@@ -208,7 +208,9 @@ def in_collective(frame: FrameType | None) -> bool:
         if frame is None:
             return False
         file = frame.f_code.co_filename
-        if "/torch/distributed/" in file or file.endswith("/core/collectives.py"):
+        if "/torch/distributed/" in file or file.endswith(
+            ("/core/collectives.py", "/core/transfers.py")
+        ):
             return True
         frame = frame.f_back
     return False

@@ -16,7 +16,7 @@ import variations
 from table import Layout
 from torch.utils.checkpoint import checkpoint
 
-from dolmen.core import collectives, rng, state
+from dolmen.core import collectives, rng, state, transfers
 from dolmen.core.mesh import Axis
 from dolmen.data.batch import IGNORED, Batch
 from dolmen.model import block, branch, layers, moe, parallel, pre, sandwich, tree
@@ -31,7 +31,7 @@ def without(module, name, instead):
     alone.
     """
     return lambda patch: patch.setattr(
-        module, "c", SimpleNamespace(**vars(collectives) | {name: instead})
+        module, "transfers", SimpleNamespace(**vars(transfers) | {name: instead})
     )
 
 
@@ -138,7 +138,7 @@ def computed_otherwise(patch):
 def unrotated(patch):
     """Keys and values stay where they are, and are taken for the neighbour's."""
     patch.setattr(
-        context.collectives,
+        context.transfers,
         "start_rotate",
         lambda tensors, axis, shift=1: SimpleNamespace(wait=lambda: list(tensors)),
     )
@@ -349,7 +349,7 @@ CONTROLS = {
         without(
             tensor,
             "finish_reduce_scatter",
-            lambda x, axis: collectives.part(collectives.wait(x, axis), 0, axis),
+            lambda x, axis: collectives.part(transfers.wait(x, axis), 0, axis),
         ),
     ),
     "Partial of norms left out": ("llama", SEQUENCE, untyped("residual_partial")),

@@ -19,7 +19,7 @@ from benchmarks.gpu.case import Context, Record, plain
 from benchmarks.gpu.results import NAME, Results
 from benchmarks.gpu.stages import GROUPS, STAGES, chosen
 from benchmarks.gpu.worker import START, run_stage
-from dolmen.core import collectives
+from dolmen.core import collectives, transfers
 from dolmen.core.mesh import Axis
 from dolmen.model.count import activation_bytes_per_layer, parameters, training_flops_per_token
 from dolmen.model.layout import Layout
@@ -91,11 +91,12 @@ def test_norms_are_those_that_the_hardware_has(monkeypatch):
 
 
 def test_nccl_is_asked_for_each_collective():
-    """What dolmen.core.collectives has in public, by one case or the other."""
+    """What dolmen.core.collectives and transfers have in public, by one case or the other."""
     public = {
         name
-        for name, f in vars(collectives).items()
-        if inspect.isfunction(f) and f.__module__ == collectives.__name__ and name[0] != "_"
+        for module in (collectives, transfers)
+        for name, f in vars(module).items()
+        if inspect.isfunction(f) and f.__module__ == module.__name__ and name[0] != "_"
     }
     nccl = importlib.import_module(MODULES["nccl"])
     assert set(nccl.COVERED) == public - {"part"}, "part: no collective, a view"

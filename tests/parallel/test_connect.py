@@ -13,8 +13,8 @@ import torch
 from models import Flat
 from torch import nn
 
-from dolmen.core import collectives
 from dolmen.core import mesh as meshes
+from dolmen.core import transfers
 from dolmen.core.mesh import Axis, Mesh
 from dolmen.model import build
 from dolmen.model.decoder import Decoder
@@ -167,8 +167,8 @@ def passes(line: Line, orders: list[Schedule], mesh: Mesh) -> None:
 def run(monkeypatch, schedule: Schedule, orders: list[Schedule], connected=True) -> Line:
     """`orders` on all ranks of the pipeline of `schedule`, one after the other."""
     line = Line(schedule.ranks)
-    monkeypatch.setattr(collectives, "start_send", line.start_send)
-    monkeypatch.setattr(collectives, "start_receive", line.start_receive)
+    monkeypatch.setattr(transfers, "start_send", line.start_send)
+    monkeypatch.setattr(transfers, "start_receive", line.start_receive)
     errors: list[BaseException] = []
 
     def one(rank: int) -> None:
@@ -256,10 +256,8 @@ def test_a_long_line_connects_in_a_few_turns(chunks):
 def test_a_run_is_connected_before_its_model_is_built(monkeypatch):
     """So before whatever runs the executor, a step or a validation."""
     done = []
-    monkeypatch.setattr(collectives, "start_send", lambda x, axis, to: done.append(to) or Handle())
-    monkeypatch.setattr(
-        collectives, "start_receive", lambda x, axis, by: done.append(by) or Handle()
-    )
+    monkeypatch.setattr(transfers, "start_send", lambda x, axis, to: done.append(to) or Handle())
+    monkeypatch.setattr(transfers, "start_receive", lambda x, axis, by: done.append(by) or Handle())
     axes = {name: Axis(name, 2, 0) for name in ("pp", "up", "down")}
     model = Flat(
         vocab_size=64,

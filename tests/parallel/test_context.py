@@ -18,7 +18,7 @@ from spawning import run_spawned
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dolmen.core import collectives
+from dolmen.core import collectives, transfers
 from dolmen.core.mesh import Axis
 from dolmen.ops.attention import Attend, Documents, blockwise, reference
 from dolmen.ops.attention.alibi import slopes
@@ -143,15 +143,15 @@ def broken(owner, name, value):
         setattr(owner, name, kept)
 
 
-start, merge = collectives.start_rotate, context.merge
+start, merge = transfers.start_rotate, context.merge
 CONTROLS = {  # in bf16 the travelling gradients are known by their dtype
     "keys and gradients sent the other way": (
-        collectives,
+        transfers,
         "start_rotate",
         lambda t, axis: start(t, axis, -1),
     ),
     "gradients sent the other way": (
-        collectives,
+        transfers,
         "start_rotate",
         lambda t, axis: start(t, axis, -1 if t[0].dtype == torch.float32 else 1),
     ),
@@ -219,7 +219,7 @@ def in_world() -> dict[str, float]:
     for name, control in CONTROLS.items():
         with broken(*control):
             note(f"control: {name}", error("grouped", ring, torch.bfloat16))
-    (got,) = collectives.start_rotate([torch.full((2, 3), rank).T], axes[4], 3).wait()
+    (got,) = transfers.start_rotate([torch.full((2, 3), rank).T], axes[4], 3).wait()
     note("rotate", float((got - (rank + 1) % 4).abs().max()) + (got.shape != (3, 2)))
     return out
 
@@ -410,7 +410,7 @@ def test_bytes_sent_by_a_ring(world):
 
 
 def test_keys_travel_while_the_present_ones_are_attended_to(world, monkeypatch):
-    events, rotate, partial = [], collectives.start_rotate, blockwise.partial
+    events, rotate, partial = [], transfers.start_rotate, blockwise.partial
 
     class Noted:
         def __init__(self, rotation):
@@ -421,7 +421,7 @@ def test_keys_travel_while_the_present_ones_are_attended_to(world, monkeypatch):
             return self.rotation.wait()
 
     monkeypatch.setattr(
-        collectives, "start_rotate", lambda *args: events.append("start") or Noted(rotate(*args))
+        transfers, "start_rotate", lambda *args: events.append("start") or Noted(rotate(*args))
     )
     monkeypatch.setattr(
         blockwise, "partial", lambda *args: events.append("attend") or partial(*args)

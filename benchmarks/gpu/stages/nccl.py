@@ -14,11 +14,12 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 
 from benchmarks.gpu import clock, compare, house
 from benchmarks.gpu.case import Case, Context, Record
-from dolmen.core import collectives
+from dolmen.core import collectives, transfers
 from dolmen.core.mesh import Axis
 
 DTYPES = (torch.float32, torch.bfloat16)
-# Each function of core/collectives.py that sends, and by which calls below it is asked for.
+# Each function of core/collectives.py and core/transfers.py that sends, and by which calls below
+# it is asked for.
 COVERED = {
     "start_all_reduce": ("all-reduce, raw", "all-reduce max, raw"),
     "start_all_reduce_": ("all-reduce in place, raw",),
@@ -88,17 +89,23 @@ def calls(axis: Axis) -> dict[str, Callable[[Tensor], Tensor]]:
     """
     c, plain = collectives, lambda f: lambda x: f(x.detach())
     return {
-        "all-reduce, raw": plain(lambda x: c.wait(c.start_all_reduce(x, axis), axis)),
-        "all-reduce max, raw": plain(lambda x: c.wait(c.start_all_reduce(x, axis, "max"), axis)),
+        "all-reduce, raw": plain(
+            lambda x: transfers.wait(transfers.start_all_reduce(x, axis), axis)
+        ),
+        "all-reduce max, raw": plain(
+            lambda x: transfers.wait(transfers.start_all_reduce(x, axis, "max"), axis)
+        ),
         "all-reduce in place, raw": plain(
-            lambda x: c.wait(c.start_all_reduce_(x.clone(), axis), axis)
+            lambda x: transfers.wait(transfers.start_all_reduce_(x.clone(), axis), axis)
         ),
         "all-to-all, raw": plain(
-            lambda x: c.wait(c.start_all_to_all(x, None, None, axis), axis),
+            lambda x: transfers.wait(transfers.start_all_to_all(x, None, None, axis), axis),
         ),
-        "all-gather, raw": plain(lambda x: c.wait(c.start_all_gather(x, axis), axis)),
+        "all-gather, raw": plain(
+            lambda x: transfers.wait(transfers.start_all_gather(x, axis), axis)
+        ),
         "reduce-scatter, raw": plain(
-            lambda x: c.finish_reduce_scatter(c.start_reduce_scatter(x, axis), axis)
+            lambda x: transfers.finish_reduce_scatter(transfers.start_reduce_scatter(x, axis), axis)
         ),
         "copy": lambda x: c._Copy.apply(x, axis),
         "all_reduce": lambda x: c._AllReduce.apply(x, axis),
@@ -135,7 +142,7 @@ def to_itself_calls(axis: Axis) -> dict[str, Callable[[Tensor], Tensor]]:
     # on a ring of two the rank two further is oneself
     ring = replace(axis, size=2)
     return {
-        "rotate": lambda x: collectives.start_rotate([x], ring, shift=2).wait()[0],
+        "rotate": lambda x: transfers.start_rotate([x], ring, shift=2).wait()[0],
         "send and receive": lambda x: _sent(x, axis),
     }
 
@@ -145,8 +152,8 @@ def _sent(x: Tensor, axis: Axis) -> Tensor:
     batch = nullcontext([]) if axis.gloo else _coalescing_manager(axis.group, x.device, True)
     with batch as together:
         works = [
-            collectives.start_send(x, axis, 0),
-            collectives.start_receive(into, axis, 0),
+            transfers.start_send(x, axis, 0),
+            transfers.start_receive(into, axis, 0),
         ]
     for work in works if axis.gloo else together.works:
         work.wait()
