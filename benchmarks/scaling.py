@@ -23,12 +23,13 @@ import argparse
 import os
 import random
 import statistics
+import sys
 import tempfile
 import time
 import uuid
 import warnings
-from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -36,8 +37,11 @@ import torch.multiprocessing as mp
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from torch.utils._python_dispatch import TorchDispatchMode
 
+if not __package__:  # run as a file: Python then looks for `benchmarks` beside it
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.sent import Sent
 from dolmen.core import allocator
 from dolmen.data.batch import Batch
 from dolmen.families import Model, made
@@ -77,40 +81,6 @@ def model_of(args) -> Model:
             max_position_embeddings=args.sequence,
         ),
     )
-
-
-class Sent(TorchDispatchMode):
-    """Bytes that this rank gives to others in collectives (a ring's (n - 1) / n, twice for a sum)
-    and in sends.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.bytes = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        name = func.__name__.split(".")[0].strip("_")
-        if func.namespace in ("c10d", "_c10d_functional"):
-            tensors = [
-                t
-                for a in args[:2]
-                for t in torch.utils._pytree.tree_leaves(a)
-                if isinstance(t, torch.Tensor)
-            ]
-            largest = max(
-                (t.nbytes for t in [*tensors, *([out] if isinstance(out, torch.Tensor) else [])]),
-                default=0,
-            )
-            if "all_reduce" in name or "allreduce" in name:
-                self.bytes["sums"] += largest
-            elif "gather" in name:
-                self.bytes["gathers"] += largest // 2
-            elif "reduce_scatter" in name or "all_to_all" in name:
-                self.bytes["scatters"] += largest // 2
-            elif name in ("send", "isend"):
-                self.bytes["sends"] += largest
-        return out
 
 
 def prepare(name: str, args) -> Callable[[], dict]:
