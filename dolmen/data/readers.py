@@ -9,7 +9,7 @@ import glob
 import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from dolmen.data.unpack import PACKED, unpacked
 from dolmen.files.gate import MIB, Kind, Refused, parse_json, refuse
@@ -142,7 +142,9 @@ def parquet_documents(file: Path, text_field: str) -> Iterator[list[str]]:
 def column_texts(table: "Dataset | IterableDataset", text_field: str, where: str) -> Iterator[str]:
     """The texts of a data set; by batches, because `datasets` takes 13 times as long row by row."""
     number = 0
-    for batch in table.iter(batch_size=512):
+    # datasets types a batch as whatever a row may be made into; without a format it is columns
+    batches = cast(Iterable[dict[str, list]], table.iter(batch_size=512))
+    for batch in batches:
         for value in batch[text_field]:
             number += 1
             yield text_of(value, text_field, f"{where}, row {number}")
