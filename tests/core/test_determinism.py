@@ -213,7 +213,7 @@ def test_what_has_no_other_way_is_named_with_the_knob():
 def test_a_run_gives_the_same_bits_with_it_on_a_cpu(material, tmp_path, monkeypatch):
     """And torch's flag is on before the group is made, and in each step."""
     seen = []
-    joined, stepped = train_verb.meshes.joined, train_run.train
+    joined, stepped = train_verb.meshes.joined, train_run.train_steps
 
     def join(*given):
         seen.append(
