@@ -117,20 +117,20 @@ def _check_tensors(stored: dict[str, TensorStorageMetadata], exact: bool) -> Non
         _check_size(name, t.size, t.size)
         for chunk in t.chunks:
             if type(chunk) is not ChunkStorageMetadata:
-                raise TypeError(f"{name} has a chunk that is none")
+                raise TypeError(f"{name} has a chunk that is not one")
             _check_size(name, chunk.offsets, t.size)
             _check_size(name, chunk.sizes, t.size)
             ends = [a + b for a, b in zip(chunk.offsets, chunk.sizes, strict=True)]
             _check_size(name, torch.Size(ends), t.size)
         if sum(math.prod(c.sizes) for c in t.chunks) != math.prod(t.size):
-            raise ValueError(f"the chunks of {name} are not the whole of it")
+            raise ValueError(f"the chunks of {name} do not add up to it")
         if exact and _overlap(t.chunks):
             raise ValueError(f"chunks of {name} overlap")
 
 
 def _check_size(name: str, size: torch.Size, most: torch.Size) -> None:
     if type(size) is not torch.Size or len(size) != len(most):
-        raise TypeError(f"{name} has a size that is none")
+        raise TypeError(f"{name} has a size that is not one")
     if not all(0 <= n <= m for n, m in zip(size, most, strict=True)):
         raise ValueError(f"{name} has a chunk outside of it")
 
@@ -152,12 +152,12 @@ def _check_places(found: Metadata, stored: dict[str, TensorStorageMetadata]) -> 
         missing[name] = {c.offsets for c in t.chunks}
     for index, place in found.storage_data.items():
         if type(index) is not MetadataIndex or type(place) is not _StorageInfo:
-            raise TypeError("it says where something is that is no part of a tensor")
+            raise TypeError("it has a place for something that is not part of a tensor")
         tensor = stored[index.fqn]
         hints = [index.index] if index.index is not None else range(len(tensor.chunks))
         chunk = next((c for i in hints if (c := tensor.chunks[i]).offsets == index.offset), None)
         if chunk is None:
-            raise ValueError(f"it says where a part of {index.fqn} is that there is not")
+            raise ValueError(f"it has a place for a part of {index.fqn} that is not described")
         if type(place.relative_path) is not str or not FILE.fullmatch(place.relative_path):
             raise ValueError(f"it names {place.relative_path}, a file outside the checkpoint")
         size = math.prod(chunk.sizes) * tensor.properties.dtype.itemsize
@@ -167,4 +167,4 @@ def _check_places(found: Metadata, stored: dict[str, TensorStorageMetadata]) -> 
             raise ValueError(f"the place of {index.fqn} has no room for {size:,} bytes")
         missing[index.fqn].discard(chunk.offsets)
     if holes := [name for name, offsets in missing.items() if offsets]:
-        raise ValueError(f"it describes a part of {len(holes)} tensors, e.g. {holes[:3]}")
+        raise ValueError(f"it describes only parts of {len(holes)} tensors, e.g. {holes[:3]}")

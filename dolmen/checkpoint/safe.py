@@ -78,7 +78,7 @@ class Reader(FileSystemReader):
                 found[item.dest_index.fqn] += math.prod(item.lengths)
         if holes := [n for n, t in tensors.items() if found[n] != local_elements(t)]:
             raise Damaged(
-                f"{self.folder / METADATA} is damaged: it describes a part of {len(holes)} "
+                f"{self.folder / METADATA} is damaged: it describes only parts of {len(holes)} "
                 f"tensors, e.g. {holes[:3]}"
             )
         self.read_data(plan, planner)

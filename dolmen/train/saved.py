@@ -69,7 +69,7 @@ def read_saved(meta: Mapping[str, Any], where: Path) -> Saved:
         raise Damaged(str(error)) from None
     named = folders.WHOLE.fullmatch(where.name)
     if named and int(named[1]) != meta["step"]:
-        raise Damaged(f"{where} is of step {meta['step']} (its {STATE}): its name is another's")
+        raise Damaged(f"{where} is of step {meta['step']} (its {STATE}), and named as of another")
     if meta["updates"] > meta["step"]:
         raise Damaged(f"{where / STATE}: updates ({meta['updates']}) is over step ({meta['step']})")
     try:

@@ -93,7 +93,7 @@ def test_no_metadata_at_all(saved, content):
 
 def test_a_part_that_is_nowhere(saved):
     edit(saved, lambda m: m.storage_data.clear())
-    with pytest.raises(ValueError, match=r"describes a part of 1 tensors, e.g. \['model/w'\]"):
+    with pytest.raises(ValueError, match=r"describes only parts of 1 tensors, e.g. \['model/w'\]"):
         open_checkpoint(saved).read("model/w")
 
 
