@@ -24,13 +24,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dolmen.core import collectives, transfers
+from dolmen.core.function import Context, Function
 from dolmen.core.mesh import Axis
 from dolmen.ops import attention as ops
 from dolmen.ops.attention import Attend, Attention, Documents, dropped
+from dolmen.ops.attention.spec import Attended, Keys, LogSum, Place, Queries, Values
 
 
 @dataclass(frozen=True)
@@ -52,11 +55,11 @@ class ContextParallel:
         """The chunks, of 2 x size, that a rank holds, in their order."""
         return rank, 2 * self.axis.size - 1 - rank
 
-    def indices(self, length: int, device: torch.device) -> Tensor:
-        """[length / size] int64: where this rank's tokens are in the sequence."""
+    def indices(self, length: int, device: torch.device) -> Int64[Tensor, " here"]:
+        """Where this rank's tokens, length / size, are in the sequence."""
         return self.split(torch.arange(length, device=device), 0)
 
-    def split(self, x: Tensor, dim: int) -> Tensor:
+    def split(self, x: Shaped[Tensor, "*whole"], dim: int) -> Shaped[Tensor, "*here"]:
         """This rank's part of what all ranks hold whole (tokens, labels, starts); no autograd.
         Raises ValueError where 2 x size does not divide the dim.
         """
@@ -72,9 +75,13 @@ class ContextParallel:
             [x.narrow(dim, chunk * n, n) for chunk in self.chunks(self.axis.rank)], dim
         )
 
-    def documents(self, starts: Tensor, host: Tensor | None = None) -> Documents:
-        """This rank's part of the documents that begin at starts [batch, length], which are the
-        same on all ranks; `host`: the same numbers on the host. Without it the host waits for them.
+    def documents(
+        self,
+        starts: Int64[Tensor, "batch length"],
+        host: Int64[Tensor, "batch length"] | None = None,
+    ) -> Documents:
+        """This rank's part of the documents that begin at starts, which are the same on all ranks;
+        `host`: the same numbers on the host. Without it the host waits for them.
         """
         host, here = starts if host is None else host, self.split(starts, 1)
         if self.kernel == "blocks":
@@ -85,12 +92,11 @@ class ContextParallel:
         runs = (ops.run(begins, i * length, length, starts.device, back) for i in chunks)
         return Documents(here, here, tuple(runs))
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: Attend) -> Tensor:
+    def attention(self, q: Queries, k: Keys, v: Values, attend: Attend) -> Attended:
         """Attention of this rank's queries to the keys of all ranks: see ops/attention/spec.py.
 
-        q [batch, length / size, heads, head_dim], k and v with kv_heads, S(1, zigzag) -> like q.
-        `attend` is of this rank's heads and documents. With dropout keys and values are gathered,
-        whatever `kind` says.
+        q, k, v of length / size tokens, S(1, zigzag) -> the same. `attend` is of this rank's heads
+        and documents. With dropout keys and values are gathered, whatever `kind` says.
         """
         if attend.dropout is not None:
             k, v = self.gather_keys(k, v)
@@ -98,20 +104,26 @@ class ContextParallel:
         if self.axis.size == 1:
             return self.backend.attention(q, k, v, attend)
         if self.kind == "ring":
-            return _ring(q, k, v, self, attend)
+            # torch says no type of what its decorator makes of a function
+            return _ring(q, k, v, self, attend)  # pyright: ignore[reportCallIssue]
         k, v = self.gather_keys(k, v)
         n, out = q.shape[1] // 2, []
         for i, chunk in enumerate(self.chunks(self.axis.rank)):
             # a chunk's queries are the last of the keys before its end
-            mine, stop = (slice(i * n, (i + 1) * n), (chunk + 1) * n)
+            mine, stop = slice(i * n, (i + 1) * n), (chunk + 1) * n
             here = q[:, mine], k[:, :stop], v[:, :stop]
             out.append(self.backend.attention(*here, attend.part(mine, i)))
         return torch.cat(out, 1)
 
-    def gather_keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """k, v [batch, length / size, ...] S(1, zigzag) -> [batch, length, ...] R, in the order of
-        the sequence; one collective.
-        """
+    def gather_keys(
+        self,
+        k: Float[Tensor, "batch here kv_heads size"],
+        v: Float[Tensor, "batch here kv_heads value_size"],
+    ) -> tuple[
+        Float[Tensor, "batch length kv_heads size"],
+        Float[Tensor, "batch length kv_heads value_size"],
+    ]:
+        """S(1, zigzag) -> R, in the order of the sequence; one collective."""
         if self.axis.size == 1:
             return k, v
         both = collectives.all_gather(torch.cat((k, v), 3), 1, self.axis)
@@ -123,29 +135,32 @@ class ContextParallel:
         first, second = x.unflatten(1, (self.axis.size, 2, -1)).unbind(2)
         return torch.cat((first, second.flip(1)), 1).flatten(1, 2)
 
-    def visible(
-        self, source: int, n: int, window: int | None
-    ) -> Iterator[tuple[slice, slice, int, int]]:
+    def visible(self, source: int, n: int, attend: Attend) -> Iterator[tuple[slice, slice, Place]]:
         """The pairs of a chunk of this rank's queries and one of `source`'s keys, each of n tokens,
-        in which a query sees a key: where they are on their ranks, and the indices of their first
-        tokens. A chunk's own keys come first, and all its queries see one.
+        in which a query sees a key: where they are on their ranks, and in the sequence. A chunk's
+        own keys come first, and all its queries see one.
         """
+        window = attend.window
         for i, query in enumerate(self.chunks(self.axis.rank)):
+            mine = slice(i * n, (i + 1) * n)
             for j, key in reversed(list(enumerate(self.chunks(source)))):
                 if key <= query and (window is None or (key + 1) * n > query * n - window + 1):
-                    yield slice(i * n, (i + 1) * n), slice(j * n, (j + 1) * n), query * n, key * n
+                    place = Place(query * n, key * n, attend.part(mine, i))
+                    yield mine, slice(j * n, (j + 1) * n), place
 
 
 def merge(
-    out: Tensor, log_sum: Tensor, more: Tensor, more_log_sum: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Attention to two disjoint sets of keys from attention to each; out [..., size], log_sum
-    [...], the first of which is finite.
+    out: Float[Tensor, "*tokens size"],
+    log_sum: Float[Tensor, "*tokens"],
+    more: Float[Tensor, "*tokens size"],
+    more_log_sum: Float[Tensor, "*tokens"],
+) -> tuple[Float[Tensor, "*tokens size"], Float[Tensor, "*tokens"]]:
+    """Attention to two disjoint sets of keys from attention to each, the first of whose log_sums is
+    finite.
     """
     total = torch.logaddexp(log_sum, more_log_sum)
-    return out * (log_sum - total).exp()[..., None] + more * (more_log_sum - total).exp()[
-        ..., None
-    ], total
+    first, second = (log_sum - total).exp(), (more_log_sum - total).exp()
+    return out * first[..., None] + more * second[..., None], total
 
 
 def _packed(k: Tensor, v: Tensor) -> Tensor:
@@ -159,99 +174,106 @@ def _unpacked(kv: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return keys.view(k.shape), values.view(v.shape)
 
 
-def _of_chunk(attend: Attend, mine: slice) -> Attend:
-    """Of the chunk of this rank's queries that lies at `mine`."""
-    return attend.part(mine, mine.start // (mine.stop - mine.start))
+# Keys and values on their way around a ring of four; gradients are one hop behind the keys that
+# they belong to, and are home after as many hops as there are ranks:
+#
+#     rank                0        1        2        3
+#     hop 0   attends     kv 0     kv 1     kv 2     kv 3      while kv goes to the next rank
+#     hop 1               kv 3     kv 0     kv 1     kv 2        and so does dkv of hop 0
+#     hop 2               kv 2     kv 3     kv 0     kv 1        and of hops 0 and 1, added up
+#     hop 3               kv 1     kv 2     kv 3     kv 0      kv is not sent on; dkv goes home
+
+
+def _passing(k: Tensor, v: Tensor, axis: Axis) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Keys and values of each rank and whose they are, this rank's own first. While the taker uses
+    one part the next is under way, and is waited for when the taker asks for it.
+    """
+    kv = _packed(k, v)
+    for hop in range(axis.size):
+        following = transfers.start_rotate([kv], axis) if hop + 1 < axis.size else None
+        yield (axis.rank - hop) % axis.size, *_unpacked(kv, k, v)
+        if following is not None:
+            (kv,) = following.wait()
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, context: ContextParallel, attend: Attend
-) -> tuple[Tensor, Tensor]:
-    """-> out like q, its heads of v's size, log_sum [batch, queries, heads] in fp32 or wider."""
-    axis, kv = context.axis, _packed(k, v)
-    log_sum = torch.full_like(
-        q[..., 0], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32)
-    )
-    out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=log_sum.dtype)
-    for hop in range(axis.size):
-        keys, values = _unpacked(kv, k, v)
-        following = transfers.start_rotate([kv], axis) if hop + 1 < axis.size else None
-        for mine, theirs, q_start, k_start in context.visible(
-            (axis.rank - hop) % axis.size, q.shape[1] // 2, attend.window
-        ):
-            here = q[:, mine], keys[:, theirs], values[:, theirs]
-            piece = context.backend.partial(*here, q_start, k_start, _of_chunk(attend, mine))
-            out[:, mine], log_sum[:, mine] = (
-                piece if q_start == k_start else merge(out[:, mine], log_sum[:, mine], *piece)
-            )
-        if following is not None:
-            (kv,) = following.wait()
+    q: Queries, k: Keys, v: Values, context: ContextParallel, attend: Attend
+) -> tuple[Attended, LogSum]:
+    """-> out, and log_sum in fp32 or wider."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    log_sum = torch.full_like(q[..., 0], -torch.inf, dtype=wide)
+    out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=wide)
+    for source, keys, values in _passing(k, v, context.axis):
+        for mine, theirs, at in context.visible(source, q.shape[1] // 2, attend):
+            piece = context.backend.partial(q[:, mine], keys[:, theirs], values[:, theirs], at)
+            if at.q_start != at.k_start:
+                piece = merge(out[:, mine], log_sum[:, mine], *piece)
+            out[:, mine], log_sum[:, mine] = piece
     return out.to(q.dtype), log_sum
 
 
 def _backward(
-    g: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    log_sum: Tensor,
+    g: Attended,
+    q: Queries,
+    k: Keys,
+    v: Values,
+    whole: tuple[Attended, LogSum],
     context: ContextParallel,
     attend: Attend,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv. Gradients follow the keys they belong to, one message behind, and are home after
-    `size` hops.
-    """
-    axis, kv, travelling = context.axis, _packed(k, v), None
+) -> tuple[Queries, Keys, Values]:
+    """dq, dk, dv; `whole` is what `_forward` made."""
+    (out, log_sum), travelling = whole, None
     dq = torch.zeros_like(q, dtype=log_sum.dtype)
-    for hop in range(axis.size):
-        following = transfers.start_rotate([kv], axis) if hop + 1 < axis.size else None
-        dkv = torch.zeros_like(kv, dtype=log_sum.dtype)
-        keys, values, dk, dv = *_unpacked(kv, k, v), *_unpacked(dkv, k, v)
-        for mine, theirs, q_start, k_start in context.visible(
-            (axis.rank - hop) % axis.size, q.shape[1] // 2, attend.window
-        ):
+    for source, keys, values in _passing(k, v, context.axis):
+        dkv = torch.zeros(k.numel() + v.numel(), dtype=log_sum.dtype, device=k.device)
+        dk, dv = _unpacked(dkv, k, v)
+        for mine, theirs, at in context.visible(source, q.shape[1] // 2, attend):
             pieces = context.backend.partial_backward(
                 g[:, mine],
                 q[:, mine],
                 keys[:, theirs],
                 values[:, theirs],
-                out[:, mine],
-                log_sum[:, mine],
-                q_start,
-                k_start,
-                _of_chunk(attend, mine),
+                (out[:, mine], log_sum[:, mine]),
+                at,
             )
-            for total, piece in zip(
-                (dq[:, mine], dk[:, theirs], dv[:, theirs]), pieces, strict=True
-            ):
+            totals = dq[:, mine], dk[:, theirs], dv[:, theirs]
+            for total, piece in zip(totals, pieces, strict=True):
                 total += piece
         if travelling is not None:
             dkv += travelling.wait()[0]
-        travelling = transfers.start_rotate([dkv], axis)
-        if following is not None:
-            (kv,) = following.wait()
+        travelling = transfers.start_rotate([dkv], context.axis)
+    assert travelling is not None, "an axis has a rank"
     dk, dv = _unpacked(travelling.wait()[0], k, v)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-class _Ring(torch.autograd.Function):
+class _Ring(Function):
     """Kept for backward: this rank's q, k, v and out, and one number per query and head."""
 
     @staticmethod
-    def forward(ctx, q, k, v, context, attend):
+    def forward(
+        ctx: Context[tuple[ContextParallel, Attend]],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        context: ContextParallel,
+        attend: Attend,
+    ) -> Tensor:
         out, log_sum = _forward(q, k, v, context, attend)
-        ctx.options = context, attend
+        ctx.kept = context, attend
         ctx.save_for_backward(q, k, v, out, log_sum)
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, g):
-        return *_backward(g, *ctx.saved_tensors, *ctx.options), None, None
+    def backward(
+        ctx: Context[tuple[ContextParallel, Attend]], g: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        q, k, v, out, log_sum = ctx.saved_tensors
+        return *_backward(g, q, k, v, (out, log_sum), *ctx.kept), None, None
 
 
 @torch.compiler.disable
-def _ring(q, k, v, context, attend):
+def _ring(q: Tensor, k: Tensor, v: Tensor, context: ContextParallel, attend: Attend) -> Tensor:
     """Point-to-point messages do not trace: under torch.compile the graph breaks here."""
     return _Ring.apply(q, k, v, context, attend)

@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from dolmen.ops import dropout
-from dolmen.ops.attention import Attend, Documents, blocks, dropped
+from dolmen.ops.attention import Attend, Documents, blocks, dropped, operators
 from dolmen.ops.attention import blockwise as ops
 from dolmen.ops.attention.reference import definition
+from dolmen.ops.attention.spec import Place
 
 CASES = [  # queries, keys, heads, kv_heads, window
     (70, 70, 4, 4, None),  # more than one block
@@ -146,7 +147,7 @@ def test_runs_of_keys_merge_to_the_whole(window, starts, dtype, tolerance):
     here = None if starts is None else Documents.of(starts[:, 100:])
     attend = Attend(window).of(here)
     runs = [(i, k[:, i : i + 50], v[:, i : i + 50]) for i in range(0, 200, 50)]
-    pieces = [ops.partial(q, a, b, 100, i, attend) for i, a, b in runs]
+    pieces = [ops.partial(q, a, b, Place(100, i, attend)) for i, a, b in runs]
     for out, log_sum in pieces:
         assert (
             out.isfinite().all()
@@ -157,7 +158,8 @@ def test_runs_of_keys_merge_to_the_whole(window, starts, dtype, tolerance):
     out = sum(o * (part - log_sum).exp()[..., None] for o, part in pieces).to(dtype)
     weight = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape).to(dtype)
     grads = [
-        ops.partial_backward(weight, q, a, b, out, log_sum, 100, i, attend) for i, a, b in runs
+        ops.partial_backward(weight, q, a, b, (out, log_sum), Place(100, i, attend))
+        for i, a, b in runs
     ]
     got = [
         out,
@@ -214,6 +216,22 @@ def test_compiled_equals_eager(starts):
     # fp32, sums in another order
     for a, b in zip(compiled, run(lambda *t: ops.attention(*t, attend), inputs), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "operator, unpacked",
+    [
+        (torch.ops.dolmen.attention_forward, blocks.Rule),
+        (torch.ops.dolmen.attention_backward, blocks.Rule),
+        (torch.ops.dolmen.flash_forward, operators.Call),
+        (torch.ops.dolmen.flash_backward, operators.Call),
+    ],
+    ids=str,
+)
+def test_operators_are_declared_to_take_what_is_unpacked_for_them(operator, unpacked):
+    """One after the other: two options of one type that change places are of no wrong type."""
+    names = [argument.name for argument in operator.default._schema.arguments]
+    assert tuple(names[-len(unpacked._fields) :]) == unpacked._fields
 
 
 def test_large_scores_do_not_overflow():

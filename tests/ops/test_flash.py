@@ -120,7 +120,8 @@ def test_a_mask_would_be_seen(monkeypatch):
     def masked(q, k, v, attend):
         mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool)
         turned = (t.transpose(1, 2) for t in (q, k, v))
-        return F.scaled_dot_product_attention(*turned, attn_mask=mask, enable_gqa=True)
+        out = F.scaled_dot_product_attention(*turned, attn_mask=mask, enable_gqa=True)
+        return out.transpose(1, 2)
 
     monkeypatch.setattr(flash, "attention", masked)
     cp = ContextParallel(Axis("cp", 1, 0), "gather", "flash")
@@ -185,15 +186,16 @@ def test_what_is_traced_has_the_shapes_of_what_is_computed(name):
     """Each operator's fake against the operator, and nothing of its inputs in its outputs."""
     case = CASES[name]
     q, k, v, g = case.tensors(torch.float32, HERE)
-    given = operators.segments(None)
+    run = None
     if case.starts is not None:
         q, k, v, g = (t.flatten(0, 1) for t in (q, k, v, g))
         begins = reference.spec.begins(case.starts)
-        given = operators.segments(reference.spec.run(begins, 0, case.length, HERE))
-    kept = q, k, v, *operators.forward(q, k, v, *given, -1, 0, 0.25)
+        run = reference.spec.run(begins, 0, case.length, HERE)
+    call = operators.Call.of(run, operators.CAUSAL, 0.25)
+    kept = q, k, v, *operators.forward(q, k, v, call)
     checks = dict(test_utils=("test_schema", "test_faketensor"))
-    torch.library.opcheck(operators.opaque_forward, (q, k, v, *given, -1, 0, 0.25), **checks)
-    torch.library.opcheck(operators.opaque_backward, (g, *kept, *given, -1, 0, 0.25), **checks)
+    torch.library.opcheck(operators.opaque_forward, (q, k, v, *call), **checks)
+    torch.library.opcheck(operators.opaque_backward, (g, *kept, *call), **checks)
 
 
 def test_one_compilation_serves_all_numbers_of_documents():

@@ -287,7 +287,7 @@ def test_only_visible_pairs_of_chunks_are_computed(size, window, most):
     """Of 4 pairs a hop, 2, and 3 of a rank's own; a window of a chunk reaches one chunk back."""
     counts = [
         sum(
-            len(list(ContextParallel(Axis("cp", size, rank)).visible(source, 12, window)))
+            len(list(ContextParallel(Axis("cp", size, rank)).visible(source, 12, Attend(window))))
             for source in range(size)
         )
         for rank in range(size)

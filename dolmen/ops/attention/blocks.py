@@ -1,17 +1,25 @@
 """Attention in blocks of queries, each against the keys it can see, with the softmax between two
-products (FlashAttention's algebra, 2307.08691: only the output and one log-sum-exp per query are
-kept, and the probabilities are formed again in backward). No autograd here: blockwise.py has it.
+products (FlashAttention's algebra, 2307.08691). No autograd here: blockwise.py has it.
+
+    forward    S = scores(Q K^T)        P = exp(S - maximum)       out = P V / sum of P
+               log_sum = maximum + log of the sum of P, one number per row
+    backward   P = exp(S - log_sum)     formed again, a block at a time
+               dV = P^T g               dS = P (g V^T - delta), where delta = sum of g out, per row
+               dQ = dS' K               dS' = dS by the derivative of `scores`
+               dK = dS'^T Q
 
 Everywhere n = batch * kv_heads and rows = queries * group: a key-value head's queries are rows of
-one product, (query, head) by (key), so that no key or value is repeated.
+one product, (query, head) by (key), so that no key or value is repeated:
+
+    Q [n, rows, size]    K [n, keys, size]    V [n, keys, value size]    S [n, rows, keys]
 """
 
 import math
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from dolmen.core import host
@@ -47,68 +55,88 @@ class Scores(NamedTuple):
 
     scale: float
     soft_cap: float | None
-    slopes: Tensor | None
-    """[kv_heads, 1, group, 1]."""
-    distances: Tensor | None
-    """[queries, 1, keys]: what slopes are multiplied by, 0 and below where a key is seen."""
+    alibi: tuple[Tensor, Tensor] | None
+    """Slopes [kv_heads, 1, group, 1], and distances [queries, 1, keys], 0 and below where a key is
+    seen: their products are added. None: nothing is.
+    """
     mask: Tensor | None
     """0 or -inf to add, [rows, keys], with starts [batch, 1, rows, keys]; None: 0."""
 
 
-class Block(NamedTuple):
-    """What one block of queries sees, and how."""
+# Of the keys only a run is multiplied with a block of queries, those that one of them may see:
+#
+#                     key   0   1   2   3   4   5   6   7   8   9
+#                                start                   stop
+#     query first           .   .   o   o   o   x   *   *   .   .       x   the key it is at
+#                           .   .   *   o   o   o   x   *   .   .       o   keys it sees beside
+#     query end - 1         .   .   *   *   o   o   o   x   .   .       *   multiplied, and masked
+#
+# A query is at key `query + offset`. `stop` is behind the key of the last one; `start` is where the
+# window of the first begins, or the oldest document that any of them belongs to, whichever is
+# later. Nothing is left between the two where all keys come after these queries, or all before
+# their windows and documents: of a ring's pieces and of documents there are such blocks.
+#
+# The mask adds -inf to what is multiplied and not seen. It takes long to make, beside one product.
+# But where the last query is at the last key, as in whole sequences and with a cache, and all is
+# one document, a key is seen or not by how far back from the query it is. Then blocks, laid on each
+# other so that their last queries and last keys meet, have one mask: that of the largest is made,
+# and each block takes as many of its last rows and columns as it has itself.
 
-    rows: slice
-    """Of the products' rows (query, head)."""
-    keys: slice | None
-    """None: no query of it sees any."""
-    scores: Scores | None = None
 
-
-def _blocks(q: Tensor, keys: int, rule: Rule) -> Iterator[Block]:
-    """In order. If the last query is at the last key, what a query sees depends on the distance
-    from it alone, so every block's mask is a corner of one.
+def _blocks(
+    q: Tensor, keys: int, rule: Rule
+) -> Iterator[tuple[slice, tuple[slice, Scores] | None]]:
+    """Of each block in order: its rows (query, head) of the products, and the keys that are
+    multiplied with them and how they are scored. None: no query of it sees any.
     """
-    group, offset, window = rule.group, rule.offset, rule.window
-    queries, device, dtype = q.shape[1] // group, q.device, q.dtype
+    group, queries, device = rule.group, q.shape[1] // rule.group, q.device
     size = max(BLOCK, min(-(-queries // BLOCKS), SCORES // keys))
-    corner = rule.starts is None and offset == keys - queries
-    if corner:
-        widest = keys if window is None else min(keys, size + window - 1)
-        mask = torch.where(
-            visible(min(size, queries), widest, window, device), 0.0, -math.inf
-        ).repeat_interleave(group, 0)
-    slopes, dtype = None, torch.promote_types(dtype, torch.float32)
+    alike = rule.starts is None and rule.offset == keys - queries
+    shared = _shared_mask(min(size, queries), keys, rule, device) if alike else None
+    wide = torch.promote_types(q.dtype, torch.float32)
+    slopes = None
     if rule.slopes is not None:
-        slopes = host.send(torch.tensor(rule.slopes, dtype=dtype), device).view(-1, 1, group, 1)
-    oldest = _oldest(rule.host, size)
-    for first in range(0, queries, size):
-        end = min(first + size, queries)
-        start = max(0, oldest[first // size], 0 if window is None else first + offset - window + 1)
-        stop = min(keys, end + offset)
-        rows, columns = slice(first * group, end * group), slice(start, stop)
-        if start >= stop:
-            yield Block(rows, None)
+        slopes = host.send(torch.tensor(rule.slopes, dtype=wide), device).view(-1, 1, group, 1)
+    for mine, theirs in _runs(queries, keys, size, rule):
+        rows = slice(mine.start * group, mine.stop * group)
+        if not theirs:
+            yield rows, None
             continue
-        here = (
-            mask[(first - end) * group :, start - stop :]
-            if corner
-            else _mask(range(first, end), range(start, stop), rule, device)
-        )
-        distances = None
-        if slopes is not None:
-            at = torch.arange(first + offset, end + offset, device=device, dtype=dtype)
-            distances = torch.arange(start, stop, device=device, dtype=dtype) - at[:, None, None]
-        yield Block(rows, columns, Scores(rule.scale, rule.soft_cap, slopes, distances, here))
+        if shared is None:
+            mask = _mask(mine, theirs, rule, device)
+        else:
+            mask = shared[-len(mine) * group :, -len(theirs) :]
+        alibi = None if slopes is None else (slopes, _distances(mine, theirs, rule, slopes))
+        scores = Scores(rule.scale, rule.soft_cap, alibi, mask)
+        yield rows, (slice(theirs.start, theirs.stop), scores)
 
 
-def _oldest(host: Tensor | None, size: int):
-    """A lower bound of the keys that each block of queries sees; 0 where a fake tensor has no
-    values.
+def _runs(queries: int, keys: int, size: int, rule: Rule) -> Iterator[tuple[range, range]]:
+    """The queries of each block of `size`, and the keys from the first to the last that they see;
+    an empty range where they see none.
     """
-    if host is None or type(host) is not Tensor:
-        return defaultdict(int)
-    return host[:, ::size].amin(0).tolist()
+    for first, oldest in zip(range(0, queries, size), _oldest(queries, size, rule), strict=True):
+        end = min(first + size, queries)
+        edge = 0 if rule.window is None else first + rule.offset - rule.window + 1
+        yield range(first, end), range(max(0, oldest, edge), min(keys, end + rule.offset))
+
+
+def _oldest(queries: int, size: int, rule: Rule) -> list[int]:
+    """Of each block, where the oldest document begins that a query of it belongs to: that of its
+    first query, in any sequence, as starts never fall.
+    """
+    # a fake tensor has no values: as if all began at 0
+    if rule.host is None or type(rule.host) is not Tensor:
+        return [0] * -(-queries // size)
+    return rule.host[:, ::size].amin(0).tolist()
+
+
+def _shared_mask(queries: int, keys: int, rule: Rule, device: torch.device) -> Tensor:
+    """0 or -inf for the last queries, and for as many of the last keys as these may see."""
+    if rule.window is not None:
+        keys = min(keys, queries + rule.window - 1)
+    allowed = visible(queries, keys, rule.window, device)
+    return torch.where(allowed, 0.0, -math.inf).repeat_interleave(rule.group, 0)
 
 
 def _mask(queries: range, keys: range, rule: Rule, device: torch.device) -> Tensor | None:
@@ -131,6 +159,14 @@ def _mask(queries: range, keys: range, rule: Rule, device: torch.device) -> Tens
     return mask if starts is None else mask[:, None]
 
 
+def _distances(queries: range, keys: range, rule: Rule, like: Tensor) -> Tensor:
+    """[queries, 1, keys], in the dtype of `like`: from each query's own key to each key."""
+    first, stop = queries.start + rule.offset, queries.stop + rule.offset
+    at = torch.arange(first, stop, device=like.device, dtype=like.dtype)
+    columns = torch.arange(keys.start, keys.stop, device=like.device, dtype=like.dtype)
+    return columns - at[:, None, None]
+
+
 def _bounded(qk: Tensor, how: Scores) -> Tensor:
     """tanh(scale qk / soft_cap) where there is a cap, else qk; in fp32 or wider."""
     qk = qk if qk.dtype == torch.float64 else qk.float()
@@ -141,12 +177,12 @@ def _scores(bounded: Tensor, how: Scores) -> Tensor:
     """Of what `_bounded` makes of products [n, rows, keys]; new, and -inf where not seen."""
     scores, mask = bounded, how.mask
     factor = how.scale if how.soft_cap is None else how.soft_cap
-    if how.slopes is not None:
+    if how.alibi is not None:
+        slopes, distances = how.alibi
         scores, factor = scores * factor, 1.0
-        (kv_heads, _, group, _), keys = how.slopes.shape, scores.shape[2]
-        scores.view(-1, kv_heads, scores.shape[1] // group, group, keys).addcmul_(
-            how.slopes, how.distances
-        )
+        (kv_heads, _, group, _), keys = slopes.shape, scores.shape[2]
+        by_head = scores.view(-1, kv_heads, scores.shape[1] // group, group, keys)
+        by_head.addcmul_(slopes, distances)
     if mask is None:
         return scores * factor
     if mask.dim() == 2:
@@ -156,8 +192,8 @@ def _scores(bounded: Tensor, how: Scores) -> Tensor:
 
 
 def exponentials(qk: Tensor, how: Scores) -> tuple[Tensor, Tensor, Tensor]:
-    """exp(scores - maximum) in qk's dtype, its sum [n, rows, 1], and log(sum) + maximum: 0, 0 and
-    -inf where nothing is seen.
+    """qk [n, rows, keys] -> exp(scores - maximum) in qk's dtype, its sum [n, rows, 1], and log(sum)
+    + maximum: 0, 0 and -inf where nothing is seen.
     """
     s = _scores(_bounded(qk, how), how)
     maximum = s.amax(-1, keepdim=True).clamp(min=torch.finfo(s.dtype).min)
@@ -180,25 +216,36 @@ def gradient(
     return p.to(qk.dtype), ds.to(qk.dtype)
 
 
+Exponentials = Callable[[Tensor, Scores], tuple[Tensor, Tensor, Tensor]]
+"""`exponentials`, or what has been compiled of it."""
+Gradient = Callable[[Tensor, Tensor, Tensor, Tensor, Scores], tuple[Tensor, Tensor]]
+
+
 def empty_out(q: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
-    """What attention writes: like q, the strides too, where v's heads are as long."""
+    """What attention writes: like q, the strides too, where v's heads are as long. The compiler
+    calls it too, of sizes that are symbols: its shapes are compared in `forward`.
+    """
     if q.shape[-1] == v.shape[-1]:
         return torch.empty_like(q, dtype=dtype)
     return q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=dtype)
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, rule: Rule, exponentials=exponentials, wide: bool = False
-) -> tuple[Tensor, Tensor]:
-    """q [n, rows, size], k [n, keys, size], v [n, keys, value size] -> out [n, rows, value size]
-    (`wide`: in log_sum's dtype), log_sum [n, rows, 1].
-    """
+    q: Float[Tensor, "n rows size"],
+    k: Float[Tensor, "n keys size"],
+    v: Float[Tensor, "n keys value_size"],
+    rule: Rule,
+    exponentials: Exponentials = exponentials,
+    wide: bool = False,
+) -> tuple[Float[Tensor, "n rows value_size"], Float[Tensor, "n rows 1"]]:
+    """-> out (`wide`: in log_sum's dtype), log_sum."""
     log_sum = torch.empty_like(q[..., :1], dtype=torch.promote_types(q.dtype, torch.float32))
     out = empty_out(q, v, log_sum.dtype if wide else q.dtype)
-    for rows, keys, how in _blocks(q, k.shape[1], rule):
-        if keys is None:
+    for rows, sees in _blocks(q, k.shape[1], rule):
+        if sees is None:
             out[:, rows], log_sum[:, rows] = 0, -math.inf
             continue
+        keys, how = sees
         qk = torch.bmm(q[:, rows], k[:, keys].contiguous().transpose(1, 2))
         e, total, log_sum[:, rows] = exponentials(qk, how)
         # 1 or more, as the maximum is a term; 0 where nothing is seen
@@ -207,23 +254,26 @@ def forward(
 
 
 def backward(
-    g: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    delta: Tensor,
-    log_sum: Tensor,
+    g: Float[Tensor, "n rows value_size"],
+    q: Float[Tensor, "n rows size"],
+    k: Float[Tensor, "n keys size"],
+    v: Float[Tensor, "n keys value_size"],
+    delta: Float[Tensor, "n rows 1"],
+    log_sum: Float[Tensor, "n rows 1"],
     rule: Rule,
-    gradient=gradient,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq like q; dk and dv like k in log_sum's dtype."""
+    gradient: Gradient = gradient,
+) -> tuple[
+    Float[Tensor, "n rows size"], Float[Tensor, "n keys size"], Float[Tensor, "n keys value_size"]
+]:
+    """dq like q; dk and dv in log_sum's dtype."""
     dq = torch.empty_like(q)
     dk = torch.zeros_like(k, dtype=log_sum.dtype)
     dv = torch.zeros_like(v, dtype=log_sum.dtype)
-    for rows, keys, how in _blocks(q, k.shape[1], rule):
-        if keys is None:
+    for rows, sees in _blocks(q, k.shape[1], rule):
+        if sees is None:
             dq[:, rows] = 0
             continue
+        keys, how = sees
         # once, not in each product
         qs, gs, ks, vs = (t.contiguous() for t in (q[:, rows], g[:, rows], k[:, keys], v[:, keys]))
         qk, dp = torch.bmm(qs, ks.transpose(1, 2)), torch.bmm(gs, vs.transpose(1, 2))

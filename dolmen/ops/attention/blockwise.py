@@ -5,62 +5,60 @@ oneDNN: bf16, one core, 8 x 512 tokens of 8 heads of 64 and 4 key-value heads, C
 Half precision rounds the scores q k^T to that precision, as transformers' eager attention does.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from dolmen.core.function import Context, Function
 from dolmen.ops.attention import blocks
 from dolmen.ops.attention.blocks import Rule
 from dolmen.ops.attention.decode import one_query
-from dolmen.ops.attention.spec import Attend
+from dolmen.ops.attention.spec import Attend, Attended, Keys, LogSum, Place, Queries, Values
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, attend: Attend) -> Tensor:
+def attention(q: Queries, k: Keys, v: Values, attend: Attend) -> Attended:
     """See `spec.Attention`."""
     return (one_query if q.shape[1] == 1 and attend.plain else _blockwise)(q, k, v, attend)
 
 
-def partial(
-    q: Tensor, k: Tensor, v: Tensor, q_start: int, k_start: int, attend: Attend
-) -> tuple[Tensor, Tensor]:
+def partial(q: Queries, k: Keys, v: Values, at: Place) -> tuple[Attended, LogSum]:
     """See `spec.Attention`. The two runs may also overlap, in any way."""
-    kv_heads = k.shape[2]
-    rows = (_rows(t, kv_heads) for t in (q, k, v))
-    out, log_sum = blocks.forward(*rows, _rule(q, k, q_start, k_start, attend), wide=True)
+    kv_heads, rule = k.shape[2], _rule(q, k, at)
+    rows_q, rows_k, rows_v = (_rows(t, kv_heads) for t in (q, k, v))
+    out, log_sum = blocks.forward(rows_q, rows_k, rows_v, rule, wide=True)
     out = _heads(out, kv_heads, (*q.shape[:3], v.shape[3]))
     return out, _heads(log_sum, kv_heads, (*q.shape[:3], 1)).squeeze(-1)
 
 
 def partial_backward(
-    g: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    log_sum: Tensor,
-    q_start: int,
-    k_start: int,
-    attend: Attend,
-) -> tuple[Tensor, Tensor, Tensor]:
+    g: Attended, q: Queries, k: Keys, v: Values, whole: tuple[Attended, LogSum], at: Place
+) -> tuple[Queries, Keys, Values]:
     """See `spec.Attention`."""
-    kv_heads = k.shape[2]
-    delta = (g.to(log_sum.dtype) * out).sum(-1, keepdim=True)
-    rows = (_rows(t, kv_heads) for t in (g, q, k, v, delta, log_sum[..., None]))
-    grads = blocks.backward(*rows, _rule(q, k, q_start, k_start, attend))
-    dq, dk, dv = (_heads(d, kv_heads, t.shape) for d, t in zip(grads, (q, k, v), strict=True))
-    return dq, dk, dv
+    kv_heads, rule, (out, log_sum) = k.shape[2], _rule(q, k, at), whole
+    delta = _delta(g, out, log_sum)
+    rows_g, rows_q, rows_k, rows_v, rows_delta, rows_log_sum = (
+        _rows(t, kv_heads) for t in (g, q, k, v, delta, log_sum[..., None])
+    )
+    dq, dk, dv = blocks.backward(rows_g, rows_q, rows_k, rows_v, rows_delta, rows_log_sum, rule)
+    return (
+        _heads(dq, kv_heads, q.shape),
+        _heads(dk, kv_heads, k.shape),
+        _heads(dv, kv_heads, v.shape),
+    )
 
 
-def _rule(q: Tensor, k: Tensor, q_start: int, k_start: int, attend: Attend) -> Rule:
-    """Of queries from q_start on and keys from k_start on, both [batch, length, heads, size]."""
+def _rule(q: Tensor, k: Tensor, at: Place) -> Rule:
+    """Of q and k, both [batch, length, heads, size], which lie at `at`."""
+    attend = at.attend
     documents, starts, host = attend.documents, None, None
     if documents is not None:
-        starts, host = documents.starts - k_start, documents.host - k_start
+        starts, host = documents.starts - at.k_start, documents.host - at.k_start
     return Rule(
         q.shape[2] // k.shape[2],
-        q_start - k_start,
+        at.q_start - at.k_start,
         attend.scale_of(q.shape[3]),
         attend.soft_cap,
         attend.slopes_of(q.shape[2]),
@@ -68,6 +66,11 @@ def _rule(q: Tensor, k: Tensor, q_start: int, k_start: int, attend: Attend) -> R
         starts,
         host,
     )
+
+
+def _delta(g: Tensor, out: Tensor, log_sum: Tensor) -> Tensor:
+    """Of each row: see blocks.py. [..., 1], in log_sum's dtype."""
+    return (g.to(log_sum.dtype) * out).sum(-1, keepdim=True)
 
 
 def _rows(x: Tensor, kv_heads: int) -> Tensor:
@@ -90,8 +93,7 @@ def _heads(x: Tensor, kv_heads: int, shape: tuple[int, ...]) -> Tensor:
 
 
 def _blockwise(q: Tensor, k: Tensor, v: Tensor, attend: Attend) -> Tensor:
-    kv_heads = k.shape[2]
-    rule = _rule(q, k, k.shape[1] - q.shape[1], 0, attend)
+    kv_heads, rule = k.shape[2], _rule(q, k, Place(k.shape[1] - q.shape[1], 0, attend))
     out = _Blockwise.apply(*(_rows(t, kv_heads) for t in (q, k, v)), *rule)
     return _heads(out, kv_heads, (*q.shape[:3], v.shape[3]))
 
@@ -100,87 +102,81 @@ def _blockwise(q: Tensor, k: Tensor, v: Tensor, attend: Attend) -> Tensor:
 # compiled by themselves: traced into the block, the loop was unrolled, and its slices and
 # concatenations fused into slow kernels (59 ms backward, not 37).
 @cache
-def _fused(passes):
+def _fused(passes: Callable[..., Any]) -> Callable[..., Any]:
     """Compiled at the first call: inductor takes a second to import, which runs without it do not
     owe.
     """
     return torch.compile(passes, dynamic=True)
 
 
-@torch.library.custom_op("dolmen::attention_forward", mutates_args=())
-def _opaque_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    group: int,
-    offset: int,
-    scale: float,
-    soft_cap: float | None,
-    slopes: Sequence[float] | None,
-    window: int | None,
-    starts: Tensor | None,
-    host: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    rule = Rule(group, offset, scale, soft_cap, slopes, window, starts, host)
-    return blocks.forward(q, k, v, rule, _fused(blocks.exponentials))
+# A Rule, one after the other, as both operators are declared to take it: from annotations torch
+# would read the same, of a list of arguments for each
+_RULE = (
+    "SymInt group, SymInt offset, float scale, float? soft_cap, float[]? slopes, SymInt? window, "
+    "Tensor? starts, Tensor? host"
+)
 
 
-@torch.library.custom_op("dolmen::attention_backward", mutates_args=())
+@torch.library.custom_op(
+    "dolmen::attention_forward",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, {_RULE}) -> (Tensor, Tensor)",
+)
+def _opaque_forward(q: Tensor, k: Tensor, v: Tensor, *rule: Any) -> tuple[Tensor, Tensor]:
+    return blocks.forward(q, k, v, Rule(*rule), _fused(blocks.exponentials))
+
+
+@torch.library.custom_op(
+    "dolmen::attention_backward",
+    mutates_args=(),
+    schema="(Tensor g, Tensor q, Tensor k, Tensor v, Tensor delta, Tensor log_sum, "
+    f"{_RULE}) -> (Tensor, Tensor, Tensor)",
+)
 def _opaque_backward(
-    g: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    delta: Tensor,
-    log_sum: Tensor,
-    group: int,
-    offset: int,
-    scale: float,
-    soft_cap: float | None,
-    slopes: Sequence[float] | None,
-    window: int | None,
-    starts: Tensor | None,
-    host: Tensor | None,
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, delta: Tensor, log_sum: Tensor, *rule: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rule = Rule(group, offset, scale, soft_cap, slopes, window, starts, host)
-    dq, dk, dv = blocks.backward(g, q, k, v, delta, log_sum, rule, _fused(blocks.gradient))
+    fused = _fused(blocks.gradient)
+    dq, dk, dv = blocks.backward(g, q, k, v, delta, log_sum, Rule(*rule), fused)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
 @_opaque_forward.register_fake
-def _(q, k, v, *rule):
-    return blocks.empty_out(q, v, q.dtype), torch.empty_like(
-        q[..., :1], dtype=torch.promote_types(q.dtype, torch.float32)
-    )
+def _(q: Tensor, k: Tensor, v: Tensor, *rule: Any) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return blocks.empty_out(q, v, q.dtype), torch.empty_like(q[..., :1], dtype=wide)
 
 
 @_opaque_backward.register_fake
-def _(g, q, k, v, delta, log_sum, *rule):
+def _(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, delta: Tensor, log_sum: Tensor, *rule: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-class _Blockwise(torch.autograd.Function):
-    """q [n, queries * group, size], k [n, keys, size], v [n, keys, value size], and a rule -> [n,
-    queries * group, value size]. Kept for backward: these, and one number per row.
+class _Blockwise(Function):
+    """q [n, queries * group, size], k [n, keys, size], v [n, keys, value size], and a Rule, one
+    after the other -> [n, queries * group, value size]. Kept for backward: these, and one number
+    per row.
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, *rule):
-        *ctx.options, starts, host = rule
+    def forward(ctx: Context[Rule], q: Tensor, k: Tensor, v: Tensor, *rule: Any) -> Tensor:
+        own = Rule(*rule)
         if torch.compiler.is_compiling():
-            out, log_sum = _opaque_forward(q, k, v, *rule)
+            out, log_sum = _opaque_forward(q, k, v, *own)
         else:
-            out, log_sum = blocks.forward(q, k, v, Rule(*rule))
-        ctx.save_for_backward(q, k, v, out, log_sum, starts, host)
+            out, log_sum = blocks.forward(q, k, v, own)
+        ctx.save_for_backward(q, k, v, out, log_sum, own.starts, own.host)
+        ctx.kept = own._replace(starts=None, host=None)
         return out
 
     @staticmethod
-    def backward(ctx, g):
-        q, k, v, out, log_sum, *documents = ctx.saved_tensors
-        delta, rule = (g.to(log_sum.dtype) * out).sum(-1, keepdim=True), (*ctx.options, *documents)
-        given = g.contiguous(), q, k, v, delta, log_sum
+    def backward(ctx: Context[Rule], g: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, log_sum, starts, host = ctx.saved_tensors
+        rule, delta = ctx.kept._replace(starts=starts, host=host), _delta(g, out, log_sum)
+        g = g.contiguous()
         if torch.compiler.is_compiling():
-            dq, dk, dv = _opaque_backward(*given, *rule)
+            dq, dk, dv = _opaque_backward(g, q, k, v, delta, log_sum, *rule)
         else:
-            dq, dk, dv = blocks.backward(*given, Rule(*rule))
-        return dq, dk.to(k.dtype), dv.to(v.dtype), *(None for _ in rule)
+            dq, dk, dv = blocks.backward(g, q, k, v, delta, log_sum, rule)
+        return dq, dk.to(k.dtype), dv.to(v.dtype), *[None] * len(rule)

@@ -27,6 +27,6 @@ def one_query(
         k.transpose(1, 2),
         v.transpose(1, 2),
         attn_mask=mask,
-        scale=attend.scale,
+        scale=attend.scale_of(q.shape[3]),
     )
     return out.reshape(len(q), 1, q.shape[2], -1)

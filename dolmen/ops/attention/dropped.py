@@ -4,22 +4,18 @@ them, as 2205.05198 counts them.
 """
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Int64
 from torch import Tensor
 
 from dolmen.core import host
 from dolmen.core.function import Context, Function
 from dolmen.ops import dropout
-from dolmen.ops.attention.spec import Attend, seen
+from dolmen.ops.attention.spec import Attend, Attended, Keys, Queries, Values, seen
 
 
 def attention(
-    q: Float[Tensor, "batch queries heads size"],
-    k: Float[Tensor, "batch keys kv_heads size"],
-    v: Float[Tensor, "batch keys kv_heads value_size"],
-    attend: Attend,
-    rows: Int64[Tensor, " queries"],
-) -> Float[Tensor, "batch queries heads value_size"]:
+    q: Queries, k: Keys, v: Values, attend: Attend, rows: Int64[Tensor, " queries"]
+) -> Attended:
     """As in `spec.Attention`; `rows` are the queries' indices in the sequence, whose keys are all
     from 0 on. `attend.dropout` says what falls out.
     """

@@ -20,76 +20,65 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dolmen.ops.attention.decode import one_query
-from dolmen.ops.attention.operators import (
-    ALL,
-    CAUSAL,
-    Flash,
-    backward,
-    forward,
-    no_state,
-    segments,
+from dolmen.ops.attention.operators import ALL, CAUSAL, Call, Flash, backward, forward, no_state
+from dolmen.ops.attention.spec import (
+    Attend,
+    Attended,
+    Documents,
+    Keys,
+    LogSum,
+    Place,
+    Queries,
+    Run,
+    Values,
 )
-from dolmen.ops.attention.spec import Attend, Documents, Run
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, attend: Attend) -> Tensor:
+def attention(q: Queries, k: Keys, v: Values, attend: Attend) -> Attended:
     """See `spec.Attention`."""
     if q.shape[1] == 1:
         return one_query(q, k, v, attend)
-    size, attend, run = v.shape[3], _scaled(attend, q), _run(attend.documents)
-    (q, k, v), options = _alike(q, k, v), (*_causal(attend.window), attend.scale)
+    size, run, call = v.shape[3], _run(attend.documents), _call(q, attend)
+    q, k, v = _alike(q, k, v)
     if run is None:
-        return _narrow(Flash.apply(q, k, v, *segments(None), *options), size)
-    k, v = (_kept(t, run) for t in (k, v))
-    out = Flash.apply(q.flatten(0, 1), k, v, *segments(run), *options)
+        return _narrow(Flash.apply(q, k, v, *call), size)
+    out = Flash.apply(q.flatten(0, 1), _kept(k, run), _kept(v, run), *call)
     return _narrow(out.view(q.shape), size)
 
 
-def partial(
-    q: Tensor, k: Tensor, v: Tensor, q_start: int, k_start: int, attend: Attend
-) -> tuple[Tensor, Tensor]:
+def partial(q: Queries, k: Keys, v: Values, at: Place) -> tuple[Attended, LogSum]:
     """See `spec.Attention`."""
-    size, attend = v.shape[3], _scaled(attend, q)
+    size, call = v.shape[3], _call(q, at.attend)
     q, k, v = _alike(q, k, v)
-    if q_start == k_start:
-        out, log_sum = _own(q, k, v, attend)
+    if at.q_start == at.k_start:
+        out, log_sum = _own(q, k, v, call)
     else:
-        out, log_sum = _earlier(q, k, v, q_start, k_start, attend)
+        out, log_sum = _earlier(q, k, v, at, call.scale)
     return _narrow(out, size), log_sum
 
 
 def partial_backward(
-    g: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    log_sum: Tensor,
-    q_start: int,
-    k_start: int,
-    attend: Attend,
-) -> tuple[Tensor, Tensor, Tensor]:
+    g: Attended, q: Queries, k: Keys, v: Values, whole: tuple[Attended, LogSum], at: Place
+) -> tuple[Queries, Keys, Values]:
     """See `spec.Attention`; dk and dv in fp32."""
-    sizes, attend = (q.shape[3], k.shape[3], v.shape[3]), _scaled(attend, q)
-    given = *_alike(g, q, k, v, out), log_sum
-    if q_start == k_start:
-        grads = _own_backward(*given, attend)
+    (out, log_sum), sizes = whole, (q.shape[3], k.shape[3], v.shape[3])
+    call = _call(q, at.attend)
+    g, q, k, v, out = _alike(g, q, k, v, out)
+    if at.q_start == at.k_start:
+        grads = _own_backward(g, q, k, v, (out, log_sum), call)
     else:
-        grads = _earlier_backward(*given, q_start, k_start, attend)
+        grads = _earlier_backward(g, q, k, v, (out, log_sum), at, call.scale)
     dq, dk, dv = (_narrow(d, size) for d, size in zip(grads, sizes, strict=True))
     return dq, dk, dv
 
 
-def _earlier(
-    q: Tensor, k: Tensor, v: Tensor, q_start: int, k_start: int, attend: Attend
-) -> tuple[Tensor, Tensor]:
+def _earlier(q: Tensor, k: Tensor, v: Tensor, at: Place, scale: float) -> tuple[Tensor, Tensor]:
     """A run of queries and keys before it."""
     out = torch.zeros_like(q)
     log_sum = torch.full_like(q[..., 0], -torch.inf, dtype=_wide(q))
-    pieces = _pieces(len(q), q.shape[1], k.shape[1], q_start, k_start, attend)
-    for rows, mine, theirs, bounds in pieces:
-        here = q[rows, mine], k[rows, theirs], v[rows, theirs]
-        out[rows, mine], piece, _ = forward(*here, *segments(None), *bounds, attend.scale)
+    for rows, mine, theirs, bounds in _pieces(len(q), q.shape[1], k.shape[1], at):
+        call = Call.of(None, bounds, scale)
+        out[rows, mine], piece, _ = forward(q[rows, mine], k[rows, theirs], v[rows, theirs], call)
         log_sum[rows, mine] = piece.transpose(1, 2)
     return out, log_sum
 
@@ -99,16 +88,13 @@ def _earlier_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    out: Tensor,
-    log_sum: Tensor,
-    q_start: int,
-    k_start: int,
-    attend: Attend,
+    whole: tuple[Tensor, Tensor],
+    at: Place,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dq = torch.zeros_like(q)
+    dq, (out, log_sum) = torch.zeros_like(q), whole
     dk, dv = (torch.zeros_like(t, dtype=_wide(q)) for t in (k, v))
-    pieces = _pieces(len(q), q.shape[1], k.shape[1], q_start, k_start, attend)
-    for rows, mine, theirs, bounds in pieces:
+    for rows, mine, theirs, bounds in _pieces(len(q), q.shape[1], k.shape[1], at):
         dq[rows, mine], more_k, more_v = backward(
             g[rows, mine],
             q[rows, mine],
@@ -117,44 +103,42 @@ def _earlier_backward(
             out[rows, mine],
             log_sum[rows, mine].transpose(1, 2),
             no_state(q),
-            *segments(None),
-            *bounds,
-            attend.scale,
+            Call.of(None, bounds, scale),
         )
         dk[rows, theirs] += more_k
         dv[rows, theirs] += more_v
     return dq, dk, dv
 
 
-def _own(q: Tensor, k: Tensor, v: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
+def _own(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """A run of queries and its own keys."""
-    run, options = _run(attend.documents), (*_causal(attend.window), attend.scale)
-    if run is None:
-        out, log_sum, _ = forward(q, k, v, *segments(None), *options)
+    if call.queries is None:
+        out, log_sum, _ = forward(q, k, v, call)
         return out, log_sum.transpose(1, 2)
-    flat = (t.flatten(0, 1) for t in (q, k, v))
-    out, log_sum, _ = forward(*flat, *segments(run), *options)
+    out, log_sum, _ = forward(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), call)
     return out.view(q.shape), log_sum.t().reshape(q.shape[:3])
 
 
 def _own_backward(
-    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, attend: Attend
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: tuple[Tensor, Tensor], call: Call
 ) -> tuple[Tensor, Tensor, Tensor]:
-    run, given = _run(attend.documents), (g, q, k, v, out)
-    rest = (no_state(q), *segments(run), *_causal(attend.window), attend.scale)
-    if run is None:
-        dq, dk, dv = backward(*given, log_sum.transpose(1, 2), *rest)
+    out, log_sum = whole
+    if call.queries is None:
+        by_head = log_sum.transpose(1, 2)
+        dq, dk, dv = backward(g, q, k, v, out, by_head, no_state(q), call)
     else:
-        flat = (t.flatten(0, 1) for t in given)
-        grads = backward(*flat, log_sum.flatten(0, 1).t(), *rest)
+        flat_g, flat_q, flat_k, flat_v, flat_out = (t.flatten(0, 1) for t in (g, q, k, v, out))
+        by_head = log_sum.flatten(0, 1).t()
+        grads = backward(flat_g, flat_q, flat_k, flat_v, flat_out, by_head, no_state(q), call)
         dq, dk, dv = (d.view(t.shape) for d, t in zip(grads, (q, k, v), strict=True))
     return dq, dk.to(_wide(q)), dv.to(_wide(q))
 
 
-def _scaled(attend: Attend, q: Tensor) -> Attend:
-    """The same with its scale as a number, whatever the heads are padded to."""
+def _call(q: Tensor, attend: Attend) -> Call:
+    """Of all queries, with all keys before them: q before `_alike` has padded it."""
     assert attend.plain, "no soft cap and no slopes: ops/kernels.py chooses other kernels for them"
-    return attend._replace(scale=attend.scale_of(q.shape[3]))
+    scale = attend.scale_of(q.shape[3])
+    return Call.of(_run(attend.documents), _causal(attend.window), scale)
 
 
 def _alike(*tensors: Tensor) -> list[Tensor]:
@@ -199,16 +183,16 @@ def _kept(t: Tensor, run: Run) -> Tensor:
 
 
 def _pieces(
-    batch: int, queries: int, keys: int, q_start: int, k_start: int, attend: Attend
+    batch: int, queries: int, keys: int, at: Place
 ) -> Iterator[tuple[slice, slice, slice, tuple[int, int]]]:
-    """What queries from q_start on see of a run of keys that ends before they begin: sequences,
-    their queries, their keys, and the keys seen left and right of the diagonal. Neighbouring
-    sequences with equal pieces are one.
+    """What queries see of a run of keys that ends before they begin: sequences, their queries,
+    their keys, and the keys seen left and right of the diagonal. Neighbouring sequences with equal
+    pieces are one.
     """
-    found, run = [], _run(attend.documents)
+    found, run, offset = [], _run(at.attend.documents), at.q_start - at.k_start
     for sequence in range(batch):
-        rows, first = (queries, 0) if run is None else run.rectangle(sequence, k_start, keys)
-        found.append(_band(rows, first, keys, q_start - k_start, attend.window))
+        rows, first = (queries, 0) if run is None else run.rectangle(sequence, at.k_start, keys)
+        found.append(_band(rows, first, keys, offset, at.attend.window))
     first = 0
     for end in range(1, batch + 1):
         if end == batch or found[end] != found[first]:

@@ -11,75 +11,88 @@ around the diagonal, -1 for no bound. The diagonal of a rectangle ends at its la
 key, so keys before a chunk's queries are just more keys.
 """
 
+from typing import Any, NamedTuple
+
 import torch
+from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from dolmen.core.function import Context, Function
 from dolmen.ops.attention.spec import Run
 
 CAUSAL, ALL = (-1, 0), (-1, -1)
 
 
-def segments(run: Run | None) -> tuple[Tensor | None, Tensor | None, int]:
-    """Where the segments of queries and of keys begin, and their longest; of whole tensors none."""
-    return (None, None, 0) if run is None else (run.queries, run.keys, run.longest.shape[0])
-
-
-def _options(
-    q: Tensor,
-    k: Tensor,
-    queries: Tensor | None,
-    keys: Tensor | None,
-    longest: int,
-    bounds: tuple[int, int],
-) -> tuple:
-    """What both operators take in this order: segments, the longest of queries and of keys, no
-    dropout, and whether causal.
+class Call(NamedTuple):
+    """What both operators take beside q, k and v. Numbers and tensors alone, one after the other
+    what ours below take: `f(*call)`, `Call(*arguments)`.
     """
-    most = (longest, longest) if queries is not None else (q.shape[1], k.shape[1])
-    return queries, keys, *most, 0.0, bounds == CAUSAL
+
+    queries: Tensor | None
+    """[segments + 1] int32: where the segments of queries begin; of whole tensors None."""
+    keys: Tensor | None
+    longest: int
+    """Queries or keys of the longest segment, or more; of whole tensors 0."""
+    left: int
+    right: int
+    scale: float
+
+    @staticmethod
+    def of(run: Run | None, bounds: tuple[int, int], scale: float) -> "Call":
+        """Of the segments of `run`, or of whole tensors, with the keys seen left and right of the
+        diagonal.
+        """
+        if run is None:
+            return Call(None, None, 0, *bounds, scale)
+        return Call(run.queries, run.keys, run.longest.shape[0], *bounds, scale)
+
+    def options(
+        self, q: Tensor, k: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, int, int, float, bool]:
+        """What torch's operators take in this order: segments, the longest of queries and of keys,
+        no dropout, and whether causal.
+        """
+        causal = (self.left, self.right) == CAUSAL
+        if self.queries is None:
+            return None, None, q.shape[1], k.shape[1], 0.0, causal
+        return self.queries, self.keys, self.longest, self.longest, 0.0, causal
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    queries: Tensor | None,
-    keys: Tensor | None,
-    longest: int,
-    left: int,
-    right: int,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """-> out like q, the kernel's log_sum, and its random state."""
+    q: Float[Tensor, "*queries heads size"],
+    k: Float[Tensor, "*keys kv_heads size"],
+    v: Float[Tensor, "*keys kv_heads size"],
+    call: Call,
+) -> tuple[Float[Tensor, "*queries heads size"], Float[Tensor, "..."], Tensor]:
+    """-> out, the kernel's log_sum, and its random state."""
     out, log_sum, state, _, _ = torch.ops.aten._flash_attention_forward(
         q,
         k,
         v,
-        *_options(q, k, queries, keys, longest, (left, right)),
+        *call.options(q, k),
         False,
-        scale=scale,
-        window_size_left=left,
-        window_size_right=right,
+        scale=call.scale,
+        window_size_left=call.left,
+        window_size_right=call.right,
     )
     return out, log_sum, state
 
 
 def backward(
-    g: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    log_sum: Tensor,
+    g: Float[Tensor, "*queries heads size"],
+    q: Float[Tensor, "*queries heads size"],
+    k: Float[Tensor, "*keys kv_heads size"],
+    v: Float[Tensor, "*keys kv_heads size"],
+    out: Float[Tensor, "*queries heads size"],
+    log_sum: Float[Tensor, "..."],
     state: Tensor,
-    queries: Tensor | None,
-    keys: Tensor | None,
-    longest: int,
-    left: int,
-    right: int,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+    call: Call,
+) -> tuple[
+    Float[Tensor, "*queries heads size"],
+    Float[Tensor, "*keys kv_heads size"],
+    Float[Tensor, "*keys kv_heads size"],
+]:
     """dq, dk, dv of this call's keys, from out and log_sum (as the kernel lays it out) over all
     keys. The kernel reads the random state (two numbers) even though nothing is dropped.
     """
@@ -90,29 +103,58 @@ def backward(
         v,
         out,
         log_sum.contiguous(),
-        *_options(q, k, queries, keys, longest, (left, right)),
+        *call.options(q, k),
         state,
         state.new_empty(0),
-        scale=scale,
-        window_size_left=left,
-        window_size_right=right,
+        scale=call.scale,
+        window_size_left=call.left,
+        window_size_right=call.right,
     )
 
 
 # Under torch.compile each is an opaque operator. Torch's own are tagged as random, and where a part
 # of a block is computed again (layout.recompute) their random state would be kept and restored.
-opaque_forward = torch.library.custom_op("dolmen::flash_forward", forward, mutates_args=())
-opaque_backward = torch.library.custom_op("dolmen::flash_backward", backward, mutates_args=())
+# _CALL is a Call, one after the other, as both are declared to take it.
+_CALL = "Tensor? queries, Tensor? keys, SymInt longest, SymInt left, SymInt right, float scale"
+
+
+@torch.library.custom_op(
+    "dolmen::flash_forward",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, {_CALL}) -> (Tensor, Tensor, Tensor)",
+)
+def opaque_forward(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return forward(q, k, v, Call(*call))
+
+
+@torch.library.custom_op(
+    "dolmen::flash_backward",
+    mutates_args=(),
+    schema="(Tensor g, Tensor q, Tensor k, Tensor v, Tensor out, Tensor log_sum, Tensor state, "
+    f"{_CALL}) -> (Tensor, Tensor, Tensor)",
+)
+def opaque_backward(
+    g: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    log_sum: Tensor,
+    state: Tensor,
+    *call: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return backward(g, q, k, v, out, log_sum, state, Call(*call))
 
 
 @opaque_forward.register_fake
-def _(q, k, v, queries, keys, longest, left, right, scale):
+def _(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, Tensor, Tensor]:
+    queries = Call(*call).queries
     shape = (q.shape[1], q.shape[0]) if queries is not None else (len(q), q.shape[2], q.shape[1])
     return torch.empty_like(q), q.new_empty(shape, dtype=torch.float32), no_state(q)
 
 
 @opaque_backward.register_fake
-def _(g, q, k, v, out, log_sum, state, queries, keys, longest, left, right, scale):
+def _(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
@@ -121,19 +163,29 @@ def no_state(q: Tensor) -> Tensor:
     return torch.zeros(2, dtype=torch.uint64, device=q.device)
 
 
-class Flash(torch.autograd.Function):
-    """Kept for backward: q, k, v, out, one number per query and head, and 16 bytes."""
+class Flash(Function):
+    """q, k, v and a Call, one after the other. Kept for backward: q, k, v, out, one number per
+    query and head, and 16 bytes.
+    """
 
     @staticmethod
-    def forward(ctx, q, k, v, queries, keys, longest, left, right, scale):
-        call = opaque_forward if torch.compiler.is_compiling() else forward
-        out, log_sum, state = call(q, k, v, queries, keys, longest, left, right, scale)
-        ctx.save_for_backward(q, k, v, out, log_sum, state, queries, keys)
-        ctx.options = longest, left, right, scale
+    def forward(ctx: Context[Call], q: Tensor, k: Tensor, v: Tensor, *call: Any) -> Tensor:
+        own = Call(*call)
+        if torch.compiler.is_compiling():
+            out, log_sum, state = opaque_forward(q, k, v, *own)
+        else:
+            out, log_sum, state = forward(q, k, v, own)
+        ctx.save_for_backward(q, k, v, out, log_sum, state, own.queries, own.keys)
+        ctx.kept = own._replace(queries=None, keys=None)
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, g):
-        call = opaque_backward if torch.compiler.is_compiling() else backward
-        return *call(g, *ctx.saved_tensors, *ctx.options), *(None,) * 6
+    def backward(ctx: Context[Call], g: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, log_sum, state, queries, keys = ctx.saved_tensors
+        call = ctx.kept._replace(queries=queries, keys=keys)
+        if torch.compiler.is_compiling():
+            grads = opaque_backward(g, q, k, v, out, log_sum, state, *call)
+        else:
+            grads = backward(g, q, k, v, out, log_sum, state, call)
+        return *grads, *[None] * len(call)

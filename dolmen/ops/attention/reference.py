@@ -4,19 +4,22 @@ for name, case in CASES.items():
     errors("flash", case, torch.bfloat16, torch.device("cuda"))
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Int64
 from torch import Tensor
 
 from dolmen.ops.attention import BACKENDS, Attend, spec
 from dolmen.ops.attention.alibi import slopes
+from dolmen.ops.attention.spec import Attended, Keys, Place, Queries, Values
 
 
-def definition(q: Tensor, k: Tensor, v: Tensor, attend: Attend = Attend()) -> Tensor:
+def definition(q: Queries, k: Keys, v: Values, attend: Attend = Attend()) -> Attended:
     """`spec.Attention.attention`, by autograd, in the dtype of q: float64 where it is a reference.
-    Memory O(batch heads queries keys).
+    Memory O(batch heads queries keys). It reads the fields of `attend` by itself, and calls none of
+    the methods that backends do: what these get wrong, it does not.
     """
     group = q.shape[2] // k.shape[2]
     k, v = (t.repeat_interleave(group, 2) for t in (k, v))
@@ -51,8 +54,8 @@ class Case:
     batch: int = 2
 
     @property
-    def starts(self) -> Tensor | None:
-        """[batch, length] int64 on the host: where the document of each token begins."""
+    def starts(self) -> Int64[Tensor, "batch length"] | None:
+        """On the host: where the document of each token begins."""
         if self.documents is None:
             return None
         rows = [
@@ -61,16 +64,19 @@ class Case:
         ]
         return torch.tensor(rows)
 
-    def tensors(self, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    def tensors(
+        self, dtype: torch.dtype, device: torch.device
+    ) -> tuple[Queries, Keys, Values, Attended]:
         """q, k, v and a gradient of the output, standard normal, the same on every device."""
         g = torch.Generator().manual_seed(0)
         heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
         value_dim = self.value_dim or self.head_dim
         sizes = (self.head_dim, self.head_dim, value_dim, value_dim)
-        return [
+        q, k, v, grad = (
             torch.randn(self.batch, self.length, h, size, generator=g).to(device, dtype)
             for h, size in zip(heads, sizes, strict=True)
-        ]
+        )
+        return q, k, v, grad
 
 
 # Lengths of documents: across the edges of chunks of 24 (cp 4) and 48 (cp 2), of one token, whole
@@ -115,34 +121,46 @@ KNOWN = {"blocks": CASES | SCORES, "flash": CASES}
 """What each backend computes."""
 
 
+Road = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def gradients(road: Road, q: Queries, k: Keys, v: Values, g: Attended) -> list[Tensor]:
+    """out, dq, dk, dv, by autograd."""
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    out = road(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, g)]
+
+
 def expected(case: Case, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """out, dq, dk, dv in float64, of the inputs as `dtype` rounds them."""
-    *qkv, g = (t.double() for t in case.tensors(dtype, device))
-    leaves = [t.requires_grad_() for t in qkv]
-    out = definition(*leaves, _attend(case, 0, case.length, device))
-    return [out.detach(), *torch.autograd.grad(out, leaves, g)]
+    q, k, v, g = (t.double() for t in case.tensors(dtype, device))
+    attend = _attend(case, 0, case.length, device)
+    return gradients(lambda q, k, v: definition(q, k, v, attend), q, k, v, g)
 
 
 def whole(backend: str, case: Case, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """out, dq, dk, dv of whole sequences."""
-    *qkv, g = case.tensors(dtype, device)
-    leaves = [t.requires_grad_() for t in qkv]
-    out = BACKENDS[backend].attention(*leaves, _attend(case, 0, case.length, device))
-    return [out.detach(), *torch.autograd.grad(out, leaves, g)]
+    by, attend = BACKENDS[backend], _attend(case, 0, case.length, device)
+    return gradients(lambda q, k, v: by.attention(q, k, v, attend), *case.tensors(dtype, device))
 
 
 def gathered(
     backend: str, case: Case, dtype: torch.dtype, device: torch.device, chunks: int = 8
 ) -> list[Tensor]:
     """The same a chunk of queries at a time, against all keys before its end."""
-    *qkv, g = case.tensors(dtype, device)
-    q, k, v = leaves = [t.requires_grad_() for t in qkv]
-    n, out = case.length // chunks, []
-    for i in range(0, case.length, n):
-        here = q[:, i : i + n], k[:, : i + n], v[:, : i + n]
-        out.append(BACKENDS[backend].attention(*here, _attend(case, i, n, device)))
-    whole = torch.cat(out, 1)
-    return [whole.detach(), *torch.autograd.grad(whole, leaves, g)]
+    by, n = BACKENDS[backend], case.length // chunks
+    attends = [(mine, _attend(case, mine.start, n, device)) for mine in _slices(case.length, n)]
+
+    def road(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.cat(
+            [
+                by.attention(q[:, mine], k[:, : mine.stop], v[:, : mine.stop], attend)
+                for mine, attend in attends
+            ],
+            1,
+        )
+
+    return gradients(road, *case.tensors(dtype, device))
 
 
 def ring(
@@ -154,13 +172,16 @@ def ring(
     out, dq, dk, dv = (torch.zeros_like(t, dtype=torch.float64) for t in (g, q, k, v))
     for mine in _slices(case.length, n):
         attend = _attend(case, mine.start, n, device, back=False)
-        place = [(theirs, (mine.start, theirs.start, attend)) for theirs in _slices(mine.stop, n)]
-        pieces = [by.partial(q[:, mine], k[:, t], v[:, t], *at) for t, at in place]
+        place = [
+            (theirs, Place(mine.start, theirs.start, attend)) for theirs in _slices(mine.stop, n)
+        ]
+        pieces = [by.partial(q[:, mine], k[:, t], v[:, t], at) for t, at in place]
         log_sum = torch.stack([part.double() for _, part in pieces]).logsumexp(0)
-        out[:, mine] = sum(o.double() * (part - log_sum).exp()[..., None] for o, part in pieces)
+        for o, part in pieces:
+            out[:, mine] += o.double() * (part - log_sum).exp()[..., None]
         final = out[:, mine].to(dtype), log_sum.to(pieces[0][1].dtype)
         for t, at in place:
-            grads = by.partial_backward(g[:, mine], q[:, mine], k[:, t], v[:, t], *final, *at)
+            grads = by.partial_backward(g[:, mine], q[:, mine], k[:, t], v[:, t], final, at)
             for total, grad in zip((dq[:, mine], dk[:, t], dv[:, t]), grads, strict=True):
                 total += grad
     return [t.to(dtype) for t in (out, dq, dk, dv)]

@@ -8,18 +8,24 @@ from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from dolmen.core import host
 from dolmen.ops.dropout import Dropout
 
 
-def seen(rows: Tensor, columns: Tensor, window: int | None, starts: Tensor | None = None) -> Tensor:
-    """Which keys each query sees: bool [queries, keys], with starts [batch, queries, keys].
+def seen(
+    rows: Int64[Tensor, " queries"],
+    columns: Int64[Tensor, " keys"],
+    window: int | None,
+    starts: Int64[Tensor, "batch queries"] | None = None,
+) -> Bool[Tensor, "queries keys"] | Bool[Tensor, "batch queries keys"]:
+    """Which keys each query sees, with starts by sequence.
 
-    rows [queries], columns [keys] int64: indices in the sequence. A window counts the query itself.
-    starts [batch, queries] int64: index of the first token of the query's document, so key j is
-    seen iff max(starts, row - window + 1) <= j <= row.
+    rows, columns: indices in the sequence. A window counts the query itself. starts: index of the
+    first token of the query's document, so key j is seen iff
+    max(starts, row - window + 1) <= j <= row.
     """
     rows = rows[:, None]
     out = columns <= rows
@@ -29,8 +35,12 @@ def seen(rows: Tensor, columns: Tensor, window: int | None, starts: Tensor | Non
 
 
 def visible(
-    queries: int, keys: int, window: int | None, device: torch.device, starts: Tensor | None = None
-) -> Tensor:
+    queries: int,
+    keys: int,
+    window: int | None,
+    device: torch.device,
+    starts: Int64[Tensor, "batch queries"] | None = None,
+) -> Bool[Tensor, "queries keys"] | Bool[Tensor, "batch queries keys"]:
     """`seen` where the last query is at the last key, and the keys are counted from 0."""
     return seen(
         torch.arange(keys - queries, keys, device=device),
@@ -104,8 +114,8 @@ class Documents:
         return Documents(self.starts[:, tokens], self.host[:, tokens], self.runs[run : run + 1])
 
 
-def begins(starts: Tensor) -> tuple[tuple[int, ...], ...]:
-    """Where the documents of each sequence begin, from starts [batch, length] on the host."""
+def begins(starts: Int64[Tensor, "batch length"]) -> tuple[tuple[int, ...], ...]:
+    """Where the documents of each sequence begin, from starts on the host."""
     return tuple(tuple(sorted(set(row))) for row in starts.tolist())
 
 
@@ -195,15 +205,33 @@ class Attend(NamedTuple):
         return None if self.documents is None else self.documents.starts
 
 
+class Place(NamedTuple):
+    """Where a run of queries and a run of keys lie: q_start, q_start + 1, ... and k_start, ... of
+    the sequence.
+    """
+
+    q_start: int
+    k_start: int
+    attend: Attend
+    """Of these queries."""
+
+
+Queries = Float[Tensor, "batch queries heads size"]
+Keys = Float[Tensor, "batch keys kv_heads size"]
+"""kv_heads divides heads: so many queries share each head of keys and values."""
+Values = Float[Tensor, "batch keys kv_heads value_size"]
+Attended = Float[Tensor, "batch queries heads value_size"]
+LogSum = Float[Tensor, "batch queries heads"]
+"""The log of the sum of the exponentials of a query's scores."""
+
+
 class Attention(Protocol):
     """One way to compute it, without dropout; `dolmen.ops.attention.BACKENDS` has them by their
-    names in Kernels. q [batch, queries, heads, size]; k [batch, keys, kv_heads, size]; v [batch,
-    keys, kv_heads, value size], kv_heads dividing heads. What comes out is like q, but for the size
-    of its heads, which is v's.
+    names in Kernels.
     """
 
     @staticmethod
-    def attention(q: Tensor, k: Tensor, v: Tensor, attend: Attend) -> Tensor:
+    def attention(q: Queries, k: Keys, v: Values, attend: Attend) -> Attended:
         """softmax(scores) v over the keys each query may see, where
 
             score = scale q k^T                        then, with a soft cap,
@@ -216,41 +244,23 @@ class Attention(Protocol):
         ...
 
     @staticmethod
-    def partial(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        q_start: int,
-        k_start: int,
-        attend: Attend,
-    ) -> tuple[Tensor, Tensor]:
+    def partial(q: Queries, k: Keys, v: Values, at: Place) -> tuple[Attended, LogSum]:
         """Attention of a run of queries to a run of keys, as if there were no other keys, and what
         merges it with other runs.
 
-        q are the tokens q_start, q_start + 1, ... of the sequence, k and v those from k_start: the
-        same run, or one that ends before the queries begin. -> out, in fp32 or wider (flash: in
-        q's dtype), and log_sum [batch, queries, heads], the log of the sum of exponentials, in
-        fp32 or wider. A query that sees none of the keys has out 0 and log_sum -inf. No autograd:
-        `partial_backward` is its gradient.
+        The two are the same run, or the keys' ends before the queries' begins. -> out, in fp32 or
+        wider (flash: in q's dtype), and log_sum in fp32 or wider. A query that sees none of the
+        keys has out 0 and log_sum -inf. No autograd: `partial_backward` is its gradient.
         """
         ...
 
     @staticmethod
     def partial_backward(
-        g: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        log_sum: Tensor,
-        q_start: int,
-        k_start: int,
-        attend: Attend,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        g: Attended, q: Queries, k: Keys, v: Values, whole: tuple[Attended, LogSum], at: Place
+    ) -> tuple[Queries, Keys, Values]:
         """What this run of keys adds to (dq, dk, dv), the last two in fp32 or wider.
 
-        g, out [batch, queries, heads, size] and log_sum [batch, queries, heads] are of the
-        attention to all keys: a block of probabilities is exp(scores - log_sum), and needs nothing
-        of the other blocks but these.
+        g and `whole`, which is out and log_sum, are of the attention to all keys: a block of
+        probabilities is exp(scores - log_sum), and needs nothing of the other blocks but these.
         """
         ...
