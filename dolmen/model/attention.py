@@ -6,25 +6,21 @@ every rank; a rank multiplies only the rows of the heads its queries use, and th
 `Partial`.
 """
 
-import math
 from collections.abc import Sequence
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from dolmen.core import ranges
 from dolmen.core.state import local
 from dolmen.model import positions, tree
 from dolmen.model.branch import Branch
 from dolmen.model.component import Setting
 from dolmen.model.given import Given
 from dolmen.model.layers import Column, Norm, Row
+from dolmen.model.scores import Scores
 from dolmen.model.tree import Leaves, under
 from dolmen.ops import rope
 from dolmen.ops.attention import Attend, alibi
-from dolmen.ops.dropout import SCORES, Dropout
-from dolmen.parallel.recompute import again
 
 
 class Attention(Branch):
@@ -35,24 +31,20 @@ class Attention(Branch):
     def __init__(self, attention: tree.Attention, leaves: Leaves, setting: Setting):
         super().__init__()
         split, kernels = setting.split, setting.split.kernels
-        self.tp, self.cp = split.tp, split.cp
+        self.tp = split.tp
         self.head_size = attention.head_size
         self.carried = attention.head_sizes[0] - self.head_size
-        self.selective = split.recompute.of(setting.layer) == "selective"
         size = self.tp.axis.size
         self.whole_kv = attention.kv_heads % size != 0
         self.heads = attention.heads // size
         group = attention.heads // attention.kv_heads
-        self.first_head, self.dropout = self.tp.axis.rank * self.heads, setting.training.dropout
-        self.scores = self.attend(attention)._replace(first_head=self.first_head)
+        self.first_head = self.tp.axis.rank * self.heads
         # the key-value head of each of our queries
         used = [(self.first_head + i) // group for i in range(self.heads)]
         self.kv_first, self.kv_heads = used[0], used[-1] - used[0] + 1
-        self.spread = (
-            None
-            if used == _grouped(used[0], self.kv_heads, self.heads)
-            else [u - used[0] for u in used]
-        )
+        equal = used == _grouped(used[0], self.kv_heads, self.heads)
+        attend = self.attend(attention)._replace(first_head=self.first_head)
+        self.scores = Scores(attend, setting, None if equal else [u - used[0] for u in used])
         self.interleaved = positions.interleaved(attention.positions)
         self.q, self.k, self.v = (Column(under(leaves, name)) for name in ("q", "k", "v"))
         self.o = Row(under(leaves, "o"), self.tp)
@@ -63,9 +55,8 @@ class Attention(Branch):
     @staticmethod
     def attend(mixer: tree.Attention) -> Attend:
         slopes = positions.slopes(mixer.positions, mixer.heads)
-        # of the head's own size, whatever queries and keys carry beside
-        scale = 1 / math.sqrt(mixer.head_size) if mixer.scale is None else mixer.scale
-        return Attend(mixer.window, scale, mixer.soft_cap, slopes)
+        attend = Attend(mixer.window, mixer.scale, mixer.soft_cap, slopes)
+        return attend.scaled(mixer.head_size)
 
     def _mine(self, p: Tensor) -> Tensor:
         """The rows of a k or v parameter that this rank multiplies."""
@@ -100,25 +91,7 @@ class Attention(Branch):
             q, k = alibi.carried(q, k, steps, self.carried)
         if cache is not None:
             k, v = cache.append(k, v)
-        y = again(self._scores, q, k, v, given) if self.selective else self._scores(q, k, v, given)
-        return y.reshape(-1, self.heads * self.head_size)
-
-    @ranges.marked("attention")
-    def _scores(self, q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor:
-        """softmax(q k^T) v: what selective recomputation computes again."""
-        if self.spread is not None:
-            k, v = (_per_query(t, self.spread) for t in (k, v))
-        noise, dropped = given.noise, None
-        if noise is not None:
-            dropped = Dropout(self.dropout, noise, noise.site(SCORES))
-        return self.cp.attention(q, k, v, self.scores.of(given.documents, dropped))
-
-
-def _per_query(x: Tensor, heads: list[int]) -> Tensor:
-    """x [batch, length, kv_heads, size] -> [batch, length, queries' heads, size]: the key-value
-    head of each query. By views, as an index would be copied to a GPU, which the host waits for.
-    """
-    return torch.cat([x.narrow(2, head, 1) for head in heads], 2)
+        return self.scores(q, k, v, given).reshape(-1, self.heads * self.head_size)
 
 
 def _grouped(first: int, kv_heads: int, heads: int) -> list[int]:

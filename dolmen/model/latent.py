@@ -24,18 +24,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from dolmen.core import ranges
 from dolmen.core.state import local
 from dolmen.model import tree
 from dolmen.model.component import Component, Setting
 from dolmen.model.given import Given
 from dolmen.model.layers import Column, Norm, Parameters, Row
+from dolmen.model.scores import Scores
 from dolmen.model.tree import Leaves, under
 from dolmen.ops import rope
 from dolmen.ops.attention import Attend
-from dolmen.ops.dropout import SCORES, Dropout
 from dolmen.parallel import tensor
-from dolmen.parallel.recompute import again
 
 
 class LatentAttention(Component):
@@ -46,11 +44,10 @@ class LatentAttention(Component):
     def __init__(self, attention: tree.LatentAttention, leaves: Leaves, setting: Setting):
         super().__init__()
         split, kernels = setting.split, setting.split.kernels
-        self.tp, self.cp, self.form = split.tp, split.cp, attention
-        self.selective = split.recompute.of(setting.layer) == "selective"
+        self.tp, self.form = split.tp, attention
         self.heads = attention.heads // self.tp.axis.size
-        first_head, self.dropout = self.tp.axis.rank * self.heads, setting.training.dropout
-        self.scores = self.attend(attention)._replace(first_head=first_head)
+        first_head = self.tp.axis.rank * self.heads
+        self.scores = Scores(self.attend(attention)._replace(first_head=first_head), setting)
         if attention.q_rank is None:
             self.q = Column(under(leaves, "q"))
         else:
@@ -111,7 +108,7 @@ class LatentAttention(Component):
         kv = kv.view(given.batch, -1, self.heads, self.form.nope_size + self.form.value_size)
         nope, v = kv.split((self.form.nope_size, self.form.value_size), -1)
         k = torch.cat((nope, key.expand(-1, -1, self.heads, -1)), -1)
-        return again(self._inner, q, k, v, given) if self.selective else self._inner(q, k, v, given)
+        return self.scores(q, k, v, given)
 
     def _cached(self, q: Tensor, latent: Tensor, key: Tensor, given: Given, cache) -> Tensor:
         """The same of all tokens so far, by whichever way multiplies less."""
@@ -130,12 +127,4 @@ class LatentAttention(Component):
         nope, turned = q.split((self.form.nope_size, self.form.positions.size), -1)
         absorbed = torch.einsum("bshn,hnr->bshr", nope, of_k)
         q, k = torch.cat((absorbed, turned), -1), torch.cat((latent, key), -1)
-        return torch.einsum("bshr,hvr->bshv", self._inner(q, k, latent, given), of_v)
-
-    @ranges.marked("attention")
-    def _inner(self, q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor:
-        """softmax(scale q k^T) v: what selective recomputation computes again."""
-        noise, dropped = given.noise, None
-        if noise is not None:
-            dropped = Dropout(self.dropout, noise, noise.site(SCORES))
-        return self.cp.attention(q, k, v, self.scores.of(given.documents, dropped))
+        return torch.einsum("bshr,hvr->bshv", self.scores(q, k, latent, given), of_v)

@@ -345,7 +345,7 @@ def test_one_program_serves_the_layers_of_a_model(monkeypatch):
     initialize(model, 0)
     monkeypatch.setattr(blockwise, "_fused", lambda passes: passes)
     for block in model.layers.values():
-        block.attn.scores = Attend(20, 0.5, 3.0, slopes(4))
+        block.attn.scores.attend = Attend(20, 0.5, 3.0, slopes(4))
         block.compile(backend=counter, fullgraph=True)
     tokens = torch.randint(32, (2, 48), generator=torch.Generator().manual_seed(0))
     compiled = model(tokens, tokens)

@@ -193,6 +193,12 @@ class Attend(NamedTuple):
         """What the products of queries and keys of `size` numbers are multiplied by."""
         return 1 / math.sqrt(size) if self.scale is None else self.scale
 
+    def scaled(self, size: int) -> "Attend":
+        """The same with its scale as a number: that of heads of `size`, whatever else queries and
+        keys come to carry, or are padded to.
+        """
+        return self._replace(scale=self.scale_of(size))
+
     def slopes_of(self, heads: int) -> tuple[float, ...] | None:
         """Of these queries' heads, which are so many."""
         if self.slopes is None:

@@ -1,0 +1,48 @@
+"""What every kind of attention ends in: the scores of this rank's queries and keys, and the sums of
+values that they weigh. It is what selective recomputation computes again (2205.05198).
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from dolmen.core import ranges
+from dolmen.model.component import Setting
+from dolmen.model.given import Given
+from dolmen.ops.attention import Attend
+from dolmen.ops.attention.spec import Attended, Keys, Queries, Values
+from dolmen.ops.dropout import SCORES, Dropout
+from dolmen.parallel.recompute import again
+
+
+class Scores(nn.Module):
+    """Of heads that `attend` describes, of any microbatch. `spread`: the key-value head of each
+    query, where groups of queries are not equal; None: they are.
+    """
+
+    def __init__(self, attend: Attend, setting: Setting, spread: Sequence[int] | None = None):
+        super().__init__()
+        self.attend, self.spread = attend, spread
+        self.cp, self.dropout = setting.split.cp, setting.training.dropout
+        self.selective = setting.split.recompute.of(setting.layer) == "selective"
+
+    def forward(self, q: Queries, k: Keys, v: Values, given: Given) -> Attended:
+        """softmax(scale q k^T) v."""
+        return again(self._sums, q, k, v, given) if self.selective else self._sums(q, k, v, given)
+
+    @ranges.marked("attention")
+    def _sums(self, q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor:
+        if self.spread is not None:
+            k, v = (_per_query(t, self.spread) for t in (k, v))
+        noise, dropped = given.noise, None
+        if noise is not None:
+            dropped = Dropout(self.dropout, noise, noise.site(SCORES))
+        return self.cp.attention(q, k, v, self.attend.of(given.documents, dropped))
+
+
+def _per_query(x: Tensor, heads: Sequence[int]) -> Tensor:
+    """x [batch, length, kv_heads, size] -> [batch, length, queries' heads, size]: the key-value
+    head of each query. By views, as an index would be copied to a GPU, which the host waits for.
+    """
+    return torch.cat([x.narrow(2, head, 1) for head in heads], 2)
