@@ -16,6 +16,7 @@ import torch
 from beartype import BeartypeConf, beartype
 from jaxtyping import AbstractArray, jaxtyped
 from torch import Tensor
+from torch.nn import Parameter
 
 TYPES = beartype(conf=BeartypeConf(is_pep484_tower=True))  # an int is a float, as for pyright
 
@@ -82,7 +83,7 @@ def checked(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return function(*args, **kwargs)
-        taken = form(args, numbers), form(tuple(kwargs.items()), numbers)
+        taken = form(args, numbers), form(tuple(kwargs.items()), numbers) if kwargs else ()
         if taken not in known:
             result = strict(*args, **kwargs)
             known.update((taken, (taken, form(result, numbers))))
@@ -102,12 +103,13 @@ def form(value: Any, numbers: bool) -> Any:
     shapes name whole numbers that are given; else a number is as good as any other of its type.
     """
     kind = type(value)
-    if kind is Tensor or isinstance(value, (Tensor, np.ndarray)):
+    if kind is Tensor or kind is Parameter or isinstance(value, (Tensor, np.ndarray)):
         return kind, value.dtype, tuple(value.shape)
+    if kind is float or kind is int and not numbers:
+        return kind
     if isinstance(value, (tuple, list)):
-        return kind, *(form(one, numbers) for one in value)
-    of_no_shape = kind is float or kind is int and not numbers
-    if of_no_shape or kind.__hash__ is object.__hash__:
+        return kind, *[form(one, numbers) for one in value]
+    if kind.__hash__ is object.__hash__:
         return kind
     try:
         return kind, hash(value)
