@@ -12,6 +12,8 @@ GPU_MACHINE ?= x86_64
 # what is linted; and the tests of `make coverage`: all, or TESTS=tests/parallel
 LINTED := dolmen tests benchmarks examples website
 TESTS ?= tests
+# a worker per core, and a core per process
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
 .PHONY: quickstart check lint types test test-full coverage docs wheel gpu wheels clean
 
@@ -44,15 +46,15 @@ types: .venv/tested
 
 # what is quick: nothing that starts processes or calls a whole command (tests/needs.py), on all cores
 check: lint types
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m 'not spawn and not command'
+	$(PYTEST) --dist worksteal -m 'not spawn and not command'
 
 # one row per mechanism
 test: lint
-	$(BIN)/python -m pytest
+	$(PYTEST) --dist loadfile
 
 # everything: each row of the golden table, more kills, compiled kernels
 test-full: lint
-	$(BIN)/python -m pytest --full
+	$(PYTEST) --dist loadfile --full
 
 # everything a GPU is asked; what this Python lacks comes from the folder of wheels
 gpu:

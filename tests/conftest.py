@@ -11,6 +11,7 @@ import pytest
 import shapes  # noqa: F401  # before anything of dolmen
 import torch
 from spawning import Row, run_rows, run_spawned
+from workers import ByFile
 
 torch.set_num_threads(1)  # tiny models: a second thread waits more than it works
 
@@ -48,6 +49,11 @@ def pytest_collection_modifyitems(config, items):
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [i for i in items if i not in set(left_out)]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    return ByFile(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.fixture

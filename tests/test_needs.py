@@ -6,6 +6,7 @@ import sys
 import needs
 import pytest
 import tinyrun
+import workers
 from spawning import run_spawned
 
 
@@ -65,6 +66,13 @@ def test_a_fixture_is_asked_for_too(request):
     for item in request.session.items:
         if {"spawn", "result"} & set(item.fixturenames):
             assert item.get_closest_marker("spawn"), item.nodeid
+
+
+def test_rows_share_a_worker(request):
+    """A row elsewhere would have both workers run all rows of its size. Those of this session."""
+    for item in request.session.items:
+        if "result" in item.fixturenames:
+            assert item.nodeid.startswith(workers.ROWS), item.nodeid
 
 
 def test_a_process_that_was_not_told_of_is_refused():

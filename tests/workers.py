@@ -1,0 +1,14 @@
+"""Which tests of `-n auto --dist loadfile` run on one worker, one after the other: those of a file,
+which share what its fixtures made; and all rows, which share spawns (conftest.py: `result`).
+"""
+
+from xdist.scheduler import LoadFileScheduling
+
+ROWS = "tests/golden/"
+
+
+class ByFile(LoadFileScheduling):
+    """Where xdist asks for the name of a test's group, by the test's id."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return ROWS if nodeid.startswith(ROWS) else super()._split_scope(nodeid)
