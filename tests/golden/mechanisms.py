@@ -5,7 +5,7 @@ layouts on which it joins the golden table. A way to get it wrong joins controls
 from dataclasses import replace
 
 from models import tiny
-from table import LENGTH, VOCABULARY
+from table import LENGTH, SIZES, VOCABULARY
 from variations import rows
 
 from dolmen.model.training import RouterTraining, Training
@@ -16,15 +16,6 @@ FALCON = dict(
     num_hidden_layers=3,
     num_attention_heads=8,
     ffn_hidden_size=48,
-    initializer_range=0.1,
-)
-GEMMA = dict(
-    vocab_size=VOCABULARY,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=3,
-    num_attention_heads=8,
-    head_dim=8,
     initializer_range=0.1,
 )
 DEEPSEEK = dict(
@@ -68,12 +59,12 @@ CONFIGS = {
         tie_word_embeddings=False,
     ),
     # norms less one, a scaled embedding; one key-value head, whole on every rank
-    "gemma": tiny("gemma", **GEMMA, num_key_value_heads=1),
+    "gemma": tiny("gemma", **SIZES, num_key_value_heads=1),
     # norms after layers too, windows, a scale of its own; caps that scores and logits of this size
     # feel
     "gemma2": tiny(
         "gemma2",
-        **GEMMA,
+        **SIZES,
         num_key_value_heads=4,
         query_pre_attn_scalar=5,
         sliding_window=3,

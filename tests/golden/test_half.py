@@ -7,7 +7,8 @@ from functools import cache, partial
 import half
 import pytest
 import torch
-from controls import damaged, untyped
+from controls import damaged
+from damages import untyped
 from spawning import Row
 from table import SINGLE, Layout, Run, run
 

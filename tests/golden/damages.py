@@ -1,0 +1,313 @@
+"""Ways to get a layout wrong, most of them one line: each takes a MonkeyPatch and puts what is
+wrong in its place, in every rank. controls.py says which layout must see which.
+"""
+
+import itertools
+from dataclasses import replace
+from types import SimpleNamespace
+
+import table
+import torch
+import torch.distributed as dist
+import variations
+from torch.utils.checkpoint import checkpoint
+
+from dolmen.core import collectives, state, transfers
+from dolmen.core.mesh import Axis
+from dolmen.data.batch import IGNORED, Batch
+from dolmen.model import block, branch, layers, moe, parallel, pre, sandwich, tree
+from dolmen.ops import dropout
+from dolmen.parallel import channels, context, data, loss, tensor
+from dolmen.train import validate
+
+
+def without(module, name, instead):
+    """`module` calls `instead` where it would call the collective; all other callers are left
+    alone.
+    """
+    return lambda patch: patch.setattr(
+        module, "transfers", SimpleNamespace(**vars(transfers) | {name: instead})
+    )
+
+
+def head_alone(patch):
+    """The gradient of the head's input is each rank's own."""
+    backward = loss._LinearCrossEntropy.backward
+
+    def unsummed(ctx, g):
+        ctx.kept = replace(ctx.kept, axis=Axis("tp"))
+        return backward(ctx, g)
+
+    patch.setattr(loss._LinearCrossEntropy, "backward", staticmethod(unsummed))
+
+
+def untyped(name):
+    """The gradient of a replicated weight used on a part of the activations is no longer declared
+    Partial.
+    """
+    return lambda patch: patch.setattr(tensor.TensorParallel, name, property(lambda tp: None))
+
+
+def batches(change):
+    def damage(patch):
+        whole = table.batches
+        patch.setattr(
+            table, "batches", lambda *args, **options: [change(b) for b in whole(*args, **options)]
+        )
+
+    return damage
+
+
+def half_tokens(b: Batch) -> Batch:
+    """Losses of half the positions, as if one of two ranks' sums were dropped."""
+    return Batch(b.tokens, torch.where(torch.arange(b.labels.shape[1]) % 2 == 0, b.labels, IGNORED))
+
+
+def half_a_block(patch):
+    """FSDP averages one block's gradient instead of summing it: what forgetting a non-recursive
+    setting does.
+    """
+    build = table.build
+
+    def built(*args, **options):
+        model = build(*args, **options)
+        if units := data.units(model):
+            units[0].set_gradient_divide_factor(2.0)
+        return model
+
+    patch.setattr(table, "build", built)
+
+
+def constant(place, name, value):
+    """`place.name` is something else."""
+    return lambda patch: patch.setattr(place, name, value)
+
+
+def norm_twice(patch):
+    """The weight that both ends own is counted at both."""
+    norm = data.gradient_norm
+    patch.setattr(
+        data,
+        "gradient_norm",
+        lambda parameters, mesh, twice, squares: norm(parameters, mesh, None, squares),
+    )
+
+
+def weights_of_the_last_alone(patch):
+    """Of the weight gradients left for later, those of the last microbatch are computed."""
+
+    def run(weights, grads, x, gather):
+        made = deferred(weights, grads, x, gather)
+        return lambda: made() if grads[0].shape[0] and next(count) % 2 else None
+
+    deferred, count = tensor._weight_gradients, itertools.count()
+    patch.setattr(tensor, "_weight_gradients", run)
+
+
+def another_message(patch):
+    """A stage takes the tensors of two microbatches in the wrong order."""
+    sent = channels.messages_sent
+
+    def swapped(schedule, sender, to):
+        messages = sent(schedule, sender, to)
+        messages[:2] = messages[1::-1]
+        return messages
+
+    patch.setattr(channels, "messages_sent", swapped)
+
+
+def computed_otherwise(patch):
+    """What backward computes again is not what forward has computed."""
+
+    def again(function, *args):
+        times = itertools.count()
+        return checkpoint(
+            lambda x, *rest: function(x * 1.5 if next(times) else x, *rest),
+            *args,
+            use_reentrant=False,
+        )
+
+    patch.setattr(block, "again", again)
+
+
+def unrotated(patch):
+    """Keys and values stay where they are, and are taken for the neighbour's."""
+    patch.setattr(
+        context.transfers,
+        "start_rotate",
+        lambda tensors, axis, shift=1: SimpleNamespace(wait=lambda: list(tensors)),
+    )
+
+
+def unscaled(patch):
+    """Pieces of attention are added up without their log-sum-exp."""
+    patch.setattr(
+        context,
+        "merge",
+        lambda out, log_sum, more, more_log_sum: (
+            out + more,
+            torch.logaddexp(log_sum, more_log_sum),
+        ),
+    )
+
+
+def untyped_router(patch):
+    """The gradient of a router is not declared Partial."""
+    leaves = tree.Router.leaves
+    patch.setattr(
+        tree.Router,
+        "leaves",
+        lambda *sizes: {n: replace(leaf, gradient="own") for n, leaf in leaves(*sizes).items()},
+    )
+
+
+def experts_averaged(patch):
+    """Gradients of experts are averaged over edp instead of summed."""
+    build = table.build
+
+    def built(*args, **options):
+        model = build(*args, **options)
+        for unit in data.units(model):
+            if isinstance(unit, moe.Experts):
+                unit.set_gradient_divide_factor(2.0)
+        return model
+
+    patch.setattr(table, "build", built)
+
+
+def unweighted(patch):
+    """A token's experts count alike."""
+    combine = moe.moe.combine
+    patch.setattr(
+        moe.moe, "combine", lambda rows, weights, order: combine(rows, 0 * weights + 0.5, order)
+    )
+
+
+def auxiliary_of_every_rank(patch):
+    """The auxiliary losses' gradient is not divided by tp."""
+    apply = moe._Account.apply
+    patch.setattr(
+        moe._Account,
+        "apply",
+        staticmethod(
+            # the layouts that see it have tp 2
+            lambda w, loss, scale, found, tally: apply(w, loss * 2, scale, found, tally)
+        ),
+    )
+
+
+def attending(**wrong):
+    """Attention over cp is given something else."""
+
+    def damage(patch):
+        attention = context.ContextParallel.attention
+
+        patch.setattr(
+            context.ContextParallel,
+            "attention",
+            lambda cp, q, k, v, attend: attention(cp, q, k, v, attend._replace(**wrong)),
+        )
+
+    return damage
+
+
+def masks_of_the_rank(patch):
+    """Dropout of the residual stream by the token's index on the rank."""
+    residual = dropout.residual
+    patch.setattr(
+        dropout,
+        "residual",
+        lambda x, p, noise, site, rows: residual(x, p, noise, site, torch.arange(len(rows))),
+    )
+
+
+def biases_of_both_ranks(patch):
+    """Branches side by side add their biases before they leave, on each rank of tp."""
+    leave = parallel.leave
+
+    def left(branches, results):
+        biases = [state.local(branch.row.bias) for branch in branches]
+        return leave(branches, results) + sum(biases)  # tp is 2
+
+    patch.setattr(parallel, "leave", left)
+
+
+def shared_of_one_rank(patch):
+    """What leaves of a shared expert is the sum of one rank of tp."""
+    part = branch.Branch.part
+    patch.setattr(
+        branch.Branch,
+        "part",
+        lambda self, x, given: part(self, x, given) * (self.tp.axis.rank == 0),
+    )
+
+
+def without_post_norms(patch):
+    """What a layer makes is added as it is."""
+    patch.setattr(
+        sandwich.Sandwich,
+        "stream",
+        lambda b, x, given, cache=None: pre.Pre.stream(b, x, given, cache),
+    )
+
+
+def capped_by_rank(patch):
+    """A rank of tp caps its part of the vocabulary otherwise than the others."""
+    capped = loss.loss.capped_with_slope
+    patch.setattr(
+        loss.loss,
+        "capped_with_slope",
+        lambda logits, cap: capped(logits, cap * (1 + dist.get_rank() % 2)),
+    )
+
+
+def without_slope(patch):
+    """The gradient of capped logits is taken for that of what they are made of."""
+    capped = loss.loss.capped_with_slope
+
+    def flat(logits, cap):
+        made, slope = capped(logits, cap)
+        return made, torch.ones_like(slope)
+
+    patch.setattr(loss.loss, "capped_with_slope", flat)
+
+
+def scaled_by_rank(patch):
+    """Each rank of tp multiplies the embedding by a number of its own."""
+    number = layers.host.number
+    patch.setattr(
+        layers.host,
+        "number",
+        lambda value, dtype, device: number(value * (1 + dist.get_rank() % 2), dtype, device),
+    )
+
+
+def part_of_the_sums(which: int):
+    """Of a validation's sums, nats and tokens, one is that of this rank alone."""
+
+    def damage(patch):
+        def reduced(sums, axis):
+            out = collectives.reduce_scalar(sums, axis)
+            out[which] = sums[which]
+            return out
+
+        patch.setattr(
+            validate,
+            "collectives",
+            SimpleNamespace(**vars(collectives) | {"reduce_scalar": reduced}),
+        )
+
+    return damage
+
+
+def counted_again(patch):
+    """Stages and ranks of cp count the tokens of a validation too."""
+    evaluated = validate.mean_loss
+
+    def evaluate(model, given, mesh, schedule):
+        first = replace(mesh, pp=replace(mesh.pp, rank=0), cp=replace(mesh.cp, rank=0))
+        nats = validate._nats
+        patch.setattr(validate, "_nats", lambda model, b, _, order: nats(model, b, mesh, order))
+        return evaluated(model, given, first, schedule)
+
+    patch.setattr(variations, "mean_loss", evaluate)
