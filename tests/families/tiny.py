@@ -219,9 +219,10 @@ CASES = {
         GPT2 | dict(tie_word_embeddings=False, n_inner=40, activation_function="gelu"),
     ),
     "bloom": ("bloom", BLOOM),
-    "bloom-uneven-heads": (  # the slopes of a number between two powers of two
+    # of the slopes of 12 heads 4 are no powers of two
+    "bloom-uneven-heads": (
         "bloom",
-        BLOOM | dict(hidden_size=36, n_head=6, tie_word_embeddings=False, layer_norm_epsilon=1e-3),
+        BLOOM | dict(hidden_size=48, n_head=12, tie_word_embeddings=False, layer_norm_epsilon=1e-3),
     ),
     "falcon": ("falcon", FALCON),  # as 7B is
     "falcon-grouped": (  # as 40B is
@@ -244,7 +245,7 @@ CASES = {
     ),
     "falcon-classic": ("falcon", FALCON | dict(multi_query=False, parallel_attn=False, bias=True)),
     "falcon-classic-parallel": ("falcon", FALCON | dict(multi_query=False)),
-    # as RW is; with 6 heads slopes are no powers of two, and rounded
+    # as RW is; of the slopes of 12 heads 4 are no powers of two, and rounded
     "falcon-alibi": (
         "falcon",
         FALCON
@@ -253,8 +254,8 @@ CASES = {
             multi_query=False,
             parallel_attn=False,
             bias=True,
-            hidden_size=36,
-            num_attention_heads=6,
+            hidden_size=48,
+            num_attention_heads=12,
         ),
     ),
     "falcon-one-after-the-other": ("falcon", FALCON | dict(parallel_attn=False)),

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 import trainer
 from safetensors.torch import load_file
+from stored import exported_trained
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from trainer import IGNORED, Batch, Job, Result
@@ -171,6 +172,13 @@ def batches(dumped: dict[str, np.ndarray], part: str = "") -> list[Batch]:
     return [Batch(**{n: v[i] for n, v in wide.items()}) for i in range(len(wide["tokens"]))]
 
 
+def has_place(job: Job) -> bool:
+    """Whether the files of the family have a place for all that is trained: a bias that balances
+    has one in DeepSeek-V3 alone.
+    """
+    return job.balance != "bias" or job.kind == "deepseek_v3"
+
+
 def options(
     job: Job, data: Data, made: Material, dtype: str, train: dict[str, Any], resume: int | None
 ) -> dict[str, Any]:
@@ -190,7 +198,7 @@ def options(
         },
         "log": {"validate_every": 0},
         "checkpoint": {"every": resume or 0, "keep": 0},
-        "finish": {"export": True} if job.balance != "bias" else {},
+        "finish": {"export": True} if has_place(job) else {},
     }
     if job.spike_factor is not None:
         chosen["train"] |= {"spike": "skip", "spike_factor": job.spike_factor}
@@ -253,8 +261,8 @@ def read(job: Job, out: Path) -> Result:
     saved = open_checkpoint(locate(out))
     model = Model.from_plain(saved.meta["run"]["model"])
 
-    def tensors(kind: str) -> dict[str, Tensor]:
-        return dict(hf_export.export_weights(model, lambda name: saved.read(f"{kind}/{name}")))
+    def moments(kind: str) -> dict[str, Tensor]:
+        return dict(exported_trained(model, lambda name: saved.read(f"{kind}/{name}")))
 
     return Result(
         losses=column("loss"),
@@ -267,9 +275,9 @@ def read(job: Job, out: Path) -> Result:
         balance=column("router/aux_loss"),
         z=column("router/z_loss"),
         validation=(number(held[-1]["val_loss"]), held[-1]["val_tokens"]),
-        weights=tensors("model"),
-        first=tensors("exp_avg"),
-        second=tensors("exp_avg_sq"),
+        weights=dict(hf_export.export_weights(model, lambda name: saved.read(f"model/{name}"))),
+        first=moments("exp_avg"),
+        second=moments("exp_avg_sq"),
         biases=[
             saved.read(n) for n in saved.specs if n.startswith("model/") and "router.bias" in n
         ],

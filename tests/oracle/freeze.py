@@ -1,6 +1,6 @@
 """Run the oracle of every row and freeze what it gives, with the batches it was given:
 
-    PYTHONPATH=. python tests/oracle/freeze.py [--look]
+    PYTHONPATH=.:tests python tests/oracle/freeze.py [--look]
 
 prints what changed since, row by row, and writes frozen.json and batches/; --look writes nothing.
 When to: a row was added, or the batches of a seed have changed with a reason. Never because dolmen

@@ -15,6 +15,7 @@ hold what rests in fp32, and that the router and the loss scale are what they sh
 
 import ast
 import math
+from functools import cache
 from pathlib import Path
 
 import adapter
@@ -23,6 +24,7 @@ import numpy as np
 import pytest
 import torch
 import trainer
+import wide
 from adapter import LENGTH, Material
 from faults import FAULTS
 from rows import DATA, ROWS, TOLERANCE, Row, named
@@ -49,8 +51,9 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def test_the_oracle_shares_nothing_with_the_house():
-    text = (Path(__file__).parent / "trainer.py").read_text()
+@pytest.mark.parametrize("module", [trainer, wide], ids=lambda module: module.__name__)
+def test_the_oracle_shares_nothing_with_the_house(module):
+    text = Path(module.__file__).read_text()
     imported = {
         name
         for node in ast.walk(ast.parse(text))
@@ -63,6 +66,7 @@ def test_the_oracle_shares_nothing_with_the_house():
         "collections",
         "contextlib",
         "dataclasses",
+        "functools",
         "io",
         "math",
         "pathlib",
@@ -75,6 +79,7 @@ def test_the_oracle_shares_nothing_with_the_house():
         "safetensors",
         "torch",
         "transformers",
+        "wide",
     }
     assert "dolmen" not in text and "importlib" not in text
 
@@ -120,11 +125,17 @@ def test_batches_are_the_text():
         assert np.array_equal(np.maximum.accumulate(index, -1)[real], starts[real])
 
 
+@cache
+def truth(name: str) -> tuple[Result, dict[str, Tensor]]:
+    """What the oracle gives for a row, and the weights it began with: once for all its tests."""
+    row = named(name)
+    return freeze.oracle(row, freeze.load(row.data))
+
+
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_row(row, made, tmp_path):
-    dumped, want = freeze.load(row.data), FROZEN[row.name]
-    oracle, weights = freeze.oracle(row, dumped)
-    assert freeze.digest(row, dumped, weights) == want["inputs"]
+    want, (oracle, weights) = FROZEN[row.name], truth(row.name)
+    assert freeze.digest(row, freeze.load(row.data), weights) == want["inputs"]
     for key, value in freeze.told(oracle).items():
         assert freeze.difference(value, want[key]) < 1e-12, key
     for dtype in row.dtypes:
@@ -175,7 +186,8 @@ def differences(
 def share_of_a_token(row: Row, want: dict) -> float:
     """Of the mean load of an expert: what one token with another expert changes a load by."""
     model = row.job.model
-    experts = model.get("num_local_experts", model.get("num_experts", 0))
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    experts = next((model[name] for name in names if name in model), 0)
     return experts / (model.get("num_experts_per_tok", 1) * want["tokens"][0])
 
 
@@ -198,7 +210,7 @@ def hold_the_rest(row: Row, dtype: str, got: Result, out: Path, made: Material) 
     rest = torch.float64 if dtype == "float64" else torch.float32
     for tensors in (got.weights, got.first, got.second):
         assert {t.dtype for t in tensors.values()} == {rest}
-    if row.job.balance != "bias":
+    if adapter.has_place(row.job):
         exported = adapter.exported(out)
         assert exported.keys() == got.weights.keys()
         assert all(torch.equal(t, got.weights[n].float()) for n, t in exported.items())
@@ -255,7 +267,7 @@ def test_the_same_seed_gives_the_same_run_to_the_bit(made, tmp_path):
 def test_fault_is_seen(fault, made, tmp_path):
     """The row sees the fault, far over its tolerance."""
     row = named(fault.row)
-    oracle, weights = freeze.oracle(row, freeze.load(row.data))
+    oracle, weights = truth(row.name)
     dtype = row.dtypes[0]
     with fault.made():
         got, _ = run(row, dtype, made, weights, tmp_path)

@@ -31,12 +31,15 @@ import torch.nn.functional as F
 import transformers
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from wide import Wide, double
 
 IGNORED = -100  # a label that carries no loss
 STORED = {  # of one expert: the module's gate, up and down
     "mixtral": ("block_sparse_moe.experts.{}.w1", "experts.{}.w3", "experts.{}.w2"),
-    "qwen3_moe": ("mlp.experts.{}.gate_proj", "experts.{}.up_proj", "experts.{}.down_proj"),
+    **dict.fromkeys(
+        ("qwen3_moe", "deepseek_v2", "deepseek_v3"),
+        ("mlp.experts.{}.gate_proj", "experts.{}.up_proj", "experts.{}.down_proj"),
+    ),
 }
 
 
@@ -97,34 +100,16 @@ class Result:
     biases: list[Tensor] = field(default_factory=list)
 
 
-class Wide(TorchFunctionMode):
-    """Whatever asks for fp32 is given fp64: the modules of `transformers` compute norms, rope,
-    softmax and routing in fp32 whatever the model is.
-    """
-
-    def __torch_function__(self, function, kinds, args=(), kwargs=None):
-        def wide(x: object) -> object:
-            return torch.float64 if x is torch.float32 else x
-
-        if function is torch.Tensor.float:
-            function = torch.Tensor.double
-        kwargs = {name: wide(value) for name, value in (kwargs or {}).items()}
-        return function(*map(wide, args), **kwargs)
-
-
 def build(job: Job) -> torch.nn.Module:
     """The module of the family, float64, its values not yet set."""
-    config = transformers.AutoConfig.for_model(job.kind, **job.model)
-    config._experts_implementation = "eager"
-    with Wide():
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    return model.double().eval()
+    return double(transformers.AutoConfig.for_model(job.kind, **job.model))
 
 
 def stored(model: torch.nn.Module, kind: str) -> dict[str, tuple[Tensor, Any]]:
-    """Stored name -> (parameter, the part of it that is stored under the name)."""
-    out = {}
-    for name, p in model.named_parameters():
+    """Stored name -> (parameter or buffer, the part of it that is stored under the name)."""
+    out, rest = {}, model.state_dict()
+    buffers = ((name, b) for name, b in model.named_buffers() if name in rest)
+    for name, p in [*model.named_parameters(), *buffers]:
         layer, _, expert = name.partition("mlp.experts.")
         if not expert:
             router = name.replace("mlp.gate.", "block_sparse_moe.gate.")
@@ -180,7 +165,7 @@ def write(folder: Path, job: Job, weights: dict[str, Tensor]) -> None:
 
 def decays(name: str) -> bool:
     """Weight decay is for matrices: neither norms nor biases."""
-    return not (name.endswith(".bias") or "norm" in name or ".ln_" in name)
+    return not (name.endswith("bias") or "norm" in name or ".ln_" in name)
 
 
 def rate(job: Job, step: int) -> float:
@@ -220,16 +205,24 @@ def masks(job: Job, config: Any, batch: Batch) -> Any:
 
 
 class Routers:
-    """The routers of a model: what each has decided, and the biases by which they are balanced."""
+    """The routers of a model: what each has decided, and the biases of their choice, where there
+    are any: those of DeepSeek-V3 are its own, others are given one to be balanced by.
+    """
 
     def __init__(self, model: torch.nn.Module, job: Job):
         self.job, self.seen = job, []
         self.modules = [m for name, m in model.named_modules() if name.endswith("mlp.gate")]
         self.modules = [m for m in self.modules if hasattr(m, "top_k")]
-        self.biases = [torch.zeros(m.num_experts, dtype=torch.float64) for m in self.modules]
-        for module, bias in zip(self.modules, self.biases, strict=True):
-            if job.balance == "bias":
+        self.sigmoid = job.kind == "deepseek_v3"
+        if self.sigmoid:
+            self.biases = [m.e_score_correction_bias for m in self.modules]
+        elif job.balance == "bias":
+            self.biases = [torch.zeros(m.num_experts, dtype=torch.float64) for m in self.modules]
+            for module, bias in zip(self.modules, self.biases, strict=True):
                 module.forward = self._biased(module, bias)
+        else:
+            self.biases = []
+        for module in self.modules:
             module.register_forward_hook(lambda m, given, out: self.seen.append((out[0], out[2])))
 
     def _biased(self, module: torch.nn.Module, bias: Tensor):
@@ -246,6 +239,13 @@ class Routers:
 
         return forward
 
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Of all experts: the softmax, or the shares of the sum of sigmoids (2412.19437 eq. 18)."""
+        if not self.sigmoid:
+            return logits.softmax(-1)
+        scores = logits.sigmoid()
+        return scores / scores.sum(-1, keepdim=True)
+
     def losses(self, sequences: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """Of each layer: balance and z loss, means over sequences, and tokens of each expert."""
         balance, z, loads = [], [], []
@@ -254,7 +254,7 @@ class Routers:
             logits, chosen = logits.view(sequences, -1, experts), chosen.view(sequences, -1)
             length = logits.shape[1]
             counts = torch.stack([row.bincount(minlength=experts) for row in chosen])
-            mean = logits.softmax(-1).mean(1)
+            mean = self.probabilities(logits).mean(1)
             balance.append((counts * mean).sum(1).mul(experts / (k * length)).mean())
             z.append(logits.logsumexp(-1).square().mean(1).mean())
             loads.append(counts.sum(0).double())
@@ -309,6 +309,7 @@ def train(
     with torch.no_grad():
         for name, (p, part) in names.items():
             p[part] = weights[name].double()
+    names = {name: place for name, place in names.items() if place[0].requires_grad}
     parts = {name: p.data[part] for name, (p, part) in names.items()}  # views
     optimizer, routers, out = AdamW(job, parts), Routers(model, job), Result()
     usual, scale, good = [], job.loss_scale, 0
@@ -335,7 +336,7 @@ def train(
         out.skipped.append(int(spike or not finite))
     out.validation = evaluate(model, job, validation)
     out.weights, out.first, out.second = parts, optimizer.first, optimizer.second
-    out.biases = routers.biases if job.balance == "bias" else []
+    out.biases = routers.biases
     return out
 
 

@@ -1,0 +1,23 @@
+"""What is stored of a model beside its weights: of those that gradients train alone."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from dolmen.convert.hf_export import export_weights
+from dolmen.families import Model, weight_map
+
+
+def exported_trained(model: Model, full: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """As export_weights: (stored name, tensor) made of what `full(our name)` gives, gradients or
+    moments; `full` is not asked for what no gradient trains, as a bias that balances experts.
+    """
+    leaves, entries = model.tree.leaves, weight_map(model).entries
+
+    def trained_full(name: str) -> Tensor:
+        return full(name) if leaves[name].trained else torch.empty(leaves[name].shape)
+
+    for stored, tensor in export_weights(model, trained_full):
+        if leaves[entries[stored].ours[0]].trained:
+            yield stored, tensor
