@@ -12,11 +12,12 @@ from adapter import ignored
 
 from dolmen.core.state import local
 from dolmen.data import mixture
-from dolmen.model import decoder, moe
+from dolmen.model import branch, decoder, layers, moe, parallel
+from dolmen.model.tree import LatentAttention
 from dolmen.ops import moe as routing
 from dolmen.ops import rope
 from dolmen.ops.activation import ACTIVATIONS
-from dolmen.ops.attention import blockwise
+from dolmen.ops.attention import alibi, blockwise
 from dolmen.optim import optimizer
 from dolmen.parallel import data
 from dolmen.train import balance, step
@@ -142,6 +143,38 @@ def auxiliary(factor: float):
     return argument(1, lambda loss: loss * factor)
 
 
+def keyword(**wrong):
+    """Named arguments are others."""
+    return lambda right: lambda *args, **options: right(*args, **options | wrong)
+
+
+def unrounded(right):
+    """Slopes and their products with positions as they are."""
+    return lambda heads, positions: (
+        torch.tensor(alibi.slopes(heads), dtype=torch.float64) * positions[..., None]
+    )
+
+
+def one_after_the_other(right):
+    """What attention makes enters the feed-forward layer."""
+
+    def stream(block, x, given, cache=None):
+        for part, options in ((block.attn, (given, cache)), (block.mlp, (given,))):
+            (entered,) = branch.enter([part], block.norm(x))
+            x = x + branch.leave([part], [part.inner(entered, *options)])
+        return x
+
+    return stream
+
+
+def norms_exchanged(right):
+    """Each of two layers side by side has the norm of the other."""
+    return lambda block, x: [
+        *branch.enter([block.attn], block.mlp_norm(x)),
+        *branch.enter([block.mlp], block.attn_norm(x)),
+    ]
+
+
 FAULTS = [
     Fault("eps inside the root", "llama", optimizer, "adamw", by_hand(inside_root=True)),
     Fault("moments not corrected", "llama", optimizer, "adamw", by_hand(corrected=False)),
@@ -186,4 +219,25 @@ FAULTS = [
     Fault("spikes forgotten by a checkpoint", "resumed-spike", SpikePolicy, "load",
           lambda right: lambda self, norms: None),
     Fault("data of another seed", "seed-1", mixture, "seed_of", argument(0, lambda seed: 0)),
+    Fault("one after the other", "falcon-7b", parallel.Parallel, "stream", one_after_the_other),
+    Fault("norms of the other side", "falcon-40b", parallel.Parallel, "entered", norms_exchanged),
+    Fault("slopes of the last head first", "bloom", alibi, "slopes",
+          lambda right: lambda heads: right(heads)[::-1]),
+    Fault("steps of ALiBi not rounded", "falcon-rw", alibi, "steps", unrounded),
+    Fault("norms of their weights alone", "gemma2", layers, "rms_norm",
+          argument(4, lambda zero_centred: False)),
+    Fault("scores not capped", "gemma2", blockwise, "_blockwise",
+          argument(3, lambda attend: attend._replace(soft_cap=None))),
+    Fault("scores without YaRN's temperature", "deepseek-v2", LatentAttention, "scale",
+          lambda right: property(lambda mixer: mixer.head_size**-0.5)),
+    Fault("experts of any group", "deepseek-v2", routing, "route",
+          keyword(groups=1, groups_per_token=1)),
+    Fault("weights of experts not scaled", "deepseek-v2", routing, "route", keyword(scale=1.0)),
+    Fault("groups by their best expert", "deepseek-v3", routing, "route",
+          keyword(group_score="max")),
+    Fault("pairs of rope half a head apart", "deepseek-v3", rope, "rotate",
+          argument(3, lambda interleaved: False)),
+    Fault("shares of experts by softmax", "auxiliary-deepseek-v3", routing, "route",
+          lambda right: lambda logits, *rest, **options: right(
+              logits, *rest, **options)._replace(probabilities=logits.softmax(-1))),
 ]  # fmt: skip

@@ -92,8 +92,8 @@ MODELS = {
         ),
     ),
 }
-# caps that scores and logits of this size feel; transformers rounds an embedding's scale to fp32
-# whatever it computes in, and sqrt(64) needs no rounding
+# caps that scores and logits of this size feel. Scores deviate by 2: at 9 a softmax is nearly a
+# choice, and what fp32 rounds grows a hundredfold in five steps (docs/numerics.md)
 MODELS["gemma2"] = (
     "gemma2",
     SIZES
@@ -102,7 +102,7 @@ MODELS["gemma2"] = (
         rope_parameters=ROPE,
         head_dim=12,
         sliding_window=4,
-        query_pre_attn_scalar=5,
+        query_pre_attn_scalar=100,
         attn_logit_softcapping=1.0,
         final_logit_softcapping=2.0,
         tie_word_embeddings=True,
@@ -114,6 +114,70 @@ MODELS["qwen3-moe-dense"] = (
     "qwen3_moe",
     MODELS["qwen3-moe"][1] | dict(mlp_only_layers=[0], norm_topk_prob=True),
 )
+FALCON = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=32,
+    ffn_hidden_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    max_position_embeddings=32,
+    rope_parameters=ROPE,
+    bos_token_id=None,
+    eos_token_id=0,
+)
+HEADS = dict(hidden_size=48, num_attention_heads=12)  # of ALiBi's slopes 4 are no powers of two
+DEEPSEEK = SIZES | dict(
+    num_key_value_heads=4,
+    kv_lora_rank=12,
+    qk_nope_head_dim=6,
+    qk_rope_head_dim=4,
+    v_head_dim=7,
+    moe_intermediate_size=20,
+    n_routed_experts=8,
+    num_experts_per_tok=3,  # 2 groups have the best 2 of all in any case
+    n_group=4,
+    topk_group=2,
+    routed_scaling_factor=1.5,
+    first_k_dense_replace=1,
+    n_shared_experts=2,
+    rope_parameters=dict(
+        rope_type="yarn",
+        rope_theta=100.0,
+        factor=4.0,
+        original_max_position_embeddings=8,
+        beta_fast=2.0,
+        mscale=0.7,
+        mscale_all_dim=0.9,
+    ),
+)
+MODELS |= {
+    "falcon-7b": ("falcon", FALCON),
+    "falcon-40b": (
+        "falcon",
+        FALCON
+        | dict(new_decoder_architecture=True, num_kv_heads=2, bias=True, tie_word_embeddings=False),
+    ),
+    "falcon-rw": (
+        "falcon",
+        FALCON | HEADS | dict(alibi=True, multi_query=False, parallel_attn=False, bias=True),
+    ),
+    "bloom": (
+        "bloom",
+        dict(
+            vocab_size=VOCABULARY,
+            hidden_size=48,
+            n_layer=2,
+            n_head=12,
+            bos_token_id=None,
+            eos_token_id=0,
+        ),
+    ),
+    "deepseek-v2": (
+        "deepseek_v2",
+        DEEPSEEK | dict(q_lora_rank=None, attention_bias=True, topk_method="group_limited_greedy"),
+    ),
+    "deepseek-v3": ("deepseek_v3", DEEPSEEK | dict(q_lora_rank=20)),
+}
 DATA = {
     "plain": Data(),
     "masked": Data(masked=True),
@@ -173,16 +237,7 @@ AUXILIARY = dict(balance_coef=0.05, z_coef=0.05)
 BIAS = dict(balance="bias", bias_rate=0.05)
 ROWS = [
     # families
-    *(
-        row(name, name)
-        for name in MODELS
-        if not any(word in name for word in ("moe", "mix", "-blocks", "gemma"))
-    ),
-    # an embedding of 8 times its weights: fp32 rounds norms of gradients to 5e-5
-    row("gemma2", "gemma2", dtypes=WIDE),
-    row("mixtral", "mixtral"),
-    row("qwen3-moe", "qwen3-moe"),
-    row("qwen3-moe-dense", "qwen3-moe-dense"),
+    *(row(name, name) for name in MODELS if name != "mistral-blocks"),
     # the update
     row("adamw-default-eps", eps=1e-8, dtypes=WIDE),
     row("adamw-betas", beta1=0.8, beta2=0.99),
@@ -215,6 +270,8 @@ ROWS = [
     row("auxiliary-accumulation", "qwen3-moe", **AUXILIARY, data="uneven", train=ACCUMULATE),
     row("bias-balance", "qwen3-moe", **BIAS, z_coef=0.01),
     row("bias-balance-mixtral", "mixtral", **BIAS, train=ACCUMULATE),
+    row("bias-balance-deepseek-v3", "deepseek-v3", **BIAS, dtypes=WIDE),
+    row("auxiliary-deepseek-v3", "deepseek-v3", **AUXILIARY, data="masked", dtypes=WIDE),
     row("no-balance", "mixtral", balance="none", balance_coef=0.05),
 ]
 
