@@ -14,15 +14,12 @@ kill. Exit code 1 if a bit differs.
 
 import argparse
 import json
-import os
 import random
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -30,6 +27,10 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+if not __package__:  # run as a file: Python then looks for `benchmarks` beside it
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.killing import Kills, kill_one, logged, workers
 from dolmen.checkpoint.stream import locate, open_checkpoint
 from dolmen.data.tokenizer import train_bpe
 
@@ -44,18 +45,6 @@ MODEL = dict(
     head_dim=32,
     max_position_embeddings=64,
 )
-
-
-@dataclass
-class Kills:
-    """What the killer has done."""
-
-    seen: Counter = field(default_factory=Counter)
-    ranks: Counter = field(default_factory=Counter)
-
-    @property
-    def total(self) -> int:
-        return sum(self.seen.values())
 
 
 def corpus(folder: Path) -> Path:
@@ -119,92 +108,6 @@ def start(
         return subprocess.Popen(argv, stdout=said, stderr=said)
 
 
-def workers(launcher: int) -> dict[int, int]:
-    """Rank -> pid of the launcher's living workers."""
-    found = {}
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            state, parent = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[:2]
-            if int(parent) != launcher or state in "ZX":
-                continue
-            words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue
-        found |= {int(w[5:]): int(pid) for w in words if w.startswith(b"RANK=")}
-    return found
-
-
-def logged(out: Path) -> tuple[int, int]:
-    """(rows of metrics.jsonl, its time of modification): moves with every step, and back at a
-    resume.
-    """
-    try:
-        stat, text = (out / "metrics.jsonl").stat(), (out / "metrics.jsonl").read_text()
-    except FileNotFoundError:
-        return 0, 0
-    return text.count("\n"), stat.st_mtime_ns
-
-
-def partials(out: Path) -> dict[str, int]:
-    """Unfinished saves -> when they were made: one left by a kill keeps its time, one in progress
-    has another.
-    """
-    found = {}
-    for path in (out / "checkpoints").glob("*.partial"):
-        try:
-            found[path.name] = path.stat().st_mtime_ns
-        except FileNotFoundError:
-            pass
-    return found
-
-
-@dataclass(frozen=True)
-class Before:
-    """What there was when a group of workers started."""
-
-    logged: tuple[int, int]
-    partials: dict[str, int]
-
-    def phase(self, out: Path) -> str:
-        """What the group does now."""
-        if any(self.partials.get(name) != made for name, made in partials(out).items()):
-            return "save"
-        rows, changed = logged(out)
-        return "step" if rows and changed > self.logged[1] else "start-up"
-
-
-def kill_one(
-    launcher: subprocess.Popen,
-    out: Path,
-    wanted: str,
-    chance: random.Random,
-    kills: Kills,
-    known: set[int],
-) -> set[int]:
-    """Wait for a fresh group, then for a moment of the `wanted` kind, kill one of its ranks; the
-    pids of all groups so far.
-    """
-    group: dict[int, int] = {}
-    before = Before(logged(out), partials(out))
-    while launcher.poll() is None and (not group or set(group.values()) & known):
-        time.sleep(0.01)
-        group, before = workers(launcher.pid), Before(logged(out), partials(out))
-    while launcher.poll() is None and wanted != "start-up" and before.phase(out) != wanted:
-        time.sleep(0.0005 if wanted == "save" else 0.01)
-    time.sleep(chance.uniform(0, {"start-up": 6, "step": 1, "save": 0.01}[wanted]))
-    group, seen = workers(launcher.pid), before.phase(out)
-    if launcher.poll() is not None or not group:
-        return known
-    rank = chance.choice(sorted(group))
-    try:
-        os.kill(group[rank], signal.SIGKILL)
-    except ProcessLookupError:
-        return known
-    kills.seen[seen] += 1
-    kills.ranks[rank] += 1
-    return known | set(group.values())
-
-
 def tensors(out: Path) -> dict[str, torch.Tensor]:
     saved = open_checkpoint(locate(out))
     return {name: saved.read(name) for name in saved.specs}
@@ -237,7 +140,33 @@ def losses(out: Path) -> list[tuple]:
     return [(row["step"], row["loss"], row["grad_norm"]) for row in rows if "loss" in row]
 
 
-def main() -> int:
+@dataclass(frozen=True)
+class Runs:
+    """The two runs, in a folder of their own, and how both are started."""
+
+    folder: Path
+    file: Path
+    words: list[str]
+    torchrun: int | None
+
+    @property
+    def calm(self) -> Path:
+        return self.folder / "calm"
+
+    @property
+    def wild(self) -> Path:
+        return self.folder / "wild"
+
+    def start(self, out: Path, restarts: int = 0) -> subprocess.Popen:
+        log = out.with_suffix(".log")
+        return start(self.file, out, self.words, log, self.torchrun, restarts)
+
+    def said(self, out: Path) -> str:
+        return out.with_suffix(".log").read_text()
+
+
+def arguments() -> tuple[argparse.Namespace, list[str]]:
+    """Those of this file, and those of `dolmen train`."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -250,54 +179,63 @@ def main() -> int:
     )
     given, words = parser.parse_known_args()
     words = words or ["--layout.tp", "2"]
-    screen, chance, kills = Console(), random.Random(given.seed), Kills()
+    return given, [
+        *words,
+        "--train.steps",
+        str(given.steps),
+        "--checkpoint.every",
+        str(given.every),
+    ]
+
+
+def undisturbed(runs: Runs) -> float:
+    """Its seconds."""
+    began = time.monotonic()
+    if runs.start(runs.calm).wait():
+        raise SystemExit(runs.said(runs.calm))
+    return time.monotonic() - began
+
+
+def disturbed(runs: Runs, wanted: int, seed: int, screen: Console) -> tuple[Kills, float, bool]:
+    """What was killed, in how many seconds, and whether workers were left."""
+    chance, kills, known = random.Random(seed), Kills(), set()
+    began = time.monotonic()
+    launcher = runs.start(runs.wild, 10 * wanted)
+    try:
+        while kills.total < wanted and launcher.poll() is None:
+            kind = KINDS[kills.total % len(KINDS)]
+            known = kill_one(launcher, runs.wild, kind, chance, kills, known)
+            seen = "  ".join(f"{kind} {kills.seen[kind]}" for kind in KINDS)
+            step, passed = logged(runs.wild)[0], time.monotonic() - began
+            screen.print(
+                f"kill {kills.total:3} of {wanted}  {passed:4.0f} s  step {step:4}  {seen}"
+            )
+        code = launcher.wait()
+    finally:
+        if launcher.poll() is None:
+            launcher.kill()
+    if code:
+        raise SystemExit(
+            f"{runs.said(runs.wild)}\nthe killed run ended with exit code {code} after "
+            f"{kills.total} kills"
+        )
+    return kills, time.monotonic() - began, bool(workers(launcher.pid))
+
+
+def main() -> int:
+    (given, words), screen = arguments(), Console()
     with tempfile.TemporaryDirectory(prefix="chaos_") as name:
         folder = Path(name)
-        file = corpus(folder)
-        words += ["--train.steps", str(given.steps), "--checkpoint.every", str(given.every)]
-        began = time.monotonic()
-        calm = start(file, folder / "calm", words, folder / "calm.log", given.torchrun).wait()
-        if calm:
-            raise SystemExit((folder / "calm.log").read_text())
-        between, known = time.monotonic(), set()
-        screen.print(f"undisturbed: {given.steps} steps in {between - began:.0f} s")
-        launcher = start(
-            file, folder / "wild", words, folder / "wild.log", given.torchrun, 10 * given.kills
-        )
-        try:
-            while kills.total < given.kills and launcher.poll() is None:
-                known = kill_one(
-                    launcher, folder / "wild", KINDS[kills.total % len(KINDS)], chance, kills, known
-                )
-                seen = "  ".join(f"{kind} {kills.seen[kind]}" for kind in KINDS)
-                step, passed = logged(folder / "wild")[0], time.monotonic() - between
-                screen.print(
-                    f"kill {kills.total:3} of {given.kills}  {passed:4.0f} s  step {step:4}  {seen}"
-                )
-            code = launcher.wait()
-        finally:
-            if launcher.poll() is None:
-                launcher.kill()
-        said = (folder / "wild.log").read_text()
-        if code:
-            raise SystemExit(
-                f"{said}\nthe killed run ended with exit code {code} after {kills.total} kills"
-            )
-        a, b = tensors(folder / "calm"), tensors(folder / "wild")
+        runs = Runs(folder, corpus(folder), words, given.torchrun)
+        calm = undisturbed(runs)
+        screen.print(f"undisturbed: {given.steps} steps in {calm:.0f} s")
+        kills, wild, left = disturbed(runs, given.kills, given.seed, screen)
+        a, b = tensors(runs.calm), tensors(runs.wild)
         equal = a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
-        same = losses(folder / "calm") == losses(folder / "wild")
-        left = workers(launcher.pid)
-        restarts = "by torchrun" if given.torchrun else str(said.count("dolmen: restart "))
-        screen.print(
-            table(
-                kills,
-                restarts,
-                (between - began, time.monotonic() - between),
-                given.steps,
-                equal,
-                same,
-            )
-        )
+        same = losses(runs.calm) == losses(runs.wild)
+        again = str(runs.said(runs.wild).count("dolmen: restart "))
+        restarts = "by torchrun" if given.torchrun else again
+        screen.print(table(kills, restarts, (calm, wild), given.steps, equal, same))
         if kills.total < given.kills:
             screen.print(
                 f"the run was over after {kills.total} of {given.kills} kills: give more --steps"

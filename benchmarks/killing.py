@@ -1,0 +1,110 @@
+"""What `chaos.py` does to a run: it finds the workers of a launcher, sees in its folder what they
+do, and kills one at a moment of a given kind.
+"""
+
+import os
+import random
+import signal
+import subprocess
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass
+class Kills:
+    """What the killer has done."""
+
+    seen: Counter = field(default_factory=Counter)
+    ranks: Counter = field(default_factory=Counter)
+
+    @property
+    def total(self) -> int:
+        return sum(self.seen.values())
+
+
+def workers(launcher: int) -> dict[int, int]:
+    """Rank -> pid of the launcher's living workers."""
+    found = {}
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            state, parent = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[:2]
+            if int(parent) != launcher or state in "ZX":
+                continue
+            words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+        found |= {int(w[5:]): int(pid) for w in words if w.startswith(b"RANK=")}
+    return found
+
+
+def logged(out: Path) -> tuple[int, int]:
+    """(rows of metrics.jsonl, its time of modification): moves with every step, and back at a
+    resume.
+    """
+    try:
+        stat, text = (out / "metrics.jsonl").stat(), (out / "metrics.jsonl").read_text()
+    except FileNotFoundError:
+        return 0, 0
+    return text.count("\n"), stat.st_mtime_ns
+
+
+def partials(out: Path) -> dict[str, int]:
+    """Unfinished saves -> when they were made: one left by a kill keeps its time, one in progress
+    has another.
+    """
+    found = {}
+    for path in (out / "checkpoints").glob("*.partial"):
+        try:
+            found[path.name] = path.stat().st_mtime_ns
+        except FileNotFoundError:
+            pass
+    return found
+
+
+@dataclass(frozen=True)
+class Before:
+    """What there was when a group of workers started."""
+
+    logged: tuple[int, int]
+    partials: dict[str, int]
+
+    def phase(self, out: Path) -> str:
+        """What the group does now."""
+        if any(self.partials.get(name) != made for name, made in partials(out).items()):
+            return "save"
+        rows, changed = logged(out)
+        return "step" if rows and changed > self.logged[1] else "start-up"
+
+
+def kill_one(
+    launcher: subprocess.Popen,
+    out: Path,
+    wanted: str,
+    chance: random.Random,
+    kills: Kills,
+    known: set[int],
+) -> set[int]:
+    """Wait for a fresh group, then for a moment of the `wanted` kind, kill one of its ranks; the
+    pids of all groups so far.
+    """
+    group: dict[int, int] = {}
+    before = Before(logged(out), partials(out))
+    while launcher.poll() is None and (not group or set(group.values()) & known):
+        time.sleep(0.01)
+        group, before = workers(launcher.pid), Before(logged(out), partials(out))
+    while launcher.poll() is None and wanted != "start-up" and before.phase(out) != wanted:
+        time.sleep(0.0005 if wanted == "save" else 0.01)
+    time.sleep(chance.uniform(0, {"start-up": 6, "step": 1, "save": 0.01}[wanted]))
+    group, seen = workers(launcher.pid), before.phase(out)
+    if launcher.poll() is not None or not group:
+        return known
+    rank = chance.choice(sorted(group))
+    try:
+        os.kill(group[rank], signal.SIGKILL)
+    except ProcessLookupError:
+        return known
+    kills.seen[seen] += 1
+    kills.ranks[rank] += 1
+    return known | set(group.values())
