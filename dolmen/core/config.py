@@ -7,9 +7,10 @@ import difflib
 import types
 import typing
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from dolmen.core.words import choices
+from dolmen.core.words import choices, cut, shown
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -52,13 +53,13 @@ def from_dict(cls: type[T], values: Any, default: T | None = None, path: str = "
     """
     if not isinstance(values, dict):
         raise ValueError(
-            f"{path or 'the configuration'} must be a mapping of options, not {values!r}"
+            f"{path or 'the configuration'} must be a mapping of options, not {shown(values)}"
         )
     hints = typing.get_type_hints(cls)
     names = [f.name for f in dataclasses.fields(cls)]
     made: dict[str, Any] = {} if default is None else {n: getattr(default, n) for n in names}
     for key, value in values.items():
-        name, where = str(key).replace("-", "_"), f"{path}.{key}" if path else str(key)
+        name, where = str(key).replace("-", "_"), cut(f"{path}.{key}" if path else str(key))
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1)
             raise ValueError(
@@ -70,50 +71,87 @@ def from_dict(cls: type[T], values: Any, default: T | None = None, path: str = "
 
 
 def _convert(hint: Any, value: Any, where: str, default: Any) -> Any:
-    origin, inside = typing.get_origin(hint), typing.get_args(hint)
-    if origin is typing.Annotated:
-        return _convert(inside[0], value, where, default)
-    if isinstance(hint, type) and issubclass(hint, Plain):
-        return _from_plain(hint, value, where)
-    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        return from_dict(hint, value, default, where)
-    if origin in (typing.Union, types.UnionType):
-        if value is None and type(None) in inside:
-            return None
-        return _convert(next(i for i in inside if i is not type(None)), value, where, default)
-    if origin is typing.Literal:
-        if any(value == i and type(value) is type(i) for i in inside):
-            return value  # True is not 1
-        raise ValueError(f"{where} is {value!r}: {choices(str(value), inside)}")
-    if origin is tuple:
-        if isinstance(value, str) or not isinstance(value, (list, tuple)):
-            value = [value]
-        return tuple(_convert(inside[0], v, where, None) for v in value)
-    if hint is float and isinstance(value, str):
-        value = _number(value, where)  # YAML reads 1e-3 as text
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if origin is dict or hint is dict:
-        hint = dict
-    if hint is not Any and (
-        not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool)
-    ):
-        raise ValueError(f"{where} is {value!r}: it must be {hint.__name__}")
+    """What `value`, of a file, is as a `hint`; `default` is what a section of it keeps."""
+    kind = typing.get_origin(hint) or hint
+    if kind in KINDS:
+        return KINDS[kind](hint, value, where, default)
+    if issubclass(kind, Plain):
+        return _plain_of(kind, value, where)
+    if dataclasses.is_dataclass(kind):
+        return from_dict(kind, value, default, where)
+    return _exactly(kind, value, where)
+
+
+def _exactly(kind: type, value: Any, where: str) -> Any:
+    """Of that type and no other; True is no int."""
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise ValueError(f"{where} is {shown(value)}: it must be {kind.__name__}")
     return value
 
 
-def _from_plain(cls: type[Plain], value: Any, where: str) -> Any:
+def _plain_of(cls: type[Plain], value: Any, where: str) -> Plain:
     try:
         return cls.from_plain(value)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
 
 
-def _number(text: str, where: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError(f"{where} is {text!r}: it must be a number") from None
+def _anything(hint: Any, value: Any, where: str, default: Any) -> Any:
+    return value
+
+
+def _marked(hint: Any, value: Any, where: str, default: Any) -> Any:
+    return _convert(typing.get_args(hint)[0], value, where, default)
+
+
+def _optional(hint: Any, value: Any, where: str, default: Any) -> Any:
+    """None, or the one type beside it."""
+    if value is None:
+        return None
+    (inside,) = (one for one in typing.get_args(hint) if one is not type(None))
+    return _convert(inside, value, where, default)
+
+
+def _choice(hint: Any, value: Any, where: str, default: Any) -> Any:
+    known = typing.get_args(hint)
+    if any(value == one and type(value) is type(one) for one in known):
+        return value  # True is not 1
+    raise ValueError(f"{where} is {shown(value)}: {choices(str(value), known)}")
+
+
+def _several(hint: Any, value: Any, where: str, default: Any) -> tuple:
+    """A list, or one value alone."""
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return tuple(_convert(typing.get_args(hint)[0], one, where, None) for one in values)
+
+
+def _number(hint: Any, value: Any, where: str, default: Any) -> float:
+    """An integer too, and text that is a number: YAML reads 1e-3 as text."""
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            raise ValueError(f"{where} is {shown(value)}: it must be a number") from None
+    if isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    return _exactly(float, value, where)
+
+
+def _mapping(hint: Any, value: Any, where: str, default: Any) -> Any:
+    return _exactly(dict, value, where)
+
+
+# Kind of type -> (hint, value, where, default) -> the value of that type. Raises ValueError.
+KINDS: dict[Any, Callable[[Any, Any, str, Any], Any]] = {
+    Any: _anything,
+    typing.Annotated: _marked,
+    typing.Union: _optional,
+    types.UnionType: _optional,
+    typing.Literal: _choice,
+    tuple: _several,
+    float: _number,
+    dict: _mapping,
+}
 
 
 def changed_options(old: dict[str, Any], new: dict[str, Any], path: str = "") -> list[str]:
@@ -156,11 +194,11 @@ def _refuse_in(where: str, value: Any, limit: int, most: dict[str, int]) -> None
 
 def _refuse_value(where: str, value: Any, most: int) -> None:
     if isinstance(value, int) and abs(value) > most:
-        raise ValueError(f"{where} is {value}: it must be at most {most:,}")
+        raise ValueError(f"{where} is {shown(value)}: it must be at most {most:,}")
     if isinstance(value, float) and value != value:
         raise ValueError(f"{where} is {value}: it must be a number")
     if isinstance(value, str):
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise ValueError(f"{where} is {value!a}: UTF-8 cannot write it") from None
+            raise ValueError(f"{where} is {cut(ascii(value))}: UTF-8 cannot write it") from None

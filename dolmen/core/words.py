@@ -10,6 +10,21 @@ def counted(count: int, one: str, several: str | None = None) -> str:
     return f"{count:,} {one if count == 1 else several or one + 's'}"
 
 
+LONGEST = 80  # characters of a value in a message
+
+
+def shown(value: object) -> str:
+    """A value in a message, as Python writes it, within a line."""
+    return cut(repr(value))
+
+
+def cut(text: str) -> str:
+    """`text` within 80 characters, and how long it was where it is cut."""
+    if len(text) <= LONGEST:
+        return text
+    return f"{text[: LONGEST - 3]}... ({len(text):,} characters)"
+
+
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 DTYPES |= {"half": "float16", "float": "float32", "double": "float64"}
 

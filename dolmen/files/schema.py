@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from dolmen.core.words import cut
+
 # entries of a list or mapping where nothing smaller is known: the file's size bounds it
 FEW = 2**40
 INT64 = 2**63
@@ -276,4 +278,4 @@ def shown(value: Any) -> str:
 
 def _short(text: str) -> str:
     text = text if text.isascii() and text.isprintable() else ascii(text)[1:-1]
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return cut(text)

@@ -130,6 +130,23 @@ def test_refused_by_name(values, said):
     assert said in str(refusal.value)
 
 
+@pytest.mark.parametrize(
+    "values, said",
+    [
+        ({"count": "a" * 200}, f"count is '{'a' * 76}... (202 characters): it must be int"),
+        ({"kind": "a" * 200}, f"kind is '{'a' * 76}... (202 characters): use one of x, y, 1"),
+        ({"rate": "a" * 200}, f"rate is '{'a' * 76}... (202 characters): it must be a number"),
+        ({"a" * 200: 1}, f"unknown option {'a' * 77}... (200 characters); known: count, rate"),
+        ({"inner": [1] * 200}, f"not [{'1, ' * 25}1... (600 characters)"),
+    ],
+    ids=["int", "choice", "float", "key", "section"],
+)
+def test_a_long_value_is_cut(values, said):
+    with pytest.raises(ValueError) as refusal:
+        from_dict(Outer, values)
+    assert said in str(refusal.value)
+
+
 def test_differences():
     old = to_dict(Outer(inner=Inner(b=("p",))))
     new = to_dict(Outer(count=4, inner=Inner(b=("q", "r")), name="n"))
