@@ -37,9 +37,6 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "tekken.json",
 )
-# Layers x experts: the names of so many tensors are made in some seconds. The largest published
-# model has 23,424 (61 layers of 384 experts).
-MOST_MATRICES = 2**18
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -88,17 +85,9 @@ def read_config(folder: Path | str) -> Model:
         raise ValueError(f"{folder} has no config.json{hint}")
     content = gate.read_json(file, kinds.CONFIG)
     try:
-        model = Model(content)
+        return Model(content)
     except ValueError as error:
         raise gate.refuse(file, error) from error
-    layers, experts = model.tree.layers, model.tree.experts
-    if (matrices := layers * max(1, experts)) > MOST_MATRICES:
-        raise gate.refuse(
-            file,
-            f"num_hidden_layers ({layers:,}) x experts ({experts:,}) are {matrices:,}, more than "
-            f"{MOST_MATRICES:,}",
-        )
-    return model
 
 
 def check_tensors(folder: Path | str, model: Model) -> None:

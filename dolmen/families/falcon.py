@@ -15,6 +15,7 @@ from typing import Any
 from dolmen.core.words import counted
 from dolmen.families import common, rope
 from dolmen.families.family import (
+    ACTIVATION,
     BESIDE,
     Family,
     Field,
@@ -84,7 +85,7 @@ FIELDS = (
     ),
     Field(
         "activation",
-        kinds.NAME,
+        ACTIVATION,
         "gelu",
         "Activation of the feed-forward layer: gelu (the exact erf form), gelu_pytorch_tanh, silu, "
         "relu.",

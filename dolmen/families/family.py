@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from dolmen.families.rules import Rule
-from dolmen.files.schema import Object, Schema, optional
+from dolmen.files.schema import Object, Schema, Text, optional
 from dolmen.model.tree import Tree
 from dolmen.model.tree.mlp import Activation
 
@@ -28,6 +28,8 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_fast": "gelu_tanh",
     "gelu_python_tanh": "gelu_tanh",
 }
+
+ACTIVATION = Text(tuple(ACTIVATIONS))  # what a field that names one may hold
 
 # Fields of any config.json whose other values change the function: only these are supported.
 ONLY: dict[str, tuple] = {
@@ -160,13 +162,8 @@ BESIDE = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "use
 
 
 def activation(config: Mapping[str, Any], field: str) -> Activation:
-    """Our name of the activation that `field` states. Raises ValueError naming it for one that is
-    not supported.
-    """
-    name = config[field]
-    if name not in ACTIVATIONS:
-        raise ValueError(f"{field} is {name!r}: dolmen supports {', '.join(ACTIVATIONS)}")
-    return ACTIVATIONS[name]
+    """Our name of the activation that `field`, which may hold an ACTIVATION, states."""
+    return ACTIVATIONS[config[field]]
 
 
 def activation_name(ours: Activation) -> str:

@@ -3,13 +3,15 @@ families, training knobs among them. Runs and checkpoints of then are read throu
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from dolmen.core.config import from_dict, to_dict
+from dolmen.core.words import cut, shown
+from dolmen.families import known
 from dolmen.families.model import CARRIED, Model, changed, explicit, new
 from dolmen.files import kinds
-from dolmen.files.schema import Int, Mismatch, Object, Schema, check_value
+from dolmen.files.schema import Int, Mismatch, Object, Schema, check_value, optional
 from dolmen.model.training import RouterTraining, Training
 from dolmen.model.tree import (
     Attention,
@@ -41,7 +43,9 @@ SIZES: dict[str, Schema] = {
     "head_dim": kinds.WIDTH,
     "max_position_embeddings": kinds.POSITIONS,
     "num_experts": Int(0, kinds.EXPERTS.high),
+    "moe_intermediate_size": optional(kinds.WIDTH),
 }
+LISTS = ("dense_layers", "sliding_layers")  # of layers, counted from 0
 
 
 @dataclass(frozen=True)
@@ -116,6 +120,13 @@ class Flat:
             check_value({name: vars(self)[name] for name in SIZES}, Object(SIZES), "model")
         except Mismatch as error:
             raise ValueError(str(error)) from None
+        for name in LISTS:
+            for layer in vars(self)[name] or ():
+                if not 0 <= layer < self.num_hidden_layers:
+                    raise ValueError(
+                        f"model.{name} has {layer}: there are layers 0 to "
+                        f"{self.num_hidden_layers - 1}"
+                    )
 
     def window(self, layer: int) -> int | None:
         """Tokens that a query of a layer sees; None: all before it."""
@@ -220,6 +231,8 @@ KNOBS = {
     "router_bias_rate": "router",
 }
 
+FIELDS = {one.name for one in fields(Flat)}
+
 
 def run(values: Mapping[str, Any]) -> dict[str, Any]:
     """A run as its YAML or state.json has it, its model and training knobs as of now. Raises
@@ -228,10 +241,16 @@ def run(values: Mapping[str, Any]) -> dict[str, Any]:
     old = values.get("model")
     if not isinstance(old, dict) or "model_type" in old:
         return dict(values)
-    flat = from_dict(Flat, old, path="model")
+    strange = [name for name in map(str, old) if name.replace("-", "_") not in FIELDS]
+    if strange and "family" not in old:
+        raise ValueError(
+            f"model has {cut(strange[0])} and no model_type: set model.model_type to the family "
+            f"whose config.json it is, one of {', '.join(known.families())}"
+        )
     train = values.get("train") or {}
     if not isinstance(train, dict):
-        return dict(values)  # refused by who reads it
+        raise ValueError(f"train must be a mapping of options, not {shown(train)}")
+    flat = from_dict(Flat, old, path="model")
     twice = [f"model.{name}" for name in KNOBS if name in old and KNOBS[name] in train]
     if twice:
         raise ValueError(f"{twice[0]} is now said under train, which says it too: leave it out")

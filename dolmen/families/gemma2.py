@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from dolmen.families import common, gemma, llama_like, windows
-from dolmen.families.family import Family, Field, activation
+from dolmen.families.family import Family, Field
 from dolmen.families.rules import Rule
 from dolmen.files.schema import Int, Real, optional
 from dolmen.model.tree import Sandwich, Tree, runs_of
@@ -29,7 +29,6 @@ def windows_of(config: dict[str, Any]) -> list[int | None]:
 def read(config: dict[str, Any]) -> Tree:
     """transformers refuses heads that do not divide the width, whatever head_dim says."""
     common.head_size(config, llama_like.FIELDS)
-    activation(config, "hidden_activation")
     tree = gemma.read_stated({**config, "hidden_act": config["hidden_activation"]})
     scalar = config["query_pre_attn_scalar"]
     cap, logits_cap = (_number(config[f"{of}_logit_softcapping"]) for of in ("attn", "final"))

@@ -8,7 +8,7 @@ with and without the leading "transformer.", and with the causal mask saved as a
 from typing import Any
 
 from dolmen.families import common
-from dolmen.families.family import BESIDE, Family, Field, activation
+from dolmen.families.family import ACTIVATION, BESIDE, Family, Field, activation
 from dolmen.families.rules import Rename, Rule, Split, Transpose
 from dolmen.files import kinds
 from dolmen.files.schema import optional
@@ -35,7 +35,7 @@ FIELDS = (
     ),
     Field(
         "activation_function",
-        kinds.NAME,
+        ACTIVATION,
         "gelu_new",
         "Activation of the feed-forward layer: gelu_new, gelu (the exact erf form), silu, relu.",
         common=("hidden_act",),

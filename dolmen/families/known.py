@@ -6,6 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from dolmen.core.words import shown
 from dolmen.families.family import Family
 
 HERE = Path(__file__).parent
@@ -24,5 +25,5 @@ def families() -> dict[str, Family]:
 def find(model_type: Any) -> Family:
     """The family of that name. Raises ValueError listing the known ones."""
     if not isinstance(model_type, str) or model_type not in families():
-        raise ValueError(f"model_type is {model_type!r}: dolmen knows {', '.join(families())}")
+        raise ValueError(f"model_type is {shown(model_type)}: dolmen knows {', '.join(families())}")
     return families()[model_type]

@@ -9,7 +9,15 @@ from dataclasses import replace
 from typing import Any
 
 from dolmen.families import common, rope
-from dolmen.families.family import BESIDE, Field, activation, activation_name, expect, knob
+from dolmen.families.family import (
+    ACTIVATION,
+    BESIDE,
+    Field,
+    activation,
+    activation_name,
+    expect,
+    knob,
+)
 from dolmen.families.rules import Rename, Rule
 from dolmen.files import kinds
 from dolmen.files.schema import Flag, optional
@@ -42,7 +50,7 @@ FIELDS = (
     ),
     Field(
         "hidden_act",
-        kinds.NAME,
+        ACTIVATION,
         "silu",
         "Activation of the feed-forward layer: silu, gelu (the exact erf form), "
         "gelu_pytorch_tanh, relu.",

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from dolmen.core.config import Plain
+from dolmen.core.words import shown
 from dolmen.families import known
 from dolmen.families.differences import differences
 from dolmen.families.family import HARMLESS, ONLY, Family, Field, knob
@@ -73,7 +74,7 @@ class Model(Plain):
         except Mismatch as error:
             raise ValueError(str(error)) from None
         self._refuse()
-        return family.read(_whole(family, self.config))
+        return bounded(family.read(_whole(family, self.config)))
 
     def _refuse(self) -> None:
         config, family = self.config, self.family
@@ -81,19 +82,19 @@ class Model(Plain):
             _check_spellings(field, config)
         if _code(config.get("auto_map") or {}) - {*family.code}:
             raise ValueError(
-                f"auto_map is {config['auto_map']}: dolmen runs no code from a model folder "
+                f"auto_map is {shown(config['auto_map'])}: dolmen runs no code from a model folder "
                 "(trust_remote_code); use a model saved with a class of transformers"
             )
         if config.get("quantization_config"):
             raise ValueError(
-                f"quantization_config is {config['quantization_config']!r}: dolmen reads "
+                f"quantization_config is {shown(config['quantization_config'])}: dolmen reads "
                 "unquantised weights only"
             )
         given = _named(family, config)
         for name, allowed in {**ONLY, **family.only}.items():
             if name in given and given[name] not in allowed:
                 raise ValueError(
-                    f"{name} is {given[name]!r}: dolmen's {family.model_type} supports only "
+                    f"{name} is {shown(given[name])}: dolmen's {family.model_type} supports only "
                     f"{allowed[0]!r}"
                 )
 
@@ -111,9 +112,22 @@ class Model(Plain):
         as Model does, and for what is no mapping.
         """
         if not isinstance(value, dict):
-            raise ValueError(f"it must be a config.json, a mapping, not {value!r}")
+            raise ValueError(f"it must be a config.json, a mapping, not {shown(value)}")
         family = known.find(value.get("model_type"))
         return cls(_with_numbers(deepcopy(value), schema(family)))
+
+
+def bounded(tree: Tree) -> Tree:
+    """`tree`, before a name or a number of its parameters is made. Raises ValueError where there
+    would be too many.
+    """
+    layers, experts = tree.layers, tree.experts
+    if (matrices := layers * max(1, experts)) > kinds.MOST_MATRICES:
+        raise ValueError(
+            f"num_hidden_layers ({layers:,}) x experts ({experts:,}) are {matrices:,}, more than "
+            f"{kinds.MOST_MATRICES:,}"
+        )
+    return tree
 
 
 def schema(family: Family) -> Object:

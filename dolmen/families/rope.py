@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
+from dolmen.core.words import shown
 from dolmen.families.family import Field, mapping
 from dolmen.files import kinds
-from dolmen.files.schema import Flag, Real, optional
+from dolmen.files.schema import Flag, Real, Text, optional
 from dolmen.model.tree import Linear, Llama3, Rope, Yarn
 from dolmen.model.tree.positions import Scaling, temperature
 
@@ -30,6 +31,7 @@ BESIDE = {
     )
 }
 USED = {of: (*needed, *BESIDE.get(of, ())) for of, needed in NEEDED.items()}
+TYPE = Text(tuple(USED))
 TURNS = optional(Real(2**-20, 2**20))  # a wavelength is divided by it
 PARAMETERS = (
     Field(
@@ -41,7 +43,7 @@ PARAMETERS = (
     ),
     Field(
         "rope_type",
-        kinds.NAME,
+        TYPE,
         None,
         "How the context is extended: default | linear (positions divided by factor) | llama3 "
         "(long wavelengths divided, short kept, smooth between) | yarn (the same by the turns in "
@@ -100,7 +102,7 @@ PARAMETERS = (
     ),
     Field("truncate", Flag(), True),  # no option: a flag cannot be left unsaid
 )
-NEVER = (Field("type", kinds.NAME), Field("partial_rotary_factor", optional(Real())))
+NEVER = (Field("type", TYPE), Field("partial_rotary_factor", optional(Real())))
 NAMES = frozenset(field.name for field in PARAMETERS + NEVER)
 
 
@@ -139,7 +141,7 @@ def read(config: Mapping[str, Any], size: int) -> Rope:
     """
     field, stated = given(config)
     if any(isinstance(value, dict) for value in stated.values()):
-        raise ValueError(f"{field} is {stated}: dolmen supports one rope for all layers")
+        raise ValueError(f"{field} is {shown(stated)}: dolmen supports one rope for all layers")
     if stated.get("partial_rotary_factor", 1.0) not in (1.0, None):
         raise ValueError(
             f"{field}.partial_rotary_factor is {stated['partial_rotary_factor']}: dolmen supports "
@@ -153,8 +155,6 @@ def _scaling(
     config: Mapping[str, Any], field: str, stated: Mapping[str, Any], theta: float
 ) -> Scaling | None:
     of = kind(stated)
-    if of not in USED:
-        raise ValueError(f"{field}.rope_type is {of!r}: dolmen supports {', '.join(USED)}")
     original = config["original_max_position_embeddings"] or stated.get(
         "original_max_position_embeddings"
     )

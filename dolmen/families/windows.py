@@ -8,7 +8,7 @@ from typing import Any
 from dolmen.core.words import counted
 from dolmen.families.family import Field, expect, knob
 from dolmen.files import kinds
-from dolmen.files.schema import Flag, Int, List, optional
+from dolmen.files.schema import Flag, Int, List, Text, optional
 from dolmen.model.tree import Attention, Tree
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -26,7 +26,7 @@ NONE = {**NO_TYPES, SIZE.name: (None,)}
 
 def types(otherwise: str) -> Field:
     """The field of the layers' types; `otherwise`: what None means."""
-    kind = optional(List(kinds.NAME, longest=kinds.LAYERS.high))
+    kind = optional(List(Text((FULL, SLIDING)), longest=kinds.LAYERS.high))
     return Field("layer_types", kind, None, f"{FULL} or {SLIDING}, per layer; None: {otherwise}.")
 
 
@@ -39,13 +39,11 @@ def of_types(
     config: dict[str, Any], otherwise: Sequence[str], used: bool = True
 ) -> list[int | None]:
     """The window of each layer: that of SIZE, if it is `used`, where its type says that it slides;
-    the types are `layer_types`, or else `otherwise`. Raises ValueError for another type, another
-    number of layers, and where there is no window for one that slides.
+    the types are `layer_types`, or else `otherwise`. Raises ValueError for another number of
+    layers, and where there is no window for one that slides.
     """
     layers, stated = config["num_hidden_layers"], config["layer_types"]
     of = list(otherwise if stated is None else stated)
-    if unknown := sorted(set(of) - {FULL, SLIDING}):
-        raise ValueError(f"layer_types has {unknown}: dolmen supports {FULL} and {SLIDING}")
     if len(of) != layers:
         entries = counted(len(of), "entry", "entries")
         raise ValueError(

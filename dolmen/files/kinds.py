@@ -23,6 +23,9 @@ LAYERS = Int(1, 2**12)
 WIDTH = Int(1, 2**22)
 HEADS = Int(1, 2**16)
 EXPERTS = Int(1, 2**14)
+# Layers x experts: the names of so many tensors are made in some seconds. The largest published
+# model has 23,424 (61 layers of 384 experts).
+MOST_MATRICES = 2**18
 VOCABULARY = Int(1, 2**26)
 POSITIONS = Int(1, 2**40)
 TOKEN = Int(0, 2**31 - 1)

@@ -122,5 +122,5 @@ def test_a_run_of_then():
     for size, said in ((10**9, "from 1 to 4,096"), (0, "from 1 to 4,096")):
         with pytest.raises(ValueError, match=f"model.num_hidden_layers is {size}: .* {said}"):
             flat.run({"model": {"num_hidden_layers": size}})
-    with pytest.raises(ValueError, match="unknown option model.hiden_size"):
+    with pytest.raises(ValueError, match="model has hiden_size and no model_type"):
         flat.run({"model": {"hiden_size": 5}})
