@@ -12,15 +12,17 @@ import torch
 
 from dolmen.cli import export as export_verb
 from dolmen.cli import train as train_verb
-from dolmen.cli.errors import BadInput
-from dolmen.cli.options import TrainOptions, message, read
+from dolmen.cli.command import read
+from dolmen.cli.errors import BadInput, message
+from dolmen.cli.options import TrainOptions
 from dolmen.convert import hf
 from dolmen.core.paths import refuse_empty
-from dolmen.core.words import choices
+from dolmen.core.words import choices, shown
 from dolmen.data.config import TextConfig
 from dolmen.data.tokenizer import PreTrainedTokenizer, load_tokenizer
 from dolmen.evaluate import perplexity
 from dolmen.evaluate import verify as comparison
+from dolmen.families import unknown
 from dolmen.model.decoder import Decoder
 from dolmen.optim.precision import DTYPES
 from dolmen.serve import engine, sample
@@ -102,7 +104,9 @@ def load(name: str | Path, dtype: torch.dtype | None = None) -> Model:
     """
     with _told():
         folder = hf.resolve_model(name)
-        hf.check_tensors(folder, hf.read_config(folder))
+        source = hf.read_config(folder)
+        hf.check_tensors(folder, source)
+        unknown.warn(source)
         tokenizer = load_tokenizer(str(folder), option="")
         return Model(engine.load_decoder(folder, dtype=dtype), tokenizer, folder)
 
@@ -157,6 +161,8 @@ def verify(
         assert dolmen.verify("path/to/model").ok
     """
     with _told():
+        for name in (folder, against or folder):
+            unknown.warn(hf.read_config(hf.resolve_model(name)))
         return comparison.verify(folder, against, length=length)
 
 
@@ -193,6 +199,7 @@ def evaluate(
             workers,
         )
         text = perplexity.open_text(source, config, sequence_length, progress)
+        unknown.warn(hf.read_config(hf.resolve_model(source)))
         return perplexity.evaluate(source, text, dtype=_dtype(dtype), progress=progress)
 
 
@@ -226,7 +233,7 @@ def _several(prompt: str | Sequence[str]) -> list[str]:
 
 def _dtype(name: str | None) -> torch.dtype | None:
     if name is not None and name not in DTYPES:
-        raise ValueError(f"dtype is {name!r}: {choices(str(name), DTYPES)}")
+        raise ValueError(f"dtype is {shown(name)}: {choices(str(name), DTYPES)}")
     return DTYPES[name] if name else None
 
 

@@ -10,6 +10,7 @@ import warnings
 
 from dolmen.cli.errors import BadInput
 from dolmen.core import environment
+from dolmen.core.words import shown
 
 VERBS = {
     "recipes": "list the built-in runs",
@@ -47,16 +48,16 @@ def main(argv: list[str] | None = None) -> int:
         print(f"dolmen {__version__}")
         return 0
     if argv[0] not in VERBS:
-        print(f"dolmen: there is no verb {argv[0]!r}\n\n{USAGE}", end="", file=sys.stderr)
+        print(f"dolmen: there is no verb {shown(argv[0])}\n\n{USAGE}", end="", file=sys.stderr)
         return 2
     # tyro and YAML take 0.1 s, the verb with torch a second and more: `--version` owes neither, and
     # `VERB --help` the first alone
     import importlib
 
-    from dolmen.cli import options
+    from dolmen.cli import command
 
     try:
-        asked = options.read(argv[0], argv[1:])
+        asked = command.read(argv[0], argv[1:])
         return importlib.import_module(f"dolmen.cli.{argv[0]}").run(asked, argv[1:])
     except BadInput as error:
         if os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0":

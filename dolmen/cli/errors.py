@@ -18,3 +18,8 @@ class Failed(RuntimeError):
     def __init__(self, text: str, final: bool = False):
         super().__init__(text)
         self.final = final
+
+
+def message(error: Exception) -> str:
+    """An exception's text; KeyError quotes its own."""
+    return str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)

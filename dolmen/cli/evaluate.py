@@ -1,8 +1,8 @@
 """dolmen evaluate DIR --data.path TEXT"""
 
 from dolmen.cli import process, verify
-from dolmen.cli.errors import BadInput
-from dolmen.cli.options import EvaluateOptions, message
+from dolmen.cli.errors import BadInput, message
+from dolmen.cli.options import EvaluateOptions
 from dolmen.core.log import console
 from dolmen.core.mesh import Mesh
 from dolmen.data.in_order import InOrder

@@ -3,11 +3,11 @@
 from pathlib import Path
 
 from dolmen.checkpoint import stream
-from dolmen.cli.errors import BadInput
-from dolmen.cli.options import ExportOptions, message
+from dolmen.cli.errors import BadInput, message
+from dolmen.cli.options import ExportOptions
 from dolmen.convert import hf_export
 from dolmen.core.config import from_dict
-from dolmen.families import Model, completed, edit
+from dolmen.families import Model, completed, edit, unknown
 from dolmen.optim.precision import DTYPES
 from dolmen.train import saved as saved_state
 from dolmen.train.check import check_exportable
@@ -35,6 +35,7 @@ def export(source: Path, to: Path, dtype: str | None = None) -> int:
     check_exportable(run_)
     model = run_.model
     assert model is not None
+    unknown.warn(model)
     if run_.init is None:
         model = completed(model)
         model = stopping(model, tokenizer) if tokenizer.is_dir() else model

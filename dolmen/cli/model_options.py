@@ -14,19 +14,14 @@ import tyro
 
 from dolmen import families
 from dolmen.families import Family, Field, Model
+from dolmen.families.unknown import TRAINING
 from dolmen.files.schema import Either, Flag, Int, List, Null, Real, Schema, Text
 
 DEFAULT_FAMILY = "llama"
 PREFIX = "--model."
+MODEL_TYPE = ("model.model-type", "model.family")  # the option, and what it was
 # Options that were the model's, where the family has no such field.
-MOVED = {
-    "family": "--model.model-type",
-    "dropout": "--train.dropout",
-    "router_balance": "--train.router.balance",
-    "router_aux_loss_coef": "--train.router.aux-loss-coef",
-    "router_z_loss_coef": "--train.router.z-loss-coef",
-    "router_bias_rate": "--train.router.bias-rate",
-}
+MOVED = {"family": "--model.model-type", **TRAINING}
 
 
 @dataclass(frozen=True)
@@ -40,11 +35,10 @@ class Start:
     """Whether a recipe, a file, --init or an option has asked for a model."""
 
 
-def start(model: Model | None, argv: list[str]) -> Start:
-    """The model of a run, or else the defaults of a family; of the family that `argv` names. Raises
-    ValueError.
+def start(model: Model | None, asked: str | None) -> Start:
+    """The model of a run, or else the defaults of a family; of the family that is `asked` for.
+    Raises ValueError.
     """
-    asked = _model_type(argv)
     if model is None:
         bare = Model({"model_type": asked or DEFAULT_FAMILY})
         return Start(bare, bare=True, wanted=asked is not None)
@@ -61,6 +55,7 @@ def options(family: Family) -> type:
             ("model_type", Annotated[known, tyro.conf.arg(help=told)]),
             *(_option(one) for one in family.fields if one.help or one.inside),
         ],
+        namespace={"__doc__": "Fields of the model's config.json, as its family has them."},
         frozen=True,
     )
 
@@ -130,17 +125,6 @@ def _renamed(word: str, family: Family) -> str:
     return f"{MOVED[path]}{sign}{value}" if path in MOVED else word
 
 
-def _model_type(argv: list[str]) -> str | None:
-    """The last family that is named."""
-    names = {f"{PREFIX}{name}" for name in ("model-type", "family")}
-    found = None
-    for i, word in enumerate(argv):
-        name, sign, value = word.partition("=")
-        if name.replace("_", "-") in names:
-            found = value if sign else (argv[i + 1] if i + 1 < len(argv) else None)
-    return found
-
-
 def _of(model: Model, model_type: str) -> Model:
     """The model as one of another family: the same tree, or, where that family cannot express it,
     what both have by name and its defaults for the rest.
@@ -165,7 +149,8 @@ def _option(one: Field) -> tuple[str, Any]:
     also = f" Also {', '.join(f'{PREFIX}{n}'.replace('_', '-') for n in others)}." if others else ""
     if one.inside:
         inner = [_option(inside) for inside in one.inside if inside.help]
-        return one.name, make_dataclass(one.name, inner, frozen=True)
+        told = {"__doc__": f"Fields of {one.name}."}
+        return one.name, make_dataclass(one.name, inner, namespace=told, frozen=True)
     return one.name, Annotated[_type(one.kind), tyro.conf.arg(help=one.help + also)]
 
 

@@ -1,25 +1,14 @@
-"""What each verb may be told, and from words to it. A run comes from a recipe or YAML file, then
---init, then options, each over the one before.
+"""What each verb may be told (command.py reads it from words).
 
 Nothing here imports torch or transformers: `--help` and a mistyped option do not owe their seconds.
 """
 
-from dataclasses import dataclass, fields, make_dataclass, replace
-from difflib import get_close_matches
-from pathlib import Path
-from typing import Annotated, Any, Literal, overload
+from dataclasses import dataclass, fields, make_dataclass
+from typing import Annotated, Any, Literal
 
 import tyro
 
-from dolmen.cli import model_options
-from dolmen.cli.errors import BadInput
-from dolmen.cli.parse import parse
-from dolmen.core.config import from_dict
-from dolmen.core.paths import refuse_empty
 from dolmen.data.config import TextConfig
-from dolmen.families import flat
-from dolmen.files import gate, kinds
-from dolmen.recipes import RECIPES
 from dolmen.train.config import (
     CheckpointConfig,
     DataConfig,
@@ -39,7 +28,6 @@ class TrainOptions:
     recipe: tyro.conf.Positional[str]
     """Recipe or YAML file."""
     model: Any  # of the class that `train_options` is given
-    """Fields of the model's config.json, as its family has them."""
     init: str | None = None
     """Directory or hub id of a transformers checkpoint to start from; it decides the model."""
     out: str | None = None
@@ -219,111 +207,6 @@ VERBS = {
     "schedule": ScheduleOptions,
 }
 SECTIONS = ("layout", "data", "optimizer", "train", "checkpoint", "log", "finish")
-
-
-def base(name: str) -> RunConfig:
-    """The run a recipe or YAML file stands for. Raises BadInput."""
-    if name in RECIPES:
-        return RECIPES[name]()
-    file = Path(name)
-    if file.is_dir() and (file / "config.yaml").is_file():
-        raise BadInput(f"{name} is a folder: dolmen train {file / 'config.yaml'} takes its run")
-    if file.is_dir():
-        raise BadInput(
-            f"{name} is a folder; if it is one of data: dolmen train pretrain --data.path {name}"
-        )
-    if not file.is_file():
-        near = get_close_matches(name, RECIPES, n=1)
-        raise BadInput(
-            f"{name} is neither a recipe nor a file: "
-            + (f"did you mean {near[0]}?" if near else f"recipes are {', '.join(RECIPES)}")
-        )
-    try:
-        return read_run(file)
-    except gate.Refused as error:
-        raise BadInput(str(error)) from None
-
-
-def read_run(file: Path) -> RunConfig:
-    """The run of a YAML file; what it leaves out is the default. Raises Refused."""
-    values = gate.read_yaml(file, kinds.RUN)
-    if values is None and (file.parent / "checkpoints").is_dir():
-        raise gate.refuse(file, f"is empty, and {file.parent} holds a run: it is damaged")
-    name = file.parent.name if file.name == "config.yaml" else file.stem
-    try:
-        return from_dict(RunConfig, flat.run(values or {}), RunConfig(name=name))
-    except ValueError as error:
-        raise gate.refuse(file, error) from error
-
-
-@overload
-def read(verb: Literal["train"], argv: list[str]) -> tuple[RunConfig, TrainOptions]: ...
-@overload
-def read(verb: str, argv: list[str]) -> Any: ...
-def read(verb: str, argv: list[str]) -> Any:
-    """What the words after `dolmen VERB` ask for, as that verb's `run` takes it. Exits with 0 after
-    --help. Raises BadInput.
-    """
-    try:
-        for name in ("--out", "--to", "--init"):
-            refuse_empty(name, option_value(argv, name))
-        return parse_train(argv) if verb == "train" else parse(VERBS[verb], argv, verb)
-    except ValueError as error:  # of the sections together
-        raise BadInput(message(error)) from None
-
-
-def option_value(argv: list[str], name: str) -> str | None:
-    """The last value of --name in argv, before everything is parsed."""
-    value = None
-    for i, word in enumerate(argv):
-        if word == name and i + 1 < len(argv):
-            value = argv[i + 1]
-        if word.startswith(name + "="):
-            value = word.split("=", 1)[1]
-    return value
-
-
-def parse_train(argv: list[str]) -> tuple[RunConfig, TrainOptions]:
-    """The run and what is not part of it. Exits with 0 after --help. Raises BadInput."""
-    name = next((w for w in argv[:1] if not w.startswith("-")), None)
-    if name is None and not {"-h", "--help"} & set(argv):
-        raise BadInput(
-            "name a recipe or a YAML file first: dolmen train quickstart (dolmen recipes "
-            "lists them)"
-        )
-    try:
-        run = base(name or "pretrain")
-        init = option_value(argv, "--init") or run.init
-        if init is not None and not {"-h", "--help"} & set(argv):
-            from dolmen.convert import hf  # imports torch, and few runs are of --init
-
-            found = hf.read_config(hf.resolve_model(init))
-            run = replace(
-                run,
-                init=init,
-                model=run.model
-                if run.model is not None and option_value(argv, "--init") is None
-                else found,
-            )
-        start = model_options.start(run.model, argv)
-        family = start.model.family
-        words = model_options.in_todays_names(argv, family)
-    except (ValueError, KeyError, OSError) as error:
-        raise BadInput(message(error)) from None
-    model_cls = model_options.options(family)
-    before, cls = model_options.default(model_cls, start.model), train_options(model_cls)
-    sections = {s: getattr(run, s) for s in SECTIONS}
-    default = cls(recipe=name or "pretrain", model=before, init=run.init, **sections)
-    options = parse(cls, words, "train", default)
-    model = model_options.asked(start, before, options.model)
-    return replace(
-        run, model=model, init=options.init, **{s: getattr(options, s) for s in SECTIONS}
-    ), options
-
-
-def message(error: Exception) -> str:
-    """An exception's text; KeyError quotes its own."""
-    return str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
 
 
 assert {f.name for f in fields(RunConfig)} == {"name", "init", "model", *SECTIONS}

@@ -2,20 +2,25 @@
 of several, which is read here.
 """
 
+import ast
+import inspect
 import re
 import sys
 from contextlib import redirect_stderr
 from dataclasses import fields, is_dataclass
+from functools import cache
 from io import StringIO
-from typing import Annotated, TypeVar, cast, get_args, get_origin, get_type_hints
+from itertools import pairwise, zip_longest
+from typing import Annotated, Any, TypeGuard, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import tyro
 
 from dolmen.cli.errors import BadInput
 from dolmen.cli.spellings import suggestion
-from dolmen.core.words import choices
+from dolmen.core.words import choices, cut
 
 T = TypeVar("T")
+HELP = {"-h", "--help"}
 
 # What tyro says, on one line -> what we say.
 WORDING = {
@@ -31,7 +36,8 @@ WORDING = {
     r"Error parsing [a-z]\S*: (.*)": r"\1",  # of a section, which names itself
     r"Missing value for argument '(\S+)'\..*": r"\1 needs a value",
 }
-CHOICE = r"invalid choice ('.*') for argument '(\S+)'\. Expected one of \((.*)\)\."
+BROKEN = 20  # tyro breaks no shorter value
+CHOICE = r"invalid choice ('.*') for argument '(\S+)' ?\. Expected one of \((.*)\)\."
 KINDS = {
     "{[INT [INT ...]]}": "whole numbers",
     "INT": "a whole number",
@@ -44,8 +50,8 @@ def parse(cls: type[T], argv: list[str], verb: str, default: T | None = None) ->
     BadInput.
     """
     said = StringIO()
-    if {"-h", "--help"} & set(argv):
-        join_lines(cls)
+    if HELP & set(argv):
+        explain(cls)
     try:
         with redirect_stderr(said):
             # with a `default` of None, which is none, a `cls` comes back as well
@@ -53,7 +59,7 @@ def parse(cls: type[T], argv: list[str], verb: str, default: T | None = None) ->
     except SystemExit as end:
         if not end.code:
             raise
-        text = flat(said.getvalue())
+        text = mended(flat(said.getvalue()), argv)
         if "Unrecognized options:" in text:
             text = unknown(argv, verb, names(cls), text.split("Unrecognized options: ")[1])
         raise BadInput(worded(text)) from None
@@ -61,22 +67,57 @@ def parse(cls: type[T], argv: list[str], verb: str, default: T | None = None) ->
     return options
 
 
-def join_lines(cls: type) -> None:
-    """Let tyro see the help of each option, the docstring of its attribute, as one line: it keeps
-    the line breaks of the source, and breaks the lines once more.
+def last(argv: list[str], *names: str) -> str | None:
+    """The last value of the option of these names, without dashes before them, for what must be
+    known before all is parsed; None where it is not said.
     """
-    import docstring_parser  # of tyro, which imports it for help alone
+    value = None
+    for word, after in zip_longest(argv, argv[1:]):
+        name, sign, inside = word.partition("=")
+        if name.startswith("--") and name[2:].replace("_", "-") in names:
+            value = inside if sign else after
+    return value
 
+
+def explain(cls: type) -> None:
+    """Give tyro the help of each option, the docstring of its attribute, and of each section, that
+    of its class, as one line: it would read each file once per option, keep the line breaks of the
+    source, and break the lines once more.
+    """
     for base in reversed(cls.__mro__[:-1]):
-        hints = get_type_hints(base, include_extras=True)
-        for told in docstring_parser.parse_from_object(base).params:
-            if told.arg_name in base.__annotations__ and told.description:
-                said = tyro.conf.arg(help=" ".join(told.description.split()))
-                base.__annotations__[told.arg_name] = Annotated[hints[told.arg_name], said]
-        for hint in hints.values():
-            for part in (hint, *get_args(hint)):
-                if isinstance(part, type) and is_dataclass(part):
-                    join_lines(part)
+        texts, hints = attribute_docs(base), get_type_hints(base, include_extras=True)
+        for name, hint in hints.items():
+            parts = [part for part in (hint, *get_args(hint)) if is_section(part)]
+            for part in parts:
+                explain(part)
+            text = texts.get(name) or "".join(part.__doc__ or "" for part in parts[:1])
+            if text and name in base.__annotations__:
+                said = tyro.conf.arg(help=" ".join(text.split()))
+                base.__annotations__[name] = Annotated[hint, said]
+
+
+def is_section(hint: Any) -> TypeGuard[type]:
+    return isinstance(hint, type) and is_dataclass(hint)
+
+
+def attribute_docs(cls: type) -> dict[str, str]:
+    """Attribute -> the docstring below it in the source of its class."""
+    found = {}
+    for one, after in pairwise(classes(cls.__module__).get(cls.__name__, ())):
+        match one, after:
+            case (
+                ast.AnnAssign(target=ast.Name(id=name)),
+                ast.Expr(value=ast.Constant(value=str(text))),
+            ):
+                found[name] = text
+    return found
+
+
+@cache
+def classes(module: str) -> dict[str, list[ast.stmt]]:
+    """Class -> its statements, of a module that has been imported."""
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return {one.name: one.body for one in tree.body if isinstance(one, ast.ClassDef)}
 
 
 def flat(box: str) -> str:
@@ -90,6 +131,18 @@ def flat(box: str) -> str:
     framed = bool(lines) and lines[0][:1] in "╭┌"
     parts = " ".join(text if framed else text[1:])
     return re.split(r" ?(?:Argument helptext|Perhaps you meant|For full helptext)", parts)[0]
+
+
+def mended(text: str, argv: list[str]) -> str:
+    """Values of `argv` in tyro's text, which it breaks where they are longer than its box, whole
+    again, and cut to what a line can say.
+    """
+    for word in argv:
+        for value in (word, word.partition("=")[2]):
+            if len(value) > BROKEN:
+                broken = " ?".join(map(re.escape, value))
+                text = re.sub(broken, lambda _, value=value: cut(value), text)
+    return text
 
 
 def worded(text: str) -> str:
@@ -119,9 +172,10 @@ def unknown(argv: list[str], verb: str, known: list[str], words: str) -> str:
         name = word.removeprefix("--").partition("=")[0].replace("_", "-")
         if word.startswith("--") and name not in known:
             near = suggestion(name, known) or f"dolmen {verb} --help lists them"
-            return f"unknown option --{name}: {near}"
+            return f"unknown option --{cut(name)}: {near}"
     stray = words.split(", ")[0]
-    before = argv[argv.index(stray) - 1] if stray in argv else ""
+    given = [cut(word) for word in argv]
+    before = argv[given.index(stray) - 1] if stray in given else ""
     if before.startswith("--"):
         return f"{stray} is no option: {before} takes no such value (dolmen {verb} --help)"
     return f"{stray} is no option: dolmen {verb} --help lists them"

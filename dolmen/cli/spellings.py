@@ -1,9 +1,12 @@
 """How others in the field spell our options: what `unknown option` suggests. Data, by source; a
-name is looked up whole and by its last part, so that `--training.steps` and `--lr` are found.
+name is looked up whole and by its last part, so that `--training.steps` and `--lr` are found. What
+other families have is read from their fields.
 """
 
 from collections.abc import Collection
 from difflib import get_close_matches
+
+from dolmen.families import families, flat
 
 # An option that does the same; a word after it is its value. Where several are named, the verbs
 # differ: the first that the verb has is told.
@@ -132,6 +135,7 @@ EQUAL = {
     "n-heads": ("model.num-attention-heads", "model.n-head"),
     "num-heads": ("model.num-attention-heads", "model.n-head"),
     "num-kv-heads": "model.num-key-value-heads",
+    "sliding-layers": "model.layer-types",
     "n-kv-heads": "model.num-key-value-heads",
     "tokenizer-dir": "data.tokenizer",
     "model": "init",
@@ -150,16 +154,7 @@ TOKENS = (
     "--train.global-batch-size, in sequences"
 )
 FAMILY = "that is the family's: choose it with --model.model-type"
-EXPERTS = "a family has experts or has none: --model.model-type mixtral or qwen3_moe has"
-WINDOW = "a family has windows or has none: --model.model-type mistral, qwen2 or qwen3 has"
 WARMUP = "warm-up is told in steps: set --optimizer.warmup-steps"
-# Options of a model before it was a config.json, which some families have no field for.
-OF_FAMILY = """
-    intermediate-size num-key-value-heads head-dim max-position-embeddings position norm norm-eps
-    qk-norm no-qk-norm mlp attention-bias no-attention-bias output-bias no-output-bias mlp-bias
-    no-mlp-bias tie-word-embeddings no-tie-word-embeddings initializer-range rope.theta rope.scaling
-    rope.factor rope.low-freq-factor rope.high-freq-factor rope.original-max-position-embeddings
-"""
 # No option does the same: how to get it.
 HOW = {
     "gradient-accumulation-steps": BATCH,
@@ -182,21 +177,15 @@ HOW = {
     "num-nodes": "start one `dolmen train` per process with torchrun or srun: they find each other",
     "nproc-per-node": "set --nproc, or --layout.tp, --layout.dp and so on: it follows from them",
     "device": "dolmen takes the GPUs that are visible, else the CPU: set CUDA_VISIBLE_DEVICES",
-    **{f"model.{name}": FAMILY for name in OF_FAMILY.split()},
     "normalization": FAMILY,
     "qk-layernorm": FAMILY,
     "model.activation": "set --model.hidden-act, by the name that transformers has for it, such as "
     "gelu_pytorch_tanh",
-    "model.num-experts": EXPERTS,
-    "model.num-experts-per-tok": EXPERTS,
-    "model.moe-intermediate-size": EXPERTS,
-    "model.norm-topk-prob": EXPERTS,
-    "model.no-norm-topk-prob": EXPERTS,
-    "model.dense-layers": EXPERTS,
-    "model.sliding-window": WINDOW,
-    "model.sliding-layers": "set --model.layer-types, which --model.model-type qwen2 or qwen3 has",
     "betas": "set --optimizer.beta1 and --optimizer.beta2",
 }
+
+
+MODEL = "model."  # before the options of a model
 
 
 def suggestion(name: str, known: Collection[str]) -> str:
@@ -210,20 +199,42 @@ def suggestion(name: str, known: Collection[str]) -> str:
         return how if "train.steps" in known else ""
     ours = [option for option in known if option.rpartition(".")[2] == last]
     told = EQUAL.get(name) or EQUAL.get(last) or ()
-    theirs = [
-        option
-        for option in ((told,) if isinstance(told, str) else told)
-        if option.split()[0] in known
-    ]
-    found = (
-        ours
-        or theirs[:1]
-        or get_close_matches(name, known, n=1, cutoff=0.75)
+    equal = (told,) if isinstance(told, str) else told
+    theirs = [option for option in equal if option.split()[0] in known]
+    if found := ours or theirs[:1]:
+        return _meant(found)
+    if "train.steps" in known and (of_families := _of_families((*equal, name), known)):
+        return of_families
+    return _meant(
+        get_close_matches(name, known, n=1, cutoff=0.75)
         or get_close_matches(last, [o for o in known if "." not in o], n=1, cutoff=0.7)
         or [o for near in _near(last, known) for o in known if o.rpartition(".")[2] == near]
     )
+
+
+def _meant(found: Collection[str]) -> str:
     return f"did you mean {' or '.join(f'--{option}' for option in found)}?" if found else ""
 
 
 def _near(last: str, known: Collection[str]) -> list[str]:
     return get_close_matches(last, {option.rpartition(".")[2] for option in known}, n=1, cutoff=0.7)
+
+
+def _of_families(options: Collection[str], known: Collection[str]) -> str:
+    """Of the first of these that is an option of a model of another family: what it is called here,
+    or else which families have it. Empty where none has.
+    """
+    for option in options:
+        path = option.removeprefix(MODEL).removeprefix("no-").replace("-", "_")
+        having = [family for family in families().values() if path in family.names]
+        same = [n for f in having for n, own in f.names.items() if own == f.names[path]]
+        called = [f"{MODEL}{name.replace('_', '-')}" for name in same]
+        if found := [name for name in called if name in known]:
+            return _meant(found[:1])
+        if having:
+            names = ", ".join(family.model_type for family in having)
+            return f"other families have {path}: choose one with --model.model-type, of {names}"
+        # what a model had before it was a config.json, and which follows from the family
+        if option.startswith(MODEL) and path.partition(".")[0] in flat.FIELDS:
+            return FAMILY
+    return ""

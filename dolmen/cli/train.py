@@ -12,8 +12,9 @@ import torch.distributed as dist
 from dolmen.checkpoint import folders
 from dolmen.checkpoint.folders import Damaged
 from dolmen.checkpoint.store import NotSaved
-from dolmen.cli import finish, launch, options, process
-from dolmen.cli.errors import BadInput, Failed
+from dolmen.cli import finish, launch, process
+from dolmen.cli.errors import BadInput, Failed, message
+from dolmen.cli.options import TrainOptions
 from dolmen.core import allocator, determinism, rendezvous
 from dolmen.core import device as devices
 from dolmen.core import mesh as meshes
@@ -41,7 +42,7 @@ OUTSIDE = (
 
 
 def run(
-    asked: tuple[RunConfig, options.TrainOptions],
+    asked: tuple[RunConfig, TrainOptions],
     argv: list[str],
     guarded: Callable[[Callable[[], int]], int] | None = None,
 ) -> int:
@@ -80,7 +81,7 @@ def run(
     )
 
 
-def folder_of(config: RunConfig, given: options.TrainOptions) -> Path:
+def folder_of(config: RunConfig, given: TrainOptions) -> Path:
     """Where the run is kept: --out, else beside the config.yaml of a run, else runs/NAME."""
     file = Path(given.recipe)
     if file.name == "config.yaml" and (file.parent / "checkpoints").is_dir():
@@ -104,7 +105,7 @@ def refuse(
     config: RunConfig,
     processes: int | None,
     out: Path | None,
-    given: options.TrainOptions,
+    given: TrainOptions,
     verify: bool = True,
 ) -> RunConfig:
     """The checked run, its data tokenised; `verify` tries the tokenizer's expressions and compares
@@ -136,13 +137,13 @@ def refuse(
         )
         return config
     except (ValueError, KeyError, OSError) as error:
-        raise BadInput(options.message(error)) from None
+        raise BadInput(message(error)) from None
 
 
 def worker(
     config: RunConfig,
     out: Path,
-    given: options.TrainOptions,
+    given: TrainOptions,
     started: Launch | None,
     device: torch.device,
     refusal: str | None = None,
@@ -193,7 +194,7 @@ def worker(
 def _start(
     config: RunConfig,
     out: Path,
-    given: options.TrainOptions,
+    given: TrainOptions,
     started: Launch | None,
     device: torch.device,
     refusal: str | None,

@@ -3,14 +3,15 @@
 from typing import Protocol
 
 from dolmen.cli import launch, process
-from dolmen.cli.errors import BadInput
-from dolmen.cli.options import Split, VerifyOptions, message
+from dolmen.cli.errors import BadInput, message
+from dolmen.cli.options import Split, VerifyOptions
 from dolmen.convert import hf
 from dolmen.core import device as devices
 from dolmen.core import mesh as meshes
 from dolmen.core.launched import Launch
 from dolmen.core.log import console
 from dolmen.evaluate.verify import verify
+from dolmen.families import Model, unknown
 from dolmen.model.layout import Layout
 
 DEVICE = "device"
@@ -59,22 +60,32 @@ def checked(
     the devices for it. Raises BadInput.
     """
     try:
-        for name in (folder, *others):
-            hf.check_tensors(hf.resolve_model(name), hf.read_config(hf.resolve_model(name)))
+        models = [readable(name) for name in (folder, *others)]
         layout = Layout(tp=where.layout.tp).resolve(started.world_size if started else None)
         if layout.dp != 1:
             raise ValueError(
                 f"{layout.world} processes were started: {verb} is split over tp alone, set "
                 f"--layout.tp {layout.world}"
             )
-        layout.check(hf.read_config(hf.resolve_model(folder)).tree, 1, 1, 1)
+        layout.check(models[0].tree, 1, 1, 1)
         if started is None:
             devices.require_gpus(where.device, layout.world, DEVICE)
         else:
             devices.choose_device(where.device, started, DEVICE)
     except (ValueError, KeyError, OSError) as error:
         raise BadInput(message(error)) from None
+    if started is None or started.rank == 0 and not process.launched_here():
+        for model in models:
+            unknown.warn(model)
     return layout
+
+
+def readable(name: str) -> Model:
+    """The model of a folder or hub id, whose weights fit it. Raises as `hf.check_tensors` does."""
+    folder = hf.resolve_model(name)
+    model = hf.read_config(folder)
+    hf.check_tensors(folder, model)
+    return model
 
 
 def start(

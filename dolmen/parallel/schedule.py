@@ -8,7 +8,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
-from dolmen.core.words import counted
+from dolmen.core.words import counted, shown
 from dolmen.parallel.actions import Action, Schedule, from_file
 from dolmen.parallel.patterns import SCHEDULES
 
@@ -46,8 +46,8 @@ def read_schedule(path: str) -> Schedule:
 def _file(path: str) -> Schedule:
     if Path(path).suffix not in (".txt", ".yaml", ".yml"):
         raise ValueError(
-            f"there is no schedule {path!r}: use {', '.join(SCHEDULES)}, or a .txt or .yaml file "
-            f"with one line of actions per rank"
+            f"there is no schedule {shown(path)}: use {', '.join(SCHEDULES)}, or a .txt or .yaml "
+            f"file with one line of actions per rank"
         )
     return from_file(path)
 

@@ -2,6 +2,8 @@
 files change it. Its model is a config.json.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from dolmen.data.config import DataConfig
@@ -75,16 +77,14 @@ def quickstart() -> RunConfig:
         "attention_dropout": 0.0,
         "mlp_bias": False,
     }
-    gpus, fast_bfloat16 = _this_machine()
     return RunConfig(
         name="quickstart",
         model=Model(model),
-        layout=Layout(tp=1 if gpus == 1 else 2),
+        layout=Layout(tp=2),
         data=DataConfig(path=("python-standard-library",), tokenizer="bpe:4096"),
         optimizer=OptimizerConfig(lr=3e-3, warmup_steps=40, weight_decay=0.1),
         train=TrainConfig(
             steps=400,
-            dtype="bfloat16" if fast_bfloat16 else "float32",
             sequence_length=256,
             global_batch_size=16,
         ),
@@ -93,6 +93,23 @@ def quickstart() -> RunConfig:
         finish=FinishConfig(
             export=True, verify=True, sample="def read(self, size=-1):\n", compressors=True
         ),
+    )
+
+
+def _quickstart_here(run: RunConfig) -> RunConfig:
+    """On one GPU whole, and in bfloat16 where its products are faster than those of float32."""
+    import torch  # a second to import: no help and no list owes it
+
+    gpus = torch.cuda.device_count()
+    fast = (
+        torch.cuda.is_available()
+        or torch.cpu._is_avx512_bf16_supported()
+        or torch.cpu._is_amx_tile_supported()
+    )
+    return replace(
+        run,
+        layout=replace(run.layout, tp=1 if gpus == 1 else run.layout.tp),
+        train=replace(run.train, dtype="bfloat16" if fast else run.train.dtype),
     )
 
 
@@ -238,19 +255,7 @@ def _large(
     )
 
 
-def _this_machine() -> tuple[int, bool]:
-    """GPUs, and whether bf16 products are faster than fp32 on what this machine would train on."""
-    import torch  # a second to import: the help of other recipes does not owe it
-
-    fast = (
-        torch.cuda.is_available()
-        or torch.cpu._is_avx512_bf16_supported()
-        or torch.cpu._is_amx_tile_supported()
-    )
-    return torch.cuda.device_count(), fast
-
-
-RECIPES = {
+RECIPES: dict[str, Callable[[], RunConfig]] = {
     "quickstart": quickstart,
     "pretrain": pretrain,
     "llama-1b": llama_1b,
@@ -260,3 +265,5 @@ RECIPES = {
     "mixtral-8x7b": mixtral_8x7b,
     "qwen3-30b-a3b": qwen3_30b_a3b,
 }
+# What a recipe becomes on the machine that it is trained on.
+HERE: dict[str, Callable[[RunConfig], RunConfig]] = {"quickstart": _quickstart_here}

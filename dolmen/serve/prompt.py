@@ -1,5 +1,6 @@
 """From a prompt to the tokens a model begins with, the same for the command line and Python."""
 
+from dolmen.core.words import shown
 from dolmen.data.tokenizer import PreTrainedTokenizer
 from dolmen.files import tokenizer_files
 
@@ -26,7 +27,7 @@ def check_text(prompt: str) -> None:
     are not UTF-8 reach Python so, and no tokenizer takes them.
     """
     if not isinstance(prompt, str):
-        raise ValueError(f"the prompt is {prompt!r}: it must be a text")
+        raise ValueError(f"the prompt is {shown(prompt)}: it must be a text")
     try:
         prompt.encode()
     except UnicodeEncodeError as error:

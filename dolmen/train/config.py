@@ -9,6 +9,7 @@ from typing import Literal
 from dolmen.checkpoint.config import CheckpointConfig
 from dolmen.core.config import refuse_unreadable
 from dolmen.core.paths import refuse_empty
+from dolmen.core.words import shown
 from dolmen.data.config import DataConfig
 from dolmen.families import Model
 from dolmen.model.layout import Layout
@@ -169,7 +170,7 @@ class RunConfig:
         refuse_unreadable(self, {"train.seed": SEED, "model": SEED})
         if not self.name or "/" in self.name or self.name.startswith("."):
             raise ValueError(
-                f"name is {self.name!r}: it must be a plain name, as it becomes the folder "
+                f"name is {shown(self.name)}: it must be a plain name, as it becomes the folder "
                 f"runs/NAME"
             )
 

@@ -1,19 +1,11 @@
 """What a run is warned of before its first step: it can be done, and is hardly what was meant."""
 
-from difflib import get_close_matches
-
 from dolmen.core.words import counted
 from dolmen.data import tokenizer as tokenizers
 from dolmen.data.loader import Loader
-from dolmen.families import Model, unknown_fields
+from dolmen.families.unknown import without_effect
 from dolmen.train.config import RunConfig
 
-KNOBS = {  # of training, and once of a model
-    "dropout": "--train.dropout",
-    "router_balance": "--train.router.balance",
-    "router_z_loss_coef": "--train.router.z-loss-coef",
-    "router_bias_rate": "--train.router.bias-rate",
-}
 UNUSED_SHARE, UNUSED_ROWS = 0.1, 128  # more is no padding: published models pad to 128 at most
 
 
@@ -53,24 +45,6 @@ def never_profiled(run: RunConfig, step: int, steps: int) -> str | None:
     return (
         f"log.profile ({number}) is not profiled: the run goes from step {step + 1} to {steps}; "
         f"set --log.profile {min(step + 2, steps)}"
-    )
-
-
-def without_effect(model: Model) -> str | None:
-    """What to warn of where the model's config.json has fields that its family does not know:
-    mistyped, of another family, or training's. They are kept for an export.
-    """
-    told = []
-    for name in unknown_fields(model):
-        plain = name.replace("-", "_")
-        near = get_close_matches(plain, [field.name for field in model.family.fields], n=1)
-        meant = KNOBS.get(plain) or model.family.names.get(plain) or "".join(near)
-        told.append(f"{name} (did you mean {meant}?)" if meant else name)
-    if not told:
-        return None
-    return (
-        f"the model's config.json has {', '.join(told)}, of which {model.model_type} knows "
-        "nothing: kept for an export, without effect on the model"
     )
 
 

@@ -1,7 +1,9 @@
 """What a new user meets in the first hour: words that say what to do, and no silence."""
 
 import json
+import re
 import shutil
+import warnings
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,8 +19,9 @@ import dolmen as package
 from dolmen.cli.finish import _next, _summary
 from dolmen.core.words import choices
 from dolmen.families import Model
+from dolmen.families.unknown import without_effect
 from dolmen.serve import engine
-from dolmen.train.warn import little_held_out, never_at_full_rate, unused_rows, without_effect
+from dolmen.train.warn import little_held_out, never_at_full_rate, unused_rows
 
 
 class Held:
@@ -183,6 +186,34 @@ def test_fields_that_nobody_knows_are_told():
     )
 
 
+def test_every_verb_tells_what_nobody_knows_once(material, tmp_path):
+    """A run in its header; the others as a warning."""
+    model, run = shutil.copytree(material.model, tmp_path / "model"), tmp_path / "run"
+    content = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(content | {"flux_capacitor": 1}))
+    line = "the model's config.json has flux_capacitor, of which llama knows nothing"
+    text = ("--data.path", material.docs)
+    for words in (
+        ("verify", model, "--length", 4),
+        ("generate", model, "--prompt", "a", "--max-new-tokens", 1),
+        ("evaluate", model, *text),
+        ("train", "pretrain", "--init", model, *text, "--train.steps", 1, "--out", run),
+        ("export", run, "--to", tmp_path / "to"),
+    ):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            result = dolmen(*words)
+        assert result.code == 0, result
+        said = [
+            *(str(warning.message) for warning in told),
+            *result.out.split(),
+            *result.err.split(),
+        ]
+        assert " ".join(said).count(line) == 1, (words, said)
+    with pytest.warns(UserWarning, match=line):
+        package.load(model)
+
+
 def test_little_held_out_text_is_told(material, tmp_path):
     """A short text of one's own, less than a batch, less than a fifth of what was asked for; and
     nothing is said where there is none.
@@ -270,10 +301,10 @@ def test_help_is_broken_into_lines_once(monkeypatch):
     does.
     """
     monkeypatch.setenv("COLUMNS", "80")
-    lines = [line.strip("│ ") for line in dolmen("train", "--help").out.splitlines()]
-    assert "needs; the GPUs that are visible. (default: None)" in lines
-    helps = [line if line and line[0].isalnum() else "" for line in lines]
-    for line, after in pairwise(helps):
-        choices = line.endswith("}")  # the last of an option, before its help
-        fits = len(line) + 1 + len((after or " x").split()[0]) <= 70
-        assert not line or not after or choices or not fits, (line, after)
+    shown = dolmen("train", "--help").out.partition("options")[2]
+    lines = [line.strip("│").rstrip() for line in shown.splitlines()]
+    assert "        needs; the GPUs that are visible. (default: None)" in lines
+    for line, after in pairwise(lines):
+        indent, word = re.match(r"( *)(\w*)", after).groups()
+        if word and re.match(rf"{indent}\w", line):  # of one text
+            assert len(line) + 1 + len(after.split()[0]) > 78, (line, after)

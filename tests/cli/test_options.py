@@ -11,14 +11,16 @@ from pathlib import Path
 
 import pytest
 import tinyrun
+import torch
 import yaml
 from tinyrun import dolmen
 
 import dolmen as package
 from dolmen.cli import VERBS, model_options
+from dolmen.cli.command import parse_train, read
 from dolmen.cli.errors import BadInput
 from dolmen.cli.options import VERBS as VERB_OPTIONS
-from dolmen.cli.options import parse_train, read, train_options
+from dolmen.cli.options import train_options
 from dolmen.cli.parse import names
 from dolmen.cli.spellings import EQUAL, HOW, suggestion
 from dolmen.convert import hf
@@ -191,15 +193,16 @@ def test_help_imports_neither_torch_nor_transformers():
     code = """
 import sys
 from dolmen.cli import VERBS, main
-asked = [*([verb, "--help"] for verb in VERBS), ["train", "llama-8b", "--help"],
-         ["train", "llama-8b", "--train.step", "5"], ["train", "llama-9b"], ["export"]]
+from dolmen.recipes import RECIPES
+asked = [*([verb, "--help"] for verb in VERBS), *(["train", name, "--help"] for name in RECIPES),
+         ["train", "llama-8b", "--train.step", "5"], ["train", "llama-9b"], ["export"], ["recipes"]]
 for words in asked:
     try:
         code = main(words)
     except SystemExit as end:
         code = end.code
     heavy = {"torch", "transformers", "datasets", "tokenizers", "matplotlib", "numpy"}
-    assert code == (0 if "--help" in words else 2), (words, code)
+    assert code == (0 if {"--help", "recipes"} & {*words} else 2), (words, code)
     assert not heavy & set(sys.modules), (words, heavy & set(sys.modules))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -240,6 +243,15 @@ def test_advice_names_options_that_exist(spelling):
         ("train quickstart --batch-size 8", "did you mean --train.global-batch-size?"),
         ("train quickstart --model.num-layers 2", "did you mean --model.num-hidden-layers?"),
         ("train gpt3-175b --model.num-layers 2", "did you mean --model.n-layer?"),
+        (
+            "train quickstart --model.sliding-window 4",
+            "other families have sliding_window: choose one with --model.model-type, of gemma2, mi",
+        ),
+        ("train quickstart --model.n-embd 4", "did you mean --model.hidden-size?"),
+        (
+            "train gpt3-175b --model.sliding-layers 4",
+            "other families have layer_types: choose one with --model.model-type, of gemma2, qwen2",
+        ),
         ("train quickstart --model.qk-norm", "choose it with --model.model-type"),
         ("train quickstart --max-steps 2", "did you mean --train.steps?"),
         ("train quickstart --tensor-parallel-size 2", "did you mean --layout.tp?"),
@@ -301,6 +313,14 @@ def test_every_option_is_explained():
         text = " ".join(entry.split("\n\n")[0].split("\n", 1)[1].split())
         assert len(re.sub(r"\(default: .*?\)", "", text).split()) > 1, entry
     assert "(default: 0.003)" in shown and "bpe:4096" in shown  # the recipe's own defaults
+
+
+def test_choices_and_defaults_of_a_model_are_shown():
+    shown = " ".join(dolmen("train", "pretrain", "--model.model-type=gemma2", "--help").out.split())
+    assert "--model.hidden-activation {silu,swish,gelu,gelu_python,relu,gelu_new," in shown
+    assert "--model.rope-parameters.rope-type {default,linear,llama3,yarn}" in shown
+    assert "--model.layer-types {None}|{[{full_attention,sliding_attention} [...]]}" in shown
+    assert "the first does. (default: sliding_attention full_attention sliding" in shown
 
 
 def test_usage_and_version():
@@ -375,6 +395,21 @@ def test_init_decides_the_model(material, tmp_path):
     (tmp_path / "init.yaml").write_text(yaml.safe_dump({"init": str(material.model)}))
     config, _ = parse_train([str(tmp_path / "init.yaml")])
     assert config.model.config == read and config.name == "init"
+
+
+@pytest.mark.parametrize(
+    "gpus, fast, tp, dtype", [(0, False, 2, "float32"), (1, True, 1, "bfloat16")]
+)
+def test_quickstart_is_fitted_to_the_machine(monkeypatch, gpus, fast, tp, dtype):
+    """When it is trained: its help shows what it is on any."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+        monkeypatch.setattr(torch.cpu, name, lambda: fast)
+    run, _ = parse_train(["quickstart"])
+    assert (run.layout.tp, run.train.dtype) == (tp, dtype)
+    shown = dolmen("train", "quickstart", "--help").out
+    assert re.search(r"--train.dtype .*\n.*\n.*\n.*\(default: float32\)", shown)
 
 
 def test_a_model_is_made_of_options():
@@ -462,3 +497,7 @@ def test_a_name_like_a_recipe():
         parse_train(["quikstart"])
     with pytest.raises(BadInput, match="recipes are quickstart, pretrain"):
         parse_train(["zzz"])
+    with pytest.raises(
+        BadInput, match=r"^z{77}\.\.\. \(5,000 characters\) is neither a recipe nor a"
+    ):
+        parse_train(["z" * 5000])

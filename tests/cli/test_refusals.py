@@ -15,7 +15,7 @@ from tinyrun import CONFIG, Material, dolmen
 
 import dolmen as package
 from dolmen.cli import launch, process, train
-from dolmen.cli.options import parse_train
+from dolmen.cli.command import parse_train
 from dolmen.core import mesh as meshes
 from dolmen.data import inputs, loader
 
@@ -104,6 +104,10 @@ OPTIONS = {
     "experts": (
         "--model.model-type mixtral --model.num-experts -1",
         "num_local_experts is -1: it must be an integer from 1 to 16,384",
+    ),
+    "matrices": (
+        "--model.model-type mixtral --model.num-hidden-layers 4096 --model.num-local-experts 16384",
+        "num_hidden_layers (4,096) x experts (16,384) are 67,108,864, more than 262,144",
     ),
     # data
     "no-data": ("--data.path", "no data: use --data.path"),
@@ -197,6 +201,23 @@ OPTIONS = {
         "--train.dtype float8",
         "--train.dtype is 'float8': use one of float32, bfloat16, float16, float64",
     ),
+    "long-choice": (
+        f"--train.dtype {'a' * 500}",
+        f"--train.dtype is '{'a' * 77}... (500 characters)': use one of float32,",
+    ),
+    "long-number": (
+        f"--train.steps={'a' * 500}",
+        f"--train.steps is '{'a' * 77}... (500 characters)': it must be a whole number, or None",
+    ),
+    "long-digits": ("--train.steps " + "9" * 5000, f"is '{'9' * 77}... (5,000 characters)'"),
+    "long-name": (
+        f"--{'a' * 500} 1",
+        f"unknown option --{'a' * 77}... (500 characters): dolmen train --help lists them",
+    ),
+    "long-stray": (
+        f"--train.compile {'a' * 500}",
+        f"{'a' * 77}... (500 characters) is no option: --train.compile takes no such value",
+    ),
     "stray": ("stray", "stray is no option: dolmen train --help lists them"),
 }
 
@@ -233,9 +254,40 @@ FILES = {
         "model: {rope: {tetha: 5.0}}",
         "unknown option model.rope.tetha: did you mean theta?",
     ),
-    "no-family": (
+    "no-model-type": (
         "model: {rms_norm_eps: 1e-6}",
+        "model has rms_norm_eps and no model_type: set model.model_type to the family whose "
+        "config.json it is, one of bloom, deepseek_v2,",
+    ),
+    "no-model-type-dash": (
+        "model: {n-embd: 8}",
+        "model has n-embd and no model_type: set model.mo",
+    ),
+    "no-model-type-number": ("model: {1: 2}", "model has 1 and no model_type: set model.model_ty"),
+    "of-then": (
+        "model: {family: llama, rms_norm_eps: 1e-6}",
         "unknown option model.rms_norm_eps: did you mean norm_eps?",
+    ),
+    "of-then-train": (
+        "{model: {hidden_size: 64}, train: [1]}",
+        "train must be a mapping of options, not [1]",
+    ),
+    "of-then-experts": ("model: {num_experts: [1]}", "model.num_experts is [1]: it must be int"),
+    "of-then-window": (
+        "model: {sliding_layers: [99], sliding_window: 8}",
+        "model.sliding_layers has 99: there are layers 0 to 31",
+    ),
+    "of-then-width": (
+        "model: {family: mixtral, num_experts: 8, moe_intermediate_size: -5}",
+        "model.moe_intermediate_size is -5: it must be null or an integer from 1 to 4,194,304",
+    ),
+    "matrices": (
+        "model: {model_type: mixtral, num_hidden_layers: 4096, num_local_experts: 16384}",
+        "model: num_hidden_layers (4,096) x experts (16,384) are 67,108,864, more than 262,144",
+    ),
+    "matrices-of-then": (
+        "model: {family: mixtral, num_hidden_layers: 4096, num_experts: 16384}",
+        "num_hidden_layers (4,096) x experts (16,384) are 67,108,864, more than 262,144",
     ),
     "two-spellings": (
         "{model: {dropout: 0.1, hidden_size: 64}, train: {dropout: 0.2}}",

@@ -9,7 +9,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dolmen.cli.options import read_run
+from dolmen.cli.command import read_run
 from dolmen.core.config import changed_options, from_dict, to_dict
 from dolmen.families import Model, families
 from dolmen.recipes import RECIPES

@@ -14,7 +14,7 @@ from models import Flat, build, initialize
 from tinyrun import dolmen, losses, same, tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dolmen.cli import process
+from dolmen.cli import command, process
 from dolmen.cli import train as train_verb
 from dolmen.core import determinism
 from dolmen.core.mesh import SINGLE
@@ -246,7 +246,7 @@ def test_a_run_that_cannot_says_so_in_a_line(material, tmp_path, monkeypatch):
     monkeypatch.setattr(train_run, "train_steps", step)
     words = ("train", material.file, "--train.deterministic", "--out", tmp_path / "run")
     with pytest.raises(train_verb.Failed, match="^train.deterministic: put_ has no determ") as told:
-        config, given = train_verb.options.read("train", list(map(str, words[1:])))
+        config, given = command.read("train", list(map(str, words[1:])))
         train_verb.run((config, given), list(map(str, words[1:])), guarded=lambda work: work())
     assert told.value.final
 

@@ -21,7 +21,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from dolmen.checkpoint import metadata, seal
 from dolmen.checkpoint.store import Checkpoints
-from dolmen.cli.options import read_run
+from dolmen.cli.command import read_run
 from dolmen.convert import hf
 from dolmen.core.config import from_dict, to_dict
 from dolmen.core.mesh import SINGLE
