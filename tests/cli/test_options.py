@@ -65,9 +65,9 @@ MODELS = {
         model.router-aux-loss-coef {ROPE}
     """,
     "qwen3_moe": f"""
-        {LLAMA} model.sliding-window model.num-experts-per-tok model.router-aux-loss-coef
-        model.attention-bias model.no-attention-bias model.use-sliding-window
-        model.no-use-sliding-window model.num-local-experts model.moe-intermediate-size
+        {LLAMA} model.sliding-window model.num-local-experts model.num-experts-per-tok
+        model.router-aux-loss-coef model.attention-bias model.no-attention-bias
+        model.use-sliding-window model.no-use-sliding-window model.moe-intermediate-size
         model.norm-topk-prob model.no-norm-topk-prob model.decoder-sparse-step
         model.mlp-only-layers {ROPE}
     """,
