@@ -200,6 +200,7 @@ def test_what_is_traced_has_the_shapes_of_what_is_computed(name):
 
 def test_one_compilation_serves_all_numbers_of_documents():
     """Without a graph break, with a window, forward and backward."""
+    torch.compiler.reset()  # what other tests compiled
     model, counter = (
         decoder(num_hidden_layers=1, sliding_layers=None),
         CompileCounterWithBackend("aot_eager"),

@@ -24,6 +24,7 @@ from dolmen.parallel import data, expert
 from dolmen.train import balance
 
 EXPERTS, HIDDEN = 4, 3
+SCALE = torch.ones((), dtype=torch.float64)  # of the auxiliary losses' gradients
 COUNTS = {  # rows of each rank for each expert
     "uneven": ((1, 5, 0, 2), (0, 0, 3, 1), (2, 2, 2, 2), (7, 0, 0, 0)),
     "an expert without rows": ((0, 1, 2, 3), (0, 3, 2, 1), (0, 1, 1, 1), (0, 0, 0, 5)),
@@ -188,7 +189,7 @@ def counted_again(kind: str) -> tuple[list, list]:
     model = build(MODEL, SINGLE, Layout(recompute=kind))
     initialize(model, 0)
     tokens = torch.arange(16).view(2, 8)
-    given = balance.begin(model, torch.tensor(1.0))
+    given = balance.begin(model, SCALE)
     model(tokens, tokens, balance=given).backward()
     return given[1].tally.grad.tolist(), model.layers["1"].mlp.router.weight.grad.tolist()
 
@@ -208,7 +209,7 @@ def decoder() -> Decoder:
 def test_without_a_gradient_nothing_is_counted():
     tokens = torch.arange(16).view(2, 8)
     with torch.no_grad():
-        decoder()(tokens, tokens, balance=(given := balance.begin(decoder(), torch.tensor(1.0))))
+        decoder()(tokens, tokens, balance=(given := balance.begin(decoder(), SCALE)))
     decoder()(tokens, tokens).backward()
     assert given[1].tally.grad is None
 
@@ -226,11 +227,11 @@ def test_auxiliary_losses_add_to_the_gradient_what_their_formulas_say():
         model(tokens, tokens, balance=balance.begin(model, scale)).backward()
         return weight.grad.clone()
 
-    added = gradient(torch.tensor(2.0)) - gradient(torch.tensor(0.0))
+    added = gradient(2 * SCALE) - gradient(0 * SCALE)
 
     def losses():
         with torch.enable_grad():
-            given = balance.begin(model, torch.tensor(0.0))
+            given = balance.begin(model, 0 * SCALE)
             model(tokens, tokens, balance=given).backward()
         uneven, z = given[1].tally.grad[4:].tolist()
         return 0.7 * uneven + 0.3 * z

@@ -7,7 +7,7 @@ STAGES = (
     Stage(f"{HERE}.device", 35, "what machine this is, and what it does at most"),
     Stage(f"{HERE}.families", 60, "each family's tiny model, one step beside the CPU's"),
     Stage(f"{HERE}.nccl", 28, "NCCL with one rank: every collective"),
-    Stage(f"{HERE}.golden", 72, "rows of the second golden table, beside their frozen numbers"),
+    Stage(f"{HERE}.golden", 76, "rows of the second golden table, beside their frozen numbers"),
     Stage(f"{HERE}.training", 85, "`dolmen train`: a run, its checkpoint, and the run resumed"),
     Stage(f"{HERE}.ops", 65, "each operator beside float64"),
     Stage(f"{HERE}.throughput", 500, "steps of large shapes, beside transformers and plain torch"),
