@@ -83,8 +83,10 @@ def plot(file: Path, to: Path, title: str) -> None:
     # 0.4 s to import, for one rank; pyplot would choose a backend for all
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    figure = Figure(figsize=(8, 4.5), dpi=120)
     axis = figure.subplots()
+    # room for both axes' labels; a layout that finds it draws everything twice
+    figure.subplots_adjust(left=0.09, right=0.88, bottom=0.12, top=0.92)
     axis.plot(x, y, color="#b8c4d6", linewidth=0.8, label="training")
     axis.plot(x, _smooth(y), color="#1f4e8c", linewidth=1.8, label="training, running mean")
     validation = [r for r in rows if r.get("val_loss") is not None and r["step"] in tokens]
