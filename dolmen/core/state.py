@@ -28,6 +28,7 @@ __all__ = [
     "Places",
     "Replicate",
     "Shard",
+    "cuts",
     "distribute",
     "fill_normal",
     "full",
@@ -112,6 +113,20 @@ def region(p: Shaped[Tensor, "*whole"]) -> tuple[slice, ...]:
         return tuple(slice(0, n) for n in p.shape)
     shape, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
     return tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
+
+
+def cuts(p: Shaped[Tensor, "*whole"]) -> dict[str, int | None]:
+    """The axes that p lies on, the one that has cut last first: the dim that each cuts, or None
+    where each of its ranks has all that the axes before have left.
+    """
+    if not isinstance(p, DTensor):
+        return {}
+    names = p.device_mesh.mesh_dim_names
+    assert names is not None
+    return {
+        name: None if place.is_replicate() else place.dim  # pyright: ignore[reportAttributeAccessIssue]  # of every shard
+        for name, place in zip(names, p.placements, strict=True)
+    }
 
 
 def local_view(p: Shaped[Tensor, "*whole"]) -> Shaped[Tensor, "*here"]:

@@ -108,7 +108,8 @@ STATE = Kind(  # of a run's
                 required={
                     "model": Object(),
                     "train": Object(required={"global_batch_size": Int(1)}),
-                }
+                },
+                optional={"optimizer": Object(optional={"name": Text()})},
             ),
             "step": Int(0),
             "tokens": Int(0),

@@ -4,11 +4,31 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+Name = Literal["adamw", "muon"]
+
+
+@dataclass(frozen=True)
+class Muon:
+    """Muon's own; the learning rate and its decay are AdamW's."""
+
+    momentum: float = 0.95
+    """Decay of the momentum; it looks ahead by one step (Nesterov)."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """In which Newton-Schulz computes: float32 as weights rest, which of float64 is that."""
+
+    def __post_init__(self):
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"optimizer.muon.momentum is {self.momentum}: it must lie in [0, 1)")
+
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """The update: AdamW, its schedule and clipping."""
+    """The update, its schedule and clipping."""
 
+    name: Name = "adamw"
+    """muon: matrices inside layers, those of experts each by itself, by Muon, and all else
+    (embedding, head, routers, norms, biases) by AdamW; adamw: all by AdamW.
+    """
     lr: float = 3e-4
     """Peak learning rate."""
     warmup_steps: int = 0
@@ -31,8 +51,15 @@ class OptimizerConfig:
     """Added to the root of the second moment."""
     clip: float = 1.0
     """Largest norm of the whole gradient; 0 switches clipping off."""
+    muon: Muon = Muon()
 
     def __post_init__(self):
+        if self.name != "muon" and self.muon != Muon():
+            raise ValueError(
+                f"optimizer.muon.momentum is {self.muon.momentum} and optimizer.muon.dtype "
+                f"{self.muon.dtype}, but optimizer.name is {self.name}, which has neither: set "
+                "--optimizer.name muon"
+            )
         for name in ("lr", "min_lr", "weight_decay", "eps", "clip", "warmup_steps"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(

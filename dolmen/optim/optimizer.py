@@ -1,19 +1,34 @@
-"""AdamW (1711.05101) over DTensor parameters: state lies where the parameter lies. No decay on
-norms and biases.
+"""What updates the parameters: by --optimizer.name each role has a rule (`RULES`), and each rule
+kinds of state (`KINDS`), which lie where the parameter lies.
 
-`fused`: 33M parameters as DTensors took 245 ms per step with foreach and 14.5 ms fused. Its one
-kernel per hundred parameters is given this rank's shards: 300 parameters take 1 ms of host time,
-and 6 where DTensor finds out for each what an update of it means.
+AdamW (1711.05101) has no decay on norms and biases. `fused`: 33M parameters as DTensors took 245 ms
+per step with foreach and 14.5 ms fused. Its one kernel per hundred parameters is given this rank's
+shards: 300 parameters take 1 ms of host time, and 6 where DTensor finds out for each what an update
+of it means.
 """
 
-from typing import Any
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from dolmen.core import state
+from dolmen.core.mesh import Mesh
 from dolmen.model.decoder import Decoder
-from dolmen.optim.config import OptimizerConfig
+from dolmen.model.tree.leaf import Leaf, Leaves, Role
+from dolmen.optim import muon
+from dolmen.optim.config import Name, OptimizerConfig
+
+Rule = Literal["adamw", "muon"]
+RULES: dict[Name, dict[Role, Rule]] = {
+    "adamw": dict.fromkeys(get_args(Role), "adamw"),
+    "muon": {**dict.fromkeys(get_args(Role), "adamw"), "matrix": "muon", "expert": "muon"},
+}
+"""A router is AdamW's: its rows are classes, as those of a head are."""
+KINDS: dict[Rule, tuple[str, ...]] = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": muon.KINDS}
+"""Of the tensors that a rule keeps of each parameter."""
 
 
 class AdamW(torch.optim.AdamW):
@@ -39,20 +54,71 @@ class AdamW(torch.optim.AdamW):
         return found
 
 
-def adamw(model: Decoder, config: OptimizerConfig) -> AdamW:
-    """AdamW over the parameters that require a gradient, in two groups: what decays, as its leaf
-    says, and what does not (norms, biases).
-    """
+class Together:
+    """Several rules as one optimizer: to who steps it, sets its rate or saves its state."""
+
+    def __init__(self, *rules: torch.optim.Optimizer):
+        self.rules = rules
+        self.param_groups = [group for rule in rules for group in rule.param_groups]
+        self.state: dict[Tensor, dict[str, Any]] = defaultdict(dict)
+        for rule in rules:
+            self.state.update(rule.state)
+            rule.state = self.state  # one table
+
+    def step(self) -> None:
+        for rule in self.rules:
+            rule.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for rule in self.rules:
+            rule.zero_grad(set_to_none)
+
+
+Optimizer = AdamW | Together
+
+
+def make(model: Decoder, config: OptimizerConfig, mesh: Mesh) -> Optimizer:
+    """Over the parameters that require a gradient, by each one's role."""
+    if config.name == "adamw":
+        return adamw(model, config)
+    rules = RULES[config.name]
+    by: dict[Rule, dict[str, nn.Parameter]] = {"adamw": {}, "muon": {}}
     leaves = model.held()
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    for name, p in _trained(model).items():
+        by[rules[leaves[name].role]][name] = p
+    made: list[torch.optim.Optimizer] = []
+    if by["muon"]:
+        made.append(muon.Muon(by["muon"].values(), config, mesh))
+    if by["adamw"] or not made:
+        made.append(_adamw(by["adamw"], leaves, config))
+    together = Together(*made)
+    prime(together)
+    return together
+
+
+def adamw(model: Decoder, config: OptimizerConfig) -> AdamW:
+    """AdamW over the parameters that require a gradient."""
+    return _adamw(_trained(model), model.held(), config)
+
+
+def _trained(model: Decoder) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _adamw(
+    trained: Mapping[str, nn.Parameter], leaves: Mapping[str, Leaf], config: OptimizerConfig
+) -> AdamW:
+    """In two groups: what decays, as its leaf says, and what does not (norms, biases)."""
     groups = [
         {
             "params": [p for name, p in trained.items() if leaves[name].decays],
             "weight_decay": config.weight_decay,
+            "kinds": KINDS["adamw"],
         },
         {
             "params": [p for name, p in trained.items() if not leaves[name].decays],
             "weight_decay": 0.0,
+            "kinds": KINDS["adamw"],
         },
     ]
     return AdamW(
@@ -64,7 +130,7 @@ def adamw(model: Decoder, config: OptimizerConfig) -> AdamW:
     )
 
 
-def prime(optimizer: torch.optim.AdamW) -> None:
+def prime(optimizer: Optimizer) -> None:
     """Create the optimizer's state (zeros) before the first step, so that a checkpoint has a place
     to be read into.
     """
@@ -73,31 +139,44 @@ def prime(optimizer: torch.optim.AdamW) -> None:
             if not optimizer.state[p]:
                 optimizer.state[p] = {
                     "step": torch.zeros((), dtype=torch.float32, device=p.device),
-                    "exp_avg": torch.zeros_like(p),
-                    "exp_avg_sq": torch.zeros_like(p),
+                    **{kind: torch.zeros_like(p) for kind in group["kinds"]},
                 }
 
 
-KINDS = ("model", "exp_avg", "exp_avg_sq")  # of tensors that a checkpoint keeps
-
-
-def tensors(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
-    """Everything a checkpoint keeps, by name: `model/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME`, each
+def tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Everything a checkpoint keeps, by name: `model/NAME`, `exp_avg/NAME`, `momentum/NAME`, each
     of its leaf's shape and at rest. Call `prime` first.
 
     Raises KeyError if a trained parameter has no state: the model then shows gathered copies, not
     what is at rest. The step count is not here: it is one number, kept as JSON and put back by
     `set_step`.
     """
+    kinds = {p: group["kinds"] for group in optimizer.param_groups for p in group["params"]}
     out: dict[str, Tensor] = {f"model/{n}": p for n, p in model.named_parameters()}
     for name, p in model.named_parameters():
         if p.requires_grad:
-            for kind in KINDS[1:]:
+            for kind in kinds[p]:
                 out[f"{kind}/{name}"] = optimizer.state[p][kind]
     return out
 
 
-def set_step(optimizer: torch.optim.AdamW, step: int) -> None:
-    """Tell AdamW how many updates it has made; its bias correction needs it."""
+def names(leaves: Leaves, name: Name) -> set[str]:
+    """Names of all tensors that a checkpoint of a whole model keeps, of whatever stage."""
+    trained = {
+        f"{kind}/{n}"
+        for n, leaf in leaves.items()
+        if leaf.trained
+        for kind in KINDS[RULES[name][leaf.role]]
+    }
+    return trained | {f"model/{n}" for n in leaves}
+
+
+def set_step(optimizer: Optimizer, step: int) -> None:
+    """Tell it how many updates it has made; AdamW's bias correction needs it."""
     for s in optimizer.state.values():
         s["step"].fill_(float(step))
+
+
+def updates(optimizer: Optimizer) -> int:
+    """How many updates it has made."""
+    return int(next(iter(optimizer.state.values()))["step"])

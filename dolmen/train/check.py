@@ -20,6 +20,7 @@ from dolmen.core.paths import expand
 from dolmen.data import inputs, sources
 from dolmen.families import Model
 from dolmen.model.training import RouterTraining, Training
+from dolmen.optim.config import OptimizerConfig
 from dolmen.train import folder, metrics
 from dolmen.train import saved as saved_state
 from dolmen.train.config import RunConfig
@@ -63,6 +64,11 @@ def check_run(run: RunConfig, processes: int | None, verify: bool = True) -> Run
             f"train.compile and layout.schedule {run.layout.schedule} exclude each other: a "
             "compiled graph cannot leave its weight gradients for later; use --train.no-compile, "
             "or --layout.schedule 1f1b or interleaved"
+        )
+    if run.optimizer.muon.dtype == "bfloat16" and run.train.dtype == "float64":
+        raise ValueError(
+            "optimizer.muon.dtype bfloat16 keeps 8 bits of the 53 of train.dtype float64: use "
+            "--optimizer.muon.dtype float32, which of float64 rounds nothing"
         )
     if run.init is not None:
         hf.check_tensors(hf.resolve_model(run.init), model)
@@ -225,6 +231,7 @@ def check_resume(run: RunConfig, out: Path) -> None:
     except Damaged as error:
         raise saved.damaged(step, error) from None
     check_same_model(found.run, run, step)
+    check_same_optimizer(found.run, run, step)
     if run.train.steps is not None and step > run.train.steps:
         raise folder.Unusable(
             f"the checkpoint is of step {step}, --train.steps is {run.train.steps}: give more, or "
@@ -247,6 +254,17 @@ def check_same_model(saved: dict, run: RunConfig, step: int) -> None:
         raise folder.Unusable(
             f"the checkpoint of step {step} is of another model ({'; '.join(changed[:3])}): resume "
             "with the model it was trained with, or give another --out"
+        )
+
+
+def check_same_optimizer(saved: dict, run: RunConfig, step: int) -> None:
+    """Raises Unusable if the run saved at `step` keeps another optimizer's state."""
+    before = saved.get("optimizer", {}).get("name", OptimizerConfig.name)  # there was one
+    if before != run.optimizer.name:
+        raise folder.Unusable(
+            f"the checkpoint of step {step} keeps the state of optimizer.name {before}, which "
+            f"{run.optimizer.name} cannot go on from: use --optimizer.name {before}, or give "
+            "another --out"
         )
 
 

@@ -66,7 +66,7 @@ class Hooks:
         self.began = began
         self.since, self.tokens_since = time.monotonic(), 0
         self.validation: Validation | None = None  # the last there was
-        self.skipped = state.step - updates(state)  # by the starts before
+        self.skipped = state.step - optim.updates(state.optimizer)  # by the starts before
         self.skipped_in_a_row, self.finite = 0, True
         kinds = (
             ((metrics.MetricsFile, "metrics.jsonl"), (metrics.TensorBoard, "tensorboard"))
@@ -199,7 +199,7 @@ class Hooks:
             run=to_dict(self.run),
             step=state.step,
             tokens=state.tokens,
-            updates=updates(state),
+            updates=optim.updates(state.optimizer),
             samples=self.loader.first(state.step),
             seconds=time.monotonic() - self.began,
             data=self.loader.fingerprint(),
@@ -227,11 +227,6 @@ class Hooks:
         title = f"{self.run.name}: {self.run.known_model.model_type}, {parameters} parameters"
         if self.mesh.first:
             metrics.plot(self.out / "metrics.jsonl", self.out / "loss.png", title)
-
-
-def updates(state: TrainState) -> int:
-    """Updates AdamW has made: steps less those skipped."""
-    return int(next(iter(state.optimizer.state.values()))["step"])
 
 
 def memory_gib(mesh: Mesh) -> float:

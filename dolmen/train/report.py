@@ -16,12 +16,11 @@ from dolmen.core.words import counted
 from dolmen.data.loader import Loader
 from dolmen.model import count
 from dolmen.model.layout import Layout
+from dolmen.optim import optimizer as optim
 from dolmen.parallel.schedule import simulate
 from dolmen.train.config import RunConfig
 from dolmen.train.mfu import Peak
 from dolmen.train.step import TrainState
-
-STATE_BYTES = 12  # of a parameter at rest: fp32 value and two moments
 
 
 def header(
@@ -29,8 +28,8 @@ def header(
 ) -> Table:
     """Model, parameters, layout, data, bytes per rank: a table of two columns."""
     tree, layout = run.tree, run.layout
-    parameters = list(state_.model.parameters())
-    rest = sum(state.local_elements(p) for p in parameters) * STATE_BYTES
+    kept = optim.tensors(state_.model, state_.optimizer)
+    rest = sum(state.local_elements(t) * t.element_size() for t in kept.values())
     tokens = run.train.global_batch_size * run.sequence_length
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)

@@ -9,7 +9,7 @@ from dolmen.data import loader as data_loader
 from dolmen.data.loader import Loader
 from dolmen.optim import optimizer as optim
 from dolmen.train import saved as saved_state
-from dolmen.train.check import check_same_model
+from dolmen.train.check import check_same_model, check_same_optimizer
 from dolmen.train.config import RunConfig
 from dolmen.train.folder import Unusable
 from dolmen.train.saved import Saved
@@ -88,13 +88,14 @@ def load_newest(
 def _load(
     step: int, state: TrainState, run: RunConfig, checkpoints: Checkpoints, console: Console
 ) -> Saved:
-    everywhere = {f"{kind}/{name}" for name in state.model.tree.leaves for kind in optim.KINDS}
+    everywhere = optim.names(state.model.tree.leaves, run.optimizer.name)
 
     def kept() -> Saved:
         return saved_state.read_saved(checkpoints.meta(step), checkpoints.path(step))
 
     saved = checkpoints.together(step, kept)[0]
     check_same_model(saved.run, run, step)
+    check_same_optimizer(saved.run, run, step)
     checkpoints.load(step, optim.tensors(state.model, state.optimizer), everywhere)
     if not checkpoints.sealed(step):
         console.print(

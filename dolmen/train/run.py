@@ -93,7 +93,7 @@ def make_state(run: RunConfig, mesh: Mesh, steps: int) -> TrainState:
             model,
             lambda write: hf.load_weights(hf.resolve_model(source), stated, write, only=stored),
         )
-    optimizer = optim.adamw(model, run.optimizer)
+    optimizer = optim.make(model, run.optimizer, mesh)
     optim.prime(optimizer)
     spike = SpikePolicy(run.train.spike_factor if run.train.spike == "skip" else None)
     return TrainState(

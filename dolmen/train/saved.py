@@ -40,7 +40,7 @@ class Saved:
     tokens: int
     """Real tokens trained on."""
     updates: int
-    """Updates that AdamW has made: steps less those skipped."""
+    """Updates that the optimizer has made: steps less those skipped."""
     samples: int
     """Samples of the training data read: where the next batch begins."""
     seconds: float

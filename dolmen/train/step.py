@@ -15,6 +15,7 @@ from dolmen.data.batch import Batch
 from dolmen.model.decoder import Decoder
 from dolmen.ops.dropout import Noise
 from dolmen.optim.config import OptimizerConfig
+from dolmen.optim.optimizer import Optimizer
 from dolmen.optim.precision import LossScale
 from dolmen.optim.schedule import learning_rate
 from dolmen.parallel import data, pipeline
@@ -29,7 +30,7 @@ class TrainState:
     """Everything that changes while training, and what it needs to change."""
 
     model: Decoder
-    optimizer: torch.optim.AdamW
+    optimizer: Optimizer
     config: OptimizerConfig
     steps: int  # length of the learning rate's schedule
     zero: int

@@ -237,6 +237,15 @@ def test_resume_of_another_model_is_refused(whole, tmp_path):
     assert {p: p.stat().st_mtime_ns for p in out.rglob("*")} == before
 
 
+def test_resume_with_another_optimizer_is_refused(whole):
+    out, _ = whole
+    before = {p: p.stat().st_mtime_ns for p in out.rglob("*")}
+    words = ("--resume", "--optimizer.name", "muon", "--train.steps", 9)
+    result = dolmen("train", out / "config.yaml", "--out", out, *words)
+    assert result.code == 2 and "use --optimizer.name adamw, or give another --out" in result.words
+    assert {p: p.stat().st_mtime_ns for p in out.rglob("*")} == before
+
+
 def test_a_run_is_not_overwritten_by_accident(whole, material, tmp_path):
     out, _ = whole
     assert dolmen("train", material.file, "--out", out).code == 2 and len(rows(out)) == 6

@@ -24,7 +24,7 @@ from dolmen.data.batch import IGNORED, Batch, document_starts
 from dolmen.data.mixture import Mixture, Part
 from dolmen.data.stream import TokenStream
 from dolmen.model import layout as layouts
-from dolmen.optim.optimizer import OptimizerConfig, adamw
+from dolmen.optim.optimizer import OptimizerConfig, make
 from dolmen.parallel import data
 from dolmen.train.step import TrainState, optimizer_step
 
@@ -241,7 +241,8 @@ def start(
     schedule = layout.make_schedule(ROWS, ROWS // mesh.dp.size // layout.accumulation)
     model = build(config, mesh, layout, schedule, dtype=dtype, compute=compute)
     initialize(model, seed)
-    return TrainState(model, adamw(model, optimizer), optimizer, STEPS, layout.zero, schedule, seed)
+    made = make(model, optimizer, mesh)
+    return TrainState(model, made, optimizer, STEPS, layout.zero, schedule, seed)
 
 
 def run(

@@ -1,13 +1,14 @@
 """A checkpoint saved at any layout is loaded at any other, bitwise: weights and both moments, for a
-tied GPT-2 and for experts.
+tied GPT-2 and for experts; and Muon's momentum.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from models import build, initialize
+from models import Flat, build, initialize
 from spawning import run_spawned
 from table import FAMILIES, OPTIMIZER, ROWS, SINGLE, STEPS, Layout, batches
 
@@ -15,11 +16,17 @@ from dolmen.checkpoint.store import Checkpoints
 from dolmen.checkpoint.stream import open_checkpoint
 from dolmen.core import state
 from dolmen.optim import optimizer as optim
+from dolmen.optim.config import OptimizerConfig
 from dolmen.train.step import TrainState, optimizer_step
 
 DENSE = ("dp2 tp2 sp zero1", "pp4 acc4", "cp2 tp2 zero3", "pp2 dp2 acc4 zero-bubble-v v2 zero2")
 SPARSE = ("dp4 ep4 zero1", "dp2 tp2 ep2 zero3", "pp2 dp2 ep2 acc4 zero2")
-LAYOUTS = {"gpt2": (*DENSE, "one"), "qwen3-moe": (*SPARSE, "one")}
+LAYOUTS = {
+    "gpt2": (*DENSE, "one"),
+    "qwen3-moe": (*SPARSE, "one"),
+    "qwen3-moe muon": (*SPARSE, "one"),
+    "qwen3 muon": ("dp2 tp2 sp zero1", "tp4", "one"),
+}
 # the short tier: each layout is saved once and loaded once, by its neighbour in the list
 SHORT = {
     (family, a, b)
@@ -38,22 +45,30 @@ def parameters(to_one: bool) -> list:
     ]
 
 
+def config_of(family: str) -> tuple[Flat, OptimizerConfig]:
+    """`qwen3-moe muon` is trained with Muon."""
+    model, _, name = family.partition(" ")
+    return FAMILIES[model], replace(OPTIMIZER, name=name or "adamw")
+
+
 def made(family: str, words: str, seed: int, steps: int = 0) -> TrainState:
     layout = Layout() if words == "one" else Layout.of(words)
     mesh = SINGLE if words == "one" else layout.mesh(torch.device("cpu"))
     schedule = layout.make_schedule(ROWS, ROWS // mesh.dp.size // layout.accumulation)
-    model = build(FAMILIES[family], mesh, layout, schedule)
+    config, settings = config_of(family)
+    model = build(config, mesh, layout, schedule)
     initialize(model, seed)
-    optimizer = optim.adamw(model, OPTIMIZER)
+    optimizer = optim.make(model, settings, mesh)
     optim.prime(optimizer)
-    train = TrainState(model, optimizer, OPTIMIZER, STEPS, layout.zero, schedule)
+    train = TrainState(model, optimizer, settings, STEPS, layout.zero, schedule)
     for batch in batches(mesh)[:steps]:
         optimizer_step(train, batch, mesh)
     return train, mesh
 
 
 def everywhere(family: str) -> set[str]:
-    return {f"{kind}/{name}" for name in FAMILIES[family].tree.leaves for kind in optim.KINDS}
+    config, settings = config_of(family)
+    return optim.names(config.tree.leaves, settings.name)
 
 
 def save(folder: Path, family: str, words: str) -> None:

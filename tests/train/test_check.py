@@ -13,9 +13,15 @@ from dolmen.data.config import DataConfig
 from dolmen.families import edit
 from dolmen.model import count
 from dolmen.model.layout import Layout
+from dolmen.optim.config import Muon
 from dolmen.recipes import RECIPES
 from dolmen.train import saved as saved_state
-from dolmen.train.check import check_exportable, check_run, check_same_model
+from dolmen.train.check import (
+    check_exportable,
+    check_run,
+    check_same_model,
+    check_same_optimizer,
+)
 from dolmen.train.config import FinishConfig, RunConfig, TrainConfig
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
@@ -141,6 +147,27 @@ def test_routers_with_a_bias_are_another_model(material):
     with pytest.raises(ValueError, match="--train.router.balance loss to export"):
         check_run(replace(biased, finish=FinishConfig(export=True)), None)
     check_exportable(plain)
+
+
+def test_another_optimizer_is_refused_with_the_knob(material):
+    """Its state is of other kinds. A checkpoint that names none is of AdamW: there was no other."""
+    plain, muon = material.config(), material.config(optimizer={"name": "muon"})
+    nameless = to_dict(plain)
+    del nameless["optimizer"]["name"]
+    for saved, run, name in ((to_dict(muon), plain, "muon"), (nameless, muon, "adamw")):
+        with pytest.raises(ValueError, match=f"optimizer.name {name}.* --optimizer.name {name}"):
+            check_same_optimizer(saved, run, 7)
+    for saved, run in ((to_dict(muon), muon), (nameless, plain), ({}, plain)):
+        check_same_optimizer(saved, run, 7)
+    other = replace(muon.optimizer, lr=1.0, muon=Muon(momentum=0.5))
+    check_same_optimizer(to_dict(muon), replace(muon, optimizer=other), 7)
+
+
+def test_half_precision_inside_float64_is_refused(material):
+    words = {"optimizer": {"name": "muon", "muon": {"dtype": "bfloat16"}}}
+    with pytest.raises(ValueError, match=r"keeps 8 bits .* --optimizer.muon.dtype float32"):
+        check_run(material.config(**words, train={"dtype": "float64"}), None)
+    check_run(material.config(**words, train={"dtype": "bfloat16"}), None)
 
 
 def test_a_checkpoint_of_then_is_read(material):

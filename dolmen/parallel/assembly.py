@@ -1,0 +1,241 @@
+"""Matrices that lie in parts on many ranks, each assembled on one of them, its owner; what that
+makes of it goes back to all who hold a part.
+
+    at rest         fsdp ->  0    1            Of each matrix the ranks of fsdp (of experts, edp)
+             tp 0           a00  a01           first send what they hold to the owner's rank on
+             tp 1           a10  a11           that axis, of every rank of tp its part; then the
+                                               ranks of tp send theirs to the owner. Back it goes
+    fsdp     tp 0           a0   .             the same way. fsdp was the last to cut, so it is
+             tp 1           a1   .             the first to put together, and over it, which may
+    tp       tp 0           .    .             cross machines, every element goes once.
+             tp 1           a    .
+
+Owners divide the work: the costliest matrix first, each goes to that rank of those who hold it
+which has least to do. All of it is arithmetic, known before the first step.
+
+An axis whose ranks all hold the whole sends nothing on the way there, and to each of them on the
+way back. Of n elements over an axis of k ranks that cuts them, n (k - 1) / k move each way; where
+it does not, n (k - 1) move back. So it is over the ranks of fsdp for each part that tp cuts, or,
+where tp does not cut, for each rank of tp.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from dolmen.core import collectives, state
+from dolmen.core.mesh import Axis, Mesh
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A matrix on one axis, seen from one of its ranks."""
+
+    number: int
+    """Of the matrix, among those that this rank holds a part of."""
+    owner: int
+    """Its rank on the axis."""
+    dim: int | None
+    """That the axis cuts; None: each rank has what the owner has."""
+    parts: tuple[Shape, ...]
+    """What each rank of the axis has."""
+
+
+class _Exchange:
+    """Parts to owners over one axis, and back: two collectives, however many matrices."""
+
+    def __init__(self, axis: Axis, entries: list[_Entry]):
+        me, ranks = axis.rank, range(axis.size)
+        self.axis, self.entries = axis, entries
+        self.mine = [e for e in entries if e.owner == me]
+        others = [e for e in entries if e.owner != me]
+        self.others = sorted(others, key=lambda e: e.owner)  # in the order of arrival
+        self.cut = any(e.dim is not None for e in entries)
+
+        def sizes(rank: int, where: int, entries: list[_Entry]) -> int:
+            """Elements that `where` has of the entries that `rank` owns."""
+            return sum(math.prod(e.parts[where]) for e in entries if e.owner == rank)
+
+        cut = [e for e in entries if e.dim is not None]
+        self.peers = [r for r in ranks if r != me]
+        self.there = [sizes(r, me, cut) if r != me else 0 for r in ranks]
+        self.from_there = [sizes(me, r, cut) if r != me else 0 for r in ranks]
+        self.back = [sizes(me, r, entries) if r != me else 0 for r in ranks]
+        self.from_back = [sizes(r, me, entries) if r != me else 0 for r in ranks]
+
+    def gather(self, held: dict[int, Tensor], like: Tensor) -> dict[int, Tensor]:
+        """This rank's parts, by number -> what the axis holds of those that it owns."""
+        if not self.cut:
+            return {e.number: held[e.number] for e in self.mine}
+        going = [held[e.number] for e in self.others if e.dim is not None]
+        cut = [e for e in self.mine if e.dim is not None]
+        shapes = [e.parts[r] for r in self.peers for e in cut]
+        coming = iter(self._sent(going, self.there, self.from_there, shapes, like))
+        parts: dict[int, list[Tensor]] = {e.number: [] for e in self.mine}
+        for r in range(self.axis.size):
+            for e in self.mine:
+                if r == self.axis.rank:
+                    parts[e.number].append(held[e.number])
+                elif e.dim is not None:
+                    parts[e.number].append(next(coming))
+        return {e.number: torch.cat(parts[e.number], e.dim or 0) for e in self.mine}
+
+    def scatter(self, done: dict[int, Tensor], like: Tensor) -> dict[int, Tensor]:
+        """What was made of those that this rank owns -> its part of every one."""
+        parts = {e.number: _parts(done[e.number], e) for e in self.mine}
+        going = [parts[e.number][r] for r in self.peers for e in self.mine]
+        shapes = [e.parts[self.axis.rank] for e in self.others]
+        coming = self._sent(going, self.back, self.from_back, shapes, like)
+        own = {e.number: parts[e.number][self.axis.rank] for e in self.mine}
+        return own | {e.number: x for e, x in zip(self.others, coming, strict=True)}
+
+    def _sent(
+        self,
+        going: list[Tensor],
+        send: list[int],
+        receive: list[int],
+        shapes: list[Shape],
+        like: Tensor,
+    ) -> list[Tensor]:
+        """`going`, in the order of the ranks they are for -> what has come, of these `shapes`."""
+        flat = torch.cat([x.reshape(-1) for x in going]) if going else like.new_empty(0)
+        axis = self.axis
+        arrived = collectives.wait(collectives.start_all_to_all(flat, receive, send, axis), axis)
+        pieces = arrived.split([math.prod(shape) for shape in shapes])
+        return [x.view(shape) for x, shape in zip(pieces, shapes, strict=True)]
+
+
+def _parts(whole: Tensor, entry: _Entry) -> list[Tensor]:
+    """What each rank of an axis is to have of it."""
+    if entry.dim is None:
+        return [whole] * len(entry.parts)
+    return list(whole.split([shape[entry.dim] for shape in entry.parts], entry.dim))
+
+
+@dataclass(frozen=True)
+class _Way:
+    """How the matrices of one parameter lie: (axis, dim of a matrix that it cuts, or None) of each
+    axis of more than one rank that the parts of a matrix lie on, the innermost first; and the axes
+    that cut the stack, so that each of their ranks has other matrices.
+    """
+
+    shape: Shape
+    stack: int
+    inner: tuple[tuple[Axis, int | None], ...]
+    outer: tuple[Axis, ...]
+
+
+class Assembly:
+    """Of some parameters, which lie as they do and stay so."""
+
+    def __init__(self, parameters: Sequence[Tensor], mesh: Mesh, cost: Callable[[int, int], float]):
+        """`parameters`: [rows, columns], or stacks of such; the same ones in the same order on all
+        ranks that share them. `cost` of a matrix, by its shape, is what owners divide.
+        """
+        ways = [_way(p, mesh) for p in parameters]
+        owners = _owners(ways, mesh, cost)
+        self.owned: list[int] = []
+        """Numbers of the matrices of which this rank is the owner, of those it holds part of."""
+        self.shapes: list[Shape] = []
+        """Of each matrix that this rank holds a part of: its logical shape."""
+        entries: dict[Axis, list[_Entry]] = {a: [] for a in (mesh.fsdp, mesh.edp, mesh.ep, mesh.tp)}
+        for p, way, owned in zip(parameters, ways, owners, strict=True):
+            where = state.region(p)
+            held = range(where[0].start, where[0].stop) if p.ndim == 3 else range(1)
+            for index in held:
+                self._add(entries, way, owned[index])
+        self.exchanges = [_Exchange(axis, e) for axis, e in entries.items() if e]
+
+    def _add(self, entries: dict[Axis, list[_Entry]], way: _Way, owner: tuple[int, ...]) -> None:
+        """A matrix that this rank holds a part of, on each axis as far as it travels with it."""
+        number, shape, cuts = len(self.shapes), way.shape, []
+        for axis, dim in reversed(way.inner):
+            parts = tuple(_shares(shape, dim, axis.size))
+            cuts.append((axis, dim, parts))
+            shape = parts[axis.rank]
+        self.shapes.append(way.shape)
+        for (axis, dim, parts), rank in zip(reversed(cuts), owner, strict=True):
+            entries[axis].append(_Entry(number, rank, dim, parts))
+            if rank != axis.rank:
+                return
+        self.owned.append(number)
+
+    def apply(self, make: Callable[[Tensor], Tensor], parts: Sequence[Tensor]) -> list[Tensor]:
+        """`parts`: this rank's of each matrix, those of a stack one after the other -> its parts of
+        what `make` gives of every whole one, in the same shapes.
+        """
+        if not parts:
+            return []
+        held = dict(enumerate(parts))
+        for exchange in self.exchanges:
+            coming = {e.number: held.pop(e.number) for e in exchange.entries}
+            held |= exchange.gather(coming, parts[0])
+        held = {number: make(held[number]) for number in self.owned}
+        for exchange in reversed(self.exchanges):
+            made = {e.number: held.pop(e.number) for e in exchange.mine}
+            held |= exchange.scatter(made, parts[0])
+        return [held[number] for number in range(len(parts))]
+
+
+def _shares(shape: Shape, dim: int | None, ranks: int) -> list[Shape]:
+    """What each rank has of a tensor that is cut along dim, the last ones less where it must be."""
+    if dim is None:
+        return [shape] * ranks
+    most = -(-shape[dim] // ranks)
+    sizes = (max(0, min(most, shape[dim] - r * most)) for r in range(ranks))
+    return [(*shape[:dim], size, *shape[dim + 1 :]) for size in sizes]
+
+
+def _way(p: Tensor, mesh: Mesh) -> _Way:
+    axes = {axis.name: axis for axis in (mesh.fsdp, mesh.edp, mesh.ep, mesh.tp)}
+    stacked = p.ndim - 2
+    inner, outer = [], []
+    for name, dim in state.cuts(p).items():
+        if axes[name].size == 1:
+            continue
+        if stacked and dim == 0:
+            outer.append(axes[name])
+        else:
+            inner.append((axes[name], None if dim is None else dim - stacked))
+    stack = p.shape[0] if stacked else 1
+    return _Way(tuple(p.shape[stacked:]), stack, tuple(inner), tuple(outer))
+
+
+def _owners(
+    ways: list[_Way], mesh: Mesh, cost: Callable[[int, int], float]
+) -> list[list[tuple[int, ...]]]:
+    """Of each matrix of each parameter, whatever ranks hold it, its owner's rank on every axis of
+    `inner`.
+    """
+    # how far apart neighbours on an axis are among the ranks of a stage: fsdp = edp x ep, x tp
+    tp, ep = mesh.tp.size, mesh.ep.size
+    apart = {"tp": 1, "fsdp": tp, "ep": tp, "edp": tp * ep}
+    load = [0.0] * (mesh.fsdp.size * tp)
+    owners: list[list[tuple[int, ...]]] = [[()] * way.stack for way in ways]
+    each = [(i, index) for i, way in enumerate(ways) for index in range(way.stack)]
+    for i, index in sorted(each, key=lambda at: -cost(*ways[at[0]].shape)):
+        way = ways[i]
+        first, places = _first(way, index, apart), {}
+        for ranks in product(*(range(axis.size) for axis, _ in way.inner)):
+            steps = (r * apart[axis.name] for r, (axis, _) in zip(ranks, way.inner, strict=True))
+            places[ranks] = first + sum(steps)
+        _, place, owners[i][index] = min((load[at], at, ranks) for ranks, at in places.items())
+        load[place] += cost(*way.shape)
+    return owners
+
+
+def _first(way: _Way, index: int, apart: dict[str, int]) -> int:
+    """The first of the ranks of a stage that hold a part of that matrix of a stack."""
+    first, size = 0, way.stack
+    for axis in reversed(way.outer):  # the outermost has cut first
+        most = -(-size // axis.size)
+        rank = index // most
+        first += rank * apart[axis.name]
+        size, index = min(most, size - rank * most), index % most
+    return first
