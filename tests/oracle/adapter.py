@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from stored import exported_trained
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from trainer import IGNORED, Batch, Job, Result
+from trainer import IGNORED, Batch, Job, MuonJob, Result
 from transformers import PreTrainedTokenizerFast
 
 import dolmen
@@ -200,6 +200,8 @@ def options(
         "checkpoint": {"every": resume or 0, "keep": 0},
         "finish": {"export": True} if has_place(job) else {},
     }
+    if isinstance(job, MuonJob):
+        chosen["optimizer"] |= {"name": "muon", "muon": {"momentum": job.momentum}}
     if job.spike_factor is not None:
         chosen["train"] |= {"spike": "skip", "spike_factor": job.spike_factor}
     if "num_experts_per_tok" in job.model:
@@ -262,7 +264,11 @@ def read(job: Job, out: Path) -> Result:
     model = Model.from_plain(saved.meta["run"]["model"])
 
     def moments(kind: str) -> dict[str, Tensor]:
-        return dict(exported_trained(model, lambda name: saved.read(f"{kind}/{name}")))
+        def read(name: str) -> Tensor:
+            by_muon = f"momentum/{name}"
+            return saved.read(by_muon if by_muon in saved.specs else f"{kind}/{name}")
+
+        return dict(exported_trained(model, read))
 
     return Result(
         losses=column("loss"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from adapter import RARE, VOCABULARY, Data
-from trainer import Job
+from trainer import Job, MuonJob
 
 SIZES = dict(
     vocab_size=VOCABULARY,
@@ -225,11 +225,12 @@ class Row:
 
 
 def row(name: str, model: str = "llama", **changes: Any) -> Row:
-    """Of what is not a field of Row, a job is made."""
+    """Of what is not a field of Row, a job is made; of one with a momentum, Muon's."""
     kind, fields = MODELS[model]
     own = {n: changes.pop(n) for n in list(changes) if n in Row.__dataclass_fields__}
     data = DATA[own.get("data", "plain")]
-    return Row(name, Job(kind, fields, **{"steps": data.steps} | changes), **own)
+    job = MuonJob if "momentum" in changes else Job
+    return Row(name, job(kind, fields, **{"steps": data.steps} | changes), **own)
 
 
 ACCUMULATE = {"microbatch_size": 2}
@@ -242,6 +243,9 @@ ROWS = [
     row("adamw-default-eps", eps=1e-8, dtypes=WIDE),
     row("adamw-betas", beta1=0.8, beta2=0.99),
     row("adamw-large-eps", "gpt2", eps=0.1, dtypes=WIDE),
+    row("muon", momentum=0.95),
+    row("muon-qwen3-moe", "qwen3-moe", momentum=0.9, weight_decay=1.0, dtypes=WIDE),
+    row("muon-resumed", "mixtral", momentum=0.95, schedule="cosine", resume=3, dtypes=WIDE),
     row("no-decay", weight_decay=0.0, dtypes=WIDE),
     row("strong-decay", "gpt2", weight_decay=1.0, dtypes=WIDE),
     row("strong-decay-qwen3", "qwen3", weight_decay=1.0, dtypes=WIDE),

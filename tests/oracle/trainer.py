@@ -5,7 +5,8 @@ so): where the two agree, both are right or both are wrong in the same way by ch
     model       the `transformers` module of the family, everything that asks for fp32 given fp64
     masks       a query sees the keys before it, of its own document, within the window
     update      AdamW (Loshchilov and Hutter, 1711.05101, algorithm 2), gradients clipped by the
-                norm of all of them (Pascanu et al., 1211.5063)
+                norm of all of them (Pascanu et al., 1211.5063); Muon (Jordan et al., 2024; Liu et
+                al., 2502.16982, equation 4)
     schedules   warm-up, then constant, cosine (1608.03983), linear, or WSD (2404.06395)
     experts     balance loss (Switch, 2101.03961, a sequence at a time), z-loss (ST-MoE,
                 2202.08906), balance by a bias (2408.15664)
@@ -78,6 +79,13 @@ class Job:
     spike_factor: float | None = None
     loss_scale: float | None = None  # where a dynamic one starts
     patience: int = 2000  # finite steps after which it doubles
+
+
+@dataclass(frozen=True)
+class MuonJob(Job):
+    """A run whose hidden matrices are updated by Muon."""
+
+    momentum: float = 0.95
 
 
 @dataclass
@@ -166,6 +174,12 @@ def write(folder: Path, job: Job, weights: dict[str, Tensor]) -> None:
 def decays(name: str) -> bool:
     """Weight decay is for matrices: neither norms nor biases."""
     return not (name.endswith("bias") or "norm" in name or ".ln_" in name)
+
+
+def is_hidden(name: str) -> bool:
+    """Muon is for matrices inside layers: neither embedding and head nor routers."""
+    outside = ("embed_tokens.weight", "lm_head.weight", ".gate.weight")
+    return decays(name) and not name.endswith(outside)
 
 
 def rate(job: Job, step: int) -> float:
@@ -290,14 +304,52 @@ class AdamW:
         self.second = {name: torch.zeros_like(p) for name, p in parameters.items()}
 
     def update(self, gradients: dict[str, Tensor], lr: float) -> None:
-        c, self.updates = self.job, self.updates + 1
+        self.updates += 1
         for name, p in self.parameters.items():
-            g, m, v = gradients[name], self.first[name], self.second[name]
-            m.copy_(c.beta1 * m + (1 - c.beta1) * g)
-            v.copy_(c.beta2 * v + (1 - c.beta2) * g * g)
-            m_hat, v_hat = m / (1 - c.beta1**self.updates), v / (1 - c.beta2**self.updates)
-            kept = 1 - lr * c.weight_decay if decays(name) else 1  # of inf too, and not inf - inf
-            p.copy_(kept * p - lr * m_hat / (v_hat.sqrt() + c.eps))
+            self.move(name, p, gradients[name], lr)
+
+    def move(self, name: str, p: Tensor, g: Tensor, lr: float) -> None:
+        c, m, v = self.job, self.first[name], self.second[name]
+        m.copy_(c.beta1 * m + (1 - c.beta1) * g)
+        v.copy_(c.beta2 * v + (1 - c.beta2) * g * g)
+        m_hat, v_hat = m / (1 - c.beta1**self.updates), v / (1 - c.beta2**self.updates)
+        kept = 1 - lr * c.weight_decay if decays(name) else 1  # of inf too, and not inf - inf
+        p.copy_(kept * p - lr * m_hat / (v_hat.sqrt() + c.eps))
+
+
+class Muon(AdamW):
+    """Jordan's, with Nesterov's momentum; decay and scale are those of Liu et al. What a hidden
+    matrix has of moments is its momentum.
+    """
+
+    def __init__(self, job: MuonJob, parameters: dict[str, Tensor]):
+        super().__init__(job, parameters)
+        self.momentum = job.momentum
+        self.second |= {name: m for name, m in self.first.items() if is_hidden(name)}
+
+    def move(self, name: str, p: Tensor, g: Tensor, lr: float) -> None:
+        if not is_hidden(name):
+            return super().move(name, p, g, lr)
+        m = self.first[name]
+        m.copy_(self.momentum * m + g)
+        scale = 0.2 * math.sqrt(max(p.shape))
+        moved = scale * orthogonal(g + self.momentum * m)
+        p.copy_(p - lr * (moved + self.job.weight_decay * p))
+
+
+def orthogonal(g: Tensor) -> Tensor:
+    """Five steps of Newton-Schulz, of the fifth order."""
+    x = g / (g.norm() + 1e-7)
+    if g.shape[0] > g.shape[1]:
+        return orthogonal(g.T).T
+    for _ in range(5):
+        square = x @ x.T
+        x = 3.4445 * x - 4.7750 * square @ x + 2.0315 * square @ square @ x
+    return x
+
+
+def optimizer_of(job: Job, parameters: dict[str, Tensor]) -> AdamW:
+    return Muon(job, parameters) if isinstance(job, MuonJob) else AdamW(job, parameters)
 
 
 def train(
@@ -311,7 +363,7 @@ def train(
             p[part] = weights[name].double()
     names = {name: place for name, place in names.items() if place[0].requires_grad}
     parts = {name: p.data[part] for name, (p, part) in names.items()}  # views
-    optimizer, routers, out = AdamW(job, parts), Routers(model, job), Result()
+    optimizer, routers, out = optimizer_of(job, parts), Routers(model, job), Result()
     usual, scale, good = [], job.loss_scale, 0
     for step, batch in enumerate(batches[: job.steps]):
         loss, norm, gradients, count, loads = _gradients(model, job, batch, names, routers, out)
