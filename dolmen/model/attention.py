@@ -14,6 +14,7 @@ from torch import Tensor
 from dolmen.core.state import local
 from dolmen.model import positions, tree
 from dolmen.model.branch import Branch
+from dolmen.model.cached import LayerCache
 from dolmen.model.component import Setting
 from dolmen.model.given import Given
 from dolmen.model.layers import Column, Norm, Row
@@ -77,7 +78,10 @@ class Attention(Branch):
         return self.o
 
     def inner(
-        self, products: Sequence[Float[Tensor, "tokens _"]], given: Given, cache=None
+        self,
+        products: Sequence[Float[Tensor, "tokens _"]],
+        given: Given,
+        cache: LayerCache | None = None,
     ) -> Float[Tensor, "tokens _"]:
         q, k, v = (
             y.view(given.batch, -1, y.shape[-1] // self.head_size, self.head_size) for y in products
@@ -89,9 +93,11 @@ class Attention(Branch):
         if given.steps is not None:
             steps = given.steps.narrow(2, self.first_head, self.heads)
             q, k = alibi.carried(q, k, steps, self.carried)
-        if cache is not None:
-            k, v = cache.append(k, v)
-        return self.scores(q, k, v, given).reshape(-1, self.heads * self.head_size)
+        if cache is None:
+            y = self.scores(q, k, v, given)
+        else:
+            y = cache.attended(q, (k, v), self.scores.of_pages, self.scores.of_texts)
+        return y.reshape(-1, self.heads * self.head_size)
 
 
 def _grouped(first: int, kv_heads: int, heads: int) -> list[int]:

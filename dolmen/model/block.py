@@ -7,6 +7,7 @@ from typing import Generic, TypeVar
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from dolmen.model.cached import LayerCache
 from dolmen.model.component import Component, Setting
 from dolmen.model.given import Given
 from dolmen.ops import dropout
@@ -32,7 +33,7 @@ class Block(nn.Module, Generic[C]):
         self.whole = setting.split.recompute.of(setting.layer) == "full"
 
     def forward(
-        self, x: Float[Tensor, "here hidden"], given: Given, cache=None
+        self, x: Float[Tensor, "here hidden"], given: Given, cache: LayerCache | None = None
     ) -> Float[Tensor, "here hidden"]:
         return (
             again(self.stream, x, given)
@@ -41,7 +42,7 @@ class Block(nn.Module, Generic[C]):
         )
 
     def stream(
-        self, x: Float[Tensor, "here hidden"], given: Given, cache=None
+        self, x: Float[Tensor, "here hidden"], given: Given, cache: LayerCache | None = None
     ) -> Float[Tensor, "here hidden"]:
         """What `forward` computes, or computes again."""
         raise NotImplementedError

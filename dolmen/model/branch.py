@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from dolmen.core.state import local
+from dolmen.model.cached import LayerCache
 from dolmen.model.component import Component
 from dolmen.model.given import Given
 from dolmen.model.layers import Row
@@ -39,7 +40,10 @@ class Branch(Component):
         raise NotImplementedError
 
     def inner(
-        self, products: Sequence[Float[Tensor, "tokens _"]], given: Given, cache=None
+        self,
+        products: Sequence[Float[Tensor, "tokens _"]],
+        given: Given,
+        cache: LayerCache | None = None,
     ) -> Float[Tensor, "tokens _"]:
         """The products of x with the columns, each [tokens, out_i / tp] S(1)@tp -> [tokens, inputs
         of the row / tp] S(1)@tp.
@@ -47,7 +51,7 @@ class Branch(Component):
         raise NotImplementedError
 
     def forward(
-        self, x: Float[Tensor, "here hidden"], given: Given, cache=None
+        self, x: Float[Tensor, "here hidden"], given: Given, cache: LayerCache | None = None
     ) -> Float[Tensor, "here hidden"]:
         (products,) = enter([self], x)
         return self.row(self.inner(products, given, cache))

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from dolmen.core.state import Places, local
 from dolmen.model import components
 from dolmen.model.block import Block
+from dolmen.model.cached import Cached
 from dolmen.model.component import Setting
 from dolmen.model.given import Balance, Given, Where
 from dolmen.model.layers import Column, Embedding, Norm, Positions, is_partial, places
@@ -163,7 +164,7 @@ class Decoder(nn.Module):
         self,
         tokens: Int64[Tensor, "b s"],
         labels: Int64[Tensor, "b s"] | None = None,
-        cache=None,
+        cache: Cached | None = None,
         noise: dropout.Noise | None = None,
         starts: Int64[Tensor, "b s"] | None = None,
         balance: Mapping[int, Balance] | None = None,
@@ -178,8 +179,9 @@ class Decoder(nn.Module):
 
         `noise` is required while training with dropout, and unused otherwise. `starts`: where
         each token's document starts, `host` the same on the host, which without it
-        waits for them. `cache` (serve/cache.py) holds the keys and values of the tokens before
-        these. `balance`: of each layer of experts. Logits are [b, s / cp, rows of this rank].
+        waits for them. With a `cache` (cached.py), which holds the keys and values of the tokens
+        before these, b is 1, and the tokens of several texts follow one another. `balance`: of each
+        layer of experts. Logits are [b, s / cp, rows of this rank].
         """
         here = self.split.parts[part]
         given, positions = self._given(tokens, cache, noise, starts, host)
@@ -233,22 +235,25 @@ class Decoder(nn.Module):
     def _given(
         self,
         tokens: Tensor,
-        cache,
+        cache: Cached | None,
         noise: dropout.Noise | None,
         starts: Tensor | None,
         host: Tensor | None,
     ) -> tuple[Given, Tensor]:
         """What all layers share, and the positions [1, s / cp] of this rank's tokens."""
         (batch, length) = tokens.shape
-        start = 0 if cache is None else cache.length
         cp = self.split.cp
+        longest = length if cache is None else cache.longest
         most = self.tree.longest
-        if most is not None and start + length > most:
+        if most is not None and longest > most:
             raise ValueError(
-                f"{start + length} tokens, but the table of positions has {most} "
+                f"{longest} tokens, but the table of positions has {most} "
                 f"(max_position_embeddings): use a shorter sequence"
             )
-        positions = start + cp.indices(length, tokens.device)[None]
+        if cache is None:
+            positions = cp.indices(length, tokens.device)[None]
+        else:
+            positions = cache.positions
         noise, rows = self._noise(noise, length, positions[0])
         documents = None if starts is None else cp.documents(starts, host)
         return Given(batch, documents=documents, noise=noise, rows=rows), positions

@@ -15,9 +15,9 @@ numbers per token where that has 7,168. So what makes the latents is whole on ev
 gradient partial under sequence parallelism alone, as a norm's is.
 
 A cache keeps the latent of keys and values, after its norm, and the rope key, turned: kv_rank +
-rope's size per token, whatever the number of heads. Few queries attend to it as it is, with kv_b
-multiplied into the queries and out of the sums instead (`_absorbed`); for many the keys and values
-of all heads are made of it first, as without a cache.
+rope's size per token, whatever the number of heads. One query of a text attends to it as it is,
+with kv_b multiplied into the query and out of the sums instead (`_absorbed`); for several the keys
+and values of all heads are made of it first, as without a cache.
 """
 
 import torch
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from dolmen.core.state import local
 from dolmen.model import tree
+from dolmen.model.cached import LayerCache
 from dolmen.model.component import Component, Setting
 from dolmen.model.given import Given
 from dolmen.model.layers import Column, Norm, Parameters, Row
@@ -33,6 +34,7 @@ from dolmen.model.scores import Scores
 from dolmen.model.tree import Leaves, under
 from dolmen.ops import rope
 from dolmen.ops.attention import Attend
+from dolmen.ops.attention.decode import Pages
 from dolmen.parallel import tensor
 
 
@@ -64,7 +66,7 @@ class LatentAttention(Component):
         return Attend(scale=mixer.scale)
 
     def forward(
-        self, x: Float[Tensor, "here hidden"], given: Given, cache=None
+        self, x: Float[Tensor, "here hidden"], given: Given, cache: LayerCache | None = None
     ) -> Float[Tensor, "here hidden"]:
         q = self._queries(x, given)
         down = self._down(x, self.kv_a)
@@ -74,9 +76,11 @@ class LatentAttention(Component):
         key = self._turned(key, given)
         if cache is None:
             (kv,) = self._columns(latent, self.kv_b)
-            y = self._expanded(q, kv, key, given)
+            y = self.scores(q, *self._expanded(kv, key), given)
         else:
-            y = self._cached(q, self.tp.enter(latent), key, given, cache)
+            latent = self.tp.enter(latent).view(given.batch, -1, 1, self.form.kv_rank)
+            kept = torch.cat((latent, key), -1)
+            y = cache.attended(q, (kept,), self._absorbed, self._of_texts)
         return self.o(y.reshape(-1, self.heads * self.form.value_size))
 
     def _down(self, x: Tensor, linear: Parameters) -> Tensor:
@@ -101,30 +105,31 @@ class LatentAttention(Component):
         assert given.cos is not None and given.sin is not None
         return rope.rotate(x, given.cos, given.sin, self.form.positions.interleaved)
 
-    def _expanded(self, q: Tensor, kv: Tensor, key: Tensor, given: Given) -> Tensor:
-        """Attention to the keys and values of all heads: kv what kv_b makes, [tokens, heads * (nope
-        + value)], key [batch, tokens, 1, rope] -> [batch, length, heads, value].
+    def _expanded(self, kv: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of all heads: kv what kv_b makes, [tokens, heads * (nope + value)], key
+        [batch, length, 1, rope] -> [batch, length, heads, nope + rope] and [..., value].
         """
-        kv = kv.view(given.batch, -1, self.heads, self.form.nope_size + self.form.value_size)
+        kv = kv.view(*key.shape[:2], self.heads, self.form.nope_size + self.form.value_size)
         nope, v = kv.split((self.form.nope_size, self.form.value_size), -1)
-        k = torch.cat((nope, key.expand(-1, -1, self.heads, -1)), -1)
-        return self.scores(q, k, v, given)
+        return torch.cat((nope, key.expand(-1, -1, self.heads, -1)), -1), v
 
-    def _cached(self, q: Tensor, latent: Tensor, key: Tensor, given: Given, cache) -> Tensor:
-        """The same of all tokens so far, by whichever way multiplies less."""
-        latent, key = cache.append(latent.view(given.batch, -1, 1, self.form.kv_rank), key)
-        if q.shape[1] == 1:
-            return self._absorbed(q, latent, key, given)
-        (kv,) = tensor.products(latent.flatten(0, 2), [local(self.kv_b.weight)], [None], self.tp)
-        return self._expanded(q, kv, key, given)
+    def _of_texts(self, q: Tensor, kept: Tensor) -> Tensor:
+        """Of a cache, the last tokens of texts of equal length: kept [texts, length, 1, latent +
+        rope].
+        """
+        latent, key = kept.split((self.form.kv_rank, self.form.positions.size), -1)
+        flat = latent.reshape(-1, self.form.kv_rank)
+        (kv,) = tensor.products(flat, [local(self.kv_b.weight)], [None], self.tp)
+        return self.scores.of_texts(q, *self._expanded(kv, key))
 
-    def _absorbed(self, q: Tensor, latent: Tensor, key: Tensor, given: Given) -> Tensor:
-        """Attention to one head of keys [latent | key] and values latent: q W_k c = (q W_k) c, and
-        the sum of p (W_v c) = W_v (sum of p c).
+    def _absorbed(self, q: Tensor, kept: Tensor, pages: Pages) -> Tensor:
+        """Of a cache, the last token of each text, q [texts, heads, nope + rope], to one head of
+        keys [latent | key] and values latent: q W_k c = (q W_k) c, and the sum of p (W_v c) = W_v
+        (sum of p c). kept [pages, 1, page, latent + rope] -> [texts, heads, value].
         """
         weight = local(self.kv_b.weight).view(self.heads, -1, self.form.kv_rank)
         of_k, of_v = weight.split((self.form.nope_size, self.form.value_size), 1)
         nope, turned = q.split((self.form.nope_size, self.form.positions.size), -1)
-        absorbed = torch.einsum("bshn,hnr->bshr", nope, of_k)
-        q, k = torch.cat((absorbed, turned), -1), torch.cat((latent, key), -1)
-        return torch.einsum("bshr,hvr->bshv", self.scores(q, k, latent, given), of_v)
+        q = torch.cat((torch.einsum("thn,hnr->thr", nope, of_k), turned), -1)
+        latent = kept[..., : self.form.kv_rank]
+        return torch.einsum("thr,hvr->thv", self.scores.of_pages(q, kept, latent, pages), of_v)

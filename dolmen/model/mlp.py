@@ -8,6 +8,7 @@ from torch import Tensor
 from dolmen.core.state import local
 from dolmen.model import tree
 from dolmen.model.branch import Branch
+from dolmen.model.cached import LayerCache
 from dolmen.model.component import Setting
 from dolmen.model.given import Given
 from dolmen.model.layers import Column, Row
@@ -35,7 +36,10 @@ class MLP(Branch):
         return self.down
 
     def inner(
-        self, products: Sequence[Float[Tensor, "tokens _"]], given: Given, cache=None
+        self,
+        products: Sequence[Float[Tensor, "tokens _"]],
+        given: Given,
+        cache: LayerCache | None = None,
     ) -> Float[Tensor, "tokens _"]:
         first, *rest = products
         hidden = self.act(first)

@@ -17,6 +17,7 @@ from torch import Tensor
 from dolmen.model import tree
 from dolmen.model.block import Block
 from dolmen.model.branch import Branch, enter, leave
+from dolmen.model.cached import LayerCache
 from dolmen.model.component import Setting
 from dolmen.model.given import Given
 from dolmen.model.layers import Norm
@@ -51,7 +52,7 @@ class Parallel(Block[Branch]):
         self.mlp = mlp
 
     def stream(
-        self, x: Float[Tensor, "here hidden"], given: Given, cache=None
+        self, x: Float[Tensor, "here hidden"], given: Given, cache: LayerCache | None = None
     ) -> Float[Tensor, "here hidden"]:
         both, (attn, mlp) = [self.attn, self.mlp], self.entered(x)
         results = [self.attn.inner(attn, given, cache), self.mlp.inner(mlp, given)]

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from dolmen.model import tree
 from dolmen.model.block import Block
+from dolmen.model.cached import LayerCache
 from dolmen.model.component import Component, Setting
 from dolmen.model.given import Given
 from dolmen.model.layers import Norm
@@ -26,7 +27,7 @@ class Pre(Block[Component]):
         self.mlp = mlp
 
     def stream(
-        self, x: Float[Tensor, "here hidden"], given: Given, cache=None
+        self, x: Float[Tensor, "here hidden"], given: Given, cache: LayerCache | None = None
     ) -> Float[Tensor, "here hidden"]:
         x = x + self.drop(self.attn(self.attn_norm(x), given, cache), given, MIXER)
         return x + self.drop(self.mlp(self.mlp_norm(x), given), given, MLP)

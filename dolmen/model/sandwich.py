@@ -5,6 +5,7 @@ from torch import Tensor
 
 from dolmen.model import tree
 from dolmen.model.block import Block
+from dolmen.model.cached import LayerCache
 from dolmen.model.component import Component, Setting
 from dolmen.model.given import Given
 from dolmen.model.layers import Norm
@@ -31,7 +32,7 @@ class Sandwich(Block[Component]):
         self.mlp_post_norm = norm("mlp_post_norm")
 
     def stream(
-        self, x: Float[Tensor, "here hidden"], given: Given, cache=None
+        self, x: Float[Tensor, "here hidden"], given: Given, cache: LayerCache | None = None
     ) -> Float[Tensor, "here hidden"]:
         y = self.attn_post_norm(self.attn(self.attn_norm(x), given, cache))
         x = x + self.drop(y, given, MIXER)

@@ -5,12 +5,14 @@ values that they weigh. It is what selective recomputation computes again (2205.
 from collections.abc import Sequence
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from dolmen.core import ranges
 from dolmen.model.component import Setting
 from dolmen.model.given import Given
-from dolmen.ops.attention import Attend
+from dolmen.ops.attention import BACKENDS, Attend, decode
+from dolmen.ops.attention.decode import Pages
 from dolmen.ops.attention.spec import Attended, Keys, Queries, Values
 from dolmen.ops.dropout import SCORES, Dropout
 from dolmen.parallel.recompute import again
@@ -24,6 +26,7 @@ class Scores(nn.Module):
     def __init__(self, attend: Attend, setting: Setting, spread: Sequence[int] | None = None):
         super().__init__()
         self.attend, self.spread = attend, spread
+        self.backend = BACKENDS[setting.split.kernels.attention]
         self.cp, self.dropout = setting.split.cp, setting.training.dropout
         self.selective = setting.split.recompute.of(setting.layer) == "selective"
 
@@ -34,15 +37,35 @@ class Scores(nn.Module):
     @ranges.marked("attention")
     def _sums(self, q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor:
         if self.spread is not None:
-            k, v = (_per_query(t, self.spread) for t in (k, v))
+            k, v = (_per_query(t, self.spread, 2) for t in (k, v))
         noise, dropped = given.noise, None
         if noise is not None:
             dropped = Dropout(self.dropout, noise, noise.site(SCORES))
         return self.cp.attention(q, k, v, self.attend.of(given.documents, dropped))
 
+    def of_texts(self, q: Queries, k: Keys, v: Values) -> Attended:
+        """Of a cache: the last tokens of texts of equal length, each with all of its own keys. No
+        axis splits these, and nothing falls out.
+        """
+        if self.spread is not None:
+            k, v = (_per_query(t, self.spread, 2) for t in (k, v))
+        return self.backend.attention(q, k, v, self.attend)
 
-def _per_query(x: Tensor, heads: Sequence[int]) -> Tensor:
-    """x [batch, length, kv_heads, size] -> [batch, length, queries' heads, size]: the key-value
-    head of each query. By views, as an index would be copied to a GPU, which the host waits for.
+    def of_pages(
+        self,
+        q: Float[Tensor, "texts heads size"],
+        k: Float[Tensor, "pages kv_heads page size"],
+        v: Float[Tensor, "pages kv_heads page value_size"],
+        pages: Pages,
+    ) -> Float[Tensor, "texts heads value_size"]:
+        """Of a cache: the last token of each text, whose keys lie in pages."""
+        if self.spread is not None:
+            k, v = (_per_query(t, self.spread, 1) for t in (k, v))
+        return decode.one_query(q, k, v, self.attend, pages)
+
+
+def _per_query(x: Tensor, heads: Sequence[int], dim: int) -> Tensor:
+    """x with its kv_heads at `dim` -> with queries' heads there: the key-value head of each query.
+    By views, as an index would be copied to a GPU, which the host waits for.
     """
-    return torch.cat([x.narrow(2, head, 1) for head in heads], 2)
+    return torch.cat([x.narrow(dim, head, 1) for head in heads], dim)

@@ -9,23 +9,25 @@ same token.
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from dolmen.convert import hf
-from dolmen.core import collectives
+from dolmen.core import collectives, host
 from dolmen.core.mesh import SINGLE, Mesh
 from dolmen.files import gate, kinds
 from dolmen.model import build
 from dolmen.model.decoder import Decoder
 from dolmen.parallel import data, vocabulary
 from dolmen.serve import sample
-from dolmen.serve.cache import Cache
+from dolmen.serve.cache import Cache, Memory
 
-TOKENS_AT_ONCE = 1 << 12  # of a prompt, one forward: bounds the logits nobody reads
+TOKENS_AT_ONCE = 1 << 12  # of prompts, one forward: bounds the logits nobody reads
+AT_ONCE = 256  # prompts
 
 
 def load_decoder(
@@ -70,20 +72,34 @@ def generate(
     seed: int = 0,
     on_token: Callable[[int, int], None] | None = None,
     known: Collection[int] | None = None,
+    batch: int = AT_ONCE,
+    on_memory: Callable[[Memory], None] | None = None,
 ) -> list[list[int]]:
     """New tokens of each prompt: at most `max_new_tokens`, the last a member of `stop` where it
     stopped at one; with `known`, the tokenizer's ids, none that is not one of them.
 
-    Temperature 0 is greedy. `on_token(prompt index, token)` is called as each token is chosen.
-    Prompts of equal length run as one batch, lengths one after the other; the random numbers of a
-    prompt follow from (seed, its index). A model under ZeRO needs the same call on every rank of
-    dp. Raises ValueError before the first forward for settings and prompts the model cannot take,
-    and later for logits that are not finite.
+    Temperature 0 is greedy. `on_token(prompt index, token)` is called as each token is chosen, and
+    `on_memory` at the end with what the cache has held. At most `batch` prompts of any lengths run
+    at once, and when one ends the next begins; the random numbers of a prompt follow from (seed,
+    its index). A model under ZeRO needs the same call on every rank of dp. Raises ValueError before
+    the first forward for settings and prompts the model cannot take, and later for logits that are
+    not finite.
     """
     sample.check_knobs(temperature, top_k, top_p)
-    _check(model, prompts, max_new_tokens)
+    _check(model, prompts, max_new_tokens, batch)
     out: list[list[int]] = [[] for _ in prompts]
     unknown = sorted(set(range(model.tree.vocab_size)) - set(known)) if known else []
+
+    def choose(logits: Tensor, indices: list[int]) -> list[int]:
+        uniforms = torch.tensor(
+            [sample.uniform(seed, i, len(out[i])) for i in indices], dtype=torch.float64
+        )
+        if unknown:
+            logits[:, unknown] = -math.inf
+        chosen = sample.sample(logits, uniforms, temperature, top_k, top_p)
+        # all ranks have the same logits, but sums on a GPU may differ in the last bit from run to
+        # run: agree on one
+        return collectives.reduce_scalar(chosen, model.tp.axis, "max").tolist()
 
     def emit(index: int, token: int) -> bool:
         """Whether the prompt goes on after this token."""
@@ -92,75 +108,81 @@ def generate(
             on_token(index, token)
         return token not in stop and len(out[index]) < max_new_tokens
 
-    def choose(logits: Tensor, indices: list[int], step: int) -> Tensor:
-        uniforms = torch.tensor(
-            [sample.uniform(seed, i, step) for i in indices], dtype=torch.float64
-        )
-        if unknown:
-            logits[:, unknown] = -math.inf
-        chosen = sample.sample(logits, uniforms, temperature, top_k, top_p)
-        # all ranks have the same logits, but sums on a GPU may differ in the last bit from run to
-        # run: agree on one
-        return collectives.reduce_scalar(chosen, model.tp.axis, "max")
-
+    cache, waiting = Cache(model.tree), deque(enumerate(prompts))
+    unread: dict[int, Sequence[int]] = {}  # of each prompt that runs, what the cache has not
     # a compiled block would be compiled again for every length
     with data.inference(model), torch.compiler.set_stance("force_eager"):
-        for length in sorted({len(p) for p in prompts}):
-            indices = [i for i, p in enumerate(prompts) if len(p) == length]
-            _generate(
-                model,
-                indices,
-                [prompts[i] for i in indices],
-                length + max_new_tokens - 1,
-                choose,
-                emit,
-            )
+        while unread or waiting:
+            while waiting and len(unread) < batch:
+                index, prompt = waiting.popleft()
+                unread[index] = prompt
+            read, indices, logits = _read(model, cache, unread)
+            unread |= {i: unread[i][n:] for i, n in read.items()}
+            if not indices:
+                continue
+            _check_finite(logits, indices, out)
+            for i, token in zip(indices, choose(logits, indices), strict=True):
+                if emit(i, token):
+                    unread[i] = [token]
+                else:
+                    del unread[i]
+                    cache.end(i)
+    if on_memory is not None:
+        on_memory(cache.memory)
     return out
 
 
-def _generate(
-    model: Decoder,
-    indices: list[int],
-    prompts: list[Sequence[int]],
-    maximum: int,
-    choose: Callable[[Tensor, list[int], int], Tensor],
-    emit: Callable[[int, int], bool],
-) -> None:
-    """Prompts of one length, until none goes on. Finished rows stay in the batch, unread."""
-    cache, live, step = Cache(model.tree, maximum), set(indices), 0
-    tokens = torch.tensor(prompts, device=next(model.parameters()).device)
-    while True:
-        logits = _read(model, tokens, cache)
-        if not logits.amax(-1).isfinite().all():
-            raise ValueError(
-                f"the logits of new token {step + 1} are not finite: the model has diverged, or "
-                "needs --dtype float32 (generate), or `dolmen.load(..., dtype=torch.float32)`"
-            )
-        chosen = choose(logits, indices, step)
-        for i, token in zip(indices, chosen.tolist(), strict=True):
-            if i in live and not emit(i, token):
-                live.remove(i)
-        if not live:
-            return
-        tokens, step = chosen[:, None], step + 1
-
-
-def _read(model: Decoder, tokens: Tensor, cache: Cache) -> Tensor:
-    """tokens [batch, new] after those of the cache -> logits of what follows the last, [batch,
-    vocab] fp32 or wider.
+def _read(
+    model: Decoder, cache: Cache, unread: Mapping[int, Sequence[int]]
+) -> tuple[dict[int, int], list[int], Tensor]:
+    """One forward. -> how many tokens it read of each prompt; those of which none is left; and
+    logits [those, vocab], fp32 or wider, of what follows each.
     """
-    batch = len(tokens)
-    if model.tp.sequence:  # splits tokens evenly: fill up with rows that nobody reads
-        tokens = torch.cat((tokens, tokens[-1:].expand(-batch % model.tp.axis.size, -1)))
-    *before, last = tokens.split(max(1, TOKENS_AT_ONCE // len(tokens)), 1)
-    for part in before:
-        model(part, cache=cache)
-    logits = model(last, cache=cache)
-    logits = vocabulary.gather_vocabulary(logits[:batch, -1], model.tree.vocab_size, model.tp.axis)
-    return logits if logits.dtype == torch.float64 else logits.float()
+    tp, new = model.tp, _share({i: len(tokens) for i, tokens in unread.items()})
+    # sequence parallelism splits tokens evenly: fill up with some that nobody reads
+    device, multiple = next(model.parameters()).device, tp.axis.size if tp.sequence else 1
+    reading = cache.read(new, device, multiple)
+    tokens = [token for i in reading.texts for token in unread[i][: new[i]]]
+    tokens += [0] * (reading.positions.shape[1] - len(tokens))
+    logits = model(host.send(torch.tensor([tokens]), device), cache=reading)
+    whole = [k for k, i in enumerate(reading.texts) if new[i] == len(unread[i])]
+    indices = [reading.texts[k] for k in whole]
+    last = reading.last if len(whole) == len(reading.texts) else reading.last[whole]
+    logits = vocabulary.gather_vocabulary(logits[0, last], model.tree.vocab_size, tp.axis)
+    return new, indices, logits if logits.dtype == torch.float64 else logits.float()
 
 
-def _check(model: Decoder, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+def _share(lengths: Mapping[int, int]) -> dict[int, int]:
+    """How many unread tokens of each prompt the next forward reads: the one of each that has one,
+    and of the others, in their order, what leaves it at TOKENS_AT_ONCE.
+    """
+    new = {i: n for i, n in lengths.items() if n == 1}
+    left = max(TOKENS_AT_ONCE - len(new), 0 if new else 1)
+    for i, n in lengths.items():
+        if n > 1 and left:
+            new[i] = min(n, left)
+            left -= new[i]
+    return new
+
+
+def _check_finite(logits: Tensor, indices: list[int], out: list[list[int]]) -> None:
+    """Raises ValueError for the first prompt whose logits are not finite."""
+    finite = logits.amax(-1).isfinite()
+    if finite.all():
+        return
+    index = indices[finite.tolist().index(False)]
+    raise ValueError(
+        f"the logits of new token {len(out[index]) + 1} of prompt {index} are not finite: the "
+        "model has diverged, or needs --dtype float32 (generate), or "
+        "`dolmen.load(..., dtype=torch.float32)`"
+    )
+
+
+def _check(
+    model: Decoder, prompts: Sequence[Sequence[int]], max_new_tokens: int, batch: int
+) -> None:
+    if batch < 1:
+        raise ValueError(f"batch is {batch}: it must be at least 1")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens}: use --max-new-tokens 1 or more")
     vocabulary, most = model.tree.vocab_size, model.tree.max_position_embeddings

@@ -15,13 +15,14 @@ from torch import Tensor
 from dolmen.core.function import Context, Function
 from dolmen.ops.attention import blocks
 from dolmen.ops.attention.blocks import Rule
-from dolmen.ops.attention.decode import one_query
 from dolmen.ops.attention.spec import Attend, Attended, Keys, LogSum, Place, Queries, Values
 
 
 def attention(q: Queries, k: Keys, v: Values, attend: Attend) -> Attended:
     """See `spec.Attention`."""
-    return (one_query if q.shape[1] == 1 and attend.plain else _blockwise)(q, k, v, attend)
+    kv_heads, rule = k.shape[2], _rule(q, k, Place(k.shape[1] - q.shape[1], 0, attend))
+    out = _Blockwise.apply(*(_rows(t, kv_heads) for t in (q, k, v)), *rule)
+    return _heads(out, kv_heads, (*q.shape[:3], v.shape[3]))
 
 
 def partial(q: Queries, k: Keys, v: Values, at: Place) -> tuple[Attended, LogSum]:
@@ -90,12 +91,6 @@ def _heads(x: Tensor, kv_heads: int, shape: tuple[int, ...]) -> Tensor:
     """
     batch, length, heads, size = shape
     return x.view(batch, kv_heads, length, heads // kv_heads, size).transpose(1, 2).reshape(shape)
-
-
-def _blockwise(q: Tensor, k: Tensor, v: Tensor, attend: Attend) -> Tensor:
-    kv_heads, rule = k.shape[2], _rule(q, k, Place(k.shape[1] - q.shape[1], 0, attend))
-    out = _Blockwise.apply(*(_rows(t, kv_heads) for t in (q, k, v)), *rule)
-    return _heads(out, kv_heads, (*q.shape[:3], v.shape[3]))
 
 
 # Under torch.compile each direction is one opaque operator, whose passes between the products are

@@ -1,32 +1,84 @@
-"""One query, as in a step of decoding, by PyTorch's SDPA: there is no square to avoid, on any
-device.
+"""One query of each of several texts, as in a step of decoding, to keys that lie in pages.
+
+    pool [pages, kv_heads, page, size]    a page holds consecutive tokens of one text
+
+    S = scores(q of the page's text, K of the page)     one product per page, where the page lies
+    out of a text = sum of exp(S - maximum) V / sum of exp(S - maximum), over all of its pages
+
+No key or value is copied or repeated, and what is multiplied are the pages there are, however
+different the lengths of the texts. By pages of 32 the two products of 32 texts of 256 tokens and 8
+heads of 64 take 1.7 ms of one core, where SDPA takes 4.1 on the same keys laid in a rectangle.
 """
 
-import torch.nn.functional as F
-from jaxtyping import Float
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from dolmen.ops.attention.spec import Attend, visible
+from dolmen.core import host
+from dolmen.ops.attention.spec import Attend
+
+
+@dataclass(frozen=True, eq=False)
+class Pages:
+    """What a pool's pages hold, of the texts whose queries are asked."""
+
+    owner: Int64[Tensor, " pages"]
+    """Index of the query whose text it is; of a page that is none of theirs, any."""
+    back: Int64[Tensor, "pages page"]
+    """From the query's own token back to each of the page's; below 0 where there is no token."""
+    _seen: dict[int | None, Tensor] = field(default_factory=dict)
+
+    def hidden(self, window: int | None) -> Bool[Tensor, "pages 1 1 page"]:
+        """What its query does not see; made once for all layers of that window."""
+        if window not in self._seen:
+            out = self.back < 0
+            out = out if window is None else out | (self.back >= window)
+            self._seen[window] = out[:, None, None]
+        return self._seen[window]
 
 
 def one_query(
-    q: Float[Tensor, "batch 1 heads size"],
-    k: Float[Tensor, "batch keys kv_heads size"],
-    v: Float[Tensor, "batch keys kv_heads value_size"],
+    q: Float[Tensor, "queries heads size"],
+    k: Float[Tensor, "pages kv_heads page size"],
+    v: Float[Tensor, "pages kv_heads page value_size"],
     attend: Attend,
-) -> Float[Tensor, "batch 1 heads value_size"]:
-    """Of a query at the last key, whose scores are `plain`; a mask has one row. The queries of a
-    key-value head are rows of one product, so that no key or value is repeated.
+    pages: Pages,
+) -> Float[Tensor, "queries heads value_size"]:
+    """softmax(scores) v of each query, at its text's last key: see `spec.Attention`. Documents and
+    dropout have no meaning here. The queries of a key-value head are rows of one product.
     """
-    keys, window, starts, mask = k.shape[1], attend.window, attend.starts, None
-    if starts is not None or (window is not None and window < keys):
-        mask = visible(1, keys, window, q.device, starts)
-        mask = mask if starts is None else mask[:, None]
-    out = F.scaled_dot_product_attention(
-        q.reshape(len(q), k.shape[2], -1, q.shape[3]),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        attn_mask=mask,
-        scale=attend.scale_of(q.shape[3]),
-    )
-    return out.reshape(len(q), 1, q.shape[2], -1)
+    owner, of_heads = pages.owner, (len(q), k.shape[1], -1)
+    heads = q.view(*of_heads, q.shape[2]).index_select(0, owner)
+    products = torch.matmul(heads, k.transpose(2, 3))
+    scores = _scores(products, attend.scale_of(q.shape[2]), attend, pages)
+    highest = scores.amax(-1)
+    to_text = owner[:, None, None].expand_as(highest)
+    maximum = highest.new_full((len(q), *highest.shape[1:]), -torch.inf)
+    maximum.scatter_reduce_(0, to_text, highest, "amax")
+    e = scores.sub_(maximum.index_select(0, owner)[..., None]).exp_()
+    total = torch.zeros_like(maximum).index_add_(0, owner, e.sum(-1))
+    parts = torch.matmul(e.to(v.dtype), v).to(total.dtype)
+    out = parts.new_zeros((len(q), *parts.shape[1:])).index_add_(0, owner, parts)
+    return (out / total[..., None]).to(q.dtype).view(*q.shape[:2], v.shape[3])
+
+
+def _scores(
+    products: Float[Tensor, "pages kv_heads group page"],
+    scale: float,
+    attend: Attend,
+    pages: Pages,
+) -> Float[Tensor, "pages kv_heads group page"]:
+    """In fp32 or wider, -inf where a query does not see."""
+    kv_heads, group = products.shape[1:3]
+    wide = products if products.dtype == torch.float64 else products.float()
+    scores = wide * scale
+    if attend.soft_cap is not None:
+        scores = (scores / attend.soft_cap).tanh_().mul_(attend.soft_cap)
+    slopes = attend.slopes_of(kv_heads * group)
+    if slopes is not None:
+        each = host.send(torch.tensor(slopes, dtype=scores.dtype), scores.device)
+        back = pages.back[:, None, None].to(scores.dtype)
+        scores = scores.addcmul_(each.view(kv_heads, group, 1), back, value=-1)
+    return scores.masked_fill_(pages.hidden(attend.window), -torch.inf)

@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dolmen.ops.attention.decode import one_query
 from dolmen.ops.attention.operators import ALL, CAUSAL, Call, Flash, backward, forward, no_state
 from dolmen.ops.attention.spec import (
     Attend,
@@ -36,8 +35,6 @@ from dolmen.ops.attention.spec import (
 
 def attention(q: Queries, k: Keys, v: Values, attend: Attend) -> Attended:
     """See `spec.Attention`."""
-    if q.shape[1] == 1:
-        return one_query(q, k, v, attend)
     size, run, call = v.shape[3], _run(attend.documents), _call(q, attend)
     q, k, v = _alike(q, k, v)
     if run is None:
