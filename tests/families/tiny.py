@@ -262,11 +262,11 @@ CASES = {
 }
 
 
-def build(case):
+def build(case, **changed):
     """A model with everything stored random: norm weights away from 1, biases away from 0."""
     torch.manual_seed(0)
     model_type, fields = CASES[case]
-    config = transformers.AutoConfig.for_model(model_type, **fields)
+    config = transformers.AutoConfig.for_model(model_type, **fields | changed)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for p in model.parameters():

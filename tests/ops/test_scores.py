@@ -22,7 +22,6 @@ from dolmen.ops.attention.alibi import carried, slopes, steps
 from dolmen.ops.attention.reference import CASES, KNOWN, ROADS, SCORES, definition
 from dolmen.ops.dropout import Dropout, Noise
 from dolmen.parallel.recompute import again
-from dolmen.serve.cache import LayerCache
 
 HERE = torch.device("cpu")
 SIZES = {name: CASES[name] for name in ("another scale", "narrow values", "wide values")}
@@ -91,7 +90,7 @@ def test_gradients_by_differences(name):
 @pytest.mark.parametrize("name", NEW)
 @TYPES
 def test_one_query(name, dtype, tolerance):
-    """As in decoding, by SDPA or by blocks."""
+    """The last of a text alone."""
     case = NEW[name]
     q, k, v, _ = case.tensors(dtype, HERE)
     attend = case.attend
@@ -105,18 +104,16 @@ def test_one_query(name, dtype, tolerance):
 
 
 @pytest.mark.parametrize("name", NEW)
-def test_with_a_cache(name):
-    """A prompt, more of it, then token after token: as the whole."""
+def test_in_pieces(name):
+    """A prompt, more of it, then token after token, each with all keys so far: as the whole."""
     case = replace(NEW[name], documents=None)
     q, k, v, _ = case.tensors(torch.float64, HERE)
-    kept, out, first = LayerCache(case.length), [], 0
+    out, first = [], 0
     for end in (100, 150, *range(151, case.length + 1)):
         new = slice(first, end)
-        sofar = kept.append(k[:, new], v[:, new])
-        out.append(blockwise.attention(q[:, new], *sofar, case.attend))
+        out.append(blockwise.attention(q[:, new], k[:, :end], v[:, :end], case.attend))
         first = end
     near([torch.cat(out, 1)], [definition(q, k, v, case.attend)], 1e-13)
-    assert [t.shape[3] for t in kept.kept] == [q.shape[3], v.shape[3]]
 
 
 @pytest.mark.parametrize("name", [n for n in SCORES if SCORES[n].heads % 2 == 0])

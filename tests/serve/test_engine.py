@@ -141,7 +141,7 @@ def test_logits_that_are_not_finite_are_refused():
     model = decoder("grouped")
     with torch.no_grad():
         model.final_norm.weight[0] = torch.nan
-    with pytest.raises(ValueError, match="logits of new token 1 are not finite"):
+    with pytest.raises(ValueError, match="logits of new token 1 of prompt 0 are not finite"):
         generate(model, PROMPTS, 2)
 
 

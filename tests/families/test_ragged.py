@@ -1,0 +1,76 @@
+"""Prompts of 1 to 200 tokens that end at different steps, in one batch in which fewer run at once
+than there are: each text is that of transformers for its prompt alone, greedy, in fp32. On one
+process, and split over two.
+"""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from tiny import build, save
+
+from dolmen.core import mesh as meshes
+from dolmen.core.mesh import SINGLE, Mesh
+from dolmen.serve import engine
+from dolmen.serve.cache import Memory
+
+PROMPTS = (200, 1, 33, 2, 150, 64, 1, 7, 32, 65, 199, 17)  # tokens of each
+NEW, AT_ONCE = 24, 5
+STOP = (3, 11, 29, 47)  # of 61: most texts end before NEW
+LONG = {
+    **{"gpt2": dict(n_positions=256), "bloom": {}},
+    **dict.fromkeys(
+        (
+            *("llama", "llama-yarn", "mistral-window", "mixtral", "qwen2-window", "qwen3"),
+            *("qwen3-moe", "gemma", "gemma2", "deepseek-v2", "deepseek-v3-halves"),
+            *("falcon", "falcon-grouped", "falcon-alibi"),
+        ),
+        dict(max_position_embeddings=256),
+    ),
+}
+"""One of each family at least, and what makes its context long enough."""
+
+
+def prompts() -> list[list[int]]:
+    chance = torch.Generator().manual_seed(1)
+    return [torch.randint(61, (n,), generator=chance).tolist() for n in PROMPTS]
+
+
+@cache
+def theirs(case: str) -> list[list[int]]:
+    """Each prompt by itself."""
+    model = build(case, **LONG[case])
+    model.generation_config = transformers.GenerationConfig(
+        eos_token_id=list(STOP), pad_token_id=0, max_new_tokens=NEW, do_sample=False
+    )
+    with torch.no_grad():
+        return [model.generate(torch.tensor([p]))[0, len(p) :].tolist() for p in prompts()]
+
+
+def ours(folder: Path, mesh: Mesh = SINGLE) -> tuple[list[list[int]], Memory]:
+    held: list[Memory] = []
+    model = engine.load_decoder(folder, mesh)
+    texts = engine.generate(model, prompts(), NEW, stop=STOP, batch=AT_ONCE, on_memory=held.append)
+    return texts, held[0]
+
+
+@pytest.mark.parametrize("case", LONG)
+def test_each_text_is_that_of_its_prompt_alone(case, tmp_path):
+    texts, held = ours(save(build(case, **LONG[case]), tmp_path))
+    assert texts == theirs(case)
+    assert len({len(text) for text in texts}) > 5  # they end at different steps
+    assert held.in_use * held.page < held.rectangle
+
+
+def two_ranks(folder: Path) -> dict[str, list[list[int]]]:
+    mesh = meshes.grid(1, 2, torch.device("cpu"))
+    return {case: ours(folder / case, mesh)[0] for case in LONG}
+
+
+def test_each_text_is_that_of_its_prompt_alone_on_two_ranks(spawn, tmp_path):
+    for case in LONG:
+        save(build(case, **LONG[case]), tmp_path / case)
+    texts = spawn(2)(two_ranks, tmp_path)
+    assert [case for case in LONG if texts[case] != theirs(case)] == []
