@@ -55,10 +55,12 @@ class Model:
         *,
         top_k: int | None = None,
         top_p: float | None = None,
+        batch: int = engine.AT_ONCE,
     ) -> str | list[str]:
         """The prompt and its continuation, of several prompts a list of them; greedy at temperature
-        0. An empty prompt begins where the tokenizer begins a text. Raises ValueError for what is
-        no text, and for settings that have no meaning.
+        0. An empty prompt begins where the tokenizer begins a text. At most `batch` prompts, of any
+        lengths, run at once. Raises ValueError for what is no text, and for settings that have no
+        meaning.
 
             model.generate("Once upon a time", temperature=0.8, top_p=0.95, seed=1)
         """
@@ -75,6 +77,7 @@ class Model:
                 engine.stop_tokens(self.folder),
                 seed,
                 known=self.tokenizer.get_vocab().values(),
+                batch=batch,
             )
         texts = [
             text + self.tokenizer.decode(tokens, skip_special_tokens=True)
@@ -121,10 +124,11 @@ def generate(
     top_p: float | None = None,
     seed: int = 0,
     dtype: str | None = None,
+    batch: int = engine.AT_ONCE,
 ) -> str | list[str]:
     """`dolmen generate NAME --prompt PROMPT` in this process: the prompt and its continuation, of
-    several prompts a list of them. `dolmen.load` keeps a model for more. Raises ValueError on bad
-    input.
+    several prompts a list of them, at most `batch` at once. `dolmen.load` keeps a model for more.
+    Raises ValueError on bad input.
 
         dolmen.generate("path/to/model", "Once upon a time", temperature=0.8)
     """
@@ -133,7 +137,9 @@ def generate(
         for text in _several(prompt):
             check_text(text)
         model = load(name, _dtype(dtype))
-    return model.generate(prompt, max_new_tokens, temperature, seed, top_k=top_k, top_p=top_p)
+    return model.generate(
+        prompt, max_new_tokens, temperature, seed, top_k=top_k, top_p=top_p, batch=batch
+    )
 
 
 def export(source: str | Path, to: str | Path, dtype: str | None = None) -> Path:

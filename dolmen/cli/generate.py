@@ -1,5 +1,7 @@
 """dolmen generate DIR --prompt TEXT"""
 
+import sys
+
 from dolmen.cli.errors import BadInput
 from dolmen.cli.options import GenerateOptions
 from dolmen.cli.verify import compute
@@ -7,6 +9,7 @@ from dolmen.core.mesh import Mesh
 from dolmen.data.tokenizer import load_tokenizer
 from dolmen.optim.precision import DTYPES
 from dolmen.serve import engine, prompt, sample
+from dolmen.serve.cache import Memory
 
 
 def run(options: GenerateOptions, argv: list[str]) -> int:
@@ -26,6 +29,7 @@ def _generate(options: GenerateOptions, mesh: Mesh) -> int:
     dtype = DTYPES[options.dtype] if options.dtype else None
     model = engine.load_decoder(options.folder, mesh, dtype)
     new, shown = [], 0
+    held: list[Memory] = []
 
     def show(_, token: int) -> None:
         """Print the prompt with the first new token (all is in order then), and what each adds,
@@ -52,8 +56,11 @@ def _generate(options: GenerateOptions, mesh: Mesh) -> int:
             options.seed,
             show,
             tokenizer.get_vocab().values(),
+            on_memory=held.append,
         )
     finally:
         if mesh.first and new:
             print(tokenizer.decode(new, skip_special_tokens=True)[shown:])  # half a character too
+    if mesh.first:
+        print(*held, file=sys.stderr)  # not among the text
     return 0

@@ -23,7 +23,9 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from dolmen.core import host, log
+from dolmen.core import host
+from dolmen.core.log import size
+from dolmen.core.words import counted
 from dolmen.model.cached import OfPages, OfTexts
 from dolmen.model.tree import Tree
 from dolmen.ops.attention.decode import Pages
@@ -47,12 +49,14 @@ class Memory:
 
     def __str__(self) -> str:
         """For a person."""
-        per_page = self.page * self.bytes_per_token
+        held, allocated, rectangle = (
+            size(tokens * self.bytes_per_token, "B")
+            for tokens in (self.in_use * self.page, self.allocated * self.page, self.rectangle)
+        )
         return (
-            f"cache: {self.in_use} pages of {self.page} tokens in use at most, "
-            f"{log.gib(self.in_use * per_page)}; {log.gib(self.allocated * per_page)} allocated; "
-            f"a rectangle as long as the longest text: "
-            f"{log.gib(self.rectangle * self.bytes_per_token)}"
+            f"cache, per process: {counted(self.in_use, 'page')} of {self.page} tokens in use at "
+            f"most, {held} ({allocated} allocated); with every text as long as the longest: "
+            f"{rectangle}"
         )
 
 

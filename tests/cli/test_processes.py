@@ -248,10 +248,15 @@ def test_ranks_of_another_launcher_join(material, alone, tmp_path):
 
 @pytest.mark.spawn
 def test_generate_over_two_ranks(material, capfd):
-    """The text of one process, told by the first rank alone."""
+    """The text of one process, told by the first rank alone; of the cache each has its own heads."""
     words = ("generate", material.model, "--prompt", "abc def", "--max-new-tokens", 8)
     one = dolmen(*words)
-    assert one.code == 0 and dolmen(*words, *TWO).code == 0 and capfd.readouterr() == (one.out, "")
+    assert one.code == 0 and dolmen(*words, *TWO).code == 0
+    told = capfd.readouterr()
+    assert told.out == one.out
+    assert [len(err.splitlines()) for err in (one.err, told.err)] == [1, 1]
+    held = [float(err.split("at most, ")[1].split()[0]) for err in (one.err, told.err)]
+    assert held[0] == 2 * held[1]
 
 
 # ---- the launcher alone: workers that do not train

@@ -112,7 +112,7 @@ DECODERS["soft-capped"] = tiny(
     attn_logit_softcapping=2.0,
     final_logit_softcapping=3.0,
 )
-PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12, 13, 14], [15, 16, 17], [70, 0, 70]]
+PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12, 13, 14], [15, 16, 17], [70, 0, 70], [3], [*range(40, 60)]]
 
 
 def decoder(name: str, mesh: Mesh = SINGLE, **layout):

@@ -59,6 +59,39 @@ def test_sampling_follows_from_seed_and_prompt_alone():
     assert len(set(map(tuple, same))) == 8
 
 
+@pytest.mark.parametrize("options", [{}, WARM], ids=["greedy", "warm"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_text_is_that_of_its_prompt_alone(name, options):
+    """Prompts of 1 to 20 tokens that end at different steps, whatever runs beside them."""
+    model = decoder(name)
+    prompts = [[(7 * i + j) % VOCABULARY for j in range(n)] for i, n in enumerate((20, 1, 9, 1, 2, 20, 13))]
+    alone = generate(model, prompts, NEW, **options, batch=1)
+    stop = {alone[0][2], alone[3][5], alone[5][0]}
+    alone = generate(model, prompts, NEW, stop=stop, **options, batch=1)
+    assert len({len(text) for text in alone}) > 2
+    for batch in (3, 7, 256):
+        assert generate(model, prompts, NEW, stop=stop, **options, batch=batch) == alone, batch
+
+
+def test_memory_is_that_of_the_texts_that_run():
+    """The last new token is not read: a prompt of 3 tokens and 12 new ones are 14 in the cache."""
+    model, prompts, held = decoder("grouped"), [[i, 1, 2] for i in range(6)], []
+    for batch in (1, 2, 4, 6, 9):
+        generate(model, prompts, NEW, batch=batch, on_memory=held.append)
+    assert [memory.in_use for memory in held] == [1, 2, 4, 6, 6]
+    assert [memory.rectangle for memory in held] == [14, 28, 56, 84, 84]
+    assert {memory.bytes_per_token for memory in held} == {2 * 4 * 2 * 2 * 8}
+    assert str(held[-1]) == (
+        "cache, per process: 6 pages of 32 tokens in use at most, 49.2 kB (49.2 kB allocated); "
+        "with every text as long as the longest: 21.5 kB"
+    )
+
+
+def test_a_batch_of_none_is_refused():
+    with pytest.raises(ValueError, match="batch is 0"):
+        generate(decoder("grouped"), PROMPTS, 2, batch=0)
+
+
 def test_stop_tokens_end_their_own_text_and_are_part_of_it():
     model, seen = decoder("grouped"), []
     whole = generate(model, PROMPTS, NEW)

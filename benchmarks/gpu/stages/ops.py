@@ -16,7 +16,7 @@ from dolmen.core.mesh import Axis
 from dolmen.model.tree.leaf import Cut, Leaves, column
 from dolmen.ops import dropout, norm, rope
 from dolmen.ops.activation import ACTIVATIONS
-from dolmen.ops.attention import Attend
+from dolmen.ops.attention import Attend, decode
 from dolmen.ops.attention.reference import KNOWN, ROADS, definition, errors
 from dolmen.ops.kernels import HALF
 from dolmen.optim.config import OptimizerConfig
@@ -37,7 +37,7 @@ def cases(context: Context) -> Iterator[Case]:
             for road in ROADS:
                 words = f"attention by {backend}, {road} {short}"
                 yield Case(words, 3, partial(attention, context, backend, dtype, road))
-        yield Case(f"attention, one query {short}", 1, given(decode))
+        yield Case(f"attention, one query {short}", 1, given(one_query))
         for function in (rotate, rms_norm, layer_norm, activations, cross_entropy):
             yield Case(f"{function.__name__} {short}", 1, given(function))
         yield Case(f"grouped products {short}", 2, given(grouped))
@@ -112,11 +112,18 @@ def document_starts(length: int, documents: int) -> Tensor | None:
     return (torch.arange(length) // size * size)[None]
 
 
-def decode(given: Given) -> None:
+def one_query(given: Given) -> None:
+    """To whole keys, and to the same in pages of 7 tokens, as in a cache."""
     q, k, v = (given.draw(3, n, h, 64).detach() for n, h in ((1, 4), (77, 2), (77, 2)))
     true = definition(q.double(), k.double(), v.double())
     off = compare.relative(house.attention_of(q, k, v)(), true)
     given.record.check("forward", off, compare.BOUND[given.dtype], compare.WHY)
+    page = torch.arange(33, device=given.device)
+    back = 76 - page[:, None] % 11 * 7 - torch.arange(7, device=given.device)
+    pools = (t.view(33, 7, 2, 64).transpose(1, 2).contiguous() for t in (k, v))
+    found = decode.one_query(q[:, 0], *pools, Attend(), decode.Pages(page // 11, back))
+    off = compare.relative(found[:, None], true)
+    given.record.check("forward, in pages", off, compare.BOUND[given.dtype], compare.WHY)
 
 
 def rotate(given: Given) -> None:
