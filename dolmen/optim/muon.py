@@ -26,6 +26,10 @@ from dolmen.ops import newton_schulz
 from dolmen.optim.config import OptimizerConfig
 from dolmen.parallel.assembly import Assembly
 
+# torch has no public names for these
+_mul_, _add_ = torch._foreach_mul_, torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
+_sum = torch._foreach_add  # pyright: ignore[reportPrivateImportUsage]
+
 KINDS = ("momentum",)  # of state
 RATIO = 0.2  # root mean square of an update's elements, over lr
 
@@ -49,20 +53,19 @@ class Muon(torch.optim.Optimizer):
         self.assembly = Assembly(group["params"], mesh, newton_schulz.flops)
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """One update of every parameter, each of which has a gradient."""
         (group,) = self.param_groups
         parameters = group["params"]
         gradients = [_view(p.grad) for p in parameters]
         kept = [self.state[p] for p in parameters]
         momenta = [_view(s["momentum"]) for s in kept]
-        # torch has no public name for these
-        torch._foreach_add_([s["step"] for s in kept], 1)
-        torch._foreach_mul_(momenta, group["momentum"])
-        torch._foreach_add_(momenta, gradients)
-        ahead = torch._foreach_add(gradients, momenta, alpha=group["momentum"])
+        _add_([s["step"] for s in kept], 1)
+        _mul_(momenta, group["momentum"])
+        _add_(momenta, gradients)
+        ahead = _sum(gradients, momenta, alpha=group["momentum"])
         values = [_view(p) for p in parameters]
-        torch._foreach_mul_(values, 1 - group["lr"] * group["weight_decay"])
+        _mul_(values, 1 - group["lr"] * group["weight_decay"])
         updates = self.assembly.apply(self._direction, matrices(ahead))
         for value, update in zip(matrices(values), updates, strict=True):
             value.add_(update, alpha=-group["lr"])

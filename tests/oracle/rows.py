@@ -303,6 +303,7 @@ ROWS += [
     # arithmetic
     row("loss-scale", **SCALE, **NOT_FINITE),
     row("loss-scale-moe", "qwen3-moe", **AUXILIARY, **SCALE),
+    row("loss-scale-muon", **SCALE, **NOT_FINITE, momentum=0.95, dtypes=WIDE),
     row("loss-scale-resumed", **SCALE, **NOT_FINITE, resume=15, dtypes=("float32",)),
     row("bfloat16", dtypes=("bfloat16",)),
     row("bfloat16-gpt2", "gpt2", dtypes=("bfloat16",), train=ACCUMULATE),
