@@ -166,11 +166,11 @@ def _share(lengths: Mapping[int, int]) -> dict[int, int]:
 
 
 def _check_finite(logits: Tensor, indices: list[int], out: list[list[int]]) -> None:
-    """Raises ValueError for the first prompt whose logits are not finite."""
+    """Raises ValueError that names the first prompt whose logits are not finite."""
     finite = logits.amax(-1).isfinite()
     if finite.all():
         return
-    index = indices[finite.tolist().index(False)]
+    index = min(i for i, is_finite in zip(indices, finite.tolist(), strict=True) if not is_finite)
     raise ValueError(
         f"the logits of new token {len(out[index]) + 1} of prompt {index} are not finite: the "
         "model has diverged, or needs --dtype float32 (generate), or "

@@ -248,7 +248,7 @@ def test_ranks_of_another_launcher_join(material, alone, tmp_path):
 
 @pytest.mark.spawn
 def test_generate_over_two_ranks(material, capfd):
-    """The text of one process, told by the first rank alone; of the cache each has its own heads."""
+    """The text of one process, told by the first rank; in the cache each has its own heads."""
     words = ("generate", material.model, "--prompt", "abc def", "--max-new-tokens", 8)
     one = dolmen(*words)
     assert one.code == 0 and dolmen(*words, *TWO).code == 0

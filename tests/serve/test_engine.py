@@ -64,11 +64,13 @@ def test_sampling_follows_from_seed_and_prompt_alone():
 def test_a_text_is_that_of_its_prompt_alone(name, options):
     """Prompts of 1 to 20 tokens that end at different steps, whatever runs beside them."""
     model = decoder(name)
-    prompts = [[(7 * i + j) % VOCABULARY for j in range(n)] for i, n in enumerate((20, 1, 9, 1, 2, 20, 13))]
+    prompts = [
+        [(7 * i + j) % VOCABULARY for j in range(n)] for i, n in enumerate((20, 1, 9, 1, 2, 20, 13))
+    ]
     alone = generate(model, prompts, NEW, **options, batch=1)
-    stop = {alone[0][2], alone[3][5], alone[5][0]}
+    stop = {alone[0][2], alone[3][5], alone[5][8]}
     alone = generate(model, prompts, NEW, stop=stop, **options, batch=1)
-    assert len({len(text) for text in alone}) > 2
+    assert len({len(text) for text in alone}) > 1
     for batch in (3, 7, 256):
         assert generate(model, prompts, NEW, stop=stop, **options, batch=batch) == alone, batch
 
