@@ -77,7 +77,7 @@ def _convert(hint: Any, value: Any, where: str, default: Any) -> Any:
         return KINDS[kind](hint, value, where, default)
     if issubclass(kind, Plain):
         return _plain_of(kind, value, where)
-    if dataclasses.is_dataclass(kind):
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return from_dict(kind, value, default, where)
     return _exactly(kind, value, where)
 
