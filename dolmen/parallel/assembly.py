@@ -27,7 +27,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from dolmen.core import collectives, state
+from dolmen.core import state, transfers
 from dolmen.core.mesh import Axis, Mesh
 
 Shape = tuple[int, ...]
@@ -106,7 +106,7 @@ class _Exchange:
         """`going`, in the order of the ranks they are for -> what has come, of these `shapes`."""
         flat = torch.cat([x.reshape(-1) for x in going]) if going else like.new_empty(0)
         axis = self.axis
-        arrived = collectives.wait(collectives.start_all_to_all(flat, receive, send, axis), axis)
+        arrived = transfers.wait(transfers.start_all_to_all(flat, receive, send, axis), axis)
         pieces = arrived.split([math.prod(shape) for shape in shapes])
         return [x.view(shape) for x, shape in zip(pieces, shapes, strict=True)]
 
