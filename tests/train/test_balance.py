@@ -42,10 +42,12 @@ def batch(rank: int, size: int, step: int = 0) -> Batch:
 
 
 def train(
-    mesh, layout: Layout, steps: int = STEPS, lr: float = 1e-3, **model
+    mesh, layout: Layout, steps: int = STEPS, lr: float = 1e-3, micro: int = 2, **model
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """The routers' numbers of each step, and in the end their biases, whole."""
-    schedule = layout.make_schedule(ROWS, 2)
+    """The routers' numbers of each step, of microbatches of `micro` rows, and in the end their
+    biases, whole.
+    """
+    schedule = layout.make_schedule(ROWS, micro)
     decoder = build(Flat(**MODEL | model), mesh, layout, schedule)
     initialize(decoder, 0)
     optimizer = OptimizerConfig(lr=lr, schedule="constant")
@@ -102,6 +104,7 @@ def test_bias_balances_and_a_loss_does():
             Layout(dp=1),
             steps=60,
             lr=3e-3,
+            micro=ROWS,
             router_balance=kind,
             router_bias_rate=0.01,
             router_aux_loss_coef=0.2,
