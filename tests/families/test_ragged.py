@@ -17,8 +17,8 @@ from dolmen.serve import engine
 from dolmen.serve.cache import Memory
 
 PROMPTS = (200, 1, 33, 2, 150, 64, 1, 7, 32, 65, 199, 17)  # tokens of each
-NEW, AT_ONCE = 24, 5
-STOPS = ((0, 2), (2, 20), (4, 5), (7, 9), (8, 14), (11, 17))  # (text, step) of tokens that end one
+NEW, AT_ONCE = 16, 5
+STOPS = ((2, 13), (4, 5), (8, 11))  # (text, step) of tokens that end one
 UNTIED = dict(tie_word_embeddings=False)  # tied, these models repeat a token
 LONG = {
     "gpt2": dict(n_positions=256, **UNTIED),
@@ -54,12 +54,13 @@ def prompts() -> list[list[int]]:
 def theirs(case: str) -> tuple[list[list[int]], frozenset[int]]:
     """Each prompt by itself, and the tokens at which texts end, some of those that there were."""
     model = model_of(case)
-    options = dict(pad_token_id=0, max_new_tokens=NEW, do_sample=False)
-    model.generation_config = transformers.GenerationConfig(**options)
+    model.generation_config = transformers.GenerationConfig(
+        pad_token_id=0, max_new_tokens=NEW, do_sample=False
+    )
     whole = [_alone(model, prompt) for prompt in prompts()]
     stop = frozenset(whole[text][step] for text, step in STOPS)
-    model.generation_config = transformers.GenerationConfig(eos_token_id=list(stop), **options)
-    return [_alone(model, prompt) for prompt in prompts()], stop
+    ends = [[i + 1 for i, token in enumerate(text) if token in stop] for text in whole]
+    return [text[: end[0]] if end else text for text, end in zip(whole, ends, strict=True)], stop
 
 
 @torch.no_grad()
@@ -81,7 +82,7 @@ def test_each_text_is_that_of_its_prompt_alone(case, tmp_path):
     want, stop = theirs(case)
     texts, held = ours(save(model_of(case), tmp_path), stop)
     assert texts == want
-    assert len({len(text) for text in texts}) > 2  # they end at different steps
+    assert len({len(text) for text in texts}) > 1  # they end at different steps
     assert held.in_use * held.page < held.rectangle
 
 
