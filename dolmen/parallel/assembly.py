@@ -10,8 +10,9 @@ makes of it goes back to all who hold a part.
     tp       tp 0           .    .             cross machines, every element goes once.
              tp 1           a    .
 
-Owners divide the work: the costliest matrix first, each goes to that rank of those who hold it
-which has least to do. All of it is arithmetic, known before the first step.
+Owners divide the work: of what fewest ranks hold first, the costliest first, each matrix goes to
+that rank of those who hold it which has least to do. All of it is arithmetic, known before the
+first step.
 
 An axis whose ranks all hold the whole sends nothing on the way there, and to each of them on the
 way back. Of n elements over an axis of k ranks that cuts them, n (k - 1) / k move each way; where
@@ -145,11 +146,11 @@ class Assembly:
         self.shapes: list[Shape] = []
         """Of each matrix that this rank holds a part of: its logical shape."""
         entries: dict[Axis, list[_Entry]] = {a: [] for a in (mesh.fsdp, mesh.edp, mesh.ep, mesh.tp)}
-        for p, way, owned in zip(parameters, ways, owners, strict=True):
-            where = state.region(p)
-            held = range(where[0].start, where[0].stop) if p.ndim == 3 else range(1)
-            for index in held:
-                self._add(entries, way, owned[index])
+        for way, owned in zip(ways, owners, strict=True):
+            here = tuple(axis.rank for axis in way.outer)
+            for index, owner in enumerate(owned):
+                if _where(way, index) == here:
+                    self._add(entries, way, owner)
         self.exchanges = [_Exchange(axis, e) for axis, e in entries.items() if e]
 
     def _add(self, entries: dict[Axis, list[_Entry]], way: _Way, owner: tuple[int, ...]) -> None:
@@ -219,9 +220,11 @@ def _owners(
     load = [0.0] * (mesh.fsdp.size * tp)
     owners: list[list[tuple[int, ...]]] = [[()] * way.stack for way in ways]
     each = [(i, index) for i, way in enumerate(ways) for index in range(way.stack)]
-    for i, index in sorted(each, key=lambda at: -cost(*ways[at[0]].shape)):
+    holders = [math.prod(axis.size for axis, _ in way.inner) for way in ways]
+    for i, index in sorted(each, key=lambda at: (holders[at[0]], -cost(*ways[at[0]].shape))):
         way = ways[i]
-        first, places = _first(way, index, apart), {}
+        outer, places = zip(_where(way, index), way.outer, strict=True), {}
+        first = sum(r * apart[axis.name] for r, axis in outer)
         for ranks in product(*(range(axis.size) for axis, _ in way.inner)):
             steps = (r * apart[axis.name] for r, (axis, _) in zip(ranks, way.inner, strict=True))
             places[ranks] = first + sum(steps)
@@ -230,12 +233,11 @@ def _owners(
     return owners
 
 
-def _first(way: _Way, index: int, apart: dict[str, int]) -> int:
-    """The first of the ranks of a stage that hold a part of that matrix of a stack."""
-    first, size = 0, way.stack
+def _where(way: _Way, index: int) -> tuple[int, ...]:
+    """The rank on each axis of `outer` that holds that matrix of a stack."""
+    ranks, size = [], way.stack
     for axis in reversed(way.outer):  # the outermost has cut first
         most = -(-size // axis.size)
-        rank = index // most
-        first += rank * apart[axis.name]
-        size, index = min(most, size - rank * most), index % most
-    return first
+        ranks.append(index // most)
+        size, index = min(most, size - ranks[-1] * most), index % most
+    return tuple(reversed(ranks))

@@ -5,6 +5,7 @@ a closed form, counted on every rank of fake groups.
 
 from collections import Counter
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -36,13 +37,15 @@ SIZES = dict(
 )
 DENSE = Flat(**SIZES)
 SPARSE = Flat(**SIZES, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24)
-# 6 rows over 4 ranks are 2, 2, 2 and none; 3 experts a rank of ep over 2 are split within
+# 6 rows over 4 ranks are 2, 2, 2 and none; 3 experts of a rank of ep are cut within by 2 of edp
 UNEVEN = Flat(
     **SIZES | dict(hidden_size=18, head_dim=6, num_attention_heads=2),
     num_experts=6,
     num_experts_per_tok=2,
     moe_intermediate_size=10,
 )
+# no dim of an expert can be cut equally: 6 experts over 4 ranks are 2, 2, 2 and none as well
+ODD = replace(UNEVEN, hidden_size=19, moe_intermediate_size=5)
 CASES = {
     "dp2 zero0": (DENSE, Layout(dp=2, zero=0)),
     "dp4 zero1": (DENSE, Layout(dp=4, zero=1)),
@@ -68,6 +71,7 @@ class Sent(TorchDispatchMode):
         name = op.__name__.split(".")[0]
         if op.namespace == "_c10d_functional" and "wait" not in name and "wrap" not in name:
             assert name == "all_to_all_single", name
+            assert args[0].numel() == sum(args[2])
             self.elements += args[0].numel()
             # the fake group's own refuses to receive where nothing is sent
             return args[0].new_zeros(sum(args[1]))
@@ -112,12 +116,10 @@ def closed_form(leaf: Leaf, layout: Layout) -> int:
     return there + over_tp + over_fsdp
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_owners_and_bytes(name):
-    """On every rank of the world in turn. In a fake group nothing arrives: what is sent is
-    counted.
+def of_all_ranks(config: Flat, layout: Layout) -> tuple[int, Counter, list[list[int]]]:
+    """On every rank of the world in turn: elements that are sent, how many matrices of each shape
+    are owned, and the work of the owners of each stage. In a fake group nothing arrives.
     """
-    config, layout = CASES[name]
     world = layout.pp * layout.dp * layout.cp * layout.tp
     sent, owned, work = 0, Counter(), Counter()
     for rank in range(world):
@@ -129,16 +131,35 @@ def test_owners_and_bytes(name):
             sent += counted.elements
             owned += Counter(assembly.shapes[i] for i in assembly.owned)
             work[rank] = sum(flops(*assembly.shapes[i]) for i in assembly.owned)
-    leaves = [leaf for leaf in config.tree.leaves.values() if leaf.role in ("matrix", "expert")]
-    shapes = Counter()
+    stages = [
+        [work[r] for r in range(world) if r * layout.pp // world == s] for s in range(layout.pp)
+    ]
+    return sent, owned, stages
+
+
+def hidden_leaves(config: Flat) -> list[Leaf]:
+    return [leaf for leaf in config.tree.leaves.values() if leaf.role in ("matrix", "expert")]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_owners_and_bytes(name):
+    config, layout = CASES[name]
+    sent, owned, stages = of_all_ranks(config, layout)
+    leaves, shapes = hidden_leaves(config), Counter()
     for leaf in leaves:
         shapes[leaf.shape[-2:]] += leaf.shape[0] if len(leaf.shape) == 3 else 1
     assert owned == shapes, "each matrix has one owner"
     assert sent == sum(closed_form(leaf, layout) for leaf in leaves)
-    for stage in range(layout.pp):
-        here = [work[r] for r in range(world) if r * layout.pp // world == stage]
-        most = max(flops(*shape) for shape in shapes)
-        assert max(here) - min(here) <= most, "work is divided"
+    most = max(flops(*shape) for shape in shapes)
+    assert all(max(work) - min(work) <= most for work in stages), "work is divided"
+
+
+def test_others_work_where_experts_are_not_equally_many():
+    """6 experts over ep 2 x edp 2 are 2, 2, 1 and 1: who has less of them owns more of the rest."""
+    config = replace(ODD, num_hidden_layers=8)
+    _, _, (work,) = of_all_ranks(config, Layout(dp=4, ep=2, zero=2))
+    most = max(flops(*leaf.shape[-2:]) for leaf in hidden_leaves(config))
+    assert 3 * 8 * flops(5, 19) > 2 * most and max(work) - min(work) <= most
 
 
 def test_one_process_sends_nothing():
@@ -180,7 +201,7 @@ def there_and_back(config: Flat, layout: Layout) -> None:
     of_all = Counter(number for rank in everyone for number in rank)
     assert set(of_all.values()) == {1}
     assert {n for n, _ in of_all} == {
-        n for n, leaf in config.tree.leaves.items() if leaf.role in ("matrix", "expert")
+        n for n, leaf in config.tree.leaves.items() if leaf in hidden_leaves(config)
     }
 
 
@@ -194,6 +215,8 @@ WORLDS = {
     "experts dp4 ep2 zero0": (SPARSE, Layout(dp=4, ep=2, zero=0)),
     "uneven dp4 zero1": (UNEVEN, Layout(dp=4, zero=1)),
     "uneven dp4 ep2 zero2": (UNEVEN, Layout(dp=4, ep=2, zero=2)),
+    "odd dp4 zero1": (ODD, Layout(dp=4, zero=1)),
+    "odd dp4 ep2 zero3": (ODD, Layout(dp=4, ep=2, zero=3)),
     "uneven dp2 tp2 zero1": (UNEVEN, Layout(dp=2, tp=2, zero=1)),
 }
 
