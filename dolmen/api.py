@@ -22,6 +22,7 @@ from dolmen.data.config import TextConfig
 from dolmen.data.tokenizer import PreTrainedTokenizer, load_tokenizer
 from dolmen.evaluate import perplexity
 from dolmen.evaluate import verify as comparison
+from dolmen.evaluate.compare import Report
 from dolmen.families import unknown
 from dolmen.model.decoder import Decoder
 from dolmen.optim.precision import DTYPES
@@ -157,9 +158,7 @@ def export(source: str | Path, to: str | Path, dtype: str | None = None) -> Path
     return Path(to)
 
 
-def verify(
-    folder: str | Path, against: str | Path | None = None, length: int = 64
-) -> comparison.Report:
+def verify(folder: str | Path, against: str | Path | None = None, length: int = 64) -> Report:
     """`dolmen verify FOLDER` in this process: dolmen on `folder` beside transformers on `against`
     (unset: the same), on `length` random tokens in float32. `report.ok` says whether all is within
     tolerance, `report.rows` has each difference. Raises ValueError on bad input.

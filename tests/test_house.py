@@ -138,6 +138,49 @@ def test_imports_point_upward(path):
         )
 
 
+def defined(path: str) -> set[str]:
+    """Names that a file gives to something, those of its submodules among them, and not what it
+    imports.
+    """
+    nodes = list(ast.walk(FILES[path]))
+    found = {n.name for n in nodes if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
+    found |= {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    return found
+
+
+DEFINED = {module_name(path): defined(path) for path in FILES if not path.endswith("__init__.py")}
+DEFINED["dolmen.core.state"] |= {"Shard", "Replicate"}  # of torch: nobody else says DTensor
+
+
+@pytest.mark.parametrize("path", FILES)
+def test_a_name_is_taken_from_the_file_that_defines_it(path):
+    """And not from one that imports it for itself, and may stop to."""
+    called = {}  # what a module is called here -> the module
+    taken = []
+    for node in ast.walk(FILES[path]):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dolmen"):
+            for alias in node.names:
+                called[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+                taken.append((node, node.module, alias.name))
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            taken.append((node, node.value.id, node.attr))
+    for node, of, name in taken:
+        module = called.get(of, of) if isinstance(node, ast.Attribute) else of
+        if module in DEFINED and not name.startswith("__"):
+            assert name in DEFINED[module], (
+                f"{path}:{node.lineno} takes {name} from {module}, which only imports it"
+            )
+
+
+@pytest.mark.parametrize("path", FILES)
+def test_what_is_refused_is_refused_without_asserts_too(path):
+    """`python -O` leaves them out, and all that an assert calls."""
+    for node in ast.walk(FILES[path]):
+        if isinstance(node, ast.FunctionDef) and node.name == "__post_init__":
+            for inside in ast.walk(node):
+                assert not isinstance(inside, ast.Assert), f"{path}:{inside.lineno}"
+
+
 def test_no_cycles():
     graph = {
         module_name(path): {n for n in names if n in MODULES and n != module_name(path)}

@@ -8,17 +8,11 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from dolmen.data.config import TextConfig
-from dolmen.train.config import (
-    CheckpointConfig,
-    DataConfig,
-    FinishConfig,
-    Layout,
-    LogConfig,
-    OptimizerConfig,
-    RunConfig,
-    TrainConfig,
-)
+from dolmen.checkpoint.config import CheckpointConfig
+from dolmen.data.config import DataConfig, TextConfig
+from dolmen.model.layout import Layout
+from dolmen.optim.config import OptimizerConfig
+from dolmen.train.config import FinishConfig, LogConfig, RunConfig, TrainConfig
 
 
 @dataclass(frozen=True)

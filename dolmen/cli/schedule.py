@@ -9,7 +9,8 @@ from dolmen.core.log import console
 from dolmen.core.words import counted
 from dolmen.parallel import schedule as schedules
 from dolmen.parallel.actions import Schedule, format_schedule
-from dolmen.parallel.schedule import SCHEDULES, Cost, Simulation
+from dolmen.parallel.patterns import SCHEDULES
+from dolmen.parallel.schedule import Cost, Simulation
 from dolmen.plan import draw
 
 MOST = 500_000  # some seconds

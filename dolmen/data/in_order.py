@@ -14,9 +14,10 @@ from functools import cached_property
 
 import numpy as np
 
-from dolmen.data.batch import IGNORED, Batch
+from dolmen.data.batch import Batch
 from dolmen.data.division import HeldOut
 from dolmen.data.stream import TokenStream
+from dolmen.ops.loss import IGNORED
 
 
 class InOrder:

@@ -48,7 +48,7 @@ class Model(Plain):
     """The config.json, whole; not to be written into."""
 
     def __post_init__(self):
-        assert self.tree is not None
+        _ = self.tree  # what is made is read at once
 
     @property
     def model_type(self) -> str:

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from dolmen.checkpoint.config import CheckpointConfig
 from dolmen.data.config import DataConfig
 from dolmen.families import Model
 from dolmen.model.layout import Layout
 from dolmen.optim.config import OptimizerConfig
-from dolmen.train.config import CheckpointConfig, FinishConfig, LogConfig, RunConfig, TrainConfig
+from dolmen.train.config import FinishConfig, LogConfig, RunConfig, TrainConfig
 
 # A model made here has no tokenizer yet, and its weights are stored as they are trained.
 FRESH = {
