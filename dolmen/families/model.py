@@ -222,7 +222,11 @@ def edit(
     """The same with another vocabulary, head tied or not, stated dtype, longest sequence, or
     `bos_token_id`, `eos_token_id`, `pad_token_id`; unset: as it was. Raises ValueError.
     """
-    assert special.keys() <= kinds.SPECIAL_TOKENS.keys(), special
+    unknown = sorted(special.keys() - kinds.SPECIAL_TOKENS.keys())
+    if unknown:
+        raise ValueError(
+            f"edit: {unknown[0]} is unknown; special tokens are {', '.join(kinds.SPECIAL_TOKENS)}"
+        )
     names = model.family.names
     asked = {"vocab_size": vocab_size, "tie_word_embeddings": tie}
     asked["max_position_embeddings"] = context

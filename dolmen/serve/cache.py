@@ -216,21 +216,21 @@ class Cache:
         where = torch.tensor(positions + [0] * filled)
         last = torch.tensor([new[text] for text in texts]).cumsum(0) - 1
         return Reading(
-            texts,
-            host.send(last, device),
-            host.send(where, device)[None],
-            max(table.lengths[text] for text in texts),
-            end,
-            (
+            texts=texts,
+            last=host.send(last, device),
+            positions=host.send(where, device)[None],
+            longest=max(table.lengths[text] for text in texts),
+            count=end,
+            at=(
                 host.send(torch.tensor(at), device),
                 host.send(where[:end] % table.size, device),
             ),
-            len(singles),
-            self._pages(singles, device) if singles else None,
-            groups,
-            self.pools,
-            table.size,
-            table.total,
+            singles=len(singles),
+            pages=self._pages(singles, device) if singles else None,
+            groups=groups,
+            pools=self.pools,
+            size=table.size,
+            total=table.total,
         )
 
     def end(self, text: int) -> None:

@@ -75,6 +75,11 @@ def test_edit(content):
     assert edit(model) == model
 
 
+def test_a_token_that_no_config_has_is_refused():
+    with pytest.raises(ValueError, match="edit: sos_token_id is unknown; .* bos_token_id"):
+        edit(Model({"model_type": "llama"}), sos_token_id=1)
+
+
 def test_an_attention_factor_follows_a_changed_factor():
     """Where none was stated."""
     longer = changed(Model(QWEN_YARN), {"rope_parameters.factor": 8.0})
