@@ -61,7 +61,8 @@ def parse(cls: type[T], argv: list[str], verb: str, default: T | None = None) ->
             raise
         text = mended(flat(said.getvalue()), argv)
         if "Unrecognized options:" in text:
-            text = unknown(argv, verb, names(cls), text.split("Unrecognized options: ")[1])
+            _, _, words = text.partition("Unrecognized options:")
+            text = unknown(argv, verb, names(cls), words.strip())
         raise BadInput(worded(text)) from None
     sys.stderr.write(said.getvalue())  # a warning
     return options
@@ -155,6 +156,8 @@ def worded(text: str) -> str:
     if found := re.fullmatch(CHOICE, text):
         value, name, known = found.groups()
         taken = [one.strip("' ") for one in known.split(",")]
+        if "None" in taken:  # what may be left unsaid tyro has in the order of hashes
+            taken = sorted({*taken} - {"None"})
         return f"{name} is {value}: {choices(value[1:-1], taken)}"
     for theirs, ours in WORDING.items():
         if found := re.fullmatch(theirs, text):
@@ -176,6 +179,7 @@ def unknown(argv: list[str], verb: str, known: list[str], words: str) -> str:
     stray = words.split(", ")[0]
     given = [cut(word) for word in argv]
     before = argv[given.index(stray) - 1] if stray in given else ""
+    stray = stray or "''"
     if before.startswith("--"):
         return f"{stray} is no option: {before} takes no such value (dolmen {verb} --help)"
     return f"{stray} is no option: dolmen {verb} --help lists them"

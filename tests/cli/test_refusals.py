@@ -619,3 +619,26 @@ def test_a_number_without_sense(material, tmp_path, option, value, want):
     result = dolmen("train", material.file, "--out", tmp_path / "out", option, value)
     assert result.code == 2 and want in result.words and "Traceback" not in result.words
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "want"),
+    [
+        # what "$UNSET" is to a shell
+        (["train", "pretrain", ""], "'' is no option: dolmen train --help lists them"),
+        (
+            ["train", "pretrain", "--train.compile", ""],
+            "'' is no option: --train.compile takes no such value (dolmen train --help)",
+        ),
+        (["generate", "model", "--prompt", "a", ""], "'' is no option: dolmen generate --help"),
+        # in one order, whatever the hash of the day
+        (
+            ["generate", "model", "--prompt", "a", "--dtype", "float8"],
+            "--dtype is 'float8': use one of bfloat16, float16, float32",
+        ),
+    ],
+)
+def test_words_that_mean_nothing(words, want):
+    done = dolmen(*words)
+    assert done.code == 2 and want in done.words and "Traceback" not in done.err
+    assert "None" not in done.words
