@@ -102,6 +102,7 @@ PARAMETERS = (
     ),
     Field("truncate", Flag(), True),  # no option: a flag cannot be left unsaid
 )
+ORIGINAL = ("original_max_position_embeddings",)  # also a field of its own, which is read first
 NEVER = (Field("type", TYPE), Field("partial_rotary_factor", optional(Real())))
 NAMES = frozenset(field.name for field in PARAMETERS + NEVER)
 
@@ -245,19 +246,27 @@ def _new_yarn(yarn: Yarn) -> dict[str, Any]:
 
 
 def spell(config: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of `config` that say `wanted`, in the spelling it uses; what its own mapping has
-    beside our fields is kept, and what the type does not use is not written.
+    """The fields of `config` that say `wanted`, in the spelling it uses, and wherever else it says
+    something of rope, so that nothing stands beside it that would be read first; what its own
+    mapping has beside our fields is kept, and what the type does not use is not written.
     """
     uses = {"rope_type", "rope_theta", *USED.get(wanted["rope_type"], wanted)}
+    beside = {n: wanted[n] for n in ORIGINAL if config.get(n) is not None and n in wanted}
     if "rope_parameters" in config or "rope_theta" not in config and "rope_scaling" not in config:
         own = _unknown(config.get("rope_parameters"))
-        return {"rope_parameters": own | {k: v for k, v in wanted.items() if k in uses}}
+        if config.get("rope_scaling"):
+            beside["rope_scaling"] = None
+        if "rope_theta" in config:
+            beside["rope_theta"] = wanted["rope_theta"]
+        stated = own | {k: v for k, v in wanted.items() if k in uses}
+        return {"rope_parameters": stated, **beside}
     uses.remove("rope_theta")
     scaling = _unknown(config.get("rope_scaling"))
     scaling |= {name: value for name, value in wanted.items() if name in uses}
     return {
         "rope_theta": wanted["rope_theta"],
         "rope_scaling": None if wanted["rope_type"] == "default" else scaling,
+        **beside,
     }
 
 

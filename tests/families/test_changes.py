@@ -75,6 +75,31 @@ def test_edit(content):
     assert edit(model) == model
 
 
+def rope(content: dict, **changes):
+    """Of the first layer, with `rope_parameters` changed."""
+    changes = {f"rope_parameters.{name}": value for name, value in changes.items()}
+    return (
+        changed(Model({"model_type": "llama", **content}), changes).tree.blocks[0].mixer.positions
+    )
+
+
+def test_a_change_of_rope_holds_whatever_else_the_file_says_of_it():
+    """What is read first in a file that says it in two places is changed too."""
+    linear = {"rope_type": "linear", "factor": 2.0}
+    both = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "rope_scaling": linear}
+    assert rope(both).scaling.factor == 2
+    assert rope(both, factor=8.0).scaling.factor == 8
+    assert rope(both, rope_theta=500.0).theta == 500
+    assert rope(both, rope_type="default").scaling is None
+    assert rope({"rope_theta": 500.0, **both}, rope_theta=7.0).theta == 7
+    yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16}
+    length = "original_max_position_embeddings"
+    for name in ("rope_parameters", "rope_scaling"):
+        stated = {length: 32, "rope_theta": 1e4, name: yarn}
+        assert rope(stated).scaling.original_max_position_embeddings == 32
+        assert rope(stated, **{length: 8}).scaling.original_max_position_embeddings == 8
+
+
 def test_a_token_that_no_config_has_is_refused():
     with pytest.raises(ValueError, match="edit: sos_token_id is unknown; .* bos_token_id"):
         edit(Model({"model_type": "llama"}), sos_token_id=1)
