@@ -169,17 +169,20 @@ def _quiet() -> Iterator[None]:
 def _ask_transformers(
     folder: Path, tokens: _Tokens, device: torch.device, gradients: bool
 ) -> Reference:
-    """`eager` is the attention nearest to the papers; labels are shifted by transformers itself."""
+    """`eager` is the attention nearest to the papers, but for Falcon, whose eager attention adds
+    ALiBi twice, to scores and in the mask. Labels are shifted by transformers itself.
+    """
     # 2.4 s to import: not owed by `--help`
     from transformers import AutoModelForCausalLM, GenerationConfig
     from transformers.core_model_loading import revert_weight_conversion
 
     causal: Any = AutoModelForCausalLM  # its annotations allow neither .to(device) nor .generate
+    falcon = hf.read_config(folder).config["model_type"] == "falcon"
     model = (
         causal.from_pretrained(
             folder,
             dtype=torch.float32,
-            attn_implementation="eager",
+            attn_implementation="sdpa" if falcon else "eager",
             trust_remote_code=False,
             use_safetensors=True,
             local_files_only=True,

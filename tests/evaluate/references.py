@@ -53,6 +53,23 @@ MODELS = {
             first_k_dense_replace=1,
         ),
     ),
+    # as RW is, with ALiBi
+    "falcon-rw": (
+        "falcon",
+        dict(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=48,
+            alibi=True,
+            multi_query=False,
+            parallel_attn=False,
+            bias=True,
+            bos_token_id=1,
+            eos_token_id=2,
+        ),
+    ),
     "gpt2": (
         "gpt2",
         dict(
