@@ -88,7 +88,8 @@ def load_tokenizer(
     except Exception as error:  # `tokenizers` raises Exception itself, protobuf its own
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"{where}: no tokenizer could be loaded ({reason})") from error
-    if vocabulary_size(tokenizer) < 2:  # made by `transformers` from a model's configuration alone
+    # made by `transformers` from a model's configuration alone: of Gemma it has 5 special tokens
+    if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
         raise ValueError(f"{where}: no tokenizer files there ({vocabulary_size(tokenizer)} tokens)")
     return tokenizer
 

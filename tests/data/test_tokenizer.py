@@ -118,9 +118,10 @@ def test_no_tokenizer(tmp_path):
         tokenizers.load_tokenizer("/no/such")
     with pytest.raises(ValueError, match="no tokenizer could be loaded"):
         tokenizers.load_tokenizer(str(tmp_path))
-    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    with pytest.raises(ValueError, match="no tokenizer files there"):
-        tokenizers.load_tokenizer(str(tmp_path))
+    for model_type in ("gpt2", "qwen3", "gemma", "gemma2"):  # Gemma's would have 5 special tokens
+        (tmp_path / "config.json").write_text(f'{{"model_type": "{model_type}"}}')
+        with pytest.raises(ValueError, match="no tokenizer files there"):
+            tokenizers.load_tokenizer(str(tmp_path))
 
 
 def test_bpe_needs_the_bytes(tmp_path):
