@@ -249,7 +249,7 @@ def build_corpus(
     }
     (folder / "index.json").write_text(json.dumps({**index, "digest": digest_of(index)}))
     say(
-        f"  {index['tokens']:,} tokens of {index['documents']:,} documents, "
+        f"  {index['tokens']:,} tokens of {counted(index['documents'], 'document')}, "
         f"{index['bytes'] / index['tokens']:.2f} bytes per token, "
         f"{time.monotonic() - started:.1f} s -> {folder.parent}",
         progress,

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from dolmen.core.words import counted
 from dolmen.data.corpus import Corpus
 from dolmen.data.ending import Ending, ending
 from dolmen.data.heldout import Choice, all_validated, choose_held_out
@@ -196,7 +197,7 @@ def check_length(division: Division, corpus: Corpus, sequence_length: int) -> No
     told = [
         f"{corpus.name} has {left:,} tokens to train on, fewer than one window of sequence_length "
         f"+ 1 ({sequence_length + 1:,})",
-        f"it has {corpus.token_count:,} tokens in {corpus.document_count:,} documents"
+        f"it has {corpus.token_count:,} tokens in {counted(corpus.document_count, 'document')}"
         + (f", of which {copies:,} are copies of others" if copies else ""),
         f"{held:,} tokens are held out" if held else "",
         *division.notes,

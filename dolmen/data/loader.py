@@ -11,6 +11,7 @@ from fractions import Fraction
 from itertools import count
 from pathlib import Path
 
+from dolmen.core.words import counted
 from dolmen.data import tokenizer as tokenizers
 from dolmen.data.batch import Batch
 from dolmen.data.config import DataConfig
@@ -266,8 +267,9 @@ def describe(
         share = f"{weight / sum(mixture.weights):.1%} of the batches: " if len(corpora) > 1 else ""
         lines.append(
             f"{share}{part.name}: {len(part.stream):,} tokens to train on of "
-            f"{corpus.token_count:,} in {corpus.document_count:,} documents ({corpus.byte_count:,} "
-            f"bytes{told}), {size:,} windows of {mixture.sequence_length:,} per epoch"
+            f"{corpus.token_count:,} in {counted(corpus.document_count, 'document')} "
+            f"({corpus.byte_count:,} bytes{told}), {size:,} windows of "
+            f"{mixture.sequence_length:,} per epoch"
         )
     none = "validation: none (--data.validation-fraction is 0)"
     return lines + notes + ([f"validation: {out.note}" for out in held] or [none])
