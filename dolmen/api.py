@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast, get_type_hints
 
 import torch
+from jaxtyping import Float
 
 from dolmen.cli import export as export_verb
 from dolmen.cli import train as train_verb
@@ -86,9 +87,9 @@ class Model:
         ]
         return texts if isinstance(prompt, (list, tuple)) else texts[0]
 
-    def logits(self, text: str) -> torch.Tensor:
-        """[tokens, vocab_size]: what the model expects after each token of `text`. Raises
-        ValueError for a text without tokens.
+    def logits(self, text: str) -> Float[torch.Tensor, "tokens vocab"]:
+        """What the model expects after each token of `text`. Raises ValueError for a text without
+        tokens.
 
             model.logits("Once upon a").argmax(-1)
         """

@@ -67,11 +67,11 @@ def parse_train(argv: list[str]) -> tuple[RunConfig, TrainOptions]:
         raise BadInput(message(error)) from None
     model_cls = model_options.options(family)
     before, cls = model_options.default(model_cls, start.model), train_options(model_cls)
-    sections = {section: getattr(run, section) for section in SECTIONS}
+    sections = {section.name: getattr(run, section.name) for section in SECTIONS}
     default = cls(recipe=name, model=before, init=run.init, **sections)
     options = parse(cls, words, "train", default)
     model = model_options.asked(start, before, options.model)
-    told = {section: getattr(options, section) for section in SECTIONS}
+    told = {section.name: getattr(options, section.name) for section in SECTIONS}
     return replace(run, model=model, init=options.init, **told), options
 
 

@@ -3,16 +3,13 @@
 Nothing here imports torch or transformers: `--help` and a mistyped option do not owe their seconds.
 """
 
-from dataclasses import dataclass, fields, make_dataclass
+from dataclasses import dataclass, field, fields, make_dataclass
 from typing import Annotated, Any, Literal
 
 import tyro
 
-from dolmen.checkpoint.config import CheckpointConfig
-from dolmen.data.config import DataConfig, TextConfig
-from dolmen.model.layout import Layout
-from dolmen.optim.config import OptimizerConfig
-from dolmen.train.config import FinishConfig, LogConfig, RunConfig, TrainConfig
+from dolmen.data.config import TextConfig
+from dolmen.train.config import RunConfig
 
 
 @dataclass(frozen=True)
@@ -38,20 +35,19 @@ class TrainOptions:
     """Times to start the processes again after a failure; the run goes on by itself from its newest
     whole checkpoint.
     """
-    layout: Layout = Layout()
-    data: DataConfig = DataConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
-    train: TrainConfig = TrainConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    log: LogConfig = LogConfig()
-    finish: FinishConfig = FinishConfig()
+
+
+SECTIONS = [f for f in fields(RunConfig) if f.name not in ("name", "init", "model")]
 
 
 def train_options(model: type) -> type[TrainOptions]:
-    """TrainOptions with the `model` that `model_options.options` makes for a family."""
+    """TrainOptions with the `model` that `model_options.options` makes for a family, and each
+    section of a run.
+    """
+    sections = [(f.name, f.type, field(default=f.default)) for f in SECTIONS]
     return make_dataclass(
         "TrainOptions",
-        [("model", model)],
+        [("model", model), *sections],
         bases=(TrainOptions,),
         namespace={"__doc__": TrainOptions.__doc__},
         frozen=True,
@@ -200,7 +196,3 @@ VERBS = {
     "evaluate": EvaluateOptions,
     "schedule": ScheduleOptions,
 }
-SECTIONS = ("layout", "data", "optimizer", "train", "checkpoint", "log", "finish")
-
-
-assert {f.name for f in fields(RunConfig)} == {"name", "init", "model", *SECTIONS}

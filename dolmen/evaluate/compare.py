@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 import torch
+from jaxtyping import Float
 from rich.table import Table
 from torch import Tensor
 
@@ -76,8 +77,8 @@ class Reference:
     new_logits: Tensor  # [sequences, new, vocab], of which they are the largest
 
 
-def logits_row(logits: Tensor, theirs: Reference | None) -> Row:
-    """The largest difference of our logits [sequences, length, vocab], absolute."""
+def logits_row(logits: Float[Tensor, "sequences length vocab"], theirs: Reference | None) -> Row:
+    """The largest difference of our logits, absolute."""
     if theirs is None:
         return Row("logits", 0, 0)
     assert logits.shape == theirs.logits.shape, (logits.shape, theirs.logits.shape)

@@ -1,7 +1,7 @@
 """The options that the command line shows under `--optimizer`. Knows nothing of torch."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 Name = Literal["adamw", "muon"]
@@ -14,7 +14,9 @@ class Muon:
     momentum: float = 0.95
     """Decay of the momentum; it looks ahead by one step (Nesterov)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """In which Newton-Schulz computes: float32 as weights rest, which of float64 is that."""
+    """What Newton-Schulz computes in; float32: the dtype of the weights, so float64 in a float64
+    run.
+    """
 
     def __post_init__(self):
         if not 0 <= self.momentum < 1:
@@ -26,8 +28,8 @@ class OptimizerConfig:
     """The update, its schedule and clipping."""
 
     name: Name = "adamw"
-    """muon: matrices inside layers, those of experts each by itself, by Muon, and all else
-    (embedding, head, routers, norms, biases) by AdamW; adamw: all by AdamW.
+    """adamw: all parameters by AdamW; muon: matrices inside layers by Muon, each expert's by
+    itself, and all else (embedding, head, routers, norms, biases) by AdamW.
     """
     lr: float = 3e-4
     """Peak learning rate."""
@@ -38,7 +40,9 @@ class OptimizerConfig:
     `decay_fraction`), constant.
     """
     min_lr: float = 0.0
-    """Learning rate to which cosine, linear and wsd fall: that of a step after the last."""
+    """Learning rate to which cosine, linear and wsd fall: they would reach it one step after the
+    last.
+    """
     decay_fraction: float = 0.2
     """wsd: part of all steps in which the learning rate falls."""
     weight_decay: float = 0.1
@@ -54,11 +58,11 @@ class OptimizerConfig:
     muon: Muon = Muon()
 
     def __post_init__(self):
-        if self.name != "muon" and self.muon != Muon():
+        asked = [f.name for f in fields(Muon) if getattr(self.muon, f.name) != f.default]
+        if self.name != "muon" and asked:
             raise ValueError(
-                f"optimizer.muon.momentum is {self.muon.momentum} and optimizer.muon.dtype "
-                f"{self.muon.dtype}, but optimizer.name is {self.name}, which has neither: set "
-                "--optimizer.name muon"
+                f"optimizer.muon.{asked[0]} is {getattr(self.muon, asked[0])}, but optimizer.name "
+                f"is {self.name}, which does not have it: set --optimizer.name muon"
             )
         for name in ("lr", "min_lr", "weight_decay", "eps", "clip", "warmup_steps"):
             if not 0 <= getattr(self, name) < math.inf:

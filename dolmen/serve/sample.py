@@ -12,6 +12,7 @@ import random
 import sys
 
 import torch
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 
@@ -39,18 +40,14 @@ def uniform(seed: int, prompt: int, step: int) -> float:
     return random.Random(f"{seed}/{prompt}/{step}").random()
 
 
-def keep_top_k(logits: Tensor, k: int) -> Tensor:
-    """logits [batch, vocab] with all below the k-th largest of its row at -inf; those equal to it
-    stay.
-    """
+def keep_top_k(logits: Float[Tensor, "batch vocab"], k: int) -> Float[Tensor, "batch vocab"]:
+    """With all below the k-th largest of its row at -inf; those equal to it stay."""
     least = logits.topk(min(k, logits.shape[-1]), -1).values[:, -1:]
     return logits.masked_fill(logits < least, -math.inf)
 
 
-def keep_top_p(logits: Tensor, p: float) -> Tensor:
-    """logits [batch, vocab] with all at -inf but the fewest most likely tokens that have
-    probability p together.
-    """
+def keep_top_p(logits: Float[Tensor, "batch vocab"], p: float) -> Float[Tensor, "batch vocab"]:
+    """With all at -inf but the fewest most likely tokens that have probability p together."""
     ordered, index = logits.sort(dim=-1, descending=True, stable=True)
     probability = ordered.double().softmax(-1)
     before = probability.cumsum(-1) - probability
@@ -59,20 +56,19 @@ def keep_top_p(logits: Tensor, p: float) -> Tensor:
     return logits.masked_fill(out, -math.inf)
 
 
-def greedy(logits: Tensor) -> Tensor:
-    """The most likely token of each row: [batch, vocab] -> [batch] int64."""
+def greedy(logits: Float[Tensor, "batch vocab"]) -> Int64[Tensor, " batch"]:
+    """The most likely token of each row."""
     return logits.argmax(-1)
 
 
 def sample(
-    logits: Tensor,
-    uniforms: Tensor,
+    logits: Float[Tensor, "batch vocab"],
+    uniforms: Float[Tensor, " batch"],
     temperature: float,
     top_k: int | None = None,
     top_p: float | None = None,
-) -> Tensor:
-    """Tokens [batch] int64 from logits [batch, vocab] and uniforms [batch] in [0, 1); temperature 0
-    is greedy.
+) -> Int64[Tensor, " batch"]:
+    """Tokens from logits and uniform numbers in [0, 1); temperature 0 is greedy.
 
     The first token whose cumulative probability exceeds the uniform number, in fp64: none of
     probability 0 is drawn.

@@ -6,7 +6,7 @@ tokens than the mean, and falls for every one that had more.
 from collections.abc import Mapping
 
 import torch
-from jaxtyping import Float64
+from jaxtyping import Float, Float64
 from torch import Tensor
 
 from dolmen.core import state
@@ -32,9 +32,11 @@ def begin(model: Decoder, scale: Float64[Tensor, ""]) -> dict[int, Balance]:
     }
 
 
-def tallied(model: Decoder, given: Mapping[int, Balance]) -> Tensor:
-    """[layers, experts + 2] fp64: what this rank counted in a step, 0 elsewhere; of a dense
-    model empty. Its sum over the world has all tokens, tp times.
+def tallied(
+    model: Decoder, given: Mapping[int, Balance]
+) -> Float64[Tensor, "layers experts_and_2"]:
+    """What this rank counted in a step, 0 elsewhere; of a dense model no layers. Its sum over the
+    world has all tokens, tp times.
     """
     tree = model.tree
     rows = tree.layers if tree.experts else 0
@@ -47,9 +49,11 @@ def tallied(model: Decoder, given: Mapping[int, Balance]) -> Tensor:
     return tallies
 
 
-def router_metrics(tree: Tree, tallies: Tensor, sequences: int) -> Tensor:
-    """The NAMES of the world's tallies [layers, experts + 2], [3] fp64, the same on every rank
-    and of any layout; of a dense model [0]:
+def router_metrics(
+    tree: Tree, tallies: Float[Tensor, "layers experts_and_2"], sequences: int
+) -> Float[Tensor, " names"]:
+    """The NAMES of the world's tallies, the same on every rank and of any layout; of a dense model
+    none:
 
     router/max_load     the busiest expert's tokens over the mean of its layer, in the worst layer:
                         1 to the number of experts
@@ -65,9 +69,9 @@ def router_metrics(tree: Tree, tallies: Tensor, sequences: int) -> Tensor:
     return torch.cat([(loads.amax(1) / mean).amax(0, keepdim=True), losses.mean(0) / sequences])
 
 
-def move(model: Decoder, tallies: Tensor, update: bool) -> None:
+def move(model: Decoder, tallies: Float[Tensor, "layers experts_and_2"], update: bool) -> None:
     """Where a bias balances, move those of this rank's layers after an `update`, by the world's
-    tallies [layers, experts + 2].
+    tallies.
     """
     if not update or model.router.balance != "bias":
         return

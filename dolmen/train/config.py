@@ -57,8 +57,8 @@ class TrainConfig:
     same to the bit; slower. On a CPU that is always so.
     """
     spike: Literal["none", "skip"] = "none"
-    """What becomes of a step whose gradient norm is far over the usual: nothing, or it changes no
-    parameter.
+    """What a step does whose gradient norm is far over the usual. none: it updates as any other;
+    skip: it changes no parameter.
     """
     spike_factor: float = 10.0
     """Far over the usual: over so many times the median norm of the last 64 steps."""

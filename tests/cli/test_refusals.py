@@ -642,3 +642,9 @@ def test_words_that_mean_nothing(words, want):
     done = dolmen(*words)
     assert done.code == 2 and want in done.words and "Traceback" not in done.err
     assert "None" not in done.words
+
+
+def test_a_mistyped_verb_is_answered():
+    result = dolmen("trian")
+    assert result.code == 2 and "no verb 'trian': did you mean train?" in result.words
+    assert "did you mean" not in dolmen("frobnicate").err

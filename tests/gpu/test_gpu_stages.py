@@ -168,7 +168,7 @@ def test_25_minutes_are_enough():
 def test_the_plan_names_each_case(capsys):
     assert main(["--plan", "--stages", "throughput", "nccl"]) == 0
     told = capsys.readouterr().out
-    assert "528 s  of 1500" in told and "nccl: 4 cases, 1 processes of 10 s to start" in told
+    assert "523 s  of 1500" in told and "nccl: 4 cases, 1 processes of 10 s to start" in told
     assert "   130 s  llama-1b, in turns\n" in told
 
 

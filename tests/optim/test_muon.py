@@ -298,10 +298,13 @@ def test_flops_are_those_computed(shape):
     [
         (r"optimizer.muon.momentum is 1.0: it must lie in \[0, 1\)", dict(muon=dict(momentum=1.0))),
         (
-            "momentum is 0.9 .* set --optimizer.name muon",
+            "momentum is 0.9, but optimizer.name is adamw, .* set --optimizer.name muon",
             dict(name="adamw", muon=dict(momentum=0.9)),
         ),
-        ("muon.dtype bfloat16, but", dict(name="adamw", muon=dict(dtype="bfloat16"))),
+        (
+            "muon.dtype is bfloat16, but optimizer.name is adamw",
+            dict(name="adamw", muon=dict(dtype="bfloat16")),
+        ),
     ],
 )
 def test_what_is_refused(words, given):
