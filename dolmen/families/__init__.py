@@ -16,8 +16,8 @@ from dolmen.families.model import (
     made,
     moved,
     new,
-    unknown_fields,
 )
+from dolmen.families.unknown import unknown_fields
 from dolmen.families.weights import WeightMap, weight_map
 
 __all__ = [

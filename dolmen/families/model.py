@@ -17,20 +17,10 @@ from dolmen.core.config import Plain
 from dolmen.core.words import shown
 from dolmen.families import known
 from dolmen.families.differences import differences
-from dolmen.families.family import HARMLESS, ONLY, Family, Field, knob
+from dolmen.families.family import ONLY, Family, knob
+from dolmen.families.names import own_names, refuse_two, spelled, with_defaults, with_numbers
 from dolmen.files import kinds
-from dolmen.files.schema import (
-    Either,
-    List,
-    Map,
-    Mismatch,
-    Object,
-    Real,
-    Schema,
-    check_value,
-    either,
-    optional,
-)
+from dolmen.files.schema import List, Map, Mismatch, Object, check_value, either, optional
 from dolmen.model.tree import Tree
 
 CARRIED = (*kinds.SPECIAL_TOKENS, "dtype")  # to another family
@@ -74,12 +64,12 @@ class Model(Plain):
         except Mismatch as error:
             raise ValueError(str(error)) from None
         self._refuse()
-        return bounded(family.read(_whole(family, self.config)))
+        return bounded(family.read(with_defaults(family, self.config)))
 
     def _refuse(self) -> None:
         config, family = self.config, self.family
         for field in family.fields:
-            _check_spellings(field, config)
+            refuse_two(field, config)
         if _code(config.get("auto_map") or {}) - {*family.code}:
             raise ValueError(
                 f"auto_map is {shown(config['auto_map'])}: dolmen runs no code from a model folder "
@@ -90,7 +80,7 @@ class Model(Plain):
                 f"quantization_config is {shown(config['quantization_config'])}: dolmen reads "
                 "unquantised weights only"
             )
-        given = _named(family, config)
+        given = own_names(family, config)
         for name, allowed in {**ONLY, **family.only}.items():
             if name in given and given[name] not in allowed:
                 raise ValueError(
@@ -114,7 +104,7 @@ class Model(Plain):
         if not isinstance(value, dict):
             raise ValueError(f"it must be a config.json, a mapping, not {shown(value)}")
         family = known.find(value.get("model_type"))
-        return cls(_with_numbers(deepcopy(value), schema(family)))
+        return cls(with_numbers(deepcopy(value), schema(family)))
 
 
 def bounded(tree: Tree) -> Tree:
@@ -143,7 +133,7 @@ def explicit(model: Model) -> dict[str, Any]:
     """Every field that the family reads, none absent and none left to follow from others, under its
     own name and in the spelling of transformers 5.
     """
-    return {**_whole(model.family, model.config), **model.family.new(model.tree)}
+    return {**with_defaults(model.family, model.config), **model.family.new(model.tree)}
 
 
 def new(tree: Tree, model_type: str, carried: Mapping[str, Any] | None = None) -> Model:
@@ -206,7 +196,7 @@ def changed(model: Model, fields: Mapping[str, Any]) -> Model:
         whole[field.name] = value
     config = deepcopy(model.config)
     for name, value in whole.items():
-        config |= _spelled(known_fields[name], config, deepcopy(value))
+        config |= spelled(known_fields[name], config, deepcopy(value))
     return Model(config)
 
 
@@ -252,77 +242,9 @@ def compared(one: Model, other: Model) -> list[tuple[str, Any, Any]]:
     return [pair for pair in pairs if pair[1] != pair[2]]
 
 
-def unknown_fields(model: Model) -> list[str]:
-    """Fields of its config.json that dolmen has never heard of: kept for the way back, without
-    effect on the model. For a warning at the place that reads.
-    """
-    family, config = model.family, model.config
-    names = {*HARMLESS, *ONLY, *family.only, *family.harmless, *family.beside, *family.aliases}
-    names |= {RESERVED, *(field.name for field in family.fields)}
-    inner = [
-        f"{field.name}.{name}"
-        for field in family.fields
-        if field.inside
-        for name in config.get(field.name) or {}
-        if name not in {one.name for one in field.inside}
-    ]
-    return sorted(n for n in config if n not in names and not n.startswith("_")) + inner
-
-
-def _with_numbers(value: Any, kind: Schema) -> Any:
-    """`value`, with 1e-05 a number where `kind` has one: JSON reads it as one, YAML as text."""
-    match kind:
-        case Real() if isinstance(value, str):
-            try:
-                return float(value)
-            except ValueError:
-                return value
-        case Either(several):
-            for one in several:
-                value = _with_numbers(value, one)
-        case Object(_, fields) if isinstance(value, dict):
-            inside = {n: _with_numbers(value[n], one) for n, one in fields.items() if n in value}
-            return {**value, **inside}
-    return value
-
-
 def _code(auto_map: Mapping[str, Any]) -> set[str]:
     """The files of code that a folder asks to be run: `modeling_x` for x/y--modeling_x.Class."""
     classes = [
         name for given in auto_map.values() for name in (given if type(given) is list else [given])
     ]
     return {name.split("--")[-1].split(".")[0] for name in classes if name is not None}
-
-
-def _named(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
-    """`config` under the family's own names of fields."""
-    return {family.aliases.get(name, name): value for name, value in config.items()}
-
-
-def _whole(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
-    """`config` with every absent field filled in."""
-    return {**{f.name: f.default for f in family.fields}, **_named(family, config)}
-
-
-def _spellings(field: Field, config: Mapping[str, Any]) -> list[str]:
-    """The names by which `config` states a field."""
-    return [name for name in (field.name, *field.aliases) if name in config]
-
-
-def _check_spellings(field: Field, config: Mapping[str, Any]) -> None:
-    """Raises ValueError where `config` states the field by two names, and by each another value."""
-    stated = [(name, config[name]) for name in _spellings(field, config)]
-    for name, value in stated[1:]:
-        first, before = stated[0]
-        if value != before:
-            raise ValueError(
-                f"{first} is {before!r} and {name} is {value!r}: they are two names of one field, "
-                "state one of them"
-            )
-
-
-def _spelled(field: Field, config: Mapping[str, Any], value: Any) -> dict[str, Any]:
-    """`field` as `config` spells it."""
-    if field.spell is not None:
-        return field.spell(config, value)
-    return dict.fromkeys(_spellings(field, config) or [field.name], value)

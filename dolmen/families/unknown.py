@@ -5,7 +5,8 @@ It is kept for an export, and told by whoever reads a model.
 import warnings
 from difflib import get_close_matches
 
-from dolmen.families.model import Model, unknown_fields
+from dolmen.families.family import HARMLESS, ONLY
+from dolmen.families.model import RESERVED, Model
 
 # What a model had before it was a config.json, and a run says of training now -> the option.
 TRAINING = {
@@ -15,6 +16,23 @@ TRAINING = {
     "router_z_loss_coef": "--train.router.z-loss-coef",
     "router_bias_rate": "--train.router.bias-rate",
 }
+
+
+def unknown_fields(model: Model) -> list[str]:
+    """Fields of its config.json that dolmen has never heard of: kept for the way back, without
+    effect on the model. For a warning at the place that reads.
+    """
+    family, config = model.family, model.config
+    names = {*HARMLESS, *ONLY, *family.only, *family.harmless, *family.beside, *family.aliases}
+    names |= {RESERVED, *(field.name for field in family.fields)}
+    inner = [
+        f"{field.name}.{name}"
+        for field in family.fields
+        if field.inside
+        for name in config.get(field.name) or {}
+        if name not in {one.name for one in field.inside}
+    ]
+    return sorted(n for n in config if n not in names and not n.startswith("_")) + inner
 
 
 def without_effect(model: Model) -> str | None:
