@@ -5,9 +5,11 @@ It is kept for an export, and told by whoever reads a model.
 import warnings
 from difflib import get_close_matches
 
+from dolmen.core.words import cut
 from dolmen.families.family import HARMLESS, ONLY
 from dolmen.families.model import RESERVED, Model
 
+MOST = 8  # fields that are told by name
 # What a model had before it was a config.json, and a run says of training now -> the option.
 TRAINING = {
     "dropout": "--train.dropout",
@@ -37,18 +39,27 @@ def unknown_fields(model: Model) -> list[str]:
 
 def without_effect(model: Model) -> str | None:
     """What to warn of where the model's config.json has fields that its family does not know."""
-    told = []
-    for name in unknown_fields(model):
-        plain = name.replace("-", "_")
-        near = get_close_matches(plain, [field.name for field in model.family.fields], n=1)
-        meant = TRAINING.get(plain) or model.family.names.get(plain) or "".join(near)
-        told.append(f"{name} (did you mean {meant}?)" if meant else name)
-    if not told:
+    names = unknown_fields(model)
+    if not names:
         return None
+    told = [_with_hint(model, name) for name in names[:MOST]]
+    if len(names) > MOST:
+        told.append(f"and {len(names) - MOST:,} more")
     return (
         f"the model's config.json has {', '.join(told)}, of which {model.model_type} knows "
         "nothing: kept for an export, without effect on the model"
     )
+
+
+def _with_hint(model: Model, name: str) -> str:
+    """The field, and what was meant, if that can be guessed; of one inside another, its own."""
+    plain, family = name.replace("-", "_"), model.family
+    outer, _, inner = plain.partition(".")
+    fields = [field for field in family.fields if field.name == outer] if inner else []
+    known = [one.name for field in fields for one in field.inside] or list(family.names.values())
+    near = get_close_matches(inner or plain, known, n=1)
+    meant = TRAINING.get(plain) or family.names.get(plain) or "".join(near)
+    return f"{cut(name)} (did you mean {meant}?)" if meant else cut(name)
 
 
 def warn(model: Model) -> None:

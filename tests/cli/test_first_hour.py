@@ -186,6 +186,15 @@ def test_fields_that_nobody_knows_are_told():
     )
 
 
+def test_a_warning_of_unknown_fields_is_bounded_and_hints_inside():
+    said = without_effect(Model({"model_type": "llama"} | {f"x{i:05}": 1 for i in range(5000)}))
+    assert "x00007, and 4,992 more, of which" in said and len(said) < 300
+    assert len(without_effect(Model({"model_type": "llama", "y" * 100_000: 1}))) < 300
+    rope = {"rope_type": "default", "rope_thetta": 1.0}
+    said = without_effect(Model({"model_type": "llama", "rope_parameters": rope}))
+    assert "rope_parameters.rope_thetta (did you mean rope_theta?)" in said
+
+
 def test_every_verb_tells_what_nobody_knows_once(material, tmp_path):
     """A run in its header; the others as a warning."""
     model, run = shutil.copytree(material.model, tmp_path / "model"), tmp_path / "run"
