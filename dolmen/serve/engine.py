@@ -11,14 +11,16 @@ import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from dolmen.convert import hf
 from dolmen.core import collectives, host
-from dolmen.core.mesh import SINGLE, Mesh
+from dolmen.core.mesh import SINGLE, Axis, Mesh
 from dolmen.files import gate, kinds
 from dolmen.model import build
 from dolmen.model.decoder import Decoder
@@ -87,19 +89,9 @@ def generate(
     """
     sample.check_knobs(temperature, top_k, top_p)
     _check(model, prompts, max_new_tokens, batch)
-    out: list[list[int]] = [[] for _ in prompts]
     unknown = sorted(set(range(model.tree.vocab_size)) - set(known)) if known else []
-
-    def choose(logits: Tensor, indices: list[int]) -> list[int]:
-        uniforms = torch.tensor(
-            [sample.uniform(seed, i, len(out[i])) for i in indices], dtype=torch.float64
-        )
-        if unknown:
-            logits[:, unknown] = -math.inf
-        chosen = sample.sample(logits, uniforms, temperature, top_k, top_p)
-        # all ranks have the same logits, but sums on a GPU may differ in the last bit from run to
-        # run: agree on one
-        return collectives.reduce_scalar(chosen, model.tp.axis, "max").tolist()
+    draw = _Draw(temperature, top_k, top_p, seed, unknown)
+    out: list[list[int]] = [[] for _ in prompts]
 
     def emit(index: int, token: int) -> bool:
         """Whether the prompt goes on after this token."""
@@ -121,7 +113,8 @@ def generate(
             if not indices:
                 continue
             _check_finite(logits, indices, out)
-            for i, token in zip(indices, choose(logits, indices), strict=True):
+            chosen = draw.tokens(logits, {i: len(out[i]) for i in indices}, model.tp.axis)
+            for i, token in zip(indices, chosen, strict=True):
                 if emit(i, token):
                     unread[i] = [token]
                 else:
@@ -130,6 +123,33 @@ def generate(
     if on_memory is not None:
         on_memory(cache.memory)
     return out
+
+
+@dataclass(frozen=True)
+class _Draw:
+    """How tokens are chosen from logits."""
+
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    seed: int
+    never: list[int]
+    """Ids that are not drawn."""
+
+    def tokens(
+        self, logits: Float[Tensor, "prompts vocab"], steps: Mapping[int, int], tp: Axis
+    ) -> list[int]:
+        """The next one of each prompt, the same on every rank of `tp`; `steps`: of each, in order,
+        how many it has. Writes into the logits.
+        """
+        uniforms = [sample.uniform(self.seed, i, step) for i, step in steps.items()]
+        if self.never:
+            logits[:, self.never] = -math.inf
+        drawn = torch.tensor(uniforms, dtype=torch.float64)
+        chosen = sample.sample(logits, drawn, self.temperature, self.top_k, self.top_p)
+        # all ranks have the same logits, but sums on a GPU may differ in the last bit from run to
+        # run: agree on one
+        return collectives.reduce_scalar(chosen, tp, "max").tolist()
 
 
 def _read(
