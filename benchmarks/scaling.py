@@ -50,8 +50,8 @@ from dolmen.model.count import parameters, training_flops_per_token
 from dolmen.model.layout import Layout
 from dolmen.optim.optimizer import OptimizerConfig, adamw, prime
 from dolmen.parallel.schedule import simulate
-from dolmen.train.mfu import matmul_peak
-from dolmen.train.step import TrainState, optimizer_step
+from dolmen.training.mfu import matmul_peak
+from dolmen.training.step import TrainState, optimizer_step
 
 ONE, APART = "one", "apart"
 SIDES = {

@@ -26,7 +26,7 @@ from dolmen.model import build
 from dolmen.model.count import training_flops_per_token
 from dolmen.model.decoder import Decoder
 from dolmen.model.layout import Layout
-from dolmen.train.step import optimizer_step
+from dolmen.training.step import optimizer_step
 
 OPTIMIZER = house.OPTIMIZER
 

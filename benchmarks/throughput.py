@@ -30,7 +30,7 @@ if not __package__:  # run as a file: Python then looks for `benchmarks` beside 
 from benchmarks.sides import Work, dolmen_side, fsdp_side, masters_side, turns
 from dolmen.core import mesh as meshes
 from dolmen.families import made
-from dolmen.train.mfu import datasheet
+from dolmen.training.mfu import datasheet
 
 
 def shape(

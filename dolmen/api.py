@@ -14,21 +14,21 @@ from jaxtyping import Float
 from dolmen.cli import export as export_verb
 from dolmen.cli import train as train_verb
 from dolmen.cli.command import read
-from dolmen.cli.errors import BadInput, message
 from dolmen.cli.options import TrainOptions
-from dolmen.convert import hf
+from dolmen.conversion import hf
+from dolmen.core.errors import BadInput, message
 from dolmen.core.paths import refuse_empty
 from dolmen.core.words import choices, shown
 from dolmen.data.config import TextConfig
 from dolmen.data.tokenizer import PreTrainedTokenizer, load_tokenizer
-from dolmen.evaluate import perplexity
-from dolmen.evaluate import verify as comparison
-from dolmen.evaluate.compare import Report
+from dolmen.evaluation import perplexity
+from dolmen.evaluation import verify as comparison
+from dolmen.evaluation.compare import Report
 from dolmen.families import unknown
 from dolmen.model.decoder import Decoder
 from dolmen.optim.precision import DTYPES
-from dolmen.serve import engine, sample
-from dolmen.serve.prompt import check_text, encode
+from dolmen.serving import engine, sample
+from dolmen.serving.prompt import check_text, encode
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from train import DOCS, MODEL
 
 import dolmen
 from dolmen.parallel import schedule
-from dolmen.plan import draw
+from dolmen.planning import draw
 
 # Two ranks, four microbatches; rank 0 runs one forward further ahead than 1F1B would
 ACTIONS = """

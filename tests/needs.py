@@ -23,7 +23,7 @@ import pytest
 
 TESTS = Path(__file__).parent
 NEEDS = {
-    "spawn": """subprocess multiprocessing torch.multiprocessing dolmen.cli.launch.launch
+    "spawn": """subprocess multiprocessing torch.multiprocessing dolmen.launch.launcher.launch
         spawning.run_spawned spawning.run_rows""".split(),
     "command": "tinyrun.dolmen dolmen.cli.main dolmen.train dolmen.api.train".split(),
 }

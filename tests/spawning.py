@@ -28,7 +28,7 @@ PRELOAD = [
     "torch",
     "torch.distributed.tensor",
     "torch.distributed.fsdp",
-    "dolmen.train.run",
+    "dolmen.training.run",
 ]
 TIME_LIMIT = 600  # seconds: a rank that waits for ever is a failure, with a name
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from dolmen.convert.hf_export import export_weights
+from dolmen.conversion.hf_export import export_weights
 from dolmen.families import Model, weight_map
 
 

@@ -10,7 +10,7 @@ from typing import get_type_hints
 import pytest
 
 from dolmen.cli.options import VERBS
-from dolmen.train.config import RunConfig
+from dolmen.training.config import RunConfig
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
@@ -42,7 +42,7 @@ def test_what_a_page_names_is_there(page):
 
 
 def test_what_is_not_there_is_told():
-    gone = ["convert/safetensors.py", "`train/run.absent`", "core/mesh.py:absent"]
+    gone = ["conversion/safetensors.py", "`train/run.absent`", "core/mesh.py:absent"]
     gone += ["`Mesh.absen" + "tee`", "`absen" + "tee()`"]
     assert [len(missing(name)) for name in gone] == [1] * 5
     assert not missing("core/mesh.py:Mesh `core/state.local` `Mesh.tp` `torch.zeros()`")

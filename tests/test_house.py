@@ -4,6 +4,7 @@ from the source, those inside functions included.
 """
 
 import ast
+import importlib
 from pathlib import Path
 
 import pytest
@@ -15,18 +16,19 @@ HOUSE = Path(dolmen.__file__).parent
 FOLDERS = (
     "core",
     "files",
+    "launch",
     "ops",
     "parallel",
     "model",
     "families",
-    "convert",
+    "conversion",
     "data",
     "optim",
     "checkpoint",
-    "train",
-    "serve",
-    "evaluate",
-    "plan",
+    "serving",
+    "evaluation",
+    "training",
+    "planning",
     "recipes",
     "cli",
     "api",
@@ -38,8 +40,8 @@ ENVIRONMENT = (
     "core/groups.py",
     "core/launched.py",
     "cli/__init__.py",
-    "cli/launch.py",
-    "cli/process.py",
+    "launch/launcher.py",
+    "launch/process.py",
 )  # the entry point
 
 
@@ -179,6 +181,16 @@ def test_what_is_refused_is_refused_without_asserts_too(path):
                 assert not isinstance(inside, ast.Assert), f"{path}:{inside.lineno}"
 
 
+def test_no_folder_has_the_name_of_a_function():
+    """A room is a noun and a function a verb: importing a module must not put it in the place of
+    `dolmen.train`.
+    """
+    for module in sorted(MODULES - {"dolmen.__main__"}):
+        importlib.import_module(module)
+    for name in dolmen.__all__:
+        assert name.startswith("__") or callable(getattr(dolmen, name)), f"dolmen.{name}"
+
+
 def test_no_cycles():
     graph = {
         module_name(path): {n for n in names if n in MODULES and n != module_name(path)}
@@ -269,9 +281,9 @@ PARSERS += ("pickle.load", "pickle.loads", "tomllib.load", "tomllib.loads", "np.
 # Of what is not read from outside, or is read nowhere as a whole
 PLAIN = {
     "core/agree.py": "the bytes of our own source, to compare ranks",
-    "cli/process.py": "/proc",
-    "train/watch.py": "/proc",
-    "train/profile.py": "the trace that this process has just recorded",
+    "launch/process.py": "/proc",
+    "launch/watch.py": "/proc",
+    "training/profile.py": "the trace that this process has just recorded",
     "data/quickstart_corpus.py": "documents, to be compressed",
     "data/tokenizer.py": "what the library of tokenizers gives as JSON",
     "checkpoint/seal.py": "what this process has just written",
@@ -296,8 +308,8 @@ def test_files_are_read_through_the_gate(path):
 
 # Where tensors are of the device, and which calls wait for it: the values of one, a result as large
 # as values say, a copy to it. `.to(device)` is seen by its argument.
-COMPUTE = ("ops/", "parallel/", "model/", "optim/", "train/step.py", "train/loop.py")
-COMPUTE += ("train/balance.py", "train/validate.py", "data/batch.py")
+COMPUTE = ("ops/", "parallel/", "model/", "optim/", "training/step.py", "training/loop.py")
+COMPUTE += ("training/balance.py", "evaluation/validate.py", "data/batch.py")
 WAITS = ("item", "tolist", "cpu", "numpy", "nonzero", "argwhere", "bincount", "unique", "equal")
 WAITS += ("unique_consecutive", "masked_select", "synchronize", "one_hot", "is_nonzero")
 HOST = {  # calls that touch the host's own tensors alone
@@ -305,8 +317,8 @@ HOST = {  # calls that touch the host's own tensors alone
     "ops/attention/blocks.py": {"tolist"},  # Documents.host
     "ops/attention/reference.py": {"to"},  # for tests
     "data/batch.py": {"numpy"},  # labels as they were made
-    "train/step.py": {"to"},  # Batch.to
-    "train/validate.py": {"to"},  # Batch.to
+    "training/step.py": {"to"},  # Batch.to
+    "evaluation/validate.py": {"to"},  # Batch.to
 }
 
 
@@ -326,7 +338,7 @@ def waits(call: ast.Call) -> str | None:
 
 @pytest.mark.parametrize("path", [p for p in FILES if p.startswith(COMPUTE)])
 def test_compute_reads_the_device_through_host_alone(path):
-    """What a step does is counted by tests/train/test_reads.py; here is what no test runs."""
+    """What a step does is counted by tests/training/test_reads.py; here is what no test runs."""
     for node in ast.walk(FILES[path]):
         if isinstance(node, ast.Call) and (name := waits(node)):
             assert name in HOST.get(path, ()), (

@@ -26,8 +26,8 @@ from dolmen.checkpoint.stream import open_checkpoint
 from dolmen.cli import main
 from dolmen.core.config import from_dict
 from dolmen.data.tokenizer import train_bpe
-from dolmen.train import mfu
-from dolmen.train.config import RunConfig
+from dolmen.training import mfu
+from dolmen.training.config import RunConfig
 
 MODEL = dict(
     vocab_size=300,

@@ -9,8 +9,8 @@ import sys
 import warnings
 from difflib import get_close_matches
 
-from dolmen.cli.errors import BadInput
 from dolmen.core import environment
+from dolmen.core.errors import BadInput
 from dolmen.core.words import shown
 
 VERBS = {
@@ -34,7 +34,7 @@ USAGE = (
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point. Returns the exit code."""
-    from dolmen.cli import process
+    from dolmen.launch import process
 
     process.die_with_launcher()
     environment.set_defaults(os.environ)

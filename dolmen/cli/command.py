@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 from dolmen.cli import model_options
-from dolmen.cli.errors import BadInput, message
 from dolmen.cli.options import SECTIONS, VERBS, TrainOptions, train_options
 from dolmen.cli.parse import HELP, last, parse
 from dolmen.core.config import from_dict
+from dolmen.core.errors import BadInput, message
 from dolmen.core.paths import refuse_empty
 from dolmen.core.words import cut
 from dolmen.families import flat
 from dolmen.files import gate, kinds
 from dolmen.recipes import HERE, RECIPES
-from dolmen.train.config import RunConfig
+from dolmen.training.config import RunConfig
 
 NEUTRAL = "pretrain"  # the recipe of a help that names none
 
@@ -121,7 +121,7 @@ def begun(run: RunConfig, init: str | None) -> RunConfig:
     source = init or run.init
     if source is None:
         return run
-    from dolmen.convert import hf  # imports torch, and few runs are of --init
+    from dolmen.conversion import hf  # imports torch, and few runs are of --init
 
     found = hf.read_config(hf.resolve_model(source))
     return replace(run, init=source, model=found if init or run.model is None else run.model)

@@ -1,12 +1,13 @@
 """dolmen evaluate DIR --data.path TEXT"""
 
-from dolmen.cli import process, verify
-from dolmen.cli.errors import BadInput, message
+from dolmen.cli import verify
 from dolmen.cli.options import EvaluateOptions
+from dolmen.core.errors import BadInput, message
 from dolmen.core.log import console
 from dolmen.core.mesh import Mesh
 from dolmen.data.in_order import InOrder
-from dolmen.evaluate.perplexity import evaluate, open_text
+from dolmen.evaluation.perplexity import evaluate, open_text
+from dolmen.launch import process
 from dolmen.optim.precision import DTYPES
 
 

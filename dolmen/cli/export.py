@@ -3,15 +3,15 @@
 from pathlib import Path
 
 from dolmen.checkpoint import stream
-from dolmen.cli.errors import BadInput, message
 from dolmen.cli.options import ExportOptions
-from dolmen.convert import hf_export
+from dolmen.conversion import hf_export
 from dolmen.core.config import from_dict
+from dolmen.core.errors import BadInput, message
 from dolmen.families import Model, completed, edit, unknown
 from dolmen.optim.precision import DTYPES
-from dolmen.train import saved as saved_state
-from dolmen.train.check import check_exportable
-from dolmen.train.config import RunConfig
+from dolmen.training import saved as saved_state
+from dolmen.training.check import check_exportable
+from dolmen.training.config import RunConfig
 
 
 def run(options: ExportOptions, _: list[str]) -> int:

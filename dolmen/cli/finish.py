@@ -8,15 +8,15 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from dolmen.cli.errors import BadInput
+from dolmen.core.errors import BadInput
 from dolmen.core.log import console, duration
 from dolmen.core.mesh import SINGLE
 from dolmen.core.words import counted
 from dolmen.data import tokenizer as tokenizers
 from dolmen.data.quickstart_corpus import gzip_xz_bits
 from dolmen.files import gate, kinds
-from dolmen.train import folder
-from dolmen.train.config import RunConfig
+from dolmen.training import folder
+from dolmen.training.config import RunConfig
 
 
 def finish(run: RunConfig, out: Path) -> int:
@@ -30,7 +30,7 @@ def finish(run: RunConfig, out: Path) -> int:
         _export(out, hf)
     report = None
     if run.finish.verify:
-        from dolmen.evaluate.verify import verify
+        from dolmen.evaluation.verify import verify
 
         report = verify(hf, mesh=SINGLE)
         screen.print()
@@ -55,7 +55,7 @@ def _export(out: Path, to: Path) -> None:
 
 
 def _sample(screen: Console, folder: Path, prompt: str) -> None:
-    from dolmen.serve import engine
+    from dolmen.serving import engine
 
     tokenizer = tokenizers.load_tokenizer(str(folder))
     model = engine.load_decoder(folder)

@@ -2,14 +2,14 @@
 
 import sys
 
-from dolmen.cli.errors import BadInput
 from dolmen.cli.options import GenerateOptions
 from dolmen.cli.verify import compute
+from dolmen.core.errors import BadInput
 from dolmen.core.mesh import Mesh
 from dolmen.data.tokenizer import load_tokenizer
 from dolmen.optim.precision import DTYPES
-from dolmen.serve import engine, prompt, sample
-from dolmen.serve.cache import Memory
+from dolmen.serving import engine, prompt, sample
+from dolmen.serving.cache import Memory
 
 
 def run(options: GenerateOptions, argv: list[str]) -> int:

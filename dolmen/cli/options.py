@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from dolmen.data.config import TextConfig
-from dolmen.train.config import RunConfig
+from dolmen.training.config import RunConfig
 
 
 @dataclass(frozen=True)

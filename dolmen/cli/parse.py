@@ -15,8 +15,8 @@ from typing import Annotated, Any, TypeGuard, TypeVar, cast, get_args, get_origi
 
 import tyro
 
-from dolmen.cli.errors import BadInput
 from dolmen.cli.spellings import suggestion
+from dolmen.core.errors import BadInput
 from dolmen.core.words import choices, cut
 
 T = TypeVar("T")

@@ -3,15 +3,15 @@
 from math import isfinite, prod
 from pathlib import Path
 
-from dolmen.cli.errors import BadInput
 from dolmen.cli.options import ScheduleOptions
+from dolmen.core.errors import BadInput
 from dolmen.core.log import console
 from dolmen.core.words import counted
 from dolmen.parallel import schedule as schedules
 from dolmen.parallel.actions import Schedule, format_schedule
 from dolmen.parallel.patterns import SCHEDULES
 from dolmen.parallel.schedule import Cost, Simulation
-from dolmen.plan import draw
+from dolmen.planning import draw
 
 MOST = 500_000  # some seconds
 BOXES = 40_000  # more is no picture, and takes more than ten seconds

@@ -12,21 +12,22 @@ import torch.distributed as dist
 from dolmen.checkpoint import folders
 from dolmen.checkpoint.folders import Damaged
 from dolmen.checkpoint.store import NotSaved
-from dolmen.cli import finish, launch, process
-from dolmen.cli.errors import BadInput, Failed, message
+from dolmen.cli import finish
 from dolmen.cli.options import TrainOptions
-from dolmen.core import allocator, determinism, rendezvous
+from dolmen.core import allocator, determinism
 from dolmen.core import device as devices
 from dolmen.core import mesh as meshes
+from dolmen.core.errors import BadInput, Failed, message
 from dolmen.core.launched import Launch
 from dolmen.core.log import console
 from dolmen.data import loader
-from dolmen.train.check import check_folder, check_overwrite, check_resume, check_run
-from dolmen.train.config import RunConfig
-from dolmen.train.folder import Unusable
-from dolmen.train.loop import Stop
-from dolmen.train.start import Start, settle
-from dolmen.train.watch import Watch, network_limit
+from dolmen.launch import launcher, process, rendezvous
+from dolmen.launch.watch import Watch, network_limit
+from dolmen.training.check import check_folder, check_overwrite, check_resume, check_run
+from dolmen.training.config import RunConfig
+from dolmen.training.folder import Unusable
+from dolmen.training.loop import Stop
+from dolmen.training.start import Start, settle
 
 DEVICE = "train.device"
 OUTSIDE = (
@@ -74,7 +75,7 @@ def run(
         except BadInput as error:
             refusal = str(error)
     if started is None and (config.layout.world > 1 or given.max_restarts):
-        code = launch.launch(config.layout.world, ["train", *argv], given.max_restarts)
+        code = launcher.launch(config.layout.world, ["train", *argv], given.max_restarts)
         return code or finish.finish(config, out)
     return (guarded or process.guarded)(
         lambda: worker(config, out, given, started, device, refusal)
@@ -151,7 +152,7 @@ def worker(
     """One process of the run. Raises BadInput for `refusal`, this rank's own, and for what only all
     ranks together can see; Failed for what ends a run without being a mistake in the program.
     """
-    from dolmen.train.run import run_training, summary
+    from dolmen.training.run import run_training, summary
 
     if device.type == "cpu":
         allocator.keep_freed_memory()

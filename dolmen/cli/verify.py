@@ -2,16 +2,16 @@
 
 from typing import Protocol
 
-from dolmen.cli import launch, process
-from dolmen.cli.errors import BadInput, message
 from dolmen.cli.options import Split, VerifyOptions
-from dolmen.convert import hf
+from dolmen.conversion import hf
 from dolmen.core import device as devices
 from dolmen.core import mesh as meshes
+from dolmen.core.errors import BadInput, message
 from dolmen.core.launched import Launch
 from dolmen.core.log import console
-from dolmen.evaluate.verify import verify
+from dolmen.evaluation.verify import verify
 from dolmen.families import Model, unknown
+from dolmen.launch import launcher, process
 from dolmen.model.layout import Layout
 
 DEVICE = "device"
@@ -98,7 +98,7 @@ def start(
 ) -> int:
     """work(mesh) on the processes of `layout`, which has been checked; its exit code."""
     if started is None and layout.world > 1:
-        return launch.launch(layout.world, [verb, *argv])
+        return launcher.launch(layout.world, [verb, *argv])
     return process.guarded(lambda: _joined(started, layout, asked, work))
 
 

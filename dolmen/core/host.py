@@ -1,7 +1,7 @@
 """The two ways between the host and the device in compute. The host runs ahead of a GPU and fills
 its queue; to `read_back` it waits until the queue is empty, and the queue is empty until it is
 back. A step reads once, when it must be known whether to update, and once more per layer of experts
-where ep > 1. Nothing else in compute reads (tests/test_house.py, tests/train/test_reads.py).
+where ep > 1. Nothing else in compute reads (tests/test_house.py, tests/training/test_reads.py).
 """
 
 from typing import Any

@@ -1,5 +1,5 @@
-"""Names for the parts of a step, for a profile (train/profile.py): what operators are for, and over
-which axis bytes move.
+"""Names for the parts of a step, for a profile (training/profile.py): what operators are for, and
+over which axis bytes move.
 
     with ranges.mark("attention"): ...
     with ranges.mark("tp", "all-reduce"): ...
@@ -22,8 +22,9 @@ PREFIX = "dolmen: "
 
 
 def mark(kind: str, what: str = "") -> AbstractContextManager:
-    """A range of the profile, if one records: `kind` is a kind of train/events.py or the name of an
-    axis, `what` is told beside it. Backward needs none: it is found by the forward it belongs to.
+    """A range of the profile, if one records: `kind` is a kind of training/events.py or the name of
+    an axis, `what` is told beside it. Backward needs none: it is found by the forward it belongs
+    to.
     """
     if torch.compiler.is_compiling() or not profiler._is_profiler_enabled:
         return nullcontext()

@@ -1,5 +1,5 @@
 """Invertible weight rules: how one family's tensors on disk are made of ours, and ours of them.
-They are data, without torch; dolmen/convert/weights.py applies them.
+They are data, without torch; dolmen/conversion/weights.py applies them.
 
 A rule pairs one Hugging Face module with one or several of ours and covers its weight and, where
 there is one, its bias; "{}" stands for the layer. Importer and exporter read the same rule, so they

@@ -1,4 +1,4 @@
-"""What the model asks of a cache of keys and values; dolmen/serve/cache.py is one.
+"""What the model asks of a cache of keys and values; dolmen/serving/cache.py is one.
 
 A forward that reads into a cache is of one sequence, in which the new tokens of every text follow
 one another. All that is token-wise knows nothing of texts, and a mixer hands its queries to the

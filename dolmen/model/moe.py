@@ -39,7 +39,7 @@ from dolmen.parallel.data import Unit
 
 class Router(Parameters):
     """Logits of every expert, in fp32 whatever the model computes in, and the choice: x [n, H] R@tp
-    -> [n, E], Routing. `bias`, where there is one, is moved by train/balance.py and not by
+    -> [n, E], Routing. `bias`, where there is one, is moved by training/balance.py and not by
     gradients.
     """
 

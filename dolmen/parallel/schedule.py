@@ -1,6 +1,7 @@
 """Pipeline schedules as data: a list of actions for every rank (actions.py), by name (patterns.py)
 or from a file, with two readers, `pipeline.py`, which carries it out, and `simulate`, which times
-it (and `plan/draw.py`, which draws what that says). Nothing here knows of torch or of processes.
+it (and `planning/draw.py`, which draws what that says). Nothing here knows of torch or of
+processes.
 """
 
 from dataclasses import dataclass

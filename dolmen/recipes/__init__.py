@@ -11,7 +11,7 @@ from dolmen.data.config import DataConfig
 from dolmen.families import Model
 from dolmen.model.layout import Layout
 from dolmen.optim.config import OptimizerConfig
-from dolmen.train.config import FinishConfig, LogConfig, RunConfig, TrainConfig
+from dolmen.training.config import FinishConfig, LogConfig, RunConfig, TrainConfig
 
 # A model made here has no tokenizer yet, and its weights are stored as they are trained.
 FRESH = {

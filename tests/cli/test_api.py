@@ -15,8 +15,9 @@ from tinyrun import dolmen as command
 from tinyrun import losses, rows, steps
 
 import dolmen
+from dolmen import api
 from dolmen.core.mesh import joined
-from dolmen.train import loop
+from dolmen.training import loop
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 
@@ -82,7 +83,7 @@ def test_options_are_those_of_the_command(material, tmp_path):
         resume=False,
     )
     assert len(rows(made)) == 1 and "model_type: qwen3" in (made / "config.yaml").read_text()
-    assert dolmen.api._words(
+    assert api._words(
         "",
         {
             "finish": {"sample": "--x"},
@@ -176,14 +177,12 @@ def test_the_package_shows_what_it_has():
     """Names to find by completion; each with types and an example of its use."""
     assert set(dolmen.__all__) <= set(dir(dolmen))
     for name in ("load", "generate", "export", "verify", "evaluate"):
-        function = getattr(dolmen.api, name)
+        function = getattr(api, name)
         signature = inspect.signature(function)
         assert all(p.annotation is not p.empty for p in signature.parameters.values())
         assert signature.return_annotation is not signature.empty
         assert f"dolmen.{name}(" in function.__doc__
-    assert "dolmen.train(" in dolmen.api.train.__doc__
-    assert list(inspect.signature(dolmen.train).parameters) == ["recipe", "options"]
-    assert list(inspect.signature(dolmen.evaluate).parameters) == ["source", "path", "options"]
+    assert "dolmen.train(" in api.train.__doc__
 
 
 @pytest.mark.parametrize(
@@ -265,7 +264,7 @@ def test_ctrl_c_before_and_after_training(material, tmp_path, monkeypatch):
     being finished.
     """
     from dolmen.cli import train as verb
-    from dolmen.train import check
+    from dolmen.training import check
 
     def interrupted(*args, **options):
         raise KeyboardInterrupt

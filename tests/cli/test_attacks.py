@@ -13,7 +13,7 @@ from tinyrun import dolmen as command
 from tinyrun import rows, steps
 
 import dolmen
-from dolmen.train.check import take_lock
+from dolmen.training.check import take_lock
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 

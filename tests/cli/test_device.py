@@ -9,12 +9,12 @@ import tinyrun
 import torch
 from tinyrun import dolmen
 
-from dolmen.cli import launch, process
 from dolmen.cli import train as train_verb
 from dolmen.core import agree
 from dolmen.core import device as devices
 from dolmen.core import mesh as meshes
 from dolmen.core.device import CPU
+from dolmen.launch import launcher, process
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 
@@ -119,7 +119,7 @@ TWO = "2 processes on this machine, but 1 GPU is visible: start 1, make 2 visibl
 
 def test_train_starts_nothing_on_too_few_gpus(machine, material, tmp_path, monkeypatch):
     machine(1)
-    monkeypatch.setattr(launch, "launch", lambda *_: pytest.fail("it started processes"))
+    monkeypatch.setattr(launcher, "launch", lambda *_: pytest.fail("it started processes"))
     words = ("train", material.file, "--out", tmp_path / "run", "--data.cache", tmp_path / "cache")
     told = dolmen(*words, "--layout.tp", 2)
     assert told.code == 2 and TWO + "train.device cpu" in told.words
@@ -138,7 +138,7 @@ def test_a_run_starts_a_process_per_gpu(machine, material, gpus, device, process
 @pytest.mark.parametrize("verb", ("verify", "generate", "evaluate"))
 def test_other_verbs_refuse_too(machine, material, monkeypatch, verb):
     words = {"generate": ("--prompt", "a"), "evaluate": ("--data.path", material.docs)}
-    monkeypatch.setattr(launch, "launch", lambda *_: 7)
+    monkeypatch.setattr(launcher, "launch", lambda *_: 7)
     machine(1)
     all_words = (verb, material.model, *words.get(verb, ()), "--layout.tp", 2)
     told = dolmen(*all_words)

@@ -20,8 +20,8 @@ from dolmen.cli.finish import _next, _summary
 from dolmen.core.words import choices
 from dolmen.families import Model
 from dolmen.families.unknown import without_effect
-from dolmen.serve import engine
-from dolmen.train.warn import little_held_out, never_at_full_rate, unused_rows
+from dolmen.serving import engine
+from dolmen.training.warn import little_held_out, never_at_full_rate, unused_rows
 
 
 class Held:

@@ -23,13 +23,14 @@ from tinyrun import dolmen, losses, rows, same, tensors
 import dolmen as package
 from dolmen.checkpoint import writer
 from dolmen.checkpoint.writer import Writer
-from dolmen.cli import launch, train
+from dolmen.cli import train
 from dolmen.data.mixture import Mixture
-from dolmen.train import loop
-from dolmen.train import run as train_run
-from dolmen.train.check import free_lock, take_lock
-from dolmen.train.folder import LOCK, Unusable
-from dolmen.train.warn import never_at_full_rate
+from dolmen.launch import launcher
+from dolmen.training import loop
+from dolmen.training import run as train_run
+from dolmen.training.check import free_lock, take_lock
+from dolmen.training.folder import LOCK, Unusable
+from dolmen.training.warn import never_at_full_rate
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 
@@ -396,7 +397,7 @@ def test_an_error_that_was_only_being_handled_is_no_cause(tmp_path):
 WAITING = """
 import os, sys, time
 sys.path.insert(0, {root!r})
-from dolmen.cli import process
+from dolmen.launch import process
 process.die_with_launcher()
 open({folder!r} + "/ready" + os.environ["RANK"], "w").close()
 time.sleep(600)  # longer than any wait
@@ -435,19 +436,19 @@ def test_what_a_killed_launcher_leaves_is_deleted_by_the_next(tmp_path, monkeypa
     killed, living = (subprocess.Popen(argv, env=env) for _ in range(2))
     try:
         assert wait(lambda: len(list(tmp_path.glob("ready*"))) == 4)
-        made = [p for p in tmp_path.glob("dolmen_*") if (p / launch.OURS).exists()]
+        made = [p for p in tmp_path.glob("dolmen_*") if (p / launcher.OURS).exists()]
         assert len(made) == 2
         killed.kill()
         killed.wait()
-        monkeypatch.setattr(launch.tempfile, "tempdir", str(tmp_path))
-        with launch._reports():
+        monkeypatch.setattr(launcher.tempfile, "tempdir", str(tmp_path))
+        with launcher._reports():
             pass
         left = [p for p in made if p.exists()]
-        assert len(left) == 1 and (left[0] / launch.OURS).exists()
+        assert len(left) == 1 and (left[0] / launcher.OURS).exists()
     finally:
         killed.kill()
         living.kill()
         living.wait()
-    with launch._reports():
+    with launcher._reports():
         pass
     assert sorted(p.name for p in tmp_path.glob("dolmen_*")) == ["dolmen_mine", "dolmen_theirs"]

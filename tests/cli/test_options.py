@@ -18,12 +18,12 @@ from tinyrun import dolmen
 import dolmen as package
 from dolmen.cli import VERBS, model_options
 from dolmen.cli.command import parse_train, read
-from dolmen.cli.errors import BadInput
 from dolmen.cli.options import VERBS as VERB_OPTIONS
 from dolmen.cli.options import train_options
 from dolmen.cli.parse import names
 from dolmen.cli.spellings import EQUAL, HOW, suggestion
-from dolmen.convert import hf
+from dolmen.conversion import hf
+from dolmen.core.errors import BadInput
 from dolmen.families import families, find
 from dolmen.recipes import RECIPES
 

@@ -18,9 +18,10 @@ import pytest
 import tinyrun
 from tinyrun import dolmen, losses, rows, steps
 
-from dolmen.cli import launch, main, process
-from dolmen.cli.errors import BadInput
+from dolmen.cli import main
+from dolmen.core.errors import BadInput
 from dolmen.core.launched import Launch
+from dolmen.launch import launcher, process
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 
@@ -147,7 +148,7 @@ def test_two_ranks_stopped_save_and_go_on_at_another_layout(material, alone, tmp
 BROKEN = """
 import os
 if os.environ.get("RANK") == "1":
-    import dolmen.train.loop as loop
+    import dolmen.training.loop as loop
     step = loop.optimizer_step
     def broken(state, *args):
         if state.step == 2: raise ArithmeticError("broken on purpose")
@@ -184,7 +185,7 @@ def test_a_rank_that_raises_ends_the_run_and_is_told_once(material, tmp_path, mo
     )
 
 
-LIGHT = "import sys; from dolmen.cli.launch import launch; sys.exit(launch(2, sys.argv[1:]))"
+LIGHT = "import sys; from dolmen.launch.launcher import launch; sys.exit(launch(2, sys.argv[1:]))"
 
 
 def test_a_launcher_killed_while_two_ranks_train_leaves_none(material, tmp_path):
@@ -277,7 +278,7 @@ def run(tmp_path, monkeypatch, capfd):
         (tmp_path / "sitecustomize.py").write_text(f"{WORKER}\n{code}")
         monkeypatch.setenv("PYTHONPATH", tinyrun.path_of(tmp_path))
         capfd.readouterr()
-        return launch.launch(2, ["--version"]), *capfd.readouterr()
+        return launcher.launch(2, ["--version"]), *capfd.readouterr()
 
     return run
 
@@ -317,8 +318,8 @@ def test_a_rank_that_is_killed_is_named(run):
 REFUSE = """
 if RANK:
     sys.path.insert(0, {root!r})
-    from dolmen.cli import process
-    from dolmen.cli.errors import BadInput
+    from dolmen.launch import process
+    from dolmen.core.errors import BadInput
     def work(): raise BadInput("use --less")
     if RANK == "0": time.sleep(600)
     process.guarded(work)
@@ -327,7 +328,7 @@ if RANK:
 
 def test_what_a_worker_refuses_is_told_once(run):
     """Rank 1 is first, and alone: rank 0 is stopped before it can say the same."""
-    assert run(REFUSE.format(root=str(Path(launch.__file__).parents[2]))) == (
+    assert run(REFUSE.format(root=str(Path(launcher.__file__).parents[2]))) == (
         2,
         "",
         "dolmen: use --less\n",
@@ -367,7 +368,7 @@ def test_a_launcher_killed_while_workers_start_leaves_none(tmp_path, monkeypatch
     code = (
         "time.sleep(1)"
         if moment == "before"
-        else "import dolmen.cli.process as p; p.die_with_launcher(); time.sleep(600)"
+        else "import dolmen.launch.process as p; p.die_with_launcher(); time.sleep(600)"
     )
     started = f"open({str(tmp_path)!r} + '/started' + RANK, 'w').write(str(os.getpid()))"
     (tmp_path / "sitecustomize.py").write_text(f"{WORKER}\nif RANK:\n    {started}\n    {code}")
@@ -544,7 +545,7 @@ def failure(rank: int, code: int, text: str | None = None, when: int = 0):
     ids=range(6),
 )
 def test_the_cause_is_the_first(failures, said):
-    assert launch.cause({f.local_rank: f for f in failures}) == said
+    assert launcher.cause({f.local_rank: f for f in failures}) == said
 
 
 @pytest.fixture

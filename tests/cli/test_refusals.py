@@ -14,10 +14,11 @@ from safetensors.torch import load_file, save_file
 from tinyrun import CONFIG, Material, dolmen
 
 import dolmen as package
-from dolmen.cli import launch, process, train
+from dolmen.cli import train
 from dolmen.cli.command import parse_train
 from dolmen.core import mesh as meshes
 from dolmen.data import inputs, loader
+from dolmen.launch import launcher, process
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 
@@ -29,7 +30,7 @@ def no_process(monkeypatch):
     def started(*args):
         raise AssertionError("processes were started")
 
-    monkeypatch.setattr(launch, "launch", started)
+    monkeypatch.setattr(launcher, "launch", started)
     monkeypatch.setattr(process, "guarded", started)
 
 

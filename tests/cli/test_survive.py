@@ -27,8 +27,8 @@ from tinyrun import dolmen, losses, rows, same, steps, tensors
 
 import dolmen as package
 from dolmen.checkpoint import folders
-from dolmen.cli import launch
-from dolmen.train.folder import OWNER
+from dolmen.launch import launcher
+from dolmen.training.folder import OWNER
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 FIXED = ("--optimizer.schedule", "constant", "--log.validate-every", 0, "--checkpoint.every", 4)
@@ -101,7 +101,7 @@ def light(tmp_path, monkeypatch, capfd, code: str, max_restarts: int = 2) -> tup
     (tmp_path / "sitecustomize.py").write_text(f"{WORKER}\n{begun}\n{code}")
     monkeypatch.setenv("PYTHONPATH", tinyrun.path_of(tmp_path))
     return (
-        launch.launch(2, ["--version"], max_restarts),
+        launcher.launch(2, ["--version"], max_restarts),
         capfd.readouterr().err,
         len(list(tmp_path.glob("begun-0-*"))),
     )
@@ -134,8 +134,8 @@ def test_a_restart_that_ends_well_is_well(tmp_path, monkeypatch, capfd):
 FINAL = """
 if RANK:
     sys.path.insert(0, {root!r})
-    from dolmen.cli import process
-    from dolmen.cli.errors import BadInput, Failed
+    from dolmen.launch import process
+    from dolmen.core.errors import BadInput, Failed
     def work(): raise {error}
     if RANK == "1": time.sleep(60)
     process.guarded(work)
@@ -167,7 +167,7 @@ def test_sigterm_is_not_restarted(tmp_path, monkeypatch, capfd):
     assert light(tmp_path, monkeypatch, capfd, code) == (143, "", 1)
 
 
-@pytest.mark.full  # train/test_watch.py has the rule, in one process
+@pytest.mark.full  # training/test_watch.py has the rule, in one process
 def test_a_stopped_rank_is_named(material, tmp_path):
     """SIGSTOP to rank 1: it cannot report, so rank 0 does, and nothing is left behind."""
     out = tmp_path / "run"

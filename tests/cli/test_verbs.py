@@ -86,7 +86,7 @@ def test_export_is_what_was_trained(run, exported):
 
 def test_export_has_the_logits_of_the_run(run, tmp_path):
     from dolmen.core.mesh import SINGLE
-    from dolmen.serve import engine
+    from dolmen.serving import engine
 
     assert (
         dolmen(

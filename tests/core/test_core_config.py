@@ -13,8 +13,8 @@ from dolmen.cli.command import read_run
 from dolmen.core.config import changed_options, from_dict, to_dict
 from dolmen.families import Model, families
 from dolmen.recipes import RECIPES
-from dolmen.train.config import RunConfig
-from dolmen.train.written import write_config
+from dolmen.training.config import RunConfig
+from dolmen.training.written import write_config
 
 RUN = RunConfig(model=Model({"model_type": "llama"}))
 

@@ -23,10 +23,10 @@ from dolmen.model.layout import Layout
 from dolmen.ops.kernels import CPU, H100
 from dolmen.optim import optimizer as optim
 from dolmen.optim.config import OptimizerConfig
-from dolmen.train import report
-from dolmen.train import run as train_run
-from dolmen.train.config import RunConfig, TrainConfig
-from dolmen.train.step import TrainState, optimizer_step
+from dolmen.training import report
+from dolmen.training import run as train_run
+from dolmen.training.config import RunConfig, TrainConfig
+from dolmen.training.step import TrainState, optimizer_step
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 

@@ -16,7 +16,7 @@ from tinyrun import dolmen
 
 from dolmen.core import environment, groups
 from dolmen.core import mesh as meshes
-from dolmen.train.watch import PATIENT, network_limit
+from dolmen.launch.watch import PATIENT, network_limit
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 CUDA, HOUR = torch.device("cuda", 0), timedelta(hours=1)

@@ -20,8 +20,8 @@ from dolmen.data.quickstart_corpus import (
 )
 from dolmen.data.readers import PIECE
 from dolmen.data.sources import is_hub_id, resolve_sources
-from dolmen.train.config import RunConfig
-from dolmen.train.written import write_config
+from dolmen.training.config import RunConfig
+from dolmen.training.written import write_config
 
 
 def texts(*entries, field="text"):

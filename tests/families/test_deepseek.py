@@ -13,14 +13,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny import build, save
 
-from dolmen.convert import hf, hf_export
+from dolmen.conversion import hf, hf_export
 from dolmen.core.mesh import SINGLE
 from dolmen.families import Model
 from dolmen.model import count
 from dolmen.model.build import build as built
 from dolmen.model.build import load
 from dolmen.model.tree import check_cuts
-from dolmen.serve import engine
+from dolmen.serving import engine
 
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
@@ -142,7 +142,7 @@ def test_layouts_that_cannot_be():
 
 
 def test_a_bias_of_its_own_is_no_balance():
-    """It is there and not moved, unless asked for: train/balance.py."""
+    """It is there and not moved, unless asked for: training/balance.py."""
     model = built(Model({"model_type": "deepseek_v3"} | SMALL).tree, SINGLE)
     load(model, lambda write: [write(n, torch.zeros(p.shape)) for n, p in model.named_parameters()])
     assert model.router.balance == "loss"

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from tiny import CASES, build, save
 
-from dolmen.convert import hf, hf_export
+from dolmen.conversion import hf, hf_export
 from dolmen.families import edit
 
 

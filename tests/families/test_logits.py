@@ -13,10 +13,10 @@ from tiny import CASES, build, save
 from transformers.core_model_loading import revert_weight_conversion
 from wide import Wide, double
 
-from dolmen.convert import hf
+from dolmen.conversion import hf
 from dolmen.core import state
 from dolmen.model.decoder import Decoder
-from dolmen.serve import engine
+from dolmen.serving import engine
 
 FELT = [
     f"layers.1.{name}"

@@ -13,8 +13,8 @@ from tiny import build, save
 
 from dolmen.core import mesh as meshes
 from dolmen.core.mesh import SINGLE, Mesh
-from dolmen.serve import engine
-from dolmen.serve.cache import Memory
+from dolmen.serving import engine
+from dolmen.serving.cache import Memory
 
 PROMPTS = (200, 1, 33, 2, 150, 64, 1, 7, 32, 65, 199, 17)  # tokens of each
 NEW, AT_ONCE = 16, 5

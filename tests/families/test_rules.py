@@ -4,8 +4,8 @@ import pytest
 import torch
 from models import Flat, flat_model
 
-from dolmen.convert import hf_export
-from dolmen.convert.weights import assemble, join_stored, split_stored
+from dolmen.conversion import hf_export
+from dolmen.conversion.weights import assemble, join_stored, split_stored
 from dolmen.families import Model, weight_map
 from dolmen.families.rules import Rename, Split, Transpose, entries
 

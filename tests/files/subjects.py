@@ -22,7 +22,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from dolmen.checkpoint import metadata, seal
 from dolmen.checkpoint.store import Checkpoints
 from dolmen.cli.command import read_run
-from dolmen.convert import hf
+from dolmen.conversion import hf
 from dolmen.core.config import from_dict, to_dict
 from dolmen.core.mesh import SINGLE
 from dolmen.data import corpus, readers
@@ -33,9 +33,9 @@ from dolmen.files import safetensors as ours
 from dolmen.files.schema import Schema, check_value
 from dolmen.parallel import actions, schedule
 from dolmen.recipes import RECIPES
-from dolmen.serve import engine
-from dolmen.train import metrics
-from dolmen.train.config import RunConfig
+from dolmen.serving import engine
+from dolmen.training import metrics
+from dolmen.training.config import RunConfig
 
 
 @dataclass(frozen=True)

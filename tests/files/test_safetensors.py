@@ -178,7 +178,7 @@ def test_damaged_folders_are_refused(tmp_path):
 
 PEAK = """
 import os, resource, sys, torch
-from dolmen.convert import hf, hf_export
+from dolmen.conversion import hf, hf_export
 from dolmen.families import Model
 
 def grown(work):        # MiB by which `work` raised the peak

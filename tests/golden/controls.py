@@ -18,7 +18,7 @@ from dolmen.data.batch import IGNORED, Batch
 from dolmen.model import moe
 from dolmen.ops.attention import Attend
 from dolmen.parallel import context, data, expert, tensor
-from dolmen.train import step
+from dolmen.training import step
 
 PLAIN, SEQUENCE, STAGES, LATER, RING = map(
     Layout.of,

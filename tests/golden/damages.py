@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 from dolmen.core import collectives, state, transfers
 from dolmen.core.mesh import Axis
 from dolmen.data.batch import IGNORED, Batch
+from dolmen.evaluation import validate
 from dolmen.model import block, branch, layers, moe, parallel, pre, sandwich, tree
 from dolmen.ops import dropout
 from dolmen.parallel import channels, context, data, loss, tensor
-from dolmen.train import validate
 
 
 def without(module, name, instead):

@@ -2,9 +2,9 @@
 mechanism that splits or delays anything joins LAYOUTS; a way to get it wrong joins
 controls.py.
 
-A run is `train/step.py` itself on `data/mixture.py` itself, three steps. What is compared is taken
-where it is made: raw gradients when `data.gradient_norm` is called (after the sum over dp, before
-clipping), norms and losses from Metrics.
+A run is `training/step.py` itself on `data/mixture.py` itself, three steps. What is compared is
+taken where it is made: raw gradients when `data.gradient_norm` is called (after the sum over dp,
+before clipping), norms and losses from Metrics.
 """
 
 import math
@@ -26,7 +26,7 @@ from dolmen.data.stream import TokenStream
 from dolmen.model import layout as layouts
 from dolmen.optim.optimizer import OptimizerConfig, make
 from dolmen.parallel import data
-from dolmen.train.step import TrainState, optimizer_step
+from dolmen.training.step import TrainState, optimizer_step
 
 VOCABULARY, LENGTH, ROWS, STEPS, SEED = 71, 8, 16, 3, 0  # 71 is prime: no tp divides it
 

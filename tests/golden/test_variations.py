@@ -20,7 +20,7 @@ from variations import (
 )
 
 from dolmen.data.batch import IGNORED
-from dolmen.train.validate import mean_loss
+from dolmen.evaluation.validate import mean_loss
 
 
 @pytest.mark.parametrize("row", [row.parameter for row in PACKED])

@@ -12,7 +12,7 @@ from models import Flat, Tiny
 from spawning import Row
 from table import DROPOUT, FAMILIES, SINGLE, Layout
 
-from dolmen.train.validate import Losses, mean_loss
+from dolmen.evaluation.validate import Losses, mean_loss
 
 WINDOW = replace(FAMILIES["llama"], sliding_window=3, sliding_layers=(0, 2))
 EXPERTS = FAMILIES["qwen3-moe"]

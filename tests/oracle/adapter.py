@@ -31,14 +31,14 @@ from transformers import PreTrainedTokenizerFast
 
 import dolmen
 from dolmen.checkpoint.stream import locate, open_checkpoint
-from dolmen.convert import hf_export
+from dolmen.conversion import hf_export
 from dolmen.data import loader
 from dolmen.data.config import DataConfig
 from dolmen.data.loader import Loader
 from dolmen.families import Model
 from dolmen.optim.precision import LossScale
-from dolmen.train import metrics
-from dolmen.train import run as runs
+from dolmen.training import metrics
+from dolmen.training import run as runs
 
 VOCABULARY, LENGTH = 71, 12  # 71 is prime
 RARE = 70  # a word that few documents have

@@ -20,8 +20,8 @@ from dolmen.ops.activation import ACTIVATIONS
 from dolmen.ops.attention import alibi, blockwise
 from dolmen.optim import optimizer
 from dolmen.parallel import data
-from dolmen.train import balance, step
-from dolmen.train.spike import SpikePolicy
+from dolmen.training import balance, step
+from dolmen.training.spike import SpikePolicy
 
 
 @dataclass(frozen=True)

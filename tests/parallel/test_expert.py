@@ -21,7 +21,7 @@ from dolmen.core.state import Shard
 from dolmen.model.decoder import Decoder
 from dolmen.model.layout import Layout
 from dolmen.parallel import data, expert
-from dolmen.train import balance
+from dolmen.training import balance
 
 EXPERTS, HIDDEN = 4, 3
 SCALE = torch.ones((), dtype=torch.float64)  # of the auxiliary losses' gradients

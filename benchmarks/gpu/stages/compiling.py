@@ -18,7 +18,7 @@ from benchmarks.gpu.case import Case, Context, Record
 from benchmarks.gpu.shapes import Shape
 from dolmen.core.mesh import Mesh
 from dolmen.model.layout import Layout
-from dolmen.train.step import optimizer_step
+from dolmen.training.step import optimizer_step
 
 UPDATES, ROUNDS = 3, 5
 LOSSES = 2**-8  # bf16: a compiled program rounds in fewer places

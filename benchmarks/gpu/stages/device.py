@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.gpu import clock
 from benchmarks.gpu.case import Case, Context, Record
-from dolmen.train import mfu
+from dolmen.training import mfu
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 NVIDIA_SMI = "name,driver_version,memory.total,clocks.sm,clocks.mem,power.limit,pcie.link.gen.max"

@@ -11,12 +11,12 @@ import torch
 
 from benchmarks.gpu import compare, house, tables
 from benchmarks.gpu.case import Case, Context, Record
-from dolmen.convert import hf
+from dolmen.conversion import hf
 from dolmen.core import mesh as meshes
 from dolmen.core.mesh import Mesh
 from dolmen.families import Model
 from dolmen.model import build
-from dolmen.train.step import optimizer_step
+from dolmen.training.step import optimizer_step
 
 tiny = tables.load("families", "tiny")
 

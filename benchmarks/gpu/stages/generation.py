@@ -14,7 +14,7 @@ from benchmarks.gpu.shapes import Shape
 from benchmarks.sides import Work
 from dolmen.model import build
 from dolmen.model.decoder import Decoder
-from dolmen.serve import engine
+from dolmen.serving import engine
 
 Texts = list[list[int]]
 

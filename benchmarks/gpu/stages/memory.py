@@ -21,7 +21,7 @@ from dolmen.core.mesh import Mesh
 from dolmen.model.count import activation_bytes_per_layer, parameters
 from dolmen.model.layout import Layout
 from dolmen.parallel.actions import Action
-from dolmen.train.step import optimizer_step
+from dolmen.training.step import optimizer_step
 
 # The allocator rounds each tensor up to 512 bytes, and a step keeps some numbers per token besides.
 STATES, ACTIVATIONS = 0.01, 0.05

@@ -14,7 +14,7 @@ from benchmarks.gpu import house, shapes
 from benchmarks.gpu.case import Case, Context, Record
 from benchmarks.gpu.shapes import Shape
 from benchmarks.sides import Work
-from dolmen.train import profile, timeline
+from dolmen.training import profile, timeline
 
 TRACE_BYTES = 12 << 20  # of a file that must travel
 

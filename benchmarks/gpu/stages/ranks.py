@@ -21,7 +21,7 @@ from dolmen.core.mesh import Mesh
 from dolmen.model import build
 from dolmen.model.layout import Layout
 from dolmen.model.tree import Tree
-from dolmen.train.step import optimizer_step
+from dolmen.training.step import optimizer_step
 
 LAYOUTS = {
     "tp 2": Layout(tp=2, dp=1),

@@ -23,8 +23,8 @@ from benchmarks.plain import plain_side
 from benchmarks.sides import Side, Work
 from dolmen.core.mesh import Mesh
 from dolmen.model.layout import Layout
-from dolmen.train import mfu
-from dolmen.train.step import optimizer_step
+from dolmen.training import mfu
+from dolmen.training.step import optimizer_step
 
 ROUNDS, WARM = 7, 3
 LOSSES = 2**-8  # bf16 rounds what is summed in another order; three updates apart

@@ -1,0 +1,125 @@
+"""Writes a model as a folder of transformers: config.json, weights, generation_config.json and
+tokenizer files, all of them or nothing. hf.py reads them.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dolmen.conversion.hf import TOKENIZER_FILES, stated_dtype
+from dolmen.conversion.weights import join_stored
+from dolmen.families import Model, edit, weight_map
+from dolmen.families.rules import Entry
+from dolmen.files import safetensors
+from dolmen.files.safetensors import SHARD_BYTES, Spec
+
+
+def export_weights(model: Model, full: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """(stored name, tensor of its entry's shape) in the order of the model, each made of the
+    parameters that `full(our name)` gives. Where `full` is a collective, every rank goes through
+    this iterator, one of them inside `save`. Raises ValueError for a parameter of the wrong shape.
+    """
+    shapes = model.tree.shapes
+    for _, group in groupby(weight_map(model).entries.values(), key=lambda entry: entry.ours):
+        first, *rest = group
+        if first.piece is None:
+            yield first.hf, _join(first, full, shapes)
+        else:
+            stack = _part(first.ours[0], full, shapes)  # asked for once, whole
+            for entry in (first, *rest):
+                yield entry.hf, join_stored(entry.rule, [stack], entry.piece)
+            del stack
+
+
+def check_target(folder: Path | str, tokenizer_folder: Path | str | None = None) -> None:
+    """What `save` refuses of its target: ValueError for a `folder` that has anything in it, and a
+    `tokenizer_folder` without a tokenizer.
+    """
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(
+            f"{folder} exists and is not empty: choose another folder for the export, or remove it"
+        )
+    if tokenizer_folder is not None and not _tokenizer_files(tokenizer_folder):
+        raise ValueError(
+            f"{tokenizer_folder} has no tokenizer files ({', '.join(TOKENIZER_FILES[:3])} ...)"
+        )
+
+
+def save(
+    folder: Path | str,
+    model: Model,
+    full: Callable[[str], Tensor],
+    dtype: torch.dtype | None = None,
+    tokenizer_folder: Path | str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Writes the model, of which `full(our name)` gives each parameter, in its leaf's shape, as
+    transformers reads it, in `dtype`, or else that of the source model, or else float32. Everything
+    is built beside `folder` and renamed when whole. Raises as `check_target` and `export_weights`
+    do.
+    """
+    check_target(folder, tokenizer_folder)
+    folder, dtype = Path(folder), dtype or stated_dtype(model)
+    if dtype != stated_dtype(model):
+        model = edit(model, dtype=str(dtype).removeprefix("torch."))
+    content = model.exported()
+    leaves, wide = model.tree.leaves, torch.promote_types(dtype, torch.float32)
+    specs = {
+        name: Spec(entry.shape, wide if leaves[entry.ours[0]].precise else dtype)
+        for name, entry in weight_map(model).entries.items()
+    }
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:
+        part = Path(temporary) / "model"
+        part.mkdir()
+        safetensors.write_tensors(part, specs, export_weights(model, full), shard_bytes)
+        _write_json(part / "config.json", content)
+        _write_generation_config(part, content, tokenizer_folder)
+        for file in _tokenizer_files(tokenizer_folder) if tokenizer_folder is not None else ():
+            shutil.copyfile(file, part / file.name)
+        os.rename(part, folder)
+
+
+def _join(
+    entry: Entry, full: Callable[[str], Tensor], shapes: dict[str, tuple[int, ...]]
+) -> Tensor:
+    return join_stored(entry.rule, [_part(name, full, shapes) for name in entry.ours])
+
+
+def _part(name: str, full: Callable[[str], Tensor], shapes: dict[str, tuple[int, ...]]) -> Tensor:
+    part = full(name)
+    if tuple(part.shape) != shapes[name]:
+        raise ValueError(f"{name} is {tuple(part.shape)}, the model's is {shapes[name]}")
+    return part
+
+
+def _tokenizer_files(folder: Path | str) -> list[Path]:
+    return sorted({file for pattern in TOKENIZER_FILES for file in Path(folder).glob(pattern)})
+
+
+def _write_generation_config(
+    part: Path, content: dict[str, Any], source: Path | str | None
+) -> None:
+    """The source's own generation_config.json, or else one of the token ids that config.json
+    states, if any.
+    """
+    if source is not None and (Path(source) / "generation_config.json").is_file():
+        shutil.copyfile(Path(source) / "generation_config.json", part / "generation_config.json")
+        return
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    ids = {name: content[name] for name in names if content.get(name) is not None}
+    if ids:
+        _write_json(part / "generation_config.json", {"_from_model_config": True, **ids})
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")

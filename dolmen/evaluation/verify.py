@@ -1,0 +1,254 @@
+"""Ours against transformers on the same random tokens, in fp32: the same function, the same
+gradient, the same text.
+
+    folder  -> dolmen, split over tp       \\  logits, loss, gradient norm,    Report: a row for
+    against -> transformers, on one rank   /  each gradient, greedy text       each, with difference
+                                                                               and tolerance
+
+Each row's tolerance comes with its reason, in compare.py. No code of a model folder is ever run.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dolmen.conversion import hf
+from dolmen.conversion.weights import assemble
+from dolmen.core.mesh import SINGLE, Mesh
+from dolmen.data.batch import Batch
+from dolmen.evaluation.compare import (
+    LOSS,
+    Reference,
+    Report,
+    Row,
+    agreed,
+    gradient_rows,
+    greedy_row,
+    logits_row,
+    relative_row,
+)
+from dolmen.families import Model, compared, weight_map
+from dolmen.model.decoder import Decoder
+from dolmen.model.tree import Tree
+from dolmen.parallel import data, vocabulary
+from dolmen.serving import engine
+
+SEQUENCES, NEW_TOKENS, SEED = 4, 16, 0
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """The same on every rank: windows [sequences, length + 1], whose beginnings are the prompts of
+    the continuation.
+    """
+
+    windows: Tensor
+    prompt: int
+    new: int
+
+    @property
+    def prompts(self) -> Tensor:
+        return self.windows[:, : self.prompt]
+
+
+def verify(
+    folder: Path | str,
+    against: Path | str | None = None,
+    mesh: Mesh = SINGLE,
+    length: int = 64,
+    gradients: bool = True,
+) -> Report:
+    """Compare dolmen on `folder` with transformers on `against` (default: the same folder), both
+    paths or hub ids.
+
+    Every rank calls it and gets the same verdict. The first rank's device holds the model three
+    times in fp32 (ours and the gradients of both), or once where `gradients` is off. Raises
+    ValueError or KeyError, before anything is loaded, where a folder cannot be read or the two hold
+    models of different shapes.
+    """
+    folder, against = (
+        hf.resolve_model(folder),
+        hf.resolve_model(folder if against is None else against),
+    )
+    tree, notes = _structure(folder, against)
+    padding = hf.read_config(against).config.get("pad_token_id")
+    tokens = _tokens(tree, length, mesh.device, padding)
+    read = tokens.windows.shape[1] - 1
+    windows = {block.mixer.window for block in tree.blocks}
+    for window in sorted(w for w in windows if w is not None):
+        if read <= window < tree.max_position_embeddings:
+            notes.append(
+                f"{read} tokens do not fill the sliding window of {window}: use a larger --length"
+            )
+    with _precise():
+        theirs = None
+        if mesh.first:
+            with _quiet():
+                theirs = _ask_transformers(against, tokens, mesh.device, gradients)
+        model = engine.load_decoder(folder, mesh, torch.float32)
+        rows = _compare(model, mesh, tokens, theirs, gradients)
+    size = f"{SEQUENCES} x {read} random tokens, fp32, tp {mesh.tp.size}"
+    return Report(
+        f"dolmen on {folder}\ntransformers on {against}\n{size}", agreed(rows, mesh), tuple(notes)
+    )
+
+
+def _structure(folder: Path, against: Path) -> tuple[Tree, list[str]]:
+    """Our model, and a note for each value in which the two differ. Raises ValueError where shapes
+    differ.
+    """
+    ours, theirs = hf.read_config(folder), hf.read_config(against)
+    fields = [
+        f"{name} is {a} in {folder.name}, {b} in {against.name}"
+        for name, a, b in compared(ours, theirs)
+    ]
+    if ours.tree.shapes != theirs.tree.shapes:
+        raise ValueError(
+            f"{folder} and {against} hold models of different shapes ({'; '.join(fields)}): give "
+            "another --against"
+        )
+    hf.check_tensors(folder, ours)
+    if against != folder:
+        hf.check_tensors(against, theirs)
+    return ours.tree, fields
+
+
+def _tokens(tree: Tree, length: int, device: torch.device, padding: int | None) -> _Tokens:
+    """Random tokens, all but `padding`: transformers gives that row of the embedding no gradient
+    (`padding_idx`), and we, who never pad, give it that of any token, so one such token would be a
+    difference of 1e-2 between two right programs.
+    """
+    most = tree.max_position_embeddings
+    if length < 1:
+        raise ValueError(f"length is {length}: use --length 1 or more")
+    shape = (SEQUENCES, max(2, min(length + 1, most)))
+    generator = torch.Generator().manual_seed(SEED)
+    vocabulary = tree.vocab_size
+    if padding is None or vocabulary == 1:  # of one token, nothing else could be drawn
+        windows = torch.randint(vocabulary, shape, generator=generator)
+    else:
+        windows = torch.randint(vocabulary - 1, shape, generator=generator)
+        windows += windows >= padding % vocabulary  # torch counts a negative one from the end
+    new = max(1, min(NEW_TOKENS, most // 2))
+    return _Tokens(windows.to(device), min(windows.shape[1] - 1, most - new + 1), new)
+
+
+@contextmanager
+def _precise() -> Iterator[None]:
+    """fp32 products in fp32: TF32 keeps 10 bits."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars and advice of transformers around our table; errors are shown."""
+    from transformers import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _ask_transformers(
+    folder: Path, tokens: _Tokens, device: torch.device, gradients: bool
+) -> Reference:
+    """`eager` is the attention nearest to the papers, but for Falcon, whose eager attention adds
+    ALiBi twice, to scores and in the mask. Labels are shifted by transformers itself.
+    """
+    # 2.4 s to import: not owed by `--help`
+    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers.core_model_loading import revert_weight_conversion
+
+    causal: Any = AutoModelForCausalLM  # its annotations allow neither .to(device) nor .generate
+    falcon = hf.read_config(folder).config["model_type"] == "falcon"
+    model = (
+        causal.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            attn_implementation="sdpa" if falcon else "eager",
+            trust_remote_code=False,
+            use_safetensors=True,
+            local_files_only=True,
+        )
+        .to(device)
+        .eval()
+    )
+    model.config.output_router_logits = False  # or the loss would hold the auxiliary one
+    with torch.set_grad_enabled(gradients):
+        out = model(tokens.windows, labels=tokens.windows, use_cache=False)
+    if gradients:
+        out.loss.backward()
+    # greedy and endless, whatever the folder's own says
+    model.generation_config = GenerationConfig()
+    told = model.generate(
+        tokens.prompts,
+        attention_mask=torch.ones_like(tokens.prompts),
+        max_new_tokens=tokens.new,
+        do_sample=False,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    # experts apart, as in files
+    stored = revert_weight_conversion(model, {name: p.grad for name, p in model.named_parameters()})
+    return Reference(
+        out.logits.detach()[:, :-1],
+        out.loss.item(),
+        _by_our_names(hf.read_config(folder), stored) if gradients else None,
+        told.sequences[:, tokens.prompt :],
+        torch.stack(told.logits, 1),
+    )
+
+
+def _by_our_names(model: Model, stored: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors under transformers' names -> the same under ours, by the rules that import weights:
+    they are linear.
+    """
+    weights = weight_map(model)
+    named = {weights.canonical(name): tensor for name, tensor in stored.items()}
+    found = dict(assemble([weights.entries[name] for name in named], named.__getitem__))
+    assert found.keys() == {name for name, leaf in model.tree.leaves.items() if leaf.trained}
+    return found
+
+
+def _compare(
+    model: Decoder, mesh: Mesh, tokens: _Tokens, theirs: Reference | None, gradients: bool
+) -> list[Row]:
+    """The rows, on the first rank; elsewhere (`theirs` is None) rows of zeros, from the same
+    collectives.
+    """
+    batch = Batch.of_windows(tokens.windows.cpu().numpy())
+    inputs, labels = batch.tokens.to(mesh.device), batch.labels.to(mesh.device)
+    with torch.no_grad():
+        logits = vocabulary.gather_vocabulary(model(inputs), model.tree.vocab_size, mesh.tp)
+    with torch.set_grad_enabled(gradients):
+        loss = model(inputs, labels) / batch.real_tokens
+    rows = [
+        logits_row(logits, theirs),
+        relative_row("loss", loss.item(), theirs and theirs.loss, LOSS),
+    ]
+    if gradients:
+        loss.backward()
+        data.sum_partial(model, model.partial(), mesh)
+        rows += gradient_rows(model, theirs and theirs.gradients)
+    if not logits.isfinite().all():
+        return [*rows, Row("greedy tokens", math.nan, 0, "none: logits are not finite")]
+    continued = engine.generate(model, tokens.prompts.tolist(), tokens.new)
+    return [*rows, greedy_row(continued, theirs, rows[0].tolerance)]

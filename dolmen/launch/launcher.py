@@ -1,0 +1,204 @@
+"""Starting processes on this machine, through torch's launcher API, and what they do when one of
+them, or the launcher, ends.
+
+    dolmen train --layout.tp 2    launcher: checks the input, holds the rendezvous store, starts
+      |-- rank 0                  2 x `dolmen train ...`, forwards Ctrl-C and SIGTERM (as SIGUSR1
+      `-- rank 1                  and SIGUSR2: save, then end), kills all at once when one dies, and
+                                  tells the first cause once. If the launcher dies, the kernel
+                                  kills them (process.py).
+
+With --max-restarts the launcher starts the group again after a failure, and the run goes on from
+its newest checkpoint. torch's LocalElasticAgent would not do here: it restarts after every failure,
+the refused and the hopeless too, and answers SIGTERM by killing.
+"""
+
+import fcntl
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from dolmen.files import gate, kinds
+from dolmen.launch.process import LAUNCHER, handling
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.api import PContext, RunProcsResult
+
+PREFIX, OURS = "dolmen_", "dolmen-launcher"  # a folder of reports, and the file that says it is one
+STOPPED = {130, 143, -signal.SIGUSR1, -signal.SIGUSR2, -signal.SIGTERM}
+"""Exit codes of workers that were asked to end."""
+
+
+def launch(processes: int, argv: list[str], max_restarts: int = 0) -> int:
+    """Run `dolmen *argv` as `processes` workers of one group; the exit code of the whole.
+
+    0 if all end well; 130 or 143 if they ended because this process was asked to; otherwise 1 (or
+    2, a worker's own refusal), after the first failure's traceback has been printed, once. Of
+    failures that another start may mend, the first `max_restarts` start the group again.
+    """
+    import logging
+
+    # failures are told below, once
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    kept = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    group = _Group(processes, argv, {s: signal.getsignal(s) for s in kept})
+    with handling(group.handlers), _reports() as reports:
+        for attempt in range(max_restarts + 1):
+            if group.asked:
+                return 128 + group.asked
+            end = group.run(attempt, reports)
+            if end.code == 0 or group.asked or end.final or attempt == max_restarts:
+                return end.code
+            print(
+                f"dolmen: restart {attempt + 1} of {max_restarts}, from the newest whole "
+                f"checkpoint",
+                file=sys.stderr,
+                flush=True,
+            )
+    raise AssertionError("the last attempt returns")
+
+
+class _End(NamedTuple):
+    """How a group ended: its exit code, and whether another start is of no use."""
+
+    code: int
+    final: bool
+
+
+class _Group:
+    """The workers of one `launch`, however often they are started. `asked`: the first signal that
+    asked this process to end, 0 if none did.
+    """
+
+    def __init__(self, processes: int, argv: list[str], before: Mapping[signal.Signals, Any]):
+        self.processes, self.argv = processes, argv
+        self.handlers = {**before, signal.SIGINT: self._forward, signal.SIGTERM: self._forward}
+        self.asked = 0
+        self.workers: PContext | None = None
+
+    def _forward(self, got: int, _: FrameType | None) -> None:
+        self.asked = self.asked or got
+        for pid in self.workers.pids().values() if self.workers is not None else ():
+            try:
+                os.kill(pid, signal.SIGUSR1 if got == signal.SIGINT else signal.SIGUSR2)
+            except ProcessLookupError:
+                pass
+
+    def run(self, attempt: int, reports: str) -> _End:
+        """Start the group once and wait for it."""
+        # documented as torch.distributed's, where it is imported without being listed
+        from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+        from torch.distributed.elastic.multiprocessing import (
+            DefaultLogsSpecs,
+            SignalException,
+            start_processes,
+        )
+
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        envs = {
+            rank: self._environment(rank, attempt, store.port) for rank in range(self.processes)
+        }
+        args = {rank: ("-m", "dolmen", *self.argv) for rank in range(self.processes)}
+        with handling(self.handlers):  # start_processes sets handlers of its own, and leaves them
+            try:
+                workers = self.workers = start_processes(
+                    "dolmen", sys.executable, args, envs, DefaultLogsSpecs(reports)
+                )
+            except SignalException as stopped:
+                return _End(128 + stopped.sigval, True)
+            with handling(self.handlers):
+                result = workers.wait(period=0.2)
+        assert result is not None  # without a timeout, it waits for all
+        return self._judge(workers, result) if result.is_failed() else _End(0, True)
+
+    def _environment(self, rank: int, attempt: int, port: int) -> dict[str, str]:
+        """Beside what this process has: what a worker reads (core/launched.py, process.py)."""
+        threads = max(1, len(os.sched_getaffinity(0)) // self.processes)
+        return {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(self.processes),
+            "LOCAL_WORLD_SIZE": str(self.processes),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": str(attempt),
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+            LAUNCHER: str(os.getpid()),
+        }
+
+    def _judge(self, workers: "PContext", result: "RunProcsResult") -> _End:
+        """What a group that failed was about; tells its cause."""
+        codes = {failure.exitcode for failure in result.failures.values()}
+        if self.asked and codes <= STOPPED:
+            return _End(128 + self.asked, True)
+        reports = [_report(file) for file in workers.error_files.values()]
+        hangs = [report["message"] for report in reports if report.get("hang")]
+        print(hangs[0] if hangs else cause(result.failures), file=sys.stderr, flush=True)
+        if codes <= {2, -signal.SIGTERM} and not hangs:
+            return _End(2, True)
+        return _End(1, any(report.get("final") for report in reports))
+
+
+def _report(file: str) -> dict:
+    """What a worker left in its error file, empty if nothing readable."""
+    try:
+        return gate.read_json(file, kinds.WORKER_ERROR)["message"]
+    except gate.Refused:
+        return {}
+
+
+def cause(failures: dict) -> str:
+    """The first failure, told once: a rank killed from outside, else the earliest traceback."""
+    killed = [f for f in failures.values() if f.exitcode < 0 and f.exitcode != -signal.SIGTERM]
+    if killed:
+        first, name = killed[0], signal.Signals(-killed[0].exitcode).name
+        hint = " (out of memory?)" if name == "SIGKILL" else ""
+        return (
+            f"dolmen: rank {first.local_rank} (pid {first.pid}) was ended by {name}{hint}; "
+            "all ranks were stopped"
+        )
+    failed = [f for f in failures.values() if f.exitcode not in (-signal.SIGTERM, 130, 143)]
+    first = min(failed or failures.values(), key=lambda f: f.timestamp)
+    report = first.error_file_data.get("message")  # as `process.end` wrote it
+    text = report["message"] if isinstance(report, dict) else "no traceback was left"
+    if first.exitcode == 2:
+        return text.rstrip()
+    return (
+        f"{text.rstrip()}\n"
+        f"dolmen: rank {first.local_rank} failed (exit code {first.exitcode}); "
+        "all ranks were stopped"
+    )
+
+
+@contextmanager
+def _reports() -> Iterator[str]:
+    """A temporary folder, for what workers leave to their launcher. Its file OURS is locked while
+    the launcher lives: so the folders of launchers that were killed are known, and deleted here.
+    """
+    for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        _delete_if_left(left)
+    with tempfile.TemporaryDirectory(prefix=PREFIX) as reports:
+        part = Path(reports) / f"{OURS}.part"
+        with open(part, "w") as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            part.rename(part.with_name(OURS))  # never seen without its lock
+            yield reports
+
+
+def _delete_if_left(folder: Path) -> None:
+    """Delete a folder of reports if a launcher of this user has made it and none holds it."""
+    try:
+        if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+            return
+        with open(os.open(folder / OURS, os.O_RDWR | os.O_NOFOLLOW), "r+") as mark:
+            fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder)
+    except OSError:
+        return  # somebody else's, or in use

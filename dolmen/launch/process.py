@@ -1,0 +1,163 @@
+"""What a process of a run knows of who started it, and how it ends: our own launcher (launch.py),
+torchrun, srun, or nobody.
+
+Under torchrun or srun, which set RANK or SLURM_PROCID, `dolmen` is a worker from the start; a
+restart by either is known by its count.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+from dolmen.core.errors import BadInput, Failed
+from dolmen.core.launched import Launch
+
+LAUNCHER = "DOLMEN_LAUNCHER"  # pid of the launcher that started this worker
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_launcher() -> None:
+    """In a worker: have the kernel kill this process when what started it, our launcher or
+    torchrun's agent, ends, however it ends. Before heavy imports.
+    """
+    if LAUNCHER not in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    # it has ended before the kernel was asked
+    if os.getppid() != parent or parent != int(os.environ.get(LAUNCHER, parent)):
+        os._exit(1)
+
+
+def started() -> Launch | None:
+    """What a launcher told this process; None where none started it. Raises BadInput."""
+    try:
+        return Launch.read()
+    except ValueError as error:
+        raise BadInput(str(error)) from None
+
+
+def launched_here() -> bool:
+    """Whether this process is a worker that our own launcher started."""
+    return LAUNCHER in os.environ
+
+
+@contextmanager
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Within, the environment has these, where the user has not set them."""
+    missing = {name: value for name, value in values.items() if name not in os.environ}
+    os.environ.update(missing)
+    try:
+        yield
+    finally:
+        for name in missing:
+            os.environ.pop(name, None)
+
+
+def restarts() -> int:
+    """How often the launcher of this process has started its group again: ours and torchrun's
+    --max-restarts, SLURM's requeue.
+    """
+    return max(
+        int(os.environ.get(name) or 0)
+        for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+    )
+
+
+def one_store() -> bool:
+    """Whether the ranks meet in a store that outlives a restart: torchrun's. Ours makes a new one
+    each time.
+    """
+    return not launched_here() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def job() -> str:
+    """What all starts by one launcher have in common and no other's have; empty where no launcher
+    started this process.
+    """
+    if "RANK" not in os.environ and "SLURM_PROCID" not in os.environ:
+        return ""
+    if "SLURM_JOB_ID" in os.environ:
+        return f"slurm {os.environ['SLURM_JOB_ID']}.{os.environ.get('SLURM_STEP_ID', '')}"
+    named = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    if named != "none":
+        return f"run {named}"
+    launcher = os.getppid()
+    began = Path(f"/proc/{launcher}/stat").read_text().rsplit(")", 1)[1].split()[19]
+    return f"{socket.gethostname()} {launcher} {began}"
+
+
+@contextmanager
+def on_stop(handler: Callable[[int], None]) -> Iterator[None]:
+    """Within, handler(SIGINT or SIGTERM) is called when this worker is asked to save and end. Enter
+    before joining the others: then either all ranks know what to do with the request, or none has
+    begun.
+    """
+    asking = (
+        (signal.SIGUSR1, signal.SIGUSR2) if launched_here() else (signal.SIGINT, signal.SIGTERM)
+    )
+    meaning = dict(zip(asking, (signal.SIGINT, signal.SIGTERM), strict=True))
+    with handling({s: lambda got, _: handler(meaning[got]) for s in asking}):
+        yield
+
+
+@contextmanager
+def handling(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
+    """Within, each signal has its handler; where this is not the main thread, nothing changes:
+    Python hears signals nowhere else.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    before = {s: signal.signal(s, handler) for s, handler in handlers.items()} if main else {}
+    try:
+        yield
+    finally:
+        for s, handler in before.items():
+            signal.signal(s, handler)
+
+
+def guarded(work: Callable[[], int]) -> int:
+    """Run a worker's work. An exception goes to the launcher, which prints the first one, or to
+    stderr where there is none of ours; the exit code is then 1, or 2 for BadInput.
+    """
+    try:
+        return work()
+    except BaseException as error:
+        if not launched_here() and isinstance(
+            error, (BadInput, KeyboardInterrupt, BrokenPipeError, SystemExit)
+        ):
+            raise
+        import traceback
+
+        text = (
+            f"dolmen: {error}"
+            if isinstance(error, (BadInput, Failed))
+            else traceback.format_exc().rstrip()
+        )
+        end(
+            text,
+            2 if isinstance(error, BadInput) else 1,
+            final=isinstance(error, Failed) and error.final,
+        )
+
+
+def end(text: str, code: int = 1, **facts: bool) -> NoReturn:
+    """End this process at once: `text` goes to our launcher, with `facts` (final, hang), or to
+    stderr where there is none.
+    """
+    if launched_here():
+        moment = {"timestamp": str(int(time.time() * 1e6))}
+        with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as f:
+            json.dump({"message": {"message": text, "extraInfo": moment, **facts}}, f)
+    else:
+        print(text, file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(code)  # not through atexit: a broken process group would block there

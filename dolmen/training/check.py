@@ -1,0 +1,283 @@
+"""Rules across sections, on one screen: a run is refused here, with the numbers and the knob,
+before any process starts and before anything is written.
+"""
+
+import errno
+import fcntl
+import os
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from dolmen.checkpoint.folders import Damaged
+from dolmen.checkpoint.safe import Reader
+from dolmen.checkpoint.store import Checkpoints
+from dolmen.conversion import hf
+from dolmen.core.config import changed_options, from_dict
+from dolmen.core.mesh import SINGLE
+from dolmen.core.paths import expand
+from dolmen.data import inputs, sources
+from dolmen.families import Model
+from dolmen.model.training import RouterTraining, Training
+from dolmen.optim.config import OptimizerConfig
+from dolmen.training import folder, metrics
+from dolmen.training import saved as saved_state
+from dolmen.training.config import RunConfig
+
+
+def check_run(run: RunConfig, processes: int | None, verify: bool = True) -> RunConfig:
+    """The run with its layout resolved for `processes` (None: as many as the layout says). Raises
+    ValueError or KeyError. Without `verify`, which is once per host, a tokenizer's expressions are
+    not tried.
+    """
+    model = run.model
+    if model is None:
+        raise ValueError(
+            "there is no model: give --init a transformers directory or hub id, or choose a recipe "
+            "that has one (dolmen recipes)"
+        )
+    if run.finish.export:
+        check_exportable(run)
+    if (run.finish.verify or run.finish.sample is not None) and not run.finish.export:
+        raise ValueError(
+            "finish.verify and finish.sample read the exported model: set --finish.export too"
+        )
+    run = replace(run, layout=run.layout.resolve(processes))
+    tree = model.tree
+    if run.sequence_length > tree.max_position_embeddings:
+        raise ValueError(
+            f"train.sequence-length ({run.sequence_length}) is over the model's "
+            f"max_position_embeddings ({tree.max_position_embeddings}): set "
+            f"--train.sequence-length {tree.max_position_embeddings} or less"
+        )
+    if run.train.steps is not None:
+        check_profile(run, run.train.steps)
+    run.layout.check(tree, run.sequence_length, run.train.global_batch_size, run.microbatch_size)
+    if (
+        run.train.compile
+        and run.layout.make_schedule(
+            run.train.global_batch_size, run.microbatch_size
+        ).splits_backward
+    ):
+        raise ValueError(
+            f"train.compile and layout.schedule {run.layout.schedule} exclude each other: a "
+            "compiled graph cannot leave its weight gradients for later; use --train.no-compile, "
+            "or --layout.schedule 1f1b or interleaved"
+        )
+    if run.optimizer.muon.dtype == "bfloat16" and run.train.dtype == "float64":
+        raise ValueError(
+            "optimizer.muon.dtype bfloat16 keeps 8 bits of the 53 of train.dtype float64: use "
+            "--optimizer.muon.dtype float32, which of float64 rounds nothing"
+        )
+    if run.init is not None:
+        hf.check_tensors(hf.resolve_model(run.init), model)
+    inputs.check_inputs(run.data, run.init, tree.vocab_size, run.sequence_length, verify=verify)
+    return run
+
+
+def check_exportable(run: RunConfig) -> None:
+    """Raises ValueError where a config.json cannot say what is trained."""
+    assert run.model is not None
+    if run.train.training.applied(run.model.tree) != run.model.tree:
+        raise ValueError(
+            f"train.router.balance is bias: transformers' {run.model.model_type} has no place for "
+            "a router's bias, and without it would route otherwise: train with "
+            "--train.router.balance loss to export"
+        )
+
+
+def check_profile(run: RunConfig, steps: int) -> None:
+    """Raises Unusable where a run of so many steps never comes to the one to be profiled."""
+    if run.log.profile is not None and run.log.profile > steps:
+        raise folder.Unusable(
+            f"log.profile ({run.log.profile}) is over the run's {steps} steps: use --log.profile "
+            f"{steps} or less, or --train.steps {run.log.profile} or more"
+        )
+
+
+def check_folder(out: Path, resume: bool, overwrite: bool) -> None:
+    """Raises ValueError for a folder that holds something, unless told what to do with it, and for
+    one that cannot be written to.
+    """
+    if resume and overwrite:
+        raise ValueError(
+            "--resume and --overwrite exclude each other: go on with the run, or throw it away"
+        )
+    ground = next(p for p in (out, *out.absolute().parents) if p.exists())
+    if not ground.is_dir():
+        raise ValueError(f"--out {out}: {ground} is a file: give a folder")
+    try:
+        tempfile.TemporaryFile(dir=ground).close()
+    except OSError as error:
+        raise ValueError(
+            f"--out {out}: {ground} cannot be written to ({error.strerror}): give another folder"
+        ) from None
+    if (out / folder.LOCK).exists():
+        free_lock(out, take_lock(out))
+    held = out.is_dir() and any(path.name != folder.LOCK for path in out.iterdir())
+    if held and not (resume or overwrite):
+        raise ValueError(
+            f"{out} already holds a run: use --resume to go on, --overwrite to start again, or "
+            f"another --out"
+        )
+    owned = (out / folder.LIST).exists() or folder.is_run(out / "config.yaml")
+    if overwrite and held and not owned:
+        raise ValueError(
+            f"--overwrite would delete {out}, which holds no config.yaml of a run and so was not "
+            "written by dolmen: remove it yourself"
+        )
+
+
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # what a file system without them says
+
+
+def take_lock(out: Path, patience: float = 0) -> int | None:
+    """Hold the run's folder until `free_lock`, or until the process ends; None where the file
+    system has no locks. Raises Unusable if another run still holds it after `patience` seconds (the
+    process that a restart replaces may be dying), or if it cannot be held.
+
+    A file is locked, and not the folder: over NFS, Linux makes a lock of a file that is open for
+    writing one of all hosts, and a lock of a folder one of this host.
+    """
+    end = time.monotonic() + patience
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        while (descriptor := _lock(out / folder.LOCK)) is None:
+            if time.monotonic() > end:
+                raise folder.Unusable(
+                    f"{out} is in use by another run: wait for it, or give another --out"
+                )
+            time.sleep(0.1)
+    except OSError as error:
+        if error.errno in NO_LOCKS:
+            return None
+        raise folder.Unusable(
+            f"{out / folder.LOCK} cannot be locked ({error.strerror}): mend it, or give another "
+            "--out"
+        ) from None
+    return descriptor
+
+
+def _lock(file: Path) -> int | None:
+    """A descriptor that holds `file`, made if there is none; None if somebody else holds it. Raises
+    OSError.
+    """
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # who held it may have deleted it since it was opened: then it is not the folder's lock
+        if os.path.samestat(os.fstat(descriptor), os.stat(file)):
+            return descriptor
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    except OSError:
+        os.close(descriptor)
+        raise
+    os.close(descriptor)
+    return None
+
+
+def free_lock(out: Path, descriptor: int | None) -> None:
+    """Let go of what `take_lock` gave, and leave no file behind."""
+    if descriptor is not None:
+        if os.fstat(descriptor).st_size == 0:  # one of ours
+            (out / folder.LOCK).unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def check_overwrite(run: RunConfig, out: Path, source: str) -> None:
+    """Raises ValueError where it would delete what the run reads, and what dolmen did not write;
+    `source`, a recipe or YAML file, may be the config.yaml that it writes again.
+    """
+    base = out.resolve()
+    for path in _read_by(run, source):
+        if path.exists() and path.is_relative_to(base) and path != base / "config.yaml":
+            raise ValueError(
+                f"--overwrite would delete {path}, which this run reads: give another --out"
+            )
+    if out.is_dir():
+        folder.refuse_strange(out)
+
+
+def _read_by(run: RunConfig, source: str) -> set[Path]:
+    """Files and folders that the run reads, links followed, except those of the hub."""
+    given = (run.init, run.data.tokenizer, run.layout.schedule, source, str(run.data.cache_folder))
+    entries = sources.resolve_sources(run.data.path)
+    if run.data.validation is not None:
+        entries += sources.resolve_sources([run.data.validation], "--data.validation")
+    files = [file for entry in entries for file in entry.files]
+    return {expand(name).resolve() for name in (*given, *files) if name is not None}
+
+
+def check_resume(run: RunConfig, out: Path) -> None:
+    """Raises ValueError where the run would go on from a damaged checkpoint, with another model
+    than the newest whole one's or to fewer steps than it has, over files that dolmen did not write,
+    and where the place of metrics.jsonl is taken.
+    """
+    if out.is_dir():
+        folder.refuse_taken(
+            out, *["hf"] * run.finish.export, *["profile"] * (run.log.profile is not None)
+        )
+    metrics.read_metrics(out / "metrics.jsonl")
+    saved = Checkpoints(out / "checkpoints", SINGLE, keep=0)
+    step = saved.newest()
+    if step is None:
+        return
+    try:
+        reader = Reader(saved.path(step))
+        reader.check_files()
+        found = saved_state.read_saved(reader.state, saved.path(step))
+    except Damaged as error:
+        raise saved.damaged(step, error) from None
+    check_same_model(found.run, run, step)
+    check_same_optimizer(found.run, run, step)
+    if run.train.steps is not None and step > run.train.steps:
+        raise folder.Unusable(
+            f"the checkpoint is of step {step}, --train.steps is {run.train.steps}: give more, or "
+            f"export it (dolmen export {out} --to model/)"
+        )
+
+
+def check_same_model(saved: dict, run: RunConfig, step: int) -> None:
+    """Raises Unusable with the fields that differ, if the run saved at `step` is of another
+    model.
+    """
+    assert run.model is not None
+    try:
+        router = from_dict(RouterTraining, saved["train"].get("router", {}), path="train.router")
+        before = _structure(Model.from_plain(saved["model"]), router)
+        changed = changed_options(before, _structure(run.model, run.train.router))
+    except ValueError as error:
+        changed = [str(error)]
+    if changed:
+        raise folder.Unusable(
+            f"the checkpoint of step {step} is of another model ({'; '.join(changed[:3])}): resume "
+            "with the model it was trained with, or give another --out"
+        )
+
+
+def check_same_optimizer(saved: dict, run: RunConfig, step: int) -> None:
+    """Raises Unusable if the run saved at `step` keeps another optimizer's state."""
+    before = saved.get("optimizer", {}).get("name", OptimizerConfig.name)  # there was one
+    if before != run.optimizer.name:
+        raise folder.Unusable(
+            f"the checkpoint of step {step} keeps the state of optimizer.name {before}, which "
+            f"{run.optimizer.name} cannot go on from: use --optimizer.name {before}, or give "
+            "another --out"
+        )
+
+
+TUNED = ("initializer_range", "router_aux_loss_coef")
+
+
+def _structure(model: Model, router: RouterTraining) -> dict:
+    """What must not change on resume: the fields that fix the tree, less what only training or its
+    start uses, and whether routers have a bias.
+    """
+    fields = {n: v for n, v in model.family.new(model.tree).items() if n not in TUNED}
+    biased = Training(router=router).applied(model.tree) != model.tree
+    return {
+        "model": {"model_type": model.model_type, **fields},
+        "train": {"router": {"balance": "bias" if biased else "loss or none"}},
+    }

@@ -1,0 +1,211 @@
+"""A run as data: everything that decides what `dolmen train` does. Recipes return one, YAML files
+hold one, and its attribute docstrings are the help of the command line. A rule across sections is
+checked in `training/check.py`, on one screen.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from dolmen.checkpoint.config import CheckpointConfig
+from dolmen.core.config import refuse_unreadable
+from dolmen.core.paths import refuse_empty
+from dolmen.core.words import shown
+from dolmen.data.config import DataConfig
+from dolmen.families import Model
+from dolmen.model.layout import Layout
+from dolmen.model.training import RouterTraining, Training
+from dolmen.model.tree import Tree
+from dolmen.optim.config import OptimizerConfig
+
+SEED = 2**63 - 1
+HANG_SECONDS = 1e8  # three years; clocks of the system count no more than 300
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Length and arithmetic of the run."""
+
+    steps: int | None = None
+    """Optimizer updates; unset: one pass over the training data, but at least 20."""
+    seed: int = 0
+    """Initial weights and order of data depend on it alone."""
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
+    """Arithmetic of forward and backward; weights at rest and optimizer state are float32. All of
+    float64 is float64, for a CPU: two runs that should be equal then differ by 1e-12, not 1e-6.
+    """
+    sequence_length: int | None = None
+    """Tokens of a training sequence; unset: the smaller of 512 and the model's own maximum."""
+    global_batch_size: int = 8
+    """Sequences of one update, over all processes."""
+    microbatch_size: int | None = None
+    """Sequences that a process computes at once; gradients accumulate over a batch. Unset: about
+    4,096 tokens.
+    """
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes the GPUs if any are visible, else the CPU; cpu never takes one; cuda refuses to
+    run where there is none.
+    """
+    dropout: float = 0.0
+    """Dropout after embedding, attention and feed-forward, and on attention probabilities; 0 unless
+    asked for, whatever the model's config.json says.
+    """
+    router: RouterTraining = RouterTraining()
+    compile: bool = False
+    """Compile each block with torch.compile (needs a C++ compiler on CPU)."""
+    deterministic: bool = False
+    """On a GPU, only algorithms that give the same bits every time, so that a resumed run is the
+    same to the bit; slower. On a CPU that is always so.
+    """
+    spike: Literal["none", "skip"] = "none"
+    """What a step does whose gradient norm is far over the usual. none: it updates as any other;
+    skip: it changes no parameter.
+    """
+    spike_factor: float = 10.0
+    """Far over the usual: over so many times the median norm of the last 64 steps."""
+    max_skipped_steps: int = 10
+    """Steps skipped in a row, for a loss or gradient that is not finite or a spike, that end the
+    run; with float16 at least 40.
+    """
+    hang_seconds: float | None = None
+    """Seconds without progress after which the rank that hangs is named, with its stack, and the
+    run ends; ten times as long at start-up. Unset: never.
+    """
+
+    @property
+    def training(self) -> Training:
+        """What acts inside the model."""
+        return Training(self.dropout, self.router)
+
+    def __post_init__(self):
+        _ = self.training  # which refuses its own
+        for name in ("steps", "sequence_length", "global_batch_size", "microbatch_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(
+                    f"train.{name.replace('_', '-')} is {value}: it must be at least 1"
+                )
+        if not 0 <= self.seed <= SEED:
+            raise ValueError(f"train.seed is {self.seed}: it must be from 0 to {SEED:,}")
+        if self.max_skipped_steps < 1:
+            raise ValueError(
+                f"train.max-skipped-steps is {self.max_skipped_steps}: it must be at least 1"
+            )
+        if not self.spike_factor > 1:
+            raise ValueError(f"train.spike-factor is {self.spike_factor}: it must be over 1")
+        if self.hang_seconds is not None and not 0 < self.hang_seconds <= HANG_SECONDS:
+            raise ValueError(
+                f"train.hang-seconds is {self.hang_seconds}: it must be over 0 and at most "
+                f"{HANG_SECONDS:g}, or None for no limit"
+            )
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """What one sees."""
+
+    every: int = 1
+    """Steps between rows of metrics.jsonl, TensorBoard points and plain progress lines."""
+    validate_every: int | None = None
+    """Steps between validations; unset: ten per run; 0: none but the last. The last step is always
+    validated.
+    """
+    profile: int | None = None
+    """A step, counted from 1, to record: where its time went, by kind, as a table, a picture and a
+    trace in `profile/` of the run's folder.
+    """
+    validation_tokens: int = 65536
+    """Held-out tokens a validation reads; the last one as many as the run has trained on, if those
+    are more. 0: all, always.
+    """
+
+    def __post_init__(self):
+        if self.every < 1:
+            raise ValueError(f"log.every is {self.every}: it must be at least 1")
+        if self.validate_every is not None and self.validate_every < 0:
+            raise ValueError(
+                f"log.validate-every is {self.validate_every}: it must not be negative"
+            )
+        if self.profile is not None and self.profile < 1:
+            raise ValueError(f"log.profile is {self.profile}: steps are counted from 1")
+        if self.validation_tokens < 0:
+            raise ValueError(
+                f"log.validation-tokens is {self.validation_tokens}: it must not be negative"
+            )
+
+
+@dataclass(frozen=True)
+class FinishConfig:
+    """What a run does with its model when training ends."""
+
+    export: bool = False
+    """Write the model to `hf/` in the run's folder, for transformers."""
+    verify: bool = False
+    """Compare the exported model with transformers: logits, loss, gradient norm, greedy tokens."""
+    sample: str | None = None
+    """A prompt to continue."""
+    compressors: bool = False
+    """Put the validation loss in bits per byte beside gzip -9 and xz -9 of the held-out files."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One training run."""
+
+    name: str = "pretrain"
+    """Name of the run; its folder is runs/NAME unless --out says otherwise."""
+    init: str | None = None
+    """Directory or hub id of a transformers checkpoint to start from; it decides the model."""
+    model: Model | None = None
+    """The model, as its config.json."""
+    layout: Layout = Layout()
+    data: DataConfig = DataConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    train: TrainConfig = TrainConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+    finish: FinishConfig = FinishConfig()
+
+    def __post_init__(self):
+        refuse_empty("init", self.init)
+        refuse_unreadable(self, {"train.seed": SEED, "model": SEED})
+        if not self.name or "/" in self.name or self.name.startswith("."):
+            raise ValueError(
+                f"name is {shown(self.name)}: it must be a plain name, as it becomes the folder "
+                f"runs/NAME"
+            )
+
+    @property
+    def known_model(self) -> Model:
+        """`model`, of a run that has been checked, so that there is one."""
+        assert self.model is not None
+        return self.model
+
+    @property
+    def tree(self) -> Tree:
+        """What is trained, of a run that has been checked."""
+        return self.known_model.tree
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens of a training sequence, default filled in."""
+        return self.train.sequence_length or min(512, self.tree.max_position_embeddings)
+
+    @property
+    def microbatch_size(self) -> int:
+        """Sequences a process computes at once: as given, else the largest divisor of its batch
+        within 4,096 tokens; in a pipeline one that leaves 4 microbatches per stage or more, and a
+        multiple of pp, where there is one.
+        """
+        if self.train.microbatch_size:
+            return self.train.microbatch_size
+        batch = max(1, self.train.global_batch_size // (self.layout.dp or 1))
+        pp = self.layout.pp
+        most = max(
+            1,
+            min(
+                4096 * self.layout.cp // self.sequence_length,
+                batch if pp == 1 else batch // (4 * pp),
+            ),
+        )
+        sizes = [d for d in range(1, min(most, batch) + 1) if batch % d == 0]
+        return max([d for d in sizes if batch // d % pp == 0] or sizes)

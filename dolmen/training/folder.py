@@ -1,0 +1,254 @@
+"""What a run writes into its folder, how that is deleted, and that nothing else ever is.
+
+    runs/NAME/.dolmen     the names, one per line, under which runs have written here:
+                          `checkpoints`, `config.yaml`, `tokenizer`, ... and the
+                          files of those whose form says so
+
+A file is deleted where its whole path has a form that dolmen writes and its first name is in this
+list. A list can only take away from those forms, so a forged one names nothing outside them; what
+is found by walking is compared with it, so it names nothing outside the folder either; and dolmen
+writes no links, so a link is somebody else's. A run of before has no list, nor has a copy made by
+`cp -r run/* copy`: there the forms alone decide, if its config.yaml is that of a run, but not of a
+model or a tokenizer, which have these names whoever wrote them.
+"""
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from dolmen.checkpoint import folders
+from dolmen.files import gate, kinds, write
+from dolmen.training.config import RunConfig
+
+LIST = ".dolmen"
+LOCK = ".dolmen-lock"  # held while a run is; see check.take_lock
+OWNER = ".overwritten-by"  # the jobs that have emptied the folder
+TOKENIZER = (
+    r"(tokenizer(_config)?|special_tokens_map|added_tokens|vocab|chat_template)\.json|merges\.txt"
+    r"|vocab\.txt|tokenizer\.model|chat_template\.jinja"
+)
+MODEL = r"(generation_)?config\.json|model(-\d+-of-\d+)?\.safetensors(\.index\.json)?"
+CHECKPOINT = folders.FOLDER.pattern
+EXPORTING = r"\.hf\.[a-z0-9_]{8}"
+
+
+@dataclass(frozen=True)
+class Form:
+    """What dolmen writes under one name."""
+
+    files: str
+    """Their paths."""
+    folders: str = r"(?!)"  # none
+    """Its folders' paths."""
+    listed: str = "name"
+    """How the folder's list has it: by its `name`; by its `files` too, as a tokenizer may have any;
+    or `not`, as it is written before the list, or is it.
+    """
+
+
+FORMS = {
+    "config.yaml": Form(r"config\.yaml(\.part)?"),
+    "metrics.jsonl": Form(r"metrics\.(jsonl(\.part)?|part|damaged(-\d+)?\.jsonl)"),
+    "loss.png": Form(r"loss\.png(\.part)?"),
+    "summary.json": Form(r"summary\.(json(\.part)?|part)"),
+    "tensorboard": Form(r"tensorboard/events\.out\.tfevents\.[^/]+", "tensorboard"),
+    "checkpoints": Form(
+        rf"checkpoints/({CHECKPOINT})/({folders.FILE.pattern})", rf"checkpoints(/({CHECKPOINT}))?"
+    ),
+    "tokenizer": Form(rf"tokenizer/({TOKENIZER})(\.part)?", "tokenizer", "files"),
+    "hf": Form(
+        rf"(hf|{EXPORTING}/model)/({TOKENIZER}|{MODEL})", rf"hf|{EXPORTING}(/model)?", "files"
+    ),
+    "profile": Form(
+        r"profile/step-\d+/(trace-rank-\d+\.json\.gz|picture-rank-\d+\.png|table\.(txt|json))"
+        r"(\.part)?",
+        r"profile(/step-\d+)?",
+    ),
+    "hang": Form(r"hang/rank-\d+\.((json|txt)(\.part)?|part)", "hang", "not"),
+    LIST: Form(r"\.dolmen(\.part)?", listed="not"),
+    LOCK: Form(r"\.dolmen-lock", listed="not"),
+    OWNER: Form(r"\.overwritten-by(\.part)?", listed="not"),
+}
+"""By the first name of their paths."""
+BY_SOME = ("hf", "profile")
+"""What runs write that are told to."""
+WRITTEN = tuple(n for n, form in FORMS.items() if form.listed != "not" and n not in BY_SOME)
+"""What every run writes."""
+
+
+class Unusable(ValueError):
+    """The run's folder cannot be used as asked; the message says why."""
+
+
+def claim(out: Path, *names: str) -> None:
+    """Say in the folder's list that dolmen writes these names, before it does."""
+    known = _listed(out) or set()
+    if new := [name for name in names if name not in known]:
+        write.replace(out / LIST, "".join(f"{name}\n" for name in [*sorted(known), *new]))
+
+
+def claim_files(out: Path, name: str) -> None:
+    """Say in the list which files are in the folder `name`, which dolmen has just written."""
+    claim(out, *(f"{name}/{path.name}" for path in sorted((out / name).iterdir())))
+
+
+def sorted_out(out: Path) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """What in the folder dolmen wrote, and what it did not: (path relative to it, what it is),
+    sorted. Found in one walk, so that what is deleted is what was looked at.
+    """
+    listed = _listed(out)
+    by_form = listed is None and is_run(out / "config.yaml")
+
+    def is_ours(path: str, what: str) -> bool:
+        kind = _kind(path, what)
+        first, _, name = path.partition("/")
+        known = FORMS.get(first)
+        if listed and what == "file" and known and known.listed == "files" and "/" not in name:
+            kind = first if path in listed else kind
+        if kind is None:
+            return False
+        if listed is None:
+            return FORMS[kind].listed == "not" or (by_form and FORMS[kind].listed != "files")
+        return FORMS[kind].listed == "not" or kind in listed
+
+    ours: list[tuple[str, str]] = []
+    strange: list[tuple[str, str]] = []
+    for entry in sorted(_walk(out)):
+        (ours if is_ours(*entry) else strange).append(entry)
+    return ours, strange
+
+
+def strange(out: Path) -> list[tuple[str, str]]:
+    """What in the folder dolmen did not write."""
+    return sorted_out(out)[1]
+
+
+def refuse_strange(out: Path) -> list[tuple[str, str]]:
+    """What is in the folder. Raises Unusable where it holds what dolmen did not write."""
+    ours, others = sorted_out(out)
+    if found := [path for path, _ in others]:
+        shown = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+        shown += f" (no {LIST} says that dolmen wrote them)" if _listed(out) is None else ""
+        raise Unusable(
+            f"--overwrite deletes only what dolmen wrote, and {out} also holds {shown}: move "
+            "it or delete it yourself, or give another --out"
+        )
+    return ours
+
+
+def refuse_taken(out: Path, *some: str) -> None:
+    """Raises Unusable where a file of somebody else's has a name that a run will write; `some` are
+    those BY_SOME that it will. The tokenizer of a run that has no list is written over: by the same
+    one.
+    """
+    names = {*WRITTEN, *some}
+    forms = [form for name, form in FORMS.items() if name not in BY_SOME or name in some]
+    again = _listed(out) is None and is_run(out / "config.yaml")
+    taken = [
+        path
+        for path, what in strange(out)
+        if (
+            path.split("/")[0] in names  # or whatever it is, a link or a folder for a file
+            or any(re.fullmatch(f"({form.files})|({form.folders})", path) for form in forms)
+        )
+        and not (again and _kind(path, what) == "tokenizer")
+    ]
+    if taken:
+        raise Unusable(
+            f"a run in {out} would write over {', '.join(taken[:3])}, which dolmen did not write: "
+            "move it, or give another --out"
+        )
+
+
+def clear_run(out: Path, owner: str = "") -> None:
+    """Delete what dolmen wrote in a run's folder, and then say in it who has: `owner`'s restarts
+    will not. Raises Unusable, with nothing deleted, where there is anything else. A kill in between
+    leaves a folder that can be cleared: what shows whose it is goes last.
+    """
+    ours = refuse_strange(out)
+    last = [(name, "file") for name in ("config.yaml", LIST)]
+    _delete(out, [entry for entry in ours if entry not in last])
+    _delete(out, [entry for entry in last if entry in ours])
+    if owner:
+        write.replace(out / OWNER, owner)
+
+
+def remove_export(out: Path) -> None:
+    """Delete the folder `hf` of an export before, if there is one. Raises Unusable, with nothing
+    deleted, where it holds anything else.
+    """
+    ours, others = (
+        [entry for entry in found if entry[0].split("/")[0] == "hf"] for found in sorted_out(out)
+    )
+    if others:
+        raise Unusable(
+            f"the model is not exported: {out}/{others[0][0]} was not written by dolmen; move it, "
+            f"and dolmen export {out} --to {out}/hf"
+        )
+    _delete(out, ours)
+
+
+def _delete(out: Path, ours: list[tuple[str, str]]) -> None:
+    """Delete the files in this order, but for the lock, which its holder deletes; then the folders.
+    Raises Unusable where one is not empty then: somebody has written into it since.
+    """
+    for path, what in ours:
+        if what == "file" and path != LOCK:
+            (out / path).unlink(missing_ok=True)  # in `hang`, all ranks write
+    for path, what in sorted(ours, reverse=True):
+        if what == "folder":
+            try:
+                (out / path).rmdir()
+            except OSError as error:
+                if path == "hang":
+                    continue
+                raise Unusable(
+                    f"{out / path} is not deleted ({error.strerror}): what came into it meanwhile "
+                    "is kept; move it, or give another --out"
+                ) from None
+
+
+def is_run(file: Path) -> bool:
+    """Whether this is the config.yaml of a run."""
+    try:
+        values = None if file.is_symlink() else gate.read_yaml(file, kinds.RUN)
+    except gate.Refused:
+        return False
+    names = {f.name for f in fields(RunConfig)}
+    return isinstance(values, dict) and {"name", "train", "data"} <= values.keys() <= names
+
+
+def _kind(path: str, what: str) -> str | None:
+    """Under which name of FORMS dolmen would write this; None: under none."""
+    if what == "link":
+        return None
+    for name, form in FORMS.items():
+        if re.fullmatch(form.folders if what == "folder" else form.files, path):
+            return name
+    return None
+
+
+def _listed(out: Path) -> set[str] | None:
+    """The names in the folder's list; None where there is none."""
+    file = out / LIST
+    if file.is_symlink() or not file.is_file() or file.stat().st_size > 2**20:
+        return None
+    return set(gate.read_bytes(file, 2**20).decode("utf-8", errors="replace").splitlines())
+
+
+def _walk(folder: Path, below: str = "") -> Iterator[tuple[str, str]]:
+    """(path relative to `folder`, "folder", "file" or "link") of everything in it but what lies in
+    folders that dolmen would not make. "link" is whatever is neither of the others.
+    """
+    with os.scandir(folder / below) as entries:
+        found = sorted(entries, key=lambda entry: entry.name)
+    for entry in found:
+        path = f"{below}{entry.name}"
+        if entry.is_dir(follow_symlinks=False):
+            yield path, "folder"
+            if _kind(path, "folder"):
+                yield from _walk(folder, f"{path}/")
+        else:
+            yield path, "file" if entry.is_file(follow_symlinks=False) else "link"

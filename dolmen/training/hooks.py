@@ -1,0 +1,236 @@
+"""Periodic work of a run as (every, hook): numbers, validation, checkpoints. Shown and written by
+the first rank alone.
+"""
+
+import math
+import resource
+import time
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from dolmen.checkpoint.store import Checkpoints
+from dolmen.core.config import to_dict
+from dolmen.core.log import size
+from dolmen.core.mesh import Mesh
+from dolmen.core.words import counted
+from dolmen.data.loader import Loader
+from dolmen.evaluation.validate import mean_loss
+from dolmen.launch.watch import Watch
+from dolmen.model import count
+from dolmen.optim import optimizer as optim
+from dolmen.training import garbage, metrics, report
+from dolmen.training.config import RunConfig
+from dolmen.training.loop import Hook, Stop
+from dolmen.training.mfu import Peak
+from dolmen.training.profile import Profile
+from dolmen.training.saved import Saved, Validation
+from dolmen.training.step import Metrics, TrainState
+
+SKIPS_SCALED = 40  # steps in a row that a search for the loss scale may skip, at least
+
+
+class Hooks:
+    """The periodic work of a run, as a table of (every, hook); numbers are shown and written by the
+    first rank alone. `began`: when the run would have, by time.monotonic(), had it never stopped.
+    """
+
+    def __init__(
+        self,
+        run: RunConfig,
+        state: TrainState,
+        loader: Loader,
+        mesh: Mesh,
+        out: Path,
+        checkpoints: Checkpoints,
+        peak: Peak,
+        console: Console,
+        stop: Stop,
+        watch: Watch,
+        began: float,
+    ):
+        self.stop, self.steps, self.watch = stop, state.steps, watch
+        self.most_skips = (
+            max(run.train.max_skipped_steps, SKIPS_SCALED)
+            if state.scale.dynamic
+            else run.train.max_skipped_steps
+        )
+        self.run = run
+        self.loader = loader
+        self.mesh = mesh
+        self.out = out
+        self.checkpoints = checkpoints
+        self.flops = count.training_flops_per_token(run.tree, run.sequence_length)
+        self.peak = peak
+        self.began = began
+        self.since, self.tokens_since = time.monotonic(), 0
+        self.validation: Validation | None = None  # the last there was
+        self.skipped = state.step - optim.updates(state.optimizer)  # by the starts before
+        self.skipped_in_a_row, self.finite = 0, True
+        kinds = (
+            ((metrics.MetricsFile, "metrics.jsonl"), (metrics.TensorBoard, "tensorboard"))
+            if mesh.first
+            else ()
+        )
+        self.writers = [kind(out / name, state.step) for kind, name in kinds]
+        self.profile = Profile(run.log.profile, mesh, out)
+        self.line = report.ProgressLine(console, state.step, state.steps)
+
+    def table(self) -> list[tuple[int, Hook]]:
+        """(every so many steps, hook), in order."""
+        every = self.run.log.validate_every
+        validating = max(1, self.steps // 10) if every is None else every
+        hooks = [(1, self.count), (self.run.log.every, self.log)]
+        if self.run.log.profile is not None:
+            hooks.append((self.run.log.profile, self.tell_profile))
+        if self.loader.validation_tokens:
+            hooks.append((validating, self.validate))
+        return [*hooks, (self.run.checkpoint.every, self.save), (1, self.poll), (1, self.collect)]
+
+    def count(self, state: TrainState, m: Metrics) -> None:
+        """Raises FloatingPointError after too many skipped steps in a row."""
+        self.tokens_since += m.tokens
+        self.skipped += m.skipped
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if m.skipped else 0
+        self.finite = math.isfinite(m.loss) and math.isfinite(m.grad_norm)
+        if m.skipped:
+            scale = f"; loss scale now {state.scale.value:g}" if state.scale.dynamic else ""
+            self.line.say(f"step {state.step}: {self.reason(m)}, the step is skipped{scale}")
+        if self.skipped_in_a_row >= self.most_skips:
+            raise FloatingPointError(self.too_many_skips(state))
+
+    def reason(self, m: Metrics) -> str:
+        """Why a step was skipped."""
+        if not math.isfinite(m.loss):
+            return f"the loss is not finite ({m.loss})"
+        if not math.isfinite(m.grad_norm):
+            return f"the gradient is not finite ({m.grad_norm})"
+        return (
+            f"the gradient norm {m.grad_norm:.3g} is over {self.run.train.spike_factor:g} times "
+            "its running median"
+        )
+
+    def too_many_skips(self, state: TrainState) -> str:
+        batch = "\n  ".join(self.loader.documents(state.step - 1))
+        return (
+            f"the last {counted(self.skipped_in_a_row, 'step')}, up to step {state.step}, were "
+            "skipped, as their loss or gradients were not finite or a spike, and no parameter has "
+            "changed: look at the starting weights and the data, or set a lower --optimizer.lr "
+            f"(--train.max-skipped-steps ends a run). The last batch was\n  {batch}"
+        )
+
+    def log(self, state: TrainState, m: Metrics) -> None:
+        now = time.monotonic()
+        rate = self.tokens_since / max(1e-9, now - self.since)
+        self.since, self.tokens_since = now, 0
+        row = {
+            "step": state.step,
+            "loss": m.loss,
+            "grad_norm": m.grad_norm,
+            "lr": m.lr,
+            "tokens": state.tokens,
+            "tokens_per_second": rate,
+            **self.peak.utilization(rate * self.flops, self.mesh.size),
+            "memory_gib": memory_gib(self.mesh),
+            "time": time.time(),
+            **m.router,
+            **{f"epoch/{name}": value for name, value in self.loader.epochs(state.step).items()},
+        }
+        if state.scale.dynamic:
+            row |= {"loss_scale": state.scale.value, "skipped_steps": self.skipped}
+        for writer in self.writers:
+            writer.write(row)
+        if self.mesh.first:
+            self.line.show(row)
+
+    def tell_profile(self, state: TrainState, m: Metrics) -> None:
+        """After the step that was profiled: where its time went."""
+        if state.step != self.run.log.profile:
+            return
+        began = time.monotonic()
+
+        def facts(seconds: float) -> dict[str, float]:
+            rate = m.tokens / seconds
+            found = self.peak.utilization(rate * self.flops, self.mesh.size)
+            return {"tokens_per_second": rate, **found}
+
+        for line in self.profile.write(facts):
+            self.line.say(line)
+        self.since += time.monotonic() - began  # not the training's time
+
+    def validate(self, state: TrainState, m: Metrics) -> None:
+        if self.stop.agreed_signal:
+            return  # the time left is for saving
+        most = self.most_validated(state)
+        began = time.monotonic()
+        batches = self.loader.validation_batches(most, self.mesh.dp.rank, self.mesh.dp.size)
+        found = mean_loss(
+            state.model, self.watch.through(batches, "validate"), self.mesh, state.schedule
+        )
+        loss, tokens = found.loss, found.tokens
+        self.since += time.monotonic() - began  # not the training's time
+        held = self.loader.validation_tokens
+        bits = found.bits_per_byte(self.loader.validation_bytes) if tokens == held else None
+        self.validation = Validation(state.step, loss, tokens, held, bits)
+        for writer in self.writers:
+            writer.write(
+                {"step": state.step, "val_loss": loss, "val_tokens": tokens, "time": time.time()}
+            )
+        part = "" if tokens == held else f" of {held:,}"
+        if part and state.step == state.steps:
+            part += " (a short run reads no more; --log.validation-tokens 0 reads all)"
+        self.line.say(f"step {state.step}: validation loss {loss:.4f} on {tokens:,}{part} tokens")
+
+    def most_validated(self, state: TrainState) -> int | None:
+        """Windows of held-out text that a validation at this step reads at most; None: all. The
+        last one reads as many tokens as the run has trained on, if those are more than the usual.
+        """
+        tokens, length = self.run.log.validation_tokens, self.run.sequence_length
+        if tokens == 0:
+            return None
+        if state.step == state.steps:
+            return -(-max(tokens, state.tokens) // length)
+        return max(1, tokens // length)
+
+    def save(self, state: TrainState, m: Metrics) -> None:
+        last = self.validation
+        saved = Saved(
+            run=to_dict(self.run),
+            step=state.step,
+            tokens=state.tokens,
+            updates=optim.updates(state.optimizer),
+            samples=self.loader.first(state.step),
+            seconds=time.monotonic() - self.began,
+            data=self.loader.fingerprint(),
+            loss_scale=(state.scale.value, state.scale.good_steps),
+            norms=tuple(state.spike.state()),
+            validation=last if last is not None and math.isfinite(last.loss) else None,
+        )
+        tensors = optim.tensors(state.model, state.optimizer)
+        self.checkpoints.save(state.step, tensors, saved.meta())
+
+    def poll(self, state: TrainState, m: Metrics) -> None:
+        """A save that has failed ends the run now, and not at the next save."""
+        if self.checkpoints.poll():
+            self.checkpoints.finish()
+
+    def collect(self, state: TrainState, m: Metrics) -> None:
+        garbage.collect(state.step)
+
+    def close(self) -> None:
+        self.profile.close()
+        self.line.close()
+        for writer in self.writers:
+            writer.close()
+        parameters = size(count.parameters(self.run.tree))
+        title = f"{self.run.name}: {self.run.known_model.model_type}, {parameters} parameters"
+        if self.mesh.first:
+            metrics.plot(self.out / "metrics.jsonl", self.out / "loss.png", title)
+
+
+def memory_gib(mesh: Mesh) -> float:
+    """Peak memory of this process: the GPU allocator's, or the resident set on CPU."""
+    if mesh.device.type == "cuda":
+        return torch.cuda.max_memory_allocated(mesh.device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -1,0 +1,58 @@
+"""The training loop: steps, and periodic work as (every, hook). All else, from checkpoints to
+plots, is a hook.
+"""
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+from dolmen.core.mesh import Mesh
+from dolmen.data.loader import Loader
+from dolmen.launch.watch import Watch
+from dolmen.training.step import Metrics, TrainState, optimizer_step
+
+Hook = Callable[[TrainState, Metrics], None]
+
+
+@dataclass
+class Stop:
+    """A request to end early, set by a signal's handler on any rank; the ranks agree on it in each
+    step, with its other numbers: a signal that comes after them is seen in the next.
+    """
+
+    signal: int = 0  # seen by this rank, at any time
+    agreed_signal: int = 0  # the largest seen by any rank, known to all after the same step
+
+
+def train_steps(
+    state: TrainState,
+    loader: Loader,
+    mesh: Mesh,
+    hooks: Iterable[tuple[int, Hook]],
+    stop: Stop,
+    watch: Watch | None = None,
+    around: Callable[[int], AbstractContextManager[object]] = nullcontext,
+) -> int:
+    """Train from state.step to state.steps; the signal that ended it early, else 0.
+
+    Step n, counted from 1, is made within around(n). After every step each hook whose `every`
+    divides the number of steps made is called, and all are called after the last step, in order.
+    """
+    hooks, beat, begun = list(hooks), watch.beat if watch else lambda *_: None, state.step
+    beat(state.step, "the first batch", True)
+    for _, batch in loader.starting_at(state.step, mesh.dp.rank, mesh.dp.size):
+        if state.step >= state.steps:
+            return 0
+        beat(state.step, "a step", state.step == begun)  # the first may compile
+        with around(state.step + 1):
+            metrics = optimizer_step(state, batch, mesh, lambda: stop.signal)
+        stopped = stop.agreed_signal = metrics.signal
+        last = bool(stopped) or state.step == state.steps
+        for every, hook in hooks:
+            if last or every and state.step % every == 0:
+                beat(state.step, hook.__name__)
+                hook(state, metrics)
+        if stopped:
+            return stopped
+        beat(state.step, "the next batch")
+    raise AssertionError("batches never run out")

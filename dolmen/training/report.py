@@ -1,0 +1,187 @@
+"""What a person reads while training: the header (what is about to happen), the progress line,
+plain lines where no one watches a terminal.
+"""
+
+import time
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+
+from dolmen.core import device as devices
+from dolmen.core import state
+from dolmen.core.log import duration, gib, size
+from dolmen.core.mesh import Mesh
+from dolmen.core.words import counted
+from dolmen.data.loader import Loader
+from dolmen.model import count
+from dolmen.model.layout import Layout
+from dolmen.optim import optimizer as optim
+from dolmen.parallel.schedule import simulate
+from dolmen.training.config import RunConfig
+from dolmen.training.mfu import Peak
+from dolmen.training.step import TrainState
+
+
+def header(
+    run: RunConfig, state_: TrainState, loader: Loader, mesh: Mesh, peak: Peak, out: str
+) -> Table:
+    """Model, parameters, layout, data, bytes per rank: a table of two columns."""
+    tree, layout = run.tree, run.layout
+    kept = optim.tensors(state_.model, state_.optimizer)
+    rest = sum(state.local_elements(t) * t.element_size() for t in kept.values())
+    tokens = run.train.global_batch_size * run.sequence_length
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    tied = ", tied" if tree.head.tied else ""
+    heads = tree.blocks[0].mixer.words
+    table.add_row(
+        "model",
+        f"{run.known_model.model_type}, {size(count.parameters(tree))} parameters: "
+        f"{counted(tree.layers, 'layer')}, "
+        f"hidden {tree.hidden_size}, {heads}, vocabulary {tree.vocab_size:,}{tied}",
+    )
+    table.add_row(
+        "start",
+        f"checkpoint of step {state_.step}"
+        if state_.step
+        else run.init or f"random weights, seed {run.train.seed}",
+    )
+    processes = counted(mesh.size, "process", "processes")
+    device = devices.describe_device(mesh.device, run.train.device)
+    table.add_row("layout", f"{_layout(layout, state_)}: {processes} on {device}")
+    table.add_row("kernels", str(state_.model.split.kernels))
+    for i, line in enumerate(loader.description()):
+        table.add_row("data" if i == 0 else "", line)
+    table.add_row(
+        "batch",
+        f"{counted(run.train.global_batch_size, 'sequence')} of {run.sequence_length} = "
+        f"{tokens:,} tokens; "
+        f"{run.microbatch_size} at once per process",
+    )
+    left = size(float(tokens) * (state_.steps - state_.step))
+    table.add_row(
+        "run",
+        f"steps {state_.step} to {state_.steps}, {left} tokens, {run.train.dtype}, lr "
+        f"{run.optimizer.lr:g} ({run.optimizer.schedule}, {run.optimizer.warmup_steps} warm-up)",
+    )
+    table.add_row(
+        "per rank",
+        f"{gib(rest)} of weights and optimizer state at rest; {peak}",
+    )
+    table.add_row("MFU", arithmetic(run))
+    if told := bits(run, mesh):
+        table.add_row("bits", told)
+    table.add_row("out", out)
+    return table
+
+
+def arithmetic(run: RunConfig) -> str:
+    """What MFU counts, and what others do."""
+    ours = count.training_flops_per_token(run.tree, run.sequence_length)
+    full = count.training_flops_per_token(run.tree, run.sequence_length, "full")
+    return (
+        f"of {ours / 1e9:.4g} GFLOP per token, attention to the keys that queries see; with all "
+        f"keys, as torchtitan counts, {full / 1e9:.4g}: {full / ours:.3f} times the MFU"
+    )
+
+
+def bits(run: RunConfig, mesh: Mesh) -> str | None:
+    """Whether a run on a GPU is the same to the bit if made again; None on a CPU, where it is."""
+    if mesh.device.type != "cuda":
+        return None
+    if run.train.deterministic:
+        return "the same every time, and after a resume, in this layout on these GPUs"
+    return (
+        "may differ from run to run and after a resume; --train.deterministic makes them the same, "
+        "and is slower"
+    )
+
+
+def _layout(layout: Layout, state_: TrainState) -> str:
+    """The axes that split something, and how."""
+    words = [
+        f"tp {layout.tp}"
+        + (", sequence parallel" if layout.sequence_parallel and layout.tp > 1 else "")
+    ]
+    if layout.cp > 1:
+        words.append(f"cp {layout.cp} ({layout.context})")
+    if layout.pp > 1:
+        bubble = f"bubble {simulate(state_.schedule).bubble:.0%}"
+        words.append(
+            f"pp {layout.pp} ({state_.schedule.name}, "
+            f"{counted(state_.schedule.micros, 'microbatch', 'microbatches')}, {bubble})"
+        )
+    words.append(
+        f"dp {layout.dp}" + (f", ep {layout.ep}" if layout.ep > 1 else "") + f", ZeRO {layout.zero}"
+    )
+    of = (
+        ""
+        if layout.recompute_layers is None
+        else f" ({counted(layout.recompute_layers, 'layer')} per stage)"
+    )
+    return " x ".join(words) + (
+        f"; recompute {layout.recompute}{of}" if layout.recompute != "none" else ""
+    )
+
+
+class ProgressLine:
+    """One live line on a terminal, else a plain line per logged step: step, loss, tokens/s, MFU,
+    memory, time left.
+    """
+
+    def __init__(self, console: Console, step: int, steps: int):
+        self.console, self.start, self.steps, self.began = console, step, steps, time.monotonic()
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[numbers]}"),
+        )
+        self.progress = (
+            Progress(*columns, console=console, transient=True, expand=True)
+            if console.is_terminal
+            else None
+        )
+        if self.progress:
+            self.progress.start()
+            self.task = self.progress.add_task("starting", total=steps, completed=step, numbers="")
+
+    def show(self, row: dict) -> None:
+        """`row` as in metrics.jsonl."""
+        done = row["step"] - self.start
+        left = (time.monotonic() - self.began) / max(1, done) * (self.steps - row["step"])
+        numbers = (
+            f"loss {row['loss']:.4f}  {size(row['tokens_per_second'])} tok/s  {_mfu(row)} "
+            f" {row['memory_gib']:.2f} GiB  {duration(left)} left"
+        )
+        if "router/max_load" in row:
+            numbers += f"  max load {row['router/max_load']:.2f}"
+        if self.progress:
+            self.progress.update(
+                self.task,
+                completed=row["step"],
+                description=f"step {row['step']}/{self.steps}",
+                numbers=numbers,
+            )
+        else:
+            self.console.print(
+                f"step {row['step']}/{self.steps}  {numbers}  lr {row['lr']:.2e}  grad norm "
+                f"{row['grad_norm']:.3f}"
+            )
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        self.console.print(text)
+
+    def close(self) -> None:
+        if self.progress:
+            self.progress.stop()
+
+
+def _mfu(row: dict) -> str:
+    """Of the datasheet's peak where there is one, and of the measured one."""
+    measured = f"{row['mfu_measured']:.1%} of measured"
+    if "mfu_datasheet" in row:
+        return f"MFU {row['mfu_datasheet']:.1%} of datasheet, {measured}"
+    return f"MFU {measured}"

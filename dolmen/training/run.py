@@ -1,0 +1,271 @@
+"""A training run in one process of its group: build, start or resume, train with its hooks, save.
+`dolmen train` on one CPU and rank 2,071 of a cluster both come through here.
+"""
+
+import json
+import math
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from dolmen.checkpoint.store import Checkpoints
+from dolmen.conversion import hf
+from dolmen.core import determinism
+from dolmen.core.mesh import Mesh
+from dolmen.data import loader as data_loader
+from dolmen.data.loader import Loader
+from dolmen.files import write
+from dolmen.launch.watch import Watch
+from dolmen.model import build
+from dolmen.optim import optimizer as optim
+from dolmen.optim.precision import DTYPES, LossScale, at_rest
+from dolmen.parallel import channels
+from dolmen.training import folder, garbage, mfu, report
+from dolmen.training.check import check_profile, free_lock, take_lock
+from dolmen.training.compiled import limit_told
+from dolmen.training.config import RunConfig
+from dolmen.training.hooks import Hooks
+from dolmen.training.loop import Stop, train_steps
+from dolmen.training.resume import resume
+from dolmen.training.saved import Validation
+from dolmen.training.spike import SpikePolicy
+from dolmen.training.start import Start, first_does, same_data
+from dolmen.training.step import TrainState
+from dolmen.training.warn import warnings
+from dolmen.training.written import write_config, write_tokenizer
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended, after `seconds` of all its starts. `signal` is what stopped it early, 0 if
+    nothing did. The validation is the last there was, after `val_step` steps, on `val_tokens` of
+    the `held_out_tokens`.
+    """
+
+    steps: int
+    seconds: float
+    signal: int
+    val_loss: float | None
+    val_step: int | None
+    val_tokens: int
+    held_out_tokens: int
+    bits_per_byte: float | None
+    validation_files: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What `run_training` was called with, and when, on the clock of time.monotonic."""
+
+    run: RunConfig
+    out: Path
+    mesh: Mesh
+    console: Console
+    start: Start
+    stop: Stop
+    watch: Watch
+    began: float
+
+
+def make_state(run: RunConfig, mesh: Mesh, steps: int) -> TrainState:
+    """The model with its initial values and an optimizer at step 0; ranks of pp are connected."""
+    schedule = run.layout.make_schedule(run.train.global_batch_size, run.microbatch_size)
+    channels.connect(schedule, mesh)
+    model = build.build(
+        run.tree,
+        mesh,
+        run.layout,
+        schedule,
+        training=run.train.training,
+        dtype=at_rest(run.train.dtype),
+        compute=DTYPES[run.train.dtype],
+        compile=run.train.compile,
+    )
+    if run.init is None:
+        build.initialize(model, run.train.seed)
+    else:
+        # no file has the biases of routers that training adds
+        stored = [name for name, _ in model.named_parameters() if name in run.tree.leaves]
+        source, stated = run.init, run.known_model
+        build.load(
+            model,
+            lambda write: hf.load_weights(hf.resolve_model(source), stated, write, only=stored),
+        )
+    optimizer = optim.make(model, run.optimizer, mesh)
+    optim.prime(optimizer)
+    spike = SpikePolicy(run.train.spike_factor if run.train.spike == "skip" else None)
+    return TrainState(
+        model,
+        optimizer,
+        run.optimizer,
+        steps,
+        run.layout.zero,
+        schedule,
+        run.train.seed,
+        LossScale.of(run.train.dtype),
+        spike,
+    )
+
+
+def run_training(
+    run: RunConfig,
+    out: Path,
+    mesh: Mesh,
+    console: Console,
+    *,
+    resumed: bool = False,
+    overwrite: bool = False,
+    start: Start | None = None,
+    stop: Stop | None = None,
+    watch: Watch | None = None,
+) -> Outcome:
+    """Train as `run` says, into the folder `out`. Every process of the mesh calls it; `console` is
+    quiet on all but one. `start` says more than `resumed` and `overwrite` and is taken instead of
+    them.
+    """
+    asked = _Asked(
+        run,
+        out,
+        mesh,
+        console,
+        start or Start(resumed, overwrite),
+        stop or Stop(),
+        watch or Watch(out / "hang", mesh.rank, mesh.size, None, print),
+        time.monotonic(),
+    )
+    with determinism.repeatable(run.train.deterministic):
+        return _in_folder(asked)
+
+
+def _in_folder(asked: _Asked) -> Outcome:
+    """`run_training`, which takes the folder."""
+    run, out, mesh = asked.run, asked.out, asked.mesh
+    loader = data_loader.prepare_loader(
+        run.data,
+        run.init,
+        run.tree.vocab_size,
+        run.sequence_length,
+        run.train.global_batch_size,
+        run.train.seed,
+        progress=mesh.first,
+        verify=False,  # who starts a run has done so, once per host
+    )
+    same_data(loader, mesh)
+    if not asked.start.resumed:
+        check_profile(run, length(run, loader))
+    state = make_state(run, mesh, length(run, loader))
+    lock = first_does(mesh, lambda: take_lock(out, 60 if asked.start.restarted else 0))
+    if mesh.first and lock is None:
+        asked.console.print(
+            f"WARNING: the file system of {out} has no locks: nothing keeps a second run out of it"
+        )
+    try:
+        return _train(asked, loader, state)
+    finally:
+        if mesh.first:
+            free_lock(out, lock)
+
+
+def _train(asked: _Asked, loader: Loader, state: TrainState) -> Outcome:
+    """`run_training` in a folder that is ours."""
+    run, out, mesh, console = asked.run, asked.out, asked.mesh, asked.console
+    start, began = asked.start, asked.began
+    if start.overwrite:
+        first_does(mesh, lambda: folder.clear_run(out, start.owner))
+    checkpoints = Checkpoints(out / "checkpoints", mesh, run.checkpoint.keep)
+    saved = None
+    if start.resumed:
+        saved = resume(state, run, loader, checkpoints, console, start.restarted)
+    if saved is not None:
+        began -= saved.seconds
+    # after another batch size, the same epoch ends after another number of steps
+    state.steps = length(run, loader)
+    if mesh.first and state.step < state.steps:
+        folder.claim(out, *folder.WRITTEN)
+        write_config(out, run)
+        write_tokenizer(out, loader)
+    peak = mfu.peak(mesh.device, DTYPES[run.train.dtype])
+    console.print(report.header(run, state, loader, mesh, peak, str(out)))
+    for warning in warnings(run, loader, state.step, state.steps):
+        console.print(f"WARNING: {warning}")
+    hooks = Hooks(
+        run, state, loader, mesh, out, checkpoints, peak, console, asked.stop, asked.watch, began
+    )
+    hooks.validation = saved.validation if saved is not None else None
+    try:
+        signal = _loop(asked, loader, state, hooks)
+        checkpoints.finish()
+    finally:
+        hooks.close()
+    if not hooks.finite and not state.scale.dynamic:
+        raise FloatingPointError(hooks.too_many_skips(state))
+    if saved is not None and saved.step == state.step:  # nothing was left to do
+        seconds = saved.seconds
+    else:
+        seconds = time.monotonic() - began
+    return _outcome(state, loader, hooks.validation, seconds, signal)
+
+
+def _loop(asked: _Asked, loader: Loader, state: TrainState, hooks: Hooks) -> int:
+    """The steps that are left. What stopped them early, 0 if nothing did."""
+    signal = 0
+    if state.step >= state.steps:
+        asked.console.print(
+            f"step {state.step} of {state.steps}: nothing is left to train; raise --train.steps "
+            f"to go on"
+        )
+    else:
+        with limit_told(hooks.line.say), garbage.by_hand():
+            signal = train_steps(
+                state,
+                loader,
+                asked.mesh,
+                hooks.table(),
+                asked.stop,
+                asked.watch,
+                hooks.profile.around,
+            )
+    asked.watch.beat(state.step, "the last save", patient=True)
+    return signal
+
+
+def _outcome(
+    state: TrainState, loader: Loader, last: Validation | None, seconds: float, signal: int
+) -> Outcome:
+    return Outcome(
+        state.step,
+        seconds,
+        signal,
+        last.loss if last else None,
+        last.step if last else None,
+        last.tokens if last else 0,
+        last.held_out_tokens if last else 0,
+        last.bits_per_byte if last else None,
+        tuple(str(f) for f in loader.validation_files),
+    )
+
+
+def length(run: RunConfig, loader: Loader) -> int:
+    """Steps after which the run ends: those asked for, else one epoch, and 20 at least."""
+    return run.train.steps or max(20, epoch_steps(loader))
+
+
+def epoch_steps(loader: Loader) -> int:
+    """Step after which the training data have been read once, by the source that lasts longest;
+    batches before the loader's step may have been of another size.
+    """
+    step = 1000
+    samples = loader.first(step) - loader.first(0)
+    per_step = max(min(loader.mixture.epochs(samples).values()) / step, 1e-12)
+    return max(1, round(1 / per_step - loader.first(0) / loader.global_batch_size))
+
+
+def summary(outcome: Outcome, out: Path) -> None:
+    """What `finish` and a reader need to know of how the run ended, as summary.json."""
+    row = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in asdict(outcome).items()
+    }
+    write.replace(out / "summary.json", json.dumps(row, indent=1))

@@ -1,0 +1,201 @@
+"""One update of the model: the whole mathematics of a training step on one screen."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dolmen.core import collectives, host, ranges
+from dolmen.core.mesh import Mesh
+from dolmen.core.rng import seed_of
+from dolmen.data.batch import Batch
+from dolmen.model.decoder import Decoder
+from dolmen.ops.dropout import Noise
+from dolmen.optim.config import OptimizerConfig
+from dolmen.optim.optimizer import Optimizer
+from dolmen.optim.precision import LossScale
+from dolmen.optim.schedule import learning_rate
+from dolmen.parallel import data, pipeline
+from dolmen.parallel.actions import Action, Schedule
+from dolmen.parallel.pipeline import Work
+from dolmen.training import balance
+from dolmen.training.spike import SpikePolicy
+
+
+@dataclass
+class TrainState:
+    """Everything that changes while training, and what it needs to change."""
+
+    model: Decoder
+    optimizer: Optimizer
+    config: OptimizerConfig
+    steps: int  # length of the learning rate's schedule
+    zero: int
+    schedule: Schedule  # what each rank of pp does in a step
+    seed: int = 0
+    scale: LossScale = field(default_factory=lambda: LossScale(False))
+    spike: SpikePolicy = field(default_factory=SpikePolicy)
+    step: int = 0  # updates made, and the index of the next batch
+    tokens: int = 0  # real tokens trained on
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """What a step tells. `loss` is the mean over all real tokens of the global batch, `tokens`
+    their number.
+    """
+
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    skipped: bool = False
+    router: dict[str, float] = field(default_factory=dict)
+    """Of a model with experts: see training/balance.py."""
+    signal: int = 0
+    """The largest that any rank was sent before the end of the step; 0: none."""
+
+
+def optimizer_step(
+    state: TrainState,
+    batch: Batch,
+    mesh: Mesh,
+    signal: Callable[[], int] = lambda: 0,
+    observe: Callable[[Action], None] = lambda action: None,
+) -> Metrics:
+    """Forward and backward of this rank's rows of the global batch as the schedule says, sum of
+    gradients, clip, update.
+
+    The loss is divided by the global count of real tokens before backward. A step whose loss or
+    gradient is not finite, or that the spike policy does not allow, changes no parameter; what is
+    not finite also halves the loss scale of fp16. All numbers are of the world, so all ranks agree
+    on them. `observe` is told each action of the schedule after it is done; `signal` is asked when
+    the last is, for the number of a signal that this rank was sent, or 0. Raises ValueError, with
+    no parameter changed, where no token of the batch carries a loss.
+
+    The host fills the device's queue, and reads what it must know to update or not: once.
+    """
+    # The count divides the loss before backward, so gradients are summed and never averaged: a rank
+    # with fewer real tokens weighs less, as its rows do in one process. It is not read here, which
+    # would keep the device waiting for the first product.
+    count = collectives.reduce_scalar(
+        host.number(batch.real_tokens, torch.int64, mesh.device), mesh.dp
+    )
+    key = host.number(seed_of(state.seed, "dropout", state.step), torch.int64, mesh.device)
+    total, tallies = _forward_backward(state, batch, mesh, count, key, observe)
+
+    parameters = [p for p in state.model.parameters() if p.requires_grad]
+    tied = state.model.tied_apart
+    if tied is not None:
+        data.sum_over(tied, mesh.ends)
+    with ranges.mark("optimizer", "norm"):
+        squares = state.model.split.kernels.squares
+        norm = data.gradient_norm(parameters, mesh, tied, squares) / state.scale.value
+    # asked last, so that a signal in the middle of a step ends the run after it and not a step
+    # later
+    stop = host.number(signal(), torch.int64, mesh.device)
+    stop = collectives.reduce_scalar(stop, mesh.world, "max")
+    sums = collectives.reduce_scalar(torch.cat([total[None], tallies.flatten()]), mesh.world)
+    # every rank of tp computed the same losses and counted the same tokens
+    total, tallies = sums[0] / mesh.tp.size, (sums[1:] / mesh.tp.size).view_as(tallies)
+    router = balance.router_metrics(state.model.tree, tallies, len(batch.tokens) * mesh.dp.size)
+    told = _read(total / count, norm, count, stop, router)
+    if told.tokens == 0:
+        raise ValueError(f"step {state.step}: no token of the global batch carries a loss")
+    lr = learning_rate(state.config, state.step, state.steps)
+    # of the world's numbers, so every rank decides the same
+    finite = math.isfinite(told.norm) and math.isfinite(told.loss)
+    allowed = finite and state.spike.allow(told.norm)
+    if allowed:
+        with ranges.mark("optimizer", "update"):
+            _update(state, parameters, norm, lr)
+    balance.move(state.model, tallies, update=allowed)
+    state.optimizer.zero_grad(set_to_none=True)
+    state.scale.update(finite)
+    state.step += 1
+    state.tokens += told.tokens
+    return Metrics(told.loss, told.norm, lr, told.tokens, not allowed, told.router, told.signal)
+
+
+class _Told(NamedTuple):
+    """What the host knows of a step, of the world."""
+
+    loss: float
+    norm: float
+    tokens: int
+    signal: int
+    router: dict[str, float]
+
+
+def _read(loss: Tensor, norm: Tensor, count: Tensor, signal: Tensor, router: Tensor) -> _Told:
+    """All in one: the host waits for the device. In fp64, which holds a count up to 2^53."""
+    first = torch.stack([t.double() for t in (loss, norm, count, signal)])
+    mean, length, tokens, stop, *others = host.read_back(torch.cat([first, router]))
+    told: dict[str, float] = dict(zip(balance.NAMES, others, strict=True)) if others else {}
+    return _Told(mean, length, int(tokens), int(stop), told)
+
+
+def _forward_backward(
+    state: TrainState,
+    batch: Batch,
+    mesh: Mesh,
+    count: Tensor,
+    key: Tensor,
+    observe: Callable[[Action], None],
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the step; the sum of the losses that this rank computed, fp64; and what its
+    experts counted (balance.tallied).
+    """
+    model, micros, rows = state.model, state.schedule.micros, len(batch.tokens)
+    total, size = torch.zeros((), dtype=torch.float64, device=mesh.device), rows // micros
+    parts = batch.to(mesh.device).microbatches(size)
+    share = state.scale.value / (rows * mesh.dp.size)
+    losses = balance.begin(model, host.number(share, torch.float64, mesh.device))
+    factor = state.scale.value / count.double()
+
+    def forward(chunk: int, micro: int, x: Tensor | None) -> Tensor:
+        first = mesh.dp.rank * rows + micro * size
+        noise = (
+            Noise(key, torch.arange(first, first + size, device=mesh.device))
+            if model.dropout
+            else None
+        )
+        part = parts[micro]
+        y = model(
+            part.tokens,
+            part.labels,
+            noise=noise,
+            starts=part.starts,
+            host=part.host,
+            balance=losses,
+            x=x,
+            part=chunk,
+        )
+        if not model.split.parts[chunk].last:
+            return y
+        total.add_(y.detach())
+        return y * factor.to(y.dtype)
+
+    reduction = data.Reduction(model, state.zero, state.schedule.splits_backward)
+    chunks = [model.blocks(chunk) for chunk in range(state.schedule.chunks)]
+
+    def boundary() -> Tensor:
+        return model.boundary(size, batch.tokens.shape[1])
+
+    pipeline.execute(
+        state.schedule, mesh, Work(forward, boundary, reduction, chunks, model.tp.later, observe)
+    )
+    return total, balance.tallied(model, losses)
+
+
+def _update(state: TrainState, parameters: list[Any], norm: Tensor, lr: float) -> None:
+    factor = torch.full_like(norm, 1 / state.scale.value)
+    if state.config.clip > 0:
+        factor = factor * (state.config.clip / (norm + 1e-6)).clamp(max=1.0)
+    data.scale_gradients(parameters, factor)
+    for group in state.optimizer.param_groups:
+        group["lr"] = lr
+    state.optimizer.step()

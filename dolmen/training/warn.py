@@ -1,0 +1,77 @@
+"""What a run is warned of before its first step: it can be done, and is hardly what was meant."""
+
+from dolmen.core.words import counted
+from dolmen.data import tokenizer as tokenizers
+from dolmen.data.loader import Loader
+from dolmen.families.unknown import without_effect
+from dolmen.training.config import RunConfig
+
+UNUSED_SHARE, UNUSED_ROWS = 0.1, 128  # more is no padding: published models pad to 128 at most
+
+
+def warnings(run: RunConfig, loader: Loader, step: int, steps: int) -> list[str]:
+    """A line each, for a run that goes from `step` to `steps`."""
+    if step >= steps:
+        return []
+    found = [
+        never_at_full_rate(run, steps),
+        little_held_out(run, loader),
+        never_profiled(run, step, steps),
+        without_effect(run.known_model),
+    ]
+    if run.init is None and step == 0:  # a trained model keeps its size
+        tokens = tokenizers.vocabulary_size(loader.tokenizer)
+        found.append(unused_rows(run.tree.vocab_size, tokens))
+    return [line for line in found if line]
+
+
+def never_at_full_rate(run: RunConfig, steps: int) -> str | None:
+    """What to warn of where the warm-up is longer than the run of `steps` steps; else None."""
+    warmup, lr = run.optimizer.warmup_steps, run.optimizer.lr
+    if warmup <= steps:
+        return None
+    return (
+        f"optimizer.warmup-steps ({warmup}) is over the run's {steps} steps: the learning rate "
+        f"ends at {lr * steps / warmup:.3g} and never reaches {lr:g}; set --optimizer.warmup-steps "
+        f"{max(1, steps - 1)} or less, or --train.steps over {warmup}"
+    )
+
+
+def never_profiled(run: RunConfig, step: int, steps: int) -> str | None:
+    """What to warn of where a run that goes on does not come to the step to be profiled."""
+    number = run.log.profile
+    if number is None or step < number <= steps:
+        return None
+    return (
+        f"log.profile ({number}) is not profiled: the run goes from step {step + 1} to {steps}; "
+        f"set --log.profile {min(step + 2, steps)}"
+    )
+
+
+def unused_rows(vocab_size: int, tokens: int) -> str | None:
+    """What to warn of where the embedding has many rows that the tokenizer's `tokens` leave out."""
+    unused = vocab_size - tokens
+    if unused <= max(UNUSED_ROWS, UNUSED_SHARE * vocab_size):
+        return None
+    return (
+        f"vocab_size {vocab_size:,}, the tokenizer has {tokens:,}: {unused:,} rows of the "
+        f"embedding are never used; set --model.vocab-size {tokens}"
+    )
+
+
+def little_held_out(run: RunConfig, loader: Loader) -> str | None:
+    """What to warn of where the validation says little: a fifth of the share that was asked for, or
+    less than one batch. None also where nothing is to be held out.
+    """
+    held = loader.validation_tokens
+    batch = run.train.global_batch_size * run.sequence_length
+    asked = run.data.validation_fraction if run.data.validation is None else 0.0
+    total = held + sum(len(part.stream) for part in loader.mixture.parts)
+    if not held or held >= max(batch, asked * total / 5):
+        return None
+    share = f" ({held / total:.2%} of the text, {asked:.2%} asked for)" if asked else ""
+    knob = "a larger --data.validation-fraction, or give --data.validation" if asked else "more"
+    return (
+        f"the validation text has {counted(held, 'token')}{share}, and a batch {batch:,}: its "
+        f"loss says little; use {knob}" + ("" if asked else " text in --data.validation")
+    )

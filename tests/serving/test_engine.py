@@ -1,0 +1,238 @@
+"""Texts: the same with or without a cache, batch, tp, ZeRO or sequence parallelism; and what is
+refused.
+"""
+
+import json
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from decoders import DECODERS, MOST, PROMPTS, VOCABULARY, decoder
+
+from dolmen.conversion import hf_export
+from dolmen.core import mesh as meshes
+from dolmen.parallel import data
+from dolmen.serving import engine
+from dolmen.serving.engine import generate, load_decoder, stop_tokens
+
+NEW = 12
+WARM = dict(temperature=1.2, top_k=20, top_p=0.9, seed=3)
+
+
+def by_forward(model, prompt: list[int]) -> list[int]:
+    """Greedy without a cache: the whole text at every step."""
+    text = list(prompt)
+    with torch.no_grad():
+        for _ in range(NEW):
+            text.append(int(model(torch.tensor([text]))[0, -1].argmax()))
+    return text[len(prompt) :]
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_greedy_is_the_most_likely_token_of_each_forward(name):
+    model = decoder(name)
+    texts = [by_forward(model, prompt) for prompt in PROMPTS]
+    assert generate(model, PROMPTS, NEW) == texts
+    assert len({token for text in texts for token in text}) > 10  # no model that repeats one token
+
+
+def test_a_prompt_is_read_in_pieces(monkeypatch):
+    model, texts = decoder("grouped"), generate(decoder("grouped"), PROMPTS, NEW)
+    monkeypatch.setattr(engine, "TOKENS_AT_ONCE", 4)
+    assert generate(model, PROMPTS, NEW) == texts
+
+
+def test_sampling_follows_from_seed_and_prompt_alone():
+    model = decoder("grouped")
+    texts = generate(model, PROMPTS, NEW, **WARM)
+    assert texts == generate(model, PROMPTS, NEW, **WARM)
+    assert texts != generate(model, PROMPTS, NEW, **WARM | dict(seed=4)) and texts != generate(
+        model, PROMPTS, NEW
+    )
+    assert texts[:2] == generate(model, PROMPTS[:2], NEW, **WARM)  # whoever else is in the batch
+    for first in (PROMPTS[1], [*PROMPTS[1], 1]):  # which is that of the same length
+        assert generate(model, [first, PROMPTS[1]], NEW, **WARM)[1] == texts[1]
+    assert [t[:5] for t in texts] == generate(model, PROMPTS, 5, **WARM)
+    same = generate(model, [PROMPTS[0]] * 8, NEW, **WARM)
+    assert len(set(map(tuple, same))) == 8
+
+
+@pytest.mark.parametrize("options", [{}, WARM], ids=["greedy", "warm"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_text_is_that_of_its_prompt_alone(name, options):
+    """Prompts of 1 to 20 tokens that end at different steps, whatever runs beside them."""
+    model = decoder(name)
+    prompts = [
+        [(7 * i + j) % VOCABULARY for j in range(n)] for i, n in enumerate((20, 1, 9, 1, 2, 20, 13))
+    ]
+    alone = generate(model, prompts, NEW, **options, batch=1)
+    stop = {alone[0][2], alone[3][5], alone[5][8]}
+    alone = generate(model, prompts, NEW, stop=stop, **options, batch=1)
+    assert len({len(text) for text in alone}) > 1
+    for batch in (3, 7, 256):
+        assert generate(model, prompts, NEW, stop=stop, **options, batch=batch) == alone, batch
+
+
+def test_memory_is_that_of_the_texts_that_run():
+    """The last new token is not read: a prompt of 3 tokens and 12 new ones are 14 in the cache."""
+    model, prompts, held = decoder("grouped"), [[i, 1, 2] for i in range(6)], []
+    for batch in (1, 2, 4, 6, 9):
+        generate(model, prompts, NEW, batch=batch, on_memory=held.append)
+    assert [memory.in_use for memory in held] == [1, 2, 4, 6, 6]
+    assert [memory.rectangle for memory in held] == [14, 28, 56, 84, 84]
+    assert {memory.bytes_per_token for memory in held} == {2 * 4 * 2 * 2 * 8}
+    assert str(held[-1]) == (
+        "cache, per process: 6 pages of 32 tokens in use at most, 49.2 kB (49.2 kB allocated); "
+        "with every text as long as the longest: 21.5 kB"
+    )
+
+
+def test_a_batch_of_none_is_refused():
+    with pytest.raises(ValueError, match="batch is 0"):
+        generate(decoder("grouped"), PROMPTS, 2, batch=0)
+
+
+def test_stop_tokens_end_their_own_text_and_are_part_of_it():
+    model, seen = decoder("grouped"), []
+    whole = generate(model, PROMPTS, NEW)
+    stop = {whole[0][3], whole[2][5]}
+    want = [
+        text[: next((i for i, t in enumerate(text) if t in stop), NEW - 1) + 1] for text in whole
+    ]
+    assert (
+        generate(model, PROMPTS, NEW, stop=stop, on_token=lambda i, t: seen.append((i, t))) == want
+    )
+    assert len({len(text) for text in want}) > 1
+    assert [[t for i, t in seen if i == prompt] for prompt in range(len(PROMPTS))] == want
+    assert generate(model, [], NEW) == []
+
+
+def test_the_model_is_left_as_it_was():
+    model = decoder("grouped").train()
+    generate(model, PROMPTS, 2)
+    assert (
+        model.training
+        and torch.is_grad_enabled()
+        and model(torch.tensor([[1]]), torch.tensor([[2]])).requires_grad
+    )
+
+
+def test_a_compiled_model_is_not_compiled_again_for_every_length():
+    def refuse(graph, inputs):
+        raise AssertionError("compiled")
+
+    model = decoder("grouped")
+    texts = generate(model, PROMPTS, NEW)
+    for block in model.layers.values():
+        block.compile(backend=refuse)
+    assert generate(model, PROMPTS, NEW) == texts
+
+
+@pytest.mark.parametrize(
+    "prompts, new, message",
+    [
+        ([[1], []], 4, "prompt 1 has 0 tokens"),
+        ([[1]], 0, "max_new_tokens is 0: use --max-new-tokens"),
+        (
+            [[1, VOCABULARY]],
+            4,
+            f"prompt 0 has tokens 1 to {VOCABULARY}, the model's vocab_size is {VOCABULARY}",
+        ),
+        ([[-1]], 4, "prompt 0 has tokens -1"),
+        (
+            [[1] * 30],
+            4,
+            "30 tokens and 4 new .* 33 positions, max_position_embeddings is 32: use "
+            "--max-new-tokens 3",
+        ),
+        (
+            [[1] * 40],
+            4,
+            "40 tokens and 4 new ones read 43 positions, max_position_embeddings is 32: use a "
+            "shorter prompt",
+        ),
+    ],
+)
+def test_what_the_model_cannot_take_is_refused(prompts, new, message):
+    with pytest.raises(ValueError, match=message):
+        generate(decoder("learned"), prompts, new)
+
+
+def test_the_last_position_is_used():
+    """The last new token is not read, so 30 + 3 tokens fit 32 positions. Rope goes on, and
+    says so.
+    """
+    assert len(generate(decoder("learned"), [[1] * 30], 3)[0]) == 3
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        generate(decoder("grouped"), [[1] * 30], 3)
+    with pytest.warns(UserWarning, match=f"read 33 positions, max_position_embeddings is {MOST}"):
+        assert len(generate(decoder("grouped"), [[1] * 30], 4)[0]) == 4
+
+
+def test_logits_that_are_not_finite_are_refused():
+    model = decoder("grouped")
+    with torch.no_grad():
+        model.final_norm.weight[0] = torch.nan
+    with pytest.raises(ValueError, match="logits of new token 1 of prompt 0 are not finite"):
+        generate(model, PROMPTS, 2)
+
+
+def test_load_takes_the_dtype_of_the_folder(tmp_path):
+    model = decoder("one-kv-qk-norm")
+    values = dict(model.named_parameters())
+    flat = replace(DECODERS["one-kv-qk-norm"], family="qwen3", hf={"eos_token_id": [2, 3]})
+    hf_export.save(tmp_path / "model", flat.model, values.__getitem__, torch.bfloat16)
+    assert {p.dtype for p in load_decoder(tmp_path / "model").parameters()} == {torch.bfloat16}
+    wide = load_decoder(tmp_path / "model", dtype=torch.float32)
+    assert not wide.training and all(
+        torch.equal(p, values[n].bfloat16().float()) for n, p in wide.named_parameters()
+    )
+    assert stop_tokens(tmp_path / "model") == {2, 3}
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": 5}))
+    assert stop_tokens(tmp_path / "model") == {5}
+
+
+def texts_of(model) -> dict[str, list[list[int]]]:
+    texts = {"greedy": generate(model, PROMPTS, NEW), "warm": generate(model, PROMPTS, NEW, **WARM)}
+    everyone = [None, None]
+    dist.all_gather_object(everyone, texts)
+    assert everyone[0] == everyone[1], "ranks chose different tokens"
+    return texts
+
+
+def is_at_rest(model) -> bool:
+    """Whether the optimizer's parameters are the model's again after a text."""
+    before = list(map(id, model.parameters()))
+    generate(model, PROMPTS[:1], 2)
+    return before == list(map(id, model.parameters()))
+
+
+def two_ranks():
+    cpu = torch.device("cpu")
+    split, copied = meshes.grid(1, 2, cpu), meshes.grid(2, 1, cpu)
+    options = ({}, dict(sequence_parallel=True, zero=3))
+    out = {f"{name} {o}": texts_of(decoder(name, split, **o)) for name in DECODERS for o in options}
+    rest = []
+    for zero in range(4):
+        model = decoder("grouped", copied, zero=zero)
+        out[f"grouped zero {zero}"] = texts_of(model)
+        rest.append(is_at_rest(model))
+    units, data.units = data.units, lambda model: []  # negative control
+    forgotten = is_at_rest(decoder("grouped", copied, zero=1))
+    data.units = units
+    return out, rest, forgotten
+
+
+def test_no_layout_changes_a_text(spawn):
+    models = {name: decoder(name) for name in DECODERS}
+    want = {
+        n: (generate(m, PROMPTS, NEW), generate(m, PROMPTS, NEW, **WARM)) for n, m in models.items()
+    }
+    texts, rest, forgotten = spawn(2)(two_ranks)
+    assert len(texts) == 2 * len(DECODERS) + 4
+    for layout, text in texts.items():
+        assert (text["greedy"], text["warm"]) == want[layout.split()[0]], layout
+    assert all(rest) and not forgotten

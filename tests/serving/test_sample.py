@@ -1,0 +1,115 @@
+"""Each filter against a loop that follows its definition, and the draw against the
+probabilities.
+"""
+
+import math
+
+import pytest
+import torch
+
+from dolmen.serving import sample
+
+LOGITS = 3 * torch.randn(20, 17, generator=torch.Generator().manual_seed(0))
+
+
+def kept(logits) -> list[set[int]]:
+    return [{i for i, x in enumerate(row) if x > -math.inf} for row in logits.tolist()]
+
+
+@pytest.mark.parametrize("k", [1, 2, 5, 17, 100])
+def test_top_k_keeps_the_largest(k):
+    want = [set(sorted(range(17), key=lambda i, row=row: -row[i])[:k]) for row in LOGITS.tolist()]
+    got = sample.keep_top_k(LOGITS, k)
+    assert kept(got) == want and torch.equal(got[got > -math.inf], LOGITS[got > -math.inf])
+
+
+def nucleus(row: list[float], p: float) -> set[int]:
+    weights = [math.exp(x) for x in row]
+    chosen, total = set(), 0.0
+    for i in sorted(range(len(row)), key=lambda i: -weights[i]):
+        if total >= p and chosen:
+            break
+        chosen.add(i)
+        total += weights[i] / sum(weights)
+    return chosen
+
+
+@pytest.mark.parametrize("p", [1e-9, 0.1, 0.5, 0.9, 0.999])
+def test_top_p_keeps_the_fewest_that_reach_p(p):
+    assert kept(sample.keep_top_p(LOGITS, p)) == [nucleus(row, p) for row in LOGITS.tolist()]
+
+
+def test_top_p_of_one_keeps_all():
+    assert kept(sample.keep_top_p(LOGITS, 1.0)) == [set(range(17))] * 20
+
+
+def test_ties_at_the_edge():
+    """Of equal logits top-k keeps all; top-p keeps the first ones, as few as reach p."""
+    flat = torch.tensor([[1.0, 1.0, 1.0, 0.0]])
+    assert kept(sample.keep_top_k(flat, 2)) == [{0, 1, 2}]
+    assert kept(sample.keep_top_p(flat, 0.4)) == [{0, 1}]
+
+
+@pytest.mark.parametrize("options", [{}, dict(top_k=3), dict(top_p=0.7), dict(top_k=5, top_p=0.7)])
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_tokens_are_drawn_by_their_probability(temperature, options):
+    """An even grid of uniform numbers hits each token in proportion, to one grid point; top-p after
+    top-k.
+    """
+    row, n = LOGITS[:1], 4000
+    weights = [math.exp(x / temperature) for x in row[0].tolist()]
+    allowed = set(range(17))
+    if "top_k" in options:
+        allowed = set(sorted(allowed, key=lambda i: -weights[i])[: options["top_k"]])
+    scaled = [x / temperature if i in allowed else -math.inf for i, x in enumerate(row[0].tolist())]
+    if "top_p" in options:
+        allowed = nucleus(scaled, options["top_p"])
+    grid = torch.arange(n, dtype=torch.float64) / n
+    counts = (
+        sample.sample(row.expand(n, -1), grid, temperature, **options)
+        .bincount(minlength=17)
+        .tolist()
+    )
+    total = sum(weights[i] for i in allowed)
+    for i in range(17):
+        assert abs(counts[i] - n * weights[i] / total) <= 1 if i in allowed else counts[i] == 0
+
+
+def test_temperature_zero_is_greedy_and_cold_is_nearly():
+    u = torch.full((20,), 0.5, dtype=torch.float64)
+    assert torch.equal(sample.sample(LOGITS, u, 0.0), LOGITS.argmax(-1))
+    assert torch.equal(sample.sample(LOGITS, u, 1e-6, top_k=3, top_p=0.5), LOGITS.argmax(-1))
+
+
+def test_a_token_of_probability_zero_is_never_drawn():
+    logits = torch.tensor([[-math.inf, 0.0, -math.inf, 0.0, -math.inf]]).expand(3, -1)
+    assert sample.sample(
+        logits, torch.tensor([0.0, 0.5, 1 - 2**-53], dtype=torch.float64), 1.0
+    ).tolist() == [1, 3, 3]
+
+
+def test_uniform_numbers_differ_by_seed_prompt_and_step():
+    numbers = [
+        sample.uniform(seed, prompt, step)
+        for seed in range(10)
+        for prompt in range(10)
+        for step in range(10)
+    ]
+    assert len(set(numbers)) == 1000 and all(0 <= u < 1 for u in numbers)
+    assert abs(sum(numbers) / 1000 - 0.5) < 4 / math.sqrt(12 * 1000)  # four standard deviations
+    assert numbers[123] == sample.uniform(1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ((-0.5, None, None), "temperature is -0.5: use --temperature"),
+        ((math.nan, None, None), "temperature is nan"),
+        ((1.0, 0, None), "top_k is 0: use --top-k"),
+        ((1.0, None, 0.0), "top_p is 0.0: use --top-p"),
+        ((1.0, None, 1.5), "top_p is 1.5"),
+    ],
+)
+def test_meaningless_settings_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        sample.check_knobs(*options)

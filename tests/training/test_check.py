@@ -1,0 +1,200 @@
+"""The rules across sections, on the recipes and on what a person may set."""
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import tinyrun
+
+from dolmen import families
+from dolmen.checkpoint.folders import Damaged
+from dolmen.core.config import to_dict
+from dolmen.data.config import DataConfig
+from dolmen.families import edit
+from dolmen.model import count
+from dolmen.model.layout import Layout
+from dolmen.optim.config import Muon
+from dolmen.recipes import RECIPES
+from dolmen.training import saved as saved_state
+from dolmen.training.check import (
+    check_exportable,
+    check_run,
+    check_same_model,
+    check_same_optimizer,
+)
+from dolmen.training.config import FinishConfig, RunConfig, TrainConfig
+
+material, one_thread = tinyrun.material, tinyrun.one_thread
+
+# parameters, and a layout of the size it is trained at
+SIZES = {
+    "llama-1b": (1.24e9, Layout(dp=8)),
+    "llama-8b": (8.03e9, Layout(tp=8, dp=16, sequence_parallel=True)),
+    "llama-70b": (70.6e9, Layout(tp=8, dp=64, zero=3, sequence_parallel=True)),
+    "gpt3-175b": (175e9, Layout(tp=8, dp=192, zero=3, sequence_parallel=True)),
+    "mixtral-8x7b": (46.7e9, Layout(dp=64, tp=2, ep=8, zero=1, sequence_parallel=True)),
+    "qwen3-30b-a3b": (30.5e9, Layout(dp=128, ep=32, zero=2)),
+    "quickstart": (5.48e6, Layout(tp=2)),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_is_a_run(name, material):
+    """On one process and at its own size, of text that is there; pretrain needs a model and takes
+    any.
+    """
+    run = replace(
+        RECIPES[name](),
+        data=DataConfig(path=(str(material.docs),), tokenizer=str(material.tokenizer)),
+    )
+    assert run.name == name and RECIPES[name].__doc__
+    if name == "pretrain":
+        assert run.model is None
+        run = replace(run, model=material.config().model)
+    for layout in (Layout(), SIZES.get(name, (0, Layout(dp=4)))[1]):
+        done = check_run(replace(run, layout=layout), None)
+        assert (
+            done.layout.dp == (layout.dp or 1)
+            and done.train.global_batch_size // done.layout.dp % done.microbatch_size == 0
+        )
+    if name in SIZES:
+        assert count.parameters(run.model.tree) == pytest.approx(SIZES[name][0], rel=0.01)
+
+
+def test_flops_count_the_experts_that_compute():
+    """12.9 and 3.3 B parameters a token (the model cards), of which the embedding is no product; at
+    length 1 attention is nothing.
+    """
+    for name, active in (
+        ("mixtral-8x7b", 12.88e9 - 32000 * 4096),
+        ("qwen3-30b-a3b", 3.35e9 - 151936 * 2048),
+    ):
+        assert count.training_flops_per_token(RECIPES[name]().model.tree, 1) / 6 == pytest.approx(
+            active, rel=0.01
+        )
+
+
+def test_defaults(material):
+    """The smaller of 512 and the model's maximum; eight sequences; the most that 4,096 tokens at
+    once allow.
+    """
+    run = RunConfig(model=material.config().model)
+    assert (
+        run.sequence_length == 64 and run.train.global_batch_size == 8 and run.microbatch_size == 8
+    )
+    long = replace(run, model=edit(run.model, context=8192))
+    assert (
+        long.sequence_length == 512
+        and replace(long, train=TrainConfig(global_batch_size=12)).microbatch_size == 6
+    )
+    assert replace(long, layout=Layout(dp=4)).microbatch_size == 2
+    assert replace(long, train=TrainConfig(sequence_length=8192)).microbatch_size == 1
+    assert replace(long, train=TrainConfig(microbatch_size=3)).microbatch_size == 3
+
+
+@pytest.mark.parametrize(
+    "layout, processes, dp",
+    [
+        (Layout(), None, 1),
+        (Layout(tp=2), None, 1),
+        (Layout(), 4, 4),
+        (Layout(tp=2), 4, 2),
+        (Layout(dp=2), None, 2),
+    ],
+)
+def test_dp_is_what_the_processes_leave(layout, processes, dp):
+    assert layout.resolve(processes) == replace(layout, dp=dp)
+
+
+@pytest.mark.parametrize(
+    "layout, processes", [(Layout(tp=2), 3), (Layout(tp=4), 2), (Layout(tp=2, dp=2), 2)]
+)
+def test_processes_that_do_not_divide(layout, processes):
+    with pytest.raises(
+        ValueError, match=rf"layout.tp \({layout.tp}\) x layout.dp .* but there are {processes}"
+    ):
+        layout.resolve(processes)
+
+
+def test_another_model_is_named_field_by_field(material):
+    run = material.config()
+    saved = to_dict(run)
+    saved["model"] |= {"rope_theta": 5.0, "hidden_size": 64, "mystery": 1}
+    saved["train"]["dropout"] = 0.5
+    with pytest.raises(ValueError) as refusal:
+        check_same_model(saved, run, 7)
+    assert (
+        "checkpoint of step 7 is of another model (model.hidden_size: 64 -> 32; "
+        "model.rope_parameters.rope_theta: 5.0 -> 10000.0)" in str(refusal.value)
+    )
+    saved["model"] |= {"rope_theta": 10000.0, "hidden_size": 32, "initializer_range": 0.5}
+    check_same_model(saved, run, 7)  # dropout, initial values and what is unknown may change
+    moved = to_dict(replace(run, model=families.moved(run.model, "mistral")))
+    with pytest.raises(ValueError, match=r"\(model.model_type: mistral -> llama; model"):
+        check_same_model(moved, run, 7)
+    saved["model"]["model_type"] = "bert"
+    with pytest.raises(ValueError, match="of another model .model_type is 'bert'"):
+        check_same_model(saved, run, 7)
+
+
+def test_routers_with_a_bias_are_another_model(material):
+    """They have a parameter more."""
+    biased = material.config(model=EXPERTS, train={"router": {"balance": "bias"}})
+    plain = material.config(model=EXPERTS)
+    with pytest.raises(ValueError, match="train.router.balance: bias -> loss or none"):
+        check_same_model(to_dict(biased), plain, 7)
+    check_same_model(to_dict(biased), biased, 7)
+    with pytest.raises(ValueError, match="--train.router.balance loss to export"):
+        check_run(replace(biased, finish=FinishConfig(export=True)), None)
+    check_exportable(plain)
+
+
+def test_another_optimizer_is_refused_with_the_knob(material):
+    """Its state is of other kinds. A checkpoint that names none is of AdamW: there was no other."""
+    plain, muon = material.config(), material.config(optimizer={"name": "muon"})
+    nameless = to_dict(plain)
+    del nameless["optimizer"]["name"]
+    for saved, run, name in ((to_dict(muon), plain, "muon"), (nameless, muon, "adamw")):
+        with pytest.raises(ValueError, match=f"optimizer.name {name}.* --optimizer.name {name}"):
+            check_same_optimizer(saved, run, 7)
+    for saved, run in ((to_dict(muon), muon), (nameless, plain), ({}, plain)):
+        check_same_optimizer(saved, run, 7)
+    other = replace(muon.optimizer, lr=1.0, muon=Muon(momentum=0.5))
+    check_same_optimizer(to_dict(muon), replace(muon, optimizer=other), 7)
+
+
+def test_half_precision_inside_float64_is_refused(material):
+    words = {"optimizer": {"name": "muon", "muon": {"dtype": "bfloat16"}}}
+    with pytest.raises(ValueError, match=r"keeps 8 bits .* --optimizer.muon.dtype float32"):
+        check_run(material.config(**words, train={"dtype": "float64"}), None)
+    check_run(material.config(**words, train={"dtype": "bfloat16"}), None)
+
+
+def test_a_checkpoint_of_then_is_read(material):
+    """Its state.json has the model as flat fields, training knobs among them."""
+    run = material.config(train={"dropout": 0.1})
+    now = {
+        "run": to_dict(run),
+        "step": 3,
+        "tokens": 192,
+        "updates": 3,
+        "data": {},
+        "loss_scale": [1.0, 0],
+    }
+    then = {**now, "run": {**now["run"], "model": {**tinyrun.MODEL, "dropout": 0.1}}}
+    then["run"]["train"] = {n: v for n, v in then["run"]["train"].items() if n in TRAIN_OF_THEN}
+    where = Path("checkpoints/step-00000003")
+    read = saved_state.read_saved(then, where).run
+    check_same_model(read, run, 3)
+    assert read["train"] == now["run"]["train"] and read["model"]["model_type"] == "llama"
+    then["run"]["model"] = {"hidden_size": "wide"}
+    with pytest.raises(Damaged, match="model.hidden_size is 'wide': it must be int"):
+        saved_state.read_saved(then, where)
+
+
+TRAIN_OF_THEN = {field.name for field in fields(TrainConfig)} - {"dropout", "router"}
+EXPERTS = {
+    "model_type": "mixtral",
+    "num_local_experts": 4,
+    **tinyrun.MODEL,
+}

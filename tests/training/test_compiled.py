@@ -1,0 +1,154 @@
+"""How many programs a compiled model is: as many as there are blocks that really differ, not one
+per layer, whose number is data. Counted by a backend that compiles nothing.
+"""
+
+from dataclasses import dataclass, replace
+
+import models
+import pytest
+import torch
+from models import Flat
+from torch import nn
+
+from dolmen.core import mesh as meshes
+from dolmen.core.mesh import SINGLE
+from dolmen.data.batch import Batch
+from dolmen.evaluation.validate import mean_loss
+from dolmen.model.layout import Layout
+from dolmen.ops.kernels import Kernels
+from dolmen.optim.optimizer import OptimizerConfig, adamw
+from dolmen.parallel import loss
+from dolmen.parallel import schedule as schedules
+from dolmen.training.compiled import limit_told
+from dolmen.training.step import TrainState, optimizer_step
+
+CONFIG = Flat(
+    vocab_size=32,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=12,  # more than torch.compile makes programs of one function
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=4,
+    initializer_range=0.3,
+    dropout=0.1,
+)
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+KERNEL = Kernels(grouped="grouped_mm")  # of bf16
+OPTIMIZER = OptimizerConfig()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run of two steps, then validation on batches of `validated` sequences."""
+
+    programs: int
+    config: Flat = CONFIG
+    layout: Layout = Layout()
+    documents: bool = False
+    validated: tuple[int, ...] = ()
+    schedule: tuple = ("1f1b", 1, 2)
+    kernels: Kernels = Kernels()
+    sharded: bool = True
+    """By ZeRO, whose hooks are no part of a program."""
+
+
+CASES = {
+    "one block": Case(1),
+    # with gradients; without; without, of any number of sequences
+    "a smaller last batch of validation": Case(3, validated=(4, 4, 1)),
+    "a smaller last batch, documents": Case(3, validated=(4, 4, 1), documents=True),
+    "windows in some layers": Case(
+        2, replace(CONFIG, sliding_window=8, sliding_layers=(1, 3, 5, 7))
+    ),
+    "a window in every layer": Case(1, replace(CONFIG, sliding_window=8)),
+    "documents": Case(1, documents=True),
+    "some layers recompute attention": Case(
+        2, layout=Layout(recompute="selective", recompute_layers=5)
+    ),
+    "some layers recompute all": Case(2, layout=Layout(recompute="full", recompute_layers=5)),
+    "sparse layers": Case(1, replace(CONFIG, **EXPERTS)),
+    "sparse and dense layers": Case(2, replace(CONFIG, **EXPERTS, dense_layers=(0, 1, 5))),
+    "sparse layers, one kernel": Case(1, replace(CONFIG, **EXPERTS), kernels=KERNEL, sharded=False),
+    "sparse layers, one kernel, recomputed": Case(
+        1, replace(CONFIG, **EXPERTS), Layout(recompute="full"), kernels=KERNEL, sharded=False
+    ),
+    # router and experts are units of their own: up to each, within each, and after
+    "sparse layers, one kernel, zero 3": Case(
+        6, replace(CONFIG, **EXPERTS), Layout(zero=3), kernels=KERNEL
+    ),
+    "two stages": Case(1, layout=Layout(virtual_stages=2), schedule=("interleaved", 1, 2, 2)),
+    "zero 0": Case(1, layout=Layout(zero=0)),
+    "zero 1": Case(1, layout=Layout(zero=1)),
+    "zero 3, validated": Case(3, layout=Layout(zero=3), validated=(4, 1)),
+}
+SHORT = ("one block",)  # the first in a process imports the compiler: 3 s
+
+
+def programs(case: Case, monkeypatch) -> int:
+    """How many graphs the compiler was given."""
+    made = []
+
+    def backend(graph, inputs):
+        made.append(graph)
+        return graph.forward
+
+    compile = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda self: compile(self, backend=backend))
+    monkeypatch.setattr(loss, "_compiled_chunk", lambda: loss._chunk)
+    torch.compiler.reset()
+    monkeypatch.setattr(models.building, "chosen", lambda *_: case.kernels)
+    with meshes.joined(None, torch.device("cpu")):
+        run(case, meshes.grid(1, 1, torch.device("cpu")) if case.sharded else SINGLE)
+    return len(made)
+
+
+def run(case: Case, mesh) -> None:
+    schedule = schedules.make(*case.schedule)
+    half = torch.bfloat16 if case.kernels == KERNEL else torch.float32
+    model = models.build(
+        case.config,
+        mesh,
+        case.layout,
+        schedule,
+        dtype=torch.float32 if case.sharded else half,
+        compute=half,
+        compile=True,
+    )
+    models.initialize(model, 0)
+    state = TrainState(
+        model.train(), adamw(model, OPTIMIZER), OPTIMIZER, 2, case.layout.zero, schedule
+    )
+    for _ in range(2):
+        optimizer_step(state, batch(4, case.documents), mesh)
+    for sequences in case.validated:
+        mean_loss(model, [batch(sequences, case.documents)], mesh)
+
+
+def batch(sequences: int, documents: bool) -> Batch:
+    tokens = torch.arange(sequences * 16).view(-1, 16) % 32
+    return Batch(tokens, tokens.roll(-1, 1), torch.zeros_like(tokens) if documents else None)
+
+
+def marks(name: str) -> list[pytest.MarkDecorator]:
+    """Without dropout, as in validation, attention has passes that a C++ compiler makes."""
+    tier = [] if name in SHORT else [pytest.mark.full]
+    return tier + ([pytest.mark.spawn] if CASES[name].validated else [])
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in CASES])
+def test_programs(name, monkeypatch):
+    told = []
+    with limit_told(told.append):
+        assert programs(CASES[name], monkeypatch) == CASES[name].programs
+    assert told == []
+
+
+def test_a_run_says_that_the_compiler_has_given_up():
+    told = []
+    # not monkeypatch, which deletes it afterwards, and with it the limit of all later tests
+    with limit_told(told.append), torch._dynamo.config.patch(recompile_limit=2):
+        times = torch.compile(lambda x, n: x * n, backend="eager", dynamic=False)
+        for number in range(5):
+            assert float(times(torch.ones(()), number)) == number
+    assert len(told) == 1 and "after 2 programs" in told[0] and "\n" not in told[0]

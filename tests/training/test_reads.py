@@ -1,0 +1,165 @@
+"""How often a step makes the host wait for the device. `host.read_back` is counted, and so are the
+operators that wait without it: those that give the host a number, and those whose result is as
+large as values say. On a CPU nothing waits, but the operators are the same.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import models
+import pytest
+import torch
+from models import Flat
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from dolmen.core import host
+from dolmen.core import mesh as meshes
+from dolmen.core import state as states
+from dolmen.core.mesh import SINGLE
+from dolmen.data.batch import Batch
+from dolmen.model.layout import Layout
+from dolmen.ops.kernels import Kernels
+from dolmen.optim.optimizer import OptimizerConfig, adamw
+from dolmen.optim.precision import LossScale
+from dolmen.parallel import schedule as schedules
+from dolmen.training.step import Metrics, TrainState, optimizer_step
+
+aten = torch.ops.aten
+WAITS = {
+    aten._local_scalar_dense.default,
+    aten.is_nonzero.default,
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten.bincount.default,
+    aten.equal.default,
+    aten._unique2.default,
+    aten.unique_consecutive.default,
+}
+
+
+class Watch(TorchDispatchMode):
+    """What waits, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function in WAITS or self.sized_by_values(function, args, kwargs):
+            self.found[str(function)] += 1
+        return function(*args, **kwargs)
+
+    def sized_by_values(self, function, args, kwargs) -> bool:
+        if function is aten.repeat_interleave.Tensor:
+            return kwargs.get("output_size") is None
+        if function in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default):
+            return any(i is not None and i.dtype == torch.bool for i in args[1])
+        return False
+
+
+CONFIG = Flat(
+    vocab_size=32,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=4,
+    initializer_range=0.3,
+)
+SPARSE = replace(
+    CONFIG, num_experts=4, num_experts_per_tok=2, dense_layers=(0,), moe_intermediate_size=16
+)
+KERNEL = Kernels(grouped="grouped_mm")
+
+
+@dataclass(frozen=True)
+class Case:
+    reads: int
+    config: Flat = CONFIG
+    layout: Layout = Layout()
+    kernels: Kernels = Kernels()
+    micros: int = 2
+    scaled: bool = False
+
+
+CASES = {
+    "dense": Case(1),
+    "dropout": Case(1, replace(CONFIG, dropout=0.1)),
+    "many microbatches, recomputed": Case(1, layout=Layout(recompute="full"), micros=4),
+    "a loss scale": Case(1, scaled=True),
+    "zero 3": Case(1, layout=Layout(zero=3)),
+    "experts in one kernel": Case(1, SPARSE, kernels=KERNEL),
+    "experts in one kernel, balanced by a bias": Case(
+        1, replace(SPARSE, router_balance="bias"), kernels=KERNEL
+    ),
+    # two sparse layers, two microbatches, forward and again
+    "experts in a loop, recomputed": Case(9, SPARSE, Layout(recompute="full")),
+}
+
+
+def batch(seed: int = 0) -> Batch:
+    made = torch.Generator().manual_seed(seed)
+    return Batch.of_windows(torch.randint(32, (4, 17), generator=made).numpy())
+
+
+def made(case: Case, mesh, monkeypatch) -> TrainState:
+    monkeypatch.setattr(models.building, "chosen", lambda *_: case.kernels)
+    schedule = schedules.make("1f1b", 1, case.micros)
+    model = models.build(case.config, mesh, case.layout, schedule)
+    models.initialize(model, 0)
+    config = OptimizerConfig()
+    state = TrainState(model, adamw(model, config), config, 9, case.layout.zero, schedule)
+    if case.scaled:
+        state.scale = LossScale(True, 2.0**8)
+    return state
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_reads_of_a_step(name, monkeypatch):
+    case, reads, read, region = CASES[name], [], host.read_back, states.region
+
+    def unwatched(p):  # torch works out the offsets of a DTensor with tensors of the CPU
+        with _disable_current_modes():
+            return region(p)
+
+    monkeypatch.setattr(states, "region", unwatched)
+    monkeypatch.setattr(host, "read_back", lambda x: reads.append(x.shape) or read(x))
+    with meshes.joined(None, torch.device("cpu")):
+        state = made(case, meshes.grid(1, 1, torch.device("cpu")), monkeypatch)
+        for step in range(2):  # the second begins with what the first has left
+            reads.clear()
+            with Watch() as watch:
+                optimizer_step(state, batch(step), SINGLE)
+            assert len(reads) == case.reads and watch.found == {}
+
+
+def test_the_watch_sees_what_waits():
+    x = torch.arange(4)
+    with Watch() as watch:
+        _ = float(x.sum()), x[x > 1], x.bincount(), bool(x[1]), x.repeat_interleave(x)
+        x.repeat_interleave(x, output_size=6)
+    assert watch.found.total() == 5, watch.found
+
+
+def test_a_signal_is_told_with_the_other_numbers(monkeypatch):
+    state = made(Case(1), SINGLE, monkeypatch)
+    done = []
+    told = optimizer_step(
+        state, batch(), SINGLE, lambda: 15 if len(done) == 4 else 2, done.append
+    )  # F0 B0 F1 B1: asked when all is queued
+    assert told.signal == 15 and optimizer_step(state, batch(), SINGLE).signal == 0
+
+
+def test_one_kernel_and_a_loop_are_the_same_step(monkeypatch):
+    """fp32, to the rounding of a product: grouped_mm adds in another order."""
+
+    def told(kernels: Kernels) -> list[Metrics]:
+        state = made(Case(1, SPARSE, kernels=kernels), SINGLE, monkeypatch)
+        return [optimizer_step(state, batch(i), SINGLE) for i in range(3)]
+
+    for one, other in zip(told(Kernels()), told(KERNEL), strict=True):
+        assert one.loss == pytest.approx(other.loss, rel=1e-6)
+        assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-5)
+        assert one.router == pytest.approx(other.router, rel=1e-5)

@@ -1,0 +1,43 @@
+"""What all ranks agree on before they train."""
+
+import shutil
+
+import tinyrun
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from spawning import run_spawned
+
+from dolmen.core.mesh import grid
+from dolmen.training.folder import Unusable
+from dolmen.training.run import run_training
+
+material, one_thread = tinyrun.material, tinyrun.one_thread
+
+
+def _other_text(material, folder) -> list[str]:
+    """What a run says whose second rank finds other text under its --data.path, for each rank."""
+    path = [material.docs, folder / "docs"][dist.get_rank()]
+    run = material.config(
+        layout={"dp": 2}, data={**material.options()["data"], "path": [str(path)]}
+    )
+    mesh = grid(2, 1, torch.device("cpu"))
+    try:
+        run_training(run, folder / "run", mesh, Console(quiet=True))
+        said = "trained"
+    except Unusable as error:
+        said = str(error)
+    told: list = [None, None]
+    dist.all_gather_object(told, said)
+    return told
+
+
+def test_ranks_that_find_other_text_are_told(material, tmp_path):
+    """The same options, and one document less where the second rank is."""
+    shutil.copytree(material.docs, tmp_path / "docs")
+    (tmp_path / "docs" / "07.txt").unlink()
+    first, second = run_spawned(2, _other_text, material, tmp_path)
+    assert first == second and "the ranks do not have the same training data; as seen" in first
+    assert "rank 1 on " in first and "data 1 29 documents, " in first
+    assert ", here 30 documents, " in first and "same files under --data.path" in first
+    assert not (tmp_path / "run").exists()
