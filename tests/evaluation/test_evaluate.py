@@ -11,7 +11,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import FunctionType, SimpleNamespace
 
 import pytest
 import tinyrun
@@ -209,11 +209,8 @@ def test_files_folders_and_globs_are_one_text(folder):
     assert other == whole
 
 
-def test_the_package_is_callable(folder):
-    assert isinstance(dolmen.evaluate, ModuleType)
-    from dolmen.evaluation import verify
-
-    assert dolmen.evaluation.verify is verify and "evaluate" in dolmen.__all__
+def test_the_function_is_no_folder(folder):
+    assert isinstance(dolmen.evaluate, FunctionType)
     assert isinstance(evaluated(folder), perplexity.Evaluation)
 
 
