@@ -12,8 +12,9 @@ GPU_MACHINE ?= x86_64
 # what is linted; and the tests of `make coverage`: all, or TESTS=tests/parallel
 LINTED := dolmen tests benchmarks examples website
 TESTS ?= tests
-# a worker per core, and a core per process
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+# a worker per core, and a core per process; hundreds of processes compile the same files once,
+# also where the machine keeps no bytecode
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
 .PHONY: quickstart check lint types test test-full coverage docs wheel gpu wheels clean
 

@@ -35,8 +35,14 @@ def markers(item: pytest.Function) -> list[str]:
     """What a test needs, of NEEDS."""
     fixtures = item._fixtureinfo.name2fixturedefs
     asked = [found.func for name in item.fixturenames for found in fixtures.get(name, ())]
+    return needs_of(item.function, *asked)
+
+
+@cache  # a test of a hundred cases is one function
+def needs_of(*functions: Callable) -> list[str]:
+    """What a test needs that is made of these: itself and its fixtures."""
     reached: set[str] = set()
-    for function in (item.function, *asked):
+    for function in functions:
         reach(function, reached)
     return [need for need, names in NEEDS.items() if not reached.isdisjoint(names)]
 

@@ -14,11 +14,12 @@ from models import Flat, build, initialize
 from tinyrun import dolmen, losses, same, tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dolmen.cli import command, process
+from dolmen.cli import command
 from dolmen.cli import train as train_verb
 from dolmen.core import determinism
 from dolmen.core.mesh import SINGLE
 from dolmen.data.batch import Batch
+from dolmen.launch import process
 from dolmen.model.layout import Layout
 from dolmen.ops.kernels import CPU, H100
 from dolmen.optim import optimizer as optim
