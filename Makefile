@@ -16,7 +16,7 @@ TESTS ?= tests
 # also where the machine keeps no bytecode
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
-.PHONY: quickstart check lint types test test-full coverage docs wheel gpu wheels clean
+.PHONY: quickstart check lint types quick test test-full coverage docs wheel gpu wheels clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "dolmen needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": make PYTHON=python3.12")'
@@ -45,9 +45,13 @@ lint: .venv/tested
 types: .venv/tested
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-# what is quick: nothing that starts processes or calls a whole command (tests/needs.py), on all cores
-check: lint types
-	$(PYTEST) --dist worksteal -m 'not spawn and not command'
+# a first look in a minute and a half: lint, and types beside what is quick
+check: lint
+	$(MAKE) --no-print-directory --jobs 2 --output-sync types quick
+
+# nothing that starts processes or calls a whole command (tests/needs.py), or that is slow
+quick: .venv/tested
+	$(PYTEST) --dist worksteal -m 'not spawn and not command and not slow'
 
 # one row per mechanism
 test: lint

@@ -24,6 +24,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "full: runs with --full, or where named by its node id")
     config.addinivalue_line("markers", "spawn: starts processes (read from its code: needs.py)")
     config.addinivalue_line("markers", "command: calls dolmen as its user does (needs.py)")
+    config.addinivalue_line("markers", "slow: over 2 s with all its cases; not in `make check`")
     config.pluginmanager.register(needs.Guard())
 
 

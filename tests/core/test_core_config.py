@@ -187,6 +187,7 @@ def _values(hint: Any) -> st.SearchStrategy:
     return st.none() if hint is type(None) else VALUES.get(hint, st.just({}))
 
 
+@pytest.mark.slow
 @settings(max_examples=1500, deadline=None, database=None, derandomize=True)
 @given(st.sampled_from(FIELDS).flatmap(lambda f: st.tuples(st.just(f), _values(f[2]))))
 def test_what_is_accepted_is_read_back_equal(tmp_path_factory, drawn):
@@ -205,6 +206,7 @@ PLAIN = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=1500, deadline=None, database=None, derandomize=True)
 @given(st.sampled_from(CONFIG_FIELDS), PLAIN)
 def test_a_model_that_is_accepted_is_read_back_equal(tmp_path_factory, drawn, value):

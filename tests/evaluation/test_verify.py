@@ -111,6 +111,7 @@ def test_a_model_equals_transformers(folders, name, capsys):
     assert all(row in shown for row in ROWS) and "DIFFERS" not in shown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SPOILED)
 def test_a_spoiled_model_does_not(folders, tmp_path, case):
     name, change, config = SPOILED[case]

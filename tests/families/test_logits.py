@@ -65,6 +65,7 @@ def test_logits(case, tmp_path):
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-12}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_loss_and_gradients(case, dtype, tmp_path):
@@ -99,6 +100,7 @@ def test_loss_and_gradients(case, dtype, tmp_path):
         assert off < TOLERANCE[dtype], f"{name}: {off:.1e}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
 def test_greedy_text(case, tmp_path):

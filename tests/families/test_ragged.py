@@ -77,6 +77,7 @@ def ours(folder: Path, stop: frozenset[int], mesh: Mesh = SINGLE) -> tuple[list[
     return texts, held[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", LONG)
 def test_each_text_is_that_of_its_prompt_alone(case, tmp_path):
     want, stop = theirs(case)

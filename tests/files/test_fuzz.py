@@ -106,6 +106,7 @@ def folder(tmp_path):
         yield Path(name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SUBJECTS)
 def test_damaged_files_are_refused_or_read_as_they_are(kind, folder):
     found = fuzz(SUBJECTS[kind], kind, folder, range(CASES))

@@ -72,6 +72,7 @@ def names() -> list:
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage, name", names())
 def test_a_case_in_miniature(stage, name, results):
     """It runs, its checks hold, and what it leaves is JSON of the schema."""

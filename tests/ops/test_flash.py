@@ -31,6 +31,7 @@ def kernel():
 
 # float64: sums in another order; bf16: inputs and results are rounded by 2^-9, probabilities are
 # not, but pieces are before they are merged
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-13), (torch.bfloat16, 1e-2)])
 @pytest.mark.parametrize("road", ROADS)
 @pytest.mark.parametrize("name", CASES)
@@ -198,6 +199,7 @@ def test_what_is_traced_has_the_shapes_of_what_is_computed(name):
     torch.library.opcheck(operators.opaque_backward, (g, *kept, *call), **checks)
 
 
+@pytest.mark.slow
 def test_one_compilation_serves_all_numbers_of_documents():
     """Without a graph break, with a window, forward and backward."""
     torch.compiler.reset()  # what other tests compiled

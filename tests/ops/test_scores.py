@@ -34,6 +34,7 @@ TYPES = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("road", ROADS)
 @pytest.mark.parametrize("name", KNOWN["blocks"])
 @TYPES
@@ -326,6 +327,7 @@ def test_what_keys_carry_is_added_to_their_products():
     torch.testing.assert_close(torch.einsum("bqhd,bkhd->bhqk", wide_q, wide_k), wanted)
 
 
+@pytest.mark.slow
 def test_one_program_serves_the_layers_of_a_model(monkeypatch):
     """Slopes and caps are no reason to compile a block again, nor a break in its graph."""
     torch.compiler.reset()  # what other tests compiled

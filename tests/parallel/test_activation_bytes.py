@@ -172,6 +172,7 @@ def test_paper(t, sequence, kind):
 RANDOM_STATE = 16  # bytes that the flash operator keeps for a dropout it does not do
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("t", "sequence"), SPLITS)
 def test_fused(t, sequence, kind):
@@ -206,6 +207,7 @@ SIDE_BY_SIDE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("t", "sequence"), SPLITS)
 def test_side_by_side(t, sequence, kind):
@@ -235,6 +237,7 @@ SANDWICH = dict(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("t", "sequence"), SPLITS)
 def test_norms_after_layers(t, sequence, kind):
@@ -261,6 +264,7 @@ def test_shared_heads():
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_cpu(kind, dtype):
@@ -289,6 +293,7 @@ def test_context_parallel():
         assert per_layer(DROPPED, layout) == closed(DROPPED, layout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ("selective", "full"))
 def test_some_layers(kind):
     """`recompute_layers` k of 4: each one more layer saves what a layer saves; the first keeps, for
@@ -314,6 +319,7 @@ def _held_by_an_attribute(self, x, *more):
 FORWARD, SECRETS = (MLP.forward, {_saved_by_autograd: 4, _held_by_an_attribute: 2})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("secret", SECRETS, ids=lambda f: f.__name__)
 def test_a_tensor_more_is_seen(monkeypatch, secret):
     """Negative control: one tensor more, whoever keeps it, is in the count; recomputing the layer
@@ -372,6 +378,7 @@ LARGE = dict(
 PAGE = Path(__file__).parents[2] / "docs/recompute.md"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ("GPT, dropout", "GPT", "Llama"))
 def test_the_page(name):
     """The numbers of docs/recompute.md are measured: h 4096, s 4096, b 1, in MiB."""

@@ -212,6 +212,7 @@ def observed(zero: int, dp: int, microbatches: int, compute: torch.dtype):
     return model, out | ({} if microbatches > 1 else {"between microbatches": None})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compute", (torch.float32, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("microbatches", (1, 2))
 @pytest.mark.parametrize("dp", (4, 1))

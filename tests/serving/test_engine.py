@@ -30,6 +30,7 @@ def by_forward(model, prompt: list[int]) -> list[int]:
     return text[len(prompt) :]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DECODERS)
 def test_greedy_is_the_most_likely_token_of_each_forward(name):
     model = decoder(name)
@@ -59,6 +60,7 @@ def test_sampling_follows_from_seed_and_prompt_alone():
     assert len(set(map(tuple, same))) == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, WARM], ids=["greedy", "warm"])
 @pytest.mark.parametrize("name", DECODERS)
 def test_a_text_is_that_of_its_prompt_alone(name, options):

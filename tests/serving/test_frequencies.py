@@ -57,6 +57,7 @@ def hold(counts: list[int], probabilities: list[float]) -> None:
     assert abs(square - freedom) < 5 * math.sqrt(2 * freedom), f"{square:.1f} of {freedom}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature, k, p", SETTINGS)
 def test_frequencies_of_the_first_token_and_of_the_next(temperature, k, p):
     """The same prompt DRAWS times: the first token against the prompt's logits, the second, where

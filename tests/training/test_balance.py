@@ -1,5 +1,6 @@
 """What the metrics say of routers is the same on every layout, and bias balancing does balance."""
 
+import pytest
 import torch
 from models import Flat, build, initialize
 from spawning import run_spawned
@@ -96,6 +97,7 @@ def test_no_layout_changes_numbers_or_biases():
         assert moved and all(torch.equal(b, biases[name]) for name, b in moved.items())
 
 
+@pytest.mark.slow
 def test_bias_balances_and_a_loss_does():
     loads = {}
     for kind in ("none", "bias", "loss"):

@@ -58,6 +58,7 @@ def left_by(work) -> list:
         del before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout, changes",
     [
@@ -75,6 +76,7 @@ def test_a_step_leaves_no_tensor_in_a_cycle(layout, changes):
     assert len(left) <= 2 * 28 * 4  # by layer and microbatch
 
 
+@pytest.mark.slow
 def test_a_cycle_with_a_tensor_is_seen():
     """What the test above would see."""
 
@@ -85,6 +87,7 @@ def test_a_cycle_with_a_tensor_is_seen():
     assert any(isinstance(x, torch.Tensor) for x in left_by(work))
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_over_300_steps():
     """Nothing is collected but at the 50th, 100th ... step; between those, objects that the
     collector knows are as many as after the ones before.

@@ -116,6 +116,7 @@ def by_seed(material, tmp_path, **sections) -> list[float]:
     ]
 
 
+@pytest.mark.slow
 def test_each_use_of_the_seed_by_itself(material, tmp_path, one_word):
     """Weights from a folder and the same row everywhere leave dropout; without it, nothing; with
     other text, its order; with random weights, those.
