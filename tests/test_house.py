@@ -5,6 +5,7 @@ from the source, those inside functions included.
 
 import ast
 import importlib
+import re
 from pathlib import Path
 
 import pytest
@@ -304,6 +305,39 @@ def test_files_are_read_through_the_gate(path):
         assert not parses or through or path in PLAIN, (
             f"{path}:{node.lineno} calls {name}: read it with dolmen.files.gate"
         )
+
+
+# Of named tuples, os, sys and type stubs: documented, for all their underscore
+DOCUMENTED = {"_replace", "_asdict", "_exit", "_current_frames", "_typeshed.DataclassInstance"}
+SPELLED = re.compile(r"torch\._|/torch/|TORCHELASTIC|TORCH_GLOO|FSDP::")
+
+
+def private(name: str) -> bool:
+    """Whether a part of a dotted name begins with one underscore."""
+    return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if not p.startswith("core/torch_private/")])
+def test_private_names_of_torch_have_one_place(path):
+    """Where each has a reason and a test. Nor does anybody take a private name from a file of the
+    house.
+    """
+    for node in ast.walk(FILES[path]):
+        if isinstance(node, ast.ImportFrom | ast.Import):
+            of = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+            said = [f"{of}.{alias.name}".lstrip(".") for alias in node.names]
+            bad = [name for name in said if private(name) and name not in DOCUMENTED]
+        elif isinstance(node, ast.Attribute):
+            said = ast.unparse(node)
+            own = ast.unparse(node.value) in ("self", "cls", "super()")
+            bad = [said] if private(node.attr) and not own and node.attr not in DOCUMENTED else []
+            bad += [said] if said.startswith("torch.ops.aten") else []
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            text = node.value if "\n" not in node.value else ""  # prose names them
+            bad = SPELLED.findall(text)
+        else:
+            continue
+        assert not bad, f"{path}:{node.lineno} says {bad[0]}: dolmen/core/torch_private is for such"
 
 
 # Where tensors are of the device, and which calls wait for it: the values of one, a result as large

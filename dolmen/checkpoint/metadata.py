@@ -10,7 +10,6 @@ import re
 from collections import defaultdict
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -21,23 +20,10 @@ from torch.distributed.checkpoint.metadata import (
 
 from dolmen.checkpoint.folders import FILE, METADATA, Damaged
 from dolmen.checkpoint.seal import Seal
+from dolmen.core.torch_private.checkpoints import PICKLED, Place
 from dolmen.files.safetensors import NAMES
 
-ALLOWED = {
-    ("torch.distributed.checkpoint.metadata", name)
-    for name in (
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorStorageMetadata",
-        "TensorProperties",
-        "ChunkStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    )
-}
-ALLOWED |= {("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch", "Size")}
-ALLOWED |= {("torch.serialization", "_get_layout")}  # of a name: torch.strided
-ALLOWED |= {("torch", str(dtype).removeprefix("torch.")) for dtype in NAMES}
+ALLOWED = PICKLED | {("torch", str(dtype).removeprefix("torch.")) for dtype in NAMES}
 
 
 FIXED = re.compile(
@@ -151,7 +137,7 @@ def _check_places(found: Metadata, stored: dict[str, TensorStorageMetadata]) -> 
     for name, t in stored.items():
         missing[name] = {c.offsets for c in t.chunks}
     for index, place in found.storage_data.items():
-        if type(index) is not MetadataIndex or type(place) is not _StorageInfo:
+        if type(index) is not MetadataIndex or type(place) is not Place:
             raise TypeError("it has a place for something that is not part of a tensor")
         tensor = stored[index.fqn]
         hints = [index.index] if index.index is not None else range(len(tensor.chunks))

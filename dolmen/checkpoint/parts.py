@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dolmen.core.torch_private.checkpoints import NUMBERS
+
 BLOCK = 64 * 2**20  # bytes
 
 
@@ -30,7 +32,7 @@ def find_numbers(file: io.BufferedIOBase, position: int, length: int) -> Numbers
     """
     window = _Window(file, position, length)
     with zipfile.ZipFile(window) as archive:
-        found = [e for e in archive.infolist() if "/data/" in e.filename]
+        found = [e for e in archive.infolist() if NUMBERS in e.filename]
     if len(found) != 1 or found[0].compress_type != zipfile.ZIP_STORED:
         raise zipfile.BadZipFile(f"at {position} are no numbers as torch.save writes them")
     # The archive's directory, at its end, says where an entry's header begins, not how long it is:

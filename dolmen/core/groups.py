@@ -14,9 +14,8 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _world
 
-LAZY = "TORCH_GLOO_LAZY_INIT"  # torch has no other way to ask for it; read as each group is made
+from dolmen.core.torch_private import processes, spelled
 
 
 @contextmanager
@@ -28,14 +27,14 @@ def lazily() -> Iterator[None]:
     For groups of collectives alone: a lazy group's first receive waits on the CPU for its sender,
     which is NCCL's rule and would be one more for point-to-point over gloo.
     """
-    if LAZY in os.environ:
+    if spelled.LAZY_GLOO in os.environ:
         yield
         return
-    os.environ[LAZY] = "1"
+    os.environ[spelled.LAZY_GLOO] = "1"
     try:
         yield
     finally:
-        del os.environ[LAZY]
+        del os.environ[spelled.LAZY_GLOO]
 
 
 def background(timeout: timedelta) -> dist.ProcessGroup:
@@ -63,15 +62,15 @@ def group_of(
     gloo alone, as those do that share a GPU, which NCCL refuses, it is gloo.
     """
     nccl = device.type == "cuda" and "nccl" in _backends(dist.group.WORLD)
-    for group, members in _world.pg_group_ranks.items():
-        known = group.group_desc == purpose and list(members) == ranks
+    for group, members in processes.groups():
+        known = group.group_desc == purpose and members == ranks
         if known and ("nccl" in _backends(group)) == nccl:
             return group
     backend = options = None
     if nccl:
         backend, options = "nccl", dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         if timeout is not None:
-            options._timeout = timeout  # or torch warns that the argument wins over it
+            processes.set_timeout(options, timeout)
     return _mine(
         dist.new_group(
             ranks,
@@ -93,4 +92,4 @@ def _mine(group: dist.ProcessGroup | int | None) -> dist.ProcessGroup:
 def _backends(group: dist.ProcessGroup | None) -> str:
     """Of each kind of device: "cpu:gloo,cuda:nccl". Of no group, none is."""
     assert group is not None
-    return _world.pg_backend_config[group]
+    return processes.backends(group)

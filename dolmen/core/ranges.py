@@ -16,6 +16,8 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch.autograd import profiler
 
+from dolmen.core.torch_private import compute
+
 P = ParamSpec("P")
 T = TypeVar("T")
 PREFIX = "dolmen: "
@@ -26,7 +28,7 @@ def mark(kind: str, what: str = "") -> AbstractContextManager:
     an axis, `what` is told beside it. Backward needs none: it is found by the forward it belongs
     to.
     """
-    if torch.compiler.is_compiling() or not profiler._is_profiler_enabled:
+    if torch.compiler.is_compiling() or not compute.profiles():
         return nullcontext()
     return profiler.record_function(f"{PREFIX}{kind} {what}".rstrip())
 

@@ -14,13 +14,12 @@ from collections.abc import Mapping
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from dolmen.core import collectives
 from dolmen.core.mesh import Axis, Mesh
 from dolmen.core.rng import seed_of
+from dolmen.core.torch_private import sharding
 
 __all__ = [
     "Partial",
@@ -64,7 +63,7 @@ def distribute(module: nn.Module, placements: Mapping[str, Places], mesh: Mesh) 
                     mesh.expert_grid["ep", "tp"] if isinstance(places, tuple) else mesh.grid["tp"]
                 )
                 places = places if isinstance(places, tuple) else (places,)
-                shape, _ = compute_local_shape_and_global_offset(p.shape, grid, places)
+                shape, _ = sharding.place_of(p.shape, grid, places)
                 shard = torch.empty(shape, dtype=p.dtype, device=p.device)
                 made[p] = nn.Parameter(
                     DTensor.from_local(
@@ -75,7 +74,7 @@ def distribute(module: nn.Module, placements: Mapping[str, Places], mesh: Mesh) 
             setattr(owner, name, made[p])
 
 
-def unwrap(record: FSDPParam, partial: Axis | None) -> None:
+def unwrap(record: sharding.Record, partial: Axis | None) -> None:
     """Let FSDP gather this parameter, which lies on tp as a DTensor, as a plain tensor, and take a
     plain gradient for it: DTensor at rest, local tensors in compute, bridged once per gathering.
     Before the first forward. `partial`: the axis over which its gradient is a partial sum (a weight
@@ -84,13 +83,9 @@ def unwrap(record: FSDPParam, partial: Axis | None) -> None:
     Otherwise every use of a weight is an autograd node, a view and a DTensor made of its gradient,
     which is then added by dispatch: 1 ms of a layer's 3 ms of host time per microbatch.
     """
-    if not record.is_dtensor:
-        return
-    record.is_dtensor = False
-    # torch 2.11 has no such field, and asks the flag alone
-    record._unsharded_dtensor_spec = None  # pyright: ignore[reportAttributeAccessIssue]
-    if partial is not None:
-        record._get_grad_inner_tensor = lambda grad: collectives.sum_(grad, partial)
+    sharding.gather_plain(
+        record, None if partial is None else lambda grad: collectives.sum_(grad, partial)
+    )
 
 
 def local(p: Shaped[Tensor, "*whole"]) -> Shaped[Tensor, "*here"]:
@@ -104,14 +99,14 @@ def local(p: Shaped[Tensor, "*whole"]) -> Shaped[Tensor, "*here"]:
     """
     if not isinstance(p, DTensor):
         return p
-    return p.to_local() if torch.is_grad_enabled() and p.requires_grad else p._local_tensor
+    return p.to_local() if torch.is_grad_enabled() and p.requires_grad else sharding.held(p)
 
 
 def region(p: Shaped[Tensor, "*whole"]) -> tuple[slice, ...]:
     """The part of the logical tensor that this rank holds, one slice per dimension."""
     if not isinstance(p, DTensor):
         return tuple(slice(0, n) for n in p.shape)
-    shape, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
+    shape, offset = sharding.place_of(p.shape, p.device_mesh, p.placements)
     return tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
 
 
@@ -133,14 +128,14 @@ def local_view(p: Shaped[Tensor, "*whole"]) -> Shaped[Tensor, "*here"]:
     """The tensor that holds this rank's values, `here` its region of the `whole`: writing to it
     changes the parameter. No autograd.
     """
-    return p._local_tensor if isinstance(p, DTensor) else p.detach()
+    return sharding.held(p) if isinstance(p, DTensor) else p.detach()
 
 
 def holding(
     p: Shaped[Tensor, "*whole"], values: Shaped[Tensor, "*here"]
 ) -> Shaped[Tensor, "*whole"]:
     """A tensor that lies as p does and holds `values` as this rank's: those of a copy of p."""
-    return DTensor(values, p._spec, requires_grad=False) if isinstance(p, DTensor) else values
+    return sharding.holding(p, values) if isinstance(p, DTensor) else values
 
 
 def write_region(p: Shaped[Tensor, "*whole"], value: Shaped[Tensor, "..."]) -> None:

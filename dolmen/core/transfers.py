@@ -12,17 +12,12 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 from jaxtyping import Shaped
 from torch import Tensor
 
 from dolmen.core import ranges
 from dolmen.core.mesh import Axis
-
-_RENAMED = "all_gather_single" in vars(funcol)  # torch 2.13 renames two of them
-_SUFFIX = "single" if _RENAMED else "tensor"
-_ALL_GATHER = vars(funcol)[f"all_gather_{_SUFFIX}"]
-_REDUCE_SCATTER = vars(funcol)[f"reduce_scatter_{_SUFFIX}"]
+from dolmen.core.torch_private import processes
 
 
 def _group(axis: Axis) -> dist.ProcessGroup:
@@ -36,7 +31,7 @@ def start_all_reduce(
 ) -> Shaped[Tensor, "*shape"]:
     """Sum (or `op`: max, min) of x over the axis."""
     with ranges.mark(axis.name, "all-reduce"):
-        return funcol.all_reduce(x.contiguous(), op, _group(axis))
+        return processes.all_reduce(x.contiguous(), op, _group(axis))
 
 
 def start_all_reduce_(
@@ -48,7 +43,7 @@ def start_all_reduce_(
     if torch.compiler.is_compiling():
         return start_all_reduce(x, axis, op)
     with ranges.mark(axis.name, "all-reduce"):
-        return torch.ops._c10d_functional.all_reduce_(x, op, _group(axis).group_name)
+        return processes.all_reduce_(x, op, _group(axis).group_name)
 
 
 def start_all_gather(
@@ -56,7 +51,7 @@ def start_all_gather(
 ) -> Shaped[Tensor, " {axis.size}*n *rest"]:
     """x of every rank, one after the other."""
     with ranges.mark(axis.name, "all-gather"):
-        return _ALL_GATHER(x.contiguous(), 0, _group(axis))
+        return processes.all_gather(x.contiguous(), 0, _group(axis))
 
 
 def start_reduce_scatter(
@@ -71,7 +66,7 @@ def start_reduce_scatter(
     if axis.gloo:
         return start_all_to_all(x, None, None, axis)
     with ranges.mark(axis.name, "reduce-scatter"):
-        return _REDUCE_SCATTER(x.contiguous(), "sum", 0, _group(axis))
+        return processes.reduce_scatter(x.contiguous(), "sum", 0, _group(axis))
 
 
 def start_all_to_all(
@@ -84,13 +79,13 @@ def start_all_to_all(
     equally many to all and from all.
     """
     with ranges.mark(axis.name, "all-to-all"):
-        return funcol.all_to_all_single(x.contiguous(), receive, send, _group(axis))
+        return processes.all_to_all(x.contiguous(), receive, send, _group(axis))
 
 
 def wait(x: Shaped[Tensor, "*shape"], axis: Axis | None = None) -> Shaped[Tensor, "*shape"]:
     """What a `start_*` has begun, arrived; over which axis is told to a profile."""
     with nullcontext() if axis is None else ranges.mark(axis.name, "wait"):
-        return funcol.wait_tensor(x)
+        return processes.wait(x)
 
 
 def finish_reduce_scatter(

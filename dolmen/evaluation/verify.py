@@ -21,6 +21,7 @@ from torch import Tensor
 from dolmen.conversion import hf
 from dolmen.conversion.weights import assemble
 from dolmen.core.mesh import SINGLE, Mesh
+from dolmen.core.torch_private import hub
 from dolmen.data.batch import Batch
 from dolmen.evaluation.compare import (
     LOSS,
@@ -174,7 +175,6 @@ def _ask_transformers(
     """
     # 2.4 s to import: not owed by `--help`
     from transformers import AutoModelForCausalLM, GenerationConfig
-    from transformers.core_model_loading import revert_weight_conversion
 
     causal: Any = AutoModelForCausalLM  # its annotations allow neither .to(device) nor .generate
     falcon = hf.read_config(folder).config["model_type"] == "falcon"
@@ -206,8 +206,7 @@ def _ask_transformers(
         output_logits=True,
         return_dict_in_generate=True,
     )
-    # experts apart, as in files
-    stored = revert_weight_conversion(model, {name: p.grad for name, p in model.named_parameters()})
+    stored = hub.as_stored(model, {name: p.grad for name, p in model.named_parameters()})
     return Reference(
         out.logits.detach()[:, :-1],
         out.loss.item(),

@@ -24,6 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from dolmen.core.torch_private import spelled
 from dolmen.files import gate, kinds
 from dolmen.launch.process import LAUNCHER, handling
 
@@ -127,8 +128,8 @@ class _Group:
             "LOCAL_WORLD_SIZE": str(self.processes),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RESTART_COUNT": str(attempt),
+            spelled.ONE_STORE: "True",
+            spelled.RESTARTS: str(attempt),
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
             LAUNCHER: str(os.getpid()),
         }

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 from dolmen.core.errors import BadInput, Failed
 from dolmen.core.launched import Launch
+from dolmen.core.torch_private import spelled
 
 LAUNCHER = "DOLMEN_LAUNCHER"  # pid of the launcher that started this worker
 PR_SET_PDEATHSIG = 1
@@ -29,7 +30,7 @@ def die_with_launcher() -> None:
     """In a worker: have the kernel kill this process when what started it, our launcher or
     torchrun's agent, ends, however it ends. Before heavy imports.
     """
-    if LAUNCHER not in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
+    if LAUNCHER not in os.environ and spelled.RUN not in os.environ:
         return
     parent = os.getppid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -67,17 +68,14 @@ def restarts() -> int:
     """How often the launcher of this process has started its group again: ours and torchrun's
     --max-restarts, SLURM's requeue.
     """
-    return max(
-        int(os.environ.get(name) or 0)
-        for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
-    )
+    return max(int(os.environ.get(name) or 0) for name in (spelled.RESTARTS, "SLURM_RESTART_COUNT"))
 
 
 def one_store() -> bool:
     """Whether the ranks meet in a store that outlives a restart: torchrun's. Ours makes a new one
     each time.
     """
-    return not launched_here() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return not launched_here() and os.environ.get(spelled.ONE_STORE) == "True"
 
 
 def job() -> str:
@@ -88,7 +86,7 @@ def job() -> str:
         return ""
     if "SLURM_JOB_ID" in os.environ:
         return f"slurm {os.environ['SLURM_JOB_ID']}.{os.environ.get('SLURM_STEP_ID', '')}"
-    named = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    named = os.environ.get(spelled.RUN, "none")
     if named != "none":
         return f"run {named}"
     launcher = os.getppid()
@@ -154,9 +152,8 @@ def end(text: str, code: int = 1, **facts: bool) -> NoReturn:
     stderr where there is none.
     """
     if launched_here():
-        moment = {"timestamp": str(int(time.time() * 1e6))}
-        with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as f:
-            json.dump({"message": {"message": text, "extraInfo": moment, **facts}}, f)
+        with open(os.environ[spelled.ERROR_FILE], "w") as f:
+            json.dump(spelled.worker_error(text, int(time.time() * 1e6), **facts), f)
     else:
         print(text, file=sys.stderr, flush=True)
     sys.stdout.flush()

@@ -27,6 +27,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TypeVar
 
+from dolmen.core.torch_private import spelled
 from dolmen.files import gate, kinds, write
 
 T = TypeVar("T")
@@ -195,7 +196,7 @@ class Watch:
         kept = [
             frame
             for i, frame in enumerate(frames)
-            if "/torch/" not in frame.split('"')[0] or i == len(frames) - 1
+            if spelled.TORCH not in frame.split('"')[0] or i == len(frames) - 1
         ]
         return "\n".join('  File "' + frame.rstrip() for frame in kept[-12:])
 
@@ -208,7 +209,7 @@ def in_collective(frame: FrameType | None) -> bool:
         if frame is None:
             return False
         file = frame.f_code.co_filename
-        if "/torch/distributed/" in file or file.endswith(
+        if spelled.COLLECTIVES in file or file.endswith(
             ("/core/collectives.py", "/core/transfers.py")
         ):
             return True

@@ -18,6 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from dolmen.core.function import Context, Function
+from dolmen.core.torch_private import compute
 from dolmen.ops.kernels import Kernels
 
 
@@ -89,14 +90,12 @@ class _FusedRMSNorm(Function):
 
     @staticmethod
     def forward(ctx: Context[None], x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        normal, scale = torch.ops.aten._fused_rms_norm(x, weight.shape, None, eps)
+        normal, scale = compute.rms_norm(x, weight.shape, None, eps)
         ctx.save_for_backward(x, weight, scale)
         return normal * weight
 
     @staticmethod
     def backward(ctx: Context[None], g: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, scale = ctx.saved_tensors
-        dx, dweight = torch.ops.aten._fused_rms_norm_backward(
-            g, x, weight.shape, scale, weight, [True, True]
-        )
+        dx, dweight = compute.rms_norm_backward(g, x, weight.shape, scale, weight, [True, True])
         return dx, dweight, None

@@ -22,13 +22,10 @@ from torch import Tensor, nn
 
 from dolmen.core import state
 from dolmen.core.mesh import Mesh
+from dolmen.core.torch_private.compute import foreach_add, foreach_add_, foreach_mul_
 from dolmen.ops import newton_schulz
 from dolmen.optim.config import OptimizerConfig
 from dolmen.parallel.assembly import Assembly
-
-# torch has no public names for these
-_mul_, _add_ = torch._foreach_mul_, torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
-_sum = torch._foreach_add  # pyright: ignore[reportPrivateImportUsage]
 
 KINDS = ("momentum",)  # of state
 RATIO = 0.2  # root mean square of an update's elements, over lr
@@ -60,12 +57,12 @@ class Muon(torch.optim.Optimizer):
         gradients = [_view(p.grad) for p in parameters]
         kept = [self.state[p] for p in parameters]
         momenta = [_view(s["momentum"]) for s in kept]
-        _add_([s["step"] for s in kept], 1)
-        _mul_(momenta, group["momentum"])
-        _add_(momenta, gradients)
-        ahead = _sum(gradients, momenta, alpha=group["momentum"])
+        foreach_add_([s["step"] for s in kept], 1)
+        foreach_mul_(momenta, group["momentum"])
+        foreach_add_(momenta, gradients)
+        ahead = foreach_add(gradients, momenta, alpha=group["momentum"])
         values = [_view(p) for p in parameters]
-        _mul_(values, 1 - group["lr"] * group["weight_decay"])
+        foreach_mul_(values, 1 - group["lr"] * group["weight_decay"])
         updates = self.assembly.apply(self._direction, matrices(ahead))
         for value, update in zip(matrices(values), updates, strict=True):
             value.add_(update, alpha=-group["lr"])

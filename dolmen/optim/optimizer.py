@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from dolmen.core import state
 from dolmen.core.mesh import Mesh
+from dolmen.core.torch_private import compute
 from dolmen.model.decoder import Decoder
 from dolmen.model.tree.leaf import Leaf, Leaves, Role
 from dolmen.optim import muon
@@ -31,27 +32,12 @@ KINDS: dict[Rule, tuple[str, ...]] = {"adamw": ("exp_avg", "exp_avg_sq"), "muon"
 """Of the tensors that a rule keeps of each parameter."""
 
 
-class AdamW(torch.optim.AdamW):
+class AdamW(compute.AdamW):
     """Parameters and their state are DTensors at rest, what a step computes with is this rank's
     part of them.
     """
 
-    def _init_group(
-        self,
-        group: dict[str, Any],
-        params_with_grad: list[Tensor],
-        grads: list[Tensor],
-        exp_avgs: list[Tensor],
-        exp_avg_sqs: list[Tensor],
-        max_exp_avg_sqs: list[Tensor],
-        state_steps: list[Tensor],
-    ) -> bool:
-        """Fills the lists with what the step reads and writes."""
-        lists = params_with_grad, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps
-        found = super()._init_group(group, *lists)
-        for tensors in lists:
-            tensors[:] = map(state.local, tensors)
-        return found
+    view = staticmethod(state.local)
 
 
 class Together:

@@ -31,6 +31,7 @@ from torch.autograd.function import once_differentiable
 from dolmen.core import collectives, transfers
 from dolmen.core.function import Context, Function
 from dolmen.core.mesh import Axis
+from dolmen.core.torch_private import compute
 from dolmen.ops import attention as ops
 from dolmen.ops.attention import Attend, Attention, Documents, dropped
 from dolmen.ops.attention.spec import Attended, Keys, LogSum, Place, Queries, Values
@@ -273,7 +274,10 @@ class _Ring(Function):
         return *_backward(g, q, k, v, (out, log_sum), *ctx.kept), None, None
 
 
-@torch.compiler.disable
 def _ring(q: Tensor, k: Tensor, v: Tensor, context: ContextParallel, attend: Attend) -> Tensor:
     """Point-to-point messages do not trace: under torch.compile the graph breaks here."""
-    return _Ring.apply(q, k, v, context, attend)
+    apply = _untraced if torch.compiler.is_compiling() else _Ring.apply
+    return apply(q, k, v, context, attend)
+
+
+_untraced = compute.untraced(_Ring.apply)

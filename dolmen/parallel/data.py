@@ -30,12 +30,12 @@ from typing import Literal
 import torch
 from jaxtyping import Float, Float64
 from torch import Tensor, nn
-from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from dolmen.core import collectives, state
 from dolmen.core.mesh import Axis, Mesh
+from dolmen.core.torch_private import sharding
+from dolmen.core.torch_private.compute import foreach_mul_, foreach_norm
 from dolmen.ops.kernels import Kernels
 
 PIECE = 1 << 14  # gradient elements whose squares are added in fp32
@@ -82,7 +82,7 @@ def shard_model(
             cast_forward_inputs=False,
         )
         if zero == 0:
-            replicate(unit.module, mesh=grid[axis.name], mp_policy=policy)
+            sharding.replicate(unit.module, mesh=grid[axis.name], mp_policy=policy)
         else:
             fully_shard(
                 unit.module,
@@ -94,22 +94,12 @@ def shard_model(
         if axis.size == 1:
             continue  # it would be a pass that divides by 1
         assert isinstance(unit.module, FSDPModule)
-        unit.module.set_gradient_divide_factor(_One(1.0))  # neither call is recursive
+        unit.module.set_gradient_divide_factor(sharding.One(1.0))  # neither call is recursive
         # else NCCL multiplies every element by 1 on its way, and gloo refuses to
         unit.module.set_force_sum_reduction_for_comms(True)
     names = {p: name for name, p in model.named_parameters()}
-    for record in (r for unit in units(model) for r in records(unit)):
+    for record in (r for unit in units(model) for r in sharding.records(unit)):
         state.unwrap(record, mesh.tp if names[record.sharded_param] in partial else None)
-
-
-class _One(float):
-    """What sums are divided by: nothing. `replicate` divides by its factor, 1 too, which would be a
-    pass over all gradients and a copy of them.
-    """
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        return args[0]  # x / 1
 
 
 def _even(axis: Axis) -> Callable[[nn.Parameter], state.Shard]:
@@ -130,18 +120,6 @@ def _even(axis: Axis) -> Callable[[nn.Parameter], state.Shard]:
         )
 
     return place
-
-
-def records(unit: FSDPModule) -> list[FSDPParam]:
-    """What FSDP knows of each parameter of a unit: the shard, the copy gathered from it, and the
-    gradients of both.
-    """
-    kept = vars(unit._get_fsdp_state())
-    # torch 2.11 has one group
-    groups = (
-        kept["_fsdp_param_groups"] if "_fsdp_param_groups" in kept else [kept["_fsdp_param_group"]]
-    )
-    return [record for group in groups if group is not None for record in group.fsdp_params]
 
 
 def prefetch(blocks: Sequence[Sequence[nn.Module]]) -> None:
@@ -242,7 +220,7 @@ class Reduction:
         if last:
             self._cross(units(self.root), True)
         self.root.set_is_last_backward(last)
-        self.root._get_fsdp_state()._root_post_backward_final_callback()
+        sharding.after_backward(self.root)
 
 
 def sum_over(p: nn.Parameter, axis: Axis) -> None:
@@ -287,8 +265,7 @@ def gradient_norm(
         lists = [(weight, s.flatten().split(PIECE)) for weight, s in shards]
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for weight, tensors in lists:
-        # torch has no public name for it, nor for the product below
-        norms = torch._foreach_norm(tensors)  # pyright: ignore[reportPrivateImportUsage]
+        norms = foreach_norm(tensors)
         total += torch.stack(norms).double().square().sum() * weight
     return collectives.reduce_scalar(total, mesh.world).sqrt()
 
@@ -297,4 +274,4 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: Float[Tensor, ""
     """Multiply all gradients by a number, in place: clipping, and undoing a loss scale."""
     parts = [state.local_view(p.grad) for p in parameters if p.grad is not None]
     by = factor.to(parts[0].dtype)
-    torch._foreach_mul_(parts, by)  # pyright: ignore[reportPrivateImportUsage]
+    foreach_mul_(parts, by)

@@ -101,12 +101,10 @@ def _quickstart_here(run: RunConfig) -> RunConfig:
     """On one GPU whole, and in bfloat16 where its products are faster than those of float32."""
     import torch  # a second to import: no help and no list owes it
 
+    from dolmen.core.torch_private import compute
+
     gpus = torch.cuda.device_count()
-    fast = (
-        torch.cuda.is_available()
-        or torch.cpu._is_avx512_bf16_supported()
-        or torch.cpu._is_amx_tile_supported()
-    )
+    fast = torch.cuda.is_available() or compute.half_is_fast()
     return replace(
         run,
         layout=replace(run.layout, tp=1 if gpus == 1 else run.layout.tp),

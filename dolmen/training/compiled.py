@@ -7,8 +7,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-LOGGER = "torch._dynamo.convert_frame"
-GAVE_UP = "torch._dynamo hit config"  # how its message begins, in torch 2.11 to 2.13
+from dolmen.core.torch_private import spelled
 
 
 class _GaveUp(logging.Handler):
@@ -17,7 +16,7 @@ class _GaveUp(logging.Handler):
         self.say = say
 
     def emit(self, record: logging.LogRecord) -> None:
-        if not record.msg.startswith(GAVE_UP):
+        if not record.msg.startswith(spelled.GAVE_UP):
             return
         assert record.args is not None, record.msg
         limit, number, function, reason, *_ = record.args
@@ -33,7 +32,7 @@ def limit_told(say: Callable[[str], None]) -> Iterator[None]:
     """Within, torch.compile's limit on programs per function is told to `say`, one line each time
     that it is hit.
     """
-    handler, logger = _GaveUp(say), logging.getLogger(LOGGER)
+    handler, logger = _GaveUp(say), logging.getLogger(spelled.DYNAMO)
     logger.addHandler(handler)
     try:
         yield

@@ -20,14 +20,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from dolmen.core.ranges import PREFIX
+from dolmen.core.torch_private import spelled
 
 PRODUCTS, ATTENTION, EXPERTS, LOSS = "matrix products", "attention", "experts", "loss"
 NORMS, ELEMENTWISE, COPIES = "norms", "elementwise", "copies and casts"
 OPTIMIZER, COLLECTIVES, WAITING = "optimizer", "collectives", "waiting for other ranks"
 IDLE, OTHER = "idle, waiting for the host", "other"
 STEP = f"{PREFIX}step"
-
-COMPILED = "## Call CompiledFxGraph"  # a range of torch.compile's; on a CPU its loops have no name
 
 # A range takes all that runs in it, or (the last two) all but matrix products; another one is the
 # name of an axis.
@@ -130,7 +129,7 @@ class _Thread:
         frame = self.top()
         moves = frame.kind is not None and frame.kind.startswith(COLLECTIVES)
         if to > self.at and (frame.operator or moves):
-            fused = ELEMENTWISE if frame.name.startswith(COMPILED) else OTHER
+            fused = ELEMENTWISE if frame.name.startswith(spelled.COMPILED) else OTHER
             kind = frame.kind or fused
             self.spans.append(Span(self.at, to, kind, frame.name, frame.again))
         self.at = max(self.at, to)
@@ -203,7 +202,7 @@ def _enter(event: Mapping[str, Any], above: _Frame, forward: dict[int, _Frame]) 
     frame = above._replace(end=end, name=name, operator=event["cat"] == "cpu_op")
     if name.startswith(PREFIX):
         return _named(name.removeprefix(PREFIX).split()[0], frame)
-    if name.startswith("FSDP::"):  # torch's own ranges: "FSDP::all_gather (layers.0)"
+    if name.startswith(spelled.FSDP):
         return frame._replace(fsdp=f"{COLLECTIVES} {'edp' if '.experts' in name else 'fsdp'}")
     sequence = event.get("args", {}).get("Sequence number", -1)
     if name.startswith("autograd::engine::evaluate_function") and sequence in forward:

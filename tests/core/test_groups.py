@@ -16,6 +16,7 @@ from tinyrun import dolmen
 
 from dolmen.core import environment, groups
 from dolmen.core import mesh as meshes
+from dolmen.core.torch_private.spelled import LAZY_GLOO
 from dolmen.launch.watch import PATIENT, network_limit
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
@@ -73,7 +74,7 @@ def test_a_group_of_another_backend_is_another(monkeypatch, made):
     known, both = Known(), "cpu:gloo,cuda:nccl"
     backends = {known: "cuda:nccl"}
     monkeypatch.setattr(groups, "_backends", lambda group: backends.get(group, both))
-    monkeypatch.setattr(groups, "_world", SimpleNamespace(pg_group_ranks={known: {0: 0, 2: 1}}))
+    monkeypatch.setattr(groups.processes, "groups", lambda: iter([(known, [0, 2])]))
     assert groups.group_of([0, 2], device=CUDA) is known and not made
     assert groups.group_of([0, 2]) is not known and len(made) == 1
 
@@ -88,16 +89,16 @@ def test_a_group_knows_its_backends():
 def test_all_ranks_are_joined_lazily(monkeypatch, user):
     """What the user has set stays; other groups are made as torch makes them."""
     seen = []
-    monkeypatch.delenv(groups.LAZY, raising=False)
+    monkeypatch.delenv(LAZY_GLOO, raising=False)
     if user is not None:
-        monkeypatch.setenv(groups.LAZY, user)
+        monkeypatch.setenv(LAZY_GLOO, user)
     monkeypatch.setattr(
         dist,
         "init_process_group",
-        lambda *_, **how: seen.append((os.environ[groups.LAZY], how["timeout"])),
+        lambda *_, **how: seen.append((os.environ[LAZY_GLOO], how["timeout"])),
     )
     meshes.join_world(meshes.Launch(0, 2, 0, 2), torch.device("cpu"), HOUR)
-    assert seen == [(user or "1", HOUR)] and os.environ.get(groups.LAZY) == user
+    assert seen == [(user or "1", HOUR)] and os.environ.get(LAZY_GLOO) == user
 
 
 def sockets() -> int:
@@ -109,7 +110,7 @@ def counted() -> list[tuple[int, int, int]]:
     """Sockets of each rank that a usual group of all brings, a lazy one, and that after its ranks
     have agreed.
     """
-    os.environ.pop(groups.LAZY, None)
+    os.environ.pop(LAZY_GLOO, None)
     counts = [sockets()]
     everyone: list = [None] * dist.get_world_size()
     for make in (lambda: dist.new_group(backend="gloo"), lambda: groups.background(HOUR)):

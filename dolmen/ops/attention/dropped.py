@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dolmen.core import host
 from dolmen.core.function import Context, Function
+from dolmen.core.torch_private import compute
 from dolmen.ops import dropout
 from dolmen.ops.attention.spec import Attend, Attended, Keys, Queries, Values, seen
 
@@ -85,6 +86,5 @@ class _Probabilities(Function):
     ) -> tuple[Tensor, None, None, None]:
         (probabilities, kept), (p, wide) = ctx.saved_tensors, ctx.kept
         dp = torch.where(kept, g / (1 - p), 0).to(wide)
-        softmax_backward = torch.ops.aten._softmax_backward_data  # torch has no public name for it
-        dscores = softmax_backward(dp, probabilities.to(wide), -1, wide).to(g.dtype)
+        dscores = compute.softmax_backward(dp, probabilities.to(wide), -1, wide).to(g.dtype)
         return dscores, None, None, None

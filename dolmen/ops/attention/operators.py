@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dolmen.core.function import Context, Function
+from dolmen.core.torch_private import compute
 from dolmen.ops.attention.spec import Run
 
 CAUSAL, ALL = (-1, 0), (-1, -1)
@@ -66,7 +67,7 @@ def forward(
     call: Call,
 ) -> tuple[Float[Tensor, "*queries heads size"], Float[Tensor, "..."], Tensor]:
     """-> out, the kernel's log_sum, and its random state."""
-    out, log_sum, state, _, _ = torch.ops.aten._flash_attention_forward(
+    out, log_sum, state, _, _ = compute.flash_forward(
         q,
         k,
         v,
@@ -96,7 +97,7 @@ def backward(
     """dq, dk, dv of this call's keys, from out and log_sum (as the kernel lays it out) over all
     keys. The kernel reads the random state (two numbers) even though nothing is dropped.
     """
-    return torch.ops.aten._flash_attention_backward(
+    return compute.flash_backward(
         g,
         q,
         k,

@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from dolmen.core import host
+from dolmen.core.torch_private import compute
 from dolmen.ops.dropout import Dropout
 
 
@@ -146,7 +147,7 @@ def run(
     out = Run(first, length, begins, picked, bounds[0], bounds[1], longest)
     for size in (out.queries, out.keys, out.longest, *([] if picked is None else [picked])):
         # from the first batch on, lest each size that changes be a compilation of every block
-        torch._dynamo.maybe_mark_dynamic(size, 0)
+        compute.mark_dynamic(size, 0)
     return out
 
 

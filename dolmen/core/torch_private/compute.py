@@ -1,0 +1,100 @@
+"""Private names of torch in compute: operators, lists of tensors, the compiler, what a CPU can.
+
+Operators are resolved when this is imported, and called by what their schemas say; the schemas are
+what the test compares.
+"""
+
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd import profiler
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+flash_forward = torch.ops.aten._flash_attention_forward
+"""FlashAttention 2 by itself. SDPA, which is public, takes windows and documents as a mask, which
+no flash kernel has. Called by position up to `return_debug_mask`. 2.11 to 2.13."""
+
+flash_backward = torch.ops.aten._flash_attention_backward
+"""Of either form, from the sum that forward has kept. 2.11 to 2.13."""
+
+rms_norm = torch.ops.aten._fused_rms_norm
+"""-> (normal, 1 / root mean square). `F.rms_norm`, which is public, gives the first alone, and its
+backward rounds g * weight. 2.11 to 2.13."""
+
+rms_norm_backward = torch.ops.aten._fused_rms_norm_backward
+"""2.11 to 2.13. Of a CPU torch has its definition alone."""
+
+softmax_backward = torch.ops.aten._softmax_backward_data
+"""From the softmax, in its dtype. torch has no public name for it. 2.11 to 2.13."""
+
+foreach_add = torch._foreach_add  # pyright: ignore[reportPrivateImportUsage]
+"""A kernel for many tensors. torch's optimizers are made of these, and it has no public name for
+them. 2.11 to 2.13."""
+
+foreach_add_ = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
+"""In place. 2.11 to 2.13."""
+
+foreach_mul_ = torch._foreach_mul_  # pyright: ignore[reportPrivateImportUsage]
+"""In place; by a number, or by a tensor of one. 2.11 to 2.13."""
+
+foreach_norm = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
+"""The Euclidean norm of each. 2.11 to 2.13."""
+
+
+def profiles() -> bool:
+    """Whether a profile records: torch asks this flag before ranges of its own. 2.11 to 2.13."""
+    return profiler._is_profiler_enabled
+
+
+def half_is_fast() -> bool:
+    """Whether this CPU multiplies bfloat16 by instructions of its own: `torch.cpu` tells nobody but
+    the compiler. 2.11 to 2.13.
+    """
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def mark_dynamic(x: Tensor, dim: int) -> None:
+    """A size of x may change from batch to batch: torch.compile makes no constant of it, and no
+    error where it is one after all. `torch.compiler` has no such function. 2.11 to 2.13.
+    """
+    torch._dynamo.maybe_mark_dynamic(x, dim)
+
+
+def untraced(function: Callable[P, T]) -> Callable[P, T]:
+    """`torch.compiler.disable(function)`, which torch does to its own functions without importing
+    its compiler before one is called: half a second of every process. To be called where something
+    is compiled. 2.11 to 2.13.
+    """
+    return torch._disable_dynamo(function)
+
+
+class AdamW(torch.optim.AdamW):
+    """torch's, whose step reads and writes `view` of each parameter, gradient and state, and not
+    the tensor itself: nothing public is called between the lists and the kernel. 2.11 to 2.13.
+    """
+
+    @staticmethod
+    def view(x: Tensor) -> Tensor:
+        """The tensor that a step computes with."""
+        raise NotImplementedError
+
+    def _init_group(
+        self,
+        group: dict[str, Any],
+        params_with_grad: list[Tensor],
+        grads: list[Tensor],
+        exp_avgs: list[Tensor],
+        exp_avg_sqs: list[Tensor],
+        max_exp_avg_sqs: list[Tensor],
+        state_steps: list[Tensor],
+    ) -> bool:
+        """Fills the lists with what the step reads and writes."""
+        lists = params_with_grad, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps
+        found = super()._init_group(group, *lists)
+        for tensors in lists:
+            tensors[:] = map(self.view, tensors)
+        return found

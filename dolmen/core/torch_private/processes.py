@@ -1,0 +1,52 @@
+"""Private names of torch for what processes send each other, and for their groups."""
+
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as _functional
+
+_RENAMED = "all_gather_single" in vars(_functional)
+_SUFFIX = "single" if _RENAMED else "tensor"
+
+all_reduce = _functional.all_reduce
+"""(x, op, group): asynchronous, a new tensor. Of the public collectives none traces under
+torch.compile. 2.11 to 2.13."""
+
+all_gather = vars(_functional)[f"all_gather_{_SUFFIX}"]
+"""(x, dim, group). 2.13; `all_gather_tensor` in 2.11."""
+
+reduce_scatter = vars(_functional)[f"reduce_scatter_{_SUFFIX}"]
+"""(x, op, dim, group). 2.13; `reduce_scatter_tensor` in 2.11."""
+
+all_to_all = _functional.all_to_all_single
+"""(x, rows to receive, rows to send, group); None: equally many. 2.11 to 2.13."""
+
+wait = _functional.wait_tensor
+"""What one of these has begun, arrived. 2.11 to 2.13."""
+
+all_reduce_ = torch.ops._c10d_functional.all_reduce_
+"""(x, op, name of the group): in x's memory, asynchronous. 2.11 to 2.13."""
+
+
+def groups() -> Iterator[tuple[dist.ProcessGroup, list[int]]]:
+    """Every group of this process, and its ranks in the world. Its own alone: torch keeps no other.
+    2.11 to 2.13.
+    """
+    for group, members in dist.distributed_c10d._world.pg_group_ranks.items():
+        yield group, list(members)
+
+
+def backends(group: dist.ProcessGroup) -> str:
+    """Of each kind of device: "cpu:gloo,cuda:nccl". `dist.get_backend` tells that of one. 2.11 to
+    2.13.
+    """
+    return dist.distributed_c10d._world.pg_backend_config[group]
+
+
+def set_timeout(options: "dist.ProcessGroupNCCL.Options", timeout: timedelta) -> None:
+    """Let the options of a group say how long it waits: where they do not, torch warns that the
+    argument of `new_group` wins. 2.11 to 2.13.
+    """
+    options._timeout = timeout

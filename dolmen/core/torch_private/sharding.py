@@ -1,0 +1,80 @@
+"""Private names of DTensor and of FSDP, and what we take its records for."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.distributed._composable.replicate_with_fsdp import replicate as _replicate
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor import _utils
+
+replicate = _replicate
+"""`fully_shard` that shards nothing, with its hooks, buckets and switches: ZeRO 0. The public
+`torch.distributed._composable.replicate` is DDP's, which has other hooks. 2.11 to 2.13."""
+
+Record = FSDPParam
+"""What FSDP knows of a parameter: the shard (`sharded_param`), the copy gathered from it, and the
+gradients of both. 2.11 to 2.13."""
+
+place_of = _utils.compute_local_shape_and_global_offset
+"""(shape, mesh, placements) -> shape and offset of this rank's part, of any placements, uneven ones
+too, from arithmetic alone. 2.11 to 2.13."""
+
+
+def held(p: Any) -> Tensor:
+    """The tensor in which a DTensor holds this rank's values. `to_local()` is public, and of a
+    parameter a view with a node of autograd, which takes longer than the launches of an update.
+    2.11 to 2.13.
+    """
+    return p._local_tensor
+
+
+def holding(p: Any, values: Tensor) -> Tensor:
+    """A DTensor that lies as the DTensor p, and holds `values`. The public `from_local` computes
+    p's shape and strides again. 2.11 to 2.13.
+    """
+    return type(p)(values, p._spec, requires_grad=False)
+
+
+def records(unit: FSDPModule) -> list[Record]:
+    """Those of the parameters of a unit of FSDP. 2.11 to 2.13."""
+    kept = vars(unit._get_fsdp_state())
+    # 2.11 has one group per unit
+    groups = (
+        kept["_fsdp_param_groups"] if "_fsdp_param_groups" in kept else [kept["_fsdp_param_group"]]
+    )
+    return [record for group in groups if group is not None for record in group.fsdp_params]
+
+
+def gather_plain(record: Record, sum_gradient: Callable[[Tensor], Tensor] | None) -> None:
+    """Let FSDP gather a parameter, which tp has split as a DTensor, as a plain tensor, and take a
+    plain gradient for it, of which `sum_gradient` makes the sum over tp before it is reduced.
+    Before the first forward. No-op of a parameter that is none of tp's. 2.11 to 2.13: what is
+    gathered becomes a DTensor where `is_dtensor` says so, and in 2.13 where there is a spec.
+    """
+    if not record.is_dtensor:
+        return
+    record.is_dtensor = False
+    # 2.11 has no such field, and asks the flag alone
+    record._unsharded_dtensor_spec = None  # pyright: ignore[reportAttributeAccessIssue]
+    if sum_gradient is not None:
+        record._get_grad_inner_tensor = sum_gradient
+
+
+def after_backward(root: FSDPModule) -> None:
+    """What FSDP does when a backward has ended, called by hand: each unit is looked at once more,
+    and what has come to its gradients since is added up, and reduced if it is their turn. 2.11 to
+    2.13.
+    """
+    root._get_fsdp_state()._root_post_backward_final_callback()
+
+
+class One(float):
+    """What sums are divided by: nothing. `replicate` divides by its factor, 1 too, which would be a
+    pass over all gradients and a copy of them. 2.11 to 2.13 divide by `/` alone.
+    """
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        return args[0]  # x / 1
