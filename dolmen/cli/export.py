@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from dolmen.checkpoint import saved as saved_state
 from dolmen.checkpoint import stream
 from dolmen.cli.options import ExportOptions
 from dolmen.conversion import hf_export
@@ -9,7 +10,6 @@ from dolmen.core.config import from_dict
 from dolmen.core.errors import BadInput, message
 from dolmen.families import Model, completed, edit, unknown
 from dolmen.optim.precision import DTYPES
-from dolmen.training import saved as saved_state
 from dolmen.training.check import check_exportable
 from dolmen.training.config import RunConfig
 

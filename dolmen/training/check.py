@@ -10,19 +10,19 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from dolmen.checkpoint import saved as saved_state
 from dolmen.checkpoint.folders import Damaged
 from dolmen.checkpoint.safe import Reader
 from dolmen.checkpoint.store import Checkpoints
 from dolmen.conversion import hf
-from dolmen.core.config import changed_options, from_dict
+from dolmen.core.config import changed_options
 from dolmen.core.mesh import SINGLE
 from dolmen.core.paths import expand
 from dolmen.data import inputs, sources
 from dolmen.families import Model
-from dolmen.model.training import RouterTraining, Training
+from dolmen.model.training import Training
 from dolmen.optim.config import OptimizerConfig
 from dolmen.training import folder, metrics
-from dolmen.training import saved as saved_state
 from dolmen.training.config import RunConfig
 
 
@@ -245,9 +245,8 @@ def check_same_model(saved: dict, run: RunConfig, step: int) -> None:
     """
     assert run.model is not None
     try:
-        router = from_dict(RouterTraining, saved["train"].get("router", {}), path="train.router")
-        before = _structure(Model.from_plain(saved["model"]), router)
-        changed = changed_options(before, _structure(run.model, run.train.router))
+        before = _structure(*saved_state.model_of(saved))
+        changed = changed_options(before, _structure(run.model, run.train.training))
     except ValueError as error:
         changed = [str(error)]
     if changed:
@@ -271,12 +270,12 @@ def check_same_optimizer(saved: dict, run: RunConfig, step: int) -> None:
 TUNED = ("initializer_range", "router_aux_loss_coef")
 
 
-def _structure(model: Model, router: RouterTraining) -> dict:
+def _structure(model: Model, training: Training) -> dict:
     """What must not change on resume: the fields that fix the tree, less what only training or its
     start uses, and whether routers have a bias.
     """
     fields = {n: v for n, v in model.family.new(model.tree).items() if n not in TUNED}
-    biased = Training(router=router).applied(model.tree) != model.tree
+    biased = training.applied(model.tree) != model.tree
     return {
         "model": {"model_type": model.model_type, **fields},
         "train": {"router": {"balance": "bias" if biased else "loss or none"}},

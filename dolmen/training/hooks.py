@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from dolmen.checkpoint.saved import Saved, Validation
 from dolmen.checkpoint.store import Checkpoints
 from dolmen.core.config import to_dict
 from dolmen.core.log import size
@@ -25,7 +26,6 @@ from dolmen.training.config import RunConfig
 from dolmen.training.loop import Hook, Stop
 from dolmen.training.mfu import Peak
 from dolmen.training.profile import Profile
-from dolmen.training.saved import Saved, Validation
 from dolmen.training.step import Metrics, TrainState
 
 SKIPS_SCALED = 40  # steps in a row that a search for the loss scale may skip, at least

@@ -2,17 +2,17 @@
 
 from rich.console import Console
 
+from dolmen.checkpoint import saved as saved_state
 from dolmen.checkpoint.folders import Damaged
+from dolmen.checkpoint.saved import Saved
 from dolmen.checkpoint.store import Checkpoints
 from dolmen.core.config import changed_options, to_dict
 from dolmen.data import loader as data_loader
 from dolmen.data.loader import Loader
 from dolmen.optim import optimizer as optim
-from dolmen.training import saved as saved_state
 from dolmen.training.check import check_same_model, check_same_optimizer
 from dolmen.training.config import RunConfig
 from dolmen.training.folder import Unusable
-from dolmen.training.saved import Saved
 from dolmen.training.step import TrainState
 
 

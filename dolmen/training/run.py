@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from dolmen.checkpoint.saved import Validation
 from dolmen.checkpoint.store import Checkpoints
 from dolmen.conversion import hf
 from dolmen.core import determinism
@@ -29,7 +30,6 @@ from dolmen.training.config import RunConfig
 from dolmen.training.hooks import Hooks
 from dolmen.training.loop import Stop, train_steps
 from dolmen.training.resume import resume
-from dolmen.training.saved import Validation
 from dolmen.training.spike import SpikePolicy
 from dolmen.training.start import Start, first_does, same_data
 from dolmen.training.step import TrainState

@@ -7,6 +7,7 @@ import pytest
 import tinyrun
 
 from dolmen import families
+from dolmen.checkpoint import saved as saved_state
 from dolmen.checkpoint.folders import Damaged
 from dolmen.core.config import to_dict
 from dolmen.data.config import DataConfig
@@ -15,7 +16,6 @@ from dolmen.model import count
 from dolmen.model.layout import Layout
 from dolmen.optim.config import Muon
 from dolmen.recipes import RECIPES
-from dolmen.training import saved as saved_state
 from dolmen.training.check import (
     check_exportable,
     check_run,

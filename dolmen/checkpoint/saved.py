@@ -9,8 +9,10 @@ from typing import Any
 
 from dolmen.checkpoint import folders
 from dolmen.checkpoint.folders import STATE, Damaged
-from dolmen.families import flat
+from dolmen.core.config import from_dict
+from dolmen.families import Model, flat
 from dolmen.files import gate, kinds
+from dolmen.model.training import RouterTraining, Training
 
 
 @dataclass(frozen=True)
@@ -90,3 +92,11 @@ def read_saved(meta: Mapping[str, Any], where: Path) -> Saved:
         norms=tuple(meta.get("norms", ())),
         validation=None if last is None else Validation(**last),
     )
+
+
+def model_of(run: Mapping[str, Any]) -> tuple[Model, Training]:
+    """The model of a run's configuration, and what training adds to its tree; no more of it is
+    read. Raises ValueError.
+    """
+    router = from_dict(RouterTraining, run["train"].get("router", {}), path="train.router")
+    return Model.from_plain(run["model"]), Training(router=router)
