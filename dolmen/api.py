@@ -25,6 +25,7 @@ from dolmen.evaluation import perplexity
 from dolmen.evaluation import verify as comparison
 from dolmen.evaluation.compare import Report
 from dolmen.families import unknown
+from dolmen.model import head
 from dolmen.model.decoder import Decoder
 from dolmen.optim.precision import DTYPES
 from dolmen.serving import engine, sample
@@ -98,7 +99,7 @@ class Model:
         if not tokens:
             raise ValueError("the text has no tokens: give at least one")
         with torch.no_grad():
-            return self.decoder(torch.tensor([tokens]))[0]
+            return self.decoder(torch.tensor([tokens]), head.logits)[0]
 
 
 def load(name: str | Path, dtype: torch.dtype | None = None) -> Model:

@@ -12,6 +12,7 @@ from torch import Tensor
 from dolmen.core import collectives, host
 from dolmen.core.mesh import Mesh
 from dolmen.data.batch import Batch
+from dolmen.model import head
 from dolmen.model.decoder import Decoder
 from dolmen.parallel import pipeline
 from dolmen.parallel import schedule as schedules
@@ -66,7 +67,8 @@ def _nats(model: Decoder, batch: Batch, mesh: Mesh, order: Schedule) -> Tensor:
 
     def forward(chunk: int, micro: int, x: Tensor | None) -> Tensor:
         part = parts[micro]
-        y = model(part.tokens, part.labels, starts=part.starts, host=part.host, x=x, part=chunk)
+        end = head.loss_of(part.labels)
+        y = model(part.tokens, end, starts=part.starts, host=part.host, x=x, part=chunk)
         if model.split.parts[chunk].last:
             total.add_(y)
         return y

@@ -35,6 +35,7 @@ from dolmen.evaluation.compare import (
     relative_row,
 )
 from dolmen.families import Model, compared, weight_map
+from dolmen.model import head
 from dolmen.model.decoder import Decoder
 from dolmen.model.tree import Tree
 from dolmen.parallel import data, vocabulary
@@ -236,9 +237,11 @@ def _compare(
     batch = Batch.of_windows(tokens.windows.cpu().numpy())
     inputs, labels = batch.tokens.to(mesh.device), batch.labels.to(mesh.device)
     with torch.no_grad():
-        logits = vocabulary.gather_vocabulary(model(inputs), model.tree.vocab_size, mesh.tp)
+        logits = vocabulary.gather_vocabulary(
+            model(inputs, head.logits), model.tree.vocab_size, mesh.tp
+        )
     with torch.set_grad_enabled(gradients):
-        loss = model(inputs, labels) / batch.real_tokens
+        loss = model(inputs, head.loss_of(labels)) / batch.real_tokens
     rows = [
         logits_row(logits, theirs),
         relative_row("loss", loss.item(), theirs and theirs.loss, LOSS),

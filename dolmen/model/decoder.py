@@ -1,9 +1,12 @@
-"""One decoder for every family: embedding, blocks, final norm, head. Structure comes from the tree
-of components alone (dolmen/model/tree).
+"""One decoder for every family: embedding, blocks, final norm. Structure comes from the tree of
+components alone (dolmen/model/tree).
 
-    tokens [b, s] -> embed -> x [b * s, hidden] -> block * layers -> norm -> head
+    tokens [b, s] -> embed -> x [b * s, hidden] -> block * layers -> norm -> hidden
+                                                                        |
+                                                      end(hidden, head) -> what is asked for
 
-x is I@tp, or S(0)@tp under sequence parallelism.
+x is I@tp, or S(0)@tp under sequence parallelism. The decoder owns the head and has no use for it:
+it is given to the end (head.py), which makes logits or a loss of the two.
 
 A rank holds the parts of it that its pipeline schedule gives it, under their names in the whole,
 and under context parallelism s is its part of every sequence. Both are in `Split`; on one process
@@ -11,7 +14,7 @@ it is all there is.
 """
 
 from collections.abc import Mapping
-from typing import cast
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Int64
@@ -23,24 +26,24 @@ from dolmen.model.block import Block
 from dolmen.model.cached import Cached
 from dolmen.model.component import Setting
 from dolmen.model.given import Balance, Given, Where
+from dolmen.model.head import End, Logits
 from dolmen.model.layers import Column, Embedding, Norm, Positions, is_partial, places
 from dolmen.model.positions import tables
 from dolmen.model.split import Split, whole
 from dolmen.model.training import Training
 from dolmen.model.tree import Leaf, Tree, check_cuts, under
 from dolmen.model.tree.positions import Relative
-from dolmen.ops import dropout, loss
+from dolmen.ops import dropout
 from dolmen.parallel import tensor
 from dolmen.parallel.data import Unit
-from dolmen.parallel.loss import linear_cross_entropy
 
 
 class Decoder(nn.Module):
     """The model, or this rank's stages of it. Build it on meta, place it (`plan`), shard it, then
     initialise or load it: see model/build.py.
 
-    forward(tokens, labels) -> sum of the real tokens' losses, a scalar
-    forward(tokens)         -> logits of this rank's vocabulary
+    forward(tokens)      -> the last hidden vectors
+    forward(tokens, end) -> what `end` makes of them and the head
     """
 
     def __init__(self, tree: Tree, split: Split | None = None, training: Training = Training()):
@@ -163,7 +166,7 @@ class Decoder(nn.Module):
     def forward(
         self,
         tokens: Int64[Tensor, "b s"],
-        labels: Int64[Tensor, "b s"] | None = None,
+        end: End | None = None,
         cache: Cached | None = None,
         noise: dropout.Noise | None = None,
         starts: Int64[Tensor, "b s"] | None = None,
@@ -171,17 +174,17 @@ class Decoder(nn.Module):
         x: Float[Tensor, "here hidden"] | None = None,
         part: int = 0,
         host: Int64[Tensor, "b s"] | None = None,
-    ) -> Float[Tensor, "..."]:
-        """tokens and labels are the same on every rank of tp and cp; labels are already
-        shifted, IGNORED where there is no loss. Of a pipeline, the stage `part` of this rank: `x`
-        is what the stage before gave, [b * s / cp, hidden] (/ tp under sequence parallelism), and
-        so is the result of all but the last.
+    ) -> Any:
+        """tokens are the same on every rank of tp and cp. Of a pipeline, the stage `part` of this
+        rank: `x` is what the stage before gave, [b * s / cp, hidden] (/ tp under sequence
+        parallelism), and so is the result of all but the last, whose is what `end` makes of the
+        last hidden vectors, these without one.
 
         `noise` is required while training with dropout, and unused otherwise. `starts`: where
         each token's document starts, `host` the same on the host, which without it
         waits for them. With a `cache` (cached.py), which holds the keys and values of the tokens
         before these, b is 1, and the tokens of several texts follow one another. `balance`: of each
-        layer of experts. Logits are [b, s / cp, rows of this rank].
+        layer of experts.
         """
         here = self.split.parts[part]
         given, positions = self._given(tokens, cache, noise, starts, host)
@@ -193,7 +196,7 @@ class Decoder(nn.Module):
             mixer = self.tree.blocks[i].mixer
             where = known[mixer.positions, mixer.heads]
             y = block(y, given.of_layer(i, where, (balance or {}).get(i)), kept)
-        return self._judged(y, len(tokens), labels) if here.last else y
+        return self._ended(y, len(tokens), end) if here.last else y
 
     def _embedded(self, tokens: Tensor, positions: Tensor, given: Given) -> Tensor:
         """What enters the first block, of tokens [b, s] at `positions` [1, s / cp]."""
@@ -210,27 +213,17 @@ class Decoder(nn.Module):
             x = dropout.residual(x, self.dropout, given.noise, dropout.EMBEDDING, given.rows)
         return x
 
-    def _judged(self, x: Tensor, batch: int, labels: Tensor | None) -> Tensor:
-        """What leaves the last block -> logits, or the loss of `labels`."""
+    def _ended(self, x: Tensor, batch: int, end: End | None) -> Any:
+        """What leaves the last block -> what `end` makes of it, in here: after forward ZeRO lets
+        the head go.
+        """
+        assert self.final_norm is not None
+        hidden = self.final_norm(x)
+        if end is None:
+            return hidden
         table = self.head or self.embed
-        assert self.final_norm is not None and table is not None
-        x, weight = self.final_norm(x), local(table.weight)
-        soft_cap = self.tree.head.soft_cap
-        if labels is None:
-            logits = tensor.columns(x, [weight], [None], self.tp)[0]
-            if soft_cap is not None:
-                logits = loss.capped(logits, soft_cap)
-            return logits.view(batch, -1, weight.shape[0])
-        return linear_cross_entropy(
-            x,
-            weight,
-            self.split.cp.split(labels, 1).reshape(-1),
-            self.tree.vocab_size,
-            self.tp,
-            self.compiled,
-            self.split.kernels.logits_at_once,
-            soft_cap,
-        )
+        assert table is not None
+        return end(hidden, Logits(self.tree, self.split, local(table.weight), batch, self.compiled))
 
     def _given(
         self,

@@ -3,7 +3,7 @@ whole text. Texts of any lengths share it, and come and go.
 
     cache = Cache(model.tree)
     reading = cache.read({7: 120, 9: 1}, device)    text 7 has 120 new tokens, text 9 one
-    model(tokens, cache=reading)                    in the order of reading.texts
+    model(tokens, logits, reading)                  in the order of reading.texts
     cache.end(9)                                    its pages are free for others
 
 A mixer says what is kept by what it hands over: keys and values of its heads, 2 * kv_heads *

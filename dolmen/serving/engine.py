@@ -22,7 +22,7 @@ from dolmen.conversion import hf
 from dolmen.core import collectives, host
 from dolmen.core.mesh import SINGLE, Axis, Mesh
 from dolmen.files import gate, kinds
-from dolmen.model import build
+from dolmen.model import build, head
 from dolmen.model.decoder import Decoder
 from dolmen.parallel import data, vocabulary
 from dolmen.serving import sample
@@ -164,7 +164,7 @@ def _read(
     reading = cache.read(new, device, multiple)
     tokens = [token for i in reading.texts for token in unread[i][: new[i]]]
     tokens += [0] * (reading.positions.shape[1] - len(tokens))
-    logits = model(host.send(torch.tensor([tokens]), device), cache=reading)
+    logits = model(host.send(torch.tensor([tokens]), device), head.logits, reading)
     whole = [k for k, i in enumerate(reading.texts) if new[i] == len(unread[i])]
     indices = [reading.texts[k] for k in whole]
     last = reading.last if len(whole) == len(reading.texts) else reading.last[whole]

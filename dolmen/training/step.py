@@ -12,6 +12,7 @@ from dolmen.core import collectives, host, ranges
 from dolmen.core.mesh import Mesh
 from dolmen.core.rng import seed_of
 from dolmen.data.batch import Batch
+from dolmen.model import head
 from dolmen.model.decoder import Decoder
 from dolmen.ops.dropout import Noise
 from dolmen.optim.config import OptimizerConfig
@@ -166,7 +167,7 @@ def _forward_backward(
         part = parts[micro]
         y = model(
             part.tokens,
-            part.labels,
+            head.loss_of(part.labels),
             noise=noise,
             starts=part.starts,
             host=part.host,

@@ -86,6 +86,7 @@ def test_export_is_what_was_trained(run, exported):
 
 def test_export_has_the_logits_of_the_run(run, tmp_path):
     from dolmen.core.mesh import SINGLE
+    from dolmen.model.head import logits
     from dolmen.serving import engine
 
     assert (
@@ -104,7 +105,7 @@ def test_export_has_the_logits_of_the_run(run, tmp_path):
         torch.float32
     }
     with torch.no_grad():
-        ours = engine.load_decoder(tmp_path / "hf", SINGLE)(tokens)
+        ours = engine.load_decoder(tmp_path / "hf", SINGLE)(tokens, logits)
     assert (ours - their_logits(tmp_path / "hf", tokens)).abs().max() < 1e-5
 
 

@@ -19,6 +19,7 @@ from dolmen.families import Model
 from dolmen.model import count
 from dolmen.model.build import build as built
 from dolmen.model.build import load
+from dolmen.model.head import logits
 from dolmen.model.tree import check_cuts
 from dolmen.serving import engine
 
@@ -53,7 +54,7 @@ def test_layers_behind_the_last_are_left_out_aloud(folder, tmp_path):
         plain = engine.load_decoder(folder)
     tokens = torch.arange(20)[None]
     with torch.no_grad():
-        assert torch.equal(model(tokens), plain(tokens))
+        assert torch.equal(model(tokens, logits), plain(tokens, logits))
     none = copied(folder, tmp_path / "none", tensors | more, num_nextn_predict_layers=0)
     with pytest.raises(KeyError, match=rf"{len(more)} tensors have no rule"):
         engine.load_decoder(none)

@@ -15,6 +15,7 @@ from wide import Wide, double
 
 from dolmen.conversion import hf
 from dolmen.core import state
+from dolmen.model import head
 from dolmen.model.decoder import Decoder
 from dolmen.serving import engine
 
@@ -49,14 +50,14 @@ def test_logits(case, tmp_path):
     expected = theirs(tokens).logits
     assert expected.std() > 0.3
     # fp32, logits of size 1 to 10
-    torch.testing.assert_close(ours(tokens), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(ours(tokens, head.logits), expected, rtol=0, atol=1e-4)
     norm = next(n for n in source.tree.leaves if n.startswith("layers.1.") and "norm" in n)
     felt = [name for name in (norm, *FELT) if name in parameters]
     assert len(felt) >= 3
     for name in felt:  # each is felt, 100 times the tolerance
         kept = parameters[name].clone()
         parameters[name].copy_(kept.flip(0))
-        assert (ours(tokens) - expected).abs().max() > 1e-2, name
+        assert (ours(tokens, head.logits) - expected).abs().max() > 1e-2, name
         parameters[name].copy_(kept)
 
 
@@ -86,7 +87,7 @@ def test_loss_and_gradients(case, dtype, tmp_path):
         logits = theirs(tokens).logits[:, :-1]
     assert logits.dtype == dtype
     expected = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-    loss = ours(tokens[:, :-1], tokens[:, 1:]) / tokens[:, 1:].numel()
+    loss = ours(tokens[:, :-1], head.loss_of(tokens[:, 1:])) / tokens[:, 1:].numel()
     torch.testing.assert_close(loss, expected, rtol=TOLERANCE[dtype], atol=0)
     expected.backward()
     loss.backward()
@@ -117,4 +118,4 @@ def test_falcon_beyond_what_bfloat16_counts(tmp_path):
     """400 tokens: from 256 on ALiBi of Falcon goes by steps, as in transformers."""
     theirs, ours = build("falcon-alibi"), engine.load_decoder(save(build("falcon-alibi"), tmp_path))
     tokens = torch.randint(0, ours.tree.vocab_size, (1, 400))
-    torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=0, atol=1e-4)
+    torch.testing.assert_close(ours(tokens, head.logits), theirs(tokens).logits, rtol=0, atol=1e-4)

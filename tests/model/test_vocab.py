@@ -17,6 +17,7 @@ from dolmen.core import mesh as meshes
 from dolmen.core import state
 from dolmen.core.mesh import SINGLE, Axis
 from dolmen.data.batch import IGNORED
+from dolmen.model import head
 from dolmen.model.decoder import Decoder
 from dolmen.model.layout import Layout
 from dolmen.model.split import whole
@@ -61,11 +62,11 @@ def step(config, mesh, sequence=False) -> tuple[float, dict[str, torch.Tensor], 
     tokens = torch.randint(vocabulary, (3, 4), generator=torch.Generator().manual_seed(5))
     labels = tokens.roll(1, 1)
     labels[0, 1:3] = IGNORED
-    total = model(tokens, labels)
+    total = model(tokens, head.loss_of(labels))
     backward(total / mesh.dp.size, model, last=True, zero=0)  # every rank of dp has the same batch
     gradients = {name: state.full(p.grad) for name, p in model.named_parameters()}
     with inference(model):
-        logits = gather_vocabulary(model(tokens), vocabulary, mesh.tp)
+        logits = gather_vocabulary(model(tokens, head.logits), vocabulary, mesh.tp)
     return float(total.detach()), gradients, logits
 
 
@@ -165,17 +166,21 @@ def test_loss_and_gradients_against_cross_entropy(tied, at_once, soft_cap):
     labels = tokens.roll(-1, 1)
     labels[:, -1] = IGNORED
     parameters = list(model.parameters())
-    assert (model(tokens).abs().max() < 0.5) == (soft_cap is not None)  # and is felt
+    assert (model(tokens, head.logits).abs().max() < 0.5) == (soft_cap is not None)  # and is felt
     plain = F.cross_entropy(
-        model(tokens).view(-1, 711), labels.view(-1), ignore_index=IGNORED, reduction="sum"
+        model(tokens, head.logits).view(-1, 711),
+        labels.view(-1),
+        ignore_index=IGNORED,
+        reduction="sum",
     )
-    fused = model(tokens, labels)
+    fused = model(tokens, head.loss_of(labels))
     assert abs(float((fused / plain).detach()) - 1) < 1e-14
     wanted, got = (torch.autograd.grad(total / 12, parameters) for total in (plain, fused))
     for want, g in zip(wanted, got, strict=True):
         torch.testing.assert_close(g, want, rtol=0, atol=1e-13 * float(want.abs().max()))
     with torch.no_grad():
-        assert float(model(tokens, labels)) == float(fused)  # no gradient asked for, none formed
+        # no gradient asked for, none formed
+        assert float(model(tokens, head.loss_of(labels))) == float(fused)
 
 
 @pytest.mark.parametrize("bits", (torch.float32, torch.bfloat16), ids=str)

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dolmen.core.mesh import SINGLE, Axis
+from dolmen.model.head import loss_of
 from dolmen.ops.attention import Attend, flash, operators, reference
 from dolmen.ops.attention.reference import CASES, ROADS
 from dolmen.ops.kernels import H100
@@ -166,7 +167,7 @@ def test_a_model_built_as_on_an_h100_calls_what_was_chosen(several):
     model, (tokens, starts) = decoder(), texts(several or 1)
     assert model.split.kernels.attention == "flash"
     with Seen() as seen:
-        model(tokens, tokens, starts=None if several is None else starts).backward()
+        model(tokens, loss_of(tokens), starts=None if several is None else starts).backward()
     assert seen.attending == FLASH and seen.called.count("_flash_attention_forward") == 2
     with Seen() as seen, torch.no_grad():
         decoder(torch.float32)(tokens, starts=starts)
@@ -178,7 +179,9 @@ def test_a_model_with_flash_is_the_model_with_blocks():
     tokens, starts = texts(5)
     blocks = build(CONFIG, SINGLE, dtype=torch.bfloat16)
     initialize(blocks, 0)
-    losses = [float(m(tokens, tokens, starts=starts).detach()) for m in (decoder(), blocks)]
+    losses = [
+        float(m(tokens, loss_of(tokens), starts=starts).detach()) for m in (decoder(), blocks)
+    ]
     assert abs(losses[0] / losses[1] - 1) < 1e-3 and losses[0] != losses[1]
 
 
@@ -210,10 +213,10 @@ def test_one_compilation_serves_all_numbers_of_documents():
     model.layers["0"].compile(backend=counter, fullgraph=True)
     for several in (1, 3, 2, 40):
         tokens, starts = texts(several)
-        compiled = model(tokens, tokens, starts=starts)
+        compiled = model(tokens, loss_of(tokens), starts=starts)
         compiled.backward()
         with torch.compiler.set_stance("force_eager"):
-            eager = model(tokens, tokens, starts=starts)
+            eager = model(tokens, loss_of(tokens), starts=starts)
         # the same operators, fused no further
         assert abs(float(compiled.detach()) / float(eager.detach()) - 1) < 1e-3
     assert counter.frame_count == 1

@@ -25,6 +25,7 @@ from dolmen.core import state
 from dolmen.core.mesh import SINGLE
 from dolmen.model.count import activation_bytes_per_layer
 from dolmen.model.decoder import Decoder
+from dolmen.model.head import loss_of
 from dolmen.model.layout import Layout
 from dolmen.model.mlp import MLP
 from dolmen.model.split import split
@@ -117,7 +118,7 @@ def kept(
         tokens = torch.zeros(batch, length, dtype=torch.int64)
         noise = Noise(torch.tensor(1), torch.arange(batch)) if config.training.dropout else None
     with Alive() as alive:
-        loss = model(tokens, tokens, noise=noise)
+        loss = model(tokens, loss_of(tokens), noise=noise)
         assert loss.requires_grad
         return sum(s.nbytes() for s in alive.storages if s not in parameters)
 
@@ -348,7 +349,9 @@ def gradients(config: Flat, kind: str, deferred: bool) -> dict[str, torch.Tensor
     tokens = torch.randint(
         config.vocab_size, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1)
     )
-    model(tokens, tokens.roll(-1, 1), noise=Noise(torch.tensor(3), torch.arange(BATCH))).backward()
+    model(
+        tokens, loss_of(tokens.roll(-1, 1)), noise=Noise(torch.tensor(3), torch.arange(BATCH))
+    ).backward()
     if deferred:
         products = parts.tp.later.take()
         assert products

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dolmen.core import mesh as meshes
 from dolmen.core import state
+from dolmen.model.head import loss_of
 from dolmen.model.layout import Layout
 
 DP, TP, BATCH, LENGTH, HIDDEN, FFN = 2, 4, 3, 8, 32, 48
@@ -163,7 +164,7 @@ def trace(
     }
     tokens = torch.arange(TOKENS).view(BATCH, LENGTH)
     with Recorder(set(size.values())) as recorder:
-        loss = model(tokens, tokens)
+        loss = model(tokens, loss_of(tokens))
         recorder.backward = True
         backward(loss, model, last=True, zero=2)
     assert not recorder.open, "a collective was never waited for"
@@ -316,7 +317,7 @@ def test_only_the_shard_of_an_input_is_kept():
     """Under sequence parallelism no whole [tokens, hidden] is saved for backward, but the head's
     one gradient of its input.
     """
-    whole = []
+    whole, tokens = [], torch.arange(TOKENS).view(BATCH, LENGTH)
     mesh = meshes.grid(DP, TP, torch.device("cpu"))
     for sequence in (False, True):
         model = build(
@@ -329,9 +330,7 @@ def test_only_the_shard_of_an_input_is_kept():
         with torch.autograd.graph.saved_tensors_hooks(
             lambda t, saved=saved: (saved.append(tuple(t.shape)), t)[1], lambda t: t
         ):
-            model(
-                torch.arange(TOKENS).view(BATCH, LENGTH), torch.arange(TOKENS).view(BATCH, LENGTH)
-            )
+            model(tokens, loss_of(tokens))
         whole.append(saved.count((TOKENS, HIDDEN)))
     assert whole[0] >= 1 + 3 * 2 and whole[1] == 1
 

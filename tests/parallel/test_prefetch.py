@@ -12,6 +12,7 @@ from models import Flat
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from dolmen.core import mesh as meshes
+from dolmen.model.head import loss_of
 from dolmen.model.layout import Layout
 from dolmen.ops.kernels import CPU, H100, Kernels
 from dolmen.parallel import data
@@ -57,7 +58,7 @@ def order(model, monkeypatch) -> list[str]:
     for i, block in model.layers.items():
         block.attn.register_forward_pre_hook(lambda *_, i=i: events.append(f"attention {i}"))
     tokens = torch.arange(16).view(2, 8)
-    loss = model(tokens, tokens)
+    loss = model(tokens, loss_of(tokens))
     events.append("backward")
     loss.backward()
     return [event for event in events if event and not event.startswith("Decoder")]

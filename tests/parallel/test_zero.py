@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dolmen.core import mesh as meshes
+from dolmen.model.head import logits, loss_of
 from dolmen.model.layout import Layout
 from dolmen.optim.optimizer import OptimizerConfig, adamw
 from dolmen.parallel import data
@@ -193,7 +194,7 @@ def observed(zero: int, dp: int, microbatches: int, compute: torch.dtype):
     out["at rest"] = measure(parameters)
     with Peak(parameters) as peak:
         for i in range(microbatches):
-            loss = model(tokens, tokens)
+            loss = model(tokens, loss_of(tokens))
             now, most = peak.take()
             if i == 0:
                 out["after forward"] = now
@@ -249,7 +250,7 @@ def test_inference_leaves_nothing(zero):
     tokens = torch.zeros(1, 2, dtype=torch.long)
     before = measure(parameters)
     with data.inference(model):
-        model(tokens)
+        model(tokens, logits)
     assert measure(parameters) == before and model.training
-    backward(model(tokens, tokens), model, True, zero)
+    backward(model(tokens, loss_of(tokens)), model, True, zero)
     assert all(p.grad is not None for p in model.parameters())

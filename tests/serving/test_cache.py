@@ -13,6 +13,7 @@ import torch
 from decoders import DECODERS, MOST, decoder, tokens
 
 from dolmen.core import mesh as meshes
+from dolmen.model import head
 from dolmen.parallel.vocabulary import gather_vocabulary
 from dolmen.serving.cache import Cache
 from dolmen.serving.pages import PageTable
@@ -42,7 +43,7 @@ def read(model, cache, text, done: dict[int, int], new: dict[int, int]) -> dict[
     reading = cache.read(new, HERE, model.tp.axis.size if model.tp.sequence else 1)
     parts = [text[i, done[i] : done[i] + new[i]] for i in reading.texts]
     filled = reading.positions.shape[1] - reading.count
-    logits = model(torch.cat([*parts, text[0, :filled]])[None], cache=reading)
+    logits = model(torch.cat([*parts, text[0, :filled]])[None], head.logits, reading)
     logits = gather_vocabulary(logits[0, : reading.count], model.tree.vocab_size, model.tp.axis)
     assert (reading.last + 1).tolist() == torch.tensor([*map(len, parts)]).cumsum(0).tolist()
     for i in reading.texts:
@@ -68,7 +69,7 @@ def difference(model, cache=None) -> float:
     off = []
     for i, length in LENGTHS.items():
         even = -(-length // 2) * 2  # what sequence parallelism splits
-        whole = model(text[i : i + 1, :even])[0, :length]
+        whole = model(text[i : i + 1, :even], head.logits)[0, :length]
         whole = gather_vocabulary(whole, model.tree.vocab_size, model.tp.axis)
         assert whole.abs().max() > 1
         off.append((torch.cat(found[i]) - whole).abs().max())

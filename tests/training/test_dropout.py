@@ -18,6 +18,7 @@ from torch import Tensor
 from dolmen.core.mesh import SINGLE
 from dolmen.data.batch import Batch, document_starts
 from dolmen.evaluation.validate import mean_loss
+from dolmen.model import head
 from dolmen.model.decoder import Decoder
 from dolmen.ops import dropout
 from dolmen.ops.dropout import Noise, keep
@@ -278,7 +279,7 @@ def test_losses_differ_by_step_and_seed():
 def logits(config: Flat, tokens: Tensor, starts: Tensor | None = None) -> Tensor:
     noise = Noise(torch.tensor(5), torch.arange(len(tokens)))
     with torch.no_grad():
-        return decoder(config)(tokens, noise=noise, starts=starts)
+        return decoder(config)(tokens, head.logits, noise=noise, starts=starts)
 
 
 def changed(config: Flat, at: int, starts: Tensor | None = None) -> list[bool]:
@@ -316,7 +317,9 @@ def test_off_in_validation_and_generation_and_on_again():
     prompts = batch().tokens[:, :5].tolist()
     assert generate(dropping, prompts, 8) == generate(plain, prompts, 8)
     noise = Noise(torch.tensor(5), torch.arange(ROWS))
-    dropped, whole = (m(batch().tokens, noise=noise).detach() for m in (dropping, plain))
+    dropped, whole = (
+        m(batch().tokens, head.logits, noise=noise).detach() for m in (dropping, plain)
+    )
     assert float((dropped - whole).abs().mean()) > 0.1 * float(whole.abs().mean())
 
 
@@ -326,4 +329,6 @@ def test_noise_is_required_in_training_and_unused_elsewhere():
         model(tokens)
     noise = Noise(torch.tensor(5), torch.arange(ROWS))
     with torch.no_grad():
-        assert torch.equal(model.eval()(tokens, noise=noise), model(tokens))
+        assert torch.equal(
+            model.eval()(tokens, head.logits, noise=noise), model(tokens, head.logits)
+        )

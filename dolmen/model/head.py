@@ -1,0 +1,82 @@
+"""What stands at the end of a decoder: the head, which the model owns, and an `End` is given with
+the last hidden vectors of a microbatch.
+
+    hidden, I@tp or S(0)@tp, and S(0, zigzag)@cp -> an end -> what it makes of them
+
+An end runs inside the model's forward, where ZeRO has gathered the head. Results per token are of
+this rank of cp's part of each sequence, [sequences, here], and the same on all ranks of tp.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from jaxtyping import Float, Int64, Shaped
+from torch import Tensor
+
+from dolmen.model.split import Split
+from dolmen.model.tree import Tree
+from dolmen.ops import loss
+from dolmen.parallel import tensor
+from dolmen.parallel.loss import linear_cross_entropy
+
+
+@dataclass(frozen=True, eq=False)
+class Head:
+    """Of one microbatch. What is said of all tokens of a sequence is said to all ranks."""
+
+    tree: Tree
+    split: Split
+    weight: Tensor
+    """What this rank holds of it, gathered."""
+    sequences: int
+    """Of the microbatch."""
+    compiled: bool = False
+
+    def here(self, per_token: Shaped[Tensor, "sequences length"]) -> Shaped[Tensor, "sequences _"]:
+        """Of something known for all tokens (labels, weights), this rank of cp's part."""
+        return self.split.cp.split(per_token, 1)
+
+
+class Logits(Head):
+    """A row of the weight for each token of the vocabulary, S(0)@tp."""
+
+    def logits(self, hidden: Float[Tensor, "_ hidden"]) -> Float[Tensor, "sequences here rows"]:
+        """Of this rank's rows."""
+        logits = tensor.columns(hidden, [self.weight], [None], self.split.tp)[0]
+        if self.tree.head.soft_cap is not None:
+            logits = loss.capped(logits, self.tree.head.soft_cap)
+        return logits.view(self.sequences, -1, self.weight.shape[0])
+
+    def cross_entropy(
+        self, hidden: Float[Tensor, "_ hidden"], labels: Int64[Tensor, "sequences length"]
+    ) -> Float[Tensor, ""]:
+        """The sum over this rank's tokens whose label is not IGNORED; no logits are held."""
+        return linear_cross_entropy(
+            hidden,
+            self.weight,
+            self.here(labels).reshape(-1),
+            self.tree.vocab_size,
+            self.split.tp,
+            self.compiled,
+            self.split.kernels.logits_at_once,
+            self.tree.head.soft_cap,
+        )
+
+
+End = Callable[[Tensor, Any], Any]
+"""(hidden, the head of the model) -> anything."""
+
+
+def logits(hidden: Tensor, head: Logits) -> Tensor:
+    """The end of a model that is read: logits of this rank's vocabulary."""
+    return head.logits(hidden)
+
+
+def loss_of(labels: Int64[Tensor, "sequences length"]) -> End:
+    """The end of a model that is measured: the sum of the losses of `labels`, already shifted."""
+
+    def end(hidden: Tensor, head: Logits) -> Tensor:
+        return head.cross_entropy(hidden, labels)
+
+    return end
