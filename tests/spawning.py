@@ -8,14 +8,19 @@ name.
 Processes are forked from a server that has imported what takes seconds and has started no thread.
 """
 
+import builtins
 import os
+import re
 import sys
 import tempfile
 import time
+import tomllib
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import forkserver
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,8 +72,17 @@ def _call(calls: list[tuple[str, Callable[[], Any]]]) -> list:
     return out
 
 
+def warned() -> None:
+    """Warnings are here what they are to pytest, which sets them in its own process alone."""
+    text = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    for line in tomllib.loads(text)["tool"]["pytest"]["ini_options"]["filterwarnings"]:
+        action, message, kind = line.split(":")
+        warnings.filterwarnings(action, re.escape(message), getattr(builtins, kind))
+
+
 def _worker(rank, world, path, fn, args, queue):
     torch.set_num_threads(1)
+    warned()
     try:
         dist.init_process_group(
             "gloo", store=dist.FileStore(path, world), rank=rank, world_size=world

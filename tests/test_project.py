@@ -99,6 +99,8 @@ def test_the_matrix_is_what_is_promised():
         assert set(matrix["python"]) == promised
         assert pinned in matrix["torch"]
         assert any(torch.startswith(f"torch>={t.removesuffix('.0')},") for t in matrix["torch"])
+        newest = max(int(t.split(".")[1]) for t in matrix["torch"])
+        assert torch.endswith(f",<2.{newest + 1}"), f"{torch}: the newest of it is not tried"
 
 
 def test_versions_agree():
