@@ -5,7 +5,7 @@ group is arithmetic (core/topology.py); here the groups are made.
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 
@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dolmen.core import groups
 from dolmen.core.launched import Launch
+from dolmen.core.reduction import Order
 from dolmen.core.topology import Topology
 
 
@@ -32,6 +33,8 @@ class Axis:
     """What is sent goes over gloo, whose reduce-scatter sends all sums to all
     (core/transfers.py).
     """
+    reduction: Order = "fast"
+    """In which order sums over it are added (core/reduction.py)."""
 
 
 @dataclass(frozen=True)
@@ -165,8 +168,10 @@ def grid(
     cp: int = 1,
     ep: int = 1,
     timeout: timedelta | None = None,
+    reduction: Order = "fast",
 ) -> Mesh:
-    """The mesh of the joined process group; `timeout` as in `join_world`. Raises ValueError if the
+    """The mesh of the joined process group, whose sums are added in the order `reduction`;
+    `timeout` as in `join_world`. Raises ValueError if the
     product of its axes is not its size, or if ep does not divide dp x cp.
     """
     topology = Topology(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep)
@@ -179,18 +184,19 @@ def grid(
         members = topology.group(line or name, me)
         group = make(list(members), purpose) if len(members) > 1 else None
         gloo = group is not None and dist.get_backend(group) == "gloo"
-        return Axis(name, len(members), members.index(me), group, gloo)
+        return Axis(name, len(members), members.index(me), group, gloo, reduction)
 
     axes = {name: axis(name) for name in ("pp", "dp", "cp", "tp", "fsdp", "edp", "ep")}
     axes |= {name: axis(name, "pp", f"dolmen {name}") for name in ("up", "down")}
     if pp > 1:
-        axes["ends"] = _ends(topology, me, make)
+        axes["ends"] = replace(_ends(topology, me, make), reduction=reduction)
+    everyone = dist.group.WORLD if topology.size > 1 else None
     stage = torch.tensor(topology.stage(me))
     dense = axes["fsdp"], axes["tp"]
     sparse = axes["edp"], axes["ep"], axes["tp"]
     return Mesh(
         **axes,
-        world=Axis("world", topology.size, me, dist.group.WORLD if topology.size > 1 else None),
+        world=Axis("world", topology.size, me, everyone, reduction=reduction),
         device=device,
         grid=_device_mesh(stage, dense, device, make),
         expert_grid=_device_mesh(stage, sparse, device, make),

@@ -12,11 +12,13 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from jaxtyping import Shaped
 from torch import Tensor
 
 from dolmen.core import ranges
 from dolmen.core.mesh import Axis
+from dolmen.core.reduction import tree
 from dolmen.core.torch_private import processes
 
 
@@ -30,6 +32,8 @@ def start_all_reduce(
     x: Shaped[Tensor, "*shape"], axis: Axis, op: str = "sum"
 ) -> Shaped[Tensor, "*shape"]:
     """Sum (or `op`: max, min) of x over the axis."""
+    if op == "sum" and axis.reduction == "fixed":
+        return _add_in_order(x, axis)
     with ranges.mark(axis.name, "all-reduce"):
         return processes.all_reduce(x.contiguous(), op, _group(axis))
 
@@ -42,8 +46,20 @@ def start_all_reduce_(
     """
     if torch.compiler.is_compiling():
         return start_all_reduce(x, axis, op)
+    if op == "sum" and axis.reduction == "fixed":
+        return x.copy_(_add_in_order(x, axis))
     with ranges.mark(axis.name, "all-reduce"):
         return processes.all_reduce_(x, op, _group(axis).group_name)
+
+
+def _add_in_order(x: Tensor, axis: Axis) -> Tensor:
+    """The sum of x over the axis, in the order of its ranks: each adds up a part of it, and gives
+    it to all.
+    """
+    flat = x.reshape(-1)
+    flat = F.pad(flat, (0, -flat.numel() % axis.size))
+    own = finish_reduce_scatter(start_reduce_scatter(flat, axis), axis)
+    return wait(start_all_gather(own, axis), axis)[: x.numel()].view(x.shape)
 
 
 def start_all_gather(
@@ -61,9 +77,10 @@ def start_reduce_scatter(
     `finish_reduce_scatter`.
 
     gloo would all-reduce and keep a part. There, ranks exchange parts and each adds up its own: 8
-    MiB of bf16 between two processes takes 5 ms instead of 15, and sums are rounded once.
+    MiB of bf16 between two processes takes 5 ms instead of 15, and sums are rounded once. So it is
+    everywhere where the order of the sum is fixed.
     """
-    if axis.gloo:
+    if axis.gloo or axis.reduction == "fixed":
         return start_all_to_all(x, None, None, axis)
     with ranges.mark(axis.name, "reduce-scatter"):
         return processes.reduce_scatter(x.contiguous(), "sum", 0, _group(axis))
@@ -93,7 +110,10 @@ def finish_reduce_scatter(
 ) -> Shaped[Tensor, " n *rest"]:
     """This rank's rows of the sum: what `start_reduce_scatter` has begun."""
     x = wait(x, axis)
-    return x.view(axis.size, x.shape[0] // axis.size, *x.shape[1:]).sum(0) if axis.gloo else x
+    if not axis.gloo and axis.reduction == "fast":
+        return x
+    parts = x.view(axis.size, x.shape[0] // axis.size, *x.shape[1:])
+    return tree(parts) if axis.reduction == "fixed" else parts.sum(0)
 
 
 def start_send(x: Shaped[Tensor, "..."], axis: Axis, peer: int) -> dist.Work:

@@ -59,6 +59,11 @@ class Layout:
     recompute_layers: int | None = None
     """Layers of each stage that recompute, the first ones. Default: all."""
 
+    reduction: Literal["fast", "fixed"] = "fast"
+    """Order of sums over processes: fast, as NCCL or gloo adds them; fixed, by rank, whatever the
+    machines and their network.
+    """
+
     def __post_init__(self):
         for name in ("tp", "cp", "pp", "dp", "ep", "virtual_stages"):
             value = getattr(self, name)
@@ -68,6 +73,8 @@ class Layout:
                 )
         if self.zero not in (0, 1, 2, 3):
             raise ValueError(f"layout.zero is {self.zero}: use 0, 1, 2 or 3")
+        if self.reduction not in ("fast", "fixed"):
+            raise ValueError(f"layout.reduction is {self.reduction}: use fast or fixed")
         if self.recompute_layers is not None and self.recompute_layers < 0:
             raise ValueError(
                 f"layout.recompute-layers is {self.recompute_layers}: it must not be negative"
@@ -122,7 +129,14 @@ class Layout:
         from dolmen.core.mesh import grid
 
         return grid(
-            self.dp or 1, self.tp, device, pp=self.pp, cp=self.cp, ep=self.ep, timeout=timeout
+            self.dp or 1,
+            self.tp,
+            device,
+            pp=self.pp,
+            cp=self.cp,
+            ep=self.ep,
+            timeout=timeout,
+            reduction=self.reduction,
         )
 
     def make_schedule(self, global_batch_size: int, microbatch_size: int) -> Schedule:
@@ -142,6 +156,11 @@ class Layout:
         """
         self._check_model(model)
         dp = self.dp or 1
+        if self.reduction == "fixed" and self.zero == 0 and dp * self.cp > 1:
+            raise ValueError(
+                "layout.reduction fixed adds gradients where they are scattered, and layout.zero 0 "
+                "scatters none: set --layout.zero 1"
+            )
         if global_batch_size % dp:
             raise ValueError(
                 f"train.global-batch-size ({global_batch_size}) is not divisible by dp ({dp}): set "

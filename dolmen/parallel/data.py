@@ -28,11 +28,12 @@ from itertools import pairwise
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from jaxtyping import Float, Float64
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from dolmen.core import collectives, state
+from dolmen.core import collectives, state, transfers
 from dolmen.core.mesh import Axis, Mesh
 from dolmen.core.torch_private import sharding
 from dolmen.core.torch_private.compute import foreach_mul_, foreach_norm
@@ -97,9 +98,35 @@ def shard_model(
         unit.module.set_gradient_divide_factor(sharding.One(1.0))  # neither call is recursive
         # else NCCL multiplies every element by 1 on its way, and gloo refuses to
         unit.module.set_force_sum_reduction_for_comms(True)
+        if axis.reduction == "fixed":
+            assert zero > 0, "Layout.check has refused it"
+            unit.module.set_custom_reduce_scatter(_InOrder(axis))
     names = {p: name for name, p in model.named_parameters()}
     for record in (r for unit in units(model) for r in sharding.records(unit)):
         state.unwrap(record, mesh.tp if names[record.sharded_param] in partial else None)
+
+
+class _InOrder(sharding.ReduceScatter):
+    """FSDP's reduce-scatter as all others (core/transfers.py), in the order that the axis says."""
+
+    def __init__(self, axis: Axis):
+        self.axis = axis
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: object,
+        async_op: bool = False,
+    ) -> None:
+        arriving = transfers.start_reduce_scatter(input_tensor, self.axis)
+        output_tensor.copy_(transfers.finish_reduce_scatter(arriving, self.axis))
 
 
 def _even(axis: Axis) -> Callable[[nn.Parameter], state.Shard]:

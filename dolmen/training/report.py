@@ -121,8 +121,10 @@ def _layout(layout: Layout, state_: TrainState) -> str:
         if layout.recompute_layers is None
         else f" ({counted(layout.recompute_layers, 'layer')} per stage)"
     )
-    return " x ".join(words) + (
-        f"; recompute {layout.recompute}{of}" if layout.recompute != "none" else ""
+    return (
+        " x ".join(words)
+        + (f"; recompute {layout.recompute}{of}" if layout.recompute != "none" else "")
+        + ("; sums in a fixed order" if layout.reduction == "fixed" else "")
     )
 
 

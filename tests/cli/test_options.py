@@ -106,7 +106,7 @@ MODELS = {
 AFTER = """
     layout.tp layout.cp layout.pp layout.dp layout.ep layout.zero layout.sequence-parallel
     layout.no-sequence-parallel layout.context layout.schedule layout.virtual-stages
-    layout.recompute layout.recompute-layers
+    layout.recompute layout.recompute-layers layout.reduction
     data.path data.tokenizer data.end-of-text data.document-mask data.no-document-mask
     data.text-field data.cache data.workers data.validation data.validation-fraction
     optimizer.name optimizer.lr optimizer.warmup-steps optimizer.schedule optimizer.min-lr

@@ -258,6 +258,21 @@ def _():
         dist.destroy_process_group()
 
 
+@claim("sharding.ReduceScatter")
+def _():
+    """That it is called, and by what, is tests/golden/test_reduction.py's."""
+    called = inspect.signature(private("sharding.ReduceScatter").__call__)
+    assert list(called.parameters)[1:] == [
+        "output_tensor",
+        "input_tensor",
+        "group",
+        "op",
+        "async_op",
+    ]
+    made = inspect.signature(private("sharding.ReduceScatter").allocate)
+    assert list(made.parameters)[1:] == ["size", "dtype", "device"]
+
+
 @claim("sharding.One")
 def _():
     """And `replicate` divides by it where it divides at all: tests/parallel/test_bridge.py."""

@@ -108,6 +108,8 @@ class Layout(layouts.Layout):
                 given["sequence_parallel"] = True
             elif word in ("ring", "gather"):
                 given["context"] = word
+            elif word == "fixed":
+                given["reduction"] = word
             elif word in ("selective", "full"):
                 given["recompute"] = word
             else:
@@ -177,6 +179,11 @@ LAYOUTS = tuple(
     dp2 tp2 sp ep2 zero2            | qwen3-moe
     cp2 dp2 ep4 zero1               | qwen3-moe
     pp2 dp2 ep2 acc4 zero-bubble zero1 | qwen3-moe
+
+    dp2 tp2 sp zero3 acc4 fixed     | llama qwen3-moe
+    cp2 tp2 zero2 fixed             | gpt2
+    dp4 ep2 zero1 fixed             | qwen3-moe
+    pp2 dp2 acc4 zero1 fixed        |
 
     dp2 tp4 sp zero3                |
     pp2 dp2 tp2 sp acc4 zero3       |

@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed._composable.replicate_with_fsdp import replicate as _replicate
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_api
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import _utils
 
@@ -20,6 +21,12 @@ gradients of both. 2.11 to 2.13."""
 place_of = _utils.compute_local_shape_and_global_offset
 """(shape, mesh, placements) -> shape and offset of this rank's part, of any placements, uneven ones
 too, from arithmetic alone. 2.11 to 2.13."""
+
+
+ReduceScatter = _fsdp_api.ReduceScatter
+"""What FSDP calls to reduce gradients where it is told to (`set_custom_reduce_scatter`, public; its
+class is not): `allocate(size, dtype, device)`, and a call with tensors of output and input, group
+and operation. 2.13; tried in no other."""
 
 
 def held(p: Any) -> Tensor:
