@@ -24,5 +24,9 @@ def number(value: int | float, dtype: torch.dtype, device: torch.device) -> Shap
 
 
 def send(x: Shaped[Tensor, "*shape"], device: torch.device) -> Shaped[Tensor, "*shape"]:
-    """x of the CPU on `device`, copied while the host and the device go on."""
+    """x of the CPU on `device`, copied while the host and the device go on; x itself, where it is
+    there.
+    """
+    if x.device.type == device.type:
+        return x.to(device)
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)

@@ -2,11 +2,12 @@
 `tokens[:, i]`.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
-from jaxtyping import Int64
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from dolmen.core import host
@@ -25,6 +26,14 @@ class Batch:
     """
     host: Int64[Tensor, "sequences length"] | None = None
     """`starts` where the host made them, of a batch that is on a device."""
+    weights: Float[Tensor, "sequences length"] | None = None
+    """Of each token's loss, finite and not negative; None: 1. One of 0 is as good as a label that
+    is IGNORED.
+    """
+    numbers: Mapping[str, Float[Tensor, "sequences length"]] = field(default_factory=dict)
+    """What else an objective must know of each token, by name, such as its log-probability in
+    another model.
+    """
 
     @classmethod
     def of_windows(
@@ -46,19 +55,28 @@ class Batch:
         """The batch, made on the CPU, on `device`, and the host does not wait for it; where its
         documents start the host knows as well.
         """
-        return Batch(
-            host.send(self.tokens, device),
-            host.send(self.labels, device),
-            None if self.starts is None else host.send(self.starts, device),
-            self.starts if self.host is None else self.host,
-        )
+        sent = self._each(lambda t: host.send(t, device))
+        return replace(sent, host=self.starts if self.host is None else self.host)
 
     @property
     def real_tokens(self) -> int:
-        """Predictions asked for: what the sum of losses is divided by, over all ranks. Of a batch
-        on the CPU.
-        """
+        """Predictions asked for. Of a batch on the CPU."""
         return int(np.count_nonzero(self.labels.numpy() != IGNORED))
+
+    @property
+    def weight(self) -> float:
+        """Of all predictions asked for: what the sum of losses is divided by, over all ranks. Of a
+        batch on the CPU. Raises ValueError for weights that are no weights.
+        """
+        if self.weights is None:
+            return self.real_tokens
+        given = self.weights.double()
+        if not bool(torch.all(given.isfinite() & (given >= 0))):
+            raise ValueError(
+                f"the weights of tokens are {float(given.min())} to {float(given.max())}: they "
+                "must be finite and not negative"
+            )
+        return float(given[self.labels != IGNORED].sum())
 
     def split(self, parts: int) -> list["Batch"]:
         """`parts` batches of equally many consecutive sequences. Raises ValueError where they
@@ -68,11 +86,23 @@ class Batch:
             raise ValueError(
                 f"a batch of {len(self.tokens)} sequences is not divisible into {parts} equal parts"
             )
-        pieces = (
-            [None] * parts if t is None else t.chunk(parts)
-            for t in (self.tokens, self.labels, self.starts, self.host)
+        rows = len(self.tokens) // parts
+        return [self._each(lambda t, i=i: t[i * rows :][:rows]) for i in range(parts)]
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        """The same of tensors that are `change` of these."""
+
+        def of(t: Tensor | None) -> Tensor | None:
+            return None if t is None else change(t)
+
+        return Batch(
+            change(self.tokens),
+            change(self.labels),
+            of(self.starts),
+            of(self.host),
+            of(self.weights),
+            {name: change(t) for name, t in self.numbers.items()},
         )
-        return [Batch(*rows) for rows in zip(*pieces, strict=True)]
 
     def microbatches(self, size: int) -> list["Batch"]:
         """Batches of `size` consecutive sequences. Raises ValueError, with the options, where some

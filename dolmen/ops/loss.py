@@ -58,14 +58,18 @@ def gradient(
     first: int,
     dtype: torch.dtype,
     slope: Float[Tensor, "n size"] | None = None,
+    weights: Float[Tensor, " n"] | None = None,
 ) -> Float[Tensor, "n size"]:
-    """softmax - onehot for real labels, zero for ignored ones, in `dtype`. `total` is over the
-    whole vocabulary, `slope` what multiplies it, of soft-capped logits. `e` is overwritten.
+    """softmax - onehot for real labels, zero for ignored ones, times `weights` if there are any, in
+    `dtype`. `total` is over the whole vocabulary, `slope` what multiplies it, of soft-capped
+    logits. `e` is overwritten.
     """
     real = labels != IGNORED
     row = labels - first
     mine = (row >= 0) & (row < e.shape[1])
-    p = e.mul_((real / total)[:, None])
     index = torch.where(mine, row, 0)[:, None]
+    if weights is not None:
+        real, mine = real * weights, mine * weights
+    p = e.mul_((real / total)[:, None])
     p = p.scatter_add_(1, index, -mine.to(p.dtype)[:, None])
     return (p if slope is None else p.mul_(slope)).to(dtype)

@@ -9,8 +9,8 @@ none.
 
     forward            X [tokens, hidden] = enter(x), logits [tokens, rows] = X W^T
                        with a soft cap, logits = cap tanh(logits / cap), slope = 1 - tanh^2
-                       loss = sum over tokens of log(sum of e^logits) - logits[label]
-    of the logits      dlogits [tokens, rows] = softmax - onehot, times slope
+                       loss = sum over tokens of (log(sum of e^logits) - logits[label]) weight
+    of the logits      dlogits [tokens, rows] = (softmax - onehot) weight, times slope
     input gradient     dX [tokens, hidden] = dlogits W, then the backward of `enter`
     weight gradient    dW [rows, hidden] = dlogits^T X
 """
@@ -38,6 +38,7 @@ class _LinearCrossEntropy(Function):
         x: Tensor,
         weight: Tensor,
         labels: Tensor,
+        weights: Tensor | None,
         vocab_size: int,
         tp: TensorParallel,
         differentiate: bool,
@@ -73,6 +74,7 @@ class _LinearCrossEntropy(Function):
                 wants_dx or wants_dw,
                 total.dtype,
                 soft_cap,
+                None if weights is None else weights[rows],
             )
             total += losses.sum()
             if dlogits is None:
@@ -95,7 +97,7 @@ class _LinearCrossEntropy(Function):
             dw = dw * g.to(dw.dtype)
         if dx is not None:
             dx = ctx.kept.finish_back(dx)
-        return dx, dw, *[None] * 7
+        return dx, dw, *[None] * 8
 
 
 def _chunk(
@@ -107,20 +109,36 @@ def _chunk(
     want_grad: bool,
     wide: torch.dtype,
     soft_cap: float | None,
+    weights: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Losses [n] of n tokens, and the gradient of their sum by this rank's logits [n, rows], in x's
-    dtype.
+    """Losses [n] of n tokens, times `weights`, and the gradient of their sum by this rank's logits
+    [n, rows], in x's dtype.
     """
     logits, slope = F.linear(x, weight).to(wide), None
     if soft_cap is not None:
         logits, slope = loss.capped_with_slope(logits, soft_cap)
+    _, e, sums, target = combined(logits, labels, first, axis)
+    losses = torch.where(labels == loss.IGNORED, 0.0, sums.log() - target)
+    if weights is not None:
+        losses = losses * weights
+    if not want_grad:
+        return losses, None
+    return losses, loss.gradient(e, sums, labels, first, x.dtype, slope, weights)
+
+
+def combined(
+    logits: Float[Tensor, "n rows"], labels: Int64[Tensor, " n"], first: int, axis: Axis
+) -> tuple[Float[Tensor, " n"], Float[Tensor, "n rows"], Float[Tensor, " n"], Float[Tensor, " n"]]:
+    """Of this rank's logits, whose first row is `first`: the maximum m over the whole vocabulary,
+    e^(logits - m) in their memory, the sum of these over the whole vocabulary, and the label's
+    logit - m.
+    """
     # Two all-reduces, not three: the exponentials need the maximum of all ranks, and then their sum
     # and the label's logit, which one rank has and the others give as 0, go together.
     maximum = collectives.reduce_scalar(logits.amax(-1), axis, "max")
     e, own_sum, own_target = loss.exponentials(logits, maximum, labels, first)
     sums, target = collectives.reduce_scalar(torch.stack((own_sum, own_target)), axis)
-    losses = torch.where(labels == loss.IGNORED, 0.0, sums.log() - target)
-    return losses, loss.gradient(e, sums, labels, first, x.dtype, slope) if want_grad else None
+    return maximum, e, sums, target
 
 
 @cache
@@ -139,15 +157,18 @@ def linear_cross_entropy(
     compile: bool = False,
     at_once: int = Kernels().logits_at_once,
     soft_cap: float | None = None,
+    weights: Float[Tensor, " tokens"] | None = None,
 ) -> Float[Tensor, ""]:
-    """Sum over real tokens of -log softmax(x W^T)[label]: a scalar, fp32 (fp64 for fp64 input),
-    I@tp. `soft_cap`, where there is one, is that of the logits.
+    """Sum over real tokens of -log softmax(x W^T)[label], times each one's weight if there are
+    `weights`: a scalar, fp32 (fp64 for fp64 input), I@tp. `soft_cap`, where there is one, is that
+    of the logits.
 
     x is I@tp, `here` all tokens, or S(0)@tp under sequence parallelism; weight S(0)@tp, the rows of
-    this rank; labels of all tokens, IGNORED where there is no loss. Divide by the
-    global count of real tokens before backward. `compile` fuses the passes over one chunk's logits,
-    `at_once` are its elements.
+    this rank; labels and weights of all tokens, IGNORED where there is no loss. Divide by the
+    global sum of weights, 1 for each real token, before backward. `compile` fuses the passes over
+    one chunk's logits, `at_once` are its elements.
     """
+    differentiate = torch.is_grad_enabled()
     return _LinearCrossEntropy.apply(
-        x, weight, labels, vocab_size, tp, torch.is_grad_enabled(), compile, at_once, soft_cap
+        x, weight, labels, weights, vocab_size, tp, differentiate, compile, at_once, soft_cap
     )

@@ -5,6 +5,7 @@ refusals.
 import itertools
 import json
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -239,10 +240,14 @@ def test_batch_parts():
         same(batch.microbatches(2)[1], batch.split(3)[1]) and batch.split(3)[1].tokens[0, 0] == 10
     )
     ended = Batch.of_windows(np.arange(6 * 5).reshape(6, 5) % 7, 0)
-    for name in ("tokens", "labels", "starts"):
+    told = torch.arange(24.0).view(6, 4)
+    ended = replace(ended, weights=told, numbers={"reference": -told})
+    for name in ("tokens", "labels", "starts", "weights"):
         parts = torch.cat([vars(part)[name] for part in ended.split(3)])
         assert torch.equal(parts, vars(ended)[name]), name
+    assert torch.equal(ended.split(3)[1].numbers["reference"], -told[2:4])
     moved = ended.split(3)[1].to(torch.device("meta"))
+    assert moved.weights.is_meta and moved.numbers["reference"].is_meta
     assert moved.starts.is_meta and torch.equal(moved.host, ended.starts[2:4])
     assert batch.to(torch.device("meta")).host is None
     with pytest.raises(ValueError, match="6 sequences is not divisible into 4"):
@@ -256,6 +261,16 @@ def test_batch_parts():
         [3, 4, 0]
     ]
     assert padded.real_tokens == 1
+
+
+def test_weight_of_a_batch():
+    """1 for each real token, or the sum of their weights; what is no weight is refused."""
+    batch = Batch.of_windows(np.array([[3, 4, 5, IGNORED]]))
+    assert batch.weight == 2
+    assert replace(batch, weights=torch.tensor([[0.25, 2.0, 7.0]])).weight == 2.25
+    for wrong in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"weights of tokens are .*{wrong}.*not negative"):
+            assert replace(batch, weights=torch.tensor([[1.0, wrong, 1.0]])).weight
 
 
 def test_documents_of_a_window():

@@ -15,6 +15,7 @@ from dolmen.ops.loss import IGNORED, exponentials
 from dolmen.ops.loss import gradient as loss_gradient
 from dolmen.ops.norm import rms_norm
 from dolmen.parallel import loss
+from dolmen.parallel.log_probabilities import log_probabilities
 from dolmen.parallel.tensor import TensorParallel
 
 
@@ -249,3 +250,50 @@ def test_soft_capped_loss_by_differences():
             ),
             (normal(3, 7), normal(5, 7)),
         )
+
+
+@pytest.mark.parametrize(
+    "dtype, tolerance",
+    [(torch.float64, 1e-14), (torch.float32, 2e-6), (torch.bfloat16, 1e-2)],
+    ids=["64", "32", "16"],
+)
+@pytest.mark.parametrize("soft_cap", [None, 2.0])
+def test_log_probabilities(dtype, tolerance, soft_cap):
+    """Of each token, and their gradient by a number of its own; chunks that do not divide them."""
+    x, w, g = normal(20, 24, dtype=dtype), normal(50, 24, dtype=dtype), normal(20).detach()
+    labels = torch.arange(20) % 50
+    labels[[0, 11]] = IGNORED
+    found = log_probabilities(x, w, labels, 50, TensorParallel(SINGLE.tp), 7 * 50, soft_cap)
+    wide = [t.detach().double().requires_grad_() for t in (x, w)]
+    logits = F.linear(*wide)
+    if soft_cap is not None:
+        logits = soft_cap * torch.tanh(logits / soft_cap)
+    want = -F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
+    assert found.dtype == torch.promote_types(dtype, torch.float32)
+    assert (found.double() - want).norm() <= tolerance * want.norm()
+    got = torch.autograd.grad(found, (x, w), g.to(found.dtype))
+    for a, b in zip(got, torch.autograd.grad(want, wide, g), strict=True):
+        assert (a.double() - b).norm() <= tolerance * b.norm()
+
+
+@pytest.mark.parametrize("soft_cap", [None, 2.0])
+def test_weighted_cross_entropy(soft_cap):
+    """The sum of weights times losses; where a weight is 0, as where a label is IGNORED."""
+    x, w, weights = normal(20, 24), normal(50, 24), normal(20).detach().abs()
+    weights[[3, 7]] = 0
+    labels, tp = torch.arange(20) % 50, TensorParallel(SINGLE.tp)
+
+    def gradients(labels, weights):
+        total = loss.linear_cross_entropy(x, w, labels, 50, tp, False, 350, soft_cap, weights)
+        return total, *torch.autograd.grad(total * 0.3, (x, w))
+
+    each = -log_probabilities(x, w, labels, 50, tp, soft_cap=soft_cap)
+    want = (each * weights).sum()
+    wanted = want, *torch.autograd.grad(want * 0.3, (x, w))
+    got = gradients(labels, weights)
+    for a, b in zip(got, wanted, strict=True):
+        assert (a - b).norm() <= 1e-14 * b.norm()
+    labels[[3, 7]] = IGNORED
+    weights[[3, 7]] = 5
+    for a, b in zip(got, gradients(labels, weights), strict=True):
+        assert torch.equal(a, b)

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from dolmen.core import mesh as meshes
 from dolmen.ops.kernels import Kernels
 from dolmen.parallel import loss, tensor
+from dolmen.parallel.log_probabilities import log_probabilities
 from dolmen.parallel.loss import linear_cross_entropy
 from dolmen.parallel.tensor import Deferred, TensorParallel
 
@@ -207,3 +208,42 @@ def test_a_sum_in_place_is_the_sum_for_autograd_too():
     kept = x.exp()  # its gradient is itself: torch refuses, and does not compute something else
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         tp.leave(kept).sum().backward()
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that an operator has given back."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        out = op(*args, **(kwargs or {}))
+        sizes = [t.numel() for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+        self.elements = max(self.elements, *sizes, 0)
+        return out
+
+
+@pytest.mark.parametrize("soft_cap", (None, 30.0))
+@pytest.mark.parametrize("of", (linear_cross_entropy, log_probabilities))
+def test_nothing_of_a_loss_is_as_large_as_its_logits(of, soft_cap):
+    """Of 64 tokens and 32 rows of a vocabulary, four tokens at a time: forward and backward the
+    largest are the input and its gradient.
+    """
+    tp = TensorParallel(meshes.grid(1, TP, torch.device("cpu")).tp)
+    x, w = torch.randn(64, 4, requires_grad=True), torch.randn(32, 4, requires_grad=True)
+    with Largest() as mode:
+        out = of(x, w, torch.arange(64), 128, tp, at_once=4 * 32, soft_cap=soft_cap)
+        torch.autograd.backward(out, torch.ones_like(out))
+    assert mode.elements == x.numel()
+    assert x.grad is not None and w.grad is not None
+
+
+@pytest.mark.parametrize("frozen", ("nothing", "the head", "the input"))
+def test_log_probabilities_of_what_is_frozen(frozen):
+    """Backward forms the logits again, and multiplies for what trains alone."""
+    tp = TensorParallel(meshes.grid(1, TP, torch.device("cpu")).tp)
+    x = torch.randn(TOKENS, HIDDEN, requires_grad=frozen != "the input")
+    w = torch.randn(5, HIDDEN, requires_grad=frozen != "the head")
+    out = log_probabilities(x, w, torch.zeros(TOKENS, dtype=torch.long), 20, tp)
+    with Allocated() as mode:
+        torch.autograd.backward(out, torch.ones_like(out))
+    assert mode.multiplications == (3 if frozen == "nothing" else 2) * x.numel() * 5

@@ -1,0 +1,113 @@
+"""The log-probability of each token's label over the vocabulary-parallel weight: what scores text,
+and what objectives are made of that weigh tokens by what they turn out to be (DPO, PPO).
+
+The gradient that will arrive is not known in forward, as that of a sum of losses is
+(parallel/loss.py). So forward keeps one number per token, the logarithm of the sum of exponentials,
+and backward forms the logits of a chunk of tokens once more. [tokens, vocabulary] is never held.
+
+    forward            X [tokens, hidden] = enter(x), logits [tokens, rows] = X W^T
+                       with a soft cap, logits = cap tanh(logits / cap), slope = 1 - tanh^2
+                       p [tokens] = logits[label] - z, z = log(sum of e^logits)
+    of the logits      dlogits [tokens, rows] = g (onehot - e^(logits - z)), times slope
+    input gradient     dX [tokens, hidden] = dlogits W, then the backward of `enter`
+    weight gradient    dW [rows, hidden] = dlogits^T X
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int64
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from dolmen.core import ranges, transfers
+from dolmen.core.function import Context, Function
+from dolmen.ops import loss
+from dolmen.ops.kernels import Kernels
+from dolmen.parallel.loss import combined
+from dolmen.parallel.tensor import TensorParallel
+from dolmen.parallel.vocabulary import vocabulary_range
+
+
+class _Call(NamedTuple):
+    """How a `_LogProbabilities` was called."""
+
+    vocab_size: int
+    tp: TensorParallel
+    at_once: int
+    soft_cap: float | None
+
+    @property
+    def first(self) -> int:
+        """Of the vocabulary, the first row of this rank."""
+        return vocabulary_range(self.vocab_size, self.tp.axis)[0]
+
+    def entered(self, x: Tensor) -> Tensor:
+        axis = self.tp.axis
+        return transfers.wait(transfers.start_all_gather(x, axis), axis) if self.tp.gathers else x
+
+    def chunks(self, tokens: int, rows: int) -> list[slice]:
+        """Of tokens, as many as have `at_once` logits; the slope of a soft cap is as large."""
+        size = max(1, self.at_once // ((1 if self.soft_cap is None else 2) * rows))
+        return [slice(at, at + size) for at in range(0, tokens, size)]
+
+
+class _LogProbabilities(Function):
+    @staticmethod
+    def forward(
+        ctx: Context[_Call], x: Tensor, weight: Tensor, labels: Tensor, call: _Call
+    ) -> Tensor:
+        entered, wide = call.entered(x), torch.promote_types(x.dtype, torch.float32)
+        out = torch.empty(labels.shape, dtype=wide, device=x.device)
+        normalizer = torch.empty_like(out)
+        for rows in call.chunks(len(labels), len(weight)):
+            logits = F.linear(entered[rows], weight).to(wide)
+            if call.soft_cap is not None:
+                logits, _ = loss.capped_with_slope(logits, call.soft_cap)
+            maximum, _, sums, target = combined(logits, labels[rows], call.first, call.tp.axis)
+            out[rows] = torch.where(labels[rows] == loss.IGNORED, 0.0, target - sums.log())
+            normalizer[rows] = maximum + sums.log()
+        ctx.kept = call
+        ctx.save_for_backward(x, weight, labels, normalizer)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context[_Call], g: Tensor) -> tuple[Tensor | None, ...]:
+        (x, weight, labels, normalizer), call = ctx.saved_tensors, ctx.kept
+        wants_dx, wants_dw = ctx.needs_input_grad[:2]
+        entered, one = call.entered(x), torch.ones_like(normalizer)
+        dx = torch.empty_like(entered) if wants_dx else None
+        dw = torch.zeros_like(weight, dtype=normalizer.dtype) if wants_dw else None
+        for rows in call.chunks(len(labels), len(weight)):
+            logits, slope = F.linear(entered[rows], weight).to(normalizer.dtype), None
+            if call.soft_cap is not None:
+                logits, slope = loss.capped_with_slope(logits, call.soft_cap)
+            p = logits.sub_(normalizer[rows, None]).exp_()
+            chunk = labels[rows], call.first, x.dtype, slope, -g[rows]
+            dlogits = loss.gradient(p, one[rows], *chunk)
+            if dx is not None:
+                dx[rows] = dlogits @ weight
+            if dw is not None:
+                dw += dlogits.t() @ entered[rows]
+        if dx is not None:
+            dx = call.tp.finish_back(call.tp.start_back(dx))
+        return dx, None if dw is None else dw.to(weight.dtype), None, None
+
+
+@ranges.marked("loss")
+def log_probabilities(
+    x: Float[Tensor, "here hidden"],
+    weight: Float[Tensor, "rows hidden"],
+    labels: Int64[Tensor, " tokens"],
+    vocab_size: int,
+    tp: TensorParallel,
+    at_once: int = Kernels().logits_at_once,
+    soft_cap: float | None = None,
+) -> Float[Tensor, " tokens"]:
+    """log softmax(x W^T)[label] of each token, fp32 (fp64 for fp64 input), I@tp; 0 for a label that
+    is IGNORED. Arguments are those of `linear_cross_entropy`, which is the faster for a sum.
+    """
+    call = _Call(vocab_size, tp, at_once, soft_cap)
+    return _LogProbabilities.apply(x, weight, labels, call)
