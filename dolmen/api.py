@@ -15,7 +15,7 @@ from dolmen.cli import export as export_verb
 from dolmen.cli import train as train_verb
 from dolmen.cli.command import read
 from dolmen.cli.options import TrainOptions
-from dolmen.conversion import hf
+from dolmen.conversion.source import Source, open_source, tokenizer_folder
 from dolmen.core.errors import BadInput, message
 from dolmen.core.paths import refuse_empty
 from dolmen.core.words import choices, shown
@@ -47,7 +47,12 @@ class Model:
 
     decoder: Decoder
     tokenizer: PreTrainedTokenizer
-    folder: Path
+    source: Source
+
+    @property
+    def folder(self) -> Path:
+        """Where it lies."""
+        return self.source.where
 
     def generate(
         self,
@@ -77,7 +82,7 @@ class Model:
                 temperature,
                 top_k,
                 top_p,
-                engine.stop_tokens(self.folder),
+                engine.stop_tokens(self.source),
                 seed,
                 known=self.tokenizer.get_vocab().values(),
                 batch=batch,
@@ -103,18 +108,18 @@ class Model:
 
 
 def load(name: str | Path, dtype: torch.dtype | None = None) -> Model:
-    """The model of a transformers directory or hub id, on the CPU, in `dtype` or else in the one it
-    is stored in. Raises ValueError for a directory that dolmen does not fully understand.
+    """The model of a transformers directory, hub id, run or checkpoint, on the CPU, in `dtype` or
+    else in the one that its config.json states. Raises ValueError for what dolmen does not fully
+    understand.
 
         model = dolmen.load("path/to/model")
     """
     with _told():
-        folder = hf.resolve_model(name)
-        source = hf.read_config(folder)
-        hf.check_tensors(folder, source)
-        unknown.warn(source)
-        tokenizer = load_tokenizer(str(folder), option="")
-        return Model(engine.load_decoder(folder, dtype=dtype), tokenizer, folder)
+        source = open_source(name)
+        _ = source.specs
+        unknown.warn(source.model)
+        tokenizer = load_tokenizer(tokenizer_folder(source), option="")
+        return Model(engine.load_decoder(source, dtype=dtype), tokenizer, source)
 
 
 def generate(
@@ -156,7 +161,7 @@ def export(source: str | Path, to: str | Path, dtype: str | None = None) -> Path
     with _told():
         _dtype(dtype)
         refuse_empty("to", str(to))
-        export_verb.export(Path(source), Path(to), dtype)
+        export_verb.export(source, Path(to), dtype)
     return Path(to)
 
 
@@ -168,9 +173,11 @@ def verify(folder: str | Path, against: str | Path | None = None, length: int = 
         assert dolmen.verify("path/to/model").ok
     """
     with _told():
-        for name in (folder, against or folder):
-            unknown.warn(hf.read_config(hf.resolve_model(name)))
-        return comparison.verify(folder, against, length=length)
+        source = open_source(folder)
+        other = None if against is None else open_source(against)
+        for one in (source, other or source):
+            unknown.warn(one.model)
+        return comparison.verify(source, other, length=length)
 
 
 def evaluate(
@@ -205,9 +212,10 @@ def evaluate(
             None if cache is None else str(cache),
             workers,
         )
-        text = perplexity.open_text(source, config, sequence_length, progress)
-        unknown.warn(hf.read_config(hf.resolve_model(source)))
-        return perplexity.evaluate(source, text, dtype=_dtype(dtype), progress=progress)
+        opened = open_source(source)
+        text = perplexity.open_text(opened, config, sequence_length, progress)
+        unknown.warn(opened.model)
+        return perplexity.evaluate(opened, text, dtype=_dtype(dtype), progress=progress)
 
 
 def train(recipe: str | Path, **options: Any) -> Path:

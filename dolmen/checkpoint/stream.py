@@ -73,6 +73,10 @@ def locate(path: Path) -> Path:
     for folder in (path / "checkpoints", path):
         if found := folders.whole_checkpoints(folder):
             return found[max(found)]
+    if (path / "checkpoints").is_dir():
+        lies = [entry.name for entry in sorted((path / "checkpoints").iterdir())]
+        what = f"in checkpoints/ is only {', '.join(lies[:3])}" if lies else "nothing is saved yet"
+        raise ValueError(f"{path} holds no whole checkpoint: {what}")
     raise ValueError(
         f"{path} holds no whole checkpoint: give a run's folder (with checkpoints/ in it), its "
         "folder of checkpoints (with step-NNNNNNNN/ in it) or one of those"

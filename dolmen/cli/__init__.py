@@ -16,8 +16,8 @@ from dolmen.core.words import shown
 VERBS = {
     "recipes": "list the built-in runs",
     "train": "train a recipe or a YAML file",
-    "export": "write a run or checkpoint as a transformers directory",
-    "verify": "compare a directory with transformers: logits, loss, gradient norm, greedy tokens",
+    "export": "write a run or any model as a transformers directory",
+    "verify": "compare a model with transformers: logits, loss, gradient norm, greedy tokens",
     "generate": "continue a prompt",
     "evaluate": "loss, perplexity and bits per byte over all of a text",
     "schedule": "draw and time a pipeline schedule",

@@ -72,7 +72,7 @@ def parse_train(argv: list[str]) -> tuple[RunConfig, TrainOptions]:
     options = parse(cls, words, "train", default)
     model = model_options.asked(start, before, options.model)
     told = {section.name: getattr(options, section.name) for section in SECTIONS}
-    return replace(run, model=model, init=options.init, **told), options
+    return replace(run, model=model, **told), options
 
 
 def base(name: str, here: bool = True) -> RunConfig:
@@ -116,12 +116,14 @@ def read_run(file: Path) -> RunConfig:
 
 def begun(run: RunConfig, init: str | None) -> RunConfig:
     """The run with the model that it starts from: that of `init`, or else its own, or else that of
-    its own init. Raises ValueError, KeyError or OSError.
+    its own init. Of another run `init` is the checkpoint it has now, however often it is read from
+    here on. Raises ValueError, KeyError or OSError.
     """
     source = init or run.init
     if source is None:
         return run
-    from dolmen.conversion import hf  # imports torch, and few runs are of --init
+    from dolmen.conversion.source import open_source, pinned  # torch, and few runs are of --init
 
-    found = hf.read_config(hf.resolve_model(source))
-    return replace(run, init=source, model=found if init or run.model is None else run.model)
+    source = pinned(source)
+    own = run.model is not None and not init
+    return replace(run, init=source, model=run.model if own else open_source(source).model)

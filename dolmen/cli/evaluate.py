@@ -1,7 +1,8 @@
-"""dolmen evaluate DIR --data.path TEXT"""
+"""dolmen evaluate SOURCE --data.path TEXT"""
 
 from dolmen.cli import verify
 from dolmen.cli.options import EvaluateOptions
+from dolmen.conversion.source import open_alike, open_source
 from dolmen.core.errors import BadInput, message
 from dolmen.core.log import console
 from dolmen.core.mesh import Mesh
@@ -18,7 +19,11 @@ def run(options: EvaluateOptions, argv: list[str]) -> int:
     first = not process.launched_here() and (started is None or started.local_rank == 0)
     try:
         text = open_text(
-            options.source, options.data, options.sequence_length, progress=first, verify=first
+            open_source(options.source),
+            options.data,
+            options.sequence_length,
+            progress=first,
+            verify=first,
         )
     except (ValueError, KeyError, OSError) as error:
         raise BadInput(message(error)) from None
@@ -34,6 +39,6 @@ def run(options: EvaluateOptions, argv: list[str]) -> int:
 
 def _evaluate(options: EvaluateOptions, text: InOrder, mesh: Mesh) -> int:
     dtype = DTYPES[options.dtype] if options.dtype else None
-    found = evaluate(options.source, text, mesh, dtype)
+    found = evaluate(open_alike(options.source, mesh), text, mesh, dtype)
     console(mesh.first).print(found.table(options.source))
     return 0

@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from dolmen.conversion.source import open_source
 from dolmen.core.errors import BadInput
 from dolmen.core.log import console, duration
 from dolmen.core.mesh import SINGLE
@@ -32,7 +33,7 @@ def finish(run: RunConfig, out: Path) -> int:
     if run.finish.verify:
         from dolmen.evaluation.verify import verify
 
-        report = verify(hf, mesh=SINGLE)
+        report = verify(open_source(hf), mesh=SINGLE)
         screen.print()
         screen.print(report.table())
     if run.finish.sample is not None:
@@ -58,7 +59,8 @@ def _sample(screen: Console, folder: Path, prompt: str) -> None:
     from dolmen.serving import engine
 
     tokenizer = tokenizers.load_tokenizer(str(folder))
-    model = engine.load_decoder(folder)
+    source = open_source(folder)
+    model = engine.load_decoder(source)
     tokens = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     room = model.tree.max_position_embeddings - len(tokens)
     (new,) = engine.generate(
@@ -67,7 +69,7 @@ def _sample(screen: Console, folder: Path, prompt: str) -> None:
         min(96, room),
         temperature=0.7,
         top_p=0.95,
-        stop=engine.stop_tokens(folder),
+        stop=engine.stop_tokens(source),
         known=tokenizer.get_vocab().values(),
     )
     screen.print()

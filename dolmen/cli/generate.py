@@ -1,9 +1,10 @@
-"""dolmen generate DIR --prompt TEXT"""
+"""dolmen generate SOURCE --prompt TEXT"""
 
 import sys
 
 from dolmen.cli.options import GenerateOptions
 from dolmen.cli.verify import compute
+from dolmen.conversion.source import open_alike, tokenizer_folder
 from dolmen.core.errors import BadInput
 from dolmen.core.mesh import Mesh
 from dolmen.data.tokenizer import load_tokenizer
@@ -24,10 +25,11 @@ def run(options: GenerateOptions, argv: list[str]) -> int:
 
 
 def _generate(options: GenerateOptions, mesh: Mesh) -> int:
-    tokenizer = load_tokenizer(options.folder, option="")
+    source = open_alike(options.folder, mesh)
+    tokenizer = load_tokenizer(tokenizer_folder(source), option="")
     begin = prompt.encode(tokenizer, options.prompt)
     dtype = DTYPES[options.dtype] if options.dtype else None
-    model = engine.load_decoder(options.folder, mesh, dtype)
+    model = engine.load_decoder(source, mesh, dtype)
     new, shown = [], 0
     held: list[Memory] = []
 
@@ -52,7 +54,7 @@ def _generate(options: GenerateOptions, mesh: Mesh) -> int:
             options.temperature,
             options.top_k,
             options.top_p,
-            engine.stop_tokens(options.folder),
+            engine.stop_tokens(source),
             options.seed,
             show,
             tokenizer.get_vocab().values(),

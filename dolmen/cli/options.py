@@ -20,7 +20,9 @@ class TrainOptions:
     """Recipe or YAML file."""
     model: Any  # of the class that `train_options` is given
     init: str | None = None
-    """Directory or hub id of a transformers checkpoint to start from; it decides the model."""
+    """Where the weights to start from are, and the model: a transformers directory, a hub id,
+    another run or one of its checkpoints.
+    """
     out: str | None = None
     """Folder of the run. Default: that of the config.yaml of a run, else runs/NAME."""
     resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -63,16 +65,20 @@ class RecipesOptions:
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """Write a run or checkpoint as a transformers directory: model.safetensors, config.json,
-    tokenizer. One tensor is in memory at a time.
+    """Write a run, a checkpoint or another transformers directory as a transformers directory:
+    model.safetensors, config.json, tokenizer. One tensor is in memory at a time.
     """
 
     source: tyro.conf.Positional[str]
-    """A run's folder (its newest whole checkpoint is taken), or one checkpoint in it."""
+    """A run's folder (its newest whole checkpoint is taken), or one checkpoint in it; a
+    transformers directory or hub id.
+    """
     to: str
     """Folder to write; it must be empty or not exist."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Type of the tensors. Default: that of the model the run started from, else float32."""
+    """Type of the tensors. Default: that of config.json, of a run that of the model it started
+    from, else float32.
+    """
 
 
 @dataclass(frozen=True)
@@ -89,14 +95,17 @@ class Split:
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """Compare a transformers directory as dolmen computes it with transformers itself: logits,
-    loss, gradients, greedy tokens, in float32. Exit code 1 if they differ.
+    """Compare a model as dolmen computes it with transformers itself: logits, loss, gradients,
+    greedy tokens, in float32. Exit code 1 if they differ. Of a run or checkpoint transformers is
+    given a temporary export.
     """
 
     folder: tyro.conf.Positional[str]
-    """Directory or hub id."""
+    """Transformers directory or hub id; a run's folder (its newest whole checkpoint is taken), or
+    one checkpoint in it.
+    """
     against: str | None = None
-    """Directory that transformers loads. Default: the same."""
+    """What transformers loads. Default: the same."""
     length: int = 64
     """Tokens of the random sequences."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -106,12 +115,14 @@ class VerifyOptions:
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    """Continue a prompt with a transformers directory. Prints the prompt and the continuation;
-    greedy unless --temperature.
+    """Continue a prompt with a transformers directory, or a run. Prints the prompt and the
+    continuation; greedy unless --temperature.
     """
 
     folder: tyro.conf.Positional[str]
-    """Directory or hub id."""
+    """Transformers directory or hub id; a run's folder (its newest whole checkpoint is taken), or
+    one checkpoint in it.
+    """
     prompt: str
     """Text to continue."""
     max_new_tokens: int = 64
@@ -133,15 +144,17 @@ class GenerateOptions:
 
 @dataclass(frozen=True)
 class EvaluateOptions:
-    """How well a transformers directory predicts a text, over all of it: loss in nats per token,
-    perplexity, bits per byte. The text is read in order, in windows of --sequence-length tokens,
-    and each token is predicted once, the end of each document too. A token sees those before it in
-    its window, of earlier documents as well unless --data.document-mask; the first of a document is
-    predicted from an end-of-text token.
+    """How well a transformers directory, or a run, predicts a text, over all of it: loss in nats
+    per token, perplexity, bits per byte. The text is read in order, in windows of --sequence-length
+    tokens, and each token is predicted once, the end of each document too. A token sees those
+    before it in its window, of earlier documents as well unless --data.document-mask; the first of
+    a document is predicted from an end-of-text token.
     """
 
     source: tyro.conf.Positional[str]
-    """Directory or hub id."""
+    """Transformers directory or hub id; a run's folder (its newest whole checkpoint is taken), or
+    one checkpoint in it.
+    """
     sequence_length: int | None = None
     """Tokens of a window: a longer one sees more and costs more. Default: max_position_embeddings,
     at most 2048.

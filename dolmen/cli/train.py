@@ -23,7 +23,13 @@ from dolmen.core.log import console
 from dolmen.data import loader
 from dolmen.launch import launcher, process, rendezvous
 from dolmen.launch.watch import Watch, network_limit
-from dolmen.training.check import check_folder, check_overwrite, check_resume, check_run
+from dolmen.training.check import (
+    check_folder,
+    check_overwrite,
+    check_resume,
+    check_run,
+    own_tokenizer,
+)
 from dolmen.training.config import RunConfig
 from dolmen.training.folder import Unusable
 from dolmen.training.loop import Stop
@@ -129,7 +135,7 @@ def refuse(
             check_resume(config, out)
         loader.prepare_loader(
             config.data,
-            config.init,
+            own_tokenizer(config.init),
             config.tree.vocab_size,
             config.sequence_length,
             config.train.global_batch_size,

@@ -1,9 +1,9 @@
-"""dolmen verify DIR [--against DIR2]"""
+"""dolmen verify SOURCE [--against SOURCE2]"""
 
 from typing import Protocol
 
 from dolmen.cli.options import Split, VerifyOptions
-from dolmen.conversion import hf
+from dolmen.conversion.source import open_alike, open_source
 from dolmen.core import device as devices
 from dolmen.core import mesh as meshes
 from dolmen.core.errors import BadInput, message
@@ -30,7 +30,9 @@ def run(options: VerifyOptions, argv: list[str]) -> int:
 
 
 def _verify(options: VerifyOptions, mesh: meshes.Mesh) -> int:
-    report = verify(options.folder, options.against, mesh, length=options.length)
+    source = open_alike(options.folder, mesh)
+    against = open_alike(options.against, mesh) if options.against else None
+    report = verify(source, against, mesh, length=options.length)
     console(mesh.first).print(report.table())
     return 0 if report.ok else 1
 
@@ -81,11 +83,10 @@ def checked(
 
 
 def readable(name: str) -> Model:
-    """The model of a folder or hub id, whose weights fit it. Raises as `hf.check_tensors` does."""
-    folder = hf.resolve_model(name)
-    model = hf.read_config(folder)
-    hf.check_tensors(folder, model)
-    return model
+    """The model of a source, whose weights fit it. Raises as `open_source` and `Source.specs`."""
+    source = open_source(name)
+    _ = source.specs
+    return source.model
 
 
 def start(

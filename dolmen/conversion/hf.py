@@ -1,26 +1,29 @@
-"""A folder of transformers is a model; this half reads one: by name, streamed, one stored tensor in
+"""A folder of transformers as a source (source.py): read by name, streamed, one stored tensor in
 memory at a time. hf_export.py writes them.
 
-    read_config -> check_tensors (names and shapes, before anything is built) -> load_weights
-
-`stream` here and `hf_export.export_weights` are the two directions of the same weight rules
-(dolmen/families); whoever shards, verifies or serves takes (name, full tensor) pairs from them.
+`Transformers.stream` here and `hf_export.export_weights` are the two directions of the same weight
+rules (dolmen/families).
 """
 
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import Shaped
 from torch import Tensor
 
 from dolmen.conversion.weights import assemble
 from dolmen.core.paths import expand, may_be_hub_id
 from dolmen.core.words import counted
 from dolmen.families import Model, WeightMap, weight_map
+from dolmen.families.rules import Entry
 from dolmen.files import gate, kinds, safetensors
-from dolmen.files.safetensors import Stored
+from dolmen.files.safetensors import Spec, Stored
+from dolmen.model.tree import Tree
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -41,8 +44,8 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def resolve_model(name: str | Path, revision: str | None = None) -> Path:
-    """A model folder by path, or by hub id, downloaded or from the hub's cache. Raises ValueError
-    if it is neither.
+    """A folder by path, or a model's by hub id, downloaded or from the hub's cache. Raises
+    ValueError if it is neither.
     """
     if expand(name).is_dir():
         return expand(name)
@@ -77,12 +80,7 @@ def read_config(folder: Path | str) -> Model:
     """
     file = Path(folder) / "config.json"
     if not file.is_file():
-        hint = (
-            f": it is a run, write it with dolmen export {folder} --to DIR first"
-            if (Path(folder) / "checkpoints").is_dir()
-            else ""
-        )
-        raise ValueError(f"{folder} has no config.json{hint}")
+        raise ValueError(f"{folder} has no config.json")
     content = gate.read_json(file, kinds.CONFIG)
     try:
         return Model(content)
@@ -90,46 +88,101 @@ def read_config(folder: Path | str) -> Model:
         raise gate.refuse(file, error) from error
 
 
-def check_tensors(folder: Path | str, model: Model) -> None:
-    """Compares names and shapes in the folder with `model`; reads no data. Raises KeyError for
-    tensors that no rule maps or that are missing, ValueError for a mis-shaped or quantised one and
-    for damaged files.
+@dataclass(frozen=True)
+class Transformers:
+    """A folder with a config.json and safetensors; its weights are those of `model`."""
+
+    where: Path
+    model: Model
+
+    @property
+    def title(self) -> str:
+        return str(self.where)
+
+    @property
+    def tree(self) -> Tree:
+        return self.model.tree
+
+    @property
+    def tokenizer(self) -> Path | None:
+        return self.where if tokenizer_files(self.where) else None
+
+    @property
+    def generation_config(self) -> dict[str, Any]:
+        file = self.where / "generation_config.json"
+        return gate.read_json(file, kinds.GENERATION_CONFIG) if file.is_file() else {}
+
+    @property
+    def transformers(self) -> Path:
+        return self.where
+
+    @property
+    def specs(self) -> Mapping[str, Spec]:
+        stored = self._stored
+        return {
+            name: Spec(leaf.shape, stored[self._holding[name][0].hf].spec.dtype)
+            for name, leaf in self.tree.leaves.items()
+        }
+
+    def stream(self, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Raises ValueError too where a stored head of a tied model differs from the embedding."""
+        return assemble(
+            [self._weights.entries[name] for name in self._compared], self._tensor, only
+        )
+
+    def read(self, name: str) -> Shaped[Tensor, "*whole"]:
+        if name not in self._holding:
+            raise KeyError(f"{self.where} has no parameter {name}")
+        _ = self._compared  # the rest is compared with the model first
+        ((_, tensor),) = assemble(self._holding[name], self._tensor, [name])
+        return tensor
+
+    def _tensor(self, name: str) -> Tensor:
+        return self._compared[name].read()
+
+    @cached_property
+    def _weights(self) -> WeightMap:
+        return weight_map(self.model)
+
+    @cached_property
+    def _holding(self) -> dict[str, list[Entry]]:
+        """Our name -> the stored tensors that hold a parameter."""
+        found: dict[str, list[Entry]] = {}
+        for entry in self._weights.entries.values():
+            for name in entry.ours:
+                found.setdefault(name, []).append(entry)
+        return found
+
+    @cached_property
+    def _stored(self) -> dict[str, Stored]:
+        """Canonical stored name -> where, of every tensor that is read. Raises as `specs`."""
+        return _match(self.where, self._weights)
+
+    @cached_property
+    def _compared(self) -> dict[str, Stored]:
+        """Those that are read for their numbers. Raises as `stream`."""
+        read, weights = dict(self._stored), self._weights
+        if head := read.pop(weights.head if weights.is_tied_head(weights.head) else "", None):
+            _require_equal(head, read[weights.embedding])
+        return read
+
+
+def found(folder: Path) -> bool:
+    """Whether a folder is meant as one of transformers, config.json or weights missing or not."""
+    names = ("config.json", safetensors.SINGLE, safetensors.INDEX)
+    return any((folder / name).is_file() for name in names)
+
+
+def opened(folder: Path, model: Model | None = None) -> Transformers:
+    """The folder, its weights as those of `model`, or else of its config.json. Raises as
+    `read_config`.
     """
-    _match(Path(folder), weight_map(model))
+    return Transformers(folder, model or read_config(folder))
 
 
-def stream(
-    folder: Path | str, model: Model, only: Collection[str] | None = None
-) -> Iterator[tuple[str, Tensor]]:
-    """(our name, full CPU tensor of its leaf's shape, in the dtype of the file), in the order of
-    the files; `only` those parameters, where given. One stored tensor is in memory at a time if the
-    caller lets go of each. Checks first, raising as `check_tensors` does; ValueError where a stored
-    head of a tied model differs from the embedding.
-    """
-    weights = weight_map(model)
-    stored = _match(Path(folder), weights)
-    if head := stored.pop(weights.head if weights.is_tied_head(weights.head) else "", None):
-        _require_equal(head, stored[weights.embedding])
-    return _stream(weights, stored, only)
-
-
-def load_weights(
-    folder: Path | str,
-    model: Model,
-    write: Callable[[str, Tensor], Any],
-    only: Collection[str] | None = None,
-) -> None:
-    """Calls `write(name, full tensor)` once, in its leaf's shape, for every parameter of `model`,
-    or of `only`. Raises as `stream` does, and KeyError where a parameter was never written.
-    """
-    wanted, written = set(model.tree.leaves if only is None else only), set()
-    for name, tensor in stream(folder, model, only):
-        assert name not in written, f"{name} written twice"
-        write(name, tensor)
-        written.add(name)
-        del tensor  # or it would still be held while the next one is read
-    if left := sorted(wanted - written):
-        raise KeyError(f"{len(left)} parameters are not in {folder}, e.g. {left[:3]}")
+def tokenizer_files(folder: Path | str) -> list[Path]:
+    """Those of TOKENIZER_FILES that are there."""
+    return sorted({file for pattern in TOKENIZER_FILES for file in Path(folder).glob(pattern)})
 
 
 def stated_dtype(model: Model) -> torch.dtype:
@@ -179,7 +232,7 @@ def _match(folder: Path, weights: WeightMap) -> dict[str, Stored]:
         warnings.warn(
             f"{folder}: {counted(len(beyond), 'tensor')} of layers behind the last ({field}) are "
             f"left out, e.g. {beyond[0]}: they are no part of the decoder",
-            stacklevel=3,
+            stacklevel=4,
         )
     return found
 
@@ -197,14 +250,6 @@ def _check_tensor(name: str, stored: Stored, weights: WeightMap) -> None:
             f"{stored.name} in {stored.file} is {stored.spec.dtype}: dolmen reads no quantised "
             f"weights"
         )
-
-
-def _stream(
-    weights: WeightMap, stored: dict[str, Stored], only: Collection[str] | None
-) -> Iterator[tuple[str, Tensor]]:
-    yield from assemble(
-        [weights.entries[name] for name in stored], lambda name: stored[name].read(), only
-    )
 
 
 def _require_equal(head: Stored, embedding: Stored) -> None:

@@ -1,12 +1,16 @@
 """Writes a model as a folder of transformers: config.json, weights, generation_config.json and
 tokenizer files, all of them or nothing. hf.py reads them.
+
+    write(source, folder)      any source (source.py), one tensor in memory at a time
+    as_transformers(source)    a folder that transformers loads: its own, or one for a while
 """
 
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -14,12 +18,54 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dolmen.conversion.hf import TOKENIZER_FILES, stated_dtype
+from dolmen.conversion.hf import TOKENIZER_FILES, stated_dtype, tokenizer_files
+from dolmen.conversion.source import Source
 from dolmen.conversion.weights import join_stored
 from dolmen.families import Model, edit, weight_map
 from dolmen.families.rules import Entry
 from dolmen.files import safetensors
 from dolmen.files.safetensors import SHARD_BYTES, Spec
+from dolmen.model.tree import Tree
+
+
+def write(source: Source, folder: Path | str, dtype: torch.dtype | None = None) -> None:
+    """The source as a folder of transformers, in `dtype`, or else in that of its config.json.
+    Raises as `check_expressible`, `Source.specs`, `Source.stream` and `save` do.
+    """
+    check_expressible(source.model, source.tree)
+    save(
+        folder,
+        source.model,
+        source.read,
+        dtype,
+        source.tokenizer,
+        generation_config=source.generation_config,
+    )
+
+
+@contextmanager
+def as_transformers(source: Source) -> Iterator[Path]:
+    """Where transformers itself can load the source: where it is, or as an export in float32 among
+    the temporary files, which is there within. Raises as `write`.
+    """
+    if source.transformers is not None:
+        yield source.transformers
+        return
+    with tempfile.TemporaryDirectory(prefix="dolmen-") as made:
+        write(source, Path(made) / "model", torch.float32)
+        yield Path(made) / "model"
+
+
+def check_expressible(model: Model, tree: Tree) -> None:
+    """Raises ValueError where the config.json of `model` cannot say `tree`, which it is with what
+    training adds.
+    """
+    if tree != model.tree:
+        raise ValueError(
+            f"train.router.balance is bias: transformers' {model.model_type} has no place for "
+            "a router's bias, and without it would route otherwise: train with "
+            "--train.router.balance loss to export"
+        )
 
 
 def export_weights(model: Model, full: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -48,7 +94,7 @@ def check_target(folder: Path | str, tokenizer_folder: Path | str | None = None)
         raise ValueError(
             f"{folder} exists and is not empty: choose another folder for the export, or remove it"
         )
-    if tokenizer_folder is not None and not _tokenizer_files(tokenizer_folder):
+    if tokenizer_folder is not None and not tokenizer_files(tokenizer_folder):
         raise ValueError(
             f"{tokenizer_folder} has no tokenizer files ({', '.join(TOKENIZER_FILES[:3])} ...)"
         )
@@ -61,11 +107,13 @@ def save(
     dtype: torch.dtype | None = None,
     tokenizer_folder: Path | str | None = None,
     shard_bytes: int = SHARD_BYTES,
+    generation_config: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes the model, of which `full(our name)` gives each parameter, in its leaf's shape, as
-    transformers reads it, in `dtype`, or else that of the source model, or else float32. Everything
-    is built beside `folder` and renamed when whole. Raises as `check_target` and `export_weights`
-    do.
+    transformers reads it, in `dtype`, or else that of the source model, or else float32. A
+    generation_config.json that is empty, or not given, is made of what the config.json says.
+    Everything is built beside `folder` and renamed when whole. Raises as `check_target` and
+    `export_weights` do.
     """
     check_target(folder, tokenizer_folder)
     folder, dtype = Path(folder), dtype or stated_dtype(model)
@@ -83,8 +131,9 @@ def save(
         part.mkdir()
         safetensors.write_tensors(part, specs, export_weights(model, full), shard_bytes)
         _write_json(part / "config.json", content)
-        _write_generation_config(part, content, tokenizer_folder)
-        for file in _tokenizer_files(tokenizer_folder) if tokenizer_folder is not None else ():
+        if generation := generation_config or _generation_config(content):
+            _write_json(part / "generation_config.json", generation)
+        for file in tokenizer_files(tokenizer_folder) if tokenizer_folder is not None else ():
             shutil.copyfile(file, part / file.name)
         os.rename(part, folder)
 
@@ -102,24 +151,12 @@ def _part(name: str, full: Callable[[str], Tensor], shapes: dict[str, tuple[int,
     return part
 
 
-def _tokenizer_files(folder: Path | str) -> list[Path]:
-    return sorted({file for pattern in TOKENIZER_FILES for file in Path(folder).glob(pattern)})
-
-
-def _write_generation_config(
-    part: Path, content: dict[str, Any], source: Path | str | None
-) -> None:
-    """The source's own generation_config.json, or else one of the token ids that config.json
-    states, if any.
-    """
-    if source is not None and (Path(source) / "generation_config.json").is_file():
-        shutil.copyfile(Path(source) / "generation_config.json", part / "generation_config.json")
-        return
+def _generation_config(content: dict[str, Any]) -> dict[str, Any]:
+    """Of the token ids that a config.json states, if any."""
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     ids = {name: content[name] for name in names if content.get(name) is not None}
-    if ids:
-        _write_json(part / "generation_config.json", {"_from_model_config": True, **ids})
+    return {"_from_model_config": True, **ids} if ids else {}
 
 
-def _write_json(file: Path, content: dict[str, Any]) -> None:
+def _write_json(file: Path, content: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")

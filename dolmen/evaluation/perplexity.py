@@ -1,7 +1,7 @@
 """How well a model predicts a text, over all of it.
 
     text   -> data/in_order.py: windows, each token predicted once   \\   validate.py: the sum
-    folder -> dolmen, split over tp                                  /   of the losses -> Evaluation
+    source -> dolmen, split over tp                                  /   of the losses -> Evaluation
 
 What is computed is what a training run computes of held-out text, so the two numbers compare.
 """
@@ -9,13 +9,12 @@ What is computed is what a training run computes of held-out text, so the two nu
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from pathlib import Path
 
 import torch
 from rich.progress import MofNCompleteColumn
 from rich.table import Table
 
-from dolmen.conversion import hf
+from dolmen.conversion.source import Source, tokenizer_folder
 from dolmen.core.mesh import SINGLE, Mesh
 from dolmen.core.words import counted
 from dolmen.data import inputs
@@ -85,19 +84,18 @@ class Evaluation:
 
 
 def open_text(
-    source: Path | str,
+    source: Source,
     config: TextConfig,
     sequence_length: int | None = None,
     progress: bool = True,
     verify: bool = True,
 ) -> InOrder:
-    """The text of `config` as tokens of the model of `source`, a folder or hub id; from the cache,
+    """The text of `config` as tokens of the model of `source`; from the cache,
     compared with its digests (`verify`), or else made now. Raises ValueError, KeyError or OSError,
     before all text is read, for what does not fit: no text, no tokenizer, one that is larger than
     the model's vocabulary, windows over its positions.
     """
-    folder = hf.resolve_model(source)
-    model = hf.read_config(folder).tree
+    model = source.tree
     length = window_length(model, sequence_length)
     if (config.tokenizer or "").startswith(PREFIX):
         raise ValueError(
@@ -107,7 +105,9 @@ def open_text(
     own = {field.name: getattr(config, field.name) for field in fields(TextConfig)}
     data = DataConfig(**own, validation_fraction=0)
     # a text shorter than a window is a text
-    found = inputs.check_inputs(data, str(folder), None, sequence_length=0, progress=progress)
+    found = inputs.check_inputs(
+        data, tokenizer_folder(source), None, sequence_length=0, progress=progress
+    )
     check_vocabulary(found.tokenizer, model.vocab_size, trained=True)
     if found.sources[0].weight is not None:
         raise ValueError(
@@ -145,7 +145,7 @@ def window_length(model: Tree, asked: int | None) -> int:
 
 
 def evaluate(
-    source: Path | str,
+    source: Source,
     text: InOrder,
     mesh: Mesh = SINGLE,
     dtype: torch.dtype | None = None,

@@ -1,7 +1,7 @@
 """Ours against transformers on the same random tokens, in fp32: the same function, the same
 gradient, the same text.
 
-    folder  -> dolmen, split over tp       \\  logits, loss, gradient norm,    Report: a row for
+    source  -> dolmen, split over tp       \\  logits, loss, gradient norm,    Report: a row for
     against -> transformers, on one rank   /  each gradient, greedy text       each, with difference
                                                                                and tolerance
 
@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dolmen.conversion import hf
+from dolmen.conversion.hf_export import as_transformers, check_expressible
+from dolmen.conversion.source import Source
 from dolmen.conversion.weights import assemble
 from dolmen.core.mesh import SINGLE, Mesh
 from dolmen.core.torch_private import hub
@@ -60,27 +61,24 @@ class _Tokens:
 
 
 def verify(
-    folder: Path | str,
-    against: Path | str | None = None,
+    source: Source,
+    against: Source | None = None,
     mesh: Mesh = SINGLE,
     length: int = 64,
     gradients: bool = True,
 ) -> Report:
-    """Compare dolmen on `folder` with transformers on `against` (default: the same folder), both
-    paths or hub ids.
+    """Compare dolmen on `source` with transformers on `against` (default: the same source), which
+    is exported for the while where transformers cannot load it.
 
     Every rank calls it and gets the same verdict. The first rank's device holds the model three
     times in fp32 (ours and the gradients of both), or once where `gradients` is off. Raises
-    ValueError or KeyError, before anything is loaded, where a folder cannot be read or the two hold
-    models of different shapes.
+    ValueError or KeyError, before anything is loaded, where a source cannot be read or exported, or
+    the two hold models of different shapes.
     """
-    folder, against = (
-        hf.resolve_model(folder),
-        hf.resolve_model(folder if against is None else against),
-    )
-    tree, notes = _structure(folder, against)
-    padding = hf.read_config(against).config.get("pad_token_id")
-    tokens = _tokens(tree, length, mesh.device, padding)
+    against = source if against is None else against
+    notes = _differences(source, against)
+    tree = source.tree
+    tokens = _tokens(tree, length, mesh.device, against.model.config.get("pad_token_id"))
     read = tokens.windows.shape[1] - 1
     windows = {block.mixer.window for block in tree.blocks}
     for window in sorted(w for w in windows if w is not None):
@@ -91,34 +89,35 @@ def verify(
     with _precise():
         theirs = None
         if mesh.first:
-            with _quiet():
-                theirs = _ask_transformers(against, tokens, mesh.device, gradients)
-        model = engine.load_decoder(folder, mesh, torch.float32)
+            with _quiet(), as_transformers(against) as folder:
+                theirs = _ask_transformers(folder, against.model, tokens, mesh.device, gradients)
+        model = engine.load_decoder(source, mesh, torch.float32)
         rows = _compare(model, mesh, tokens, theirs, gradients)
     size = f"{SEQUENCES} x {read} random tokens, fp32, tp {mesh.tp.size}"
+    exported = "" if against.transformers else ", exported"
     return Report(
-        f"dolmen on {folder}\ntransformers on {against}\n{size}", agreed(rows, mesh), tuple(notes)
+        f"dolmen on {source.where}\ntransformers on {against.where}{exported}\n{size}",
+        agreed(rows, mesh),
+        tuple(notes),
     )
 
 
-def _structure(folder: Path, against: Path) -> tuple[Tree, list[str]]:
-    """Our model, and a note for each value in which the two differ. Raises ValueError where shapes
-    differ.
+def _differences(source: Source, against: Source) -> list[str]:
+    """A note for each value in which the two differ. Raises ValueError where shapes differ, and
+    where one cannot be read or transformers is not to be asked.
     """
-    ours, theirs = hf.read_config(folder), hf.read_config(against)
+    check_expressible(against.model, against.tree)
     fields = [
-        f"{name} is {a} in {folder.name}, {b} in {against.name}"
-        for name, a, b in compared(ours, theirs)
+        f"{name} is {a} in {source.where.name}, {b} in {against.where.name}"
+        for name, a, b in compared(source.model, against.model)
     ]
-    if ours.tree.shapes != theirs.tree.shapes:
+    if source.tree.shapes != against.tree.shapes:
         raise ValueError(
-            f"{folder} and {against} hold models of different shapes ({'; '.join(fields)}): give "
-            "another --against"
+            f"{source.where} and {against.where} hold models of different shapes "
+            f"({'; '.join(fields)}): give another --against"
         )
-    hf.check_tensors(folder, ours)
-    if against != folder:
-        hf.check_tensors(against, theirs)
-    return ours.tree, fields
+    _ = source.specs, against.specs
+    return fields
 
 
 def _tokens(tree: Tree, length: int, device: torch.device, padding: int | None) -> _Tokens:
@@ -169,16 +168,17 @@ def _quiet() -> Iterator[None]:
 
 
 def _ask_transformers(
-    folder: Path, tokens: _Tokens, device: torch.device, gradients: bool
+    folder: Path, stated: Model, tokens: _Tokens, device: torch.device, gradients: bool
 ) -> Reference:
-    """`eager` is the attention nearest to the papers, but for Falcon, whose eager attention adds
-    ALiBi twice, to scores and in the mask. Labels are shifted by transformers itself.
+    """What it makes of a folder of the model `stated`. `eager` is the attention nearest to the
+    papers, but for Falcon, whose eager attention adds ALiBi twice, to scores and in the mask.
+    Labels are shifted by transformers itself.
     """
     # 2.4 s to import: not owed by `--help`
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     causal: Any = AutoModelForCausalLM  # its annotations allow neither .to(device) nor .generate
-    falcon = hf.read_config(folder).config["model_type"] == "falcon"
+    falcon = stated.model_type == "falcon"
     model = (
         causal.from_pretrained(
             folder,
@@ -211,7 +211,7 @@ def _ask_transformers(
     return Reference(
         out.logits.detach()[:, :-1],
         out.loss.item(),
-        _by_our_names(hf.read_config(folder), stored) if gradients else None,
+        _by_our_names(stated, stored) if gradients else None,
         told.sequences[:, tokens.prompt :],
         torch.stack(told.logits, 1),
     )

@@ -1,6 +1,6 @@
-"""Text from a model: load a folder, read the prompts, draw one token per step.
+"""Text from a model: load a source, read the prompts, draw one token per step.
 
-    model = load("path/to/model")
+    model = load_decoder(open_source("path/to/model"))
     generate(model, [[1, 15043]], max_new_tokens=16) -> [[3186, ...]]
 
 Every rank of tp runs the same calls on the same prompts, gathers the same logits and chooses the
@@ -12,16 +12,15 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from dolmen.conversion import hf
+from dolmen.conversion.hf import stated_dtype
+from dolmen.conversion.source import Source, load_weights
 from dolmen.core import collectives, host
 from dolmen.core.mesh import SINGLE, Axis, Mesh
-from dolmen.files import gate, kinds
 from dolmen.model import build, head
 from dolmen.model.decoder import Decoder
 from dolmen.parallel import data, vocabulary
@@ -32,32 +31,20 @@ TOKENS_AT_ONCE = 1 << 12  # of prompts, one forward: bounds the logits nobody re
 AT_ONCE = 256  # prompts
 
 
-def load_decoder(
-    folder: Path | str, mesh: Mesh = SINGLE, dtype: torch.dtype | None = None
-) -> Decoder:
-    """The model of a Hugging Face folder or hub id, split over tp, for inference: in `dtype`, or
-    else that of its config.json. Raises ValueError or KeyError, before anything is built, for what
-    does not fit.
+def load_decoder(source: Source, mesh: Mesh = SINGLE, dtype: torch.dtype | None = None) -> Decoder:
+    """A source's model, split over tp, for inference: in `dtype`, or else that of its config.json.
+    Raises ValueError or KeyError, before anything is built, for what does not fit.
     """
-    folder = hf.resolve_model(folder)
-    source = hf.read_config(folder)
-    hf.check_tensors(folder, source)
-    model = build.build(source.tree, mesh, dtype=dtype or hf.stated_dtype(source))
-    build.load(model, lambda write: hf.load_weights(folder, source, write))
+    _ = source.specs
+    model = build.build(source.tree, mesh, dtype=dtype or stated_dtype(source.model))
+    build.load(model, lambda write: load_weights(source, write))
     return model.eval()
 
 
-def stop_tokens(folder: Path | str) -> set[int]:
-    """The end-of-text ids that a model folder or hub id names, in generation_config.json or else
-    config.json.
-    """
-    folder = hf.resolve_model(folder)
-    for file in (folder / "generation_config.json", folder / "config.json"):
-        ids = (
-            gate.read_json(file, kinds.GENERATION_CONFIG).get("eos_token_id")
-            if file.exists()
-            else None
-        )
+def stop_tokens(source: Source) -> set[int]:
+    """The end-of-text ids that a source names, in generation_config.json or else config.json."""
+    for said in (source.generation_config, source.model.config):
+        ids = said.get("eos_token_id")
         if ids is not None:
             return set(ids) if isinstance(ids, list) else {ids}
     return set()

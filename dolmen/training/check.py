@@ -14,10 +14,12 @@ from dolmen.checkpoint import saved as saved_state
 from dolmen.checkpoint.folders import Damaged
 from dolmen.checkpoint.safe import Reader
 from dolmen.checkpoint.store import Checkpoints
-from dolmen.conversion import hf
+from dolmen.conversion import hf_export
+from dolmen.conversion.source import open_source, tokenizer_folder
 from dolmen.core.config import changed_options
 from dolmen.core.mesh import SINGLE
 from dolmen.core.paths import expand
+from dolmen.core.words import counted
 from dolmen.data import inputs, sources
 from dolmen.families import Model
 from dolmen.model.training import Training
@@ -71,20 +73,34 @@ def check_run(run: RunConfig, processes: int | None, verify: bool = True) -> Run
             "--optimizer.muon.dtype float32, which of float64 rounds nothing"
         )
     if run.init is not None:
-        hf.check_tensors(hf.resolve_model(run.init), model)
-    inputs.check_inputs(run.data, run.init, tree.vocab_size, run.sequence_length, verify=verify)
+        check_init(run, run.init)
+    own = own_tokenizer(run.init)
+    inputs.check_inputs(run.data, own, tree.vocab_size, run.sequence_length, verify=verify)
     return run
+
+
+def check_init(run: RunConfig, init: str) -> None:
+    """Raises ValueError or KeyError where the weights of `init` are not those of the run's model,
+    or are more than it trains.
+    """
+    source = open_source(init, run.model)
+    lost = source.specs.keys() - run.train.training.applied(run.tree).leaves.keys()
+    if lost:
+        raise ValueError(
+            f"--init {init} has {counted(len(lost), 'bias', 'biases')} of routers, e.g. "
+            f"{min(lost)}, that without train.router.balance bias the run would lose: use "
+            "--train.router.balance bias"
+        )
+
+
+def own_tokenizer(init: str | None) -> str | None:
+    """The folder of the tokenizer that came with `init`. Raises as `open_source`."""
+    return None if init is None else tokenizer_folder(open_source(init))
 
 
 def check_exportable(run: RunConfig) -> None:
     """Raises ValueError where a config.json cannot say what is trained."""
-    assert run.model is not None
-    if run.train.training.applied(run.model.tree) != run.model.tree:
-        raise ValueError(
-            f"train.router.balance is bias: transformers' {run.model.model_type} has no place for "
-            "a router's bias, and without it would route otherwise: train with "
-            "--train.router.balance loss to export"
-        )
+    hf_export.check_expressible(run.known_model, run.train.training.applied(run.tree))
 
 
 def check_profile(run: RunConfig, steps: int) -> None:

@@ -154,7 +154,9 @@ class RunConfig:
     name: str = "pretrain"
     """Name of the run; its folder is runs/NAME unless --out says otherwise."""
     init: str | None = None
-    """Directory or hub id of a transformers checkpoint to start from; it decides the model."""
+    """Where the weights to start from are: a transformers directory, a hub id, or one checkpoint of
+    another run. It decides the model.
+    """
     model: Model | None = None
     """The model, as its config.json."""
     layout: Layout = Layout()

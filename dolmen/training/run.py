@@ -12,7 +12,7 @@ from rich.console import Console
 
 from dolmen.checkpoint.saved import Validation
 from dolmen.checkpoint.store import Checkpoints
-from dolmen.conversion import hf
+from dolmen.conversion.source import load_weights, open_source
 from dolmen.core import determinism
 from dolmen.core.mesh import Mesh
 from dolmen.data import loader as data_loader
@@ -24,7 +24,7 @@ from dolmen.optim import optimizer as optim
 from dolmen.optim.precision import DTYPES, LossScale, at_rest
 from dolmen.parallel import channels
 from dolmen.training import folder, garbage, mfu, report
-from dolmen.training.check import check_profile, free_lock, take_lock
+from dolmen.training.check import check_profile, free_lock, own_tokenizer, take_lock
 from dolmen.training.compiled import limit_told
 from dolmen.training.config import RunConfig
 from dolmen.training.hooks import Hooks
@@ -86,13 +86,10 @@ def make_state(run: RunConfig, mesh: Mesh, steps: int) -> TrainState:
     if run.init is None:
         build.initialize(model, run.train.seed)
     else:
-        # no file has the biases of routers that training adds
-        stored = [name for name, _ in model.named_parameters() if name in run.tree.leaves]
-        source, stated = run.init, run.known_model
-        build.load(
-            model,
-            lambda write: hf.load_weights(hf.resolve_model(source), stated, write, only=stored),
-        )
+        source = open_source(run.init, run.known_model)
+        # few have the biases of routers that training adds
+        stored = [name for name, _ in model.named_parameters() if name in source.tree.leaves]
+        build.load(model, lambda write: load_weights(source, write, only=stored))
     optimizer = optim.make(model, run.optimizer, mesh)
     optim.prime(optimizer)
     spike = SpikePolicy(run.train.spike_factor if run.train.spike == "skip" else None)
@@ -144,7 +141,7 @@ def _in_folder(asked: _Asked) -> Outcome:
     run, out, mesh = asked.run, asked.out, asked.mesh
     loader = data_loader.prepare_loader(
         run.data,
-        run.init,
+        own_tokenizer(run.init),
         run.tree.vocab_size,
         run.sequence_length,
         run.train.global_batch_size,

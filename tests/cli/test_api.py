@@ -121,11 +121,11 @@ def test_export_and_verify(run, tmp_path):
     for call, said in (
         (lambda: dolmen.export(run, made), "exists and is not empty"),
         (lambda: dolmen.export(run, tmp_path / "x", dtype="float8"), "use one of float32, bfl"),
-        (lambda: dolmen.export(tmp_path, tmp_path / "x"), "holds no whole checkpoint"),
+        (lambda: dolmen.export(tmp_path, tmp_path / "x"), "is neither a transformers directory"),
         (lambda: dolmen.verify(made, length=0), "use --length 1 or more"),
         (lambda: dolmen.verify(tmp_path / "none"), "none: no such folder"),
         (lambda: dolmen.load(tmp_path / "none"), "none: no such folder"),
-        (lambda: dolmen.load(run), "has no config.json"),
+        (lambda: dolmen.load(tmp_path), "nor a run or checkpoint of dolmen"),
     ):
         with pytest.raises(ValueError, match=said):
             call()

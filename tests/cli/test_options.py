@@ -22,7 +22,7 @@ from dolmen.cli.options import VERBS as VERB_OPTIONS
 from dolmen.cli.options import train_options
 from dolmen.cli.parse import names
 from dolmen.cli.spellings import EQUAL, HOW, suggestion
-from dolmen.conversion import hf
+from dolmen.conversion import hf, source
 from dolmen.core.errors import BadInput
 from dolmen.families import families, find
 from dolmen.recipes import RECIPES
@@ -296,8 +296,9 @@ def test_commands_of_the_readme_parse(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "pretrain").mkdir(parents=True)
     (tmp_path / "runs" / "pretrain" / "config.yaml").write_text("name: pretrain\n")
-    monkeypatch.setattr(hf, "resolve_model", Path)
-    monkeypatch.setattr(hf, "read_config", lambda folder: RECIPES["llama-8b"]().model)
+    model = RECIPES["llama-8b"]().model
+    monkeypatch.setattr(source, "pinned", str)
+    monkeypatch.setattr(source, "open_source", lambda name: hf.Transformers(Path(name), model))
     verb, *words = shlex.split(command)
     read(verb, words)
 

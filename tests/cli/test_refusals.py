@@ -470,8 +470,12 @@ def test_overwrite_never_deletes_what_the_run_reads(material, tmp_path):
 
 def test_export(material, tmp_path):
     for words, want in (
-        (["nowhere", "--to", tmp_path / "to"], "nowhere holds no whole checkpoint"),
-        ([material.docs, "--to", tmp_path / "to"], "holds no whole checkpoint"),
+        ([tmp_path / "nowhere", "--to", tmp_path / "to"], "nowhere: no such folder"),
+        (
+            [material.docs, "--to", tmp_path / "to"],
+            "docs is neither a transformers directory (config.json, model.safetensors), nor a run "
+            "or checkpoint of dolmen (checkpoints/, step-NNNNNNNN/): it holds 00.txt, 01.txt,",
+        ),
         (["nowhere"], "missing --to (Folder to write"),
         ([], "missing the first word (A run's folder"),
     ):

@@ -10,6 +10,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tinyrun import dolmen, losses, rows, tensors
 
+from dolmen.conversion.source import open_source
+
 material, one_thread = tinyrun.material, tinyrun.one_thread
 
 
@@ -105,7 +107,7 @@ def test_export_has_the_logits_of_the_run(run, tmp_path):
         torch.float32
     }
     with torch.no_grad():
-        ours = engine.load_decoder(tmp_path / "hf", SINGLE)(tokens, logits)
+        ours = engine.load_decoder(open_source(tmp_path / "hf"), SINGLE)(tokens, logits)
     assert (ours - their_logits(tmp_path / "hf", tokens)).abs().max() < 1e-5
 
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dolmen.conversion import hf, hf_export
+from dolmen.conversion.source import load_weights, open_source
 from dolmen.conversion.weights import join_stored
 from dolmen.families import Model, weight_map
 from dolmen.families import edit as edited
@@ -68,7 +69,7 @@ def edit(folder, change):
 
 def loaded(folder, config=None):
     got = {}
-    hf.load_weights(folder, config or hf.read_config(folder), got.__setitem__)
+    load_weights(open_source(folder, config), got.__setitem__)
     return got
 
 
@@ -121,10 +122,10 @@ def test_only_some_parameters(tmp_path):
     folder = saved(GPT2, tmp_path / "m")
     only = {"layers.1.attn.k.weight", "final_norm.bias"}
     got = {}
-    hf.load_weights(folder, GPT2, got.__setitem__, only)
+    load_weights(open_source(folder), got.__setitem__, only)
     assert got.keys() == only and all(torch.equal(got[name], random(GPT2)[name]) for name in only)
     with pytest.raises(KeyError, match="layers.9"):
-        hf.load_weights(folder, GPT2, got.__setitem__, {"layers.9.attn.k.weight"})
+        load_weights(open_source(folder), got.__setitem__, {"layers.9.attn.k.weight"})
 
 
 @pytest.mark.parametrize(
@@ -169,19 +170,20 @@ def test_refused_before_anything_is_built(tmp_path, change, error, match):
     folder = saved(LLAMA, tmp_path / "m")
     edit(folder, change)
     for use in (
-        hf.check_tensors,
-        hf.stream,
-        lambda f, c: hf.load_weights(f, c, lambda *_: pytest.fail("wrote")),
+        lambda source: source.specs,
+        lambda source: source.stream(),
+        lambda source: source.read("embed.weight"),
+        lambda source: load_weights(source, lambda *_: pytest.fail("wrote")),
     ):
         with pytest.raises(error, match=match):
-            use(folder, LLAMA)
+            use(open_source(folder))
 
 
 def test_truncated(tmp_path):
     folder = saved(LLAMA, tmp_path / "m")
     os.truncate(folder / "model.safetensors", 9000)
     with pytest.raises(ValueError, match="truncated"):
-        hf.check_tensors(folder, LLAMA)
+        _ = open_source(folder, LLAMA).specs
 
 
 def test_tied_head(tmp_path):
@@ -190,12 +192,12 @@ def test_tied_head(tmp_path):
     edit(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
     assert loaded(folder).keys() == TIED.tree.leaves.keys()
     edit(folder, lambda t: t["lm_head.weight"][7, 3].add_(1e-3))
-    hf.check_tensors(folder, TIED)
+    _ = open_source(folder, TIED).specs
     with pytest.raises(ValueError, match="tie_word_embeddings.*lm_head.weight"):
         loaded(folder)
     edit(folder, lambda t: t.update({"lm_head.weight": torch.zeros(60, 32)}))
     with pytest.raises(ValueError, match="vocab_size"):
-        hf.check_tensors(folder, TIED)
+        _ = open_source(folder, TIED).specs
 
 
 def test_gpt2_without_prefix_and_with_masks(tmp_path):
@@ -214,7 +216,7 @@ def test_gpt2_without_prefix_and_with_masks(tmp_path):
     assert all(torch.equal(ours[name], tensor) for name, tensor in random(GPT2).items())
     edit(folder, lambda t: t.update({"transformer.wte.weight": t["wte.weight"].clone()}))
     with pytest.raises(ValueError, match="transformer.wte.weight twice"):
-        hf.check_tensors(folder, GPT2)
+        _ = open_source(folder, GPT2).specs
 
 
 def test_old_rope_buffers_are_ignored_by_name(tmp_path):
@@ -228,7 +230,7 @@ def test_old_rope_buffers_are_ignored_by_name(tmp_path):
         lambda t: t.update({"model.layers.0.self_attn.rotary_emb.cos_cached": torch.zeros(4)}),
     )
     with pytest.raises(KeyError, match="cos_cached"):
-        hf.check_tensors(folder, LLAMA)
+        _ = open_source(folder, LLAMA).specs
 
 
 def test_config_files(tmp_path):
@@ -273,8 +275,9 @@ def test_tokenizer_and_generation_config(tmp_path):
         f.name for f in folder.iterdir()
     } - {"config.json", "generation_config.json", "model.safetensors"}
     assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [3, 5]
-    (source / "generation_config.json").write_text('{"temperature": 0.6}')
-    copied = saved(LLAMA, tmp_path / "copied", tokenizer_folder=source)
+    (folder / "generation_config.json").write_text('{"temperature": 0.6}')
+    hf_export.write(open_source(folder), tmp_path / "copied")
+    copied = tmp_path / "copied"
     assert json.loads((copied / "generation_config.json").read_text()) == {"temperature": 0.6}
     assert not (saved(LLAMA, tmp_path / "none") / "generation_config.json").exists()
 
@@ -310,7 +313,7 @@ def test_one_tensor_is_resident(tmp_path, config, monkeypatch):
     shapes = config.tree.shapes
     hf_export.save(tmp_path / "m", config, made_alone)
     monkeypatch.setattr(Stored, "read", read_alone)
-    hf.load_weights(tmp_path / "m", config, lambda name, full: None)
+    load_weights(open_source(tmp_path / "m"), lambda name, full: None)
     assert len(made) == len(shapes) + len(weight_map(config).entries)
 
 

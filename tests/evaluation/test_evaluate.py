@@ -21,6 +21,7 @@ from references import spoiled
 from rich.console import Console
 
 import dolmen
+from dolmen.conversion.source import open_source
 from dolmen.data.config import TextConfig
 from dolmen.data.tokenizer import train_bpe
 from dolmen.evaluation import perplexity
@@ -129,7 +130,7 @@ def test_the_window_is_that_of_the_model_within_a_limit(folder, tmp_path):
     assert evaluated(folder).sequence_length == POSITIONS
     wide = spoiled(folder / "model", tmp_path / "wide", max_position_embeddings=1 << 17)
     config = TextConfig((str(folder / "text"),), cache=str(folder / "cache"))
-    text = perplexity.open_text(wide, config, progress=False)
+    text = perplexity.open_text(open_source(wide), config, progress=False)
     assert text.sequence_length == 2048 and text.tokens == BYTES + DOCUMENTS
 
 
@@ -244,7 +245,7 @@ REFUSED = {
         {"path": "{text}", "sequence_length": 0},
         "use --sequence-length 1 to 16",
     ),
-    "no model": ("{text}", {"path": "{text}"}, "has no config.json"),
+    "no model": ("{text}", {"path": "{text}"}, "is neither a transformers directory"),
 }
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from references import MODELS, VOCABULARY, reference, save
 
-from dolmen.conversion import hf
+from dolmen.conversion.source import load_weights, open_source
 from dolmen.core import mesh as meshes
 from dolmen.core.mesh import SINGLE
 from dolmen.data.batch import IGNORED, Batch
@@ -52,14 +52,14 @@ def test_the_loss_is_that_of_transformers(folders, name):
     labels = windows()
     labels[4:, :19] = IGNORED
     want = reference(name)(windows(), labels=labels).loss.item()
-    got = mean_loss(load_decoder(folders[name]), batches(), SINGLE)
+    got = mean_loss(load_decoder(open_source(folders[name])), batches(), SINGLE)
     assert got.loss == pytest.approx(want, rel=1e-6) and got.tokens == 4 * 24 + 4 * 6
     assert got.nats == pytest.approx(got.loss * got.tokens)
     assert got.bits_per_byte(7) == pytest.approx(got.nats / math.log(2) / 7)
 
 
 def test_the_model_is_left_as_it_was(folders):
-    model = load_decoder(folders["llama"]).train()
+    model = load_decoder(open_source(folders["llama"])).train()
     mean_loss(model, batches(), SINGLE)
     assert (
         model.training
@@ -70,7 +70,7 @@ def test_the_model_is_left_as_it_was(folders):
 
 def test_no_text_is_refused(folders):
     with pytest.raises(ValueError, match="no token to evaluate"):
-        mean_loss(load_decoder(folders["llama"]), [], SINGLE)
+        mean_loss(load_decoder(open_source(folders["llama"])), [], SINGLE)
 
 
 def two_ranks(folder):
@@ -78,9 +78,9 @@ def two_ranks(folder):
     for layout in LAYOUTS:
         options = dict(layout)
         mesh = meshes.grid(options.pop("dp", 1), options.pop("tp", 1), torch.device("cpu"))
-        config = hf.read_config(folder)
+        config = open_source(folder)
         model = build.build(config.tree, mesh, Layout(**options) if options else None)
-        build.load(model, lambda write, c=config: hf.load_weights(folder, c, write))
+        build.load(model, lambda write, c=config: load_weights(c, write))
         before = list(map(id, model.parameters()))
         part = slice(2 * mesh.dp.rank, 2 * mesh.dp.rank + 2) if mesh.dp.size == 2 else slice(None)
         out[str(layout)] = (
@@ -92,7 +92,7 @@ def two_ranks(folder):
 
 
 def test_no_layout_changes_the_loss(folders, spawn):
-    want = mean_loss(load_decoder(folders["qwen3"]), batches(), SINGLE)
+    want = mean_loss(load_decoder(open_source(folders["qwen3"])), batches(), SINGLE)
     got = spawn(2)(two_ranks, folders["qwen3"])
     assert len(got) == len(LAYOUTS)
     for layout, (whole, own) in got.items():

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from references import MODELS, VOCABULARY, save, spoiled
 
 from dolmen.conversion import hf
+from dolmen.conversion.source import open_source
 from dolmen.core import mesh as meshes
 from dolmen.core.log import console
 from dolmen.evaluation.compare import Reference, Row, greedy_row
@@ -97,12 +98,14 @@ SPOILED = {
 
 
 def test_an_auxiliary_loss_of_transformers_is_left_out(folders, tmp_path):
-    assert verify(spoiled(folders["mixtral"], tmp_path / "logits", output_router_logits=True)).ok
+    assert verify(
+        open_source(spoiled(folders["mixtral"], tmp_path / "logits", output_router_logits=True))
+    ).ok
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_equals_transformers(folders, name, capsys):
-    report = verify(folders[name])
+    report = verify(open_source(folders[name]))
     assert report.ok and [row.name for row in report.rows] == ROWS and not report.notes, report
     # tolerances are for deep models
     assert all(row.difference < row.tolerance / 10 for row in report.rows[:4])
@@ -115,7 +118,10 @@ def test_a_model_equals_transformers(folders, name, capsys):
 @pytest.mark.parametrize("case", SPOILED)
 def test_a_spoiled_model_does_not(folders, tmp_path, case):
     name, change, config = SPOILED[case]
-    report = verify(spoiled(folders[name], tmp_path / "spoiled", change, **config), folders[name])
+    report = verify(
+        open_source(spoiled(folders[name], tmp_path / "spoiled", change, **config)),
+        open_source(folders[name]),
+    )
     failed = [row.name for row in report.rows if not row.ok]
     assert not report.ok and "logits" in failed, report
     assert len(report.notes) == len(config)  # a structure that differs is named
@@ -125,7 +131,7 @@ def test_a_spoiled_model_does_not(folders, tmp_path, case):
 def test_the_padding_token_is_not_drawn(folders, tmp_path, padding):
     """transformers gives its row of the embedding no gradient: drawn, it would be a difference."""
     folder = spoiled(folders["llama"], tmp_path / "padded", pad_token_id=padding)
-    report = verify(folder)
+    report = verify(open_source(folder))
     assert report.ok and all(row.difference < row.tolerance / 10 for row in report.rows[:4]), report
     config = hf.read_config(folder)
     drawn = set(_tokens(config.tree, 64, torch.device("cpu"), padding).windows.flatten().tolist())
@@ -134,13 +140,13 @@ def test_the_padding_token_is_not_drawn(folders, tmp_path, padding):
 
 
 def test_without_gradients(folders):
-    report = verify(folders["gpt2"], length=8, gradients=False)
+    report = verify(open_source(folders["gpt2"]), length=8, gradients=False)
     assert report.ok and [row.name for row in report.rows] == ["logits", "loss", "greedy tokens"]
 
 
 def test_not_a_number_is_a_difference_even_if_both_say_it(folders, tmp_path):
     folder = spoiled(folders["llama"], tmp_path / "nan", scale("model.norm.weight", math.nan))
-    assert not any(row.ok for row in verify(folder).rows)
+    assert not any(row.ok for row in verify(open_source(folder)).rows)
     assert (
         not Row("", math.nan, 1.0).ok
         and not Row("", 0.0, math.nan).ok
@@ -152,7 +158,7 @@ def test_models_of_different_shapes_are_refused(folders, tmp_path):
     with pytest.raises(
         ValueError, match="different shapes .*num_key_value_heads is 2 in llama, 1 in qwen3"
     ):
-        verify(folders["llama"], folders["qwen3"])
+        verify(open_source(folders["llama"]), open_source(folders["qwen3"]))
 
     def cut(weights):
         for name in ("model.embed_tokens.weight", "lm_head.weight"):
@@ -160,7 +166,7 @@ def test_models_of_different_shapes_are_refused(folders, tmp_path):
 
     small = spoiled(folders["llama"], tmp_path / "small", cut, vocab_size=50)
     with pytest.raises(ValueError, match=f"vocab_size is 50 in small, {VOCABULARY} in llama"):
-        verify(small, folders["llama"])
+        verify(open_source(small), open_source(folders["llama"]))
 
 
 def test_a_window_that_is_not_reached_is_noted(tmp_path, monkeypatch):
@@ -168,8 +174,11 @@ def test_a_window_that_is_not_reached_is_noted(tmp_path, monkeypatch):
         MODELS, "mistral", ("mistral", MODELS["llama"][1] | dict(sliding_window=20))
     )
     folder = save("mistral", tmp_path / "mistral")
-    assert "sliding window of 20: use a larger --length" in verify(folder, length=16).notes[0]
-    report = verify(folder)
+    assert (
+        "sliding window of 20: use a larger --length"
+        in verify(open_source(folder), length=16).notes[0]
+    )
+    report = verify(open_source(folder))
     assert report.ok and not report.notes
 
 
@@ -188,8 +197,8 @@ def test_a_tie_is_no_difference():
 
 def two_ranks(folders, wrong):
     mesh = meshes.grid(1, 2, torch.device("cpu"))
-    reports = {name: verify(folder, mesh=mesh) for name, folder in folders.items()}
-    reports["wrong"] = verify(wrong, folders["llama"], mesh=mesh)
+    reports = {name: verify(open_source(folder), mesh=mesh) for name, folder in folders.items()}
+    reports["wrong"] = verify(open_source(wrong), open_source(folders["llama"]), mesh=mesh)
     numbers = {
         name: [(row.name, row.difference, row.tolerance) for row in r.rows]
         for name, r in reports.items()

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from tiny import build, save
 
 from dolmen.conversion import hf, hf_export
+from dolmen.conversion.source import open_source
 from dolmen.core.mesh import SINGLE
 from dolmen.families import Model
 from dolmen.model import count
@@ -48,16 +49,16 @@ def test_layers_behind_the_last_are_left_out_aloud(folder, tmp_path):
     more["model.layers.3.eh_proj.weight"] = torch.zeros(32, 64)
     extended = copied(folder, tmp_path / "one", tensors | more)
     with pytest.warns(UserWarning, match=rf"{len(more)} tensors .*num_nextn_predict_layers"):
-        model = engine.load_decoder(extended)
+        model = engine.load_decoder(open_source(extended))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        plain = engine.load_decoder(folder)
+        plain = engine.load_decoder(open_source(folder))
     tokens = torch.arange(20)[None]
     with torch.no_grad():
         assert torch.equal(model(tokens, logits), plain(tokens, logits))
     none = copied(folder, tmp_path / "none", tensors | more, num_nextn_predict_layers=0)
     with pytest.raises(KeyError, match=rf"{len(more)} tensors have no rule"):
-        engine.load_decoder(none)
+        engine.load_decoder(open_source(none))
 
 
 def dtype_of(file, name):
@@ -74,7 +75,7 @@ def test_the_bias_of_a_router_stays_in_fp32(tmp_path):
         layer.mlp.gate.e_score_correction_bias = bias.float() + 0.0001
     save(theirs, tmp_path / "half")
     assert dtype_of(tmp_path / "half" / "model.safetensors", BIAS) == torch.float32
-    ours = engine.load_decoder(tmp_path / "half")
+    ours = engine.load_decoder(open_source(tmp_path / "half"))
     parameters = dict(ours.named_parameters())
     router = parameters["layers.1.mlp.router.bias"]
     assert {p.dtype for p in parameters.values()} == {torch.bfloat16, torch.float32}

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from tiny import CASES, build, save
 
 from dolmen.conversion import hf, hf_export
+from dolmen.conversion.source import load_weights, open_source
 from dolmen.families import edit
 
 
@@ -25,7 +26,7 @@ def load(folder):
     """(the model, parameters loaded into NaNs)."""
     model = hf.read_config(folder)
     targets = {name: torch.full(shape, float("nan")) for name, shape in model.tree.shapes.items()}
-    hf.load_weights(folder, model, lambda name, full: targets[name].copy_(full))
+    load_weights(open_source(folder, model), lambda name, full: targets[name].copy_(full))
     return model, targets
 
 

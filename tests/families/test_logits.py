@@ -13,7 +13,7 @@ from tiny import CASES, build, save
 from transformers.core_model_loading import revert_weight_conversion
 from wide import Wide, double
 
-from dolmen.conversion import hf
+from dolmen.conversion.source import load_weights, open_source
 from dolmen.core import state
 from dolmen.model import head
 from dolmen.model.decoder import Decoder
@@ -40,12 +40,12 @@ FELT = [
 @torch.no_grad()
 def test_logits(case, tmp_path):
     theirs, folder = build(case), save(build(case), tmp_path)
-    source = hf.read_config(folder)
+    source = open_source(folder)
     ours = Decoder(source.tree).eval()
     parameters = dict(ours.named_parameters())
     for p in parameters.values():
         p.fill_(float("nan"))
-    hf.load_weights(folder, source, lambda name, full: state.write_region(parameters[name], full))
+    load_weights(source, lambda name, full: state.write_region(parameters[name], full))
     tokens = torch.randint(0, source.tree.vocab_size, (2, 40))
     expected = theirs(tokens).logits
     assert expected.std() > 0.3
@@ -75,12 +75,12 @@ def test_loss_and_gradients(case, dtype, tmp_path):
     if dtype == torch.float64:
         theirs, mode = double(stored.config), Wide()
         theirs.load_state_dict(stored.state_dict())
-    source = hf.read_config(folder)
+    source = open_source(folder)
     ours = Decoder(source.tree).to(dtype)
     parameters = dict(ours.named_parameters())
     with torch.no_grad():
-        hf.load_weights(
-            folder, source, lambda name, full: state.write_region(parameters[name], full.to(dtype))
+        load_weights(
+            source, lambda name, full: state.write_region(parameters[name], full.to(dtype))
         )
     tokens = torch.randint(0, source.tree.vocab_size, (2, 40))
     with mode:
@@ -91,7 +91,7 @@ def test_loss_and_gradients(case, dtype, tmp_path):
     torch.testing.assert_close(loss, expected, rtol=TOLERANCE[dtype], atol=0)
     expected.backward()
     loss.backward()
-    got = dict(exported_trained(source, lambda name: parameters[name].grad))
+    got = dict(exported_trained(source.model, lambda name: parameters[name].grad))
     wanted = revert_weight_conversion(theirs, {n: p.grad for n, p in theirs.named_parameters()})
     assert got.keys() == wanted.keys()
     largest = max(g.abs().max() for g in wanted.values())
@@ -106,7 +106,7 @@ def test_loss_and_gradients(case, dtype, tmp_path):
 @torch.no_grad()
 def test_greedy_text(case, tmp_path):
     """With a cache there as here."""
-    theirs, ours = build(case), engine.load_decoder(save(build(case), tmp_path))
+    theirs, ours = build(case), engine.load_decoder(open_source(save(build(case), tmp_path)))
     prompts = torch.randint(0, ours.tree.vocab_size, (3, 7))
     theirs.generation_config = transformers.GenerationConfig()  # no token ends a text
     texts = theirs.generate(prompts, max_new_tokens=12, do_sample=False)[:, 7:]
@@ -116,6 +116,7 @@ def test_greedy_text(case, tmp_path):
 @torch.no_grad()
 def test_falcon_beyond_what_bfloat16_counts(tmp_path):
     """400 tokens: from 256 on ALiBi of Falcon goes by steps, as in transformers."""
-    theirs, ours = build("falcon-alibi"), engine.load_decoder(save(build("falcon-alibi"), tmp_path))
+    theirs = build("falcon-alibi")
+    ours = engine.load_decoder(open_source(save(build("falcon-alibi"), tmp_path)))
     tokens = torch.randint(0, ours.tree.vocab_size, (1, 400))
     torch.testing.assert_close(ours(tokens, head.logits), theirs(tokens).logits, rtol=0, atol=1e-4)

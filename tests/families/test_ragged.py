@@ -11,6 +11,7 @@ import torch
 import transformers
 from tiny import build, save
 
+from dolmen.conversion.source import open_source
 from dolmen.core import mesh as meshes
 from dolmen.core.mesh import SINGLE, Mesh
 from dolmen.serving import engine
@@ -72,7 +73,7 @@ def _alone(model: transformers.GenerationMixin, prompt: list[int]) -> list[int]:
 
 def ours(folder: Path, stop: frozenset[int], mesh: Mesh = SINGLE) -> tuple[list[list[int]], Memory]:
     held: list[Memory] = []
-    model = engine.load_decoder(folder, mesh)
+    model = engine.load_decoder(open_source(folder), mesh)
     texts = engine.generate(model, prompts(), NEW, stop=stop, batch=AT_ONCE, on_memory=held.append)
     return texts, held[0]
 

@@ -355,7 +355,7 @@ SUBJECTS = {
     **{f"config.json of {name}": config(name) for name in CONFIGS},
     "generation_config.json": Subject(
         writes("generation_config.json", b'{"eos_token_id": [1, 2], "bos_token_id": 0}'),
-        lambda file: engine.stop_tokens(file.parent),
+        lambda file: engine.stop_tokens(hf.Transformers(file.parent, Model(CONFIGS["gpt2"]))),
         same_stop,
     ),
     "model.safetensors": Subject(make_safetensors, read_safetensors, same_tensors),

@@ -178,7 +178,8 @@ def test_damaged_folders_are_refused(tmp_path):
 
 PEAK = """
 import os, resource, sys, torch
-from dolmen.conversion import hf, hf_export
+from dolmen.conversion import hf_export
+from dolmen.conversion.source import load_weights, open_source
 from dolmen.families import Model
 
 def grown(work):        # MiB by which `work` raised the peak
@@ -193,7 +194,7 @@ if os.fork() == 0:      # a process each, since a peak never falls
     grown(lambda: hf_export.save(folder, config, lambda name: torch.ones(shapes[name])))
     os._exit(0)
 os.wait()
-grown(lambda: hf.load_weights(folder, config, lambda name, full: None))
+grown(lambda: load_weights(open_source(folder, config), lambda name, full: None))
 """
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from decoders import DECODERS, MOST, PROMPTS, VOCABULARY, decoder
 
 from dolmen.conversion import hf_export
+from dolmen.conversion.source import open_source
 from dolmen.core import mesh as meshes
 from dolmen.model import head
 from dolmen.parallel import data
@@ -188,14 +189,16 @@ def test_load_takes_the_dtype_of_the_folder(tmp_path):
     values = dict(model.named_parameters())
     flat = replace(DECODERS["one-kv-qk-norm"], family="qwen3", hf={"eos_token_id": [2, 3]})
     hf_export.save(tmp_path / "model", flat.model, values.__getitem__, torch.bfloat16)
-    assert {p.dtype for p in load_decoder(tmp_path / "model").parameters()} == {torch.bfloat16}
-    wide = load_decoder(tmp_path / "model", dtype=torch.float32)
+    assert {p.dtype for p in load_decoder(open_source(tmp_path / "model")).parameters()} == {
+        torch.bfloat16
+    }
+    wide = load_decoder(open_source(tmp_path / "model"), dtype=torch.float32)
     assert not wide.training and all(
         torch.equal(p, values[n].bfloat16().float()) for n, p in wide.named_parameters()
     )
-    assert stop_tokens(tmp_path / "model") == {2, 3}
+    assert stop_tokens(open_source(tmp_path / "model")) == {2, 3}
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": 5}))
-    assert stop_tokens(tmp_path / "model") == {5}
+    assert stop_tokens(open_source(tmp_path / "model")) == {5}
 
 
 def texts_of(model) -> dict[str, list[list[int]]]:

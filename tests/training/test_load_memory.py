@@ -9,7 +9,8 @@ import pytest
 
 PROGRAM = """
 import resource, sys, torch
-from dolmen.conversion import hf, hf_export
+from dolmen.conversion import hf_export
+from dolmen.conversion.source import load_weights, open_source
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from dolmen.core import mesh, state
 from dolmen.families import Model
@@ -28,7 +29,7 @@ else:
     small = Model(dict(llama, hidden_size=8, intermediate_size=8, num_hidden_layers=1, head_dim=8))
     build.initialize(build.build(small.tree, grid), 0)
     before = peak()
-    build.load(model, lambda write: hf.load_weights(sys.argv[1], config, write))
+    build.load(model, lambda write: load_weights(open_source(sys.argv[1]), write))
     shard = sum(state.local_elements(p) for p in model.parameters()) * 4 / 2**20
     largest = max(torch.Size(s).numel() for s in config.tree.shapes.values()) * 4 / 2**20
     whole = sum(torch.Size(s).numel() for s in config.tree.shapes.values()) * 4 / 2**20

@@ -5,16 +5,14 @@ and gradient norms beside those of the CPU in float64.
 import tempfile
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from benchmarks.gpu import compare, house, tables
 from benchmarks.gpu.case import Case, Context, Record
-from dolmen.conversion import hf
+from dolmen.conversion.source import Source, load_weights, open_source
 from dolmen.core import mesh as meshes
 from dolmen.core.mesh import Mesh
-from dolmen.families import Model
 from dolmen.model import build
 from dolmen.training.step import optimizer_step
 
@@ -43,14 +41,13 @@ def family(context: Context, name: str, record: Record) -> None:
     torch.set_num_threads(1)  # models so small wait for a second thread
     device = torch.device(context.place)
     with tempfile.TemporaryDirectory() as to, house.alone(device) as mesh:
-        folder = Path(tiny.save(tiny.build(name), to))
-        model = hf.read_config(folder)
+        source = open_source(tiny.save(tiny.build(name), to))
         cpu = meshes.grid(1, 1, torch.device("cpu"))
-        true = updates(folder, model, cpu, torch.float64)
+        true = updates(source, cpu, torch.float64)
         record.tell(loss=true[0][0], norm=true[1][0])
         for dtype, bounds in BOUNDS.items():
-            own = updates(folder, model, cpu, dtype) if dtype is torch.bfloat16 else true
-            found = updates(folder, model, mesh, dtype)
+            own = updates(source, cpu, dtype) if dtype is torch.bfloat16 else true
+            found = updates(source, mesh, dtype)
             for kind, got, ref, off, bound in zip(
                 ("losses", "norms"), found, true, own, bounds, strict=True
             ):
@@ -60,12 +57,10 @@ def family(context: Context, name: str, record: Record) -> None:
                 )
 
 
-def updates(
-    folder: Path, model: Model, mesh: Mesh, dtype: torch.dtype
-) -> tuple[list[float], list[float]]:
+def updates(source: Source, mesh: Mesh, dtype: torch.dtype) -> tuple[list[float], list[float]]:
     """Losses and gradient norms of UPDATES steps computed in `dtype`."""
-    state = house.training(model.tree, mesh, SEQUENCES, dtype, micro=2)
-    build.load(state.model, lambda write: hf.load_weights(folder, model, write))
-    batch = house.batch(model.tree, SEQUENCES, LENGTH)
+    state = house.training(source.tree, mesh, SEQUENCES, dtype, micro=2)
+    build.load(state.model, lambda write: load_weights(source, write))
+    batch = house.batch(source.tree, SEQUENCES, LENGTH)
     told = [optimizer_step(state, batch, mesh) for _ in range(UPDATES)]
     return [m.loss for m in told], [m.grad_norm for m in told]

@@ -1,0 +1,150 @@
+"""A checkpoint of a run as a source (source.py): its parameters have our names already, and what
+its config.json would say is in its state.json, with what training has added.
+"""
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from jaxtyping import Shaped
+from torch import Tensor
+
+from dolmen.checkpoint import folders, stream
+from dolmen.checkpoint.folders import STATE, Damaged
+from dolmen.checkpoint.saved import model_of, read_saved
+from dolmen.core.words import counted
+from dolmen.families import Model, compared, completed, edit
+from dolmen.files.safetensors import Spec
+from dolmen.model.tree import Tree
+
+KIND = "model/"  # what the names of parameters begin with, beside those of their moments
+
+
+@dataclass(frozen=True)
+class RunCheckpoint:
+    """Whole and not damaged, as far as can be told without reading tensors."""
+
+    model: Model
+    tree: Tree
+    step: int
+    own: Model
+    """That it was trained as; `model` may be another one, to which its weights are given."""
+    checkpoint: stream.Checkpoint
+
+    @property
+    def where(self) -> Path:
+        return self.checkpoint.folder
+
+    @property
+    def title(self) -> str:
+        return f"the checkpoint of step {self.step}"
+
+    @property
+    def tokenizer(self) -> Path | None:
+        return _tokenizer(self.where)
+
+    @property
+    def generation_config(self) -> dict[str, Any]:
+        return {}
+
+    @property
+    def transformers(self) -> None:
+        return None
+
+    @property
+    def specs(self) -> Mapping[str, Spec]:
+        return self._specs
+
+    @cached_property
+    def _specs(self) -> dict[str, Spec]:
+        stored = {
+            name.removeprefix(KIND): spec
+            for name, spec in self.checkpoint.specs.items()
+            if name.startswith(KIND)
+        }
+        shapes = self.tree.shapes
+        if absent := [
+            name for name in (*shapes, *stored) if name not in shapes or name not in stored
+        ]:
+            raise KeyError(
+                f"{self.where} does not fit its model{self._differences()}: "
+                f"{counted(len(absent), 'parameter is', 'parameters are')} in one of the two "
+                f"alone, e.g. {absent[:3]}"
+            )
+        if other := [name for name, shape in shapes.items() if stored[name].shape != shape]:
+            name = other[0]
+            raise ValueError(
+                f"{name} is {stored[name].shape} in {self.where}, the model makes it "
+                f"{shapes[name]}{self._differences()}"
+            )
+        return {name: stored[name] for name in shapes}
+
+    def stream(self, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        names = [name for name in self.specs if only is None or name in only]
+        return ((name, self.read(name)) for name in names)
+
+    def read(self, name: str) -> Shaped[Tensor, "*whole"]:
+        if name not in self.specs:
+            raise KeyError(f"{self.where} has no parameter {name}")
+        return self.checkpoint.read(f"{KIND}{name}")
+
+    def _differences(self) -> str:
+        """What was asked of the model that the checkpoint is not of."""
+        told = [f"{n} is {a} there, {b} here" for n, a, b in compared(self.own, self.model)]
+        return f" ({'; '.join(told)})" if told else ""
+
+
+def found(folder: Path) -> bool:
+    """Whether a folder is meant as a run, as its folder of checkpoints, or as one of these."""
+    named = re.fullmatch(folders.FOLDER, folder.resolve().name) is not None
+    return (
+        named
+        or (folder / "checkpoints").is_dir()
+        or (folder / STATE).is_file()
+        or any(re.fullmatch(folders.FOLDER, path.name) for path in folder.glob("step-*"))
+    )
+
+
+def newest(folder: Path) -> Path:
+    """The checkpoint that a folder stands for: itself, or the newest whole one in it. Raises
+    ValueError where there is none.
+    """
+    return stream.locate(folder)
+
+
+def opened(folder: Path, model: Model | None = None) -> RunCheckpoint:
+    """The checkpoint in a step folder, its weights as those of `model`, where one is given. Raises
+    Damaged.
+    """
+    checkpoint = stream.open_checkpoint(folder)
+    kept = read_saved(checkpoint.meta, folder)
+    try:
+        own, training = model_of(kept.run)
+    except ValueError as error:
+        raise Damaged(f"{folder / STATE}: {error}") from None
+    if kept.run.get("init") is None:
+        own = _made(own, _tokenizer(folder))
+    model = model or own
+    return RunCheckpoint(model, training.applied(model.tree), kept.step, own, checkpoint)
+
+
+def _made(model: Model, tokenizer: Path | None) -> Model:
+    """A model that came from no config.json, as a whole one: with the end of text that its
+    tokenizer names, where generation stops.
+    """
+    model = completed(model)
+    if tokenizer is None or model.config.get("eos_token_id") is not None:
+        return model
+    from dolmen.data.tokenizer import load_tokenizer
+
+    end = load_tokenizer(str(tokenizer), option="").eos_token_id
+    return model if end is None else edit(model, eos_token_id=end)
+
+
+def _tokenizer(folder: Path) -> Path | None:
+    """That of the run that a step folder lies in, if it is still there."""
+    tokenizer = folder.parent.parent / "tokenizer"
+    return tokenizer if tokenizer.is_dir() else None

@@ -1,0 +1,177 @@
+"""A model with its weights, in whatever format they lie: what export, verify, generate, evaluate
+and --init read.
+
+    open_source("path/to/model")                    a directory of transformers
+    open_source("org/name")                         one of the hub, or of its cache
+    open_source("runs/book")                        a run: its newest whole checkpoint
+    open_source("runs/book/checkpoints/step-...")   that one
+
+A format is a class that is a Source, and a line of FORMATS. How a file names, joins or cuts
+parameters is known to the format alone: here they have our names and shapes.
+"""
+
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from jaxtyping import Shaped
+from torch import Tensor
+
+from dolmen.conversion import checkpoint, hf
+from dolmen.core import agree
+from dolmen.core.mesh import Mesh
+from dolmen.families import Model
+from dolmen.files.safetensors import Spec
+from dolmen.model.tree import Tree
+
+
+class Source(Protocol):
+    """Made by opening what says the model; what is stored is looked at when it is asked for."""
+
+    @property
+    def where(self) -> Path:
+        """The folder that its tensors lie in."""
+        ...
+
+    @property
+    def title(self) -> str:
+        """As the end of a sentence: wrote model/, from ..."""
+        ...
+
+    @property
+    def model(self) -> Model:
+        """Its config.json."""
+        ...
+
+    @property
+    def tree(self) -> Tree:
+        """What is stored: that of `model`, and what training has added to it."""
+        ...
+
+    @property
+    def tokenizer(self) -> Path | None:
+        """The folder of its tokenizer, if it has one."""
+        ...
+
+    @property
+    def generation_config(self) -> dict[str, Any]:
+        """What its generation_config.json says; empty where there is none. Raises Refused."""
+        ...
+
+    @property
+    def transformers(self) -> Path | None:
+        """The folder, where transformers itself can load it."""
+        ...
+
+    @property
+    def specs(self) -> Mapping[str, Spec]:
+        """Shape, and dtype as it is stored, of every parameter of `tree`, in its order; no tensor
+        is read. Raises KeyError for tensors that are missing or have no place in the model,
+        ValueError for those that are mis-shaped or of a dtype that is not read, and for damaged
+        files.
+        """
+        ...
+
+    def stream(self, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """(name, whole CPU tensor, as in `specs`) of every parameter, or of `only`, once, in the
+        order in which they lie. One stored tensor is in memory at a time if the caller lets go of
+        each. Checks first, as `specs` does, and raises ValueError for damage that is found later.
+        """
+        ...
+
+    def read(self, name: str) -> Shaped[Tensor, "*whole"]:
+        """One parameter, as `stream` gives it. Raises KeyError where there is none, and as
+        `stream`.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Format:
+    """A way in which models lie in folders."""
+
+    told: str
+    """What it is called, and what of it is seen in a folder."""
+    found: Callable[[Path], bool]
+    """Whether a folder is meant as one; that it is whole is found when it is opened."""
+    newest: Callable[[Path], Path]
+    """What a folder that grows stands for now. Raises ValueError where that is nothing."""
+    opened: Callable[[Path, Model | None], Source]
+    """What `newest` gave, as a source; the weights as those of the model, where one is given.
+    Raises ValueError.
+    """
+
+
+FORMATS = (
+    Format(
+        "a transformers directory (config.json, model.safetensors)",
+        hf.found,
+        lambda folder: folder,
+        hf.opened,
+    ),
+    Format(
+        "a run or checkpoint of dolmen (checkpoints/, step-NNNNNNNN/)",
+        checkpoint.found,
+        checkpoint.newest,
+        checkpoint.opened,
+    ),
+)
+
+
+def open_source(name: str | Path, model: Model | None = None) -> Source:
+    """The source in a folder of any of FORMATS, or of that id on the hub; its weights are taken as
+    those of `model`, where one is given: its config.json, changed. Raises ValueError for what is
+    none, with what was found there.
+    """
+    folder = hf.resolve_model(name)
+    format_ = _format(folder)
+    return format_.opened(format_.newest(folder), model)
+
+
+def pinned(name: str | Path) -> str:
+    """What opens the same source however often: of a run, which may go on while it is read, its
+    newest checkpoint now; all else, a hub id too, as it is named. Raises as `open_source`.
+    """
+    folder = hf.resolve_model(name)
+    newest = _format(folder).newest(folder)
+    return str(name) if newest == folder else str(newest)
+
+
+def open_alike(name: str | Path, mesh: Mesh) -> Source:
+    """`open_source`, by every rank of the mesh, of what the first rank finds. Raises as that."""
+    return open_source(name if mesh.size == 1 else agree.once(lambda: pinned(name)))
+
+
+def tokenizer_folder(source: Source) -> str:
+    """Where its tokenizer is read; of a source without one its own folder, to be named where it is
+    refused.
+    """
+    return str(source.tokenizer or source.where)
+
+
+def load_weights(
+    source: Source, write: Callable[[str, Tensor], Any], only: Collection[str] | None = None
+) -> None:
+    """Calls `write(name, whole tensor)` once, for every parameter of the source, or of `only`.
+    Raises as `Source.stream`, and KeyError where a parameter was never written.
+    """
+    wanted, written = set(source.tree.leaves if only is None else only), set()
+    for name, tensor in source.stream(only):
+        assert name not in written, f"{name} written twice"
+        write(name, tensor)
+        written.add(name)
+        del tensor  # or it would still be held while the next one is read
+    if left := sorted(wanted - written):
+        raise KeyError(f"{len(left)} parameters are not in {source.where}, e.g. {left[:3]}")
+
+
+def _format(folder: Path) -> Format:
+    for format_ in FORMATS:
+        if format_.found(folder):
+            return format_
+    names = sorted(os.listdir(folder))
+    held = f"holds {', '.join(names[:5])}{' ...' * (len(names) > 5)}" if names else "is empty"
+    known = ", nor ".join(format_.told for format_ in FORMATS)
+    raise ValueError(f"{folder} is neither {known}: it {held}")
