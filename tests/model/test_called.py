@@ -1,0 +1,166 @@
+"""The kernels that a forward and backward call, of every family and each as often as listed: on an
+H100, by a model of meta tensors that is built as for one, and on a CPU by really running. On meta
+there is no value to read, so the H100's road is also seen to read none.
+"""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from models import build, initialize, tiny
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dolmen.core.mesh import SINGLE
+from dolmen.families.known import families
+from dolmen.model.decoder import Decoder
+from dolmen.model.head import loss_of
+from dolmen.ops.kernels import CPU, H100, Hardware
+
+META = replace(SINGLE, device=torch.device("meta"))
+A100 = Hardware("cuda", (8, 0), "NVIDIA A100-SXM4-80GB")
+SIZES = dict(
+    vocab_size=64,
+    hidden_size=64,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
+BLOOM = dict(vocab_size=64, hidden_size=64, n_layer=2, n_head=4)
+GPT2 = dict(vocab_size=64, n_embd=64, n_layer=2, n_head=4, n_positions=32)
+EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=16)
+DEEPSEEK = (
+    SIZES
+    | EXPERTS
+    | dict(
+        num_key_value_heads=4,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=16,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+    )
+)
+FIELDS = {
+    "llama": SIZES,
+    "mistral": SIZES | dict(sliding_window=8),
+    "mixtral": SIZES | dict(num_local_experts=4, num_experts_per_tok=2),
+    "qwen2": SIZES,
+    "qwen3": SIZES | dict(head_dim=16),
+    "qwen3_moe": SIZES | EXPERTS | dict(num_experts=4, head_dim=16),
+    "gpt2": GPT2,
+    "falcon": dict(vocab_size=64, hidden_size=64, num_hidden_layers=2, num_attention_heads=4),
+    "bloom": BLOOM,
+    "gemma": SIZES | dict(head_dim=16),
+    "gemma2": SIZES | dict(head_dim=16),
+    "deepseek_v2": DEEPSEEK,
+    "deepseek_v3": DEEPSEEK | dict(n_group=2, topk_group=1),
+}
+# Calls of a forward and backward of two layers. flash and fused (RMSNorm): one each way.
+# products: of matrices; grouped, loop: those of experts, in one kernel or one each; blocks: those
+# of our attention. Gemma's norms are zero-centred, which torch's kernel is not.
+LISTED = """
+                H100, bfloat16                              CPU, bfloat16
+    llama       flash 2, fused 5, products 45               blocks 14, products 45
+    mistral     flash 2, fused 5, products 45               blocks 14, products 45
+    mixtral     flash 2, fused 5, products 33, grouped 18   blocks 14, products 33, loop 72
+    qwen2       flash 2, fused 5, products 45               blocks 14, products 45
+    qwen3       flash 2, fused 9, products 45               blocks 14, products 45
+    qwen3_moe   flash 2, fused 9, products 33, grouped 18   blocks 14, products 33, loop 72
+    gpt2        flash 2, layer norm 5, products 39          blocks 14, layer norm 5, products 39
+    falcon      flash 2, layer norm 3, products 39          blocks 14, layer norm 3, products 39
+    bloom       blocks 14, layer norm 6, products 39        blocks 14, layer norm 6, products 39
+    gemma       flash 2, products 45                        blocks 14, products 45
+    gemma2      blocks 14, products 45                      blocks 14, products 45
+    deepseek_v2 flash 2, fused 9, products 54, grouped 9    blocks 14, products 54, loop 36
+    deepseek_v3 flash 2, fused 9, products 54, grouped 9    blocks 14, products 54, loop 36
+"""
+NAMES = {
+    "_flash_attention_forward.default": "flash",
+    "_flash_attention_backward.default": "flash back",
+    "_fused_rms_norm_backward.default": "fused",
+    "native_layer_norm.default": "layer norm",
+    "native_layer_norm_backward.default": "layer norm back",
+    "_grouped_mm.default": "grouped",
+    "bmm.default": "blocks",
+    "baddbmm.default": "blocks",
+    "mm.default": "products",
+    "addmm.default": "products",
+    "addmm_.default": "products",
+    "mm.out": "loop",
+}
+UNLISTED = ("attention", "attn", "norm", "mm", "conv", "fused", "scaled")  # in names of kernels
+
+
+def listed(name: str, hardware: Hardware) -> dict[str, int]:
+    line = next(line for line in LISTED.splitlines() if line.split()[:1] == [name])
+    text = line[16:60] if hardware is H100 else line[60:]
+    calls = {words: int(n) for words, _, n in (c.strip().rpartition(" ") for c in text.split(","))}
+    return calls | {f"{w} back": calls[w] for w in ("flash", "layer norm") if w in calls}
+
+
+class Called(TorchDispatchMode):
+    """Kernels that are called, by their names in the list."""
+
+    def __init__(self):
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = f"{function.overloadpacket.__name__}.{function._overloadname}"
+        if name in NAMES or any(part in name for part in UNLISTED):
+            self.found[NAMES.get(name, name)] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def made(name: str, hardware: Hardware, dtype: torch.dtype = torch.bfloat16) -> Decoder:
+    """Of two layers; with values where they are computed with."""
+    model = tiny(name, **FIELDS[name])
+    if hardware is not CPU:
+        return build(model, META, dtype=dtype, hardware=hardware)
+    decoder = build(model, SINGLE, dtype=dtype)
+    initialize(decoder, 0)
+    return decoder
+
+
+def called(model: Decoder) -> dict[str, int]:
+    tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
+    tokens = tokens.to(next(model.parameters()).device)
+    with Called() as seen:
+        model(tokens, loss_of(tokens)).backward()
+    for name, p in model.named_parameters():
+        assert p.grad is not None or not model.tree.leaves[name].trained, name
+    return dict(seen.found)
+
+
+@pytest.mark.parametrize("hardware", [H100, CPU], ids=["H100", "CPU"])
+@pytest.mark.parametrize("name", FIELDS)
+def test_what_is_called_is_what_is_listed(name, hardware):
+    """And what the header of a run says was chosen."""
+    model = made(name, hardware)
+    found, chosen = called(model), model.split.kernels
+    assert found == listed(name, hardware)
+    assert ("flash" in found) == (chosen.attention == "flash") != ("blocks" in found)
+    assert ("grouped" in found) <= (chosen.grouped == "grouped_mm")
+    assert ("loop" in found) <= (chosen.grouped == "loop")
+    assert ("fused" in found) <= (chosen.norm == "fused")
+
+
+def test_every_family_is_listed():
+    assert FIELDS.keys() == families().keys()
+
+
+def test_without_half_precision_an_h100_has_our_blocks():
+    found = called(made("llama", H100, torch.float32))
+    assert found == {"blocks": 14, "fused": 5, "products": 45}
+
+
+def test_a_host_that_reads_is_seen():
+    """Of an A100 experts are a loop, for which the host must know how many rows each has."""
+    assert "loop" in str(made("mixtral", A100).split.kernels)
+    with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
+        called(made("mixtral", A100))
