@@ -4,12 +4,16 @@ large as values say. On a CPU nothing waits, but the operators are the same.
 """
 
 from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 
+import flash_kernel
 import models
 import pytest
 import torch
 from models import Flat
+from spawning import Row
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from dolmen.core import host
@@ -18,7 +22,7 @@ from dolmen.core import state as states
 from dolmen.core.mesh import SINGLE
 from dolmen.data.batch import Batch
 from dolmen.model.layout import Layout
-from dolmen.ops.kernels import Kernels
+from dolmen.ops.kernels import H100, Hardware, Kernels
 from dolmen.optim.optimizer import OptimizerConfig, adamw
 from dolmen.optim.precision import LossScale
 from dolmen.parallel import schedule as schedules
@@ -72,6 +76,7 @@ SPARSE = replace(
     CONFIG, num_experts=4, num_experts_per_tok=2, dense_layers=(0,), moe_intermediate_size=16
 )
 KERNEL = Kernels(grouped="grouped_mm")
+LARGER = replace(SPARSE, head_dim=8, hidden_size=32, moe_intermediate_size=32)  # flash's rows
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,8 @@ class Case:
     kernels: Kernels = Kernels()
     micros: int = 2
     scaled: bool = False
+    hardware: Hardware | None = None
+    """What kernels are chosen for, in bf16; None: they are `kernels`."""
 
 
 CASES = {
@@ -96,6 +103,17 @@ CASES = {
     ),
     # two sparse layers, two microbatches, forward and again
     "experts in a loop, recomputed": Case(9, SPARSE, Layout(recompute="full")),
+    # flash, the fused norm and one kernel for experts: tests/flash_kernel.py stands in
+    "as on an H100": Case(1, LARGER, hardware=H100),
+}
+EP = Layout(dp=2, ep=2, zero=1)
+# one at the end, and of each sparse layer and microbatch: how many rows come and go
+OVER_RANKS = {
+    "ep 2": Case(5, SPARSE, EP),
+    "ep 2, recomputed, zero 3": Case(9, SPARSE, replace(EP, zero=3, recompute="full")),
+    "ep 2, as on an H100, recomputed": Case(
+        9, LARGER, replace(EP, recompute="full"), hardware=H100
+    ),
 }
 
 
@@ -105,9 +123,13 @@ def batch(seed: int = 0) -> Batch:
 
 
 def made(case: Case, mesh, monkeypatch) -> TrainState:
-    monkeypatch.setattr(models.building, "chosen", lambda *_: case.kernels)
+    options = {}
+    if case.hardware is None:
+        monkeypatch.setattr(models.building, "chosen", lambda *_: case.kernels)
+    else:
+        options = dict(hardware=case.hardware, compute=torch.bfloat16)
     schedule = schedules.make("1f1b", 1, case.micros)
-    model = models.build(case.config, mesh, case.layout, schedule)
+    model = models.build(case.config, mesh, case.layout, schedule, **options)
     models.initialize(model, 0)
     config = OptimizerConfig()
     state = TrainState(model, adamw(model, config), config, 9, case.layout.zero, schedule)
@@ -116,9 +138,11 @@ def made(case: Case, mesh, monkeypatch) -> TrainState:
     return state
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_reads_of_a_step(name, monkeypatch):
-    case, reads, read, region = CASES[name], [], host.read_back, states.region
+def hold_reads(case: Case, monkeypatch, join: AbstractContextManager) -> None:
+    """Two steps in the group that `join` enters read as often as the case says, and wait nowhere
+    else.
+    """
+    reads, read, region = [], host.read_back, states.region
 
     def unwatched(p):  # torch works out the offsets of a DTensor with tensors of the CPU
         with _disable_current_modes():
@@ -126,13 +150,32 @@ def test_reads_of_a_step(name, monkeypatch):
 
     monkeypatch.setattr(states, "region", unwatched)
     monkeypatch.setattr(host, "read_back", lambda x: reads.append(x.shape) or read(x))
-    with meshes.joined(None, torch.device("cpu")):
-        state = made(case, meshes.grid(1, 1, torch.device("cpu")), monkeypatch)
+    with join, flash_kernel.on_cpu() as attended:
+        mesh = case.layout.mesh(torch.device("cpu"))
+        state = made(case, mesh, monkeypatch)
         for step in range(2):  # the second begins with what the first has left
             reads.clear()
             with Watch() as watch:
-                optimizer_step(state, batch(step), SINGLE)
-            assert len(reads) == case.reads and watch.found == {}
+                optimizer_step(state, batch(2 * step + mesh.dp.rank), mesh)
+            assert len(reads) == case.reads and watch.found == {}, (reads, watch.found)
+        assert bool(attended) == (case.hardware is H100)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_reads_of_a_step(name, monkeypatch):
+    hold_reads(CASES[name], monkeypatch, meshes.joined(None, torch.device("cpu")))
+
+
+def over_ranks(name: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        hold_reads(OVER_RANKS[name], patch, nullcontext())
+
+
+@pytest.mark.parametrize(
+    "row", [Row(name, 2, partial(over_ranks, name)).parameter for name in OVER_RANKS]
+)
+def test_reads_of_a_step_over_ranks(row, result):
+    result(row)
 
 
 def test_the_watch_sees_what_waits():
