@@ -7,8 +7,9 @@ import pytest
 import tinyrun
 import torch
 import transformers
+import yaml
 from safetensors.torch import load_file, save_file
-from tinyrun import dolmen, losses, rows, tensors
+from tinyrun import dolmen, losses, rows, same, tensors
 
 from dolmen.conversion.source import open_source
 
@@ -209,3 +210,65 @@ def test_generate(exported):
     )
     drawn = [dolmen(*words, seed).out for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2] and drawn[0] != first.out
+
+
+def test_a_run_is_what_its_export_is(material, run, exported):
+    """To every verb that reads a model: text and losses are equal to the letter."""
+    step = run / "checkpoints" / "step-00000003"
+    cache = ("--data.cache", material.folder / "cache")
+    texts, losses_ = set(), set()
+    for name in (run, step, exported):
+        told = dolmen("generate", name, "--prompt", "abc def", "--max-new-tokens", 12)
+        read = dolmen("evaluate", name, "--data.path", material.docs, *cache)
+        assert told.code == read.code == 0, (told.err, read.err)
+        texts.add(told.out)
+        losses_.add(" ".join(read.out.partition("loss")[2].split()))
+    assert len(texts) == len(losses_) == 1
+    verified = dolmen("verify", run, "--length", 16)
+    assert verified.code == 0 and "exported" in verified.out, verified.out
+    # the export is in bfloat16, the run is not
+    assert dolmen("verify", exported, "--against", run, "--length", 16).code == 1
+
+
+def test_init_of_a_run_is_that_of_its_export(material, run, tmp_path):
+    """The first step is equal to the bit, and config.yaml says which checkpoint it was."""
+    assert dolmen("export", run, "--to", tmp_path / "hf", "--dtype", "float32").code == 0
+    began = {}
+    for name in (run, tmp_path / "hf"):
+        out = tmp_path / f"from-{name.name}"
+        words = ["train", "pretrain", "--init", name, "--out", out, "--train.steps", 1]
+        words += ["--data.path", material.docs, "--data.cache", material.folder / "cache"]
+        result = dolmen(*words, "--train.global-batch-size", 2, "--log.validate-every", 0)
+        assert result.code == 0, result.err
+        began[name] = (losses(out), tensors(out, 1))
+    (ours, first), (theirs, second) = began.values()
+    assert ours == theirs and ours[0][0] == 1 and same(first, second)
+    said = yaml.safe_load((tmp_path / f"from-{run.name}" / "config.yaml").read_text())
+    assert said["init"] == str(run / "checkpoints" / "step-00000003")
+    again = dolmen("export", tmp_path / "hf", "--to", tmp_path / "half", "--dtype", "float16")
+    assert again.code == 0 and f"wrote {tmp_path}/half, from {tmp_path}/hf\n" == again.out
+
+
+def test_what_is_no_model_is_refused_by_every_verb(material, run, tmp_path):
+    damaged, begun = tmp_path / "damaged", tmp_path / "begun"
+    shutil.copytree(run / "checkpoints", damaged / "checkpoints")
+    with open(damaged / "checkpoints" / "step-00000003" / "state.json", "r+b") as file:
+        file.write(b"x")
+    (begun / "checkpoints" / "step-00000002.partial").mkdir(parents=True)
+    for folder, said in (
+        (damaged, "state.json is damaged: it is not what was saved"),
+        (begun, "begun holds no whole checkpoint: in checkpoints/ is only step-00000002.partial"),
+        (material.docs, "docs is neither a transformers directory (config.json, model.safetens"),
+    ):
+        for words in (
+            ("generate", folder, "--prompt", "a"),
+            ("verify", folder),
+            ("verify", material.model, "--against", folder),
+            ("evaluate", folder, "--data.path", material.docs),
+            ("export", folder, "--to", tmp_path / "to"),
+            ("train", "pretrain", "--init", folder, "--data.path", material.docs),
+        ):
+            result = dolmen(*words)
+            assert result.code == 2 and said in result.words, (words, result)
+            assert not result.out and result.err.count("\n") == 1
+    assert not (tmp_path / "to").exists()

@@ -31,7 +31,9 @@ from dolmen.model import build
 from dolmen.model.layout import Layout
 from dolmen.model.training import RouterTraining, Training
 from dolmen.serving import engine
+from dolmen.training.check import check_init
 from dolmen.training.config import RunConfig, TrainConfig
+from dolmen.training.run import make_state
 
 SIZES = dict(vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
 LLAMA = dict(SIZES, intermediate_size=40, num_key_value_heads=2, max_position_embeddings=64)
@@ -295,6 +297,27 @@ def test_a_bias_that_training_added_is_part_of_a_run(tmp_path):
     with pytest.raises(ValueError, match="train.router.balance is bias: transformers' qwen3_moe"):
         hf_export.write(source, tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
+
+
+def test_a_run_begins_with_the_biases_of_another(tmp_path):
+    """Or is refused, if it would lose them."""
+    moe, bias = MODELS["qwen3_moe"], "layers.1.mlp.router.bias"
+    with_them = str(save(tmp_path / "with", moe, train=BALANCED))
+    without = str(save(tmp_path / "without", moe))
+    run = RunConfig(model=moe, layout=Layout(dp=1), train=BALANCED)
+    for init, values in ((with_them, torch.arange(4) + 1.0), (without, torch.zeros(4))):
+        check_init(run, init)
+        begun = make_state(replace(run, init=init), SINGLE, 1).model
+        assert torch.equal(begun.get_parameter(bias), values)
+        assert torch.equal(
+            begun.get_parameter("head.weight"), open_source(init).read("head.weight")
+        )
+    plain = replace(run, train=PLAIN)
+    check_init(plain, without)
+    with pytest.raises(
+        ValueError, match=f"--init {with_them} has 2 biases of routers, e.g. layers"
+    ):
+        check_init(plain, with_them)
 
 
 def test_a_directory_is_written_again(tmp_path):
