@@ -24,6 +24,7 @@ FOLDERS = (
     "families",
     "data",
     "optim",
+    "objectives",
     "checkpoint",
     "conversion",
     "serving",

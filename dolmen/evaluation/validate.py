@@ -12,13 +12,13 @@ from torch import Tensor
 from dolmen.core import collectives, host
 from dolmen.core.mesh import Mesh
 from dolmen.data.batch import Batch
-from dolmen.model import head
 from dolmen.model.decoder import Decoder
+from dolmen.model.head import Logits
+from dolmen.objectives import score
 from dolmen.parallel import pipeline
 from dolmen.parallel import schedule as schedules
 from dolmen.parallel.actions import Schedule
 from dolmen.parallel.data import inference
-from dolmen.parallel.pipeline import Work
 
 
 class Losses(NamedTuple):
@@ -63,15 +63,10 @@ def mean_loss(
 def _nats(model: Decoder, batch: Batch, mesh: Mesh, order: Schedule) -> Tensor:
     """The sum of the losses that this rank computes of one batch."""
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
-    parts = batch.to(mesh.device).split(order.micros)
 
-    def forward(chunk: int, micro: int, x: Tensor | None) -> Tensor:
-        part = parts[micro]
-        end = head.loss_of(part.labels)
-        y = model(part.tokens, end, starts=part.starts, host=part.host, x=x, part=chunk)
-        if model.split.parts[chunk].last:
-            total.add_(y)
-        return y
+    def end(hidden: Tensor, head: Logits, part: Batch) -> Tensor:
+        return head.cross_entropy(hidden, part.labels)
 
-    pipeline.execute(order, mesh, Work(forward, lambda: model.boundary(*parts[0].tokens.shape)))
+    for nats in score.forward(model, batch, mesh, order, end):
+        total.add_(nats)
     return total

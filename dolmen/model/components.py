@@ -8,6 +8,7 @@ from dolmen.model import tree
 from dolmen.model.attention import Attention
 from dolmen.model.block import Block
 from dolmen.model.component import Setting
+from dolmen.model.head import Logits, Values
 from dolmen.model.latent import LatentAttention
 from dolmen.model.mlp import MLP
 from dolmen.model.moe import MoE
@@ -19,6 +20,7 @@ from dolmen.ops.attention import Attend
 
 MIXERS = {tree.Attention: Attention, tree.LatentAttention: LatentAttention}
 MLPS = {tree.Mlp: MLP, tree.Experts: MoE}
+HEADS = {tree.Head: Logits, tree.Scalar: Values}
 ARRANGEMENTS = {tree.Pre: Pre, tree.Parallel: Parallel, tree.Sandwich: Sandwich}
 
 # What a tree can say and no module computes: any other value is refused.

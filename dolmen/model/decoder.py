@@ -26,8 +26,8 @@ from dolmen.model.block import Block
 from dolmen.model.cached import Cached
 from dolmen.model.component import Setting
 from dolmen.model.given import Balance, Given, Where
-from dolmen.model.head import End, Logits
-from dolmen.model.layers import Column, Embedding, Norm, Positions, is_partial, places
+from dolmen.model.head import End
+from dolmen.model.layers import Column, Embedding, Norm, Parameters, Positions, is_partial, places
 from dolmen.model.positions import tables
 from dolmen.model.split import Split, whole
 from dolmen.model.training import Training
@@ -75,8 +75,9 @@ class Decoder(nn.Module):
             if split.last
             else None
         )
-        head = under(leaves, "head")
+        head, score = under(leaves, "head"), under(leaves, "score")
         self.head = Column(head) if split.last and head else None
+        self.score = Parameters(score) if split.last and score else None
         self.compiled = False
         self.compute: torch.dtype | None = None  # None: in the dtype of the parameters
 
@@ -221,9 +222,10 @@ class Decoder(nn.Module):
         hidden = self.final_norm(x)
         if end is None:
             return hidden
-        table = self.head or self.embed
+        table = self.head or self.score or self.embed
         assert table is not None
-        return end(hidden, Logits(self.tree, self.split, local(table.weight), batch, self.compiled))
+        head = components.HEADS[type(self.tree.head)]
+        return end(hidden, head(self.tree, self.split, local(table.weight), batch, self.compiled))
 
     def _given(
         self,

@@ -11,13 +11,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
+from dolmen.core import collectives
 from dolmen.model.split import Split
 from dolmen.model.tree import Tree
 from dolmen.ops import loss
 from dolmen.parallel import tensor
+from dolmen.parallel.log_probabilities import log_probabilities
 from dolmen.parallel.loss import linear_cross_entropy
 
 
@@ -37,6 +40,17 @@ class Head:
         """Of something known for all tokens (labels, weights), this rank of cp's part."""
         return self.split.cp.split(per_token, 1)
 
+    def over_sequence(self, per_token: Float[Tensor, "sequences _"]) -> Float[Tensor, " sequences"]:
+        """The sum over all tokens of each sequence, those of other ranks of cp among them: R@cp, as
+        each goes on to compute the same; what comes of it is to be `shared`.
+        """
+        axis = self.split.cp.axis
+        return collectives.copy(collectives.all_reduce_(per_token.sum(1), axis), axis)
+
+    def shared(self, total: Float[Tensor, ""]) -> Float[Tensor, ""]:
+        """This rank's share of what all ranks of cp have computed alike: they are added up."""
+        return total / self.split.cp.axis.size
+
 
 class Logits(Head):
     """A row of the weight for each token of the vocabulary, S(0)@tp."""
@@ -49,9 +63,14 @@ class Logits(Head):
         return logits.view(self.sequences, -1, self.weight.shape[0])
 
     def cross_entropy(
-        self, hidden: Float[Tensor, "_ hidden"], labels: Int64[Tensor, "sequences length"]
+        self,
+        hidden: Float[Tensor, "_ hidden"],
+        labels: Int64[Tensor, "sequences length"],
+        weights: Float[Tensor, "sequences length"] | None = None,
     ) -> Float[Tensor, ""]:
-        """The sum over this rank's tokens whose label is not IGNORED; no logits are held."""
+        """The sum over this rank's tokens whose label is not IGNORED, each times its weight; logits
+        are never whole.
+        """
         return linear_cross_entropy(
             hidden,
             self.weight,
@@ -61,7 +80,36 @@ class Logits(Head):
             self.compiled,
             self.split.kernels.logits_at_once,
             self.tree.head.soft_cap,
+            None if weights is None else self.here(weights).reshape(-1),
         )
+
+    def log_probabilities(
+        self, hidden: Float[Tensor, "_ hidden"], labels: Int64[Tensor, "sequences length"]
+    ) -> Float[Tensor, "sequences here"]:
+        """Of the label of each of this rank's tokens, 0 where it is IGNORED; logits are never
+        whole.
+        """
+        found = log_probabilities(
+            hidden,
+            self.weight,
+            self.here(labels).reshape(-1),
+            self.tree.vocab_size,
+            self.split.tp,
+            self.split.kernels.logits_at_once,
+            self.tree.head.soft_cap,
+        )
+        return found.view(self.sequences, -1)
+
+
+class Values(Head):
+    """One row, whole on every rank."""
+
+    def values(self, hidden: Float[Tensor, "_ hidden"]) -> Float[Tensor, "sequences here"]:
+        """The number of each of this rank's tokens, in fp32 or wider."""
+        tp = self.split.tp
+        (own,) = tensor.products(hidden, [self.weight], [None], tp)
+        wide = own[:, 0].to(torch.promote_types(own.dtype, torch.float32))
+        return tensor.all_tokens(wide, tp).view(self.sequences, -1)
 
 
 End = Callable[[Tensor, Any], Any]

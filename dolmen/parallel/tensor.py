@@ -294,3 +294,15 @@ def own_tokens(
     S(0)@tp.
     """
     return collectives.part(per_token, 0, tp.axis) if tp.gathers else per_token
+
+
+def all_tokens(per_token: Float[Tensor, " here"], tp: TensorParallel) -> Float[Tensor, " tokens"]:
+    """The inverse: I or S(0)@tp -> I@tp, with autograd. Each rank gives its own and zeros for the
+    others', whose sum has a gradient that each rank takes its part of; what `enter` gathers is R,
+    of which every rank's gradient would be added.
+    """
+    if not tp.gathers:
+        return per_token
+    axis, here = tp.axis, per_token.shape[0]
+    padding = (axis.rank * here, (axis.size - 1 - axis.rank) * here)
+    return collectives.all_reduce_(F.pad(per_token, padding), axis)

@@ -135,6 +135,7 @@ class Hooks:
             "memory_gib": memory_gib(self.mesh),
             "time": time.time(),
             **m.router,
+            **m.objective,
             **{f"epoch/{name}": value for name, value in self.loader.epochs(state.step).items()},
         }
         if state.scale.dynamic:

@@ -12,8 +12,9 @@ from dolmen.core import collectives, host, ranges
 from dolmen.core.mesh import Mesh
 from dolmen.core.rng import seed_of
 from dolmen.data.batch import Batch
-from dolmen.model import head
 from dolmen.model.decoder import Decoder
+from dolmen.objectives.cross_entropy import CrossEntropy
+from dolmen.objectives.objective import Objective, check
 from dolmen.ops.dropout import Noise
 from dolmen.optim.config import OptimizerConfig
 from dolmen.optim.optimizer import Optimizer
@@ -41,12 +42,16 @@ class TrainState:
     spike: SpikePolicy = field(default_factory=SpikePolicy)
     step: int = 0  # updates made, and the index of the next batch
     tokens: int = 0  # real tokens trained on
+    objective: Objective = CrossEntropy()
+
+    def __post_init__(self):
+        check(self.objective, self.model.tree)
 
 
 @dataclass(frozen=True)
 class Metrics:
-    """What a step tells. `loss` is the mean over all real tokens of the global batch, `tokens`
-    their number.
+    """What a step tells. `loss` is the mean over what the objective counts in the global batch: by
+    default its real tokens, of which there are `tokens`.
     """
 
     loss: float
@@ -56,6 +61,8 @@ class Metrics:
     skipped: bool = False
     router: dict[str, float] = field(default_factory=dict)
     """Of a model with experts: see training/balance.py."""
+    objective: dict[str, float] = field(default_factory=dict)
+    """What the objective tells beside the loss."""
     signal: int = 0
     """The largest that any rank was sent before the end of the step; 0: none."""
 
@@ -70,23 +77,25 @@ def optimizer_step(
     """Forward and backward of this rank's rows of the global batch as the schedule says, sum of
     gradients, clip, update.
 
-    The loss is divided by the global count of real tokens before backward. A step whose loss or
+    The loss is divided by the objective's global count before backward. A step whose loss or
     gradient is not finite, or that the spike policy does not allow, changes no parameter; what is
     not finite also halves the loss scale of fp16. All numbers are of the world, so all ranks agree
     on them. `observe` is told each action of the schedule after it is done; `signal` is asked when
     the last is, for the number of a signal that this rank was sent, or 0. Raises ValueError, with
-    no parameter changed, where no token of the batch carries a loss.
+    no parameter changed, where no token of the batch carries a loss, and for a batch that the
+    objective cannot judge.
 
     The host fills the device's queue, and reads what it must know to update or not: once.
     """
     # The count divides the loss before backward, so gradients are summed and never averaged: a rank
     # with fewer real tokens weighs less, as its rows do in one process. It is not read here, which
     # would keep the device waiting for the first product.
-    count = collectives.reduce_scalar(
-        host.number(batch.real_tokens, torch.int64, mesh.device), mesh.dp
-    )
+    micros = batch.microbatches(len(batch.tokens) // state.schedule.micros)
+    counts = batch.real_tokens, sum(state.objective.count(micro) for micro in micros)
+    counts = [host.number(n, torch.float64, mesh.device) for n in counts]
+    tokens, count = collectives.reduce_scalar(torch.stack(counts), mesh.dp)
     key = host.number(seed_of(state.seed, "dropout", state.step), torch.int64, mesh.device)
-    total, tallies = _forward_backward(state, batch, mesh, count, key, observe)
+    judged, tallies = _forward_backward(state, batch, mesh, count, key, observe)
 
     parameters = [p for p in state.model.parameters() if p.requires_grad]
     tied = state.model.tied_apart
@@ -99,12 +108,13 @@ def optimizer_step(
     # later
     stop = host.number(signal(), torch.int64, mesh.device)
     stop = collectives.reduce_scalar(stop, mesh.world, "max")
-    sums = collectives.reduce_scalar(torch.cat([total[None], tallies.flatten()]), mesh.world)
+    sums = collectives.reduce_scalar(torch.cat([judged, tallies.flatten()]), mesh.world)
     # every rank of tp computed the same losses and counted the same tokens
-    total, tallies = sums[0] / mesh.tp.size, (sums[1:] / mesh.tp.size).view_as(tallies)
+    summed, counted = (sums / mesh.tp.size).split([len(judged), tallies.numel()])
+    tallies = counted.view_as(tallies)
     router = balance.router_metrics(state.model.tree, tallies, len(batch.tokens) * mesh.dp.size)
-    told = _read(total / count, norm, count, stop, router)
-    if told.tokens == 0:
+    told = _read(tokens, count, norm, stop, summed / count, router)
+    if told.count == 0:
         raise ValueError(f"step {state.step}: no token of the global batch carries a loss")
     lr = learning_rate(state.config, state.step, state.steps)
     # of the world's numbers, so every rank decides the same
@@ -118,25 +128,42 @@ def optimizer_step(
     state.scale.update(finite)
     state.step += 1
     state.tokens += told.tokens
-    return Metrics(told.loss, told.norm, lr, told.tokens, not allowed, told.router, told.signal)
+    names = zip(state.objective.names, told.metrics, strict=True)
+    return Metrics(
+        told.loss,
+        told.norm,
+        lr,
+        told.tokens,
+        not allowed,
+        told.router,
+        {f"objective/{name}": value for name, value in names},
+        told.signal,
+    )
 
 
 class _Told(NamedTuple):
     """What the host knows of a step, of the world."""
 
-    loss: float
-    norm: float
     tokens: int
+    count: float
+    norm: float
     signal: int
+    loss: float
+    metrics: list[float]
     router: dict[str, float]
 
 
-def _read(loss: Tensor, norm: Tensor, count: Tensor, signal: Tensor, router: Tensor) -> _Told:
-    """All in one: the host waits for the device. In fp64, which holds a count up to 2^53."""
-    first = torch.stack([t.double() for t in (loss, norm, count, signal)])
-    mean, length, tokens, stop, *others = host.read_back(torch.cat([first, router]))
+def _read(
+    tokens: Tensor, count: Tensor, norm: Tensor, signal: Tensor, judged: Tensor, router: Tensor
+) -> _Told:
+    """All in one: the host waits for the device. In fp64, which holds a count up to 2^53. `judged`
+    are the loss and what the objective tells beside it.
+    """
+    first = torch.stack([t.double() for t in (tokens, count, norm, signal)])
+    real, by, length, stop, mean, *others = host.read_back(torch.cat([first, judged, router]))
+    metrics, others = others[: len(judged) - 1], others[len(judged) - 1 :]
     told: dict[str, float] = dict(zip(balance.NAMES, others, strict=True)) if others else {}
-    return _Told(mean, length, int(tokens), int(stop), told)
+    return _Told(int(real), by, length, int(stop), mean, metrics, told)
 
 
 def _forward_backward(
@@ -147,15 +174,16 @@ def _forward_backward(
     key: Tensor,
     observe: Callable[[Action], None],
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the step; the sum of the losses that this rank computed, fp64; and what its
-    experts counted (balance.tallied).
+    """Gradients of the step; the sums that the objective made on this rank, fp64, of losses and of
+    each of its names; and what its experts counted (balance.tallied).
     """
     model, micros, rows = state.model, state.schedule.micros, len(batch.tokens)
-    total, size = torch.zeros((), dtype=torch.float64, device=mesh.device), rows // micros
+    objective, size = state.objective, rows // micros
+    sums = torch.zeros(1 + len(objective.names), dtype=torch.float64, device=mesh.device)
     parts = batch.to(mesh.device).microbatches(size)
     share = state.scale.value / (rows * mesh.dp.size)
     losses = balance.begin(model, host.number(share, torch.float64, mesh.device))
-    factor = state.scale.value / count.double()
+    factor = state.scale.value / count
 
     def forward(chunk: int, micro: int, x: Tensor | None) -> Tensor:
         first = mesh.dp.rank * rows + micro * size
@@ -167,7 +195,7 @@ def _forward_backward(
         part = parts[micro]
         y = model(
             part.tokens,
-            head.loss_of(part.labels),
+            lambda hidden, head: objective(hidden, head, part),
             noise=noise,
             starts=part.starts,
             host=part.host,
@@ -177,8 +205,9 @@ def _forward_backward(
         )
         if not model.split.parts[chunk].last:
             return y
-        total.add_(y.detach())
-        return y * factor.to(y.dtype)
+        for i, judged in enumerate((y.total.detach(), *y.metrics)):
+            sums[i].add_(judged)
+        return y.total * factor.to(y.total.dtype)
 
     reduction = data.Reduction(model, state.zero, state.schedule.splits_backward)
     chunks = [model.blocks(chunk) for chunk in range(state.schedule.chunks)]
@@ -189,7 +218,7 @@ def _forward_backward(
     pipeline.execute(
         state.schedule, mesh, Work(forward, boundary, reduction, chunks, model.tp.later, observe)
     )
-    return total, balance.tallied(model, losses)
+    return sums, balance.tallied(model, losses)
 
 
 def _update(state: TrainState, parameters: list[Any], norm: Tensor, lr: float) -> None:

@@ -24,6 +24,8 @@ from dolmen.data.batch import IGNORED, Batch, document_starts
 from dolmen.data.mixture import Mixture, Part
 from dolmen.data.stream import TokenStream
 from dolmen.model import layout as layouts
+from dolmen.objectives.cross_entropy import CrossEntropy
+from dolmen.objectives.objective import Objective
 from dolmen.optim.optimizer import OptimizerConfig, make
 from dolmen.parallel import data
 from dolmen.training.step import TrainState, optimizer_step
@@ -81,6 +83,7 @@ DROPOUT = replace(FAMILIES["gpt2"], dropout=0.2)
 # gradients of the others' size. Measured worst over all rows: gradient 6.1e-6, norm 2e-7, loss
 # 2e-7.
 OPTIMIZER = OptimizerConfig(lr=1e-2, schedule="constant", clip=0.25, eps=1e-3)
+NEXT_TOKEN = CrossEntropy()
 
 
 @dataclass(frozen=True)
@@ -227,7 +230,7 @@ def batches(mesh: Mesh, seed: int = SEED, documents: bool = False) -> list[Batch
 @dataclass
 class Run:
     """What a run leaves: per step the gradients by name (DTensors, or whole tensors of one
-    process), their norm and the loss.
+    process), their norm, the loss and what else the objective tells.
     """
 
     gradients: list[dict[str, torch.Tensor]]
@@ -243,13 +246,16 @@ def start(
     dtype: torch.dtype = torch.float32,
     compute: torch.dtype | None = None,
     seed: int = SEED,
+    objective: Objective = NEXT_TOKEN,
 ) -> TrainState:
     """A run before its first step."""
     schedule = layout.make_schedule(ROWS, ROWS // mesh.dp.size // layout.accumulation)
     model = build(config, mesh, layout, schedule, dtype=dtype, compute=compute)
     initialize(model, seed)
     made = make(model, optimizer, mesh)
-    return TrainState(model, made, optimizer, STEPS, layout.zero, schedule, seed)
+    return TrainState(
+        model, made, optimizer, STEPS, layout.zero, schedule, seed, objective=objective
+    )
 
 
 def run(
@@ -281,7 +287,7 @@ def updates(train: TrainState, mesh: Mesh, given: list[Batch]) -> Run:
         for batch in given:
             metrics = optimizer_step(train, batch, mesh)
             out.norms.append(metrics.grad_norm)
-            out.losses.append(metrics.loss)
+            out.losses += [metrics.loss, *metrics.objective.values()]
     finally:
         data.gradient_norm = norm
     return out

@@ -15,7 +15,7 @@ from functools import cached_property
 
 from dolmen.model.tree.attention import Attention
 from dolmen.model.tree.block import Block, Run, runs_of
-from dolmen.model.tree.ends import Embedding, Head
+from dolmen.model.tree.ends import Embedding, Head, Scalar
 from dolmen.model.tree.experts import Experts, Router
 from dolmen.model.tree.latent import LatentAttention
 from dolmen.model.tree.leaf import Cut, Leaf, Leaves, Stream, check_cuts, under, within
@@ -47,6 +47,7 @@ __all__ = [
     "Router",
     "Run",
     "Sandwich",
+    "Scalar",
     "Steps",
     "Stream",
     "Table",
@@ -69,7 +70,7 @@ class Tree:
     embedding: Embedding
     runs: tuple[Run, ...]
     final_norm: Norm
-    head: Head
+    head: Head | Scalar
     max_position_embeddings: int
     """Longest sequence that the model was made for, tokens."""
     initializer_range: float = 0.02

@@ -1,6 +1,7 @@
 """What stands before the blocks and after them."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from dolmen.model.tree.leaf import Cut, Leaf, Leaves, within
 from dolmen.model.tree.norm import Norm
@@ -51,6 +52,20 @@ class Head:
             return {}
         shape, cuts = (rows, hidden), (of_vocabulary(rows),)
         return {"head.weight": Leaf(shape, "head", cuts, products=rows * hidden)}
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """In the place of a head: one number for each token, a reward or a value. What transformers
+    calls `score`, of one label and without a bias.
+    """
+
+    tied: ClassVar[bool] = False
+    soft_cap: ClassVar[None] = None
+
+    def leaves(self, rows: int, hidden: int) -> Leaves:
+        """Whole on every rank of tp, where it sees the tokens of the residual stream."""
+        return {"score.weight": Leaf((1, hidden), "head", gradient="residual", products=hidden)}
 
 
 def of_vocabulary(rows: int) -> Cut:

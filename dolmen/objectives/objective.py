@@ -1,0 +1,62 @@
+"""What an objective is: how the last stage of a pipeline turns hidden vectors into a number to
+descend.
+
+    count = objective.count(batch)                    on the host, of this rank's rows, in time
+    judged = objective(hidden, head, microbatch)      on the last stage, in the model's forward
+    the loss is the sum of judged.total over all ranks and microbatches / the sum of count
+
+The count is known from the batch before anything is computed, so it divides the loss before
+backward, and gradients are summed and never averaged.
+"""
+
+from typing import Any, NamedTuple, Protocol
+
+from jaxtyping import Float
+from torch import Tensor
+
+from dolmen.data.batch import Batch
+from dolmen.model.tree import Tree
+
+
+class Judged(NamedTuple):
+    """Of one microbatch; sums of what this rank of cp has of it, the same on all ranks of tp."""
+
+    total: Float[Tensor, ""]
+    """To go backward from."""
+    metrics: tuple[Float[Tensor, ""], ...] = ()
+    """By the objective's `names`, without gradient; what is told is their sum over the count."""
+
+
+class Objective(Protocol):
+    """A frozen value: its knobs are its fields."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the metrics, beside the loss."""
+        ...
+
+    @property
+    def head(self) -> type:
+        """The component of the tree that it is given: tree.Head, tree.Scalar."""
+        ...
+
+    def count(self, batch: Batch) -> float:
+        """What the sum is to be divided by, of a batch on the CPU. Raises ValueError for a batch
+        that it cannot judge.
+        """
+        ...
+
+    def __call__(self, hidden: Tensor, head: Any, batch: Batch) -> Judged:
+        """Of a microbatch, on the device. `hidden` is the last hidden vectors of this rank, and
+        `head` of model/head.py.
+        """
+        ...
+
+
+def check(objective: Objective, tree: Tree) -> None:
+    """Raises ValueError where the head of the model is another than the objective is given."""
+    if not isinstance(tree.head, objective.head):
+        raise ValueError(
+            f"the objective {objective} is for a model that ends in {objective.head.__name__}, and "
+            f"this one ends in {tree.head}"
+        )

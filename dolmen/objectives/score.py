@@ -1,0 +1,91 @@
+"""What a model makes of a batch without learning from it: of a policy, a reference or a reward
+model, by itself or beside others on the same mesh.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from dolmen.core import collectives
+from dolmen.core.mesh import Mesh
+from dolmen.data.batch import Batch
+from dolmen.model.decoder import Decoder
+from dolmen.model.head import Logits, Values
+from dolmen.parallel import pipeline
+from dolmen.parallel.actions import Schedule
+from dolmen.parallel.data import inference
+from dolmen.parallel.pipeline import Work
+
+T = TypeVar("T")
+
+
+def forward(
+    model: Decoder,
+    batch: Batch,
+    mesh: Mesh,
+    order: Schedule,
+    end: Callable[[Tensor, Any, Batch], T],
+) -> list[T]:
+    """What `end` makes of each microbatch, (hidden, head, microbatch) -> T, on the ranks that have
+    the last stage; elsewhere nothing. `order` has forwards alone. To be called in `inference`.
+    """
+    found: dict[int, T] = {}
+    parts = batch.to(mesh.device).split(order.micros)
+
+    def stage(chunk: int, micro: int, x: Tensor | None) -> Tensor:
+        part = parts[micro]
+
+        def here(hidden: Tensor, head: Any) -> Tensor:
+            found[micro] = end(hidden, head, part)
+            return hidden
+
+        return model(part.tokens, here, starts=part.starts, host=part.host, x=x, part=chunk)
+
+    pipeline.execute(order, mesh, Work(stage, lambda: model.boundary(*parts[0].tokens.shape)))
+    return [found[micro] for micro in sorted(found)]
+
+
+def log_probabilities(
+    model: Decoder, batch: Batch, mesh: Mesh, schedule: Schedule
+) -> Float[Tensor, "sequences length"]:
+    """Of each label of this rank's rows, 0 where it is IGNORED, on every rank of tp, cp and pp, on
+    the device: what may join a batch as one of its `numbers`. `schedule` is that of training, whose
+    microbatches divide the batch. Every rank of the mesh calls it.
+    """
+
+    def end(hidden: Tensor, head: Logits, part: Batch) -> Tensor:
+        return head.log_probabilities(hidden, part.labels)
+
+    return _of_tokens(model, batch, mesh, schedule, end)
+
+
+def values(
+    model: Decoder, batch: Batch, mesh: Mesh, schedule: Schedule
+) -> Float[Tensor, "sequences length"]:
+    """The number of each token in a model that ends in a scalar head, as `log_probabilities`."""
+
+    def end(hidden: Tensor, head: Values, part: Batch) -> Tensor:
+        return head.values(hidden)
+
+    return _of_tokens(model, batch, mesh, schedule, end)
+
+
+def _of_tokens(
+    model: Decoder,
+    batch: Batch,
+    mesh: Mesh,
+    schedule: Schedule,
+    end: Callable[[Tensor, Any, Batch], Tensor],
+) -> Tensor:
+    with inference(model):
+        found = forward(model, batch, mesh, pipeline.forward_only(schedule), end)
+    dtype = torch.promote_types(model.compute or next(model.parameters()).dtype, torch.float32)
+    whole = torch.zeros(batch.tokens.shape, dtype=dtype, device=mesh.device)
+    if found:
+        places = model.split.cp.indices(whole.shape[1], mesh.device)
+        whole[:, places] = torch.cat(found)
+    # every token is on one rank of cp and one of pp, and 0 on the others
+    return collectives.reduce_scalar(collectives.reduce_scalar(whole, mesh.cp), mesh.pp)

@@ -1,0 +1,168 @@
+"""What is trained to something else than the cross-entropy of the next token, on the layouts of the
+golden table, in float64: weights of tokens, preferences of a policy over another model on the same
+mesh, rewards and values of a scalar head. A way to get it wrong is a fault of
+benchmarks/mutation.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import table
+import torch
+from mechanisms import CONFIGS
+from models import Flat, Tiny, build, initialize
+from spawning import Row
+from table import FAMILIES, LENGTH, ROWS, SINGLE, Layout, Run
+
+from dolmen.core.mesh import Mesh
+from dolmen.data.batch import IGNORED, Batch
+from dolmen.model.tree import Scalar
+from dolmen.objectives import score
+from dolmen.objectives.cross_entropy import CrossEntropy
+from dolmen.objectives.objective import Objective
+from dolmen.objectives.preference import DPO, REFERENCE
+from dolmen.objectives.reward import TARGET, Preferred, SquaredError
+from dolmen.training.step import TrainState
+
+REFERENCE_MODEL, REFERENCE_SEED, STEPS = FAMILIES["gpt2"], 5, 2
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is trained to what."""
+
+    config: Flat | Tiny
+    objective: Objective
+
+
+def scalar(config: Flat) -> Tiny:
+    """The same model with one number for each token in the place of logits."""
+    return Tiny(replace(config.tree, head=Scalar()), config.training)
+
+
+KINDS = {
+    "weights": Kind(FAMILIES["gpt2"], CrossEntropy()),
+    "dpo": Kind(FAMILIES["llama"], DPO(0.5)),
+    "dpo, capped": Kind(CONFIGS["gemma2"], DPO(0.5)),
+    "dpo, experts": Kind(FAMILIES["qwen3-moe"], DPO(0.5)),
+    "preferred": Kind(scalar(FAMILIES["llama"]), Preferred()),
+    "values": Kind(scalar(FAMILIES["gpt2"]), SquaredError()),
+}
+
+
+def batches(mesh: Mesh) -> list[Batch]:
+    """Of table.batches, with weights and targets of each token, some of weight 0. Labels begin and
+    end at other places in every row, and each row has some: the sequences of a pair are unlike.
+    """
+    out = []
+    for step, batch in enumerate(table.batches(mesh)[:STEPS]):
+        rows = ROWS // mesh.dp.size
+        mine = torch.arange(mesh.dp.rank * rows, (mesh.dp.rank + 1) * rows)
+        drawn = torch.rand(2, ROWS, LENGTH, generator=torch.Generator().manual_seed(step)).double()
+        weights, targets = drawn[:, mine]
+        places = torch.arange(LENGTH)
+        real = (places >= mine[:, None] % 4) & (places < LENGTH - mine[:, None] // 3 % 4)
+        out.append(
+            replace(
+                batch,
+                labels=torch.where(real, batch.tokens.roll(-1, 1), IGNORED),
+                weights=torch.where(weights < 0.2, 0.0, weights),
+                numbers={TARGET: 2 * targets - 1},
+            )
+        )
+    return out
+
+
+def compared(train: TrainState, mesh: Mesh, layout: Layout) -> list[Batch]:
+    """`batches` with what another model on the same mesh makes of them, if the objective compares
+    with one. That model stays as it is.
+    """
+    given = batches(mesh)
+    if not isinstance(train.objective, DPO):
+        return given
+    other = build(REFERENCE_MODEL, mesh, layout, train.schedule, dtype=torch.float64)
+    initialize(other, REFERENCE_SEED)
+    out = []
+    for batch in given:
+        found = score.log_probabilities(other, batch, mesh, train.schedule)
+        out.append(replace(batch, numbers={**batch.numbers, REFERENCE: found}))
+    assert all(p.grad is None for p in other.parameters())
+    return out
+
+
+def run(kind: str, mesh: Mesh, layout: Layout) -> Run:
+    """Updates of one process or of a layout."""
+    config, objective = KINDS[kind].config, KINDS[kind].objective
+    train = table.start(config, mesh, layout, dtype=torch.float64, objective=objective)
+    return table.updates(train, mesh, compared(train, mesh, layout))
+
+
+ALONE: dict[str, Run] = {}
+
+
+def compare(kind: str, layout: Layout) -> dict[str, tuple[float, str]]:
+    """Largest differences from one process."""
+    if kind not in ALONE:
+        ALONE[kind] = run(kind, SINGLE, Layout())
+    return table.differences(run(kind, layout.mesh(torch.device("cpu")), layout), ALONE[kind])
+
+
+def rows(kind: str, layouts: str) -> list[Row]:
+    """A row per line; a bar at its end makes it one of the full tier."""
+    made = []
+    for line in filter(None, map(str.strip, layouts.splitlines())):
+        words, full, _ = line.partition("|")
+        layout = Layout.of(words)
+        call = partial(compare, kind, layout)
+        made.append(Row(f"{layout}-{kind}", layout.world, call, bool(full)))
+    return made
+
+
+OBJECTIVES = [
+    *rows(
+        "weights",
+        """
+        tp2 sp zero1 acc4
+        cp2 pp2 acc4 zero1
+        dp4 zero3
+        pp2 acc4 zero-bubble          |
+        """,
+    ),
+    *rows(
+        "dpo",
+        """
+        tp2
+        tp2 sp acc4 zero-bubble       |
+        pp2 acc4 interleaved v2 zero1
+        pp2 acc4 zero-bubble-v v2 zero2 |
+        cp4 gather                    |
+        dp4 zero3 acc2                |
+        cp2 tp2 sp acc4
+        dp2 tp2 sp zero3
+        pp2 dp2 acc4 zero3
+        cp2 dp2 zero2 full            |
+        pp2 dp2 tp2 sp acc4 zero3     |
+        dp2 cp2 tp2 sp zero3          |
+        """,
+    ),
+    *rows("dpo, capped", "tp2\ncp2 tp2 sp |"),
+    *rows("dpo, experts", "dp2 ep2 zero1 |\npp2 dp2 ep2 acc4 zero-bubble zero1 |"),
+    *rows(
+        "preferred",
+        """
+        tp2 sp zero1 acc4 zero-bubble
+        cp2 pp2 acc4 zero1
+        dp2 tp2 sp zero3
+        cp4                           |
+        pp2 dp2 tp2 sp acc4 zero3     |
+        """,
+    ),
+    *rows(
+        "values",
+        """
+        cp2 dp2 zero3 full
+        tp4                           |
+        pp4 acc4                      |
+        """,
+    ),
+]
