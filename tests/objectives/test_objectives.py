@@ -1,0 +1,313 @@
+"""Objectives on one process against their definitions, written out in float64 on the models of
+`transformers`; what they refuse. That no layout changes them: tests/golden/test_objectives.py.
+"""
+
+import contextlib
+import io
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+from models import Flat, build, initialize
+from stored import exported_trained
+from torch import Tensor
+from wide import Wide, double
+
+from dolmen.conversion.source import Source, load_weights, open_source
+from dolmen.core import state
+from dolmen.core.mesh import SINGLE
+from dolmen.data.batch import IGNORED, Batch
+from dolmen.model.decoder import Decoder
+from dolmen.model.tree import Scalar
+from dolmen.objectives import pairs, score
+from dolmen.objectives.cross_entropy import CrossEntropy
+from dolmen.objectives.objective import check
+from dolmen.objectives.preference import DPO, REFERENCE
+from dolmen.objectives.reward import TARGET, Preferred, SquaredError
+from dolmen.optim.optimizer import OptimizerConfig, adamw
+from dolmen.parallel import schedule as schedules
+from dolmen.training.step import TrainState, optimizer_step
+
+PADDING, LENGTH = 60, 12
+OWN = dict(bos_token_id=None, eos_token_id=None, pad_token_id=PADDING)
+LLAMA = (
+    "llama",
+    dict(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+        **OWN,
+    ),
+)
+GPT2 = "gpt2", dict(vocab_size=61, n_embd=16, n_layer=3, n_head=2, n_positions=16, **OWN)
+# gradients by the largest element of the tensor: the order of sums in float64
+TOLERANCE = 1e-12
+
+
+def stored(kind: str, fields: dict, seed: int, folder) -> transformers.PreTrainedModel:
+    """A model of random weights, in fp32, and saved to `folder`."""
+    torch.manual_seed(seed)
+    config = transformers.AutoConfig.for_model(kind, **fields)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape) * 0.2 + (p.ndim == 1))
+    with contextlib.redirect_stderr(io.StringIO()):
+        model.save_pretrained(folder)
+    return model
+
+
+def theirs_and_ours(kind: str, fields: dict, seed: int, folder):
+    """The same model in transformers and here, in fp64, and what was read."""
+    made = stored(kind, fields, seed, folder)
+    theirs = double(made.config)
+    theirs.load_state_dict(made.state_dict())
+    source = open_source(folder)
+    ours = Decoder(source.tree).double()
+    load(ours, source)
+    return theirs, ours, source
+
+
+def load(model: Decoder, source: Source) -> None:
+    """All that the model has of the source."""
+    parameters = dict(model.named_parameters())
+
+    def write(name: str, full: Tensor) -> None:
+        if name in parameters:
+            state.write_region(parameters[name], full.double())
+
+    with torch.no_grad():
+        load_weights(source, write)
+
+
+def batch() -> Batch:
+    """Two pairs, of prompts of three tokens and answers of 2 to 9; then padding."""
+    drawn = torch.Generator().manual_seed(7)
+    tokens = torch.randint(PADDING, (4, LENGTH), generator=drawn)
+    labels = torch.randint(PADDING, (4, LENGTH), generator=drawn)
+    places, ends = torch.arange(LENGTH), torch.tensor([[12], [5], [7], [10]])
+    return Batch(
+        torch.where(places < ends, tokens, PADDING),
+        torch.where((places >= 3) & (places < ends), labels, IGNORED),
+        numbers={TARGET: torch.rand(4, LENGTH, generator=drawn).double()},
+    )
+
+
+def judged(objective, model: Decoder, given: Batch) -> tuple[Tensor, dict[str, float]]:
+    """The loss with its graph, and the metrics."""
+    count = objective.count(given)
+    found = model(given.tokens, lambda hidden, head: objective(hidden, head, given))
+    told = {n: float(m) / count for n, m in zip(objective.names, found.metrics, strict=True)}
+    return found.total / count, told
+
+
+def texts(model: torch.nn.Module, given: Batch) -> Tensor:
+    """Log-probabilities of the labels [sequences, length], 0 where there is none."""
+    with Wide():
+        logits = model(input_ids=given.tokens, use_cache=False).logits
+    real = given.labels != IGNORED
+    index = torch.where(real, given.labels, 0)[..., None]
+    return logits.log_softmax(-1).gather(2, index)[..., 0] * real
+
+
+def compare(ours: Decoder, source: Source, theirs: torch.nn.Module) -> None:
+    """Gradients of all parameters that both have."""
+    gradients = {name: p.grad for name, p in ours.named_parameters()}
+    leaves = source.tree.leaves
+
+    def full(name: str) -> Tensor:
+        return gradients.get(name, torch.zeros(leaves[name].shape).double())
+
+    got = dict(exported_trained(source.model, full))
+    wanted = {name: p.grad for name, p in theirs.named_parameters() if name in got}
+    assert len(wanted) >= len(got) - 1
+    largest = max(g.abs().max() for g in wanted.values())
+    for name, want in wanted.items():
+        off = (got[name] - want).abs().max() / max(want.abs().max(), 1e-3 * largest)
+        assert off < TOLERANCE, f"{name}: {off:.1e}"
+
+
+def test_dpo_of_two_models(tmp_path):
+    """A policy of one family, a reference of another."""
+    theirs, ours, source = theirs_and_ours(*LLAMA, 0, tmp_path / "policy")
+    their_reference, reference, _ = theirs_and_ours(*GPT2, 1, tmp_path / "reference")
+    given, schedule = batch(), schedules.make("1f1b", 1, 2)
+    found = score.log_probabilities(reference, given, SINGLE, schedule)
+    with torch.no_grad():
+        other = texts(their_reference, given)
+    torch.testing.assert_close(found, other, rtol=TOLERANCE, atol=TOLERANCE)
+
+    loss, told = judged(DPO(0.3), ours, replace(given, numbers={REFERENCE: found}))
+    ratios = (texts(theirs, given) - other).sum(1)
+    margins = 0.3 * torch.stack([ratios[0] - ratios[1], ratios[2] - ratios[3]])
+    want = torch.log(1 + torch.exp(-margins)).mean()
+    torch.testing.assert_close(loss, want, rtol=TOLERANCE, atol=0)
+    loss.backward()
+    want.backward()
+    compare(ours, source, theirs)
+    assert told["accuracy"] == (margins > 0).double().mean()
+    assert told["margin"] == pytest.approx(margins.mean().item(), rel=TOLERANCE)
+    assert all(p.grad is None for p in reference.parameters())
+
+
+@pytest.fixture(params=["llama", "gpt2"])
+def scalar(request, tmp_path):
+    """A reward model of transformers, and the same here; the rewards of its tokens."""
+    kind, fields = LLAMA if request.param == "llama" else GPT2
+    made = stored(kind, fields, 2, tmp_path)
+    made.config.num_labels = 1
+    made.config._attn_implementation = "eager"
+    with Wide():
+        theirs = transformers.AutoModelForSequenceClassification.from_config(
+            made.config, dtype=torch.float64
+        )
+    theirs = theirs.double().eval()
+    theirs.base_model.load_state_dict(made.base_model.state_dict())
+    source = open_source(tmp_path)
+    ours = Decoder(replace(source.tree, head=Scalar())).double()
+    load(ours, source)
+    with torch.no_grad():
+        theirs.score.weight.copy_(torch.randn(theirs.score.weight.shape))
+        ours.score.weight.copy_(theirs.score.weight)
+    yield theirs, ours, source
+
+
+def test_rewards_of_pairs(scalar):
+    """The number of the last token that is no padding is what transformers takes of a sequence."""
+    theirs, ours, source = scalar
+    given = batch()
+    with Wide():
+        rewards = theirs(input_ids=given.tokens, use_cache=False).logits[:, 0]
+    loss, told = judged(Preferred(), ours, given)
+    margins = torch.stack([rewards[0] - rewards[1], rewards[2] - rewards[3]])
+    want = torch.log(1 + torch.exp(-margins)).mean()
+    torch.testing.assert_close(loss, want, rtol=TOLERANCE, atol=0)
+    loss.backward()
+    want.backward()
+    compare(ours, source, theirs)
+    torch.testing.assert_close(ours.score.weight.grad, theirs.score.weight.grad, rtol=0, atol=1e-12)
+    assert told["accuracy"] == (margins > 0).double().mean()
+
+
+def test_values_of_tokens(scalar):
+    theirs, ours, source = scalar
+    given = batch()
+    given = replace(given, weights=torch.rand(4, LENGTH, dtype=torch.float64))
+    with Wide():
+        hidden = theirs.base_model(input_ids=given.tokens, use_cache=False).last_hidden_state
+    values = theirs.score(hidden)[..., 0]
+    schedule = schedules.make("1f1b", 1, 4)
+    found = score.values(ours, given, SINGLE, schedule)
+    torch.testing.assert_close(found, values.detach(), rtol=0, atol=1e-12)
+    loss, _ = judged(SquaredError(), ours, given)
+    weights = given.weights * (given.labels != IGNORED)
+    want = (weights * (values - given.numbers[TARGET]).square()).sum() / 2 / weights.sum()
+    torch.testing.assert_close(loss, want, rtol=TOLERANCE, atol=0)
+    loss.backward()
+    want.backward()
+    compare(ours, source, theirs)
+    torch.testing.assert_close(ours.score.weight.grad, theirs.score.weight.grad, rtol=0, atol=1e-12)
+
+
+def test_weights_of_tokens(tmp_path):
+    """The mean by weights; of weight 0 or IGNORED, a token is none."""
+    theirs, ours, source = theirs_and_ours(*LLAMA, 0, tmp_path)
+    given = batch()
+    weights = torch.rand(4, LENGTH, dtype=torch.float64)
+    weights[0, 4], weights[3, 3] = 0, 3.5
+    loss, _ = judged(CrossEntropy(), ours, replace(given, weights=weights))
+    weights = weights * (given.labels != IGNORED)
+    want = -(weights * texts(theirs, given)).sum() / weights.sum()
+    torch.testing.assert_close(loss, want, rtol=TOLERANCE, atol=0)
+    loss.backward()
+    want.backward()
+    compare(ours, source, theirs)
+
+
+SMALL = Flat(
+    vocab_size=61,
+    hidden_size=16,
+    intermediate_size=16,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    head_dim=8,
+)
+
+
+def training(objective, micros: int = 1) -> TrainState:
+    schedule = schedules.make("1f1b", 1, micros)
+    model = build(SMALL, SINGLE, schedule=schedule)
+    initialize(model, 0)
+    settings = OptimizerConfig()
+    optimizer = adamw(model, settings)
+    return TrainState(model, optimizer, settings, 9, 0, schedule, objective=objective)
+
+
+GIVEN = replace(batch(), numbers={REFERENCE: torch.zeros(4, LENGTH)})
+# objective, microbatches, what the batch has otherwise, what is said
+REFUSED = {
+    "no reference": (DPO(), 2, {"numbers": {}}, r"numbers\['reference'\]"),
+    "half a pair": (DPO(), 4, {}, "1 sequences are not divisible into pairs"),
+    "nothing to judge": (
+        DPO(),
+        1,
+        {"labels": torch.where(torch.arange(4)[:, None] == 2, IGNORED, GIVEN.labels)},
+        "sequence 2 of a batch of pairs has no token",
+    ),
+    "no weight": (
+        CrossEntropy(),
+        2,
+        {"weights": torch.zeros(4, LENGTH)},
+        "no token of the global batch carries a loss",
+    ),
+    "a negative weight": (
+        CrossEntropy(),
+        2,
+        {"weights": torch.full((4, LENGTH), -1.0)},
+        "finite and not negative",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_judged_changes_nothing(case):
+    objective, micros, otherwise, said = REFUSED[case]
+    train = training(objective, micros)
+    before = [p.detach().clone() for p in train.model.parameters()]
+    with pytest.raises(ValueError, match=said):
+        optimizer_step(train, replace(GIVEN, **otherwise), SINGLE)
+    assert all(map(torch.equal, before, train.model.parameters()))
+
+
+def test_targets_are_asked_for():
+    with pytest.raises(ValueError, match=r"numbers\['target'\]"):
+        SquaredError().count(replace(batch(), numbers={}))
+
+
+def test_an_objective_is_for_a_head():
+    """Of logits, or of numbers."""
+    check(Preferred(), replace(SMALL.tree, head=Scalar()))
+    with pytest.raises(ValueError, match="Preferred.*ends in Scalar.*ends in Head"):
+        training(Preferred())
+    with pytest.raises(ValueError, match="DPO.*ends in Head.*ends in Scalar"):
+        check(DPO(), replace(SMALL.tree, head=Scalar()))
+
+
+def test_a_step_tells_what_its_objective_does():
+    """In the metrics of the step, and of the run."""
+    metrics = optimizer_step(training(DPO(), 2), GIVEN, SINGLE)
+    assert metrics.objective.keys() == {"objective/accuracy", "objective/margin"}
+    assert metrics.tokens == GIVEN.real_tokens
+    assert optimizer_step(training(CrossEntropy(), 2), GIVEN, SINGLE).objective == {}
+
+
+def test_last_real_label():
+    labels = torch.tensor([[1, 2, IGNORED], [1, IGNORED, 0], [IGNORED, 5, IGNORED]])
+    assert pairs.last_real(labels).long().argmax(1).tolist() == [1, 2, 1]
+    assert pairs.last_real(labels).sum(1).tolist() == [1, 1, 1]
