@@ -4,41 +4,70 @@ and messages. `dolmen.load`, `generate`, `train`, `export`, `verify`, `evaluate`
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from functools import cache
+from os import PathLike
 from pathlib import Path
-from typing import Any, cast, get_type_hints
+from typing import Any, TypeVar, cast
 
 import torch
 from jaxtyping import Float
 
-from dolmen.cli import export as export_verb
-from dolmen.cli import train as train_verb
-from dolmen.cli.command import read
-from dolmen.cli.options import TrainOptions
+from dolmen.conversion import export as exporting
+from dolmen.conversion import hf
 from dolmen.conversion.source import Source, open_source, tokenizer_folder
+from dolmen.core.config import from_dict, leaves
 from dolmen.core.errors import BadInput, message
-from dolmen.core.paths import refuse_empty
-from dolmen.core.words import choices, shown
-from dolmen.data.config import TextConfig
+from dolmen.core.keywords import in_python
+from dolmen.core.words import choices, printable, shown
 from dolmen.data.tokenizer import PreTrainedTokenizer, load_tokenizer
 from dolmen.evaluation import perplexity
 from dolmen.evaluation import verify as comparison
 from dolmen.evaluation.compare import Report
-from dolmen.families import unknown
+from dolmen.evaluation.config import EvaluateConfig, VerifyConfig
+from dolmen.families import families, unknown
+from dolmen.families.start import option_fields
 from dolmen.model import head
 from dolmen.model.decoder import Decoder
 from dolmen.optim.precision import DTYPES
+from dolmen.recipes.changed import plain, request
 from dolmen.serving import engine, sample
+from dolmen.serving.config import GenerateConfig
 from dolmen.serving.prompt import check_text, encode
+from dolmen.training import job
+from dolmen.training.config import RunConfig
+from dolmen.training.request import ExportConfig, Handling
+
+T = TypeVar("T", GenerateConfig, EvaluateConfig, VerifyConfig, ExportConfig)
 
 
 @contextmanager
-def _told() -> Iterator[None]:
-    """What the command line tells in a line and with exit code 2 is a ValueError of that line."""
+def _told(own: Mapping[str, str] | None = None) -> Iterator[None]:
+    """What the command line tells in a line and with exit code 2 is a ValueError of that line,
+    which names the keywords of Python: those of `own`, and of all functions.
+    """
     try:
         yield
     except (BadInput, ValueError, KeyError, OSError) as error:
-        raise ValueError(message(error)) from error
+        raise ValueError(
+            in_python(printable(message(error)), {**_keywords(), **(own or {})})
+        ) from error
+
+
+@cache
+def _keywords() -> dict[str, str]:
+    """Every option of a command -> the same of Python; of a section with a dot."""
+    known = [
+        name for cls in (Handling, RunConfig, ExportConfig, VerifyConfig) for name in leaves(cls)
+    ]
+    known += [*leaves(GenerateConfig), *leaves(EvaluateConfig), "model.model_type"]
+    known += [f"model.{name}" for one in families().values() for name in option_fields(one)]
+    return {name: name for name in known}
+
+
+def _asked(cls: type[T], **said: Any) -> T:
+    """What a command would take in words. Raises ValueError for what is of another type."""
+    return from_dict(cls, {name: plain(value) for name, value in said.items()})
 
 
 @dataclass(frozen=True)
@@ -72,26 +101,18 @@ class Model:
 
             model.generate("Once upon a time", temperature=0.8, top_p=0.95, seed=1)
         """
-        prompts = _several(prompt)
         with _told():
-            sample.check_knobs(temperature, top_k, top_p)
-            new = engine.generate(
-                self.decoder,
-                [encode(self.tokenizer, text) for text in prompts],
-                max_new_tokens,
-                temperature,
-                top_k,
-                top_p,
-                engine.stop_tokens(self.source),
-                seed,
-                known=self.tokenizer.get_vocab().values(),
-                batch=batch,
+            asked = _asked(
+                GenerateConfig,
+                folder=self.folder,
+                prompt=(),
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                seed=seed,
+                top_k=top_k,
+                top_p=top_p,
             )
-        texts = [
-            text + self.tokenizer.decode(tokens, skip_special_tokens=True)
-            for text, tokens in zip(prompts, new, strict=True)
-        ]
-        return texts if isinstance(prompt, (list, tuple)) else texts[0]
+            return _continued(self, prompt, asked, batch)
 
     def logits(self, text: str) -> Float[torch.Tensor, "tokens vocab"]:
         """What the model expects after each token of `text`. Raises ValueError for a text without
@@ -107,7 +128,7 @@ class Model:
             return self.decoder(torch.tensor([tokens]), head.logits)[0]
 
 
-def load(name: str | Path, dtype: torch.dtype | None = None) -> Model:
+def load(name: str | Path, dtype: torch.dtype | str | None = None) -> Model:
     """The model of a transformers directory, hub id, run or checkpoint, on the CPU, in `dtype` or
     else in the one that its config.json states. Raises ValueError for what dolmen does not fully
     understand.
@@ -119,7 +140,7 @@ def load(name: str | Path, dtype: torch.dtype | None = None) -> Model:
         _ = source.specs
         unknown.warn(source.model)
         tokenizer = load_tokenizer(tokenizer_folder(source), option="")
-        return Model(engine.load_decoder(source, dtype=dtype), tokenizer, source)
+        return Model(engine.load_decoder(source, dtype=_dtype(dtype)), tokenizer, source)
 
 
 def generate(
@@ -141,27 +162,34 @@ def generate(
         dolmen.generate("path/to/model", "Once upon a time", temperature=0.8)
     """
     with _told():
-        sample.check_knobs(temperature, top_k, top_p)
+        asked = _asked(
+            GenerateConfig,
+            folder=name,
+            prompt=(),
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            dtype=dtype,
+        )
+        sample.check_knobs(asked.temperature, asked.top_k, asked.top_p)
         for text in _several(prompt):
             check_text(text)
-        model = load(name, _dtype(dtype))
-    return model.generate(
-        prompt, max_new_tokens, temperature, seed, top_k=top_k, top_p=top_p, batch=batch
-    )
+        return _continued(load(name, asked.dtype), prompt, asked, batch)
 
 
 def export(source: str | Path, to: str | Path, dtype: str | None = None) -> Path:
-    """`dolmen export SOURCE --to TO`: write a run's newest whole checkpoint, or the checkpoint that
-    SOURCE is, as a transformers directory, one tensor in memory at a time; `dtype` float32,
-    bfloat16 or float16, unset that of the model the run started from. Returns the folder. Raises
-    ValueError on bad input.
+    """`dolmen export SOURCE --to TO`: write a run's newest whole checkpoint, or the checkpoint or
+    model that SOURCE is, as a transformers directory, one tensor in memory at a time; `dtype`
+    float32, bfloat16 or float16, unset that of the model the run started from. Returns the folder.
+    Raises ValueError on bad input.
 
         dolmen.export("runs/book", to="model/", dtype="bfloat16")
     """
     with _told():
-        _dtype(dtype)
-        refuse_empty("to", str(to))
-        export_verb.export(source, Path(to), dtype)
+        asked = _asked(ExportConfig, source=source, to=to, dtype=dtype)
+        exporting.export(asked.source, Path(asked.to), asked.dtype)
     return Path(to)
 
 
@@ -173,11 +201,12 @@ def verify(folder: str | Path, against: str | Path | None = None, length: int = 
         assert dolmen.verify("path/to/model").ok
     """
     with _told():
-        source = open_source(folder)
-        other = None if against is None else open_source(against)
+        asked = _asked(VerifyConfig, folder=folder, against=against, length=length)
+        source = open_source(asked.folder)
+        other = None if asked.against is None else open_source(asked.against)
         for one in (source, other or source):
             unknown.warn(one.model)
-        return comparison.verify(source, other, length=length)
+        return comparison.verify(source, other, length=asked.length)
 
 
 def evaluate(
@@ -201,26 +230,33 @@ def evaluate(
 
         print(dolmen.evaluate("path/to/model", "book.txt").bits_per_byte)
     """
-    paths = [path] if isinstance(path, (str, Path)) else path
-    with _told():
-        config = TextConfig(
-            tuple(map(str, paths)),
-            None if tokenizer is None else str(tokenizer),
-            end_of_text,
-            document_mask,
-            text_field,
-            None if cache is None else str(cache),
-            workers,
+    data = {
+        "path": path,
+        "tokenizer": tokenizer,
+        "end_of_text": end_of_text,
+        "document_mask": document_mask,
+        "text_field": text_field,
+        "cache": cache,
+        "workers": workers,
+    }
+    with _told({f"data.{name}": name for name in data}):
+        asked = _asked(
+            EvaluateConfig,
+            source=source,
+            sequence_length=sequence_length,
+            dtype=dtype,
+            data={name: plain(value) for name, value in data.items()},
         )
-        opened = open_source(source)
-        text = perplexity.open_text(opened, config, sequence_length, progress)
+        opened = open_source(asked.source)
+        text = perplexity.open_text(opened, asked.data, asked.sequence_length, progress)
         unknown.warn(opened.model)
-        return perplexity.evaluate(opened, text, dtype=_dtype(dtype), progress=progress)
+        dtype_ = DTYPES[asked.dtype] if asked.dtype else None
+        return perplexity.evaluate(opened, text, dtype=dtype_, progress=progress)
 
 
-def train(recipe: str | Path, **options: Any) -> Path:
-    """`dolmen train RECIPE`, with options as keywords and sections as mappings. Returns the run's
-    folder.
+def train(recipe: str | PathLike | RunConfig, **changes: Any) -> Path:
+    """Train a recipe, the run of a YAML file or a RunConfig, with `changes`: options of `dolmen
+    train` as keywords, those of a section in a mapping. Returns the run's folder.
 
         dolmen.train("quickstart", train={"steps": 50}, layout={"tp": 1}, overwrite=True)
 
@@ -228,17 +264,43 @@ def train(recipe: str | Path, **options: Any) -> Path:
     ValueError on bad input, KeyboardInterrupt after Ctrl-C (saved first), RuntimeError if another
     process fails, and what is raised in this one.
     """
-    argv = [str(recipe), *_words("", options)]
+    with _told():
+        asked = request(recipe, changes)
     try:
-        asked = read("train", argv)
-        code = train_verb.run(asked, argv, guarded=lambda work: work())
+        code = job.run(asked)
     except BadInput as error:
-        raise ValueError(str(error)) from None
+        raise ValueError(in_python(str(error), _keywords())) from None
     if code == 130:
         raise KeyboardInterrupt
     if code:
         raise RuntimeError(f"the run ended with exit code {code}")
-    return train_verb.folder_of(*asked)
+    return asked.out
+
+
+def _continued(
+    model: Model, prompt: str | Sequence[str], asked: GenerateConfig, batch: int
+) -> str | list[str]:
+    prompts = _several(prompt)
+    if not isinstance(plain(batch), int):
+        raise ValueError(f"batch is {shown(batch)}: it must be a whole number")
+    sample.check_knobs(asked.temperature, asked.top_k, asked.top_p)
+    new = engine.generate(
+        model.decoder,
+        [encode(model.tokenizer, text) for text in prompts],
+        asked.max_new_tokens,
+        asked.temperature,
+        asked.top_k,
+        asked.top_p,
+        engine.stop_tokens(model.source),
+        asked.seed,
+        known=model.tokenizer.get_vocab().values(),
+        batch=batch,
+    )
+    texts = [
+        text + model.tokenizer.decode(tokens, skip_special_tokens=True)
+        for text, tokens in zip(prompts, new, strict=True)
+    ]
+    return texts if isinstance(prompt, (list, tuple)) else texts[0]
 
 
 def _several(prompt: str | Sequence[str]) -> list[str]:
@@ -246,30 +308,10 @@ def _several(prompt: str | Sequence[str]) -> list[str]:
     return list(prompt) if isinstance(prompt, (list, tuple)) else [cast(str, prompt)]
 
 
-def _dtype(name: str | None) -> torch.dtype | None:
-    if name is not None and name not in DTYPES:
-        raise ValueError(f"dtype is {shown(name)}: {choices(str(name), DTYPES)}")
-    return DTYPES[name] if name else None
-
-
-def _words(prefix: str, options: Mapping[str, Any]) -> list[str]:
-    """Options as a command line spells them."""
-    words = []
-    for key, value in options.items():
-        name = f"{prefix}{key.replace('_', '-')}"
-        if isinstance(value, Mapping):
-            words += _words(f"{name}.", value)
-        elif value is True:
-            words += [f"--{name}"]
-        elif value is False:
-            # a flag without a section has no --no-: it is off unless it is said
-            words += [] if name in FLAGS else [f"--{prefix}no-{key.replace('_', '-')}"]
-        elif isinstance(value, (list, tuple)):
-            words += [f"--{name}", *map(str, value)]
-        else:
-            words += [f"--{name}={value}"]  # in one word: a value may begin with a dash
-    return words
-
-
-HINTS = get_type_hints(TrainOptions)
-FLAGS = {field.name for field in fields(TrainOptions) if HINTS[field.name] is bool}
+def _dtype(asked: torch.dtype | str | None) -> torch.dtype | None:
+    """Of torch, or by its name. Raises ValueError for one that weights cannot have."""
+    if asked is None or asked in hf.FLOATS:
+        return cast("torch.dtype | None", asked)
+    if isinstance(asked, str) and asked in DTYPES:
+        return DTYPES[asked]
+    raise ValueError(f"dtype is {shown(asked)}: {choices(str(asked), DTYPES)}")

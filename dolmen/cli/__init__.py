@@ -61,8 +61,9 @@ def main(argv: list[str] | None = None) -> int:
     from dolmen.cli import command
 
     try:
-        asked = command.read(argv[0], argv[1:])
-        return importlib.import_module(f"dolmen.cli.{argv[0]}").run(asked, argv[1:])
+        file = process.handed()
+        asked = command.read(argv[0], argv[1:]) if file is None else command.take(argv[0], file)
+        return importlib.import_module(f"dolmen.cli.{argv[0]}").run(asked)
     except BadInput as error:
         if os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0":
             print(f"dolmen {argv[0]}: {error}", file=sys.stderr)

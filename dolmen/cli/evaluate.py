@@ -1,21 +1,21 @@
 """dolmen evaluate SOURCE --data.path TEXT"""
 
-from dolmen.cli import verify
 from dolmen.cli.options import EvaluateOptions
 from dolmen.conversion.source import open_alike, open_source
+from dolmen.core.config import to_dict
 from dolmen.core.errors import BadInput, message
 from dolmen.core.log import console
 from dolmen.core.mesh import Mesh
-from dolmen.data.in_order import InOrder
 from dolmen.evaluation.perplexity import evaluate, open_text
 from dolmen.launch import process
 from dolmen.optim.precision import DTYPES
+from dolmen.serving import placed
 
 
-def run(options: EvaluateOptions, argv: list[str]) -> int:
-    started = process.started()
-    layout = verify.checked(started, "evaluate", options.source, options, [])
+def run(options: EvaluateOptions) -> int:
+    layout = placed.check("evaluate", [options.source], options.layout.tp, options.device)
     # the launcher has the tokens made and compared before it starts others; else one of each host
+    started = process.started()
     first = not process.launched_here() and (started is None or started.local_rank == 0)
     try:
         text = open_text(
@@ -27,18 +27,11 @@ def run(options: EvaluateOptions, argv: list[str]) -> int:
         )
     except (ValueError, KeyError, OSError) as error:
         raise BadInput(message(error)) from None
-    return verify.start(
-        started,
-        argv,
-        "evaluate",
-        layout,
-        options.device,
-        lambda mesh: _evaluate(options, text, mesh),
-    )
 
+    def work(mesh: Mesh) -> int:
+        dtype = DTYPES[options.dtype] if options.dtype else None
+        found = evaluate(open_alike(options.source, mesh), text, mesh, dtype)
+        console(mesh.first).print(found.table(options.source))
+        return 0
 
-def _evaluate(options: EvaluateOptions, text: InOrder, mesh: Mesh) -> int:
-    dtype = DTYPES[options.dtype] if options.dtype else None
-    found = evaluate(open_alike(options.source, mesh), text, mesh, dtype)
-    console(mesh.first).print(found.table(options.source))
-    return 0
+    return placed.start("evaluate", to_dict(options), layout, options.device, work)

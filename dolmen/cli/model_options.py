@@ -6,7 +6,7 @@ Nothing here imports torch or transformers.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, make_dataclass
+from dataclasses import fields, make_dataclass
 from itertools import takewhile
 from typing import Annotated, Any, Literal
 
@@ -14,35 +14,11 @@ import tyro
 
 from dolmen import families
 from dolmen.families import Family, Field, Model
-from dolmen.families.unknown import TRAINING
+from dolmen.families.start import MOVED
 from dolmen.files.schema import Either, Flag, Int, List, Null, Real, Schema, Text
 
-DEFAULT_FAMILY = "llama"
 PREFIX = "--model."
 MODEL_TYPE = ("model.model-type", "model.family")  # the option, and what it was
-# Options that were the model's, where the family has no such field.
-MOVED = {"family": "--model.model-type", **TRAINING}
-
-
-@dataclass(frozen=True)
-class Start:
-    """A model before options change it."""
-
-    model: Model
-    bare: bool = False
-    """Whether it is a family's name and nothing more."""
-    wanted: bool = True
-    """Whether a recipe, a file, --init or an option has asked for a model."""
-
-
-def start(model: Model | None, asked: str | None) -> Start:
-    """The model of a run, or else the defaults of a family; of the family that is `asked` for.
-    Raises ValueError.
-    """
-    if model is None:
-        bare = Model({"model_type": asked or DEFAULT_FAMILY})
-        return Start(bare, bare=True, wanted=asked is not None)
-    return Start(model if asked in (None, model.model_type) else _of(model, asked))
 
 
 def options(family: Family) -> type:
@@ -65,18 +41,6 @@ def default(cls: type, model: Model) -> Any:
     return _instance(cls, {"model_type": model.model_type, **families.explicit(model)})
 
 
-def asked(start: Start, before: Any, after: Any) -> Model | None:
-    """The model that the options `after` ask for, where they were `before`; None where there is
-    none. Raises ValueError.
-    """
-    said = _differences(before, after)
-    if not said and not start.wanted:
-        return None
-    if start.bare:
-        return families.made(start.model.model_type, said)
-    return families.changed(start.model, said) if said else start.model
-
-
 def in_todays_names(argv: list[str], family: Family) -> list[str]:
     """`argv` with every `--model.*` under the name it has now. Raises ValueError where two names of
     one option say different values.
@@ -87,12 +51,12 @@ def in_todays_names(argv: list[str], family: Family) -> list[str]:
 
 
 def _check_spellings(argv: list[str], now: list[str]) -> None:
-    said: dict[str, dict[str, list[str]]] = {}
+    given: dict[str, dict[str, list[str]]] = {}
     for i, (word, renamed) in enumerate(zip(argv, now, strict=True)):
         if word.startswith("--"):
             name, option = (w.partition("=")[0].replace("_", "-") for w in (word, renamed))
-            said.setdefault(option, {})[name] = _values(argv[i:])
-    for names in said.values():
+            given.setdefault(option, {})[name] = _values(argv[i:])
+    for names in given.values():
         (first, values), *others = names.items()
         for name, more in others:
             if [_number(v) for v in more] != [_number(v) for v in values]:
@@ -123,25 +87,6 @@ def _renamed(word: str, family: Family) -> str:
         now = ("no_" if off else "") + family.names[path]
         return f"{PREFIX}{now.replace('_', '-')}{sign}{value}"
     return f"{MOVED[path]}{sign}{value}" if path in MOVED else word
-
-
-def _of(model: Model, model_type: str) -> Model:
-    """The model as one of another family: the same tree, or, where that family cannot express it,
-    what both have by name and its defaults for the rest.
-    """
-    other = families.find(model_type)
-    try:
-        return families.moved(model, model_type)
-    except ValueError:
-        whole = families.explicit(model)
-        shared = {
-            other.names[name]: whole[one.name]
-            for one in model.family.fields
-            if one.help or one.inside
-            for name in (one.name, *one.aliases, *one.common)
-            if name in other.names and whole[one.name] is not None
-        }
-        return families.made(model_type, shared)
 
 
 def _option(one: Field) -> tuple[str, Any]:
@@ -186,14 +131,14 @@ def _instance(cls: type, values: Mapping[str, Any]) -> Any:
     return cls(**made)
 
 
-def _differences(before: Any, after: Any) -> dict[str, Any]:
+def said(before: Any, after: Any) -> dict[str, Any]:
     """Field -> its new value, of those that differ; of a mapping, `mapping.field`."""
-    said = {}
+    found = {}
     for one in fields(before):
         old, new = vars(before)[one.name], vars(after)[one.name]
         if isinstance(one.type, type):
-            inner = _differences(old, new)
-            said |= {f"{one.name}.{name}": value for name, value in inner.items()}
+            inner = said(old, new)
+            found |= {f"{one.name}.{name}": value for name, value in inner.items()}
         elif old != new and one.name != "model_type":
-            said[one.name] = list(new) if isinstance(new, tuple) else new
-    return said
+            found[one.name] = list(new) if isinstance(new, tuple) else new
+    return found

@@ -4,17 +4,19 @@ Nothing here imports torch or transformers: `--help` and a mistyped option do no
 """
 
 from dataclasses import dataclass, field, fields, make_dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tyro
 
-from dolmen.data.config import TextConfig
+from dolmen.evaluation.config import EvaluateConfig, VerifyConfig
+from dolmen.serving.config import GenerateConfig
 from dolmen.training.config import RunConfig
+from dolmen.training.request import ExportConfig, Handling
 
 
 @dataclass(frozen=True)
-class TrainOptions:
-    """Train a model: a built-in recipe (dolmen recipes) or a YAML file, changed by options."""
+class Beginning:
+    """Where a run begins."""
 
     recipe: tyro.conf.Positional[str]
     """Recipe or YAML file."""
@@ -23,20 +25,14 @@ class TrainOptions:
     """Where the weights to start from are, and the model: a transformers directory, a hub id,
     another run or one of its checkpoints.
     """
-    out: str | None = None
-    """Folder of the run. Default: that of the config.yaml of a run, else runs/NAME."""
+
+
+@dataclass(frozen=True)
+class TrainOptions(Handling, Beginning):
+    """Train a model: a built-in recipe (dolmen recipes) or a YAML file, changed by options."""
+
     resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Go on from the newest whole checkpoint in --out; at any other layout too."""
     overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Throw away the run that --out holds."""
-    nproc: int | None = None
-    """Processes to start on this machine. Default: as many as the layout needs; the GPUs that are
-    visible.
-    """
-    max_restarts: int = 0
-    """Times to start the processes again after a failure; the run goes on by itself from its newest
-    whole checkpoint.
-    """
 
 
 SECTIONS = [f for f in fields(RunConfig) if f.name not in ("name", "init", "model")]
@@ -64,86 +60,40 @@ class RecipesOptions:
 
 
 @dataclass(frozen=True)
-class ExportOptions:
+class ExportOptions(ExportConfig):
     """Write a run, a checkpoint or another transformers directory as a transformers directory:
     model.safetensors, config.json, tokenizer. One tensor is in memory at a time.
     """
 
     source: tyro.conf.Positional[str]
-    """A run's folder (its newest whole checkpoint is taken), or one checkpoint in it; a
-    transformers directory or hub id.
-    """
-    to: str
-    """Folder to write; it must be empty or not exist."""
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Type of the tensors. Default: that of config.json, of a run that of the model it started
-    from, else float32.
-    """
 
 
 @dataclass(frozen=True)
-class Split:
-    """How the model is split."""
-
-    tp: int = 1
-    """Tensor parallelism: processes that share every layer."""
-
-    def __post_init__(self):
-        if self.tp < 1:
-            raise ValueError(f"layout.tp is {self.tp}: it must be at least 1")
-
-
-@dataclass(frozen=True)
-class VerifyOptions:
+class VerifyOptions(VerifyConfig):
     """Compare a model as dolmen computes it with transformers itself: logits, loss, gradients,
     greedy tokens, in float32. Exit code 1 if they differ. Of a run or checkpoint transformers is
     given a temporary export.
     """
 
     folder: tyro.conf.Positional[str]
-    """Transformers directory or hub id; a run's folder (its newest whole checkpoint is taken), or
-    one checkpoint in it.
-    """
-    against: str | None = None
-    """What transformers loads. Default: the same."""
-    length: int = 64
-    """Tokens of the random sequences."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto takes the GPUs if any are visible, else the CPU."""
-    layout: Split = Split()
 
 
 @dataclass(frozen=True)
-class GenerateOptions:
-    """Continue a prompt with a transformers directory, or a run. Prints the prompt and the
-    continuation; greedy unless --temperature.
+class GenerateOptions(GenerateConfig):
+    """Continue a prompt, or several, with a transformers directory, or a run. Prints each prompt
+    and its continuation; greedy unless --temperature.
     """
 
     folder: tyro.conf.Positional[str]
-    """Transformers directory or hub id; a run's folder (its newest whole checkpoint is taken), or
-    one checkpoint in it.
-    """
-    prompt: str
-    """Text to continue."""
-    max_new_tokens: int = 64
-    """Most tokens to add; an end-of-text token ends earlier."""
-    temperature: float = 0.0
-    """0 takes the likeliest token; 1 draws from the model's own distribution."""
-    top_k: int | None = None
-    """Draw from this many likeliest tokens."""
-    top_p: float | None = None
-    """Draw from the likeliest tokens that hold this much probability."""
-    seed: int = 0
-    """Of the draws."""
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Type to compute in. Default: that of config.json."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto takes the GPUs if any are visible, else the CPU."""
-    layout: Split = Split()
+    prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction]
+
+    def __post_init__(self):
+        if not self.prompt:
+            raise ValueError("missing --prompt (Text to continue)")
 
 
 @dataclass(frozen=True)
-class EvaluateOptions:
+class EvaluateOptions(EvaluateConfig):
     """How well a transformers directory, or a run, predicts a text, over all of it: loss in nats
     per token, perplexity, bits per byte. The text is read in order, in windows of --sequence-length
     tokens, and each token is predicted once, the end of each document too. A token sees those
@@ -152,19 +102,6 @@ class EvaluateOptions:
     """
 
     source: tyro.conf.Positional[str]
-    """Transformers directory or hub id; a run's folder (its newest whole checkpoint is taken), or
-    one checkpoint in it.
-    """
-    sequence_length: int | None = None
-    """Tokens of a window: a longer one sees more and costs more. Default: max_position_embeddings,
-    at most 2048.
-    """
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Type to compute in. Default: that of config.json."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto takes the GPUs if any are visible, else the CPU."""
-    data: TextConfig = TextConfig()
-    layout: Split = Split()
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from typing import Annotated, Any, TypeGuard, TypeVar, cast, get_args, get_origi
 
 import tyro
 
-from dolmen.cli.spellings import suggestion
 from dolmen.core.errors import BadInput
 from dolmen.core.words import choices, cut
+from dolmen.training.spellings import suggestion
 
 T = TypeVar("T")
 HELP = {"-h", "--help"}
@@ -85,8 +85,10 @@ def explain(cls: type) -> None:
     of its class, as one line: it would read each file once per option, keep the line breaks of the
     source, and break the lines once more.
     """
+    texts: dict[str, str] = {}  # also of what a class says again with other marks
     for base in reversed(cls.__mro__[:-1]):
-        texts, hints = attribute_docs(base), get_type_hints(base, include_extras=True)
+        texts |= attribute_docs(base)
+        hints = get_type_hints(base, include_extras=True)
         for name, hint in hints.items():
             parts = [part for part in (hint, *get_args(hint)) if is_section(part)]
             for part in parts:

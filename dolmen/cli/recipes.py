@@ -8,7 +8,7 @@ from dolmen.model import count
 from dolmen.recipes import RECIPES
 
 
-def run(_: RecipesOptions, __: list[str]) -> int:
+def run(_: RecipesOptions) -> int:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for name in ("recipe", "parameters", "tokens per step", "what it is"):
         table.add_column(name, justify="right" if name[0] in "pt" else "left")

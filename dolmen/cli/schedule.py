@@ -26,7 +26,7 @@ KNOBS = {
 }
 
 
-def run(options: ScheduleOptions, _: list[str]) -> int:
+def run(options: ScheduleOptions) -> int:
     try:
         schedule, cost = chosen(options), costs(options)
         simulation = schedules.simulate(schedule, cost)

@@ -70,6 +70,16 @@ def from_dict(cls: type[T], values: Any, default: T | None = None, path: str = "
     return cls(**made)
 
 
+def leaves(cls: type, section: str = "") -> list[str]:
+    """The options of a dataclass and its sections: `layout.tp`."""
+    found, hints = [], typing.get_type_hints(cls)
+    for one in dataclasses.fields(cls):
+        name = f"{section}{one.name}"
+        inside = dataclasses.is_dataclass(hints[one.name])
+        found += leaves(hints[one.name], f"{name}.") if inside else [name]
+    return found
+
+
 def _convert(hint: Any, value: Any, where: str, default: Any) -> Any:
     """What `value`, of a file, is as a `hint`; `default` is what a section of it keeps."""
     kind = typing.get_origin(hint) or hint

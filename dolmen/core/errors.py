@@ -1,13 +1,16 @@
 """What every verb may raise."""
 
+from dolmen.core.words import printable
+
 
 class BadInput(Exception):
     """Something the user gave cannot be done. The message says what and which option mends it; exit
-    code 2. On one line, also where a library's own text, which it ends in, has several.
+    code 2. On one line, also where a library's own text, which it ends in, has several, and of
+    characters that a terminal shows.
     """
 
     def __init__(self, text: str):
-        super().__init__(" ".join(line.strip() for line in text.splitlines()))
+        super().__init__(printable(" ".join(line.strip() for line in text.splitlines())))
 
 
 class Failed(RuntimeError):

@@ -25,6 +25,13 @@ def cut(text: str) -> str:
     return f"{text[: LONGEST - 3]}... ({len(text):,} characters)"
 
 
+def printable(text: str) -> str:
+    """`text` with what a terminal would obey, not show, as Python writes it: a right-to-left
+    override turns the rest of a line around.
+    """
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 DTYPES |= {"half": "float16", "float": "float32", "double": "float64"}
 

@@ -172,8 +172,9 @@ def _check_object(value: dict, schema: Object, where: str) -> None:
         _check_name(name, where)
         kind = schema.required.get(name) or schema.optional.get(name) or schema.rest
         if kind is None:
-            known = ", ".join([*schema.required, *schema.optional])
-            raise Mismatch(f"{where or 'it'} has a field {shown(name)}: known are {known}")
+            names = ", ".join([*schema.required, *schema.optional])
+            known = f"known are {names}" if names else "it can have none"
+            raise Mismatch(f"{where or 'it'} has a field {shown(name)}: {known}")
         check_value(item, kind, _below(where, name))
 
 

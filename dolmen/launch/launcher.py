@@ -2,10 +2,10 @@
 them, or the launcher, ends.
 
     dolmen train --layout.tp 2    launcher: checks the input, holds the rendezvous store, starts
-      |-- rank 0                  2 x `dolmen train ...`, forwards Ctrl-C and SIGTERM (as SIGUSR1
-      `-- rank 1                  and SIGUSR2: save, then end), kills all at once when one dies, and
-                                  tells the first cause once. If the launcher dies, the kernel
-                                  kills them (process.py).
+      |-- rank 0                  2 x `dolmen train`, hands them the checked run as a file, forwards
+      `-- rank 1                  Ctrl-C and SIGTERM (as SIGUSR1 and SIGUSR2: save, then end), kills
+                                  all at once when one dies, and tells the first cause once. If the
+                                  launcher dies, the kernel kills them (process.py).
 
 With --max-restarts the launcher starts the group again after a failure, and the run goes on from
 its newest checkpoint. torch's LocalElasticAgent would not do here: it restarts after every failure,
@@ -24,9 +24,11 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import yaml
+
 from dolmen.core.torch_private import spelled
 from dolmen.files import gate, kinds
-from dolmen.launch.process import LAUNCHER, handling
+from dolmen.launch.process import HANDED, LAUNCHER, handling
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.api import PContext, RunProcsResult
@@ -36,8 +38,15 @@ STOPPED = {130, 143, -signal.SIGUSR1, -signal.SIGUSR2, -signal.SIGTERM}
 """Exit codes of workers that were asked to end."""
 
 
-def launch(processes: int, argv: list[str], max_restarts: int = 0) -> int:
-    """Run `dolmen *argv` as `processes` workers of one group; the exit code of the whole.
+def launch(
+    processes: int,
+    words: list[str],
+    max_restarts: int = 0,
+    handed: Mapping[str, Any] | None = None,
+) -> int:
+    """Run `dolmen *words` as `processes` workers of one group; the exit code of the whole. What
+    is `handed` to a worker, plain values that have been checked here, it takes instead of the
+    words after the verb (`process.handed`).
 
     0 if all end well; 130 or 143 if they ended because this process was asked to; otherwise 1 (or
     2, a worker's own refusal), after the first failure's traceback has been printed, once. Of
@@ -48,8 +57,10 @@ def launch(processes: int, argv: list[str], max_restarts: int = 0) -> int:
     # failures are told below, once
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     kept = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-    group = _Group(processes, argv, {s: signal.getsignal(s) for s in kept})
+    group = _Group(processes, words, {s: signal.getsignal(s) for s in kept})
     with handling(group.handlers), _reports() as reports:
+        if handed is not None:
+            group.more[HANDED] = _write(Path(reports) / "handed.yaml", handed)
         for attempt in range(max_restarts + 1):
             if group.asked:
                 return 128 + group.asked
@@ -74,13 +85,14 @@ class _End(NamedTuple):
 
 class _Group:
     """The workers of one `launch`, however often they are started. `asked`: the first signal that
-    asked this process to end, 0 if none did.
+    asked this process to end, 0 if none did; `more`: of each worker's environment.
     """
 
-    def __init__(self, processes: int, argv: list[str], before: Mapping[signal.Signals, Any]):
-        self.processes, self.argv = processes, argv
+    def __init__(self, processes: int, words: list[str], before: Mapping[signal.Signals, Any]):
+        self.processes, self.words = processes, words
         self.handlers = {**before, signal.SIGINT: self._forward, signal.SIGTERM: self._forward}
         self.asked = 0
+        self.more: dict[str, str] = {}
         self.workers: PContext | None = None
 
     def _forward(self, got: int, _: FrameType | None) -> None:
@@ -105,7 +117,7 @@ class _Group:
         envs = {
             rank: self._environment(rank, attempt, store.port) for rank in range(self.processes)
         }
-        args = {rank: ("-m", "dolmen", *self.argv) for rank in range(self.processes)}
+        args = {rank: ("-m", "dolmen", *self.words) for rank in range(self.processes)}
         with handling(self.handlers):  # start_processes sets handlers of its own, and leaves them
             try:
                 workers = self.workers = start_processes(
@@ -132,6 +144,7 @@ class _Group:
             spelled.RESTARTS: str(attempt),
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
             LAUNCHER: str(os.getpid()),
+            **self.more,
         }
 
     def _judge(self, workers: "PContext", result: "RunProcsResult") -> _End:
@@ -145,6 +158,12 @@ class _Group:
         if codes <= {2, -signal.SIGTERM} and not hangs:
             return _End(2, True)
         return _End(1, any(report.get("final") for report in reports))
+
+
+def _write(file: Path, handed: Mapping[str, Any]) -> str:
+    """As YAML, of which a run's own config.yaml is made too: it has every float."""
+    file.write_text(yaml.safe_dump(dict(handed), sort_keys=False))
+    return str(file)
 
 
 def _report(file: str) -> dict:

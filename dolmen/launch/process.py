@@ -23,6 +23,7 @@ from dolmen.core.launched import Launch
 from dolmen.core.torch_private import spelled
 
 LAUNCHER = "DOLMEN_LAUNCHER"  # pid of the launcher that started this worker
+HANDED = "DOLMEN_HANDED"  # the file in which that launcher says what is asked
 PR_SET_PDEATHSIG = 1
 
 
@@ -50,6 +51,13 @@ def started() -> Launch | None:
 def launched_here() -> bool:
     """Whether this process is a worker that our own launcher started."""
     return LAUNCHER in os.environ
+
+
+def handed() -> Path | None:
+    """The file in which our own launcher hands this worker what was asked of it, and checked there;
+    None where words say it.
+    """
+    return Path(os.environ[HANDED]) if HANDED in os.environ else None
 
 
 @contextmanager

@@ -21,7 +21,8 @@ from dolmen.core.mesh import SINGLE
 from dolmen.core.paths import expand
 from dolmen.core.words import counted
 from dolmen.data import inputs, sources
-from dolmen.families import Model
+from dolmen.families import Model, compared
+from dolmen.families.family import knob
 from dolmen.model.training import Training
 from dolmen.optim.config import OptimizerConfig
 from dolmen.training import folder, metrics
@@ -36,8 +37,8 @@ def check_run(run: RunConfig, processes: int | None, verify: bool = True) -> Run
     model = run.model
     if model is None:
         raise ValueError(
-            "there is no model: give --init a transformers directory or hub id, or choose a recipe "
-            "that has one (dolmen recipes)"
+            "there is no model: give --init a transformers directory or hub id, make one of "
+            "--model.model-type and its fields, or choose a recipe that has one (dolmen recipes)"
         )
     if run.finish.export:
         check_exportable(run)
@@ -84,7 +85,19 @@ def check_init(run: RunConfig, init: str) -> None:
     or are more than it trains.
     """
     source = open_source(init, run.model)
-    lost = source.specs.keys() - run.train.training.applied(run.tree).leaves.keys()
+    try:
+        stored = source.specs
+    except (ValueError, KeyError):
+        stated = open_source(init)
+        _ = stated.specs  # those of its own model, or it is refused
+        changes = ", ".join(
+            f"{knob(name)} {new} ({old})" for name, old, new in compared(stated.model, source.model)
+        )
+        raise ValueError(
+            f"{init} holds weights of another model than the run's {changes}: leave out what "
+            "changes its shape, or train without --init"
+        ) from None
+    lost = stored.keys() - run.train.training.applied(run.tree).leaves.keys()
     if lost:
         raise ValueError(
             f"--init {init} has {counted(len(lost), 'bias', 'biases')} of routers, e.g. "
@@ -202,9 +215,9 @@ def free_lock(out: Path, descriptor: int | None) -> None:
         os.close(descriptor)
 
 
-def check_overwrite(run: RunConfig, out: Path, source: str) -> None:
+def check_overwrite(run: RunConfig, out: Path, source: str | None) -> None:
     """Raises ValueError where it would delete what the run reads, and what dolmen did not write;
-    `source`, a recipe or YAML file, may be the config.yaml that it writes again.
+    `source`, a recipe or YAML file if any, may be the config.yaml that it writes again.
     """
     base = out.resolve()
     for path in _read_by(run, source):
@@ -216,7 +229,7 @@ def check_overwrite(run: RunConfig, out: Path, source: str) -> None:
         folder.refuse_strange(out)
 
 
-def _read_by(run: RunConfig, source: str) -> set[Path]:
+def _read_by(run: RunConfig, source: str | None) -> set[Path]:
     """Files and folders that the run reads, links followed, except those of the hub."""
     given = (run.init, run.data.tokenizer, run.layout.schedule, source, str(run.data.cache_folder))
     entries = sources.resolve_sources(run.data.path)

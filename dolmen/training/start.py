@@ -23,6 +23,7 @@ from dolmen.files import gate
 from dolmen.training.check import check_folder, check_overwrite, check_resume
 from dolmen.training.config import RunConfig
 from dolmen.training.folder import OWNER, Unusable
+from dolmen.training.request import Request
 
 T = TypeVar("T")
 
@@ -57,23 +58,15 @@ def facts(run: RunConfig, out: Path, refusal: str | None, **more: object) -> dic
 
 
 def settle(
-    run: RunConfig,
-    out: Path,
-    recipe: str,
-    *,
-    resume: bool,
-    overwrite: bool,
-    restarts: int,
-    job: str,
-    checked: bool,
-    refusal: str | None = None,
+    request: Request, *, restarts: int, job: str, checked: bool, refusal: str | None = None
 ) -> Start:
     """Called by all ranks right after joining. `restarts`, `job`: as the launcher of this rank
     tells; `checked`: it has checked the folder before the first start. Raises ValueError on every
     rank, with the same words, if the ranks differ, if one refuses (`refusal`), or if the folder
     does.
     """
-    agree.require_same(facts(run, out, refusal, resume=resume, overwrite=overwrite))
+    out, resume, overwrite = request.out, request.handling.resume, request.handling.overwrite
+    agree.require_same(facts(request.config, out, refusal, resume=resume, overwrite=overwrite))
     if refusal:
         raise ValueError(refusal)
     # after a failure on one host only its count is sure to rise
@@ -81,7 +74,7 @@ def settle(
     owner, restarted = "\n".join(sorted({j for j in jobs if j})), max(counts) > 0
     if not restarted:
         if not checked:
-            agree.once(lambda: _check(run, out, recipe, resume, overwrite))
+            agree.once(lambda: _check(request))
         return Start(resume, overwrite, False, owner)
     goes_on = not overwrite or agree.once(lambda: bool(set(jobs) & _owners(out)))
     return Start(resumed=goes_on, overwrite=not goes_on, restarted=True, owner=owner)
@@ -116,12 +109,13 @@ def same_data(loader: Loader, mesh: Mesh) -> None:
         raise Unusable(str(error)) from None
 
 
-def _check(run: RunConfig, out: Path, recipe: str, resume: bool, overwrite: bool) -> None:
-    check_folder(out, resume, overwrite)
-    if overwrite:
-        check_overwrite(run, out, recipe)
-    if resume:
-        check_resume(run, out)
+def _check(request: Request) -> None:
+    handling = request.handling
+    check_folder(request.out, handling.resume, handling.overwrite)
+    if handling.overwrite:
+        check_overwrite(request.config, request.out, request.source)
+    if handling.resume:
+        check_resume(request.config, request.out)
 
 
 def _owners(out: Path) -> set[str]:

@@ -6,7 +6,9 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
+import numpy as np
 import pytest
 import tinyrun
 import torch
@@ -16,7 +18,9 @@ from tinyrun import losses, rows, steps
 
 import dolmen
 from dolmen import api
+from dolmen.cli.command import parse_train
 from dolmen.core.mesh import joined
+from dolmen.recipes.changed import request
 from dolmen.training import loop
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
@@ -83,21 +87,48 @@ def test_options_are_those_of_the_command(material, tmp_path):
         resume=False,
     )
     assert len(rows(made)) == 1 and "model_type: qwen3" in (made / "config.yaml").read_text()
-    assert api._words(
-        "",
-        {
-            "finish": {"sample": "--x"},
-            "resume": True,
-            "overwrite": False,
-            "data": {"path": ("a", "b")},
-        },
-    ) == ["--finish.sample=--x", "--resume", "--data.path", "a", "b"]
+
+
+def test_keywords_make_the_run_that_words_make(material):
+    """Of one recipe, by either road."""
+    for words, changes in (
+        ("--train.steps 5 --optimizer.lr 1e-3", {"train.steps": 5, "optimizer": {"lr": 1e-3}}),
+        ("--finish.sample=--x --resume", {"finish": {"sample": "--x"}, "resume": True}),
+        ("--data.path a b --nproc 3", {"data": {"path": ("a", Path("b"))}, "nproc": 3}),
+        ("--train.compile --out x", {"train": {"compile": True}, "out": Path("x")}),
+        ("--layout.no-sequence-parallel", {"layout": {"sequence-parallel": False}}),
+        ("--model.rope-theta 5", {"model": {"rope_parameters": {"rope_theta": 5.0}}}),
+        ("--model.num-key-value-heads 4", {"model": {"num_key_value_heads": 4}}),
+        ("--model.dropout 0.1", {"model": {"dropout": 0.1}}),
+        (
+            "--model.model-type gpt2 --model.hidden-size 96",
+            {"model.model-type": "gpt2", "model.hidden_size": 96},
+        ),
+        ("--model.family gpt2 --model.n-layer 3", {"model": {"family": "gpt2", "n_layer": 3}}),
+        (f"--init {material.model}", {"init": material.model}),
+        ("--train.steps 7", {"train": {"steps": np.int64(7)}}),
+    ):
+        for recipe in ("llama-1b", "pretrain", str(material.file)):
+            said = parse_train([recipe, *words.split()])
+            assert request(recipe, changes) == said, (recipe, words)
+    run = material.config()
+    same = parse_train([str(material.file), "--train.steps", "5"]).config
+    assert request(run, {"train": {"steps": 5}}).config == same
+    assert (
+        request(run, {}).out == Path("runs/tiny") and request(run, {"name": "a"}).config.name == "a"
+    )
 
 
 def test_a_value_that_no_option_takes_is_not_dropped(material, tmp_path):
     """False says nothing only to the flags that are off by themselves."""
-    for name in ("nproc", "nonsense", "max_restarts"):
-        with pytest.raises(ValueError, match=f"unknown option --no-{name.replace('_', '-')}"):
+    for name, said in (
+        ("nproc", "nproc is False: it must be int"),
+        ("nonsense", "unknown option nonsense"),
+        ("max_restarts", "max_restarts is False: it must be int"),
+        ("train", "train must be a mapping of options, not False"),
+        ("model", "model: it must be a config.json, a mapping, not False"),
+    ):
+        with pytest.raises(ValueError, match=f"^{said}"):
             dolmen.train(material.file, out=tmp_path / "out", **{name: False})
     assert not (tmp_path / "out").exists()
 
@@ -122,7 +153,7 @@ def test_export_and_verify(run, tmp_path):
         (lambda: dolmen.export(run, made), "exists and is not empty"),
         (lambda: dolmen.export(run, tmp_path / "x", dtype="float8"), "use one of float32, bfl"),
         (lambda: dolmen.export(tmp_path, tmp_path / "x"), "is neither a transformers directory"),
-        (lambda: dolmen.verify(made, length=0), "use --length 1 or more"),
+        (lambda: dolmen.verify(made, length=0), "use length 1 or more"),
         (lambda: dolmen.verify(tmp_path / "none"), "none: no such folder"),
         (lambda: dolmen.load(tmp_path / "none"), "none: no such folder"),
         (lambda: dolmen.load(tmp_path), "nor a run or checkpoint of dolmen"),
@@ -157,18 +188,33 @@ def test_generate(material):
     }
     assert len(texts) == 4  # top_k 1 is greedy at any seed
     for options, said in (
-        ({"top_k": 0}, "use --top-k 1 or more"),
-        ({"top_p": 0.0}, "use --top-p above 0"),
-        ({"temperature": 1e-320}, "use --temperature 0"),
+        ({"top_k": 0}, "use top_k 1 or more"),
+        ({"top_p": 0.0}, "use top_p above 0"),
+        ({"temperature": 1e-320}, "use temperature 0"),
         ({"prompt": "a\udcff"}, "is not UTF-8 text"),
-        ({"max_new_tokens": 0}, "use --max-new-tokens 1 or more"),
+        ({"max_new_tokens": 0}, "use max_new_tokens 1 or more"),
+        ({"max_new_tokens": 2.5}, "^max_new_tokens is 2.5: it must be int$"),
+        ({"seed": "one"}, "^seed is 'one': it must be int$"),
+        ({"top_k": True}, "^top_k is True: it must be int$"),
+        ({"batch": 1.5}, "^batch is 1.5: it must be a whole number$"),
     ):
         asked = {"prompt": "a", **options}
         for call in (model.generate, lambda **o: dolmen.generate(material.model, **o)):
             with pytest.raises(ValueError, match=said):
                 call(**asked)
-    with pytest.raises(ValueError, match="dtype is 'float8': use one of"):
-        dolmen.generate(material.model, "a", dtype="float8")
+    for call in (dolmen.generate, dolmen.evaluate):
+        for dtype in ("float8", "float64"):
+            with pytest.raises(ValueError, match=f"^dtype is '{dtype}': use one of float32, bf"):
+                call(material.model, "a", dtype=dtype)
+    for options, said in (
+        ({"text_field": 5}, "^text_field is 5: it must be str$"),
+        ({"document_mask": "no"}, "^document_mask is 'no': it must be bool$"),
+        ({"sequence_length": 1.5}, "^sequence_length is 1.5: it must be int$"),
+        ({"sequence_length": 65}, "use sequence_length 1 to 64$"),
+        ({"tokenizer": "bpe:300"}, "^tokenizer bpe:300: a model is evaluated with"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            dolmen.evaluate(material.model, material.docs, **options)
     with pytest.raises(ValueError, match="no tokens"):
         model.logits("")
 
@@ -189,10 +235,27 @@ def test_the_package_shows_what_it_has():
     "bad, said",
     [
         ({"layout": {"tp": 3}}, "num_attention_heads \\(4\\)"),
-        ({"optimiser": {"lr": 1}}, "unknown option --optimiser.lr: did you mean --optimizer.lr?"),
-        ({"optimizer": {"learning_rate": 1}}, "did you mean --optimizer.lr?"),
+        ({"optimiser": {"lr": 1}}, "unknown option optimiser.lr: did you mean optimizer.lr\\?$"),
+        ({"optimizer": {"learning_rate": 1}}, "did you mean optimizer.lr\\?$"),
+        ({"max_steps": 1}, "^unknown option max_steps: did you mean train.steps\\?$"),
+        ({"model": {"num_layers": 1}}, "did you mean model.num_hidden_layers\\?$"),
+        ({"model": {"hidden_size": "64"}}, "hidden_size is '64': it must be an integer from 1"),
+        ({"model": {"rope_parameters": 5}}, "^model.rope_parameters is 5: it must be a mapping"),
+        (
+            {"model": {"model_type": "gpt2", "n_embd": 96, "hidden_size": 192}},
+            "^model.n_embd and model.hidden_size are two names of one option: give one of them$",
+        ),
+        (
+            {"layout": {"dp": 3}},
+            r"^train.global_batch_size \(4\) is not divisible by dp \(3\): set train.global_batch_",
+        ),
+        ({"train": {"compile": 1}}, "^train.compile is 1: it must be bool$"),
+        ({"train": {"device": "tpu"}}, "^train.device is 'tpu': use one of auto, cpu, cuda$"),
+        ({"resume": "yes"}, "^resume is 'yes': it must be bool$"),
+        ({"resume": True, "overwrite": True}, "^resume and overwrite exclude each other"),
+        ({"max_restarts": -1}, "^max_restarts is -1: it must not be negative$"),
         ({"optimizer": {"lr": -1}}, "optimizer.lr is -1.0: it must be finite"),
-        ({"train": {"steps": "five"}}, "--train.steps is 'five': it must be a whole number"),
+        ({"train": {"steps": "five"}}, "^train.steps is 'five': it must be int$"),
         ({"init": "no/such/model/here"}, "here: no such folder"),
     ],
 )
@@ -263,13 +326,12 @@ def test_ctrl_c_before_and_after_training(material, tmp_path, monkeypatch):
     """Nothing to save: 130 at once, without a traceback, whether the run has yet to begin or is
     being finished.
     """
-    from dolmen.cli import train as verb
-    from dolmen.training import check
+    from dolmen.training import check, worker
 
     def interrupted(*args, **options):
         raise KeyboardInterrupt
 
-    for module, name in ((check.inputs, "check_inputs"), (verb.finish, "finish")):
+    for module, name in ((check.inputs, "check_inputs"), (worker, "finish")):
         with monkeypatch.context() as patched:
             patched.setattr(module, name, interrupted)
             result = command("train", material.file, "--out", tmp_path / name, "--train.steps", 1)

@@ -9,12 +9,12 @@ import tinyrun
 import torch
 from tinyrun import dolmen
 
-from dolmen.cli import train as train_verb
 from dolmen.core import agree
 from dolmen.core import device as devices
 from dolmen.core import mesh as meshes
 from dolmen.core.device import CPU
 from dolmen.launch import launcher, process
+from dolmen.training import job
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 
@@ -54,11 +54,11 @@ class Reached(Exception):
 def began(monkeypatch, material, tmp_path):
     """What a worker of `dolmen train ... *words` begins with: (device, its refusal)."""
 
-    def worker(config, out, given, started, device, refusal=None):
+    def worker(request, started, device, refusal=None):
         raise Reached(device, refusal)
 
     def train(*words: object) -> tuple[torch.device, str | None]:
-        monkeypatch.setattr(train_verb, "worker", worker)
+        monkeypatch.setattr(job, "worker", worker)
         monkeypatch.setattr(process, "guarded", lambda work: work())
         with pytest.raises(Reached) as found:
             dolmen("train", material.file, "--out", tmp_path / "run", *words)
@@ -132,13 +132,13 @@ def test_train_starts_nothing_on_too_few_gpus(machine, material, tmp_path, monke
 def test_a_run_starts_a_process_per_gpu(machine, material, gpus, device, processes):
     machine(gpus)
     config = material.config(train={"device": device})
-    assert (train_verb.wanted(config, None) or 1) == processes
+    assert (job.wanted(config, None) or 1) == processes
 
 
 @pytest.mark.parametrize("verb", ("verify", "generate", "evaluate"))
 def test_other_verbs_refuse_too(machine, material, monkeypatch, verb):
     words = {"generate": ("--prompt", "a"), "evaluate": ("--data.path", material.docs)}
-    monkeypatch.setattr(launcher, "launch", lambda *_: 7)
+    monkeypatch.setattr(launcher, "launch", lambda *_, **__: 7)
     machine(1)
     all_words = (verb, material.model, *words.get(verb, ()), "--layout.tp", 2)
     told = dolmen(*all_words)

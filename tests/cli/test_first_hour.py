@@ -16,11 +16,11 @@ from tinyrun import MODEL, dolmen
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import dolmen as package
-from dolmen.cli.finish import _next, _summary
 from dolmen.core.words import choices
 from dolmen.families import Model
 from dolmen.families.unknown import without_effect
 from dolmen.serving import engine
+from dolmen.training.finish import _next, _summary
 from dolmen.training.warn import little_held_out, never_at_full_rate, unused_rows
 
 
@@ -41,6 +41,7 @@ def test_what_draws_is_refused_where_nothing_is_drawn(material, word, value):
     said = f"{option} draws, and without --temperature nothing is drawn: add --temperature 1"
     result = dolmen("generate", material.model, "--prompt", "a", option, value)
     assert (result.code, result.err) == (2, f"dolmen generate: {said}\n")
+    said = f"^{word} draws, and without temperature nothing is drawn: add temperature 1$"
     with pytest.raises(ValueError, match=said):
         package.generate(material.model, "a", **{word: value})
 
@@ -50,6 +51,9 @@ def test_several_prompts_give_several_texts(material):
     texts = model.generate(prompts, max_new_tokens=4)
     assert texts == [model.generate(prompt, max_new_tokens=4) for prompt in prompts]
     assert package.generate(material.model, ("ab",), max_new_tokens=4) == texts[:1]
+    words = [word for prompt in prompts for word in ("--prompt", prompt)]
+    told = dolmen("generate", material.model, *words, "--max-new-tokens", 4)
+    assert told.code == 0 and told.out == "".join(f"{text}\n" for text in texts)
     for wrong in (3, [3], ["a", None]):
         with pytest.raises(ValueError, match="^the prompt is (3|None): it must be a text$"):
             model.generate(wrong)

@@ -23,10 +23,9 @@ from tinyrun import dolmen, losses, rows, same, tensors
 import dolmen as package
 from dolmen.checkpoint import writer
 from dolmen.checkpoint.writer import Writer
-from dolmen.cli import train
 from dolmen.data.mixture import Mixture
 from dolmen.launch import launcher
-from dolmen.training import loop
+from dolmen.training import job, loop
 from dolmen.training import run as train_run
 from dolmen.training.check import free_lock, take_lock
 from dolmen.training.folder import LOCK, Unusable
@@ -259,7 +258,7 @@ def test_who_loses_the_race_for_a_folder_is_told_in_one_line(
     """The other run comes between the launcher's look and the start: with one process and with
     two.
     """
-    monkeypatch.setattr(train, "check_folder", lambda *_: None)
+    monkeypatch.setattr(job, "check_folder", lambda *_: None)
     (tmp_path / "run").mkdir()
     held = take_lock(tmp_path / "run")
     said = f"{tmp_path}/run is in use by another run: wait for it, or give another --out\n"

@@ -21,11 +21,11 @@ from dolmen.cli.command import parse_train, read
 from dolmen.cli.options import VERBS as VERB_OPTIONS
 from dolmen.cli.options import train_options
 from dolmen.cli.parse import names
-from dolmen.cli.spellings import EQUAL, HOW, suggestion
 from dolmen.conversion import hf, source
 from dolmen.core.errors import BadInput
 from dolmen.families import families, find
 from dolmen.recipes import RECIPES
+from dolmen.training.spellings import EQUAL, HOW, suggestion
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 
@@ -195,6 +195,7 @@ def test_help_imports_neither_torch_nor_transformers():
 import sys
 from dolmen.cli import VERBS, main
 from dolmen.recipes import RECIPES
+from dolmen.training.spellings import EQUAL, HOW, suggestion
 asked = [*([verb, "--help"] for verb in VERBS), *(["train", name, "--help"] for name in RECIPES),
          ["train", "llama-8b", "--train.step", "5"], ["train", "llama-9b"], ["export"], ["recipes"]]
 for words in asked:
@@ -315,6 +316,8 @@ def test_every_option_is_explained():
         text = " ".join(entry.split("\n\n")[0].split("\n", 1)[1].split())
         assert len(re.sub(r"\(default: .*?\)", "", text).split()) > 1, entry
     assert "(default: 0.003)" in shown and "bpe:4096" in shown  # the recipe's own defaults
+    nothing_named = dolmen("train", "--help").out
+    assert "Recipe or YAML file. (required)" in nothing_named and "pretrain" not in nothing_named
 
 
 def test_choices_and_defaults_of_a_model_are_shown():
@@ -350,7 +353,7 @@ def test_recipes_lists_every_recipe():
 
 
 def test_options_win_over_the_file_and_the_file_over_defaults(material):
-    config, given = parse_train(
+    request = parse_train(
         [
             str(material.file),
             "--optimizer.lr",
@@ -369,6 +372,7 @@ def test_options_win_over_the_file_and_the_file_over_defaults(material):
             "x",
         ]
     )
+    config = request.config
     assert (
         config.optimizer.lr == 0.5
         and config.optimizer.warmup_steps == 2
@@ -381,21 +385,22 @@ def test_options_win_over_the_file_and_the_file_over_defaults(material):
         "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}
     }
     assert config.name == "tiny"
-    assert given.out == "x" and not given.resume and given.nproc is None
+    handling = request.handling
+    assert handling.out == "x" and not handling.resume and handling.nproc is None
 
 
 def test_init_decides_the_model(material, tmp_path):
-    config, _ = parse_train(["quickstart", "--init", str(material.model)])
+    config = parse_train(["quickstart", "--init", str(material.model)]).config
     read = json.loads((material.model / "config.json").read_text())
     assert config.model.config == read and config.init == str(material.model)
-    config, _ = parse_train(["pretrain", f"--init={material.model}", "--model.dropout", "0.1"])
+    config = parse_train(["pretrain", f"--init={material.model}", "--model.dropout", "0.1"]).config
     assert config.train.dropout == 0.1 and config.model.config == read
-    config, _ = parse_train(["pretrain", f"--init={material.model}", "--model.rope-theta", "5"])
+    config = parse_train(["pretrain", f"--init={material.model}", "--model.rope-theta", "5"]).config
     assert config.model.tree.blocks[0].mixer.positions.theta == 5
     assert {n for n in read if read[n] != config.model.config[n]} == {"rope_parameters"}
-    assert parse_train(["pretrain"])[0].model is None
+    assert parse_train(["pretrain"]).config.model is None
     (tmp_path / "init.yaml").write_text(yaml.safe_dump({"init": str(material.model)}))
-    config, _ = parse_train([str(tmp_path / "init.yaml")])
+    config = parse_train([str(tmp_path / "init.yaml")]).config
     assert config.model.config == read and config.name == "init"
 
 
@@ -408,7 +413,7 @@ def test_quickstart_is_fitted_to_the_machine(monkeypatch, gpus, fast, tp, dtype)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
         monkeypatch.setattr(torch.cpu, name, lambda: fast)
-    run, _ = parse_train(["quickstart"])
+    run = parse_train(["quickstart"]).config
     assert (run.layout.tp, run.train.dtype) == (tp, dtype)
     shown = dolmen("train", "quickstart", "--help").out
     assert re.search(r"--train.dtype .*\n.*\n.*\n.*\(default: float32\)", shown)
@@ -417,17 +422,17 @@ def test_quickstart_is_fitted_to_the_machine(monkeypatch, gpus, fast, tp, dtype)
 def test_a_model_is_made_of_options():
     """Of a family and its defaults, every field of the config.json stated; by any of the names."""
     words = "pretrain --model.model-type gpt2 --model.hidden-size 64 --model.n-head=4".split()
-    model = parse_train(words)[0].model
+    model = parse_train(words).config.model
     content = model.config
     assert (content["n_embd"], content["n_head"], content["n_layer"]) == (64, 4, 12)
     assert content["n_inner"] == 256 and content["architectures"] == ["GPT2LMHeadModel"]
     assert content["resid_pdrop"] == 0.0 and content["dtype"] == "float32"
-    assert parse_train(["pretrain", "--model.model-type", "llama"])[0].model.tree.layers == 32
+    assert parse_train(["pretrain", "--model.model-type", "llama"]).config.model.tree.layers == 32
     words = "pretrain --model.num-key-value-heads 4 --model.hidden_size 512".split()
-    model = parse_train(words)[0].model
+    model = parse_train(words).config.model
     assert model.model_type == "llama" and model.tree.blocks[0].mixer.kv_heads == 4
     words = "qwen3-30b-a3b --model.dense-layers 0 2 --model.num-experts 16".split()
-    content = parse_train(words)[0].model.config
+    content = parse_train(words).config.model.config
     assert content["mlp_only_layers"] == [0, 2] and content["num_local_experts"] == 16
 
 
@@ -449,27 +454,27 @@ def test_two_names_of_one_option_that_disagree(words, said):
     """Equal values may be given twice, and of one name the last counts."""
     argv = ["pretrain", "--model.model-type", "gpt2"]
     with pytest.raises(BadInput, match=said):
-        parse_train([*argv, *words.split()])
+        read("train", [*argv, *words.split()])
     same = "--model.n-embd 96 --model.hidden-size=96".split()
-    assert parse_train([*argv, *same])[0].model.tree.hidden_size == 96
+    assert parse_train([*argv, *same]).config.model.tree.hidden_size == 96
     eps = "--model.norm-eps 1e-3 --model.layer-norm-epsilon 0.001".split()
-    assert parse_train([*argv, *eps])[0].model.tree.final_norm.eps == 1e-3
+    assert parse_train([*argv, *eps]).config.model.tree.final_norm.eps == 1e-3
     last = "--model.n-embd 96 --model.n-embd 192".split()
-    assert parse_train([*argv, *last])[0].model.tree.hidden_size == 192
+    assert parse_train([*argv, *last]).config.model.tree.hidden_size == 192
 
 
 def test_a_model_of_another_family():
     """The same tree where the family has it; else what both have by name."""
     quickstart = RECIPES["quickstart"]().model
-    moved = parse_train(["quickstart", "--model.family", "mistral"])[0].model
+    moved = parse_train(["quickstart", "--model.family", "mistral"]).config.model
     assert moved.model_type == "mistral" and moved.tree == quickstart.tree
     words = "quickstart --model.model-type mixtral --model.num-local-experts 4".split()
-    model = parse_train(words)[0].model
+    model = parse_train(words).config.model
     mlp = model.tree.blocks[0].mlp
     assert (mlp.number, mlp.per_token, mlp.size) == (4, 2, 704) and model.tree.hidden_size == 256
     words = "mixtral-8x7b --model.model-type llama".split()
-    assert parse_train(words)[0].model.tree.blocks[0].mixer.positions.theta == 1e6
-    gpt2 = parse_train(["quickstart", "--model.model-type=gpt2"])[0].model.tree
+    assert parse_train(words).config.model.tree.blocks[0].mixer.positions.theta == 1e6
+    gpt2 = parse_train(["quickstart", "--model.model-type=gpt2"]).config.model.tree
     assert (gpt2.hidden_size, gpt2.layers, gpt2.blocks[0].mlp.size) == (256, 6, 704)
 
 
@@ -477,7 +482,7 @@ def test_a_file_of_then(material, tmp_path):
     """A run's config.yaml before its model was a config.json, training knobs among the model."""
     old = {**material.options(), "model": {**tinyrun.MODEL, "family": "mistral", "dropout": 0.1}}
     (tmp_path / "old.yaml").write_text(yaml.safe_dump(old))
-    config, _ = parse_train([str(tmp_path / "old.yaml")])
+    config = parse_train([str(tmp_path / "old.yaml")]).config
     assert config.model.model_type == "mistral" and config.train.dropout == 0.1
     assert config.model.tree == material.config().model.tree and config.train.steps == 6
 
@@ -485,21 +490,21 @@ def test_a_file_of_then(material, tmp_path):
 def test_a_file_is_named_after_itself_or_its_run(tmp_path):
     for name, want in (("mine.yaml", "mine"), ("config.yaml", tmp_path.name)):
         (tmp_path / name).write_text("train: {steps: 3}\n")
-        assert parse_train([str(tmp_path / name)])[0].name == want
+        assert parse_train([str(tmp_path / name)]).config.name == want
 
 
 def test_an_empty_file_is_the_defaults(tmp_path):
     (tmp_path / "empty.yaml").write_text("")
-    config, _ = parse_train([str(tmp_path / "empty.yaml")])
+    config = parse_train([str(tmp_path / "empty.yaml")]).config
     assert config.model is None and config.optimizer.lr == 3e-4
 
 
 def test_a_name_like_a_recipe():
     with pytest.raises(BadInput, match="did you mean quickstart"):
-        parse_train(["quikstart"])
+        read("train", ["quikstart"])
     with pytest.raises(BadInput, match="recipes are quickstart, pretrain"):
-        parse_train(["zzz"])
+        read("train", ["zzz"])
     with pytest.raises(
         BadInput, match=r"^z{77}\.\.\. \(5,000 characters\) is neither a recipe nor a"
     ):
-        parse_train(["z" * 5000])
+        read("train", ["z" * 5000])

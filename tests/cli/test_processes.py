@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,10 +19,12 @@ import pytest
 import tinyrun
 from tinyrun import dolmen, losses, rows, steps
 
-from dolmen.cli import main
+from dolmen.cli import command, main
+from dolmen.core.config import to_dict
 from dolmen.core.errors import BadInput
 from dolmen.core.launched import Launch
 from dolmen.launch import launcher, process
+from dolmen.training import job
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 
@@ -186,15 +189,26 @@ def test_a_rank_that_raises_ends_the_run_and_is_told_once(material, tmp_path, mo
 
 
 LIGHT = "import sys; from dolmen.launch.launcher import launch; sys.exit(launch(2, sys.argv[1:]))"
+TRAINER = """
+import json, sys
+from dolmen.launch.launcher import launch
+sys.exit(launch(2, ["train"], handed=json.loads(sys.argv[1])))
+"""
+
+
+def trainer(*words: object) -> list[str]:
+    """A command that is the launcher of `dolmen train words` over two processes, once that has been
+    checked here, and imports nothing else.
+    """
+    request = command.read("train", list(map(str, words)))
+    request = replace(request, config=job.refuse(request, 2))
+    return [sys.executable, "-c", TRAINER, json.dumps(to_dict(request))]
 
 
 def test_a_launcher_killed_while_two_ranks_train_leaves_none(material, tmp_path):
     """kill -9: both are gone, of a run that would have gone on for hours."""
     out = tmp_path / "run"
-    argv = [
-        str(a)
-        for a in (sys.executable, "-c", LIGHT, "train", material.file, "--out", out, *ENDLESS, *TWO)
-    ]
+    argv = trainer(material.file, "--out", out, *ENDLESS, *TWO)
     launcher = subprocess.Popen(argv, stderr=subprocess.PIPE)
     assert wait(lambda: at_step(out, 3)), launcher.communicate()
     workers = ranks(launcher.pid)
@@ -372,9 +386,8 @@ def test_a_launcher_killed_while_workers_start_leaves_none(tmp_path, monkeypatch
     )
     started = f"open({str(tmp_path)!r} + '/started' + RANK, 'w').write(str(os.getpid()))"
     (tmp_path / "sitecustomize.py").write_text(f"{WORKER}\nif RANK:\n    {started}\n    {code}")
-    (tmp_path / "tiny.yaml").write_text("")
     launcher = subprocess.Popen(
-        [sys.executable, "-c", LIGHT, "train", str(tmp_path / "none.yaml")],
+        [sys.executable, "-c", LIGHT, "--version"],
         env={**os.environ, "PYTHONPATH": tinyrun.path_of(tmp_path)},
     )
     assert wait(

@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from tinyrun import CONFIG, Material, dolmen
 
 import dolmen as package
-from dolmen.cli import train
 from dolmen.cli.command import parse_train
 from dolmen.core import mesh as meshes
 from dolmen.data import inputs, loader
 from dolmen.launch import launcher, process
+from dolmen.training import job
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 
@@ -220,6 +220,14 @@ OPTIONS = {
         f"{'a' * 77}... (500 characters) is no option: --train.compile takes no such value",
     ),
     "stray": ("stray", "stray is no option: dolmen train --help lists them"),
+    # a terminal would turn the line around
+    "override": ("--train.steps \u202e5", "--train.steps is '\\u202e5': it must be a whole number"),
+    "override-name": ("--\u202ea 5", "unknown option --\\u202ea: dolmen train --help lists them"),
+    "other-shape": (
+        "--init {folder}/model --model.hidden-size 64",
+        "/model holds weights of another model than the run's --model.hidden-size 64 (32): leave "
+        "out what changes its shape, or train without --init",
+    ),
 }
 
 
@@ -249,6 +257,10 @@ def test_options(material, scratch, tmp_path, case):
 FILES = {
     "key": ("train: {step: 5}", "unknown option train.step: did you mean steps?"),
     "section": ("optimiser: {lr: 1}", "unknown option optimiser: did you mean optimizer?"),
+    "no-model-field": (
+        "model: {model_type: llama, dolmen: {a: 1}}",
+        "dolmen has a field 'a': it can have none",
+    ),
     "no-name-near": ("zzz: 1", "unknown option zzz; known: name, init, model"),
     "number": ("1: 2", "it has a field named 1: a name must be text"),
     "inner": (
@@ -418,6 +430,7 @@ def test_init_that_is_not_there(material, tmp_path):
 def test_no_model(material, tmp_path):
     said = refused(material, tmp_path / "out", "--data.path", material.docs, file="pretrain")
     assert "there is no model: give --init a transformers directory or hub id" in said
+    assert "make one of --model.model-type and its fields" in said
 
 
 def test_the_recipe_comes_first():
@@ -585,7 +598,7 @@ def test_one_process_per_host_verifies(material, tmp_path, monkeypatch, started,
     monkeypatch.setattr(process, "one_store", lambda: False)
     words = [str(material.file), "--out", str(tmp_path / "out")]
     words += ["--layout.dp", "4" if started else "1"]
-    assert train.run(parse_train(words), words, guarded=lambda work: 0) == 0
+    assert job.run(parse_train(words), guarded=lambda work: 0) == 0
     assert asked == expected
 
 

@@ -13,7 +13,6 @@ import pytest
 import tinyrun
 from test_processes import (
     ENDLESS,
-    LIGHT,
     PATIENCE,
     TWO,
     WORKER,
@@ -21,6 +20,7 @@ from test_processes import (
     meanwhile,
     parent,
     ranks,
+    trainer,
     wait,
 )
 from tinyrun import dolmen, losses, rows, same, steps, tensors
@@ -171,22 +171,7 @@ def test_sigterm_is_not_restarted(tmp_path, monkeypatch, capfd):
 def test_a_stopped_rank_is_named(material, tmp_path):
     """SIGSTOP to rank 1: it cannot report, so rank 0 does, and nothing is left behind."""
     out = tmp_path / "run"
-    argv = [
-        str(a)
-        for a in (
-            sys.executable,
-            "-c",
-            LIGHT,
-            "train",
-            material.file,
-            "--out",
-            out,
-            *ENDLESS,
-            *TWO,
-            "--train.hang-seconds",
-            2,
-        )
-    ]
+    argv = trainer(material.file, "--out", out, *ENDLESS, *TWO, "--train.hang-seconds", 2)
     launcher = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
     try:
         assert wait(lambda: at_step(out, 3)), launcher.communicate()

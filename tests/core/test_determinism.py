@@ -15,8 +15,8 @@ from tinyrun import dolmen, losses, same, tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dolmen.cli import command
-from dolmen.cli import train as train_verb
 from dolmen.core import determinism
+from dolmen.core.errors import Failed
 from dolmen.core.mesh import SINGLE
 from dolmen.data.batch import Batch
 from dolmen.launch import process
@@ -24,7 +24,7 @@ from dolmen.model.layout import Layout
 from dolmen.ops.kernels import CPU, H100
 from dolmen.optim import optimizer as optim
 from dolmen.optim.config import OptimizerConfig
-from dolmen.training import report
+from dolmen.training import job, report, worker
 from dolmen.training import run as train_run
 from dolmen.training.config import RunConfig, TrainConfig
 from dolmen.training.step import TrainState, optimizer_step
@@ -214,7 +214,7 @@ def test_what_has_no_other_way_is_named_with_the_knob():
 def test_a_run_gives_the_same_bits_with_it_on_a_cpu(material, tmp_path, monkeypatch):
     """And torch's flag is on before the group is made, and in each step."""
     seen = []
-    joined, stepped = train_verb.meshes.joined, train_run.train_steps
+    joined, stepped = worker.meshes.joined, train_run.train_steps
 
     def join(*given):
         seen.append(
@@ -227,7 +227,7 @@ def test_a_run_gives_the_same_bits_with_it_on_a_cpu(material, tmp_path, monkeypa
         return stepped(*given)
 
     env = os.environ
-    monkeypatch.setattr(train_verb.meshes, "joined", join)
+    monkeypatch.setattr(worker.meshes, "joined", join)
     monkeypatch.setattr(train_run, "train_steps", train)
     for name, words in (("with", ["--train.deterministic"]), ("without", [])):
         result = dolmen(
@@ -246,9 +246,8 @@ def test_a_run_that_cannot_says_so_in_a_line(material, tmp_path, monkeypatch):
 
     monkeypatch.setattr(train_run, "train_steps", step)
     words = ("train", material.file, "--train.deterministic", "--out", tmp_path / "run")
-    with pytest.raises(train_verb.Failed, match="^train.deterministic: put_ has no determ") as told:
-        config, given = command.read("train", list(map(str, words[1:])))
-        train_verb.run((config, given), list(map(str, words[1:])), guarded=lambda work: work())
+    with pytest.raises(Failed, match="^train.deterministic: put_ has no determ") as told:
+        job.run(command.read("train", list(map(str, words[1:]))))
     assert told.value.final
 
 

@@ -21,7 +21,6 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from dolmen.checkpoint import metadata, seal
 from dolmen.checkpoint.store import Checkpoints
-from dolmen.cli.command import read_run
 from dolmen.conversion import hf
 from dolmen.core.config import from_dict, to_dict
 from dolmen.core.mesh import SINGLE
@@ -36,6 +35,7 @@ from dolmen.recipes import RECIPES
 from dolmen.serving import engine
 from dolmen.training import metrics
 from dolmen.training.config import RunConfig
+from dolmen.training.run_file import read_run
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from dolmen.cli.train import explained
 from dolmen.core.errors import Failed
 from dolmen.launch import watch as watches
 from dolmen.launch.watch import Watch, verdict
+from dolmen.training.worker import explained
 
 
 def row(passed: int, waits: bool = False) -> dict:

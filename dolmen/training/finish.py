@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from dolmen.conversion.export import export
 from dolmen.conversion.source import open_source
 from dolmen.core.errors import BadInput
 from dolmen.core.log import console, duration
@@ -44,8 +45,6 @@ def finish(run: RunConfig, out: Path) -> int:
 
 
 def _export(out: Path, to: Path) -> None:
-    from dolmen.cli.export import export
-
     try:
         folder.remove_export(out)
     except folder.Unusable as error:

@@ -1,0 +1,29 @@
+"""Options in messages, which name them as the command line does, in Python's spelling:
+`--train.global-batch-size 8` is `train.global_batch_size 8`, and `--train.no-compile` is
+`train.compile=False`.
+"""
+
+import re
+from collections.abc import Mapping
+
+NAME = re.compile(r"(?<![\w./-])(--)?([a-z][a-z0-9]*(?:[-_.][a-z0-9]+)*)(?![\w/-])")
+
+
+def in_python(text: str, keywords: Mapping[str, str]) -> str:
+    """`text` with each of the `keywords`, by option without dashes before it and with `_` for `-`,
+    in place of its option. What has neither dashes before it nor a section may be any word, and
+    stays.
+    """
+
+    def spelled(found: re.Match[str]) -> str:
+        dashes, name = found.groups()
+        name = name.replace("-", "_")
+        section, _, last = name.rpartition(".")
+        if not dashes and not section:
+            return found[0]
+        if name in keywords:
+            return keywords[name]
+        positive = f"{section}.{last.removeprefix('no_')}"
+        return f"{keywords[positive]}=False" if positive in keywords else found[0]
+
+    return NAME.sub(spelled, text)

@@ -1,0 +1,132 @@
+"""A run as Python asks for it: a recipe, a YAML file or a RunConfig, and changes as keywords, those
+of a section in a mapping. What is unknown, or of another type, is refused by name.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from numbers import Integral, Real
+from typing import Any
+
+from dolmen.core.config import from_dict, leaves
+from dolmen.core.words import cut, shown
+from dolmen.families import Family
+from dolmen.families import start as models
+from dolmen.recipes.named import begun, named
+from dolmen.training.config import RunConfig
+from dolmen.training.request import Handling, Request
+from dolmen.training.spellings import suggestion
+
+MODEL = "model."  # before the fields of a model
+FAMILY = ("model.model_type", "model.family")  # the field, and what it was
+
+
+def request(source: str | os.PathLike | RunConfig, changes: Mapping[str, Any]) -> Request:
+    """The run of `source` with the `changes`, whose names may have `-` for `_`, and `.` for a
+    mapping. Raises ValueError, KeyError or OSError.
+    """
+    said = dict(flattened(changes))
+    if isinstance(source, RunConfig):
+        run, name = source, None
+    elif isinstance(source, (str, os.PathLike)):
+        name = os.fspath(source)
+        run = named(name)
+    else:
+        raise ValueError(
+            f"the run is {shown(source)}: it must be the name of a recipe, a YAML file or a "
+            "RunConfig"
+        )
+    run = begun(run, from_dict(RunConfig, {"init": said.pop("init", None)}).init)
+    start = models.start(run.model, next((said.pop(n) for n in FAMILY if n in said), None))
+    said = in_todays_names(said, start.model.family)
+    refuse_unknown(said, start.model.family)
+    of_model = {name: said.pop(name) for name in [*said] if name.startswith(MODEL)}
+    handled = {one.name: said.pop(one.name) for one in fields(Handling) if one.name in said}
+    model = models.asked(start, {name.removeprefix(MODEL): v for name, v in of_model.items()})
+    run = replace(from_dict(RunConfig, nested(said), run), model=model)
+    return Request.of(run, from_dict(Handling, handled), name)
+
+
+def flattened(changes: Mapping[str, Any], section: str = "") -> list[tuple[str, Any]]:
+    """(`section.option`, plain value) of all that is said."""
+    found: list[tuple[str, Any]] = []
+    for key, value in changes.items():
+        name = f"{section}{key}".replace("-", "_")
+        if isinstance(value, Mapping):
+            found += flattened(value, f"{name}.")
+        else:
+            found.append((name, plain(value)))
+    return found
+
+
+def nested(said: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `flattened`."""
+    made: dict[str, Any] = {}
+    for name, value in said.items():
+        *sections, last = name.split(".")
+        inside = made
+        for section in sections:
+            inside = inside.setdefault(section, {})
+        inside[last] = value
+    return made
+
+
+def plain(value: Any) -> Any:
+    """A path as text, a number of numpy as Python's; a list for a tuple, as files have it."""
+    match value:
+        case bool():
+            return value
+        case os.PathLike():
+            return os.fspath(value)
+        case Integral():
+            return int(value)
+        case Real():
+            return float(value)
+        case list() | tuple():
+            return [plain(one) for one in value]
+    return value
+
+
+def in_todays_names(said: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """With every `model.*` under the name it has now. Raises ValueError where two names of one
+    option say different values.
+    """
+    found: dict[str, tuple[str, Any]] = {}
+    for name, value in said.items():
+        now = todays_name(name, family)
+        if now in found and found[now][1] != value:
+            raise ValueError(
+                f"{found[now][0]} and {name} are two names of one option: give one of them"
+            )
+        found[now] = name, value
+    return {now: value for now, (_, value) in found.items()}
+
+
+def todays_name(name: str, family: Family) -> str:
+    if not name.startswith(MODEL):
+        return name
+    path = name.removeprefix(MODEL)
+    if path in family.names:
+        return MODEL + family.names[path]
+    return models.MOVED.get(path, f"--{name}").removeprefix("--").replace("-", "_")
+
+
+def known(family: Family) -> list[str]:
+    """All that may be said of a run whose model is of the family."""
+    model = [MODEL + name for name in models.option_fields(family)]
+    return [*leaves(Handling), *(n for n in leaves(RunConfig) if n != "model"), *FAMILY[:1], *model]
+
+
+def refuse_unknown(said: Mapping[str, Any], family: Family) -> None:
+    """Raises ValueError with the option that may be meant. A section that is none of mappings is
+    left to `from_dict`.
+    """
+    names = known(family)
+    sections = {name.rpartition(".")[0] for name in names} - {""}
+    for name, value in said.items():
+        if name.startswith(MODEL) and name in sections:
+            raise ValueError(f"{name} is {shown(value)}: it must be a mapping of its fields")
+        if name in names or name in sections:
+            continue
+        near = suggestion(name.replace("_", "-"), [n.replace("_", "-") for n in names])
+        raise ValueError(f"unknown option {cut(name)}" + (f": {near}" if near else ""))

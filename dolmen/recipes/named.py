@@ -1,0 +1,52 @@
+"""The run that a name stands for, a recipe's or a YAML file's, with the model that it starts
+from.
+"""
+
+import os
+from dataclasses import replace
+from difflib import get_close_matches
+from pathlib import Path
+
+from dolmen.core.words import cut
+from dolmen.recipes import HERE, RECIPES
+from dolmen.training.config import RunConfig
+from dolmen.training.run_file import read_run
+
+
+def named(name: str, here: bool = True) -> RunConfig:
+    """The run of a recipe, as it is `here` or on any machine, or of a YAML file. Raises
+    ValueError.
+    """
+    if name in RECIPES:
+        made = RECIPES[name]()
+        return HERE[name](made) if here and name in HERE else made
+    file = Path(name)
+    is_folder, is_file = os.path.isdir(file), os.path.isfile(file)  # of any name, however long
+    if is_folder and (file / "config.yaml").is_file():
+        raise ValueError(f"{name} is a folder: dolmen train {file / 'config.yaml'} takes its run")
+    if is_folder:
+        raise ValueError(
+            f"{name} is a folder; if it is one of data: dolmen train pretrain --data.path {name}"
+        )
+    if not is_file:
+        near = get_close_matches(name, RECIPES, n=1)
+        raise ValueError(
+            f"{cut(name)} is neither a recipe nor a file: "
+            + (f"did you mean {near[0]}?" if near else f"recipes are {', '.join(RECIPES)}")
+        )
+    return read_run(file)
+
+
+def begun(run: RunConfig, init: str | None) -> RunConfig:
+    """The run with the model that it starts from: that of `init`, or else its own, or else that of
+    its own init. Of another run `init` is the checkpoint it has now, however often it is read from
+    here on. Raises ValueError, KeyError or OSError.
+    """
+    source = init or run.init
+    if source is None:
+        return run
+    from dolmen.conversion.source import open_source, pinned  # torch, and few runs are of --init
+
+    source = pinned(source)
+    own = run.model is not None and not init
+    return replace(run, init=source, model=run.model if own else open_source(source).model)

@@ -1,0 +1,84 @@
+"""The model of a source on the processes that compute with it: what verify, generate and evaluate
+have in common.
+
+    check    the sources can be read, the model divides, there are the devices
+    start    workers of ours, which are handed what is asked, or this process joins the others
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dolmen.conversion.source import open_source
+from dolmen.core import device as devices
+from dolmen.core import mesh as meshes
+from dolmen.core.errors import BadInput, message
+from dolmen.core.launched import Launch
+from dolmen.families import Model, unknown
+from dolmen.launch import launcher, process
+from dolmen.model.layout import Layout
+
+DEVICE = "device"
+
+
+def check(verb: str, sources: list[str], tp: int, asked: devices.Asked) -> Layout:
+    """The layout, where the sources can be read, it divides the model of the first and
+    there are the devices for it. Raises BadInput.
+    """
+    started = process.started()
+    try:
+        models = [readable(name) for name in sources]
+        layout = Layout(tp=tp).resolve(started.world_size if started else None)
+        if layout.dp != 1:
+            raise ValueError(
+                f"{layout.world} processes were started: {verb} is split over tp alone, set "
+                f"--layout.tp {layout.world}"
+            )
+        layout.check(models[0].tree, 1, 1, 1)
+        if started is None:
+            devices.require_gpus(asked, layout.world, DEVICE)
+        else:
+            devices.choose_device(asked, started, DEVICE)
+    except (ValueError, KeyError, OSError) as error:
+        raise BadInput(message(error)) from None
+    if started is None or started.rank == 0 and not process.launched_here():
+        for model in models:
+            unknown.warn(model)
+    return layout
+
+
+def readable(name: str) -> Model:
+    """The model of a source, whose weights fit it. Raises as `open_source` and `Source.specs`."""
+    source = open_source(name)
+    _ = source.specs
+    return source.model
+
+
+def start(
+    verb: str,
+    handed: Mapping[str, Any],
+    layout: Layout,
+    asked: devices.Asked,
+    work: Callable[[meshes.Mesh], int],
+) -> int:
+    """work(mesh) on the processes of `layout`, which has been checked; its exit code. Workers that
+    are started here do `dolmen verb`, and are `handed` its options as plain values.
+    """
+    started = process.started()
+    if started is None and layout.world > 1:
+        return launcher.launch(layout.world, [verb], handed=handed)
+    return process.guarded(lambda: _joined(started, layout, asked, work))
+
+
+def _joined(
+    started: Launch | None,
+    layout: Layout,
+    asked: devices.Asked,
+    work: Callable[[meshes.Mesh], int],
+) -> int:
+    try:
+        device = devices.choose_device(asked, started, DEVICE)
+        with meshes.joined(started, device):
+            devices.refuse_shared_gpus(device, DEVICE)
+            return work(meshes.grid(1, layout.tp, device))
+    except ValueError as error:
+        raise BadInput(message(error)) from None

@@ -1,0 +1,29 @@
+"""Refusals that name options, as Python spells them."""
+
+import pytest
+
+from dolmen.core.keywords import in_python
+
+KEYWORDS = {
+    name: name
+    for name in ("train.global_batch_size", "train.compile", "layout.tp", "top_k", "out", "to")
+} | {"data.path": "path"}
+
+
+@pytest.mark.parametrize(
+    "told, said",
+    [
+        ("use --layout.tp 2, or 1", "use layout.tp 2, or 1"),
+        ("train.global-batch-size (4): set --train.global-batch-size.", None),
+        ("use --train.no-compile, or", "use train.compile=False, or"),
+        ("--top-k draws: add --top-k=1", "top_k draws: add top_k=1"),
+        ("write to --out, not out", "write to out, not out"),
+        ("--data.path is empty", "path is empty"),
+        # what is no option, or part of a name of the user's
+        ("a/layout.tp, layout.tp/x, --layout.tp.txt", "a/layout.tp, layout.tp/x, --layout.tp.txt"),
+        ("--no-such and --layout.tpp", "--no-such and --layout.tpp"),
+    ],
+)
+def test_in_python(told, said):
+    asked = said or "train.global_batch_size (4): set train.global_batch_size."
+    assert in_python(told, KEYWORDS) == asked
