@@ -3,7 +3,7 @@ of a section in a mapping. What is unknown, or of another type, is refused by na
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from numbers import Integral, Real
 from typing import Any
@@ -25,7 +25,7 @@ def request(source: str | os.PathLike | RunConfig, changes: Mapping[str, Any]) -
     """The run of `source` with the `changes`, whose names may have `-` for `_`, and `.` for a
     mapping. Raises ValueError, KeyError or OSError.
     """
-    said = dict(flattened(changes))
+    said = once(flattened(changes))
     if isinstance(source, RunConfig):
         run, name = source, None
     elif isinstance(source, (str, os.PathLike)):
@@ -37,7 +37,7 @@ def request(source: str | os.PathLike | RunConfig, changes: Mapping[str, Any]) -
             "RunConfig"
         )
     run = begun(run, from_dict(RunConfig, {"init": said.pop("init", None)}).init)
-    start = models.start(run.model, next((said.pop(n) for n in FAMILY if n in said), None))
+    start = models.start(run.model, family_said(said))
     said = in_todays_names(said, start.model.family)
     refuse_unknown(said, start.model.family)
     of_model = {name: said.pop(name) for name in [*said] if name.startswith(MODEL)}
@@ -57,6 +57,15 @@ def flattened(changes: Mapping[str, Any], section: str = "") -> list[tuple[str, 
         else:
             found.append((name, plain(value)))
     return found
+
+
+def once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Raises ValueError where one name has two values, of which one would be lost."""
+    said: dict[str, Any] = {}
+    for name, value in pairs:
+        if said.setdefault(name, value) != value:
+            raise ValueError(f"{name} is given twice, as {shown(said[name])} and {shown(value)}")
+    return said
 
 
 def nested(said: Mapping[str, Any]) -> dict[str, Any]:
@@ -85,6 +94,12 @@ def plain(value: Any) -> Any:
         case list() | tuple():
             return [plain(one) for one in value]
     return value
+
+
+def family_said(said: dict[str, Any]) -> str | None:
+    """The family that is asked for, taken out of `said`. Raises ValueError for two."""
+    asked = once((FAMILY[0], said.pop(name)) for name in FAMILY if name in said)
+    return asked.get(FAMILY[0])
 
 
 def in_todays_names(said: Mapping[str, Any], family: Family) -> dict[str, Any]:
@@ -118,15 +133,13 @@ def known(family: Family) -> list[str]:
 
 
 def refuse_unknown(said: Mapping[str, Any], family: Family) -> None:
-    """Raises ValueError with the option that may be meant. A section that is none of mappings is
-    left to `from_dict`.
-    """
+    """Raises ValueError with the option that may be meant, and for a section that is no mapping."""
     names = known(family)
     sections = {name.rpartition(".")[0] for name in names} - {""}
     for name, value in said.items():
-        if name.startswith(MODEL) and name in sections:
-            raise ValueError(f"{name} is {shown(value)}: it must be a mapping of its fields")
-        if name in names or name in sections:
+        if name in sections:
+            raise ValueError(f"{name} is {shown(value)}: it must be a mapping of options")
+        if name in names:
             continue
         near = suggestion(name.replace("_", "-"), [n.replace("_", "-") for n in names])
         raise ValueError(f"unknown option {cut(name)}" + (f": {near}" if near else ""))

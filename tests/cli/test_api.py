@@ -112,6 +112,7 @@ def test_keywords_make_the_run_that_words_make(material):
             said = parse_train([recipe, *words.split()])
             assert request(recipe, changes) == said, (recipe, words)
     run = material.config()
+    assert request(run, {"train.steps": 5, "train": {"steps": 5}}).config.train.steps == 5
     same = parse_train([str(material.file), "--train.steps", "5"]).config
     assert request(run, {"train": {"steps": 5}}).config == same
     assert (
@@ -125,8 +126,8 @@ def test_a_value_that_no_option_takes_is_not_dropped(material, tmp_path):
         ("nproc", "nproc is False: it must be int"),
         ("nonsense", "unknown option nonsense"),
         ("max_restarts", "max_restarts is False: it must be int"),
-        ("train", "train must be a mapping of options, not False"),
-        ("model", "model: it must be a config.json, a mapping, not False"),
+        ("train", "train is False: it must be a mapping of options"),
+        ("model", "model is False: it must be a mapping of options"),
     ):
         with pytest.raises(ValueError, match=f"^{said}"):
             dolmen.train(material.file, out=tmp_path / "out", **{name: False})
@@ -249,6 +250,8 @@ def test_the_package_shows_what_it_has():
             {"layout": {"dp": 3}},
             r"^train.global_batch_size \(4\) is not divisible by dp \(3\): set train.global_batch_",
         ),
+        ({"train.steps": 1, "train": {"steps": 2}}, "^train.steps is given twice, as 1 and 2$"),
+        ({"model": {"family": "a", "model_type": "b"}}, "^model.model_type is given twice, as 'b'"),
         ({"train": {"compile": 1}}, "^train.compile is 1: it must be bool$"),
         ({"train": {"device": "tpu"}}, "^train.device is 'tpu': use one of auto, cpu, cuda$"),
         ({"resume": "yes"}, "^resume is 'yes': it must be bool$"),

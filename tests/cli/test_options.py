@@ -17,13 +17,15 @@ from tinyrun import dolmen
 
 import dolmen as package
 from dolmen.cli import VERBS, model_options
-from dolmen.cli.command import parse_train, read
+from dolmen.cli.command import parse_train, read, take
 from dolmen.cli.options import VERBS as VERB_OPTIONS
 from dolmen.cli.options import train_options
 from dolmen.cli.parse import names
 from dolmen.conversion import hf, source
+from dolmen.core.config import to_dict
 from dolmen.core.errors import BadInput
 from dolmen.families import families, find
+from dolmen.launch import launcher
 from dolmen.recipes import RECIPES
 from dolmen.training.spellings import EQUAL, HOW, suggestion
 
@@ -417,6 +419,27 @@ def test_quickstart_is_fitted_to_the_machine(monkeypatch, gpus, fast, tp, dtype)
     assert (run.layout.tp, run.train.dtype) == (tp, dtype)
     shown = dolmen("train", "quickstart", "--help").out
     assert re.search(r"--train.dtype .*\n.*\n.*\n.*\(default: float32\)", shown)
+
+
+@pytest.mark.parametrize("words", [[name] for name in RECIPES] + [["pretrain", "--out", "a b"]])
+def test_a_worker_takes_the_run_that_its_launcher_has(words, tmp_path):
+    """To the last bit of every number; it parses no words."""
+    request = parse_train([*words, "--optimizer.lr", "0.1234567890123456789", "--train.seed", "7"])
+    file = launcher._write(tmp_path / "handed.yaml", to_dict(request))
+    assert take("train", Path(file)) == request
+
+
+@pytest.mark.parametrize(
+    "verb, words",
+    [
+        ("verify", "model --against other --length 3 --layout.tp 2"),
+        ("generate", "model --prompt=--x --prompt 1e-3 --prompt null --temperature 1e-7 --top-k 3"),
+        ("evaluate", "model --data.path a b --data.document-mask --dtype bfloat16"),
+    ],
+)
+def test_a_worker_takes_the_options_that_its_launcher_has(verb, words, tmp_path):
+    options = read(verb, [*words.split(), "--device", "cpu"])
+    assert take(verb, Path(launcher._write(tmp_path / "handed.yaml", to_dict(options)))) == options
 
 
 def test_a_model_is_made_of_options():
