@@ -11,6 +11,7 @@ from dolmen.checkpoint import folders
 from dolmen.checkpoint.folders import STATE, Damaged
 from dolmen.core.config import from_dict
 from dolmen.families import Model, flat
+from dolmen.families.adapters import AdapterConfig
 from dolmen.files import gate, kinds
 from dolmen.model.training import RouterTraining, Training
 
@@ -99,4 +100,6 @@ def model_of(run: Mapping[str, Any]) -> tuple[Model, Training]:
     read. Raises ValueError.
     """
     router = from_dict(RouterTraining, run["train"].get("router", {}), path="train.router")
-    return Model.from_plain(run["model"]), Training(router=router)
+    adapter = from_dict(AdapterConfig, run.get("adapter", {}), path="adapter")
+    model = Model.from_plain(run["model"])
+    return model, Training(router=router, adapter=adapter.of(model))

@@ -1,10 +1,11 @@
 """A checkpoint of a run as a source (source.py): its parameters have our names already, and what
-its config.json would say is in its state.json, with what training has added.
+its config.json would say is in its state.json, with what training has added. Adapters are merged
+into the weights that they stand beside.
 """
 
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from dolmen.checkpoint.saved import model_of, read_saved
 from dolmen.core.words import counted
 from dolmen.families import Model, compared, completed, edit
 from dolmen.files.safetensors import Spec
-from dolmen.model.tree import Tree
+from dolmen.model.tree import Adapter, Tree
+from dolmen.parallel import tensor
 
 KIND = "model/"  # what the names of parameters begin with, beside those of their moments
 
@@ -29,6 +31,8 @@ class RunCheckpoint:
 
     model: Model
     tree: Tree
+    """Without adapters."""
+    adapter: Adapter | None
     step: int
     own: Model
     """That it was trained as; `model` may be another one, to which its weights are given."""
@@ -65,7 +69,7 @@ class RunCheckpoint:
             for name, spec in self.checkpoint.specs.items()
             if name.startswith(KIND)
         }
-        shapes = self.tree.shapes
+        shapes = replace(self.tree, adapter=self.adapter).shapes
         if absent := [
             name for name in (*shapes, *stored) if name not in shapes or name not in stored
         ]:
@@ -80,7 +84,7 @@ class RunCheckpoint:
                 f"{name} is {stored[name].shape} in {self.where}, the model makes it "
                 f"{shapes[name]}{self._differences()}"
             )
-        return {name: stored[name] for name in shapes}
+        return {name: stored[name] for name in self.tree.leaves}
 
     def stream(self, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         names = [name for name in self.specs if only is None or name in only]
@@ -89,7 +93,11 @@ class RunCheckpoint:
     def read(self, name: str) -> Shaped[Tensor, "*whole"]:
         if name not in self.specs:
             raise KeyError(f"{self.where} has no parameter {name}")
-        return self.checkpoint.read(f"{KIND}{name}")
+        weight = self.checkpoint.read(f"{KIND}{name}")
+        if self.adapter is None or name not in self.adapter.targets:
+            return weight
+        down, up = (self.checkpoint.read(f"{KIND}{one}") for one in self.adapter.pair(name))
+        return tensor.Adapter(down, up, self.adapter.scale).merged(weight)
 
     def _differences(self) -> str:
         """What was asked of the model that the checkpoint is not of."""
@@ -127,8 +135,9 @@ def opened(folder: Path, model: Model | None = None) -> RunCheckpoint:
         raise Damaged(f"{folder / STATE}: {error}") from None
     if kept.run.get("init") is None:
         own = _made(own, _tokenizer(folder))
-    model = model or own
-    return RunCheckpoint(model, training.applied(model.tree), kept.step, own, checkpoint)
+    model, adapter = model or own, training.adapter
+    tree = replace(training, adapter=None).applied(model.tree)
+    return RunCheckpoint(model, tree, adapter, kept.step, own, checkpoint)
 
 
 def _made(model: Model, tokenizer: Path | None) -> Model:

@@ -9,7 +9,7 @@ region(p), write_region(p, x), full(p)   this rank's part of the logical tensor:
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from jaxtyping import Float, Shaped
@@ -30,6 +30,7 @@ __all__ = [
     "cuts",
     "distribute",
     "fill_normal",
+    "fill_uniform",
     "full",
     "holding",
     "local",
@@ -175,6 +176,24 @@ def local_elements(p: Shaped[Tensor, "*whole"]) -> int:
 def fill_normal(p: Float[Tensor, "*whole"], name: str, seed: int, std: float) -> None:
     """Fill p with normal values that depend on (seed, name, position in the logical tensor) and on
     nothing else.
+    """
+    _fill(p, name, seed, lambda block, generator: block.normal_(0.0, std, generator=generator))
+
+
+def fill_uniform(p: Float[Tensor, "*whole"], name: str, seed: int, bound: float) -> None:
+    """The same with values that are uniform from -bound to bound."""
+    _fill(
+        p, name, seed, lambda block, generator: block.uniform_(-bound, bound, generator=generator)
+    )
+
+
+Draw = Callable[[Tensor, torch.Generator], Tensor]
+"""What fills a block."""
+
+
+def _fill(p: Tensor, name: str, seed: int, draw: Draw) -> None:
+    """Fill p with values that depend on (seed, name, position in the logical tensor) and on nothing
+    else.
 
     The logical tensor is cut along dim 0 into blocks of BLOCK elements, each drawn from its own
     seed; a rank draws the blocks its region meets and keeps its part. No rank ever holds a whole
@@ -186,14 +205,14 @@ def fill_normal(p: Float[Tensor, "*whole"], name: str, seed: int, std: float) ->
     if out.numel() == 0:
         return
     if p.ndim < 3:
-        _draw(out, p.shape, where, name, seed, std)
+        _draw(out, p.shape, where, name, seed, draw)
     else:
         for i in range(where[0].start, where[0].stop):
-            _draw(out[i - where[0].start], p.shape[1:], where[1:], f"{name}.{i}", seed, std)
+            _draw(out[i - where[0].start], p.shape[1:], where[1:], f"{name}.{i}", seed, draw)
 
 
 def _draw(
-    out: Tensor, whole: torch.Size, where: tuple[slice, ...], name: str, seed: int, std: float
+    out: Tensor, whole: torch.Size, where: tuple[slice, ...], name: str, seed: int, draw: Draw
 ) -> None:
     """Fill `out`, the part `where` of a tensor of shape `whole`."""
     rows = max(1, BLOCK // math.prod(whole[1:]))
@@ -201,9 +220,7 @@ def _draw(
     for block in range(first, last + 1):
         top, bottom = block * rows, min((block + 1) * rows, whole[0])
         values = torch.empty((bottom - top, *whole[1:]))
-        values.normal_(
-            0.0, std, generator=torch.Generator().manual_seed(seed_of(seed, name, block))
-        )
+        draw(values, torch.Generator().manual_seed(seed_of(seed, name, block)))
         lo, hi = max(top, where[0].start), min(bottom, where[0].stop)
         out[lo - where[0].start : hi - where[0].start].copy_(
             values[(slice(lo - top, hi - top), *where[1:])]

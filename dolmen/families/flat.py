@@ -254,4 +254,5 @@ def run(values: Mapping[str, Any]) -> dict[str, Any]:
     twice = [f"model.{name}" for name in KNOBS if name in old and KNOBS[name] in train]
     if twice:
         raise ValueError(f"{twice[0]} is now said under train, which says it too: leave it out")
-    return {**values, "model": flat.model.plain(), "train": {**to_dict(flat.training), **train}}
+    knobs = {"dropout": flat.dropout, "router": to_dict(flat.training.router)}
+    return {**values, "model": flat.model.plain(), "train": {**knobs, **train}}

@@ -22,6 +22,7 @@ from dolmen.model.scores import Scores
 from dolmen.model.tree import Leaves, under
 from dolmen.ops import rope
 from dolmen.ops.attention import Attend, alibi
+from dolmen.parallel.tensor import Linear
 
 
 class Attention(Branch):
@@ -66,12 +67,8 @@ class Attention(Branch):
         return local(p).narrow(0, self.kv_first * self.head_size, self.kv_heads * self.head_size)
 
     @property
-    def columns(self) -> list[tuple[Tensor, Tensor | None]]:
-        parts = (self.q, local), (self.k, self._mine), (self.v, self._mine)
-        return [
-            (mine(part.weight), None if part.bias is None else mine(part.bias))
-            for part, mine in parts
-        ]
+    def columns(self) -> list[Linear]:
+        return [self.q.linear(), self.k.linear(self._mine), self.v.linear(self._mine)]
 
     @property
     def row(self) -> Row:

@@ -13,13 +13,12 @@ from itertools import accumulate
 from jaxtyping import Float
 from torch import Tensor
 
-from dolmen.core.state import local
 from dolmen.model.cached import LayerCache
 from dolmen.model.component import Component
 from dolmen.model.given import Given
 from dolmen.model.layers import Row
 from dolmen.parallel import tensor
-from dolmen.parallel.tensor import TensorParallel
+from dolmen.parallel.tensor import Linear, TensorParallel
 
 
 class Branch(Component):
@@ -28,10 +27,8 @@ class Branch(Component):
     tp: TensorParallel
 
     @property
-    def columns(self) -> list[tuple[Tensor, Tensor | None]]:
-        """Weight [out_i / tp, hidden] and bias of each product of x, as this rank multiplies
-        them.
-        """
+    def columns(self) -> list[Linear]:
+        """What each product of x multiplies by, weight [out_i / tp, hidden]."""
         raise NotImplementedError
 
     @property
@@ -62,9 +59,8 @@ class Branch(Component):
         """Of x R@tp, which has entered already -> P@tp, to leave with other sums; without the bias
         of the row.
         """
-        weights, biases = zip(*self.columns, strict=True)
-        y = self.inner(tensor.products(x, weights, biases, self.tp), given)
-        return tensor.products(y, [local(self.row.weight)], [None], self.tp)[0]
+        y = self.inner(tensor.products(x, self.columns, self.tp), given)
+        return tensor.part_of_rows(y, self.row.linear(), self.tp)
 
 
 def enter(
@@ -72,18 +68,13 @@ def enter(
 ) -> list[tuple[Float[Tensor, "tokens _"], ...]]:
     """The products of x, I@tp (or S(0)@tp), with the columns of each branch."""
     columns = [branch.columns for branch in branches]
-    weights, biases = zip(*(pair for pairs in columns for pair in pairs), strict=True)
-    products = tensor.columns(x, weights, biases, branches[0].tp)
-    ends = list(accumulate(len(pairs) for pairs in columns))
-    return [products[end - len(pairs) : end] for pairs, end in zip(columns, ends, strict=True)]
+    products = tensor.columns(x, [one for ones in columns for one in ones], branches[0].tp)
+    ends = list(accumulate(map(len, columns)))
+    return [products[end - len(ones) : end] for ones, end in zip(columns, ends, strict=True)]
 
 
 def leave(
     branches: Sequence[Branch], results: Sequence[Float[Tensor, "tokens _"]]
 ) -> Float[Tensor, "here hidden"]:
     """The sum of the branches, I@tp (or S(0)@tp), of the result of each one's `inner`."""
-    rows = [branch.row for branch in branches]
-    y = tensor.rows(results, [local(row.weight) for row in rows], branches[0].tp)
-    for row in rows:
-        y = y if row.bias is None else y + local(row.bias)
-    return y
+    return tensor.rows(results, [branch.row.linear() for branch in branches], branches[0].tp)

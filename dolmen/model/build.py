@@ -3,7 +3,8 @@ block, then root -> allocate -> initialise or load. Every model of the house, fo
 serving, is built here.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +43,7 @@ def build(
     the road of one. Raises ValueError where the layout does not divide the model.
     """
     hardware = hardware or Hardware.of(mesh.device)
-    kernels = chosen(tree, mesh, compute or dtype, hardware)
+    kernels = chosen(training.applied(tree), mesh, compute or dtype, hardware)
     parts = split(mesh, tree.layers, layout or Layout(), schedule, kernels)
     with torch.device("meta"):
         model = Decoder(tree, parts, training).to(dtype)
@@ -60,31 +61,38 @@ def build(
             for blocks in model.ahead():
                 data.prefetch(blocks)
     model.to_empty(device=mesh.device)
-    for name, p in model.named_parameters():
-        if not model.tree.leaves[name].trained:
-            state.local_view(p).zero_()  # a file may have none
     return model
 
 
 def chosen(tree: Tree, mesh: Mesh, compute: torch.dtype, hardware: Hardware) -> Kernels:
     """The kernels of a rank of `mesh`, whose step computes in `compute`."""
-    experts = {leaf for leaf in tree.leaves.values() if leaf.role == "expert"}
+    experts = {leaf for leaf in tree.leaves.values() if leaf.stacked}
     widths = {width for leaf in experts for width in leaf.held({"tp": mesh.tp.size})[1:]}
     longest = max(size for b in tree.blocks for size in b.mixer.head_sizes)
     return choose(hardware, compute, longest, sorted(widths), components.attends(tree))
 
 
-def initialize(model: Decoder, seed: int) -> None:
-    """Initial values from the seed alone, as each leaf says; a layout never changes a value."""
-    fixed = {"ones": 1.0, "zeros": 0.0}
+def initialize(model: Decoder, seed: int, loaded: Collection[str] = ()) -> None:
+    """Initial values from the seed alone, as each leaf says, of all parameters but those `loaded`;
+    a layout never changes a value.
+    """
     with torch.no_grad():
         for name, p in model.named_parameters():
-            leaf = model.tree.leaves[name]
-            if leaf.initial in fixed:
-                state.local_view(p).fill_(fixed[leaf.initial])
-            else:
-                std = model.tree.initializer_range * leaf.std_scale
-                state.fill_normal(p, name, seed, std)
+            if name not in loaded:
+                _begin(p, name, seed, model.tree)
+
+
+def _begin(p: nn.Parameter, name: str, seed: int, tree: Tree) -> None:
+    leaf = tree.leaves[name]
+    match leaf.initial:
+        case "normal":
+            state.fill_normal(p, name, seed, tree.initializer_range * leaf.std_scale)
+        case "uniform":
+            state.fill_uniform(p, name, seed, 1 / math.sqrt(leaf.shape[-1]))
+        case "ones":
+            state.local_view(p).fill_(1.0)
+        case "zeros":
+            state.local_view(p).zero_()
 
 
 def load(model: nn.Module, stream: Callable[[Callable[[str, Tensor], None]], None]) -> None:

@@ -12,6 +12,11 @@ def parameters(tree: Tree) -> int:
     return sum(leaf.elements for leaf in tree.leaves.values())
 
 
+def trained(tree: Tree) -> int:
+    """Of the parameters those that gradients move."""
+    return sum(leaf.elements for leaf in tree.leaves.values() if leaf.trained)
+
+
 def training_flops_per_token(
     tree: Tree, sequence_length: int, attention: Literal["causal", "full"] = "causal"
 ) -> float:
@@ -19,13 +24,14 @@ def training_flops_per_token(
     for recomputation.
 
     Matrices: 6 * their elements, of experts those that compute the token, the head's once more
-    where it is the embedding. Attention: 12 * heads * head_dim * keys per layer, with keys the mean
-    number a causal query sees, (sequence + 1) / 2, or what a sliding window leaves of it. `full`
-    counts as if every query saw the whole sequence, as torchtitan does; so does PaLM (2204.02311,
-    appendix B: 6 N + 12 L H Q T), whose N has the embedding too.
+    where it is the embedding; of frozen ones, which have no gradient, 4. Attention: 12 * heads *
+    head_dim * keys per layer, with keys the mean number a causal query sees, (sequence + 1) / 2, or
+    what a sliding window leaves of it. `full` counts as if every query saw the whole sequence, as
+    torchtitan does; so does PaLM (2204.02311, appendix B: 6 N + 12 L H Q T), whose N has the
+    embedding too.
     """
-    matrices = sum(leaf.products for leaf in tree.leaves.values())
-    return 6.0 * matrices + attention_flops_per_token(tree, sequence_length, attention)
+    matrices = sum(leaf.products * (6.0 if leaf.trained else 4.0) for leaf in tree.leaves.values())
+    return matrices + attention_flops_per_token(tree, sequence_length, attention)
 
 
 def attention_flops_per_token(

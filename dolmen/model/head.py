@@ -22,6 +22,7 @@ from dolmen.ops import loss
 from dolmen.parallel import tensor
 from dolmen.parallel.log_probabilities import log_probabilities
 from dolmen.parallel.loss import linear_cross_entropy
+from dolmen.parallel.tensor import Linear
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +58,7 @@ class Logits(Head):
 
     def logits(self, hidden: Float[Tensor, "_ hidden"]) -> Float[Tensor, "sequences here rows"]:
         """Of this rank's rows."""
-        logits = tensor.columns(hidden, [self.weight], [None], self.split.tp)[0]
+        logits = tensor.columns(hidden, [Linear(self.weight)], self.split.tp)[0]
         if self.tree.head.soft_cap is not None:
             logits = loss.capped(logits, self.tree.head.soft_cap)
         return logits.view(self.sequences, -1, self.weight.shape[0])

@@ -24,7 +24,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from dolmen.core.state import local
 from dolmen.model import tree
 from dolmen.model.cached import LayerCache
 from dolmen.model.component import Component, Setting
@@ -85,11 +84,10 @@ class LatentAttention(Component):
 
     def _down(self, x: Tensor, linear: Parameters) -> Tensor:
         """The product of this rank's part of the residual stream with what is whole."""
-        bias = None if linear.bias is None else local(linear.bias)
-        return tensor.products(x, [local(linear.weight)], [bias], self.tp)[0]
+        return tensor.products(x, [linear.linear()], self.tp)[0]
 
     def _columns(self, x: Tensor, linear: Column) -> tuple[Tensor, ...]:
-        return tensor.columns(x, [local(linear.weight)], [None], self.tp)
+        return tensor.columns(x, [linear.linear()], self.tp)
 
     def _queries(self, x: Tensor, given: Given) -> Tensor:
         """[batch, length, heads, nope + rope], turned."""
@@ -119,7 +117,7 @@ class LatentAttention(Component):
         """
         latent, key = kept.split((self.form.kv_rank, self.form.positions.size), -1)
         flat = latent.reshape(-1, self.form.kv_rank)
-        (kv,) = tensor.products(flat, [local(self.kv_b.weight)], [None], self.tp)
+        (kv,) = tensor.products(flat, [self.kv_b.linear()], self.tp)
         return self.scores.of_texts(q, *self._expanded(kv, key))
 
     def _absorbed(self, q: Tensor, kept: Tensor, pages: Pages) -> Tensor:
@@ -127,7 +125,7 @@ class LatentAttention(Component):
         keys [latent | key] and values latent: q W_k c = (q W_k) c, and the sum of p (W_v c) = W_v
         (sum of p c). kept [pages, 1, page, latent + rope] -> [texts, heads, value].
         """
-        weight = local(self.kv_b.weight).view(self.heads, -1, self.form.kv_rank)
+        weight = self.kv_b.linear().merged.view(self.heads, -1, self.form.kv_rank)
         of_k, of_v = weight.split((self.form.nope_size, self.form.value_size), 1)
         nope, turned = q.split((self.form.nope_size, self.form.positions.size), -1)
         q = torch.cat((torch.einsum("thn,hnr->thr", nope, of_k), turned), -1)

@@ -2,7 +2,7 @@
 of a parameter on this rank: how it lies on tp, and of which type its gradient is.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import torch
@@ -17,7 +17,7 @@ from dolmen.model.tree import Leaf, Leaves
 from dolmen.ops.kernels import Kernels
 from dolmen.ops.norm import rms_norm
 from dolmen.parallel import tensor, vocabulary
-from dolmen.parallel.tensor import TensorParallel
+from dolmen.parallel.tensor import Adapter, Linear, TensorParallel
 
 
 def places(leaf: Leaf, sizes: Mapping[str, int]) -> Places:
@@ -40,20 +40,33 @@ def is_partial(leaf: Leaf, tp: TensorParallel) -> bool:
 
 
 class Parameters(nn.Module):
-    """Owns what `leaves` names: a weight, and a bias where there is one."""
+    """Owns what `leaves` names: a weight, a bias where there is one, and the two matrices of an
+    adapter where there is one (dolmen/model/tree/adapter.py).
+    """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    lora_A: nn.Parameter | None
+    lora_B: nn.Parameter | None
 
     def __init__(self, leaves: Leaves):
         super().__init__()
-        self.bias = None
+        self.bias = self.lora_A = self.lora_B = None
+        self.scale = leaves["lora_B"].scale if "lora_B" in leaves else 1.0
         for name, leaf in leaves.items():
             setattr(self, name, nn.Parameter(torch.empty(leaf.shape), requires_grad=leaf.trained))
 
+    def linear(self, mine: Callable[[Tensor], Tensor] = local) -> Linear:
+        """What x is multiplied by; of what has rows of outputs, `mine` takes this rank's."""
+        bias = None if self.bias is None else mine(self.bias)
+        adapter = None
+        if self.lora_A is not None and self.lora_B is not None:
+            adapter = Adapter(local(self.lora_A), mine(self.lora_B), self.scale)
+        return Linear(mine(self.weight), bias, adapter)
+
 
 class Column(Parameters):
-    """Weight and bias of a column-parallel linear; `tensor.columns` multiplies them."""
+    """Of a column-parallel linear; `tensor.columns` multiplies by it."""
 
 
 class Row(Parameters):
@@ -66,8 +79,7 @@ class Row(Parameters):
         self.tp = tp
 
     def forward(self, x: Float[Tensor, "tokens in"]) -> Float[Tensor, "here out"]:
-        y = tensor.rows([x], [local(self.weight)], self.tp)
-        return y if self.bias is None else y + local(self.bias)
+        return tensor.rows([x], [self.linear()], self.tp)
 
 
 class Norm(Parameters):

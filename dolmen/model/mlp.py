@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from jaxtyping import Float
 from torch import Tensor
 
-from dolmen.core.state import local
 from dolmen.model import tree
 from dolmen.model.branch import Branch
 from dolmen.model.cached import LayerCache
@@ -14,6 +13,7 @@ from dolmen.model.given import Given
 from dolmen.model.layers import Column, Row
 from dolmen.model.tree import Leaves, under
 from dolmen.ops.activation import ACTIVATIONS
+from dolmen.parallel.tensor import Linear
 
 
 class MLP(Branch):
@@ -27,9 +27,9 @@ class MLP(Branch):
         self.down = Row(under(leaves, "down"), self.tp)
 
     @property
-    def columns(self) -> list[tuple[Tensor, Tensor | None]]:
+    def columns(self) -> list[Linear]:
         ins = [self.up] if self.gate is None else [self.gate, self.up]
-        return [(local(i.weight), None if i.bias is None else local(i.bias)) for i in ins]
+        return [one.linear() for one in ins]
 
     @property
     def row(self) -> Row:

@@ -35,6 +35,7 @@ from dolmen.ops import moe
 from dolmen.ops.activation import ACTIVATIONS
 from dolmen.parallel import expert
 from dolmen.parallel.data import Unit
+from dolmen.parallel.tensor import Linear
 
 
 class Router(Parameters):
@@ -82,8 +83,17 @@ class Experts(nn.Module):
     def forward(
         self, rows: Float[Tensor, "m hidden"], groups: moe.Groups
     ) -> Float[Tensor, "m hidden"]:
-        gate, up = (moe.grouped_linear(rows, local(w.weight), groups) for w in (self.gate, self.up))
-        return moe.grouped_linear(self.act(gate) * up, local(self.down.weight), groups)
+        gate, up = (_grouped(rows, one.linear(), groups) for one in (self.gate, self.up))
+        return _grouped(self.act(gate) * up, self.down.linear(), groups)
+
+
+def _grouped(rows: Tensor, linear: Linear, groups: moe.Groups) -> Tensor:
+    """Products with the weight of each row's expert, and with its adapter."""
+    y, adapter = moe.grouped_linear(rows, linear.weight, groups), linear.adapter
+    if adapter is None:
+        return y
+    h = moe.grouped_linear(rows, adapter.down, groups)
+    return adapter.onto(y, moe.grouped_linear(h, adapter.up, groups))
 
 
 class MoE(Component):

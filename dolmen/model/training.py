@@ -1,12 +1,12 @@
-"""What training adds to a model, and is no part of its config.json: dropout, and what keeps the
-experts of a router equally busy.
+"""What training adds to a model, and is no part of its config.json: dropout, what keeps the experts
+of a router equally busy, and adapters.
 """
 
 import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from dolmen.model.tree import Run, Tree
+from dolmen.model.tree import Adapter, Run, Tree
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,19 @@ class Training:
     dropout: float = 0.0
     """Dropout after embedding, attention and feed-forward, and on attention probabilities."""
     router: RouterTraining = RouterTraining()
+    adapter: Adapter | None = None
+    """What is trained; None: every parameter."""
 
     def __post_init__(self):
         if not 0 <= self.dropout < 1:
             raise ValueError(f"train.dropout is {self.dropout}: it must lie in [0, 1)")
 
     def applied(self, tree: Tree) -> Tree:
-        """The model that is trained: where a bias balances, every router has one."""
+        """The model that is trained: with its adapters, and where a bias balances, every router has
+        one.
+        """
+        if self.adapter is not None:
+            tree = replace(tree, adapter=self.adapter)
         if self.router.balance != "bias":
             return tree
         runs = tuple(

@@ -167,13 +167,17 @@ class _Loop(Function):
         ctx: Context[Sequence[int]], x: Tensor, weight: Tensor, counts: Sequence[int]
     ) -> Tensor:
         ctx.kept = counts
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(*_needed(ctx, x, weight))
         return _products(x, weight.transpose(1, 2), counts)
 
     @staticmethod
-    def backward(ctx: Context[Sequence[int]], g: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(
+        ctx: Context[Sequence[int]], g: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
-        return _products(g, weight, ctx.kept), _outer_products(g, x, ctx.kept), None
+        wants_dx, wants_dw, _ = ctx.needs_input_grad
+        dx = _products(g, weight, ctx.kept) if wants_dx else None
+        return dx, _outer_products(g, x, ctx.kept) if wants_dw else None, None
 
 
 class _Kernel(Function):
@@ -190,19 +194,33 @@ class _Kernel(Function):
     """
 
     @staticmethod
-    def forward(ctx: Context[None], x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, ends)
+    def forward(
+        ctx: Context[tuple[torch.Size, torch.Size]], x: Tensor, weight: Tensor, ends: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(*_needed(ctx, x, weight), ends)
+        ctx.kept = x.shape, weight.shape
         if len(x) == 0:
             return x.new_empty(0, weight.shape[1])
         return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
 
     @staticmethod
-    def backward(ctx: Context[None], g: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(
+        ctx: Context[tuple[torch.Size, torch.Size]], g: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight, ends = ctx.saved_tensors
-        if len(x) == 0:
-            return torch.zeros_like(x), torch.zeros_like(weight), None
+        wants_dx, wants_dw, _ = ctx.needs_input_grad
+        if len(g) == 0:
+            dx, dw = (g.new_zeros(shape) for shape in ctx.kept)
+            return dx if wants_dx else None, dw if wants_dw else None, None
         g = g.contiguous()
-        return F.grouped_mm(g, weight, offs=ends), F.grouped_mm(g.t(), x, offs=ends), None
+        dx = F.grouped_mm(g, weight, offs=ends) if wants_dx else None
+        return dx, F.grouped_mm(g.t(), x, offs=ends) if wants_dw else None, None
+
+
+def _needed(ctx: Context, x: Tensor, weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """What backward reads: x for the weight's gradient, and the weight for that of x."""
+    wants_dx, wants_dw, _ = ctx.needs_input_grad
+    return x if wants_dw else None, weight if wants_dx else None
 
 
 def _products(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
@@ -235,7 +253,7 @@ def grouped_linear(
     x: Float[Tensor, "m in"], weight: Float[Tensor, "groups out in"], groups: Groups
 ) -> Float[Tensor, "m out"]:
     """y = x W_e^T with the W of each row's group: the first rows are group 0's and so on. Groups
-    may be empty; their weights' gradient is zero.
+    may be empty; their weights' gradient is zero. Of what is frozen, x or weight, none is computed.
     """
     road = _Kernel if isinstance(groups, Tensor) else _Loop
     return road.apply(x, weight, groups)

@@ -69,16 +69,20 @@ class _RMSNorm(Function):
         return y
 
     @staticmethod
-    def backward(ctx: Context[bool], g: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Context[bool], g: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         x, weight, scale = ctx.saved_tensors
+        _, wants_dweight, *_ = ctx.needs_input_grad
+        dweight = None
         normal = _wide(x) * scale
         if ctx.kept:
             wide = _wide(g)
             dnormal = wide * (weight.to(wide.dtype) + 1)
-            dweight = (wide * normal).flatten(0, -2).sum(0).to(weight.dtype)
+            if wants_dweight:
+                dweight = (wide * normal).flatten(0, -2).sum(0).to(weight.dtype)
         else:
             dnormal = _wide(g * weight)
-            dweight = (g * normal.to(x.dtype)).flatten(0, -2).sum(0)
+            if wants_dweight:
+                dweight = (g * normal.to(x.dtype)).flatten(0, -2).sum(0)
         dx = (dnormal - normal * (dnormal * normal).mean(-1, keepdim=True)).mul_(scale)
         return dx.to(x.dtype), dweight, None, None
 
@@ -95,7 +99,10 @@ class _FusedRMSNorm(Function):
         return normal * weight
 
     @staticmethod
-    def backward(ctx: Context[None], g: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Context[None], g: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, scale = ctx.saved_tensors
-        dx, dweight = compute.rms_norm_backward(g, x, weight.shape, scale, weight, [True, True])
+        _, wants_dweight, _ = ctx.needs_input_grad
+        dx, dweight = compute.rms_norm_backward(
+            g, x, weight.shape, scale, weight, [True, wants_dweight]
+        )
         return dx, dweight, None

@@ -108,7 +108,7 @@ def _adamw(
         },
     ]
     return AdamW(
-        [g for g in groups if g["params"]],
+        [g for g in groups if g["params"]] or groups[:1],  # a stage may have nothing to train
         lr=config.lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
@@ -161,8 +161,3 @@ def set_step(optimizer: Optimizer, step: int) -> None:
     """Tell it how many updates it has made; AdamW's bias correction needs it."""
     for s in optimizer.state.values():
         s["step"].fill_(float(step))
-
-
-def updates(optimizer: Optimizer) -> int:
-    """How many updates it has made."""
-    return int(next(iter(optimizer.state.values()))["step"])

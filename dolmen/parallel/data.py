@@ -300,5 +300,7 @@ def gradient_norm(
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: Float[Tensor, ""]) -> None:
     """Multiply all gradients by a number, in place: clipping, and undoing a loss scale."""
     parts = [state.local_view(p.grad) for p in parameters if p.grad is not None]
+    if not parts:  # of a stage where all is frozen
+        return
     by = factor.to(parts[0].dtype)
     foreach_mul_(parts, by)

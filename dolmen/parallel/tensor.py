@@ -15,6 +15,14 @@ The input-gradient collective runs while the weight-gradient products do. Under 
 only the sharded input is kept, and gathered once more in backward, while the input gradient is
 computed. Where a pipeline schedule splits the backward, the weight gradients are not computed there
 at all, but left in `later` for the executor of the schedule (2401.10241).
+
+What a product multiplies by is a `Linear`. An adapter (2106.09685) is two more products, and sends
+nothing: A shares the input of the weight beside it, and B x is added before anything leaves.
+
+    columns    h = x A^T, A whole: alike on every rank, its gradient and A's are P@tp
+               y_i += scale h B_i^T, B cut as W is over its outputs, S(0)@tp
+    rows       h = x A^T, A cut as W is over its inputs, S(1)@tp: P@tp
+               y += scale h B^T, B whole, P@tp as y is, and so B's gradient
 """
 
 from collections.abc import Callable, Sequence
@@ -49,6 +57,39 @@ class Deferred:
         """Those added since the last call, in order."""
         taken, self.products = self.products, []
         return taken
+
+
+class Adapter(NamedTuple):
+    """What is trained beside a frozen weight, as this rank multiplies it: y += scale B A x."""
+
+    down: Float[Tensor, "*experts rank in"]
+    """A."""
+    up: Float[Tensor, "*experts out rank"]
+    """B."""
+    scale: float
+
+    def onto(
+        self, y: Float[Tensor, "tokens out"], up: Float[Tensor, "tokens out"]
+    ) -> Float[Tensor, "tokens out"]:
+        """y, a product that nothing else reads, and scale times `up`, B A x: in y's memory."""
+        return y.add_(up, alpha=self.scale)
+
+    def merged(self, weight: Float[Tensor, "*experts out in"]) -> Float[Tensor, "*experts out in"]:
+        """W + scale B A, the one weight that computes the same."""
+        return weight + self.scale * (self.up @ self.down)
+
+
+class Linear(NamedTuple):
+    """What a product multiplies by and adds, as this rank does."""
+
+    weight: Float[Tensor, "*experts out in"]
+    bias: Float[Tensor, " out"] | None = None
+    adapter: Adapter | None = None
+
+    @property
+    def merged(self) -> Float[Tensor, "*experts out in"]:
+        """The weight that x is multiplied by, the adapter's part with it."""
+        return self.weight if self.adapter is None else self.adapter.merged(self.weight)
 
 
 @dataclass(frozen=True)
@@ -228,6 +269,21 @@ def _weight_gradients(
 
 
 def _linear(
+    x: Tensor, linears: Sequence[Linear], tp: TensorParallel, enters: bool
+) -> tuple[Tensor, ...]:
+    """The products of x, entered once for all of them and for what their adapters make of it."""
+    weights, biases = [one.weight for one in linears], [one.bias for one in linears]
+    adapters = [(i, one.adapter) for i, one in enumerate(linears) if one.adapter is not None]
+    downs = [adapter.down for _, adapter in adapters]
+    products = _multiplied(x, [*weights, *downs], [*biases, *[None] * len(downs)], tp, enters)
+    ys, hs = products[: len(linears)], products[len(linears) :]
+    for (i, adapter), h in zip(adapters, hs, strict=True):
+        (up,) = _multiplied(h, [adapter.up], [None], tp, enters=False)
+        adapter.onto(ys[i], up)
+    return ys
+
+
+def _multiplied(
     x: Tensor,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
@@ -250,41 +306,44 @@ def _linear(
 
 
 def columns(
-    x: Float[Tensor, "here in"],
-    weights: Sequence[Float[Tensor, "_ in"]],
-    biases: Sequence[Float[Tensor, " _"] | None],
-    tp: TensorParallel,
+    x: Float[Tensor, "here in"], linears: Sequence[Linear], tp: TensorParallel
 ) -> tuple[Float[Tensor, "tokens _"], ...]:
-    """Column-parallel products that share one input, [tokens, out_i / tp] for each local weight
+    """Column-parallel products that share one input, [tokens, out_i / tp] for each of local weight
     [out_i / tp, in].
 
     x is I@tp, `here` all tokens, or S(0)@tp under sequence parallelism; the outputs are S(1)@tp.
     """
-    return _linear(x, weights, biases, tp, enters=True)
+    return _linear(x, linears, tp, enters=True)
 
 
 def products(
-    x: Float[Tensor, "tokens in"],
-    weights: Sequence[Float[Tensor, "_ in"]],
-    biases: Sequence[Float[Tensor, " _"] | None],
-    tp: TensorParallel,
+    x: Float[Tensor, "tokens in"], linears: Sequence[Linear], tp: TensorParallel
 ) -> tuple[Float[Tensor, "tokens _"], ...]:
-    """Products that share one input and send nothing, [tokens, out_i] for each weight [out_i, in]:
-    columns of what was entered before, or weights that every rank stores whole, of its own tokens.
+    """Products that share one input and send nothing, [tokens, out_i] for each of weight [out_i,
+    in]: columns of what was entered before, or weights that every rank stores whole, of its own
+    tokens.
     """
-    return _linear(x, weights, biases, tp, enters=False)
+    return _linear(x, linears, tp, enters=False)
+
+
+def part_of_rows(
+    x: Float[Tensor, "tokens _"], linear: Linear, tp: TensorParallel
+) -> Float[Tensor, "tokens out"]:
+    """A row-parallel product that has not left, P@tp, and so without its bias: x [tokens, in / tp],
+    S(1)@tp, and weight [out, in / tp], S(1)@tp.
+    """
+    return products(x, [linear._replace(bias=None)], tp)[0]
 
 
 def rows(
-    xs: Sequence[Float[Tensor, "tokens _"]],
-    weights: Sequence[Float[Tensor, "out _"]],
-    tp: TensorParallel,
+    xs: Sequence[Float[Tensor, "tokens _"]], linears: Sequence[Linear], tp: TensorParallel
 ) -> Float[Tensor, "here out"]:
-    """The sum of row-parallel products: x_i [tokens, in_i / tp], S(1)@tp, and weight_i [out,
-    in_i / tp], S(1)@tp. The result is as `leave` says, once for all of them.
-    """
-    parts = [products(x, [w], [None], tp)[0] for x, w in zip(xs, weights, strict=True)]
-    return tp.leave(reduce(add, parts))
+    """The sum of row-parallel products, as `leave` says, once for all of them, and their biases."""
+    parts = [part_of_rows(x, one, tp) for x, one in zip(xs, linears, strict=True)]
+    y = tp.leave(reduce(add, parts))
+    for one in linears:
+        y = y if one.bias is None else y + one.bias
+    return y
 
 
 def own_tokens(

@@ -24,6 +24,7 @@ from dolmen.data import inputs, sources
 from dolmen.families import Model, compared
 from dolmen.families.family import knob
 from dolmen.model.training import Training
+from dolmen.model.tree import Adapter
 from dolmen.optim.config import OptimizerConfig
 from dolmen.training import folder, metrics
 from dolmen.training.config import RunConfig
@@ -48,6 +49,7 @@ def check_run(run: RunConfig, processes: int | None, verify: bool = True) -> Run
         )
     run = replace(run, layout=run.layout.resolve(processes))
     tree = model.tree
+    check_adapter(run)
     if run.sequence_length > tree.max_position_embeddings:
         raise ValueError(
             f"train.sequence-length ({run.sequence_length}) is over the model's "
@@ -109,6 +111,27 @@ def check_init(run: RunConfig, init: str) -> None:
 def own_tokenizer(init: str | None) -> str | None:
     """The folder of the tokenizer that came with `init`. Raises as `open_source`."""
     return None if init is None else tokenizer_folder(open_source(init))
+
+
+def check_adapter(run: RunConfig) -> None:
+    """Raises ValueError for adapters that the model cannot have, and for what trains the weights
+    that they leave frozen.
+    """
+    if run.training.adapter is None:
+        return
+    asked = f"adapter.rank ({run.adapter.rank}) freezes all weights but those of adapters"
+    if run.init is None:
+        raise ValueError(f"{asked}, and without a model to start from they are random: give --init")
+    if run.optimizer.name == "muon":
+        raise ValueError(
+            f"{asked}, and optimizer.name muon is for the matrices that are frozen: use "
+            "--optimizer.name adamw"
+        )
+    if run.train.router.balance == "bias":
+        raise ValueError(
+            f"{asked}, and train.router.balance bias moves the biases of routers: use "
+            "--train.router.balance loss, or none"
+        )
 
 
 def check_exportable(run: RunConfig) -> None:
@@ -275,7 +298,7 @@ def check_same_model(saved: dict, run: RunConfig, step: int) -> None:
     assert run.model is not None
     try:
         before = _structure(*saved_state.model_of(saved))
-        changed = changed_options(before, _structure(run.model, run.train.training))
+        changed = changed_options(before, _structure(run.model, run.training))
     except ValueError as error:
         changed = [str(error)]
     if changed:
@@ -301,11 +324,20 @@ TUNED = ("initializer_range", "router_aux_loss_coef")
 
 def _structure(model: Model, training: Training) -> dict:
     """What must not change on resume: the fields that fix the tree, less what only training or its
-    start uses, and whether routers have a bias.
+    start uses, whether routers have a bias, and the adapters.
     """
     fields = {n: v for n, v in model.family.new(model.tree).items() if n not in TUNED}
-    biased = training.applied(model.tree) != model.tree
+    biased = replace(training, adapter=None).applied(model.tree) != model.tree
     return {
         "model": {"model_type": model.model_type, **fields},
+        "adapter": _of_adapter(training.adapter),
         "train": {"router": {"balance": "bias" if biased else "loss or none"}},
     }
+
+
+def _of_adapter(adapter: Adapter | None) -> dict:
+    """Its targets by the last part of our names."""
+    if adapter is None:
+        return {"rank": None}
+    targets = {name.removesuffix(".weight").rpartition(".")[2] for name in adapter.targets}
+    return {"rank": adapter.rank, "alpha": adapter.alpha, "targets": sorted(targets)}

@@ -3,7 +3,8 @@ hold one, and its attribute docstrings are the help of the command line. A rule 
 checked in `training/check.py`, on one screen.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from dolmen.checkpoint.config import CheckpointConfig
@@ -12,6 +13,7 @@ from dolmen.core.paths import refuse_empty
 from dolmen.core.words import shown
 from dolmen.data.config import DataConfig
 from dolmen.families import Model
+from dolmen.families.adapters import AdapterConfig
 from dolmen.model.layout import Layout
 from dolmen.model.training import RouterTraining, Training
 from dolmen.model.tree import Tree
@@ -159,6 +161,7 @@ class RunConfig:
     """
     model: Model | None = None
     """The model, as its config.json."""
+    adapter: AdapterConfig = AdapterConfig()
     layout: Layout = Layout()
     data: DataConfig = DataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -184,8 +187,18 @@ class RunConfig:
 
     @property
     def tree(self) -> Tree:
-        """What is trained, of a run that has been checked."""
+        """What its config.json says, of a run that has been checked."""
         return self.known_model.tree
+
+    @cached_property
+    def training(self) -> Training:
+        """What acts inside the model. Raises ValueError for an adapter that it cannot have."""
+        return replace(self.train.training, adapter=self.adapter.of(self.known_model))
+
+    @property
+    def trained(self) -> Tree:
+        """The model that is trained: what training adds with it."""
+        return self.training.applied(self.tree)
 
     @property
     def sequence_length(self) -> int:

@@ -61,12 +61,12 @@ class Hooks:
         self.mesh = mesh
         self.out = out
         self.checkpoints = checkpoints
-        self.flops = count.training_flops_per_token(run.tree, run.sequence_length)
+        self.flops = count.training_flops_per_token(run.trained, run.sequence_length)
         self.peak = peak
         self.began = began
         self.since, self.tokens_since = time.monotonic(), 0
         self.validation: Validation | None = None  # the last there was
-        self.skipped = state.step - optim.updates(state.optimizer)  # by the starts before
+        self.skipped = state.step - state.updates  # by the starts before
         self.skipped_in_a_row, self.finite = 0, True
         kinds = (
             ((metrics.MetricsFile, "metrics.jsonl"), (metrics.TensorBoard, "tensorboard"))
@@ -200,7 +200,7 @@ class Hooks:
             run=to_dict(self.run),
             step=state.step,
             tokens=state.tokens,
-            updates=optim.updates(state.optimizer),
+            updates=state.updates,
             samples=self.loader.first(state.step),
             seconds=time.monotonic() - self.began,
             data=self.loader.fingerprint(),

@@ -48,6 +48,8 @@ def header(
         if state_.step
         else run.init or f"random weights, seed {run.train.seed}",
     )
+    if told := adapters(run):
+        table.add_row("adapters", told)
     processes = counted(mesh.size, "process", "processes")
     device = devices.describe_device(mesh.device, run.train.device)
     table.add_row("layout", f"{_layout(layout, state_)}: {processes} on {device}")
@@ -77,10 +79,22 @@ def header(
     return table
 
 
+def adapters(run: RunConfig) -> str | None:
+    """What is trained in place of the model, None where all of it is."""
+    if run.training.adapter is None:
+        return None
+    own, every = count.trained(run.trained), count.parameters(run.trained)
+    where = ", ".join(run.adapter.targets)
+    return (
+        f"rank {run.adapter.rank}, alpha {run.adapter.alpha:g}, on {where}: {size(own)} of "
+        f"{size(every)} parameters are trained ({own / every:.2%})"
+    )
+
+
 def arithmetic(run: RunConfig) -> str:
     """What MFU counts, and what others do."""
-    ours = count.training_flops_per_token(run.tree, run.sequence_length)
-    full = count.training_flops_per_token(run.tree, run.sequence_length, "full")
+    ours = count.training_flops_per_token(run.trained, run.sequence_length)
+    full = count.training_flops_per_token(run.trained, run.sequence_length, "full")
     return (
         f"of {ours / 1e9:.4g} GFLOP per token, attention to the keys that queries see; with all "
         f"keys, as torchtitan counts, {full / 1e9:.4g}: {full / ours:.3f} times the MFU"

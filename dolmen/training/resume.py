@@ -37,7 +37,7 @@ def resume(
             f"step 0"
         )
         return None
-    state.step, state.tokens = saved.step, saved.tokens
+    state.step, state.updates, state.tokens = saved.step, saved.updates, saved.tokens
     loader.go_on(saved.step, saved.samples)
     optim.set_step(state.optimizer, saved.updates)
     if state.scale.dynamic:

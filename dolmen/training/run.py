@@ -78,7 +78,7 @@ def make_state(run: RunConfig, mesh: Mesh, steps: int) -> TrainState:
         mesh,
         run.layout,
         schedule,
-        training=run.train.training,
+        training=run.training,
         dtype=at_rest(run.train.dtype),
         compute=DTYPES[run.train.dtype],
         compile=run.train.compile,
@@ -87,8 +87,9 @@ def make_state(run: RunConfig, mesh: Mesh, steps: int) -> TrainState:
         build.initialize(model, run.train.seed)
     else:
         source = open_source(run.init, run.known_model)
-        # few have the biases of routers that training adds
+        # none has adapters, few the biases of routers that training adds
         stored = [name for name, _ in model.named_parameters() if name in source.tree.leaves]
+        build.initialize(model, run.train.seed, stored)
         build.load(model, lambda write: load_weights(source, write, only=stored))
     optimizer = optim.make(model, run.optimizer, mesh)
     optim.prime(optimizer)

@@ -40,7 +40,8 @@ class TrainState:
     seed: int = 0
     scale: LossScale = field(default_factory=lambda: LossScale(False))
     spike: SpikePolicy = field(default_factory=SpikePolicy)
-    step: int = 0  # updates made, and the index of the next batch
+    step: int = 0  # steps made, and the index of the next batch
+    updates: int = 0  # those of them that were not skipped
     tokens: int = 0  # real tokens trained on
     objective: Objective = CrossEntropy()
 
@@ -127,6 +128,7 @@ def optimizer_step(
     state.optimizer.zero_grad(set_to_none=True)
     state.scale.update(finite)
     state.step += 1
+    state.updates += allowed
     state.tokens += told.tokens
     names = zip(state.objective.names, told.metrics, strict=True)
     return Metrics(

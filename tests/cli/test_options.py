@@ -106,6 +106,7 @@ MODELS = {
     """,
 }
 AFTER = """
+    adapter.rank adapter.alpha adapter.targets
     layout.tp layout.cp layout.pp layout.dp layout.ep layout.zero layout.sequence-parallel
     layout.no-sequence-parallel layout.context layout.schedule layout.virtual-stages
     layout.recompute layout.recompute-layers layout.reduction

@@ -100,8 +100,9 @@ def test_frozen_parameters_are_left_out():
     )
     for p in made.parameters():
         p.requires_grad_(False)
-    with pytest.raises(ValueError):
-        adamw(made, OptimizerConfig())
+    nothing = adamw(made, OptimizerConfig())  # of a stage without an adapter
+    nothing.step()
+    assert not nothing.state
 
 
 def test_what_a_checkpoint_keeps_goes_on_bitwise():

@@ -249,6 +249,12 @@ def run(
     return read(job, out), out
 
 
+def series(out: Path, name: str) -> list[float]:
+    """What a run has told of each step."""
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [row[name] for row in rows if name in row]
+
+
 def read(job: Job, out: Path) -> Result:
     """What a run has left."""
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

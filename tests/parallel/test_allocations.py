@@ -16,7 +16,7 @@ from dolmen.ops.kernels import Kernels
 from dolmen.parallel import loss, tensor
 from dolmen.parallel.log_probabilities import log_probabilities
 from dolmen.parallel.loss import linear_cross_entropy
-from dolmen.parallel.tensor import Deferred, TensorParallel
+from dolmen.parallel.tensor import Deferred, Linear, TensorParallel
 
 TP, TOKENS, HIDDEN, FFN = 4, 8, 16, 32
 PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
@@ -71,7 +71,7 @@ def test_a_pair_of_products_allocates_what_they_are(sequence, bias):
     g = torch.randn(rows, HIDDEN)
     whole, local, weight = TOKENS * HIDDEN, TOKENS * part, HIDDEN * part
     with Allocated() as mode:
-        y = tensor.rows(tensor.columns(x, [up], [b], tp), [down], tp)
+        y = tensor.rows(tensor.columns(x, [Linear(up, b)], tp), [Linear(down)], tp)
         scattered = whole // TP
         assert mode.take() == local + whole + sequence * (whole + scattered)
         torch.autograd.backward(y, g)
@@ -117,7 +117,8 @@ def test_what_is_frozen_costs_nothing(frozen, sequence):
     x = torch.randn(rows, HIDDEN, requires_grad=x_trains)
     weights = [torch.randn(part, HIDDEN, requires_grad=t) for t in trains]
     biases = [torch.randn(part, requires_grad=True) for _ in trains]
-    out, g = tensor.columns(x, weights, biases, tp), torch.ones(TOKENS, part)
+    linears = [Linear(w, b) for w, b in zip(weights, biases, strict=True)]
+    out, g = tensor.columns(x, linears, tp), torch.ones(TOKENS, part)
     with Allocated() as mode:
         torch.autograd.backward(out, [g, g])
     whole, weight = TOKENS * HIDDEN, HIDDEN * part
@@ -136,7 +137,7 @@ def test_what_is_frozen_is_not_kept_for(trains):
     w = torch.randn(FFN // TP, HIDDEN, requires_grad=trains)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
-        tensor.columns(x, [w], [None], tp)
+        tensor.columns(x, [Linear(w)], tp)
     assert kept == ([x.shape, w.shape] if trains else [w.shape])
 
 
@@ -146,7 +147,7 @@ def test_a_frozen_weight_is_not_left_for_later():
     tp = TensorParallel(meshes.grid(1, TP, torch.device("cpu")).tp, later=later)
     x = torch.randn(TOKENS, HIDDEN, requires_grad=True)
     weights = [torch.randn(FFN // TP, HIDDEN, requires_grad=t) for t in (False, True)]
-    out = tensor.columns(x, weights, [None, None], tp)
+    out = tensor.columns(x, [Linear(w) for w in weights], tp)
     torch.autograd.backward(out, [torch.ones(TOKENS, FFN // TP)] * 2)
     assert weights[1].grad is None
     (product,) = later.take()

@@ -104,7 +104,8 @@ def run(schedule: Schedule, mesh) -> dict:
 
     def forward(chunk: int, micro: int, x):
         stage = schedule.stage_of(mesh.pp.rank, chunk)
-        y = tensor.columns(inputs[micro] if x is None else x, [mine[chunk]], [None], tp)[0].tanh()
+        linear = tensor.Linear(mine[chunk])
+        y = tensor.columns(inputs[micro] if x is None else x, [linear], tp)[0].tanh()
         if torch.is_grad_enabled():
             y = Kept.apply(y, alive)
         return y.square().sum() if stage == schedule.stages - 1 else y

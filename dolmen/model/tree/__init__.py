@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
+from dolmen.model.tree.adapter import Adapter
 from dolmen.model.tree.attention import Attention
 from dolmen.model.tree.block import Block, Run, runs_of
 from dolmen.model.tree.ends import Embedding, Head, Scalar
@@ -27,6 +28,7 @@ from dolmen.model.tree.pre import Pre
 from dolmen.model.tree.sandwich import Sandwich
 
 __all__ = [
+    "Adapter",
     "Alibi",
     "Attention",
     "Block",
@@ -75,6 +77,8 @@ class Tree:
     """Longest sequence that the model was made for, tokens."""
     initializer_range: float = 0.02
     """Standard deviation of initial weights."""
+    adapter: Adapter | None = None
+    """What is trained in place of all parameters."""
 
     def __post_init__(self):
         if not 0 <= self.initializer_range < math.inf:
@@ -97,7 +101,8 @@ class Tree:
         for i, block in enumerate(self.blocks):
             leaves |= within(f"layers.{i}", block.leaves(stream))
         leaves |= within("final_norm", self.final_norm.leaves(hidden))
-        return leaves | self.head.leaves(self.vocab_size, hidden)
+        leaves |= self.head.leaves(self.vocab_size, hidden)
+        return leaves if self.adapter is None else self.adapter.beside(leaves)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

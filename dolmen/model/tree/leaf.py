@@ -12,7 +12,7 @@ from typing import Literal
 
 from dolmen.core.words import divisor
 
-Role = Literal["matrix", "embedding", "head", "norm", "bias", "router", "expert"]
+Role = Literal["matrix", "embedding", "head", "norm", "bias", "router", "expert", "adapter"]
 Gradient = Literal["own", "residual", "branch"]
 
 
@@ -67,7 +67,8 @@ class Leaf:
     of the residual stream, partial under sequence parallelism; `branch`: it sees this rank's heads
     or columns, always partial.
     """
-    initial: Literal["normal", "ones", "zeros"] = "normal"
+    initial: Literal["normal", "uniform", "ones", "zeros"] = "normal"
+    """uniform: within 1 / sqrt(inputs) of 0, what Kaiming's with a = sqrt(5) is."""
     std_scale: float = 1.0
     """Of `normal`: times the model's initializer_range."""
     products: int = 0
@@ -78,11 +79,18 @@ class Leaf:
     """Whether gradients move it."""
     precise: bool = False
     """In fp32 or wider, here and on disk, whatever the others are in."""
+    scale: float = 1.0
+    """What its product is multiplied by."""
 
     @property
     def elements(self) -> int:
         """Numbers that it has, on all ranks together."""
         return math.prod(self.shape)
+
+    @property
+    def stacked(self) -> bool:
+        """Whether it is one matrix of every expert."""
+        return len(self.shape) == 3
 
     @property
     def decays(self) -> bool:

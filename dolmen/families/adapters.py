@@ -1,0 +1,93 @@
+"""Adapters as a run says them, and which weights a target names: as in PEFT the last part of a
+module's name in transformers, of every layer that has one, or all linear layers but the head.
+
+    q_proj        model.layers.0.self_attn.q_proj, ...          -> layers.0.attn.q.weight, ...
+    c_attn        transformers' GPT-2 has q, k and v in one     -> each of the three, by itself
+    gate_proj     of a mixture model.layers.0.mlp.experts.0.gate_proj, ...: of every expert
+"""
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, fields
+
+from dolmen.core.words import shown
+from dolmen.families.model import Model
+from dolmen.families.weights import weight_map
+from dolmen.model.tree import Adapter
+
+ALL = "all-linear"
+ADAPTED = ("matrix", "expert")
+"""Roles of the weights that can have an adapter."""
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """Low-rank adapters (LoRA), which are trained in place of the model's own weights."""
+
+    rank: int | None = None
+    """Width of the adapters: y = W x + alpha / rank * B A x, where A has so many rows and B as many
+    columns; W, and all else that the model has, is frozen. Unset: there are none, all is trained.
+    """
+    alpha: float = 16.0
+    """Over the rank, what an adapter's product is multiplied by."""
+    targets: tuple[str, ...] = (ALL,)
+    """Layers that have one, by the last part of their name in transformers, as PEFT's
+    target_modules: q_proj k_proj v_proj o_proj gate_proj up_proj down_proj; of a mixture each
+    expert has its own. all-linear: all but the head and routers.
+    """
+
+    def __post_init__(self):
+        asked = [f.name for f in fields(self) if getattr(self, f.name) != f.default]
+        if self.rank is None and asked:
+            raise ValueError(
+                f"adapter.{asked[0]} is {shown(getattr(self, asked[0]))}, but there are no "
+                "adapters: set --adapter.rank, such as 8"
+            )
+        if self.rank is not None and self.rank < 1:
+            raise ValueError(f"adapter.rank is {self.rank}: it must be at least 1")
+        if not 0 < self.alpha < math.inf:
+            raise ValueError(f"adapter.alpha is {self.alpha}: it must be finite and over 0")
+        if not self.targets:
+            raise ValueError(
+                f"adapter.targets is empty: name a layer, such as q_proj, or give {ALL}"
+            )
+
+    def of(self, model: Model) -> Adapter | None:
+        """The adapters of a model, None where there are none. Raises ValueError for a target that
+        it does not have.
+        """
+        if self.rank is None:
+            return None
+        return Adapter(self.rank, self.alpha, targets(model, self.targets))
+
+
+def targets(model: Model, names: Collection[str]) -> frozenset[str]:
+    """Full names of the weights that `names` are of. Raises ValueError for a name that none has."""
+    known = _named(model)
+    if unknown := sorted(set(names) - known.keys() - {ALL}):
+        head = (
+            ": the head is computed together with its loss and takes no adapter yet"
+            if unknown[0] == _last(weight_map(model).head)
+            else ""
+        )
+        raise ValueError(
+            f"adapter.targets has {unknown[0]}, which is no layer of {model.model_type} that takes "
+            f"an adapter{head}: choose of {', '.join(known)}, or {ALL}"
+        )
+    wanted = known if ALL in names else names
+    return frozenset(weight for name in wanted for weight in known[name])
+
+
+def _named(model: Model) -> dict[str, set[str]]:
+    """Last part of a module's name -> the full names of ours, of all that can have an adapter."""
+    leaves, found = model.tree.leaves, dict[str, set[str]]()
+    for stored, entry in weight_map(model).entries.items():
+        ours = {name for name in entry.ours if leaves[name].role in ADAPTED}
+        if ours:
+            found.setdefault(_last(stored), set()).update(ours)
+    return found
+
+
+def _last(stored: str) -> str:
+    """q_proj of model.layers.0.self_attn.q_proj.weight."""
+    return stored.removesuffix(".weight").rpartition(".")[2]
