@@ -17,13 +17,15 @@ import torch
 import torch.distributed as dist
 from backward import backward
 from fakes import join_fake
-from models import Flat, build, initialize
+from models import Flat, Tiny, build, initialize
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dolmen.core import mesh as meshes
 from dolmen.model.head import logits, loss_of
 from dolmen.model.layout import Layout
+from dolmen.model.training import Training
+from dolmen.model.tree import Adapter
 from dolmen.optim.optimizer import OptimizerConfig, adamw
 from dolmen.parallel import data
 
@@ -239,6 +241,43 @@ def test_the_summary(zero):
             <= got["after forward"].all
             <= P * (share + (zero < 3)) + 2 * row
         )
+
+
+ADAPTED = [n for n, leaf in CONFIG.tree.leaves.items() if leaf.role == "matrix"]
+
+
+@pytest.mark.parametrize("microbatches", (1, 2))
+@pytest.mark.parametrize("zero", range(4))
+def test_what_is_frozen_holds_no_gradient(zero, microbatches):
+    """Bytes of gradients and of optimizer state with adapters are those of the adapters alone, at
+    every operation of a step.
+    """
+    adapter = Adapter(rank=WORLD, alpha=1.0, targets=frozenset(ADAPTED))
+    mesh = meshes.grid(WORLD, 1, torch.device("cpu"))
+    model = build(Tiny(CONFIG.tree, Training(adapter=adapter)), mesh, Layout(zero=zero))
+    initialize(model, 0)
+    records = [p for unit in data.units(model) for p in managed(unit)]
+    frozen = [p for p in records if not p.sharded_param.requires_grad]
+    own = [p for p in records if p.sharded_param.requires_grad]
+    assert len(frozen) == len(CONFIG.tree.leaves) and len(own) == 2 * len(ADAPTED)
+    optimizer, tokens = adamw(model, OptimizerConfig()), torch.zeros(1, 2, dtype=torch.long)
+    held_at_once = []
+    for watched in (frozen, own):
+        with Peak(watched) as peak:
+            for i in range(microbatches):
+                loss = model(tokens, loss_of(tokens))
+                backward(loss, model, i == microbatches - 1, zero)
+            held_at_once.append(peak.take()[1]["gradients"])
+        last = measure(own).gradients
+        optimizer.step()
+        optimizer.zero_grad()
+    whole, d = 4 * sum(p._orig_size.numel() for p in own), 1 if zero == 0 else WORLD
+    share, block = whole // d, whole // LAYERS  # WORLD divides all dims
+    assert last == share
+    # as `expected`, where nothing but blocks has any
+    waits, added = zero < 2 and microbatches > 1, share if microbatches > 1 else 2 * block // d
+    assert held_at_once == [0, whole if waits else block + added]
+    assert held(t for s in optimizer.state.values() for t in s.values() if t.ndim) == 2 * share
 
 
 @pytest.mark.parametrize("zero", range(4))

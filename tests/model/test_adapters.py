@@ -1,0 +1,297 @@
+"""Adapters in one process: what their leaves say, how they begin, that a model with them is the
+merged one, and that what they leave frozen costs no gradient. Layouts: tests/golden/mechanisms.py;
+training: tests/oracle/test_low_rank.py.
+"""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from models import Flat, Tiny, build, initialize, load, tiny
+from torch.utils.flop_counter import FlopCounterMode
+
+from dolmen.core.mesh import SINGLE, Axis
+from dolmen.families import Model
+from dolmen.families.adapters import ADAPTED, AdapterConfig, targets
+from dolmen.model import head
+from dolmen.model.count import (
+    attention_flops_per_token,
+    parameters,
+    trained,
+    training_flops_per_token,
+)
+from dolmen.model.decoder import Decoder
+from dolmen.model.layers import is_partial, places
+from dolmen.model.training import Training
+from dolmen.model.tree import Adapter
+from dolmen.parallel.tensor import TensorParallel
+from dolmen.serving import engine
+
+SIZES = dict(
+    vocab_size=71,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    initializer_range=0.1,
+)
+FALCON = dict(
+    vocab_size=71, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, ffn_hidden_size=48
+)
+DEEPSEEK = dict(
+    **{n: SIZES[n] for n in ("vocab_size", "hidden_size", "intermediate_size")},
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    moe_intermediate_size=24,
+    kv_lora_rank=12,
+    q_lora_rank=20,
+    qk_nope_head_dim=6,
+    qk_rope_head_dim=4,
+    v_head_dim=7,
+    n_routed_experts=8,
+    num_experts_per_tok=2,
+    n_shared_experts=1,
+    first_k_dense_replace=1,
+    n_group=1,
+    topk_group=1,
+)
+MODELS = {
+    "llama": tiny("llama", **SIZES),
+    "gpt2": tiny("gpt2", vocab_size=71, n_embd=32, n_layer=2, n_head=4, n_positions=16),
+    "falcon": tiny("falcon", **FALCON),
+    "qwen3_moe": tiny(
+        "qwen3_moe", **SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24
+    ),
+    "deepseek_v3": tiny("deepseek_v3", **DEEPSEEK),
+}
+RANK, ALPHA, TOKENS = 4, 6.0, 9
+
+
+def adapted(model: Tiny, rank: int = RANK) -> Tiny:
+    weights = (name for name, leaf in model.tree.leaves.items() if leaf.role in ADAPTED)
+    return replace(model, training=Training(adapter=Adapter(rank, ALPHA, frozenset(weights))))
+
+
+def made(model: Tiny, dtype: torch.dtype = torch.float64) -> Decoder:
+    """With a B that has moved."""
+    decoder = build(model, SINGLE, dtype=dtype)
+    initialize(decoder, 0)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, p in decoder.named_parameters():
+            if name.endswith("lora_B"):
+                p.normal_(0.0, 0.3)
+    return decoder
+
+
+def tokens(batch: int = 1) -> torch.Tensor:
+    return torch.randint(71, (batch, TOKENS), generator=torch.Generator().manual_seed(2))
+
+
+def merged(model: Decoder, name: str, dtype: torch.dtype = torch.float64) -> Decoder:
+    """The model without adapters that computes the same."""
+    plain, parts = build(MODELS[name], SINGLE, dtype=dtype), dict(model.named_parameters())
+
+    def stream(write):
+        for weight in MODELS[name].tree.leaves:
+            value = parts[weight]
+            if weight in model.tree.adapter.targets:
+                down, up = (parts[one] for one in Adapter.pair(weight))
+                value = value + ALPHA / RANK * up @ down
+            write(weight, value)
+
+    load(plain, stream)
+    return plain
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype, rounding", [(torch.float64, 1e-13), (torch.float32, 1e-5)])
+def test_merged_is_unmerged(name, dtype, rounding):
+    """Logits, in units of the largest: sums of a few hundred products over two layers."""
+    model = made(adapted(MODELS[name]), dtype)
+    plain = merged(model, name, dtype)
+    with torch.no_grad():
+        got, want = (m(tokens(), head.logits) for m in (model, plain))
+        without = build(MODELS[name], SINGLE, dtype=dtype)
+        initialize(without, 0)
+        base = without(tokens(), head.logits)
+    assert (got - want).abs().max() <= rounding * want.abs().max()
+    assert (base - want).abs().max() >= 1e-2 * want.abs().max()  # and adapters are felt
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+def test_a_cache_sees_adapters(name):
+    """Of latents too, where one query is multiplied by what made keys and values."""
+    model = made(adapted(MODELS[name]))
+    prompts = [[5, 9, 2, 40], [7, 7]]
+    texts = [engine.generate(m.eval(), prompts, 8) for m in (model, merged(model, name))]
+    assert texts[0] == texts[1]
+    base = build(MODELS[name], SINGLE, dtype=torch.float64)
+    initialize(base, 0)
+    assert engine.generate(base.eval(), prompts, 8) != texts[0]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_begins_as_it_was(name):
+    """To the bit: B is 0, and no other value depends on there being adapters."""
+    ours, plain = (build(m, SINGLE) for m in (adapted(MODELS[name]), MODELS[name]))
+    initialize(ours, 0)
+    initialize(plain, 0)
+    with torch.no_grad():
+        assert torch.equal(ours(tokens(), head.logits), plain(tokens(), head.logits))
+    before, now = ({n: p.detach() for n, p in m.named_parameters()} for m in (plain, ours))
+    assert all(torch.equal(now[n], p) for n, p in before.items())
+    for name, p in now.items():
+        if name.endswith("lora_A"):
+            bound = 1 / math.sqrt(p.shape[-1])
+            assert p.abs().max() <= bound
+            # standard deviation of a uniform, to five of its standard errors, sqrt(1 / 5 n)
+            assert float(p.std() / bound * math.sqrt(3)) == pytest.approx(
+                1, abs=5 * math.sqrt(0.2 / p.numel())
+            )
+        elif name.endswith("lora_B"):
+            assert not p.any()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_frozen_has_no_gradient(name):
+    model = made(adapted(MODELS[name]))
+    model(tokens(2), head.loss_of(tokens(2))).backward()
+    for parameter, p in model.named_parameters():
+        assert (p.grad is not None) == ("lora_" in parameter) == p.requires_grad, parameter
+    tree = model.tree
+    leaves = tree.leaves
+    assert {n for n, leaf in leaves.items() if leaf.trained} == {n for n in leaves if "lora_" in n}
+    assert parameters(tree) == sum(p.numel() for p in model.parameters())
+    assert trained(tree) == sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "deepseek_v3"])
+def test_frozen_weights_compute_nothing(name):
+    """Multiplications of a step, forward and backward, are those in closed form, less what no one
+    asks for: gradients of what enters the first layer, which is frozen.
+    """
+    form = adapted(MODELS[name])
+    model, batch = made(form), tokens(2)
+    with FlopCounterMode(display=False) as counter:
+        model(batch, head.loss_of(batch)).backward()
+    products = {
+        op: flops
+        for op, flops in counter.get_flop_counts()["Global"].items()
+        if op in (torch.ops.aten.mm, torch.ops.aten.addmm)
+    }
+    tree = model.tree
+    matrices = training_flops_per_token(tree, TOKENS) - attention_flops_per_token(tree, TOKENS)
+    entering = ("attn.q", "attn.k", "attn.v", "attn.q_a", "attn.kv_a")
+    unasked = sum(
+        2 * leaf.products
+        for n, leaf in tree.leaves.items()
+        if n.startswith("layers.0.") and n.rpartition(".")[0].endswith(entering)
+        if not n.endswith("lora_B")  # of what A has made there is a gradient
+    )
+    assert sum(products.values()) == batch.numel() * (matrices - unasked)
+
+
+PARTIAL = {  # of tp 2 with one key-value head: A and B of each kind of linear
+    "attn.q": (True, False),
+    "attn.k": (True, True),
+    "attn.o": (False, True),
+    "mlp.up": (True, False),
+    "mlp.down": (False, True),
+}
+
+
+def test_leaves_follow_from_their_weights():
+    """Which of the two a cut goes to, and whose gradient is a partial sum over tp."""
+    model = adapted(Tiny(Flat(**SIZES | dict(num_key_value_heads=1)).tree))
+    leaves = model.training.applied(model.tree).leaves
+    tp = TensorParallel(Axis("tp", 2))
+    for part, partial in PARTIAL.items():
+        weight, down, up = (leaves[f"layers.0.{part}.{n}"] for n in ("weight", "lora_A", "lora_B"))
+        assert down.shape == (RANK, weight.shape[1]) and up.shape == (weight.shape[0], RANK)
+        assert (is_partial(down, tp), is_partial(up, tp)) == partial
+        assert {cut.dim for cut in down.cuts} <= {1} and {cut.dim for cut in up.cuts} <= {0}
+        assert len(down.cuts) + len(up.cuts) == len(weight.cuts) == 1
+        assert (weight.trained, down.trained, up.trained) == (False, True, True)
+        assert (down.products, up.products) == (down.elements, up.elements)
+        assert up.scale == ALPHA / RANK
+    experts = adapted(MODELS["qwen3_moe"])
+    leaves = experts.training.applied(experts.tree).leaves
+    for part, (down_cuts, up_cuts) in {
+        "gate": (["ep"], ["ep", "tp"]),
+        "down": (["ep", "tp"], ["ep"]),
+    }.items():
+        down, up = (leaves[f"layers.0.mlp.experts.{part}.lora_{n}"] for n in "AB")
+        assert [cut.axis for cut in down.cuts] == down_cuts
+        assert [cut.axis for cut in up.cuts] == up_cuts
+        assert isinstance(places(down, {"tp": 2, "ep": 2}), tuple)
+        assert down.products == down.elements // 2  # two of four experts
+
+
+TARGETS = {
+    "llama": (["q_proj", "down_proj"], ["attn.q", "mlp.down"]),
+    "gpt2": (["c_attn", "c_proj"], ["attn.q", "attn.k", "attn.v", "attn.o", "mlp.down"]),
+    "falcon": (["query_key_value"], ["attn.q", "attn.k", "attn.v"]),
+    "qwen3_moe": (["gate_proj"], ["mlp.experts.gate"]),
+    "deepseek_v3": (
+        ["kv_a_proj_with_mqa", "up_proj"],
+        ["attn.kv_a", "mlp.up", "mlp.experts.up", "mlp.shared.up"],
+    ),
+}
+CONFIGS = {
+    "llama": Model({"model_type": "llama", **SIZES}),
+    "gpt2": Model({"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4}),
+    "falcon": Model({"model_type": "falcon", **FALCON}),
+    "qwen3_moe": Model(
+        {"model_type": "qwen3_moe", **SIZES, "num_experts": 4, "num_experts_per_tok": 2}
+    ),
+    "deepseek_v3": Model({"model_type": "deepseek_v3", **DEEPSEEK}),
+}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_targets_are_named_as_in_transformers(name):
+    model, (asked, ours) = CONFIGS[name], TARGETS[name]
+    of = {f"layers.{i}.{part}.weight" for part in ours for i in range(2)}
+    assert targets(model, asked) == of & model.tree.leaves.keys()
+    roles = {n: leaf.role for n, leaf in model.tree.leaves.items()}
+    assert targets(model, ["all-linear"]) == {n for n, role in roles.items() if role in ADAPTED}
+
+
+@pytest.mark.parametrize(
+    "asked, said",
+    [
+        ("q", "adapter.targets has q, which is no layer of llama that takes an adapter: choose of"),
+        ("lm_head", "the head is computed together with its loss and takes no adapter yet"),
+        ("embed_tokens", "choose of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"),
+    ],
+)
+def test_other_targets_are_refused(asked, said):
+    with pytest.raises(ValueError, match=said):
+        AdapterConfig(8, targets=("q_proj", asked)).of(CONFIGS["llama"])
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (dict(rank=0), r"adapter.rank is 0: it must be at least 1"),
+        (dict(rank=8, alpha=0.0), r"adapter.alpha is 0.0: it must be finite and over 0"),
+        (dict(rank=8, alpha=math.nan), r"adapter.alpha is nan"),
+        (dict(rank=8, targets=()), r"adapter.targets is empty: name a layer, such as q_proj"),
+        (dict(alpha=8.0), r"adapter.alpha is 8.0, but there are no adapters: set --adapter.rank"),
+        (dict(targets=("q_proj",)), r"adapter.targets is .* set --adapter.rank, such as 8"),
+    ],
+)
+def test_wrong_options_are_refused(options, said):
+    with pytest.raises(ValueError, match=said):
+        AdapterConfig(**options)
+
+
+def test_without_a_rank_there_are_none():
+    assert AdapterConfig().of(CONFIGS["llama"]) is None
+    assert AdapterConfig(2, 1.0, ("q_proj",)).of(CONFIGS["llama"]) == Adapter(
+        2, 1.0, frozenset(f"layers.{i}.attn.q.weight" for i in range(2))
+    )
