@@ -108,7 +108,7 @@ class Values(Head):
     def values(self, hidden: Float[Tensor, "_ hidden"]) -> Float[Tensor, "sequences here"]:
         """The number of each of this rank's tokens, in fp32 or wider."""
         tp = self.split.tp
-        (own,) = tensor.products(hidden, [self.weight], [None], tp)
+        (own,) = tensor.products(hidden, [Linear(self.weight)], tp)
         wide = own[:, 0].to(torch.promote_types(own.dtype, torch.float32))
         return tensor.all_tokens(wide, tp).view(self.sequences, -1)
 

@@ -9,7 +9,7 @@ The count is known from the batch before anything is computed, so it divides the
 backward, and gradients are summed and never averaged.
 """
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from jaxtyping import Float
 from torch import Tensor
@@ -30,15 +30,10 @@ class Judged(NamedTuple):
 class Objective(Protocol):
     """A frozen value: its knobs are its fields."""
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Of the metrics, beside the loss."""
-        ...
-
-    @property
-    def head(self) -> type:
-        """The component of the tree that it is given: tree.Head, tree.Scalar."""
-        ...
+    names: ClassVar[tuple[str, ...]]
+    """Of the metrics, beside the loss."""
+    head: ClassVar[type]
+    """The component of the tree that it is given: tree.Head, tree.Scalar."""
 
     def count(self, batch: Batch) -> float:
         """What the sum is to be divided by, of a batch on the CPU. Raises ValueError for a batch

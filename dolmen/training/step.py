@@ -115,7 +115,7 @@ def optimizer_step(
     tallies = counted.view_as(tallies)
     router = balance.router_metrics(state.model.tree, tallies, len(batch.tokens) * mesh.dp.size)
     told = _read(tokens, count, norm, stop, summed / count, router)
-    if told.count == 0:
+    if told.divisor == 0:
         raise ValueError(f"step {state.step}: no token of the global batch carries a loss")
     lr = learning_rate(state.config, state.step, state.steps)
     # of the world's numbers, so every rank decides the same
@@ -147,7 +147,7 @@ class _Told(NamedTuple):
     """What the host knows of a step, of the world."""
 
     tokens: int
-    count: float
+    divisor: float
     norm: float
     signal: int
     loss: float

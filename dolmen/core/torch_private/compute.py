@@ -78,7 +78,7 @@ class AdamW(torch.optim.AdamW):
     """
 
     @staticmethod
-    def view(x: Tensor) -> Tensor:
+    def view(p: Tensor) -> Tensor:
         """The tensor that a step computes with."""
         raise NotImplementedError
 
