@@ -7,15 +7,14 @@ from operator import add
 
 import pytest
 import torch
-import torch.distributed as dist
 from models import tiny
 from spawning import Row
 from table import FAMILIES, Layout, batches, run, start
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dolmen.core import collectives, state, transfers
 from dolmen.core.mesh import SINGLE
 from dolmen.core.reduction import tree
-from dolmen.core.torch_private import processes
 from dolmen.training.step import optimizer_step
 
 CPU = torch.device("cpu")
@@ -44,31 +43,31 @@ class Added(Exception):
     """A backend was to add."""
 
 
-def moving_alone(patch: pytest.MonkeyPatch) -> None:
-    """From here on the backend moves numbers and adds none: who asks it to raises Added."""
+class MovingAlone(TorchDispatchMode):
+    """Within, the backend moves numbers and adds none, whoever asks: FSDP, DTensor or the house.
+    `sent`: bytes that this rank gave away in exchanges and gathers over `ranks`.
+    """
 
-    def only(what, *operations):
-        def called(x, op, *rest, **options):
-            if op not in operations:
-                raise Added(f"{op} of {tuple(x.shape)}")
-            return what(x, op, *rest, **options)
+    def __init__(self, ranks: int = 1):
+        super().__init__()
+        self.ranks, self.sent = ranks, 0
 
-        return called
-
-    def refused(*args, **options):
-        raise Added("a sum of torch.distributed's")
-
-    for name in ("all_reduce", "all_reduce_", "reduce_scatter"):
-        patch.setattr(processes, name, only(getattr(processes, name), "max", "min"))
-    for name in ("all_reduce", "reduce_scatter_tensor", "reduce_scatter_single", "reduce_scatter"):
-        patch.setattr(dist, name, refused, raising=False)
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace in ("c10d", "_c10d_functional"):
+            name = function.overloadpacket.__name__
+            if "reduce" in name and args[1] not in ("max", "min"):
+                raise Added(f"{name} of {args[1:]}")
+            if "all_to_all" in name:
+                self.sent += args[0].nbytes * (self.ranks - 1) // self.ranks
+            elif "all_gather" in name:
+                self.sent += args[0].nbytes * (self.ranks - 1)
+        return function(*args, **(kwargs or {}))
 
 
 def sums() -> None:
     """Each way to add over four ranks against the tree of what they have, which each knows."""
     axis = Layout.of("tp4 zero1 fixed").mesh(CPU).tp
-    with pytest.MonkeyPatch.context() as patch:
-        moving_alone(patch)
+    with MovingAlone(4) as moved:
         for dtype in (torch.float64, torch.float32, torch.bfloat16):
             for shape in ((8, 3), (5,), ()):
                 made = torch.Generator().manual_seed(len(shape))
@@ -82,12 +81,23 @@ def sums() -> None:
                     got = collectives.reduce_scatter(x, 0, axis)
                     assert torch.equal(got, collectives.part(want, 0, axis))
         assert float(collectives.reduce_scalar(torch.tensor(float(axis.rank)), axis, "max")) == 3
-        compiled = torch.compile(
-            lambda x: transfers.wait(transfers.start_all_reduce_(x * 1, axis), axis) * 1,
-            fullgraph=True,
-            backend="aot_eager",
-        )
-        assert torch.equal(compiled(all_of[axis.rank, None]), tree(all_of)[None])
+        x, moved.sent = torch.ones(8, 3), 0  # 96 bytes
+        collectives.reduce_scatter(x, 0, axis)
+        assert moved.sent == 96 * 3 / 4
+        collectives.sum_(x, axis)
+        assert moved.sent == 96 * 3 / 4 + 2 * 96 * 3 / 4
+
+
+def compiled() -> None:
+    """An exchange, a tree and a gathering trace."""
+    axis = Layout.of("tp4 zero1 fixed").mesh(CPU).tp
+    parts = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
+    traced = torch.compile(
+        lambda x: transfers.wait(transfers.start_all_reduce_(x * 1, axis), axis) * 1,
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    assert torch.equal(traced(parts[axis.rank]), tree(parts))
 
 
 def bits(family: str, layout: Layout) -> None:
@@ -95,8 +105,7 @@ def bits(family: str, layout: Layout) -> None:
     step, norms and losses.
     """
     mesh = layout.mesh(CPU)
-    with pytest.MonkeyPatch.context() as patch:
-        moving_alone(patch)
+    with MovingAlone():
         first = run(FAMILIES[family], mesh, layout, steps=2)
     second = run(FAMILIES[family], mesh, layout, steps=2)
     assert (first.norms, first.losses) == (second.norms, second.losses)
@@ -129,8 +138,18 @@ def gradients(layout: Layout) -> None:
         assert torch.equal(part, want[name][state.region(g)]), name
 
 
+def backends_add() -> None:
+    """As they do by default."""
+    axis = Layout.of("tp4").mesh(CPU).tp
+    for way in (collectives.reduce_scalar, collectives.sum_, collectives.all_reduce_):
+        with MovingAlone(), pytest.raises(Added):
+            way(torch.ones(1), axis)
+
+
 ROWS = [
     Row("every way to add", 4, sums),
+    Row("compiled", 4, compiled, full=True),
+    Row("a backend that adds is seen", 4, backends_add),
     Row("twice, on two axes", 4, partial(bits, "llama", Layout.of("dp2 tp2 sp zero3 fixed"))),
     Row("twice, with experts", 4, partial(bits, "qwen3-moe", Layout.of("dp4 ep2 zero1 fixed"))),
     Row("gradients of dp 4", 4, partial(gradients, Layout.of("dp4 zero1 fixed"))),
@@ -141,12 +160,6 @@ ROWS = [
 @pytest.mark.parametrize("row", [row.parameter for row in ROWS])
 def test_on_ranks(row, result):
     result(row)
-
-
-def test_a_backend_that_adds_is_seen():
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Added):
-        moving_alone(patch)
-        dist.all_reduce(torch.ones(1))
 
 
 def test_zero_0_is_refused():
