@@ -262,6 +262,14 @@ def test_weights_of_another_model(kept, change, error, said):
             use()
 
 
+def test_weights_that_another_model_has_no_place_for(tmp_path):
+    run = save(tmp_path / "run", MODELS["qwen3_moe"])
+    with pytest.raises(
+        KeyError, match="True here.*1 parameter is in one .* alone, .*'head.weight'"
+    ):
+        _ = open_source(run, edit(MODELS["qwen3_moe"], tie=True)).specs
+
+
 def test_a_model_that_is_given_is_taken(kept):
     """And its weights are those of the source, where they have place in it."""
     changed = edit(MODELS["gpt2"], bos_token_id=7)
