@@ -43,8 +43,12 @@ def read(verb: str, argv: list[str]) -> Any:
 
 
 def take(verb: str, file: Path) -> Any:
-    """What our launcher hands its workers in `file`, as `read` gave it there. Raises Refused."""
-    return from_dict(Request if verb == "train" else VERBS[verb], gate.read_yaml(file, kinds.RUN))
+    """What our launcher hands its workers in `file`, as `read` gave it there. Raises BadInput."""
+    cls = Request if verb == "train" else VERBS[verb]
+    try:
+        return from_dict(cls, gate.read_yaml(file, kinds.RUN))
+    except ValueError as error:
+        raise BadInput(message(error)) from None
 
 
 def parse_train(argv: list[str]) -> Request:

@@ -274,7 +274,8 @@ def test_refusals(folder, places, tmp_path, case):
         options["sequence_length"] = int(options["sequence_length"])
     with pytest.raises(ValueError) as raised:
         dolmen.evaluate(source, **{"path": (), **options}, cache=cache)
-    assert shown.err == f"dolmen evaluate: {raised.value}\n"
+    keywords = shown.err.replace("--data.", "").replace("--sequence-length", "sequence_length")
+    assert keywords == f"dolmen evaluate: {raised.value}\n"
 
 
 def test_a_layout_that_does_not_fit_is_refused_before_the_text_is_read(folder, tmp_path):
