@@ -1,12 +1,14 @@
 """Options in messages, which name them as the command line does, in Python's spelling:
 `--train.global-batch-size 8` is `train.global_batch_size 8`, and `--train.no-compile` is
-`train.compile=False`.
+`train.compile=False`. A whole command, such as `dolmen export RUN --to DIR`, is for a shell.
 """
 
 import re
 from collections.abc import Mapping
 
-NAME = re.compile(r"(?<![\w./-])(--)?([a-z][a-z0-9]*(?:[-_.][a-z0-9]+)*)(?![\w/-])")
+COMMAND = r"\bdolmen (?:export|generate|train) [^;)]*"
+OPTION = r"(?<![\w./-])(--)?([a-z][a-z0-9]*(?:[-_.][a-z0-9]+)*)(?![\w/-])"
+SAID = re.compile(f"{COMMAND}|{OPTION}")
 
 
 def in_python(text: str, keywords: Mapping[str, str]) -> str:
@@ -17,7 +19,7 @@ def in_python(text: str, keywords: Mapping[str, str]) -> str:
 
     def spelled(found: re.Match[str]) -> str:
         dashes, name = found.groups()
-        name = name.replace("-", "_")
+        name = (name or "").replace("-", "_")  # empty: a command
         section, _, last = name.rpartition(".")
         if not dashes and not section:
             return found[0]
@@ -26,4 +28,4 @@ def in_python(text: str, keywords: Mapping[str, str]) -> str:
         positive = f"{section}.{last.removeprefix('no_')}"
         return f"{keywords[positive]}=False" if positive in keywords else found[0]
 
-    return NAME.sub(spelled, text)
+    return SAID.sub(spelled, text)

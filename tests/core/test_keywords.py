@@ -19,6 +19,10 @@ KEYWORDS = {
         ("--top-k draws: add --top-k=1", "top_k draws: add top_k=1"),
         ("write to --out, not out", "write to out, not out"),
         ("--data.path is empty", "path is empty"),
+        (
+            "use --to (dolmen export a --to b) or --out: dolmen train c.yaml --layout.tp 2",
+            "use to (dolmen export a --to b) or out: dolmen train c.yaml --layout.tp 2",
+        ),
         # what is no option, or part of a name of the user's
         ("a/layout.tp, layout.tp/x, --layout.tp.txt", "a/layout.tp, layout.tp/x, --layout.tp.txt"),
         ("--no-such and --layout.tpp", "--no-such and --layout.tpp"),
