@@ -185,6 +185,29 @@ CONTROLS = {
         damages.constant(tensor.TensorParallel, "enter", lambda tp, x: x),
     ),
     "a shared expert of one rank alone": ("deepseek-v3", PLAIN, damages.shared_of_one_rank),
+    # B begins at 0, and so do gradients of A
+    "Partial of adapters left out": (
+        "qwen3, adapters",
+        PLAIN,
+        damages.untyped("branch_partial"),
+        {"steps": 2},
+    ),
+    "Partial of adapters of latents left out": (
+        "deepseek-v3, adapters",
+        SEQUENCE,
+        damages.untyped("residual_partial"),
+        {"steps": 2},
+    ),
+    "copy left out of a block whose weights are frozen": (
+        "falcon-40b, adapters",
+        PLAIN,
+        damages.without(tensor, "start_all_reduce_", lambda x, axis: x),
+    ),
+    "adapters scaled otherwise on each rank of tp": (
+        "qwen3, adapters",
+        PLAIN,
+        damages.adapters_by_rank,
+    ),
     "dropout without the seed": (
         "dropout",
         PLAIN,
@@ -199,7 +222,7 @@ CONTROLS = {
     ),
 }
 CONFIGS = table.FAMILIES | {"window": variations.WINDOW, "dropout": table.DROPOUT}
-CONFIGS |= mechanisms.CONFIGS
+CONFIGS |= mechanisms.CONFIGS | mechanisms.ADAPTED_CONFIGS
 # of a validation, each is to change the loss, the number of tokens or the sum
 VALIDATIONS = {
     "tokens of one rank of dp": ("dp2 zero1", damages.part_of_the_sums(1)),

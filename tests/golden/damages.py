@@ -282,6 +282,15 @@ def scaled_by_rank(patch):
     )
 
 
+def adapters_by_rank(patch):
+    """Each rank of tp multiplies adapters by a number of its own."""
+    patch.setattr(
+        tensor.Adapter,
+        "onto",
+        lambda adapter, y, up: y.add_(up, alpha=adapter.scale * (1 + dist.get_rank() % 2)),
+    )
+
+
 def part_of_the_sums(which: int):
     """Of a validation's sums, nats and tokens, one is that of this rank alone."""
 

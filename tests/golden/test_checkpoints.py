@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from models import Flat, build, initialize
+from mechanisms import ADAPTED_CONFIGS
+from models import Flat, Tiny, build, initialize
 from spawning import run_spawned
 from table import FAMILIES, OPTIMIZER, ROWS, SINGLE, STEPS, Layout, batches
 
@@ -26,6 +27,8 @@ LAYOUTS = {
     "qwen3-moe": (*SPARSE, "one"),
     "qwen3-moe muon": (*SPARSE, "one"),
     "qwen3 muon": ("dp2 tp2 sp zero1", "tp4", "one"),
+    # beside frozen weights without moments; of pp 4 the first stage has no moments at all
+    "deepseek-v3, adapters": ("dp2 tp2 sp ep2 zero2", "pp4 acc4", "one"),
 }
 # the short tier: each layout is saved once and loaded once, by its neighbour in the list
 SHORT = {
@@ -45,8 +48,10 @@ def parameters(to_one: bool) -> list:
     ]
 
 
-def config_of(family: str) -> tuple[Flat, OptimizerConfig]:
+def config_of(family: str) -> tuple[Flat | Tiny, OptimizerConfig]:
     """`qwen3-moe muon` is trained with Muon."""
+    if family in ADAPTED_CONFIGS:
+        return ADAPTED_CONFIGS[family], OPTIMIZER
     model, _, name = family.partition(" ")
     return FAMILIES[model], replace(OPTIMIZER, name=name or "adamw")
 
@@ -68,7 +73,7 @@ def made(family: str, words: str, seed: int, steps: int = 0) -> TrainState:
 
 def everywhere(family: str) -> set[str]:
     config, settings = config_of(family)
-    return optim.names(config.tree.leaves, settings.name)
+    return optim.names(config.training.applied(config.tree).leaves, settings.name)
 
 
 def save(folder: Path, family: str, words: str) -> None:
