@@ -9,6 +9,7 @@ from functools import partial
 
 import table
 import torch
+import torch.distributed as dist
 from mechanisms import CONFIGS
 from models import Flat, Tiny, build, initialize
 from spawning import Row
@@ -105,6 +106,25 @@ def compare(kind: str, layout: Layout) -> dict[str, tuple[float, str]]:
     if kind not in ALONE:
         ALONE[kind] = run(kind, SINGLE, Layout())
     return table.differences(run(kind, layout.mesh(torch.device("cpu")), layout), ALONE[kind])
+
+
+def scored(mesh: Mesh, layout: Layout) -> torch.Tensor:
+    """The log-probabilities of the first batch in the other model."""
+    schedule = layout.make_schedule(ROWS, ROWS // mesh.dp.size // layout.accumulation)
+    model = build(REFERENCE_MODEL, mesh, layout, schedule, dtype=torch.float64)
+    initialize(model, REFERENCE_SEED)
+    return score.log_probabilities(model, batches(mesh)[0], mesh, schedule)
+
+
+def scores_of_all_ranks(layout: Layout) -> float:
+    """The largest difference of any rank's from what one process has of the same rows."""
+    mesh = layout.mesh(torch.device("cpu"))
+    rows = ROWS // mesh.dp.size
+    want = scored(SINGLE, Layout())[mesh.dp.rank * rows :][:rows]
+    off = float((scored(mesh, layout) - want).abs().max())
+    everyone = [0.0] * mesh.size
+    dist.all_gather_object(everyone, off)
+    return max(everyone)
 
 
 def rows(kind: str, layouts: str) -> list[Row]:

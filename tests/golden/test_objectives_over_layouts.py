@@ -1,9 +1,12 @@
 """The layout never changes the answer of any objective, nor that of two models in one run."""
 
+from functools import partial
+
 import pytest
 import torch
 from models import build, initialize
-from objectives import KINDS, OBJECTIVES, REFERENCE_MODEL, batches, run
+from objectives import KINDS, OBJECTIVES, REFERENCE_MODEL, batches, run, scores_of_all_ranks
+from spawning import Row
 from table import OPTIMIZER, SINGLE, Layout
 
 from dolmen.objectives import score
@@ -23,6 +26,19 @@ def test_each_is_another_answer():
     runs = {kind: run(kind, SINGLE, Layout()) for kind in KINDS}
     assert len({one.losses[0] for one in runs.values()}) == len(runs)
     assert all(min(one.norms) > OPTIMIZER.clip for one in runs.values())
+
+
+EVERYWHERE = [
+    Row(words, layout.world, partial(scores_of_all_ranks, layout))
+    for words in ("cp2 pp2 acc4", "pp2 dp2 acc4 zero3 zero-bubble-v v2", "dp2 tp2 sp zero3")
+    for layout in (Layout.of(words),)
+]
+
+
+@pytest.mark.parametrize("row", [row.parameter for row in EVERYWHERE])
+def test_log_probabilities_are_everywhere(row, result):
+    """On each rank those of all tokens of its rows, whichever has the last stage or the token."""
+    assert result(row) < 1e-13
 
 
 def test_a_policy_compared_with_itself():

@@ -155,8 +155,8 @@ def test_every_accepted_vocabulary_is_covered_once():
 @pytest.mark.parametrize("tied", (False, True))
 @pytest.mark.parametrize("at_once", (1 << 22, 3 * 711), ids=("one chunk", "chunks of three tokens"))
 def test_loss_and_gradients_against_cross_entropy(tied, at_once, soft_cap):
-    """The decoder's own loss, whose gradient is formed in forward, against F.cross_entropy on its
-    logits, both in fp64.
+    """The decoder's own loss, whose gradient is formed in forward, and its log-probabilities, whose
+    logits are formed twice, against F.cross_entropy on its logits, all in fp64.
     """
     config = sized(711, 4, 2, tie_word_embeddings=tied, num_hidden_layers=2)
     model = build(capped(config, soft_cap), SINGLE, dtype=torch.float64)
@@ -175,9 +175,14 @@ def test_loss_and_gradients_against_cross_entropy(tied, at_once, soft_cap):
     )
     fused = model(tokens, head.loss_of(labels))
     assert abs(float((fused / plain).detach()) - 1) < 1e-14
-    wanted, got = (torch.autograd.grad(total / 12, parameters) for total in (plain, fused))
-    for want, g in zip(wanted, got, strict=True):
-        torch.testing.assert_close(g, want, rtol=0, atol=1e-13 * float(want.abs().max()))
+    each = -model(tokens, lambda hidden, end: end.log_probabilities(hidden, labels))
+    assert each.shape == labels.shape and float(each[:, -1].detach().abs().max()) == 0
+    assert abs(float((each.sum() / plain).detach()) - 1) < 1e-14
+    totals = plain, fused, each.sum()
+    wanted, *found = (torch.autograd.grad(total / 12, parameters) for total in totals)
+    for got in found:
+        for want, g in zip(wanted, got, strict=True):
+            torch.testing.assert_close(g, want, rtol=0, atol=1e-13 * float(want.abs().max()))
     with torch.no_grad():
         # no gradient asked for, none formed
         assert float(model(tokens, head.loss_of(labels))) == float(fused)

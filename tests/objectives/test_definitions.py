@@ -155,6 +155,14 @@ def test_dpo_of_two_models(tmp_path):
     assert all(p.grad is None for p in reference.parameters())
 
 
+def test_a_prompt_does_not_count():
+    """Whatever numbers come with it."""
+    model = training(DPO()).model
+    noise = torch.where(GIVEN.labels == IGNORED, torch.rand(4, LENGTH), 0.0)
+    given = replace(GIVEN, numbers={REFERENCE: noise})
+    assert judged(DPO(), model, given) == judged(DPO(), model, GIVEN)
+
+
 @pytest.fixture(params=["llama", "gpt2"])
 def scalar(request, tmp_path):
     """A reward model of transformers, and the same here; the rewards of its tokens."""
