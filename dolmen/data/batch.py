@@ -70,13 +70,13 @@ class Batch:
         """
         if self.weights is None:
             return self.real_tokens
-        given = self.weights.double()
-        if not bool(torch.all(given.isfinite() & (given >= 0))):
+        given = self.weights.numpy().astype(np.float64)
+        if not np.all(np.isfinite(given) & (given >= 0)):
             raise ValueError(
-                f"the weights of tokens are {float(given.min())} to {float(given.max())}: they "
-                "must be finite and not negative"
+                f"the weights of tokens are {given.min()} to {given.max()}: they must be finite "
+                "and not negative"
             )
-        return float(given[self.labels != IGNORED].sum())
+        return float(given[self.labels.numpy() != IGNORED].sum())
 
     def split(self, parts: int) -> list["Batch"]:
         """`parts` batches of equally many consecutive sequences. Raises ValueError where they

@@ -2,6 +2,7 @@
 chosen sequence and the rejected one. Labels that are IGNORED, those of a prompt, do not count.
 """
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int64
@@ -25,8 +26,8 @@ def count(batch: Batch) -> int:
         raise ValueError(
             f"{rows} sequences are not divisible into pairs: use an even --train.microbatch-size"
         )
-    empty = (batch.labels == IGNORED).all(1).nonzero().flatten().tolist()
-    if empty:
+    empty = np.flatnonzero((batch.labels.numpy() == IGNORED).all(1))
+    if len(empty):
         raise ValueError(
             f"sequence {empty[0]} of a batch of pairs has no token to judge: all its labels are "
             f"{IGNORED}"

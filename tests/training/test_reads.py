@@ -5,7 +5,7 @@ large as values say. On a CPU nothing waits, but the operators are the same.
 
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import flash_kernel
@@ -22,6 +22,9 @@ from dolmen.core import state as states
 from dolmen.core.mesh import SINGLE
 from dolmen.data.batch import Batch
 from dolmen.model.layout import Layout
+from dolmen.objectives.cross_entropy import CrossEntropy
+from dolmen.objectives.objective import Objective
+from dolmen.objectives.preference import DPO, REFERENCE
 from dolmen.ops.kernels import H100, Hardware, Kernels
 from dolmen.optim.optimizer import OptimizerConfig, adamw
 from dolmen.optim.precision import LossScale
@@ -89,6 +92,7 @@ class Case:
     scaled: bool = False
     hardware: Hardware | None = None
     """What kernels are chosen for, in bf16; None: they are `kernels`."""
+    objective: Objective = field(default_factory=CrossEntropy)
 
 
 CASES = {
@@ -97,6 +101,7 @@ CASES = {
     "many microbatches, recomputed": Case(1, layout=Layout(recompute="full"), micros=4),
     "a loss scale": Case(1, scaled=True),
     "zero 3": Case(1, layout=Layout(zero=3)),
+    "preferences over another model": Case(1, objective=DPO()),
     "experts in one kernel": Case(1, SPARSE, kernels=KERNEL),
     "experts in one kernel, balanced by a bias": Case(
         1, replace(SPARSE, router_balance="bias"), kernels=KERNEL
@@ -119,7 +124,8 @@ OVER_RANKS = {
 
 def batch(seed: int = 0) -> Batch:
     made = torch.Generator().manual_seed(seed)
-    return Batch.of_windows(torch.randint(32, (4, 17), generator=made).numpy())
+    whole = Batch.of_windows(torch.randint(32, (4, 17), generator=made).numpy())
+    return replace(whole, numbers={REFERENCE: torch.zeros(4, 16)})
 
 
 def made(case: Case, mesh, monkeypatch) -> TrainState:
@@ -133,6 +139,7 @@ def made(case: Case, mesh, monkeypatch) -> TrainState:
     models.initialize(model, 0)
     config = OptimizerConfig()
     state = TrainState(model, adamw(model, config), config, 9, case.layout.zero, schedule)
+    state.objective = case.objective
     if case.scaled:
         state.scale = LossScale(True, 2.0**8)
     return state
