@@ -26,6 +26,7 @@ __all__ = [
     "flat_model",
     "initialize",
     "load",
+    "mixing",
     "of_layers",
     "tiny",
 ]
@@ -43,6 +44,15 @@ def of_layers(model: Flat | Tiny, number: int) -> Tiny:
     """The same with so many layers, of a model whose layers are alike."""
     (run,) = model.tree.runs
     return Tiny(replace(model.tree, runs=(replace(run, repeat=number),)), model.training)
+
+
+def mixing(model: Flat | Tiny, **fields) -> Tiny:
+    """The same with other fields of the mixer of every layer: what no family says yet."""
+    runs = tuple(
+        replace(run, blocks=tuple(replace(b, mixer=replace(b.mixer, **fields)) for b in run.blocks))
+        for run in model.tree.runs
+    )
+    return Tiny(replace(model.tree, runs=runs), model.training)
 
 
 def tiny(model_type: str, dropout: float = 0.0, **fields) -> Tiny:

@@ -19,7 +19,7 @@ from dolmen.model.layout import Layout
 from dolmen.model.training import Training
 from dolmen.model.tree import Tree
 from dolmen.ops import kernels, moe
-from dolmen.ops.attention import Attend
+from dolmen.ops.attention import Attend, Documents
 from dolmen.optim.config import OptimizerConfig
 from dolmen.optim.optimizer import adamw
 from dolmen.optim.precision import at_rest
@@ -93,11 +93,12 @@ def batch(tree: Tree, sequences: int, length: int, documents: int = 1) -> Batch:
     """Random tokens, the same every time; each sequence of so many documents of one length."""
     chance = torch.Generator().manual_seed(1)
     text = torch.randint(tree.vocab_size, (sequences, length + 1), generator=chance)
-    starts = None
+    begun = None
     if documents > 1:
         size = -(-length // documents)
         starts = (torch.arange(length) // size * size).expand(sequences, -1).contiguous()
-    return Batch(text[:, :-1].contiguous(), text[:, 1:].contiguous(), starts)
+        begun = Documents.of(starts)
+    return Batch(text[:, :-1].contiguous(), text[:, 1:].contiguous(), begun)
 
 
 def attention_of(
@@ -109,7 +110,7 @@ def attention_of(
     """
     chosen = kernels.choose(kernels.Hardware.of(q.device), q.dtype, q.shape[3])
     here = context.ContextParallel(Axis("cp"), kernel=chosen.attention)
-    documents = None if starts is None else here.documents(starts.to(q.device), starts)
+    documents = None if starts is None else here.documents(Documents.of(starts).on(q.device))
     return lambda: here.attention(q, k, v, attend.of(documents))
 
 

@@ -11,6 +11,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from dolmen.core import host
+from dolmen.ops.attention import Documents
 from dolmen.ops.loss import IGNORED
 
 
@@ -20,12 +21,8 @@ class Batch:
 
     tokens: Int64[Tensor, "sequences length"]
     labels: Int64[Tensor, "sequences length"]
-    starts: Int64[Tensor, "sequences length"] | None = None
-    """Index in the window of the first token of each token's document, before which attention does
-    not look; None: one document.
-    """
-    host: Int64[Tensor, "sequences length"] | None = None
-    """`starts` where the host made them, of a batch that is on a device."""
+    documents: Documents | None = None
+    """Of each window; None: it is one, without a prefix."""
     weights: Float[Tensor, "sequences length"] | None = None
     """Of each token's loss, finite and not negative; None: 1. One of 0 is as good as a label that
     is IGNORED.
@@ -48,15 +45,24 @@ class Batch:
         return cls(
             torch.where(tokens == IGNORED, 0, tokens),
             whole[:, 1:].contiguous(),
-            None if end_of_text is None else document_starts(tokens, end_of_text),
+            None if end_of_text is None else Documents.of(document_starts(tokens, end_of_text)),
         )
 
-    def to(self, device: torch.device) -> "Batch":
-        """The batch, made on the CPU, on `device`, and the host does not wait for it; where its
-        documents start the host knows as well.
+    def with_prefixes(self, lengths: Int64[Tensor, "#sequences #length"]) -> "Batch":
+        """The same, made on the CPU, where so many first tokens of each document are its prefix: by
+        sequence, or at each token as its document has. Of a shorter document all.
         """
-        sent = self._each(lambda t: host.send(t, device))
-        return replace(sent, host=self.starts if self.host is None else self.host)
+        documents = self.documents
+        starts = torch.zeros_like(self.tokens) if documents is None else documents.starts
+        reach = torch.minimum(starts + lengths, document_ends(starts))
+        return replace(self, documents=Documents.of(starts, reach))
+
+    def to(self, device: torch.device) -> "Batch":
+        """The batch, made on the CPU, on `device`, and the host does not wait for it; of its
+        documents the host goes on knowing.
+        """
+        documents = None if self.documents is None else self.documents.on(device)
+        return self._each(lambda t: host.send(t, device), documents)
 
     @property
     def real_tokens(self) -> int:
@@ -87,20 +93,20 @@ class Batch:
                 f"a batch of {len(self.tokens)} sequences is not divisible into {parts} equal parts"
             )
         rows = len(self.tokens) // parts
-        return [self._each(lambda t, i=i: t[i * rows :][:rows]) for i in range(parts)]
+        return [self._rows(slice(i * rows, (i + 1) * rows)) for i in range(parts)]
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
-        """The same of tensors that are `change` of these."""
+    def _rows(self, rows: slice) -> "Batch":
+        documents = None if self.documents is None else self.documents.each(lambda t: t[rows])
+        return self._each(lambda t: t[rows], documents)
 
-        def of(t: Tensor | None) -> Tensor | None:
-            return None if t is None else change(t)
+    def _each(self, change: Callable[[Tensor], Tensor], documents: Documents | None) -> "Batch":
+        """The same of tensors that are `change` of these, with these documents."""
 
         return Batch(
             change(self.tokens),
             change(self.labels),
-            of(self.starts),
-            of(self.host),
-            of(self.weights),
+            documents,
+            None if self.weights is None else change(self.weights),
             {name: change(t) for name, t in self.numbers.items()},
         )
 
@@ -125,3 +131,12 @@ def document_starts(
     begins = torch.zeros_like(tokens)
     begins[:, 1:] = torch.where(tokens[:, :-1] == end_of_text, torch.arange(1, tokens.shape[1]), 0)
     return begins.cummax(1).values
+
+
+def document_ends(
+    starts: Int64[Tensor, "sequences length"],
+) -> Int64[Tensor, "sequences length"]:
+    """Index of the first token behind each token's document, from where these start."""
+    ends = torch.full_like(starts, starts.shape[1])
+    ends[:, :-1] = torch.where(starts[:, 1:] > starts[:, :-1], starts[:, 1:], ends[:, :-1])
+    return ends.flip(1).cummin(1).values.flip(1)

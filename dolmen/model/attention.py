@@ -57,7 +57,7 @@ class Attention(Branch):
     @staticmethod
     def attend(mixer: tree.Attention) -> Attend:
         slopes = positions.slopes(mixer.positions, mixer.heads)
-        attend = Attend(mixer.window, mixer.scale, mixer.soft_cap, slopes)
+        attend = Attend(mixer.window, mixer.scale, mixer.soft_cap, slopes, mask=mixer.mask)
         return attend.scaled(mixer.head_size)
 
     def _mine(self, p: Tensor) -> Tensor:

@@ -16,8 +16,9 @@ OfPages = Callable[..., Tensor]
 heads, value size]: one query of each text.
 """
 OfTexts = Callable[..., Tensor]
-"""of_texts(q [texts, new, heads, size], *kept [texts, length, kv_heads, ...]) -> [texts, new,
-heads, value size]: the last `new` of all `length` tokens of texts that are equally long.
+"""of_texts(q [texts, new, heads, size], *kept [texts, length, kv_heads, ...], documents: Documents
+| None) -> [texts, new, heads, value size]: the last `new` of all `length` tokens of texts that are
+equally long, and what prefixes they have.
 """
 
 

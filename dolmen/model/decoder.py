@@ -34,6 +34,7 @@ from dolmen.model.training import Training
 from dolmen.model.tree import Leaf, Tree, check_cuts, under
 from dolmen.model.tree.positions import Relative
 from dolmen.ops import dropout
+from dolmen.ops.attention import Documents
 from dolmen.parallel import tensor
 from dolmen.parallel.data import Unit
 
@@ -170,25 +171,23 @@ class Decoder(nn.Module):
         end: End | None = None,
         cache: Cached | None = None,
         noise: dropout.Noise | None = None,
-        starts: Int64[Tensor, "b s"] | None = None,
+        documents: Documents | None = None,
         balance: Mapping[int, Balance] | None = None,
         x: Float[Tensor, "here hidden"] | None = None,
         part: int = 0,
-        host: Int64[Tensor, "b s"] | None = None,
     ) -> Any:
         """tokens are the same on every rank of tp and cp. Of a pipeline, the stage `part` of this
         rank: `x` is what the stage before gave, [b * s / cp, hidden] (/ tp under sequence
         parallelism), and so is the result of all but the last, whose is what `end` makes of the
         last hidden vectors, these without one.
 
-        `noise` is required while training with dropout, and unused otherwise. `starts`: where
-        each token's document starts, `host` the same on the host, which without it
-        waits for them. With a `cache` (cached.py), which holds the keys and values of the tokens
+        `noise` is required while training with dropout, and unused otherwise. `documents`: of the
+        whole sequences. With a `cache` (cached.py), which holds the keys and values of the tokens
         before these, b is 1, and the tokens of several texts follow one another. `balance`: of each
         layer of experts.
         """
         here = self.split.parts[part]
-        given, positions = self._given(tokens, cache, noise, starts, host)
+        given, positions = self._given(tokens, cache, noise, documents)
         y = self._embedded(tokens, positions, given) if here.first else x
         assert y is not None, "a stage that is not the first is given x"
         known = self.where(part, positions)
@@ -232,12 +231,16 @@ class Decoder(nn.Module):
         tokens: Tensor,
         cache: Cached | None,
         noise: dropout.Noise | None,
-        starts: Tensor | None,
-        host: Tensor | None,
+        documents: Documents | None,
     ) -> tuple[Given, Tensor]:
         """What all layers share, and the positions [1, s / cp] of this rank's tokens."""
         (batch, length) = tokens.shape
         cp = self.split.cp
+        if documents is not None and documents.reach is not None and not self.tree.prefixed:
+            raise ValueError(
+                "the batch has prefixes, and no layer of the model has a prefix mask: give batches "
+                "without prefixes, or a model with one"
+            )
         longest = length if cache is None else cache.longest
         most = self.tree.longest
         if most is not None and longest > most:
@@ -250,8 +253,8 @@ class Decoder(nn.Module):
         else:
             positions = cache.positions
         noise, rows = self._noise(noise, length, positions[0])
-        documents = None if starts is None else cp.documents(starts, host)
-        return Given(batch, documents=documents, noise=noise, rows=rows), positions
+        here = None if documents is None else cp.documents(documents)
+        return Given(batch, documents=here, noise=noise, rows=rows), positions
 
     def _noise(
         self, noise: dropout.Noise | None, length: int, positions: Tensor

@@ -45,7 +45,7 @@ class Given(NamedTuple):
     sin: Float[Tensor, "batch length 1 half"] | None = None
     steps: Float[Tensor, "batch length heads"] | None = None
     documents: Documents | None = None
-    """Where the document of each token starts; None: at 0."""
+    """Of this rank's tokens; None: each sequence is one, without a prefix."""
     noise: Noise | None = None
     """What dropout needs, of the layer that is given this; None where there is none."""
     rows: Int64[Tensor, " here"] | None = None

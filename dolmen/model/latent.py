@@ -32,7 +32,7 @@ from dolmen.model.layers import Column, Norm, Parameters, Row
 from dolmen.model.scores import Scores
 from dolmen.model.tree import Leaves, under
 from dolmen.ops import rope
-from dolmen.ops.attention import Attend
+from dolmen.ops.attention import Attend, Documents
 from dolmen.ops.attention.decode import Pages
 from dolmen.parallel import tensor
 
@@ -111,14 +111,14 @@ class LatentAttention(Component):
         nope, v = kv.split((self.form.nope_size, self.form.value_size), -1)
         return torch.cat((nope, key.expand(-1, -1, self.heads, -1)), -1), v
 
-    def _of_texts(self, q: Tensor, kept: Tensor) -> Tensor:
+    def _of_texts(self, q: Tensor, kept: Tensor, documents: Documents | None) -> Tensor:
         """Of a cache, the last tokens of texts of equal length: kept [texts, length, 1, latent +
         rope].
         """
         latent, key = kept.split((self.form.kv_rank, self.form.positions.size), -1)
         flat = latent.reshape(-1, self.form.kv_rank)
         (kv,) = tensor.products(flat, [self.kv_b.linear()], self.tp)
-        return self.scores.of_texts(q, *self._expanded(kv, key))
+        return self.scores.of_texts(q, *self._expanded(kv, key), documents)
 
     def _absorbed(self, q: Tensor, kept: Tensor, pages: Pages) -> Tensor:
         """Of a cache, the last token of each text, q [texts, heads, nope + rope], to one head of

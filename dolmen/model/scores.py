@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dolmen.core import ranges
 from dolmen.model.component import Setting
 from dolmen.model.given import Given
-from dolmen.ops.attention import BACKENDS, Attend, decode
+from dolmen.ops.attention import BACKENDS, Attend, Documents, decode
 from dolmen.ops.attention.decode import Pages
 from dolmen.ops.attention.spec import Attended, Keys, Queries, Values
 from dolmen.ops.dropout import SCORES, Dropout
@@ -43,13 +43,13 @@ class Scores(nn.Module):
             dropped = Dropout(self.dropout, noise, noise.site(SCORES))
         return self.cp.attention(q, k, v, self.attend.of(given.documents, dropped))
 
-    def of_texts(self, q: Queries, k: Keys, v: Values) -> Attended:
+    def of_texts(self, q: Queries, k: Keys, v: Values, documents: Documents | None) -> Attended:
         """Of a cache: the last tokens of texts of equal length, each with all of its own keys. No
         axis splits these, and nothing falls out.
         """
         if self.spread is not None:
             k, v = (_per_query(t, self.spread, 2) for t in (k, v))
-        return self.backend.attention(q, k, v, self.attend)
+        return self.backend.attention(q, k, v, self.attend.of(documents))
 
     def of_pages(
         self,

@@ -89,7 +89,7 @@ def choose(
     """The kernels of a model that computes in `dtype`. `head_dim`: the longest head, be it of
     queries or of values. `widths`: rows and columns of the matrices of its experts as one rank
     holds them; none without experts. `attends`: what the attention of its layers is; none where
-    scores are products times a number.
+    it is causal and scores are products times a number.
     """
     if hardware.kind == "cpu":
         return Kernels()
@@ -124,6 +124,7 @@ def _beyond_flash(attends: tuple[Attend, ...]) -> list[str]:
     asked = {
         "soft cap": any(attend.soft_cap is not None for attend in attends),
         "ALiBi": any(attend.slopes is not None for attend in attends),
+        "prefix mask": any(attend.mask == "prefix" for attend in attends),
     }
     return [words for words, is_asked in asked.items() if is_asked]
 

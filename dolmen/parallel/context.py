@@ -17,11 +17,14 @@ size is ever held. In backward they travel again, and their gradients, in fp32, 
 
 gather (Llama 3, 2407.21783): one all-gather of keys and values, one reduce-scatter of their
 gradients; these O(length).
+
+Where a prefix is seen both ways, queries see keys behind them too, and the ranks that hold it have
+the more pairs.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int64, Shaped
@@ -76,22 +79,16 @@ class ContextParallel:
             [x.narrow(dim, chunk * n, n) for chunk in self.chunks(self.axis.rank)], dim
         )
 
-    def documents(
-        self,
-        starts: Int64[Tensor, "batch length"],
-        host: Int64[Tensor, "batch length"] | None = None,
-    ) -> Documents:
-        """This rank's part of the documents that begin at starts, which are the same on all ranks;
-        `host`: the same numbers on the host. Without it the host waits for them.
-        """
-        host, here = starts if host is None else host, self.split(starts, 1)
+    def documents(self, whole: Documents) -> Documents:
+        """This rank's part of what is the same on all ranks, with runs where kernels ask for it."""
+        here = whole.each(lambda t: self.split(t, 1))
         if self.kernel == "blocks":
-            return Documents(here, here if host is starts else self.split(host, 1))
+            return here
         chunks = (0,) if self.axis.size == 1 else self.chunks(self.axis.rank)
-        length, begins = here.shape[1] // len(chunks), ops.begins(host)
+        length, begins = here.starts.shape[1] // len(chunks), ops.begins(whole.host)
         back = self.axis.size == 1 or self.kind == "gather"
-        runs = (ops.run(begins, i * length, length, starts.device, back) for i in chunks)
-        return Documents(here, here, tuple(runs))
+        runs = (ops.run(begins, i * length, length, here.starts.device, back) for i in chunks)
+        return replace(here, runs=tuple(runs))
 
     def attention(self, q: Queries, k: Keys, v: Values, attend: Attend) -> Attended:
         """Attention of this rank's queries to the keys of all ranks: see ops/attention/spec.py.
@@ -110,10 +107,12 @@ class ContextParallel:
         k, v = self.gather_keys(k, v)
         n, out = q.shape[1] // 2, []
         for i, chunk in enumerate(self.chunks(self.axis.rank)):
-            # a chunk's queries are the last of the keys before its end
-            mine, stop = slice(i * n, (i + 1) * n), (chunk + 1) * n
+            # a chunk's queries are the last of the keys before its end; of prefixes it is given all
+            # keys, as how far they reach is no constant of a compiled block
+            mine, end = slice(i * n, (i + 1) * n), (chunk + 1) * n
+            stop = end if attend.reach is None else k.shape[1]
             here = q[:, mine], k[:, :stop], v[:, :stop]
-            out.append(self.backend.attention(*here, attend.part(mine, i)))
+            out.append(self.backend.attention(*here, attend.part(mine, i), stop - end))
         return torch.cat(out, 1)
 
     def gather_keys(
@@ -141,13 +140,15 @@ class ContextParallel:
         in which a query sees a key: where they are on their ranks, and in the sequence. A chunk's
         own keys come first, and all its queries see one.
         """
-        window = attend.window
+        theirs = list(enumerate(self.chunks(source)))[::-1]
         for i, query in enumerate(self.chunks(self.axis.rank)):
             mine = slice(i * n, (i + 1) * n)
-            for j, key in reversed(list(enumerate(self.chunks(source)))):
-                if key <= query and (window is None or (key + 1) * n > query * n - window + 1):
-                    place = Place(query * n, key * n, attend.part(mine, i))
-                    yield mine, slice(j * n, (j + 1) * n), place
+            here = attend.part(mine, i)
+            first = 0 if attend.window is None else query * n - attend.window + 1
+            stop = max((query + 1) * n, here.furthest)
+            for j, key in sorted(theirs, key=lambda chunk: chunk[1] != query):
+                if key * n < stop and (key + 1) * n > first:
+                    yield mine, slice(j * n, (j + 1) * n), Place(query * n, key * n, here)
 
 
 def merge(
@@ -276,8 +277,13 @@ class _Ring(Function):
 
 def _ring(q: Tensor, k: Tensor, v: Tensor, context: ContextParallel, attend: Attend) -> Tensor:
     """Point-to-point messages do not trace: under torch.compile the graph breaks here."""
-    apply = _untraced if torch.compiler.is_compiling() else _Ring.apply
+    apply = _untraced if torch.compiler.is_compiling() else _apply
     return apply(q, k, v, context, attend)
 
 
-_untraced = compute.untraced(_Ring.apply)
+def _apply(*given: Any) -> Tensor:
+    """A function, as `untraced` marks it, which a method cannot be."""
+    return _Ring.apply(*given)
+
+
+_untraced = compute.untraced(_apply)

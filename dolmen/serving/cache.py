@@ -28,6 +28,7 @@ from dolmen.core.log import size
 from dolmen.core.words import counted
 from dolmen.model.cached import OfPages, OfTexts
 from dolmen.model.tree import Tree
+from dolmen.ops.attention import Documents
 from dolmen.ops.attention.decode import Pages
 from dolmen.serving.pages import SIZE, PageTable
 
@@ -71,6 +72,8 @@ class Group:
     new: int
     pages: Int64[Tensor, "texts pages"]
     """Of each text, in order."""
+    documents: Documents | None
+    """Their prefixes; None: what is new sees back alone."""
 
 
 class Pool:
@@ -170,7 +173,7 @@ class LayerReading:
                 kept = self.pool.read(group)
             else:
                 kept = [t[group.tokens].unflatten(0, (-1, group.new)) for t in own]
-            out.append(of_texts(queries, *kept).flatten(0, 1))
+            out.append(of_texts(queries, *kept, group.documents).flatten(0, 1))
         if len(rows) > r.count:
             out.append(out[0].new_zeros((len(rows) - r.count, *out[0].shape[1:])))
         return out[0] if len(out) == 1 else torch.cat(out)
@@ -184,11 +187,21 @@ class Cache:
         self.pools = [Pool() for _ in model.blocks]
         self._in_use = self._allocated = self._rectangle = 0
 
-    def read(self, new: Mapping[int, int], device: torch.device, multiple: int = 1) -> Reading:
+    def read(
+        self,
+        new: Mapping[int, int],
+        device: torch.device,
+        multiple: int = 1,
+        prefixes: Mapping[int, int] | None = None,
+    ) -> Reading:
         """What a forward needs to know that reads so many new tokens of each text, at least one.
-        Tokens are filled up to a `multiple`.
+        Tokens are filled up to a `multiple`. `prefixes`: of texts whose first tokens see one
+        another, how many do; such are read at once, else ValueError is raised.
         """
         table, past = self.table, {text: self.table.lengths.get(text, 0) for text in new}
+        prefix = {text: (prefixes or {}).get(text, 0) for text in new}
+        for text, n in new.items():
+            _check_prefix(text, past[text], n, prefix[text])
         moved = table.read(new)
         if moved is not None:
             before = host.send(torch.tensor(moved, dtype=torch.int64), device)
@@ -204,7 +217,9 @@ class Cache:
         for (start, n), own in alike.items():
             pages = torch.tensor([table.pages[text] for text in own])
             tokens = slice(end, end + n * len(own))
-            groups.append(Group(tokens, start, n, host.send(pages, device)))
+            seen = _prefixes(start, n, [prefix[text] for text in own])
+            here = None if seen is None else seen.on(device)
+            groups.append(Group(tokens, start, n, host.send(pages, device), here))
             texts, end = texts + own, tokens.stop
         positions = [past[text] + i for text in texts for i in range(new[text])]
         at = [
@@ -264,3 +279,20 @@ class Cache:
         kept = [t for pool in self.pools for t in pool.kept]
         per_token = sum(t.shape[1] * t.shape[3] * t.itemsize for t in kept)
         return Memory(self.table.size, self._in_use, self._allocated, self._rectangle, per_token)
+
+
+def _check_prefix(text: int, past: int, new: int, prefix: int) -> None:
+    """Raises ValueError where one part of a text's prefix would be read before another."""
+    if past < prefix and (past or new < prefix):
+        raise ValueError(
+            f"text {text} has read {past} tokens and reads {new}, but its first {prefix} see one "
+            f"another: read these in one forward"
+        )
+
+
+def _prefixes(past: int, new: int, lengths: list[int]) -> Documents | None:
+    """Of texts that read `new` tokens behind `past`; None where all see back alone."""
+    if max(lengths) <= past:
+        return None
+    starts = torch.zeros((len(lengths), new), dtype=torch.int64)
+    return Documents.of(starts, starts + torch.tensor(lengths)[:, None])

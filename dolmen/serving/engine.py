@@ -67,12 +67,12 @@ def generate(
     """New tokens of each prompt: at most `max_new_tokens`, the last a member of `stop` where it
     stopped at one; with `known`, the tokenizer's ids, none that is not one of them.
 
-    Temperature 0 is greedy. `on_token(prompt index, token)` is called as each token is chosen, and
-    `on_memory` at the end with what the cache has held. At most `batch` prompts of any lengths run
-    at once, and when one ends the next begins; the random numbers of a prompt follow from (seed,
-    its index). A model under ZeRO needs the same call on every rank of dp. Raises ValueError before
-    the first forward for settings and prompts the model cannot take, and later for logits that are
-    not finite.
+    Of a model with a prefix mask the prompt is the prefix. Temperature 0 is greedy. `on_token(
+    prompt index, token)` is called as each token is chosen, and `on_memory` at the end with what
+    the cache has held. At most `batch` prompts of any lengths run at once, and when one ends the
+    next begins; the random numbers of a prompt follow from (seed, its index). A model under ZeRO
+    needs the same call on every rank of dp. Raises ValueError before the first forward for settings
+    and prompts the model cannot take, and later for logits that are not finite.
     """
     sample.check_knobs(temperature, top_k, top_p)
     _check(model, prompts, max_new_tokens, batch)
@@ -87,6 +87,7 @@ def generate(
             on_token(index, token)
         return token not in stop and len(out[index]) < max_new_tokens
 
+    prefixes = {i: len(prompt) for i, prompt in enumerate(prompts)} if model.tree.prefixed else {}
     cache, waiting = Cache(model.tree), deque(enumerate(prompts))
     unread: dict[int, Sequence[int]] = {}  # of each prompt that runs, what the cache has not
     # a compiled block would be compiled again for every length
@@ -95,7 +96,7 @@ def generate(
             while waiting and len(unread) < batch:
                 index, prompt = waiting.popleft()
                 unread[index] = prompt
-            read, indices, logits = _read(model, cache, unread)
+            read, indices, logits = _read(model, cache, unread, prefixes)
             unread |= {i: unread[i][n:] for i, n in read.items()}
             if not indices:
                 continue
@@ -140,15 +141,18 @@ class _Draw:
 
 
 def _read(
-    model: Decoder, cache: Cache, unread: Mapping[int, Sequence[int]]
+    model: Decoder,
+    cache: Cache,
+    unread: Mapping[int, Sequence[int]],
+    prefixes: Mapping[int, int],
 ) -> tuple[dict[int, int], list[int], Tensor]:
     """One forward. -> how many tokens it read of each prompt; those of which none is left; and
     logits [those, vocab], fp32 or wider, of what follows each.
     """
-    tp, new = model.tp, _share({i: len(tokens) for i, tokens in unread.items()})
+    tp, new = model.tp, _share({i: len(t) for i, t in unread.items()}, model.tree.prefixed)
     # sequence parallelism splits tokens evenly: fill up with some that nobody reads
     device, multiple = next(model.parameters()).device, tp.axis.size if tp.sequence else 1
-    reading = cache.read(new, device, multiple)
+    reading = cache.read(new, device, multiple, prefixes)
     tokens = [token for i in reading.texts for token in unread[i][: new[i]]]
     tokens += [0] * (reading.positions.shape[1] - len(tokens))
     logits = model(host.send(torch.tensor([tokens]), device), head.logits, reading)
@@ -159,15 +163,16 @@ def _read(
     return new, indices, logits if logits.dtype == torch.float64 else logits.float()
 
 
-def _share(lengths: Mapping[int, int]) -> dict[int, int]:
+def _share(lengths: Mapping[int, int], whole: bool = False) -> dict[int, int]:
     """How many unread tokens of each prompt the next forward reads: the one of each that has one,
-    and of the others, in their order, what leaves it at TOKENS_AT_ONCE.
+    and of the others, in their order, what leaves it at TOKENS_AT_ONCE; or `whole` prompts, until
+    there are so many.
     """
     new = {i: n for i, n in lengths.items() if n == 1}
     left = max(TOKENS_AT_ONCE - len(new), 0 if new else 1)
     for i, n in lengths.items():
-        if n > 1 and left:
-            new[i] = min(n, left)
+        if n > 1 and left > 0:
+            new[i] = n if whole else min(n, left)
             left -= new[i]
     return new
 

@@ -21,6 +21,7 @@ from dolmen.core.mesh import SINGLE
 from dolmen.data.batch import Batch
 from dolmen.launch import process
 from dolmen.model.layout import Layout
+from dolmen.ops.attention import Documents
 from dolmen.ops.kernels import CPU, H100
 from dolmen.optim import optimizer as optim
 from dolmen.optim.config import OptimizerConfig
@@ -124,7 +125,7 @@ def step_of(changes: dict, hardware, dtype: torch.dtype) -> set[str]:
     state = TrainState(model, optimizer, OptimizerConfig(), 10, 1, schedule)
     tokens = torch.arange(34).view(2, 17)
     starts = torch.tensor([0] * 7 + [7] * 9).repeat(2, 1)
-    batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), starts)
+    batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), Documents.of(starts))
     seen = Seen()
     with seen:
         optimizer_step(state, batch, SINGLE)

@@ -242,14 +242,21 @@ def test_batch_parts():
     ended = Batch.of_windows(np.arange(6 * 5).reshape(6, 5) % 7, 0)
     told = torch.arange(24.0).view(6, 4)
     ended = replace(ended, weights=told, numbers={"reference": -told})
-    for name in ("tokens", "labels", "starts", "weights"):
+    for name in ("tokens", "labels", "weights"):
         parts = torch.cat([vars(part)[name] for part in ended.split(3)])
         assert torch.equal(parts, vars(ended)[name]), name
     assert torch.equal(ended.split(3)[1].numbers["reference"], -told[2:4])
     moved = ended.split(3)[1].to(torch.device("meta"))
     assert moved.weights.is_meta and moved.numbers["reference"].is_meta
-    assert moved.starts.is_meta and torch.equal(moved.host, ended.starts[2:4])
-    assert batch.to(torch.device("meta")).host is None
+    assert batch.to(torch.device("meta")).documents is None
+    given = ended.with_prefixes(torch.arange(6)[:, None] % 3)
+    starts, reach = given.documents.starts, given.documents.reach
+    parts = [part.documents for part in given.split(3)]
+    for name, want in dict(starts=starts, host=starts, reach=reach, host_reach=reach).items():
+        assert torch.equal(torch.cat([vars(part)[name] for part in parts]), want), name
+    moved = given.split(3)[1].to(torch.device("meta")).documents
+    assert moved.starts.is_meta and torch.equal(moved.host, starts[2:4])
+    assert moved.reach.is_meta and torch.equal(moved.host_reach, reach[2:4])
     with pytest.raises(ValueError, match="6 sequences is not divisible into 4"):
         batch.split(4)
     with pytest.raises(
@@ -286,22 +293,42 @@ def test_documents_of_a_window():
         ]
     )
     batch = Batch.of_windows(windows, 9)
-    assert batch.starts.tolist() == [
+    assert batch.documents.starts.tolist() == [
         [0, 0, 0, 3, 3, 3],
         [0, 1, 2, 2, 2, 2],
         [0] * 6,
         [0, 0, 2, 2, 2, 2],
     ]
     assert (
-        batch.starts.dtype == torch.int64
+        batch.documents.starts.dtype == torch.int64
         and same(batch, Batch.of_windows(windows))
-        and Batch.of_windows(windows).starts is None
+        and Batch.of_windows(windows).documents is None
     )
-    assert [b.starts.tolist() for b in batch.microbatches(2)] == [
-        batch.starts[:2].tolist(),
-        batch.starts[2:].tolist(),
+    assert [b.documents.starts.tolist() for b in batch.microbatches(2)] == [
+        batch.documents.starts[:2].tolist(),
+        batch.documents.starts[2:].tolist(),
     ]
-    assert all(b.starts is None for b in Batch.of_windows(windows).split(2))
+    assert all(b.documents is None for b in Batch.of_windows(windows).split(2))
+
+
+def test_prefixes_end_with_their_documents():
+    """Lengths by sequence, and by document."""
+    windows = np.array([[1, 2, 9, 3, 4, 5, 6], [9, 9, 1, 2, 3, 9, 4]])
+    one, packed = Batch.of_windows(windows), Batch.of_windows(windows, 9)
+    alone = one.with_prefixes(torch.tensor([[4], [9]])).documents
+    assert alone.starts.tolist() == [[0] * 6] * 2
+    assert alone.reach.tolist() == [[4] * 6, [6] * 6]
+    assert packed.with_prefixes(torch.tensor([[2]])).documents.reach.tolist() == [
+        [2, 2, 2, 5, 5, 5],
+        [1, 2, 4, 4, 4, 4],
+    ]
+    of_documents = torch.tensor([[5, 5, 5, 1, 1, 1], [0, 1, 2, 2, 2, 2]])
+    assert packed.with_prefixes(of_documents).documents.reach.tolist() == [
+        [3, 3, 3, 4, 4, 4],
+        [0, 2, 4, 4, 4, 4],
+    ]
+    again = packed.with_prefixes(of_documents).with_prefixes(torch.tensor([[0]])).documents
+    assert torch.equal(again.reach, again.starts)
 
 
 def test_document_mask_reaches_training_and_validation(documents, load):
@@ -310,7 +337,7 @@ def test_document_mask_reaches_training_and_validation(documents, load):
         load(documents, validation_fraction=0.4, sequence_length=512, document_mask=mask)
         for mask in (False, True)
     )
-    assert plain.batch(0).starts is None and next(plain.validation_batches()).starts is None
+    assert plain.batch(0).documents is None and next(plain.validation_batches()).documents is None
     for a, b in (
         (plain.batch(3), masked.batch(3)),
         (next(plain.validation_batches()), next(masked.validation_batches())),
@@ -319,16 +346,16 @@ def test_document_mask_reaches_training_and_validation(documents, load):
         real = b.labels[:, 0] != IGNORED
         windows = np.concatenate([b.tokens[:, :1], b.labels], 1)[real]
         assert same(a, b) and torch.equal(
-            b.starts[real], Batch.of_windows(windows, masked.end_of_text).starts
+            b.documents.starts[real], Batch.of_windows(windows, masked.end_of_text).documents.starts
         )
-        assert b.starts.any(), "some window has two documents"
+        assert b.documents.starts.any(), "some window has two documents"
     assert changes(plain.fingerprint(), masked.fingerprint()) == ["document_mask: none -> True"]
 
 
 def test_document_starts_are_those_of_a_plain_loop():
     draw = np.random.default_rng(3)
     windows = draw.integers(0, 5, (64, 33))  # 0 ends a text: documents of five tokens
-    starts = Batch.of_windows(windows, 0).starts.numpy()
+    starts = Batch.of_windows(windows, 0).documents.starts.numpy()
     for window, row in zip(windows.tolist(), starts.tolist(), strict=True):
         begin = 0
         for place in range(32):

@@ -16,7 +16,7 @@ from table import Layout
 from dolmen.core import collectives, rng, state, transfers
 from dolmen.data.batch import IGNORED, Batch
 from dolmen.model import moe
-from dolmen.ops.attention import Attend
+from dolmen.ops.attention import Attend, Documents
 from dolmen.parallel import context, data, expert, tensor
 from dolmen.training import step
 
@@ -139,6 +139,12 @@ CONTROLS = {
         {"documents": True},
     ),
     "masks of a rank's own tokens": ("dropout", SEQUENCE, damages.masks_of_the_rank),
+    "a ring that leaves out the prefix behind a chunk": (
+        "prefix",
+        RING,
+        damages.constant(Documents, "furthest", 0),
+        {"prefixes": True},
+    ),
     "slopes of the first heads on every rank of tp": (
         "bloom",
         PLAIN,

@@ -4,7 +4,7 @@ layouts on which it joins the golden table. A way to get it wrong joins controls
 
 from dataclasses import replace
 
-from models import Tiny, tiny
+from models import Tiny, mixing, tiny
 from table import FAMILIES, LENGTH, SIZES, VOCABULARY
 from variations import rows
 
@@ -104,6 +104,8 @@ CONFIGS = {
         routed_scaling_factor=1.5,
     ),
     "deepseek-v3": tiny("deepseek_v3", **DEEPSEEK, q_lora_rank=20, n_group=4, topk_group=2),
+    # the first tokens see one another
+    "prefix": mixing(FAMILIES["llama"], mask="prefix"),
 }
 CONFIGS |= {name: replace(CONFIGS[name], training=FELT) for name in ("deepseek-v2", "deepseek-v3")}
 
@@ -314,5 +316,26 @@ ROWS = [
         pp2 dp2 ep2 acc4 zero-bubble zero1
         dp2 tp2 ep2 zero3
         """,
+    ),
+    *rows(
+        CONFIGS["prefix"],
+        "prefix",
+        """
+        cp2 pp2 acc4 zero1
+        cp4
+        cp2 tp2 sp gather
+        dp2 tp2 sp zero3 full  |
+        cp4 gather selective   |
+        """,
+        steps=2,
+        prefixes=True,
+    ),
+    *rows(
+        CONFIGS["prefix"],
+        "prefix, documents",
+        "cp2 dp2 zero2\ncp4 gather",
+        steps=2,
+        documents=True,
+        prefixes=True,
     ),
 ]

@@ -26,6 +26,7 @@ from dolmen.data.stream import TokenStream
 from dolmen.model import layout as layouts
 from dolmen.objectives.cross_entropy import CrossEntropy
 from dolmen.objectives.objective import Objective
+from dolmen.ops.attention import Documents
 from dolmen.optim.optimizer import OptimizerConfig, make
 from dolmen.parallel import data
 from dolmen.training.step import TrainState, optimizer_step
@@ -202,11 +203,13 @@ LAYOUTS = tuple(
 )
 
 
-def batches(mesh: Mesh, seed: int = SEED, documents: bool = False) -> list[Batch]:
+def batches(
+    mesh: Mesh, seed: int = SEED, documents: bool = False, prefixes: bool = False
+) -> list[Batch]:
     """This rank's part of each step's batch. The first 3 r mod 11 labels of row r are IGNORED:
     ranks and microbatches hold unequal counts of real tokens, and row 10, a microbatch of its own
     where dp 4 accumulates 4, holds none. `documents`: one ends after each fourth token or so, and
-    attention stays inside.
+    attention stays inside. `prefixes`: each has one, of no token to seven.
     """
     tokens = np.random.default_rng(1).integers(0, VOCABULARY, 4096).astype(np.uint16)
     mixture = Mixture(
@@ -217,13 +220,13 @@ def batches(mesh: Mesh, seed: int = SEED, documents: bool = False) -> list[Batch
     for step in range(STEPS):
         batch = Batch.of_windows(mixture.windows(step * ROWS + mesh.dp.rank * rows, rows))
         ignored = (torch.arange(rows) + mesh.dp.rank * rows) * 3 % 11
-        out.append(
-            Batch(
-                batch.tokens,
-                torch.where(torch.arange(LENGTH) < ignored[:, None], IGNORED, batch.labels),
-                document_starts(batch.tokens % 4, 0) if documents else None,
-            )
+        made = Batch(
+            batch.tokens,
+            torch.where(torch.arange(LENGTH) < ignored[:, None], IGNORED, batch.labels),
+            Documents.of(document_starts(batch.tokens % 4, 0)) if documents else None,
         )
+        lengths = (torch.arange(rows) + mesh.dp.rank * rows) * 5 % 8
+        out.append(made.with_prefixes(lengths[:, None]) if prefixes else made)
     return out
 
 
@@ -264,12 +267,13 @@ def run(
     layout: Layout,
     steps: int = STEPS,
     documents: bool = False,
+    prefixes: bool = False,
     seed: int = SEED,
     **options,
 ) -> Run:
     """`steps` updates of the real step function; `options` as `start` takes them."""
     train = start(config, mesh, layout, seed=seed, **options)
-    return updates(train, mesh, batches(mesh, seed, documents)[:steps])
+    return updates(train, mesh, batches(mesh, seed, documents, prefixes)[:steps])
 
 
 def updates(train: TrainState, mesh: Mesh, given: list[Batch]) -> Run:

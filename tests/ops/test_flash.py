@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dolmen.core.mesh import SINGLE, Axis
 from dolmen.model.head import loss_of
-from dolmen.ops.attention import Attend, flash, operators, reference
+from dolmen.ops.attention import Attend, Documents, flash, operators, reference
 from dolmen.ops.attention.reference import CASES, ROADS
 from dolmen.ops.kernels import H100
 from dolmen.parallel.context import ContextParallel
@@ -51,7 +51,7 @@ def test_documents_without_their_runs_are_refused():
     q, k, v, _ = CASES["documents"].tensors(torch.float32, HERE)
     starts = CASES["documents"].starts
     with pytest.raises(ValueError, match="needs the run of its queries, and was given 0"):
-        flash.attention(q, k, v, Attend().of(flash.Documents.of(starts)))
+        flash.attention(q, k, v, Attend().of(Documents.of(starts)))
 
 
 class Seen(TorchDispatchMode):
@@ -94,7 +94,7 @@ def gradients_of_a_long_text(cp: ContextParallel, name: str) -> Seen:
         leaves = [torch.empty(s, dtype=torch.bfloat16).requires_grad_() for s in shapes]
         starts = torch.empty(1, LENGTH, dtype=torch.int64)
         with Seen() as seen:
-            documents = cp.documents(starts, host) if several else None
+            documents = cp.documents(Documents(starts, host)) if several else None
             cp.attention(*leaves, Attend(window).of(documents)).sum().backward()
     return seen
 
@@ -152,35 +152,35 @@ def decoder(dtype: torch.dtype = torch.bfloat16, **changes):
     return model
 
 
-def texts(several: int, length: int = 512) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens [2, length], and starts of `several` documents in each sequence."""
+def texts(several: int, length: int = 512) -> tuple[torch.Tensor, Documents]:
+    """Tokens [2, length], and `several` documents in each sequence."""
     g = torch.Generator().manual_seed(several)
     begins = torch.zeros(2, length, dtype=torch.int64)
     for row in begins:
         for at in torch.randperm(length - 1, generator=g)[: several - 1].sort().values + 1:
             row[at:] = at
-    return torch.randint(32, (2, length), generator=g), begins
+    return torch.randint(32, (2, length), generator=g), Documents.of(begins)
 
 
 @pytest.mark.parametrize("several", [None, 5])
 def test_a_model_built_as_on_an_h100_calls_what_was_chosen(several):
-    model, (tokens, starts) = decoder(), texts(several or 1)
+    model, (tokens, documents) = decoder(), texts(several or 1)
     assert model.split.kernels.attention == "flash"
     with Seen() as seen:
-        model(tokens, loss_of(tokens), starts=None if several is None else starts).backward()
+        model(tokens, loss_of(tokens), documents=None if several is None else documents).backward()
     assert seen.attending == FLASH and seen.called.count("_flash_attention_forward") == 2
     with Seen() as seen, torch.no_grad():
-        decoder(torch.float32)(tokens, starts=starts)
+        decoder(torch.float32)(tokens, documents=documents)
     assert seen.attending == {"bmm"}  # fp32: our blocks
 
 
 def test_a_model_with_flash_is_the_model_with_blocks():
     """Losses of documents and windows, in bf16: both round what they sum, at other places."""
-    tokens, starts = texts(5)
+    tokens, documents = texts(5)
     blocks = build(CONFIG, SINGLE, dtype=torch.bfloat16)
     initialize(blocks, 0)
     losses = [
-        float(m(tokens, loss_of(tokens), starts=starts).detach()) for m in (decoder(), blocks)
+        float(m(tokens, loss_of(tokens), documents=documents).detach()) for m in (decoder(), blocks)
     ]
     assert abs(losses[0] / losses[1] - 1) < 1e-3 and losses[0] != losses[1]
 
@@ -212,11 +212,11 @@ def test_one_compilation_serves_all_numbers_of_documents():
     )
     model.layers["0"].compile(backend=counter, fullgraph=True)
     for several in (1, 3, 2, 40):
-        tokens, starts = texts(several)
-        compiled = model(tokens, loss_of(tokens), starts=starts)
+        tokens, documents = texts(several)
+        compiled = model(tokens, loss_of(tokens), documents=documents)
         compiled.backward()
         with torch.compiler.set_stance("force_eager"):
-            eager = model(tokens, loss_of(tokens), starts=starts)
+            eager = model(tokens, loss_of(tokens), documents=documents)
         # the same operators, fused no further
         assert abs(float(compiled.detach()) / float(eager.detach()) - 1) < 1e-3
     assert counter.frame_count == 1

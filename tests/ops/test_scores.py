@@ -54,6 +54,8 @@ def test_definition(name, road, dtype, tolerance):
         ("slopes of grouped heads", dict(slopes=slopes(6)[::-1])),
         ("slopes in documents", dict(slopes=None)),
         ("another scale", dict(scale=None)),
+        ("prefix", dict(mask="causal")),
+        ("prefix and window", dict(mask="causal")),
         ("all at once", dict(soft_cap=20.0)),
         ("all at once", dict(scale=1.0)),
     ],
@@ -140,7 +142,9 @@ def test_the_road_of_dropout(name, dtype, tolerance):
     case = NEW[name]
     *qkv, g = case.tensors(dtype, HERE)
     leaves = [t.requires_grad_() for t in qkv]
-    documents = None if case.starts is None else reference.spec.Documents.of(case.starts)
+    documents = None
+    if case.starts is not None:
+        documents = reference.spec.Documents.of(case.starts, case.reach)
     noise = Noise(torch.tensor(7), torch.arange(case.batch))
     attend = case.attend.of(documents, Dropout(0.0, noise, 1))
     out = dropped.attention(*leaves, attend, torch.arange(case.length))

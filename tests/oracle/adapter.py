@@ -154,12 +154,13 @@ def dump(data: Data, made: Material) -> dict[str, np.ndarray]:
             "": [made.batch(step) for step in range(data.steps)],
             "held_": list(made.validation_batches()),
         }
-    return {
-        f"{part}{name}": np.stack([vars(b)[name].numpy() for b in batches]).astype(np.int16)
-        for part, batches in parts.items()
-        for name in ("tokens", "labels", "starts")
-        if vars(batches[0])[name] is not None
-    }
+    out = {}
+    for part, batches in parts.items():
+        wide = {"tokens": [b.tokens for b in batches], "labels": [b.labels for b in batches]}
+        if data.masked:
+            wide["starts"] = [b.documents.starts for b in batches if b.documents is not None]
+        out |= {f"{part}{n}": np.stack(rows).astype(np.int16) for n, rows in wide.items()}
+    return out
 
 
 def batches(dumped: dict[str, np.ndarray], part: str = "") -> list[Batch]:

@@ -28,6 +28,7 @@ from dolmen.parallel.context import ContextParallel
 
 LENGTH, HEADS, SIZE, WORLD = 96, 4, 8, 16
 ALONE = ContextParallel(Axis("cp", 1, 0))
+PREFIX = Attend(mask="prefix")
 ENDS = ([], [0, 40, 41, 95], [95])  # last tokens of the documents of each sequence
 
 
@@ -40,6 +41,14 @@ class Case:
     documents: bool = False
     values: int = SIZE
     """Numbers of a value, of a query and key SIZE."""
+    prefixes: bool = False
+
+    @property
+    def whole(self) -> Documents | None:
+        """Of all ranks."""
+        if not self.documents:
+            return None
+        return Documents.of(starts(), reach() if self.prefixes else None)
 
 
 CASES = {
@@ -55,9 +64,11 @@ CASES = {
     "slopes": Case(attend=Attend(slopes=slopes(6), first_head=2)),
     "slopes, documents and window": Case(4, Attend(30, slopes=slopes(4)), documents=True),
     "soft cap": Case(1, Attend(soft_cap=1.5)),
+    "prefix": Case(attend=PREFIX, documents=True, prefixes=True),
+    "prefix and window": Case(4, PREFIX._replace(window=20), documents=True, prefixes=True),
     "all at once": Case(2, Attend(50, 0.3, 2.0, slopes(4)), documents=True, values=SIZE // 2),
 }
-FLASH = [name for name, case in CASES.items() if case.attend.plain]
+FLASH = [n for n, case in CASES.items() if case.attend.plain and not case.prefixes]
 # relative to the largest number. fp32: each of a few hundred terms is rounded by 2^-24, as in one
 # process. fp64: the same, by 2^-53
 TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-14}
@@ -90,6 +101,14 @@ def starts() -> torch.Tensor:
     )
 
 
+def reach() -> torch.Tensor:
+    """Prefixes of all, of a part that ends on another rank or here, of a token, and of none."""
+    at, begun = torch.arange(LENGTH), starts()
+    ends = torch.stack((at * 0 + 71, begun[1] + torch.where(begun[1] < 42, 30, 33), begun[2] + 1))
+    ends[1, :41], ends[1, 41:42] = 30, 41
+    return ends
+
+
 def gradients(attend, q, k, v, g) -> list[torch.Tensor]:
     leaves = [t.detach().requires_grad_() for t in (q, k, v)]
     out = attend(*leaves)
@@ -100,7 +119,7 @@ def gradients(attend, q, k, v, g) -> list[torch.Tensor]:
 def definition(name: str) -> list[torch.Tensor]:
     """Output and gradients of one process, in float64, with every score in one matrix."""
     case = CASES[name]
-    attend = case.attend.of(Documents.of(starts()) if case.documents else None)
+    attend = case.attend.of(case.whole)
     return gradients(
         lambda *t: reference.definition(*t, attend), *inputs(case.kv_heads, values=case.values)
     )
@@ -111,7 +130,7 @@ def error(name: str, cp: ContextParallel, dtype: torch.dtype, wrap=lambda f: f) 
     output, dq, dk and dv.
     """
     case = CASES[name]
-    attend = case.attend.of(cp.documents(starts()) if case.documents else None)
+    attend = case.attend.of(None if case.whole is None else cp.documents(case.whole))
     got = gradients(
         wrap(lambda q, k, v: cp.attention(q, k, v, attend)),
         *(cp.split(t, 1) for t in inputs(case.kv_heads, dtype, values=case.values)),
@@ -128,7 +147,7 @@ def dropped(cp: ContextParallel) -> list[torch.Tensor]:
 
     noise = Noise(torch.tensor(7), torch.arange(3) + 5)
     attend = Attend(50, 0.3, 2.0, slopes(6), first_head=2).of(
-        cp.documents(starts()), Dropout(0.3, noise, 4)
+        cp.documents(Documents.of(starts())), Dropout(0.3, noise, 4)
     )
     return gradients(lambda *t: cp.attention(*t, attend), *(cp.split(t, 1) for t in inputs(2)))
 

@@ -21,6 +21,7 @@ from dolmen.evaluation.validate import mean_loss
 from dolmen.model import head
 from dolmen.model.decoder import Decoder
 from dolmen.ops import dropout
+from dolmen.ops.attention import Documents
 from dolmen.ops.dropout import Noise, keep
 from dolmen.optim.optimizer import OptimizerConfig, adamw
 from dolmen.parallel import schedule as schedules
@@ -47,8 +48,8 @@ def batch(documents: bool = False) -> Batch:
     made = torch.Generator().manual_seed(3)
     windows = torch.randint(VOCABULARY, (ROWS, LENGTH + 1), generator=made).numpy()
     whole = Batch.of_windows(windows)
-    starts = document_starts(whole.tokens % 4, 0) if documents else None
-    return Batch(whole.tokens, whole.labels, starts)
+    starts = document_starts(whole.tokens % 4, 0)
+    return Batch(whole.tokens, whole.labels, Documents.of(starts) if documents else None)
 
 
 def decoder(config: Flat | Tiny = CONFIG) -> Decoder:
@@ -278,8 +279,9 @@ def test_losses_differ_by_step_and_seed():
 
 def logits(config: Flat, tokens: Tensor, starts: Tensor | None = None) -> Tensor:
     noise = Noise(torch.tensor(5), torch.arange(len(tokens)))
+    documents = None if starts is None else Documents.of(starts)
     with torch.no_grad():
-        return decoder(config)(tokens, head.logits, noise=noise, starts=starts)
+        return decoder(config)(tokens, head.logits, noise=noise, documents=documents)
 
 
 def changed(config: Flat, at: int, starts: Tensor | None = None) -> list[bool]:

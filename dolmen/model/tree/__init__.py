@@ -132,6 +132,11 @@ class Tree:
         return max(numbers, default=0)
 
     @property
+    def prefixed(self) -> bool:
+        """Whether a layer lets the tokens of a prefix see one another."""
+        return any(block.mixer.mask == "prefix" for block in self.blocks)
+
+    @property
     def longest(self) -> int | None:
         """Tokens of a sequence that a learned table has positions for; None: there is no table."""
         table = self.embedding.positions

@@ -3,6 +3,7 @@ Ainslie et al., 2305.13245).
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 from dolmen.core.words import counted, divisor
 from dolmen.model.tree.leaf import Cut, Leaves, Stream, column, row, within
@@ -12,7 +13,7 @@ from dolmen.model.tree.positions import Relative
 
 @dataclass(frozen=True)
 class Attention:
-    """softmax(scale q k^T + what the positions add) v, causal."""
+    """softmax(scale q k^T + what the positions add) v."""
 
     heads: int
     kv_heads: int
@@ -27,9 +28,13 @@ class Attention:
     scale: float | None = None
     """None: 1 / sqrt(head_size)."""
     window: int | None = None
-    """Tokens a query sees, itself included; None: all before it."""
+    """Tokens up to itself that a query sees; None: all."""
     soft_cap: float | None = None
     """Scores become cap * tanh(score / cap)."""
+    mask: Literal["causal", "prefix"] = "causal"
+    """prefix: the first tokens of a document, as many as a batch says, are seen by all of it, the
+    ones before them too (Raffel et al., 1910.10683, section 3.2). All others see back alone.
+    """
 
     def __post_init__(self):
         if self.heads % self.kv_heads:
@@ -41,6 +46,11 @@ class Attention:
         if self.window is not None and self.window < 1:
             raise ValueError(
                 f"sliding_window is {self.window}: it must be at least 1, the query itself, or None"
+            )
+        if self.mask == "prefix" and self.positions is not None and not self.positions.both_ways:
+            raise ValueError(
+                "ALiBi with a prefix mask: its scores grow toward the query, and of keys behind it "
+                "nobody has said how; use rope"
             )
 
     @property

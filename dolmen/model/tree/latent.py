@@ -8,6 +8,7 @@ values are made of short vectors per token, and a cache keeps those of keys and 
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from dolmen.core.words import counted
 from dolmen.model.tree.leaf import Cut, Leaf, Leaves, Stream, column, row, within
@@ -59,6 +60,11 @@ class LatentAttention:
     def window(self) -> int | None:
         """Tokens a query sees; None: all before it."""
         return None
+
+    @property
+    def mask(self) -> Literal["causal", "prefix"]:
+        """Who sees whom: see `Attention`."""
+        return "causal"
 
     @property
     def words(self) -> str:

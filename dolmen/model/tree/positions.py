@@ -61,6 +61,8 @@ class Rope:
 
     carried: ClassVar[int] = 0
     """Numbers that keys carry beside their own."""
+    both_ways: ClassVar[bool] = True
+    """Whether it says what a key behind the query is to it."""
     size: int
     """Leading part of each head that is rotated; the whole head where it is its size."""
     theta: float = 10000.0
@@ -90,6 +92,7 @@ class Alibi:
     """
 
     carried: ClassVar[int] = 0
+    both_ways: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,7 @@ class Steps:
 
     carried: ClassVar[int] = 8
     """The growth, and zeros: 16 bytes in half precision, of which flash asks rows to be made."""
+    both_ways: ClassVar[bool] = False
 
 
 Relative = Rope | Alibi | Steps

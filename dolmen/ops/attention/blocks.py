@@ -48,6 +48,12 @@ class Rule(NamedTuple):
     """[batch, queries]: where each query's document begins, as an index among the keys."""
     host: Tensor | None
     """The same on the host."""
+    reach: Tensor | None
+    """[batch, queries]: where the prefix of each query's document ends, as an index among the keys;
+    with starts alone.
+    """
+    host_reach: Tensor | None
+    """The same on the host."""
 
 
 class Scores(NamedTuple):
@@ -71,9 +77,10 @@ class Scores(NamedTuple):
 #                           .   .   *   o   o   o   x   *   .   .       o   keys it sees beside
 #     query end - 1         .   .   *   *   o   o   o   x   .   .       *   multiplied, and masked
 #
-# A query is at key `query + offset`. `stop` is behind the key of the last one; `start` is where the
-# window of the first begins, or the oldest document that any of them belongs to, whichever is
-# later. Nothing is left between the two where all keys come after these queries, or all before
+# A query is at key `query + offset`. `stop` is behind the key of the last one, or behind the
+# longest prefix that any of them sees; `start` is where the window of the first begins, or the
+# oldest document that any of them belongs to, whichever is later. Nothing is left between the two
+# where all keys come after these queries, or all before
 # their windows and documents: of a ring's pieces and of documents there are such blocks.
 #
 # The mask adds -inf to what is multiplied and not seen. It takes long to make, beside one product.
@@ -115,10 +122,12 @@ def _runs(queries: int, keys: int, size: int, rule: Rule) -> Iterator[tuple[rang
     """The queries of each block of `size`, and the keys from the first to the last that they see;
     an empty range where they see none.
     """
-    for first, oldest in zip(range(0, queries, size), _oldest(queries, size, rule), strict=True):
-        end = min(first + size, queries)
-        edge = 0 if rule.window is None else first + rule.offset - rule.window + 1
-        yield range(first, end), range(max(0, oldest, edge), min(keys, end + rule.offset))
+    blocks = [range(first, min(first + size, queries)) for first in range(0, queries, size)]
+    seen = zip(_oldest(queries, size, rule), _furthest(blocks, keys, rule), strict=True)
+    for mine, (oldest, furthest) in zip(blocks, seen, strict=True):
+        edge = 0 if rule.window is None else mine.start + rule.offset - rule.window + 1
+        stop = min(keys, max(mine.stop + rule.offset, furthest))
+        yield mine, range(max(0, oldest, edge), stop)
 
 
 def _oldest(queries: int, size: int, rule: Rule) -> list[int]:
@@ -131,6 +140,17 @@ def _oldest(queries: int, size: int, rule: Rule) -> list[int]:
     return rule.host[:, ::size].amin(0).tolist()
 
 
+def _furthest(blocks: list[range], keys: int, rule: Rule) -> list[int]:
+    """Of each block, before which key the prefixes end that a query of it sees: that of its last
+    query, in any sequence, as reach never falls.
+    """
+    if rule.host_reach is None:
+        return [0] * len(blocks)
+    if type(rule.host_reach) is not Tensor:
+        return [keys] * len(blocks)
+    return rule.host_reach[:, [mine[-1] for mine in blocks]].amax(0).tolist()
+
+
 def _shared_mask(queries: int, keys: int, rule: Rule, device: torch.device) -> Tensor:
     """0 or -inf for the last queries, and for as many of the last keys as these may see."""
     if rule.window is not None:
@@ -141,7 +161,7 @@ def _shared_mask(queries: int, keys: int, rule: Rule, device: torch.device) -> T
 
 def _mask(queries: range, keys: range, rule: Rule, device: torch.device) -> Tensor | None:
     """0 or -inf for these queries and keys; None where every query sees every key."""
-    starts, window = rule.starts, rule.window
+    starts, reach, window = rule.starts, rule.reach, rule.window
     first, stop = queries.start + rule.offset, queries.stop + rule.offset
     if (
         starts is None
@@ -153,7 +173,7 @@ def _mask(queries: range, keys: range, rule: Rule, device: torch.device) -> Tens
         torch.arange(first, stop, device=device),
         torch.arange(keys.start, keys.stop, device=device),
         window,
-        None if starts is None else starts[:, queries.start : queries.stop],
+        *(None if t is None else t[:, queries.start : queries.stop] for t in (starts, reach)),
     )
     mask = torch.where(allowed, 0.0, -math.inf).repeat_interleave(rule.group, -2)
     return mask if starts is None else mask[:, None]

@@ -18,9 +18,9 @@ from dolmen.ops.attention.blocks import Rule
 from dolmen.ops.attention.spec import Attend, Attended, Keys, LogSum, Place, Queries, Values
 
 
-def attention(q: Queries, k: Keys, v: Values, attend: Attend) -> Attended:
+def attention(q: Queries, k: Keys, v: Values, attend: Attend, later: int = 0) -> Attended:
     """See `spec.Attention`."""
-    kv_heads, rule = k.shape[2], _rule(q, k, Place(k.shape[1] - q.shape[1], 0, attend))
+    kv_heads, rule = k.shape[2], _rule(q, k, Place(k.shape[1] - later - q.shape[1], 0, attend))
     out = _Blockwise.apply(*(_rows(t, kv_heads) for t in (q, k, v)), *rule)
     return _heads(out, kv_heads, (*q.shape[:3], v.shape[3]))
 
@@ -54,9 +54,9 @@ def partial_backward(
 def _rule(q: Tensor, k: Tensor, at: Place) -> Rule:
     """Of q and k, both [batch, length, heads, size], which lie at `at`."""
     attend = at.attend
-    documents, starts, host = attend.documents, None, None
-    if documents is not None:
-        starts, host = documents.starts - at.k_start, documents.host - at.k_start
+    here = attend.documents
+    if here is not None:
+        here = here.each(lambda t: t - at.k_start)
     return Rule(
         q.shape[2] // k.shape[2],
         at.q_start - at.k_start,
@@ -64,8 +64,7 @@ def _rule(q: Tensor, k: Tensor, at: Place) -> Rule:
         attend.soft_cap,
         attend.slopes_of(q.shape[2]),
         attend.window,
-        starts,
-        host,
+        *((None,) * 4 if here is None else (here.starts, here.host, here.reach, here.host_reach)),
     )
 
 
@@ -108,8 +107,9 @@ def _fused(passes: Callable[..., Any]) -> Callable[..., Any]:
 # would read the same, of a list of arguments for each
 _RULE = (
     "SymInt group, SymInt offset, float scale, float? soft_cap, float[]? slopes, SymInt? window, "
-    "Tensor? starts, Tensor? host"
+    "Tensor? starts, Tensor? host, Tensor? reach, Tensor? host_reach"
 )
+_MASKS = slice(-4, None)  # of a Rule: its tensors
 
 
 @torch.library.custom_op(
@@ -155,20 +155,22 @@ class _Blockwise(Function):
     """
 
     @staticmethod
-    def forward(ctx: Context[Rule], q: Tensor, k: Tensor, v: Tensor, *rule: Any) -> Tensor:
+    def forward(
+        ctx: Context[tuple[Any, ...]], q: Tensor, k: Tensor, v: Tensor, *rule: Any
+    ) -> Tensor:
         own = Rule(*rule)
         if torch.compiler.is_compiling():
             out, log_sum = _opaque_forward(q, k, v, *own)
         else:
             out, log_sum = blocks.forward(q, k, v, own)
-        ctx.save_for_backward(q, k, v, out, log_sum, own.starts, own.host)
-        ctx.kept = own._replace(starts=None, host=None)
+        ctx.save_for_backward(q, k, v, out, log_sum, *own[_MASKS])
+        ctx.kept = own[: _MASKS.start]
         return out
 
     @staticmethod
-    def backward(ctx: Context[Rule], g: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, log_sum, starts, host = ctx.saved_tensors
-        rule, delta = ctx.kept._replace(starts=starts, host=host), _delta(g, out, log_sum)
+    def backward(ctx: Context[tuple[Any, ...]], g: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, log_sum, *masks = ctx.saved_tensors
+        rule, delta = Rule(*ctx.kept, *masks), _delta(g, out, log_sum)
         g = g.contiguous()
         if torch.compiler.is_compiling():
             dq, dk, dv = _opaque_backward(g, q, k, v, delta, log_sum, *rule)

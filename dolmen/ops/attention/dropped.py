@@ -24,7 +24,7 @@ def attention(
     heads, size = q.shape[2:]
     k, v = (t.repeat_interleave(heads // t.shape[2], 2).transpose(1, 2) for t in (k, v))
     column = torch.arange(k.shape[2], device=q.device)
-    allowed = seen(rows, column, attend.window, attend.starts)
+    allowed = seen(rows, column, attend.window, attend.starts, attend.reach)
     scores = (q.transpose(1, 2) @ k.transpose(2, 3)) * attend.scale_of(size)
     scores = _scores(scores, attend, rows, column)
     kept = _kept(attend, rows, column, heads)

@@ -33,8 +33,8 @@ from dolmen.ops.attention.spec import (
 )
 
 
-def attention(q: Queries, k: Keys, v: Values, attend: Attend) -> Attended:
-    """See `spec.Attention`."""
+def attention(q: Queries, k: Keys, v: Values, attend: Attend, later: int = 0) -> Attended:
+    """See `spec.Attention`; `later` is 0, as there are no prefixes."""
     size, run, call = v.shape[3], _run(attend.documents), _call(q, attend)
     q, k, v = _alike(q, k, v)
     if run is None:
@@ -133,7 +133,9 @@ def _own_backward(
 
 def _call(q: Tensor, attend: Attend) -> Call:
     """Of all queries, with all keys before them: q before `_alike` has padded it."""
-    assert attend.plain, "no soft cap and no slopes: ops/kernels.py chooses other kernels for them"
+    assert attend.plain and attend.mask == "causal", (
+        "no soft cap, no slopes and no prefixes: ops/kernels.py chooses other kernels for them"
+    )
     scale = attend.scale_of(q.shape[3])
     return Call.of(_run(attend.documents), _causal(attend.window), scale)
 

@@ -32,9 +32,13 @@ def definition(q: Queries, k: Keys, v: Values, attend: Attend = Attend()) -> Att
     if attend.slopes is not None:
         own = attend.slopes[attend.first_head :][: q.shape[2]]
         s = s - torch.tensor(own, dtype=s.dtype).to(s.device)[:, None, None] * back
-    s = s.masked_fill((back < 0) | (back >= (attend.window or k.shape[1])), -torch.inf)
-    if attend.starts is not None:
-        s = s.masked_fill((column < attend.starts[..., None])[:, None], -torch.inf)
+    hidden = (back < 0).expand(len(q), *back.shape)
+    if attend.documents is not None:
+        if attend.mask == "prefix" and attend.documents.reach is not None:
+            hidden = hidden & (column >= attend.documents.reach[..., None])
+        hidden = hidden | (column < attend.documents.starts[..., None])
+    hidden = hidden | (back >= (attend.window or k.shape[1]))
+    s = s.masked_fill(hidden[:, None], -torch.inf)
     return torch.einsum("bhqk,bkhd->bqhd", s.softmax(-1), v)
 
 
@@ -52,15 +56,31 @@ class Case:
     documents: tuple[tuple[int, ...], ...] | None = None
     """Lengths of the documents of each sequence."""
     batch: int = 2
+    prefixes: tuple[tuple[int, ...], ...] | None = None
+    """Lengths of the prefixes of these."""
 
     @property
     def starts(self) -> Int64[Tensor, "batch length"] | None:
         """On the host: where the document of each token begins."""
-        if self.documents is None:
+        return (
+            None
+            if self.documents is None
+            else self._starts_and(tuple((0,) * len(d) for d in self.documents))
+        )
+
+    @property
+    def reach(self) -> Int64[Tensor, "batch length"] | None:
+        """On the host: where the prefix of each token's document ends."""
+        if self.documents is None or self.prefixes is None:
             return None
+        return self._starts_and(self.prefixes)
+
+    def _starts_and(self, more: tuple[tuple[int, ...], ...]) -> Int64[Tensor, "batch length"]:
+        """Of each token, where its document begins, and so many behind it."""
+        assert self.documents is not None
         rows = [
-            [sum(lengths[:i]) for i, n in enumerate(lengths) for _ in range(n)]
-            for lengths in self.documents
+            [sum(lengths[:i]) + own[i] for i, n in enumerate(lengths) for _ in range(n)]
+            for lengths, own in zip(self.documents, more, strict=True)
         ]
         return torch.tensor(rows)
 
@@ -81,6 +101,8 @@ class Case:
 
 # Lengths of documents: across the edges of chunks of 24 (cp 4) and 48 (cp 2), of one token, whole
 TEXTS = ((50, 1, 141), (192,))
+WHOLE = ((192,), (192,))
+PREFIX = Attend(mask="prefix")
 CASES = {
     "plain": Case(kv_heads=4),
     "grouped": Case(),
@@ -101,7 +123,8 @@ CASES = {
 }
 
 
-# What flash's kernels do not know. A cap of 1.5 bends scores of standard deviation 1 by a quarter.
+# What flash's kernels do not know. Prefixes across the edges of chunks, of no token and of all. A
+# cap of 1.5 bends scores of standard deviation 1 by a quarter.
 # The last of six slopes is 0.35, the others fall from 0.25 to 1/256
 SCORES = {
     "soft cap": Case(attend=Attend(soft_cap=1.5)),
@@ -109,6 +132,13 @@ SCORES = {
     "slopes of grouped heads": Case(heads=6, kv_heads=3, attend=Attend(slopes=slopes(6))),
     "slopes of the last heads": Case(attend=Attend(slopes=slopes(6), first_head=2)),
     "slopes in documents": Case(documents=TEXTS, attend=Attend(slopes=slopes(4), window=70)),
+    "prefix": Case(documents=WHOLE, prefixes=((70,), (0,)), attend=PREFIX),
+    "both ways": Case(documents=WHOLE, prefixes=((192,), (192,)), attend=PREFIX),
+    "prefixes of documents": Case(documents=TEXTS, prefixes=((30, 1, 100), (97,)), attend=PREFIX),
+    "prefix and window": Case(
+        documents=TEXTS, prefixes=((50, 0, 90), (30,)), attend=PREFIX._replace(window=20)
+    ),
+    "prefixes that are not seen": Case(documents=TEXTS, prefixes=((30, 1, 100), (97,))),
     "all at once": Case(
         heads=6,
         head_dim=24,
@@ -147,15 +177,18 @@ def whole(backend: str, case: Case, dtype: torch.dtype, device: torch.device) ->
 def gathered(
     backend: str, case: Case, dtype: torch.dtype, device: torch.device, chunks: int = 8
 ) -> list[Tensor]:
-    """The same a chunk of queries at a time, against all keys before its end."""
+    """The same a chunk of queries at a time, against all keys before its end, and with prefixes
+    all.
+    """
     by, n = BACKENDS[backend], case.length // chunks
     attends = [(mine, _attend(case, mine.start, n, device)) for mine in _slices(case.length, n)]
+    later = [0 if case.prefixes is None else case.length - mine.stop for mine, _ in attends]
 
     def road(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return torch.cat(
             [
-                by.attention(q[:, mine], k[:, : mine.stop], v[:, : mine.stop], attend)
-                for mine, attend in attends
+                by.attention(q[:, mine], *(t[:, : mine.stop + more] for t in (k, v)), attend, more)
+                for (mine, attend), more in zip(attends, later, strict=True)
             ],
             1,
         )
@@ -172,9 +205,8 @@ def ring(
     out, dq, dk, dv = (torch.zeros_like(t, dtype=torch.float64) for t in (g, q, k, v))
     for mine in _slices(case.length, n):
         attend = _attend(case, mine.start, n, device, back=False)
-        place = [
-            (theirs, Place(mine.start, theirs.start, attend)) for theirs in _slices(mine.stop, n)
-        ]
+        seen = mine.stop if case.prefixes is None else case.length
+        place = [(theirs, Place(mine.start, theirs.start, attend)) for theirs in _slices(seen, n)]
         pieces = [by.partial(q[:, mine], k[:, t], v[:, t], at) for t, at in place]
         log_sum = torch.stack([part.double() for _, part in pieces]).logsumexp(0)
         for o, part in pieces:
@@ -209,9 +241,9 @@ def _slices(length: int, n: int) -> Iterator[slice]:
 
 def _attend(case: Case, first: int, length: int, device: torch.device, back: bool = True) -> Attend:
     """Of the queries [first, first + length)."""
-    starts = case.starts
+    starts, reach = case.starts, case.reach
     if starts is None:
         return case.attend
-    here = starts[:, first : first + length]
     run = spec.run(spec.begins(starts), first, length, device, back)
-    return case.attend.of(spec.Documents(here.to(device), here, (run,)))
+    whole = spec.Documents(starts, starts, (run,), reach, reach)
+    return case.attend.of(whole.part(slice(first, first + length)).on(device))

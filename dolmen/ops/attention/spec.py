@@ -1,10 +1,12 @@
 """What attention a layer computes (`Attend`), and what a query sees: its own and earlier tokens, of
-its window and of its document.
+its window and of its document, and of a prefix all.
 """
 
 import math
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -21,15 +23,18 @@ def seen(
     columns: Int64[Tensor, " keys"],
     window: int | None,
     starts: Int64[Tensor, "batch queries"] | None = None,
+    reach: Int64[Tensor, "batch queries"] | None = None,
 ) -> Bool[Tensor, "queries keys"] | Bool[Tensor, "batch queries keys"]:
-    """Which keys each query sees, with starts by sequence.
+    """Which keys each query sees, with starts and reach by sequence.
 
     rows, columns: indices in the sequence. A window counts the query itself. starts: index of the
-    first token of the query's document, so key j is seen iff
-    max(starts, row - window + 1) <= j <= row.
+    first token of the query's document; reach: of the first behind that document's prefix. So key j
+    is seen iff max(starts, row - window + 1) <= j < max(row + 1, reach).
     """
     rows = rows[:, None]
     out = columns <= rows
+    if reach is not None:
+        out = out | (columns < reach[..., None])
     if window is not None:
         out = out & (columns > rows - window)
     return out if starts is None else out & (columns >= starts[..., None])
@@ -94,7 +99,9 @@ class Run:
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """Several documents share a sequence: where they begin."""
+    """What a batch says of who sees whom: where the documents of its sequences begin, and how far
+    their prefixes reach.
+    """
 
     starts: Tensor
     """[batch, length] int64: index in the whole sequence of the first token of each token's
@@ -104,15 +111,49 @@ class Documents:
     """The same numbers where the host reads them without waiting for a device."""
     runs: tuple[Run, ...] = ()
     """Of each run of consecutive tokens; none where the kernels do not ask."""
+    reach: Tensor | None = None
+    """[batch, length] int64: index of the first token behind the prefix of each token's document,
+    before which all of that document is seen; the document's start where it has none. It never
+    falls either. None: no document has a prefix.
+    """
+    host_reach: Tensor | None = None
+    """The same where the host reads it."""
 
     @staticmethod
-    def of(starts: Tensor, runs: tuple[Run, ...] = ()) -> "Documents":
-        """Of a tensor that the host can read."""
-        return Documents(starts, starts, runs)
+    def of(starts: Tensor, reach: Tensor | None = None) -> "Documents":
+        """Of tensors that the host can read."""
+        return Documents(starts, starts, (), reach, reach)
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> "Documents":
+        """The same of what `change` makes of each tensor of tokens, [batch, length]."""
+        reach, host_reach = (
+            None if t is None else change(t) for t in (self.reach, self.host_reach)
+        )
+        return Documents(change(self.starts), change(self.host), self.runs, reach, host_reach)
+
+    def on(self, device: torch.device) -> "Documents":
+        """The same, made on the host, for tokens on `device`; the host does not wait for it."""
+        reach = None if self.reach is None else host.send(self.reach, device)
+        return replace(self, starts=host.send(self.starts, device), reach=reach)
 
     def part(self, tokens: slice, run: int = 0) -> "Documents":
         """Of these tokens, which are the run numbered `run`."""
-        return Documents(self.starts[:, tokens], self.host[:, tokens], self.runs[run : run + 1])
+        return replace(self.each(lambda t: t[:, tokens]), runs=self.runs[run : run + 1])
+
+    @property
+    def causal(self) -> "Documents":
+        """The same without prefixes."""
+        return self if self.reach is None else replace(self, reach=None, host_reach=None)
+
+    @property
+    def furthest(self) -> int:
+        """No token sees a key at this index or behind it that is not its own or an earlier one."""
+        if self.host_reach is None:
+            return 0
+        # a fake tensor has no values: as if all were seen
+        if type(self.host_reach) is not Tensor:
+            return sys.maxsize
+        return max(row[-1] for row in self.host_reach[:, -1:].tolist())
 
 
 def begins(starts: Int64[Tensor, "batch length"]) -> tuple[tuple[int, ...], ...]:
@@ -159,7 +200,7 @@ class Attend(NamedTuple):
     """
 
     window: int | None = None
-    """Tokens that a query sees, itself included; None: all before it."""
+    """Tokens up to itself that a query sees; None: all."""
     scale: float | None = None
     """What products of queries and keys are multiplied by; None: 1 / sqrt(their size)."""
     soft_cap: float | None = None
@@ -174,9 +215,15 @@ class Attend(NamedTuple):
     """Of a microbatch: those of the queries, in indices of the keys. None: all is one."""
     dropout: Dropout | None = None
     """Of a microbatch: what falls out of the probabilities. None: nothing."""
+    mask: Literal["causal", "prefix"] = "causal"
+    """prefix (1910.10683, section 3.2): the tokens of a document's prefix are seen by all of the
+    document's. causal: none has one here, whatever a microbatch says.
+    """
 
     def of(self, documents: Documents | None, dropout: Dropout | None = None) -> "Attend":
         """The same of a microbatch."""
+        if documents is not None and self.mask == "causal":
+            documents = documents.causal
         return self._replace(documents=documents, dropout=dropout)
 
     def part(self, tokens: slice, run: int) -> "Attend":
@@ -211,6 +258,16 @@ class Attend(NamedTuple):
         """Where the document of each query begins, if any does after 0: see `Documents`."""
         return None if self.documents is None else self.documents.starts
 
+    @property
+    def reach(self) -> Tensor | None:
+        """Where the prefix of each query's document ends, if any has one: see `Documents`."""
+        return None if self.documents is None else self.documents.reach
+
+    @property
+    def furthest(self) -> int:
+        """See `Documents`."""
+        return 0 if self.documents is None else self.documents.furthest
+
 
 class Place(NamedTuple):
     """Where a run of queries and a run of keys lie: q_start, q_start + 1, ... and k_start, ... of
@@ -238,15 +295,16 @@ class Attention(Protocol):
     """
 
     @staticmethod
-    def attention(q: Queries, k: Keys, v: Values, attend: Attend) -> Attended:
+    def attention(q: Queries, k: Keys, v: Values, attend: Attend, later: int = 0) -> Attended:
         """softmax(scores) v over the keys each query may see, where
 
             score = scale q k^T                        then, with a soft cap,
             score = soft_cap tanh(score / soft_cap)    then, with slopes,
             score = score + slope (j - i)              of the query at i and the key at j.
 
-        Queries are the last of the keys, so a cache is simply more keys, and so is what comes
-        before a chunk of a sequence. The softmax is fp32 or wider.
+        Queries are the last of the keys but `later`, which only prefixes let them see. So a cache
+        is simply more keys, and so is what comes before a chunk of a sequence. The softmax is fp32
+        or wider.
         """
         ...
 
@@ -255,7 +313,8 @@ class Attention(Protocol):
         """Attention of a run of queries to a run of keys, as if there were no other keys, and what
         merges it with other runs.
 
-        The two are the same run, or the keys' ends before the queries' begins. -> out, in fp32 or
+        The two are the same run, or apart; the keys are behind the queries only where a prefix is
+        seen. -> out, in fp32 or
         wider (flash: in q's dtype), and log_sum in fp32 or wider. A query that sees none of the
         keys has out 0 and log_sum -inf. No autograd: `partial_backward` is its gradient.
         """
