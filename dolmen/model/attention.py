@@ -7,6 +7,7 @@ every rank; a rank multiplies only the rows of the heads its queries use, and th
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 from jaxtyping import Float
 from torch import Tensor
@@ -17,7 +18,7 @@ from dolmen.model.branch import Branch
 from dolmen.model.cached import LayerCache
 from dolmen.model.component import Setting
 from dolmen.model.given import Given
-from dolmen.model.layers import Column, Norm, Row
+from dolmen.model.layers import Column, Norm, Parameters, Row
 from dolmen.model.scores import Scores
 from dolmen.model.tree import Leaves, under
 from dolmen.ops import rope
@@ -50,6 +51,7 @@ class Attention(Branch):
         self.interleaved = positions.interleaved(attention.positions)
         self.q, self.k, self.v = (Column(under(leaves, name)) for name in ("q", "k", "v"))
         self.o = Row(under(leaves, "o"), self.tp)
+        self.sinks = Parameters(under(leaves, "sinks")) if attention.sinks else None
         norm = attention.qk_norm
         self.q_norm = None if norm is None else Norm(norm, under(leaves, "q_norm"), kernels)
         self.k_norm = None if norm is None else Norm(norm, under(leaves, "k_norm"), kernels)
@@ -90,10 +92,14 @@ class Attention(Branch):
         if given.steps is not None:
             steps = given.steps.narrow(2, self.first_head, self.heads)
             q, k = alibi.carried(q, k, steps, self.carried)
+        sinks = None if self.sinks is None else local(self.sinks.weight)
         if cache is None:
-            y = self.scores(q, k, v, given)
+            y = self.scores(q, k, v, given, sinks)
         else:
-            y = cache.attended(q, (k, v), self.scores.of_pages, self.scores.of_texts)
+            of_pages, of_texts = (
+                partial(road, sinks=sinks) for road in (self.scores.of_pages, self.scores.of_texts)
+            )
+            y = cache.attended(q, (k, v), of_pages, of_texts)
         return y.reshape(-1, self.heads * self.head_size)
 
 

@@ -37,6 +37,7 @@ from dolmen.core.mesh import Axis
 from dolmen.core.torch_private import compute
 from dolmen.ops import attention as ops
 from dolmen.ops.attention import Attend, Attention, Documents, dropped
+from dolmen.ops.attention import sinks as sink
 from dolmen.ops.attention.spec import Attended, Keys, LogSum, Place, Queries, Values
 
 
@@ -103,7 +104,7 @@ class ContextParallel:
             return self.backend.attention(q, k, v, attend)
         if self.kind == "ring":
             # torch says no type of what its decorator makes of a function
-            return _ring(q, k, v, self, attend)  # pyright: ignore[reportCallIssue]
+            return _ring(q, k, v, attend.sinks, self, attend)  # pyright: ignore[reportCallIssue]
         k, v = self.gather_keys(k, v)
         n, out = q.shape[1] // 2, []
         for i, chunk in enumerate(self.chunks(self.axis.rank)):
@@ -201,7 +202,7 @@ def _passing(k: Tensor, v: Tensor, axis: Axis) -> Iterator[tuple[int, Tensor, Te
 def _forward(
     q: Queries, k: Keys, v: Values, context: ContextParallel, attend: Attend
 ) -> tuple[Attended, LogSum]:
-    """-> out, and log_sum in fp32 or wider."""
+    """-> out and log_sum, in fp32 or wider, without sinks."""
     wide = torch.promote_types(q.dtype, torch.float32)
     log_sum = torch.full_like(q[..., 0], -torch.inf, dtype=wide)
     out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=wide)
@@ -211,7 +212,7 @@ def _forward(
             if at.q_start != at.k_start:
                 piece = merge(out[:, mine], log_sum[:, mine], *piece)
             out[:, mine], log_sum[:, mine] = piece
-    return out.to(q.dtype), log_sum
+    return out, log_sum
 
 
 def _backward(
@@ -223,7 +224,7 @@ def _backward(
     context: ContextParallel,
     attend: Attend,
 ) -> tuple[Queries, Keys, Values]:
-    """dq, dk, dv; `whole` is what `_forward` made."""
+    """dq, dk, dv; `whole` is of all keys, and of sinks where there are any."""
     (out, log_sum), travelling = whole, None
     dq = torch.zeros_like(q, dtype=log_sum.dtype)
     for source, keys, values in _passing(k, v, context.axis):
@@ -258,12 +259,16 @@ class _Ring(Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        sinks: Tensor | None,
         context: ContextParallel,
         attend: Attend,
     ) -> Tensor:
         out, log_sum = _forward(q, k, v, context, attend)
-        ctx.kept = context, attend
-        ctx.save_for_backward(q, k, v, out, log_sum)
+        if sinks is not None:
+            out, log_sum = sink.join(out, log_sum, sinks)
+        out = out.to(q.dtype)
+        ctx.kept = context, attend._replace(sinks=None)
+        ctx.save_for_backward(q, k, v, sinks, out, log_sum)
         return out
 
     @staticmethod
@@ -271,14 +276,23 @@ class _Ring(Function):
     def backward(
         ctx: Context[tuple[ContextParallel, Attend]], g: Tensor
     ) -> tuple[Tensor | None, ...]:
-        q, k, v, out, log_sum = ctx.saved_tensors
-        return *_backward(g, q, k, v, (out, log_sum), *ctx.kept), None, None
+        q, k, v, sinks, out, log_sum = ctx.saved_tensors
+        grads = _backward(g, q, k, v, (out, log_sum), *ctx.kept)
+        dsinks = None if sinks is None else sink.gradient(g, out, log_sum, sinks)
+        return *grads, dsinks, None, None
 
 
-def _ring(q: Tensor, k: Tensor, v: Tensor, context: ContextParallel, attend: Attend) -> Tensor:
+def _ring(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    context: ContextParallel,
+    attend: Attend,
+) -> Tensor:
     """Point-to-point messages do not trace: under torch.compile the graph breaks here."""
     apply = _untraced if torch.compiler.is_compiling() else _apply
-    return apply(q, k, v, context, attend)
+    return apply(q, k, v, sinks, context, attend)
 
 
 def _apply(*given: Any) -> Tensor:

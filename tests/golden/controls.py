@@ -139,6 +139,7 @@ CONTROLS = {
         {"documents": True},
     ),
     "masks of a rank's own tokens": ("dropout", SEQUENCE, damages.masks_of_the_rank),
+    "no sinks around the ring": ("sinks", RING, damages.attending(sinks=None)),
     "a ring that leaves out the prefix behind a chunk": (
         "prefix",
         RING,

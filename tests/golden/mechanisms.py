@@ -104,6 +104,8 @@ CONFIGS = {
         routed_scaling_factor=1.5,
     ),
     "deepseek-v3": tiny("deepseek_v3", **DEEPSEEK, q_lora_rank=20, n_group=4, topk_group=2),
+    # of each head a score that weighs no value
+    "sinks": mixing(FAMILIES["llama"], sinks=True),
     # the first tokens see one another
     "prefix": mixing(FAMILIES["llama"], mask="prefix"),
 }
@@ -317,6 +319,21 @@ ROWS = [
         dp2 tp2 ep2 zero3
         """,
     ),
+    *rows(
+        CONFIGS["sinks"],
+        "sinks",
+        """
+        tp2 sp zero1 acc4
+        cp2 pp2 acc4 zero1
+        cp4
+        cp2 tp2 sp gather selective
+        dp2 tp2 sp zero3 full
+        tp4                     |
+        pp2 acc4 zero-bubble    |
+        """,
+        steps=2,
+    ),
+    *rows(DROPPED["sinks"], "sinks, dropout", "dp2 tp2 zero2", steps=2),
     *rows(
         CONFIGS["prefix"],
         "prefix",

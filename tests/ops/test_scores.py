@@ -142,11 +142,8 @@ def test_the_road_of_dropout(name, dtype, tolerance):
     case = NEW[name]
     *qkv, g = case.tensors(dtype, HERE)
     leaves = [t.requires_grad_() for t in qkv]
-    documents = None
-    if case.starts is not None:
-        documents = reference.spec.Documents.of(case.starts, case.reach)
     noise = Noise(torch.tensor(7), torch.arange(case.batch))
-    attend = case.attend.of(documents, Dropout(0.0, noise, 1))
+    attend = case.attend.of(case.whole, Dropout(0.0, noise, 1))
     out = dropped.attention(*leaves, attend, torch.arange(case.length))
     assert out.dtype == dtype
     got = [out.detach(), *torch.autograd.grad(out, leaves, g)]

@@ -29,6 +29,7 @@ from dolmen.parallel.context import ContextParallel
 LENGTH, HEADS, SIZE, WORLD = 96, 4, 8, 16
 ALONE = ContextParallel(Axis("cp", 1, 0))
 PREFIX = Attend(mask="prefix")
+SINKS = torch.tensor([2.0, -1.0, 0.0, 5.0], dtype=torch.float64)  # of each head
 ENDS = ([], [0, 40, 41, 95], [95])  # last tokens of the documents of each sequence
 
 
@@ -42,6 +43,7 @@ class Case:
     values: int = SIZE
     """Numbers of a value, of a query and key SIZE."""
     prefixes: bool = False
+    sinks: bool = False
 
     @property
     def whole(self) -> Documents | None:
@@ -66,6 +68,8 @@ CASES = {
     "soft cap": Case(1, Attend(soft_cap=1.5)),
     "prefix": Case(attend=PREFIX, documents=True, prefixes=True),
     "prefix and window": Case(4, PREFIX._replace(window=20), documents=True, prefixes=True),
+    "sinks": Case(sinks=True),
+    "sinks, documents and window": Case(1, Attend(17), documents=True, sinks=True),
     "all at once": Case(2, Attend(50, 0.3, 2.0, slopes(4)), documents=True, values=SIZE // 2),
 }
 FLASH = [n for n, case in CASES.items() if case.attend.plain and not case.prefixes]
@@ -109,8 +113,8 @@ def reach() -> torch.Tensor:
     return ends
 
 
-def gradients(attend, q, k, v, g) -> list[torch.Tensor]:
-    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+def gradients(attend, q, k, v, g, *more) -> list[torch.Tensor]:
+    leaves = [t.detach().requires_grad_() for t in (q, k, v, *more)]
     out = attend(*leaves)
     return [out.detach(), *torch.autograd.grad(out, leaves, g)]
 
@@ -121,8 +125,14 @@ def definition(name: str) -> list[torch.Tensor]:
     case = CASES[name]
     attend = case.attend.of(case.whole)
     return gradients(
-        lambda *t: reference.definition(*t, attend), *inputs(case.kv_heads, values=case.values)
+        lambda q, k, v, *sinks: reference.definition(q, k, v, attend._replace(sinks=first(sinks))),
+        *inputs(case.kv_heads, values=case.values),
+        *[SINKS] * case.sinks,
     )
+
+
+def first(tensors: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
+    return tensors[0] if tensors else None
 
 
 def error(name: str, cp: ContextParallel, dtype: torch.dtype, wrap=lambda f: f) -> float:
@@ -132,13 +142,19 @@ def error(name: str, cp: ContextParallel, dtype: torch.dtype, wrap=lambda f: f) 
     case = CASES[name]
     attend = case.attend.of(None if case.whole is None else cp.documents(case.whole))
     got = gradients(
-        wrap(lambda q, k, v: cp.attention(q, k, v, attend)),
+        wrap(lambda q, k, v, *sinks: cp.attention(q, k, v, attend._replace(sinks=first(sinks)))),
         *(cp.split(t, 1) for t in inputs(case.kv_heads, dtype, values=case.values)),
+        *[SINKS.to(dtype)] * case.sinks,
     )
     assert all(t.dtype == dtype for t in got)
+    want = definition(name)
+    split = [cp.split(t, 1) for t in want[:4]]
+    if case.sinks:  # whole on every rank, and its gradient a part of the sum
+        got[4] = collectives.reduce_scalar(got[4], cp.axis)
+        split.append(want[4])
     return max(
-        float((a.double() - cp.split(b, 1)).abs().max() / b.abs().max())
-        for a, b in zip(got, definition(name), strict=True)
+        float((a.double() - b).abs().max() / whole.abs().max())
+        for a, b, whole in zip(got, split, want, strict=True)
     )
 
 

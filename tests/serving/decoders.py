@@ -3,7 +3,7 @@ enough to matter.
 """
 
 import torch
-from models import Flat, build, initialize, tiny
+from models import Flat, build, initialize, mixing, tiny
 
 from dolmen.core.mesh import SINGLE, Mesh
 from dolmen.model.layout import Layout
@@ -38,6 +38,10 @@ DECODERS = {
     "window-in-one-layer": Flat(
         **SIZES, num_key_value_heads=2, sliding_window=5, sliding_layers=(1,)
     ),
+}
+DECODERS |= {
+    "sinks": mixing(DECODERS["uneven-kv"], sinks=True),
+    "sinks-and-window": mixing(DECODERS["window"], sinks=True),
 }
 FALCON = dict(
     vocab_size=VOCABULARY,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dolmen.core.words import counted, divisor
-from dolmen.model.tree.leaf import Cut, Leaves, Stream, column, row, within
+from dolmen.model.tree.leaf import Cut, Leaf, Leaves, Stream, column, row, within
 from dolmen.model.tree.norm import Norm
 from dolmen.model.tree.positions import Relative
 
@@ -35,6 +35,9 @@ class Attention:
     """prefix: the first tokens of a document, as many as a batch says, are seen by all of it, the
     ones before them too (Raffel et al., 1910.10683, section 3.2). All others see back alone.
     """
+
+    sinks: bool = False
+    """Each head has a learned score that weighs no value, as in GPT-OSS (2508.10925)."""
 
     def __post_init__(self):
         if self.heads % self.kv_heads:
@@ -83,6 +86,8 @@ class Attention:
         if self.qk_norm is not None:
             norm = self.qk_norm.leaves(self.head_size, "branch")
             leaves |= {**within("q_norm", norm), **within("k_norm", norm)}
+        if self.sinks:
+            leaves |= within("sinks", {"weight": Leaf((self.heads,), "bias", (of_q,))})
         return leaves
 
     def products(self, keys: float) -> float:

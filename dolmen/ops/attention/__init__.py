@@ -6,6 +6,7 @@
     flash.py      the backend of torch's FlashAttention operators
     operators.py  their calls
     alibi.py      slopes
+    sinks.py      scores that weigh no value, on top of any backend
     decode.py     one query of each text, to keys in the pages of a cache
     dropped.py    with dropout, any backend's
     reference.py  the definition, in float64

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dolmen.core.function import Context, Function
 from dolmen.ops.attention import blocks
+from dolmen.ops.attention import sinks as sink
 from dolmen.ops.attention.blocks import Rule
 from dolmen.ops.attention.spec import Attend, Attended, Keys, LogSum, Place, Queries, Values
 
@@ -21,7 +22,8 @@ from dolmen.ops.attention.spec import Attend, Attended, Keys, LogSum, Place, Que
 def attention(q: Queries, k: Keys, v: Values, attend: Attend, later: int = 0) -> Attended:
     """See `spec.Attention`."""
     kv_heads, rule = k.shape[2], _rule(q, k, Place(k.shape[1] - later - q.shape[1], 0, attend))
-    out = _Blockwise.apply(*(_rows(t, kv_heads) for t in (q, k, v)), *rule)
+    sinks = None if attend.sinks is None else attend.sinks.view(kv_heads, 1, rule.group)
+    out = _Blockwise.apply(*(_rows(t, kv_heads) for t in (q, k, v)), sinks, *rule)
     return _heads(out, kv_heads, (*q.shape[:3], v.shape[3]))
 
 
@@ -92,6 +94,11 @@ def _heads(x: Tensor, kv_heads: int, shape: tuple[int, ...]) -> Tensor:
     return x.view(batch, kv_heads, length, heads // kv_heads, size).transpose(1, 2).reshape(shape)
 
 
+def _by_head(x: Tensor, sinks: Tensor) -> Tensor:
+    """x [batch * kv_heads, queries * group, size] -> [batch, kv_heads, queries, group, size]."""
+    return x.view(-1, len(sinks), x.shape[1] // sinks.shape[2], sinks.shape[2], x.shape[2])
+
+
 # Under torch.compile each direction is one opaque operator, whose passes between the products are
 # compiled by themselves: traced into the block, the loop was unrolled, and its slices and
 # concatenations fused into slow kernels (59 ms backward, not 37).
@@ -149,31 +156,43 @@ def _(
 
 
 class _Blockwise(Function):
-    """q [n, queries * group, size], k [n, keys, size], v [n, keys, value size], and a Rule, one
-    after the other -> [n, queries * group, value size]. Kept for backward: these, and one number
-    per row.
+    """q [n, queries * group, size], k [n, keys, size], v [n, keys, value size], sinks [kv_heads, 1,
+    group] or None, and a Rule, one after the other -> [n, queries * group, value size]. Kept for
+    backward: these, and one number per row.
     """
 
     @staticmethod
     def forward(
-        ctx: Context[tuple[Any, ...]], q: Tensor, k: Tensor, v: Tensor, *rule: Any
+        ctx: Context[tuple[Any, ...]],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        *rule: Any,
     ) -> Tensor:
         own = Rule(*rule)
         if torch.compiler.is_compiling():
             out, log_sum = _opaque_forward(q, k, v, *own)
         else:
             out, log_sum = blocks.forward(q, k, v, own)
-        ctx.save_for_backward(q, k, v, out, log_sum, *own[_MASKS])
+        if sinks is not None:
+            parts = sink.join(_by_head(out, sinks), _by_head(log_sum, sinks).squeeze(-1), sinks)
+            out, log_sum = parts[0].view(out.shape), parts[1].view(log_sum.shape)
+        ctx.save_for_backward(q, k, v, sinks, out, log_sum, *own[_MASKS])
         ctx.kept = own[: _MASKS.start]
         return out
 
     @staticmethod
     def backward(ctx: Context[tuple[Any, ...]], g: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, log_sum, *masks = ctx.saved_tensors
+        q, k, v, sinks, out, log_sum, *masks = ctx.saved_tensors
         rule, delta = Rule(*ctx.kept, *masks), _delta(g, out, log_sum)
         g = g.contiguous()
         if torch.compiler.is_compiling():
             dq, dk, dv = _opaque_backward(g, q, k, v, delta, log_sum, *rule)
         else:
             dq, dk, dv = blocks.backward(g, q, k, v, delta, log_sum, rule)
-        return dq, dk.to(k.dtype), dv.to(v.dtype), *[None] * len(rule)
+        dsinks = None
+        if sinks is not None:
+            g, out, log_sum = (_by_head(t, sinks) for t in (g, out, log_sum))
+            dsinks = sink.gradient(g, out, log_sum.squeeze(-1), sinks)
+        return dq, dk.to(k.dtype), dv.to(v.dtype), dsinks, *[None] * len(rule)

@@ -4,6 +4,7 @@ them, as 2205.05198 counts them.
 """
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Int64
 from torch import Tensor
 
@@ -29,7 +30,11 @@ def attention(
     scores = _scores(scores, attend, rows, column)
     kept = _kept(attend, rows, column, heads)
     allowed = allowed if allowed.dim() == 2 else allowed[:, None]
-    p = _Probabilities.apply(scores, allowed, kept, attend.dropout.p)
+    if attend.sinks is not None:  # a last column, seen by all; what it weighs is left out
+        column = attend.sinks.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, column), -1)
+        allowed, kept = (F.pad(t, (0, 1), value=True) for t in (allowed, kept))
+    p = _Probabilities.apply(scores, allowed, kept, attend.dropout.p)[..., : k.shape[2]]
     return (p.to(v.dtype) @ v).transpose(1, 2)
 
 

@@ -38,8 +38,8 @@ def attention(q: Queries, k: Keys, v: Values, attend: Attend, later: int = 0) ->
     size, run, call = v.shape[3], _run(attend.documents), _call(q, attend)
     q, k, v = _alike(q, k, v)
     if run is None:
-        return _narrow(Flash.apply(q, k, v, *call), size)
-    out = Flash.apply(q.flatten(0, 1), _kept(k, run), _kept(v, run), *call)
+        return _narrow(Flash.apply(q, k, v, attend.sinks, *call), size)
+    out = Flash.apply(q.flatten(0, 1), _kept(k, run), _kept(v, run), attend.sinks, *call)
     return _narrow(out.view(q.shape), size)
 
 

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from dolmen.core.function import Context, Function
 from dolmen.core.torch_private import compute
+from dolmen.ops.attention import sinks as sink
 from dolmen.ops.attention.spec import Run
 
 CAUSAL, ALL = (-1, 0), (-1, -1)
@@ -165,28 +166,36 @@ def no_state(q: Tensor) -> Tensor:
 
 
 class Flash(Function):
-    """q, k, v and a Call, one after the other. Kept for backward: q, k, v, out, one number per
-    query and head, and 16 bytes.
+    """q, k, v, sinks [heads] or None, and a Call, one after the other. Kept for backward: these,
+    out, one number per query and head, and 16 bytes.
     """
 
     @staticmethod
-    def forward(ctx: Context[Call], q: Tensor, k: Tensor, v: Tensor, *call: Any) -> Tensor:
+    def forward(
+        ctx: Context[Call], q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *call: Any
+    ) -> Tensor:
         own = Call(*call)
         if torch.compiler.is_compiling():
             out, log_sum, state = opaque_forward(q, k, v, *own)
         else:
             out, log_sum, state = forward(q, k, v, own)
-        ctx.save_for_backward(q, k, v, out, log_sum, state, own.queries, own.keys)
+        if sinks is not None:
+            out, by_query = sink.join(out, log_sum.transpose(-1, -2), sinks)
+            log_sum = by_query.transpose(-1, -2)
+        ctx.save_for_backward(q, k, v, sinks, out, log_sum, state, own.queries, own.keys)
         ctx.kept = own._replace(queries=None, keys=None)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Context[Call], g: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, log_sum, state, queries, keys = ctx.saved_tensors
+        q, k, v, sinks, out, log_sum, state, queries, keys = ctx.saved_tensors
         call = ctx.kept._replace(queries=queries, keys=keys)
         if torch.compiler.is_compiling():
             grads = opaque_backward(g, q, k, v, out, log_sum, state, *call)
         else:
             grads = backward(g, q, k, v, out, log_sum, state, call)
-        return *grads, *[None] * len(call)
+        dsinks = None
+        if sinks is not None:
+            dsinks = sink.gradient(g, out, log_sum.transpose(-1, -2), sinks)
+        return *grads, dsinks, *[None] * len(call)

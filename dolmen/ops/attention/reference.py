@@ -5,9 +5,10 @@ for name, case in CASES.items():
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Int64
 from torch import Tensor
 
@@ -39,6 +40,9 @@ def definition(q: Queries, k: Keys, v: Values, attend: Attend = Attend()) -> Att
         hidden = hidden | (column < attend.documents.starts[..., None])
     hidden = hidden | (back >= (attend.window or k.shape[1]))
     s = s.masked_fill(hidden[:, None], -torch.inf)
+    if attend.sinks is not None:  # one more key, which all see, and whose value is 0
+        sinks = attend.sinks.to(s.dtype)[:, None, None].expand(*s.shape[:3], 1)
+        s, v = torch.cat((s, sinks), -1), F.pad(v, (0, 0, 0, 0, 0, 1))
     return torch.einsum("bhqk,bkhd->bqhd", s.softmax(-1), v)
 
 
@@ -74,6 +78,11 @@ class Case:
         if self.documents is None or self.prefixes is None:
             return None
         return self._starts_and(self.prefixes)
+
+    @property
+    def whole(self) -> spec.Documents | None:
+        """On the host."""
+        return None if self.starts is None else spec.Documents.of(self.starts, self.reach)
 
     def _starts_and(self, more: tuple[tuple[int, ...], ...]) -> Int64[Tensor, "batch length"]:
         """Of each token, where its document begins, and so many behind it."""
@@ -241,9 +250,9 @@ def _slices(length: int, n: int) -> Iterator[slice]:
 
 def _attend(case: Case, first: int, length: int, device: torch.device, back: bool = True) -> Attend:
     """Of the queries [first, first + length)."""
-    starts, reach = case.starts, case.reach
-    if starts is None:
+    whole = case.whole
+    if whole is None:
         return case.attend
-    run = spec.run(spec.begins(starts), first, length, device, back)
-    whole = spec.Documents(starts, starts, (run,), reach, reach)
+    run = spec.run(spec.begins(whole.host), first, length, device, back)
+    whole = replace(whole, runs=(run,))
     return case.attend.of(whole.part(slice(first, first + length)).on(device))

@@ -220,6 +220,9 @@ class Attend(NamedTuple):
     document's. causal: none has one here, whatever a microbatch says.
     """
 
+    sinks: Tensor | None = None
+    """[heads of these queries]: of each a score that weighs no value (sinks.py); None: none."""
+
     def of(self, documents: Documents | None, dropout: Dropout | None = None) -> "Attend":
         """The same of a microbatch."""
         if documents is not None and self.mask == "causal":
@@ -300,7 +303,9 @@ class Attention(Protocol):
 
             score = scale q k^T                        then, with a soft cap,
             score = soft_cap tanh(score / soft_cap)    then, with slopes,
-            score = score + slope (j - i)              of the query at i and the key at j.
+            score = score + slope (j - i)              of the query at i and the key at j,
+
+        and with sinks one more score, whose value is 0.
 
         Queries are the last of the keys but `later`, which only prefixes let them see. So a cache
         is simply more keys, and so is what comes before a chunk of a sequence. The softmax is fp32

@@ -1,0 +1,51 @@
+"""Position ids: what rope and learned tables take for a token's place. They are made where a batch
+is, and each layer is given what follows from them; of a batch without any, a token's is its index
+in the sequence.
+
+One stream begins anew with each document. Of two (GLM, 2103.10360, section 2.3, as ChatGLM-6B reads
+them) the first says where in the prefix a token is, and stands at its last token behind it; the
+second counts from there:
+
+    a prefix a b c, and d e f     a  b  c  d  e  f
+    first stream                  0  1  2  2  2  2
+    second                        0  0  0  1  2  3
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from dolmen.core import host
+
+
+@dataclass(frozen=True, eq=False)
+class Positions:
+    """Of the tokens of a batch."""
+
+    ids: Int64[Tensor, "streams batch length"]
+    longest: int
+    """Rows that a table of the first stream must have, or more."""
+
+    @staticmethod
+    def of(ids: Int64[Tensor, "streams batch length"]) -> "Positions":
+        """Of ids on the host."""
+        return Positions(ids, 1 + max(map(max, ids[0].tolist())))
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> "Positions":
+        """The same of what `change` makes of the ids."""
+        return replace(self, ids=change(self.ids))
+
+    def on(self, device: torch.device) -> "Positions":
+        """The same on `device`; the host does not wait for it."""
+        return self.each(lambda ids: host.send(ids, device))
+
+
+def of_prefix(
+    index: Int64[Tensor, "*tokens"], prefix: Int64[Tensor, "*tokens"]
+) -> Int64[Tensor, "2 *tokens"]:
+    """Both streams, of tokens at `index` in documents with prefixes of so many tokens."""
+    last = (prefix - 1).clamp(min=0)
+    return torch.stack((torch.minimum(index, last), (index - prefix + 1).clamp(min=0)))
