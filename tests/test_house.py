@@ -350,6 +350,7 @@ WAITS += ("unique_consecutive", "masked_select", "synchronize", "one_hot", "is_n
 HOST = {  # calls that touch the host's own tensors alone
     "ops/attention/spec.py": {"tolist"},  # Documents.host
     "ops/attention/blocks.py": {"tolist"},  # Documents.host
+    "ops/positions.py": {"tolist"},  # PositionIds.of the host's ids
     "ops/attention/reference.py": {"to"},  # for tests
     "data/batch.py": {"numpy"},  # labels as they were made
     "training/step.py": {"to"},  # Batch.to

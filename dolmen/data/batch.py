@@ -13,6 +13,7 @@ from torch import Tensor
 from dolmen.core import host
 from dolmen.ops.attention import Documents
 from dolmen.ops.loss import IGNORED
+from dolmen.ops.positions import PositionIds, of_prefix
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,6 +24,8 @@ class Batch:
     labels: Int64[Tensor, "sequences length"]
     documents: Documents | None = None
     """Of each window; None: it is one, without a prefix."""
+    positions: PositionIds | None = None
+    """None: a token's is its index in the window."""
     weights: Float[Tensor, "sequences length"] | None = None
     """Of each token's loss, finite and not negative; None: 1. One of 0 is as good as a label that
     is IGNORED.
@@ -56,6 +59,19 @@ class Batch:
         starts = torch.zeros_like(self.tokens) if documents is None else documents.starts
         reach = torch.minimum(starts + lengths, document_ends(starts))
         return replace(self, documents=Documents.of(starts, reach))
+
+    def with_positions(self, streams: int) -> "Batch":
+        """The same, made on the CPU, with positions that begin anew in each document: so many
+        `streams` as the model knows (ops/positions.py).
+        """
+        index = torch.arange(self.tokens.shape[1]).expand_as(self.tokens)
+        prefix = torch.zeros_like(index)
+        if self.documents is not None:
+            index = index - self.documents.starts
+        if self.documents is not None and self.documents.reach is not None:
+            prefix = self.documents.reach - self.documents.starts
+        ids = index[None] if streams == 1 else of_prefix(index, prefix)
+        return replace(self, positions=PositionIds.of(ids.transpose(0, 1)))
 
     def to(self, device: torch.device) -> "Batch":
         """The batch, made on the CPU, on `device`, and the host does not wait for it; of its
@@ -101,11 +117,11 @@ class Batch:
 
     def _each(self, change: Callable[[Tensor], Tensor], documents: Documents | None) -> "Batch":
         """The same of tensors that are `change` of these, with these documents."""
-
         return Batch(
             change(self.tokens),
             change(self.labels),
             documents,
+            None if self.positions is None else self.positions.each(change),
             None if self.weights is None else change(self.weights),
             {name: change(t) for name, t in self.numbers.items()},
         )

@@ -48,7 +48,7 @@ class Attention(Branch):
         equal = used == _grouped(used[0], self.kv_heads, self.heads)
         attend = self.attend(attention)._replace(first_head=self.first_head)
         self.scores = Scores(attend, setting, None if equal else [u - used[0] for u in used])
-        self.interleaved = positions.interleaved(attention.positions)
+        self.pairs = positions.pairs(attention.positions)
         self.q, self.k, self.v = (Column(under(leaves, name)) for name in ("q", "k", "v"))
         self.o = Row(under(leaves, "o"), self.tp)
         self.sinks = Parameters(under(leaves, "sinks")) if attention.sinks else None
@@ -88,7 +88,7 @@ class Attention(Branch):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if given.cos is not None and given.sin is not None:
-            q, k = (rope.rotate(t, given.cos, given.sin, self.interleaved) for t in (q, k))
+            q, k = (rope.rotate(t, given.cos, given.sin, *self.pairs) for t in (q, k))
         if given.steps is not None:
             steps = given.steps.narrow(2, self.first_head, self.heads)
             q, k = alibi.carried(q, k, steps, self.carried)

@@ -44,7 +44,7 @@ class Cached(Protocol):
     """Of one forward: its tokens, and each layer."""
 
     @property
-    def positions(self) -> Int64[Tensor, "1 tokens"]:
+    def positions(self) -> Int64[Tensor, "streams 1 tokens"]:
         """Of each token in its own text."""
         ...
 

@@ -35,6 +35,7 @@ from dolmen.model.tree import Leaf, Tree, check_cuts, under
 from dolmen.model.tree.positions import Relative
 from dolmen.ops import dropout
 from dolmen.ops.attention import Documents
+from dolmen.ops.positions import PositionIds
 from dolmen.parallel import tensor
 from dolmen.parallel.data import Unit
 
@@ -153,7 +154,7 @@ class Decoder(nn.Module):
         )
 
     def where(
-        self, part: int, positions: Int64[Tensor, "b s"]
+        self, part: int, positions: Int64[Tensor, "streams b s"]
     ) -> dict[tuple[Relative | None, int], Where]:
         """What is known of `positions`, those of each sequence or of all (b = 1), by each kind of
         layer that a stage of this rank has, in fp32 or wider.
@@ -172,6 +173,7 @@ class Decoder(nn.Module):
         cache: Cached | None = None,
         noise: dropout.Noise | None = None,
         documents: Documents | None = None,
+        positions: PositionIds | None = None,
         balance: Mapping[int, Balance] | None = None,
         x: Float[Tensor, "here hidden"] | None = None,
         part: int = 0,
@@ -181,16 +183,17 @@ class Decoder(nn.Module):
         parallelism), and so is the result of all but the last, whose is what `end` makes of the
         last hidden vectors, these without one.
 
-        `noise` is required while training with dropout, and unused otherwise. `documents`: of the
-        whole sequences. With a `cache` (cached.py), which holds the keys and values of the tokens
-        before these, b is 1, and the tokens of several texts follow one another. `balance`: of each
-        layer of experts.
+        `noise` is required while training with dropout, and unused otherwise. `documents` and
+        `positions`: of the whole sequences. With a `cache` (cached.py), which holds the keys and
+        values of the tokens before these, b is 1, and the tokens of several texts follow one
+        another. `balance`: of each layer of experts.
         """
         here = self.split.parts[part]
-        given, positions = self._given(tokens, cache, noise, documents)
-        y = self._embedded(tokens, positions, given) if here.first else x
+        given = self._given(tokens, cache, noise, documents)
+        ids = self._positions(tokens, cache, positions)
+        y = self._embedded(tokens, ids[0], given) if here.first else x
         assert y is not None, "a stage that is not the first is given x"
-        known = self.where(part, positions)
+        known = self.where(part, ids)
         for i, block in zip(here.layers, self.blocks(part), strict=True):
             kept = None if cache is None else cache.layers[i]
             mixer = self.tree.blocks[i].mixer
@@ -199,7 +202,9 @@ class Decoder(nn.Module):
         return self._ended(y, len(tokens), end) if here.last else y
 
     def _embedded(self, tokens: Tensor, positions: Tensor, given: Given) -> Tensor:
-        """What enters the first block, of tokens [b, s] at `positions` [1, s / cp]."""
+        """What enters the first block, of tokens [b, s] at `positions` [b, s / cp], or [1, s / cp]
+        for all.
+        """
         assert self.embed is not None
         x = self.embed(self.split.cp.split(tokens, 1).reshape(-1))
         if self.positions is not None:
@@ -232,8 +237,8 @@ class Decoder(nn.Module):
         cache: Cached | None,
         noise: dropout.Noise | None,
         documents: Documents | None,
-    ) -> tuple[Given, Tensor]:
-        """What all layers share, and the positions [1, s / cp] of this rank's tokens."""
+    ) -> Given:
+        """What all layers share."""
         (batch, length) = tokens.shape
         cp = self.split.cp
         if documents is not None and documents.reach is not None and not self.tree.prefixed:
@@ -241,23 +246,38 @@ class Decoder(nn.Module):
                 "the batch has prefixes, and no layer of the model has a prefix mask: give batches "
                 "without prefixes, or a model with one"
             )
-        longest = length if cache is None else cache.longest
-        most = self.tree.longest
+        noise, rows = self._noise(noise, length)
+        here = None if documents is None else cp.documents(documents)
+        return Given(batch, documents=here, noise=noise, rows=rows)
+
+    def _positions(
+        self, tokens: Tensor, cache: Cached | None, positions: PositionIds | None
+    ) -> Int64[Tensor, "streams _ here"]:
+        """Of this rank's tokens, of each sequence or of all. Raises ValueError for positions that
+        the model does not have.
+        """
+        length, most, known = tokens.shape[1], self.tree.longest, self.tree.streams
+        longest = length if positions is None else positions.longest
+        longest = longest if cache is None else cache.longest
         if most is not None and longest > most:
             raise ValueError(
                 f"{longest} tokens, but the table of positions has {most} "
                 f"(max_position_embeddings): use a shorter sequence"
             )
-        if cache is None:
-            positions = cp.indices(length, tokens.device)[None]
-        else:
-            positions = cache.positions
-        noise, rows = self._noise(noise, length, positions[0])
-        here = None if documents is None else cp.documents(documents)
-        return Given(batch, documents=here, noise=noise, rows=rows), positions
+        if cache is not None:
+            return cache.positions
+        streams = 1 if positions is None else positions.ids.shape[1]
+        if streams != known:
+            raise ValueError(
+                f"the model knows {known} streams of positions, and the batch has {streams}: make "
+                f"them by Batch.with_positions({known})"
+            )
+        if positions is None:
+            return self.split.cp.indices(length, tokens.device)[None, None]
+        return self.split.cp.split(positions.ids, 2).transpose(0, 1)
 
     def _noise(
-        self, noise: dropout.Noise | None, length: int, positions: Tensor
+        self, noise: dropout.Noise | None, length: int
     ) -> tuple[dropout.Noise | None, Tensor | None]:
         """`noise` where dropout acts, and the index in the global batch of each token of this
         rank's residual stream.
@@ -269,5 +289,6 @@ class Decoder(nn.Module):
                 f"training with dropout ({self.dropout}) needs `noise`: pass it, or set "
                 f"--train.dropout 0"
             )
-        rows = noise.sequences[:, None] * length + positions
+        index = self.split.cp.indices(length, noise.sequences.device)
+        rows = noise.sequences[:, None] * length + index
         return noise, tensor.own_tokens(rows.reshape(-1), self.tp)

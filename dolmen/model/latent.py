@@ -29,6 +29,7 @@ from dolmen.model.cached import LayerCache
 from dolmen.model.component import Component, Setting
 from dolmen.model.given import Given
 from dolmen.model.layers import Column, Norm, Parameters, Row
+from dolmen.model.positions import pairs
 from dolmen.model.scores import Scores
 from dolmen.model.tree import Leaves, under
 from dolmen.ops import rope
@@ -101,7 +102,7 @@ class LatentAttention(Component):
 
     def _turned(self, x: Tensor, given: Given) -> Tensor:
         assert given.cos is not None and given.sin is not None
-        return rope.rotate(x, given.cos, given.sin, self.form.positions.interleaved)
+        return rope.rotate(x, given.cos, given.sin, *pairs(self.form.positions))
 
     def _expanded(self, kv: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of all heads: kv what kv_b makes, [tokens, heads * (nope + value)], key

@@ -36,34 +36,38 @@ SCALED = {
 
 def frequencies(
     r: tree.Rope, device: torch.device | None = None, dtype: torch.dtype = torch.float32
-) -> Float[Tensor, " {r.size}//2"]:
-    """Of `dtype`: the angle per position of each pair."""
-    inv = rope.inverse_frequencies(r.size, r.theta, device, dtype)
+) -> Float[Tensor, " {r.size}//(2*{r.streams})"]:
+    """Of `dtype`: the angle per position of each pair, of one stream."""
+    inv = rope.inverse_frequencies(r.size // r.streams, r.theta, device, dtype)
     return SCALED[type(r.scaling)](inv, r)
 
 
 def tables(
-    p: Relative | None, heads: int, positions: Int[Tensor, "b s"], dtype: torch.dtype
+    p: Relative | None, heads: int, positions: Int[Tensor, "streams b s"], dtype: torch.dtype
 ) -> Where:
     """Of `positions`, those of each sequence, or of all (b = 1), for layers of so many heads; cos
-    and sin in `dtype`, times the attention factor of rope.
+    and sin in `dtype`, times the attention factor of rope, stream after stream.
     """
     match p:
         case tree.Rope():
-            cos, sin = rope.tables(positions, frequencies(p, positions.device, dtype))
+            inv = frequencies(p, positions.device, dtype)
+            cos, sin = rope.tables(positions[0], inv)
+            if p.streams == 2:
+                second = rope.tables(positions[1], inv)
+                cos, sin = (torch.cat(t, -1) for t in zip((cos, sin), second, strict=True))
             factor = p.attention_factor
             return Where(cos, sin) if factor == 1 else Where(cos * factor, sin * factor)
         case tree.Steps():
-            return Where(steps=alibi.steps(heads, positions))
+            return Where(steps=alibi.steps(heads, positions[0]))
     return Where()
 
 
-def interleaved(p: Relative | None) -> bool:
-    """Whether the pairs that rope turns are neighbours."""
+def pairs(p: Relative | None) -> tuple[bool, int]:
+    """Whether the pairs that rope turns are neighbours, and by how many streams it does."""
     match p:
         case tree.Rope():
-            return p.interleaved
-    return False
+            return p.interleaved, p.streams
+    return False, 1
 
 
 def slopes(p: Relative | None, heads: int) -> tuple[float, ...] | None:

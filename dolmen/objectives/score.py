@@ -42,7 +42,14 @@ def forward(
             found[micro] = end(hidden, head, part)
             return hidden
 
-        return model(part.tokens, here, documents=part.documents, x=x, part=chunk)
+        return model(
+            part.tokens,
+            here,
+            documents=part.documents,
+            positions=part.positions,
+            x=x,
+            part=chunk,
+        )
 
     pipeline.execute(order, mesh, Work(stage, lambda: model.boundary(*parts[0].tokens.shape)))
     return [found[micro] for micro in sorted(found)]

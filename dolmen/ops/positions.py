@@ -22,30 +22,30 @@ from dolmen.core import host
 
 
 @dataclass(frozen=True, eq=False)
-class Positions:
+class PositionIds:
     """Of the tokens of a batch."""
 
-    ids: Int64[Tensor, "streams batch length"]
+    ids: Int64[Tensor, "batch streams length"]
     longest: int
     """Rows that a table of the first stream must have, or more."""
 
     @staticmethod
-    def of(ids: Int64[Tensor, "streams batch length"]) -> "Positions":
+    def of(ids: Int64[Tensor, "batch streams length"]) -> "PositionIds":
         """Of ids on the host."""
-        return Positions(ids, 1 + max(map(max, ids[0].tolist())))
+        return PositionIds(ids, 1 + max(map(max, ids[:, 0].tolist())))
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> "Positions":
+    def each(self, change: Callable[[Tensor], Tensor]) -> "PositionIds":
         """The same of what `change` makes of the ids."""
         return replace(self, ids=change(self.ids))
 
-    def on(self, device: torch.device) -> "Positions":
+    def on(self, device: torch.device) -> "PositionIds":
         """The same on `device`; the host does not wait for it."""
         return self.each(lambda ids: host.send(ids, device))
 
 
 def of_prefix(
     index: Int64[Tensor, "*tokens"], prefix: Int64[Tensor, "*tokens"]
-) -> Int64[Tensor, "2 *tokens"]:
+) -> Int64[Tensor, "2 ..."]:
     """Both streams, of tokens at `index` in documents with prefixes of so many tokens."""
     last = (prefix - 1).clamp(min=0)
     return torch.stack((torch.minimum(index, last), (index - prefix + 1).clamp(min=0)))

@@ -93,15 +93,20 @@ def rotate(
     cos: Float[Tensor, "*tokens 1 half"],
     sin: Float[Tensor, "*tokens 1 half"],
     interleaved: bool = False,
+    streams: int = 1,
 ) -> Float[Tensor, "batch length heads head_dim"]:
     """x turned by its token's angle, in fp32 (fp64 for fp64 input); x's dtype. `tokens` is batch
     and length, or length alone. Where the tables are of a part of the head, its first 2 `half` dims
-    are turned and the others kept. `interleaved` says which dims are a pair, before and after.
+    are turned and the others kept. `interleaved` says which dims are a pair, before and after. Of
+    several `streams` of positions each has its part of the tables, and of the dims that are turned.
     """
     size = 2 * cos.shape[-1]
     if size < x.shape[-1]:
-        turned = rotate(x[..., :size], cos, sin, interleaved)
+        turned = rotate(x[..., :size], cos, sin, interleaved, streams)
         return torch.cat((turned, x[..., size:]), -1)
+    if streams > 1:
+        each = (t.chunk(streams, -1) for t in (x, cos, sin))
+        return torch.cat([rotate(a, c, s, interleaved) for a, c, s in zip(*each, strict=True)], -1)
     wide = x if x.dtype == torch.float64 else x.float()
     a, b = wide.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else wide.chunk(2, -1)
     turned = (a * cos - b * sin, b * cos + a * sin)

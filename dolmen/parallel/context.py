@@ -18,8 +18,8 @@ size is ever held. In backward they travel again, and their gradients, in fp32, 
 gather (Llama 3, 2407.21783): one all-gather of keys and values, one reduce-scatter of their
 gradients; these O(length).
 
-Where a prefix is seen both ways, queries see keys behind them too, and the ranks that hold it have
-the more pairs.
+Where a prefix is seen both ways, queries see keys behind them too, and the first ranks have the
+more pairs.
 """
 
 from collections.abc import Iterator

@@ -30,6 +30,7 @@ from dolmen.model.cached import OfPages, OfTexts
 from dolmen.model.tree import Tree
 from dolmen.ops.attention import Documents
 from dolmen.ops.attention.decode import Pages
+from dolmen.ops.positions import of_prefix
 from dolmen.serving.pages import SIZE, PageTable
 
 
@@ -126,7 +127,7 @@ class Reading:
     """In the order of the tokens."""
     last: Int64[Tensor, " texts"]
     """Index of each text's last token among those of the forward."""
-    positions: Int64[Tensor, "1 tokens"]
+    positions: Int64[Tensor, "streams 1 tokens"]
     longest: int
     count: int
     """Tokens; behind them come those that fill up, and are nobody's."""
@@ -183,7 +184,7 @@ class Cache:
     """Of the texts of one model, each known by a number of the caller's."""
 
     def __init__(self, model: Tree, page: int = SIZE):
-        self.table = PageTable(page)
+        self.table, self.streams = PageTable(page), model.streams
         self.pools = [Pool() for _ in model.blocks]
         self._in_use = self._allocated = self._rectangle = 0
 
@@ -229,11 +230,15 @@ class Cache:
         ]
         filled = -end % multiple
         where = torch.tensor(positions + [0] * filled)
+        ids = where[None]
+        if self.streams == 2:
+            of_token = [prefix[text] for text in texts for _ in range(new[text])]
+            ids = of_prefix(where, torch.tensor(of_token + [0] * filled))
         last = torch.tensor([new[text] for text in texts]).cumsum(0) - 1
         return Reading(
             texts=texts,
             last=host.send(last, device),
-            positions=host.send(where, device)[None],
+            positions=host.send(ids, device)[:, None],
             longest=max(table.lengths[text] for text in texts),
             count=end,
             at=(

@@ -154,7 +154,7 @@ def _read(
     device, multiple = next(model.parameters()).device, tp.axis.size if tp.sequence else 1
     reading = cache.read(new, device, multiple, prefixes)
     tokens = [token for i in reading.texts for token in unread[i][: new[i]]]
-    tokens += [0] * (reading.positions.shape[1] - len(tokens))
+    tokens += [0] * (reading.positions.shape[2] - len(tokens))
     logits = model(host.send(torch.tensor([tokens]), device), head.logits, reading)
     whole = [k for k, i in enumerate(reading.texts) if new[i] == len(unread[i])]
     indices = [reading.texts[k] for k in whole]

@@ -200,6 +200,7 @@ def _forward_backward(
             lambda hidden, head: objective(hidden, head, part),
             noise=noise,
             documents=part.documents,
+            positions=part.positions,
             balance=losses,
             x=x,
             part=chunk,

@@ -3,6 +3,7 @@ layout that sees it.
 """
 
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 
 import damages
@@ -139,6 +140,12 @@ CONTROLS = {
         {"documents": True},
     ),
     "masks of a rank's own tokens": ("dropout", SEQUENCE, damages.masks_of_the_rank),
+    "positions of the window where documents begin anew": (
+        "gpt2",
+        PLAIN,
+        damages.batches(lambda b: replace(b, positions=None)),
+        {"documents": True, "streams": 1},
+    ),
     "no sinks around the ring": ("sinks", RING, damages.attending(sinks=None)),
     "a ring that leaves out the prefix behind a chunk": (
         "prefix",

@@ -4,13 +4,13 @@ layouts on which it joins the golden table. A way to get it wrong joins controls
 
 from dataclasses import replace
 
-from models import Tiny, mixing, tiny
+from models import Flat, Tiny, mixing, tiny
 from table import FAMILIES, LENGTH, SIZES, VOCABULARY
 from variations import rows
 
 from dolmen.families.adapters import ADAPTED
 from dolmen.model.training import RouterTraining, Training
-from dolmen.model.tree import Adapter
+from dolmen.model.tree import Adapter, Rope
 
 FALCON = dict(
     vocab_size=VOCABULARY,
@@ -108,6 +108,10 @@ CONFIGS = {
     "sinks": mixing(FAMILIES["llama"], sinks=True),
     # the first tokens see one another
     "prefix": mixing(FAMILIES["llama"], mask="prefix"),
+    # and rope turns half of each head by a second stream of positions
+    "two streams": mixing(
+        Flat(**SIZES, num_key_value_heads=4), mask="prefix", positions=Rope(8, 100.0, streams=2)
+    ),
 }
 CONFIGS |= {name: replace(CONFIGS[name], training=FELT) for name in ("deepseek-v2", "deepseek-v3")}
 
@@ -325,9 +329,9 @@ ROWS = [
         """
         tp2 sp zero1 acc4
         cp2 pp2 acc4 zero1
-        cp4
         cp2 tp2 sp gather selective
         dp2 tp2 sp zero3 full
+        cp4                     |
         tp4                     |
         pp2 acc4 zero-bubble    |
         """,
@@ -339,8 +343,8 @@ ROWS = [
         "prefix",
         """
         cp2 pp2 acc4 zero1
-        cp4
         cp2 tp2 sp gather
+        cp4                    |
         dp2 tp2 sp zero3 full  |
         cp4 gather selective   |
         """,
@@ -350,9 +354,32 @@ ROWS = [
     *rows(
         CONFIGS["prefix"],
         "prefix, documents",
-        "cp2 dp2 zero2\ncp4 gather",
+        "cp4\ncp2 dp2 gather zero2 |",
         steps=2,
         documents=True,
         prefixes=True,
+    ),
+    *rows(
+        CONFIGS["two streams"],
+        "two streams",
+        """
+        cp2 pp2 acc4 zero1
+        tp2 sp zero1 acc4      |
+        cp4                    |
+        cp2 tp2 sp gather      |
+        dp2 tp2 sp zero3 full  |
+        """,
+        steps=2,
+        documents=True,
+        prefixes=True,
+        streams=2,
+    ),
+    *rows(
+        FAMILIES["gpt2"],
+        "gpt2, positions of documents",
+        "dp2 tp2 sp zero3\ncp2 pp2 acc4 zero1 |",
+        steps=2,
+        documents=True,
+        streams=1,
     ),
 ]

@@ -204,12 +204,17 @@ LAYOUTS = tuple(
 
 
 def batches(
-    mesh: Mesh, seed: int = SEED, documents: bool = False, prefixes: bool = False
+    mesh: Mesh,
+    seed: int = SEED,
+    documents: bool = False,
+    prefixes: bool = False,
+    streams: int = 0,
 ) -> list[Batch]:
     """This rank's part of each step's batch. The first 3 r mod 11 labels of row r are IGNORED:
     ranks and microbatches hold unequal counts of real tokens, and row 10, a microbatch of its own
     where dp 4 accumulates 4, holds none. `documents`: one ends after each fourth token or so, and
-    attention stays inside. `prefixes`: each has one, of no token to seven.
+    attention stays inside. `prefixes`: each has one, of no token to seven. `streams`: so many of
+    positions, which begin anew in each document.
     """
     tokens = np.random.default_rng(1).integers(0, VOCABULARY, 4096).astype(np.uint16)
     mixture = Mixture(
@@ -226,7 +231,8 @@ def batches(
             Documents.of(document_starts(batch.tokens % 4, 0)) if documents else None,
         )
         lengths = (torch.arange(rows) + mesh.dp.rank * rows) * 5 % 8
-        out.append(made.with_prefixes(lengths[:, None]) if prefixes else made)
+        made = made.with_prefixes(lengths[:, None]) if prefixes else made
+        out.append(made.with_positions(streams) if streams else made)
     return out
 
 
@@ -268,12 +274,13 @@ def run(
     steps: int = STEPS,
     documents: bool = False,
     prefixes: bool = False,
+    streams: int = 0,
     seed: int = SEED,
     **options,
 ) -> Run:
     """`steps` updates of the real step function; `options` as `start` takes them."""
     train = start(config, mesh, layout, seed=seed, **options)
-    return updates(train, mesh, batches(mesh, seed, documents, prefixes)[:steps])
+    return updates(train, mesh, batches(mesh, seed, documents, prefixes, streams)[:steps])
 
 
 def updates(train: TrainState, mesh: Mesh, given: list[Batch]) -> Run:

@@ -11,9 +11,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from dolmen.core.mesh import SINGLE
 from dolmen.model.decoder import Decoder
 from dolmen.model.head import logits, loss_of
-from dolmen.model.tree import Alibi
+from dolmen.model.tree import Alibi, Rope
 from dolmen.ops.attention import Attend, Documents, blockwise
 from dolmen.ops.kernels import H100
+from dolmen.ops.positions import PositionIds, of_prefix
 from dolmen.serving import engine
 from dolmen.serving.cache import Cache
 
@@ -43,6 +44,17 @@ def decoder(config: Tiny = CONFIG) -> Decoder:
 def text(rows: int = 1, length: int = LENGTH) -> torch.Tensor:
     g = torch.Generator().manual_seed(0)
     return torch.randint(VOCABULARY, (rows, length), generator=g)
+
+
+# as ChatGLM-6B: half of each head turns by where in the prefix a token is, half by how far behind
+GLM = mixing(CONFIG, positions=Rope(8, 100.0, streams=2))
+
+
+def placed(config: Tiny, documents: Documents) -> PositionIds | None:
+    if config.tree.streams == 1:
+        return None
+    index = torch.arange(documents.starts.shape[1]).expand_as(documents.starts)
+    return PositionIds.of(of_prefix(index, documents.reach).transpose(0, 1))
 
 
 def prefix(*lengths: int, length: int = LENGTH) -> Documents:
@@ -115,11 +127,13 @@ def test_no_prefix_is_causal():
         )
 
 
+@pytest.mark.parametrize("config", [CONFIG, GLM], ids=["one stream", "two streams"])
 @torch.no_grad()
-def test_a_cache_equals_the_whole_text():
+def test_a_cache_equals_the_whole_text(config):
     """Prompts of unlike lengths are prefixes, read at once; what follows sees back alone."""
-    model, tokens, lengths = decoder(), text(3), (9, 9, 4)
-    want = model(tokens, logits, documents=prefix(*lengths))
+    model, tokens, lengths = decoder(config), text(3), (9, 9, 4)
+    documents = prefix(*lengths)
+    want = model(tokens, logits, documents=documents, positions=placed(config, documents))
     cache, found = Cache(model.tree, 4), {i: [] for i in range(3)}
     done, prefixes = dict.fromkeys(found, 0), dict(enumerate(lengths))
     for new in ({0: 9, 1: 12, 2: 4}, {0: 1, 1: 1, 2: 5}, {0: 14, 1: 11, 2: 15}):
@@ -131,7 +145,9 @@ def test_a_cache_equals_the_whole_text():
             done[i] += new[i]
     got = torch.stack([torch.cat(found[i]) for i in range(3)])
     assert want.abs().max() > 1 and (got - want).abs().max() < 1e-5
-    assert (model(tokens, logits) - want).abs().max() > 1e-2  # and it matters
+    none = prefix(0, 0, 0)
+    other = model(tokens, logits, documents=none, positions=placed(config, none))
+    assert (other - want).abs().max() > 1e-2  # and it matters
 
 
 def test_a_prefix_in_parts_is_refused():
@@ -143,19 +159,20 @@ def test_a_prefix_in_parts_is_refused():
         cache.read({0: 3}, HERE, prefixes={0: 12})
 
 
+@pytest.mark.parametrize("config", [CONFIG, GLM], ids=["one stream", "two streams"])
 @torch.no_grad()
-def test_a_prompt_is_the_prefix(monkeypatch):
+def test_a_prompt_is_the_prefix(monkeypatch, config):
     """Greedy text, of prompts longer than what a forward reads; each token that of a forward of
     everything so far.
     """
     monkeypatch.setattr(engine, "TOKENS_AT_ONCE", 8)
-    model, prompts = decoder(), [text()[0, :n].tolist() for n in (13, 1, 6, 13)]
+    model, prompts = decoder(config), [text()[0, :n].tolist() for n in (13, 1, 6, 13)]
     for prompt, new in zip(prompts, engine.generate(model, prompts, 5), strict=True):
         so_far = list(prompt)
         for token in new:
-            last = model(
-                torch.tensor([so_far]), logits, documents=prefix(len(prompt), length=len(so_far))
-            )
+            documents = prefix(len(prompt), length=len(so_far))
+            positions = placed(config, documents)
+            last = model(torch.tensor([so_far]), logits, documents=documents, positions=positions)
             assert int(last[0, -1].argmax()) == token
             so_far.append(token)
         assert len(new) == 5

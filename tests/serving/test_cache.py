@@ -42,7 +42,7 @@ def read(model, cache, text, done: dict[int, int], new: dict[int, int]) -> dict[
     """Logits [new, vocabulary] of each text."""
     reading = cache.read(new, HERE, model.tp.axis.size if model.tp.sequence else 1)
     parts = [text[i, done[i] : done[i] + new[i]] for i in reading.texts]
-    filled = reading.positions.shape[1] - reading.count
+    filled = reading.positions.shape[2] - reading.count
     logits = model(torch.cat([*parts, text[0, :filled]])[None], head.logits, reading)
     logits = gather_vocabulary(logits[0, : reading.count], model.tree.vocab_size, model.tp.axis)
     assert (reading.last + 1).tolist() == torch.tensor([*map(len, parts)]).cumsum(0).tolist()

@@ -137,6 +137,12 @@ class Tree:
         return any(block.mixer.mask == "prefix" for block in self.blocks)
 
     @property
+    def streams(self) -> int:
+        """Of positions, that its layers know."""
+        known = (block.mixer.positions for block in self.blocks)
+        return max((p.streams for p in known if p is not None), default=1)
+
+    @property
     def longest(self) -> int | None:
         """Tokens of a sequence that a learned table has positions for; None: there is no table."""
         table = self.embedding.positions

@@ -69,12 +69,21 @@ class Rope:
     scaling: Scaling | None = None
     interleaved: bool = False
     """Pairs are neighbours (2i, 2i + 1), not (i, i + size / 2)."""
+    streams: int = 1
+    """Of positions. Two (ChatGLM-6B): each turns its half of `size` by itself, as if that were the
+    size.
+    """
 
     def __post_init__(self):
         if self.size % 2:
             raise ValueError(
                 f"head_dim ({self.size}) is odd, rope rotates pairs: set --model.head-dim to an "
                 "even size"
+            )
+        if self.streams not in (1, 2) or self.size % (2 * self.streams):
+            raise ValueError(
+                f"rope of {self.streams} streams of positions over {self.size} numbers: it has 1, "
+                "or 2 that each rotate the pairs of a half"
             )
         if not 0 <= self.theta < math.inf:
             raise ValueError(f"rope_theta is {self.theta!r}: it must be finite and not negative")
@@ -93,6 +102,7 @@ class Alibi:
 
     carried: ClassVar[int] = 0
     both_ways: ClassVar[bool] = False
+    streams: ClassVar[int] = 1
 
 
 @dataclass(frozen=True)
@@ -105,6 +115,7 @@ class Steps:
     carried: ClassVar[int] = 8
     """The growth, and zeros: 16 bytes in half precision, of which flash asks rows to be made."""
     both_ways: ClassVar[bool] = False
+    streams: ClassVar[int] = 1
 
 
 Relative = Rope | Alibi | Steps
@@ -113,7 +124,7 @@ Relative = Rope | Alibi | Steps
 
 @dataclass(frozen=True)
 class Table:
-    """A learned row per position, added to the embedding."""
+    """A learned row per position, of the first stream, added to the embedding."""
 
     length: int
     """Positions that it has a row for."""

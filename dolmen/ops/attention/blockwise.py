@@ -116,7 +116,6 @@ _RULE = (
     "SymInt group, SymInt offset, float scale, float? soft_cap, float[]? slopes, SymInt? window, "
     "Tensor? starts, Tensor? host, Tensor? reach, Tensor? host_reach"
 )
-_MASKS = slice(-4, None)  # of a Rule: its tensors
 
 
 @torch.library.custom_op(
@@ -178,8 +177,9 @@ class _Blockwise(Function):
         if sinks is not None:
             parts = sink.join(_by_head(out, sinks), _by_head(log_sum, sinks).squeeze(-1), sinks)
             out, log_sum = parts[0].view(out.shape), parts[1].view(log_sum.shape)
-        ctx.save_for_backward(q, k, v, sinks, out, log_sum, *own[_MASKS])
-        ctx.kept = own[: _MASKS.start]
+        masks = own.starts, own.host, own.reach, own.host_reach  # the last of a Rule
+        ctx.save_for_backward(q, k, v, sinks, out, log_sum, *masks)
+        ctx.kept = own[: -len(masks)]
         return out
 
     @staticmethod

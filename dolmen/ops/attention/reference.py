@@ -191,13 +191,13 @@ def gathered(
     """
     by, n = BACKENDS[backend], case.length // chunks
     attends = [(mine, _attend(case, mine.start, n, device)) for mine in _slices(case.length, n)]
-    later = [0 if case.prefixes is None else case.length - mine.stop for mine, _ in attends]
+    stops = [mine.stop if case.prefixes is None else case.length for mine, _ in attends]
 
     def road(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return torch.cat(
             [
-                by.attention(q[:, mine], *(t[:, : mine.stop + more] for t in (k, v)), attend, more)
-                for (mine, attend), more in zip(attends, later, strict=True)
+                by.attention(q[:, mine], k[:, :stop], v[:, :stop], attend, stop - mine.stop)
+                for (mine, attend), stop in zip(attends, stops, strict=True)
             ],
             1,
         )
