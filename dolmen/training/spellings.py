@@ -84,6 +84,12 @@ EQUAL = {
     "save-total-limit": "checkpoint.keep",
     "eval-steps": "log.validate-every",
     "logging-steps": "log.every",
+    # PEFT, and what trains with it
+    "lora-r": "adapter.rank",
+    "lora-rank": "adapter.rank",
+    "lora-alpha": "adapter.alpha",
+    "lora-target-modules": "adapter.targets",
+    "target-modules": "adapter.targets",
     # torchtitan
     "tensor-parallel-degree": "layout.tp",
     "pipeline-parallel-degree": "layout.pp",
