@@ -1,21 +1,25 @@
 """A checkpoint saved at any layout is loaded at any other, bitwise: weights and both moments, for a
-tied GPT-2 and for experts; and Muon's momentum.
+tied GPT-2, for experts and for a scalar head, of which some ranks hold nothing; and Muon's
+momentum.
 """
 
 from dataclasses import replace
 from pathlib import Path
 
+import objectives
 import pytest
 import torch
 import torch.distributed as dist
 from mechanisms import ADAPTED_CONFIGS
 from models import Flat, Tiny, build, initialize
 from spawning import run_spawned
-from table import FAMILIES, OPTIMIZER, ROWS, SINGLE, STEPS, Layout, batches
+from table import FAMILIES, NEXT_TOKEN, OPTIMIZER, ROWS, SINGLE, STEPS, Layout, batches
 
 from dolmen.checkpoint.store import Checkpoints
 from dolmen.checkpoint.stream import open_checkpoint
 from dolmen.core import state
+from dolmen.model.tree import Scalar
+from dolmen.objectives.reward import Preferred
 from dolmen.optim import optimizer as optim
 from dolmen.optim.config import OptimizerConfig
 from dolmen.training.step import TrainState, optimizer_step
@@ -29,6 +33,7 @@ LAYOUTS = {
     "qwen3 muon": ("dp2 tp2 sp zero1", "tp4", "one"),
     # beside frozen weights without moments; of pp 4 the first stage has no moments at all
     "deepseek-v3, adapters": ("dp2 tp2 sp ep2 zero2", "pp4 acc4", "one"),
+    "llama scalar": ("dp4 zero3", "dp2 tp2 sp zero1", "one"),
 }
 # the short tier: each layout is saved once and loaded once, by its neighbour in the list
 SHORT = {
@@ -49,11 +54,12 @@ def parameters(to_one: bool) -> list:
 
 
 def config_of(family: str) -> tuple[Flat | Tiny, OptimizerConfig]:
-    """`qwen3-moe muon` is trained with Muon."""
+    """`qwen3-moe muon` is trained with Muon; `llama scalar` ends in a scalar head."""
     if family in ADAPTED_CONFIGS:
         return ADAPTED_CONFIGS[family], OPTIMIZER
-    model, _, name = family.partition(" ")
-    return FAMILIES[model], replace(OPTIMIZER, name=name or "adamw")
+    name, _, word = family.partition(" ")
+    config = objectives.scalar(FAMILIES[name]) if word == "scalar" else FAMILIES[name]
+    return config, replace(OPTIMIZER, name="muon" if word == "muon" else "adamw")
 
 
 def made(family: str, words: str, seed: int, steps: int = 0) -> TrainState:
@@ -65,8 +71,12 @@ def made(family: str, words: str, seed: int, steps: int = 0) -> TrainState:
     initialize(model, seed)
     optimizer = optim.make(model, settings, mesh)
     optim.prime(optimizer)
-    train = TrainState(model, optimizer, settings, STEPS, layout.zero, schedule)
-    for batch in batches(mesh)[:steps]:
+    rewards = model.tree.head == Scalar()
+    objective, given = (Preferred(), objectives.batches) if rewards else (NEXT_TOKEN, batches)
+    train = TrainState(
+        model, optimizer, settings, STEPS, layout.zero, schedule, objective=objective
+    )
+    for batch in given(mesh)[:steps]:
         optimizer_step(train, batch, mesh)
     return train, mesh
 

@@ -5,7 +5,7 @@ them, and what no module computes.
 from dataclasses import replace
 
 import pytest
-from models import Flat, build, decoder
+from models import Flat, Tiny, build, decoder
 
 from dolmen.core.mesh import SINGLE, Axis
 from dolmen.core.state import Replicate, Shard
@@ -13,7 +13,7 @@ from dolmen.model.components import check
 from dolmen.model.decoder import Decoder
 from dolmen.model.layers import is_partial, places
 from dolmen.model.training import RouterTraining, Training
-from dolmen.model.tree import Attention, Table, check_cuts, under
+from dolmen.model.tree import Attention, Scalar, Table, check_cuts, under
 from dolmen.optim.config import OptimizerConfig
 from dolmen.optim.optimizer import adamw
 from dolmen.parallel.tensor import TensorParallel
@@ -42,7 +42,12 @@ GPT2 = Flat(
 EXPERTS = Flat(**SIZES, num_experts=6, moe_intermediate_size=8, dense_layers=(0,))
 
 
-@pytest.mark.parametrize("flat", [LLAMA, GPT2, EXPERTS], ids=("llama", "gpt2", "experts"))
+SCALAR = Tiny(replace(GPT2.tree, head=Scalar()))
+
+
+@pytest.mark.parametrize(
+    "flat", [LLAMA, GPT2, EXPERTS, SCALAR], ids=("llama", "gpt2", "experts", "scalar")
+)
 def test_the_model_has_the_leaves_in_their_order(flat):
     made = {name: tuple(p.shape) for name, p in decoder(flat).named_parameters()}
     assert list(made.items()) == list(flat.tree.shapes.items())
