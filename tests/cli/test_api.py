@@ -99,6 +99,7 @@ def test_keywords_make_the_run_that_words_make(material):
         ("--layout.no-sequence-parallel", {"layout": {"sequence-parallel": False}}),
         ("--model.rope-theta 5", {"model": {"rope_parameters": {"rope_theta": 5.0}}}),
         ("--model.num-key-value-heads 4", {"model": {"num_key_value_heads": 4}}),
+        ("--model.initializer-range 0.02", {"model": {"initializer_range": 0.02}}),
         ("--model.dropout 0.1", {"model": {"dropout": 0.1}}),
         (
             "--model.model-type gpt2 --model.hidden-size 96",
