@@ -69,7 +69,7 @@ def untraced(function: Callable[P, T]) -> Callable[P, T]:
     its compiler before one is called: half a second of every process. To be called where something
     is compiled. 2.11 to 2.13.
     """
-    return torch._disable_dynamo(function)
+    return torch._disable_dynamo(function)  # pyright: ignore[reportPrivateImportUsage]
 
 
 class AdamW(torch.optim.AdamW):

@@ -66,7 +66,8 @@ def gather_plain(record: Record, sum_gradient: Callable[[Tensor], Tensor] | None
     # 2.11 has no such field, and asks the flag alone
     record._unsharded_dtensor_spec = None  # pyright: ignore[reportAttributeAccessIssue]
     if sum_gradient is not None:
-        record._get_grad_inner_tensor = sum_gradient
+        # called by position
+        record._get_grad_inner_tensor = sum_gradient  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def after_backward(root: FSDPModule) -> None:
