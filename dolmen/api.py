@@ -223,10 +223,10 @@ def evaluate(
     workers: int | None = None,
     progress: bool = True,
 ) -> perplexity.Evaluation:
-    """`dolmen evaluate SOURCE --data.path PATH` in this process, on the CPU: how well the model of
-    a transformers directory or hub id predicts a text, over all of it. `path` is what --data.path
-    takes, or several; options are those of the command. `progress` shows a bar on stderr. Raises
-    ValueError on bad input.
+    """`dolmen evaluate SOURCE --data.path PATH` in this process, on the CPU: how well a model (a
+    transformers directory, hub id, run or checkpoint) predicts a text, over all of it. `path` is
+    what --data.path takes, or several; options are those of the command. `progress` shows a bar on
+    stderr. Raises ValueError on bad input.
 
         print(dolmen.evaluate("path/to/model", "book.txt").bits_per_byte)
     """
