@@ -49,20 +49,24 @@ def _told(own: Mapping[str, str] | None = None) -> Iterator[None]:
     try:
         yield
     except (BadInput, ValueError, KeyError, OSError) as error:
-        raise ValueError(
-            in_python(printable(message(error)), {**_keywords(), **(own or {})})
-        ) from error
+        raise ValueError(_in_python(message(error), own or {})) from error
+
+
+def _in_python(text: str, own: Mapping[str, str]) -> str:
+    options = _options()
+    keywords = {**{name: name for name in options}, **own}
+    return in_python(printable(text), keywords, [n for n, kind in options.items() if kind is bool])
 
 
 @cache
-def _keywords() -> dict[str, str]:
-    """Every option of a command -> the same of Python; of a section with a dot."""
-    known = [
-        name for cls in (Handling, RunConfig, ExportConfig, VerifyConfig) for name in leaves(cls)
-    ]
-    known += [*leaves(GenerateConfig), *leaves(EvaluateConfig), "model.model_type"]
-    known += [f"model.{name}" for one in families().values() for name in option_fields(one)]
-    return {name: name for name in known}
+def _options() -> dict[str, Any]:
+    """Every option of a command, as Python spells it -> its type; of a model's none."""
+    known: dict[str, Any] = {"model.model_type": str}
+    for one in families().values():
+        known |= {f"model.{name}": None for name in option_fields(one)}
+    for cls in (Handling, RunConfig, ExportConfig, VerifyConfig, GenerateConfig, EvaluateConfig):
+        known |= leaves(cls)
+    return known
 
 
 def _asked(cls: type[T], **said: Any) -> T:
@@ -269,7 +273,7 @@ def train(recipe: str | PathLike | RunConfig, **changes: Any) -> Path:
     try:
         code = job.run(asked)
     except BadInput as error:
-        raise ValueError(in_python(str(error), _keywords())) from None
+        raise ValueError(_in_python(str(error), {})) from None
     if code == 130:
         raise KeyboardInterrupt
     if code:

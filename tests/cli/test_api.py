@@ -256,7 +256,7 @@ def test_the_package_shows_what_it_has():
         ({"train": {"compile": 1}}, "^train.compile is 1: it must be bool$"),
         ({"train": {"device": "tpu"}}, "^train.device is 'tpu': use one of auto, cpu, cuda$"),
         ({"resume": "yes"}, "^resume is 'yes': it must be bool$"),
-        ({"resume": True, "overwrite": True}, "^resume and overwrite exclude each other"),
+        ({"resume": True, "overwrite": True}, "^resume=True and overwrite=True exclude"),
         ({"max_restarts": -1}, "^max_restarts is -1: it must not be negative$"),
         ({"optimizer": {"lr": -1}}, "optimizer.lr is -1.0: it must be finite"),
         ({"train": {"steps": "five"}}, "^train.steps is 'five': it must be int$"),

@@ -6,7 +6,15 @@ from dolmen.core.keywords import in_python
 
 KEYWORDS = {
     name: name
-    for name in ("train.global_batch_size", "train.compile", "layout.tp", "top_k", "out", "to")
+    for name in (
+        "train.global_batch_size",
+        "train.compile",
+        "layout.tp",
+        "top_k",
+        "out",
+        "to",
+        "resume",
+    )
 } | {"data.path": "path"}
 
 
@@ -14,8 +22,15 @@ KEYWORDS = {
     "told, said",
     [
         ("use --layout.tp 2, or 1", "use layout.tp 2, or 1"),
-        ("train.global-batch-size (4): set --train.global-batch-size.", None),
+        (
+            "train.global-batch-size (4): set --train.global-batch-size.",
+            "train.global_batch_size (4): set train.global_batch_size.",
+        ),
         ("use --train.no-compile, or", "use train.compile=False, or"),
+        (
+            "use --resume: train.compile, --train.compile",
+            "use resume=True: train.compile, train.compile=True",
+        ),
         ("--top-k draws: add --top-k=1", "top_k draws: add top_k=1"),
         ("write to --out, not out", "write to out, not out"),
         ("--data.path is empty", "path is empty"),
@@ -29,5 +44,4 @@ KEYWORDS = {
     ],
 )
 def test_in_python(told, said):
-    asked = said or "train.global_batch_size (4): set train.global_batch_size."
-    assert in_python(told, KEYWORDS) == asked
+    assert in_python(told, KEYWORDS, ["train.compile", "resume"]) == said
