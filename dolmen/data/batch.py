@@ -53,12 +53,15 @@ class Batch:
 
     def with_prefixes(self, lengths: Int64[Tensor, "#sequences #length"]) -> "Batch":
         """The same, made on the CPU, where so many first tokens of each document are its prefix: by
-        sequence, or at each token as its document has. Of a shorter document all.
+        sequence, or at each token as its document has. Of a shorter document all. A token that sees
+        the one it is to predict predicts nothing: labels inside a prefix are IGNORED.
         """
         documents = self.documents
         starts = torch.zeros_like(self.tokens) if documents is None else documents.starts
         reach = torch.minimum(starts + lengths, document_ends(starts))
-        return replace(self, documents=Documents.of(starts, reach))
+        seen = torch.arange(1, starts.shape[1] + 1) < reach
+        labels = torch.where(seen, IGNORED, self.labels)
+        return replace(self, labels=labels, documents=Documents.of(starts, reach))
 
     def with_positions(self, streams: int) -> "Batch":
         """The same, made on the CPU, with positions that begin anew in each document: so many

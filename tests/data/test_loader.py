@@ -327,6 +327,11 @@ def test_prefixes_end_with_their_documents():
         [3, 3, 3, 4, 4, 4],
         [0, 2, 4, 4, 4, 4],
     ]
+    ignored = packed.with_prefixes(of_documents).labels == IGNORED
+    assert ignored.tolist() == [
+        [True, True, False, False, False, False],
+        [False, False, True, False, False, False],
+    ]
     again = packed.with_prefixes(of_documents).with_prefixes(torch.tensor([[0]])).documents
     assert torch.equal(again.reach, again.starts)
 

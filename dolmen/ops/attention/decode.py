@@ -57,14 +57,10 @@ def one_query(
     to_text = owner[:, None, None].expand_as(highest)
     maximum = highest.new_full((len(q), *highest.shape[1:]), -torch.inf)
     maximum.scatter_reduce_(0, to_text, highest, "amax")
-    sinks = None
-    if attend.sinks is not None:
-        sinks = attend.sinks.to(maximum.dtype).view(maximum.shape[1:])
-        maximum = torch.maximum(maximum, sinks)
     e = scores.sub_(maximum.index_select(0, owner)[..., None]).exp_()
     total = torch.zeros_like(maximum).index_add_(0, owner, e.sum(-1))
-    if sinks is not None:
-        total += (sinks - maximum).exp()
+    if attend.sinks is not None:  # where it is far above all scores, inf: out is 0
+        total += (attend.sinks.to(total.dtype).view(total.shape[1:]) - maximum).exp()
     parts = torch.matmul(e.to(v.dtype), v).to(total.dtype)
     out = parts.new_zeros((len(q), *parts.shape[1:])).index_add_(0, owner, parts)
     return (out / total[..., None]).to(q.dtype).view(*q.shape[:2], v.shape[3])
