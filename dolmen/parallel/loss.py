@@ -74,7 +74,7 @@ class _LinearCrossEntropy(Function):
                 wants_dx or wants_dw,
                 total.dtype,
                 soft_cap,
-                None if weights is None else weights[rows],
+                None if weights is None else weights[rows].to(total.dtype),
             )
             total += losses.sum()
             if dlogits is None:

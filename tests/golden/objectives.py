@@ -74,14 +74,14 @@ def batches(mesh: Mesh) -> list[Batch]:
     return out
 
 
-def compared(train: TrainState, mesh: Mesh, layout: Layout) -> list[Batch]:
+def compared(train: TrainState, mesh: Mesh, layout: Layout, **dtypes) -> list[Batch]:
     """`batches` with what another model on the same mesh makes of them, if the objective compares
     with one. That model stays as it is.
     """
     given = batches(mesh)
     if not isinstance(train.objective, DPO):
         return given
-    other = build(REFERENCE_MODEL, mesh, layout, train.schedule, dtype=torch.float64)
+    other = build(REFERENCE_MODEL, mesh, layout, train.schedule, **dtypes)
     initialize(other, REFERENCE_SEED)
     out = []
     for batch in given:
@@ -91,21 +91,27 @@ def compared(train: TrainState, mesh: Mesh, layout: Layout) -> list[Batch]:
     return out
 
 
-def run(kind: str, mesh: Mesh, layout: Layout) -> Run:
-    """Updates of one process or of a layout."""
+def run(kind: str, mesh: Mesh, layout: Layout, **dtypes) -> Run:
+    """Updates of one process or of a layout, in float64 or as `dtypes` say."""
+    dtypes = dtypes or {"dtype": torch.float64}
     config, objective = KINDS[kind].config, KINDS[kind].objective
-    train = table.start(config, mesh, layout, dtype=torch.float64, objective=objective)
-    return table.updates(train, mesh, compared(train, mesh, layout))
+    train = table.start(config, mesh, layout, objective=objective, **dtypes)
+    return table.updates(train, mesh, compared(train, mesh, layout, **dtypes))
 
 
 ALONE: dict[str, Run] = {}
 
 
-def compare(kind: str, layout: Layout) -> dict[str, tuple[float, str]]:
-    """Largest differences from one process."""
+def alone(kind: str) -> Run:
+    """One process: made once for all rows that are compared with it."""
     if kind not in ALONE:
         ALONE[kind] = run(kind, SINGLE, Layout())
-    return table.differences(run(kind, layout.mesh(torch.device("cpu")), layout), ALONE[kind])
+    return ALONE[kind]
+
+
+def compare(kind: str, layout: Layout) -> dict[str, tuple[float, str]]:
+    """Largest differences from one process."""
+    return table.differences(run(kind, layout.mesh(torch.device("cpu")), layout), alone(kind))
 
 
 def scored(mesh: Mesh, layout: Layout) -> torch.Tensor:
@@ -125,6 +131,15 @@ def scores_of_all_ranks(layout: Layout) -> float:
     everyone = [0.0] * mesh.size
     dist.all_gather_object(everyone, off)
     return max(everyone)
+
+
+def half(kind: str, layout: Layout) -> tuple[float, float]:
+    """How far loss and norm of the first step in bfloat16, over fp32 masters, are from one process
+    in float64, relative.
+    """
+    dtypes = dict(dtype=torch.float32, compute=torch.bfloat16)
+    got, want = run(kind, layout.mesh(torch.device("cpu")), layout, **dtypes), alone(kind)
+    return abs(got.losses[0] / want.losses[0] - 1), abs(got.norms[0] / want.norms[0] - 1)
 
 
 def rows(kind: str, layouts: str) -> list[Row]:

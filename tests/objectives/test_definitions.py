@@ -1,5 +1,5 @@
 """Objectives on one process against their definitions, written out in float64 on the models of
-`transformers`; what they refuse. That no layout changes them: tests/golden/test_objectives_over_layouts.py.
+`transformers`; what they refuse. That no layout changes them: tests/golden.
 """
 
 import contextlib
