@@ -52,7 +52,7 @@ class Parameters(nn.Module):
     def __init__(self, leaves: Leaves):
         super().__init__()
         self.bias = self.lora_A = self.lora_B = None
-        self.scale = leaves["lora_B"].scale if "lora_B" in leaves else 1.0
+        self.lora_scale = leaves["lora_B"].scale if "lora_B" in leaves else 1.0
         for name, leaf in leaves.items():
             setattr(self, name, nn.Parameter(torch.empty(leaf.shape), requires_grad=leaf.trained))
 
@@ -61,7 +61,7 @@ class Parameters(nn.Module):
         bias = None if self.bias is None else mine(self.bias)
         adapter = None
         if self.lora_A is not None and self.lora_B is not None:
-            adapter = Adapter(local(self.lora_A), mine(self.lora_B), self.scale)
+            adapter = Adapter(local(self.lora_A), mine(self.lora_B), self.lora_scale)
         return Linear(mine(self.weight), bias, adapter)
 
 
