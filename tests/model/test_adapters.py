@@ -24,7 +24,7 @@ from dolmen.model.count import (
 from dolmen.model.decoder import Decoder
 from dolmen.model.layers import is_partial, places
 from dolmen.model.training import Training
-from dolmen.model.tree import Adapter
+from dolmen.model.tree import Adapter, Scalar
 from dolmen.parallel.tensor import TensorParallel
 from dolmen.serving import engine
 
@@ -167,6 +167,14 @@ def test_what_is_frozen_has_no_gradient(name):
     assert {n for n, leaf in leaves.items() if leaf.trained} == {n for n in leaves if "lora_" in n}
     assert parameters(tree) == sum(p.numel() for p in model.parameters())
     assert trained(tree) == sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def test_a_scalar_head_is_trained_too():
+    """It is new: frozen, its random values would be the reward."""
+    model = adapted(MODELS["llama"])
+    leaves = replace(model.training.applied(model.tree), head=Scalar()).leaves
+    trained = {n for n, leaf in leaves.items() if leaf.trained}
+    assert trained == {n for n in leaves if "lora_" in n} | {"score.weight"}
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe", "deepseek_v3"])

@@ -15,7 +15,9 @@ from dolmen.model.tree.leaf import Leaf, Leaves
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter on each weight of `targets`, by full names; nothing else is trained."""
+    """An adapter on each weight of `targets`, by full names; nothing else is trained but what no
+    model comes with.
+    """
 
     rank: int
     alpha: float
@@ -34,7 +36,7 @@ class Adapter:
             raise KeyError(f"{len(left)} targets of adapters are no parameters, e.g. {left[:3]}")
         found: Leaves = {}
         for name, leaf in leaves.items():
-            found[name] = replace(leaf, trained=False)
+            found[name] = replace(leaf, trained=leaf.with_adapters)
             if name in self.targets:
                 down, up = self.pair(name)
                 found |= {down: self.down(leaf), up: self.up(leaf)}

@@ -65,7 +65,8 @@ class Scalar:
 
     def leaves(self, rows: int, hidden: int) -> Leaves:
         """Whole on every rank of tp, where it sees the tokens of the residual stream."""
-        return {"score.weight": Leaf((1, hidden), "head", gradient="residual", products=hidden)}
+        score = Leaf((1, hidden), "head", gradient="residual", products=hidden, with_adapters=True)
+        return {"score.weight": score}
 
 
 def of_vocabulary(rows: int) -> Cut:
