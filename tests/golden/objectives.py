@@ -115,11 +115,19 @@ def compare(kind: str, layout: Layout) -> dict[str, tuple[float, str]]:
 
 
 def scored(mesh: Mesh, layout: Layout) -> torch.Tensor:
-    """The log-probabilities of the first batch in the other model."""
+    """Of each token of the first batch its log-probability in one model and its value in another,
+    both on the mesh.
+    """
     schedule = layout.make_schedule(ROWS, ROWS // mesh.dp.size // layout.accumulation)
-    model = build(REFERENCE_MODEL, mesh, layout, schedule, dtype=torch.float64)
-    initialize(model, REFERENCE_SEED)
-    return score.log_probabilities(model, batches(mesh)[0], mesh, schedule)
+    found = []
+    for config, ask in (
+        (REFERENCE_MODEL, score.log_probabilities),
+        (KINDS["values"].config, score.values),
+    ):
+        model = build(config, mesh, layout, schedule, dtype=torch.float64)
+        initialize(model, REFERENCE_SEED)
+        found.append(ask(model, batches(mesh)[0], mesh, schedule))
+    return torch.stack(found, 1)
 
 
 def scores_of_all_ranks(layout: Layout) -> float:

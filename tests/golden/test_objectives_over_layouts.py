@@ -1,15 +1,18 @@
 """The layout never changes the answer of any objective, nor that of two models in one run."""
 
+import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
-import torch
 from models import build, initialize
-from objectives import KINDS, OBJECTIVES, REFERENCE_MODEL, batches, half, run, scores_of_all_ranks
+from objectives import KINDS, OBJECTIVES, batches, half, run, scores_of_all_ranks
 from spawning import Row
-from table import OPTIMIZER, SINGLE, Layout
+from table import OPTIMIZER, SEED, SINGLE, Layout, start
 
 from dolmen.objectives import score
+from dolmen.objectives.preference import REFERENCE
+from dolmen.training.step import optimizer_step
 
 # float64: the order of sums. Measured worst over all rows: gradient 6.2e-15, norm 5.6e-16, loss and
 # what is told beside it 6.5e-14, a mean of differences
@@ -50,24 +53,29 @@ def test_in_half_precision(row, result):
 
 EVERYWHERE = [
     Row(words, layout.world, partial(scores_of_all_ranks, layout))
-    for words in ("cp2 pp2 acc4", "pp2 dp2 acc4 zero3 zero-bubble-v v2", "dp2 tp2 sp zero3")
+    for words in ("cp2 pp2 acc4", "pp2 dp2 acc4 zero3 zero-bubble-v v2", "cp2 tp2 sp zero3")
     for layout in (Layout.of(words),)
 ]
 
 
 @pytest.mark.parametrize("row", [row.parameter for row in EVERYWHERE])
-def test_log_probabilities_are_everywhere(row, result):
-    """On each rank those of all tokens of its rows, whichever has the last stage or the token."""
+def test_scores_are_everywhere(row, result):
+    """On each rank the log-probabilities and values of all tokens of its rows, whichever has the
+    last stage or the token.
+    """
     assert result(row) < 1e-13
 
 
 def test_a_policy_compared_with_itself():
-    """Of two models with the same values no sequence is preferred: log 2, and no margin."""
-    layout = Layout()
-    schedule = layout.make_schedule(16, 16)
-    first, second = (build(REFERENCE_MODEL, SINGLE, layout, schedule) for _ in range(2))
-    for model in (first, second):
-        initialize(model, 3)
-    (one, *_) = batches(SINGLE)
-    a, b = (score.log_probabilities(model, one, SINGLE, schedule) for model in (first, second))
-    assert torch.equal(a, b) and a.dtype == torch.float32 and float(a.max()) == 0.0
+    """Of another model with the same values: no sequence is preferred, and the loss is log 2. Its
+    gradient is the one that tells them apart, and after an update they differ.
+    """
+    config, layout = KINDS["dpo"].config, Layout()
+    train = start(config, SINGLE, layout, objective=KINDS["dpo"].objective)
+    same = build(config, SINGLE, layout, train.schedule)
+    initialize(same, SEED)
+    for batch, is_first in zip(batches(SINGLE), (True, False), strict=True):
+        numbers = {REFERENCE: score.log_probabilities(same, batch, SINGLE, train.schedule)}
+        told = optimizer_step(train, replace(batch, numbers=numbers), SINGLE)
+        assert (abs(told.loss - math.log(2)) < 1e-7) == is_first
+        assert (told.objective["objective/margin"] == 0) == is_first and told.grad_norm > 0.1
