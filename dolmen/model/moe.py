@@ -93,7 +93,7 @@ def _grouped(rows: Tensor, linear: Linear, groups: moe.Groups) -> Tensor:
     if adapter is None:
         return y
     h = moe.grouped_linear(rows, adapter.down, groups)
-    return adapter.onto(y, moe.grouped_linear(h, adapter.up, groups))
+    return y.add_(moe.grouped_linear(h * adapter.scale, adapter.up, groups))
 
 
 class MoE(Component):

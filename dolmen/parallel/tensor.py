@@ -67,12 +67,9 @@ class Adapter(NamedTuple):
     up: Float[Tensor, "*experts out rank"]
     """B."""
     scale: float
-
-    def onto(
-        self, y: Float[Tensor, "tokens out"], up: Float[Tensor, "tokens out"]
-    ) -> Float[Tensor, "tokens out"]:
-        """y, a product that nothing else reads, and scale times `up`, B A x: in y's memory."""
-        return y.add_(up, alpha=self.scale)
+    """Of A x, the smallest that it can be multiplied into. (As `alpha` of an addition it is lost
+    where torch 2.13 compiles two products and their sum for a CPU.)
+    """
 
     def merged(self, weight: Float[Tensor, "*experts out in"]) -> Float[Tensor, "*experts out in"]:
         """W + scale B A, the one weight that computes the same."""
@@ -276,10 +273,12 @@ def _linear(
     adapters = [(i, one.adapter) for i, one in enumerate(linears) if one.adapter is not None]
     downs = [adapter.down for _, adapter in adapters]
     products = _multiplied(x, [*weights, *downs], [*biases, *[None] * len(downs)], tp, enters)
+    if not adapters:
+        return products
     ys, hs = products[: len(linears)], products[len(linears) :]
     for (i, adapter), h in zip(adapters, hs, strict=True):
-        (up,) = _multiplied(h, [adapter.up], [None], tp, enters=False)
-        adapter.onto(ys[i], up)
+        (up,) = _multiplied(h * adapter.scale, [adapter.up], [None], tp, enters=False)
+        ys[i].add_(up)  # the product just made, which nothing else reads
     return ys
 
 
