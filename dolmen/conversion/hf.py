@@ -17,7 +17,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from dolmen.conversion.weights import assemble
-from dolmen.core.paths import expand, may_be_hub_id
+from dolmen.core.paths import expand, is_absent
 from dolmen.core.words import counted
 from dolmen.families import Model, WeightMap, weight_map
 from dolmen.families.rules import Entry
@@ -49,7 +49,7 @@ def resolve_model(name: str | Path, revision: str | None = None) -> Path:
     """
     if expand(name).is_dir():
         return expand(name)
-    if not may_be_hub_id(str(name)):
+    if is_absent(name):
         raise ValueError(f"{name}: no such folder")
     # half a second to import, and few runs need it
     from huggingface_hub import snapshot_download

@@ -21,6 +21,11 @@ def may_be_hub_id(name: str) -> bool:
     return re.fullmatch(rf"({word}/)?{word}", name) is not None and not here
 
 
+def is_absent(name: str | Path) -> bool:
+    """Whether a name can be of a folder alone, and there is none."""
+    return not expand(name).is_dir() and not may_be_hub_id(str(name))
+
+
 def refuse_empty(option: str, *names: str | None) -> None:
     """Raises ValueError if one of the names is empty: as the value of a variable of a shell that
     was never set, it would be taken for the option's default, or for the current folder.

@@ -7,6 +7,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 
+from dolmen.core.paths import is_absent
 from dolmen.core.words import cut
 from dolmen.recipes import HERE, RECIPES
 from dolmen.training.config import RunConfig
@@ -40,13 +41,13 @@ def named(name: str, here: bool = True) -> RunConfig:
 def begun(run: RunConfig, init: str | None) -> RunConfig:
     """The run with the model that it starts from: that of `init`, or else its own, or else that of
     its own init. Of another run `init` is the checkpoint it has now, however often it is read from
-    here on. Raises ValueError, KeyError or OSError.
+    here on. Its own may be absent, of one that goes on without it. Raises ValueError, KeyError or
+    OSError.
     """
-    source = init or run.init
-    if source is None:
+    source, own = init or run.init, run.model is not None and not init
+    if source is None or (own and is_absent(source)):
         return run
     from dolmen.conversion.source import open_source, pinned  # torch, and few runs are of --init
 
     source = pinned(source)
-    own = run.model is not None and not init
     return replace(run, init=source, model=run.model if own else open_source(source).model)

@@ -10,6 +10,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from dolmen.checkpoint import folders
 from dolmen.checkpoint import saved as saved_state
 from dolmen.checkpoint.folders import Damaged
 from dolmen.checkpoint.safe import Reader
@@ -18,7 +19,7 @@ from dolmen.conversion import hf_export
 from dolmen.conversion.source import open_source, tokenizer_folder
 from dolmen.core.config import changed_options
 from dolmen.core.mesh import SINGLE
-from dolmen.core.paths import expand
+from dolmen.core.paths import expand, is_absent
 from dolmen.core.words import counted
 from dolmen.data import inputs, sources
 from dolmen.families import Model, compared
@@ -106,6 +107,16 @@ def check_init(run: RunConfig, init: str) -> None:
             f"{min(lost)}, that without train.router.balance bias the run would lose: use "
             "--train.router.balance bias"
         )
+
+
+def beginning(run: RunConfig, out: Path, resumed: bool) -> RunConfig:
+    """The run with what it begins with: its init, or itself, where that is absent and it goes on. A
+    run deletes all but its newest checkpoints, whoever has begun with one of them.
+    """
+    if run.init is None or not is_absent(run.init) or not resumed:
+        return run
+    kept = folders.whole_checkpoints(out / "checkpoints")
+    return replace(run, init=str(kept[max(kept)])) if kept else run
 
 
 def own_tokenizer(init: str | None) -> str | None:

@@ -17,6 +17,7 @@ from dolmen.core.launched import Launch
 from dolmen.data import loader
 from dolmen.launch import launcher, process, rendezvous
 from dolmen.training.check import (
+    beginning,
     check_folder,
     check_overwrite,
     check_resume,
@@ -100,7 +101,8 @@ def refuse(
             check_folder(request.out, handling.resume, handling.overwrite)
         if processes is not None and processes < 1:
             raise ValueError(f"--nproc is {processes}: it must be at least 1")
-        config = check_run(config, processes, verify)
+        begun = beginning(config, request.out, handling.resume)
+        config = replace(check_run(begun, processes, verify), init=config.init)
         if begins:
             devices.require_gpus(config.train.device, config.layout.world, DEVICE)
         if begins and handling.overwrite:
@@ -109,7 +111,7 @@ def refuse(
             check_resume(config, request.out)
         loader.prepare_loader(
             config.data,
-            own_tokenizer(config.init),
+            own_tokenizer(begun.init),
             config.tree.vocab_size,
             config.sequence_length,
             config.train.global_batch_size,

@@ -24,7 +24,13 @@ from dolmen.optim import optimizer as optim
 from dolmen.optim.precision import DTYPES, LossScale, at_rest
 from dolmen.parallel import channels
 from dolmen.training import folder, garbage, mfu, report
-from dolmen.training.check import check_profile, free_lock, own_tokenizer, take_lock
+from dolmen.training.check import (
+    beginning,
+    check_profile,
+    free_lock,
+    own_tokenizer,
+    take_lock,
+)
 from dolmen.training.compiled import limit_told
 from dolmen.training.config import RunConfig
 from dolmen.training.hooks import Hooks
@@ -140,9 +146,10 @@ def run_training(
 def _in_folder(asked: _Asked) -> Outcome:
     """`run_training`, which takes the folder."""
     run, out, mesh = asked.run, asked.out, asked.mesh
+    begun = beginning(run, out, asked.start.resumed)
     loader = data_loader.prepare_loader(
         run.data,
-        own_tokenizer(run.init),
+        own_tokenizer(begun.init),
         run.tree.vocab_size,
         run.sequence_length,
         run.train.global_batch_size,
@@ -153,7 +160,7 @@ def _in_folder(asked: _Asked) -> Outcome:
     same_data(loader, mesh)
     if not asked.start.resumed:
         check_profile(run, length(run, loader))
-    state = make_state(run, mesh, length(run, loader))
+    state = make_state(begun, mesh, length(run, loader))
     lock = first_does(mesh, lambda: take_lock(out, 60 if asked.start.restarted else 0))
     if mesh.first and lock is None:
         asked.console.print(

@@ -249,6 +249,27 @@ def test_init_of_a_run_is_that_of_its_export(material, run, tmp_path):
     assert again.code == 0 and f"wrote {tmp_path}/half, from {tmp_path}/hf\n" == again.out
 
 
+def test_a_run_goes_on_without_what_it_began_with(material, run, tmp_path):
+    """Another run deletes its old checkpoints, whoever has begun with one of them."""
+    source, out, other = (tmp_path / name for name in ("source", "out", "other"))
+    shutil.copytree(run, source)
+    words = ["train", "pretrain", "--init", source, "--out", out, "--train.global-batch-size", 2]
+    words += ["--data.path", material.docs, "--data.cache", material.folder / "cache"]
+    assert dolmen(*words, "--train.steps", 1, "--log.validate-every", 0).code == 0
+    shutil.copytree(out, other)
+    ended = {}
+    for folder in (out, other):
+        result = dolmen("train", folder / "config.yaml", "--resume", "--train.steps", 2)
+        assert result.code == 0 and "changed: data" not in result.out, result
+        ended[folder] = losses(folder), tensors(folder, 2)
+        shutil.rmtree(source, ignore_errors=True)
+    assert ended[out][0] == ended[other][0] and same(ended[out][1], ended[other][1])
+    said = yaml.safe_load((other / "config.yaml").read_text())["init"]
+    assert said == str(source / "checkpoints" / "step-00000003")
+    again = dolmen("train", other / "config.yaml", "--out", tmp_path / "again")
+    assert again.code == 2 and f"{said}: no such folder" in again.words
+
+
 def test_what_is_no_model_is_refused_by_every_verb(material, run, tmp_path):
     damaged, begun = tmp_path / "damaged", tmp_path / "begun"
     shutil.copytree(run / "checkpoints", damaged / "checkpoints")
