@@ -14,10 +14,10 @@ print(dolmen.evaluate("book/", "other.txt").perplexity)  # and how well it predi
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dolmen.api import evaluate, export, generate, load, train, verify
+    from dolmen.api import convert, evaluate, export, generate, load, train, verify
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "evaluate", "export", "generate", "load", "train", "verify"]
+__all__ = ["__version__", "convert", "evaluate", "export", "generate", "load", "train", "verify"]
 
 
 def __getattr__(name: str) -> Any:

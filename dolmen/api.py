@@ -1,5 +1,5 @@
 """Dolmen from Python: what the commands do, as functions of the same names, with the same checks
-and messages. `dolmen.load`, `generate`, `train`, `export`, `verify`, `evaluate`.
+and messages. `dolmen.load`, `generate`, `train`, `export`, `convert`, `verify`, `evaluate`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 import torch
 from jaxtyping import Float
 
-from dolmen.conversion import export as exporting
+from dolmen.conversion import convert as conversion
 from dolmen.conversion import hf
 from dolmen.conversion.source import Source, open_source, tokenizer_folder
 from dolmen.core.config import from_dict, leaves
@@ -191,9 +191,20 @@ def export(source: str | Path, to: str | Path, dtype: str | None = None) -> Path
 
         dolmen.export("runs/book", to="model/", dtype="bfloat16")
     """
+    return convert(source, to, dtype=dtype)
+
+
+def convert(
+    source: str | Path, to: str | Path, *, format: str = conversion.HF, dtype: str | None = None
+) -> Path:
+    """A model of any format that dolmen reads, as a folder of one that it writes: so far that of
+    transformers, by `export`. Returns the folder. Raises ValueError on bad input.
+
+        dolmen.convert("runs/book", to="model/", format="transformers")
+    """
     with _told():
         asked = _asked(ExportConfig, source=source, to=to, dtype=dtype)
-        exporting.export(asked.source, Path(asked.to), asked.dtype)
+        conversion.convert(asked.source, Path(asked.to), asked.dtype, format)
     return Path(to)
 
 

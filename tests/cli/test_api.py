@@ -149,11 +149,15 @@ def test_export_and_verify(run, tmp_path):
     assert command("export", run, "--to", tmp_path / "other", "--dtype", "bfloat16").code == 0
     for file in made.iterdir():
         assert file.read_bytes() == (tmp_path / "other" / file.name).read_bytes(), file
+    converted = dolmen.convert(run, to=tmp_path / "converted", dtype="bfloat16")
+    for file in made.iterdir():
+        assert file.read_bytes() == (converted / file.name).read_bytes(), file
     report = dolmen.verify(made, length=8)
     assert report.ok and {row.name for row in report.rows} >= {"logits", "gradients"}
     for call, said in (
         (lambda: dolmen.export(run, made), "exists and is not empty"),
         (lambda: dolmen.export(run, tmp_path / "x", dtype="float8"), "use one of float32, bfl"),
+        (lambda: dolmen.convert(run, tmp_path / "x", format="hf"), "use one of transformers"),
         (lambda: dolmen.export(tmp_path, tmp_path / "x"), "is neither a transformers directory"),
         (lambda: dolmen.verify(made, length=0), "use length 1 or more"),
         (lambda: dolmen.verify(tmp_path / "none"), "none: no such folder"),
@@ -224,7 +228,7 @@ def test_generate(material):
 def test_the_package_shows_what_it_has():
     """Names to find by completion; each with types and an example of its use."""
     assert set(dolmen.__all__) <= set(dir(dolmen))
-    for name in ("load", "generate", "export", "verify", "evaluate"):
+    for name in ("load", "generate", "export", "convert", "verify", "evaluate"):
         function = getattr(api, name)
         signature = inspect.signature(function)
         assert all(p.annotation is not p.empty for p in signature.parameters.values())
