@@ -15,6 +15,8 @@ from dolmen.data.batch import Batch
 from dolmen.model.decoder import Decoder
 from dolmen.model.head import Logits
 from dolmen.objectives import score
+from dolmen.objectives.cross_entropy import CrossEntropy
+from dolmen.objectives.objective import check
 from dolmen.parallel import pipeline
 from dolmen.parallel import schedule as schedules
 from dolmen.parallel.actions import Schedule
@@ -44,8 +46,10 @@ def mean_loss(
 
     Batches may differ in size, but under ZeRO the ranks bring equally many: each forward is a
     collective. `schedule`: of a model whose stages lie on several ranks; its forwards are carried
-    out, on batches that its microbatches divide. Raises ValueError where no label carries a loss.
+    out, on batches that its microbatches divide. Raises ValueError where no label carries a loss,
+    and for a model that has no logits.
     """
+    check(CrossEntropy(), model.tree)
     # nats, tokens: exact to 2^53 of them
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     order = pipeline.forward_only(schedule or schedules.make("1f1b", 1, 1))

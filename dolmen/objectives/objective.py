@@ -50,8 +50,14 @@ class Objective(Protocol):
 
 def check(objective: Objective, tree: Tree) -> None:
     """Raises ValueError where the head of the model is another than the objective is given."""
-    if not isinstance(tree.head, objective.head):
+    check_end(f"the objective {objective}", objective.head, tree)
+
+
+def check_end(asked: str, kind: type, tree: Tree) -> None:
+    """Raises ValueError, with what was asked, where a model ends in another component than
+    `kind`.
+    """
+    if not isinstance(tree.head, kind):
         raise ValueError(
-            f"the objective {objective} is for a model that ends in {objective.head.__name__}, and "
-            f"this one ends in {tree.head}"
+            f"{asked} is for a model that ends in {kind.__name__}, and this one ends in {tree.head}"
         )

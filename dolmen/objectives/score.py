@@ -12,8 +12,10 @@ from torch import Tensor
 from dolmen.core import collectives
 from dolmen.core.mesh import Mesh
 from dolmen.data.batch import Batch
+from dolmen.model import tree
 from dolmen.model.decoder import Decoder
 from dolmen.model.head import Logits, Values
+from dolmen.objectives.objective import check_end
 from dolmen.parallel import pipeline
 from dolmen.parallel.actions import Schedule
 from dolmen.parallel.data import inference
@@ -60,8 +62,11 @@ def log_probabilities(
 ) -> Float[Tensor, "sequences length"]:
     """Of each label of this rank's rows, 0 where it is IGNORED, on every rank of tp, cp and pp, on
     the device: what may join a batch as one of its `numbers`. `schedule` is that of training, whose
-    microbatches divide the batch. Every rank of the mesh calls it.
+    microbatches divide the batch. Every rank of the mesh calls it. Raises ValueError for a model
+    that has no logits.
     """
+
+    check_end("a log-probability", tree.Head, model.tree)
 
     def end(hidden: Tensor, head: Logits, part: Batch) -> Tensor:
         return head.log_probabilities(hidden, part.labels)
@@ -73,6 +78,8 @@ def values(
     model: Decoder, batch: Batch, mesh: Mesh, schedule: Schedule
 ) -> Float[Tensor, "sequences length"]:
     """The number of each token in a model that ends in a scalar head, as `log_probabilities`."""
+
+    check_end("a value", tree.Scalar, model.tree)
 
     def end(hidden: Tensor, head: Values, part: Batch) -> Tensor:
         return head.values(hidden)

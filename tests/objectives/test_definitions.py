@@ -18,6 +18,7 @@ from dolmen.conversion.source import Source, load_weights, open_source
 from dolmen.core import state
 from dolmen.core.mesh import SINGLE
 from dolmen.data.batch import IGNORED, Batch
+from dolmen.evaluation.validate import mean_loss
 from dolmen.model.decoder import Decoder
 from dolmen.model.tree import Scalar
 from dolmen.objectives import pairs, score
@@ -305,6 +306,20 @@ def test_an_objective_is_for_a_head():
         training(Preferred())
     with pytest.raises(ValueError, match="DPO.*ends in Head.*ends in Scalar"):
         check(DPO(), replace(SMALL.tree, head=Scalar()))
+
+
+def test_what_is_asked_is_what_a_model_has():
+    """Nobody takes the loss of a reward model, or the value of a policy's token."""
+    schedule = schedules.make("1f1b", 1, 1)
+    policy, rewards = (
+        Decoder(replace(SMALL.tree, head=head)) for head in (SMALL.tree.head, Scalar())
+    )
+    with pytest.raises(ValueError, match="a value is for .* Scalar.*ends in Head"):
+        score.values(policy, batch(), SINGLE, schedule)
+    with pytest.raises(ValueError, match="a log-probability is for .* Head.*ends in Scalar"):
+        score.log_probabilities(rewards, batch(), SINGLE, schedule)
+    with pytest.raises(ValueError, match="CrossEntropy.* is for .* Head.*ends in Scalar"):
+        mean_loss(rewards, [batch()], SINGLE)
 
 
 def test_a_step_tells_what_its_objective_does():
