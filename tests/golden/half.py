@@ -10,6 +10,7 @@ from functools import partial
 import numpy as np
 import torch
 import torch.distributed as dist
+from mechanisms import ADAPTED_CONFIGS
 from spawning import Row
 from table import FAMILIES, FLOOR, Layout, Run, batches, start, updates
 
@@ -31,6 +32,7 @@ ROWS = tuple(
         ("qwen3-moe", "cp2 gather zero3 acc4"),
         ("qwen3-moe", "dp2 ep2 zero1"),
         ("qwen3-moe", "tp2 sp zero1"),
+        ("qwen3, adapters", "tp2 sp zero1"),
         ("gpt2", "dp2 zero3"),
         ("llama", "pp2 acc4 zero-bubble-v v2 zero2"),
     )
@@ -39,6 +41,7 @@ ROWS = tuple(
 
 CONFIGS = {
     **FAMILIES,
+    **ADAPTED_CONFIGS,
     # every token to every expert: a choice that rounding turns over would be another function
     "qwen3-moe": replace(FAMILIES["qwen3-moe"], num_experts_per_tok=8),
 }
