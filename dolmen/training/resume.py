@@ -53,7 +53,8 @@ def changed_since(saved: Saved, run: RunConfig, loader: Loader) -> list[str]:
     """Which options and data differ from those of the checkpoint, a line each, and each once: the
     data's fingerprint holds some options too.
     """
-    options = changed_options(saved.run, to_dict(run))
+    # a section that checkpoints of before do not have was as it is by default
+    options = changed_options({**to_dict(RunConfig()), **saved.run}, to_dict(run))
     named = {line.split(":")[0].rpartition(".")[2] for line in options}
     data = data_loader.changes(saved.data, loader.fingerprint())
     return [line for line in options if not line.startswith("model.")] + [

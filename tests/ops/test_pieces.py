@@ -6,6 +6,8 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from dolmen.core.mesh import SINGLE
 from dolmen.core.torch_private import compute
@@ -40,6 +42,34 @@ def test_rms_norm(dtype, tolerance):
     x, w = normal(5, 33, dtype=dtype), normal(33, dtype=dtype)
     want = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * w.double()
     torch.testing.assert_close(rms_norm(x, w, 1e-5).double(), want, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("zero_centred", [False, True])
+def test_a_frozen_norm_computes_no_gradient_of_its_weight(zero_centred):
+    """Nothing of the weight's shape is made in backward."""
+    made = {}
+    for trained in (True, False):
+        x, w = normal(3, 5, 7), normal(7).requires_grad_(trained)
+        y = rms_norm(x, w, 1e-5, zero_centred=zero_centred)
+        with Shapes() as shapes:
+            y.backward(torch.ones_like(y))
+        made[trained] = shapes.made.count((7,))
+        assert (w.grad is not None) == trained and x.grad is not None
+    # one plus the weight, where it is stored less 1
+    assert made[True] > made[False] == int(zero_centred)
+
+
+class Shapes(TorchDispatchMode):
+    """Of what operators have made."""
+
+    def __init__(self):
+        super().__init__()
+        self.made: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        out = op(*args, **(kwargs or {}))
+        self.made += [tuple(t.shape) for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+        return out
 
 
 def test_rms_norm_gradient():

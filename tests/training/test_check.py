@@ -2,6 +2,7 @@
 
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tinyrun
@@ -23,6 +24,7 @@ from dolmen.training.check import (
     check_same_optimizer,
 )
 from dolmen.training.config import FinishConfig, RunConfig, TrainConfig
+from dolmen.training.resume import changed_since
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 
@@ -190,6 +192,15 @@ def test_a_checkpoint_of_then_is_read(material):
     then["run"]["model"] = {"hidden_size": "wide"}
     with pytest.raises(Damaged, match="model.hidden_size is 'wide': it must be int"):
         saved_state.read_saved(then, where)
+
+
+def test_a_section_that_a_checkpoint_lacks_has_not_changed(material):
+    """As --adapter is, of one from before there was any."""
+    run = material.config(train={"seed": 1})
+    then = to_dict(material.config())
+    del then["adapter"]
+    saved = SimpleNamespace(run=then, data={})
+    assert changed_since(saved, run, SimpleNamespace(fingerprint=dict)) == ["train.seed: 0 -> 1"]
 
 
 TRAIN_OF_THEN = {field.name for field in fields(TrainConfig)} - {"dropout", "router"}

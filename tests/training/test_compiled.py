@@ -157,7 +157,6 @@ def test_programs(name, monkeypatch):
 
 @pytest.mark.full  # of a C++ compiler
 @pytest.mark.spawn
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")  # of itself, as it is imported
 def test_compiled_adapters_compute_the_same():
     """The compiler joins a product and the sum it is added to, and torch 2.13 forgets a factor."""
     tokens, found = torch.arange(16).view(1, -1), []

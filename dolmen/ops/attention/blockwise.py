@@ -192,7 +192,7 @@ class _Blockwise(Function):
         else:
             dq, dk, dv = blocks.backward(g, q, k, v, delta, log_sum, rule)
         dsinks = None
-        if sinks is not None:
+        if sinks is not None and ctx.needs_input_grad[3]:
             g, out, log_sum = (_by_head(t, sinks) for t in (g, out, log_sum))
             dsinks = sink.gradient(g, out, log_sum.squeeze(-1), sinks)
         return dq, dk.to(k.dtype), dv.to(v.dtype), dsinks, *[None] * len(rule)

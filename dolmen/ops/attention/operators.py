@@ -196,6 +196,6 @@ class Flash(Function):
         else:
             grads = backward(g, q, k, v, out, log_sum, state, call)
         dsinks = None
-        if sinks is not None:
+        if sinks is not None and ctx.needs_input_grad[3]:
             dsinks = sink.gradient(g, out, log_sum.transpose(-1, -2), sinks)
         return *grads, dsinks, *[None] * len(call)
