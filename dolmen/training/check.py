@@ -110,8 +110,9 @@ def check_init(run: RunConfig, init: str) -> None:
 
 
 def beginning(run: RunConfig, out: Path, resumed: bool) -> RunConfig:
-    """The run with what it begins with: its init, or itself, where that is absent and it goes on. A
-    run deletes all but its newest checkpoints, whoever has begun with one of them.
+    """The run, whose `init` is its own newest checkpoint where it goes on and the `init` it began
+    with is no longer there: another run deletes all but its newest checkpoints, whoever has begun
+    with one of them.
     """
     if run.init is None or not is_absent(run.init) or not resumed:
         return run

@@ -15,8 +15,8 @@ from dolmen.model.tree.leaf import Leaf, Leaves
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter on each weight of `targets`, by full names; nothing else is trained but what no
-    model comes with.
+    """An adapter on each weight of `targets`, by full names. Nothing else is trained, except what
+    every run has to begin anew, as no stored model has it (`Leaf.with_adapters`: a scalar head).
     """
 
     rank: int

@@ -78,7 +78,7 @@ class Leaf:
     trained: bool = True
     """Whether gradients move it."""
     with_adapters: bool = False
-    """Whether they move it beside adapters too: no model comes with it."""
+    """Whether they move it in a model with adapters too: no stored model has it (a scalar head)."""
     precise: bool = False
     """In fp32 or wider, here and on disk, whatever the others are in."""
     scale: float = 1.0
