@@ -171,8 +171,8 @@ def grid(
     reduction: Order = "fast",
 ) -> Mesh:
     """The mesh of the joined process group, whose sums are added in the order `reduction`;
-    `timeout` as in `join_world`. Raises ValueError if the
-    product of its axes is not its size, or if ep does not divide dp x cp.
+    `timeout` as in `join_world`. Raises ValueError if the product of its axes is not its size, or
+    if ep does not divide dp x cp.
     """
     topology = Topology(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep)
     topology.require(dist.get_world_size())

@@ -144,9 +144,7 @@ class Batch:
 def document_starts(
     tokens: Int64[Tensor, "sequences length"], end_of_text: int
 ) -> Int64[Tensor, "sequences length"]:
-    """Index of the first token of each token's document. An end of
-    text is its document's last.
-    """
+    """Index of the first token of each token's document. An end of text is its document's last."""
     begins = torch.zeros_like(tokens)
     begins[:, 1:] = torch.where(tokens[:, :-1] == end_of_text, torch.arange(1, tokens.shape[1]), 0)
     return begins.cummax(1).values

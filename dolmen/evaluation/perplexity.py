@@ -90,10 +90,10 @@ def open_text(
     progress: bool = True,
     verify: bool = True,
 ) -> InOrder:
-    """The text of `config` as tokens of the model of `source`; from the cache,
-    compared with its digests (`verify`), or else made now. Raises ValueError, KeyError or OSError,
-    before all text is read, for what does not fit: no text, no tokenizer, one that is larger than
-    the model's vocabulary, windows over its positions.
+    """The text of `config` as tokens of the model of `source`; from the cache, compared with its
+    digests (`verify`), or else made now. Raises ValueError, KeyError or OSError, before all text is
+    read, for what does not fit: no text, no tokenizer, one that is larger than the model's
+    vocabulary, windows over its positions.
     """
     model = source.tree
     length = window_length(model, sequence_length)

@@ -1,5 +1,5 @@
-"""What a process of a run knows of who started it, and how it ends: our own launcher (launch.py),
-torchrun, srun, or nobody.
+"""What a process of a run knows of who started it, and how it ends: our own launcher
+(launcher.py), torchrun, srun, or nobody.
 
 Under torchrun or srun, which set RANK or SLURM_PROCID, `dolmen` is a worker from the start; a
 restart by either is known by its count.

@@ -88,8 +88,8 @@ class Order(NamedTuple):
 
 
 def sort(experts: Int64[Tensor, "n k"], number: int) -> Order:
-    """The order of `experts`, of `number` in all. Nothing is read: `bincount` would be, as
-    its result is as long as the largest value says.
+    """The order of `experts`, of `number` in all. The host reads nothing, as it would for
+    `bincount`, whose result is as long as the largest value says.
     """
     sorted, pairs = experts.flatten().sort(stable=True)
     ends = torch.searchsorted(sorted, torch.arange(number, device=sorted.device), right=True)
@@ -232,9 +232,7 @@ def _products(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def _outer_products(g: Tensor, x: Tensor, counts: Sequence[int]) -> Tensor:
-    """g [m, out], x [m, in] in groups of `counts` rows -> g^T x of each group, [groups,
-    out, in].
-    """
+    """g [m, out], x [m, in] in groups of `counts` rows -> g^T x of each, [groups, out, in]."""
     # zeros, since a group without rows is skipped and has a gradient all the same
     out = x.new_zeros(len(counts), g.shape[1], x.shape[1])
     for i, grad, rows in _groups(counts, g, x):

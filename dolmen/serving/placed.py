@@ -21,8 +21,8 @@ DEVICE = "device"
 
 
 def check(verb: str, sources: list[str], tp: int, asked: devices.Asked) -> Layout:
-    """The layout, where the sources can be read, it divides the model of the first and
-    there are the devices for it. Raises BadInput.
+    """The layout, where the sources can be read, it divides the model of the first, and there are
+    the devices for it. Raises BadInput.
     """
     started = process.started()
     try:

@@ -35,7 +35,6 @@ class Attention:
     """prefix: the first tokens of a document, as many as a batch says, are seen by all of it, the
     ones before them too (Raffel et al., 1910.10683, section 3.2). All others see back alone.
     """
-
     sinks: bool = False
     """Each head has a learned score that weighs no value, as in GPT-OSS (2508.10925)."""
 

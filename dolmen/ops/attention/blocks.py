@@ -80,8 +80,8 @@ class Scores(NamedTuple):
 # A query is at key `query + offset`. `stop` is behind the key of the last one, or behind the
 # longest prefix that any of them sees; `start` is where the window of the first begins, or the
 # oldest document that any of them belongs to, whichever is later. Nothing is left between the two
-# where all keys come after these queries, or all before
-# their windows and documents: of a ring's pieces and of documents there are such blocks.
+# where all keys come after these queries, or all before their windows and documents: of a ring's
+# pieces and of documents there are such blocks.
 #
 # The mask adds -inf to what is multiplied and not seen. It takes long to make, beside one product.
 # But where the last query is at the last key, as in whole sequences and with a cache, and all is

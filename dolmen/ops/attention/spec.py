@@ -219,7 +219,6 @@ class Attend(NamedTuple):
     """prefix (1910.10683, section 3.2): the tokens of a document's prefix are seen by all of the
     document's. causal: none has one here, whatever a microbatch says.
     """
-
     sinks: Tensor | None = None
     """[heads of these queries]: of each a score that weighs no value (sinks.py); None: none."""
 
@@ -319,9 +318,9 @@ class Attention(Protocol):
         merges it with other runs.
 
         The two are the same run, or apart; the keys are behind the queries only where a prefix is
-        seen. -> out, in fp32 or
-        wider (flash: in q's dtype), and log_sum in fp32 or wider. A query that sees none of the
-        keys has out 0 and log_sum -inf. No autograd: `partial_backward` is its gradient.
+        seen. -> out, in fp32 or wider (flash: in q's dtype), and log_sum in fp32 or wider. A query
+        that sees none of the keys has out 0 and log_sum -inf. No autograd: `partial_backward` is
+        its gradient.
         """
         ...
 
