@@ -40,7 +40,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """What was compared, and how it came out; the notes of rows are known to the first rank alone."""
+    """What was compared, and how it came out; only the first rank knows the notes of rows."""
 
     title: str
     rows: tuple[Row, ...]
