@@ -189,7 +189,7 @@ class Decoder(nn.Module):
         another. `balance`: of each layer of experts.
         """
         here = self.split.parts[part]
-        given = self._given(tokens, cache, noise, documents)
+        given = self._given(tokens, noise, documents)
         ids = self._positions(tokens, cache, positions)
         y = self._embedded(tokens, ids[0], given) if here.first else x
         assert y is not None, "a stage that is not the first is given x"
@@ -232,14 +232,10 @@ class Decoder(nn.Module):
         return end(hidden, head(self.tree, self.split, local(table.weight), batch, self.compiled))
 
     def _given(
-        self,
-        tokens: Tensor,
-        cache: Cached | None,
-        noise: dropout.Noise | None,
-        documents: Documents | None,
+        self, tokens: Tensor, noise: dropout.Noise | None, documents: Documents | None
     ) -> Given:
         """What all layers share."""
-        (batch, length) = tokens.shape
+        batch, length = tokens.shape
         cp = self.split.cp
         if documents is not None and documents.reach is not None and not self.tree.prefixed:
             raise ValueError(

@@ -41,19 +41,11 @@ def seen(
 
 
 def visible(
-    queries: int,
-    keys: int,
-    window: int | None,
-    device: torch.device,
-    starts: Int64[Tensor, "batch queries"] | None = None,
-) -> Bool[Tensor, "queries keys"] | Bool[Tensor, "batch queries keys"]:
-    """`seen` where the last query is at the last key, and the keys are counted from 0."""
-    return seen(
-        torch.arange(keys - queries, keys, device=device),
-        torch.arange(keys, device=device),
-        window,
-        starts,
-    )
+    queries: int, keys: int, window: int | None, device: torch.device
+) -> Bool[Tensor, "queries keys"]:
+    """`seen` of one document, where the last query is at the last key; keys are counted from 0."""
+    rows = torch.arange(keys - queries, keys, device=device)
+    return seen(rows, torch.arange(keys, device=device), window)
 
 
 @dataclass(frozen=True, eq=False)
