@@ -16,7 +16,7 @@ from jaxtyping import Float
 from dolmen.conversion import convert as conversion
 from dolmen.conversion import hf
 from dolmen.conversion.source import Source, open_source, tokenizer_folder
-from dolmen.core.config import from_dict, leaves
+from dolmen.core.config import from_dict, option_types
 from dolmen.core.errors import BadInput, message
 from dolmen.core.keywords import in_python
 from dolmen.core.words import choices, printable, shown
@@ -65,7 +65,7 @@ def _options() -> dict[str, Any]:
     for one in families().values():
         known |= {f"model.{name}": None for name in option_fields(one)}
     for cls in (Handling, RunConfig, ExportConfig, VerifyConfig, GenerateConfig, EvaluateConfig):
-        known |= leaves(cls)
+        known |= option_types(cls)
     return known
 
 

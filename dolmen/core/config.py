@@ -70,14 +70,14 @@ def from_dict(cls: type[T], values: Any, default: T | None = None, path: str = "
     return cls(**made)
 
 
-def leaves(cls: type, section: str = "") -> dict[str, Any]:
+def option_types(cls: type, section: str = "") -> dict[str, Any]:
     """The options of a dataclass and its sections: `layout.tp` -> its type."""
     found: dict[str, Any] = {}
     hints = typing.get_type_hints(cls)
     for one in dataclasses.fields(cls):
         name = f"{section}{one.name}"
         inside = dataclasses.is_dataclass(hints[one.name])
-        found |= leaves(hints[one.name], f"{name}.") if inside else {name: hints[one.name]}
+        found |= option_types(hints[one.name], f"{name}.") if inside else {name: hints[one.name]}
     return found
 
 

@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from numbers import Integral, Real
 from typing import Any
 
-from dolmen.core.config import from_dict, leaves
+from dolmen.core.config import from_dict, option_types
 from dolmen.core.words import cut, shown
 from dolmen.families import Family
 from dolmen.families import start as models
@@ -129,7 +129,8 @@ def todays_name(name: str, family: Family) -> str:
 def known(family: Family) -> list[str]:
     """All that may be said of a run whose model is of the family."""
     model = [MODEL + name for name in models.option_fields(family)]
-    return [*leaves(Handling), *(n for n in leaves(RunConfig) if n != "model"), *FAMILY[:1], *model]
+    run = [name for name in option_types(RunConfig) if name != "model"]
+    return [*option_types(Handling), *run, *FAMILY[:1], *model]
 
 
 def refuse_unknown(said: Mapping[str, Any], family: Family) -> None:
