@@ -348,8 +348,8 @@ COMPUTE += ("training/balance.py", "evaluation/validate.py", "data/batch.py")
 WAITS = ("item", "tolist", "cpu", "numpy", "nonzero", "argwhere", "bincount", "unique", "equal")
 WAITS += ("unique_consecutive", "masked_select", "synchronize", "one_hot", "is_nonzero")
 HOST = {  # calls that touch the host's own tensors alone
-    "ops/attention/spec.py": {"tolist"},  # Documents.host
-    "ops/attention/blocks.py": {"tolist"},  # Documents.host
+    "ops/attention/spec.py": {"tolist"},  # Documents.host_starts
+    "ops/attention/blocks.py": {"tolist"},  # Documents.host_starts
     "ops/positions.py": {"tolist"},  # PositionIds.of the host's ids
     "ops/attention/reference.py": {"to"},  # for tests
     "data/batch.py": {"numpy"},  # labels as they were made

@@ -86,7 +86,7 @@ class ContextParallel:
         if self.kernel == "blocks":
             return here
         chunks = (0,) if self.axis.size == 1 else self.chunks(self.axis.rank)
-        length, begins = here.starts.shape[1] // len(chunks), ops.begins(whole.host)
+        length, begins = here.starts.shape[1] // len(chunks), ops.begins(whole.host_starts)
         back = self.axis.size == 1 or self.kind == "gather"
         runs = (ops.run(begins, i * length, length, here.starts.device, back) for i in chunks)
         return replace(here, runs=tuple(runs))

@@ -252,10 +252,11 @@ def test_batch_parts():
     given = ended.with_prefixes(torch.arange(6)[:, None] % 3)
     starts, reach = given.documents.starts, given.documents.reach
     parts = [part.documents for part in given.split(3)]
-    for name, want in dict(starts=starts, host=starts, reach=reach, host_reach=reach).items():
+    tensors = dict(starts=starts, host_starts=starts, reach=reach, host_reach=reach)
+    for name, want in tensors.items():
         assert torch.equal(torch.cat([vars(part)[name] for part in parts]), want), name
     moved = given.split(3)[1].to(torch.device("meta")).documents
-    assert moved.starts.is_meta and torch.equal(moved.host, starts[2:4])
+    assert moved.starts.is_meta and torch.equal(moved.host_starts, starts[2:4])
     assert moved.reach.is_meta and torch.equal(moved.host_reach, reach[2:4])
     with pytest.raises(ValueError, match="6 sequences is not divisible into 4"):
         batch.split(4)

@@ -46,7 +46,7 @@ class Rule(NamedTuple):
     window: int | None
     starts: Tensor | None
     """[batch, queries]: where each query's document begins, as an index among the keys."""
-    host: Tensor | None
+    host_starts: Tensor | None
     """The same on the host."""
     reach: Tensor | None
     """[batch, queries]: where the prefix of each query's document ends, as an index among the keys;
@@ -135,9 +135,9 @@ def _oldest(queries: int, size: int, rule: Rule) -> list[int]:
     first query, in any sequence, as starts never fall.
     """
     # a fake tensor has no values: as if all began at 0
-    if rule.host is None or type(rule.host) is not Tensor:
+    if rule.host_starts is None or type(rule.host_starts) is not Tensor:
         return [0] * -(-queries // size)
-    return rule.host[:, ::size].amin(0).tolist()
+    return rule.host_starts[:, ::size].amin(0).tolist()
 
 
 def _furthest(blocks: list[range], keys: int, rule: Rule) -> list[int]:

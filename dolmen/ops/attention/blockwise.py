@@ -56,9 +56,10 @@ def partial_backward(
 def _rule(q: Tensor, k: Tensor, at: Place) -> Rule:
     """Of q and k, both [batch, length, heads, size], which lie at `at`."""
     attend = at.attend
-    here = attend.documents
-    if here is not None:
-        here = here.each(lambda t: t - at.k_start)
+    masks: tuple[Tensor | None, ...] = (None,) * 4
+    if attend.documents is not None:
+        here = attend.documents.each(lambda t: t - at.k_start)
+        masks = here.starts, here.host_starts, here.reach, here.host_reach
     return Rule(
         q.shape[2] // k.shape[2],
         at.q_start - at.k_start,
@@ -66,7 +67,7 @@ def _rule(q: Tensor, k: Tensor, at: Place) -> Rule:
         attend.soft_cap,
         attend.slopes_of(q.shape[2]),
         attend.window,
-        *((None,) * 4 if here is None else (here.starts, here.host, here.reach, here.host_reach)),
+        *masks,
     )
 
 
@@ -114,7 +115,7 @@ def _fused(passes: Callable[..., Any]) -> Callable[..., Any]:
 # would read the same, of a list of arguments for each
 _RULE = (
     "SymInt group, SymInt offset, float scale, float? soft_cap, float[]? slopes, SymInt? window, "
-    "Tensor? starts, Tensor? host, Tensor? reach, Tensor? host_reach"
+    "Tensor? starts, Tensor? host_starts, Tensor? reach, Tensor? host_reach"
 )
 
 
@@ -177,7 +178,7 @@ class _Blockwise(Function):
         if sinks is not None:
             parts = sink.join(_by_head(out, sinks), _by_head(log_sum, sinks).squeeze(-1), sinks)
             out, log_sum = parts[0].view(out.shape), parts[1].view(log_sum.shape)
-        masks = own.starts, own.host, own.reach, own.host_reach  # the last of a Rule
+        masks = own.starts, own.host_starts, own.reach, own.host_reach  # the last of a Rule
         ctx.save_for_backward(q, k, v, sinks, out, log_sum, *masks)
         ctx.kept = own[: -len(masks)]
         return out

@@ -253,6 +253,6 @@ def _attend(case: Case, first: int, length: int, device: torch.device, back: boo
     whole = case.whole
     if whole is None:
         return case.attend
-    run = spec.run(spec.begins(whole.host), first, length, device, back)
+    run = spec.run(spec.begins(whole.host_starts), first, length, device, back)
     whole = replace(whole, runs=(run,))
     return case.attend.of(whole.part(slice(first, first + length)).on(device))

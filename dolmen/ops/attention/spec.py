@@ -99,7 +99,7 @@ class Documents:
     """[batch, length] int64: index in the whole sequence of the first token of each token's
     document; it never falls from a token to the next.
     """
-    host: Tensor
+    host_starts: Tensor
     """The same numbers where the host reads them without waiting for a device."""
     runs: tuple[Run, ...] = ()
     """Of each run of consecutive tokens; none where the kernels do not ask."""
@@ -118,10 +118,11 @@ class Documents:
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "Documents":
         """The same of what `change` makes of each tensor of tokens, [batch, length]."""
+        starts, host_starts = change(self.starts), change(self.host_starts)
         reach, host_reach = (
             None if t is None else change(t) for t in (self.reach, self.host_reach)
         )
-        return Documents(change(self.starts), change(self.host), self.runs, reach, host_reach)
+        return Documents(starts, host_starts, self.runs, reach, host_reach)
 
     def on(self, device: torch.device) -> "Documents":
         """The same, made on the host, for tokens on `device`; the host does not wait for it."""
