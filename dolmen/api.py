@@ -124,7 +124,8 @@ class Model:
 
             model.logits("Once upon a").argmax(-1)
         """
-        check_text(text)
+        with _told({"prompt": "text"}):
+            check_text(text)
         tokens = self.tokenizer(text)["input_ids"]
         if not tokens:
             raise ValueError("the text has no tokens: give at least one")

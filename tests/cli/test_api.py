@@ -225,6 +225,12 @@ def test_generate(material):
         model.logits("")
 
 
+def test_a_text_that_is_none_is_refused_by_pythons_name():
+    model = api.Model(None, None, None)  # none of which is asked
+    with pytest.raises(ValueError, match="^text is not UTF-8 text: character 2 is a lone"):
+        model.logits("a\udcff")
+
+
 def test_the_package_shows_what_it_has():
     """Names to find by completion; each with types and an example of its use."""
     assert set(dolmen.__all__) <= set(dir(dolmen))
