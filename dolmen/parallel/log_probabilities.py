@@ -21,7 +21,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dolmen.core import ranges, transfers
+from dolmen.core import ranges
 from dolmen.core.function import Context, Function
 from dolmen.ops import loss
 from dolmen.ops.kernels import Kernels
@@ -43,10 +43,6 @@ class _Call(NamedTuple):
         """Of the vocabulary, the first row of this rank."""
         return vocabulary_range(self.vocab_size, self.tp.axis)[0]
 
-    def entered(self, x: Tensor) -> Tensor:
-        axis = self.tp.axis
-        return transfers.wait(transfers.start_all_gather(x, axis), axis) if self.tp.gathers else x
-
     def chunks(self, tokens: int, rows: int) -> list[slice]:
         """Of tokens, as many as have `at_once` logits; the slope of a soft cap is as large."""
         size = max(1, self.at_once // ((1 if self.soft_cap is None else 2) * rows))
@@ -58,7 +54,7 @@ class _LogProbabilities(Function):
     def forward(
         ctx: Context[_Call], x: Tensor, weight: Tensor, labels: Tensor, call: _Call
     ) -> Tensor:
-        entered, wide = call.entered(x), torch.promote_types(x.dtype, torch.float32)
+        entered, wide = call.tp.entered(x), torch.promote_types(x.dtype, torch.float32)
         out = torch.empty(labels.shape, dtype=wide, device=x.device)
         normalizer = torch.empty_like(out)
         for rows in call.chunks(len(labels), len(weight)):
@@ -77,7 +73,7 @@ class _LogProbabilities(Function):
     def backward(ctx: Context[_Call], g: Tensor) -> tuple[Tensor | None, ...]:
         (x, weight, labels, normalizer), call = ctx.saved_tensors, ctx.kept
         wants_dx, wants_dw = ctx.needs_input_grad[:2]
-        entered, one = call.entered(x), torch.ones_like(normalizer)
+        entered, one = call.tp.entered(x), torch.ones_like(normalizer)
         dx = torch.empty_like(entered) if wants_dx else None
         dw = torch.zeros_like(weight, dtype=normalizer.dtype) if wants_dw else None
         for rows in call.chunks(len(labels), len(weight)):

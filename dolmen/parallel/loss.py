@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from dolmen.core import collectives, ranges, transfers
+from dolmen.core import collectives, ranges
 from dolmen.core.function import Context, Function
 from dolmen.core.mesh import Axis
 from dolmen.ops import loss
@@ -46,9 +46,7 @@ class _LinearCrossEntropy(Function):
         at_once: int,
         soft_cap: float | None,
     ) -> Tensor:
-        entered = (
-            transfers.wait(transfers.start_all_gather(x, tp.axis), tp.axis) if tp.gathers else x
-        )
+        entered = tp.entered(x)
         first, _ = vocabulary_range(vocab_size, tp.axis)
         total = torch.zeros(
             (), dtype=torch.float32 if x.dtype != torch.float64 else x.dtype, device=x.device

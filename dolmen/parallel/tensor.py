@@ -129,6 +129,10 @@ class TensorParallel:
             else collectives.copy(x, self.axis)
         )
 
+    def entered(self, x: Float[Tensor, "here hidden"]) -> Float[Tensor, "tokens hidden"]:
+        """The same without autograd, in functions that have a backward of their own."""
+        return _gathered(x, self.axis if self.gathers else None)
+
     def leave(self, y: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "here hidden"]:
         """P -> I, in y's memory, or P -> S(0) under sequence parallelism. y is the sum or product
         just made, which nothing else reads. Raises ValueError where tp does not divide the tokens
