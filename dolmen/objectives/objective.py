@@ -41,9 +41,9 @@ class Objective(Protocol):
         """
         ...
 
-    def __call__(self, hidden: Tensor, head: Any, batch: Batch) -> Judged:
-        """Of a microbatch, on the device. `hidden` is the last hidden vectors of this rank, and
-        `head` of model/head.py.
+    def __call__(self, hidden: Float[Tensor, "_ hidden"], head: Any, batch: Batch) -> Judged:
+        """Of a microbatch, on the device. `hidden` are the last hidden vectors of this rank's
+        tokens, and `head` is a Head of model/head.py.
         """
         ...
 
