@@ -36,6 +36,13 @@ class Axis:
     reduction: Order = "fast"
     """In which order sums over it are added (core/reduction.py)."""
 
+    @property
+    def adds(self) -> bool:
+        """Whether ranks exchange parts of a reduce-scatter over it and each adds up its own; else
+        the backend adds.
+        """
+        return self.gloo or self.reduction == "fixed"
+
 
 @dataclass(frozen=True)
 class Mesh:

@@ -2,9 +2,9 @@
 collectives (core/collectives.py), and sends from one rank to another.
 
 A `start_*` returns at once; its result is waited for by `wait`, of a reduce-scatter by
-`finish_reduce_scatter`. Every byte of compute that moves goes through here (gradients move in
-parallel/data.py), and each is marked for a profile with its axis and kind. All trace under
-torch.compile but sends and rotations.
+`finish_reduce_scatter`. (An all-reduce in a fixed order is done when it returns.) Every byte of
+compute that moves goes through here (gradients move in parallel/data.py), and each is marked for a
+profile with its axis and kind. All trace under torch.compile but sends and rotations.
 """
 
 from contextlib import nullcontext
@@ -80,7 +80,7 @@ def start_reduce_scatter(
     MiB of bf16 between two processes takes 5 ms instead of 15, and sums are rounded once. So it is
     everywhere where the order of the sum is fixed.
     """
-    if axis.gloo or axis.reduction == "fixed":
+    if axis.adds:
         return start_all_to_all(x, None, None, axis)
     with ranges.mark(axis.name, "reduce-scatter"):
         return processes.reduce_scatter(x.contiguous(), "sum", 0, _group(axis))
@@ -110,7 +110,7 @@ def finish_reduce_scatter(
 ) -> Shaped[Tensor, " n *rest"]:
     """This rank's rows of the sum: what `start_reduce_scatter` has begun."""
     x = wait(x, axis)
-    if not axis.gloo and axis.reduction == "fast":
+    if not axis.adds:
         return x
     parts = x.view(axis.size, x.shape[0] // axis.size, *x.shape[1:])
     return tree(parts) if axis.reduction == "fixed" else parts.sum(0)
