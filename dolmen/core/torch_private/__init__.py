@@ -1,5 +1,5 @@
-"""Every name of torch and transformers that is theirs alone, or that another release may change: a
-file for each part of torch, so that nobody imports more than what it uses.
+"""Every private name of torch and transformers that the house uses, and every one that another
+release may change: a file for each part of torch, so that nobody imports more than it uses.
 
     compute.py      operators, lists of tensors, the compiler
     processes.py    collectives and groups          sharding.py    DTensor and FSDP
