@@ -15,6 +15,7 @@ from jaxtyping import Float
 
 from dolmen.conversion import convert as conversion
 from dolmen.conversion import hf
+from dolmen.conversion.config import ExportConfig
 from dolmen.conversion.source import Source, open_source, tokenizer_folder
 from dolmen.core.config import from_dict, option_types
 from dolmen.core.errors import BadInput, message
@@ -36,7 +37,7 @@ from dolmen.serving.config import GenerateConfig
 from dolmen.serving.prompt import check_text, encode
 from dolmen.training import job
 from dolmen.training.config import RunConfig
-from dolmen.training.request import ExportConfig, Handling
+from dolmen.training.request import Handling
 
 T = TypeVar("T", GenerateConfig, EvaluateConfig, VerifyConfig, ExportConfig)
 

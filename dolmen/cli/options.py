@@ -8,10 +8,11 @@ from typing import Annotated, Any
 
 import tyro
 
+from dolmen.conversion.config import ExportConfig
 from dolmen.evaluation.config import EvaluateConfig, VerifyConfig
 from dolmen.serving.config import GenerateConfig
 from dolmen.training.config import RunConfig
-from dolmen.training.request import ExportConfig, Handling
+from dolmen.training.request import Handling
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,9 @@
 """What is asked of a run, in words or from Python, as data: its configuration, and what is done
-with its folder and its processes; and what is asked of one that has been. Without torch.
+with its folder and its processes. Without torch.
 """
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from dolmen.core.paths import refuse_empty
 from dolmen.training.config import RunConfig
@@ -58,22 +57,3 @@ class Request:
         """The run's folder."""
         assert self.handling.out is not None
         return Path(self.handling.out)
-
-
-@dataclass(frozen=True)
-class ExportConfig:
-    """A run or another source, and the directory that it becomes."""
-
-    source: str
-    """A run's folder (its newest whole checkpoint is taken), or one checkpoint in it; a
-    transformers directory or hub id.
-    """
-    to: str
-    """Folder to write; it must be empty or not exist."""
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Type of the tensors. Default: that of config.json, of a run that of the model it started
-    from, else float32.
-    """
-
-    def __post_init__(self):
-        refuse_empty("to", self.to)
