@@ -97,7 +97,9 @@ class Format:
     found: Callable[[Path], bool]
     """Whether a folder is meant as one; that it is whole is found when it is opened."""
     newest: Callable[[Path], Path]
-    """What a folder that grows stands for now. Raises ValueError where that is nothing."""
+    """The folder to open: itself, or of a run, which grows, its newest whole checkpoint. Raises
+    ValueError where there is none yet.
+    """
     opened: Callable[[Path, Model | None], Source]
     """What `newest` gave, as a source; the weights as those of the model, where one is given.
     Raises ValueError.

@@ -27,12 +27,14 @@ from dolmen.parallel.tensor import Linear
 
 @dataclass(frozen=True, eq=False)
 class Head:
-    """Of one microbatch. What is said of all tokens of a sequence is said to all ranks."""
+    """Of one microbatch. Numbers per token that an end gives it (labels, weights) are of whole
+    sequences, the same on every rank.
+    """
 
     tree: Tree
     split: Split
     weight: Tensor
-    """What this rank holds of it, gathered."""
+    """[rows, hidden]: what this rank of tp holds of it, gathered over fsdp."""
     sequences: int
     """Of the microbatch."""
     compiled: bool = False

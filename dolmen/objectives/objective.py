@@ -19,7 +19,7 @@ from dolmen.model.tree import Tree
 
 
 class Judged(NamedTuple):
-    """Of one microbatch; sums of what this rank of cp has of it, the same on all ranks of tp."""
+    """Of one microbatch: sums over the tokens that this rank of cp has, the same on all of tp."""
 
     total: Float[Tensor, ""]
     """To go backward from."""
