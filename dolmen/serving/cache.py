@@ -16,7 +16,7 @@ Of a forward, texts with one new token are attended together, page by page (ops/
 decode.py), and texts that were and become equally long together, as a batch is without a cache.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -210,18 +210,11 @@ class Cache:
                 pool.move(before)
         self._measure()
         singles = [text for text, n in new.items() if n == 1]
-        alike: dict[tuple[int, int], list[int]] = {}
-        for text, n in new.items():
-            if n > 1:
-                alike.setdefault((past[text], n), []).append(text)
-        texts, groups, end = list(singles), [], len(singles)
-        for (start, n), own in alike.items():
-            pages = torch.tensor([table.pages[text] for text in own])
-            tokens = slice(end, end + n * len(own))
-            seen = _prefixes(start, n, [prefix[text] for text in own])
-            here = None if seen is None else seen.on(device)
-            groups.append(Group(tokens, start, n, host.send(pages, device), here))
-            texts, end = texts + own, tokens.stop
+        texts, groups = list(singles), []
+        for own, group in self._groups(new, past, prefix, len(singles), device):
+            texts += own
+            groups.append(group)
+        end = sum(new.values())
         positions = [past[text] + i for text in texts for i in range(new[text])]
         at = [
             table.pages[text][i // table.size]
@@ -252,6 +245,29 @@ class Cache:
             size=table.size,
             total=table.total,
         )
+
+    def _groups(
+        self,
+        new: Mapping[int, int],
+        past: Mapping[int, int],
+        prefix: Mapping[int, int],
+        first: int,
+        device: torch.device,
+    ) -> Iterator[tuple[list[int], Group]]:
+        """The texts with several new tokens, those together that were and become equally long.
+        Their tokens are in this order, from `first` on.
+        """
+        alike: dict[tuple[int, int], list[int]] = {}
+        for text, n in new.items():
+            if n > 1:
+                alike.setdefault((past[text], n), []).append(text)
+        for (start, n), own in alike.items():
+            pages = torch.tensor([self.table.pages[text] for text in own])
+            tokens = slice(first, first + n * len(own))
+            seen = _prefixes(start, n, [prefix[text] for text in own])
+            here = None if seen is None else seen.on(device)
+            yield own, Group(tokens, start, n, host.send(pages, device), here)
+            first = tokens.stop
 
     def end(self, text: int) -> None:
         """Its pages are free."""
