@@ -103,10 +103,12 @@ class _Step:
             self.weights(action)
             return
         self.left[action.chunk] -= 1
+        last = self.left.total() == 0
         self._reduction.before_backward(
-            self.work.chunks[action.chunk], self.left[action.chunk] == 0, self.left.total() == 0
+            self.work.chunks[action.chunk], self.left[action.chunk] == 0, last
         )
-        self._through_the_graph(action, dy)
+        if not self._through_the_graph(action, dy) and last:
+            self._reduction.after_weights(last)  # no backward, so no hook of FSDP's
 
     def inputs(self, action: Action, dy: Tensor | None) -> None:
         """I."""
@@ -127,8 +129,10 @@ class _Step:
         assert self.work.reduction is not None, "the schedule goes backward, its Work does not"
         return self.work.reduction
 
-    def _through_the_graph(self, action: Action, dy: Tensor | None) -> None:
-        """dx from dy, or on the last stage from the loss itself (None), and to the stage before."""
+    def _through_the_graph(self, action: Action, dy: Tensor | None) -> bool:
+        """dx from dy, or on the last stage from the loss itself (None), and to the stage before;
+        whether there was a graph, as there is none where all is frozen.
+        """
         x, edge = self.graphs.pop((action.micro, action.chunk))
         if edge is not None:
             torch.autograd.backward(edge, dy)
@@ -136,6 +140,7 @@ class _Step:
         if message is not None:
             assert x is not None and x.grad is not None, action
             self.channels.send(message, x.grad)
+        return edge is not None
 
 
 def execute(schedule: Schedule, mesh: Mesh, work: Work) -> None:
