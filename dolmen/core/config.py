@@ -125,7 +125,7 @@ def _optional(hint: Any, value: Any, where: str, default: Any) -> Any:
 
 def _choice(hint: Any, value: Any, where: str, default: Any) -> Any:
     known = typing.get_args(hint)
-    if any(value == one and type(value) is type(one) for one in known):
+    if any(type(value) is type(one) and value == one for one in known):
         return value  # True is not 1
     raise ValueError(f"{where} is {shown(value)}: {choices(str(value), known)}")
 
@@ -144,7 +144,10 @@ def _number(hint: Any, value: Any, where: str, default: Any) -> float:
         except ValueError:
             raise ValueError(f"{where} is {shown(value)}: it must be a number") from None
     if isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ValueError(f"{where} is {shown(value)}: no float is so large") from None
     return _exactly(float, value, where)
 
 

@@ -4,6 +4,7 @@ of a section in a mapping. What is unknown, or of another type, is refused by na
 
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import fields, replace
 from numbers import Integral, Real
 from typing import Any
@@ -63,8 +64,10 @@ def once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """Raises ValueError where one name has two values, of which one would be lost."""
     said: dict[str, Any] = {}
     for name, value in pairs:
-        if said.setdefault(name, value) != value:
+        # what a NaN or an array says of itself is not asked
+        if name in said and said[name] != value:
             raise ValueError(f"{name} is given twice, as {shown(said[name])} and {shown(value)}")
+        said[name] = value
     return said
 
 
@@ -81,16 +84,21 @@ def nested(said: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """A path as text, a number of numpy as Python's; a list for a tuple, as files have it."""
+    """A path as text, text and a number of numpy as Python's; a list for a tuple, as files have it.
+    What no float holds stays, to be refused by name.
+    """
     match value:
         case bool():
             return value
+        case str():
+            return str.__str__(value)  # of a subclass YAML has no word
         case os.PathLike():
             return os.fspath(value)
         case Integral():
             return int(value)
         case Real():
-            return float(value)
+            with suppress(OverflowError):
+                return float(value)
         case list() | tuple():
             return [plain(one) for one in value]
     return value

@@ -1,11 +1,14 @@
 """`import dolmen`: three lines to train, load and generate, in the caller's own process."""
 
 import inspect
+import math
 import os
 import signal
 import subprocess
 import sys
 import threading
+from enum import StrEnum
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +16,14 @@ import pytest
 import tinyrun
 import torch
 import torch.distributed as dist
+import yaml
 from tinyrun import dolmen as command
 from tinyrun import losses, rows, steps
 
 import dolmen
 from dolmen import api
 from dolmen.cli.command import parse_train
+from dolmen.core.config import to_dict
 from dolmen.core.mesh import joined
 from dolmen.recipes.changed import request
 from dolmen.training import loop
@@ -270,6 +275,15 @@ def test_the_package_shows_what_it_has():
         ({"max_restarts": -1}, "^max_restarts is -1: it must not be negative$"),
         ({"optimizer": {"lr": -1}}, "optimizer.lr is -1.0: it must be finite"),
         ({"train": {"steps": "five"}}, "^train.steps is 'five': it must be int$"),
+        ({"optimizer": {"lr": math.nan}}, "^optimizer.lr is nan: it must be finite"),
+        (
+            {"optimizer": {"lr": 10**400}},
+            "^optimizer.lr is 1000+\\.\\.\\. .401 ch.*: no float is so",
+        ),
+        ({"optimizer": {"lr": Fraction(10**400)}}, "^optimizer.lr is Fraction.*: it must be float"),
+        ({"optimizer": {"lr": np.ones(2)}}, "^optimizer.lr is array.*: it must be float$"),
+        ({"optimizer": {"lr": torch.ones(2)}}, "^optimizer.lr is tensor.*: it must be float$"),
+        ({"train": {"dtype": np.ones(2)}}, "^train.dtype is array.*: use one of float32"),
         ({"init": "no/such/model/here"}, "here: no such folder"),
     ],
 )
@@ -277,6 +291,17 @@ def test_bad_input_is_a_value_error(material, tmp_path, bad, said):
     with pytest.raises(ValueError, match=said):
         dolmen.train(material.file, out=tmp_path / "out", **bad)
     assert not (tmp_path / "out").exists()
+
+
+def test_text_of_a_subclass_is_text(material, tmp_path):
+    """numpy's, as of an array of paths, and an enumeration's: what is written has to be plain."""
+
+    class Name(StrEnum):
+        OURS = "ours"
+
+    changes = {"name": Name.OURS, "data": {"path": np.array([str(material.docs)])[0]}}
+    asked = request(material.file, {**changes, "out": np.str_(tmp_path / "out")})
+    assert yaml.safe_load(yaml.safe_dump(to_dict(asked)))["config"]["name"] == "ours"
 
 
 def test_a_failure_is_raised_and_leaves_the_process_as_it_was(material, tmp_path, monkeypatch):
