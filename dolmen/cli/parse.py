@@ -33,7 +33,7 @@ WORDING = {
     r"Error parsing (--\S+): invalid literal for int\(\) with base 10: (.*)": (
         r"\1 is \2: it must be INT"
     ),
-    r"Error parsing [a-z]\S*: (.*)": r"\1",  # of a section, which names itself
+    r"Error parsing [A-Za-z]\S*: (.*)": r"\1",  # of a section or a verb, which names itself
     r"Missing value for argument '(\S+)'\..*": r"\1 needs a value",
 }
 BROKEN = 20  # tyro breaks no shorter value

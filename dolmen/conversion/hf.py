@@ -49,6 +49,8 @@ def resolve_model(name: str | Path, revision: str | None = None) -> Path:
     """
     if expand(name).is_dir():
         return expand(name)
+    if expand(name).is_file():
+        raise ValueError(f"{name} is a file: give its folder, {expand(name).parent}")
     if is_absent(name):
         raise ValueError(f"{name}: no such folder")
     # half a second to import, and few runs need it

@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from numbers import Integral, Real
 from typing import Any
 
-from dolmen.core.config import from_dict, option_types
+from dolmen.core.config import from_dict, option_types, to_dict
 from dolmen.core.words import cut, shown
 from dolmen.families import Family
 from dolmen.families import start as models
@@ -28,7 +28,7 @@ def request(source: str | os.PathLike | RunConfig, changes: Mapping[str, Any]) -
     """
     said = once(flattened(changes))
     if isinstance(source, RunConfig):
-        run, name = source, None
+        run, name = from_dict(RunConfig, to_dict(source)), None  # as strictly as a file's
     elif isinstance(source, (str, os.PathLike)):
         name = os.fspath(source)
         run = named(name)

@@ -180,12 +180,14 @@ def check_folder(out: Path, resume: bool, overwrite: bool) -> None:
     if (out / folder.LOCK).exists():
         free_lock(out, take_lock(out))
     held = out.is_dir() and any(path.name != folder.LOCK for path in out.iterdir())
+    owned = (out / folder.LIST).exists() or folder.is_run(out / "config.yaml")
+    if held and not (owned or resume or overwrite):
+        raise ValueError(f"{out} is not empty and holds no run of dolmen: give another --out")
     if held and not (resume or overwrite):
         raise ValueError(
             f"{out} already holds a run: use --resume to go on, --overwrite to start again, or "
             f"another --out"
         )
-    owned = (out / folder.LIST).exists() or folder.is_run(out / "config.yaml")
     if overwrite and held and not owned:
         raise ValueError(
             f"--overwrite would delete {out}, which holds no config.yaml of a run and so was not "

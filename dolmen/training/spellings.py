@@ -74,6 +74,7 @@ EQUAL = {
     "train-file": "data.path",
     "dataset-name": "data.path",
     "dataset": "data.path",
+    "data": "data.path",
     "validation-file": "data.validation",
     "tokenizer-name": "data.tokenizer",
     "tokenizer-name-or-path": "data.tokenizer",
@@ -163,6 +164,7 @@ TOKENS = (
 )
 FAMILY = "that is the family's: choose it with --model.model-type"
 WARMUP = "warm-up is told in steps: set --optimizer.warmup-steps"
+ADAPTERS = "adapters have no dropout: leave it out"
 # No option does the same: how to get it.
 HOW = {
     "gradient-accumulation-steps": BATCH,
@@ -189,6 +191,8 @@ HOW = {
     "qk-layernorm": FAMILY,
     "model.activation": "set --model.hidden-act, by the name that transformers has for it, such as "
     "gelu_pytorch_tanh",
+    "adapter.dropout": ADAPTERS,
+    "lora-dropout": ADAPTERS,
     "betas": "set --optimizer.beta1 and --optimizer.beta2",
 }
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from enum import StrEnum
 from fractions import Fraction
 from pathlib import Path
@@ -27,6 +28,8 @@ from dolmen.core.config import to_dict
 from dolmen.core.mesh import joined
 from dolmen.recipes.changed import request
 from dolmen.training import loop
+from dolmen.training.config import TrainConfig
+from dolmen.training.run_file import read_run
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 
@@ -284,6 +287,7 @@ def test_the_package_shows_what_it_has():
         ({"optimizer": {"lr": np.ones(2)}}, "^optimizer.lr is array.*: it must be float$"),
         ({"optimizer": {"lr": torch.ones(2)}}, "^optimizer.lr is tensor.*: it must be float$"),
         ({"train": {"dtype": np.ones(2)}}, "^train.dtype is array.*: use one of float32"),
+        ({"adapter": {"lora_dropout": 0.1}}, "adapter.lora_dropout: adapters have no dropout"),
         ({"init": "no/such/model/here"}, "here: no such folder"),
     ],
 )
@@ -302,6 +306,22 @@ def test_text_of_a_subclass_is_text(material, tmp_path):
     changes = {"name": Name.OURS, "data": {"path": np.array([str(material.docs)])[0]}}
     asked = request(material.file, {**changes, "out": np.str_(tmp_path / "out")})
     assert yaml.safe_load(yaml.safe_dump(to_dict(asked)))["config"]["name"] == "ours"
+
+
+@pytest.mark.parametrize(
+    "bad, said",
+    [
+        ({"train": TrainConfig(dtype="bf16")}, "^train.dtype is 'bf16': did you mean bfloat16\\?"),
+        ({"train": {"steps": "five"}}, "^train.steps is 'five': it must be int$"),
+        ({"layout": {"pt": 2}}, "^unknown option layout.pt; known: tp, "),
+        ({"layout": 2}, "^layout must be a mapping of options, not 2$"),
+        ({"model": 5}, "^model: "),
+    ],
+)
+def test_a_run_config_is_checked_as_a_file_is(material, tmp_path, bad, said):
+    with pytest.raises(ValueError, match=said):
+        dolmen.train(replace(read_run(material.file), **bad), out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_failure_is_raised_and_leaves_the_process_as_it_was(material, tmp_path, monkeypatch):

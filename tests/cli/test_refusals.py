@@ -444,12 +444,21 @@ def test_a_folder_that_holds_something(material, tmp_path):
     (out / "checkpoints").mkdir(parents=True)
     (out / "notes.txt").write_text("mine")
     for words, want in (
-        ([], f"{out} already holds a run: use --resume to go on, --overwrite to start again"),
+        ([], f"{out} is not empty and holds no run of dolmen: give another --out"),
         (["--overwrite"], f"--overwrite would delete {out}, which holds no config.yaml"),
     ):
         result = dolmen("train", material.file, "--out", out, *words)
         assert result.code == 2 and want in result.words
         assert (out / "notes.txt").read_text() == "mine" and len(list(out.iterdir())) == 2
+
+
+def test_a_folder_that_holds_a_run(material, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / ".dolmen").write_text("config.yaml\n")
+    result = dolmen("train", material.file, "--out", out)
+    assert result.code == 2
+    assert f"{out} already holds a run: use --resume to go on, --overwrite" in result.words
 
 
 def test_a_folder_that_cannot_be(material, tmp_path):
@@ -490,6 +499,10 @@ def test_export(material, tmp_path):
             "or checkpoint of dolmen (checkpoints/, step-NNNNNNNN/): it holds 00.txt, 01.txt,",
         ),
         (["nowhere"], "missing --to (Folder to write"),
+        (
+            [material.model / "config.json", "--to", tmp_path / "to"],
+            f"{material.model}/config.json is a file: give its folder, {material.model}",
+        ),
         ([], "missing the first word (A run's folder"),
     ):
         result = dolmen("export", *words)
@@ -514,7 +527,7 @@ def test_verify_and_generate(material, monkeypatch, tmp_path):
             ["verify", material.model, "--against", "no/such/model/here"],
             "no/such/model/here: no such folder",
         ),
-        (["generate", material.model], "--prompt"),
+        (["generate", material.model], "dolmen generate: missing --prompt (Text to continue)"),
         (
             ["generate", material.model, "--prompt", "a", "--temperature", -1],
             "use --temperature 0 (greedy) or more",
