@@ -100,7 +100,7 @@ def optimizer_step(
 
     parameters = [p for p in state.model.parameters() if p.requires_grad]
     tied = state.model.tied_apart
-    if tied is not None:
+    if tied is not None and tied.requires_grad:
         data.sum_over(tied, mesh.ends)
     with ranges.mark("optimizer", "norm"):
         squares = state.model.split.kernels.squares

@@ -132,6 +132,7 @@ DROPPED = {name: replace(config, training=Training(0.2)) for name, config in CON
 
 ADAPTED_CONFIGS = {
     "qwen3, adapters": adapted(Tiny(FAMILIES["qwen3"].tree)),
+    "gpt2, adapters": adapted(Tiny(FAMILIES["gpt2"].tree)),
     "falcon-40b, adapters": adapted(CONFIGS["falcon-40b"]),
     "deepseek-v3, adapters": adapted(CONFIGS["deepseek-v3"]),
 }
@@ -301,6 +302,12 @@ ROWS = [
         cp2 dp2 zero2 acc4
         pp4 acc4 zero-bubble
         """,
+    ),
+    # a tied embedding, on two stages, is frozen on both
+    *rows(
+        ADAPTED_CONFIGS["gpt2, adapters"],
+        "gpt2, adapters",
+        "pp2 acc4 zero1\npp2 acc4 zero-bubble zero1",
     ),
     # side by side: two branches with one collective
     *rows(
