@@ -117,7 +117,7 @@ class _Group:
         envs = {
             rank: self._environment(rank, attempt, store.port) for rank in range(self.processes)
         }
-        args = {rank: ("-m", "dolmen", *self.words) for rank in range(self.processes)}
+        args = {rank: (*_safely(), "-m", "dolmen", *self.words) for rank in range(self.processes)}
         with handling(self.handlers):  # start_processes sets handlers of its own, and leaves them
             try:
                 workers = self.workers = start_processes(
@@ -158,6 +158,14 @@ class _Group:
         if codes <= {2, -signal.SIGTERM} and not hangs:
             return _End(2, True)
         return _End(1, any(report.get("final") for report in reports))
+
+
+def _safely() -> list[str]:
+    """For `python -m`, which imports from the working directory before all else: that may be of
+    somebody else's files, such as a model's. Where this process imports from it, so do its workers.
+    """
+    here = os.path.realpath(os.getcwd())
+    return [] if here in map(os.path.realpath, sys.path) else ["-P"]
 
 
 def _write(file: Path, handed: Mapping[str, Any]) -> str:

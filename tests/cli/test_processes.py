@@ -219,6 +219,16 @@ def test_a_launcher_killed_while_two_ranks_train_leaves_none(material, tmp_path)
     launcher.communicate()
 
 
+def test_workers_import_nothing_of_the_folder_they_run_in(tmp_path, monkeypatch, capfd):
+    """It may be a model's, downloaded; where this process imports from there, so do they."""
+    (tmp_path / "tyro.py").write_text("raise SystemExit(9)")
+    monkeypatch.setenv("PYTHONPATH", tinyrun.path_of())
+    monkeypatch.chdir(tmp_path)
+    assert launcher.launch(1, ["recipes"]) == 0 and "quickstart" in capfd.readouterr().out
+    monkeypatch.syspath_prepend("")
+    assert launcher.launch(1, ["recipes"]) == 1
+
+
 @pytest.mark.full  # tests/cli/test_two_hosts.py joins torchrun in the short tier
 def test_ranks_of_another_launcher_join(material, alone, tmp_path):
     """Two tasks as srun starts them: dp 2 and ZeRO-3, resuming a run of one process."""
