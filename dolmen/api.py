@@ -278,8 +278,8 @@ def train(recipe: str | PathLike | RunConfig, **changes: Any) -> Path:
         dolmen.train("quickstart", train={"steps": 50}, layout={"tp": 1}, overwrite=True)
 
     Starts as many processes as the layout needs; a run of one process is this process. Raises
-    ValueError on bad input, KeyboardInterrupt after Ctrl-C (saved first), RuntimeError if another
-    process fails, and what is raised in this one.
+    ValueError on bad input, KeyboardInterrupt after Ctrl-C and SystemExit after SIGTERM (saved
+    first), RuntimeError if another process fails, and what is raised in this one.
     """
     with _told():
         asked = request(recipe, changes)
@@ -289,6 +289,8 @@ def train(recipe: str | PathLike | RunConfig, **changes: Any) -> Path:
         raise ValueError(_in_python(str(error), {})) from None
     if code == 130:
         raise KeyboardInterrupt
+    if code == 143:
+        raise SystemExit(code)
     if code:
         raise RuntimeError(f"the run ended with exit code {code}")
     return asked.out

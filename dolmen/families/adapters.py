@@ -54,11 +54,18 @@ class AdapterConfig:
 
     def of(self, model: Model) -> Adapter | None:
         """The adapters of a model, None where there are none. Raises ValueError for a target that
-        it does not have.
+        it does not have, and for a rank over that of any of their matrices.
         """
         if self.rank is None:
             return None
-        return Adapter(self.rank, self.alpha, targets(model, self.targets))
+        names = targets(model, self.targets)
+        highest = max(min(model.tree.leaves[name].shape[-2:]) for name in names)
+        if self.rank > highest:
+            raise ValueError(
+                f"adapter.rank is {self.rank}: no matrix of adapter.targets has a rank over "
+                f"{highest}; set --adapter.rank {highest} or less, such as 8"
+            )
+        return Adapter(self.rank, self.alpha, names)
 
 
 def targets(model: Model, names: Collection[str]) -> frozenset[str]:

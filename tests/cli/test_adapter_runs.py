@@ -93,6 +93,7 @@ def test_a_run_goes_on_with_its_own_adapters_alone(run, material):
 def test_adapters_that_cannot_be_are_refused(material, tmp_path):
     for more, said in {
         ("--adapter.rank", 0): "adapter.rank is 0: it must be at least 1",
+        ("--adapter.rank", 10**12): "adapter.rank is 1000000000000: no matrix of adapter.targets",
         ("--adapter.targets", "q_proj", "wq"): "choose of q_proj, k_proj, v_proj, o_proj, gate",
         ("--adapter.targets", "lm_head"): "the head is computed together with its loss",
         ("--optimizer.name", "muon"): "use --optimizer.name adamw",

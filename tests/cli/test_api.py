@@ -352,9 +352,13 @@ def interrupt(monkeypatch, after: int, which: int):
     monkeypatch.setattr(loop, "optimizer_step", slow)
 
 
-def test_ctrl_c_saves_and_is_raised(material, tmp_path, monkeypatch):
-    interrupt(monkeypatch, 2, signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):
+@pytest.mark.parametrize(
+    "which, raised", [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
+)
+def test_who_is_asked_to_stop_saves_and_stops(material, tmp_path, monkeypatch, which, raised):
+    """A program that goes on after an Exception ends too."""
+    interrupt(monkeypatch, 2, which)
+    with pytest.raises(raised):
         dolmen.train(material.file, out=tmp_path / "out")
     assert steps(tmp_path / "out") == [3] and not dist.is_initialized()
 
