@@ -4,7 +4,12 @@ which share what its fixtures made; and all rows, which share spawns (conftest.p
 
 from xdist.scheduler import LoadFileScheduling
 
-ROWS = ("tests/golden/", "tests/parallel/test_assembly.py", "tests/conversion/test_source.py")
+ROWS = (
+    "tests/golden/",
+    "tests/parallel/test_assembly.py",
+    "tests/conversion/test_source.py",
+    "tests/training/test_reads.py",
+)
 
 
 class ByFile(LoadFileScheduling):

@@ -21,6 +21,7 @@ from dolmen.conversion.hf import stated_dtype
 from dolmen.conversion.source import Source, load_weights
 from dolmen.core import collectives, host
 from dolmen.core.mesh import SINGLE, Axis, Mesh
+from dolmen.core.words import counted
 from dolmen.model import build, head
 from dolmen.model.decoder import Decoder
 from dolmen.parallel import data, vocabulary
@@ -214,7 +215,8 @@ def _check(
     if read <= most:
         return
     text = (
-        f"a prompt of {longest} tokens and {max_new_tokens} new ones read {read} positions, "
+        f"a prompt of {counted(longest, 'token')} and {max_new_tokens:,} new ones read {read:,} "
+        f"positions, "
         f"max_position_embeddings is {most}"
     )
     if model.tree.longest is not None:

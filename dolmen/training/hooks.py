@@ -179,9 +179,12 @@ class Hooks:
                 {"step": state.step, "val_loss": loss, "val_tokens": tokens, "time": time.time()}
             )
         part = "" if tokens == held else f" of {held:,}"
+        why = ""
         if part and state.step == state.steps:
-            part += " (a short run reads no more; --log.validation-tokens 0 reads all)"
-        self.line.say(f"step {state.step}: validation loss {loss:.4f} on {tokens:,}{part} tokens")
+            why = "; a short run reads no more, --log.validation-tokens 0 reads all"
+        self.line.say(
+            f"step {state.step}: validation loss {loss:.4f} on {tokens:,}{part} tokens{why}"
+        )
 
     def most_validated(self, state: TrainState) -> int | None:
         """Windows of held-out text that a validation at this step reads at most; None: all. The

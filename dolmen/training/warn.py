@@ -31,8 +31,8 @@ def never_at_full_rate(run: RunConfig, steps: int) -> str | None:
     if warmup <= steps:
         return None
     return (
-        f"optimizer.warmup-steps ({warmup}) is over the run's {steps} steps: the learning rate "
-        f"ends at {lr * steps / warmup:.3g} and never reaches {lr:g}; set --optimizer.warmup-steps "
+        f"optimizer.warmup-steps ({warmup}) is over the run's {counted(steps, 'step')}: the "
+        f"learning rate ends at {lr * steps / warmup:.3g} and never reaches {lr:g}; set --optimizer.warmup-steps "
         f"{max(1, steps - 1)} or less, or --train.steps over {warmup}"
     )
 

@@ -322,7 +322,7 @@ def test_the_last_validation_is_bounded_by_the_training_done(material, tmp_path)
     assert held > 1000 and summary(tmp_path / "b")["bits_per_byte"] is not None
     said = " ".join(short.out.split())
     assert (
-        f"on 128 of {held:,} (a short run reads no more; --log.validation-tokens 0 reads all)"
+        f"on 128 of {held:,} tokens; a short run reads no more, --log.validation-tokens 0 reads all"
         in said
     )
     assert f"128 of {held:,} held-out tokens" in said

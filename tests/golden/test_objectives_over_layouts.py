@@ -46,9 +46,11 @@ HALF = [
 
 @pytest.mark.parametrize("row", [row.parameter for row in HALF])
 def test_in_half_precision(row, result):
-    """Rounded to 8 bits, and what is made of logits and values in fp32."""
+    """Rounded to 8 bits, and what is made of logits and values in fp32: measured worst 2.6e-3 of
+    the loss and 8.2e-3 of the norm.
+    """
     loss, norm = result(row)
-    assert 0 < loss < 2**-6 and 0 < norm < 2**-4, (loss, norm)
+    assert 0 < loss < 2**-7 and 0 < norm < 2**-5, (loss, norm)
 
 
 EVERYWHERE = [

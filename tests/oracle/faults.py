@@ -12,7 +12,7 @@ from adapter import ignored
 
 from dolmen.core.state import local
 from dolmen.data import mixture
-from dolmen.model import branch, decoder, layers, moe, parallel
+from dolmen.model import branch, head, layers, moe, parallel
 from dolmen.model.tree import LatentAttention
 from dolmen.ops import moe as routing
 from dolmen.ops import rope
@@ -195,7 +195,7 @@ FAULTS = [
           argument(3, lambda attend: attend._replace(documents=None))),
     Fault("window one longer", "mistral", blockwise, "attention",
           argument(3, lambda attend: attend._replace(window=attend.window + 1))),
-    Fault("a loss of each microbatch", "uneven-accumulation", decoder, "linear_cross_entropy",
+    Fault("a loss of each microbatch", "uneven-accumulation", head, "linear_cross_entropy",
           mean_of_means),
     Fault("auxiliary losses of each microbatch", "auxiliary-accumulation", moe._Account, "apply",
           auxiliary(4.0)),

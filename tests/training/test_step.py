@@ -142,6 +142,7 @@ def test_the_loss_is_of_real_tokens():
         )
     with pytest.raises(ValueError, match="step 0: no token of the global batch carries a loss"):
         update(state, Batch(whole.tokens, torch.full_like(whole.labels, IGNORED)), SINGLE, 4)
+    assert all(p.grad is None for p in state.model.parameters())  # nothing for the next step
 
 
 @pytest.mark.parametrize("bad", (math.inf, math.nan))
