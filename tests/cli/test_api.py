@@ -97,6 +97,7 @@ def test_options_are_those_of_the_command(material, tmp_path):
     assert len(rows(made)) == 1 and "model_type: qwen3" in (made / "config.yaml").read_text()
 
 
+@pytest.mark.slow
 def test_keywords_make_the_run_that_words_make(material):
     """Of one recipe, by either road."""
     for words, changes in (

@@ -172,6 +172,7 @@ def test_options_of_train_are_frozen(name):
     assert sorted(options_of(name)) == sorted(FAMILIES[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", families())
 @pytest.mark.parametrize("old", OLD)
 def test_an_option_of_then_is_taken_or_refused_with_how_it_is_said_now(name, old):
@@ -217,6 +218,7 @@ for words in asked:
 OPTION_NAMES = {*sum(FAMILIES.values(), []), *" ".join(OTHERS.values()).split()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spelling", EQUAL)
 def test_other_spellings_lead_to_our_options(spelling):
     """Every option that a suggestion names exists, and each suggestion is made by a verb that has

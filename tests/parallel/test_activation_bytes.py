@@ -153,6 +153,7 @@ def closed(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("t", "sequence"), SPLITS)
 def test_paper(t, sequence, kind):

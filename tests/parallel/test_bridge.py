@@ -106,6 +106,7 @@ def test_at_rest_everything_is_a_dtensor():
         assert before[n] == (p.placements, p.device_mesh) == (p.grad.placements, p.device_mesh)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "per_layer"),
     (

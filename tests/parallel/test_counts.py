@@ -188,6 +188,7 @@ def per_layer(family, sequence, **options):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compute", (torch.float32, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_all_reduces_each_way(family, compute):

@@ -246,6 +246,7 @@ def test_the_summary(zero):
 ADAPTED = [n for n, leaf in CONFIG.tree.leaves.items() if leaf.role == "matrix"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("microbatches", (1, 2))
 @pytest.mark.parametrize("zero", range(4))
 def test_what_is_frozen_holds_no_gradient(zero, microbatches):

@@ -168,6 +168,7 @@ def hold_reads(case: Case, monkeypatch, join: AbstractContextManager) -> None:
         assert bool(attended) == (case.hardware is H100)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_reads_of_a_step(name, monkeypatch):
     hold_reads(CASES[name], monkeypatch, meshes.joined(None, torch.device("cpu")))
