@@ -32,8 +32,8 @@ def never_at_full_rate(run: RunConfig, steps: int) -> str | None:
         return None
     return (
         f"optimizer.warmup-steps ({warmup}) is over the run's {counted(steps, 'step')}: the "
-        f"learning rate ends at {lr * steps / warmup:.3g} and never reaches {lr:g}; set --optimizer.warmup-steps "
-        f"{max(1, steps - 1)} or less, or --train.steps over {warmup}"
+        f"learning rate ends at {lr * steps / warmup:.3g} and never reaches {lr:g}; set "
+        f"--optimizer.warmup-steps {max(1, steps - 1)} or less, or --train.steps over {warmup}"
     )
 
 
