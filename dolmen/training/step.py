@@ -116,7 +116,7 @@ def optimizer_step(
     router = balance.router_metrics(state.model.tree, tallies, len(batch.tokens) * mesh.dp.size)
     told = _read(tokens, count, norm, stop, summed / count, router)
     if told.divisor == 0:
-        state.optimizer.zero_grad(set_to_none=True)  # they are of a division by 0
+        state.model.zero_grad(set_to_none=True)  # they are of a division by 0
         raise ValueError(f"step {state.step}: no token of the global batch carries a loss")
     lr = learning_rate(state.config, state.step, state.steps)
     # of the world's numbers, so every rank decides the same
