@@ -23,7 +23,7 @@ from dolmen.files import gate, kinds, write
 from dolmen.training.config import RunConfig
 
 LIST = ".dolmen"
-LOCK = ".dolmen-lock"  # held while a run is; see check.take_lock
+LOCK = ".dolmen-lock"  # held while a run is; see lock.py
 OWNER = ".overwritten-by"  # the jobs that have emptied the folder
 TOKENIZER = (
     r"(tokenizer(_config)?|special_tokens_map|added_tokens|vocab|chat_template)\.json|merges\.txt"

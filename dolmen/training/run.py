@@ -23,14 +23,8 @@ from dolmen.model import build
 from dolmen.optim import optimizer as optim
 from dolmen.optim.precision import DTYPES, LossScale, at_rest
 from dolmen.parallel import channels
-from dolmen.training import folder, garbage, mfu, report
-from dolmen.training.check import (
-    beginning,
-    check_profile,
-    free_lock,
-    own_tokenizer,
-    take_lock,
-)
+from dolmen.training import folder, garbage, lock, mfu, report
+from dolmen.training.check import beginning, check_profile, own_tokenizer
 from dolmen.training.compiled import limit_told
 from dolmen.training.config import RunConfig
 from dolmen.training.hooks import Hooks
@@ -161,8 +155,8 @@ def _in_folder(asked: _Asked) -> Outcome:
     if not asked.start.resumed:
         check_profile(run, length(run, loader))
     state = make_state(begun, mesh, length(run, loader))
-    lock = first_does(mesh, lambda: take_lock(out, 60 if asked.start.restarted else 0))
-    if mesh.first and lock is None:
+    held = first_does(mesh, lambda: lock.take(out, 60 if asked.start.restarted else 0))
+    if mesh.first and held is None:
         asked.console.print(
             f"WARNING: the file system of {out} has no locks: nothing keeps a second run out of it"
         )
@@ -170,7 +164,7 @@ def _in_folder(asked: _Asked) -> Outcome:
         return _train(asked, loader, state)
     finally:
         if mesh.first:
-            free_lock(out, lock)
+            lock.free(out, held)
 
 
 def _train(asked: _Asked, loader: Loader, state: TrainState) -> Outcome:

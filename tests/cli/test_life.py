@@ -25,9 +25,8 @@ from dolmen.checkpoint import writer
 from dolmen.checkpoint.writer import Writer
 from dolmen.data.mixture import Mixture
 from dolmen.launch import launcher
-from dolmen.training import job, loop
+from dolmen.training import job, lock, loop
 from dolmen.training import run as train_run
-from dolmen.training.check import free_lock, take_lock
 from dolmen.training.folder import LOCK, Unusable
 from dolmen.training.warn import never_at_full_rate
 
@@ -260,7 +259,7 @@ def test_who_loses_the_race_for_a_folder_is_told_in_one_line(
     """
     monkeypatch.setattr(job, "check_folder", lambda *_: None)
     (tmp_path / "run").mkdir()
-    held = take_lock(tmp_path / "run")
+    held = lock.take(tmp_path / "run")
     said = f"{tmp_path}/run is in use by another run: wait for it, or give another --out\n"
     try:
         one = dolmen("train", material.file, "--out", tmp_path / "run")
@@ -268,24 +267,24 @@ def test_who_loses_the_race_for_a_folder_is_told_in_one_line(
         two = dolmen("train", material.file, "--out", tmp_path / "run", *TWO)
         assert two.code == 2 and os.listdir(tmp_path / "run") == [LOCK]
     finally:
-        free_lock(tmp_path / "run", held)
+        lock.free(tmp_path / "run", held)
     assert not os.listdir(tmp_path / "run")
 
 
 def test_a_lock_is_that_of_the_file_that_is_there(tmp_path, monkeypatch):
     """Freed between a second one's look and its lock: it takes the new file, and a third waits."""
-    flock, first = fcntl.flock, take_lock(tmp_path)
+    flock, first = fcntl.flock, lock.take(tmp_path)
 
     def freed(descriptor, how):
         monkeypatch.setattr(fcntl, "flock", flock)
-        free_lock(tmp_path, first)
+        lock.free(tmp_path, first)
         flock(descriptor, how)
 
     monkeypatch.setattr(fcntl, "flock", freed)
-    second = take_lock(tmp_path, 10)
+    second = lock.take(tmp_path, 10)
     with pytest.raises(Unusable, match="in use by another run"):
-        take_lock(tmp_path)
-    free_lock(tmp_path, second)
+        lock.take(tmp_path)
+    lock.free(tmp_path, second)
     assert not os.listdir(tmp_path)
 
 
