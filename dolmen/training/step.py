@@ -98,13 +98,7 @@ def optimizer_step(
     key = host.number(seed_of(state.seed, "dropout", state.step), torch.int64, mesh.device)
     judged, tallies = _forward_backward(state, batch, mesh, count, key, observe)
 
-    parameters = [p for p in state.model.parameters() if p.requires_grad]
-    tied = state.model.tied_apart
-    if tied is not None and tied.requires_grad:
-        data.sum_over(tied, mesh.ends)
-    with ranges.mark("optimizer", "norm"):
-        squares = state.model.split.kernels.squares
-        norm = data.gradient_norm(parameters, mesh, tied, squares) / state.scale.value
+    parameters, norm = _summed(state, mesh)
     # asked last, so that a signal in the middle of a step ends the run after it and not a step
     # later
     stop = host.number(signal(), torch.int64, mesh.device)
@@ -131,17 +125,25 @@ def optimizer_step(
     state.step += 1
     state.updates += allowed
     state.tokens += told.tokens
-    names = zip(state.objective.names, told.metrics, strict=True)
+    names = [f"objective/{name}" for name in state.objective.names]
+    beside = dict(zip(names, told.metrics, strict=True))
     return Metrics(
-        told.loss,
-        told.norm,
-        lr,
-        told.tokens,
-        not allowed,
-        told.router,
-        {f"objective/{name}": value for name, value in names},
-        told.signal,
+        told.loss, told.norm, lr, told.tokens, not allowed, told.router, beside, told.signal
     )
+
+
+def _summed(state: TrainState, mesh: Mesh) -> tuple[list[Any], Tensor]:
+    """What is trained, with whole gradients, and their norm over all ranks, without the loss
+    scale.
+    """
+    parameters = [p for p in state.model.parameters() if p.requires_grad]
+    tied = state.model.tied_apart
+    if tied is not None and tied.requires_grad:
+        data.sum_over(tied, mesh.ends)
+    with ranges.mark("optimizer", "norm"):
+        squares = state.model.split.kernels.squares
+        norm = data.gradient_norm(parameters, mesh, tied, squares) / state.scale.value
+    return parameters, norm
 
 
 class _Told(NamedTuple):
