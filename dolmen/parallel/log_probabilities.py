@@ -13,10 +13,7 @@ and backward forms the logits of a chunk of tokens once more. [tokens, vocabular
     weight gradient    dW [rows, hidden] = dlogits^T X
 """
 
-from typing import NamedTuple
-
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -25,42 +22,20 @@ from dolmen.core import ranges
 from dolmen.core.function import Context, Function
 from dolmen.ops import loss
 from dolmen.ops.kernels import Kernels
-from dolmen.parallel.loss import combined
+from dolmen.parallel.loss import Call, combined, logits_and_slope
 from dolmen.parallel.tensor import TensorParallel
-from dolmen.parallel.vocabulary import vocabulary_range
-
-
-class _Call(NamedTuple):
-    """How a `_LogProbabilities` was called."""
-
-    vocab_size: int
-    tp: TensorParallel
-    at_once: int
-    soft_cap: float | None
-
-    @property
-    def first(self) -> int:
-        """Of the vocabulary, the first row of this rank."""
-        return vocabulary_range(self.vocab_size, self.tp.axis)[0]
-
-    def chunks(self, tokens: int, rows: int) -> list[slice]:
-        """Of tokens, as many as have `at_once` logits; the slope of a soft cap is as large."""
-        size = max(1, self.at_once // ((1 if self.soft_cap is None else 2) * rows))
-        return [slice(at, at + size) for at in range(0, tokens, size)]
 
 
 class _LogProbabilities(Function):
     @staticmethod
     def forward(
-        ctx: Context[_Call], x: Tensor, weight: Tensor, labels: Tensor, call: _Call
+        ctx: Context[Call], x: Tensor, weight: Tensor, labels: Tensor, call: Call
     ) -> Tensor:
         entered, wide = call.tp.entered(x), torch.promote_types(x.dtype, torch.float32)
         out = torch.empty(labels.shape, dtype=wide, device=x.device)
         normalizer = torch.empty_like(out)
         for rows in call.chunks(len(labels), len(weight)):
-            logits = F.linear(entered[rows], weight).to(wide)
-            if call.soft_cap is not None:
-                logits, _ = loss.capped_with_slope(logits, call.soft_cap)
+            logits, _ = logits_and_slope(entered[rows], weight, wide, call.soft_cap)
             maximum, _, sums, target = combined(logits, labels[rows], call.first, call.tp.axis)
             out[rows] = torch.where(labels[rows] == loss.IGNORED, 0.0, target - sums.log())
             normalizer[rows] = maximum + sums.log()
@@ -70,16 +45,14 @@ class _LogProbabilities(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Context[_Call], g: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context[Call], g: Tensor) -> tuple[Tensor | None, ...]:
         (x, weight, labels, normalizer), call = ctx.saved_tensors, ctx.kept
         wants_dx, wants_dw = ctx.needs_input_grad[:2]
         entered, one = call.tp.entered(x), torch.ones_like(normalizer)
         dx = torch.empty_like(entered) if wants_dx else None
         dw = torch.zeros_like(weight, dtype=normalizer.dtype) if wants_dw else None
         for rows in call.chunks(len(labels), len(weight)):
-            logits, slope = F.linear(entered[rows], weight).to(normalizer.dtype), None
-            if call.soft_cap is not None:
-                logits, slope = loss.capped_with_slope(logits, call.soft_cap)
+            logits, slope = logits_and_slope(entered[rows], weight, normalizer.dtype, call.soft_cap)
             p = logits.sub_(normalizer[rows, None]).exp_()
             chunk = labels[rows], call.first, x.dtype, slope, -g[rows]
             dlogits = loss.gradient(p, one[rows], *chunk)
@@ -105,5 +78,5 @@ def log_probabilities(
     """log softmax(x W^T)[label] of each token, fp32 (fp64 for fp64 input), I@tp; 0 for a label that
     is IGNORED. Arguments are those of `linear_cross_entropy`, which is the faster for a sum.
     """
-    call = _Call(vocab_size, tp, at_once, soft_cap)
+    call = Call(vocab_size, tp, at_once, soft_cap)
     return _LogProbabilities.apply(x, weight, labels, call)

@@ -16,6 +16,7 @@ none.
 """
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +32,40 @@ from dolmen.parallel.tensor import TensorParallel
 from dolmen.parallel.vocabulary import vocabulary_range
 
 
+class Call(NamedTuple):
+    """How logits over the vocabulary-parallel weight are made: a chunk of tokens at a time, so that
+    [tokens, vocabulary] is never held.
+    """
+
+    vocab_size: int
+    tp: TensorParallel
+    at_once: int
+    """Elements of a chunk's logits."""
+    soft_cap: float | None
+
+    @property
+    def first(self) -> int:
+        """Of the vocabulary, the first row of this rank."""
+        return vocabulary_range(self.vocab_size, self.tp.axis)[0]
+
+    def chunks(self, tokens: int, rows: int) -> list[slice]:
+        """Of tokens, as many as have `at_once` logits; the slope of a soft cap is as large."""
+        tensors = 1 if self.soft_cap is None else 2
+        size = max(1, self.at_once // (tensors * rows))
+        return [slice(at, at + size) for at in range(0, tokens, size)]
+
+
+def logits_and_slope(
+    x: Float[Tensor, "n hidden"],
+    weight: Float[Tensor, "rows hidden"],
+    wide: torch.dtype,
+    soft_cap: float | None,
+) -> tuple[Float[Tensor, "n rows"], Float[Tensor, "n rows"] | None]:
+    """This rank's logits in the `wide` dtype; where there is a cap, capped, and its slope there."""
+    logits = F.linear(x, weight).to(wide)
+    return (logits, None) if soft_cap is None else loss.capped_with_slope(logits, soft_cap)
+
+
 class _LinearCrossEntropy(Function):
     @staticmethod
     def forward(
@@ -39,15 +74,11 @@ class _LinearCrossEntropy(Function):
         weight: Tensor,
         labels: Tensor,
         weights: Tensor | None,
-        vocab_size: int,
-        tp: TensorParallel,
+        call: Call,
         differentiate: bool,
         compile: bool,
-        at_once: int,
-        soft_cap: float | None,
     ) -> Tensor:
-        entered = tp.entered(x)
-        first, _ = vocabulary_range(vocab_size, tp.axis)
+        entered = call.tp.entered(x)
         total = torch.zeros(
             (), dtype=torch.float32 if x.dtype != torch.float64 else x.dtype, device=x.device
         )
@@ -57,21 +88,17 @@ class _LinearCrossEntropy(Function):
         # A chunk of tokens at a time: its logits are formed, judged, turned into their gradient and
         # multiplied into dX and dW, then forgotten. Of 8,192 tokens and 128,256 rows all logits
         # would be 3.9 GiB in fp32, and their gradient as much. dW is a sum over chunks, in fp32.
-        # The slope of a soft cap is as large as the logits.
-        tensors = 1 if soft_cap is None else 2
-        chunk = max(1, at_once // (tensors * weight.shape[0]))
         visit = _compiled_chunk() if compile else _chunk
-        for at in range(0, entered.shape[0], chunk):
-            rows = slice(at, at + chunk)
+        for rows in call.chunks(len(entered), len(weight)):
             losses, dlogits = visit(
                 entered[rows],
                 weight,
                 labels[rows],
-                first,
-                tp.axis,
+                call.first,
+                call.tp.axis,
                 wants_dx or wants_dw,
                 total.dtype,
-                soft_cap,
+                call.soft_cap,
                 None if weights is None else weights[rows].to(total.dtype),
             )
             total += losses.sum()
@@ -81,7 +108,7 @@ class _LinearCrossEntropy(Function):
                 dx[rows] = dlogits @ weight
             if dw is not None:
                 dw += dlogits.t() @ entered[rows]
-        ctx.kept = tp
+        ctx.kept = call.tp
         ctx.save_for_backward(dx, None if dw is None else dw.to(weight.dtype))
         return total
 
@@ -95,7 +122,7 @@ class _LinearCrossEntropy(Function):
             dw = dw * g.to(dw.dtype)
         if dx is not None:
             dx = ctx.kept.finish_back(dx)
-        return dx, dw, *[None] * 8
+        return dx, dw, *[None] * 5
 
 
 def _chunk(
@@ -112,9 +139,7 @@ def _chunk(
     """Losses [n] of n tokens, times `weights`, and the gradient of their sum by this rank's logits
     [n, rows], in x's dtype.
     """
-    logits, slope = F.linear(x, weight).to(wide), None
-    if soft_cap is not None:
-        logits, slope = loss.capped_with_slope(logits, soft_cap)
+    logits, slope = logits_and_slope(x, weight, wide, soft_cap)
     _, e, sums, target = combined(logits, labels, first, axis)
     losses = torch.where(labels == loss.IGNORED, 0.0, sums.log() - target)
     if weights is not None:
@@ -166,7 +191,7 @@ def linear_cross_entropy(
     global sum of weights, 1 for each real token, before backward. `compile` fuses the passes over
     one chunk's logits, `at_once` are its elements.
     """
-    differentiate = torch.is_grad_enabled()
+    call = Call(vocab_size, tp, at_once, soft_cap)
     return _LinearCrossEntropy.apply(
-        x, weight, labels, weights, vocab_size, tp, differentiate, compile, at_once, soft_cap
+        x, weight, labels, weights, call, torch.is_grad_enabled(), compile
     )
