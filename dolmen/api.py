@@ -34,7 +34,7 @@ from dolmen.optim.precision import DTYPES
 from dolmen.recipes.changed import plain, request
 from dolmen.serving import engine, sample
 from dolmen.serving.config import GenerateConfig
-from dolmen.serving.prompt import check_text, encode
+from dolmen.serving.prompt import answer, check_text, encode
 from dolmen.training import job
 from dolmen.training.config import RunConfig
 from dolmen.training.request import Handling
@@ -303,18 +303,8 @@ def _continued(
     if not isinstance(plain(batch), int):
         raise ValueError(f"batch is {shown(batch)}: it must be a whole number")
     sample.check_knobs(asked.temperature, asked.top_k, asked.top_p)
-    new = engine.generate(
-        model.decoder,
-        [encode(model.tokenizer, text) for text in prompts],
-        asked.max_new_tokens,
-        asked.temperature,
-        asked.top_k,
-        asked.top_p,
-        engine.stop_tokens(model.source),
-        asked.seed,
-        known=model.tokenizer.get_vocab().values(),
-        batch=batch,
-    )
+    begin = [encode(model.tokenizer, text) for text in prompts]
+    new = answer(model.decoder, model.tokenizer, model.source, begin, asked, batch=batch)
     texts = [
         text + model.tokenizer.decode(tokens, skip_special_tokens=True)
         for text, tokens in zip(prompts, new, strict=True)

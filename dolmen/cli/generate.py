@@ -36,18 +36,14 @@ def _generate(options: GenerateOptions, mesh: Mesh) -> int:
     texts = _Texts(tokenizer, options.prompt)
     held: list[Memory] = []
     try:
-        engine.generate(
+        prompt.answer(
             model,
+            tokenizer,
+            source,
             begin,
-            options.max_new_tokens,
-            options.temperature,
-            options.top_k,
-            options.top_p,
-            engine.stop_tokens(source),
-            options.seed,
+            options,
             texts.add if mesh.first else None,
-            tokenizer.get_vocab().values(),
-            on_memory=held.append,
+            held.append,
         )
     finally:
         texts.end()

@@ -1,8 +1,17 @@
-"""From a prompt to the tokens a model begins with, the same for the command line and Python."""
+"""From prompts to the tokens a model begins with, and to those that follow: the same for the
+command line, Python and the end of a run.
+"""
 
+from collections.abc import Callable, Sequence
+
+from dolmen.conversion.source import Source
 from dolmen.core.words import shown
 from dolmen.data.tokenizer import PreTrainedTokenizer
 from dolmen.files import tokenizer_files
+from dolmen.model.decoder import Decoder
+from dolmen.serving import engine
+from dolmen.serving.cache import Memory
+from dolmen.serving.config import GenerateConfig
 
 
 def encode(tokenizer: PreTrainedTokenizer, prompt: str) -> list[int]:
@@ -35,3 +44,32 @@ def check_text(prompt: str) -> None:
             f"--prompt is not UTF-8 text: character {error.start + 1} is a lone surrogate "
             f"(U+{ord(prompt[error.start]):04X})"
         ) from None
+
+
+def answer(
+    model: Decoder,
+    tokenizer: PreTrainedTokenizer,
+    source: Source,
+    prompts: Sequence[Sequence[int]],
+    asked: GenerateConfig,
+    on_token: Callable[[int, int], None] | None = None,
+    on_memory: Callable[[Memory], None] | None = None,
+    batch: int = engine.AT_ONCE,
+) -> list[list[int]]:
+    """`engine.generate` as it is asked for, with what a source says of it: where a text ends, and
+    which tokens there are. `prompts` are of `encode`.
+    """
+    return engine.generate(
+        model,
+        prompts,
+        asked.max_new_tokens,
+        asked.temperature,
+        asked.top_k,
+        asked.top_p,
+        engine.stop_tokens(source),
+        asked.seed,
+        on_token,
+        tokenizer.get_vocab().values(),
+        batch,
+        on_memory,
+    )

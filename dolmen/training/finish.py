@@ -56,21 +56,18 @@ def _export(out: Path, to: Path) -> None:
 
 def _sample(screen: Console, folder: Path, prompt: str) -> None:
     from dolmen.serving import engine
+    from dolmen.serving.config import GenerateConfig
+    from dolmen.serving.prompt import answer
 
     tokenizer = tokenizers.load_tokenizer(str(folder))
     source = open_source(folder)
     model = engine.load_decoder(source)
     tokens = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     room = model.tree.max_position_embeddings - len(tokens)
-    (new,) = engine.generate(
-        model,
-        [tokens],
-        min(96, room),
-        temperature=0.7,
-        top_p=0.95,
-        stop=engine.stop_tokens(source),
-        known=tokenizer.get_vocab().values(),
+    asked = GenerateConfig(
+        str(folder), (prompt,), max_new_tokens=min(96, room), temperature=0.7, top_p=0.95
     )
+    (new,) = answer(model, tokenizer, source, [tokens], asked)
     screen.print()
     screen.rule("a sample, temperature 0.7", align="left", characters="-")
     screen.print(prompt + tokenizer.decode(new, skip_special_tokens=True))
