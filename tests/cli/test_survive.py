@@ -74,7 +74,12 @@ def test_killed_and_restarted_is_bitwise_never_killed(material, tmp_path, capfd)
     assert dolmen("train", material.file, "--out", calm, *words).code == 0
     shutil.copytree(calm, wild)
     meanwhile(
-        lambda: (wild / OWNER).exists() and at_step(wild, 6),
+        # a checkpoint is written beside the steps: on a busy machine it is whole some steps later
+        lambda: (
+            (wild / OWNER).exists()
+            and at_step(wild, 6)
+            and bool(folders.whole_checkpoints(wild / "checkpoints"))
+        ),
         lambda: os.kill(ranks(os.getpid())[1], signal.SIGKILL),
     )
     capfd.readouterr()
