@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-import transformers
 from models import Flat, flat_model
-from tiny import CASES
+from tiny import CASES, config_of
 
 from dolmen.core.config import from_dict
 from dolmen.families import Model, flat
@@ -31,7 +30,7 @@ def test_recipes_are_what_they_were(name):
 
 FAMILIES = {"llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gpt2"}  # of then
 LATER = "llama-yarn"
-OF_THEN = [case for case, (name, _) in CASES.items() if name in FAMILIES and case != LATER]
+OF_THEN = [n for n, case in CASES.items() if case.model_type in FAMILIES and n != LATER]
 
 
 @pytest.mark.parametrize("case", OF_THEN)
@@ -39,13 +38,12 @@ def test_a_model_that_was_read_comes_back_whole(case):
     """Old fields of a model of a transformers folder hold its config.json: what a checkpoint of a
     run with --init kept.
     """
-    model_type, fields = CASES[case]
-    content = transformers.AutoConfig.for_model(model_type, **fields).to_dict()
+    content = config_of(case)
     source = Model(content)
     old = old_fields(source)
     assert from_dict(Flat, old).tree == source.tree
-    assert flat_model(**old, family=model_type, hf=content) == source
-    wider = flat_model(**{**old, "vocab_size": 99}, family=model_type, hf=content)
+    assert flat_model(**old, family=source.model_type, hf=content) == source
+    wider = flat_model(**{**old, "vocab_size": 99}, family=source.model_type, hf=content)
     assert wider.config == content | {"vocab_size": 99}
 
 

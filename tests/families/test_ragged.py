@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from tiny import build, save
+from tiny import CASES, build, save
 
 from dolmen.conversion.source import open_source
 from dolmen.core import mesh as meshes
@@ -32,7 +32,7 @@ LONG = {
         ),
         dict(max_position_embeddings=256, **UNTIED),
     ),
-}
+} | {name: case.long for name, case in CASES.items() if case.long is not None}
 """One of each family at least, and what makes its context long enough."""
 
 

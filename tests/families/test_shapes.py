@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-import transformers
-from tiny import CASES
+from tiny import config_of
 
 from dolmen.families import Model
 from dolmen.model import count
@@ -21,8 +20,7 @@ def tree(name: str) -> Tree:
     """Of a recipe, or of a config.json that transformers writes."""
     if name in RECIPES:
         return RECIPES[name]().model.tree
-    model_type, fields = CASES[name.removeprefix("tiny ")]
-    return Model(transformers.AutoConfig.for_model(model_type, **fields).to_dict()).tree
+    return Model(config_of(name.removeprefix("tiny "))).tree
 
 
 def frozen(name: str) -> dict[str, tuple[int, ...]]:

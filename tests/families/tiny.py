@@ -7,6 +7,7 @@ import io
 
 import torch
 import transformers
+from cases import Case, collected
 
 SIZES = dict(
     vocab_size=61,
@@ -64,7 +65,7 @@ LLAMA3 = dict(
     original_max_position_embeddings=16,
 )
 
-CASES = {
+OWN = {
     "llama": ("llama", SIZES),
     "llama-mha": (
         "llama",
@@ -260,14 +261,18 @@ CASES = {
     ),
     "falcon-one-after-the-other": ("falcon", FALCON | dict(parallel_attn=False)),
 }
+CASES = {name: Case(*case) for name, case in OWN.items()} | collected()
 
 
 def build(case, **changed):
     """A model with everything stored random: norm weights away from 1, biases away from 0."""
     torch.manual_seed(0)
-    model_type, fields = CASES[case]
-    config = transformers.AutoConfig.for_model(model_type, **fields | changed)
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    made = CASES[case]
+    if made.plain:
+        model = made.plain({"model_type": made.model_type, **made.fields, **changed}).eval()
+    else:
+        config = transformers.AutoConfig.for_model(made.model_type, **made.fields | changed)
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(torch.randn(p.shape) * 0.2 + (p.ndim == 1))
@@ -275,6 +280,14 @@ def build(case, **changed):
             if name in model.state_dict():
                 buffer.copy_(torch.randn(buffer.shape) * 0.2)
     return model
+
+
+def config_of(case):
+    """Its config.json, with nothing absent that transformers knows."""
+    made = CASES[case]
+    if made.plain:
+        return {"model_type": made.model_type, **made.fields}
+    return transformers.AutoConfig.for_model(made.model_type, **made.fields).to_dict()
 
 
 def save(model, folder, **options):

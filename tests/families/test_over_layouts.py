@@ -1,0 +1,75 @@
+"""Every case on tensor, pipeline and context parallelism: the gradients of one process, from one
+starting point in which everything is felt, in float64, which leaves no doubt. What a mechanism
+adds to the layouts has more of them (tests/golden); here each family's own choice of components
+meets each axis once.
+"""
+
+from dataclasses import replace
+from functools import cache, partial
+from zlib import crc32
+
+import pytest
+import torch
+from models import Tiny
+from spawning import Row
+from table import SINGLE, VOCABULARY, Layout, Run, batches, differences, start, updates
+from tiny import CASES, config_of
+
+from dolmen.core import state
+from dolmen.core.mesh import Mesh
+from dolmen.families import Model, edit
+
+TOLERANCE = 1e-12  # of tensors, norms and losses; measured: 1.5e-14
+LAYOUTS = [Layout.of(words) for words in ("tp2 sp", "pp2 acc4", "cp2")]
+
+
+def model_of(case: str) -> Tiny:
+    return Tiny(edit(Model(config_of(case)), vocab_size=VOCABULARY).tree)
+
+
+def first_step(config: Tiny, mesh: Mesh, layout: Layout) -> Run:
+    """One update from values that depend on names alone: norms' weights around 1, the others around
+    0, large enough that each has a gradient.
+    """
+    train = start(config, mesh, layout, dtype=torch.float64)
+    for name, p in train.model.named_parameters():
+        chance = torch.Generator().manual_seed(crc32(name.encode()))
+        shape = config.tree.shapes[name]
+        around = float(len(shape) == 1 and name.endswith("weight"))
+        state.write_region(p, torch.randn(shape, generator=chance).double() * 0.2 + around)
+    asked = {"prefixes": config.tree.prefixed, "streams": config.tree.streams}
+    asked["streams"] *= asked["streams"] > 1
+    return updates(train, mesh, batches(mesh, **asked)[:1])
+
+
+@cache
+def alone(case: str) -> Run:
+    return first_step(model_of(case), SINGLE, Layout())
+
+
+def compared(case: str, layout: Layout) -> dict[str, tuple[float, str]] | str:
+    """Differences to one process, or what refused the layout."""
+    try:
+        got = first_step(model_of(case), layout.mesh(torch.device("cpu")), layout)
+    except ValueError as error:
+        return str(error)
+    return differences(got, alone(case))
+
+
+ROWS = [
+    Row(f"{case}-{layout}", layout.world, partial(compared, case, replace(layout)))
+    for case in CASES
+    for layout in LAYOUTS
+]
+
+
+@pytest.mark.parametrize("row", [row.parameter for row in ROWS])
+def test_one_process_has_the_same_gradients(row, result):
+    case, layout = row.call.args
+    found, refused = result(row), CASES[case].refused
+    if str(layout) in refused:
+        assert isinstance(found, str) and refused[str(layout)] in found
+    else:
+        assert not isinstance(found, str), found
+        off = {kind: told for kind, told in found.items() if told[0] > TOLERANCE}
+        assert not off, f"{row.name}: {off}"
