@@ -8,6 +8,7 @@ ROWS = (
     "tests/golden/",
     "tests/parallel/test_assembly.py",
     "tests/conversion/test_source.py",
+    "tests/families/test_over_layouts.py",
     "tests/training/test_reads.py",
 )
 
