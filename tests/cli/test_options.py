@@ -215,6 +215,32 @@ for words in asked:
     assert done.returncode == 0, done.stderr
 
 
+# Modules of ours that help imports, and which of these two packages: most of its 0.05 s of CPU, and
+# of a run's 0.3 s. Families are not counted: one is a module, and their number grows.
+IMPORTED = {"--help": (12, set()), "train --help": (75, {"tyro", "yaml"})}
+
+
+@pytest.mark.parametrize("words", IMPORTED)
+def test_help_imports_few_modules(words):
+    """An import more at the top of what help reads is seen here, and not in seconds."""
+    code = f"""
+import sys
+from dolmen.cli import main
+try:
+    main({words.split()})
+except SystemExit:
+    pass
+print(*sys.modules, file=sys.stderr)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and "usage: dolmen" in done.stdout, done.stderr
+    imported = done.stderr.split()
+    ours = [name for name in imported if re.match(r"dolmen(?!\.families\.)", name)]
+    most, packages = IMPORTED[words]
+    assert len(ours) <= most, ours
+    assert {"tyro", "yaml"} & {*imported} == packages
+
+
 OPTION_NAMES = {*sum(FAMILIES.values(), []), *" ".join(OTHERS.values()).split()}
 
 
