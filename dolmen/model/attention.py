@@ -23,6 +23,7 @@ from dolmen.model.scores import Scores
 from dolmen.model.tree import Leaves, under
 from dolmen.ops import rope
 from dolmen.ops.attention import Attend, alibi
+from dolmen.parallel.norm import over_width
 from dolmen.parallel.tensor import Linear
 
 
@@ -52,7 +53,7 @@ class Attention(Branch):
         self.q, self.k, self.v = (Column(under(leaves, name)) for name in ("q", "k", "v"))
         self.o = Row(under(leaves, "o"), self.tp)
         self.sinks = Parameters(under(leaves, "sinks")) if attention.sinks else None
-        norm = attention.qk_norm
+        norm, self.norm_of = attention.qk_norm, attention.qk_norm_of
         self.q_norm = None if norm is None else Norm(norm, under(leaves, "q_norm"), kernels)
         self.k_norm = None if norm is None else Norm(norm, under(leaves, "k_norm"), kernels)
 
@@ -64,9 +65,13 @@ class Attention(Branch):
 
     def _mine(self, p: Tensor) -> Tensor:
         """The rows of a k or v parameter that this rank multiplies."""
+        return self._of_heads(local(p), self.head_size)
+
+    def _of_heads(self, p: Tensor, rows: int) -> Tensor:
+        """Of something with so many rows for each key-value head that this rank stores."""
         if not self.whole_kv:
-            return local(p)
-        return local(p).narrow(0, self.kv_first * self.head_size, self.kv_heads * self.head_size)
+            return p
+        return p.narrow(0, self.kv_first * rows, self.kv_heads * rows)
 
     @property
     def columns(self) -> list[Linear]:
@@ -85,8 +90,7 @@ class Attention(Branch):
         q, k, v = (
             y.view(given.batch, -1, y.shape[-1] // self.head_size, self.head_size) for y in products
         )
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = self._normed(q, k)
         if given.cos is not None and given.sin is not None:
             q, k = (rope.rotate(t, given.cos, given.sin, *self.pairs) for t in (q, k))
         if given.steps is not None:
@@ -101,6 +105,18 @@ class Attention(Branch):
             )
             y = cache.attended(q, (k, v), of_pages, of_texts)
         return y.reshape(-1, self.heads * self.head_size)
+
+    def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        if self.q_norm is None or self.k_norm is None:
+            return q, k
+        match self.norm_of:
+            case "heads":
+                return self.q_norm(q), self.k_norm(k)
+            case "each head":
+                return self.q_norm(q), self.k_norm(k, lambda p: self._of_heads(local(p), 1))
+            case "width":
+                weights = local(self.q_norm.weight), local(self.k_norm.weight)
+                return over_width(q, k, *weights, self.q_norm.eps, self.tp.axis)
 
 
 def _grouped(first: int, kv_heads: int, heads: int) -> list[int]:

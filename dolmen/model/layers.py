@@ -91,9 +91,14 @@ class Norm(Parameters):
         self.kernel: Literal["passes", "fused"] = kernels.norm
         self.centres, self.zero_centred = norm.kind == "layernorm", norm.zero_centred
 
-    def forward(self, x: Float[Tensor, "*rows size"]) -> Float[Tensor, "*rows size"]:
-        weight = local(self.weight)
+    def forward(
+        self, x: Float[Tensor, "*rows size"], mine: Callable[[Tensor], Tensor] = local
+    ) -> Float[Tensor, "*rows size"]:
+        """Of a weight for each of several heads, [heads, size], `mine` takes those of x."""
+        weight = mine(self.weight)
         with ranges.mark("norm"):
+            if weight.ndim == 2:
+                return F.layer_norm(x, (x.shape[-1],), None, None, self.eps) * weight
             if not self.centres:
                 return rms_norm(x, weight, self.eps, self.kernel, self.zero_centred)
             bias = None if self.bias is None else local(self.bias)

@@ -2,7 +2,7 @@
 Ainslie et al., 2305.13245).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from dolmen.core.words import counted, divisor
@@ -23,7 +23,11 @@ class Attention:
     v_bias: bool = False
     o_bias: bool = False
     qk_norm: Norm | None = None
-    """Of each query and key head, before rope."""
+    """Of queries and keys, before rope."""
+    qk_norm_of: Literal["heads", "each head", "width"] = "heads"
+    """heads: of every head by itself, and all have one weight (Qwen3); each head: each has its own
+    (Cohere, StableLM); width: of all heads together (OLMo 2).
+    """
     positions: Relative | None = None
     scale: float | None = None
     """None: 1 / sqrt(head_size)."""
@@ -48,6 +52,12 @@ class Attention:
         if self.window is not None and self.window < 1:
             raise ValueError(
                 f"sliding_window is {self.window}: it must be at least 1, the query itself, or None"
+            )
+        of, norm = self.qk_norm_of, self.qk_norm
+        kind = {"heads": None, "each head": "layernorm", "width": "rmsnorm"}[of]
+        if norm is not None and kind is not None and (norm.kind != kind or norm.bias):
+            raise ValueError(
+                f"qk_norm of {of} is {norm}: dolmen computes {kind} without bias alone"
             )
         if self.mask == "prefix" and self.positions is not None and not self.positions.both_ways:
             raise ValueError(
@@ -83,11 +93,24 @@ class Attention:
             **within("o", row(hidden, q, self.o_bias, of_o, stream.out_scale)),
         }
         if self.qk_norm is not None:
-            norm = self.qk_norm.leaves(self.head_size, "branch")
-            leaves |= {**within("q_norm", norm), **within("k_norm", norm)}
+            leaves |= self._norms(self.qk_norm, of_q, of_kv)
         if self.sinks:
             leaves |= within("sinks", {"weight": Leaf((self.heads,), "bias", (of_q,))})
         return leaves
+
+    def _norms(self, norm: Norm, of_q: Cut, of_kv: Cut) -> Leaves:
+        """Of the width, k's mean is over heads that no two ranks share."""
+        if self.qk_norm_of == "heads":
+            one = norm.leaves(self.head_size, gradient="branch")
+            return {**within("q_norm", one), **within("k_norm", one)}
+        if self.qk_norm_of == "width":
+            q = norm.leaves(self.heads * self.head_size, cuts=(of_q,))
+            of_kv = replace(of_kv, or_whole=False)
+            k = norm.leaves(self.kv_heads * self.head_size, cuts=(of_kv,))
+        else:
+            q = norm.leaves(self.heads, self.head_size, cuts=(of_q,))
+            k = norm.leaves(self.kv_heads, self.head_size, gradient="branch", cuts=(of_kv,))
+        return {**within("q_norm", q), **within("k_norm", k)}
 
     def products(self, keys: float) -> float:
         """Multiply-adds per token of scores and of their sum of values, for a query that sees so

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from dolmen.model.tree.leaf import Gradient, Leaf, Leaves
+from dolmen.model.tree.leaf import Cut, Gradient, Leaf, Leaves
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,14 @@ class Norm:
         if self.zero_centred and self.kind != "rmsnorm":
             raise ValueError(f"{self} is zero-centred: dolmen computes that of rmsnorm alone")
 
-    def leaves(self, size: int, gradient: Gradient = "residual") -> Leaves:
-        """Of a norm over `size` features, whole on every rank of tp."""
+    def leaves(
+        self, *shape: int, gradient: Gradient = "residual", cuts: tuple[Cut, ...] = ()
+    ) -> Leaves:
+        """Of a norm over so many features, or of one with a weight for each of several, [several,
+        features]; whole on every rank of tp but for its `cuts`.
+        """
         initial = "zeros" if self.zero_centred else "ones"
-        leaves = {"weight": Leaf((size,), "norm", gradient=gradient, initial=initial)}
+        leaves = {"weight": Leaf(shape, "norm", cuts, gradient, initial)}
         if self.bias:
-            leaves["bias"] = Leaf((size,), "bias", gradient=gradient, initial="zeros")
+            leaves["bias"] = Leaf(shape, "bias", cuts, gradient, "zeros")
         return leaves
