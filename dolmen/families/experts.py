@@ -2,14 +2,14 @@
 weights.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from dolmen.families.family import Field, activation
 from dolmen.families.rules import Rename, Rule, Stack
 from dolmen.files import kinds
-from dolmen.files.schema import Real
-from dolmen.model.tree import Experts, Router, Tree
+from dolmen.files.schema import Int, List, Real, optional
+from dolmen.model.tree import Experts, Mlp, Router, Tree
 
 NUMBER = "Experts of a sparse feed-forward layer."
 PER_TOKEN = "Experts that compute a token."
@@ -28,14 +28,46 @@ FIELDS = (
     Field("num_experts_per_tok", kinds.EXPERTS, 2, PER_TOKEN),
     AUX_LOSS,
 )
+# of Qwen2 and Qwen3, whose layers are not all sparse
+WHICH = (
+    Field(
+        "decoder_sparse_step",
+        kinds.LAYERS,
+        1,
+        "Every so many layers one is sparse, the others are dense.",
+    ),
+    Field(
+        "mlp_only_layers",
+        optional(List(Int(0, kinds.LAYERS.high), longest=kinds.LAYERS.high)),
+        None,
+        "Layers that stay dense, counted from 0.",
+        common=("dense_layers",),
+    ),
+)
 
 
-def read(config: dict[str, Any], size: int, normalise: bool) -> Experts:
-    """The sparse layer that FIELDS say, with experts of a width. Raises ValueError naming the
-    field.
+def which(config: dict[str, Any], dense: Mlp, sparse: Experts) -> Callable[[int], Mlp | Experts]:
+    """Layer -> its feed-forward layer, as WHICH says: a layer is sparse if its number, from 1, is a
+    multiple of `decoder_sparse_step` and `mlp_only_layers` does not name it.
+    """
+    step, only = config["decoder_sparse_step"], set(config["mlp_only_layers"] or ())
+    return lambda i: dense if i in only or (i + 1) % step else sparse
+
+
+def new_which(tree: Tree) -> dict[str, Any]:
+    """WHICH of a tree."""
+    dense = [i for i, block in enumerate(tree.blocks) if not block.mlp.experts]
+    return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+
+
+def read(
+    config: dict[str, Any], size: int, normalise: bool, number: str = "num_local_experts"
+) -> Experts:
+    """The sparse layer that FIELDS say, with experts of a width; `number`: what the family calls
+    how many there are. Raises ValueError naming the field.
     """
     return Experts(
-        config["num_local_experts"],
+        config[number],
         config["num_experts_per_tok"],
         size,
         activation(config, "hidden_act"),
@@ -43,10 +75,10 @@ def read(config: dict[str, Any], size: int, normalise: bool) -> Experts:
     )
 
 
-def new(layer: Experts) -> dict[str, Any]:
+def new(layer: Experts, number: str = "num_local_experts") -> dict[str, Any]:
     """FIELDS of a sparse layer."""
     return {
-        "num_local_experts": layer.number,
+        number: layer.number,
         "num_experts_per_tok": layer.per_token,
         "router_aux_loss_coef": layer.router.aux_loss_coef,
     }

@@ -7,22 +7,18 @@ from typing import Any
 from dolmen.families import common, experts, llama_like, windows
 from dolmen.families.family import Family, Field
 from dolmen.families.rules import Rule
-from dolmen.files import kinds
-from dolmen.files.schema import Flag, Int, List, optional
+from dolmen.files.schema import Flag
 from dolmen.model.tree import Experts, Tree
 
 
 def read(config: dict[str, Any]) -> Tree:
-    """A layer is sparse if its number, from 1, is a multiple of `decoder_sparse_step` and
-    `mlp_only_layers` does not name it.
-    """
-    step, only = config["decoder_sparse_step"], set(config["mlp_only_layers"] or ())
+    """`attention_bias` puts biases on q, k, v and on the output projection."""
     size, normalise = config["moe_intermediate_size"], config["norm_topk_prob"]
     dense, sparse = llama_like.dense_mlp(config), experts.read(config, size, normalise)
     bias = bool(config["attention_bias"])
     return llama_like.read(
         config,
-        mlp=lambda i: dense if i in only or (i + 1) % step else sparse,
+        mlp=experts.which(config, dense, sparse),
         windows=windows.of_all(config, config["use_sliding_window"]),
         qkv_bias=bias,
         o_bias=bias,
@@ -39,8 +35,7 @@ def new(tree: Tree) -> dict[str, Any]:
         **window,
         **(_new_experts(sparse[0]) if sparse else {}),
         "intermediate_size": (dense or sparse)[0].size,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [i for i, b in enumerate(tree.blocks) if not b.mlp.experts],
+        **experts.new_which(tree),
         "attention_bias": mixer.q_bias,
         "use_sliding_window": window[windows.SIZE.name] is not None,
     }
@@ -72,19 +67,7 @@ FAMILY = Family(
         windows.USED,
         experts.SIZE,
         Field("norm_topk_prob", Flag(), False, experts.NORMALISED),
-        Field(
-            "decoder_sparse_step",
-            kinds.LAYERS,
-            1,
-            "Every so many layers one is sparse, the others are dense.",
-        ),
-        Field(
-            "mlp_only_layers",
-            optional(List(Int(0, kinds.LAYERS.high), longest=kinds.LAYERS.high)),
-            None,
-            "Layers that stay dense, counted from 0.",
-            common=("dense_layers",),
-        ),
+        *experts.WHICH,
         vocab_size=151936,
         hidden_size=2048,
         intermediate_size=6144,

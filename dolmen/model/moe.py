@@ -116,6 +116,9 @@ class MoE(Component):
         self.experts = Experts(experts, under(leaves, "experts"))
         shared = experts.shared
         self.shared = None if shared is None else MLP(shared, under(leaves, "shared"), setting)
+        self.shared_gate = (
+            Parameters(under(leaves, "shared_gate")) if experts.shared_gate else None
+        )
 
     @property
     def static(self) -> bool:
@@ -140,7 +143,16 @@ class MoE(Component):
         rows, trip = expert.dispatch(moe.spread(x, order), order.counts, self.ep, self.kernel)
         rows = expert.combine(self.experts(rows, trip.groups), trip, self.ep)
         y = moe.combine(rows, weights, order)
-        return self.tp.leave(y if self.shared is None else y + self.shared.part(x, given))
+        return self.tp.leave(y if self.shared is None else y + self._shared(self.shared, x, given))
+
+    def _shared(
+        self, shared: MLP, x: Float[Tensor, "n hidden"], given: Given
+    ) -> Float[Tensor, "n hidden"]:
+        """Of x R@tp what every token passes, P@tp."""
+        y = shared.part(x, given)
+        if self.shared_gate is None:
+            return y
+        return y * F.linear(x, local(self.shared_gate.weight)).sigmoid()
 
     def _account(
         self, logits: Tensor, routing: moe.Routing, batch: int, balance: Balance

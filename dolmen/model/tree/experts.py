@@ -54,6 +54,10 @@ class Experts:
     router: Router = Router()
     shared: Mlp | None = None
     """A dense layer beside the experts, which every token passes."""
+    shared_gate: bool = False
+    """What is shared is multiplied by the sigmoid of a learned product with the token (Qwen2-MoE,
+    2407.10671, section 2.2.2).
+    """
 
     def __post_init__(self):
         if not 1 <= self.per_token <= self.number:
@@ -64,6 +68,8 @@ class Experts:
         self._check_groups()
         if self.shared is not None and self.shared.bias:
             raise ValueError("a shared expert has a bias: dolmen computes it without")
+        if self.shared_gate and self.shared is None:
+            raise ValueError("a gate of what experts share, and nothing is shared")
 
     def _check_groups(self) -> None:
         router, number = self.router, self.number
@@ -107,7 +113,13 @@ class Experts:
             **{f"experts.{name}.weight": inner for name in ("gate", "up")},
             "experts.down.weight": down,
             **({} if self.shared is None else within("shared", self.shared.leaves(stream))),
+            **(within("shared_gate", self._gate(hidden)) if self.shared_gate else {}),
         }
+
+    @staticmethod
+    def _gate(hidden: int) -> Leaves:
+        """Like a router whole on every rank of tp, where it multiplies a partial sum."""
+        return {"weight": Leaf((1, hidden), "router", gradient="branch", products=hidden)}
 
     def _stacked(self, out: int, inp: int, dim: int, std_scale: float = 1.0) -> Leaf:
         """One matrix of every expert: [experts, out, inp], experts cut over ep, `dim` over tp."""
