@@ -2,6 +2,7 @@
 a sliding window on every other layer, and a scale of scores that its config.json states.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +28,13 @@ def windows_of(config: dict[str, Any]) -> list[int | None]:
 
 
 def read(config: dict[str, Any]) -> Tree:
-    """transformers refuses heads that do not divide the width, whatever head_dim says."""
+    return read_windowed(config, windows_of(config))
+
+
+def read_windowed(config: dict[str, Any], sizes: Sequence[int | None]) -> Tree:
+    """As Gemma 3 has it too, given the window of each layer. transformers refuses heads that do not
+    divide the width, whatever head_dim says.
+    """
     common.head_size(config, llama_like.FIELDS)
     tree = gemma.read_stated({**config, "hidden_act": config["hidden_activation"]})
     scalar = config["query_pre_attn_scalar"]
@@ -43,7 +50,7 @@ def read(config: dict[str, Any]) -> Tree:
             ),
             arrangement=Sandwich(),
         )
-        for block, window in zip(tree.blocks, windows_of(config), strict=True)
+        for block, window in zip(tree.blocks, sizes, strict=True)
     ]
     return replace(tree, runs=runs_of(blocks), head=replace(tree.head, soft_cap=logits_cap))
 
