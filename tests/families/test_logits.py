@@ -2,21 +2,13 @@
 sequence longer than its window and its first context.
 """
 
-from contextlib import nullcontext
-
+import measure
 import pytest
 import torch
-import torch.nn.functional as F
-import transformers
-from stored import exported_trained
 from tiny import CASES, build, save
-from transformers.core_model_loading import revert_weight_conversion
-from wide import Wide, double
 
-from dolmen.conversion.source import load_weights, open_source
-from dolmen.core import state
+from dolmen.conversion.source import open_source
 from dolmen.model import head
-from dolmen.model.decoder import Decoder
 from dolmen.serving import engine
 
 FELT = [
@@ -39,14 +31,9 @@ FELT = [
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
 def test_logits(case, tmp_path):
-    theirs, folder = build(case), save(build(case), tmp_path)
-    source = open_source(folder)
-    ours = Decoder(source.tree).eval()
-    parameters = dict(ours.named_parameters())
-    for p in parameters.values():
-        p.fill_(float("nan"))
-    load_weights(source, lambda name, full: state.write_region(parameters[name], full))
-    tokens = torch.randint(0, source.tree.vocab_size, (2, 40))
+    theirs = build(case)
+    source, ours = measure.read(save(theirs, tmp_path))
+    parameters, tokens = dict(ours.named_parameters()), measure.tokens_of(source)
     expected = theirs(tokens).logits
     assert expected.std() > 0.3
     # fp32, logits of size 1 to 10
@@ -70,39 +57,10 @@ TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-12}
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_loss_and_gradients(case, dtype, tmp_path):
-    stored, folder = build(case), save(build(case), tmp_path)
-    theirs, mode = stored, nullcontext()
-    if dtype == torch.float64 and CASES[case].plain:
-        theirs = stored.double()
-    elif dtype == torch.float64:
-        theirs, mode = double(stored.config), Wide()
-        theirs.load_state_dict(stored.state_dict())
-    source = open_source(folder)
-    ours = Decoder(source.tree).to(dtype)
-    parameters = dict(ours.named_parameters())
-    with torch.no_grad():
-        load_weights(
-            source, lambda name, full: state.write_region(parameters[name], full.to(dtype))
-        )
-    tokens = torch.randint(0, source.tree.vocab_size, (2, 40))
-    with mode:
-        logits = theirs(tokens).logits[:, :-1]
-    assert logits.dtype == dtype
-    expected = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-    loss = ours(tokens[:, :-1], head.loss_of(tokens[:, 1:])) / tokens[:, 1:].numel()
-    torch.testing.assert_close(loss, expected, rtol=TOLERANCE[dtype], atol=0)
-    expected.backward()
-    loss.backward()
-    got = dict(exported_trained(source.model, lambda name: parameters[name].grad))
-    wanted = {n: p.grad for n, p in theirs.named_parameters()}
-    if not CASES[case].plain:
-        wanted = revert_weight_conversion(theirs, wanted)
-    assert got.keys() == wanted.keys()
-    largest = max(g.abs().max() for g in wanted.values())
-    for name, g in wanted.items():
-        # a key's bias shifts all scores of a query alike: its true gradient is 0
-        off = (got[name] - g).abs().max() / max(g.abs().max(), 1e-3 * largest)
-        assert off < TOLERANCE[dtype], f"{name}: {off:.1e}"
+    found = measure.gradients(case, dtype, tmp_path)
+    assert found.loss < TOLERANCE[dtype]
+    off = {name: f"{part:.1e}" for name, part in found.off.items() if part >= TOLERANCE[dtype]}
+    assert not off
 
 
 @pytest.mark.slow
@@ -110,11 +68,8 @@ def test_loss_and_gradients(case, dtype, tmp_path):
 @torch.no_grad()
 def test_greedy_text(case, tmp_path):
     """With a cache there as here."""
-    theirs, ours = build(case), engine.load_decoder(open_source(save(build(case), tmp_path)))
-    prompts = torch.randint(0, ours.tree.vocab_size, (3, 7))
-    theirs.generation_config = transformers.GenerationConfig()  # no token ends a text
-    texts = theirs.generate(prompts, max_new_tokens=12, do_sample=False)[:, 7:]
-    assert engine.generate(ours, prompts.tolist(), 12) == texts.tolist()
+    got, expected = measure.texts(case, tmp_path)
+    assert got == expected
 
 
 @torch.no_grad()
