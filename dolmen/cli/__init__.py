@@ -15,6 +15,7 @@ from dolmen.core.words import shown
 
 VERBS = {
     "recipes": "list the built-in runs",
+    "families": "list the families of models, and how close each is to its reference",
     "train": "train a recipe or a YAML file",
     "export": "write a run or any model as a transformers directory",
     "verify": "compare a model with transformers: logits, loss, gradient norm, greedy tokens",

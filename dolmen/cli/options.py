@@ -54,6 +54,13 @@ def train_options(model: type) -> type[TrainOptions]:
 
 
 @dataclass(frozen=True)
+class FamiliesOptions:
+    """The families of models that are read, trained and written, how close each is to its
+    reference, and on which layouts.
+    """
+
+
+@dataclass(frozen=True)
 class RecipesOptions:
     """The built-in runs, for `dolmen train RECIPE`; `dolmen train RECIPE --help` shows its
     defaults.
@@ -141,6 +148,7 @@ class ScheduleOptions:
 
 VERBS = {
     "recipes": RecipesOptions,
+    "families": FamiliesOptions,
     "export": ExportOptions,
     "verify": VerifyOptions,
     "generate": GenerateOptions,

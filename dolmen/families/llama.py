@@ -1,5 +1,5 @@
-"""Llama 1 to 3.3 and everything saved as `model_type: llama` (Touvron et al., 2302.13971; Dubey et
-al., 2407.21783).
+"""Llama 1 to 3.3, Code Llama (2302.13971, 2307.09288, 2407.21783, 2308.12950), and everything saved
+as `model_type: llama`.
 """
 
 from typing import Any

@@ -116,9 +116,7 @@ class MoE(Component):
         self.experts = Experts(experts, under(leaves, "experts"))
         shared = experts.shared
         self.shared = None if shared is None else MLP(shared, under(leaves, "shared"), setting)
-        self.shared_gate = (
-            Parameters(under(leaves, "shared_gate")) if experts.shared_gate else None
-        )
+        self.shared_gate = Parameters(under(leaves, "shared_gate")) if experts.shared_gate else None
 
     @property
     def static(self) -> bool:

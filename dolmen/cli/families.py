@@ -1,0 +1,40 @@
+"""dolmen families"""
+
+from rich.table import Table
+
+from dolmen.cli.options import FamiliesOptions
+from dolmen.core.log import console, size
+from dolmen.families import checked, families
+
+WIDTH = 80
+TOLD = (
+    "Each has the random weights of its reference. Largest differences over its cases: of\n"
+    "logits in fp32, of gradients in float64; and layouts with the gradients of one process.\n"
+    "docs/families.md has every case, and why a layout is refused."
+)
+
+
+def run(_: FamiliesOptions) -> int:
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in ("model_type", "what it is", "cases", "logits", "gradients", "layouts"):
+        table.add_column(name, justify="right" if name in ("cases", "logits") else "left")
+    for name in sorted(families()):
+        rows = checked.of(name)
+        if not rows:
+            table.add_row(name, checked.title(name), "", "", "not measured", "")
+            continue
+        sizes = sorted(row.parameters for row in rows)
+        table.add_row(
+            name,
+            checked.title(name),
+            f"{len(rows)} of {size(sizes[-1])}",
+            f"{checked.worst(rows, 'logits'):.0e}",
+            f"{checked.worst(rows, 'gradients_fp64'):.0e}",
+            " ".join(
+                part.split()[0] + (f" ({some})" if some else "")
+                for part, some in checked.layouts(rows).items()
+            ),
+        )
+    console().print(table, width=WIDTH)
+    console().print(TOLD, width=WIDTH, highlight=False)
+    return 0

@@ -1,0 +1,68 @@
+"""How close each family is to its reference, as benchmarks/families.py measured it and wrote it to
+checked.json: what `dolmen families` and docs/families.md show.
+"""
+
+import json
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from dolmen.families.known import families
+
+FILE = Path(__file__).with_name("checked.json")
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A small model of one structure that a family can take, all of whose values were random."""
+
+    case: str
+    model_type: str
+    parameters: int
+    against: str
+    """What the same file was given to: a class of transformers, or a plain reference of our own."""
+    logits: float
+    """Largest difference in fp32, by their standard deviation."""
+    gradients: float
+    """Largest difference in fp32, by the largest element of each tensor."""
+    gradients_fp64: float
+    """In float64, where the order of sums is all that may differ."""
+    texts: int
+    """How many of three greedy texts, made with a cache, are those of the reference."""
+    layouts: dict[str, float | str]
+    """Layout -> the largest difference of a gradient to that of one process, in float64; or why
+    the model is refused there.
+    """
+
+
+@cache
+def checked() -> tuple[Checked, ...]:
+    """In the order of families, then of cases."""
+    return tuple(Checked(**row) for row in json.loads(FILE.read_text()))
+
+
+def title(model_type: str) -> str:
+    """What a family is, as its file says first: before the colon and without the paper."""
+    file = sys.modules[families()[model_type].read.__module__]
+    said = " ".join((file.__doc__ or "").split())
+    head = said.split(": ")[0].split(" (")[0]
+    return head.rstrip(".")
+
+
+def of(model_type: str) -> list[Checked]:
+    return [row for row in checked() if row.model_type == model_type]
+
+
+def worst(rows: list[Checked], number: str) -> float:
+    return max(vars(row)[number] for row in rows)
+
+
+def layouts(rows: list[Checked]) -> dict[str, str]:
+    """Layout -> how many of the cases it gives the gradients of one process, if not all."""
+    names = list(dict.fromkeys(name for row in rows for name in row.layouts))
+    done = {n: sum(not isinstance(row.layouts.get(n, ""), str) for row in rows) for n in names}
+    return {
+        name: "" if count == len(rows) else f"{count} of {len(rows)}"
+        for name, count in done.items()
+    }
