@@ -41,6 +41,7 @@ def eps(name: str, default: float) -> Field:
     return Field(name, Real(0), default, told, common=("norm_eps",))
 
 
+QKV = tuple(f"layers.{{}}.attn.{part}" for part in "qkv")  # ours, of what stores them as one
 LAYER_NORM_EPS = eps("layer_norm_epsilon", 1e-5)
 
 
@@ -52,9 +53,9 @@ def ends(eps: Field, tied: bool) -> tuple[Field, ...]:
     return eps, INITIALIZER_RANGE, Field("tie_word_embeddings", Flag(), tied, told)
 
 
-def layer_norm(config: dict[str, Any]) -> Norm:
-    """Of a family that has LAYER_NORM_EPS."""
-    return Norm("layernorm", float(config[LAYER_NORM_EPS.name]), bias=True)
+def layer_norm(config: dict[str, Any], eps: Field = LAYER_NORM_EPS) -> Norm:
+    """Of a family that has the field `eps`."""
+    return Norm("layernorm", float(config[eps.name]), bias=True)
 
 
 def head_size(config: dict[str, Any], fields: Sequence[Field], instead: str = "") -> int:

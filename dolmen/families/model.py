@@ -80,9 +80,9 @@ class Model(Plain):
                 f"quantization_config is {shown(config['quantization_config'])}: dolmen reads "
                 "unquantised weights only"
             )
-        given = own_names(family, config)
+        given, read = own_names(family, config), {field.name for field in family.fields}
         for name, allowed in {**ONLY, **family.only}.items():
-            if name in given and given[name] not in allowed:
+            if name not in read and name in given and given[name] not in allowed:
                 raise ValueError(
                     f"{name} is {shown(given[name])}: dolmen's {family.model_type} supports only "
                     f"{allowed[0]!r}"

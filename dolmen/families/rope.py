@@ -1,15 +1,18 @@
 """Rotary positions in a config.json: `rope_parameters` as transformers 5 writes them, or
-`rope_theta` and `rope_scaling` of transformers 4; a theta inside wins.
+`rope_theta`, `partial_rotary_factor` and `rope_scaling` of transformers 4; what stands inside wins.
 """
 
+import math
 from collections.abc import Mapping
 from copy import deepcopy
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from dolmen.core.words import shown
 from dolmen.families.family import Field, mapping
 from dolmen.files import kinds
-from dolmen.files.schema import Flag, Real, Text, optional
+from dolmen.files.schema import Flag, Real, Schema, Text, optional
 from dolmen.model.tree import Linear, Llama3, Rope, Yarn
 from dolmen.model.tree.positions import Scaling, temperature
 
@@ -103,16 +106,43 @@ PARAMETERS = (
     Field("truncate", Flag(), True),  # no option: a flag cannot be left unsaid
 )
 ORIGINAL = ("original_max_position_embeddings",)  # also a field of its own, which is read first
-NEVER = (Field("type", TYPE), Field("partial_rotary_factor", optional(Real())))
-NAMES = frozenset(field.name for field in PARAMETERS + NEVER)
+FRACTION = Real(0, 1, above=True)
+PART = Field(
+    "partial_rotary_factor",
+    FRACTION,
+    None,
+    "Leading part of each head that rope turns, as a fraction of it.",
+    common=("partial_rotary_factor",),
+)
+WHOLE = Field("partial_rotary_factor", optional(Real()))  # where nothing else is computed
+TYPED = Field("type", TYPE)
+NAMES = frozenset(field.name for field in (*PARAMETERS, PART, TYPED))
+# what transformers 4 stated beside `rope_scaling` -> by which name most families did
+OUTER = {"rope_theta": "rope_theta", "partial_rotary_factor": "partial_rotary_factor"}
 
 
-def fields(theta: float = 10000.0) -> tuple[Field, ...]:
-    """The fields of config.json that `read` takes; `theta` where none states one."""
+def fields(
+    theta: float = 10000.0, part: float | None = None, outer: Mapping[str, str] = OUTER
+) -> tuple[Field, ...]:
+    """The fields of config.json that `read` takes; `theta` where none states one, and the `part` of
+    each head that is turned where none states it; None: the family turns all of it. `outer`: as
+    OUTER, of a family with names of its own.
+    """
+
+    def beside(kind: Schema, name: str, default: float) -> Field:
+        return Field(name, kind, default, aliases=tuple({outer[name]} - {name}))
+
+    def named(one: Field) -> Field:
+        more = {outer.get(one.name, one.name)} - {one.name, *one.common}
+        return replace(one, common=(*one.common, *more))
+
+    turned = WHOLE if part is None else PART
+    inside = tuple(named(one) for one in (*PARAMETERS, turned, TYPED))
     return (
-        mapping("rope_parameters", *PARAMETERS, *NEVER, spell=spell),
-        mapping("rope_scaling", *(Field(f.name, f.kind) for f in PARAMETERS + NEVER)),
-        Field("rope_theta", Real(0, above=True), theta),
+        mapping("rope_parameters", *inside, spell=partial(spell, outer=outer)),
+        mapping("rope_scaling", *(Field(f.name, f.kind) for f in inside)),
+        beside(Real(0, above=True), "rope_theta", theta),
+        *(() if part is None else (beside(FRACTION, PART.name, part),)),
         Field("original_max_position_embeddings", optional(kinds.POSITIONS)),
     )
 
@@ -137,19 +167,31 @@ def kind(stated: Mapping[str, Any]) -> str:
 
 
 def read(config: Mapping[str, Any], size: int) -> Rope:
-    """Rope over heads of `size`, rotated in halves. Raises ValueError for a type that is not
-    implemented, and for a part of the head left unrotated.
+    """Rope over heads of `size`, rotated in halves: over their leading part where the family has
+    one. Raises ValueError for a type that is not implemented, and for a part that is no pairs.
     """
     field, stated = given(config)
     if any(isinstance(value, dict) for value in stated.values()):
         raise ValueError(f"{field} is {shown(stated)}: dolmen supports one rope for all layers")
-    if stated.get("partial_rotary_factor", 1.0) not in (1.0, None):
-        raise ValueError(
-            f"{field}.partial_rotary_factor is {stated['partial_rotary_factor']}: dolmen supports "
-            "only 1.0"
-        )
     theta = float(stated.get("rope_theta", config["rope_theta"]))
-    return Rope(size, theta, _scaling(config, field, stated, theta))
+    return Rope(_turned(config, field, stated, size), theta, _scaling(config, field, stated, theta))
+
+
+def _turned(config: Mapping[str, Any], field: str, stated: Mapping[str, Any], size: int) -> int:
+    """Numbers of each head that are turned, as transformers rounds them."""
+    name = PART.name
+    if name not in config:  # the family has no part
+        if stated.get(name) not in (1.0, None):
+            raise ValueError(f"{field}.{name} is {stated[name]}: dolmen supports only 1.0")
+        return size
+    factor = stated.get(name, config[name])
+    turned = int(size * factor)
+    if turned < 2 or turned % 2:
+        raise ValueError(
+            f"{name} is {factor}, of heads of {size} that turns {turned}: rope turns pairs, set "
+            f"it to an even number / {size}"
+        )
+    return turned
 
 
 def _scaling(
@@ -207,9 +249,10 @@ def _attention_factor(factor: float, mscale: float | None, mscale_all_dim: float
     return temperature(factor)
 
 
-def new(rope: Rope) -> dict[str, Any]:
-    """`rope_parameters` as transformers 5 writes it: only what the type uses. Raises ValueError for
-    a scaling that no config.json here can say.
+def new(rope: Rope, head_size: int | None = None) -> dict[str, Any]:
+    """`rope_parameters` as transformers 5 writes it: only what the type uses, and which part of
+    heads of `head_size`; None: the family has no part. Raises ValueError for a scaling that no
+    config.json here can say.
     """
     match rope.scaling:
         case Linear(factor):
@@ -228,7 +271,14 @@ def new(rope: Rope) -> dict[str, Any]:
             scaling = {"rope_type": "default"}
         case _:
             raise ValueError(f"rope scaling = {rope.scaling} (it has {', '.join(USED)})")
-    return {**scaling, "rope_theta": rope.theta}
+    part = {} if head_size is None else {PART.name: _fraction(rope.size, head_size)}
+    return {**scaling, "rope_theta": rope.theta, **part}
+
+
+def _fraction(turned: int, size: int) -> float:
+    """What makes `turned` of `size`, rounded down."""
+    factor = turned / size
+    return factor if int(size * factor) == turned else math.nextafter(factor, 1)
 
 
 def _new_yarn(yarn: Yarn) -> dict[str, Any]:
@@ -245,26 +295,28 @@ def _new_yarn(yarn: Yarn) -> dict[str, Any]:
     }
 
 
-def spell(config: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+def spell(
+    config: Mapping[str, Any], wanted: Mapping[str, Any], outer: Mapping[str, str]
+) -> dict[str, Any]:
     """The fields of `config` that say `wanted`, in the spelling it uses, and wherever else it says
     something of rope, so that nothing stands beside it that would be read first; what its own
-    mapping has beside our fields is kept, and what the type does not use is not written.
+    mapping has beside our fields is kept, and what the type does not use is not written. `outer`:
+    see `fields`.
     """
-    uses = {"rope_type", "rope_theta", *USED.get(wanted["rope_type"], wanted)}
+    uses = {"rope_type", *OUTER, *USED.get(wanted["rope_type"], wanted)}
     beside = {n: wanted[n] for n in ORIGINAL if config.get(n) is not None and n in wanted}
-    if "rope_parameters" in config or "rope_theta" not in config and "rope_scaling" not in config:
+    apart = {outer[name]: wanted[name] for name in outer if name in wanted}
+    if "rope_parameters" in config or not {"rope_scaling", *apart} & config.keys():
         own = _unknown(config.get("rope_parameters"))
         if config.get("rope_scaling"):
             beside["rope_scaling"] = None
-        if "rope_theta" in config:
-            beside["rope_theta"] = wanted["rope_theta"]
+        beside |= {name: value for name, value in apart.items() if name in config}
         stated = own | {k: v for k, v in wanted.items() if k in uses}
         return {"rope_parameters": stated, **beside}
-    uses.remove("rope_theta")
     scaling = _unknown(config.get("rope_scaling"))
-    scaling |= {name: value for name, value in wanted.items() if name in uses}
+    scaling |= {name: value for name, value in wanted.items() if name in uses - OUTER.keys()}
     return {
-        "rope_theta": wanted["rope_theta"],
+        **apart,
         "rope_scaling": None if wanted["rope_type"] == "default" else scaling,
         **beside,
     }

@@ -5,6 +5,7 @@ spelling that the file has.
 import math
 
 import pytest
+from cases.gpt_neox import PYTHIA_160M
 from published import (
     DEEPSEEK_V3,
     GPT2,
@@ -18,7 +19,8 @@ from published import (
 )
 
 from dolmen.families import Model, changed, edit, families, moved, unknown_fields
-from dolmen.model.tree import Yarn
+from dolmen.families import rope as rope_fields
+from dolmen.model.tree import Rope, Yarn
 
 
 def test_a_change_keeps_the_spelling():
@@ -98,6 +100,27 @@ def test_a_change_of_rope_holds_whatever_else_the_file_says_of_it():
         stated = {length: 32, "rope_theta": 1e4, name: yarn}
         assert rope(stated).scaling.original_max_position_embeddings == 32
         assert rope(stated, **{length: 8}).scaling.original_max_position_embeddings == 8
+
+
+def test_a_changed_part_of_heads_keeps_the_names_of_the_family():
+    """Of which transformers 4 had others for GPT-NeoX."""
+    other = changed(Model(PYTHIA_160M), {"rope_parameters.partial_rotary_factor": 0.5})
+    assert other.config == PYTHIA_160M | {"rotary_pct": 0.5, "rope_scaling": None}
+    assert other.tree.blocks[0].mixer.positions == Rope(32)
+    third = changed(other, {"rope_parameters.partial_rotary_factor": 6 / 64})
+    assert third.tree.blocks[0].mixer.positions == Rope(6)
+    names = third.family.names
+    assert names["rotary_pct"] == names["partial_rotary_factor"]
+    assert names["rotary_emb_base"] == names["rope_theta"] == "rope_parameters.rope_theta"
+
+
+def test_every_part_of_a_head_comes_back():
+    """As a fraction, which is rounded down: of 49 numbers 2 / 49 alone would turn 1."""
+    for head in (44, 49, 64, 80, 96):
+        for turned in range(2, head + 1, 2):
+            assert (
+                int(head * rope_fields.new(Rope(turned), head)["partial_rotary_factor"]) == turned
+            )
 
 
 def test_a_token_that_no_config_has_is_refused():

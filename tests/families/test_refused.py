@@ -93,6 +93,9 @@ from dolmen.model.tree import check_cuts
         ("bloom", "n_inner", 128),
         ("bloom", "n_head", 7),
         ("bloom", "seq_length", 0),
+        ("gpt_neox", "rotary_pct", 0.0),
+        ("gpt_neox", "hidden_act", "relu2"),
+        ("gpt_neox", "num_attention_heads", 65),
     ],
 )
 def test_refused_with_the_field(model_type, field, value):
@@ -108,6 +111,13 @@ def test_a_yarn_that_cannot_be(field, value):
     yarn = {"rope_type": "yarn", "factor": 2.0, field: value}
     with pytest.raises(ValueError, match=field):
         Model({"model_type": "qwen2", "rope_parameters": yarn})
+
+
+def test_a_part_of_heads_that_is_no_pairs():
+    with pytest.raises(
+        ValueError, match=r"partial_rotary_factor is 0.06, of heads of 96 that turns 5"
+    ):
+        Model({"model_type": "gpt_neox", "rotary_pct": 0.06})
 
 
 def test_a_temperature_is_of_yarn():
