@@ -22,6 +22,7 @@ from dolmen.families.rules import Rename, Rule
 from dolmen.files import kinds
 from dolmen.files.schema import Flag, optional
 from dolmen.model.tree import Attention, Block, Experts, Mlp, Norm, Rope, Tree
+from dolmen.model.tree.attention import NormOf
 
 LAYER = "model.layers.{}."
 IGNORED = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq")
@@ -83,6 +84,7 @@ def read(
     qkv_bias: bool = False,
     o_bias: bool = False,
     qk_norm: bool = False,
+    qk_norm_of: NormOf = "heads",
     mlp_bias: bool = False,
 ) -> Tree:
     """The tree of a config.json; what the family decides beside the common fields is given: layer
@@ -100,6 +102,7 @@ def read(
         v_bias=qkv_bias,
         o_bias=o_bias,
         qk_norm=norm if qk_norm else None,
+        qk_norm_of=qk_norm_of,
         positions=rope.read(config, size),
     )
     dense = dense_mlp(config, mlp_bias)

@@ -5,6 +5,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from dolmen.model import tree
+from dolmen.model.after import After
 from dolmen.model.attention import Attention
 from dolmen.model.block import Block
 from dolmen.model.component import Setting
@@ -21,7 +22,12 @@ from dolmen.ops.attention import Attend
 MIXERS = {tree.Attention: Attention, tree.LatentAttention: LatentAttention}
 MLPS = {tree.Mlp: MLP, tree.Experts: MoE}
 HEADS = {tree.Head: Logits, tree.Scalar: Values}
-ARRANGEMENTS = {tree.Pre: Pre, tree.Parallel: Parallel, tree.Sandwich: Sandwich}
+ARRANGEMENTS = {
+    tree.Pre: Pre,
+    tree.Parallel: Parallel,
+    tree.Sandwich: Sandwich,
+    tree.After: After,
+}
 
 # What a tree can say and no module computes: any other value is refused.
 ONLY: dict[type, dict[str, Any]] = {

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from dolmen.model.tree.adapter import Adapter
+from dolmen.model.tree.after import After
 from dolmen.model.tree.attention import Attention
 from dolmen.model.tree.block import Block, Run, runs_of
 from dolmen.model.tree.ends import Embedding, Head, Scalar
@@ -29,6 +30,7 @@ from dolmen.model.tree.sandwich import Sandwich
 
 __all__ = [
     "Adapter",
+    "After",
     "Alibi",
     "Attention",
     "Block",

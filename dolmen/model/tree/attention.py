@@ -10,6 +10,8 @@ from dolmen.model.tree.leaf import Cut, Leaf, Leaves, Stream, column, row, withi
 from dolmen.model.tree.norm import Norm
 from dolmen.model.tree.positions import Relative
 
+NormOf = Literal["heads", "each head", "width"]
+
 
 @dataclass(frozen=True)
 class Attention:
@@ -24,7 +26,7 @@ class Attention:
     o_bias: bool = False
     qk_norm: Norm | None = None
     """Of queries and keys, before rope."""
-    qk_norm_of: Literal["heads", "each head", "width"] = "heads"
+    qk_norm_of: NormOf = "heads"
     """heads: of every head by itself, and all have one weight (Qwen3); each head: each has its own
     (Cohere, StableLM); width: of all heads together (OLMo 2).
     """

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from dolmen.model.tree.after import After
 from dolmen.model.tree.attention import Attention
 from dolmen.model.tree.experts import Experts
 from dolmen.model.tree.latent import LatentAttention
@@ -17,7 +18,7 @@ from dolmen.model.tree.pre import Pre
 from dolmen.model.tree.sandwich import Sandwich
 
 Mixer = Attention | LatentAttention
-Arrangement = Pre | Parallel | Sandwich
+Arrangement = Pre | Parallel | Sandwich | After
 
 
 @dataclass(frozen=True)
