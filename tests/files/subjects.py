@@ -9,11 +9,13 @@ another, plain parser finds in the same bytes.
 import json
 import math
 import re
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import safetensors.torch
 import torch
 import yaml
@@ -27,7 +29,7 @@ from dolmen.core.mesh import SINGLE
 from dolmen.data import corpus, readers
 from dolmen.families import Model, find
 from dolmen.families.model import schema
-from dolmen.files import gate, kinds, tokenizer_files
+from dolmen.files import gate, indexed, kinds, tokenizer_files
 from dolmen.files import safetensors as ours
 from dolmen.files.schema import Schema, check_value
 from dolmen.parallel import actions, schedule
@@ -309,6 +311,35 @@ def read_metadata(file: Path) -> str:
     return repr(metadata.read_metadata(seal.read_sealed(file.parent)[0]))
 
 
+# Megatron's data sets: damaged, their columns are what struct finds.
+
+
+def make_indexed(folder: Path) -> Path:
+    tokens, lengths = np.arange(8), np.array([3, 2, 3])
+    blocks, dtype = [tokens], np.dtype("<u2")
+    indexed.save(folder / "corpus.bin", blocks, dtype, lengths, np.array([0, 1, 3]), lengths)
+    return folder / "corpus.idx"
+
+
+def read_indexed(file: Path) -> list[list[int]]:
+    found = indexed.read(file.with_suffix(".bin"))
+    modes = [] if found.modes is None else found.modes.tolist()
+    return [found.tokens.tolist(), found.lengths.tolist(), found.documents.tolist(), modes]
+
+
+def same_indexed(value: list[list[int]], undamaged: Any, file: Path) -> bool:
+    data = file.read_bytes()
+    code, sequences, documents = struct.unpack_from("<BQQ", data, 17)
+    form = "BbhiqdfH"[code - 1]
+    tokens = file.with_suffix(".bin").read_bytes()
+    lengths = struct.unpack_from(f"<{sequences}i", data, 34)
+    firsts = struct.unpack_from(f"<{documents}q", data, 34 + 12 * sequences)
+    rest = data[34 + 12 * sequences + 8 * documents :]
+    modes = list(struct.unpack(f"{len(rest)}b", rest))
+    plain = struct.unpack(f"<{len(tokens) // struct.calcsize(form)}{form}", tokens)
+    return value[:3] == [list(plain), list(lengths), list(firsts)] and value[3] == modes
+
+
 # Tokenizers: what the gate lets through is read by `tokenizers`, which may refuse it in words.
 
 
@@ -386,6 +417,7 @@ SUBJECTS = {
     "summary.json": json_subject("summary.json", kinds.SUMMARY, SUMMARY),
     "index.json of the cache": cached("index.json"),
     "tokens.bin of the cache": cached("tokens.bin"),
+    "corpus.idx": Subject(make_indexed, read_indexed, same_indexed),
     "state.json": checkpoint("state.json", read_state),
     "seal": checkpoint("seal", read_state),
     ".metadata": checkpoint(".metadata", read_metadata),

@@ -1,0 +1,201 @@
+"""Megatron's indexed data sets: `.bin` has tokens and nothing else, `.idx` says where its sequences
+and documents begin (megatron/core/datasets/indexed_dataset.py). All little-endian:
+
+    offset    size    .idx
+    0         9       MMIDIDX\\0\\0
+    9         8       u64, the version: 1
+    17        1       u8, the type of a token: 1 u8, 2 i8, 3 i16, 4 i32, 5 i64, 6 f64, 7 f32, 8 u16
+    18        8       u64, sequences N
+    26        8       u64, documents + 1, D
+    34        4 N     i32, tokens per sequence
+    34 + 4 N  8 N     i64, where each begins in .bin, in bytes
+    34 + 12 N 8 D     i64, the first sequence of each document, and N
+    ...       N       i8, the mode of each sequence; of multimodal data alone
+
+What is read follows from the lengths alone: sequences lie one behind the other, as every writer of
+the field lays them, and the rest of the index must say so too.
+"""
+
+import os
+import struct
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Int8, Int32, Int64, Shaped
+
+from dolmen.files import gate, write
+from dolmen.files.gate import refuse
+
+BIN, IDX = ".bin", ".idx"
+MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
+HEAD = struct.Struct("<9sQBQQ")
+DTYPES = {
+    code: np.dtype(f"<{kind}")
+    for code, kind in enumerate(("u1", "i1", "i2", "i4", "i8", "f8", "f4", "u2"), 1)
+}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+MOST = 2**31 - 1  # tokens of a sequence
+# From so many tokens of a vocabulary on Megatron writes 4 bytes for each, and not 2.
+LARGE = 65500
+
+
+@dataclass(frozen=True, eq=False)
+class Indexed:
+    """A data set, memory-mapped."""
+
+    tokens: Shaped[np.ndarray, " tokens"]
+    """Of all sequences, in the type of the file."""
+    lengths: Int32[np.ndarray, " sequences"]
+    documents: Int64[np.ndarray, " bounds"]
+    """The first sequence of each document, and their number."""
+    modes: Int8[np.ndarray, " sequences"] | None = None
+
+    @property
+    def offsets(self) -> Int64[np.ndarray, " bounds"]:
+        """The first token of each sequence, and their number."""
+        return np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
+
+
+def is_indexed(file: Path) -> bool:
+    """Whether `file` is the .bin of a data set: its .idx lies beside it, and begins as one."""
+    if file.suffix != BIN or not file.with_suffix(IDX).is_file():
+        return False
+    with gate.opened(file.with_suffix(IDX)) as stream:
+        return stream.read(len(MAGIC)) == MAGIC
+
+
+def read(file: Path) -> Indexed:
+    """The data set whose .bin is `file`. Raises Refused, with the numbers, where its two files do
+    not fit each other.
+    """
+    index = file.with_suffix(IDX)
+    with gate.opened(index) as stream:
+        size, head = os.fstat(stream.fileno()).st_size, stream.read(HEAD.size)
+    if len(head) < HEAD.size or not head.startswith(MAGIC):
+        raise refuse(index, "is no index of Megatron: it does not begin with MMIDIDX")
+    _, version, code, sequences, documents = HEAD.unpack(head)
+    if version != VERSION:
+        raise refuse(index, f"has version {version}, and {VERSION} is read")
+    if code not in DTYPES:
+        raise refuse(index, f"has tokens of type {code}, and types are 1 to {len(DTYPES)}")
+    least = HEAD.size + 12 * sequences + 8 * documents
+    if size not in (least, least + sequences):
+        raise refuse(
+            index,
+            f"has {size:,} bytes, and of {sequences:,} sequences and {documents:,} ends of "
+            f"documents {least:,}, or {least + sequences:,} with modes",
+        )
+    content = np.memmap(index, np.uint8, "r")
+
+    def column(dtype: str, count: int, offset: int) -> np.ndarray:
+        return np.ndarray(count, dtype, content, offset)
+
+    at = HEAD.size + 4 * sequences
+    lengths, begins = column("<i4", sequences, HEAD.size), column("<i8", sequences, at)
+    firsts = column("<i8", documents, HEAD.size + 12 * sequences)
+    modes = column("<i1", sequences, least) if sequences and size > least else None
+    check_sequences(index, lengths, begins, DTYPES[code].itemsize)
+    check_documents(index, firsts, sequences)
+    tokens = int(np.sum(lengths, dtype=np.int64))
+    return Indexed(_mapped(file, tokens, DTYPES[code]), lengths, firsts, modes)
+
+
+def check_sequences(
+    index: Path,
+    lengths: Int32[np.ndarray, " sequences"],
+    begins: Int64[np.ndarray, " sequences"],
+    itemsize: int,
+) -> None:
+    """Raises Refused unless the sequences, `begins` in bytes, follow one another from 0."""
+    if len(lengths) and lengths.min() < 0:
+        at = int(np.argmax(lengths < 0))
+        raise refuse(index, f"sequence {at} has {lengths[at]} tokens")
+    ends = np.cumsum(lengths, dtype=np.int64) * itemsize
+    wrong = begins != ends - lengths.astype(np.int64) * itemsize
+    if wrong.any():
+        at = int(np.argmax(wrong))
+        raise refuse(
+            index,
+            f"sequence {at} begins at byte {begins[at]:,}, and those before it, of {itemsize} "
+            f"bytes per token, end at {ends[at - 1] if at else 0:,}: sequences must follow one "
+            "another",
+        )
+
+
+def check_documents(index: Path, firsts: Int64[np.ndarray, " bounds"], sequences: int) -> None:
+    """Raises Refused unless documents go from sequence 0 to the last, one behind the other."""
+    if not len(firsts) or firsts[0] != 0 or firsts[-1] != sequences:
+        told = f"{firsts[0]} to {firsts[-1]}" if len(firsts) else "none"
+        raise refuse(index, f"its documents are sequences {told}, and there are 0 to {sequences}")
+    if (back := firsts[1:] < firsts[:-1]).any():
+        at = int(np.argmax(back))
+        raise refuse(
+            index, f"document {at} goes from sequence {firsts[at]:,} back to {firsts[at + 1]:,}"
+        )
+
+
+def _mapped(file: Path, tokens: int, dtype: np.dtype) -> np.ndarray:
+    """The tokens. Raises Refused where the file has not that many."""
+    with gate.opened(file) as stream:
+        size = os.fstat(stream.fileno()).st_size
+    if size != tokens * dtype.itemsize:
+        raise refuse(
+            file,
+            f"has {size:,} bytes, and its index {tokens:,} tokens of {dtype.itemsize}: "
+            f"{tokens * dtype.itemsize:,}",
+        )
+    # an empty file cannot be mapped
+    return np.asarray(np.memmap(file, dtype, "r")) if tokens else np.zeros(0, dtype)
+
+
+def dtype_of(vocab_size: int) -> np.dtype:
+    """What Megatron writes tokens of such a vocabulary as."""
+    return np.dtype("<u2" if vocab_size < LARGE else "<i4")
+
+
+def save(
+    file: Path,
+    blocks: Iterable[Shaped[np.ndarray, " tokens"]],
+    dtype: np.dtype,
+    lengths: Shaped[np.ndarray, " sequences"],
+    documents: Shaped[np.ndarray, " bounds"],
+    modes: Shaped[np.ndarray, " sequences"] | None = None,
+) -> None:
+    """Writes `file`, a .bin, of the `blocks` of tokens, and its .idx, byte for byte as Megatron
+    would, with the index last. Nothing is left where it fails. Raises ValueError for a sequence
+    that is too long for an index, and where one of the two files exists.
+    """
+    if len(lengths) and lengths.max() > MOST:
+        raise ValueError(
+            f"{file}: a document has {lengths.max():,} tokens, and an index holds {MOST:,} at most"
+        )
+    targets = [file, file.with_suffix(IDX)]
+    for target in targets:
+        if os.path.lexists(target):
+            raise ValueError(f"{target} exists: give another name, or move it away")
+    parts = [target.with_name(f"{target.name}.part") for target in targets]
+    begins = (np.cumsum(lengths, dtype=np.int64) - lengths) * dtype.itemsize
+    columns = [lengths.astype("<i4"), begins.astype("<i8"), documents.astype("<i8")]
+    columns += [] if modes is None else [modes.astype("<i1")]
+    head = HEAD.pack(MAGIC, VERSION, CODES[dtype], len(lengths), len(documents))
+    try:
+        _write(parts[0], (block.astype(dtype).data for block in blocks))
+        _write(parts[1], [head, *(column.data for column in columns)])
+        for part, target in zip(parts, targets, strict=True):
+            part.rename(target)
+    finally:
+        for part in parts:
+            with suppress(FileNotFoundError):
+                part.unlink()
+
+
+def _write(part: Path, content: Iterable[bytes | memoryview]) -> None:
+    part.unlink(missing_ok=True)  # of a killed run
+    with open(os.open(part, write.NEW, 0o666), "wb") as stream:
+        for block in content:
+            stream.write(block)
+        stream.flush()
+        os.fsync(stream.fileno())
