@@ -9,9 +9,10 @@ for all of them, where each by itself would have its own.
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from dolmen.model.cached import LayerCache
 from dolmen.model.component import Component
@@ -21,10 +22,23 @@ from dolmen.parallel import tensor
 from dolmen.parallel.tensor import Linear, TensorParallel
 
 
+class Passing(nn.Module):
+    """Hands on what it is given: a place for hooks, where what passes is no module's result."""
+
+    def forward(self, x: Any) -> Any:
+        return x
+
+
 class Branch(Component):
-    """A mixer or an mlp of dense matrices."""
+    """A mixer or an mlp of dense matrices. Hooks of `products` and `result` see what `inner` is
+    given and what it makes, however the branch is arranged.
+    """
 
     tp: TensorParallel
+
+    def __init__(self):
+        super().__init__()
+        self.products, self.result = Passing(), Passing()
 
     @property
     def columns(self) -> list[Linear]:
@@ -47,11 +61,20 @@ class Branch(Component):
         """
         raise NotImplementedError
 
+    def between(
+        self,
+        products: Sequence[Float[Tensor, "tokens _"]],
+        given: Given,
+        cache: LayerCache | None = None,
+    ) -> Float[Tensor, "tokens _"]:
+        """`inner`, seen by hooks."""
+        return self.result(self.inner(self.products(products), given, cache))
+
     def forward(
         self, x: Float[Tensor, "here hidden"], given: Given, cache: LayerCache | None = None
     ) -> Float[Tensor, "here hidden"]:
         (products,) = enter([self], x)
-        return self.row(self.inner(products, given, cache))
+        return self.row(self.between(products, given, cache))
 
     def part(
         self, x: Float[Tensor, "tokens hidden"], given: Given
@@ -59,7 +82,7 @@ class Branch(Component):
         """Of x R@tp, which has entered already -> P@tp, to leave with other sums; without the bias
         of the row.
         """
-        y = self.inner(tensor.products(x, self.columns, self.tp), given)
+        y = self.between(tensor.products(x, self.columns, self.tp), given)
         return tensor.part_of_rows(y, self.row.linear(), self.tp)
 
 

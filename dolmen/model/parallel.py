@@ -55,7 +55,7 @@ class Parallel(Block[Branch]):
         self, x: Float[Tensor, "here hidden"], given: Given, cache: LayerCache | None = None
     ) -> Float[Tensor, "here hidden"]:
         both, (attn, mlp) = [self.attn, self.mlp], self.entered(x)
-        results = [self.attn.inner(attn, given, cache), self.mlp.inner(mlp, given)]
+        results = [self.attn.between(attn, given, cache), self.mlp.between(mlp, given)]
         return x + self.drop(leave(both, results), given, MLP)
 
     def entered(
