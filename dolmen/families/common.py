@@ -91,7 +91,7 @@ def tree(
         final_norm=blocks[0].norm,
         head=Head(tied=config["tie_word_embeddings"]),
         max_position_embeddings=config[own["max_position_embeddings"]],
-        initializer_range=float(config["initializer_range"]),
+        initializer_range=float(config[own["initializer_range"]]),
     )
 
 
@@ -102,12 +102,12 @@ def new(tree: Tree, fields: Sequence[Field]) -> dict[str, Any]:
         "hidden_size": tree.hidden_size,
         "num_hidden_layers": tree.layers,
         "max_position_embeddings": tree.max_position_embeddings,
-        "norm_eps": tree.final_norm.eps,
+        "norm_eps": tree.blocks[0].norm.eps,
         "initializer_range": tree.initializer_range,
         "tie_word_embeddings": tree.head.tied,
     }
     own = names(fields)
-    return {own[name]: value for name, value in stated.items()}
+    return {own[name]: value for name, value in stated.items() if name in own}
 
 
 def attention(tree: Tree) -> Attention:

@@ -25,7 +25,7 @@ def read_stated(config: dict[str, Any]) -> Tree:
     """
     bias = bool(config["attention_bias"])
     tree = llama_like.read(config, qkv_bias=bias, o_bias=bias)
-    norm = replace(tree.final_norm, zero_centred=True)
+    norm = replace(tree.blocks[0].norm, zero_centred=True)
     return replace(
         tree,
         embedding=replace(tree.embedding, scale=math.sqrt(tree.hidden_size)),

@@ -14,6 +14,7 @@ from dolmen.model.latent import LatentAttention
 from dolmen.model.mlp import MLP
 from dolmen.model.moe import MoE
 from dolmen.model.parallel import Parallel
+from dolmen.model.post import Post
 from dolmen.model.pre import Pre
 from dolmen.model.sandwich import Sandwich
 from dolmen.model.tree import Leaves, under
@@ -24,15 +25,14 @@ MLPS = {tree.Mlp: MLP, tree.Experts: MoE}
 HEADS = {tree.Head: Logits, tree.Scalar: Values}
 ARRANGEMENTS = {
     tree.Pre: Pre,
+    tree.Post: Post,
     tree.Parallel: Parallel,
     tree.Sandwich: Sandwich,
     tree.After: After,
 }
 
 # What a tree can say and no module computes: any other value is refused.
-ONLY: dict[type, dict[str, Any]] = {
-    tree.Table: {"offset": 0},
-}
+ONLY: dict[type, dict[str, Any]] = {}
 
 
 def make(block: tree.Block, leaves: Leaves, setting: Setting) -> Block:

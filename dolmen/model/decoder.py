@@ -27,7 +27,16 @@ from dolmen.model.cached import Cached
 from dolmen.model.component import Setting
 from dolmen.model.given import Balance, Given, Where
 from dolmen.model.head import End
-from dolmen.model.layers import Column, Embedding, Norm, Parameters, Positions, is_partial, places
+from dolmen.model.layers import (
+    Column,
+    Embedding,
+    Norm,
+    Parameters,
+    Positions,
+    Whole,
+    is_partial,
+    places,
+)
 from dolmen.model.positions import tables
 from dolmen.model.split import Split, whole
 from dolmen.model.training import Training
@@ -62,10 +71,12 @@ class Decoder(nn.Module):
         self.dropout, self.router = training.dropout, training.router
         embeds = split.first or split.last and tree.head.tied
         self.embed = Embedding(tree.embedding, under(leaves, "embed"), tp) if embeds else None
-        norm, after = tree.embedding.norm, under(leaves, "embed_norm")
+        width, norm = tree.embedding.width, tree.embedding.norm
+        into, after = under(leaves, "project_in"), under(leaves, "embed_norm")
+        self.project_in = Whole(into, tp) if split.first and width else None
         self.embed_norm = Norm(norm, after, split.kernels) if split.first and norm else None
-        table = under(leaves, "positions")
-        self.positions = Positions(table) if split.first and table else None
+        table, rows = tree.embedding.positions, under(leaves, "positions")
+        self.positions = Positions(table, rows) if split.first and table else None
         self.layers = nn.ModuleDict()
         for i in split.layers:
             setting = Setting(i, split, training)
@@ -74,9 +85,11 @@ class Decoder(nn.Module):
             )
         self.final_norm = (
             Norm(tree.final_norm, under(leaves, "final_norm"), split.kernels)
-            if split.last
+            if split.last and tree.final_norm
             else None
         )
+        out = under(leaves, "project_out")
+        self.project_out = Whole(out, tp) if split.last and width else None
         head, score = under(leaves, "head"), under(leaves, "score")
         self.head = Column(head) if split.last and head else None
         self.score = Parameters(score) if split.last and score else None
@@ -207,6 +220,8 @@ class Decoder(nn.Module):
         """
         assert self.embed is not None
         x = self.embed(self.split.cp.split(tokens, 1).reshape(-1))
+        if self.project_in is not None:
+            x = self.project_in(x)
         if self.positions is not None:
             x = x + self.positions(
                 tensor.own_tokens(positions.expand(len(tokens), -1).reshape(-1), self.tp)
@@ -222,8 +237,9 @@ class Decoder(nn.Module):
         """What leaves the last block -> what `end` makes of it, in here: after forward ZeRO lets
         the head go.
         """
-        assert self.final_norm is not None
-        hidden = self.final_norm(x)
+        hidden = x if self.final_norm is None else self.final_norm(x)
+        if self.project_out is not None:
+            hidden = self.project_out(hidden)
         if end is None:
             return hidden
         table = self.head or self.score or self.embed

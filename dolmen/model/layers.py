@@ -125,5 +125,20 @@ class Embedding(Parameters):
 class Positions(Parameters):
     """A learned table of positions (GPT-2): positions [n] -> [n, hidden]."""
 
+    def __init__(self, table: tree.Table, leaves: Leaves):
+        super().__init__(leaves)
+        self.offset = table.offset
+
     def forward(self, positions: Int[Tensor, " here"]) -> Float[Tensor, "here hidden"]:
-        return F.embedding(positions, local(self.weight))
+        return F.embedding(positions + self.offset, local(self.weight))
+
+
+class Whole(Parameters):
+    """y = x W^T of this rank's tokens, W whole on every rank: x I@tp (or S(0)@tp) -> the same."""
+
+    def __init__(self, leaves: Leaves, tp: TensorParallel):
+        super().__init__(leaves)
+        self.tp = tp
+
+    def forward(self, x: Float[Tensor, "here in"]) -> Float[Tensor, "here out"]:
+        return tensor.products(x, [self.linear()], self.tp)[0]

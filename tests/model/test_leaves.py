@@ -9,7 +9,7 @@ from models import Flat, Tiny, build, decoder
 
 from dolmen.core.mesh import SINGLE, Axis
 from dolmen.core.state import Replicate, Shard
-from dolmen.model.components import check
+from dolmen.model.components import ONLY, check
 from dolmen.model.decoder import Decoder
 from dolmen.model.layers import is_partial, places
 from dolmen.model.training import RouterTraining, Training
@@ -141,9 +141,10 @@ def test_a_bias_that_balances_belongs_to_the_model_that_is_trained():
     assert not made.get_parameter("layers.1.mlp.router.bias").requires_grad
 
 
-def test_what_no_module_computes_is_refused():
-    """A table whose first position is not its first row, as OPT's is."""
+def test_what_no_module_computes_is_refused(monkeypatch):
+    """As while a mechanism is made."""
     check(GPT2.tree)
+    monkeypatch.setitem(ONLY, Table, {"offset": 0})
     table = replace(GPT2.tree.embedding, positions=Table(8, offset=2))
     with pytest.raises(ValueError, match="Table.offset is 2: dolmen computes 0 alone"):
         Decoder(replace(GPT2.tree, embedding=table))

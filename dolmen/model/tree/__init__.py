@@ -25,6 +25,7 @@ from dolmen.model.tree.mlp import Mlp
 from dolmen.model.tree.norm import Norm
 from dolmen.model.tree.parallel import Parallel
 from dolmen.model.tree.positions import Alibi, Linear, Llama3, Rope, Steps, Table, Yarn
+from dolmen.model.tree.post import Post
 from dolmen.model.tree.pre import Pre
 from dolmen.model.tree.sandwich import Sandwich
 
@@ -46,6 +47,7 @@ __all__ = [
     "Mlp",
     "Norm",
     "Parallel",
+    "Post",
     "Pre",
     "Rope",
     "Router",
@@ -73,7 +75,8 @@ class Tree:
     """Width of the residual stream."""
     embedding: Embedding
     runs: tuple[Run, ...]
-    final_norm: Norm
+    final_norm: Norm | None
+    """None where the blocks leave what is normed already, and in a few others."""
     head: Head | Scalar
     max_position_embeddings: int
     """Longest sequence that the model was made for, tokens."""
@@ -102,8 +105,10 @@ class Tree:
         leaves = self.embedding.leaves(hidden, self.head.tied)
         for i, block in enumerate(self.blocks):
             leaves |= within(f"layers.{i}", block.leaves(stream))
-        leaves |= within("final_norm", self.final_norm.leaves(hidden))
-        leaves |= self.head.leaves(self.vocab_size, hidden)
+        if self.final_norm is not None:
+            leaves |= within("final_norm", self.final_norm.leaves(hidden))
+        leaves |= self.embedding.leaves_out(hidden)
+        leaves |= self.head.leaves(self.vocab_size, self.width)
         return leaves if self.adapter is None else self.adapter.beside(leaves)
 
     @property
@@ -115,6 +120,11 @@ class Tree:
     def vocab_size(self) -> int:
         """Rows of the embedding and of the head, tokens."""
         return self.embedding.rows
+
+    @property
+    def width(self) -> int:
+        """Of a row of the embedding, and of what the head multiplies."""
+        return self.embedding.width or self.hidden_size
 
     @property
     def layers(self) -> int:

@@ -14,11 +14,12 @@ from dolmen.model.tree.leaf import Leaves, Stream
 from dolmen.model.tree.mlp import Mlp
 from dolmen.model.tree.norm import Norm
 from dolmen.model.tree.parallel import Parallel
+from dolmen.model.tree.post import Post
 from dolmen.model.tree.pre import Pre
 from dolmen.model.tree.sandwich import Sandwich
 
 Mixer = Attention | LatentAttention
-Arrangement = Pre | Parallel | Sandwich | After
+Arrangement = Pre | Post | Parallel | Sandwich | After
 
 
 @dataclass(frozen=True)

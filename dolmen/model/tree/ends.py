@@ -23,18 +23,29 @@ class Embedding:
     norm: Norm | None = None
     """Of what enters, after a table of positions (BLOOM)."""
     positions: Table | None = None
+    width: int | None = None
+    """Of a row, where it is not the residual stream's: a matrix makes the one of the other as rows
+    enter, before positions, and another the other way of the last hidden vectors, before the head
+    (OPT-350m).
+    """
 
     def leaves(self, hidden: int, tied: bool) -> Leaves:
         """`tied`: it is the head's weight too, which multiplies."""
-        products = self.rows * hidden if tied else 0
+        width = self.width or hidden
+        products = self.rows * width if tied else 0
         weight = Leaf(
-            (self.rows, hidden), "embedding", (of_vocabulary(self.rows),), products=products
+            (self.rows, width), "embedding", (of_vocabulary(self.rows),), products=products
         )
         return {
             "embed.weight": weight,
+            **({"project_in.weight": whole(hidden, self.width)} if self.width else {}),
             **(within("embed_norm", self.norm.leaves(hidden)) if self.norm else {}),
             **(within("positions", self.positions.leaves(hidden)) if self.positions else {}),
         }
+
+    def leaves_out(self, hidden: int) -> Leaves:
+        """Of what stands before the head."""
+        return {"project_out.weight": whole(self.width, hidden)} if self.width else {}
 
 
 @dataclass(frozen=True)
@@ -67,6 +78,11 @@ class Scalar:
         """Whole on every rank of tp, where it sees the tokens of the residual stream."""
         score = Leaf((1, hidden), "head", gradient="residual", products=hidden, with_adapters=True)
         return {"score.weight": score}
+
+
+def whole(out: int, inp: int) -> Leaf:
+    """A matrix that every rank of tp stores, and multiplies its tokens of the residual stream by."""
+    return Leaf((out, inp), "matrix", gradient="residual", products=out * inp)
 
 
 def of_vocabulary(rows: int) -> Cut:
