@@ -114,9 +114,9 @@ PART = Field(
     "Leading part of each head that rope turns, as a fraction of it.",
     common=("partial_rotary_factor",),
 )
-WHOLE = Field("partial_rotary_factor", optional(Real()))  # where nothing else is computed
-TYPED = Field("type", TYPE)
-NAMES = frozenset(field.name for field in (*PARAMETERS, PART, TYPED))
+# no options: the older name of a field, and a part where a family turns all
+NEVER = (Field("type", TYPE), Field("partial_rotary_factor", optional(Real())))
+NAMES = frozenset(field.name for field in PARAMETERS + NEVER)
 # what transformers 4 stated beside `rope_scaling` -> by which name most families did
 OUTER = {"rope_theta": "rope_theta", "partial_rotary_factor": "partial_rotary_factor"}
 
@@ -136,8 +136,8 @@ def fields(
         more = {outer.get(one.name, one.name)} - {one.name, *one.common}
         return replace(one, common=(*one.common, *more))
 
-    turned = WHOLE if part is None else PART
-    inside = tuple(named(one) for one in (*PARAMETERS, turned, TYPED))
+    never = NEVER if part is None else (NEVER[0], PART)
+    inside = tuple(named(one) for one in PARAMETERS + never)
     return (
         mapping("rope_parameters", *inside, spell=partial(spell, outer=outer)),
         mapping("rope_scaling", *(Field(f.name, f.kind) for f in inside)),
