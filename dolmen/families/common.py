@@ -43,14 +43,18 @@ def eps(name: str, default: float) -> Field:
 
 QKV = tuple(f"layers.{{}}.attn.{part}" for part in "qkv")  # ours, of what stores them as one
 LAYER_NORM_EPS = eps("layer_norm_epsilon", 1e-5)
+# of the head, by what stating nothing of it means
+TIED = {
+    default: Field("tie_word_embeddings", Flag(), default, "Head and embedding are one parameter.")
+    for default in (False, True)
+}
 
 
 def ends(eps: Field, tied: bool) -> tuple[Field, ...]:
     """The last fields of each family, the norms' `eps` first; `tied`: what stating nothing of the
     head means.
     """
-    told = "Head and embedding are one parameter."
-    return eps, INITIALIZER_RANGE, Field("tie_word_embeddings", Flag(), tied, told)
+    return eps, INITIALIZER_RANGE, TIED[tied]
 
 
 def layer_norm(config: dict[str, Any], eps: Field = LAYER_NORM_EPS) -> Norm:

@@ -1,4 +1,4 @@
-"""GPT-NeoX (Black et al., 2204.06745), Pythia and what was trained like them: rope over a part of
+"""GPT-NeoX, Pythia and what was trained like them (Black et al., 2204.06745): rope over a part of
 each head, attention and feed-forward layer side by side with a norm each, and q, k, v of each head
 in one tensor.
 

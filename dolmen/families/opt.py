@@ -1,0 +1,143 @@
+"""OPT and Galactica (Zhang et al., 2205.01068; Taylor et al., 2211.09085): learned positions whose
+table begins two rows before the first, LayerNorm, a plain feed-forward layer.
+
+OPT-350m alone norms after each layer, and has narrow rows in its embedding, which a matrix widens.
+The epsilon of the norms is in no config.json.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from dolmen.families import common
+from dolmen.families.family import ACTIVATION, BESIDE, Family, Field, activation, activation_name
+from dolmen.families.rules import Rename, Rule
+from dolmen.files import kinds
+from dolmen.files.schema import Flag, optional
+from dolmen.model.tree import Attention, Block, Embedding, Mlp, Norm, Post, Pre, Table, Tree
+
+OFFSET = 2  # rows of the table before that of position 0
+FIELDS = (
+    common.vocab_size(50272),
+    Field("hidden_size", kinds.WIDTH, 768, "Width of the residual stream."),
+    Field(
+        "word_embed_proj_dim",
+        optional(kinds.WIDTH),
+        None,
+        "Width of the rows of the embedding and of the head; where it is another, a matrix makes "
+        "the residual stream of the one, and another the one of it. None: hidden_size.",
+    ),
+    Field("num_hidden_layers", kinds.LAYERS, 12, "Decoder blocks."),
+    Field("num_attention_heads", kinds.HEADS, 12, "Heads."),
+    Field(
+        "ffn_dim",
+        kinds.WIDTH,
+        3072,
+        "Width of the feed-forward layer.",
+        common=("intermediate_size",),
+    ),
+    Field(
+        "activation_function",
+        ACTIVATION,
+        "relu",
+        "Activation of the feed-forward layer: relu, gelu (the exact erf form), gelu_new, silu.",
+        common=("hidden_act",),
+    ),
+    Field(
+        "do_layer_norm_before",
+        Flag(),
+        True,
+        "Norms stand before each layer, and one before the head, not after each layer alone.",
+    ),
+    Field("_remove_final_layer_norm", Flag(), False, "No norm stands before the head."),
+    Field("enable_bias", Flag(), True, "Biases on all linears but the head."),
+    Field(
+        "max_position_embeddings",
+        kinds.POSITIONS,
+        2048,
+        "Longest sequence, tokens: rows of the table of positions, but for two more.",
+    ),
+    replace(common.INITIALIZER_RANGE, name="init_std", common=("initializer_range",)),
+    common.TIED[True],
+)
+
+
+def read(config: dict[str, Any]) -> Tree:
+    heads, bias, before = (
+        config[name] for name in ("num_attention_heads", "enable_bias", "do_layer_norm_before")
+    )
+    mixer = Attention(
+        heads,
+        heads,
+        common.head_size(config, FIELDS),
+        q_bias=bias,
+        k_bias=bias,
+        v_bias=bias,
+        o_bias=bias,
+    )
+    mlp = Mlp(
+        config["ffn_dim"],
+        gated=False,
+        activation=activation(config, "activation_function"),
+        bias=bias,
+    )
+    block = Block(mixer, mlp, Norm("layernorm", bias=True), Pre() if before else Post())
+    width = config["word_embed_proj_dim"]
+    embedding = Embedding(
+        config["vocab_size"],
+        positions=Table(config["max_position_embeddings"], OFFSET),
+        width=None if width == config["hidden_size"] else width,
+    )
+    tree = common.tree(config, FIELDS, [block] * config["num_hidden_layers"], embedding)
+    last = before and not config["_remove_final_layer_norm"]
+    return tree if last else replace(tree, final_norm=None)
+
+
+def new(tree: Tree) -> dict[str, Any]:
+    mlp, before = common.mlp(tree), tree.blocks[0].arrangement == Pre()
+    return {
+        **common.new(tree, FIELDS),
+        "word_embed_proj_dim": tree.width,
+        "num_attention_heads": common.attention(tree).heads,
+        "ffn_dim": mlp.size,
+        "activation_function": activation_name(mlp.activation),
+        "do_layer_norm_before": before,
+        "_remove_final_layer_norm": before and tree.final_norm is None,
+        "enable_bias": mlp.bias,
+    }
+
+
+def rules(tree: Tree) -> list[Rule]:
+    layer, ours = "model.decoder.layers.{}.", "layers.{}."
+    return [
+        Rename("model.decoder.embed_tokens", "embed"),
+        Rename("model.decoder.project_in", "project_in"),
+        Rename("model.decoder.embed_positions", "positions"),
+        *(Rename(f"{layer}self_attn.{part}_proj", f"{ours}attn.{part}") for part in "qkv"),
+        Rename(layer + "self_attn.out_proj", ours + "attn.o"),
+        Rename(layer + "self_attn_layer_norm", ours + "attn_norm"),
+        Rename(layer + "fc1", ours + "mlp.up"),
+        Rename(layer + "fc2", ours + "mlp.down"),
+        Rename(layer + "final_layer_norm", ours + "mlp_norm"),
+        Rename("model.decoder.final_layer_norm", "final_norm"),
+        Rename("model.decoder.project_out", "project_out"),
+        Rename("lm_head", "head"),
+    ]
+
+
+FAMILY = Family(
+    model_type="opt",
+    architecture="OPTForCausalLM",
+    read=read,
+    new=new,
+    rules=rules,
+    fields=FIELDS,
+    only={
+        "layer_norm_elementwise_affine": (True,),
+        "learned_embeddings": (True,),
+        "scale_embeddings": (False,),
+    },
+    harmless=("dropout", "activation_dropout", "layerdrop"),
+    beside={**BESIDE, "dropout": 0.0, "attention_dropout": 0.0},
+    ignored=(r"model\.decoder\.version",),
+    prefix="model.",
+)
