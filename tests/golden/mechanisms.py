@@ -91,6 +91,19 @@ CONFIGS = {
         n_head=12,
         initializer_range=0.1,
     ),
+    # norms of the stream after each layer, none before the head; a matrix widens what is embedded,
+    # and another narrows it again for a head that is tied; positions from the third row on
+    "opt-350m": tiny(
+        "opt",
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        word_embed_proj_dim=12,
+        ffn_dim=48,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        do_layer_norm_before=False,
+        init_std=0.1,
+    ),
     # values shorter than keys, the best of half the groups of experts; q is one matrix
     "deepseek-v2": tiny(
         "deepseek_v2",
@@ -236,6 +249,21 @@ ROWS = [
     *rows(CONFIGS["bloom"], "bloom, documents", "cp4\ncp2 tp2 sp gather", steps=2, documents=True),
     *rows(DROPPED["bloom"], "bloom, dropout", "dp2 tp2 sp zero3 acc4\ncp4", steps=2),
     *rows(DROPPED["falcon-7b"], "falcon-7b, dropout", "dp2 tp2 sp zero3 acc4\ncp2 full", steps=2),
+    *rows(
+        CONFIGS["opt-350m"],
+        "opt-350m",
+        """
+        tp2 sp zero1 acc4 zero-bubble
+        dp2 tp2 sp zero3 full
+        pp4 acc8 zero-bubble           |
+        cp2 pp2 acc4 zero1             |
+        cp2 tp2 sp gather selective    |
+        tp4                            |
+        dp4 zero2 acc4                 |
+        pp2 dp2 tp2 sp acc4 zero3      |
+        """,
+    ),
+    *rows(DROPPED["opt-350m"], "opt-350m, dropout", "dp2 tp2 sp zero3 acc4 |", steps=2),
     *rows(
         CONFIGS["deepseek-v3"],
         "deepseek-v3",

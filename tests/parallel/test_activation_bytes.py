@@ -255,6 +255,28 @@ def test_norms_after_layers(t, sequence, kind):
         assert closed(sandwich, layout) - closed(pre, layout) == more
 
 
+POST = dict(
+    vocab_size=128,
+    hidden_size=HIDDEN,
+    ffn_dim=4 * HIDDEN,
+    num_attention_heads=HEADS,
+    max_position_embeddings=LENGTH,
+    do_layer_norm_before=False,
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("t", "sequence"), SPLITS[:3])
+def test_norms_of_the_stream_after_layers(t, sequence, kind):
+    """What they are given is kept, and what they make, which the next layer is given."""
+    layout = Layout(tp=t, sequence_parallel=sequence, recompute=kind)
+    post = tiny("opt", **POST)
+    for config in (post, replace(post, training=Training(0.1))):
+        fused = kind == "none" and not config.training.dropout
+        assert per_layer(config, layout) == closed(config, layout) + RANDOM_STATE * fused
+
+
 def test_shared_heads():
     """4 key-value heads over 8 ranks: k and v are whole at rest, and a rank multiplies one head of
     each.
