@@ -81,7 +81,7 @@ class Scalar:
 
 
 def whole(out: int, inp: int) -> Leaf:
-    """A matrix that every rank of tp stores, and multiplies its tokens of the residual stream by."""
+    """A matrix that every rank of tp stores whole, for its own tokens of the residual stream."""
     return Leaf((out, inp), "matrix", gradient="residual", products=out * inp)
 
 

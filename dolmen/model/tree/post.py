@@ -1,4 +1,4 @@
-"""The arrangement of the first Transformer (Vaswani et al., 1706.03762), of BERT and of OPT-350m: the
+"""The arrangement of the first Transformer (Vaswani et al., 1706.03762), BERT and OPT-350m: the
 residual stream itself is normed, after each layer. What leaves the last block is normed already.
 """
 

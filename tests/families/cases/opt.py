@@ -32,9 +32,9 @@ def layer(model, x):
 
 CASES = {
     "opt": Case("opt", SIZES, layer=layer, long=dict(max_position_embeddings=256)),
-    # as 350m is: norms after each layer, none before the head, narrow rows of the embedding. Without
-    # biases: with those of this test, near 1, fp32 has too little left of the gradients of queries
-    # (3e-5 apart, in float64 5e-14)
+    # as 350m is: norms after each layer, none before the head, narrow rows of the embedding. But
+    # without biases: of these tests' they are near 1, and leave fp32 too little of the gradients
+    # of queries (3e-5 apart; in float64 5e-14)
     "opt-350m": Case(
         "opt",
         SIZES | dict(do_layer_norm_before=False, word_embed_proj_dim=16, enable_bias=False),
