@@ -352,7 +352,7 @@ HOST = {  # calls that touch the host's own tensors alone
     "ops/attention/blocks.py": {"tolist"},  # Documents.host_starts
     "ops/positions.py": {"tolist"},  # PositionIds.of the host's ids
     "ops/attention/reference.py": {"to"},  # for tests
-    "data/batch.py": {"numpy"},  # labels as they were made
+    "data/batch.py": {"numpy", "tolist"},  # of a batch on the CPU
     "training/step.py": {"to"},  # Batch.to
     "evaluation/validate.py": {"to"},  # Batch.to
 }

@@ -11,9 +11,10 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from dolmen.core import host
-from dolmen.ops.attention import Documents
+from dolmen.model.tree import Tree
+from dolmen.ops.attention import Documents, begins
 from dolmen.ops.loss import IGNORED
-from dolmen.ops.positions import PositionIds, of_prefix
+from dolmen.ops.positions import PositionIds, of_prefix, of_span
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,12 +57,20 @@ class Batch:
         sequence, or at each token as its document has. Of a shorter document all. A token that sees
         the one it is to predict predicts nothing: labels inside a prefix are IGNORED.
         """
-        documents = self.documents
-        starts = torch.zeros_like(self.tokens) if documents is None else documents.starts
-        reach = torch.minimum(starts + lengths, document_ends(starts))
+        starts = self.starts
+        return self._reaching(torch.minimum(starts + lengths, document_ends(starts)))
+
+    def _reaching(self, reach: Int64[Tensor, "sequences length"]) -> "Batch":
+        """The same with the first token behind the prefix of each token's document."""
+        starts = self.starts
         seen = torch.arange(1, starts.shape[1] + 1) < reach
         labels = torch.where(seen, IGNORED, self.labels)
         return replace(self, labels=labels, documents=Documents.of(starts, reach))
+
+    @property
+    def starts(self) -> Int64[Tensor, "sequences length"]:
+        """Index of the first token of each token's document."""
+        return torch.zeros_like(self.tokens) if self.documents is None else self.documents.starts
 
     def with_positions(self, streams: int) -> "Batch":
         """The same, made on the CPU, with positions that begin anew in each document: so many
@@ -75,6 +84,25 @@ class Batch:
             prefix = self.documents.reach - self.documents.starts
         ids = index[None] if streams == 1 else of_prefix(index, prefix)
         return replace(self, positions=PositionIds.of(ids.transpose(0, 1)))
+
+    def read_by(self, model: Tree) -> "Batch":
+        """The same, made on the CPU, as the model reads it: where it knows prefixes and positions
+        by special tokens, with those that the tokens of each document say, and labels as of
+        `with_prefixes`. Raises ValueError where nobody has said which tokens those are.
+        """
+        blanks = model.blanks
+        if blanks is None or self.positions is not None:
+            return self
+        spans, starts = [], self.starts
+        for tokens, own in zip(self.tokens.tolist(), begins(starts), strict=True):
+            for first, end in zip(own, (*own[1:], len(tokens)), strict=True):
+                spans += [blanks.span(tokens[first:end])] * (end - first)
+        of_token = torch.tensor(spans).view(*starts.shape, -1).unbind(-1)
+        prefix, stay, at, begin = of_token
+        index = torch.arange(starts.shape[1]) - starts
+        ids = of_span(index, stay, at, begin)[: model.streams]
+        made = self._reaching(starts + prefix)
+        return replace(made, positions=PositionIds.of(ids.transpose(0, 1)))
 
     def to(self, device: torch.device) -> "Batch":
         """The batch, made on the CPU, on `device`, and the host does not wait for it; of its

@@ -54,7 +54,8 @@ def mean_loss(
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     order = pipeline.forward_only(schedule or schedules.make("1f1b", 1, 1))
     with inference(model):
-        for batch in batches:
+        for one in batches:
+            batch = one.read_by(model.tree)
             sums[0] += _nats(model, batch, mesh, order)
             if mesh.pp.rank == mesh.cp.rank == 0:
                 sums[1] += batch.real_tokens

@@ -9,6 +9,7 @@ from dolmen.model.after import After
 from dolmen.model.attention import Attention
 from dolmen.model.block import Block
 from dolmen.model.component import Setting
+from dolmen.model.deepnorm import Deepnorm
 from dolmen.model.head import Logits, Values
 from dolmen.model.latent import LatentAttention
 from dolmen.model.mlp import MLP
@@ -29,6 +30,7 @@ ARRANGEMENTS = {
     tree.Parallel: Parallel,
     tree.Sandwich: Sandwich,
     tree.After: After,
+    tree.Deepnorm: Deepnorm,
 }
 
 # What a tree can say and no module computes: any other value is refused.

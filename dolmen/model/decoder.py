@@ -75,8 +75,11 @@ class Decoder(nn.Module):
         into, after = under(leaves, "project_in"), under(leaves, "embed_norm")
         self.project_in = Whole(into, tp) if split.first and width else None
         self.embed_norm = Norm(norm, after, split.kernels) if split.first and norm else None
-        table, rows = tree.embedding.positions, under(leaves, "positions")
-        self.positions = Positions(table, rows) if split.first and table else None
+        table = tree.embedding.positions
+        rows = [under(leaves, name) for name in ("positions", "block_positions")]
+        self.positions, self.block_positions = (
+            Positions(table, own) if split.first and table and own else None for own in rows
+        )
         self.layers = nn.ModuleDict()
         for i in split.layers:
             setting = Setting(i, split, training)
@@ -204,7 +207,7 @@ class Decoder(nn.Module):
         here = self.split.parts[part]
         given = self._given(tokens, noise, documents)
         ids = self._positions(tokens, cache, positions)
-        y = self._embedded(tokens, ids[0], given) if here.first else x
+        y = self._embedded(tokens, ids, given) if here.first else x
         assert y is not None, "a stage that is not the first is given x"
         known = self.where(part, ids)
         for i, block in zip(here.layers, self.blocks(part), strict=True):
@@ -215,17 +218,18 @@ class Decoder(nn.Module):
         return self._ended(y, len(tokens), end) if here.last else y
 
     def _embedded(self, tokens: Tensor, positions: Tensor, given: Given) -> Tensor:
-        """What enters the first block, of tokens [b, s] at `positions` [b, s / cp], or [1, s / cp]
-        for all.
+        """What enters the first block, of tokens [b, s] at `positions` [streams, b, s / cp], or
+        [streams, 1, s / cp] for all.
         """
         assert self.embed is not None
         x = self.embed(self.split.cp.split(tokens, 1).reshape(-1))
         if self.project_in is not None:
             x = self.project_in(x)
-        if self.positions is not None:
-            x = x + self.positions(
-                tensor.own_tokens(positions.expand(len(tokens), -1).reshape(-1), self.tp)
-            )
+        for table, stream in zip((self.positions, self.block_positions), positions, strict=False):
+            if table is not None:
+                x = x + table(
+                    tensor.own_tokens(stream.expand(len(tokens), -1).reshape(-1), self.tp)
+                )
         if self.embed_norm is not None:
             x = self.embed_norm(x)
         if given.noise is not None:
@@ -279,6 +283,11 @@ class Decoder(nn.Module):
         if cache is not None:
             return cache.positions
         streams = 1 if positions is None else positions.ids.shape[1]
+        if positions is None and self.tree.blanks is not None:
+            raise ValueError(
+                "the model's positions follow from special tokens: make them by "
+                "Batch.read_by(the model's tree)"
+            )
         if streams != known:
             raise ValueError(
                 f"the model knows {known} streams of positions, and the batch has {streams}: make "

@@ -38,7 +38,10 @@ def frequencies(
     r: tree.Rope, device: torch.device | None = None, dtype: torch.dtype = torch.float32
 ) -> Float[Tensor, " {r.size}//(2*{r.streams})"]:
     """Of `dtype`: the angle per position of each pair, of one stream."""
-    inv = rope.inverse_frequencies(r.size // r.streams, r.theta, device, dtype)
+    if r.halved:
+        inv = rope.inverse_frequencies(r.size // r.streams, r.theta, device).half().to(dtype)
+    else:
+        inv = rope.inverse_frequencies(r.size // r.streams, r.theta, device, dtype)
     return SCALED[type(r.scaling)](inv, r)
 
 

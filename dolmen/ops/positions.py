@@ -27,12 +27,13 @@ class PositionIds:
 
     ids: Int64[Tensor, "batch streams length"]
     longest: int
-    """Rows that a table of the first stream must have, or more."""
+    """Tokens of a sequence that tables must have rows for (tree.Table), or more."""
 
     @staticmethod
     def of(ids: Int64[Tensor, "batch streams length"]) -> "PositionIds":
         """Of ids on the host."""
-        return PositionIds(ids, 1 + max(map(max, ids[:, 0].tolist())))
+        largest = [max(map(max, stream.tolist())) for stream in ids.unbind(1)]
+        return PositionIds(ids, max([largest[0] + 1, *largest[1:]]))
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "PositionIds":
         """The same of what `change` makes of the ids."""
@@ -47,5 +48,14 @@ def of_prefix(
     index: Int64[Tensor, "*tokens"], prefix: Int64[Tensor, "*tokens"]
 ) -> Int64[Tensor, "2 ..."]:
     """Both streams, of tokens at `index` in documents with prefixes of so many tokens."""
-    last = (prefix - 1).clamp(min=0)
-    return torch.stack((torch.minimum(index, last), (index - prefix + 1).clamp(min=0)))
+    return of_span(index, prefix, (prefix - 1).clamp(min=0), prefix)
+
+
+def of_span(
+    index: Int64[Tensor, "*tokens"],
+    stay: Int64[Tensor, "*tokens"],
+    at: Int64[Tensor, "*tokens"],
+    begin: Int64[Tensor, "*tokens"],
+) -> Int64[Tensor, "2 ..."]:
+    """Both streams, of tokens at `index` in documents of these spans (model/tree/blanks.py)."""
+    return torch.stack((torch.where(index < stay, index, at), (index - begin + 1).clamp(min=0)))

@@ -27,10 +27,10 @@ from dolmen.core import host
 from dolmen.core.log import size
 from dolmen.core.words import counted
 from dolmen.model.cached import OfPages, OfTexts
-from dolmen.model.tree import Tree
+from dolmen.model.tree import Span, Tree
 from dolmen.ops.attention import Documents
 from dolmen.ops.attention.decode import Pages
-from dolmen.ops.positions import of_prefix
+from dolmen.ops.positions import of_span
 from dolmen.serving.pages import SIZE, PageTable
 
 
@@ -193,14 +193,16 @@ class Cache:
         new: Mapping[int, int],
         device: torch.device,
         multiple: int = 1,
-        prefixes: Mapping[int, int] | None = None,
+        spans: Mapping[int, Span] | None = None,
     ) -> Reading:
         """What a forward needs to know that reads so many new tokens of each text, at least one.
-        Tokens are filled up to a `multiple`. `prefixes`: of texts whose first tokens see one
-        another, how many do; such are read at once, else ValueError is raised.
+        Tokens are filled up to a `multiple`. `spans`: of texts in which not each token sees back
+        alone and stands at its index; of those the prefix is read at once, else ValueError is
+        raised.
         """
         table, past = self.table, {text: self.table.lengths.get(text, 0) for text in new}
-        prefix = {text: (prefixes or {}).get(text, 0) for text in new}
+        span = {text: (spans or {}).get(text, Span()) for text in new}
+        prefix = {text: own.prefix for text, own in span.items()}
         for text, n in new.items():
             _check_prefix(text, past[text], n, prefix[text])
         moved = table.read(new)
@@ -224,9 +226,10 @@ class Cache:
         filled = -end % multiple
         where = torch.tensor(positions + [0] * filled)
         ids = where[None]
-        if self.streams == 2:
-            of_token = [prefix[text] for text in texts for _ in range(new[text])]
-            ids = of_prefix(where, torch.tensor(of_token + [0] * filled))
+        if spans or self.streams > 1:
+            of_token = [span[text] for text in texts for _ in range(new[text])]
+            _, *said = torch.tensor(of_token + [Span()] * filled).unbind(-1)
+            ids = of_span(where, *said)[: self.streams]
         last = torch.tensor([new[text] for text in texts]).cumsum(0) - 1
         return Reading(
             texts=texts,

@@ -24,6 +24,8 @@ from dolmen.core.mesh import SINGLE, Axis, Mesh
 from dolmen.core.words import counted
 from dolmen.model import build, head
 from dolmen.model.decoder import Decoder
+from dolmen.model.tree import Span, Tree
+from dolmen.model.tree.blanks import of_prefix
 from dolmen.parallel import data, vocabulary
 from dolmen.serving import sample
 from dolmen.serving.cache import Cache, Memory
@@ -68,12 +70,13 @@ def generate(
     """New tokens of each prompt: at most `max_new_tokens`, the last a member of `stop` where it
     stopped at one; with `known`, the tokenizer's ids, none that is not one of them.
 
-    Of a model with a prefix mask the prompt is the prefix. Temperature 0 is greedy. `on_token(
-    prompt index, token)` is called as each token is chosen, and `on_memory` at the end with what
-    the cache has held. At most `batch` prompts of any lengths run at once, and when one ends the
-    next begins; the random numbers of a prompt follow from (seed, its index). A model under ZeRO
-    needs the same call on every rank of dp. Raises ValueError before the first forward for settings
-    and prompts the model cannot take, and later for logits that are not finite.
+    Of a model with a prefix mask the prompt is the prefix, or what its special tokens say is.
+    Temperature 0 is greedy. `on_token(prompt index, token)` is called as each token is chosen, and
+    `on_memory` at the end with what the cache has held. At most `batch` prompts of any lengths run
+    at once, and when one ends the next begins; the random numbers of a prompt follow from (seed,
+    its index). A model under ZeRO needs the same call on every rank of dp. Raises ValueError before
+    the first forward for settings and prompts the model cannot take, and later for logits that are
+    not finite.
     """
     sample.check_knobs(temperature, top_k, top_p)
     _check(model, prompts, max_new_tokens, batch)
@@ -88,7 +91,7 @@ def generate(
             on_token(index, token)
         return token not in stop and len(out[index]) < max_new_tokens
 
-    prefixes = {i: len(prompt) for i, prompt in enumerate(prompts)} if model.tree.prefixed else {}
+    spans = {i: span for i, p in enumerate(prompts) if (span := span_of(model.tree, p)) is not None}
     cache, waiting = Cache(model.tree), deque(enumerate(prompts))
     unread: dict[int, Sequence[int]] = {}  # of each prompt that runs, what the cache has not
     # a compiled block would be compiled again for every length
@@ -97,7 +100,7 @@ def generate(
             while waiting and len(unread) < batch:
                 index, prompt = waiting.popleft()
                 unread[index] = prompt
-            read, indices, logits = _read(model, cache, unread, prefixes)
+            read, indices, logits = _read(model, cache, unread, spans)
             unread |= {i: unread[i][n:] for i, n in read.items()}
             if not indices:
                 continue
@@ -112,6 +115,15 @@ def generate(
     if on_memory is not None:
         on_memory(cache.memory)
     return out
+
+
+def span_of(model: Tree, prompt: Sequence[int]) -> Span | None:
+    """How the tokens of a prompt, and of what follows it, stand for the model; None: each at its
+    index, and all see back alone. Raises ValueError where nobody has said which tokens say it.
+    """
+    if model.blanks is not None:
+        return model.blanks.span(prompt)
+    return of_prefix(len(prompt), model.streams) if model.prefixed else None
 
 
 @dataclass(frozen=True)
@@ -145,7 +157,7 @@ def _read(
     model: Decoder,
     cache: Cache,
     unread: Mapping[int, Sequence[int]],
-    prefixes: Mapping[int, int],
+    spans: Mapping[int, Span],
 ) -> tuple[dict[int, int], list[int], Tensor]:
     """One forward. -> how many tokens it read of each prompt; those of which none is left; and
     logits [those, vocab], fp32 or wider, of what follows each.
@@ -153,7 +165,7 @@ def _read(
     tp, new = model.tp, _share({i: len(t) for i, t in unread.items()}, model.tree.prefixed)
     # sequence parallelism splits tokens evenly: fill up with some that nobody reads
     device, multiple = next(model.parameters()).device, tp.axis.size if tp.sequence else 1
-    reading = cache.read(new, device, multiple, prefixes)
+    reading = cache.read(new, device, multiple, spans)
     tokens = [token for i in reading.texts for token in unread[i][: new[i]]]
     tokens += [0] * (reading.positions.shape[2] - len(tokens))
     logits = model(host.send(torch.tensor([tokens]), device), head.logits, reading)

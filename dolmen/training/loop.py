@@ -45,7 +45,9 @@ def train_steps(
             return 0
         beat(state.step, "a step", state.step == begun)  # the first may compile
         with around(state.step + 1):
-            metrics = optimizer_step(state, batch, mesh, lambda: stop.signal)
+            metrics = optimizer_step(
+                state, batch.read_by(state.model.tree), mesh, lambda: stop.signal
+            )
         stopped = stop.agreed_signal = metrics.signal
         last = bool(stopped) or state.step == state.steps
         for every, hook in hooks:

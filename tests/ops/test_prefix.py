@@ -11,7 +11,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from dolmen.core.mesh import SINGLE
 from dolmen.model.decoder import Decoder
 from dolmen.model.head import logits, loss_of
-from dolmen.model.tree import Alibi, Rope
+from dolmen.model.tree import Alibi, Rope, blanks
 from dolmen.ops.attention import Attend, Documents, blockwise
 from dolmen.ops.kernels import H100
 from dolmen.ops.positions import PositionIds, of_prefix
@@ -135,9 +135,10 @@ def test_a_cache_equals_the_whole_text(config):
     documents = prefix(*lengths)
     want = model(tokens, logits, documents=documents, positions=placed(config, documents))
     cache, found = Cache(model.tree, 4), {i: [] for i in range(3)}
-    done, prefixes = dict.fromkeys(found, 0), dict(enumerate(lengths))
+    done = dict.fromkeys(found, 0)
+    spans = {i: blanks.of_prefix(n, model.tree.streams) for i, n in enumerate(lengths)}
     for new in ({0: 9, 1: 12, 2: 4}, {0: 1, 1: 1, 2: 5}, {0: 14, 1: 11, 2: 15}):
-        reading = cache.read(new, HERE, prefixes=prefixes)
+        reading = cache.read(new, HERE, spans=spans)
         parts = [tokens[i, done[i] : done[i] + new[i]] for i in reading.texts]
         read = model(torch.cat(parts)[None], logits, cache=reading)[0]
         for i, part in zip(reading.texts, read.split([new[i] for i in reading.texts]), strict=True):
@@ -153,10 +154,10 @@ def test_a_cache_equals_the_whole_text(config):
 def test_a_prefix_in_parts_is_refused():
     cache = Cache(CONFIG.tree, 4)
     with pytest.raises(ValueError, match="text 0 has read 0 tokens and reads 4, but its first 12"):
-        cache.read({0: 4}, HERE, prefixes={0: 12})
+        cache.read({0: 4}, HERE, spans={0: blanks.of_prefix(12, 1)})
     cache.read({0: 9}, HERE)
     with pytest.raises(ValueError, match="has read 9 tokens and reads 13"):
-        cache.read({0: 13}, HERE, prefixes={0: 12})
+        cache.read({0: 13}, HERE, spans={0: blanks.of_prefix(12, 1)})
 
 
 @pytest.mark.parametrize("config", [CONFIG, GLM], ids=["one stream", "two streams"])

@@ -16,7 +16,9 @@ from functools import cached_property
 from dolmen.model.tree.adapter import Adapter
 from dolmen.model.tree.after import After
 from dolmen.model.tree.attention import Attention
+from dolmen.model.tree.blanks import Blanks, Mask, Span
 from dolmen.model.tree.block import Block, Run, runs_of
+from dolmen.model.tree.deepnorm import Deepnorm
 from dolmen.model.tree.ends import Embedding, Head, Scalar
 from dolmen.model.tree.experts import Experts, Router
 from dolmen.model.tree.latent import LatentAttention
@@ -34,8 +36,10 @@ __all__ = [
     "After",
     "Alibi",
     "Attention",
+    "Blanks",
     "Block",
     "Cut",
+    "Deepnorm",
     "Embedding",
     "Experts",
     "Head",
@@ -44,6 +48,7 @@ __all__ = [
     "Leaves",
     "Linear",
     "Llama3",
+    "Mask",
     "Mlp",
     "Norm",
     "Parallel",
@@ -54,6 +59,7 @@ __all__ = [
     "Run",
     "Sandwich",
     "Scalar",
+    "Span",
     "Steps",
     "Stream",
     "Table",
@@ -84,6 +90,8 @@ class Tree:
     """Standard deviation of initial weights."""
     adapter: Adapter | None = None
     """What is trained in place of all parameters."""
+    blanks: Blanks | None = None
+    """By which tokens of a text its prefix and positions are known; None: it has neither."""
 
     def __post_init__(self):
         if not 0 <= self.initializer_range < math.inf:
@@ -150,8 +158,8 @@ class Tree:
 
     @property
     def streams(self) -> int:
-        """Of positions, that its layers know."""
-        known = (block.mixer.positions for block in self.blocks)
+        """Of positions, that it knows."""
+        known = (self.embedding.positions, *(block.mixer.positions for block in self.blocks))
         return max((p.streams for p in known if p is not None), default=1)
 
     @property

@@ -8,6 +8,7 @@ from itertools import groupby
 
 from dolmen.model.tree.after import After
 from dolmen.model.tree.attention import Attention
+from dolmen.model.tree.deepnorm import Deepnorm
 from dolmen.model.tree.experts import Experts
 from dolmen.model.tree.latent import LatentAttention
 from dolmen.model.tree.leaf import Leaves, Stream
@@ -19,7 +20,7 @@ from dolmen.model.tree.pre import Pre
 from dolmen.model.tree.sandwich import Sandwich
 
 Mixer = Attention | LatentAttention
-Arrangement = Pre | Post | Parallel | Sandwich | After
+Arrangement = Pre | Post | Parallel | Sandwich | After | Deepnorm
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ class Embedding:
             "embed.weight": weight,
             **({"project_in.weight": whole(hidden, self.width)} if self.width else {}),
             **(within("embed_norm", self.norm.leaves(hidden)) if self.norm else {}),
-            **(within("positions", self.positions.leaves(hidden)) if self.positions else {}),
+            **(self.positions.leaves(hidden) if self.positions else {}),
         }
 
     def leaves_out(self, hidden: int) -> Leaves:

@@ -73,6 +73,8 @@ class Rope:
     """Of positions. Two (ChatGLM-6B): each turns its half of `size` by itself, as if that were the
     size.
     """
+    halved: bool = False
+    """The angles per position are rounded to half precision, whatever the model computes in."""
 
     def __post_init__(self):
         if self.size % 2:
@@ -124,14 +126,18 @@ Relative = Rope | Alibi | Steps
 
 @dataclass(frozen=True)
 class Table:
-    """A learned row per position, of the first stream, added to the embedding."""
+    """A learned row per position, added to the embedding."""
 
     length: int
-    """Positions that it has a row for."""
+    """Tokens of a sequence that it has rows for."""
     offset: int = 0
     """Row of position 0 (OPT: 2)."""
+    streams: int = 1
+    """Of positions. Two (GLM-10B): a table each, with a row more, as the second counts from 1."""
 
     def leaves(self, hidden: int) -> Leaves:
         """Whole on every rank of tp."""
-        shape = (self.offset + self.length, hidden)
-        return {"weight": Leaf(shape, "embedding", gradient="residual")}
+        shape = (self.offset + self.length + self.streams - 1, hidden)
+        table = Leaf(shape, "embedding", gradient="residual")
+        names = ("positions.weight", "block_positions.weight")[: self.streams]
+        return dict.fromkeys(names, table)
