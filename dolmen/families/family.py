@@ -16,6 +16,8 @@ from dolmen.model.tree import Tree
 from dolmen.model.tree.mlp import Activation
 
 T = TypeVar("T")
+Ids = Mapping[str, int]
+RESERVED = "dolmen"  # of what no config.json can say; not exported
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -82,12 +84,16 @@ class Field:
     """(config.json, value) -> the fields that state the value there, where files spell it in
     several ways.
     """
+    ours: bool = False
+    """No config.json of others has it: it stands under RESERVED, and is not exported."""
 
 
-def mapping(name: str, *inside: Field, spell: Callable | None = None) -> Field:
+def mapping(
+    name: str, *inside: Field, spell: Callable | None = None, ours: bool = False
+) -> Field:
     """A field that is null or a mapping of the fields `inside`."""
     kind = optional(Object(optional={one.name: one.kind for one in inside}))
-    return Field(name, kind, inside=inside, spell=spell)
+    return Field(name, kind, inside=inside, spell=spell, ours=ours)
 
 
 @dataclass(frozen=True)
@@ -128,6 +134,25 @@ class Family:
     """
     prefix: str = ""
     """Leading part of the stored names that some files leave out."""
+    called: str | None = None
+    """Name of the family, where others have its model_type too; None: that is its name."""
+    tells: Callable[[Mapping[str, Any]], bool] | None = None
+    """Of several families of one model_type: whether a config.json is of this one. None: it is of
+    what is of no other.
+    """
+    marks: dict[str, Any] = field(default_factory=dict)
+    """Fields by which `tells` knows a config.json made here."""
+    framed: Callable[[list[int], Ids], list[int]] | None = None
+    """(tokens of a text, ids of special tokens) -> what the model is given of it, where code of its
+    folders adds special tokens; None: its tokenizer adds them.
+    """
+    head_beside: bool = False
+    """Files hold the head also where it is the embedding."""
+
+    @property
+    def name(self) -> str:
+        """By which it is chosen."""
+        return self.called or self.model_type
 
     @property
     def aliases(self) -> dict[str, str]:

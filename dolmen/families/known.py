@@ -1,6 +1,7 @@
 """The families that there are: every file of this folder that declares a FAMILY."""
 
 import pkgutil
+from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -14,16 +15,29 @@ HERE = Path(__file__).parent
 
 @cache
 def families() -> dict[str, Family]:
-    """model_type -> family."""
+    """Name -> family."""
     files = [
         import_module(f"dolmen.families.{file.name}") for file in pkgutil.iter_modules([str(HERE)])
     ]
     found = [vars(file)["FAMILY"] for file in files if "FAMILY" in vars(file)]
-    return {family.model_type: family for family in found}
+    return {family.name: family for family in found}
 
 
-def find(model_type: Any) -> Family:
+def find(name: Any) -> Family:
     """The family of that name. Raises ValueError listing the known ones."""
-    if not isinstance(model_type, str) or model_type not in families():
-        raise ValueError(f"model_type is {shown(model_type)}: dolmen knows {', '.join(families())}")
-    return families()[model_type]
+    if not isinstance(name, str) or name not in families():
+        raise ValueError(f"model_type is {shown(name)}: dolmen knows {', '.join(families())}")
+    return families()[name]
+
+
+def of(config: Mapping[str, Any]) -> Family:
+    """The family that reads a config.json: of those that have its model_type the one that tells it
+    is its own, or else of that name. Raises as `find`.
+    """
+    model_type = config.get("model_type")
+    alike = [family for family in families().values() if family.model_type == model_type]
+    for family in alike:
+        if family.tells is not None and family.tells(config):
+            return family
+    rest = [family for family in alike if family.tells is None]
+    return rest[0] if rest else find(model_type)

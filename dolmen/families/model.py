@@ -17,14 +17,20 @@ from dolmen.core.config import Plain
 from dolmen.core.words import shown
 from dolmen.families import known
 from dolmen.families.differences import differences
-from dolmen.families.family import ONLY, Family, knob
-from dolmen.families.names import own_names, refuse_two, spelled, with_defaults, with_numbers
+from dolmen.families.family import ONLY, RESERVED, Family, knob
+from dolmen.families.names import (
+    nested,
+    own_names,
+    refuse_two,
+    spelled,
+    with_defaults,
+    with_numbers,
+)
 from dolmen.files import kinds
 from dolmen.files.schema import List, Map, Mismatch, Object, check_value, either, optional
 from dolmen.model.tree import Tree
 
 CARRIED = (*kinds.SPECIAL_TOKENS, "dtype")  # to another family
-RESERVED = "dolmen"  # of what no config.json can say; not exported
 
 
 @dataclass(frozen=True)
@@ -43,12 +49,12 @@ class Model(Plain):
     @property
     def model_type(self) -> str:
         """Name of its family."""
-        return self.family.model_type
+        return self.family.name
 
     @property
     def family(self) -> Family:
         """The family that reads it. Raises ValueError for one that dolmen does not know."""
-        return known.find(self.config.get("model_type"))
+        return known.of(self.config)
 
     @property
     def dtype(self) -> str:
@@ -103,7 +109,7 @@ class Model(Plain):
         """
         if not isinstance(value, dict):
             raise ValueError(f"it must be a config.json, a mapping, not {shown(value)}")
-        family = known.find(value.get("model_type"))
+        family = known.of(value)
         return cls(with_numbers(deepcopy(value), schema(family)))
 
 
@@ -122,9 +128,10 @@ def bounded(tree: Tree) -> Tree:
 
 def schema(family: Family) -> Object:
     """What a config.json of the family may hold: the fields that it reads, under each name."""
-    fields = {name: f.kind for f in family.fields for name in (f.name, *f.aliases)}
+    fields = {name: f.kind for f in family.fields if not f.ours for name in (f.name, *f.aliases)}
+    ours = {f.name: f.kind for f in family.fields if f.ours}
     every = {**kinds.SPECIAL_TOKENS, "dtype": optional(kinds.NAME)}
-    own = {RESERVED: Object(rest=None), "torch_dtype": optional(kinds.NAME)}
+    own = {RESERVED: Object(optional=ours, rest=None), "torch_dtype": optional(kinds.NAME)}
     own["auto_map"] = optional(Map(either(kinds.NAME, List(optional(kinds.NAME)))))
     return Object(required={"model_type": kinds.NAME}, optional={**fields, **every, **own})
 
@@ -142,8 +149,8 @@ def new(tree: Tree, model_type: str, carried: Mapping[str, Any] | None = None) -
     """
     family = known.find(model_type)
     try:
-        fields = {"model_type": model_type, **family.new(tree), **deepcopy(dict(carried or {}))}
-        model = completed(Model(fields))
+        own = {"model_type": family.model_type, **family.marks, **family.new(tree)}
+        model = completed(Model(nested(family, {**own, **deepcopy(dict(carried or {}))})))
         if found := differences(tree, model.tree):
             raise ValueError(
                 "; ".join(f"{n} = {a} (it would read back as {b})" for n, a, b in found)

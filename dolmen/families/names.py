@@ -5,7 +5,7 @@ out, and in a run's YAML with numbers as text.
 from collections.abc import Mapping
 from typing import Any
 
-from dolmen.families.family import Family, Field
+from dolmen.families.family import RESERVED, Family, Field
 from dolmen.files.schema import Either, Object, Real, Schema
 
 
@@ -15,8 +15,18 @@ def own_names(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_defaults(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
-    """`config` with every absent field filled in."""
-    return {**{f.name: f.default for f in family.fields}, **own_names(family, config)}
+    """`config` with every absent field filled in, and those of our own beside the others."""
+    ours = {RESERVED, *(field.name for field in family.fields if field.ours)}
+    others = {n: v for n, v in own_names(family, config).items() if n not in ours}
+    return {**{f.name: f.default for f in family.fields}, **others, **config.get(RESERVED, {})}
+
+
+def nested(family: Family, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """`fields` as a config.json has them: those of our own under RESERVED."""
+    ours = {field.name for field in family.fields if field.ours} & fields.keys()
+    apart = {name: fields[name] for name in fields if name in ours}
+    rest = {name: value for name, value in fields.items() if name not in ours}
+    return {**rest, RESERVED: {**rest.get(RESERVED, {}), **apart}} if apart else rest
 
 
 def _spellings(field: Field, config: Mapping[str, Any]) -> list[str]:
@@ -40,6 +50,8 @@ def spelled(field: Field, config: Mapping[str, Any], value: Any) -> dict[str, An
     """`field` as `config` spells it."""
     if field.spell is not None:
         return field.spell(config, value)
+    if field.ours:
+        return {RESERVED: {**config.get(RESERVED, {}), field.name: value}}
     return dict.fromkeys(_spellings(field, config) or [field.name], value)
 
 

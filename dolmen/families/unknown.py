@@ -6,8 +6,8 @@ import warnings
 from difflib import get_close_matches
 
 from dolmen.core.words import cut
-from dolmen.families.family import HARMLESS, ONLY
-from dolmen.families.model import RESERVED, Model
+from dolmen.families.family import HARMLESS, ONLY, RESERVED
+from dolmen.families.model import Model
 
 MOST = 8  # fields that are told by name
 # What a model had before it was a config.json, and a run says of training now -> the option.

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from dolmen.families.model import Model, changed, explicit
+from dolmen.families.names import nested
 from dolmen.families.rules import Entry, Shape, entries
 
 
@@ -91,7 +92,7 @@ def weight_map(model: Model) -> WeightMap:
 def _otherwise(model: Model, stored: str) -> Iterator[tuple[str, Shape]]:
     """(field, the shape that `stored` has with another value of it), of every size that is told."""
     whole = explicit(model)
-    plain = Model({**whole, "model_type": model.model_type})
+    plain = Model(nested(model.family, {**whole, "model_type": model.model_type}))
     for name, value in whole.items():
         if isinstance(value, int) and not isinstance(value, bool):
             for other in (2 * value, value // 2, 1):

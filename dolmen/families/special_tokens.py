@@ -1,0 +1,116 @@
+"""Special tokens that a model knows positions by, or that its texts are framed in: which they are
+is said by config.json, by the names in the tokenizer, or by the user.
+
+Code of model folders finds them by their names in a tokenizer that is code too, so a config.json
+may say none of them. What is found beside it stands under its `dolmen` key.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dolmen.core.words import choices, shown
+from dolmen.families.family import RESERVED, Field, Ids, mapping
+from dolmen.families.model import Model
+from dolmen.files import kinds
+from dolmen.files.schema import optional
+
+# Key -> by which names tokenizers of GLM have it.
+NAMES = {
+    "mask": ("[MASK]",),
+    "smask": ("[sMASK]",),
+    "gmask": ("[gMASK]",),
+    "sop": ("<sop>", "sop", "<|startofpiece|>"),
+    "eop": ("<eop>", "eop", "<|endofpiece|>"),
+    "eot": ("<eot>", "eot"),
+    "cls": ("[CLS]", "<|cls|>"),
+    "eos": ("</s>", "eos", "<|endoftext|>"),
+}
+TOLD = {
+    "mask": "[MASK], a blank of some words",
+    "smask": "[sMASK], a blank of a sentence",
+    "gmask": "[gMASK], a blank at the end",
+    "sop": "<sop>, which begins what fills a blank",
+    "eop": "<eop>, which ends it",
+    "eot": "<eot>, the end of a turn",
+    "cls": "[CLS], which begins a text",
+    "eos": "the end of a text",
+}
+SPECIAL_TOKENS = mapping(
+    "special_tokens",
+    *(
+        Field(name, optional(kinds.TOKEN), None, f"Id of {told}. None: as the tokenizer has it.")
+        for name, told in TOLD.items()
+    ),
+    ours=True,
+)
+
+
+def said(config: Mapping[str, Any], **fields: str) -> dict[str, int | None]:
+    """Key -> id, of a whole config.json whose family has SPECIAL_TOKENS: of what is said there, or
+    else of the fields that it has by names of its own.
+    """
+    own = config[SPECIAL_TOKENS.name] or {}
+    found = {name: own.get(name) for name in NAMES}
+    for name, field in fields.items():
+        if found[name] is None:
+            found[name] = config[field]
+    return found
+
+
+def stated(ids: Mapping[str, int | None]) -> dict[str, Any]:
+    """The field that says them."""
+    known = {name: token for name, token in ids.items() if token is not None}
+    return {SPECIAL_TOKENS.name: known or None}
+
+
+def check(told: Mapping[str, Any], vocab_size: int) -> dict[str, int]:
+    """What a user says. Raises ValueError for a name that is none of NAMES, and for an id that the
+    vocabulary has not.
+    """
+    for name, token in told.items():
+        if name not in NAMES:
+            raise ValueError(f"special_tokens has {shown(name)}: {choices(str(name), NAMES)}")
+        if type(token) is not int or not 0 <= token < vocab_size:
+            raise ValueError(
+                f"special_tokens.{name} is {shown(token)}: it must be the id of a token, 0 to "
+                f"{vocab_size - 1:,}"
+            )
+    return dict(told)
+
+
+def named(vocabulary: Mapping[str, int]) -> dict[str, int]:
+    """Key -> id, of those that a tokenizer has by one of their names."""
+    found = {}
+    for key, names in NAMES.items():
+        ids = [vocabulary[name] for name in names if name in vocabulary]
+        if ids:
+            found[key] = ids[0]
+    return found
+
+
+def with_ids(
+    model: Model, told: Mapping[str, int], vocabulary: Callable[[], Mapping[str, int]]
+) -> Model:
+    """The same with what is `told`, and what else it does not say, but the `vocabulary` of its
+    tokenizer; itself where its family asks for none.
+    """
+    fields = {field.name for field in model.family.fields}
+    if SPECIAL_TOKENS.name not in fields:
+        return model
+    own = model.config.get(RESERVED, {})
+    before = own.get(SPECIAL_TOKENS.name) or {}
+    found = {**named(vocabulary()), **_stated(model), **before, **told}
+    if found == {**_stated(model), **before}:
+        return model
+    return Model({**model.config, RESERVED: {**own, SPECIAL_TOKENS.name: found}})
+
+
+def _stated(model: Model) -> dict[str, int]:
+    """By fields of its config.json."""
+    return dict(ids_of(model))
+
+
+def ids_of(model: Model) -> Ids:
+    """Those that are known of a model, by their keys."""
+    found = model.family.new(model.tree).get(SPECIAL_TOKENS.name) or {}
+    return {**found, **(model.config.get(RESERVED, {}).get(SPECIAL_TOKENS.name) or {})}
