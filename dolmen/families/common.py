@@ -2,7 +2,8 @@
 head. Which name a family has for what is read off its fields (`names` of family.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from dolmen.core.words import divisor
@@ -112,6 +113,11 @@ def new(tree: Tree, fields: Sequence[Field]) -> dict[str, Any]:
     }
     own = names(fields)
     return {own[name]: value for name, value in stated.items() if name in own}
+
+
+def each_block(tree: Tree, change: Callable[[Block], Block]) -> Tree:
+    """The same of other blocks."""
+    return replace(tree, runs=runs_of([change(block) for block in tree.blocks]))
 
 
 def attention(tree: Tree) -> Attention:

@@ -28,6 +28,7 @@ LAYER = "model.layers.{}."
 IGNORED = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq")
 NORMS = {"input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm"}
 MATRICES = {f"{name}_proj": name for name in ("gate", "up", "down")}  # of a feed-forward layer
+EPS = "rms_norm_eps"
 NO_BIAS = {"attention_bias": (False, None), "mlp_bias": (False, None)}
 BESIDE = {**BESIDE, "attention_dropout": 0.0}
 
@@ -58,7 +59,7 @@ FIELDS = (
     ),
     Field("max_position_embeddings", kinds.POSITIONS, 2048, "Longest sequence, tokens."),
     *rope.fields(),
-    *common.ends(common.eps("rms_norm_eps", 1e-6), tied=False),
+    *common.ends(common.eps(EPS, 1e-6), tied=False),
 )
 ATTENTION_BIAS = Field(
     "attention_bias",
@@ -66,6 +67,13 @@ ATTENTION_BIAS = Field(
     False,
     "Biases on q, k, v and the attention output projection.",
 )
+
+
+def with_eps(eps: Field | None) -> tuple[Field, ...]:
+    """FIELDS of a family whose norms have another field, or none."""
+    return tuple(
+        field for one in FIELDS for field in ((eps,) if one.name == EPS else (one,)) if field
+    )
 
 
 def changed(fields: Sequence[Field], *more: Field, **defaults: Any) -> tuple[Field, ...]:
@@ -81,18 +89,20 @@ def read(
     config: dict[str, Any],
     mlp: Callable[[int], Mlp | Experts] | None = None,
     windows: Sequence[int | None] | None = None,
+    norm: Norm | None = None,
     qkv_bias: bool = False,
     o_bias: bool = False,
     qk_norm: bool = False,
     qk_norm_of: NormOf = "heads",
     mlp_bias: bool = False,
+    interleaved: bool = False,
 ) -> Tree:
     """The tree of a config.json; what the family decides beside the common fields is given: layer
-    -> its feed-forward layer (unset: the dense one), the windows of the layers. Raises ValueError
-    naming the field.
+    -> its feed-forward layer (unset: the dense one), the windows of the layers, its norms (unset:
+    RMSNorm). Raises ValueError naming the field.
     """
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    size, norm = _head_size(config), rms_norm(config)
+    size, norm = _head_size(config), norm or rms_norm(config)
     mixer = Attention(
         heads,
         heads if kv_heads is None else kv_heads,
@@ -103,7 +113,7 @@ def read(
         o_bias=o_bias,
         qk_norm=norm if qk_norm else None,
         qk_norm_of=qk_norm_of,
-        positions=rope.read(config, size),
+        positions=replace(rope.read(config, size), interleaved=interleaved),
     )
     dense = dense_mlp(config, mlp_bias)
     blocks = [
@@ -125,7 +135,7 @@ def _head_size(config: dict[str, Any]) -> int:
 
 def rms_norm(config: dict[str, Any]) -> Norm:
     """Each of its norms. Raises ValueError for an eps that is not finite."""
-    return Norm("rmsnorm", float(config["rms_norm_eps"]))
+    return Norm("rmsnorm", float(config[EPS]))
 
 
 def dense_mlp(config: dict[str, Any], bias: bool = False) -> Mlp:
@@ -133,13 +143,13 @@ def dense_mlp(config: dict[str, Any], bias: bool = False) -> Mlp:
     return Mlp(config["intermediate_size"], True, activation(config, "hidden_act"), bias)
 
 
-def new(tree: Tree) -> dict[str, Any]:
-    """The fields that all llama-like families have, of the first layer. Raises ValueError where its
-    mixer is not attention with rope.
+def new(tree: Tree, fields: Sequence[Field] = FIELDS) -> dict[str, Any]:
+    """The `fields` that all llama-like families have, of the first layer. Raises ValueError where
+    its mixer is not attention with rope.
     """
     attention, mlp = common.attention(tree), tree.blocks[0].mlp
     return {
-        **common.new(tree, FIELDS),
+        **common.new(tree, fields),
         "intermediate_size": mlp.size,
         "num_attention_heads": attention.heads,
         "num_key_value_heads": attention.kv_heads,

@@ -49,6 +49,7 @@ class Attention(Branch):
         equal = used == _grouped(used[0], self.kv_heads, self.heads)
         attend = self.attend(attention)._replace(first_head=self.first_head)
         self.scores = Scores(attend, setting, None if equal else [u - used[0] for u in used])
+        self.clip = attention.clip
         self.pairs = positions.pairs(attention.positions)
         self.q, self.k, self.v = (Column(under(leaves, name)) for name in ("q", "k", "v"))
         self.o = Row(under(leaves, "o"), self.tp)
@@ -90,6 +91,8 @@ class Attention(Branch):
         q, k, v = (
             y.view(given.batch, -1, y.shape[-1] // self.head_size, self.head_size) for y in products
         )
+        if self.clip is not None:
+            q, k, v = (t.clamp(-self.clip, self.clip) for t in (q, k, v))
         q, k = self._normed(q, k)
         if given.cos is not None and given.sin is not None:
             q, k = (rope.rotate(t, given.cos, given.sin, *self.pairs) for t in (q, k))

@@ -9,9 +9,11 @@ this rank of cp's part of each sequence, [sequences, here], and the same on all 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
@@ -58,9 +60,19 @@ class Head:
 class Logits(Head):
     """A row of the weight for each token of the vocabulary, S(0)@tp."""
 
+    @cached_property
+    def rows(self) -> Float[Tensor, "rows hidden"]:
+        """What hidden vectors are multiplied by."""
+        return F.normalize(self.weight) if self.tree.head.normalised else self.weight
+
+    def scaled(self, hidden: Float[Tensor, "_ hidden"]) -> Float[Tensor, "_ hidden"]:
+        """Hidden vectors times what logits are to be multiplied by: they are fewer numbers."""
+        scale = self.tree.head.scale
+        return hidden if scale == 1 else hidden * scale
+
     def logits(self, hidden: Float[Tensor, "_ hidden"]) -> Float[Tensor, "sequences here rows"]:
         """Of this rank's rows."""
-        logits = tensor.columns(hidden, [Linear(self.weight)], self.split.tp)[0]
+        logits = tensor.columns(self.scaled(hidden), [Linear(self.rows)], self.split.tp)[0]
         if self.tree.head.soft_cap is not None:
             logits = loss.capped(logits, self.tree.head.soft_cap)
         return logits.view(self.sequences, -1, self.weight.shape[0])
@@ -75,8 +87,8 @@ class Logits(Head):
         are never whole.
         """
         return linear_cross_entropy(
-            hidden,
-            self.weight,
+            self.scaled(hidden),
+            self.rows,
             self.here(labels).reshape(-1),
             self.tree.vocab_size,
             self.split.tp,
@@ -93,8 +105,8 @@ class Logits(Head):
         whole.
         """
         found = log_probabilities(
-            hidden,
-            self.weight,
+            self.scaled(hidden),
+            self.rows,
             self.here(labels).reshape(-1),
             self.tree.vocab_size,
             self.split.tp,

@@ -90,13 +90,16 @@ class Norm(Parameters):
         self.eps = norm.eps
         self.kernel: Literal["passes", "fused"] = kernels.norm
         self.centres, self.zero_centred = norm.kind == "layernorm", norm.zero_centred
+        self.affine = norm.affine
 
     def forward(
         self, x: Float[Tensor, "*rows size"], mine: Callable[[Tensor], Tensor] = local
     ) -> Float[Tensor, "*rows size"]:
         """Of a weight for each of several heads, [heads, size], `mine` takes those of x."""
-        weight = mine(self.weight)
         with ranges.mark("norm"):
+            if not self.affine:
+                return F.layer_norm(x, (x.shape[-1],), None, None, self.eps)
+            weight = mine(self.weight)
             if weight.ndim == 2:
                 return F.layer_norm(x, (x.shape[-1],), None, None, self.eps) * weight
             if not self.centres:

@@ -14,7 +14,7 @@ from dolmen.ops.dropout import MIXER, MLP
 
 
 class Pre(Block[Component]):
-    """x += mixer(norm x); x += mlp(norm x)."""
+    """x += scale mixer(norm x); x += scale mlp(norm x)."""
 
     def __init__(
         self, block: tree.Block, leaves: Leaves, setting: Setting, attn: Component, mlp: Component
@@ -25,9 +25,14 @@ class Pre(Block[Component]):
         self.attn = attn
         self.mlp_norm = Norm(block.norm, under(leaves, "mlp_norm"), kernels)
         self.mlp = mlp
+        assert isinstance(block.arrangement, tree.Pre)
+        self.scale = block.arrangement.scale
 
     def stream(
         self, x: Float[Tensor, "here hidden"], given: Given, cache: LayerCache | None = None
     ) -> Float[Tensor, "here hidden"]:
-        x = x + self.drop(self.attn(self.attn_norm(x), given, cache), given, MIXER)
-        return x + self.drop(self.mlp(self.mlp_norm(x), given), given, MLP)
+        x = x + self._scaled(self.drop(self.attn(self.attn_norm(x), given, cache), given, MIXER))
+        return x + self._scaled(self.drop(self.mlp(self.mlp_norm(x), given), given, MLP))
+
+    def _scaled(self, y: Tensor) -> Tensor:
+        return y if self.scale == 1 else y * self.scale

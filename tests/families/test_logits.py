@@ -15,6 +15,7 @@ FELT = [
     f"layers.1.{name}"
     for name in (
         "attn.k.weight",
+        "attn.o.weight",
         "attn.q_a_norm.weight",
         "attn.kv_a.weight",
         "attn.kv_a_norm.weight",
@@ -38,8 +39,8 @@ def test_logits(case, tmp_path):
     assert expected.std() > 0.3
     # fp32, logits of size 1 to 10
     torch.testing.assert_close(ours(tokens, head.logits), expected, rtol=0, atol=1e-4)
-    norm = next(n for n in source.tree.leaves if n.startswith("layers.1.") and "norm" in n)
-    felt = [name for name in (norm, *FELT) if name in parameters]
+    norms = [n for n in source.tree.leaves if n.startswith("layers.1.") and "norm" in n]
+    felt = [name for name in (*norms[:1], *FELT) if name in parameters]
     assert len(felt) >= 3
     for name in felt:  # each is felt, 100 times the tolerance
         kept = parameters[name].clone()

@@ -24,6 +24,8 @@ class Attention:
     k_bias: bool = False
     v_bias: bool = False
     o_bias: bool = False
+    clip: float | None = None
+    """What no number of queries, keys and values goes beyond, before norms; None: they stay."""
     qk_norm: Norm | None = None
     """Of queries and keys, before rope."""
     qk_norm_of: NormOf = "heads"

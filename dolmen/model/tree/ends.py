@@ -56,6 +56,12 @@ class Head:
     """Its weight is the embedding's."""
     soft_cap: float | None = None
     """Logits become cap * tanh(logit / cap)."""
+    normalised: bool = False
+    """Each row of its weight counts by its direction alone, at length 1 (Baichuan 2, 2309.10305,
+    section 2.5); it is stored and trained as it is.
+    """
+    scale: float = 1.0
+    """What logits are multiplied by (Cohere: logit_scale), before they are capped."""
 
     def leaves(self, rows: int, hidden: int) -> Leaves:
         """None where the embedding's weight is used."""
@@ -73,6 +79,8 @@ class Scalar:
 
     tied: ClassVar[bool] = False
     soft_cap: ClassVar[None] = None
+    normalised: ClassVar[bool] = False
+    scale: ClassVar[float] = 1.0
 
     def leaves(self, rows: int, hidden: int) -> Leaves:
         """Whole on every rank of tp, where it sees the tokens of the residual stream."""

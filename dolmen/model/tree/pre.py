@@ -9,7 +9,10 @@ from dolmen.model.tree.leaf import Leaves, within
 
 @dataclass(frozen=True)
 class Pre:
-    """x += mixer(norm x); x += mlp(norm x)."""
+    """x += scale mixer(norm x); x += scale mlp(norm x)."""
+
+    scale: float = 1.0
+    """Of what is added (Granite: residual_multiplier)."""
 
     @property
     def norms(self) -> int:
