@@ -1,0 +1,61 @@
+"""Granite 3 (IBM, 2024): Llama with four numbers in the manner of muP (2203.03466): what its
+embedding and what its layers add is multiplied by, the scale of scores, what logits are divided by.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from dolmen.families import common, llama, llama_like, windows
+from dolmen.families.family import Family, Field, expect
+from dolmen.files.schema import Real
+from dolmen.model.tree import Pre, Tree
+
+
+def read(config: dict[str, Any]) -> Tree:
+    """`attention_bias` puts biases on q, k, v and on the output projection."""
+    bias, mlp_bias = bool(config["attention_bias"]), bool(config["mlp_bias"])
+    tree = llama_like.read(config, qkv_bias=bias, o_bias=bias, mlp_bias=mlp_bias)
+    scale = float(config["attention_multiplier"])
+    own = None if scale == common.attention(tree).head_size ** -0.5 else scale
+    added = Pre(float(config["residual_multiplier"]))
+    tree = common.each_block(
+        tree, lambda b: replace(b, mixer=replace(b.mixer, scale=own), arrangement=added)
+    )
+    return replace(
+        tree,
+        embedding=replace(tree.embedding, scale=float(config["embedding_multiplier"])),
+        head=replace(tree.head, scale=1 / config["logits_scaling"]),
+    )
+
+
+def new(tree: Tree) -> dict[str, Any]:
+    mixer = common.attention(tree)
+    return {
+        **llama.new(tree),
+        "embedding_multiplier": tree.embedding.scale,
+        "attention_multiplier": mixer.head_size**-0.5 if mixer.scale is None else mixer.scale,
+        "residual_multiplier": expect(tree.blocks[0].arrangement, Pre, "arrangement").scale,
+        # 49, and not 49.00000000000001
+        "logits_scaling": float(f"{1 / tree.head.scale:.15g}"),
+    }
+
+
+POSITIVE = Real(0, above=True)
+
+FAMILY = Family(
+    model_type="granite",
+    architecture="GraniteForCausalLM",
+    read=read,
+    new=new,
+    rules=llama_like.rules,
+    fields=(
+        *llama.FAMILY.fields,
+        Field("embedding_multiplier", POSITIVE, 1.0, "What embeddings are multiplied by."),
+        Field("attention_multiplier", POSITIVE, 1.0, "What products of queries and keys are."),
+        Field("residual_multiplier", POSITIVE, 1.0, "What the results of layers are."),
+        Field("logits_scaling", POSITIVE, 1.0, "What logits are divided by."),
+    ),
+    only=windows.NONE,
+    beside=llama_like.BESIDE,
+    ignored=llama_like.IGNORED,
+)
