@@ -66,12 +66,14 @@ def _mixers(tree: Tree) -> Iterable[Attention]:
     return (expect(block.mixer, Attention, "mixer") for block in tree.blocks)
 
 
-OF_TYPE = Object(optional={field.name: field.kind for field in (*rope.PARAMETERS, *rope.NEVER)})
+STATED = Object(optional={field.name: field.kind for field in (*rope.PARAMETERS, *rope.NEVER)})
+OF_TYPES = tuple(Field(kind, optional(STATED)) for kind in (FULL, SLIDING))
 # no options: of which of the two ropes one would be is not said
 ROPES = (
     Field(
         "rope_parameters",
-        optional(Object(optional=dict.fromkeys((FULL, SLIDING), optional(OF_TYPE)), rest=None)),
+        optional(Object(optional={field.name: field.kind for field in OF_TYPES}, rest=None)),
+        inside=OF_TYPES,
     ),
     *(field for field in rope.fields(theta=1000000.0) if field.name != "rope_parameters"),
     Field(LOCAL, Real(0, above=True), 10000.0),
@@ -88,7 +90,12 @@ FAMILY = Family(
         [field for field in gemma2.FAMILY.fields if field.name not in OTHER],
         *ROPES,
         windows.types("all slide but those whose number sliding_window_pattern divides"),
-        Field("sliding_window_pattern", kinds.LAYERS, 6),
+        Field(
+            "sliding_window_pattern",
+            kinds.LAYERS,
+            6,
+            "Of so many layers the last sees all, where layer_types is None.",
+        ),
         vocab_size=262208,
         max_position_embeddings=131072,
         attn_logit_softcapping=None,
