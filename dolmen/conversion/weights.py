@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 import torch
 from torch import Tensor
 
-from dolmen.families.rules import Entry, Rename, Rule, Split, Stack, Transpose
+from dolmen.families.rules import Bare, Each, Entry, Rename, Rule, Split, Stack, Transpose
 
 
 def split_stored(rule: Rule, tensor: Tensor) -> Iterator[Tensor]:
@@ -22,6 +22,11 @@ def split_stored(rule: Rule, tensor: Tensor) -> Iterator[Tensor]:
             grouped = tensor.reshape(groups, sum(counts), -1, *tensor.shape[1:])
             for part in grouped.split(counts, 1):
                 yield part.reshape(-1, *tensor.shape[1:])
+        case Bare(inner):
+            yield from split_stored(inner, tensor)
+        case Each(inner):
+            parts = zip(*(split_stored(inner, one) for one in tensor), strict=True)
+            yield from (torch.stack(part) for part in parts)
         case Stack():
             raise AssertionError(f"{rule.hf} is a piece of a stack")
 
@@ -41,6 +46,11 @@ def join_stored(rule: Rule, parts: list[Tensor], piece: int | None = None) -> Te
                 part.reshape(groups, n, -1, *rest) for part, n in zip(parts, counts, strict=True)
             ]
             return torch.cat(grouped, 1).reshape(-1, *rest)
+        case Bare(inner):
+            return join_stored(inner, parts)
+        case Each(inner):
+            each = zip(*parts, strict=True)
+            return torch.stack([join_stored(inner, list(ones)) for ones in each])
         case Stack():
             return parts[0][piece]
 

@@ -3,7 +3,7 @@ They are data, without torch; dolmen/conversion/weights.py applies them.
 
 A rule pairs one Hugging Face module with one or several of ours and covers its weight and, where
 there is one, its bias; "{}" stands for the layer. Importer and exporter read the same rule, so they
-cannot drift. Three kinds and one wrapper cover almost every layout of the field:
+cannot drift. Three kinds and three wrappers cover almost every layout of the field:
 
     Split reshapes dim 0 to [groups, sum(counts), unit] and cuts the second, e.g. 4 query and 2
     key-value heads:
@@ -101,7 +101,45 @@ class Stack:
         return parts[0][1:]
 
 
-Rule = Rename | Split | Transpose | Stack
+@dataclass(frozen=True)
+class Each:
+    """The inner rule on each matrix of stacked ones, [experts, ...] on disk as here."""
+
+    rule: Rename | Split | Transpose
+
+    @property
+    def hf(self) -> str:
+        return self.rule.hf
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.rule.names
+
+    def shape(self, parts: list[Shape]) -> Shape:
+        return (parts[0][0], *self.rule.shape([part[1:] for part in parts]))
+
+
+@dataclass(frozen=True)
+class Bare:
+    """The inner rule on what is no module on disk: its name is all of the weight's, and that of the
+    bias ends in `_bias`.
+    """
+
+    rule: Rename | Each
+
+    @property
+    def hf(self) -> str:
+        return self.rule.hf
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.rule.names
+
+    def shape(self, parts: list[Shape]) -> Shape:
+        return self.rule.shape(parts)
+
+
+Rule = Rename | Split | Transpose | Stack | Each | Bare
 
 
 @dataclass(frozen=True)
@@ -145,8 +183,17 @@ def _made(rule: Rule, layer: int, kind: str, shapes: Mapping[str, Shape]) -> lis
         raise ValueError(f"{rule.hf}.{kind} stores {ours}, the model has only {present}")
     shape = rule.shape([shapes[name] for name in ours])
     pieces = range(rule.count) if isinstance(rule, Stack) else (None,)
-    word = rule.bias if isinstance(rule, Rename) and kind == "bias" else kind
     return [
-        Entry(f"{rule.hf.format(layer, piece)}.{word}", ours, shape, rule, piece)
+        Entry(rule.hf.format(layer, piece) + _ending(rule, kind), ours, shape, rule, piece)
         for piece in pieces
     ]
+
+
+def _ending(rule: Rule, kind: str) -> str:
+    """What a stored weight's or bias's name has behind its module's."""
+    match rule:
+        case Bare():
+            return "" if kind == "weight" else "_bias"
+        case Rename(bias=word) if kind == "bias":
+            return f".{word}"
+    return f".{kind}"

@@ -17,6 +17,9 @@ tp. No layout changes what is computed: rows are never dropped, and the balance 
 single sequences, whose counts are summed over cp.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
@@ -31,8 +34,9 @@ from dolmen.model.given import Balance, Given
 from dolmen.model.layers import Parameters
 from dolmen.model.mlp import MLP
 from dolmen.model.tree import Leaves, under
+from dolmen.model.tree.mlp import Activation
 from dolmen.ops import moe
-from dolmen.ops.activation import ACTIVATIONS
+from dolmen.ops.activation import ACTIVATIONS, clamped_swiglu
 from dolmen.parallel import expert
 from dolmen.parallel.data import Unit
 from dolmen.parallel.tensor import Linear
@@ -45,14 +49,18 @@ class Router(Parameters):
     """
 
     def __init__(self, experts: tree.Experts, leaves: Leaves):
-        super().__init__(leaves)
+        super().__init__({n: leaf for n, leaf in leaves.items() if "." not in n})
         self.k, self.choice = experts.per_token, experts.router
+        own = under(leaves, "logits")
+        self.logits = Parameters(own) if own else None
 
     def forward(
         self, x: Float[Tensor, "n hidden"]
     ) -> tuple[Float[Tensor, "n experts"], moe.Routing]:
         wide = torch.promote_types(self.weight.dtype, torch.float32)
         logits = F.linear(x.to(wide), local(self.weight).to(wide))
+        if self.logits is not None and self.logits.bias is not None:
+            logits = logits + local(self.logits.bias).to(wide)
         choice, bias = self.choice, None if self.bias is None else local(self.bias)
         return logits, moe.route(
             logits,
@@ -69,12 +77,13 @@ class Router(Parameters):
 
 class Experts(nn.Module):
     """rows [m, H] in `groups` of this rank's experts, R@tp -> [m, H] P@tp. Each weight is one
-    matrix of every expert, [E, out, in].
+    matrix of every expert, [E, out, in], and each bias one vector of every.
     """
 
-    def __init__(self, experts: tree.Experts, leaves: Leaves):
+    def __init__(self, experts: tree.Experts, leaves: Leaves, first: bool):
+        """`first`: of tp, where the bias of `down` joins the sum."""
         super().__init__()
-        self.act = ACTIVATIONS[experts.activation]
+        self.gated, self.share = _gated(experts.activation), float(first)
         self.gate = Parameters(under(leaves, "gate"))
         self.up = Parameters(under(leaves, "up"))
         self.down = Parameters(under(leaves, "down"))
@@ -84,16 +93,29 @@ class Experts(nn.Module):
         self, rows: Float[Tensor, "m hidden"], groups: moe.Groups
     ) -> Float[Tensor, "m hidden"]:
         gate, up = (_grouped(rows, one.linear(), groups) for one in (self.gate, self.up))
-        return _grouped(self.act(gate) * up, self.down.linear(), groups)
+        down = self.down.linear()
+        if down.bias is not None:  # every rank of tp adds it, all but one nothing
+            down = down._replace(bias=down.bias * self.share)
+        return _grouped(self.gated(gate, up), down, groups)
+
+
+def _gated(activation: Activation | tree.Clamped) -> Callable[[Tensor, Tensor], Tensor]:
+    """What an expert makes of its two products."""
+    match activation:
+        case tree.Clamped(alpha, limit):
+            return partial(clamped_swiglu, alpha=alpha, limit=limit)
+        case _:
+            act = ACTIVATIONS[activation]
+            return lambda gate, up: act(gate) * up
 
 
 def _grouped(rows: Tensor, linear: Linear, groups: moe.Groups) -> Tensor:
-    """Products with the weight of each row's expert, and with its adapter."""
+    """Products with the weight of each row's expert, with its adapter, and its bias."""
     y, adapter = moe.grouped_linear(rows, linear.weight, groups), linear.adapter
-    if adapter is None:
-        return y
-    h = moe.grouped_linear(rows, adapter.down, groups)
-    return y.add_(moe.grouped_linear(h * adapter.scale, adapter.up, groups))
+    if adapter is not None:
+        h = moe.grouped_linear(rows, adapter.down, groups)
+        y = y.add_(moe.grouped_linear(h * adapter.scale, adapter.up, groups))
+    return y if linear.bias is None else moe.grouped_bias(y, linear.bias, groups)
 
 
 class MoE(Component):
@@ -113,7 +135,7 @@ class MoE(Component):
         self.z = training.z_loss_coef
         self.kernel = split.kernels.grouped == "grouped_mm"
         self.router = Router(experts, under(leaves, "router"))
-        self.experts = Experts(experts, under(leaves, "experts"))
+        self.experts = Experts(experts, under(leaves, "experts"), self.tp.axis.rank == 0)
         shared = experts.shared
         self.shared = None if shared is None else MLP(shared, under(leaves, "shared"), setting)
         self.shared_gate = Parameters(under(leaves, "shared_gate")) if experts.shared_gate else None

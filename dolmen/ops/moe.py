@@ -9,6 +9,7 @@ F an expert's width; m rows of one rank's experts.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int32, Int64, Shaped
 from torch import Tensor
 
+from dolmen.core import host
 from dolmen.core.function import Context, Function
 
 
@@ -255,6 +257,38 @@ def grouped_linear(
     """
     road = _Kernel if isinstance(groups, Tensor) else _Loop
     return road.apply(x, weight, groups)
+
+
+class _Bias(Function):
+    """grouped_bias."""
+
+    @staticmethod
+    def forward(ctx: Context[int], y: Tensor, bias: Tensor, group: Tensor) -> Tensor:
+        ctx.kept = len(bias)
+        ctx.save_for_backward(group)
+        return y + bias[group]
+
+    @staticmethod
+    def backward(ctx: Context[int], g: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        (group,) = ctx.saved_tensors
+        _, wants_db, _ = ctx.needs_input_grad
+        if not wants_db:
+            return g, None, None
+        # a product with which row is of which group: no atomic additions, so the same every time
+        of = torch.arange(ctx.kept, device=g.device)[:, None] == group
+        return g, of.to(g.dtype) @ g, None
+
+
+def grouped_bias(
+    y: Float[Tensor, "m out"], bias: Float[Tensor, "groups out"], groups: Groups
+) -> Float[Tensor, "m out"]:
+    """y and the bias of each row's group."""
+    if isinstance(groups, Tensor):
+        ends = groups
+    else:
+        ends = host.send(torch.tensor(list(accumulate(groups)), dtype=torch.int32), y.device)
+    rows = torch.arange(len(y), device=y.device, dtype=torch.int32)
+    return _Bias.apply(y, bias, torch.searchsorted(ends, rows, right=True))
 
 
 def sequence_counts(

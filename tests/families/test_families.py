@@ -101,6 +101,13 @@ LAYERS = {  # the others are like Llama
 }
 
 
+def of_first(ours, name, x):
+    """The product of x with a matrix of the first expert of layer 1."""
+    module = f"layers.1.mlp.experts.{name}"
+    weight, bias = ours[f"{module}.weight"], ours.get(f"{module}.bias")
+    return F.linear(x, weight[0], None if bias is None else bias[0])
+
+
 def meaning(case, model, ours, tree):
     """Largest difference between what layer 1 of transformers computes and the same from our
     tensors: q, k, v (or latents) and MLP, or the first expert of it.
@@ -114,14 +121,12 @@ def meaning(case, model, ours, tree):
     theirs, mlp = layer(model, x)
     pairs = [(linear(f"attn.{p}", x), t) for p, t in theirs.items()]
     if tree.blocks[1].mlp.experts:
-        gate, up, down = (
-            ours[f"layers.1.mlp.experts.{name}.weight"][0] for name in ("gate", "up", "down")
-        )
+        gate, up = (of_first(ours, name, x) for name in ("gate", "up"))
+        hidden = case.gated(mlp.experts, gate, up) if case.gated else mlp.experts.act_fn(gate) * up
         first = mlp.experts(x, torch.zeros(5, 1, dtype=torch.int64), torch.ones(5, 1))
-        pairs.append(
-            (F.linear(mlp.experts.act_fn(F.linear(x, gate)) * F.linear(x, up), down), first)
-        )
-        pairs.append((F.linear(x, ours["layers.1.mlp.router.weight"]), mlp.gate(x)[0]))
+        pairs.append((of_first(ours, "down", hidden), first))
+        logits = ours.get("layers.1.mlp.router.logits.bias")
+        pairs.append((F.linear(x, ours["layers.1.mlp.router.weight"], logits), mlp.gate(x)[0]))
     else:
         up = linear("mlp.up", x)
         hidden = mlp.act_fn(linear("mlp.gate", x)) * up if tree.blocks[1].mlp.gated else mlp.act(up)

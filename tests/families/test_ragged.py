@@ -41,7 +41,7 @@ def model_of(case: str) -> transformers.PreTrainedModel:
     model = build(case, **LONG[case])
     with torch.no_grad():
         for name, p in model.named_parameters():
-            if name.endswith("bias"):
+            if name.endswith("bias") and p.ndim == 1:
                 p.sub_(1)
     return model
 

@@ -20,7 +20,7 @@ from dolmen.model.tree.blanks import Blanks, Mask, Span
 from dolmen.model.tree.block import Block, Run, runs_of
 from dolmen.model.tree.deepnorm import Deepnorm
 from dolmen.model.tree.ends import Embedding, Head, Scalar
-from dolmen.model.tree.experts import Experts, Router
+from dolmen.model.tree.experts import Clamped, Experts, Router
 from dolmen.model.tree.latent import LatentAttention
 from dolmen.model.tree.leaf import Cut, Leaf, Leaves, Stream, check_cuts, under, within
 from dolmen.model.tree.mlp import Mlp
@@ -38,6 +38,7 @@ __all__ = [
     "Attention",
     "Blanks",
     "Block",
+    "Clamped",
     "Cut",
     "Deepnorm",
     "Embedding",

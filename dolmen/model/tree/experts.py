@@ -2,6 +2,7 @@
 gated MLPs (Shazeer et al., 1701.06538; DeepSeek-V2, 2405.04434, and V3, 2412.19437).
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -27,6 +28,8 @@ class Router:
     """A group's score: that of its best expert, or the sum of its best two."""
     bias: bool = False
     """A bias added for the choice alone, not moved by gradients."""
+    logit_bias: bool = False
+    """A bias of the logits, which is learned like any other (GPT-OSS)."""
     aux_loss_coef: float = 0.0
     """Weight of the balance loss that its config.json states; --train.router can say otherwise."""
 
@@ -37,7 +40,26 @@ class Router:
         if self.bias:
             # bf16 has 8 bits: a step of 0.001 would be lost on a bias of 0.5, and choices turn
             leaves["bias"] = Leaf((experts,), "bias", initial="zeros", trained=False, precise=True)
+        if self.logit_bias:
+            leaves["logits.bias"] = Leaf((experts,), "bias", gradient="branch", initial="zeros")
         return leaves
+
+
+@dataclass(frozen=True)
+class Clamped:
+    """What an expert of GPT-OSS (2508.10925) makes of its gate and its factor: with a = min(gate,
+    limit) and b = factor between -limit and limit, a sigmoid(alpha a) (b + 1).
+    """
+
+    alpha: float = 1.702
+    limit: float = 7.0
+
+    def __post_init__(self):
+        for name in ("alpha", "limit"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(
+                    f"swiglu_{name} is {getattr(self, name)}: it must be finite and above 0"
+                )
 
 
 @dataclass(frozen=True)
@@ -50,7 +72,8 @@ class Experts:
     per_token: int
     size: int
     """Width inside an expert."""
-    activation: Activation = "silu"
+    activation: Activation | Clamped = "silu"
+    """Of the gate, which then multiplies; or what is made of both."""
     router: Router = Router()
     shared: Mlp | None = None
     """A dense layer beside the experts, which every token passes."""
@@ -58,6 +81,8 @@ class Experts:
     """What is shared is multiplied by the sigmoid of a learned product with the token (Qwen2-MoE,
     2407.10671, section 2.2.2).
     """
+    bias: bool = False
+    """Of each of an expert's matrices."""
 
     def __post_init__(self):
         if not 1 <= self.per_token <= self.number:
@@ -112,6 +137,7 @@ class Experts:
             **within("router", self.router.leaves(self.number, hidden)),
             **{f"experts.{name}.weight": inner for name in ("gate", "up")},
             "experts.down.weight": down,
+            **(within("experts", self._biases(hidden)) if self.bias else {}),
             **({} if self.shared is None else within("shared", self.shared.leaves(stream))),
             **(within("shared_gate", self._gate(hidden)) if self.shared_gate else {}),
         }
@@ -123,9 +149,22 @@ class Experts:
 
     def _stacked(self, out: int, inp: int, dim: int, std_scale: float = 1.0) -> Leaf:
         """One matrix of every expert: [experts, out, inp], experts cut over ep, `dim` over tp."""
-        cuts = (
+        cuts = self._cuts(dim)
+        shape, products = (self.number, out, inp), self.per_token * out * inp
+        return Leaf(shape, "expert", cuts, std_scale=std_scale, products=products)
+
+    def _biases(self, hidden: int) -> Leaves:
+        """One of every expert: [experts, out]. That of `down` is whole on every rank of tp, where
+        it joins what is a partial sum.
+        """
+        of_experts, of_inner = self._cuts(1)
+        inner = Leaf((self.number, self.size), "bias", (of_experts, of_inner), initial="zeros")
+        down = Leaf((self.number, hidden), "bias", (of_experts,), "branch", "zeros")
+        return {"gate.bias": inner, "up.bias": inner, "down.bias": down}
+
+    def _cuts(self, dim: int) -> tuple[Cut, Cut]:
+        """Of what every expert has one: over ep, and along `dim` over tp."""
+        return (
             Cut("ep", 0, self.number, "num_experts"),
             Cut("tp", dim, self.size, "moe_intermediate_size"),
         )
-        shape, products = (self.number, out, inp), self.per_token * out * inp
-        return Leaf(shape, "expert", cuts, std_scale=std_scale, products=products)

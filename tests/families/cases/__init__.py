@@ -31,6 +31,8 @@ class Case:
     """(the model there, x) -> what layer 1 makes of x on the way into attention, by our names, and
     its feed-forward layer; None where its modules have the names of Llama's.
     """
+    gated: Callable[[Any, Tensor, Tensor], Tensor] | None = None
+    """(the experts there, gate, up) -> what an expert makes of the two; None: act_fn(gate) * up."""
     long: dict[str, Any] | None = None
     """Other fields with which 220 tokens have room: it joins the ragged batches. A tied head of
     random weights repeats a token: untied.

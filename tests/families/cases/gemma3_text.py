@@ -1,7 +1,8 @@
 """Gemma 3, text."""
 
-from cases import Case
 from sizes import SIZES
+
+from cases import Case
 
 # pad_token_id: transformers gives its row no gradient
 SMALL = SIZES | dict(sliding_window=5, pad_token_id=None)

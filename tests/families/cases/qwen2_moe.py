@@ -1,7 +1,8 @@
 """Qwen2-MoE and Qwen1.5-MoE."""
 
-from cases import Case
 from sizes import SIZES
+
+from cases import Case
 
 MOE = SIZES | dict(moe_intermediate_size=24, shared_expert_intermediate_size=28)
 

@@ -1,0 +1,127 @@
+"""GPT-OSS 20B and 120B (2508.10925): experts in every layer, with biases and a clamped SwiGLU;
+attention with sinks and biases, in a window on every other layer.
+
+Experts are stored stacked, [experts, in, out], gate and up as one matrix in whose columns they take
+turns. The published files store them in MXFP4, which is refused as all quantised weights are.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from dolmen.families import common, experts, llama_like, windows
+from dolmen.families.family import Family, Field, expect
+from dolmen.families.rules import Bare, Each, Rename, Rule, Split, Transpose
+from dolmen.files.schema import Flag, Real
+from dolmen.model.tree import Clamped, Experts, Tree, runs_of
+
+WINDOW = 128
+ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+PLAIN = {"hidden_act": "silu"}  # of what Clamped is not
+
+
+def windows_of(config: dict[str, Any]) -> list[int | None]:
+    """The window of each layer: of the first, the third and so on, where layer_types is None."""
+    layers = range(config["num_hidden_layers"])
+    return windows.of_types(config, [windows.FULL if i % 2 else windows.SLIDING for i in layers])
+
+
+def read(config: dict[str, Any]) -> Tree:
+    """`attention_bias` puts biases on q, k, v and on the output projection. The weights of a
+    token's experts are a softmax of their logits alone: that of all, normalised.
+    """
+    whole = {**config, **PLAIN, "rope_parameters": config["rope_parameters"] or ROPE}
+    sparse = experts.read(whole, config["intermediate_size"], normalise=True)
+    sparse = replace(
+        sparse,
+        activation=Clamped(float(config["swiglu_alpha"]), float(config["swiglu_limit"])),
+        router=replace(sparse.router, logit_bias=True),
+        bias=True,
+    )
+    bias = config["attention_bias"]
+    tree = llama_like.read(
+        whole, mlp=lambda _: sparse, windows=windows_of(config), qkv_bias=bias, o_bias=bias
+    )
+    blocks = [replace(b, mixer=replace(b.mixer, sinks=True)) for b in tree.blocks]
+    return replace(tree, runs=runs_of(blocks))
+
+
+def new(tree: Tree) -> dict[str, Any]:
+    """A window that no layer has is written all the same: transformers makes masks of it."""
+    sparse, of_layers = expect(tree.blocks[0].mlp, Experts, "mlp"), windows.new_types(tree)
+    clamped = expect(sparse.activation, Clamped, "activation")
+    fields = {**llama_like.new(tree), **experts.new(sparse), **of_layers}
+    return {
+        **{name: value for name, value in fields.items() if name not in PLAIN},
+        "sliding_window": of_layers["sliding_window"] or WINDOW,
+        "attention_bias": common.attention(tree).q_bias,
+        "swiglu_alpha": clamped.alpha,
+        "swiglu_limit": clamped.limit,
+    }
+
+
+def rules(tree: Tree) -> list[Rule]:
+    layer, mlp = llama_like.LAYER, "layers.{}.mlp."
+    stored, ours = f"{layer}mlp.experts.", f"{mlp}experts."
+    both = Split(
+        f"{stored}gate_up_proj", (f"{ours}gate", f"{ours}up"), tree.blocks[0].mlp.size, (1, 1)
+    )
+    return [
+        *llama_like.rules(tree),
+        Bare(Rename(f"{layer}self_attn.sinks", "layers.{}.attn.sinks")),
+        Rename(f"{layer}mlp.router", f"{mlp}router"),
+        Rename(f"{layer}mlp.router", f"{mlp}router.logits"),
+        Bare(Each(Transpose(both))),
+        Bare(Each(Transpose(Rename(f"{stored}down_proj", f"{ours}down")))),
+    ]
+
+
+FAMILY = Family(
+    model_type="gpt_oss",
+    architecture="GptOssForCausalLM",
+    read=read,
+    new=new,
+    rules=rules,
+    fields=llama_like.changed(
+        (
+            *(field for field in llama_like.FIELDS if field.name not in PLAIN),
+            windows.SIZE,
+            *experts.FIELDS,
+        ),
+        windows.types("every other layer slides, the first does"),
+        replace(llama_like.ATTENTION_BIAS, kind=Flag(), default=True),
+        Field(
+            "swiglu_alpha", Real(0, above=True), 1.702, "Of the experts' SwiGLU: sigmoid(alpha x)."
+        ),
+        Field(
+            "swiglu_limit",
+            Real(0, above=True),
+            7.0,
+            "Where the experts' SwiGLU cuts off its gate from above, and its factor on both sides.",
+        ),
+        vocab_size=201088,
+        hidden_size=2880,
+        intermediate_size=2880,
+        num_hidden_layers=36,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=64,
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-5,
+        rope_theta=150000.0,
+        rope_parameters=ROPE,
+        sliding_window=WINDOW,
+        num_local_experts=128,
+        num_experts_per_tok=4,
+    ),
+    only={"mlp_bias": (False, None), "hidden_act": ("silu", None)},
+    harmless=("output_router_logits", "experts_per_token", "initial_context_length"),
+    beside={**llama_like.BESIDE, **PLAIN},
+    ignored=llama_like.IGNORED,
+)
