@@ -117,6 +117,28 @@ CONFIGS = {
         routed_scaling_factor=1.5,
     ),
     "deepseek-v3": tiny("deepseek_v3", **DEEPSEEK, q_lora_rank=20, n_group=4, topk_group=2),
+    # what experts share is weighed by each token
+    "qwen2-moe": tiny(
+        "qwen2_moe",
+        **SIZES,
+        num_key_value_heads=4,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=40,
+        router_aux_loss_coef=0.05,
+    ),
+    # biases of experts and of their logits; a limit that is felt
+    "gpt-oss": tiny(
+        "gpt_oss",
+        **SIZES,
+        num_key_value_heads=2,
+        num_local_experts=6,
+        num_experts_per_tok=2,
+        sliding_window=5,
+        swiglu_limit=0.3,
+        router_aux_loss_coef=0.05,
+    ),
     # of each head a score that weighs no value
     "sinks": mixing(FAMILIES["llama"], sinks=True),
     # the first tokens see one another
@@ -126,7 +148,8 @@ CONFIGS = {
         Flat(**SIZES, num_key_value_heads=4), mask="prefix", positions=Rope(8, 100.0, streams=2)
     ),
 }
-CONFIGS |= {name: replace(CONFIGS[name], training=FELT) for name in ("deepseek-v2", "deepseek-v3")}
+ROUTED = ("deepseek-v2", "deepseek-v3", "qwen2-moe", "gpt-oss")
+CONFIGS |= {name: replace(CONFIGS[name], training=FELT) for name in ROUTED}
 
 
 def adapted(config: Tiny, **training) -> Tiny:
@@ -314,6 +337,25 @@ ROWS = [
         DROPPED["deepseek-v3"],
         "deepseek-v3, dropout",
         "dp2 tp2 sp zero3 acc4\ncp2 tp2 selective |",
+    ),
+    *rows(
+        CONFIGS["qwen2-moe"],
+        "qwen2-moe",
+        """
+        dp2 tp2 sp ep2 zero2
+        tp4 acc4 zero-bubble           |
+        """,
+    ),
+    *rows(
+        CONFIGS["gpt-oss"],
+        "gpt-oss",
+        """
+        dp2 tp2 sp ep2 zero2
+        dp4 ep2 zero3 acc2
+        tp2 acc4 zero-bubble           |
+        cp2 tp2 ep2                    |
+        """,
+        steps=2,
     ),
     *rows(BALANCED, "deepseek-v3, bias", "dp2 tp2 sp ep2 zero2"),
     # one key-value head, whole on every rank of tp; of pp 4 the first stage has no layer

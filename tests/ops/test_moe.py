@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import gradcheck
 
 from dolmen.ops import moe
+from dolmen.ops.activation import clamped_swiglu
 
 N, K, E, H, WIDTH = 12, 3, 5, 4, 6
 
@@ -169,6 +170,30 @@ def test_one_kernel_takes_what_a_gpu_demands():
     assert y.shape == (24, 40) and y.is_contiguous()
     assert x.grad.shape == x.shape and x.grad.is_contiguous()
     assert weight.grad.shape == weight.shape and weight.grad.is_contiguous()
+
+
+@pytest.mark.parametrize("counts", ([3, 0, 4], [0, 0, 0], [0, 7, 0]))
+def test_biases_of_groups(counts):
+    """By the counts of a loop and by the ends of a kernel, an empty group's gradient is zero."""
+    ends = torch.tensor(counts).cumsum(0, dtype=torch.int32)
+    y, bias = random(sum(counts), H), random(len(counts), H)
+    expected = y + bias.repeat_interleave(torch.tensor(counts), 0)
+    for groups in (counts, ends):
+        own = [t.clone().requires_grad_() for t in (y, bias)]
+        got = moe.grouped_bias(*own, groups)
+        assert torch.equal(got, expected)
+        if sum(counts):
+            assert gradcheck(lambda *ts: moe.grouped_bias(*ts, groups), own)  # noqa: B023
+
+
+def test_clamped_swiglu():
+    """On both sides of each limit, against numbers worked out by hand."""
+    gate, up = torch.tensor([[-3.0, 0.5, 4.0]]).double(), torch.tensor([[-4.0, 0.25, 3.0]]).double()
+    found = clamped_swiglu(gate, up, 1.702, 2.0)
+    a, b = torch.tensor([[-3.0, 0.5, 2.0]]).double(), torch.tensor([[-1.0, 1.25, 3.0]]).double()
+    torch.testing.assert_close(found, a / (1 + (-1.702 * a).exp()) * b, rtol=1e-15, atol=0)
+    own = [t.clone().requires_grad_() for t in (gate, up)]
+    assert gradcheck(lambda *ts: clamped_swiglu(*ts, 1.702, 2.0), own)
 
 
 def test_permutations_have_the_gradient_of_indexing():
