@@ -66,9 +66,7 @@ def _mixers(tree: Tree) -> Iterable[Attention]:
     return (expect(block.mixer, Attention, "mixer") for block in tree.blocks)
 
 
-STATED = Object(
-    optional={field.name: field.kind for field in (*rope.PARAMETERS, rope.WHOLE, rope.TYPED)}
-)
+STATED = Object(optional={field.name: field.kind for field in (*rope.PARAMETERS, *rope.NEVER)})
 OF_TYPES = tuple(Field(kind, optional(STATED)) for kind in (FULL, SLIDING))
 # no options: of which of the two ropes one would be is not said
 ROPES = (
