@@ -21,36 +21,22 @@ from torch.distributed.checkpoint.metadata import (
 from dolmen.checkpoint.folders import FILE, METADATA, Damaged
 from dolmen.checkpoint.seal import Seal
 from dolmen.core.torch_private.checkpoints import PICKLED, Place
+from dolmen.files.pickles import Instructions
 from dolmen.files.safetensors import NAMES
 
 ALLOWED = PICKLED | {("torch", str(dtype).removeprefix("torch.")) for dtype in NAMES}
 
 
-FIXED = re.compile(
-    rb"(?:[(.)}\]NaesubtR\x81\x85-\x89\x93\x94]|[\x80Kh].|M..|[Jj].{4}|\x95.{8}){1,4096}", re.DOTALL
+INSTRUCTIONS = Instructions(
+    # of protocol 4 and later
+    re.compile(
+        rb"(?:[(.)}\]NaesubtR\x81\x85-\x89\x93\x94]|[\x80Kh].|M..|[Jj].{4}|\x95.{8}){1,4096}",
+        re.DOTALL,
+    ),
+    {0x8C: 1, ord("X"): 4, 0x8A: 1},  # SHORT_BINUNICODE, BINUNICODE, LONG1
+    "a checkpoint of tensors",
 )
-"""Instructions of the pickles that DCP writes (protocol 4 and later), but those that hold bytes of
-a length that they say."""
-COUNTED = {0x8C: 1, ord("X"): 4, 0x8A: 1}
-"""Those: SHORT_BINUNICODE, BINUNICODE, LONG1, and the bytes of their length."""
-
-
-def check_instructions(content: bytes) -> None:
-    """Raises UnpicklingError for an instruction that a description of tensors has no use for. Among
-    them are those that name a place in the memo, of which the unpickler then makes as many as the
-    largest: nine bytes cost gigabytes. 20 times as fast as pickletools.genops.
-    """
-    at = 0
-    while at < len(content):
-        if run := FIXED.match(content, at):
-            at = run.end()
-        elif (width := COUNTED.get(content[at])) is not None:
-            at += 1 + width + int.from_bytes(content[at + 1 : at + 1 + width], "little")
-        else:
-            raise pickle.UnpicklingError(
-                f"byte {at} is {content[at]:#04x}, an instruction that a checkpoint of tensors has "
-                "no use for"
-            )
+"""Of the pickles that DCP writes."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -69,7 +55,7 @@ def read_metadata(seal: Seal) -> Metadata:
     path = seal.folder / METADATA
     content = seal.read(METADATA)
     try:
-        check_instructions(content)
+        INSTRUCTIONS.follow(content)
         found = _Unpickler(io.BytesIO(content)).load()
         if not isinstance(found, Metadata):
             raise TypeError(f"it is a {type(found).__name__}")

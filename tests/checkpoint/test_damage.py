@@ -233,9 +233,9 @@ def test_every_instruction_of_a_pickle_is_found(store):
     content = (store.path(1) / folders.METADATA).read_bytes()
     begins = [at for _, _, at in pickletools.genops(content)]
     for at in begins:
-        descriptions.check_instructions(content[:at])
+        descriptions.INSTRUCTIONS.follow(content[:at])
         with pytest.raises(pickle.UnpicklingError, match=f"byte {at} is 0x72"):
-            descriptions.check_instructions(content[:at] + pickle.LONG_BINPUT + content[at:])
+            descriptions.INSTRUCTIONS.follow(content[:at] + pickle.LONG_BINPUT + content[at:])
 
 
 def test_chunks_that_overlap_are_seen_without_a_seal(store):

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from fakes import join_fake
+from torch import nn
 
 HOUSE = Path(__file__).parents[2] / "dolmen/core/torch_private"
 CLAIMS: dict[str, Callable[[], object]] = {}
@@ -322,6 +323,29 @@ def _():
 
 def source(module: str) -> str:
     return inspect.getsource(import_module(module))
+
+
+@claim("checkpoints.TENSORS", "checkpoints.PARAMETERS", "checkpoints.rebuild")
+def functions_that_pickles_name():
+    tensors, parameters = private("checkpoints.TENSORS"), private("checkpoints.PARAMETERS")
+    named = {
+        (one.__module__, one.__name__)
+        for value in (torch.ones(2), torch.ones(2, dtype=torch.uint16), nn.Parameter(torch.ones(2)))
+        for one in (value.__reduce_ex__(2)[0],)
+    }
+    assert ("torch._utils", "_rebuild_parameter") in named
+    assert named <= tensors | parameters | {("torch._tensor", "_rebuild_from_type_v2")}
+    made = private("checkpoints.rebuild")
+    assert (made.__module__, made.__name__) in tensors
+    for module, name in tensors | parameters:
+        first = list(inspect.signature(getattr(import_module(module), name)).parameters)[:4]
+        known = ["storage", "storage_offset", "size", "stride"]
+        assert first == known if (module, name) in tensors else first[0] == "data", name
+
+
+@claim("checkpoints.MAGIC")
+def what_files_before_torch_1_6_begin_with():
+    assert private("checkpoints.MAGIC") == torch.serialization.MAGIC_NUMBER
 
 
 @claim("spelled.ERROR_FILE", "spelled.worker_error")

@@ -2,6 +2,7 @@
 of descriptions names, and the archive that `torch.save` makes of a tensor.
 """
 
+from torch._utils import _rebuild_tensor_v2
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 Place = _StorageInfo
@@ -30,3 +31,23 @@ writes checkpoints that we refuse to read. 2.11 to 2.13."""
 NUMBERS = "/data/"
 """In the name of the one entry of an archive of `torch.save` that holds a tensor's numbers,
 uncompressed, at 64 bytes. 2.11 to 2.13."""
+
+TENSORS = frozenset(
+    ("torch._utils", name)
+    for name in ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3")
+)
+"""Functions that a file of `torch.save` names where a tensor is: storage, offset, shape and
+strides, in elements, are the first arguments of each. v3 has the dtype too, where its storage has
+none. 1.0 to 2.13."""
+
+PARAMETERS = frozenset(
+    {("torch._utils", "_rebuild_parameter"), ("torch._utils", "_rebuild_parameter_with_state")}
+)
+"""Those where a parameter is: its tensor is the first argument. 1.0 to 2.13."""
+
+MAGIC = 0x1950A86A20F9469CFC6C
+"""What the first pickle of a file from before torch 1.6 holds, which is no archive. All
+releases."""
+
+rebuild = _rebuild_tensor_v2
+"""What our own files name for a tensor: it stands in their pickle by reference. 1.0 to 2.13."""

@@ -1,0 +1,443 @@
+"""Files of `torch.save`, of which nothing is run and one tensor at a time is in memory. They hold
+nested values with tensors in them, as a pickle, and apart from it the tensors' numbers:
+
+    archive   name/data.pkl | name/data/0 | name/data/1 | ...                     since torch 1.6
+    older     magic | version | system | values | keys | u64 n, numbers | u64 n, numbers | ...
+
+A pickle says what it is made of by naming classes and functions, which Python would import and
+call. Here each name of a written list has a stand-in of ours, and every other one is refused by its
+name. A stand-in computes nothing: a tensor becomes the place of its numbers (`Held`), a Namespace
+its values, anything else that training leaves in its files (`Left`) nothing at all.
+"""
+
+import io
+import math
+import pickle
+import re
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from jaxtyping import Shaped
+from torch import Tensor
+
+from dolmen.core.torch_private.checkpoints import MAGIC, NUMBERS, PARAMETERS, TENSORS, rebuild
+from dolmen.files.gate import MIB, Refused, opened, refuse
+from dolmen.files.pickles import Instructions
+from dolmen.files.safetensors import NAMES, Spec, Stored
+
+MOST = 256 * MIB
+"""Bytes of a pickle. That of a model with 140,000 tensors has 30 MB."""
+VALUES = 2**22
+"""Most values of mappings. One may be the value of several: 32 that each have the next one twice
+are four billion to who walks them.
+"""
+STORAGES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+}
+"""By the dtype of whose numbers a pickle calls what holds them."""
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in NAMES}
+CLASSES = {dtype: vars(torch)[name] for name, dtype in STORAGES.items()}
+ALIGNED = 64  # bytes, as torch puts numbers
+LARGE = 2**31  # bytes: from here on an archive says sizes in 8
+
+INSTRUCTIONS = Instructions(
+    # q and r put into the memo, r here below 2**23; c names a class
+    re.compile(
+        rb"(?:[()}\]NaesubtRQ02\x81\x85-\x89\x8f\x90\x93\x94]|[\x80Kqh].|M..|[Jj].{4}|[G\x95].{8}"
+        rb"|r..[\x00-\x7f]\x00|c[^\n]{1,255}\n[^\n]{1,255}\n){1,4096}",
+        re.DOTALL,
+    ),
+    {0x8C: 1, ord("X"): 4, ord("U"): 1, ord("T"): 4, 0x8A: 1, ord("C"): 1, ord("B"): 4},
+    "a file of tensors",
+)
+"""Of the pickles that torch.save writes, protocols 2 to 5."""
+
+
+@dataclass
+class Storage:
+    """Numbers that one or several tensors have parts of."""
+
+    key: str
+    dtype: torch.dtype
+    elements: int
+    start: int = -1
+    """Where they begin in the file."""
+
+
+@dataclass
+class Held:
+    """A tensor in a file: which of the numbers of a storage are its own. Offset and strides in
+    elements.
+    """
+
+    storage: Storage
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether its numbers lie in a row."""
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if size != 1 and stride != expected:
+                return False
+            expected *= size
+        return True
+
+    @property
+    def reach(self) -> int:
+        """Elements from its first to its last, both included."""
+        if 0 in self.shape:
+            return 0
+        return 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
+
+    def stored(self, name: str, file: Path) -> Stored:
+        """The tensor, to be read."""
+        at = self.storage.start + self.offset * self.dtype.itemsize
+        spec = Spec(self.shape, self.dtype)
+        if self.contiguous:
+            return Stored(name, spec, file, at)
+        return Strided(name, spec, file, at, self.strides, self.reach)
+
+
+@dataclass(frozen=True)
+class Strided(Stored):
+    """One whose numbers do not lie in a row, such as a transposed one."""
+
+    strides: tuple[int, ...] = ()
+    reach: int = 0
+
+    def read(self) -> Shaped[Tensor, "*whole"]:
+        flat = replace(self.flat, name=self.name).read()
+        return flat.as_strided(self.spec.shape, self.strides).contiguous()
+
+    def chunks(self, size: int = 2**20) -> Iterator[bytes]:
+        data = self.read().reshape(-1).view(torch.uint8)
+        return (bytes(part.numpy()) for part in data.split(size))
+
+    @property
+    def flat(self) -> Stored:
+        """All numbers from its first to its last."""
+        return Stored(self.name, Spec((self.reach,), self.spec.dtype), self.file, self.offset)
+
+
+class Left:
+    """An object of a class that is not here, and was not imported: an enum, a random state. What it
+    was made of is kept, and nothing is done with it.
+    """
+
+    def __init__(self, *made_of: Any):
+        self.made_of = made_of
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+@dataclass
+class Namespace:
+    """What `argparse` made of a command line."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+
+    def __setstate__(self, state: Any) -> None:
+        if not isinstance(state, dict):
+            raise pickle.UnpicklingError("a Namespace has a state that is no mapping")
+        self.values = {str(name): value for name, value in state.items()}
+
+
+LEFT = re.compile(
+    r"(?:megatron(?:\.\w+)*\.enums\.\w+"  # ModelType, AttnBackend, ...
+    r"|megatron\.core\.rerun_state_machine\.\w+"
+    r"|signal\.\w+"
+    r"|numpy\.(?:_?core\.multiarray\.(?:_reconstruct|scalar)|ndarray|dtype)"
+    r"|_codecs\.encode|_?io\.BytesIO"
+    r"|pathlib\.(?:\w+\.)?\w*Path"
+    r"|torch\.(?:device|Generator))"
+)
+"""What training leaves in its files beside tensors and options: names of a class, or of a function
+that makes an object. None of them is imported."""
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, stream: Any, storages: dict[str, Storage]):
+        super().__init__(stream, encoding="latin1")  # of Python 2, as torch takes it
+        self.storages = storages
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in TENSORS:
+            return _held
+        if (module, name) in PARAMETERS:
+            return _first
+        if module in ("torch", "torch.storage") and name in STORAGES:
+            return STORAGES[name]
+        if (module, name) == ("torch.storage", "UntypedStorage"):
+            return torch.uint8
+        if module == "torch" and name in DTYPES:
+            return DTYPES[name]
+        full = f"{module}.{name}"
+        if full in KNOWN:
+            return KNOWN[full]
+        if LEFT.fullmatch(full):
+            return Left
+        raise pickle.UnpicklingError(
+            f"it names {full}, which dolmen does not take from a pickle, since a pickle runs what "
+            "it names"
+        )
+
+    def persistent_load(self, pid: Any) -> Storage:
+        kind, dtype, key, _, elements, *view = pid
+        if kind != "storage" or not isinstance(dtype, torch.dtype) or any(view):
+            raise pickle.UnpicklingError(f"it has a part that is no storage: {str(pid)[:100]}")
+        found = self.storages.setdefault(str(key), Storage(str(key), dtype, _count(elements)))
+        if (found.dtype, found.elements) != (dtype, elements):
+            raise pickle.UnpicklingError(f"storage {key} is described in two ways")
+        return found
+
+
+def _held(storage: Any, offset: Any, shape: Any, strides: Any, *more: Any) -> Held:
+    """A tensor, all of which lies in its storage. `more`: whether it has gradients, hooks, of an
+    untyped storage the dtype.
+    """
+    if not isinstance(storage, Storage) or type(shape) is not tuple or type(strides) is not tuple:
+        raise pickle.UnpicklingError("a tensor has no storage or shape")
+    dtype = next((one for one in more if isinstance(one, torch.dtype)), storage.dtype)
+    sizes, steps = tuple(map(_count, shape)), tuple(map(_count, strides))
+    if len(sizes) != len(steps) or len(sizes) > 64:
+        raise pickle.UnpicklingError(f"a tensor of shape {sizes} has strides {steps}")
+    held = Held(storage, _count(offset), sizes, steps, dtype)
+    room = storage.elements * storage.dtype.itemsize // dtype.itemsize
+    if held.offset + held.reach > room or math.prod(sizes) > room:
+        raise pickle.UnpicklingError(
+            f"a tensor of shape {sizes} reaches over the {room:,} numbers of its storage"
+        )
+    return held
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**60:
+        raise pickle.UnpicklingError(f"{str(value)[:100]} is no number of elements")
+    return value
+
+
+def _first(value: Any, *_: Any) -> Any:
+    return value
+
+
+KNOWN: dict[str, Callable[..., Any]] = {
+    "argparse.Namespace": Namespace,
+    "types.SimpleNamespace": Namespace,
+    "collections.OrderedDict": OrderedDict,
+    "torch.Size": tuple,
+    "builtins.set": list,
+    "__builtin__.set": list,
+}
+"""Full name -> what stands for it."""
+
+
+def load(file: Path | str) -> Any:
+    """The values of a file of `torch.save`, whose tensors are `Held`. Reads its pickle alone.
+    Raises Refused, naming what it may not name, and for what is cut or damaged.
+    """
+    file = Path(file)
+    with opened(file) as stream:
+        try:
+            if stream.read(4) == b"PK\x03\x04":
+                return _of_archive(stream)
+            return _of_older(stream)
+        except Refused:
+            raise
+        except Exception as error:  # a damaged pickle can raise almost anything
+            raise refuse(file, f"is not read: {error}") from error
+
+
+def tensors(value: Any, file: Path) -> dict[str, Stored]:
+    """Every tensor that lies in mappings, by the names on its way: {"a": {"b.weight": t}} is
+    a.b.weight. Raises Refused for two of one name, and as `leaves`.
+    """
+    found: dict[str, Stored] = {}
+    for name, one in leaves(value, file):
+        if isinstance(one, Held):
+            if name in found:
+                raise refuse(file, f"holds {name} twice")
+            found[name] = one.stored(name, file)
+    return found
+
+
+def leaves(value: Any, file: Path) -> Iterator[tuple[str, Any]]:
+    """(name, value) of all that lies in mappings and is none, in order."""
+    left, seen = [("", value)], 0
+    while left:
+        name, one = left.pop()
+        if not isinstance(one, Mapping):
+            yield name, one
+            continue
+        seen += len(one)
+        if seen > VALUES:
+            raise refuse(file, f"has mappings of more than {VALUES:,} values")
+        start = f"{name}." if name else ""
+        left += [(f"{start}{inner}", content) for inner, content in reversed(one.items())]
+
+
+def _of_archive(stream: BinaryIO) -> Any:
+    with zipfile.ZipFile(stream) as archive:
+        entries = {entry.filename: entry for entry in archive.infolist()}
+        (pickled,) = [name for name in entries if name.endswith("/data.pkl")]
+        root = pickled.removesuffix("/data.pkl")
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries.values()):
+            raise ValueError("it is compressed")
+        order = f"{root}/byteorder"
+        if order in entries:
+            with archive.open(entries[order]) as said:
+                if said.read(6) != b"little":
+                    raise ValueError("its numbers are big-endian")
+        if entries[pickled].file_size > MOST:
+            raise ValueError(f"its pickle has more than {MOST:,} bytes")
+        storages: dict[str, Storage] = {}
+        value = _unpickled(archive.read(entries[pickled]), storages)
+    for storage in storages.values():
+        entry = entries.get(f"{root}{NUMBERS}{storage.key}")
+        size = storage.elements * storage.dtype.itemsize
+        if entry is None or entry.file_size < size:
+            raise ValueError(f"storage {storage.key} is not there, or has less than {size:,} bytes")
+        storage.start = _data_start(stream, entry.header_offset)
+    return value
+
+
+def _data_start(stream: BinaryIO, header: int) -> int:
+    """Where an entry of an archive begins: behind its header, of 30 bytes, a name and padding."""
+    stream.seek(header + 26)
+    lengths = stream.read(4)
+    name, padding = (int.from_bytes(lengths[i : i + 2], "little") for i in (0, 2))
+    return header + 30 + name + padding
+
+
+def _of_older(stream: BinaryIO) -> Any:
+    stream.seek(0, 2)
+    length = stream.tell()
+    stream.seek(0)
+    head, at, storages = stream.read(MOST), 0, {}
+    values = []
+    for _ in range(5):
+        end = INSTRUCTIONS.follow(head, at, pickle.STOP) + 1
+        if end > len(head):
+            raise ValueError("it ends early")
+        values.append(_unpickled(head[at:end], storages))
+        if values[0] != MAGIC:
+            raise ValueError("it is no file of torch.save")
+        at = end
+    *_, value, keys = values
+    if type(keys) is not list or {*storages} - {*map(str, keys)}:
+        raise ValueError("it does not list the storages that it has")
+    for key in keys:
+        storage = storages.get(str(key))
+        if storage is None:
+            raise ValueError(f"storage {str(key)[:100]} is listed, and is no tensor's")
+        stream.seek(at)
+        elements = int.from_bytes(stream.read(8), "little")
+        storage.start, size = at + 8, elements * storage.dtype.itemsize
+        at += 8 + size
+        if elements < storage.elements or at > length:
+            raise ValueError(f"it is truncated: storage {storage.key} has {size:,} bytes")
+    return value
+
+
+def _unpickled(content: bytes, storages: dict[str, Storage]) -> Any:
+    end = INSTRUCTIONS.follow(content, 0, pickle.STOP)
+    if end >= len(content):
+        raise ValueError("its pickle has no end")
+    return _Unpickler(io.BytesIO(content[: end + 1]), storages).load()
+
+
+class Writer:
+    """A file of `torch.save`, whose tensors are written as they come, each once, in the shape and
+    dtype of the Spec that `value` has in its place. To be closed when all have come; classes in
+    `value` are named in its pickle.
+    """
+
+    def __init__(self, file: Path, value: Any):
+        self.file = file
+        self.specs = {n: spec for n, spec in leaves(value, file) if isinstance(spec, Spec)}
+        self.keys = {name: str(i) for i, name in enumerate(self.specs)}
+        self.archive = zipfile.ZipFile(file, "x")
+        pickled = io.BytesIO()
+        _Pickler(pickled, iter(self.keys.values())).dump(_apart(value))
+        for name, content in (
+            ("data.pkl", pickled.getvalue()),
+            ("byteorder", b"little"),
+            ("version", b"3\n"),
+        ):
+            self._add(name, [memoryview(content)], len(content))
+        self.left = dict(self.keys)
+
+    def write(self, name: str, tensor: Shaped[Tensor, "*whole"]) -> None:
+        """Raises ValueError for one of another shape, and KeyError for one that has no place, or
+        has come.
+        """
+        spec, key = self.specs[name], self.left.pop(name)
+        if tuple(tensor.shape) != spec.shape:
+            raise ValueError(f"{name} is {tuple(tensor.shape)}, to be stored as {spec.shape}")
+        data = tensor.detach().to("cpu", spec.dtype).contiguous().reshape(-1).view(torch.uint8)
+        self._add(f"data/{key}", (part.numpy().data for part in data.split(2**26)), spec.nbytes)
+
+    def close(self) -> None:
+        """Raises KeyError where tensors have not come."""
+        self.archive.close()
+        if self.left:
+            raise KeyError(f"{len(self.left)} tensors never came, e.g. {list(self.left)[:3]}")
+
+    def _add(self, name: str, parts: Iterable[memoryview], size: int) -> None:
+        entry = zipfile.ZipInfo(f"{self.file.stem}/{name}")
+        large = size >= LARGE
+        head = 30 + len(entry.filename) + 20 * large + 4
+        padding = -(self.archive.start_dir + head) % ALIGNED
+        entry.extra = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
+        with self.archive.open(entry, "w", force_zip64=large) as stream:
+            for part in parts:
+                stream.write(part)
+
+
+def _apart(value: Any) -> Any:
+    """The same with a Spec of its own in each place: of an object that came before, a pickle says
+    that it is the same one.
+    """
+    if isinstance(value, Spec):
+        return replace(value)
+    if isinstance(value, Mapping):
+        return {name: _apart(inner) for name, inner in value.items()}
+    return value
+
+
+class _Pickler(pickle.Pickler):
+    """Of values with a Spec where a tensor is; the storage of each has the next of `keys`."""
+
+    def __init__(self, stream: BinaryIO, keys: Iterator[str]):
+        super().__init__(stream, protocol=2)
+        self.keys = keys
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, Spec):
+            return NotImplemented
+        held = Storage(next(self.keys), obj.dtype, math.prod(obj.shape))
+        strides = torch.empty(obj.shape, device="meta").stride()
+        return rebuild, (held, 0, obj.shape, strides, False, OrderedDict())
+
+    def persistent_id(self, obj: Any) -> Any:
+        if not isinstance(obj, Storage):
+            return None
+        return ("storage", CLASSES[obj.dtype], obj.key, "cpu", obj.elements)
