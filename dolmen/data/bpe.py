@@ -14,8 +14,9 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from dolmen.data.cached import identity_of
 from dolmen.data.config import DataConfig
-from dolmen.data.corpus import identities, identity_of
+from dolmen.data.corpus import identities
 from dolmen.data.documents import pieces
 from dolmen.data.heldout import TextHash, all_validated, choose_held_out, union
 from dolmen.data.progress import say
@@ -57,6 +58,11 @@ def tokenizer_folder(
         raise ValueError(
             f"{option} trains on local files alone, and {hubs[0]}, which is none here, was taken "
             "for a hub id: give the path of your files, or a tokenizer's folder or hub id"
+        )
+    if held := [file for source in sources for file in source.indexed]:
+        raise ValueError(
+            f"{option} trains on text, and {held[0]} holds tokens: give the folder or hub id of "
+            "the tokenizer that made them"
         )
     held = identities(validation, "--data.validation") if validation else config.validation_fraction
     files = [identity_of(file) for source in sources for file in source.files]

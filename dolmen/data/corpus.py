@@ -1,75 +1,90 @@
-"""Documents as tokens on disk: built once, memory-mapped, reused until something they depend on
-changes.
+"""Documents as tokens on disk, memory-mapped. Of text they are built once and reused until
+something they depend on changes (cached.py):
 
-    <cache>/corpora/<key>/
-        tokens.bin      every document's tokens and its end-of-text token, little-endian uint16, or
-                        uint32 if the tokenizer has more than 65,536 tokens
-        offsets.npy     int64 [documents + 1]: document i is tokens[offsets[i]:offsets[i + 1]]
-        documents.npy   per document: bytes of text, hash of its text, hash of its text without
-                        white space, index of its file (-1: a row of a data set)
-        seams.npy       per piece of a document that was tokenised in several: index of the
-                        document, tokens and bytes of the document up to the end of the piece
-        index.json      what it was built from, the counts, size and digest of each file above, and
-                        a digest of itself
+    tokens.bin      every document's tokens and its end-of-text token, little-endian uint16, or
+                    uint32 if the tokenizer has more than 65,536 tokens
+    offsets.npy     int64 [documents + 1]: document i is tokens[offsets[i]:offsets[i + 1]]
+    documents.npy   per document: bytes of text, hash of its text, hash of its text without white
+                    space, index of its file (-1: a row of a data set)
+    seams.npy       per piece of a document that was tokenised in several: index of the document,
+                    tokens and bytes of the document up to the end of the piece
 
-`key` hashes what decides the tokens: each file's path, size, time of modification and time of
-change (`identity_of`; of a data set of the hub, each shard's), the text field, the tokenizer, the
-end-of-text id, FORMAT. The time of change (ctime) moves with every write and cannot be set, so
-other text of the same size and time of modification is noticed without reading it again; where a
-file system does not keep it, only the other two tell. It also moves with chmod, chown, a new hard
-link and a restored backup: then the same text is tokenised once more.
-
-Whoever starts a run compares every byte with the digests (XXH3, 128 bits, 15 GB/s per core, so that
-reading the file decides), one process per host; the others check sizes. What differs is built
-again.
+What decides the tokens: the files (of a data set of the hub, each shard's), the text field, the
+tokenizer, the end-of-text id, FORMAT. Megatron's .bin is not built but read where it lies
+(indexed.py).
 """
 
 import hashlib
-import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import xxhash
 
 from dolmen.core.words import counted
 from dolmen.data import tokenizer as tokenizers
+from dolmen.data.cached import Form, found_or_built, identity_of, write_index
 from dolmen.data.documents import load_hub
 from dolmen.data.progress import bar, say
-from dolmen.data.scratch import building, lock, remove_folder
 from dolmen.data.sources import Source
+from dolmen.data.stream import TokenStream
 from dolmen.data.tokenise import write_tokens
-from dolmen.files.gate import Refused, read_json
 from dolmen.files.kinds import CORPUS
 
 FORMAT = 2
-FILES = ("tokens.bin", "offsets.npy", "documents.npy", "seams.npy")
+FORM = Form(CORPUS, ("tokens.bin", "offsets.npy", "documents.npy", "seams.npy"))
 
 
+@dataclass(frozen=True, eq=False)
 class Corpus:
-    """A built folder. Its arrays are memory-mapped; `documents` has DOCUMENT's fields; `content`
-    hashes the text; `different_count` counts copies once.
-    """
+    """Documents as tokens, of one folder of the cache, of one .bin, or of several of these."""
 
-    def __init__(self, folder: Path, index: Mapping[str, Any], name: str):
-        self.name = name
-        self.files = [Path(path) for path, *_ in index["files"]]
-        self.tokens = np.asarray(
-            np.memmap(folder / "tokens.bin", np.dtype(index["dtype"]), mode="r")
-        )
-        self.offsets = np.load(folder / "offsets.npy", mmap_mode="r")
-        self.documents = np.load(folder / "documents.npy", mmap_mode="r")
-        self.seams = np.load(folder / "seams.npy")
-        self.token_count, self.document_count = index["tokens"], index["documents"]
-        self.byte_count, self.content = index["bytes"], index["content"]
-        self.different_count = index["different"]
+    name: str
+    files: Sequence[Path]
+    """Those that are documents."""
+    memory: Sequence[np.ndarray]
+    """Tokens, memory-mapped; documents lie in one of them, one behind the other, and in those of
+    the next.
+    """
+    sequences: Sequence[np.ndarray]
+    """Of each of `memory`, the first token of each sequence, and their number: its documents, or
+    the parts that a .bin has them in.
+    """
+    offsets: np.ndarray
+    """int64 [documents + 1]: the first token of each, counted over all of `memory`."""
+    documents: np.ndarray
+    """DOCUMENT [documents]. Where there are tokens alone, `bytes` are theirs and both hashes are of
+    them.
+    """
+    seams: np.ndarray
+    """SEAM."""
+    byte_count: int | None
+    """Of text, exactly; None where some is known by its tokens alone."""
+    content: str
+    """Hash of all text."""
+    different_count: int
+    """Documents, copies counted once."""
+    notes: tuple[str, ...] = ()
+    """What to tell of it, a line each."""
+
+    @property
+    def token_count(self) -> int:
+        return int(self.offsets[-1])
+
+    @property
+    def document_count(self) -> int:
+        return len(self.documents)
+
+    def stream(self, starts: np.ndarray, stops: np.ndarray) -> TokenStream:
+        """Ranges of tokens, none of which goes from one of `memory` into the next."""
+        return TokenStream.over(self.memory, starts, stops)
 
     def doc(self, index: int) -> np.ndarray:
         """Tokens of a document, its end-of-text token included."""
-        return self.tokens[self.offsets[index] : self.offsets[index + 1]]
+        start, stop = self.offsets[index : index + 2]
+        return self.stream(np.array([start]), np.array([stop])).read(0, int(stop - start))
 
     def file(self, index: int) -> Path | None:
         """The file that is this document, or None for a document that is a row."""
@@ -77,7 +92,44 @@ class Corpus:
         return self.files[file] if file >= 0 else None
 
 
-def open_corpus(
+def join(name: str, parts: Sequence[Corpus]) -> Corpus:
+    """The documents of all, in order."""
+    if len(parts) == 1:
+        return parts[0]
+    tables, seams, documents, files = [], [], 0, 0
+    for part in parts:
+        table, seam = part.documents.copy(), part.seams.copy()
+        table["file"] += np.where(table["file"] < 0, 0, files).astype(np.int32)
+        seam["document"] += documents
+        tables.append(table)
+        seams.append(seam)
+        documents, files = documents + part.document_count, files + len(part.files)
+    table = np.concatenate(tables)
+    bases = np.cumsum([0] + [part.token_count for part in parts])
+    inner = [part.offsets[:-1] + base for part, base in zip(parts, bases, strict=False)]
+    contents = "".join(part.content for part in parts)
+    return Corpus(
+        name,
+        [file for part in parts for file in part.files],
+        [tokens for part in parts for tokens in part.memory],
+        [bounds for part in parts for bounds in part.sequences],
+        np.concatenate([*inner, bases[-1:]]),
+        table,
+        np.concatenate(seams),
+        added([part.byte_count for part in parts]),
+        hashlib.blake2b(contents.encode(), digest_size=8).hexdigest(),
+        len(np.unique(table["words"])),
+        tuple(note for part in parts for note in part.notes),
+    )
+
+
+def added(sizes: Sequence[int | None]) -> int | None:
+    """Their sum; None where one is not known."""
+    known = [size for size in sizes if size is not None]
+    return sum(known) if len(known) == len(sizes) else None
+
+
+def open_text(
     source: Source,
     tokenizer: tokenizers.PreTrainedTokenizer,
     end_of_text: int,
@@ -88,39 +140,29 @@ def open_corpus(
     option: str = "--data.path",
     verify: bool = True,
 ) -> Corpus:
-    """The tokens of `source`, from the cache or built into it. With `verify` each cached byte is
-    compared with its digest, else only sizes. ValueError if it holds no text.
+    """The tokens of the text of `source`, from the cache or built into it. ValueError if it holds
+    no text.
     """
     origin = provenance(source, tokenizer, end_of_text, text_field, option)
-    key = hashlib.blake2b(json.dumps(origin).encode(), digest_size=16).hexdigest()
-    folder = cache / "corpora" / key
-    try:
-        return Corpus(folder, examined(folder, origin, verify), source.name)
-    except Refused as damage:
-        told = damage
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"cannot write the cache folder {cache}: {error}; use --data.cache"
-        ) from error
-    with lock(folder.with_suffix(".lock")):
-        try:
-            index = examined(folder, origin, verify)  # another process may have built it meanwhile
-        except Refused:
-            if folder.exists():
-                say(f"the cached tokens are damaged and made anew: {told}", progress)
-                remove_folder(folder)
-            threads = workers or len(os.sched_getaffinity(0))
-            with building(folder) as part:
-                build_corpus(source, tokenizer, origin, part, threads, progress, option)
-            try:
-                index = examined(folder, origin, verify=False)
-            except Refused as error:
-                raise ValueError(
-                    f"could not write {folder} ({error}): remove it, or use another --data.cache"
-                ) from None
-    return Corpus(folder, index, source.name)
+    threads = workers or len(os.sched_getaffinity(0))
+
+    def build(part: Path) -> None:
+        build_corpus(source, tokenizer, origin, part, threads, progress, option)
+
+    folder, index = found_or_built(cache, origin, FORM, build, verify, progress)
+    offsets = np.load(folder / "offsets.npy", mmap_mode="r")
+    return Corpus(
+        source.name,
+        [Path(path) for path, *_ in index["files"]],
+        [np.asarray(np.memmap(folder / "tokens.bin", np.dtype(index["dtype"]), mode="r"))],
+        [offsets],
+        offsets,
+        np.load(folder / "documents.npy", mmap_mode="r"),
+        np.load(folder / "seams.npy"),
+        index["bytes"],
+        index["content"],
+        index["different"],
+    )
 
 
 def provenance(
@@ -154,48 +196,6 @@ def identities(source: Source, option: str) -> dict[str, list]:
     return {"files": [identity_of(file) for file in source.files], "hubs": hubs}
 
 
-def identity_of(file: Path) -> list:
-    """[path, bytes, time of modification, time of change] of a file; times in nanoseconds."""
-    found = file.stat()
-    return [str(file), found.st_size, found.st_mtime_ns, found.st_ctime_ns]
-
-
-def examined(folder: Path, origin: Mapping[str, Any], verify: bool) -> dict[str, Any]:
-    """The index of a whole folder of the tokens of `origin`. Raises Refused, with the file that is
-    missing or damaged.
-    """
-    index = read_json(folder / "index.json", CORPUS)
-    if index.pop("digest") != digest_of(index):
-        raise Refused(f"{folder / 'index.json'}: its digest differs")
-    if digest_of({name: index[name] for name in origin}) != digest_of(origin):
-        raise Refused(f"{folder / 'index.json'}: it is of another text, or of another tokenizer")
-    for name in FILES:
-        file = folder / name
-        size = file.stat().st_size if file.is_file() else -1
-        if size != index["sizes"].get(name):
-            raise Refused(f"{file}: {size} bytes, not {index['sizes'].get(name)}")
-        if verify and file_digest(file) != index["digests"].get(name):
-            raise Refused(f"{file}: its digest differs")
-    if index["largest"] >= index["vocabulary"]:
-        raise Refused(
-            f"{folder}: token {index['largest']} of a vocabulary of {index['vocabulary']}"
-        )
-    return index
-
-
-def file_digest(file: Path) -> str:
-    """XXH3 of the content."""
-    found = xxhash.xxh3_128()
-    with open(file, "rb") as content:
-        while block := content.read(1 << 22):
-            found.update(block)
-    return found.hexdigest()
-
-
-def digest_of(index: Mapping[str, Any]) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(index, sort_keys=True).encode())
-
-
 def build_corpus(
     source: Source,
     tokenizer: tokenizers.PreTrainedTokenizer,
@@ -205,8 +205,8 @@ def build_corpus(
     progress: bool,
     option: str,
 ) -> None:
-    """Writes FILES and the index into `folder`. ValueError if there is no text, or a file changes
-    meanwhile.
+    """Writes the files of FORM and the index into `folder`. ValueError if there is no text, or a
+    file changes meanwhile.
     """
     started, sizes = time.monotonic(), [size for _, size, *_ in origin["files"]]
     title = (
@@ -241,13 +241,8 @@ def build_corpus(
         "different": len(np.unique(documents["words"])),
         "bytes": int(documents["bytes"].sum()),
         "content": hashlib.blake2b(documents["hash"].tobytes(), digest_size=8).hexdigest(),
-        "sizes": {name: (folder / name).stat().st_size for name in FILES},
-        "digests": {
-            name: written.digest if name == "tokens.bin" else file_digest(folder / name)
-            for name in FILES
-        },
     }
-    (folder / "index.json").write_text(json.dumps({**index, "digest": digest_of(index)}))
+    write_index(folder, FORM, index, {"tokens.bin": written.digest})
     say(
         f"  {index['tokens']:,} tokens of {counted(index['documents'], 'document')}, "
         f"{index['bytes'] / index['tokens']:.2f} bytes per token, "

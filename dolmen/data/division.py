@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from dolmen.core.words import counted
-from dolmen.data.corpus import Corpus
+from dolmen.data.corpus import Corpus, added
 from dolmen.data.ending import Ending, ending
 from dolmen.data.heldout import Choice, all_validated, choose_held_out
 from dolmen.data.sources import Source
@@ -24,13 +24,13 @@ from dolmen.data.tokenizer import PreTrainedTokenizer
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What validation reads. `size`: bytes of its text, exactly. `files`: those that it is made of,
-    or () unless each document is a whole file.
+    """What validation reads. `size`: bytes of its text, exactly; None where they are not known.
+    `files`: those that it is made of, or () unless each document is a whole file.
     """
 
     stream: TokenStream
     documents: int
-    size: int
+    size: int | None
     files: tuple[Path, ...]
     note: str
 
@@ -101,7 +101,7 @@ def divide_one(
     held += [tail(corpus, index, endings[int(table["hash"][index])]) for index in ends]
     copies = np.setdiff1d(np.flatnonzero(whole | aside), judge)
     return Division(
-        TokenStream.of(corpus.tokens, starts[training], stops[training]),
+        corpus.stream(starts[training], stops[training]),
         together(held) if held else None,
         (kept_out(corpus, copies, "copies of held-out text"),) if len(copies) else (),
     )
@@ -116,9 +116,7 @@ def without(corpora: Sequence[Corpus], judge: Corpus) -> list[Division]:
         both = np.isin(corpus.documents["words"], theirs)
         if both.all():
             raise all_validated(corpus.name)
-        stream = TokenStream.of(
-            corpus.tokens, corpus.offsets[:-1][~both], corpus.offsets[1:][~both]
-        )
+        stream = corpus.stream(corpus.offsets[:-1][~both], corpus.offsets[1:][~both])
         note = kept_out(corpus, np.flatnonzero(both), "also in --data.validation")
         found.append(Division(stream, None, (note,) if both.any() else ()))
     return found
@@ -140,7 +138,7 @@ def everything(corpus: Corpus, indices: Iterable[int], why: str = "") -> HeldOut
     empty unless each is a whole file.
     """
     chosen = np.asarray(indices)
-    stream = TokenStream.of(corpus.tokens, corpus.offsets[chosen], corpus.offsets[chosen + 1])
+    stream = corpus.stream(corpus.offsets[chosen], corpus.offsets[chosen + 1])
     whole = (corpus.documents["file"][chosen] >= 0).all()
     files = tuple(corpus.files[number] for number in corpus.documents["file"][chosen] if whole)
     note = (
@@ -148,7 +146,8 @@ def everything(corpus: Corpus, indices: Iterable[int], why: str = "") -> HeldOut
         f"{len(stream):,} tokens{why}"
     )
     size = int(corpus.documents["bytes"][chosen].sum())
-    return HeldOut(stream, len(chosen), size, files, note)
+    known = corpus.byte_count is not None
+    return HeldOut(stream, len(chosen), size if known else None, files, note)
 
 
 def tail(corpus: Corpus, index: int, ending: Ending) -> HeldOut:
@@ -160,8 +159,9 @@ def tail(corpus: Corpus, index: int, ending: Ending) -> HeldOut:
         f"{corpus.file(index) or f'document {index} of {corpus.name}'}, as no document is small "
         "enough to be held out whole"
     )
-    stream = TokenStream.of(corpus.tokens, np.array([start]), np.array([stop]))
-    return HeldOut(stream, 1, ending.bytes, (), note)
+    stream = corpus.stream(np.array([start]), np.array([stop]))
+    size = ending.bytes if corpus.byte_count is not None else None
+    return HeldOut(stream, 1, size, (), note)
 
 
 def together(held: Sequence[HeldOut]) -> HeldOut:
@@ -171,7 +171,7 @@ def together(held: Sequence[HeldOut]) -> HeldOut:
     return HeldOut(
         TokenStream.join([each.stream for each in held]),
         sum(each.documents for each in held),
-        sum(each.size for each in held),
+        added([each.size for each in held]),
         tuple(file for each in held for file in each.files) if whole else (),
         "; ".join(each.note for each in held),
     )

@@ -36,11 +36,14 @@ def ending(
     text_field: str,
 ) -> Ending:
     """Where to hold out the last `fraction` of the tokens of document `index` of `source`, at least
-    one token and the end of text. Raises ValueError if the text is not what was tokenised.
+    one token and the end of text; at any token where nobody can know its bytes. Raises ValueError
+    if the text is not what was tokenised.
     """
     length = int(corpus.offsets[index + 1] - corpus.offsets[index])
     size = int(corpus.documents["bytes"][index])
     target = max(0, length - max(2, round(fraction * length)))
+    if corpus.byte_count is None:
+        return Ending(target, 0)
     ends = seams(corpus, index, length, size)
     # Text was tokenised in pieces, so between two of them nothing has to be read to know that a
     # token ends where the text is cut. Where the pieces are too few, the one that has the target is

@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 from dolmen.data.readers import form, looks_like_text
+from dolmen.files.indexed import BIN, IDX, is_indexed
 
 # top-level keys of the config.yaml that a run writes
 RUN_KEYS = {"name", "model", "layout", "data", "optimizer", "train", "checkpoint", "log"}
@@ -61,6 +62,10 @@ class Found:
             self.skipped["hidden folders and files"] += 1
         elif not file.is_file():
             self.skipped["broken links and what is no file"] += 1
+        elif is_indexed(file):
+            self.files.append(file.absolute())
+        elif file.suffix == IDX and is_indexed(file.with_suffix(BIN)):
+            self.seen -= 1  # it is read with its .bin
         elif (kind := form(file)) is None:
             self.skipped[f"{file.suffix} files"] += 1
         elif kind == "" and not looks_like_text(file):

@@ -15,6 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from dolmen.data.batch import Batch
+from dolmen.data.corpus import added
 from dolmen.data.division import HeldOut
 from dolmen.data.stream import TokenStream
 from dolmen.ops.loss import IGNORED
@@ -38,9 +39,9 @@ class InOrder:
         return len(self.stream) if self.parts else 0
 
     @property
-    def bytes(self) -> int:
-        """Bytes of the text, exactly."""
-        return sum(part.size for part in self.parts)
+    def bytes(self) -> int | None:
+        """Bytes of the text, exactly; None where they are not known."""
+        return added([part.size for part in self.parts])
 
     @property
     def documents(self) -> int:

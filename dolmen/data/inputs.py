@@ -7,12 +7,13 @@ from functools import cache
 from typing import NamedTuple
 
 from dolmen.core.words import counted
-from dolmen.data import corpus
 from dolmen.data import tokenizer as tokenizers
 from dolmen.data.bpe import tokenizer_folder
+from dolmen.data.cached import file_digest
 from dolmen.data.config import DataConfig
 from dolmen.data.documents import pieces
 from dolmen.data.heldout import all_validated
+from dolmen.data.indexed import check_indexed
 from dolmen.data.readers import is_whole_file
 from dolmen.data.sources import Source, resolve_sources
 
@@ -63,8 +64,12 @@ def check_inputs(
     for source, option in [(source, "--data.path") for source in sources] + [
         (validation, "--data.validation")
     ]:
-        if source is not None and not source.hubs:
-            least = 1 if source is validation else sequence_length + 1
+        if source is None:
+            continue
+        for file in source.indexed:
+            check_indexed(file, option)
+        if source.files and not source.hubs:
+            least = 1 if source is validation or source.indexed else sequence_length + 1
             first[source.name] = look_at(source, config.text_field, least, option)
     named = tokenizer_folder(config, sources, validation, vocab_size, progress)
     by = "--data.tokenizer" if named else OWN
@@ -102,13 +107,14 @@ def same_files(source: Source, judge: Source) -> bool:
     """
     if source.hubs:
         return False
-    paths, sizes = set(judge.files), defaultdict(list)
-    for file in judge.files:
+    ours, theirs = ([*one.files, *one.indexed] for one in (source, judge))
+    paths, sizes = set(theirs), defaultdict(list)
+    for file in theirs:
         sizes[file.stat().st_size].append(file)
-    left = [file for file in source.files if file not in paths]
+    left = [file for file in ours if file not in paths]
     if not all(file.stat().st_size in sizes for file in left):
         return False
-    digest = cache(corpus.file_digest)
+    digest = cache(file_digest)
     return all(
         any(digest(other) == digest(file) for other in sizes[file.stat().st_size]) for file in left
     )

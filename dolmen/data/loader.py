@@ -15,7 +15,8 @@ from dolmen.core.words import counted
 from dolmen.data import tokenizer as tokenizers
 from dolmen.data.batch import Batch
 from dolmen.data.config import DataConfig
-from dolmen.data.corpus import Corpus, open_corpus
+from dolmen.data.corpora import open_corpus
+from dolmen.data.corpus import Corpus
 from dolmen.data.division import (
     Division,
     HeldOut,
@@ -27,7 +28,6 @@ from dolmen.data.division import (
 from dolmen.data.in_order import InOrder
 from dolmen.data.inputs import Inputs, check_inputs
 from dolmen.data.mixture import Mixture, Part
-from dolmen.data.sources import Source
 
 
 class Loader:
@@ -128,8 +128,8 @@ class Loader:
         return self.validation.tokens
 
     @property
-    def validation_bytes(self) -> int:
-        """Bytes of held-out text, exactly."""
+    def validation_bytes(self) -> int | None:
+        """Bytes of held-out text, exactly; None where they are not known."""
         return self.validation.bytes
 
     @property
@@ -172,24 +172,14 @@ def prepare_loader(
     the tokenizer's expressions and compare the cache with its digests, once per host.
     """
     inputs = check_inputs(config, tokenizer, vocab_size, sequence_length, progress, verify)
-
-    def opened(source: Source, option: str) -> Corpus:
-        return open_corpus(
-            source,
-            inputs.tokenizer,
-            inputs.end_of_text,
-            config.text_field,
-            config.cache_folder,
-            config.workers,
-            progress,
-            option,
-            verify,
-        )
-
-    corpora = [opened(source, "--data.path") for source in inputs.sources]
+    corpora = [
+        open_corpus(source, config, inputs, progress, verify=verify) for source in inputs.sources
+    ]
     judge = None
     if inputs.validation is not None:
-        judge = opened(inputs.validation, "--data.validation")
+        judge = open_corpus(
+            inputs.validation, config, inputs, progress, "--data.validation", verify
+        )
     divisions, held = divide_corpora(config, inputs, corpora, judge)
     parts = [
         Part(source.name, source.weight or Fraction(1), division.training, corpus.offsets)
@@ -200,6 +190,7 @@ def prepare_loader(
     mixture = Mixture(parts, sequence_length, seed)
     left_out = [f"left out: {note}" for source in inputs.sources for note in source.left_out]
     kept_out = [note for division in divisions for note in division.notes]
+    kept_out += [note for corpus in corpora for note in corpus.notes]
     identity = {
         **identify(config, parts, corpora, judge),
         "tokenizer": tokenizers.fingerprint(inputs.tokenizer),
@@ -250,9 +241,14 @@ def identify(
 
 
 def content(corpus: Corpus) -> str:
-    return (
-        f"{corpus.document_count:,} documents, {corpus.byte_count:,} bytes, hash {corpus.content}"
-    )
+    return f"{corpus.document_count:,} documents, {amount(corpus)}, hash {corpus.content}"
+
+
+def amount(corpus: Corpus) -> str:
+    """How much text, or, where nobody knows, how many tokens."""
+    if corpus.byte_count is None:
+        return counted(corpus.token_count, "token")
+    return counted(corpus.byte_count, "byte")
 
 
 def describe(
@@ -268,7 +264,7 @@ def describe(
         lines.append(
             f"{share}{part.name}: {len(part.stream):,} tokens to train on of "
             f"{corpus.token_count:,} in {counted(corpus.document_count, 'document')} "
-            f"({corpus.byte_count:,} bytes{told}), {size:,} windows of "
+            f"({amount(corpus)}{told}), {size:,} windows of "
             f"{mixture.sequence_length:,} per epoch"
         )
     none = "validation: none (--data.validation-fraction is 0)"

@@ -214,5 +214,5 @@ READERS: dict[str, Callable[[Path, str], Iterator[Iterable[str]]]] = {
 }
 SUPPORTED = (
     f"readable are {', '.join(filter(None, READERS))}, text without a suffix, and each of them but "
-    f".parquet with {' or '.join(PACKED)} behind"
+    f".parquet with {' or '.join(PACKED)} behind; and Megatron's .bin with its .idx beside it"
 )

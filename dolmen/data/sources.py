@@ -14,11 +14,14 @@ from dolmen.core.words import counted
 from dolmen.data.folders import Found
 from dolmen.data.quickstart_corpus import STANDARD_LIBRARY, standard_library_files
 from dolmen.data.readers import SUPPORTED, form, looks_like_text
+from dolmen.files.indexed import BIN, IDX, is_indexed
 
 
 @dataclass(frozen=True)
 class Source:
-    """Documents that are mixed as one: `files`, then the rows of the hub's data sets `hubs`."""
+    """Documents that are mixed as one: those of `files`, the rows of the hub's data sets `hubs`,
+    and those that Megatron's .bin `indexed` hold as tokens.
+    """
 
     name: str
     weight: Fraction | None
@@ -26,6 +29,17 @@ class Source:
     hubs: tuple[str, ...]
     left_out: tuple[str, ...] = ()
     """What folders and globs hold and is not read, a line each, for a person."""
+    indexed: tuple[Path, ...] = ()
+
+    @property
+    def paths(self) -> list[Path]:
+        """All that is read of it here."""
+        return [*self.files, *self.indexed, *(file.with_suffix(IDX) for file in self.indexed)]
+
+    @property
+    def text(self) -> bool:
+        """Whether some of it is text."""
+        return bool(self.files or self.hubs)
 
 
 def resolve_sources(
@@ -75,11 +89,13 @@ def gather(
         files += found.files if found else ()
         left_out += found.notes() if found else ()
     files = list(dict.fromkeys(files))  # two globs may name one file
-    if files and not hubs and not any(file.stat().st_size for file in files):
+    tokens = tuple(file for file in files if file.suffix == BIN)
+    files = [file for file in files if file.suffix != BIN]
+    if files and not hubs and not tokens and not any(file.stat().st_size for file in files):
         found = counted(len(files), "file")
         raise ValueError(f"{option} {', '.join(entries[:3])}: {found} with 0 bytes")
     name = ", ".join(entries[:3]) + (f" and {len(entries) - 3} more" if len(entries) > 3 else "")
-    return Source(name, weight, tuple(files), tuple(hubs), tuple(left_out))
+    return Source(name, weight, tuple(files), tuple(hubs), tuple(left_out), tokens)
 
 
 def entry_files(entry: str, option: str, cache: Path | None) -> Found | None:
@@ -89,6 +105,8 @@ def entry_files(entry: str, option: str, cache: Path | None) -> Found | None:
     path = expand(entry)
     if entry == STANDARD_LIBRARY and not path.exists():
         return Found(entry, standard_library_files())
+    if (data_set := named_indexed(path)) is not None:
+        return Found(entry, [data_set.absolute()])
     if path.is_file():
         if form(path) is None:
             raise ValueError(f"{option} {entry}: cannot read {path.suffix}; {SUPPORTED}")
@@ -116,8 +134,20 @@ def entry_files(entry: str, option: str, cache: Path | None) -> Found | None:
     return found
 
 
+def named_indexed(path: Path) -> Path | None:
+    """The .bin that is meant by it, by its .idx, or, as Megatron names them, by what both begin
+    with; None where it is none.
+    """
+    if path.suffix == IDX:
+        path = path.with_suffix(BIN)
+    if not path.exists():
+        path = path.with_name(path.name + BIN)
+    return path if is_indexed(path) else None
+
+
 def is_hub_id(entry: str) -> bool:
     """Whether a path that does not exist can be meant for the hub: `name`, `org/name`, either with
     `:config`. One with the suffix of a file is a path that was misspelled.
     """
-    return may_be_hub_id(re.sub(r":[\w.-]+$", "", entry)) and not form(Path(entry))
+    known = form(Path(entry)) or Path(entry).suffix in (BIN, IDX)
+    return may_be_hub_id(re.sub(r":[\w.-]+$", "", entry)) and not known

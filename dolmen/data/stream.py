@@ -27,16 +27,26 @@ class TokenStream:
 
     @classmethod
     def of(cls, tokens: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> "TokenStream":
-        """Ranges of one array. Neighbours become one range, so a stream without 3 % of the
-        documents has 3 % as many ranges.
+        """Ranges of one array."""
+        return cls.over([tokens], starts, stops)
+
+    @classmethod
+    def over(
+        cls, memory: Sequence[np.ndarray], starts: np.ndarray, stops: np.ndarray
+    ) -> "TokenStream":
+        """Ranges of several arrays, counted as if each lay behind the one before; no range is of
+        two. Neighbours become one range, so a stream without 3 % of the documents has 3 % as many
+        ranges.
         """
+        bases = np.cumsum([0] + [len(tokens) for tokens in memory])
         starts, stops = np.asarray(starts, np.int64), np.asarray(stops, np.int64)
         starts, stops = starts[stops > starts], stops[stops > starts]
         # a range begins where it is apart from the one before, and ends where the next one is
-        apart = starts[1:] != stops[:-1]
+        apart = (starts[1:] != stops[:-1]) | np.isin(starts[1:], bases[1:])
         starts = starts[np.append(True, apart)[: len(starts)]]
         stops = stops[np.append(apart, True)[-len(stops) :]] if len(stops) else stops
-        return cls([tokens], np.zeros(len(starts), np.int64), starts, stops)
+        which = np.searchsorted(bases, starts, side="right") - 1
+        return cls(memory, which, starts - bases[which], stops - bases[which])
 
     @classmethod
     def join(cls, streams: Sequence["TokenStream"]) -> "TokenStream":

@@ -21,7 +21,7 @@ from dolmen.data import inputs
 from dolmen.data.batch import Batch
 from dolmen.data.bpe import PREFIX
 from dolmen.data.config import DataConfig, TextConfig
-from dolmen.data.corpus import open_corpus
+from dolmen.data.corpora import open_corpus
 from dolmen.data.division import everything
 from dolmen.data.in_order import InOrder
 from dolmen.data.progress import bar
@@ -42,14 +42,14 @@ class Evaluation:
     """Nats per predicted token."""
     perplexity: float
     """exp(loss); infinite where a float cannot hold it."""
-    bits_per_byte: float
+    bits_per_byte: float | None
     """Sum of the losses in bits, the ends of documents included, over the bytes of the text: it
-    compares models of different tokenizers.
+    compares models of different tokenizers. None where tokens alone are known.
     """
     tokens: int
     """Tokens predicted: those of the text, and one per document for its end."""
-    bytes: int
-    """Of the text, exactly."""
+    bytes: int | None
+    """Of the text, exactly; None where tokens alone are known."""
     documents: int
     sequence_length: int
     """Tokens of a window: none sees more than those before it in its window."""
@@ -60,7 +60,7 @@ class Evaluation:
         return cls(
             found.loss,
             math.exp(found.loss) if found.loss < 709 else math.inf,
-            found.bits_per_byte(text.bytes),
+            None if text.bytes is None else found.bits_per_byte(text.bytes),
             found.tokens,
             text.bytes,
             text.documents,
@@ -75,9 +75,11 @@ class Evaluation:
         table.add_row("model", title)
         table.add_row("loss", f"{self.loss:.6f} nats per token")
         table.add_row("perplexity", f"{self.perplexity:.6g}")
-        table.add_row("bits per byte", f"{self.bits_per_byte:.6f}")
+        if self.bits_per_byte is not None:
+            table.add_row("bits per byte", f"{self.bits_per_byte:.6f}")
         table.add_row("tokens", f"{self.tokens:,}")
-        table.add_row("bytes", f"{self.bytes:,}")
+        if self.bytes is not None:
+            table.add_row("bytes", f"{self.bytes:,}")
         table.add_row("documents", f"{self.documents:,}")
         table.add_row("context", f"windows of {self.sequence_length:,} tokens")
         return table
@@ -115,16 +117,7 @@ def open_text(
             "leave them out"
         )
     (text,) = found.sources
-    corpus = open_corpus(
-        text,
-        found.tokenizer,
-        found.end_of_text,
-        config.text_field,
-        config.cache_folder,
-        config.workers,
-        progress,
-        verify=verify,
-    )
+    corpus = open_corpus(text, data, found, progress, verify=verify)
     boundary = found.end_of_text if config.document_mask else None
     return InOrder([everything(corpus, range(corpus.document_count))], length, boundary)
 

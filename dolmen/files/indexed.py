@@ -61,7 +61,7 @@ class Indexed:
 
 def is_indexed(file: Path) -> bool:
     """Whether `file` is the .bin of a data set: its .idx lies beside it, and begins as one."""
-    if file.suffix != BIN or not file.with_suffix(IDX).is_file():
+    if file.suffix != BIN or not (file.is_file() and file.with_suffix(IDX).is_file()):
         return False
     with gate.opened(file.with_suffix(IDX)) as stream:
         return stream.read(len(MAGIC)) == MAGIC
@@ -158,7 +158,7 @@ def dtype_of(vocab_size: int) -> np.dtype:
 
 def save(
     file: Path,
-    blocks: Iterable[Shaped[np.ndarray, " tokens"]],
+    blocks: Iterable[np.ndarray],
     dtype: np.dtype,
     lengths: Shaped[np.ndarray, " sequences"],
     documents: Shaped[np.ndarray, " bounds"],

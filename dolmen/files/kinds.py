@@ -192,6 +192,26 @@ CORPUS = Kind(
     size=1024 * MIB,  # of a million files
     depth=8,
 )
+INDEXED = Kind(
+    Object(
+        required={
+            "format": Int(),
+            "files": List(TEXT_FILE),
+            "end_of_text": TOKEN,
+            "vocabulary": Int(0),
+            "tokens": Int(0),
+            "largest": Int(0),
+            "documents": Int(0),
+            "different": Int(0),
+            "unended": Int(0),
+            "content": Text(),
+            "sizes": Map(Int(0)),
+            "digests": Map(Text()),
+            "digest": Text(),
+        }
+    ),
+    depth=8,
+)
 HEARTBEAT = Kind(Object(optional={"step": Int(0), "tick": Int(0), "pid": Int(1)}), depth=8)
 STACKS_BYTES = 64 * MIB  # what faulthandler writes, as text
 WORKER_ERROR = Kind(Object(required={"message": Map()}), depth=8)

@@ -211,7 +211,7 @@ def _read_by(run: RunConfig, source: str | None) -> set[Path]:
     entries = sources.resolve_sources(run.data.path)
     if run.data.validation is not None:
         entries += sources.resolve_sources([run.data.validation], "--data.validation")
-    files = [file for entry in entries for file in entry.files]
+    files = [file for entry in entries for file in entry.paths]
     return {expand(name).resolve() for name in (*given, *files) if name is not None}
 
 

@@ -172,7 +172,8 @@ class Hooks:
         loss, tokens = found.loss, found.tokens
         self.since += time.monotonic() - began  # not the training's time
         held = self.loader.validation_tokens
-        bits = found.bits_per_byte(self.loader.validation_bytes) if tokens == held else None
+        size = self.loader.validation_bytes
+        bits = found.bits_per_byte(size) if tokens == held and size is not None else None
         self.validation = Validation(state.step, loss, tokens, held, bits)
         for writer in self.writers:
             writer.write(

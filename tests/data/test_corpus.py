@@ -12,9 +12,9 @@ import datasets
 import numpy as np
 import pytest
 
+from dolmen.data import cached, scratch
 from dolmen.data import corpus as corpora
-from dolmen.data import scratch
-from dolmen.data.corpus import open_corpus
+from dolmen.data.corpus import open_text
 from dolmen.data.sources import resolve_sources
 from dolmen.data.stream import TokenStream
 from dolmen.data.tokenizer import load_tokenizer, train_bpe
@@ -29,7 +29,7 @@ def built(tmp_path, tokenizer, monkeypatch):
 
     def open_(path, end_of_text=0, field="text", cache="cache", tokens=tokenizer):
         (source,) = resolve_sources([str(path)])
-        return open_corpus(source, tokens, end_of_text, field, tmp_path / cache, 2, progress=False)
+        return open_text(source, tokens, end_of_text, field, tmp_path / cache, 2, progress=False)
 
     return open_, builds
 
@@ -40,8 +40,8 @@ def test_tokens_and_end_of_text(documents, built, tokenizer):
     texts = [file.read_text() for file in sorted(documents.iterdir())]
     assert corpus.document_count == 40 and corpus.byte_count == sum(map(len, texts))
     assert (
-        corpus.token_count == len(corpus.tokens) == corpus.offsets[-1]
-        and corpus.tokens.dtype == np.uint16
+        corpus.token_count == len(corpus.memory[0]) == corpus.offsets[-1]
+        and corpus.memory[0].dtype == np.uint16
     )
     for index, text in enumerate(texts):
         assert corpus.doc(index)[-1] == 0 and 0 not in corpus.doc(index)[:-1]
@@ -103,10 +103,10 @@ def test_a_shard_of_the_hub_that_changed_is_noticed(built, tmp_path, monkeypatch
     assert len(builds) == 2
 
 
-@pytest.mark.parametrize("damage", [*corpora.FILES, "index.json"])
+@pytest.mark.parametrize("damage", [*corpora.FORM.files, "index.json"])
 def test_damaged_cache_is_built_again(documents, built, tmp_path, damage, capsys):
     open_, builds = built
-    tokens = np.array(open_(documents).tokens)
+    tokens = np.array(open_(documents).memory[0])
     (file,) = tmp_path.glob(f"cache/corpora/*/{damage}")
     whole = file.read_bytes()
     places = [0, len(whole) // 2, len(whole) - 2]
@@ -120,7 +120,7 @@ def test_damaged_cache_is_built_again(documents, built, tmp_path, damage, capsys
         file.unlink()
         if data is not None:
             file.write_bytes(data)
-        assert np.array_equal(open_(documents).tokens, tokens) and len(builds) == number + 2
+        assert np.array_equal(open_(documents).memory[0], tokens) and len(builds) == number + 2
     open_(documents)
     assert len(builds) == 6, "and then it is whole"
 
@@ -135,11 +135,11 @@ def test_damage_is_told(documents, built, tmp_path, tokenizer, capsys):
     (source,) = resolve_sources([str(documents)])
 
     def again(verify):
-        return open_corpus(source, tokenizer, 0, "text", tmp_path / "cache", 2, True, verify=verify)
+        return open_text(source, tokenizer, 0, "text", tmp_path / "cache", 2, True, verify=verify)
 
-    assert again(False).tokens.max() == 65535, "who does not start the run trusts who does"
+    assert again(False).memory[0].max() == 65535, "who does not start the run trusts who does"
     capsys.readouterr()
-    assert again(True).tokens.max() < 300
+    assert again(True).memory[0].max() < 300
     told = capsys.readouterr().err
     assert "the cached tokens are damaged and made anew" in told and "tokens.bin: its dig" in told
 
@@ -168,8 +168,8 @@ def test_an_index_that_says_other_numbers_is_not_believed(documents, built, tmp_
         open_(documents)
     index = {**index, "vocabulary": 200}
     index.pop("digest")
-    file.write_text(json.dumps({**index, "digest": corpora.digest_of(index)}))
-    assert open_(documents).tokens.max() < 300 and len(builds) == 6
+    file.write_text(json.dumps({**index, "digest": cached.digest_of(index)}))
+    assert open_(documents).memory[0].max() < 300 and len(builds) == 6
 
 
 def test_other_text_of_the_same_size_and_time_is_noticed(documents, built):
@@ -340,7 +340,7 @@ def test_one_at_a_time_is_inside(tmp_path):
 def test_stream_reads_like_one_array(documents, built):
     corpus = built[0](documents)
     odd, seven = (
-        TokenStream.of(corpus.tokens, corpus.offsets[:-1][mask], corpus.offsets[1:][mask])
+        corpus.stream(corpus.offsets[:-1][mask], corpus.offsets[1:][mask])
         for mask in (np.arange(40) % 3 > 0, np.arange(40) == 7)
     )
     plain = np.concatenate([corpus.doc(i) for i in range(40) if i % 3])

@@ -8,7 +8,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from dolmen.data import tokenizer as tokenizers
-from dolmen.data.corpus import open_corpus
+from dolmen.data.corpus import open_text
 from dolmen.data.documents import cut
 from dolmen.data.quickstart_corpus import standard_library_files
 from dolmen.data.sources import resolve_sources
@@ -140,7 +140,7 @@ def test_a_tokenizer_that_gives_no_tokens_is_refused(tmp_path, load, documents):
     blank = tokenizers.load_tokenizer(str(tmp_path / "t"))
     (source,) = resolve_sources([str(documents)])
     with pytest.raises(ValueError, match="no tokens for the text of all 40 documents"):
-        open_corpus(source, blank, 1, "text", tmp_path / "cache", progress=False)
+        open_text(source, blank, 1, "text", tmp_path / "cache", progress=False)
 
 
 def with_expression(folder, expression):

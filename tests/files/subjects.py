@@ -26,6 +26,7 @@ from dolmen.checkpoint.store import Checkpoints
 from dolmen.conversion import hf
 from dolmen.core.config import from_dict, to_dict
 from dolmen.core.mesh import SINGLE
+from dolmen.data import cached as keep
 from dolmen.data import corpus, readers
 from dolmen.families import Model, find
 from dolmen.families.model import schema
@@ -273,21 +274,21 @@ def same_texts(value: Any, undamaged: Any, file: Path) -> bool:
 
 def cached(name: str) -> Subject:
     def make(folder: Path) -> Path:
-        for i, part in enumerate(corpus.FILES):
+        for i, part in enumerate(corpus.FORM.files):
             (folder / part).write_bytes(bytes(range(40 + i)))
         index = {
             **{"format": 2, "files": [["a.txt", 4, 1, 2]], "hubs": [["h", 1, [["b", 3, 1, 2]]]]},
             **{"text_field": "text", "tokenizer": "t", "end_of_text": 1, "dtype": "<u2"},
             **{"tokens": 20, "documents": 1, "bytes": 40, "different": 1, "content": "c"},
             **{"vocabulary": 300, "largest": 255},
-            "sizes": {part: (folder / part).stat().st_size for part in corpus.FILES},
-            "digests": {part: corpus.file_digest(folder / part) for part in corpus.FILES},
+            "sizes": {part: (folder / part).stat().st_size for part in corpus.FORM.files},
+            "digests": {part: keep.file_digest(folder / part) for part in corpus.FORM.files},
         }
-        index["digest"] = corpus.digest_of(index)
+        index["digest"] = keep.digest_of(index)
         (folder / "index.json").write_text(json.dumps(index))
         return folder / name
 
-    return Subject(make, lambda file: corpus.examined(file.parent, {}, verify=True), equal)
+    return Subject(make, lambda file: keep.examined(file.parent, corpus.FORM, {}, True), equal)
 
 
 # A checkpoint: under a seal.

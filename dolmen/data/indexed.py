@@ -1,0 +1,145 @@
+"""Megatron's .bin and .idx as a corpus: tokens are read where they lie, and nothing of them is
+copied. What is held out is decided by hashes, as of text, so each token is read once for these,
+which are kept in the cache (cached.py):
+
+    documents.npy   per document: 4 bytes for each token, hash of its tokens, twice, no file
+
+The text of these tokens is not known, nor are its bytes.
+"""
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from dolmen.data.cached import Form, found_or_built, identity_of, write_index
+from dolmen.data.corpus import Corpus
+from dolmen.data.progress import bar
+from dolmen.data.tokenise import DOCUMENT, SEAM
+from dolmen.files import indexed
+from dolmen.files.kinds import INDEXED
+
+FORMAT = 1
+FORM = Form(INDEXED, ("documents.npy",))
+BLOCK = 1 << 20  # tokens that are hashed at once
+
+
+def open_indexed(
+    file: Path,
+    vocab_size: int,
+    end_of_text: int,
+    cache: Path,
+    progress: bool = True,
+    option: str = "--data.path",
+    verify: bool = True,
+) -> Corpus:
+    """The data set whose .bin is `file`, of tokens below `vocab_size`. ValueError for what cannot
+    be trained on.
+    """
+    found = check_indexed(file, option)
+    bounds = found.offsets[found.documents]
+    # a document without tokens is none
+    offsets = np.append(bounds[:-1][bounds[1:] > bounds[:-1]], bounds[-1:])
+    origin = {
+        "format": FORMAT,
+        "files": [identity_of(file), identity_of(file.with_suffix(indexed.IDX))],
+        "vocabulary": vocab_size,
+        "end_of_text": end_of_text,
+    }
+
+    def build(part: Path) -> None:
+        title = f"hashing the documents of {file}: {found.tokens.nbytes / 1e6:,.1f} MB"
+        with bar(title, found.tokens.nbytes, progress) as reach:
+            hashes, largest = hash_documents(file, found.tokens, offsets, vocab_size, option, reach)
+        table = np.zeros(len(hashes), DOCUMENT)
+        table["bytes"], table["file"] = 4 * np.diff(offsets), -1
+        table["hash"] = table["words"] = hashes
+        np.save(part / "documents.npy", table)
+        index = {
+            **origin,
+            "tokens": len(found.tokens),
+            "largest": largest,
+            "documents": len(hashes),
+            "different": len(np.unique(hashes)),
+            "unended": int(np.count_nonzero(found.tokens[offsets[1:] - 1] != end_of_text)),
+            "content": hashlib.blake2b(hashes.tobytes(), digest_size=8).hexdigest(),
+        }
+        write_index(part, FORM, index)
+
+    folder, index = found_or_built(cache, origin, FORM, build, verify, progress)
+    note = (
+        f"{index['unended']:,} of {index['documents']:,} documents of {file} do not end with the "
+        f"end-of-text token ({end_of_text})"
+    )
+    return Corpus(
+        str(file),
+        (),
+        [found.tokens],
+        [found.offsets],
+        offsets,
+        np.load(folder / "documents.npy", mmap_mode="r"),
+        np.zeros(0, SEAM),
+        None,
+        index["content"],
+        index["different"],
+        (note,) if index["unended"] else (),
+    )
+
+
+def check_indexed(file: Path, option: str) -> indexed.Indexed:
+    """The data set, without reading its tokens. ValueError where they are no tokens, or not of
+    text.
+    """
+    found = indexed.read(file)
+    if not len(found.tokens):
+        raise ValueError(f"{option} {file}: no tokens in {len(found.lengths):,} sequences")
+    if found.tokens.dtype.kind == "f":
+        raise ValueError(
+            f"{option} {file} holds {found.tokens.dtype.name}, and tokens are whole numbers"
+        )
+    if found.modes is not None and found.modes.any():
+        at = int(np.argmax(found.modes != 0))
+        raise ValueError(
+            f"{option} {file}: sequence {at} has mode {found.modes[at]}, so it is no text: dolmen "
+            "trains on sequences of mode 0"
+        )
+    return found
+
+
+def hash_documents(
+    file: Path,
+    tokens: np.ndarray,
+    offsets: np.ndarray,
+    vocab_size: int,
+    option: str,
+    reach: Callable[[int], None],
+) -> tuple[np.ndarray, int]:
+    """uint64 [documents]: the hash of each document's tokens, the same in any type of them; and the
+    largest token. `reach` is told how many bytes have been read. ValueError for a token that is
+    none of the vocabulary.
+    """
+    hashes, at, state, largest = np.empty(len(offsets) - 1, np.uint64), 0, xxhash.xxh3_64(), 0
+    for first in range(0, len(tokens), BLOCK):
+        block = tokens[first : first + BLOCK]
+        behind, most = first + len(block), int(block.max())
+        if most >= vocab_size or block.min() < 0:
+            wrong = first + int(np.argmax((block < 0) | (block >= vocab_size)))
+            raise ValueError(
+                f"{option} {file}: token {wrong:,} is {tokens[wrong]}, and the tokenizer has "
+                f"{vocab_size:,}: use the --data.tokenizer that it was made with"
+            )
+        largest = max(largest, most)
+        plain = memoryview(block.astype("<u4").tobytes())
+        # of a document that began in a block before, the rest
+        while at < len(hashes) and offsets[at] < behind:
+            begin, end = max(offsets[at], first) - first, min(offsets[at + 1], behind) - first
+            state.update(plain[4 * begin : 4 * end])
+            if offsets[at + 1] > behind:
+                break
+            hashes[at] = state.intdigest()
+            state.reset()
+            at += 1
+        reach(behind * tokens.itemsize)
+    return hashes, largest
