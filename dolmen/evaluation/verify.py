@@ -9,21 +9,18 @@ Each row's tolerance comes with its reason, in compare.py. No code of a model fo
 """
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from dolmen.conversion.hf_export import as_transformers, check_expressible
 from dolmen.conversion.source import Source
-from dolmen.conversion.weights import assemble
 from dolmen.core.mesh import SINGLE, Mesh
 from dolmen.core.torch_private import hub
 from dolmen.data.batch import Batch
+from dolmen.evaluation import theirs
 from dolmen.evaluation.compare import (
     LOSS,
     Reference,
@@ -35,7 +32,7 @@ from dolmen.evaluation.compare import (
     logits_row,
     relative_row,
 )
-from dolmen.families import Model, compared, weight_map
+from dolmen.families import Model, compared
 from dolmen.model import head
 from dolmen.model.decoder import Decoder
 from dolmen.model.tree import Tree
@@ -86,13 +83,13 @@ def verify(
             notes.append(
                 f"{read} tokens do not fill the sliding window of {window}: use a larger --length"
             )
-    with _precise():
-        theirs = None
+    with theirs.precise():
+        reference = None
         if mesh.first:
-            with _quiet(), as_transformers(against) as folder:
-                theirs = _ask_transformers(folder, against.model, tokens, mesh.device, gradients)
+            with theirs.quiet(), as_transformers(against) as folder:
+                reference = _ask_transformers(folder, against.model, tokens, mesh.device, gradients)
         model = engine.load_decoder(source, mesh, torch.float32)
-        rows = _compare(model, mesh, tokens, theirs, gradients)
+        rows = _compare(model, mesh, tokens, reference, gradients)
     size = f"{SEQUENCES} x {read} random tokens, fp32, tp {mesh.tp.size}"
     exported = "" if against.transformers else ", exported"
     return Report(
@@ -121,77 +118,23 @@ def _differences(source: Source, against: Source) -> list[str]:
 
 
 def _tokens(tree: Tree, length: int, device: torch.device, padding: int | None) -> _Tokens:
-    """Random tokens, all but `padding`: transformers gives that row of the embedding no gradient
-    (`padding_idx`), and we, who never pad, give it that of any token, so one such token would be a
-    difference of 1e-2 between two right programs.
-    """
+    """Random tokens; how many of them, and of a continuation, the model takes."""
     most = tree.max_position_embeddings
     if length < 1:
         raise ValueError(f"length is {length}: use --length 1 or more")
     shape = (SEQUENCES, max(2, min(length + 1, most)))
-    generator = torch.Generator().manual_seed(SEED)
-    vocabulary = tree.vocab_size
-    if padding is None or vocabulary == 1:  # of one token, nothing else could be drawn
-        windows = torch.randint(vocabulary, shape, generator=generator)
-    else:
-        windows = torch.randint(vocabulary - 1, shape, generator=generator)
-        windows += windows >= padding % vocabulary  # torch counts a negative one from the end
+    windows = theirs.draw(tree.vocab_size, shape, padding, SEED)
     new = max(1, min(NEW_TOKENS, most // 2))
     return _Tokens(windows.to(device), min(windows.shape[1] - 1, most - new + 1), new)
-
-
-@contextmanager
-def _precise() -> Iterator[None]:
-    """fp32 products in fp32: TF32 keeps 10 bits."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """No progress bars and advice of transformers around our table; errors are shown."""
-    from transformers import logging
-
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
 
 
 def _ask_transformers(
     folder: Path, stated: Model, tokens: _Tokens, device: torch.device, gradients: bool
 ) -> Reference:
-    """What it makes of a folder of the model `stated`. `eager` is the attention nearest to the
-    papers, but for Falcon, whose eager attention adds ALiBi twice, to scores and in the mask.
-    Labels are shifted by transformers itself.
-    """
-    # 2.4 s to import: not owed by `--help`
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    """Of a folder of the model `stated`. Labels are shifted by transformers itself."""
+    from transformers import GenerationConfig  # 2.4 s to import: not owed by `--help`
 
-    causal: Any = AutoModelForCausalLM  # its annotations allow neither .to(device) nor .generate
-    falcon = stated.model_type == "falcon"
-    model = (
-        causal.from_pretrained(
-            folder,
-            dtype=torch.float32,
-            attn_implementation="sdpa" if falcon else "eager",
-            trust_remote_code=False,
-            use_safetensors=True,
-            local_files_only=True,
-        )
-        .to(device)
-        .eval()
-    )
-    model.config.output_router_logits = False  # or the loss would hold the auxiliary one
+    model = theirs.load(folder, stated, torch.float32, device)
     with torch.set_grad_enabled(gradients):
         out = model(tokens.windows, labels=tokens.windows, use_cache=False)
     if gradients:
@@ -211,27 +154,16 @@ def _ask_transformers(
     return Reference(
         out.logits.detach()[:, :-1],
         out.loss.item(),
-        _by_our_names(stated, stored) if gradients else None,
+        theirs.by_our_names(stated, stored) if gradients else None,
         told.sequences[:, tokens.prompt :],
         torch.stack(told.logits, 1),
     )
 
 
-def _by_our_names(model: Model, stored: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors under transformers' names -> the same under ours, by the rules that import weights:
-    they are linear.
-    """
-    weights = weight_map(model)
-    named = {weights.canonical(name): tensor for name, tensor in stored.items()}
-    found = dict(assemble([weights.entries[name] for name in named], named.__getitem__))
-    assert found.keys() == {name for name, leaf in model.tree.leaves.items() if leaf.trained}
-    return found
-
-
 def _compare(
-    model: Decoder, mesh: Mesh, tokens: _Tokens, theirs: Reference | None, gradients: bool
+    model: Decoder, mesh: Mesh, tokens: _Tokens, reference: Reference | None, gradients: bool
 ) -> list[Row]:
-    """The rows, on the first rank; elsewhere (`theirs` is None) rows of zeros, from the same
+    """The rows, on the first rank; elsewhere (`reference` is None) rows of zeros, from the same
     collectives.
     """
     batch = Batch.of_windows(tokens.windows.cpu().numpy())
@@ -243,14 +175,14 @@ def _compare(
     with torch.set_grad_enabled(gradients):
         loss = model(inputs, head.loss_of(labels)) / batch.real_tokens
     rows = [
-        logits_row(logits, theirs),
-        relative_row("loss", loss.item(), theirs and theirs.loss, LOSS),
+        logits_row(logits, reference),
+        relative_row("loss", loss.item(), reference and reference.loss, LOSS),
     ]
     if gradients:
         loss.backward()
         data.sum_partial(model, model.partial(), mesh)
-        rows += gradient_rows(model, theirs and theirs.gradients)
+        rows += gradient_rows(model, reference and reference.gradients)
     if not logits.isfinite().all():
         return [*rows, Row("greedy tokens", math.nan, 0, "none: logits are not finite")]
     continued = engine.generate(model, tokens.prompts.tolist(), tokens.new)
-    return [*rows, greedy_row(continued, theirs, rows[0].tolerance)]
+    return [*rows, greedy_row(continued, reference, rows[0].tolerance)]

@@ -2,7 +2,10 @@
 takes 2.4 s.
 """
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -15,3 +18,33 @@ def as_stored(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tens
 
     # a PreTrainedModel, which our stubs do not name
     return revert_weight_conversion(model, dict(tensors))  # pyright: ignore[reportArgumentType]
+
+
+@contextmanager
+def seen_attention(
+    model: Any, name: str, see: Callable[[nn.Module, dict[str, Tensor]], None]
+) -> Iterator[None]:
+    """Within, `see(module, {query, key, value})` is told what each attention of a model is given,
+    [batch, heads, length, size], before its own eager function computes. No-op of a model whose
+    class does not let its attention be chosen. 5.23: the registries are public, which function is a
+    class's own (`eager_attention_forward` of its file) is not.
+    """
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, eager_mask
+
+    def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args, **options):
+        see(module, {"query": query, "key": key, "value": value})
+        eager = sys.modules[type(module).__module__].__dict__["eager_attention_forward"]
+        return eager(module, query, key, value, *args, **options)
+
+    before = model.config._attn_implementation
+    if "eager_attention_forward" not in sys.modules[type(model).__module__].__dict__:
+        yield
+        return
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, eager_mask)
+    model.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)

@@ -1,0 +1,85 @@
+"""What transformers makes of a model: its own program, loaded without any code of the folder, and
+its tensors under our names.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from dolmen.conversion.weights import assemble
+from dolmen.families import Model, weight_map
+
+
+def draw(
+    vocabulary: int, shape: tuple[int, int], padding: int | None, seed: int
+) -> Int64[Tensor, "sequences window"]:
+    """Random tokens, all but `padding`: transformers gives that row of the embedding no gradient
+    (`padding_idx`), and we, who never pad, give it that of any token, so one such token would be a
+    difference of 1e-2 between two right programs.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    if padding is None or vocabulary == 1:  # of one token, nothing else could be drawn
+        return torch.randint(vocabulary, shape, generator=generator)
+    windows = torch.randint(vocabulary - 1, shape, generator=generator)
+    return windows + (windows >= padding % vocabulary)  # torch counts a negative one from the end
+
+
+def load(folder: Path, stated: Model, dtype: torch.dtype, device: torch.device) -> Any:
+    """Its causal model in a folder of the model `stated`. `eager` is the attention nearest to the
+    papers, but for Falcon, whose eager attention adds ALiBi twice, to scores and in the mask.
+    """
+    from transformers import AutoModelForCausalLM  # 2.4 s to import: not owed by `--help`
+
+    causal: Any = AutoModelForCausalLM  # its annotations allow neither .to(device) nor .generate
+    falcon = stated.model_type == "falcon"
+    model = causal.from_pretrained(
+        folder,
+        dtype=dtype,
+        attn_implementation="sdpa" if falcon else "eager",
+        trust_remote_code=False,
+        use_safetensors=True,
+        local_files_only=True,
+    )
+    model.config.output_router_logits = False  # or the loss would hold the auxiliary one
+    return model.to(device).eval()
+
+
+@contextmanager
+def precise() -> Iterator[None]:
+    """fp32 products in fp32: TF32 keeps 10 bits."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No progress bars and advice of transformers around our table; errors are shown."""
+    from transformers import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def by_our_names(model: Model, stored: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors under transformers' names -> the same under ours, by the rules that import weights:
+    they are linear.
+    """
+    weights = weight_map(model)
+    named = {weights.canonical(name): tensor for name, tensor in stored.items()}
+    return dict(assemble([weights.entries[name] for name in named], named.__getitem__))
