@@ -30,6 +30,7 @@ FOLDERS = (
     "serving",
     "evaluation",
     "training",
+    "comparison",
     "planning",
     "recipes",
     "api",

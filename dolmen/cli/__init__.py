@@ -19,6 +19,7 @@ VERBS = {
     "train": "train a recipe or a YAML file",
     "export": "write a run or any model as a transformers directory",
     "verify": "compare a model with transformers: logits, loss, gradient norm, greedy tokens",
+    "diff": "name the first tensor in which two programs of a model part",
     "generate": "continue a prompt",
     "evaluate": "loss, perplexity and bits per byte over all of a text",
     "schedule": "draw and time a pipeline schedule",

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from dolmen.comparison.config import DiffConfig
 from dolmen.conversion.config import ExportConfig
 from dolmen.evaluation.config import EvaluateConfig, VerifyConfig
 from dolmen.serving.config import GenerateConfig
@@ -87,6 +88,20 @@ class VerifyOptions(VerifyConfig):
 
 
 @dataclass(frozen=True)
+class DiffOptions(DiffConfig):
+    """Find the first tensor in which two programs of one model part: dolmen under one layout and
+    under another, or beside transformers. Weights by name, then what forward computes, gradients
+    from the head down, and one update. Exit code 1 if they part.
+
+        dolmen diff MODEL transformers --a.layout.tp 2
+    """
+
+    first: tyro.conf.Positional[str]
+    second: tyro.conf.Positional[str]
+    worker: tyro.conf.Suppress[str | None] = None
+
+
+@dataclass(frozen=True)
 class GenerateOptions(GenerateConfig):
     """Continue a prompt, or several, with a transformers directory, or a run. Prints each prompt
     and its continuation; greedy unless --temperature.
@@ -151,6 +166,7 @@ VERBS = {
     "families": FamiliesOptions,
     "export": ExportOptions,
     "verify": VerifyOptions,
+    "diff": DiffOptions,
     "generate": GenerateOptions,
     "evaluate": EvaluateOptions,
     "schedule": ScheduleOptions,

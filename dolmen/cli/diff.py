@@ -1,0 +1,34 @@
+"""dolmen diff A B"""
+
+import json
+import sys
+from pathlib import Path
+
+from dolmen.cli.options import DiffOptions
+from dolmen.comparison.diff import diff, work
+from dolmen.core.errors import BadInput, Failed
+from dolmen.core.log import console
+from dolmen.launch import process
+
+
+def run(options: DiffOptions) -> int:
+    def worker() -> int:
+        work(options)
+        return 0
+
+    if options.worker is not None:
+        return process.guarded(worker)
+    try:
+        report = diff(options)
+    except Failed as error:
+        print(f"dolmen diff: {error}", file=sys.stderr)
+        return 1
+    screen = console(True)
+    screen.print(report.table())
+    screen.print(f"\n{report}", markup=False, highlight=False)
+    if options.json is not None:
+        try:
+            Path(options.json).write_text(json.dumps(report.as_dict(), indent=2) + "\n")
+        except OSError as error:
+            raise BadInput(f"--json {options.json}: {error.strerror}") from None
+    return 0 if report.ok else 1

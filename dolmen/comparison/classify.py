@@ -1,0 +1,321 @@
+"""What a difference looks like: of two tensors that part, the one change that makes B's of A's.
+
+Each kind is tried in turn, and the first that explains the difference is told: it leaves at most a
+hundredth of it. Sums over ranks come first, since they say where to look; then exchanges of whole
+tensors, of halves, heads and rows; then what was added or multiplied. What nothing explains is
+another function of inputs that agree, which the name of the tensor says.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from dolmen.comparison import taps
+from dolmen.comparison.compare import UNITS, Row, Side, as_rows, scores_of
+from dolmen.comparison.recording import Piece, Recorded
+
+LEFT = 1e-2  # of a difference, where a kind explains it
+ROUNDED = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What a difference looks like."""
+
+    kind: str
+    """One of a few words."""
+    text: str
+    """The same as a sentence, with its numbers."""
+    axis: str | None = None
+    """Of the mesh, where it has to do with one."""
+
+
+def classify(a: Side, b: Side, row: Row) -> Fault:
+    """Of the first tensor that parts."""
+    if row.stage == "numbers":
+        return Fault("other values", f"{row.name}: {row.note}")
+    if row.name.endswith(".attn.scores") and row.stage == "forward":
+        return _of_scores(a, b, row)
+    x, y = (side.recording.tensors.get((row.stage, row.name)) for side in (a, b))
+    if x is None or y is None:
+        return Fault("only on one side", f"side {'A' if y is None else 'B'} alone has it")
+    if x.shape != y.shape:
+        return Fault("another shape", f"{list(x.shape)} in A, {list(y.shape)} in B")
+    tried = chain(_over_ranks(a, x, y), _of_tensors(a, b, row, x.whole(), y.whole()))
+    return next(tried, Fault("other values", "another function of inputs that agree"))
+
+
+def _explains(made: Tensor, a: Tensor, b: Tensor) -> bool:
+    """Whether `made` is b, but for a hundredth of what a differs from it."""
+    if made.shape != b.shape:
+        return False
+    left, apart = (made.double() - b.double()).norm(), (a.double() - b.double()).norm()
+    rounding = 1e-5 * b.double().norm()
+    return bool(left <= torch.maximum(LEFT * apart, torch.minimum(rounding, 0.3 * apart)))
+
+
+def _over_ranks(side: Side, x: Recorded, y: Recorded) -> Iterator[Fault]:
+    """What ranks of A hold, against B put together: sums that were not made, or made twice, and
+    parts of another rank.
+    """
+    held = _by_rank(x)
+    if x.partial or len(held) < 2:
+        return
+    whole = y.whole()
+    for axis in ("tp", "cp", "dp", "ep", "fsdp"):
+        for group in side.recording.topology.groups(axis):
+            pieces = [held[rank] for rank in group if rank in held]
+            if len(group) > 1 and len(pieces) == len(group):
+                yield from _in_group(axis, pieces, [whole[p.index] for p in pieces])
+
+
+def _in_group(axis: str, pieces: list[Piece], right: list[Tensor]) -> Iterator[Fault]:
+    """Of the ranks of one line along an axis: what each holds, and should hold."""
+    n, first = len(pieces), pieces[0]
+    if all(_same_region(first, piece) for piece in pieces):
+        total = torch.stack([p.values.double() for p in pieces]).sum(0)
+        if _explains(total, first.values, right[0]):
+            text = f"what the ranks of {axis} hold adds up to what is right: it was not summed"
+            yield Fault("a missing sum", text, axis)
+    else:
+        for piece, mine in zip(pieces, right, strict=True):
+            for other, theirs in zip(pieces, right, strict=True):
+                if piece is not other and _explains(piece.values, mine, theirs):
+                    text = f"rank {piece.rank} holds the part of rank {other.rank}, along {axis}"
+                    yield Fault("another rank's part", text, axis)
+    for piece, mine in zip(pieces, right, strict=True):
+        for factor, kind, many in (
+            (n, "a missing sum", f"1/{n} of"),
+            (1 / n, "a doubled sum", f"{n} times"),
+        ):
+            if _explains(piece.values * factor, piece.values, mine):
+                yield Fault(kind, f"rank {piece.rank} of {axis} holds {many} what is right", axis)
+
+
+def _by_rank(recorded: Recorded) -> dict[int, Piece]:
+    """What each rank holds, its microbatches together."""
+    found: dict[int, Piece] = {}
+    for piece in recorded.pieces:
+        before = found.get(piece.rank)
+        if before is None:
+            found[piece.rank] = piece
+        elif before.rows is not None and piece.rows is not None and before.where == piece.where:
+            rows = torch.cat((before.rows, piece.rows))
+            values = torch.cat((before.values, piece.values))
+            found[piece.rank] = replace(before, rows=rows, values=values)
+    return found
+
+
+def _same_region(one: Piece, other: Piece) -> bool:
+    if one.rows is None or other.rows is None:
+        return one.where == other.where
+    return one.where == other.where and torch.equal(one.rows, other.rows)
+
+
+def _of_tensors(a: Side, b: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
+    """One change of x that makes it y."""
+    if not x.isfinite().all():
+        yield Fault("not finite", f"{int((~x.isfinite()).sum())} elements of A are no numbers")
+        return
+    x, y = x.double(), y.double()
+    if not x.any() and y.any():
+        yield Fault("missing", "A has zeros")
+    yield from _exchanged(a, b, row, x, y)
+    yield from _moved(a, row, x, y)
+    yield from _added(a, b, row, x, y)
+    yield from _scaled(x, y, row)
+    yield from _somewhere(a, row, x, y)
+    for dtype, name in ROUNDED.items():
+        if (x - y).abs().max() <= UNITS[dtype] * y.abs().max() and torch.equal(
+            x, x.to(dtype).double()
+        ):
+            yield Fault("rounding", f"A holds {name} numbers")
+
+
+def _exchanged(a: Side, b: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
+    """Another tensor of the same stage and layer."""
+    layer = taps.layer_of(row.name)
+    for name in b.recording.names(row.stage):
+        if name == row.name or taps.layer_of(name) != layer:
+            continue
+        other, mine = (side.recording.whole(row.stage, name) for side in (b, a))
+        if other is None or other.shape != x.shape or mine is None:
+            continue
+        if _explains(other.double(), y, x):
+            both = _explains(mine.double(), x, y)
+            text = f"exchanged with {name}" if both else f"it is {name} of B"
+            yield Fault("swapped", text)
+
+
+def _moved(side: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
+    """The same numbers in other places."""
+    if x.ndim == 2 and x.shape[0] == x.shape[1] and _explains(x.t(), x, y):
+        yield Fault("transposed", "A's is B's with rows and columns exchanged")
+    layer = taps.layer_of(row.name)
+    activation = row.stage in ("forward", "backward")
+    dims = range(x.ndim)
+    for dim in dims:
+        if activation and dim == 0:
+            continue
+        n = x.shape[dim]
+        if n % 2 == 0 and _explains(_halves(x, dim), x, y):
+            yield Fault("swapped halves", f"the halves of dim {dim} are exchanged")
+        size = side.tree.blocks[layer].mixer.head_size if layer is not None else 0
+        if size and n % size == 0 and ".attn." in row.name:
+            yield from _heads(x, y, dim, size)
+    if activation:
+        yield from _shifted(x, y, side.length)
+        yield from _turned(side, row, x, y)
+
+
+def _halves(x: Tensor, dim: int) -> Tensor:
+    first, second = x.chunk(2, dim)
+    return torch.cat((second, first), dim)
+
+
+def _heads(x: Tensor, y: Tensor, dim: int, size: int) -> Iterator[Fault]:
+    """Heads in another order, or the pairs of each head."""
+    one, other = (t.movedim(dim, 0).reshape(-1, size, t.numel() // t.shape[dim]) for t in (x, y))
+    if len(one) > 1:
+        apart = torch.cdist(other.flatten(1)[None], one.flatten(1)[None])[0]
+        order = apart.argmin(1)
+        if len(order.unique()) == len(order) and _explains(one[order], one, other):
+            yield Fault("permuted heads", f"A's heads are B's {order.argsort().tolist()}")
+    half = size // 2
+    if size % 2 == 0 and half:
+        if _explains(torch.cat((one[:, half:], one[:, :half]), 1), one, other):
+            yield Fault("swapped halves", "the halves of each head are exchanged")
+        for told, made in (
+            ("neighbours, B's are halves", one.unflatten(1, (half, 2)).transpose(1, 2)),
+            ("halves, B's are neighbours", one.unflatten(1, (2, half)).transpose(1, 2)),
+        ):
+            if _explains(made.reshape(one.shape), one, other):
+                yield Fault("permuted pairs", f"A's pairs of rope are {told}")
+
+
+def _shifted(x: Tensor, y: Tensor, length: int) -> Iterator[Fault]:
+    """Tokens that are off by some positions in each sequence."""
+    one, other = (t.unflatten(0, (-1, length)) for t in (x, y))
+    for by in (1, -1, 2, -2):
+        kept, from_ = (
+            (slice(by, None), slice(None, -by))
+            if by > 0
+            else (
+                slice(None, by),
+                slice(-by, None),
+            )
+        )
+        if _explains(one[:, from_], one[:, kept], other[:, kept]):
+            yield Fault("shifted", f"A's tokens are {abs(by)} position{'s' * (abs(by) > 1)} off")
+
+
+def _turned(side: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
+    """Pairs of equal length that point elsewhere: what rope has turned by other angles."""
+    layer, word = taps.layer_of(row.name), taps.inside(row.name)
+    if layer is None or word not in ("attn.query", "attn.key"):
+        return
+    size = side.tree.blocks[layer].mixer.head_size
+    one, other = (t.unflatten(1, (-1, size)) for t in (x, y))
+    for halves in (True, False):
+        lengths = [
+            torch.hypot(*(t.chunk(2, -1) if halves else (t[..., ::2], t[..., 1::2])))
+            for t in (one, other)
+        ]
+        if (lengths[0] - lengths[1]).abs().max() > 1e-3 * lengths[1].abs().max():
+            continue
+        begins = (one - other).unflatten(0, (-1, side.length))[:, 0].abs().max()
+        if begins <= 1e-4 * other.abs().max():
+            yield Fault("other angles", "turned by other angles: the base or scaling of rope")
+        else:
+            yield Fault("other positions", "turned from the first token on: positions are off")
+
+
+def _added(a: Side, b: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
+    """Something more, or less."""
+    apart = x - y
+    if row.stage == "forward":
+        layer = taps.layer_of(row.name)
+        for name in b.recording.names("forward"):
+            near = taps.layer_of(name) in (layer, None if not layer else layer - 1)
+            if name == row.name or not near:
+                continue
+            other = b.recording.whole("forward", name)
+            if other is None or other.shape != x.shape:
+                continue
+            for sign, kind, text in (
+                (-1, "missing term", f"{name} is not added"),
+                (1, "added twice", f"{name} is added twice"),
+            ):
+                if _explains(y + sign * other.double(), y, x):
+                    yield Fault(kind, text)
+    if x.ndim == 2 and row.stage == "forward":
+        same = apart.mean(0, keepdim=True).expand_as(apart)
+        if _explains(same, torch.zeros_like(apart), apart):
+            yield Fault("an offset", "the same vector is added to every token: a bias")
+        alike = apart.unflatten(0, (-1, a.length)).mean(0, keepdim=True)
+        alike = alike.expand(len(apart) // a.length, -1, -1).reshape(apart.shape)
+        if _explains(alike, torch.zeros_like(apart), apart):
+            yield Fault("an offset by position", "what is added is the same in every sequence")
+    elif x.ndim:
+        same = apart.mean() * torch.ones_like(apart)
+        if _explains(same, torch.zeros_like(apart), apart):
+            yield Fault("an offset", f"{apart.mean().item():+.4g} everywhere")
+
+
+def _scaled(x: Tensor, y: Tensor, row: Row) -> Iterator[Fault]:
+    """A number times B, or one for each row or column."""
+    factor = (x * y).sum() / y.square().sum()
+    if _explains(factor * y, y, x):
+        yield Fault("a scale", f"A is {factor.item():.6g} times B")
+    if x.ndim != 2:
+        return
+    for dim, text in ((1, "each token, such as a norm's"), (0, "each column, as a weight does")):
+        by = (x * y).sum(dim, keepdim=True) / y.square().sum(dim, keepdim=True)
+        if _explains(by * y, y, x):
+            yield Fault(
+                "a scale by row" if dim else "a scale by column", f"another number for {text}"
+            )
+
+
+def _somewhere(side: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
+    """In some rows or columns alone."""
+    if x.ndim != 2:
+        return
+    one, other = as_rows(x), as_rows(y)
+    apart = (one - other).abs()
+    limit = 1e-2 * apart.max()
+    rows, columns = (apart.amax(1) > limit), (apart.amax(0) > limit)
+    activation = row.stage in ("forward", "backward")
+    if activation:
+        places = rows.view(-1, side.length).any(0).nonzero().flatten().tolist()
+        if 0 < places[0]:
+            yield Fault("from a position on", f"tokens differ from position {places[0]} on")
+        if places[-1] < side.length - 1:
+            yield Fault("some positions", f"tokens differ up to position {places[-1]} alone")
+    for told, which in (("rows", rows), ("columns", columns)):
+        number = int(which.sum())
+        if number <= len(which) // 2 and not (activation and told == "rows"):
+            first = int(which.nonzero()[0])
+            yield Fault("a part", f"{number} of {len(which)} {told} differ, from {first} on")
+
+
+def _of_scores(a: Side, b: Side, row: Row) -> Fault:
+    """Other pairs are seen, or they are weighed otherwise."""
+    x, y = scores_of(a, row.name), scores_of(b, row.name)
+    assert x is not None and y is not None
+    only_a, only_b = (x > 0) & (y == 0), (y > 0) & (x == 0)
+    if only_a.any() or only_b.any():
+        side, pairs = ("A", only_a) if only_a.any() else ("B", only_b)
+        _, _, query, key = pairs.nonzero()[0].tolist()
+        return Fault("another mask", f"{side} alone lets token {query} see token {key}")
+    seen = (x > 0) & (y > 0)
+    logs = [torch.where(seen, t.clamp(min=1e-30).log(), 0.0).double() for t in (x, y)]
+    counts = seen.sum(-1, keepdim=True)
+    one, other = (torch.where(seen, t - t.sum(-1, keepdim=True) / counts, 0.0) for t in logs)
+    factor = ((one * other).sum() / other.square().sum()).item()
+    if _explains(factor * other, other, one):
+        return Fault("a scale", f"A's scores are {factor:.6g} times B's")
+    return Fault("other values", "scores are made otherwise of the same queries and keys")

@@ -1,0 +1,358 @@
+"""Two recordings, tensor by tensor, in the order in which a step computes them: which is the first
+that parts?
+
+The difference of a tensor is that of its worst row (a token's vector, an output's weights): |a - b|
+of the row, of |b| of the row, or of a tenth of the usual row where that is more. One token that is
+wrong is seen so, and a row of almost nothing is not held to its own size.
+
+What is allowed grows with what came in:
+
+    allowed = min(MOST, max(OWN, GROWTH x the largest difference so far that was allowed))
+
+with OWN = 32 u, where u is the rounding unit of the coarser of the two dtypes. One operation of
+two right programs differs by 1 to 5 u, as they add in different orders, and passes on what it was
+given, usually not larger, in a softmax of large scores or behind a cancellation up to several
+times. A wrong epsilon of 1e-5 where 1e-6 is right changes a norm by 5e-6 = 80 u in float32: it is
+found in the norm, where all before it is at 5 u, and would not be in the logits, of which 1e-3 may
+be rounding. MOST = 1000 OWN, 2e-3 in float32: no number of right operations makes more.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dolmen.comparison import taps
+from dolmen.comparison.recording import Piece, Recorded, Recording, Stage
+from dolmen.model import components
+from dolmen.model.tree import Tree
+from dolmen.ops.attention import reference
+
+OWN, GROWTH, MOST = 32, 8.0, 1000
+HALF = 0.5  # nothing is allowed to differ by more, however coarse the dtype
+SMALL = 1e-3  # of the whole gradient's norm: what a tensor's is held to at least
+"""Gradients of key biases are zero, the rest is rounding."""
+HEALED = 1e-2  # of a difference inside a layer: what may be left of it behind the layer
+"""A tensor that one program keeps in another form (turned, in another order) differs by its own
+size, and nothing behind it does; of a difference that is a fault most comes through.
+"""
+UNITS = {
+    torch.float64: 2.0**-53,
+    torch.float32: 2.0**-24,
+    torch.float16: 2.0**-11,
+    torch.bfloat16: 2.0**-8,
+}
+
+
+@dataclass(frozen=True)
+class Side:
+    """A recording, and what is known of its model."""
+
+    recording: Recording
+    tree: Tree
+    length: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tensor. A difference that is not a number is not within any tolerance."""
+
+    stage: Stage
+    name: str
+    difference: float
+    allowed: float
+    ranks: tuple[tuple[str, int], ...] = ()
+    """(side, rank) of each that holds something that parts from B put together."""
+    note: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.difference <= self.allowed
+
+
+def rows(a: Side, b: Side) -> Iterator[Row]:
+    """All that both sides have, in the order of a step, and what only one has."""
+    yield from _weights(a, b)
+    forward = list(_forward(a, b))
+    yield from forward
+    before = max((row.difference for row in forward if row.ok), default=0.0)
+    yield from _numbers(a, b, "loss", before)
+    backward = list(_backward(a, b, before, {row.name for row in forward if row.note}))
+    yield from backward
+    before = max((row.difference for row in backward if row.ok), default=before)
+    yield from _numbers(a, b, "gradient norm", before)
+    yield from _update(a, b, before)
+
+
+def first(found: Sequence[Row]) -> Row | None:
+    """The first that parts."""
+    return next((row for row in found if not row.ok), None)
+
+
+def difference(a: Tensor, b: Tensor, least: float = 0.0) -> float:
+    """Of the worst row, relative; `least`: what a row is held to at least. NaN where either is
+    not finite.
+    """
+    a, b = as_rows(a), as_rows(b)
+    apart = torch.linalg.vector_norm(a - b, dim=1)
+    size = torch.linalg.vector_norm(b, dim=1)
+    usual = size.square().mean().sqrt()
+    scale = torch.maximum(size, (0.1 * usual).clamp(min=least))
+    if not (apart.isfinite().all() and scale.isfinite().all()):
+        return math.nan
+    worst = torch.where(apart > 0, apart / scale, torch.zeros_like(apart)).max().item()
+    return worst
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """x as a matrix in float64: of vectors one row, of stacked matrices the rows of all."""
+    x = x.double()
+    return x.reshape(1, -1) if x.ndim < 2 else x.reshape(-1, x.shape[-1])
+
+
+class _Allowed:
+    """What the next tensor may differ by."""
+
+    def __init__(self, a: Side, b: Side, before: float = 0.0):
+        unit = max(UNITS[side.recording.dtype] for side in (a, b))
+        self.own, self.most = min(HALF / 2, OWN * unit), min(HALF, OWN * unit * MOST)
+        self.before = before
+
+    def now(self, factor: float = 1.0) -> float:
+        return min(self.most, factor * max(self.own, GROWTH * self.before))
+
+    def passed(self, row: Row) -> Row:
+        if row.ok and not row.note:
+            self.before = max(self.before, row.difference)
+        return row
+
+
+def _held(
+    a: Recorded, b: Recorded, least: float = 0.0
+) -> tuple[float, dict[tuple[str, int], float]]:
+    """The largest difference of what any rank of either side holds from B put together, and that
+    of each rank.
+    """
+    whole = b.whole()
+    sides = {"A": a, "B": b}
+    found: dict[tuple[str, int], float] = {}
+    for side, recorded in sides.items():
+        pieces = recorded.pieces
+        if recorded.partial:
+            region = tuple(slice(0, n) for n in recorded.shape)
+            pieces = [Piece(pieces[0].rank, region, recorded.whole())]
+        for piece in pieces:
+            apart = difference(piece.values, whole[piece.index], least)
+            key = side, piece.rank
+            found[key] = worse(apart, found.get(key, 0.0))
+    return max(found.values(), key=_or_inf), found
+
+
+def worse(a: float, b: float) -> float:
+    """The larger; what is no number is largest."""
+    return max(a, b, key=_or_inf)
+
+
+def _or_inf(x: float) -> float:
+    return math.inf if math.isnan(x) else x
+
+
+def _row(
+    stage: Stage, name: str, a: Recorded, b: Recorded, allowed: float, least: float = 0.0
+) -> Row:
+    if a.shape != b.shape:
+        return Row(stage, name, math.inf, allowed, note=f"shapes {a.shape} and {b.shape}")
+    apart, by_rank = _held(a, b, least)
+    ranks = tuple(key for key, one in by_rank.items() if not one <= allowed)
+    return Row(stage, name, apart, allowed, ranks)
+
+
+def _weights(a: Side, b: Side) -> Iterator[Row]:
+    """Equal, or rounded to the coarser of the dtypes that they rest in."""
+    one, other = a.recording, b.recording
+    unit = 0.0 if one.rest == other.rest else 2 * max(UNITS[one.rest], UNITS[other.rest])
+    names = one.names("weights")
+    for name in [*names, *(n for n in other.names("weights") if n not in names)]:
+        x, y = one.tensors.get(("weights", name)), other.tensors.get(("weights", name))
+        if x is None or y is None:
+            yield Row(
+                "weights", name, math.inf, unit, note=f"only {'A' if y is None else 'B'} has it"
+            )
+        else:
+            yield _row("weights", name, x, y, unit)
+
+
+def ordered(a: Side, b: Side) -> list[str]:
+    """The tensors of forward that both have, as they are computed: those of A that a hook has seen
+    first, layer by layer.
+    """
+    one, other = a.recording.names("forward"), set(b.recording.names("forward"))
+    both = [name for name in one if name in other]
+    place = {name: i for i, name in enumerate(both)}
+    return sorted(both, key=lambda name: (taps.place(name), place[name]))
+
+
+def _forward(a: Side, b: Side) -> Iterator[Row]:
+    allowed, names = _Allowed(a, b), ordered(a, b)
+    found: list[Row] = []
+    for name in names:
+        factor = 1.0
+        if name.endswith(".attn.sums"):
+            factor = max(1.0, *(largest_score(side, name) for side in (a, b)))
+            scores = _scores(a, b, name, allowed.now(factor))
+            if scores is not None:
+                found.append(allowed.passed(scores))
+        x, y = (side.recording.tensors["forward", name] for side in (a, b))
+        row = _row("forward", name, x, y, allowed.now(factor))
+        found.append(allowed.passed(row))
+    yield from _healed(found)
+
+
+def _healed(found: list[Row]) -> list[Row]:
+    """The same, where a difference inside a layer of which nothing is left behind it is none."""
+    behind = {taps.layer_of(row.name): row for row in found if taps.inside(row.name) == ""}
+    out = []
+    for row in found:
+        end = behind.get(taps.layer_of(row.name))
+        heals = end is not None and end.ok and end.difference <= HEALED * _or_inf(row.difference)
+        if not row.ok and heals and end is not row:
+            note = "in another form: nothing behind it differs"
+            row = Row(row.stage, row.name, row.difference, math.inf, note=note)
+        out.append(row)
+    return out
+
+
+def _scores(a: Side, b: Side, sums: str, allowed: float) -> Row | None:
+    """Of the queries and keys of both, by the definition, each as its own model says."""
+    name = sums.replace("sums", "scores")
+    x, y = (scores_of(side, name) for side in (a, b))
+    if x is None or y is None or x.shape != y.shape:
+        return None
+    return Row("forward", name, difference(x, y), allowed)
+
+
+def largest_score(side: Side, sums: str) -> float:
+    """What no score of a layer is larger than, before softmax: scale |q| |k|. Where queries and
+    keys differ by e of their size, a score differs by 2 e of it, and so does a probability, however
+    small; 0 where they are not known.
+    """
+    number = taps.layer_of(sums)
+    assert number is not None
+    q, k = (_heads(side, number, word) for word in ("query", "key"))
+    if q is None or k is None:
+        return 0.0
+    scale = components.attends(side.tree)[number].scale
+    most = q.norm(dim=-1).max() * k.norm(dim=-1).max()
+    return most.item() * (q.shape[-1] ** -0.5 if scale is None else scale)
+
+
+def _heads(side: Side, number: int, word: str) -> Tensor | None:
+    """Queries or keys of a layer, [sequences, length, heads, size], in fp32."""
+    found = side.recording.whole("forward", f"layers.{number}.attn.{word}")
+    size = side.tree.blocks[number].mixer.head_size
+    return (
+        None if found is None else found.float().view(-1, side.length, found.shape[1] // size, size)
+    )
+
+
+def scores_of(side: Side, name: str) -> Tensor | None:
+    """softmax(scale q k^T + mask) [sequences, heads, queries, keys] of a layer; None where its
+    queries or keys are not known.
+    """
+    number = taps.layer_of(name)
+    assert number is not None
+    q, k = (_heads(side, number, word) for word in ("query", "key"))
+    if q is None or k is None:
+        return None
+    attend = components.attends(side.tree)[number]
+    sinks = side.recording.whole("weights", f"layers.{number}.attn.sinks.weight")
+    one = torch.eye(side.length, dtype=q.dtype)[:, None]
+    one = one.expand(len(q), side.length, k.shape[2], side.length)
+    attend = attend._replace(sinks=None if sinks is None else sinks.to(q.dtype))
+    return reference.definition(q, k, one, attend).transpose(1, 2)
+
+
+def _numbers(a: Side, b: Side, name: str, before: float) -> Iterator[Row]:
+    found = [side.recording.whole("numbers", name) for side in (a, b)]
+    if found[0] is not None and found[1] is not None:
+        one, other = (t.item() for t in found)
+        apart = abs(one - other) / abs(other) if other else math.nan
+        limit = _Allowed(a, b, before).now()
+        yield Row("numbers", name, apart, limit, note=f"{one:.7g} and {other:.7g}")
+
+
+def _backward(a: Side, b: Side, before: float, other_form: set[str]) -> Iterator[Row]:
+    """Gradients of parameters and of what forward has made, from the head down."""
+    one, other = a.recording.tensors, b.recording.tensors
+    made = [n for n in ordered(a, b) if ("backward", n) in one and ("backward", n) in other]
+    trained = [n for n in a.recording.names("gradients") if ("gradients", n) in other]
+    if not trained:
+        return
+    whole = _norm(b, "gradients")
+    place = {name: i for i, name in enumerate(ordered(a, b))}
+    keyed: list[tuple[tuple[int, int, int], Stage, str]] = [
+        ((taps.place(n), place[n], 1), "backward", n) for n in made if n not in other_form
+    ]
+    keyed += [((*_made_with(n, place), 0), "gradients", n) for n in trained]
+    allowed = _Allowed(a, b, before)
+    for _, stage, name in sorted(keyed, key=lambda one: one[0], reverse=True):
+        x, y = one[stage, name], other[stage, name]
+        least = _least(whole, y) if stage == "gradients" else 0.0
+        yield allowed.passed(_row(stage, name, x, y, allowed.now(), least))
+
+
+def _made_with(parameter: str, place: dict[str, int]) -> tuple[int, int]:
+    """Where the gradient of a parameter is known: with that of what it makes."""
+    tensor = taps.made_with(parameter)
+    if tensor in place:
+        return taps.place(tensor), place[tensor]
+    return taps.place(parameter), -1
+
+
+def _update(a: Side, b: Side, before: float) -> Iterator[Row]:
+    """Moments, which follow their gradient, and the change of each parameter, each element times
+    its gradient: of one that is rounding alone AdamW makes a step of full length.
+    """
+    one, other = a.recording.tensors, b.recording.tensors
+    limit = _Allowed(a, b, before).now()
+    moments: tuple[tuple[Stage, int], ...] = (("exp_avg", 1), ("exp_avg_sq", 2))
+    sizes = {stage: _norm(b, stage) for stage, _ in moments}
+    names = [n for n in a.recording.names("update") if ("update", n) in other]
+    for name in names:
+        for stage, power in moments:
+            x, y = one[stage, name], other[stage, name]
+            yield _row(stage, name, x, y, power * limit, _least(sizes[stage], y))
+    steps = {name: _weighted(b, name, other["update", name]) for name in names}
+    size = math.hypot(*(_size(step) for step in steps.values()))
+    stages: tuple[Stage, Stage] = ("weights", "update")
+    for name, y in steps.items():
+        x = _weighted(b, name, one["update", name])
+        weight, change = (_size(other[stage, name]) for stage in stages)
+        unit = max(UNITS[side.recording.rest] for side in (a, b))
+        rounded = 2 * unit * weight / change if change else 0.0  # a weight is, after its update
+        yield _row("update", name, x, y, limit + rounded, _least(size, y))
+
+
+def _norm(side: Side, stage: Stage) -> float:
+    """Of all tensors of a stage together."""
+    recording = side.recording
+    return math.hypot(*(_size(recording.tensors[stage, n]) for n in recording.names(stage)))
+
+
+def _size(recorded: Recorded) -> float:
+    return torch.linalg.vector_norm(recorded.whole().double()).item()
+
+
+def _least(whole: float, recorded: Recorded) -> float:
+    """What each row of a tensor is held to at least, where all of them have that norm."""
+    rows = math.prod(recorded.shape[:-1]) if len(recorded.shape) > 1 else 1
+    return SMALL * whole / math.sqrt(rows)
+
+
+def _weighted(b: Side, name: str, recorded: Recorded) -> Recorded:
+    """Times the gradient of B."""
+    gradient = b.recording.tensors["gradients", name].whole().double().abs()
+    pieces = [replace(p, values=p.values.double() * gradient[p.index]) for p in recorded.pieces]
+    return Recorded(recorded.shape, recorded.partial, pieces)

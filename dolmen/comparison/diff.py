@@ -1,0 +1,221 @@
+"""Which tensor is the first in which two programs of one model part?
+
+    A  dolmen, under any layout and dtype  \\   recordings    rows in the order    the first that
+    B  dolmen under another, or transformers /   of one step   of a step            parts, and how
+
+Each side runs by itself, one of a single process in this one, and leaves what its ranks have seen
+(recording.py); a side of several processes is started by the launcher, and leaves it in files. So
+no mistake of one can be that of the other.
+"""
+
+import math
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from dolmen.comparison import compare, ours, recording, theirs
+from dolmen.comparison.classify import classify
+from dolmen.comparison.compare import Side
+from dolmen.comparison.config import DiffConfig
+from dolmen.comparison.ours import Asked
+from dolmen.comparison.recording import Recording
+from dolmen.comparison.report import Parting, Report, operation
+from dolmen.conversion.hf_export import check_expressible
+from dolmen.conversion.source import Source, open_source, pinned
+from dolmen.core import device as devices
+from dolmen.core import mesh as meshes
+from dolmen.core.config import to_dict
+from dolmen.core.errors import BadInput, Failed, message
+from dolmen.core.mesh import SINGLE
+from dolmen.core.topology import Topology
+from dolmen.core.words import counted
+from dolmen.evaluation.theirs import draw, precise
+from dolmen.families import compared
+from dolmen.launch import launcher, process
+from dolmen.model.layout import Layout
+from dolmen.optim.precision import DTYPES, at_rest
+
+THEIRS, SEQUENCES, SEED, DEVICE = "transformers", 4, 0, "device"
+
+
+@dataclass(frozen=True)
+class Opened:
+    """One side, that can be run."""
+
+    name: str
+    """A or B."""
+    source: Source
+    theirs: bool
+    dtype: str
+    layout: Layout
+
+    @property
+    def title(self) -> str:
+        sizes = to_dict(self.layout)
+        axes = [f"{n} {sizes[n]}" for n in ("pp", "dp", "cp", "tp", "ep") if sizes[n] > 1]
+        where = " ".join([self.dtype, *axes])
+        program = "transformers" if self.theirs else "dolmen"
+        return f"{self.name}  {program} on {self.source.where}, {where}"
+
+    @property
+    def rest(self) -> torch.dtype:
+        """What its parameters rest in."""
+        return DTYPES[self.dtype] if self.theirs else at_rest(self.dtype)
+
+
+@dataclass(frozen=True)
+class Both:
+    """Two sides, and what they do."""
+
+    a: Opened
+    b: Opened
+    asked: Asked
+
+    @property
+    def length(self) -> int:
+        return self.asked.windows.shape[1] - 1
+
+
+def diff(config: DiffConfig) -> Report:
+    """Run both sides and compare. Raises BadInput for what cannot be run, before anything is
+    started, and Failed where a side of several processes fails.
+    """
+    if process.started() is not None:
+        raise BadInput("diff starts the processes of each side by itself: run it in one process")
+    both = opened(config)
+    config = replace(config, first=_pinned(config.first), second=_pinned(config.second))
+    sides = [
+        Side(_recorded(one, both, config), one.source.tree, both.length) for one in (both.a, both.b)
+    ]
+    return compared_sides(*sides, title=_title(both), notes=_notes(both))
+
+
+def compared_sides(a: Side, b: Side, title: str, notes: tuple[str, ...] = ()) -> Report:
+    """What two recordings say."""
+    rows = tuple(compare.rows(a, b))
+    first = compare.first(rows)
+    found = None if first is None else Parting(first, operation(first), classify(a, b, first))
+    return Report(title, rows, found, notes)
+
+
+def work(config: DiffConfig) -> None:
+    """Of a process that `diff` has started: record its side, with the others of it."""
+    assert config.worker is not None
+    name, _, folder = config.worker.partition("|")
+    both = opened(config)
+    side = both.a if name == both.a.name else both.b
+    started = process.started()
+    device = devices.choose_device(config.device, started, DEVICE)
+    with meshes.joined(started, device):
+        devices.refuse_shared_gpus(device, DEVICE)
+        with precise():
+            mesh = side.layout.mesh(device)
+            made = ours.record(
+                side.source, both.asked, mesh, side.layout, side.rest, DTYPES[side.dtype]
+            )
+        recording.save(Path(folder), made, mesh.rank)
+
+
+def opened(config: DiffConfig) -> Both:
+    """Both sides, read and checked. Raises BadInput."""
+    try:
+        a, b = _side("A", config, config.first), _side("B", config, config.second)
+        layouts = [side.layout for side in (a, b)]
+        sequences = _multiple(SEQUENCES, math.lcm(*((x.dp or 1) * x.pp for x in layouts)))
+        parts = math.lcm(*(2 * x.cp * x.tp if x.cp * x.tp > 1 else 1 for x in layouts))
+        most = min(side.source.tree.max_position_embeddings for side in (a, b))
+        length = _multiple(min(config.length, most), parts)
+        length = length if length <= most else most // parts * parts
+        for side in (a, b):
+            _ = side.source.specs
+            side.layout.check(side.source.tree, length, sequences, 1)
+            if side.theirs:
+                check_expressible(side.source.model, side.source.tree)
+            elif config.worker is None:
+                devices.require_gpus(config.device, side.layout.world, DEVICE)
+    except (ValueError, KeyError, OSError) as error:
+        raise BadInput(message(error)) from None
+    padding = [side.source.model.config.get("pad_token_id") for side in (a, b)]
+    known = next((one for one in padding if one is not None), None)
+    size = min(side.source.tree.vocab_size for side in (a, b))
+    windows = draw(size, (sequences, length + 1), known, SEED)
+    return Both(a, b, Asked(windows.numpy(), config.optimizer, config.until))
+
+
+def _side(name: str, config: DiffConfig, spelled: str) -> Opened:
+    """Raises ValueError, KeyError or OSError."""
+    said = config.a if name == "A" else config.b
+    program, colon, folder = spelled.partition(":")
+    theirs = program == THEIRS and (bool(colon) or not Path(spelled).exists())
+    if theirs and not folder:
+        other = config.second if name == "A" else config.first
+        folder = other.removeprefix(f"{THEIRS}:")
+        if folder == THEIRS:
+            raise ValueError("transformers is beside transformers: name a model, transformers:DIR")
+    if theirs and said.layout != Layout():
+        raise ValueError(
+            f"--{name.lower()}.layout: side {name} is transformers, which is one process here: "
+            "leave it out"
+        )
+    source = open_source(folder if theirs else spelled)
+    return Opened(name, source, theirs, said.dtype, said.layout.resolve(None))
+
+
+def _multiple(least: int, of: int) -> int:
+    return -(-least // of) * of
+
+
+def _pinned(spelled: str) -> str:
+    """What a run is read from may not change from one process to the next."""
+    program, colon, folder = spelled.partition(":")
+    if program == THEIRS:
+        return f"{program}{colon}{pinned(folder)}" if folder else spelled
+    return pinned(spelled)
+
+
+def _recorded(side: Opened, both: Both, config: DiffConfig) -> Recording:
+    """What it leaves; a side of one process runs in this one."""
+    layout, dtype = side.layout, DTYPES[side.dtype]
+    sizes = Topology(dp=layout.dp or 1, tp=layout.tp, pp=layout.pp, cp=layout.cp, ep=layout.ep)
+    if sizes.size > 1:
+        return Recording(side.title, sizes, dtype, side.rest, _started(side, sizes.size, config))
+    device = devices.choose_device(config.device, None, DEVICE)
+    with precise():
+        if side.theirs:
+            made = theirs.record(side.source, both.asked, device, dtype)
+        else:
+            mesh = replace(SINGLE, device=device)
+            made = ours.record(side.source, both.asked, mesh, layout, side.rest, dtype)
+    return Recording(side.title, sizes, dtype, side.rest, made)
+
+
+def _started(side: Opened, processes: int, config: DiffConfig) -> recording.Tensors:
+    with tempfile.TemporaryDirectory(prefix="dolmen-diff-") as folder:
+        handed = to_dict(replace(config, worker=f"{side.name}|{folder}", json=None))
+        code = launcher.launch(processes, ["diff"], handed=handed)
+        if code == 2:
+            raise BadInput(f"side {side.name} was refused")
+        if code:
+            raise Failed(f"side {side.name} ended with exit code {code}")
+        return recording.load(Path(folder), processes)
+
+
+def _title(both: Both) -> str:
+    sequences, window = both.asked.windows.shape
+    tokens = f"{counted(sequences, 'sequence')} of {window - 1} random tokens"
+    return f"{both.a.title}\n{both.b.title}\n{tokens}"
+
+
+def _notes(both: Both) -> tuple[str, ...]:
+    """In what the two differ before anything is computed, and what is not seen."""
+    a, b = both.a.source, both.b.source
+    fields = [f"{name} is {x} in A, {y} in B" for name, x, y in compared(a.model, b.model)]
+    windows = {block.mixer.window for block in a.tree.blocks} - {None}
+    fields += [
+        f"{both.length} tokens do not fill the sliding window of {window}: use a larger --length"
+        for window in sorted(windows)
+        if both.length <= window < a.tree.max_position_embeddings
+    ]
+    return tuple(fields)

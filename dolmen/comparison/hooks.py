@@ -1,0 +1,222 @@
+"""What passes through the modules of a decoder on this rank, as hooks see it, with its gradients.
+
+Of each tensor a hook knows which rows and columns of the logical one it sees: rows follow from the
+microbatch, and from cp and sequence parallelism; columns of heads and of the feed-forward width
+from tp. What is called outside of the decoder's forward (a layer that backward computes again) is
+not seen twice.
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+
+from dolmen.comparison.recording import Recorder
+from dolmen.core.mesh import Mesh
+from dolmen.model import tree
+from dolmen.model.block import Block
+from dolmen.model.branch import Branch
+from dolmen.model.decoder import Decoder
+from dolmen.model.layers import Column, Norm
+from dolmen.model.moe import Router
+from dolmen.model.scores import Scores
+from dolmen.parallel import tensor
+from dolmen.parallel.vocabulary import vocabulary_range
+
+WITHIN = {"attn": "attn.sums", "mlp": "mlp.act", "mlp.shared": "mlp.shared.act"}
+"""Branch -> the name of what its inside makes."""
+
+
+class Hooks:
+    """On all modules of `model`, within. `rows(part)`: of the next forward of this rank's stage
+    `part`, the index in the whole batch, of so many `tokens`, of each token that this rank of cp
+    has.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        mesh: Mesh,
+        tokens: int,
+        rows: Callable[[int], Int64[Tensor, " here"]],
+        recorder: Recorder,
+        gradients: bool,
+    ):
+        self.model, self.mesh, self.tokens, self.rows_of = model, mesh, tokens, rows
+        self.recorder, self.gradients = recorder, gradients
+        self.rows: Tensor | None = None
+        """Of the forward that runs; None outside."""
+        self.stack = ExitStack()
+
+    def __enter__(self) -> None:
+        model = self.model
+        self._keep(model.register_forward_pre_hook(self._begin, with_kwargs=True))
+        self._keep(model.register_forward_hook(self._end))
+        for block in model.all_blocks():
+            self._block(block)
+        if model.final_norm is not None:
+            self._made(model.final_norm, partial(self._stream, "final_norm"))
+
+    def __exit__(self, *_: object) -> None:
+        self.stack.close()
+
+    def logits(self, logits: Float[Tensor, "sequences here rows"]) -> None:
+        """Of this rank's rows of the vocabulary: no module makes them."""
+        vocabulary = self.model.tree.vocab_size
+        first, size = vocabulary_range(vocabulary, self.mesh.tp)
+        self._see("logits", logits.flatten(0, 1), vocabulary, slice(first, first + size))
+
+    def _keep(self, handle: Any) -> None:
+        self.stack.callback(handle.remove)
+
+    def _begin(self, _: nn.Module, args: tuple, options: dict[str, Any]) -> None:
+        self.rows = self.rows_of(options.get("part", 0))
+
+    def _end(self, *_: object) -> None:
+        self.rows = None
+
+    def _block(self, block: Block) -> None:
+        layer = f"layers.{block.layer}"
+        heads = _Heads.of(self.model.tree.blocks[block.layer].mixer, self.mesh)
+        if block.layer == 0:
+            self._given(block, lambda x: self._stream("embed", x))
+        for name, module in block.named_modules():
+            path = f"{layer}.{name}"
+            match module:
+                case Norm():
+                    self._norm(module, path, heads)
+                case Branch():
+                    self._branch(module, path, WITHIN[name], layer, heads)
+                case Scores():
+                    self._scores(module, path.removesuffix(".scores"), heads)
+                case Router():
+                    self._router(module, path)
+        for module, name in ((block.attn, f"{layer}.attn"), (block.mlp, f"{layer}.mlp")):
+            self._made(module, partial(self._stream, name))
+        self._made(block, partial(self._stream, layer))
+
+    def _norm(self, module: Norm, path: str, heads: "_Heads") -> None:
+        """Of the residual stream, or of heads of queries or keys."""
+        if path.endswith(("q_norm", "k_norm")):
+            number = heads.queries if path.endswith("q_norm") else heads.keys
+            first = heads.first if path.endswith("q_norm") else heads.first_key
+            self._made(module, lambda x: self._of_heads(path, x, number, first))
+            return
+        if path.endswith(".mlp_norm"):
+            self._given(module, partial(self._stream, path.replace("mlp_norm", "middle")))
+        self._made(module, partial(self._stream, path))
+
+    def _branch(self, module: Branch, path: str, result: str, layer: str, heads: "_Heads") -> None:
+        columns = [name for name, one in module.named_children() if isinstance(one, Column)]
+
+        def products(made: tuple[Tensor, ...]) -> None:
+            for name, x in zip(columns, made, strict=True):
+                if name in ("k", "v"):
+                    size = heads.size
+                    self._of_heads(
+                        f"{path}.{name}", x.unflatten(-1, (-1, size)), heads.keys, heads.first_key
+                    )
+                else:
+                    self._equal_part(f"{path}.{name}", x)
+
+        self._made(module.products, products)
+        self._made(module.result, partial(self._equal_part, f"{layer}.{result}"))
+
+    def _scores(self, module: Scores, path: str, heads: "_Heads") -> None:
+        """Queries and keys without what ALiBi has made them longer by."""
+
+        def given(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+            q, k, v, *_ = args
+            kept = slice(None, heads.size)
+            self._of_heads(f"{path}.query", q, heads.queries, heads.first, kept)
+            self._of_heads(f"{path}.key", k, heads.keys, heads.first_key, kept)
+            self._of_heads(f"{path}.value", v, heads.keys, heads.first_key)
+
+        self._keep(module.register_forward_pre_hook(given))
+
+    def _router(self, module: Router, path: str) -> None:
+        """Its logits are the same on all ranks of tp, each of which sends back a part of their
+        gradient.
+        """
+
+        def made(_: nn.Module, args: tuple, out: tuple[Tensor, ...]) -> None:
+            logits = out[0]
+            self._see(path, logits, logits.shape[-1], slice(0, logits.shape[-1]), partial=True)
+
+        self._keep(module.register_forward_hook(made))
+
+    def _made(self, module: nn.Module, see: Callable[[Any], None]) -> None:
+        self._keep(module.register_forward_hook(lambda module, args, out: see(out)))
+
+    def _given(self, module: nn.Module, see: Callable[[Any], None]) -> None:
+        self._keep(module.register_forward_pre_hook(lambda module, args: see(args[0])))
+
+    def _stream(self, name: str, x: Float[Tensor, "here hidden"]) -> None:
+        """I@tp, or S(0)@tp."""
+        self._see(name, x, x.shape[-1], slice(0, x.shape[-1]))
+
+    def _equal_part(self, name: str, x: Float[Tensor, "tokens here"]) -> None:
+        """S(1)@tp."""
+        tp, width = self.mesh.tp, x.shape[-1]
+        self._see(name, x, width * tp.size, slice(tp.rank * width, (tp.rank + 1) * width))
+
+    def _of_heads(
+        self, name: str, x: Tensor, number: int, first: int, kept: slice = slice(None)
+    ) -> None:
+        """Heads `first` on, of `number`: x [..., heads here, size]. Where several ranks have a
+        head, each sends back a part of its gradient.
+        """
+        here, size = x.shape[-2], x[..., kept].shape[-1]
+        where = slice(first * size, (first + here) * size)
+        self._see(name, x, number * size, where, number % self.mesh.tp.size > 0, kept)
+
+    def _see(
+        self,
+        name: str,
+        x: Tensor,
+        width: int,
+        where: slice,
+        partial: bool = False,
+        kept: slice = slice(None),
+    ) -> None:
+        """x [tokens, columns] or [..., heads, size], which are the columns `where` of `width`."""
+        if self.rows is None:
+            return
+        rows, columns = self.rows, where.stop - where.start
+
+        def flat(x: Tensor) -> Tensor:
+            return x[..., kept].reshape(-1, columns)
+
+        if flat(x).shape[0] != len(rows):
+            rows = tensor.own_tokens(rows, self.model.tp)
+        shape, region = (self.tokens, width), (slice(0, self.tokens), where)
+        self.recorder.add("forward", name, shape, region, flat(x), rows)
+        if self.gradients and x.requires_grad:
+            x.register_hook(
+                lambda g: self.recorder.add("backward", name, shape, region, flat(g), rows, partial)
+            )
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """Of a mixer, on this rank of tp."""
+
+    queries: int
+    keys: int
+    size: int
+    first: int
+    first_key: int
+
+    @classmethod
+    def of(cls, mixer: tree.Attention | tree.LatentAttention, mesh: Mesh) -> "_Heads":
+        match mixer:
+            case tree.Attention():
+                keys = mixer.kv_heads
+            case tree.LatentAttention():
+                keys = mixer.heads
+        first = mesh.tp.rank * (mixer.heads // mesh.tp.size)
+        return cls(mixer.heads, keys, mixer.head_size, first, first * keys // mixer.heads)

@@ -1,0 +1,153 @@
+"""A side that dolmen computes: the model of a source, under any layout, through one step of
+training/step.py as a run makes it. Hooks see what passes; the text of the model knows nothing of
+them.
+
+Every rank calls `record` and gets what it has seen itself.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from dolmen.comparison.hooks import Hooks
+from dolmen.comparison.recording import Recorder, Stage, Tensors
+from dolmen.conversion.source import Source, load_weights
+from dolmen.core import state
+from dolmen.core.mesh import SINGLE, Mesh
+from dolmen.data.batch import Batch
+from dolmen.model import build, tree
+from dolmen.model.decoder import Decoder
+from dolmen.model.head import Logits
+from dolmen.model.layout import Layout
+from dolmen.model.training import RouterTraining, Training
+from dolmen.objectives.cross_entropy import CrossEntropy
+from dolmen.objectives.objective import Judged
+from dolmen.optim import optimizer
+from dolmen.optim.config import OptimizerConfig
+from dolmen.optim.optimizer import KINDS
+from dolmen.training.step import TrainState, optimizer_step
+
+NO_BALANCE = Training(router=RouterTraining(aux_loss_coef=0.0))
+"""Losses of routers are no part of what a model computes."""
+DEPTHS = ("weights", "forward", "backward", "update")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What both sides do."""
+
+    windows: Int64[np.ndarray, "sequences window"]
+    """Tokens, and one more of each sequence, which is the label of the last."""
+    optimizer: OptimizerConfig
+    until: str
+    """The last of DEPTHS that is compared."""
+
+    def reaches(self, depth: str) -> bool:
+        return DEPTHS.index(depth) <= DEPTHS.index(self.until)
+
+
+def record(
+    source: Source,
+    asked: Asked,
+    mesh: Mesh = SINGLE,
+    layout: Layout = Layout(),
+    rest: torch.dtype = torch.float32,
+    compute: torch.dtype | None = None,
+) -> Tensors:
+    """What this rank sees of the model of `source`, which rests in `rest` and computes in
+    `compute`. `layout` is resolved and has been checked. Raises as `load_weights`.
+    """
+    rows = len(asked.windows)
+    schedule = layout.make_schedule(rows, 1)
+    model = build.build(
+        source.tree, mesh, layout, schedule, training=NO_BALANCE, dtype=rest, compute=compute
+    )
+    build.load(model, lambda write: load_weights(source, write, only=model.held()))
+    recorder = Recorder(mesh.rank)
+    weights = {name: state.local_view(p) for name, p in model.named_parameters()}
+    _add(recorder, "weights", model, weights)
+    if asked.reaches("forward"):
+        _step(model, asked, mesh, layout, recorder)
+    return recorder.tensors
+
+
+def _step(model: Decoder, asked: Asked, mesh: Mesh, layout: Layout, recorder: Recorder) -> None:
+    """One update, and what is seen of it."""
+    rows, length = asked.windows.shape[0], asked.windows.shape[1] - 1
+    mine = rows // mesh.dp.size
+    schedule = layout.make_schedule(rows, 1)
+    # of each stage of this rank, the microbatches whose forward is yet to come
+    left = [
+        [a.micro for a in schedule.actions[mesh.pp.rank] if a.kind == "F" and a.chunk == chunk]
+        for chunk in range(schedule.chunks)
+    ]
+    index = model.split.cp.indices(length, torch.device("cpu"))
+    hooks = Hooks(
+        model,
+        mesh,
+        rows * length,
+        lambda part: (mesh.dp.rank * mine + left[part].pop(0)) * length + index,
+        recorder,
+        asked.reaches("backward"),
+    )
+    adamw = optimizer.adamw(model, asked.optimizer)
+    before = {n: state.local_view(p).clone() for n, p in model.named_parameters()}
+    gradients: dict[str, Tensor] = {}
+
+    def keep(*_: Any) -> None:
+        held = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        gradients.update({name: state.local_view(g).clone() for name, g in held.items()})
+
+    adamw.register_step_pre_hook(keep)
+    objective = _Seen(hooks.logits)
+    training = TrainState(
+        model, adamw, asked.optimizer, 1, layout.zero, schedule, objective=objective
+    )
+    batch = Batch.of_windows(asked.windows[mesh.dp.rank * mine : (mesh.dp.rank + 1) * mine])
+    if model.tree.streams > 1:
+        batch = batch.with_positions(model.tree.streams)
+    with hooks:
+        told = optimizer_step(training, batch, mesh)
+    recorder.add_number("loss", told.loss)
+    if asked.reaches("backward"):
+        recorder.add_number("gradient norm", told.grad_norm)
+        clip = asked.optimizer.clip  # the gradients that an update sees are clipped
+        factor = min(1.0, clip / (told.grad_norm + 1e-6)) if clip > 0 else 1.0
+        _add(recorder, "gradients", model, {n: g / factor for n, g in gradients.items()})
+    if asked.reaches("update"):
+        trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        for kind in KINDS["adamw"]:
+            moments = {n: state.local_view(adamw.state[p][kind]) for n, p in trained.items()}
+            _add(recorder, kind, model, moments)
+        moved = {n: state.local_view(p) - before[n] for n, p in trained.items()}
+        _add(recorder, "update", model, moved)
+
+
+def _add(recorder: Recorder, stage: Stage, model: Decoder, values: dict[str, Tensor]) -> None:
+    """What this rank holds of tensors that lie as the parameters of these names do."""
+    for name, p in model.named_parameters():
+        if name in values:
+            recorder.add(stage, name, tuple(p.shape), state.region(p), values[name])
+
+
+@dataclass(frozen=True, eq=False)
+class _Seen:
+    """Cross-entropy, which never has logits whole: they are computed once more to be seen."""
+
+    names: ClassVar[tuple[str, ...]] = ()
+    head: ClassVar[type] = tree.Head
+    see: Callable[[Tensor], None]
+    judged: CrossEntropy = CrossEntropy()
+
+    def count(self, batch: Batch) -> float:
+        return self.judged.count(batch)
+
+    def __call__(self, hidden: Float[Tensor, "_ hidden"], head: Logits, batch: Batch) -> Judged:
+        with torch.no_grad():
+            self.see(head.logits(hidden.detach()))
+        return self.judged(hidden, head, batch)

@@ -1,0 +1,186 @@
+"""What one side leaves to be compared: of each tensor the pieces that its ranks held, where each
+piece lies in the logical tensor, and in which order they were computed.
+
+    layers.0.attn.q [tokens, heads x head_size]   rank 0: all rows, columns  0:16
+                                                  rank 1: all rows, columns 16:32
+
+A tensor of activations has a row for each token of the whole batch, sequence after sequence; one of
+a parameter has its leaf's shape. Ranks may hold the same region, and then must hold the same
+values, unless the tensor is `partial`: it is their sum.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from dolmen.core.topology import Topology
+from dolmen.files import safetensors
+from dolmen.files.safetensors import Spec
+
+Stage = Literal[
+    "weights", "forward", "backward", "gradients", "exp_avg", "exp_avg_sq", "update", "numbers"
+]
+STAGES: tuple[Stage, ...] = get_args(Stage)
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """What one rank held of a tensor, in its computing dtype, on the CPU."""
+
+    rank: int
+    where: tuple[slice, ...]
+    """Its region of the logical tensor, one slice per dim."""
+    values: Tensor
+    rows: Tensor | None = None
+    """In place of the first slice: the index of each row."""
+
+    @property
+    def index(self) -> tuple[slice | Tensor, ...]:
+        """What takes the same region out of the logical tensor."""
+        return self.where if self.rows is None else (self.rows, *self.where[1:])
+
+
+@dataclass(eq=False)
+class Recorded:
+    """One logical tensor."""
+
+    shape: tuple[int, ...]
+    partial: bool = False
+    """It is the sum of the pieces of a region, and not each of them."""
+    pieces: list[Piece] = field(default_factory=list)
+
+    def whole(self, pieces: list[Piece] | None = None) -> Tensor:
+        """Put together; of pieces of one region those of the last rank, or the sum of a partial
+        one. NaN where no rank held anything.
+        """
+        pieces = self.pieces if pieces is None else pieces
+        dtype = pieces[0].values.dtype
+        if not self.partial:
+            out = torch.full(self.shape, torch.nan, dtype=dtype)
+            for piece in pieces:
+                out[piece.index] = piece.values
+            return out
+        out, held = torch.zeros(self.shape, dtype=dtype), torch.zeros(self.shape, dtype=torch.bool)
+        for piece in pieces:
+            out[piece.index] += piece.values
+            held[piece.index] = True
+        return out.masked_fill(~held, torch.nan)
+
+
+Tensors = dict[tuple[Stage, str], Recorded]
+
+
+@dataclass(eq=False)
+class Recording:
+    """One side, of all its ranks."""
+
+    title: str
+    topology: Topology
+    dtype: torch.dtype
+    """What it computes in."""
+    rest: torch.dtype
+    """What its parameters rest in."""
+    tensors: Tensors
+
+    def names(self, stage: Stage) -> list[str]:
+        """Of a stage, as they were recorded."""
+        return [name for at, name in self.tensors if at == stage]
+
+    def whole(self, stage: Stage, name: str) -> Tensor | None:
+        """A tensor put together; None where this side has none of that name."""
+        found = self.tensors.get((stage, name))
+        return None if found is None else found.whole()
+
+
+class Recorder:
+    """Of one rank."""
+
+    def __init__(self, rank: int = 0):
+        self.rank, self.tensors = rank, Tensors()
+
+    def add(
+        self,
+        stage: Stage,
+        name: str,
+        shape: tuple[int, ...],
+        where: tuple[slice, ...],
+        values: Tensor,
+        rows: Tensor | None = None,
+        partial: bool = False,
+    ) -> None:
+        """A piece, copied."""
+        kept = values.detach().to("cpu", copy=True).contiguous()
+        place = self.tensors.setdefault((stage, name), Recorded(shape, partial))
+        assert (place.shape, place.partial) == (shape, partial), (stage, name, shape, place)
+        place.pieces.append(Piece(self.rank, where, kept, rows))
+
+    def add_whole(self, stage: Stage, name: str, values: Tensor) -> None:
+        """A tensor that this rank holds all of."""
+        self.add(stage, name, tuple(values.shape), tuple(slice(0, n) for n in values.shape), values)
+
+    def add_number(self, name: str, value: float) -> None:
+        """One number of the world."""
+        self.add_whole("numbers", name, torch.tensor(value, dtype=torch.float64))
+
+
+def merged(ranks: list[Tensors]) -> Tensors:
+    """What several ranks have recorded, in the order in which they did: first the names of the
+    first rank, then those that only others have.
+    """
+    out = Tensors()
+    for tensors in ranks:
+        for key, found in tensors.items():
+            place = out.setdefault(key, Recorded(found.shape, found.partial))
+            assert (place.shape, place.partial) == (found.shape, found.partial), (key, found.shape)
+            place.pieces += found.pieces
+    return out
+
+
+# On disk a piece is a tensor whose name says all about it: rank|stage|name|partial|shape|where, and
+# its rows another, under the same name and `rows`.
+
+
+def save(folder: Path, tensors: Tensors, rank: int) -> None:
+    """Write what this rank has recorded into a folder of its own."""
+    stored = dict(_stored(tensors))
+    specs = {name: Spec(tuple(t.shape), t.dtype) for name, t in stored.items()}
+    mine = folder / f"rank-{rank:05d}"
+    mine.mkdir()
+    safetensors.write_tensors(mine, specs, stored.items())
+
+
+def load(folder: Path, ranks: int) -> Tensors:
+    """What so many ranks have saved. Raises ValueError where one has not."""
+    return merged([_read(folder / f"rank-{rank:05d}") for rank in range(ranks)])
+
+
+def _stored(tensors: Tensors) -> Iterator[tuple[str, Tensor]]:
+    for (stage, name), recorded in tensors.items():
+        for number, piece in enumerate(recorded.pieces):
+            shape = "x".join(map(str, recorded.shape))
+            where = ",".join(f"{one.start}:{one.stop}" for one in piece.where)
+            key = f"{stage}|{name}|{int(recorded.partial)}|{shape}|{where}|{piece.rank}|{number}"
+            yield f"{key}|values", piece.values
+            if piece.rows is not None:
+                yield f"{key}|rows", piece.rows
+
+
+def _read(folder: Path) -> Tensors:
+    out, stored = Tensors(), safetensors.index(folder)
+    for key, found in stored.items():
+        *words, kind = key.split("|")
+        if kind != "values":
+            continue
+        stage, name, partial, shape, where, rank, _ = words
+        (at,) = (known for known in STAGES if known == stage)
+        sizes = tuple(int(n) for n in shape.split("x") if n)
+        slices = tuple(slice(*map(int, one.split(":"))) for one in where.split(",") if one)
+        rows = stored.get("|".join((*words, "rows")))
+        place = out.setdefault((at, name), Recorded(sizes, partial == "1"))
+        kept = None if rows is None else rows.read()
+        place.pieces.append(Piece(int(rank), slices, found.read(), kept))
+    return out

@@ -1,0 +1,222 @@
+"""A side that transformers computes: its own program, on one process, under our names.
+
+The weight rules of a family say which of our parameters each of its modules holds; so what such a
+module is given and makes is known by the same rules, and no code here is of a family:
+
+    model.layers.0.self_attn.qkv_proj.weight   holds   layers.0.attn.q, .k, .v .weight
+    what that module makes                     holds   layers.0.attn.q, .k, .v
+    what the modules under model.layers.0.self_attn have in common makes    layers.0.attn
+
+Which columns of a fused product are which of ours, the rule says of the numbers of its columns, as
+if they were its bias. What no module makes (queries and keys as they attend) is seen where the
+model calls its attention.
+"""
+
+import os.path
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dolmen.comparison.ours import Asked
+from dolmen.comparison.recording import Recorder, Tensors
+from dolmen.conversion.hf_export import as_transformers
+from dolmen.conversion.source import Source
+from dolmen.conversion.weights import split_stored
+from dolmen.core.torch_private import hub
+from dolmen.evaluation import theirs
+from dolmen.families import Model, weight_map
+from dolmen.families.rules import Entry
+from dolmen.model.tree.leaf import Leaf
+
+ATTENTION = "dolmen_seen"
+
+
+def record(
+    source: Source, asked: Asked, device: torch.device, dtype: torch.dtype = torch.float32
+) -> Tensors:
+    """What transformers makes of `source`, which is exported for the while where it cannot load it;
+    its update is that of torch.optim.AdamW. Raises as `as_transformers`.
+    """
+    recorder, model = Recorder(), source.model
+    with theirs.quiet(), as_transformers(source) as folder:
+        network = theirs.load(folder, model, dtype, device)
+    named = dict(network.named_parameters())
+    known = weight_map(model)
+    # buffers too, such as the bias that balances a router; but no head that is the embedding
+    stored = hub.as_stored(network, network.state_dict())
+    stored = {name: t for name, t in stored.items() if known.canonical(name) in known.entries}
+    weights = theirs.by_our_names(model, stored)
+    for name, weight in weights.items():
+        recorder.add_whole("weights", name, weight)
+    if not asked.reaches("forward"):
+        return recorder.tensors
+    windows = torch.from_numpy(asked.windows).to(device)
+    gradients = asked.reaches("backward")
+    with torch.set_grad_enabled(gradients), _Seen(network, model, recorder, gradients):
+        logits = network(windows[:, :-1], use_cache=False).logits
+        recorder.add_whole("forward", "logits", logits.flatten(0, 1))
+        wide = torch.promote_types(dtype, torch.float32)
+        loss = F.cross_entropy(logits.flatten(0, 1).to(wide), windows[:, 1:].flatten())
+        recorder.add_number("loss", loss.item())
+        if gradients:
+            loss.backward()
+    if gradients:
+        stored = hub.as_stored(network, {n: p.grad for n, p in named.items()})
+        _updated(recorder, model, asked, weights, theirs.by_our_names(model, stored))
+    return recorder.tensors
+
+
+def _updated(
+    recorder: Recorder,
+    model: Model,
+    asked: Asked,
+    weights: dict[str, Tensor],
+    gradients: dict[str, Tensor],
+) -> None:
+    """Gradients, and one update by them, in fp32 or wider."""
+    for name, gradient in gradients.items():
+        recorder.add_whole("gradients", name, gradient)
+    leaves, config = model.tree.leaves, asked.optimizer
+    kept = {}
+    for name, gradient in gradients.items():
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        kept[name] = nn.Parameter(weights[name].detach().to(wide, copy=True))
+        kept[name].grad = gradient.to(wide, copy=True)
+    most = config.clip if config.clip > 0 else torch.inf
+    norm = nn.utils.clip_grad_norm_(kept.values(), most)
+    recorder.add_number("gradient norm", norm.item())
+    if not asked.reaches("update"):
+        return
+    groups = [
+        {
+            "params": [p for name, p in kept.items() if leaves[name].decays == decays],
+            "weight_decay": config.weight_decay if decays else 0.0,
+        }
+        for decays in (True, False)
+    ]
+    adamw = torch.optim.AdamW(
+        groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps
+    )
+    before = {name: p.detach().clone() for name, p in kept.items()}
+    adamw.step()
+    for name, p in kept.items():
+        for kind in ("exp_avg", "exp_avg_sq"):
+            recorder.add_whole(kind, name, adamw.state[p][kind])
+        recorder.add_whole("update", name, p.detach() - before[name])
+
+
+class _Seen:
+    """Hooks on a model of transformers, within."""
+
+    def __init__(self, network: Any, model: Model, recorder: Recorder, gradients: bool):
+        self.network, self.model = network, model
+        self.recorder, self.gradients = recorder, gradients
+        self.modules: dict[str, nn.Module] = dict(network.named_modules())
+        self.entries = [
+            entry
+            for entry in weight_map(model).entries.values()
+            if entry.piece is None and _module(entry) in self.modules
+        ]
+        self.stack = ExitStack()
+
+    def __enter__(self) -> None:
+        for entry in self.entries:
+            leaf = self.model.tree.leaves[entry.ours[0]]
+            ours = tuple(name.rpartition(".")[0] for name in entry.ours)
+            if entry.hf.endswith(".weight"):
+                self._owner(self.modules[_module(entry)], entry, ours, leaf)
+        layers: dict[nn.Module, int] = {}
+        for number in range(self.model.tree.layers):
+            layer = self._common(f"layers.{number}.")
+            for part in ("attn", "mlp"):
+                inner = self._common(f"layers.{number}.{part}.")
+                if inner is not None and inner is not layer:
+                    self._made(inner, f"layers.{number}.{part}")
+            if layer is not None:
+                layers |= dict.fromkeys(layer.modules(), number)
+                self._made(layer, f"layers.{number}")
+                if number == 0:
+                    self._given(layer, "embed")
+        see = hub.seen_attention(self.network, ATTENTION, partial(self._attends, layers))
+        self.stack.enter_context(see)
+
+    def __exit__(self, *_: object) -> None:
+        self.stack.close()
+
+    def _common(self, ours: str) -> nn.Module | None:
+        """The innermost module with all parameters of ours whose names begin so; None where it is
+        one parameter's own.
+        """
+        owners = {_module(entry) for entry in self.entries if entry.ours[0].startswith(ours)}
+        if len(owners) < 2:
+            return None
+        path = os.path.commonprefix([owner.split(".") for owner in owners])
+        return self.modules.get(".".join(path))
+
+    def _owner(self, module: nn.Module, entry: Entry, ours: Sequence[str], leaf: Leaf) -> None:
+        """What a module with a weight is given and makes."""
+        name = ours[0]
+        if leaf.role in ("norm", "router"):
+            self._made(module, name)
+            if name.endswith(".mlp_norm"):
+                self._given(module, name.replace("mlp_norm", "middle"))
+        elif name.endswith((".attn.o", ".mlp.down")):
+            self._given(module, name.replace("attn.o", "attn.sums").replace("mlp.down", "mlp.act"))
+        elif leaf.role == "matrix" and name.startswith("layers."):
+            out = sum(self.model.tree.leaves[f"{one}.weight"].shape[0] for one in ours)
+            columns = list(split_stored(entry.rule, torch.arange(out)))
+            for one, which in zip(ours, columns, strict=True):
+                self._made(module, one, which)
+
+    def _made(self, module: nn.Module, name: str, columns: Tensor | None = None) -> None:
+        def see(_: nn.Module, args: Any, out: Any) -> None:
+            self._see(name, _first(out), columns)
+
+        self.stack.callback(module.register_forward_hook(see).remove)
+
+    def _given(self, module: nn.Module, name: str) -> None:
+        def see(_: nn.Module, args: tuple, options: dict[str, Any]) -> None:
+            self._see(name, args[0] if args else options["hidden_states"])
+
+        self.stack.callback(module.register_forward_pre_hook(see, with_kwargs=True).remove)
+
+    def _attends(
+        self, layers: dict[nn.Module, int], module: nn.Module, found: dict[str, Tensor]
+    ) -> None:
+        """Queries, keys and values of a layer, each [batch, heads, length, size]."""
+        for word, x in found.items():
+            if module in layers:
+                self._see(f"layers.{layers[module]}.attn.{word}", x, heads_first=True)
+
+    def _see(
+        self, name: str, x: Any, columns: Tensor | None = None, heads_first: bool = False
+    ) -> None:
+        """x [batch, length, features], [batch, length, heads, size] or [tokens, features]."""
+        if not isinstance(x, Tensor):
+            return
+
+        def flat(x: Tensor) -> Tensor:
+            x = x.transpose(1, 2) if heads_first else x
+            x = x.reshape(-1, x.shape[-1]) if x.ndim < 4 else x.flatten(2).flatten(0, 1)
+            return x if columns is None else x[:, columns.to(x.device)]
+
+        if ("forward", name) in self.recorder.tensors:
+            return  # a module that is called twice is not what its first call was
+        self.recorder.add_whole("forward", name, flat(x))
+        if self.gradients and x.requires_grad:
+            x.register_hook(lambda g: self.recorder.add_whole("backward", name, flat(g)))
+
+
+def _module(entry: Entry) -> str:
+    """Of a stored tensor, the name of the module that owns it."""
+    return entry.hf.rpartition(".")[0]
+
+
+def _first(out: Any) -> Any:
+    """What a module makes: of several things the first."""
+    return out[0] if isinstance(out, tuple) else out
