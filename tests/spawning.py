@@ -19,6 +19,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ PRELOAD = [
     "torch.distributed.fsdp",
     "dolmen.training.run",
 ]
+ALONE = timedelta(minutes=2)  # a rank whose peer has failed waits so long in a collective
 TIME_LIMIT = 600  # seconds: a rank that waits for ever is a failure, with a name
 
 
@@ -85,7 +87,11 @@ def _worker(rank, world, path, fn, args, queue):
     warned()
     try:
         dist.init_process_group(
-            "gloo", store=dist.FileStore(path, world), rank=rank, world_size=world
+            "gloo",
+            store=dist.FileStore(path, world),
+            rank=rank,
+            world_size=world,
+            timeout=ALONE,
         )
         result = fn(*args)
         if rank == 0:
