@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from dolmen.core.words import divisor
-from dolmen.families.family import Field, expect, knob, names
+from dolmen.families.family import Field, activation, expect, knob, names
 from dolmen.files import kinds
 from dolmen.files.schema import Flag, Real
 from dolmen.model.tree import (
@@ -76,6 +76,16 @@ def head_size(config: dict[str, Any], fields: Sequence[Field], instead: str = ""
             f"divisor, such as {divisor(width, near=number)}{instead}"
         )
     return width // number
+
+
+def plain(config: dict[str, Any], fields: Sequence[Field], bias: bool = True) -> Mlp:
+    """A feed-forward layer without a gate; a width of None is 4 times that of the residual
+    stream.
+    """
+    own = names(fields)
+    inner = config[own["intermediate_size"]]
+    size = 4 * config[own["hidden_size"]] if inner is None else inner
+    return Mlp(size, False, activation(config, own["hidden_act"]), bias)
 
 
 def tree(

@@ -133,7 +133,6 @@ def _kv_heads(config: dict[str, Any]) -> int:
 def read(config: dict[str, Any]) -> Tree:
     heads, kv_heads = config["num_attention_heads"], _kv_heads(config)
     size, bias = common.head_size(config, FIELDS), bool(config["bias"])
-    inner = config["ffn_hidden_size"]
     if config["alibi"] and kv_heads != heads:
         raise ValueError(
             f"alibi is {config['alibi']} with {counted(kv_heads, 'key-value head')} of "
@@ -150,13 +149,9 @@ def read(config: dict[str, Any]) -> Tree:
         o_bias=bias,
         positions=Steps() if config["alibi"] else rope.read(config, size),
     )
-    mlp = Mlp(
-        4 * config["hidden_size"] if inner is None else inner,
-        gated=False,
-        activation=activation(config, "activation"),
-        bias=bias,
+    block = Block(
+        mixer, common.plain(config, FIELDS, bias), common.layer_norm(config), _arrangement(config)
     )
-    block = Block(mixer, mlp, common.layer_norm(config), _arrangement(config))
     return common.tree(config, FIELDS, [block] * config["num_hidden_layers"])
 
 

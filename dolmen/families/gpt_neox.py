@@ -64,14 +64,8 @@ def read(config: dict[str, Any]) -> Tree:
         o_bias=bias,
         positions=rope.read(config, size),
     )
-    mlp = Mlp(
-        config["intermediate_size"],
-        gated=False,
-        activation=activation(config, "hidden_act"),
-        bias=True,
-    )
     arrangement = Parallel(2) if config["use_parallel_residual"] else Pre()
-    block = Block(mixer, mlp, common.layer_norm(config, EPS), arrangement)
+    block = Block(mixer, common.plain(config, FIELDS), common.layer_norm(config, EPS), arrangement)
     return common.tree(config, FIELDS, [block] * config["num_hidden_layers"])
 
 

@@ -74,12 +74,7 @@ def read(config: dict[str, Any]) -> Tree:
         v_bias=bias,
         o_bias=bias,
     )
-    mlp = Mlp(
-        config["ffn_dim"],
-        gated=False,
-        activation=activation(config, "activation_function"),
-        bias=bias,
-    )
+    mlp = common.plain(config, FIELDS, bias)
     block = Block(mixer, mlp, Norm("layernorm", bias=True), Pre() if before else Post())
     width = config["word_embed_proj_dim"]
     embedding = Embedding(

@@ -5,6 +5,7 @@ spelling that the file has.
 import math
 
 import pytest
+from cases.gpt_neo import NEO_125M
 from cases.gpt_neox import PYTHIA_160M
 from published import (
     DEEPSEEK_V3,
@@ -112,6 +113,13 @@ def test_a_changed_part_of_heads_keeps_the_names_of_the_family():
     names = third.family.names
     assert names["rotary_pct"] == names["partial_rotary_factor"]
     assert names["rotary_emb_base"] == names["rope_theta"] == "rope_parameters.rope_theta"
+
+
+def test_kinds_of_layers_are_changed_in_both_forms():
+    each = ["global", *["local"] * 11]
+    other = changed(Model(NEO_125M), {"attention_layers": each})
+    assert other.config == NEO_125M | {"attention_layers": each, "attention_types": [[each, 1]]}
+    assert [b.mixer.window for b in other.tree.blocks] == [None, *[256] * 11]
 
 
 def test_every_part_of_a_head_comes_back():

@@ -93,6 +93,16 @@ from dolmen.model.tree import check_cuts
         ("bloom", "n_inner", 128),
         ("bloom", "n_head", 7),
         ("bloom", "seq_length", 0),
+        ("gpt_neo", "attention_types", [[["global", "local"], 11]]),
+        ("gpt_neo", "attention_types", [[["banded"], 24]]),
+        ("gpt_neo", "attention_layers", ["global"] * 23),
+        ("gpt_neo", "window_size", 0),
+        ("gpt_bigcode", "scale_attn_weights", False),
+        ("gpt_bigcode", "multi_query", None),
+        ("opt", "word_embed_proj_dim", 0),
+        ("opt", "scale_embeddings", True),
+        ("opt", "learned_embeddings", False),
+        ("opt", "activation_function", "relu2"),
         ("gpt_neox", "rotary_pct", 0.0),
         ("gpt_neox", "hidden_act", "relu2"),
         ("gpt_neox", "num_attention_heads", 65),
@@ -111,6 +121,12 @@ def test_a_yarn_that_cannot_be(field, value):
     yarn = {"rope_type": "yarn", "factor": 2.0, field: value}
     with pytest.raises(ValueError, match=field):
         Model({"model_type": "qwen2", "rope_parameters": yarn})
+
+
+def test_two_forms_of_the_kinds_of_layers_that_disagree():
+    content = {"attention_types": [[["global"], 24]], "attention_layers": ["local"] * 24}
+    with pytest.raises(ValueError, match="attention_layers is not what attention_types says"):
+        Model({"model_type": "gpt_neo", **content})
 
 
 def test_a_part_of_heads_that_is_no_pairs():
