@@ -19,7 +19,6 @@ from dolmen.families.family import (
     BESIDE,
     Family,
     Field,
-    activation,
     activation_name,
     expect,
     knob,
@@ -27,7 +26,7 @@ from dolmen.families.family import (
 from dolmen.families.rules import Rename, Rule, Split
 from dolmen.files import kinds
 from dolmen.files.schema import Flag, Int, optional
-from dolmen.model.tree import Attention, Block, Mlp, Parallel, Pre, Rope, Steps, Tree
+from dolmen.model.tree import Attention, Block, Parallel, Pre, Rope, Steps, Tree
 from dolmen.model.tree.block import Arrangement
 
 FIELDS = (

@@ -14,14 +14,13 @@ from dolmen.families.family import (
     BESIDE,
     Family,
     Field,
-    activation,
     activation_name,
     expect,
 )
 from dolmen.families.rules import Rename, Rule, Split
 from dolmen.files import kinds
 from dolmen.files.schema import Flag
-from dolmen.model.tree import Attention, Block, Mlp, Parallel, Pre, Rope, Tree
+from dolmen.model.tree import Attention, Block, Parallel, Pre, Rope, Tree
 
 EPS = common.eps("layer_norm_eps", 1e-5)
 FIELDS = (

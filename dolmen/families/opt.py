@@ -9,11 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 from dolmen.families import common
-from dolmen.families.family import ACTIVATION, BESIDE, Family, Field, activation, activation_name
+from dolmen.families.family import ACTIVATION, BESIDE, Family, Field, activation_name
 from dolmen.families.rules import Rename, Rule
 from dolmen.files import kinds
 from dolmen.files.schema import Flag, optional
-from dolmen.model.tree import Attention, Block, Embedding, Mlp, Norm, Post, Pre, Table, Tree
+from dolmen.model.tree import Attention, Block, Embedding, Norm, Post, Pre, Table, Tree
 
 OFFSET = 2  # rows of the table before that of position 0
 FIELDS = (

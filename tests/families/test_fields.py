@@ -8,6 +8,7 @@ from dolmen.files.schema import Int, described
 # which have no option of their own: spellings of rope in older files, and quirks of a file
 OLDER = {
     "_remove_final_layer_norm",
+    "attention_types",
     "rope_theta",
     "rope_scaling",
     "rope_local_base_freq",
