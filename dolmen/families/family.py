@@ -33,6 +33,8 @@ ACTIVATIONS: dict[str, Activation] = {
 
 ACTIVATION = Text(tuple(ACTIVATIONS))  # what a field that names one may hold
 
+RESERVED = "dolmen"  # field of what no config.json can say; not exported
+
 # Fields of any config.json whose other values change the function: only these are supported.
 ONLY: dict[str, tuple] = {
     "is_encoder_decoder": (False, None),
@@ -131,6 +133,10 @@ class Family:
     beyond: str | None = None
     """Field that says how many layers files hold behind the last which are no part of the decoder:
     they are left out, aloud.
+    """
+    taken: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
+    """Of a config.json, absent fields filled in: what it leaves open of its own field RESERVED, and
+    what it is taken for, which is said aloud.
     """
     prefix: str = ""
     """Leading part of the stored names that some files leave out."""

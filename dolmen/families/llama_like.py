@@ -24,7 +24,8 @@ from dolmen.files.schema import Flag, optional
 from dolmen.model.tree import Attention, Block, Experts, Mlp, Norm, Rope, Tree
 from dolmen.model.tree.attention import NormOf
 
-LAYER = "model.layers.{}."
+LAYER, OURS = "model.layers.{}.", "layers.{}."
+QKV = tuple(f"{OURS}attn.{part}" for part in "qkv")
 IGNORED = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq")
 NORMS = {"input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm"}
 MATRICES = {f"{name}_proj": name for name in ("gate", "up", "down")}  # of a feed-forward layer
@@ -159,10 +160,11 @@ def new(tree: Tree, fields: Sequence[Field] = FIELDS) -> dict[str, Any]:
     }
 
 
-def rules(tree: Tree, norms: Mapping[str, str] = NORMS) -> list[Rule]:
+def rules(tree: Tree, norms: Mapping[str, str] = NORMS, instead: Sequence[Rule] = ()) -> list[Rule]:
     """Weight names of Llama and those like it, whose blocks have these `norms`; q and k norms and
-    biases exist where the tree has them.
+    biases exist where the tree has them. What rules `instead` make has no other.
     """
+    otherwise = {name for rule in instead for name in rule.names}
     names = {
         **norms,
         "self_attn.q_proj": "attn.q",
@@ -173,9 +175,10 @@ def rules(tree: Tree, norms: Mapping[str, str] = NORMS) -> list[Rule]:
         "self_attn.k_norm": "attn.k_norm",
         **{f"mlp.{hf}": f"mlp.{ours}" for hf, ours in MATRICES.items()},
     }
-    return [
+    every = [
         Rename("model.embed_tokens", "embed"),
-        *(Rename(LAYER + hf, "layers.{}." + ours) for hf, ours in names.items()),
+        *(Rename(LAYER + hf, OURS + ours) for hf, ours in names.items()),
         Rename("model.norm", "final_norm"),
         Rename("lm_head", "head"),
     ]
+    return [*instead, *(rule for rule in every if rule.ours not in otherwise)]

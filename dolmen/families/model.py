@@ -187,10 +187,16 @@ def moved(model: Model, model_type: str) -> Model:
     return new(model.tree, model_type, {**carried, "dtype": model.dtype})
 
 
+def taken(model: Model) -> dict[str, Any]:
+    """What its config.json leaves open and what it is taken for, by names under RESERVED."""
+    family = model.family
+    return {} if family.taken is None else family.taken(with_defaults(family, model.config))
+
+
 def changed(model: Model, fields: Mapping[str, Any]) -> Model:
     """The same with other values of `fields`, named as the family does; `rope_parameters.factor` is
-    a field inside another one. Raises ValueError for what cannot be computed, and KeyError for a
-    name that the family has not.
+    a field inside another one. What the model was taken for it stays, and says from now on. Raises
+    ValueError for what cannot be computed, and KeyError for a name that the family has not.
     """
     known_fields = {field.name: field for field in model.family.fields}
     whole: dict[str, Any] = {}
@@ -202,6 +208,8 @@ def changed(model: Model, fields: Mapping[str, Any]) -> Model:
             value = {**before, inner: value}
         whole[field.name] = value
     config = deepcopy(model.config)
+    if whole and (open_before := taken(model)):
+        config[RESERVED] = {**(config.get(RESERVED) or {}), **open_before}
     for name, value in whole.items():
         config |= spelled(known_fields[name], config, deepcopy(value))
     return Model(config)

@@ -2,12 +2,13 @@
 It is kept for an export, and told by whoever reads a model.
 """
 
+import json
 import warnings
 from difflib import get_close_matches
 
 from dolmen.core.words import cut
-from dolmen.families.family import HARMLESS, ONLY, RESERVED
-from dolmen.families.model import Model
+from dolmen.families.family import HARMLESS, ONLY, RESERVED, knob
+from dolmen.families.model import Model, taken
 
 MOST = 8  # fields that are told by name
 # What a model had before it was a config.json, and a run says of training now -> the option.
@@ -42,13 +43,32 @@ def without_effect(model: Model) -> str | None:
     names = unknown_fields(model)
     if not names:
         return None
-    told = [_with_hint(model, name) for name in names[:MOST]]
+    shown = [_with_hint(model, name) for name in names[:MOST]]
     if len(names) > MOST:
-        told.append(f"and {len(names) - MOST:,} more")
+        shown.append(f"and {len(names) - MOST:,} more")
     return (
-        f"the model's config.json has {', '.join(told)}, of which {model.model_type} knows "
+        f"the model's config.json has {', '.join(shown)}, of which {model.model_type} knows "
         "nothing: kept for an export, without effect on the model"
     )
+
+
+def left_open(model: Model) -> str | None:
+    """What to warn of where no field of the model's config.json says what it is."""
+    found = taken(model)
+    if not found:
+        return None
+    told = ", ".join(f"{name} {value}" for name, value in found.items())
+    knobs = " and ".join(knob(name) for name in found)
+    return (
+        f"no field of the model's config.json says which {model.model_type} it is: taken for one "
+        f"with {told}; if it is another, set {knobs}, or write it under {RESERVED!r} in the "
+        f'config.json, {{"{RESERVED}": {json.dumps(found)}}}'
+    )
+
+
+def told(model: Model) -> list[str]:
+    """What to warn of where a model is read."""
+    return [line for line in (without_effect(model), left_open(model)) if line]
 
 
 def _with_hint(model: Model, name: str) -> str:
@@ -63,6 +83,6 @@ def _with_hint(model: Model, name: str) -> str:
 
 
 def warn(model: Model) -> None:
-    """Warn of `without_effect`, if there is anything; of the same, Python tells once."""
-    if line := without_effect(model):
+    """Warn of what is `told`; of the same, Python tells once."""
+    for line in told(model):
         warnings.warn(line, stacklevel=3)

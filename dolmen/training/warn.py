@@ -3,7 +3,7 @@
 from dolmen.core.words import counted
 from dolmen.data import tokenizer as tokenizers
 from dolmen.data.loader import Loader
-from dolmen.families.unknown import without_effect
+from dolmen.families.unknown import told
 from dolmen.training.config import RunConfig
 
 UNUSED_SHARE, UNUSED_ROWS = 0.1, 128  # more is no padding: published models pad to 128 at most
@@ -17,7 +17,7 @@ def warnings(run: RunConfig, loader: Loader, step: int, steps: int) -> list[str]
         never_at_full_rate(run, steps),
         little_held_out(run, loader),
         never_profiled(run, step, steps),
-        without_effect(run.known_model),
+        *told(run.known_model),
     ]
     if run.init is None and step == 0:  # a trained model keeps its size
         tokens = tokenizers.vocabulary_size(loader.tokenizer)

@@ -72,8 +72,9 @@ def test_edit(content):
         "tie_word_embeddings",
         "dtype",
         "torch_dtype",
-        length,
+        *{length, "model_max_length"} & names,
         "eos_token_id",
+        "dolmen",  # what it was taken for, from now on
     }
     assert edit(model) == model
 

@@ -1,0 +1,122 @@
+"""Baichuan and Baichuan 2 (2309.10305), 7B and 13B: Llama with q, k and v in one tensor. 7B turns
+by rope, 13B has ALiBi; the head of Baichuan 2 has rows of length 1.
+
+One `model_type` is four models, and no field of a config.json says which of them:
+
+    positions   13B calls its longest sequence model_max_length, and has no max_position_embeddings
+    head        Baichuan 2 has twice as many tokens, and a field that the first has not
+
+So it is taken by these, aloud, and better stated: `"dolmen": {"head": "normalised"}`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from dolmen.families import common, llama_like
+from dolmen.families.family import Family, Field, activation_name
+from dolmen.families.rules import Rule, Split
+from dolmen.files import kinds
+from dolmen.files.schema import Real, Text, optional
+from dolmen.model.tree import Alibi, Attention, Block, Rope, Tree
+
+HEADS, POSITIONS = ("linear", "normalised"), ("rope", "alibi")
+TOKENS = (64000, 125696)  # of Baichuan and of Baichuan 2
+WIDE = 5120  # of 13B
+LONGEST = ("max_position_embeddings", "model_max_length")
+
+
+def taken(config: Mapping[str, Any]) -> dict[str, str]:
+    """Head and positions, where they are not stated."""
+    second = 2 * config["vocab_size"] > sum(TOKENS) or config["z_loss_weight"] is not None
+    short, long = (config[name] is not None for name in LONGEST)
+    alibi = long and not short or config["hidden_size"] >= WIDE
+    found = {"head": HEADS[second], "positions": POSITIONS[alibi]}
+    return {name: value for name, value in found.items() if config[name] is None}
+
+
+def read(config: dict[str, Any]) -> Tree:
+    said = {**config, **taken(config)}
+    heads, size = config["num_attention_heads"], common.head_size(config, FIELDS)
+    positions = Alibi() if said["positions"] == "alibi" else Rope(size)
+    mixer = Attention(heads, heads, size, positions=positions)
+    block = Block(mixer, llama_like.dense_mlp(config), llama_like.rms_norm(config))
+    longest = next((config[name] for name in LONGEST if config[name] is not None), 4096)
+    tree = common.tree(
+        {**config, LONGEST[0]: longest}, FIELDS, [block] * config["num_hidden_layers"]
+    )
+    return replace(tree, head=replace(tree.head, normalised=said["head"] == "normalised"))
+
+
+def new(tree: Tree) -> dict[str, Any]:
+    mixer, mlp = common.attention(tree), common.mlp(tree)
+    return {
+        **common.new(tree, FIELDS),
+        "intermediate_size": mlp.size,
+        "num_attention_heads": mixer.heads,
+        "hidden_act": activation_name(mlp.activation),
+        "head": HEADS[tree.head.normalised],
+        "positions": POSITIONS[mixer.positions == Alibi()],
+    }
+
+
+def rules(tree: Tree) -> list[Rule]:
+    packed = Split(llama_like.LAYER + "self_attn.W_pack", llama_like.QKV, 1, (1, 1, 1))
+    return llama_like.rules(tree, instead=[packed])
+
+
+def _longest(config: Mapping[str, Any], value: int) -> dict[str, Any]:
+    """By the name that the config.json has for it: it tells 13B."""
+    return {next((name for name in LONGEST if config.get(name) is not None), LONGEST[0]): value}
+
+
+LIKE_LLAMA = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+FIELDS = (
+    common.vocab_size(TOKENS[0]),
+    *(field for field in llama_like.FIELDS if field.name in LIKE_LLAMA),
+    next(field for field in llama_like.FIELDS if field.name == "hidden_act"),
+    Field(
+        LONGEST[0],
+        optional(kinds.POSITIONS),
+        None,
+        "Longest sequence, tokens; ALiBi itself goes on.",
+        spell=_longest,
+    ),
+    Field(LONGEST[1], optional(kinds.POSITIONS), None, "The same, as 13B calls it."),
+    Field(
+        "z_loss_weight",
+        optional(Real(0, 0)),
+        None,
+        "Weight in the loss of the mean squared largest logit; dolmen trains without.",
+    ),
+    Field(
+        "head",
+        optional(Text(HEADS)),
+        None,
+        "normalised: each row of the head counts by its direction, at length 1 (Baichuan 2).",
+        ours=True,
+    ),
+    Field(
+        "positions",
+        optional(Text(POSITIONS)),
+        None,
+        "rope (7B), or alibi: scores fall with distance (13B).",
+        ours=True,
+    ),
+    *common.ends(common.eps(llama_like.EPS, 1e-6), tied=False),
+)
+
+FAMILY = Family(
+    model_type="baichuan",
+    architecture="BaichuanForCausalLM",
+    read=read,
+    new=new,
+    rules=rules,
+    fields=FIELDS,
+    taken=taken,
+    only={"rope_theta": (10000.0, None), "rope_scaling": (None,), "rope_parameters": (None,)},
+    beside=llama_like.BESIDE,
+    ignored=llama_like.IGNORED,
+    code=("configuration_baichuan", "modeling_baichuan", "tokenization_baichuan"),
+)
