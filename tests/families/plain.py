@@ -31,9 +31,13 @@ class Plain(nn.Module):
         return SimpleNamespace(logits=self.logits(tokens))
 
     @torch.no_grad()
-    def generate(self, prompts: Tensor, max_new_tokens: int, **options: Any) -> Tensor:
-        """The likeliest next token, again and again; `options` of transformers have no meaning."""
-        for _ in range(max_new_tokens):
+    def generate(
+        self, prompts: Tensor, max_new_tokens: int | None = None, **options: Any
+    ) -> Tensor:
+        """The likeliest next token, again and again, as often as is said here or in its
+        generation_config; `options` of transformers have no meaning.
+        """
+        for _ in range(max_new_tokens or self.generation_config.max_new_tokens):
             prompts = torch.cat((prompts, self.logits(prompts)[:, -1:].argmax(-1)), 1)
         return prompts
 

@@ -1,0 +1,49 @@
+"""A model whose config.json does not say which of several it is: what it is taken for is said, may
+be stated, and stays whatever else is changed.
+"""
+
+import warnings
+
+import pytest
+from cases.baichuan import BAICHUAN2_7B, BAICHUAN2_13B, BAICHUAN_7B, BAICHUAN_13B, SIZES
+
+from dolmen.families import Model, changed, edit
+from dolmen.families.unknown import warn
+from dolmen.model.tree import Alibi, Rope
+
+FOUR = [
+    (BAICHUAN_7B, "linear", Rope(128)),
+    (BAICHUAN_13B, "linear", Alibi()),
+    (BAICHUAN2_7B, "normalised", Rope(128)),
+    (BAICHUAN2_13B, "normalised", Alibi()),
+]
+
+
+def what(model):
+    """Its head and its positions."""
+    tree = model.tree
+    head = "normalised" if tree.head.normalised else "linear"
+    return head, tree.blocks[0].mixer.positions
+
+
+@pytest.mark.parametrize("content, head, positions", FOUR)
+def test_it_is_taken_for_what_its_makers_say_and_that_is_told(content, head, positions):
+    model = Model(content)
+    assert what(model) == (head, positions)
+    with pytest.warns(UserWarning, match=f"taken for one with head {head}.*--model.head"):
+        warn(model)
+    for other in (edit(model, vocab_size=77), edit(model, context=8192)):
+        assert what(other) == (head, positions)  # for which it would not be taken
+
+
+def test_what_is_stated_counts_and_nothing_is_told():
+    stated = Model({"model_type": "baichuan", **SIZES, "dolmen": {"head": "normalised"}})
+    assert what(stated) == ("normalised", Rope(4))
+    second = changed(stated, {"dolmen.positions": "alibi"})
+    assert what(second) == ("normalised", Alibi())
+    assert second.config["dolmen"] == {"head": "normalised", "positions": "alibi"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn(second)
+    with pytest.raises(ValueError, match="dolmen.head is 'normal': it must be"):
+        Model({"model_type": "baichuan", "dolmen": {"head": "normal"}})
