@@ -61,7 +61,7 @@ def new(tree: Tree) -> dict[str, Any]:
 
 
 def rules(tree: Tree) -> list[Rule]:
-    packed = Split(llama_like.LAYER + "self_attn.W_pack", llama_like.QKV, 1, (1, 1, 1))
+    packed = Split(llama_like.LAYER + "self_attn.W_pack", common.QKV, 1, (1, 1, 1))
     return llama_like.rules(tree, instead=[packed])
 
 

@@ -12,7 +12,7 @@ from dolmen.files.schema import Flag, Real, optional
 from dolmen.model.tree import Norm, Parallel, Tree
 
 EPS = "layer_norm_eps"
-FIELDS = llama_like.with_eps(common.eps(EPS, 1e-5))
+FIELDS = llama_like.fields_with(common.eps(EPS, 1e-5))
 
 
 def read(config: dict[str, Any]) -> Tree:

@@ -25,15 +25,15 @@ from dolmen.model.tree import Attention, Block, Experts, Mlp, Norm, Rope, Tree
 from dolmen.model.tree.attention import NormOf
 
 LAYER, OURS = "model.layers.{}.", "layers.{}."
-QKV = tuple(f"{OURS}attn.{part}" for part in "qkv")
 IGNORED = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq")
 NORMS = {"input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm"}
 MATRICES = {f"{name}_proj": name for name in ("gate", "up", "down")}  # of a feed-forward layer
 EPS = "rms_norm_eps"
+NORM_EPS, TURNED = common.eps(EPS, 1e-6), rope.fields()
 NO_BIAS = {"attention_bias": (False, None), "mlp_bias": (False, None)}
 BESIDE = {**BESIDE, "attention_dropout": 0.0}
 
-FIELDS = (
+BEFORE = (  # rope
     common.vocab_size(32000),
     Field("hidden_size", kinds.WIDTH, 4096, "Width of the residual stream."),
     Field("intermediate_size", kinds.WIDTH, 11008, "Width of the feed-forward layer."),
@@ -59,9 +59,20 @@ FIELDS = (
         "gelu_pytorch_tanh, relu.",
     ),
     Field("max_position_embeddings", kinds.POSITIONS, 2048, "Longest sequence, tokens."),
-    *rope.fields(),
-    *common.ends(common.eps(EPS, 1e-6), tied=False),
 )
+
+
+def fields_with(
+    eps: Field | None = NORM_EPS, turned: Sequence[Field] = TURNED
+) -> tuple[Field, ...]:
+    """Of a family whose norms have this `eps`, None where no field says it, and whose rope is of
+    `turned`.
+    """
+    ends = common.ends(eps or common.LAYER_NORM_EPS, tied=False)
+    return (*BEFORE, *turned, *(ends if eps else ends[1:]))
+
+
+FIELDS = fields_with()
 ATTENTION_BIAS = Field(
     "attention_bias",
     optional(Flag()),
@@ -70,11 +81,9 @@ ATTENTION_BIAS = Field(
 )
 
 
-def with_eps(eps: Field | None) -> tuple[Field, ...]:
-    """FIELDS of a family whose norms have another field, or none."""
-    return tuple(
-        field for one in FIELDS for field in ((eps,) if one.name == EPS else (one,)) if field
-    )
+def without(fields: Sequence[Field], *names: str) -> tuple[Field, ...]:
+    """`fields` that have none of the names."""
+    return tuple(field for field in fields if field.name not in names)
 
 
 def changed(fields: Sequence[Field], *more: Field, **defaults: Any) -> tuple[Field, ...]:
@@ -149,15 +158,19 @@ def new(tree: Tree, fields: Sequence[Field] = FIELDS) -> dict[str, Any]:
     its mixer is not attention with rope.
     """
     attention, mlp = common.attention(tree), tree.blocks[0].mlp
-    return {
-        **common.new(tree, fields),
+    names = {field.name for field in fields}
+    turned = expect(attention.positions, Rope, "positions")
+    stated = {
         "intermediate_size": mlp.size,
         "num_attention_heads": attention.heads,
         "num_key_value_heads": attention.kv_heads,
         "head_dim": attention.head_size,
         "hidden_act": activation_name(mlp.activation),
-        "rope_parameters": rope.new(expect(attention.positions, Rope, "positions")),
+        "rope_parameters": rope.new(
+            turned, attention.head_size if rope.PART.name in names else None
+        ),
     }
+    return common.new(tree, fields) | {n: value for n, value in stated.items() if n in names}
 
 
 def rules(tree: Tree, norms: Mapping[str, str] = NORMS, instead: Sequence[Rule] = ()) -> list[Rule]:

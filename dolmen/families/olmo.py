@@ -30,7 +30,7 @@ def new(tree: Tree) -> dict[str, Any]:
     }
 
 
-FIELDS = llama_like.with_eps(None)
+FIELDS = llama_like.fields_with(None)
 
 FAMILY = Family(
     model_type="olmo",

@@ -1,0 +1,86 @@
+"""StableLM (Bellagente et al., 2402.17834): Llama with LayerNorms and rope over a part of each
+head; in some q, k, v have biases, each head a norm, and attention and feed-forward layer stand side
+by side.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from dolmen.families import common, llama_like, rope, windows
+from dolmen.families.family import Family, Field
+from dolmen.families.rules import Rule, Stack
+from dolmen.files.schema import Flag
+from dolmen.model.tree import Norm, Parallel, Pre, Tree
+
+EPS = "layer_norm_eps"
+FIELDS = llama_like.without(
+    llama_like.fields_with(common.eps(EPS, 1e-5), rope.fields(part=0.25)), "head_dim"
+)
+
+
+def read(config: dict[str, Any]) -> Tree:
+    eps, bias = float(config[EPS]), config["use_qkv_bias"]
+    tree = llama_like.read(
+        {**config, "head_dim": None}, norm=Norm("layernorm", eps, bias=True), qkv_bias=bias
+    )
+    arrangement = Parallel(1) if config["use_parallel_residual"] else Pre()
+    norm = Norm("layernorm", eps) if config["qk_layernorm"] else None
+    mixer = replace(common.attention(tree), qk_norm=norm, qk_norm_of="each head")
+    return common.each_block(tree, lambda b: replace(b, mixer=mixer, arrangement=arrangement))
+
+
+def new(tree: Tree) -> dict[str, Any]:
+    mixer = common.attention(tree)
+    return {
+        **llama_like.new(tree, FIELDS),
+        "use_qkv_bias": mixer.q_bias,
+        "qk_layernorm": mixer.qk_norm is not None,
+        "use_parallel_residual": tree.blocks[0].arrangement == Parallel(1),
+    }
+
+
+def rules(tree: Tree) -> list[Rule]:
+    """The norm of a head is a module."""
+    mixer, one = common.attention(tree), tree.blocks[0].arrangement == Parallel(1)
+    numbers = {"q": mixer.heads, "k": mixer.kv_heads}
+    layer, ours = f"{llama_like.LAYER}self_attn.", "layers.{}.attn."
+    norms = [
+        Stack(f"{layer}{part}_layernorm.norms.{{}}", f"{ours}{part}_norm", number)
+        for part, number in numbers.items()
+    ]
+    names = {"input_layernorm": "norm"} if one else llama_like.NORMS
+    return llama_like.rules(tree, names, instead=norms)
+
+
+FAMILY = Family(
+    model_type="stablelm",
+    architecture="StableLmForCausalLM",
+    read=read,
+    new=new,
+    rules=rules,
+    fields=llama_like.changed(
+        FIELDS,
+        Field("use_qkv_bias", Flag(), False, "Biases on q, k, v."),
+        Field(
+            "qk_layernorm",
+            Flag(),
+            False,
+            "A LayerNorm of every query and key head, each with a weight of its own.",
+        ),
+        Field(
+            "use_parallel_residual",
+            Flag(),
+            False,
+            "Attention and feed-forward layer stand side by side, not one after the other.",
+        ),
+        vocab_size=50304,
+        hidden_size=2560,
+        intermediate_size=6912,
+        num_key_value_heads=32,
+        max_position_embeddings=4096,
+    ),
+    only={**windows.NONE, **llama_like.NO_BIAS},
+    harmless=("head_dim", "hidden_dropout"),
+    beside={**llama_like.BESIDE, "hidden_dropout": 0.0},
+    ignored=llama_like.IGNORED,
+)
