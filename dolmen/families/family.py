@@ -90,9 +90,7 @@ class Field:
     """No config.json of others has it: it stands under RESERVED, and is not exported."""
 
 
-def mapping(
-    name: str, *inside: Field, spell: Callable | None = None, ours: bool = False
-) -> Field:
+def mapping(name: str, *inside: Field, spell: Callable | None = None, ours: bool = False) -> Field:
     """A field that is null or a mapping of the fields `inside`."""
     kind = optional(Object(optional={one.name: one.kind for one in inside}))
     return Field(name, kind, inside=inside, spell=spell, ours=ours)

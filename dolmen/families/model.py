@@ -209,7 +209,7 @@ def changed(model: Model, fields: Mapping[str, Any]) -> Model:
         whole[field.name] = value
     config = deepcopy(model.config)
     if whole and (open_before := taken(model)):
-        config[RESERVED] = {**(config.get(RESERVED) or {}), **open_before}
+        config[RESERVED] = {**config.get(RESERVED, {}), **open_before}
     for name, value in whole.items():
         config |= spelled(known_fields[name], config, deepcopy(value))
     return Model(config)

@@ -39,7 +39,7 @@ def test_it_is_taken_for_what_its_makers_say_and_that_is_told(content, head, pos
 def test_what_is_stated_counts_and_nothing_is_told():
     stated = Model({"model_type": "baichuan", **SIZES, "dolmen": {"head": "normalised"}})
     assert what(stated) == ("normalised", Rope(4))
-    second = changed(stated, {"dolmen.positions": "alibi"})
+    second = changed(stated, {"positions": "alibi"})
     assert what(second) == ("normalised", Alibi())
     assert second.config["dolmen"] == {"head": "normalised", "positions": "alibi"}
     with warnings.catch_warnings():
