@@ -16,9 +16,9 @@ class TextConfig:
     """The text: files, folders and globs of .txt, .md, .py and text without a suffix (a file is a
     document), .jsonl, .json and .parquet (a row is a document), the text ones packed as .gz or .zst
     too; Megatron's .bin with its .idx beside it, whose tokens are read as they are; ids of the
-    Hugging Face hub (`org/name` or `org/name:config`), or `python-standard-library`. Weights make a mixture to train on: `0.7:PATH 0.3:PATH`. Without
-    weights, all entries are one corpus. Of a folder, hidden files and what dolmen has written are
-    left out.
+    Hugging Face hub (`org/name` or `org/name:config`), or `python-standard-library`. Weights make a
+    mixture to train on: `0.7:PATH 0.3:PATH`. Without weights, all entries are one corpus. Of a
+    folder, hidden files and what dolmen has written are left out.
     """
     tokenizer: str | None = None
     """Folder or hub id of a `transformers` tokenizer. Default: the model's own."""
