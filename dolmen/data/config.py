@@ -4,6 +4,7 @@ line shows under `--data`.
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from dolmen.core.paths import expand, refuse_empty
 
@@ -64,3 +65,36 @@ class DataConfig(TextConfig):
     their text: neither the seed, the tokenizer nor the order of the files matters, and copies in
     all sources are held out together. Of a single document, the end is held out.
     """
+    order: Literal["dolmen", "megatron"] = "dolmen"
+    """In which order samples are read: ours, by windows, or that of Megatron-LM, which depends on
+    --train.steps and holds out by --data.split.
+    """
+    split: str | None = None
+    """Shares of each data set to train, validate and test on, in order, where --data.order is
+    megatron and --data.validation is unset. Default: 969,30,1.
+    """
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.order == "dolmen" and self.split is not None:
+            raise ValueError(
+                f"data.split {self.split} divides as Megatron does: use --data.order megatron, or "
+                "--data.validation-fraction"
+            )
+        if self.order == "megatron" and self.validation_fraction != DataConfig.validation_fraction:
+            raise ValueError(
+                f"data.validation-fraction ({self.validation_fraction}) is not of --data.order "
+                "megatron, which holds out by --data.split: leave one of the two out"
+            )
+        if self.split is not None and self.validation is not None:
+            raise ValueError(
+                f"data.split {self.split} holds out of --data.path, and --data.validation is given "
+                "too: leave one of the two out"
+            )
+
+    @property
+    def shares(self) -> str:
+        """The split of Megatron's order."""
+        if self.validation is not None:
+            return "1,0,0"
+        return "969,30,1" if self.split is None else self.split

@@ -17,6 +17,7 @@ from dolmen.core.words import counted
 from dolmen.data.corpus import Corpus, added
 from dolmen.data.ending import Ending, ending
 from dolmen.data.heldout import Choice, all_validated, choose_held_out
+from dolmen.data.megatron import split_of
 from dolmen.data.sources import Source
 from dolmen.data.stream import TokenStream
 from dolmen.data.tokenizer import PreTrainedTokenizer
@@ -120,6 +121,26 @@ def without(corpora: Sequence[Corpus], judge: Corpus) -> list[Division]:
         note = kept_out(corpus, np.flatnonzero(both), "also in --data.validation")
         found.append(Division(stream, None, (note,) if both.any() else ()))
     return found
+
+
+def by_split(corpus: Corpus, shares: str) -> Division:
+    """A corpus of one data set, divided as Megatron does, by its sequences: in order, whatever they
+    hold. What is to test on is left alone.
+    """
+    (bounds,), why = corpus.sequences, f", by --data.split {shares}"
+    train, judge, test = split_of(shares, len(bounds) - 1)
+    training, held, left = (
+        corpus.stream(bounds[[a]], bounds[[b]]) for a, b in (train, judge, test)
+    )
+    validation = None
+    if len(held) and corpus.byte_count is not None:  # its sequences are its documents
+        validation = everything(corpus, range(*judge), why)
+    elif len(held):
+        count = judge[1] - judge[0]
+        note = f"{count:,} sequences of {corpus.name}, {len(held):,} tokens{why}"
+        validation = HeldOut(held, count, None, (), note)
+    note = f"not trained on: {test[1] - test[0]:,} sequences of {corpus.name}, to test on{why}"
+    return Division(training, validation, (note,) if len(left) else ())
 
 
 def first_of(words: np.ndarray, mask: np.ndarray, judged: set[int]) -> np.ndarray:

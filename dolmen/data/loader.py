@@ -7,7 +7,6 @@ is trained on.
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from fractions import Fraction
 from itertools import count
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from dolmen.data.corpus import Corpus
 from dolmen.data.division import (
     Division,
     HeldOut,
+    by_split,
     check_length,
     everything,
     hold_out,
@@ -27,7 +27,7 @@ from dolmen.data.division import (
 )
 from dolmen.data.in_order import InOrder
 from dolmen.data.inputs import Inputs, check_inputs
-from dolmen.data.mixture import Mixture, Part
+from dolmen.data.order import Order, data_sets, make_order
 
 
 class Loader:
@@ -35,7 +35,7 @@ class Loader:
 
     def __init__(
         self,
-        mixture: Mixture,
+        mixture: Order,
         held_out: tuple[HeldOut, ...],
         global_batch_size: int,
         tokenizer: tokenizers.PreTrainedTokenizer,
@@ -98,8 +98,8 @@ class Loader:
         """
         if not self.held_out:
             raise ValueError(
-                "nothing is held out: --data.validation-fraction is 0; use more, or "
-                "--data.validation"
+                "nothing is held out: --data.validation-fraction is 0, or the second share of "
+                "--data.split; use more, or --data.validation"
             )
         rows = self.rows(ranks)
         return self.validation.batches(self.global_batch_size, max_sequences, rank * rows, rows)
@@ -167,32 +167,30 @@ def prepare_loader(
     seed: int,
     progress: bool = True,
     verify: bool = True,
+    steps: int | None = None,
 ) -> Loader:
     """From options to batches: check, tokenise or find in the cache, hold out, mix. `verify`: try
-    the tokenizer's expressions and compare the cache with its digests, once per host.
+    the tokenizer's expressions and compare the cache with its digests, once per host. `steps`: of
+    the whole run, where they are known.
     """
     inputs = check_inputs(config, tokenizer, vocab_size, sequence_length, progress, verify)
-    corpora = [
-        open_corpus(source, config, inputs, progress, verify=verify) for source in inputs.sources
-    ]
+    sources = data_sets(config, inputs.sources)
+    corpora = [open_corpus(source, config, inputs, progress, verify=verify) for source in sources]
     judge = None
     if inputs.validation is not None:
         judge = open_corpus(
             inputs.validation, config, inputs, progress, "--data.validation", verify
         )
     divisions, held = divide_corpora(config, inputs, corpora, judge)
-    parts = [
-        Part(source.name, source.weight or Fraction(1), division.training, corpus.offsets)
-        for source, division, corpus in zip(inputs.sources, divisions, corpora, strict=True)
-    ]
     for division, corpus in zip(divisions, corpora, strict=True):
         check_length(division, corpus, sequence_length)
-    mixture = Mixture(parts, sequence_length, seed)
+    samples = None if steps is None else steps * global_batch_size
+    mixture = make_order(config, sources, corpora, divisions, sequence_length, seed, samples)
     left_out = [f"left out: {note}" for source in inputs.sources for note in source.left_out]
     kept_out = [note for division in divisions for note in division.notes]
     kept_out += [note for corpus in corpora for note in corpus.notes]
     identity = {
-        **identify(config, parts, corpora, judge),
+        **identify(config, mixture, corpora, judge),
         "tokenizer": tokenizers.fingerprint(inputs.tokenizer),
         "end of text": str(inputs.end_of_text),
         "sequence_length": str(sequence_length),
@@ -206,7 +204,7 @@ def prepare_loader(
         global_batch_size,
         inputs.tokenizer,
         inputs.end_of_text,
-        describe(mixture, corpora, held, [*left_out, *kept_out]),
+        describe(mixture, corpora, held, [*left_out, *kept_out], config),
         identity,
         config.document_mask,
     )
@@ -218,25 +216,33 @@ def divide_corpora(
     """What of each corpus is trained on, and what is validated on: all of `judge`, the text of
     --data.validation, if there is one, else a fraction of the documents.
     """
+    if config.order == "megatron":
+        divisions = [by_split(corpus, config.shares) for corpus in corpora]
+    elif judge is not None:
+        divisions = without(corpora, judge)
+    else:
+        divisions = hold_out(
+            corpora, inputs.sources, config.validation_fraction, inputs.tokenizer, config.text_field
+        )
     if judge is not None:
-        return without(corpora, judge), [everything(judge, range(judge.document_count))]
-    divisions = hold_out(
-        corpora, inputs.sources, config.validation_fraction, inputs.tokenizer, config.text_field
-    )
+        return divisions, [everything(judge, range(judge.document_count))]
     return divisions, [division.held for division in divisions if division.held]
 
 
 def identify(
-    config: DataConfig, parts: list[Part], corpora: list[Corpus], judge: Corpus | None
+    config: DataConfig, mixture: Order, corpora: list[Corpus], judge: Corpus | None
 ) -> dict[str, str]:
-    """What text is trained on, and what is validated on, by content."""
+    """What text is trained on, in which order, and what is validated on, by content."""
     drawn = f"{config.validation_fraction:g} of the documents held out, drawn by their words"
+    if config.order == "megatron":
+        drawn = f"split {config.shares}"
     return {
         **{
             f"data {number}": f"{content(corpus)}, weight {float(part.weight):g}"
-            for number, (part, corpus) in enumerate(zip(parts, corpora, strict=True), 1)
+            for number, (part, corpus) in enumerate(zip(mixture.parts, corpora, strict=True), 1)
         },
         "validation": content(judge) if judge is not None else drawn,
+        **({"order": mixture.name} if mixture.name else {}),
     }
 
 
@@ -252,7 +258,11 @@ def amount(corpus: Corpus) -> str:
 
 
 def describe(
-    mixture: Mixture, corpora: list[Corpus], held: list[HeldOut], notes: list[str]
+    mixture: Order,
+    corpora: list[Corpus],
+    held: list[HeldOut],
+    notes: list[str],
+    config: DataConfig,
 ) -> list[str]:
     lines = []
     for part, weight, size, corpus in zip(
@@ -267,5 +277,8 @@ def describe(
             f"({amount(corpus)}{told}), {size:,} windows of "
             f"{mixture.sequence_length:,} per epoch"
         )
-    none = "validation: none (--data.validation-fraction is 0)"
+    if mixture.name:
+        lines.append(f"in the order of {mixture.name}")
+    zero = f"split is {config.shares}" if config.order == "megatron" else "validation-fraction is 0"
+    none = f"validation: none (--data.{zero})"
     return lines + notes + ([f"validation: {out.note}" for out in held] or [none])

@@ -43,6 +43,8 @@ class Mixture:
     sequence_length, which differ by epoch).
     """
 
+    name = ""
+
     def __init__(self, parts: Sequence[Part], sequence_length: int, seed: int):
         for part in parts:
             if len(part.stream) < sequence_length + 1:

@@ -5,7 +5,7 @@ which files of a folder are read.
 import glob
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -40,6 +40,13 @@ class Source:
     def text(self) -> bool:
         """Whether some of it is text."""
         return bool(self.files or self.hubs)
+
+    def only_text(self) -> "Source":
+        return replace(self, indexed=())
+
+    def only(self, file: Path) -> "Source":
+        """One of `indexed`."""
+        return Source(str(file), self.weight, (), (), (), (file,))
 
 
 def resolve_sources(

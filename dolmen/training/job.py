@@ -117,6 +117,7 @@ def refuse(
             config.train.global_batch_size,
             config.train.seed,
             verify=verify,
+            steps=config.train.steps,
         )
         return config
     except (ValueError, KeyError, OSError) as error:

@@ -150,6 +150,7 @@ def _in_folder(asked: _Asked) -> Outcome:
         run.train.seed,
         progress=mesh.first,
         verify=False,  # who starts a run has done so, once per host
+        steps=run.train.steps,
     )
     same_data(loader, mesh)
     if not asked.start.resumed:

@@ -65,7 +65,8 @@ def little_held_out(run: RunConfig, loader: Loader) -> str | None:
     """
     held = loader.validation_tokens
     batch = run.train.global_batch_size * run.sequence_length
-    asked = run.data.validation_fraction if run.data.validation is None else 0.0
+    by_hash = run.data.validation is None and run.data.order == "dolmen"
+    asked = run.data.validation_fraction if by_hash else 0.0
     total = held + sum(len(part.stream) for part in loader.mixture.parts)
     if not held or held >= max(batch, asked * total / 5):
         return None

@@ -2,11 +2,13 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dolmen.data.config import DataConfig
 from dolmen.data.loader import prepare_loader
 from dolmen.data.tokenizer import load_tokenizer, train_bpe
+from dolmen.files import indexed
 
 
 @pytest.fixture(scope="session")
@@ -43,6 +45,7 @@ def load(tmp_path, tokenizer_folder):
         seed=0,
         vocab_size=300,
         verify=True,
+        steps=None,
         **options,
     ):
         config = DataConfig(
@@ -57,6 +60,22 @@ def load(tmp_path, tokenizer_folder):
             seed,
             progress=False,
             verify=verify,
+            steps=steps,
         )
 
     return load
+
+
+@pytest.fixture
+def data_set(tmp_path):
+    """data_set(name, documents of sequences of tokens) -> the .bin, of uint16 unless `dtype`."""
+
+    def data_set(name, documents, dtype="<u2", modes=None):
+        sequences = [np.array(one) for document in documents for one in document]
+        lengths = np.array([len(one) for one in sequences])
+        firsts = np.cumsum([0] + [len(document) for document in documents])
+        file = tmp_path / name
+        indexed.save(file, sequences, np.dtype(dtype), lengths, firsts, modes)
+        return file
+
+    return data_set

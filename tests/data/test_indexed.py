@@ -7,22 +7,6 @@ from dolmen.data import indexed as corpora
 from dolmen.data.config import DataConfig
 from dolmen.data.inputs import check_inputs
 from dolmen.data.sources import resolve_sources
-from dolmen.files import indexed
-
-
-@pytest.fixture
-def data_set(tmp_path):
-    """data_set(name, documents of sequences of tokens) -> the .bin, of uint16 unless `dtype`."""
-
-    def data_set(name, documents, dtype="<u2", modes=None):
-        sequences = [np.array(one) for document in documents for one in document]
-        lengths = np.array([len(one) for one in sequences])
-        firsts = np.cumsum([0] + [len(document) for document in documents])
-        file = tmp_path / name
-        indexed.save(file, sequences, np.dtype(dtype), lengths, firsts, modes)
-        return file
-
-    return data_set
 
 
 def numbered(count: int, length: int = 30, first: int = 1) -> list[list[list[int]]]:
