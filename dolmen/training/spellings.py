@@ -182,7 +182,8 @@ HOW = {
     "make-vocab-size-divisible-by": "any --model.vocab-size can be split: nothing is padded",
     "embedding-lr": "all parameters have one learning rate: set --optimizer.lr",
     "matrix-lr": "all parameters have one learning rate: set --optimizer.lr",
-    "split": "set --data.validation-fraction, or --data.validation for files of its own",
+    "split": "set --data.validation-fraction, or --data.validation for files of its own, or "
+    "--data.split with --data.order megatron",
     "eval-iters": "a validation reads --log.validation-tokens tokens",
     "num-nodes": "start one `dolmen train` per process with torchrun or srun: they find each other",
     "nproc-per-node": "set --nproc, or --layout.tp, --layout.dp and so on: it follows from them",
