@@ -83,7 +83,8 @@ def quickstart() -> RunConfig:
         model=Model(model),
         layout=Layout(tp=2),
         data=DataConfig(path=("python-standard-library",), tokenizer="bpe:4096"),
-        optimizer=OptimizerConfig(lr=3e-3, warmup_steps=40, weight_decay=0.1),
+        # at 3e-3 AdamW ended at 1.76 bits per byte, Muon at 1.47
+        optimizer=OptimizerConfig(name="muon", lr=3e-3, warmup_steps=10, schedule="linear"),
         train=TrainConfig(
             steps=400,
             sequence_length=256,
