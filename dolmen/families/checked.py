@@ -2,15 +2,17 @@
 checked.json: what `dolmen families` and docs/families.md show.
 """
 
-import json
 import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from dolmen.families.known import families
+from dolmen.files import gate
+from dolmen.files.schema import List, Map
 
 FILE = Path(__file__).with_name("checked.json")
+KIND = gate.Kind(List(Map()))
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Checked:
 @cache
 def checked() -> tuple[Checked, ...]:
     """In the order of families, then of cases."""
-    return tuple(Checked(**row) for row in json.loads(FILE.read_text()))
+    return tuple(Checked(**row) for row in gate.read_json(FILE, KIND))
 
 
 def title(model_type: str) -> str:
