@@ -50,6 +50,7 @@ FIELDS = (
     ),
     Field("_remove_final_layer_norm", Flag(), False, "No norm stands before the head."),
     Field("enable_bias", Flag(), True, "Biases on all linears but the head."),
+    Field("layer_norm_elementwise_affine", Flag(), True, "Norms have weights and biases."),
     Field(
         "max_position_embeddings",
         kinds.POSITIONS,
@@ -75,7 +76,9 @@ def read(config: dict[str, Any]) -> Tree:
         o_bias=bias,
     )
     mlp = common.plain(config, FIELDS, bias)
-    block = Block(mixer, mlp, Norm("layernorm", bias=True), Pre() if before else Post())
+    affine = config["layer_norm_elementwise_affine"]
+    norm = Norm("layernorm", bias=affine, affine=affine)
+    block = Block(mixer, mlp, norm, Pre() if before else Post())
     width = config["word_embed_proj_dim"]
     embedding = Embedding(
         config["vocab_size"],
@@ -98,6 +101,7 @@ def new(tree: Tree) -> dict[str, Any]:
         "do_layer_norm_before": before,
         "_remove_final_layer_norm": before and tree.final_norm is None,
         "enable_bias": mlp.bias,
+        "layer_norm_elementwise_affine": tree.blocks[0].norm.affine,
     }
 
 
@@ -127,7 +131,6 @@ FAMILY = Family(
     rules=rules,
     fields=FIELDS,
     only={
-        "layer_norm_elementwise_affine": (True,),
         "learned_embeddings": (True,),
         "scale_embeddings": (False,),
     },

@@ -33,7 +33,8 @@ def unknown_fields(model: Model) -> list[str]:
         for field in family.fields
         if field.inside
         for name in config.get(field.name) or {}
-        if name not in {one.name for one in field.inside}
+        if name not in {one.name for one in field.inside} | HARMLESS | ONLY.keys()
+        and not name.startswith("_")
     ]
     return sorted(n for n in config if n not in names and not n.startswith("_")) + inner
 

@@ -7,6 +7,7 @@ import math
 import pytest
 from cases.gpt_neo import NEO_125M
 from cases.gpt_neox import PYTHIA_160M
+from cases.mpt import MPT_7B
 from published import (
     DEEPSEEK_V3,
     GPT2,
@@ -121,6 +122,12 @@ def test_kinds_of_layers_are_changed_in_both_forms():
     other = changed(Model(NEO_125M), {"attention_layers": each})
     assert other.config == NEO_125M | {"attention_layers": each, "attention_types": [[each, 1]]}
     assert [b.mixer.window for b in other.tree.blocks] == [None, *[256] * 11]
+
+
+def test_a_changed_mapping_keeps_what_stands_beside():
+    other = changed(Model(MPT_7B), {"attn_config.clip_qkv": 4.0})
+    assert other.config["attn_config"] == MPT_7B["attn_config"] | {"clip_qkv": 4.0}
+    assert other.tree.blocks[0].mixer.clip == 4
 
 
 def test_every_part_of_a_head_comes_back():

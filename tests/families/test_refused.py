@@ -97,6 +97,23 @@ from dolmen.model.tree import check_cuts
         ("gpt_neo", "attention_types", [[["banded"], 24]]),
         ("gpt_neo", "attention_layers", ["global"] * 23),
         ("gpt_neo", "window_size", 0),
+        *(
+            ("mpt", "attn_config", {name: value})
+            for name, value in (
+                ("alibi", False),
+                ("alibi_bias_max", 16),
+                ("attn_type", "multiquery_attention"),
+                ("clip_qkv", 0),
+                ("prefix_lm", True),
+                ("qk_ln", True),
+                ("softmax_scale", -1.0),
+            )
+        ),
+        ("mpt", "expansion_ratio", 3),
+        ("mpt", "logit_scale", "inv_sqrt_d_model"),
+        ("mpt", "no_bias", False),
+        ("mpt", "norm_type", "rmsnorm"),
+        ("mpt", "auto_map", {"AutoConfig": "own.MPTConfig"}),
         ("gpt_bigcode", "scale_attn_weights", False),
         ("gpt_bigcode", "multi_query", None),
         ("opt", "word_embed_proj_dim", 0),

@@ -46,6 +46,7 @@ CASES = {
         SIZES
         | dict(
             _remove_final_layer_norm=True,
+            layer_norm_elementwise_affine=False,
             activation_function="gelu",
             tie_word_embeddings=False,
         ),

@@ -1,0 +1,147 @@
+"""MPT (MosaicML, 2023): ALiBi, LayerNorms without bias, a plain feed-forward layer of four times
+the width, no biases, and q, k, v in one tensor.
+
+What attention is stands in a mapping, `attn_config`. Where the code of its makers has a table of
+positions (`alibi` false), or other slopes, biases or widths, transformers has not: these are
+refused.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from dolmen.core.words import shown
+from dolmen.families import common
+from dolmen.families.family import BESIDE, Family, Field, mapping
+from dolmen.families.rules import Rename, Rule, Split
+from dolmen.files import kinds
+from dolmen.files.schema import Anything, Real, optional
+from dolmen.model.tree import Alibi, Attention, Block, Mlp, Tree
+
+
+def _spell(config: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """What the mapping has beside our fields is kept."""
+    return {"attn_config": {**(config.get("attn_config") or {}), **wanted}}
+
+
+ATTENTION = (
+    Field(
+        "clip_qkv",
+        optional(Real(0, above=True)),
+        None,
+        "What no number of queries, keys and values goes beyond; None: they stay.",
+    ),
+    Field(
+        "softmax_scale",
+        optional(Real(0, above=True)),
+        None,
+        "What scores are multiplied by; None: 1 / sqrt(d_model / n_heads).",
+    ),
+)
+# in attn_config too: what changes the function, with the values that are computed, and what does
+# not
+ONLY = {
+    "alibi": (True,),
+    "alibi_bias_max": (8,),
+    "attn_type": ("multihead_attention",),
+    "attn_uses_sequence_id": (False,),
+    "prefix_lm": (False,),
+    "qk_ln": (False,),
+    "rope": (False,),
+}
+HARMLESS = ("attn_impl", "attn_pdrop")
+FIELDS = (
+    common.vocab_size(50368),
+    Field("d_model", kinds.WIDTH, 2048, "Width of the residual stream.", ("hidden_size",)),
+    Field("n_layers", kinds.LAYERS, 24, "Decoder blocks.", ("num_hidden_layers",)),
+    Field("n_heads", kinds.HEADS, 16, "Heads.", ("num_attention_heads",)),
+    Field(
+        "max_seq_len",
+        kinds.POSITIONS,
+        2048,
+        "Longest sequence, tokens; ALiBi itself goes on.",
+        common=("max_position_embeddings",),
+    ),
+    mapping(
+        "attn_config",
+        *ATTENTION,
+        *(Field(name, Anything()) for name in (*ONLY, *HARMLESS)),
+        spell=_spell,
+    ),
+    *common.ends(common.LAYER_NORM_EPS, tied=True),
+)
+
+
+def read(config: dict[str, Any]) -> Tree:
+    heads, stated = config["n_heads"], config["attn_config"] or {}
+    for name, allowed in ONLY.items():
+        if stated.get(name, allowed[0]) not in allowed:
+            raise ValueError(
+                f"attn_config.{name} is {shown(stated[name])}: dolmen's mpt supports only "
+                f"{allowed[0]!r}"
+            )
+    clip, scale = (stated.get(name) for name in ("clip_qkv", "softmax_scale"))
+    mixer = Attention(
+        heads,
+        heads,
+        common.head_size(config, FIELDS),
+        clip=None if clip is None else float(clip),
+        scale=None if scale is None else float(scale),
+        positions=Alibi(),
+    )
+    mlp = Mlp(4 * config["d_model"], gated=False, activation="gelu")
+    norm = replace(common.layer_norm(config), bias=False)
+    return common.tree(config, FIELDS, [Block(mixer, mlp, norm)] * config["n_layers"])
+
+
+def new(tree: Tree) -> dict[str, Any]:
+    mixer = common.attention(tree)
+    return {
+        **common.new(tree, FIELDS),
+        "n_heads": mixer.heads,
+        "attn_config": {"clip_qkv": mixer.clip, "softmax_scale": mixer.scale},
+    }
+
+
+def rules(tree: Tree) -> list[Rule]:
+    layer, ours = "transformer.blocks.{}.", "layers.{}."
+    return [
+        Rename("transformer.wte", "embed"),
+        Rename(layer + "norm_1", ours + "attn_norm"),
+        Split(layer + "attn.Wqkv", common.QKV, 1, (1, 1, 1)),
+        Rename(layer + "attn.out_proj", ours + "attn.o"),
+        Rename(layer + "norm_2", ours + "mlp_norm"),
+        Rename(layer + "ffn.up_proj", ours + "mlp.up"),
+        Rename(layer + "ffn.down_proj", ours + "mlp.down"),
+        Rename("transformer.norm_f", "final_norm"),
+        Rename("lm_head", "head"),
+    ]
+
+
+DROPOUT = ("resid_pdrop", "emb_pdrop")
+FAMILY = Family(
+    model_type="mpt",
+    architecture="MptForCausalLM",
+    read=read,
+    new=new,
+    rules=rules,
+    fields=FIELDS,
+    only={
+        "expansion_ratio": (4,),  # transformers computes no other
+        "no_bias": (True,),
+        "logit_scale": (None,),
+        "embedding_fraction": (1.0,),
+        "norm_type": ("low_precision_layernorm", "layernorm"),
+    },
+    harmless=(
+        *DROPOUT,
+        "init_config",
+        "init_device",
+        "learned_pos_emb",
+        "tokenizer_name",
+        "verbose",
+    ),
+    beside={**BESIDE, **dict.fromkeys(DROPOUT, 0.0), "expansion_ratio": 4},
+    code=("configuration_mpt", "modeling_mpt"),
+    prefix="transformer.",
+)
