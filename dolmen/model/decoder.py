@@ -246,10 +246,18 @@ class Decoder(nn.Module):
             hidden = self.project_out(hidden)
         if end is None:
             return hidden
-        table = self.head or self.score or self.embed
+        table = self.embed if self.tree.head.tied else self.head or self.score
         assert table is not None
-        head = components.HEADS[type(self.tree.head)]
-        return end(hidden, head(self.tree, self.split, local(table.weight), batch, self.compiled))
+        bias = None if self.head is None else self.head.bias
+        head = components.HEADS[type(self.tree.head)](
+            self.tree,
+            self.split,
+            local(table.weight),
+            batch,
+            self.compiled,
+            None if bias is None else local(bias),
+        )
+        return end(hidden, head)
 
     def _given(
         self, tokens: Tensor, noise: dropout.Noise | None, documents: Documents | None

@@ -40,6 +40,8 @@ class Head:
     sequences: int
     """Of the microbatch."""
     compiled: bool = False
+    bias: Tensor | None = None
+    """[rows], as `weight` has them."""
 
     def here(self, per_token: Shaped[Tensor, "sequences length"]) -> Shaped[Tensor, "sequences _"]:
         """Of something known for all tokens (labels, weights), this rank of cp's part."""
@@ -72,7 +74,8 @@ class Logits(Head):
 
     def logits(self, hidden: Float[Tensor, "_ hidden"]) -> Float[Tensor, "sequences here rows"]:
         """Of this rank's rows."""
-        logits = tensor.columns(self.scaled(hidden), [Linear(self.rows)], self.split.tp)[0]
+        linear = Linear(self.rows, self.bias)
+        logits = tensor.columns(self.scaled(hidden), [linear], self.split.tp)[0]
         if self.tree.head.soft_cap is not None:
             logits = loss.capped(logits, self.tree.head.soft_cap)
         return logits.view(self.sequences, -1, self.weight.shape[0])
@@ -96,6 +99,7 @@ class Logits(Head):
             self.split.kernels.logits_at_once,
             self.tree.head.soft_cap,
             None if weights is None else self.here(weights).reshape(-1),
+            self.bias,
         )
 
     def log_probabilities(
@@ -112,6 +116,7 @@ class Logits(Head):
             self.split.tp,
             self.split.kernels.logits_at_once,
             self.tree.head.soft_cap,
+            self.bias,
         )
         return found.view(self.sequences, -1)
 

@@ -7,12 +7,12 @@ exponentials and the label's logit cross the tp axis, three fp32 numbers. The gr
 losses is ready after forward; backward scales and sends it. Of a frozen head, or input, there is
 none.
 
-    forward            X [tokens, hidden] = enter(x), logits [tokens, rows] = X W^T
+    forward            X [tokens, hidden] = enter(x), logits [tokens, rows] = X W^T + b
                        with a soft cap, logits = cap tanh(logits / cap), slope = 1 - tanh^2
                        loss = sum over tokens of (log(sum of e^logits) - logits[label]) weight
     of the logits      dlogits [tokens, rows] = (softmax - onehot) weight, times slope
     input gradient     dX [tokens, hidden] = dlogits W, then the backward of `enter`
-    weight gradient    dW [rows, hidden] = dlogits^T X
+    weight gradient    dW [rows, hidden] = dlogits^T X, db [rows] = sum of dlogits over tokens
 """
 
 from functools import cache
@@ -60,9 +60,10 @@ def logits_and_slope(
     weight: Float[Tensor, "rows hidden"],
     wide: torch.dtype,
     soft_cap: float | None,
+    bias: Float[Tensor, " rows"] | None = None,
 ) -> tuple[Float[Tensor, "n rows"], Float[Tensor, "n rows"] | None]:
     """This rank's logits in the `wide` dtype; where there is a cap, capped, and its slope there."""
-    logits = F.linear(x, weight).to(wide)
+    logits = F.linear(x, weight, bias).to(wide)
     return (logits, None) if soft_cap is None else loss.capped_with_slope(logits, soft_cap)
 
 
@@ -72,6 +73,7 @@ class _LinearCrossEntropy(Function):
         ctx: Context[TensorParallel],
         x: Tensor,
         weight: Tensor,
+        bias: Tensor | None,
         labels: Tensor,
         weights: Tensor | None,
         call: Call,
@@ -82,9 +84,10 @@ class _LinearCrossEntropy(Function):
         total = torch.zeros(
             (), dtype=torch.float32 if x.dtype != torch.float64 else x.dtype, device=x.device
         )
-        wants_dx, wants_dw = (differentiate and wants for wants in ctx.needs_input_grad[:2])
+        wants_dx, wants_dw, wants_db = (differentiate and w for w in ctx.needs_input_grad[:3])
         dx = torch.empty_like(entered) if wants_dx else None
         dw = torch.zeros_like(weight, dtype=total.dtype) if wants_dw else None
+        db = torch.zeros_like(weight[:, 0], dtype=total.dtype) if wants_db else None
         # A chunk of tokens at a time: its logits are formed, judged, turned into their gradient and
         # multiplied into dX and dW, then forgotten. Of 8,192 tokens and 128,256 rows all logits
         # would be 3.9 GiB in fp32, and their gradient as much. dW is a sum over chunks, in fp32.
@@ -96,10 +99,11 @@ class _LinearCrossEntropy(Function):
                 labels[rows],
                 call.first,
                 call.tp.axis,
-                wants_dx or wants_dw,
+                wants_dx or wants_dw or wants_db,
                 total.dtype,
                 call.soft_cap,
                 None if weights is None else weights[rows].to(total.dtype),
+                bias,
             )
             total += losses.sum()
             if dlogits is None:
@@ -108,21 +112,22 @@ class _LinearCrossEntropy(Function):
                 dx[rows] = dlogits @ weight
             if dw is not None:
                 dw += dlogits.t() @ entered[rows]
+            if db is not None:
+                db += dlogits.sum(0)
         ctx.kept = call.tp
-        ctx.save_for_backward(dx, None if dw is None else dw.to(weight.dtype))
+        ctx.save_for_backward(dx, *(None if d is None else d.to(weight.dtype) for d in (dw, db)))
         return total
 
     @staticmethod
     def backward(ctx: Context[TensorParallel], g: Tensor) -> tuple[Tensor | None, ...]:
-        dx, dw = ctx.saved_tensors
+        dx, *own = ctx.saved_tensors
         if dx is not None:
             dx = dx * g.to(dx.dtype)
             dx = ctx.kept.start_back(dx)
-        if dw is not None:
-            dw = dw * g.to(dw.dtype)
+        own = [None if d is None else d * g.to(d.dtype) for d in own]
         if dx is not None:
             dx = ctx.kept.finish_back(dx)
-        return dx, dw, *[None] * 5
+        return dx, *own, *[None] * 5
 
 
 def _chunk(
@@ -135,11 +140,12 @@ def _chunk(
     wide: torch.dtype,
     soft_cap: float | None,
     weights: Tensor | None,
+    bias: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Losses [n] of n tokens, times `weights`, and the gradient of their sum by this rank's logits
     [n, rows], in x's dtype.
     """
-    logits, slope = logits_and_slope(x, weight, wide, soft_cap)
+    logits, slope = logits_and_slope(x, weight, wide, soft_cap, bias)
     _, e, sums, target = combined(logits, labels, first, axis)
     losses = torch.where(labels == loss.IGNORED, 0.0, sums.log() - target)
     if weights is not None:
@@ -181,17 +187,18 @@ def linear_cross_entropy(
     at_once: int = Kernels().logits_at_once,
     soft_cap: float | None = None,
     weights: Float[Tensor, " tokens"] | None = None,
+    bias: Float[Tensor, " rows"] | None = None,
 ) -> Float[Tensor, ""]:
-    """Sum over real tokens of -log softmax(x W^T)[label], times each one's weight if there are
+    """Sum over real tokens of -log softmax(x W^T + b)[label], times each one's weight if there are
     `weights`: a scalar, fp32 (fp64 for fp64 input), I@tp. `soft_cap`, where there is one, is that
     of the logits.
 
-    x is I@tp, `here` all tokens, or S(0)@tp under sequence parallelism; weight S(0)@tp, the rows of
-    this rank; labels and weights of all tokens, IGNORED where there is no loss. Divide by the
+    x is I@tp, `here` all tokens, or S(0)@tp under sequence parallelism; weight and bias S(0)@tp, the rows
+    of this rank; labels and weights of all tokens, IGNORED where there is no loss. Divide by the
     global sum of weights, 1 for each real token, before backward. `compile` fuses the passes over
     one chunk's logits, `at_once` are its elements.
     """
     call = Call(vocab_size, tp, at_once, soft_cap)
     return _LinearCrossEntropy.apply(
-        x, weight, labels, weights, call, torch.is_grad_enabled(), compile
+        x, weight, bias, labels, weights, call, torch.is_grad_enabled(), compile
     )

@@ -307,6 +307,27 @@ def test_log_probabilities(dtype, tolerance, soft_cap):
 
 
 @pytest.mark.parametrize("soft_cap", [None, 2.0])
+def test_biased_logits(soft_cap):
+    """Both roads, against the sum over [tokens, vocabulary]; chunks that do not divide the
+    tokens.
+    """
+    x, w, b = normal(20, 24), normal(50, 24), normal(50)
+    labels, tp = torch.arange(20) % 50, TensorParallel(SINGLE.tp)
+    labels[[0, 11]] = IGNORED
+    logits = F.linear(x, w, b)
+    if soft_cap is not None:
+        logits = soft_cap * torch.tanh(logits / soft_cap)
+    want = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+    wanted = want, *torch.autograd.grad(want * 0.3, (x, w, b))
+    total = loss.linear_cross_entropy(x, w, labels, 50, tp, False, 350, soft_cap, bias=b)
+    each = log_probabilities(x, w, labels, 50, tp, 350, soft_cap, b)
+    for got in (total, -each.sum()):
+        found = got, *torch.autograd.grad(got * 0.3, (x, w, b))
+        for one, other in zip(found, wanted, strict=True):
+            assert (one - other).norm() <= 1e-13 * other.norm()
+
+
+@pytest.mark.parametrize("soft_cap", [None, 2.0])
 def test_weighted_cross_entropy(soft_cap):
     """The sum of weights times losses; where a weight is 0, as where a label is IGNORED."""
     x, w, weights = normal(20, 24), normal(50, 24), normal(20).detach().abs()

@@ -62,13 +62,17 @@ class Head:
     """
     scale: float = 1.0
     """What logits are multiplied by (Cohere: logit_scale), before they are capped."""
+    bias: bool = False
+    """Of logits (GPT-J, BERT), which no scale multiplies."""
 
     def leaves(self, rows: int, hidden: int) -> Leaves:
-        """None where the embedding's weight is used."""
-        if self.tied:
-            return {}
-        shape, cuts = (rows, hidden), (of_vocabulary(rows),)
-        return {"head.weight": Leaf(shape, "head", cuts, products=rows * hidden)}
+        """No weight where the embedding's is used."""
+        cuts = (of_vocabulary(rows),)
+        weight = Leaf((rows, hidden), "head", cuts, products=rows * hidden)
+        return {
+            **({} if self.tied else {"head.weight": weight}),
+            **({"head.bias": Leaf((rows,), "bias", cuts, initial="zeros")} if self.bias else {}),
+        }
 
 
 @dataclass(frozen=True)
