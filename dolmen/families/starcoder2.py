@@ -1,0 +1,80 @@
+"""StarCoder2 (Lozhkov et al., 2402.19173): Llama with LayerNorms, a plain feed-forward layer,
+biases everywhere and a sliding window in every layer.
+"""
+
+from typing import Any
+
+from dolmen.families import common, llama_like, windows
+from dolmen.families.family import Family, Field
+from dolmen.families.rules import Rename, Rule
+from dolmen.files.schema import Flag
+from dolmen.model.tree import Tree
+
+EPS = common.eps("norm_epsilon", 1e-5)
+FIELDS = llama_like.fields_with(EPS)
+
+
+def read(config: dict[str, Any]) -> Tree:
+    bias = config["use_bias"]
+    plain = common.plain(config, FIELDS, bias)
+    return llama_like.read(
+        config,
+        mlp=lambda layer: plain,
+        windows=windows.of_all(config),
+        norm=common.layer_norm(config, EPS),
+        qkv_bias=bias,
+        o_bias=bias,
+    )
+
+
+def new(tree: Tree) -> dict[str, Any]:
+    return {
+        **llama_like.new(tree, FIELDS),
+        **windows.new(tree),
+        "use_bias": common.attention(tree).q_bias,
+    }
+
+
+def rules(tree: Tree) -> list[Rule]:
+    names = {"mlp.c_fc": "mlp.up", "mlp.c_proj": "mlp.down"}
+    own = [Rename(llama_like.LAYER + hf, f"layers.{{}}.{ours}") for hf, ours in names.items()]
+    return llama_like.rules(tree, instead=own)
+
+
+DROPOUT = ("residual_dropout", "embedding_dropout")
+FAMILY = Family(
+    model_type="starcoder2",
+    architecture="Starcoder2ForCausalLM",
+    read=read,
+    new=new,
+    rules=rules,
+    fields=llama_like.changed(
+        FIELDS,
+        windows.SIZE,
+        Field("use_bias", Flag(), True, "Biases on all linears but the head."),
+        vocab_size=49152,
+        hidden_size=3072,
+        intermediate_size=12288,
+        num_hidden_layers=30,
+        num_attention_heads=24,
+        num_key_value_heads=2,
+        hidden_act="gelu_pytorch_tanh",
+        max_position_embeddings=4096,
+        initializer_range=0.018042,
+        tie_word_embeddings=True,
+    ),
+    only={
+        **windows.NO_TYPES,
+        "mlp_type": ("default",),
+        "norm_type": ("layer_norm",),
+        "scale_attn_weights": (True,),
+    },
+    harmless=(
+        *DROPOUT,
+        "layer_norm_epsilon",  # of the code of its makers; norm_epsilon is read
+        "attention_softmax_in_fp32",
+        "scale_attention_softmax_in_fp32",
+    ),
+    beside={**llama_like.BESIDE, **dict.fromkeys(DROPOUT, 0.0)},
+    ignored=llama_like.IGNORED,
+)
