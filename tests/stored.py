@@ -10,8 +10,9 @@ from dolmen.families import Model, weight_map
 
 
 def exported_trained(model: Model, full: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """As export_weights: (stored name, tensor) made of what `full(our name)` gives, gradients or
-    moments; `full` is not asked for what no gradient trains, as a bias that balances experts.
+    """As export_weights, each parameter once: (stored name, tensor) made of what `full(our name)`
+    gives, gradients or moments; `full` is not asked for what no gradient trains, as a bias that
+    balances experts.
     """
     leaves, entries = model.tree.leaves, weight_map(model).entries
 
@@ -19,5 +20,5 @@ def exported_trained(model: Model, full: Callable[[str], Tensor]) -> Iterator[tu
         return full(name) if leaves[name].trained else torch.empty(leaves[name].shape)
 
     for stored, tensor in export_weights(model, trained_full):
-        if leaves[entries[stored].ours[0]].trained:
+        if stored in entries and leaves[entries[stored].ours[0]].trained:
             yield stored, tensor

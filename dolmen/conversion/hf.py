@@ -19,7 +19,7 @@ from torch import Tensor
 from dolmen.conversion.weights import assemble
 from dolmen.core.paths import expand, is_absent
 from dolmen.core.words import counted
-from dolmen.families import Model, WeightMap, weight_map
+from dolmen.families import Model, WeightMap, special_tokens, weight_map
 from dolmen.families.rules import Entry
 from dolmen.files import gate, kinds, safetensors
 from dolmen.files.safetensors import Spec, Stored
@@ -85,9 +85,33 @@ def read_config(folder: Path | str) -> Model:
         raise ValueError(f"{folder} has no config.json")
     content = gate.read_json(file, kinds.CONFIG)
     try:
-        return Model(content)
+        model = Model(content)
     except ValueError as error:
         raise gate.refuse(file, error) from error
+    return special_tokens.with_ids(model, {}, lambda: tokens_by_name(folder))
+
+
+def tokens_by_name(folder: Path | str) -> dict[str, int]:
+    """Token -> id, as far as the files of its tokenizer say it without being made one. Raises
+    Refused.
+    """
+    found: dict[str, int] = {}
+    for name in ("vocab.json", "tokenizer.json", "tokenizer_config.json", "added_tokens.json"):
+        file = Path(folder) / name
+        if not file.is_file():
+            continue
+        content = gate.read_json(file, kinds.TOKENIZER_FILES[name])
+        match name:
+            case "tokenizer.json":
+                vocab = content["model"].get("vocab", {})
+                found |= vocab if isinstance(vocab, dict) else {}
+                found |= {one["content"]: one["id"] for one in content.get("added_tokens") or ()}
+            case "tokenizer_config.json":
+                added = content.get("added_tokens_decoder", {})
+                found |= {o["content"]: int(i) for i, o in added.items() if i.isdecimal()}
+            case _:
+                found |= content
+    return found
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ def export_weights(model: Model, full: Callable[[str], Tensor]) -> Iterator[tupl
     this iterator, one of them inside `save`. Raises ValueError for a parameter of the wrong shape.
     """
     shapes = model.tree.shapes
-    for _, group in groupby(weight_map(model).entries.values(), key=lambda entry: entry.ours):
+    for _, group in groupby(weight_map(model).written.values(), key=lambda entry: entry.ours):
         first, *rest = group
         if first.piece is None:
             yield first.hf, _join(first, full, shapes)
@@ -123,7 +123,7 @@ def save(
     leaves, wide = model.tree.leaves, torch.promote_types(dtype, torch.float32)
     specs = {
         name: Spec(entry.shape, wide if leaves[entry.ours[0]].precise else dtype)
-        for name, entry in weight_map(model).entries.items()
+        for name, entry in weight_map(model).written.items()
     }
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:

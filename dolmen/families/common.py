@@ -12,6 +12,7 @@ from dolmen.files import kinds
 from dolmen.files.schema import Flag, Real
 from dolmen.model.tree import (
     Attention,
+    Blanks,
     Block,
     Embedding,
     Experts,
@@ -93,6 +94,7 @@ def tree(
     fields: Sequence[Field],
     blocks: Sequence[Block],
     embedding: Embedding | None = None,
+    blanks: Blanks | None = None,
 ) -> Tree:
     """These blocks between the ends that `fields` say, whose last norm is as theirs; unset, the
     embedding has rows and nothing more. Raises ValueError for an `initializer_range` that is not
@@ -101,12 +103,13 @@ def tree(
     own = names(fields)
     return Tree(
         hidden_size=config[own["hidden_size"]],
-        embedding=Embedding(config["vocab_size"]) if embedding is None else embedding,
+        embedding=Embedding(config[own["vocab_size"]]) if embedding is None else embedding,
         runs=runs_of(blocks),
         final_norm=blocks[0].norm,
         head=Head(tied=config["tie_word_embeddings"]),
         max_position_embeddings=config[own["max_position_embeddings"]],
         initializer_range=float(config[own["initializer_range"]]),
+        blanks=blanks,
     )
 
 

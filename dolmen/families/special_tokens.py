@@ -88,29 +88,24 @@ def named(vocabulary: Mapping[str, int]) -> dict[str, int]:
     return found
 
 
-def with_ids(
-    model: Model, told: Mapping[str, int], vocabulary: Callable[[], Mapping[str, int]]
-) -> Model:
-    """The same with what is `told`, and what else it does not say, but the `vocabulary` of its
-    tokenizer; itself where its family asks for none.
+def with_ids(model: Model, told: Ids, vocabulary: Callable[[], Ids]) -> Model:
+    """The same with what is `told`, and of what it does not say itself what the `vocabulary` of its
+    tokenizer does; itself where its family asks for none.
     """
-    fields = {field.name for field in model.family.fields}
-    if SPECIAL_TOKENS.name not in fields:
+    if SPECIAL_TOKENS.name not in {field.name for field in model.family.fields}:
+        return model
+    known = ids_of(model)
+    found = {**named(vocabulary()), **known, **told}
+    if found == known:
         return model
     own = model.config.get(RESERVED, {})
-    before = own.get(SPECIAL_TOKENS.name) or {}
-    found = {**named(vocabulary()), **_stated(model), **before, **told}
-    if found == {**_stated(model), **before}:
-        return model
     return Model({**model.config, RESERVED: {**own, SPECIAL_TOKENS.name: found}})
-
-
-def _stated(model: Model) -> dict[str, int]:
-    """By fields of its config.json."""
-    return dict(ids_of(model))
 
 
 def ids_of(model: Model) -> Ids:
     """Those that are known of a model, by their keys."""
-    found = model.family.new(model.tree).get(SPECIAL_TOKENS.name) or {}
-    return {**found, **(model.config.get(RESERVED, {}).get(SPECIAL_TOKENS.name) or {})}
+    blanks, found = model.tree.blanks, {}
+    if blanks is not None:
+        found = {"sop": blanks.start, **{mask.name: mask.token for mask in blanks.masks}}
+    found |= model.config.get(RESERVED, {}).get(SPECIAL_TOKENS.name) or {}
+    return {name: token for name, token in found.items() if token is not None}

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -24,6 +24,15 @@ class WeightMap:
     """Stored name of the head; of a tied model it may be stored too, and must then equal the
     embedding.
     """
+
+    @property
+    def written(self) -> dict[str, Entry]:
+        """What an export writes: `entries`, and the head where the family's files hold it beside
+        the embedding that it is.
+        """
+        if not (self.model.family.head_beside and self.model.tree.head.tied):
+            return self.entries
+        return {**self.entries, self.head: replace(self.entries[self.embedding], hf=self.head)}
 
     def canonical(self, name: str) -> str:
         """The stored name with the family's leading part, which some files leave out."""

@@ -12,9 +12,10 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from dolmen.conversion.hf import stated_dtype
@@ -22,6 +23,7 @@ from dolmen.conversion.source import Source, load_weights
 from dolmen.core import collectives, host
 from dolmen.core.mesh import SINGLE, Axis, Mesh
 from dolmen.core.words import counted
+from dolmen.data.batch import Batch
 from dolmen.model import build, head
 from dolmen.model.decoder import Decoder
 from dolmen.model.tree import Span, Tree
@@ -42,6 +44,15 @@ def load_decoder(source: Source, mesh: Mesh = SINGLE, dtype: torch.dtype | None 
     model = build.build(source.tree, mesh, dtype=dtype or stated_dtype(source.model))
     build.load(model, lambda write: load_weights(source, write))
     return model.eval()
+
+
+def ask(model: Decoder, tokens: Int64[Tensor, "texts length"], end: head.End) -> Any:
+    """What `end` makes of whole texts, `tokens` on the host, each as long as the others, read
+    without a cache. Raises ValueError where nobody has said which tokens positions follow from.
+    """
+    device = next(model.parameters()).device
+    batch = Batch(tokens, tokens).read_by(model.tree).to(device)
+    return model(batch.tokens, end, documents=batch.documents, positions=batch.positions)
 
 
 def stop_tokens(source: Source) -> set[int]:

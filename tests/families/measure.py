@@ -19,6 +19,7 @@ from dolmen.conversion.source import Source, load_weights, open_source
 from dolmen.core import state
 from dolmen.model import head
 from dolmen.model.decoder import Decoder
+from dolmen.model.tree import Tree
 from dolmen.serving import engine
 
 LENGTH, PROMPT, NEW = 40, 7, 12  # longer than windows and first contexts of the cases
@@ -39,7 +40,18 @@ def read(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Source, Deco
 
 
 def tokens_of(source: Source, rows: int = 2, length: int = LENGTH) -> Tensor:
-    return torch.randint(0, source.tree.vocab_size, (rows, length))
+    return marked(source.tree, torch.randint(0, source.tree.vocab_size, (rows, length)))
+
+
+def marked(tree: Tree, tokens: Tensor) -> Tensor:
+    """With a blank in each row of a model that knows positions by it, of another kind in each; the
+    last row of three has none.
+    """
+    if tree.blanks is not None:
+        known = [mask.token for mask in tree.blanks.masks if mask.token is not None]
+        for row, mask in zip(tokens, (known[0], known[-1]), strict=False):
+            row[2], row[5] = mask, tree.blanks.start
+    return tokens
 
 
 @dataclass(frozen=True)
@@ -69,7 +81,7 @@ def gradients(case: str, dtype: torch.dtype, folder: Path) -> Gradients:
         logits = theirs(tokens).logits[:, :-1]
     assert logits.dtype == dtype
     expected = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-    loss = ours(tokens[:, :-1], head.loss_of(tokens[:, 1:])) / tokens[:, 1:].numel()
+    loss = engine.ask(ours, tokens[:, :-1], head.loss_of(tokens[:, 1:])) / tokens[:, 1:].numel()
     expected.backward()
     loss.backward()
     parameters = dict(ours.named_parameters())
@@ -95,7 +107,7 @@ def _stored(theirs: nn.Module, plain: bool) -> dict[str, Tensor]:
 def texts(case: str, folder: Path) -> tuple[list[list[int]], list[list[int]]]:
     """Greedy texts of three prompts: ours with a cache, and the reference's."""
     theirs, ours = build(case), engine.load_decoder(open_source(save(build(case), folder)))
-    prompts = torch.randint(0, ours.tree.vocab_size, (3, PROMPT))
+    prompts = marked(ours.tree, torch.randint(0, ours.tree.vocab_size, (3, PROMPT)))
     theirs.generation_config = transformers.GenerationConfig()  # no token ends a text
     expected = theirs.generate(prompts, max_new_tokens=NEW, do_sample=False)[:, PROMPT:]
     return engine.generate(ours, prompts.tolist(), NEW), expected.tolist()

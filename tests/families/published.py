@@ -9,6 +9,8 @@ import transformers
 from cases import published, read_by_dolmen_alone
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from dolmen.families import Model
+
 # As published by transformers 4: theta beside the scaling, torch_dtype, absent fields, fields
 # without effect.
 LLAMA_31 = {
@@ -457,7 +459,8 @@ def by_transformers(content):
     """The same config.json read by transformers and written out with nothing absent; itself, where
     transformers has no class.
     """
-    if content["model_type"] not in CONFIG_MAPPING or content in read_by_dolmen_alone():
+    alone = not hasattr(transformers, Model(content).family.architecture)
+    if alone or content["model_type"] not in CONFIG_MAPPING or content in read_by_dolmen_alone():
         return deepcopy(content)
     # it writes into what it is given
     return transformers.AutoConfig.for_model(**deepcopy(content)).to_dict()

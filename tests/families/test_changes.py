@@ -70,6 +70,7 @@ def test_edit(content):
     length = model.family.names["max_position_embeddings"]
     assert names <= {
         "vocab_size",
+        model.family.names["vocab_size"],
         "tie_word_embeddings",
         "dtype",
         "torch_dtype",

@@ -38,14 +38,14 @@ def test_logits(case, tmp_path):
     expected = theirs(tokens).logits
     assert expected.std() > 0.3
     # fp32, logits of size 1 to 10
-    torch.testing.assert_close(ours(tokens, head.logits), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(engine.ask(ours, tokens, head.logits), expected, rtol=0, atol=1e-4)
     norms = [n for n in source.tree.leaves if n.startswith("layers.1.") and "norm" in n]
     felt = [name for name in (*norms[:1], *FELT) if name in parameters]
     assert len(felt) >= 3
     for name in felt:  # each is felt, 100 times the tolerance
         kept = parameters[name].clone()
         parameters[name].copy_(kept.flip(0))
-        assert (ours(tokens, head.logits) - expected).abs().max() > 1e-2, name
+        assert (engine.ask(ours, tokens, head.logits) - expected).abs().max() > 1e-2, name
         parameters[name].copy_(kept)
 
 

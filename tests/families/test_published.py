@@ -67,7 +67,7 @@ def test_read_as_transformers_reads_it(content):
 @each()
 def test_a_new_config_says_the_same_tree(content):
     tree = Model(content).tree
-    made = new(tree, content["model_type"])
+    made = new(tree, Model(content).model_type)
     assert made.tree == tree and Model(by_transformers(made.config)).tree == tree
     assert made.family.read(explicit(Model(content))) == tree  # and nothing is left to follow
 
