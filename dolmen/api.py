@@ -4,19 +4,20 @@ and messages. `dolmen.load`, `generate`, `train`, `export`, `convert`, `verify`,
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 
 from dolmen.conversion import convert as conversion
 from dolmen.conversion import hf
 from dolmen.conversion.config import ExportConfig
-from dolmen.conversion.source import Source, open_source, tokenizer_folder
+from dolmen.conversion.source import Source, open_source
 from dolmen.core.config import from_dict, option_types
 from dolmen.core.errors import BadInput, message
 from dolmen.core.keywords import in_python
@@ -27,6 +28,7 @@ from dolmen.evaluation import verify as comparison
 from dolmen.evaluation.compare import Report
 from dolmen.evaluation.config import EvaluateConfig, VerifyConfig
 from dolmen.families import families, unknown
+from dolmen.families import special_tokens as special
 from dolmen.families.start import option_fields
 from dolmen.model import head
 from dolmen.model.decoder import Decoder
@@ -75,13 +77,23 @@ def _asked(cls: type[T], **said: Any) -> T:
     return from_dict(cls, {name: plain(value) for name, value in said.items()})
 
 
+ARRAYS = (torch.Tensor, np.ndarray)
+NUMBERS = (list, tuple, *ARRAYS)  # that token ids come in
+Ids = Sequence[int] | Int64[torch.Tensor, " tokens"]
+Prompt = str | Ids | Sequence[str] | Sequence[Ids]
+
+
 @dataclass(frozen=True)
 class Model:
-    """A decoder with its tokenizer, in this process alone."""
+    """A decoder with its tokenizer, if it has one that can be read, in this process alone."""
 
     decoder: Decoder
-    tokenizer: PreTrainedTokenizer
+    tokenizer: PreTrainedTokenizer | None
     source: Source
+    special_tokens: Mapping[str, int] = field(default_factory=dict)
+    """What `load` was told of them."""
+    textless: str = ""
+    """Why there is no tokenizer, where there is none."""
 
     @property
     def folder(self) -> Path:
@@ -90,7 +102,7 @@ class Model:
 
     def generate(
         self,
-        prompt: str | Sequence[str],
+        prompt: Prompt,
         max_new_tokens: int = 64,
         temperature: float = 0.0,
         seed: int = 0,
@@ -98,13 +110,15 @@ class Model:
         top_k: int | None = None,
         top_p: float | None = None,
         batch: int = engine.AT_ONCE,
-    ) -> str | list[str]:
+    ) -> Any:
         """The prompt and its continuation, of several prompts a list of them; greedy at temperature
-        0. An empty prompt begins where the tokenizer begins a text. At most `batch` prompts, of any
-        lengths, run at once. Raises ValueError for what is no text, and for settings that have no
-        meaning.
+        0. A prompt is a text, or its token ids, and so is what comes back. An empty text begins
+        where the tokenizer begins one. At most `batch` prompts, of any lengths, run at once. Raises
+        ValueError for what is neither, for a text where there is no tokenizer, and for settings
+        that have no meaning.
 
             model.generate("Once upon a time", temperature=0.8, top_p=0.95, seed=1)
+            model.generate([1, 9038, 2501]) -> [1, 9038, 2501, ...]
         """
         with _told():
             asked = _asked(
@@ -119,39 +133,97 @@ class Model:
             )
             return _continued(self, prompt, asked, batch)
 
-    def logits(self, text: str) -> Float[torch.Tensor, "tokens vocab"]:
-        """What the model expects after each token of `text`. Raises ValueError for a text without
-        tokens.
+    def logits(self, text: str | Ids) -> Float[torch.Tensor, "tokens vocab"]:
+        """What the model expects after each token of `text`, or of the text of these token ids.
+        Raises ValueError for a text without tokens, for one where there is no tokenizer, and for
+        ids that the vocabulary has not.
 
             model.logits("Once upon a").argmax(-1)
+            model.logits([1, 9038, 2501])
         """
         with _told({"prompt": "text"}):
-            check_text(text)
-        tokens = self.tokenizer(text)["input_ids"]
+            if isinstance(text, str):
+                check_text(text)
+                words = self.reader(text)["input_ids"]
+                tokens = special.framed(self.source.model, words) if words else []
+            else:
+                tokens = self.checked_ids(text)
         if not tokens:
             raise ValueError("the text has no tokens: give at least one")
         with torch.no_grad():
-            return self.decoder(torch.tensor([tokens]), head.logits)[0]
+            return engine.ask(self.decoder, torch.tensor([tokens]), head.logits)[0]
+
+    @property
+    def reader(self) -> PreTrainedTokenizer:
+        """The tokenizer. Raises ValueError where there is none."""
+        if self.tokenizer is None:
+            raise ValueError(f"{self.textless}: give token ids")
+        return self.tokenizer
+
+    def checked_ids(self, given: Any) -> list[int]:
+        """Token ids as a list. Raises ValueError for what are none of the vocabulary."""
+        tokens = plain(given.tolist() if isinstance(given, ARRAYS) else given)
+        most = self.decoder.tree.vocab_size
+        if not isinstance(tokens, list) or not all(
+            type(token) is int and 0 <= token < most for token in tokens
+        ):
+            raise ValueError(
+                f"the prompt is {shown(given)}: it must be a text, or token ids of 0 to "
+                f"{most - 1:,}"
+            )
+        return tokens
 
 
-def load(name: str | Path, dtype: torch.dtype | str | None = None) -> Model:
+def load(
+    name: str | Path,
+    dtype: torch.dtype | str | None = None,
+    *,
+    special_tokens: Mapping[str, int] | None = None,
+) -> Model:
     """The model of a transformers directory, hub id, run or checkpoint, on the CPU, in `dtype` or
-    else in the one that its config.json states. Raises ValueError for what dolmen does not fully
-    understand.
+    else in the one that its config.json states. Without a tokenizer it takes token ids and gives
+    them. Raises ValueError for what dolmen does not fully understand.
 
         model = dolmen.load("path/to/model")
+
+    `special_tokens` names tokens that neither config.json nor tokenizer does, of mask, smask,
+    gmask, sop, eop, eot, cls and eos: a GLM knows positions by them, texts end at the last ones.
+
+        model = dolmen.load("path/to/glm-10b", special_tokens={"gmask": 50009, "sop": 50006})
     """
     with _told():
         source = open_source(name)
+        told = special.check(special_tokens or {}, source.tree.vocab_size)
+        tokenizer, textless = _tokenizer(source)
+        vocabulary = {} if tokenizer is None else tokenizer.get_vocab()
+        model = special.with_ids(source.model, told, lambda: vocabulary)
+        if model is not source.model:
+            source = open_source(name, model)
+        if source.tree.blanks is not None:
+            source.tree.blanks.check()
         _ = source.specs
         unknown.warn(source.model)
-        tokenizer = load_tokenizer(tokenizer_folder(source), option="")
-        return Model(engine.load_decoder(source, dtype=_dtype(dtype)), tokenizer, source)
+        decoder = engine.load_decoder(source, dtype=_dtype(dtype))
+        return Model(decoder, tokenizer, source, told, textless)
+
+
+def _tokenizer(source: Source) -> tuple[PreTrainedTokenizer | None, str]:
+    """Of a source, or why it has none: its folder has none, or one that code of the folder reads,
+    which dolmen does not run. Raises ValueError for one that cannot be read otherwise.
+    """
+    if source.tokenizer is None:
+        return None, f"{source.where} has no tokenizer"
+    try:
+        return load_tokenizer(str(source.tokenizer), option=""), ""
+    except (ValueError, OSError) as error:
+        if not any(name.startswith("tokenization") for name in source.model.family.code):
+            raise
+        return None, message(error)
 
 
 def generate(
     name: str | Path,
-    prompt: str | Sequence[str],
+    prompt: Prompt,
     *,
     max_new_tokens: int = 64,
     temperature: float = 0.0,
@@ -160,10 +232,10 @@ def generate(
     seed: int = 0,
     dtype: str | None = None,
     batch: int = engine.AT_ONCE,
-) -> str | list[str]:
+) -> Any:
     """`dolmen generate NAME --prompt PROMPT` in this process: the prompt and its continuation, of
-    several prompts a list of them, at most `batch` at once. `dolmen.load` keeps a model for more.
-    Raises ValueError on bad input.
+    several prompts a list of them, at most `batch` at once; as Model.generate. `dolmen.load` keeps
+    a model for more. Raises ValueError on bad input.
 
         dolmen.generate("path/to/model", "Once upon a time", temperature=0.8)
     """
@@ -181,7 +253,8 @@ def generate(
         )
         sample.check_knobs(asked.temperature, asked.top_k, asked.top_p)
         for text in _several(prompt):
-            check_text(text)
+            if not isinstance(text, NUMBERS):
+                check_text(text)
         return _continued(load(name, asked.dtype), prompt, asked, batch)
 
 
@@ -296,25 +369,37 @@ def train(recipe: str | PathLike | RunConfig, **changes: Any) -> Path:
     return asked.out
 
 
-def _continued(
-    model: Model, prompt: str | Sequence[str], asked: GenerateConfig, batch: int
-) -> str | list[str]:
+def _continued(model: Model, prompt: Prompt, asked: GenerateConfig, batch: int) -> Any:
     prompts = _several(prompt)
     if not isinstance(plain(batch), int):
         raise ValueError(f"batch is {shown(batch)}: it must be a whole number")
     sample.check_knobs(asked.temperature, asked.top_k, asked.top_p)
-    begin = [encode(model.tokenizer, text) for text in prompts]
-    new = answer(model.decoder, model.tokenizer, model.source, begin, asked, batch=batch)
-    texts = [
-        text + model.tokenizer.decode(tokens, skip_special_tokens=True)
-        for text, tokens in zip(prompts, new, strict=True)
+    begin = [_begun(model, one) for one in prompts]
+    ends = special.ends(model.special_tokens)
+    new = answer(model.decoder, model.tokenizer, model.source, begin, asked, batch=batch, ends=ends)
+    whole = [
+        one + model.reader.decode(tokens, skip_special_tokens=True)
+        if isinstance(one, str)
+        else first + tokens
+        for one, first, tokens in zip(prompts, begin, new, strict=True)
     ]
-    return texts if isinstance(prompt, (list, tuple)) else texts[0]
+    return whole[0] if len(prompts) == 1 and prompts[0] is prompt else whole
 
 
-def _several(prompt: str | Sequence[str]) -> list[str]:
-    """A list or tuple of prompts, or the one; what is neither, `check_text` refuses."""
-    return list(prompt) if isinstance(prompt, (list, tuple)) else [cast(str, prompt)]
+def _begun(model: Model, prompt: Any) -> list[int]:
+    """The tokens that a prompt begins with."""
+    if isinstance(prompt, NUMBERS):
+        return model.checked_ids(prompt)
+    return encode(model.reader, prompt, model.source.model)
+
+
+def _several(prompt: Any) -> list[Any]:
+    """A list or tuple of prompts, or the one: a list of numbers is the tokens of one. What is no
+    prompt, `check_text` refuses.
+    """
+    if isinstance(prompt, (list, tuple)) and not any(isinstance(one, int) for one in prompt):
+        return list(prompt)
+    return [prompt]
 
 
 def _dtype(asked: torch.dtype | str | None) -> torch.dtype | None:

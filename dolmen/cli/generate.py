@@ -30,7 +30,7 @@ def run(options: GenerateOptions) -> int:
 def _generate(options: GenerateOptions, mesh: Mesh) -> int:
     source = open_alike(options.folder, mesh)
     tokenizer = load_tokenizer(tokenizer_folder(source), option="")
-    begin = [prompt.encode(tokenizer, text) for text in options.prompt]
+    begin = [prompt.encode(tokenizer, text, source.model) for text in options.prompt]
     dtype = DTYPES[options.dtype] if options.dtype else None
     model = engine.load_decoder(source, mesh, dtype)
     texts = _Texts(tokenizer, options.prompt)

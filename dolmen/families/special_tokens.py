@@ -102,6 +102,28 @@ def with_ids(model: Model, told: Ids, vocabulary: Callable[[], Ids]) -> Model:
     return Model({**model.config, RESERVED: {**own, SPECIAL_TOKENS.name: found}})
 
 
+def framed(model: Model, tokens: list[int]) -> list[int]:
+    """What the model is given of a text of these tokens: with the special tokens that code of its
+    folders adds. Raises ValueError where nobody has said which those are.
+    """
+    if model.family.framed is None:
+        return tokens
+    try:
+        return model.family.framed(tokens, ids_of(model))
+    except KeyError as missing:
+        (name,) = missing.args
+        raise ValueError(
+            f"a text of {model.model_type} has {TOLD[name]}, and neither config.json nor tokenizer "
+            f'names it: use dolmen.load(..., special_tokens={{"{name}": id}}), or in config.json '
+            f'"dolmen": {{"special_tokens": {{"{name}": id}}}}'
+        ) from None
+
+
+def ends(ids: Ids) -> set[int]:
+    """Those at which a text ends."""
+    return {ids[name] for name in ("eop", "eot", "eos") if name in ids}
+
+
 def ids_of(model: Model) -> Ids:
     """Those that are known of a model, by their keys."""
     blanks, found = model.tree.blanks, {}

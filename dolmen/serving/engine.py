@@ -24,6 +24,7 @@ from dolmen.core import collectives, host
 from dolmen.core.mesh import SINGLE, Axis, Mesh
 from dolmen.core.words import counted
 from dolmen.data.batch import Batch
+from dolmen.families import special_tokens
 from dolmen.model import build, head
 from dolmen.model.decoder import Decoder
 from dolmen.model.tree import Span, Tree
@@ -56,12 +57,15 @@ def ask(model: Decoder, tokens: Int64[Tensor, "texts length"], end: head.End) ->
 
 
 def stop_tokens(source: Source) -> set[int]:
-    """The end-of-text ids that a source names, in generation_config.json or else config.json."""
+    """The end-of-text ids that a source names, in generation_config.json or else config.json, and
+    the ends among its special tokens.
+    """
+    ends = special_tokens.ends(special_tokens.ids_of(source.model))
     for said in (source.generation_config, source.model.config):
         ids = said.get("eos_token_id")
         if ids is not None:
-            return set(ids) if isinstance(ids, list) else {ids}
-    return set()
+            return ends | (set(ids) if isinstance(ids, list) else {ids})
+    return ends
 
 
 def generate(

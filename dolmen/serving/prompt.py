@@ -2,11 +2,12 @@
 command line, Python and the end of a run.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from dolmen.conversion.source import Source
 from dolmen.core.words import shown
 from dolmen.data.tokenizer import PreTrainedTokenizer
+from dolmen.families import Model, special_tokens
 from dolmen.files import tokenizer_files
 from dolmen.model.decoder import Decoder
 from dolmen.serving import engine
@@ -14,14 +15,14 @@ from dolmen.serving.cache import Memory
 from dolmen.serving.config import GenerateConfig
 
 
-def encode(tokenizer: PreTrainedTokenizer, prompt: str) -> list[int]:
-    """The tokens of `prompt`, as the tokenizer would begin a text; of an empty one the tokenizer's
-    beginning of text, or else its end. Raises ValueError where there is none, and for what is no
-    text.
+def encode(tokenizer: PreTrainedTokenizer, prompt: str, model: Model) -> list[int]:
+    """The tokens of `prompt`, as the tokenizer would begin a text and the model's code frames it;
+    of an empty one the tokenizer's beginning of text, or else its end. Raises ValueError where
+    there is none, and for what is no text.
     """
     check_text(prompt)
     with tokenizer_files.refused_by_name("--prompt"):
-        tokens = tokenizer(prompt)["input_ids"]
+        tokens = special_tokens.framed(model, tokenizer(prompt)["input_ids"])
     begin = (tokenizer.bos_token_id, tokenizer.eos_token_id)
     tokens = tokens or [token for token in begin if token is not None][:1]
     if not tokens:
@@ -48,16 +49,17 @@ def check_text(prompt: str) -> None:
 
 def answer(
     model: Decoder,
-    tokenizer: PreTrainedTokenizer,
+    tokenizer: PreTrainedTokenizer | None,
     source: Source,
     prompts: Sequence[Sequence[int]],
     asked: GenerateConfig,
     on_token: Callable[[int, int], None] | None = None,
     on_memory: Callable[[Memory], None] | None = None,
     batch: int = engine.AT_ONCE,
+    ends: Collection[int] = (),
 ) -> list[list[int]]:
-    """`engine.generate` as it is asked for, with what a source says of it: where a text ends, and
-    which tokens there are. `prompts` are of `encode`.
+    """`engine.generate` as it is asked for, with what a source says of it: where a text ends, at
+    `ends` too, and, with a tokenizer, which tokens there are. `prompts` are of `encode`.
     """
     return engine.generate(
         model,
@@ -66,10 +68,10 @@ def answer(
         asked.temperature,
         asked.top_k,
         asked.top_p,
-        engine.stop_tokens(source),
+        engine.stop_tokens(source) | {*ends},
         asked.seed,
         on_token,
-        tokenizer.get_vocab().values(),
+        None if tokenizer is None else tokenizer.get_vocab().values(),
         batch,
         on_memory,
     )
