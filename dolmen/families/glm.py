@@ -18,7 +18,7 @@ from dolmen.model.tree.block import Arrangement
 PARTS = ("layers.{}.mlp.gate", "layers.{}.mlp.up")  # of what files store as one
 
 FIELDS = llama_like.changed(
-    rope.instead(llama_like.FIELDS, rope.fields(part=0.5)),
+    llama_like.fields_with(turned=rope.fields(part=0.5)),
     replace(llama_like.ATTENTION_BIAS, default=True, help="Biases on q, k and v."),
     vocab_size=151552,
     hidden_size=4096,
@@ -60,8 +60,8 @@ def new(tree: Tree) -> dict[str, Any]:
 
 
 def rules(tree: Tree, norms: Mapping[str, str] = llama_like.NORMS) -> list[Rule]:
-    apart = [one for one in llama_like.rules(tree, norms) if one.names[0] not in PARTS]
-    return [*apart, Split("model.layers.{}.mlp.gate_up_proj", PARTS, 1, (1, 1))]
+    fused = Split(llama_like.LAYER + "mlp.gate_up_proj", PARTS, 1, (1, 1))
+    return llama_like.rules(tree, norms, instead=[fused])
 
 
 FAMILY = Family(

@@ -3,7 +3,7 @@
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -145,14 +145,6 @@ def fields(
         *(() if part is None else (beside(FRACTION, PART.name, part),)),
         Field("original_max_position_embeddings", optional(kinds.POSITIONS)),
     )
-
-
-def instead(fields_: Sequence[Field], others: Sequence[Field]) -> tuple[Field, ...]:
-    """`fields_` with `others` in the place of those of rope."""
-    ours = {field.name for field in fields()}
-    at = min(i for i, field in enumerate(fields_) if field.name in ours)
-    rest = [field for field in fields_ if field.name not in ours]
-    return (*rest[:at], *others, *rest[at:])
 
 
 def given(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
