@@ -19,10 +19,12 @@ from measure import open_source, save
 from rich.progress import track
 from spawning import run_spawned
 from test_over_layouts import LAYOUTS, compared
-from tiny import CASES, build
+from tiny import CASES, build, config_of
 
+from dolmen.families import Model
 from dolmen.families.checked import FILE, Checked, checked, title
 from dolmen.model import count, head
+from dolmen.serving import engine
 
 DOCS = Path(__file__).parents[1] / "docs" / "families.md"
 BEGIN, END = "<!-- table: benchmarks/families.py -->\n", "<!-- end of table -->\n"
@@ -43,7 +45,7 @@ def logits(case: str, folder: Path) -> float:
     source, ours = measure.read(save(theirs, folder))
     tokens = measure.tokens_of(source)
     expected = theirs(tokens).logits
-    return float((ours(tokens, head.logits) - expected).abs().max() / expected.std())
+    return float((engine.ask(ours, tokens, head.logits) - expected).abs().max() / expected.std())
 
 
 def of(case: str, layouts: dict[str, float | str]) -> Checked:
@@ -58,7 +60,7 @@ def of(case: str, layouts: dict[str, float | str]) -> Checked:
         made, theirs = CASES[case], type(build(case))
         return Checked(
             case,
-            made.model_type,
+            Model(config_of(case)).model_type,
             count.parameters(open_source(folder / "texts").tree),
             "plain reference" if made.plain else theirs.__name__,
             difference,

@@ -104,6 +104,11 @@ def _differences(source: Source, against: Source) -> list[str]:
     where one cannot be read or transformers is not to be asked.
     """
     check_expressible(against.model, against.tree)
+    if not against.model.family.native:
+        raise ValueError(
+            f"{against.where} is of {against.model.model_type}, for which transformers has no "
+            "class: verify has nothing to compare it with"
+        )
     fields = [
         f"{name} is {a} in {source.where.name}, {b} in {against.where.name}"
         for name, a, b in compared(source.model, against.model)

@@ -110,6 +110,7 @@ FIELDS = (
 FAMILY = Family(
     model_type="baichuan",
     architecture="BaichuanForCausalLM",
+    native=False,
     read=read,
     new=new,
     rules=rules,

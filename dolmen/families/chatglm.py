@@ -142,6 +142,7 @@ def framed(tokens: list[int], ids: Ids) -> list[int]:
 FAMILY = Family(
     model_type="chatglm",
     architecture="ChatGLMForConditionalGeneration",
+    native=False,
     read=read,
     new=new,
     rules=rules,

@@ -131,6 +131,7 @@ FAMILY = Family(
     called="chatglm2",
     tells=tells,
     architecture="ChatGLMForConditionalGeneration",
+    native=False,
     read=read,
     new=new,
     rules=rules,

@@ -103,7 +103,9 @@ class Family:
     model_type: str
     """`model_type` of its config.json."""
     architecture: str
-    """transformers class that a model made here is written for."""
+    """transformers class that a model made here is written for, or, not `native`, of the code that
+    came with its weights.
+    """
     fields: tuple[Field, ...]
     """Every field that `read` looks at."""
     read: Callable[[dict[str, Any]], Tree]
@@ -150,6 +152,8 @@ class Family:
     """(tokens of a text, ids of special tokens) -> what the model is given of it, where code of its
     folders adds special tokens; None: its tokenizer adds them.
     """
+    native: bool = True
+    """transformers has a class that computes it."""
     head_beside: bool = False
     """Files hold the head also where it is the embedding."""
 

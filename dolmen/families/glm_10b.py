@@ -101,6 +101,7 @@ FAMILY = Family(
     called="glm_10b",
     tells=tells,
     architecture="GLMModel",
+    native=False,
     read=read,
     new=new,
     rules=rules,

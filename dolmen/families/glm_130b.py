@@ -105,6 +105,7 @@ def framed(tokens: list[int], ids: Ids) -> list[int]:
 FAMILY = Family(
     model_type="glm-130b",
     architecture="GLM130B",
+    native=False,
     read=read,
     new=new,
     rules=rules,

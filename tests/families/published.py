@@ -7,7 +7,6 @@ from copy import deepcopy
 import pytest
 import transformers
 from cases import published, read_by_dolmen_alone
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from dolmen.families import Model
 
@@ -459,8 +458,7 @@ def by_transformers(content):
     """The same config.json read by transformers and written out with nothing absent; itself, where
     transformers has no class.
     """
-    alone = not hasattr(transformers, Model(content).family.architecture)
-    if alone or content["model_type"] not in CONFIG_MAPPING or content in read_by_dolmen_alone():
+    if not Model(content).family.native or content in read_by_dolmen_alone():
         return deepcopy(content)
     # it writes into what it is given
     return transformers.AutoConfig.for_model(**deepcopy(content)).to_dict()

@@ -17,14 +17,20 @@ from tiny import CASES, config_of
 
 from dolmen.core import state
 from dolmen.core.mesh import Mesh
+from dolmen.data.batch import Batch
 from dolmen.families import Model, edit
+from dolmen.model.tree import Tree
 
 TOLERANCE = 1e-12  # of tensors, norms and losses; measured: 1.5e-14
 LAYOUTS = [Layout.of(words) for words in ("tp2 sp", "pp2 acc4", "cp2")]
 
 
 def model_of(case: str) -> Tiny:
-    return Tiny(edit(Model(config_of(case)), vocab_size=VOCABULARY).tree)
+    tree = edit(Model(config_of(case)), vocab_size=VOCABULARY).tree
+    if tree.blanks is None:
+        return Tiny(tree)
+    masks = tuple(replace(mask, token=i) for i, mask in enumerate(tree.blanks.masks, 1))
+    return Tiny(replace(tree, blanks=replace(tree.blanks, start=0, masks=masks)))
 
 
 def first_step(config: Tiny, mesh: Mesh, layout: Layout) -> Run:
@@ -37,9 +43,19 @@ def first_step(config: Tiny, mesh: Mesh, layout: Layout) -> Run:
         shape = config.tree.shapes[name]
         around = float(len(shape) == 1 and name.endswith("weight"))
         state.write_region(p, torch.randn(shape, generator=chance).double() * 0.2 + around)
-    asked = {"prefixes": config.tree.prefixed, "streams": config.tree.streams}
-    asked["streams"] *= asked["streams"] > 1
-    return updates(train, mesh, batches(mesh, **asked)[:1])
+    return updates(train, mesh, [batch_of(config.tree, mesh)])
+
+
+def batch_of(tree: Tree, mesh: Mesh) -> Batch:
+    """With a blank at another place in each row, where the model knows positions by them."""
+    if tree.blanks is None:
+        streams = tree.streams * (tree.streams > 1)
+        return batches(mesh, prefixes=tree.prefixed, streams=streams)[0]
+    made = batches(mesh)[0]
+    for i, row in enumerate(made.tokens, mesh.dp.rank * len(made.tokens)):
+        row[i % 4] = tree.blanks.masks[i % len(tree.blanks.masks)].token
+        row[i % 4 + 1 + i % 2] = tree.blanks.start
+    return made.read_by(tree)
 
 
 @cache

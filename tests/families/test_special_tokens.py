@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 from cases.chatglm import CHATGLM3, CHATGLM_V01, CHATGLM_V11
 from cases.glm import GLM_4_9B
 from cases.glm_10b import GLM_10B, GLM_130B
@@ -16,7 +17,7 @@ from tiny import build, save
 import dolmen
 from dolmen.conversion.source import open_source
 from dolmen.data.batch import Batch
-from dolmen.families import Model, special_tokens
+from dolmen.families import Model, families, special_tokens
 from dolmen.model.tree import Span
 from dolmen.ops.attention import Documents
 from dolmen.ops.loss import IGNORED
@@ -125,6 +126,15 @@ def test_a_text_is_framed_as_code_of_its_folder_does(content, tokens, framed):
 def test_a_text_without_what_frames_it_is_refused():
     with pytest.raises(ValueError, match=r'chatglm2 has \[gMASK\].*special_tokens=\{"gmask": id\}'):
         special_tokens.framed(Model(CHATGLM3), [5])
+
+
+def test_families_without_a_class_of_transformers_say_so(tmp_path):
+    known = {*dir(transformers)}
+    for family in families().values():
+        assert family.native == (family.architecture in known), family.name
+    saved("glm-10b", tmp_path)
+    with pytest.raises(ValueError, match="is of glm_10b, for which transformers has no class"):
+        dolmen.verify(tmp_path)
 
 
 def saved(case, folder, named=True):
