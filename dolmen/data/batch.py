@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dolmen.core import host
 from dolmen.model.tree import Tree
-from dolmen.ops.attention import Documents, begins
+from dolmen.ops.attention import Documents, begins, document_ends
 from dolmen.ops.loss import IGNORED
 from dolmen.ops.positions import PositionIds, of_prefix, of_span
 
@@ -176,12 +176,3 @@ def document_starts(
     begins = torch.zeros_like(tokens)
     begins[:, 1:] = torch.where(tokens[:, :-1] == end_of_text, torch.arange(1, tokens.shape[1]), 0)
     return begins.cummax(1).values
-
-
-def document_ends(
-    starts: Int64[Tensor, "sequences length"],
-) -> Int64[Tensor, "sequences length"]:
-    """Index of the first token behind each token's document, from where these start."""
-    ends = torch.full_like(starts, starts.shape[1])
-    ends[:, :-1] = torch.where(starts[:, 1:] > starts[:, :-1], starts[:, 1:], ends[:, :-1])
-    return ends.flip(1).cummin(1).values.flip(1)

@@ -138,6 +138,8 @@ class Family:
     """Of a config.json, absent fields filled in: what it leaves open of its own field RESERVED, and
     what it is taken for, which is said aloud.
     """
+    endings: dict[str, str] = field(default_factory=dict)
+    """What stored names end in, in older files -> today."""
     prefix: str = ""
     """Leading part of the stored names that some files leave out."""
     called: str | None = None

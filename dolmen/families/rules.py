@@ -25,6 +25,8 @@ class Rename:
     ours: str
     bias: str = "bias"
     """What the file calls its bias."""
+    weight: str = "weight"
+    """What it calls its weight."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -184,16 +186,16 @@ def _made(rule: Rule, layer: int, kind: str, shapes: Mapping[str, Shape]) -> lis
     shape = rule.shape([shapes[name] for name in ours])
     pieces = range(rule.count) if isinstance(rule, Stack) else (None,)
     return [
-        Entry(rule.hf.format(layer, piece) + _ending(rule, kind), ours, shape, rule, piece)
+        Entry(rule.hf.format(layer, piece) + ending(rule, kind), ours, shape, rule, piece)
         for piece in pieces
     ]
 
 
-def _ending(rule: Rule, kind: str) -> str:
-    """What a stored weight's or bias's name has behind its module's."""
+def ending(rule: Rule, kind: str) -> str:
+    """What the name of a stored weight or bias has behind its module's."""
     match rule:
         case Bare():
             return "" if kind == "weight" else "_bias"
-        case Rename(bias=word) if kind == "bias":
-            return f".{word}"
+        case Rename():
+            return f".{rule.weight if kind == 'weight' else rule.bias}"
     return f".{kind}"

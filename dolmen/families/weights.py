@@ -8,7 +8,7 @@ from typing import Any
 
 from dolmen.families.model import Model, changed, explicit
 from dolmen.families.names import nested
-from dolmen.families.rules import Entry, Shape, entries
+from dolmen.families.rules import Entry, Shape, ending, entries
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,11 @@ class WeightMap:
         return {**self.entries, self.head: replace(self.entries[self.embedding], hf=self.head)}
 
     def canonical(self, name: str) -> str:
-        """The stored name with the family's leading part, which some files leave out."""
+        """The stored name with the family's leading part, which some files leave out, and with
+        today's ending.
+        """
+        for before, now in self.model.family.endings.items():
+            name = name.removesuffix(before) + now if name.endswith(before) else name
         full = self.model.family.prefix + name
         return (
             full
@@ -44,8 +48,12 @@ class WeightMap:
         )
 
     def ignores(self, name: str) -> bool:
-        """Whether a canonical name is a buffer that the family declares to be recomputed."""
-        return any(re.fullmatch(pattern, name) for pattern in self.model.family.ignored)
+        """Whether a canonical name is of what the family declares to be recomputed, or of a part
+        that this model has not.
+        """
+        return name not in self.entries and any(
+            re.fullmatch(pattern, name) for pattern in self.model.family.ignored
+        )
 
     def is_beyond(self, name: str) -> bool:
         """Whether a canonical name is of a layer behind the last that the family leaves out."""
@@ -91,7 +99,7 @@ def weight_map(model: Model) -> WeightMap:
     """
     rules = model.family.rules(model.tree)
     embedding, head = (
-        next(f"{rule.hf}.weight" for rule in rules if rule.names == (ours,))
+        next(rule.hf + ending(rule, "weight") for rule in rules if rule.names == (ours,))
         for ours in ("embed", "head")
     )
     found = entries(rules, model.tree.shapes, model.tree.layers)

@@ -61,7 +61,9 @@ class Attention(Branch):
     @staticmethod
     def attend(mixer: tree.Attention) -> Attend:
         slopes = positions.slopes(mixer.positions, mixer.heads)
-        attend = Attend(mixer.window, mixer.scale, mixer.soft_cap, slopes, mask=mixer.mask)
+        # to see both ways is a prefix of all: Decoder makes it one
+        mask = "causal" if mixer.mask == "causal" else "prefix"
+        attend = Attend(mixer.window, mixer.scale, mixer.soft_cap, slopes, mask=mask)
         return attend.scaled(mixer.head_size)
 
     def _mine(self, p: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ and the bytes it keeps for backward.
 from typing import Literal
 
 from dolmen.model.tree import Attention, Experts, Tree
+from dolmen.model.tree.block import Mixer
 
 
 def parameters(tree: Tree) -> int:
@@ -39,13 +40,13 @@ def attention_flops_per_token(
 ) -> float:
     """The part of `training_flops_per_token` that is not of matrices."""
 
-    def keys(window: int | None) -> float:
-        if attention == "full":
+    def keys(mixer: Mixer) -> float:
+        if attention == "full" or mixer.mask == "both":
             return sequence_length
-        return _mean_keys(sequence_length, window)
+        return _mean_keys(sequence_length, mixer.window)
 
     mixers = [block.mixer for block in tree.blocks]
-    return 6.0 * sum(mixer.products(keys(mixer.window)) for mixer in mixers)
+    return 6.0 * sum(mixer.products(keys(mixer)) for mixer in mixers)
 
 
 def activation_bytes_per_layer(

@@ -25,6 +25,7 @@ from dolmen.model import components
 from dolmen.model.block import Block
 from dolmen.model.cached import Cached
 from dolmen.model.component import Setting
+from dolmen.model.filling import Transform
 from dolmen.model.given import Balance, Given, Where
 from dolmen.model.head import End
 from dolmen.model.layers import (
@@ -40,7 +41,7 @@ from dolmen.model.layers import (
 from dolmen.model.positions import tables
 from dolmen.model.split import Split, whole
 from dolmen.model.training import Training
-from dolmen.model.tree import Leaf, Tree, check_cuts, under
+from dolmen.model.tree import Leaf, Table, Tree, check_cuts, under
 from dolmen.model.tree.positions import Relative
 from dolmen.ops import dropout
 from dolmen.ops.attention import Documents
@@ -75,11 +76,13 @@ class Decoder(nn.Module):
         into, after = under(leaves, "project_in"), under(leaves, "embed_norm")
         self.project_in = Whole(into, tp) if split.first and width else None
         self.embed_norm = Norm(norm, after, split.kernels) if split.first and norm else None
-        table = tree.embedding.positions
+        table, types = tree.embedding.positions, tree.embedding.types
         rows = [under(leaves, name) for name in ("positions", "block_positions")]
         self.positions, self.block_positions = (
             Positions(table, own) if split.first and table and own else None for own in rows
         )
+        own = under(leaves, "types")
+        self.types = Positions(Table(types), own) if split.first and types else None
         self.layers = nn.ModuleDict()
         for i in split.layers:
             setting = Setting(i, split, training)
@@ -96,6 +99,13 @@ class Decoder(nn.Module):
         head, score = under(leaves, "head"), under(leaves, "score")
         self.head = Column(head) if split.last and head else None
         self.score = Parameters(score) if split.last and score else None
+        transform, before = tree.head.transform, under(leaves, "transform")
+        self.transform = (
+            Transform(transform, before, tp, split.kernels) if split.last and transform else None
+        )
+        pooler, follows = under(leaves, "pooler"), under(leaves, "follows")
+        self.pooler = Whole(pooler, tp) if split.last and pooler else None
+        self.follows = Whole(follows, tp) if split.last and follows else None
         self.compiled = False
         self.compute: torch.dtype | None = None  # None: in the dtype of the parameters
 
@@ -225,7 +235,12 @@ class Decoder(nn.Module):
         x = self.embed(self.split.cp.split(tokens, 1).reshape(-1))
         if self.project_in is not None:
             x = self.project_in(x)
-        for table, stream in zip((self.positions, self.block_positions), positions, strict=False):
+        of_stream = (
+            (self.positions, positions[0]),
+            (self.block_positions, positions[-1]),
+            (self.types, positions[-1]),
+        )
+        for table, stream in of_stream:
             if table is not None:
                 x = x + table(
                     tensor.own_tokens(stream.expand(len(tokens), -1).reshape(-1), self.tp)
@@ -256,8 +271,15 @@ class Decoder(nn.Module):
             batch,
             self.compiled,
             None if bias is None else local(bias),
+            self.transform,
+            None if self.follows is None else self._pair,
         )
         return end(hidden, head)
+
+    def _pair(self, x: Float[Tensor, "here hidden"]) -> Float[Tensor, "here 2"]:
+        """See Head.follows of the tree."""
+        assert self.pooler is not None and self.follows is not None
+        return self.follows(self.pooler(x).tanh())
 
     def _given(
         self, tokens: Tensor, noise: dropout.Noise | None, documents: Documents | None
@@ -271,6 +293,9 @@ class Decoder(nn.Module):
                 "without prefixes, or a model with one"
             )
         noise, rows = self._noise(noise, length)
+        if self.tree.both_ways:
+            none = torch.zeros(tokens.shape, dtype=torch.int64)  # where one document begins
+            documents = (documents or Documents.of(none).on(tokens.device)).both_ways
         here = None if documents is None else cp.documents(documents)
         return Given(batch, documents=here, noise=noise, rows=rows)
 
@@ -296,13 +321,15 @@ class Decoder(nn.Module):
                 "the model's positions follow from special tokens: make them by "
                 "Batch.read_by(the model's tree)"
             )
-        if streams != known:
+        typed = self.tree.embedding.types is not None
+        if streams != known and not (positions is None and typed):
             raise ValueError(
                 f"the model knows {known} streams of positions, and the batch has {streams}: make "
                 f"them by Batch.with_positions({known})"
             )
         if positions is None:
-            return self.split.cp.indices(length, tokens.device)[None, None]
+            index = self.split.cp.indices(length, tokens.device)[None, None]
+            return torch.cat((index, torch.zeros_like(index))) if typed else index
         return self.split.cp.split(positions.ids, 2).transpose(0, 1)
 
     def _noise(

@@ -42,6 +42,10 @@ class Head:
     compiled: bool = False
     bias: Tensor | None = None
     """[rows], as `weight` has them."""
+    transform: Callable[[Tensor], Tensor] | None = None
+    """Of hidden vectors, before they are multiplied."""
+    pair: Callable[[Tensor], Tensor] | None = None
+    """Of hidden vectors [_, hidden], the two logits [_, 2] of whether one text follows another."""
 
     def here(self, per_token: Shaped[Tensor, "sequences length"]) -> Shaped[Tensor, "sequences _"]:
         """Of something known for all tokens (labels, weights), this rank of cp's part."""
@@ -67,15 +71,29 @@ class Logits(Head):
         """What hidden vectors are multiplied by."""
         return F.normalize(self.weight) if self.tree.head.normalised else self.weight
 
-    def scaled(self, hidden: Float[Tensor, "_ hidden"]) -> Float[Tensor, "_ hidden"]:
-        """Hidden vectors times what logits are to be multiplied by: they are fewer numbers."""
+    def made(self, hidden: Float[Tensor, "_ hidden"]) -> Float[Tensor, "_ hidden"]:
+        """What is multiplied: hidden vectors, transformed, times what logits are to be multiplied
+        by: they are fewer numbers.
+        """
+        hidden = hidden if self.transform is None else self.transform(hidden)
         scale = self.tree.head.scale
         return hidden if scale == 1 else hidden * scale
+
+    def follows(self, hidden: Float[Tensor, "_ hidden"]) -> Float[Tensor, "sequences here"]:
+        """Of each of this rank's tokens by how much the logit that the second text of its sequence
+        follows the first (label 0, as in transformers) is over that of a text of elsewhere, in
+        fp32 or wider.
+        """
+        assert self.pair is not None, "the head has no pairs"
+        two = self.pair(hidden)
+        wide = two.to(torch.promote_types(two.dtype, torch.float32))
+        own = wide[:, 0] - wide[:, 1]
+        return tensor.all_tokens(own, self.split.tp).view(self.sequences, -1)
 
     def logits(self, hidden: Float[Tensor, "_ hidden"]) -> Float[Tensor, "sequences here rows"]:
         """Of this rank's rows."""
         linear = Linear(self.rows, self.bias)
-        logits = tensor.columns(self.scaled(hidden), [linear], self.split.tp)[0]
+        logits = tensor.columns(self.made(hidden), [linear], self.split.tp)[0]
         if self.tree.head.soft_cap is not None:
             logits = loss.capped(logits, self.tree.head.soft_cap)
         return logits.view(self.sequences, -1, self.weight.shape[0])
@@ -90,7 +108,7 @@ class Logits(Head):
         are never whole.
         """
         return linear_cross_entropy(
-            self.scaled(hidden),
+            self.made(hidden),
             self.rows,
             self.here(labels).reshape(-1),
             self.tree.vocab_size,
@@ -109,7 +127,7 @@ class Logits(Head):
         whole.
         """
         found = log_probabilities(
-            self.scaled(hidden),
+            self.made(hidden),
             self.rows,
             self.here(labels).reshape(-1),
             self.tree.vocab_size,

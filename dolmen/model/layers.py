@@ -137,7 +137,9 @@ class Positions(Parameters):
 
 
 class Whole(Parameters):
-    """y = x W^T of this rank's tokens, W whole on every rank: x I@tp (or S(0)@tp) -> the same."""
+    """y = x W^T + b of this rank's tokens, both whole on every rank: x I@tp (or S(0)@tp) -> the
+    same.
+    """
 
     def __init__(self, leaves: Leaves, tp: TensorParallel):
         super().__init__(leaves)

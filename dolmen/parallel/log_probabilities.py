@@ -85,8 +85,8 @@ def log_probabilities(
     soft_cap: float | None = None,
     bias: Float[Tensor, " rows"] | None = None,
 ) -> Float[Tensor, " tokens"]:
-    """log softmax(x W^T + b)[label] of each token, fp32 (fp64 for fp64 input), I@tp; 0 for a label that
-    is IGNORED. Arguments are those of `linear_cross_entropy`, which is the faster for a sum.
+    """log softmax(x W^T + b)[label] of each token, fp32 (fp64 for fp64 input), I@tp; 0 for a label
+    that is IGNORED. Arguments are those of `linear_cross_entropy`, which is the faster for a sum.
     """
     call = Call(vocab_size, tp, at_once, soft_cap)
     return _LogProbabilities.apply(x, weight, bias, labels, call)

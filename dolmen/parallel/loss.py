@@ -193,10 +193,10 @@ def linear_cross_entropy(
     `weights`: a scalar, fp32 (fp64 for fp64 input), I@tp. `soft_cap`, where there is one, is that
     of the logits.
 
-    x is I@tp, `here` all tokens, or S(0)@tp under sequence parallelism; weight and bias S(0)@tp, the rows
-    of this rank; labels and weights of all tokens, IGNORED where there is no loss. Divide by the
-    global sum of weights, 1 for each real token, before backward. `compile` fuses the passes over
-    one chunk's logits, `at_once` are its elements.
+    x is I@tp, `here` all tokens, or S(0)@tp under sequence parallelism; weight and bias S(0)@tp,
+    the rows of this rank; labels and weights of all tokens, IGNORED where there is no loss. Divide
+    by the global sum of weights, 1 for each real token, before backward. `compile` fuses the passes
+    over one chunk's logits, `at_once` are its elements.
     """
     call = Call(vocab_size, tp, at_once, soft_cap)
     return _LinearCrossEntropy.apply(

@@ -93,6 +93,11 @@ def generate(
     the first forward for settings and prompts the model cannot take, and later for logits that are
     not finite.
     """
+    if model.tree.both_ways:
+        raise ValueError(
+            "the model sees both ways: each token knows those behind it, and there is no next one "
+            "to foretell; it fills in masked tokens, and cannot generate"
+        )
     sample.check_knobs(temperature, top_k, top_p)
     _check(model, prompts, max_new_tokens, batch)
     unknown = sorted(set(range(model.tree.vocab_size)) - set(known)) if known else []

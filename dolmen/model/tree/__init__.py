@@ -19,7 +19,7 @@ from dolmen.model.tree.attention import Attention
 from dolmen.model.tree.blanks import Blanks, Mask, Span
 from dolmen.model.tree.block import Block, Run, runs_of
 from dolmen.model.tree.deepnorm import Deepnorm
-from dolmen.model.tree.ends import Embedding, Head, Scalar
+from dolmen.model.tree.ends import Embedding, Head, Scalar, Transform
 from dolmen.model.tree.experts import Clamped, Experts, Router
 from dolmen.model.tree.latent import LatentAttention
 from dolmen.model.tree.leaf import Cut, Leaf, Leaves, Stream, check_cuts, under, within
@@ -64,6 +64,7 @@ __all__ = [
     "Steps",
     "Stream",
     "Table",
+    "Transform",
     "Tree",
     "Yarn",
     "check_cuts",
@@ -158,10 +159,16 @@ class Tree:
         return any(block.mixer.mask == "prefix" for block in self.blocks)
 
     @property
+    def both_ways(self) -> bool:
+        """Whether all tokens of a document see one another: there is no next token to foretell."""
+        return any(block.mixer.mask == "both" for block in self.blocks)
+
+    @property
     def streams(self) -> int:
-        """Of positions, that it knows."""
+        """Of positions, that it knows, and one more of the types of tokens."""
         known = (self.embedding.positions, *(block.mixer.positions for block in self.blocks))
-        return max((p.streams for p in known if p is not None), default=1)
+        own = max((p.streams for p in known if p is not None), default=1)
+        return own + (self.embedding.types is not None)
 
     @property
     def longest(self) -> int | None:

@@ -39,9 +39,10 @@ class Attention:
     """Tokens up to itself that a query sees; None: all."""
     soft_cap: float | None = None
     """Scores become cap * tanh(score / cap)."""
-    mask: Literal["causal", "prefix"] = "causal"
+    mask: Literal["causal", "prefix", "both"] = "causal"
     """prefix: the first tokens of a document, as many as a batch says, are seen by all of it, the
-    ones before them too (Raffel et al., 1910.10683, section 3.2). All others see back alone.
+    ones before them too (Raffel et al., 1910.10683, section 3.2). All others see back alone. both:
+    all tokens of a document see one another (BERT).
     """
     sinks: bool = False
     """Each head has a learned score that weighs no value, as in GPT-OSS (2508.10925)."""
@@ -63,10 +64,15 @@ class Attention:
             raise ValueError(
                 f"qk_norm of {of} is {norm}: dolmen computes {kind} without bias alone"
             )
-        if self.mask == "prefix" and self.positions is not None and not self.positions.both_ways:
+        if self.mask == "both" and self.window is not None:
             raise ValueError(
-                "ALiBi with a prefix mask: its scores grow toward the query, and of keys behind it "
-                "nobody has said how; use rope"
+                f"a window of {self.window} tokens that see one another: dolmen computes one that "
+                "sees back alone"
+            )
+        if self.mask != "causal" and self.positions is not None and not self.positions.both_ways:
+            raise ValueError(
+                f"ALiBi with a {self.mask} mask: its scores grow toward the query, and of keys "
+                "behind it nobody has said how; use rope"
             )
 
     @property

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from dolmen.model.tree.leaf import Cut, Leaf, Leaves, within
+from dolmen.model.tree.mlp import Activation
 from dolmen.model.tree.norm import Norm
 from dolmen.model.tree.positions import Table
 
@@ -23,6 +24,10 @@ class Embedding:
     norm: Norm | None = None
     """Of what enters, after a table of positions (BLOOM)."""
     positions: Table | None = None
+    types: int | None = None
+    """Rows of a table of types, which the last stream of positions says: of two texts in a
+    sequence, which of them a token is of (BERT). None: there is no table.
+    """
     width: int | None = None
     """Of a row, where it is not the residual stream's: a matrix makes the one of the other as rows
     enter, before positions, and another the other way of the last hidden vectors, before the head
@@ -36,16 +41,30 @@ class Embedding:
         weight = Leaf(
             (self.rows, width), "embedding", (of_vocabulary(self.rows),), products=products
         )
+        types = Leaf((self.types or 0, hidden), "embedding", gradient="residual")
         return {
             "embed.weight": weight,
             **({"project_in.weight": whole(hidden, self.width)} if self.width else {}),
             **(within("embed_norm", self.norm.leaves(hidden)) if self.norm else {}),
             **(self.positions.leaves(hidden) if self.positions else {}),
+            **({"types.weight": types} if self.types else {}),
         }
 
     def leaves_out(self, hidden: int) -> Leaves:
         """Of what stands before the head."""
         return {"project_out.weight": whole(self.width, hidden)} if self.width else {}
+
+
+@dataclass(frozen=True)
+class Transform:
+    """norm(act(W x + b)), of the last hidden vectors before they are multiplied (BERT)."""
+
+    activation: Activation
+    norm: Norm
+
+    def leaves(self, hidden: int) -> Leaves:
+        """Whole on every rank of tp."""
+        return {**biased(hidden, hidden), **within("norm", self.norm.leaves(hidden))}
 
 
 @dataclass(frozen=True)
@@ -64,6 +83,13 @@ class Head:
     """What logits are multiplied by (Cohere: logit_scale), before they are capped."""
     bias: bool = False
     """Of logits (GPT-J, BERT), which no scale multiplies."""
+    transform: Transform | None = None
+    """Of hidden vectors, before."""
+    follows: bool = False
+    """Of a sequence of two texts, whether the second follows the first: two logits of tanh(W x + b)
+    of a token's last hidden vector, which is meant for the first token's (Devlin et al.,
+    1810.04805, section 3.1).
+    """
 
     def leaves(self, rows: int, hidden: int) -> Leaves:
         """No weight where the embedding's is used."""
@@ -72,6 +98,9 @@ class Head:
         return {
             **({} if self.tied else {"head.weight": weight}),
             **({"head.bias": Leaf((rows,), "bias", cuts, initial="zeros")} if self.bias else {}),
+            **(within("transform", self.transform.leaves(hidden)) if self.transform else {}),
+            **(within("pooler", biased(hidden, hidden)) if self.follows else {}),
+            **(within("follows", biased(2, hidden)) if self.follows else {}),
         }
 
 
@@ -85,6 +114,8 @@ class Scalar:
     soft_cap: ClassVar[None] = None
     normalised: ClassVar[bool] = False
     scale: ClassVar[float] = 1.0
+    transform: ClassVar[None] = None
+    follows: ClassVar[bool] = False
 
     def leaves(self, rows: int, hidden: int) -> Leaves:
         """Whole on every rank of tp, where it sees the tokens of the residual stream."""
@@ -95,6 +126,14 @@ class Scalar:
 def whole(out: int, inp: int) -> Leaf:
     """A matrix that every rank of tp stores whole, for its own tokens of the residual stream."""
     return Leaf((out, inp), "matrix", gradient="residual", products=out * inp)
+
+
+def biased(out: int, inp: int) -> Leaves:
+    """The same and its bias."""
+    return {
+        "weight": whole(out, inp),
+        "bias": Leaf((out,), "bias", gradient="residual", initial="zeros"),
+    }
 
 
 def of_vocabulary(rows: int) -> Cut:

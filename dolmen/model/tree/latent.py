@@ -62,7 +62,7 @@ class LatentAttention:
         return None
 
     @property
-    def mask(self) -> Literal["causal", "prefix"]:
+    def mask(self) -> Literal["causal", "prefix", "both"]:
         """Who sees whom: see `Attention`."""
         return "causal"
 

@@ -16,8 +16,25 @@ its device.
 """
 
 from dolmen.ops.attention import blockwise, flash
-from dolmen.ops.attention.spec import Attend, Attention, Documents, begins, run, visible
+from dolmen.ops.attention.spec import (
+    Attend,
+    Attention,
+    Documents,
+    begins,
+    document_ends,
+    run,
+    visible,
+)
 
 BACKENDS: dict[str, Attention] = {"blocks": blockwise, "flash": flash}
 
-__all__ = ["BACKENDS", "Attend", "Attention", "Documents", "begins", "run", "visible"]
+__all__ = [
+    "BACKENDS",
+    "Attend",
+    "Attention",
+    "Documents",
+    "begins",
+    "document_ends",
+    "run",
+    "visible",
+]

@@ -134,6 +134,12 @@ class Documents:
         return replace(self.each(lambda t: t[:, tokens]), runs=self.runs[run : run + 1])
 
     @property
+    def both_ways(self) -> "Documents":
+        """The same where all tokens of a document see one another."""
+        reach, host_reach = document_ends(self.starts), document_ends(self.host_starts)
+        return replace(self, reach=reach, host_reach=host_reach)
+
+    @property
     def causal(self) -> "Documents":
         """The same without prefixes."""
         return self if self.reach is None else replace(self, reach=None, host_reach=None)
@@ -147,6 +153,15 @@ class Documents:
         if type(self.host_reach) is not Tensor:
             return sys.maxsize
         return max(row[-1] for row in self.host_reach[:, -1:].tolist())
+
+
+def document_ends(
+    starts: Int64[Tensor, "sequences length"],
+) -> Int64[Tensor, "sequences length"]:
+    """Index of the first token behind each token's document, from where these start."""
+    ends = torch.full_like(starts, starts.shape[1])
+    ends[:, :-1] = torch.where(starts[:, 1:] > starts[:, :-1], starts[:, 1:], ends[:, :-1])
+    return ends.flip(1).cummin(1).values.flip(1)
 
 
 def begins(starts: Int64[Tensor, "batch length"]) -> tuple[tuple[int, ...], ...]:
