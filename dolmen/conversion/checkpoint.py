@@ -47,6 +47,10 @@ class RunCheckpoint:
         return f"the checkpoint of step {self.step}"
 
     @property
+    def iteration(self) -> int:
+        return self.step
+
+    @property
     def tokenizer(self) -> Path | None:
         return _tokenizer(self.where)
 

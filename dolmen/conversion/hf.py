@@ -130,6 +130,10 @@ class Transformers:
         return self.model.tree
 
     @property
+    def iteration(self) -> None:
+        return None
+
+    @property
     def tokenizer(self) -> Path | None:
         return self.where if tokenizer_files(self.where) else None
 

@@ -20,6 +20,8 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from dolmen.conversion import checkpoint, hf
+from dolmen.conversion.megatron import folders
+from dolmen.conversion.megatron import source as megatron
 from dolmen.core import agree
 from dolmen.core.mesh import Mesh
 from dolmen.families import Model
@@ -48,6 +50,11 @@ class Source(Protocol):
     @property
     def tree(self) -> Tree:
         """What is stored: that of `model`, and what training has added to it."""
+        ...
+
+    @property
+    def iteration(self) -> int | None:
+        """Updates that have made it, where it is told."""
         ...
 
     @property
@@ -100,36 +107,52 @@ class Format:
     """The folder to open: itself, or of a run, which grows, its newest whole checkpoint. Raises
     ValueError where there is none yet.
     """
-    opened: Callable[[Path, Model | None], Source]
-    """What `newest` gave, as a source; the weights as those of the model, where one is given.
-    Raises ValueError.
+    opened: Callable[[Path, Model | None, int | None], Source]
+    """What `newest` gave, as a source; the weights as those of the model, where one is given. The
+    number is of the tokens, where the folder need not say how many of its rows are padding. Raises
+    ValueError.
     """
 
 
 FORMATS = (
+    # before the next: a config.json lies beside what we write
+    Format(
+        "a Megatron checkpoint (latest_checkpointed_iteration.txt, mp_rank_00/)",
+        folders.found,
+        folders.newest,
+        megatron.opened,
+    ),
     Format(
         "a transformers directory (config.json, model.safetensors)",
         hf.found,
         lambda folder: folder,
-        hf.opened,
+        lambda folder, model, _: hf.opened(folder, model),
     ),
     Format(
         "a run or checkpoint of dolmen (checkpoints/, step-NNNNNNNN/)",
         checkpoint.found,
         checkpoint.newest,
-        checkpoint.opened,
+        lambda folder, model, _: checkpoint.opened(folder, model),
     ),
 )
 
 
-def open_source(name: str | Path, model: Model | None = None) -> Source:
+def open_source(
+    name: str | Path, model: Model | None = None, vocab_size: int | None = None
+) -> Source:
     """The source in a folder of any of FORMATS, or of that id on the hub; its weights are taken as
-    those of `model`, where one is given: its config.json, changed. Raises ValueError for what is
-    none, with what was found there.
+    those of `model`, where one is given: its config.json, changed. `vocab_size` says how many
+    tokens there are where a folder does not. Raises ValueError for what is none, with what was
+    found there, and for another `vocab_size` than it says.
     """
     folder = hf.resolve_model(name)
     format_ = _format(folder)
-    return format_.opened(format_.newest(folder), model)
+    source = format_.opened(format_.newest(folder), model, vocab_size)
+    if vocab_size not in (None, known := source.model.tree.vocab_size):
+        raise ValueError(
+            f"--vocab-size is {vocab_size}, but {source.where} says {known}: leave it out"
+        )
+    return source
 
 
 def pinned(name: str | Path) -> str:

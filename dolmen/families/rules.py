@@ -48,6 +48,10 @@ class Split:
     ours: tuple[str, ...]
     groups: int
     counts: tuple[int, ...]
+    apart: bool = False
+    """Where ranks share it, each part is cut by itself and a rank has its piece of every one
+    ([gate; up] of a Megatron rank), not the rows of the whole in order.
+    """
 
     @property
     def names(self) -> tuple[str, ...]:

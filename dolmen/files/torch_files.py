@@ -155,6 +155,11 @@ class Namespace:
 
     values: dict[str, Any] = field(default_factory=dict)
 
+    def __new__(cls, *_: Any) -> "Namespace":  # of one without options a pickle says no more
+        made = super().__new__(cls)
+        made.values = {}
+        return made
+
     def __setstate__(self, state: Any) -> None:
         if not isinstance(state, dict):
             raise pickle.UnpicklingError("a Namespace has a state that is no mapping")

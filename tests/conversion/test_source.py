@@ -182,7 +182,10 @@ def test_what_names_a_run(tmp_path, monkeypatch):
 def test_what_is_none_is_told_with_what_is_there(tmp_path):
     none = tmp_path / "none"
     for content, said in (
-        ([], f"{none} is neither a transformers directory .*, nor a run or .*: it is empty"),
+        (
+            [],
+            f"{none} is neither a Megatron .*, nor a transformers .*, nor a run or .*: it is empty",
+        ),
         (["a.txt", "b"], "it holds a.txt, b$"),
         ([*"abcdef"], "it holds a, b, c, d, e ...$"),
         (["checkpoints/"], "none holds no whole checkpoint: nothing is saved yet"),

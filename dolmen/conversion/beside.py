@@ -1,0 +1,80 @@
+"""What lies beside weights that say little of themselves: a config.json, a tokenizer, a
+generation_config.json; and a config.json for a tree that has none.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from dolmen.conversion.hf import read_config, tokenizer_files
+from dolmen.families import Model, edit, families, new
+from dolmen.files import gate, kinds
+from dolmen.model.tree import Tree
+
+NAMES = ("config.json", "tokenizer")
+FIRST = ("llama", "gpt2", "qwen2", "qwen3", "mixtral", "qwen3_moe")
+"""Families that are asked first whether they can say a tree: those that most tools know."""
+
+
+def place(folder: Path) -> Path:
+    """Of a checkpoint's folder, and the one that it lies in with others, that which has them."""
+    for one in (folder, folder.parent):
+        if (one / "config.json").is_file() or tokenizer(one) is not None:
+            return one
+    return folder
+
+
+def config(folder: Path) -> Model | None:
+    """Of the folder's config.json. Raises ValueError as `read_config`."""
+    return read_config(folder) if (folder / "config.json").is_file() else None
+
+
+def tokenizer(folder: Path) -> Path | None:
+    """The folder itself, or the one in it of that name, which has a tokenizer."""
+    places = (folder, folder / "tokenizer")
+    return next((one for one in places if one.is_dir() and tokenizer_files(one)), None)
+
+
+def generation_config(folder: Path) -> dict[str, Any]:
+    """Empty where there is none. Raises Refused."""
+    file = folder / "generation_config.json"
+    return gate.read_json(file, kinds.GENERATION_CONFIG) if file.is_file() else {}
+
+
+def vocabulary(folder: Path, said: Model | None, rows: int | None) -> int | None:
+    """How many tokens there are: `rows`, or as the config.json says, or the tokenizer. Raises
+    ValueError where the first two differ.
+    """
+    if said is not None:
+        if rows not in (None, said.tree.vocab_size):
+            raise ValueError(
+                f"--vocab-size is {rows}, vocab_size {said.tree.vocab_size} in "
+                f"{folder / 'config.json'}: leave out one of the two"
+            )
+        return said.tree.vocab_size
+    where = tokenizer(folder)
+    if rows is not None or where is None:
+        return rows
+    from dolmen.data.tokenizer import load_tokenizer
+
+    return len(load_tokenizer(str(where), option=""))
+
+
+def expressed(tree: Tree, folder: Path) -> Model:
+    """A config.json that says the tree, of the first family that can; with the end of text that
+    the folder's tokenizer names. Raises ValueError where none can, with what the first says.
+    """
+    reasons = []
+    for name in (*FIRST, *sorted(families().keys() - {*FIRST})):
+        try:
+            model = new(tree, name)
+        except ValueError as error:
+            reasons.append(str(error))
+            continue
+        where = tokenizer(folder)
+        if where is None:
+            return model
+        from dolmen.data.tokenizer import load_tokenizer
+
+        end = load_tokenizer(str(where), option="").eos_token_id
+        return model if end is None else edit(model, eos_token_id=end)
+    raise ValueError(f"no family's config.json can say this model; {reasons[0]}")

@@ -1,0 +1,10 @@
+"""Megatron's checkpoints as models, read and written: one folder per rank of tensor, pipeline and
+expert parallelism, as Megatron-LM (Shoeybi et al., 1909.08053; Narayanan et al., 2104.04473) has
+saved them since its first release. docs/formats.md draws them.
+
+    names.py      which tensor holds which parameters, and what each generation calls it
+    arguments.py  the command line that a checkpoint keeps <-> a tree of components
+    shares.py     what a rank holds of a tensor, and the tensor of all ranks
+    folders.py    where a checkpoint's ranks lie, and whether all do
+    source.py     read: a Source           export.py  written
+"""

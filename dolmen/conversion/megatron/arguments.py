@@ -1,0 +1,405 @@
+"""The command line that a checkpoint of Megatron keeps (`args`), as a tree of components, and the
+other way. It is read as the code that saved it computes, whose defaults and names have changed:
+
+    absent                        before it was an option: the only thing that there was
+    layernorm_epsilon             norm_epsilon between core 0.4 and 0.15
+    apply_layernorm_1p            later layernorm_zero_centered_gamma: weights are stored less 1
+    num_query_groups              counts only with group_query_attention
+    bias_gelu_fusion              decides which GELU: fused is the tanh form
+    rotary_base                   the older classes turn by 10000 whatever it says
+    padded_vocab_size, vocab_size rows with padding; the true number of tokens is nowhere reliable
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from dolmen.core.words import shown
+from dolmen.families.differences import differences
+from dolmen.families.family import expect
+from dolmen.files import kinds
+from dolmen.files.schema import Flag, Int, List, Object, Real, Row, Text, either, optional
+from dolmen.model.tree import (
+    Attention,
+    Block,
+    Embedding,
+    Experts,
+    Head,
+    Linear,
+    Llama3,
+    Mlp,
+    Norm,
+    Pre,
+    Rope,
+    Router,
+    Table,
+    Tree,
+    runs_of,
+)
+
+SIZE = optional(Int(1, 2**16))  # of an axis
+COUNT = optional(Int(0, 2**31))
+FLAG, REAL = optional(Flag()), optional(Real())
+SCHEMA = Object(
+    required={
+        "num_layers": kinds.LAYERS,
+        "hidden_size": kinds.WIDTH,
+        "num_attention_heads": kinds.HEADS,
+        "max_position_embeddings": kinds.POSITIONS,
+    },
+    optional={
+        **dict.fromkeys(("ffn_hidden_size", "kv_channels"), optional(kinds.WIDTH)),
+        **dict.fromkeys(("moe_ffn_hidden_size",), optional(kinds.WIDTH)),
+        "moe_shared_expert_intermediate_size": optional(kinds.WIDTH),
+        "num_query_groups": optional(kinds.HEADS),
+        "num_experts": optional(kinds.EXPERTS),
+        **dict.fromkeys(
+            (
+                "tensor_model_parallel_size",
+                "model_parallel_size",
+                "pipeline_model_parallel_size",
+                "expert_model_parallel_size",
+                "expert_tensor_parallel_size",
+                "virtual_pipeline_model_parallel_size",
+            ),
+            SIZE,
+        ),
+        **dict.fromkeys(
+            (
+                "group_query_attention",
+                "swiglu",
+                "bias_gelu_fusion",
+                "openai_gelu",
+                "onnx_safe",
+                "add_bias_linear",
+                "disable_bias_linear",
+                "add_qkv_bias",
+                "qk_layernorm",
+                "apply_layernorm_1p",
+                "layernorm_zero_centered_gamma",
+                "untie_embeddings_and_output_weights",
+                "use_rotary_position_embeddings",
+                "rotary_interleaved",
+                "use_rope_scaling",
+                "moe_router_pre_softmax",
+                "moe_router_enable_expert_bias",
+            ),
+            FLAG,
+        ),
+        **dict.fromkeys(
+            (
+                "layernorm_epsilon",
+                "norm_epsilon",
+                "rotary_percent",
+                "rotary_base",
+                "rotary_seq_len_interpolation_factor",
+                "rope_scaling_factor",
+                "init_method_std",
+                "moe_router_topk_scaling_factor",
+            ),
+            REAL,
+        ),
+        "moe_aux_loss_coeff": optional(either(Real(), List(Real()))),
+        "normalization": optional(Text(("LayerNorm", "RMSNorm"))),
+        "position_embedding_type": optional(Text(("learned_absolute", "rope", "none"))),
+        "moe_router_score_function": optional(Text(("softmax", "sigmoid"))),
+        "moe_router_topk": COUNT,
+        "moe_router_num_groups": COUNT,
+        "moe_router_group_topk": COUNT,
+        "moe_layer_freq": optional(either(Int(1, 2**12), List(Int(0, 1), longest=2**12))),
+        "window_size": optional(either(Int(), Row((Int(), Int())))),
+    },
+)
+# Fields whose other values change the function: only these are computed.
+ONLY: dict[str, tuple] = {
+    "squared_relu": (False, None),
+    "quick_geglu": (False, None),
+    "apply_residual_connection_post_layernorm": (False, None),
+    "multi_latent_attention": (False, None),
+    "attention_output_gate": (False, None),
+    "experimental_attention_variant": (None,),
+    "heterogeneous_layers_config_path": (None,),
+    "heterogeneous_layers_config_encoded_json": (None,),
+    "hybrid_override_pattern": (None,),
+    "hybrid_layer_pattern": (None,),
+    "is_hybrid_model": (False, None),
+    "no_rope_freq": (None,),
+    "softmax_scale": (None,),
+    "softmax_type": ("vanilla", None),
+    "window_attn_skip_freq": (None,),
+    "mtp_num_layers": (None, 0),
+    "moe_shared_expert_gate": (False, None),
+    "moe_use_legacy_grouped_gemm": (False, None),
+    "mrope_section": (None,),
+    "retro_add_retriever": (False, None),
+    "embedding_init_method_std": (None,),
+    "use_mup": (False, None),
+}
+
+
+class Said(dict[str, Any]):
+    """Options by name, of which those that are not given are None."""
+
+    def __missing__(self, name: str) -> None:
+        return None
+
+    def first(self, *names: str, default: Any = None) -> Any:
+        """Of the first of `names` that is given."""
+        return next((self[name] for name in names if self[name] is not None), default)
+
+
+def read(args: Mapping[str, Any], legacy: bool, rows: int) -> Tree:
+    """What the code that saved `args` computes, with `rows` of a vocabulary. `legacy`: by
+    Megatron's own classes, not those of its core. They fit SCHEMA. Raises ValueError, with option
+    and value, for what dolmen does not compute.
+    """
+    said = Said(args)
+    for name, allowed in ONLY.items():
+        if said[name] not in allowed:
+            raise ValueError(
+                f"{name} is {shown(said[name])}: of Megatron's models dolmen computes those with "
+                f"{allowed[0]!r}"
+            )
+    norm = _norm(said)
+    mixer, mlp = _mixer(said, legacy, norm), _mlp(said)
+    experts = _experts(said) if said["num_experts"] else mlp
+    blocks = [
+        Block(mixer, experts if sparse else mlp, norm, Pre()) for sparse in _sparse_layers(said)
+    ]
+    learned = _positions(said) == "learned_absolute"
+    table = Table(said["max_position_embeddings"]) if learned else None
+    return Tree(
+        hidden_size=said["hidden_size"],
+        embedding=Embedding(rows, positions=table),
+        runs=runs_of(blocks),
+        final_norm=norm,
+        head=Head(tied=not said["untie_embeddings_and_output_weights"]),
+        max_position_embeddings=said["max_position_embeddings"],
+        initializer_range=float(said.first("init_method_std", default=0.02)),
+    )
+
+
+def shifted(args: Mapping[str, Any]) -> bool:
+    """Whether the weights of norms are stored less 1."""
+    return bool(Said(args).first("layernorm_zero_centered_gamma", "apply_layernorm_1p"))
+
+
+def _norm(said: Said) -> Norm:
+    eps = float(said.first("layernorm_epsilon", "norm_epsilon", default=1e-5))
+    if said["normalization"] == "RMSNorm":
+        return Norm("rmsnorm", eps)
+    return Norm("layernorm", eps, bias=True)
+
+
+def _biased(said: Said) -> bool:
+    """Whether all products have biases."""
+    if said["disable_bias_linear"] is not None:
+        return not said["disable_bias_linear"]
+    return said["add_bias_linear"] in (None, True)
+
+
+def _positions(said: Said) -> str:
+    rope = "rope" if said["use_rotary_position_embeddings"] else None
+    return rope or said["position_embedding_type"] or "learned_absolute"
+
+
+def _mixer(said: Said, legacy: bool, norm: Norm) -> Attention:
+    hidden, heads = said["hidden_size"], said["num_attention_heads"]
+    if said["kv_channels"] is None and hidden % heads:
+        raise ValueError(f"hidden_size ({hidden}) is not divisible by its heads ({heads})")
+    size = said["kv_channels"] or hidden // heads
+    groups = said["num_query_groups"] if said["group_query_attention"] else None
+    bias = _biased(said)
+    qkv_bias = bias or bool(said["add_qkv_bias"])
+    return Attention(
+        heads,
+        groups or heads,
+        size,
+        q_bias=qkv_bias,
+        k_bias=qkv_bias,
+        v_bias=qkv_bias,
+        o_bias=bias,
+        qk_norm=norm if said["qk_layernorm"] else None,
+        positions=_rope(said, legacy, size) if _positions(said) == "rope" else None,
+        window=_window(said),
+    )
+
+
+def _rope(said: Said, legacy: bool, size: int) -> Rope:
+    """Raises ValueError for a scaling that is two."""
+    theta = 10000.0 if legacy else float(said.first("rotary_base", default=10000))
+    factor, scaling = said["rotary_seq_len_interpolation_factor"], None
+    if factor not in (None, 1):
+        scaling = Linear(float(factor))
+    if said["use_rope_scaling"]:
+        if scaling is not None:
+            raise ValueError("use_rope_scaling and rotary_seq_len_interpolation_factor are set")
+        scaling = Llama3(float(said.first("rope_scaling_factor", default=8.0)), 1.0, 4.0, 8192)
+    part = int(size * said.first("rotary_percent", default=1.0))
+    return Rope(part, theta, scaling, interleaved=bool(said["rotary_interleaved"]))
+
+
+def _window(said: Said) -> int | None:
+    """Tokens that a query sees, itself among them, of (those before it, those behind it)."""
+    window = said["window_size"]
+    if window is None:
+        return None
+    before, behind = window if isinstance(window, (tuple, list)) else (window, 0)
+    if behind not in (0, -1):
+        raise ValueError(f"window_size is {shown(window)}: dolmen computes none that looks ahead")
+    return None if before < 0 else before + 1
+
+
+def _activation(said: Said) -> str:
+    fused = bool(said["bias_gelu_fusion"]) and _biased(said)
+    if said["onnx_safe"]:
+        return "gelu"
+    return "gelu_tanh" if fused or said["openai_gelu"] else "gelu"
+
+
+def _mlp(said: Said, size: str = "ffn_hidden_size") -> Mlp:
+    width = said[size] or 4 * said["hidden_size"]
+    if said["swiglu"]:
+        return Mlp(width, True, "silu", _biased(said))
+    return Mlp(width, False, _activation(said), _biased(said))
+
+
+def _sparse_layers(said: Said) -> list[bool]:
+    """Of each layer whether it has experts. Raises ValueError for a list of another length."""
+    layers, often = said["num_layers"], said.first("moe_layer_freq", default=1)
+    if not said["num_experts"]:
+        return [False] * layers
+    if isinstance(often, int):
+        return [i % often == 0 for i in range(layers)]
+    if len(often) != layers:
+        raise ValueError(f"moe_layer_freq says {len(often)} layers, num_layers {layers}")
+    return [bool(one) for one in often]
+
+
+def _experts(said: Said) -> Experts:
+    """Raises ValueError for experts that are not gated, or have biases."""
+    if not said["swiglu"] or _biased(said):
+        raise ValueError("experts without swiglu, or with biases: dolmen has names for neither")
+    top, groups = said["moe_router_topk"] or 2, said["moe_router_num_groups"] or 1
+    kept = said["moe_router_group_topk"] or groups
+    sigmoid = said["moe_router_score_function"] == "sigmoid"
+    best = top // kept if groups > 1 else 1
+    if best not in (1, 2):
+        raise ValueError(f"a group counts as its best {best} experts: dolmen computes 1 and 2")
+    shared, aux = said["moe_shared_expert_intermediate_size"], said["moe_aux_loss_coeff"] or 0.0
+    return Experts(
+        number=said["num_experts"],
+        per_token=top,
+        size=said["moe_ffn_hidden_size"] or said["ffn_hidden_size"] or 4 * said["hidden_size"],
+        activation="silu",
+        router=Router(
+            score="sigmoid" if sigmoid else "softmax",
+            # softmax after the choice is that of all, divided by the sum of the chosen
+            normalise=top > 1 if sigmoid else not said["moe_router_pre_softmax"],
+            scale=float(said["moe_router_topk_scaling_factor"] or 1.0),
+            groups=groups,
+            groups_per_token=kept,
+            group_score="top2" if best == 2 else "max",
+            bias=bool(said["moe_router_enable_expert_bias"]),
+            aux_loss_coef=float(aux if isinstance(aux, (int, float)) else sum(aux)),
+        ),
+        shared=Mlp(shared, True, "silu", False) if shared else None,
+    )
+
+
+def new(tree: Tree, legacy: bool) -> dict[str, Any]:
+    """The options that make Megatron compute the tree, by the names of today and of before. Raises
+    ValueError naming what it cannot.
+    """
+    said = _said(tree)
+    again = read(said, legacy, tree.vocab_size)
+    if found := differences(tree, again):
+        text = "; ".join(f"{n} = {a} (it would be {b})" for n, a, b in found[:3])
+        kind = "Megatron's own classes" if legacy else "Megatron-Core"
+        raise ValueError(f"{kind} cannot compute {text}: choose another --to")
+    return said
+
+
+def _said(tree: Tree) -> dict[str, Any]:
+    block = tree.blocks[0]
+    mixer, norm = expect(block.mixer, Attention, "mixer"), tree.final_norm
+    dense = [expect(b.mlp, Mlp, "mlp") for b in tree.blocks if not b.mlp.experts]
+    sparse = [expect(b.mlp, Experts, "mlp") for b in tree.blocks if b.mlp.experts]
+    bias, table = mixer.o_bias, tree.embedding.positions
+    rope = mixer.positions if isinstance(mixer.positions, Rope) else None
+    gated = dense[0].gated if dense else True
+    return {
+        "num_layers": tree.layers,
+        "encoder_num_layers": tree.layers,
+        "hidden_size": tree.hidden_size,
+        "ffn_hidden_size": (dense or sparse)[0].size,
+        "num_attention_heads": mixer.heads,
+        "kv_channels": mixer.head_size,
+        "group_query_attention": mixer.kv_heads != mixer.heads,
+        "num_query_groups": mixer.kv_heads if mixer.kv_heads != mixer.heads else 1,
+        "max_position_embeddings": tree.max_position_embeddings,
+        "seq_length": tree.max_position_embeddings,
+        "encoder_seq_length": tree.max_position_embeddings,
+        "init_method_std": tree.initializer_range,
+        "normalization": "RMSNorm" if norm.kind == "rmsnorm" else "LayerNorm",
+        "layernorm_epsilon": norm.eps,
+        "norm_epsilon": norm.eps,
+        "apply_layernorm_1p": False,
+        "layernorm_zero_centered_gamma": False,
+        "add_bias_linear": bias,
+        "add_qkv_bias": mixer.q_bias and not bias,
+        "qk_layernorm": mixer.qk_norm is not None,
+        "swiglu": gated,
+        "bias_gelu_fusion": not gated and dense[0].activation == "gelu_tanh",
+        "bias_swiglu_fusion": True,
+        "openai_gelu": False,
+        "onnx_safe": None,
+        "squared_relu": False,
+        "untie_embeddings_and_output_weights": not tree.head.tied,
+        "add_position_embedding": table is not None,
+        **_said_positions(rope, table, mixer),
+        "window_size": None if mixer.window is None else (mixer.window - 1, 0),
+        **(_said_experts(sparse[0], tree) if sparse else {"num_experts": None}),
+    }
+
+
+def _said_positions(rope: Rope | None, table: Table | None, mixer: Attention) -> dict[str, Any]:
+    kind = "rope" if rope else ("learned_absolute" if table else "none")
+    rope = rope or Rope(mixer.head_size + mixer.head_size % 2)
+    scaling = rope.scaling
+    llama3, linear = isinstance(scaling, Llama3), isinstance(scaling, Linear)
+    theta = int(rope.theta) if rope.theta == int(rope.theta) else rope.theta
+    return {
+        "position_embedding_type": kind,
+        "use_rotary_position_embeddings": kind == "rope",
+        "rotary_base": theta,
+        "rotary_percent": rope.size / mixer.head_size,
+        "rotary_interleaved": rope.interleaved,
+        "rotary_seq_len_interpolation_factor": scaling.factor if linear else None,
+        "use_rope_scaling": llama3,
+        "rope_scaling_factor": scaling.factor if llama3 else 8.0,
+    }
+
+
+def _said_experts(layer: Experts, tree: Tree) -> dict[str, Any]:
+    router = layer.router
+    return {
+        "num_experts": layer.number,
+        "moe_router_topk": layer.per_token,
+        "moe_ffn_hidden_size": layer.size,
+        "moe_shared_expert_intermediate_size": layer.shared.size if layer.shared else None,
+        "moe_layer_freq": [int(bool(block.mlp.experts)) for block in tree.blocks],
+        "moe_router_score_function": router.score,
+        "moe_router_pre_softmax": not router.normalise and router.score == "softmax",
+        "moe_router_topk_scaling_factor": router.scale if router.scale != 1 else None,
+        "moe_router_num_groups": router.groups if router.groups > 1 else None,
+        "moe_router_group_topk": router.groups_per_token if router.groups > 1 else None,
+        "moe_router_enable_expert_bias": router.bias,
+        "moe_router_load_balancing_type": "aux_loss" if router.aux_loss_coef else "none",
+        "moe_aux_loss_coeff": router.aux_loss_coef,
+    }
+
+
+def with_rows(tree: Tree, rows: int) -> Tree:
+    """The same with another vocabulary."""
+    return replace(tree, embedding=replace(tree.embedding, rows=rows))

@@ -1,0 +1,104 @@
+"""Where the ranks of a checkpoint of Megatron lie, and whether all do.
+
+SAVE/latest_checkpointed_iteration.txt                 100, or: release
+SAVE/iter_0000100/mp_rank_01_003/model_optim_rng.pt    tp 1, pp 3
+SAVE/iter_0000100/mp_rank_01_003_002/...               and ep 2; mp_rank_01_002 where pp is 1
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import islice, product
+from pathlib import Path
+from typing import Any
+
+from dolmen.core.words import counted, shown
+from dolmen.files import gate
+
+TRACKER = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
+WEIGHTS = ("model_optim_rng.pt", "model_rng.pt")
+RANK = re.compile(r"mp_rank_(\d{2,4})(?:_(\d{3,5}))?(?:_(\d{3,5}))?")
+
+
+def found(folder: Path) -> bool:
+    """Whether a folder is meant as one, or as a folder of several. Raises Refused as `newest`."""
+    return bool(ranks(folder)) or (folder / TRACKER).is_file() and bool(ranks(newest(folder)))
+
+
+def newest(folder: Path) -> Path:
+    """The checkpoint that a folder stands for: itself, or the one that its tracker names. Raises
+    ValueError where that is not there.
+    """
+    if ranks(folder) or not (folder / TRACKER).is_file():
+        return folder
+    text = gate.read_text(folder / TRACKER, 64).strip()
+    if text != RELEASE and not re.fullmatch(r"\d{1,12}", text):
+        raise gate.refuse(folder / TRACKER, f"says {text!r}, which is no number and not {RELEASE}")
+    named = folder / (text if text == RELEASE else f"iter_{int(text):07d}")
+    if not named.is_dir():
+        raise gate.refuse(folder / TRACKER, f"says {text}, and there is no folder {named.name}")
+    return named
+
+
+def ranks(folder: Path) -> list[Path]:
+    """The folders of ranks in a checkpoint."""
+    return sorted(p for p in folder.glob("mp_rank_*") if RANK.fullmatch(p.name))
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Ranks of each axis."""
+
+    tp: int
+    pp: int
+    ep: int
+
+    @property
+    def words(self) -> str:
+        """For a person."""
+        return ", ".join(f"{n} {size}" for n, size in vars(self).items() if n == "tp" or size > 1)
+
+    def name(self, tp: int, pp: int, ep: int) -> str:
+        """Of the folder of a rank."""
+        name = f"mp_rank_{tp:02d}"
+        name += f"_{pp:03d}" if self.pp > 1 else ""
+        return name + (f"_{ep:03d}" if self.ep > 1 else "")
+
+
+def sizes(folder: Path, args: Mapping[str, Any]) -> Sizes:
+    """What `args` say, and where they say nothing, the folders that there are. Raises ValueError
+    where a rank has no folder, or a folder no rank.
+    """
+    names = {path.name for path in ranks(folder)}
+    numbers = [
+        [int(n) for n in match.groups() if n] for name in names if (match := RANK.match(name))
+    ]
+    seen = [1 + max(column) for column in zip(*numbers, strict=False)] + [1, 1]
+    said = [
+        args.get(name) for name in ("pipeline_model_parallel_size", "expert_model_parallel_size")
+    ]
+    pp, ep = said[0] or seen[1], said[1] or seen[2]
+    tp = args.get("tensor_model_parallel_size") or args.get("model_parallel_size") or seen[0]
+    found = Sizes(tp, pp, ep)
+    expected = (found.name(*at) for at in product(range(tp), range(pp), range(ep)))
+    if missing := [*islice((name for name in expected if name not in names), 4)]:
+        raise ValueError(
+            f"{folder} has {counted(len(names), 'rank')} of {tp * pp * ep} ({found.words}): "
+            f"{', '.join(missing[:3])}{' ...' * (len(missing) > 3)} "
+            f"{'is' if len(missing) == 1 else 'are'} missing"
+        )
+    if len(names) > tp * pp * ep:
+        raise ValueError(
+            f"{folder} has {counted(len(names), 'rank')}, but its args say {found.words}"
+        )
+    return found
+
+
+def weights_file(folder: Path) -> Path:
+    """Of a rank. Raises ValueError where there is none."""
+    for name in WEIGHTS:
+        if (folder / name).is_file():
+            return folder / name
+    held = sorted(path.name for path in folder.iterdir())
+    raise ValueError(f"{folder} has no {WEIGHTS[0]}: it holds {shown(held[:5])}")

@@ -1,0 +1,241 @@
+"""Which tensor of Megatron holds which of our parameters, for all families, and what each
+generation of its code calls it.
+
+One set of rules speaks Megatron-Core's names, those of its local layers, with layers and experts
+counted over the whole model:
+
+    decoder.layers.3.self_attention.linear_qkv.weight    q, k, v by groups of heads (Split)
+    decoder.layers.3.mlp.linear_fc1.weight               [gate; up]
+    decoder.layers.3.mlp.experts.linear_fc1.weight       the same of every expert, [experts, ...]
+
+Other names are spellings of these: what a layer's modules are called (`canonical` reads all of
+them, a `Dialect` writes one), and where norms stand that Transformer Engine joins to the product
+behind them.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from dolmen.families.rules import Each, Entry, Rename, Rule, Split, entries
+from dolmen.model.tree import Attention, Mlp, Tree
+
+LAYER = "decoder.layers.{}."
+QKV, FC1 = "self_attention.linear_qkv", "mlp.linear_fc1"
+IN_NORM, MLP_NORM = "input_layernorm", "pre_mlp_layernorm"
+HEAD, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
+
+
+def rules(tree: Tree, version: float = 3.0) -> list[Rule]:
+    """By Megatron-Core's names, of a checkpoint whose q, k, v lie as `version` has them. Raises
+    ValueError for a tree whose layers it has no names for.
+    """
+    ours = "layers.{}."
+    gate_up = ("gate", "up")
+    return [
+        Rename("embedding.word_embeddings", "embed"),
+        Rename("embedding.position_embeddings", "positions"),
+        Rename(LAYER + IN_NORM, ours + "attn_norm"),
+        _qkv(tree, version),
+        Rename(LAYER + "self_attention.q_layernorm", ours + "attn.q_norm"),
+        Rename(LAYER + "self_attention.k_layernorm", ours + "attn.k_norm"),
+        Rename(LAYER + "self_attention.linear_proj", ours + "attn.o"),
+        Rename(LAYER + MLP_NORM, ours + "mlp_norm"),
+        *_mlp(tree, LAYER + "mlp.", ours + "mlp."),
+        Rename(LAYER + "mlp.router", ours + "mlp.router", "expert_bias"),
+        Each(
+            Split(
+                LAYER + "mlp.experts.linear_fc1",
+                tuple(f"{ours}mlp.experts.{name}" for name in gate_up),
+                1,
+                (1, 1),
+                apart=True,
+            )
+        ),
+        Each(Rename(LAYER + "mlp.experts.linear_fc2", ours + "mlp.experts.down")),
+        _gated(LAYER + "mlp.shared_experts.", ours + "mlp.shared."),
+        Rename(LAYER + "mlp.shared_experts.linear_fc2", ours + "mlp.shared.down"),
+        Rename("decoder.final_layernorm", "final_norm"),
+        Rename("output_layer", "head"),
+    ]
+
+
+def _gated(hf: str, ours: str) -> Split:
+    return Split(hf + "linear_fc1", (ours + "gate", ours + "up"), 1, (1, 1), apart=True)
+
+
+def _mlp(tree: Tree, hf: str, ours: str) -> list[Rule]:
+    """Of the layers without experts, which are all gated or all plain."""
+    gated = {block.mlp.gated for block in tree.blocks if isinstance(block.mlp, Mlp)}
+    if len(gated) > 1:
+        raise ValueError(
+            "feed-forward layers are gated in some layers alone: Megatron has one kind"
+        )
+    first = _gated(hf, ours) if True in gated else Rename(hf + "linear_fc1", ours + "up")
+    return [first, Rename(hf + "linear_fc2", ours + "down")]
+
+
+def _qkv(tree: Tree, version: float) -> Split:
+    """Raises ValueError for layers of another mixer, or of unlike heads."""
+    mixers = [block.mixer for block in tree.blocks]
+    heads = {(m.heads, m.kv_heads, m.head_size) for m in mixers if isinstance(m, Attention)}
+    if len(heads) != 1 or not all(isinstance(m, Attention) for m in mixers):
+        raise ValueError(
+            "layers have other mixers than attention, or unlike heads: dolmen knows Megatron's "
+            "names for attention of one size"
+        )
+    ((number, groups, size),) = heads
+    names = tuple(f"layers.{{}}.attn.{part}" for part in "qkv")
+    stored = LAYER + QKV
+    if version < 2 and number != groups:
+        raise ValueError(f"checkpoint_version is {version}, which has no groups of queries")
+    if version < 1:  # [3, heads, size] on each rank
+        return Split(stored, names, 1, (1, 1, 1), apart=True)
+    if version < 2:  # [heads, size, 3]
+        return Split(stored, names, number * size, (1, 1, 1))
+    return Split(stored, names, groups, (number // groups, 1, 1))
+
+
+def weights(tree: Tree, version: float = 3.0) -> dict[str, Entry]:
+    """Canonical name -> what it holds. Raises ValueError as `rules`, and KeyError for parameters
+    that no rule makes.
+    """
+    return entries(rules(tree, version), tree.shapes, tree.layers)
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """What one generation calls the tensors."""
+
+    layers: str = "decoder.layers."
+    ends: Mapping[str, str] = field(default_factory=dict)
+    """Canonical beginning of a name beside the layers -> its own."""
+    within: Mapping[str, str] = field(default_factory=dict)
+    """The same of a name within a layer."""
+    tied: str = HEAD
+    """What the last of several stages calls its copy of the embedding, where the head is tied."""
+    stateful: tuple[str, ...] = ()
+    """Modules beside whose weights an empty `_extra_state` lies."""
+    grouped: bool = False
+    """A tensor of an expert is named linear_fc1.weight3, not local_experts.3.linear_fc1.weight."""
+    legacy: bool = False
+    """Of the classes from before Megatron-Core, whose tensors lie in mappings of their modules."""
+
+    def spelled(self, name: str, layer: int | None = None, expert: int | None = None) -> str:
+        """A canonical name; of a layer, the one within it, and its number in its file."""
+        if layer is None:
+            return _replaced(name, self.ends)
+        if expert is not None:
+            *start, module, kind = name.split(".")
+            own = f"{module}.{kind}{expert}"
+            if not self.grouped:
+                own = f"local_experts.{expert}.{module}.{kind}"
+            name = ".".join([*start, own])
+        return f"{self.layers}{layer}.{_replaced(name, self.within)}"
+
+
+def _replaced(name: str, starts: Mapping[str, str]) -> str:
+    for start, own in starts.items():
+        if name.startswith(start):
+            return own + name.removeprefix(start)
+    return name
+
+
+PRODUCTS = (QKV, "self_attention.linear_proj", FC1, "mlp.linear_fc2")
+LOCAL = Dialect(stateful=PRODUCTS)
+TE = Dialect(
+    within={f"{IN_NORM}.": f"{QKV}.layer_norm_", f"{MLP_NORM}.": f"{FC1}.layer_norm_"},
+    stateful=PRODUCTS,
+    grouped=True,
+)
+LEGACY = Dialect(
+    layers="language_model.encoder.layers.",
+    ends={
+        "embedding.": "language_model.embedding.",
+        "decoder.final_layernorm.": "language_model.encoder.final_norm.",
+        "output_layer.": "language_model.output_layer.",
+    },
+    within={
+        f"{IN_NORM}.": "input_norm.",
+        f"{QKV}.": "self_attention.query_key_value.",
+        "self_attention.linear_proj.": "self_attention.dense.",
+        f"{MLP_NORM}.": "post_attention_norm.",
+        f"{FC1}.": "mlp.dense_h_to_4h.",
+        "mlp.linear_fc2.": "mlp.dense_4h_to_h.",
+    },
+    tied="word_embeddings_for_head.weight",
+    legacy=True,
+)
+
+# What stands before a layer's number, and beside the layers.
+ENDS = (
+    (r"(?:module\.)?language_model\.embedding\.", "embedding."),
+    (r"(?:module\.)?language_model\.(?:encoder|transformer)\.layers\.", "decoder.layers."),
+    (
+        r"(?:module\.)?language_model\.(?:encoder|transformer)\.final_(?:layer)?norm\.",
+        "decoder.final_layernorm.",
+    ),
+    (r"(?:module\.)?language_model\.output_layer\.", "output_layer."),
+    (r"(?:module\.)?word_embeddings_for_head\.", "output_layer."),
+    (r"module\.", ""),
+)
+# Within a layer: old Megatron, Transformer Engine's classes of 2023, its fused operations.
+WITHIN = (
+    (r"input_norm\.", f"{IN_NORM}."),
+    (r"post_attention_(?:layer)?norm\.", f"{MLP_NORM}."),
+    (r"mlp\.0\.", f"{MLP_NORM}."),
+    (r"self_attention\.(?:linear|layernorm)_qkv\.layer_norm_", f"{IN_NORM}."),
+    (r"(?:mlp\.linear_fc1|layernorm_mlp)\.layer_norm_", f"{MLP_NORM}."),
+    (r"(?:self_)?attention\.query_key_value\.", f"{QKV}."),
+    (r"self_attention\.layernorm_qkv\.", f"{QKV}."),
+    (r"(?:self_)?attention\.dense\.", "self_attention.linear_proj."),
+    (r"self_attention\.proj\.", "self_attention.linear_proj."),
+    (r"(?:mlp\.dense_h_to_4h\.|layernorm_mlp\.fc1_|mlp\.1\.basic_ops\.0\.)", f"{FC1}."),
+    (r"(?:mlp\.dense_4h_to_h\.|layernorm_mlp\.fc2_|mlp\.3\.basic_ops\.0\.)", "mlp.linear_fc2."),
+)
+EXPERT = re.compile(
+    r"mlp\.experts\.(?:local_experts\.(?P<local>\d+)\.(?P<one>linear_fc[12])\.(?P<kind>weight|bias)"
+    r"|(?P<all>linear_fc[12])\.(?P<of>weight|bias)(?P<grouped>\d+))"
+)
+IGNORED = re.compile(r"(?:.*\.)?(?:_extra_state|rotary_pos_emb\.inv_freq|rotary_emb\.inv_freq)\d*")
+
+
+@dataclass(frozen=True)
+class Name:
+    """A stored tensor's, in canonical words."""
+
+    start: str
+    """Before the layer's number."""
+    layer: int | None
+    rest: str
+    expert: int | None = None
+
+    def numbered(self, layers: int) -> str:
+        """Of the whole model, where so many layers come before those of its own file."""
+        return self.rest if self.layer is None else f"{self.start}{self.layer + layers}.{self.rest}"
+
+
+def canonical(stored: str) -> Name | None:
+    """The canonical name of one of any dialect, layer and expert counted as in its own file; None:
+    of no parameter.
+    """
+    if IGNORED.fullmatch(stored):
+        return None
+    name = _first(ENDS, stored)
+    layer = re.fullmatch(r"(decoder\.layers\.)(\d{1,6})\.(.+)", name)
+    if layer is None:
+        return Name("", None, name)
+    start, number, rest = layer.groups()
+    if expert := EXPERT.fullmatch(rest):
+        said = expert.groupdict()
+        module, kind = said["one"] or said["all"], said["kind"] or said["of"]
+        number_of = int(said["local"] or said["grouped"])
+        return Name(start, int(number), f"mlp.experts.{module}.{kind}", number_of)
+    return Name(start, int(number), _first(WITHIN, rest))
+
+
+def _first(spellings: tuple[tuple[str, str], ...], name: str) -> str:
+    for pattern, canonical_start in spellings:
+        if found := re.match(pattern, name):
+            return canonical_start + name[found.end() :]
+    return name

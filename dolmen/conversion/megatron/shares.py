@@ -1,0 +1,88 @@
+"""What each rank of tensor parallelism holds of one tensor, and the whole tensor of theirs.
+
+Share(None)          all of it: norms, biases of rows
+Share(0)             its rows, in order: columns, the vocabulary, q, k, v by groups of heads
+Share(1)             its columns, in order: rows
+Share(0, blocks=2)   of each half its rows: [gate; up] is [gate_r; up_r] on rank r. Ranks joined
+                     as they lie, [gate_0; up_0; gate_1; up_1], are another model
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Shaped
+from torch import Tensor
+
+from dolmen.families.rules import Each, Entry, Rule, Shape, Split
+from dolmen.model.tree import Leaf
+
+
+@dataclass(frozen=True)
+class Share:
+    """Of one tensor."""
+
+    dim: int | None
+    """That it is cut along; None: every rank has all of it."""
+    blocks: int = 1
+    """So many equal parts of that dim are each cut by themselves."""
+    padded: bool = False
+    """Ranks have rows behind the last, so that all have as many (of a vocabulary)."""
+
+    def shape(self, whole: Shape, size: int) -> Shape:
+        """Of a rank's, where `whole` is that of the tensor with padding. Raises ValueError, with
+        the numbers, where so many ranks cannot share it.
+        """
+        if self.dim is None:
+            return whole
+        if whole[self.dim] % (self.blocks * size):
+            raise ValueError(
+                f"{whole[self.dim]} of {whole} is not divisible by {self.blocks * size}"
+            )
+        return tuple(n // size if i == self.dim else n for i, n in enumerate(whole))
+
+    def whole(self, shape: Shape, size: int) -> Shape:
+        """The inverse: of the tensor, padding included, whose ranks have this shape."""
+        if self.dim is None:
+            return shape
+        return tuple(n * size if i == self.dim else n for i, n in enumerate(shape))
+
+    def cut(self, tensor: Shaped[Tensor, "*whole"], rank: int, size: int) -> Tensor:
+        """What `rank` of `size` holds of the tensor, whose padding is there."""
+        if self.dim is None:
+            return tensor
+        blocks = tensor.chunk(self.blocks, self.dim)
+        return torch.cat([block.chunk(size, self.dim)[rank] for block in blocks], self.dim)
+
+    def join(self, shards: Iterable[Shaped[Tensor, "*held"]]) -> Tensor:
+        """The tensor that the ranks hold, in their order."""
+        shards = list(shards)
+        if self.dim is None or len(shards) == 1:
+            return shards[0]
+        blocks = zip(*(shard.chunk(self.blocks, self.dim) for shard in shards), strict=True)
+        return torch.cat([part for block in blocks for part in block], self.dim)
+
+
+def share(entry: Entry, leaf: Leaf) -> Share:
+    """Of a stored tensor, of which `leaf` is the first parameter that it holds: cut as our own
+    ranks cut that.
+    """
+    cut = next((cut for cut in leaf.cuts if cut.axis == "tp"), None)
+    if cut is None:
+        return Share(None)
+    return Share(cut.dim, _blocks(entry.rule), padded=cut.uneven)
+
+
+def _blocks(rule: Rule) -> int:
+    match rule:
+        case Each(inner):
+            return _blocks(inner)
+        case Split(apart=True):
+            return len(rule.ours)
+    return 1
+
+
+def pad(tensor: Shaped[Tensor, "*table"], rows: int) -> Tensor:
+    """With as many rows, the last one again and again, as Megatron's own converter has it."""
+    more = rows - len(tensor)
+    return torch.cat([tensor, tensor[-1:].expand(more, *tensor.shape[1:])]) if more else tensor

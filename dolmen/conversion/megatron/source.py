@@ -1,0 +1,389 @@
+"""A checkpoint of Megatron as a source (../source.py): its ranks' files, joined tensor by tensor.
+
+    pickles of all ranks -> names (names.py) -> one tensor of several ranks (shares.py) -> rules
+
+Layers are counted as they are found: over stages, and of virtual stages over all stages of the
+first chunk, then of the second. So stages may be uneven.
+"""
+
+import re
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Shaped
+from torch import Tensor
+
+from dolmen.conversion import beside
+from dolmen.conversion.megatron import arguments, folders, names, shares
+from dolmen.conversion.megatron.folders import Sizes
+from dolmen.conversion.megatron.shares import Share
+from dolmen.conversion.weights import assemble
+from dolmen.core.words import counted
+from dolmen.families import Model, edit
+from dolmen.families.differences import differences
+from dolmen.families.rules import Entry
+from dolmen.files import gate, torch_files
+from dolmen.files.safetensors import Spec, Stored
+from dolmen.files.schema import Int, Real, either
+from dolmen.model.tree import Tree
+
+CHUNK = re.compile(r"model(\d{0,4})")
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass
+class Shards:
+    """One tensor, of which every rank of tp has a file: of experts one for each of them."""
+
+    name: str
+    """As the first rank's file calls it."""
+    held: dict[int, dict[int, Stored]] = field(default_factory=dict)
+    """Rank of tp -> expert (0 of what is of none) -> where."""
+
+    def add(self, rank: int, expert: int, stored: Stored) -> None:
+        """Raises ValueError for one that is there already."""
+        one = self.held.setdefault(rank, {})
+        if expert in one:
+            raise ValueError(f"{stored.file} has {stored.name} twice, by another name")
+        one[expert] = stored
+
+    @property
+    def stored(self) -> list[Stored]:
+        return [one for rank in self.held.values() for one in rank.values()]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What the pickles of all ranks say, before a tensor is read."""
+
+    folder: Path
+    args: Mapping[str, Any]
+    sizes: Sizes
+    version: float
+    iteration: int | None
+    shards: dict[str, Shards]
+    """Canonical name, layer and expert counted over the model -> its files."""
+    legacy: bool
+    layers: int
+    """That are there."""
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """Raises ValueError for ranks that are missing, damaged, or not of one model."""
+    first, *_ = folders.ranks(folder)
+    values = _values(folders.weights_file(first))
+    args = values["args"].values
+    sizes = folders.sizes(folder, args)
+    if (args.get("expert_tensor_parallel_size") or sizes.tp) != sizes.tp and sizes.ep > 1:
+        raise ValueError(
+            f"{folder}: expert_tensor_parallel_size is {args['expert_tensor_parallel_size']}, tp "
+            f"{sizes.tp}: dolmen reads experts that are cut as all else is"
+        )
+    files = {
+        (tp, pp, ep): folders.weights_file(folder / sizes.name(tp, pp, ep))
+        for pp in range(sizes.pp)
+        for tp in range(sizes.tp)
+        for ep in range(sizes.ep)
+    }
+    ranks = {at: _values(file) for at, file in files.items()}
+    iterations = {rank.get("iteration") for rank in ranks.values()}
+    if len(iterations) > 1:
+        raise ValueError(
+            f"{folder}: ranks are of several iterations, {sorted(map(str, iterations))}"
+        )
+    shards, layers = _shards(ranks, files, sizes)
+    return Checkpoint(
+        folder,
+        args,
+        sizes,
+        float(values.get("checkpoint_version", 0)),
+        values.get("iteration"),
+        shards,
+        _is_legacy(values),
+        layers,
+    )
+
+
+def _values(file: Path) -> Mapping[str, Any]:
+    """Of a rank's file. Raises Refused for one that is not what Megatron saves."""
+    values = torch_files.load(file)
+    if not isinstance(values, Mapping) or not _chunks(values):
+        raise gate.refuse(file, "holds no `model`, which Megatron's files do")
+    args = values.get("args")
+    if not isinstance(args, torch_files.Namespace):
+        raise gate.refuse(file, "holds no `args`, from which the model's sizes are read")
+    plain = {n: v for n, v in args.values.items() if n in arguments.SCHEMA.optional}
+    plain |= {n: v for n, v in args.values.items() if n in arguments.SCHEMA.required}
+    gate.checked(plain, f"{file}, args", arguments.SCHEMA)
+    gate.checked(values.get("checkpoint_version", 0), file, VERSION)
+    gate.checked(values.get("iteration", 0), file, ITERATION)
+    return values
+
+
+VERSION, ITERATION = either(Int(0, 3), Real(0, 3)), Int(0, 2**40)
+
+
+def _chunks(values: Mapping[str, Any]) -> list[str]:
+    """Keys of the models that a rank's file holds: `model`, or of virtual stages `model0`, ..."""
+    keys = [key for key in values if isinstance(key, str) and CHUNK.fullmatch(key)]
+    return sorted(keys, key=lambda key: int(key.removeprefix("model") or 0))
+
+
+def _is_legacy(values: Mapping[str, Any]) -> bool:
+    model = values[_chunks(values)[0]]
+    return isinstance(model, Mapping) and "language_model" in model
+
+
+def _shards(
+    ranks: Mapping[tuple[int, int, int], Mapping[str, Any]],
+    files: Mapping[tuple[int, int, int], Path],
+    sizes: Sizes,
+) -> tuple[dict[str, Shards], int]:
+    """Every tensor of the model, and how many layers there are. Raises ValueError where ranks of
+    one stage have unlike layers.
+    """
+    found: dict[str, Shards] = {}
+    before = 0
+    for key in _chunks(ranks[0, 0, 0]):
+        for pp in range(sizes.pp):
+            here = 0
+            for tp in range(sizes.tp):
+                for ep in range(sizes.ep):
+                    at = (tp, pp, ep)
+                    if key not in ranks[at]:
+                        raise gate.refuse(files[at], f"holds no {key}, which other ranks' do")
+                    held = torch_files.tensors(ranks[at][key], files[at])
+                    here = max(here, _place(held, at, before, found))
+            before += here
+    return found, before
+
+
+def _place(
+    held: Mapping[str, Stored], at: tuple[int, int, int], before: int, found: dict[str, Shards]
+) -> int:
+    """Adds a rank's tensors of a chunk to `found`, where layers `before` come first; how many
+    layers it has.
+    """
+    tp, _, ep = at
+    here, experts = 0, 0
+    parsed = [(names.canonical(name), stored) for name, stored in held.items()]
+    experts = 1 + max((n.expert for n, _ in parsed if n and n.expert is not None), default=-1)
+    for name, stored in parsed:
+        if name is None:
+            continue
+        here = max(here, 0 if name.layer is None else name.layer + 1)
+        if name.expert is None and ep > 0:
+            continue  # every rank of ep has it
+        expert = 0 if name.expert is None else name.expert + ep * experts
+        full = name.numbered(before)
+        found.setdefault(full, Shards(stored.name)).add(tp, expert, stored)
+    return here
+
+
+@dataclass(frozen=True)
+class Megatron:
+    """A checkpoint of Megatron; its weights are those of `model`."""
+
+    checkpoint: Checkpoint
+    model: Model
+    beside: Path
+    """Where its config.json and its tokenizer would lie."""
+
+    @property
+    def where(self) -> Path:
+        return self.checkpoint.folder
+
+    @property
+    def title(self) -> str:
+        one = self.checkpoint
+        kind = "older names" if one.legacy else "Megatron-Core's names"
+        return f"{self.where}, a Megatron checkpoint ({kind}, {one.sizes.words})"
+
+    @property
+    def tree(self) -> Tree:
+        return self.model.tree
+
+    @property
+    def iteration(self) -> int | None:
+        return self.checkpoint.iteration
+
+    @property
+    def tokenizer(self) -> Path | None:
+        return beside.tokenizer(self.beside)
+
+    @property
+    def generation_config(self) -> dict[str, Any]:
+        return beside.generation_config(self.beside)
+
+    @property
+    def transformers(self) -> None:
+        return None
+
+    @property
+    def specs(self) -> Mapping[str, Spec]:
+        return {
+            name: Spec(leaf.shape, self._dtype(self._holding[name].hf))
+            for name, leaf in self.tree.leaves.items()
+        }
+
+    def stream(self, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Raises ValueError too where a tied head differs from the embedding."""
+        self._compare_tied()
+        return assemble([self._entries[name] for name in self._checked], self._tensor, only)
+
+    def read(self, name: str) -> Shaped[Tensor, "*whole"]:
+        if name not in self._holding:
+            raise KeyError(f"{self.where} has no parameter {name}")
+        _ = self._checked
+        ((_, tensor),) = assemble([self._holding[name]], self._tensor, [name])
+        return tensor
+
+    @cached_property
+    def _entries(self) -> dict[str, Entry]:
+        return names.weights(self.tree, self.checkpoint.version)
+
+    @cached_property
+    def _holding(self) -> dict[str, Entry]:
+        return {ours: entry for entry in self._entries.values() for ours in entry.ours}
+
+    def _share(self, name: str) -> Share:
+        entry = self._entries[name]
+        return shares.share(entry, self.tree.leaves[entry.ours[0]])
+
+    @cached_property
+    def _checked(self) -> dict[str, Shards]:
+        """Canonical name -> files, of what holds parameters. Raises as `specs`."""
+        held = dict(self.checkpoint.shards)
+        tied = held.pop(names.HEAD, None) if self.tree.head.tied else None
+        extra = [shards.name for name, shards in held.items() if name not in self._entries]
+        missing = [name for name in self._entries if name not in held]
+        if extra or missing:
+            sides = [
+                f"{counted(len(extra), 'tensor has', 'tensors have')} no rule, e.g. {extra[:3]}"
+            ]
+            sides = sides * bool(extra) + [
+                f"{counted(len(missing), 'tensor is', 'tensors are')} missing, e.g. {missing[:3]}"
+            ] * bool(missing)
+            raise KeyError(f"{self.where} does not fit its args: {'; '.join(sides)}")
+        for name, shards in held.items():
+            self._check(name, shards)
+        if tied is not None:
+            self._check(names.EMBEDDING, tied)
+        return {name: held[name] for name in self.checkpoint.shards if name in held}
+
+    def _check(self, name: str, shards: Shards) -> None:
+        """Raises ValueError for a tensor that is not what `args` make it."""
+        entry, share, tp = self._entries[name], self._share(name), self.checkpoint.sizes.tp
+        specs = {one.spec for one in shards.stored}
+        experts = {tuple(sorted(rank)) for rank in shards.held.values()}
+        first = shards.stored[0]
+        if sorted(shards.held) != list(range(tp)) or len(specs) > 1 or len(experts) > 1:
+            raise ValueError(
+                f"{self.where}: {shards.name} is not alike on all {tp} ranks of tp: "
+                f"{sorted(str(spec.shape) for spec in specs)} on {len(shards.held)}"
+            )
+        stacked = len(entry.shape) == len(first.spec.shape) + 1
+        count = (len(experts.pop()),) if stacked else ()
+        found = share.whole((*count, *first.spec.shape), tp)
+        same = found == entry.shape
+        if share.padded:
+            same = found[0] >= entry.shape[0] and found[1:] == entry.shape[1:]
+        if not same:
+            raise ValueError(
+                f"{shards.name} is {first.spec.shape} on each of {tp} ranks of tp in {first.file}, "
+                f"{found} of all; the model makes it {entry.shape}"
+            )
+        if first.spec.dtype not in FLOATS:
+            raise ValueError(f"{shards.name} in {first.file} is {first.spec.dtype}: no weights")
+
+    def _tensor(self, name: str) -> Tensor:
+        whole = self._joined(name, self._checked[name])
+        return whole.to(self._dtype(name)) + 1 if self._shifted(name) else whole
+
+    def _shifted(self, name: str) -> bool:
+        """Whether it is the weight of a norm that is stored less 1."""
+        leaf = self.tree.leaves[self._entries[name].ours[0]]
+        return leaf.role == "norm" and arguments.shifted(self.checkpoint.args)
+
+    def _dtype(self, name: str) -> torch.dtype:
+        """Of what is read: 1 + w has more digits than w."""
+        stored = self._checked[name].stored[0].spec.dtype
+        return torch.promote_types(stored, torch.float32) if self._shifted(name) else stored
+
+    def _joined(self, name: str, shards: Shards) -> Tensor:
+        """Of all ranks, of the shape of its entry."""
+        entry, share = self._entries[name], self._share(name)
+        ranks = [shards.held[tp] for tp in sorted(shards.held)]
+        if share.dim is None:
+            ranks = ranks[:1]
+        stacked = len(entry.shape) == len(ranks[0][0].spec.shape) + 1
+        parts = [
+            torch.stack([one[e].read() for e in sorted(one)]) if stacked else one[0].read()
+            for one in ranks
+        ]
+        return share.join(parts)[: entry.shape[0]]
+
+    def _compare_tied(self) -> None:
+        """Raises ValueError where the last stage's copy of the embedding is another one."""
+        tied = self.checkpoint.shards.get(names.HEAD) if self.tree.head.tied else None
+        if tied is None:
+            return
+        embedding = self._checked[names.EMBEDDING]
+        for one, other in zip(tied.stored, embedding.stored, strict=True):
+            if any(a != b for a, b in zip(one.chunks(), other.chunks(), strict=True)):
+                raise ValueError(
+                    f"untie_embeddings_and_output_weights is false, but {one.name} in {one.file} "
+                    f"differs from {other.name}"
+                )
+
+
+def opened(folder: Path, model: Model | None = None, rows: int | None = None) -> Megatron:
+    """The checkpoint in the folder of an iteration, its weights those of `model`, or else of what
+    lies beside it: a config.json, or its `args` and the vocabulary of its tokenizer, or of `rows`
+    tokens. Raises ValueError where none says the vocabulary, and as `read_checkpoint`.
+    """
+    checkpoint = read_checkpoint(folder)
+    place = beside.place(folder)
+    if model is None:
+        model = _model(checkpoint, place, rows)
+    return Megatron(checkpoint, model, place)
+
+
+def _model(checkpoint: Checkpoint, place: Path, rows: int | None) -> Model:
+    said = beside.config(place)
+    known = beside.vocabulary(place, said, rows)
+    embedding = checkpoint.shards.get(names.EMBEDDING)
+    if embedding is None:
+        raise KeyError(
+            f"{checkpoint.folder} has no {names.EMBEDDING}, by any name that dolmen knows"
+        )
+    shape, dtype = embedding.stored[0].spec.shape, embedding.stored[0].spec.dtype
+    stored = Share(0).whole(shape, checkpoint.sizes.tp)[0]
+    if known is None:
+        raise ValueError(
+            f"{checkpoint.folder} has {stored:,} rows of a vocabulary, padding among them, and "
+            "nothing says how many are tokens: give --vocab-size, or put the model's config.json "
+            "or tokenizer into the folder"
+        )
+    if known > stored:
+        raise ValueError(
+            f"{checkpoint.folder} has {stored:,} rows of a vocabulary, fewer than {known:,} "
+            "tokens: check --vocab-size, config.json or the tokenizer"
+        )
+    if checkpoint.layers != checkpoint.args["num_layers"]:
+        raise ValueError(
+            f"{checkpoint.folder} has {counted(checkpoint.layers, 'layer')}, num_layers in its "
+            f"args is {checkpoint.args['num_layers']}"
+        )
+    tree = arguments.read(checkpoint.args, checkpoint.legacy, known)
+    if said is None:
+        return edit(beside.expressed(tree, place), dtype=str(dtype).removeprefix("torch."))
+    if found := differences(said.tree, tree):
+        text = "; ".join(f"{n} = {a}, args say {b}" for n, a, b in found[:3])
+        warnings.warn(f"{place / 'config.json'} is taken: {text}", stacklevel=2)
+    return said

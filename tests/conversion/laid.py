@@ -1,0 +1,312 @@
+"""Files of Megatron laid by hand, as the format's text says, from tensors of transformers: what the
+reader is tested with. Nothing here is taken from dolmen.
+
+Layouts of q, k, v, with heads of `size` rows and groups of heads that share a key and a value:
+
+    version 2, 3   per group: its queries, its key, its value
+    version 1      per head and row of a head: that row of q, of k, of v
+    version 0      on each rank: all its q, all its k, all its v
+"""
+
+import argparse
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Parts:
+    """A model's tensors by what they are; of a layer `attn.q.weight`, and so on."""
+
+    args: dict
+    heads: int
+    groups: int
+    ends: dict[str, Tensor]
+    layers: list[dict[str, Tensor]]
+    gated: bool
+
+    @property
+    def size(self) -> int:
+        return self.layers[0]["q.weight"].shape[0] // self.heads
+
+
+def of_llama(model) -> Parts:
+    config, state = model.config, model.state_dict()
+    names = {
+        "norm1": "input_layernorm",
+        "q": "self_attn.q_proj",
+        "k": "self_attn.k_proj",
+        "v": "self_attn.v_proj",
+        "o": "self_attn.o_proj",
+        "norm2": "post_attention_layernorm",
+        "gate": "mlp.gate_proj",
+        "up": "mlp.up_proj",
+        "down": "mlp.down_proj",
+    }
+    layers = [
+        {f"{ours}.weight": state[f"model.layers.{i}.{hf}.weight"] for ours, hf in names.items()}
+        for i in range(config.num_hidden_layers)
+    ]
+    ends = {"embed": state["model.embed_tokens.weight"], "norm.weight": state["model.norm.weight"]}
+    if not config.tie_word_embeddings:
+        ends["head"] = state["lm_head.weight"]
+    args = dict(
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=config.intermediate_size,
+        num_attention_heads=config.num_attention_heads,
+        kv_channels=config.hidden_size // config.num_attention_heads,
+        group_query_attention=config.num_key_value_heads != config.num_attention_heads,
+        num_query_groups=config.num_key_value_heads,
+        max_position_embeddings=config.max_position_embeddings,
+        swiglu=True,
+        add_bias_linear=False,
+        normalization="RMSNorm",
+        norm_epsilon=config.rms_norm_eps,
+        position_embedding_type="rope",
+        rotary_base=10000,
+        rotary_percent=1.0,
+        untie_embeddings_and_output_weights=not config.tie_word_embeddings,
+        make_vocab_size_divisible_by=128,
+    )
+    return Parts(
+        args, config.num_attention_heads, config.num_key_value_heads, ends, layers, gated=True
+    )
+
+
+def of_gpt2(model) -> Parts:
+    config, state = model.config, model.state_dict()
+    layers = []
+    for i in range(config.n_layer):
+        here, made = f"transformer.h.{i}.", {}
+        for ours, hf in (("norm1", "ln_1"), ("norm2", "ln_2")):
+            for kind in ("weight", "bias"):
+                made[f"{ours}.{kind}"] = state[f"{here}{hf}.{kind}"]
+        for ours, hf in (("o", "attn.c_proj"), ("up", "mlp.c_fc"), ("down", "mlp.c_proj")):
+            made[f"{ours}.weight"] = state[f"{here}{hf}.weight"].t()
+            made[f"{ours}.bias"] = state[f"{here}{hf}.bias"]
+        weight, bias = state[f"{here}attn.c_attn.weight"].t(), state[f"{here}attn.c_attn.bias"]
+        for j, name in enumerate("qkv"):
+            made[f"{name}.weight"], made[f"{name}.bias"] = weight.chunk(3)[j], bias.chunk(3)[j]
+        layers.append(made)
+    ends = {
+        "embed": state["transformer.wte.weight"],
+        "positions": state["transformer.wpe.weight"],
+        "norm.weight": state["transformer.ln_f.weight"],
+        "norm.bias": state["transformer.ln_f.bias"],
+    }
+    args = dict(
+        num_layers=config.n_layer,
+        hidden_size=config.n_embd,
+        num_attention_heads=config.n_head,
+        max_position_embeddings=config.n_positions,
+        layernorm_epsilon=config.layer_norm_epsilon,
+        bias_gelu_fusion=True,
+        make_vocab_size_divisible_by=128,
+    )
+    return Parts(args, config.n_head, config.n_head, ends, layers, gated=False)
+
+
+OLD = {  # before Megatron-Core, at tag v1.0 and v2.0
+    "embed": "language_model.embedding.word_embeddings.weight",
+    "positions": "language_model.embedding.position_embeddings.weight",
+    "layers": "language_model.transformer.layers.",
+    "norm": "language_model.transformer.final_layernorm.",
+    "head": "language_model.output_layer.weight",
+    "tied": "word_embeddings_for_head.weight",
+    "norm1": "input_layernorm.",
+    "qkv": "attention.query_key_value.",
+    "o": "attention.dense.",
+    "norm2": "post_attention_layernorm.",
+    "fc1": "mlp.dense_h_to_4h.",
+    "fc2": "mlp.dense_4h_to_h.",
+}
+V25 = OLD | {  # v2.5
+    "layers": "language_model.encoder.layers.",
+    "norm": "language_model.encoder.final_layernorm.",
+    "qkv": "self_attention.query_key_value.",
+    "o": "self_attention.dense.",
+}
+OF_2023 = V25 | {  # since the commit with Llama 2
+    "norm": "language_model.encoder.final_norm.",
+    "norm1": "input_norm.",
+    "norm2": "post_attention_norm.",
+}
+LOCAL = {
+    "embed": "embedding.word_embeddings.weight",
+    "positions": "embedding.position_embeddings.weight",
+    "layers": "decoder.layers.",
+    "norm": "decoder.final_layernorm.",
+    "head": "output_layer.weight",
+    "tied": "output_layer.weight",
+    "norm1": "input_layernorm.",
+    "qkv": "self_attention.linear_qkv.",
+    "o": "self_attention.linear_proj.",
+    "norm2": "pre_mlp_layernorm.",
+    "fc1": "mlp.linear_fc1.",
+    "fc2": "mlp.linear_fc2.",
+}
+TE = LOCAL | {
+    "norm1": "self_attention.linear_qkv.layer_norm_",
+    "norm2": "mlp.linear_fc1.layer_norm_",
+}
+TE_2023 = LOCAL | {
+    "norm1": "self_attention.layernorm_qkv.layer_norm_",
+    "qkv": "self_attention.layernorm_qkv.",
+    "o": "self_attention.proj.",
+    "norm2": "layernorm_mlp.layer_norm_",
+    "fc1": "layernorm_mlp.fc1_",
+    "fc2": "layernorm_mlp.fc2_",
+}
+FUSED = TE | {
+    "norm2": "mlp.0.",
+    "fc1": "mlp.1.basic_ops.0.",
+    "fc2": "mlp.3.basic_ops.0.",
+}
+
+
+@dataclass
+class How:
+    """How they are laid."""
+
+    names: dict[str, str]
+    version: float | None = 3.0
+    tp: int = 1
+    stages: list[list[int]] = field(default_factory=lambda: [[2]])
+    """Of each chunk, of each stage, how many layers it has."""
+    args: dict = field(default_factory=dict)
+    iteration: int | str = 12
+    faults: tuple[str, ...] = ()
+
+    @property
+    def pp(self) -> int:
+        return len(self.stages[0])
+
+
+def qkv(parts: Parts, layer: dict[str, Tensor], kind: str, how: How, rank: int) -> Tensor:
+    """A rank's rows."""
+    q, k, v = (layer[f"{name}.{kind}"] for name in "qkv")
+    if "k and v are swapped" in how.faults:
+        k, v = v, k
+    size, tp, version = parts.size, how.tp, how.version or 0
+    if version >= 2:
+        per = parts.heads // parts.groups
+        lies = []
+        for group in range(rank * parts.groups // tp, (rank + 1) * parts.groups // tp):
+            lies.append(q[group * per * size : (group + 1) * per * size])
+            lies.append(k[group * size : (group + 1) * size])
+            lies.append(v[group * size : (group + 1) * size])
+        return torch.cat(lies)
+    mine = slice(rank * parts.heads // tp * size, (rank + 1) * parts.heads // tp * size)
+    if version >= 1:
+        return torch.stack(
+            [part[row] for row in range(mine.start, mine.stop) for part in (q, k, v)]
+        )
+    return torch.cat([q[mine], k[mine], v[mine]])
+
+
+def padded(table: Tensor, how: How) -> Tensor:
+    """With rows of noise, to a multiple of 128 for each rank: they need not be copies or zeros."""
+    of = 128 * how.tp
+    more = -len(table) % of
+    noise = torch.randn(more, table.shape[1], generator=torch.Generator().manual_seed(1))
+    return torch.cat([table, noise.to(table.dtype)])
+
+
+def of_layer(parts: Parts, i: int, how: How, rank: int) -> dict[str, Tensor]:
+    """A rank's tensors of a layer, by the names in it."""
+    layer, names, tp = parts.layers[i], how.names, how.tp
+    made = {}
+    for kind in ("weight", "bias"):
+        if f"norm1.{kind}" in layer:
+            made[f"{names['norm1']}{kind}"] = layer[f"norm1.{kind}"]
+            made[f"{names['norm2']}{kind}"] = layer[f"norm2.{kind}"]
+        if f"q.{kind}" not in layer:
+            continue
+        made[f"{names['qkv']}{kind}"] = qkv(parts, layer, kind, how, rank)
+        up = layer[f"up.{kind}"]
+        if parts.gated:
+            gate = layer[f"gate.{kind}"]
+            if "gate and up are swapped" in how.faults:
+                gate, up = up, gate
+            if "gate and up are joined before the cut" in how.faults:
+                made[f"{names['fc1']}{kind}"] = torch.cat([gate, up]).chunk(tp)[rank]
+            else:
+                made[f"{names['fc1']}{kind}"] = torch.cat(
+                    [gate.chunk(tp)[rank], up.chunk(tp)[rank]]
+                )
+        else:
+            made[f"{names['fc1']}{kind}"] = up.chunk(tp)[rank]
+        for ours, theirs in (("o", "o"), ("down", "fc2")):
+            whole = layer[f"{ours}.{kind}"]
+            made[f"{names[theirs]}{kind}"] = whole.chunk(tp, 1)[rank] if kind == "weight" else whole
+    if names is not OLD and names is not V25 and names is not OF_2023:
+        made |= {f"{names[one]}_extra_state": None for one in ("qkv", "o", "fc1", "fc2")}
+    return made
+
+
+def of_stage(parts: Parts, chunk: int, stage: int, how: How, rank: int) -> dict[str, Tensor]:
+    """A rank's tensors of one stage, names flat, layers counted from 0."""
+    order = [(c, s) for c in range(len(how.stages)) for s in range(how.pp)]
+    before = sum(how.stages[c][s] for c, s in order[: order.index((chunk, stage))])
+    names, made = how.names, {}
+    first, last = (chunk, stage) == order[0], (chunk, stage) == order[-1]
+    if first:
+        made[names["embed"]] = padded(parts.ends["embed"], how).chunk(how.tp)[rank]
+        if "positions" in parts.ends:
+            made[names["positions"]] = parts.ends["positions"]
+    for i in range(how.stages[chunk][stage]):
+        layer = of_layer(parts, before + i, how, rank)
+        made |= {f"{names['layers']}{i}.{name}": tensor for name, tensor in layer.items()}
+    if last:
+        for kind in ("weight", "bias"):
+            if f"norm.{kind}" in parts.ends:
+                made[f"{names['norm']}{kind}"] = parts.ends[f"norm.{kind}"]
+        if "head" in parts.ends:
+            made[names["head"]] = padded(parts.ends["head"], how).chunk(how.tp)[rank]
+        elif how.pp > 1:
+            made[names["tied"]] = padded(parts.ends["embed"], how).chunk(how.tp)[rank]
+    return made
+
+
+def nested(flat: dict[str, Tensor]) -> dict:
+    """Of the older classes: mappings of modules, but a layer's tensors by flat names."""
+    made: dict = {}
+    for name, tensor in flat.items():
+        way = name.split(".")
+        if way[1] in ("encoder", "transformer"):
+            way = [*way[:2], ".".join(way[2:])]
+        here = made
+        for step in way[:-1]:
+            here = here.setdefault(step, {})
+        here[way[-1]] = tensor
+    return made
+
+
+def lay(folder: Path, parts: Parts, how: How) -> Path:
+    """The folder of `latest_checkpointed_iteration.txt`."""
+    old = how.names["layers"].startswith("language_model")
+    args = parts.args | how.args
+    if (how.version or 0) >= 3:
+        args |= dict(tensor_model_parallel_size=how.tp, pipeline_model_parallel_size=how.pp)
+    else:
+        args |= dict(model_parallel_size=how.tp)
+    name = "release" if how.iteration == "release" else f"iter_{how.iteration:07d}"
+    for rank in range(how.tp):
+        for stage in range(how.pp):
+            values: dict = {"args": argparse.Namespace(**args)}
+            if how.version is not None:
+                values["checkpoint_version"] = how.version
+            values["iteration"] = 0 if how.iteration == "release" else how.iteration
+            for chunk in range(len(how.stages)):
+                flat = of_stage(parts, chunk, stage, how, rank)
+                flat = {n: t.clone() if t is not None else t for n, t in flat.items()}
+                key = "model" if len(how.stages) == 1 else f"model{chunk}"
+                values[key] = nested(flat) if old else flat
+            where = folder / name / f"mp_rank_{rank:02d}{f'_{stage:03d}' if how.pp > 1 else ''}"
+            where.mkdir(parents=True)
+            torch.save(values, where / "model_optim_rng.pt")
+    (folder / "latest_checkpointed_iteration.txt").write_text(str(how.iteration))
+    return folder
