@@ -123,9 +123,10 @@ def _of_tensors(a: Side, b: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fa
     x, y = x.double(), y.double()
     if not x.any() and y.any():
         yield Fault("missing", "A has zeros")
+    yield from _terms(b, row, x, y)
     yield from _exchanged(a, b, row, x, y)
     yield from _moved(a, row, x, y)
-    yield from _added(a, b, row, x, y)
+    yield from _added(a, row, x, y)
     yield from _scaled(x, y, row)
     yield from _somewhere(a, row, x, y)
     for dtype, name in ROUNDED.items():
@@ -133,6 +134,24 @@ def _of_tensors(a: Side, b: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fa
             x, x.to(dtype).double()
         ):
             yield Fault("rounding", f"A holds {name} numbers")
+
+
+def _terms(b: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
+    """A sum of forward's tensors with one term less, or one twice."""
+    if row.stage != "forward":
+        return
+    layer = taps.layer_of(row.name)
+    for name in b.recording.names("forward"):
+        near = taps.layer_of(name) in (layer, None if not layer else layer - 1)
+        other = b.recording.whole("forward", name) if near and name != row.name else None
+        if other is None or other.shape != x.shape:
+            continue
+        for sign, kind, text in (
+            (-1, "missing term", f"{name} is not added"),
+            (1, "added twice", f"{name} is added twice"),
+        ):
+            if _explains(y + sign * other.double(), y, x):
+                yield Fault(kind, text)
 
 
 def _exchanged(a: Side, b: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
@@ -233,24 +252,9 @@ def _turned(side: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
             yield Fault("other positions", "turned from the first token on: positions are off")
 
 
-def _added(a: Side, b: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
+def _added(a: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
     """Something more, or less."""
     apart = x - y
-    if row.stage == "forward":
-        layer = taps.layer_of(row.name)
-        for name in b.recording.names("forward"):
-            near = taps.layer_of(name) in (layer, None if not layer else layer - 1)
-            if name == row.name or not near:
-                continue
-            other = b.recording.whole("forward", name)
-            if other is None or other.shape != x.shape:
-                continue
-            for sign, kind, text in (
-                (-1, "missing term", f"{name} is not added"),
-                (1, "added twice", f"{name} is added twice"),
-            ):
-                if _explains(y + sign * other.double(), y, x):
-                    yield Fault(kind, text)
     if x.ndim == 2 and row.stage == "forward":
         same = apart.mean(0, keepdim=True).expand_as(apart)
         if _explains(same, torch.zeros_like(apart), apart):

@@ -96,6 +96,7 @@ def _step(model: Decoder, asked: Asked, mesh: Mesh, layout: Layout, recorder: Re
         asked.reaches("backward"),
     )
     adamw = optimizer.adamw(model, asked.optimizer)
+    optimizer.prime(adamw)  # a step that is not finite updates nothing
     before = {n: state.local_view(p).clone() for n, p in model.named_parameters()}
     gradients: dict[str, Tensor] = {}
 
