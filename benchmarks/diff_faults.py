@@ -273,7 +273,7 @@ def half_a_block(patch: Patch) -> None:
 
     def built(*args, **options):
         model = right(*args, **options)
-        data.units(model)[0].set_gradient_divide_factor(2.0)
+        data.units(model)[1].set_gradient_divide_factor(2.0)
         return model
 
     patch.setattr(ours.build, "build", built)

@@ -8,16 +8,27 @@ print(model.generate("Once upon a time"))
 dolmen.train("pretrain", init="path/to/model", data={"path": "book.txt"}, out="runs/book")
 dolmen.export("runs/book", to="book/")
 assert dolmen.verify("book/").ok                         # ours beside transformers
+print(dolmen.diff("book/", a={"layout": {"tp": 2}}))      # and where they part, if they do
 print(dolmen.evaluate("book/", "other.txt").perplexity)  # and how well it predicts a text
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dolmen.api import convert, evaluate, export, generate, load, train, verify
+    from dolmen.api import convert, diff, evaluate, export, generate, load, train, verify
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "convert", "evaluate", "export", "generate", "load", "train", "verify"]
+__all__ = [
+    "__version__",
+    "convert",
+    "diff",
+    "evaluate",
+    "export",
+    "generate",
+    "load",
+    "train",
+    "verify",
+]
 
 
 def __getattr__(name: str) -> Any:

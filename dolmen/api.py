@@ -1,5 +1,5 @@
 """Dolmen from Python: what the commands do, as functions of the same names, with the same checks
-and messages. `dolmen.load`, `generate`, `train`, `export`, `convert`, `verify`, `evaluate`.
+and messages. `dolmen.load`, `generate`, `train`, `export`, `convert`, `verify`, `diff`, `evaluate`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +14,9 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int64
 
+from dolmen.comparison import diff as difference
+from dolmen.comparison import report as differing
+from dolmen.comparison.config import DiffConfig
 from dolmen.conversion import convert as conversion
 from dolmen.conversion import hf
 from dolmen.conversion.config import ExportConfig
@@ -41,7 +44,7 @@ from dolmen.training import job
 from dolmen.training.config import RunConfig
 from dolmen.training.request import Handling
 
-T = TypeVar("T", GenerateConfig, EvaluateConfig, VerifyConfig, ExportConfig)
+T = TypeVar("T", GenerateConfig, EvaluateConfig, VerifyConfig, DiffConfig, ExportConfig)
 
 
 @contextmanager
@@ -67,7 +70,8 @@ def _options() -> dict[str, Any]:
     known: dict[str, Any] = {"model.model_type": str}
     for one in families().values():
         known |= {f"model.{name}": None for name in option_fields(one)}
-    for cls in (Handling, RunConfig, ExportConfig, VerifyConfig, GenerateConfig, EvaluateConfig):
+    configs = (RunConfig, ExportConfig, VerifyConfig, DiffConfig, GenerateConfig, EvaluateConfig)
+    for cls in (Handling, *configs):
         known |= option_types(cls)
     return known
 
@@ -297,6 +301,40 @@ def verify(folder: str | Path, against: str | Path | None = None, length: int = 
         for one in (source, other or source):
             unknown.warn(one.model)
         return comparison.verify(source, other, length=asked.length)
+
+
+def diff(
+    first: str | Path,
+    second: str | Path = difference.THEIRS,
+    *,
+    a: Mapping[str, Any] | None = None,
+    b: Mapping[str, Any] | None = None,
+    until: str = "update",
+    length: int = 64,
+    optimizer: Mapping[str, Any] | None = None,
+    device: str = "auto",
+) -> differing.Report:
+    """`dolmen diff FIRST SECOND`: the first tensor in which two programs of one model part, by
+    default dolmen and transformers. `a` and `b` say how each side is computed, `optimizer` what the
+    update is, in mappings of the command's options. `report.ok` says whether they are the same,
+    `report.parting` where they part, `print(report)` both in words. Raises ValueError on bad input,
+    RuntimeError if a process that it starts for a layout fails.
+
+        print(dolmen.diff("path/to/model", a={"layout": {"tp": 2}, "dtype": "bfloat16"}))
+    """
+    with _told():
+        asked = _asked(
+            DiffConfig,
+            first=first,
+            second=second,
+            a=a or {},
+            b=b or {},
+            until=until,
+            length=length,
+            optimizer=optimizer or {},
+            device=device,
+        )
+        return difference.diff(asked)
 
 
 def evaluate(

@@ -1,6 +1,10 @@
-"""dolmen verify SOURCE [--against SOURCE2]"""
+"""dolmen verify SOURCE [--against SOURCE2]: the short form of `dolmen diff`, which it asks to name
+the first tensor that parts where the two differ.
+"""
 
 from dolmen.cli.options import VerifyOptions
+from dolmen.comparison import diff
+from dolmen.comparison.config import DiffConfig
 from dolmen.conversion.source import open_alike
 from dolmen.core.config import to_dict
 from dolmen.core.log import console
@@ -17,7 +21,29 @@ def run(options: VerifyOptions) -> int:
         source = open_alike(options.folder, mesh)
         against = open_alike(options.against, mesh) if options.against else None
         report = verify(source, against, mesh, length=options.length)
-        console(mesh.first).print(report.table())
+        screen = console(mesh.first)
+        screen.print(report.table())
+        if not report.ok and mesh.size > 1:
+            screen.print(f"\n`dolmen diff {_words(options)}` names the first tensor that parts")
+        elif not report.ok:
+            screen.print(f"\n{diff.diff(_asked(options))}", markup=False, highlight=False)
         return 0 if report.ok else 1
 
     return placed.start("verify", to_dict(options), layout, options.device, work)
+
+
+def _asked(options: VerifyOptions) -> DiffConfig:
+    """The same comparison, tensor by tensor."""
+    against = f"{diff.THEIRS}:{options.against or options.folder}"
+    return DiffConfig(
+        options.folder,
+        against,
+        until="backward",
+        length=options.length,
+        device=options.device,
+    )
+
+
+def _words(options: VerifyOptions) -> str:
+    asked = _asked(options)
+    return f"{asked.first} {asked.second} --a.layout.tp {options.layout.tp}"

@@ -38,8 +38,8 @@ class DiffConfig:
     """
     length: int = 64
     """Tokens of the random sequences; a layout may need a few more."""
-    optimizer: OptimizerConfig = OptimizerConfig(schedule="constant")
-    """Of the update, on both sides."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """Of the update, on both sides: the first of a run, without its warm-up."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes the GPUs if any are visible, else the CPU."""
     json: str | None = None
@@ -50,6 +50,11 @@ class DiffConfig:
     def __post_init__(self):
         if self.length < 1:
             raise ValueError(f"length is {self.length}: use --length 1 or more")
+        if self.optimizer.warmup_steps:
+            raise ValueError(
+                f"optimizer.warmup-steps is {self.optimizer.warmup_steps}: one update is compared, "
+                "leave it out"
+            )
         if self.optimizer.name != "adamw":
             raise ValueError(
                 f"optimizer.name is {self.optimizer.name}: an update is compared by adamw alone"

@@ -104,7 +104,7 @@ class Hooks:
         if path.endswith(("q_norm", "k_norm")):
             number = heads.queries if path.endswith("q_norm") else heads.keys
             first = heads.first if path.endswith("q_norm") else heads.first_key
-            self._made(module, lambda x: self._of_heads(path, x, number, first))
+            self._made(module, lambda x: self._of_heads(path, x, number, first, x.shape[-1]))
             return
         if path.endswith(".mlp_norm"):
             self._given(module, partial(self._stream, path.replace("mlp_norm", "middle")))
@@ -116,10 +116,7 @@ class Hooks:
         def products(made: tuple[Tensor, ...]) -> None:
             for name, x in zip(columns, made, strict=True):
                 if name in ("k", "v"):
-                    size = heads.size
-                    self._of_heads(
-                        f"{path}.{name}", x.unflatten(-1, (-1, size)), heads.keys, heads.first_key
-                    )
+                    self._of_heads(f"{path}.{name}", x, heads.keys, heads.first_key, heads.size)
                 else:
                     self._equal_part(f"{path}.{name}", x)
 
@@ -131,10 +128,10 @@ class Hooks:
 
         def given(_: nn.Module, args: tuple[Tensor, ...]) -> None:
             q, k, v, *_ = args
-            kept = slice(None, heads.size)
-            self._of_heads(f"{path}.query", q, heads.queries, heads.first, kept)
-            self._of_heads(f"{path}.key", k, heads.keys, heads.first_key, kept)
-            self._of_heads(f"{path}.value", v, heads.keys, heads.first_key)
+            size, kept = heads.size, slice(None, heads.size)
+            self._of_heads(f"{path}.query", q, heads.queries, heads.first, size, kept)
+            self._of_heads(f"{path}.key", k, heads.keys, heads.first_key, size, kept)
+            self._of_heads(f"{path}.value", v, heads.keys, heads.first_key, v.shape[-1])
 
         self._keep(module.register_forward_pre_hook(given))
 
@@ -165,12 +162,19 @@ class Hooks:
         self._see(name, x, width * tp.size, slice(tp.rank * width, (tp.rank + 1) * width))
 
     def _of_heads(
-        self, name: str, x: Tensor, number: int, first: int, kept: slice = slice(None)
+        self,
+        name: str,
+        x: Tensor,
+        number: int,
+        first: int,
+        size: int,
+        kept: slice = slice(None),
     ) -> None:
-        """Heads `first` on, of `number`: x [..., heads here, size]. Where several ranks have a
-        head, each sends back a part of its gradient.
+        """Heads `first` on, of `number`: x [..., heads here, size], of which `kept` is `size`, or
+        [tokens, heads here x size]. Where several ranks have a head, each sends back a part of its
+        gradient.
         """
-        here, size = x.shape[-2], x[..., kept].shape[-1]
+        here = x.shape[-2] if x.ndim == 4 else x.shape[-1] // size
         where = slice(first * size, (first + here) * size)
         self._see(name, x, number * size, where, number % self.mesh.tp.size > 0, kept)
 

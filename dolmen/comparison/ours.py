@@ -37,7 +37,7 @@ NO_BALANCE = Training(router=RouterTraining(aux_loss_coef=0.0))
 DEPTHS = ("weights", "forward", "backward", "update")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Asked:
     """What both sides do."""
 

@@ -243,7 +243,7 @@ def test_a_text_that_is_none_is_refused_by_pythons_name():
 def test_the_package_shows_what_it_has():
     """Names to find by completion; each with types and an example of its use."""
     assert set(dolmen.__all__) <= set(dir(dolmen))
-    for name in ("load", "generate", "export", "convert", "verify", "evaluate"):
+    for name in ("load", "generate", "export", "convert", "verify", "diff", "evaluate"):
         function = getattr(api, name)
         signature = inspect.signature(function)
         assert all(p.annotation is not p.empty for p in signature.parameters.values())

@@ -142,6 +142,11 @@ OLD = """
 OTHERS = {
     "export": "help to dtype",
     "verify": "help against length device layout.tp",
+    "diff": (
+        "help until length device json a.dtype a.layout.tp a.layout.cp a.layout.pp a.layout.dp "
+        "a.layout.ep a.layout.zero a.layout.sequence-parallel b.dtype b.layout.tp optimizer.lr "
+        "optimizer.beta1 optimizer.beta2 optimizer.eps optimizer.weight-decay optimizer.clip"
+    ),
     "generate": "help prompt max-new-tokens temperature top-k top-p seed dtype device layout.tp",
     "evaluate": (
         "help sequence-length dtype device data.path data.tokenizer data.end-of-text "
@@ -463,6 +468,7 @@ def test_a_worker_takes_the_run_that_its_launcher_has(words, tmp_path):
     "verb, words",
     [
         ("verify", "model --against other --length 3 --layout.tp 2"),
+        ("diff", "model transformers --a.layout.tp 2 --b.dtype bfloat16 --optimizer.lr 1e-7"),
         ("generate", "model --prompt=--x --prompt 1e-3 --prompt null --temperature 1e-7 --top-k 3"),
         ("evaluate", "model --data.path a b --data.document-mask --dtype bfloat16"),
     ],

@@ -35,6 +35,7 @@ ELSEWHERE = {
     "spelled.GAVE_UP": "tests/training/test_compiled.py::"
     "test_a_run_says_that_the_compiler_has_given_up",
     "hub.as_stored": "tests/evaluation/test_verify.py::test_a_model_equals_transformers",
+    "hub.seen_attention": "tests/comparison/test_diff.py::test_both_sides_are_seen_inside",
     "sharding.after_backward": "tests/golden/test_golden.py::"
     "test_layout_never_changes_the_answer",  # its rows of zero-bubble
 }

@@ -1,0 +1,126 @@
+"""Each kind of difference, made of random numbers, is told as that kind."""
+
+import pytest
+import torch
+
+from dolmen.comparison.classify import classify
+from dolmen.comparison.compare import Row, Side
+from dolmen.comparison.recording import Piece, Recorded, Recording
+from dolmen.core.topology import Topology
+from dolmen.families.model import made
+
+LENGTH, SIZE = 6, 8
+TREE = made(
+    "llama",
+    dict(
+        vocab_size=16,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=16,
+    ),
+).tree
+
+
+def side(tensors, **axes) -> Side:
+    topology = Topology(**axes)
+    found = {
+        key: Recorded(
+            tuple(pieces[0].shape),
+            pieces=[
+                Piece(rank, tuple(slice(0, n) for n in one.shape), one)
+                for rank, one in enumerate(pieces)
+            ],
+        )
+        for key, pieces in tensors.items()
+    }
+    recording = Recording("", topology, torch.float32, torch.float32, found)
+    return Side(recording, TREE, LENGTH)
+
+
+def told(stage, name, a, b, beside=(), **axes):
+    """Of `a`, what each rank holds, where B holds `b`; `beside`: other tensors, of both."""
+    more = {(stage, other): [t] for other, t in beside}
+    x, y = side({(stage, name): a, **more}, **axes), side({(stage, name): [b], **more})
+    return classify(x, y, Row(stage, name, 1.0, 0.0))
+
+
+def random(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+X, W = random(2 * LENGTH, 32), random(32, 32)
+
+
+@pytest.mark.parametrize(
+    "kind, stage, name, a, b",
+    [
+        ("swapped halves", "weights", "layers.0.mlp.up.weight", W.roll(16, 0), W),
+        ("permuted heads", "weights", "layers.0.attn.q.weight", W.roll(8, 0), W),
+        ("transposed", "weights", "layers.0.attn.o.weight", W.t(), W),
+        ("missing", "weights", "layers.0.attn.q.bias", 0 * X[0], X[0]),
+        ("a scale", "gradients", "layers.0.mlp.up.weight", 3 * W, W),
+        ("a scale", "gradients", "layers.0.mlp.up.weight", -W, W),
+        ("an offset", "weights", "final_norm.weight", X[0] - 1, X[0]),
+        ("an offset", "forward", "layers.0.mlp.up", X + X[0], X),
+        ("a scale by row", "forward", "layers.0.mlp_norm", X * (1 + X[:, :1].abs()), X),
+        ("a scale by column", "forward", "layers.0.mlp_norm", X * (1 + X[:1].abs()), X),
+        ("rounding", "weights", "layers.0.mlp.up.weight", W.bfloat16().float(), W),
+        ("other values", "forward", "layers.0.mlp.act", X.sin(), X),
+        ("not finite", "forward", "layers.0.mlp.act", X / 0, X),
+    ],
+)
+def test_a_kind(kind, stage, name, a, b):
+    found = told(stage, name, [a.contiguous()], b)
+    assert found.kind == kind and found.axis is None, found
+
+
+def test_tokens_that_are_off():
+    later = X.unflatten(0, (-1, LENGTH)).roll(1, 1).flatten(0, 1)
+    assert told("forward", "embed", [later], X).kind == "shifted"
+    late = torch.where(torch.arange(2 * LENGTH)[:, None] % LENGTH >= 4, X.sin(), X)
+    assert told("forward", "layers.0.attn.sums", [late], X).text == (
+        "tokens differ from position 4 on"
+    )
+
+
+def test_terms_of_a_sum():
+    middle = random(2 * LENGTH, 32) + 1
+    beside = [("layers.0.middle", middle)]
+    for a, kind in ((X - middle, "missing term"), (X + middle, "added twice")):
+        found = told("forward", "layers.0", [a], X, beside)
+        assert found.kind == kind and "layers.0.middle" in found.text
+
+
+def test_another_tensor():
+    other = random(48, 32)
+    x, y = other + 0, random(48, 32) * 2
+    found = told("weights", "layers.0.mlp.up.weight", [x], y, [("layers.0.mlp.gate.weight", other)])
+    assert (found.kind, found.text) == ("swapped", "it is layers.0.mlp.gate.weight of B")
+
+
+@pytest.mark.parametrize("axis", ("tp", "dp", "cp"))
+def test_sums_over_ranks(axis):
+    parts, axes = [X / 3, 2 * X / 3 + 0.1 * X.flip(0), X.flip(0) * -0.1], {axis: 3}
+    name = "gradients", "final_norm.weight"
+    found = told(*name, [p[0] for p in parts], sum(parts)[0], **axes)
+    assert (found.kind, found.axis) == ("a missing sum", axis)
+    found = told(*name, [X[0] / 3] * 3, X[0], **axes)
+    assert (found.kind, found.axis) == ("a missing sum", axis)
+    found = told(*name, [3 * X[0]] * 3, X[0], **axes)
+    assert (found.kind, found.axis) == ("a doubled sum", axis)
+
+
+def test_angles_and_positions():
+    angle = torch.arange(2 * LENGTH)[:, None] % LENGTH * torch.ones(16)
+
+    def turned(by):
+        one, other = X.unflatten(1, (4, 2, 4)).unbind(2)
+        by = by.unflatten(1, (4, 4))
+        out = (one * by.cos() - other * by.sin(), other * by.cos() + one * by.sin())
+        return torch.stack(out, 2).flatten(1)
+
+    name = "forward", "layers.0.attn.query"
+    assert told(*name, [turned(angle)], turned(1.2 * angle)).kind == "other angles"
+    assert told(*name, [turned(angle)], turned(angle + 1)).kind == "other positions"
