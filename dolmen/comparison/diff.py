@@ -96,7 +96,10 @@ def compared_sides(a: Side, b: Side, title: str, notes: tuple[str, ...] = ()) ->
     """What two recordings say."""
     rows = tuple(compare.rows(a, b))
     first = compare.first(rows)
-    found = None if first is None else Parting(first, operation(first), classify(a, b, first))
+    if first is None:
+        return Report(title, rows, None, notes)
+    processes = {"A": a.recording.topology.size, "B": b.recording.topology.size}
+    found = Parting(first, operation(first), classify(a, b, first), processes)
     return Report(title, rows, found, notes)
 
 

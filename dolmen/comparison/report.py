@@ -23,11 +23,17 @@ class Parting:
     operation: str
     """What makes the tensor."""
     fault: Fault
+    processes: dict[str, int]
+    """Of side A, and of B."""
 
     @property
     def ranks(self) -> str:
-        """Which of either side hold something else than B put together."""
-        sides = {side: [rank for of, rank in self.row.ranks if of == side] for side in ("A", "B")}
+        """Which of a side of several processes hold something else than B put together."""
+        sides = {
+            side: [rank for of, rank in self.row.ranks if of == side]
+            for side, number in self.processes.items()
+            if number > 1
+        }
         return "; ".join(
             f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of {side}"
             for side, ranks in sides.items()

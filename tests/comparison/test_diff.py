@@ -73,9 +73,10 @@ LAYOUTS = [
 
 
 @pytest.mark.spawn
-def test_a_fault_of_a_layout_is_named_with_its_axis(result):
-    (fault,) = (f for f in FAULTS if f.name == WRONG.name)
-    found = result(WRONG)
+@pytest.mark.parametrize("row", [WRONG.parameter])
+def test_a_fault_of_a_layout_is_named_with_its_axis(row, result):
+    (fault,) = (f for f in FAULTS if f.name == row.name)
+    found = result(row)
     named(fault, found)
     assert found.parting.fault.axis == "tp" and found.parting.ranks == "ranks 0, 1 of A"
     assert "axis        tp" in str(found)
