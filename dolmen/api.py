@@ -19,7 +19,7 @@ from dolmen.comparison import report as differing
 from dolmen.comparison.config import DiffConfig
 from dolmen.conversion import convert as conversion
 from dolmen.conversion import hf
-from dolmen.conversion.config import ExportConfig
+from dolmen.conversion.config import ConvertConfig, ExportConfig
 from dolmen.conversion.source import Source, open_source
 from dolmen.core.config import from_dict, option_types
 from dolmen.core.errors import BadInput, message
@@ -44,7 +44,9 @@ from dolmen.training import job
 from dolmen.training.config import RunConfig
 from dolmen.training.request import Handling
 
-T = TypeVar("T", GenerateConfig, EvaluateConfig, VerifyConfig, DiffConfig, ExportConfig)
+T = TypeVar(
+    "T", GenerateConfig, EvaluateConfig, VerifyConfig, DiffConfig, ExportConfig, ConvertConfig
+)
 
 
 @contextmanager
@@ -70,8 +72,8 @@ def _options() -> dict[str, Any]:
     known: dict[str, Any] = {"model.model_type": str}
     for one in families().values():
         known |= {f"model.{name}": None for name in option_fields(one)}
-    configs = (RunConfig, ExportConfig, VerifyConfig, DiffConfig, GenerateConfig, EvaluateConfig)
-    for cls in (Handling, *configs):
+    exchanged = (ExportConfig, ConvertConfig, VerifyConfig, DiffConfig)
+    for cls in (Handling, RunConfig, *exchanged, GenerateConfig, EvaluateConfig):
         known |= option_types(cls)
     return known
 
@@ -270,20 +272,46 @@ def export(source: str | Path, to: str | Path, dtype: str | None = None) -> Path
 
         dolmen.export("runs/book", to="model/", dtype="bfloat16")
     """
-    return convert(source, to, dtype=dtype)
+    with _told():
+        asked = _asked(ExportConfig, source=source, to=to, dtype=dtype)
+        conversion.export_model(asked.source, Path(asked.to), asked.dtype)
+    return Path(to)
 
 
 def convert(
-    source: str | Path, to: str | Path, *, format: str = conversion.HF, dtype: str | None = None
+    source: str | Path,
+    to: str | Path,
+    *,
+    format: str = "hf",
+    tp: int = 1,
+    pp: int = 1,
+    virtual_stages: int = 1,
+    spec: str | None = None,
+    dtype: str | None = None,
+    vocab_size: int | None = None,
+    progress: bool = True,
 ) -> Path:
-    """A model of any format that dolmen reads, as a folder of one that it writes: so far that of
-    transformers, by `export`. Returns the folder. Raises ValueError on bad input.
+    """`dolmen convert SOURCE TO --to FORMAT` in this process: a model of any format that dolmen
+    reads, in one that it writes (hf, megatron, megatron-core), read back and compared, tensors and
+    logits. `progress` shows a bar on stderr. Returns the folder. Raises ValueError on bad input,
+    RuntimeError where what was written is another model, of which nothing is left.
 
-        dolmen.convert("runs/book", to="model/", format="transformers")
+        dolmen.convert("runs/book", to="ranks/", format="megatron-core", tp=2, pp=2)
     """
-    with _told():
-        asked = _asked(ExportConfig, source=source, to=to, dtype=dtype)
-        conversion.convert(asked.source, Path(asked.to), asked.dtype, format)
+    with _told({"to": "format", "destination": "to"}):
+        asked = _asked(
+            ConvertConfig,
+            source=source,
+            destination=to,
+            to="hf" if format == "transformers" else format,
+            tp=tp,
+            pp=pp,
+            virtual_stages=virtual_stages,
+            spec=spec,
+            dtype=dtype,
+            vocab_size=vocab_size,
+        )
+        conversion.convert(asked, progress)
     return Path(to)
 
 

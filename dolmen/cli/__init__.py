@@ -18,6 +18,7 @@ VERBS = {
     "families": "list the families of models, and how close each is to its reference",
     "train": "train a recipe or a YAML file",
     "export": "write a run or any model as a transformers directory",
+    "convert": "write a model of any format in another one, and prove that it is the same",
     "verify": "compare a model with transformers: logits, loss, gradient norm, greedy tokens",
     "diff": "name the first tensor in which two programs of a model part",
     "generate": "continue a prompt",

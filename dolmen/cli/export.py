@@ -3,13 +3,13 @@
 from pathlib import Path
 
 from dolmen.cli.options import ExportOptions
-from dolmen.conversion.convert import convert
+from dolmen.conversion.convert import export_model
 from dolmen.core.errors import BadInput, message
 
 
 def run(options: ExportOptions) -> int:
     try:
-        title = convert(options.source, Path(options.to), options.dtype)
+        title = export_model(options.source, Path(options.to), options.dtype)
     except (ValueError, KeyError, OSError) as error:
         raise BadInput(message(error)) from None
     print(f"wrote {options.to}, from {title}")

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import tyro
 
 from dolmen.comparison.config import DiffConfig
-from dolmen.conversion.config import ExportConfig
+from dolmen.conversion.config import ConvertConfig, ExportConfig
 from dolmen.evaluation.config import EvaluateConfig, VerifyConfig
 from dolmen.serving.config import GenerateConfig
 from dolmen.training.config import RunConfig
@@ -75,6 +75,17 @@ class ExportOptions(ExportConfig):
     """
 
     source: tyro.conf.Positional[str]
+
+
+@dataclass(frozen=True)
+class ConvertOptions(ConvertConfig):
+    """Write a model of any format (a transformers directory, a run, a Megatron checkpoint: it is
+    recognised by itself) in another one, one tensor in memory at a time. What is written is opened
+    again and compared: every tensor, then the logits. Nothing stands at DESTINATION before that.
+    """
+
+    source: tyro.conf.Positional[str]
+    destination: tyro.conf.Positional[str]
 
 
 @dataclass(frozen=True)
@@ -165,6 +176,7 @@ VERBS = {
     "recipes": RecipesOptions,
     "families": FamiliesOptions,
     "export": ExportOptions,
+    "convert": ConvertOptions,
     "verify": VerifyOptions,
     "diff": DiffOptions,
     "generate": GenerateOptions,

@@ -59,22 +59,26 @@ def vocabulary(folder: Path, said: Model | None, rows: int | None) -> int | None
     return len(load_tokenizer(str(where), option=""))
 
 
-def expressed(tree: Tree, folder: Path) -> Model:
-    """A config.json that says the tree, of the first family that can; with the end of text that
-    the folder's tokenizer names. Raises ValueError where none can, with what the first says.
+def expressed(tree: Tree) -> Model:
+    """A config.json that says the tree, of the first family that can. Raises ValueError where none
+    can, with what the first says.
     """
     reasons = []
     for name in (*FIRST, *sorted(families().keys() - {*FIRST})):
         try:
-            model = new(tree, name)
+            return new(tree, name)
         except ValueError as error:
             reasons.append(str(error))
-            continue
-        where = tokenizer(folder)
-        if where is None:
-            return model
-        from dolmen.data.tokenizer import load_tokenizer
-
-        end = load_tokenizer(str(where), option="").eos_token_id
-        return model if end is None else edit(model, eos_token_id=end)
     raise ValueError(f"no family's config.json can say this model; {reasons[0]}")
+
+
+def ended(model: Model, folder: Path | None) -> Model:
+    """The model with the end of text that the folder's tokenizer names, where generation stops;
+    as it is where it names one itself, or there is no tokenizer.
+    """
+    if folder is None or model.config.get("eos_token_id") is not None:
+        return model
+    from dolmen.data.tokenizer import load_tokenizer
+
+    end = load_tokenizer(str(folder), option="").eos_token_id
+    return model if end is None else edit(model, eos_token_id=end)

@@ -16,8 +16,9 @@ from torch import Tensor
 from dolmen.checkpoint import folders, stream
 from dolmen.checkpoint.folders import STATE, Damaged
 from dolmen.checkpoint.saved import model_of, read_saved
+from dolmen.conversion.beside import ended
 from dolmen.core.words import counted
-from dolmen.families import Model, compared, completed, edit
+from dolmen.families import Model, compared, completed
 from dolmen.files.safetensors import Spec
 from dolmen.model.tree import Adapter, Tree
 from dolmen.parallel import tensor
@@ -148,13 +149,7 @@ def _made(model: Model, tokenizer: Path | None) -> Model:
     """A model that came from no config.json, as a whole one: with the end of text that its
     tokenizer names, where generation stops.
     """
-    model = completed(model)
-    if tokenizer is None or model.config.get("eos_token_id") is not None:
-        return model
-    from dolmen.data.tokenizer import load_tokenizer
-
-    end = load_tokenizer(str(tokenizer), option="").eos_token_id
-    return model if end is None else edit(model, eos_token_id=end)
+    return ended(completed(model), tokenizer)
 
 
 def _tokenizer(folder: Path) -> Path | None:

@@ -1,4 +1,4 @@
-"""What `export` may be told. Without torch."""
+"""What `export` and `convert` may be told. Without torch."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -12,7 +12,7 @@ class ExportConfig:
 
     source: str
     """A run's folder (its newest whole checkpoint is taken), or one checkpoint in it; a
-    transformers directory or hub id.
+    transformers directory or hub id; a Megatron checkpoint.
     """
     to: str
     """Folder to write; it must be empty or not exist."""
@@ -23,3 +23,44 @@ class ExportConfig:
 
     def __post_init__(self):
         refuse_empty("to", self.to)
+
+
+@dataclass(frozen=True)
+class ConvertConfig:
+    """A model of any format, and a folder of another one that it becomes."""
+
+    source: str
+    """A transformers directory or hub id, a run or a checkpoint of one, a Megatron checkpoint."""
+    destination: str
+    """Folder to write; it must be empty or not exist."""
+    to: Literal["hf", "megatron", "megatron-core"]
+    """hf: a transformers directory. megatron: ranks with the names from before Megatron-Core.
+    megatron-core: ranks with its names.
+    """
+    tp: int = 1
+    """Megatron: ranks of tensor parallelism."""
+    pp: int = 1
+    """Megatron: ranks of the pipeline."""
+    virtual_stages: int = 1
+    """Megatron: chunks of layers per pipeline rank."""
+    spec: Literal["te", "local"] | None = None
+    """megatron-core: layers of Transformer Engine, or Megatron's own. Default: te."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Type of the tensors. Default: that of the source's config.json, or of its tensors where it
+    has none.
+    """
+    vocab_size: int | None = None
+    """Tokens of the vocabulary, where the source has rows behind them and does not say how many."""
+
+    def __post_init__(self):
+        refuse_empty("destination", self.destination)
+        divided = [n for n in ("tp", "pp", "virtual_stages") if vars(self)[n] != 1]
+        if self.to == "hf" and divided:
+            name = divided[0].replace("_", "-")
+            raise ValueError(
+                f"--{name} is {vars(self)[divided[0]]}, but --to hf has no ranks: leave it out"
+            )
+        if self.spec is not None and self.to != "megatron-core":
+            raise ValueError(
+                f"--spec is {self.spec}: only --to megatron-core has a choice of layers"
+            )

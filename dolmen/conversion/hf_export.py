@@ -117,9 +117,6 @@ def save(
     """
     check_target(folder, tokenizer_folder)
     folder, dtype = Path(folder), dtype or stated_dtype(model)
-    if dtype != stated_dtype(model):
-        model = edit(model, dtype=str(dtype).removeprefix("torch."))
-    content = model.exported()
     leaves, wide = model.tree.leaves, torch.promote_types(dtype, torch.float32)
     specs = {
         name: Spec(entry.shape, wide if leaves[entry.ours[0]].precise else dtype)
@@ -130,12 +127,30 @@ def save(
         part = Path(temporary) / "model"
         part.mkdir()
         safetensors.write_tensors(part, specs, export_weights(model, full), shard_bytes)
-        _write_json(part / "config.json", content)
-        if generation := generation_config or _generation_config(content):
-            _write_json(part / "generation_config.json", generation)
-        for file in tokenizer_files(tokenizer_folder) if tokenizer_folder is not None else ():
-            shutil.copyfile(file, part / file.name)
+        _beside(part, model, dtype, generation_config, tokenizer_folder)
         os.rename(part, folder)
+
+
+def write_beside(source: Source, folder: Path, dtype: torch.dtype) -> None:
+    """What a folder of transformers has beside its weights, which are in `dtype`."""
+    _beside(folder, source.model, dtype, source.generation_config, source.tokenizer)
+
+
+def _beside(
+    folder: Path,
+    model: Model,
+    dtype: torch.dtype,
+    generation_config: Mapping[str, Any] | None,
+    tokenizer_folder: Path | str | None,
+) -> None:
+    if dtype != stated_dtype(model):
+        model = edit(model, dtype=str(dtype).removeprefix("torch."))
+    content = model.exported()
+    _write_json(folder / "config.json", content)
+    if generation := generation_config or _generation_config(content):
+        _write_json(folder / "generation_config.json", generation)
+    for file in tokenizer_files(tokenizer_folder) if tokenizer_folder is not None else ():
+        shutil.copyfile(file, folder / file.name)
 
 
 def _join(

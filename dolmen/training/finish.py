@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from dolmen.conversion.convert import convert
+from dolmen.conversion.convert import export_model
 from dolmen.conversion.source import open_source
 from dolmen.core.errors import BadInput
 from dolmen.core.log import console, duration
@@ -50,7 +50,7 @@ def _export(out: Path, to: Path) -> None:
     except folder.Unusable as error:
         raise BadInput(str(error)) from None
     folder.claim(out, to.name)
-    convert(out, to)
+    export_model(out, to)
     folder.claim_files(out, to.name)
 
 

@@ -158,16 +158,20 @@ def test_export_and_verify(run, tmp_path):
     assert command("export", run, "--to", tmp_path / "other", "--dtype", "bfloat16").code == 0
     for file in made.iterdir():
         assert file.read_bytes() == (tmp_path / "other" / file.name).read_bytes(), file
-    converted = dolmen.convert(run, to=tmp_path / "converted", dtype="bfloat16")
-    for file in made.iterdir():
-        assert file.read_bytes() == (converted / file.name).read_bytes(), file
+    for i, said in enumerate(("hf", "transformers")):
+        converted = dolmen.convert(run, tmp_path / str(i), format=said, dtype="bfloat16")
+        for file in made.iterdir():
+            assert file.read_bytes() == (converted / file.name).read_bytes(), file
     report = dolmen.verify(made, length=8)
     assert report.ok and {row.name for row in report.rows} >= {"logits", "gradients"}
     for call, said in (
         (lambda: dolmen.export(run, made), "exists and is not empty"),
         (lambda: dolmen.export(run, tmp_path / "x", dtype="float8"), "use one of float32, bfl"),
-        (lambda: dolmen.convert(run, tmp_path / "x", format="hf"), "use one of transformers"),
-        (lambda: dolmen.export(tmp_path, tmp_path / "x"), "is neither a transformers directory"),
+        (lambda: dolmen.convert(run, tmp_path / "x", format="h"), "use one of hf"),
+        (
+            lambda: dolmen.export(tmp_path, tmp_path / "x"),
+            "is neither a Megatron checkpoint .*, nor",
+        ),
         (lambda: dolmen.verify(made, length=0), "use length 1 or more"),
         (lambda: dolmen.verify(tmp_path / "none"), "none: no such folder"),
         (lambda: dolmen.load(tmp_path / "none"), "none: no such folder"),

@@ -141,6 +141,7 @@ OLD = """
 """.split()
 OTHERS = {
     "export": "help to dtype",
+    "convert": "help to tp pp virtual-stages spec dtype vocab-size",
     "verify": "help against length device layout.tp",
     "diff": (
         "help until length device json a.dtype a.layout.tp a.layout.cp a.layout.pp a.layout.dp "

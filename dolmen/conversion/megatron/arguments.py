@@ -137,6 +137,12 @@ ONLY: dict[str, tuple] = {
 }
 
 
+# What the classes from before Megatron-Core do not look at, whatever it says.
+OF_CORE = frozenset(
+    ("rotary_base", "use_rope_scaling", "rope_scaling_factor", "qk_layernorm", "window_size")
+)
+
+
 class Said(dict[str, Any]):
     """Options by name, of which those that are not given are None."""
 
@@ -160,8 +166,14 @@ def read(args: Mapping[str, Any], legacy: bool, rows: int) -> Tree:
                 f"{name} is {shown(said[name])}: of Megatron's models dolmen computes those with "
                 f"{allowed[0]!r}"
             )
+    if legacy:
+        said = Said({name: value for name, value in said.items() if name not in OF_CORE})
+        if said["num_experts"]:
+            raise ValueError(
+                "num_experts is set: of Megatron's own classes dolmen knows none with them"
+            )
     norm = _norm(said)
-    mixer, mlp = _mixer(said, legacy, norm), _mlp(said)
+    mixer, mlp = _mixer(said, norm), _mlp(said)
     experts = _experts(said) if said["num_experts"] else mlp
     blocks = [
         Block(mixer, experts if sparse else mlp, norm, Pre()) for sparse in _sparse_layers(said)
@@ -203,7 +215,7 @@ def _positions(said: Said) -> str:
     return rope or said["position_embedding_type"] or "learned_absolute"
 
 
-def _mixer(said: Said, legacy: bool, norm: Norm) -> Attention:
+def _mixer(said: Said, norm: Norm) -> Attention:
     hidden, heads = said["hidden_size"], said["num_attention_heads"]
     if said["kv_channels"] is None and hidden % heads:
         raise ValueError(f"hidden_size ({hidden}) is not divisible by its heads ({heads})")
@@ -220,14 +232,14 @@ def _mixer(said: Said, legacy: bool, norm: Norm) -> Attention:
         v_bias=qkv_bias,
         o_bias=bias,
         qk_norm=norm if said["qk_layernorm"] else None,
-        positions=_rope(said, legacy, size) if _positions(said) == "rope" else None,
+        positions=_rope(said, size) if _positions(said) == "rope" else None,
         window=_window(said),
     )
 
 
-def _rope(said: Said, legacy: bool, size: int) -> Rope:
+def _rope(said: Said, size: int) -> Rope:
     """Raises ValueError for a scaling that is two."""
-    theta = 10000.0 if legacy else float(said.first("rotary_base", default=10000))
+    theta = float(said.first("rotary_base", default=10000))
     factor, scaling = said["rotary_seq_len_interpolation_factor"], None
     if factor not in (None, 1):
         scaling = Linear(float(factor))

@@ -114,17 +114,27 @@ class Dialect:
     """The same of a name within a layer."""
     tied: str = HEAD
     """What the last of several stages calls its copy of the embedding, where the head is tied."""
-    stateful: tuple[str, ...] = ()
-    """Modules beside whose weights an empty `_extra_state` lies."""
+    stateful: bool = True
+    """Beside the weight of every product, and of the head, an empty `_extra_state` lies."""
     grouped: bool = False
     """A tensor of an expert is named linear_fc1.weight3, not local_experts.3.linear_fc1.weight."""
     legacy: bool = False
     """Of the classes from before Megatron-Core, whose tensors lie in mappings of their modules."""
 
-    def spelled(self, name: str, layer: int | None = None, expert: int | None = None) -> str:
-        """A canonical name; of a layer, the one within it, and its number in its file."""
+    def spelled(
+        self,
+        name: str,
+        layer: int | None = None,
+        expert: int | None = None,
+        sparse: bool = False,
+    ) -> str:
+        """A canonical name; of a layer, the one within it, and its number in its file. `sparse`: of
+        one with experts, whose norm is joined to no product.
+        """
         if layer is None:
             return _replaced(name, self.ends)
+        if sparse and name.startswith(MLP_NORM):
+            return f"{self.layers}{layer}.{name}"
         if expert is not None:
             *start, module, kind = name.split(".")
             own = f"{module}.{kind}{expert}"
@@ -141,11 +151,9 @@ def _replaced(name: str, starts: Mapping[str, str]) -> str:
     return name
 
 
-PRODUCTS = (QKV, "self_attention.linear_proj", FC1, "mlp.linear_fc2")
-LOCAL = Dialect(stateful=PRODUCTS)
+LOCAL = Dialect()
 TE = Dialect(
     within={f"{IN_NORM}.": f"{QKV}.layer_norm_", f"{MLP_NORM}.": f"{FC1}.layer_norm_"},
-    stateful=PRODUCTS,
     grouped=True,
 )
 LEGACY = Dialect(
@@ -164,6 +172,7 @@ LEGACY = Dialect(
         "mlp.linear_fc2.": "mlp.dense_4h_to_h.",
     },
     tied="word_embeddings_for_head.weight",
+    stateful=False,
     legacy=True,
 )
 

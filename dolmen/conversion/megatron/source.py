@@ -117,8 +117,7 @@ def _values(file: Path) -> Mapping[str, Any]:
     args = values.get("args")
     if not isinstance(args, torch_files.Namespace):
         raise gate.refuse(file, "holds no `args`, from which the model's sizes are read")
-    plain = {n: v for n, v in args.values.items() if n in arguments.SCHEMA.optional}
-    plain |= {n: v for n, v in args.values.items() if n in arguments.SCHEMA.required}
+    plain = {n: list(v) if type(v) is tuple else v for n, v in args.values.items()}
     gate.checked(plain, f"{file}, args", arguments.SCHEMA)
     gate.checked(values.get("checkpoint_version", 0), file, VERSION)
     gate.checked(values.get("iteration", 0), file, ITERATION)
@@ -382,7 +381,8 @@ def _model(checkpoint: Checkpoint, place: Path, rows: int | None) -> Model:
         )
     tree = arguments.read(checkpoint.args, checkpoint.legacy, known)
     if said is None:
-        return edit(beside.expressed(tree, place), dtype=str(dtype).removeprefix("torch."))
+        model = beside.ended(beside.expressed(tree), beside.tokenizer(place))
+        return edit(model, dtype=str(dtype).removeprefix("torch."))
     if found := differences(said.tree, tree):
         text = "; ".join(f"{n} = {a}, args say {b}" for n, a, b in found[:3])
         warnings.warn(f"{place / 'config.json'} is taken: {text}", stacklevel=2)

@@ -1,0 +1,19 @@
+"""dolmen convert SOURCE DESTINATION --to FORMAT"""
+
+import sys
+
+from dolmen.cli.options import ConvertOptions
+from dolmen.conversion.convert import convert
+from dolmen.conversion.proof import Unlike
+from dolmen.core.errors import BadInput, message
+
+
+def run(options: ConvertOptions) -> int:
+    try:
+        print(convert(options, shown=True))
+    except Unlike as error:
+        print(f"dolmen convert: {error}; nothing is left of it", file=sys.stderr)
+        return 1
+    except (ValueError, KeyError, OSError) as error:
+        raise BadInput(message(error)) from None
+    return 0

@@ -1,0 +1,272 @@
+"""Writes a model as a checkpoint of Megatron, rank by rank, one tensor in memory at a time.
+source.py reads them.
+
+    write(Plan(tree, Ranks(tp=2, pp=2), names.TE), source.read, folder, torch.bfloat16, None)
+
+Every rank's file is open at once: a tensor is read, cut, and its pieces appended to the files of
+its stage. Layers are divided evenly over stages, as Megatron does unless it is told otherwise.
+"""
+
+import argparse
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dolmen.conversion.megatron import arguments, folders, names, shares
+from dolmen.conversion.megatron.folders import Sizes
+from dolmen.conversion.megatron.names import Dialect
+from dolmen.conversion.megatron.shares import Share
+from dolmen.conversion.weights import join_stored
+from dolmen.core.words import divisor
+from dolmen.families.rules import Entry
+from dolmen.files.safetensors import Spec
+from dolmen.files.torch_files import Writer
+from dolmen.model.tree import Tree
+
+PADDED_TO = 128
+"""Times tp, what the rows of a vocabulary are a multiple of: --make-vocab-size-divisible-by."""
+VERSION = 3.0
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """How a checkpoint is divided. Raises ValueError for less than one of anything."""
+
+    tp: int = 1
+    pp: int = 1
+    virtual_stages: int = 1
+
+    def __post_init__(self):
+        for name, value in vars(self).items():
+            if value < 1:
+                raise ValueError(f"--{name.replace('_', '-')} is {value}: it must be at least 1")
+        if self.virtual_stages > 1 and self.pp == 1:
+            raise ValueError(
+                "--virtual-stages divides the layers of a stage: set --pp to 2 or more"
+            )
+
+    @property
+    def sizes(self) -> Sizes:
+        return Sizes(self.tp, self.pp, 1)
+
+    @property
+    def stages(self) -> int:
+        """Of the model, in the order of its layers."""
+        return self.pp * self.virtual_stages
+
+    def check(self, tree: Tree) -> None:
+        """Raises ValueError, with the numbers and the option, where it does not divide the tree."""
+        for leaf in tree.leaves.values():
+            for cut in leaf.cuts:
+                if cut.axis == "tp" and not cut.uneven and cut.units % self.tp:
+                    raise ValueError(
+                        f"{cut.knob} ({cut.units}) is not divisible by --tp {self.tp}: choose a "
+                        f"divisor, such as {divisor(cut.units, near=self.tp)}"
+                    )
+        if tree.layers % self.stages:
+            raise ValueError(
+                f"num_hidden_layers ({tree.layers}) is not divisible by --pp {self.pp} x "
+                f"--virtual-stages {self.virtual_stages}: choose divisors"
+            )
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor goes: a stage, and its name in the files there, or those of its experts."""
+
+    pp: int
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that is written, before a tensor is read. Raises as `arguments.new`, `Ranks.check`
+    and `names.weights`.
+    """
+
+    tree: Tree
+    ranks: Ranks
+    dialect: Dialect
+
+    def __post_init__(self):
+        self.ranks.check(self.tree)
+        arguments.new(self.tree, self.dialect.legacy)
+
+    @cached_property
+    def entries(self) -> dict[str, Entry]:
+        return names.weights(self.tree, VERSION)
+
+    @property
+    def rows(self) -> int:
+        """Of the vocabulary, padding included."""
+        of = PADDED_TO * self.ranks.tp
+        return -(-self.tree.vocab_size // of) * of
+
+    def share(self, entry: Entry) -> Share:
+        return shares.share(entry, self.tree.leaves[entry.ours[0]])
+
+    def places(self, name: str) -> list[Place]:
+        """Of a tensor by its canonical name: of a tied embedding two, where there are stages."""
+        parsed = names.canonical(name)
+        assert parsed is not None
+        last, spelled = self.ranks.stages - 1, self.dialect.spelled
+        if parsed.layer is not None:
+            per = self.tree.layers // self.ranks.stages
+            stage, layer = divmod(parsed.layer, per)
+            if parsed.rest.startswith("mlp.experts."):
+                number = self.tree.blocks[parsed.layer].mlp.experts
+                own = [spelled(parsed.rest, layer, expert) for expert in range(number)]
+            else:
+                sparse = self.tree.blocks[parsed.layer].mlp.experts > 0
+                own = [spelled(parsed.rest, layer, sparse=sparse)]
+            return [self._place(stage, own)]
+        if name == names.EMBEDDING and self.tree.head.tied and self.ranks.pp > 1:
+            return [self._place(0, [spelled(name)]), self._place(last, [self.dialect.tied])]
+        first = name.startswith("embedding.")
+        return [self._place(0 if first else last, [spelled(name)])]
+
+    def _place(self, stage: int, own: list[str]) -> Place:
+        """Stages lie over the ranks in order, and again in order for the next chunk."""
+        chunk, pp = divmod(stage, self.ranks.pp)
+        return Place(pp, tuple(f"{self._key(chunk)}.{name}" for name in own))
+
+    def _key(self, chunk: int) -> str:
+        return "model" if self.ranks.virtual_stages == 1 else f"model{chunk}"
+
+    def specs(self, pp: int, dtype: torch.dtype) -> dict[str, Spec]:
+        """Of what each rank of a stage holds, by its full name in the file."""
+        found, wide = {}, torch.promote_types(dtype, torch.float32)
+        for name, entry in self.entries.items():
+            share, precise = self.share(entry), self.tree.leaves[entry.ours[0]].precise
+            whole = (self.rows, *entry.shape[1:]) if share.padded else entry.shape
+            shape = share.shape(whole, self.ranks.tp)
+            for place in self.places(name):
+                if place.pp == pp:
+                    one = shape[1:] if _of_experts(name) else shape
+                    found |= {own: Spec(one, wide if precise else dtype) for own in place.names}
+        return found
+
+    def states(self, pp: int) -> Iterator[str]:
+        """Full names of the empty `_extra_state`s of a stage, beside what products hold."""
+        if not self.dialect.stateful:
+            return
+        for name in self.specs(pp, torch.float32):
+            if product := re.fullmatch(r"(.*\.linear_\w+\.)weight\d*", name):
+                yield f"{product[1]}_extra_state"
+        if pp == self.ranks.pp - 1:
+            yield f"{self._key(self.ranks.virtual_stages - 1)}.output_layer._extra_state"
+
+    def values(self, pp: int, dtype: torch.dtype, iteration: int) -> dict[str, Any]:
+        """What the file of a rank of this stage holds, with a Spec for each tensor."""
+        values: dict[str, Any] = {
+            "args": argparse.Namespace(**self.args(dtype, iteration)),
+            "checkpoint_version": VERSION,
+            "iteration": iteration,
+            **{self._key(chunk): {} for chunk in range(self.ranks.virtual_stages)},
+        }
+        held: dict[str, Any] = {**self.specs(pp, dtype), **dict.fromkeys(self.states(pp))}
+        for full, spec in held.items():
+            way = self._way(full)
+            here = values
+            for step in way[:-1]:
+                here = here.setdefault(step, {})
+            here[way[-1]] = spec
+        return values
+
+    def _way(self, full: str) -> list[str]:
+        """Keys to a tensor: the older classes have mappings of modules, of which the one with all
+        layers holds names as they are; those of the core have one.
+        """
+        key, _, name = full.partition(".")
+        if not self.dialect.legacy:
+            return [key, name]
+        encoder = "language_model.encoder."
+        if name.startswith(encoder):
+            return [key, *encoder.split(".")[:2], name.removeprefix(encoder)]
+        return [key, *name.split(".")]
+
+    def args(self, dtype: torch.dtype, iteration: int) -> dict[str, Any]:
+        ranks, te = self.ranks, self.dialect.grouped
+        virtual = ranks.virtual_stages if ranks.virtual_stages > 1 else None
+        per = self.tree.layers // ranks.stages
+        return {
+            **arguments.new(self.tree, self.dialect.legacy),
+            "vocab_size": self.tree.vocab_size,
+            "padded_vocab_size": self.rows,
+            "make_vocab_size_divisible_by": PADDED_TO,
+            "tensor_model_parallel_size": ranks.tp,
+            "pipeline_model_parallel_size": ranks.pp,
+            "virtual_pipeline_model_parallel_size": virtual,
+            "num_layers_per_virtual_pipeline_stage": per if virtual else None,
+            "expert_model_parallel_size": 1,
+            "expert_tensor_parallel_size": ranks.tp,
+            "context_parallel_size": 1,
+            "world_size": ranks.tp * ranks.pp,
+            "data_parallel_size": 1,
+            "use_mcore_models": not self.dialect.legacy,
+            "transformer_impl": "transformer_engine" if te else "local",
+            "params_dtype": dtype,
+            "bf16": dtype == torch.bfloat16,
+            "fp16": dtype == torch.float16,
+            "iteration": iteration,
+            "consumed_train_samples": 0,
+            "consumed_valid_samples": 0,
+            "tokenizer_type": "HuggingFaceTokenizer",
+            "data_parallel_random_init": False,
+            "ckpt_format": "torch",
+        }
+
+
+def _of_experts(name: str) -> bool:
+    return ".mlp.experts." in name
+
+
+def write(
+    plan: Plan,
+    read: Callable[[str], Tensor],
+    folder: Path,
+    dtype: torch.dtype,
+    iteration: int | None,
+) -> Iterator[str]:
+    """The checkpoint under `folder`, of the parameters that `read(our name)` gives; yields each
+    name of ours when it is written. `iteration` None: a release.
+    """
+    name = folders.RELEASE if iteration is None else f"iter_{iteration:07d}"
+    with ExitStack() as stack:
+        files = {}
+        for pp in range(plan.ranks.pp):
+            values = plan.values(pp, dtype, iteration or 0)
+            for tp in range(plan.ranks.tp):
+                rank = folder / name / plan.ranks.sizes.name(tp, pp, 0)
+                rank.mkdir(parents=True)
+                files[tp, pp] = Writer(rank / folders.WEIGHTS[0], values)
+                stack.callback(files[tp, pp].archive.close)
+        for canonical, entry in plan.entries.items():
+            whole = join_stored(entry.rule, [read(ours) for ours in entry.ours])
+            _write_one(plan, files, canonical, entry, whole)
+            del whole
+            yield from entry.ours
+        for file in files.values():
+            file.close()
+    (folder / folders.TRACKER).write_text(name if iteration is None else str(iteration))
+
+
+def _write_one(
+    plan: Plan, files: Mapping[tuple[int, int], Writer], name: str, entry: Entry, whole: Tensor
+) -> None:
+    share = plan.share(entry)
+    if share.padded:
+        whole = shares.pad(whole, plan.rows)
+    for tp in range(plan.ranks.tp):
+        held = share.cut(whole, tp, plan.ranks.tp)
+        for place in plan.places(name):
+            parts = list(held) if _of_experts(name) else [held]
+            for own, part in zip(place.names, parts, strict=True):
+                files[tp, place.pp].write(own, part)

@@ -1,0 +1,102 @@
+"""That a conversion is the same model: what it has written is opened again, by nothing but what it
+says of itself, and compared with the source, tensor by tensor and then by what both compute.
+
+Both compute on the same random tokens in fp32, from the numbers that were written, so all logits
+are equal to the bit. Where both models fit into memory they are computed whole, else a layer at a
+time, with one layer's weights in memory, and what leaves every layer is compared.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dolmen.conversion.source import Source
+from dolmen.core.errors import Failed
+from dolmen.model import head
+from dolmen.model.decoder import Decoder
+from dolmen.model.split import Part, whole
+
+TOKENS = 24
+ROOM = 2 * 2**30
+"""Bytes that both models may take in memory at once."""
+
+
+class Unlike(Failed):
+    """What was written is not the model that it was written of."""
+
+
+def compare_weights(
+    source: Source, written: Source, reach: Callable[[int], None] = lambda done: None
+) -> int:
+    """How many parameters are the same to the bit, in the dtype that they are written in. Raises
+    Unlike naming the first that is not; `reach` is told how many are done.
+    """
+    specs, done = written.specs, 0
+    if source.specs.keys() != specs.keys():
+        other = sorted(source.specs.keys() ^ specs.keys())
+        raise Unlike(f"what was written has other parameters than {source.where}: {other[:3]}")
+    for name, tensor in source.stream():
+        expected = tensor.to(specs[name].dtype)
+        if not _same(expected, written.read(name)):
+            raise Unlike(f"{name} reads back otherwise from {written.where} than it was written")
+        done += 1
+        reach(done)
+        del tensor, expected
+    return done
+
+
+def compare_logits(source: Source, written: Source, room: int = ROOM) -> str:
+    """How they were compared, in words. Raises Unlike naming the first layer whose hidden vectors
+    differ.
+    """
+    tree = source.tree
+    if tree.prefixed or tree.streams > 1:
+        return "logits not compared: their positions follow from special tokens"
+    need = 8 * sum(leaf.elements for leaf in tree.leaves.values())
+    step = tree.layers if need <= room else 1
+    length = min(TOKENS, tree.longest or TOKENS)
+    draw = torch.Generator().manual_seed(0)
+    tokens = torch.randint(tree.vocab_size, (1, length), generator=draw)
+    dtypes = {name: spec.dtype for name, spec in written.specs.items()}
+    one = other = None
+    for start in range(0, tree.layers, step):
+        layers = range(start, min(start + step, tree.layers))
+        one = _run(source, layers, dtypes, tokens, one)
+        other = _run(written, layers, dtypes, tokens, other)
+        if not _same(one, other):
+            last = layers.stop == tree.layers
+            raise Unlike(
+                f"{'logits' if last else f'hidden vectors behind layer {start}'} of "
+                f"{written.where} are not those of {source.where}: largest difference "
+                f"{float((one - other).abs().max()):.1e}"
+            )
+    return "logits equal" + (" block by block" if step == 1 and tree.layers > 1 else "")
+
+
+def _run(
+    source: Source, layers: range, dtypes: dict[str, torch.dtype], tokens: Tensor, x: Tensor | None
+) -> Tensor:
+    """What some layers make of x, the first of them of tokens; the last ends in logits."""
+    tree = source.tree
+    part = Part(layers, layers.start == 0, layers.stop == tree.layers)
+    with torch.device("meta"):
+        model = Decoder(tree, replace(whole(tree.layers), parts=(part,)))
+    model = model.to(torch.float32).to_empty(device="cpu").eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(source.read(name).to(dtypes[name]))
+        end: Any = head.logits if part.last else None
+        return model(tokens, end, x=x)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """To the bit, so that what is no number equals itself."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(
+        one.contiguous().reshape(-1).view(torch.uint8),
+        other.contiguous().reshape(-1).view(torch.uint8),
+    )

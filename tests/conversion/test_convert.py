@@ -1,0 +1,236 @@
+"""`dolmen convert`: what is written is, to the bit, what laid.py lays by hand; it is proved before
+it stands there, and nothing stands there that is not whole.
+"""
+
+import argparse
+
+import pytest
+import torch
+import transformers
+from laid import LOCAL, OF_2023, TE, How, lay, of_gpt2, of_llama
+from test_megatron_read import GPT2, LLAMA, VOCABULARY, built
+
+from dolmen.conversion import convert, proof
+from dolmen.conversion.config import ConvertConfig
+from dolmen.conversion.megatron import export, shares
+from dolmen.conversion.source import open_source
+from dolmen.files.torch_files import Writer
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Directories of transformers, not to be written into, and the models in them."""
+    made = {
+        "llama": built(transformers.LlamaConfig(**LLAMA)),
+        "tied": built(transformers.LlamaConfig(**LLAMA, tie_word_embeddings=True)),
+        "gpt2": built(transformers.GPT2Config(**GPT2, bos_token_id=1, eos_token_id=2)),
+    }
+    where = tmp_path_factory.mktemp("models")
+    for name, model in made.items():
+        model.save_pretrained(where / name)
+    return where, made
+
+
+def run(source, to, format, **options) -> str:
+    return convert.convert(ConvertConfig(str(source), str(to), format, **options))
+
+
+CASES = {
+    "older, tp 2": ("llama", "megatron", OF_2023, How(OF_2023, 3.0, 2, [[4]])),
+    "older, gpt2, stages": ("gpt2", "megatron", OF_2023, How(OF_2023, 3.0, 2, [[2, 2]])),
+    "older, tied, virtual": ("tied", "megatron", OF_2023, How(OF_2023, 3.0, 1, [[1, 1], [1, 1]])),
+    "core, local": ("llama", "megatron-core", LOCAL, How(LOCAL, 3.0, 2, [[2, 2]])),
+    "core, te": ("llama", "megatron-core", TE, How(TE, 3.0, 2, [[4]])),
+    "core, te, tied, virtual": ("tied", "megatron-core", TE, How(TE, 3.0, 2, [[1, 1], [1, 1]])),
+    "core, te, gpt2": ("gpt2", "megatron-core", TE, How(TE, 3.0, 1, [[4]])),
+}
+
+
+def flat(value, name=""):
+    if isinstance(value, dict):
+        return {
+            n: t for key, inner in value.items() for n, t in flat(inner, f"{name}.{key}").items()
+        }
+    return {name: value}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_written_is_what_is_laid_by_hand(case, folders, tmp_path):
+    name, format, names, how = CASES[case]
+    where, models = folders
+    spec = {"spec": "local"} if names is LOCAL else {}
+    ranks = dict(tp=how.tp, pp=how.pp, virtual_stages=len(how.stages))
+    said = run(where / name, tmp_path / "out", format, **ranks, **spec)
+    assert said.startswith(f"read {where / name}\nwrote {tmp_path / 'out'}: ")
+    assert said.endswith("parameters read back, the same to the bit; logits equal")
+    made = of_gpt2(models[name]) if name == "gpt2" else of_llama(models[name])
+    how.iteration = "release"
+    byhand = lay(tmp_path / "laid", made, how) / "release"
+    written = tmp_path / "out/release"
+    assert (tmp_path / "out/latest_checkpointed_iteration.txt").read_text() == "release"
+    assert [p.name for p in sorted(written.iterdir())] == [p.name for p in sorted(byhand.iterdir())]
+    for rank in written.iterdir():
+        ours = torch.load(rank / "model_optim_rng.pt", weights_only=False)
+        theirs = torch.load(byhand / rank.name / "model_optim_rng.pt", weights_only=False)
+        assert type(ours["args"]) is argparse.Namespace and ours["checkpoint_version"] == 3.0
+        for option, value in vars(theirs["args"]).items():
+            other = {"norm_epsilon": "layernorm_epsilon"}.get(option, option)
+            found = vars(ours["args"])[other]
+            if option == "num_query_groups" and not vars(ours["args"])["group_query_attention"]:
+                continue
+            assert found == value, option
+        models_ = [key for key in ours if key.startswith("model")]
+        assert models_ == [key for key in theirs if key.startswith("model")]
+        for key in models_:
+            one, other = flat(ours[key]), flat(theirs[key])
+            # of the head, which is a module of core beside its weight; laid.py has those of layers
+            extra = {n for n in one if n.endswith("output_layer._extra_state")}
+            assert one.keys() - extra == other.keys()
+            for tensor, expected in other.items():
+                same(tensor, one[tensor], expected, int(rank.name[8:10]), how)
+
+
+def same(name, ours, expected, rank, how):
+    if expected is None:
+        assert ours is None, name
+        return
+    assert ours.shape == expected.shape and ours.dtype == expected.dtype, name
+    rows = len(ours)
+    if "embeddings" in name and "position" not in name or "output" in name or "for_head" in name:
+        rows = max(0, min(rows, VOCABULARY - rank * rows))  # the others are padding
+    assert torch.equal(ours[:rows], expected[:rows]), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", ["megatron", "megatron-core"])
+def test_there_and_back(format, folders, tmp_path):
+    """Every tensor to the bit, config.json and tokenizer with it; opened by the iteration's folder
+    too; padding is gone.
+    """
+    where, _ = folders
+    source = tmp_path / "hf"
+    source.mkdir()
+    for file in (where / "gpt2").iterdir():
+        (source / file.name).write_bytes(file.read_bytes())
+    (source / "vocab.txt").write_text("a")
+    run(source, tmp_path / "there", format, tp=2, pp=2)
+    again = open_source(tmp_path / "there/release")
+    assert again.model.config == open_source(source).model.config
+    assert again.tokenizer == tmp_path / "there"
+    assert again.specs == open_source(source).specs
+    run(tmp_path / "there", tmp_path / "back", "hf")
+    assert (tmp_path / "back/vocab.txt").read_text() == "a"
+    for name, tensor in open_source(source).stream():
+        assert torch.equal(open_source(tmp_path / "back").read(name), tensor), name
+    assert open_source(tmp_path / "back").model.config == open_source(source).model.config
+
+
+def test_half_of_the_bytes(folders, tmp_path):
+    """In another dtype; the proof is of what was written."""
+    where, _ = folders
+    run(where / "llama", tmp_path / "out", "megatron-core", dtype="bfloat16")
+    written = open_source(tmp_path / "out")
+    assert written.model.dtype == "bfloat16"
+    for name, tensor in open_source(where / "llama").stream():
+        assert torch.equal(written.read(name), tensor.bfloat16()), name
+
+
+def test_a_layer_at_a_time(folders, monkeypatch):
+    """Where both models do not fit, the same is compared behind every layer."""
+    where, _ = folders
+    source = open_source(where / "tied")
+    assert proof.compare_logits(source, source, room=0) == "logits equal block by block"
+    held, real = [], proof.Decoder.forward
+    monkeypatch.setattr(
+        proof.Decoder,
+        "forward",
+        lambda self, *a, **k: held.append(len(self.layers)) or real(self, *a, **k),
+    )
+    proof.compare_logits(source, source, room=0)
+    assert held == [1] * 8
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        (
+            "llama",
+            dict(to="megatron", tp=3),
+            r"num_attention_heads \(4\) is not divisible by --tp 3",
+        ),
+        ("llama", dict(to="megatron-core", tp=4), r"num_key_value_heads \(2\) .* --tp 4: .* as 2"),
+        ("llama", dict(to="megatron", pp=3), r"num_hidden_layers \(4\) is not divisible by --pp 3"),
+        ("llama", dict(to="megatron", pp=0), "--pp is 0: it must be at least 1"),
+        ("llama", dict(to="megatron", virtual_stages=2), "set --pp to 2 or more"),
+        ("llama", dict(to="hf", tp=2), "--tp is 2, but --to hf has no ranks"),
+        ("llama", dict(to="hf", virtual_stages=2), "--virtual-stages is 2, but --to hf"),
+        ("llama", dict(to="megatron", spec="te"), "--spec is te: only --to megatron-core"),
+        ("llama", dict(to="hf", vocab_size=62), "--vocab-size is 62, but .* says 61"),
+    ],
+)
+def test_what_cannot_be_whole_is_refused_before_it_is_written(
+    name, options, said, folders, tmp_path
+):
+    where, _ = folders
+    with pytest.raises(ValueError, match=said):
+        run(where / name, tmp_path / "out", options.pop("to"), **options)
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_model_that_megatron_does_not_compute(folders, tmp_path):
+    config = transformers.LlamaConfig(
+        **LLAMA, rope_parameters={"rope_theta": 5e5, "rope_type": "default"}
+    )
+    built(config).save_pretrained(tmp_path / "m")
+    with pytest.raises(
+        ValueError, match="own classes cannot compute mixer.positions.theta = 500000"
+    ):
+        run(tmp_path / "m", tmp_path / "out", "megatron")
+    run(tmp_path / "m", tmp_path / "out", "megatron-core")
+    window = transformers.MistralConfig(**LLAMA, sliding_window=5)
+    built(window).save_pretrained(tmp_path / "w")
+    with pytest.raises(ValueError, match="mixer.window = 5"):
+        run(tmp_path / "w", tmp_path / "old", "megatron")
+    run(tmp_path / "w", tmp_path / "new", "megatron-core")
+    assert open_source(tmp_path / "new").tree.blocks[0].mixer.window == 5
+    biased = transformers.LlamaConfig(**LLAMA, attention_bias=True)
+    built(biased).save_pretrained(tmp_path / "b")
+    with pytest.raises(ValueError, match="Megatron-Core cannot compute mlp.bias = False"):
+        run(tmp_path / "b", tmp_path / "bias", "megatron-core")
+
+
+def test_what_is_broken_off_leaves_nothing(folders, tmp_path, monkeypatch):
+    where, _ = folders
+    real, written = Writer.write, []
+
+    def stop(self, name, tensor):
+        written.append(name)
+        if len(written) == 20:
+            raise KeyboardInterrupt
+        real(self, name, tensor)
+
+    monkeypatch.setattr(Writer, "write", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run(where / "llama", tmp_path / "out", "megatron", tp=2)
+    assert not any(tmp_path.iterdir())
+
+
+def test_what_is_not_the_same_is_seen_and_not_left(folders, tmp_path, monkeypatch):
+    where, _ = folders
+    real = shares.Share.cut
+
+    def wrong(self, tensor, rank, size):
+        return real(shares.Share(self.dim), tensor, rank, size)
+
+    monkeypatch.setattr(export.shares.Share, "cut", wrong)
+    with pytest.raises(proof.Unlike, match="layers.0.mlp.gate.weight reads back otherwise"):
+        run(where / "llama", tmp_path / "out", "megatron", tp=2)
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_folder_that_is_taken(folders, tmp_path):
+    where, _ = folders
+    (tmp_path / "mine").write_text("x")
+    with pytest.raises(ValueError, match="exists and is not empty"):
+        run(where / "llama", tmp_path, "megatron")
