@@ -15,7 +15,17 @@ print(dolmen.evaluate("book/", "other.txt").perplexity)  # and how well it predi
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dolmen.api import convert, diff, evaluate, export, generate, load, train, verify
+    from dolmen.api import (
+        convert,
+        diff,
+        evaluate,
+        export,
+        generate,
+        load,
+        tokenize,
+        train,
+        verify,
+    )
 
 __version__ = "0.1.0"
 __all__ = [
@@ -26,6 +36,7 @@ __all__ = [
     "export",
     "generate",
     "load",
+    "tokenize",
     "train",
     "verify",
 ]

@@ -1,5 +1,6 @@
 """Dolmen from Python: what the commands do, as functions of the same names, with the same checks
-and messages. `dolmen.load`, `generate`, `train`, `export`, `convert`, `verify`, `diff`, `evaluate`.
+and messages. `dolmen.load`, `generate`, `train`, `export`, `convert`, `verify`, `diff`, `evaluate`,
+`tokenize`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +26,8 @@ from dolmen.core.config import from_dict, option_types
 from dolmen.core.errors import BadInput, message
 from dolmen.core.keywords import in_python
 from dolmen.core.words import choices, printable, shown
+from dolmen.data import indexed_export
+from dolmen.data.config import TokenizeConfig
 from dolmen.data.tokenizer import PreTrainedTokenizer, load_tokenizer
 from dolmen.evaluation import perplexity
 from dolmen.evaluation import verify as comparison
@@ -45,7 +48,14 @@ from dolmen.training.config import RunConfig
 from dolmen.training.request import Handling
 
 T = TypeVar(
-    "T", GenerateConfig, EvaluateConfig, VerifyConfig, DiffConfig, ExportConfig, ConvertConfig
+    "T",
+    GenerateConfig,
+    EvaluateConfig,
+    VerifyConfig,
+    DiffConfig,
+    ExportConfig,
+    ConvertConfig,
+    TokenizeConfig,
 )
 
 
@@ -72,7 +82,7 @@ def _options() -> dict[str, Any]:
     known: dict[str, Any] = {"model.model_type": str}
     for one in families().values():
         known |= {f"model.{name}": None for name in option_fields(one)}
-    exchanged = (ExportConfig, ConvertConfig, VerifyConfig, DiffConfig)
+    exchanged = (ExportConfig, ConvertConfig, TokenizeConfig, VerifyConfig, DiffConfig)
     for cls in (Handling, RunConfig, *exchanged, GenerateConfig, EvaluateConfig):
         known |= option_types(cls)
     return known
@@ -408,6 +418,36 @@ def evaluate(
         unknown.warn(opened.model)
         dtype_ = DTYPES[asked.dtype] if asked.dtype else None
         return perplexity.evaluate(opened, text, dtype=dtype_, progress=progress)
+
+
+def tokenize(
+    path: str | Path | Sequence[str | Path],
+    to: str | Path,
+    *,
+    tokenizer: str | Path | None = None,
+    end_of_text: str | None = None,
+    text_field: str = "text",
+    cache: str | Path | None = None,
+    workers: int | None = None,
+    progress: bool = True,
+) -> Path:
+    """`dolmen tokenize --data.path PATH --to TO` in this process: text as a data set of Megatron,
+    TO.bin and TO.idx. `path` is what --data.path takes, or several. Returns the .bin. Raises
+    ValueError on bad input.
+
+        dolmen.tokenize("notes/", to="corpus", tokenizer="path/to/model")
+    """
+    data = {
+        "path": path,
+        "tokenizer": tokenizer,
+        "end_of_text": end_of_text,
+        "text_field": text_field,
+        "cache": cache,
+        "workers": workers,
+    }
+    with _told({f"data.{name}": name for name in data}):
+        plainly = {name: plain(value) for name, value in data.items()}
+        return indexed_export.tokenize(_asked(TokenizeConfig, to=to, data=plainly), progress).file
 
 
 def train(recipe: str | PathLike | RunConfig, **changes: Any) -> Path:

@@ -10,6 +10,7 @@ import tyro
 
 from dolmen.comparison.config import DiffConfig
 from dolmen.conversion.config import ConvertConfig, ExportConfig
+from dolmen.data.config import TokenizeConfig
 from dolmen.evaluation.config import EvaluateConfig, VerifyConfig
 from dolmen.serving.config import GenerateConfig
 from dolmen.training.config import RunConfig
@@ -172,8 +173,17 @@ class ScheduleOptions:
     """Time from the end of an action until another rank has its result."""
 
 
+@dataclass(frozen=True)
+class TokenizeOptions(TokenizeConfig):
+    """Write text as a data set of Megatron: PREFIX.bin, each document's tokens and its end of text,
+    and PREFIX.idx, which says where documents begin. Both Megatron-LM and `dolmen train
+    --data.path` read it.
+    """
+
+
 VERBS = {
     "recipes": RecipesOptions,
+    "tokenize": TokenizeOptions,
     "families": FamiliesOptions,
     "export": ExportOptions,
     "convert": ConvertOptions,

@@ -10,7 +10,7 @@ from dolmen.core.paths import expand, refuse_empty
 
 
 @dataclass(frozen=True)
-class TextConfig:
+class TokenConfig:
     """Text, and how it becomes tokens."""
 
     path: tuple[str, ...] = ()
@@ -25,8 +25,6 @@ class TextConfig:
     """Folder or hub id of a `transformers` tokenizer. Default: the model's own."""
     end_of_text: str | None = None
     """The token that marks the end of a document, for a tokenizer that names none."""
-    document_mask: bool = False
-    """Attention does not cross document boundaries within a window."""
     text_field: str = "text"
     """Field (.jsonl, .json) or column (.parquet, hub) that holds the text."""
     cache: str | None = None
@@ -46,6 +44,26 @@ class TextConfig:
     @property
     def cache_folder(self) -> Path:
         return expand(self.cache or "~/.cache/dolmen")
+
+
+@dataclass(frozen=True)
+class TextConfig(TokenConfig):
+    """Text that is read by windows."""
+
+    document_mask: bool = False
+    """Attention does not cross document boundaries within a window."""
+
+
+@dataclass(frozen=True)
+class TokenizeConfig:
+    """Text, and the data set of Megatron that it becomes."""
+
+    to: str
+    """What the two files are named, before .bin and .idx; neither may exist."""
+    data: TokenConfig = TokenConfig()
+
+    def __post_init__(self):
+        refuse_empty("to", self.to)
 
 
 @dataclass(frozen=True)

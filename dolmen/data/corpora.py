@@ -1,7 +1,7 @@
 """The corpus of a source, whatever its documents are: text that is tokenised, or tokens."""
 
 from dolmen.data import tokenizer as tokenizers
-from dolmen.data.config import TextConfig
+from dolmen.data.config import TokenConfig
 from dolmen.data.corpus import Corpus, join, open_text
 from dolmen.data.indexed import open_indexed
 from dolmen.data.inputs import Inputs
@@ -10,7 +10,7 @@ from dolmen.data.sources import Source
 
 def open_corpus(
     source: Source,
-    config: TextConfig,
+    config: TokenConfig,
     inputs: Inputs,
     progress: bool = True,
     option: str = "--data.path",

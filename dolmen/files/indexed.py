@@ -156,6 +156,15 @@ def dtype_of(vocab_size: int) -> np.dtype:
     return np.dtype("<u2" if vocab_size < LARGE else "<i4")
 
 
+def check_free(file: Path) -> list[Path]:
+    """The two files that a data set is written to. Raises ValueError where one exists."""
+    targets = [file, file.with_suffix(IDX)]
+    for target in targets:
+        if os.path.lexists(target):
+            raise ValueError(f"{target} exists: give another name, or move it away")
+    return targets
+
+
 def save(
     file: Path,
     blocks: Iterable[np.ndarray],
@@ -172,10 +181,7 @@ def save(
         raise ValueError(
             f"{file}: a document has {lengths.max():,} tokens, and an index holds {MOST:,} at most"
         )
-    targets = [file, file.with_suffix(IDX)]
-    for target in targets:
-        if os.path.lexists(target):
-            raise ValueError(f"{target} exists: give another name, or move it away")
+    targets = check_free(file)
     parts = [target.with_name(f"{target.name}.part") for target in targets]
     begins = (np.cumsum(lengths, dtype=np.int64) - lengths) * dtype.itemsize
     columns = [lengths.astype("<i4"), begins.astype("<i8"), documents.astype("<i8")]

@@ -110,8 +110,8 @@ AFTER = """
     layout.tp layout.cp layout.pp layout.dp layout.ep layout.zero layout.sequence-parallel
     layout.no-sequence-parallel layout.context layout.schedule layout.virtual-stages
     layout.recompute layout.recompute-layers layout.reduction
-    data.path data.tokenizer data.end-of-text data.document-mask data.no-document-mask
-    data.text-field data.cache data.workers data.validation data.validation-fraction
+    data.path data.tokenizer data.end-of-text data.text-field data.cache data.workers
+    data.document-mask data.no-document-mask data.validation data.validation-fraction
     data.order data.split
     optimizer.name optimizer.lr optimizer.warmup-steps optimizer.schedule optimizer.min-lr
     optimizer.decay-fraction optimizer.weight-decay optimizer.beta1 optimizer.beta2 optimizer.eps
@@ -151,7 +151,10 @@ OTHERS = {
     "generate": "help prompt max-new-tokens temperature top-k top-p seed dtype device layout.tp",
     "evaluate": (
         "help sequence-length dtype device data.path data.tokenizer data.end-of-text "
-        "data.document-mask data.no-document-mask data.text-field data.cache data.workers layout.tp"
+        "data.text-field data.cache data.workers data.document-mask data.no-document-mask layout.tp"
+    ),
+    "tokenize": (
+        "help to data.path data.tokenizer data.end-of-text data.text-field data.cache data.workers"
     ),
     "schedule": "help pp microbatches virtual-stages out list forward backward input weight send",
 }

@@ -1,0 +1,18 @@
+"""dolmen tokenize --data.path TEXT --data.tokenizer DIR --to PREFIX"""
+
+from dolmen.cli.options import TokenizeOptions
+from dolmen.core.errors import BadInput, message
+from dolmen.core.words import counted
+from dolmen.data.indexed_export import tokenize
+
+
+def run(options: TokenizeOptions) -> int:
+    try:
+        made = tokenize(options)
+    except (ValueError, KeyError, OSError) as error:
+        raise BadInput(message(error)) from None
+    print(
+        f"wrote {made.file} and its .idx: {counted(made.tokens, 'token')} of "
+        f"{counted(made.documents, 'document')}, {made.dtype}"
+    )
+    return 0

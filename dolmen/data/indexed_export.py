@@ -1,0 +1,68 @@
+"""Any text, or data sets of Megatron, as one data set of Megatron: `dolmen tokenize`."""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from dolmen.core.paths import expand
+from dolmen.data.config import DataConfig, TokenizeConfig
+from dolmen.data.corpora import open_corpus
+from dolmen.data.corpus import Corpus
+from dolmen.data.inputs import check_inputs
+from dolmen.data.tokenizer import vocabulary_size
+from dolmen.files import indexed
+
+BLOCK = 1 << 20  # tokens that are written at once
+
+
+class Tokenized(NamedTuple):
+    """What was written."""
+
+    file: Path
+    """The .bin; its .idx lies beside it."""
+    tokens: int
+    documents: int
+    dtype: str
+
+
+def tokenize(config: TokenizeConfig, progress: bool = True) -> Tokenized:
+    """Writes every document with its end-of-text token, one behind the other, as Megatron's own
+    tools do with --append-eod; tokens that are in the cache are not made again. Raises ValueError
+    or OSError, before all text is read, for what cannot be read and for files that exist.
+    """
+    name = expand(config.to)
+    file = name if name.suffix == indexed.BIN else name.with_name(name.name + indexed.BIN)
+    indexed.check_free(file)
+    data = DataConfig(**asdict(config.data), validation_fraction=0)
+    found = check_inputs(data, None, None, sequence_length=0, progress=progress)
+    if found.sources[0].weight is not None:
+        raise ValueError(
+            "--data.path: weights make a mixture to train on, and all text is written: leave them "
+            "out"
+        )
+    (source,) = found.sources
+    corpus = open_corpus(source, data, found, progress)
+    dtype = indexed.dtype_of(vocabulary_size(found.tokenizer))
+    bounds = boundaries(corpus)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    firsts = np.searchsorted(bounds, corpus.offsets)
+    indexed.save(file, blocks(corpus), dtype, np.diff(bounds), firsts)
+    return Tokenized(file, corpus.token_count, corpus.document_count, dtype.name)
+
+
+def boundaries(corpus: Corpus) -> np.ndarray:
+    """int64 [sequences + 1]: the first token of each that has one, and their number."""
+    bases = np.cumsum([0] + [len(tokens) for tokens in corpus.memory])
+    return np.unique(
+        np.concatenate([one + base for one, base in zip(corpus.sequences, bases, strict=False)])
+    )
+
+
+def blocks(corpus: Corpus) -> Iterator[np.ndarray]:
+    """All tokens, in order."""
+    for tokens in corpus.memory:
+        for first in range(0, len(tokens), BLOCK):
+            yield tokens[first : first + BLOCK]
