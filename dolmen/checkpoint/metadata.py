@@ -8,9 +8,13 @@ import math
 import pickle
 import re
 from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -21,9 +25,15 @@ from torch.distributed.checkpoint.metadata import (
 from dolmen.checkpoint.folders import FILE, METADATA, Damaged
 from dolmen.checkpoint.seal import Seal
 from dolmen.core.torch_private.checkpoints import PICKLED, Place
+from dolmen.files.gate import MIB, read_bytes, refuse
 from dolmen.files.pickles import Instructions
 from dolmen.files.safetensors import NAMES
 
+MOST = 1024 * MIB
+"""Bytes of a description. One of 140,000 tensors in 8 parts has 200 MB."""
+MEGATRON = ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata")
+BYTES = (BytesStorageMetadata.__module__, BytesStorageMetadata.__name__)
+KINDS = (TensorStorageMetadata, BytesStorageMetadata)
 ALLOWED = PICKLED | {("torch", str(dtype).removeprefix("torch.")) for dtype in NAMES}
 
 
@@ -48,6 +58,21 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
+class _ForeignUnpickler(_Unpickler):
+    """Of one that Megatron has saved: with other things than tensors, a class of its own, and the
+    path it was saved to.
+    """
+
+    def find_class(self, module: str, name: str) -> object:
+        if (module, name) == MEGATRON:
+            return Metadata
+        if re.fullmatch(r"pathlib(\._local)?", module) and name in ("PosixPath", "PurePosixPath"):
+            return PurePosixPath
+        if (module, name) == BYTES:
+            return BytesStorageMetadata
+        return super().find_class(module, name)
+
+
 def read_metadata(seal: Seal) -> Metadata:
     """DCP's description of the checkpoint, every field of which is what it should be. Raises
     Damaged where it is missing, damaged, or of more than tensors.
@@ -55,17 +80,55 @@ def read_metadata(seal: Seal) -> Metadata:
     path = seal.folder / METADATA
     content = seal.read(METADATA)
     try:
-        INSTRUCTIONS.follow(content)
-        found = _Unpickler(io.BytesIO(content)).load()
-        if not isinstance(found, Metadata):
-            raise TypeError(f"it is a {type(found).__name__}")
+        found = _unpickled(content, _Unpickler)
         stored = stored_tensors(found)
         _check_tensors(stored, exact=seal.files is None)
-        _check_places(found, stored)
+        _check_places(found.storage_data, stored)
     except Exception as error:  # a damaged pickle can raise almost anything
         text = " ".join(str(error).split())[:300]
         raise Damaged(f"{path} is missing, damaged or not safe to read: {text}") from error
     return found
+
+
+def _unpickled(content: bytes, unpickler: type[_Unpickler]) -> Metadata:
+    INSTRUCTIONS.follow(content)
+    found = unpickler(io.BytesIO(content)).load()
+    if not isinstance(found, Metadata):
+        raise TypeError(f"it is a {type(found).__name__}")
+    return found
+
+
+class Foreign(NamedTuple):
+    """What a checkpoint of Megatron is described as."""
+
+    tensors: dict[str, TensorStorageMetadata]
+    places: dict[MetadataIndex, Place]
+    """Of every chunk of these, each in a file of the folder."""
+    others: dict[str, Place]
+    """Where what is no tensor lies, by its name."""
+
+
+def read_foreign(file: Path) -> Foreign:
+    """The description of a checkpoint of Megatron. Raises Refused where it is missing, damaged, or
+    names what has no place in one.
+    """
+    content = read_bytes(file, MOST)
+    try:
+        found = _unpickled(content, _ForeignUnpickler)
+        everything = found.state_dict_metadata
+        kinds = {n: type(t) for n, t in everything.items()}
+        tensors = {n: t for n, t in everything.items() if kinds[n] is TensorStorageMetadata}
+        if odd := [n for n, kind in kinds.items() if kind not in KINDS or type(n) is not str]:
+            raise TypeError(f"{odd[:3]} are neither tensors nor bytes")
+        _check_tensors(tensors, exact=False)
+        places = {i: p for i, p in found.storage_data.items() if i.fqn in tensors}
+        others = {i.fqn: p for i, p in found.storage_data.items() if i.fqn not in tensors}
+        _check_places(places, tensors)
+        for name, place in others.items():
+            _check_place(name, place, 0)
+    except Exception as error:  # a damaged pickle can raise almost anything
+        raise refuse(file, f"is not read: {error}") from error
+    return Foreign(tensors, places, others)
 
 
 def stored_tensors(found: Metadata) -> dict[str, TensorStorageMetadata]:
@@ -117,12 +180,12 @@ def _overlap(chunks: list[ChunkStorageMetadata]) -> bool:
     )
 
 
-def _check_places(found: Metadata, stored: dict[str, TensorStorageMetadata]) -> None:
+def _check_places(places: Mapping, stored: dict[str, TensorStorageMetadata]) -> None:
     """Raises unless each chunk has one place, in a file of the checkpoint, that has room for it."""
     missing: dict[str, set] = defaultdict(set)
     for name, t in stored.items():
         missing[name] = {c.offsets for c in t.chunks}
-    for index, place in found.storage_data.items():
+    for index, place in places.items():
         if type(index) is not MetadataIndex or type(place) is not Place:
             raise TypeError("it has a place for something that is not part of a tensor")
         tensor = stored[index.fqn]
@@ -130,13 +193,20 @@ def _check_places(found: Metadata, stored: dict[str, TensorStorageMetadata]) -> 
         chunk = next((c for i in hints if (c := tensor.chunks[i]).offsets == index.offset), None)
         if chunk is None:
             raise ValueError(f"it has a place for a part of {index.fqn} that is not described")
-        if type(place.relative_path) is not str or not FILE.fullmatch(place.relative_path):
-            raise ValueError(f"it names {place.relative_path}, a file outside the checkpoint")
         size = math.prod(chunk.sizes) * tensor.properties.dtype.itemsize
-        if type(place.offset) is not int or type(place.length) is not int or place.offset < 0:
-            raise TypeError(f"the place of {index.fqn} is no position in a file")
-        if not size <= place.length < 2**60:
-            raise ValueError(f"the place of {index.fqn} has no room for {size:,} bytes")
+        _check_place(index.fqn, place, size)
         missing[index.fqn].discard(chunk.offsets)
     if holes := [name for name, offsets in missing.items() if offsets]:
         raise ValueError(f"it describes only parts of {len(holes)} tensors, e.g. {holes[:3]}")
+
+
+def _check_place(name: str, place: Place, size: int) -> None:
+    """Raises unless it is one in a file of the checkpoint, with room for `size` bytes."""
+    if type(place) is not Place or type(place.relative_path) is not str:
+        raise TypeError(f"the place of {name} is none")
+    if not FILE.fullmatch(place.relative_path):
+        raise ValueError(f"it names {place.relative_path}, a file outside the checkpoint")
+    if type(place.offset) is not int or type(place.length) is not int or place.offset < 0:
+        raise TypeError(f"the place of {name} is no position in a file")
+    if not size <= place.length < 2**60:
+        raise ValueError(f"the place of {name} has no room for {size:,} bytes")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dolmen.core.torch_private.checkpoints import NUMBERS
+from dolmen.files.window import Window
 
 BLOCK = 64 * 2**20  # bytes
 
@@ -30,7 +31,7 @@ def find_numbers(file: io.BufferedIOBase, position: int, length: int) -> Numbers
     """Those of the archive of `length` bytes at `position`. Raises BadZipFile, ValueError, OSError,
     NotImplementedError or EOFError where there is none.
     """
-    window = _Window(file, position, length)
+    window = Window(file, position, length)
     with zipfile.ZipFile(window) as archive:
         found = [e for e in archive.infolist() if NUMBERS in e.filename]
     if len(found) != 1 or found[0].compress_type != zipfile.ZIP_STORED:
@@ -60,29 +61,3 @@ def compare(checksum: int, expected: int, name: str) -> None:
     """Raises BadZipFile unless they are equal."""
     if checksum != expected:
         raise zipfile.BadZipFile(f"the checksum of {name} is wrong")
-
-
-class _Window(io.RawIOBase):
-    """`size` bytes of an open file, from `start`, as a file of its own."""
-
-    def __init__(self, file: io.BufferedIOBase, start: int, size: int):
-        self.file, self.start, self.size, self.at = file, start, size, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        at = offset + (0, self.at, self.size)[whence]
-        if at < 0:
-            raise OSError(f"position {at} of {self.size} bytes")
-        self.at = at
-        return at
-
-    def readinto(self, buffer) -> int:
-        self.file.seek(self.start + self.at)
-        got = self.file.readinto(memoryview(buffer)[: max(0, self.size - self.at)])
-        self.at += got
-        return got

@@ -20,7 +20,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from dolmen.conversion import checkpoint, hf
-from dolmen.conversion.megatron import folders
+from dolmen.conversion.megatron import dist, folders
 from dolmen.conversion.megatron import source as megatron
 from dolmen.core import agree
 from dolmen.core.mesh import Mesh
@@ -121,6 +121,12 @@ FORMATS = (
         folders.found,
         folders.newest,
         megatron.opened,
+    ),
+    Format(
+        "one of its torch_dist checkpoints (latest_checkpointed_iteration.txt, metadata.json)",
+        dist.found,
+        folders.newest,
+        dist.opened,
     ),
     Format(
         "a transformers directory (config.json, model.safetensors)",

@@ -192,6 +192,11 @@ CORPUS = Kind(
     size=1024 * MIB,  # of a million files
     depth=8,
 )
+DIST_MARKER = Kind(
+    Object(required={"sharded_backend": NAME}, optional={"sharded_backend_version": Int()}),
+    size=MIB,
+    depth=4,
+)
 INDEXED = Kind(
     Object(
         required={

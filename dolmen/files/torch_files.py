@@ -29,6 +29,7 @@ from dolmen.core.torch_private.checkpoints import MAGIC, NUMBERS, PARAMETERS, TE
 from dolmen.files.gate import MIB, Refused, opened, refuse
 from dolmen.files.pickles import Instructions
 from dolmen.files.safetensors import NAMES, Spec, Stored
+from dolmen.files.window import Window
 
 MOST = 256 * MIB
 """Bytes of a pickle. That of a model with 140,000 tensors has 30 MB."""
@@ -271,6 +272,18 @@ def load(file: Path | str) -> Any:
             raise refuse(file, f"is not read: {error}") from error
 
 
+def load_part(file: Path, position: int, length: int) -> Any:
+    """`load` of an archive that is `length` bytes of a file, from `position` on. Raises Refused."""
+    with opened(file) as stream:
+        try:
+            window = Window(stream, position, length)
+            return _of_archive(io.BufferedReader(window), position)
+        except Refused:
+            raise
+        except Exception as error:  # a damaged pickle can raise almost anything
+            raise refuse(file, f"is not read from byte {position:,} on: {error}") from error
+
+
 def tensors(value: Any, file: Path) -> dict[str, Stored]:
     """Every tensor that lies in mappings, by the names on its way: {"a": {"b.weight": t}} is
     a.b.weight. Raises Refused for two of one name, and as `leaves`.
@@ -299,7 +312,8 @@ def leaves(value: Any, file: Path) -> Iterator[tuple[str, Any]]:
         left += [(f"{start}{inner}", content) for inner, content in reversed(one.items())]
 
 
-def _of_archive(stream: BinaryIO) -> Any:
+def _of_archive(stream: BinaryIO, position: int = 0) -> Any:
+    """What begins at `position` of the file that is read."""
     with zipfile.ZipFile(stream) as archive:
         entries = {entry.filename: entry for entry in archive.infolist()}
         (pickled,) = [name for name in entries if name.endswith("/data.pkl")]
@@ -320,7 +334,7 @@ def _of_archive(stream: BinaryIO) -> Any:
         size = storage.elements * storage.dtype.itemsize
         if entry is None or entry.file_size < size:
             raise ValueError(f"storage {storage.key} is not there, or has less than {size:,} bytes")
-        storage.start = _data_start(stream, entry.header_offset)
+        storage.start = position + _data_start(stream, entry.header_offset)
     return value
 
 

@@ -71,6 +71,8 @@ class Checkpoint:
     legacy: bool
     layers: int
     """That are there."""
+    kind: str = ""
+    """How it lies, where it is no folder per rank."""
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
@@ -114,6 +116,12 @@ def _values(file: Path) -> Mapping[str, Any]:
     values = torch_files.load(file)
     if not isinstance(values, Mapping) or not _chunks(values):
         raise gate.refuse(file, "holds no `model`, which Megatron's files do")
+    check_said(values, file)
+    return values
+
+
+def check_said(values: Mapping[str, Any], file: Path) -> None:
+    """Raises Refused where the options, version and iteration are not what Megatron saves."""
     args = values.get("args")
     if not isinstance(args, torch_files.Namespace):
         raise gate.refuse(file, "holds no `args`, from which the model's sizes are read")
@@ -121,7 +129,6 @@ def _values(file: Path) -> Mapping[str, Any]:
     gate.checked(plain, f"{file}, args", arguments.SCHEMA)
     gate.checked(values.get("checkpoint_version", 0), file, VERSION)
     gate.checked(values.get("iteration", 0), file, ITERATION)
-    return values
 
 
 VERSION, ITERATION = either(Int(0, 3), Real(0, 3)), Int(0, 2**40)
@@ -200,6 +207,8 @@ class Megatron:
     @property
     def title(self) -> str:
         one = self.checkpoint
+        if one.kind:
+            return f"{self.where}, a {one.kind} checkpoint of Megatron"
         kind = "older names" if one.legacy else "Megatron-Core's names"
         return f"{self.where}, a Megatron checkpoint ({kind}, {one.sizes.words})"
 
@@ -346,8 +355,14 @@ def opened(folder: Path, model: Model | None = None, rows: int | None = None) ->
     lies beside it: a config.json, or its `args` and the vocabulary of its tokenizer, or of `rows`
     tokens. Raises ValueError where none says the vocabulary, and as `read_checkpoint`.
     """
-    checkpoint = read_checkpoint(folder)
-    place = beside.place(folder)
+    return source_of(read_checkpoint(folder), model, rows)
+
+
+def source_of(
+    checkpoint: Checkpoint, model: Model | None = None, rows: int | None = None
+) -> Megatron:
+    """`opened`, of one that has been read."""
+    place = beside.place(checkpoint.folder)
     if model is None:
         model = _model(checkpoint, place, rows)
     return Megatron(checkpoint, model, place)

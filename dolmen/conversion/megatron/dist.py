@@ -1,0 +1,255 @@
+"""Megatron-Core's checkpoints of format torch_dist: those of torch's DCP, whose tensors are whole,
+whatever ranks have written parts of them.
+
+    metadata.json   {"sharded_backend": "torch_dist", ...}: written last
+    .metadata       every tensor and its chunks (checkpoint/metadata.py)
+    __0_1.distcp    chunks, each as torch.save writes a tensor
+    common.pt       what is no tensor, the options of the run among it; since July 2026 an entry
+                    `common_state/shard_0_1` of the files above
+
+Layers that are alike are one tensor, [layers, ...], whose names have no number; of others each has
+its own. So it is with experts, [layers, experts, ...]. Norms have the names of Transformer Engine,
+whichever classes were used; [gate; up] is that of the whole; a tied head has no tensor.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Shaped
+from torch import Tensor
+
+from dolmen.checkpoint.folders import METADATA
+from dolmen.checkpoint.metadata import Foreign, read_foreign
+from dolmen.conversion.megatron import folders, names
+from dolmen.conversion.megatron.folders import Sizes
+from dolmen.conversion.megatron.source import (
+    Checkpoint,
+    Megatron,
+    Shards,
+    check_said,
+    source_of,
+)
+from dolmen.families import Model
+from dolmen.files import gate, kinds, torch_files
+from dolmen.files.safetensors import Spec, Stored
+from dolmen.files.torch_files import Held
+
+MARKER, BACKEND = "metadata.json", "torch_dist"
+COMMON, COMMON_ENTRY = "common.pt", "common_state/shard_0_1"
+# Of tensors, what is no parameter.
+BESIDE = re.compile(
+    r"(?:chained_\d+\.)?optimizer\..*|rng_state.*|rerun_state_machine.*|.*_extra_state.*"
+)
+LAYERED = re.compile(r"(?P<start>decoder\.layers\.)(?:(?P<layer>\d{1,6})\.)?(?P<rest>\D.*)")
+EXPERTS = re.compile(
+    r"mlp\.experts\.experts\.(?:(?P<expert>\d{1,6})\.)?(?P<rest>linear_fc[12]\.\w+)"
+)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of a stored tensor, and where it lies."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: Path
+    position: int
+    length: int
+
+    def held(self, name: str, dtype: torch.dtype) -> Held:
+        """Where its numbers are. Raises Refused where it is no such tensor."""
+        held = torch_files.load_part(self.file, self.position, self.length)
+        if not isinstance(held, Held) or (held.shape, held.dtype) != (self.sizes, dtype):
+            raise gate.refuse(
+                self.file,
+                f"holds no {dtype} of {self.sizes} at byte {self.position:,}, where {name} has one",
+            )
+        return held
+
+
+@dataclass(frozen=True)
+class Pieces(Stored):
+    """A tensor in chunks, or that which has the indices `at` in its first dims."""
+
+    at: tuple[int, ...] = ()
+    parts: tuple[Chunk, ...] = ()
+
+    def read(self) -> Shaped[Tensor, "*whole"]:
+        """Raises Refused where a chunk is not what the description says, or not all is there."""
+        whole, filled = torch.empty(self.spec.shape, dtype=self.spec.dtype), 0
+        for part in self.parts:
+            piece = self._piece(part)
+            place = tuple(
+                slice(start, start + size)
+                for start, size in zip(part.offsets[len(self.at) :], piece.shape, strict=True)
+            )
+            whole[place].copy_(piece)
+            filled += piece.numel()
+        if filled != whole.numel():
+            raise gate.refuse(
+                self.file, f"has {filled:,} of {whole.numel():,} numbers of {self.name}"
+            )
+        return whole
+
+    def _piece(self, part: Chunk) -> Tensor:
+        """What of a chunk is this tensor's."""
+        held, first = part.held(self.name, self.spec.dtype), len(self.at)
+        steps = zip(self.at, part.offsets, held.strides, strict=False)
+        skipped = sum((at - offset) * stride for at, offset, stride in steps)
+        own = replace(
+            held,
+            offset=held.offset + skipped,
+            shape=held.shape[first:],
+            strides=held.strides[first:],
+        )
+        return own.stored(self.name, part.file).read()
+
+    def chunks(self, size: int = 2**20) -> Iterator[bytes]:
+        data = self.read().reshape(-1).view(torch.uint8)
+        return (bytes(part.numpy()) for part in data.split(size))
+
+
+def found(folder: Path) -> bool:
+    """Whether a folder is meant as one, or as a folder of several. Raises Refused as `newest`."""
+    return (folders.newest(folder) / MARKER).is_file()
+
+
+def opened(folder: Path, model: Model | None = None, rows: int | None = None) -> Megatron:
+    """The checkpoint in the folder of an iteration, as megatron/source.py opens ranks. Raises
+    ValueError.
+    """
+    return source_of(read_checkpoint(folder), model, rows)
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """What it is described as, before a tensor is read. Raises Refused for what is missing,
+    damaged or of another format, ValueError for layers that are not all there.
+    """
+    backend = gate.read_json(folder / MARKER, kinds.DIST_MARKER)["sharded_backend"]
+    if backend != BACKEND:
+        raise gate.refuse(folder / MARKER, f"says {backend}: of Megatron's, {BACKEND} is read")
+    description = read_foreign(folder / METADATA)
+    common = read_common(folder, description)
+    shards, layers = _shards(folder, description)
+    return Checkpoint(
+        folder,
+        common["args"].values,
+        Sizes(1, 1, 1),
+        float(common.get("checkpoint_version", 3)),
+        common.get("iteration"),
+        shards,
+        legacy=False,
+        layers=layers,
+        kind=BACKEND,
+    )
+
+
+def read_common(folder: Path, description: Foreign) -> Mapping[str, Any]:
+    """What is no tensor. Raises Refused where there is none."""
+    file = folder / COMMON
+    place = description.others.get(COMMON_ENTRY)
+    if file.is_file():
+        values = torch_files.load(file)
+    elif place is not None:
+        file = folder / place.relative_path
+        values = torch_files.load_part(file, place.offset, place.length)
+        values = values[0] if isinstance(values, list) and len(values) == 1 else values
+    else:
+        raise gate.refuse(file, f"is not there, and {METADATA} has no {COMMON_ENTRY}")
+    if not isinstance(values, Mapping):
+        raise gate.refuse(file, "holds no mapping")
+    check_said(values, file)
+    return values
+
+
+def _shards(folder: Path, description: Foreign) -> tuple[dict[str, Shards], int]:
+    """Every parameter's tensor, by canonical name, and how many layers there are."""
+    chunks = chunks_of(folder, description)
+    shards: dict[str, Shards] = {}
+    layers = 0
+    for key, tensor in description.tensors.items():
+        if BESIDE.fullmatch(key):
+            continue
+        whole = Stored(key, Spec(tuple(tensor.size), tensor.properties.dtype), folder, 0)
+        named = list(_named(whole))
+        dims = len(named[0][1]) if named else 0
+        lying = by_index(chunks[key], dims)
+        for name, at in named:
+            canonical = names.canonical(name)
+            if canonical is None:
+                continue
+            if canonical.layer is not None:
+                layers = max(layers, canonical.layer + 1)
+            full = canonical.numbered(0)
+            own = tuple(lying.get(at, ()))
+            spec = Spec(whole.spec.shape[dims:], whole.spec.dtype)
+            file = own[0].file if own else folder / METADATA
+            stored = Pieces(key, spec, file, 0, at, own)
+            shards.setdefault(full, Shards(name)).add(0, canonical.expert or 0, stored)
+    return shards, layers
+
+
+def _named(whole: Stored) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """(a rank's name, indices in the first dims) of each tensor that a stored one is."""
+    match = LAYERED.fullmatch(whole.name)
+    if match is None:
+        yield whole.name, ()
+        return
+    sizes, said, rest = list(whole.spec.shape), match["layer"], match["rest"]
+    layers = _counted(whole, sizes, said)
+    expert = EXPERTS.fullmatch(rest)
+    if expert is None:
+        for layer in layers:
+            yield f"{match['start']}{layer}.{rest}", (layer,) * (said is None)
+        return
+    experts = _counted(whole, sizes, expert["expert"])
+    for layer in layers:
+        for number in experts:
+            at = (layer,) * (said is None) + (number,) * (expert["expert"] is None)
+            own = f"mlp.experts.local_experts.{number}.{expert['rest']}"
+            yield f"{match['start']}{layer}.{own}", at
+
+
+def _counted(whole: Stored, sizes: list[int], said: str | None) -> Sequence[int]:
+    """The numbers of layers or experts: the one that a name says, or those of the first dim that is
+    left. Raises Refused where there are more than any model has.
+    """
+    if said is not None:
+        return [int(said)]
+    if (
+        not sizes
+        or prod(whole.spec.shape[: len(whole.spec.shape) - len(sizes) + 1]) > kinds.MOST_MATRICES
+    ):
+        raise gate.refuse(whole.file / METADATA, f"has {whole.name} of {whole.spec.shape}")
+    return range(sizes.pop(0))
+
+
+def chunks_of(folder: Path, description: Foreign) -> dict[str, list[Chunk]]:
+    """Of each tensor."""
+    found: dict[str, list[Chunk]] = {key: [] for key in description.tensors}
+    sizes = {
+        (key, chunk.offsets): tuple(chunk.sizes)
+        for key, tensor in description.tensors.items()
+        for chunk in tensor.chunks
+    }
+    for index, place in description.places.items():
+        offsets, file = index.offset or torch.Size(), folder / place.relative_path
+        size = sizes[index.fqn, offsets]
+        found[index.fqn].append(Chunk(tuple(offsets), size, file, place.offset, place.length))
+    return found
+
+
+def by_index(chunks: Sequence[Chunk], dims: int) -> dict[tuple[int, ...], list[Chunk]]:
+    """Indices in the first `dims` -> the chunks that have them."""
+    found: dict[tuple[int, ...], list[Chunk]] = {}
+    for chunk in chunks:
+        first = zip(chunk.offsets[:dims], chunk.sizes[:dims], strict=True)
+        for at in product(*(range(offset, offset + size) for offset, size in first)):
+            found.setdefault(at, []).append(chunk)
+    return found

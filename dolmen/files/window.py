@@ -1,0 +1,30 @@
+"""A part of an open file, as a file of its own."""
+
+import io
+from typing import BinaryIO
+
+
+class Window(io.RawIOBase):
+    """`size` bytes of an open file, from `start`, as a file of its own."""
+
+    def __init__(self, file: BinaryIO | io.BufferedIOBase, start: int, size: int):
+        self.file, self.start, self.size, self.at = file, start, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        at = offset + (0, self.at, self.size)[whence]
+        if at < 0:
+            raise OSError(f"position {at} of {self.size} bytes")
+        self.at = at
+        return at
+
+    def readinto(self, buffer) -> int:
+        self.file.seek(self.start + self.at)
+        got = self.file.readinto(memoryview(buffer)[: max(0, self.size - self.at)])
+        self.at += got
+        return got
