@@ -11,13 +11,23 @@ from dolmen.files.schema import Real, optional
 from dolmen.model.tree import Norm, Tree
 
 NORM = Norm("layernorm", 1e-5, affine=False)
+CLIP = Field(
+    "clip_qkv",
+    optional(Real(0, above=True)),
+    None,
+    "Numbers of queries, keys and values become at most so large; None: they stay.",
+)
 
 
 def read(config: dict[str, Any]) -> Tree:
     """`attention_bias` puts biases on q, k, v and on the output projection."""
-    bias, clip = bool(config["attention_bias"]), config["clip_qkv"]
-    tree = llama_like.read(config, norm=NORM, qkv_bias=bias, o_bias=bias)
-    clip = None if clip is None else float(clip)
+    bias = bool(config["attention_bias"])
+    return clipped(config, llama_like.read(config, norm=NORM, qkv_bias=bias, o_bias=bias))
+
+
+def clipped(config: dict[str, Any], tree: Tree) -> Tree:
+    """The same as CLIP says."""
+    clip = None if config[CLIP.name] is None else float(config[CLIP.name])
     return common.each_block(tree, lambda b: replace(b, mixer=replace(b.mixer, clip=clip)))
 
 
@@ -26,7 +36,7 @@ def new(tree: Tree) -> dict[str, Any]:
     return {
         **llama_like.new(tree, FIELDS),
         "attention_bias": mixer.q_bias,
-        "clip_qkv": mixer.clip,
+        CLIP.name: mixer.clip,
     }
 
 
@@ -41,12 +51,7 @@ FAMILY = Family(
     fields=llama_like.changed(
         FIELDS,
         llama_like.ATTENTION_BIAS,
-        Field(
-            "clip_qkv",
-            optional(Real(0, above=True)),
-            None,
-            "Numbers of queries, keys and values become at most so large; None: they stay.",
-        ),
+        CLIP,
         vocab_size=50304,
     ),
     only={**windows.NONE, "mlp_bias": (False, None)},

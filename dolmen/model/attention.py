@@ -93,9 +93,9 @@ class Attention(Branch):
         q, k, v = (
             y.view(given.batch, -1, y.shape[-1] // self.head_size, self.head_size) for y in products
         )
+        q, k = self._normed(q, k)
         if self.clip is not None:
             q, k, v = (t.clamp(-self.clip, self.clip) for t in (q, k, v))
-        q, k = self._normed(q, k)
         if given.cos is not None and given.sin is not None:
             q, k = (rope.rotate(t, given.cos, given.sin, *self.pairs) for t in (q, k))
         if given.steps is not None:
