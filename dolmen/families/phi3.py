@@ -5,9 +5,9 @@ up in another, a window in some, and in some rope over a part of each head.
 from typing import Any
 
 from dolmen.families import common, llama_like, rope, windows
-from dolmen.families.family import Family
+from dolmen.families.family import Family, expect
 from dolmen.families.rules import Rule, Split
-from dolmen.model.tree import Tree
+from dolmen.model.tree import LongRope, Rope, Tree
 
 FIELDS = (
     *llama_like.fields_with(turned=rope.fields(part=1.0)),
@@ -16,7 +16,12 @@ FIELDS = (
 
 
 def read(config: dict[str, Any]) -> Tree:
-    return llama_like.read(config, windows=windows.of_all(config))
+    """Raises ValueError for a type of rope that transformers refuses too."""
+    tree = llama_like.read(config, windows=windows.of_all(config))
+    scaling = expect(common.attention(tree).positions, Rope, "positions").scaling
+    if scaling is not None and not isinstance(scaling, LongRope):
+        raise ValueError(f"rope is scaled by {scaling}: phi3 has rope_type default and longrope")
+    return tree
 
 
 def new(tree: Tree) -> dict[str, Any]:

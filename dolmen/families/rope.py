@@ -9,11 +9,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from dolmen.core.words import shown
+from dolmen.core.words import counted, shown
 from dolmen.families.family import Field, mapping
 from dolmen.files import kinds
-from dolmen.files.schema import Flag, Real, Schema, Text, optional
-from dolmen.model.tree import Linear, Llama3, Rope, Yarn
+from dolmen.files.schema import Flag, List, Real, Schema, Text, optional
+from dolmen.model.tree import Dynamic, Linear, Llama3, LongRope, Rope, Yarn
 from dolmen.model.tree.positions import Scaling, temperature
 
 # rope_type -> the fields that it needs; and what it takes beside
@@ -22,8 +22,11 @@ NEEDED = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
+    "dynamic": ("factor",),
+    "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
 }
 BESIDE = {
+    "longrope": ("factor", "attention_factor"),
     "yarn": (
         "beta_fast",
         "beta_slow",
@@ -31,10 +34,11 @@ BESIDE = {
         "mscale",
         "mscale_all_dim",
         "truncate",
-    )
+    ),
 }
 USED = {of: (*needed, *BESIDE.get(of, ())) for of, needed in NEEDED.items()}
-TYPE = Text(tuple(USED))
+OLDER = {"su": "longrope"}  # names of types
+TYPE = Text((*USED, *OLDER))
 TURNS = optional(Real(2**-20, 2**20))  # a wavelength is divided by it
 PARAMETERS = (
     Field(
@@ -50,14 +54,15 @@ PARAMETERS = (
         None,
         "How the context is extended: default | linear (positions divided by factor) | llama3 "
         "(long wavelengths divided, short kept, smooth between) | yarn (the same by the turns in "
-        "the original context, and a temperature).",
+        "the original context, and a temperature) | dynamic (a base that grows with the text) | "
+        "longrope (factors of each pair, others for long texts).",
         common=("rope_scaling.rope_type", "rope_scaling.type", "rope.scaling"),
     ),
     Field(
         "factor",
         optional(Real(0, above=True)),
         None,
-        "Context extension factor of linear, llama3 and yarn.",
+        "Context extension factor of linear, llama3, yarn and dynamic.",
         common=("rope_scaling.factor", "rope.factor"),
     ),
     Field(
@@ -78,7 +83,7 @@ PARAMETERS = (
         "original_max_position_embeddings",
         optional(kinds.POSITIONS),
         None,
-        "llama3 and yarn: context length the model was first trained at, tokens.",
+        "llama3, yarn and longrope: context length the model was first trained at, tokens.",
         common=(
             "rope_scaling.original_max_position_embeddings",
             "rope.original_max_position_embeddings",
@@ -104,6 +109,9 @@ PARAMETERS = (
         "ln(factor) + 1.",
     ),
     Field("truncate", Flag(), True),  # no option: a flag cannot be left unsaid
+    # no options: numbers of each pair
+    Field("short_factor", optional(List(Real(0, above=True), longest=kinds.WIDTH.high))),
+    Field("long_factor", optional(List(Real(0, above=True), longest=kinds.WIDTH.high))),
 )
 ORIGINAL = ("original_max_position_embeddings",)  # also a field of its own, which is read first
 FRACTION = Real(0, 1, above=True)
@@ -163,7 +171,7 @@ def kind(stated: Mapping[str, Any]) -> str:
             f"rope_type is {of!r} and type is {stated['type']!r}: they are two names of one field, "
             "state one of them"
         )
-    return of
+    return OLDER.get(of, of)
 
 
 def read(config: Mapping[str, Any], size: int) -> Rope:
@@ -174,7 +182,8 @@ def read(config: Mapping[str, Any], size: int) -> Rope:
     if any(isinstance(value, dict) for value in stated.values()):
         raise ValueError(f"{field} is {shown(stated)}: dolmen supports one rope for all layers")
     theta = float(stated.get("rope_theta", config["rope_theta"]))
-    return Rope(_turned(config, field, stated, size), theta, _scaling(config, field, stated, theta))
+    turned = _turned(config, field, stated, size)
+    return Rope(turned, theta, _scaling(config, field, stated, theta, turned))
 
 
 def _turned(config: Mapping[str, Any], field: str, stated: Mapping[str, Any], size: int) -> int:
@@ -195,7 +204,7 @@ def _turned(config: Mapping[str, Any], field: str, stated: Mapping[str, Any], si
 
 
 def _scaling(
-    config: Mapping[str, Any], field: str, stated: Mapping[str, Any], theta: float
+    config: Mapping[str, Any], field: str, stated: Mapping[str, Any], theta: float, turned: int
 ) -> Scaling | None:
     of = kind(stated)
     original = config["original_max_position_embeddings"] or stated.get(
@@ -221,7 +230,31 @@ def _scaling(
             raise ValueError(f"rope_theta is {theta}: rope_type yarn needs one over 1")
         case "yarn":
             return _yarn(values)
+        case "dynamic":  # of the field alone, in transformers
+            return Dynamic(float(values["factor"]), config["max_position_embeddings"])
+        case "longrope":
+            return _longrope(values, config["max_position_embeddings"], turned)
     return None
+
+
+def _longrope(values: Mapping[str, Any], longest: int, turned: int) -> LongRope:
+    """As transformers fills in what is absent: sqrt(1 + ln f / ln original), where f is how much
+    longer texts are to be.
+    """
+    for name in ("short_factor", "long_factor"):
+        if len(values[name]) != turned // 2:
+            raise ValueError(
+                f"{name} has {counted(len(values[name]), 'number')}, and rope turns {turned // 2} "
+                f"pairs of each head: it needs one per pair"
+            )
+    original = values["original_max_position_embeddings"]
+    factor = values.get("factor") or longest / original
+    attention_factor = values.get("attention_factor")
+    if attention_factor is None:
+        grown = 1 + math.log(factor) / math.log(original) if factor > 1 < original else 1.0
+        attention_factor = math.sqrt(grown)
+    short, long = (tuple(map(float, values[f"{name}_factor"])) for name in ("short", "long"))
+    return LongRope(float(attention_factor), short, long, original)
 
 
 def _yarn(values: Mapping[str, Any]) -> Yarn:
@@ -267,6 +300,16 @@ def new(rope: Rope, head_size: int | None = None) -> dict[str, Any]:
             }
         case Yarn():
             scaling = _new_yarn(rope.scaling)
+        case Dynamic(factor):
+            scaling = {"rope_type": "dynamic", "factor": factor}
+        case LongRope(attention_factor, short, long, original):
+            scaling = {
+                "rope_type": "longrope",
+                "short_factor": list(short),
+                "long_factor": list(long),
+                "original_max_position_embeddings": original,
+                "attention_factor": attention_factor,
+            }
         case None:
             scaling = {"rope_type": "default"}
         case _:

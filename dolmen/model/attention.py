@@ -98,6 +98,8 @@ class Attention(Branch):
             q, k, v = (t.clamp(-self.clip, self.clip) for t in (q, k, v))
         if given.cos is not None and given.sin is not None:
             q, k = (rope.rotate(t, given.cos, given.sin, *self.pairs) for t in (q, k))
+        if given.growth is not None:
+            q = q * given.growth.to(q.dtype)
         if given.steps is not None:
             steps = given.steps.narrow(2, self.first_head, self.heads)
             q, k = alibi.carried(q, k, steps, self.carried)

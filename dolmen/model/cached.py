@@ -49,6 +49,11 @@ class Cached(Protocol):
         ...
 
     @property
+    def lengths(self) -> Int64[Tensor, "1 tokens"] | None:
+        """Of each token, how much was read of its text at first; None where no layer asks."""
+        ...
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest text, with those that are read."""
         ...

@@ -20,6 +20,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
+from dolmen.core import host
 from dolmen.core.state import Places, local
 from dolmen.model import components
 from dolmen.model.block import Block
@@ -180,15 +181,19 @@ class Decoder(nn.Module):
         )
 
     def where(
-        self, part: int, positions: Int64[Tensor, "streams b s"]
+        self,
+        part: int,
+        positions: Int64[Tensor, "streams b s"],
+        lengths: Int64[Tensor, "#b #s"] | None = None,
     ) -> dict[tuple[Relative | None, int], Where]:
         """What is known of `positions`, those of each sequence or of all (b = 1), by each kind of
-        layer that a stage of this rank has, in fp32 or wider.
+        layer that a stage of this rank has, in fp32 or wider; `lengths`: of the text of each token,
+        where a layer asks.
         """
         dtype = torch.promote_types(self.compute or next(self.parameters()).dtype, torch.float32)
         mixers = [self.tree.blocks[i].mixer for i in self.split.parts[part].layers]
         return {
-            kind: tables(*kind, positions, dtype)
+            kind: tables(*kind, positions, dtype, lengths, self.training)
             for kind in {(mixer.positions, mixer.heads) for mixer in mixers}
         }
 
@@ -219,7 +224,7 @@ class Decoder(nn.Module):
         ids = self._positions(tokens, cache, positions)
         y = self._embedded(tokens, ids, given) if here.first else x
         assert y is not None, "a stage that is not the first is given x"
-        known = self.where(part, ids)
+        known = self.where(part, ids, self._lengths(tokens, cache, positions))
         for i, block in zip(here.layers, self.blocks(part), strict=True):
             kept = None if cache is None else cache.layers[i]
             mixer = self.tree.blocks[i].mixer
@@ -331,6 +336,17 @@ class Decoder(nn.Module):
             index = self.split.cp.indices(length, tokens.device)[None, None]
             return torch.cat((index, torch.zeros_like(index))) if typed else index
         return self.split.cp.split(positions.ids, 2).transpose(0, 1)
+
+    def _lengths(
+        self, tokens: Tensor, cache: Cached | None, positions: PositionIds | None
+    ) -> Int64[Tensor, "1 _"] | None:
+        """Of the text that has each token, or all (1); None where no layer asks."""
+        if not self.tree.by_length:
+            return None
+        if cache is not None:
+            return cache.lengths
+        longest = tokens.shape[1] if positions is None else positions.longest
+        return host.number(longest, torch.int64, tokens.device)[None, None]
 
     def _noise(
         self, noise: dropout.Noise | None, length: int

@@ -33,6 +33,8 @@ class Where(NamedTuple):
     sin: Float[Tensor, "batch length 1 half"] | None = None
     steps: Float[Tensor, "batch length heads"] | None = None
     """What products with each key grow by; None: by nothing."""
+    growth: Float[Tensor, "batch length 1 1"] | None = None
+    """What queries are multiplied by; None: by nothing."""
 
 
 class Given(NamedTuple):
@@ -44,6 +46,7 @@ class Given(NamedTuple):
     """As in Where, of the layer that is given this."""
     sin: Float[Tensor, "batch length 1 half"] | None = None
     steps: Float[Tensor, "batch length heads"] | None = None
+    growth: Float[Tensor, "batch length 1 1"] | None = None
     documents: Documents | None = None
     """Of this rank's tokens; None: each sequence is one, without a prefix."""
     noise: Noise | None = None

@@ -5,10 +5,13 @@ the weights are, fp64 where the model computes in fp64.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
+
+from dolmen.core import host
 
 
 def inverse_frequencies(
@@ -80,10 +83,53 @@ def yarn(
     return inv / factor * divided + inv * (1 - divided)
 
 
+def longrope(
+    inv: Float[Tensor, " half"],
+    short: Sequence[float],
+    long: Sequence[float],
+    beyond: Bool[Tensor, "*tokens"],
+) -> Float[Tensor, "*tokens half"]:
+    """Each divided by a factor of its own, one of `long` for tokens of texts `beyond` the original
+    length (2402.13753).
+    """
+    factors = host.send(torch.tensor([short, long], dtype=inv.dtype), inv.device)
+    return inv / torch.where(beyond[..., None], factors[1], factors[0])
+
+
+def dynamic(
+    inv: Float[Tensor, " half"], factor: float, longer: Float[Tensor, "*tokens"]
+) -> Float[Tensor, "*tokens half"]:
+    """Of texts `longer` times as long as the original length: of a base that is multiplied by
+    (factor longer - factor + 1)^(size / (size - 2)), if that is over 1.
+    """
+    return _of_base(inv, factor * longer.clamp(min=1) - (factor - 1))
+
+
+def by_powers(
+    inv: Float[Tensor, " half"], longer: Float[Tensor, "*tokens"]
+) -> Float[Tensor, "*tokens half"]:
+    """The same with 2^ceil(log2(longer) + 1) - 1, as Qwen has it."""
+    return _of_base(inv, (longer.double().log2() + 1).ceil().exp2() - 1)
+
+
+def _of_base(inv: Tensor, growth: Tensor) -> Tensor:
+    """Of a base that is multiplied by growth^(size / (size - 2)), if that is over 1."""
+    size = 2 * len(inv)
+    powers = torch.arange(0, size, 2, device=inv.device, dtype=torch.float64) / (size - 2)
+    return inv * (growth.double().clamp(min=1)[..., None] ** -powers).to(inv.dtype)
+
+
+def log_n(positions: Int[Tensor, "*tokens"], original: int) -> Float64[Tensor, "*tokens"]:
+    """log(i) / log(original) of the token numbered i from 1, where i is over `original`; else 1."""
+    return ((positions + 1).double().log() / math.log(original)).clamp(min=1)
+
+
 def tables(
-    positions: Int[Tensor, "*tokens"], inv: Float[Tensor, " half"]
+    positions: Int[Tensor, "*tokens"], inv: Float[Tensor, "*of_tokens half"]
 ) -> tuple[Float[Tensor, "*tokens 1 half"], Float[Tensor, "*tokens 1 half"]]:
-    """cos and sin in inv's dtype: one row per token, the same for every head."""
+    """cos and sin in inv's dtype: one row per token, the same for every head. `inv` is of all, or
+    of each of them, as it broadcasts.
+    """
     angle = (positions[..., None].to(inv.dtype) * inv)[..., None, :]
     return angle.cos(), angle.sin()
 

@@ -128,6 +128,7 @@ class Reading:
     last: Int64[Tensor, " texts"]
     """Index of each text's last token among those of the forward."""
     positions: Int64[Tensor, "streams 1 tokens"]
+    lengths: Int64[Tensor, "1 tokens"] | None
     longest: int
     count: int
     """Tokens; behind them come those that fill up, and are nobody's."""
@@ -185,6 +186,7 @@ class Cache:
 
     def __init__(self, model: Tree, page: int = SIZE):
         self.table, self.streams = PageTable(page), model.streams
+        self.by_length, self.first = model.by_length, dict[int, int]()
         self.pools = [Pool() for _ in model.blocks]
         self._in_use = self._allocated = self._rectangle = 0
 
@@ -230,11 +232,15 @@ class Cache:
             of_token = [span[text] for text in texts for _ in range(new[text])]
             _, *said = torch.tensor(of_token + [Span()] * filled).unbind(-1)
             ids = of_span(where, *said)[: self.streams]
+        for text, n in new.items():
+            self.first.setdefault(text, n)
+        first = [self.first[text] for text in texts for _ in range(new[text])] + [1] * filled
         last = torch.tensor([new[text] for text in texts]).cumsum(0) - 1
         return Reading(
             texts=texts,
             last=host.send(last, device),
             positions=host.send(ids, device)[:, None],
+            lengths=host.send(torch.tensor([first]), device) if self.by_length else None,
             longest=max(table.lengths[text] for text in texts),
             count=end,
             at=(
@@ -275,6 +281,7 @@ class Cache:
     def end(self, text: int) -> None:
         """Its pages are free."""
         self.table.end(text)
+        self.first.pop(text, None)
 
     def _pages(self, texts: list[int], device: torch.device) -> Pages:
         """Of the query at the last token of each text."""

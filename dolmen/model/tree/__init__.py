@@ -23,6 +23,7 @@ from dolmen.model.tree.ends import Embedding, Head, Scalar, Transform
 from dolmen.model.tree.experts import Clamped, Experts, Router
 from dolmen.model.tree.latent import LatentAttention
 from dolmen.model.tree.leaf import Cut, Leaf, Leaves, Stream, check_cuts, under, within
+from dolmen.model.tree.longer import Dynamic, Evaluated, LongRope
 from dolmen.model.tree.mlp import Mlp
 from dolmen.model.tree.norm import Norm
 from dolmen.model.tree.parallel import Parallel
@@ -41,7 +42,9 @@ __all__ = [
     "Clamped",
     "Cut",
     "Deepnorm",
+    "Dynamic",
     "Embedding",
+    "Evaluated",
     "Experts",
     "Head",
     "LatentAttention",
@@ -49,6 +52,7 @@ __all__ = [
     "Leaves",
     "Linear",
     "Llama3",
+    "LongRope",
     "Mask",
     "Mlp",
     "Norm",
@@ -169,6 +173,12 @@ class Tree:
         known = (self.embedding.positions, *(block.mixer.positions for block in self.blocks))
         own = max((p.streams for p in known if p is not None), default=1)
         return own + (self.embedding.types is not None)
+
+    @property
+    def by_length(self) -> bool:
+        """Whether the length of a text tells a layer how its tokens are turned."""
+        known = (block.mixer.positions for block in self.blocks)
+        return any(p is not None and p.by_length for p in known)
 
     @property
     def longest(self) -> int | None:

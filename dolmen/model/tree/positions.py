@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from dolmen.model.tree.leaf import Leaf, Leaves
+from dolmen.model.tree.longer import ByLength
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def temperature(factor: float, mscale: float = 1.0) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-Scaling = Linear | Llama3 | Yarn
+Scaling = Linear | Llama3 | Yarn | ByLength
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,11 @@ class Rope:
             raise ValueError(f"rope_theta is {self.theta!r}: it must be finite and not negative")
 
     @property
+    def by_length(self) -> bool:
+        """Whether the length of a text tells how its tokens are turned."""
+        return isinstance(self.scaling, ByLength)
+
+    @property
     def attention_factor(self) -> float:
         """What cos and sin are multiplied by."""
         return 1.0 if self.scaling is None else self.scaling.attention_factor
@@ -105,6 +111,7 @@ class Alibi:
     carried: ClassVar[int] = 0
     both_ways: ClassVar[bool] = False
     streams: ClassVar[int] = 1
+    by_length: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
@@ -118,6 +125,7 @@ class Steps:
     """The growth, and zeros: 16 bytes in half precision, of which flash asks rows to be made."""
     both_ways: ClassVar[bool] = False
     streams: ClassVar[int] = 1
+    by_length: ClassVar[bool] = False
 
 
 Relative = Rope | Alibi | Steps

@@ -29,6 +29,24 @@ CASES = {
         layer=layer,
         long=dict(max_position_embeddings=256),
     ),
+    # as 128k has: 40 tokens are beyond the first context, and turned by other factors; a prompt of
+    # 7 and what follows it are not
+    "phi3-long": Case(
+        "phi3",
+        SIZES
+        | dict(
+            num_key_value_heads=2,
+            max_position_embeddings=64,
+            original_max_position_embeddings=24,
+            rope_parameters=dict(
+                rope_type="longrope",
+                rope_theta=10000.0,
+                short_factor=[1.0, 1.1, 1.2, 1.5],
+                long_factor=[1.0, 2.0, 3.0, 9.0],
+            ),
+        ),
+        layer=layer,
+    ),
 }
 PUBLISHED = [
     # mini-4k, as its makers have it, and Phi-4 of what it says otherwise
