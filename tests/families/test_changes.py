@@ -74,7 +74,7 @@ def test_edit(content):
         "tie_word_embeddings",
         "dtype",
         "torch_dtype",
-        *{length, "model_max_length"} & names,
+        *{length, "model_max_length", "n_positions"} & names,
         "eos_token_id",
         "dolmen",  # what it was taken for, from now on
     }

@@ -11,7 +11,7 @@ from dolmen.model.tree import check_cuts
     ("model_type", "field", "value"),
     [
         ("llama", "hidden_act", "relu2"),
-        ("llama", "rope_scaling", {"type": "dynamic", "factor": 2.0}),
+        ("llama", "rope_scaling", {"type": "proportional", "factor": 2.0}),
         ("llama", "rope_parameters", {"rope_type": "yarn"}),
         ("llama", "rope_scaling", {"rope_type": "longrope"}),
         ("llama", "partial_rotary_factor", 0.5),

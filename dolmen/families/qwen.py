@@ -1,0 +1,163 @@
+"""Qwen, the first (2309.16609): Llama with biases on q, k, v, which are one tensor, and names of
+its own. Of long texts, where nothing is trained, rope has another base and queries are longer.
+
+The feed-forward layer is c_proj(w1 x * silu(w2 x)), and `intermediate_size` counts both of its
+columns. First files say n_embd, n_layer, n_head, n_positions and ffn_hidden_size.
+"""
+
+from typing import Any
+
+from dolmen.families import common
+from dolmen.families.family import BESIDE, Family, Field, expect
+from dolmen.families.rules import Rename, Rule, Split
+from dolmen.files import kinds
+from dolmen.files.schema import Flag, Real
+from dolmen.model.tree import Attention, Block, Evaluated, Mlp, Norm, Rope, Tree
+
+FIELDS = (
+    common.vocab_size(151936),
+    Field("hidden_size", kinds.WIDTH, 4096, "Width of the residual stream.", ("n_embd",)),
+    Field(
+        "intermediate_size",
+        kinds.WIDTH,
+        22016,
+        "Twice the width of the feed-forward layer.",
+        ("ffn_hidden_size",),
+    ),
+    Field("num_hidden_layers", kinds.LAYERS, 32, "Decoder blocks.", ("n_layer",)),
+    Field("num_attention_heads", kinds.HEADS, 32, "Heads.", ("n_head",)),
+    Field("kv_channels", kinds.WIDTH, 128, "Size of one head.", common=("head_dim",)),
+    Field(
+        "no_bias",
+        Flag(),
+        True,
+        "Only q, k, v have biases, not the output projection and the feed-forward layer.",
+    ),
+    Field(
+        "max_position_embeddings",
+        kinds.POSITIONS,
+        8192,
+        "Longest sequence, tokens.",
+        ("n_positions",),
+    ),
+    Field("seq_length", kinds.POSITIONS, 2048, "Context that it was trained at, tokens."),
+    Field(
+        "use_dynamic_ntk",
+        Flag(),
+        True,
+        "Rope has a larger base for texts over seq_length, where nothing is trained.",
+    ),
+    Field(
+        "use_logn_attn",
+        Flag(),
+        True,
+        "The query of token i is multiplied by the logarithm of i to the base seq_length, if it is "
+        "over 1, where nothing is trained.",
+    ),
+    Field(
+        "rotary_emb_base",
+        Real(0, above=True),
+        10000.0,
+        "Base of the geometric series of wavelengths.",
+        common=("rope_theta",),
+    ),
+    *common.ends(common.eps("layer_norm_epsilon", 1e-6), tied=False),
+)
+
+
+def read(config: dict[str, Any]) -> Tree:
+    """Raises ValueError for heads that do not make the width."""
+    heads, size, width = (config[n] for n in ("num_attention_heads", "kv_channels", "hidden_size"))
+    if heads * size != width:
+        raise ValueError(
+            f"num_attention_heads ({heads}) x kv_channels ({size}) is not hidden_size ({width}): "
+            "set --model.kv-channels to their quotient"
+        )
+    if config["intermediate_size"] % 2:
+        raise ValueError(
+            f"intermediate_size is {config['intermediate_size']}: it counts two halves of a "
+            "feed-forward layer, set --model.intermediate-size to an even number"
+        )
+    ntk, log_n = config["use_dynamic_ntk"], config["use_logn_attn"]
+    longer = Evaluated(config["seq_length"], ntk, log_n) if ntk or log_n else None
+    bias = not config["no_bias"]
+    mixer = Attention(
+        heads,
+        heads,
+        size,
+        q_bias=True,
+        k_bias=True,
+        v_bias=True,
+        o_bias=bias,
+        positions=Rope(size, float(config["rotary_emb_base"]), longer),
+    )
+    mlp = Mlp(config["intermediate_size"] // 2, bias=bias)
+    block = Block(mixer, mlp, Norm("rmsnorm", float(config["layer_norm_epsilon"])))
+    return common.tree(config, FIELDS, [block] * config["num_hidden_layers"])
+
+
+def new(tree: Tree) -> dict[str, Any]:
+    mixer, mlp = common.attention(tree), common.mlp(tree)
+    turned = expect(mixer.positions, Rope, "positions")
+    none = Evaluated(tree.max_position_embeddings, ntk=False, log_n=False)
+    longer = none if turned.scaling is None else expect(turned.scaling, Evaluated, "rope scaling")
+    return {
+        **common.new(tree, FIELDS),
+        "intermediate_size": 2 * mlp.size,
+        "num_attention_heads": mixer.heads,
+        "kv_channels": mixer.head_size,
+        "no_bias": not mlp.bias,
+        "seq_length": longer.original_max_position_embeddings,
+        "use_dynamic_ntk": longer.ntk,
+        "use_logn_attn": longer.log_n,
+        "rotary_emb_base": turned.theta,
+    }
+
+
+def rules(tree: Tree) -> list[Rule]:
+    layer, ours = "transformer.h.{}.", "layers.{}."
+    return [
+        Rename("transformer.wte", "embed"),
+        Rename(layer + "ln_1", ours + "attn_norm"),
+        Split(layer + "attn.c_attn", common.QKV, 1, (1, 1, 1)),
+        Rename(layer + "attn.c_proj", ours + "attn.o"),
+        Rename(layer + "ln_2", ours + "mlp_norm"),
+        Rename(layer + "mlp.w2", ours + "mlp.gate"),
+        Rename(layer + "mlp.w1", ours + "mlp.up"),
+        Rename(layer + "mlp.c_proj", ours + "mlp.down"),
+        Rename("transformer.ln_f", "final_norm"),
+        Rename("lm_head", "head"),
+    ]
+
+
+FAMILY = Family(
+    model_type="qwen",
+    architecture="QWenLMHeadModel",
+    read=read,
+    new=new,
+    rules=rules,
+    fields=FIELDS,
+    only={
+        "rotary_pct": (1.0, None),
+        "activation": ("swiglu", None),
+        "pos_emb": ("rotary", None),
+        "scale_attn_weights": (True, None),
+        "apply_residual_connection_post_layernorm": (False, None),
+        "use_cache_quantization": (False, None),
+        "visual": (None,),
+        "audio": (None,),
+    },
+    # bf16, fp16 and fp32 all false is what its code takes for automatic
+    harmless=tuple(
+        """
+        bf16 fp16 fp32 onnx_safe params_dtype softmax_in_fp32 use_flash_attn use_cache_kernel
+        tokenizer_type padded_vocab_size bias_dropout_fusion attn_dropout_prob emb_dropout_prob
+        attn_pdrop embd_pdrop resid_pdrop""".split()
+    ),
+    beside={**BESIDE, "attn_dropout_prob": 0.0, "emb_dropout_prob": 0.0},
+    ignored=(
+        r"transformer\.h\.\d+\.attn\.(bias|masked_bias|rotary_emb\.inv_freq)",
+        r"transformer\.rotary_emb\.inv_freq",
+    ),
+    code=("configuration_qwen", "modeling_qwen", "tokenization_qwen"),
+)
