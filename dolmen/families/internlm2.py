@@ -1,0 +1,63 @@
+"""InternLM 2 (2403.17297): Llama under other names, with q, k, v in one tensor: of each key-value
+head first its queries, then k, then v.
+"""
+
+from typing import Any
+
+from dolmen.families import common, llama_like, windows
+from dolmen.families.family import Family, Field
+from dolmen.families.rules import Rename, Rule, Split
+from dolmen.files.schema import Flag
+from dolmen.model.tree import Tree
+
+BIAS = Field("bias", Flag(), False, "Biases on q, k, v and on the attention output projection.")
+FIELDS = llama_like.without(llama_like.FIELDS, "head_dim")
+
+
+def read(config: dict[str, Any]) -> Tree:
+    bias = config["bias"]
+    return llama_like.read({**config, "head_dim": None}, qkv_bias=bias, o_bias=bias)
+
+
+def new(tree: Tree) -> dict[str, Any]:
+    return {**llama_like.new(tree, FIELDS), "bias": common.attention(tree).q_bias}
+
+
+def rules(tree: Tree) -> list[Rule]:
+    mixer, layer, ours = common.attention(tree), llama_like.LAYER, "layers.{}."
+    group = mixer.heads // mixer.kv_heads
+    names = {
+        "attention.wo": "attn.o",
+        "feed_forward.w1": "mlp.gate",
+        "feed_forward.w3": "mlp.up",
+        "feed_forward.w2": "mlp.down",
+    }
+    own = [
+        Rename("model.tok_embeddings", "embed"),
+        Split(layer + "attention.wqkv", common.QKV, mixer.kv_heads, (group, 1, 1)),
+        *(Rename(layer + hf, ours + name) for hf, name in names.items()),
+        Rename("output", "head"),
+    ]
+    norms = {"attention_norm": "attn_norm", "ffn_norm": "mlp_norm"}
+    return llama_like.rules(tree, norms, instead=own)
+
+
+FAMILY = Family(
+    model_type="internlm2",
+    architecture="InternLM2ForCausalLM",
+    read=read,
+    new=new,
+    rules=rules,
+    fields=llama_like.changed(FIELDS, BIAS, vocab_size=103168),
+    only={**windows.NONE, **llama_like.NO_BIAS},
+    # attn_implementation says how its own code computes the same
+    harmless=("attn_implementation",),
+    beside=llama_like.BESIDE,
+    ignored=(r"model\.layers\.\d+\.attention\.rotary_emb\.inv_freq",),
+    code=(
+        "configuration_internlm2",
+        "modeling_internlm2",
+        "tokenization_internlm2",
+        "tokenization_internlm2_fast",
+    ),
+)
