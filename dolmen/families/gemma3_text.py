@@ -11,21 +11,11 @@ from typing import Any
 
 from dolmen.families import common, gemma, gemma2, llama_like, rope, windows
 from dolmen.families.family import Family, Field, expect
-from dolmen.files import kinds
 from dolmen.files.schema import Object, Real, optional
 from dolmen.model.tree import Attention, Block, Rope, Tree, runs_of
 
 FULL, SLIDING = windows.FULL, windows.SLIDING
 LOCAL = "rope_local_base_freq"
-
-
-def windows_of(config: dict[str, Any]) -> list[int | None]:
-    """The window of each layer: of all but each sixth, or as the pattern says, where layer_types is
-    None.
-    """
-    every = config["sliding_window_pattern"]
-    layers = range(1, config["num_hidden_layers"] + 1)
-    return windows.of_types(config, [SLIDING if i % every else FULL for i in layers])
 
 
 def _one_rope(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
@@ -39,7 +29,7 @@ def _one_rope(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
 
 
 def read(config: dict[str, Any]) -> Tree:
-    tree = gemma2.read_windowed(_one_rope(config, FULL), windows_of(config))
+    tree = gemma2.read_windowed(_one_rope(config, FULL), windows.of_pattern(config))
     local = rope.read(_one_rope(config, SLIDING), common.attention(tree).head_size)
 
     def with_rope(block: Block) -> Block:
@@ -89,13 +79,7 @@ FAMILY = Family(
     fields=llama_like.changed(
         [field for field in gemma2.FAMILY.fields if field.name not in OTHER],
         *ROPES,
-        windows.types("all slide but those whose number sliding_window_pattern divides"),
-        Field(
-            "sliding_window_pattern",
-            kinds.LAYERS,
-            6,
-            "Of so many layers the last sees all, where layer_types is None.",
-        ),
+        *windows.pattern(6),
         vocab_size=262208,
         max_position_embeddings=131072,
         attn_logit_softcapping=None,

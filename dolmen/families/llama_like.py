@@ -154,12 +154,13 @@ def dense_mlp(config: dict[str, Any], bias: bool = False) -> Mlp:
 
 
 def new(tree: Tree, fields: Sequence[Field] = FIELDS) -> dict[str, Any]:
-    """The `fields` that all llama-like families have, of the first layer. Raises ValueError where
-    its mixer is not attention with rope.
+    """The `fields` that all llama-like families have, of the first layer, and rope of the first
+    that has positions. Raises ValueError where that is none, or the mixer no attention.
     """
     attention, mlp = common.attention(tree), tree.blocks[0].mlp
     names = {field.name for field in fields}
-    turned = expect(attention.positions, Rope, "positions")
+    known = (block.mixer.positions for block in tree.blocks)
+    turned = expect(next((p for p in known if p is not None), None), Rope, "positions")
     stated = {
         "intermediate_size": mlp.size,
         "num_attention_heads": attention.heads,

@@ -30,6 +30,21 @@ def types(otherwise: str) -> Field:
     return Field("layer_types", kind, None, f"{FULL} or {SLIDING}, per layer; None: {otherwise}.")
 
 
+def pattern(every: int) -> tuple[Field, Field]:
+    """The fields of layers of which all slide but one of `every`."""
+    name = "sliding_window_pattern"
+    told = "Of so many layers the last sees all, where layer_types is None."
+    otherwise = f"all slide but those whose number {name} divides"
+    return types(otherwise), Field(name, kinds.LAYERS, every, told)
+
+
+def of_pattern(config: dict[str, Any]) -> list[int | None]:
+    """The window of each layer, by the fields of `pattern`."""
+    every = config["sliding_window_pattern"]
+    layers = range(1, config["num_hidden_layers"] + 1)
+    return of_types(config, [SLIDING if i % every else FULL for i in layers])
+
+
 def of_all(config: dict[str, Any], used: bool = True) -> list[int | None]:
     """The window of each layer: that of SIZE, if it is `used`."""
     return [config[SIZE.name] if used else None] * config["num_hidden_layers"]
