@@ -165,6 +165,7 @@ CONTROLS = {
         SEQUENCE,
         damages.untyped("residual_partial"),
     ),
+    "a norm over the width of a rank's own heads": ("olmo2", PLAIN, damages.means_of_own_heads),
     "no slopes around the ring": ("bloom", RING, damages.attending(slopes=None)),
     "Partial of whole k, v left out side by side": (
         "falcon-7b",

@@ -18,7 +18,7 @@ from dolmen.data.batch import IGNORED, Batch
 from dolmen.evaluation import validate
 from dolmen.model import block, branch, layers, moe, parallel, pre, sandwich, tree
 from dolmen.ops import dropout
-from dolmen.parallel import channels, context, data, loss, tensor
+from dolmen.parallel import channels, context, data, loss, norm, tensor
 
 
 def without(module, name, instead):
@@ -81,6 +81,12 @@ def half_a_block(patch):
 def constant(place, name, value):
     """`place.name` is something else."""
     return lambda patch: patch.setattr(place, name, value)
+
+
+def means_of_own_heads(patch):
+    """Of the heads of a rank, where it is to be of all."""
+    means = norm._means
+    patch.setattr(norm, "_means", lambda parts, axis: means(parts, Axis("tp")))
 
 
 def norm_twice(patch):

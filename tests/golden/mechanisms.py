@@ -82,6 +82,36 @@ CONFIGS = {
         parallel_attn=False,
         bias=True,
     ),
+    # norms after layers alone, and of queries and keys over the width of all heads
+    "olmo2": tiny("olmo2", **SIZES, num_key_value_heads=4),
+    # a norm with weights of its own for each head, of keys whole on every rank of tp 4
+    "cohere": tiny(
+        "cohere",
+        **SIZES,
+        num_key_value_heads=2,
+        use_qk_norm=True,
+        logit_scale=2.0,
+        tie_word_embeddings=False,
+    ),
+    # rows of the head at length 1; slopes of 10 heads
+    "baichuan2": tiny(
+        "baichuan",
+        vocab_size=VOCABULARY,
+        hidden_size=40,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=10,
+        initializer_range=0.1,
+        dolmen={"head": "normalised", "positions": "alibi"},
+    ),
+    # a bias of the head, whose weight is the embedding's
+    "phi": tiny(
+        "phi",
+        **{name: value for name, value in SIZES.items() if name != "head_dim"},
+        partial_rotary_factor=0.5,
+        qk_layernorm=True,
+        tie_word_embeddings=True,
+    ),
     # a norm of the embedding; slopes of 12 heads, which lie between those of 8 and of 16
     "bloom": tiny(
         "bloom",
@@ -269,6 +299,29 @@ ROWS = [
         pp2 dp2 tp2 sp acc4 zero3      |
         """,
     ),
+    *rows(
+        CONFIGS["olmo2"],
+        "olmo2",
+        """
+        tp2 sp zero1 acc4
+        dp2 tp2 sp zero3 full   |
+        tp4 selective           |
+        cp2 tp2 sp gather       |
+        """,
+        steps=2,
+    ),
+    *rows(CONFIGS["cohere"], "cohere", "tp4 sp zero1\ndp2 tp2 sp zero3 acc4 |", steps=2),
+    *rows(
+        CONFIGS["baichuan2"],
+        "baichuan2",
+        """
+        dp2 tp2 sp zero3 acc4
+        pp2 acc4 zero1          |
+        cp2 tp2 sp              |
+        """,
+        steps=2,
+    ),
+    *rows(CONFIGS["phi"], "phi", "pp2 dp2 zero1 acc4\ntp4 sp zero1 |", steps=2),
     *rows(CONFIGS["bloom"], "bloom, documents", "cp4\ncp2 tp2 sp gather", steps=2, documents=True),
     *rows(DROPPED["bloom"], "bloom, dropout", "dp2 tp2 sp zero3 acc4\ncp4", steps=2),
     *rows(DROPPED["falcon-7b"], "falcon-7b, dropout", "dp2 tp2 sp zero3 acc4\ncp2 full", steps=2),
