@@ -26,8 +26,10 @@ class Wide(TorchFunctionMode):
         return function(*map(wide, args), **kwargs)
 
 
-def double(config: transformers.PreTrainedConfig) -> torch.nn.Module:
-    """The model of a config.json, for evaluation, its values not yet set. To be called in `Wide`.
+def double(
+    config: transformers.PreTrainedConfig, made: str = "AutoModelForCausalLM"
+) -> torch.nn.Module:
+    """The model of a config.json, by the class `made` of transformers, for evaluation, its values not yet set. To be called in `Wide`.
 
     Numbers that it makes as it is built (frequencies of rope, the scale of Gemma's embedding) are
     fp64 too, and BLOOM's gelu has the root of 2 / pi and not the eight digits that are written
@@ -37,7 +39,7 @@ def double(config: transformers.PreTrainedConfig) -> torch.nn.Module:
     config._experts_implementation = "eager"
     attention = "sdpa" if config.model_type == "falcon" else "eager"
     with Wide():
-        model = transformers.AutoModelForCausalLM.from_config(
+        model = getattr(transformers, made).from_config(
             config, dtype=torch.float64, attn_implementation=attention
         )
     for module in model.modules():

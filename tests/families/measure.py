@@ -20,6 +20,7 @@ from dolmen.core import state
 from dolmen.model import head
 from dolmen.model.decoder import Decoder
 from dolmen.model.tree import Tree
+from dolmen.ops.loss import IGNORED
 from dolmen.serving import engine
 
 LENGTH, PROMPT, NEW = 40, 7, 12  # longer than windows and first contexts of the cases
@@ -40,7 +41,12 @@ def read(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Source, Deco
 
 
 def tokens_of(source: Source, rows: int = 2, length: int = LENGTH) -> Tensor:
-    return marked(source.tree, torch.randint(0, source.tree.vocab_size, (rows, length)))
+    """Without padding, behind which RoBERTa would count."""
+    tokens = torch.randint(0, source.tree.vocab_size, (rows, length))
+    padding = source.model.config.get("pad_token_id")
+    if source.tree.embedding.types is not None and padding is not None:
+        tokens = tokens.masked_fill(tokens == padding, 0)
+    return marked(source.tree, tokens)
 
 
 def marked(tree: Tree, tokens: Tensor) -> Tensor:
@@ -52,6 +58,15 @@ def marked(tree: Tree, tokens: Tensor) -> Tensor:
         for row, mask in zip(tokens, (known[0], known[-1]), strict=False):
             row[2], row[5] = mask, tree.blanks.start
     return tokens
+
+
+def labelled(case: str, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """What the model is given of `tokens`, and what it is to say: the next ones, or what some of
+    them were.
+    """
+    if CASES[case].fills:
+        return tokens, torch.where(torch.rand(tokens.shape) < 0.3, tokens.flip(0), IGNORED)
+    return tokens[:, :-1], tokens[:, 1:]
 
 
 @dataclass(frozen=True)
@@ -73,15 +88,15 @@ def gradients(case: str, dtype: torch.dtype, folder: Path) -> Gradients:
     if dtype == torch.float64 and plain:
         theirs = stored.double()
     elif dtype == torch.float64:
-        theirs, mode = double(stored.config), Wide()
+        theirs, mode = double(stored.config, CASES[case].made), Wide()
         theirs.load_state_dict(stored.state_dict())
     source, ours = read(source_folder, dtype)
-    tokens = tokens_of(source)
+    tokens, labels = labelled(case, tokens_of(source))
     with mode:
-        logits = theirs(tokens).logits[:, :-1]
+        logits = theirs(tokens).logits
     assert logits.dtype == dtype
-    expected = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-    loss = engine.ask(ours, tokens[:, :-1], head.loss_of(tokens[:, 1:])) / tokens[:, 1:].numel()
+    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+    loss = engine.ask(ours, tokens, head.loss_of(labels)) / (labels != IGNORED).sum()
     expected.backward()
     loss.backward()
     parameters = dict(ours.named_parameters())
@@ -105,7 +120,11 @@ def _stored(theirs: nn.Module, plain: bool) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def texts(case: str, folder: Path) -> tuple[list[list[int]], list[list[int]]]:
-    """Greedy texts of three prompts: ours with a cache, and the reference's."""
+    """Greedy texts of three prompts: ours with a cache, and the reference's; none of a model that
+    fills in tokens.
+    """
+    if CASES[case].fills:
+        return [], []
     theirs, ours = build(case), engine.load_decoder(open_source(save(build(case), folder)))
     prompts = marked(ours.tree, torch.randint(0, ours.tree.vocab_size, (3, PROMPT)))
     theirs.generation_config = transformers.GenerationConfig()  # no token ends a text

@@ -74,6 +74,13 @@ def test_greedy_text(case, tmp_path):
 
 
 @torch.no_grad()
+def test_what_fills_in_tokens_continues_no_text(tmp_path):
+    ours = engine.load_decoder(open_source(save(build("bert"), tmp_path)))
+    with pytest.raises(ValueError, match="the model sees both ways.*cannot generate"):
+        engine.generate(ours, [[5, 6]], 1)
+
+
+@torch.no_grad()
 def test_falcon_beyond_what_bfloat16_counts(tmp_path):
     """400 tokens: from 256 on ALiBi of Falcon goes by steps, as in transformers."""
     theirs = build("falcon-alibi")

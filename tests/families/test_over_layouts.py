@@ -49,7 +49,7 @@ def first_step(config: Tiny, mesh: Mesh, layout: Layout) -> Run:
 def batch_of(tree: Tree, mesh: Mesh) -> Batch:
     """With a blank at another place in each row, where the model knows positions by them."""
     if tree.blanks is None:
-        streams = tree.streams * (tree.streams > 1)
+        streams = tree.streams * (tree.streams > 1 and tree.embedding.types is None)
         return batches(mesh, prefixes=tree.prefixed, streams=streams)[0]
     made = batches(mesh)[0]
     for i, row in enumerate(made.tokens, mesh.dp.rank * len(made.tokens)):

@@ -262,7 +262,7 @@ def build(case, **changed):
         model = made.plain({"model_type": made.model_type, **made.fields, **changed}).eval()
     else:
         config = transformers.AutoConfig.for_model(made.model_type, **made.fields | changed)
-        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+        model = getattr(transformers, made.made).from_config(config).eval()
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(torch.randn(p.shape) * 0.2 + (p.ndim == 1))

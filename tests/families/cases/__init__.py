@@ -33,12 +33,19 @@ class Case:
     """
     gated: Callable[[Any, Tensor, Tensor], Tensor] | None = None
     """(the experts there, gate, up) -> what an expert makes of the two; None: act_fn(gate) * up."""
+    fills: bool = False
+    """It fills in masked tokens: labels are of their own places, and it has no texts."""
     long: dict[str, Any] | None = None
     """Other fields with which 220 tokens have room: it joins the ragged batches. A tied head of
     random weights repeats a token: untied.
     """
     refused: dict[str, str] = field(default_factory=dict)
     """A layout of test_over_layouts.py that the model cannot have -> what the refusal says."""
+
+    @property
+    def made(self) -> str:
+        """What makes its reference of a config, of transformers."""
+        return "AutoModelForMaskedLM" if self.fills else "AutoModelForCausalLM"
 
 
 def modules() -> list[Any]:
