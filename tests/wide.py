@@ -29,7 +29,8 @@ class Wide(TorchFunctionMode):
 def double(
     config: transformers.PreTrainedConfig, made: str = "AutoModelForCausalLM"
 ) -> torch.nn.Module:
-    """The model of a config.json, by the class `made` of transformers, for evaluation, its values not yet set. To be called in `Wide`.
+    """The model of a config.json, by the class `made` of transformers, for evaluation, its values
+    not yet set. To be called in `Wide`.
 
     Numbers that it makes as it is built (frequencies of rope, the scale of Gemma's embedding) are
     fp64 too, and BLOOM's gelu has the root of 2 / pi and not the eight digits that are written

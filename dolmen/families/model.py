@@ -234,13 +234,22 @@ def edit(
         )
     names = model.family.names
     asked = {"vocab_size": vocab_size, "tie_word_embeddings": tie}
-    asked["max_position_embeddings"] = context
+    if context is not None:
+        asked["max_position_embeddings"] = context + _rows_before(model)
     made = changed(model, {names[n]: value for n, value in asked.items() if value is not None})
     beside: dict[str, Any] = {**special}
     if dtype is not None:
         stated = [name for name in ("dtype", "torch_dtype") if name in model.config] or ["dtype"]
         beside |= dict.fromkeys(stated, dtype)
     return Model({**made.config, **beside}) if beside else made
+
+
+def _rows_before(model: Model) -> int:
+    """By how much the field of the longest sequence is more: RoBERTa counts rows of a table in it
+    that no position has.
+    """
+    stated = explicit(model)[model.family.names["max_position_embeddings"]]
+    return stated - model.tree.max_position_embeddings
 
 
 def compared(one: Model, other: Model) -> list[tuple[str, Any, Any]]:
