@@ -16,6 +16,11 @@ from dolmen.ops.attention import Documents, begins, document_ends
 from dolmen.ops.loss import IGNORED
 from dolmen.ops.positions import PositionIds, of_prefix, of_span
 
+FOLLOWS = "follows"
+"""The number of a token that says of its sequence's two texts whether the second follows the first:
+1 or -1; 0 says nothing.
+"""
+
 
 @dataclass(frozen=True, eq=False)
 class Batch:

@@ -84,7 +84,11 @@ class Logits(Head):
         follows the first (label 0, as in transformers) is over that of a text of elsewhere, in
         fp32 or wider.
         """
-        assert self.pair is not None, "the head has no pairs"
+        if self.pair is None:
+            raise ValueError(
+                "the head does not say whether a text follows: give a model that does "
+                "(BertForPreTraining)"
+            )
         two = self.pair(hidden)
         wide = two.to(torch.promote_types(two.dtype, torch.float32))
         own = wide[:, 0] - wide[:, 1]

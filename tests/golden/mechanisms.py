@@ -169,6 +169,18 @@ CONFIGS = {
         swiglu_limit=0.3,
         router_aux_loss_coef=0.05,
     ),
+    # an encoder: it sees both ways, types of tokens, a head with a transform and one of pairs
+    "bert": tiny(
+        "bert",
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        max_position_embeddings=LENGTH,
+        initializer_range=0.1,
+        architectures=["BertForPreTraining"],
+    ),
     # of each head a score that weighs no value
     "sinks": mixing(FAMILIES["llama"], sinks=True),
     # the first tokens see one another

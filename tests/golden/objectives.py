@@ -16,13 +16,15 @@ from spawning import Row
 from table import FAMILIES, LENGTH, ROWS, SINGLE, Layout, Run
 
 from dolmen.core.mesh import Mesh
-from dolmen.data.batch import IGNORED, Batch
+from dolmen.data.batch import FOLLOWS, IGNORED, Batch
 from dolmen.model.tree import Scalar
 from dolmen.objectives import score
 from dolmen.objectives.cross_entropy import CrossEntropy
+from dolmen.objectives.filling import Filling
 from dolmen.objectives.objective import Objective
 from dolmen.objectives.preference import DPO, REFERENCE
 from dolmen.objectives.reward import TARGET, Preferred, SquaredError
+from dolmen.ops.positions import PositionIds
 from dolmen.training.step import TrainState
 
 REFERENCE_MODEL, REFERENCE_SEED, STEPS = FAMILIES["gpt2"], 5, 2
@@ -47,8 +49,24 @@ KINDS = {
     "dpo, capped": Kind(CONFIGS["gemma2"], DPO(0.5)),
     "dpo, experts": Kind(FAMILIES["qwen3-moe"], DPO(0.5)),
     "preferred": Kind(scalar(FAMILIES["llama"]), Preferred()),
+    # masked tokens and pairs of texts of an encoder
+    "filling": Kind(CONFIGS["bert"], Filling(2.0)),
     "values": Kind(scalar(FAMILIES["gpt2"]), SquaredError()),
 }
+
+
+def pairs(rows: torch.Tensor) -> torch.Tensor:
+    """Of every third row the second text does not follow the first."""
+    said = torch.zeros(len(rows), LENGTH, dtype=torch.float64)
+    said[:, 0] = torch.where(rows % 3 == 0, -1.0, 1.0).double()
+    return said
+
+
+def typed(batch: Batch) -> Batch:
+    """Two texts in each row, which end at the middle and at the end."""
+    index = torch.arange(LENGTH).expand_as(batch.tokens)
+    ids = torch.stack((index, (index >= LENGTH // 2).long()), 1)
+    return replace(batch, positions=PositionIds.of(ids))
 
 
 def batches(mesh: Mesh) -> list[Batch]:
@@ -68,7 +86,7 @@ def batches(mesh: Mesh) -> list[Batch]:
                 batch,
                 labels=torch.where(real, batch.tokens.roll(-1, 1), IGNORED),
                 weights=torch.where(weights < 0.2, 0.0, weights),
-                numbers={TARGET: 2 * targets - 1},
+                numbers={TARGET: 2 * targets - 1, FOLLOWS: pairs(mine)},
             )
         )
     return out
@@ -79,6 +97,8 @@ def compared(train: TrainState, mesh: Mesh, layout: Layout, **dtypes) -> list[Ba
     with one. That model stays as it is.
     """
     given = batches(mesh)
+    if isinstance(train.objective, Filling):
+        return [typed(batch) for batch in given]
     if not isinstance(train.objective, DPO):
         return given
     other = build(REFERENCE_MODEL, mesh, layout, train.schedule, **dtypes)
@@ -198,6 +218,16 @@ OBJECTIVES = [
         dp2 tp2 sp zero3
         cp4                           |
         pp2 dp2 tp2 sp acc4 zero3     |
+        """,
+    ),
+    *rows(
+        "filling",
+        """
+        tp2 sp zero1 acc4
+        dp2 tp2 zero3
+        cp2 pp2 acc4 zero1
+        tp2 acc4 zero-bubble          |
+        cp4 gather                    |
         """,
     ),
     *rows(
