@@ -1,10 +1,11 @@
-"""Filling in masked tokens and judging pairs of texts, against BertForPreTraining of transformers in
-float64: the loss that it computes from its own labels, and all gradients. Sequences are padded:
+"""Filling in masked tokens and judging pairs of texts, against BertForPreTraining of transformers
+in float64: the loss that it computes from its own labels, and all gradients. Sequences are padded:
 there by a mask of attention, here padding is a document of its own.
 """
 
 import contextlib
 import io
+from dataclasses import replace
 
 import pytest
 import torch
@@ -106,6 +107,6 @@ def test_what_is_refused(tmp_path):
         Filling(1.0).count(Batch(batch.tokens, batch.labels))
     bert(tmp_path)
     tree = open_source(tmp_path).tree
-    alone = Decoder(type(tree)(**{**vars(tree), "head": type(tree.head)(True, bias=True)}))
+    alone = Decoder(replace(tree, head=replace(tree.head, follows=False)))
     with pytest.raises(ValueError, match="does not say whether a text follows"):
         alone(batch.tokens, lambda hidden, head: head.follows(hidden))
