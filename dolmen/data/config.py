@@ -87,6 +87,10 @@ class DataConfig(TextConfig):
     """In which order samples are read: ours, by windows, or that of Megatron-LM, which depends on
     --train.steps and holds out by --data.split.
     """
+    masked_fraction: float = 0.15
+    """Share of the tokens of a sequence that a model which fills in masked ones (BERT, RoBERTa) is
+    to fill in, by whole words.
+    """
     split: str | None = None
     """Shares of each data set to train, validate and test on, in order, where --data.order is
     megatron and --data.validation is unset. Default: 969,30,1.
@@ -94,6 +98,10 @@ class DataConfig(TextConfig):
 
     def __post_init__(self):
         super().__post_init__()
+        if not 0 < self.masked_fraction < 1:
+            raise ValueError(
+                f"data.masked-fraction is {self.masked_fraction}: it must lie between 0 and 1"
+            )
         if self.order == "dolmen" and self.split is not None:
             raise ValueError(
                 f"data.split {self.split} divides as Megatron does: use --data.order megatron, or "

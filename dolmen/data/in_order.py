@@ -15,6 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from dolmen.data.batch import Batch
+from dolmen.data.cloze import Cloze
 from dolmen.data.corpus import added
 from dolmen.data.division import HeldOut
 from dolmen.data.stream import TokenStream
@@ -26,8 +27,16 @@ class InOrder:
     token behind which attention does not look; None: it looks at all of its window.
     """
 
-    def __init__(self, parts: Sequence[HeldOut], sequence_length: int, boundary: int | None):
+    def __init__(
+        self,
+        parts: Sequence[HeldOut],
+        sequence_length: int,
+        boundary: int | None,
+        cloze: Cloze | None = None,
+    ):
+        """`cloze`: of a model that fills in masked tokens, which are predicted in place of all."""
         self.parts, self.sequence_length, self.boundary = parts, sequence_length, boundary
+        self.cloze = cloze
 
     @cached_property
     def stream(self) -> TokenStream:
@@ -66,15 +75,20 @@ class InOrder:
         chosen = min(windows, max_sequences or windows)
         padded = -(-chosen // batch_size) * batch_size
         for first in range(first_row, padded, batch_size):
-            yield Batch.of_windows(
-                np.stack(
-                    [
-                        self.window(index * windows // chosen if index < chosen else windows)
-                        for index in range(first, first + rows)
-                    ]
-                ),
-                self.boundary,
-            )
+            numbers = [
+                index * windows // chosen if index < chosen else windows
+                for index in range(first, first + rows)
+            ]
+            yield self._batch(np.stack([self.window(number) for number in numbers]), numbers)
+
+    def _batch(self, made: np.ndarray, numbers: list[int]) -> Batch:
+        if self.cloze is None:
+            return Batch.of_windows(made, self.boundary)
+
+        def other(row: int) -> np.ndarray:
+            return self.window((numbers[row] + self.windows // 2) % self.windows)
+
+        return self.cloze.batch(made, [f"held out {number}" for number in numbers], other)
 
     def window(self, index: int) -> np.ndarray:
         """int64 [sequence_length + 1], IGNORED behind the last token."""

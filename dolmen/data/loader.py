@@ -10,9 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 
+import numpy as np
+
+from dolmen.core.rng import seed_of
 from dolmen.core.words import counted
 from dolmen.data import tokenizer as tokenizers
 from dolmen.data.batch import Batch
+from dolmen.data.cloze import Cloze, of_tokenizer
 from dolmen.data.config import DataConfig
 from dolmen.data.corpora import open_corpus
 from dolmen.data.corpus import Corpus
@@ -28,6 +32,9 @@ from dolmen.data.division import (
 from dolmen.data.in_order import InOrder
 from dolmen.data.inputs import Inputs, check_inputs
 from dolmen.data.order import Order, data_sets, make_order
+from dolmen.model.tree import Tree
+
+ELSEWHERE = 1 << 16  # samples, within which a text of elsewhere is found
 
 
 class Loader:
@@ -43,6 +50,7 @@ class Loader:
         lines: list[str],
         identity: dict[str, str],
         document_mask: bool = False,
+        cloze: Cloze | None = None,
     ):
         self.mixture, self.held_out, self.global_batch_size = mixture, held_out, global_batch_size
         self.tokenizer = tokenizer
@@ -51,7 +59,8 @@ class Loader:
         self.identity = identity
         # what attention does not look behind
         self.boundary = end_of_text if document_mask else None
-        self.validation = InOrder(held_out, mixture.sequence_length, self.boundary)
+        self.cloze = cloze
+        self.validation = InOrder(held_out, mixture.sequence_length, self.boundary, cloze)
         # samples that the batches before have read over step x global_batch_size: see go_on
         self.ahead = 0
 
@@ -70,9 +79,18 @@ class Loader:
         consecutive samples.
         """
         rows = self.rows(ranks)
-        return Batch.of_windows(
-            self.mixture.windows(self.first(step) + rank * rows, rows), self.boundary
-        )
+        first = self.first(step) + rank * rows
+        windows = self.mixture.windows(first, rows)
+        if self.cloze is None:
+            return Batch.of_windows(windows, self.boundary)
+        seed = self.cloze.seed
+
+        def other(row: int) -> np.ndarray:
+            """A text of elsewhere: of a sample that comes later."""
+            away = 1 + seed_of(seed, "other text", first + row) % ELSEWHERE
+            return self.mixture.windows(first + row + away, 1)[0]
+
+        return self.cloze.batch(windows, range(first, first + rows), other)
 
     def documents(self, step: int) -> list[str]:
         """Which documents the rows of global batch `step` were cut from, a line each: `source:
@@ -129,8 +147,8 @@ class Loader:
 
     @property
     def validation_bytes(self) -> int | None:
-        """Bytes of held-out text, exactly; None where they are not known."""
-        return self.validation.bytes
+        """Bytes of held-out text, exactly; None where they are not known, or not predicted."""
+        return None if self.cloze else self.validation.bytes
 
     @property
     def validation_files(self) -> tuple[Path, ...]:
@@ -168,10 +186,12 @@ def prepare_loader(
     progress: bool = True,
     verify: bool = True,
     steps: int | None = None,
+    model: Tree | None = None,
 ) -> Loader:
     """From options to batches: check, tokenise or find in the cache, hold out, mix. `verify`: try
     the tokenizer's expressions and compare the cache with its digests, once per host. `steps`: of
-    the whole run, where they are known.
+    the whole run, where they are known. `model`: what reads the batches; one that sees both ways is
+    given masked tokens to fill in.
     """
     inputs = check_inputs(config, tokenizer, vocab_size, sequence_length, progress, verify)
     sources = data_sets(config, inputs.sources)
@@ -182,10 +202,12 @@ def prepare_loader(
             inputs.validation, config, inputs, progress, "--data.validation", verify
         )
     divisions, held = divide_corpora(config, inputs, corpora, judge)
+    cloze = make_cloze(config, inputs, sequence_length, seed, model)
+    window = sequence_length if cloze is None else cloze.text - 1
     for division, corpus in zip(divisions, corpora, strict=True):
-        check_length(division, corpus, sequence_length)
+        check_length(division, corpus, window)
     samples = None if steps is None else steps * global_batch_size
-    mixture = make_order(config, sources, corpora, divisions, sequence_length, seed, samples)
+    mixture = make_order(config, sources, corpora, divisions, window, seed, samples)
     left_out = [f"left out: {note}" for source in inputs.sources for note in source.left_out]
     kept_out = [note for division in divisions for note in division.notes]
     kept_out += [note for corpus in corpora for note in corpus.notes]
@@ -197,6 +219,7 @@ def prepare_loader(
         "global_batch_size": str(global_batch_size),
         "seed": str(seed),
         **({"document_mask": "True"} if config.document_mask else {}),
+        **({"masked": f"{cloze.fraction:g}, pairs {cloze.pairs}"} if cloze else {}),
     }
     return Loader(
         mixture,
@@ -207,6 +230,26 @@ def prepare_loader(
         describe(mixture, corpora, held, [*left_out, *kept_out], config),
         identity,
         config.document_mask,
+        cloze,
+    )
+
+
+def make_cloze(
+    config: DataConfig, inputs: Inputs, sequence_length: int, seed: int, model: Tree | None
+) -> Cloze | None:
+    """How sequences are made for a model that fills in masked tokens; None for any other. Raises
+    ValueError for what such a model's data cannot have.
+    """
+    if model is None or not model.both_ways:
+        return None
+    if config.document_mask or config.order != "dolmen":
+        asked = "document-mask" if config.document_mask else f"order {config.order}"
+        raise ValueError(
+            f"data.{asked} is for models that foretell the next token, and this one fills in "
+            "masked ones: leave it out"
+        )
+    return of_tokenizer(
+        inputs.tokenizer, sequence_length, config.masked_fraction, model.head.follows, seed
     )
 
 

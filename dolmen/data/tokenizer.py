@@ -33,6 +33,10 @@ class PreTrainedTokenizer(Protocol):
     eos_token: str | None
     eos_token_id: int | None
     bos_token_id: int | None
+    cls_token_id: int | None
+    sep_token_id: int | None
+    mask_token_id: int | None
+    pad_token_id: int | None
     all_special_tokens: list[str]
     init_kwargs: dict[str, Any]
 

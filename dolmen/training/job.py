@@ -118,6 +118,7 @@ def refuse(
             config.train.seed,
             verify=verify,
             steps=config.train.steps,
+            model=config.tree,
         )
         return config
     except (ValueError, KeyError, OSError) as error:

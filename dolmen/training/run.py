@@ -20,6 +20,9 @@ from dolmen.data.loader import Loader
 from dolmen.files import write
 from dolmen.launch.watch import Watch
 from dolmen.model import build
+from dolmen.objectives.cross_entropy import CrossEntropy
+from dolmen.objectives.filling import Filling
+from dolmen.objectives.objective import Objective
 from dolmen.optim import optimizer as optim
 from dolmen.optim.precision import DTYPES, LossScale, at_rest
 from dolmen.parallel import channels
@@ -104,7 +107,18 @@ def make_state(run: RunConfig, mesh: Mesh, steps: int) -> TrainState:
         run.train.seed,
         LossScale.of(run.train.dtype),
         spike,
+        objective=objective_of(run),
     )
+
+
+def objective_of(run: RunConfig) -> Objective:
+    """The next token; of a model that sees both ways masked ones, and whether a text follows, where
+    its head says so, which counts as the masked tokens of a sequence.
+    """
+    if not run.tree.both_ways:
+        return CrossEntropy()
+    masked = max(1.0, run.data.masked_fraction * run.sequence_length)
+    return Filling(masked if run.tree.head.follows else 0.0)
 
 
 def run_training(
@@ -151,6 +165,7 @@ def _in_folder(asked: _Asked) -> Outcome:
         progress=mesh.first,
         verify=False,  # who starts a run has done so, once per host
         steps=run.train.steps,
+        model=run.tree,
     )
     same_data(loader, mesh)
     if not asked.start.resumed:

@@ -1,0 +1,170 @@
+"""Sequences for an encoder to fill in (Devlin et al., 1810.04805, sections 3.1 and A.1): of some
+words the tokens are masked, and of two texts the second may be one of elsewhere.
+
+    pairs     [CLS] a a a a a [SEP] b b b b b [SEP]      types 0 up to the first [SEP], then 1
+    no pairs  [CLS] a a a a a a a a a a a [SEP]          type 0
+
+Words are masked whole, as in BERT's later models (Cui et al., 1906.08101). Of the tokens of a
+masked word 8 of 10 become the mask, one a random token, and one stays; all are to be filled in.
+What is drawn follows from (seed, name of the sequence) alone, so an epoch masks other words than
+the one before it.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Int64
+
+from dolmen.core.rng import seed_of
+from dolmen.data.batch import FOLLOWS, Batch
+from dolmen.data.tokenizer import PreTrainedTokenizer, vocabulary_size
+from dolmen.ops.attention import Documents
+from dolmen.ops.loss import IGNORED
+from dolmen.ops.positions import PositionIds
+
+BEGINNINGS = ("Ġ", "▁")  # what a token of a new word begins with: byte-level BPE, sentencepiece
+CONTINUES = "##"  # what one within a word begins with: WordPiece
+MASKED, RANDOM = 0.8, 0.9  # below the first a token is masked, below the second it is a random one
+
+Text = Int64[np.ndarray, " _"]
+
+
+@dataclass(frozen=True, eq=False)
+class Cloze:
+    """How sequences of `sequence_length` tokens are made of text."""
+
+    sequence_length: int
+    begin: int
+    """[CLS], or <s>."""
+    between: int
+    """[SEP], or </s>."""
+    mask: int
+    padding: int
+    begins: Bool[np.ndarray, " vocabulary"]
+    """Whether a token is the first of a word."""
+    ordinary: Int64[np.ndarray, " ids"]
+    """Ids that are no special tokens: they may be masked, and random ones are drawn of them."""
+    fraction: float
+    """Of a text's tokens, how many are to be filled in."""
+    pairs: bool
+    seed: int
+
+    @property
+    def text(self) -> int:
+        """Tokens of text in a sequence."""
+        return self.sequence_length - (3 if self.pairs else 2)
+
+    def batch(
+        self,
+        texts: Int64[np.ndarray, "rows tokens"],
+        names: Sequence[Hashable],
+        other: Callable[[int], Text],
+    ) -> Batch:
+        """Of texts of `text` tokens, IGNORED behind the end of one, each with a name of its own;
+        `other(row)` is a text of elsewhere.
+        """
+        made = [self._row(row, text, names[row], other) for row, text in enumerate(texts)]
+        tokens, labels, types, ends, said = (np.stack(one) for one in zip(*made, strict=True))
+        index = np.broadcast_to(np.arange(self.sequence_length), tokens.shape)
+        # padding is a document of its own, which no text sees
+        starts = np.where(index < ends[:, None], 0, ends[:, None])
+        follows = np.zeros(tokens.shape, np.float32)
+        follows[:, 0] = said
+        return Batch(
+            torch.from_numpy(tokens),
+            torch.from_numpy(labels),
+            Documents.of(torch.from_numpy(starts)) if starts.any() else None,
+            PositionIds.of(torch.from_numpy(np.stack((index, types), 1))),
+            numbers={FOLLOWS: torch.from_numpy(follows)} if self.pairs else {},
+        )
+
+    def _row(
+        self, row: int, text: Text, name: Hashable, other: Callable[[int], Text]
+    ) -> tuple[Text, Text, Text, np.integer, np.floating]:
+        """(tokens, labels, types, where padding begins, whether the second text follows)."""
+        chance = np.random.default_rng(seed_of(self.seed, "cloze", str(name)))
+        first, said = text[text != IGNORED], np.float32(0)
+        parts = [first]
+        if self.pairs and len(first) > 1:
+            cut = int(chance.integers(1 + len(first) // 4, 2 + len(first) * 3 // 4))
+            follows = chance.random() < 0.5
+            second = first[cut:] if follows else other(row)[cut : len(first)]
+            parts, said = [first[:cut], second], np.float32(1 if follows else -1)
+        tokens, labels = (np.full(self.sequence_length, fill) for fill in (self.padding, IGNORED))
+        types, end = np.zeros(self.sequence_length, np.int64), 1
+        tokens[0] = self.begin
+        for kind, part in enumerate(parts):
+            stop = end + len(part)
+            tokens[end:stop], tokens[stop], types[end : stop + 1] = part, self.between, kind
+            end = stop + 1
+        chosen = self._chosen(tokens[:end], chance)
+        labels[chosen] = tokens[chosen]
+        drawn, random = chance.random(len(chosen)), chance.choice(self.ordinary, len(chosen))
+        tokens[chosen] = np.select(
+            [drawn < MASKED, drawn < RANDOM], [self.mask, random], tokens[chosen]
+        )
+        return tokens, labels, types, np.int64(end), said
+
+    def _chosen(self, tokens: Text, chance: np.random.Generator) -> Text:
+        """Places to be filled in: of whole words in a random order, until they are so many. A word
+        that would be too many is passed over.
+        """
+        masked = np.isin(tokens, self.ordinary)
+        apart = self.begins[tokens] | ~masked | ~np.append(False, masked[:-1])
+        words = np.split(np.arange(len(tokens)), np.flatnonzero(apart)[1:])
+        words = [word for word in words if masked[word[0]]]
+        left, found = max(1, round(self.fraction * int(masked.sum()))), []
+        for i in chance.permutation(len(words)):
+            if len(words[i]) <= left:
+                found.append(words[i])
+                left -= len(words[i])
+        return np.sort(np.concatenate(found)) if found else np.empty(0, np.int64)
+
+
+def of_tokenizer(
+    tokenizer: PreTrainedTokenizer, sequence_length: int, fraction: float, pairs: bool, seed: int
+) -> Cloze:
+    """By the special tokens of a tokenizer, and what its pieces look like. Raises ValueError for
+    one that has no such tokens, and for sequences without room for text.
+    """
+    if sequence_length < 8:
+        raise ValueError(
+            f"train.sequence-length is {sequence_length}: two texts and the tokens between them "
+            "need 8"
+        )
+    named = {
+        "cls": tokenizer.cls_token_id,
+        "sep": tokenizer.sep_token_id,
+        "mask": tokenizer.mask_token_id,
+        "pad": tokenizer.pad_token_id,
+    }
+    if missing := [name for name, token in named.items() if token is None]:
+        raise ValueError(
+            f"the model fills in masked tokens, and the tokenizer names no {missing[0]} token: use "
+            "--data.tokenizer with one made for such models"
+        )
+    size, vocabulary = vocabulary_size(tokenizer), tokenizer.get_vocab()
+    begins = np.ones(size, bool)
+    pieces = vocabulary.keys() - {*tokenizer.all_special_tokens}
+    marked = any(piece.startswith(CONTINUES) for piece in pieces)
+    spaced = any(piece.startswith(BEGINNINGS) for piece in pieces)
+    for piece, token in vocabulary.items():
+        if marked:
+            begins[token] = not piece.startswith(CONTINUES)
+        elif spaced:
+            begins[token] = piece.startswith(BEGINNINGS)
+    ordinary = np.array(sorted(vocabulary[piece] for piece in pieces), np.int64)
+    return Cloze(
+        sequence_length,
+        named["cls"],
+        named["sep"],
+        named["mask"],
+        named["pad"],
+        begins,
+        ordinary,
+        fraction,
+        pairs,
+        seed,
+    )
