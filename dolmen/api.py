@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float
 
 from dolmen.comparison import diff as difference
 from dolmen.comparison import report as differing
@@ -95,7 +95,7 @@ def _asked(cls: type[T], **said: Any) -> T:
 
 ARRAYS = (torch.Tensor, np.ndarray)
 NUMBERS = (list, tuple, *ARRAYS)  # that token ids come in
-Ids = Sequence[int] | Int64[torch.Tensor, " tokens"]
+Ids = Sequence[int] | torch.Tensor | np.ndarray
 Prompt = str | Ids | Sequence[str] | Sequence[Ids]
 
 
