@@ -19,7 +19,8 @@ from torch import Tensor
 from dolmen.conversion.weights import assemble
 from dolmen.core.paths import expand, is_absent
 from dolmen.core.words import counted
-from dolmen.families import Model, WeightMap, special_tokens, weight_map
+from dolmen.families import Model, WeightMap, changed, special_tokens, weight_map
+from dolmen.families.family import BARE
 from dolmen.families.rules import Entry
 from dolmen.files import gate, kinds, safetensors
 from dolmen.files.safetensors import Spec, Stored
@@ -206,7 +207,16 @@ def opened(folder: Path, model: Model | None = None) -> Transformers:
     """The folder, its weights as those of `model`, or else of its config.json. Raises as
     `read_config`.
     """
-    return Transformers(folder, model or read_config(folder))
+    return Transformers(folder, model or _as_named(read_config(folder), folder))
+
+
+def _as_named(model: Model, folder: Path) -> Model:
+    """The same, as the folder's files name tensors, of a family whose exports keep that."""
+    family = model.family
+    if BARE not in family.fields:
+        return model
+    bare = not any(name.startswith(family.prefix) for name in safetensors.index(folder))
+    return changed(model, {BARE.name: True}) if bare else model
 
 
 def tokenizer_files(folder: Path | str) -> list[Path]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from dolmen.families.rules import Rule
-from dolmen.files.schema import Object, Schema, Text, optional
+from dolmen.files.schema import Flag, Object, Schema, Text, optional
 from dolmen.model.tree import Tree
 from dolmen.model.tree.mlp import Activation
 
@@ -94,6 +94,12 @@ def mapping(name: str, *inside: Field, spell: Callable | None = None, ours: bool
     """A field that is null or a mapping of the fields `inside`."""
     kind = optional(Object(optional={one.name: one.kind for one in inside}))
     return Field(name, kind, inside=inside, spell=spell, ours=ours)
+
+
+# Of a family whose files may leave out its prefix, and whose exports then do too.
+BARE = Field(
+    "bare_names", Flag(), False, "Names of tensors leave out what they begin with.", ours=True
+)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dolmen.families import common, special_tokens
-from dolmen.families.family import Family, Field, Ids, expect
+from dolmen.families.family import BARE, Family, Field, Ids, expect
 from dolmen.families.rules import Rename, Rule, Split
 from dolmen.files import kinds
 from dolmen.files.schema import Flag
@@ -33,6 +33,7 @@ FIELDS = (
     common.INITIALIZER_RANGE,
     Field("tie_word_embeddings", Flag(), True, "Head and embedding are one parameter."),
     special_tokens.SPECIAL_TOKENS,
+    BARE,
 )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from dolmen.families.family import BARE, RESERVED
 from dolmen.families.model import Model, changed, explicit
 from dolmen.families.names import nested
 from dolmen.families.rules import Entry, Shape, ending, entries
@@ -27,12 +28,16 @@ class WeightMap:
 
     @property
     def written(self) -> dict[str, Entry]:
-        """What an export writes: `entries`, and the head where the family's files hold it beside
-        the embedding that it is.
+        """What an export writes: `entries`, under the names that the model's files have, and the
+        head where the family's files hold it beside the embedding that it is.
         """
-        if not (self.model.family.head_beside and self.model.tree.head.tied):
-            return self.entries
-        return {**self.entries, self.head: replace(self.entries[self.embedding], hf=self.head)}
+        found, family = dict(self.entries), self.model.family
+        if family.head_beside and self.model.tree.head.tied:
+            found[self.head] = replace(found[self.embedding], hf=self.head)
+        if not self.model.config.get(RESERVED, {}).get(BARE.name):
+            return found
+        bare = [replace(one, hf=one.hf.removeprefix(family.prefix)) for one in found.values()]
+        return {entry.hf: entry for entry in bare}
 
     def canonical(self, name: str) -> str:
         """The stored name with the family's leading part, which some files leave out, and with

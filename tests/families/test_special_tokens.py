@@ -175,7 +175,7 @@ def test_loaded_without_a_tokenizer(tmp_path):
 
 
 def test_names_with_and_without_what_they_begin_with(tmp_path):
-    """GLM-10B: files of its two classes."""
+    """GLM-10B: files of its two classes. What is exported has the names that there were."""
     saved("glm-10b", tmp_path)
     before = {name: tensor for name, tensor in open_source(tmp_path).stream()}
     file = tmp_path / "model.safetensors"
@@ -184,3 +184,6 @@ def test_names_with_and_without_what_they_begin_with(tmp_path):
     after = {name: tensor for name, tensor in open_source(tmp_path).stream()}
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
+    dolmen.export(tmp_path, to=tmp_path / "back")
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert back.keys() == bare.keys() and all(torch.equal(back[n], bare[n]) for n in bare)
