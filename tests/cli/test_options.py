@@ -112,8 +112,7 @@ AFTER = """
     layout.recompute layout.recompute-layers layout.reduction
     data.path data.tokenizer data.end-of-text data.text-field data.cache data.workers
     data.document-mask data.no-document-mask data.validation data.validation-fraction
-    data.masked-fraction
-    data.order data.split
+    data.order data.masked-fraction data.split
     optimizer.name optimizer.lr optimizer.warmup-steps optimizer.schedule optimizer.min-lr
     optimizer.decay-fraction optimizer.weight-decay optimizer.beta1 optimizer.beta2 optimizer.eps
     optimizer.clip optimizer.muon.momentum optimizer.muon.dtype train.steps train.seed
