@@ -1,5 +1,6 @@
 """A folder of transformers as a source (source.py): read by name, streamed, one stored tensor in
-memory at a time. hf_export.py writes them.
+memory at a time, of safetensors or of the pytorch_model.bin from before them. hf_export.py writes
+them.
 
 `Transformers.stream` here and `hf_export.export_weights` are the two directions of the same weight
 rules (dolmen/families).
@@ -22,7 +23,7 @@ from dolmen.core.words import counted
 from dolmen.families import Model, WeightMap, changed, special_tokens, weight_map
 from dolmen.families.family import BARE
 from dolmen.families.rules import Entry
-from dolmen.files import gate, kinds, safetensors
+from dolmen.files import gate, kinds, safetensors, torch_files
 from dolmen.files.safetensors import Spec, Stored
 from dolmen.model.tree import Tree
 
@@ -41,6 +42,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "tekken.json",
 )
+FORMS = (safetensors.SAFETENSORS, torch_files.BIN)
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -66,7 +68,11 @@ def resolve_model(name: str | Path, revision: str | None = None) -> Path:
         *TOKENIZER_FILES,
     ]
     try:
-        return Path(snapshot_download(str(name), revision=revision, allow_patterns=patterns))
+        folder = Path(snapshot_download(str(name), revision=revision, allow_patterns=patterns))
+        if any(form.lies_in(folder) for form in FORMS):
+            return folder
+        older = ["pytorch_model*.bin", torch_files.BIN.index]
+        return Path(snapshot_download(str(name), revision=revision, allow_patterns=older))
     except (
         HFValidationError,
         OSError,
@@ -117,7 +123,7 @@ def tokens_by_name(folder: Path | str) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Transformers:
-    """A folder with a config.json and safetensors; its weights are those of `model`."""
+    """A folder with a config.json and weights, which are those of `model`."""
 
     where: Path
     model: Model
@@ -199,8 +205,7 @@ class Transformers:
 
 def found(folder: Path) -> bool:
     """Whether a folder is meant as one of transformers, config.json or weights missing or not."""
-    names = ("config.json", safetensors.SINGLE, safetensors.INDEX)
-    return any((folder / name).is_file() for name in names)
+    return (folder / "config.json").is_file() or any(form.lies_in(folder) for form in FORMS)
 
 
 def opened(folder: Path, model: Model | None = None) -> Transformers:
@@ -241,7 +246,8 @@ def _match(folder: Path, weights: WeightMap) -> dict[str, Stored]:
     """
     found: dict[str, Stored] = {}
     beyond: list[str] = []
-    for name, stored in safetensors.index(folder).items():
+    form = next((one for one in FORMS if one.lies_in(folder)), None)
+    for name, stored in safetensors.index(folder, form).items():
         canonical = weights.canonical(name)
         if canonical in found:
             raise ValueError(

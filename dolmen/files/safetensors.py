@@ -15,7 +15,7 @@ more: offsets follow from shapes. Nothing here ever unpickles.
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,28 +93,42 @@ class Stored:
                 yield file.read(min(size, self.spec.nbytes - start))
 
 
-def index(folder: Path | str) -> dict[str, Stored]:
-    """Every tensor of a model folder, in the order of its files, read off the headers alone. Raises
-    ValueError for a folder without safetensors, and Refused for an index that names absent files or
-    tensors and for a truncated or damaged file.
+@dataclass(frozen=True)
+class Form:
+    """How a model of transformers lies in a folder: one file, or several with an index."""
+
+    single: str
+    index: str
+    read: Callable[[Path], dict[str, Stored]]
+    """The tensors of one file, in its order. Raises Refused."""
+
+    def lies_in(self, folder: Path) -> bool:
+        """Whether the folder has it."""
+        return any((folder / name).is_file() for name in (self.single, self.index))
+
+
+def index(folder: Path | str, form: Form | None = None) -> dict[str, Stored]:
+    """Every tensor of a model folder, in the order of its files, read off the headers alone; `form`
+    unset: of safetensors. Raises ValueError for a folder without such files, and Refused for an
+    index that names absent files or tensors and for a truncated or damaged file.
     """
-    folder = Path(folder)
-    if (folder / SINGLE).is_file():
-        return read_header(folder / SINGLE)
-    if not (folder / INDEX).is_file():
+    folder, form = Path(folder), form or SAFETENSORS
+    if (folder / form.single).is_file():
+        return form.read(folder / form.single)
+    if not (folder / form.index).is_file():
         raise ValueError(_nothing_to_read(folder))
-    weight_map = gate.read_json(folder / INDEX, kinds.INDEX)["weight_map"]
+    weight_map = gate.read_json(folder / form.index, kinds.INDEX)["weight_map"]
     files = list(dict.fromkeys(weight_map.values()))
     if absent := [
         name for name in files if Path(name).name != name or not os.path.isfile(folder / name)
     ]:
         raise refuse(
-            folder / INDEX,
+            folder / form.index,
             f"names what is not in the folder: {counted(len(absent), 'file')}, e.g. {absent[:3]}",
         )
     found: dict[str, Stored] = {}
     for name in files:
-        shard = read_header(folder / name)
+        shard = form.read(folder / name)
         if twice := [tensor for tensor in shard if tensor in found]:
             raise refuse(
                 folder / name,
@@ -125,7 +139,8 @@ def index(folder: Path | str) -> dict[str, Stored]:
         t for t, name in weight_map.items() if t not in found or found[t].file.name != name
     ]:
         raise refuse(
-            folder / INDEX, f"names {len(missing)} tensors that are not there, e.g. {missing[:3]}"
+            folder / form.index,
+            f"names {len(missing)} tensors that are not there, e.g. {missing[:3]}",
         )
     return found
 
@@ -149,6 +164,9 @@ def read_header(file: Path) -> dict[str, Stored]:
             file, f"is truncated or damaged: {length} bytes, its header says {8 + size + end}"
         )
     return found
+
+
+SAFETENSORS = Form(SINGLE, INDEX, read_header)
 
 
 def write_tensors(
@@ -286,7 +304,6 @@ def _nothing_to_read(folder: Path) -> str:
     if not pickles:
         return f"{folder} has neither {SINGLE} nor {INDEX}"
     return (
-        f"{folder} has pickled weights only ({', '.join(pickles[:3])}), which dolmen never loads, "
-        "since a pickle runs code: save it as safetensors with transformers' save_pretrained "
-        "where you trust it"
+        f"{folder} has neither {SINGLE} nor {INDEX}, and pickles by names that no model of "
+        f"transformers has ({', '.join(pickles[:3])})"
     )

@@ -28,7 +28,7 @@ from torch import Tensor
 from dolmen.core.torch_private.checkpoints import MAGIC, NUMBERS, PARAMETERS, TENSORS, rebuild
 from dolmen.files.gate import MIB, Refused, opened, refuse
 from dolmen.files.pickles import Instructions
-from dolmen.files.safetensors import NAMES, Spec, Stored
+from dolmen.files.safetensors import NAMES, Form, Spec, Stored
 from dolmen.files.window import Window
 
 MOST = 256 * MIB
@@ -295,6 +295,15 @@ def tensors(value: Any, file: Path) -> dict[str, Stored]:
                 raise refuse(file, f"holds {name} twice")
             found[name] = one.stored(name, file)
     return found
+
+
+def read_header(file: Path) -> dict[str, Stored]:
+    """The tensors of one file, in the order in which it names them. Raises Refused."""
+    return tensors(load(file), file)
+
+
+BIN = Form("pytorch_model.bin", "pytorch_model.bin.index.json", read_header)
+"""As transformers saved models before safetensors."""
 
 
 def leaves(value: Any, file: Path) -> Iterator[tuple[str, Any]]:

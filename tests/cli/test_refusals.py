@@ -393,7 +393,7 @@ MODELS = {
     truncated: "model.safetensors: is truncated",
     no_config: "has no config.json",
     no_weights: "has neither model.safetensors nor",
-    pickled: "has pickled weights only (pytorch_model.bin), which dolmen never loads",
+    pickled: "pytorch_model.bin: is not read: byte 0 is",
     other_class: "model_type is 't5': dolmen knows bloom, deepseek_v2",
 }
 

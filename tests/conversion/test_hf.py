@@ -325,3 +325,48 @@ def test_export_is_what_save_writes(tmp_path):
     assert exported.keys() == written.keys()
     assert all(torch.equal(exported[name], tensor) for name, tensor in written.items())
     assert json.loads((folder / "config.json").read_text()) == GPT2.exported()
+
+
+@pytest.mark.parametrize("archive", [True, False])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_weights_from_before_safetensors(tmp_path, archive, shards):
+    """pytorch_model.bin, one or with an index, as every torch has written it: the same parameters
+    to the bit, and nothing in it is run.
+    """
+    whole = saved(TIED, tmp_path / "m")
+    tensors = load_file(whole / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]  # one storage, as torch saves
+    older = tmp_path / "older"
+    older.mkdir()
+    (older / "config.json").write_bytes((whole / "config.json").read_bytes())
+    files = ["pytorch_model.bin"]
+    if shards > 1:
+        files = [f"pytorch_model-0000{i + 1}-of-00002.bin" for i in range(2)]
+    parts = {name: dict(list(tensors.items())[i::shards]) for i, name in enumerate(files)}
+    for name, part in parts.items():
+        torch.save(part, older / name, _use_new_zipfile_serialization=archive)
+    if shards > 1:
+        places = {tensor: name for name, part in parts.items() for tensor in part}
+        index = older / "pytorch_model.bin.index.json"
+        index.write_text(json.dumps({"weight_map": places}))
+    ours = loaded(older)
+    assert ours.keys() == TIED.tree.leaves.keys()
+    assert all(torch.equal(ours[name], tensor) for name, tensor in random(TIED).items())
+    if shards > 1:
+        for outside in ("../m/model.safetensors", "/etc/passwd", "none.bin"):
+            index.write_text(json.dumps({"weight_map": places | {K: outside}}))
+            with pytest.raises(ValueError, match="index.json: names what is not in the folder"):
+                loaded(older)
+        index.write_text(json.dumps({"weight_map": places}))
+    torch.save(parts[files[0]] | {"x": Evil()}, older / files[0])
+    with pytest.raises(ValueError, match="is not read: it names __builtin__.print"):
+        loaded(older)
+    content = (older / files[0]).read_bytes()
+    (older / files[0]).write_bytes(content[: len(content) // 2])
+    with pytest.raises(ValueError, match=f"{files[0]}: is not read"):
+        loaded(older)
+
+
+class Evil:
+    def __reduce__(self):
+        return print, ("evil",)

@@ -138,8 +138,8 @@ def test_damaged_folders_are_refused(tmp_path):
         ours.index(tmp_path)
     with pytest.raises(ValueError, match="not a folder"):
         ours.index(tmp_path / "none")
-    (tmp_path / "pytorch_model.bin").write_bytes(b"pickle")
-    with pytest.raises(ValueError, match="pytorch_model.bin.*never loads"):
+    (tmp_path / "model.ckpt").write_bytes(b"pickle")
+    with pytest.raises(ValueError, match="pickles by names that no model .* has .model.ckpt"):
         ours.index(tmp_path)
     (tmp_path / INDEX).write_text("{}")
     with pytest.raises(ValueError, match="it has no weight_map"):
