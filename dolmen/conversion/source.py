@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from jaxtyping import Shaped
 from torch import Tensor
 
-from dolmen.conversion import checkpoint, hf
+from dolmen.conversion import checkpoint, hf, meta
 from dolmen.conversion.megatron import dist, folders
 from dolmen.conversion.megatron import source as megatron
 from dolmen.core import agree
@@ -139,6 +139,12 @@ FORMATS = (
         checkpoint.found,
         checkpoint.newest,
         lambda folder, model, _: checkpoint.opened(folder, model),
+    ),
+    Format(
+        "Meta's files of a Llama (params.json, consolidated.00.pth)",
+        meta.found,
+        lambda folder: folder,
+        lambda folder, model, _: meta.opened(folder, model),
     ),
 )
 

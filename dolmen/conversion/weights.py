@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 import torch
 from torch import Tensor
 
-from dolmen.families.rules import Bare, Each, Entry, Rename, Rule, Split, Stack, Transpose
+from dolmen.families.rules import Bare, Each, Entry, Paired, Rename, Rule, Split, Stack, Transpose
 
 
 def split_stored(rule: Rule, tensor: Tensor) -> Iterator[Tensor]:
@@ -24,6 +24,9 @@ def split_stored(rule: Rule, tensor: Tensor) -> Iterator[Tensor]:
                 yield part.reshape(-1, *tensor.shape[1:])
         case Bare(inner):
             yield from split_stored(inner, tensor)
+        case Paired(heads=heads):
+            pairs = tensor.reshape(heads, -1, 2, *tensor.shape[1:])
+            yield pairs.transpose(1, 2).reshape(tensor.shape)
         case Each(inner):
             parts = zip(*(split_stored(inner, one) for one in tensor), strict=True)
             yield from (torch.stack(part) for part in parts)
@@ -48,6 +51,9 @@ def join_stored(rule: Rule, parts: list[Tensor], piece: int | None = None) -> Te
             return torch.cat(grouped, 1).reshape(-1, *rest)
         case Bare(inner):
             return join_stored(inner, parts)
+        case Paired(heads=heads):
+            halves = parts[0].reshape(heads, 2, -1, *parts[0].shape[1:])
+            return halves.transpose(1, 2).reshape(parts[0].shape)
         case Each(inner):
             each = zip(*parts, strict=True)
             return torch.stack([join_stored(inner, list(ones)) for ones in each])

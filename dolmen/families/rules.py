@@ -145,7 +145,26 @@ class Bare:
         return self.rule.shape(parts)
 
 
-Rule = Rename | Split | Transpose | Stack | Each | Bare
+@dataclass(frozen=True)
+class Paired:
+    """The rows of each of `heads` heads lie in pairs that rope turns, (0, 1) (2, 3) ..., where ours
+    has the first of all pairs and then the second of all: the same turning of neighbours and of
+    halves.
+    """
+
+    hf: str
+    ours: str
+    heads: int
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.ours,)
+
+    def shape(self, parts: list[Shape]) -> Shape:
+        return parts[0]
+
+
+Rule = Rename | Split | Transpose | Stack | Each | Bare | Paired
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,261 @@
+"""Meta's own files of Llama (consolidated.00.pth, ..., params.json) as a source (source.py): one
+file per rank of tensor parallelism, which are joined tensor by tensor.
+
+    params.json           dim, n_layers, n_heads, n_kv_heads, norm_eps, rope_theta, vocab_size, ...
+    consolidated.00.pth   layers.0.attention.wq.weight: rows in pairs that rope turns
+    consolidated.01.pth   the other half of its rows; of wo and w2 of its columns
+"""
+
+import json
+import re
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from jaxtyping import Shaped
+from torch import Tensor
+
+from dolmen.conversion import beside
+from dolmen.conversion.hf import FLOATS
+from dolmen.conversion.megatron.shares import Share, share
+from dolmen.conversion.weights import assemble
+from dolmen.core.words import counted
+from dolmen.families import Model, edit
+from dolmen.families.rules import Entry, Paired, Rename, Rule, entries
+from dolmen.files import gate, torch_files
+from dolmen.files.gate import Kind
+from dolmen.files.kinds import HEADS, LAYERS, POSITIONS, WIDTH
+from dolmen.files.safetensors import Spec, Stored
+from dolmen.files.schema import Flag, Int, Object, Real, optional
+from dolmen.model.tree import (
+    Attention,
+    Block,
+    Embedding,
+    Head,
+    Llama3,
+    Mlp,
+    Norm,
+    Rope,
+    Tree,
+    runs_of,
+)
+
+PARAMS = "params.json"
+FILE = re.compile(r"consolidated\.(\d\d)\.pth")
+KIND = Kind(
+    Object(
+        required={"dim": WIDTH, "n_layers": LAYERS, "n_heads": HEADS, "norm_eps": Real(0)},
+        optional={
+            "n_kv_heads": optional(HEADS),
+            "vocab_size": Int(-1, 2**26),
+            "rope_theta": Real(0, above=True),
+            "use_scaled_rope": Flag(),
+            "rope_scaling_factor": optional(Real(0, above=True)),
+            "max_seq_len": POSITIONS,
+        },
+    ),
+    size=2**20,
+)
+ONLY = ("moe", "sliding_window", "quantization_args", "lora_args", "vision_chunk_size")
+"""Fields that change the function, which dolmen does not compute from these files."""
+EMBEDDING, HEAD, UP = "tok_embeddings.weight", "output.weight", "layers.0.feed_forward.w3.weight"
+
+
+def found(folder: Path) -> bool:
+    """Whether a folder is meant as one; with a config.json it is one of transformers too, which is
+    asked first.
+    """
+    return any(FILE.fullmatch(path.name) for path in folder.glob("consolidated.*.pth"))
+
+
+def rules(tree: Tree) -> list[Rule]:
+    """Meta's names."""
+    layer, ours = "layers.{}.", "layers.{}."
+    mixer = tree.blocks[0].mixer
+    assert isinstance(mixer, Attention)
+    names = {
+        "attention_norm": "attn_norm",
+        "attention.wv": "attn.v",
+        "attention.wo": "attn.o",
+        "ffn_norm": "mlp_norm",
+        "feed_forward.w1": "mlp.gate",
+        "feed_forward.w3": "mlp.up",
+        "feed_forward.w2": "mlp.down",
+    }
+    return [
+        Rename("tok_embeddings", "embed"),
+        Paired(f"{layer}attention.wq", f"{ours}attn.q", mixer.heads),
+        Paired(f"{layer}attention.wk", f"{ours}attn.k", mixer.kv_heads),
+        *(Rename(layer + stored, ours + name) for stored, name in names.items()),
+        Rename("norm", "final_norm"),
+        Rename("output", "head"),
+    ]
+
+
+@dataclass(frozen=True)
+class Consolidated:
+    """The files of all ranks; their weights are those of `model`."""
+
+    where: Path
+    model: Model
+    ranks: tuple[Mapping[str, Stored], ...]
+
+    @property
+    def title(self) -> str:
+        return f"{self.where}, Meta's files of {counted(len(self.ranks), 'rank')}"
+
+    @property
+    def tree(self) -> Tree:
+        return self.model.tree
+
+    @property
+    def iteration(self) -> None:
+        return None
+
+    @property
+    def tokenizer(self) -> Path | None:
+        return beside.tokenizer(self.where)
+
+    @property
+    def generation_config(self) -> dict[str, Any]:
+        return beside.generation_config(self.where)
+
+    @property
+    def transformers(self) -> None:
+        return None
+
+    @property
+    def specs(self) -> Mapping[str, Spec]:
+        self._check()
+        return {
+            ours: Spec(self.tree.leaves[ours].shape, self.ranks[0][entry.hf].spec.dtype)
+            for ours, entry in self._holding.items()
+        }
+
+    def stream(self, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        self._check()
+        return assemble(self._entries.values(), self._joined, only)
+
+    def read(self, name: str) -> Shaped[Tensor, "*whole"]:
+        if name not in self._holding:
+            raise KeyError(f"{self.where} has no parameter {name}")
+        self._check()
+        ((_, tensor),) = assemble([self._holding[name]], self._joined, [name])
+        return tensor
+
+    @cached_property
+    def _entries(self) -> dict[str, Entry]:
+        return entries(rules(self.tree), self.tree.shapes, self.tree.layers)
+
+    @cached_property
+    def _holding(self) -> dict[str, Entry]:
+        by_name = {entry.ours[0]: entry for entry in self._entries.values()}
+        return {name: by_name[name] for name in self.tree.leaves}
+
+    def _share(self, name: str) -> Share:
+        """As our own ranks share it, but for the embedding of Llama 1 and 2, cut by its columns."""
+        if name == EMBEDDING:
+            return Share(_embedding_dim(self.ranks, self.tree.hidden_size))
+        entry = self._entries[name]
+        return Share(share(entry, self.tree.leaves[entry.ours[0]]).dim)
+
+    def _check(self) -> None:
+        """Raises as `specs`."""
+        for i, rank in enumerate(self.ranks):
+            held = {name for name in rank if name != "rope.freqs"}
+            if other := sorted(held ^ self._entries.keys()):
+                raise KeyError(
+                    f"{self.where}, rank {i}: {counted(len(other), 'tensor is', 'tensors are')} in "
+                    f"the file or in {PARAMS}'s model alone, e.g. {other[:3]}"
+                )
+            for name, entry in self._entries.items():
+                stored = rank[name]
+                whole = self._share(name).whole(stored.spec.shape, len(self.ranks))
+                if whole != entry.shape:
+                    raise ValueError(
+                        f"{name} is {stored.spec.shape} in {stored.file}, {whole} of "
+                        f"{counted(len(self.ranks), 'rank')}; {PARAMS} makes it {entry.shape}"
+                    )
+                if stored.spec.dtype not in FLOATS or stored.spec != self.ranks[0][name].spec:
+                    raise ValueError(f"{name} is {stored.spec.dtype} in {stored.file}")
+
+    def _joined(self, name: str) -> Tensor:
+        of = self._share(name)
+        ranks = self.ranks[:1] if of.dim is None else self.ranks
+        return of.join(rank[name].read() for rank in ranks)
+
+
+def opened(folder: Path, model: Model | None = None) -> Consolidated:
+    """The files in a folder, their weights those of `model`, or else of params.json. Raises
+    ValueError for a rank that is missing, and for what dolmen does not compute.
+    """
+    names = sorted(path.name for path in folder.iterdir() if FILE.fullmatch(path.name))
+    expected = [f"consolidated.{i:02d}.pth" for i in range(len(names))]
+    if missing := [name for name in expected if name not in names]:
+        raise ValueError(f"{folder} has no {missing[0]}, but {names[-1]}: a rank is missing")
+    ranks = tuple(torch_files.read_header(folder / name) for name in names)
+    return Consolidated(folder, model or _model(folder, ranks), ranks)
+
+
+def _embedding_dim(ranks: tuple[Mapping[str, Stored], ...], hidden: int) -> int:
+    return 0 if ranks[0][EMBEDDING].spec.shape[-1] == hidden else 1
+
+
+def _model(folder: Path, ranks: tuple[Mapping[str, Stored], ...]) -> Model:
+    """Of params.json, and of sizes that it leaves to the tensors."""
+    if not (folder / PARAMS).is_file():
+        raise ValueError(f"{folder} has no {PARAMS}, from which the model's sizes are read")
+    said = gate.read_json(folder / PARAMS, KIND)
+    for name in ONLY:
+        if said.get(name):
+            raise gate.refuse(
+                folder / PARAMS, f"{name} is {json.dumps(said[name])}, which dolmen does not read"
+            )
+    lost = [name for name in (EMBEDDING, UP) if name not in ranks[0]]
+    if lost or any(len(ranks[0][name].spec.shape) != 2 for name in (EMBEDDING, UP)):
+        raise KeyError(f"{folder} has no {lost or 'matrix'}: it is no Llama of Meta's")
+    size, heads = said["dim"], said["n_heads"]
+    if size % heads:
+        raise gate.refuse(folder / PARAMS, f"dim ({size}) is not divisible by n_heads ({heads})")
+    whole = Share(_embedding_dim(ranks, size)).whole(ranks[0][EMBEDDING].spec.shape, len(ranks))
+    norm = Norm("rmsnorm", float(said["norm_eps"]))
+    mixer = Attention(
+        heads, said.get("n_kv_heads") or heads, size // heads, positions=_rope(folder, said)
+    )
+    inner = ranks[0][UP].spec.shape[0] * len(ranks)
+    rows = said.get("vocab_size", -1)
+    tree = Tree(
+        hidden_size=size,
+        embedding=Embedding(whole[0] if rows < 0 else rows),
+        runs=runs_of([Block(mixer, Mlp(inner), norm)] * said["n_layers"]),
+        final_norm=norm,
+        head=Head(tied=HEAD not in ranks[0]),
+        max_position_embeddings=_longest(said),
+    )
+    model = beside.ended(beside.expressed(tree), beside.tokenizer(folder))
+    dtype = ranks[0][EMBEDDING].spec.dtype
+    return edit(model, dtype=str(dtype).removeprefix("torch."))
+
+
+def _rope(folder: Path, said: Mapping[str, Any]) -> Rope:
+    scaling, factor = None, said.get("rope_scaling_factor")
+    if said.get("use_scaled_rope"):
+        if factor is None:
+            warnings.warn(
+                f"{folder / PARAMS} scales rope and does not say by what: 8 is taken, as Llama 3.1 "
+                "has it (Llama 3.2 has 32: state it as rope_scaling_factor)",
+                stacklevel=4,
+            )
+        scaling = Llama3(float(factor or 8), 1.0, 4.0, 8192)
+    return Rope(said["dim"] // said["n_heads"], float(said.get("rope_theta", 10000.0)), scaling)
+
+
+def _longest(said: Mapping[str, Any]) -> int:
+    """Longest sequence, tokens, where it is not said: that of the Llama with such a rope."""
+    theta = said.get("rope_theta", 10000.0)
+    by_theta = {10000.0: 4096 if said["norm_eps"] > 1e-6 else 2048, 1e6: 16384}
+    known = 131072 if said.get("use_scaled_rope") else by_theta.get(theta, 8192)
+    return said.get("max_seq_len", known)
