@@ -10,6 +10,7 @@ Layouts of q, k, v, with heads of `size` rows and groups of heads that share a k
 
 import argparse
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -74,6 +75,48 @@ def of_llama(model) -> Parts:
     return Parts(
         args, config.num_attention_heads, config.num_key_value_heads, ends, layers, gated=True
     )
+
+
+def of_mixtral(model) -> Parts:
+    """`experts.2.gate.weight` of each expert, beside a router."""
+    config, state = model.config, model.state_dict()
+    here = "model.layers.{}."
+    layers = []
+    for i in range(config.num_hidden_layers):
+        start = here.format(i)
+        names = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm"}
+        names |= {name: f"self_attn.{name}_proj" for name in "qkvo"} | {"router": "mlp.gate"}
+        layer = {f"{ours}.weight": state[f"{start}{hf}.weight"] for ours, hf in names.items()}
+        for e in range(config.num_local_experts):
+            both = state[f"{start}mlp.experts.gate_up_proj"][e]
+            layer[f"experts.{e}.gate.weight"], layer[f"experts.{e}.up.weight"] = both.chunk(2)
+            layer[f"experts.{e}.down.weight"] = state[f"{start}mlp.experts.down_proj"][e]
+        layers.append(layer)
+    ends = {"embed": state["model.embed_tokens.weight"], "norm.weight": state["model.norm.weight"]}
+    ends["head"] = state["lm_head.weight"]
+    args = dict(
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=config.intermediate_size,
+        moe_ffn_hidden_size=config.intermediate_size,
+        num_attention_heads=config.num_attention_heads,
+        group_query_attention=True,
+        num_query_groups=config.num_key_value_heads,
+        max_position_embeddings=config.max_position_embeddings,
+        swiglu=True,
+        add_bias_linear=False,
+        normalization="RMSNorm",
+        layernorm_epsilon=config.rms_norm_eps,
+        position_embedding_type="rope",
+        rotary_base=config.rope_parameters["rope_theta"],
+        untie_embeddings_and_output_weights=True,
+        num_experts=config.num_local_experts,
+        moe_router_topk=config.num_experts_per_tok,
+        moe_router_pre_softmax=False,
+        moe_aux_loss_coeff=config.router_aux_loss_coef,
+    )
+    heads, groups = config.num_attention_heads, config.num_key_value_heads
+    return Parts(args, heads, groups, ends, layers, gated=True)
 
 
 def of_gpt2(model) -> Parts:
@@ -179,6 +222,7 @@ class How:
     args: dict = field(default_factory=dict)
     iteration: int | str = 12
     faults: tuple[str, ...] = ()
+    ep: int = 1
 
     @property
     def pp(self) -> int:
@@ -215,10 +259,30 @@ def padded(table: Tensor, how: How) -> Tensor:
     return torch.cat([table, noise.to(table.dtype)])
 
 
-def of_layer(parts: Parts, i: int, how: How, rank: int) -> dict[str, Tensor]:
+def of_experts(layer: dict[str, Tensor], how: How, rank: int, ep: int) -> dict[str, Tensor]:
+    """A rank's experts, counted from 0, and the router, which every rank has."""
+    number = sum(name.endswith("gate.weight") for name in layer)
+    made = {"mlp.router.weight": layer["router.weight"]}
+    for local in range(number // how.ep):
+        e = ep * (number // how.ep) + local
+        gate, up, down = (layer[f"experts.{e}.{name}.weight"] for name in ("gate", "up", "down"))
+        fc1 = torch.cat([gate.chunk(how.tp)[rank], up.chunk(how.tp)[rank]])
+        for name, tensor in (("linear_fc1", fc1), ("linear_fc2", down.chunk(how.tp, 1)[rank])):
+            grouped = how.names is TE
+            own = f"{name}.weight{local}" if grouped else f"local_experts.{local}.{name}.weight"
+            made[f"mlp.experts.{own}"] = tensor
+            state = name if grouped else f"local_experts.{local}.{name}"
+            made[f"mlp.experts.{state}._extra_state"] = None
+    return made
+
+
+def of_layer(parts: Parts, i: int, how: How, rank: int, ep: int) -> dict[str, Tensor]:
     """A rank's tensors of a layer, by the names in it."""
     layer, names, tp = parts.layers[i], how.names, how.tp
-    made = {}
+    sparse = "router.weight" in layer
+    made = of_experts(layer, how, rank, ep) if sparse else {}
+    if sparse:  # a norm is joined to one product, and not to many
+        names = names | {"norm2": LOCAL["norm2"]}
     for kind in ("weight", "bias"):
         if f"norm1.{kind}" in layer:
             made[f"{names['norm1']}{kind}"] = layer[f"norm1.{kind}"]
@@ -226,6 +290,9 @@ def of_layer(parts: Parts, i: int, how: How, rank: int) -> dict[str, Tensor]:
         if f"q.{kind}" not in layer:
             continue
         made[f"{names['qkv']}{kind}"] = qkv(parts, layer, kind, how, rank)
+        if sparse:
+            made[f"{names['o']}{kind}"] = layer[f"o.{kind}"].chunk(tp, 1)[rank]
+            continue
         up = layer[f"up.{kind}"]
         if parts.gated:
             gate = layer[f"gate.{kind}"]
@@ -242,12 +309,15 @@ def of_layer(parts: Parts, i: int, how: How, rank: int) -> dict[str, Tensor]:
         for ours, theirs in (("o", "o"), ("down", "fc2")):
             whole = layer[f"{ours}.{kind}"]
             made[f"{names[theirs]}{kind}"] = whole.chunk(tp, 1)[rank] if kind == "weight" else whole
-    if names is not OLD and names is not V25 and names is not OF_2023:
-        made |= {f"{names[one]}_extra_state": None for one in ("qkv", "o", "fc1", "fc2")}
+    if not names["layers"].startswith("language_model"):
+        products = ("qkv", "o") if sparse else ("qkv", "o", "fc1", "fc2")
+        made |= {f"{names[one]}_extra_state": None for one in products}
     return made
 
 
-def of_stage(parts: Parts, chunk: int, stage: int, how: How, rank: int) -> dict[str, Tensor]:
+def of_stage(
+    parts: Parts, chunk: int, stage: int, how: How, rank: int, ep: int = 0
+) -> dict[str, Tensor]:
     """A rank's tensors of one stage, names flat, layers counted from 0."""
     order = [(c, s) for c in range(len(how.stages)) for s in range(how.pp)]
     before = sum(how.stages[c][s] for c, s in order[: order.index((chunk, stage))])
@@ -258,7 +328,7 @@ def of_stage(parts: Parts, chunk: int, stage: int, how: How, rank: int) -> dict[
         if "positions" in parts.ends:
             made[names["positions"]] = parts.ends["positions"]
     for i in range(how.stages[chunk][stage]):
-        layer = of_layer(parts, before + i, how, rank)
+        layer = of_layer(parts, before + i, how, rank, ep)
         made |= {f"{names['layers']}{i}.{name}": tensor for name, tensor in layer.items()}
     if last:
         for kind in ("weight", "bias"):
@@ -294,19 +364,21 @@ def lay(folder: Path, parts: Parts, how: How) -> Path:
     else:
         args |= dict(model_parallel_size=how.tp)
     name = "release" if how.iteration == "release" else f"iter_{how.iteration:07d}"
-    for rank in range(how.tp):
-        for stage in range(how.pp):
-            values: dict = {"args": argparse.Namespace(**args)}
-            if how.version is not None:
-                values["checkpoint_version"] = how.version
-            values["iteration"] = 0 if how.iteration == "release" else how.iteration
-            for chunk in range(len(how.stages)):
-                flat = of_stage(parts, chunk, stage, how, rank)
-                flat = {n: t.clone() if t is not None else t for n, t in flat.items()}
-                key = "model" if len(how.stages) == 1 else f"model{chunk}"
-                values[key] = nested(flat) if old else flat
-            where = folder / name / f"mp_rank_{rank:02d}{f'_{stage:03d}' if how.pp > 1 else ''}"
-            where.mkdir(parents=True)
-            torch.save(values, where / "model_optim_rng.pt")
+    if how.ep > 1:
+        args |= dict(expert_model_parallel_size=how.ep)
+    for rank, stage, ep in product(range(how.tp), range(how.pp), range(how.ep)):
+        values: dict = {"args": argparse.Namespace(**args)}
+        if how.version is not None:
+            values["checkpoint_version"] = how.version
+        values["iteration"] = 0 if how.iteration == "release" else how.iteration
+        for chunk in range(len(how.stages)):
+            flat = of_stage(parts, chunk, stage, how, rank, ep)
+            flat = {n: t.clone() if t is not None else t for n, t in flat.items()}
+            key = "model" if len(how.stages) == 1 else f"model{chunk}"
+            values[key] = nested(flat) if old else flat
+        where = f"mp_rank_{rank:02d}{f'_{stage:03d}' if how.pp > 1 else ''}"
+        where += f"_{ep:03d}" if how.ep > 1 else ""
+        (folder / name / where).mkdir(parents=True)
+        torch.save(values, folder / name / where / "model_optim_rng.pt")
     (folder / "latest_checkpointed_iteration.txt").write_text(str(how.iteration))
     return folder

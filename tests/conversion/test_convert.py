@@ -7,8 +7,8 @@ import argparse
 import pytest
 import torch
 import transformers
-from laid import LOCAL, OF_2023, TE, How, lay, of_gpt2, of_llama
-from test_megatron_read import GPT2, LLAMA, VOCABULARY, built
+from laid import LOCAL, OF_2023, TE, How, lay
+from test_megatron_read import GPT2, LLAMA, VOCABULARY, built, parts
 
 from dolmen.conversion import convert, proof
 from dolmen.conversion.config import ConvertConfig
@@ -23,6 +23,7 @@ def folders(tmp_path_factory):
     made = {
         "llama": built(transformers.LlamaConfig(**LLAMA)),
         "tied": built(transformers.LlamaConfig(**LLAMA, tie_word_embeddings=True)),
+        "mixtral": built(transformers.MixtralConfig(**LLAMA, num_local_experts=4)),
         "gpt2": built(transformers.GPT2Config(**GPT2, bos_token_id=1, eos_token_id=2)),
     }
     where = tmp_path_factory.mktemp("models")
@@ -42,6 +43,8 @@ CASES = {
     "core, local": ("llama", "megatron-core", LOCAL, How(LOCAL, 3.0, 2, [[2, 2]])),
     "core, te": ("llama", "megatron-core", TE, How(TE, 3.0, 2, [[4]])),
     "core, te, tied, virtual": ("tied", "megatron-core", TE, How(TE, 3.0, 2, [[1, 1], [1, 1]])),
+    "core, experts": ("mixtral", "megatron-core", LOCAL, How(LOCAL, 3.0, 2, [[2, 2]])),
+    "core, te, experts": ("mixtral", "megatron-core", TE, How(TE, 3.0, 2, [[2, 2]])),
     "core, te, gpt2": ("gpt2", "megatron-core", TE, How(TE, 3.0, 1, [[4]])),
 }
 
@@ -64,7 +67,7 @@ def test_what_is_written_is_what_is_laid_by_hand(case, folders, tmp_path):
     said = run(where / name, tmp_path / "out", format, **ranks, **spec)
     assert said.startswith(f"read {where / name}\nwrote {tmp_path / 'out'}: ")
     assert said.endswith("parameters read back, the same to the bit; logits equal")
-    made = of_gpt2(models[name]) if name == "gpt2" else of_llama(models[name])
+    made = parts(models[name])
     how.iteration = "release"
     byhand = lay(tmp_path / "laid", made, how) / "release"
     written = tmp_path / "out/release"

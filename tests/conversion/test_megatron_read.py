@@ -8,7 +8,20 @@ import shutil
 import pytest
 import torch
 import transformers
-from laid import FUSED, LOCAL, OF_2023, OLD, TE, TE_2023, V25, How, lay, of_gpt2, of_llama
+from laid import (
+    FUSED,
+    LOCAL,
+    OF_2023,
+    OLD,
+    TE,
+    TE_2023,
+    V25,
+    How,
+    lay,
+    of_gpt2,
+    of_llama,
+    of_mixtral,
+)
 
 from dolmen.conversion.source import open_source
 from dolmen.model import head
@@ -43,6 +56,7 @@ def models():
     made = {
         "llama": built(transformers.LlamaConfig(**LLAMA)),
         "llama, tied": built(transformers.LlamaConfig(**LLAMA, tie_word_embeddings=True)),
+        "mixtral": built(transformers.MixtralConfig(**LLAMA, num_local_experts=4)),
         "gpt2": built(transformers.GPT2Config(**GPT2)),
         "gpt2, erf": built(transformers.GPT2Config(**GPT2, activation_function="gelu")),
     }
@@ -51,7 +65,8 @@ def models():
 
 
 def parts(model):
-    return of_gpt2(model) if model.config.model_type == "gpt2" else of_llama(model)
+    made = {"gpt2": of_gpt2, "llama": of_llama, "mixtral": of_mixtral}
+    return made[model.config.model_type](model)
 
 
 def difference(folder, logits, rows=VOCABULARY) -> float:
@@ -83,6 +98,9 @@ CASES = {
     "core with te, gpt2": ("gpt2", How(TE, 3.0, 2, ONE)),
     "te of 2023": ("llama", How(TE_2023, 3.0, 2, ONE)),
     "te of 2023, gpt2": ("gpt2", How(TE_2023, 3.0, 2, ONE)),
+    "core, experts": ("mixtral", How(LOCAL, 3.0, 2, TWO)),
+    "core, experts over ep": ("mixtral", How(LOCAL, 3.0, 2, TWO, ep=2)),
+    "te, experts over ep": ("mixtral", How(TE, 3.0, 2, ONE, ep=4)),
     "te, operations fused": ("llama", How(FUSED, 3.0, 1, TWO)),
 }
 
@@ -159,6 +177,29 @@ def rewrite(file, change):
     values = torch.load(file, weights_only=False)
     change(values)
     torch.save(values, file)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (
+            lambda it: shutil.rmtree(it / "mp_rank_00_002"),
+            "has 3 ranks of 4.*mp_rank_00_002 is mis",
+        ),
+        (
+            lambda it: rewrite(
+                it / "mp_rank_00_003/model_optim_rng.pt",
+                lambda v: [v["model"].pop(n) for n in list(v["model"]) if "linear_fc2.weight" in n],
+            ),
+            r"mlp.experts.linear_fc2.weight0 .* 3, .* \(4, 32, 40\)",
+        ),
+    ],
+)
+def test_a_rank_of_experts_that_is_not_whole(damage, said, models, tmp_path):
+    folder = lay(tmp_path, parts(models["mixtral"][0]), How(TE, 3.0, 1, ONE, ep=4))
+    damage(folder / "iter_0000012")
+    with pytest.raises((ValueError, KeyError), match=said):
+        dict(open_source(folder, vocab_size=VOCABULARY).stream())
 
 
 LAST, FIRST = "mp_rank_01_001/model_optim_rng.pt", "mp_rank_00_000/model_optim_rng.pt"
