@@ -14,6 +14,7 @@ from dolmen.conversion import convert, proof
 from dolmen.conversion.config import ConvertConfig
 from dolmen.conversion.megatron import export, shares
 from dolmen.conversion.source import open_source
+from dolmen.families import Model
 from dolmen.files.torch_files import Writer
 
 
@@ -230,6 +231,25 @@ def test_what_is_not_the_same_is_seen_and_not_left(folders, tmp_path, monkeypatc
     with pytest.raises(proof.Unlike, match="layers.0.mlp.gate.weight reads back otherwise"):
         run(where / "llama", tmp_path / "out", "megatron", tp=2)
     assert not any(tmp_path.iterdir())
+
+
+def test_other_logits_are_seen(folders, tmp_path):
+    """Of equal weights: another function, as other options would make it."""
+    where, _ = folders
+    source = open_source(where / "tied")
+    other = open_source(where / "tied", Model(source.model.config | {"rms_norm_eps": 1e-5}))
+    for room, said in ((proof.ROOM, "logits of"), (0, "hidden vectors behind layer 0 of")):
+        with pytest.raises(proof.Unlike, match=f"{said} .* are not those of .*difference \\d"):
+            proof.compare_logits(source, other, room)
+
+
+def test_padding_is_the_last_row_again(folders, tmp_path):
+    """As Megatron's own converter has it: a softmax that counts it does not see a logit of 0."""
+    where, _ = folders
+    run(where / "llama", tmp_path / "out", "megatron-core")
+    file = tmp_path / "out/release/mp_rank_00/model_optim_rng.pt"
+    held = torch.load(file, weights_only=False)["model"]["output_layer.weight"]
+    assert len(held) == 128 and bool((held[VOCABULARY:] == held[VOCABULARY - 1]).all())
 
 
 def test_a_folder_that_is_taken(folders, tmp_path):
