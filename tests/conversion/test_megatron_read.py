@@ -4,6 +4,7 @@ what transformers computes; what is missing, foreign or of other sizes is refuse
 
 import argparse
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,9 +24,15 @@ from laid import (
     of_mixtral,
 )
 
-from dolmen.conversion.source import open_source
+from dolmen.conversion.source import open_source, pinned
+from dolmen.core.mesh import SINGLE
+from dolmen.evaluation.verify import verify
 from dolmen.model import head
+from dolmen.model.layout import Layout
 from dolmen.serving import engine
+from dolmen.training.check import check_init
+from dolmen.training.config import RunConfig
+from dolmen.training.run import make_state
 
 VOCABULARY = 61
 LLAMA = dict(
@@ -291,6 +298,21 @@ def test_how_many_tokens_there_are(folder, tmp_path):
     transformers.LlamaConfig(**LLAMA | {"rms_norm_eps": 1e-6}).save_pretrained(folder)
     with pytest.warns(UserWarning, match="config.json is taken: mixer.* = |norm.eps = 1e-06, args"):
         open_source(folder)
+
+
+def test_what_reads_a_model_reads_ranks(models, tmp_path):
+    """verify, --init, and what names them: the folder of the ranks, or of one iteration."""
+    model, logits = models["llama, tied"]
+    folder = lay(tmp_path / "m", parts(model), How(LOCAL, 3.0, 2, TWO))
+    model.config.save_pretrained(folder)
+    assert pinned(folder) == str(folder / "iter_0000012")
+    report = verify(open_source(pinned(folder)), length=8)
+    assert report.ok
+    run = RunConfig(model=open_source(folder).model, layout=Layout(dp=1))
+    check_init(run, str(folder))
+    begun = make_state(replace(run, init=str(folder)), SINGLE, 1).model
+    with torch.no_grad():
+        assert float((begun(TOKENS, head.logits) - logits).abs().max()) < 2e-5
 
 
 def test_a_namespace_alone_is_taken(tmp_path):

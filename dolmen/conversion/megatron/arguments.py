@@ -334,7 +334,7 @@ def new(tree: Tree, legacy: bool) -> dict[str, Any]:
 
 def _said(tree: Tree) -> dict[str, Any]:
     block = tree.blocks[0]
-    mixer, norm = expect(block.mixer, Attention, "mixer"), tree.final_norm
+    mixer, norm = expect(block.mixer, Attention, "mixer"), block.norm
     dense = [expect(b.mlp, Mlp, "mlp") for b in tree.blocks if not b.mlp.experts]
     sparse = [expect(b.mlp, Experts, "mlp") for b in tree.blocks if b.mlp.experts]
     bias, table = mixer.o_bias, tree.embedding.positions
