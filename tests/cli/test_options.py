@@ -87,6 +87,19 @@ MODELS = {
         model.layer-norm-epsilon model.initializer-range model.tie-word-embeddings
         model.no-tie-word-embeddings
     """,
+    "gpt_neox": f"""
+        model.vocab-size model.hidden-size model.num-hidden-layers model.num-attention-heads
+        model.intermediate-size model.hidden-act model.use-parallel-residual
+        model.no-use-parallel-residual model.attention-bias model.no-attention-bias
+        model.max-position-embeddings model.layer-norm-eps model.initializer-range
+        model.tie-word-embeddings model.no-tie-word-embeddings {ROPE}
+        model.rope-parameters.partial-rotary-factor
+    """,
+    "mpt": """
+        model.vocab-size model.d-model model.n-layers model.n-heads model.max-seq-len
+        model.layer-norm-epsilon model.initializer-range model.tie-word-embeddings
+        model.no-tie-word-embeddings model.attn-config.clip-qkv model.attn-config.softmax-scale
+    """,
     "gemma2": f"""
         {LLAMA.replace("hidden-act", "hidden-activation")} model.sliding-window model.attention-bias
         model.no-attention-bias model.layer-types model.query-pre-attn-scalar
