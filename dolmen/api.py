@@ -33,7 +33,7 @@ from dolmen.evaluation import perplexity
 from dolmen.evaluation import verify as comparison
 from dolmen.evaluation.compare import Report
 from dolmen.evaluation.config import EvaluateConfig, VerifyConfig
-from dolmen.families import families, unknown
+from dolmen.families import families, stated, unknown
 from dolmen.families import special_tokens as special
 from dolmen.families.start import option_fields
 from dolmen.model import head
@@ -195,6 +195,7 @@ def load(
     dtype: torch.dtype | str | None = None,
     *,
     special_tokens: Mapping[str, int] | None = None,
+    model: Mapping[str, Any] | None = None,
 ) -> Model:
     """The model of a transformers directory, hub id, run or checkpoint, on the CPU, in `dtype` or
     else in the one that its config.json states. Without a tokenizer it takes token ids and gives
@@ -206,15 +207,21 @@ def load(
     gmask, sop, eop, eot, cls and eos: a GLM knows positions by them, texts end at the last ones.
 
         model = dolmen.load("path/to/glm-10b", special_tokens={"gmask": 50009, "sop": 50006})
+
+    `model` states fields of its config.json, as in `train`, and what that leaves open:
+
+        model = dolmen.load("path/to/baichuan2-13b", model={"head": "normalised"})
     """
     with _told():
         source = open_source(name)
+        if model:
+            source = open_source(name, stated(source.model, model))
         told = special.check(special_tokens or {}, source.tree.vocab_size)
         tokenizer, textless = _tokenizer(source)
         vocabulary = {} if tokenizer is None else tokenizer.get_vocab()
-        model = special.with_ids(source.model, told, lambda: vocabulary)
-        if model is not source.model:
-            source = open_source(name, model)
+        known = special.with_ids(source.model, told, lambda: vocabulary)
+        if known is not source.model:
+            source = open_source(name, known)
         if source.tree.blanks is not None:
             source.tree.blanks.check()
         _ = source.specs

@@ -16,6 +16,7 @@ from dolmen.families.model import (
     made,
     moved,
     new,
+    stated,
 )
 from dolmen.families.unknown import unknown_fields
 from dolmen.families.weights import WeightMap, weight_map
@@ -35,6 +36,7 @@ __all__ = [
     "made",
     "moved",
     "new",
+    "stated",
     "unknown_fields",
     "weight_map",
 ]

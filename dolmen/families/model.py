@@ -215,6 +215,18 @@ def changed(model: Model, fields: Mapping[str, Any]) -> Model:
     return Model(config)
 
 
+def stated(model: Model, fields: Mapping[str, Any]) -> Model:
+    """The same with other values of `fields`, by any names that they can be called. Raises
+    ValueError for one that the family has not, as well.
+    """
+    names = model.family.names
+    if unknown := [name for name in fields if name not in names]:
+        raise ValueError(
+            f"{model.model_type} has no field {shown(unknown[0])}: it has {', '.join(names)}"
+        )
+    return changed(model, {names[name]: value for name, value in fields.items()})
+
+
 def edit(
     model: Model,
     *,

@@ -5,8 +5,11 @@ be stated, and stays whatever else is changed.
 import warnings
 
 import pytest
+import torch
 from cases.baichuan import BAICHUAN2_7B, BAICHUAN2_13B, BAICHUAN_7B, BAICHUAN_13B, SIZES
+from tiny import build, save
 
+import dolmen
 from dolmen.families import Model, changed, edit
 from dolmen.families.unknown import warn
 from dolmen.model.tree import Alibi, Rope
@@ -17,6 +20,22 @@ FOUR = [
     (BAICHUAN2_7B, "normalised", Rope(128)),
     (BAICHUAN2_13B, "normalised", Alibi()),
 ]
+
+
+@torch.no_grad()
+def test_what_is_stated_in_python_counts(tmp_path):
+    """Of a folder that would be taken for one with another head."""
+    theirs = build("baichuan2-7b")
+    save(theirs, tmp_path)
+    tokens = torch.randint(0, SIZES["vocab_size"], (9,))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours = dolmen.load(tmp_path, model={"head": "linear", "positions": "rope"})
+    theirs.normalised = False
+    want = theirs.logits(tokens[None])[0]
+    torch.testing.assert_close(ours.logits(tokens.tolist()), want, rtol=0, atol=1e-4)
+    with pytest.raises(ValueError, match="baichuan has no field 'heads'"):
+        dolmen.load(tmp_path, model={"heads": "linear"})
 
 
 def what(model):
