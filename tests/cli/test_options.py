@@ -57,6 +57,13 @@ MODELS = {
         model.activation-function model.layer-norm-epsilon model.initializer-range
         model.tie-word-embeddings model.no-tie-word-embeddings
     """,
+    # fields of our own
+    "baichuan": """
+        model.vocab-size model.hidden-size model.intermediate-size model.num-hidden-layers
+        model.num-attention-heads model.hidden-act model.max-position-embeddings
+        model.model-max-length model.z-loss-weight model.head model.positions model.rms-norm-eps
+        model.initializer-range model.tie-word-embeddings model.no-tie-word-embeddings
+    """,
     "qwen3": f"""
         {LLAMA} model.sliding-window model.use-sliding-window model.no-use-sliding-window
         model.max-window-layers model.layer-types model.attention-bias model.no-attention-bias
