@@ -171,7 +171,7 @@ def kind(stated: Mapping[str, Any]) -> str:
             f"rope_type is {of!r} and type is {stated['type']!r}: they are two names of one field, "
             "state one of them"
         )
-    return OLDER.get(of, of)
+    return OLDER[of] if of in OLDER else of
 
 
 def read(config: Mapping[str, Any], size: int) -> Rope:

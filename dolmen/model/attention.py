@@ -116,14 +116,12 @@ class Attention(Branch):
     def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         if self.q_norm is None or self.k_norm is None:
             return q, k
-        match self.norm_of:
-            case "heads":
-                return self.q_norm(q), self.k_norm(k)
-            case "each head":
-                return self.q_norm(q), self.k_norm(k, lambda p: self._of_heads(local(p), 1))
-            case "width":
-                weights = local(self.q_norm.weight), local(self.k_norm.weight)
-                return over_width(q, k, *weights, self.q_norm.eps, self.tp.axis)
+        if self.norm_of == "heads":
+            return self.q_norm(q), self.k_norm(k)
+        if self.norm_of == "each head":
+            return self.q_norm(q), self.k_norm(k, lambda p: self._of_heads(local(p), 1))
+        weights = local(self.q_norm.weight), local(self.k_norm.weight)
+        return over_width(q, k, *weights, self.q_norm.eps, self.tp.axis)
 
 
 def _grouped(first: int, kv_heads: int, heads: int) -> list[int]:

@@ -50,7 +50,7 @@ class Cached(Protocol):
 
     @property
     def lengths(self) -> Int64[Tensor, "1 tokens"] | None:
-        """Of each token, how much was read of its text at first; None where no layer asks."""
+        """Of each token, how long its text is taken to be; None where no layer asks."""
         ...
 
     @property

@@ -186,7 +186,7 @@ class Cache:
 
     def __init__(self, model: Tree, page: int = SIZE):
         self.table, self.streams = PageTable(page), model.streams
-        self.by_length, self.first = model.by_length, dict[int, int]()
+        self.by_length = model.by_length
         self.pools = [Pool() for _ in model.blocks]
         self._in_use = self._allocated = self._rectangle = 0
 
@@ -196,11 +196,13 @@ class Cache:
         device: torch.device,
         multiple: int = 1,
         spans: Mapping[int, Span] | None = None,
+        lengths: Mapping[int, int] | None = None,
     ) -> Reading:
         """What a forward needs to know that reads so many new tokens of each text, at least one.
         Tokens are filled up to a `multiple`. `spans`: of texts in which not each token sees back
         alone and stands at its index; of those the prefix is read at once, else ValueError is
-        raised.
+        raised. `lengths`: what each text is taken to be long, where that tells how its tokens are
+        turned; unset: what is read of it, these with it.
         """
         table, past = self.table, {text: self.table.lengths.get(text, 0) for text in new}
         span = {text: (spans or {}).get(text, Span()) for text in new}
@@ -232,15 +234,12 @@ class Cache:
             of_token = [span[text] for text in texts for _ in range(new[text])]
             _, *said = torch.tensor(of_token + [Span()] * filled).unbind(-1)
             ids = of_span(where, *said)[: self.streams]
-        for text, n in new.items():
-            self.first.setdefault(text, n)
-        first = [self.first[text] for text in texts for _ in range(new[text])] + [1] * filled
         last = torch.tensor([new[text] for text in texts]).cumsum(0) - 1
         return Reading(
             texts=texts,
             last=host.send(last, device),
             positions=host.send(ids, device)[:, None],
-            lengths=host.send(torch.tensor([first]), device) if self.by_length else None,
+            lengths=self._lengths(texts, new, lengths or table.lengths, filled, device),
             longest=max(table.lengths[text] for text in texts),
             count=end,
             at=(
@@ -254,6 +253,20 @@ class Cache:
             size=table.size,
             total=table.total,
         )
+
+    def _lengths(
+        self,
+        texts: Sequence[int],
+        new: Mapping[int, int],
+        lengths: Mapping[int, int],
+        filled: int,
+        device: torch.device,
+    ) -> Int64[Tensor, "1 tokens"] | None:
+        """Of the text of each token; None where the model does not ask."""
+        if not self.by_length:
+            return None
+        of_token = [lengths[text] for text in texts for _ in range(new[text])] + [1] * filled
+        return host.send(torch.tensor([of_token]), device)
 
     def _groups(
         self,
@@ -281,7 +294,6 @@ class Cache:
     def end(self, text: int) -> None:
         """Its pages are free."""
         self.table.end(text)
-        self.first.pop(text, None)
 
     def _pages(self, texts: list[int], device: torch.device) -> Pages:
         """Of the query at the last token of each text."""

@@ -114,24 +114,29 @@ def generate(
     spans = {i: span for i, p in enumerate(prompts) if (span := span_of(model.tree, p)) is not None}
     cache, waiting = Cache(model.tree), deque(enumerate(prompts))
     unread: dict[int, Sequence[int]] = {}  # of each prompt that runs, what the cache has not
+    lengths = {i: len(prompt) for i, prompt in enumerate(prompts)}  # that texts are read as
     # a compiled block would be compiled again for every length
     with data.inference(model), torch.compiler.set_stance("force_eager"):
         while unread or waiting:
             while waiting and len(unread) < batch:
                 index, prompt = waiting.popleft()
                 unread[index] = prompt
-            read, indices, logits = _read(model, cache, unread, spans)
+            read, indices, logits = _read(model, cache, unread, spans, lengths)
             unread |= {i: unread[i][n:] for i, n in read.items()}
             if not indices:
                 continue
             _check_finite(logits, indices, out)
             chosen = draw.tokens(logits, {i: len(out[i]) for i in indices}, model.tp.axis)
             for i, token in zip(indices, chosen, strict=True):
-                if emit(i, token):
-                    unread[i] = [token]
-                else:
+                if not emit(i, token):
                     del unread[i]
                     cache.end(i)
+                elif model.tree.read_again(lengths[i], len(prompts[i]) + len(out[i])):
+                    cache.end(i)
+                    unread[i] = [*prompts[i], *out[i]]
+                    lengths[i] = len(unread[i])
+                else:
+                    unread[i] = [token]
     if on_memory is not None:
         on_memory(cache.memory)
     return out
@@ -178,6 +183,7 @@ def _read(
     cache: Cache,
     unread: Mapping[int, Sequence[int]],
     spans: Mapping[int, Span],
+    lengths: Mapping[int, int],
 ) -> tuple[dict[int, int], list[int], Tensor]:
     """One forward. -> how many tokens it read of each prompt; those of which none is left; and
     logits [those, vocab], fp32 or wider, of what follows each.
@@ -185,7 +191,7 @@ def _read(
     tp, new = model.tp, _share({i: len(t) for i, t in unread.items()}, model.tree.prefixed)
     # sequence parallelism splits tokens evenly: fill up with some that nobody reads
     device, multiple = next(model.parameters()).device, tp.axis.size if tp.sequence else 1
-    reading = cache.read(new, device, multiple, spans)
+    reading = cache.read(new, device, multiple, spans, lengths)
     tokens = [token for i in reading.texts for token in unread[i][: new[i]]]
     tokens += [0] * (reading.positions.shape[2] - len(tokens))
     logits = model(host.send(torch.tensor([tokens]), device), head.logits, reading)

@@ -180,6 +180,14 @@ class Tree:
         known = (block.mixer.positions for block in self.blocks)
         return any(p is not None and p.by_length for p in known)
 
+    def read_again(self, length: int, longer: int) -> bool:
+        """Whether a text that has been read as one of `length` tokens is read again now that it has
+        `longer` ones.
+        """
+        known = (block.mixer.positions for block in self.blocks)
+        bounds = {p.again_beyond for p in known if p is not None}
+        return any(length <= bound < longer for bound in bounds if bound is not None)
+
     @property
     def longest(self) -> int | None:
         """Tokens of a sequence that a learned table has positions for; None: there is no table."""

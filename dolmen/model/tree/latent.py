@@ -13,7 +13,7 @@ from typing import Literal
 from dolmen.core.words import counted
 from dolmen.model.tree.leaf import Cut, Leaf, Leaves, Stream, column, row, within
 from dolmen.model.tree.norm import Norm
-from dolmen.model.tree.positions import Rope, temperature
+from dolmen.model.tree.positions import Rope, Yarn, temperature
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class LatentAttention:
     def scale(self) -> float:
         """What products of queries and keys are multiplied by."""
         scaling, scale = self.positions.scaling, 1 / math.sqrt(self.head_size)
-        if scaling is None or not self.mscale_all_dim:
+        if not isinstance(scaling, Yarn) or not self.mscale_all_dim:
             return scale
         return scale * temperature(scaling.factor, self.mscale_all_dim) ** 2
 

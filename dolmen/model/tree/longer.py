@@ -1,9 +1,10 @@
 """Rope that depends on how long the text is: within the context that a model was first trained at
 its tokens are turned in one way, and in a longer text all of them in another.
 
-The length that counts is that of the whole sequence. Of a text that is read into a cache it is what
-was read of it at first, its prompt: keys that lie there are not turned again, so what is generated
-goes on as it began, as in Qwen's own code.
+The length that counts is that of the whole sequence. Of a text that is written with a cache it is
+that of its prompt: keys that lie there are not turned again, so what is generated goes on as it
+began, as in Qwen's own code. What has two ways alone is read again, once, where it comes to the
+other (`again_beyond`), as in Phi-3's.
 """
 
 from dataclasses import dataclass
@@ -21,6 +22,11 @@ class LongRope:
     long: tuple[float, ...]
     original_max_position_embeddings: int
 
+    @property
+    def again_beyond(self) -> int | None:
+        """Tokens that a text is turned otherwise beyond, all of it; None: there is no one such."""
+        return self.original_max_position_embeddings
+
 
 @dataclass(frozen=True)
 class Dynamic:
@@ -30,6 +36,7 @@ class Dynamic:
     """
 
     attention_factor: ClassVar[float] = 1.0
+    again_beyond: ClassVar[None] = None
     factor: float
     original_max_position_embeddings: int
 
@@ -41,6 +48,7 @@ class Evaluated:
     """
 
     attention_factor: ClassVar[float] = 1.0
+    again_beyond: ClassVar[None] = None
     original_max_position_embeddings: int
     ntk: bool = True
     """Whether the base is multiplied."""

@@ -97,6 +97,11 @@ class Rope:
         return isinstance(self.scaling, ByLength)
 
     @property
+    def again_beyond(self) -> int | None:
+        """See LongRope."""
+        return self.scaling.again_beyond if isinstance(self.scaling, ByLength) else None
+
+    @property
     def attention_factor(self) -> float:
         """What cos and sin are multiplied by."""
         return 1.0 if self.scaling is None else self.scaling.attention_factor
@@ -112,6 +117,7 @@ class Alibi:
     both_ways: ClassVar[bool] = False
     streams: ClassVar[int] = 1
     by_length: ClassVar[bool] = False
+    again_beyond: ClassVar[None] = None
 
 
 @dataclass(frozen=True)
@@ -126,6 +132,7 @@ class Steps:
     both_ways: ClassVar[bool] = False
     streams: ClassVar[int] = 1
     by_length: ClassVar[bool] = False
+    again_beyond: ClassVar[None] = None
 
 
 Relative = Rope | Alibi | Steps

@@ -29,15 +29,15 @@ CASES = {
         layer=layer,
         long=dict(max_position_embeddings=256),
     ),
-    # as 128k has: 40 tokens are beyond the first context, and turned by other factors; a prompt of
-    # 7 and what follows it are not
+    # as 128k has: what is beyond the first context is turned by other factors, all of it; a text
+    # that comes there from a prompt of 7 tokens too
     "phi3-long": Case(
         "phi3",
         SIZES
         | dict(
             num_key_value_heads=2,
             max_position_embeddings=64,
-            original_max_position_embeddings=24,
+            original_max_position_embeddings=16,
             rope_parameters=dict(
                 rope_type="longrope",
                 rope_theta=10000.0,
