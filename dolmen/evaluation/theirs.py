@@ -30,14 +30,17 @@ def draw(
 
 
 def load(folder: Path, stated: Model, dtype: torch.dtype, device: torch.device) -> Any:
-    """Its causal model in a folder of the model `stated`. `eager` is the attention nearest to the
-    papers, but for Falcon, whose eager attention adds ALiBi twice, to scores and in the mask.
+    """Its model in a folder of the model `stated`: causal, or one that fills in tokens. `eager` is
+    the attention nearest to the papers, but for Falcon, whose eager attention adds ALiBi twice, to
+    scores and in the mask.
     """
-    from transformers import AutoModelForCausalLM  # 2.4 s to import: not owed by `--help`
+    # 2.4 s to import: not owed by `--help`
+    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
-    causal: Any = AutoModelForCausalLM  # its annotations allow neither .to(device) nor .generate
+    # its annotations allow neither .to(device) nor .generate
+    kind: Any = AutoModelForMaskedLM if stated.tree.both_ways else AutoModelForCausalLM
     falcon = stated.model_type == "falcon"
-    model = causal.from_pretrained(
+    model = kind.from_pretrained(
         folder,
         dtype=dtype,
         attn_implementation="sdpa" if falcon else "eager",

@@ -51,10 +51,18 @@ class _Tokens:
     windows: Tensor
     prompt: int
     new: int
+    """0: the model fills in tokens, and continues no text."""
 
     @property
     def prompts(self) -> Tensor:
         return self.windows[:, : self.prompt]
+
+    @property
+    def batch(self) -> Batch:
+        """What is read and is to be said: the next tokens, or those that are filled in."""
+        if self.new:
+            return Batch.of_windows(self.windows.cpu().numpy())
+        return Batch(self.windows.cpu(), self.windows.cpu())
 
 
 def verify(
@@ -76,7 +84,10 @@ def verify(
     notes = _differences(source, against)
     tree = source.tree
     tokens = _tokens(tree, length, mesh.device, against.model.config.get("pad_token_id"))
-    read = tokens.windows.shape[1] - 1
+    read = tokens.batch.tokens.shape[1]
+    if gradients and tree.head.follows:
+        gradients = False
+        notes.append("gradients are not compared: they are of a loss of pairs of texts too")
     windows = {block.mixer.window for block in tree.blocks}
     for window in sorted(w for w in windows if w is not None):
         if read <= window < tree.max_position_embeddings:
@@ -129,21 +140,29 @@ def _tokens(tree: Tree, length: int, device: torch.device, padding: int | None) 
         raise ValueError(f"length is {length}: use --length 1 or more")
     shape = (SEQUENCES, max(2, min(length + 1, most)))
     windows = theirs.draw(tree.vocab_size, shape, padding, SEED)
-    new = max(1, min(NEW_TOKENS, most // 2))
+    new = 0 if tree.both_ways else max(1, min(NEW_TOKENS, most // 2))
     return _Tokens(windows.to(device), min(windows.shape[1] - 1, most - new + 1), new)
 
 
 def _ask_transformers(
     folder: Path, stated: Model, tokens: _Tokens, device: torch.device, gradients: bool
 ) -> Reference:
-    """Of a folder of the model `stated`. Labels are shifted by transformers itself."""
+    """Of a folder of the model `stated`. Labels are shifted by transformers itself, but for those
+    of a model that fills in tokens.
+    """
     from transformers import GenerationConfig  # 2.4 s to import: not owed by `--help`
 
     model = theirs.load(folder, stated, torch.float32, device)
     with torch.set_grad_enabled(gradients):
-        out = model(tokens.windows, labels=tokens.windows, use_cache=False)
+        cache = {"use_cache": False} if tokens.new else {}
+        out = model(tokens.windows, labels=tokens.windows, **cache)
     if gradients:
         out.loss.backward()
+    stored = hub.as_stored(model, {name: p.grad for name, p in model.named_parameters()})
+    wanted = theirs.by_our_names(stated, stored) if gradients else None
+    if not tokens.new:
+        none = tokens.windows[:, :0], out.logits.detach()[:, :0]
+        return Reference(out.logits.detach(), out.loss.item(), wanted, *none)
     # greedy and endless, whatever the folder's own says
     model.generation_config = GenerationConfig()
     told = model.generate(
@@ -155,11 +174,10 @@ def _ask_transformers(
         output_logits=True,
         return_dict_in_generate=True,
     )
-    stored = hub.as_stored(model, {name: p.grad for name, p in model.named_parameters()})
     return Reference(
         out.logits.detach()[:, :-1],
         out.loss.item(),
-        theirs.by_our_names(stated, stored) if gradients else None,
+        wanted,
         told.sequences[:, tokens.prompt :],
         torch.stack(told.logits, 1),
     )
@@ -171,7 +189,7 @@ def _compare(
     """The rows, on the first rank; elsewhere (`reference` is None) rows of zeros, from the same
     collectives.
     """
-    batch = Batch.of_windows(tokens.windows.cpu().numpy())
+    batch = tokens.batch
     inputs, labels = batch.tokens.to(mesh.device), batch.labels.to(mesh.device)
     with torch.no_grad():
         logits = vocabulary.gather_vocabulary(
@@ -187,6 +205,8 @@ def _compare(
         loss.backward()
         data.sum_partial(model, model.partial(), mesh)
         rows += gradient_rows(model, reference and reference.gradients)
+    if not tokens.new:
+        return rows
     if not logits.isfinite().all():
         return [*rows, Row("greedy tokens", math.nan, 0, "none: logits are not finite")]
     continued = engine.generate(model, tokens.prompts.tolist(), tokens.new)

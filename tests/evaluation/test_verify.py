@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from references import MODELS, VOCABULARY, save, spoiled
 
 from dolmen.conversion import hf
@@ -142,6 +143,22 @@ def test_the_padding_token_is_not_drawn(folders, tmp_path, padding):
 def test_without_gradients(folders):
     report = verify(open_source(folders["gpt2"]), length=8, gradients=False)
     assert report.ok and [row.name for row in report.rows] == ["logits", "loss", "greedy tokens"]
+
+
+def test_what_fills_in_tokens(tmp_path, capsys):
+    """Labels in their own places, and no texts; of a loss of pairs no gradients."""
+    sizes = dict(vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
+    for follows in (False, True):
+        torch.manual_seed(0)
+        config = transformers.BertConfig(**sizes, intermediate_size=40, max_position_embeddings=32)
+        made = transformers.BertForPreTraining if follows else transformers.BertForMaskedLM
+        made(config).save_pretrained(tmp_path / str(follows))
+        capsys.readouterr()
+        report = verify(open_source(tmp_path / str(follows)), length=20)
+        assert report.ok and [row.name for row in report.rows] == ROWS[: 2 if follows else 4]
+        assert [note for note in report.notes if "pairs of texts" in note] == list(
+            report.notes[: int(follows)]
+        )
 
 
 def test_not_a_number_is_a_difference_even_if_both_say_it(folders, tmp_path):
