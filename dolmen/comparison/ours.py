@@ -110,7 +110,7 @@ def _step(model: Decoder, asked: Asked, mesh: Mesh, layout: Layout, recorder: Re
         model, adamw, asked.optimizer, 1, layout.zero, schedule, objective=objective
     )
     batch = Batch.of_windows(asked.windows[mesh.dp.rank * mine : (mesh.dp.rank + 1) * mine])
-    if model.tree.streams > 1:
+    if model.tree.streams > 1 and model.tree.embedding.types is None:
         batch = batch.with_positions(model.tree.streams)
     with hooks:
         told = optimizer_step(training, batch, mesh)

@@ -145,9 +145,14 @@ def evaluate(
     progress: bool = True,
 ) -> Evaluation:
     """What the model of `source` makes of `text`, in `dtype` or else that of its config.json. Every
-    rank calls it and gets the same. Raises ValueError for what cannot be loaded, and for a loss
-    that is not finite.
+    rank calls it and gets the same. Raises ValueError for what cannot be loaded, for a model that
+    foretells no next token, and for a loss that is not finite.
     """
+    if source.tree.both_ways:
+        raise ValueError(
+            f"{source.where} holds a model that sees both ways: it fills in masked tokens, and no "
+            "token has a probability of its own; use dolmen verify"
+        )
     model = engine.load_decoder(source, mesh, dtype)
     rows = max(1, min(text.windows, TOKENS_AT_ONCE // text.sequence_length))
     title = f"evaluating {text.tokens:,} tokens in {counted(text.windows, 'window')}"

@@ -236,6 +236,38 @@ def qwen3_30b_a3b() -> RunConfig:
     return _large("qwen3-30b-a3b", model, lr=3e-4, batch=512)
 
 
+def bert() -> RunConfig:
+    """BERT base (1810.04805): whole words are masked, and of two texts it says whether the second
+    follows
+    """
+    model = {
+        **FRESH,
+        "architectures": ["BertForPreTraining"],
+        "model_type": "bert",
+        "vocab_size": 30522,
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "hidden_act": "gelu",
+        "max_position_embeddings": 512,
+        "type_vocab_size": 2,
+        "initializer_range": 0.02,
+        "layer_norm_eps": 1e-12,
+        "tie_word_embeddings": True,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    }
+    run = _large("bert", model, lr=1e-4, batch=256, length=512)
+    train = replace(run.train, steps=1_000_000, microbatch_size=16, dropout=0.1)
+    return replace(
+        run,
+        train=train,
+        data=DataConfig(end_of_text="[SEP]"),
+        optimizer=OptimizerConfig(lr=1e-4, warmup_steps=10_000, weight_decay=0.01),
+    )
+
+
 def _large(
     name: str, model: dict[str, Any], lr: float, batch: int, length: int = 8192
 ) -> RunConfig:
@@ -264,6 +296,7 @@ RECIPES: dict[str, Callable[[], RunConfig]] = {
     "gpt3-175b": gpt3_175b,
     "mixtral-8x7b": mixtral_8x7b,
     "qwen3-30b-a3b": qwen3_30b_a3b,
+    "bert": bert,
 }
 # What a recipe becomes on the machine that it is trained on.
 HERE: dict[str, Callable[[RunConfig], RunConfig]] = {"quickstart": _quickstart_here}

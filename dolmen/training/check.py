@@ -46,6 +46,12 @@ def check_run(run: RunConfig, processes: int | None, verify: bool = True) -> Run
         )
     run = replace(run, layout=run.layout.resolve(processes))
     tree = model.tree
+    if tree.both_ways and (run.finish.sample is not None or run.finish.compressors):
+        asked = "compressors" if run.finish.sample is None else "sample"
+        raise ValueError(
+            f"finish.{asked} is for models that foretell the next token, and {model.model_type} "
+            "fills in masked ones: leave it out"
+        )
     check_adapter(run)
     if run.sequence_length > tree.max_position_embeddings:
         raise ValueError(

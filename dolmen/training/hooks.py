@@ -181,7 +181,7 @@ class Hooks:
             )
         part = "" if tokens == held else f" of {held:,}"
         why = ""
-        if part and state.step == state.steps:
+        if part and state.step == state.steps and self.loader.cloze is None:
             why = "; a short run reads no more, --log.validation-tokens 0 reads all"
         self.line.say(
             f"step {state.step}: validation loss {loss:.4f} on {tokens:,}{part} tokens{why}"

@@ -14,6 +14,8 @@ from dolmen.conversion import hf
 from dolmen.conversion.source import open_source
 from dolmen.core import mesh as meshes
 from dolmen.core.log import console
+from dolmen.data.in_order import InOrder
+from dolmen.evaluation import perplexity
 from dolmen.evaluation.compare import Reference, Row, greedy_row
 from dolmen.evaluation.verify import _tokens, verify
 
@@ -156,6 +158,8 @@ def test_what_fills_in_tokens(tmp_path, capsys):
         capsys.readouterr()
         report = verify(open_source(tmp_path / str(follows)), length=20)
         assert report.ok and [row.name for row in report.rows] == ROWS[: 2 if follows else 4]
+        with pytest.raises(ValueError, match="sees both ways.*use dolmen verify"):
+            perplexity.evaluate(open_source(tmp_path / str(follows)), InOrder((), 8, None))
         assert [note for note in report.notes if "pairs of texts" in note] == list(
             report.notes[: int(follows)]
         )

@@ -36,6 +36,7 @@ SIZES = {
     "gpt3-175b": (175e9, Layout(tp=8, dp=192, zero=3, sequence_parallel=True)),
     "mixtral-8x7b": (46.7e9, Layout(dp=64, tp=2, ep=8, zero=1, sequence_parallel=True)),
     "qwen3-30b-a3b": (30.5e9, Layout(dp=128, ep=32, zero=2)),
+    "bert": (110.1e6, Layout(dp=16, zero=1)),
     "quickstart": (5.48e6, Layout(tp=2)),
 }
 
@@ -74,6 +75,17 @@ def test_flops_count_the_experts_that_compute():
         assert count.training_flops_per_token(RECIPES[name]().model.tree, 1) / 6 == pytest.approx(
             active, rel=0.01
         )
+
+
+@pytest.mark.parametrize("asked", [dict(sample="The"), dict(compressors=True)])
+def test_what_fills_in_tokens_ends_in_no_text(material, asked):
+    run = replace(
+        RECIPES["bert"](),
+        data=DataConfig(path=(str(material.docs),), tokenizer=str(material.tokenizer)),
+        finish=FinishConfig(export=True, **asked),
+    )
+    with pytest.raises(ValueError, match=f"finish.{min(asked)} is for models that foretell"):
+        check_run(replace(run, layout=Layout()), None)
 
 
 def test_defaults(material):
