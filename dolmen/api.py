@@ -309,7 +309,8 @@ def convert(
     progress: bool = True,
 ) -> Path:
     """`dolmen convert SOURCE TO --to FORMAT` in this process: a model of any format that dolmen
-    reads, in one that it writes (hf, megatron, megatron-core), read back and compared, tensors and
+    reads, in one that it writes (hf, megatron, megatron-core,
+    torch-dist), read back and compared, tensors and
     logits. `progress` shows a bar on stderr. Returns the folder. Raises ValueError on bad input,
     RuntimeError where what was written is another model, of which nothing is left.
 

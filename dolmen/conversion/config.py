@@ -33,9 +33,9 @@ class ConvertConfig:
     """A transformers directory or hub id, a run or a checkpoint of one, a Megatron checkpoint."""
     destination: str
     """Folder to write; it must be empty or not exist."""
-    to: Literal["hf", "megatron", "megatron-core"]
+    to: Literal["hf", "megatron", "megatron-core", "torch-dist"]
     """hf: a transformers directory. megatron: ranks with the names from before Megatron-Core.
-    megatron-core: ranks with its names.
+    megatron-core: ranks with its names. torch-dist: its checkpoints that any number of ranks reads.
     """
     tp: int = 1
     """Megatron: ranks of tensor parallelism."""
@@ -55,10 +55,11 @@ class ConvertConfig:
     def __post_init__(self):
         refuse_empty("destination", self.destination)
         divided = [n for n in ("tp", "pp", "virtual_stages") if vars(self)[n] != 1]
-        if self.to == "hf" and divided:
+        if self.to in ("hf", "torch-dist") and divided:
             name = divided[0].replace("_", "-")
             raise ValueError(
-                f"--{name} is {vars(self)[divided[0]]}, but --to hf has no ranks: leave it out"
+                f"--{name} is {vars(self)[divided[0]]}, but --to {self.to} has no ranks: leave it "
+                "out"
             )
         if self.spec is not None and self.to != "megatron-core":
             raise ValueError(

@@ -14,7 +14,7 @@ from rich.progress import MofNCompleteColumn
 from dolmen.conversion import beside, hf_export, proof
 from dolmen.conversion.config import ConvertConfig
 from dolmen.conversion.hf import stated_dtype
-from dolmen.conversion.megatron import export, names
+from dolmen.conversion.megatron import dist_export, export, names
 from dolmen.conversion.source import Source, open_source
 from dolmen.core.words import counted
 from dolmen.data.progress import bar
@@ -100,9 +100,20 @@ def _megatron(source: Source, asked: ConvertConfig) -> Prepared:
     )
 
 
+def _torch_dist(source: Source, asked: ConvertConfig) -> Prepared:
+    hf_export.check_expressible(source.model, source.tree)
+    plan, dtype = export.Plan(source.tree, export.Ranks(), names.TE), _dtype(source, asked)
+    beside.expressed(source.tree)  # or it could not be read back alone
+    return Prepared(
+        lambda folder: dist_export.write(plan, source.read, folder, dtype, source.iteration),
+        beside=True,
+    )
+
+
 WRITERS: dict[str, Callable[[Source, ConvertConfig], Prepared]] = {
     "hf": _hf,
     "megatron": _megatron,
     "megatron-core": _megatron,
+    "torch-dist": _torch_dist,
 }
 """By the name of a format."""

@@ -5,6 +5,7 @@ computes; what does not fit together is refused in a line.
 import argparse
 import json
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -22,6 +23,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dolmen.checkpoint.metadata import read_foreign
+from dolmen.conversion import convert
+from dolmen.conversion.config import ConvertConfig
 from dolmen.conversion.megatron import dist
 from dolmen.conversion.source import open_source
 from dolmen.files.safetensors import Spec
@@ -368,3 +371,64 @@ def test_a_tensor_that_is_transposed_in_its_file(models, tmp_path):
     chunks = tuple(dist.chunks_of(tmp_path / "f", description)["x"])
     row = dist.Pieces("x", Spec((2,), torch.float32), tmp_path, 0, (1,), chunks)
     assert row.read().tolist() == [2.0, 3.0]
+
+
+def whole(folder) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint, as torch's own reader finds them."""
+    reader = torch.distributed.checkpoint.FileSystemReader(folder)
+    described = reader.read_metadata().state_dict_metadata
+    tensors = {
+        key: torch.empty(one.size, dtype=one.properties.dtype)
+        for key, one in described.items()
+        if isinstance(one, TensorStorageMetadata)
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.distributed.checkpoint.load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
+
+
+@pytest.mark.parametrize("name", ["llama", "llama, tied", "gpt2"])
+def test_what_is_written_is_what_is_laid_by_hand(name, models, tmp_path):
+    """Keys, tensors and what is beside them, read by torch; but for the padding of a table."""
+    model, logits = models[name]
+    model.save_pretrained(tmp_path / "hf")
+    told = convert.convert(ConvertConfig(str(tmp_path / "hf"), str(tmp_path / "d"), "torch-dist"))
+    assert "the same to the bit; logits equal" in told
+    written = tmp_path / "d" / "release"
+    laid = lay(tmp_path / "laid", parts(model), tp=1) / "iter_0000012"
+    ours, theirs = whole(written), whole(laid)
+    theirs = {key: tensor for key, tensor in theirs.items() if "optimizer" not in key}
+    assert ours.keys() == theirs.keys()
+    for key, tensor in theirs.items():
+        rows = VOCABULARY if "word_embeddings" in key or "output_layer" in key else None
+        assert torch.equal(ours[key][:rows], tensor[:rows]), key
+        assert ours[key].shape == tensor.shape
+    states = set(read_foreign(written / ".metadata").others)
+    assert "decoder.layers.mlp.linear_fc1._extra_state/shard_3_4" in states
+    assert "output_layer._extra_state/shard_0_1" in states and len(states) == 4 * 4 + 1
+    common = torch.load(written / "common.pt", weights_only=False)
+    assert common["args"].ckpt_format == "torch_dist" and common["checkpoint_version"] == 3.0
+    assert json.loads((written / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
+    assert difference(tmp_path / "d", logits) < 2e-5
+
+
+def test_experts_are_written_by_layer(tmp_path):
+    config = transformers.MixtralConfig(**LLAMA, num_local_experts=4, num_experts_per_tok=2)
+    model = built(config)
+    model.save_pretrained(tmp_path / "hf")
+    convert.convert(ConvertConfig(str(tmp_path / "hf"), str(tmp_path / "d"), "torch-dist"))
+    ours, state = whole(tmp_path / "d" / "release"), model.state_dict()
+    for i in range(4):
+        here, there = f"decoder.layers.{i}.mlp.", f"model.layers.{i}.mlp."
+        for key, name in (("linear_fc1", "gate_up_proj"), ("linear_fc2", "down_proj")):
+            own = ours[f"{here}experts.experts.{key}.weight"]
+            assert torch.equal(own, state[f"{there}experts.{name}"])
+        assert f"decoder.layers.{i}.pre_mlp_layernorm.weight" in ours
+    states = set(read_foreign(tmp_path / "d" / "release" / ".metadata").others)
+    assert "decoder.layers.3.mlp.experts.experts.linear_fc2._extra_state/shard_3_4" in states
+
+
+def test_torch_dist_has_no_ranks():
+    with pytest.raises(ValueError, match="--tp is 2, but --to torch-dist has no ranks"):
+        ConvertConfig("a", "b", "torch-dist", tp=2)
