@@ -137,9 +137,10 @@ def by_split(corpus: Corpus, shares: str) -> Division:
         validation = everything(corpus, range(*judge), why)
     elif len(held):
         count = judge[1] - judge[0]
-        note = f"{count:,} sequences of {corpus.name}, {len(held):,} tokens{why}"
+        note = f"{counted(count, 'sequence')} of {corpus.name}, {len(held):,} tokens{why}"
         validation = HeldOut(held, count, None, (), note)
-    note = f"not trained on: {test[1] - test[0]:,} sequences of {corpus.name}, to test on{why}"
+    left_out = counted(test[1] - test[0], "sequence")
+    note = f"not trained on: {left_out} of {corpus.name}, to test on{why}"
     return Division(training, validation, (note,) if len(left) else ())
 
 

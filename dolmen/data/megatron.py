@@ -148,7 +148,7 @@ class MegatronOrder:
             f"{one.count}{' with the last apart' * one.apart}"
             for one in (order.epochs for order in orders)
         ]
-        self.name = f"megatron, epochs: {', '.join(told)}"
+        self.name = f"Megatron, epochs: {', '.join(told)}"
 
     def epochs(self, samples: int) -> dict[str, float]:
         """How often each data set has been read after `samples` samples."""

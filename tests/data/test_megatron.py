@@ -172,7 +172,7 @@ def test_a_run_goes_on_where_it_was(data_set, load):
     assert changes(loader.fingerprint(), again.fingerprint()) == ["global_batch_size: 4 -> 8"]
     longer = load(file, order="megatron", steps=400)
     (line,) = changes(loader.fingerprint(), longer.fingerprint())
-    assert line.startswith("order: megatron, epochs: 2 with the last apart -> megatron, epochs: 2")
+    assert line.startswith("order: Megatron, epochs: 2 with the last apart -> Megatron, epochs: 2")
     assert longer.documents(0)[0].startswith(f"{file}: sequences ")
     beyond = loader.mixture.windows(80, 1)
     assert beyond.tolist() == loader.mixture.windows(80 % len(loader.mixture.orders[0]), 1).tolist()
