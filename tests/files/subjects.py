@@ -8,6 +8,7 @@ another, plain parser finds in the same bytes.
 
 import json
 import math
+import pickle
 import re
 import struct
 from collections.abc import Callable
@@ -20,12 +21,14 @@ import safetensors.torch
 import torch
 import yaml
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from torch.distributed.checkpoint import metadata as dcp
 
 from dolmen.checkpoint import metadata, seal
 from dolmen.checkpoint.store import Checkpoints
 from dolmen.conversion import hf
 from dolmen.core.config import from_dict, to_dict
 from dolmen.core.mesh import SINGLE
+from dolmen.core.torch_private.checkpoints import Place
 from dolmen.data import cached as keep
 from dolmen.data import corpus, readers
 from dolmen.families import Model, find
@@ -341,6 +344,36 @@ def same_indexed(value: list[list[int]], undamaged: Any, file: Path) -> bool:
     return value[:3] == [list(plain), list(lengths), list(firsts)] and value[3] == modes
 
 
+# Megatron's torch_dist: its description, damaged, is what pickle finds, or none.
+
+
+def make_dist(folder: Path) -> Path:
+    tensor = dcp.TensorStorageMetadata(
+        dcp.TensorProperties(dtype=torch.float32),
+        torch.Size([4, 3]),
+        [dcp.ChunkStorageMetadata(torch.Size([2 * i, 0]), torch.Size([2, 3])) for i in range(2)],
+    )
+    described = {"decoder.layers.a.weight": tensor, "rng/shard_0_1": dcp.BytesStorageMetadata()}
+    places = {
+        dcp.MetadataIndex("decoder.layers.a.weight", torch.Size([2 * i, 0]), i): Place(
+            f"__{i}_0.distcp", 100 * i, 90
+        )
+        for i in range(2)
+    }
+    places[dcp.MetadataIndex("rng/shard_0_1")] = Place("__0_0.distcp", 300, 20)
+    paths = {key: (key,) for key in described}
+    (folder / ".metadata").write_bytes(pickle.dumps(dcp.Metadata(described, paths, places)))
+    return folder / ".metadata"
+
+
+def same_dist(value: metadata.Foreign, undamaged: Any, file: Path) -> bool:
+    plain = pickle.loads(file.read_bytes())
+    tensors = {n: t for n, t in plain.state_dict_metadata.items() if n in value.tensors}
+    places = {i: p for i, p in plain.storage_data.items() if i.fqn in tensors}
+    others = {i.fqn: p for i, p in plain.storage_data.items() if i.fqn not in tensors}
+    return repr(value) == repr(metadata.Foreign(tensors, places, others))
+
+
 # Tokenizers: what the gate lets through is read by `tokenizers`, which may refuse it in words.
 
 
@@ -422,4 +455,5 @@ SUBJECTS = {
     "state.json": checkpoint("state.json", read_state),
     "seal": checkpoint("seal", read_state),
     ".metadata": checkpoint(".metadata", read_metadata),
+    ".metadata of torch_dist": Subject(make_dist, metadata.read_foreign, same_dist),
 }
