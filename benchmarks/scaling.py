@@ -8,12 +8,18 @@ side by side in one run.
 Each side is built in processes of its own, one core and one thread each, and warmed up with three
 steps. Then steps are timed in pairs, one of the lone process and one of the side, because cores of
 a shared machine are faster in one minute than in the next; a ratio is the median over pairs. Where
-the time of a step goes, of the slower rank:
+the time of a step goes, of the slower rank, in seconds that add up to it:
 
-    compute    CPU time of the main thread, less its fair share of the one process's: what splitting
-               adds to be computed
+    floor      its half of the model's FLOPs at the peak of its core, and what the schedule of a
+               pipeline leaves idle: no split of this model on these cores is faster
+    as one     what the lone process takes above its own floor, half of it: products below the peak,
+               and all that is no product. What makes one process faster makes this smaller
+    more       CPU time of the main thread, less half of the lone process's: what splitting adds to
+               be computed
+    waiting    neither: blocked on the other rank, or for bytes on their way; of it
     transport  CPU time of other threads, which is gloo's: it shares the core
-    wait       neither: blocked on the other rank, in a bubble or for bytes on their way
+
+Peak memory is the most that a process had resident over the timed steps.
 
 `apart` is the ceiling: two processes that have nothing to do with each other make a step of half
 the batch each, at once. What it lacks to 2 is the machine's: cores share memory, caches and clock.
@@ -33,7 +39,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -42,6 +47,7 @@ if not __package__:  # run as a file: Python then looks for `benchmarks` beside 
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.sent import Sent
+from benchmarks.team import Team, end_all, forget_peak, peak_memory
 from dolmen.core import allocator
 from dolmen.data.batch import Batch
 from dolmen.families import Model, made
@@ -113,6 +119,7 @@ def prepare(name: str, args) -> Callable[[], dict]:
         loss = optimizer_step(state, batch, mesh).loss
     for _ in range(2):
         optimizer_step(state, batch, mesh)  # until the heap has grown to what a step needs
+    forget_peak()
 
     def step() -> dict:
         dist.barrier()
@@ -126,6 +133,7 @@ def prepare(name: str, args) -> Callable[[], dict]:
             "main": main,
             "transport": everything - main,
             "sent": sum(sent.bytes.values()),
+            "memory": peak_memory(),
             "loss": loss,
             "bubble": simulate(schedule).bubble,
         }
@@ -152,99 +160,74 @@ def worker(rank: int, name: str, cores: list[int], store: str, args, asked, told
     dist.destroy_process_group()
 
 
-class Team:
-    """The processes of a side, one per core; they end with this one."""
-
-    def __init__(self, name: str, cores: list[int], folder: str, args):
-        context = mp.get_context("spawn")
-        self.asked = [context.SimpleQueue() for _ in cores]
-        self.told = [context.SimpleQueue() for _ in cores]
-        store = f"{folder}/{uuid.uuid4().hex}"
-        self.processes = [
-            context.Process(
-                target=worker,
-                args=(r, name, cores, store, args, self.asked[r], self.told[r]),
-                daemon=True,
-            )
-            for r in range(len(cores))
-        ]
-        for p in self.processes:
-            p.start()
-
-    def ask(self, more: bool = True) -> None:
-        for queue in self.asked:
-            queue.put(more)
-
-    def answer(self) -> list:
-        while any(told.empty() for told in self.told):
-            time.sleep(0.05)
-            if any(p.exitcode for p in self.processes):
-                raise SystemExit("a process has died (out of memory?): use fewer --layers")
-        return [told.get() for told in self.told]
-
-    def end(self) -> None:
-        self.ask(False)
-        for p in self.processes:
-            p.join()
-
-
 def table(results: dict[str, list[tuple[dict, list[dict]]]], args, peak: float) -> Table:
     """Medians over pairs of steps: of one core, and right after it of a side, rank by rank."""
     tree = model_of(args).tree
+    floor = training_flops_per_token(tree, args.sequence) * args.batch * args.sequence / peak
     out = Table(
         "split",
         "step",
         "times one core",
-        "computing more",
-        "transport",
+        "floor",
+        "as one",
+        "more",
         "waiting",
-        "bubble",
+        "transport",
         "sent per rank",
+        "peak memory",
         "loss",
         title=f"{parameters(tree) / 1e6:.0f} M parameters, {args.batch} x {args.sequence} "
         f"tokens, bf16"
         f"{', compiled' if args.compile else ''}: two processes of a core each against one",
     )
     alone = [one for pairs in results.values() for one, _ in pairs]
+    wall, memory = (statistics.median(one[what] for one in alone) for what in ("wall", "memory"))
     out.add_row(
         ONE,
-        f"{statistics.median(one['wall'] for one in alone):.2f} s",
-        *[""] * 6,
+        f"{wall:.2f} s",
+        "",
+        f"{floor:.2f} s",
+        f"{wall - floor:.2f} s",
+        *[""] * 4,
+        f"{memory / 2**30:.2f} GiB",
         f"{alone[0]['loss']:.4f}",
     )
     for name, pairs in results.items():
-        rows = []
-        for one, ranks in pairs:
-            slow, wall = max(ranks, key=lambda r: r["main"]), max(r["wall"] for r in ranks)
-            rows.append(
-                (
-                    wall,
-                    one["wall"] / wall,
-                    (slow["main"] - one["main"] / 2) / wall,
-                    slow["transport"] / wall,
-                    (wall - slow["main"]) / wall,
-                )
-            )
-        wall, ratio, more, transport, waiting = map(statistics.median, zip(*rows, strict=True))
+        rows = [parts(one, ranks, floor) for one, ranks in pairs]
+        wall, ratio, *seconds = map(statistics.median, zip(*rows, strict=True))
         least, most = (extreme(row[1] for row in rows) for extreme in (min, max))
+        ranks = pairs[-1][1]
         out.add_row(
             name,
             f"{wall:.2f} s",
             f"{ratio:.2f} ({least:.2f} to {most:.2f})",
-            f"{more:.1%}",
-            f"{transport:.1%}",
-            f"{waiting:.1%}",
-            f"{slow['bubble']:.0%}",
-            f"{slow['sent'] / 2**20:,.0f} MiB",
-            f"{slow['loss']:.4f}",
+            *(f"{one:.2f} s" for one in seconds),
+            f"{max(rank['sent'] for rank in ranks) / 2**20:,.0f} MiB",
+            f"{max(rank['memory'] for rank in ranks) / 2**30:.2f} GiB",
+            f"{ranks[0]['loss']:.4f}",
         )
-    floor = training_flops_per_token(tree, args.sequence) * args.batch * args.sequence / peak
     out.caption = (
-        f"floor of one core: {floor:.2f} s at its measured {peak / 1e9:.0f} GFLOP/s; waiting and "
-        "computing are of the rank that computes most, as parts of its step; medians of "
-        f"{args.rounds} x {args.steps} pairs of steps"
+        f"floors are of {peak / 1e9:.0f} GFLOP/s, which one core has just been measured at; "
+        f"medians of {args.rounds} x {args.steps} pairs of steps"
     )
     return out
+
+
+def parts(one: dict, ranks: list[dict], floor: float) -> tuple[float, ...]:
+    """Of a pair of steps: seconds, times one core, and the seconds of each part, where one process
+    has this floor.
+    """
+    slow, wall = max(ranks, key=lambda r: r["main"]), max(r["wall"] for r in ranks)
+    idle = floor / 2 * slow["bubble"] / (1 - slow["bubble"])
+    return (
+        wall,
+        one["wall"] / wall,
+        floor / 2 + idle,
+        one["main"] / 2 - floor / 2,
+        slow["main"] - one["main"] / 2,
+        wall - slow["main"] - idle,
+        slow["transport"],
+    )
 
 
 def main() -> None:
@@ -270,28 +253,29 @@ def main() -> None:
     results: dict[str, list] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as folder, Progress() as progress:
         bar = progress.add_task("one core", total=args.rounds * len(names) * args.steps)
-        alone = Team(ONE, cores[:1], folder, args)
+
+        def team(name: str, cores: list[int]) -> Team:
+            store = f"{folder}/{uuid.uuid4().hex}"
+            return Team(worker, len(cores), name, cores, store, args)
+
+        alone = team(ONE, cores[:1])
         (peak,) = alone.answer()
         for round in range(args.rounds):
             for name in random.Random(round).sample(names, len(names)):
                 progress.update(bar, description=f"round {round + 1}: {name}")
-                teams = [
-                    Team(name, some, folder, args)
-                    for some in ([cores[:1], cores[1:]] if name == APART else [cores])
-                ]
-                for team in teams:
-                    team.answer()
+                split = [cores[:1], cores[1:]] if name == APART else [cores]
+                teams = [team(name, some) for some in split]
+                for one in teams:
+                    one.answer()
                 for _ in range(args.steps):
-                    alone.ask()
-                    (one,) = alone.answer()
-                    for team in teams:
-                        team.ask()
-                    results[name].append((one, [told for team in teams for told in team.answer()]))
+                    (lone,) = alone.work()
+                    for one in teams:
+                        one.ask()
+                    results[name].append((lone, [told for one in teams for told in one.answer()]))
                     progress.advance(bar)
-                for team in teams:
-                    team.end()
+                end_all(teams)
         alone.end()
-    Console(width=150).print(table(results, args, peak))
+    Console(width=160).print(table(results, args, peak))
 
 
 if __name__ == "__main__":

@@ -146,23 +146,32 @@ def masters_side(work, mesh, compile, attention="sdpa"):
     it.
     """
     model = transformers_model(work, mesh.device, torch.float32, attention)
+
+    def loss_of(tokens, labels):
+        return mean_loss(model(tokens, use_cache=False).logits, labels)
+
+    return with_masters(model, work, mesh, torch.compile(loss_of) if compile else loss_of)
+
+
+def clip(masters):
+    torch.nn.utils.clip_grad_norm_(masters, OPTIMIZER.clip)
+
+
+def with_masters(model, work, mesh, loss_of, clip=clip):
+    """The model in bf16, and its fp32 masters beside it, which `clip` is given with their
+    gradients.
+    """
     copies = list(model.parameters())
     masters = [p.detach().clone() for p in copies]
     for m, p in zip(masters, copies, strict=True):
         m.grad, p.data = torch.zeros_like(m), p.data.bfloat16()
     optimizer, (tokens, labels) = fused_adamw(masters), batch_of(work, mesh.device)
 
-    def loss_of(tokens, labels):
-        return mean_loss(model(tokens, use_cache=False).logits, labels)
-
-    if compile:
-        loss_of = torch.compile(loss_of)
-
     def step():
         loss = loss_of(tokens, labels)
         loss.backward()
         torch._foreach_copy_([m.grad for m in masters], [p.grad for p in copies])
-        torch.nn.utils.clip_grad_norm_(masters, OPTIMIZER.clip)
+        clip(masters)
         optimizer.step()
         with torch.no_grad():
             torch._foreach_copy_(copies, masters)
@@ -198,6 +207,8 @@ def fsdp_side(work, mesh, compile, attention="sdpa"):
             layer.compile()
         if mesh.tp.size == 1:
             loss_of = torch.compile(mean_loss)
+        else:
+            model.model.embed_tokens.register_forward_hook(_arrived)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for module in (*model.model.layers, model):
         fully_shard(module, mesh=mesh.grid["fsdp"], mp_policy=policy, reshard_after_forward=False)
@@ -223,6 +234,14 @@ def fsdp_side(work, mesh, compile, attention="sdpa"):
         return loss.detach().full_tensor()
 
     return step
+
+
+def _arrived(module, given, out):
+    """What the embedding has summed over tp, as a plain tensor. It is on its way when forward ends,
+    an AsyncCollectiveTensor, and torch 2.13 forgets that such an input of a compiled function
+    requires a gradient (pytorch#191113): the embedding would get none, without a word.
+    """
+    return out.clone()
 
 
 def _clip_two_meshes(parameters):
@@ -277,11 +296,12 @@ def turns(
     for _ in range(rounds):
         for name, step in sides.items():
             before()
-            out[name].append(_time(step, device))
+            out[name].append(timed(step, device))
     return out
 
 
-def _time(step, device):
+def timed(step: Side, device: torch.device) -> tuple[float, float]:
+    """Seconds and CPU seconds of one step."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     start, cpu = time.perf_counter(), time.process_time()
