@@ -22,6 +22,7 @@ from dolmen.core.paths import expand, is_absent
 from dolmen.core.words import counted
 from dolmen.families import Model, WeightMap, changed, special_tokens, weight_map
 from dolmen.families.family import BARE
+from dolmen.families.known import part_of
 from dolmen.families.rules import Entry
 from dolmen.files import gate, kinds, safetensors, torch_files
 from dolmen.files.safetensors import Spec, Stored
@@ -92,7 +93,7 @@ def read_config(folder: Path | str) -> Model:
         raise ValueError(f"{folder} has no config.json")
     content = gate.read_json(file, kinds.CONFIG)
     try:
-        model = Model(content)
+        model = Model(part_of(content) or content)
     except ValueError as error:
         raise gate.refuse(file, error) from error
     return special_tokens.with_ids(model, {}, lambda: tokens_by_name(folder))
@@ -150,8 +151,11 @@ class Transformers:
         return gate.read_json(file, kinds.GENERATION_CONFIG) if file.is_file() else {}
 
     @property
-    def transformers(self) -> Path:
-        return self.where
+    def transformers(self) -> Path | None:
+        """None of a part of a larger model: transformers would load all of it."""
+        file = self.where / "config.json"
+        content = gate.read_json(file, kinds.CONFIG) if file.is_file() else {}
+        return self.where if part_of(content) is None else None
 
     @property
     def specs(self) -> Mapping[str, Spec]:
@@ -247,6 +251,7 @@ def _match(folder: Path, weights: WeightMap) -> dict[str, Stored]:
     found: dict[str, Stored] = {}
     beyond: list[str] = []
     form = next((one for one in FORMS if one.lies_in(folder)), None)
+    beside: list[str] = []
     for name, stored in safetensors.index(folder, form).items():
         canonical = weights.canonical(name)
         if canonical in found:
@@ -255,6 +260,8 @@ def _match(folder: Path, weights: WeightMap) -> dict[str, Stored]:
             )
         if weights.is_beyond(canonical):
             beyond.append(stored.name)
+        elif weights.is_beside(canonical):
+            beside.append(stored.name)
         elif not weights.ignores(canonical):
             found[canonical] = stored
     extra = [stored.name for name, stored in found.items() if weights.expected_shape(name) is None]
@@ -277,6 +284,12 @@ def _match(folder: Path, weights: WeightMap) -> dict[str, Stored]:
         warnings.warn(
             f"{folder}: {counted(len(beyond), 'tensor')} of layers behind the last ({field}) are "
             f"left out, e.g. {beyond[0]}: they are no part of the decoder",
+            stacklevel=4,
+        )
+    if beside:
+        warnings.warn(
+            f"{folder}: {counted(len(beside), 'tensor')} of other parts of the model are left out, "
+            f"e.g. {beside[0]}: what is read is its {weights.model.model_type} alone",
             stacklevel=4,
         )
     return found

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from dolmen.families.larger import Larger
 from dolmen.families.rules import Rule
 from dolmen.files.schema import Flag, Object, Schema, Text, optional
 from dolmen.model.tree import Tree
@@ -146,6 +147,8 @@ class Family:
     """
     endings: dict[str, str] = field(default_factory=dict)
     """What stored names end in, in older files -> today."""
+    larger: Larger | None = None
+    """A model of which this one is a part that is read by itself."""
     prefix: str = ""
     """Leading part of the stored names that some files leave out."""
     called: str | None = None

@@ -11,6 +11,7 @@ from typing import Any
 
 from dolmen.families import common, gemma, gemma2, llama_like, rope, windows
 from dolmen.families.family import Family, Field, expect
+from dolmen.families.larger import Larger
 from dolmen.files.schema import Object, Real, optional
 from dolmen.model.tree import Attention, Block, Rope, Tree, runs_of
 
@@ -89,4 +90,14 @@ FAMILY = Family(
     harmless=("hidden_act", "cache_implementation"),
     beside=llama_like.BESIDE,
     ignored=llama_like.IGNORED,
+    larger=Larger(
+        "gemma3",
+        "text_config",
+        {"language_model.": "", "model.language_model.": "model."},
+        tuple(
+            f"{before}{part}."
+            for before in ("", "model.")
+            for part in ("vision_tower", "multi_modal_projector")
+        ),
+    ),
 )

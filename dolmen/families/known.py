@@ -30,6 +30,16 @@ def find(name: Any) -> Family:
     return families()[name]
 
 
+def part_of(content: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Of the config.json of a larger model the one of its part that a family reads; None: it is of
+    none. Raises ValueError where the part is missing.
+    """
+    for family in families().values():
+        if family.larger is not None and family.larger.model_type == content.get("model_type"):
+            return family.larger.inner(content, family.model_type)
+    return None
+
+
 def of(config: Mapping[str, Any]) -> Family:
     """The family that reads a config.json: of those that have its model_type the one that tells it
     is its own, or else of that name. Raises as `find`.

@@ -43,6 +43,8 @@ class WeightMap:
         """The stored name with the family's leading part, which some files leave out, and with
         today's ending.
         """
+        larger = self.model.family.larger
+        name = name if larger is None else larger.name(name)
         for before, now in self.model.family.endings.items():
             name = name.removesuffix(before) + now if name.endswith(before) else name
         full = self.model.family.prefix + name
@@ -59,6 +61,11 @@ class WeightMap:
         return name not in self.entries and any(
             re.fullmatch(pattern, name) for pattern in self.model.family.ignored
         )
+
+    def is_beside(self, name: str) -> bool:
+        """Whether a canonical name is of another part of a larger model."""
+        larger = self.model.family.larger
+        return larger is not None and name.startswith(larger.others)
 
     def is_beyond(self, name: str) -> bool:
         """Whether a canonical name is of a layer behind the last that the family leaves out."""
