@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from jaxtyping import Shaped
 from torch import Tensor
 
-from dolmen.conversion import checkpoint, hf, meta
+from dolmen.conversion import checkpoint, hf, meta, sat
 from dolmen.conversion.megatron import dist, folders
 from dolmen.conversion.megatron import source as megatron
 from dolmen.core import agree
@@ -127,6 +127,12 @@ FORMATS = (
         dist.found,
         folders.newest,
         dist.opened,
+    ),
+    Format(
+        "a checkpoint of SAT (latest, mp_rank_00_model_states.pt)",
+        sat.found,
+        sat.newest,
+        lambda folder, model, _: sat.opened(folder, model),
     ),
     Format(
         "a transformers directory (config.json, model.safetensors)",

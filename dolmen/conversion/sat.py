@@ -1,0 +1,206 @@
+"""A checkpoint of SAT (SwissArmyTransformer), in which GLM-130B was published, as a source
+(source.py). It is read and not written.
+
+    FOLDER/config.json                                 the model, by SAT's names of its arguments
+    FOLDER/latest                                      "49300"
+    FOLDER/49300/mp_rank_00_model_states.pt            {"module": tensors of rank 0 of tp}
+    FOLDER/49300/mp_rank_01_model_states.pt            ...
+
+Ranks hold what ours would, names are those of the family's weight rules. Of x1 and x2, which the
+feed-forward layer stores as one, a rank has its rows of each: [x1_r; x2_r].
+"""
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from jaxtyping import Shaped
+from torch import Tensor
+
+from dolmen.conversion import beside, hf
+from dolmen.conversion.megatron.shares import Share
+from dolmen.conversion.weights import assemble
+from dolmen.core.words import counted
+from dolmen.families import Model, WeightMap, weight_map
+from dolmen.families.rules import Entry, Split
+from dolmen.files import gate, torch_files
+from dolmen.files.safetensors import Spec, Stored
+from dolmen.model.tree import Tree
+
+RANK = re.compile(r"mp_rank_(\d{2,4})_model_states\.pt")
+LATEST = "latest"
+ITERATION = re.compile(r"\d{1,12}")
+FAMILY = "glm-130b"
+
+
+def ranks(folder: Path) -> dict[int, Path]:
+    """Rank of tp -> its file, of those that are there."""
+    found = {file: RANK.fullmatch(file.name) for file in folder.glob("mp_rank_*")}
+    return {int(named[1]): file for file, named in sorted(found.items()) if named is not None}
+
+
+def found(folder: Path) -> bool:
+    """Whether a folder is meant as one: has files of ranks, or says which folder in it does."""
+    return bool(ranks(folder)) or (folder / LATEST).is_file() and bool(_iterations(folder))
+
+
+def _iterations(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if ITERATION.fullmatch(path.name) and ranks(path)]
+
+
+def newest(folder: Path) -> Path:
+    """The folder with the files: itself, or that which `latest` names. Raises ValueError where it
+    is not there.
+    """
+    if ranks(folder):
+        return folder
+    said = (folder / LATEST).read_bytes()[:64].decode("ascii", "replace").strip()
+    if not ITERATION.fullmatch(said) or not ranks(folder / said):
+        raise ValueError(
+            f"{folder / LATEST} names {said!r}, and {folder} has "
+            f"{', '.join(path.name for path in _iterations(folder))}"
+        )
+    return folder / said
+
+
+@dataclass(frozen=True)
+class Sat:
+    """The files of all ranks; their weights are those of `model`."""
+
+    where: Path
+    model: Model
+    held: tuple[Mapping[str, Stored], ...]
+    """Of each rank: name -> where."""
+    beside: Path
+    """Where its config.json and its tokenizer would lie."""
+
+    @property
+    def title(self) -> str:
+        return f"{self.where}, a checkpoint of SAT ({counted(len(self.held), 'rank')})"
+
+    @property
+    def tree(self) -> Tree:
+        return self.model.tree
+
+    @property
+    def iteration(self) -> int | None:
+        """Updates that it has had, where its folder is named by them."""
+        return int(self.where.name) if ITERATION.fullmatch(self.where.name) else None
+
+    @property
+    def tokenizer(self) -> Path | None:
+        return beside.tokenizer(self.beside)
+
+    @property
+    def generation_config(self) -> dict[str, Any]:
+        return beside.generation_config(self.beside)
+
+    @property
+    def transformers(self) -> None:
+        return None
+
+    @property
+    def specs(self) -> Mapping[str, Spec]:
+        stored = self._checked
+        return {
+            name: Spec(leaf.shape, stored[self._holding[name].hf][0].spec.dtype)
+            for name, leaf in self.tree.leaves.items()
+        }
+
+    def stream(self, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        return assemble([self._weights.entries[name] for name in self._checked], self._tensor, only)
+
+    def read(self, name: str) -> Shaped[Tensor, "*whole"]:
+        if name not in self._holding:
+            raise KeyError(f"{self.where} has no parameter {name}")
+        _ = self._checked
+        ((_, tensor),) = assemble([self._holding[name]], self._tensor, [name])
+        return tensor
+
+    @cached_property
+    def _weights(self) -> WeightMap:
+        return weight_map(self.model)
+
+    @cached_property
+    def _holding(self) -> dict[str, Entry]:
+        return {ours: entry for entry in self._weights.entries.values() for ours in entry.ours}
+
+    def _share(self, entry: Entry) -> Share:
+        """How ranks have it: as ours, and what one tensor stacks, each by itself."""
+        leaf, rule = self.tree.leaves[entry.ours[0]], entry.rule
+        cut = next((cut for cut in leaf.cuts if cut.axis == "tp"), None)
+        stacked = isinstance(rule, Split) and rule.groups == 1
+        return Share(None if cut is None else cut.dim, len(entry.ours) if stacked else 1)
+
+    @cached_property
+    def _checked(self) -> dict[str, list[Stored]]:
+        """Stored name -> that of each rank. Raises as `specs`."""
+        first, *others = [
+            {name: one for name, one in rank.items() if not self._weights.ignores(name)}
+            for rank in self.held
+        ]
+        entries = self._weights.entries
+        extra = [name for name in first if name not in entries]
+        missing = [name for name in entries if name not in first]
+        if extra or missing:
+            raise KeyError(
+                f"{self.where} does not fit its config.json: "
+                f"{counted(len(extra), 'tensor has', 'tensors have')} no rule, e.g. {extra[:3]}, "
+                f"and {counted(len(missing), 'tensor is', 'tensors are')} missing, e.g. "
+                f"{missing[:3]}"
+            )
+        for rank, other in enumerate(others, 1):
+            if unlike := [name for name in first if name not in other] or [*other.keys() - first]:
+                raise KeyError(f"{self.where}: rank {rank} and rank 0 differ in {unlike[0]}")
+        found = {name: [first[name], *(other[name] for other in others)] for name in first}
+        for name, each in found.items():
+            self._check(entries[name], each)
+        return found
+
+    def _check(self, entry: Entry, each: list[Stored]) -> None:
+        """Raises ValueError for a tensor that is not what config.json makes it."""
+        share, one = self._share(entry), each[0]
+        if any(other.spec != one.spec for other in each):
+            raise ValueError(f"{self.where}: {one.name} is not alike on all ranks")
+        whole = share.whole(one.spec.shape, len(each))
+        if whole != entry.shape:
+            raise ValueError(
+                f"{one.name} is {one.spec.shape} on each of {counted(len(each), 'rank')} in "
+                f"{one.file}, {whole} of all; config.json makes it {entry.shape}"
+            )
+        if one.spec.dtype not in hf.FLOATS:
+            raise ValueError(f"{one.name} in {one.file} is {one.spec.dtype}: no weights")
+
+    def _tensor(self, name: str) -> Tensor:
+        share, each = self._share(self._weights.entries[name]), self._checked[name]
+        if share.dim is None:
+            return each[0].read()
+        return share.join([one.read() for one in each])
+
+
+def opened(folder: Path, model: Model | None = None) -> Sat:
+    """The checkpoint whose ranks lie in `folder`, its weights as those of `model`, or else of the
+    config.json beside it. Raises ValueError for a rank that is missing, or is none.
+    """
+    place = beside.place(folder)
+    model = model or hf.read_config(place)
+    if model.model_type != FAMILY:
+        raise ValueError(
+            f"{folder} has files of SAT, and {place / 'config.json'} is of {model.model_type}: "
+            f"dolmen reads {FAMILY} of them"
+        )
+    files = ranks(folder)
+    if missing := sorted({*range(max(files))} - files.keys()):
+        raise ValueError(f"{folder} has rank {max(files)}, and rank {missing[0]} is missing")
+    return Sat(folder, model, tuple(_held(files[rank]) for rank in range(len(files))), place)
+
+
+def _held(file: Path) -> dict[str, Stored]:
+    """The tensors of a rank. Raises Refused for a file that is not what SAT saves."""
+    values = torch_files.load(file)
+    if not isinstance(values, Mapping) or not isinstance(values.get("module"), Mapping):
+        raise gate.refuse(file, "holds no `module`, which SAT's files do")
+    return torch_files.tensors(values["module"], file)
