@@ -7,6 +7,7 @@ from xdist.scheduler import LoadFileScheduling
 ROWS = (
     "tests/golden/",
     "tests/parallel/test_assembly.py",
+    "tests/comparison/test_diff.py",
     "tests/conversion/test_source.py",
     "tests/families/test_over_layouts.py",
     "tests/training/test_reads.py",

@@ -15,7 +15,7 @@ from typing import Any
 import tyro
 
 from dolmen.cli import model_options
-from dolmen.cli.options import SECTIONS, VERBS, train_options
+from dolmen.cli.options import HANDED, SECTIONS, VERBS, train_options
 from dolmen.cli.parse import HELP, last, parse
 from dolmen.core.config import from_dict
 from dolmen.core.errors import BadInput, message
@@ -44,7 +44,7 @@ def read(verb: str, argv: list[str]) -> Any:
 
 def take(verb: str, file: Path) -> Any:
     """What our launcher hands its workers in `file`, as `read` gave it there. Raises BadInput."""
-    cls = Request if verb == "train" else VERBS[verb]
+    cls = HANDED.get(verb) or VERBS[verb]
     try:
         return from_dict(cls, gate.read_yaml(file, kinds.RUN))
     except ValueError as error:

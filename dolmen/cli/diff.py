@@ -2,22 +2,20 @@
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 from dolmen.cli.options import DiffOptions
+from dolmen.comparison.config import DiffWork
 from dolmen.comparison.diff import diff, work
 from dolmen.core.errors import BadInput, Failed
 from dolmen.core.log import console
 from dolmen.launch import process
 
 
-def run(options: DiffOptions) -> int:
-    def worker() -> int:
-        work(options)
-        return 0
-
-    if options.worker is not None:
-        return process.guarded(worker)
+def run(options: DiffOptions | DiffWork) -> int:
+    if isinstance(options, DiffWork):  # of a process that this verb has started
+        return process.guarded(partial(_worker, options))
     try:
         report = diff(options)
     except Failed as error:
@@ -32,3 +30,8 @@ def run(options: DiffOptions) -> int:
         except OSError as error:
             raise BadInput(f"--json {options.json}: {error.strerror}") from None
     return 0 if report.ok else 1
+
+
+def _worker(asked: DiffWork) -> int:
+    work(asked)
+    return 0

@@ -8,13 +8,13 @@ from typing import Annotated, Any
 
 import tyro
 
-from dolmen.comparison.config import DiffConfig
+from dolmen.comparison.config import DiffConfig, DiffWork
 from dolmen.conversion.config import ConvertConfig, ExportConfig
 from dolmen.data.config import TokenizeConfig
 from dolmen.evaluation.config import EvaluateConfig, VerifyConfig
 from dolmen.serving.config import GenerateConfig
 from dolmen.training.config import RunConfig
-from dolmen.training.request import Handling
+from dolmen.training.request import Handling, Request
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,6 @@ class DiffOptions(DiffConfig):
 
     first: tyro.conf.Positional[str]
     second: tyro.conf.Positional[str]
-    worker: tyro.conf.Suppress[str | None] = None
 
 
 @dataclass(frozen=True)
@@ -181,6 +180,8 @@ class TokenizeOptions(TokenizeConfig):
     """
 
 
+# What our launcher hands its workers, where it is not what words say.
+HANDED = {"train": Request, "diff": DiffWork}
 VERBS = {
     "recipes": RecipesOptions,
     "tokenize": TokenizeOptions,

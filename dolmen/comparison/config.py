@@ -6,6 +6,7 @@ from typing import Literal
 from dolmen.model.layout import Layout
 from dolmen.optim.config import OptimizerConfig
 
+SideName = Literal["A", "B"]
 DTypes = Literal["float32", "bfloat16", "float16", "float64"]
 
 
@@ -18,6 +19,32 @@ class SideConfig:
     and those of transformers in that type.
     """
     layout: Layout = Layout()
+
+
+@dataclass(frozen=True)
+class Update:
+    """The one update by AdamW, on both sides."""
+
+    lr: float = OptimizerConfig.lr
+    """Learning rate."""
+    weight_decay: float = OptimizerConfig.weight_decay
+    """Decoupled weight decay of matrices; norms and biases have none."""
+    beta1: float = OptimizerConfig.beta1
+    """Decay of the first moment."""
+    beta2: float = OptimizerConfig.beta2
+    """Decay of the second moment."""
+    eps: float = OptimizerConfig.eps
+    """Added to the root of the second moment."""
+    clip: float = OptimizerConfig.clip
+    """Largest norm of the whole gradient; 0 switches clipping off."""
+
+    def __post_init__(self):
+        _ = self.config
+
+    @property
+    def config(self) -> OptimizerConfig:
+        """Raises ValueError for what cannot be."""
+        return OptimizerConfig(**vars(self))
 
 
 @dataclass(frozen=True)
@@ -38,24 +65,21 @@ class DiffConfig:
     """
     length: int = 64
     """Tokens of the random sequences; a layout may need a few more."""
-    optimizer: OptimizerConfig = OptimizerConfig()
-    """Of the update, on both sides: the first of a run, without its warm-up."""
+    optimizer: Update = Update()
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes the GPUs if any are visible, else the CPU."""
     json: str | None = None
     """File to write everything that was compared to."""
-    worker: str | None = None
-    """Which side, and the folder, that a process which `diff` itself starts records into."""
 
     def __post_init__(self):
         if self.length < 1:
             raise ValueError(f"length is {self.length}: use --length 1 or more")
-        if self.optimizer.warmup_steps:
-            raise ValueError(
-                f"optimizer.warmup-steps is {self.optimizer.warmup_steps}: one update is compared, "
-                "leave it out"
-            )
-        if self.optimizer.name != "adamw":
-            raise ValueError(
-                f"optimizer.name is {self.optimizer.name}: an update is compared by adamw alone"
-            )
+
+
+@dataclass(frozen=True)
+class DiffWork(DiffConfig):
+    """What a process is handed that `diff` starts for a side of several."""
+
+    side: SideName = "A"
+    folder: str = ""
+    """Which it records into."""

@@ -18,7 +18,7 @@ import torch
 from dolmen.comparison import compare, ours, recording, theirs
 from dolmen.comparison.classify import classify
 from dolmen.comparison.compare import Side
-from dolmen.comparison.config import DiffConfig
+from dolmen.comparison.config import DiffConfig, DiffWork, SideName
 from dolmen.comparison.ours import Asked
 from dolmen.comparison.recording import Recording
 from dolmen.comparison.report import Parting, Report, operation
@@ -44,8 +44,7 @@ THEIRS, SEQUENCES, SEED, DEVICE = "transformers", 4, 0, "device"
 class Opened:
     """One side, that can be run."""
 
-    name: str
-    """A or B."""
+    name: SideName
     source: Source
     theirs: bool
     dtype: str
@@ -103,14 +102,12 @@ def compared_sides(a: Side, b: Side, title: str, notes: tuple[str, ...] = ()) ->
     return Report(title, rows, found, notes)
 
 
-def work(config: DiffConfig) -> None:
+def work(asked: DiffWork) -> None:
     """Of a process that `diff` has started: record its side, with the others of it."""
-    assert config.worker is not None
-    name, _, folder = config.worker.partition("|")
-    both = opened(config)
-    side = both.a if name == both.a.name else both.b
+    both = opened(asked)
+    side = both.a if asked.side == both.a.name else both.b
     started = process.started()
-    device = devices.choose_device(config.device, started, DEVICE)
+    device = devices.choose_device(asked.device, started, DEVICE)
     with meshes.joined(started, device):
         devices.refuse_shared_gpus(device, DEVICE)
         with precise():
@@ -118,7 +115,7 @@ def work(config: DiffConfig) -> None:
             made = ours.record(
                 side.source, both.asked, mesh, side.layout, side.rest, DTYPES[side.dtype]
             )
-        recording.save(Path(folder), made, mesh.rank)
+        recording.save(Path(asked.folder), made, mesh.rank)
 
 
 def opened(config: DiffConfig) -> Both:
@@ -136,7 +133,7 @@ def opened(config: DiffConfig) -> Both:
             side.layout.check(side.source.tree, length, sequences, 1)
             if side.theirs:
                 check_expressible(side.source.model, side.source.tree)
-            elif config.worker is None:
+            elif not process.launched_here():
                 devices.require_gpus(config.device, side.layout.world, DEVICE)
     except (ValueError, KeyError, OSError) as error:
         raise BadInput(message(error)) from None
@@ -144,10 +141,10 @@ def opened(config: DiffConfig) -> Both:
     known = next((one for one in padding if one is not None), None)
     size = min(side.source.tree.vocab_size for side in (a, b))
     windows = draw(size, (sequences, length + 1), known, SEED)
-    return Both(a, b, Asked(windows.numpy(), config.optimizer, config.until))
+    return Both(a, b, Asked(windows.numpy(), config.optimizer.config, config.until))
 
 
-def _side(name: str, config: DiffConfig, spelled: str) -> Opened:
+def _side(name: SideName, config: DiffConfig, spelled: str) -> Opened:
     """Raises ValueError, KeyError or OSError."""
     said = config.a if name == "A" else config.b
     program, colon, folder = spelled.partition(":")
@@ -196,7 +193,8 @@ def _recorded(side: Opened, both: Both, config: DiffConfig) -> Recording:
 
 def _started(side: Opened, processes: int, config: DiffConfig) -> recording.Tensors:
     with tempfile.TemporaryDirectory(prefix="dolmen-diff-") as folder:
-        handed = to_dict(replace(config, worker=f"{side.name}|{folder}", json=None))
+        asked = {name: vars(config)[name] for name in DiffConfig.__dataclass_fields__}
+        handed = to_dict(DiffWork(**asked, side=side.name, folder=folder))
         code = launcher.launch(processes, ["diff"], handed=handed)
         if code == 2:
             raise BadInput(f"side {side.name} was refused")

@@ -125,11 +125,13 @@ MODELS = {
         model.num-nextn-predict-layers {ROPE}
     """,
 }
-AFTER = """
-    adapter.rank adapter.alpha adapter.targets
+LAYOUT = """
     layout.tp layout.cp layout.pp layout.dp layout.ep layout.zero layout.sequence-parallel
     layout.no-sequence-parallel layout.context layout.schedule layout.virtual-stages
     layout.recompute layout.recompute-layers layout.reduction
+"""
+AFTER = f"""
+    adapter.rank adapter.alpha adapter.targets {LAYOUT}
     data.path data.tokenizer data.end-of-text data.text-field data.cache data.workers
     data.document-mask data.no-document-mask data.validation data.validation-fraction
     data.order data.masked-fraction data.split
@@ -164,9 +166,9 @@ OTHERS = {
     "convert": "help to tp pp virtual-stages spec dtype vocab-size",
     "verify": "help against length device layout.tp",
     "diff": (
-        "help until length device json a.dtype a.layout.tp a.layout.cp a.layout.pp a.layout.dp "
-        "a.layout.ep a.layout.zero a.layout.sequence-parallel b.dtype b.layout.tp optimizer.lr "
-        "optimizer.beta1 optimizer.beta2 optimizer.eps optimizer.weight-decay optimizer.clip"
+        f"help until length device json a.dtype {LAYOUT.replace('layout.', 'a.layout.')} "
+        f"b.dtype {LAYOUT.replace('layout.', 'b.layout.')} optimizer.lr optimizer.weight-decay "
+        "optimizer.beta1 optimizer.beta2 optimizer.eps optimizer.clip"
     ),
     "generate": "help prompt max-new-tokens temperature top-k top-p seed dtype device layout.tp",
     "evaluate": (
@@ -492,7 +494,6 @@ def test_a_worker_takes_the_run_that_its_launcher_has(words, tmp_path):
     "verb, words",
     [
         ("verify", "model --against other --length 3 --layout.tp 2"),
-        ("diff", "model transformers --a.layout.tp 2 --b.dtype bfloat16 --optimizer.lr 1e-7"),
         ("generate", "model --prompt=--x --prompt 1e-3 --prompt null --temperature 1e-7 --top-k 3"),
         ("evaluate", "model --data.path a b --data.document-mask --dtype bfloat16"),
     ],
