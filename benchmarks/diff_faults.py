@@ -3,6 +3,7 @@ model, one at a time, and compared with a side B that is right.
 
     python benchmarks/diff_faults.py              all: a table, exit code 1 under 28 in 30
     python benchmarks/diff_faults.py NAME ...     those whose name contains one of these
+    python benchmarks/diff_faults.py --markdown   the rows of docs/diff.md too
 
 Faults are in stored weights, in config.json, in the code of forward, of backward and of the update,
 and in that of layouts: these run on two processes, all in one spawn. Side B is transformers, and of
@@ -598,7 +599,8 @@ def run(faults: list[Fault]) -> dict[str, Report]:
 
 def main(words: list[str]) -> int:
     torch.set_num_threads(1)
-    faults = [f for f in FAULTS if not words or any(word in f.name for word in words)]
+    wanted = [word for word in words if not word.startswith("--")]
+    faults = [f for f in FAULTS if not wanted or any(word in f.name for word in wanted)]
     found, table = run(faults), Table()
     for column in ("fault", "first named", "", "looks like", ""):
         table.add_column(column, overflow="fold")
@@ -612,6 +614,11 @@ def main(words: list[str]) -> int:
         wrong = "" if named else f"not {fault.where}"
         table.add_row(fault.name, first, wrong, looks, "" if kind else f"not {fault.kinds}")
     Console(width=160).print(table)
+    if "--markdown" in words:
+        for fault in faults:
+            told = found[fault.name].parting
+            assert told is not None
+            print(f"| {fault.name} | `{told.row.stage}/{told.row.name}` | {told.fault.kind} |")
     print(f"the tensor is right in {tensors} of {len(faults)}, what it looks like in {kinds}")
     return 0 if tensors >= NEEDED * len(faults) else 1
 

@@ -38,6 +38,8 @@ HEALED = 1e-2  # of a difference inside a layer: what may be left of it behind t
 """A tensor that one program keeps in another form (turned, in another order) differs by its own
 size, and nothing behind it does; of a difference that is a fault most comes through.
 """
+THROUGH_SCORES = ("attn.query", "attn.key", "attn.q_norm", "attn.k_norm", "attn.q", "attn.k")
+"""What a gradient reaches through a softmax, whose own cancels where one score is far the largest."""
 UNITS = {
     torch.float64: 2.0**-53,
     torch.float32: 2.0**-24,
@@ -300,7 +302,11 @@ def _backward(a: Side, b: Side, before: float, other_form: set[str]) -> Iterator
     for _, stage, name in sorted(keyed, key=lambda one: one[0], reverse=True):
         x, y = one[stage, name], other[stage, name]
         least = _least(whole, y) if stage == "gradients" else 0.0
-        yield allowed.passed(_row(stage, name, x, y, allowed.now(), least))
+        sums = name.removesuffix(taps.inside(name)) + "attn.sums"
+        factor = 1.0
+        if stage == "backward" and taps.inside(name) in THROUGH_SCORES:
+            factor = max(1.0, *(largest_score(side, sums) for side in (a, b)))
+        yield allowed.passed(_row(stage, name, x, y, allowed.now(factor), least))
 
 
 def _made_with(parameter: str, place: dict[str, int]) -> tuple[int, int]:

@@ -188,7 +188,9 @@ def _recorded(side: Opened, both: Both, config: DiffConfig) -> Recording:
         else:
             mesh = replace(SINGLE, device=device)
             made = ours.record(side.source, both.asked, mesh, layout, side.rest, dtype)
-    return Recording(side.title, sizes, dtype, side.rest, made)
+    # norms and rope of transformers compute in float32 where all else is wider
+    seen = torch.float32 if side.theirs and dtype == torch.float64 else dtype
+    return Recording(side.title, sizes, seen, side.rest, made)
 
 
 def _started(side: Opened, processes: int, config: DiffConfig) -> recording.Tensors:
