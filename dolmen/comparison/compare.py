@@ -39,7 +39,7 @@ HEALED = 1e-2  # of a difference inside a layer: what may be left of it behind t
 size, and nothing behind it does; of a difference that is a fault most comes through.
 """
 THROUGH_SCORES = ("attn.query", "attn.key", "attn.q_norm", "attn.k_norm", "attn.q", "attn.k")
-"""What a gradient reaches through a softmax, whose own cancels where one score is far the largest."""
+"""What a gradient reaches through a softmax, whose own cancels where one score is the largest."""
 UNITS = {
     torch.float64: 2.0**-53,
     torch.float32: 2.0**-24,
