@@ -618,7 +618,7 @@ def main(words: list[str]) -> int:
         for fault in faults:
             told = found[fault.name].parting
             assert told is not None
-            print(f"| {fault.name} | `{told.row.stage}/{told.row.name}` | {told.fault.kind} |")
+            print(f"| {fault.name} | {told.row.stage}: {told.row.name} | {told.fault.kind} |")
     print(f"the tensor is right in {tensors} of {len(faults)}, what it looks like in {kinds}")
     return 0 if tensors >= NEEDED * len(faults) else 1
 
