@@ -136,8 +136,8 @@ class Documents:
     @property
     def both_ways(self) -> "Documents":
         """The same where all tokens of a document see one another."""
-        reach, host_reach = document_ends(self.starts), document_ends(self.host_starts)
-        return replace(self, reach=reach, host_reach=host_reach)
+        ends = document_ends(self.host_starts)
+        return replace(self, reach=host.send(ends, self.starts.device), host_reach=ends)
 
     @property
     def causal(self) -> "Documents":
