@@ -97,7 +97,13 @@ def activation_bytes_per_layer(
     q, k = heads * attention.head_size, kv_heads * attention.head_size
     inside = e * (q + 2 * k) + e * q  # q, k, v; the input of the output projection
     if attention.qk_norm:
-        inside += e * (q + k) + 4 * (heads + kv_heads)
+        width, own = (attention.qk_norm_of == of for of in ("width", "each head"))
+        per_head = 2 if attention.qk_norm.kind == "layernorm" else 1
+        numbers = 2 if width else per_head * (heads + kv_heads)
+        # what the weight of each head multiplies is kept too
+        inside += (2 if own else 1) * e * (q + k) + 4 * numbers
+    if attention.clip is not None:
+        inside += e * (q + 2 * k)
     if recompute == "none" and dropout:  # k, v once per query head; then eq. 1's 5 a s
         inside += e * (2 * q * cp - 2 * k) + (2 * e + 1) * heads * sequence_length
     elif recompute == "none":

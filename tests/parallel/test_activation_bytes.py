@@ -277,6 +277,31 @@ def test_norms_of_the_stream_after_layers(t, sequence, kind):
         assert per_layer(config, layout) == closed(config, layout) + RANDOM_STATE * fused
 
 
+LIKE_LLAMA = {name: value for name, value in SANDWICH.items() if name != "layer_types"}
+NORMS = {
+    "after layers, and over the width": tiny("olmo2", **LIKE_LLAMA),
+    "of each head": tiny("cohere", **LIKE_LLAMA, use_qk_norm=True),
+    "layernorms": tiny(
+        "phi",
+        **{name: value for name, value in LIKE_LLAMA.items() if name != "head_dim"},
+        qk_layernorm=True,
+    ),
+    "without parameters, clipped": tiny("olmo", **LIKE_LLAMA, clip_qkv=1.0),
+    "scaled": tiny("granite", **LIKE_LLAMA, residual_multiplier=0.5, embedding_multiplier=2.0),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("norms", NORMS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("t", "sequence"), SPLITS[:3])
+def test_norms_of_queries_and_keys(t, sequence, kind, norms):
+    """Two numbers per token of queries and keys over their width, two per head of layernorm."""
+    layout, config = Layout(tp=t, sequence_parallel=sequence, recompute=kind), NORMS[norms]
+    unused = RANDOM_STATE if kind == "none" else 0
+    assert per_layer(config, layout) == closed(config, layout) + unused
+
+
 def test_shared_heads():
     """4 key-value heads over 8 ranks: k and v are whole at rest, and a rank multiplies one head of
     each.
