@@ -33,7 +33,7 @@ from dolmen.data import cached as keep
 from dolmen.data import corpus, readers
 from dolmen.families import Model, find
 from dolmen.families.model import schema
-from dolmen.files import gate, indexed, kinds, tokenizer_files
+from dolmen.files import gate, indexed, kinds, tokenizer_files, torch_files
 from dolmen.files import safetensors as ours
 from dolmen.files.schema import Schema, check_value
 from dolmen.parallel import actions, schedule
@@ -169,6 +169,34 @@ def same_tensors(value: dict, undamaged: dict, file: Path) -> bool:
 
 def bits(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+# Files of torch.save: what torch itself takes from them, where it reads them.
+
+
+def pickled(archive: bool) -> Subject:
+    def make(folder: Path) -> Path:
+        shared = torch.arange(12.0).view(3, 4)
+        tensors = {"a": shared, "b.c": shared[1:, :2], "d": torch.ones(2, dtype=torch.bfloat16)}
+        file = folder / "pytorch_model.bin"
+        torch.save(tensors, file, _use_new_zipfile_serialization=archive)
+        return file
+
+    def same(value: dict, undamaged: dict, file: Path) -> bool:
+        try:
+            theirs = torch.load(file, weights_only=True)
+        except Exception:  # it looks at more of an archive than numbers need, which may change
+            shapes = {name: tensor.shape for name, tensor in undamaged.items()}
+            return {name: tensor.shape for name, tensor in value.items()} == shapes
+        theirs = {name: t for name, t in theirs.items() if isinstance(t, torch.Tensor)}
+        return value.keys() == theirs.keys() and all(
+            value[n].shape == t.shape and bits(value[n]) == bits(t) for n, t in theirs.items()
+        )
+
+    def read(file: Path) -> dict[str, torch.Tensor]:
+        return {name: stored.read() for name, stored in torch_files.read_header(file).items()}
+
+    return Subject(make, read, same)
 
 
 def make_index(folder: Path) -> Path:
@@ -423,6 +451,8 @@ SUBJECTS = {
         lambda file: engine.stop_tokens(hf.Transformers(file.parent, Model(CONFIGS["gpt2"]))),
         same_stop,
     ),
+    "pytorch_model.bin": pickled(archive=True),
+    "pytorch_model.bin from before archives": pickled(archive=False),
     "model.safetensors": Subject(make_safetensors, read_safetensors, same_tensors),
     "model.safetensors.index.json": Subject(
         make_index, lambda f: ours.index(f.parent), same_shards
