@@ -9,7 +9,7 @@ Layouts of q, k, v, with heads of `size` rows and groups of heads that share a k
 """
 
 import argparse
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 
@@ -235,6 +235,8 @@ def qkv(parts: Parts, layer: dict[str, Tensor], kind: str, how: How, rank: int) 
     if "k and v are swapped" in how.faults:
         k, v = v, k
     size, tp, version = parts.size, how.tp, how.version or 0
+    if tp > parts.groups:  # the rows of a group lie on several ranks
+        return qkv(parts, layer, kind, replace(how, tp=1), 0).chunk(tp)[rank]
     if version >= 2:
         per = parts.heads // parts.groups
         lies = []

@@ -9,12 +9,14 @@ import torch
 import transformers
 from laid import LOCAL, OF_2023, TE, How, lay
 from test_megatron_read import GPT2, LLAMA, VOCABULARY, built, parts
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from dolmen.conversion import convert, proof
 from dolmen.conversion.config import ConvertConfig
 from dolmen.conversion.megatron import export, shares
 from dolmen.conversion.source import open_source
 from dolmen.families import Model
+from dolmen.files.safetensors import Stored
 from dolmen.files.torch_files import Writer
 
 
@@ -153,6 +155,31 @@ def test_a_layer_at_a_time(folders, monkeypatch):
     )
     proof.compare_logits(source, source, room=0)
     assert held == [1] * 8
+
+
+@pytest.mark.parametrize("format", ["megatron", "hf"])
+def test_one_tensor_is_in_memory_at_a_time(format, folders, tmp_path, monkeypatch):
+    """Of what is written, read back and compared: the parts of one stored tensor, whole and on each
+    rank, of source and target.
+    """
+    where, _ = folders
+    source, options = where / "llama", dict(tp=2)
+    if format == "hf":
+        source, options = tmp_path / "ranks", {}
+        run(where / "llama", source, "megatron", tp=2)
+    made, held, read = {}, [], Stored.read
+
+    def read_alone(self):
+        held.append(sum(size for reference, size in made.items() if not reference.expired()))
+        made[StorageWeakRef((tensor := read(self)).untyped_storage())] = self.spec.nbytes
+        return tensor
+
+    monkeypatch.setattr(Stored, "read", read_alone)
+    monkeypatch.setattr(proof, "compare_logits", lambda *_: "logits equal")
+    run(source, tmp_path / "out", format, **options)
+    largest = 4 * 256 * 32  # the embedding with its padding, as ranks have it
+    whole = sum(spec.nbytes for spec in open_source(where / "llama").specs.values())
+    assert len(made) > 80 and max(held) <= largest < whole / 3
 
 
 @pytest.mark.parametrize(

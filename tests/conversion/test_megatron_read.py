@@ -105,6 +105,7 @@ CASES = {
     "core with te, gpt2": ("gpt2", How(TE, 3.0, 2, ONE)),
     "te of 2023": ("llama", How(TE_2023, 3.0, 2, ONE)),
     "te of 2023, gpt2": ("gpt2", How(TE_2023, 3.0, 2, ONE)),
+    "core, more ranks than groups": ("llama", How(LOCAL, 3.0, 4, ONE)),
     "core, experts": ("mixtral", How(LOCAL, 3.0, 2, TWO)),
     "core, experts over ep": ("mixtral", How(LOCAL, 3.0, 2, TWO, ep=2)),
     "te, experts over ep": ("mixtral", How(TE, 3.0, 2, ONE, ep=4)),
