@@ -45,6 +45,7 @@ def rules(tree: Tree) -> list[Rule]:
 FAMILY = Family(
     model_type="internlm2",
     architecture="InternLM2ForCausalLM",
+    native=False,
     read=read,
     new=new,
     rules=rules,

@@ -133,6 +133,7 @@ def rules(tree: Tree) -> list[Rule]:
 FAMILY = Family(
     model_type="qwen",
     architecture="QWenLMHeadModel",
+    native=False,
     read=read,
     new=new,
     rules=rules,
