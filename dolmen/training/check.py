@@ -52,6 +52,8 @@ def check_run(run: RunConfig, processes: int | None, verify: bool = True) -> Run
             f"finish.{asked} is for models that foretell the next token, and {model.model_type} "
             "fills in masked ones: leave it out"
         )
+    if tree.blanks is not None:
+        tree.blanks.check()
     check_adapter(run)
     if run.sequence_length > tree.max_position_embeddings:
         raise ValueError(

@@ -137,6 +137,12 @@ def test_families_without_a_class_of_transformers_say_so(tmp_path):
         dolmen.verify(tmp_path)
 
 
+def test_a_run_is_refused_before_it_begins(tmp_path):
+    refused = "names sop and mask, .*: use model.special_tokens.sop ID model.special_tokens.mask ID"
+    with pytest.raises(ValueError, match=refused):
+        dolmen.train("quickstart", model={"model_type": "glm_10b"}, out=tmp_path / "run")
+
+
 def saved(case, folder, named=True):
     model = build(case)
     save(model, folder)

@@ -70,10 +70,12 @@ class Blanks:
             if all(mask.token is None for mask in self.masks):
                 missing.append(self.masks[0].name)
             said = ", ".join(f'"{name}": id' for name in missing)
+            options = " ".join(f"--model.special-tokens.{name} ID" for name in missing)
             raise ValueError(
                 f"neither config.json nor tokenizer names {' and '.join(missing)}, by which the "
-                f"model knows the positions of a text: use dolmen.load(..., special_tokens="
-                f'{{{said}}}), or in config.json "dolmen": {{"special_tokens": {{{said}}}}}'
+                f"model knows the positions of a text: use {options}, dolmen.load(..., "
+                f'special_tokens={{{said}}}), or in config.json "dolmen": {{"special_tokens": '
+                f"{{{said}}}}}"
             )
 
     def span(self, tokens: Sequence[int]) -> Span:
