@@ -310,12 +310,12 @@ def test_advice_names_options_that_exist(spelling):
         ("train gpt3-175b --model.num-layers 2", "did you mean --model.n-layer?"),
         (
             "train quickstart --model.sliding-window 4",
-            "other families have sliding_window: choose one with --model.model-type, of gemma2, mi",
+            "other families have sliding_window: choose one with --model.model-type, of cohere2, gemma2",
         ),
         ("train quickstart --model.n-embd 4", "did you mean --model.hidden-size?"),
         (
             "train gpt3-175b --model.sliding-layers 4",
-            "other families have layer_types: choose one with --model.model-type, of gemma2, qwen2",
+            "other families have layer_types: choose one with --model.model-type, of cohere2, gemma2",
         ),
         ("train quickstart --model.qk-norm", "choose it with --model.model-type"),
         ("train quickstart --max-steps 2", "did you mean --train.steps?"),
@@ -386,7 +386,7 @@ def test_every_option_is_explained():
 def test_choices_and_defaults_of_a_model_are_shown():
     shown = " ".join(dolmen("train", "pretrain", "--model.model-type=gemma2", "--help").out.split())
     assert "--model.hidden-activation {silu,swish,gelu,gelu_python,relu,gelu_new," in shown
-    assert "--model.rope-parameters.rope-type {default,linear,llama3,yarn}" in shown
+    assert "--model.rope-parameters.rope-type {default,linear,llama3,yarn,dynamic," in shown
     assert "--model.layer-types {None}|{[{full_attention,sliding_attention} [...]]}" in shown
     assert "the first does. (default: sliding_attention full_attention sliding" in shown
 
