@@ -349,6 +349,7 @@ def spell(
     uses = {"rope_type", *OUTER, *USED.get(wanted["rope_type"], wanted)}
     beside = {n: wanted[n] for n in ORIGINAL if config.get(n) is not None and n in wanted}
     apart = {outer[name]: wanted[name] for name in outer if name in wanted}
+    apart |= {name: wanted[name] for name in outer if name in wanted and name in config}
     if "rope_parameters" in config or not {"rope_scaling", *apart} & config.keys():
         own = _unknown(config.get("rope_parameters"))
         if config.get("rope_scaling"):

@@ -6,7 +6,7 @@ import math
 
 import pytest
 from cases.gpt_neo import NEO_125M
-from cases.gpt_neox import PYTHIA_160M
+from cases.gpt_neox import PYTHIA_160M, PYTHIA_RESAVED
 from cases.mpt import MPT_7B
 from published import (
     DEEPSEEK_V3,
@@ -111,6 +111,10 @@ def test_a_changed_part_of_heads_keeps_the_names_of_the_family():
     other = changed(Model(PYTHIA_160M), {"rope_parameters.partial_rotary_factor": 0.5})
     assert other.config == PYTHIA_160M | {"rotary_pct": 0.5, "rope_scaling": None}
     assert other.tree.blocks[0].mixer.positions == Rope(32)
+    both = changed(Model(PYTHIA_RESAVED), {"rope_parameters.partial_rotary_factor": 0.5})
+    said = {"rotary_pct": 0.5, "partial_rotary_factor": 0.5}
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    assert both.config == PYTHIA_RESAVED | said | {"rope_scaling": scaling}
     third = changed(other, {"rope_parameters.partial_rotary_factor": 6 / 64})
     assert third.tree.blocks[0].mixer.positions == Rope(6)
     names = third.family.names

@@ -86,4 +86,11 @@ NEOX_20B = {
     "use_cache": True,
     "vocab_size": 50432,
 }
-PUBLISHED = [PYTHIA_160M, NEOX_20B]
+# as later versions of transformers 4 wrote it: both names of a field; and a longer context
+PYTHIA_RESAVED = PYTHIA_160M | {
+    "attention_bias": True,
+    "partial_rotary_factor": 0.25,
+    "rope_scaling": {"type": "linear", "factor": 2.0},
+    "rope_theta": 10000,
+}
+PUBLISHED = [PYTHIA_160M, NEOX_20B, PYTHIA_RESAVED]
