@@ -119,7 +119,8 @@ def rules(tree: Tree) -> list[Rule]:
 
 def tells(config: Mapping[str, Any]) -> bool:
     """By fields that ChatGLM-6B has not."""
-    return bool({"padded_vocab_size", "ffn_hidden_size", "kv_channels"} & config.keys())
+    own = {"padded_vocab_size", "ffn_hidden_size", "kv_channels", "multi_query_attention"}
+    return bool({*own, "multi_query_group_num", "add_qkv_bias", "seq_length"} & config.keys())
 
 
 def framed(tokens: list[int], ids: Ids) -> list[int]:

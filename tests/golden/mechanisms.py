@@ -47,6 +47,13 @@ DEEPSEEK = dict(
         mscale_all_dim=0.9,
     ),
 )
+GLM = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=32,
+    num_layers=3,
+    num_attention_heads=8,
+    initializer_range=0.1,
+)
 FELT = Training(router=RouterTraining(z_loss_coef=0.05))
 CONFIGS = {
     # side by side with one norm; one key-value head, whole on every rank
@@ -189,6 +196,10 @@ CONFIGS = {
     "two streams": mixing(
         Flat(**SIZES, num_key_value_heads=4), mask="prefix", positions=Rope(8, 100.0, streams=2)
     ),
+    # the residual stream is what norms give, times a number
+    "chatglm": tiny("chatglm", **GLM, inner_hidden_size=48),
+    # two tables of positions
+    "glm-10b": tiny("glm_10b", **GLM),
 }
 ROUTED = ("deepseek-v2", "deepseek-v3", "qwen2-moe", "gpt-oss")
 CONFIGS |= {name: replace(CONFIGS[name], training=FELT) for name in ROUTED}
@@ -509,6 +520,31 @@ ROWS = [
         tp2 sp zero1 acc4      |
         cp4                    |
         cp2 tp2 sp gather      |
+        dp2 tp2 sp zero3 full  |
+        """,
+        steps=2,
+        documents=True,
+        prefixes=True,
+        streams=2,
+    ),
+    *rows(
+        CONFIGS["chatglm"],
+        "chatglm",
+        """
+        cp2 tp2 sp gather selective
+        pp2 tp2 sp acc4 zero1       |
+        dp2 tp2 sp zero3 full       |
+        """,
+        steps=2,
+        documents=True,
+        prefixes=True,
+        streams=2,
+    ),
+    *rows(
+        CONFIGS["glm-10b"],
+        "glm-10b",
+        """
+        cp2 pp2 acc4 zero1
         dp2 tp2 sp zero3 full  |
         """,
         steps=2,
