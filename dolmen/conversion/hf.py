@@ -37,6 +37,8 @@ TOKENIZER_FILES = (
     "merges.txt",
     "vocab.txt",
     "tokenizer.model",
+    "ice_text.model",
+    "cog-pretrain.model",
     "spiece.model",
     "*.tiktoken",
     "chat_template.json",
