@@ -34,12 +34,10 @@ FIELDS = llama_like.changed(
 def arranged(config: dict[str, Any], arrangement: Arrangement) -> Tree:
     """The tree of a config.json whose norms stand so."""
     tree = llama_like.read(config, qkv_bias=bool(config["attention_bias"]))
+    mixer = common.attention(tree)
+    turned = replace(expect(mixer.positions, Rope, "positions"), interleaved=True)
     blocks = [
-        replace(
-            block,
-            mixer=replace(block.mixer, positions=replace(block.mixer.positions, interleaved=True)),
-            arrangement=arrangement,
-        )
+        replace(block, mixer=replace(mixer, positions=turned), arrangement=arrangement)
         for block in tree.blocks
     ]
     return replace(tree, runs=runs_of(blocks))
