@@ -66,7 +66,7 @@ def of(case: str, layouts: dict[str, float | str]) -> Checked:
             difference,
             single,
             double,
-            sum(a == b for a, b in zip(got, expected, strict=True)),
+            sum(a == b for a, b in zip(got, expected, strict=True)) if got else None,
             layouts,
         )
 
@@ -88,7 +88,7 @@ def table() -> str:
         lines.append(
             f"| {title(row.model_type)} (`{row.model_type}`) | {row.case} | {row.parameters:,} "
             f"| {row.against} | {row.logits:.0e} | {row.gradients:.0e} | {row.gradients_fp64:.0e} "
-            f"| {row.texts} of 3 | {' | '.join(cells)} |"
+            f"| {'none' if row.texts is None else f'{row.texts} of 3'} | {' | '.join(cells)} |"
         )
     refused = [f"[{number}] {why}" for why, number in notes.items()]
     return "\n".join([*lines, "", *refused]).rstrip() + "\n"

@@ -30,8 +30,10 @@ class Checked:
     """Largest difference in fp32, by the largest element of each tensor."""
     gradients_fp64: float
     """In float64, where the order of sums is all that may differ."""
-    texts: int
-    """How many of three greedy texts, made with a cache, are those of the reference."""
+    texts: int | None
+    """How many of three greedy texts, made with a cache, are those of the reference; None: the
+    model fills in tokens, and continues no text.
+    """
     layouts: dict[str, float | str]
     """Layout -> the largest difference of a gradient to that of one process, in float64; or why
     the model is refused there.

@@ -84,7 +84,8 @@ class Model(Plain):
         if config.get("quantization_config"):
             raise ValueError(
                 f"quantization_config is {shown(config['quantization_config'])}: dolmen reads "
-                "unquantised weights only"
+                "unquantised weights only; transformers can save them so (load with "
+                "dequantize=True in the quantization_config, where the method has it)"
             )
         given, read = own_names(family, config), {field.name for field in family.fields}
         for name, allowed in {**ONLY, **family.only}.items():
