@@ -52,7 +52,8 @@ class TrainState:
 @dataclass(frozen=True)
 class Metrics:
     """What a step tells. `loss` is the mean over what the objective counts in the global batch: by
-    default its real tokens, of which there are `tokens`.
+    default its real tokens, of which there are `tokens`. Of a model that fills in tokens those are
+    all that it reads.
     """
 
     loss: float
@@ -92,7 +93,9 @@ def optimizer_step(
     # with fewer real tokens weighs less, as its rows do in one process. It is not read here, which
     # would keep the device waiting for the first product.
     micros = batch.microbatches(len(batch.tokens) // state.schedule.micros)
-    counts = batch.real_tokens, sum(state.objective.count(micro) for micro in micros)
+    # a model that fills in tokens reads all of them, though few have a label
+    read = batch.tokens.numel() if state.model.tree.both_ways else batch.real_tokens
+    counts = read, sum(state.objective.count(micro) for micro in micros)
     counts = [host.number(n, torch.float64, mesh.device) for n in counts]
     tokens, count = collectives.reduce_scalar(torch.stack(counts), mesh.dp)
     key = host.number(seed_of(state.seed, "dropout", state.step), torch.int64, mesh.device)

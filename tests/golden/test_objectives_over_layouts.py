@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 from models import build, initialize
-from objectives import KINDS, OBJECTIVES, batches, half, run, scores_of_all_ranks
+from objectives import KINDS, OBJECTIVES, batches, compared, half, run, scores_of_all_ranks
 from spawning import Row
 from table import OPTIMIZER, SEED, SINGLE, Layout, start
 
@@ -66,6 +66,14 @@ def test_scores_are_everywhere(row, result):
     last stage or the token.
     """
     assert result(row) < 1e-13
+
+
+def test_all_tokens_that_an_encoder_reads_are_counted():
+    kind = KINDS["filling"]
+    train = start(kind.config, SINGLE, Layout(), objective=kind.objective)
+    batch = compared(train, SINGLE, Layout())[0]
+    told = optimizer_step(train, batch, SINGLE)
+    assert told.tokens == batch.tokens.numel() > batch.real_tokens
 
 
 def test_a_policy_compared_with_itself():
