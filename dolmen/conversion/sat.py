@@ -57,7 +57,7 @@ def newest(folder: Path) -> Path:
     """
     if ranks(folder):
         return folder
-    said = (folder / LATEST).read_bytes()[:64].decode("ascii", "replace").strip()
+    said = gate.read_text(folder / LATEST, 64).strip()
     if not ITERATION.fullmatch(said) or not ranks(folder / said):
         raise ValueError(
             f"{folder / LATEST} names {said!r}, and {folder} has "
