@@ -5,6 +5,7 @@ there is no value to read, so the H100's road is also seen to read none.
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from models import build, initialize, tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dolmen.core.mesh import SINGLE
+from dolmen.data.batch import Batch
 from dolmen.families.known import families
 from dolmen.model.decoder import Decoder
 from dolmen.model.head import loss_of
@@ -52,7 +54,8 @@ BERT = dict(
     num_hidden_layers=2,
     num_attention_heads=4,
 )
-FIELDS = {
+IDS = dict(mask=59, gmask=60, sop=61, eop=62)
+FIELDS: dict[str, dict[str, Any]] = {
     "llama": SIZES,
     "mistral": SIZES | dict(sliding_window=8),
     "mixtral": SIZES | dict(num_local_experts=4, num_experts_per_tok=2),
@@ -73,6 +76,22 @@ FIELDS = {
     "deepseek_v2": DEEPSEEK,
     "deepseek_v3": DEEPSEEK | dict(n_group=2, topk_group=1),
 }
+COMMON = SIZES | dict(num_key_value_heads=4, head_dim=16)
+OWN = {
+    "gptj": dict(rotary_dim=8),
+    "codegen": dict(rotary_dim=8),
+    "gpt_neo": dict(attention_types=[[["global", "local"], 1]], window_size=8),
+    **dict.fromkeys(("chatglm", "glm_10b", "glm-130b"), dict(dolmen=dict(special_tokens=IDS))),
+}
+
+
+def small(name: str) -> dict[str, Any]:
+    """Of a family that needs no more than what all have, by its own names."""
+    own = families()[name].names
+    return {own[n]: size for n, size in COMMON.items() if n in own} | OWN.get(name, {})
+
+
+FIELDS |= {name: small(name) for name in families() if name not in FIELDS}
 # Calls of a forward and backward of two layers. flash and fused (RMSNorm): one each way.
 # products: of matrices; grouped, loop: those of experts, in one kernel or one each; blocks: those
 # of our attention. Gemma's norms are zero-centred, which torch's kernel is not.
@@ -97,6 +116,31 @@ LISTED = """
     gemma2      blocks 14, products 45                      blocks 14, products 45
     deepseek_v2 flash 2, fused 9, products 54, grouped 9    blocks 14, products 54, loop 36
     deepseek_v3 flash 2, fused 9, products 54, grouped 9    blocks 14, products 54, loop 36
+    baichuan    flash 2, fused 5, products 45               blocks 14, products 45
+    chatglm     blocks 14, layer norm 5, products 39        blocks 14, layer norm 5, products 39
+    chatglm2    flash 2, fused 5, products 45               blocks 14, products 45
+    codegen     flash 2, layer norm 3, products 39          blocks 14, layer norm 3, products 39
+    cohere      flash 2, layer norm 3, products 45          blocks 14, layer norm 3, products 45
+    cohere2     flash 2, layer norm 3, products 45          blocks 14, layer norm 3, products 45
+    glm         flash 2, fused 5, products 45               blocks 14, products 45
+    glm4        flash 2, fused 9, products 45               blocks 14, products 45
+    glm_10b     blocks 14, layer norm 5, products 39        blocks 14, layer norm 5, products 39
+    glm-130b    blocks 14, layer norm 5, products 45        blocks 14, layer norm 5, products 45
+    gpt_bigcode flash 2, layer norm 5, products 39          blocks 14, layer norm 5, products 39
+    gpt_neo     flash 2, layer norm 5, products 39          blocks 14, layer norm 5, products 39
+    gpt_neox    flash 2, layer norm 5, products 39          blocks 14, layer norm 5, products 39
+    gptj        flash 2, layer norm 3, products 39          blocks 14, layer norm 3, products 39
+    granite     flash 2, fused 5, products 45               blocks 14, products 45
+    internlm2   flash 2, fused 5, products 45               blocks 14, products 45
+    mpt         blocks 14, layer norm 5, products 39        blocks 14, layer norm 5, products 39
+    olmo        flash 2, layer norm 5, products 45          blocks 14, layer norm 5, products 45
+    olmo2       flash 2, fused 5, products 45               blocks 14, products 45
+    opt         flash 2, layer norm 5, products 39          blocks 14, layer norm 5, products 39
+    phi         flash 2, layer norm 3, products 39          blocks 14, layer norm 3, products 39
+    phi3        flash 2, fused 5, products 45               blocks 14, products 45
+    qwen        flash 2, fused 5, products 45               blocks 14, products 45
+    stablelm    flash 2, layer norm 5, products 45          blocks 14, layer norm 5, products 45
+    starcoder2  flash 2, layer norm 5, products 39          blocks 14, layer norm 5, products 39
 """
 NAMES = {
     "_flash_attention_forward.default": "flash",
@@ -149,9 +193,10 @@ def made(name: str, hardware: Hardware, dtype: torch.dtype = torch.bfloat16) -> 
 
 def called(model: Decoder) -> dict[str, int]:
     tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
-    tokens = tokens.to(next(model.parameters()).device)
+    batch = Batch(tokens, tokens).read_by(model.tree).to(next(model.parameters()).device)
+    end = loss_of(batch.tokens)
     with Called() as seen:
-        model(tokens, loss_of(tokens)).backward()
+        model(batch.tokens, end, documents=batch.documents, positions=batch.positions).backward()
     for name, p in model.named_parameters():
         assert p.grad is not None or not model.tree.leaves[name].trained, name
     return dict(seen.found)
