@@ -231,15 +231,16 @@ def load(
 
 
 def _tokenizer(source: Source) -> tuple[PreTrainedTokenizer | None, str]:
-    """Of a source, or why it has none: its folder has none, or one that code of the folder reads,
-    which dolmen does not run. Raises ValueError for one that cannot be read otherwise.
+    """Of a source, or why it has none: its folder has none, or one that only code of its own reads,
+    as a family may have that transformers has no class for. Raises ValueError for any other that
+    cannot be read.
     """
     if source.tokenizer is None:
         return None, f"{source.where} has no tokenizer"
     try:
         return load_tokenizer(str(source.tokenizer), option=""), ""
     except (ValueError, OSError) as error:
-        if not any(name.startswith("tokenization") for name in source.model.family.code):
+        if source.model.family.native:
             raise
         return None, message(error)
 

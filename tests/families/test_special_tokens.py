@@ -18,10 +18,13 @@ import dolmen
 from dolmen.conversion.source import open_source
 from dolmen.data.batch import Batch
 from dolmen.families import Model, families, special_tokens
+from dolmen.model import head
 from dolmen.model.tree import Span
 from dolmen.ops.attention import Documents
 from dolmen.ops.loss import IGNORED
 from dolmen.ops.positions import of_span
+from dolmen.serving import engine
+from dolmen.serving.cache import Cache
 
 TOLD = {name: 150000 + i for i, name in enumerate(("mask", "gmask", "smask", "sop", "cls", "eos"))}
 
@@ -178,6 +181,22 @@ def test_loaded_without_a_tokenizer(tmp_path):
     got = model.generate(tokens, 6)
     assert got == text[: len(got)] and len(got) > len(tokens)
     assert model.generate([tokens, tokens], 6) == [got, got]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mask", ["mask", "gmask"])
+@pytest.mark.parametrize("case", ["chatglm", "glm-10b", "glm-130b"])
+def test_a_cache_equals_the_whole_text(case, mask, tmp_path):
+    """Token by token behind <sop>, at positions that the prompt has said."""
+    saved(case, tmp_path)
+    model = dolmen.load(tmp_path)
+    tokens = [5, IDS[mask], 6, IDS["sop"], 7, 8, IDS["gmask"], IDS["sop"], 9]
+    whole, tree = model.logits(tokens), model.decoder.tree
+    spans, cache, got = {0: engine.span_of(tree, tokens[:4])}, Cache(tree, 4), []
+    for part in (tokens[:4], *([token] for token in tokens[4:])):
+        reading = cache.read({0: len(part)}, torch.device("cpu"), spans=spans)
+        got.append(model.decoder(torch.tensor([part]), head.logits, reading)[0])
+    torch.testing.assert_close(torch.cat(got), whole, rtol=0, atol=1e-4)
 
 
 def test_names_with_and_without_what_they_begin_with(tmp_path):
