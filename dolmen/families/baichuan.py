@@ -36,6 +36,12 @@ def taken(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def read(config: dict[str, Any]) -> Tree:
+    """Raises ValueError for a loss of large logits, which changes what is trained, and no logit."""
+    if config["z_loss_weight"]:
+        raise ValueError(
+            f"z_loss_weight is {config['z_loss_weight']}: dolmen trains without a loss of the "
+            "largest logits; set --model.z-loss-weight 0"
+        )
     said = {**config, **taken(config)}
     heads, size = config["num_attention_heads"], common.head_size(config, FIELDS)
     positions = Alibi() if said["positions"] == "alibi" else Rope(size)
@@ -86,7 +92,7 @@ FIELDS = (
     Field(LONGEST[1], optional(kinds.POSITIONS), None, "The same, as 13B calls it."),
     Field(
         "z_loss_weight",
-        optional(Real(0, 0)),
+        optional(Real(0)),
         None,
         "Weight in the loss of the mean squared largest logit; dolmen trains without.",
     ),

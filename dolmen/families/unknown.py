@@ -27,7 +27,7 @@ def unknown_fields(model: Model) -> list[str]:
     """
     family, config = model.family, model.config
     names = {*HARMLESS, *ONLY, *family.only, *family.harmless, *family.beside, *family.aliases}
-    names |= {RESERVED, *(field.name for field in family.fields)}
+    names |= {RESERVED, *(field.name for field in family.fields if not field.ours)}
     inner = [
         f"{field.name}.{name}"
         for field in family.fields

@@ -10,7 +10,7 @@ from cases.baichuan import BAICHUAN2_7B, BAICHUAN2_13B, BAICHUAN_7B, BAICHUAN_13
 from tiny import build, save
 
 import dolmen
-from dolmen.families import Model, changed, edit
+from dolmen.families import Model, changed, edit, unknown_fields
 from dolmen.families.unknown import warn
 from dolmen.model.tree import Alibi, Rope
 
@@ -64,5 +64,9 @@ def test_what_is_stated_counts_and_nothing_is_told():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn(second)
+    beside = Model({"model_type": "baichuan", "head": "normalised"})  # it stands under our key
+    assert what(beside) == ("linear", Rope(128)) and unknown_fields(beside) == ["head"]
+    with pytest.raises(ValueError, match="z_loss_weight is 0.1: dolmen trains without"):
+        Model({"model_type": "baichuan", "z_loss_weight": 0.1})
     with pytest.raises(ValueError, match="dolmen.head is 'normal': it must be"):
         Model({"model_type": "baichuan", "dolmen": {"head": "normal"}})
