@@ -56,7 +56,7 @@ def vocabulary(folder: Path, said: Model | None, rows: int | None) -> int | None
         return rows
     from dolmen.data.tokenizer import load_tokenizer
 
-    return len(load_tokenizer(str(where), option=""))
+    return len(load_tokenizer(str(where), option="").get_vocab())
 
 
 def expressed(tree: Tree) -> Model:

@@ -318,7 +318,7 @@ def leaves(value: Any, file: Path) -> Iterator[tuple[str, Any]]:
         if seen > VALUES:
             raise refuse(file, f"has mappings of more than {VALUES:,} values")
         start = f"{name}." if name else ""
-        left += [(f"{start}{inner}", content) for inner, content in reversed(one.items())]
+        left += [(f"{start}{inner}", content) for inner, content in reversed([*one.items()])]
 
 
 def _of_archive(stream: BinaryIO, position: int = 0) -> Any:

@@ -203,6 +203,7 @@ TE_2023 = LOCAL | {
     "fc1": "layernorm_mlp.fc1_",
     "fc2": "layernorm_mlp.fc2_",
 }
+GROUPED = dict(LOCAL)  # whose experts are two tensors, which only the reader must know
 FUSED = TE | {
     "norm2": "mlp.0.",
     "fc1": "mlp.1.basic_ops.0.",
@@ -264,17 +265,26 @@ def padded(table: Tensor, how: How) -> Tensor:
 def of_experts(layer: dict[str, Tensor], how: How, rank: int, ep: int) -> dict[str, Tensor]:
     """A rank's experts, counted from 0, and the router, which every rank has."""
     number = sum(name.endswith("gate.weight") for name in layer)
-    made = {"mlp.router.weight": layer["router.weight"]}
+    made: dict = {"mlp.router.weight": layer["router.weight"]}
     for local in range(number // how.ep):
         e = ep * (number // how.ep) + local
         gate, up, down = (layer[f"experts.{e}.{name}.weight"] for name in ("gate", "up", "down"))
         fc1 = torch.cat([gate.chunk(how.tp)[rank], up.chunk(how.tp)[rank]])
         for name, tensor in (("linear_fc1", fc1), ("linear_fc2", down.chunk(how.tp, 1)[rank])):
+            if how.names is GROUPED:
+                made.setdefault(f"mlp.experts.weight{name[-1]}", []).append(tensor.t())
+                continue
             grouped = how.names is TE
             own = f"{name}.weight{local}" if grouped else f"local_experts.{local}.{name}.weight"
             made[f"mlp.experts.{own}"] = tensor
             state = name if grouped else f"local_experts.{local}.{name}"
             made[f"mlp.experts.{state}._extra_state"] = None
+    if how.names is GROUPED:
+        hidden = layer["router.weight"].shape[1]
+        for which, shape in (("1", (hidden, -1)), ("2", (-1, hidden))):
+            made[f"mlp.experts.weight{which}"] = torch.stack(
+                made[f"mlp.experts.weight{which}"]
+            ).reshape(shape)
     return made
 
 

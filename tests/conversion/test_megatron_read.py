@@ -11,6 +11,7 @@ import torch
 import transformers
 from laid import (
     FUSED,
+    GROUPED,
     LOCAL,
     OF_2023,
     OLD,
@@ -108,6 +109,7 @@ CASES = {
     "core, more ranks than groups": ("llama", How(LOCAL, 3.0, 4, ONE)),
     "core, experts": ("mixtral", How(LOCAL, 3.0, 2, TWO)),
     "core, experts over ep": ("mixtral", How(LOCAL, 3.0, 2, TWO, ep=2)),
+    "core, experts in one tensor": ("mixtral", How(GROUPED, 3.0, 2, TWO, ep=2)),
     "te, experts over ep": ("mixtral", How(TE, 3.0, 2, ONE, ep=4)),
     "te, operations fused": ("llama", How(FUSED, 3.0, 1, TWO)),
 }

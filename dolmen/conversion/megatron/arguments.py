@@ -11,7 +11,6 @@ other way. It is read as the code that saved it computes, whose defaults and nam
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from dolmen.core.words import shown
@@ -36,6 +35,7 @@ from dolmen.model.tree import (
     Tree,
     runs_of,
 )
+from dolmen.model.tree.mlp import Activation
 
 SIZE = optional(Int(1, 2**16))  # of an axis
 COUNT = optional(Int(0, 2**31))
@@ -129,7 +129,6 @@ ONLY: dict[str, tuple] = {
     "window_attn_skip_freq": (None,),
     "mtp_num_layers": (None, 0),
     "moe_shared_expert_gate": (False, None),
-    "moe_use_legacy_grouped_gemm": (False, None),
     "mrope_section": (None,),
     "retro_add_retriever": (False, None),
     "embedding_init_method_std": (None,),
@@ -262,7 +261,7 @@ def _window(said: Said) -> int | None:
     return None if before < 0 else before + 1
 
 
-def _activation(said: Said) -> str:
+def _activation(said: Said) -> Activation:
     fused = bool(said["bias_gelu_fusion"]) and _biased(said)
     if said["onnx_safe"]:
         return "gelu"
@@ -379,7 +378,6 @@ def _said_positions(rope: Rope | None, table: Table | None, mixer: Attention) ->
     kind = "rope" if rope else ("learned_absolute" if table else "none")
     rope = rope or Rope(mixer.head_size + mixer.head_size % 2)
     scaling = rope.scaling
-    llama3, linear = isinstance(scaling, Llama3), isinstance(scaling, Linear)
     theta = int(rope.theta) if rope.theta == int(rope.theta) else rope.theta
     return {
         "position_embedding_type": kind,
@@ -387,9 +385,11 @@ def _said_positions(rope: Rope | None, table: Table | None, mixer: Attention) ->
         "rotary_base": theta,
         "rotary_percent": rope.size / mixer.head_size,
         "rotary_interleaved": rope.interleaved,
-        "rotary_seq_len_interpolation_factor": scaling.factor if linear else None,
-        "use_rope_scaling": llama3,
-        "rope_scaling_factor": scaling.factor if llama3 else 8.0,
+        "rotary_seq_len_interpolation_factor": scaling.factor
+        if isinstance(scaling, Linear)
+        else None,
+        "use_rope_scaling": isinstance(scaling, Llama3),
+        "rope_scaling_factor": scaling.factor if isinstance(scaling, Llama3) else 8.0,
     }
 
 
@@ -410,8 +410,3 @@ def _said_experts(layer: Experts, tree: Tree) -> dict[str, Any]:
         "moe_router_load_balancing_type": "aux_loss" if router.aux_loss_coef else "none",
         "moe_aux_loss_coeff": router.aux_loss_coef,
     }
-
-
-def with_rows(tree: Tree, rows: int) -> Tree:
-    """The same with another vocabulary."""
-    return replace(tree, embedding=replace(tree.embedding, rows=rows))

@@ -19,7 +19,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from dolmen.conversion import beside
-from dolmen.conversion.megatron import arguments, folders, names, shares
+from dolmen.conversion.megatron import arguments, folders, grouped, names, shares
 from dolmen.conversion.megatron.folders import Sizes
 from dolmen.conversion.megatron.shares import Share
 from dolmen.conversion.weights import assemble
@@ -154,7 +154,8 @@ def _shards(
     one stage have unlike layers.
     """
     found: dict[str, Shards] = {}
-    before = 0
+    before, args = 0, ranks[0, 0, 0]["args"].values
+    hidden, experts = args["hidden_size"], (args.get("num_experts") or 0) // sizes.ep
     for key in _chunks(ranks[0, 0, 0]):
         for pp in range(sizes.pp):
             here = 0
@@ -164,6 +165,7 @@ def _shards(
                     if key not in ranks[at]:
                         raise gate.refuse(files[at], f"holds no {key}, which other ranks' do")
                     held = torch_files.tensors(ranks[at][key], files[at])
+                    held = grouped.apart(held, hidden, experts)
                     here = max(here, _place(held, at, before, found))
             before += here
     return found, before
@@ -176,7 +178,7 @@ def _place(
     layers it has.
     """
     tp, _, ep = at
-    here, experts = 0, 0
+    here = 0
     parsed = [(names.canonical(name), stored) for name, stored in held.items()]
     experts = 1 + max((n.expert for n, _ in parsed if n and n.expert is not None), default=-1)
     for name, stored in parsed:
