@@ -209,21 +209,36 @@ def _forward(a: Side, b: Side) -> Iterator[Row]:
         x, y = (side.recording.tensors["forward", name] for side in (a, b))
         row = _row("forward", name, x, y, allowed.now(factor))
         found.append(allowed.passed(row))
-    yield from _healed(found)
+    yield from _healed(b, found)
 
 
-def _healed(found: list[Row]) -> list[Row]:
+def _healed(b: Side, found: list[Row]) -> list[Row]:
     """The same, where a difference inside a layer of which nothing is left behind it is none."""
-    behind = {taps.layer_of(row.name): row for row in found if taps.inside(row.name) == ""}
+    by_name = {row.name: row for row in found}
     out = []
     for row in found:
-        end = behind.get(taps.layer_of(row.name))
-        heals = end is not None and end.ok and end.difference <= HEALED * _or_inf(row.difference)
-        if not row.ok and heals and end is not row:
+        behind = [] if row.ok else [by_name.get(name) for name in _behind(b, row.name)]
+        limit = HEALED * _or_inf(row.difference)
+        if any(one is not None and one.ok and one.difference <= limit for one in behind):
             note = "in another form: nothing behind it differs"
             row = Row(row.stage, row.name, row.difference, math.inf, note=note)
         out.append(row)
     return out
+
+
+def _behind(b: Side, name: str) -> list[str]:
+    """The tensors that all of one goes through inside its layer, and the layer's own."""
+    number, word = taps.layer_of(name), taps.inside(name)
+    if number is None or word == "":
+        return []
+    layer = f"layers.{number}"
+    names = [f"{layer}.{one}" for one in taps.behind(word)]
+    before = b.recording.whole("forward", f"layers.{number - 1}" if number else "embed")
+    middle = b.recording.whole("forward", f"{layer}.middle")
+    # where mixer and mlp are side by side, what enters the mlp has not seen the mixer
+    if before is not None and middle is not None and torch.equal(before, middle):
+        names = [one for one in names if one != f"{layer}.middle"]
+    return [*names, layer]
 
 
 def _scores(a: Side, b: Side, sums: str, allowed: float) -> Row | None:

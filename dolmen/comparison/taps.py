@@ -60,7 +60,7 @@ OUTSIDE = {
 }
 LAYER = re.compile(r"layers\.(\d+)\.?(.*)")
 
-# Behind layers.N: parameter's module -> the tensor whose gradient, once known, gives its own.
+# Behind layers.N: a parameter's module -> the tensor whose gradient, once known, gives its own.
 MADE_WITH = {
     "attn.o": "attn",
     "mlp.down": "mlp",
@@ -105,3 +105,12 @@ def made_with(parameter: str) -> str:
     if number is None:
         return {"head": "logits", "score": "logits", "final_norm": "final_norm"}.get(word, "embed")
     return f"layers.{number}.{MADE_WITH.get(word, word)}"
+
+
+def behind(word: str) -> tuple[str, ...]:
+    """Of a tensor inside a layer, those that all of it goes through."""
+    if word in ("mlp.gate", "mlp.up"):
+        return ("mlp.act",)
+    if word in ("attn", "attn.sums", "attn_post_norm"):
+        return ("middle",)
+    return ("attn.sums", "middle") if word.startswith("attn.") else ()

@@ -118,6 +118,17 @@ def test_what_has_another_form_inside_is_no_difference():
     assert {"layers.0.attn.query", "layers.0.attn.key"} <= told
 
 
+def test_what_has_another_form_does_not_hide_a_fault_behind_it():
+    fault = Fault(
+        "turned further, and another activation",
+        "forward/layers.0.mlp.act",
+        "other values",
+        code=diff_faults.positions_off,
+        config=dict(hidden_act="gelu"),
+    )
+    named(fault, diff_faults.report(fault, diff_faults.recorded(fault)))
+
+
 def test_what_is_no_number_is_a_difference():
     fault = Fault(
         "nan",
