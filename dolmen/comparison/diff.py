@@ -35,6 +35,8 @@ from dolmen.evaluation.theirs import draw, precise
 from dolmen.families import compared
 from dolmen.launch import launcher, process
 from dolmen.model.layout import Layout
+from dolmen.model.tree import Head
+from dolmen.objectives.objective import check_end
 from dolmen.optim.precision import DTYPES, at_rest
 
 THEIRS, SEQUENCES, SEED, DEVICE = "transformers", 4, 0, "device"
@@ -130,6 +132,7 @@ def opened(config: DiffConfig) -> Both:
         length = length if length <= most else most // parts * parts
         for side in (a, b):
             _ = side.source.specs
+            check_end("diff", Head, side.source.tree)
             side.layout.check(side.source.tree, length, sequences, 1)
             if side.theirs:
                 check_expressible(side.source.model, side.source.tree)

@@ -70,7 +70,7 @@ MADE_WITH = {
     "mlp.experts.gate": "mlp",
     "mlp.experts.up": "mlp",
 }
-END, LAST_ONES = 1 << 30, ("final_norm", "logits", "head", "score")
+END, LAST_ONES = 1 << 30, ("final_norm", "logits", "head", "project_out")
 
 
 def layer_of(name: str) -> int | None:
@@ -103,7 +103,8 @@ def made_with(parameter: str) -> str:
     module, _, _ = parameter.rpartition(".")
     number, word = layer_of(module), inside(module)
     if number is None:
-        return {"head": "logits", "score": "logits", "final_norm": "final_norm"}.get(word, "embed")
+        made = {"final_norm": "final_norm", "project_out": "final_norm"}
+        return "logits" if word.startswith("head") else made.get(word, "embed")
     return f"layers.{number}.{MADE_WITH.get(word, word)}"
 
 
