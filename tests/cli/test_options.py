@@ -310,12 +310,12 @@ def test_advice_names_options_that_exist(spelling):
         ("train gpt3-175b --model.num-layers 2", "did you mean --model.n-layer?"),
         (
             "train quickstart --model.sliding-window 4",
-            "other families have sliding_window: choose one with --model.model-type, of cohere2, gemma2",
+            "other families have sliding_window: choose one with --model.model-type, of cohere2",
         ),
         ("train quickstart --model.n-embd 4", "did you mean --model.hidden-size?"),
         (
             "train gpt3-175b --model.sliding-layers 4",
-            "other families have layer_types: choose one with --model.model-type, of cohere2, gemma2",
+            "other families have layer_types: choose one with --model.model-type, of cohere2",
         ),
         ("train quickstart --model.qk-norm", "choose it with --model.model-type"),
         ("train quickstart --max-steps 2", "did you mean --train.steps?"),
