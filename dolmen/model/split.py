@@ -89,7 +89,9 @@ def split(
     recomputed = frozenset(i for p in parts for i in list(p.layers)[: layout.recompute_layers])
     later = Deferred() if schedule is not None and schedule.splits_backward else None
     return Split(
-        TensorParallel(mesh.tp, layout.sequence_parallel and mesh.tp.size > 1, later),
+        TensorParallel(
+            mesh.tp, layout.sequence_parallel and mesh.tp.size > 1, later, kernels.turned
+        ),
         ContextParallel(mesh.cp, layout.context, kernels.attention),
         mesh.ep,
         parts,

@@ -71,5 +71,9 @@ def gradient(
     if weights is not None:
         real, mine = real * weights, mine * weights
     p = e.mul_((real / total)[:, None])
-    p = p.scatter_add_(1, index, -mine.to(p.dtype)[:, None])
-    return (p if slope is None else p.mul_(slope)).to(dtype)
+    # the label's, one number per row, is put in its place when all others are rounded: compiled,
+    # these are then one pass, and nothing as large is kept in fp32
+    label = p.gather(1, index) - mine.to(p.dtype)[:, None]
+    if slope is not None:
+        p, label = p.mul_(slope), label * slope.gather(1, index)
+    return p.to(dtype).scatter_(1, index, label.to(dtype))

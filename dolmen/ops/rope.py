@@ -155,7 +155,6 @@ def rotate(
         return torch.cat([rotate(a, c, s, interleaved) for a, c, s in zip(*each, strict=True)], -1)
     wide = x if x.dtype == torch.float64 else x.float()
     a, b = wide.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else wide.chunk(2, -1)
-    turned = (a * cos - b * sin, b * cos + a * sin)
-    return (torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)).to(
-        x.dtype
-    )
+    # rounded before they are put together, which the compiler does in memory
+    turned = (a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype)
+    return torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)

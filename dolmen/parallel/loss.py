@@ -27,8 +27,9 @@ from dolmen.core import collectives, ranges
 from dolmen.core.function import Context, Function
 from dolmen.core.mesh import Axis
 from dolmen.ops import loss
+from dolmen.ops.accumulate import accumulate, compiled
 from dolmen.ops.kernels import Kernels
-from dolmen.parallel.tensor import TensorParallel
+from dolmen.parallel.tensor import TensorParallel, weight_products
 from dolmen.parallel.vocabulary import vocabulary_range
 
 
@@ -86,12 +87,12 @@ class _LinearCrossEntropy(Function):
         )
         wants_dx, wants_dw, wants_db = (differentiate and w for w in ctx.needs_input_grad[:3])
         dx = torch.empty_like(entered) if wants_dx else None
-        dw = torch.zeros_like(weight, dtype=total.dtype) if wants_dw else None
+        dw = zeros(weight, total.dtype, call.tp) if wants_dw else None
         db = torch.zeros_like(weight[:, 0], dtype=total.dtype) if wants_db else None
         # A chunk of tokens at a time: its logits are formed, judged, turned into their gradient and
         # multiplied into dX and dW, then forgotten. Of 8,192 tokens and 128,256 rows all logits
         # would be 3.9 GiB in fp32, and their gradient as much. dW is a sum over chunks, in fp32.
-        visit = _compiled_chunk() if compile else _chunk
+        visit, add = (_compiled_chunk(), compiled()) if compile else (_chunk, accumulate)
         for rows in call.chunks(len(entered), len(weight)):
             losses, dlogits = visit(
                 entered[rows],
@@ -111,7 +112,7 @@ class _LinearCrossEntropy(Function):
             if dx is not None:
                 dx[rows] = dlogits @ weight
             if dw is not None:
-                dw += dlogits.t() @ entered[rows]
+                add((dw,), weight_products([dlogits], entered[rows], call.tp.turned))
             if db is not None:
                 db += dlogits.sum(0)
         ctx.kept = call.tp
@@ -128,6 +129,15 @@ class _LinearCrossEntropy(Function):
         if dx is not None:
             dx = ctx.kept.finish_back(dx)
         return dx, *own, *[None] * 5
+
+
+def zeros(
+    weight: Float[Tensor, "rows hidden"], dtype: torch.dtype, tp: TensorParallel
+) -> Float[Tensor, "rows hidden"]:
+    """What weight gradients are added to, laid as `weight_products` lays them."""
+    if not tp.turned or len(weight) < weight.shape[1]:
+        return torch.zeros_like(weight, dtype=dtype)
+    return torch.zeros_like(weight.t(), dtype=dtype, memory_format=torch.contiguous_format).t()
 
 
 def _chunk(

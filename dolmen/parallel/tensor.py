@@ -99,6 +99,8 @@ class TensorParallel:
     sequence: bool = False
     later: Deferred | None = field(default=None, compare=False)
     """Where backward leaves the weight gradients. None: it computes them."""
+    turned: bool = False
+    """How a weight gradient is multiplied: ops/kernels.py says."""
 
     @property
     def gathers(self) -> bool:
@@ -229,9 +231,11 @@ class _Linear(Function):
         if dx is not None and call.enters:
             dx = tp.start_back(dx)
         if tp.later is not None and call.deferred:
-            tp.later.add(_weight_gradients(call.deferred, grads, x, axis))
+            tp.later.add(_weight_gradients(call.deferred, grads, x, axis, tp.turned))
         else:
-            dw = [g.t() @ x if wants else None for g, wants in zip(grads, wants_dw, strict=True)]
+            wanted = [g for g, wants in zip(grads, wants_dw, strict=True) if wants]
+            made = iter(weight_products(wanted, x, tp.turned))
+            dw = [next(made) if wants else None for wants in wants_dw]
         db = [g.sum(0) if wants else None for g, wants in zip(grads, wants_db, strict=True)]
         if dx is not None and call.enters:
             dx = tp.finish_back(dx)
@@ -255,7 +259,11 @@ def _products(
 
 
 def _weight_gradients(
-    weights: Sequence[Tensor], grads: Sequence[Tensor], x: Tensor, gather: Axis | None
+    weights: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    x: Tensor,
+    gather: Axis | None,
+    turned: bool,
 ) -> Callable[[], None]:
     """What computes the gradients of those `weights` that are not frozen, from the gradients of
     their products and x, this rank's part of it where there is an axis to `gather` it over.
@@ -264,9 +272,25 @@ def _weight_gradients(
 
     def run() -> None:
         whole = _gathered(x, gather)
-        torch.autograd.backward([w for w, _ in wanted], [g.t() @ whole for _, g in wanted])
+        made = weight_products([g for _, g in wanted], whole, turned)
+        torch.autograd.backward([w for w, _ in wanted], made)
 
     return run
+
+
+def weight_products(grads: Sequence[Tensor], x: Tensor, turned: bool) -> list[Tensor]:
+    """g^T x for each of `grads`."""
+    if not turned:
+        return [g.t() @ x for g in grads]
+    turned_x: Tensor | None = None
+    made: list[Tensor] = []
+    for g in grads:
+        if g.shape[1] < x.shape[1]:
+            made.append(g.t().contiguous() @ x)
+            continue
+        turned_x = x.t().contiguous() if turned_x is None else turned_x
+        made.append((turned_x @ g).t())
+    return made
 
 
 def _linear(
@@ -300,7 +324,8 @@ def _multiplied(
         and x.requires_grad
         and any(w.requires_grad for w in weights)
     )
-    if not enters and not defers:
+    turns = tp.turned and torch.is_grad_enabled()
+    if not enters and not defers and not turns:
         # torch's own backward is the same; ours costs the host 30 us per call, 12 without gradients
         return _products(x, weights, biases)
     used = [w.detach() for w in weights] if defers else weights

@@ -110,9 +110,10 @@ def _():
     assert not profiles()
 
 
-@claim("compute.half_is_fast")
+@claim("compute.half_is_fast", "compute.multiplies_tiles")
 def _():
-    assert isinstance(private("compute.half_is_fast")(), bool)
+    fast, tiles = private("compute.half_is_fast")(), private("compute.multiplies_tiles")()
+    assert isinstance(fast, bool) and isinstance(tiles, bool) and fast >= tiles
 
 
 @claim("compute.mark_dynamic", "compute.untraced")

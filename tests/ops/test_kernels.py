@@ -39,6 +39,13 @@ def test_attention(hardware, dtype, head_dim, attention):
     assert choose(hardware, dtype, head_dim).attention == attention
 
 
+def test_weight_gradients_are_turned_for_tiles_alone():
+    """Of AMX, whose products are of bfloat16; any other CPU would be slower by the turning."""
+    tiles = Hardware("cpu", tiles=True)
+    chosen = [choose(one, dtype, 64).turned for one in (tiles, CPU, H100) for dtype in (HALF, FULL)]
+    assert chosen == [True, False, False, False, False, False]
+
+
 @pytest.mark.parametrize(
     "hardware, dtype, widths, grouped",
     [
@@ -83,7 +90,7 @@ def test_what_keys_carry_is_part_of_their_size(hidden, attention):
 
 def test_a_cpu_has_the_defaults_and_is_what_a_device_of_it_says():
     assert choose(CPU, HALF, 64, (64, 64)) == Kernels()
-    assert Hardware.of(torch.device("cpu")) is CPU
+    assert replace(Hardware.of(torch.device("cpu")), tiles=False) == CPU
     gpu = choose(H100, FULL, 64)
     assert (gpu.logits_at_once, gpu.squares, gpu.norm) == (1 << 28, "whole", "fused")
     assert "attention by blocks" in str(gpu) and "256 Mi logits at once" in str(gpu)
@@ -121,7 +128,8 @@ CONFIG = Flat(
 
 def test_a_model_is_told_where_it_is_built():
     assert build(CONFIG, SINGLE).split.kernels == Kernels()
-    assert build(CONFIG, SINGLE, compute=HALF).split.kernels == Kernels()
+    here = build(CONFIG, SINGLE, compute=HALF).split.kernels
+    assert replace(here, turned=False) == Kernels()  # the machine's own, where it has tiles
     gpu = build(CONFIG, SINGLE, compute=HALF, hardware=H100).split.kernels
     assert (gpu.attention, gpu.grouped) == ("flash", "grouped_mm")
     odd = build(replace(CONFIG, moe_intermediate_size=20), SINGLE, dtype=HALF, hardware=H100)

@@ -18,7 +18,7 @@ from dolmen.ops.loss import gradient as loss_gradient
 from dolmen.ops.norm import rms_norm
 from dolmen.parallel import loss
 from dolmen.parallel.log_probabilities import log_probabilities
-from dolmen.parallel.tensor import TensorParallel
+from dolmen.parallel.tensor import Linear, TensorParallel, products
 
 
 def normal(*shape, dtype=torch.float64):
@@ -168,6 +168,20 @@ def test_slices_of_the_vocabulary_make_the_whole():
         for (first, _), (e, _, _) in zip(pieces, parts, strict=True)
     ]
     torch.testing.assert_close(torch.cat(found, 1), gradient, rtol=1e-12, atol=1e-12)
+
+
+def test_weight_gradients_of_turned_factors():
+    """Products wider and narrower than their input, and as wide: turned or not, with the same
+    gradients, in the order of the weights.
+    """
+    x, weights = normal(9, 4), [normal(size, 4) for size in (6, 3, 4)]
+    found = {}
+    for turned in (False, True):
+        tp = TensorParallel(SINGLE.tp, turned=turned)
+        total = sum(y.square().sum() for y in products(x, [Linear(w) for w in weights], tp))
+        found[turned] = torch.autograd.grad(total, (x, *weights))
+    for a, b in zip(found[True], found[False], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 def test_rope_is_a_rotation_by_position():

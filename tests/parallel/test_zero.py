@@ -294,3 +294,26 @@ def test_inference_leaves_nothing(zero):
     assert measure(parameters) == before and model.training
     backward(model(tokens, loss_of(tokens)), model, True, zero)
     assert all(p.grad is not None for p in model.parameters())
+
+
+def test_one_rank_reduces_in_place(monkeypatch):
+    """With dp = 1 gradients stay in the buffers that FSDP has filled with them: a copy of all of
+    them would be the sum over one rank.
+    """
+    filled = []
+
+    class Recorded(data._Alone):
+        def allocate(self, size, *, dtype, device):
+            fills = self.filled is None
+            out = super().allocate(size, dtype=dtype, device=device)
+            if fills:
+                filled.append(out.untyped_storage().data_ptr())
+            return out
+
+    monkeypatch.setattr(data, "_Alone", Recorded)
+    model = build(CONFIG, meshes.grid(1, WORLD, torch.device("cpu")), Layout(zero=1))
+    initialize(model, 0)
+    tokens = torch.zeros(1, 2, dtype=torch.long)
+    backward(model(tokens, loss_of(tokens)), model, True, 1)
+    held = {p.grad.to_local().untyped_storage().data_ptr() for p in model.parameters()}
+    assert held == {*filled} and len(filled) == LAYERS + 1

@@ -54,7 +54,14 @@ def half_is_fast() -> bool:
     """Whether this CPU multiplies bfloat16 by instructions of its own: `torch.cpu` tells nobody but
     the compiler. 2.11 to 2.13.
     """
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.cpu._is_avx512_bf16_supported() or multiplies_tiles()
+
+
+def multiplies_tiles() -> bool:
+    """Whether this CPU has AMX, whose products are of tiles: `torch.cpu` tells nobody but the
+    compiler. 2.11 to 2.13.
+    """
+    return torch.cpu._is_amx_tile_supported()
 
 
 def mark_dynamic(x: Tensor, dim: int) -> None:

@@ -23,9 +23,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from dolmen.core import host
+from dolmen.ops.accumulate import Accumulate, accumulate
 from dolmen.ops.attention.spec import seen, visible
 
 BLOCK = 64  # queries at once: the triangle wastes half a block per row
+WHOLE = 128  # where no document ends between them: fewer sums of dK and dV, and larger products
 BLOCKS = 16  # most blocks of a sequence, while they hold few scores:
 SCORES = 2**20  # of one head at once, so that memory does not grow with length^2
 
@@ -97,7 +99,8 @@ def _blocks(
     multiplied with them and how they are scored. None: no query of it sees any.
     """
     group, queries, device = rule.group, q.shape[1] // rule.group, q.device
-    size = max(BLOCK, min(-(-queries // BLOCKS), SCORES // keys))
+    least = WHOLE if rule.starts is None else BLOCK
+    size = max(BLOCK, min(max(least, -(-queries // BLOCKS)), SCORES // keys))
     alike = rule.starts is None and rule.offset == keys - queries
     shared = _shared_mask(min(size, queries), keys, rule, device) if alike else None
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -282,6 +285,7 @@ def backward(
     log_sum: Float[Tensor, "n rows 1"],
     rule: Rule,
     gradient: Gradient = gradient,
+    accumulate: Accumulate = accumulate,
 ) -> tuple[
     Float[Tensor, "n rows size"], Float[Tensor, "n keys size"], Float[Tensor, "n keys value_size"]
 ]:
@@ -299,6 +303,6 @@ def backward(
         qk, dp = torch.bmm(qs, ks.transpose(1, 2)), torch.bmm(gs, vs.transpose(1, 2))
         p, ds = gradient(qk, dp, log_sum[:, rows], delta[:, rows], how)
         dq[:, rows] = torch.bmm(ds, ks)
-        dk[:, keys] += torch.bmm(ds.transpose(1, 2), qs)
-        dv[:, keys] += torch.bmm(p.transpose(1, 2), gs)
+        parts = torch.bmm(ds.transpose(1, 2), qs), torch.bmm(p.transpose(1, 2), gs)
+        accumulate((dk[:, keys], dv[:, keys]), parts)
     return dq, dk, dv

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dolmen.core.function import Context, Function
+from dolmen.ops.accumulate import accumulate
 from dolmen.ops.attention import blocks
 from dolmen.ops.attention import sinks as sink
 from dolmen.ops.attention.blocks import Rule
@@ -137,8 +138,8 @@ def _opaque_forward(q: Tensor, k: Tensor, v: Tensor, *rule: Any) -> tuple[Tensor
 def _opaque_backward(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, delta: Tensor, log_sum: Tensor, *rule: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    fused = _fused(blocks.gradient)
-    dq, dk, dv = blocks.backward(g, q, k, v, delta, log_sum, Rule(*rule), fused)
+    fused = _fused(blocks.gradient), _fused(accumulate)
+    dq, dk, dv = blocks.backward(g, q, k, v, delta, log_sum, Rule(*rule), *fused)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
