@@ -141,7 +141,11 @@ def explicit(model: Model) -> dict[str, Any]:
     """Every field that the family reads, none absent and none left to follow from others, under its
     own name and in the spelling of transformers 5.
     """
-    return {**with_defaults(model.family, model.config), **model.family.new(model.tree)}
+    said, found = with_defaults(model.family, model.config), model.family.new(model.tree)
+    for one in model.family.fields:
+        if one.ours and one.inside:  # it says more than the tree is made of
+            found[one.name] = {**(said[one.name] or {}), **(found.get(one.name) or {})} or None
+    return {**said, **found}
 
 
 def new(tree: Tree, model_type: str, carried: Mapping[str, Any] | None = None) -> Model:

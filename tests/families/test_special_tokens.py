@@ -17,7 +17,7 @@ from tiny import build, save
 import dolmen
 from dolmen.conversion.source import open_source
 from dolmen.data.batch import Batch
-from dolmen.families import Model, families, special_tokens
+from dolmen.families import Model, changed, families, special_tokens
 from dolmen.model import head
 from dolmen.model.tree import Span
 from dolmen.ops.attention import Documents
@@ -124,6 +124,12 @@ def test_a_text_is_framed_as_code_of_its_folder_does(content, tokens, framed):
     model = special_tokens.with_ids(Model(content), small, dict)
     told = [[small.get(token, token) for token in words] for words in (tokens, framed)]
     assert special_tokens.framed(model, told[0]) == told[1]
+
+
+def test_one_that_is_changed_leaves_the_others():
+    model = special_tokens.with_ids(Model(GLM_130B), TOLD, dict)
+    said = changed(model, {"special_tokens.gmask": 7}).config["dolmen"]["special_tokens"]
+    assert said == TOLD | {"gmask": 7}
 
 
 def test_a_text_without_what_frames_it_is_refused():
