@@ -91,7 +91,7 @@ class Model(Plain):
         for name, allowed in {**ONLY, **family.only}.items():
             if name not in read and name in given and given[name] not in allowed:
                 raise ValueError(
-                    f"{name} is {shown(given[name])}: dolmen's {family.model_type} supports only "
+                    f"{name} is {shown(given[name])}: dolmen's {family.name} supports only "
                     f"{allowed[0]!r}"
                 )
 

@@ -245,7 +245,7 @@ def _of_families(options: Collection[str], known: Collection[str]) -> str:
         if found := [name for name in called if name in known]:
             return _meant(found[:1])
         if having:
-            names = ", ".join(family.model_type for family in having)
+            names = ", ".join(family.name for family in having)
             return f"other families have {path}: choose one with --model.model-type, of {names}"
         # what a model had before it was a config.json, and which follows from the family
         if option.startswith(MODEL) and path.partition(".")[0] in flat.FIELDS:
