@@ -54,7 +54,14 @@ FAMILY = Family(
         max_position_embeddings=4096,
         original_max_position_embeddings=4096,
     ),
-    only={**windows.NO_TYPES, **llama_like.NO_BIAS},
+    only={
+        **windows.NO_TYPES,
+        **llama_like.NO_BIAS,
+        # stated by Phi-4-mini, for code of its own
+        "lm_head_bias": (False, None),
+        "full_attn_mod": (1, None),
+        "interpolate_factor": (1, None),
+    },
     harmless=("embd_pdrop", "resid_pdrop"),
     beside={**llama_like.BESIDE, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
     ignored=llama_like.IGNORED,
