@@ -170,6 +170,9 @@ class Namespace:
 LEFT = re.compile(
     r"(?:megatron(?:\.\w+)*\.enums\.\w+"  # ModelType, AttnBackend, ...
     r"|megatron\.core\.rerun_state_machine\.\w+"
+    r"|megatron\.core\.transformer\.pipeline_parallel_layer_layout\.\w+"
+    r"|transformer_engine\.common\.recipe\.\w+"
+    r"|datetime\.timedelta"
     r"|signal\.\w+"
     r"|numpy\.(?:_?core\.multiarray\.(?:_reconstruct|scalar)|ndarray|dtype)"
     r"|_codecs\.encode|_?io\.BytesIO"

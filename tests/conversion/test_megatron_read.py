@@ -146,6 +146,10 @@ ARGS = {
     ),
     "erf, where nothing is fused": ("gpt2, erf", V25, {"bias_gelu_fusion": False}, True),
     "erf is not tanh": ("gpt2, erf", V25, {"bias_gelu_fusion": True}, False),
+    "tanh, of the older": ("gpt2", V25, {"bias_gelu_fusion": False, "openai_gelu": True}, True),
+    "which core does not look at": (
+        "gpt2, erf", LOCAL, {"bias_gelu_fusion": False, "openai_gelu": True}, True,
+    ),
     "another eps": ("llama", LOCAL, {"norm_epsilon": 1e-5}, False),
     "eps by its other name": (
         "llama", LOCAL, {"norm_epsilon": None, "layernorm_epsilon": 1e-3}, True,

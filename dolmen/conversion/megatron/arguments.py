@@ -114,6 +114,11 @@ SCHEMA = Object(
 ONLY: dict[str, tuple] = {
     "squared_relu": (False, None),
     "quick_geglu": (False, None),
+    "activation_func_clamp_value": (None,),
+    "glu_linear_offset": (0.0, None),
+    "qk_l2_norm": (False, None),
+    "moe_apply_probs_on_input": (False, None),
+    "moe_latent_size": (None,),
     "apply_residual_connection_post_layernorm": (False, None),
     "multi_latent_attention": (False, None),
     "attention_output_gate": (False, None),
@@ -141,6 +146,9 @@ OF_CORE = frozenset(
     ("rotary_base", "use_rope_scaling", "rope_scaling_factor", "qk_layernorm", "window_size")
 )
 
+# And what those of the core do not look at.
+OF_OLDER = frozenset(("openai_gelu", "onnx_safe"))
+
 
 class Said(dict[str, Any]):
     """Options by name, of which those that are not given are None."""
@@ -165,12 +173,12 @@ def read(args: Mapping[str, Any], legacy: bool, rows: int) -> Tree:
                 f"{name} is {shown(said[name])}: of Megatron's models dolmen computes those with "
                 f"{allowed[0]!r}"
             )
-    if legacy:
-        said = Said({name: value for name, value in said.items() if name not in OF_CORE})
-        if said["num_experts"]:
-            raise ValueError(
-                "num_experts is set: of Megatron's own classes dolmen knows none with them"
-            )
+    unread = OF_CORE if legacy else OF_OLDER
+    said = Said({name: value for name, value in said.items() if name not in unread})
+    if legacy and said["num_experts"]:
+        raise ValueError(
+            "num_experts is set: of Megatron's own classes dolmen knows none with them"
+        )
     norm = _norm(said)
     mixer, mlp = _mixer(said, norm), _mlp(said)
     experts = _experts(said) if said["num_experts"] else mlp
