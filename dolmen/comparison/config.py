@@ -52,8 +52,9 @@ class DiffConfig:
     """Two programs of one model, run on the same tokens."""
 
     first: str
-    """A: a transformers directory or hub id, a run (its newest whole checkpoint is taken) or
-    checkpoint: computed by dolmen. `transformers:` before it has transformers compute.
+    """A: a transformers directory or hub id, a run (its newest whole checkpoint is taken), one
+    checkpoint in it, or one of Megatron: computed by dolmen. `transformers:` before it has
+    transformers compute.
     """
     second: str
     """B, what A is held to: the same; `transformers` alone is that program on A's model."""
