@@ -2,7 +2,7 @@
 dolmen/families/checked.json, of which `dolmen families` prints a table, and the table of
 docs/families.md.
 
-    PYTHONPATH=.:tests:tests/families:tests/golden python benchmarks/families.py [CASE ...]
+    PYTHONPATH=tests:tests/families:tests/golden python -m benchmarks.families [CASE ...]
 
 Named cases alone are measured anew. Some 3 minutes on 2 cores for all.
 """
@@ -15,13 +15,13 @@ from pathlib import Path
 
 import measure
 import torch
-from measure import open_source, save
+from measure import save
 from rich.progress import track
 from spawning import run_spawned
 from test_over_layouts import LAYOUTS, compared
-from tiny import CASES, build, config_of
+from tiny import CASES, build
 
-from dolmen.families import Model
+from dolmen.conversion.source import open_source
 from dolmen.families.checked import FILE, Checked, checked, title
 from dolmen.model import count, head
 from dolmen.serving import engine
@@ -57,16 +57,18 @@ def of(case: str, layouts: dict[str, float | str]) -> Checked:
             for dtype in (torch.float32, torch.float64)
         )
         got, expected = measure.texts(case, folder / "texts")
-        made, theirs = CASES[case], type(build(case))
+        model = open_source(folder / "logits").model
         return Checked(
             case,
-            Model(config_of(case)).model_type,
-            count.parameters(open_source(folder / "texts").tree),
-            "plain reference" if made.plain else theirs.__name__,
+            model.model_type,
+            count.parameters(model.tree),
+            "plain reference" if CASES[case].plain else type(build(case)).__name__,
             difference,
             single,
             double,
-            sum(a == b for a, b in zip(got, expected, strict=True)) if got else None,
+            f"{sum(a == b for a, b in zip(got, expected, strict=True))} of {len(got)}"
+            if got
+            else "none",
             layouts,
         )
 
