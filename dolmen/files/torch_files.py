@@ -33,7 +33,7 @@ from dolmen.files.window import Window
 
 MOST = 256 * MIB
 """Bytes of a pickle. That of a model with 140,000 tensors has 30 MB."""
-VALUES = 2**22
+VALUES = 2**20
 """Most values of mappings. One may be the value of several: 32 that each have the next one twice
 are four billion to who walks them.
 """
