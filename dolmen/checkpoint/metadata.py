@@ -116,9 +116,9 @@ def read_foreign(file: Path) -> Foreign:
     try:
         found = _unpickled(content, _ForeignUnpickler)
         everything = found.state_dict_metadata
-        kinds = {n: type(t) for n, t in everything.items()}
-        tensors = {n: t for n, t in everything.items() if kinds[n] is TensorStorageMetadata}
-        if odd := [n for n, kind in kinds.items() if kind not in KINDS or type(n) is not str]:
+        tensors = {n: t for n, t in everything.items() if type(t) is TensorStorageMetadata}
+        known = {n: type(t) in KINDS and type(n) is str for n, t in everything.items()}
+        if odd := [n for n, one in known.items() if not one]:
             raise TypeError(f"{odd[:3]} are neither tensors nor bytes")
         _check_tensors(tensors, exact=False)
         places = {i: p for i, p in found.storage_data.items() if i.fqn in tensors}

@@ -1,14 +1,15 @@
 """A part of an open file, as a file of its own."""
 
 import io
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 
 class Window(io.RawIOBase):
     """`size` bytes of an open file, from `start`, as a file of its own."""
 
     def __init__(self, file: BinaryIO | io.BufferedIOBase, start: int, size: int):
-        self.file, self.start, self.size, self.at = file, start, size, 0
+        self.file = cast(io.BufferedIOBase, file)  # what `open` gives is both
+        self.start, self.size, self.at = start, size, 0
 
     def readable(self) -> bool:
         return True
