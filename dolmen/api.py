@@ -422,11 +422,9 @@ def evaluate(
             dtype=dtype,
             data={name: plain(value) for name, value in data.items()},
         )
-        opened = open_source(asked.source)
-        text = perplexity.open_text(opened, asked.data, asked.sequence_length, progress)
-        unknown.warn(opened.model)
-        dtype_ = DTYPES[asked.dtype] if asked.dtype else None
-        return perplexity.evaluate(opened, text, dtype=dtype_, progress=progress)
+        text = perplexity.prepared(asked, progress)
+        unknown.warn(open_source(asked.source).model)
+        return perplexity.measured(asked, text, progress=progress)
 
 
 def tokenize(

@@ -14,7 +14,7 @@ import torch
 from rich.progress import MofNCompleteColumn
 from rich.table import Table
 
-from dolmen.conversion.source import Source, tokenizer_folder
+from dolmen.conversion.source import Source, open_alike, open_source, tokenizer_folder
 from dolmen.core.mesh import SINGLE, Mesh
 from dolmen.core.words import counted
 from dolmen.data import inputs
@@ -27,7 +27,9 @@ from dolmen.data.in_order import InOrder
 from dolmen.data.progress import bar
 from dolmen.data.tokenizer import check_vocabulary
 from dolmen.evaluation import validate
+from dolmen.evaluation.config import EvaluateConfig
 from dolmen.model.tree import Tree
+from dolmen.optim.precision import DTYPES
 from dolmen.serving import engine
 
 LONGEST = 2048  # tokens of a window that nobody asked for: attention costs their square
@@ -83,6 +85,20 @@ class Evaluation:
         table.add_row("documents", f"{self.documents:,}")
         table.add_row("context", f"windows of {self.sequence_length:,} tokens")
         return table
+
+
+def prepared(asked: EvaluateConfig, progress: bool = True, verify: bool = True) -> InOrder:
+    """The text that is asked for, as `open_text`."""
+    source = open_source(asked.source)
+    return open_text(source, asked.data, asked.sequence_length, progress, verify)
+
+
+def measured(
+    asked: EvaluateConfig, text: InOrder, mesh: Mesh = SINGLE, progress: bool = True
+) -> Evaluation:
+    """`evaluate` of the source that is asked for, the same on every rank of `mesh`."""
+    dtype = DTYPES[asked.dtype] if asked.dtype else None
+    return evaluate(open_alike(asked.source, mesh), text, mesh, dtype, progress)
 
 
 def open_text(
