@@ -12,7 +12,7 @@ layouts dolmen in one process.
 
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -81,6 +81,7 @@ class Held:
     where: Path = Path("memory")
     title: str = "memory"
     tokenizer: None = None
+    iteration: None = None
     transformers: None = None
     generation_config: dict[str, Any] = field(default_factory=dict)
 
@@ -92,7 +93,7 @@ class Held:
     def specs(self):
         return {name: Spec(tuple(t.shape), t.dtype) for name, t in self.weights.items()}
 
-    def stream(self, only=None) -> Iterator[tuple[str, Tensor]]:
+    def stream(self, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         for name, weight in self.weights.items():
             if only is None or name in only:
                 yield name, weight
@@ -214,7 +215,7 @@ class WrongSlope(torch.autograd.Function):
         return F.silu(x)
 
     @staticmethod
-    def backward(ctx, g):
+    def backward(ctx, g):  # pyright: ignore[reportIncompatibleMethodOverride]
         return g * ctx.saved_tensors[0].sigmoid()
 
 
@@ -571,9 +572,7 @@ def right(fault: Fault, found: Report) -> tuple[bool, bool]:
 def two(rank: int, folder: str, names: list[str]) -> None:
     """One of two processes: all faults in layouts."""
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2
-    )
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     for fault in FAULTS:
         if fault.name in names:
             assert fault.layout is not None

@@ -292,9 +292,9 @@ def scores_of(side: Side, name: str) -> Tensor | None:
 
 
 def _numbers(a: Side, b: Side, name: str, before: float) -> Iterator[Row]:
-    found = [side.recording.whole("numbers", name) for side in (a, b)]
-    if found[0] is not None and found[1] is not None:
-        one, other = (t.item() for t in found)
+    x, y = (side.recording.whole("numbers", name) for side in (a, b))
+    if x is not None and y is not None:
+        one, other = x.item(), y.item()
         apart = abs(one - other) / abs(other) if other else math.nan
         limit = _Allowed(a, b, before).now()
         yield Row("numbers", name, apart, limit, note=f"{one:.7g} and {other:.7g}")
@@ -309,9 +309,8 @@ def _backward(a: Side, b: Side, before: float, other_form: set[str]) -> Iterator
         return
     whole = _norm(b, "gradients")
     place = {name: i for i, name in enumerate(ordered(a, b))}
-    keyed: list[tuple[tuple[int, int, int], Stage, str]] = [
-        ((taps.place(n), place[n], 1), "backward", n) for n in made if n not in other_form
-    ]
+    keyed: list[tuple[tuple[int, int, int], Stage, str]] = []
+    keyed += [((taps.place(n), place[n], 1), "backward", n) for n in made if n not in other_form]
     keyed += [((*_made_with(n, place), 0), "gradients", n) for n in trained]
     allowed = _Allowed(a, b, before)
     for _, stage, name in sorted(keyed, key=lambda one: one[0], reverse=True):

@@ -218,10 +218,10 @@ def _notes(both: Both) -> tuple[str, ...]:
     """In what the two differ before anything is computed, and what is not seen."""
     a, b = both.a.source, both.b.source
     fields = [f"{name} is {x} in A, {y} in B" for name, x, y in compared(a.model, b.model)]
-    windows = {block.mixer.window for block in a.tree.blocks} - {None}
+    windows = {block.mixer.window for block in a.tree.blocks}
     fields += [
         f"{both.length} tokens do not fill the sliding window of {window}: use a larger --length"
-        for window in sorted(windows)
+        for window in sorted(one for one in windows if one is not None)
         if both.length <= window < a.tree.max_position_embeddings
     ]
     return tuple(fields)

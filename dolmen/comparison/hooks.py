@@ -126,8 +126,8 @@ class Hooks:
     def _scores(self, module: Scores, path: str, heads: "_Heads") -> None:
         """Queries and keys without what ALiBi has made them longer by."""
 
-        def given(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-            q, k, v, *_ = args
+        def given(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            q, k, v = args[:3]
             size, kept = heads.size, slice(None, heads.size)
             self._of_heads(f"{path}.query", q, heads.queries, heads.first, size, kept)
             self._of_heads(f"{path}.key", k, heads.keys, heads.first_key, size, kept)

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from dolmen.comparison.hooks import Hooks
-from dolmen.comparison.recording import Recorder, Stage, Tensors
+from dolmen.comparison.recording import MOMENTS, Recorder, Stage, Tensors
 from dolmen.conversion.source import Source, load_weights
 from dolmen.core import state
 from dolmen.core.mesh import SINGLE, Mesh
@@ -29,7 +29,6 @@ from dolmen.objectives.cross_entropy import CrossEntropy
 from dolmen.objectives.objective import Judged
 from dolmen.optim import optimizer
 from dolmen.optim.config import OptimizerConfig
-from dolmen.optim.optimizer import KINDS
 from dolmen.training.step import TrainState, optimizer_step
 
 NO_BALANCE = Training(router=RouterTraining(aux_loss_coef=0.0))
@@ -122,7 +121,7 @@ def _step(model: Decoder, asked: Asked, mesh: Mesh, layout: Layout, recorder: Re
         _add(recorder, "gradients", model, {n: g / factor for n, g in gradients.items()})
     if asked.reaches("update"):
         trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        for kind in KINDS["adamw"]:
+        for kind in MOMENTS:
             moments = {n: state.local_view(adamw.state[p][kind]) for n, p in trained.items()}
             _add(recorder, kind, model, moments)
         moved = {n: state.local_view(p) - before[n] for n, p in trained.items()}

@@ -25,6 +25,8 @@ Stage = Literal[
     "weights", "forward", "backward", "gradients", "exp_avg", "exp_avg_sq", "update", "numbers"
 ]
 STAGES: tuple[Stage, ...] = get_args(Stage)
+MOMENTS: tuple[Stage, ...] = ("exp_avg", "exp_avg_sq")
+"""As AdamW names what it keeps."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,7 +178,7 @@ def _read(folder: Path) -> Tensors:
         if kind != "values":
             continue
         stage, name, partial, shape, where, rank, _ = words
-        (at,) = (known for known in STAGES if known == stage)
+        at = next(known for known in STAGES if known == stage)
         sizes = tuple(int(n) for n in shape.split("x") if n)
         slices = tuple(slice(*map(int, one.split(":"))) for one in where.split(",") if one)
         rows = stored.get("|".join((*words, "rows")))

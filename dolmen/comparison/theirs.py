@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dolmen.comparison.ours import Asked
-from dolmen.comparison.recording import Recorder, Tensors
+from dolmen.comparison.recording import MOMENTS, Recorder, Tensors
 from dolmen.conversion.hf_export import as_transformers
 from dolmen.conversion.source import Source
 from dolmen.conversion.weights import split_stored
@@ -105,7 +105,7 @@ def _updated(
     before = {name: p.detach().clone() for name, p in kept.items()}
     adamw.step()
     for name, p in kept.items():
-        for kind in ("exp_avg", "exp_avg_sq"):
+        for kind in MOMENTS:
             recorder.add_whole(kind, name, adamw.state[p][kind])
         recorder.add_whole("update", name, p.detach() - before[name])
 
