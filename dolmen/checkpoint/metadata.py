@@ -116,7 +116,7 @@ def read_foreign(file: Path) -> Foreign:
     try:
         found = _unpickled(content, _ForeignUnpickler)
         everything = found.state_dict_metadata
-        tensors = {n: t for n, t in everything.items() if type(t) is TensorStorageMetadata}
+        tensors = {n: t for n, t in everything.items() if isinstance(t, TensorStorageMetadata)}
         known = {n: type(t) in KINDS and type(n) is str for n, t in everything.items()}
         if odd := [n for n, one in known.items() if not one]:
             raise TypeError(f"{odd[:3]} are neither tensors nor bytes")

@@ -35,7 +35,7 @@ SURPLUS = 0.005
 class Epochs(NamedTuple):
     """How often a data set is gone through."""
 
-    count: int
+    times: int
     apart: bool
     """Whether the last one is shuffled by itself."""
     before: int
@@ -72,7 +72,7 @@ class Shuffled:
         self.epochs = epochs_of(size, sequence_length, samples)
         state, epochs = np.random.RandomState(seed), self.epochs
         # documents of all epochs but one that is apart, then of that one
-        counts = [epochs.count - 1, 1] if epochs.apart else [epochs.count]
+        counts = [epochs.times - 1, 1] if epochs.apart else [epochs.times]
         parts = [np.tile(np.arange(first, last, dtype=np.int32), count) for count in counts]
         for part in parts:
             state.shuffle(part)
@@ -145,7 +145,7 @@ class MegatronOrder:
         self.sizes = [order.per_epoch for order in orders]
         self.turns = blend(normal(weights), samples)
         told = [
-            f"{one.count}{' with the last apart' * one.apart}"
+            f"{one.times}{' with the last apart' * one.apart}"
             for one in (order.epochs for order in orders)
         ]
         self.name = f"Megatron, epochs: {', '.join(told)}"

@@ -17,13 +17,21 @@ from dolmen.data.sources import Source
 class Order(Protocol):
     """Sample i, for any i, of sources that are mixed."""
 
-    parts: Sequence[Part]
-    weights: Sequence[float]
-    sizes: Sequence[int]
-    """Windows of an epoch of each part."""
-    sequence_length: int
-    name: str
-    """What a run is told of it; empty for ours."""
+    @property
+    def parts(self) -> Sequence[Part]: ...
+    @property
+    def weights(self) -> Sequence[float]: ...
+    @property
+    def sizes(self) -> Sequence[int]:
+        """Windows of an epoch of each part."""
+        ...
+
+    @property
+    def sequence_length(self) -> int: ...
+    @property
+    def name(self) -> str:
+        """What a run is told of it; empty for ours."""
+        ...
 
     def windows(self, first: int, count: int) -> np.ndarray:
         """Samples first .. first + count - 1 as int64 [count, sequence_length + 1]."""

@@ -26,6 +26,7 @@ class Window(io.RawIOBase):
 
     def readinto(self, buffer) -> int:
         self.file.seek(self.start + self.at)
-        got = self.file.readinto(memoryview(buffer)[: max(0, self.size - self.at)])
-        self.at += got
-        return got
+        data = self.file.read(min(len(buffer), max(0, self.size - self.at)))
+        buffer[: len(data)] = data
+        self.at += len(data)
+        return len(data)

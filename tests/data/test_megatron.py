@@ -80,7 +80,7 @@ def test_one_data_set(data_set, load, split, steps, epochs, apart):
     if split == "1":
         assert (count, is_apart) == (epochs, apart)
     (order,) = loader.mixture.orders
-    assert (order.epochs.count, order.epochs.apart) == (count, is_apart)
+    assert (order.epochs.times, order.epochs.apart) == (count, is_apart)
     assert len(order) == len(plain) >= steps * 4
     expected = [[documents[d][0][at] for d, at in sample] for sample in plain]
     assert windows(loader, len(plain)) == expected
@@ -201,7 +201,7 @@ def test_what_the_order_cannot_have(data_set, load):
 
 def test_an_epoch_ends_one_token_early():
     """The last of 5 samples of 4 needs token 20 of 20, which is the first of the next epoch."""
-    assert megatron.epochs_of(20, 4, 5).count == 2 and megatron.epochs_of(21, 4, 5).count == 1
+    assert megatron.epochs_of(20, 4, 5).times == 2 and megatron.epochs_of(21, 4, 5).times == 1
     assert megatron.epochs_of(20, 4, None) == (1, False, 4, 4)
 
 
