@@ -110,6 +110,15 @@ CASES = {
         layer=layer,
         long=dict(model_max_length=256),
     ),
+    "baichuan-7b": Case(
+        "baichuan", SIZES | dict(max_position_embeddings=64), plain=Baichuan, layer=layer
+    ),
+    "baichuan2-13b": Case(
+        "baichuan",
+        SIZES | dict(model_max_length=64, z_loss_weight=0),
+        plain=partial(Baichuan, alibi=True, normalised=True),
+        layer=layer,
+    ),
 }
 BAICHUAN_7B = {
     "architectures": ["BaiChuanForCausalLM"],
