@@ -14,6 +14,7 @@ from dolmen.families import Model
 from dolmen.model import head
 from dolmen.model.tree import Dynamic, Evaluated, LongRope
 from dolmen.serving import engine
+from dolmen.serving.cache import Cache
 
 QWEN = dict(seq_length=16, use_dynamic_ntk=True, use_logn_attn=True)
 
@@ -40,17 +41,22 @@ def test_qwen_in_evaluation_and_in_training(ntk, log_n, length, tmp_path):
 
 @torch.no_grad()
 def test_qwen_goes_on_with_the_base_of_its_prompt(tmp_path):
-    """With a cache, as its own code does; two texts of which one is short."""
+    """With a cache, as its own code does: of 30 tokens it is 3 times what it was, of 50 it would be
+    7 times. Two texts of which one is short.
+    """
     theirs = build("qwen", **QWEN)
     ours = engine.load_decoder(open_source(save(theirs, tmp_path)))
-    prompts = [torch.randint(0, SIZES["vocab_size"], (1, n)) for n in (12, 30)]
-    for prompt in prompts:
-        text = prompt
-        for _ in range(10):
-            logits = theirs.logits(text, length=prompt.shape[1])
-            text = torch.cat((text, logits[:, -1:].argmax(-1)), 1)
-        got = engine.generate(ours, [p[0].tolist() for p in prompts], 10)
-        assert text[0, prompt.shape[1] :].tolist() in got
+    texts = [torch.randint(0, SIZES["vocab_size"], (1, n + 20)) for n in (12, 30)]
+    lengths, cache = {0: 12, 1: 30}, Cache(ours.tree)
+    with torch.inference_mode():
+        for new in (lengths, {0: 20, 1: 20}):
+            reading = cache.read(new, torch.device("cpu"), lengths=lengths)
+            past = {i: 0 if new is lengths else n for i, n in lengths.items()}
+            parts = [texts[i][:, past[i] : past[i] + new[i]] for i in reading.texts]
+            got = ours(torch.cat(parts, 1), head.logits, reading)[0]
+    for i, logits in zip(reading.texts, got.split(20), strict=True):
+        want = theirs.logits(texts[i], length=lengths[i])[0, -20:]
+        torch.testing.assert_close(logits, want, rtol=0, atol=1e-4)
 
 
 def test_values_of_phi_3_of_128k_and_of_what_is_dynamic():
