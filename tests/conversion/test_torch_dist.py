@@ -5,6 +5,8 @@ computes; what does not fit together is refused in a line.
 import argparse
 import json
 import pickle
+import sys
+import types
 import warnings
 
 import pytest
@@ -18,6 +20,7 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -432,3 +435,27 @@ def test_experts_are_written_by_layer(tmp_path):
 def test_torch_dist_has_no_ranks():
     with pytest.raises(ValueError, match="--tp is 2, but --to torch-dist has no ranks"):
         ConvertConfig("a", "b", "torch-dist", tp=2)
+
+
+def test_a_description_of_megatrons_own_class(models, tmp_path, monkeypatch):
+    """That of core 0.15, with what it adds, and with the path that it was saved to; the class need
+    not be there when it is read.
+    """
+    name = "megatron.core.dist_checkpointing.strategies.torch"
+    module = types.ModuleType(name)
+    module.MCoreMetadata = type("MCoreMetadata", (Metadata,), {"__module__": name})
+    model, logits = models["llama"]
+    folder = lay(tmp_path, parts(model))
+    file = folder / "iter_0000012" / ".metadata"
+    found = pickle.loads(file.read_bytes())
+    with monkeypatch.context() as patch:
+        for i in range(1, name.count(".") + 1):
+            above = ".".join(name.split(".")[:i])
+            patch.setitem(sys.modules, above, types.ModuleType(above))
+        patch.setitem(sys.modules, name, module)
+        found.__class__ = module.MCoreMetadata
+        found.mcore_data = {NORM: {"nd_reformulated_orig_global_shape": (32,)}}
+        found.storage_meta = StorageMeta(checkpoint_id=tmp_path, modules=["a"])
+        file.write_bytes(pickle.dumps(found))
+    assert b"MCoreMetadata" in file.read_bytes() and b"PosixPath" in file.read_bytes()
+    assert difference(folder, logits) < 2e-5
