@@ -309,11 +309,15 @@ def _backward(a: Side, b: Side, before: float, other_form: set[str]) -> Iterator
         return
     whole = _norm(b, "gradients")
     place = {name: i for i, name in enumerate(ordered(a, b))}
-    keyed: list[tuple[tuple[int, int, int], Stage, str]] = []
-    keyed += [((taps.place(n), place[n], 1), "backward", n) for n in made if n not in other_form]
-    keyed += [((*_made_with(n, place), 0), "gradients", n) for n in trained]
+    # behind each tensor's gradient, those of the parameters that it gives
+    keyed: dict[tuple[Stage, str], tuple[int, int, int]] = {}
+    for name in made:
+        if name not in other_form:
+            keyed["backward", name] = (taps.place(name), place[name], 1)
+    for name in trained:
+        keyed["gradients", name] = (*_made_with(name, place), 0)
     allowed = _Allowed(a, b, before)
-    for _, stage, name in sorted(keyed, key=lambda one: one[0], reverse=True):
+    for stage, name in sorted(keyed, key=lambda one: keyed[one], reverse=True):
         x, y = one[stage, name], other[stage, name]
         least = _least(whole, y) if stage == "gradients" else 0.0
         sums = name.removesuffix(taps.inside(name)) + "attn.sums"

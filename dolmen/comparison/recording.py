@@ -12,7 +12,7 @@ values, unless the tensor is `partial`: it is their sum.
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import torch
 from torch import Tensor
@@ -178,7 +178,7 @@ def _read(folder: Path) -> Tensors:
         if kind != "values":
             continue
         stage, name, partial, shape, where, rank, _ = words
-        at = next(known for known in STAGES if known == stage)
+        at = STAGES[STAGES.index(cast(Stage, stage))]  # raises for one that is none
         sizes = tuple(int(n) for n in shape.split("x") if n)
         slices = tuple(slice(*map(int, one.split(":"))) for one in where.split(",") if one)
         rows = stored.get("|".join((*words, "rows")))
