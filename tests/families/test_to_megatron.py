@@ -29,6 +29,7 @@ WRITTEN = {
     "falcon-one-after-the-other",
     "internlm2",
     "phi3",
+    "baichuan-7b",
     "chatglm2",
     "glm",
     "starcoder2",
