@@ -20,7 +20,8 @@ def test_layout_never_changes_the_answer(row, result):
 
 def asked(config):
     """What a batch must say beside tokens, for what the model has to be felt."""
-    streams = config.tree.streams if config.tree.streams > 1 else 0
+    several = config.tree.streams > 1 and config.tree.embedding.types is None
+    streams = config.tree.streams if several else 0
     return {"prefixes": config.tree.prefixed, "streams": streams}
 
 
