@@ -134,17 +134,6 @@ def of_tokenizer(
             f"train.sequence-length is {sequence_length}: two texts and the tokens between them "
             "need 8"
         )
-    named = {
-        "cls": tokenizer.cls_token_id,
-        "sep": tokenizer.sep_token_id,
-        "mask": tokenizer.mask_token_id,
-        "pad": tokenizer.pad_token_id,
-    }
-    if missing := [name for name, token in named.items() if token is None]:
-        raise ValueError(
-            f"the model fills in masked tokens, and the tokenizer names no {missing[0]} token: use "
-            "--data.tokenizer with one made for such models"
-        )
     size, vocabulary = vocabulary_size(tokenizer), tokenizer.get_vocab()
     begins = np.ones(size, bool)
     pieces = vocabulary.keys() - {*tokenizer.all_special_tokens}
@@ -158,13 +147,23 @@ def of_tokenizer(
     ordinary = np.array(sorted(vocabulary[piece] for piece in pieces), np.int64)
     return Cloze(
         sequence_length,
-        named["cls"],
-        named["sep"],
-        named["mask"],
-        named["pad"],
+        _named("cls", tokenizer.cls_token_id),
+        _named("sep", tokenizer.sep_token_id),
+        _named("mask", tokenizer.mask_token_id),
+        _named("pad", tokenizer.pad_token_id),
         begins,
         ordinary,
         fraction,
         pairs,
         seed,
     )
+
+
+def _named(kind: str, token: int | None) -> int:
+    """The id of a special token. Raises ValueError where the tokenizer names none of this kind."""
+    if token is None:
+        raise ValueError(
+            f"the model fills in masked tokens, and the tokenizer names no {kind} token: use "
+            "--data.tokenizer with one made for such models"
+        )
+    return token

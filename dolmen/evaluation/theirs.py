@@ -35,7 +35,7 @@ def load(folder: Path, stated: Model, dtype: torch.dtype, device: torch.device) 
     scores and in the mask.
     """
     # 2.4 s to import: not owed by `--help`
-    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
+    from transformers.models.auto.modeling_auto import AutoModelForCausalLM, AutoModelForMaskedLM
 
     # its annotations allow neither .to(device) nor .generate
     kind: Any = AutoModelForMaskedLM if stated.tree.both_ways else AutoModelForCausalLM

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from dolmen.families.larger import Larger
 from dolmen.families.rules import Rule
 from dolmen.files.schema import Flag, Object, Schema, Text, optional
-from dolmen.model.tree import Tree
+from dolmen.model.tree import Clamped, Tree
 from dolmen.model.tree.mlp import Activation
 
 T = TypeVar("T")
@@ -210,8 +210,12 @@ def activation(config: Mapping[str, Any], field: str) -> Activation:
     return ACTIVATIONS[config[field]]
 
 
-def activation_name(ours: Activation) -> str:
-    """Its name in a new config.json, where a family has no older one for it."""
+def activation_name(ours: Activation | Clamped) -> str:
+    """Its name in a new config.json, where a family has no older one for it. Raises ValueError for
+    one that has no name.
+    """
+    if isinstance(ours, Clamped):
+        raise ValueError(f"activation = {ours} (it has {', '.join(ACTIVATIONS)})")
     return "gelu_pytorch_tanh" if ours == "gelu_tanh" else ours
 
 

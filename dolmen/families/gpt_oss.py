@@ -24,6 +24,7 @@ ROPE = {
     "original_max_position_embeddings": 4096,
 }
 PLAIN = {"hidden_act": "silu"}  # of what Clamped is not
+SHARED = tuple(field for field in llama_like.FIELDS if field.name not in PLAIN)
 
 
 def windows_of(config: dict[str, Any]) -> list[int | None]:
@@ -56,9 +57,10 @@ def new(tree: Tree) -> dict[str, Any]:
     """A window that no layer has is written all the same: transformers makes masks of it."""
     sparse, of_layers = expect(tree.blocks[0].mlp, Experts, "mlp"), windows.new_types(tree)
     clamped = expect(sparse.activation, Clamped, "activation")
-    fields = {**llama_like.new(tree), **experts.new(sparse), **of_layers}
     return {
-        **{name: value for name, value in fields.items() if name not in PLAIN},
+        **llama_like.new(tree, SHARED),
+        **experts.new(sparse),
+        **of_layers,
         "sliding_window": of_layers["sliding_window"] or WINDOW,
         "attention_bias": common.attention(tree).q_bias,
         "swiglu_alpha": clamped.alpha,
@@ -90,7 +92,7 @@ FAMILY = Family(
     rules=rules,
     fields=llama_like.changed(
         (
-            *(field for field in llama_like.FIELDS if field.name not in PLAIN),
+            *SHARED,
             windows.SIZE,
             *experts.FIELDS,
         ),

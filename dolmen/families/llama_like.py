@@ -166,7 +166,7 @@ def new(tree: Tree, fields: Sequence[Field] = FIELDS) -> dict[str, Any]:
         "num_attention_heads": attention.heads,
         "num_key_value_heads": attention.kv_heads,
         "head_dim": attention.head_size,
-        "hidden_act": activation_name(mlp.activation),
+        "hidden_act": activation_name(mlp.activation) if "hidden_act" in names else None,
         "rope_parameters": rope.new(
             turned, attention.head_size if rope.PART.name in names else None
         ),

@@ -186,3 +186,8 @@ def test_another_family_keeps_the_token_ids():
     assert other.tree == Model(LLAMA_31).tree
     with pytest.raises(ValueError, match="family gpt2 cannot express"):
         moved(Model(LLAMA_31), "gpt2")
+
+
+def test_an_activation_without_a_name_is_of_no_other_family():
+    with pytest.raises(ValueError, match=r"qwen3_moe cannot express activation = Clamped\("):
+        moved(Model({"model_type": "gpt_oss"}), "qwen3_moe")

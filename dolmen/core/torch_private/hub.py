@@ -29,8 +29,8 @@ def seen_attention(
     class does not let its attention be chosen. 5.23: the registries are public, which function is a
     class's own (`eager_attention_forward` of its file) is not.
     """
-    from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, eager_mask
+    from transformers.modeling_utils import AttentionInterface
 
     def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args, **options):
         see(module, {"query": query, "key": key, "value": value})
