@@ -4,25 +4,13 @@ the residual stream, and none before it.
 
 from dataclasses import dataclass
 
+from dolmen.model.tree.in_turn import InTurn
 from dolmen.model.tree.leaf import Leaves, within
 
 
 @dataclass(frozen=True)
-class After:
+class After(InTurn):
     """x += norm(mixer(x)); x += norm(mlp(x))."""
-
-    @property
-    def norms(self) -> int:
-        return 2
-
-    @property
-    def streams(self) -> int:
-        """As of Pre: what its norms and columns were given."""
-        return 4
-
-    @property
-    def additions(self) -> int:
-        return 2
 
     def leaves(self, norm: Leaves, mixer: Leaves, mlp: Leaves) -> Leaves:
         """Of a block, by name and in order, out of those of a norm, of its mixer and of its mlp."""

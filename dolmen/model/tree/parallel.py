@@ -17,7 +17,7 @@ class Parallel:
 
     @property
     def streams(self) -> int:
-        """As of Pre: x, and what each norm makes of it."""
+        """As of InTurn: x, and what each norm makes of it."""
         return 1 + self.norms
 
     @property

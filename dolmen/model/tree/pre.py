@@ -4,34 +4,16 @@
 
 from dataclasses import dataclass
 
+from dolmen.model.tree.in_turn import InTurn
 from dolmen.model.tree.leaf import Leaves, within
 
 
 @dataclass(frozen=True)
-class Pre:
+class Pre(InTurn):
     """x += scale mixer(norm x); x += scale mlp(norm x)."""
 
     scale: float = 1.0
     """Of what is added (Granite: residual_multiplier)."""
-
-    @property
-    def norms(self) -> int:
-        """How many norms a block has."""
-        return 2
-
-    @property
-    def streams(self) -> int:
-        """Tensors as wide as the residual stream that backward needs of a block: what norms and
-        columns were given.
-        """
-        return 4
-
-    @property
-    def additions(self) -> int:
-        """How often something is added to the residual stream, each time with a dropout of its
-        own.
-        """
-        return 2
 
     def leaves(self, norm: Leaves, mixer: Leaves, mlp: Leaves) -> Leaves:
         """Of a block, by name and in order, out of those of a norm, of its mixer and of its mlp."""

@@ -4,25 +4,17 @@ added to the residual stream.
 
 from dataclasses import dataclass
 
+from dolmen.model.tree.in_turn import InTurn
 from dolmen.model.tree.leaf import Leaves, within
 
 
 @dataclass(frozen=True)
-class Sandwich:
+class Sandwich(InTurn):
     """x += norm(mixer(norm x)); x += norm(mlp(norm x)); four norms with weights of their own."""
 
     @property
     def norms(self) -> int:
         return 4
-
-    @property
-    def streams(self) -> int:
-        """As of Pre: what its norms and columns were given."""
-        return 6
-
-    @property
-    def additions(self) -> int:
-        return 2
 
     def leaves(self, norm: Leaves, mixer: Leaves, mlp: Leaves) -> Leaves:
         """Of a block, by name and in order, out of those of a norm, of its mixer and of its mlp."""
