@@ -30,6 +30,12 @@ def _one_rope(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
 
 
 def read(config: dict[str, Any]) -> Tree:
+    """Raises ValueError for a cap on scores: Gemma 3 has the field, and computes without."""
+    if config["attn_logit_softcapping"] is not None:
+        raise ValueError(
+            f"attn_logit_softcapping is {config['attn_logit_softcapping']}: the scores of Gemma 3 "
+            "have no cap, and other programs leave this out; set it to null"
+        )
     tree = gemma2.read_windowed(_one_rope(config, FULL), windows.of_pattern(config))
     local = rope.read(_one_rope(config, SLIDING), common.attention(tree).head_size)
 

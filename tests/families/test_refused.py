@@ -89,6 +89,7 @@ from dolmen.model.tree import check_cuts
         ("gemma2", "hidden_size", 2303),
         ("gemma3", "model_type", "gemma3"),
         ("gemma3_text", "use_bidirectional_attention", True),
+        ("gemma3_text", "attn_logit_softcapping", 50.0),
         ("gemma3_text", "sliding_window_pattern", 0),
         ("gemma3_text", "rope_parameters", {"rope_type": "default", "rope_theta": 1e6}),
         ("gemma3_text", "rope_parameters", {"full_attention": {"rope_type": "longrope"}}),
