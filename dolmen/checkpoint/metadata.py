@@ -8,9 +8,9 @@ import math
 import pickle
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -142,7 +142,8 @@ def stored_tensors(found: Metadata) -> dict[str, TensorStorageMetadata]:
 
 def _check_tensors(stored: dict[str, TensorStorageMetadata], exact: bool) -> None:
     """Raises unless every element of each tensor lies in one chunk. Only with `exact`
-    are chunks that overlap found, which takes time of the square of their number.
+    are chunks that overlap found, which takes time of the square of their number; of foreign ones
+    when a tensor is read.
     """
     for name, t in stored.items():
         if type(name) is not str or type(t.properties) is not TensorProperties:
@@ -159,7 +160,7 @@ def _check_tensors(stored: dict[str, TensorStorageMetadata], exact: bool) -> Non
             _check_size(name, torch.Size(ends), t.size)
         if sum(math.prod(c.sizes) for c in t.chunks) != math.prod(t.size):
             raise ValueError(f"the chunks of {name} do not add up to it")
-        if exact and _overlap(t.chunks):
+        if exact and overlap(t.chunks):
             raise ValueError(f"chunks of {name} overlap")
 
 
@@ -170,7 +171,16 @@ def _check_size(name: str, size: torch.Size, most: torch.Size) -> None:
         raise ValueError(f"{name} has a chunk outside of it")
 
 
-def _overlap(chunks: list[ChunkStorageMetadata]) -> bool:
+class Box(Protocol):
+    """A part of a tensor."""
+
+    @property
+    def offsets(self) -> tuple[int, ...]: ...
+    @property
+    def sizes(self) -> tuple[int, ...]: ...
+
+
+def overlap(chunks: Sequence[Box]) -> bool:
     """Whether two of the chunks share an element."""
     boxes = [list(zip(c.offsets, c.sizes, strict=True)) for c in chunks if math.prod(c.sizes)]
     return any(

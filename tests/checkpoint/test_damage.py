@@ -240,13 +240,13 @@ def test_every_instruction_of_a_pickle_is_found(store):
 
 def test_chunks_that_overlap_are_seen_without_a_seal(store):
     """A position of a chunk changed: as many elements as before, of which some lie nowhere."""
-    from dolmen.checkpoint.metadata import _overlap
+    from dolmen.checkpoint.metadata import overlap
 
     boxes = [((0, 0), (8, 8)), ((8, 0), (8, 8)), ((0, 0), (0, 8))]
     chunks = [ChunkStorageMetadata(torch.Size(a), torch.Size(b)) for a, b in boxes]
-    assert not _overlap(chunks)
+    assert not overlap(chunks)
     chunks[1].offsets = torch.Size([7, 0])
-    assert _overlap(chunks) and math.prod(chunks[1].sizes) == 64
+    assert overlap(chunks) and math.prod(chunks[1].sizes) == 64
 
 
 # ---- nothing of somebody else's is deleted

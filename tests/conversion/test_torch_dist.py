@@ -289,6 +289,19 @@ def lost(key):
     return described(change)
 
 
+def moved(key):
+    """The last chunk of a tensor to a row before its own: one row has two, and the last none."""
+
+    def change(metadata):
+        chunk = metadata.state_dict_metadata[key].chunks[-1]
+        index = next(i for i in metadata.storage_data if i.fqn == key and i.offset == chunk.offsets)
+        stored = metadata.storage_data.pop(index)
+        chunk.offsets = torch.Size([chunk.offsets[0] - 1, *chunk.offsets[1:]])
+        metadata.storage_data[MetadataIndex(key, chunk.offsets, index.index)] = stored
+
+    return described(change)
+
+
 class Evil:
     def __reduce__(self):
         return print, ("evil",)
@@ -319,6 +332,7 @@ NORM, HEAD = "decoder.final_layernorm.weight", "output_layer.weight"
         (place(NORM, offset=-1), "the place of decoder.final_layernorm.weight is no position"),
         (place(NORM, length=4), "has no room for 128 bytes"),
         (place(NORM, offset=0), "is not read|holds no torch.float32 of"),
+        (moved(HEAD), "chunks of output_layer.weight overlap"),
         (lost(HEAD), r"1 tensor is missing, e.g. \['output_layer.weight'\]"),
         (
             described(lambda m: m.state_dict_metadata.update(odd=m.state_dict_metadata[NORM])),

@@ -25,7 +25,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from dolmen.checkpoint.folders import METADATA
-from dolmen.checkpoint.metadata import Foreign, read_foreign
+from dolmen.checkpoint.metadata import Foreign, overlap, read_foreign
 from dolmen.conversion.megatron import folders, names
 from dolmen.conversion.megatron.folders import Sizes
 from dolmen.conversion.megatron.source import (
@@ -95,6 +95,8 @@ class Pieces(Stored):
             raise gate.refuse(
                 self.file, f"has {filled:,} of {whole.numel():,} numbers of {self.name}"
             )
+        if overlap(self.parts):  # as many numbers as there are, and some of them nowhere
+            raise gate.refuse(self.file, f"chunks of {self.name} overlap")
         return whole
 
     def _piece(self, part: Chunk) -> Tensor:
