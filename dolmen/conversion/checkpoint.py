@@ -17,6 +17,7 @@ from dolmen.checkpoint import folders, stream
 from dolmen.checkpoint.folders import STATE, Damaged
 from dolmen.checkpoint.saved import model_of, read_saved
 from dolmen.conversion.beside import ended
+from dolmen.conversion.moments import WeightsAlone
 from dolmen.core.words import counted
 from dolmen.families import Model, compared, completed
 from dolmen.files.safetensors import Spec
@@ -27,7 +28,7 @@ KIND = "model/"  # what the names of parameters begin with, beside those of thei
 
 
 @dataclass(frozen=True)
-class RunCheckpoint:
+class RunCheckpoint(WeightsAlone):
     """Whole and not damaged, as far as can be told without reading tensors."""
 
     model: Model

@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
+from dolmen.conversion.moments import WeightsAlone
 from dolmen.conversion.weights import assemble
 from dolmen.core.paths import expand, is_absent
 from dolmen.core.words import counted
@@ -125,7 +126,7 @@ def tokens_by_name(folder: Path | str) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class Transformers:
+class Transformers(WeightsAlone):
     """A folder with a config.json and weights, which are those of `model`."""
 
     where: Path

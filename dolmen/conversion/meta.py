@@ -21,6 +21,7 @@ from torch import Tensor
 from dolmen.conversion import beside
 from dolmen.conversion.hf import FLOATS
 from dolmen.conversion.megatron.shares import Share, share
+from dolmen.conversion.moments import WeightsAlone
 from dolmen.conversion.weights import assemble
 from dolmen.core.words import counted
 from dolmen.families import Model, edit
@@ -96,7 +97,7 @@ def rules(tree: Tree) -> list[Rule]:
 
 
 @dataclass(frozen=True)
-class Consolidated:
+class Consolidated(WeightsAlone):
     """The files of all ranks; their weights are those of `model`."""
 
     where: Path

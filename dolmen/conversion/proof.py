@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dolmen.conversion.moments import Moments, Tensors
 from dolmen.conversion.source import Source
 from dolmen.core.errors import Failed
 from dolmen.model import head
@@ -29,10 +30,14 @@ class Unlike(Failed):
 
 
 def compare_weights(
-    source: Source, written: Source, reach: Callable[[int], None] = lambda done: None
+    source: Tensors,
+    written: Tensors,
+    reach: Callable[[int], None] = lambda done: None,
+    of: str = "",
 ) -> int:
     """How many parameters are the same to the bit, in the dtype that they are written in. Raises
-    Unlike naming the first that is not; `reach` is told how many are done.
+    Unlike naming the first that is not, with the kind `of` which it is; `reach` is told how many
+    are done.
     """
     specs, done = written.specs, 0
     if source.specs.keys() != specs.keys():
@@ -41,11 +46,29 @@ def compare_weights(
     for name, tensor in source.stream():
         expected = tensor.to(specs[name].dtype)
         if not _same(expected, written.read(name)):
-            raise Unlike(f"{name} reads back otherwise from {written.where} than it was written")
+            raise Unlike(
+                f"{of}{name} reads back otherwise from {written.where} than it was written"
+            )
         done += 1
         reach(done)
         del tensor, expected
     return done
+
+
+def compare_state(state: Moments, written: Source) -> str:
+    """That an optimizer's state is the same to the bit, dtypes too, in words. Raises Unlike."""
+    found = written.moments
+    if found is None or found.step != state.step:
+        raise Unlike(f"{written.where} has not the optimizer of {state.step} updates")
+    kinds = {**found.kinds, "param": written.precise}
+    for kind, tensors in state.kinds.items():
+        specs = kinds[kind].specs
+        for name in found.kinds["exp_avg"].specs:
+            if specs[name] != tensors.specs[name]:
+                raise Unlike(f"{kind} of {name} is {specs[name].dtype} in {written.where}")
+        compare_weights(tensors, kinds[kind], of=f"{kind} of ")
+    masters = " and fp32 masters" * ("param" in state.kinds)
+    return f"; AdamW's moments of {state.step} updates{masters} too"
 
 
 def compare_logits(source: Source, written: Source, room: int = ROOM) -> str:

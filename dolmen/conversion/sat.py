@@ -22,6 +22,7 @@ from torch import Tensor
 
 from dolmen.conversion import beside, hf
 from dolmen.conversion.megatron.shares import Share
+from dolmen.conversion.moments import WeightsAlone
 from dolmen.conversion.weights import assemble
 from dolmen.core.words import counted
 from dolmen.families import Model, WeightMap, weight_map
@@ -67,7 +68,7 @@ def newest(folder: Path) -> Path:
 
 
 @dataclass(frozen=True)
-class Sat:
+class Sat(WeightsAlone):
     """The files of all ranks; their weights are those of `model`."""
 
     where: Path

@@ -11,31 +11,26 @@ parameters is known to the format alone: here they have our names and shapes.
 """
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from jaxtyping import Shaped
+import torch
 from torch import Tensor
 
 from dolmen.conversion import checkpoint, hf, meta, sat
 from dolmen.conversion.megatron import dist, folders
 from dolmen.conversion.megatron import source as megatron
+from dolmen.conversion.moments import Moments, Tensors
 from dolmen.core import agree
 from dolmen.core.mesh import Mesh
 from dolmen.families import Model
-from dolmen.files.safetensors import Spec
 from dolmen.model.tree import Tree
 
 
-class Source(Protocol):
+class Source(Tensors, Protocol):
     """Made by opening what says the model; what is stored is looked at when it is asked for."""
-
-    @property
-    def where(self) -> Path:
-        """The folder that its tensors lie in."""
-        ...
 
     @property
     def title(self) -> str:
@@ -73,24 +68,17 @@ class Source(Protocol):
         ...
 
     @property
-    def specs(self) -> Mapping[str, Spec]:
-        """Shape, and dtype as it is stored, of every parameter of `tree`, in its order; no tensor
-        is read. Raises KeyError for tensors that are missing or have no place in the model,
-        ValueError for those that are mis-shaped or of a dtype that is not read, and for damaged
-        files.
+    def precise(self) -> "Source":
+        """The same with its fp32 masters in place of weights of half precision; itself, where it
+        has none.
         """
         ...
 
-    def stream(self, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """(name, whole CPU tensor, as in `specs`) of every parameter, or of `only`, once, in the
-        order in which they lie. One stored tensor is in memory at a time if the caller lets go of
-        each. Checks first, as `specs` does, and raises ValueError for damage that is found later.
-        """
-        ...
-
-    def read(self, name: str) -> Shaped[Tensor, "*whole"]:
-        """One parameter, as `stream` gives it. Raises KeyError where there is none, and as
-        `stream`.
+    @property
+    def moments(self) -> Moments | None:
+        """The state of AdamW that lies beside the weights; None where a source of its kind has
+        none, or this one. Raises ValueError or KeyError, with the reason, where what lies there is
+        not whole or of a form that is not read.
         """
         ...
 
@@ -192,6 +180,13 @@ def tokenizer_folder(source: Source) -> str:
     refused.
     """
     return str(source.tokenizer or source.where)
+
+
+def in_dtype(source: Source, dtype: torch.dtype) -> Source:
+    """The source that has the digits of `dtype`: of fp32 and wider its masters, where it has any,
+    else its weights.
+    """
+    return source.precise if torch.finfo(dtype).bits >= 32 else source
 
 
 def load_weights(

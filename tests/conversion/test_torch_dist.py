@@ -133,22 +133,46 @@ def whole_layer(parts: Parts, i: int, fault=None) -> dict:
     return made
 
 
-def lay(folder, parts: Parts, tp=2, stacked=True, entry=False, fault=None, without="-"):
-    """The folder of the tracker; no layer has tensors whose names begin as `without`."""
+def lay(folder, parts: Parts, tp=2, stacked=True, entry=False, fault=None, without="-", state=None):
+    """The folder of the tracker; no layer has tensors whose names begin as `without`. `state`:
+    what `common` says of the optimizer, and by what stands before their keys its tensors, as parts
+    of a model whose weights they are.
+    """
     iteration = 12
-    files, how = Files(folder / f"iter_{iteration:07d}"), How(LOCAL, tp=tp)
+    files = Files(folder / f"iter_{iteration:07d}")
+    how = dict(tp=tp, stacked=stacked, fault=fault, without=without)
+    lay_tensors(files, "", parts, **how)
+    said, kinds = state or ({}, {})
+    for prefix, one in kinds.items():
+        lay_tensors(files, prefix, one, **how)
+    files.bytes("decoder.layers.mlp.linear_fc1._extra_state/shard_0_4", None)
+    files.bytes("rng_state/shard_0.0_1.1", [{"random_rng_state": (3, (1, 2), None)}])
+    args = argparse.Namespace(**parts.args, tensor_model_parallel_size=tp)
+    common = {"args": args, "checkpoint_version": 3.0, "iteration": iteration, **said}
+    files.close(common, entry)
+    (folder / "latest_checkpointed_iteration.txt").write_text(str(iteration))
+    return folder
+
+
+def lay_tensors(files, prefix, parts: Parts, tp, stacked, fault, without):
+    how = How(LOCAL, tp=tp)
     ends = {"embed": "embedding.word_embeddings.weight", "head": "output_layer.weight"}
+
+    def add(key, shape, chunks):
+        (dtype,) = {chunk.dtype for chunk in chunks.values()}
+        files.add(prefix + key, shape, dtype, chunks)
+
     for ours, key in ends.items():
         if ours in parts.ends:
             table = padded(parts.ends[ours], how)
-            files.add(key, table.shape, table.dtype, cut(table, 0, tp))
+            add(key, table.shape, cut(table, 0, tp))
     if "positions" in parts.ends:
         table = parts.ends["positions"]
-        files.add("embedding.position_embeddings.weight", table.shape, table.dtype, {(0, 0): table})
+        add("embedding.position_embeddings.weight", table.shape, {(0, 0): table})
     for kind in ("weight", "bias"):
         if f"norm.{kind}" in parts.ends:
             norm = parts.ends[f"norm.{kind}"]
-            files.add(f"decoder.final_layernorm.{kind}", norm.shape, norm.dtype, {(0,): norm})
+            add(f"decoder.final_layernorm.{kind}", norm.shape, {(0,): norm})
     layers = [whole_layer(parts, i, fault) for i in range(len(parts.layers))]
     for name in [name for name in layers[0] if not name.startswith(without)]:
         stack = {}
@@ -156,22 +180,10 @@ def lay(folder, parts: Parts, tp=2, stacked=True, entry=False, fault=None, witho
             tensor, dim, halves = layer[name]
             chunks = {(0,) * tensor.ndim: tensor} if dim is None else cut(tensor, dim, tp, halves)
             if not stacked:
-                files.add(f"decoder.layers.{i}.{name}", tensor.shape, tensor.dtype, chunks)
+                add(f"decoder.layers.{i}.{name}", tensor.shape, chunks)
             stack |= {(i, *at): chunk[None] for at, chunk in chunks.items()}
         if stacked:
-            shape = (len(layers), *tensor.shape)
-            files.add(f"decoder.layers.{name}", shape, tensor.dtype, stack)
-        if stacked and name.startswith("self_attention.linear_qkv.w"):
-            moment = torch.ones(shape)
-            files.add(f"optimizer.state.exp_avg.decoder.layers.{name}", shape, moment.dtype,
-                      {(0,) * len(shape): moment})  # fmt: skip
-    files.bytes("decoder.layers.mlp.linear_fc1._extra_state/shard_0_4", None)
-    files.bytes("rng_state/shard_0.0_1.1", [{"random_rng_state": (3, (1, 2), None)}])
-    args = argparse.Namespace(**parts.args, tensor_model_parallel_size=tp)
-    common = {"args": args, "checkpoint_version": 3.0, "iteration": iteration}
-    files.close(common, entry)
-    (folder / "latest_checkpointed_iteration.txt").write_text(str(iteration))
-    return folder
+            add(f"decoder.layers.{name}", (len(layers), *tensor.shape), stack)
 
 
 @pytest.fixture(scope="module")

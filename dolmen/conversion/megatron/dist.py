@@ -10,6 +10,10 @@ whatever ranks have written parts of them.
 Layers that are alike are one tensor, [layers, ...], whose names have no number; of others each has
 its own. So it is with experts, [layers, experts, ...]. Norms have the names of Transformer Engine,
 whichever classes were used; [gate; up] is that of the whole; a tied head has no tensor.
+
+The moments of AdamW and its fp32 masters have the name and the shape of their parameter, behind
+`optimizer.state.exp_avg.`, `.exp_avg_sq.` and `.param.`: Megatron calls that fully_reshardable. Its
+other forms cut the numbers of many parameters, laid end to end, over ranks, and are not read.
 """
 
 import re
@@ -32,6 +36,7 @@ from dolmen.conversion.megatron.source import (
     Checkpoint,
     Megatron,
     Shards,
+    State,
     check_said,
     source_of,
 )
@@ -46,6 +51,13 @@ COMMON, COMMON_ENTRY = "common.pt", "common_state/shard_0_1"
 BESIDE = re.compile(
     r"(?:chained_\d+\.)?optimizer\..*|rng_state.*|rerun_state_machine.*|.*_extra_state.*"
 )
+STATE = re.compile(
+    r"(?:chained_\d{1,6}\.)?optimizer\.state\.(?P<kind>exp_avg_sq|exp_avg|param|fp32_param)\."
+    r"(?P<key>.+)"
+)
+KIND = {"fp32_param": "param"}
+"""As older checkpoints, and those of no distributed optimizer, call the masters."""
+FLAT = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\..*")
 LAYERED = re.compile(r"(?P<start>decoder\.layers\.)(?:(?P<layer>\d{1,6})\.)?(?P<rest>\D.*)")
 EXPERTS = re.compile(
     r"mlp\.experts\.experts\.(?:(?P<expert>\d{1,6})\.)?(?P<rest>linear_fc[12]\.\w+)"
@@ -137,8 +149,14 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     if backend != BACKEND:
         raise gate.refuse(folder / MARKER, f"says {backend}: of Megatron's, {BACKEND} is read")
     description = read_foreign(folder / METADATA)
-    common = read_common(folder, description)
-    shards, layers = _shards(folder, description)
+    common, file = read_common(folder, description)
+    stored = {
+        key: Stored(key, Spec(tuple(one.size), one.properties.dtype), folder, 0)
+        for key, one in description.tensors.items()
+    }
+    chunks = chunks_of(folder, description)
+    parameters = {key: one for key, one in stored.items() if not BESIDE.fullmatch(key)}
+    shards, layers = _shards(parameters, chunks)
     return Checkpoint(
         folder,
         common["args"].values,
@@ -149,11 +167,12 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         legacy=False,
         layers=layers,
         kind=BACKEND,
+        state=_state(stored, chunks, common, file),
     )
 
 
-def read_common(folder: Path, description: Foreign) -> Mapping[str, Any]:
-    """What is no tensor. Raises Refused where there is none."""
+def read_common(folder: Path, description: Foreign) -> tuple[Mapping[str, Any], Path]:
+    """What is no tensor, and its file. Raises Refused where there is none."""
     file = folder / COMMON
     place = description.others.get(COMMON_ENTRY)
     if file.is_file():
@@ -167,21 +186,21 @@ def read_common(folder: Path, description: Foreign) -> Mapping[str, Any]:
     if not isinstance(values, Mapping):
         raise gate.refuse(file, "holds no mapping")
     check_said(values, file)
-    return values
+    return values, file
 
 
-def _shards(folder: Path, description: Foreign) -> tuple[dict[str, Shards], int]:
-    """Every parameter's tensor, by canonical name, and how many layers there are."""
-    chunks = chunks_of(folder, description)
+def _shards(
+    stored: Mapping[str, Stored], chunks: Mapping[str, list[Chunk]]
+) -> tuple[dict[str, Shards], int]:
+    """Every parameter's tensor, by canonical name, and how many layers there are. `stored` is by
+    the parameter's key, `chunks` by the tensor's own.
+    """
     shards: dict[str, Shards] = {}
     layers = 0
-    for key, tensor in description.tensors.items():
-        if BESIDE.fullmatch(key):
-            continue
-        whole = Stored(key, Spec(tuple(tensor.size), tensor.properties.dtype), folder, 0)
-        named = list(_named(whole))
+    for key, whole in stored.items():
+        named = list(_named(key, whole))
         dims = len(named[0][1]) if named else 0
-        lying = by_index(chunks[key], dims)
+        lying = by_index(chunks[whole.name], dims)
         for name, at in named:
             canonical = names.canonical(name)
             if canonical is None:
@@ -191,17 +210,91 @@ def _shards(folder: Path, description: Foreign) -> tuple[dict[str, Shards], int]
             full = canonical.numbered(0)
             own = tuple(lying.get(at, ()))
             spec = Spec(whole.spec.shape[dims:], whole.spec.dtype)
-            file = own[0].file if own else folder / METADATA
-            stored = Pieces(key, spec, file, 0, at, own)
-            shards.setdefault(full, Shards(name)).add(0, canonical.expert or 0, stored)
+            file = own[0].file if own else whole.file / METADATA
+            pieces = Pieces(whole.name, spec, file, 0, at, own)
+            shards.setdefault(full, Shards(whole.name)).add(0, canonical.expert or 0, pieces)
     return shards, layers
 
 
-def _named(whole: Stored) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(a rank's name, indices in the first dims) of each tensor that a stored one is."""
-    match = LAYERED.fullmatch(whole.name)
+def _state(
+    stored: Mapping[str, Stored],
+    chunks: Mapping[str, list[Chunk]],
+    common: Mapping[str, Any],
+    file: Path,
+) -> State:
+    """Of the optimizer: each tensor has the shape of its parameter, padding included."""
+    found: dict[str, dict[str, Stored]] = {}
+    for own, one in stored.items():
+        if FLAT.fullmatch(own):
+            return State(
+                unread=f"{own} is cut over ranks without regard to parameters: save it with "
+                "--dist-ckpt-optim-fully-reshardable"
+            )
+        match = STATE.fullmatch(own)
+        if match is None:
+            continue
+        kind, key = KIND.get(match["kind"], match["kind"]), match["key"]
+        of = stored.get(key)
+        if of is None or of.spec.shape != one.spec.shape:
+            shape = "not there" if of is None else of.spec.shape
+            return State(unread=f"{own} is {one.spec.shape}, and {key} is {shape}")
+        if key in found.setdefault(kind, {}):
+            return State(unread=f"{own} is not the only {kind} of {key}")
+        found[kind][key] = one
+    if not found:
+        return State()
+    try:
+        step = updates(common, file)
+    except ValueError as error:
+        return State(unread=str(error))
+    return State(step, {kind: _shards(ones, chunks)[0] for kind, ones in found.items()})
+
+
+def updates(common: Mapping[str, Any], file: Path) -> int | None:
+    """How many the optimizer has made, as it says itself, in its groups or once for all, else as
+    many as iterations. Raises ValueError where its parts differ, or where that is no count.
+    """
+    own = common.get("optimizer", {})
+    own = own if isinstance(own, Mapping) else {}
+    parts = [own] if own.keys() & {"optimizer", "param_groups"} else list(own.values())
+    said = {
+        _number(one, file)
+        for part in parts
+        if isinstance(part, Mapping)
+        for one in _steps(part.get("optimizer", part))
+    }
+    if len(said) > 1:
+        raise ValueError(f"parameters have had {sorted(said)} updates, not all the same")
+    return said.pop() if said else common.get("iteration")
+
+
+def _steps(inner: Any) -> Iterator[Any]:
+    """What one optimizer of torch says: of each group, or for all parameters."""
+    if not isinstance(inner, Mapping):
+        return
+    groups, state = inner.get("param_groups", ()), inner.get("state", {})
+    if isinstance(groups, list):
+        yield from (one["step"] for one in groups if isinstance(one, Mapping) and "step" in one)
+    if isinstance(state, Mapping) and "common_step" in state:
+        yield state["common_step"]
+
+
+def _number(step: Any, file: Path) -> int:
+    """A count, which may lie as a tensor. Raises ValueError for what is none."""
+    if isinstance(step, Held) and step.shape in ((), (1,)):
+        step = step.stored("step", file).read().item()
+    if type(step) not in (int, float) or not 0 <= step < 2**40 or step != int(step):
+        raise ValueError(f"{file}: the optimizer's step is {step!r:.40}, which is no count")
+    return int(step)
+
+
+def _named(key: str, whole: Stored) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """(a rank's name, indices in the first dims) of each tensor that a stored one is, which is of
+    the parameter `key`.
+    """
+    match = LAYERED.fullmatch(key)
     if match is None:
-        yield whole.name, ()
+        yield key, ()
         return
     sizes, said, rest = list(whole.spec.shape), match["layer"], match["rest"]
     layers = _counted(whole, sizes, said)

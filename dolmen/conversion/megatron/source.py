@@ -9,7 +9,7 @@ first chunk, then of the second. So stages may be uneven.
 import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from dolmen.conversion import beside
 from dolmen.conversion.megatron import arguments, folders, grouped, names, shares
 from dolmen.conversion.megatron.folders import Sizes
 from dolmen.conversion.megatron.shares import Share
+from dolmen.conversion.moments import MOMENTS, Moments
 from dolmen.conversion.weights import assemble
 from dolmen.core.words import counted
 from dolmen.families import Model, edit
@@ -58,6 +59,18 @@ class Shards:
 
 
 @dataclass(frozen=True)
+class State:
+    """An optimizer's, as it lies beside the weights: nothing, where none is found."""
+
+    step: int | None = None
+    """Updates that it has made, where it is told."""
+    shards: Mapping[str, Mapping[str, Shards]] = field(default_factory=dict)
+    """Kind (exp_avg, exp_avg_sq, param: an fp32 master) -> canonical name -> its files."""
+    unread: str = ""
+    """Why it is not read, where it is there."""
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """What the pickles of all ranks say, before a tensor is read."""
 
@@ -73,6 +86,7 @@ class Checkpoint:
     """That are there."""
     kind: str = ""
     """How it lies, where it is no folder per rank."""
+    state: State = State()
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
@@ -201,6 +215,8 @@ class Megatron:
     model: Model
     beside: Path
     """Where its config.json and its tokenizer would lie."""
+    moment: bool = False
+    """Whether these are no weights but a moment of each that is trained."""
 
     @property
     def where(self) -> Path:
@@ -235,10 +251,38 @@ class Megatron:
         return None
 
     @property
+    def precise(self) -> "Megatron":
+        masters = self.checkpoint.state.shards.get("param")
+        return self._with({**self.checkpoint.shards, **masters}) if masters else self
+
+    @property
+    def moments(self) -> Moments | None:
+        state = self.checkpoint.state
+        if state.unread:
+            raise ValueError(f"{self.where}: {state.unread}")
+        if not state.shards:
+            return None
+        if state.step is None:
+            raise ValueError(f"{self.where} does not say how many updates its optimizer has made")
+        if absent := [kind for kind in MOMENTS if kind not in state.shards]:
+            raise ValueError(f"{self.where} has no {absent[0]} of its optimizer, which is no AdamW")
+        kinds = {kind: self._with(state.shards[kind], moment=True) for kind in MOMENTS}
+        for one in kinds.values():
+            _ = one.specs
+        return Moments(state.step, kinds)
+
+    def _with(self, shards: Mapping[str, Shards], moment: bool = False) -> "Megatron":
+        """Other tensors of the same names and shapes."""
+        return replace(
+            self, checkpoint=replace(self.checkpoint, shards=dict(shards)), moment=moment
+        )
+
+    @property
     def specs(self) -> Mapping[str, Spec]:
         return {
             name: Spec(leaf.shape, self._dtype(self._holding[name].hf))
             for name, leaf in self.tree.leaves.items()
+            if leaf.trained or not self.moment
         }
 
     def stream(self, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -255,7 +299,13 @@ class Megatron:
 
     @cached_property
     def _entries(self) -> dict[str, Entry]:
-        return names.weights(self.tree, self.checkpoint.version)
+        entries = names.weights(self.tree, self.checkpoint.version)
+        if not self.moment:
+            return entries
+        return {name: one for name, one in entries.items() if self._trained(one)}
+
+    def _trained(self, entry: Entry) -> bool:
+        return self.tree.leaves[entry.ours[0]].trained
 
     @cached_property
     def _holding(self) -> dict[str, Entry]:
@@ -316,9 +366,9 @@ class Megatron:
         return whole.to(self._dtype(name)) + 1 if self._shifted(name) else whole
 
     def _shifted(self, name: str) -> bool:
-        """Whether it is the weight of a norm that is stored less 1."""
+        """Whether it is the weight of a norm that is stored less 1: its gradient is the same."""
         leaf = self.tree.leaves[self._entries[name].ours[0]]
-        return leaf.role == "norm" and arguments.shifted(self.checkpoint.args)
+        return not self.moment and leaf.role == "norm" and arguments.shifted(self.checkpoint.args)
 
     def _dtype(self, name: str) -> torch.dtype:
         """Of what is read: 1 + w has more digits than w."""

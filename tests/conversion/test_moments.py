@@ -1,0 +1,238 @@
+"""The state of AdamW in a checkpoint of torch_dist, laid by hand: it is read by our names, comes
+along to another one to the bit, and what cannot come is told.
+"""
+
+import pytest
+import torch
+import transformers
+from test_megatron_read import GPT2, LLAMA, VOCABULARY, built
+from test_torch_dist import described, lay, parts, whole
+
+from dolmen.conversion import convert, proof
+from dolmen.conversion.config import ConvertConfig
+from dolmen.conversion.megatron import dist_export
+from dolmen.conversion.moments import MOMENTS
+from dolmen.conversion.source import in_dtype, open_source
+
+STATE = "optimizer.state."
+GROUPS = {"optimizer": {"optimizer": {"param_groups": [{"lr": 1e-3, "step": 7}] * 2}}}
+ONCE = {
+    "optimizer": {
+        0: {"optimizer": {"state": {"common_step": torch.tensor(7.0)}, "param_groups": [{}]}},
+        1: {"optimizer": {"state": {"common_step": 7}, "param_groups": []}},
+    }
+}
+NORM = "decoder.final_layernorm.weight"
+
+
+def random(config, seed, name=None):
+    """A model of random numbers, its norms too; where `name` is given saved there."""
+    model = built(config)
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(generator=draw)
+    if name is not None:
+        model.save_pretrained(name)
+    return model
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt2"])
+def laid(request, tmp_path_factory):
+    """Weights in bfloat16 of masters in fp32, and both moments: as parts, and as directories of
+    transformers, whose names and shapes are the model's.
+    """
+    where = tmp_path_factory.mktemp("state")
+    made = {}
+    for seed, kind in enumerate(("param", *MOMENTS)):
+        config = (
+            transformers.LlamaConfig(**LLAMA)
+            if request.param == "llama"
+            else transformers.GPT2Config(**GPT2)
+        )
+        made[kind] = parts(random(config, seed, where / kind))
+    half = random(type(config)(**config.to_dict()), 0).to(torch.bfloat16)
+    made["weights"] = parts(half)
+    return where, made
+
+
+def laid_in(folder, made, said=GROUPS, chained=False, masters="param", **how):
+    """The moments of what chained optimizers have lie behind their number."""
+    first, second = ("chained_0.", "chained_1.") if chained else ("", "")
+    kinds = {
+        f"{first}{STATE}{masters}.": made["param"],
+        f"{second}{STATE}exp_avg.": made["exp_avg"],
+        f"{first}{STATE}exp_avg_sq.": made["exp_avg_sq"],
+    }
+    return lay(folder, made["weights"], state=(said, kinds), **how)
+
+
+def opened(folder):
+    return open_source(folder, vocab_size=VOCABULARY)
+
+
+def same(tensors, folder, dtype=torch.float32):
+    """Whether they are the weights of a directory of transformers, to the bit."""
+    expected = {name: value.to(dtype) for name, value in open_source(folder).stream()}
+    streamed = dict(tensors.stream())
+    assert streamed.keys() == expected.keys() == tensors.specs.keys()
+    for name, value in expected.items():
+        assert tensors.specs[name].dtype == dtype
+        assert torch.equal(streamed[name], value), name
+        assert torch.equal(tensors.read(name), value), name
+    return True
+
+
+CASES = {
+    "stacked, tp 2": {},
+    "a layer each, older names, chained": dict(
+        stacked=False, said=ONCE, chained=True, masters="fp32_param"
+    ),
+    "the common state an entry": dict(said=ONCE, entry=True, tp=1),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_moments_and_masters_have_our_names(case, laid, tmp_path):
+    where, made = laid
+    source = opened(laid_in(tmp_path, made, **CASES[case]))
+    assert source.moments is not None and source.moments.step == 7
+    for kind in MOMENTS:
+        assert same(source.moments.kinds[kind], where / kind)
+    assert same(source, where / "param", torch.bfloat16)
+    assert same(source.precise, where / "param")
+    assert in_dtype(source, torch.bfloat16) is source
+    assert same(in_dtype(source, torch.float32), where / "param")
+
+
+def test_a_moment_of_a_norm_that_is_stored_less_one(laid, tmp_path):
+    """Its master is shifted as the weight is, its moments are not."""
+    where, made = laid
+    args = dict(made["weights"].args, apply_layernorm_1p=True)
+    made = {**made, "weights": type(made["weights"])(**{**vars(made["weights"]), "args": args})}
+    source = opened(laid_in(tmp_path, made))
+    for kind in MOMENTS:
+        assert same(source.moments.kinds[kind], where / kind)
+    expected = open_source(where / "param")
+    norms = [name for name, leaf in source.tree.leaves.items() if leaf.role == "norm"]
+    name = next(name for name in norms if name.endswith("norm.weight"))
+    assert torch.equal(source.precise.read(name), expected.read(name) + 1)
+
+
+def run(source, to, format, **options):
+    return convert.convert(
+        ConvertConfig(str(source), str(to), format, vocab_size=VOCABULARY, **options)
+    )
+
+
+def test_they_come_along_to_the_bit(laid, tmp_path, recwarn):
+    """Keys, shapes and numbers, as torch reads them; behind the vocabulary moments are zeros."""
+    _, made = laid
+    folder = laid_in(tmp_path / "a", made, tp=1)
+    told = run(folder, tmp_path / "b", "torch-dist")
+    assert told.endswith("logits equal; AdamW's moments of 7 updates and fp32 masters too")
+    assert not [one for one in recwarn if "left behind" in str(one.message)]
+    ours = whole(tmp_path / "b" / "iter_0000012")
+    theirs = whole(folder / "iter_0000012")
+    assert ours.keys() == theirs.keys() and f"{STATE}exp_avg.{NORM}" in ours
+    for key, tensor in theirs.items():
+        table = "word_embeddings" in key or "output_layer" in key
+        rows = VOCABULARY if table else None
+        assert ours[key].dtype == tensor.dtype and ours[key].shape == tensor.shape
+        assert torch.equal(ours[key][:rows], tensor[:rows]), key
+        if table and "exp_avg" in key:
+            assert len(ours[key]) > rows and not ours[key][rows:].any()
+    written = opened(tmp_path / "b")
+    assert written.iteration == 12 and written.moments.step == 7
+    common = torch.load(tmp_path / "b" / "iter_0000012" / "common.pt", weights_only=False)
+    assert common["iteration"] == 12 and common["args"].iteration == 12
+    assert common["content_metadata"]["distrib_optim_sharding_type"] == "fully_reshardable"
+    assert common["optimizer"]["optimizer"]["param_groups"][0]["step"] == 7
+
+
+@pytest.mark.parametrize("format", ["hf", "megatron-core"])
+def test_other_formats_say_that_they_stay_behind(format, laid, tmp_path):
+    """In float32 the masters are what is written."""
+    where, made = laid
+    folder = laid_in(tmp_path / "a", made)
+    with pytest.warns(UserWarning, match=f"state is left behind: --to {format} has no place"):
+        run(folder, tmp_path / "b", format, dtype="float32")
+    assert same(open_source(tmp_path / "b"), where / "param")
+
+
+def test_what_is_written_otherwise_is_seen(laid, tmp_path, monkeypatch):
+    _, made = laid
+    folder = laid_in(tmp_path / "a", made)
+    honest = dist_export.Lying.write
+
+    def write(self, files, prefix, tensor):
+        honest(self, files, prefix, tensor + 1 if "exp_avg_sq" in prefix else tensor)
+
+    monkeypatch.setattr(dist_export.Lying, "write", write)
+    with pytest.raises(proof.Unlike, match="exp_avg_sq of .* reads back otherwise"):
+        run(folder, tmp_path / "b", "torch-dist")
+
+    def half(self, files, prefix, tensor):
+        honest(self, files, prefix, tensor.to(torch.bfloat16) if prefix else tensor)
+
+    monkeypatch.setattr(dist_export.Lying, "write", half)
+    with pytest.raises(proof.Unlike, match="exp_avg of .* is torch.bfloat16"):
+        run(folder, tmp_path / "c", "torch-dist")
+    assert not (tmp_path / "b").exists() and not (tmp_path / "c").exists()
+
+
+def renamed(old, new):
+    def change(metadata):
+        metadata.state_dict_metadata = {
+            key.replace(old, new): one for key, one in metadata.state_dict_metadata.items()
+        }
+        for index in list(metadata.storage_data):
+            if old in index.fqn:
+                place = metadata.storage_data.pop(index)
+                moved = type(index)(index.fqn.replace(old, new), index.offset, index.index)
+                metadata.storage_data[moved] = place
+
+    return described(change)
+
+
+def step(*steps):
+    return {"optimizer": {"optimizer": {"param_groups": [{"step": one} for one in steps]}}}
+
+
+BUCKET = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_x.bucket_idx_0.exp_avg."
+REFUSALS = {
+    "buckets": (GROUPS, renamed(f"{STATE}exp_avg.{NORM}", f"{BUCKET}{NORM}"), "without regard to"),
+    "one kind": (GROUPS, renamed(f"{STATE}exp_avg.", "rng_state."), "has no exp_avg of its opt"),
+    "a hole": (GROUPS, renamed(f"{STATE}exp_avg.{NORM}", "rng_state.x"), "1 tensor is missing"),
+    "of nothing": (GROUPS, renamed(f"{STATE}exp_avg.{NORM}", f"{STATE}exp_avg.x"), "x is not ther"),
+    "steps": (step(7, 8), None, r"parameters have had \[7, 8\] updates, not all the same"),
+    "no count": (step(7.5), None, "the optimizer's step is 7.5, which is no count"),
+    "text": (step("7"), None, "the optimizer's step is '7', which is no count"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_what_is_not_read_is_told_and_weights_are_read(case, laid, tmp_path):
+    where, made = laid
+    said, damage, why = REFUSALS[case]
+    folder = laid_in(tmp_path, made, said)
+    if damage is not None:
+        damage(folder / "iter_0000012")
+    source = opened(folder)
+    assert same(source, where / "param", torch.bfloat16)
+    with pytest.raises((ValueError, KeyError), match=why) as error:
+        _ = source.moments
+    assert "\n" not in str(error.value)
+    with pytest.warns(UserWarning, match="the optimizer's state is left behind: .*" + why):
+        assert convert._state(source, "torch-dist") is None
+
+
+def test_updates_are_iterations_where_nothing_else_is_said(laid, tmp_path):
+    _, made = laid
+    assert opened(laid_in(tmp_path, made, {})).moments.step == 12
+
+
+def test_a_source_of_weights_alone_says_so(laid):
+    where, _ = laid
+    source = open_source(where / "param")
+    assert source.moments is None and source.precise is source
