@@ -179,10 +179,12 @@ def _pinned(spelled: str) -> str:
 
 
 def _recorded(side: Opened, both: Both, config: DiffConfig) -> Recording:
-    """What it leaves; a side of one process runs in this one."""
+    """What it leaves; a side of one process runs in this one, unless it computes in copies."""
     layout, dtype = side.layout, DTYPES[side.dtype]
     sizes = Topology(dp=layout.dp or 1, tp=layout.tp, pp=layout.pp, cp=layout.cp, ep=layout.ep)
-    if sizes.size > 1:
+    # copies in another dtype than that of rest are made by what shares parameters over processes
+    copies = not side.theirs and dtype != side.rest
+    if sizes.size > 1 or copies:
         return Recording(side.title, sizes, dtype, side.rest, _started(side, sizes.size, config))
     device = devices.choose_device(config.device, None, DEVICE)
     with precise():
@@ -218,7 +220,7 @@ def _notes(both: Both) -> tuple[str, ...]:
     """In what the two differ before anything is computed, and what is not seen."""
     a, b = both.a.source, both.b.source
     fields = [f"{name} is {x} in A, {y} in B" for name, x, y in compared(a.model, b.model)]
-    windows = {block.mixer.window for block in a.tree.blocks}
+    windows = {block.mixer.window for side in (a, b) for block in side.tree.blocks}
     fields += [
         f"{both.length} tokens do not fill the sliding window of {window}: use a larger --length"
         for window in sorted(one for one in windows if one is not None)

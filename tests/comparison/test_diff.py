@@ -11,7 +11,8 @@ from spawning import Row
 from benchmarks import diff_faults
 from benchmarks.diff_faults import FAULTS, MODELS, Fault
 from dolmen.cli import main
-from dolmen.comparison import recording
+from dolmen.comparison import diff, recording
+from dolmen.comparison.config import DiffConfig
 from dolmen.comparison.recording import merged
 from dolmen.conversion import hf_export
 from dolmen.core import agree
@@ -174,6 +175,30 @@ def test_the_command(folder, tmp_path, capsys):
     written = json.loads(file.read_text())
     assert written["first"]["name"] == "layers.0.attn_norm" and not written["ok"]
     assert {row["stage"] for row in written["rows"]} == {"weights", "forward", "numbers"}
+
+
+@pytest.mark.spawn
+def test_a_side_of_one_process_computes_in_its_dtype(folder, tmp_path):
+    """What is allowed is that of bfloat16, so that what is seen must be too."""
+    file = tmp_path / "out.json"
+    words = ["--a.dtype", "bfloat16", "--until", "forward", "--length", "8", "--device", "cpu"]
+    assert main(["diff", str(folder), "transformers", *words, "--json", str(file)]) == 0
+    rows = {row["name"]: row for row in json.loads(file.read_text())["rows"]}
+    assert rows["logits"]["difference"] > 1e-3
+
+
+@pytest.mark.parametrize("side", ["A", "B"])
+def test_a_window_that_is_not_filled_is_told_of_either_side(side, folder, tmp_path):
+    made = tmp_path / "windowed"
+    made.mkdir()
+    for file in folder.iterdir():
+        (made / file.name).write_bytes(file.read_bytes())
+    config = json.loads((made / "config.json").read_text())
+    windowed = config | {"model_type": "mistral", "sliding_window": 16}
+    (made / "config.json").write_text(json.dumps(windowed))
+    names = [str(made), str(folder)]
+    both = diff.opened(DiffConfig(*(names if side == "A" else names[::-1]), length=8))
+    assert any("do not fill the sliding window of 16" in line for line in diff._notes(both))
 
 
 @pytest.mark.slow
