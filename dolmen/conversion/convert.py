@@ -53,9 +53,12 @@ def convert(asked: ConvertConfig, shown: bool = False) -> str:
     stderr. Raises ValueError, KeyError or OSError for what cannot be written whole, before
     anything is, and proof.Unlike where it is not what it was written of.
     """
-    opened, target = open_source(asked.source, vocab_size=asked.vocab_size), Path(asked.destination)
+    opened = open_source(asked.source, vocab_size=asked.vocab_size)
+    target = Path(asked.destination).resolve()  # a link cannot be replaced by a folder
     unknown.warn(opened.model)
     hf_export.check_target(target)
+    if target.is_mount():
+        raise ValueError(f"{target} is where a disk is mounted: name a folder in it")
     source, state = in_dtype(opened, _dtype(opened, asked)), _state(opened, asked.to)
     count = len(source.specs)
     prepared = WRITERS[asked.to](source, state, asked)

@@ -52,6 +52,16 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_a_destination_that_is_a_link(there, folders, tmp_path):
+    """It goes on being one."""
+    if there:
+        (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    run(folders[0] / "tied", tmp_path / "link", "hf")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "disk/config.json").is_file()
+
+
 def flat(value, name=""):
     if isinstance(value, dict):
         return {
