@@ -2,6 +2,7 @@
 
 import pkgutil
 from collections.abc import Mapping
+from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -24,10 +25,14 @@ def families() -> dict[str, Family]:
 
 
 def find(name: Any) -> Family:
-    """The family of that name. Raises ValueError listing the known ones."""
-    if not isinstance(name, str) or name not in families():
-        raise ValueError(f"model_type is {shown(name)}: dolmen knows {', '.join(families())}")
-    return families()[name]
+    """The family of that name. Raises ValueError with those of a like name, or all of them."""
+    if isinstance(name, str) and name in families():
+        return families()[name]
+    near = get_close_matches(str(name), families(), n=3)
+    known = (
+        f"did you mean {' or '.join(near)}?" if near else f"dolmen knows {', '.join(families())}"
+    )
+    raise ValueError(f"model_type is {shown(name)}: {known} (dolmen families lists them)")
 
 
 def part_of(content: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -174,7 +174,7 @@ OPTIONS = {
         "--finish.verify",
         "finish.verify and finish.sample read the exported model: set --finish.export too",
     ),
-    "family": ("--model.family lama", "'lama': dolmen knows bloom, deepseek_v2"),
+    "family": ("--model.family lama", "'lama': did you mean llama"),
     "inexpressible": (
         "--model.norm layernorm",
         "unknown option --model.norm: that is the family's: choose it with --model.model-type",
@@ -270,7 +270,7 @@ FILES = {
     "no-model-type": (
         "model: {rms_norm_eps: 1e-6}",
         "model has rms_norm_eps and no model_type: set model.model_type to the family whose "
-        "config.json it is, one of bloom, deepseek_v2,",
+        "config.json it is, one of baichuan, bert, bloom,",
     ),
     "no-model-type-dash": (
         "model: {n-embd: 8}",
@@ -306,7 +306,7 @@ FILES = {
         "{model: {dropout: 0.1, hidden_size: 64}, train: {dropout: 0.2}}",
         "model.dropout is now said under train, which says it too: leave it out",
     ),
-    "another-family": ("model: {model_type: bert}", "model: model_type is 'bert': dolmen knows"),
+    "another-family": ("model: {model_type: t5}", "model: model_type is 't5': dolmen knows"),
     "field": (
         "model: {model_type: llama, hidden_size: wide}",
         "model: hidden_size is 'wide': it must be an integer from 1 to 4,194,304",
@@ -394,7 +394,7 @@ MODELS = {
     no_config: "has no config.json",
     no_weights: "has neither model.safetensors nor",
     pickled: "pytorch_model.bin: is not read: byte 0 is",
-    other_class: "model_type is 't5': dolmen knows bloom, deepseek_v2",
+    other_class: "model_type is 't5': dolmen knows baichuan, bert, bloom",
 }
 
 
@@ -495,8 +495,8 @@ def test_export(material, tmp_path):
         ([tmp_path / "nowhere", "--to", tmp_path / "to"], "nowhere: no such folder"),
         (
             [material.docs, "--to", tmp_path / "to"],
-            "docs is neither a transformers directory (config.json, model.safetensors), nor a run "
-            "or checkpoint of dolmen (checkpoints/, step-NNNNNNNN/): it holds 00.txt, 01.txt,",
+            "nor a run or checkpoint of dolmen (checkpoints/, step-NNNNNNNN/), nor Meta's files of "
+            "a Llama (params.json, consolidated.00.pth): it holds 00.txt, 01.txt,",
         ),
         (["nowhere"], "missing --to (Folder to write"),
         (
@@ -601,7 +601,7 @@ def test_one_process_per_host_verifies(material, tmp_path, monkeypatch, started,
     def checked(*args, verify=True):
         asked.append(("inputs", verify))
 
-    def prepared(*args, verify=True):
+    def prepared(*args, verify=True, steps=None):
         asked.append(("cache", verify))
 
     monkeypatch.setattr(inputs, "check_inputs", checked)

@@ -233,7 +233,7 @@ def test_a_value_with_a_form_of_its_own():
     assert model.config["rms_norm_eps"] == 1e-5  # which YAML reads as text
     assert model.config["rope_parameters"] == {"rope_theta": 1e6}
     for model, said in (
-        ({"model_type": "bert"}, "model: model_type is 'bert'"),
+        ({"model_type": "t5"}, "model: model_type is 't5'"),
         ([], "model: it must be a config.json"),
     ):
         with pytest.raises(ValueError, match=said):

@@ -245,7 +245,7 @@ REFUSED = {
         {"path": "{text}", "sequence_length": 0},
         "use --sequence-length 1 to 16",
     ),
-    "no model": ("{text}", {"path": "{text}"}, "is neither a transformers directory"),
+    "no model": ("{text}", {"path": "{text}"}, "nor a transformers directory"),
 }
 
 
