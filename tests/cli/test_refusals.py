@@ -601,7 +601,7 @@ def test_one_process_per_host_verifies(material, tmp_path, monkeypatch, started,
     def checked(*args, verify=True):
         asked.append(("inputs", verify))
 
-    def prepared(*args, verify=True, steps=None):
+    def prepared(*args, verify=True, **_):
         asked.append(("cache", verify))
 
     monkeypatch.setattr(inputs, "check_inputs", checked)
