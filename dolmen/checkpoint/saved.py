@@ -43,7 +43,9 @@ class Saved:
     tokens: int
     """Real tokens trained on."""
     updates: int
-    """Updates that the optimizer has made: steps less those skipped."""
+    """Updates that the optimizer has made in them: steps less those skipped."""
+    inherited: int
+    """Updates before the first step, of the run whose moments it began with."""
     samples: int
     """Samples of the training data read: where the next batch begins."""
     seconds: float
@@ -64,7 +66,8 @@ class Saved:
 
 def read_saved(meta: Mapping[str, Any], where: Path) -> Saved:
     """What `Saved.meta` has written; `where` is the checkpoint. What checkpoints of before do not
-    say is taken as it was: batches all of one size, no validation. Raises Damaged.
+    say is taken as it was: batches all of one size, no validation, no moments of another run.
+    Raises Damaged.
     """
     try:
         gate.checked(dict(meta), where / STATE, kinds.STATE.schema)
@@ -86,6 +89,7 @@ def read_saved(meta: Mapping[str, Any], where: Path) -> Saved:
         step=meta["step"],
         tokens=meta["tokens"],
         updates=meta["updates"],
+        inherited=meta.get("inherited", 0),
         samples=meta.get("samples", meta["step"] * meta["run"]["train"]["global_batch_size"]),
         seconds=float(meta.get("seconds", 0)),
         data=meta["data"],

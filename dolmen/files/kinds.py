@@ -118,6 +118,7 @@ STATE = Kind(  # of a run's
             "loss_scale": Row((Real(0, above=True), Int(0))),
         },
         optional={
+            "inherited": Int(0, 2**40),
             "samples": Int(0),
             "seconds": Real(0),
             "norms": List(Real(0)),

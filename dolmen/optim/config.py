@@ -55,6 +55,11 @@ class OptimizerConfig:
     """Added to the root of the second moment."""
     clip: float = 1.0
     """Largest norm of the whole gradient; 0 switches clipping off."""
+    from_init: bool = False
+    """Begin with the moments of AdamW that lie beside the weights of `init`, after as many updates
+    as those were; the schedule and the data begin at step 0. A torch_dist checkpoint of Megatron
+    has them.
+    """
     muon: Muon = Muon()
 
     def __post_init__(self):
@@ -63,6 +68,11 @@ class OptimizerConfig:
             raise ValueError(
                 f"optimizer.muon.{asked[0]} is {getattr(self.muon, asked[0])}, but optimizer.name "
                 f"is {self.name}, which does not have it: set --optimizer.name muon"
+            )
+        if self.from_init and self.name != "adamw":
+            raise ValueError(
+                f"optimizer.from-init takes moments of AdamW, and optimizer.name is {self.name}: "
+                "set --optimizer.name adamw, or leave it out"
             )
         for name in ("lr", "min_lr", "weight_decay", "eps", "clip", "warmup_steps"):
             if not 0 <= getattr(self, name) < math.inf:

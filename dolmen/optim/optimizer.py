@@ -8,7 +8,7 @@ of it means.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Literal, get_args
 
 import torch
@@ -144,6 +144,27 @@ def tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
             for kind in kinds[p]:
                 out[f"{kind}/{name}"] = optimizer.state[p][kind]
     return out
+
+
+def load(
+    model: nn.Module,
+    optimizer: Optimizer,
+    kind: str,
+    stream: Callable[[Collection[str]], Iterable[tuple[str, Tensor]]],
+) -> None:
+    """Fill one kind of state from `stream(names of parameters)`, of (name, whole tensor). Call
+    `prime` first. Raises KeyError for a parameter that it does not give.
+    """
+    kept = optimizer.state
+    wanted = {
+        name: kept[p][kind]
+        for name, p in model.named_parameters()
+        if p.requires_grad and kind in kept[p]
+    }
+    for name, value in stream(list(wanted)):
+        state.write_region(wanted.pop(name), value)
+    if wanted:
+        raise KeyError(f"no {kind} of {len(wanted)} parameters, e.g. {sorted(wanted)[:3]}")
 
 
 def names(leaves: Leaves, name: Name) -> set[str]:

@@ -82,6 +82,8 @@ def check_run(run: RunConfig, processes: int | None, verify: bool = True) -> Run
         )
     if run.init is not None:
         check_init(run, run.init)
+    if run.optimizer.from_init:
+        check_moments(run)
     own = own_tokenizer(run.init)
     inputs.check_inputs(run.data, own, tree.vocab_size, run.sequence_length, verify=verify)
     return run
@@ -113,15 +115,40 @@ def check_init(run: RunConfig, init: str) -> None:
         )
 
 
+def check_moments(run: RunConfig) -> None:
+    """Raises ValueError where the moments that the run is to begin with are not there, or not those
+    of what it trains.
+    """
+    if run.init is None:
+        raise ValueError("optimizer.from-init reads the moments beside --init: give --init")
+    if run.training.adapter is not None:
+        raise ValueError(
+            f"adapter.rank ({run.adapter.rank}) freezes the weights that have moments: leave out "
+            "--optimizer.from-init"
+        )
+    try:
+        found = open_source(run.init, run.known_model).moments
+    except (ValueError, KeyError) as error:
+        raise ValueError(
+            f"optimizer.from-init: {error.args[0]}; leave it out to begin without moments"
+        ) from None
+    if found is None:
+        raise ValueError(
+            f"--init {run.init} has no moments of AdamW that dolmen reads: leave out "
+            "--optimizer.from-init"
+        )
+
+
 def beginning(run: RunConfig, out: Path, resumed: bool) -> RunConfig:
     """The run, whose `init` is its own newest checkpoint where it goes on and the `init` it began
     with is no longer there: another run deletes all but its newest checkpoints, whoever has begun
-    with one of them.
+    with one of them. Moments are its own then.
     """
     if run.init is None or not is_absent(run.init) or not resumed:
         return run
     kept = folders.whole_checkpoints(out / "checkpoints")
-    return replace(run, init=str(kept[max(kept)])) if kept else run
+    own = replace(run.optimizer, from_init=False)
+    return replace(run, init=str(kept[max(kept)]), optimizer=own) if kept else run
 
 
 def own_tokenizer(init: str | None) -> str | None:

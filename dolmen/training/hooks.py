@@ -205,6 +205,7 @@ class Hooks:
             step=state.step,
             tokens=state.tokens,
             updates=state.updates,
+            inherited=state.inherited,
             samples=self.loader.first(state.step),
             seconds=time.monotonic() - self.began,
             data=self.loader.fingerprint(),

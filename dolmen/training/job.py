@@ -102,7 +102,8 @@ def refuse(
         if processes is not None and processes < 1:
             raise ValueError(f"--nproc is {processes}: it must be at least 1")
         begun = beginning(config, request.out, handling.resume)
-        config = replace(check_run(begun, processes, verify), init=config.init)
+        checked = check_run(begun, processes, verify)
+        config = replace(checked, init=config.init, optimizer=config.optimizer)
         if begins:
             devices.require_gpus(config.train.device, config.layout.world, DEVICE)
         if begins and handling.overwrite:

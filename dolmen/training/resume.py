@@ -39,7 +39,8 @@ def resume(
         return None
     state.step, state.updates, state.tokens = saved.step, saved.updates, saved.tokens
     loader.go_on(saved.step, saved.samples)
-    optim.set_step(state.optimizer, saved.updates)
+    state.inherited = saved.inherited
+    optim.set_step(state.optimizer, saved.inherited + saved.updates)
     if state.scale.dynamic:
         state.scale.value, state.scale.good_steps = saved.loss_scale
     state.spike.load(list(saved.norms))

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from dolmen.checkpoint.saved import Validation
 from dolmen.checkpoint.store import Checkpoints
-from dolmen.conversion.source import load_weights, open_source
+from dolmen.conversion.source import in_dtype, load_weights, open_source
 from dolmen.core import determinism
 from dolmen.core.mesh import Mesh
 from dolmen.data import loader as data_loader
@@ -20,6 +20,7 @@ from dolmen.data.loader import Loader
 from dolmen.files import write
 from dolmen.launch.watch import Watch
 from dolmen.model import build
+from dolmen.model.decoder import Decoder
 from dolmen.objectives.cross_entropy import CrossEntropy
 from dolmen.objectives.filling import Filling
 from dolmen.objectives.objective import Objective
@@ -93,9 +94,11 @@ def make_state(run: RunConfig, mesh: Mesh, steps: int) -> TrainState:
         # none has adapters, few the biases of routers that training adds
         stored = [name for name, _ in model.named_parameters() if name in source.tree.leaves]
         build.initialize(model, run.train.seed, stored)
-        build.load(model, lambda write: load_weights(source, write, only=stored))
+        masters = in_dtype(source, at_rest(run.train.dtype))
+        build.load(model, lambda write: load_weights(masters, write, only=stored))
     optimizer = optim.make(model, run.optimizer, mesh)
     optim.prime(optimizer)
+    inherited = _inherit(run, model, optimizer) if run.optimizer.from_init else 0
     spike = SpikePolicy(run.train.spike_factor if run.train.spike == "skip" else None)
     return TrainState(
         model,
@@ -107,8 +110,20 @@ def make_state(run: RunConfig, mesh: Mesh, steps: int) -> TrainState:
         run.train.seed,
         LossScale.of(run.train.dtype),
         spike,
+        inherited=inherited,
         objective=objective_of(run),
     )
+
+
+def _inherit(run: RunConfig, model: Decoder, optimizer: optim.Optimizer) -> int:
+    """Give the optimizer the moments of `init`; the updates that have made them."""
+    assert run.init is not None
+    moments = open_source(run.init, run.known_model).moments
+    assert moments is not None, "check_moments has seen them"
+    for kind, tensors in moments.kinds.items():
+        optim.load(model, optimizer, kind, tensors.stream)
+    optim.set_step(optimizer, moments.step)
+    return moments.step
 
 
 def objective_of(run: RunConfig) -> Objective:

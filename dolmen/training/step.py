@@ -42,6 +42,7 @@ class TrainState:
     spike: SpikePolicy = field(default_factory=SpikePolicy)
     step: int = 0  # steps made, and the index of the next batch
     updates: int = 0  # those of them that were not skipped
+    inherited: int = 0  # those before the first step, of the run whose moments it began with
     tokens: int = 0  # real tokens trained on
     objective: Objective = CrossEntropy()
 

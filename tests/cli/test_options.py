@@ -137,8 +137,9 @@ AFTER = f"""
     data.order data.masked-fraction data.split
     optimizer.name optimizer.lr optimizer.warmup-steps optimizer.schedule optimizer.min-lr
     optimizer.decay-fraction optimizer.weight-decay optimizer.beta1 optimizer.beta2 optimizer.eps
-    optimizer.clip optimizer.muon.momentum optimizer.muon.dtype train.steps train.seed
-    train.dtype train.sequence-length train.global-batch-size train.microbatch-size
+    optimizer.clip optimizer.from-init optimizer.no-from-init optimizer.muon.momentum
+    optimizer.muon.dtype train.steps train.seed train.dtype
+    train.sequence-length train.global-batch-size train.microbatch-size
     train.device train.dropout train.compile train.no-compile train.deterministic
     train.no-deterministic train.spike train.spike-factor train.max-skipped-steps train.hang-seconds
     train.router.balance train.router.aux-loss-coef train.router.z-loss-coef train.router.bias-rate

@@ -2,17 +2,34 @@
 along to another one to the bit, and what cannot come is told.
 """
 
+import json
+from dataclasses import replace
+
 import pytest
+import tinyrun
 import torch
 import transformers
+from rich.console import Console
 from test_megatron_read import GPT2, LLAMA, VOCABULARY, built
 from test_torch_dist import described, lay, parts, whole
 
+from dolmen.checkpoint.stream import open_checkpoint
 from dolmen.conversion import convert, proof
 from dolmen.conversion.config import ConvertConfig
 from dolmen.conversion.megatron import dist_export
 from dolmen.conversion.moments import MOMENTS
 from dolmen.conversion.source import in_dtype, open_source
+from dolmen.core.config import from_dict
+from dolmen.core.mesh import SINGLE
+from dolmen.data.batch import Batch
+from dolmen.families.adapters import AdapterConfig
+from dolmen.optim.config import OptimizerConfig
+from dolmen.training.check import check_moments
+from dolmen.training.config import RunConfig
+from dolmen.training.run import make_state, run_training
+from dolmen.training.step import optimizer_step
+
+material, one_thread = tinyrun.material, tinyrun.one_thread
 
 STATE = "optimizer.state."
 GROUPS = {"optimizer": {"optimizer": {"param_groups": [{"lr": 1e-3, "step": 7}] * 2}}}
@@ -25,13 +42,17 @@ ONCE = {
 NORM = "decoder.final_layernorm.weight"
 
 
-def random(config, seed, name=None):
-    """A model of random numbers, its norms too; where `name` is given saved there."""
+def random(config, seed, name=None, squared=False):
+    """A model of random numbers, its norms too, or of their squares; where `name` is given saved
+    there.
+    """
     model = built(config)
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in model.parameters():
             p.normal_(generator=draw)
+            if squared:
+                p.square_()
     if name is not None:
         model.save_pretrained(name)
     return model
@@ -50,7 +71,7 @@ def laid(request, tmp_path_factory):
             if request.param == "llama"
             else transformers.GPT2Config(**GPT2)
         )
-        made[kind] = parts(random(config, seed, where / kind))
+        made[kind] = parts(random(config, seed, where / kind, kind == "exp_avg_sq"))
     half = random(type(config)(**config.to_dict()), 0).to(torch.bfloat16)
     made["weights"] = parts(half)
     return where, made
@@ -236,3 +257,109 @@ def test_a_source_of_weights_alone_says_so(laid):
     where, _ = laid
     source = open_source(where / "param")
     assert source.moments is None and source.precise is source
+
+
+def begun(folder, **sections):
+    """A run that begins with a folder, checked but for its data."""
+    model = opened(folder).model
+    (folder / "config.json").write_text(json.dumps(model.config))
+    values = {
+        "init": str(folder),
+        "model": model.config,
+        "layout": {"dp": 1},
+        "optimizer": {"from_init": True, "lr": 0.03, "schedule": "constant", "clip": 0.0},
+        "train": {"dtype": "float64", "global_batch_size": 2},
+    }
+    changed = {name: {**values.get(name, {}), **change} for name, change in sections.items()}
+    return from_dict(RunConfig, {**values, **changed})
+
+
+def gradients(run, batch):
+    """Of the run's first step, in float64: what the first moment of a run without history is."""
+    state = make_state(replace(run, optimizer=replace(run.optimizer, from_init=False)), SINGLE, 100)
+    optimizer_step(state, batch, SINGLE)
+    kept, fresh = state.optimizer.state, 1 - run.optimizer.beta1
+    return {name: kept[p]["exp_avg"] / fresh for name, p in state.model.named_parameters()}
+
+
+def test_the_next_update_is_that_of_adamw_by_hand(tmp_path):
+    """The eighth, of masters in float64; the schedule and the count of steps begin at 0."""
+    config = transformers.LlamaConfig(**LLAMA)
+    kinds = ("param", *MOMENTS)
+    made = {
+        kind: parts(random(config, seed, tmp_path / kind, kind == "exp_avg_sq"))
+        for seed, kind in enumerate(kinds)
+    }
+    made["weights"] = parts(random(config, 0).to(torch.bfloat16))
+    run = begun(laid_in(tmp_path / "laid", made))
+    windows = torch.randint(VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(0))
+    batch = Batch.of_windows(windows.numpy())
+    gradient = gradients(run, batch)
+    state = make_state(run, SINGLE, 100)
+    optimizer_step(state, batch, SINGLE)
+    assert (state.step, state.updates, state.inherited) == (1, 1, 7)
+    w, m, v = (
+        {name: value.double() for name, value in open_source(tmp_path / kind).stream()}
+        for kind in kinds
+    )
+    one = run.optimizer
+    for name, p in state.model.named_parameters():
+        g = gradient[name]
+        m_hat = (one.beta1 * m[name] + (1 - one.beta1) * g) / (1 - one.beta1**8)
+        v_hat = (one.beta2 * v[name] + (1 - one.beta2) * g**2) / (1 - one.beta2**8)
+        decay = one.weight_decay * (p.ndim > 1)
+        after = w[name] - one.lr * (decay * w[name] + m_hat / (v_hat.sqrt() + one.eps))
+        # weights of 4 at most, rounded some times in float64
+        torch.testing.assert_close(p.detach(), after, rtol=0, atol=1e-13)
+        assert (after - w[name]).abs().max() > 1e-3
+
+
+def test_a_run_goes_on_with_the_count_that_it_began_with(material, tmp_path):
+    """Stopped after two steps of four it is, to the bit, the run that was not."""
+    config = transformers.LlamaConfig(**tinyrun.MODEL)
+    made = {
+        kind: parts(random(config, seed, squared=kind == "exp_avg_sq"))
+        for seed, kind in enumerate(("param", *MOMENTS))
+    }
+    folder = laid_in(tmp_path / "laid", {**made, "weights": made["param"]})
+    model = open_source(folder, vocab_size=300).model
+    (folder / "config.json").write_text(json.dumps(model.config))
+    run = material.config(
+        init=str(folder),
+        model=model.config,
+        optimizer={"from_init": True, "schedule": "constant"},
+        train={"steps": 4},
+    )
+    for out, ends in (("whole", (4,)), ("parts", (2, 4))):
+        for steps in ends:
+            one = replace(run, train=replace(run.train, steps=steps))
+            run_training(one, tmp_path / out, SINGLE, Console(quiet=True), resumed=steps != ends[0])
+    whole, again = (
+        open_checkpoint(tmp_path / out / "checkpoints" / "step-00000004")
+        for out in ("whole", "parts")
+    )
+    assert whole.meta["inherited"] == again.meta["inherited"] == 7
+    assert whole.meta["updates"] == again.meta["updates"] == 4
+    for name in whole.specs:
+        assert torch.equal(whole.read(name), again.read(name)), name
+
+
+def test_moments_that_cannot_begin_a_run_are_refused(laid, tmp_path):
+    where, made = laid
+    run = begun(laid_in(tmp_path / "a", made))
+    check_moments(run)
+    alone = replace(run, init=str(where / "param"))
+    lora = replace(run, adapter=AdapterConfig(rank=2))
+    refused = {
+        "give --init": replace(run, init=None),
+        "has no moments of AdamW that dolmen reads": alone,
+        r"adapter.rank \(2\) freezes the weights": lora,
+    }
+    for why, one in refused.items():
+        with pytest.raises(ValueError, match=why):
+            check_moments(one)
+    unlike = replace(run, init=str(laid_in(tmp_path / "b", made, step(7, 8))))
+    with pytest.raises(ValueError, match=r"from-init: .*\[7, 8\] updates.*; leave it out"):
+        check_moments(unlike)
+    with pytest.raises(ValueError, match="from-init takes moments of AdamW, and .* is muon"):
+        OptimizerConfig(name="muon", from_init=True)

@@ -77,7 +77,7 @@ def save_at(
 ) -> None:
     made = built(layout, mesh, model, train.training, seed=step)
     run = RunConfig(model=model, train=train, data=DataConfig(path=("text",)), **of_run)
-    kept = Saved(to_dict(run), step, 0, step, 0, 0.0, {}, (1.0, 0), (), None)
+    kept = Saved(to_dict(run), step, 0, step, 0, 0, 0.0, {}, (1.0, 0), (), None)
     tensors = {f"model/{name}": p for name, p in made.named_parameters()}
     Checkpoints(folder / "checkpoints", mesh, 0).save(step, tensors, kept.meta(), wait=True)
 
