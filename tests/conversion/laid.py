@@ -119,6 +119,90 @@ def of_mixtral(model) -> Parts:
     return Parts(args, heads, groups, ends, layers, gated=True)
 
 
+LATENT = {  # of DeepSeek's attention: in transformers, in Megatron's own layers
+    "q": ("q_proj", "linear_q_proj"),
+    "q_down": ("q_a_proj", "linear_q_down_proj"),
+    "q_norm": ("q_a_layernorm", "q_layernorm"),
+    "q_up": ("q_b_proj", "linear_q_up_proj"),
+    "kv_down": ("kv_a_proj_with_mqa", "linear_kv_down_proj"),
+    "kv_norm": ("kv_a_layernorm", "kv_layernorm"),
+    "kv_up": ("kv_b_proj", "linear_kv_up_proj"),
+    "o": ("o_proj", "linear_proj"),
+}
+
+
+def of_deepseek(model) -> Parts:
+    """Dense layers with `gate.weight`, and those with experts, `shared.gate.weight` beside them."""
+    config, state = model.config, model.state_dict()
+    rope, layers = config.rope_parameters, []
+    for i in range(config.num_hidden_layers):
+        start, dense = f"model.layers.{i}.", i < config.first_k_dense_replace
+        names = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm"}
+        names |= {ours: f"self_attn.{hf}" for ours, (hf, _) in LATENT.items()}
+        for name in ("gate", "up", "down"):
+            if dense:
+                names[name] = f"mlp.{name}_proj"
+            else:
+                names[f"shared.{name}"] = f"mlp.shared_experts.{name}_proj"
+        names |= {} if dense else {"router": "mlp.gate"}
+        layer = {
+            f"{ours}.weight": state[f"{start}{hf}.weight"]
+            for ours, hf in names.items()
+            if f"{start}{hf}.weight" in state
+        }
+        for e in range(0 if dense else config.n_routed_experts):
+            both = state[f"{start}mlp.experts.gate_up_proj"][e]
+            layer[f"experts.{e}.gate.weight"], layer[f"experts.{e}.up.weight"] = both.chunk(2)
+            layer[f"experts.{e}.down.weight"] = state[f"{start}mlp.experts.down_proj"][e]
+        if f"{start}mlp.gate.e_score_correction_bias" in state:
+            layer["router.expert_bias"] = state[f"{start}mlp.gate.e_score_correction_bias"]
+        layers.append(layer)
+    ends = {"embed": state["model.embed_tokens.weight"], "norm.weight": state["model.norm.weight"]}
+    ends["head"] = state["lm_head.weight"]
+    v3, heads = config.model_type == "deepseek_v3", config.num_attention_heads
+    args = dict(
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=config.intermediate_size,
+        num_attention_heads=heads,
+        max_position_embeddings=config.max_position_embeddings,
+        swiglu=True,
+        add_bias_linear=False,
+        normalization="RMSNorm",
+        layernorm_epsilon=config.rms_norm_eps,
+        position_embedding_type="rope",
+        untie_embeddings_and_output_weights=True,
+        multi_latent_attention=True,
+        qk_layernorm=True,
+        q_lora_rank=config.q_lora_rank,
+        kv_lora_rank=config.kv_lora_rank,
+        qk_head_dim=config.qk_nope_head_dim,
+        qk_pos_emb_head_dim=config.qk_rope_head_dim,
+        v_head_dim=config.v_head_dim,
+        rotary_base=rope["rope_theta"],
+        rotary_percent=1.0,
+        rope_type="yarn" if rope["rope_type"] == "yarn" else "rope",
+        rotary_scaling_factor=rope.get("factor", 1.0),
+        mscale=rope.get("mscale", 1.0),
+        mscale_all_dim=rope.get("mscale_all_dim", 1.0),
+        num_experts=config.n_routed_experts,
+        moe_ffn_hidden_size=config.moe_intermediate_size,
+        moe_shared_expert_intermediate_size=config.moe_intermediate_size * config.n_shared_experts,
+        moe_layer_freq=[int(i >= config.first_k_dense_replace) for i in range(len(layers))],
+        moe_router_topk=config.num_experts_per_tok,
+        moe_router_num_groups=config.n_group if v3 else None,
+        moe_router_group_topk=config.topk_group if v3 else None,
+        moe_router_pre_softmax=not v3,
+        moe_router_score_function="sigmoid" if v3 else "softmax",
+        moe_router_enable_expert_bias=v3,
+        moe_router_topk_scaling_factor=config.routed_scaling_factor if v3 else None,
+    )
+    if rope["rope_type"] == "yarn":
+        args["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
+        args |= {name: rope[name] for name in ("beta_fast", "beta_slow") if name in rope}
+    return Parts(args, heads, heads, ends, layers, gated=True)
+
+
 def of_gpt2(model) -> Parts:
     config, state = model.config, model.state_dict()
     layers = []
@@ -264,8 +348,16 @@ def padded(table: Tensor, how: How) -> Tensor:
 
 def of_experts(layer: dict[str, Tensor], how: How, rank: int, ep: int) -> dict[str, Tensor]:
     """A rank's experts, counted from 0, and the router, which every rank has."""
-    number = sum(name.endswith("gate.weight") for name in layer)
+    number = sum(name.startswith("experts.") for name in layer) // 3
     made: dict = {"mlp.router.weight": layer["router.weight"]}
+    if "router.expert_bias" in layer:
+        made["mlp.router.expert_bias"] = layer["router.expert_bias"]
+    if "shared.gate.weight" in layer:
+        gate, up, down = (layer[f"shared.{name}.weight"] for name in ("gate", "up", "down"))
+        fc1 = torch.cat([gate.chunk(how.tp)[rank], up.chunk(how.tp)[rank]])
+        for name, tensor in (("linear_fc1", fc1), ("linear_fc2", down.chunk(how.tp, 1)[rank])):
+            made[f"mlp.shared_experts.{name}.weight"] = tensor
+            made[f"mlp.shared_experts.{name}._extra_state"] = None
     for local in range(number // how.ep):
         e = ep * (number // how.ep) + local
         gate, up, down = (layer[f"experts.{e}.{name}.weight"] for name in ("gate", "up", "down"))
@@ -288,22 +380,56 @@ def of_experts(layer: dict[str, Tensor], how: How, rank: int, ep: int) -> dict[s
     return made
 
 
+def of_latent(parts: Parts, layer: dict[str, Tensor], how: How, rank: int) -> dict[str, Tensor]:
+    """A rank's tensors of DeepSeek's attention. Transformer Engine's layers join a latent's norm to
+    the product behind it, and have what makes latents whole on every rank.
+    """
+    tp, te, made = how.tp, how.names is TE, {}
+    if "the rope key comes first" in how.faults:
+        turned = parts.args["qk_pos_emb_head_dim"]
+        layer = layer | {"kv_down.weight": layer["kv_down.weight"].roll(turned, 0)}
+    if "keys and values are swapped" in how.faults:
+        heads = layer["kv_up.weight"].unflatten(0, (parts.heads, -1))
+        swapped = heads.roll(parts.args["v_head_dim"], 1)
+        layer = layer | {"kv_up.weight": swapped.flatten(0, 1)}
+    for ours, (_, name) in LATENT.items():
+        if f"{ours}.weight" not in layer:
+            continue
+        whole = layer[f"{ours}.weight"]
+        if ours.endswith("norm"):
+            up = LATENT[ours.replace("norm", "up")][1]
+            made[
+                f"self_attention.{up}.layer_norm_weight" if te else f"self_attention.{name}.weight"
+            ] = whole
+            continue
+        held = whole if te and ours.endswith("down") else whole.chunk(tp, int(ours == "o"))[rank]
+        made[f"self_attention.{name}.weight"] = held
+        made[f"self_attention.{name}._extra_state"] = None
+    return made
+
+
 def of_layer(parts: Parts, i: int, how: How, rank: int, ep: int) -> dict[str, Tensor]:
     """A rank's tensors of a layer, by the names in it."""
     layer, names, tp = parts.layers[i], how.names, how.tp
     sparse = "router.weight" in layer
     made = of_experts(layer, how, rank, ep) if sparse else {}
+    latent = "kv_down.weight" in layer
+    if latent:  # whose first norm is joined to no product
+        made |= of_latent(parts, layer, how, rank)
+        names = names | {"norm1": LOCAL["norm1"]}
     if sparse:  # a norm is joined to one product, and not to many
         names = names | {"norm2": LOCAL["norm2"]}
     for kind in ("weight", "bias"):
         if f"norm1.{kind}" in layer:
             made[f"{names['norm1']}{kind}"] = layer[f"norm1.{kind}"]
             made[f"{names['norm2']}{kind}"] = layer[f"norm2.{kind}"]
-        if f"q.{kind}" not in layer:
+        if f"o.{kind}" not in layer:
             continue
-        made[f"{names['qkv']}{kind}"] = qkv(parts, layer, kind, how, rank)
+        if not latent:
+            made[f"{names['qkv']}{kind}"] = qkv(parts, layer, kind, how, rank)
+            whole = layer[f"o.{kind}"]
+            made[f"{names['o']}{kind}"] = whole.chunk(tp, 1)[rank] if kind == "weight" else whole
         if sparse:
-            made[f"{names['o']}{kind}"] = layer[f"o.{kind}"].chunk(tp, 1)[rank]
             continue
         up = layer[f"up.{kind}"]
         if parts.gated:
@@ -318,11 +444,10 @@ def of_layer(parts: Parts, i: int, how: How, rank: int, ep: int) -> dict[str, Te
                 )
         else:
             made[f"{names['fc1']}{kind}"] = up.chunk(tp)[rank]
-        for ours, theirs in (("o", "o"), ("down", "fc2")):
-            whole = layer[f"{ours}.{kind}"]
-            made[f"{names[theirs]}{kind}"] = whole.chunk(tp, 1)[rank] if kind == "weight" else whole
+        whole = layer[f"down.{kind}"]
+        made[f"{names['fc2']}{kind}"] = whole.chunk(tp, 1)[rank] if kind == "weight" else whole
     if not names["layers"].startswith("language_model"):
-        products = ("qkv", "o") if sparse else ("qkv", "o", "fc1", "fc2")
+        products = (() if latent else ("qkv", "o")) + (() if sparse else ("fc1", "fc2"))
         made |= {f"{names[one]}_extra_state": None for one in products}
     return made
 

@@ -13,17 +13,18 @@ other way. It is read as the code that saved it computes, whose defaults and nam
 from collections.abc import Mapping
 from typing import Any
 
+from dolmen.conversion.megatron import latent
+from dolmen.conversion.megatron.options import OF_CORE, OF_OLDER, ONLY, Said
 from dolmen.core.words import shown
 from dolmen.families.differences import differences
 from dolmen.families.family import expect
-from dolmen.files import kinds
-from dolmen.files.schema import Flag, Int, List, Object, Real, Row, Text, either, optional
 from dolmen.model.tree import (
     Attention,
     Block,
     Embedding,
     Experts,
     Head,
+    LatentAttention,
     Linear,
     Llama3,
     Mlp,
@@ -36,129 +37,6 @@ from dolmen.model.tree import (
     runs_of,
 )
 from dolmen.model.tree.mlp import Activation
-
-SIZE = optional(Int(1, 2**16))  # of an axis
-COUNT = optional(Int(0, 2**31))
-FLAG, REAL = optional(Flag()), optional(Real())
-SCHEMA = Object(
-    required={
-        "num_layers": kinds.LAYERS,
-        "hidden_size": kinds.WIDTH,
-        "num_attention_heads": kinds.HEADS,
-        "max_position_embeddings": kinds.POSITIONS,
-    },
-    optional={
-        **dict.fromkeys(("ffn_hidden_size", "kv_channels"), optional(kinds.WIDTH)),
-        **dict.fromkeys(("moe_ffn_hidden_size",), optional(kinds.WIDTH)),
-        "moe_shared_expert_intermediate_size": optional(kinds.WIDTH),
-        "num_query_groups": optional(kinds.HEADS),
-        "num_experts": optional(kinds.EXPERTS),
-        **dict.fromkeys(
-            (
-                "tensor_model_parallel_size",
-                "model_parallel_size",
-                "pipeline_model_parallel_size",
-                "expert_model_parallel_size",
-                "expert_tensor_parallel_size",
-                "virtual_pipeline_model_parallel_size",
-            ),
-            SIZE,
-        ),
-        **dict.fromkeys(
-            (
-                "group_query_attention",
-                "swiglu",
-                "bias_gelu_fusion",
-                "openai_gelu",
-                "onnx_safe",
-                "add_bias_linear",
-                "disable_bias_linear",
-                "add_qkv_bias",
-                "qk_layernorm",
-                "apply_layernorm_1p",
-                "layernorm_zero_centered_gamma",
-                "untie_embeddings_and_output_weights",
-                "use_rotary_position_embeddings",
-                "rotary_interleaved",
-                "use_rope_scaling",
-                "moe_router_pre_softmax",
-                "moe_router_enable_expert_bias",
-            ),
-            FLAG,
-        ),
-        **dict.fromkeys(
-            (
-                "layernorm_epsilon",
-                "norm_epsilon",
-                "rotary_percent",
-                "rotary_base",
-                "rotary_seq_len_interpolation_factor",
-                "rope_scaling_factor",
-                "init_method_std",
-                "moe_router_topk_scaling_factor",
-            ),
-            REAL,
-        ),
-        "moe_aux_loss_coeff": optional(either(Real(), List(Real()))),
-        "normalization": optional(Text(("LayerNorm", "RMSNorm"))),
-        "position_embedding_type": optional(Text(("learned_absolute", "rope", "none"))),
-        "moe_router_score_function": optional(Text(("softmax", "sigmoid"))),
-        "moe_router_topk": COUNT,
-        "moe_router_num_groups": COUNT,
-        "moe_router_group_topk": COUNT,
-        "moe_layer_freq": optional(either(Int(1, 2**12), List(Int(0, 1), longest=2**12))),
-        "window_size": optional(either(Int(), Row((Int(), Int())))),
-    },
-)
-# Fields whose other values change the function: only these are computed.
-ONLY: dict[str, tuple] = {
-    "squared_relu": (False, None),
-    "quick_geglu": (False, None),
-    "activation_func_clamp_value": (None,),
-    "glu_linear_offset": (0.0, None),
-    "qk_l2_norm": (False, None),
-    "moe_apply_probs_on_input": (False, None),
-    "moe_latent_size": (None,),
-    "apply_residual_connection_post_layernorm": (False, None),
-    "multi_latent_attention": (False, None),
-    "attention_output_gate": (False, None),
-    "experimental_attention_variant": (None,),
-    "heterogeneous_layers_config_path": (None,),
-    "heterogeneous_layers_config_encoded_json": (None,),
-    "hybrid_override_pattern": (None,),
-    "hybrid_layer_pattern": (None,),
-    "is_hybrid_model": (False, None),
-    "no_rope_freq": (None,),
-    "softmax_scale": (None,),
-    "softmax_type": ("vanilla", None),
-    "window_attn_skip_freq": (None,),
-    "mtp_num_layers": (None, 0),
-    "moe_shared_expert_gate": (False, None),
-    "mrope_section": (None,),
-    "retro_add_retriever": (False, None),
-    "embedding_init_method_std": (None,),
-    "use_mup": (False, None),
-}
-
-
-# What the classes from before Megatron-Core do not look at, whatever it says.
-OF_CORE = frozenset(
-    ("rotary_base", "use_rope_scaling", "rope_scaling_factor", "qk_layernorm", "window_size")
-)
-
-# And what those of the core do not look at.
-OF_OLDER = frozenset(("openai_gelu", "onnx_safe"))
-
-
-class Said(dict[str, Any]):
-    """Options by name, of which those that are not given are None."""
-
-    def __missing__(self, name: str) -> None:
-        return None
-
-    def first(self, *names: str, default: Any = None) -> Any:
-        """Of the first of `names` that is given."""
-        return next((self[name] for name in names if self[name] is not None), default)
 
 
 def read(args: Mapping[str, Any], legacy: bool, rows: int) -> Tree:
@@ -180,7 +58,8 @@ def read(args: Mapping[str, Any], legacy: bool, rows: int) -> Tree:
             "num_experts is set: of Megatron's own classes dolmen knows none with them"
         )
     norm = _norm(said)
-    mixer, mlp = _mixer(said, norm), _mlp(said)
+    of = latent.read if said["multi_latent_attention"] else _mixer
+    mixer, mlp = of(said, norm, _biased(said)), _mlp(said)
     experts = _experts(said) if said["num_experts"] else mlp
     blocks = [
         Block(mixer, experts if sparse else mlp, norm, Pre()) for sparse in _sparse_layers(said)
@@ -222,13 +101,12 @@ def _positions(said: Said) -> str:
     return rope or said["position_embedding_type"] or "learned_absolute"
 
 
-def _mixer(said: Said, norm: Norm) -> Attention:
+def _mixer(said: Said, norm: Norm, bias: bool) -> Attention:
     hidden, heads = said["hidden_size"], said["num_attention_heads"]
     if said["kv_channels"] is None and hidden % heads:
         raise ValueError(f"hidden_size ({hidden}) is not divisible by its heads ({heads})")
     size = said["kv_channels"] or hidden // heads
     groups = said["num_query_groups"] if said["group_query_attention"] else None
-    bias = _biased(said)
     qkv_bias = bias or bool(said["add_qkv_bias"])
     return Attention(
         heads,
@@ -341,11 +219,10 @@ def new(tree: Tree, legacy: bool) -> dict[str, Any]:
 
 def _said(tree: Tree) -> dict[str, Any]:
     block = tree.blocks[0]
-    mixer, norm = expect(block.mixer, Attention, "mixer"), block.norm
+    mixer, norm = block.mixer, block.norm
     dense = [expect(b.mlp, Mlp, "mlp") for b in tree.blocks if not b.mlp.experts]
     sparse = [expect(b.mlp, Experts, "mlp") for b in tree.blocks if b.mlp.experts]
     bias, table = mixer.o_bias, tree.embedding.positions
-    rope = mixer.positions if isinstance(mixer.positions, Rope) else None
     gated = dense[0].gated if dense else True
     return {
         "num_layers": tree.layers,
@@ -353,9 +230,6 @@ def _said(tree: Tree) -> dict[str, Any]:
         "hidden_size": tree.hidden_size,
         "ffn_hidden_size": (dense or sparse)[0].size,
         "num_attention_heads": mixer.heads,
-        "kv_channels": mixer.head_size,
-        "group_query_attention": mixer.kv_heads != mixer.heads,
-        "num_query_groups": mixer.kv_heads if mixer.kv_heads != mixer.heads else 1,
         "max_position_embeddings": tree.max_position_embeddings,
         "seq_length": tree.max_position_embeddings,
         "encoder_seq_length": tree.max_position_embeddings,
@@ -366,8 +240,6 @@ def _said(tree: Tree) -> dict[str, Any]:
         "apply_layernorm_1p": False,
         "layernorm_zero_centered_gamma": False,
         "add_bias_linear": bias,
-        "add_qkv_bias": mixer.q_bias and not bias,
-        "qk_layernorm": mixer.qk_norm is not None,
         "swiglu": gated,
         "bias_gelu_fusion": not gated and dense[0].activation == "gelu_tanh",
         "bias_swiglu_fusion": True,
@@ -376,9 +248,26 @@ def _said(tree: Tree) -> dict[str, Any]:
         "squared_relu": False,
         "untie_embeddings_and_output_weights": not tree.head.tied,
         "add_position_embedding": table is not None,
-        **_said_positions(rope, table, mixer),
-        "window_size": None if mixer.window is None else (mixer.window - 1, 0),
+        **_said_mixer(mixer, table, tree),
         **(_said_experts(sparse[0], tree) if sparse else {"num_experts": None}),
+    }
+
+
+def _said_mixer(
+    mixer: Attention | LatentAttention, table: Table | None, tree: Tree
+) -> dict[str, Any]:
+    if isinstance(mixer, LatentAttention):
+        return {"kv_channels": tree.hidden_size // mixer.heads, **latent.new(mixer)}
+    rope = mixer.positions if isinstance(mixer.positions, Rope) else None
+    return {
+        "kv_channels": mixer.head_size,
+        "multi_latent_attention": False,
+        "group_query_attention": mixer.kv_heads != mixer.heads,
+        "num_query_groups": mixer.kv_heads if mixer.kv_heads != mixer.heads else 1,
+        "add_qkv_bias": mixer.q_bias and not mixer.o_bias,
+        "qk_layernorm": mixer.qk_norm is not None,
+        "window_size": None if mixer.window is None else (mixer.window - 1, 0),
+        **_said_positions(rope, table, mixer),
     }
 
 

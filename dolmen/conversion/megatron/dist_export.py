@@ -174,8 +174,7 @@ def _lying(plan: Plan, name: str) -> Lying:
     assert parsed is not None
     if parsed.layer is None:
         return Lying(name)
-    sparse = plan.tree.blocks[parsed.layer].mlp.experts > 0
-    rest = names.TE.spelled(parsed.rest, parsed.layer, sparse=sparse)
+    rest = names.TE.spelled(parsed.rest, parsed.layer, plan.tree.blocks[parsed.layer])
     rest = rest.removeprefix(f"{names.TE.layers}{parsed.layer}.")
     rest = re.sub(r"^mlp\.experts\.", "mlp.experts.experts.", rest)
     if any(block.mlp.experts for block in plan.tree.blocks):

@@ -98,10 +98,20 @@ class Plan:
     def __post_init__(self):
         self.ranks.check(self.tree)
         arguments.new(self.tree, self.dialect.legacy)
+        self._check_latents()
 
     @cached_property
     def entries(self) -> dict[str, Entry]:
         return names.weights(self.tree, VERSION)
+
+    def _check_latents(self) -> None:
+        for name, entry in self.entries.items():
+            if self.dialect.cuts_down and names.DOWN.fullmatch(name):
+                if entry.shape[0] % self.ranks.tp:
+                    raise ValueError(
+                        f"{name} has {entry.shape[0]} rows, which --tp {self.ranks.tp} does not "
+                        "divide: choose a divisor, or --spec te, whose ranks have all of them"
+                    )
 
     @property
     def rows(self) -> int:
@@ -110,6 +120,8 @@ class Plan:
         return -(-self.tree.vocab_size // of) * of
 
     def share(self, entry: Entry) -> Share:
+        if self.dialect.cuts_down and names.DOWN.fullmatch(entry.hf):
+            return Share(0)
         return shares.share(entry, self.tree.leaves[entry.ours[0]])
 
     def places(self, name: str) -> list[Place]:
@@ -120,12 +132,10 @@ class Plan:
         if parsed.layer is not None:
             per = self.tree.layers // self.ranks.stages
             stage, layer = divmod(parsed.layer, per)
+            block, experts = self.tree.blocks[parsed.layer], (None,)
             if parsed.rest.startswith("mlp.experts."):
-                number = self.tree.blocks[parsed.layer].mlp.experts
-                own = [spelled(parsed.rest, layer, expert) for expert in range(number)]
-            else:
-                sparse = self.tree.blocks[parsed.layer].mlp.experts > 0
-                own = [spelled(parsed.rest, layer, sparse=sparse)]
+                experts = range(block.mlp.experts)
+            own = [spelled(parsed.rest, layer, block, expert) for expert in experts]
             return [self._place(stage, own)]
         if name == names.EMBEDDING and self.tree.head.tied and self.ranks.pp > 1:
             return [self._place(0, [spelled(name)]), self._place(last, [self.dialect.tied])]

@@ -18,11 +18,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from dolmen.families.rules import Each, Entry, Rename, Rule, Split, entries
-from dolmen.model.tree import Attention, Mlp, Tree
+from dolmen.model.tree import Attention, Block, LatentAttention, Mlp, Tree
 
 LAYER = "decoder.layers.{}."
 QKV, FC1 = "self_attention.linear_qkv", "mlp.linear_fc1"
 IN_NORM, MLP_NORM = "input_layernorm", "pre_mlp_layernorm"
+Q_NORM, KV_NORM = "self_attention.q_layernorm", "self_attention.kv_layernorm"
+DOWN = re.compile(r".*\.self_attention\.linear_(?:q|kv)_down_proj\.weight")
+"""What makes latents: Megatron's own layers cut it by rows, Transformer Engine's no longer do, and
+every rank needs all that it makes.
+"""
 HEAD, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 
 
@@ -36,9 +41,7 @@ def rules(tree: Tree, version: float = 3.0) -> list[Rule]:
         Rename("embedding.word_embeddings", "embed"),
         Rename("embedding.position_embeddings", "positions"),
         Rename(LAYER + IN_NORM, ours + "attn_norm"),
-        _qkv(tree, version),
-        Rename(LAYER + "self_attention.q_layernorm", ours + "attn.q_norm"),
-        Rename(LAYER + "self_attention.k_layernorm", ours + "attn.k_norm"),
+        *_mixer(tree, version),
         Rename(LAYER + "self_attention.linear_proj", ours + "attn.o"),
         Rename(LAYER + MLP_NORM, ours + "mlp_norm"),
         *_mlp(tree, LAYER + "mlp.", ours + "mlp."),
@@ -75,14 +78,36 @@ def _mlp(tree: Tree, hf: str, ours: str) -> list[Rule]:
     return [first, Rename(hf + "linear_fc2", ours + "down")]
 
 
+def _mixer(tree: Tree, version: float) -> list[Rule]:
+    """Of all layers but their output. Raises ValueError as `_qkv`."""
+    if all(isinstance(block.mixer, LatentAttention) for block in tree.blocks):
+        return [Rename(f"{LAYER}{stored}", f"layers.{{}}.attn.{ours}") for stored, ours in LATENT]
+    return [
+        _qkv(tree, version),
+        Rename(LAYER + Q_NORM, "layers.{}.attn.q_norm"),
+        Rename(LAYER + "self_attention.k_layernorm", "layers.{}.attn.k_norm"),
+    ]
+
+
+LATENT = (
+    ("self_attention.linear_q_proj", "q"),
+    ("self_attention.linear_q_down_proj", "q_a"),
+    (Q_NORM, "q_a_norm"),
+    ("self_attention.linear_q_up_proj", "q_b"),
+    ("self_attention.linear_kv_down_proj", "kv_a"),
+    (KV_NORM, "kv_a_norm"),
+    ("self_attention.linear_kv_up_proj", "kv_b"),
+)
+
+
 def _qkv(tree: Tree, version: float) -> Split:
     """Raises ValueError for layers of another mixer, or of unlike heads."""
     mixers = [block.mixer for block in tree.blocks]
     heads = {(m.heads, m.kv_heads, m.head_size) for m in mixers if isinstance(m, Attention)}
     if len(heads) != 1 or not all(isinstance(m, Attention) for m in mixers):
         raise ValueError(
-            "layers have other mixers than attention, or unlike heads: dolmen knows Megatron's "
-            "names for attention of one size"
+            "layers are of several mixers, or have unlike heads: dolmen knows Megatron's names "
+            "for attention of one kind and size"
         )
     ((number, groups, size),) = heads
     names = tuple(f"layers.{{}}.attn.{part}" for part in "qkv")
@@ -112,6 +137,10 @@ class Dialect:
     """Canonical beginning of a name beside the layers -> its own."""
     within: Mapping[str, str] = field(default_factory=dict)
     """The same of a name within a layer."""
+    latent: Mapping[str, str] = field(default_factory=dict)
+    """The same within one of latent attention."""
+    cuts_down: bool = True
+    """Ranks have rows of what makes latents (DOWN), not all of it."""
     tied: str = HEAD
     """What the last of several stages calls its copy of the embedding, where the head is tied."""
     stateful: bool = True
@@ -125,15 +154,15 @@ class Dialect:
         self,
         name: str,
         layer: int | None = None,
+        block: Block | None = None,
         expert: int | None = None,
-        sparse: bool = False,
     ) -> str:
-        """A canonical name; of a layer, the one within it, and its number in its file. `sparse`: of
-        one with experts, whose norm is joined to no product.
+        """A canonical name; of a layer, the one within it, its number in its file, and what it is:
+        the norm before experts is joined to no product.
         """
-        if layer is None:
+        if layer is None or block is None:
             return _replaced(name, self.ends)
-        if sparse and name.startswith(MLP_NORM):
+        if block.mlp.experts and name.startswith(MLP_NORM):
             return f"{self.layers}{layer}.{name}"
         if expert is not None:
             *start, module, kind = name.split(".")
@@ -141,7 +170,8 @@ class Dialect:
             if not self.grouped:
                 own = f"local_experts.{expert}.{module}.{kind}"
             name = ".".join([*start, own])
-        return f"{self.layers}{layer}.{_replaced(name, self.within)}"
+        within = self.latent if isinstance(block.mixer, LatentAttention) else self.within
+        return f"{self.layers}{layer}.{_replaced(name, within)}"
 
 
 def _replaced(name: str, starts: Mapping[str, str]) -> str:
@@ -154,6 +184,12 @@ def _replaced(name: str, starts: Mapping[str, str]) -> str:
 LOCAL = Dialect()
 TE = Dialect(
     within={f"{IN_NORM}.": f"{QKV}.layer_norm_", f"{MLP_NORM}.": f"{FC1}.layer_norm_"},
+    latent={
+        f"{Q_NORM}.": "self_attention.linear_q_up_proj.layer_norm_",
+        f"{KV_NORM}.": "self_attention.linear_kv_up_proj.layer_norm_",
+        f"{MLP_NORM}.": f"{FC1}.layer_norm_",
+    },
+    cuts_down=False,
     grouped=True,
 )
 LEGACY = Dialect(
@@ -194,6 +230,8 @@ WITHIN = (
     (r"post_attention_(?:layer)?norm\.", f"{MLP_NORM}."),
     (r"mlp\.0\.", f"{MLP_NORM}."),
     (r"self_attention\.(?:linear|layernorm)_qkv\.layer_norm_", f"{IN_NORM}."),
+    (r"self_attention\.linear_q_up_proj\.layer_norm_", f"{Q_NORM}."),
+    (r"self_attention\.linear_kv_up_proj\.layer_norm_", f"{KV_NORM}."),
     (r"(?:mlp\.linear_fc1|layernorm_mlp)\.layer_norm_", f"{MLP_NORM}."),
     (r"(?:self_)?attention\.query_key_value\.", f"{QKV}."),
     (r"self_attention\.layernorm_qkv\.", f"{QKV}."),

@@ -19,7 +19,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from dolmen.conversion import beside
-from dolmen.conversion.megatron import arguments, folders, grouped, names, shares
+from dolmen.conversion.megatron import arguments, folders, grouped, names, options, shares
 from dolmen.conversion.megatron.folders import Sizes
 from dolmen.conversion.megatron.shares import Share
 from dolmen.conversion.moments import MOMENTS, Moments
@@ -140,7 +140,7 @@ def check_said(values: Mapping[str, Any], file: Path) -> None:
     if not isinstance(args, torch_files.Namespace):
         raise gate.refuse(file, "holds no `args`, from which the model's sizes are read")
     plain = {n: list(v) if type(v) is tuple else v for n, v in args.values.items()}
-    gate.checked(plain, f"{file}, args", arguments.SCHEMA)
+    gate.checked(plain, f"{file}, args", options.SCHEMA)
     gate.checked(values.get("checkpoint_version", 0), file, VERSION)
     gate.checked(values.get("iteration", 0), file, ITERATION)
 
@@ -313,7 +313,11 @@ class Megatron:
 
     def _share(self, name: str) -> Share:
         entry = self._entries[name]
-        return shares.share(entry, self.tree.leaves[entry.ours[0]])
+        share = shares.share(entry, self.tree.leaves[entry.ours[0]])
+        if not names.DOWN.fullmatch(name):
+            return share
+        first = self.checkpoint.shards[name].stored[0].spec.shape
+        return share if first == entry.shape else Share(0)
 
     @cached_property
     def _checked(self) -> dict[str, Shards]:

@@ -1,0 +1,150 @@
+"""Which options of Megatron's command line (`args`) say what a model computes, what they may be,
+and who looks at them.
+"""
+
+from typing import Any
+
+from dolmen.files import kinds
+from dolmen.files.schema import Flag, Int, List, Object, Real, Row, Text, either, optional
+
+SIZE = optional(Int(1, 2**16))  # of an axis
+COUNT = optional(Int(0, 2**31))
+FLAG, REAL = optional(Flag()), optional(Real())
+SCHEMA = Object(
+    required={
+        "num_layers": kinds.LAYERS,
+        "hidden_size": kinds.WIDTH,
+        "num_attention_heads": kinds.HEADS,
+        "max_position_embeddings": kinds.POSITIONS,
+    },
+    optional={
+        **dict.fromkeys(("ffn_hidden_size", "kv_channels"), optional(kinds.WIDTH)),
+        **dict.fromkeys(("moe_ffn_hidden_size",), optional(kinds.WIDTH)),
+        "moe_shared_expert_intermediate_size": optional(kinds.WIDTH),
+        "num_query_groups": optional(kinds.HEADS),
+        **dict.fromkeys(
+            ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+            optional(kinds.WIDTH),
+        ),
+        "original_max_position_embeddings": optional(kinds.POSITIONS),
+        "num_experts": optional(kinds.EXPERTS),
+        **dict.fromkeys(
+            (
+                "tensor_model_parallel_size",
+                "model_parallel_size",
+                "pipeline_model_parallel_size",
+                "expert_model_parallel_size",
+                "expert_tensor_parallel_size",
+                "virtual_pipeline_model_parallel_size",
+            ),
+            SIZE,
+        ),
+        **dict.fromkeys(
+            (
+                "group_query_attention",
+                "swiglu",
+                "bias_gelu_fusion",
+                "openai_gelu",
+                "onnx_safe",
+                "add_bias_linear",
+                "disable_bias_linear",
+                "add_qkv_bias",
+                "qk_layernorm",
+                "multi_latent_attention",
+                "apply_layernorm_1p",
+                "layernorm_zero_centered_gamma",
+                "untie_embeddings_and_output_weights",
+                "use_rotary_position_embeddings",
+                "rotary_interleaved",
+                "use_rope_scaling",
+                "moe_router_pre_softmax",
+                "moe_router_enable_expert_bias",
+            ),
+            FLAG,
+        ),
+        **dict.fromkeys(
+            (
+                "layernorm_epsilon",
+                "norm_epsilon",
+                "rotary_percent",
+                "rotary_base",
+                "rotary_seq_len_interpolation_factor",
+                "rope_scaling_factor",
+                "init_method_std",
+                "moe_router_topk_scaling_factor",
+                "rotary_scaling_factor",
+                "mscale",
+                "mscale_all_dim",
+                "beta_fast",
+                "beta_slow",
+            ),
+            REAL,
+        ),
+        "moe_aux_loss_coeff": optional(either(Real(), List(Real()))),
+        "normalization": optional(Text(("LayerNorm", "RMSNorm"))),
+        "position_embedding_type": optional(Text(("learned_absolute", "rope", "none"))),
+        "rope_type": optional(Text(("rope", "yarn"))),
+        "moe_router_score_function": optional(Text(("softmax", "sigmoid"))),
+        "moe_router_topk": COUNT,
+        "moe_router_num_groups": COUNT,
+        "moe_router_group_topk": COUNT,
+        "moe_layer_freq": optional(either(Int(1, 2**12), List(Int(0, 1), longest=2**12))),
+        "window_size": optional(either(Int(), Row((Int(), Int())))),
+    },
+)
+# Fields whose other values change the function: only these are computed.
+ONLY: dict[str, tuple] = {
+    "squared_relu": (False, None),
+    "quick_geglu": (False, None),
+    "activation_func_clamp_value": (None,),
+    "glu_linear_offset": (0.0, None),
+    "qk_l2_norm": (False, None),
+    "moe_apply_probs_on_input": (False, None),
+    "moe_latent_size": (None,),
+    "apply_residual_connection_post_layernorm": (False, None),
+    "mla_down_proj_fusion": (False, None),
+    "attention_output_gate": (False, None),
+    "experimental_attention_variant": (None,),
+    "heterogeneous_layers_config_path": (None,),
+    "heterogeneous_layers_config_encoded_json": (None,),
+    "hybrid_override_pattern": (None,),
+    "hybrid_layer_pattern": (None,),
+    "is_hybrid_model": (False, None),
+    "no_rope_freq": (None,),
+    "softmax_scale": (None,),
+    "softmax_type": ("vanilla", None),
+    "window_attn_skip_freq": (None,),
+    "mtp_num_layers": (None, 0),
+    "moe_shared_expert_gate": (False, None),
+    "mrope_section": (None,),
+    "retro_add_retriever": (False, None),
+    "embedding_init_method_std": (None,),
+    "use_mup": (False, None),
+}
+
+
+# What the classes from before Megatron-Core do not look at, whatever it says.
+OF_CORE = frozenset(
+    (
+        "rotary_base",
+        "use_rope_scaling",
+        "rope_scaling_factor",
+        "qk_layernorm",
+        "multi_latent_attention",
+        "window_size",
+    )
+)
+
+# And what those of the core do not look at.
+OF_OLDER = frozenset(("openai_gelu", "onnx_safe"))
+
+
+class Said(dict[str, Any]):
+    """Options by name, of which those that are not given are None."""
+
+    def __missing__(self, name: str) -> None:
+        return None
+
+    def first(self, *names: str, default: Any = None) -> Any:
+        """Of the first of `names` that is given."""
+        return next((self[name] for name in names if self[name] is not None), default)
