@@ -20,13 +20,13 @@ from dolmen.conversion.source import Source, load_weights
 from dolmen.core import state
 from dolmen.core.mesh import SINGLE, Mesh
 from dolmen.data.batch import Batch
+from dolmen.evaluation.step import batch_of, objective_of
 from dolmen.model import build, tree
 from dolmen.model.decoder import Decoder
 from dolmen.model.head import Logits
 from dolmen.model.layout import Layout
 from dolmen.model.training import RouterTraining, Training
-from dolmen.objectives.cross_entropy import CrossEntropy
-from dolmen.objectives.objective import Judged
+from dolmen.objectives.objective import Judged, Objective
 from dolmen.optim import optimizer
 from dolmen.optim.config import OptimizerConfig
 from dolmen.training.step import TrainState, optimizer_step
@@ -104,11 +104,11 @@ def _step(model: Decoder, asked: Asked, mesh: Mesh, layout: Layout, recorder: Re
         gradients.update({name: state.local_view(g).clone() for name, g in held.items()})
 
     adamw.register_step_pre_hook(keep)
-    objective = _Seen(hooks.logits)
+    batch = batch_of(model.tree, asked.windows[mesh.dp.rank * mine : (mesh.dp.rank + 1) * mine])
+    objective = _Seen(hooks.logits, objective_of(model.tree, batch))
     training = TrainState(
         model, adamw, asked.optimizer, 1, layout.zero, schedule, objective=objective
     )
-    batch = Batch.of_windows(asked.windows[mesh.dp.rank * mine : (mesh.dp.rank + 1) * mine])
     if model.tree.streams > 1 and model.tree.embedding.types is None:
         batch = batch.with_positions(model.tree.streams)
     with hooks:
@@ -137,12 +137,12 @@ def _add(recorder: Recorder, stage: Stage, model: Decoder, values: dict[str, Ten
 
 @dataclass(frozen=True, eq=False)
 class _Seen:
-    """Cross-entropy, which never has logits whole: they are computed once more to be seen."""
+    """An objective, which never has logits whole: they are computed once more to be seen."""
 
     names: ClassVar[tuple[str, ...]] = ()
     head: ClassVar[type] = tree.Head
     see: Callable[[Tensor], None]
-    judged: CrossEntropy = CrossEntropy()
+    judged: Objective
 
     def count(self, batch: Batch) -> float:
         return self.judged.count(batch)
@@ -150,4 +150,4 @@ class _Seen:
     def __call__(self, hidden: Float[Tensor, "_ hidden"], head: Logits, batch: Batch) -> Judged:
         with torch.no_grad():
             self.see(head.logits(hidden.detach()))
-        return self.judged(hidden, head, batch)
+        return Judged(self.judged(hidden, head, batch).total)

@@ -70,7 +70,8 @@ MADE_WITH = {
     "mlp.experts.gate": "mlp",
     "mlp.experts.up": "mlp",
 }
-END, LAST_ONES = 1 << 30, ("final_norm", "logits", "head", "project_out")
+OF_HEAD = ("head", "transform", "pooler", "follows")
+END, LAST_ONES = 1 << 30, ("final_norm", "logits", "project_out", *OF_HEAD)
 
 
 def layer_of(name: str) -> int | None:
@@ -104,7 +105,7 @@ def made_with(parameter: str) -> str:
     number, word = layer_of(module), inside(module)
     if number is None:
         made = {"final_norm": "final_norm", "project_out": "final_norm"}
-        return "logits" if word.startswith("head") else made.get(word, "embed")
+        return "logits" if word.startswith(OF_HEAD) else made.get(word, "embed")
     return f"layers.{number}.{MADE_WITH.get(word, word)}"
 
 

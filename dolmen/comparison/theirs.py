@@ -19,7 +19,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dolmen.comparison.ours import Asked
@@ -29,6 +28,7 @@ from dolmen.conversion.source import Source
 from dolmen.conversion.weights import split_stored
 from dolmen.core.torch_private import hub
 from dolmen.evaluation import theirs
+from dolmen.evaluation.step import batch_of
 from dolmen.families import Model, weight_map
 from dolmen.families.rules import Entry
 from dolmen.model.tree.leaf import Leaf
@@ -55,13 +55,11 @@ def record(
         recorder.add_whole("weights", name, weight)
     if not asked.reaches("forward"):
         return recorder.tensors
-    windows = torch.from_numpy(asked.windows).to(device)
+    batch = batch_of(model.tree, asked.windows)
     gradients = asked.reaches("backward")
     with torch.set_grad_enabled(gradients), _Seen(network, model, recorder, gradients):
-        logits = network(windows[:, :-1], use_cache=False).logits
+        logits, loss = theirs.asked(network, model, batch)
         recorder.add_whole("forward", "logits", logits.flatten(0, 1))
-        wide = torch.promote_types(dtype, torch.float32)
-        loss = F.cross_entropy(logits.flatten(0, 1).to(wide), windows[:, 1:].flatten())
         recorder.add_number("loss", loss.item())
         if gradients:
             loss.backward()

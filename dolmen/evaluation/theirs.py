@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Int64
+import torch.nn.functional as F
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from dolmen.conversion.weights import assemble
+from dolmen.data.batch import FOLLOWS, Batch
+from dolmen.evaluation.step import judges_pairs
 from dolmen.families import Model, weight_map
 
 
@@ -30,15 +33,22 @@ def draw(
 
 
 def load(folder: Path, stated: Model, dtype: torch.dtype, device: torch.device) -> Any:
-    """Its model in a folder of the model `stated`: causal, or one that fills in tokens. `eager` is
+    """Its model in a folder of the model `stated`: causal, or one that fills in tokens, and judges
+    pairs of texts where its head does. `eager` is
     the attention nearest to the papers, but for Falcon, whose eager attention adds ALiBi twice, to
     scores and in the mask.
     """
     # 2.4 s to import: not owed by `--help`
-    from transformers.models.auto.modeling_auto import AutoModelForCausalLM, AutoModelForMaskedLM
+    from transformers.models.auto.modeling_auto import (
+        AutoModelForCausalLM,
+        AutoModelForMaskedLM,
+        AutoModelForPreTraining,
+    )
 
     # its annotations allow neither .to(device) nor .generate
     kind: Any = AutoModelForMaskedLM if stated.tree.both_ways else AutoModelForCausalLM
+    if judges_pairs(stated.tree):
+        kind = AutoModelForPreTraining
     falcon = stated.model_type == "falcon"
     model = kind.from_pretrained(
         folder,
@@ -50,6 +60,24 @@ def load(folder: Path, stated: Model, dtype: torch.dtype, device: torch.device) 
     )
     model.config.output_router_logits = False  # or the loss would hold the auxiliary one
     return model.to(device).eval()
+
+
+def asked(
+    network: Any, stated: Model, batch: Batch
+) -> tuple[Float[Tensor, "sequences length vocabulary"], Float[Tensor, ""]]:
+    """The logits of a batch of the model `stated`, and the mean of what it is judged by, in fp32 or
+    wider.
+    """
+    tokens = batch.tokens.to(network.device)
+    out = network(tokens, **({} if stated.tree.both_ways else {"use_cache": False}))
+    pairs = judges_pairs(stated.tree)
+    logits = out.prediction_logits if pairs else out.logits
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    loss = F.cross_entropy(logits.flatten(0, 1).to(wide), batch.labels.to(tokens).flatten())
+    if pairs:  # label 1: the second is of elsewhere
+        elsewhere = (batch.numbers[FOLLOWS][:, 0] < 0).to(tokens)
+        loss = loss + F.cross_entropy(out.seq_relationship_logits.to(wide), elsewhere)
+    return logits, loss
 
 
 @contextmanager

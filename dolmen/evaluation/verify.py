@@ -32,6 +32,7 @@ from dolmen.evaluation.compare import (
     logits_row,
     relative_row,
 )
+from dolmen.evaluation.step import batch_of, objective_of
 from dolmen.families import Model, compared
 from dolmen.model import head
 from dolmen.model.decoder import Decoder
@@ -57,12 +58,9 @@ class _Tokens:
     def prompts(self) -> Tensor:
         return self.windows[:, : self.prompt]
 
-    @property
-    def batch(self) -> Batch:
-        """What is read and is to be said: the next tokens, or those that are filled in."""
-        if self.new:
-            return Batch.of_windows(self.windows.cpu().numpy())
-        return Batch(self.windows.cpu(), self.windows.cpu())
+    def batch(self, tree: Tree) -> Batch:
+        """What is read and is to be said."""
+        return batch_of(tree, self.windows.cpu().numpy())
 
 
 def verify(
@@ -84,10 +82,7 @@ def verify(
     notes = _differences(source, against)
     tree = source.tree
     tokens = _tokens(tree, length, mesh.device, against.model.config.get("pad_token_id"))
-    read = tokens.batch.tokens.shape[1]
-    if gradients and tree.head.follows:
-        gradients = False
-        notes.append("gradients are not compared: they are of a loss of pairs of texts too")
+    read = tokens.batch(tree).tokens.shape[1]
     windows = {block.mixer.window for block in tree.blocks}
     for window in sorted(w for w in windows if w is not None):
         if read <= window < tree.max_position_embeddings:
@@ -154,15 +149,18 @@ def _ask_transformers(
 
     model = theirs.load(folder, stated, torch.float32, device)
     with torch.set_grad_enabled(gradients):
-        cache = {"use_cache": False} if tokens.new else {}
-        out = model(tokens.windows, labels=tokens.windows, **cache)
+        if tokens.new:
+            out = model(tokens.windows, labels=tokens.windows, use_cache=False)
+            logits, loss = out.logits[:, :-1], out.loss
+        else:
+            logits, loss = theirs.asked(model, stated, tokens.batch(stated.tree))
     if gradients:
-        out.loss.backward()
+        loss.backward()
     stored = hub.as_stored(model, {name: p.grad for name, p in model.named_parameters()})
     wanted = theirs.by_our_names(stated, stored) if gradients else None
     if not tokens.new:
-        none = tokens.windows[:, :0], out.logits.detach()[:, :0]
-        return Reference(out.logits.detach(), out.loss.item(), wanted, *none)
+        none = tokens.windows[:, :0], logits.detach()[:, :0]
+        return Reference(logits.detach(), loss.item(), wanted, *none)
     # greedy and endless, whatever the folder's own says
     model.generation_config = GenerationConfig()
     told = model.generate(
@@ -175,8 +173,8 @@ def _ask_transformers(
         return_dict_in_generate=True,
     )
     return Reference(
-        out.logits.detach()[:, :-1],
-        out.loss.item(),
+        logits.detach(),
+        loss.item(),
         wanted,
         told.sequences[:, tokens.prompt :],
         torch.stack(told.logits, 1),
@@ -189,14 +187,17 @@ def _compare(
     """The rows, on the first rank; elsewhere (`reference` is None) rows of zeros, from the same
     collectives.
     """
-    batch = tokens.batch
-    inputs, labels = batch.tokens.to(mesh.device), batch.labels.to(mesh.device)
+    batch = tokens.batch(model.tree)
+    objective, count = objective_of(model.tree, batch), batch.weight
+    batch = batch.to(mesh.device)
+    inputs = batch.tokens
     with torch.no_grad():
         logits = vocabulary.gather_vocabulary(
             model(inputs, head.logits), model.tree.vocab_size, mesh.tp
         )
     with torch.set_grad_enabled(gradients):
-        loss = model(inputs, head.loss_of(labels)) / batch.real_tokens
+        judged = model(inputs, lambda hidden, head: objective(hidden, head, batch))
+        loss = judged.total / count
     rows = [
         logits_row(logits, reference),
         relative_row("loss", loss.item(), reference and reference.loss, LOSS),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from spawning import Row
 
 from benchmarks import diff_faults
@@ -199,6 +200,35 @@ def test_a_window_that_is_not_filled_is_told_of_either_side(side, folder, tmp_pa
     names = [str(made), str(folder)]
     both = diff.opened(DiffConfig(*(names if side == "A" else names[::-1]), length=8))
     assert any("do not fill the sliding window of 16" in line for line in diff._notes(both))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pairs", [False, True])
+def test_an_encoder_is_seen_inside(pairs, tmp_path, capsys):
+    """One that fills in tokens, and one whose head judges pairs of texts too."""
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=16,
+        pad_token_id=None,
+    )
+    kind = transformers.BertForPreTraining if pairs else transformers.BertForMaskedLM
+    model = kind(config)
+    model.save_pretrained(tmp_path / "right")
+    with torch.no_grad():
+        model.get_parameter("bert.encoder.layer.1.attention.self.query.weight").mul_(2)
+    model.save_pretrained(tmp_path / "wrong")
+    words = ["--length", "8", "--device", "cpu"]
+    assert main(["diff", str(tmp_path / "right"), "transformers", *words]) == 0
+    assert "the same: " in capsys.readouterr().out
+    right = f"transformers:{tmp_path / 'right'}"
+    assert main(["diff", str(tmp_path / "wrong"), right, *words]) == 1
+    told = capsys.readouterr().out
+    assert "first to part: weights of layers.1.attn.q.weight" in told
 
 
 @pytest.mark.slow
