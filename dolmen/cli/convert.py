@@ -4,14 +4,13 @@ import sys
 
 from dolmen.cli.options import ConvertOptions
 from dolmen.conversion.convert import convert
-from dolmen.conversion.proof import Unlike
-from dolmen.core.errors import BadInput, message
+from dolmen.core.errors import BadInput, Failed, message
 
 
 def run(options: ConvertOptions) -> int:
     try:
         print(convert(options, shown=True))
-    except Unlike as error:
+    except Failed as error:
         print(f"dolmen convert: {error}; nothing is left of it", file=sys.stderr)
         return 1
     except (ValueError, KeyError, OSError) as error:

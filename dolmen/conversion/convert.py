@@ -1,39 +1,125 @@
 """From any source to a folder of a format that dolmen writes: one tensor in memory at a time, and
-proved by reading it back. Nothing stands at the destination until all of it does.
+proved by reading it back, in one process or several. Nothing stands at the destination until all of
+it does.
 """
 
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from rich.progress import MofNCompleteColumn
 
-from dolmen.conversion import beside, hf_export, proof
+from dolmen.conversion import beside, division, hf_export, proof
 from dolmen.conversion.config import ConvertConfig
 from dolmen.conversion.hf import stated_dtype
 from dolmen.conversion.megatron import dist_export, export, names
 from dolmen.conversion.moments import Moments
-from dolmen.conversion.source import Source, in_dtype, open_source
+from dolmen.conversion.source import Source, in_dtype, open_source, pinned
 from dolmen.core.words import counted
 from dolmen.data.progress import bar
 from dolmen.families import unknown
+from dolmen.launch import process
+from dolmen.launch.side_by_side import Group
 from dolmen.optim.precision import DTYPES
 
-Written = Iterator[str]  # names of parameters, each when it lies in a file
+
+class Writing(Protocol):
+    """A conversion of which nothing is written, and that can be complete. What is written is
+    divided into units, each of which any process can write; the bytes are the same.
+    """
+
+    @property
+    def sizes(self) -> list[int]:
+        """About how many bytes each unit has."""
+        ...
+
+    @property
+    def count(self) -> int:
+        """Tensors that are written, by all."""
+        ...
+
+    def begin(self, folder: Path) -> None:
+        """Into an empty folder, what all need."""
+        ...
+
+    def write(self, folder: Path, units: range) -> Generator[int, None, Any]:
+        """These, one tensor in memory at a time; yields how many tensors lie there now that did
+        not before.
+        """
+        ...
+
+    def end(self, folder: Path, results: Sequence[Any]) -> None:
+        """When all units are there, in order: what says so. `results` are those of `write`."""
+        ...
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """A conversion of which nothing is written, and that can be complete."""
+class Conversion:
+    """One, as each of its processes knows it, who opens the source by itself."""
 
-    write: Callable[[Path], Written]
-    """Into an empty folder."""
-    beside: bool
-    """Whether config.json and tokenizer are still to be brought along."""
+    asked: ConvertConfig
+
+    @cached_property
+    def opened(self) -> Source:
+        return open_source(self.asked.source, vocab_size=self.asked.vocab_size)
+
+    @cached_property
+    def source(self) -> Source:
+        """What of it is written."""
+        return in_dtype(self.opened, _dtype(self.opened, self.asked))
+
+    @cached_property
+    def state(self) -> Moments | None:
+        return _state(self.opened, self.asked.to)
+
+    @cached_property
+    def writing(self) -> Writing:
+        return WRITERS[self.asked.to](self.source, self.state, self.asked)
+
+    def write(self, folder: Path, units: range) -> Generator[int, None, Any]:
+        return (yield from self.writing.write(folder, units))
+
+    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
+        return Conversion, (self.asked,)  # and nothing that is open
+
+
+@dataclass(frozen=True)
+class Proof:
+    """That what lies in `folder` is the same model, as each process knows it."""
+
+    conversion: Conversion
+    folder: Path
+
+    @cached_property
+    def written(self) -> Source:
+        """As it says of itself; the vocabulary only where it is still to be written beside it."""
+        one = self.conversion
+        known = None if one.asked.to == "hf" else one.source.tree.vocab_size
+        return open_source(self.folder, vocab_size=known)
+
+    @cached_property
+    def units(self) -> list[list[str]]:
+        return division.by_layer(self.conversion.source.specs, str)
+
+    @property
+    def sizes(self) -> list[int]:
+        specs = self.conversion.source.specs
+        return [sum(specs[name].nbytes for name in unit) for unit in self.units]
+
+    def weights(self, units: range) -> Generator[int, None, None]:
+        """Raises as proof.compare_weights."""
+        names = {name for unit in units for name in self.units[unit]}
+        yield from proof.compare_weights(self.conversion.source, self.written, names)
+
+    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
+        return Proof, (self.conversion, self.folder)
 
 
 def export_model(source: str | Path, to: Path, dtype: str | None = None) -> str:
@@ -51,35 +137,51 @@ def export_model(source: str | Path, to: Path, dtype: str | None = None) -> str:
 def convert(asked: ConvertConfig, shown: bool = False) -> str:
     """Write the source in the format that is asked for; what was done, in lines. `shown`: a bar on
     stderr. Raises ValueError, KeyError or OSError for what cannot be written whole, before
-    anything is, and proof.Unlike where it is not what it was written of.
+    anything is, proof.Unlike where it is not what it was written of, and Failed where one of
+    several processes has died.
     """
-    opened = open_source(asked.source, vocab_size=asked.vocab_size)
+    one = Conversion(replace(asked, source=pinned(asked.source)))
     target = Path(asked.destination).resolve()  # a link cannot be replaced by a folder
-    unknown.warn(opened.model)
+    unknown.warn(one.opened.model)
     hf_export.check_target(target)
     if target.is_mount():
         raise ValueError(f"{target} is where a disk is mounted: name a folder in it")
-    source, state = in_dtype(opened, _dtype(opened, asked)), _state(opened, asked.to)
-    count = len(source.specs)
-    prepared = WRITERS[asked.to](source, state, asked)
+    source, state, writing = one.source, one.state, one.writing
+    size = sum(spec.nbytes for spec in source.specs.values())
+    processes = division.processes(asked.processes, size, process.cores())
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as temporary:
+    with (
+        tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as temporary,
+        Group(processes) as group,
+    ):
         part = Path(temporary) / target.name
-        with bar(f"writing {target}", count, shown, MofNCompleteColumn()) as reach:
-            for done, _ in enumerate(prepared.write(part), 1):
-                reach(done)
-        written = open_source(part, vocab_size=source.tree.vocab_size if prepared.beside else None)
-        with bar("reading it back", count, shown, MofNCompleteColumn()) as reach:
-            same = proof.compare_weights(source, written, reach)
-        logits = proof.compare_logits(source, written)
-        told = "" if state is None else proof.compare_state(state, written)
-        if prepared.beside:
+        part.mkdir()
+        writing.begin(part)
+        each = [(part, units) for units in division.divided(writing.sizes, processes)]
+        with _bar(f"writing {target}", writing.count, len(each), shown) as reach:
+            writing.end(part, group.run(one.write, each, reach))
+        same = Proof(one, part)
+        each = [(units,) for units in division.divided(same.sizes, processes)]
+        with _bar("reading it back", len(source.specs), len(each), shown) as reach:
+            group.run(same.weights, each, reach)
+        logits = proof.compare_logits(source, same.written)
+        told = "" if state is None else proof.compare_state(state, same.written)
+        if asked.to != "hf":
             hf_export.write_beside(source, part, _dtype(source, asked))
         os.rename(part, target)
+    count = counted(len(source.specs), "parameter")
     return (
-        f"read {source.title}\nwrote {target}: {counted(same, 'parameter')} read back, the same to "
-        f"the bit; {logits}{told}"
+        f"read {source.title}\nwrote {target}: {count} read back, the same to the bit; "
+        f"{logits}{told}"
     )
+
+
+def _bar(
+    title: str, count: int, processes: int, shown: bool
+) -> AbstractContextManager[Callable[[int], None]]:
+    """One over all processes; it says how many there are."""
+    several = f", {processes} processes" if processes > 1 else ""
+    return bar(f"{title}{several}", count, shown, MofNCompleteColumn())
 
 
 def _state(source: Source, to: str) -> Moments | None:
@@ -105,40 +207,30 @@ def _dtype(source: Source, asked: ConvertConfig) -> torch.dtype:
     return DTYPES[asked.dtype] if asked.dtype else stated_dtype(source.model)
 
 
-def _hf(source: Source, state: Moments | None, asked: ConvertConfig) -> Prepared:
-    def write(folder: Path) -> Written:
-        hf_export.write(source, folder, DTYPES[asked.dtype] if asked.dtype else None)
-        yield from source.specs
-
+def _hf(source: Source, state: Moments | None, asked: ConvertConfig) -> Writing:
     hf_export.check_expressible(source.model, source.tree)
-    return Prepared(write, beside=False)
+    return hf_export.Writing(source, _dtype(source, asked))
 
 
-def _megatron(source: Source, state: Moments | None, asked: ConvertConfig) -> Prepared:
+def _megatron(source: Source, state: Moments | None, asked: ConvertConfig) -> Writing:
     hf_export.check_expressible(source.model, source.tree)
     ranks = export.Ranks(asked.tp, asked.pp, asked.virtual_stages)
     dialect = names.LEGACY
     if asked.to == "megatron-core":
         dialect = names.LOCAL if asked.spec == "local" else names.TE
-    plan, dtype = export.Plan(source.tree, ranks, dialect), _dtype(source, asked)
+    plan = export.Plan(source.tree, ranks, dialect)
     beside.expressed(source.tree)  # or it could not be read back alone
-    return Prepared(
-        lambda folder: export.write(plan, source.read, folder, dtype, source.iteration),
-        beside=True,
-    )
+    return export.Writing(plan, source.read, _dtype(source, asked), source.iteration)
 
 
-def _torch_dist(source: Source, state: Moments | None, asked: ConvertConfig) -> Prepared:
+def _torch_dist(source: Source, state: Moments | None, asked: ConvertConfig) -> Writing:
     hf_export.check_expressible(source.model, source.tree)
-    plan, dtype = export.Plan(source.tree, export.Ranks(), names.TE), _dtype(source, asked)
+    plan = export.Plan(source.tree, export.Ranks(), names.TE)
     beside.expressed(source.tree)  # or it could not be read back alone
-    return Prepared(
-        lambda folder: dist_export.write(plan, source.read, folder, dtype, source.iteration, state),
-        beside=True,
-    )
+    return dist_export.Writing(plan, source.read, _dtype(source, asked), source.iteration, state)
 
 
-WRITERS: dict[str, Callable[[Source, Moments | None, ConvertConfig], Prepared]] = {
+WRITERS: dict[str, Callable[[Source, Moments | None, ConvertConfig], Writing]] = {
     "hf": _hf,
     "megatron": _megatron,
     "megatron-core": _megatron,

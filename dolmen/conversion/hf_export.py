@@ -9,8 +9,10 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dolmen.conversion.division import by_layer
 from dolmen.conversion.hf import TOKENIZER_FILES, stated_dtype, tokenizer_files
 from dolmen.conversion.source import Source
 from dolmen.conversion.weights import join_stored
@@ -68,13 +71,17 @@ def check_expressible(model: Model, tree: Tree) -> None:
         )
 
 
-def export_weights(model: Model, full: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """(stored name, tensor of its entry's shape) in the order of the model, each made of the
-    parameters that `full(our name)` gives. Where `full` is a collective, every rank goes through
-    this iterator, one of them inside `save`. Raises ValueError for a parameter of the wrong shape.
+def export_weights(
+    model: Model, full: Callable[[str], Tensor], entries: Iterable[Entry] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """(stored name, tensor of its entry's shape) in the order of the model, or of `entries`, each
+    made of the parameters that `full(our name)` gives. Where `full` is a collective, every rank
+    goes through this iterator, one of them inside `save`. Raises ValueError for a parameter of the
+    wrong shape.
     """
     shapes = model.tree.shapes
-    for _, group in groupby(weight_map(model).written.values(), key=lambda entry: entry.ours):
+    written = weight_map(model).written.values() if entries is None else entries
+    for _, group in groupby(written, key=lambda entry: entry.ours):
         first, *rest = group
         if first.piece is None:
             yield first.hf, _join(first, full, shapes)
@@ -117,11 +124,7 @@ def save(
     """
     check_target(folder, tokenizer_folder)
     folder, dtype = Path(folder), dtype or stated_dtype(model)
-    leaves, wide = model.tree.leaves, torch.promote_types(dtype, torch.float32)
-    specs = {
-        name: Spec(entry.shape, wide if leaves[entry.ours[0]].precise else dtype)
-        for name, entry in weight_map(model).written.items()
-    }
+    specs = _specs(model, dtype)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:
         part = Path(temporary) / "model"
@@ -129,6 +132,47 @@ def save(
         safetensors.write_tensors(part, specs, export_weights(model, full), shard_bytes)
         _beside(part, model, dtype, generation_config, tokenizer_folder)
         os.rename(part, folder)
+
+
+@dataclass(frozen=True)
+class Writing:
+    """A source as a folder of transformers, by several hands: a unit is what a layer has, or what
+    lies between layers. As convert.py asks for it.
+    """
+
+    source: Source
+    dtype: torch.dtype
+
+    @cached_property
+    def units(self) -> list[list[Entry]]:
+        written = weight_map(self.source.model).written.values()
+        return by_layer(written, lambda entry: entry.ours[0])
+
+    @cached_property
+    def specs(self) -> dict[str, Spec]:
+        return _specs(self.source.model, self.dtype)
+
+    @property
+    def sizes(self) -> list[int]:
+        return [sum(self.specs[entry.hf].nbytes for entry in unit) for unit in self.units]
+
+    @property
+    def count(self) -> int:
+        return len(self.specs)
+
+    def begin(self, folder: Path) -> None:
+        safetensors.Shards(folder, self.specs).begin()
+
+    def write(self, folder: Path, units: range) -> Generator[int, None, None]:
+        entries = [entry for unit in units for entry in self.units[unit]]
+        tensors = export_weights(self.source.model, self.source.read, entries)
+        shards = safetensors.Shards(folder, self.specs)
+        for _ in shards.write(tensors, [entry.hf for entry in entries]):
+            yield 1
+
+    def end(self, folder: Path, results: Sequence[None]) -> None:
+        safetensors.Shards(folder, self.specs).end()
+        write_beside(self.source, folder, self.dtype)
 
 
 def write_beside(source: Source, folder: Path, dtype: torch.dtype) -> None:
@@ -151,6 +195,15 @@ def _beside(
         _write_json(folder / "generation_config.json", generation)
     for file in tokenizer_files(tokenizer_folder) if tokenizer_folder is not None else ():
         shutil.copyfile(file, folder / file.name)
+
+
+def _specs(model: Model, dtype: torch.dtype) -> dict[str, Spec]:
+    """Of each tensor that is written, by its stored name."""
+    leaves, wide = model.tree.leaves, torch.promote_types(dtype, torch.float32)
+    return {
+        name: Spec(entry.shape, wide if leaves[entry.ours[0]].precise else dtype)
+        for name, entry in weight_map(model).written.items()
+    }
 
 
 def _join(

@@ -6,7 +6,7 @@ are equal to the bit. Where both models fit into memory they are computed whole,
 time, with one layer's weights in memory, and what leaves every layer is compared.
 """
 
-from collections.abc import Callable
+from collections.abc import Collection, Generator
 from dataclasses import replace
 from typing import Any
 
@@ -30,29 +30,24 @@ class Unlike(Failed):
 
 
 def compare_weights(
-    source: Tensors,
-    written: Tensors,
-    reach: Callable[[int], None] = lambda done: None,
-    of: str = "",
-) -> int:
-    """How many parameters are the same to the bit, in the dtype that they are written in. Raises
-    Unlike naming the first that is not, with the kind `of` which it is; `reach` is told how many
-    are done.
+    source: Tensors, written: Tensors, only: Collection[str] | None = None, of: str = ""
+) -> Generator[int, None, None]:
+    """Yields 1 for each parameter, or each of `only`, that is the same to the bit, in the dtype
+    that it is written in. Raises Unlike naming the first that is not, with the kind `of` which it
+    is.
     """
-    specs, done = written.specs, 0
+    specs = written.specs
     if source.specs.keys() != specs.keys():
         other = sorted(source.specs.keys() ^ specs.keys())
         raise Unlike(f"what was written has other parameters than {source.where}: {other[:3]}")
-    for name, tensor in source.stream():
+    for name, tensor in source.stream(only):
         expected = tensor.to(specs[name].dtype)
         if not _same(expected, written.read(name)):
             raise Unlike(
                 f"{of}{name} reads back otherwise from {written.where} than it was written"
             )
-        done += 1
-        reach(done)
         del tensor, expected
-    return done
+        yield 1
 
 
 def compare_state(state: Moments, written: Source) -> str:
@@ -66,7 +61,8 @@ def compare_state(state: Moments, written: Source) -> str:
         for name in found.kinds["exp_avg"].specs:
             if specs[name] != tensors.specs[name]:
                 raise Unlike(f"{kind} of {name} is {specs[name].dtype} in {written.where}")
-        compare_weights(tensors, kinds[kind], of=f"{kind} of ")
+        for _ in compare_weights(tensors, kinds[kind], of=f"{kind} of "):
+            pass
     masters = " and fp32 masters" * ("param" in state.kinds)
     return f"; AdamW's moments of {state.step} updates{masters} too"
 

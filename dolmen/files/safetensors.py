@@ -15,8 +15,9 @@ more: offsets follow from shapes. Nothing here ever unpickles.
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -177,40 +178,84 @@ def write_tensors(
 ) -> None:
     """Stores `tensors`, of the shapes in `specs`, which come in any order and are cast to the dtype
     of their spec, as shards of at most `shard_bytes` (a larger tensor gets one of its own), one in
-    memory at a time. Files get their names when all are whole. Raises ValueError for a tensor that
-    is unknown, comes twice or is mis-shaped, and KeyError for those that never come.
+    memory at a time. Files get their names when all are whole. Raises as `Shards.write`.
     """
-    folder, shards = Path(folder), _shards(specs, shard_bytes)
-    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    if len(names) == 1:
-        names = [SINGLE]
-    parts = [folder / f".{name}.part" for name in names]
+    shards = Shards(Path(folder), specs, shard_bytes)
     try:
-        places = {}
-        for part, shard in zip(parts, shards, strict=True):
-            places |= _write_header(part, {name: specs[name] for name in shard})
+        shards.begin()
+        for _ in shards.write(tensors, list(specs)):
+            pass
+        shards.end()
+    finally:
+        for part in shards.parts.values():
+            part.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Files that shall hold tensors of these specs. Where each of them goes is known before any is
+    there, so that several processes may write into one file.
+    """
+
+    folder: Path
+    specs: Mapping[str, Spec]
+    shard_bytes: int = SHARD_BYTES
+
+    @cached_property
+    def names(self) -> dict[str, list[str]]:
+        """Of each file the tensors in it."""
+        shards = _shards(self.specs, self.shard_bytes)
+        if len(shards) == 1:
+            return {SINGLE: shards[0]}
+        of = len(shards)
+        return {f"model-{i + 1:05d}-of-{of:05d}.safetensors": one for i, one in enumerate(shards)}
+
+    @cached_property
+    def parts(self) -> dict[str, Path]:
+        """What each file is called while it is not whole."""
+        return {name: self.folder / f".{name}.part" for name in self.names}
+
+    def begin(self) -> None:
+        """Files of full length, with their headers and no data yet."""
+        for name, part in self.parts.items():
+            header, places = self._laid(name)
+            with open(part, "wb") as stream:
+                stream.write(header)
+                stream.truncate(len(header) + sum(one.spec.nbytes for one in places.values()))
+
+    def write(self, tensors: Iterable[tuple[str, Tensor]], wanted: Sequence[str]) -> Iterator[str]:
+        """Puts tensors into their places and yields each name; `wanted` are those that come here.
+        Raises ValueError for a tensor that is unknown, comes twice or is mis-shaped, and KeyError
+        for those that never come.
+        """
+        laid = {n: one for name in self.names for n, one in self._laid(name)[1].items()}
+        places = {name: laid[name] for name in wanted}
         for name, tensor in tensors:
-            if name not in specs:
-                raise ValueError(f"{name} is not among the {len(specs)} tensors to store")
+            if name not in laid:
+                raise ValueError(f"{name} is not among the {len(laid)} tensors to store")
             if name not in places:
                 raise ValueError(f"{name} came twice")
-            if tuple(tensor.shape) != specs[name].shape:
+            if tuple(tensor.shape) != self.specs[name].shape:
                 raise ValueError(
-                    f"{name} is {tuple(tensor.shape)}, to be stored as {specs[name].shape}"
+                    f"{name} is {tuple(tensor.shape)}, to be stored as {self.specs[name].shape}"
                 )
             _write_tensor(places.pop(name), tensor)
             del tensor  # or it would still be held while the next one is made
+            yield name
         if places:
             raise KeyError(f"{len(places)} tensors to store never came, e.g. {list(places)[:3]}")
-        for part, name in zip(parts, names, strict=True):
+
+    def end(self) -> None:
+        """When all tensors are in their places: the files have their names, and an index."""
+        for name, part in self.parts.items():
             with open(part, "rb") as file:
                 os.fsync(file.fileno())
-            part.rename(folder / name)
-    finally:
-        for part in parts:
-            part.unlink(missing_ok=True)
-    if len(shards) > 1:
-        _write_index(folder, specs, dict(zip(names, shards, strict=True)))
+            part.rename(self.folder / name)
+        if len(self.names) > 1:
+            _write_index(self.folder, self.specs, self.names)
+
+    def _laid(self, name: str) -> tuple[bytes, dict[str, Stored]]:
+        return _lay(self.parts[name], {tensor: self.specs[tensor] for tensor in self.names[name]})
 
 
 def _shards(specs: Mapping[str, Spec], shard_bytes: int) -> list[list[str]]:
@@ -225,9 +270,9 @@ def _shards(specs: Mapping[str, Spec], shard_bytes: int) -> list[list[str]]:
     return shards
 
 
-def _write_header(file: Path, specs: Mapping[str, Spec]) -> dict[str, Stored]:
-    """A file of full length with its header and no data yet; where each tensor goes. Wide dtypes
-    first and a header of a multiple of 8 bytes, so that every tensor is aligned.
+def _lay(file: Path, specs: Mapping[str, Spec]) -> tuple[bytes, dict[str, Stored]]:
+    """How a file begins, and where each tensor goes. Wide dtypes first and a header of a multiple
+    of 8 bytes, so that every tensor is aligned.
     """
     entries: dict[str, dict[str, Any]] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -240,11 +285,8 @@ def _write_header(file: Path, specs: Mapping[str, Spec]) -> dict[str, Stored]:
         end += spec.nbytes
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with open(file, "wb") as stream:
-        stream.write(len(text).to_bytes(8, "little") + text)
-        stream.truncate(8 + len(text) + end)
     first = 8 + len(text)
-    return {
+    return len(text).to_bytes(8, "little") + text, {
         name: Stored(name, spec, file, first + entries[name]["data_offsets"][0])
         for name, spec in specs.items()
     }

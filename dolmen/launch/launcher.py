@@ -28,6 +28,7 @@ import yaml
 
 from dolmen.core.torch_private import spelled
 from dolmen.files import gate, kinds
+from dolmen.launch import process
 from dolmen.launch.process import HANDED, LAUNCHER, handling
 
 if TYPE_CHECKING:
@@ -117,7 +118,9 @@ class _Group:
         envs = {
             rank: self._environment(rank, attempt, store.port) for rank in range(self.processes)
         }
-        args = {rank: (*_safely(), "-m", "dolmen", *self.words) for rank in range(self.processes)}
+        args = {
+            rank: (*process.safely(), "-m", "dolmen", *self.words) for rank in range(self.processes)
+        }
         with handling(self.handlers):  # start_processes sets handlers of its own, and leaves them
             try:
                 workers = self.workers = start_processes(
@@ -132,7 +135,6 @@ class _Group:
 
     def _environment(self, rank: int, attempt: int, port: int) -> dict[str, str]:
         """Beside what this process has: what a worker reads (core/launched.py, process.py)."""
-        threads = max(1, len(os.sched_getaffinity(0)) // self.processes)
         return {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
@@ -142,7 +144,7 @@ class _Group:
             "MASTER_PORT": str(port),
             spelled.ONE_STORE: "True",
             spelled.RESTARTS: str(attempt),
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+            "OMP_NUM_THREADS": process.threads(self.processes),
             LAUNCHER: str(os.getpid()),
             **self.more,
         }
@@ -158,14 +160,6 @@ class _Group:
         if codes <= {2, -signal.SIGTERM} and not hangs:
             return _End(2, True)
         return _End(1, any(report.get("final") for report in reports))
-
-
-def _safely() -> list[str]:
-    """For `python -m`, which imports from the working directory before all else: that may be of
-    somebody else's files, such as a model's. Where this process imports from it, so do its workers.
-    """
-    here = os.path.realpath(os.getcwd())
-    return [] if here in map(os.path.realpath, sys.path) else ["-P"]
 
 
 def _write(file: Path, handed: Mapping[str, Any]) -> str:

@@ -33,11 +33,40 @@ def die_with_launcher() -> None:
     """
     if LAUNCHER not in os.environ and spelled.RUN not in os.environ:
         return
-    parent = os.getppid()
+    die_with(int(os.environ.get(LAUNCHER, os.getppid())))
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent, of this pid, ends, however it ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    # it has ended before the kernel was asked
-    if os.getppid() != parent or parent != int(os.environ.get(LAUNCHER, parent)):
+    if os.getppid() != parent:  # it has ended before the kernel was asked
         os._exit(1)
+
+
+def safely() -> list[str]:
+    """For `python -m`, which imports from the working directory before all else: that may be of
+    somebody else's files, such as a model's. Where this process imports from it, so do those that
+    it starts.
+    """
+    here = os.path.realpath(os.getcwd())
+    return [] if here in map(os.path.realpath, sys.path) else ["-P"]
+
+
+def cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def threads(processes: int) -> str:
+    """OMP_NUM_THREADS of one of so many processes on this machine: as the user has set it, or else
+    its part of the cores.
+    """
+    return os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // processes)))
+
+
+def one_of(processes: int) -> dict[str, str]:
+    """The environment of one of so many that this process starts side by side."""
+    return {**os.environ, "OMP_NUM_THREADS": threads(processes)}
 
 
 def started() -> Launch | None:

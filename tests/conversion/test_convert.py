@@ -3,6 +3,12 @@ it stands there, and nothing stands there that is not whole.
 """
 
 import argparse
+import os
+import shutil
+import signal
+import threading
+from hashlib import sha256
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,13 +17,15 @@ from laid import LOCAL, OF_2023, TE, How, lay
 from test_megatron_read import GPT2, LLAMA, VOCABULARY, built, parts
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from dolmen.conversion import convert, proof
+from dolmen.conversion import convert, division, proof
 from dolmen.conversion.config import ConvertConfig
 from dolmen.conversion.megatron import export, shares
 from dolmen.conversion.source import open_source
+from dolmen.core.errors import Failed
 from dolmen.families import Model
 from dolmen.files.safetensors import Stored
 from dolmen.files.torch_files import Writer
+from dolmen.launch import side_by_side
 
 
 @pytest.fixture(scope="module")
@@ -294,3 +302,81 @@ def test_a_folder_that_is_taken(folders, tmp_path):
     (tmp_path / "mine").write_text("x")
     with pytest.raises(ValueError, match="exists and is not empty"):
         run(where / "llama", tmp_path, "megatron")
+
+
+def hashes(folder) -> dict[str, str]:
+    files = sorted(p for p in folder.rglob("*") if p.is_file())
+    return {str(p.relative_to(folder)): sha256(p.read_bytes()).hexdigest() for p in files}
+
+
+@pytest.mark.spawn
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "format", "options"),
+    [
+        ("tied", "megatron-core", dict(tp=2, pp=2)),
+        ("mixtral", "torch-dist", {}),
+        ("mixtral", "hf", {}),
+    ],
+)
+def test_several_processes_write_the_same_bytes(name, format, options, folders, tmp_path, capsys):
+    where, _ = folders
+    for n in (1, 2):
+        asked = ConvertConfig(
+            str(where / name), str(tmp_path / str(n)), format, **options, processes=n
+        )
+        convert.convert(asked, shown=True)
+    said = f"writing {tmp_path / '2'}, 2 processes\nreading it back, 2 processes\n"
+    assert capsys.readouterr().err.endswith(said)
+    assert len(hashes(tmp_path / "1")) > 2 and hashes(tmp_path / "1") == hashes(tmp_path / "2")
+
+
+def children() -> list[int]:
+    """Of this thread's starting."""
+    own = Path(f"/proc/self/task/{threading.get_native_id()}/children")
+    return [int(pid) for pid in own.read_text().split()]
+
+
+@pytest.mark.spawn
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["killed", "fails", "Ctrl-C"])
+def test_of_several_processes_one_ends_all(how, folders, tmp_path, monkeypatch):
+    """While they start: nothing is left, of files and of processes."""
+    where, _ = folders
+    source = shutil.copytree(where / "llama", tmp_path / "m")
+    before, real = children(), side_by_side.connection.wait
+
+    def first(told):
+        monkeypatch.setattr(side_by_side.connection, "wait", real)
+        assert len(started := [pid for pid in children() if pid not in before]) == 2
+        if how == "killed":
+            os.kill(started[1], signal.SIGKILL)
+        elif how == "fails":
+            (source / "model.safetensors").unlink()
+        else:
+            raise KeyboardInterrupt("asked")
+        return real(told)
+
+    monkeypatch.setattr(side_by_side.connection, "wait", first)
+    error, said = {
+        "killed": (Failed, r"process 2 of 2 \(pid \d+\) was ended by SIGKILL .*all were stopped"),
+        "fails": (ValueError, "m has neither model.safetensors nor"),
+        "Ctrl-C": (KeyboardInterrupt, "asked"),
+    }[how]
+    with pytest.raises(error, match=said):
+        run(source, tmp_path / "out", "megatron", pp=2, processes=2)
+    assert children() == before and [p.name for p in tmp_path.iterdir()] == ["m"]
+
+
+def test_how_many_processes():
+    """By size, and what is asked; every unit once, in order, as evenly as units allow."""
+    gib = 2**30
+    assert [division.processes(None, n * gib // 2, 8) for n in (1, 4, 100)] == [1, 2, 4]
+    assert division.processes(None, 100 * gib, 2) == 2 and division.processes(6, 1, 2) == 6
+    assert division.divided([4, 1, 1, 1, 1, 4], 2) == [range(3), range(3, 6)]
+    assert division.divided([1, 1], 5) == [range(1), range(1, 2)]
+    for sizes in ([9, 1], [1] * 7, [1, 2, 30, 2]):
+        units = [i for part in division.divided(sizes, 3) for i in part]
+        assert units == list(range(len(sizes)))
+    with pytest.raises(ValueError, match="--processes is 0: it must be at least 1"):
+        ConvertConfig("a", "b", "hf", processes=0)

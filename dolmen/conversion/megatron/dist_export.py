@@ -1,15 +1,19 @@
 """Writes a model as a torch_dist checkpoint of Megatron (dist.py says what that is), one tensor in
-memory at a time. A chunk is a layer of a tensor, whole: any number of ranks reads parts of it.
+memory at a time. A chunk is a layer of a tensor, whole: any number of ranks reads parts of it. A
+file has the chunks of one layer, so that several processes can write.
 """
 
 import argparse
 import json
 import pickle
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
+from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dolmen.checkpoint.folders import METADATA
+from dolmen.conversion.division import by_layer
 from dolmen.conversion.megatron import folders, names, shares
 from dolmen.conversion.megatron.dist import BACKEND, COMMON, MARKER
 from dolmen.conversion.megatron.export import VERSION, Plan
@@ -31,80 +36,135 @@ from dolmen.conversion.weights import join_stored
 from dolmen.core.torch_private.checkpoints import Place
 from dolmen.families.rules import Entry
 
-DATA = "__0_0.distcp"
 OPTIMIZER = "optimizer.state."
 PRODUCT = re.compile(r"(.*\.linear_\w+\.)weight")
 
 
+class Held(NamedTuple):
+    """What a file holds: a part, which lies at `at` in a tensor of shape `whole`, or what is none,
+    without a dtype.
+    """
+
+    key: str
+    place: Place
+    dtype: torch.dtype | None = None
+    whole: tuple[int, ...] = ()
+    at: tuple[int, ...] = ()
+    shape: tuple[int, ...] = ()
+
+
 @dataclass
-class Files:
-    """The one file of numbers, open, and the description of all that is in it."""
+class File:
+    """A file of numbers, open, and all that lies in it."""
 
     stream: BinaryIO
-    described: dict[str, Any] = field(default_factory=dict)
-    places: dict[MetadataIndex, Place] = field(default_factory=dict)
+    name: str
+    held: list[Held] = field(default_factory=list)
 
     def tensor(self, key: str, shape: tuple[int, ...], at: tuple[int, ...], part: Tensor) -> None:
         """A part, which lies at `at` in the tensor `key` of this shape."""
-        if key not in self.described:
-            properties = TensorProperties(dtype=part.dtype)
-            self.described[key] = TensorStorageMetadata(properties, torch.Size(shape), [])
-        offset, chunks = torch.Size(at), self.described[key].chunks
-        self.places[MetadataIndex(key, offset, len(chunks))] = self._put(part)
-        chunks.append(ChunkStorageMetadata(offset, part.shape))
+        place = self._put(part)
+        self.held.append(Held(key, place, part.dtype, shape, at, tuple(part.shape)))
 
     def value(self, key: str, value: Any) -> None:
         """What is no tensor."""
-        self.described[key] = BytesStorageMetadata()
-        self.places[MetadataIndex(key)] = self._put(value)
+        self.held.append(Held(key, self._put(value)))
 
     def _put(self, value: Any) -> Place:
         start = self.stream.tell()
         torch.save(value, self.stream)
-        return Place(DATA, start, self.stream.tell() - start)
-
-    def description(self) -> bytes:
-        paths = {key: (key,) for key in self.described}
-        return pickle.dumps(Metadata(self.described, paths, self.places), protocol=4)
+        return Place(self.name, start, self.stream.tell() - start)
 
 
-def write(
-    plan: Plan,
-    read: Callable[[str], Tensor],
-    folder: Path,
-    dtype: torch.dtype,
-    iteration: int | None,
-    state: Moments | None = None,
-) -> Iterator[str]:
-    """The checkpoint under `folder`, of the parameters that `read(our name)` gives; yields each
-    name of ours when it is written. `iteration` None: a release. `plan` is of one rank. `state` is
-    written beside them, in the dtypes that it has.
+def description(held: Iterable[Held]) -> bytes:
+    """Of all that lies in files."""
+    described: dict[str, Any] = {}
+    places: dict[MetadataIndex, Place] = {}
+    for one in held:
+        if one.dtype is None:
+            described[one.key] = BytesStorageMetadata()
+            places[MetadataIndex(one.key)] = one.place
+            continue
+        if one.key not in described:
+            properties, whole = TensorProperties(dtype=one.dtype), torch.Size(one.whole)
+            described[one.key] = TensorStorageMetadata(properties, whole, [])
+        offset, chunks = torch.Size(one.at), described[one.key].chunks
+        places[MetadataIndex(one.key, offset, len(chunks))] = one.place
+        chunks.append(ChunkStorageMetadata(offset, torch.Size(one.shape)))
+    paths = {key: (key,) for key in described}
+    return pickle.dumps(Metadata(described, paths, places), protocol=4)
+
+
+@dataclass(frozen=True)
+class Writing:
+    """The checkpoint of the parameters that `read(our name)` gives, by several hands: a unit is a
+    file, of a layer or of what lies between layers. As convert.py asks for it. `iteration` None: a
+    release. `plan` is of one rank. `state` is written beside them, in the dtypes that it has.
     """
-    name = folders.RELEASE if iteration is None else f"iter_{iteration:07d}"
-    where = folder / name
-    where.mkdir(parents=True)
-    wide = torch.promote_types(dtype, torch.float32)
-    kinds = {} if state is None else state.kinds
-    with open(where / DATA, "xb") as stream:
-        files = Files(stream)
-        for canonical, entry in plan.entries.items():
-            leaf, lying = plan.tree.leaves[entry.ours[0]], _lying(plan, canonical)
-            whole = _stored(plan, entry, read, padding=True)
-            lying.write(files, "", whole.to(wide if leaf.precise else dtype))
-            lying.empty_states(files, len(whole))
-            del whole
-            for kind, tensors in kinds.items() if leaf.trained else ():
-                moment = _stored(plan, entry, tensors.read, padding=kind not in MOMENTS)
-                lying.write(files, f"{OPTIMIZER}{kind}.", moment)
-                del moment
-            yield from entry.ours
-        _state(files, "output_layer.", (), ())
-    (where / METADATA).write_bytes(files.description())
-    torch.save(_common(plan, dtype, iteration, state), where / COMMON)
-    (where / MARKER).write_text(
-        json.dumps({"sharded_backend": BACKEND, "sharded_backend_version": 1})
-    )
-    (folder / folders.TRACKER).write_text(name if iteration is None else str(iteration))
+
+    plan: Plan
+    read: Callable[[str], Tensor]
+    dtype: torch.dtype
+    iteration: int | None
+    state: Moments | None = None
+
+    @cached_property
+    def units(self) -> list[list[tuple[str, Entry]]]:
+        return by_layer(self.plan.entries.items(), lambda item: item[1].ours[0])
+
+    @property
+    def sizes(self) -> list[int]:
+        shapes = [[entry.shape for _, entry in unit] for unit in self.units]
+        return [self.dtype.itemsize * sum(map(prod, unit)) for unit in shapes]
+
+    @property
+    def count(self) -> int:
+        return len(self.plan.entries)
+
+    @property
+    def _name(self) -> str:
+        return folders.RELEASE if self.iteration is None else f"iter_{self.iteration:07d}"
+
+    def begin(self, folder: Path) -> None:
+        (folder / self._name).mkdir()
+
+    def write(self, folder: Path, units: range) -> Generator[int, None, list[Held]]:
+        held: list[Held] = []
+        for unit in units:
+            name = f"__{unit}_0.distcp"
+            with open(folder / self._name / name, "xb") as stream:
+                file = File(stream, name)
+                for canonical, entry in self.units[unit]:
+                    self._write_one(file, canonical, entry)
+                    yield 1
+                if unit == len(self.units) - 1:
+                    _state(file, "output_layer.", (), ())
+            held += file.held
+        return held
+
+    def _write_one(self, file: File, canonical: str, entry: Entry) -> None:
+        """And its moments."""
+        plan, kinds = self.plan, {} if self.state is None else self.state.kinds
+        leaf, lying = plan.tree.leaves[entry.ours[0]], _lying(plan, canonical)
+        wide = torch.promote_types(self.dtype, torch.float32)
+        whole = _stored(plan, entry, self.read, padding=True)
+        lying.write(file, "", whole.to(wide if leaf.precise else self.dtype))
+        lying.empty_states(file, len(whole))
+        del whole
+        for kind, tensors in kinds.items() if leaf.trained else ():
+            moment = _stored(plan, entry, tensors.read, padding=kind not in MOMENTS)
+            lying.write(file, f"{OPTIMIZER}{kind}.", moment)
+            del moment
+
+    def end(self, folder: Path, results: Sequence[list[Held]]) -> None:
+        where = folder / self._name
+        (where / METADATA).write_bytes(description(chain(*results)))
+        torch.save(_common(self.plan, self.dtype, self.iteration, self.state), where / COMMON)
+        (where / MARKER).write_text(
+            json.dumps({"sharded_backend": BACKEND, "sharded_backend_version": 1})
+        )
+        said = self._name if self.iteration is None else str(self.iteration)
+        (folder / folders.TRACKER).write_text(said)
 
 
 def _common(
@@ -151,21 +211,21 @@ class Lying:
     count: tuple[int, ...] = ()
     """Of the stack."""
 
-    def write(self, files: Files, prefix: str, whole: Tensor) -> None:
+    def write(self, file: File, prefix: str, whole: Tensor) -> None:
         part = whole[(None,) * len(self.index)]
         shape, at = (*self.count, *whole.shape), (*self.index, *(0,) * whole.ndim)
-        files.tensor(prefix + self.key, shape, at, part.contiguous().clone())
+        file.tensor(prefix + self.key, shape, at, part.contiguous().clone())
 
-    def empty_states(self, files: Files, experts: int) -> None:
+    def empty_states(self, file: File, experts: int) -> None:
         """Beside the weight of a product, of each expert its own."""
         product = PRODUCT.fullmatch(self.key)
         if product is None:
             return
         if ".experts.experts." not in self.key:
-            _state(files, product[1], self.index, self.count)
+            _state(file, product[1], self.index, self.count)
             return
         for expert in range(experts):
-            _state(files, product[1], (*self.index, expert), (*self.count, experts))
+            _state(file, product[1], (*self.index, expert), (*self.count, experts))
 
 
 def _lying(plan: Plan, name: str) -> Lying:
@@ -182,7 +242,7 @@ def _lying(plan: Plan, name: str) -> Lying:
     return Lying(f"{names.TE.layers}{rest}", (parsed.layer,), (plan.tree.layers,))
 
 
-def _state(files: Files, module: str, index: tuple[int, ...], count: tuple[int, ...]) -> None:
+def _state(file: File, module: str, index: tuple[int, ...], count: tuple[int, ...]) -> None:
     """The empty `_extra_state` of one of so many modules of that name."""
     shard = f"{'.'.join(map(str, index or (0,)))}_{'.'.join(map(str, count or (1,)))}"
-    files.value(f"{module}_extra_state/shard_{shard}", [None])
+    file.value(f"{module}_extra_state/shard_{shard}", [None])

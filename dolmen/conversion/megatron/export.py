@@ -1,15 +1,16 @@
 """Writes a model as a checkpoint of Megatron, rank by rank, one tensor in memory at a time.
 source.py reads them.
 
-    write(Plan(tree, Ranks(tp=2, pp=2), names.TE), source.read, folder, torch.bfloat16, None)
+    Writing(Plan(tree, Ranks(tp=2, pp=2), names.TE), source.read, torch.bfloat16, None)
 
-Every rank's file is open at once: a tensor is read, cut, and its pieces appended to the files of
-its stage. Layers are divided evenly over stages, as Megatron does unless it is told otherwise.
+The files of all ranks that one process writes are open at once: a tensor is read, cut, and its
+pieces appended to the files of its stage. Layers are divided evenly over stages, as Megatron does
+unless it is told otherwise.
 """
 
 import argparse
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -238,45 +239,83 @@ def _of_experts(name: str) -> bool:
     return ".mlp.experts." in name
 
 
-def write(
-    plan: Plan,
-    read: Callable[[str], Tensor],
-    folder: Path,
-    dtype: torch.dtype,
-    iteration: int | None,
-) -> Iterator[str]:
-    """The checkpoint under `folder`, of the parameters that `read(our name)` gives; yields each
-    name of ours when it is written. `iteration` None: a release.
+@dataclass(frozen=True)
+class Writing:
+    """The checkpoint of the parameters that `read(our name)` gives, by several hands: a unit is the
+    file of a rank. As convert.py asks for it. `iteration` None: a release.
     """
-    name = folders.RELEASE if iteration is None else f"iter_{iteration:07d}"
-    with ExitStack() as stack:
-        files = {}
-        for pp in range(plan.ranks.pp):
-            values = plan.values(pp, dtype, iteration or 0)
-            for tp in range(plan.ranks.tp):
-                rank = folder / name / plan.ranks.sizes.name(tp, pp, 0)
-                rank.mkdir(parents=True)
+
+    plan: Plan
+    read: Callable[[str], Tensor]
+    dtype: torch.dtype
+    iteration: int | None
+
+    @cached_property
+    def units(self) -> list[tuple[int, int]]:
+        """(pp, tp): who writes all files of a stage reads its tensors once."""
+        ranks = self.plan.ranks
+        return [(pp, tp) for pp in range(ranks.pp) for tp in range(ranks.tp)]
+
+    @cached_property
+    def _specs(self) -> list[dict[str, Spec]]:
+        return [self.plan.specs(pp, self.dtype) for pp in range(self.plan.ranks.pp)]
+
+    @property
+    def sizes(self) -> list[int]:
+        return [sum(spec.nbytes for spec in self._specs[pp].values()) for pp, _ in self.units]
+
+    @property
+    def count(self) -> int:
+        return sum(len(self._specs[pp]) for pp, _ in self.units)
+
+    @property
+    def _name(self) -> str:
+        return folders.RELEASE if self.iteration is None else f"iter_{self.iteration:07d}"
+
+    def begin(self, folder: Path) -> None:
+        for pp, tp in self.units:
+            (folder / self._name / self.plan.ranks.sizes.name(tp, pp, 0)).mkdir(parents=True)
+
+    def write(self, folder: Path, units: range) -> Generator[int, None, None]:
+        """Its files are open at once, and a tensor is read for all of them."""
+        plan = self.plan
+        with ExitStack() as stack:
+            files = {}
+            for pp, tp in (self.units[unit] for unit in units):
+                rank = folder / self._name / plan.ranks.sizes.name(tp, pp, 0)
+                values = plan.values(pp, self.dtype, self.iteration or 0)
                 files[tp, pp] = Writer(rank / folders.WEIGHTS[0], values)
                 stack.callback(files[tp, pp].archive.close)
-        for canonical, entry in plan.entries.items():
-            whole = join_stored(entry.rule, [read(ours) for ours in entry.ours])
-            _write_one(plan, files, canonical, entry, whole)
-            del whole
-            yield from entry.ours
-        for file in files.values():
-            file.close()
-    (folder / folders.TRACKER).write_text(name if iteration is None else str(iteration))
+            stages = {pp for _, pp in files}
+            for canonical, entry in plan.entries.items():
+                if not stages & {place.pp for place in plan.places(canonical)}:
+                    continue
+                whole = join_stored(entry.rule, [self.read(ours) for ours in entry.ours])
+                written = _write_one(plan, files, canonical, entry, whole)
+                del whole
+                yield written
+            for file in files.values():
+                file.close()
+
+    def end(self, folder: Path, results: Sequence[None]) -> None:
+        said = self._name if self.iteration is None else str(self.iteration)
+        (folder / folders.TRACKER).write_text(said)
 
 
 def _write_one(
     plan: Plan, files: Mapping[tuple[int, int], Writer], name: str, entry: Entry, whole: Tensor
-) -> None:
-    share = plan.share(entry)
+) -> int:
+    """Into those of the files, by (tp, pp), that have a part of it; how many tensors that is."""
+    share, places, written = plan.share(entry), plan.places(name), 0
     if share.padded:
         whole = shares.pad(whole, plan.rows)
-    for tp in range(plan.ranks.tp):
+    for tp in sorted({tp for tp, _ in files}):
         held = share.cut(whole, tp, plan.ranks.tp)
-        for place in plan.places(name):
+        for place in places:
+            if (tp, place.pp) not in files:
+                continue
             parts = list(held) if _of_experts(name) else [held]
             for own, part in zip(place.names, parts, strict=True):
                 files[tp, place.pp].write(own, part)
+            written += len(parts)
+    return written
