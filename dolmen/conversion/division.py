@@ -8,8 +8,8 @@ from typing import TypeVar
 T = TypeVar("T")
 LAYER = re.compile(r"layers\.(\d+)\.")
 EACH = 2**30
-"""Bytes of a model that are worth a process more. To start one takes 1.5 s of CPU; to convert 423 MB
-takes 7 s by one, start and logits included, 10 s by two, who share them.
+"""Bytes of a model that are worth a process more. To start one takes 1.5 s of CPU; to convert 423
+MB takes 7 s by one, start and logits included, 10 s by two, who share them.
 """
 MOST = 4
 """Processes, where nobody says how many: each has one tensor in memory, and they share one disk."""
