@@ -102,8 +102,8 @@ def norm_twice(patch):
 def weights_of_the_last_alone(patch):
     """Of the weight gradients left for later, those of the last microbatch are computed."""
 
-    def run(weights, grads, x, gather):
-        made = deferred(weights, grads, x, gather)
+    def run(weights, grads, *rest):
+        made = deferred(weights, grads, *rest)
         return lambda: made() if grads[0].shape[0] and next(count) % 2 else None
 
     deferred, count = tensor._weight_gradients, itertools.count()
