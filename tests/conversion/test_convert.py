@@ -150,6 +150,18 @@ def test_there_and_back(format, folders, tmp_path):
     assert open_source(tmp_path / "back").model.config == open_source(source).model.config
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("format", ["megatron-core", "torch-dist"])
+def test_a_release_stays_one(format, folders, tmp_path):
+    """Its files say iteration 0, and Megatron reads no tracker that does."""
+    where, _ = folders
+    run(where / "tied", tmp_path / "there", format)
+    run(tmp_path / "there", tmp_path / "again", format)
+    for written in (tmp_path / "there", tmp_path / "again"):
+        assert (written / "latest_checkpointed_iteration.txt").read_text() == "release"
+        assert open_source(written).iteration == 0
+
+
 def test_half_of_the_bytes(folders, tmp_path):
     """In another dtype; the proof is of what was written."""
     where, _ = folders

@@ -98,8 +98,8 @@ def description(held: Iterable[Held]) -> bytes:
 @dataclass(frozen=True)
 class Writing:
     """The checkpoint of the parameters that `read(our name)` gives, by several hands: a unit is a
-    file, of a layer or of what lies between layers. As convert.py asks for it. `iteration` None: a
-    release. `plan` is of one rank. `state` is written beside them, in the dtypes that it has.
+    file, of a layer or of what lies between layers. As convert.py asks for it. `iteration` None or
+    0: a release. `plan` is of one rank. `state` is written beside them, in the dtypes that it has.
     """
 
     plan: Plan
@@ -123,7 +123,7 @@ class Writing:
 
     @property
     def _name(self) -> str:
-        return folders.RELEASE if self.iteration is None else f"iter_{self.iteration:07d}"
+        return folders.names(self.iteration)[0]
 
     def begin(self, folder: Path) -> None:
         (folder / self._name).mkdir()
@@ -163,8 +163,7 @@ class Writing:
         (where / MARKER).write_text(
             json.dumps({"sharded_backend": BACKEND, "sharded_backend_version": 1})
         )
-        said = self._name if self.iteration is None else str(self.iteration)
-        (folder / folders.TRACKER).write_text(said)
+        (folder / folders.TRACKER).write_text(folders.names(self.iteration)[1])
 
 
 def _common(

@@ -242,7 +242,7 @@ def _of_experts(name: str) -> bool:
 @dataclass(frozen=True)
 class Writing:
     """The checkpoint of the parameters that `read(our name)` gives, by several hands: a unit is the
-    file of a rank. As convert.py asks for it. `iteration` None: a release.
+    file of a rank. As convert.py asks for it. `iteration` None or 0: a release.
     """
 
     plan: Plan
@@ -270,7 +270,7 @@ class Writing:
 
     @property
     def _name(self) -> str:
-        return folders.RELEASE if self.iteration is None else f"iter_{self.iteration:07d}"
+        return folders.names(self.iteration)[0]
 
     def begin(self, folder: Path) -> None:
         for pp, tp in self.units:
@@ -298,8 +298,7 @@ class Writing:
                 file.close()
 
     def end(self, folder: Path, results: Sequence[None]) -> None:
-        said = self._name if self.iteration is None else str(self.iteration)
-        (folder / folders.TRACKER).write_text(said)
+        (folder / folders.TRACKER).write_text(folders.names(self.iteration)[1])
 
 
 def _write_one(

@@ -41,6 +41,15 @@ def newest(folder: Path) -> Path:
     return named
 
 
+def names(iteration: int | None) -> tuple[str, str]:
+    """Of a checkpoint that is written: its folder, and what the tracker says. What no update has
+    made is a release: Megatron reads no tracker that says 0.
+    """
+    if not iteration:
+        return RELEASE, RELEASE
+    return f"iter_{iteration:07d}", str(iteration)
+
+
 def ranks(folder: Path) -> list[Path]:
     """The folders of ranks in a checkpoint."""
     return sorted(p for p in folder.glob("mp_rank_*") if RANK.fullmatch(p.name))
