@@ -70,12 +70,10 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Transpose:
-    """The inner rule on a weight stored [in, out], as GPT-2's Conv1D does; biases are as the inner
-    rule has them.
-    """
+class Around:
+    """A rule around an inner one, which has the names."""
 
-    rule: Rename | Split
+    rule: "Rule"
 
     @property
     def hf(self) -> str:
@@ -84,6 +82,15 @@ class Transpose:
     @property
     def names(self) -> tuple[str, ...]:
         return self.rule.names
+
+
+@dataclass(frozen=True)
+class Transpose(Around):
+    """The inner rule on a weight stored [in, out], as GPT-2's Conv1D does; biases are as the inner
+    rule has them.
+    """
+
+    rule: Rename | Split
 
     def shape(self, parts: list[Shape]) -> Shape:
         return self.rule.shape(parts)[::-1]
@@ -108,38 +115,22 @@ class Stack:
 
 
 @dataclass(frozen=True)
-class Each:
+class Each(Around):
     """The inner rule on each matrix of stacked ones, [experts, ...] on disk as here."""
 
     rule: Rename | Split | Transpose
-
-    @property
-    def hf(self) -> str:
-        return self.rule.hf
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self.rule.names
 
     def shape(self, parts: list[Shape]) -> Shape:
         return (parts[0][0], *self.rule.shape([part[1:] for part in parts]))
 
 
 @dataclass(frozen=True)
-class Bare:
+class Bare(Around):
     """The inner rule on what is no module on disk: its name is all of the weight's, and that of the
     bias ends in `_bias`.
     """
 
     rule: Rename | Each
-
-    @property
-    def hf(self) -> str:
-        return self.rule.hf
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self.rule.names
 
     def shape(self, parts: list[Shape]) -> Shape:
         return self.rule.shape(parts)
