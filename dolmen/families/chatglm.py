@@ -12,13 +12,11 @@ by special tokens (tree/blanks.py).
 import math
 from typing import Any
 
-from dolmen.families import common, special_tokens
+from dolmen.families import common, glm_like, special_tokens
 from dolmen.families.family import BESIDE, Family, Field, Ids, expect
-from dolmen.families.rules import Rename, Rule, Split
 from dolmen.files import kinds
 from dolmen.files.schema import optional
 from dolmen.model.tree import (
-    Attention,
     Blanks,
     Block,
     Deepnorm,
@@ -33,9 +31,7 @@ BUILT_IN = {150528: {"mask": 150000, "gmask": 150001}, 130528: {"mask": 130000, 
 EPS = common.eps("layernorm_epsilon", 1e-5)
 FIELDS = (
     common.vocab_size(150528),
-    Field("hidden_size", kinds.WIDTH, 4096, "Width of the residual stream."),
-    Field("num_layers", kinds.LAYERS, 28, "Decoder blocks.", common=("num_hidden_layers",)),
-    Field("num_attention_heads", kinds.HEADS, 32, "Heads."),
+    *glm_like.sizes(4096, 28, 32),
     Field(
         "inner_hidden_size",
         kinds.WIDTH,
@@ -43,13 +39,7 @@ FIELDS = (
         "Width of the feed-forward layer.",
         common=("intermediate_size",),
     ),
-    Field(
-        "max_sequence_length",
-        kinds.POSITIONS,
-        2048,
-        "Longest sequence, tokens.",
-        common=("max_position_embeddings",),
-    ),
+    glm_like.longest(2048),
     Field(
         "bos_token_id",
         kinds.SPECIAL_TOKENS["bos_token_id"],
@@ -69,18 +59,8 @@ FIELDS = (
 
 
 def read(config: dict[str, Any]) -> Tree:
-    heads, size = config["num_attention_heads"], common.head_size(config, FIELDS)
-    mixer = Attention(
-        heads,
-        heads,
-        size,
-        q_bias=True,
-        k_bias=True,
-        v_bias=True,
-        o_bias=True,
-        positions=Rope(size, streams=2, halved=True),
-        mask="prefix",
-    )
+    turned = Rope(common.head_size(config, FIELDS), streams=2, halved=True)
+    mixer = glm_like.attention(config, FIELDS, turned)
     mlp = Mlp(config["inner_hidden_size"], gated=False, activation="gelu_tanh", bias=True)
     block = Block(mixer, mlp, common.layer_norm(config, EPS), Deepnorm(ALPHA))
     blocks = [block] * config["num_layers"]
@@ -114,23 +94,6 @@ def new(tree: Tree) -> dict[str, Any]:
     }
 
 
-def rules(tree: Tree) -> list[Rule]:
-    layer, ours = "transformer.layers.{}.", "layers.{}."
-    return [
-        Rename("transformer.word_embeddings", "embed"),
-        Rename(layer + "input_layernorm", ours + "attn_norm"),
-        Split(
-            layer + "attention.query_key_value", common.QKV, common.attention(tree).heads, (1, 1, 1)
-        ),
-        Rename(layer + "attention.dense", ours + "attn.o"),
-        Rename(layer + "post_attention_layernorm", ours + "mlp_norm"),
-        Rename(layer + "mlp.dense_h_to_4h", ours + "mlp.up"),
-        Rename(layer + "mlp.dense_4h_to_h", ours + "mlp.down"),
-        Rename("transformer.final_layernorm", "final_norm"),
-        Rename("lm_head", "head"),
-    ]
-
-
 def framed(tokens: list[int], ids: Ids) -> list[int]:
     """The blank is at the end, where the text has none."""
     if ids["sop"] in tokens:
@@ -145,7 +108,7 @@ FAMILY = Family(
     native=False,
     read=read,
     new=new,
-    rules=rules,
+    rules=glm_like.rules,
     fields=FIELDS,
     framed=framed,
     head_beside=True,

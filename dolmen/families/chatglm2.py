@@ -8,9 +8,9 @@ model (chatglm.py).
 from collections.abc import Mapping
 from typing import Any
 
-from dolmen.families import common, special_tokens
+from dolmen.families import common, glm_like, special_tokens
 from dolmen.families.family import BESIDE, Family, Field, Ids, expect
-from dolmen.families.rules import Rename, Rule, Split
+from dolmen.families.rules import Rule
 from dolmen.files import kinds
 from dolmen.files.schema import Flag, Real, optional
 from dolmen.model.tree import Attention, Block, Mlp, Norm, Rope, Tree
@@ -101,20 +101,16 @@ def new(tree: Tree) -> dict[str, Any]:
 
 
 def rules(tree: Tree) -> list[Rule]:
-    layer, ours = "transformer.encoder.layers.{}.", "layers.{}."
     mixer = common.attention(tree)
-    group = mixer.heads // mixer.kv_heads
-    return [
-        Rename("transformer.embedding.word_embeddings", "embed"),
-        Rename(layer + "input_layernorm", ours + "attn_norm"),
-        Split(layer + "self_attention.query_key_value", common.QKV, 1, (group, 1, 1)),
-        Rename(layer + "self_attention.dense", ours + "attn.o"),
-        Rename(layer + "post_attention_layernorm", ours + "mlp_norm"),
-        Split(layer + "mlp.dense_h_to_4h", (ours + "mlp.gate", ours + "mlp.up"), 1, (1, 1)),
-        Rename(layer + "mlp.dense_4h_to_h", ours + "mlp.down"),
-        Rename("transformer.encoder.final_layernorm", "final_norm"),
-        Rename("transformer.output_layer", "head"),
-    ]
+    return glm_like.rules(
+        tree,
+        "transformer.embedding.word_embeddings",
+        "transformer.encoder.",
+        "self_attention.",
+        "transformer.output_layer",
+        packed=(1, (mixer.heads // mixer.kv_heads, 1, 1)),
+        first=("gate", "up"),
+    )
 
 
 def tells(config: Mapping[str, Any]) -> bool:

@@ -9,27 +9,18 @@ of three mask tokens marks the blank, whichever comes first.
 from collections.abc import Mapping
 from typing import Any
 
-from dolmen.families import common, special_tokens
+from dolmen.families import common, glm_like, special_tokens
 from dolmen.families.family import BARE, Family, Field, Ids, expect
-from dolmen.families.rules import Rename, Rule, Split
-from dolmen.files import kinds
+from dolmen.families.rules import Rename, Rule
 from dolmen.files.schema import Flag
-from dolmen.model.tree import Attention, Blanks, Block, Embedding, Mask, Mlp, Norm, Table, Tree
+from dolmen.model.tree import Blanks, Block, Embedding, Mask, Mlp, Norm, Table, Tree
 
 NORM = Norm("layernorm", 1e-5, bias=True)
 MASKS = ("mask", "smask", "gmask")
 FIELDS = (
     common.vocab_size(30592),
-    Field("hidden_size", kinds.WIDTH, 1024, "Width of the residual stream."),
-    Field("num_layers", kinds.LAYERS, 24, "Decoder blocks.", common=("num_hidden_layers",)),
-    Field("num_attention_heads", kinds.HEADS, 16, "Heads."),
-    Field(
-        "max_sequence_length",
-        kinds.POSITIONS,
-        512,
-        "Longest sequence, tokens: rows of each table of positions, less one.",
-        common=("max_position_embeddings",),
-    ),
+    *glm_like.sizes(1024, 24, 16),
+    glm_like.longest(512, "Longest sequence, tokens: rows of each table of positions, less one."),
     common.INITIALIZER_RANGE,
     Field("tie_word_embeddings", Flag(), True, "Head and embedding are one parameter."),
     special_tokens.SPECIAL_TOKENS,
@@ -38,10 +29,7 @@ FIELDS = (
 
 
 def read(config: dict[str, Any]) -> Tree:
-    heads, size = config["num_attention_heads"], common.head_size(config, FIELDS)
-    mixer = Attention(
-        heads, heads, size, q_bias=True, k_bias=True, v_bias=True, o_bias=True, mask="prefix"
-    )
+    mixer = glm_like.attention(config, FIELDS)
     mlp = Mlp(4 * config["hidden_size"], gated=False, activation="gelu", bias=True)
     blocks = [Block(mixer, mlp, NORM)] * config["num_layers"]
     table = Table(config["max_sequence_length"], streams=2)
@@ -62,20 +50,13 @@ def new(tree: Tree) -> dict[str, Any]:
 
 
 def rules(tree: Tree) -> list[Rule]:
-    layer, ours = "glm.transformer.layers.{}.", "layers.{}."
-    return [
-        Rename("glm.word_embeddings", "embed"),
+    """q, k and v lie one behind the other."""
+    tables = (
         Rename("glm.transformer.position_embeddings", "positions"),
         Rename("glm.transformer.block_position_embeddings", "block_positions"),
-        Rename(layer + "input_layernorm", ours + "attn_norm"),
-        Split(layer + "attention.query_key_value", common.QKV, 1, (1, 1, 1)),
-        Rename(layer + "attention.dense", ours + "attn.o"),
-        Rename(layer + "post_attention_layernorm", ours + "mlp_norm"),
-        Rename(layer + "mlp.dense_h_to_4h", ours + "mlp.up"),
-        Rename(layer + "mlp.dense_4h_to_h", ours + "mlp.down"),
-        Rename("glm.transformer.final_layernorm", "final_norm"),
-        Rename("lm_head", "head"),
-    ]
+    )
+    names = "glm.word_embeddings", "glm.transformer."
+    return glm_like.rules(tree, *names, packed=(1, (1, 1, 1)), more=tables)
 
 
 def tells(config: Mapping[str, Any]) -> bool:

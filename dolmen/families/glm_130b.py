@@ -9,19 +9,17 @@ rope are rounded to half precision. Behind [gMASK] positions count on, behind [M
 import math
 from typing import Any
 
-from dolmen.families import common, special_tokens
+from dolmen.families import common, glm_like, special_tokens
 from dolmen.families.family import BESIDE, Family, Field, Ids, expect
-from dolmen.families.rules import Rename, Rule, Split
+from dolmen.families.rules import Rule
 from dolmen.files import kinds
 from dolmen.files.schema import optional
-from dolmen.model.tree import Attention, Blanks, Block, Deepnorm, Mask, Mlp, Rope, Tree
+from dolmen.model.tree import Blanks, Block, Deepnorm, Mask, Mlp, Rope, Tree
 
 EPS = common.eps("layernorm_epsilon", 1e-5)
 FIELDS = (
     common.vocab_size(150528),
-    Field("hidden_size", kinds.WIDTH, 12288, "Width of the residual stream."),
-    Field("num_layers", kinds.LAYERS, 70, "Decoder blocks.", common=("num_hidden_layers",)),
-    Field("num_attention_heads", kinds.HEADS, 96, "Heads."),
+    *glm_like.sizes(12288, 70, 96),
     Field(
         "inner_hidden_size",
         optional(kinds.WIDTH),
@@ -29,32 +27,16 @@ FIELDS = (
         "Width of the feed-forward layer; None: 8 / 3 of hidden_size, rounded down.",
         common=("intermediate_size",),
     ),
-    Field(
-        "max_sequence_length",
-        kinds.POSITIONS,
-        2048,
-        "Longest sequence, tokens.",
-        common=("max_position_embeddings",),
-    ),
+    glm_like.longest(2048),
     *common.ends(EPS, tied=True),
     special_tokens.SPECIAL_TOKENS,
 )
 
 
 def read(config: dict[str, Any]) -> Tree:
-    heads, size = config["num_attention_heads"], common.head_size(config, FIELDS)
     layers, inner = config["num_layers"], config["inner_hidden_size"]
-    mixer = Attention(
-        heads,
-        heads,
-        size,
-        q_bias=True,
-        k_bias=True,
-        v_bias=True,
-        o_bias=True,
-        positions=Rope(size, halved=True),
-        mask="prefix",
-    )
+    turned = Rope(common.head_size(config, FIELDS), halved=True)
+    mixer = glm_like.attention(config, FIELDS, turned)
     width = 4 * config["hidden_size"] * 2 // 3 if inner is None else inner
     mlp = Mlp(width, activation="gelu", bias=True)
     norm, around = common.layer_norm(config, EPS), Deepnorm(math.sqrt(2 * layers))
@@ -77,19 +59,7 @@ def new(tree: Tree) -> dict[str, Any]:
 
 def rules(tree: Tree) -> list[Rule]:
     """Of a file of whole tensors."""
-    layer, ours = "transformer.layers.{}.", "layers.{}."
-    halves, heads = (ours + "mlp.up", ours + "mlp.gate"), common.attention(tree).heads
-    return [
-        Rename("transformer.word_embeddings", "embed"),
-        Rename(layer + "input_layernorm", ours + "attn_norm"),
-        Split(layer + "attention.query_key_value", common.QKV, heads, (1, 1, 1)),
-        Rename(layer + "attention.dense", ours + "attn.o"),
-        Rename(layer + "post_attention_layernorm", ours + "mlp_norm"),
-        Split(layer + "mlp.dense_h_to_4h", halves, 1, (1, 1)),
-        Rename(layer + "mlp.dense_4h_to_h", ours + "mlp.down"),
-        Rename("transformer.final_layernorm", "final_norm"),
-        Rename("lm_head", "head"),
-    ]
+    return glm_like.rules(tree, first=("up", "gate"))
 
 
 def framed(tokens: list[int], ids: Ids) -> list[int]:
