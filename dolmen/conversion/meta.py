@@ -15,11 +15,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from jaxtyping import Shaped
 from torch import Tensor
 
 from dolmen.conversion import beside
 from dolmen.conversion.hf import FLOATS
+from dolmen.conversion.joined import Joined
 from dolmen.conversion.megatron.shares import Share, share
 from dolmen.conversion.moments import WeightsAlone
 from dolmen.conversion.weights import assemble
@@ -97,55 +97,33 @@ def rules(tree: Tree) -> list[Rule]:
 
 
 @dataclass(frozen=True)
-class Consolidated(WeightsAlone):
+class Consolidated(WeightsAlone, Joined):
     """The files of all ranks; their weights are those of `model`."""
 
-    where: Path
-    model: Model
     ranks: tuple[Mapping[str, Stored], ...]
+
+    @property
+    def where(self) -> Path:
+        return self.beside
 
     @property
     def title(self) -> str:
         return f"{self.where}, Meta's files of {counted(len(self.ranks), 'rank')}"
 
     @property
-    def tree(self) -> Tree:
-        return self.model.tree
-
-    @property
     def iteration(self) -> None:
         return None
 
     @property
-    def tokenizer(self) -> Path | None:
-        return beside.tokenizer(self.where)
-
-    @property
-    def generation_config(self) -> dict[str, Any]:
-        return beside.generation_config(self.where)
-
-    @property
-    def transformers(self) -> None:
-        return None
-
-    @property
     def specs(self) -> Mapping[str, Spec]:
-        self._check()
+        _ = self._checked
         return {
             ours: Spec(self.tree.leaves[ours].shape, self.ranks[0][entry.hf].spec.dtype)
             for ours, entry in self._holding.items()
         }
 
     def stream(self, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        self._check()
-        return assemble(self._entries.values(), self._joined, only)
-
-    def read(self, name: str) -> Shaped[Tensor, "*whole"]:
-        if name not in self._holding:
-            raise KeyError(f"{self.where} has no parameter {name}")
-        self._check()
-        ((_, tensor),) = assemble([self._holding[name]], self._joined, [name])
-        return tensor
+        return assemble([self._entries[name] for name in self._checked], self._tensor, only)
 
     @cached_property
     def _entries(self) -> dict[str, Entry]:
@@ -163,8 +141,9 @@ class Consolidated(WeightsAlone):
         entry = self._entries[name]
         return Share(share(entry, self.tree.leaves[entry.ours[0]]).dim)
 
-    def _check(self) -> None:
-        """Raises as `specs`."""
+    @cached_property
+    def _checked(self) -> list[str]:
+        """Stored names. Raises as `specs`."""
         for i, rank in enumerate(self.ranks):
             held = {name for name in rank if name != "rope.freqs"}
             if other := sorted(held ^ self._entries.keys()):
@@ -182,8 +161,9 @@ class Consolidated(WeightsAlone):
                     )
                 if stored.spec.dtype not in FLOATS or stored.spec != self.ranks[0][name].spec:
                     raise ValueError(f"{name} is {stored.spec.dtype} in {stored.file}")
+        return list(self._entries)
 
-    def _joined(self, name: str) -> Tensor:
+    def _tensor(self, name: str) -> Tensor:
         of = self._share(name)
         ranks = self.ranks[:1] if of.dim is None else self.ranks
         return of.join(rank[name].read() for rank in ranks)
@@ -198,7 +178,7 @@ def opened(folder: Path, model: Model | None = None) -> Consolidated:
     if missing := [name for name in expected if name not in names]:
         raise ValueError(f"{folder} has no {missing[0]}, but {names[-1]}: a rank is missing")
     ranks = tuple(torch_files.read_header(folder / name) for name in names)
-    return Consolidated(folder, model or _model(folder, ranks), ranks)
+    return Consolidated(model or _model(folder, ranks), folder, ranks)
 
 
 def _embedding_dim(ranks: tuple[Mapping[str, Stored], ...], hidden: int) -> int:

@@ -15,12 +15,11 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
-from jaxtyping import Shaped
 from torch import Tensor
 
 from dolmen.conversion import beside, hf
+from dolmen.conversion.joined import Joined
 from dolmen.conversion.megatron.shares import Share
 from dolmen.conversion.moments import WeightsAlone
 from dolmen.conversion.weights import assemble
@@ -29,7 +28,6 @@ from dolmen.families import Model, WeightMap, weight_map
 from dolmen.families.rules import Entry, Split
 from dolmen.files import gate, torch_files
 from dolmen.files.safetensors import Spec, Stored
-from dolmen.model.tree import Tree
 
 RANK = re.compile(r"mp_rank_(\d{2,4})_model_states\.pt")
 LATEST = "latest"
@@ -68,40 +66,25 @@ def newest(folder: Path) -> Path:
 
 
 @dataclass(frozen=True)
-class Sat(WeightsAlone):
+class Sat(WeightsAlone, Joined):
     """The files of all ranks; their weights are those of `model`."""
 
-    where: Path
-    model: Model
+    folder: Path
     held: tuple[Mapping[str, Stored], ...]
     """Of each rank: name -> where."""
-    beside: Path
-    """Where its config.json and its tokenizer would lie."""
+
+    @property
+    def where(self) -> Path:
+        return self.folder
 
     @property
     def title(self) -> str:
         return f"{self.where}, a checkpoint of SAT ({counted(len(self.held), 'rank')})"
 
     @property
-    def tree(self) -> Tree:
-        return self.model.tree
-
-    @property
     def iteration(self) -> int | None:
         """Updates that it has had, where its folder is named by them."""
         return int(self.where.name) if ITERATION.fullmatch(self.where.name) else None
-
-    @property
-    def tokenizer(self) -> Path | None:
-        return beside.tokenizer(self.beside)
-
-    @property
-    def generation_config(self) -> dict[str, Any]:
-        return beside.generation_config(self.beside)
-
-    @property
-    def transformers(self) -> None:
-        return None
 
     @property
     def specs(self) -> Mapping[str, Spec]:
@@ -113,13 +96,6 @@ class Sat(WeightsAlone):
 
     def stream(self, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         return assemble([self._weights.entries[name] for name in self._checked], self._tensor, only)
-
-    def read(self, name: str) -> Shaped[Tensor, "*whole"]:
-        if name not in self._holding:
-            raise KeyError(f"{self.where} has no parameter {name}")
-        _ = self._checked
-        ((_, tensor),) = assemble([self._holding[name]], self._tensor, [name])
-        return tensor
 
     @cached_property
     def _weights(self) -> WeightMap:
@@ -196,7 +172,7 @@ def opened(folder: Path, model: Model | None = None) -> Sat:
     files = ranks(folder)
     if missing := sorted({*range(max(files))} - files.keys()):
         raise ValueError(f"{folder} has rank {max(files)}, and rank {missing[0]} is missing")
-    return Sat(folder, model, tuple(_held(files[rank]) for rank in range(len(files))), place)
+    return Sat(model, place, folder, tuple(_held(files[rank]) for rank in range(len(files))))
 
 
 def _held(file: Path) -> dict[str, Stored]:

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Shaped
 from torch import Tensor
 
 from dolmen.conversion import beside
+from dolmen.conversion.joined import Joined
 from dolmen.conversion.megatron import arguments, folders, grouped, names, options, shares
 from dolmen.conversion.megatron.folders import Sizes
 from dolmen.conversion.megatron.shares import Share
@@ -31,7 +31,6 @@ from dolmen.families.rules import Entry
 from dolmen.files import gate, torch_files
 from dolmen.files.safetensors import Spec, Stored
 from dolmen.files.schema import Int, Real, either
-from dolmen.model.tree import Tree
 
 CHUNK = re.compile(r"model(\d{0,4})")
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -208,13 +207,10 @@ def _place(
 
 
 @dataclass(frozen=True)
-class Megatron:
+class Megatron(Joined):
     """A checkpoint of Megatron; its weights are those of `model`."""
 
     checkpoint: Checkpoint
-    model: Model
-    beside: Path
-    """Where its config.json and its tokenizer would lie."""
     moment: bool = False
     """Whether these are no weights but a moment of each that is trained."""
 
@@ -231,24 +227,8 @@ class Megatron:
         return f"{self.where}, a Megatron checkpoint ({kind}, {one.sizes.words})"
 
     @property
-    def tree(self) -> Tree:
-        return self.model.tree
-
-    @property
     def iteration(self) -> int | None:
         return self.checkpoint.iteration
-
-    @property
-    def tokenizer(self) -> Path | None:
-        return beside.tokenizer(self.beside)
-
-    @property
-    def generation_config(self) -> dict[str, Any]:
-        return beside.generation_config(self.beside)
-
-    @property
-    def transformers(self) -> None:
-        return None
 
     @property
     def precise(self) -> "Megatron":
@@ -289,13 +269,6 @@ class Megatron:
         """Raises ValueError too where a tied head differs from the embedding."""
         self._compare_tied()
         return assemble([self._entries[name] for name in self._checked], self._tensor, only)
-
-    def read(self, name: str) -> Shaped[Tensor, "*whole"]:
-        if name not in self._holding:
-            raise KeyError(f"{self.where} has no parameter {name}")
-        _ = self._checked
-        ((_, tensor),) = assemble([self._holding[name]], self._tensor, [name])
-        return tensor
 
     @cached_property
     def _entries(self) -> dict[str, Entry]:
@@ -421,7 +394,7 @@ def source_of(
     place = beside.place(checkpoint.folder)
     if model is None:
         model = _model(checkpoint, place, rows)
-    return Megatron(checkpoint, model, place)
+    return Megatron(model, place, checkpoint)
 
 
 def _model(checkpoint: Checkpoint, place: Path, rows: int | None) -> Model:

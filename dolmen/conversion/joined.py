@@ -1,0 +1,68 @@
+"""What sources (source.py) have in common whose tensors are joined out of the files of several
+ranks: a config.json and a tokenizer lie beside these, if anywhere.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxtyping import Shaped
+from torch import Tensor
+
+from dolmen.conversion import beside
+from dolmen.conversion.weights import assemble
+from dolmen.families import Model
+from dolmen.families.rules import Entry
+from dolmen.model.tree import Tree
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A format says what is stored (`_holding`, `_checked`) and joins it (`_tensor`)."""
+
+    model: Model
+    beside: Path
+    """Where its config.json and its tokenizer would lie."""
+
+    @property
+    def where(self) -> Path:
+        """The folder of the files."""
+        raise NotImplementedError
+
+    @property
+    def tree(self) -> Tree:
+        return self.model.tree
+
+    @property
+    def tokenizer(self) -> Path | None:
+        return beside.tokenizer(self.beside)
+
+    @property
+    def generation_config(self) -> dict[str, Any]:
+        return beside.generation_config(self.beside)
+
+    @property
+    def transformers(self) -> None:
+        return None
+
+    def read(self, name: str) -> Shaped[Tensor, "*whole"]:
+        if name not in self._holding:
+            raise KeyError(f"{self.where} has no parameter {name}")
+        _ = self._checked
+        ((_, tensor),) = assemble([self._holding[name]], self._tensor, [name])
+        return tensor
+
+    @property
+    def _holding(self) -> Mapping[str, Entry]:
+        """Our name -> the stored tensor that holds a parameter."""
+        raise NotImplementedError
+
+    @property
+    def _checked(self) -> Iterable[str]:
+        """Stored names, in the order in which they lie. Raises as `Source.specs`."""
+        raise NotImplementedError
+
+    def _tensor(self, name: str) -> Shaped[Tensor, "*whole"]:
+        """A stored tensor, whole."""
+        raise NotImplementedError
