@@ -4,6 +4,7 @@ ranks: a config.json and a tokenizer lie beside these, if anywhere.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +54,12 @@ class Joined:
         ((_, tensor),) = assemble([self._holding[name]], self._tensor, [name])
         return tensor
 
-    @property
+    @cached_property
     def _holding(self) -> Mapping[str, Entry]:
         """Our name -> the stored tensor that holds a parameter."""
         raise NotImplementedError
 
-    @property
+    @cached_property
     def _checked(self) -> Iterable[str]:
         """Stored names, in the order in which they lie. Raises as `Source.specs`."""
         raise NotImplementedError

@@ -2,7 +2,6 @@
 fields, biased attention under a prefix mask, and names of tensors.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 from dolmen.families import common
@@ -27,7 +26,7 @@ def longest(default: int, what: str = "Longest sequence, tokens.") -> Field:
 
 
 def attention(
-    config: Mapping[str, Any], fields: tuple[Field, ...], positions: Rope | None = None
+    config: dict[str, Any], fields: tuple[Field, ...], positions: Rope | None = None
 ) -> Attention:
     """All projections have biases; the tokens of a prefix see one another."""
     heads, size = config["num_attention_heads"], common.head_size(config, fields)

@@ -283,9 +283,10 @@ def _number(step: Any, file: Path) -> int:
     """A count, which may lie as a tensor. Raises ValueError for what is none."""
     if isinstance(step, Held) and step.shape in ((), (1,)):
         step = step.stored("step", file).read().item()
-    if type(step) not in (int, float) or not 0 <= step < 2**40 or step != int(step):
-        raise ValueError(f"{file}: the optimizer's step is {step!r:.40}, which is no count")
-    return int(step)
+    if isinstance(step, int | float) and not isinstance(step, bool):
+        if 0 <= step < 2**40 and step == int(step):
+            return int(step)
+    raise ValueError(f"{file}: the optimizer's step is {step!r:.40}, which is no count")
 
 
 def _named(key: str, whole: Stored) -> Iterator[tuple[str, tuple[int, ...]]]:
