@@ -143,6 +143,8 @@ def convert(asked: ConvertConfig, shown: bool = False) -> str:
     one = Conversion(replace(asked, source=pinned(asked.source)))
     target = Path(asked.destination).resolve()  # a link cannot be replaced by a folder
     unknown.warn(one.opened.model)
+    if asked.dtype is None:
+        _check_one_dtype(one.opened)
     hf_export.check_target(target)
     if target.is_mount():
         raise ValueError(f"{target} is where a disk is mounted: name a folder in it")
@@ -201,6 +203,26 @@ def _state(source: Source, to: str) -> Moments | None:
             return Moments(state.step, {**state.kinds, **more})
     warnings.warn(f"the optimizer's state is left behind: {why}", stacklevel=3)
     return None
+
+
+def _check_one_dtype(source: Source) -> None:
+    """Raises ValueError where tensors are of several dtypes, as of a folder that was put together:
+    which is meant is for the user to say. Those that a family keeps wide do not count.
+    """
+    specs, leaves = source.specs, source.tree.leaves
+    kinds: dict[torch.dtype, list[str]] = {}
+    for name, spec in specs.items():
+        if leaves[name].trained and not leaves[name].precise:
+            kinds.setdefault(spec.dtype, []).append(name)
+    if len(kinds) > 1:
+        each = [
+            f"{len(names):,} of {str(kind).removeprefix('torch.')} (e.g. {names[0]})"
+            for kind, names in kinds.items()
+        ]
+        raise ValueError(
+            f"{source.where} has parameters of several dtypes: {', '.join(each)}: say by --dtype "
+            "which is written"
+        )
 
 
 def _dtype(source: Source, asked: ConvertConfig) -> torch.dtype:

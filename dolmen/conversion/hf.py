@@ -134,7 +134,7 @@ class Transformers(WeightsAlone):
 
     @property
     def title(self) -> str:
-        return str(self.where)
+        return f"{self.where}, a transformers directory"
 
     @property
     def tree(self) -> Tree:

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from dolmen import cli
 from dolmen.conversion import hf_export, proof
@@ -68,6 +68,13 @@ def outside(folder):
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+def mixed(folder):
+    weights = load_file(folder / "model.safetensors")
+    name = next(name for name in weights if "q_proj" in name)
+    weights[name] = weights[name].half()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
 def cut(file):
     file.write_bytes(file.read_bytes()[:-100])
 
@@ -92,6 +99,9 @@ BAD = {
     ),
     "the vocabulary is not said": (
         "ranks", lambda f: (f / "config.json").unlink(), (), "give --vocab-size",
+    ),
+    "one tensor of another dtype": (
+        "hf", mixed, (), "1 of float16 (e.g. layers.0.attn.q.weight): say by --dtype which is",
     ),
     "no such format": ("hf", None, ("--to", "nemo"), "--to"),
 }  # fmt: skip

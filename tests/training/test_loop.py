@@ -24,17 +24,28 @@ def made(monkeypatch):
     return asked
 
 
+class Whose(tuple):
+    """Batch s of rank r of n: no tokens, so every model reads it as it is."""
+
+    def read_by(self, tree):
+        return self
+
+
 class Batches:
     """Batch s of rank r of n is (s, r, n), for ever."""
 
     def starting_at(self, step, rank, ranks):
         for now in count(step):
-            yield now, (now, rank, ranks)
+            yield now, Whose((now, rank, ranks))
 
 
 def go(start: int, steps: int, hooks, stop: Stop | None = None) -> int:
     return train_steps(
-        SimpleNamespace(step=start, steps=steps), Batches(), SINGLE, hooks, stop or Stop()
+        SimpleNamespace(step=start, steps=steps, model=SimpleNamespace(tree=None)),
+        Batches(),
+        SINGLE,
+        hooks,
+        stop or Stop(),
     )
 
 
