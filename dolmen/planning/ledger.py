@@ -1,0 +1,91 @@
+"""What a rank does in a step, counted: the one thing that the planner, the report of memory and the
+pictures read. A dry run writes it (planning/dryrun.py). Nothing here knows of torch.
+
+A ledger is the rows of one rank in the order in which the host issues them.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+KINDS = (
+    "parameter",
+    "compute copy",
+    "gradient",
+    "unsharded gradient",
+    "optimizer",
+    "activation",
+    "buffer",
+)
+"""What bytes are of."""
+
+
+class Live(NamedTuple):
+    """Bytes that a rank holds, by kind."""
+
+    parameter: int = 0
+    """At rest, the shard of this rank."""
+    compute: int = 0
+    """Gathered or cast parameters."""
+    gradient: int = 0
+    """Reduced, the shard of this rank."""
+    unsharded: int = 0
+    """Gradients before their reduction."""
+    optimizer: int = 0
+    activation: int = 0
+    """What backward needs, and temporaries of a module."""
+    buffer: int = 0
+    """All else: the batch, tables, what a collective packs into."""
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One operation. Bytes are of this rank."""
+
+    action: str
+    """Of the schedule, as its text has it: "F0", "B3.1", "W2"; "optimizer" for what follows them."""
+    module: str
+    """Where in the model: "layers.3.attn"; "" outside of it."""
+    kind: Literal["product", "attention", "memory", "collective", "send", "host"]
+    """product: a matrix product. attention: a kernel that holds scores. memory: bound by bytes.
+    collective, send: over `axis`. host: a read that waits for the device.
+    """
+    op: str
+    """The operator, "mm"; of a collective "all-reduce", "all-gather", "reduce-scatter",
+    "all-to-all"; of a send "send" or "receive"."""
+    flops: int = 0
+    """Two per multiplication and addition of a product; 0 of memory-bound work."""
+    read: int = 0
+    written: int = 0
+    shape: tuple[int, ...] = ()
+    """Of a product (batch, rows, columns, contraction)."""
+    axis: str = ""
+    """Of a collective or send, the mesh axis that it crosses."""
+    payload: int = 0
+    """Bytes of the largest tensor that a collective makes or takes, as the formulas of a ring have
+    it: of an all-gather the gathered one, of a reduce-scatter the whole one."""
+    live: Live = Live()
+    """After it."""
+    peak: int = 0
+    """The most bytes at once while it ran."""
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """All rows of a step of one rank, in order, and what it held before the first."""
+
+    rank: int
+    rest: Live
+    rows: tuple[Row, ...]
+
+    @property
+    def flops(self) -> int:
+        return sum(row.flops for row in self.rows)
+
+    @property
+    def peak(self) -> int:
+        """Bytes of tensors, the most at once."""
+        return max([self.rest.total, *(row.peak or row.live.total for row in self.rows)])
