@@ -7,17 +7,6 @@ A ledger is the rows of one rank in the order in which the host issues them.
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-KINDS = (
-    "parameter",
-    "compute copy",
-    "gradient",
-    "unsharded gradient",
-    "optimizer",
-    "activation",
-    "buffer",
-)
-"""What bytes are of."""
-
 
 class Live(NamedTuple):
     """Bytes that a rank holds, by kind."""
@@ -46,7 +35,7 @@ class Row:
     """One operation. Bytes are of this rank."""
 
     action: str
-    """Of the schedule, as its text has it: "F0", "B3.1", "W2"; "optimizer" for what follows them."""
+    """Of the schedule, as its text has it: "F0", "B3.1", "W2"; "optimizer" for what follows."""
     module: str
     """Where in the model: "layers.3.attn"; "" outside of it."""
     kind: Literal["product", "attention", "memory", "collective", "send", "host"]
