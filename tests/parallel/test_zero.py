@@ -19,6 +19,7 @@ from backward import backward
 from fakes import join_fake
 from models import Flat, Tiny, build, initialize
 from torch import Tensor
+from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dolmen.core import mesh as meshes
@@ -86,9 +87,16 @@ def measure(parameters: list) -> Bytes:
     return Bytes(
         held(p._sharded_param_data for p in parameters),
         held(t for p in parameters for t in p.all_gather_outputs),
-        held(p.sharded_param.grad for p in parameters)
-        + held(p.unsharded_accumulated_grad for p in parameters)
-        + held(c.grad for c in copies if c is not None),
+        # torch 2.15 calls one tensor by two of these names
+        held(
+            gradient
+            for p, copy in zip(parameters, copies, strict=True)
+            for gradient in (
+                p.sharded_param.grad,
+                p.unsharded_accumulated_grad,
+                None if copy is None else copy.grad,
+            )
+        ),
     )
 
 
@@ -162,9 +170,10 @@ def expected(
     ]
     stages += [(copy.R, flying.R + (rest if many else LAYERS * shard.B // d)), (0, rest)]
     if many and waits:
-        # summed in fp32
+        # summed in fp32: added where they come from (torch 2.15), or first whole beside the sum
+        added = compute == torch.float32 or TorchVersion(torch.__version__) >= (2, 15)
         stages = [
-            (copy.P, whole.P + (0 if compute == torch.float32 else flying.B + flying.H)),
+            (copy.P, whole.P + (0 if added else flying.B + flying.H)),
             (0, rest),
         ]
     return {
