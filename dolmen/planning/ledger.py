@@ -60,6 +60,10 @@ class Row:
     """After it."""
     peak: int = 0
     """The most bytes at once while it ran."""
+    times: int = 1
+    """How often the step does it: a row of the steady state stands for those of the microbatches
+    that were not run one by one.
+    """
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ class Ledger:
 
     @property
     def flops(self) -> int:
-        return sum(row.flops for row in self.rows)
+        return sum(row.flops * row.times for row in self.rows)
 
     @property
     def peak(self) -> int:
