@@ -4,46 +4,15 @@ files change it. Its model is a config.json.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from dolmen.checkpoint.config import CheckpointConfig
 from dolmen.data.config import DataConfig
 from dolmen.families import Model
 from dolmen.model.layout import Layout
 from dolmen.optim.config import OptimizerConfig
+from dolmen.recipes import gpts, llamas
+from dolmen.recipes.common import FRESH, large
 from dolmen.training.config import FinishConfig, LogConfig, RunConfig, TrainConfig
-
-# A model made here has no tokenizer yet, and its weights are stored as they are trained.
-FRESH = {
-    "dtype": "float32",
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-    "use_cache": True,
-}
-LLAMA_3 = {
-    **FRESH,
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "num_key_value_heads": 8,
-    "hidden_act": "silu",
-    "max_position_embeddings": 131072,
-    "initializer_range": 0.02,
-    "rms_norm_eps": 1e-05,
-    "rope_parameters": {
-        "rope_type": "llama3",
-        "rope_theta": 500000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "mlp_bias": False,
-}
 
 
 def pretrain() -> RunConfig:
@@ -113,67 +82,6 @@ def _quickstart_here(run: RunConfig) -> RunConfig:
     )
 
 
-def llama_1b() -> RunConfig:
-    """the shape of Llama 3.2 1B"""
-    model = LLAMA_3 | {
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "head_dim": 64,
-        "rope_parameters": LLAMA_3["rope_parameters"] | {"factor": 32.0},
-        "tie_word_embeddings": True,
-    }
-    return _large("llama-1b", model, lr=4e-4, batch=256)
-
-
-def llama_8b() -> RunConfig:
-    """the shape of Llama 3.1 8B"""
-    model = LLAMA_3 | {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "head_dim": 128,
-    }
-    return _large("llama-8b", model, lr=3e-4, batch=512)
-
-
-def llama_70b() -> RunConfig:
-    """the shape of Llama 3.1 70B"""
-    model = LLAMA_3 | {
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "head_dim": 128,
-    }
-    return _large("llama-70b", model, lr=1.5e-4, batch=1024)
-
-
-def gpt3_175b() -> RunConfig:
-    """the shape of GPT-3 (2005.14165), as GPT-2 spells it"""
-    model = {
-        **FRESH,
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "vocab_size": 50257,
-        "n_positions": 2048,
-        "n_embd": 12288,
-        "n_layer": 96,
-        "n_head": 96,
-        "n_inner": 49152,
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": 1e-05,
-        "initializer_range": 0.02,
-        "tie_word_embeddings": True,
-        "attn_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "resid_pdrop": 0.0,
-    }
-    return _large("gpt3-175b", model, lr=0.6e-4, batch=1536, length=2048)
-
-
 def mixtral_8x7b() -> RunConfig:
     """the shape of Mixtral 8x7B (2401.04088): 46.7 B parameters, 12.9 B of them active per token"""
     model = {
@@ -199,7 +107,7 @@ def mixtral_8x7b() -> RunConfig:
         "num_experts_per_tok": 2,
         "router_aux_loss_coef": 0.02,
     }
-    return _large("mixtral-8x7b", model, lr=3e-4, batch=512)
+    return large("mixtral-8x7b", model, lr=3e-4, batch=512)
 
 
 def qwen3_30b_a3b() -> RunConfig:
@@ -233,7 +141,7 @@ def qwen3_30b_a3b() -> RunConfig:
         "mlp_only_layers": [],
         "router_aux_loss_coef": 0.001,
     }
-    return _large("qwen3-30b-a3b", model, lr=3e-4, batch=512)
+    return large("qwen3-30b-a3b", model, lr=3e-4, batch=512)
 
 
 def bert() -> RunConfig:
@@ -258,7 +166,7 @@ def bert() -> RunConfig:
         "hidden_dropout_prob": 0.0,
         "attention_probs_dropout_prob": 0.0,
     }
-    run = _large("bert", model, lr=1e-4, batch=256, length=512)
+    run = large("bert", model, lr=1e-4, batch=256, length=512)
     train = replace(run.train, steps=1_000_000, microbatch_size=16, dropout=0.1)
     return replace(
         run,
@@ -268,32 +176,35 @@ def bert() -> RunConfig:
     )
 
 
-def _large(
-    name: str, model: dict[str, Any], lr: float, batch: int, length: int = 8192
-) -> RunConfig:
-    return RunConfig(
-        name=name,
-        model=Model(model),
-        optimizer=OptimizerConfig(lr=lr, warmup_steps=2000, min_lr=lr / 10),
-        train=TrainConfig(
-            steps=100_000,
-            dtype="bfloat16",
-            sequence_length=length,
-            global_batch_size=batch,
-            microbatch_size=1,
-            compile=True,
-        ),
-        checkpoint=CheckpointConfig(every=1000),
-    )
-
-
 RECIPES: dict[str, Callable[[], RunConfig]] = {
     "quickstart": quickstart,
     "pretrain": pretrain,
-    "llama-1b": llama_1b,
-    "llama-8b": llama_8b,
-    "llama-70b": llama_70b,
-    "gpt3-175b": gpt3_175b,
+    "llama-1b": llamas.llama_1b,
+    "llama-8b": llamas.llama_8b,
+    "llama-70b": llamas.llama_70b,
+    "llama-405b": llamas.llama_405b,
+    "llama-7b": llamas.llama_7b,
+    "llama-13b": llamas.llama_13b,
+    "llama-33b": llamas.llama_33b,
+    "llama-65b": llamas.llama_65b,
+    "llama-2-7b": llamas.llama_2_7b,
+    "llama-2-13b": llamas.llama_2_13b,
+    "llama-2-70b": llamas.llama_2_70b,
+    "llama-3-8b": llamas.llama_3_8b,
+    "llama-3-70b": llamas.llama_3_70b,
+    "gpt-1.7b": gpts.gpt_1_7b,
+    "gpt-3.6b": gpts.gpt_3_6b,
+    "gpt-7.5b": gpts.gpt_7_5b,
+    "gpt-18b": gpts.gpt_18b,
+    "gpt-39b": gpts.gpt_39b,
+    "gpt-76b": gpts.gpt_76b,
+    "gpt-145b": gpts.gpt_145b,
+    "gpt-310b": gpts.gpt_310b,
+    "gpt-530b": gpts.gpt_530b,
+    "gpt-1t": gpts.gpt_1t,
+    "gpt-22b": gpts.gpt_22b,
+    "gpt-175b": gpts.gpt_175b,
+    "gpt3-175b": gpts.gpt3_175b,
     "mixtral-8x7b": mixtral_8x7b,
     "qwen3-30b-a3b": qwen3_30b_a3b,
     "bert": bert,
