@@ -4,6 +4,7 @@ it (and `planning/draw.py`, which draws what that says). Nothing here knows of t
 processes.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -63,6 +64,10 @@ class Cost(NamedTuple):
     input: float = 1
     weight: float = 1
     send: float = 0
+
+    def of_chunk(self, chunks: int) -> "Cost":
+        """Of one of `chunks` equal ones of a rank."""
+        return Cost(*(time / chunks for time in self[:4]), self.send)
 
 
 @dataclass(frozen=True)
@@ -175,11 +180,17 @@ def _needs(schedule: Schedule, action: Action, stage: int) -> list[Result]:
 
 
 def simulate(schedule: Schedule, cost: Cost = Cost()) -> Simulation:
+    """`simulate_stages` where all stages take the same time: a chunk its share of a rank's."""
+    return simulate_stages(schedule, (cost.of_chunk(schedule.chunks),) * schedule.stages)
+
+
+def simulate_stages(schedule: Schedule, costs: Sequence[Cost]) -> Simulation:
     """Run the lists under their true dependencies: F after F of the stage before; B or I after F of
     its stage and B or I of the stage after; W after I. An action starts as soon as its rank is free
-    and what it waits for has arrived. Raises ValueError where the lists deadlock.
+    and what it waits for has arrived. `costs` are of each stage by itself; its `send` is of what
+    comes of it. Raises ValueError where the lists deadlock.
     """
-    takes = {kind: time / schedule.chunks for kind, time in zip("FBIW", cost, strict=False)}
+    takes = [dict(zip("FBIW", cost, strict=False)) for cost in costs]
     rank_of = [schedule.rank_of(stage) for stage in range(schedule.stages)]
     done: dict[Result, float] = {}  # -> when
     waiting: dict[Result, int] = {}  # what a rank waits for -> the rank
@@ -200,10 +211,11 @@ def simulate(schedule: Schedule, cost: Cost = Cost()) -> Simulation:
                 waiting[missing] = rank
                 break
             arrived = (
-                done[need] + (cost.send if rank_of[need[2]] != rank else 0) for need in needs
+                done[need] + (costs[need[2]].send if rank_of[need[2]] != rank else 0)
+                for need in needs
             )
             start = max([clock[rank], *arrived])
-            clock[rank] = end = start + takes[action.kind]
+            clock[rank] = end = start + takes[stage][action.kind]
             times[rank].append((start, end))
             # a W gives nothing that anyone waits for, and is noted like the others
             result = ("I" if action.kind == "B" else action.kind, action.micro, stage)
@@ -218,7 +230,10 @@ def simulate(schedule: Schedule, cost: Cost = Cost()) -> Simulation:
         )
     return Simulation(
         max(clock),
-        tuple(sum(takes[a.kind] for a in actions) for actions in schedule.actions),
+        tuple(
+            sum(takes[schedule.stage_of(rank, a.chunk)][a.kind] for a in actions)
+            for rank, actions in enumerate(schedule.actions)
+        ),
         tuple(_peak(actions) / schedule.chunks for actions in schedule.actions),
         tuple(map(tuple, times)),
     )

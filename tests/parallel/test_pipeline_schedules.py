@@ -21,6 +21,7 @@ from dolmen.parallel.schedule import (
     make,
     read_schedule,
     simulate,
+    simulate_stages,
 )
 
 SIZES = [(p, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 3, 4, 8, 12, 16, 24)]
@@ -159,6 +160,19 @@ def test_an_action_starts_when_it_may_and_not_later():
                     {"F": 1, "B": 2, "I": 1.2, "W": 0.7}[action.kind] / v
                 )
                 free = end
+
+
+def test_stages_take_their_own_times():
+    """By hand: F0 ends at 1 and arrives at 1.5; rank 1 is busy until 11.5, and what it
+    sends takes a quarter.
+    """
+    costs = (Cost(1, 2, send=0.5), Cost(2, 3, send=0.25))
+    found = simulate_stages(make("1f1b", 2, 2), costs)
+    assert found.times == (
+        ((0, 1), (1, 2), (6.75, 8.75), (11.75, 13.75)),
+        ((1.5, 3.5), (3.5, 6.5), (6.5, 8.5), (8.5, 11.5)),
+    )
+    assert found.span == 13.75 and found.busy == (6, 10)
 
 
 def bad(edit, name: str = "1f1b", p: int = 2, m: int = 2) -> str:
