@@ -49,7 +49,9 @@ def wheel(tmp_path_factory) -> Path:
 def test_it_holds_the_package_alone(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     here = {str(p.relative_to(ROOT)) for p in (ROOT / "dolmen").rglob("*.py")}
-    assert {n for n in names if n.startswith("dolmen/")} == here | {"dolmen/py.typed"}
+    data = [*ROOT.glob("dolmen/families/checked.json"), *ROOT.glob("dolmen/planning/*/*.[cy][sa]*")]
+    here |= {"dolmen/py.typed", *(str(p.relative_to(ROOT)) for p in data)}
+    assert {n for n in names if n.startswith("dolmen/")} == here
     assert {n.split("/")[0].removesuffix(".dist-info") for n in names} == {
         "dolmen",
         wheel.name.removesuffix("-py3-none-any.whl"),

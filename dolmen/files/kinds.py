@@ -234,3 +234,68 @@ SCHEDULE = Kind(
 )
 # A row of text: its other fields are nobody's business, and Python writes NaN into them.
 TEXT_ROW = Kind(Object(), size=256 * MIB, depth=64, constants=True)
+
+# A device and a cluster, written by people too (planning/hardware.py). Bounds keep out what is in
+# another unit: no device of 2026 has 10 TB/s per GB, or a share above 1.
+SHARE = Real(0, 1, above=True)
+MICROSECONDS = Real(0, 10_000)
+GB_S = Real(0, 1_000_000, above=True)
+SOURCES = Map(Text())
+DEVICE = Kind(
+    Object(
+        required={
+            "peak_tflops": Map(Real(0, 100_000, above=True)),
+            "memory_gib": Real(0, 10_000, above=True),
+            "memory_gb_s": GB_S,
+            "multiprocessors": Int(1, 10_000),
+            "efficiency": Object(
+                required={"product": SHARE, "attention": SHARE, "memory": SHARE},
+                optional={"fp8": SHARE},
+                rest=None,
+            ),
+            "launch_us": MICROSECONDS,
+            "host_us": MICROSECONDS,
+            "reserved_gib": Real(0, 1_000),
+            "sources": SOURCES,
+        },
+        optional={"watts": Real(0, 100_000, above=True)},
+        rest=None,
+    ),
+    size=MIB,
+    depth=4,
+)
+LINK = Object(
+    required={"gb_s": GB_S, "latency_us": MICROSECONDS, "share": SHARE},
+    rest=None,
+)
+CLUSTER = Kind(
+    Object(
+        required={
+            "device": Text(longest=1024),
+            "gpus_per_node": Int(1, 10_000),
+            "nodes": Int(1, 1_000_000),
+            "inside": LINK,
+            "sources": SOURCES,
+        },
+        optional={
+            "between": LINK,
+            "tiers": List(
+                Object(
+                    required={
+                        "name": NAME,
+                        "nodes": Int(1, 1_000_000),
+                        "oversubscription": Real(1, 1_000),
+                        "latency_us": MICROSECONDS,
+                    },
+                    rest=None,
+                ),
+                longest=16,
+            ),
+            "storage_gb_s": GB_S,
+            "node_kw": Real(0, 10_000, above=True),
+        },
+        rest=None,
+    ),
+    size=MIB,
+    depth=5,
+)

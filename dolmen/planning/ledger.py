@@ -51,6 +51,8 @@ class Row:
     written: int = 0
     shape: tuple[int, ...] = ()
     """Of a product (batch, rows, columns, contraction)."""
+    dtype: str = ""
+    """Of a product, what it multiplies: "bf16", "fp8"; "" the dtype of the step."""
     axis: str = ""
     """Of a collective or send, the mesh axis that it crosses."""
     payload: int = 0

@@ -1,0 +1,222 @@
+"""Seconds of a row of a ledger on a device: a roofline whose roof depends on the shape.
+
+A product is cut into tiles, one for each multiprocessor at a time, so it takes whole waves:
+
+    seconds = waves x (contraction + fill) x 2 x tile / (rate of one multiprocessor)
+
+with `fill` the steps of the contraction that a tile takes to begin and to write what it made. Of
+the tiles that libraries have, the one that ends first is taken, and the contraction is cut too
+where tiles are few (split-K). Nothing is faster than its bytes; all else is bytes alone.
+
+The host issues one operator after another, and the device waits for it where it is faster. What a
+collective takes is hidden as far as `Overlap` says.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Literal
+
+from dolmen.planning.hardware import Hardware
+from dolmen.planning.ledger import Row
+from dolmen.planning.placement import Placement, Road, collective_seconds, send_seconds
+
+# rows x columns of a tile, and the share of a multiprocessor's rate that it reaches: small ones
+# read more for each product (NVIDIA, Matrix Multiplication Background User's Guide, section 3)
+TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (128, 64, 0.78), (64, 64, 0.58))
+FILL = 128
+SPLITS = (1, 2, 4, 8)
+# of fused attention against its forward (Dao, 2307.08691, figures 5 and 6: 0.75 to 0.85)
+ATTENTION_BACKWARD = 0.80
+# what a collective that runs beside compute takes from it: multiprocessors and memory
+BESIDE = 0.08
+
+Hides = Literal["nothing", "products", "action"]
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Behind what the collectives of an axis hide: nothing; the products that are issued right
+    after it (weight gradients, in backward); all that the action computes.
+    """
+
+    tp: Hides = "products"
+    cp: Hides = "action"
+    ep: Hides = "nothing"
+    fsdp: Hides = "action"
+
+    def of(self, axis: str) -> Hides:
+        known: Mapping[str, Hides] = {"tp": self.tp, "cp": self.cp, "ep": self.ep}
+        return known.get(axis, self.fsdp)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Seconds by what takes them. Their sum is the time."""
+
+    product: float = 0.0
+    attention: float = 0.0
+    memory: float = 0.0
+    """What is bound by bytes."""
+    host: float = 0.0
+    """That the device waits for the host."""
+    tp: float = 0.0
+    cp: float = 0.0
+    ep: float = 0.0
+    dp: float = 0.0
+    """Parameters and gradients, over the ranks that share them."""
+
+    @property
+    def total(self) -> float:
+        return sum(self.by_name().values())
+
+    @property
+    def compute(self) -> float:
+        return self.product + self.attention + self.memory
+
+    def by_name(self) -> dict[str, float]:
+        return dict(vars(self))
+
+    def __add__(self, other: "Parts") -> "Parts":
+        theirs = vars(other)
+        return Parts(**{name: value + theirs[name] for name, value in vars(self).items()})
+
+    def times(self, factor: float) -> "Parts":
+        return Parts(**{name: value * factor for name, value in vars(self).items()})
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A rank of a placed world, and how its program runs."""
+
+    placement: Placement
+    rank: int
+    dtype: str = "bf16"
+    """Of products that do not say theirs."""
+    overlap: Overlap = Overlap()
+    roads: dict[str, Road] = field(default_factory=dict, compare=False, repr=False)
+    """By axis, as they are asked for."""
+
+    @property
+    def device(self) -> Hardware:
+        return self.placement.cluster.device
+
+    def road(self, axis: str) -> Road:
+        """Between the ranks of the group along `axis` that this rank is in."""
+        if axis not in self.roads:
+            group = self.placement.topology.group(axis, self.rank)
+            self.roads[axis] = self.placement.road(group)
+        return self.roads[axis]
+
+    def hop(self) -> Road:
+        """From this rank's stage to the next (or, of the last, to the first)."""
+        if "hop" not in self.roads:
+            line = self.placement.topology.group("pp", self.rank)
+            at = line.index(self.rank)
+            pair = sorted((self.rank, line[(at + 1) % len(line)]))
+            self.roads["hop"] = self.placement.road(pair)
+        return self.roads["hop"]
+
+
+@lru_cache(maxsize=65536)
+def product_seconds(
+    device: Hardware, shape: tuple[int, int, int, int], dtype: str, moved: int
+) -> float:
+    """Of `batch` products [rows, contraction] x [contraction, columns] that read and write `moved`
+    bytes; without the launch.
+    """
+    batch, rows, columns, contraction = shape
+    share = device.fp8 if dtype == "fp8" else device.product
+    rate = device.rate(dtype) * share / device.multiprocessors
+    best = math.inf
+    for tall, wide, reached in TILES:
+        tiles = batch * -(-rows // tall) * -(-columns // wide)
+        for split in SPLITS:
+            steps = -(-contraction // split)
+            if split > 1 and steps < 256:
+                break
+            waves = _waves(tiles * split / device.multiprocessors)
+            seconds = waves * 2 * tall * wide * (steps + FILL) / (rate * reached)
+            if split > 1:  # parts are written in fp32 and added up
+                seconds += (split + 1) * 4 * batch * rows * columns / device.bandwidth
+            best = min(best, seconds)
+    return max(best, moved / (device.bandwidth * device.streaming))
+
+
+def _waves(full: float) -> float:
+    """Waves that so many multiprocessors' worth of tiles take. The last one is not whole, and its
+    tiles run faster for it: the others leave them power, cache and memory. So half of what is
+    missing is lost.
+    """
+    return max(1.0, 0.5 * full + 0.5 * math.ceil(full))
+
+
+def row_seconds(row: Row, machine: Machine) -> float:
+    """Of one row by itself, its launch included; of a host read 0: what it waits for is counted
+    where it is computed.
+    """
+    device = machine.device
+    moved = row.read + row.written
+    if row.kind == "product":
+        return device.launch + product_seconds(
+            device, _four(row), row.dtype or machine.dtype, moved
+        )
+    if row.kind == "attention":
+        share = device.attention * (ATTENTION_BACKWARD if "backward" in row.op else 1)
+        computed = row.flops / (device.rate(machine.dtype) * share)
+        return device.launch + max(computed, moved / (device.bandwidth * device.streaming))
+    if row.kind == "memory":
+        return device.launch + moved / (device.bandwidth * device.streaming)
+    if row.kind == "collective":
+        return collective_seconds(row.op, row.payload, machine.road(row.axis))
+    if row.kind == "send":
+        return send_seconds(row.payload, machine.hop())
+    return 0.0
+
+
+def _four(row: Row) -> tuple[int, int, int, int]:
+    """The shape of a product, its batches as one."""
+    *batch, rows, columns, contraction = row.shape
+    return math.prod(batch), rows, columns, contraction
+
+
+def action_seconds(rows: Iterable[Row], machine: Machine) -> Parts:
+    """Of the rows of one action, in the order in which the host issues them. Sends are not among
+    what it takes: they are of the schedule (step.py).
+    """
+    spent = {"product": 0.0, "attention": 0.0, "memory": 0.0}
+    shown = {"tp": 0.0, "cp": 0.0, "ep": 0.0, "dp": 0.0}
+    behind = {"cp": 0.0, "dp": 0.0, "tp": 0.0, "ep": 0.0}  # to hide behind the whole action
+    issued = 0
+    pending, pending_axis = 0.0, "tp"  # hides behind the products that follow
+    for row in rows:
+        if row.kind == "send":
+            continue
+        seconds = row_seconds(row, machine) * row.times
+        issued += row.times
+        if row.kind != "product" and pending:
+            shown[pending_axis] += pending
+            pending = 0.0
+        if row.kind in spent:
+            spent[row.kind] += seconds
+            hidden = min(pending, seconds)
+            pending -= hidden
+            spent[row.kind] += BESIDE * hidden
+        elif row.kind == "collective":
+            axis = row.axis if row.axis in shown else "dp"
+            hides = machine.overlap.of(row.axis)
+            if hides == "products":
+                pending, pending_axis = seconds, axis
+            elif hides == "action":
+                behind[axis] += seconds
+            else:
+                shown[axis] += seconds
+    shown[pending_axis] += pending
+    computed = sum(spent.values())
+    for axis, seconds in behind.items():
+        hidden = min(seconds, computed)
+        spent["memory"] += BESIDE * hidden
+        shown[axis] += seconds - hidden
+    device = sum(spent.values()) + sum(shown.values())
+    return Parts(**spent, **shown, host=max(0.0, issued * machine.device.host - device))

@@ -1,0 +1,224 @@
+"""What computes, and what joins it: devices and clusters, read from YAML files that say where each
+number is from (devices/, clusters/; a user's own has the same fields).
+
+Two kinds of numbers are in them. Constants are of the datasheet: peaks, bytes per second, sizes.
+Efficiencies are the few shares of them that programs reach; calibration fits these (calibrate.py).
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+
+from dolmen.files import gate, kinds
+
+GIB = 2**30
+GB = 1e9
+DEVICES = Path(__file__).with_name("devices")
+CLUSTERS = Path(__file__).with_name("clusters")
+DTYPES = ("fp32", "tf32", "fp16", "bf16", "fp8")
+
+
+@dataclass(frozen=True, eq=False)
+class Hardware:
+    """A device, equal to itself alone. Rates are per second."""
+
+    name: str
+    peak: Mapping[str, float]
+    """FLOPs of dense products, by the dtype that is multiplied."""
+    memory: int
+    """Bytes."""
+    bandwidth: float
+    """Bytes to and from memory."""
+    multiprocessors: int
+    product: float
+    """Share of the peak that the products of whole waves of tiles sustain."""
+    fp8: float
+    """The same of products in fp8."""
+    attention: float
+    """Share of the peak that fused attention sustains forward; backward is slower (cost.py)."""
+    streaming: float
+    """Share of `bandwidth` that long sweeps through memory reach."""
+    launch: float
+    """Seconds from the end of one kernel to the start of the next."""
+    host: float
+    """Seconds of the host per operator of an eager program."""
+    reserved: int
+    """Bytes for the context, communicators and workspaces, which no ledger counts."""
+    watts: float | None
+
+    def rate(self, dtype: str) -> float:
+        """Peak FLOPs per second. Raises ValueError for a dtype that it does not multiply."""
+        if dtype in self.peak:
+            return self.peak[dtype]
+        raise ValueError(f"{self.name} has no products in {dtype}: it has {', '.join(self.peak)}")
+
+
+@dataclass(frozen=True)
+class Link:
+    """Of one GPU, each way; `share` of its bytes per second reach a collective."""
+
+    bandwidth: float
+    latency: float
+    """Seconds of a step of a collective."""
+    share: float
+
+    @property
+    def rate(self) -> float:
+        return self.bandwidth * self.share
+
+
+@dataclass(frozen=True)
+class Tier:
+    """Switches that join so many nodes: leaf, spine, core. `oversubscription`: how many bytes come
+    up from below for each that it can pass on.
+    """
+
+    name: str
+    nodes: int
+    oversubscription: float
+    latency: float
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes of one device. `between` is of a whole node, all its adapters together."""
+
+    name: str
+    device: Hardware
+    gpus_per_node: int
+    nodes: int
+    inside: Link
+    between: Link | None
+    tiers: tuple[Tier, ...]
+    storage: float | None
+    """Bytes per second of a node to the files: a link of its own."""
+    node_watts: float | None
+
+    @property
+    def gpus(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+
+def read_device(name: str) -> Hardware:
+    """A device by name or from a YAML file. Raises ValueError."""
+    file = _file(name, DEVICES, "device")
+    found = gate.read_yaml(file, kinds.DEVICE)
+    unknown = [dtype for dtype in found["peak_tflops"] if dtype not in DTYPES]
+    if unknown or not found["peak_tflops"]:
+        what = f"has {unknown[0]}" if unknown else "is empty"
+        raise gate.refuse(file, f"peak_tflops {what}: it must have some of {', '.join(DTYPES)}")
+    _plausible(file, found)
+    shares = found["efficiency"]
+    return Hardware(
+        file.stem,
+        {dtype: tera * 1e12 for dtype, tera in found["peak_tflops"].items()},
+        round(found["memory_gib"] * GIB),
+        found["memory_gb_s"] * GB,
+        found["multiprocessors"],
+        shares["product"],
+        shares.get("fp8", shares["product"]),
+        shares["attention"],
+        shares["memory"],
+        found["launch_us"] / 1e6,
+        found["host_us"] / 1e6,
+        round(found["reserved_gib"] * GIB),
+        found.get("watts"),
+    )
+
+
+def _plausible(file: Path, found: dict) -> None:
+    """Raises Refused for a device whose numbers are of different units: a V100 multiplies 139
+    numbers for each byte that it reads, a B200 281, and a CPU 5 to 50.
+    """
+    fastest = max(found["peak_tflops"].values())
+    per_byte = fastest * 1e12 / (found["memory_gb_s"] * GB)
+    if not 0.5 <= per_byte <= 10_000:
+        raise gate.refuse(
+            file,
+            f"peak_tflops {fastest:,} and memory_gb_s {found['memory_gb_s']:,} are "
+            f"{per_byte:.3g} FLOPs per byte: one of them is in another unit",
+        )
+    if found["reserved_gib"] >= found["memory_gib"]:
+        raise gate.refuse(
+            file,
+            f"reserved_gib is {found['reserved_gib']:,} of memory_gib {found['memory_gib']:,}: "
+            "nothing is left for a model",
+        )
+
+
+def read_cluster(name: str) -> Cluster:
+    """A cluster by name or from a YAML file, `NAME:NODES` with so many of its nodes. Raises
+    ValueError.
+    """
+    name, nodes = _nodes(name)
+    file = _file(name, CLUSTERS, "cluster")
+    found = gate.read_yaml(file, kinds.CLUSTER)
+    tiers = tuple(
+        Tier(t["name"], t["nodes"], t["oversubscription"], t["latency_us"] / 1e6)
+        for t in found.get("tiers", [])
+    )
+    if [t.nodes for t in tiers] != sorted({t.nodes for t in tiers}):
+        raise gate.refuse(file, "tiers must join more nodes from one to the next")
+    if nodes is None:
+        nodes = found["nodes"]
+    if nodes > found["nodes"]:
+        raise ValueError(
+            f"{file.stem} has {found['nodes']:,} nodes, and {nodes:,} are asked for: use "
+            f"--cluster {name}:{found['nodes']}, or a file of your own"
+        )
+    between = _link(found["between"]) if "between" in found else None
+    if between is None and nodes > 1:
+        raise gate.refuse(file, f"has {nodes:,} nodes and no `between`: say what joins them")
+    return Cluster(
+        file.stem,
+        read_device(_beside(file, found["device"])),
+        found["gpus_per_node"],
+        nodes,
+        _link(found["inside"]),
+        between,
+        tiers,
+        found["storage_gb_s"] * GB if "storage_gb_s" in found else None,
+        found["node_kw"] * 1000 if "node_kw" in found else None,
+    )
+
+
+def known(folder: Path) -> list[str]:
+    """The names of the files that the package has in DEVICES or CLUSTERS."""
+    return sorted(file.stem for file in folder.glob("*.yaml"))
+
+
+def _nodes(name: str) -> tuple[str, int | None]:
+    found = re.fullmatch(r"(.+):([0-9]{1,9})", name)
+    if not found:
+        return name, None
+    if int(found[2]) < 1:
+        raise ValueError(f"{name} has no nodes: use 1 or more, as in {found[1]}:1")
+    return found[1], int(found[2])
+
+
+def _file(name: str, folder: Path, what: str) -> Path:
+    """Where a name's file is, ours or the user's. Raises ValueError, with the names that are near,
+    for neither.
+    """
+    if Path(name).suffix in (".yaml", ".yml"):
+        return Path(name)
+    names = known(folder)
+    if name in names:
+        return folder / f"{name}.yaml"
+    near = get_close_matches(name.lower(), names, n=3, cutoff=0.4)
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    raise ValueError(
+        f"there is no {what} {name[:80]!r}: {hint}known are {', '.join(names)}, and a YAML file "
+        "of your own"
+    )
+
+
+def _beside(file: Path, device: str) -> str:
+    """A device's file is named from where its cluster's file lies."""
+    return str(file.parent / device) if Path(device).suffix in (".yaml", ".yml") else device
+
+
+def _link(found: dict) -> Link:
+    return Link(found["gb_s"] * GB, found["latency_us"] / 1e6, found["share"])

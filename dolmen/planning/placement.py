@@ -1,0 +1,138 @@
+"""Which links a group of ranks crosses, and how long a collective or a send over them takes.
+
+    rank -> GPU -> node -> leaf -> spine -> core
+
+Ranks fill nodes in order, `used` GPUs of each. A ring visits the members of one node before it goes
+to the next, and a group has as many rings as members in a node, each through the adapter of its
+own GPU: so g of the `used` GPUs of a node that are one group have g / used of its adapters, and the
+groups beside it the rest.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dolmen.core.topology import Topology
+from dolmen.planning.hardware import Cluster, Tier
+
+
+@dataclass(frozen=True)
+class Road:
+    """What a group of ranks has between them."""
+
+    ranks: int
+    together: int
+    """Of them in one node; where nodes have unlike numbers, the least."""
+    rate: float
+    """Bytes per second that the slowest link of a ring passes on."""
+    alone: float
+    """Bytes per second from one rank to one that is the farthest from it."""
+    near: float
+    """The same within a node."""
+    latency: float
+    """Seconds of a step over the slowest link."""
+    step: float
+    """Seconds of a step inside a node."""
+    tier: str
+    """The farthest that it goes: gpu, node, or the name of a tier of switches."""
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.ranks // self.together)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Ranks on the GPUs of a cluster. Raises ValueError where it has too few."""
+
+    cluster: Cluster
+    topology: Topology
+    used: int
+    """GPUs of each node that have a rank."""
+
+    def __post_init__(self):
+        if not 1 <= self.used <= self.cluster.gpus_per_node:
+            raise ValueError(
+                f"{self.used} GPUs of a node are to be used, and {self.cluster.name} has "
+                f"{self.cluster.gpus_per_node} in each"
+            )
+        nodes = -(-self.topology.size // self.used)
+        if nodes > self.cluster.nodes:
+            raise ValueError(
+                f"{self.topology.size:,} ranks take {nodes:,} nodes of {self.used} GPUs, and "
+                f"{self.cluster.name} has {self.cluster.nodes:,}"
+            )
+
+    def node(self, rank: int) -> int:
+        return rank // self.used
+
+    def road(self, ranks: Sequence[int]) -> Road:
+        """Of a group, in its order."""
+        inside, between = self.cluster.inside, self.cluster.between
+        nodes = [self.node(rank) for rank in ranks]
+        first, last = min(nodes), max(nodes)
+        if first == last or between is None:
+            tier = "gpu" if len(ranks) == 1 else "node"
+            rate = inside.rate
+            latency = inside.latency
+            return Road(len(ranks), len(ranks), rate, rate, rate, latency, latency, tier)
+        together = min(nodes.count(first), nodes.count(last))
+        tier, thinner, latency = self._reach(first, last)
+        adapter = between.rate / self.used / thinner
+        return Road(
+            len(ranks),
+            together,
+            min(inside.rate, together * adapter),
+            adapter,
+            inside.rate,
+            between.latency + latency,
+            inside.latency,
+            tier.name if tier else "network",
+        )
+
+    def _reach(self, first: int, last: int) -> tuple[Tier | None, float, float]:
+        """The tier that joins these nodes, by how much what comes up to it is thinned out, and its
+        latency.
+        """
+        thinner, latency, tier = 1.0, 0.0, None
+        for tier in self.cluster.tiers:
+            latency += tier.latency
+            if first // tier.nodes == last // tier.nodes:
+                break
+            # what leaves a switch shares its way up
+            thinner *= tier.oversubscription
+        return tier, thinner, latency
+
+
+def collective_seconds(op: str, payload: int, road: Road) -> float:
+    """Of one collective over a group, `payload` as a ledger has it (Row.payload).
+
+    A ring of n ranks sends (n - 1) / n of the payload, an all-reduce twice that. Small ones go by a
+    tree, whose steps are as many as the group has doublings. Of an all-to-all only what is for
+    other nodes leaves a node. Raises ValueError for an unknown collective.
+    """
+    n, g = road.ranks, road.together
+    if n == 1:
+        return 0.0
+    share = (n - 1) / n
+    inside, across = g - 1, road.nodes - 1
+    # a ring over several nodes: the steps within each happen side by side
+    ring = inside * road.step + across * road.latency
+    tree = math.log2(g) * road.step + math.ceil(math.log2(road.nodes)) * road.latency
+    if op == "all-reduce":
+        return 2 * share * payload / road.rate + 2 * min(ring, tree)
+    if op in ("all-gather", "reduce-scatter"):
+        return share * payload / road.rate + ring
+    if op == "broadcast":
+        return payload / road.rate + tree
+    if op == "all-to-all":
+        return max((n - g) / n * payload / road.alone, inside / n * payload / road.near) + ring
+    raise ValueError(
+        f"there is no collective {op!r}: it must be all-reduce, all-gather, reduce-scatter, "
+        "all-to-all or broadcast"
+    )
+
+
+def send_seconds(payload: int, road: Road) -> float:
+    """From one rank of a pair to the other."""
+    return payload / road.alone + road.latency

@@ -1,0 +1,124 @@
+"""Seconds of a step: the pipeline's own list of actions, simulated with what each stage takes, and
+what follows the last of them.
+
+    rows -> action_seconds -> Stage, one per virtual stage -> simulate_stages -> Estimate
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from dolmen.parallel.actions import Schedule
+from dolmen.parallel.schedule import Cost, Simulation, simulate_stages
+from dolmen.planning.cost import Machine, Parts, action_seconds, row_seconds
+from dolmen.planning.ledger import Ledger, Row
+
+
+class Estimate(NamedTuple):
+    """A time, its 90 % interval, and what it is made of: name -> seconds, whose sum is `seconds`.
+
+    product, attention, memory: compute. host: the device waits for the host. tp, cp, ep, dp, pp:
+    communication that nothing hides. bubble: a rank waits for others. optimizer: the update.
+    """
+
+    seconds: float
+    low: float
+    high: float
+    parts: dict[str, float]
+
+
+class Spread(NamedTuple):
+    """How wrong a time may be: its logarithm by this much either way, in nine of ten."""
+
+    log: float
+    rows: int
+    """Measured runs that it is made from."""
+    device: bool
+    """Whether some of them are of this device."""
+
+    def around(self, seconds: float, parts: dict[str, float]) -> Estimate:
+        factor = math.exp(self.log)
+        return Estimate(seconds, seconds / factor, seconds * factor, parts)
+
+    @property
+    def words(self) -> str:
+        of = "with" if self.device else "none of"
+        return f"90 % interval from n = {self.rows} measured runs, {of} this device"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What a virtual stage takes for one microbatch."""
+
+    forward: Parts
+    backward: Parts
+    """Whole, with what is computed again."""
+    inputs: Parts = Parts()
+    """Of a split backward, what earlier stages wait for; ..."""
+    weights: Parts = Parts()
+    """... and the rest."""
+    send: float = 0.0
+    """Of what comes of it, to the next stage or back to the one before."""
+
+    def parts(self, kind: str) -> Parts:
+        return {"F": self.forward, "B": self.backward, "I": self.inputs, "W": self.weights}[kind]
+
+    def cost(self, waits: bool) -> Cost:
+        """For the simulator. `waits`: a rank does nothing else while it sends."""
+        every = (self.forward, self.backward, self.inputs)
+        forward, backward, inputs = (p.total + (self.send if waits else 0) for p in every)
+        return Cost(forward, backward, inputs, self.weights.total, self.send)
+
+
+def stages_of(ledger: Ledger, schedule: Schedule, machine: Machine) -> tuple[list[Stage], Parts]:
+    """Of a rank's ledger, its stages by chunk, each the mean over microbatches, and the update."""
+    actions: dict[str, list[Row]] = {}
+    for row in ledger.rows:
+        actions.setdefault(row.action, []).append(row)
+    sums: dict[tuple[str, int], Parts] = {}
+    sends: dict[int, float] = {}
+    update = Parts()
+    for name, rows in actions.items():
+        parts = action_seconds(rows, machine)
+        if name[:1] not in "FBIW" or not name[1:2].isdigit():
+            update += parts
+            continue
+        chunk = int(name.partition(".")[2] or 0)
+        key = (name[0], chunk)
+        sums[key] = sums.get(key, Parts()) + parts
+        sent = [row_seconds(row, machine) for row in rows if row.op == "send"]
+        sends[chunk] = max([sends.get(chunk, 0.0), *sent])
+    each = 1 / schedule.micros
+
+    def of(kind: str, chunk: int) -> Parts:
+        return sums.get((kind, chunk), Parts()).times(each)
+
+    chunks = range(schedule.chunks)
+    return [Stage(*(of(k, c) for k in "FBIW"), sends.get(c, 0.0)) for c in chunks], update
+
+
+def step_time(
+    stages: Sequence[Stage],
+    schedule: Schedule,
+    update: Parts,
+    spread: Spread,
+    waits: bool = False,
+) -> tuple[Estimate, Simulation]:
+    """Of a step whose virtual stages take `stages`, one each in order (`schedule.stage_of`), and
+    what comes after the last action `update`: its `dp` is communication, the rest the optimizer.
+    `waits`: a rank does nothing else while it sends.
+    """
+    simulation = simulate_stages(schedule, [stage.cost(waits) for stage in stages])
+    rank = max(range(schedule.ranks), key=lambda r: simulation.busy[r])
+    busy, sent = Parts(), 0.0
+    for action in schedule.actions[rank]:
+        stage = stages[schedule.stage_of(rank, action.chunk)]
+        busy += stage.parts(action.kind)
+        sent += stage.send if waits and action.kind != "W" else 0.0
+    parts = busy.by_name()
+    parts["dp"] += update.dp
+    parts["pp"] = sent
+    parts["bubble"] = max(0.0, simulation.span - busy.total - sent)
+    parts["optimizer"] = update.total - update.dp
+    return spread.around(sum(parts.values()), parts), simulation
