@@ -28,7 +28,7 @@ def test_gpts_are_those_of_the_papers(name):
     """Parameters as printed, and as 2104.04473, eq. 2 has them, which leaves out the last norm."""
     billions, heads, h, layers, batch = {**TABLE_1, **TABLE_3}[name]
     run = RECIPES[name]()
-    tree = run.model.tree
+    tree = run.tree
     mixer = tree.blocks[0].mixer
     assert isinstance(mixer, Attention)
     assert (mixer.heads, tree.hidden_size, tree.layers) == (heads, h, layers)
@@ -60,4 +60,4 @@ LLAMAS = {
 
 @pytest.mark.parametrize("name", LLAMAS)
 def test_llamas_have_the_parameters_of_their_files(name):
-    assert count.parameters(RECIPES[name]().model.tree) == LLAMAS[name]
+    assert count.parameters(RECIPES[name]().tree) == LLAMAS[name]

@@ -1,0 +1,380 @@
+"""What each rank of a pipeline holds at its fullest, in closed form, for layouts by the hundred
+thousand. A dry run of the layouts that are left counts the same to the byte (composed.py).
+
+Parameters and their states are read off leaves (docs/zero.md has the forms), what a layer keeps off
+its components (model/count.py), how many microbatches are kept at once off the schedule:
+
+    gpipe           m
+    1f1b            min(m, p - r)
+    interleaved     min(m v, 2 (p - r - 1) + (v - 1) p + 1) / v
+    zero-bubble     min(m, p)
+    zero-bubble-v   min(m, p, (m + r + 1) / 2)
+
+of a rank's layers, with p ranks of v virtual stages, rank r, m microbatches
+(tests/planning/test_capacity.py holds them to the simulated lists).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from dolmen.model.count import activation_bytes_per_layer
+from dolmen.model.layout import balance
+from dolmen.model.tree import Attention, Block, Experts, Leaves, Mlp, Run, Tree, under
+from dolmen.planning.ledger import Live
+from dolmen.planning.plan import StageMemory
+from dolmen.planning.space import Choice
+
+LOGITS = 1 << 28
+"""Of a chunk of the loss on a GPU (ops/kernels.py: logits_at_once)."""
+LOGIT_BYTES = 10
+"""Of each: it in half precision and fp32, and its gradient in fp32."""
+
+
+def in_flight(schedule: str, ranks: int, micros: int, chunks: int, rank: int) -> float:
+    """Microbatches that a pipeline rank holds at once, in units of all its layers."""
+    match schedule:
+        case "gpipe":
+            return micros
+        case "1f1b":
+            return min(micros, ranks - rank)
+        case "interleaved":
+            warm = 2 * (ranks - rank - 1) + (chunks - 1) * ranks
+            return min(micros * chunks, warm + 1) / chunks
+        case "zero-bubble":
+            return min(micros, ranks)
+    return min(micros, ranks, (micros + rank + 1) / 2)
+
+
+def stages_of(choice: Choice, rank: int) -> list[int]:
+    """The stages of a pipeline rank: its first, and one for each further chunk."""
+    p = choice.pp
+    if choice.schedule == "zero-bubble-v":
+        return [rank, 2 * p - 1 - rank]
+    return [rank + p * chunk for chunk in range(choice.virtual_stages)]
+
+
+@dataclass(frozen=True)
+class Held:
+    """Numbers of parameters that a rank has of one part, those of experts by themselves."""
+
+    dense: int = 0
+    experts: int = 0
+
+    @property
+    def number(self) -> int:
+        """Of both."""
+        return self.dense + self.experts
+
+    def __add__(self, other: "Held") -> "Held":
+        return Held(self.dense + other.dense, self.experts + other.experts)
+
+
+class States(NamedTuple):
+    """What does not depend on a microbatch."""
+
+    held: Live
+    """At any moment of backward, gradients between microbatches aside."""
+    always: int
+    """Their sum."""
+    whole: int
+    """Gradients that wait in fp32, unreduced."""
+    sharded: int
+    """Reduced ones."""
+
+    @property
+    def reduced(self) -> int:
+        """Bytes of gradients once there are any."""
+        return self.whole + self.sharded
+
+
+class Moments(NamedTuple):
+    """Bytes of activations, before the first gradient and after it, and of what is sent."""
+
+    before: float
+    after: float
+    sent: int
+
+
+@dataclass
+class Capacity:
+    """Of a model that is trained on sequences of `sequence_length`."""
+
+    tree: Tree
+    sequence_length: int
+    dropout: float = 0.0
+    element_bytes: int = 2
+    """Of the dtype of a step; parameters rest in four."""
+    moments: int = 2
+    """Numbers of the optimizer per parameter, in fp32."""
+    other: int = 0
+    """Context, communicators and workspace, as the device's file states them."""
+    _known: dict[tuple, object] = field(default_factory=dict)
+    _known_states: dict[tuple, States] = field(default_factory=dict)
+    _known_moments: dict[tuple, Moments] = field(default_factory=dict)
+
+    def stages(self, choice: Choice, global_batch_size: int) -> tuple[StageMemory, ...]:
+        """Of each pipeline rank, at its fullest."""
+        return tuple(self.of(choice, rank, global_batch_size) for rank in range(choice.pp))
+
+    def fullest(self, choice: Choice, global_batch_size: int) -> int:
+        """Bytes of the fullest rank: the first or last of those with equally many layers."""
+        micros = global_batch_size // choice.dp // choice.microbatch_size
+        most = 0
+        for rank in self._telling(choice):
+            states, moments = (
+                self._states(choice, rank, micros),
+                self._moments(choice, rank, micros),
+            )
+            before, after = moments.before, moments.after + states.reduced
+            total = states.always + moments.sent + (before if before > after else after)
+            most = total if total > most else most
+        return round(most) + self.other
+
+    def of(self, choice: Choice, rank: int, global_batch_size: int) -> StageMemory:
+        """Of one pipeline rank: the fuller of two moments, before the first gradient and after it,
+        when a forward may come once more or not.
+        """
+        micros = global_batch_size // choice.dp // choice.microbatch_size
+        states, moments = self._states(choice, rank, micros), self._moments(choice, rank, micros)
+        later = moments.before <= moments.after + states.reduced
+        held = states.held
+        return StageMemory(
+            held._replace(
+                gradient=states.sharded if later else 0,
+                unsharded=held.unsharded + (states.whole if later else 0),
+                activation=round(moments.after if later else moments.before),
+                buffer=held.buffer + moments.sent,
+            ),
+            self.other,
+        )
+
+    def _states(self, choice: Choice, rank: int, micros: int) -> States:
+        """Parameters, their copies, moments and gradients, and what fsdp packs these into."""
+        split = choice.schedule.startswith("zero-bubble")
+        key = (*choice[:6], choice.schedule, choice.virtual_stages, rank, micros > 1)
+        if found := self._known_states.get(key):
+            return found
+        blocks, ends, largest = self._parameters(choice, rank)
+        e, number = self.element_bytes, (blocks + ends).number
+        rest = self._rest(choice, blocks + ends)
+        gathered = number
+        if choice.zero == 3 and not split:
+            gathered = (ends + largest + largest).number  # what computes, and what is next
+        waits = (choice.zero < 2 or split) and micros > 1
+        sends = choice.dp * choice.cp > 1
+        held = Live(
+            parameter=rest,
+            compute=e * gathered,
+            # of one block and of the ends, before any is reduced
+            unsharded=e * (largest + ends).number,
+            optimizer=self.moments * rest,
+            buffer=(4 + e) * largest.number * sends,
+        )
+        found = States(held, held.total, 4 * number if waits else 0, 0 if waits else rest)
+        self._known_states[key] = found
+        return found
+
+    def _moments(self, choice: Choice, rank: int, micros: int) -> Moments:
+        """Activations of a rank before and after its first gradient."""
+        key = (
+            choice.tp,
+            choice.cp,
+            choice.pp,
+            choice.sequence_parallel,
+            choice.schedule,
+            choice.virtual_stages,
+            choice.recompute,
+            choice.recompute_layers,
+            choice.microbatch_size,
+            rank,
+            micros,
+        )
+        if found := self._known_moments.get(key):
+            return found
+        at_once = in_flight(choice.schedule, choice.pp, micros, choice.virtual_stages, rank)
+        kept, moment = self._activations(choice, rank)
+        if choice.pp * choice.virtual_stages - 1 in stages_of(choice, rank):
+            loss, logits = self._loss(choice)
+            moment = loss + max(moment, logits)
+        later = at_once if micros > at_once else at_once - 1 / choice.virtual_stages
+        tokens = choice.microbatch_size * self.sequence_length // choice.cp
+        stream = tokens * self.tree.hidden_size * self.element_bytes
+        if choice.sequence_parallel:
+            stream //= choice.tp
+        # the batch, and what goes to and comes from two neighbours
+        sent = 16 * micros * tokens + (4 * stream if choice.pp > 1 else 0)
+        found = Moments(at_once * kept + moment, later * kept + moment, sent)
+        self._known_moments[key] = found
+        return found
+
+    def _rest(self, choice: Choice, whole: Held) -> int:
+        """Bytes of this rank's shard in fp32."""
+        d, ed = self._shards(choice)
+        return 4 * (-(-whole.dense // d) + -(-whole.experts // ed))
+
+    def _shards(self, choice: Choice) -> tuple[int, int]:
+        if choice.zero == 0:
+            return 1, 1
+        fsdp = choice.dp * choice.cp
+        return fsdp, max(1, fsdp // choice.ep)
+
+    def _parameters(self, choice: Choice, rank: int) -> tuple[Held, Held, Held]:
+        """Of a rank of tp: (its blocks', its ends', the largest block's)."""
+        key = ("parameters", *choice[:5], choice.schedule, choice.virtual_stages, rank)
+        if key not in self._known:
+            sizes = {"tp": choice.tp, "ep": choice.ep}
+            kinds = self._held_blocks(choice.tp, choice.ep)
+            here = [kinds[self._kinds[i]] for i in self._layers(choice, rank)]
+            ends, owned = Held(), stages_of(choice, rank)
+            first, last = 0 in owned, choice.pp * choice.virtual_stages - 1 in owned
+            if first:
+                ends += _held(self._first, sizes)
+            if last:
+                ends += _held(self._last, sizes)
+            if last and not first and self.tree.head.tied:  # the table has two owners
+                ends += _held({"embed.weight": self._first["embed.weight"]}, sizes)
+            largest = max(here, key=lambda one: one.number, default=Held())
+            self._known[key] = sum(here, Held()), ends, largest
+        return self._known[key]  # type: ignore[return-value]
+
+    def _activations(self, choice: Choice, rank: int) -> tuple[float, float]:
+        """Bytes that all layers of a rank keep per microbatch, and what is there for a moment as a
+        layer is computed again.
+        """
+        key = (
+            "kept",
+            choice.tp,
+            choice.cp,
+            choice.sequence_parallel,
+            choice.recompute,
+            choice.recompute_layers,
+            choice.microbatch_size,
+        )
+        if key not in self._known:
+            plain = [self._kept(block, choice, "none") for block in self._blocks]
+            self._known[key] = (
+                plain,
+                [self._kept(block, choice, choice.recompute) for block in self._blocks],
+            )
+        plain, kept = self._known[key]  # type: ignore[misc]
+        rank_key = (*key, choice.pp, choice.schedule, choice.virtual_stages, rank)
+        if rank_key not in self._known:
+            total = moment = 0.0
+            for stage in stages_of(choice, rank):
+                for number, layer in enumerate(self._stages(choice)[stage]):
+                    kind = self._kinds[layer]
+                    limit = choice.recompute_layers
+                    again = choice.recompute != "none" and (limit is None or number < limit)
+                    total += (kept if again else plain)[kind]
+                    moment = max(moment, plain[kind] - kept[kind] if again else 0.0)
+            self._known[rank_key] = total, moment
+        return self._known[rank_key]  # type: ignore[return-value]
+
+    def _kept(self, block: Block, choice: Choice, recompute: str) -> float:
+        """Bytes that a layer keeps. Of experts those of the dense layer that a token passes, with
+        what is sent to them and comes back; latents beside the heads that are made of them.
+        """
+        tokens = choice.microbatch_size * self.sequence_length / choice.cp
+        tree, beside, e = self.tree, 0.0, self.element_bytes
+        if isinstance(block.mlp, Experts):
+            experts = block.mlp
+            beside += tokens * 2 * e * experts.per_token * tree.hidden_size
+            beside += tokens * 8 * experts.number  # the router's, in fp32
+            block = replace(block, mlp=Mlp(experts.per_token * experts.size))
+        if not isinstance(block.mixer, Attention):
+            mixer = block.mixer
+            beside += tokens * e * 2 * ((mixer.q_rank or 0) + mixer.kv_rank)
+            block = replace(block, mixer=Attention(mixer.heads, mixer.heads, mixer.head_size))
+        kept = activation_bytes_per_layer(
+            replace(tree, runs=(Run((block,), 1),)),
+            choice.microbatch_size,
+            self.sequence_length,
+            dropout=self.dropout,
+            tp=choice.tp,
+            sequence_parallel=choice.sequence_parallel,
+            recompute=recompute,
+            cp=choice.cp,
+            element_bytes=e,
+        )
+        return kept + (0.0 if recompute == "full" else beside)
+
+    def _loss(self, choice: Choice) -> tuple[float, float]:
+        """What the head keeps from forward to backward: what enters and both gradients; and what
+        it needs for a moment: a chunk of logits, and the gradient of its weight in fp32.
+        """
+        tokens = choice.microbatch_size * self.sequence_length / choice.cp
+        rows = -(-self.tree.vocab_size // choice.tp)
+        h, e = self.tree.width, self.element_bytes
+        moment = LOGIT_BYTES * min(tokens * rows, LOGITS) + (4 - e) * rows * h
+        return (2 * tokens + rows) * h * e, moment
+
+    def _telling(self, choice: Choice) -> list[int]:
+        key = ("telling", choice.pp, choice.schedule, choice.virtual_stages)
+        if key not in self._known:
+            p = choice.pp
+            classes: dict[object, list[int]] = {}
+            for rank in range(p):
+                kinds = tuple(sorted(self._kinds[i] for i in self._layers(choice, rank)))
+                ends = rank if rank in (0, p - 1) else None
+                classes.setdefault((kinds, ends), []).append(rank)
+            self._known[key] = sorted({r for one in classes.values() for r in (one[0], one[-1])})
+        return self._known[key]  # type: ignore[return-value]
+
+    def _stages(self, choice: Choice) -> list[range]:
+        key = ("stages", choice.pp * choice.virtual_stages)
+        if key not in self._known:
+            self._known[key] = balance(self.tree.layers, choice.pp * choice.virtual_stages)
+        return self._known[key]  # type: ignore[return-value]
+
+    def _layers(self, choice: Choice, rank: int) -> list[int]:
+        return [i for stage in stages_of(choice, rank) for i in self._stages(choice)[stage]]
+
+    def _held_blocks(self, tp: int, ep: int) -> list[Held]:
+        key = ("blocks", tp, ep)
+        if key not in self._known:
+            leaves = [under(self.tree.leaves, f"layers.{i}") for i in self._examples]
+            self._known[key] = [_held(one, {"tp": tp, "ep": ep}) for one in leaves]
+        return self._known[key]  # type: ignore[return-value]
+
+    @cached_property
+    def _blocks(self) -> list[Block]:
+        """The kinds of layers."""
+        return list(dict.fromkeys(self.tree.blocks))
+
+    @cached_property
+    def _kinds(self) -> list[int]:
+        """Of each layer the number of its kind."""
+        number = {block: i for i, block in enumerate(self._blocks)}
+        return [number[block] for block in self.tree.blocks]
+
+    @cached_property
+    def _examples(self) -> list[int]:
+        """Of each kind its first layer."""
+        return [self._kinds.index(kind) for kind in range(len(self._blocks))]
+
+    @cached_property
+    def _first(self) -> Leaves:
+        return self.tree.embedding.leaves(self.tree.hidden_size, self.tree.head.tied)
+
+    @cached_property
+    def _last(self) -> Leaves:
+        return {
+            name: leaf
+            for name, leaf in self.tree.leaves.items()
+            if not name.startswith("layers.") and name not in self._first
+        }
+
+
+def _held(leaves: Leaves, sizes: Mapping[str, int]) -> Held:
+    dense = experts = 0
+    for leaf in leaves.values():
+        number = 1
+        for size in leaf.held(sizes):
+            number *= size
+        if leaf.stacked:
+            experts += number
+        else:
+            dense += number
+    return Held(dense, experts)

@@ -1,0 +1,251 @@
+"""Every layout of a model on so many GPUs, as numbers: what `Layout.check` takes, without what has
+no effect (sequence parallelism without tp, ZeRO without ranks to shard over). It is asked of each
+axis once and not of each layout, of which there are a hundred thousand.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import Literal, NamedTuple
+
+from dolmen.core.words import counted
+from dolmen.model.layout import Layout
+from dolmen.model.tree import Tree, check_cuts
+
+CONTEXT_TOKENS = 4096
+"""Of a sequence, what a rank of cp keeps at least: cp that leaves less is planned if pinned."""
+
+
+@dataclass(frozen=True)
+class Pins:
+    """Parts of the layout that are given; all others are searched."""
+
+    tp: int | None = None
+    """Tensor parallelism."""
+    cp: int | None = None
+    """Context parallelism. Unset: such that a rank keeps 4,096 tokens of a sequence or more."""
+    pp: int | None = None
+    """Pipeline parallelism."""
+    dp: int | None = None
+    """Data parallelism."""
+    ep: int | None = None
+    """Expert parallelism."""
+    zero: Literal[0, 1, 2, 3] | None = None
+    """ZeRO stage."""
+    sequence_parallel: bool | None = None
+    """Split the residual stream over tp by tokens."""
+    context: Literal["ring", "gather"] | None = None
+    """How cp attends."""
+    schedule: str | None = None
+    """Order of microbatches: gpipe, 1f1b, interleaved, zero-bubble, zero-bubble-v."""
+    virtual_stages: int | None = None
+    """Stages per process of pp."""
+    recompute: Literal["none", "selective", "full"] | None = None
+    """What backward computes again. Unset: nothing or whole layers, and with dropout also
+    attention's inner part.
+    """
+    recompute_layers: int | None = None
+    """Layers of each stage that recompute, the first ones. Unset: all."""
+
+    def __post_init__(self):
+        Layout(**self.said)  # which refuses its own
+
+    @property
+    def said(self) -> dict:
+        """Those that are given."""
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        if given.get("recompute_layers") is not None and "recompute" not in given:
+            given["recompute"] = "full"
+        return given
+
+
+class Choice(NamedTuple):
+    """A layout and its microbatch."""
+
+    tp: int
+    cp: int
+    pp: int
+    dp: int
+    ep: int
+    zero: Literal[0, 1, 2, 3]
+    sequence_parallel: bool
+    context: Literal["ring", "gather"]
+    schedule: str
+    virtual_stages: int
+    recompute: Literal["none", "selective", "full"]
+    recompute_layers: int | None
+    microbatch_size: int
+
+    @property
+    def layout(self) -> Layout:
+        """As a run says it."""
+        return Layout(**{k: v for k, v in self._asdict().items() if k != "microbatch_size"})
+
+
+@dataclass(frozen=True)
+class Space:
+    """What is planned: a model on `gpus` GPUs, its batch, and what is given of its layout."""
+
+    tree: Tree
+    gpus: int
+    global_batch_size: int
+    sequence_length: int
+    microbatch_size: int | None = None
+    dropout: float = 0.0
+    pins: Pins = Pins()
+
+    def choices(self) -> Iterator[Choice]:
+        """Every layout, microbatch and schedule that the house takes."""
+        for tp, cp, pp, dp, ep in self.meshes():
+            if self.global_batch_size % dp:
+                continue
+            for size in self._microbatches(dp):
+                yield from self._of(tp, cp, pp, dp, ep, size)
+
+    def meshes(self) -> Iterator[tuple[int, int, int, int, int]]:
+        """(tp, cp, pp, dp, ep) that divide the GPUs and the model, whatever the batch."""
+        pins, tree = self.pins, self.tree
+        if (pins.recompute_layers or 0) > tree.layers:
+            return
+        cuts = _Cuts(tree)
+        experts = tree.experts
+        for tp in _sizes(self.gpus, pins.tp):
+            if not cuts.take("tp", tp):
+                continue
+            for cp in _sizes(self.gpus // tp, pins.cp):
+                if not self._cuts_sequences(cp):
+                    continue
+                for pp in _sizes(self.gpus // tp // cp, pins.pp):
+                    dp = self.gpus // tp // cp // pp
+                    if pp > tree.layers + 2 or pins.dp not in (None, dp):
+                        continue
+                    for ep in _sizes(math.gcd(dp * cp, experts) if experts else 1, pins.ep):
+                        if cuts.take("ep", ep):
+                            yield tp, cp, pp, dp, ep
+
+    def _cuts_sequences(self, cp: int) -> bool:
+        if cp == 1:
+            return True
+        enough = self.pins.cp is not None or self.sequence_length >= cp * CONTEXT_TOKENS
+        return enough and self.sequence_length % (2 * cp) == 0
+
+    def _microbatches(self, dp: int) -> list[int]:
+        return _sizes(self.global_batch_size // dp, self.microbatch_size)
+
+    def _of(self, tp: int, cp: int, pp: int, dp: int, ep: int, size: int) -> Iterator[Choice]:
+        pins = self.pins
+        tokens = size * self.sequence_length // cp
+        splits = tp > 1 and tokens % tp == 0
+        stream = _given((False, True) if splits else (False,), pins.sequence_parallel)
+        zeros = _given((0, 1, 2, 3) if dp * cp > 1 else (1,), pins.zero, alone=dp * cp == 1)
+        contexts = _given(("ring", "gather") if cp > 1 else ("ring",), pins.context, alone=cp == 1)
+        kinds = ("none", "selective", "full") if self.dropout else ("none", "full")
+        again = (pins.recompute,) if pins.recompute else kinds
+        if pins.recompute_layers is not None and pins.recompute is None:
+            again = ("full",)
+        micros = self.global_batch_size // dp // size
+        for name, chunks in _schedules(pp, micros, self.tree.layers, pins):
+            for sequence_parallel in stream:
+                for zero in zeros:
+                    for context in contexts:
+                        for recompute in again:
+                            yield Choice(
+                                tp,
+                                cp,
+                                pp,
+                                dp,
+                                ep,
+                                zero,
+                                sequence_parallel,
+                                context,
+                                name,
+                                chunks,
+                                recompute,
+                                pins.recompute_layers,
+                                size,
+                            )
+
+    def refuse(self) -> None:
+        """Raises ValueError, with the numbers and the knob, for why there is no layout at all."""
+        layout = Layout(**self.pins.said)
+        if self.gpus % layout.inner or layout.dp and layout.inner * layout.dp > self.gpus:
+            layout.resolve(self.gpus)
+        meshes = list(self.meshes())
+        if not meshes:
+            pinned = layout.resolve(self.gpus)
+            pinned.check(self.tree, self.sequence_length, pinned.dp or 1, 1)
+            raise ValueError(
+                f"no layout splits this model over {counted(self.gpus, 'GPU')} as --layout says: "
+                "give fewer of its parts"
+            )
+        degrees = sorted({dp for _, _, _, dp, _ in meshes})
+        if all(self.global_batch_size % dp for dp in degrees):
+            least = degrees[0]
+            raise ValueError(
+                f"train.global-batch-size ({self.global_batch_size:,}) is divisible by no dp that "
+                f"{counted(self.gpus, 'GPU')} leave, the smallest of which is {least}: set "
+                f"--train.global-batch-size to a multiple, such as "
+                f"{-(-self.global_batch_size // least) * least}"
+            )
+        raise ValueError(
+            f"no layout of {counted(self.gpus, 'GPU')} takes train.global-batch-size "
+            f"({self.global_batch_size:,}) with what --layout and --train.microbatch-size say: "
+            "leave one of them out"
+        )
+
+
+class _Cuts:
+    """Whether an axis of a size splits all parameters, each kind of cut asked once."""
+
+    def __init__(self, tree: Tree):
+        self.leaves = {str(leaf.cuts): leaf for leaf in tree.leaves.values()}
+        self.taken: dict[tuple[str, int], bool] = {}
+
+    def take(self, axis: Literal["tp", "ep"], size: int) -> bool:
+        if (axis, size) not in self.taken:
+            try:
+                check_cuts(self.leaves, {"tp": 1, "ep": 1, axis: size})
+            except ValueError:
+                self.taken[axis, size] = False
+            else:
+                self.taken[axis, size] = True
+        return self.taken[axis, size]
+
+
+@cache
+def _schedules(pp: int, micros: int, layers: int, pins: Pins) -> tuple[tuple[str, int], ...]:
+    """(name, virtual stages) of a pipeline; of one stage there is one order."""
+    things = layers + 2
+    if pp == 1:
+        found = [("1f1b", 1)]
+    else:
+        found = [("gpipe", 1), ("1f1b", 1), ("zero-bubble", 1)]
+        if 2 * pp <= things:
+            found.append(("zero-bubble-v", 2))
+        if micros % pp == 0:
+            found += [("interleaved", chunks) for chunks in range(2, things // pp + 1)]
+    return tuple(
+        (name, chunks)
+        for name, chunks in found
+        if pins.schedule in (None, name) and pins.virtual_stages in (None, chunks)
+    )
+
+
+@cache
+def divisors(number: int) -> tuple[int, ...]:
+    """In order."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return tuple(sorted({*small, *(number // n for n in small)}))
+
+
+def _sizes(number: int, pinned: int | None) -> list[int]:
+    """What divides `number`, of which one may be given."""
+    if pinned is not None:
+        return [pinned] if number % pinned == 0 else []
+    return list(divisors(number))
+
+
+def _given(known: tuple, pinned: object, alone: bool = False) -> tuple:
+    """Of what is `known` what is given; where there is one alone it stands for all."""
+    return known if pinned is None or alone else tuple(one for one in known if one == pinned)
