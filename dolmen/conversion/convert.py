@@ -3,8 +3,6 @@ proved by reading it back, in one process or several. Nothing stands at the dest
 it does.
 """
 
-import os
-import tempfile
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
@@ -16,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from rich.progress import MofNCompleteColumn
 
-from dolmen.conversion import beside, division, hf_export, proof
+from dolmen.conversion import beside, division, hf_export, proof, unfinished
 from dolmen.conversion.config import ConvertConfig
 from dolmen.conversion.hf import stated_dtype
 from dolmen.conversion.megatron import dist_export, export, names
@@ -56,7 +54,17 @@ class Writing(Protocol):
         ...
 
     def end(self, folder: Path, results: Sequence[Any]) -> None:
-        """When all units are there, in order: what says so. `results` are those of `write`."""
+        """When all units are there, in order: what remains. `results` are those of `write`."""
+        ...
+
+    def say(self, words: Path) -> None:
+        """Into an empty folder, the files that say what lies there: they join the others when
+        these are proved.
+        """
+        ...
+
+    def opened(self, folder: Path, words: Path) -> Source:
+        """What was written, by nothing but what it says of itself."""
         ...
 
 
@@ -96,13 +104,11 @@ class Proof:
 
     conversion: Conversion
     folder: Path
+    words: Path
 
     @cached_property
     def written(self) -> Source:
-        """As it says of itself; the vocabulary only where it is still to be written beside it."""
-        one = self.conversion
-        known = None if one.asked.to == "hf" else one.source.tree.vocab_size
-        return open_source(self.folder, vocab_size=known)
+        return self.conversion.writing.opened(self.folder, self.words)
 
     @cached_property
     def units(self) -> list[list[str]]:
@@ -119,7 +125,7 @@ class Proof:
         yield from proof.compare_weights(self.conversion.source, self.written, names)
 
     def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
-        return Proof, (self.conversion, self.folder)
+        return Proof, (self.conversion, self.folder, self.words)
 
 
 def export_model(source: str | Path, to: Path, dtype: str | None = None) -> str:
@@ -151,26 +157,20 @@ def convert(asked: ConvertConfig, shown: bool = False) -> str:
     source, state, writing = one.source, one.state, one.writing
     size = sum(spec.nbytes for spec in source.specs.values())
     processes = division.processes(asked.processes, size, process.cores())
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with (
-        tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as temporary,
-        Group(processes) as group,
-    ):
-        part = Path(temporary) / target.name
-        part.mkdir()
+    with unfinished.beside(target) as (part, words), Group(processes) as group:
         writing.begin(part)
         each = [(part, units) for units in division.divided(writing.sizes, processes)]
         with _bar(f"writing {target}", writing.count, len(each), shown) as reach:
             writing.end(part, group.run(one.write, each, reach))
-        same = Proof(one, part)
+        writing.say(words)
+        same = Proof(one, part, words)
         each = [(units,) for units in division.divided(same.sizes, processes)]
         with _bar("reading it back", len(source.specs), len(each), shown) as reach:
             group.run(same.weights, each, reach)
         logits = proof.compare_logits(source, same.written)
         told = "" if state is None else proof.compare_state(state, same.written)
         if asked.to != "hf":
-            hf_export.write_beside(source, part, _dtype(source, asked))
-        os.rename(part, target)
+            hf_export.write_beside(source, words, _dtype(source, asked))
     count = counted(len(source.specs), "parameter")
     return (
         f"read {source.title}\nwrote {target}: {count} read back, the same to the bit; "

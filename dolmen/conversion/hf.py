@@ -215,11 +215,11 @@ def found(folder: Path) -> bool:
     return (folder / "config.json").is_file() or any(form.lies_in(folder) for form in FORMS)
 
 
-def opened(folder: Path, model: Model | None = None) -> Transformers:
-    """The folder, its weights as those of `model`, or else of its config.json. Raises as
-    `read_config`.
+def opened(folder: Path, model: Model | None = None, said: Path | None = None) -> Transformers:
+    """The folder, its weights as those of `model`, or else of its config.json, which lies in `said`
+    where the folder is not finished. Raises as `read_config`.
     """
-    return Transformers(folder, model or _as_named(read_config(folder), folder))
+    return Transformers(folder, model or _as_named(read_config(said or folder), folder))
 
 
 def _as_named(model: Model, folder: Path) -> Model:

@@ -6,7 +6,6 @@ tokenizer files, all of them or nothing. hf.py reads them.
 """
 
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -20,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dolmen.conversion import unfinished
 from dolmen.conversion.division import by_layer
-from dolmen.conversion.hf import TOKENIZER_FILES, stated_dtype, tokenizer_files
+from dolmen.conversion.hf import TOKENIZER_FILES, opened, stated_dtype, tokenizer_files
 from dolmen.conversion.source import Source
 from dolmen.conversion.weights import join_stored
 from dolmen.families import Model, edit, weight_map
@@ -125,13 +125,9 @@ def save(
     check_target(folder, tokenizer_folder)
     folder, dtype = Path(folder), dtype or stated_dtype(model)
     specs = _specs(model, dtype)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:
-        part = Path(temporary) / "model"
-        part.mkdir()
+    with unfinished.beside(folder) as (part, words):
         safetensors.write_tensors(part, specs, export_weights(model, full), shard_bytes)
-        _beside(part, model, dtype, generation_config, tokenizer_folder)
-        os.rename(part, folder)
+        _beside(words, model, dtype, generation_config, tokenizer_folder)
 
 
 @dataclass(frozen=True)
@@ -172,7 +168,12 @@ class Writing:
 
     def end(self, folder: Path, results: Sequence[None]) -> None:
         safetensors.Shards(folder, self.specs).end()
-        write_beside(self.source, folder, self.dtype)
+
+    def say(self, words: Path) -> None:
+        write_beside(self.source, words, self.dtype)
+
+    def opened(self, folder: Path, words: Path) -> Source:
+        return opened(folder, said=words)
 
 
 def write_beside(source: Source, folder: Path, dtype: torch.dtype) -> None:

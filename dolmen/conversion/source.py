@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dolmen.conversion import checkpoint, hf, meta, sat
+from dolmen.conversion import checkpoint, hf, meta, sat, unfinished
 from dolmen.conversion.megatron import dist, folders
 from dolmen.conversion.megatron import source as megatron
 from dolmen.conversion.moments import Moments, Tensors
@@ -149,9 +149,11 @@ def open_source(
     """The source in a folder of any of FORMATS, or of that id on the hub; its weights are taken as
     those of `model`, where one is given: its config.json, changed. `vocab_size` says how many
     tokens there are where a folder does not. Raises ValueError for what is none, with what was
-    found there, and for another `vocab_size` than it says.
+    found there, for what a conversion has left unfinished, and for another `vocab_size` than it
+    says.
     """
     folder = hf.resolve_model(name)
+    unfinished.check(folder)
     format_ = _format(folder)
     source = format_.opened(format_.newest(folder), model, vocab_size)
     if vocab_size not in (None, known := source.model.tree.vocab_size):

@@ -86,7 +86,8 @@ def test_what_is_written_is_what_is_laid_by_hand(case, folders, tmp_path):
     spec = {"spec": "local"} if names is LOCAL else {}
     ranks = dict(tp=how.tp, pp=how.pp, virtual_stages=len(how.stages))
     said = run(where / name, tmp_path / "out", format, **ranks, **spec)
-    assert said.startswith(f"read {where / name}\nwrote {tmp_path / 'out'}: ")
+    was = f"{where / name}, a transformers directory"
+    assert said.startswith(f"read {was}\nwrote {tmp_path / 'out'}: ")
     assert said.endswith("parameters read back, the same to the bit; logits equal")
     made = parts(models[name])
     how.iteration = "release"
@@ -275,6 +276,30 @@ def test_what_is_broken_off_leaves_nothing(folders, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         run(where / "llama", tmp_path / "out", "megatron", tp=2)
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("format", ["hf", "megatron", "megatron-core", "torch-dist"])
+def test_what_kill_leaves_opens_as_no_model(format, folders, tmp_path, monkeypatch):
+    """As all lies there when everything is written and compared, by the name that it has then."""
+    where, _ = folders
+    real = proof.compare_logits
+
+    def copied(*given):
+        shutil.copytree(tmp_path / "a", tmp_path / "left")
+        return real(*given)
+
+    (tmp_path / "a").mkdir()
+    monkeypatch.setattr(convert.proof, "compare_logits", copied)
+    run(where / "tied", tmp_path / "a/out", format)
+    assert open_source(tmp_path / "a/out").iteration in (None, 0)
+    (left,) = (tmp_path / "left").iterdir()
+    for folder in (left, *(path for path in left.rglob("*") if path.is_dir())):
+        with pytest.raises(ValueError, match=f"broken off has left: .*, and remove {left}"):
+            open_source(folder)
+    written = left / "out"
+    known = ["config.json", "latest_checkpointed_iteration.txt"]
+    assert not any((written / name).exists() for name in known)
+    assert any(path.stat().st_size > 10_000 for path in written.rglob("*"))
 
 
 def test_what_is_not_the_same_is_seen_and_not_left(folders, tmp_path, monkeypatch):

@@ -29,8 +29,9 @@ from torch.distributed.checkpoint.metadata import (
 from dolmen.checkpoint.folders import METADATA
 from dolmen.conversion.division import by_layer
 from dolmen.conversion.megatron import folders, names, shares
-from dolmen.conversion.megatron.dist import BACKEND, COMMON, MARKER
+from dolmen.conversion.megatron.dist import BACKEND, COMMON, MARKER, opened
 from dolmen.conversion.megatron.export import VERSION, Plan
+from dolmen.conversion.megatron.source import Megatron
 from dolmen.conversion.moments import MOMENTS, Moments
 from dolmen.conversion.weights import join_stored
 from dolmen.core.torch_private.checkpoints import Place
@@ -163,7 +164,13 @@ class Writing:
         (where / MARKER).write_text(
             json.dumps({"sharded_backend": BACKEND, "sharded_backend_version": 1})
         )
-        (folder / folders.TRACKER).write_text(folders.names(self.iteration)[1])
+
+    def say(self, words: Path) -> None:
+        (words / folders.TRACKER).write_text(folders.names(self.iteration)[1])
+
+    def opened(self, folder: Path, words: Path) -> Megatron:
+        """By what its options say: a config.json beside it would be taken instead."""
+        return opened(folder / self._name, rows=self.plan.tree.vocab_size)
 
 
 def _common(

@@ -24,6 +24,7 @@ from dolmen.conversion.megatron import arguments, folders, names, shares
 from dolmen.conversion.megatron.folders import Sizes
 from dolmen.conversion.megatron.names import Dialect
 from dolmen.conversion.megatron.shares import Share
+from dolmen.conversion.megatron.source import Megatron, opened
 from dolmen.conversion.weights import join_stored
 from dolmen.core.words import divisor
 from dolmen.families.rules import Entry
@@ -298,7 +299,14 @@ class Writing:
                 file.close()
 
     def end(self, folder: Path, results: Sequence[None]) -> None:
-        (folder / folders.TRACKER).write_text(folders.names(self.iteration)[1])
+        pass  # every file is whole
+
+    def say(self, words: Path) -> None:
+        (words / folders.TRACKER).write_text(folders.names(self.iteration)[1])
+
+    def opened(self, folder: Path, words: Path) -> Megatron:
+        """By what `args` say: a config.json beside it would be taken instead."""
+        return opened(folder / self._name, rows=self.plan.tree.vocab_size)
 
 
 def _write_one(
