@@ -3,6 +3,14 @@
 model (chatglm.py).
 
 [gMASK] and sop stand in front of a text. The `inv_freq` that files hold is not used by that code.
+
+What `rope_ratio` does is said by that code alone, where it is not 1:
+
+    positions   ChatGLM2-6B-32K divides them by it
+    base        ChatGLM3-6B-32K and -128K, GLM-4-9B: the base is 10,000 times as much
+
+`_name_or_path` tells them; without it the base is taken, aloud, and better stated:
+`"dolmen": {"rope_ratio_of": "positions"}`.
 """
 
 from collections.abc import Mapping
@@ -12,10 +20,14 @@ from dolmen.families import common, glm_like, special_tokens
 from dolmen.families.family import BESIDE, Family, Field, Ids, expect
 from dolmen.families.rules import Rule
 from dolmen.files import kinds
-from dolmen.files.schema import Flag, Real, optional
+from dolmen.files.schema import Flag, Real, Text, optional
 from dolmen.model.tree import Attention, Block, Mlp, Norm, Rope, Tree
+from dolmen.model.tree.positions import Linear
 
-THETA = 10000.0  # times rope_ratio
+THETA = 10000.0
+RATIO_OF = ("base", "positions")
+NAMED = {"chatglm2": "positions", "chatglm3": "base", "glm-4": "base"}
+"""What is in `_name_or_path` of a checkpoint -> what its code does with rope_ratio."""
 FIELDS = (
     Field(
         "padded_vocab_size",
@@ -61,7 +73,15 @@ FIELDS = (
         "rope_ratio",
         Real(0, above=True),
         1.0,
-        "Times 10,000: base of the geometric series of wavelengths.",
+        "How the context is extended; see rope_ratio_of.",
+    ),
+    Field(
+        "rope_ratio_of",
+        optional(Text(RATIO_OF)),
+        None,
+        "base: rope's is 10,000 x rope_ratio (ChatGLM3, GLM-4), or positions: they are divided by "
+        "it (ChatGLM2-6B-32K).",
+        ours=True,
     ),
     *common.ends(common.eps("layernorm_epsilon", 1e-5), tied=False),
     special_tokens.SPECIAL_TOKENS,
@@ -79,15 +99,39 @@ def read(config: dict[str, Any]) -> Tree:
         q_bias=bias,
         k_bias=bias,
         v_bias=bias,
-        positions=Rope(size // 2, THETA * config["rope_ratio"], interleaved=True),
+        positions=_rope(size // 2, config["rope_ratio"], _ratio_of(config) or RATIO_OF[0]),
     )
     norm = Norm("rmsnorm", float(config["layernorm_epsilon"]))
     blocks = [Block(mixer, Mlp(config["ffn_hidden_size"]), norm)] * config["num_layers"]
     return common.tree(config, FIELDS, blocks)
 
 
+def _rope(size: int, ratio: float, ratio_of: str) -> Rope:
+    if ratio_of == "positions":
+        return Rope(size, THETA, Linear(ratio), interleaved=True)
+    return Rope(size, THETA * ratio, interleaved=True)
+
+
+def _ratio_of(config: Mapping[str, Any]) -> str | None:
+    """What is stated, or said by a checkpoint's name; None where nothing says it. Of 1 it is all
+    one.
+    """
+    if config["rope_ratio"] == 1:
+        return RATIO_OF[0]
+    name = str(config.get("_name_or_path")).lower()
+    known = next((of for part, of in NAMED.items() if part in name), None)
+    return config["rope_ratio_of"] or known
+
+
+def taken(config: Mapping[str, Any]) -> dict[str, str]:
+    """What rope_ratio does, where nothing says it."""
+    return {} if _ratio_of(config) else {"rope_ratio_of": RATIO_OF[0]}
+
+
 def new(tree: Tree) -> dict[str, Any]:
     mixer = common.attention(tree)
+    rope = expect(mixer.positions, Rope, "positions")
+    divided = rope.scaling.factor if isinstance(rope.scaling, Linear) else None
     return {
         **common.new(tree, FIELDS),
         "ffn_hidden_size": common.mlp(tree).size,
@@ -96,7 +140,8 @@ def new(tree: Tree) -> dict[str, Any]:
         "multi_query_group_num": mixer.kv_heads,
         "kv_channels": mixer.head_size,
         "add_qkv_bias": mixer.q_bias,
-        "rope_ratio": expect(mixer.positions, Rope, "positions").theta / THETA,
+        "rope_ratio": divided or rope.theta / THETA,
+        "rope_ratio_of": RATIO_OF[divided is not None],
     }
 
 
@@ -133,6 +178,7 @@ FAMILY = Family(
     new=new,
     rules=rules,
     fields=FIELDS,
+    taken=taken,
     framed=framed,
     only={
         "rmsnorm": (True,),

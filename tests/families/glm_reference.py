@@ -250,8 +250,12 @@ class ChatGlm2(Glm):
 
     def turn(self, x: Tensor, streams: Tensor) -> Tensor:
         first, rest = x.chunk(2, -1)
-        base = 10000.0 * self.config.rope_ratio
-        return torch.cat((rotate(first, streams[:, 0], False, True, base), rest), -1)
+        positions, base, ratio = streams[:, 0], 10000.0, self.config.rope_ratio
+        if "chatglm2-6b-32k" in self.config._name_or_path:
+            positions = positions / ratio
+        else:
+            base *= ratio
+        return torch.cat((rotate(first, positions, False, True, base), rest), -1)
 
     def ended(self, x: Tensor) -> Tensor:
         return self.transformer.output_layer(self.transformer.encoder.final_layernorm(x))

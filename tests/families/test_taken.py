@@ -7,12 +7,14 @@ import warnings
 import pytest
 import torch
 from cases.baichuan import BAICHUAN2_7B, BAICHUAN2_13B, BAICHUAN_7B, BAICHUAN_13B, SIZES
+from cases.chatglm import CHATGLM2
 from tiny import build, save
 
 import dolmen
 from dolmen.families import Model, changed, edit, unknown_fields
 from dolmen.families.unknown import warn
 from dolmen.model.tree import Alibi, Rope
+from dolmen.model.tree.positions import Linear
 
 FOUR = [
     (BAICHUAN_7B, "linear", Rope(128)),
@@ -70,3 +72,27 @@ def test_what_is_stated_counts_and_nothing_is_told():
         Model({"model_type": "baichuan", "z_loss_weight": 0.1})
     with pytest.raises(ValueError, match="dolmen.head is 'normal': it must be"):
         Model({"model_type": "baichuan", "dolmen": {"head": "normal"}})
+
+
+def test_what_rope_ratio_does_is_told_where_nothing_says_it():
+    """Published code divides positions by it, or multiplies the base: the checkpoint's name tells
+    which, else it is taken.
+    """
+    unnamed = {name: value for name, value in CHATGLM2.items() if name != "_name_or_path"}
+    content = {"model_type": "chatglm", **unnamed, "rope_ratio": 8}
+    divided = Rope(6, 10000.0, Linear(8), interleaved=True)
+    multiplied = Rope(6, 80000.0, interleaved=True)
+    with pytest.warns(UserWarning, match="with rope_ratio_of base; .*--model.rope-ratio-of"):
+        warn(Model(content))
+    assert Model(content).tree.blocks[0].mixer.positions == multiplied
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for said, positions in (
+            ({"_name_or_path": "THUDM/chatglm2-6b-32k"}, divided),
+            ({"_name_or_path": "/models/ChatGLM3-6B-32K"}, multiplied),
+            ({"dolmen": {"rope_ratio_of": "positions"}}, divided),
+            ({"rope_ratio": 1}, Rope(6, 10000.0, interleaved=True)),
+        ):
+            model = Model(content | said)
+            warn(model)
+            assert model.tree.blocks[0].mixer.positions == positions

@@ -30,6 +30,7 @@ CHATGLM2 = dict(
     layernorm_epsilon=1e-5,
     tie_word_embeddings=False,
     eos_token_id=2,
+    _name_or_path="THUDM/chatglm3-6b-32k",
 )
 CASES = {
     # the head is the embedding, and stored beside it
@@ -42,6 +43,13 @@ CASES = {
         long=dict(max_sequence_length=256),
     ),
     "chatglm2": Case("chatglm", CHATGLM2, ChatGlm2, layer),
+    # of the first that were longer, whose code divides positions
+    "chatglm2-32k": Case(
+        "chatglm",
+        CHATGLM2 | dict(rope_ratio=4, _name_or_path="THUDM/chatglm2-6b-32k"),
+        ChatGlm2,
+        layer,
+    ),
 }
 
 CODE = {
@@ -120,6 +128,7 @@ CHATGLM3 = {
     "vocab_size": 65024,
 }
 GLM_4_9B_CHAT = CHATGLM3 | {
+    "_name_or_path": "THUDM/glm-4-9b-chat",
     "eos_token_id": [151329, 151336, 151338],
     "layernorm_epsilon": 1.5625e-07,
     "num_layers": 40,
