@@ -8,9 +8,10 @@ tokenizer files, all of them or nothing. hf.py reads them.
 import json
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -24,7 +25,7 @@ from dolmen.conversion.division import by_layer
 from dolmen.conversion.hf import TOKENIZER_FILES, opened, stated_dtype, tokenizer_files
 from dolmen.conversion.source import Source
 from dolmen.conversion.weights import join_stored
-from dolmen.families import Model, edit, weight_map
+from dolmen.families import Model, changed, edit, unknown, weight_map
 from dolmen.families.rules import Entry
 from dolmen.files import safetensors
 from dolmen.files.safetensors import SHARD_BYTES, Spec
@@ -173,7 +174,9 @@ class Writing:
         write_beside(self.source, words, self.dtype)
 
     def opened(self, folder: Path, words: Path) -> Source:
-        return opened(folder, said=words)
+        """And by what its config.json cannot say, of which a warning tells."""
+        written = opened(folder, said=words)
+        return replace(written, model=changed(written.model, unknown.unsaid(self.source.model)))
 
 
 def write_beside(source: Source, folder: Path, dtype: torch.dtype) -> None:
@@ -190,6 +193,8 @@ def _beside(
 ) -> None:
     if dtype != stated_dtype(model):
         model = edit(model, dtype=str(dtype).removeprefix("torch."))
+    if lost := unknown.left_unsaid(model):
+        warnings.warn(lost, stacklevel=4)
     content = model.exported()
     _write_json(folder / "config.json", content)
     if generation := generation_config or _generation_config(content):

@@ -18,8 +18,6 @@ from dolmen.model.tree.mlp import Activation
 
 T = TypeVar("T")
 Ids = Mapping[str, int]
-RESERVED = "dolmen"  # of what no config.json can say; not exported
-
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",

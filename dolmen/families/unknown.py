@@ -5,6 +5,7 @@ It is kept for an export, and told by whoever reads a model.
 import json
 import warnings
 from difflib import get_close_matches
+from typing import Any
 
 from dolmen.core.words import cut
 from dolmen.families.family import HARMLESS, ONLY, RESERVED, knob
@@ -64,6 +65,27 @@ def left_open(model: Model) -> str | None:
         f"no field of the model's config.json says which {model.model_type} it is: taken for one "
         f"with {told}; if it is another, set {knobs}, or write it under {RESERVED!r} in the "
         f'config.json, {{"{RESERVED}": {json.dumps(found)}}}'
+    )
+
+
+def unsaid(model: Model) -> dict[str, Any]:
+    """What the model says of itself under RESERVED, and its exported config.json would be taken for
+    something else without.
+    """
+    others, own = taken(Model(model.exported())), model.config.get(RESERVED, {})
+    return {name: own[name] for name in others if name in own and own[name] != others[name]}
+
+
+def left_unsaid(model: Model) -> str | None:
+    """What to warn of where the model is exported."""
+    lost = unsaid(model)
+    if not lost:
+        return None
+    told = " and ".join(f"{name} {value}" for name, value in lost.items())
+    knobs = " and ".join(f"{knob(name)} {value}" for name, value in lost.items())
+    return (
+        f"the model has {told}, which no config.json of {model.model_type} says: whoever reads "
+        f"the export takes it for another, dolmen too, unless it is told {knobs}"
     )
 
 

@@ -2,6 +2,7 @@
 be stated, and stays whatever else is changed.
 """
 
+import json
 import warnings
 
 import pytest
@@ -11,6 +12,9 @@ from cases.chatglm import CHATGLM2
 from tiny import build, save
 
 import dolmen
+from dolmen.conversion.config import ConvertConfig
+from dolmen.conversion.convert import convert
+from dolmen.conversion.source import open_source
 from dolmen.families import Model, changed, edit, unknown_fields
 from dolmen.families.unknown import warn
 from dolmen.model.tree import Alibi, Rope
@@ -96,3 +100,14 @@ def test_what_rope_ratio_does_is_told_where_nothing_says_it():
             model = Model(content | said)
             warn(model)
             assert model.tree.blocks[0].mixer.positions == positions
+
+
+def test_what_an_export_cannot_say_is_told(tmp_path):
+    """It is compared as what it is, by who made it, and taken for another by who does not know."""
+    save(build("baichuan2-7b"), tmp_path / "a")
+    file = tmp_path / "a/config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"dolmen": {"head": "linear"}}))
+    with pytest.warns(UserWarning, match="has head linear, which no .* --model.head linear$"):
+        convert(ConvertConfig(str(tmp_path / "a"), str(tmp_path / "b"), "hf"))
+    assert what(open_source(tmp_path / "a").model)[0] == "linear"
+    assert what(open_source(tmp_path / "b").model)[0] == "normalised"
