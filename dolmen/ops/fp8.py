@@ -1,0 +1,137 @@
+"""Tensors in eight bits: a payload in one of two formats (E4M3, E5M2; Micikevicius et al.,
+2209.05433) and the scales that it is multiplied by to be the tensor again.
+
+    amax      the largest |x| of everything that shares a scale
+    scale     amax / the format's largest number, so that nothing is cut off; 1 where amax is 0
+    payload   x / scale, clamped to +- the largest number, rounded to nearest, ties to even
+
+What shares a scale:
+
+    tensor     all of it
+    row        all along `axis`, which is what a product adds up over: a token, an output, ...
+    1x128      128 neighbours along `axis`                 (DeepSeek-V3, 2412.19437, section 3.3.2)
+    128x128    128 x 128 of the last two dims              (the same, of weights)
+    mx         32 neighbours along `axis`, and the scale is a power of two that E8M0 holds (OCP
+               Microscaling Formats 1.0, section 6.3). The specification's example takes the largest
+               that amax is not under, and cuts off up to 1/8 of a number; ours is the smallest
+               that cuts off nothing (2506.08027, section 3.1).
+
+A number that is not finite makes all that share its scale NaN. The same arithmetic on every device,
+so that payloads and scales have the same bits.
+"""
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Shaped
+from torch import Tensor
+
+Format = Literal["e4m3", "e5m2"]
+Granularity = Literal["tensor", "row", "1x128", "128x128", "mx"]
+
+DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}
+BLOCKS = {"1x128": 128, "128x128": 128, "mx": 32}
+"""Neighbours that share a scale, of the granularities that have blocks."""
+SMALLEST_SCALE = 2.0**-126
+"""The smallest normal number of fp32, so that what is divided by it is finite."""
+
+
+def quantise(
+    x: Float[Tensor, "*shape"], *, format: Format, granularity: Granularity, axis: int = -1
+) -> tuple[Shaped[Tensor, "*shape"], Float[Tensor, "..."]]:
+    """x as (payload, scale): payload of x's shape in the format's dtype; scale fp32, with one
+    number for a tensor, shape (), else of x's shape with a block to each element, the last one
+    smaller where blocks do not divide the dim. `axis` is the dim that scales are shared along.
+    """
+    scale = scale_of(amax(x, granularity, axis), format, granularity)
+    return divided(x, scale, format, granularity, axis), scale
+
+
+def dequantise(
+    payload: Shaped[Tensor, "*shape"],
+    scale: Float[Tensor, "..."],
+    *,
+    granularity: Granularity,
+    axis: int = -1,
+    dtype: torch.dtype = torch.float32,
+) -> Float[Tensor, "*shape"]:
+    """The inverse of `quantise`: payload times scale, in fp32, then in `dtype`."""
+    return (payload.float() * _spread(scale, payload, granularity, axis)).to(dtype)
+
+
+def rounded(x: Float[Tensor, "*shape"], format: Format) -> Shaped[Tensor, "*shape"]:
+    """x clamped to +- the format's largest number, in its dtype. NaN stays NaN."""
+    most = LARGEST[format]
+    return x.clamp(-most, most).to(DTYPES[format])
+
+
+def amax(x: Float[Tensor, "*shape"], granularity: Granularity, axis: int) -> Float[Tensor, "..."]:
+    """The largest |x| of each scale, fp32, as `quantise` shapes scales; 0 of nothing. Where x is a
+    part, the largest over the parts is that of the whole.
+    """
+    x = x.detach()
+    if granularity == "tensor":
+        return x.abs().amax().float() if x.numel() else torch.zeros((), device=x.device)
+    sizes = _block(x, granularity, axis)
+    padding = [n for size, dim in zip(sizes, x.shape, strict=True) for n in (-dim % size, 0)]
+    if any(padding):
+        x = F.pad(x, padding[::-1])
+    apart = [n for size, dim in zip(sizes, x.shape, strict=True) for n in (dim // size, size)]
+    if not x.numel():
+        return torch.zeros(apart[::2], device=x.device)
+    return x.abs().view(apart).amax(tuple(range(1, len(apart), 2))).float()
+
+
+def scale_of(
+    amax: Float[Tensor, "*scales"], format: Format, granularity: Granularity
+) -> Float[Tensor, "*scales"]:
+    """What brings the largest to the format's largest number; NaN or infinite where amax is."""
+    by = (amax / LARGEST[format]).clamp(min=SMALLEST_SCALE)
+    if granularity == "mx":
+        by = _power_above(by)
+    return torch.where(amax == 0, 1.0, by)
+
+
+def _power_above(x: Tensor) -> Tensor:
+    """The smallest power of two that is not under x, a normal number of fp32; NaN where x is not
+    finite, as E8M0 has no infinity.
+    """
+    bits = x.view(torch.int32)
+    exponent = (bits + 0x7FFFFF) & 0x7F800000  # its own where the mantissa is 0, else the next
+    return torch.where(x.isfinite(), exponent.view(torch.float32), torch.nan)
+
+
+def divided(
+    x: Float[Tensor, "*shape"],
+    scale: Float[Tensor, "..."],
+    format: Format,
+    granularity: Granularity,
+    axis: int,
+) -> Shaped[Tensor, "*shape"]:
+    """The payload of x by a scale that is known."""
+    return rounded(x.detach().float() / _spread(scale, x, granularity, axis), format)
+
+
+def _spread(scale: Tensor, x: Tensor, granularity: Granularity, axis: int) -> Tensor:
+    """The scale of each element of x, or what broadcasts to it."""
+    if granularity in ("tensor", "row"):
+        return scale
+    for dim, size in enumerate(_block(x, granularity, axis)):
+        if size > 1:
+            scale = scale.repeat_interleave(size, dim).narrow(dim, 0, x.shape[dim])
+    return scale
+
+
+def _block(x: Tensor, granularity: Granularity, axis: int) -> list[int]:
+    """How many elements share a scale along each dim of x, where not all do."""
+    sizes = [1] * x.ndim
+    match granularity:
+        case "row":
+            sizes[axis] = max(1, x.shape[axis])
+        case "128x128":
+            sizes[-2:] = [BLOCKS[granularity]] * 2
+        case _:
+            sizes[axis] = BLOCKS[granularity]
+    return sizes
