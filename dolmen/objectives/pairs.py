@@ -4,13 +4,13 @@ chosen sequence and the rejected one. Labels that are IGNORED, those of a prompt
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from dolmen.data.batch import Batch
 from dolmen.model.head import Head
 from dolmen.objectives.objective import Judged
+from dolmen.objectives.tokens import Metrics
 from dolmen.ops.loss import IGNORED
 
 METRICS = ("accuracy", "margin")
@@ -35,14 +35,26 @@ def count(batch: Batch) -> int:
     return rows // 2
 
 
-def judge(scores: Float[Tensor, " sequences"], head: Head) -> Judged:
-    """The sum over pairs of -log sigmoid(score of the chosen - score of the rejected), from scores
+def told(chosen: Float[Tensor, " pairs"], rejected: Float[Tensor, " pairs"]) -> Metrics:
+    """METRICS of rewards or scores, and the means of these."""
+    chosen, rejected = chosen.detach(), rejected.detach()
+    margins = chosen - rejected
+    return {
+        "accuracy": (margins > 0).to(margins.dtype).mean(),
+        "margin": margins.mean(),
+        "chosen": chosen.mean(),
+        "rejected": rejected.mean(),
+    }
+
+
+def judged(found: tuple[Float[Tensor, ""], Metrics], batch: Batch, head: Head) -> Judged:
+    """The sums over pairs of what a pure objective has found in the mean over them, from numbers
     that every rank of cp has.
     """
-    margins = scores[0::2] - scores[1::2]
-    told = (margins > 0).to(margins.dtype), margins.detach()
-    metrics = tuple(head.shared(each.sum()) for each in told)
-    return Judged(head.shared(-F.logsigmoid(margins).sum()), metrics)
+    mean, metrics = found
+    rows = len(batch.labels) // 2
+    sums = tuple(head.shared(metrics[name] * rows) for name in METRICS)
+    return Judged(head.shared(mean * rows), sums)
 
 
 def last_real(

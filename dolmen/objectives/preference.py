@@ -1,12 +1,18 @@
 """A policy of comparisons, without a reward model: the policy and a reference, two models in one
 run. The reference is asked first (objectives/score.py), and what it says of each token comes with
 the batch.
+
+    dpo(...)      pure, of log-probabilities summed over answers
+    DPO           the objective of a run, which sums them over ranks and calls it
 """
 
+import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
-from jaxtyping import Float
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from dolmen.data.batch import Batch
@@ -14,25 +20,134 @@ from dolmen.model import tree
 from dolmen.model.head import Logits
 from dolmen.objectives import pairs
 from dolmen.objectives.objective import Judged
+from dolmen.objectives.tokens import Metrics
 from dolmen.ops.loss import IGNORED
 
 REFERENCE = "reference"
 """The number of each token that is its label's log-probability in the other model."""
 
+Kind = Literal["sigmoid", "ipo", "hinge", "robust", "sppo", "apo-zero", "exo"]
+Lengths = tuple[Shaped[Tensor, " pairs"], Shaped[Tensor, " pairs"]]
+"""Tokens of the chosen and of the rejected answers."""
+
+EXO_SMOOTHING = 1e-3
+
+
+def dpo(
+    policy_chosen: Float[Tensor, " pairs"],
+    policy_rejected: Float[Tensor, " pairs"],
+    reference_chosen: Float[Tensor, " pairs"],
+    reference_rejected: Float[Tensor, " pairs"],
+    *,
+    beta: float,
+    kind: Kind = "sigmoid",
+    label_smoothing: float = 0.0,
+    lengths: Lengths | None = None,
+) -> tuple[Float[Tensor, ""], Metrics]:
+    """Direct preference optimisation and kin, mean over pairs, of log-probabilities summed over
+    answers. With c and r the log-ratios policy - reference of both, d = beta (c - r) and
+    s = label_smoothing:
+
+        sigmoid    -(1 - s) log sigmoid(d) - s log sigmoid(-d)    2305.18290, eq. 7; with s cDPO
+        robust     (-(1 - s) log sigmoid(d) + s log sigmoid(-d)) / (1 - 2 s)          2403.00409
+        hinge      max(0, 1 - d)                                  2305.10425, of DPO's d
+        ipo        (c / |chosen| - r / |rejected| - 1 / (2 beta))^2          2310.12036, eq. 17
+        sppo       (c - 1 / (2 beta))^2 + (r + 1 / (2 beta))^2    2405.00675, 4.7, of a sure winner
+        apo-zero   1 - sigmoid(beta c) + sigmoid(beta r)                     2408.06266, eq. 7
+        exo        KL((sigmoid(d), sigmoid(-d)) || (1 - s, s))               2402.00856, eq. 16
+
+    They are TRL's (dpo_trainer.py, `loss_type`; exo_pair and sppo_hard there); OpenRLHF's DPOLoss
+    has sigmoid and ipo, verl none. IPO needs `lengths`: TRL divides log-ratios by tokens, as the
+    authors recommend; OpenRLHF, as in the paper, does not: lengths of 1 are that. Of exo, s = 0 is
+    taken for 1e-3, as TRL did and its paper recommends: the target has no 0. The others know no s.
+
+    Metrics: pairs.METRICS of the rewards beta c and beta r, and their means.
+    """
+    chosen, rejected = policy_chosen - reference_chosen, policy_rejected - reference_rejected
+    return of_ratios(
+        chosen, rejected, beta=beta, kind=kind, label_smoothing=label_smoothing, lengths=lengths
+    )
+
+
+def of_ratios(
+    chosen: Float[Tensor, " pairs"],
+    rejected: Float[Tensor, " pairs"],
+    *,
+    beta: float,
+    kind: Kind,
+    label_smoothing: float,
+    lengths: Lengths | None,
+) -> tuple[Float[Tensor, ""], Metrics]:
+    """`dpo` of the log-ratios of the policy to the reference, which are more exact where they are
+    summed token by token.
+    """
+    check(beta, kind, label_smoothing)
+    if kind == "ipo" and lengths is None:
+        raise ValueError("ipo divides log-ratios by tokens: give lengths=(chosen, rejected)")
+    losses = _losses(chosen, rejected, beta, kind, label_smoothing, lengths)
+    return losses.mean(), pairs.told(beta * chosen, beta * rejected)
+
+
+def check(beta: float, kind: Kind, label_smoothing: float) -> None:
+    """Raises ValueError for what no preference is trained by."""
+    if kind not in Kind.__args__:
+        raise ValueError(f"kind is {kind!r}: it must be one of {Kind.__args__}")
+    if not (math.isfinite(beta) and beta > 0):
+        raise ValueError(f"beta is {beta}: it must be over 0")
+    if not 0 <= label_smoothing < 0.5:
+        raise ValueError(
+            f"label_smoothing is {label_smoothing}: it is the share of pairs the wrong way round, "
+            "so it must be 0 or more and below 0.5"
+        )
+
+
+def _losses(
+    c: Float[Tensor, " pairs"],
+    r: Float[Tensor, " pairs"],
+    beta: float,
+    kind: Kind,
+    s: float,
+    lengths: Lengths | None,
+) -> Float[Tensor, " pairs"]:
+    d = beta * (c - r)
+    match kind:
+        case "sigmoid":
+            return -(1 - s) * F.logsigmoid(d) - s * F.logsigmoid(-d)
+        case "robust":
+            return (-(1 - s) * F.logsigmoid(d) + s * F.logsigmoid(-d)) / (1 - 2 * s)
+        case "hinge":
+            return torch.relu(1 - d)
+        case "ipo":
+            assert lengths is not None
+            long, other = (each.clamp(min=1) for each in lengths)
+            return (c / long - r / other - 1 / (2 * beta)).square()
+        case "sppo":
+            return (c - 1 / (2 * beta)).square() + (r + 1 / (2 * beta)).square()
+        case "apo-zero":
+            return torch.sigmoid(-beta * c) + torch.sigmoid(beta * r)
+        case "exo":
+            s = s or EXO_SMOOTHING
+            right = d.sigmoid() * (F.logsigmoid(d) - math.log1p(-s))
+            return right + (-d).sigmoid() * (F.logsigmoid(-d) - math.log(s))
+    raise AssertionError(kind)
+
 
 @dataclass(frozen=True)
 class DPO:
-    """Direct preference optimisation (2305.18290, equation 7), mean over pairs of
+    """`dpo` of the answers of a batch, whose tokens are those with a label; mean over pairs.
 
-        -log sigmoid(r(chosen) - r(rejected))      r = beta sum over tokens of log p - log p_ref
-
-    A batch brings `numbers[REFERENCE]`. Metrics are those of pairs.METRICS, of r.
+    A batch brings `numbers[REFERENCE]`. Metrics are those of pairs.METRICS, of the rewards.
     """
 
     beta: float = 0.1
+    kind: Kind = "sigmoid"
+    label_smoothing: float = 0.0
 
     names: ClassVar[tuple[str, ...]] = pairs.METRICS
     head: ClassVar[type] = tree.Head
+
+    def __post_init__(self):
+        check(self.beta, self.kind, self.label_smoothing)
 
     def count(self, batch: Batch) -> float:
         if REFERENCE not in batch.numbers:
@@ -46,4 +161,14 @@ class DPO:
         real = head.here(batch.labels) != IGNORED
         ratios = head.log_probabilities(hidden, batch.labels)
         ratios = ratios - head.here(batch.numbers[REFERENCE]) * real
-        return pairs.judge(self.beta * head.over_sequence(ratios), head)
+        whole = head.over_sequence(ratios)
+        tokens = (batch.labels != IGNORED).sum(1)
+        found = of_ratios(
+            whole[0::2],
+            whole[1::2],
+            beta=self.beta,
+            kind=self.kind,
+            label_smoothing=self.label_smoothing,
+            lengths=(tokens[0::2], tokens[1::2]),
+        )
+        return pairs.judged(found, batch, head)

@@ -1,10 +1,14 @@
 """What trains a model that ends in one number for each token: a reward model by comparisons, a
 value model by numbers.
+
+    pairwise(...)    pure, of the scores of answers
+    Preferred        the objective of a run, which takes scores where they lie and calls it
 """
 
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
@@ -13,22 +17,45 @@ from dolmen.model import tree
 from dolmen.model.head import Values
 from dolmen.objectives import pairs
 from dolmen.objectives.objective import Judged
+from dolmen.objectives.tokens import Metrics
 from dolmen.ops.loss import IGNORED
 
 TARGET = "target"
 """The number of each token that its value should be."""
 
 
+def pairwise(
+    chosen: Float[Tensor, " pairs"],
+    rejected: Float[Tensor, " pairs"],
+    *,
+    margin: Float[Tensor, " pairs"] | float | None = None,
+    center: float | None = None,
+) -> tuple[Float[Tensor, ""], Metrics]:
+    """Of two answers the chosen one's score is to be larger (Bradley and Terry, 1952; 2203.02155,
+    equation 1), by `margin` (2307.09288, equation 2), and both are to be about 0 (2312.09244):
+    mean over pairs of
+
+        -log sigmoid(chosen - rejected - margin) + center (chosen + rejected)^2
+
+    TRL's RewardTrainer (`center_rewards_coefficient`), and OpenRLHF's PairWiseLoss, which does not
+    centre; verl has none. Metrics: the share of pairs whose chosen score is the larger, the mean
+    difference, without margins, and both means.
+    """
+    ahead = chosen - rejected
+    losses = -F.logsigmoid(ahead if margin is None else ahead - margin)
+    if center:
+        losses = losses + center * (chosen + rejected).square()
+    return losses.mean(), pairs.told(chosen, rejected)
+
+
 @dataclass(frozen=True)
 class Preferred:
-    """The reward of a sequence is the number of its last token with a real label; of two, the
-    chosen one's is to be larger (Bradley and Terry, 1952; 2203.02155, equation 1): mean over pairs
-    of
-
-        -log sigmoid(r(chosen) - r(rejected))
-
-    Metrics are those of pairs.METRICS, of r.
+    """`pairwise` of a batch, mean over pairs, where the reward of a sequence is the number of its
+    last token with a real label. Metrics are those of pairs.METRICS.
     """
+
+    center: float = 0.0
+    """What scores that are not about 0 cost: the weight of (chosen + rejected)^2."""
 
     names: ClassVar[tuple[str, ...]] = pairs.METRICS
     head: ClassVar[type] = tree.Scalar
@@ -37,8 +64,10 @@ class Preferred:
         return pairs.count(batch)
 
     def __call__(self, hidden: Float[Tensor, "_ hidden"], head: Values, batch: Batch) -> Judged:
-        rewards = head.values(hidden) * head.here(pairs.last_real(batch.labels))
-        return pairs.judge(head.over_sequence(rewards), head)
+        here = head.values(hidden) * head.here(pairs.last_real(batch.labels))
+        rewards = head.over_sequence(here)
+        found = pairwise(rewards[0::2], rewards[1::2], center=self.center)
+        return pairs.judged(found, batch, head)
 
 
 @dataclass(frozen=True)

@@ -156,6 +156,19 @@ def test_dpo_of_two_models(tmp_path):
     assert all(p.grad is None for p in reference.parameters())
 
 
+def test_ipo_of_two_models():
+    """Log-ratios per token of an answer."""
+    model = training(DPO()).model
+    given = replace(GIVEN, numbers={REFERENCE: torch.rand(4, LENGTH)})
+    with torch.no_grad():
+        loss, _ = judged(DPO(0.3, "ipo"), model, given)
+        found = model(given.tokens, lambda h, head: head.log_probabilities(h, given.labels))
+    real = given.labels != IGNORED
+    means = ((found - given.numbers[REFERENCE]) * real).sum(1) / real.sum(1)
+    want = (means[0::2] - means[1::2] - 1 / 0.6).square().mean()
+    torch.testing.assert_close(loss, want)
+
+
 def test_a_prompt_does_not_count():
     """Whatever numbers come with it."""
     model = training(DPO()).model

@@ -1,0 +1,169 @@
+"""How much better than expected: from scores, log-probabilities and values to rewards, advantages
+and returns of each token. Nothing here has a gradient but `kl`.
+
+Compared with TRL (trl/trainer/ppo_trainer.py, grpo_trainer.py), OpenRLHF (openrlhf/models/utils.py,
+openrlhf/trainer/ppo_utils/experience_maker.py) and verl (verl/trainer/ppo/core_algos.py); where
+these differ, a docstring says whose formula is the default, and an argument chooses the other.
+"""
+
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Int, Shaped
+from torch import Tensor
+
+from dolmen.objectives import tokens
+
+Estimator = Literal["k1", "k2", "k3"]
+
+
+def kl(
+    policy: Float[Tensor, "rows tokens"],
+    reference: Float[Tensor, "rows tokens"],
+    *,
+    estimator: Estimator,
+) -> Float[Tensor, "rows tokens"]:
+    """Of each token, from the log-probabilities that two models give it, an estimate of
+    KL(policy || reference) for tokens that the policy drew (Schulman, joschu.net/blog/kl-approx):
+
+        d = policy - reference        k1 = d        k2 = d^2 / 2        k3 = exp(-d) - 1 + d
+
+    k1 and k3 have the right mean, k2 and k3 are never negative. OpenRLHF's compute_approx_kl, TRL's
+    (k1, k3), and verl's kl_penalty (kl, mse, low_var_kl) but for its bounds: verl cuts d at 20 and
+    k3 at 10, which is not done here.
+    """
+    return estimated(policy - reference, estimator)
+
+
+def estimated(
+    d: Float[Tensor, "rows tokens"], estimator: Estimator
+) -> Float[Tensor, "rows tokens"]:
+    """`kl` of differences of log-probabilities."""
+    match estimator:
+        case "k1":
+            return d
+        case "k2":
+            return d.square() / 2
+        case "k3":
+            # exp(-d) - 1 without the digits that 1 would take
+            return torch.expm1(-d) + d
+    raise ValueError(f"estimator is {estimator!r}: it must be one of {Estimator.__args__}")
+
+
+@torch.no_grad()
+def token_rewards(
+    scores: Float[Tensor, " rows"],
+    policy: Float[Tensor, "rows tokens"],
+    reference: Float[Tensor, "rows tokens"],
+    mask: Shaped[Tensor, "rows tokens"],
+    *,
+    kl: Estimator,
+    kl_coef: float,
+    clip: float | tuple[float, float] | None,
+) -> Float[Tensor, "rows tokens"]:
+    """Of each token that counts -kl_coef KL, and of the last of a row its score besides
+    (2203.02155, equation 2); 0 elsewhere, so of a row without a token its score is nowhere.
+
+    `clip` bounds the score, to -clip .. clip or to a pair of bounds, and never the KL. OpenRLHF's
+    compute_reward (`reward_clip_range`), TRL's PPOTrainer (without a clip) and verl's
+    apply_kl_penalty, which has the score where its reward function has put it.
+    """
+    here = tokens.counted(mask)
+    if clip is not None:
+        low, high = clip if isinstance(clip, tuple) else (-clip, clip)
+        scores = scores.clamp(low, high)
+    penalty = -kl_coef * estimated(tokens.only(policy - reference, here), kl)
+    return penalty + scores[:, None] * last(mask)
+
+
+def last(mask: Shaped[Tensor, "rows tokens"]) -> Shaped[Tensor, "rows tokens"]:
+    """Whether a token is the last of its row that counts."""
+    here = tokens.counted(mask)
+    return here & (here.flip(1).cumsum(1).flip(1) == 1)
+
+
+@torch.no_grad()
+def gae(
+    rewards: Float[Tensor, "rows tokens"],
+    values: Float[Tensor, "rows tokens"],
+    mask: Shaped[Tensor, "rows tokens"],
+    *,
+    gamma: float,
+    lam: float,
+    holes: Literal["skipped", "steps"] = "skipped",
+) -> tuple[Float[Tensor, "rows tokens"], Float[Tensor, "rows tokens"]]:
+    """Generalised advantage estimation (1506.02438, equation 16), backwards over the tokens that
+    count, and returns, which are advantages + values; both 0 elsewhere, neither whitened:
+
+        delta_t = r_t + gamma V_next - V_t        A_t = delta_t + gamma lam A_next
+
+    The next of a token is the next that counts, and of the last there is none: its V and A are 0,
+    so padding never bootstraps, whatever values stand in it. What a hole holds (rewards, values) is
+    not read, and no power of gamma or lam is spent on it: verl's compute_gae_advantage_return. For
+    OpenRLHF's get_advantages_and_returns a hole is a step of value and reward 0: holes="steps". TRL
+    knows none. All three whiten advantages afterwards, verl and TRL by the unbiased variance.
+    """
+    if holes not in ("skipped", "steps"):
+        raise ValueError(f"holes is {holes!r}: it must be 'skipped' or 'steps'")
+    here = tokens.counted(mask)
+    moves = here if holes == "skipped" else torch.ones_like(here)
+    rewards, values = tokens.only(rewards, here), tokens.only(values, here)
+    value = advantage = values.new_zeros(len(values))
+    backwards = []
+    for t in reversed(range(values.shape[1])):
+        delta = rewards[:, t] + gamma * value - values[:, t]
+        advantage = torch.where(moves[:, t], delta + gamma * lam * advantage, advantage)
+        value = torch.where(moves[:, t], values[:, t], value)
+        backwards.append(advantage)
+    advantages = torch.stack(backwards[::-1], 1) if backwards else torch.zeros_like(values)
+    advantages = tokens.only(advantages, here)
+    return advantages, advantages + values
+
+
+@torch.no_grad()
+def group_normalised(
+    scores: Float[Tensor, " rows"],
+    groups: Int[Tensor, " rows"],
+    *,
+    eps: float,
+    variance: Literal["unbiased", "biased"] = "unbiased",
+    scale: Literal["group", "batch", "none"] = "group",
+) -> Float[Tensor, " rows"]:
+    """By how many standard deviations of its group each score is above the mean of its group
+    (2402.03300, section 4.1.2), of groups of any sizes and in any order:
+
+        (s - mean) / (std + eps)
+
+    The variance is the unbiased one, as torch.std's in TRL's GRPOTrainer, OpenRLHF's `group_norm`
+    and verl's compute_grpo_outcome_advantage; "biased" divides by the size of the group, as
+    numpy.std does. `scale`: by the deviation of the group, of all scores together (TRL's
+    scale_rewards="batch"), or by none (Dr. GRPO, 2503.20783; verl's norm_adv_by_std_in_grpo=False).
+
+    Scores that are all alike, and one alone, have an advantage of 0: nothing says that they are
+    good. (For one alone TRL makes 0 of a NaN, and verl leaves the score as it is.)
+    """
+    if variance not in ("unbiased", "biased"):
+        raise ValueError(f"variance is {variance!r}: it must be 'unbiased' or 'biased'")
+    _, group = torch.unique(groups, return_inverse=True)
+    centred = scores - _means(scores, group)
+    match scale:
+        case "none":
+            return centred
+        case "group":
+            off, among = centred, group
+        case "batch":
+            off, among = scores - scores.mean(), torch.zeros_like(group)
+        case _:
+            raise ValueError(f"scale is {scale!r}: it must be 'group', 'batch' or 'none'")
+    square = _means(off.square(), among)
+    if variance == "unbiased":
+        size = torch.bincount(among)[among]
+        square = square * size / (size - 1).clamp(min=1)
+    return torch.where(centred == 0, 0.0, centred / (square.sqrt() + eps))
+
+
+def _means(values: Float[Tensor, " rows"], group: Int[Tensor, " rows"]) -> Float[Tensor, " rows"]:
+    """Of each row the mean over its group, where groups are 0, 1, 2, ..."""
+    size = torch.bincount(group)
+    sums = values.new_zeros(len(size)).index_add_(0, group, values)
+    return (sums / size)[group]
