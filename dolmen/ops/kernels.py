@@ -73,9 +73,10 @@ class Kernels:
     """
 
     turned: bool = False
-    """A weight gradient is a product of rows of the narrower factor, turned first, which all
-    products of one input share. Else it is left to the kernel to turn the wider one, each time (of
-    AMX at half the speed of the other products: 2 x 4,096 x 512 x 1,536 in bf16, 33 ms, turned 24).
+    """A weight gradient is a product of rows of a factor that is turned first: the input, for all
+    its products at once, or their gradients where these are narrower together. Else it is left to
+    the kernel to turn the wider one, each time (of AMX at half the speed of the other products: 2 x
+    4,096 x 512 x 1,536 in bf16, 33 ms, turned 24).
     """
 
     def __str__(self) -> str:

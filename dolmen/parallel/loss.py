@@ -135,7 +135,7 @@ def zeros(
     weight: Float[Tensor, "rows hidden"], dtype: torch.dtype, tp: TensorParallel
 ) -> Float[Tensor, "rows hidden"]:
     """What weight gradients are added to, laid as `weight_products` lays them."""
-    if not tp.turned or len(weight) < weight.shape[1]:
+    if not tp.turned or len(weight) <= weight.shape[1]:
         return torch.zeros_like(weight, dtype=dtype)
     return torch.zeros_like(weight.t(), dtype=dtype, memory_format=torch.contiguous_format).t()
 

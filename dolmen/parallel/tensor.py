@@ -39,6 +39,7 @@ from torch import Tensor
 from dolmen.core import collectives, transfers
 from dolmen.core.function import Context, Function
 from dolmen.core.mesh import Axis
+from dolmen.core.torch_private import compute
 
 
 class Deferred:
@@ -282,15 +283,10 @@ def weight_products(grads: Sequence[Tensor], x: Tensor, turned: bool) -> list[Te
     """g^T x for each of `grads`."""
     if not turned:
         return [g.t() @ x for g in grads]
-    turned_x: Tensor | None = None
-    made: list[Tensor] = []
-    for g in grads:
-        if g.shape[1] < x.shape[1]:
-            made.append(g.t().contiguous() @ x)
-            continue
-        turned_x = x.t().contiguous() if turned_x is None else turned_x
-        made.append((turned_x @ g).t())
-    return made
+    if sum(g.shape[1] for g in grads) <= x.shape[1]:
+        return [compute.turned(g) @ x for g in grads]
+    turned_x = compute.turned(x)
+    return [(turned_x @ g).t() for g in grads]
 
 
 def _linear(

@@ -82,6 +82,19 @@ def _():
     assert arguments(backward) == "grad_out input normalized_shape rstd weight output_mask"
 
 
+@claim("compute.turned")
+def _():
+    """Compiled, what is multiplied lies as it was asked for, and not as the compiler likes."""
+    from torch._inductor.utils import run_and_get_code
+
+    x, y = torch.randn(96, 64), torch.randn(96, 32)
+    compiled = torch.compile(lambda x, y: private("compute.turned")(x) @ y)
+    product, (code,) = run_and_get_code(compiled, x, y)
+    torch.testing.assert_close(product, x.t() @ y)
+    assert "(64, 96), (96, 1)" in code and "(64, 96), (1, 64)" not in code
+    assert private("compute.turned")(x).is_contiguous()
+
+
 @claim("compute.softmax_backward")
 def _():
     x = torch.randn(3, 5, requires_grad=True)

@@ -170,11 +170,12 @@ def test_slices_of_the_vocabulary_make_the_whole():
     torch.testing.assert_close(torch.cat(found, 1), gradient, rtol=1e-12, atol=1e-12)
 
 
-def test_weight_gradients_of_turned_factors():
-    """Products wider and narrower than their input, and as wide: turned or not, with the same
+@pytest.mark.parametrize("sizes", [(6, 3, 4), (1, 2)])
+def test_weight_gradients_of_turned_factors(sizes):
+    """Products wider together than their input, and narrower: turned or not, with the same
     gradients, in the order of the weights.
     """
-    x, weights = normal(9, 4), [normal(size, 4) for size in (6, 3, 4)]
+    x, weights = normal(9, 4), [normal(size, 4) for size in sizes]
     found = {}
     for turned in (False, True):
         tp = TensorParallel(SINGLE.tp, turned=turned)

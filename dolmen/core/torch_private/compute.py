@@ -71,6 +71,18 @@ def mark_dynamic(x: Tensor, dim: int) -> None:
     torch._dynamo.maybe_mark_dynamic(x, dim)
 
 
+def turned(x: Tensor) -> Tensor:
+    """x^T, whose rows lie in memory one after the other. The compiler takes `x.t().contiguous()`
+    for a copy that may lie as x does; the strides of this operator of its own it keeps. 2.11 to
+    2.13.
+    """
+    if not torch.compiler.is_compiling():
+        return x.t().contiguous()
+    from torch._inductor import inductor_prims  # here, as it imports the compiler
+
+    return inductor_prims.force_stride_order(x.t(), (x.shape[0], 1))
+
+
 def untraced(function: Callable[P, T]) -> Callable[P, T]:
     """`torch.compiler.disable(function)`, which torch does to its own functions without importing
     its compiler before one is called: half a second of every process. To be called where something
