@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from dolmen.api import (
         convert,
         diff,
+        dryrun,
         evaluate,
         export,
         generate,
@@ -32,6 +33,7 @@ __all__ = [
     "__version__",
     "convert",
     "diff",
+    "dryrun",
     "evaluate",
     "export",
     "generate",

@@ -1,6 +1,6 @@
 """Dolmen from Python: what the commands do, as functions of the same names, with the same checks
 and messages. `dolmen.load`, `generate`, `train`, `export`, `convert`, `verify`, `diff`, `evaluate`,
-`tokenize`.
+`tokenize`, `dryrun`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,6 +39,9 @@ from dolmen.families.start import option_fields
 from dolmen.model import head
 from dolmen.model.decoder import Decoder
 from dolmen.optim.precision import DTYPES
+from dolmen.planning import dryrun as dry
+from dolmen.planning.config import DryrunConfig, DryrunRequest
+from dolmen.planning.dry_report import Report as Dry
 from dolmen.recipes.changed import plain, request
 from dolmen.serving import engine, sample
 from dolmen.serving.config import GenerateConfig
@@ -56,6 +59,7 @@ T = TypeVar(
     ExportConfig,
     ConvertConfig,
     TokenizeConfig,
+    DryrunConfig,
 )
 
 
@@ -83,7 +87,7 @@ def _options() -> dict[str, Any]:
     for one in families().values():
         known |= {f"model.{name}": None for name in option_fields(one)}
     exchanged = (ExportConfig, ConvertConfig, TokenizeConfig, VerifyConfig, DiffConfig)
-    for cls in (Handling, RunConfig, *exchanged, GenerateConfig, EvaluateConfig):
+    for cls in (Handling, RunConfig, *exchanged, GenerateConfig, EvaluateConfig, DryrunConfig):
         known |= option_types(cls)
     return known
 
@@ -482,6 +486,31 @@ def train(recipe: str | PathLike | RunConfig, **changes: Any) -> Path:
     if code:
         raise RuntimeError(f"the run ended with exit code {code}")
     return asked.out
+
+
+def dryrun(
+    recipe: str | PathLike | RunConfig,
+    *,
+    ranks: str | Sequence[int] = "first,middle,last",
+    device: str = "h100",
+    exact: bool = False,
+    max_load: float = 1.0,
+    progress: bool = True,
+    **changes: Any,
+) -> Dry:
+    """`dolmen dryrun RECIPE`: a step of a recipe, the run of a YAML file or a RunConfig with
+    `changes` as in `train`, run as some `ranks` of its layout on tensors without values, with the
+    kernels of `device`. `report.ledgers` has every operation of each rank, `report.as_dict()` what
+    --json writes, `report.table()` both in words. Raises ValueError on bad input, and for a step
+    that would crash.
+
+        report = dolmen.dryrun("gpt3-175b", layout={"tp": 8, "pp": 16, "dp": 8}, ranks=[0, 1023])
+        report.ledgers[0].peak
+    """
+    with _told():
+        named = ranks if isinstance(ranks, str) else ",".join(str(plain(one)) for one in ranks)
+        asked = _asked(DryrunConfig, ranks=named, device=device, exact=exact, max_load=max_load)
+        return dry.of_ranks(DryrunRequest(request(recipe, changes).config, asked), progress)
 
 
 def _continued(model: Model, prompt: Prompt, asked: GenerateConfig, batch: int) -> Any:

@@ -25,6 +25,7 @@ VERBS = {
     "generate": "continue a prompt",
     "evaluate": "loss, perplexity and bits per byte over all of a text",
     "schedule": "draw and time a pipeline schedule",
+    "dryrun": "run a step as any rank of any world, without its memory: bytes, FLOPs, messages",
 }
 
 USAGE = (

@@ -10,21 +10,23 @@ file, then --init, then options, each over the one before.
 
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tyro
 
 from dolmen.cli import model_options
-from dolmen.cli.options import HANDED, SECTIONS, VERBS, train_options
+from dolmen.cli.options import HANDED, RUNS, SECTIONS, VERBS, run_options
 from dolmen.cli.parse import HELP, last, parse
 from dolmen.core.config import from_dict
 from dolmen.core.errors import BadInput, message
 from dolmen.core.paths import refuse_empty
 from dolmen.families import start as models
 from dolmen.files import gate, kinds
+from dolmen.planning.config import DryrunConfig, DryrunRequest
 from dolmen.recipes.named import begun, named
 from dolmen.training.request import Handling, Request
 
+T = TypeVar("T", Handling, DryrunConfig)
 NEUTRAL = "pretrain"  # the recipe of a help that names none
 
 
@@ -35,7 +37,7 @@ def read(verb: str, argv: list[str]) -> Any:
     try:
         for name in ("out", "to", "init"):
             refuse_empty(f"--{name}", last(argv, name))
-        return parse_train(argv) if verb == "train" else parse(VERBS[verb], argv, verb)
+        return parse_run(verb, argv) if verb in RUNS else parse(VERBS[verb], argv, verb)
     except BrokenPipeError:  # who reads the help has left
         raise
     except (ValueError, KeyError, OSError) as error:
@@ -51,28 +53,35 @@ def take(verb: str, file: Path) -> Any:
         raise BadInput(message(error)) from None
 
 
-def parse_train(argv: list[str]) -> Request:
-    """The run. Exits with 0 after --help, which reads no model and asks nothing of the machine.
-    Raises BadInput, ValueError, KeyError or OSError.
+def parse_run(verb: str, argv: list[str]) -> Request | DryrunRequest:
+    """A run, and what is to be done with it. Exits with 0 after --help, which reads no model and
+    asks nothing of the machine. Raises BadInput, ValueError, KeyError or OSError.
     """
     words, helped = [word for word in argv[:1] if not word.startswith("-")], bool(HELP & {*argv})
     if not words and not helped:
         raise BadInput(
-            "name a recipe or a YAML file first: dolmen train quickstart (dolmen recipes "
+            f"name a recipe or a YAML file first: dolmen {verb} quickstart (dolmen recipes "
             "lists them)"
         )
     name = words[0] if words else NEUTRAL
-    run = named(name, here=not helped)
+    run = named(name, here=verb == "train" and not helped)
     if not helped:
         run = begun(run, last(argv, "init"))
     start = models.start(run.model, last(argv, *model_options.MODEL_TYPE))
     family = start.model.family
     model_cls = model_options.options(family)
-    before, cls = model_options.default(model_cls, start.model), train_options(model_cls)
+    before, cls = model_options.default(model_cls, start.model), run_options(model_cls, RUNS[verb])
     sections = {section.name: getattr(run, section.name) for section in SECTIONS}
     default = cls(recipe=tyro.MISSING, model=before, init=run.init, **sections)
-    options = parse(cls, model_options.in_todays_names(argv, family), "train", default)
+    options = parse(cls, model_options.in_todays_names(argv, family), verb, default)
     model = models.asked(start, model_options.said(before, options.model))
     said = {section.name: getattr(options, section.name) for section in SECTIONS}
-    handling = Handling(**{one.name: getattr(options, one.name) for one in fields(Handling)})
-    return Request.of(replace(run, model=model, **said), handling, name)
+    asked = replace(run, model=model, **said)
+    if verb == "dryrun":
+        return DryrunRequest(asked, _part(DryrunConfig, options))
+    return Request.of(asked, _part(Handling, options), name)
+
+
+def _part(cls: type[T], options: Any) -> T:
+    """The fields of `options` that a `cls` has."""
+    return cls(**{one.name: getattr(options, one.name) for one in fields(cls)})

@@ -4,7 +4,7 @@ Nothing here imports torch or transformers: `--help` and a mistyped option do no
 """
 
 from dataclasses import dataclass, field, fields, make_dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import tyro
 
@@ -12,6 +12,7 @@ from dolmen.comparison.config import DiffConfig, DiffWork
 from dolmen.conversion.config import ConvertConfig, ExportConfig
 from dolmen.data.config import TokenizeConfig
 from dolmen.evaluation.config import EvaluateConfig, VerifyConfig
+from dolmen.planning.config import DryrunConfig
 from dolmen.serving.config import GenerateConfig
 from dolmen.training.config import RunConfig
 from dolmen.training.request import Handling, Request
@@ -23,7 +24,7 @@ class Beginning:
 
     recipe: tyro.conf.Positional[str]
     """Recipe or YAML file."""
-    model: Any  # of the class that `train_options` is given
+    model: Any  # of the class that `run_options` is given
     init: str | None = None
     """Where the weights to start from are, and the model: a transformers directory, a hub id,
     another run or one of its checkpoints.
@@ -41,16 +42,33 @@ class TrainOptions(Handling, Beginning):
 SECTIONS = [f for f in fields(RunConfig) if f.name not in ("name", "init", "model")]
 
 
-def train_options(model: type) -> type[TrainOptions]:
-    """TrainOptions with the `model` that `model_options.options` makes for a family, and each
-    section of a run.
+@dataclass(frozen=True)
+class DryrunOptions(DryrunConfig, Beginning):
+    """Run one step of a recipe or YAML file as some ranks of its layout would, on tensors without
+    values, in this process: what each holds, computes and sends. It needs neither the GPUs nor
+    their memory, and stops where the real step would.
+
+        dolmen dryrun gpt3-175b --layout.tp 8 --layout.pp 16 --layout.dp 8
+    """
+
+    exact: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+
+
+Words = TypeVar("Words", bound=Beginning)
+# Verbs whose words are those of a run.
+RUNS: dict[str, type[Beginning]] = {"train": TrainOptions, "dryrun": DryrunOptions}
+
+
+def run_options(model: type, of: type[Words]) -> type[Words]:
+    """`of` with the `model` that `model_options.options` makes for a family, and each section of a
+    run.
     """
     sections = [(f.name, f.type, field(default=f.default)) for f in SECTIONS]
     return make_dataclass(
-        "TrainOptions",
+        of.__name__,
         [("model", model), *sections],
-        bases=(TrainOptions,),
-        namespace={"__doc__": TrainOptions.__doc__},
+        bases=(of,),
+        namespace={"__doc__": of.__doc__},
         frozen=True,
     )
 

@@ -4,16 +4,36 @@ back. A step reads once, when it must be known whether to update, and once more 
 where ep > 1. Nothing else in compute reads (tests/test_house.py, tests/training/test_reads.py).
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
+Answer = Callable[[Tensor, int | None], Any]
+"""What `read_back` gives of a tensor without values, and of `rows`."""
+_answer: ContextVar[Answer | None] = ContextVar("answer", default=None)
 
-def read_back(x: Shaped[Tensor, "..."]) -> Any:
-    """The values of x as (nested) lists, or a number; the host waits for the device."""
-    return x.tolist()
+
+def read_back(x: Shaped[Tensor, "..."], rows: int | None = None) -> Any:
+    """The values of x as (nested) lists, or a number; the host waits for the device. `rows`: where
+    x counts rows, how many there are of each way that it counts them, which is known without it.
+    """
+    answer = _answer.get()
+    return x.tolist() if answer is None else answer(x, rows)
+
+
+@contextmanager
+def answered(answer: Answer) -> Iterator[None]:
+    """Within, tensors have no values, and `answer` says what is read."""
+    token = _answer.set(answer)
+    try:
+        yield
+    finally:
+        _answer.reset(token)
 
 
 def number(value: int | float, dtype: torch.dtype, device: torch.device) -> Shaped[Tensor, ""]:

@@ -18,7 +18,14 @@ def console(shown: bool = True) -> Console:
 def size(count: float, unit: str = "") -> str:
     """12,345,678 -> '12.3 M'. Thousands by 1,000."""
     count = float(f"{count:.3g}")  # 999.6 is 1 k
-    for factor, prefix in ((1e12, "T"), (1e9, "B" if not unit else "G"), (1e6, "M"), (1e3, "k")):
+    for factor, prefix in (
+        (1e18, "E"),
+        (1e15, "P"),
+        (1e12, "T"),
+        (1e9, "B" if not unit else "G"),
+        (1e6, "M"),
+        (1e3, "k"),
+    ):
         if abs(count) >= factor:
             return f"{count / factor:.3g} {prefix}{unit}"
     return f"{count:.3g} {unit}".rstrip()

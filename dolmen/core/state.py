@@ -103,6 +103,11 @@ def local(p: Shaped[Tensor, "*whole"]) -> Shaped[Tensor, "*here"]:
     return p.to_local() if torch.is_grad_enabled() and p.requires_grad else sharding.held(p)
 
 
+def is_part(cls: type) -> bool:
+    """Whether tensors of this class stand for a part of one that lies on several ranks."""
+    return issubclass(cls, DTensor)
+
+
 def region(p: Shaped[Tensor, "*whole"]) -> tuple[slice, ...]:
     """The part of the logical tensor that this rank holds, one slice per dimension."""
     if not isinstance(p, DTensor):

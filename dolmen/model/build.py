@@ -34,7 +34,37 @@ def build(
     compile: bool = False,
     hardware: Hardware | None = None,
 ) -> Decoder:
-    """The decoder on `mesh`, or this rank's stages of it, allocated, its values not yet set.
+    """The decoder on `mesh`, or this rank's stages of it, allocated, its values not yet set: what
+    `place` has placed.
+    """
+    model = place(
+        tree,
+        mesh,
+        layout,
+        schedule,
+        training=training,
+        dtype=dtype,
+        compute=compute,
+        compile=compile,
+        hardware=hardware,
+    )
+    model.to_empty(device=mesh.device)
+    return model
+
+
+def place(
+    tree: Tree,
+    mesh: Mesh,
+    layout: Layout | None = None,
+    schedule: Schedule | None = None,
+    *,
+    training: Training = Training(),
+    dtype: torch.dtype = torch.float32,
+    compute: torch.dtype | None = None,
+    compile: bool = False,
+    hardware: Hardware | None = None,
+) -> Decoder:
+    """The same without memory: all parameters are on meta.
 
     `layout` says how it is split over the axes of `mesh`; None builds for inference, split over tp
     alone. `schedule` places the stages; None: there is one. `training`: knobs that act inside.
@@ -60,7 +90,6 @@ def build(
         if layout.zero == 3 and hardware.kind == "cuda":  # a CPU would only hold more
             for blocks in model.ahead():
                 data.prefetch(blocks)
-    model.to_empty(device=mesh.device)
     return model
 
 

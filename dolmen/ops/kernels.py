@@ -40,6 +40,16 @@ class Hardware:
 
 CPU = Hardware("cpu")
 H100 = Hardware("cuda", (9, 0), "NVIDIA H100 80GB HBM3")
+KNOWN = {
+    "cpu": CPU,
+    "v100": Hardware("cuda", (7, 0), "NVIDIA V100"),
+    "a100": Hardware("cuda", (8, 0), "NVIDIA A100"),
+    "h100": H100,
+    "h200": Hardware("cuda", (9, 0), "NVIDIA H200"),
+    "b200": Hardware("cuda", (10, 0), "NVIDIA B200"),
+    "gb200": Hardware("cuda", (10, 0), "NVIDIA GB200"),
+}
+"""By the name that users call it."""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ A ledger is the rows of one rank in the order in which the host issues them.
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+Kind = Literal["parameter", "compute", "gradient", "unsharded", "optimizer", "activation", "buffer"]
+
 
 class Live(NamedTuple):
     """Bytes that a rank holds, by kind."""
@@ -30,6 +32,18 @@ class Live(NamedTuple):
         return sum(self)
 
 
+WORDS: dict[str, str] = {
+    "parameter": "parameter",
+    "compute": "compute copy",
+    "gradient": "gradient",
+    "unsharded": "unsharded gradient",
+    "optimizer": "optimizer",
+    "activation": "activation",
+    "buffer": "buffer",
+}
+"""Kinds as people call them."""
+
+
 @dataclass(frozen=True)
 class Row:
     """One operation. Bytes are of this rank."""
@@ -50,7 +64,9 @@ class Row:
     read: int = 0
     written: int = 0
     shape: tuple[int, ...] = ()
-    """Of a product (batch, rows, columns, contraction)."""
+    """Of a product (batch, rows, columns, contraction); of attention (sequences x heads, queries,
+    keys, size of a head).
+    """
     dtype: str = ""
     """Of a product, what it multiplies: "bf16", "fp8"; "" the dtype of the step."""
     axis: str = ""
@@ -75,6 +91,8 @@ class Ledger:
     rank: int
     rest: Live
     rows: tuple[Row, ...]
+    at_peak: Live = Live()
+    """By kind, when it held the most."""
 
     @property
     def flops(self) -> int:

@@ -32,6 +32,19 @@ def check_run(run: RunConfig, processes: int | None, verify: bool = True) -> Run
     ValueError or KeyError. Without `verify`, which is once per host, a tokenizer's expressions are
     not tried.
     """
+    run = check_computed(run, processes)
+    check_adapter(run)
+    if run.init is not None:
+        check_init(run, run.init)
+    if run.optimizer.from_init:
+        check_moments(run)
+    own = own_tokenizer(run.init)
+    inputs.check_inputs(run.data, own, run.tree.vocab_size, run.sequence_length, verify=verify)
+    return run
+
+
+def check_computed(run: RunConfig, processes: int | None) -> RunConfig:
+    """The same of what a run computes, without what it reads."""
     model = run.model
     if model is None:
         raise ValueError(
@@ -54,7 +67,6 @@ def check_run(run: RunConfig, processes: int | None, verify: bool = True) -> Run
         )
     if tree.blanks is not None:
         tree.blanks.check()
-    check_adapter(run)
     if run.sequence_length > tree.max_position_embeddings:
         raise ValueError(
             f"train.sequence-length ({run.sequence_length}) is over the model's "
@@ -80,12 +92,6 @@ def check_run(run: RunConfig, processes: int | None, verify: bool = True) -> Run
             "optimizer.muon.dtype bfloat16 keeps 8 bits of the 53 of train.dtype float64: use "
             "--optimizer.muon.dtype float32, which of float64 rounds nothing"
         )
-    if run.init is not None:
-        check_init(run, run.init)
-    if run.optimizer.from_init:
-        check_moments(run)
-    own = own_tokenizer(run.init)
-    inputs.check_inputs(run.data, own, tree.vocab_size, run.sequence_length, verify=verify)
     return run
 
 

@@ -27,6 +27,7 @@ from dolmen.objectives.objective import Objective
 from dolmen.optim import optimizer as optim
 from dolmen.optim.precision import DTYPES, LossScale, at_rest
 from dolmen.parallel import channels
+from dolmen.parallel.actions import Schedule
 from dolmen.training import folder, garbage, lock, mfu, report
 from dolmen.training.check import beginning, check_profile, own_tokenizer
 from dolmen.training.compiled import limit_told
@@ -96,10 +97,18 @@ def make_state(run: RunConfig, mesh: Mesh, steps: int) -> TrainState:
         build.initialize(model, run.train.seed, stored)
         masters = in_dtype(source, at_rest(run.train.dtype))
         build.load(model, lambda write: load_weights(masters, write, only=stored))
+    state = begin_state(run, model, schedule, mesh, steps)
+    if run.optimizer.from_init:
+        state.inherited = _inherit(run, model, state.optimizer)
+    return state
+
+
+def begin_state(
+    run: RunConfig, model: Decoder, schedule: Schedule, mesh: Mesh, steps: int
+) -> TrainState:
+    """`model` with an optimizer at step 0, whatever its values are."""
     optimizer = optim.make(model, run.optimizer, mesh)
     optim.prime(optimizer)
-    inherited = _inherit(run, model, optimizer) if run.optimizer.from_init else 0
-    spike = SpikePolicy(run.train.spike_factor if run.train.spike == "skip" else None)
     return TrainState(
         model,
         optimizer,
@@ -109,8 +118,7 @@ def make_state(run: RunConfig, mesh: Mesh, steps: int) -> TrainState:
         schedule,
         run.train.seed,
         LossScale.of(run.train.dtype),
-        spike,
-        inherited=inherited,
+        SpikePolicy(run.train.spike_factor if run.train.spike == "skip" else None),
         objective=objective_of(run),
     )
 

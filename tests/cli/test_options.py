@@ -17,9 +17,9 @@ from tinyrun import dolmen
 
 import dolmen as package
 from dolmen.cli import VERBS, model_options
-from dolmen.cli.command import parse_train, read, take
+from dolmen.cli.command import parse_run, read, take
 from dolmen.cli.options import VERBS as VERB_OPTIONS
-from dolmen.cli.options import train_options
+from dolmen.cli.options import DryrunOptions, TrainOptions, run_options
 from dolmen.cli.parse import names
 from dolmen.conversion import hf, source
 from dolmen.core.config import to_dict
@@ -193,9 +193,9 @@ def options(text: str) -> list[str]:
     )
 
 
-def options_of(name: str) -> list[str]:
+def options_of(name: str, of: type = TrainOptions) -> list[str]:
     """What suggestions are made of."""
-    return names(train_options(model_options.options(find(name))))
+    return names(run_options(model_options.options(find(name)), of))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -203,6 +203,16 @@ def test_options_of_train_are_frozen(name):
     shown = dolmen("train", "pretrain", "--model.model-type", name, "--help")
     assert shown.code == 0 and options(shown.out) == FAMILIES[name]
     assert sorted(options_of(name)) == sorted(FAMILIES[name])
+
+
+def test_options_of_dryrun_are_those_of_train_and_its_own():
+    """What is done with the folder and the processes of a run is none of them."""
+    handling = {"out", "resume", "overwrite", "nproc", "max-restarts"}
+    own = {"ranks", "device", "exact", "max-load", "json"}
+    shown = dolmen("dryrun", "pretrain", "--model.model-type", "llama", "--help")
+    assert shown.code == 0
+    assert {*options(shown.out)} == {*options_of("llama", DryrunOptions)}
+    assert {*options(shown.out)} == {*TRAIN} - handling | own
 
 
 @pytest.mark.slow
@@ -250,7 +260,7 @@ for words in asked:
 
 # Modules of ours that help imports, and which of these two packages: most of its 0.05 s of CPU, and
 # of a run's 0.3 s. Families are not counted: one is a module, and their number grows.
-IMPORTED = {"--help": (12, set()), "train --help": (75, {"tyro", "yaml"})}
+IMPORTED = {"--help": (12, set()), "train --help": (76, {"tyro", "yaml"})}
 
 
 @pytest.mark.parametrize("words", IMPORTED)
@@ -417,7 +427,8 @@ def test_recipes_lists_every_recipe():
 
 
 def test_options_win_over_the_file_and_the_file_over_defaults(material):
-    request = parse_train(
+    request = parse_run(
+        "train",
         [
             str(material.file),
             "--optimizer.lr",
@@ -434,7 +445,7 @@ def test_options_win_over_the_file_and_the_file_over_defaults(material):
             "--model.no_tie_word_embeddings",
             "--out",
             "x",
-        ]
+        ],
     )
     config = request.config
     assert (
@@ -454,17 +465,21 @@ def test_options_win_over_the_file_and_the_file_over_defaults(material):
 
 
 def test_init_decides_the_model(material, tmp_path):
-    config = parse_train(["quickstart", "--init", str(material.model)]).config
+    config = parse_run("train", ["quickstart", "--init", str(material.model)]).config
     read = json.loads((material.model / "config.json").read_text())
     assert config.model.config == read and config.init == str(material.model)
-    config = parse_train(["pretrain", f"--init={material.model}", "--model.dropout", "0.1"]).config
+    config = parse_run(
+        "train", ["pretrain", f"--init={material.model}", "--model.dropout", "0.1"]
+    ).config
     assert config.train.dropout == 0.1 and config.model.config == read
-    config = parse_train(["pretrain", f"--init={material.model}", "--model.rope-theta", "5"]).config
+    config = parse_run(
+        "train", ["pretrain", f"--init={material.model}", "--model.rope-theta", "5"]
+    ).config
     assert config.model.tree.blocks[0].mixer.positions.theta == 5
     assert {n for n in read if read[n] != config.model.config[n]} == {"rope_parameters"}
-    assert parse_train(["pretrain"]).config.model is None
+    assert parse_run("train", ["pretrain"]).config.model is None
     (tmp_path / "init.yaml").write_text(yaml.safe_dump({"init": str(material.model)}))
-    config = parse_train([str(tmp_path / "init.yaml")]).config
+    config = parse_run("train", [str(tmp_path / "init.yaml")]).config
     assert config.model.config == read and config.name == "init"
 
 
@@ -477,7 +492,7 @@ def test_quickstart_is_fitted_to_the_machine(monkeypatch, gpus, fast, tp, dtype)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
         monkeypatch.setattr(torch.cpu, name, lambda: fast)
-    run = parse_train(["quickstart"]).config
+    run = parse_run("train", ["quickstart"]).config
     assert (run.layout.tp, run.train.dtype) == (tp, dtype)
     shown = dolmen("train", "quickstart", "--help").out
     assert re.search(r"--train.dtype .*\n.*\n.*\n.*\(default: float32\)", shown)
@@ -486,7 +501,9 @@ def test_quickstart_is_fitted_to_the_machine(monkeypatch, gpus, fast, tp, dtype)
 @pytest.mark.parametrize("words", [[name] for name in RECIPES] + [["pretrain", "--out", "a b"]])
 def test_a_worker_takes_the_run_that_its_launcher_has(words, tmp_path):
     """To the last bit of every number; it parses no words."""
-    request = parse_train([*words, "--optimizer.lr", "0.1234567890123456789", "--train.seed", "7"])
+    request = parse_run(
+        "train", [*words, "--optimizer.lr", "0.1234567890123456789", "--train.seed", "7"]
+    )
     file = launcher._write(tmp_path / "handed.yaml", to_dict(request))
     assert take("train", Path(file)) == request
 
@@ -507,17 +524,20 @@ def test_a_worker_takes_the_options_that_its_launcher_has(verb, words, tmp_path)
 def test_a_model_is_made_of_options():
     """Of a family and its defaults, every field of the config.json stated; by any of the names."""
     words = "pretrain --model.model-type gpt2 --model.hidden-size 64 --model.n-head=4".split()
-    model = parse_train(words).config.model
+    model = parse_run("train", words).config.model
     content = model.config
     assert (content["n_embd"], content["n_head"], content["n_layer"]) == (64, 4, 12)
     assert content["n_inner"] == 256 and content["architectures"] == ["GPT2LMHeadModel"]
     assert content["resid_pdrop"] == 0.0 and content["dtype"] == "float32"
-    assert parse_train(["pretrain", "--model.model-type", "llama"]).config.model.tree.layers == 32
+    assert (
+        parse_run("train", ["pretrain", "--model.model-type", "llama"]).config.model.tree.layers
+        == 32
+    )
     words = "pretrain --model.num-key-value-heads 4 --model.hidden_size 512".split()
-    model = parse_train(words).config.model
+    model = parse_run("train", words).config.model
     assert model.model_type == "llama" and model.tree.blocks[0].mixer.kv_heads == 4
     words = "qwen3-30b-a3b --model.dense-layers 0 2 --model.num-experts 16".split()
-    content = parse_train(words).config.model.config
+    content = parse_run("train", words).config.model.config
     assert content["mlp_only_layers"] == [0, 2] and content["num_local_experts"] == 16
 
 
@@ -541,25 +561,25 @@ def test_two_names_of_one_option_that_disagree(words, said):
     with pytest.raises(BadInput, match=said):
         read("train", [*argv, *words.split()])
     same = "--model.n-embd 96 --model.hidden-size=96".split()
-    assert parse_train([*argv, *same]).config.model.tree.hidden_size == 96
+    assert parse_run("train", [*argv, *same]).config.model.tree.hidden_size == 96
     eps = "--model.norm-eps 1e-3 --model.layer-norm-epsilon 0.001".split()
-    assert parse_train([*argv, *eps]).config.model.tree.final_norm.eps == 1e-3
+    assert parse_run("train", [*argv, *eps]).config.model.tree.final_norm.eps == 1e-3
     last = "--model.n-embd 96 --model.n-embd 192".split()
-    assert parse_train([*argv, *last]).config.model.tree.hidden_size == 192
+    assert parse_run("train", [*argv, *last]).config.model.tree.hidden_size == 192
 
 
 def test_a_model_of_another_family():
     """The same tree where the family has it; else what both have by name."""
     quickstart = RECIPES["quickstart"]().model
-    moved = parse_train(["quickstart", "--model.family", "mistral"]).config.model
+    moved = parse_run("train", ["quickstart", "--model.family", "mistral"]).config.model
     assert moved.model_type == "mistral" and moved.tree == quickstart.tree
     words = "quickstart --model.model-type mixtral --model.num-local-experts 4".split()
-    model = parse_train(words).config.model
+    model = parse_run("train", words).config.model
     mlp = model.tree.blocks[0].mlp
     assert (mlp.number, mlp.per_token, mlp.size) == (4, 2, 704) and model.tree.hidden_size == 256
     words = "mixtral-8x7b --model.model-type llama".split()
-    assert parse_train(words).config.model.tree.blocks[0].mixer.positions.theta == 1e6
-    gpt2 = parse_train(["quickstart", "--model.model-type=gpt2"]).config.model.tree
+    assert parse_run("train", words).config.model.tree.blocks[0].mixer.positions.theta == 1e6
+    gpt2 = parse_run("train", ["quickstart", "--model.model-type=gpt2"]).config.model.tree
     assert (gpt2.hidden_size, gpt2.layers, gpt2.blocks[0].mlp.size) == (256, 6, 704)
 
 
@@ -567,7 +587,7 @@ def test_a_file_of_then(material, tmp_path):
     """A run's config.yaml before its model was a config.json, training knobs among the model."""
     old = {**material.options(), "model": {**tinyrun.MODEL, "family": "mistral", "dropout": 0.1}}
     (tmp_path / "old.yaml").write_text(yaml.safe_dump(old))
-    config = parse_train([str(tmp_path / "old.yaml")]).config
+    config = parse_run("train", [str(tmp_path / "old.yaml")]).config
     assert config.model.model_type == "mistral" and config.train.dropout == 0.1
     assert config.model.tree == material.config().model.tree and config.train.steps == 6
 
@@ -575,12 +595,12 @@ def test_a_file_of_then(material, tmp_path):
 def test_a_file_is_named_after_itself_or_its_run(tmp_path):
     for name, want in (("mine.yaml", "mine"), ("config.yaml", tmp_path.name)):
         (tmp_path / name).write_text("train: {steps: 3}\n")
-        assert parse_train([str(tmp_path / name)]).config.name == want
+        assert parse_run("train", [str(tmp_path / name)]).config.name == want
 
 
 def test_an_empty_file_is_the_defaults(tmp_path):
     (tmp_path / "empty.yaml").write_text("")
-    config = parse_train([str(tmp_path / "empty.yaml")]).config
+    config = parse_run("train", [str(tmp_path / "empty.yaml")]).config
     assert config.model is None and config.optimizer.lr == 3e-4
 
 

@@ -224,6 +224,73 @@ def mesh_of_two():
         dist.destroy_process_group()
 
 
+@claim("watching.Fake", "watching.Dispatch")
+def _():
+    """A tensor without values has a storage of its size on its device, and operators are told."""
+    seen = []
+
+    class Seeing(private("watching.Dispatch")):
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            seen.append(str(operator.overloadpacket))
+            return operator(*args, **(kwargs or {}))
+
+    with private("watching.Fake")(allow_non_fake_inputs=True), Seeing():
+        x = torch.ones(2**40) + torch.zeros(1)
+    assert x.untyped_storage().nbytes() == 2**42 and x.device.type == "cpu"
+    assert seen == ["aten.ones", "aten.zeros", "aten.add"]
+
+
+@claim("watching.join_fake", "watching.done", "watching.Arriving")
+def _():
+    """Of a fake group nothing that is sent is ever complete, and what its functional collectives
+    give is a wrapper.
+    """
+    join_fake(4, 2)
+    try:
+        assert (dist.get_rank(), dist.get_world_size()) == (2, 4)
+        x = torch.zeros(3)
+        assert not dist.isend(x, 0).is_completed()
+        assert dist.Work.unbox(private("watching.done")()).is_completed()
+        y = private("processes.all_reduce")(x, "sum", dist.group.WORLD)
+        assert type(y) is private("watching.Arriving")
+    finally:
+        dist.destroy_process_group()
+
+
+@claim("watching.number", "watching.number_in_backward")
+def _():
+    """Nodes are numbered as forward makes them, and backward knows at which it is."""
+    found = []
+
+    class Node(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, g):
+            found.append(private("watching.number_in_backward")())
+            return g
+
+    number = private("watching.number")
+    x, first = torch.zeros(2, requires_grad=True), number()
+    between = Node.apply(x), number()
+    last = Node.apply(between[0])
+    last.sum().backward()
+    assert first <= found[1] < between[1] <= found[0] < number()
+    assert private("watching.number_in_backward")() is None
+
+
+@claim("watching.resizes")
+def _():
+    seen, x = [], torch.zeros(4)
+    with private("watching.resizes")(lambda storage: seen.append(storage.nbytes())):
+        x.untyped_storage().resize_(0)
+        x.untyped_storage().resize_(32)
+    x.untyped_storage().resize_(16)
+    assert seen == [0, 32]
+
+
 @claim("sharding.place_of", "sharding.held", "sharding.holding")
 def _():
     tensors = import_module("torch.distributed.tensor")

@@ -69,7 +69,7 @@ def over_layouts() -> list[tuple]:
     told, read = [], host.read_back
     for layout in LAYOUTS:
         reads = []
-        host.read_back = lambda x, reads=reads: reads.append(x) or read(x)
+        host.read_back = lambda x, *rows, reads=reads: reads.append(x) or read(x, *rows)
         mesh = layout.mesh(torch.device("cpu"))
         told.append(
             (*train(mesh, layout, router_balance="bias", router_bias_rate=0.02), len(reads))

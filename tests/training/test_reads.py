@@ -156,7 +156,7 @@ def hold_reads(case: Case, monkeypatch, join: AbstractContextManager) -> None:
             return region(p)
 
     monkeypatch.setattr(states, "region", unwatched)
-    monkeypatch.setattr(host, "read_back", lambda x: reads.append(x.shape) or read(x))
+    monkeypatch.setattr(host, "read_back", lambda x, *rows: reads.append(x.shape) or read(x, *rows))
     with join, flash_kernel.on_cpu() as attended:
         mesh = case.layout.mesh(torch.device("cpu"))
         state = made(case, mesh, monkeypatch)

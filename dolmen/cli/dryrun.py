@@ -1,0 +1,26 @@
+"""dolmen dryrun RECIPE|FILE.yaml --layout.tp 8 --ranks first,last"""
+
+import json
+from pathlib import Path
+
+from dolmen.core.errors import BadInput, message
+from dolmen.core.log import console
+from dolmen.files import write
+from dolmen.planning import dryrun
+from dolmen.planning.config import DryrunRequest
+
+
+def run(request: DryrunRequest) -> int:
+    try:
+        report = dryrun.of_ranks(request, progress=True)
+    except (ValueError, KeyError, OSError) as error:
+        raise BadInput(message(error)) from None
+    screen = console()
+    screen.print(report.title)
+    screen.print(report.table())
+    if request.asked.json is not None:
+        try:
+            write.replace(Path(request.asked.json), json.dumps(report.as_dict(), indent=1) + "\n")
+        except OSError as error:
+            raise BadInput(f"--json {request.asked.json}: {error.strerror}") from None
+    return 0

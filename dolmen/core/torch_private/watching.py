@@ -1,0 +1,68 @@
+"""Private names of torch for tensors without values, and for seeing every operator."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import (
+    _create_work_from_future,  # pyright: ignore[reportAttributeAccessIssue]  # its stub lacks it
+)
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Fake = FakeTensorMode
+"""Within, operators give tensors that have shapes and storages, and no memory. The public
+`torch.device("meta")` has another device, and asks for it nowhere. 2.11 to 2.13."""
+
+Dispatch = TorchDispatchMode
+"""Is told every operator below autograd, in `__torch_dispatch__`. 2.11 to 2.13."""
+
+Arriving = AsyncCollectiveTensor
+"""Stands for the result of a functional collective until it is used: a wrapper, whose storage is
+that of nothing. 2.11 to 2.13."""
+
+
+def join_fake(world: int, rank: int = 0) -> None:
+    """Be `rank` of a default group of `world` ranks, in which nothing is sent. 2.11 to 2.13."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+
+
+def done() -> torch.ScriptObject:
+    """Work that is complete, as an operator gives it: that of a fake group never is, unless waited
+    for, as gloo's. 2.11 to 2.13.
+    """
+    future: torch.futures.Future[None] = torch.futures.Future()
+    future.set_result(None)
+    return _create_work_from_future(future).boxed()
+
+
+def number() -> int:
+    """That of the next node of autograd: they are counted as forward makes them. 2.11 to 2.13."""
+    return torch._C._autograd._get_sequence_nr()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def number_in_backward() -> int | None:
+    """That of the node which backward is at; None outside of it. 2.11 to 2.13."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
+
+
+@contextmanager
+def resizes(seen: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Within, `seen` is told of each storage that has just been given another size: FSDP frees what
+    it has gathered so, and no operator says it. 2.11 to 2.13.
+    """
+    resize = torch.UntypedStorage.resize_
+
+    def told(storage: torch.UntypedStorage, size: int) -> None:
+        resize(storage, size)
+        seen(storage)
+
+    torch.UntypedStorage.resize_ = told  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = resize

@@ -1,0 +1,276 @@
+"""Sees every operator of a step and writes it down: rows of a ledger. Of tensors with values or
+without, so that what a real step does can be held against a dry run of it.
+
+Which module an operator belongs to is known in forward by hooks, which put down under the number of
+autograd's next node which module is entered or left; backward, at a node, looks its number up.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules import module as hooks
+
+from dolmen.core.state import is_part
+from dolmen.core.torch_private import watching
+from dolmen.planning.ledger import Kind, Row
+from dolmen.planning.memory import Memory
+from dolmen.planning.products import PRODUCTS
+
+COLLECTIVES = {
+    "_c10d_functional.all_reduce": "all-reduce",
+    "_c10d_functional.all_reduce_": "all-reduce",
+    "_c10d_functional.all_gather_into_tensor": "all-gather",
+    "_c10d_functional.reduce_scatter_tensor": "reduce-scatter",
+    "_c10d_functional.all_to_all_single": "all-to-all",
+    "c10d.allreduce_": "all-reduce",
+    "c10d._allgather_base_": "all-gather",
+    "c10d._reduce_scatter_base_": "reduce-scatter",
+    "c10d.send": "send",
+    "c10d.recv_": "receive",
+}
+"""Operators that send -> what they are."""
+SILENT = ("c10d.", "_c10d_functional.", "prim.")
+"""What begins the names of others that compute nothing."""
+SHORT = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.float8_e4m3fn: "fp8",
+    torch.float8_e5m2: "fp8",
+}
+EMPTY = frozenset({"aten.empty", "aten.empty_like", "aten.new_empty", "aten.empty_strided"})
+"""Operators that allocate and touch nothing."""
+
+
+class Places:
+    """Where in the model the operators are."""
+
+    def __init__(self, model: nn.Module):
+        self.names = {id(module): name for name, module in model.named_modules()}
+        self.within: list[str | None] = [None]
+        self.numbers: list[int] = [0]
+        self.entered: list[str | None] = [None]
+
+    @property
+    def here(self) -> str | None:
+        """The module that computes now, "" of the model itself; None outside of it."""
+        number = watching.number_in_backward()
+        if number is None or len(self.within) > 1:  # a module that is computed again
+            return self.within[-1]
+        return self.entered[bisect_right(self.numbers, number) - 1]
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """Within, modules say when they are entered and left."""
+        entering = hooks.register_module_forward_pre_hook(self._enter)
+        leaving = hooks.register_module_forward_hook(self._leave, always_call=True)
+        try:
+            yield
+        finally:
+            entering.remove()
+            leaving.remove()
+
+    def _enter(self, module: nn.Module, args: object) -> None:
+        self.within.append(self.names.get(id(module), self.within[-1]))
+        self._note()
+
+    def _leave(self, module: nn.Module, args: object, result: object) -> None:
+        self.within.pop()
+        self._note()
+
+    def _note(self) -> None:
+        number = watching.number()
+        if self.numbers[-1] == number:
+            self.entered[-1] = self.within[-1]
+            return
+        self.numbers.append(number)
+        self.entered.append(self.within[-1])
+
+
+class Counting(watching.Dispatch):
+    """Rows of what is computed and sent in `step`; what is held, from the first."""
+
+    def __init__(self, axes: Mapping[str, Sequence[str]], instant: bool):
+        """`axes`: of each group by its name, those of the mesh that are it. `instant`: what is sent
+        has gone at once, as over NCCL the host finds it soon; over gloo it never does.
+        """
+        super().__init__()
+        self.axes, self.instant = axes, instant
+        self.memory = Memory()
+        self.places: Places | None = None
+        self.rows: list[Row] = []
+        self.since: list[dict[str, Any]] = []
+        """Rows of the action that is under way."""
+
+    @contextmanager
+    def seeing(self) -> Iterator[None]:
+        """Within, what is held is counted."""
+        with watching.resizes(self.memory.resized), self:
+            yield
+
+    @contextmanager
+    def step(self, model: nn.Module) -> Iterator[None]:
+        """Within is the step of `model` that rows are of."""
+        self.places = Places(model)
+        self.memory.begin()
+        with self.places.followed(), self.memory.makes("activation"):
+            yield
+
+    def ended(self, action: str, times: int = 1) -> None:
+        """The rows since the last call are of this action, which the step does so often."""
+        self.rows += [Row(action=action, times=times, **row) for row in self.since]
+        self.since = []
+
+    def read(self, tensor: Tensor) -> None:
+        """The host has read a tensor."""
+        if self.places is not None:
+            self._row("host", "read", read=tensor.nbytes)
+
+    def __torch_dispatch__(
+        self,
+        operator: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        # what stands for a part of a tensor, or for one to come, calls the operators itself
+        if any(is_part(one) or issubclass(one, watching.Arriving) for one in types):
+            return NotImplemented
+        options, name = kwargs or {}, str(operator.overloadpacket)
+        out = operator(*args, **options)
+        self.memory.making, making = self._kind, self.memory.making
+        made = [t for t in _tensors(out) if not isinstance(t, watching.Arriving)]
+        for tensor in made:
+            self.memory.made(tensor)
+        self.memory.making = making
+        for kind, tensor in known(name, args, options, made, self.memory.kind_of):
+            self.memory.is_now(kind, tensor)
+        if self.places is not None and not operator.is_view:
+            self._seen(operator, name, args, options, made)
+        return watching.done() if self.instant and name == "c10d.send" else out
+
+    @property
+    def _kind(self) -> Kind:
+        """Of what is made now: in a step outside of all modules, a buffer."""
+        if self.places is None or self.places.here is not None:
+            return self.memory.making
+        return "buffer"
+
+    def _seen(
+        self,
+        operator: Any,
+        name: str,
+        args: Sequence[Any],
+        options: dict[str, Any],
+        made: list[Tensor],
+    ) -> None:
+        """One more row, of what computes or sends."""
+        sends = COLLECTIVES.get(name)
+        given = [*_tensors(args), *_tensors(options)]
+        if sends is not None:
+            payload = max(t.nbytes for t in (*given, *made))
+            kind = "send" if sends in ("send", "receive") else "collective"
+            self._row(kind, sends, axis=self._axis(sends, name, args), payload=payload)
+            return
+        if name in EMPTY or name.startswith(SILENT):
+            return
+        product = PRODUCTS.get(name)
+        moved = {
+            "read": sum(t.nbytes for t in given),
+            "written": sum(t.nbytes for t in made if not operator.is_view),
+        }
+        if product is None:
+            self._row("memory", name.removeprefix("aten."), **moved)
+            return
+        found = product(args, options)
+        op = name.removeprefix("aten.")
+        factors = SHORT[found.dtype]
+        self._row(found.kind, op, flops=found.flops, shape=found.shape, dtype=factors, **moved)
+
+    def _axis(self, sends: str, name: str, args: Sequence[Any]) -> str:
+        """The axis of a collective. Groups of the same ranks are one: it is the one that such an
+        operator is for.
+        """
+        names = next(self.axes[group] for group in map(_group, args) if group in self.axes)
+        if name.startswith("c10d.") and sends not in ("send", "receive"):
+            order = OF_PARAMETERS
+        else:
+            order = OF_EXPERTS if sends == "all-to-all" else OF_ACTIVATIONS
+        return next(axis for axis in order if axis in names)
+
+    def _row(self, kind: str, op: str, **more: Any) -> None:
+        assert self.places is not None
+        memory = self.memory
+        self.since.append(
+            dict(
+                module=self.places.here or "",
+                kind=kind,
+                op=op,
+                live=memory.live,
+                peak=memory.since_last(),
+                **more,
+            )
+        )
+
+
+OF_PARAMETERS = ("dp", "fsdp", "edp", "cp", "ep", "world")
+"""Which axis a group that is several is called after: what FSDP sends."""
+OF_EXPERTS = ("ep", "tp", "cp", "dp", "fsdp", "edp", "world")
+OF_ACTIVATIONS = ("tp", "pp", "cp", "dp", "ends", "ep", "fsdp", "edp", "world")
+
+
+def _group(argument: Any) -> str:
+    """The name of a group, as an operator is given it."""
+    if isinstance(argument, torch.ScriptObject):
+        return dist.ProcessGroup.unbox(argument).group_name
+    return argument if isinstance(argument, str) else ""
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """Those in what an operator takes or gives."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return []
+    return [tensor for one in value for tensor in _tensors(one)]
+
+
+def known(
+    name: str,
+    args: Sequence[Any],
+    options: dict[str, Any],
+    made: list[Tensor],
+    kind_of: Callable[[Tensor], Kind | None],
+) -> Iterator[tuple[Kind, Tensor]]:
+    """What an operator tells of the kind of its tensors."""
+    match name:
+        case "fsdp.all_gather_copy_in":
+            yield "buffer", args[1]
+        case "fsdp.split_with_sizes_copy":
+            for tensor in options["out"]:
+                yield "compute", tensor
+        case "fsdp.chunk_cat":
+            yield "buffer", options["out"]
+        case "c10d._reduce_scatter_base_":
+            yield "gradient", args[0]
+            yield "buffer", args[1]
+        case "c10d.allreduce_":
+            for tensor in args[0]:
+                yield "gradient", tensor
+        case "c10d.recv_":
+            for tensor in args[0]:
+                yield "activation", tensor
+        case "aten._to_copy":
+            match kind_of(args[0]):
+                case "unsharded":
+                    yield "unsharded", made[0]
+                case "parameter":
+                    yield "compute", made[0]

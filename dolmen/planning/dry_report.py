@@ -1,0 +1,118 @@
+"""What dry runs of several ranks of one world have counted, told to a person and to a program."""
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+
+from dolmen.core import log
+from dolmen.core.words import counted
+from dolmen.model import count
+from dolmen.ops.kernels import Hardware
+from dolmen.planning.ledger import WORDS, Ledger, Live, Row
+from dolmen.training.config import RunConfig
+
+
+@dataclass(frozen=True)
+class Report:
+    """Of one run, as on some hardware."""
+
+    run: RunConfig
+    hardware: Hardware
+    ledgers: tuple[Ledger, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For a program."""
+        return {"ranks": [_of_rank(ledger) for ledger in self.ledgers]}
+
+    @property
+    def title(self) -> str:
+        """What was run, in a line."""
+        layout, run = self.run.layout, self.run
+        axes = [("tp", layout.tp), ("cp", layout.cp), ("pp", layout.pp), ("dp", layout.dp)]
+        sizes = " x ".join(f"{name} {size}" for name, size in axes if size != 1) or "one"
+        micros = run.train.global_batch_size // (layout.dp or 1) // run.microbatch_size
+        return (
+            f"{run.name}: {log.size(count.parameters(run.tree))} parameters on "
+            f"{counted(layout.world, 'rank')} ({sizes}), {self.hardware.name}; "
+            f"{counted(micros, 'microbatch', 'microbatches')} of {run.microbatch_size} x "
+            f"{run.sequence_length:,} tokens"
+        )
+
+    def table(self) -> Table:
+        """A column per rank."""
+        table = Table(box=None, padding=(0, 2, 0, 0))
+        table.add_column("")
+        for ledger in self.ledgers:
+            table.add_column(f"rank {ledger.rank:,}", justify="right")
+        for title, lives in (
+            ("at rest", [ledger.rest for ledger in self.ledgers]),
+            ("at the peak", [ledger.at_peak for ledger in self.ledgers]),
+        ):
+            table.add_row(title, *(log.gib(live.total) for live in lives), style="bold")
+            for kind, word in WORDS.items():
+                held = [live._asdict()[kind] for live in lives]
+                if any(held):
+                    table.add_row(f"  {word}", *map(log.gib, held))
+        table.add_row("  reached in", *(_where(ledger) for ledger in self.ledgers))
+        self._add(table, "FLOPs", [_flops(one) for one in self.ledgers], log.size)
+        sent = [{f"{a} {op}": both for (a, op), both in _sent(one).items()} for one in self.ledgers]
+        self._add(table, "sent, times and bytes", sent, lambda both: f"{both[0]:,}  {_gib(both)}")
+        return table
+
+    @staticmethod
+    def _add(table: Table, title: str, of_ranks: list[dict[str, Any]], told: Any) -> None:
+        """A row for each name that any rank has."""
+        table.add_row(title, style="bold")
+        for name in sorted({name for found in of_ranks for name in found}):
+            cells = [told(found[name]) if name in found else "-" for found in of_ranks]
+            table.add_row(f"  {name}", *cells)
+
+
+def _gib(both: tuple[int, int]) -> str:
+    return log.gib(both[1])
+
+
+def _where(ledger: Ledger) -> str:
+    row = max(ledger.rows, key=lambda row: row.peak)
+    return f"{row.action} {row.module}".strip()
+
+
+def _flops(ledger: Ledger) -> dict[str, int]:
+    """By module, of all layers together; what the model itself multiplies is of the head."""
+    found: Counter[str] = Counter()
+    for row in ledger.rows:
+        if row.flops:
+            name = re.sub(r"^layers\.\d+", "layers", row.module) or "head"
+            found[".".join(name.split(".")[:2])] += row.flops * row.times
+    return {**found, "in all": ledger.flops}
+
+
+def _sent(ledger: Ledger) -> dict[tuple[str, str], tuple[int, int]]:
+    """(axis, operation) -> how often, and bytes together."""
+    found: dict[tuple[str, str], tuple[int, int]] = {}
+    rows: list[Row] = [row for row in ledger.rows if row.kind in ("collective", "send")]
+    for row in rows:
+        often, size = found.get((row.axis, row.op), (0, 0))
+        found[row.axis, row.op] = often + row.times, size + row.payload * row.times
+    return dict(sorted(found.items()))
+
+
+def _of_rank(ledger: Ledger) -> dict[str, Any]:
+    return {
+        "rank": ledger.rank,
+        "peak_bytes": ledger.peak,
+        "live_bytes": in_words(ledger.at_peak),
+        "flops": ledger.flops,
+        "collectives": [
+            {"axis": axis, "op": op, "count": often, "bytes": size}
+            for (axis, op), (often, size) in _sent(ledger).items()
+        ],
+    }
+
+
+def in_words(live: Live) -> dict[str, int]:
+    """By kind, as people call it."""
+    return {WORDS[kind]: size for kind, size in live._asdict().items()}

@@ -1,0 +1,352 @@
+"""The real step as any rank of any world, in one process without its memory: build, forward,
+backward and update run on tensors that have no values, in a process group in which nothing is
+sent, with the kernels that are chosen for some hardware. What they do is a ledger.
+
+    m microbatches are asked for. In its steady state a schedule repeats itself, so of one that
+    holds no more with more of them min(m, 2 pp v) are run, 3 at least, and the actions in the
+    middle stand for those that were left out.
+
+It runs eagerly, whatever `train.compile` says.
+"""
+
+import gc
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from rich.progress import MofNCompleteColumn
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from dolmen.core import host
+from dolmen.core.mesh import Axis, Mesh
+from dolmen.core.state import local_view
+from dolmen.core.torch_private import sharding, watching
+from dolmen.core.words import counted
+from dolmen.data.batch import FOLLOWS, Batch
+from dolmen.data.progress import bar
+from dolmen.model.build import place
+from dolmen.model.decoder import Decoder
+from dolmen.ops.attention import Documents
+from dolmen.ops.kernels import CPU, KNOWN, Hardware
+from dolmen.optim.precision import DTYPES, at_rest
+from dolmen.parallel import data
+from dolmen.parallel.actions import Action, Schedule
+from dolmen.planning.config import DryrunRequest, ranks_of
+from dolmen.planning.counting import Counting
+from dolmen.planning.dry_report import Report
+from dolmen.planning.ledger import Ledger
+from dolmen.planning.memory import Memory
+from dolmen.training.check import check_computed
+from dolmen.training.config import RunConfig
+from dolmen.training.run import begin_state
+from dolmen.training.step import TrainState, optimizer_step
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The schedule that is run in place of one of more microbatches."""
+
+    schedule: Schedule
+    times: Mapping[Action, int]
+    """How often the step does an action that stands for others too."""
+
+
+def of_ranks(request: DryrunRequest, progress: bool = False) -> Report:
+    """The ranks that are asked for, one after the other; `progress` shows a bar on stderr. Raises
+    ValueError for a run that would be refused, and for one that would crash.
+    """
+    asked = request.asked
+    run = check_computed(request.run, None)
+    ranks, hardware = ranks_of(asked.ranks, run.layout.world), KNOWN[asked.device]
+    pp = run.layout.world // run.layout.pp
+    actions = [len(shortened(run, r, asked.exact).schedule.actions[r // pp]) for r in ranks]
+    done, found = count(1), []
+    title = f"dry run of {counted(len(ranks), 'rank')} of {run.layout.world:,}"
+    with bar(title, sum(actions), progress, MofNCompleteColumn()) as reach:
+        for rank in ranks:
+            found.append(
+                dryrun(
+                    run,
+                    rank,
+                    hardware=hardware,
+                    exact=asked.exact,
+                    max_load=asked.max_load,
+                    observe=lambda: reach(next(done)),
+                )
+            )
+            gc.collect()  # the model is in cycles
+    return Report(run, hardware, tuple(found))
+
+
+def dryrun(
+    run: RunConfig,
+    rank: int,
+    *,
+    hardware: Hardware = CPU,
+    exact: bool = False,
+    max_load: float = 1.0,
+    observe: Callable[[], None] = lambda: None,
+) -> Ledger:
+    """What `rank` of the world of `run.layout` does in a step of `run`, computed as on `hardware`.
+
+    The run has been checked. `exact`: all microbatches are run. Routers send as many rows to every
+    expert; `max_load`: those of this rank get so many times as many. `observe` is called after
+    each action. Raises ValueError where a process group has been joined, and whatever the step
+    would raise.
+    """
+    if dist.is_initialized():
+        raise ValueError("a dry run plays a process of a world, and this one is of a world already")
+    layout = run.layout
+    if not 0 <= rank < layout.world:
+        raise ValueError(f"rank {rank} is none of the {layout.world} of this layout")
+    steps = shortened(run, rank, exact)
+    watching.join_fake(layout.world, rank)
+    try:
+        mesh = as_on(hardware, layout.mesh(torch.device("cpu")))
+        return _counted(run, rank, mesh, steps, hardware, max_load, observe)
+    finally:
+        dist.destroy_process_group()
+
+
+def _counted(
+    run: RunConfig,
+    rank: int,
+    mesh: Mesh,
+    steps: Steps,
+    hardware: Hardware,
+    max_load: float,
+    observe: Callable[[], None],
+) -> Ledger:
+    schedule = steps.schedule
+    model = place(
+        run.tree,
+        mesh,
+        run.layout,
+        schedule,
+        training=run.training,
+        dtype=at_rest(run.train.dtype),
+        compute=DTYPES[run.train.dtype],
+        hardware=hardware,
+    )
+    counting = Counting(groups(mesh), instant=hardware.kind == "cuda")
+
+    def answer(x: Tensor, rows: int | None) -> Any:
+        counting.read(x)
+        return balanced(x, rows, max_load)
+
+    def ended(action: Action) -> None:
+        counting.ended(str(action), steps.times.get(action, 1))
+        settle(model, counting.memory)
+        observe()
+
+    batch = batch_of(run, schedule)
+    with watching.Fake(allow_non_fake_inputs=True), host.answered(answer), counting.seeing():
+        state = allocated(run, model, schedule, mesh, counting)
+        rest = counting.memory.live
+        with counting.step(model), followed(model, counting.memory):
+            try:
+                optimizer_step(state, batch, mesh, observe=ended)
+            except Exception as error:  # whatever the code of the run raises, which runs here
+                raise crash(rank, counting, error) from error
+        counting.ended("optimizer")
+    return Ledger(rank, rest, tuple(counting.rows), counting.memory.at_most)
+
+
+def crash(rank: int, counting: Counting, error: Exception) -> ValueError:
+    """That the step of this rank would raise `error`, and where."""
+    last = counting.rows[-1].action if counting.rows else ""
+    where = f"after {last}" if last else "at its beginning"
+    module = counting.places.here if counting.places is not None else None
+    inside = f" in {module}" if module else ""
+    said = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return ValueError(f"the step of rank {rank} would crash {where}{inside}: {said}")
+
+
+def allocated(
+    run: RunConfig, model: Decoder, schedule: Schedule, mesh: Mesh, counting: Counting
+) -> TrainState:
+    """A model that has been placed, with memory, and its optimizer."""
+    with counting.memory.makes("parameter"):
+        model.to_empty(device=mesh.device)
+    with counting.memory.makes("optimizer"):
+        return begin_state(run, model, schedule, mesh, steps=run.train.steps or 1)
+
+
+def shortened(run: RunConfig, rank: int, exact: bool = False) -> Steps:
+    """The steps of a dry run."""
+    layout, size = run.layout, run.microbatch_size
+    whole = layout.make_schedule(run.train.global_batch_size, size)
+    few = min(whole.micros, max(3, 2 * layout.pp * layout.virtual_stages))
+    if exact or few == whole.micros or layout.schedule.endswith((".txt", ".yaml")):
+        return Steps(whole, {})
+    short = layout.make_schedule((layout.dp or 1) * few * size, size)
+    mine = rank // (layout.world // layout.pp)
+    several = layout.pp if short.chunks > 1 and short.placement == "loop" else 1
+    repeated = steady(short.actions[mine], several)
+    left_out, rest = divmod(whole.micros - few, several)
+    if not repeated or rest or most_under_way(short, mine) < most_under_way(whole, mine):
+        return Steps(whole, {})
+    return Steps(short, dict.fromkeys(repeated, 1 + left_out))
+
+
+def steady(actions: Sequence[Action], micros: int) -> Sequence[Action]:
+    """Those nearest to the middle that stand one after the other and do, of every chunk, the
+    forward and the backward of `micros` microbatches: what a schedule of more would repeat. None
+    where there are none.
+    """
+    chunks = 1 + max(action.chunk for action in actions)
+    whole = {(part, chunk): micros for part in "FIW" for chunk in range(chunks)}
+    windows = (
+        actions[first : first + length]
+        for length in range(2 * micros * chunks, 3 * micros * chunks + 1)
+        for first in sorted(
+            range(len(actions) - length + 1),
+            key=lambda first, length=length: abs(2 * first + length - len(actions)),
+        )
+    )
+    return next((window for window in windows if _parts(window) == whole), ())
+
+
+def _parts(actions: Sequence[Action]) -> Counter[tuple[str, int]]:
+    """How often they do each part of a microbatch, by chunk: a B is an I and a W."""
+    parts = ((part, a.chunk) for a in actions for part in ("IW" if a.kind == "B" else a.kind))
+    return Counter(parts)
+
+
+def most_under_way(schedule: Schedule, rank: int) -> int:
+    """Microbatches whose forward is done and of whose backward something is left, the most at
+    once.
+    """
+    now = most = 0
+    for action in schedule.actions[rank]:
+        now += (action.kind == "F") - (action.kind in "BW")
+        most = max(most, now)
+    return most
+
+
+def as_on(hardware: Hardware, mesh: Mesh) -> Mesh:
+    """A mesh whose groups send as those of `hardware` do."""
+    gloo = hardware.kind == "cpu"
+    axes = {name: axis for name, axis in axes_of(mesh).items() if axis.group is not None}
+    told = {name: replace(axis, gloo=gloo) for name, axis in axes.items() if name not in ALL}
+    return replace(mesh, **told)
+
+
+ALL = ("ends", "world")
+"""Axes over which nothing is scattered."""
+
+
+def axes_of(mesh: Mesh) -> dict[str, Axis]:
+    """By the name of their field."""
+    return {name: axis for name, axis in vars(mesh).items() if isinstance(axis, Axis)}
+
+
+def groups(mesh: Mesh) -> dict[str, list[str]]:
+    """The axes of each group, by its name; those that sends go over are pp."""
+    found: dict[str, list[str]] = {}
+    for name, axis in axes_of(mesh).items():
+        if axis.group is not None:
+            known = "pp" if name in ("up", "down") else name
+            found.setdefault(axis.group.group_name, []).append(known)
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class Cut(Batch):
+    """A batch of real tokens in microbatches, made where tensors have values: the host knows those
+    of a batch, and in a dry run what it would cut of one, or compare, would have none.
+    """
+
+    parts: tuple["Cut", ...] = ()
+
+    @property
+    def real_tokens(self) -> int:
+        return self.tokens.numel()
+
+    def microbatches(self, size: int) -> list[Batch]:
+        return list(self.parts)
+
+    def to(self, device: torch.device) -> Batch:
+        return self
+
+
+def batch_of(run: RunConfig, schedule: Schedule) -> Cut:
+    """A rank's rows of a batch, for as many microbatches as the schedule has: where documents are
+    apart, one per sequence.
+    """
+    rows = schedule.micros * run.microbatch_size
+    tokens = torch.zeros(rows, run.sequence_length, dtype=torch.int64)
+    documents = Documents.of(torch.zeros_like(tokens)) if run.data.document_mask else None
+    numbers = {FOLLOWS: torch.zeros_like(tokens, dtype=torch.float32)} if run.tree.both_ways else {}
+    whole = Batch(tokens, tokens, documents, numbers=numbers).read_by(run.tree)
+    parts = tuple(Cut(**vars(part)) for part in whole.microbatches(run.microbatch_size))
+    return Cut(**vars(whole), parts=parts)
+
+
+def balanced(x: Tensor, rows: int | None, max_load: float) -> Any:
+    """What the host reads of a tensor without values: ones; of counts of `rows` by expert, equal
+    shares. Where it counts those that go and those that come [2, ranks, experts of each], of the
+    second `max_load` times as many.
+    """
+    if rows is None:
+        return np.ones(x.shape).tolist()
+    experts = x.numel() if x.ndim == 1 else x.numel() // 2
+    going = np.full(experts, rows // experts)
+    going[: rows % experts] += 1
+    if x.ndim == 1:
+        return going.tolist()
+    coming = np.full(x.shape[1:], round(max_load * rows / experts))
+    return [going.reshape(x.shape[1:]).tolist(), coming.tolist()]
+
+
+@contextmanager
+def followed(model: Decoder, memory: Memory) -> Iterator[None]:
+    """Within, what FSDP has gathered for a module, and a gradient that is added to one that it has
+    not reduced, are known for what they are.
+    """
+    watched: set[nn.Parameter] = set()
+
+    def added(p: Tensor) -> None:
+        assert p.grad is not None
+        memory.is_now("unsharded", p.grad)
+
+    def gathered(unit: nn.Module, args: object) -> None:
+        assert isinstance(unit, FSDPModule)
+        for record in sharding.records(unit):
+            # before its first forward, a shard that is uneven is copied to one that is padded
+            memory.is_now("parameter", local_view(record.sharded_param))
+            for tensor in record.all_gather_outputs:
+                memory.is_now("compute", tensor)
+            p = record.unsharded_param
+            if p.requires_grad and p not in watched:
+                watched.add(p)
+                p.register_post_accumulate_grad_hook(added)
+
+    # FSDP's own comes first
+    handles = [
+        unit.register_forward_pre_hook(gathered)
+        for unit in model.modules()
+        if isinstance(unit, FSDPModule)
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def settle(model: Decoder, memory: Memory) -> None:
+    """Let all gradients be known for what they are."""
+    for unit in data.units(model):
+        for record in sharding.records(unit):
+            if record.unsharded_accumulated_grad is not None:
+                memory.is_now("unsharded", record.unsharded_accumulated_grad)
+            if record.sharded_param.grad is not None:
+                memory.is_now("gradient", local_view(record.sharded_param.grad))
