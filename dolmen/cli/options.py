@@ -158,13 +158,13 @@ class EvaluateOptions(EvaluateConfig):
 
 @dataclass(frozen=True)
 class ScheduleOptions:
-    """Time a pipeline schedule, and draw it. Times are of one microbatch through all layers of a
-    rank, in any unit.
+    """Time a pipeline schedule, and draw it; or search the shortest for measured times and a
+    memory. Times are of one microbatch through all layers of a rank, in any unit.
     """
 
     schedule: tyro.conf.Positional[str]
-    """gpipe, 1f1b, interleaved, zero-bubble, zero-bubble-v, or a .txt or .yaml file with one line
-    of actions (F0 F1 B0 B1) per rank.
+    """gpipe, 1f1b, interleaved, zero-bubble, zero-bubble-v, a .txt or .yaml file with one line of
+    actions (F0 F1 B0 B1) per rank, or search, which finds such lists.
     """
     pp: int | None = None
     """Pipeline ranks. Default: 4; those of the file."""
@@ -175,7 +175,9 @@ class ScheduleOptions:
     the file.
     """
     out: str | None = None
-    """Picture to write, .svg or .png."""
+    """File to write: the picture, .svg or .png, or the actions, .txt or .yaml, as
+    --layout.schedule takes them.
+    """
     list: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print the actions of each rank, as a file would hold them."""
     forward: float = 1
@@ -188,6 +190,15 @@ class ScheduleOptions:
     """Time of the rest of it (W)."""
     send: float = 0
     """Time from the end of an action until another rank has its result."""
+    costs: str | None = None
+    """JSON file with these times instead (forward, backward, input, weight, send), each one number
+    or a list of every rank, or of every stage.
+    """
+    memory: float | None = None
+    """Of search: the most microbatches that a rank may hold activations of, in units of the
+    activations of all its layers, as the column `live microbatches` counts. Default: --pp, what
+    1f1b, zero-bubble and zero-bubble-v hold.
+    """
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""dolmen schedule NAME --pp 4 --microbatches 8"""
+"""dolmen schedule NAME --pp 4 --microbatches 8; dolmen schedule search --costs measured.json"""
 
 from math import isfinite, prod
 from pathlib import Path
@@ -7,12 +7,17 @@ from dolmen.cli.options import ScheduleOptions
 from dolmen.core.errors import BadInput
 from dolmen.core.log import console
 from dolmen.core.words import counted
+from dolmen.files import write
 from dolmen.parallel import schedule as schedules
-from dolmen.parallel.actions import Schedule, format_schedule
+from dolmen.parallel.actions import Schedule, format_schedule, format_yaml
 from dolmen.parallel.patterns import SCHEDULES
 from dolmen.parallel.schedule import Cost, Simulation
 from dolmen.planning import draw
+from dolmen.planning.action_lists import search
+from dolmen.planning.action_lists.costs import Costs, from_file
+from dolmen.planning.action_lists.search import Found
 
+SEARCH = "search"
 MOST = 500_000  # some seconds
 BOXES = 40_000  # more is no picture, and takes more than ten seconds
 # of messages that speak of a run
@@ -28,16 +33,24 @@ KNOBS = {
 
 def run(options: ScheduleOptions) -> int:
     try:
-        schedule, cost = chosen(options), costs(options)
-        simulation = schedules.simulate(schedule, cost)
+        times = costs(options)
+        if options.schedule == SEARCH:
+            found = searched(options, times)
+            schedule, simulation = found.schedule, found.simulation
+        else:
+            found, schedule = None, chosen(options)
+            simulation = schedules.simulate_stages(schedule, times.of_stages(schedule))
         if options.out:
-            picture(schedule, simulation, Path(options.out))
+            write_out(schedule, simulation, Path(options.out))
     except (ValueError, OSError) as error:
         text = str(error)
         for theirs, ours in KNOBS.items():
             text = text.replace(theirs, ours)
         raise BadInput(text) from None
-    report(schedule, simulation, schedules.closed_form(schedule, cost))
+    same = None if options.costs else schedules.closed_form(schedule, Cost(**times.times))
+    report(schedule, simulation, same)
+    if found:
+        print(proof(found))
     if options.list:
         print("\n" + format_schedule(schedule), end="")
     if options.out:
@@ -45,10 +58,34 @@ def run(options: ScheduleOptions) -> int:
     return 0
 
 
+def searched(options: ScheduleOptions, times: Costs) -> Found:
+    """Raises ValueError."""
+    asked = {"pp": options.pp, "microbatches": options.microbatches}
+    asked["virtual-stages"] = options.virtual_stages
+    sizes = [d if a is None else a for a, d in zip(asked.values(), (4, 8, 1), strict=True)]
+    for name, value in zip(asked, sizes, strict=True):
+        if value < 1:
+            raise ValueError(f"--{name} ({value}) must be at least 1")
+    ranks, micros, chunks = sizes
+    memory = ranks if options.memory is None else options.memory
+    return search.shortest(ranks, micros, chunks, times, memory)
+
+
+def proof(found: Found) -> str:
+    """What is known of the shortest, in a line."""
+    span, looked = found.simulation.span, f"; {found.nodes:,} nodes" if found.nodes else ""
+    gap = span / found.floor - 1
+    said = "optimal" if found.optimal else f"not proven optimal: a gap of {gap:.2%}"
+    like = "" if found.like == SEARCH else f"; the lists are those of {found.like}"
+    return f"lower bound {found.floor:.6g}: {said}{looked}{like}"
+
+
 def chosen(options: ScheduleOptions) -> Schedule:
     """The schedule that is asked for; what is not said is the file's, or small. Raises
     ValueError.
     """
+    if options.memory is not None:
+        raise ValueError(f"--memory is of dolmen schedule {SEARCH}: {options.schedule} has its own")
     file = None if options.schedule in SCHEDULES else schedules.read_schedule(options.schedule)
     default = (
         (file.ranks, file.micros, file.chunks)
@@ -64,22 +101,43 @@ def chosen(options: ScheduleOptions) -> Schedule:
     return schedules.make(options.schedule, *sizes)
 
 
-def costs(options: ScheduleOptions) -> Cost:
-    """Raises ValueError for what is no time."""
+def costs(options: ScheduleOptions) -> Costs:
+    """Of the file, or of the options. Raises ValueError for what is no time, and for both."""
     cost = Cost(options.forward, options.backward, options.input, options.weight, options.send)
+    unsaid = Cost()._asdict()
     for name, value in cost._asdict().items():
+        if options.costs and value != unsaid[name]:
+            raise ValueError(f"--costs has all times, and --{name} is one more: leave one out")
         if not isfinite(value) or value < 0 or value == 0 and name != "send":
             raise ValueError(
                 f"--{name} ({value:g}) is no time: use a number above 0"
                 + (", or 0" if name == "send" else "")
             )
-    return cost
+    return from_file(options.costs) if options.costs else Costs("options", cost._asdict())
+
+
+def write_out(schedule: Schedule, simulation: Simulation, to: Path) -> None:
+    """The picture or the actions, by the name's end. Raises ValueError, and OSError where nothing
+    can be written.
+    """
+    if not to.parent.is_dir():
+        raise ValueError(f"--out {to}: there is no folder {to.parent}: make it, or give another")
+    match to.suffix:
+        case ".txt":
+            write.replace(to, format_schedule(schedule))
+        case ".yaml" | ".yml":
+            write.replace(to, format_yaml(schedule))
+        case ".svg" | ".png":
+            picture(schedule, simulation, to)
+        case other:
+            raise ValueError(
+                f"--out {to} ends in {other or 'nothing'}: use .svg or .png for the picture, .txt "
+                f"or .yaml for the actions"
+            )
 
 
 def picture(schedule: Schedule, simulation: Simulation, to: Path) -> None:
     """Raises ValueError, and OSError where nothing can be written."""
-    if not to.parent.is_dir():
-        raise ValueError(f"--out {to}: there is no folder {to.parent}: make it, or give another")
     boxes = sum(map(len, schedule.actions))
     if boxes > BOXES:
         raise ValueError(

@@ -232,6 +232,22 @@ SCHEDULE = Kind(
     size=8 * MIB,  # 64 ranks of 6,144 actions each have 3 MB
     depth=2,
 )
+# Times of a pipeline's actions, of every stage or one for all.
+TIMES = either(Real(0, 2**40, above=True), List(Real(0, 2**40, above=True), 1, 2**16))
+COSTS = Kind(
+    Object(
+        required={"forward": TIMES},
+        optional={
+            "backward": TIMES,
+            "input": TIMES,
+            "weight": TIMES,
+            "send": either(Real(0, 2**40), List(Real(0, 2**40), 1, 2**16)),
+        },
+        rest=None,
+        needs={"input": ("weight",), "weight": ("input",)},
+    ),
+    depth=2,
+)
 # A row of text: its other fields are nobody's business, and Python writes NaN into them.
 TEXT_ROW = Kind(Object(), size=256 * MIB, depth=64, constants=True)
 

@@ -115,6 +115,13 @@ def format_schedule(schedule: Schedule) -> str:
     return head + "".join(" ".join(map(str, actions)) + "\n" for actions in schedule.actions)
 
 
+def format_yaml(schedule: Schedule) -> str:
+    """The YAML that `from_file` reads."""
+    head = "" if schedule.placement == "loop" else f"placement: {schedule.placement}\n"
+    lines = "".join(f"  - {' '.join(map(str, actions))}\n" for actions in schedule.actions)
+    return f"{head}actions:\n{lines}"
+
+
 def _action(word: str, where: str) -> Action:
     found = re.fullmatch(r"([FBIW])([0-9]{1,9})(?:\.([0-9]{1,9}))?", word)
     if not found:

@@ -179,7 +179,10 @@ OTHERS = {
     "tokenize": (
         "help to data.path data.tokenizer data.end-of-text data.text-field data.cache data.workers"
     ),
-    "schedule": "help pp microbatches virtual-stages out list forward backward input weight send",
+    "schedule": (
+        "help pp microbatches virtual-stages out list forward backward input weight send costs "
+        "memory"
+    ),
 }
 
 

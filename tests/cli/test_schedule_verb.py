@@ -34,6 +34,65 @@ def test_list_is_a_file(tmp_path):
     assert "wrote " in again.out and (tmp_path / "mine.svg").stat().st_size > 10_000
 
 
+def test_a_search_writes_what_a_run_takes(tmp_path):
+    """The file is a schedule, of the span that the search said, with the same times."""
+    times = tmp_path / "measured.json"
+    times.write_text('{"forward": [1, 2], "input": 1.4, "weight": 0.6, "send": 0.5}')
+    words = ("--pp", 2, "--microbatches", 3, "--costs", times)
+    for name in ("a.txt", "a.yaml"):
+        found = dolmen("schedule", "search", *words, "--memory", 2, "--out", tmp_path / name)
+        span = re.search(r"\nspan ([0-9.]+); ", found.out)
+        assert found.code == 0 and span and "search: 2 ranks, 3 microbatches\n" in found.out
+        assert f"\nlower bound {span[1]}: optimal; " in found.out
+        again = dolmen("schedule", tmp_path / name, "--costs", times)
+        assert again.code == 0 and f"\nspan {span[1]}; " in again.out
+
+
+COSTS = {
+    "negative": '{"forward": -1, "backward": 2}',
+    "nan": '{"forward": NaN, "backward": 2}',
+    "zero": '{"forward": [1, 0], "backward": 2}',
+    "text": '{"forward": "1", "backward": 2}',
+    "empty": "{}",
+    "half": '{"forward": 1, "input": 2}',
+    "forward": '{"forward": 1}',
+    "other": '{"forward": 1, "backward": 2, "seconds": 3}',
+    "length": '{"forward": [1, 2, 3], "backward": 2}',
+}
+
+
+@pytest.mark.parametrize(
+    "words, want",
+    (
+        (["--costs", "negative"], "negative: forward is -1: it must be"),
+        (["--costs", "nan"], "nan: is not JSON: NaN"),
+        (["--costs", "zero"], "zero: forward"),
+        (["--costs", "text"], "text: forward is '1': it must be"),
+        (["--costs", "empty"], "empty: it has no forward"),
+        (["--costs", "half"], "half: it has no weight"),
+        (["--costs", "forward"], "forward: has no time of a backward"),
+        (["--costs", "other"], "other: "),
+        (["--costs", "length"], "has 3 times, and there are 2 ranks and 2 stages: give one"),
+        (["--costs", "none"], "none: cannot be read"),
+        (["--costs", "length", "--send", 1], "--costs has all times, and --send"),
+        (["--memory", 0.9], "--memory (0.9) must be at least 1: any schedule holds one microbatch"),
+        (["--memory", "nan"], "--memory (nan) must be at least 1"),
+        (["--microbatches", 10**6], "6,000,000 actions are too many to search (40,000): use fewer"),
+        (["--pp", 0], "--pp (0) must be at least 1"),
+        (["--out", "a.pdf"], "use .svg or .png for the picture, .txt or .yaml for the actions"),
+    ),
+)
+def test_searches_that_are_refused(words, want, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, text in COSTS.items():
+        (tmp_path / name).write_text(text)
+    before = {*tmp_path.iterdir()}
+    shown = dolmen("schedule", "search", "--pp", 2, *words)
+    assert shown.code == 2 and want in shown.err and not shown.out, shown.err
+    assert shown.err.count("\n") == 1 and {*tmp_path.iterdir()} == before
+    assert "--memory is of dolmen schedule search" in dolmen("schedule", "1f1b", "--memory", 2).err
+
+
 @pytest.mark.parametrize(
     "words, want",
     (

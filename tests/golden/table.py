@@ -11,6 +11,7 @@ import math
 import re
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -42,6 +43,7 @@ SIZES = dict(
     head_dim=8,
     initializer_range=0.1,
 )
+HERE = Path(__file__).parent
 FAMILIES = {
     "llama": Flat(**SIZES | dict(num_key_value_heads=4, head_dim=4)),
     # head_dim is not hidden / heads, one key-value head is fewer than any tp: k and v are whole on
@@ -117,7 +119,7 @@ class Layout(layouts.Layout):
             elif word in ("selective", "full"):
                 given["recompute"] = word
             else:
-                given["schedule"] = word
+                given["schedule"] = str(HERE / word) if word.endswith(".txt") else word
         return Layout(**given)
 
     def __str__(self) -> str:
@@ -159,6 +161,7 @@ LAYOUTS = tuple(
     pp2 acc4 interleaved v2 zero1   | llama
     pp2 acc4 zero-bubble            | gpt2
     pp2 acc4 zero-bubble-v v2 zero2 | gpt2
+    pp2 acc4 searched.txt v2        | llama
     dp2 ep2 zero1                   | qwen3-moe
     cp2 ep2 zero2 acc2              | qwen3-moe
 

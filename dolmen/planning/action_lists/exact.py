@@ -1,0 +1,125 @@
+"""Branch and bound over lists, which proves that none is shorter, for small sizes.
+
+A node is a partial schedule, every action as early as its list allows. Of all actions that could
+come next let `first` be the one that would end first, at C, on rank r (Giffler and Thompson 1960).
+The next action of r starts before C, or else `first` fits before it without delaying anything; and
+whatever starts before C is known already, since nothing unknown can begin before C. So the
+branches are the known actions of r that start before C. One thing more: a forward that is
+done earlier is held longer, and may take the place of another; so where a rank could run out of
+places, there is also the branch in which that forward waits until its rank has done something else.
+
+A node is left where its bound is no less than the best schedule known, and where another with the
+same counts was no later in anything that is still of use: what follows there can follow here.
+"""
+
+from array import array
+from collections.abc import Iterator
+
+from dolmen.parallel.actions import Schedule
+from dolmen.planning.action_lists.bounds import Paths, bound, remaining
+from dolmen.planning.action_lists.greedy import schedule_of
+from dolmen.planning.action_lists.problem import Partial, Problem
+
+NODES = 100_000  # five seconds, and a hundred megabytes of nodes seen
+LARGEST = 400  # actions of all lists: with more, so many nodes prove nothing
+SAME = 1e-9  # of the time: rounding
+
+
+class Search:
+    """Looks for lists shorter than `span`, at `nodes` nodes at most. After `run` the shortest found
+    is `best`, and `span` its length; None, and as it was, if there was none.
+    """
+
+    def __init__(self, problem: Problem, span: float, nodes: int = NODES):
+        self.problem, self.span, self.nodes = problem, span, 0
+        self.left = nodes if problem.actions <= LARGEST else 0
+        self.paths, self.floor = Paths(problem), bound(problem)
+        self.partial = Partial(problem)
+        # of each rank, the forwards that wait until it has done something else
+        self.waiting: list[frozenset[int]] = [frozenset()] * problem.ranks
+        self.seen: dict[tuple[object, ...], list[array]] = {}
+        self.best: Schedule | None = None
+
+    @property
+    def proven(self) -> float:
+        """No list is shorter."""
+        return self.span if self.left > 0 else min(self.span, self.floor)
+
+    def run(self) -> None:
+        """Depth first, on a stack of our own: Python's is a thousand calls deep."""
+        open_ = [self._branches()]
+        while open_ and not self._over:
+            for _ in open_[-1]:
+                open_.append(self._branches())
+                break
+            else:
+                open_.pop()
+
+    @property
+    def _over(self) -> bool:
+        return self.left <= 0 or not self._shorter(self.floor)
+
+    def _shorter(self, length: float) -> bool:
+        return length < self.span * (1 - SAME)
+
+    def _branches(self) -> Iterator[None]:
+        """Of the node that `partial` is: makes a branch, yields, and takes it back, one by one."""
+        self.left -= 1
+        self.nodes += 1
+        partial, works = self.partial, self.problem.works
+        if partial.done and self._shorter(partial.span):
+            self.span, self.best = partial.span, schedule_of(self.problem, partial)
+        if not self._shorter(remaining(partial, self.paths)) or self._known():
+            return
+        known = [
+            (start, index)
+            for index in range(len(works))
+            if (start := partial.start(index)) is not None
+            and index not in self.waiting[works[index].rank]
+        ]
+        if not known:
+            return
+        ends, first = min((start + works[index].seconds, index) for start, index in known)
+        rank = works[first].rank
+        kept, self.waiting[rank] = self.waiting[rank], frozenset()
+        # W last: most often the best, which cuts the others short
+        for start, index in sorted(known, key=lambda one: (works[one[1]].kind == "W", one[0])):
+            if works[index].rank == rank and start < ends:
+                partial.take(index, start)
+                yield
+                partial.undo()
+        if works[first].kind == "F" and self._could_fill(rank):
+            self.waiting[rank] = kept | {first}
+            yield
+        self.waiting[rank] = kept
+
+    def _could_fill(self, rank: int) -> bool:
+        """Whether the rank could still hold all that it may, so that order decides what it holds.
+        One chunk has forwards of one kind alone, and an earlier one takes nobody's place.
+        """
+        problem, partial = self.problem, self.partial
+        forwards = [i for i in problem.by_rank[rank] if problem.works[i].kind == "F"]
+        left = sum(problem.micros - partial.count[i] for i in forwards)
+        return problem.chunks > 1 and partial.held[rank] + left > problem.slots
+
+    def _known(self) -> bool:
+        """Whether a node was seen that is no later in anything; if not, this one is noted."""
+        now = self._times()
+        others = self.seen.setdefault((*self.partial.count, *self.waiting), [])
+        if any(all(a <= b for a, b in zip(other, now, strict=True)) for other in others):
+            return True
+        others[:] = [o for o in others if not all(a <= b for a, b in zip(now, o, strict=True))]
+        others.append(now)
+        return False
+
+    def _times(self) -> "array[float]":
+        """All that what follows depends on: clocks, and results that somebody has yet to use."""
+        partial, works = self.partial, self.problem.works
+        times = array("d", partial.clock)
+        for index, work in enumerate(works):
+            ends = partial.ends[index]
+            for user, arriving in work.feeds:
+                clock = partial.clock[works[user].rank]
+                waited = ends[partial.count[user] :]
+                times.extend(max(clock, end + arriving) for end in waited)
+        return times

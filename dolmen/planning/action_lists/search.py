@@ -1,0 +1,107 @@
+"""The shortest schedule that fits: lists with a name, lists by preference, then a proof."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import prod
+
+from dolmen.parallel.actions import Schedule
+from dolmen.parallel.patterns import SCHEDULES
+from dolmen.parallel.schedule import Simulation, check_schedule, simulate_stages
+from dolmen.planning.action_lists import exact, greedy
+from dolmen.planning.action_lists.bounds import bound
+from dolmen.planning.action_lists.costs import Costs
+from dolmen.planning.action_lists.problem import Problem
+
+MOST = 40_000  # actions, of which a list by preference takes a second
+LEAST = 1.0
+"""Microbatches through all layers of a rank: less than one cannot go forward and back."""
+
+
+@dataclass(frozen=True)
+class Found:
+    schedule: Schedule
+    simulation: Simulation
+    floor: float
+    """No schedule is shorter, of any placement, with a backward whole or split as the costs say."""
+    nodes: int
+    """That the proof looked at; 0 where the bound alone was enough, or there are too many actions.
+    """
+    like: str
+    """The name of the schedule whose lists these are, or search."""
+
+    @property
+    def optimal(self) -> bool:
+        return self.simulation.span <= self.floor * (1 + exact.SAME)
+
+
+def shortest(
+    ranks: int,
+    micros: int,
+    chunks: int,
+    costs: Costs,
+    memory: float,
+    nodes: int = exact.NODES,
+) -> Found:
+    """`memory`: in units of `Simulation.peak`; `nodes`: of each proof at most. Raises ValueError
+    for less memory than any schedule needs, for sizes that are too large, and for costs of other
+    sizes.
+    """
+    actions = 3 * prod((ranks, micros, chunks))
+    if actions > MOST:
+        raise ValueError(
+            f"{actions:,} actions are too many to search ({MOST:,}): use fewer "
+            f"--microbatches; from a few times --pp on, what more of them add is a steady state"
+        )
+    if not memory >= LEAST:
+        raise ValueError(
+            f"--memory ({memory:g}) must be at least {LEAST:g}: any schedule holds one microbatch "
+            f"through all layers of a rank"
+        )
+    problems = list(_problems(ranks, micros, chunks, costs, memory))
+    floors = [bound(problem) for problem in problems]
+    tried = [
+        (simulate_stages(schedule, problem.costs).span, schedule, problem)
+        for problem in problems
+        for schedule in _first(problem, min(floors))
+    ]
+    span, best, problem = min(tried, key=lambda one: one[0])
+    looked = 0
+    for i, other in enumerate(problems):
+        proof = exact.Search(other, span, nodes)
+        proof.run()
+        looked += proof.nodes
+        if proof.best:
+            span, best, problem = proof.span, proof.best, other
+        floors[i] = max(floors[i], proof.proven)
+    simulation = simulate_stages(best, problem.costs)
+    named = replace(best, name="search")
+    return Found(check_schedule(named), simulation, min(floors), looked, best.name)
+
+
+def _problems(
+    ranks: int, micros: int, chunks: int, costs: Costs, memory: float
+) -> Iterator[Problem]:
+    """Every placement, and every way to go backward that the costs have."""
+    for placement in ("v", "loop") if chunks == 2 else ("loop",):
+        shape = Schedule("", ranks, micros, chunks, (), placement)
+        for splits in costs.ways:
+            yield Problem(ranks, micros, chunks, placement, splits, costs.of_stages(shape), memory)
+
+
+def _first(problem: Problem, enough: float) -> Iterator[Schedule]:
+    """Schedules to begin with: those with a name that are of this problem, and one by preference,
+    of which there always is one.
+    """
+    for name, make in SCHEDULES.items():
+        try:
+            schedule = make(problem.ranks, problem.micros, problem.chunks)
+        except ValueError:  # it is not for these sizes
+            continue
+        fits = max(simulate_stages(schedule, problem.costs).peak) * problem.chunks <= problem.slots
+        alike = (schedule.placement, schedule.splits_backward) == (
+            problem.placement,
+            problem.splits,
+        )
+        if fits and alike:
+            yield replace(schedule, name=name)
+    yield greedy.found(problem, enough)
