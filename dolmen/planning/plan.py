@@ -1,6 +1,5 @@
 """What a plan says, as data: `dolmen plan` makes it, its table and `--report` (report.py) read it.
-Seconds, bytes, watts; money in one currency, whichever the prices are in. Nothing here knows of
-torch.
+Seconds, bytes, watts; money in one currency, whichever the prices are in.
 """
 
 from dataclasses import dataclass
@@ -8,31 +7,14 @@ from typing import NamedTuple
 
 from dolmen.parallel.actions import Schedule
 from dolmen.parallel.schedule import Simulation
+from dolmen.planning.hardware import Cluster
 from dolmen.planning.ledger import Live
-
-
-class Interval(NamedTuple):
-    """A number and the ends of its 90 % interval."""
-
-    low: float
-    point: float
-    high: float
-
-
-@dataclass(frozen=True)
-class Tier:
-    """One kind of link, from the inside out: within a node, within a leaf, a spine, the core."""
-
-    name: str
-    gpus: int
-    """GPUs under one switch of it: two of them talk over the first tier that holds both."""
-    bandwidth: float
-    """Bytes a second of a GPU, one way, oversubscription included."""
+from dolmen.planning.step import Estimate
 
 
 @dataclass(frozen=True)
 class Prices:
-    """What a cluster costs. A price that is not known is 0, and no curve of it is drawn."""
+    """What GPUs cost. A price that is not known is 0, and no curve of it is drawn."""
 
     rent: float = 0
     """Per GPU and hour."""
@@ -40,25 +22,7 @@ class Prices:
     """Of a node with its share of the network, bought."""
     years: float = 4
     """Over which what was bought is written off."""
-    watts: float = 0
-    """Per GPU under load, with its share of host, network and cooling."""
     kilowatt_hour: float = 0
-
-
-@dataclass(frozen=True)
-class Cluster:
-    name: str
-    gpu: str
-    nodes: int
-    gpus_per_node: int
-    memory: float
-    """Bytes of a GPU."""
-    tiers: tuple[Tier, ...]
-    prices: Prices = Prices()
-
-    @property
-    def gpus(self) -> int:
-        return self.nodes * self.gpus_per_node
 
 
 @dataclass(frozen=True)
@@ -81,6 +45,7 @@ class Traffic(NamedTuple):
     """What a GPU sends in a step over a tier, for an axis of the mesh."""
 
     tier: str
+    """node, or the name of a tier of switches (placement.Road)."""
     axis: str
     sent: float
     """Bytes."""
@@ -94,10 +59,8 @@ class Candidate:
 
     layout: dict[str, int | str | bool]
     """Options as `dolmen train` takes them, without dashes: {"layout.tp": 8, ...}."""
-    seconds: Interval
+    estimate: Estimate
     """Of a step."""
-    parts: dict[str, float]
-    """Name -> seconds; their sum is the point of `seconds`."""
     memory: tuple[StageMemory, ...]
     """Of each pipeline rank."""
     bound: str
@@ -115,6 +78,11 @@ class Candidate:
             if value is not False
         )
 
+    @property
+    def fullest(self) -> int:
+        """Bytes of the rank that holds most."""
+        return max(stage.total for stage in self.memory)
+
 
 class Timeline(NamedTuple):
     """The pipeline of the best candidate, with the costs of its own stages."""
@@ -122,12 +90,20 @@ class Timeline(NamedTuple):
     schedule: Schedule
     simulation: Simulation
 
+    def held(self, rank: int) -> list[int]:
+        """Chunks of which the rank holds activations, after each of its actions."""
+        count, found = 0, []
+        for action in self.schedule.actions[rank]:
+            count += (action.kind == "F") - (action.kind in "BW")
+            found.append(count)
+        return found
+
 
 class Fleet(NamedTuple):
     """The best layout of so many GPUs."""
 
     gpus: int
-    seconds: Interval
+    estimate: Estimate
     words: str
 
 
@@ -138,6 +114,8 @@ class Plan:
     sequence_length: int
     global_batch_size: int
     cluster: Cluster
+    gpus: int
+    """That the candidates use."""
     ranked: tuple[Candidate, ...]
     """The fastest first; at least one."""
     timeline: Timeline
@@ -145,7 +123,41 @@ class Plan:
     """Other numbers of GPUs of this kind, for the front of time against cost."""
     considered: int = 0
     """Layouts that were looked at, those that do not fit included."""
+    tokens: float = 0
+    """To train on; 0: 20 for each parameter, as 2203.15556 found best."""
+    prices: Prices = Prices()
 
     @property
     def step_tokens(self) -> int:
         return self.sequence_length * self.global_batch_size
+
+    @property
+    def budget(self) -> float:
+        """Tokens to train on."""
+        return self.tokens or 20.0 * self.parameters
+
+    def days(self, estimate: Estimate) -> Estimate:
+        """For the budget, at so long a step."""
+        steps = self.budget / self.step_tokens / 86400
+        return Estimate(estimate.seconds * steps, estimate.low * steps, estimate.high * steps, {})
+
+    def rented(self, fleet: Fleet) -> float:
+        """Money for the budget on rented GPUs."""
+        return fleet.gpus * 24 * self.days(fleet.estimate).seconds * self.prices.rent
+
+    def owned(self, fleet: Fleet) -> float:
+        """The same on nodes that are bought: their share of the years they last, and power."""
+        days = self.days(fleet.estimate).seconds
+        nodes = -(-fleet.gpus // self.cluster.gpus_per_node)
+        worn = nodes * self.prices.node * days / (365.25 * self.prices.years)
+        kilowatts = nodes * (self.cluster.node_watts or 0) / 1000
+        return worn + kilowatts * 24 * days * self.prices.kilowatt_hour
+
+    @property
+    def front(self) -> tuple[Fleet, ...]:
+        """Fleets of which no other has fewer GPUs and is as fast, the smallest first."""
+        found: list[Fleet] = []
+        for fleet in sorted(self.fleets, key=lambda f: (f.gpus, f.estimate.seconds)):
+            if not found or fleet.estimate.seconds < found[-1].estimate.seconds:
+                found.append(fleet)
+        return tuple(found)
