@@ -220,7 +220,7 @@ def load(
         source = open_source(name)
         if model:
             source = open_source(name, stated(source.model, model))
-        told = special.check(special_tokens or {}, source.tree.vocab_size)
+        told = special.check(special_tokens or {}, source.model)
         tokenizer, textless = _tokenizer(source)
         vocabulary = {} if tokenizer is None else tokenizer.get_vocab()
         known = special.with_ids(source.model, told, lambda: vocabulary)

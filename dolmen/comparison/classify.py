@@ -50,6 +50,8 @@ def classify(a: Side, b: Side, row: Row) -> Fault:
 
 
 def _unexplained(row: Row) -> Fault:
+    if row.stage == "weights":
+        return Fault("other values", "other numbers, that no change known here makes of B's")
     if row.difference <= NEARLY * row.allowed:
         text = "so little that it may be: compare in float64 (--a.dtype, --b.dtype)"
         return Fault("rounding", text)
@@ -137,11 +139,18 @@ def _of_tensors(a: Side, b: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fa
     yield from _added(a, row, x, y)
     yield from _scaled(x, y, row)
     yield from _somewhere(a, row, x, y)
-    for dtype, name in ROUNDED.items():
-        if (x - y).abs().max() <= UNITS[dtype] * y.abs().max() and torch.equal(
-            x, x.to(dtype).double()
-        ):
-            yield Fault("rounding", f"A holds {name} numbers")
+    yield from _rounded(row, x, y)
+
+
+def _rounded(row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
+    """One of the two fits into a coarser dtype, and the other is within its rounding."""
+    for side, other, coarse in (("A", "B", x), ("B", "A", y)):
+        for dtype, name in ROUNDED.items():
+            near = (x - y).abs().max() <= UNITS[dtype] * y.abs().max()
+            if near and torch.equal(coarse, coarse.to(dtype).double()):
+                what = f"{other}'s numbers, rounded to {name}"
+                told = what if row.stage == "weights" else f"{name} numbers"
+                yield Fault("rounding", f"{side} holds {told}")
 
 
 def _terms(b: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:

@@ -22,7 +22,7 @@ class TokenConfig:
     folder, hidden files and what dolmen has written are left out.
     """
     tokenizer: str | None = None
-    """Folder or hub id of a `transformers` tokenizer. Default: the model's own."""
+    """Folder or hub id of a `transformers` tokenizer."""
     end_of_text: str | None = None
     """The token that marks the end of a document, for a tokenizer that names none."""
     text_field: str = "text"
@@ -50,6 +50,8 @@ class TokenConfig:
 class TextConfig(TokenConfig):
     """Text that is read by windows."""
 
+    tokenizer: str | None = None
+    """Folder or hub id of a `transformers` tokenizer. Default: the model's own."""
     document_mask: bool = False
     """Attention does not cross document boundaries within a window."""
 

@@ -33,6 +33,8 @@ def tokenize(config: TokenizeConfig, progress: bool = True) -> Tokenized:
     tools do with --append-eod; tokens that are in the cache are not made again. Raises ValueError
     or OSError, before all text is read, for what cannot be read and for files that exist.
     """
+    if config.data.tokenizer is None:
+        raise ValueError("no tokenizer: use --data.tokenizer FOLDER, or a hub id")
     name = expand(config.to)
     file = name if name.suffix == indexed.BIN else name.with_name(name.name + indexed.BIN)
     indexed.check_free(file)

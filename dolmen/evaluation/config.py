@@ -13,7 +13,7 @@ class VerifyConfig:
 
     folder: str
     """Transformers directory or hub id; a run's folder (its newest whole checkpoint is taken), or
-    one checkpoint in it.
+    one checkpoint in it; a Megatron checkpoint, or Meta's files of a Llama.
     """
     against: str | None = None
     """What transformers loads. Default: the same."""
@@ -30,7 +30,7 @@ class EvaluateConfig:
 
     source: str
     """Transformers directory or hub id; a run's folder (its newest whole checkpoint is taken), or
-    one checkpoint in it.
+    one checkpoint in it; a Megatron checkpoint, or Meta's files of a Llama.
     """
     sequence_length: int | None = None
     """Tokens of a window: a longer one sees more and costs more. Default: max_position_embeddings,

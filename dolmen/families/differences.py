@@ -1,19 +1,103 @@
-"""In what two trees differ, by name."""
+"""In what two trees differ, in the words of a config.json, where transformers has one."""
 
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 from dolmen.model.tree import Tree
 
+WORDS = {
+    "mixer": "attention",
+    "mixer.heads": "num_attention_heads",
+    "mixer.kv_heads": "num_key_value_heads",
+    "mixer.head_size": "head_dim",
+    "mixer.q_bias": "the bias of q",
+    "mixer.k_bias": "the bias of k",
+    "mixer.v_bias": "the bias of v",
+    "mixer.o_bias": "the bias of attention's output",
+    "mixer.clip": "clip_qkv",
+    "mixer.qk_norm": "qk_norm",
+    "mixer.qk_norm_of": "what a norm of q and k is over",
+    "mixer.positions": "positions in attention",
+    "mixer.positions.size": "what rope turns of a head",
+    "mixer.positions.theta": "rope_theta",
+    "mixer.positions.scaling": "rope_scaling",
+    "mixer.positions.interleaved": "pairs of rope are neighbours",
+    "mixer.scale": "the scale of scores",
+    "mixer.window": "sliding_window",
+    "mixer.soft_cap": "attn_logit_softcapping",
+    "mixer.mask": "the mask of attention",
+    "mixer.sinks": "attention sinks",
+    "mlp": "mlp",
+    "mlp.size": "intermediate_size",
+    "mlp.gated": "a gate in the feed-forward layer",
+    "mlp.activation": "hidden_act",
+    "mlp.bias": "biases of the feed-forward layer",
+    "mlp.number": "the number of experts",
+    "mlp.per_token": "num_experts_per_tok",
+    "mlp.shared": "shared experts",
+    "mlp.shared_gate": "a gate of the shared expert",
+    "norm.zero_centred": "a norm stored less 1",
+    "norm.affine": "a norm's weight",
+    "arrangement": "where the norms of a block are",
+    "arrangement.norms": "norms of a block",
+    "arrangement.scale": "residual_multiplier",
+    "embedding.scale": "the scale of the embedding",
+    "embedding.norm": "a norm of the embedding",
+    "embedding.positions": "a table of positions",
+    "embedding.positions.offset": "rows before that of the first position",
+    "embedding.types": "types of tokens",
+    "head.tied": "tie_word_embeddings",
+    "head.soft_cap": "final_logit_softcapping",
+    "head.normalised": "a head of rows of length 1",
+    "head.scale": "the scale of logits",
+    "head.bias": "the bias of logits",
+}
+KINDS = {
+    "Alibi": "ALiBi",
+    "Rope": "rope",
+    "Table": "learned",
+    "Linear": "linear",
+    "Llama3": "llama3",
+    "Yarn": "yarn",
+    "Dynamic": "dynamic",
+    "LongRope": "longrope",
+    "Norm": "there",
+    "Experts": "experts",
+    "Mlp": "dense",
+    "Pre": "before each layer",
+    "Post": "behind each sum",
+    "After": "behind each layer",
+    "Sandwich": "before and behind each layer",
+    "Parallel": "before both layers, side by side",
+    "Deepnorm": "before each layer, which is added to what they give",
+}
+"""Of components, by the name of their class."""
+
 
 def differences(one: Tree, other: Tree) -> list[tuple[str, Any, Any]]:
-    """(name, value, other value) of each value that differs; of layers, a list of them where they
-    are not all alike.
+    """(name, value, other value) of each value that differs, but for those inside of components
+    that are of two kinds; of layers, a list of values where they are not all alike.
     """
     if one == other:
         return []
     a, b = _named(one), _named(other)
-    return [(n, a.get(n), b.get(n)) for n in {**a, **b} if a.get(n) != b.get(n)]
+    found = {n: (a.get(n), b.get(n)) for n in {**a, **b} if a.get(n) != b.get(n)}
+    return [(_word(name), *pair) for name, pair in found.items() if not _inside(name, found)]
+
+
+def _inside(name: str, found: dict[str, tuple[Any, Any]]) -> bool:
+    """Whether a component that it lies in is another one."""
+    parts = name.split(".")
+    return any(".".join(parts[:n]) in found for n in range(1, len(parts)))
+
+
+def _word(name: str) -> str:
+    """Of what it lies in, where it has no word of its own: rope_scaling.factor."""
+    parts = name.split(".")
+    for n in range(len(parts), 0, -1):
+        if word := WORDS.get(".".join(parts[:n])):
+            return ".".join([word, *parts[n:]])
+    return name
 
 
 def _named(tree: Tree) -> dict[str, Any]:
@@ -31,7 +115,8 @@ def _leaves(path: str, value: Any) -> list[tuple[str, Any]]:
     """(path, value) of everything in a component; of a choice between components, which it is."""
     if not is_dataclass(value):
         return [(path, value)]
-    kind = [(path, type(value).__name__)] if path else []
+    name = type(value).__name__
+    kind = [(path, KINDS.get(name, name))] if path else []
     return kind + [
         leaf
         for field in fields(value)

@@ -25,6 +25,8 @@ NAMES = {
     "cls": ("[CLS]", "<|cls|>"),
     "eos": ("</s>", "eos", "<|endoftext|>"),
 }
+ENDS = ("eop", "eot", "eos")
+"""Those at which a text of any model ends."""
 TOLD = {
     "mask": "[MASK], a blank of some words",
     "smask": "[sMASK], a blank of a sentence",
@@ -63,13 +65,24 @@ def stated(ids: Mapping[str, int | None]) -> dict[str, Any]:
     return {SPECIAL_TOKENS.name: known or None}
 
 
-def check(told: Mapping[str, Any], vocab_size: int) -> dict[str, int]:
-    """What a user says. Raises ValueError for a name that is none of NAMES, and for an id that the
-    vocabulary has not.
+def asked(model: Model) -> bool:
+    """Whether its family knows positions by them, or frames its texts in them."""
+    return SPECIAL_TOKENS.name in {field.name for field in model.family.fields}
+
+
+def check(told: Mapping[str, Any], model: Model) -> dict[str, int]:
+    """What a user says of a model: any of NAMES, or, where its family asks for none, of ENDS.
+    Raises ValueError for another name, and for an id that the vocabulary has not.
     """
+    vocab_size = model.tree.vocab_size
     for name, token in told.items():
         if name not in NAMES:
             raise ValueError(f"special_tokens has {shown(name)}: {choices(str(name), NAMES)}")
+        if name not in ENDS and not asked(model):
+            raise ValueError(
+                f"special_tokens has {shown(name)}, which {model.model_type} does not ask for: of "
+                f"this model {', '.join(ENDS)} may be told, at which a text ends"
+            )
         if type(token) is not int or not 0 <= token < vocab_size:
             raise ValueError(
                 f"special_tokens.{name} is {shown(token)}: it must be the id of a token, 0 to "
@@ -92,7 +105,7 @@ def with_ids(model: Model, told: Ids, vocabulary: Callable[[], Ids]) -> Model:
     """The same with what is `told`, and of what it does not say itself what the `vocabulary` of its
     tokenizer does; itself where its family asks for none.
     """
-    if SPECIAL_TOKENS.name not in {field.name for field in model.family.fields}:
+    if not asked(model):
         return model
     known = ids_of(model)
     found = {**named(vocabulary()), **known, **told}
@@ -121,7 +134,7 @@ def framed(model: Model, tokens: list[int]) -> list[int]:
 
 def ends(ids: Ids) -> set[int]:
     """Those at which a text ends."""
-    return {ids[name] for name in ("eop", "eot", "eos") if name in ids}
+    return {ids[name] for name in ENDS if name in ids}
 
 
 def ids_of(model: Model) -> Ids:

@@ -22,7 +22,7 @@ class GenerateConfig:
 
     folder: str
     """Transformers directory or hub id; a run's folder (its newest whole checkpoint is taken), or
-    one checkpoint in it.
+    one checkpoint in it; a Megatron checkpoint, or Meta's files of a Llama.
     """
     prompt: tuple[str, ...]
     """Text to continue."""

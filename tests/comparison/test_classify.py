@@ -67,6 +67,8 @@ X, W = random(2 * LENGTH, 32), random(32, 32)
         ("a scale by row", "forward", "layers.0.mlp_norm", X * (1 + X[:, :1].abs()), X),
         ("a scale by column", "forward", "layers.0.mlp_norm", X * (1 + X[:1].abs()), X),
         ("rounding", "weights", "layers.0.mlp.up.weight", W.bfloat16().float(), W),
+        ("rounding", "weights", "layers.0.mlp.up.weight", W, W.half().float()),
+        ("other values", "weights", "layers.0.mlp.up.weight", W.sin(), W),
         ("other values", "forward", "layers.0.mlp.act", X.sin(), X),
         ("not finite", "forward", "layers.0.mlp.act", X / 0, X),
     ],
@@ -124,3 +126,15 @@ def test_angles_and_positions():
     name = "forward", "layers.0.attn.query"
     assert told(*name, [turned(angle)], turned(1.2 * angle)).kind == "other angles"
     assert told(*name, [turned(angle)], turned(angle + 1)).kind == "other positions"
+
+
+@pytest.mark.parametrize(
+    "a, b, said",
+    [
+        (W.half().float(), W, "A holds B's numbers, rounded to float16"),
+        (W, W.bfloat16().float(), "B holds A's numbers, rounded to bfloat16"),
+        (W.sin(), W, "other numbers, that no change known here makes of B's"),
+    ],
+)
+def test_of_weights_it_is_no_function_that_differs(a, b, said):
+    assert told("weights", "layers.0.mlp.up.weight", [a], b).text == said

@@ -245,20 +245,20 @@ def test_a_model_that_megatron_does_not_compute(folders, tmp_path):
         **LLAMA, rope_parameters={"rope_theta": 5e5, "rope_type": "default"}
     )
     built(config).save_pretrained(tmp_path / "m")
-    with pytest.raises(
-        ValueError, match="own classes cannot compute mixer.positions.theta = 500000"
-    ):
+    with pytest.raises(ValueError, match="own classes cannot compute rope_theta = 500000"):
         run(tmp_path / "m", tmp_path / "out", "megatron")
     run(tmp_path / "m", tmp_path / "out", "megatron-core")
     window = transformers.MistralConfig(**LLAMA, sliding_window=5)
     built(window).save_pretrained(tmp_path / "w")
-    with pytest.raises(ValueError, match="mixer.window = 5"):
+    with pytest.raises(ValueError, match="sliding_window = 5"):
         run(tmp_path / "w", tmp_path / "old", "megatron")
     run(tmp_path / "w", tmp_path / "new", "megatron-core")
     assert open_source(tmp_path / "new").tree.blocks[0].mixer.window == 5
     biased = transformers.LlamaConfig(**LLAMA, attention_bias=True)
     built(biased).save_pretrained(tmp_path / "b")
-    with pytest.raises(ValueError, match="Megatron-Core cannot compute mlp.bias = False"):
+    with pytest.raises(
+        ValueError, match="Megatron-Core cannot compute biases of the feed-forward layer = False"
+    ):
         run(tmp_path / "b", tmp_path / "bias", "megatron-core")
 
 

@@ -150,14 +150,14 @@ def test_torch_dist(models, tmp_path):
 @pytest.mark.parametrize(
     ("changed", "to", "options", "said"),
     [
-        ({"first_k_dense_replace": 2}, "megatron", {}, "own classes cannot compute mixer"),
+        ({"first_k_dense_replace": 2}, "megatron", {}, "own classes cannot compute attention"),
         (
             {"rope_parameters": YARN | {"mscale": 0.7}},
             "megatron-core",
             {},
-            "cannot compute mixer.positions.scaling.attention_factor",
+            "cannot compute rope_scaling.attention_factor",
         ),
-        ({"rms_norm_eps": 0.1}, "megatron-core", {}, "cannot compute mixer.norm.eps = 1e-06"),
+        ({"rms_norm_eps": 0.1}, "megatron-core", {}, "cannot compute attention.norm.eps = 1e-06"),
         ({}, "megatron-core", {"tp": 2, "spec": "local"}, "has 15 rows, which --tp 2 does not"),
     ],
 )

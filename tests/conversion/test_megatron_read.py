@@ -303,7 +303,7 @@ def test_how_many_tokens_there_are(folder, tmp_path):
     with pytest.raises(ValueError, match="--vocab-size is 62, vocab_size 61 in .*config.json"):
         open_source(folder, vocab_size=62)
     transformers.LlamaConfig(**LLAMA | {"rms_norm_eps": 1e-6}).save_pretrained(folder)
-    with pytest.warns(UserWarning, match="config.json is taken: mixer.* = |norm.eps = 1e-06, args"):
+    with pytest.warns(UserWarning, match="config.json is taken: norm.eps = 1e-06, args"):
         open_source(folder)
 
 

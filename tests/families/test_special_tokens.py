@@ -160,6 +160,14 @@ def saved(case, folder, named=True):
     return model
 
 
+def test_a_family_that_asks_for_none_is_told_ends_alone(tmp_path):
+    """Others would have no effect."""
+    saved("llama", tmp_path)
+    assert dolmen.load(tmp_path, special_tokens={"eos": 5}).special_tokens == {"eos": 5}
+    with pytest.raises(ValueError, match="'gmask', which llama does not ask for: .* eop, eot, eos"):
+        dolmen.load(tmp_path, special_tokens={"gmask": 5})
+
+
 @torch.no_grad()
 def test_loaded_without_a_tokenizer(tmp_path):
     """Ids in, ids and logits out."""

@@ -31,6 +31,7 @@ WRITTEN = {
     "phi3",
     "baichuan-7b",
     "chatglm2",
+    "chatglm2-32k",
     "glm",
     "starcoder2",
 }
