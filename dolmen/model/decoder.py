@@ -111,11 +111,14 @@ class Decoder(nn.Module):
         self.compute: torch.dtype | None = None  # None: in the dtype of the parameters
 
     def compile_parts(self) -> None:
-        """torch.compile of what repeats: each block, and the loss of a chunk of tokens. Before
-        sharding over dp. Of a block where how many rows an expert gets is read, only attention.
+        """torch.compile of what repeats: each block, and the loss of a chunk of tokens; and of the
+        final norm. Before sharding over dp. Of a block where how many rows an expert gets is read,
+        only attention.
         """
         for block in self.all_blocks():
             block.compile_static()
+        if self.final_norm is not None:
+            self.final_norm.compile()
         self.compiled = True
 
     def held(self) -> dict[str, Leaf]:
