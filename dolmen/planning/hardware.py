@@ -40,10 +40,14 @@ class Hardware:
     """Share of the peak that fused attention sustains forward; backward is slower (cost.py)."""
     streaming: float
     """Share of `bandwidth` that long sweeps through memory reach."""
+    variation: float
+    """Between the speeds of GPUs of one kind, the standard deviation as a share."""
     launch: float
     """Seconds from the end of one kernel to the start of the next."""
     host: float
     """Seconds of the host per operator of an eager program."""
+    host_link: float
+    """Bytes per second of a copy between its memory and the host's that both wait for."""
     reserved: int
     """Bytes for the context, communicators and workspaces, which no ledger counts."""
     watts: float | None
@@ -121,8 +125,10 @@ def read_device(name: str) -> Hardware:
         shares.get("fp8", shares["product"]),
         shares["attention"],
         shares["memory"],
+        shares["variation"],
         found["launch_us"] / 1e6,
         found["host_us"] / 1e6,
+        found["host_gb_s"] * GB,
         round(found["reserved_gib"] * GIB),
         found.get("watts"),
     )

@@ -74,6 +74,10 @@ class Row:
     payload: int = 0
     """Bytes of the largest tensor that a collective makes or takes, as the formulas of a ring have
     it: of an all-gather the gathered one, of a reduce-scatter the whole one."""
+    beside: bool = False
+    """Of a collective, whether the program goes on before it has ended: the products that follow
+    hide it.
+    """
     live: Live = Live()
     """After it."""
     peak: int = 0

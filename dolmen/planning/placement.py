@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from dolmen.core.topology import Topology
 from dolmen.planning.hardware import Cluster, Tier
 
+# wire of a tree against that of a ring, which NCCL leaves for it above some megabytes
+TREE = 1.5
+
 
 @dataclass(frozen=True)
 class Road:
@@ -107,9 +110,10 @@ class Placement:
 def collective_seconds(op: str, payload: int, road: Road) -> float:
     """Of one collective over a group, `payload` as a ledger has it (Row.payload).
 
-    A ring of n ranks sends (n - 1) / n of the payload, an all-reduce twice that. Small ones go by a
-    tree, whose steps are as many as the group has doublings. Of an all-to-all only what is for
-    other nodes leaves a node. Raises ValueError for an unknown collective.
+    A ring of n ranks sends (n - 1) / n of the payload, an all-reduce twice that. Small all-reduces
+    go by a tree, whose steps are as many as the group has doublings, and whose inner ranks take
+    from two and send to one. Of an all-to-all only what is for other nodes leaves a node. Raises
+    ValueError for an unknown collective.
     """
     n, g = road.ranks, road.together
     if n == 1:
@@ -120,7 +124,8 @@ def collective_seconds(op: str, payload: int, road: Road) -> float:
     ring = inside * road.step + across * road.latency
     tree = math.log2(g) * road.step + math.ceil(math.log2(road.nodes)) * road.latency
     if op == "all-reduce":
-        return 2 * share * payload / road.rate + 2 * min(ring, tree)
+        wire = 2 * share * payload / road.rate
+        return min(wire + 2 * ring, TREE * wire + 2 * tree)
     if op in ("all-gather", "reduce-scatter"):
         return share * payload / road.rate + ring
     if op == "broadcast":

@@ -10,6 +10,8 @@ from dolmen.core.topology import Topology
 from dolmen.planning.hardware import CLUSTERS, DEVICES, known, read_cluster, read_device
 from dolmen.planning.placement import Placement, collective_seconds, send_seconds
 
+SHARES = {"product": 0.8, "attention": 0.5, "memory": 0.8, "variation": 0.01}
+
 
 @pytest.mark.parametrize("name", known(CLUSTERS))
 def test_every_cluster_is_read_and_says_its_sources(name):
@@ -36,7 +38,7 @@ def test_a_cluster_may_have_fewer_nodes():
         ("dgx-a10", "did you mean dgx-a100"),
         ("dgx-a100:0", "no nodes"),
         ("dgx-a100:561", "560 nodes"),
-        ("zzz", "known are b200, dgx-2h"),
+        ("zzz", "known are b200, dgx-1, dgx-2h"),
         ("nowhere.yaml", "cannot be read"),
     ],
 )
@@ -53,7 +55,7 @@ def test_a_wrong_name_is_answered(name, words):
         ({"memory_gib": None}, "memory_gib is null"),
         ({"memory_gb_s": 2039e9}, "memory_gb_s"),
         ({"memory_gb_s": 2.039}, "another unit"),
-        ({"efficiency": {"product": 83, "attention": 0.5, "memory": 0.8}}, "efficiency.product"),
+        ({"efficiency": SHARES | {"product": 83}}, "efficiency.product"),
         ({"reserved_gib": 80}, "nothing is left"),
         ({"launch_us": -1}, "launch_us"),
         ({"speed": 1}, "a field 'speed'"),
@@ -119,8 +121,10 @@ def test_a_ring_sends_what_its_formula_says():
     tree = math.log2(8) * ring.step
     assert collective_seconds("all-gather", payload, ring) == pytest.approx(7 / 8 * wire + steps)
     assert collective_seconds("all-reduce", payload, ring) == pytest.approx(
-        2 * 7 / 8 * wire + 2 * tree
+        2 * 7 / 8 * wire + 2 * steps
     )
+    small = collective_seconds("all-reduce", 1000, ring)
+    assert small == pytest.approx(2 * tree, rel=1e-3)  # by a tree
     assert collective_seconds("all-reduce", payload, road("tp", tp=1)) == 0
     with pytest.raises(ValueError, match="no collective"):
         collective_seconds("gossip", payload, ring)

@@ -1,0 +1,272 @@
+"""Published runs beside what is predicted of them. An empty cell is filled with what fits: there
+are as many jobs as choices, the point is their median and the interval spans them all.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from statistics import median
+
+from dolmen.core.topology import Topology
+from dolmen.model.tree import Attention, Block, Embedding, Head, Mlp, Norm, Rope, Run, Table, Tree
+from dolmen.planning.forecast import Forecast, Job, forecast
+from dolmen.planning.hardware import GIB, Cluster, read_cluster
+from dolmen.planning.placement import Placement
+from dolmen.planning.programs import Ways, ways
+from dolmen.planning.published import Published, is_gated
+from dolmen.planning.step import Estimate, Spread
+
+# what a GPU is called -> the cluster that has it; the first that is found
+CLUSTERS = (
+    (r"gb[23]00|nvl72", "gb200-nvl72"),
+    (r"b[23]00", "b200"),
+    (r"h200", "hgx-h200"),
+    (r"h100.*(500 ?w|hbm2e|96 ?gb)", "grand-teton"),
+    (r"h[18]00|gh200|hopper", "hgx-h100"),
+    (r"(a100|a800|ampere).*\b40 ?gb", "dgx-a100-40gb"),
+    (r"a[18]00|ampere|selene", "dgx-a100"),
+    (r"dgx-?2|sxm3", "dgx-2h"),
+    (r"v100|volta|dgx-?1", "dgx-1"),
+)
+MOST_JOBS = 48
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of a row. `forecast` is of its median choice; None where no job can be made of it."""
+
+    row: Published
+    forecast: Forecast | None
+    low: float | None
+    high: float | None
+    chosen: str
+    """What empty cells were taken for, and how many choices there were."""
+    device: str
+    warnings: tuple[str, ...]
+
+
+def predict(row: Published, spread_of, cluster: Cluster | None = None) -> Prediction:
+    """`spread_of(device name)` -> Spread. `cluster`: in place of the one that the row names."""
+    warnings = list(row.warnings)
+    cluster = cluster or cluster_of(row, warnings)
+    spread: Spread = spread_of(cluster.device.name)
+    found: list[tuple[str, Forecast]] = []
+    problems: list[str] = []
+    for words, job in jobs(row, cluster, warnings):
+        try:
+            found.append((words, forecast(job, spread)))
+        except ValueError as error:
+            problems.append(str(error))
+    if not found:
+        warnings += problems[:1]
+        return Prediction(row, None, None, None, "", cluster.device.name, tuple(warnings))
+    if len(found) > 1 and any(f.fits for _, f in found):
+        found = [(words, f) for words, f in found if f.fits]
+    found.sort(key=lambda item: item[1].estimate.seconds)
+    words, middle = found[(len(found) - 1) // 2]
+    between = median(f.estimate.seconds for _, f in found)
+    middle = replace(middle, estimate=scaled(middle.estimate, between))
+    if len(found) > 1:
+        words = f"{words}; the median of {len(found)} that fit"
+    return Prediction(
+        row,
+        middle,
+        found[0][1].estimate.low,
+        found[-1][1].estimate.high,
+        words,
+        cluster.device.name,
+        tuple(warnings),
+    )
+
+
+def scaled(estimate: Estimate, seconds: float) -> Estimate:
+    """The same of another time, with its parts in proportion."""
+    by = seconds / estimate.seconds
+    parts = {name: part * by for name, part in estimate.parts.items()}
+    return Estimate(seconds, estimate.low * by, estimate.high * by, parts)
+
+
+def cluster_of(row: Published, warnings: list[str]) -> Cluster:
+    """By the GPU's name, and its network where the row says it."""
+    name = row.gpu.lower()
+    name += f" {int(row.numbers['gpu_mem_gb'])}gb" if "gpu_mem_gb" in row.numbers else ""
+    found = next((to for pattern, to in CLUSTERS if re.search(pattern, name)), None)
+    if found is None:
+        warnings.append(f"gpu {row.gpu[:40]!r} is not known: taken for an A100")
+        found = "dgx-a100"
+    cluster = read_cluster(found)
+    per_node = row.count("gpus_per_node")
+    if cluster.name == "dgx-1" and per_node == 16:
+        cluster = read_cluster("dgx-2h")
+    if per_node and per_node != cluster.gpus_per_node and cluster.between is not None:
+        # another board of the same GPUs: as many adapters for each
+        scale = per_node / cluster.gpus_per_node
+        between = replace(cluster.between, bandwidth=cluster.between.bandwidth * scale)
+        cluster = replace(cluster, gpus_per_node=per_node, between=between)
+    rate = network(row.text_of_network, cluster.gpus_per_node)
+    if rate and cluster.between is not None:
+        cluster = replace(cluster, between=replace(cluster.between, bandwidth=rate))
+    nodes = -(-(row.count("num_gpus") or 1) // cluster.gpus_per_node)
+    return replace(cluster, nodes=max(cluster.nodes, nodes, row.count("num_gpus") or 1))
+
+
+def network(text: str, gpus: int) -> float | None:
+    """Bytes per second of a node's adapters, as people write it; None where they do not."""
+    if found := re.search(
+        r"([0-9.]+)\s*gb(?:/s|ps|it/s)?\s*(?:\([^)]*\)\s*)?(?:per|/|a)\s*gpu", text
+    ):
+        before = text[max(0, found.start() - 24) : found.start()]
+        if "nvlink" not in before and "nvswitch" not in before:
+            return float(found[1]) / 8 * 1e9 * gpus
+    if found := re.search(r"([0-9]+)\s*x\s*([0-9.]+)\s*gb", text):
+        return int(found[1]) * float(found[2]) / 8 * 1e9
+    return None
+
+
+def jobs(row: Published, cluster: Cluster, warnings: list[str]) -> Iterator[tuple[str, Job]]:
+    """Of a row with its empty cells filled, each with words of how; at most MOST_JOBS."""
+    gpus = row.count("num_gpus")
+    if not gpus or not row.count("layers") or not row.count("hidden"):
+        warnings.append("it does not say num_gpus, layers and hidden: nothing is predicted")
+        return
+    choices = [
+        (way, tp, pp, cp)
+        for way in ways(row)
+        for tp, pp, cp in _layouts(row, gpus, cluster.gpus_per_node)
+    ]
+    count = 0
+    for way, tp, pp, cp in choices:
+        dp = row.count("dp") or max(1, gpus // (tp * pp * cp))
+        if dp * tp * pp * cp != gpus:
+            warnings.append(f"tp {tp} x pp {pp} x cp {cp} x dp {dp} is not num_gpus {gpus}")
+        for mbs, recompute, (schedule, chunks) in product(
+            _microbatches(row, dp), _recomputes(row, way), _schedules(row, pp)
+        ):
+            if count == MOST_JOBS:
+                return
+            count += 1
+            words = f"{way.name}, tp {tp} pp {pp} cp {cp} dp {dp} microbatch {mbs}"
+            words += f", {schedule} x {chunks}, recompute {recompute}"
+            world = Topology(dp, tp, pp, cp)
+            yield words, _job(row, cluster, way, world, mbs, recompute, schedule, chunks)
+
+
+def _job(
+    row: Published,
+    cluster: Cluster,
+    way: Ways,
+    world: Topology,
+    mbs: int,
+    recompute: str,
+    schedule: str,
+    chunks: int,
+) -> Job:
+    batch = row.batch or mbs * world.dp * world.pp * 4
+    length = row.count("seq") or 2048
+    micros = max(1, batch // (world.dp * mbs))
+    if schedule == "interleaved" and micros % world.pp:
+        schedule, chunks = "1f1b", 1
+    sequence_parallel = row.sequence_parallel
+    if sequence_parallel is None:
+        sequence_parallel = way.name in ("Megatron-Core", "torchtitan") and world.tp > 1
+    dtype = row.precision or ("fp16" if "bf16" not in cluster.device.peak else "bf16")
+    dtype = "bf16" if dtype == "fp8" else dtype
+    dtype = dtype if dtype in cluster.device.peak else "fp16"
+    zero = way.zero if world.pp == 1 or way.zero < 3 else 2
+    return Job(
+        tree_of(row, length),
+        Placement(cluster, world, min(_used(row, cluster), world.size)),
+        way.program,
+        way.overlap,
+        schedule,
+        chunks,
+        micros,
+        mbs,
+        length,
+        sequence_parallel and world.tp > 1,
+        recompute,
+        zero,
+        dtype,
+        way.waits,
+        row.block_alone,
+    )
+
+
+def _used(row: Published, cluster: Cluster) -> int:
+    """GPUs of each node that a run used, where a note says it."""
+    found = re.search(
+        r"\b([0-9]{1,2}) (?:of [0-9]+ )?gpus? (?:used )?(?:per|of each) node", row.text
+    )
+    return min(int(found[1]) if found else cluster.gpus_per_node, cluster.gpus_per_node)
+
+
+def _layouts(row: Published, gpus: int, node: int) -> list[tuple[int, int, int]]:
+    """tp, pp and cp: as said, else as fit: tp within a node, pp over the layers."""
+    tp, pp, cp = (row.count(name) for name in ("tp", "pp", "cp"))
+    if tp and pp:
+        return [(tp, pp, cp or 1)]
+    if row.zero == 3 and not tp and not pp:
+        return [(1, 1, cp or 1)]
+    tps = [tp] if tp else [t for t in (1, 2, 4, 8) if t <= node]
+    pps = [pp] if pp else [p for p in (1, 2, 4, 8, 16) if p <= (row.count("layers") or 1)]
+    return [(t, p, cp or 1) for t in tps for p in pps if gpus % (t * p * (cp or 1)) == 0]
+
+
+def _microbatches(row: Published, dp: int) -> list[int]:
+    said = row.count("mbs")
+    if said:
+        return [said]
+    batch = row.batch
+    return [m for m in (1, 2, 4, 8) if batch is None or batch % (dp * m) == 0] or [1]
+
+
+def _recomputes(row: Published, way: Ways) -> list[str]:
+    if row.recompute:
+        return [row.recompute]
+    return ["full", "selective"] if way.program.attention == "scores" else ["none", "full"]
+
+
+def _schedules(row: Published, pp: int) -> list[tuple[str, int]]:
+    """The name, and virtual stages of a rank."""
+    chunks, layers = row.count("vp"), row.count("layers") or 1
+    if pp == 1:
+        return [("1f1b", 1)]
+    if row.schedule in ("1f1b", "gpipe", "zero-bubble"):
+        return [(row.schedule, 1)]
+    if chunks:
+        return [("interleaved", chunks) if chunks > 1 else ("1f1b", 1)]
+    several = [("interleaved", v) for v in (2, 3, 4) if layers % (pp * v) == 0]
+    if row.schedule == "interleaved":
+        return several or [("interleaved", 2)]
+    return [("1f1b", 1), *several[:1]]
+
+
+def tree_of(row: Published, length: int) -> Tree:
+    """The model: of GPT's kind, or of Llama's."""
+    hidden, layers = row.count("hidden") or 0, row.count("layers") or 0
+    gated = is_gated(row)
+    heads = row.count("heads") or max(1, hidden // 128)
+    kv = row.count("kv_heads") or heads
+    kv = kv if heads % kv == 0 else heads
+    size = -(-hidden // heads)
+    ffn = row.count("ffn") or (8 * hidden // 3 if gated else 4 * hidden)
+    b = not gated
+    positions = Rope(size) if gated else None
+    mixer = Attention(heads, kv, size, b, b, b, b, positions=positions)
+    mlp = Mlp(ffn, True) if gated else Mlp(ffn, False, "gelu", True)
+    norm = Norm() if gated else Norm("layernorm", bias=True)
+    table = None if gated else Table(length)
+    return Tree(
+        hidden,
+        Embedding(row.count("vocab") or (128256 if gated else 51200), positions=table),
+        (Run((Block(mixer, mlp, norm),), layers),),
+        norm,
+        Head(tied=not gated),
+        length,
+    )
+
+
+def gib(prediction: Prediction) -> float | None:
+    """What an allocator would count on the fullest rank."""
+    return None if prediction.forecast is None else prediction.forecast.tensors / GIB

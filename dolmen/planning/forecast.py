@@ -1,0 +1,312 @@
+"""Time and memory of a step of any program on any cluster, from closed forms (operations.py): what
+published runs are compared with. Of our own program the planner has ledgers instead.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from dolmen.model.count import activation_bytes_per_layer, training_flops_per_token
+from dolmen.model.tree import Tree
+from dolmen.parallel import schedule as schedules
+from dolmen.parallel.actions import Schedule
+from dolmen.parallel.schedule import Simulation
+from dolmen.planning.cost import BESIDE, Machine, Overlap, Parts, action_seconds, row_seconds
+from dolmen.planning.ledger import Row
+from dolmen.planning.operations import (
+    BYTES,
+    Operations,
+    Program,
+    Share,
+    block_rows,
+    embedding_rows,
+    head_rows,
+    update_rows,
+)
+from dolmen.planning.placement import Placement, send_seconds
+from dolmen.planning.step import Estimate, Spread, Stage, step_time
+
+
+@dataclass(frozen=True)
+class Job:
+    """A step of training, as its program does it."""
+
+    tree: Tree
+    placement: Placement
+    program: Program
+    overlap: Overlap
+    schedule: str
+    virtual_stages: int
+    micros: int
+    microbatch: int
+    length: int
+    sequence_parallel: bool = False
+    recompute: str = "none"
+    """none, selective, op, full: `Operations.recomputed`."""
+    zero: int = 1
+    dtype: str = "bf16"
+    waits: bool = False
+    """A rank does nothing else while it sends to another stage."""
+    block_alone: bool = False
+    """The model is its blocks, forward and backward: neither ends nor update."""
+
+    @property
+    def topology(self):
+        return self.placement.topology
+
+    @property
+    def share(self) -> Share:
+        t = self.topology
+        return Share(self.microbatch, self.length, t.tp, t.cp, self.sequence_parallel)
+
+    @property
+    def sequences(self) -> int:
+        """Of the global batch."""
+        return self.micros * self.microbatch * self.topology.dp
+
+    @cached_property
+    def actions(self) -> Schedule:
+        t = self.topology
+        return schedules.make(self.schedule, t.pp, self.micros, self.virtual_stages)
+
+    @property
+    def layers(self) -> list[int]:
+        """Of each stage; those that do not divide come first."""
+        stages = self.topology.pp * self.virtual_stages
+        even, more = divmod(self.tree.layers, stages)
+        return [even + (stage < more) for stage in range(stages)]
+
+
+@dataclass(frozen=True)
+class Forecast:
+    estimate: Estimate
+    simulation: Simulation
+    tensors: int
+    """Bytes that the fullest rank holds at once, as an allocator counts them."""
+    reserved: int
+    """Bytes beside them that no allocator counts."""
+    memory: int
+    """Of the device."""
+    mfu: float
+    """FLOPs that the model needs, attention counted whole and recomputation not, over what the
+    device's peak does in that time (Korthikanti et al., 2205.05198, section 6.3).
+    """
+    hfu: float
+    """The same of all FLOPs that are done, what is computed again among them."""
+
+    @property
+    def fits(self) -> bool:
+        return self.tensors + self.reserved <= self.memory
+
+
+def forecast(job: Job, spread: Spread) -> Forecast:
+    """Raises ValueError where the schedule, or a block, is none that can be."""
+    machine = Machine(job.placement, 0, job.dtype, job.overlap)
+    stages, rows = _stages(job, machine)
+    update = Parts() if job.block_alone else _update(job, machine, stages)
+    estimate, simulation = step_time(stages, job.actions, update, spread, job.waits)
+    peak = machine.device.rate(job.dtype) * job.topology.size * estimate.seconds
+    tokens = job.sequences * job.length
+    model = training_flops_per_token(job.tree, job.length, "full") * tokens
+    again = sum(row.flops for row in rows.recomputed(job.recompute).backward)
+    again -= sum(row.flops for row in rows.backward)
+    ranks = job.topology.tp * job.topology.cp * job.topology.dp
+    hardware = model + again * job.tree.layers * job.micros * ranks
+    return Forecast(
+        estimate,
+        simulation,
+        _tensors(job, simulation),
+        machine.device.reserved,
+        machine.device.memory,
+        model / peak,
+        hardware / peak,
+    )
+
+
+def _stages(job: Job, machine: Machine) -> tuple[list[Stage], Operations]:
+    """What each virtual stage takes, and the rows of a block."""
+    tree, share, program = job.tree, job.share, job.program
+    rows = block_rows(tree.blocks[0], tree.hidden_size, share, program)
+    whole = rows.recomputed(job.recompute)
+    if job.zero == 3:
+        whole = _gathered(whole, job)
+    block = _seconds(whole, machine)
+    ends = [_seconds(make(tree, share, program), machine) for make in (embedding_rows, head_rows)]
+    stages = [
+        Stage(block.forward.times(n), block.backward.times(n), send=_send(job, machine))
+        for n in job.layers
+    ]
+    if not job.block_alone:
+        stages[0] = _sum(stages[0], ends[0])
+        stages[-1] = _sum(stages[-1], ends[1])
+    # a schedule that splits backward: weights are a third of it, less what is computed again
+    return [replace(s, **_split(s)) for s in stages], rows
+
+
+def _seconds(rows: Operations, machine: Machine) -> Stage:
+    return Stage(action_seconds(rows.forward, machine), action_seconds(rows.backward, machine))
+
+
+def _sum(a: Stage, b: Stage) -> Stage:
+    return replace(a, forward=a.forward + b.forward, backward=a.backward + b.backward)
+
+
+def _split(stage: Stage) -> dict[str, Parts]:
+    """Gradients of inputs and of weights: half of the products each, and all else with inputs."""
+    weights = Parts(product=stage.forward.product)
+    rest = stage.backward.product - weights.product
+    return {"inputs": replace(stage.backward, product=rest), "weights": weights}
+
+
+def _gathered(rows: Operations, job: Job) -> Operations:
+    """With what ZeRO 3 gathers of a block before each direction, and scatters after."""
+    elements = _block_elements(job)
+    gather = Row("F", "", "collective", "all-gather", axis="fsdp", payload=BYTES * elements)
+    scatter = replace(gather, op="reduce-scatter", payload=job.program.gradient * elements)
+    copies = Row("F", "", "memory", "copy", read=BYTES * elements, written=BYTES * elements)
+    return Operations(
+        (gather, copies, *rows.forward),
+        (gather, copies, *rows.backward, scatter, copies, copies),
+    )
+
+
+def _send(job: Job, machine: Machine) -> float:
+    """Of hidden vectors to the next stage: each rank of tp sends its part, and Megatron puts them
+    together again there (2104.04473, section 4.1).
+    """
+    topology = job.topology
+    if topology.pp * job.virtual_stages == 1:
+        return 0.0
+    payload = BYTES * job.share.tokens * job.tree.hidden_size
+    seconds = send_seconds(payload // topology.tp, machine.hop())
+    if topology.tp > 1 and not job.sequence_parallel:
+        whole = Row("F", "", "collective", "all-gather", axis="tp", payload=payload)
+        seconds += row_seconds(whole, machine)
+    return seconds
+
+
+def _block_elements(job: Job) -> int:
+    """Parameters of a block on a rank of tp."""
+    leaves = [leaf for name, leaf in job.tree.leaves.items() if name.startswith("layers.0.")]
+    return sum(_held(leaf.held({"tp": job.topology.tp})) for leaf in leaves)
+
+
+def _held(shape: tuple[int, ...]) -> int:
+    elements = 1
+    for size in shape:
+        elements *= size
+    return elements
+
+
+def _elements(job: Job, rank: int) -> int:
+    """Parameters of a rank of pp, on a rank of tp."""
+    pp, v = job.topology.pp, job.virtual_stages
+    count = sum(job.layers[chunk * pp + rank] for chunk in range(v)) * _block_elements(job)
+    sizes = {"tp": job.topology.tp}
+    table = _held(job.tree.leaves["embed.weight"].held(sizes))
+    if rank == 0:
+        count += table
+    if rank == pp - 1 and (pp > 1 or not job.tree.head.tied):
+        count += table
+    return count
+
+
+def _update(job: Job, machine: Machine, stages: list[Stage]) -> Parts:
+    """What follows the last backward: the rest of the sums over dp that it did not hide, and the
+    optimizer.
+    """
+    elements = max(_elements(job, rank) for rank in range(job.topology.pp))
+    ranks = job.topology.dp * job.topology.cp
+    owned = -(-elements // ranks) if job.zero else elements
+    rows = update_rows(owned, elements if job.zero < 3 else owned, job.zero > 0, job.program)
+    update = action_seconds(rows, machine)
+    return replace(update, dp=_reduced(job, machine, elements, stages) + _tied(job, machine))
+
+
+def _reduced(job: Job, machine: Machine, elements: int, stages: list[Stage]) -> float:
+    """Seconds of the sums of gradients, and of parameters gathered, that nothing hides."""
+    if job.zero == 3:
+        return 0.0
+    grads = Row("B", "", "collective", "all-reduce", axis="fsdp")
+    grads = replace(grads, payload=job.program.gradient * elements)
+    if job.zero:
+        grads = replace(grads, op="reduce-scatter")
+    seconds = row_seconds(grads, machine)
+    gathers = 0.0
+    if job.zero:
+        gather = replace(grads, op="all-gather", payload=BYTES * elements)
+        gathers = row_seconds(gather, machine)
+    if job.overlap.fsdp == "nothing":
+        return seconds + gathers
+    # behind the last backward and the first forward; one layer's has nothing to hide behind
+    least = 1 / max(1, job.layers[0])
+    return sum(
+        max(sent - computed, sent * least) + BESIDE * min(sent, computed)
+        for sent, computed in (
+            (seconds, stages[0].backward.total),
+            (gathers, stages[0].forward.total),
+        )
+    )
+
+
+def _tied(job: Job, machine: Machine) -> float:
+    """The first and the last stage add up the gradients of a table that both have."""
+    if job.topology.pp == 1 or not job.tree.head.tied:
+        return 0.0
+    table = _held(job.tree.leaves["embed.weight"].held({"tp": job.topology.tp}))
+    return send_seconds(2 * job.program.gradient * table // 2, machine.hop())
+
+
+def _tensors(job: Job, simulation: Simulation) -> int:
+    """Of the fullest rank: states, what its microbatches keep, and the logits of the last."""
+    pp = job.topology.pp
+    return max(_states(job, rank) + _kept(job, simulation, rank) for rank in range(pp))
+
+
+def _states(job: Job, rank: int) -> int:
+    """Parameters, gradients and the optimizer's: 12 bytes per parameter of master copy and
+    moments, divided as ZeRO says (Rajbhandari et al., 1910.02054, figure 1).
+    """
+    elements = _elements(job, rank)
+    ranks = job.topology.dp * job.topology.cp
+    g = job.program.gradient
+    per = (BYTES + g + 12, BYTES + g + 12 / ranks, BYTES + (g + 12) / ranks, (12 + g) / ranks)
+    states = per[job.zero] * elements
+    if job.zero == 0 and g == BYTES:
+        states += 4 * elements  # the master's gradients
+    if job.zero == 3:  # two blocks are whole at once, or an end, and a gradient
+        largest = max(2 * _block_elements(job), job.tree.vocab_size * job.tree.hidden_size)
+        states += (2 * BYTES + g) * largest / 2
+    return round(states)
+
+
+def _kept(job: Job, simulation: Simulation, rank: int) -> int:
+    """What backward needs of the microbatches that are under way."""
+    t, share, tree = job.topology, job.share, job.tree
+    whole = _layer_bytes(job, "none")
+    recompute = "none" if job.recompute == "op" else job.recompute
+    layer = _layer_bytes(job, recompute)
+    if job.recompute == "op":  # every other product's result, and attention's
+        layer *= 0.6
+    layers = sum(job.layers[chunk * t.pp + rank] for chunk in range(job.virtual_stages))
+    kept = simulation.peak[rank] * layers * layer
+    if job.recompute == "full":
+        kept += whole  # of the one that is computed again
+    if rank == t.pp - 1 and not job.block_alone:
+        kept += share.tokens * share.part(tree.vocab_size) * (4 + BYTES)
+    return round(kept)
+
+
+def _layer_bytes(job: Job, recompute: str) -> float:
+    t = job.topology
+    scores = job.program.attention == "scores"
+    bytes_ = activation_bytes_per_layer(
+        job.tree,
+        job.microbatch,
+        job.length,
+        dropout=0.1 if scores or job.program.dropout else 0.0,
+        tp=t.tp,
+        sequence_parallel=job.sequence_parallel,
+        recompute="selective" if recompute == "none" and not scores else recompute,
+        cp=t.cp,
+    )
+    return bytes_
