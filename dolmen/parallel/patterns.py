@@ -85,8 +85,10 @@ def zero_bubble(ranks: int, micros: int, chunks: int = 1) -> Schedule:
 
     # 1F1B's list, its B replaced by I, and the W of the microbatch `rank` places behind after it.
     # While a rank drains it has as many W left as it has places to fill: r of them.
+    lists = one_f_one_b(ranks, micros).actions
+
     def one(rank: int) -> Iterator[Action]:
-        for action in one_f_one_b(ranks, micros).actions[rank]:
+        for action in lists[rank]:
             if action.kind == "F":
                 yield action
             else:

@@ -122,7 +122,7 @@ class Capacity:
         """Bytes of the fullest rank: the first or last of those with equally many layers."""
         micros = global_batch_size // choice.dp // choice.microbatch_size
         most = 0
-        for rank in self._telling(choice):
+        for rank in self.telling(choice):
             states, moments = (
                 self._states(choice, rank, micros),
                 self._moments(choice, rank, micros),
@@ -226,7 +226,7 @@ class Capacity:
         if key not in self._known:
             sizes = {"tp": choice.tp, "ep": choice.ep}
             kinds = self._held_blocks(choice.tp, choice.ep)
-            here = [kinds[self._kinds[i]] for i in self._layers(choice, rank)]
+            here = [kinds[self.kinds[i]] for i in self._layers(choice, rank)]
             ends, owned = Held(), stages_of(choice, rank)
             first, last = 0 in owned, choice.pp * choice.virtual_stages - 1 in owned
             if first:
@@ -263,8 +263,8 @@ class Capacity:
         if rank_key not in self._known:
             total = moment = 0.0
             for stage in stages_of(choice, rank):
-                for number, layer in enumerate(self._stages(choice)[stage]):
-                    kind = self._kinds[layer]
+                for number, layer in enumerate(self.layers_of_stages(choice)[stage]):
+                    kind = self.kinds[layer]
                     limit = choice.recompute_layers
                     again = choice.recompute != "none" and (limit is None or number < limit)
                     total += (kept if again else plain)[kind]
@@ -310,31 +310,40 @@ class Capacity:
         moment = LOGIT_BYTES * min(tokens * rows, LOGITS) + (4 - e) * rows * h
         return (2 * tokens + rows) * h * e, moment
 
-    def _telling(self, choice: Choice) -> list[int]:
+    def elements(self, choice: Choice, rank: int) -> int:
+        """Parameters of a pipeline rank, on one rank of tp."""
+        blocks, ends, _ = self._parameters(choice, rank)
+        return (blocks + ends).number
+
+    def telling(self, choice: Choice) -> list[int]:
+        """Of pipeline ranks with equal layers the first and the last: one of them is fullest."""
         key = ("telling", choice.pp, choice.schedule, choice.virtual_stages)
         if key not in self._known:
             p = choice.pp
             classes: dict[object, list[int]] = {}
             for rank in range(p):
-                kinds = tuple(sorted(self._kinds[i] for i in self._layers(choice, rank)))
+                kinds = tuple(sorted(self.kinds[i] for i in self._layers(choice, rank)))
                 ends = rank if rank in (0, p - 1) else None
                 classes.setdefault((kinds, ends), []).append(rank)
             self._known[key] = sorted({r for one in classes.values() for r in (one[0], one[-1])})
         return self._known[key]  # type: ignore[return-value]
 
-    def _stages(self, choice: Choice) -> list[range]:
+    def layers_of_stages(self, choice: Choice) -> list[range]:
+        """The layers of each virtual stage."""
         key = ("stages", choice.pp * choice.virtual_stages)
         if key not in self._known:
             self._known[key] = balance(self.tree.layers, choice.pp * choice.virtual_stages)
         return self._known[key]  # type: ignore[return-value]
 
     def _layers(self, choice: Choice, rank: int) -> list[int]:
-        return [i for stage in stages_of(choice, rank) for i in self._stages(choice)[stage]]
+        return [
+            i for stage in stages_of(choice, rank) for i in self.layers_of_stages(choice)[stage]
+        ]
 
     def _held_blocks(self, tp: int, ep: int) -> list[Held]:
         key = ("blocks", tp, ep)
         if key not in self._known:
-            leaves = [under(self.tree.leaves, f"layers.{i}") for i in self._examples]
+            leaves = [under(self.tree.leaves, f"layers.{i}") for i in self.examples]
             self._known[key] = [_held(one, {"tp": tp, "ep": ep}) for one in leaves]
         return self._known[key]  # type: ignore[return-value]
 
@@ -344,15 +353,15 @@ class Capacity:
         return list(dict.fromkeys(self.tree.blocks))
 
     @cached_property
-    def _kinds(self) -> list[int]:
+    def kinds(self) -> list[int]:
         """Of each layer the number of its kind."""
         number = {block: i for i, block in enumerate(self._blocks)}
         return [number[block] for block in self.tree.blocks]
 
     @cached_property
-    def _examples(self) -> list[int]:
+    def examples(self) -> list[int]:
         """Of each kind its first layer."""
-        return [self._kinds.index(kind) for kind in range(len(self._blocks))]
+        return [self.kinds.index(kind) for kind in range(len(self._blocks))]
 
     @cached_property
     def _first(self) -> Leaves:

@@ -1,0 +1,279 @@
+"""Seconds of layouts, at two depths. `quick` is a closed form for a hundred thousand of them:
+
+    m (F + B) of the slowest rank + bubble + sends + what of fsdp nothing hides + the update
+
+and `full` simulates the schedule's own lists with what each stage takes (step.py). Both price the
+same rows (outline.py) with the same machine (cost.py).
+
+    bubble, with F, B, I, W of a rank on average over p ranks of v virtual stages
+    gpipe, 1f1b     (p - 1) (F + B)
+    interleaved     (p - 1) (F + B) / v
+    zero-bubble     (p - 1) (F + I - W)
+    zero-bubble-v   (p - 1) F / 2
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from dolmen.core.topology import Topology
+from dolmen.parallel import schedule as schedules
+from dolmen.parallel.actions import Schedule
+from dolmen.parallel.schedule import Simulation
+from dolmen.planning.capacity import Capacity, stages_of
+from dolmen.planning.cost import Machine, Parts, action_seconds
+from dolmen.planning.hardware import Cluster
+from dolmen.planning.outline import Outline
+from dolmen.planning.placement import Placement, collective_seconds, send_seconds
+from dolmen.planning.space import Choice
+from dolmen.planning.step import Estimate, Spread, Stage, step_time
+
+STEADY = 3
+"""Times pp: microbatches after which one more takes what the slowest rank computes for it."""
+
+
+class Timed(NamedTuple):
+    """A choice, and what a simulation says of it."""
+
+    estimate: Estimate
+    simulation: Simulation
+    """Of as many microbatches as `schedule` has, which may be fewer than the step's."""
+    schedule: Schedule
+
+
+class Part(NamedTuple):
+    """Of a stage: a kind of layer by its number, or an end."""
+
+    kind: int
+    again: bool = False
+    """Whether backward computes it again, where the choice has anything computed again."""
+
+
+EMBEDDING, HEAD = Part(-1), Part(-2)
+
+
+class Alike(NamedTuple):
+    """Pipeline ranks that have the same parts."""
+
+    ranks: int
+    parts: tuple[tuple[Part, int], ...]
+    """(part, how often a rank has it)."""
+
+
+@dataclass
+class Pricing:
+    """Of a model on a cluster."""
+
+    outline: Outline
+    capacity: Capacity
+    cluster: Cluster
+    global_batch_size: int
+    dtype: str
+    """Of products, as devices have it: "bf16"."""
+    spread: Spread
+    _machines: dict[tuple, Machine] = field(default_factory=dict)
+    _parts: dict[tuple, Stage] = field(default_factory=dict)
+    _alike: dict[tuple, list[Alike]] = field(default_factory=dict)
+    _quick: dict[tuple, tuple[float, float, float]] = field(default_factory=dict)
+    _updates: dict[int, Parts] = field(default_factory=dict)
+    _sent: dict[tuple, tuple[float, float, float]] = field(default_factory=dict)
+
+    def machine(self, choice: Choice) -> Machine:
+        """Its first rank, placed."""
+        mesh = choice[:5]
+        if mesh not in self._machines:
+            world = Topology(choice.dp, choice.tp, choice.pp, choice.cp, choice.ep)
+            used = min(self.cluster.gpus_per_node, world.size)
+            placement = Placement(self.cluster, world, used)
+            self._machines[mesh] = Machine(placement, 0, self.dtype)
+        return self._machines[mesh]
+
+    def micros(self, choice: Choice) -> int:
+        """Microbatches of a step on a rank."""
+        return self.global_batch_size // choice.dp // choice.microbatch_size
+
+    def quick(self, choice: Choice) -> float:
+        """Seconds of a step, in closed form."""
+        span, forward, backward = self._closed_form(choice)
+        optimizer, shown = self._after(choice, forward, backward)
+        return span + optimizer.total + shown
+
+    def _closed_form(self, choice: Choice) -> tuple[float, float, float]:
+        """(until the last action ends; F and B of the rank that takes longest)."""
+        key = (*choice[:5], choice.sequence_parallel, *choice[7:])
+        if found := self._quick.get(key):
+            return found
+        p, v, micros = choice.pp, choice.virtual_stages, self.micros(choice)
+        ranks = self._ranks(choice)
+        forward, backward, weights = (self._seconds(choice, kind) for kind in "FBW")
+        fs = [_total(rank, forward) for rank in ranks]
+        bs = [_total(rank, backward) for rank in ranks]
+        slowest = max(f + b for f, b in zip(fs, bs, strict=True))
+        f = sum(n.ranks * each for n, each in zip(ranks, fs, strict=True)) / p
+        b = sum(n.ranks * each for n, each in zip(ranks, bs, strict=True)) / p
+        if choice.schedule in ("gpipe", "1f1b"):
+            idle = f + b
+        elif choice.schedule == "interleaved":
+            idle = (f + b) / v
+            # ranks do one chunk at a time, all of them: the slowest of each counts
+            slowest *= self._unevenness(choice)
+        else:
+            w = sum(n.ranks * _total(n, weights) for n in ranks) / p
+            idle = f + b - 2 * w if choice.schedule == "zero-bubble" else f / 2
+        hops = 2 * (p - 1) * self._send(choice) * v
+        self._quick[key] = micros * slowest + (p - 1) * idle + hops, max(fs), max(bs)
+        return self._quick[key]
+
+    def _seconds(self, choice: Choice, kind: str) -> dict[Part, float]:
+        """Of an action of each part that the pipeline has."""
+        parts = {part for rank in self._ranks(choice) for part, _ in rank.parts}
+        return {part: self._part(part, choice).parts(kind).total for part in parts}
+
+    def _ranks(self, choice: Choice) -> list[Alike]:
+        """Pipeline ranks that have equal parts, each kind once."""
+        key = (choice.pp, choice.schedule, choice.virtual_stages, choice.recompute_layers)
+        if key not in self._alike:
+            found: Counter[tuple] = Counter()
+            for rank in range(choice.pp):
+                parts = Counter(
+                    p for s in stages_of(choice, rank) for p in self._parts_of(choice, s)
+                )
+                found[tuple(sorted(parts.items()))] += 1
+            self._alike[key] = [Alike(number, parts) for parts, number in found.items()]
+        return self._alike[key]
+
+    def _parts_of(self, choice: Choice, stage: int) -> list[Part]:
+        layers, limit = self.capacity.layers_of_stages(choice), choice.recompute_layers
+        found = [
+            Part(self.capacity.kinds[layer], limit is None or i < limit)
+            for i, layer in enumerate(layers[stage])
+        ]
+        ends = [EMBEDDING] * (stage == 0) + [HEAD] * (stage == len(layers) - 1)
+        return [*found, *ends]
+
+    def _unevenness(self, choice: Choice) -> float:
+        """How much longer ranks take whose chunks have unlike numbers of layers."""
+        layers = [len(stage) for stage in self.capacity.layers_of_stages(choice)]
+        p = choice.pp
+        chunks = [layers[at : at + p] for at in range(0, len(layers), p)]
+        most = max(sum(layers[rank::p]) for rank in range(p))
+        return max(1.0, sum(map(max, chunks)) / most)
+
+    def full(self, choice: Choice) -> Timed:
+        """A simulated step: of as many microbatches as it takes until nothing changes, and the rest
+        like the last.
+        """
+        micros, p = self.micros(choice), choice.pp
+        whole = micros <= STEADY * p
+        some = micros if whole else STEADY * p
+        lists = schedules.make(choice.schedule, p, some, choice.virtual_stages)
+        stages = self.stages(choice)
+        estimate, simulation = step_time(stages, lists, self.update(choice), self.spread)
+        if whole:
+            return Timed(estimate, simulation, lists)
+        parts = dict(estimate.parts)
+        slowest = max(
+            (self._of_rank(choice, rank, stages) for rank in range(p)), key=lambda one: one.total
+        )
+        for name, seconds in slowest.by_name().items():
+            parts[name] += (micros - some) * seconds
+        return Timed(self.spread.around(sum(parts.values()), parts), simulation, lists)
+
+    def _of_rank(self, choice: Choice, rank: int, stages: list[Stage]) -> Parts:
+        """What a rank computes for a microbatch."""
+        here = [stages[stage] for stage in stages_of(choice, rank)]
+        return sum((stage.forward + stage.backward for stage in here), Parts())
+
+    def stages(self, choice: Choice) -> list[Stage]:
+        """What each virtual stage takes, in order."""
+        made, send = [], self._send(choice)
+        for stage in range(choice.pp * choice.virtual_stages):
+            parts = Counter(self._parts_of(choice, stage))
+            made.append(_together([(n, self._part(p, choice)) for p, n in parts.items()], send))
+        return made
+
+    def update(self, choice: Choice) -> Parts:
+        """What follows the last action, on the rank that has most: the optimizer, and what fsdp
+        sends and no computation hides.
+        """
+        _, forward, backward = self._closed_form(choice)
+        optimizer, shown = self._after(choice, forward, backward)
+        return optimizer + Parts(dp=shown)
+
+    def _after(self, choice: Choice, forward: float, backward: float) -> tuple[Parts, float]:
+        ranks = self.capacity.telling(choice)
+        most = max(self.capacity.elements(choice, rank) for rank in ranks)
+        own = most if choice.zero == 0 else most // (choice.dp * choice.cp)
+        if own not in self._updates:
+            rows = self.outline.update(own, self.capacity.moments)
+            self._updates[own] = action_seconds(rows, self.machine(choice))
+        return self._updates[own], self._shown(choice, most, forward, backward)
+
+    def _shown(self, choice: Choice, elements: int, forward: float, backward: float) -> float:
+        """Of gathering parameters and reducing gradients what is longer than the action that they
+        are sent behind: once per step, or per microbatch. docs/zero.md says when.
+        """
+        if choice.dp * choice.cp == 1:
+            return 0.0
+        every, gather, reduce = self._over_fsdp(choice, elements)
+        if choice.zero == 0:
+            return max(0.0, every - backward)
+        if choice.schedule.startswith("zero-bubble"):  # after the last weight gradients
+            return max(0.0, gather - forward) + reduce
+        if choice.zero == 3:
+            each = max(0.0, gather - forward) + max(0.0, gather + reduce - backward)
+            return self.micros(choice) * each
+        times = self.micros(choice) if choice.zero == 2 else 1
+        return max(0.0, gather - forward) + times * max(0.0, reduce - backward)
+
+    def _over_fsdp(self, choice: Choice, elements: int) -> tuple[float, float, float]:
+        """Seconds of summing gradients everywhere, of gathering parameters, of scattering sums."""
+        key = (choice[:4], elements)
+        if key not in self._sent:
+            road, size = self.machine(choice).road("fsdp"), self.outline.element_bytes
+            self._sent[key] = (
+                collective_seconds("all-reduce", 4 * elements, road),
+                collective_seconds("all-gather", size * elements, road),
+                collective_seconds("reduce-scatter", 4 * elements, road),
+            )
+        return self._sent[key]
+
+    def _send(self, choice: Choice) -> float:
+        if choice.pp == 1:
+            return 0.0
+        tokens = choice.microbatch_size * self.outline.sequence_length // choice.cp
+        payload = tokens * self.outline.tree.hidden_size * self.outline.element_bytes
+        if choice.sequence_parallel:
+            payload //= choice.tp
+        return send_seconds(payload, self.machine(choice).hop())
+
+    def _part(self, part: Part, choice: Choice) -> Stage:
+        """What it takes for a microbatch."""
+        mesh = choice[:5] if choice.ep > 1 or choice.cp > 1 else choice[:1]
+        recompute = choice.recompute if part.again else "none"
+        key = (part, mesh, choice.sequence_parallel, recompute, choice.microbatch_size)
+        if key not in self._parts:
+            machine, choice = self.machine(choice), choice._replace(recompute=recompute)
+            if part == EMBEDDING:
+                work = self.outline.embedding(choice)
+            elif part == HEAD:
+                work = self.outline.head(choice)
+            else:
+                work = self.outline.block(self.capacity.examples[part.kind], choice)
+            self._parts[key] = Stage(
+                action_seconds(work.forward, machine),
+                action_seconds((*work.inputs, *work.weights), machine),
+                action_seconds(work.inputs, machine),
+                action_seconds(work.weights, machine),
+            )
+        return self._parts[key]
+
+
+def _total(rank: Alike, seconds: dict[Part, float]) -> float:
+    return sum(number * seconds[part] for part, number in rank.parts)
+
+
+def _together(parts: list[tuple[int, Stage]], send: float) -> Stage:
+    """One stage of several parts, each so often."""
+    kinds = [[part.parts(kind).times(number) for number, part in parts] for kind in "FBIW"]
+    return Stage(*(sum(each, Parts()) for each in kinds), send=send)
