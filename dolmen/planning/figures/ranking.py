@@ -1,0 +1,81 @@
+"""Which layouts are how fast, and what their steps are made of."""
+
+from dolmen.planning.figures.svg import Drawing, Scale, axis
+from dolmen.planning.plan import Candidate, Plan
+
+MOST = 12
+ROW = 26.0
+LEFT, RIGHT = 250.0, 640.0
+NAMES = {
+    "product": "matrix products",
+    "attention": "attention",
+    "memory": "memory-bound",
+    "host": "waiting for the host",
+    "tp": "tp",
+    "cp": "cp",
+    "ep": "ep",
+    "dp": "dp",
+    "pp": "pp",
+    "bubble": "bubble",
+    "optimizer": "optimizer",
+}
+"""Parts of a step (step.Estimate), in the order of their bars."""
+FILL = {"memory": "memory-bound"}  # in memory's own figure the word means something else
+
+
+def ranking(plan: Plan) -> Drawing:
+    """Seconds of a step with their 90 % intervals, the fastest first."""
+    shown = plan.ranked[:MOST]
+    bottom = 30 + ROW * len(shown)
+    drawing = Drawing("Seconds of a step by layout", bottom + 40)
+    scale = Scale(0, max(c.estimate.high for c in shown) * 1.02, LEFT, RIGHT)
+    axis(drawing, scale, bottom, "seconds of a step, and 90 % interval", 22)
+    for x, words in ((715, "tokens/s"), (775, "MFU"), (840, "memory"), (912, "bound by")):
+        drawing.text(x, 14, words, "label", "end")
+    for i, one in enumerate(shown):
+        y, found = 30 + ROW * (i + 0.5), one.estimate
+        drawing.text(LEFT - 12, y + 4, one.words, "strong" if i == 0 else "", "end")
+        drawing.line([(scale(found.low), y), (scale(found.high), y)], "whisker")
+        for end in (found.low, found.high):
+            drawing.line([(scale(end), y - 4), (scale(end), y + 4)], "whisker")
+        hint = f"{one.words}: {found.seconds:.4g} s, {found.low:.4g} to {found.high:.4g}"
+        drawing.dot(scale(found.seconds), y, hint)
+        cells = (
+            (715, f"{plan.step_tokens / found.seconds:,.0f}"),
+            (775, f"{one.mfu:.1%}"),
+            (840, f"{one.fullest / 2**30:.1f} GiB"),
+            (912, one.bound),
+        )
+        for x, words in cells:
+            drawing.text(x, y + 4, words, "", "end")
+    return drawing
+
+
+def step(plan: Plan) -> Drawing:
+    """What a step is made of, for the best layouts."""
+    shown = plan.ranked[:8]
+    bottom = 60 + ROW * len(shown)
+    drawing = Drawing("Parts of a step", bottom + 40)
+    names = {n: w for n, w in NAMES.items() if any(c.estimate.parts.get(n, 0) > 0 for c in shown)}
+    half = -(-len(names) // 2)
+    for y, part in ((14, list(names)[:half]), (36, list(names)[half:])):
+        drawing.legend({FILL.get(n, n): names[n] for n in part}, y, 0)
+    scale = Scale(0, max(c.estimate.seconds for c in shown) * 1.02, LEFT, 900)
+    axis(drawing, scale, bottom, "seconds", 52)
+    for i, one in enumerate(shown):
+        y = 60 + ROW * i
+        drawing.text(LEFT - 12, y + 15, one.words, "strong" if i == 0 else "", "end")
+        _bar(drawing, one, scale, y, names)
+    return drawing
+
+
+def _bar(drawing: Drawing, one: Candidate, scale: Scale, y: float, names: dict[str, str]) -> None:
+    before = 0.0
+    for name, words in names.items():
+        seconds = one.estimate.parts.get(name, 0.0)
+        x, width = scale(before), scale(before + seconds) - scale(before)
+        share = seconds / one.estimate.seconds
+        drawing.box(x, y, width, ROW - 6, FILL.get(name, name), f"{words}: {seconds:.4g} s")
+        if width > 34:
+            drawing.text(x + width / 2, y + 14, f"{share:.0%}", "inside", "middle")
+        before += seconds

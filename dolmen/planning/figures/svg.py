@@ -1,0 +1,169 @@
+"""Pictures as SVG in a page: shapes, axes and the fills that tell kinds apart, also in black and
+white. Lengths are pixels of a page 920 wide; classes are styled in report.html.
+"""
+
+import math
+from collections.abc import Sequence
+from html import escape
+
+WIDTH = 920.0
+
+# name -> (colour, hatching: its path in a square of 8, or nothing)
+FILLS: dict[str, tuple[str, str]] = {
+    "product": ("#7fa9d6", ""),
+    "attention": ("#a9c5e6", "M0 8L8 0"),
+    "memory-bound": ("#d3e1f2", "M0 0L8 8"),
+    "host": ("#e6e2d8", "M4 0V8"),
+    "tp": ("#e58f7b", "M0 4H8"),
+    "cp": ("#f0b9a9", "M0 8L8 0M0 0L8 8"),
+    "ep": ("#f6d9c6", "M2 2h2v2h-2z"),
+    "dp": ("#eeb06d", "M0 8L8 0M-2 2L2 -2M6 10L10 6"),
+    "pp": ("#c9b3d9", "M0 2H8M0 6H8"),
+    "bubble": ("#f6f5f1", "M0 8L8 0"),
+    "optimizer": ("#93bf8c", "M4 0V8M0 4H8"),
+    "parameter": ("#7fa9d6", ""),
+    "compute": ("#a9c5e6", "M0 8L8 0"),
+    "gradient": ("#eeb06d", "M0 4H8"),
+    "unsharded": ("#f5d3ae", "M0 2H8M0 6H8"),
+    "activation": ("#e58f7b", "M0 0L8 8"),
+    "buffer": ("#c9b3d9", "M4 0V8"),
+    "other": ("#e6e2d8", "M0 8L8 0M0 0L8 8"),
+    "F": ("#c3d9f0", ""),
+    "B": ("#eeb06d", "M0 8L8 0"),
+    "I": ("#e58f7b", "M0 8L8 0"),
+    "W": ("#5f9457", "M0 4H8"),
+    "idle": ("#f6f5f1", "M2 2h1v1h-1z"),
+    "link": ("#d3e1f2", ""),
+}
+
+
+def patterns() -> str:
+    """The fills, once for a page: url(#f-product) and so on."""
+    made = (
+        f'<pattern id="f-{name}" width="8" height="8" patternUnits="userSpaceOnUse">'
+        f'<rect width="8" height="8" fill="{colour}"/><path d="{path}" class="hatch"/></pattern>'
+        for name, (colour, path) in FILLS.items()
+    )
+    return f'<svg width="0" height="0" class="defs"><defs>{"".join(made)}</defs></svg>'
+
+
+class Drawing:
+    """One picture; `str` of it is its SVG. `title` is what a screen reader says."""
+
+    def __init__(self, title: str, height: float, width: float = WIDTH):
+        self.title, self.width, self.height = title, width, height
+        self.parts: list[str] = []
+
+    def __str__(self) -> str:
+        body = "\n".join(self.parts)
+        size = f"0 0 {number(self.width)} {number(self.height)}"
+        return (
+            f'<svg viewBox="{size}" role="img" aria-label="{escape(self.title)}">\n{body}\n</svg>'
+        )
+
+    def text(self, x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> None:
+        self.parts.append(
+            f'<text x="{number(x)}" y="{number(y)}" class="{kind}" text-anchor="{anchor}">'
+            f"{escape(words)}</text>"
+        )
+
+    def box(
+        self, x: float, y: float, width: float, height: float, fill: str, hint: str = ""
+    ) -> None:
+        """Of one of FILLS; `hint` shows where the pointer rests."""
+        shown = f"<title>{escape(hint)}</title>" if hint else ""
+        self.parts.append(
+            f'<rect x="{number(x)}" y="{number(y)}" width="{number(max(0.0, width))}" '
+            f'height="{number(height)}" fill="url(#f-{fill})" class="box">{shown}</rect>'
+        )
+
+    def line(self, points: Sequence[tuple[float, float]], kind: str = "line") -> None:
+        if points:
+            path = "M" + "L".join(f"{number(x)} {number(y)}" for x, y in points)
+            self.parts.append(f'<path d="{path}" class="{kind}"/>')
+
+    def dot(self, x: float, y: float, hint: str = "", kind: str = "dot") -> None:
+        self.parts.append(
+            f'<circle cx="{number(x)}" cy="{number(y)}" r="3.6" class="{kind}">'
+            f"<title>{escape(hint)}</title></circle>"
+        )
+
+    def boxes(
+        self, each: Sequence[tuple[float, float]], y: float, height: float, fill: str
+    ) -> None:
+        """Many of one fill in a row, as one path: (x, width) each."""
+        tall = number(height)
+        path = "".join(
+            f"M{number(x)} {number(y)}h{number(w)}v{tall}h-{number(w)}z" for x, w in each
+        )
+        if path:
+            self.parts.append(f'<path d="{path}" fill="url(#f-{fill})" class="thin"/>')
+
+    def legend(self, names: dict[str, str], y: float, x: float = 0) -> None:
+        """A row of (fill -> what it says)."""
+        for fill, words in names.items():
+            self.box(x, y - 10, 16, 12, fill)
+            self.text(x + 21, y, words, "small")
+            x += 34 + 6.4 * len(words)
+
+
+class Scale:
+    """Numbers to pixels, by their size or, with `log`, by their logarithm."""
+
+    def __init__(self, low: float, high: float, start: float, end: float, log: bool = False):
+        self.low, self.high, self.start, self.end, self.log = low, high, start, end, log
+
+    def __call__(self, value: float) -> float:
+        low, high, at = self.low, self.high, value
+        if self.log:
+            low, high, at = math.log(low), math.log(high), math.log(max(value, low))
+        share = (at - low) / (high - low) if high > low else 0.5
+        return self.start + share * (self.end - self.start)
+
+    def ticks(self) -> list[float]:
+        """A few round numbers of the scale."""
+        if self.log:
+            powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
+            every = [m * 10.0**p for p in powers for m in (1, 2, 5)]
+            found = [tick for tick in every if self.low <= tick <= self.high]
+            return found if len(found) <= 7 else found[:: math.ceil(len(found) / 7)]
+        step = round_step((self.high - self.low) / 5)
+        first = math.ceil(self.low / step)
+        return [step * n for n in range(first, math.floor(self.high / step + 1e-9) + 1)]
+
+
+def round_step(about: float) -> float:
+    """1, 2 or 5 times a power of ten, no less than `about`."""
+    power = 10.0 ** math.floor(math.log10(about)) if about > 0 else 1.0
+    return next(power * m for m in (1, 2, 5, 10) if power * m >= about * (1 - 1e-9))
+
+
+def axis(drawing: Drawing, scale: Scale, y: float, words: str, top: float = 0) -> None:
+    """Along the bottom, with thin lines up to `top`."""
+    for tick in scale.ticks():
+        drawing.line([(scale(tick), top), (scale(tick), y)], "grid")
+        drawing.text(scale(tick), y + 14, short(tick), "small", "middle")
+    drawing.text((scale.start + scale.end) / 2, y + 31, words, "label", "middle")
+
+
+def side(drawing: Drawing, scale: Scale, x: float, words: str, right: float) -> None:
+    """Along the left, with thin lines to `right`."""
+    for tick in scale.ticks():
+        drawing.line([(x, scale(tick)), (right, scale(tick))], "grid")
+        drawing.text(x - 6, scale(tick) + 4, short(tick), "small", "end")
+    drawing.text(x, scale.end - 9, words, "label")
+
+
+def number(value: float) -> str:
+    """A coordinate. Raises ValueError for what has no place: a picture with a NaN shows nothing."""
+    if not math.isfinite(value):
+        raise ValueError(f"{value} has no place in a picture")
+    return f"{value:.1f}".rstrip("0").rstrip(".")
+
+
+def short(value: float) -> str:
+    """Three digits, with a letter for thousands: 12.5k."""
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:.3g}{letter}"
+    return f"{value:.3g}"

@@ -1,0 +1,64 @@
+"""The schedule of the best layout, a row per pipeline rank."""
+
+from dolmen.planning.figures.memory import evenly
+from dolmen.planning.figures.svg import Drawing, Scale, axis
+from dolmen.planning.plan import Plan, Timeline
+
+ROWS = 16
+BOXES = 240  # of a row, in a panel: narrower ones are no boxes
+ROW = 20.0
+LEFT, RIGHT = 70.0, 860.0
+NAMES = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
+
+
+def timeline(plan: Plan) -> Drawing:
+    """All of a step, or its first and last part where it has too many actions to be seen."""
+    shown = evenly(plan.timeline.schedule.ranks, ROWS)
+    parts = windows(plan.timeline)
+    tall = ROW * len(shown) + 64
+    drawing = Drawing("The schedule of a step", 30 + tall * len(parts))
+    kinds = {a.kind for actions in plan.timeline.schedule.actions for a in actions}
+    drawing.legend({k: words for k, words in NAMES.items() if k in kinds} | {"idle": "idle"}, 14)
+    for i, (start, end) in enumerate(parts):
+        _panel(drawing, plan.timeline, shown, Scale(start, end, LEFT, RIGHT), 34 + tall * i)
+    return drawing
+
+
+def windows(timeline: Timeline) -> list[tuple[float, float]]:
+    """(start, end) of what is shown."""
+    span = timeline.simulation.span
+    longest = max(len(actions) for actions in timeline.schedule.actions)
+    if longest <= BOXES:
+        return [(0.0, span)]
+    part = span * BOXES / longest
+    return [(0.0, part), (span - part, span)]
+
+
+def _panel(
+    drawing: Drawing, timeline: Timeline, shown: list[int], scale: Scale, top: float
+) -> None:
+    schedule, simulation = timeline.schedule, timeline.simulation
+    bottom = top + ROW * len(shown)
+    axis(drawing, scale, bottom + 2, "seconds", top)
+    for row, rank in enumerate(shown):
+        y = top + ROW * row
+        drawing.box(LEFT, y + 2, RIGHT - LEFT, ROW - 4, "idle")
+        boxes: dict[str, list[tuple[float, float]]] = {}
+        numbers = []
+        for action, (start, end) in zip(
+            schedule.actions[rank], simulation.times[rank], strict=True
+        ):
+            first, last = max(start, scale.low), min(end, scale.high)
+            if first >= last:
+                continue
+            x, width = scale(first), scale(last) - scale(first)
+            boxes.setdefault(action.kind, []).append((x, width))
+            if width > 7 * len(str(action.micro)) and not action.chunk:
+                numbers.append((x + width / 2, str(action.micro)))
+        for kind, each in boxes.items():
+            drawing.boxes(each, y + 2, ROW - 4, kind)
+        for x, micro in numbers:
+            drawing.text(x, y + 14, micro, "tiny", "middle")
+        drawing.text(LEFT - 8, y + 14, f"rank {rank}", "small", "end")
+        idle = 1 - simulation.busy[rank] / simulation.span
+        drawing.text(RIGHT + 8, y + 14, f"{idle:.0%} idle", "small")

@@ -1,0 +1,147 @@
+"""A plan as one page that opens anywhere: HTML with its pictures in it, no script and nothing to
+fetch (report.html is its frame, figures/ draws).
+"""
+
+from collections.abc import Callable
+from html import escape
+from pathlib import Path
+from string import Template
+from typing import NamedTuple
+
+from dolmen import __version__
+from dolmen.core.words import counted
+from dolmen.files import write
+from dolmen.planning.figures import front, memory, network, ranking, timeline
+from dolmen.planning.figures.svg import Drawing, patterns, short
+from dolmen.planning.plan import Plan
+from dolmen.planning.step import Estimate
+
+FRAME = Path(__file__).with_name("report.html")
+NAME = "index.html"
+
+
+class Figure(NamedTuple):
+    heading: str
+    draw: Callable[[Plan], Drawing]
+    caption: str
+
+
+FIGURES = (
+    Figure(
+        "Which layout",
+        ranking.ranking,
+        "Predicted time of a step, the fastest layouts first. The line is the 90 % interval of the "
+        "time itself; what is wrong for one layout is mostly wrong for its neighbours too. MFU "
+        "counts the floating-point operations of the model alone against the datasheet's peak; "
+        "memory is that of the fullest GPU.",
+    ),
+    Figure(
+        "What a step is made of",
+        ranking.step,
+        "Computation first, then communication that nothing hides (by axis of the mesh), then the "
+        "bubble, in which a pipeline rank waits for others, and the optimizer.",
+    ),
+    Figure(
+        "What a GPU holds",
+        memory.stages,
+        "The fullest GPU of each pipeline rank at its fullest moment, for the best layout, below "
+        "the limit of the device (dashed).",
+    ),
+    Figure(
+        "Memory along the schedule",
+        memory.along,
+        "The same over the time of a step: activations come with each forward and go with its "
+        "backward.",
+    ),
+    Figure(
+        "The schedule",
+        timeline.timeline,
+        "What each pipeline rank does when. Numbers are microbatches. Of a step with more actions "
+        "than can be seen, its beginning and its end; in between, the same again.",
+    ),
+    Figure(
+        "Traffic",
+        network.traffic,
+        "What one GPU sends in a step over each tier of the network, by axis of the mesh, and how "
+        "long its link is busy with it, hidden behind computation or not.",
+    ),
+    Figure(
+        "GPUs, days and cost",
+        front.front,
+        "Each point is the best layout of so many GPUs, trained to the budget of tokens; filled "
+        "ones are on the front: no smaller fleet is as fast. Failures, restarts and checkpoints "
+        "are not counted. Owned: the share of the years that nodes last, and power.",
+    ),
+    Figure(
+        "The cluster",
+        network.cluster,
+        "How the GPUs of this plan are wired, from the highest switches that they need down to the "
+        "GPUs of one node.",
+    ),
+)
+
+
+def write_report(plan: Plan, folder: Path) -> Path:
+    """The page, in `folder`, which is made where there is none. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    to = folder / NAME
+    write.replace(to, page(plan), lasting=False)
+    return to
+
+
+def page(plan: Plan) -> str:
+    """The page as text."""
+    figures = "\n".join(_figure(number, one, plan) for number, one in enumerate(FIGURES, 1))
+    cluster = plan.cluster
+    under = (
+        f"{counted(plan.gpus, 'GPU')} of {cluster.name} ({cluster.device.name}), "
+        f"{plan.global_batch_size:,} sequences of {plan.sequence_length:,} tokens a step"
+    )
+    return Template(FRAME.read_text()).substitute(
+        title=escape(f"{plan.model} on {cluster.name}"),
+        patterns=patterns(),
+        under=escape(under),
+        summary=_summary(plan),
+        figures=figures,
+        version=__version__,
+    )
+
+
+def _figure(number: int, figure: Figure, plan: Plan) -> str:
+    return (
+        f'<h2>{escape(figure.heading)}</h2>\n<figure id="figure-{number}">\n{figure.draw(plan)}\n'
+        f"<figcaption><b>Figure {number}.</b> {escape(figure.caption)}</figcaption>\n</figure>"
+    )
+
+
+def _summary(plan: Plan) -> str:
+    """The answer in a table, and how to run it."""
+    best = plan.ranked[0]
+    found, days = best.estimate, plan.days(best.estimate)
+    free = (plan.cluster.device.memory - best.fullest) / 2**30
+    rows = {
+        "parameters": f"{short(plan.parameters)} ({plan.parameters:,})",
+        "best layout": f"{best.words}, bound by {best.bound}",
+        "a step": f"{_between(found)} s, MFU {best.mfu:.1%}",
+        "tokens per second": f"{plan.step_tokens / found.seconds:,.0f}",
+        "memory of the fullest GPU": f"{best.fullest / 2**30:.1f} GiB, {free:.1f} GiB free",
+        f"{short(plan.budget)} tokens": f"{_between(days)} days",
+        "layouts looked at": f"{plan.considered:,}",
+    }
+    cells = "\n".join(
+        f"<tr><td>{escape(name)}</td><td>{escape(words)}</td></tr>" for name, words in rows.items()
+    )
+    return f"<table>\n{cells}\n</table>\n<pre>{escape(options(best.layout))}</pre>"
+
+
+def _between(found: Estimate) -> str:
+    return f"{found.seconds:.3g} ({found.low:.3g} to {found.high:.3g})"
+
+
+def options(layout: dict[str, int | str | bool]) -> str:
+    """A layout as words of the command line."""
+    return " ".join(
+        f"--{name}" if value is True else f"--{name} {value}"
+        for name, value in layout.items()
+        if value is not False
+    )
