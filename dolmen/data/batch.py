@@ -93,9 +93,12 @@ class Batch:
     def read_by(self, model: Tree) -> "Batch":
         """The same, made on the CPU, as the model reads it: where it knows prefixes and positions
         by special tokens, with those that the tokens of each document say, and labels as of
-        `with_prefixes`. Raises ValueError where nobody has said which tokens those are.
+        `with_prefixes`; where it counts no padding, with positions that do not. Raises ValueError
+        where nobody has said which tokens those are.
         """
-        blanks = model.blanks
+        table, blanks = model.embedding.positions, model.blanks
+        if table is not None and table.padding is not None:
+            return self._without(table.padding, model.streams)
         if blanks is None or self.positions is not None:
             return self
         spans, starts = [], self.starts
@@ -108,6 +111,21 @@ class Batch:
         ids = of_span(index, stay, at, begin)[: model.streams]
         made = self._reaching(starts + prefix)
         return replace(made, positions=PositionIds.of(ids.transpose(0, 1)))
+
+    def _without(self, padding: int, streams: int) -> "Batch":
+        """The same where the first of `streams` of positions counts no `padding`, and is -1 there:
+        as `create_position_ids_from_input_ids` of transformers has it.
+        """
+        padded = self.tokens == padding
+        if not padded.any():
+            return self
+        if self.positions is None:
+            ids = torch.zeros(len(padded), streams, padded.shape[1], dtype=torch.int64)
+            ids[:, 0] = torch.arange(padded.shape[1])
+        else:
+            ids = self.positions.ids.clone()
+        ids[:, 0] = torch.where(padded, -1, ids[:, 0] - padded.cumsum(1))
+        return replace(self, positions=PositionIds.of(ids))
 
     def to(self, device: torch.device) -> "Batch":
         """The batch, made on the CPU, on `device`, and the host does not wait for it; of its

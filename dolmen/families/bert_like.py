@@ -60,14 +60,15 @@ EMBEDDINGS = {
 
 def read(
     config: dict[str, Any],
-    offset: int = 0,
+    padding: int | None = None,
     follows: bool = False,
     head_activation: Activation | None = None,
 ) -> Tree:
-    """The tree of a config.json; `offset`: rows of the table of positions before that of the first;
-    `follows`: it says of two texts whether the second follows; `head_activation`: unset, that of
-    the layers. Raises ValueError naming the field.
+    """The tree of a config.json; `padding`: a token that no position counts, behind whose row in
+    the table of positions that of the first is; `follows`: it says of two texts whether the second
+    follows; `head_activation`: unset, that of the layers. Raises ValueError naming the field.
     """
+    offset = 0 if padding is None else padding + 1
     if not config["tie_word_embeddings"]:
         raise ValueError(
             "tie_word_embeddings is False: a file of transformers then has two biases of logits, "
@@ -94,7 +95,7 @@ def read(
     embedding = Embedding(
         config["vocab_size"],
         norm=norm,
-        positions=Table(longest, offset),
+        positions=Table(longest, offset, padding=padding),
         types=config["type_vocab_size"],
     )
     tree = common.tree(config, FIELDS, [block] * config["num_hidden_layers"], embedding)

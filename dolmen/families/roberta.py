@@ -1,5 +1,5 @@
-"""RoBERTa (1907.11692): BERT whose positions are counted behind that of padding, whose tokens have
-one type, and whose head fills in masked tokens alone.
+"""RoBERTa (1907.11692): BERT whose positions are counted behind that of padding, which none counts,
+whose tokens have one type, and whose head fills in masked tokens alone.
 """
 
 from typing import Any
@@ -16,20 +16,20 @@ HEAD = {"lm_head.dense": "transform", "lm_head.layer_norm": "transform.norm"}
 
 
 def read(config: dict[str, Any]) -> Tree:
-    """Position 0 has the row behind that of the padding's token; the head has gelu, whatever the
-    layers have.
+    """Position 0 has the row behind that of the padding's token, and padding itself that one; the
+    head has gelu, whatever the layers have.
     """
     padding = config[PADDING]
     if padding is None or padding < 0:
         raise ValueError(
             f"{PADDING} is {padding}: RoBERTa counts positions from behind it, state its token"
         )
-    return bert_like.read(config, offset=padding + 1, head_activation="gelu")
+    return bert_like.read(config, padding, head_activation="gelu")
 
 
 def new(tree: Tree) -> dict[str, Any]:
     table = expect(tree.embedding.positions, Table, "positions")
-    return {**bert_like.new(tree), PADDING: table.offset - 1}
+    return {**bert_like.new(tree), PADDING: table.padding}
 
 
 def rules(tree: Tree) -> list[Rule]:

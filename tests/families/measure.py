@@ -41,7 +41,7 @@ def read(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Source, Deco
 
 
 def tokens_of(source: Source, rows: int = 2, length: int = LENGTH) -> Tensor:
-    """Without padding, behind which RoBERTa would count."""
+    """Without padding: transformers gives its rows of tables no gradient."""
     tokens = torch.randint(0, source.tree.vocab_size, (rows, length))
     padding = source.model.config.get("pad_token_id")
     if source.tree.embedding.types is not None and padding is not None:

@@ -49,6 +49,20 @@ def test_logits(case, tmp_path):
         parameters[name].copy_(kept)
 
 
+@torch.no_grad()
+def test_padding_inside_of_a_text_is_not_counted(tmp_path):
+    """By RoBERTa: it has a row of positions of its own, and the token behind it the next row."""
+    theirs = build("roberta")
+    source, ours = measure.read(save(theirs, tmp_path))
+    padding = source.model.config["pad_token_id"]
+    tokens = measure.tokens_of(source)
+    tokens[0, 5:9] = tokens[1, 0] = tokens[1, -1] = padding
+    expected = theirs(tokens).logits
+    torch.testing.assert_close(engine.ask(ours, tokens, head.logits), expected, rtol=0, atol=1e-4)
+    counted = ours(tokens, head.logits)  # by their index
+    assert (counted - expected).abs().max() > 1e-2
+
+
 # Of a gradient, by the largest element of the tensor; measured: 1.7e-5 and 1.4e-14, which is the
 # order of sums: the heads of a key-value head, 80 tokens and what they add to one weight.
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-12}

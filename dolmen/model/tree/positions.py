@@ -149,6 +149,8 @@ class Table:
     """Row of position 0 (OPT: 2)."""
     streams: int = 1
     """Of positions. Two (GLM-10B): a table each, with a row more, as the second counts from 1."""
+    padding: int | None = None
+    """A token that is not counted, whose own position is -1 (RoBERTa); None: all are counted."""
 
     def leaves(self, hidden: int) -> Leaves:
         """Whole on every rank of tp."""
