@@ -310,7 +310,7 @@ DEVICE = Kind(
                     "memory": SHARE,
                     "variation": Real(0, 0.2),
                 },
-                optional={"fp8": SHARE},
+                optional={"fp8": SHARE, "tuned": SHARE},
                 rest=None,
             ),
             "launch_us": MICROSECONDS,
@@ -359,4 +359,14 @@ CLUSTER = Kind(
     ),
     size=MIB,
     depth=5,
+)
+CALIBRATION = Kind(
+    Object(
+        required={
+            "factors": Map(Row((Real(0, 100, above=True),) * 3)),
+            "errors": List(Row((Text(longest=1024), NAME, NAME, Real(-10, 10)))),
+        },
+        rest=None,
+    ),
+    depth=4,
 )

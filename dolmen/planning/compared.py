@@ -51,33 +51,46 @@ def predict(row: Published, spread_of, cluster: Cluster | None = None) -> Predic
     warnings = list(row.warnings)
     cluster = cluster or cluster_of(row, warnings)
     spread: Spread = spread_of(cluster.device.name)
-    found: list[tuple[str, Forecast]] = []
+    found: list[tuple[str, Job, Forecast]] = []
     problems: list[str] = []
     for words, job in jobs(row, cluster, warnings):
         try:
-            found.append((words, forecast(job, spread)))
+            found.append((words, job, forecast(job, spread)))
         except ValueError as error:
             problems.append(str(error))
     if not found:
         warnings += problems[:1]
         return Prediction(row, None, None, None, "", cluster.device.name, tuple(warnings))
-    if len(found) > 1 and any(f.fits for _, f in found):
-        found = [(words, f) for words, f in found if f.fits]
-    found.sort(key=lambda item: item[1].estimate.seconds)
-    words, middle = found[(len(found) - 1) // 2]
-    between = median(f.estimate.seconds for _, f in found)
+    found = _that_fit(found)
+    found.sort(key=lambda item: item[2].estimate.seconds)
+    words, _, middle = found[(len(found) - 1) // 2]
+    between = median(f.estimate.seconds for _, _, f in found)
     middle = replace(middle, estimate=scaled(middle.estimate, between))
     if len(found) > 1:
         words = f"{words}; the median of {len(found)} that fit"
     return Prediction(
         row,
         middle,
-        found[0][1].estimate.low,
-        found[-1][1].estimate.high,
+        found[0][2].estimate.low,
+        found[-1][2].estimate.high,
         words,
         cluster.device.name,
         tuple(warnings),
     )
+
+
+Found = list[tuple[str, Job, Forecast]]
+
+
+def _that_fit(found: Found) -> Found:
+    """Of several choices those that fit, or else all; of those that differ in recomputation alone
+    the one that recomputes least: nobody computes again what he has room for.
+    """
+    fit = [item for item in found if item[2].fits] or found
+    least: dict[Job, tuple[str, Job, Forecast]] = {}
+    for item in fit:
+        least.setdefault(replace(item[1], recompute=""), item)
+    return list(least.values())
 
 
 def scaled(estimate: Estimate, seconds: float) -> Estimate:
@@ -218,13 +231,16 @@ def _microbatches(row: Published, dp: int) -> list[int]:
     if said:
         return [said]
     batch = row.batch
+    pp = row.count("pp") or 1
+    if "torchtitan" in row.framework.lower() and pp > 1 and batch and batch % (dp * pp) == 0:
+        return [batch // (dp * pp)]  # its default, a microbatch for each stage
     return [m for m in (1, 2, 4, 8) if batch is None or batch % (dp * m) == 0] or [1]
 
 
 def _recomputes(row: Published, way: Ways) -> list[str]:
     if row.recompute:
         return [row.recompute]
-    return ["full", "selective"] if way.program.attention == "scores" else ["none", "full"]
+    return ["selective", "full"] if way.program.attention == "scores" else ["none", "full"]
 
 
 def _schedules(row: Published, pp: int) -> list[tuple[str, int]]:
@@ -236,7 +252,7 @@ def _schedules(row: Published, pp: int) -> list[tuple[str, int]]:
         return [(row.schedule, 1)]
     if chunks:
         return [("interleaved", chunks) if chunks > 1 else ("1f1b", 1)]
-    several = [("interleaved", v) for v in (2, 3, 4) if layers % (pp * v) == 0]
+    several = [("interleaved", v) for v in (2, 3, 4, 6, 8) if pp * v <= layers + pp]
     if row.schedule == "interleaved":
         return several or [("interleaved", 2)]
     return [("1f1b", 1), *several[:1]]

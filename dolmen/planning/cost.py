@@ -170,7 +170,8 @@ def row_seconds(row: Row, machine: Machine) -> float:
             device, _four(row), row.dtype or machine.dtype, moved
         )
     if row.kind == "attention":
-        share = device.attention * (ATTENTION_BACKWARD if "backward" in row.op else 1)
+        share = device.tuned if "tuned" in row.op else device.attention
+        share *= ATTENTION_BACKWARD if "backward" in row.op else 1
         computed = row.flops / (device.rate(machine.dtype) * share)
         return device.launch + max(computed, moved / (device.bandwidth * device.streaming))
     if row.kind == "memory":

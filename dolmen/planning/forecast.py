@@ -299,7 +299,7 @@ def _kept(job: Job, simulation: Simulation, rank: int) -> int:
 def _layer_bytes(job: Job, recompute: str) -> float:
     t = job.topology
     scores = job.program.attention == "scores"
-    bytes_ = activation_bytes_per_layer(
+    kept = activation_bytes_per_layer(
         job.tree,
         job.microbatch,
         job.length,
@@ -309,4 +309,9 @@ def _layer_bytes(job: Job, recompute: str) -> float:
         recompute="selective" if recompute == "none" and not scores else recompute,
         cp=t.cp,
     )
-    return bytes_
+    mlp = job.tree.blocks[0].mlp
+    if recompute == "full" or not mlp.gated or job.program.fused == "no":
+        return kept
+    # fused, the activation of the gate is not kept; in fp8 what is multiplied has a byte
+    kept -= BYTES * job.share.tokens * job.share.part(mlp.size)
+    return kept * (0.65 if job.program.fp8 else 1)

@@ -37,7 +37,9 @@ class Hardware:
     fp8: float
     """The same of products in fp8."""
     attention: float
-    """Share of the peak that fused attention sustains forward; backward is slower (cost.py)."""
+    """Share of the peak that FlashAttention 2 sustains forward; backward is slower (cost.py)."""
+    tuned: float
+    """The same of attention written for this device (cuDNN, FlashAttention 3)."""
     streaming: float
     """Share of `bandwidth` that long sweeps through memory reach."""
     variation: float
@@ -124,6 +126,7 @@ def read_device(name: str) -> Hardware:
         shares["product"],
         shares.get("fp8", shares["product"]),
         shares["attention"],
+        shares.get("tuned", shares["attention"]),
         shares["memory"],
         shares["variation"],
         found["launch_us"] / 1e6,

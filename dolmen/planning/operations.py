@@ -25,8 +25,9 @@ BYTES = 2  # of an element that is multiplied
 class Program:
     """How an implementation computes what a model says."""
 
-    attention: Literal["scores", "flash"] = "flash"
-    """Scores in memory, or in a kernel that never writes them."""
+    attention: Literal["scores", "flash", "tuned"] = "flash"
+    """Scores in memory, or in a kernel that never writes them: FlashAttention 2, or one that is
+    written for the device."""
     fused: Literal["no", "pairs", "compiled"] = "pairs"
     """Which operations of bytes are one kernel: none; those that Megatron wrote by hand (bias and
     activation, mask and softmax, bias, dropout and addition); whatever follows another.
@@ -166,12 +167,11 @@ class _Maker:
         return product("F", module, (1, tokens, out, inp), dtype), backward
 
     def casts(self, module: str, action: str, elements: float) -> Iterator[Row]:
-        """To fp8, of what is multiplied: its largest number is looked for, then it is rounded.
-        Compiled, the first is of the kernel that makes it.
+        """To fp8, of what is multiplied: read, rounded, and written both ways around, as a product
+        takes both of its factors by rows; its largest number is known of what makes it.
         """
         if self.program.fp8:
-            looks = 0 if self.program.fused == "compiled" else 2
-            yield memory(action, module, "cast", (looks + 2) * elements, elements)
+            yield memory(action, module, "cast", 2 * elements, 2 * elements)
 
     def norm(self, module: str) -> tuple[list[Row], list[Row]]:
         x = self.x
@@ -200,9 +200,9 @@ class _Maker:
 
     def inner(self) -> tuple[list[Row], list[Row]]:
         """Between q, k, v and the output projection."""
-        if self.program.attention == "flash":
-            return self._flash()
-        return self._scores()
+        if self.program.attention == "scores":
+            return self._scores()
+        return self._flash()
 
     def _flash(self) -> tuple[list[Row], list[Row]]:
         (heads, kv), share = self.heads, self.share
@@ -211,12 +211,14 @@ class _Maker:
         flops = round(4 * heads * pairs * size)
         q, k = BYTES * tokens * heads * size, BYTES * tokens * kv * size
         shape = (share.sequences * heads, tokens // share.sequences, share.length, size)
-        forward = Row("F", "attn.flash", "attention", "flash", flops, 2 * k + q, q, shape=shape)
+        forward = Row(
+            "F", "attn.flash", "attention", self.program.attention, flops, 2 * k + q, q, shape=shape
+        )
         backward = Row(
             "B",
             "attn.flash",
             "attention",
-            "flash backward",
+            f"{self.program.attention} backward",
             round(2.5 * flops),
             3 * q + 2 * k,
             q + 2 * k,
@@ -377,7 +379,7 @@ def head_rows(tree: Tree, share: Share, program: Program) -> Operations:
     entered = maker.entered("head", [linear])
     norm = maker.norm("final_norm")
     # to fp32, largest, less it, exp, sum, over it; compiled in two visits
-    passes = (8, 8) if program.fused == "compiled" else (22, 16)
+    passes = (22, 16) if program.attention == "scores" or program.fused == "no" else (8, 8)
     forward = [*norm[0], *entered[0], memory("F", "loss", "loss", *(p * logits for p in passes))]
     backward = [memory("B", "loss", "loss", 6 * logits, 4 * logits), *entered[1], *norm[1]]
     if share.tp > 1:

@@ -2,6 +2,7 @@
 options. Where a row does not say enough there are several, and the interval spans them.
 """
 
+import re
 from dataclasses import dataclass, replace
 
 from dolmen.planning.cost import Overlap
@@ -35,10 +36,10 @@ V1 = Ways("Megatron-LM of 2019", Program("scores", "no", True, 2, False, STATE),
 V2 = Ways("Megatron-LM of 2021", Program("scores", "pairs", True, 2, False), NONE, True, 0)
 # gradients added by their product, sums over tp behind it (2205.05198)
 V3 = Ways("Megatron-LM of 2022", Program("scores", "pairs", True, 2, True), INPUTS, True, 0)
-CORE = Ways("Megatron-Core", Program("flash", "pairs", False, 4, True), ALL, False, 1)
+CORE = Ways("Megatron-Core", Program("tuned", "pairs", False, 4, True), ALL, False, 1)
 TITAN = Ways("torchtitan", Program("flash", "compiled", False, 4, False), ALL, False, 3)
-YEARS = ((2019, V1), (2021, V2), (2022, V3), (9999, CORE))
-"""Megatron-LM's, by the last year that had it."""
+YEARS = ((1912, V1), (2203, V2), (2212, V3), (9999, CORE))
+"""Megatron-LM's, by the last month whose papers had it, as arXiv writes months."""
 FLASH = Ways("FSDP, fused attention", Program("flash", "pairs", False, 4, False), ALL, False, 3)
 
 
@@ -59,9 +60,9 @@ def ways(row: Published) -> list[Ways]:
 
 def _titan(row: Published) -> list[Ways]:
     eager = replace(TITAN, program=replace(TITAN.program, fused="no"), name="torchtitan, eager")
-    if "compile" in row.text or row.precision == "fp8":
-        return [TITAN]
-    return [eager] if "eager" in row.text or "no compile" in row.text else [TITAN, eager]
+    if "eager" in row.text or "no compile" in row.text:
+        return [eager]
+    return [TITAN] if "compile" in row.text or row.precision == "fp8" else [TITAN, eager]
 
 
 def _megatron(row: Published, old: bool) -> list[Ways]:
@@ -71,14 +72,18 @@ def _megatron(row: Published, old: bool) -> list[Ways]:
         return [CORE]
     if row.sequence_parallel or row.recompute == "selective":
         return [V3]
-    if row.year is not None:
-        return [next(way for last, way in YEARS if row.year <= last)]
-    return [V2, V1] if old else [V2, V3]
+    if row.month is not None:
+        return [next(way for last, way in YEARS if row.month <= last)]
+    if not old:
+        return [V2, V3]
+    return [V2] if "fused" in row.text else [V2, V1]
 
 
 def _stated(row: Published, way: Ways) -> Ways:
     """With what the row says itself."""
     program = replace(way.program, fp8=row.precision == "fp8")
+    if re.search(r"async ?tp|tp.comm.overlap", row.text):
+        way = replace(way, overlap=replace(way.overlap, tp="action"))
     if program.gradient == 2 and row.precision == "bf16":
         program = replace(program, gradient=4)
     return replace(way, program=program, zero=way.zero if row.zero is None else row.zero)

@@ -120,10 +120,12 @@ class Published:
         return batch * length * (times * layers * layer + 6 * h * vocab)
 
     @property
-    def year(self) -> int | None:
-        """Of the source, by the number that arXiv gave it; None where that is not said."""
-        found = re.search(r"arxiv:?\s*([0-9]{2})(?:0[1-9]|1[0-2])\.[0-9]{4,5}", self.text_of_source)
-        return 2000 + int(found[1]) if found else None
+    def month(self) -> int | None:
+        """Of the source, 2104 for April 2021, by the number that arXiv gave it; None where that is
+        not said.
+        """
+        found = re.search(r"arxiv:?\s*([0-9]{2}(?:0[1-9]|1[0-2]))\.[0-9]{4,5}", self.text_of_source)
+        return int(found[1]) if found else None
 
     @property
     def text_of_source(self) -> str:

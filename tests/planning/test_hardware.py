@@ -25,7 +25,7 @@ def test_every_constant_of_a_device_has_a_source(name):
     assert read_device(name).peak
     said = yaml.safe_load((DEVICES / f"{name}.yaml").read_text())
     constants = {"peak_tflops", "memory_gb_s", *said["efficiency"], "launch_us", "host_us"}
-    assert constants - {"fp8"} <= set(said["sources"])
+    assert constants - {"fp8", "tuned"} <= set(said["sources"])
 
 
 def test_a_cluster_may_have_fewer_nodes():

@@ -1,0 +1,184 @@
+"""The efficiencies of devices, fitted to measured runs, and how wrong a time may be.
+
+A device has few: how fast it computes, sweeps memory, and sends. A run's time is a sum of parts, of
+which each is inversely as one of them (what is waited for as all), so factors for the three are
+fitted to the logarithms of measured / predicted, held near 1 as far as few rows say little. The
+error is that of runs that were not fitted: one paper is left out at a time, all its rows together,
+and predicted from the others.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from dolmen.files import gate, kinds
+from dolmen.planning.compared import Prediction, predict
+from dolmen.planning.published import FOLDER, Published, read_rows
+from dolmen.planning.step import Spread
+
+GROUPS = {
+    "compute": ("product", "attention"),
+    "memory": ("memory", "optimizer", "host"),
+    "links": ("tp", "cp", "ep", "dp", "pp"),
+}
+FILE = FOLDER / "errors.yaml"
+FEW = 20
+"""Rows below which the interval is made of the largest error, not of a share of them."""
+WIDER = 1.25
+NEAR = 0.1
+"""Standard deviation of a factor's logarithm before any row is seen; of a row's, the same."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A measured run: where the time of its prediction went, and how far off that was."""
+
+    row_id: str
+    dataset: str
+    device: str
+    shares: tuple[float, float, float]
+    """Of GROUPS, of all that is not waited for."""
+    log_ratio: float
+    """Of measured over predicted."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What measured runs say. `factors`: device -> of each of GROUPS, by what its time is
+    multiplied.
+    """
+
+    factors: Mapping[str, tuple[float, float, float]]
+    errors: tuple[tuple[str, str, str, float], ...]
+    """row_id, dataset, device, log(measured / predicted) while its dataset was left out."""
+
+    def spread(self, device: str) -> Spread:
+        """Half of the 90 % interval's width of a time on `device`, as a logarithm: of 20 held-out
+        errors and more what nine of ten are below, else the largest x 1.25; of a device without
+        rows twice what all rows together have. No device is surer than all together.
+        """
+        own = [abs(e) for _, _, d, e in self.errors if d == device]
+        every = [abs(e) for _, _, _, e in self.errors]
+        if own:
+            return Spread(max(half_width(own), half_width(every)), len(own), True)
+        return Spread(2 * half_width(every), len(every), False)
+
+
+def half_width(errors: Sequence[float]) -> float:
+    """Of the 90 % interval, by the held-out errors of so many rows."""
+    n = len(errors)
+    if n == 0:
+        return math.log(2)
+    if n < FEW:
+        return WIDER * max(errors)
+    return sorted(errors)[min(n - 1, math.ceil(0.9 * (n + 1)) - 1)]
+
+
+def samples(rows: Iterable[Published]) -> list[Sample]:
+    """Of those that were measured, ran, and can be predicted."""
+    unknown = Spread(0.0, 0, False)
+    found = []
+    for row in rows:
+        measured = row.measured()
+        if measured is None or row.status == "oom":
+            continue
+        sample = sample_of(predict(row, lambda device: unknown), measured)
+        found += [sample] if sample else []
+    return found
+
+
+def sample_of(predicted: Prediction, measured: float) -> Sample | None:
+    if predicted.forecast is None:
+        return None
+    estimate = predicted.forecast.estimate
+    sums = [sum(estimate.parts.get(name, 0.0) for name in names) for names in GROUPS.values()]
+    whole = sum(sums)
+    return Sample(
+        predicted.row.row_id,
+        predicted.row.dataset,
+        predicted.device,
+        (sums[0] / whole, sums[1] / whole, sums[2] / whole),
+        math.log(measured / estimate.seconds),
+    )
+
+
+def fit(found: Sequence[Sample]) -> tuple[float, float, float]:
+    """Factors of the three groups for one device, by least squares on logarithms; each paper counts
+    as much as any other, however many rows it has.
+    """
+    counts = Counter(s.dataset for s in found)
+    shares = np.array([s.shares for s in found]).reshape(-1, 3)
+    wanted = np.array([s.log_ratio for s in found])
+    weight = np.array([counts[s.dataset] ** -0.5 for s in found])
+    x = np.zeros(3)
+    for _ in range(20):  # Gauss and Newton
+        terms = shares * np.exp(x)
+        slope = terms / terms.sum(1, keepdims=True)
+        left = wanted - np.log(terms.sum(1))
+        a = np.vstack([slope * weight[:, None], np.eye(3)])
+        b = np.concatenate([left * weight, -x])
+        x = x + np.linalg.lstsq(a, b, rcond=None)[0]
+    first, second, third = np.exp(x)
+    return float(first), float(second), float(third)
+
+
+def applied(sample: Sample, factors: tuple[float, float, float]) -> float:
+    """log(measured / predicted) with these factors."""
+    pairs = zip(sample.shares, factors, strict=True)
+    return sample.log_ratio - math.log(sum(share * factor for share, factor in pairs))
+
+
+def calibrate(rows: Iterable[Published]) -> Calibration:
+    """Raises ValueError where no row can be learnt from."""
+    found = samples(rows)
+    if not found:
+        raise ValueError(
+            "no row says what was measured (step_time_s, tokens_s_gpu or tflops_per_gpu) of a run "
+            "that can be predicted: there is nothing to calibrate by"
+        )
+    devices = sorted({s.device for s in found})
+    errors = []
+    for left_out in sorted({s.dataset for s in found}):
+        kept = [s for s in found if s.dataset != left_out]
+        for sample in found:
+            if sample.dataset == left_out:
+                factors = fit([s for s in kept if s.device == sample.device])
+                error = applied(sample, factors)
+                errors.append((sample.row_id, sample.dataset, sample.device, error))
+    factors = {device: fit([s for s in found if s.device == device]) for device in devices}
+    return Calibration(factors, tuple(errors))
+
+
+def shipped() -> Calibration:
+    """Of the runs that the package has, as `benchmarks/plan_accuracy.py --write` left it."""
+    return read_calibration(FILE)
+
+
+def read_calibration(file: Path) -> Calibration:
+    """Raises Refused."""
+    found = gate.read_yaml(file, kinds.CALIBRATION)
+    factors = {name: (a, b, c) for name, (a, b, c) in found["factors"].items()}
+    return Calibration(factors, tuple((a, b, c, d) for a, b, c, d in found["errors"]))
+
+
+def text_of(calibration: Calibration) -> str:
+    """What `read_calibration` reads."""
+    lines = [
+        "# Written by benchmarks/plan_accuracy.py --write, from the published runs beside it.",
+        "factors:",
+    ]
+    for device, factors in calibration.factors.items():
+        lines.append(f"  {device}: [{', '.join(f'{f:.6f}' for f in factors)}]")
+    lines.append("errors:")
+    for row_id, dataset, device, error in calibration.errors:
+        lines.append(f'  - ["{row_id}", "{dataset}", "{device}", {error:.6f}]')
+    return "\n".join(lines) + "\n"
+
+
+def published() -> list[Published]:
+    """All rows that the package has."""
+    return read_rows(sorted(FOLDER.glob("*.csv")))
