@@ -9,6 +9,7 @@ dolmen.train("pretrain", init="path/to/model", data={"path": "book.txt"}, out="r
 dolmen.export("runs/book", to="book/")
 assert dolmen.verify("book/").ok                         # ours beside transformers
 print(dolmen.diff("book/", a={"layout": {"tp": 2}}))      # and where they part, if they do
+print(dolmen.plan("gpt-1t", "dgx-a100:384").ranked[0])    # the fastest layout, and what it holds
 print(dolmen.evaluate("book/", "other.txt").perplexity)  # and how well it predicts a text
 """
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
         export,
         generate,
         load,
+        plan,
+        plan_inference,
         tokenize,
         train,
         verify,
@@ -38,6 +41,8 @@ __all__ = [
     "export",
     "generate",
     "load",
+    "plan",
+    "plan_inference",
     "tokenize",
     "train",
     "verify",

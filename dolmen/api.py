@@ -1,6 +1,6 @@
 """Dolmen from Python: what the commands do, as functions of the same names, with the same checks
 and messages. `dolmen.load`, `generate`, `train`, `export`, `convert`, `verify`, `diff`, `evaluate`,
-`tokenize`, `dryrun`.
+`tokenize`, `dryrun`, `plan`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,9 +40,13 @@ from dolmen.model import head
 from dolmen.model.decoder import Decoder
 from dolmen.optim.precision import DTYPES
 from dolmen.planning import dryrun as dry
-from dolmen.planning.config import DryrunConfig, DryrunRequest
+from dolmen.planning import inference as serving_plan
+from dolmen.planning import search
+from dolmen.planning.config import DryrunConfig, DryrunRequest, PlanConfig, PlanRequest
 from dolmen.planning.dry_report import Report as Dry
+from dolmen.planning.plan import Plan
 from dolmen.recipes.changed import plain, request
+from dolmen.recipes.named import planned
 from dolmen.serving import engine, sample
 from dolmen.serving.config import GenerateConfig
 from dolmen.serving.prompt import answer, check_text, encode
@@ -511,6 +515,92 @@ def dryrun(
         named = ranks if isinstance(ranks, str) else ",".join(str(plain(one)) for one in ranks)
         asked = _asked(DryrunConfig, ranks=named, device=device, exact=exact, max_load=max_load)
         return dry.of_ranks(DryrunRequest(request(recipe, changes).config, asked), progress)
+
+
+def plan(
+    model: str | PathLike | RunConfig,
+    cluster: str | PathLike,
+    *,
+    layout: Mapping[str, Any] | None = None,
+    train: Mapping[str, Any] | None = None,
+    top: int = 10,
+    tokens: float | None = None,
+    rent: float = 0.0,
+    node_price: float = 0.0,
+    years: float = 4.0,
+    kilowatt_hour: float = 0.0,
+    as_recipe: str | PathLike | None = None,
+) -> Plan:
+    """`dolmen plan MODEL --cluster CLUSTER`: the fastest layouts of a model (a recipe, a YAML file,
+    a folder with a config.json, or a RunConfig) on a cluster (NAME, NAME:NODES or a YAML file).
+    `layout` gives parts of the layout, `train` the batch, the length, the microbatch and the dtype.
+    The answer is a frozen value: `ranked` has the layouts, each with `estimate` (seconds, low,
+    high, parts), `memory` of each stage, `mfu`, `bound` and `changes`. Raises ValueError on bad
+    input, and where nothing fits.
+
+        found = dolmen.plan("gpt-1t", "dgx-a100:384", layout={"tp": 8})
+        found.ranked[0].layout, found.ranked[0].estimate.seconds
+    """
+    with _told():
+        asked = _asked(
+            PlanConfig,
+            cluster=cluster,
+            layout=layout or {},
+            train=train or {},
+            top=top,
+            tokens=tokens,
+            rent=rent,
+            node_price=node_price,
+            years=years,
+            kilowatt_hour=kilowatt_hour,
+            as_recipe=as_recipe,
+        )
+        question = search.Question.of(_planned(model, asked))
+        found = search.answer(question, asked)
+        if asked.as_recipe is not None:
+            search.write_recipe(question, found, Path(asked.as_recipe))
+        return found
+
+
+def plan_inference(
+    model: str | PathLike | RunConfig,
+    cluster: str | PathLike,
+    *,
+    batch: int = 1,
+    length: int | None = None,
+    tp: int | None = None,
+    dtype: str | None = None,
+) -> serving_plan.Inference:
+    """`dolmen plan MODEL --cluster CLUSTER --inference`: what weights and cache take, and how fast
+    `batch` texts of `length` tokens go on, for each tp within a node. Raises ValueError on bad
+    input.
+
+        dolmen.plan_inference("llama-70b", "hgx-h100:1", batch=32, length=8192).rows[-1].seconds
+    """
+    with _told({"layout.tp": "tp"}):
+        asked = _asked(
+            PlanConfig,
+            cluster=cluster,
+            inference=True,
+            batch=batch,
+            length=length,
+            layout={} if tp is None else {"tp": tp},
+            train={} if dtype is None else {"dtype": dtype},
+        )
+        question = search.Question.of(_planned(model, asked))
+        return serving_plan.inference(question, asked.batch, asked.length)
+
+
+def _planned(model: str | PathLike | RunConfig, asked: PlanConfig) -> PlanRequest:
+    if isinstance(model, RunConfig):
+        return PlanRequest(model.name, model, asked)
+    name = plain(model)
+    if not isinstance(name, str):
+        raise ValueError(
+            f"the model is {shown(model)}: it must be a recipe, a YAML file, a folder with a "
+            "config.json or a RunConfig"
+        )
+    return PlanRequest(name, planned(name), asked)
 
 
 def _continued(model: Model, prompt: Prompt, asked: GenerateConfig, batch: int) -> Any:

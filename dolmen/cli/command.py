@@ -9,13 +9,14 @@ file, then --init, then options, each over the one before.
 """
 
 from dataclasses import fields, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 
 import tyro
 
 from dolmen.cli import model_options
-from dolmen.cli.options import HANDED, RUNS, SECTIONS, VERBS, run_options
+from dolmen.cli.options import BARE, HANDED, NEVER, RUNS, SECTIONS, VERBS, run_options
 from dolmen.cli.parse import HELP, last, parse
 from dolmen.core.config import from_dict
 from dolmen.core.errors import BadInput, message
@@ -37,11 +38,29 @@ def read(verb: str, argv: list[str]) -> Any:
     try:
         for name in ("out", "to", "init"):
             refuse_empty(f"--{name}", last(argv, name))
-        return parse_run(verb, argv) if verb in RUNS else parse(VERBS[verb], argv, verb)
+        if verb in RUNS:
+            return parse_run(verb, argv)
+        return parse(VERBS[verb], whole(argv, BARE.get(verb, {}), NEVER.get(verb, {})), verb)
     except BrokenPipeError:  # who reads the help has left
         raise
     except (ValueError, KeyError, OSError) as error:
         raise BadInput(message(error)) from None
+
+
+def whole(argv: list[str], bare: dict[str, str], never: dict[str, str]) -> list[str]:
+    """`argv` with the values of options that stand without one: those that are `bare` have theirs,
+    and those of `never` switch another one off.
+    """
+    found: list[str] = []
+    for word, after in zip_longest(argv, argv[1:], fillvalue="--"):
+        name = word.removeprefix("--").replace("_", "-")
+        if word.startswith("--") and name in never:
+            found += [f"--{never[name]}", "False"]
+        elif word.startswith("--") and name in bare and after.startswith("--"):
+            found += [word, bare[name]]
+        else:
+            found.append(word)
+    return found
 
 
 def take(verb: str, file: Path) -> Any:

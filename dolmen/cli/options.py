@@ -12,7 +12,7 @@ from dolmen.comparison.config import DiffConfig, DiffWork
 from dolmen.conversion.config import ConvertConfig, ExportConfig
 from dolmen.data.config import TokenizeConfig
 from dolmen.evaluation.config import EvaluateConfig, VerifyConfig
-from dolmen.planning.config import DryrunConfig
+from dolmen.planning.config import DryrunConfig, PlanConfig
 from dolmen.serving.config import GenerateConfig
 from dolmen.training.config import RunConfig
 from dolmen.training.request import Handling, Request
@@ -202,6 +202,20 @@ class ScheduleOptions:
 
 
 @dataclass(frozen=True)
+class PlanOptions(PlanConfig):
+    """The fastest layouts of a model on a cluster, with 90 % intervals, and what each rank of them
+    holds; nothing is trained, and no GPU is needed. Parts of the layout can be given.
+
+        dolmen plan gpt-1t --cluster dgx-a100:384 --train.global-batch-size 3072
+    """
+
+    model: tyro.conf.Positional[str] = ""
+    """Recipe (dolmen recipes), YAML file of a run, or folder with a config.json."""
+    explain: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    inference: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+
+
+@dataclass(frozen=True)
 class TokenizeOptions(TokenizeConfig):
     """Write text as a data set of Megatron: PREFIX.bin, each document's tokens and its end of text,
     and PREFIX.idx, which says where documents begin. Both Megatron-LM and `dolmen train
@@ -222,4 +236,14 @@ VERBS = {
     "generate": GenerateOptions,
     "evaluate": EvaluateOptions,
     "schedule": ScheduleOptions,
+    "plan": PlanOptions,
+}
+# Options that may stand without their value -> the one that they have then.
+BARE = {"plan": {"json": "-", "layout.sequence-parallel": "True", "train.compile": "True"}}
+# And those that switch another one off.
+NEVER = {
+    "plan": {
+        "layout.no-sequence-parallel": "layout.sequence-parallel",
+        "train.no-compile": "train.compile",
+    }
 }

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dolmen.core.paths import refuse_empty
+from dolmen.planning.space import Pins
 from dolmen.training.config import RunConfig
 
 Device = Literal["cpu", "v100", "a100", "h100", "h200", "b200", "gb200"]
@@ -63,3 +64,87 @@ def ranks_of(text: str, world: int) -> list[int]:
             )
         found += [rank] if rank not in found else []
     return found
+
+
+@dataclass(frozen=True)
+class StepConfig:
+    """What a step is; unset, as the model's recipe or file has it."""
+
+    global_batch_size: int | None = None
+    """Sequences of one update, over all GPUs."""
+    sequence_length: int | None = None
+    """Tokens of a sequence."""
+    microbatch_size: int | None = None
+    """Sequences that a GPU computes at once. Unset: searched."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Arithmetic of forward and backward. Unset: bfloat16, or float16 on a device without it."""
+    dropout: float | None = None
+    """Dropout after embedding, attention and feed-forward, and on attention probabilities."""
+    compile: bool | None = None
+    """Compile each block: no zero-bubble schedule is considered then."""
+
+    @property
+    def said(self) -> dict:
+        """Those that are given."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """What a plan is asked."""
+
+    cluster: str | None = None
+    """Where: NAME or NAME:NODES of a cluster that dolmen knows, or a YAML file, FILE.yaml:NODES."""
+    layout: Pins = Pins()
+    train: StepConfig = StepConfig()
+    top: int = 10
+    """Layouts to list."""
+    explain: bool = False
+    """Say of each layout what bounds it, and what one change of it would buy."""
+    tokens: float | None = None
+    """Tokens to train on: days, GPU hours, energy and, with prices, money."""
+    rent: float = 0.0
+    """Price of a GPU for an hour."""
+    node_price: float = 0.0
+    """Price of a node with its share of the network, to own."""
+    years: float = 4.0
+    """Over which an owned node is written off."""
+    kilowatt_hour: float = 0.0
+    """Price of a kilowatt hour, of owned nodes."""
+    as_recipe: str | None = None
+    """YAML file to write the first layout to, as a run that dolmen train takes."""
+    json: str | None = None
+    """File to write the plan to; - and no value: print it, and no table."""
+    report: str | None = None
+    """Folder to write an HTML page to."""
+    inference: bool = False
+    """Memory and bandwidth of weights and cache for generation, in place of training."""
+    batch: int = 1
+    """Of inference: texts at once."""
+    length: int | None = None
+    """Of inference: tokens of each text. Unset: the model's longest."""
+
+    def __post_init__(self):
+        for name in ("json", "as_recipe", "report", "cluster"):
+            refuse_empty(name.replace("_", "-"), getattr(self, name))
+        for name, least in (("top", 1), ("batch", 1), ("length", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name} is {value}: it must be at least {least}")
+        for name in ("tokens", "rent", "node_price", "years", "kilowatt_hour"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < 1e30:
+                knob = name.replace("_", "-")
+                raise ValueError(f"{knob} is {value:g}: it must not be negative, and be finite")
+        if self.years == 0:
+            raise ValueError("years is 0: an owned node lasts longer")
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """A plan of a run, whose model it must have."""
+
+    name: str
+    """Of the model, for a person."""
+    run: RunConfig
+    asked: PlanConfig

@@ -2,6 +2,7 @@
 Seconds, bytes, watts; money in one currency, whichever the prices are in.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -53,6 +54,27 @@ class Traffic(NamedTuple):
     """That the link is busy, hidden behind compute or not."""
 
 
+def words(layout: Mapping[str, int | str | bool]) -> str:
+    """Options as a person says them: "tp 8 pp 16"."""
+    return " ".join(
+        name.rpartition(".")[2] if value is True else f"{name.rpartition('.')[2]} {value}"
+        for name, value in layout.items()
+        if value is not False
+    )
+
+
+class Change(NamedTuple):
+    """What one change of a layout would buy."""
+
+    words: str
+    """ "recompute none" """
+    seconds: float
+    """Of a step with it, in closed form."""
+    held: int
+    """Bytes of its fullest rank."""
+    fits: bool
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A layout that fits, with what it is thought to do."""
@@ -67,16 +89,16 @@ class Candidate:
     """What bounds it: compute, tp, bubble, dp, memory, host."""
     mfu: float = 0
     """Floating-point operations of the model alone, over the peak of the datasheet."""
+    hfu: float = 0
+    """The same with what backward computes again."""
     traffic: tuple[Traffic, ...] = ()
+    changes: tuple[Change, ...] = ()
+    """Of one thing each, the fastest first."""
 
     @property
     def words(self) -> str:
         """The layout as a person says it: "tp 8 pp 16"."""
-        return " ".join(
-            name.rpartition(".")[2] if value is True else f"{name.rpartition('.')[2]} {value}"
-            for name, value in self.layout.items()
-            if value is not False
-        )
+        return words(self.layout)
 
     @property
     def fullest(self) -> int:
@@ -123,6 +145,12 @@ class Plan:
     """Other numbers of GPUs of this kind, for the front of time against cost."""
     considered: int = 0
     """Layouts that were looked at, those that do not fit included."""
+    fitting: int = 0
+    """Of them those that fit."""
+    dtype: str = "bf16"
+    """Of products, as the device's file has it."""
+    interval: str = ""
+    """What the intervals are made from."""
     tokens: float = 0
     """To train on; 0: 20 for each parameter, as 2203.15556 found best."""
     prices: Prices = Prices()

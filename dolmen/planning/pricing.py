@@ -21,7 +21,7 @@ from dolmen.parallel import schedule as schedules
 from dolmen.parallel.actions import Schedule
 from dolmen.parallel.schedule import Simulation
 from dolmen.planning.capacity import Capacity, stages_of
-from dolmen.planning.cost import Machine, Parts, action_seconds
+from dolmen.planning.cost import BESIDE, Machine, Parts, action_seconds
 from dolmen.planning.hardware import Cluster
 from dolmen.planning.outline import Outline
 from dolmen.planning.placement import Placement, collective_seconds, send_seconds
@@ -211,31 +211,35 @@ class Pricing:
 
     def _shown(self, choice: Choice, elements: int, forward: float, backward: float) -> float:
         """Of gathering parameters and reducing gradients what is longer than the action that they
-        are sent behind: once per step, or per microbatch. docs/zero.md says when.
+        are sent behind, and what they slow it: once per step, or per microbatch. docs/zero.md says
+        when.
         """
         if choice.dp * choice.cp == 1:
             return 0.0
         every, gather, reduce = self._over_fsdp(choice, elements)
         if choice.zero == 0:
-            return max(0.0, every - backward)
+            return _beside(every, backward)
         if choice.schedule.startswith("zero-bubble"):  # after the last weight gradients
-            return max(0.0, gather - forward) + reduce
+            return _beside(gather, forward) + reduce
         if choice.zero == 3:
-            each = max(0.0, gather - forward) + max(0.0, gather + reduce - backward)
+            each = _beside(gather, forward) + _beside(gather + reduce, backward)
             return self.micros(choice) * each
         times = self.micros(choice) if choice.zero == 2 else 1
-        return max(0.0, gather - forward) + times * max(0.0, reduce - backward)
+        return _beside(gather, forward) + times * _beside(reduce, backward)
 
     def _over_fsdp(self, choice: Choice, elements: int) -> tuple[float, float, float]:
         """Seconds of summing gradients everywhere, of gathering parameters, of scattering sums."""
         key = (choice[:4], elements)
         if key not in self._sent:
             road, size = self.machine(choice).road("fsdp"), self.outline.element_bytes
-            self._sent[key] = (
-                collective_seconds("all-reduce", 4 * elements, road),
-                collective_seconds("all-gather", size * elements, road),
-                collective_seconds("reduce-scatter", 4 * elements, road),
+            # a block at a time, and the ends
+            units = self.outline.tree.layers // choice.pp + 1
+            payloads = {"all-reduce": 4, "all-gather": size, "reduce-scatter": 4}
+            every, gather, reduce = (
+                units * collective_seconds(op, each * elements // units, road)
+                for op, each in payloads.items()
             )
+            self._sent[key] = every, gather, reduce
         return self._sent[key]
 
     def _send(self, choice: Choice) -> float:
@@ -267,6 +271,12 @@ class Pricing:
                 action_seconds(work.weights, machine),
             )
         return self._parts[key]
+
+
+def _beside(seconds: float, computed: float) -> float:
+    """What a collective adds to a computation that it runs beside."""
+    hidden = min(seconds, computed)
+    return seconds - hidden + BESIDE * hidden
 
 
 def _total(rank: Alike, seconds: dict[Part, float]) -> float:

@@ -93,6 +93,8 @@ class Space:
     sequence_length: int
     microbatch_size: int | None = None
     dropout: float = 0.0
+    compile: bool = False
+    """Whether blocks are compiled, which leaves no weight gradients for later."""
     pins: Pins = Pins()
 
     def choices(self) -> Iterator[Choice]:
@@ -146,6 +148,8 @@ class Space:
             again = ("full",)
         micros = self.global_batch_size // dp // size
         for name, chunks in _schedules(pp, micros, self.tree.layers, pins):
+            if self.compile and name.startswith("zero-bubble"):
+                continue
             for sequence_parallel in stream:
                 for zero in zeros:
                     for context in contexts:

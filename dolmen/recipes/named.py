@@ -9,6 +9,8 @@ from pathlib import Path
 
 from dolmen.core.paths import is_absent
 from dolmen.core.words import cut
+from dolmen.families import Model
+from dolmen.files import gate, kinds
 from dolmen.recipes import HERE, RECIPES
 from dolmen.training.config import RunConfig
 from dolmen.training.run_file import read_run
@@ -30,12 +32,38 @@ def named(name: str, here: bool = True) -> RunConfig:
             f"{name} is a folder; if it is one of data: dolmen train pretrain --data.path {name}"
         )
     if not is_file:
-        near = get_close_matches(name, RECIPES, n=1)
+        near = get_close_matches(name.lower(), RECIPES, n=3)
         raise ValueError(
             f"{cut(name)} is neither a recipe nor a file: "
-            + (f"did you mean {near[0]}?" if near else f"recipes are {', '.join(RECIPES)}")
+            + (
+                f"did you mean {' or '.join(near)}?"
+                if near
+                else f"recipes are {', '.join(RECIPES)}"
+            )
         )
     return read_run(file)
+
+
+def planned(name: str) -> RunConfig:
+    """The run of a model that is to be planned: a recipe, a YAML file, or a folder with a
+    config.json, whose run is in bfloat16. Raises ValueError.
+    """
+    folder = Path(name)
+    if name in RECIPES or not os.path.isdir(folder):
+        run = named(name, here=False)
+    elif (folder / "config.json").is_file():
+        model = Model.from_plain(gate.read_json(folder / "config.json", kinds.CONFIG))
+        run = RunConfig(name=folder.resolve().name, model=model)
+    elif (folder / "config.yaml").is_file():
+        run = read_run(folder / "config.yaml")
+    else:
+        raise ValueError(f"{cut(name)} has neither a config.json nor a config.yaml")
+    if run.model is None:
+        raise ValueError(
+            f"{cut(name)} has no model of its own: name a recipe that has one (dolmen recipes), a "
+            "folder with a config.json, or a YAML file"
+        )
+    return run
 
 
 def begun(run: RunConfig, init: str | None) -> RunConfig:

@@ -67,26 +67,13 @@ def check_computed(run: RunConfig, processes: int | None) -> RunConfig:
         )
     if tree.blanks is not None:
         tree.blanks.check()
-    if run.sequence_length > tree.max_position_embeddings:
-        raise ValueError(
-            f"train.sequence-length ({run.sequence_length}) is over the model's "
-            f"max_position_embeddings ({tree.max_position_embeddings}): set "
-            f"--train.sequence-length {tree.max_position_embeddings} or less"
-        )
+    run.check_length()
     if run.train.steps is not None:
         check_profile(run, run.train.steps)
     run.layout.check(tree, run.sequence_length, run.train.global_batch_size, run.microbatch_size)
-    if (
-        run.train.compile
-        and run.layout.make_schedule(
-            run.train.global_batch_size, run.microbatch_size
-        ).splits_backward
-    ):
-        raise ValueError(
-            f"train.compile and layout.schedule {run.layout.schedule} exclude each other: a "
-            "compiled graph cannot leave its weight gradients for later; use --train.no-compile, "
-            "or --layout.schedule 1f1b or interleaved"
-        )
+    schedule = run.layout.make_schedule(run.train.global_batch_size, run.microbatch_size)
+    if schedule.splits_backward:
+        run.refuse_compiled()
     if run.optimizer.muon.dtype == "bfloat16" and run.train.dtype == "float64":
         raise ValueError(
             "optimizer.muon.dtype bfloat16 keeps 8 bits of the 53 of train.dtype float64: use "

@@ -205,6 +205,26 @@ class RunConfig:
         """Tokens of a training sequence, default filled in."""
         return self.train.sequence_length or min(512, self.tree.max_position_embeddings)
 
+    def check_length(self) -> None:
+        """Raises ValueError for a sequence that is longer than the model's, of a run that has
+        one.
+        """
+        most = self.tree.max_position_embeddings
+        if self.sequence_length > most:
+            raise ValueError(
+                f"train.sequence-length ({self.sequence_length}) is over the model's "
+                f"max_position_embeddings ({most}): set --train.sequence-length {most} or less"
+            )
+
+    def refuse_compiled(self) -> None:
+        """Raises ValueError for blocks that are compiled, of a schedule that splits backward."""
+        if self.train.compile:
+            raise ValueError(
+                f"train.compile and layout.schedule {self.layout.schedule} exclude each other: a "
+                "compiled graph cannot leave its weight gradients for later; use "
+                "--train.no-compile, or --layout.schedule 1f1b or interleaved"
+            )
+
     @property
     def microbatch_size(self) -> int:
         """Sequences a process computes at once: as given, else the largest divisor of its batch

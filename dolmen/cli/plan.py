@@ -1,0 +1,102 @@
+"""dolmen plan MODEL --cluster CLUSTER[:NODES]"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from dolmen.cli.options import PlanOptions
+from dolmen.core.errors import BadInput, message
+from dolmen.core.log import console
+from dolmen.files import write
+from dolmen.planning import answer, search
+from dolmen.planning.config import PlanConfig, PlanRequest
+from dolmen.planning.inference import inference
+from dolmen.planning.plan import Plan
+from dolmen.planning.report import write_report
+from dolmen.planning.search import Question
+from dolmen.recipes.named import planned
+
+
+def run(options: PlanOptions) -> int:
+    try:
+        request = asked(options)
+        if request.asked.inference:
+            return generation(request)
+        question = Question.of(request)
+        found = search.answer(question, request.asked)
+        tell(found, request.asked)
+        for line in written(question, found, request.asked):
+            if request.asked.json != "-":
+                print(line)
+    except (ValueError, KeyError, OSError) as error:
+        raise BadInput(message(error)) from None
+    return 0
+
+
+def asked(options: PlanOptions) -> PlanRequest:
+    """Raises ValueError."""
+    if not options.model:
+        raise ValueError(
+            "name a model first: dolmen plan gpt3-175b --cluster dgx-a100:128 (dolmen recipes "
+            "lists them)"
+        )
+    config = PlanConfig(**{one.name: getattr(options, one.name) for one in fields(PlanConfig)})
+    return PlanRequest(options.model, planned(options.model), config)
+
+
+def tell(found: Plan, asked: PlanConfig) -> None:
+    """The table and what was asked beside it, or JSON."""
+    save(answer.as_dict(found), asked.json)
+    if asked.json == "-":
+        return
+    screen = console()
+    screen.print(answer.title(found))
+    screen.print(answer.table(found))
+    told = answer.notes(found)
+    if asked.tokens:
+        told += answer.budget(found)
+    if asked.explain:
+        told += answer.explanation(found)
+    for line in told:
+        print(line)
+
+
+def written(question: Question, found: Plan, asked: PlanConfig) -> Iterator[str]:
+    """What was asked for as a file: a line each. Raises ValueError."""
+    if asked.as_recipe is not None:
+        file = Path(asked.as_recipe)
+        search.write_recipe(question, found, file)
+        yield f"wrote {file}: dolmen train {file}"
+    if asked.report is not None:
+        try:
+            yield f"wrote {write_report(found, Path(asked.report))}"
+        except OSError as error:
+            raise ValueError(f"--report {asked.report}: {error.strerror}") from None
+
+
+def generation(request: PlanRequest) -> int:
+    """The table of inference, or JSON."""
+    asked = request.asked
+    found = inference(Question.of(request), asked.batch, asked.length)
+    save(answer.inference_dict(found), asked.json)
+    if asked.json != "-":
+        screen = console()
+        screen.print(answer.inference_title(found))
+        screen.print(answer.inference_table(found))
+    return 0
+
+
+def save(content: dict[str, Any], to: str | None) -> None:
+    """To a file, or to the terminal. Raises ValueError."""
+    if to is None:
+        return
+    text = json.dumps(content, indent=1) + "\n"
+    if to == "-":
+        print(text, end="")
+        return
+    try:
+        write.replace(Path(to), text)
+    except OSError as error:
+        raise ValueError(f"--json {to}: {error.strerror}") from None

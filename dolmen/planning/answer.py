@@ -1,0 +1,223 @@
+"""A plan told to a person and to a program."""
+
+from dataclasses import asdict
+from typing import Any
+
+from rich.table import Table
+
+from dolmen.core.log import gib, size
+from dolmen.core.words import counted
+from dolmen.planning.inference import Inference
+from dolmen.planning.plan import Candidate, Change, Fleet, Plan
+
+NAMES = {"bubble": "bubble", "memory": "memory traffic", "host": "host", "pp": "sends"}
+MFU = (
+    "MFU: floating-point operations of the model (causal attention, nothing twice) over what the "
+    "device's maker promises in {dtype}; HFU: with what backward computes again."
+)
+SHOWN = 4
+"""Changes of a layout that are told."""
+
+
+def title(plan: Plan) -> str:
+    """What was planned."""
+    cluster = plan.cluster
+    where = f"{cluster.name}, {counted(cluster.nodes, 'node')} of {cluster.gpus_per_node} GPUs"
+    batch = f"{plan.global_batch_size:,} sequences of {plan.sequence_length:,}"
+    return (
+        f"{plan.model}, {size(plan.parameters)} parameters, on {where} ({plan.gpus:,}), "
+        f"{plan.dtype}\n{batch} = {size(plan.step_tokens)} tokens a step\n"
+        f"{plan.considered:,} layouts, {plan.fitting:,} fit {gib(cluster.device.memory)}"
+    )
+
+
+def table(plan: Plan) -> Table:
+    """The ranking."""
+    made = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    made.add_column("", justify="right")
+    made.add_column("layout", overflow="fold")
+    for name in ("seconds", "90 %", "tok/s/GPU", "MFU", "HFU", "GiB", "bound"):
+        made.add_column(name, justify="right" if name != "bound" else "left", no_wrap=True)
+    for number, one in enumerate(plan.ranked, 1):
+        e = one.estimate
+        made.add_row(
+            str(number),
+            one.words,
+            f"{e.seconds:.3g}",
+            f"{e.low:.3g}-{e.high:.3g}",
+            f"{per_gpu(plan, one):,.0f}",
+            f"{one.mfu:.1%}",
+            f"{one.hfu:.1%}",
+            f"{one.fullest / 2**30:.1f}",
+            one.bound,
+        )
+    return made
+
+
+def per_gpu(plan: Plan, one: Candidate) -> float:
+    """Tokens a second."""
+    return plan.step_tokens / one.estimate.seconds / plan.gpus
+
+
+def notes(plan: Plan) -> list[str]:
+    """Below the table."""
+    return [
+        f"GiB: of the fullest rank, of {plan.cluster.device.memory / 2**30:.0f}. {plan.interval}.",
+        MFU.format(dtype=plan.dtype),
+    ]
+
+
+def explanation(plan: Plan) -> list[str]:
+    """Of each layout what its step is made of, what fills its fullest rank, and what one change
+    would buy.
+    """
+    lines = []
+    for number, one in enumerate(plan.ranked, 1):
+        seconds = one.estimate.seconds
+        parts = sorted(one.estimate.parts.items(), key=lambda part: -part[1])
+        shares = ", ".join(
+            f"{NAMES.get(name, name)} {value / seconds:.1%}"
+            for name, value in parts
+            if value >= 0.001 * seconds
+        )
+        fullest = max(range(len(one.memory)), key=lambda rank: one.memory[rank].total)
+        stage = one.memory[fullest]
+        kinds = {**stage.live._asdict(), "context and workspace": stage.other}
+        held = ", ".join(
+            f"{name} {value / 2**30:.1f}"
+            for name, value in sorted(kinds.items(), key=lambda kind: -kind[1])
+            if value >= 0.05 * 2**30
+        )
+        lines += [
+            f"{number}. {one.words}: bound by {one.bound}",
+            f"   time: {shares}",
+            f"   GiB of stage {fullest}: {held}",
+        ]
+        lines += [f"   {told(plan, one, change)}" for change in worth_telling(one)]
+    return lines
+
+
+def worth_telling(one: Candidate) -> list[Change]:
+    """The fastest changes that fit, and the fastest of those that do not, where it would buy
+    something.
+    """
+    fitting = [change for change in one.changes if change.fits][: SHOWN - 1]
+    faster = [c for c in one.changes if not c.fits and c.seconds < one.estimate.seconds]
+    return [*fitting, *faster[:1]]
+
+
+def told(plan: Plan, one: Candidate, change: Change) -> str:
+    """A change in a line."""
+    percent = change.seconds / one.estimate.seconds - 1
+    way = f"{abs(percent):.1%} {'less' if percent < 0 else 'more'} time"
+    over = change.held - plan.cluster.device.memory
+    lack = "" if change.fits else f", and lacks {over / 2**30:.1f} GiB"
+    return f"{change.words}: {way}, {change.held / 2**30:.1f} GiB{lack}"
+
+
+def budget(plan: Plan) -> list[str]:
+    """Days, GPU hours, energy and money for the tokens."""
+    best = plan.ranked[0]
+    fleet = Fleet(plan.gpus, best.estimate, best.words)
+    days = plan.days(best.estimate)
+    hours = plan.gpus * 24 * days.seconds
+    lines = [
+        f"{size(plan.budget)} tokens: {days.seconds:,.1f} days "
+        f"({days.low:,.1f} to {days.high:,.1f}), {hours:,.0f} GPU hours"
+    ]
+    if plan.cluster.node_watts is not None:
+        energy = plan.cluster.nodes * plan.cluster.node_watts / 1e6 * 24 * days.seconds
+        lines.append(f"energy: {energy:,.1f} MWh, of nodes at full power, without cooling")
+    if plan.prices.rent:
+        lines.append(f"rented: {plan.rented(fleet):,.0f} at {plan.prices.rent:g} per GPU and hour")
+    if plan.prices.node:
+        lines.append(
+            f"owned: {plan.owned(fleet):,.0f}, nodes at {plan.prices.node:,.0f} over "
+            f"{plan.prices.years:g} years, {plan.prices.kilowatt_hour:g} per kWh"
+        )
+    return lines
+
+
+def as_dict(plan: Plan) -> dict[str, Any]:
+    """What --json writes: seconds and bytes."""
+    return {
+        "model": plan.model,
+        "parameters": plan.parameters,
+        "cluster": plan.cluster.name,
+        "nodes": plan.cluster.nodes,
+        "gpus": plan.gpus,
+        "dtype": plan.dtype,
+        "global_batch_size": plan.global_batch_size,
+        "sequence_length": plan.sequence_length,
+        "device_bytes": plan.cluster.device.memory,
+        "considered": plan.considered,
+        "fitting": plan.fitting,
+        "interval": plan.interval,
+        "ranked": [_candidate(plan, one) for one in plan.ranked],
+        **({"days": plan.days(plan.ranked[0].estimate).seconds} if plan.tokens else {}),
+    }
+
+
+def _candidate(plan: Plan, one: Candidate) -> dict[str, Any]:
+    e = one.estimate
+    return {
+        "layout": one.layout,
+        "seconds": e.seconds,
+        "low_s": e.low,
+        "high_s": e.high,
+        "parts_s": e.parts,
+        "tokens_s_gpu": per_gpu(plan, one),
+        "mfu": one.mfu,
+        "hfu": one.hfu,
+        "bound": one.bound,
+        "peak_bytes": one.fullest,
+        "stages": [
+            {**stage.live._asdict(), "other": stage.other, "total": stage.total}
+            for stage in one.memory
+        ],
+        "changes": [change._asdict() for change in one.changes],
+    }
+
+
+def inference_title(found: Inference) -> str:
+    """What was asked of generation."""
+    cluster = found.cluster
+    texts = counted(found.batch, "text")
+    return (
+        f"{found.model} generates on {cluster.name}, {found.dtype}: {texts} of {found.length:,} "
+        "tokens, one copy on tp GPUs"
+    )
+
+
+def inference_table(found: Inference) -> Table:
+    """A row for each tp."""
+    made = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    names = ("tp", "weights GiB", "cache GiB", "in all", "fits", "ms a token", "tok/s/GPU", "bound")
+    for name in (*names, "most texts"):
+        made.add_column(name, justify="right")
+    for row in found.rows:
+        made.add_row(
+            str(row.tp),
+            f"{row.weights / 2**30:.1f}",
+            f"{row.cache / 2**30:.2f}",
+            f"{row.held / 2**30:.1f}",
+            "yes" if row.fits else "no",
+            f"{1000 * row.seconds:.3g}",
+            f"{row.tokens_per_second:,.0f}",
+            row.bound,
+            f"{row.most_texts:,}",
+        )
+    return made
+
+
+def inference_dict(found: Inference) -> dict[str, Any]:
+    """What --json writes of generation: seconds and bytes."""
+    return {
+        "model": found.model,
+        "cluster": found.cluster.name,
+        "batch": found.batch,
+        "length": found.length,
+        "dtype": found.dtype,
+        "device_bytes": found.cluster.device.memory,
+        "rows": [{**asdict(row), "held": row.held} for row in found.rows],
+    }

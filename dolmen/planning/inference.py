@@ -1,0 +1,138 @@
+"""Generation: what weights and cache take, and how fast a token of each text is made. A token reads
+all weights and the whole cache once, so memory's bandwidth bounds it until texts are many:
+
+    seconds = max(bytes of weights and cache / bandwidth, 2 x products x texts / rate)
+              + 2 sums over tp per layer
+
+Of experts those are read that a batch chooses, of E by k per token 1 - (1 - k / E)^texts.
+"""
+
+from dataclasses import dataclass
+
+from dolmen.core.topology import Topology
+from dolmen.model import count
+from dolmen.model.tree import Attention, Experts, Tree
+from dolmen.planning.hardware import Cluster
+from dolmen.planning.placement import Placement, collective_seconds
+from dolmen.planning.search import PRODUCTS, Question
+from dolmen.planning.space import Space
+
+
+@dataclass(frozen=True)
+class Serving:
+    """One copy of the model on `tp` GPUs; bytes are of one of them."""
+
+    tp: int
+    weights: int
+    cache: int
+    """Of the texts asked for, at their full length."""
+    other: int
+    fits: bool
+    seconds: float
+    """Until each text has its next token, once all are at full length."""
+    tokens_per_second: float
+    """Of all texts, per GPU."""
+    bound: str
+    """memory, compute or tp."""
+    most_texts: int
+    """Of this length that fit."""
+
+    @property
+    def held(self) -> int:
+        """Bytes of a GPU."""
+        return self.weights + self.cache + self.other
+
+
+@dataclass(frozen=True)
+class Inference:
+    """What `dolmen plan --inference` says."""
+
+    model: str
+    cluster: Cluster
+    batch: int
+    length: int
+    dtype: str
+    rows: tuple[Serving, ...]
+    """By tp."""
+
+
+def inference(question: Question, batch: int, length: int | None) -> Inference:
+    """Of `batch` texts of `length` tokens (None: the model's longest), for every tp within a node.
+    Raises ValueError.
+    """
+    tree, cluster = question.run.tree, question.cluster
+    if tree.both_ways:
+        raise ValueError(f"{question.name} fills in masked tokens: it generates none")
+    most = tree.max_position_embeddings
+    if (length or 0) > most:
+        raise ValueError(
+            f"length ({length:,}) is over the model's max_position_embeddings ({most:,}): use "
+            f"--length {most} or less"
+        )
+    pins = question.pins
+    if pins.said.keys() - {"tp"}:
+        name = min(pins.said.keys() - {"tp"}).replace("_", "-")
+        raise ValueError(f"--layout.{name} is of training: of --inference give --layout.tp alone")
+    space = Space(tree, cluster.gpus_per_node, cluster.gpus_per_node, 1, pins=pins)
+    sizes = sorted({tp for tp, cp, pp, _, ep in space.meshes() if cp * pp * ep == 1})
+    if not sizes:
+        space.refuse()
+    dtype = PRODUCTS[question.run.train.dtype]
+    rows = [serving(tree, cluster, tp, batch, length or most, dtype) for tp in sizes]
+    return Inference(question.name, cluster, batch, length or most, dtype, tuple(rows))
+
+
+def serving(tree: Tree, cluster: Cluster, tp: int, batch: int, length: int, dtype: str) -> Serving:
+    """One row."""
+    device, size = cluster.device, 4 if dtype == "fp32" else 2
+    weights = read = 0
+    for leaf in tree.leaves.values():
+        number = size
+        for each in leaf.held({"tp": tp}):
+            number *= each
+        weights += number
+        read += round(number * _chosen(tree, batch)) if leaf.stacked else number
+    text = cache_bytes(tree, tp, length, size)
+    moved = (read + batch * text) / (device.bandwidth * device.streaming)
+    per_token = count.training_flops_per_token(tree, length) / 3
+    computed = batch * per_token / tp / (device.rate(dtype) * device.product)
+    road = Placement(cluster, Topology(tp=tp), min(tp, cluster.gpus_per_node))
+    payload = batch * tree.hidden_size * size
+    sums = 2 * tree.layers * collective_seconds("all-reduce", payload, road.road(range(tp)))
+    parts = {"memory": moved, "compute": computed, "tp": sums}
+    seconds = max(moved, computed) + sums
+    left = device.memory - device.reserved - weights
+    return Serving(
+        tp,
+        weights,
+        batch * text,
+        device.reserved,
+        batch * text <= left,
+        seconds,
+        batch / seconds / tp,
+        max(parts, key=lambda name: parts[name]),
+        max(0, left // text),
+    )
+
+
+def cache_bytes(tree: Tree, tp: int, length: int, size: int) -> int:
+    """Of one text on a rank of tp: keys and values of its heads, all where tp does not divide them,
+    those within its window; or the latent that they are made of.
+    """
+    total = 0
+    for block in tree.blocks:
+        mixer = block.mixer
+        kept = min(length, mixer.window or length)
+        if isinstance(mixer, Attention):
+            heads = mixer.kv_heads // tp if mixer.kv_heads % tp == 0 else mixer.kv_heads
+            width = heads * sum(mixer.head_sizes)
+        else:
+            width = mixer.kv_rank + mixer.positions.size
+        total += kept * width * size
+    return total
+
+
+def _chosen(tree: Tree, batch: int) -> float:
+    """Share of the experts that a batch of texts has need of."""
+    known = [b.mlp for b in tree.blocks if isinstance(b.mlp, Experts)]
+    return 1 - (1 - known[0].per_token / known[0].number) ** batch if known else 1.0

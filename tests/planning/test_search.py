@@ -1,0 +1,213 @@
+"""`dolmen plan` and `dolmen.plan`: what they answer, and what they refuse, without torch's work."""
+
+import json
+from pathlib import Path
+
+import pytest
+import tinyrun
+import yaml
+from tinyrun import dolmen
+
+import dolmen as package
+from dolmen.planning import search
+from dolmen.planning.config import PlanConfig, PlanRequest, StepConfig
+from dolmen.planning.search import Question
+from dolmen.planning.space import Pins
+from dolmen.recipes import RECIPES
+
+material, one_thread = tinyrun.material, tinyrun.one_thread
+
+
+def question(name: str, cluster: str, pins: Pins | None = None, **step) -> Question:
+    asked = PlanConfig(cluster=cluster, layout=pins or Pins(), train=StepConfig(**step))
+    return Question.of(PlanRequest(name, RECIPES[name](), asked))
+
+
+def test_the_answer_is_the_fastest_of_what_fits():
+    """Beside all layouts, simulated one by one; those listed are sorted, and differ in more than
+    ZeRO.
+    """
+    pins = Pins(zero=1, sequence_parallel=True, recompute="full")
+    asked = question("gpt-7.5b", "dgx-a100:2", pins, global_batch_size=32, compile=False)
+    found = search.answer(asked, PlanConfig(top=5))
+    every = list(asked.space().choices())
+    fitting = [choice for choice in every if asked.fits(choice)]
+    assert (found.considered, found.fitting) == (len(every), len(fitting))
+    best = min(asked.pricing.full(choice).estimate.seconds for choice in fitting)
+    seconds = [one.estimate.seconds for one in found.ranked]
+    assert seconds == sorted(seconds) and seconds[0] <= 1.01 * best
+    for one in found.ranked:
+        assert one.fullest <= asked.cluster.device.memory
+        assert one.estimate.low < one.estimate.seconds < one.estimate.high
+        assert sum(one.estimate.parts.values()) == pytest.approx(one.estimate.seconds)
+        assert 0 < one.mfu < one.hfu <= 1  # all is computed again
+        assert all(change.words for change in one.changes)
+        assert one.layout["layout.recompute"] == "full"
+
+
+def test_changes_are_of_one_thing_and_say_what_they_lack():
+    asked = question("gpt3-175b", "dgx-a100:16", global_batch_size=64)
+    (best,) = search.answer(asked, PlanConfig(top=1)).ranked
+    told = {change.words: change for change in best.changes}
+    assert any(not change.fits for change in told.values())
+    memory = asked.cluster.device.memory
+    assert all(change.fits == (change.held <= memory) for change in told.values())
+    names = {word for change in told for word in change.split() if not word.isdigit()}
+    assert names & {"tp", "pp"} and "dp" not in names
+
+
+def test_what_does_not_fit_is_told_with_what_does():
+    """By how much, on which layout; what is nearest with fewer parts given, or on more nodes."""
+    pins = Pins(tp=1, pp=1, zero=1)
+    pinned = question("llama-70b", "hgx-h100:8", pins, global_batch_size=64)
+    with pytest.raises(ValueError, match="GiB too many; the nearest that fits is ") as refusal:
+        search.answer(pinned, PlanConfig())
+    assert "none of " in str(refusal.value) and "\n" not in str(refusal.value)
+    small = question("llama-70b", "hgx-h100:1", global_batch_size=8)
+    with pytest.raises(ValueError, match="too many: use --cluster hgx-h100:2 or more"):
+        search.answer(small, PlanConfig())
+
+
+def test_a_million_layouts_are_no_more_work_than_their_kinds(monkeypatch):
+    """The rows of a block are made once for all layouts that give it the same sizes."""
+    asked = question("gpt-1t", "dgx-a100:384", Pins(tp=8))
+    made = []
+    block = asked.pricing.outline.block
+    monkeypatch.setattr(
+        type(asked.pricing.outline),
+        "block",
+        lambda self, *given: made.append(given) or block(*given),
+    )
+    found = search.look(asked)
+    assert found.considered > 10_000 and len(made) < 200
+
+
+REFUSED = {
+    "gpt-1tt --cluster dgx-a100": "did you mean gpt-1t",
+    "gpt-1t --cluster dgx-a10": "did you mean dgx-a100",
+    "gpt-1t": "missing --cluster",
+    "--cluster dgx-a100": "name a model first",
+    "gpt-1t --cluster dgx-a100:0": "has no nodes: use 1 or more",
+    "gpt-1t --cluster dgx-a100:561": "560 nodes, and 561 are asked for",
+    "gpt-1t --cluster dgx-a100:384 --layout.tp 3": "not divisible by tp (3)",
+    "gpt-1t --cluster dgx-a100:384 --layout.pp 5": "there are 3072",
+    "gpt-1t --cluster dgx-a100:384 --layout.tp 0": "layout.tp is 0: it must be at least 1",
+    "gpt-1t --cluster dgx-a100:384 --layout.tp 2 --layout.dp 4096": "but there are 3072",
+    "gpt-1t --cluster dgx-a100:384 --layout.ep 2": "this model has none",
+    "gpt-1t --cluster dgx-a100:384 --layout.recompute none --layout.recompute-layers 2": "full",
+    "gpt-1t --cluster dgx-a100:384 --train.sequence-length 4096": "over the model's max_position",
+    "gpt-1.7b --cluster dgx-a100:384 --train.global-batch-size 7": "is divisible by no dp",
+    "gpt-1t --cluster dgx-a100:384 --train.global-batch-size 0": "must be at least 1",
+    "gpt-1t --cluster dgx-a100 --train.microbatch-size 7": "train.microbatch-size",
+    "gpt-1t --cluster dgx-a100 --top 0": "top is 0: it must be at least 1",
+    "gpt-1t --cluster dgx-a100 --tokens -1": "tokens is -1",
+    "gpt-1t --cluster dgx-a100 --layout.schedule zero-bubble --train.compile": "exclude each other",
+    "gpt-1t --cluster dgx-2h --train.dtype bfloat16": "has no products in bf16",
+    "bert --cluster dgx-a100 --inference": "it generates none",
+    "llama-8b --cluster dgx-a100 --inference --layout.pp 2": "is of training",
+    "llama-8b --cluster dgx-a100 --inference --length 999999": "max_position_embeddings",
+    "pretrain --cluster dgx-a100": "has no model of its own",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_bad_input_is_one_line_and_exit_2(words):
+    told = dolmen("plan", *words.split())
+    assert told.code == 2 and not told.out
+    assert REFUSED[words] in told.err and told.err.count("\n") == 1, told.err
+
+
+def test_a_folder_is_refused_by_what_it_lacks(tmp_path):
+    told = dolmen("plan", tmp_path, "--cluster", "dgx-a100")
+    assert told.code == 2 and "has neither a config.json nor a config.yaml" in told.err
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    found = package.plan(str(tmp_path), "hgx-h100:2", train={"global_batch_size": 32}, top=1)
+    assert found.parameters == 6_738_415_616 and found.dtype == "bf16"
+
+
+def test_the_verb_and_the_function_say_the_same(tmp_path):
+    words = "gpt-7.5b --cluster dgx-a100:4 --layout.tp 4 --layout.sequence-parallel --top 2 --json"
+    said = json.loads(dolmen("plan", *words.split()).out)
+    found = package.plan(
+        "gpt-7.5b", "dgx-a100:4", layout={"tp": 4, "sequence_parallel": True}, top=2
+    )
+    assert [one["layout"] for one in said["ranked"]] == [one.layout for one in found.ranked]
+    assert [one["seconds"] for one in said["ranked"]] == [
+        one.estimate.seconds for one in found.ranked
+    ]
+    stages = said["ranked"][0]["stages"]
+    assert max(stage["total"] for stage in stages) == found.ranked[0].fullest
+    with pytest.raises(ValueError, match="^layout.tp is 0"):
+        package.plan("gpt-7.5b", "dgx-a100:4", layout={"tp": 0})
+    with pytest.raises(ValueError, match="^the model is 3: it must be a recipe"):
+        package.plan(3, "dgx-a100:4")  # type: ignore[arg-type]
+
+
+def test_a_page_is_written_beside_the_table(tmp_path):
+    told = dolmen("plan", *"gpt-1.7b --cluster dgx-a100:2 --report".split(), tmp_path / "page")
+    assert told.code == 0 and f"wrote {tmp_path / 'page/index.html'}" in told.out
+    assert "gpt-1.7b" in (tmp_path / "page/index.html").read_text()
+    (tmp_path / "file").write_text("")
+    words = ("--cluster", "dgx-a100:2", "--report", tmp_path / "file")
+    refused = dolmen("plan", "gpt-1.7b", *words)
+    assert refused.code == 2 and "--report" in refused.err
+
+
+def test_a_terminal_is_told_what_bounds_and_what_it_costs(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    words = (
+        "gpt-7.5b --cluster dgx-a100:4 --explain --top 3 --tokens 1e11 --rent 2 --node-price 2e5"
+    )
+    told = dolmen("plan", *words.split())
+    lines = told.out.splitlines()
+    table = lines[: next(i for i, line in enumerate(lines) if line.startswith("GiB:"))]
+    assert told.code == 0 and all(len(line) <= 100 for line in table)
+    assert "MFU: floating-point operations of the model" in told.out
+    assert "100 B tokens" in told.out and "rented: " in told.out and "owned: " in told.out
+    assert told.out.count("bound by ") == 3 and "more time" in told.out
+
+
+CLUSTER = """
+device: {device}
+gpus_per_node: 2
+nodes: 1
+inside: {{gb_s: 10, latency_us: 20, share: 0.8}}
+sources: {{}}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.spawn
+def test_a_plan_is_a_run_that_trains(material, tmp_path):
+    """On two processes, from the file of --as-recipe."""
+    cluster, run = tmp_path / "two.yaml", tmp_path / "run.yaml"
+    cluster.write_text(CLUSTER.format(device="h100"))
+    run.write_text(yaml.safe_dump(material.options(), sort_keys=False))
+    made = tmp_path / "made.yaml"
+    words = ("--layout.tp", 2, "--train.dtype", "float32", "--as-recipe", made)
+    told = dolmen("plan", run, "--cluster", cluster, *words)
+    assert told.code == 0 and f"wrote {made}: dolmen train {made}" in told.out
+    layout = yaml.safe_load(made.read_text())["layout"]
+    assert (layout["tp"], layout["dp"]) == (2, 1)
+    trained = dolmen("train", made, "--out", tmp_path / "out", "--nproc", 2, "--train.steps", 2)
+    assert trained.code == 0, trained.err
+    assert Path(tmp_path / "out/metrics.jsonl").read_text().count("loss") >= 2
+
+
+def test_inference_is_weights_and_cache():
+    """Of Llama 3.1 70B, in bytes by hand: 2 for each parameter; 80 layers of 8 heads of 128, twice,
+    for each token.
+    """
+    found = package.plan_inference("llama-70b", "hgx-h100:1", batch=4, length=8192)
+    rows = {row.tp: row for row in found.rows}
+    assert {*rows} == {1, 2, 4, 8}
+    assert rows[1].weights == 2 * 70_553_706_496 and not rows[1].fits
+    assert rows[1].cache == 4 * 8192 * 80 * 8 * 128 * 2 * 2 == 8 * rows[8].cache
+    assert rows[8].fits and rows[8].most_texts > 4
+    device = found.cluster.device
+    read = (rows[8].weights + rows[8].cache) / (device.bandwidth * device.streaming)
+    assert rows[8].seconds > read and rows[8].bound == "memory"
+    many = package.plan_inference("llama-70b", "hgx-h100:1", batch=4096, length=128, tp=8)
+    assert many.rows[0].bound == "compute"
+    told = dolmen("plan", "llama-70b", "--cluster", "hgx-h100:1", "--inference", "--batch", 4)
+    assert told.code == 0 and "ms a token" in told.out
