@@ -1,43 +1,84 @@
 """Lists by rules of preference, for any size: the rank that can begin something first does, and of
-what it could begin it takes what it prefers. Many preferences are tried, and the shortest kept.
+what it could begin it takes what it prefers. Preferences are drawn, and the best ones changed a
+little, again and again.
 """
 
 import random
 from dataclasses import dataclass, replace
-from itertools import product
 
 from dolmen.parallel.actions import Schedule
 from dolmen.planning.action_lists.problem import Partial, Problem
 
-WEIGHED = 3_000_000  # actions times works of a rank, over all trials: some ten seconds
-MOST = 300  # trials: of a thousand, the best is among them or little better
+WEIGHED = 4_000_000  # actions times works of a rank, over all trials: some ten seconds
+MOST = 300  # trials
+DRAWN = 0.3  # of them drawn anew; the others are changes of the best
 
 
 @dataclass(frozen=True)
 class Preference:
-    """How much later than another, in times of a chunk's forward, an action may begin and still be
-    taken first: `wait` of it. One that begins later by less is preferred.
+    """How much later than another, in times of a chunk's forward, each kind of action may begin and
+    still be taken first: that which begins the earliest, when its wait is added, is taken.
     """
 
-    forward: float
-    weight: float
-    """Of W, which nobody waits for: large, so that it fills what would be idle."""
-    deeper: float
-    """Of each chunk that is not the last: what is further on its way goes first."""
+    late: dict[tuple[str, int], float]
+    """(kind, chunk) -> wait. Of W, which nobody waits for, large: so it fills what would be idle.
+    """
     slots: int
     """Chunks that a rank holds: fewer than it may can be faster, as gradients come sooner."""
 
 
 def found(problem: Problem, enough: float) -> Schedule:
     """The shortest of many; looks no further when one is no longer than `enough`."""
-    per_trial = problem.actions * len(problem.by_rank[0])
-    first, *others = _preferences(problem)[: min(MOST, max(8, WEIGHED // per_trial))]
-    best = greedy(problem, first)
-    for preference in others:
+    trials = min(MOST, max(8, WEIGHED // (problem.actions * len(problem.by_rank[0]))))
+    chance = random.Random(0)
+    preferred = first(problem)
+    best = greedy(problem, preferred)
+    for trial in range(1, trials):
         if best.span <= enough * (1 + 1e-9):
             break
-        best = min(best, greedy(problem, preference), key=lambda partial: partial.span)
+        drawn = trial < DRAWN * trials
+        scale = 0.5 * (1 - trial / trials) + 0.02
+        asked = draw(problem, chance) if drawn else changed(problem, preferred, chance, scale)
+        made = greedy(problem, asked)
+        if made.span < best.span:
+            best, preferred = made, asked
     return schedule_of(problem, best)
+
+
+def first(problem: Problem) -> Preference:
+    """Gradients, then what is further on its way, then W."""
+    last = problem.chunks - 1
+    late = {(kind, c): 0.0 for kind in problem.kinds for c in range(problem.chunks)}
+    late |= {("F", c): 0.1 + 0.5 * (last - c) for c in range(problem.chunks)}
+    if problem.splits:
+        late |= {("W", c): 0.7 for c in range(problem.chunks)}
+    return Preference(late, most_slots(problem))
+
+
+def most_slots(problem: Problem) -> int:
+    """Chunks that a rank can ever hold."""
+    return min(problem.slots, problem.micros * problem.chunks)
+
+
+def draw(problem: Problem, chance: random.Random) -> Preference:
+    """Any."""
+    late = {}
+    for kind, chunk in first(problem).late:
+        deeper = chance.choice((0.0, 0.3, 1.0)) * (problem.chunks - 1 - chunk)
+        wait = {"F": chance.choice((-0.5, 0.0, 0.5)) + deeper, "W": chance.uniform(0, 1.5)}
+        late[kind, chunk] = wait.get(kind, 0.0)
+    most = most_slots(problem)
+    slots = most if chance.random() < 0.5 else chance.randint(problem.chunks, most)
+    return Preference(late, slots)
+
+
+def changed(
+    problem: Problem, preferred: Preference, chance: random.Random, scale: float
+) -> Preference:
+    """Near another: each wait, and seldom the slots, by about `scale`."""
+    late = {one: wait + chance.gauss(0, scale) for one, wait in preferred.late.items()}
+    slots = preferred.slots + chance.choice((0, 0, 0, -1, 1))
+    return Preference(late, max(problem.chunks, min(slots, most_slots(problem))))
 
 
 def schedule_of(problem: Problem, partial: Partial) -> Schedule:
@@ -51,37 +92,12 @@ def schedule_of(problem: Problem, partial: Partial) -> Schedule:
     )
 
 
-def _preferences(problem: Problem) -> list[Preference]:
-    """A grid in an order drawn once: the first few hundred of it are as good as any."""
-    ranks, most = problem.ranks, min(problem.slots, problem.micros * problem.chunks)
-    sizes = {most, *(s for s in range(problem.chunks, most + 1) if s % max(1, ranks // 2) == 0)}
-    grid = [
-        Preference(*values)
-        for values in product(
-            (-1.0, -0.5, -0.1, 0.0, 0.1, 0.5, 1.0),
-            (0.0, 0.5, 0.9, 1.0, 1.5, 2.0, 1000.0),
-            (-1.0, -0.3, 0.0, 0.3, 1.0) if problem.chunks > 1 else (0.0,),
-            sorted(sizes, reverse=True)[:8],
-        )
-    ]
-    random.Random(0).shuffle(grid)
-    return [Preference(0.1, 1000.0, 0.3, most), Preference(-0.1, 1.0, 0.0, most), *grid]
-
-
 def greedy(problem: Problem, preference: Preference) -> Partial:
     """The lists that one preference makes: every action is safe, so they come to their end."""
     tight = replace(problem, memory=preference.slots / problem.chunks)
     partial = Partial(tight)
     unit = sum(cost.forward for cost in problem.costs) / problem.stages
-    late = [
-        unit
-        * (
-            preference.forward * (work.kind == "F")
-            + preference.weight * (work.kind == "W")
-            + preference.deeper * (problem.chunks - 1 - work.chunk) * (work.kind == "F")
-        )
-        for work in problem.works
-    ]
+    late = [unit * preference.late[work.kind, work.chunk] for work in problem.works]
     choices = [_choice(partial, rank, late) for rank in range(problem.ranks)]
     while True:
         rank = min(range(problem.ranks), key=lambda r: choices[r][0])

@@ -46,7 +46,7 @@ class Problem:
     """Microbatches that a rank may hold activations of, in units of all its layers
     (`Simulation.peak`)."""
 
-    @property
+    @cached_property
     def slots(self) -> int:
         """The same in chunks, which are held whole."""
         return int(min(self.memory, self.micros) * self.chunks + 1e-9)
@@ -115,7 +115,8 @@ class Partial:
         self.count = [0] * len(problem.works)
         self.ends: list[list[float]] = [[] for _ in problem.works]
         self.clock = [0.0] * problem.ranks
-        self.held = [0] * problem.ranks  # chunks
+        self.held = [0] * problem.ranks  # chunks, ...
+        self.returning = [0] * problem.ranks  # ... and those of microbatches through the last one
         self.taken: list[tuple[int, float]] = []  # (work, clock of its rank before)
 
     @property
@@ -145,15 +146,11 @@ class Partial:
         it was safe: after a forward there is a place for each chunk that its microbatch has yet to
         go through on the rank, free or held by one that has been through the last and goes back.
         """
-        problem, work = self.problem, self.problem.works[index]
+        work = self.problem.works[index]
         if work.kind != "F":
             return True
-        free = problem.slots - self.held[work.rank] - 1
-        ends = [i for i in problem.by_rank[work.rank] if problem.works[i].kind in LAST]
-        last = max(problem.works[i].stage for i in ends)
-        through = self.count[problem.index(last, "F")]
-        returning = sum(through - self.count[i] for i in ends)
-        return free + returning >= problem.chunks - 1 - work.chunk
+        free = self.problem.slots - self.held[work.rank] - 1
+        return free + self.returning[work.rank] >= self.problem.chunks - 1 - work.chunk
 
     def take(self, index: int, start: float) -> None:
         work = self.problem.works[index]
@@ -172,7 +169,13 @@ class Partial:
         self._hold(work, -1)
 
     def _hold(self, work: Work, sign: int) -> None:
-        self.held[work.rank] += sign * ((work.kind == "F") - (work.kind in LAST))
+        last = self.problem.chunks - 1
+        if work.kind == "F":
+            self.held[work.rank] += sign
+            self.returning[work.rank] += sign * self.problem.chunks * (work.chunk == last)
+        elif work.kind in LAST:
+            self.held[work.rank] -= sign
+            self.returning[work.rank] -= sign
 
     def actions(self) -> tuple[tuple[Action, ...], ...]:
         """The list of each rank."""
