@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from dolmen import __version__
 from dolmen.core.words import counted
-from dolmen.files import write
+from dolmen.files import gate, write
 from dolmen.planning.figures import front, memory, network, ranking, timeline
 from dolmen.planning.figures.svg import Drawing, patterns, short
 from dolmen.planning.plan import Plan
@@ -97,7 +97,7 @@ def page(plan: Plan) -> str:
         f"{counted(plan.gpus, 'GPU')} of {cluster.name} ({cluster.device.name}), "
         f"{plan.global_batch_size:,} sequences of {plan.sequence_length:,} tokens a step"
     )
-    return Template(FRAME.read_text()).substitute(
+    return Template(gate.read_text(FRAME, gate.MIB)).substitute(
         title=escape(f"{plan.model} on {cluster.name}"),
         patterns=patterns(),
         under=escape(under),
