@@ -43,6 +43,8 @@ class ConvertConfig:
     """Megatron: ranks of the pipeline."""
     virtual_stages: int = 1
     """Megatron: chunks of layers per pipeline rank."""
+    ep: int = 1
+    """megatron-core: ranks of expert parallelism, each with its share of every layer's experts."""
     spec: Literal["te", "local"] | None = None
     """megatron-core: layers of Transformer Engine, or Megatron's own. Default: te."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
@@ -60,7 +62,7 @@ class ConvertConfig:
         refuse_empty("destination", self.destination)
         if self.processes is not None and self.processes < 1:
             raise ValueError(f"--processes is {self.processes}: it must be at least 1")
-        divided = [n for n in ("tp", "pp", "virtual_stages") if vars(self)[n] != 1]
+        divided = [n for n in ("tp", "pp", "virtual_stages", "ep") if vars(self)[n] != 1]
         if self.to in ("hf", "torch-dist") and divided:
             name = divided[0].replace("_", "-")
             raise ValueError(

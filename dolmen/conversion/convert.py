@@ -236,7 +236,7 @@ def _hf(source: Source, state: Moments | None, asked: ConvertConfig) -> Writing:
 
 def _megatron(source: Source, state: Moments | None, asked: ConvertConfig) -> Writing:
     hf_export.check_expressible(source.model, source.tree)
-    ranks = export.Ranks(asked.tp, asked.pp, asked.virtual_stages)
+    ranks = export.Ranks(asked.tp, asked.pp, asked.virtual_stages, asked.ep)
     dialect = names.LEGACY
     if asked.to == "megatron-core":
         dialect = names.LOCAL if asked.spec == "local" else names.TE

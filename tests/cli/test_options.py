@@ -164,7 +164,7 @@ OLD = """
 """.split()
 OTHERS = {
     "export": "help to dtype",
-    "convert": "help to tp pp virtual-stages spec dtype vocab-size processes",
+    "convert": "help to tp pp virtual-stages ep spec dtype vocab-size processes",
     "verify": "help against length device layout.tp",
     "diff": (
         f"help until length device json a.dtype {LAYOUT.replace('layout.', 'a.layout.')} "

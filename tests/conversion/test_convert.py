@@ -56,6 +56,8 @@ CASES = {
     "core, te, tied, virtual": ("tied", "megatron-core", TE, How(TE, 3.0, 2, [[1, 1], [1, 1]])),
     "core, experts": ("mixtral", "megatron-core", LOCAL, How(LOCAL, 3.0, 2, [[2, 2]])),
     "core, te, experts": ("mixtral", "megatron-core", TE, How(TE, 3.0, 2, [[2, 2]])),
+    "core, experts over ep": ("mixtral", "megatron-core", LOCAL, How(LOCAL, 3.0, 1, [[4]], ep=4)),
+    "core, te, over ep": ("mixtral", "megatron-core", TE, How(TE, 3.0, 2, [[2, 2]], ep=2)),
     "core, te, gpt2": ("gpt2", "megatron-core", TE, How(TE, 3.0, 1, [[4]])),
 }
 
@@ -84,7 +86,7 @@ def test_what_is_written_is_what_is_laid_by_hand(case, folders, tmp_path):
     name, format, names, how = CASES[case]
     where, models = folders
     spec = {"spec": "local"} if names is LOCAL else {}
-    ranks = dict(tp=how.tp, pp=how.pp, virtual_stages=len(how.stages))
+    ranks = dict(tp=how.tp, pp=how.pp, virtual_stages=len(how.stages), ep=how.ep)
     said = run(where / name, tmp_path / "out", format, **ranks, **spec)
     was = f"{where / name}, a transformers directory"
     assert said.startswith(f"read {was}\nwrote {tmp_path / 'out'}: ")
@@ -226,6 +228,9 @@ def test_one_tensor_is_in_memory_at_a_time(format, folders, tmp_path, monkeypatc
         ("llama", dict(to="megatron", pp=0), "--pp is 0: it must be at least 1"),
         ("llama", dict(to="megatron", virtual_stages=2), "set --pp to 2 or more"),
         ("llama", dict(to="hf", tp=2), "--tp is 2, but --to hf has no ranks"),
+        ("llama", dict(to="megatron-core", ep=2), "--ep is 2, but the model has no experts"),
+        ("mixtral", dict(to="megatron-core", ep=3), r"experts \(4\) is .* --ep 3: .* such as 2"),
+        ("mixtral", dict(to="torch-dist", ep=2), "--ep is 2, but --to torch-dist has no ranks"),
         ("llama", dict(to="hf", virtual_stages=2), "--virtual-stages is 2, but --to hf"),
         ("llama", dict(to="megatron", spec="te"), "--spec is te: only --to megatron-core"),
         ("llama", dict(to="hf", vocab_size=62), "--vocab-size is 62, but .* says 61"),

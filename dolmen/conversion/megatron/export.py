@@ -12,10 +12,11 @@ import argparse
 import re
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,6 +45,7 @@ class Ranks:
     tp: int = 1
     pp: int = 1
     virtual_stages: int = 1
+    ep: int = 1
 
     def __post_init__(self):
         for name, value in vars(self).items():
@@ -56,7 +58,7 @@ class Ranks:
 
     @property
     def sizes(self) -> Sizes:
-        return Sizes(self.tp, self.pp, 1)
+        return Sizes(self.tp, self.pp, self.ep)
 
     @property
     def stages(self) -> int:
@@ -72,19 +74,38 @@ class Ranks:
                         f"{cut.knob} ({cut.units}) is not divisible by --tp {self.tp}: choose a "
                         f"divisor, such as {divisor(cut.units, near=self.tp)}"
                     )
+        self._check_experts({block.mlp.experts for block in tree.blocks} - {0})
         if tree.layers % self.stages:
             raise ValueError(
                 f"num_hidden_layers ({tree.layers}) is not divisible by --pp {self.pp} x "
                 f"--virtual-stages {self.virtual_stages}: choose divisors"
             )
 
+    def _check_experts(self, numbers: set[int]) -> None:
+        """That it divides each of the numbers that layers have."""
+        if self.ep > 1 and not numbers:
+            raise ValueError(f"--ep is {self.ep}, but the model has no experts: leave it out")
+        for number in numbers:
+            if number % self.ep:
+                raise ValueError(
+                    f"the number of experts ({number}) is not divisible by --ep {self.ep}: choose "
+                    f"a divisor, such as {divisor(number, near=self.ep)}"
+                )
+
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor goes: a stage, and its name in the files there, or those of its experts."""
+    """Where a tensor goes: a stage, and its name in the files there; of one of experts the rank of
+    ep, which has some of them, and their names.
+    """
 
     pp: int
     names: tuple[str, ...]
+    ep: int | None = None
+    """None: every rank of ep has it."""
+
+    def lies_on(self, pp: int, ep: int) -> bool:
+        return self.pp == pp and self.ep in (None, ep)
 
 
 @dataclass(frozen=True)
@@ -127,18 +148,21 @@ class Plan:
         return shares.share(entry, self.tree.leaves[entry.ours[0]])
 
     def places(self, name: str) -> list[Place]:
-        """Of a tensor by its canonical name: of a tied embedding two, where there are stages."""
+        """Of a tensor by its canonical name: of a tied embedding two, where there are stages, and
+        of experts one on each rank of ep, in order.
+        """
         parsed = names.canonical(name)
         assert parsed is not None
         last, spelled = self.ranks.stages - 1, self.dialect.spelled
         if parsed.layer is not None:
             per = self.tree.layers // self.ranks.stages
             stage, layer = divmod(parsed.layer, per)
-            block, experts = self.tree.blocks[parsed.layer], (None,)
-            if parsed.rest.startswith("mlp.experts."):
-                experts = range(block.mlp.experts)
-            own = [spelled(parsed.rest, layer, block, expert) for expert in experts]
-            return [self._place(stage, own)]
+            block = self.tree.blocks[parsed.layer]
+            if not _of_experts(name):
+                return [self._place(stage, [spelled(parsed.rest, layer, block)])]
+            each = range(block.mlp.experts // self.ranks.ep)
+            own = [spelled(parsed.rest, layer, block, expert) for expert in each]
+            return [replace(self._place(stage, own), ep=ep) for ep in range(self.ranks.ep)]
         if name == names.EMBEDDING and self.tree.head.tied and self.ranks.pp > 1:
             return [self._place(0, [spelled(name)]), self._place(last, [self.dialect.tied])]
         first = name.startswith("embedding.")
@@ -152,38 +176,39 @@ class Plan:
     def _key(self, chunk: int) -> str:
         return "model" if self.ranks.virtual_stages == 1 else f"model{chunk}"
 
-    def specs(self, pp: int, dtype: torch.dtype) -> dict[str, Spec]:
-        """Of what each rank of a stage holds, by its full name in the file."""
+    def specs(self, pp: int, ep: int, dtype: torch.dtype) -> dict[str, Spec]:
+        """Of what each rank of tp holds there, by its full name in the file."""
         found, wide = {}, torch.promote_types(dtype, torch.float32)
         for name, entry in self.entries.items():
             share, precise = self.share(entry), self.tree.leaves[entry.ours[0]].precise
             whole = (self.rows, *entry.shape[1:]) if share.padded else entry.shape
             shape = share.shape(whole, self.ranks.tp)
             for place in self.places(name):
-                if place.pp == pp:
+                if place.lies_on(pp, ep):
                     one = shape[1:] if _of_experts(name) else shape
                     found |= {own: Spec(one, wide if precise else dtype) for own in place.names}
         return found
 
-    def states(self, pp: int) -> Iterator[str]:
-        """Full names of the empty `_extra_state`s of a stage, beside what products hold."""
+    def states(self, pp: int, ep: int) -> Iterator[str]:
+        """Full names of the empty `_extra_state`s there, beside what products hold."""
         if not self.dialect.stateful:
             return
-        for name in self.specs(pp, torch.float32):
+        for name in self.specs(pp, ep, torch.float32):
             if product := re.fullmatch(r"(.*\.linear_\w+\.)weight\d*", name):
                 yield f"{product[1]}_extra_state"
         if pp == self.ranks.pp - 1:
             yield f"{self._key(self.ranks.virtual_stages - 1)}.output_layer._extra_state"
 
-    def values(self, pp: int, dtype: torch.dtype, iteration: int) -> dict[str, Any]:
-        """What the file of a rank of this stage holds, with a Spec for each tensor."""
+    def values(self, pp: int, ep: int, dtype: torch.dtype, iteration: int) -> dict[str, Any]:
+        """What the file of a rank there holds, with a Spec for each tensor."""
         values: dict[str, Any] = {
             "args": argparse.Namespace(**self.args(dtype, iteration)),
             "checkpoint_version": VERSION,
             "iteration": iteration,
             **{self._key(chunk): {} for chunk in range(self.ranks.virtual_stages)},
         }
-        held: dict[str, Any] = {**self.specs(pp, dtype), **dict.fromkeys(self.states(pp))}
+        states = dict.fromkeys(self.states(pp, ep))
+        held: dict[str, Any] = {**self.specs(pp, ep, dtype), **states}
         for full, spec in held.items():
             way = self._way(full)
             here = values
@@ -217,11 +242,11 @@ class Plan:
             "pipeline_model_parallel_size": ranks.pp,
             "virtual_pipeline_model_parallel_size": virtual,
             "num_layers_per_virtual_pipeline_stage": per if virtual else None,
-            "expert_model_parallel_size": 1,
+            "expert_model_parallel_size": ranks.ep,
             "expert_tensor_parallel_size": ranks.tp,
             "context_parallel_size": 1,
-            "world_size": ranks.tp * ranks.pp,
-            "data_parallel_size": 1,
+            "world_size": ranks.tp * ranks.pp * ranks.ep,
+            "data_parallel_size": ranks.ep,
             "use_mcore_models": not self.dialect.legacy,
             "transformer_impl": "transformer_engine" if te else "local",
             "params_dtype": dtype,
@@ -240,6 +265,14 @@ def _of_experts(name: str) -> bool:
     return ".mlp.experts." in name
 
 
+class Rank(NamedTuple):
+    """One that has a file."""
+
+    tp: int
+    pp: int
+    ep: int
+
+
 @dataclass(frozen=True)
 class Writing:
     """The checkpoint of the parameters that `read(our name)` gives, by several hands: a unit is the
@@ -252,42 +285,48 @@ class Writing:
     iteration: int | None
 
     @cached_property
-    def units(self) -> list[tuple[int, int]]:
-        """(pp, tp): who writes all files of a stage reads its tensors once."""
+    def units(self) -> list[Rank]:
+        """Who writes all files of a stage reads its tensors once."""
         ranks = self.plan.ranks
-        return [(pp, tp) for pp in range(ranks.pp) for tp in range(ranks.tp)]
+        sizes = (range(ranks.pp), range(ranks.ep), range(ranks.tp))
+        return [Rank(tp, pp, ep) for pp, ep, tp in product(*sizes)]
 
     @cached_property
-    def _specs(self) -> list[dict[str, Spec]]:
-        return [self.plan.specs(pp, self.dtype) for pp in range(self.plan.ranks.pp)]
+    def _specs(self) -> dict[tuple[int, int], dict[str, Spec]]:
+        """By (pp, ep)."""
+        each = {(rank.pp, rank.ep) for rank in self.units}
+        return {at: self.plan.specs(*at, self.dtype) for at in each}
 
     @property
     def sizes(self) -> list[int]:
-        return [sum(spec.nbytes for spec in self._specs[pp].values()) for pp, _ in self.units]
+        held = [self._specs[rank.pp, rank.ep] for rank in self.units]
+        return [sum(spec.nbytes for spec in one.values()) for one in held]
 
     @property
     def count(self) -> int:
-        return sum(len(self._specs[pp]) for pp, _ in self.units)
+        return sum(len(self._specs[rank.pp, rank.ep]) for rank in self.units)
+
+    def _folder(self, folder: Path, rank: Rank) -> Path:
+        return folder / self._name / self.plan.ranks.sizes.name(*rank)
 
     @property
     def _name(self) -> str:
         return folders.names(self.iteration)[0]
 
     def begin(self, folder: Path) -> None:
-        for pp, tp in self.units:
-            (folder / self._name / self.plan.ranks.sizes.name(tp, pp, 0)).mkdir(parents=True)
+        for rank in self.units:
+            self._folder(folder, rank).mkdir(parents=True)
 
     def write(self, folder: Path, units: range) -> Generator[int, None, None]:
         """Its files are open at once, and a tensor is read for all of them."""
         plan = self.plan
         with ExitStack() as stack:
             files = {}
-            for pp, tp in (self.units[unit] for unit in units):
-                rank = folder / self._name / plan.ranks.sizes.name(tp, pp, 0)
-                values = plan.values(pp, self.dtype, self.iteration or 0)
-                files[tp, pp] = Writer(rank / folders.WEIGHTS[0], values)
-                stack.callback(files[tp, pp].archive.close)
-            stages = {pp for _, pp in files}
+            for rank in (self.units[unit] for unit in units):
+                values = plan.values(rank.pp, rank.ep, self.dtype, self.iteration or 0)
+                files[rank] = Writer(self._folder(folder, rank) / folders.WEIGHTS[0], values)
+                stack.callback(files[rank].archive.close)
+            stages = {rank.pp for rank in files}
             for canonical, entry in plan.entries.items():
                 if not stages & {place.pp for place in plan.places(canonical)}:
                     continue
@@ -310,19 +349,19 @@ class Writing:
 
 
 def _write_one(
-    plan: Plan, files: Mapping[tuple[int, int], Writer], name: str, entry: Entry, whole: Tensor
+    plan: Plan, files: Mapping[Rank, Writer], name: str, entry: Entry, whole: Tensor
 ) -> int:
-    """Into those of the files, by (tp, pp), that have a part of it; how many tensors that is."""
+    """Into those of the files that have a part of it; how many tensors that is."""
     share, places, written = plan.share(entry), plan.places(name), 0
     if share.padded:
         whole = shares.pad(whole, plan.rows)
-    for tp in sorted({tp for tp, _ in files}):
+    for tp in sorted({rank.tp for rank in files}):
         held = share.cut(whole, tp, plan.ranks.tp)
-        for place in places:
-            if (tp, place.pp) not in files:
+        for place, (rank, file) in product(places, files.items()):
+            if rank.tp != tp or not place.lies_on(rank.pp, rank.ep):
                 continue
-            parts = list(held) if _of_experts(name) else [held]
+            parts = [held] if place.ep is None else held.chunk(plan.ranks.ep)[place.ep]
             for own, part in zip(place.names, parts, strict=True):
-                files[tp, place.pp].write(own, part)
+                file.write(own, part)
             written += len(parts)
     return written
