@@ -49,6 +49,8 @@ def build(
         hardware=hardware,
     )
     model.to_empty(device=mesh.device)
+    for delayed in model.delayed().values():
+        delayed.on(mesh.device)
     return model
 
 
@@ -98,7 +100,8 @@ def chosen(tree: Tree, mesh: Mesh, compute: torch.dtype, hardware: Hardware) -> 
     experts = {leaf for leaf in tree.leaves.values() if leaf.stacked}
     widths = {width for leaf in experts for width in leaf.held({"tp": mesh.tp.size})[1:]}
     longest = max(size for b in tree.blocks for size in b.mixer.head_sizes)
-    return choose(hardware, compute, longest, sorted(widths), components.attends(tree))
+    attends = components.attends(tree)
+    return choose(hardware, compute, longest, sorted(widths), attends, tree.fp8)
 
 
 def initialize(model: Decoder, seed: int, loaded: Collection[str] = ()) -> None:

@@ -42,13 +42,14 @@ from dolmen.model.layers import (
 from dolmen.model.positions import tables
 from dolmen.model.split import Split, whole
 from dolmen.model.training import Training
-from dolmen.model.tree import Leaf, Table, Tree, check_cuts, under
+from dolmen.model.tree import Leaf, Table, Tree, check_cuts, check_rounding, under
 from dolmen.model.tree.positions import Relative
 from dolmen.ops import dropout
 from dolmen.ops.attention import Documents
 from dolmen.ops.positions import PositionIds
 from dolmen.parallel import tensor
 from dolmen.parallel.data import Unit
+from dolmen.parallel.product import Delayed
 
 
 class Decoder(nn.Module):
@@ -69,6 +70,7 @@ class Decoder(nn.Module):
         tp, leaves = split.tp, tree.leaves
         self.sizes = {"tp": tp.axis.size, "ep": split.ep.size}
         check_cuts(leaves, self.sizes)
+        check_rounding(leaves, self.sizes)
         self.tree, self.split, self.tp = tree, split, tp
         self.dropout, self.router = training.dropout, training.router
         embeds = split.first or split.last and tree.head.tied
@@ -124,6 +126,24 @@ class Decoder(nn.Module):
     def held(self) -> dict[str, Leaf]:
         """What is known of each parameter that this rank holds a part of, by its name."""
         return {name: self.tree.leaves[name] for name, _ in self.named_parameters()}
+
+    def delayed(self) -> dict[str, Delayed]:
+        """What delayed scaling knows of each weight of this rank's layers, by its name."""
+        return {
+            f"{name}.weight": module.rounding.delayed
+            for name, module in self.named_modules()
+            if isinstance(module, Parameters)
+            and module.rounding is not None
+            and module.rounding.delayed is not None
+        }
+
+    def scaling(self) -> dict[str, Tensor]:
+        """What delayed scaling keeps, `amax_history/NAME` and `fp8_scale/NAME` of each weight."""
+        return {
+            f"{kind}/{name}": tensor
+            for name, state in self.delayed().items()
+            for kind, tensor in state.tensors.items()
+        }
 
     def plan(self) -> dict[str, Places]:
         """Parameter name -> placement on tp, of experts on (ep, tp): what the sharder carries out

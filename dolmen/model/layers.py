@@ -17,6 +17,7 @@ from dolmen.model.tree import Leaf, Leaves
 from dolmen.ops.kernels import Kernels
 from dolmen.ops.norm import rms_norm
 from dolmen.parallel import tensor, vocabulary
+from dolmen.parallel.product import Delayed, Rounding
 from dolmen.parallel.tensor import Adapter, Linear, TensorParallel
 
 
@@ -39,6 +40,20 @@ def is_partial(leaf: Leaf, tp: TensorParallel) -> bool:
     ]
 
 
+def rounding(leaf: Leaf) -> Rounding | None:
+    """How the products of a weight are rounded, with the state that this needs, not yet anywhere;
+    None where they are not.
+    """
+    if leaf.fp8 is None:
+        return None
+    outputs = len(leaf.shape) - 2
+    dims = [cut.dim for cut in leaf.cuts if cut.axis == "tp"]
+    cut = None if not dims else "outputs" if dims[0] == outputs else "inputs"
+    experts = leaf.shape[0] if leaf.stacked else None
+    delayed = Delayed(leaf.fp8, experts) if leaf.fp8.delayed else None
+    return Rounding(leaf.fp8, cut, leaf.stacked, delayed)
+
+
 class Parameters(nn.Module):
     """Owns what `leaves` names: a weight, a bias where there is one, and the two matrices of an
     adapter where there is one (dolmen/model/tree/adapter.py).
@@ -53,6 +68,7 @@ class Parameters(nn.Module):
         super().__init__()
         self.bias = self.lora_A = self.lora_B = None
         self.lora_scale = leaves["lora_B"].scale if "lora_B" in leaves else 1.0
+        self.rounding = rounding(leaves["weight"]) if "weight" in leaves else None
         for name, leaf in leaves.items():
             setattr(self, name, nn.Parameter(torch.empty(leaf.shape), requires_grad=leaf.trained))
 
@@ -62,7 +78,7 @@ class Parameters(nn.Module):
         adapter = None
         if self.lora_A is not None and self.lora_B is not None:
             adapter = Adapter(local(self.lora_A), mine(self.lora_B), self.lora_scale)
-        return Linear(mine(self.weight), bias, adapter)
+        return Linear(mine(self.weight), bias, adapter, self.rounding)
 
 
 class Column(Parameters):

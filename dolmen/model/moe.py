@@ -18,6 +18,7 @@ single sequences, whose counts are summed over cp.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -33,6 +34,7 @@ from dolmen.model.component import Component, Setting
 from dolmen.model.given import Balance, Given
 from dolmen.model.layers import Parameters
 from dolmen.model.mlp import MLP
+from dolmen.model.split import Split
 from dolmen.model.tree import Leaves, under
 from dolmen.model.tree.mlp import Activation
 from dolmen.ops import moe
@@ -80,10 +82,13 @@ class Experts(nn.Module):
     matrix of every expert, [E, out, in], and each bias one vector of every.
     """
 
-    def __init__(self, experts: tree.Experts, leaves: Leaves, first: bool):
-        """`first`: of tp, where the bias of `down` joins the sum."""
+    def __init__(self, experts: tree.Experts, leaves: Leaves, split: Split):
         super().__init__()
-        self.gated, self.share = _gated(experts.activation), float(first)
+        self.gated = _gated(experts.activation)
+        self.share = float(split.tp.axis.rank == 0)  # of tp, where the bias of `down` joins the sum
+        # each has rows of all tokens of its ep, and so of no one's tokens in particular
+        first = experts.number // split.ep.size * split.ep.rank
+        self.tp = replace(split.tp, tokens=(split.edp,), first_expert=first)
         self.gate = Parameters(under(leaves, "gate"))
         self.up = Parameters(under(leaves, "up"))
         self.down = Parameters(under(leaves, "down"))
@@ -92,11 +97,24 @@ class Experts(nn.Module):
     def forward(
         self, rows: Float[Tensor, "m hidden"], groups: moe.Groups
     ) -> Float[Tensor, "m hidden"]:
-        gate, up = (_grouped(rows, one.linear(), groups) for one in (self.gate, self.up))
+        gate, up = (self._grouped(rows, one.linear(), groups) for one in (self.gate, self.up))
         down = self.down.linear()
         if down.bias is not None:  # every rank of tp adds it, all but one nothing
             down = down._replace(bias=down.bias * self.share)
-        return _grouped(self.gated(gate, up), down, groups)
+        return self._grouped(self.gated(gate, up), down, groups)
+
+    def _grouped(self, rows: Tensor, linear: Linear, groups: moe.Groups) -> Tensor:
+        """Products with the weight of each row's expert, with its adapter, and its bias."""
+        product, adapter = self.tp.product(linear.rounding), linear.adapter
+        if product is None:
+            y = moe.grouped_linear(rows, linear.weight, groups)
+        else:
+            assert not isinstance(groups, Tensor), "kernels.choose has chosen a loop"
+            y = expert.rounded_linear(rows, linear.weight, groups, product)
+        if adapter is not None:
+            h = moe.grouped_linear(rows, adapter.down, groups)
+            y = y.add_(moe.grouped_linear(h * adapter.scale, adapter.up, groups))
+        return y if linear.bias is None else moe.grouped_bias(y, linear.bias, groups)
 
 
 def _gated(activation: Activation | tree.Clamped) -> Callable[[Tensor, Tensor], Tensor]:
@@ -107,15 +125,6 @@ def _gated(activation: Activation | tree.Clamped) -> Callable[[Tensor, Tensor], 
         case _:
             act = ACTIVATIONS[activation]
             return lambda gate, up: act(gate) * up
-
-
-def _grouped(rows: Tensor, linear: Linear, groups: moe.Groups) -> Tensor:
-    """Products with the weight of each row's expert, with its adapter, and its bias."""
-    y, adapter = moe.grouped_linear(rows, linear.weight, groups), linear.adapter
-    if adapter is not None:
-        h = moe.grouped_linear(rows, adapter.down, groups)
-        y = y.add_(moe.grouped_linear(h * adapter.scale, adapter.up, groups))
-    return y if linear.bias is None else moe.grouped_bias(y, linear.bias, groups)
 
 
 class MoE(Component):
@@ -135,7 +144,7 @@ class MoE(Component):
         self.z = training.z_loss_coef
         self.kernel = split.kernels.grouped == "grouped_mm"
         self.router = Router(experts, under(leaves, "router"))
-        self.experts = Experts(experts, under(leaves, "experts"), self.tp.axis.rank == 0)
+        self.experts = Experts(experts, under(leaves, "experts"), split)
         shared = experts.shared
         self.shared = None if shared is None else MLP(shared, under(leaves, "shared"), setting)
         self.shared_gate = Parameters(under(leaves, "shared_gate")) if experts.shared_gate else None

@@ -41,6 +41,7 @@ class Split:
     tp: TensorParallel
     cp: ContextParallel
     ep: Axis
+    edp: Axis
     parts: tuple[Part, ...]
     """The stages of this rank, one a chunk of its schedule."""
     recompute: Recompute = field(default_factory=Recompute)
@@ -90,10 +91,16 @@ def split(
     later = Deferred() if schedule is not None and schedule.splits_backward else None
     return Split(
         TensorParallel(
-            mesh.tp, layout.sequence_parallel and mesh.tp.size > 1, later, kernels.turned
+            mesh.tp,
+            layout.sequence_parallel and mesh.tp.size > 1,
+            later,
+            kernels.turned,
+            (mesh.fsdp,),
+            kernels.fp8,
         ),
         ContextParallel(mesh.cp, layout.context, kernels.attention),
         mesh.ep,
+        mesh.edp,
         parts,
         Recompute(layout.recompute, recomputed),
         kernels,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from dolmen.model.tree import Adapter, Run, Tree
+from dolmen.ops.recipe import Fp8
 
 
 @dataclass(frozen=True)
@@ -45,17 +46,21 @@ class Training:
     router: RouterTraining = RouterTraining()
     adapter: Adapter | None = None
     """What is trained; None: every parameter."""
+    fp8: Fp8 | None = None
+    """How products of matrices are rounded; None: they are not."""
 
     def __post_init__(self):
         if not 0 <= self.dropout < 1:
             raise ValueError(f"train.dropout is {self.dropout}: it must lie in [0, 1)")
 
     def applied(self, tree: Tree) -> Tree:
-        """The model that is trained: with its adapters, and where a bias balances, every router has
-        one.
+        """The model that is trained: with its adapters, rounded products, and where a bias
+        balances, every router has one.
         """
         if self.adapter is not None:
             tree = replace(tree, adapter=self.adapter)
+        if self.fp8 is not None:
+            tree = replace(tree, fp8=self.fp8)
         if self.router.balance != "bias":
             return tree
         runs = tuple(

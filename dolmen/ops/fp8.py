@@ -68,10 +68,14 @@ def rounded(x: Float[Tensor, "*shape"], format: Format) -> Shaped[Tensor, "*shap
 
 
 def amax(x: Float[Tensor, "*shape"], granularity: Granularity, axis: int) -> Float[Tensor, "..."]:
-    """The largest |x| of each scale, fp32, as `quantise` shapes scales; 0 of nothing. Where x is a
-    part, the largest over the parts is that of the whole.
+    """The largest |x| of each scale, fp32, as `quantise` shapes scales; 0 of nothing, infinite
+    where one is NaN (of which backends that compare numbers of ranks make what they like). Where x
+    is a part, the largest over the parts is that of the whole.
     """
-    x = x.detach()
+    return _largest(x.detach(), granularity, axis).nan_to_num(torch.inf, torch.inf)
+
+
+def _largest(x: Tensor, granularity: Granularity, axis: int) -> Tensor:
     if granularity == "tensor":
         return x.abs().amax().float() if x.numel() else torch.zeros((), device=x.device)
     sizes = _block(x, granularity, axis)

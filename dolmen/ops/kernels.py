@@ -11,6 +11,7 @@ import torch
 
 from dolmen.core.torch_private.compute import multiplies_tiles
 from dolmen.ops.attention import Attend
+from dolmen.ops.recipe import Fp8
 
 HALF = (torch.float16, torch.bfloat16)
 NORMS = {"passes": "in passes", "fused": "by one kernel"}  # in words
@@ -89,6 +90,11 @@ class Kernels:
     4,096 x 512 x 1,536 in bf16, 33 ms, turned 24).
     """
 
+    fp8: Literal["rounded", "scaled_mm"] = "rounded"
+    """Products of eight bits. rounded: of what the payloads stand for, in fp32, anywhere.
+    scaled_mm: torch's scaled products, of the payloads themselves.
+    """
+
     def __str__(self) -> str:
         """For a person: `attention by flash, experts by grouped_mm, ...`."""
         lacking = f" (flash has no {self.without})" if self.without else ""
@@ -105,11 +111,13 @@ def choose(
     head_dim: int,
     widths: Iterable[int] = (),
     attends: Iterable[Attend] = (),
+    fp8: Fp8 | None = None,
 ) -> Kernels:
     """The kernels of a model that computes in `dtype`. `head_dim`: the longest head, be it of
     queries or of values. `widths`: rows and columns of the matrices of its experts as one rank
     holds them; none without experts. `attends`: what the attention of its layers is; none where
-    it is causal and scores are products times a number.
+    it is causal and scores are products times a number. `fp8`: how products are rounded; experts'
+    go one by one then.
     """
     if hardware.kind == "cpu":
         return Kernels(turned=hardware.tiles and dtype == torch.bfloat16)
@@ -119,10 +127,13 @@ def choose(
     return Kernels(
         attention="flash" if flash and not without else "blocks",
         without=without,
-        grouped="grouped_mm" if widths and _grouped_mm(hardware, dtype, widths) else "loop",
+        grouped="grouped_mm"
+        if widths and not fp8 and _grouped_mm(hardware, dtype, widths)
+        else "loop",
         logits_at_once=1 << 28,
         squares="whole",
         norm="fused",
+        fp8="scaled_mm" if fp8 and _scaled_mm(hardware, dtype, fp8) else "rounded",
     )
 
 
@@ -147,6 +158,14 @@ def _beyond_flash(attends: tuple[Attend, ...]) -> list[str]:
         "prefix mask": any(attend.mask == "prefix" for attend in attends),
     }
     return [words for words, is_asked in asked.items() if is_asked]
+
+
+def _scaled_mm(hardware: Hardware, dtype: torch.dtype, fp8: Fp8) -> bool:
+    """F.scaled_mm as ops are called here: one scale for each tensor from Ada on, one for each row
+    on Hopper, whose result is bfloat16.
+    """
+    least = {"tensor": (8, 9), "row": (9, 0)}.get(fp8.granularity("input"))
+    return least is not None and hardware.capability >= least and dtype == torch.bfloat16
 
 
 def _grouped_mm(hardware: Hardware, dtype: torch.dtype, widths: tuple[int, ...]) -> bool:

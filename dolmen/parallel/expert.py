@@ -12,6 +12,7 @@ The ranks of ep are neighbours of dp x cp with one rank of tp: each sends the ro
 tokens, entered whole on tp.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,8 +20,10 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from dolmen.core import collectives, host
+from dolmen.core.function import Context, Function
 from dolmen.core.mesh import Axis
 from dolmen.ops import moe
+from dolmen.parallel.product import Fp8Product
 
 
 class Trip(NamedTuple):
@@ -88,3 +91,45 @@ def combine(rows: Float[Tensor, "m H"], trip: Trip, axis: Axis) -> Float[Tensor,
         return rows
     order, back = trip.sorting
     return collectives.exchange(moe.permute(rows, back, order), trip.receive, trip.send, axis)
+
+
+class _Rounded(Function):
+    """`rounded_linear`, a product for each expert, those without rows among them, as scales are
+    those of all ranks.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Context[tuple[Sequence[int], Fp8Product]],
+        x: Tensor,
+        weight: Tensor,
+        counts: Sequence[int],
+        product: Fp8Product,
+    ) -> Tensor:
+        ctx.kept = counts, product
+        wants_dx, wants_dw, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(x if wants_dw else None, weight if wants_dx else None)
+        return torch.cat(product.output(x.split(list(counts)), weight.unbind()))
+
+    @staticmethod
+    def backward(
+        ctx: Context[tuple[Sequence[int], Fp8Product]], g: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, None, None]:
+        (x, weight), (counts, product) = ctx.saved_tensors, ctx.kept
+        wants_dx, wants_dw, *_ = ctx.needs_input_grad
+        grads, dx, dw = g.split(list(counts)), None, None
+        if wants_dx:
+            dx = torch.cat(product.input_gradient(grads, weight.unbind()))
+        if wants_dw:
+            dw = torch.stack(product.weight_gradient(grads, x.split(list(counts))))
+        return dx, dw, None, None
+
+
+def rounded_linear(
+    x: Float[Tensor, "m in"],
+    weight: Float[Tensor, "groups out in"],
+    counts: Sequence[int],
+    product: Fp8Product,
+) -> Float[Tensor, "m out"]:
+    """moe.grouped_linear with factors that are rounded: `counts` rows of each expert."""
+    return _Rounded.apply(x, weight, counts, product)

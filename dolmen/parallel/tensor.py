@@ -16,7 +16,8 @@ only the sharded input is kept, and gathered once more in backward, while the in
 computed. Where a pipeline schedule splits the backward, the weight gradients are not computed there
 at all, but left in `later` for the executor of the schedule (2401.10241).
 
-What a product multiplies by is a `Linear`. An adapter (2106.09685) is two more products, and sends
+What a product multiplies by is a `Linear`. Its factors may be rounded to eight bits (product.py),
+which changes none of the above. An adapter (2106.09685) is two more products, and sends
 nothing: A shares the input of the weight beside it, and B x is added before anything leaves.
 
     columns    h = x A^T, A whole: alike on every rank, its gradient and A's are P@tp
@@ -29,7 +30,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +41,7 @@ from dolmen.core import collectives, transfers
 from dolmen.core.function import Context, Function
 from dolmen.core.mesh import Axis
 from dolmen.core.torch_private import compute
+from dolmen.parallel.product import Axes, Fp8Product, Rounding
 
 
 class Deferred:
@@ -83,6 +85,8 @@ class Linear(NamedTuple):
     weight: Float[Tensor, "*experts out in"]
     bias: Float[Tensor, " out"] | None = None
     adapter: Adapter | None = None
+    rounding: Rounding | None = None
+    """How its factors are rounded; None: they are not."""
 
     @property
     def merged(self) -> Float[Tensor, "*experts out in"]:
@@ -102,6 +106,12 @@ class TensorParallel:
     """Where backward leaves the weight gradients. None: it computes them."""
     turned: bool = False
     """How a weight gradient is multiplied: ops/kernels.py says."""
+    tokens: tuple[Axis, ...] = ()
+    """Axes beside tp over which the tokens of a microbatch lie."""
+    fp8: Literal["rounded", "scaled_mm"] = "rounded"
+    """How products of eight bits are made: ops/kernels.py says."""
+    first_expert: int = 0
+    """Of the experts here, the number of the first."""
 
     @property
     def gathers(self) -> bool:
@@ -121,6 +131,20 @@ class TensorParallel:
         v).
         """
         return self.axis.size > 1
+
+    def product(self, rounding: Rounding | None) -> Fp8Product | None:
+        """What multiplies by a weight whose factors are rounded: they are while it is trained."""
+        if rounding is None or not torch.is_grad_enabled():
+            return None
+        tokens, mine = self.tokens, (self.axis,)
+        match rounding.cut:
+            case "inputs":
+                axes = Axes(tokens, inputs=mine)
+            case "outputs":
+                axes = Axes(tokens, outputs=mine)
+            case _:
+                axes = Axes((*tokens, *mine) if self.gathers else tokens)
+        return rounding.on(axes, self.fp8, self.first_expert)
 
     def enter(self, x: Float[Tensor, "here hidden"]) -> Float[Tensor, "tokens hidden"]:
         """I -> R, or S(0) -> R under sequence parallelism, where `columns` is not what is
@@ -178,8 +202,8 @@ class _Call(NamedTuple):
     """The weights as autograd knows them, where their gradients are for later and what is
     multiplied is detached; else ().
     """
-    products: int
-    """Their number: of weights, and of biases."""
+    products: tuple[Fp8Product | None, ...]
+    """Of each weight, and so of each bias, what multiplies by it; None: it is not rounded."""
 
     @property
     def gather(self) -> Axis | None:
@@ -203,11 +227,12 @@ class _Linear(Function):
         ctx: Context[_Call], x: Tensor, call: _Call, *weights_and_biases: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.kept = call
-        weights, biases = weights_and_biases[: call.products], weights_and_biases[call.products :]
+        number = len(call.products)
+        weights, biases = weights_and_biases[:number], weights_and_biases[number:]
         wants_dx, wants_dw, _ = _wanted(ctx)
         keeps_x = call.deferred or any(wants_dw)
         ctx.save_for_backward(x if keeps_x else None, *(weights if wants_dx else ()))
-        return _products(_gathered(x, call.gather), weights, biases)
+        return _products(_gathered(x, call.gather), weights, biases, call)
 
     @staticmethod
     def backward(ctx: Context[_Call], *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -218,24 +243,26 @@ class _Linear(Function):
         tp, axis = call.tp, call.gather
         wants_dx, wants_dw, wants_db = _wanted(ctx)
         dx: Tensor | None = None
-        dw: list[Tensor | None] = [None] * call.products
+        dw: list[Tensor | None] = [None] * len(call.products)
         gathering = (
             transfers.start_all_gather(x, axis) if axis is not None and any(wants_dw) else None
         )
         if wants_dx:
             # added up in place: three products (q, k, v) make one dX, and no sum of three
-            dx = grads[0] @ weights[0]
-            for g, w in zip(grads[1:], weights[1:], strict=True):
-                dx.addmm_(g, w)
+            dx = _input_gradient(grads, weights, call.products)
         if gathering is not None:
             x = transfers.wait(gathering, axis)
         if dx is not None and call.enters:
             dx = tp.start_back(dx)
         if tp.later is not None and call.deferred:
-            tp.later.add(_weight_gradients(call.deferred, grads, x, axis, tp.turned))
+            tp.later.add(_weight_gradients(call, grads, x))
         else:
-            wanted = [g for g, wants in zip(grads, wants_dw, strict=True) if wants]
-            made = iter(weight_products(wanted, x, tp.turned))
+            wanted = [
+                (g, product)
+                for g, product, wants in zip(grads, call.products, wants_dw, strict=True)
+                if wants
+            ]
+            made = iter(_rounded_or_not(wanted, x, tp.turned))
             dw = [next(made) if wants else None for wants in wants_dw]
         db = [g.sum(0) if wants else None for g, wants in zip(grads, wants_db, strict=True)]
         if dx is not None and call.enters:
@@ -246,7 +273,8 @@ class _Linear(Function):
 def _wanted(ctx: Context[_Call]) -> tuple[bool, tuple[bool, ...], tuple[bool, ...]]:
     """Whether the gradient of x is, of each weight, of each bias (False where there is none)."""
     wants_dx, _, *others = ctx.needs_input_grad
-    return wants_dx, tuple(others[: ctx.kept.products]), tuple(others[ctx.kept.products :])
+    number = len(ctx.kept.products)
+    return wants_dx, tuple(others[:number]), tuple(others[number:])
 
 
 def _gathered(x: Tensor, axis: Axis | None) -> Tensor:
@@ -254,29 +282,63 @@ def _gathered(x: Tensor, axis: Axis | None) -> Tensor:
 
 
 def _products(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], call: _Call
 ) -> tuple[Tensor, ...]:
-    return tuple(F.linear(x, w, b) for w, b in zip(weights, biases, strict=True))
+    ys: list[Tensor] = []
+    for w, b, product in zip(weights, biases, call.products, strict=True):
+        if product is None:
+            ys.append(F.linear(x, w, b))
+            continue
+        (y,) = product.output([x], [w])
+        ys.append(y if b is None else y.add_(b))
+    return tuple(ys)
 
 
-def _weight_gradients(
-    weights: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    x: Tensor,
-    gather: Axis | None,
-    turned: bool,
-) -> Callable[[], None]:
-    """What computes the gradients of those `weights` that are not frozen, from the gradients of
-    their products and x, this rank's part of it where there is an axis to `gather` it over.
+def _input_gradient(
+    grads: Sequence[Tensor], weights: Sequence[Tensor], products: Sequence[Fp8Product | None]
+) -> Tensor:
+    """The sum of g W, in the memory of the first."""
+    dx: Tensor | None = None
+    for g, w, product in zip(grads, weights, products, strict=True):
+        if product is not None:
+            (part,) = product.input_gradient([g], [w])
+            dx = part if dx is None else dx.add_(part)
+        elif dx is None:
+            dx = g @ w
+        else:
+            dx.addmm_(g, w)
+    assert dx is not None
+    return dx
+
+
+def _weight_gradients(call: _Call, grads: Sequence[Tensor], x: Tensor) -> Callable[[], None]:
+    """What computes the gradients of those weights that are deferred and not frozen, from the
+    gradients of their products and x, this rank's part of it where there is an axis to gather it
+    over.
     """
-    wanted = [(w, g) for w, g in zip(weights, grads, strict=True) if w.requires_grad]
+    weights = [w for w in call.deferred if w.requires_grad]
+    wanted = [
+        (g, product)
+        for w, g, product in zip(call.deferred, grads, call.products, strict=True)
+        if w.requires_grad
+    ]
 
     def run() -> None:
-        whole = _gathered(x, gather)
-        made = weight_products([g for _, g in wanted], whole, turned)
-        torch.autograd.backward([w for w, _ in wanted], made)
+        whole = _gathered(x, call.gather)
+        torch.autograd.backward(weights, _rounded_or_not(wanted, whole, call.tp.turned))
 
     return run
+
+
+def _rounded_or_not(
+    grads: Sequence[tuple[Tensor, Fp8Product | None]], x: Tensor, turned: bool
+) -> list[Tensor]:
+    """g^T x of each, as what multiplies by its weight says."""
+    plain = iter(weight_products([g for g, product in grads if product is None], x, turned))
+    return [
+        next(plain) if product is None else product.weight_gradient([g], [x])[0]
+        for g, product in grads
+    ]
 
 
 def weight_products(grads: Sequence[Tensor], x: Tensor, turned: bool) -> list[Tensor]:
@@ -296,12 +358,14 @@ def _linear(
     weights, biases = [one.weight for one in linears], [one.bias for one in linears]
     adapters = [(i, one.adapter) for i, one in enumerate(linears) if one.adapter is not None]
     downs = [adapter.down for _, adapter in adapters]
-    products = _multiplied(x, [*weights, *downs], [*biases, *[None] * len(downs)], tp, enters)
+    none = [None] * len(downs)
+    how = [*(tp.product(one.rounding) for one in linears), *none]
+    products = _multiplied(x, [*weights, *downs], [*biases, *none], how, tp, enters)
     if not adapters:
         return products
     ys, hs = products[: len(linears)], products[len(linears) :]
     for (i, adapter), h in zip(adapters, hs, strict=True):
-        (up,) = _multiplied(h * adapter.scale, [adapter.up], [None], tp, enters=False)
+        (up,) = _multiplied(h * adapter.scale, [adapter.up], [None], [None], tp, enters=False)
         ys[i].add_(up)  # the product just made, which nothing else reads
     return ys
 
@@ -310,6 +374,7 @@ def _multiplied(
     x: Tensor,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
+    how: Sequence[Fp8Product | None],
     tp: TensorParallel,
     enters: bool,
 ) -> tuple[Tensor, ...]:
@@ -321,11 +386,11 @@ def _multiplied(
         and any(w.requires_grad for w in weights)
     )
     turns = tp.turned and torch.is_grad_enabled()
-    if not enters and not defers and not turns:
+    call = _Call(tp, enters, tuple(weights) if defers else (), tuple(how))
+    if not enters and not defers and not turns and not any(how):
         # torch's own backward is the same; ours costs the host 30 us per call, 12 without gradients
-        return _products(x, weights, biases)
+        return _products(x, weights, biases, call)
     used = [w.detach() for w in weights] if defers else weights
-    call = _Call(tp, enters, tuple(weights) if defers else (), len(weights))
     return _Linear.apply(x, call, *used, *biases)
 
 

@@ -21,7 +21,7 @@ from dolmen.data import inputs, sources
 from dolmen.families import Model, compared
 from dolmen.families.family import knob
 from dolmen.model.training import Training
-from dolmen.model.tree import Adapter
+from dolmen.model.tree import Adapter, check_rounding, check_tokens
 from dolmen.optim.config import OptimizerConfig
 from dolmen.training import folder, lock, metrics
 from dolmen.training.config import RunConfig
@@ -74,12 +74,44 @@ def check_computed(run: RunConfig, processes: int | None) -> RunConfig:
     schedule = run.layout.make_schedule(run.train.global_batch_size, run.microbatch_size)
     if schedule.splits_backward:
         run.refuse_compiled()
+    check_precision(run)
     if run.optimizer.muon.dtype == "bfloat16" and run.train.dtype == "float64":
         raise ValueError(
             "optimizer.muon.dtype bfloat16 keeps 8 bits of the 53 of train.dtype float64: use "
             "--optimizer.muon.dtype float32, which of float64 rounds nothing"
         )
     return run
+
+
+def check_precision(run: RunConfig) -> None:
+    """Raises ValueError, with the numbers, where products in eight bits cannot be as asked: nothing
+    is left to round, the layout cuts what shares a scale, or a graph would hold their state.
+    """
+    recipe, layout = run.training.fp8, run.layout
+    if recipe is None:
+        return
+    leaves = run.trained.leaves
+    if all(leaf.fp8 is None for leaf in leaves.values()):
+        raise ValueError(
+            f"train.fp8.first-layers ({run.train.fp8.first_layers}) and train.fp8.last-layers "
+            f"({run.train.fp8.last_layers}) leave none of the {run.tree.layers} layers: set fewer, "
+            "or leave out --train.precision"
+        )
+    if run.train.compile:
+        raise ValueError(
+            f"train.compile and train.precision {recipe.precision} exclude each other: use "
+            "--train.no-compile, or leave out --train.precision"
+        )
+    check_rounding(leaves, {"tp": layout.tp})
+    length, here = run.sequence_length, run.microbatch_size * run.sequence_length // layout.cp
+    tokens = {}
+    if layout.cp > 1:
+        tokens[f"layout.cp ({layout.cp})"] = length // (2 * layout.cp)
+    if (layout.dp or 1) > 1:
+        tokens[f"layout.dp ({layout.dp})"] = here
+    if layout.sequence_parallel and layout.tp > 1:
+        tokens[f"layout.tp ({layout.tp}) with sequence parallelism"] = here // layout.tp
+    check_tokens(recipe, tokens)
 
 
 def check_init(run: RunConfig, init: str) -> None:
@@ -308,7 +340,7 @@ def _structure(model: Model, training: Training) -> dict:
     start uses, whether routers have a bias, and the adapters.
     """
     fields = {n: v for n, v in model.family.new(model.tree).items() if n not in TUNED}
-    biased = replace(training, adapter=None).applied(model.tree) != model.tree
+    biased = replace(training, adapter=None, fp8=None).applied(model.tree) != model.tree
     return {
         "model": {"model_type": model.model_type, **fields},
         "adapter": _of_adapter(training.adapter),

@@ -3,7 +3,7 @@ hold one, and its attribute docstrings are the help of the command line. A rule 
 checked in `training/check.py`, on one screen.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Literal
 
@@ -17,6 +17,7 @@ from dolmen.families.adapters import AdapterConfig
 from dolmen.model.layout import Layout
 from dolmen.model.training import RouterTraining, Training
 from dolmen.model.tree import Tree
+from dolmen.ops.recipe import DELAYED, Fp8, Fp8Config, Precision
 from dolmen.optim.config import OptimizerConfig
 
 SEED = 2**63 - 1
@@ -35,6 +36,11 @@ class TrainConfig:
     """Arithmetic of forward and backward; weights at rest and optimizer state are float32. All of
     float64 is float64, for a CPU: two runs that should be equal then differ by 1e-12, not 1e-6.
     """
+    precision: Precision | None = None
+    """Products of the matrices inside layers in eight bits (docs/fp8.md), with scales from the
+    steps before, or of each tensor, row or block as it is; all else in train.dtype. Unset: all.
+    """
+    fp8: Fp8Config = Fp8Config()
     sequence_length: int | None = None
     """Tokens of a training sequence; unset: the smaller of 512 and the model's own maximum."""
     global_batch_size: int = 8
@@ -76,10 +82,23 @@ class TrainConfig:
     @property
     def training(self) -> Training:
         """What acts inside the model."""
-        return Training(self.dropout, self.router)
+        fp8 = None if self.precision is None else Fp8(self.precision, self.fp8)
+        return Training(self.dropout, self.router, fp8=fp8)
 
     def __post_init__(self):
         _ = self.training  # which refuses its own
+        asked = [f.name for f in fields(self.fp8) if getattr(self.fp8, f.name) != f.default]
+        if asked and self.precision is None:
+            raise ValueError(
+                f"train.fp8.{asked[0].replace('_', '-')} is set, and no product is rounded: set "
+                "--train.precision, such as fp8-tensorwise"
+            )
+        delayed = [name for name in asked if name in DELAYED]
+        if delayed and self.precision != "fp8-delayed":
+            raise ValueError(
+                f"train.fp8.{delayed[0].replace('_', '-')} is of fp8-delayed, and train.precision "
+                f"is {self.precision}, which remembers nothing: leave it out"
+            )
         for name in ("steps", "sequence_length", "global_batch_size", "microbatch_size"):
             value = getattr(self, name)
             if value is not None and value < 1:

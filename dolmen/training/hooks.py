@@ -20,7 +20,6 @@ from dolmen.data.loader import Loader
 from dolmen.evaluation.validate import mean_loss
 from dolmen.launch.watch import Watch
 from dolmen.model import count
-from dolmen.optim import optimizer as optim
 from dolmen.training import garbage, metrics, report
 from dolmen.training.config import RunConfig
 from dolmen.training.loop import Hook, Stop
@@ -213,8 +212,7 @@ class Hooks:
             norms=tuple(state.spike.state()),
             validation=last if last is not None and math.isfinite(last.loss) else None,
         )
-        tensors = optim.tensors(state.model, state.optimizer)
-        self.checkpoints.save(state.step, tensors, saved.meta())
+        self.checkpoints.save(state.step, state.tensors(), saved.meta())
 
     def poll(self, state: TrainState, m: Metrics) -> None:
         """A save that has failed ends the run now, and not at the next save."""

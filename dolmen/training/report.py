@@ -16,7 +16,6 @@ from dolmen.core.words import counted
 from dolmen.data.loader import Loader
 from dolmen.model import count
 from dolmen.model.layout import Layout
-from dolmen.optim import optimizer as optim
 from dolmen.parallel.schedule import simulate
 from dolmen.training.config import RunConfig
 from dolmen.training.mfu import Peak
@@ -28,7 +27,7 @@ def header(
 ) -> Table:
     """Model, parameters, layout, data, bytes per rank: a table of two columns."""
     tree, layout = run.tree, run.layout
-    kept = optim.tensors(state_.model, state_.optimizer)
+    kept = state_.tensors()
     rest = sum(state.local_elements(t) * t.element_size() for t in kept.values())
     tokens = run.train.global_batch_size * run.sequence_length
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
@@ -48,6 +47,8 @@ def header(
         if state_.step
         else run.init or f"random weights, seed {run.train.seed}",
     )
+    if run.training.fp8 is not None:
+        table.add_row("products", f"{run.training.fp8}; {rounded(run)}")
     if told := adapters(run):
         table.add_row("adapters", told)
     processes = counted(mesh.size, "process", "processes")
@@ -77,6 +78,14 @@ def header(
         table.add_row("bits", told)
     table.add_row("out", out)
     return table
+
+
+def rounded(run: RunConfig) -> str:
+    """How much of the model is multiplied in eight bits."""
+    leaves = run.trained.leaves.values()
+    own = sum(leaf.products for leaf in leaves if leaf.fp8 is not None)
+    every = sum(leaf.products for leaf in leaves)
+    return f"{own / every:.0%} of the multiply-adds of its matrices, all else in {run.train.dtype}"
 
 
 def adapters(run: RunConfig) -> str | None:

@@ -90,15 +90,19 @@ def load_newest(
 def _load(
     step: int, state: TrainState, run: RunConfig, checkpoints: Checkpoints, console: Console
 ) -> Saved:
-    everywhere = optim.names(state.model.tree.leaves, run.optimizer.name)
-
     def kept() -> Saved:
         return saved_state.read_saved(checkpoints.meta(step), checkpoints.path(step))
 
     saved = checkpoints.together(step, kept)[0]
     check_same_model(saved.run, run, step)
     check_same_optimizer(saved.run, run, step)
-    checkpoints.load(step, optim.tensors(state.model, state.optimizer), everywhere)
+    wanted, scaling, now = state.tensors(), state.model.scaling(), to_dict(run.train)
+    if all(saved.run["train"].get(name) == now[name] for name in ("precision", "fp8")):
+        for delayed in state.model.delayed().values():
+            delayed.begun = saved.updates > 0
+    else:  # of another recipe, or none: scales begin as at a first step
+        wanted = {name: tensor for name, tensor in wanted.items() if name not in scaling}
+    checkpoints.load(step, wanted, state.names())
     if not checkpoints.sealed(step):
         console.print(
             f"WARNING: the checkpoint of step {step} was saved without a seal: damage to its "

@@ -50,6 +50,12 @@ EQUAL = {
     "clip-grad": "optimizer.clip",
     "bf16": "train.dtype bfloat16",
     "fp16": "train.dtype float16",
+    "fp8-recipe": "train.precision",
+    "fp8-format": "train.fp8.format",
+    "fp8-margin": "train.fp8.margin",
+    "fp8-interval": "train.fp8.scale-interval",
+    "fp8-amax-history-len": "train.fp8.amax-history",
+    "fp8-amax-compute-algo": "train.fp8.amax-compute",
     "data-path": "data.path",
     "tokenizer-model": "data.tokenizer",
     "valid-data-path": "data.validation",
@@ -135,7 +141,6 @@ EQUAL = {
     "batch-size": "train.global-batch-size",
     "context-length": ("train.sequence-length", "sequence-length"),
     "iterations": "train.steps",
-    "precision": "train.dtype",
     "optimizer.warmup": "optimizer.warmup-steps",
     "beta2": "optimizer.beta2",
     "model.dim": ("model.hidden-size", "model.n-embd"),
@@ -167,6 +172,7 @@ WARMUP = "warm-up is told in steps: set --optimizer.warmup-steps"
 ADAPTERS = "adapters have no dropout: leave it out"
 # No option does the same: how to get it.
 HOW = {
+    "precision": "set --train.dtype bfloat16, and for products in eight bits --train.precision",
     "gradient-accumulation-steps": BATCH,
     "gradient-accumulation": BATCH,
     "grad-accum-steps": BATCH,

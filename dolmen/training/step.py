@@ -16,11 +16,12 @@ from dolmen.model.decoder import Decoder
 from dolmen.objectives.cross_entropy import CrossEntropy
 from dolmen.objectives.objective import Objective, check
 from dolmen.ops.dropout import Noise
+from dolmen.optim import optimizer as optim
 from dolmen.optim.config import OptimizerConfig
 from dolmen.optim.optimizer import Optimizer
 from dolmen.optim.precision import LossScale
 from dolmen.optim.schedule import learning_rate
-from dolmen.parallel import data, pipeline
+from dolmen.parallel import data, pipeline, product
 from dolmen.parallel.actions import Action, Schedule
 from dolmen.parallel.pipeline import Work
 from dolmen.training import balance
@@ -48,6 +49,20 @@ class TrainState:
 
     def __post_init__(self):
         check(self.objective, self.model.tree)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All that a checkpoint keeps as tensors, by name."""
+        return optim.tensors(self.model, self.optimizer) | self.model.scaling()
+
+    def names(self) -> set[str]:
+        """Names of those of the whole model, of whatever stage."""
+        leaves = self.model.tree.leaves
+        return optim.names(leaves, self.config.name) | {
+            f"{kind}/{name}"
+            for name, leaf in leaves.items()
+            if leaf.fp8 is not None and leaf.fp8.delayed
+            for kind in (product.HISTORY, product.SCALE)
+        }
 
 
 @dataclass(frozen=True)
@@ -124,6 +139,7 @@ def optimizer_step(
         with ranges.mark("optimizer", "update"):
             _update(state, parameters, norm, lr)
     balance.move(state.model, tallies, update=allowed)
+    product.end_step(state.model.delayed().values(), mesh, state.updates if allowed else None)
     state.optimizer.zero_grad(set_to_none=True)
     state.scale.update(finite)
     state.step += 1

@@ -138,10 +138,12 @@ AFTER = f"""
     optimizer.name optimizer.lr optimizer.warmup-steps optimizer.schedule optimizer.min-lr
     optimizer.decay-fraction optimizer.weight-decay optimizer.beta1 optimizer.beta2 optimizer.eps
     optimizer.clip optimizer.from-init optimizer.no-from-init optimizer.muon.momentum
-    optimizer.muon.dtype train.steps train.seed train.dtype
+    optimizer.muon.dtype train.steps train.seed train.dtype train.precision
     train.sequence-length train.global-batch-size train.microbatch-size
     train.device train.dropout train.compile train.no-compile train.deterministic
     train.no-deterministic train.spike train.spike-factor train.max-skipped-steps train.hang-seconds
+    train.fp8.format train.fp8.unrounded train.fp8.first-layers train.fp8.last-layers
+    train.fp8.amax-history train.fp8.amax-compute train.fp8.margin train.fp8.scale-interval
     train.router.balance train.router.aux-loss-coef train.router.z-loss-coef train.router.bias-rate
     checkpoint.every checkpoint.keep
     log.every log.validate-every log.profile log.validation-tokens

@@ -30,7 +30,9 @@ from dolmen.model.tree.parallel import Parallel
 from dolmen.model.tree.positions import Alibi, Linear, Llama3, Rope, Steps, Table, Yarn
 from dolmen.model.tree.post import Post
 from dolmen.model.tree.pre import Pre
+from dolmen.model.tree.rounding import check_rounding, check_tokens, rounded
 from dolmen.model.tree.sandwich import Sandwich
+from dolmen.ops.recipe import Fp8
 
 __all__ = [
     "Adapter",
@@ -72,6 +74,8 @@ __all__ = [
     "Tree",
     "Yarn",
     "check_cuts",
+    "check_rounding",
+    "check_tokens",
     "runs_of",
     "under",
 ]
@@ -96,6 +100,8 @@ class Tree:
     """Standard deviation of initial weights."""
     adapter: Adapter | None = None
     """What is trained in place of all parameters."""
+    fp8: Fp8 | None = None
+    """How the products of its matrices are rounded while it is trained."""
     blanks: Blanks | None = None
     """By which tokens of a text its prefix and positions are known; None: it has neither."""
 
@@ -123,7 +129,9 @@ class Tree:
             leaves |= within("final_norm", self.final_norm.leaves(hidden))
         leaves |= self.embedding.leaves_out(hidden)
         leaves |= self.head.leaves(self.vocab_size, self.width)
-        return leaves if self.adapter is None else self.adapter.beside(leaves)
+        if self.adapter is not None:
+            leaves = self.adapter.beside(leaves)
+        return leaves if self.fp8 is None else rounded(leaves, self.layers, self.fp8)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

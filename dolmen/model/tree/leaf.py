@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dolmen.core.words import divisor
+from dolmen.ops.recipe import Fp8
 
 Role = Literal["matrix", "embedding", "head", "norm", "bias", "router", "expert", "adapter"]
 Gradient = Literal["own", "residual", "branch"]
@@ -83,6 +84,8 @@ class Leaf:
     """In fp32 or wider, here and on disk, whatever the others are in."""
     scale: float = 1.0
     """What its product is multiplied by."""
+    fp8: Fp8 | None = None
+    """How the factors of its products are rounded; None: they are not."""
 
     @property
     def elements(self) -> int:

@@ -1,0 +1,118 @@
+"""How products are rounded to eight bits, as data: what a run asks for (--train.precision,
+--train.fp8), and what a leaf is told. No torch.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+Precision = Literal["fp8-delayed", "fp8-tensorwise", "fp8-rowwise", "fp8-blockwise", "mxfp8"]
+Product = Literal["output", "input-gradient", "weight-gradient"]
+Operand = Literal["input", "weight", "gradient"]
+
+OPERANDS: tuple[Operand, ...] = ("input", "weight", "gradient")
+GRANULARITY = {
+    "fp8-delayed": "tensor",
+    "fp8-tensorwise": "tensor",
+    "fp8-rowwise": "row",
+    "fp8-blockwise": "1x128",  # of a weight 128x128
+    "mxfp8": "mx",
+}
+DELAYED = ("amax_history", "amax_compute", "margin", "scale_interval")
+"""Fields of Fp8Config that are of fp8-delayed alone."""
+BLOCKS = {"fp8-blockwise": 128, "mxfp8": 32}
+"""Neighbours that share a scale."""
+
+
+@dataclass(frozen=True)
+class Fp8Config:
+    """Of a run whose train.precision is one of eight bits."""
+
+    format: Literal["hybrid", "e4m3"] = "hybrid"
+    """hybrid: gradients in E5M2, which reaches further, all else in E4M3, which is finer; e4m3: all
+    in E4M3.
+    """
+    unrounded: tuple[Product, ...] = ()
+    """Of the three products of each matrix those that stay in train.dtype: output, input-gradient,
+    weight-gradient.
+    """
+    first_layers: int = 0
+    """Layers at the beginning whose products stay in train.dtype."""
+    last_layers: int = 0
+    """Layers at the end whose products do."""
+    amax_history: int = 1024
+    """fp8-delayed: steps whose largest numbers are remembered."""
+    amax_compute: Literal["max", "most_recent"] = "max"
+    """fp8-delayed: which of them makes the scale."""
+    margin: int = 0
+    """fp8-delayed: powers of two of room that a scale leaves above the largest number."""
+    scale_interval: int = 1
+    """fp8-delayed: updates from one scale to the next."""
+
+    def __post_init__(self):
+        least = {"first_layers": 0, "last_layers": 0, "amax_history": 1, "scale_interval": 1}
+        for name, bound in least.items():
+            value = getattr(self, name)
+            if value < bound:
+                raise ValueError(
+                    f"train.fp8.{name.replace('_', '-')} is {value}: it must be at least {bound}"
+                )
+        if not 0 <= self.margin <= 64:
+            raise ValueError(f"train.fp8.margin is {self.margin}: it must be from 0 to 64")
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """How the products of one matrix are rounded."""
+
+    precision: Precision
+    config: Fp8Config = Fp8Config()
+
+    @property
+    def delayed(self) -> bool:
+        """Whether scales come from the steps before."""
+        return self.precision == "fp8-delayed"
+
+    @property
+    def block(self) -> int:
+        """Neighbours that share a scale; 1: no scale is of neighbours."""
+        return BLOCKS.get(self.precision, 1)
+
+    def format(self, operand: Operand) -> Literal["e4m3", "e5m2"]:
+        """The format of an operand."""
+        hybrid = self.config.format == "hybrid" and operand == "gradient"
+        return "e5m2" if hybrid else "e4m3"
+
+    def granularity(self, operand: Operand) -> str:
+        """What of an operand shares a scale."""
+        if self.precision == "fp8-blockwise" and operand == "weight":
+            return "128x128"
+        return GRANULARITY[self.precision]
+
+    def rounds(self, product: Product) -> bool:
+        """Whether a product is one of eight bits."""
+        return product not in self.config.unrounded
+
+    def __str__(self) -> str:
+        """For a person."""
+        config = self.config
+        formats = "E4M3, gradients E5M2" if config.format == "hybrid" else "E4M3"
+        words = [f"{self.precision}, {formats}"]
+        if self.delayed:
+            margin = f", margin {config.margin}" if config.margin else ""
+            interval = (
+                f", every {config.scale_interval} updates" if config.scale_interval > 1 else ""
+            )
+            words.append(f"{config.amax_compute} of {config.amax_history} steps{margin}{interval}")
+        if config.unrounded:
+            words.append(f"{' and '.join(config.unrounded)} not rounded")
+        ends = {"first": config.first_layers, "last": config.last_layers}
+        left = [f"the {end} {number}" for end, number in ends.items() if number]
+        if left:
+            words.append(f"layers left out: {' and '.join(left)}")
+        return "; ".join(words)
+
+
+def room(margin: int) -> float:
+    """What a margin divides a format's largest number by."""
+    return math.ldexp(1.0, margin)

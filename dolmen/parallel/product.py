@@ -1,0 +1,298 @@
+"""Products of a dense matrix whose factors are rounded to eight bits (ops/fp8.py), over any layout.
+
+    output             y [t, o] = x [t, i]  W [o, i]^T      adds up over i
+    input gradient     dx [t, i] = g [t, o]  W [o, i]       over o
+    weight gradient    dW [o, i] = g [t, o]^T  x [t, i]     over t
+
+A scale is a factor of the sum only where all that is added shares it. So scales of rows and of
+blocks are taken along the dim that a product adds up over, and each factor is rounded twice, once
+along each of its dims; one scale for a whole tensor serves both of its products.
+
+Scales do not depend on the layout: where an axis splits the dim that a scale is shared along, the
+largest |x| is that of all its ranks. Which axes those are:
+
+    tokens     fsdp (dp x cp), since a microbatch is what all its ranks compute at once; tp as well,
+               of a weight that is whole where each rank has tokens of its own; of experts edp,
+               whose ranks hold the same ones
+    inputs     tp, of a row-parallel weight
+    outputs    tp, of a column-parallel weight
+
+Blocks are cut where those of the whole tensor are, so nothing is sent for them; a layout that cuts
+one is refused (model/tree/rounding.py).
+
+Delayed scaling (Transformer Engine's recipe of that name): the scale of a step comes from the
+largest numbers of the steps before. Of one step the largest over microbatches and ranks is kept
+aside (`Delayed.now`, a maximum, so what is computed again counts once), and becomes one entry of
+the history when the step has updated: nothing that a step computes changes its own scales. In
+Transformer Engine a history follows the calls of a module.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Shaped
+from torch import Tensor
+from torch.nn.functional import ScalingType
+
+from dolmen.core import collectives
+from dolmen.core.mesh import Axis, Mesh
+from dolmen.ops import fp8
+from dolmen.ops.recipe import OPERANDS, Fp8, Operand, room
+
+Dim = Literal["tokens", "inputs", "outputs"]
+DIMS: dict[Operand, tuple[Dim, Dim]] = {
+    "input": ("tokens", "inputs"),
+    "weight": ("outputs", "inputs"),
+    "gradient": ("tokens", "outputs"),
+}
+
+
+class Axes(NamedTuple):
+    """Which axes split each dim of a product."""
+
+    tokens: tuple[Axis, ...] = ()
+    inputs: tuple[Axis, ...] = ()
+    outputs: tuple[Axis, ...] = ()
+
+    def of(self, dim: Dim) -> tuple[Axis, ...]:
+        """Those that split `dim` among several ranks."""
+        axes = {"tokens": self.tokens, "inputs": self.inputs, "outputs": self.outputs}[dim]
+        return tuple(axis for axis in axes if axis.size > 1)
+
+
+HISTORY, SCALE = "amax_history", "fp8_scale"
+"""Of the tensors that delayed scaling keeps of each weight."""
+
+
+class Delayed:
+    """What delayed scaling knows of one weight and what it is multiplied with, or of each expert's:
+    the same on all ranks that hold the layer. `on` makes its tensors.
+    """
+
+    def __init__(self, recipe: Fp8, experts: int | None):
+        self.recipe = recipe
+        self.shape = (3,) if experts is None else (experts, 3)
+        self.begun = False
+        """Whether there has been an update, so that there are scales."""
+
+    def on(self, device: torch.device) -> None:
+        """Its tensors, of a run before its first step."""
+        self.history: Float[Tensor, "steps *experts 3"] = torch.zeros(
+            self.recipe.config.amax_history, *self.shape, device=device
+        )
+        """By OPERANDS. The first entry is 0: the place of the step that is under way."""
+        self.scale: Float[Tensor, "*experts 3"] = torch.ones(self.shape, device=device)
+        """What an operand is multiplied by before it is rounded, as Transformer Engine says it: the
+        inverse of ops/fp8.py's.
+        """
+        self.now: Float[Tensor, "*experts 3"] = torch.zeros(self.shape, device=device)
+        """The largest of the step under way."""
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint keeps, by kind: the same on all ranks that hold the layer."""
+        return {HISTORY: self.history, SCALE: self.scale}
+
+    def note(self, operand: Operand, first: int, amaxes: Sequence[Tensor]) -> None:
+        """Keep what was the largest of an operand; of the experts from `first` on."""
+        place = self._of(self.now, operand, first, len(amaxes))
+        torch.maximum(place, torch.stack(list(amaxes)).view_as(place), out=place)
+
+    def scales(self, operand: Operand, first: int, number: int) -> list[Tensor] | None:
+        """What payloads of an operand are multiplied by, of `number` experts; None: there has been
+        no step.
+        """
+        if not self.begun:
+            return None
+        return list(self._of(self.scale, operand, first, number).view(-1).reciprocal())
+
+    @staticmethod
+    def _of(values: Tensor, operand: Operand, first: int, number: int) -> Tensor:
+        mine = values[..., OPERANDS.index(operand)]
+        return mine if mine.ndim == 0 else mine.narrow(0, first, number)
+
+    def enter(self, amaxes: Float[Tensor, "*experts 3"], updates: int) -> None:
+        """The step has updated: what was the largest of it, on any rank, is an entry. `updates`:
+        those that the run has made before it.
+        """
+        config = self.recipe.config
+        self.history[0] = amaxes
+        found = self.history.amax(0) if config.amax_compute == "max" else amaxes
+        self.history.copy_(self.history.roll(-1, 0))
+        self.history[0] = 0
+        self.now.zero_()
+        if not self.begun or updates % config.scale_interval == 0:
+            by = torch.empty_like(found)
+            for i, operand in enumerate(OPERANDS):
+                most = fp8.LARGEST[self.recipe.format(operand)] / room(config.margin)
+                by[..., i] = most / found[..., i]
+            known = (found > 0) & found.isfinite()
+            # of one so small that its inverse is infinite, the largest whose own is not
+            by = by.clamp(max=1 / fp8.SMALLEST_SCALE)
+            self.scale.copy_(torch.where(known, by, self.scale))
+        self.begun = True
+
+
+def end_step(states: Iterable[Delayed], mesh: Mesh, updates: int | None) -> None:
+    """After a step that has updated, the first after so many `updates`: an entry for each of this
+    stage's, of all ranks that hold the stage. None: it was skipped, and leaves none.
+    """
+    states = list(states)
+    if updates is None:
+        for state in states:
+            state.now.zero_()
+    if not states or updates is None:
+        return
+    found = torch.cat([state.now.flatten() for state in states])
+    for axis in (mesh.tp, mesh.fsdp):
+        found = collectives.reduce_scalar(found, axis, "max")
+    for state, amaxes in zip(states, found.split([s.now.numel() for s in states]), strict=True):
+        state.enter(amaxes.view(state.shape), updates)
+
+
+@dataclass(frozen=True, eq=False)
+class Rounding:
+    """How the factors of one weight's products are rounded, as a leaf says and a module keeps."""
+
+    recipe: Fp8
+    cut: Dim | None
+    """The dim of the weight that tp splits."""
+    experts: bool = False
+    """It is one matrix of every expert."""
+    delayed: Delayed | None = None
+
+    def on(self, axes: Axes, kernel: Literal["rounded", "scaled_mm"], first: int) -> "Fp8Product":
+        """The product, over these axes, of the experts from `first` on."""
+        return Fp8Product(self, axes, kernel, first)
+
+
+class Operands(NamedTuple):
+    """One side of a product, of each expert, or of the one matrix there is."""
+
+    payloads: list[Shaped[Tensor, "_ _"]]
+    scales: list[Float[Tensor, "..."]]
+    granularity: fp8.Granularity
+    along: int
+    """The dim that the product adds up over."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether torch's scaled products take it: both dims in whole 16 bytes."""
+        return all(n > 0 and n % 16 == 0 for p in self.payloads for n in p.shape)
+
+    def values(self, dtype: torch.dtype) -> list[Float[Tensor, "_ _"]]:
+        """What the payloads stand for, in fp32 or wider."""
+        wide = torch.promote_types(dtype, torch.float32)
+        return [
+            fp8.dequantise(p, s, granularity=self.granularity, axis=self.along, dtype=wide)
+            for p, s in zip(self.payloads, self.scales, strict=True)
+        ]
+
+
+@dataclass(frozen=True, eq=False)
+class Fp8Product:
+    """The three products. Each takes a list: one matrix, or one per expert. What a product adds up
+    is added in fp32 (fp64 of fp64), and its result in the dtype of what was not rounded.
+    """
+
+    rounding: Rounding
+    axes: Axes
+    kernel: Literal["rounded", "scaled_mm"] = "rounded"
+    """ops/kernels.py says."""
+    first: int = 0
+    """Of the experts, the number of the first here."""
+
+    def output(
+        self, xs: Sequence[Tensor], weights: Sequence[Tensor]
+    ) -> list[Float[Tensor, "tokens out"]]:
+        """x W^T."""
+        if not self.rounding.recipe.rounds("output"):
+            return [F.linear(x, w) for x, w in zip(xs, weights, strict=True)]
+        x = self.rounded(xs, "input", 1)
+        return self._products(x, self.rounded(weights, "weight", 1), xs[0].dtype)
+
+    def input_gradient(
+        self, grads: Sequence[Tensor], weights: Sequence[Tensor]
+    ) -> list[Float[Tensor, "tokens in"]]:
+        """g W."""
+        if not self.rounding.recipe.rounds("input-gradient"):
+            return [g @ w for g, w in zip(grads, weights, strict=True)]
+        g = self.rounded(grads, "gradient", 1)
+        return self._products(g, self.rounded(weights, "weight", 0), grads[0].dtype)
+
+    def weight_gradient(
+        self, grads: Sequence[Tensor], xs: Sequence[Tensor]
+    ) -> list[Float[Tensor, "out in"]]:
+        """g^T x."""
+        recipe = self.rounding.recipe
+        # Blocks would be of the rows of experts, which come in another order, and begin elsewhere,
+        # on each layout.
+        if not recipe.rounds("weight-gradient") or (self.rounding.experts and recipe.block > 1):
+            return [g.t() @ x for g, x in zip(grads, xs, strict=True)]
+        g = self.rounded(grads, "gradient", 0)
+        return self._products(g, self.rounded(xs, "input", 0), grads[0].dtype)
+
+    def rounded(self, parts: Sequence[Tensor], operand: Operand, along: int) -> Operands:
+        """A side of a product that adds up over dim `along` of it."""
+        recipe, delayed = self.rounding.recipe, self.rounding.delayed
+        granularity, format = recipe.granularity(operand), recipe.format(operand)
+        own = [fp8.amax(part, granularity, along) for part in parts]
+        known = None
+        if delayed is not None:
+            delayed.note(operand, self.first, own)
+            known = delayed.scales(operand, self.first, len(parts))
+        if known is None:
+            whole = self._over_ranks(own, operand, along)
+            scales = [fp8.scale_of(one, format, granularity) for one in whole]
+        else:
+            # nothing is sent; and what is not finite here makes its scale NaN, as elsewhere
+            scales = [scale + one * 0 for scale, one in zip(known, own, strict=True)]
+        payloads = [
+            fp8.divided(part, scale, format, granularity, along)
+            for part, scale in zip(parts, scales, strict=True)
+        ]
+        return Operands(payloads, scales, granularity, along)
+
+    def _over_ranks(self, own: list[Tensor], operand: Operand, along: int) -> list[Tensor]:
+        """The largest of all ranks that have a part of what shares a scale."""
+        dims = DIMS[operand]
+        match self.rounding.recipe.granularity(operand):
+            case "tensor":
+                over = [axis for dim in dims for axis in self.axes.of(dim)]
+            case "row":
+                over = list(self.axes.of(dims[along]))
+            case _:
+                return own
+        if not over:
+            return own
+        flat = torch.cat([one.flatten() for one in own])
+        for axis in over:
+            flat = collectives.reduce_scalar(flat, axis, "max")
+        parts = flat.split([one.numel() for one in own])
+        return [part.view_as(one) for part, one in zip(parts, own, strict=True)]
+
+    def _products(self, left: Operands, right: Operands, dtype: torch.dtype) -> list[Tensor]:
+        """left right^T, each by the dim that it adds up over."""
+        if self.kernel == "scaled_mm" and left.fits and right.fits:
+            return _scaled(left, right, dtype)
+        sides = zip(left.values(dtype), right.values(dtype), strict=True)
+        return [
+            torch.mm(a if left.along else a.t(), b.t() if right.along else b).to(dtype)
+            for a, b in sides
+        ]
+
+
+def _scaled(left: Operands, right: Operands, dtype: torch.dtype) -> list[Tensor]:
+    """The same by torch's scaled products, which take rows that add up over the last dim."""
+    kinds = {"tensor": ScalingType.TensorWise, "row": ScalingType.RowWise}
+    kind = kinds[left.granularity]
+    sides = [
+        (a if left.along else a.t().contiguous(), b if right.along else b.t().contiguous(), sa, sb)
+        for a, sa, b, sb in zip(*left[:2], *right[:2], strict=True)
+    ]
+    if left.granularity == "row":
+        sides = [(a, b, sa.view(-1, 1), sb.view(1, -1)) for a, b, sa, sb in sides]
+    return [F.scaled_mm(a, b.t(), sa, kind, sb, kind, output_dtype=dtype) for a, b, sa, sb in sides]

@@ -1,0 +1,162 @@
+"""Products in eight bits on any layout: gradients, norms and losses are those of one process, and
+so is every scale.
+
+All else is fp64. There two layouts differ by 1e-13, so that no number is rounded to a neighbour,
+which would be a difference of 2^-4 of it, and every comparison is as strict as that of rows which
+round nothing.
+"""
+
+from functools import cache, partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from mechanisms import adapted
+from models import Flat, Tiny
+from spawning import Row
+from table import SINGLE, Layout, differences, hold, run
+
+from dolmen.model.training import Training
+from dolmen.ops.recipe import Fp8, Fp8Config
+from dolmen.parallel import product
+
+SIZES = dict(
+    vocab_size=71,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=16,
+    initializer_range=0.1,
+)
+# whole blocks of 128 x 128 on each of two ranks
+WIDE = SIZES | dict(hidden_size=256, intermediate_size=256, head_dim=64)
+EXPERTS = dict(
+    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, router_aux_loss_coef=0.05
+)
+
+
+def config(precision: str, adapters=False, **fields) -> Tiny:
+    """A Llama, or a model with experts, that is trained in eight bits."""
+    options = {k: fields.pop(k) for k in tuple(fields) if k in Fp8Config.__dataclass_fields__}
+    base = WIDE if precision == "fp8-blockwise" else SIZES
+    training = Training(fp8=Fp8(precision, Fp8Config(**options)))
+    made = Tiny(Flat(**base | fields).tree, training)
+    return adapted(made, fp8=training.fp8) if adapters else made
+
+
+def watched(config: Tiny, mesh, layout: Layout, steps=3, **options):
+    """A run, and of each factor that was rounded, in order: which, along which dim, its scales."""
+    seen, rounded = [], product.Fp8Product.rounded
+
+    def watch(self, parts, operand, along):
+        made = rounded(self, parts, operand, along)
+        seen.append((operand, along, self.first, self.rounding.experts, made.scales))
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(product.Fp8Product, "rounded", watch)
+        return run(config, mesh, layout, steps, **options), seen
+
+
+@cache
+def alone(config: Tiny, accumulation: int, dtype=torch.float64, steps=3):
+    """One process that computes as many sequences at once as all of dp do."""
+    return watched(config, SINGLE, Layout(accumulation=accumulation), steps, dtype=dtype)
+
+
+def unlike(mesh, got, want) -> list[str]:
+    """Scales that are not those of one process, to the bit; of rows and blocks those of the part of
+    a dim that this rank has.
+    """
+    names = product.DIMS
+    found = [] if len(got) == len(want) else [f"{len(got)} are rounded, and {len(want)} in one"]
+    for i, (mine, all_) in enumerate(zip(got, want, strict=False)):
+        operand, along, first, experts, scales = mine
+        if mine[:2] != all_[:2]:
+            return [*found, f"{i}: {mine[:2]} and not {all_[:2]}"]
+        of_rows = experts and scales[0].ndim and operand != "weight"
+        if of_rows:  # of experts, which lie in another order
+            continue
+        for scale, whole in zip(scales, all_[4][first:], strict=False):
+            for dim in range(scale.ndim):
+                axis = mesh.fsdp if names[operand][dim] == "tokens" else mesh.tp
+                if scale.shape[dim] < whole.shape[dim]:
+                    whole = whole.chunk(axis.size, dim)[axis.rank]
+            # of a gradient that is zero there is rounding alone: that of a first token's query
+            felt = torch.where(whole == 1, 0, whole) > 1e-9 * whole.max()
+            if not torch.equal(scale[felt], whole[felt]):
+                found.append(f"{i}: {operand} along {along}, {scale.flatten()[:2]}")
+    return found
+
+
+def compare(config: Tiny, layout: Layout, ordered: bool) -> tuple[dict, list[str]]:
+    """Against one process. `ordered`: what is rounded comes in the same order as there."""
+    mesh = layout.mesh(torch.device("cpu"))
+    want, scales = alone(config, layout.accumulation)
+    got, mine = watched(config, mesh, layout, dtype=torch.float64)
+    everyone = [unlike(mesh, mine, scales) if ordered else []]
+    if mesh.size > 1:
+        everyone = [[]] * mesh.size
+        dist.all_gather_object(everyone, unlike(mesh, mine, scales) if ordered else [])
+    return differences(got, want), [line for lines in everyone for line in lines]
+
+
+def rows(precision: str, layouts: str, name="", **fields) -> list[Row]:
+    """A row per line; after a bar `unordered`, where what is rounded comes in another order, as of
+    a pipeline, or tokens do, as of cp.
+    """
+    made = []
+    for line in filter(None, map(str.strip, layouts.splitlines())):
+        words, _, rest = line.partition("|")
+        layout = Layout.of(words)
+        call = partial(compare, config(precision, **fields), layout, not rest)
+        made.append(Row(f"{layout}-{precision}{name}", layout.world, call))
+    return made
+
+
+ROWS = [
+    *rows(
+        "fp8-delayed",
+        """
+        tp2 sp zero1 acc2 full                | unordered
+        dp2 tp2 zero3
+        cp2 zero2 acc2
+        pp2 acc4 zero-bubble full             | unordered
+        """,
+    ),
+    *rows("fp8-delayed", "dp2 tp2 sp ep2 zero1", ", experts", **EXPERTS),
+    *rows(
+        "fp8-tensorwise",
+        """
+        tp2 sp zero1
+        cp2 dp2 zero3
+        pp2 tp2 sp acc4 interleaved v2        | unordered
+        """,
+        scale_interval=2,
+    ),
+    *rows("fp8-tensorwise", "dp2 ep2 zero1\ndp2 tp2 zero2", ", experts", **EXPERTS),
+    *rows("fp8-tensorwise", "tp2 sp acc4 zero-bubble", ", adapters", adapters=True),
+    *rows(
+        "fp8-rowwise",
+        """
+        tp2
+        tp4 sp zero1 selective                | unordered
+        dp2 tp2 sp zero2
+        cp2 pp2 acc4                          | unordered
+        """,
+        unrounded=("weight-gradient",),
+    ),
+    *rows("fp8-rowwise", "tp2 zero1 acc2\ndp4 ep4 zero1", ", experts", **EXPERTS),
+    *rows("fp8-blockwise", "tp2 sp acc2"),
+    *rows("mxfp8", "tp2 sp zero1\npp2 dp2 acc4 | unordered", first_layers=1, format="e4m3"),
+    *rows("mxfp8", "tp2", ", experts", **EXPERTS),
+]
+
+
+@pytest.mark.parametrize("row", [row.parameter for row in ROWS])
+def test_layout_never_changes_the_answer_nor_a_scale(row, result):
+    found, scales = result(row)
+    assert not scales, scales[:3]
+    hold(found, row.name)
