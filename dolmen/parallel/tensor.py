@@ -257,11 +257,8 @@ class _Linear(Function):
         if tp.later is not None and call.deferred:
             tp.later.add(_weight_gradients(call, grads, x))
         else:
-            wanted = [
-                (g, product)
-                for g, product, wants in zip(grads, call.products, wants_dw, strict=True)
-                if wants
-            ]
+            factors = list(zip(grads, call.products, strict=True))
+            wanted = [g for g, wants in zip(factors, wants_dw, strict=True) if wants]
             made = iter(_rounded_or_not(wanted, x, tp.turned))
             dw = [next(made) if wants else None for wants in wants_dw]
         db = [g.sum(0) if wants else None for g, wants in zip(grads, wants_db, strict=True)]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from mechanisms import adapted
 from models import Flat, Tiny
 from spawning import Row
-from table import SINGLE, Layout, differences, hold, run
+from table import SINGLE, Layout, batches, differences, hold, run, start, updates
 
 from dolmen.model.training import Training
 from dolmen.ops.recipe import Fp8, Fp8Config
@@ -160,3 +160,97 @@ def test_layout_never_changes_the_answer_nor_a_scale(row, result):
     found, scales = result(row)
     assert not scales, scales[:3]
     hold(found, row.name)
+
+
+HISTORY = 4
+
+
+def histories(layout: Layout, precision="fp8-delayed") -> dict[str, torch.Tensor]:
+    """What delayed scaling knows after three steps, of the layers of all ranks."""
+    mesh = SINGLE if layout.world == 1 else layout.mesh(torch.device("cpu"))
+    train = start(config(precision, amax_history=HISTORY), mesh, layout, dtype=torch.float64)
+    updates(train, mesh, batches(mesh))
+    everyone = [train.model.scaling()]
+    if mesh.size > 1:
+        everyone *= mesh.size
+        dist.all_gather_object(everyone, train.model.scaling())
+    return {name: tensor for found in everyone for name, tensor in found.items()}
+
+
+AGAIN = [
+    Row(str(layout), layout.world, partial(histories, layout))
+    for layout in map(Layout.of, ("pp2 acc4 full", "cp2 acc2 selective", "dp2 tp2 sp zero2 full"))
+]
+
+
+@pytest.mark.parametrize("row", [row.parameter for row in AGAIN])
+def test_a_step_is_one_entry_however_it_is_computed(row, result):
+    """With accumulation, pipelines and recomputation; at any microbatch, as the first step alone
+    is scaled by its own (NVIDIA/Megatron-LM#607: a history that recomputation moves twice).
+    """
+    got, want = result(row), histories(Layout(accumulation=row.call.args[0].accumulation))
+    assert got.keys() == want.keys() and len(got) == 2 * 7 * SIZES["num_hidden_layers"]
+    for name, whole in want.items():
+        assert torch.equal(got[name], whole), name
+        if name.startswith(product.HISTORY):
+            assert (whole[0] == 0).all() and (whole[1:] > 0).all()  # three steps
+
+
+def test_a_scale_is_that_of_the_steps_before():
+    """By Transformer Engine's formula, in its convention."""
+    for compute, margin, interval in (("max", 0, 1), ("most_recent", 2, 1), ("max", 1, 2)):
+        options = Fp8Config(
+            amax_history=3, amax_compute=compute, margin=margin, scale_interval=interval
+        )
+        state = product.Delayed(Fp8("fp8-delayed", options), None)
+        state.on(torch.device("cpu"))
+        entries = [torch.tensor(e) for e in ([1.0, 8, 2], [4.0, 2, 0], [2.0, 2, 1], [1.0, 1, 1])]
+        assert state.scales("input", 0, 1) is None
+        before = torch.ones(3)
+        for i, entry in enumerate(entries):
+            state.enter(entry, i)
+            known = torch.stack(entries[max(0, i - 2) : i + 1] if compute == "max" else [entry])
+            found = known.amax(0)
+            if i % interval == 0:
+                most = torch.tensor([448.0, 448, 57344]) / 2.0**margin
+                before = torch.where(found > 0, most / found, before)
+            assert torch.equal(state.scale, before)
+        for i, operand in enumerate(("input", "weight", "gradient")):
+            assert state.scales(operand, 0, 1)[0] == 1 / state.scale[i]
+
+
+def unreduced(config: Tiny, layout: Layout) -> list[str]:
+    """Scales where ranks do not tell one another what was the largest."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(product.Fp8Product, "_over_ranks", lambda self, own, operand, along: own)
+        return compare(config, layout, True)[1]
+
+
+MISSING = [
+    Row(f"{words}-{precision}", 2, partial(unreduced, config(precision), Layout.of(words)))
+    for precision in ("fp8-tensorwise", "fp8-rowwise")
+    for words in ("tp2 sp zero1", "dp2 zero1")
+]
+
+
+@pytest.mark.parametrize("row", [row.parameter for row in MISSING])
+def test_a_scale_of_one_rank_is_seen(row, result):
+    """Negative control, of what no loss curve shows."""
+    assert result(row)
+
+
+def test_a_scale_that_does_not_follow_is_seen():
+    """Negative control: a number that is not of what is rounded (benchmarks/fp8_convergence.py has
+    curves of scales that are frozen, and of gradients without one).
+    """
+    plain = run(Tiny(config("fp8-tensorwise").tree), SINGLE, Layout(), dtype=torch.float64)
+
+    def off() -> float:
+        got = run(config("fp8-tensorwise"), SINGLE, Layout(), dtype=torch.float64)
+        return max(abs(a / b - 1) for a, b in zip(got.norms, plain.norms, strict=True))
+
+    usual = off()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(product.fp8, "scale_of", lambda amax, *of: torch.full_like(amax, 2.0**9))
+        assert off() > 5 * usual
+    assert usual < 0.05

@@ -1,0 +1,72 @@
+"""Runs whose products are of eight bits, by the command line."""
+
+import shutil
+
+import pytest
+import tinyrun
+from tinyrun import dolmen, losses, same, tensors
+
+material, one_thread = tinyrun.material, tinyrun.one_thread
+DELAYED = ("--train.precision", "fp8-delayed", "--train.fp8.amax-history", "3")
+
+
+@pytest.fixture(scope="module")
+def whole(material, tmp_path_factory):
+    """Six steps, a checkpoint after the third."""
+    out = tmp_path_factory.mktemp("eight") / "run"
+    result = dolmen("train", material.file, *DELAYED, "--out", out, "--checkpoint.keep", "0")
+    assert result.code == 0, result.err
+    return out, " ".join(result.out.split())
+
+
+@pytest.mark.slow
+def test_the_header_says_the_recipe(whole):
+    _, said = whole
+    assert "products fp8-delayed, E4M3, gradients E5M2; max of 3 steps;" in said
+    assert "all else in float32" in said
+
+
+@pytest.mark.slow
+def test_resumed_is_bitwise_never_stopped(whole, tmp_path):
+    """Weights, moments, histories and scales."""
+    out, _ = whole
+    copy = tmp_path / "copy"
+    shutil.copytree(out, copy)
+    shutil.rmtree(copy / "checkpoints" / "step-00000006")
+    result = dolmen("train", copy / "config.yaml", "--out", copy, "--resume")
+    assert result.code == 0 and "changed" not in result.out
+    assert losses(copy) == losses(out)
+    kept = tensors(out, 6)
+    assert same(tensors(copy, 6), kept)
+    assert {name.split("/")[0] for name in kept} >= {"amax_history", "fp8_scale"}
+
+
+@pytest.mark.slow
+def test_another_recipe_begins_its_scales_anew(whole, tmp_path):
+    out, _ = whole
+    copy = tmp_path / "copy"
+    shutil.copytree(out, copy)
+    shutil.rmtree(copy / "checkpoints" / "step-00000006")
+    words = ("train", copy / "config.yaml", "--out", copy, "--resume", "--train.fp8.margin", "1")
+    result = dolmen(*words)
+    assert result.code == 0 and "changed: train.fp8.margin" in result.out
+    assert losses(copy)[:3] == losses(out)[:3] and losses(copy)[3:] != losses(out)[3:]
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("--train.fp8.format e4m3", "set --train.precision"),
+        ("--train.precision mxfp8 --train.fp8.margin 1", "train.fp8.margin is of fp8-delayed"),
+        ("--train.precision mxfp8 --train.fp8.margin -1", "it must be from 0 to 64"),
+        ("--train.precision fp8-rowwise --train.fp8.first-layers 2", "leave none of the 2 layers"),
+        ("--train.precision fp8-rowwise --train.compile", "exclude each other"),
+        ("--train.precision mxfp8 --layout.tp 2", "among 32 neighbours, and tp (2) cuts the 32 of"),
+        ("--train.precision fp8-rowwise --layout.tp 4", "num_key_value_heads (2)"),
+        ("--train.precision mxfp8 --layout.cp 2", "layout.cp (2) leaves parts of"),
+    ],
+)
+def test_refused(material, tmp_path, words, said):
+    result = dolmen("train", material.file, *words.split(), "--out", tmp_path / "out")
+    assert result.code == 2 and said in result.err, result.err
+    assert len(result.err.strip().splitlines()) == 1 and not (tmp_path / "out").exists()
