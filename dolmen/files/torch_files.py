@@ -183,7 +183,9 @@ LEFT = re.compile(
 that makes an object. None of them is imported."""
 
 
-class _Unpickler(pickle.Unpickler):
+class Unpickler(pickle.Unpickler):
+    """Of what torch.save writes, by stand-ins; `storages`: those that it names."""
+
     def __init__(self, stream: Any, storages: dict[str, Storage]):
         super().__init__(stream, encoding="latin1")  # of Python 2, as torch takes it
         self.storages = storages
@@ -268,7 +270,7 @@ def load(file: Path | str) -> Any:
         try:
             if stream.read(4) == b"PK\x03\x04":
                 return _of_archive(stream)
-            return _of_older(stream)
+            return of_older(stream)
         except Refused:
             raise
         except Exception as error:  # a damaged pickle can raise almost anything
@@ -358,7 +360,8 @@ def _data_start(stream: BinaryIO, header: int) -> int:
     return header + 30 + name + padding
 
 
-def _of_older(stream: BinaryIO) -> Any:
+def of_older(stream: BinaryIO) -> Any:
+    """The values of a file from before archives. Raises ValueError, UnpicklingError."""
     stream.seek(0, 2)
     length = stream.tell()
     stream.seek(0)
@@ -392,7 +395,7 @@ def _unpickled(content: bytes, storages: dict[str, Storage]) -> Any:
     end = INSTRUCTIONS.follow(content, 0, pickle.STOP)
     if end >= len(content):
         raise ValueError("its pickle has no end")
-    return _Unpickler(io.BytesIO(content[: end + 1]), storages).load()
+    return Unpickler(io.BytesIO(content[: end + 1]), storages).load()
 
 
 class Writer:
