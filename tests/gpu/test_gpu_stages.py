@@ -42,6 +42,7 @@ SHORT = {
         "cross_entropy fp32",
         "AdamW",
     ),
+    "fp8": ("fp8-rowwise",),
     "throughput": ("llama-1b, in turns", "llama-1b, floor", "llama-8b, whole, bf16 at rest"),
     "profile": ("llama-1b",),
     "memory": ("recompute selective, ZeRO 1",),
