@@ -273,6 +273,8 @@ def load(file: Path | str) -> Any:
             return of_older(stream)
         except Refused:
             raise
+        except zipfile.BadZipFile as error:
+            raise refuse(file, f"is not read: it is cut short, or damaged: {error}") from error
         except Exception as error:  # a damaged pickle can raise almost anything
             raise refuse(file, f"is not read: {error}") from error
 

@@ -330,7 +330,10 @@ NORM, HEAD = "decoder.final_layernorm.weight", "output_layer.weight"
             "common.pt: is not there, and .metadata has no comm",
         ),
         (lambda f: (f / ".metadata").unlink(), r"\.metadata: cannot be read"),
-        (lambda f: (f / "__0_0.distcp").write_bytes(b""), "__0_0.distcp: is not read from byte"),
+        (
+            lambda f: (f / "__0_0.distcp").write_bytes(b""),
+            r"__0_0.distcp: is cut short: 0 bytes, \.m",
+        ),
         (lambda f: (f / "__0_0.distcp").unlink(), "__0_0.distcp: cannot be read"),
         (
             lambda f: (f / "metadata.json").write_text('{"sharded_backend": "zarr"}'),
@@ -363,6 +366,13 @@ def test_what_does_not_fit_is_refused(folder, damage, said):
     with pytest.raises((ValueError, KeyError), match=said) as error:
         dict(open_source(folder, vocab_size=VOCABULARY).stream())
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("damage", [lambda f: f.unlink(), lambda f: f.write_bytes(bytes(99))])
+def test_a_file_that_is_not_whole_is_refused_before_a_tensor_is_read(folder, damage):
+    damage(folder / "__0_0.distcp")
+    with pytest.raises(ValueError, match="__0_0.distcp: (cannot be read|is cut short: 99 bytes)"):
+        open_source(folder, vocab_size=VOCABULARY)
 
 
 def test_a_layer_too_few(models, tmp_path):

@@ -16,6 +16,7 @@ The moments of AdamW and its fp32 masters have the name and the shape of their p
 other forms cut the numbers of many parameters, laid end to end, over ranks, and are not read.
 """
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -327,8 +328,9 @@ def _counted(whole: Stored, sizes: list[int], said: str | None) -> Sequence[int]
 
 
 def chunks_of(folder: Path, description: Foreign) -> dict[str, list[Chunk]]:
-    """Of each tensor."""
+    """Of each tensor. Raises Refused for a file that is missing, or ends before its chunks do."""
     found: dict[str, list[Chunk]] = {key: [] for key in description.tensors}
+    ends: dict[Path, int] = {}
     sizes = {
         (key, chunk.offsets): tuple(chunk.sizes)
         for key, tensor in description.tensors.items()
@@ -338,6 +340,12 @@ def chunks_of(folder: Path, description: Foreign) -> dict[str, list[Chunk]]:
         offsets, file = index.offset or torch.Size(), folder / place.relative_path
         size = sizes[index.fqn, offsets]
         found[index.fqn].append(Chunk(tuple(offsets), size, file, place.offset, place.length))
+        ends[file] = max(ends.get(file, 0), place.offset + place.length)
+    for file, end in ends.items():
+        with gate.opened(file) as stream:
+            size = stream.seek(0, os.SEEK_END)
+        if size < end:
+            raise gate.refuse(file, f"is cut short: {size:,} bytes, {METADATA} says {end:,}")
     return found
 
 
