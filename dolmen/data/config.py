@@ -93,6 +93,19 @@ class DataConfig(TextConfig):
     """Share of the tokens of a sequence that a model which fills in masked ones (BERT, RoBERTa) is
     to fill in, by whole words.
     """
+    rows: Literal["text", "chats"] = "text"
+    """What rows of files and of the hub hold. chats: `messages`, ShareGPT's `conversations` or
+    Alpaca's `instruction` and `output`, told apart by these fields; a `weight` multiplies the loss
+    of a row. They are packed whole into sequences, and none sees another.
+    """
+    template: str | None = None
+    """How chats are written: a file of Jinja, chatml or alpaca. Default: the tokenizer's own chat
+    template.
+    """
+    train_on: Literal["assistant", "last", "everything"] = "assistant"
+    """What of a chat is learned: the turns of the assistant, the last of them, or all."""
+    packing: bool = True
+    """Several chats in a sequence, where they fit; else one in each."""
     split: str | None = None
     """Shares of each data set to train, validate and test on, in order, where --data.order is
     megatron and --data.validation is unset. Default: 969,30,1.
@@ -103,6 +116,18 @@ class DataConfig(TextConfig):
         if not 0 < self.masked_fraction < 1:
             raise ValueError(
                 f"data.masked-fraction is {self.masked_fraction}: it must lie between 0 and 1"
+            )
+        refuse_empty("data.template", self.template)
+        if self.rows == "chats" and self.order != "dolmen":
+            raise ValueError(
+                f"data.order {self.order} is an order of windows of text, and data.rows chats has "
+                "none: leave one of the two out"
+            )
+        own = (self.template, self.train_on, self.packing)
+        if self.rows == "text" and own != (None, "assistant", True):
+            raise ValueError(
+                "data.template, train-on and packing are for chats: use --data.rows chats, or "
+                "leave them out"
             )
         if self.order == "dolmen" and self.split is not None:
             raise ValueError(

@@ -3,7 +3,16 @@
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from dolmen.data.readers import PIECE, check_column, column_texts, read_documents
+from dolmen.data.readers import (
+    PIECE,
+    ROW_READERS,
+    Located,
+    check_column,
+    column_texts,
+    form,
+    read_documents,
+    table_rows,
+)
 from dolmen.data.sources import Source
 
 
@@ -29,6 +38,22 @@ def pieces(source: Source, text_field: str, option: str = "--data.path") -> Iter
         for row in hub_rows(hub, text_field, option):
             for text, last in cut([row]):
                 yield Piece(text, index, last)
+
+
+def rows(source: Source, option: str = "--data.path") -> Iterator[Located]:
+    """All rows of `source` in order, each with where it stands. Raises ValueError for files that
+    have none.
+    """
+    for file in source.files:
+        reader = ROW_READERS.get(form(file) or "")
+        if reader is None:
+            raise ValueError(
+                f"{option} {file}: chats are rows, of {', '.join(ROW_READERS)} files or of the "
+                "hub: give those, or train on text (--data.rows text)"
+            )
+        yield from reader(file)
+    for hub in source.hubs:
+        yield from table_rows(load_hub(hub, option), f"{option} {hub}")
 
 
 def cut(blocks: Iterable[str], piece: int = PIECE) -> Iterator[tuple[str, bool]]:

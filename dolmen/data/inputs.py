@@ -68,9 +68,11 @@ def check_inputs(
             continue
         for file in source.indexed:
             check_indexed(file, option)
-        if source.files and not source.hubs:
+        if config.rows == "text" and source.files and not source.hubs:
             least = 1 if source is validation or source.indexed else sequence_length + 1
             first[source.name] = look_at(source, config.text_field, least, option)
+    if config.rows == "chats":
+        check_chats(config, sources)
     named = tokenizer_folder(config, sources, validation, vocab_size, progress)
     by = "--data.tokenizer" if named else OWN
     loaded = tokenizers.load_tokenizer(named or tokenizer, by, probe=verify)
@@ -81,6 +83,25 @@ def check_inputs(
     return Inputs(
         sources, validation, loaded, tokenizers.end_of_text_id(loaded, config.end_of_text)
     )
+
+
+def check_chats(config: DataConfig, sources: tuple[Source, ...]) -> None:
+    """Raises ValueError for what chats cannot be."""
+    if len(sources) > 1:
+        raise ValueError(
+            f"--data.path has {len(sources)} sources with weights, and chats are one set: give "
+            "them without weights, and rows that are to count for more a `weight`"
+        )
+    if any(source.indexed for source in sources):
+        raise ValueError(
+            f"--data.path {sources[0].indexed[0]}: chats are rows of text, and this is tokens: "
+            "train on it with --data.rows text"
+        )
+    if (config.tokenizer or "").startswith("bpe:"):
+        raise ValueError(
+            f"--data.tokenizer {config.tokenizer} is trained on text, and chats are for a model "
+            "that has a tokenizer: leave it out, or name one"
+        )
 
 
 def look_at(source: Source, text_field: str, least: int, option: str) -> str:

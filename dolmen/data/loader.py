@@ -1,21 +1,17 @@
-"""Batches as a function of (seed, step): resuming is a number, and no split over ranks changes what
-is trained on.
-
-`prepare_loader` is the whole road from a DataConfig to a Loader; its cheap first part is
-`check_inputs`.
+"""The whole road from a DataConfig to a Loader: `prepare_loader`, whose cheap first part is
+`check_inputs`; and the loader of text by windows.
 """
 
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from itertools import count
 from pathlib import Path
 
 import numpy as np
 
 from dolmen.core.rng import seed_of
 from dolmen.core.words import counted
+from dolmen.data import chat_loader
 from dolmen.data import tokenizer as tokenizers
 from dolmen.data.batch import Batch
+from dolmen.data.batches import Loader
 from dolmen.data.cloze import Cloze, of_tokenizer
 from dolmen.data.config import DataConfig
 from dolmen.data.corpora import open_corpus
@@ -37,8 +33,11 @@ from dolmen.model.tree import Tree
 ELSEWHERE = 1 << 16  # samples, within which a text of elsewhere is found
 
 
-class Loader:
-    """Training batches of `mixture`, validation batches of `held_out`."""
+class TextLoader(Loader):
+    """Windows of text."""
+
+    mixture: Order
+    validation: InOrder
 
     def __init__(
         self,
@@ -52,27 +51,11 @@ class Loader:
         document_mask: bool = False,
         cloze: Cloze | None = None,
     ):
-        self.mixture, self.held_out, self.global_batch_size = mixture, held_out, global_batch_size
-        self.tokenizer = tokenizer
-        self.end_of_text = end_of_text
-        self.lines = lines
-        self.identity = identity
         # what attention does not look behind
         self.boundary = end_of_text if document_mask else None
-        self.cloze = cloze
-        self.validation = InOrder(held_out, mixture.sequence_length, self.boundary, cloze)
-        # samples that the batches before have read over step x global_batch_size: see go_on
-        self.ahead = 0
-
-    def first(self, step: int) -> int:
-        """The first sample of global batch `step`."""
-        return step * self.global_batch_size + self.ahead
-
-    def go_on(self, step: int, samples: int) -> None:
-        """Let batch `step` begin where `samples` samples end. Batches before it may have been of
-        another size: none is skipped or repeated.
-        """
-        self.ahead = samples - step * self.global_batch_size
+        validation = InOrder(held_out, mixture.sequence_length, self.boundary, cloze)
+        super().__init__(mixture, validation, global_batch_size, tokenizer, lines, identity)
+        self.held_out, self.end_of_text, self.cloze = held_out, end_of_text, cloze
 
     def batch(self, step: int, rank: int = 0, ranks: int = 1) -> Batch:
         """The rows of global batch `step` (from 0) that data-parallel rank `rank` holds:
@@ -92,79 +75,11 @@ class Loader:
 
         return self.cloze.batch(windows, range(first, first + rows), other)
 
-    def documents(self, step: int) -> list[str]:
-        """Which documents the rows of global batch `step` were cut from, a line each: `source:
-        documents a..b`.
-        """
-        lines = self.mixture.documents(self.first(step), self.global_batch_size)
-        return lines if len(lines) <= 16 else [*lines[:16], f"and {len(lines) - 16} more rows"]
-
-    def starting_at(self, step: int, rank: int = 0, ranks: int = 1) -> Iterator[tuple[int, Batch]]:
-        """(step, batch) for ever; a thread prepares the next batch while this one is used."""
-        with ThreadPoolExecutor(1, thread_name_prefix="batches") as thread:
-            coming = thread.submit(self.batch, step, rank, ranks)
-            for now in count(step):
-                batch, coming = coming.result(), thread.submit(self.batch, now + 1, rank, ranks)
-                yield now, batch
-
-    def validation_batches(
-        self, max_sequences: int | None = None, rank: int = 0, ranks: int = 1
-    ) -> Iterator[Batch]:
-        """The held-out tokens in order, as InOrder.batches gives them: every rank gets equally many
-        full batches. With `max_sequences`, only that many windows, evenly spread. Raises ValueError
-        where nothing is held out.
-        """
-        if not self.held_out:
-            raise ValueError(
-                "nothing is held out: --data.validation-fraction is 0, or the second share of "
-                "--data.split; use more, or --data.validation"
-            )
-        rows = self.rows(ranks)
-        return self.validation.batches(self.global_batch_size, max_sequences, rank * rows, rows)
-
-    def rows(self, ranks: int) -> int:
-        """Sequences of a global batch that one of `ranks` data-parallel ranks holds. Raises
-        ValueError where they cannot hold equally many.
-        """
-        if self.global_batch_size % ranks:
-            raise ValueError(
-                f"global_batch_size ({self.global_batch_size}) is not divisible by the {ranks} "
-                "data-parallel ranks: use --train.global-batch-size "
-                f"{-(-self.global_batch_size // ranks) * ranks}"
-            )
-        return self.global_batch_size // ranks
-
-    def epochs(self, step: int) -> dict[str, float]:
-        """How often each source has been read after `step` steps."""
-        return self.mixture.epochs(self.first(step))
-
-    @property
-    def validation_tokens(self) -> int:
-        """Predictions of a full validation: every held-out token, the ends of documents
-        included.
-        """
-        return self.validation.tokens
-
-    @property
-    def validation_bytes(self) -> int | None:
-        """Bytes of held-out text, exactly; None where they are not known, or not predicted."""
-        return None if self.cloze else self.validation.bytes
-
     @property
     def validation_files(self) -> tuple[Path, ...]:
         """The held-out files, or () if some held-out document is not a whole file."""
         whole = all(held.files for held in self.held_out)
         return tuple(file for held in self.held_out for file in held.files) if whole else ()
-
-    def description(self) -> list[str]:
-        """What is trained and validated on, for the header of a run."""
-        return self.lines
-
-    def fingerprint(self) -> dict[str, str]:
-        """What decides the batches, by content and not by path: equal here and on another
-        machine.
-        """
-        return self.identity
 
 
 def changes(before: dict[str, str], after: dict[str, str]) -> list[str]:
@@ -188,12 +103,16 @@ def prepare_loader(
     steps: int | None = None,
     model: Tree | None = None,
 ) -> Loader:
-    """From options to batches: check, tokenise or find in the cache, hold out, mix. `verify`: try
-    the tokenizer's expressions and compare the cache with its digests, once per host. `steps`: of
-    the whole run, where they are known. `model`: what reads the batches; one that sees both ways is
-    given masked tokens to fill in.
+    """From options to batches: check, tokenise or find in the cache, hold out, mix or pack.
+    `verify`: try the tokenizer's expressions and compare the cache with its digests, once per host.
+    `steps`: of the whole run, where they are known. `model`: what reads the batches; one that sees
+    both ways is given masked tokens to fill in.
     """
     inputs = check_inputs(config, tokenizer, vocab_size, sequence_length, progress, verify)
+    if config.rows == "chats":
+        return chat_loader.prepare(
+            config, inputs, sequence_length, global_batch_size, seed, progress, verify, model
+        )
     sources = data_sets(config, inputs.sources)
     corpora = [open_corpus(source, config, inputs, progress, verify=verify) for source in sources]
     judge = None
@@ -221,7 +140,7 @@ def prepare_loader(
         **({"document_mask": "True"} if config.document_mask else {}),
         **({"masked": f"{cloze.fraction:g}, pairs {cloze.pairs}"} if cloze else {}),
     }
-    return Loader(
+    return TextLoader(
         mixture,
         tuple(held),
         global_batch_size,

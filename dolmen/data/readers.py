@@ -8,6 +8,7 @@ Parquet is read through `datasets`. Text and rows are not, because `datasets` tu
 import glob
 import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 PIECE = 1 << 18
 LEAVE_OUT = "or leave the file out: move it, or name the others with a glob (notes/*.md)"
 ROWS = Kind(either(Object(), List(Object())), size=1024 * MIB, depth=64, constants=True)
+Located = tuple[dict[str, Any], str]
+"""A row, and where it stands, for a person."""
 
 
 def form(file: Path) -> str | None:
@@ -80,11 +83,16 @@ def text_documents(file: Path, text_field: str) -> Iterator[Iterator[str]]:
 
 
 def jsonl_documents(file: Path, text_field: str) -> Iterator[list[str]]:
+    for row, where in jsonl_rows(file):
+        yield [row_text(row, text_field, where)]
+
+
+def jsonl_rows(file: Path) -> Iterator[Located]:
     with unpacked(file) as stream:
         for number, line in enumerate(lines_of(stream, file), 1):
             if line.strip():
                 where = f"{file}, line {number}"
-                yield [row_text(parse_json(line, where, TEXT_ROW), text_field, where)]
+                yield parse_json(line, where, TEXT_ROW), where
 
 
 def lines_of(stream: BinaryIO, file: Path) -> Iterator[bytes]:
@@ -99,6 +107,11 @@ def lines_of(stream: BinaryIO, file: Path) -> Iterator[bytes]:
 
 
 def json_documents(file: Path, text_field: str) -> Iterator[list[str]]:
+    for row, where in json_rows(file):
+        yield [row_text(row, text_field, where)]
+
+
+def json_rows(file: Path) -> Iterator[Located]:
     """One row, or a list of rows. Raises ValueError for a file larger than may be, and Refused."""
     with unpacked(file) as stream:
         data = stream.read(ROWS.size + 1)
@@ -109,11 +122,27 @@ def json_documents(file: Path, text_field: str) -> Iterator[list[str]]:
         )
     rows = parse_json(data, file, ROWS)
     for number, row in enumerate(rows if isinstance(rows, list) else [rows], 1):
-        yield [row_text(row, text_field, f"{file}, row {number}")]
+        yield row, f"{file}, row {number}"
 
 
 def parquet_documents(file: Path, text_field: str) -> Iterator[list[str]]:
     """Raises Refused where the file is damaged or has no such column."""
+    with parquet(file, [text_field]) as table:
+        for text in column_texts(table, text_field, str(file)):
+            yield [text]
+
+
+def parquet_rows(file: Path) -> Iterator[Located]:
+    """Raises Refused where the file is damaged."""
+    with parquet(file, None) as table:
+        yield from table_rows(table, str(file))
+
+
+@contextmanager
+def parquet(file: Path, wanted: list[str] | None) -> Iterator["IterableDataset"]:
+    """The columns `wanted` of the file, None: all, as `datasets` reads them. What is raised while
+    they are read becomes Refused.
+    """
     import datasets
     import pyarrow
     import pyarrow.parquet
@@ -122,21 +151,31 @@ def parquet_documents(file: Path, text_field: str) -> Iterator[list[str]]:
         columns = pyarrow.parquet.read_schema(file).names
     except (pyarrow.ArrowException, OSError) as error:
         raise refuse(file, f"is not parquet: {error}") from error
-    check_column(text_field, columns, str(file))
+    for name in wanted or ():
+        check_column(name, columns, str(file))
     table = datasets.load_dataset(
         "parquet",
         data_files=glob.escape(str(file)),
         split="train",
         streaming=True,
-        columns=[text_field],
+        columns=wanted,
     )
     try:
-        for text in column_texts(table, text_field, str(file)):
-            yield [text]
+        yield table
     except Refused:
         raise
     except Exception as error:  # of `datasets` and pyarrow, which have a dozen types
         raise refuse(file, f"is damaged parquet: {error}") from error
+
+
+def table_rows(table: "Dataset | IterableDataset", where: str) -> Iterator[Located]:
+    """The rows of a data set, by batches as `column_texts`."""
+    number = 0
+    batches = cast(Iterable[dict[str, list]], table.iter(batch_size=512))
+    for batch in batches:
+        for values in zip(*batch.values(), strict=True):
+            number += 1
+            yield dict(zip(batch, values, strict=True)), f"{where}, row {number}"
 
 
 def column_texts(table: "Dataset | IterableDataset", text_field: str, where: str) -> Iterator[str]:
@@ -172,17 +211,18 @@ def advice(names: Sequence[str]) -> str:
     if "instruction" in names and "output" in names:
         return (
             f"{told}: these are instructions with answers, and training here is on plain text: "
-            "--data.text-field output takes the answers alone; to train on both, write each row's "
-            'text into one field, as {"text": instruction + input + output}'
+            "dolmen train sft, or --data.rows chats, trains on the answers to them; "
+            "--data.text-field output takes the answers as text"
         )
     return f"{told}: use --data.text-field"
 
 
 def chats(name: str) -> str:
     return (
-        f"{name!r} holds chats, and training here is on plain text: write each chat as text into "
-        "one field, with tokenizer.apply_chat_template(row, tokenize=False), and name the field "
-        "with --data.text-field"
+        f"{name!r} holds chats, and training here is on plain text: dolmen train sft, or "
+        "--data.rows chats, trains on their answers; to train on all as text, write each into one "
+        "field, with tokenizer.apply_chat_template(row, tokenize=False), and name it with "
+        "--data.text-field"
     )
 
 
@@ -211,6 +251,12 @@ READERS: dict[str, Callable[[Path, str], Iterator[Iterable[str]]]] = {
     ".jsonl": jsonl_documents,
     ".json": json_documents,
     ".parquet": parquet_documents,
+}
+# files that hold rows, which may be more than text
+ROW_READERS: dict[str, Callable[[Path], Iterator[Located]]] = {
+    ".jsonl": jsonl_rows,
+    ".json": json_rows,
+    ".parquet": parquet_rows,
 }
 SUPPORTED = (
     f"readable are {', '.join(filter(None, READERS))}, text without a suffix, and each of them but "

@@ -39,6 +39,7 @@ class PreTrainedTokenizer(Protocol):
     pad_token_id: int | None
     all_special_tokens: list[str]
     init_kwargs: dict[str, Any]
+    chat_template: str | dict[str, str] | None
 
     @property
     def is_fast(self) -> bool: ...
@@ -59,6 +60,22 @@ class PreTrainedTokenizer(Protocol):
     def convert_tokens_to_ids(self, tokens: str) -> int: ...
     def __call__(self, text: str, *, add_special_tokens: bool = True) -> Mapping[str, list[int]]:
         """The ids as `input_ids`, beside what is not used here."""
+        ...
+
+    def get_chat_template(self) -> str: ...
+    def apply_chat_template(
+        self,
+        conversation: list[dict[str, Any]],
+        *,
+        chat_template: str,
+        add_generation_prompt: bool = False,
+        tokenize: bool = True,
+        return_dict: bool = True,
+        return_assistant_tokens_mask: bool = False,
+    ) -> Any:
+        """The text, where not to `tokenize`; else `input_ids`, and `assistant_masks` where these
+        are asked for.
+        """
         ...
 
     def save_pretrained(self, save_directory: str) -> object: ...

@@ -193,6 +193,45 @@ CORPUS = Kind(
     size=1024 * MIB,  # of a million files
     depth=8,
 )
+# A chat, in one of three forms, which their fields tell apart.
+SPOKEN = List(Object(required={"role": Text(longest=64), "content": optional(Text())}), shortest=1)
+SHARED = List(Object(required={"from": Text(longest=64), "value": optional(Text())}), shortest=1)
+BESIDE = {"weight": optional(Real(0)), "system": optional(Text())}
+CHAT_ROWS = {
+    "messages": Object(required={"messages": SPOKEN}, optional=BESIDE),
+    "conversations": Object(required={"conversations": SHARED}, optional=BESIDE),
+    "instruction": Object(
+        required={"instruction": Text(), "output": Text()},
+        optional={"input": optional(Text()), **BESIDE},
+    ),
+}
+# a chat template of Jinja: the longest published ones have some 20,000 characters
+TEMPLATE_SIZE = MIB
+EXAMPLES = Kind(
+    Object(
+        required={
+            "format": Int(),
+            "files": List(TEXT_FILE),
+            "hubs": List(Row((Text(), Int(0), List(TEXT_FILE)))),
+            "tokenizer": Text(),
+            "template": Text(),
+            "train_on": Text(),
+            "dtype": Text(choices=("<u2", "<u4")),
+            "examples": Int(0),
+            "tokens": Int(0),
+            "trained": Int(0),
+            "untrained": Int(0),
+            "content": Text(),
+            "vocabulary": Int(0),
+            "largest": Int(0),
+            "sizes": Map(Int(0)),
+            "digests": Map(Text()),
+            "digest": Text(),
+        }
+    ),
+    size=1024 * MIB,
+    depth=8,
+)
 DIST_MARKER = Kind(
     Object(required={"sharded_backend": NAME}, optional={"sharded_backend_version": Int()}),
     size=MIB,

@@ -10,7 +10,7 @@ from dolmen.data.config import DataConfig
 from dolmen.families import Model
 from dolmen.model.layout import Layout
 from dolmen.optim.config import OptimizerConfig
-from dolmen.recipes import gpts, llamas
+from dolmen.recipes import gpts, llamas, tuning
 from dolmen.recipes.common import FRESH, large
 from dolmen.training.config import FinishConfig, LogConfig, RunConfig, TrainConfig
 
@@ -179,6 +179,7 @@ def bert() -> RunConfig:
 RECIPES: dict[str, Callable[[], RunConfig]] = {
     "quickstart": quickstart,
     "pretrain": pretrain,
+    "sft": tuning.sft,
     "llama-1b": llamas.llama_1b,
     "llama-8b": llamas.llama_8b,
     "llama-70b": llamas.llama_70b,

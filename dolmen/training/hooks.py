@@ -16,7 +16,7 @@ from dolmen.core.config import to_dict
 from dolmen.core.log import size
 from dolmen.core.mesh import Mesh
 from dolmen.core.words import counted
-from dolmen.data.loader import Loader
+from dolmen.data.batches import Loader
 from dolmen.evaluation.validate import mean_loss
 from dolmen.launch.watch import Watch
 from dolmen.model import count

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from dolmen.core.mesh import Mesh
-from dolmen.data.loader import Loader
+from dolmen.data.batches import Loader
 from dolmen.launch.watch import Watch
 from dolmen.training.step import Metrics, TrainState, optimizer_step
 

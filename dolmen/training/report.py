@@ -7,13 +7,14 @@ import time
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
+from rich.text import Text
 
 from dolmen.core import device as devices
 from dolmen.core import state
 from dolmen.core.log import duration, gib, size
 from dolmen.core.mesh import Mesh
 from dolmen.core.words import counted
-from dolmen.data.loader import Loader
+from dolmen.data.batches import Loader
 from dolmen.model import count
 from dolmen.model.layout import Layout
 from dolmen.parallel.schedule import simulate
@@ -56,7 +57,8 @@ def header(
     table.add_row("layout", f"{_layout(layout, state_)}: {processes} on {device}")
     table.add_row("kernels", str(state_.model.split.kernels))
     for i, line in enumerate(loader.description()):
-        table.add_row("data" if i == 0 else "", line)
+        # whatever the text of an example looks like, it is no markup
+        table.add_row("data" if i == 0 else "", Text(line))
     table.add_row(
         "batch",
         f"{counted(run.train.global_batch_size, 'sequence')} of {run.sequence_length} = "

@@ -8,7 +8,7 @@ from dolmen.checkpoint.saved import Saved
 from dolmen.checkpoint.store import Checkpoints
 from dolmen.core.config import changed_options, to_dict
 from dolmen.data import loader as data_loader
-from dolmen.data.loader import Loader
+from dolmen.data.batches import Loader
 from dolmen.optim import optimizer as optim
 from dolmen.training.check import check_same_model, check_same_optimizer
 from dolmen.training.config import RunConfig

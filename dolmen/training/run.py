@@ -16,7 +16,7 @@ from dolmen.conversion.source import in_dtype, load_weights, open_source
 from dolmen.core import determinism
 from dolmen.core.mesh import Mesh
 from dolmen.data import loader as data_loader
-from dolmen.data.loader import Loader
+from dolmen.data.batches import Loader
 from dolmen.files import write
 from dolmen.launch.watch import Watch
 from dolmen.model import build

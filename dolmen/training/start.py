@@ -18,7 +18,7 @@ from dolmen import __version__
 from dolmen.core import agree
 from dolmen.core.config import to_dict
 from dolmen.core.mesh import Mesh
-from dolmen.data.loader import Loader
+from dolmen.data.batches import Loader
 from dolmen.files import gate
 from dolmen.training.check import check_folder, check_overwrite, check_resume
 from dolmen.training.config import RunConfig

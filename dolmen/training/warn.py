@@ -2,7 +2,7 @@
 
 from dolmen.core.words import counted
 from dolmen.data import tokenizer as tokenizers
-from dolmen.data.loader import Loader
+from dolmen.data.batches import Loader
 from dolmen.families.unknown import told
 from dolmen.training.config import RunConfig
 

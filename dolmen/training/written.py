@@ -6,7 +6,7 @@ from pathlib import Path
 import yaml
 
 from dolmen.core.config import to_dict
-from dolmen.data.loader import Loader
+from dolmen.data.batches import Loader
 from dolmen.files import gate, write
 from dolmen.training import folder
 from dolmen.training.config import RunConfig

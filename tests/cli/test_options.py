@@ -134,7 +134,8 @@ AFTER = f"""
     adapter.rank adapter.alpha adapter.targets {LAYOUT}
     data.path data.tokenizer data.end-of-text data.text-field data.cache data.workers
     data.document-mask data.no-document-mask data.validation data.validation-fraction
-    data.order data.masked-fraction data.split
+    data.order data.masked-fraction data.split data.rows data.template data.train-on
+    data.packing data.no-packing
     optimizer.name optimizer.lr optimizer.warmup-steps optimizer.schedule optimizer.min-lr
     optimizer.decay-fraction optimizer.weight-decay optimizer.beta1 optimizer.beta2 optimizer.eps
     optimizer.clip optimizer.from-init optimizer.no-from-init optimizer.muon.momentum

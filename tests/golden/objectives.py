@@ -24,6 +24,7 @@ from dolmen.objectives.filling import Filling
 from dolmen.objectives.objective import Objective
 from dolmen.objectives.preference import DPO, REFERENCE
 from dolmen.objectives.reward import TARGET, Preferred, SquaredError
+from dolmen.ops.attention import Documents
 from dolmen.ops.positions import PositionIds
 from dolmen.training.step import TrainState
 
@@ -36,6 +37,8 @@ class Kind:
 
     config: Flat | Tiny
     objective: Objective
+    packed: bool = False
+    """Of several examples in each row."""
 
 
 def scalar(config: Flat) -> Tiny:
@@ -45,6 +48,8 @@ def scalar(config: Flat) -> Tiny:
 
 KINDS = {
     "weights": Kind(FAMILIES["gpt2"], CrossEntropy()),
+    # weights, and positions that are looked up: each example has its own
+    "chats": Kind(FAMILIES["gpt2"], CrossEntropy(), packed=True),
     "dpo": Kind(FAMILIES["llama"], DPO(0.5)),
     "dpo, capped": Kind(CONFIGS["gemma2"], DPO(0.5)),
     "dpo, experts": Kind(FAMILIES["qwen3-moe"], DPO(0.5)),
@@ -92,6 +97,16 @@ def batches(mesh: Mesh) -> list[Batch]:
     return out
 
 
+def packed(batch: Batch, mesh: Mesh) -> Batch:
+    """Examples of three to five tokens in each row, the last of which predicts nothing."""
+    first = mesh.dp.rank * len(batch.tokens)
+    sizes = 3 + torch.arange(first, first + len(batch.tokens))[:, None] % 3
+    places = torch.arange(LENGTH)
+    labels = torch.where(places % sizes == sizes - 1, IGNORED, batch.labels)
+    made = replace(batch, labels=labels, documents=Documents.of(places // sizes * sizes))
+    return made.with_positions(1)
+
+
 def compared(train: TrainState, mesh: Mesh, layout: Layout, **dtypes) -> list[Batch]:
     """`batches` with what another model on the same mesh makes of them, if the objective compares
     with one. That model stays as it is.
@@ -116,7 +131,10 @@ def run(kind: str, mesh: Mesh, layout: Layout, **dtypes) -> Run:
     dtypes = dtypes or {"dtype": torch.float64}
     config, objective = KINDS[kind].config, KINDS[kind].objective
     train = table.start(config, mesh, layout, objective=objective, **dtypes)
-    return table.updates(train, mesh, compared(train, mesh, layout, **dtypes))
+    given = compared(train, mesh, layout, **dtypes)
+    if KINDS[kind].packed:
+        given = [packed(batch, mesh) for batch in given]
+    return table.updates(train, mesh, given)
 
 
 ALONE: dict[str, Run] = {}
@@ -189,6 +207,16 @@ OBJECTIVES = [
         cp2 pp2 acc4 zero1
         dp4 zero3
         pp2 acc4 zero-bubble          |
+        """,
+    ),
+    *rows(
+        "chats",
+        """
+        cp2 pp2 acc4 zero1
+        dp2 tp2 sp zero3
+        tp2 acc4 zero-bubble          |
+        cp4 gather                    |
+        dp4 zero3 acc2                |
         """,
     ),
     *rows(

@@ -33,8 +33,8 @@ import dolmen
 from dolmen.checkpoint.stream import locate, open_checkpoint
 from dolmen.conversion import hf_export
 from dolmen.data import loader
+from dolmen.data.batches import Loader
 from dolmen.data.config import DataConfig
-from dolmen.data.loader import Loader
 from dolmen.families import Model
 from dolmen.optim.precision import LossScale
 from dolmen.training import metrics

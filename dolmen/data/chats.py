@@ -1,0 +1,95 @@
+"""Rows that are chats, in the three forms in which they are published, told apart by their fields:
+
+    messages        [{role, content}, ...], as chat templates take them
+    conversations   [{from, value}, ...], of ShareGPT: human, gpt, system, tool
+    instruction     with `output`, and maybe `input`, of Alpaca: one question and its answer
+
+A row may have a `system` message and a `weight` of its loss besides.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from dolmen.core.words import choices
+from dolmen.data.documents import rows
+from dolmen.data.sources import Source
+from dolmen.files import gate
+from dolmen.files.kinds import CHAT_ROWS
+
+ASSISTANT = "assistant"
+# who speaks in ShareGPT, and in what was made after it
+SPEAKERS = {
+    "human": "user",
+    "user": "user",
+    "gpt": ASSISTANT,
+    "assistant": ASSISTANT,
+    "bot": ASSISTANT,
+    "chatgpt": ASSISTANT,
+    "model": ASSISTANT,
+    "function_call": ASSISTANT,
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+}
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Messages as a chat template takes them, each with its `role` and `content`."""
+
+    messages: list[dict[str, Any]]
+    weight: float
+    """Of the loss of its tokens."""
+    where: str
+    """File and row, for a person."""
+
+
+def chats(source: Source, option: str = "--data.path") -> Iterator[Chat]:
+    """Of all rows of `source`, in order. Raises ValueError, with the row, for one that is no
+    chat.
+    """
+    for row, where in rows(source, option):
+        yield chat_of(row, where)
+
+
+def chat_of(row: dict[str, Any], where: str) -> Chat:
+    """Raises Refused for a row of no known form, and for one that is not what its form says."""
+    # a table has the columns of all its rows, and null where a row has no such field
+    row = {name: value for name, value in row.items() if value is not None}
+    form = next((name for name in CHAT_ROWS if name in row), None)
+    if form is None:
+        raise gate.refuse(
+            where,
+            f"no chat but keys {', '.join(str(name)[:40] for name in list(row)[:6])}: it needs "
+            "`messages`, `conversations`, or `instruction` and `output`",
+        )
+    gate.checked(row, where, CHAT_ROWS[form])
+    messages = {"messages": _spoken, "conversations": _shared, "instruction": _asked}[form](
+        row, where
+    )
+    if row.get("system"):
+        messages = [{"role": "system", "content": row["system"]}, *messages]
+    return Chat(messages, float(row.get("weight", 1.0)), where)
+
+
+def _spoken(row: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    return row["messages"]
+
+
+def _shared(row: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    made = []
+    for turn in row["conversations"]:
+        role = SPEAKERS.get(turn["from"].lower())
+        if role is None:
+            raise gate.refuse(
+                where, f"`from` is {turn['from']!r}: {choices(turn['from'], SPEAKERS)}"
+            )
+        made.append({"role": role, "content": turn.get("value") or ""})
+    return made
+
+
+def _asked(row: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    question = row["instruction"] + (f"\n\n{row['input']}" if row.get("input") else "")
+    return [{"role": "user", "content": question}, {"role": ASSISTANT, "content": row["output"]}]

@@ -1,0 +1,181 @@
+"""Chats as tokens on disk, memory-mapped, built once and reused until something that they depend on
+changes (cached.py):
+
+    tokens.bin     the tokens of every example, little-endian uint16, or uint32 if the tokenizer has
+                   more than 65,536 tokens
+    trained.bin    uint8 of each: whether it is trained
+    offsets.npy    int64 [examples + 1]: example i is tokens[offsets[i]:offsets[i + 1]]
+    weights.npy    float32 [examples]
+    hashes.npy     uint64 [examples], of tokens, by which some are held out
+
+An example predicts each of its tokens but the first, so one of n tokens takes n - 1 places.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from dolmen.core.words import counted
+from dolmen.data import tokenizer as tokenizers
+from dolmen.data.cached import Form, found_or_built, write_index
+from dolmen.data.chats import chats
+from dolmen.data.corpus import identities
+from dolmen.data.progress import bar
+from dolmen.data.sources import Source
+from dolmen.data.template import Template, TrainOn
+from dolmen.files.kinds import EXAMPLES
+
+FORMAT = 1
+FORM = Form(EXAMPLES, ("tokens.bin", "trained.bin", "offsets.npy", "weights.npy", "hashes.npy"))
+
+
+@dataclass(frozen=True, eq=False)
+class Examples:
+    """Of one source, none longer than `longest`: the end of one that is, is cut off."""
+
+    name: str
+    tokens: np.ndarray
+    trained: np.ndarray
+    offsets: np.ndarray
+    weights: np.ndarray
+    hashes: np.ndarray
+    longest: int
+    content: str
+    """Hash of all of it."""
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+    def span(self, index: int) -> slice:
+        first, end = (int(at) for at in self.offsets[index : index + 2])
+        return slice(first, min(end, first + self.longest))
+
+    def places(self) -> np.ndarray:
+        """Of each example, how many places it takes."""
+        return np.minimum(np.diff(self.offsets), self.longest) - 1
+
+    def predictions(self) -> np.ndarray:
+        """Of each, how many of its tokens are trained: none where it weighs nothing."""
+        before = np.concatenate([[0], np.cumsum(self.trained, dtype=np.int64)])
+        first = np.minimum(self.offsets[:-1] + 1, self.offsets[1:])  # the first is not predicted
+        end = np.minimum(self.offsets[1:], self.offsets[:-1] + self.longest)
+        return (before[np.maximum(first, end)] - before[first]) * (self.weights > 0)
+
+    @property
+    def cut(self) -> int:
+        """How many are too long."""
+        return int((np.diff(self.offsets) > self.longest).sum())
+
+    @property
+    def weighted(self) -> bool:
+        """Whether they differ in what they weigh, but for those that weigh nothing."""
+        return bool(((self.weights != 0) & (self.weights != 1)).any())
+
+
+def open_examples(
+    source: Source,
+    template: Template,
+    train_on: TrainOn,
+    longest: int,
+    cache: Path,
+    progress: bool = True,
+    option: str = "--data.path",
+    verify: bool = True,
+) -> Examples:
+    """From the cache or built into it. Raises ValueError where there are no chats, or where none or
+    all of their tokens would be trained.
+    """
+    tokenizer = template.tokenizer
+    origin = {
+        "format": FORMAT,
+        **identities(source, option),
+        "tokenizer": tokenizers.fingerprint(tokenizer),
+        "vocabulary": tokenizers.vocabulary_size(tokenizer),
+        "template": hashlib.blake2b(template.text.encode(), digest_size=16).hexdigest(),
+        "train_on": train_on,
+        "dtype": tokenizers.token_dtype(tokenizer).str,
+    }
+
+    def build(folder: Path) -> None:
+        _build(source, template, train_on, origin, folder, progress, option)
+
+    folder, index = found_or_built(cache, origin, FORM, build, verify, progress)
+    _refuse_all_or_none(index, source.name, option)
+    return Examples(
+        source.name,
+        np.asarray(np.memmap(folder / "tokens.bin", np.dtype(index["dtype"]), mode="r")),
+        np.asarray(np.memmap(folder / "trained.bin", np.uint8, mode="r")),
+        np.load(folder / "offsets.npy"),
+        np.load(folder / "weights.npy"),
+        np.load(folder / "hashes.npy"),
+        longest,
+        index["content"],
+    )
+
+
+def _refuse_all_or_none(index: dict, name: str, option: str) -> None:
+    """Raises ValueError where training would have nothing to learn, or does not know an answer from
+    its question.
+    """
+    told = f"{option} {name}: of {counted(index['tokens'], 'token')} of chats"
+    how = f"--data.train-on {index['train_on']}"
+    if not index["trained"]:
+        raise ValueError(
+            f"{told} none would be trained ({how}): give chats with turns of the assistant, or a "
+            "--data.template that writes them"
+        )
+    if index["trained"] == index["tokens"] and index["train_on"] != "everything":
+        raise ValueError(
+            f"{told} all would be trained ({how}): the chat template does not tell what the "
+            "assistant says; give another --data.template, or --data.train-on everything"
+        )
+
+
+def _build(
+    source: Source,
+    template: Template,
+    train_on: TrainOn,
+    origin: dict,
+    folder: Path,
+    progress: bool,
+    option: str,
+) -> None:
+    """Writes the files of FORM and the index."""
+    ends, weights, hashes, trained_in_all, untrained, largest = [0], [], [], 0, 0, 0
+    with (
+        open(folder / "tokens.bin", "wb") as tokens,
+        open(folder / "trained.bin", "wb") as marks,
+        bar(f"reading the chats of {source.name}", None, progress) as reach,
+    ):
+        for chat in chats(source, option):
+            ids, trained = template.tokens(chat, train_on)
+            data = ids.astype(origin["dtype"]).tobytes()
+            tokens.write(data)
+            marks.write(trained.astype(np.uint8).tobytes())
+            ends.append(ends[-1] + len(ids))
+            weights.append(chat.weight)
+            hashes.append(xxhash.xxh3_64_intdigest(data))
+            largest = max(largest, int(ids.max()))
+            trained_in_all += int(trained.sum())
+            untrained += not trained[1:].any()
+            reach(ends[-1])
+    if not weights:
+        raise ValueError(f"{option} {source.name}: there are no chats in it")
+    np.save(folder / "offsets.npy", np.array(ends, "<i8"))
+    np.save(folder / "weights.npy", np.array(weights, "<f4"))
+    np.save(folder / "hashes.npy", np.array(hashes, "<u8"))
+    index = {
+        **origin,
+        "examples": len(weights),
+        "tokens": ends[-1],
+        "trained": trained_in_all,
+        "untrained": untrained,
+        "largest": largest,
+        "content": hashlib.blake2b(
+            np.array(hashes, "<u8").tobytes() + np.array(weights, "<f4").tobytes(), digest_size=8
+        ).hexdigest(),
+    }
+    write_index(folder, FORM, index)

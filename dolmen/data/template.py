@@ -1,0 +1,162 @@
+"""A chat as tokens, by a chat template (Jinja, as transformers renders it), and which of them are
+the assistant's.
+
+Where the template marks what is generated ({% generation %}), the marks say it. Where it does not,
+the beginnings of the chat do: what the whole text has more than the messages before a turn, with
+the prompt to answer them, and no more than the messages up to its end. That includes the token that
+ends the turn, which is learned whatever else it stands for, padding too; white space behind it is
+not, as nothing is drawn any more there.
+
+    render(messages[:i], prompt to answer)  <|user|>Hi<|end|>\\n<|assistant|>
+    render(messages[:i + 1])                <|user|>Hi<|end|>\\n<|assistant|>Hello<|end|>\\n
+    trained                                                             Hello<|end|>
+"""
+
+import os.path
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from dolmen.core.paths import expand
+from dolmen.data.chats import ASSISTANT, Chat
+from dolmen.data.tokenizer import PreTrainedTokenizer
+from dolmen.files import gate
+from dolmen.files.kinds import TEMPLATE_SIZE
+
+TrainOn = Literal["assistant", "last", "everything"]
+
+MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+# For tokenizers that have none: ChatML, and the words of github.com/tatsu-lab/stanford_alpaca. A
+# line end behind a block is Jinja's own, so one that is meant is an expression.
+TEMPLATES = {
+    "chatml": (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+        "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}<|im_end|>"
+        "{% endgeneration %}{{ '\n' }}{% else %}{{ m['content'] }}<|im_end|>\n{% endif %}"
+        "{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    ),
+    "alpaca": (
+        "{% for m in messages %}{% if m['role'] == 'assistant' %}### Response:\n"
+        "{% generation %}{{ m['content'] }}{{ eos_token }}{% endgeneration %}"
+        "{% elif m['role'] == 'system' %}{{ m['content'] }}\n\n"
+        "{% else %}### Instruction:\n{{ m['content'] }}\n\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}### Response:\n{% endif %}"
+    ),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Template:
+    """How a tokenizer writes chats."""
+
+    tokenizer: PreTrainedTokenizer
+    text: str
+    """Jinja."""
+
+    @property
+    def marks(self) -> bool:
+        """Whether it says itself what is generated."""
+        return MARK.search(self.text) is not None
+
+    def tokens(self, chat: Chat, train_on: TrainOn) -> tuple[np.ndarray, np.ndarray]:
+        """Ids, and whether each is trained. Raises ValueError for a chat that it cannot write."""
+        if self.marks:
+            ids, turns = self._marked(chat)
+        else:
+            ids, turns = self._matched(chat)
+        if not len(ids):
+            raise gate.refuse(chat.where, "the chat template renders nothing of it")
+        if train_on == "everything":
+            return ids, np.ones(len(ids), bool)
+        trained = np.zeros(len(ids), bool)
+        for turn in turns if train_on == "assistant" else turns[-1:]:
+            trained[turn] = True
+        return ids, trained
+
+    def _marked(self, chat: Chat) -> tuple[np.ndarray, list[slice]]:
+        """Ids, and the tokens of each turn by the marks of the template."""
+        found = self._apply(chat, chat.messages, return_assistant_tokens_mask=True)
+        mask = np.array([0, *found["assistant_masks"], 0], np.int8)
+        edges = np.flatnonzero(np.diff(mask)).tolist()
+        turns = [slice(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+        return np.array(found["input_ids"], np.int64), turns
+
+    def _matched(self, chat: Chat) -> tuple[np.ndarray, list[slice]]:
+        """Ids, and the tokens of each turn by the beginnings of the chat."""
+        whole = self._render(chat, chat.messages)
+        encoded = self.tokenizer.backend_tokenizer.encode(whole, add_special_tokens=False)
+        starts, ends = np.array(encoded.offsets, np.int64).reshape(-1, 2).T
+        turns = []
+        for number, message in enumerate(chat.messages):
+            if message["role"] == ASSISTANT:
+                first, last = self._span(chat, whole, number)
+                inside = np.flatnonzero((starts < last) & (ends > first) & (ends > starts))
+                if len(inside):
+                    turns.append(slice(int(inside[0]), int(inside[-1]) + 1))
+        return np.array(encoded.ids, np.int64), turns
+
+    def _span(self, chat: Chat, whole: str, number: int) -> tuple[int, int]:
+        """The characters of a turn of the assistant."""
+        messages = chat.messages
+        if number:
+            before = self._render(chat, messages[:number], prompt=True)
+        else:  # few templates write no messages: what one without words begins with
+            empty = self._render(chat, [{**messages[0], "content": ""}])
+            before = os.path.commonprefix([whole, empty])
+        until = self._render(chat, messages[: number + 1])
+        if not (whole.startswith(before) and whole.startswith(until) and len(before) <= len(until)):
+            raise gate.refuse(
+                chat.where,
+                f"the chat template writes the first {number + 1} messages otherwise when others "
+                "follow, so what it writes of a turn is not known: give --data.template one with "
+                "{% generation %} marks, or use --data.train-on everything",
+            )
+        turn = until[len(before) :]
+        bare = turn.rstrip()
+        ends = any(bare.endswith(token) for token in self.tokenizer.all_special_tokens)
+        return len(before), len(before) + len(bare if ends else turn)
+
+    def _render(self, chat: Chat, messages: list[dict[str, Any]], prompt: bool = False) -> str:
+        return self._apply(chat, messages, add_generation_prompt=prompt, tokenize=False)
+
+    def _apply(self, chat: Chat, messages: list[dict[str, Any]], **options: Any) -> Any:
+        from jinja2.exceptions import TemplateError
+
+        try:
+            return self.tokenizer.apply_chat_template(messages, chat_template=self.text, **options)
+        except (TemplateError, TypeError, ValueError, KeyError, OverflowError) as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise gate.refuse(chat.where, f"the chat template cannot write it: {reason}") from error
+
+
+def template_of(tokenizer: PreTrainedTokenizer, asked: str | None) -> Template:
+    """The one that --data.template names, by name or as a file, else the tokenizer's own. Raises
+    ValueError where there is none.
+    """
+    if not tokenizer.is_fast:
+        raise ValueError(
+            "the tokenizer has no tokenizer.json, so which tokens are of which turn is not known: "
+            "use another --data.tokenizer"
+        )
+    known = ", ".join(TEMPLATES)
+    if asked is not None:
+        if asked in TEMPLATES:
+            return Template(tokenizer, TEMPLATES[asked])
+        if not expand(asked).is_file():
+            raise ValueError(
+                f"--data.template {asked}: no such file, and none of that name (there are {known})"
+            )
+        return Template(tokenizer, gate.read_text(expand(asked), TEMPLATE_SIZE))
+    if not tokenizer.chat_template:
+        raise ValueError(
+            "the tokenizer has no chat template: give --data.template a file of Jinja, or one of "
+            f"{known}"
+        )
+    try:
+        return Template(tokenizer, tokenizer.get_chat_template())
+    except ValueError as error:  # of several none is the default
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"the tokenizer's chat template: {reason}; use --data.template") from error
