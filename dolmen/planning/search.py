@@ -290,6 +290,8 @@ def changes(question: Question, choice: Choice) -> Iterator[Change]:
     """What one change of a layout would buy, the fastest first; dp is what the others leave."""
     tried = []
     for other in dict.fromkeys(neighbours(question, choice)):
+        if other == choice:  # of what has no effect, such as ZeRO where dp is 1
+            continue
         held = question.held(other)
         seconds = question.pricing.quick(other)
         fits = held <= question.cluster.device.memory

@@ -5,12 +5,13 @@ import random
 import pytest
 
 from dolmen.model import count
+from dolmen.parallel import schedule as schedules
 from dolmen.planning.capacity import Capacity
 from dolmen.planning.hardware import read_cluster
 from dolmen.planning.outline import Outline
 from dolmen.planning.pricing import Pricing
 from dolmen.planning.space import Choice, Pins, Space
-from dolmen.planning.step import Spread
+from dolmen.planning.step import Spread, step_time
 from dolmen.recipes import RECIPES
 
 
@@ -43,12 +44,10 @@ def test_a_long_step_is_its_beginning_and_more_of_the_same():
     choice = Choice(2, 1, 4, 4, 1, 1, False, "ring", "1f1b", 1, "none", None, 1)
     found = prices.full(choice)
     assert found.schedule.micros < prices.micros(choice) == 128
-    whole = pricing("gpt-7.5b", 4, 4 * found.schedule.micros)
-    longer = pricing("gpt-7.5b", 4, 8 * found.schedule.micros)
-    short, long = (p.full(choice).estimate.seconds for p in (whole, longer))
-    each = (long - short) / found.schedule.micros
-    wanted = short + (128 - found.schedule.micros) * each
-    assert found.estimate.seconds == pytest.approx(wanted, rel=0.02)
+    lists = schedules.make("1f1b", 4, 128)
+    stages, update = prices.stages(choice), prices.update(choice)
+    whole, _ = step_time(stages, lists, update, prices.spread)
+    assert found.estimate.seconds == pytest.approx(whole.seconds, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ("gpt3-175b", "llama-70b", "mixtral-8x7b"))

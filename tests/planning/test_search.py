@@ -27,12 +27,13 @@ def test_the_answer_is_the_fastest_of_what_fits():
     """Beside all layouts, simulated one by one; those listed are sorted, and differ in more than
     ZeRO.
     """
-    pins = Pins(zero=1, sequence_parallel=True, recompute="full")
-    asked = question("gpt-7.5b", "dgx-a100:2", pins, global_batch_size=32, compile=False)
+    pins = Pins(tp=8, zero=1, recompute="full")
+    asked = question("gpt-39b", "dgx-a100:2", pins, global_batch_size=32, compile=False)
     found = search.answer(asked, PlanConfig(top=5))
     every = list(asked.space().choices())
     fitting = [choice for choice in every if asked.fits(choice)]
     assert (found.considered, found.fitting) == (len(every), len(fitting))
+    assert found.fitting < found.considered
     best = min(asked.pricing.full(choice).estimate.seconds for choice in fitting)
     seconds = [one.estimate.seconds for one in found.ranked]
     assert seconds == sorted(seconds) and seconds[0] <= 1.01 * best

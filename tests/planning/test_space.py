@@ -142,7 +142,12 @@ def test_the_fullest_rank_is_the_fullest_of_all(name):
     run = RECIPES[name]()
     space = Space(run.tree, 256, 256, 2048)
     capacity = Capacity(run.tree, 2048)
-    for choice in random.Random(0).sample(list(space.choices()), 300):
+    every = list(space.choices())
+    # of few microbatches those of zero-bubble-v lie on the last ranks
+    short = [c for c in every if 256 // c.dp // c.microbatch_size < c.pp]
+    few = [c for c in short if c.schedule == "zero-bubble-v"]
+    drawn = random.Random(0)
+    for choice in [*drawn.sample(every, 300), *drawn.sample(few, 50)]:
         every = capacity.stages(choice, 256)
         most = max(one.total for one in every)
         assert capacity.fullest(choice, 256) == pytest.approx(most, abs=len(every))
