@@ -12,6 +12,7 @@ from dolmen.core.log import console
 from dolmen.files import write
 from dolmen.planning import answer, search
 from dolmen.planning.config import PlanConfig, PlanRequest
+from dolmen.planning.fleets import with_fleets
 from dolmen.planning.inference import inference
 from dolmen.planning.plan import Plan
 from dolmen.planning.report import write_report
@@ -71,7 +72,7 @@ def written(question: Question, found: Plan, asked: PlanConfig) -> Iterator[str]
         yield f"wrote {file}: dolmen train {file}"
     if asked.report is not None:
         try:
-            yield f"wrote {write_report(found, Path(asked.report))}"
+            yield f"wrote {write_report(with_fleets(question, found), Path(asked.report))}"
         except OSError as error:
             raise ValueError(f"--report {asked.report}: {error.strerror}") from None
 

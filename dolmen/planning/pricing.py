@@ -13,7 +13,8 @@ same rows (outline.py) with the same machine (cost.py).
 """
 
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from dolmen.core.topology import Topology
@@ -23,7 +24,8 @@ from dolmen.parallel.schedule import Simulation
 from dolmen.planning.capacity import Capacity, stages_of
 from dolmen.planning.cost import BESIDE, Machine, Parts, action_seconds
 from dolmen.planning.hardware import Cluster
-from dolmen.planning.outline import Outline
+from dolmen.planning.ledger import Row
+from dolmen.planning.outline import Outline, Work
 from dolmen.planning.placement import Placement, collective_seconds, send_seconds
 from dolmen.planning.space import Choice
 from dolmen.planning.step import Estimate, Spread, Stage, step_time
@@ -245,11 +247,13 @@ class Pricing:
     def _send(self, choice: Choice) -> float:
         if choice.pp == 1:
             return 0.0
+        return send_seconds(self._sent_bytes(choice), self.machine(choice).hop())
+
+    def _sent_bytes(self, choice: Choice) -> int:
+        """From a stage to the next, for a microbatch."""
         tokens = choice.microbatch_size * self.outline.sequence_length // choice.cp
         payload = tokens * self.outline.tree.hidden_size * self.outline.element_bytes
-        if choice.sequence_parallel:
-            payload //= choice.tp
-        return send_seconds(payload, self.machine(choice).hop())
+        return payload // choice.tp if choice.sequence_parallel else payload
 
     def _part(self, part: Part, choice: Choice) -> Stage:
         """What it takes for a microbatch."""
@@ -257,13 +261,8 @@ class Pricing:
         recompute = choice.recompute if part.again else "none"
         key = (part, mesh, choice.sequence_parallel, recompute, choice.microbatch_size)
         if key not in self._parts:
-            machine, choice = self.machine(choice), choice._replace(recompute=recompute)
-            if part == EMBEDDING:
-                work = self.outline.embedding(choice)
-            elif part == HEAD:
-                work = self.outline.head(choice)
-            else:
-                work = self.outline.block(self.capacity.examples[part.kind], choice)
+            machine = self.machine(choice)
+            work = self._work(part, choice)
             self._parts[key] = Stage(
                 action_seconds(work.forward, machine),
                 action_seconds((*work.inputs, *work.weights), machine),
@@ -271,6 +270,46 @@ class Pricing:
                 action_seconds(work.weights, machine),
             )
         return self._parts[key]
+
+    def _work(self, part: Part, choice: Choice) -> Work:
+        """Rows of a part, for a microbatch."""
+        choice = choice._replace(recompute=choice.recompute if part.again else "none")
+        if part == EMBEDDING:
+            return self.outline.embedding(choice)
+        if part == HEAD:
+            return self.outline.head(choice)
+        return self.outline.block(self.capacity.examples[part.kind], choice)
+
+    def crossing(self, choice: Choice, rank: int) -> Iterator[Row]:
+        """The collectives and sends of a whole step of a pipeline rank, each with how often."""
+        micros = self.micros(choice)
+        for stage in stages_of(choice, rank):
+            for part, number in Counter(self._parts_of(choice, stage)).items():
+                for row in (row for rows in self._work(part, choice) for row in rows):
+                    if row.kind == "collective":
+                        yield replace(row, times=row.times * number * micros)
+        hops = 2 * choice.virtual_stages * micros * (choice.pp > 1)
+        if hops:
+            payload = self._sent_bytes(choice)
+            yield Row("F0", "", "send", "send", axis="pp", payload=payload, times=hops)
+        if choice.dp * choice.cp > 1:
+            yield from self._over_fsdp_rows(choice, rank)
+
+    def _over_fsdp_rows(self, choice: Choice, rank: int) -> Iterator[Row]:
+        """What _shown prices."""
+        elements, micros = self.capacity.elements(choice, rank), self.micros(choice)
+        late = choice.zero < 2 or choice.schedule.startswith("zero-bubble")
+        reduces = 1 if late else micros
+        gathers = 2 * micros if choice.zero == 3 and not late else 1
+        if choice.zero == 0:
+            yield Row("B0", "", "collective", "all-reduce", axis="fsdp", payload=4 * elements)
+            return
+        size = self.outline.element_bytes * elements
+        for op, payload, times in (
+            ("all-gather", size, gathers),
+            ("reduce-scatter", 4 * elements, reduces),
+        ):
+            yield Row("B0", "", "collective", op, axis="fsdp", payload=payload, times=times)
 
 
 def _beside(seconds: float, computed: float) -> float:

@@ -56,8 +56,9 @@ FIGURES = (
     Figure(
         "The schedule",
         timeline.timeline,
-        "What each pipeline rank does when. Numbers are microbatches. Of a step with more actions "
-        "than can be seen, its beginning and its end; in between, the same again.",
+        "What each pipeline rank does when. Numbers are microbatches. Of a step with more of them "
+        "than change anything, as many as do are simulated, and the others are like the last; of "
+        "more actions than can be seen, the beginning and the end.",
     ),
     Figure(
         "Traffic",

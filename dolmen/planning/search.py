@@ -24,6 +24,7 @@ from dolmen.planning.plan import Candidate, Change, Plan, Prices, Timeline, word
 from dolmen.planning.pricing import Pricing, Timed
 from dolmen.planning.space import Choice, Pins, Space, divisors
 from dolmen.planning.step import Spread
+from dolmen.planning.traffic import traffic
 from dolmen.training.config import RunConfig
 
 SIMULATED = 20
@@ -269,6 +270,7 @@ def candidate(question: Question, choice: Choice, timed: Timed) -> Candidate:
         bound(timed.estimate.parts),
         mfu,
         mfu * (1 + extra),
+        traffic=traffic(question.pricing, choice),
         changes=tuple(changes(question, choice)),
     )
 

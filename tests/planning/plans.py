@@ -55,14 +55,24 @@ def candidate(tp: int, pp: int, seconds: float) -> Candidate:
         Traffic("leaf", "dp", 20e9, seconds * 0.04),
         Traffic("core", "dp", 11e9, seconds * 0.03),
     )
-    layout = {"layout.tp": tp, "layout.pp": pp, "layout.sequence-parallel": True}
+    layout = {
+        "layout.tp": tp,
+        "layout.pp": pp,
+        "layout.zero": 1,
+        "layout.sequence-parallel": True,
+        "layout.schedule": "interleaved",
+        "layout.virtual-stages": 3,
+        "layout.recompute": "full",
+        "layout.recompute-layers": 4,
+        "train.microbatch-size": 2,
+    }
     return Candidate(
         layout,
         estimate(seconds),
         tuple(memory(r, pp) for r in range(pp)),
         "compute",
         0.44,
-        traffic,
+        traffic=traffic,
     )
 
 
@@ -86,7 +96,7 @@ def plan(pp: int = 8, micros: int = 24, schedule: str = "1f1b", nodes: int = 384
         tuple(candidate(8, pp, 98.0 * (1 + i / 30)) for i in range(8)),
         Timeline(made, simulation),
         (*fleets, slow),
-        11_342,
-        450e9,
-        Prices(rent=1.6, node=220_000, kilowatt_hour=0.12),
+        considered=11_342,
+        tokens=450e9,
+        prices=Prices(rent=1.6, node=220_000, kilowatt_hour=0.12),
     )

@@ -85,7 +85,9 @@ def test_summary_says_the_answer(text):
         f"<td>{2048 * 3072 / 98:,.0f}</td>",
         # 450e9 tokens, 2048 x 3072 a step: 71,526 steps of 98 s
         "<td>81.1 (71.4 to 91.7) days</td>",
-        "--layout.tp 8 --layout.pp 8 --layout.sequence-parallel</pre>",
+        "<pre>--layout.tp 8 --layout.pp 8 --layout.zero 1 --layout.sequence-parallel --layout.",
+        ">zero 1 sp interleaved v 3 recompute full layers 4</text>",
+        ">microbatch 2</text>",
         "<td>11,342</td>",
     ):
         assert words in text, words
@@ -99,7 +101,7 @@ def test_names_are_text_and_no_markup():
 def test_bars_are_the_parts_of_a_step():
     """Widths of the first bar are shares of its seconds."""
     svg = str(ranking.step(plans.plan()))
-    bars = re.findall(r'width="([\d.]+)" height="20".*?<title>([^:]+): ([\d.e-]+) s', svg)[:8]
+    bars = re.findall(r'width="([\d.]+)" height="28".*?<title>([^:]+): ([\d.e-]+) s', svg)[:8]
     assert {name for _, name, _ in bars} == {ranking.NAMES[name] for name in plans.PARTS}
     widths = [float(width) for width, *_ in bars]
     for width, (_, _, seconds) in zip(widths, bars, strict=True):

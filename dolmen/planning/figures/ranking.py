@@ -1,11 +1,13 @@
 """Which layouts are how fast, and what their steps are made of."""
 
+import textwrap
+
 from dolmen.planning.figures.svg import Drawing, Scale, axis
-from dolmen.planning.plan import Candidate, Plan
+from dolmen.planning.plan import Candidate, Plan, words
 
 MOST = 12
-ROW = 26.0
-LEFT, RIGHT = 250.0, 640.0
+ROW = 34.0
+LEFT, RIGHT = 280.0, 645.0
 NAMES = {
     "product": "matrix products",
     "attention": "attention",
@@ -20,6 +22,14 @@ NAMES = {
     "optimizer": "optimizer",
 }
 """Parts of a step (step.Estimate), in the order of their bars."""
+MESH = {f"layout.{axis}" for axis in ("tp", "cp", "pp", "dp", "ep")}
+BRIEF = {
+    "microbatch-size": "microbatch",
+    "sequence-parallel": "sp",
+    "schedule ": "",
+    "virtual-stages": "v",
+    "recompute-layers": "layers",
+}
 FILL = {"memory": "memory-bound"}  # in memory's own figure the word means something else
 
 
@@ -30,11 +40,11 @@ def ranking(plan: Plan) -> Drawing:
     drawing = Drawing("Seconds of a step by layout", bottom + 40)
     scale = Scale(0, max(c.estimate.high for c in shown) * 1.02, LEFT, RIGHT)
     axis(drawing, scale, bottom, "seconds of a step, and 90 % interval", 22)
-    for x, words in ((715, "tokens/s"), (775, "MFU"), (840, "memory"), (912, "bound by")):
-        drawing.text(x, 14, words, "label", "end")
+    for x, title in ((715, "tokens/s"), (775, "MFU"), (840, "memory"), (912, "bound by")):
+        drawing.text(x, 14, title, "label", "end")
     for i, one in enumerate(shown):
         y, found = 30 + ROW * (i + 0.5), one.estimate
-        drawing.text(LEFT - 12, y + 4, one.words, "strong" if i == 0 else "", "end")
+        named(drawing, one, y, i == 0)
         drawing.line([(scale(found.low), y), (scale(found.high), y)], "whisker")
         for end in (found.low, found.high):
             drawing.line([(scale(end), y - 4), (scale(end), y + 4)], "whisker")
@@ -46,8 +56,8 @@ def ranking(plan: Plan) -> Drawing:
             (840, f"{one.fullest / 2**30:.1f} GiB"),
             (912, one.bound),
         )
-        for x, words in cells:
-            drawing.text(x, y + 4, words, "", "end")
+        for x, cell in cells:
+            drawing.text(x, y + 4, cell, "", "end")
     return drawing
 
 
@@ -64,18 +74,31 @@ def step(plan: Plan) -> Drawing:
     axis(drawing, scale, bottom, "seconds", 52)
     for i, one in enumerate(shown):
         y = 60 + ROW * i
-        drawing.text(LEFT - 12, y + 15, one.words, "strong" if i == 0 else "", "end")
+        named(drawing, one, y + ROW / 2 - 3, i == 0)
         _bar(drawing, one, scale, y, names)
     return drawing
 
 
+def named(drawing: Drawing, one: Candidate, y: float, best: bool) -> None:
+    """A layout around y: its mesh, and below it, smaller, the rest."""
+    mesh = {name: value for name, value in one.layout.items() if name in MESH}
+    rest = words({name: value for name, value in one.layout.items() if name not in MESH})
+    for long, brief in BRIEF.items():
+        rest = rest.replace(long, brief)
+    below = textwrap.wrap(rest, 50)
+    top = y + 4 - 5.5 * len(below)
+    drawing.text(LEFT - 12, top, words(mesh) or "one GPU", "strong" if best else "", "end")
+    for i, line in enumerate(below, 1):
+        drawing.text(LEFT - 12, top + 11 * i, line, "tiny", "end")
+
+
 def _bar(drawing: Drawing, one: Candidate, scale: Scale, y: float, names: dict[str, str]) -> None:
     before = 0.0
-    for name, words in names.items():
+    for name, said in names.items():
         seconds = one.estimate.parts.get(name, 0.0)
         x, width = scale(before), scale(before + seconds) - scale(before)
         share = seconds / one.estimate.seconds
-        drawing.box(x, y, width, ROW - 6, FILL.get(name, name), f"{words}: {seconds:.4g} s")
+        drawing.box(x, y, width, ROW - 6, FILL.get(name, name), f"{said}: {seconds:.4g} s")
         if width > 34:
             drawing.text(x + width / 2, y + 14, f"{share:.0%}", "inside", "middle")
         before += seconds

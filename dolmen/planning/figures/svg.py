@@ -28,7 +28,7 @@ FILLS: dict[str, tuple[str, str]] = {
     "activation": ("#e58f7b", "M0 0L8 8"),
     "buffer": ("#c9b3d9", "M4 0V8"),
     "other": ("#e6e2d8", "M0 8L8 0M0 0L8 8"),
-    "F": ("#c3d9f0", ""),
+    "F": ("#a9cbea", ""),
     "B": ("#eeb06d", "M0 8L8 0"),
     "I": ("#e58f7b", "M0 8L8 0"),
     "W": ("#5f9457", "M0 4H8"),
