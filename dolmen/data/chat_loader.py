@@ -1,137 +1,31 @@
-"""Chats in packed rows, as batches.
-
-    row        a a a a|b b b|. .          two examples, of five tokens and of four, and padding
-    labels     - a a a|- b b|- -          of the tokens that are trained; `-` is IGNORED
-    starts     0 0 0 0 4 4 4 7 7          of documents: no example sees another
-    positions  0 1 2 3 0 1 2 0 1
-
-Rows are packed once. An epoch is a permutation of them, keyed by (seed, epoch); so sample i is
-known at once, for any i, and each example is read once per epoch.
+"""From options to batches of chats, and of pairs of answers: what is trained on, what is held out,
+and what is told of it.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from fractions import Fraction
-
 import numpy as np
-import torch
 
-from dolmen.core.rng import seed_of
 from dolmen.core.words import counted, printable
+from dolmen.data import pair_loader
 from dolmen.data.batch import Batch
 from dolmen.data.batches import Loader
 from dolmen.data.config import DataConfig
 from dolmen.data.examples import Examples, open_examples
 from dolmen.data.inputs import Inputs
-from dolmen.data.mixture import Part, permute_index
-from dolmen.data.packing import pack
-from dolmen.data.stream import TokenStream
+from dolmen.data.packed import Packed, Rows
+from dolmen.data.pair_loader import Pairs
+from dolmen.data.sources import Source
 from dolmen.data.template import template_of
 from dolmen.data.tokenizer import PreTrainedTokenizer
 from dolmen.model.tree import Tree
-from dolmen.ops.attention import Documents
-from dolmen.ops.loss import IGNORED
 
 SHOWN = 600  # characters of the example that is shown, about the first trained token
 
 
-class Packed:
-    """Rows of `sequence_length` places, each of some of the examples `chosen`."""
-
-    bytes = None
-
-    def __init__(
-        self,
-        examples: Examples,
-        chosen: np.ndarray,
-        sequence_length: int,
-        packing: bool,
-        weighted: bool,
-        seed: int = 0,
-    ):
-        self.examples, self.chosen = examples, chosen
-        self.sequence_length, self.seed = sequence_length, seed
-        self.weighted = weighted
-        # one each, where they are not packed
-        room = examples.places()[chosen].tolist() if packing else [sequence_length] * len(chosen)
-        self.rows = [chosen[row].tolist() for row in pack(room, sequence_length)]
-
-    @property
-    def parts(self) -> Sequence[Part]:
-        spans = [self.examples.span(index) for index in sorted(self.chosen.tolist())]
-        starts, stops = (
-            np.array([one(span) for span in spans], np.int64)
-            for one in (lambda s: s.start, lambda s: s.stop)
-        )
-        stream = TokenStream.of(self.examples.tokens, starts, stops)
-        return [Part(self.examples.name, Fraction(1), stream)]
-
-    @property
-    def tokens(self) -> int:
-        """Those that are trained, or predicted."""
-        return int(self.examples.predictions()[self.chosen].sum())
-
-    def epochs(self, samples: int) -> dict[str, float]:
-        return {self.examples.name: samples / len(self.rows)}
-
-    def documents(self, first: int, count: int) -> list[str]:
-        name = self.examples.name
-        return [f"{name}: examples {', '.join(map(str, row))}" for row in self.read(first, count)]
-
-    def read(self, first: int, count: int) -> list[list[int]]:
-        """The examples of samples first .. first + count - 1."""
-        found, size = [], len(self.rows)
-        for sample in range(first, first + count):
-            epoch, within = divmod(sample, size)
-            key = seed_of(self.seed, "row", epoch)
-            found.append(self.rows[int(permute_index(np.array([within]), size, key)[0])])
-        return found
-
-    def batches(
-        self,
-        batch_size: int,
-        max_sequences: int | None = None,
-        first_row: int = 0,
-        rows: int | None = None,
-    ) -> Iterator[Batch]:
-        """As HeldOutRows.batches; the last one is filled up with rows of nothing."""
-        size, rows = len(self.rows), rows or batch_size
-        chosen = min(size, max_sequences or size)
-        picked = [self.rows[index * size // chosen] for index in range(chosen)]
-        for first in range(first_row, -(-chosen // batch_size) * batch_size, batch_size):
-            made = picked[first : first + rows]
-            yield self.batch(made + [[]] * (rows - len(made)))
-
-    def batch(self, rows: list[list[int]]) -> Batch:
-        """These rows of examples."""
-        shape = len(rows), self.sequence_length
-        tokens, labels = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
-        weights, starts = np.zeros(shape, np.float32), np.zeros(shape, np.int64)
-        examples = self.examples
-        for row, indices in enumerate(rows):
-            place = 0
-            for index in indices:
-                span = examples.span(index)
-                ids = examples.tokens[span].astype(np.int64)
-                trained = examples.trained[span][1:] * examples.weights[index]
-                here = slice(place, place + len(ids) - 1)
-                tokens[row, here] = ids[:-1]
-                labels[row, here] = np.where(trained > 0, ids[1:], IGNORED)
-                weights[row, here], starts[row, here] = trained, place
-                place = here.stop
-            starts[row, place:] = place
-        made = Batch(
-            torch.from_numpy(tokens),
-            torch.from_numpy(labels),
-            Documents.of(torch.from_numpy(starts)),
-        ).with_positions(1)
-        return replace(made, weights=torch.from_numpy(weights)) if self.weighted else made
-
-
 class ChatLoader(Loader):
-    """Packed chats."""
+    """Rows of chats, or of answers."""
 
-    mixture: Packed
+    mixture: Rows
+    validation: Rows
 
     def batch(self, step: int, rank: int = 0, ranks: int = 1) -> Batch:
         rows = self.rows(ranks)
@@ -154,23 +48,26 @@ def prepare(
     if model is not None and (model.both_ways or model.blanks is not None):
         why = "fills in masked tokens" if model.both_ways else "has blanks and prefixes of its own"
         raise ValueError(
-            f"data.rows chats is for models that foretell the next token, and this one {why}: use "
-            "--data.rows text"
+            f"data.rows {config.rows} is for models that foretell the next token, and this one "
+            f"{why}: use --data.rows text"
         )
     template = template_of(inputs.tokenizer, config.template)
     if config.template is not None:
         inputs.tokenizer.chat_template = template.text  # that of the model that is saved
 
-    def opened(source, option: str) -> Examples:
+    pairs = config.rows == "pairs"
+
+    def opened(source: Source, option: str) -> Examples:
         return open_examples(
             source,
             template,
-            config.train_on,
+            "last" if pairs else config.train_on,
             sequence_length + 1,
             config.cache_folder,
             progress,
             option,
             verify,
+            pairs,
         )
 
     (source,) = inputs.sources
@@ -178,12 +75,20 @@ def prepare(
     judge = None
     if inputs.validation is not None:
         judge = opened(inputs.validation, "--data.validation")
-    training, held = divide(examples, judge, config.validation_fraction)
-    validated = examples if judge is None else judge
-    weighted = examples.weighted
-    mixture = Packed(examples, training, sequence_length, config.packing, weighted, seed)
-    validation = Packed(validated, held, sequence_length, config.packing, False)
-    lines = describe(mixture, validation, config, inputs.tokenizer)
+    training, held = divide(examples, judge, config.validation_fraction, pairs)
+    judged = examples if judge is None else judge
+    if pairs:
+        mixture = Pairs(examples, training, sequence_length, seed)
+        validation = Pairs(judged, held, sequence_length)
+        lines = pair_loader.told(mixture, validation)
+    else:
+        weighted = examples.weighted
+        mixture = Packed(examples, training, sequence_length, config.packing, weighted, seed)
+        validation = Packed(judged, held, sequence_length, config.packing, False)
+        lines = describe(mixture, validation, config)
+    first = int(mixture.chosen[0])
+    shown = marked(examples, first, inputs.tokenizer)
+    lines.append(f"trained is what stands in »«, as of chat {first}: {shown}")
     identity = {
         "data 1": f"{len(examples):,} chats, hash {examples.content}",
         "validation": (
@@ -191,7 +96,7 @@ def prepare(
             if judge is None
             else f"{len(judge):,} chats, hash {judge.content}"
         ),
-        "rows": f"chats, trained on {config.train_on}, packing {config.packing}",
+        "rows": f"{config.rows}, trained on {config.train_on}, packing {config.packing}",
         "sequence_length": str(sequence_length),
         "global_batch_size": str(global_batch_size),
         "seed": str(seed),
@@ -200,17 +105,18 @@ def prepare(
 
 
 def divide(
-    examples: Examples, judge: Examples | None, fraction: float
+    examples: Examples, judge: Examples | None, fraction: float, pairs: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The examples to train on, and those to validate on, which are of `judge` if there is one.
-    Which are held out is decided by their tokens: copies are together. Where chance draws none, it
-    is the one with the smallest hash. Raises ValueError where nothing is left to train on.
+    """The examples to train on, or the pairs of two, and those to validate on, which are of `judge`
+    if there is one. Which are held out is decided by their tokens, of a pair by the chosen ones:
+    copies are together. Where chance draws none, it is the one with the smallest hash. Raises
+    ValueError where nothing is left to train on.
     """
-    useful = np.flatnonzero(examples.predictions())
-    hashes = examples.hashes[useful]
+    useful = np.flatnonzero(_useful(examples, pairs))
+    hashes = _hashes(examples, pairs)[useful]
     if judge is not None:
-        held = np.flatnonzero(judge.predictions())
-        training = useful[~np.isin(hashes, judge.hashes)]
+        held = np.flatnonzero(_useful(judge, pairs))
+        training = useful[~np.isin(hashes, _hashes(judge, pairs))]
     elif not fraction:
         training, held = useful, useful[:0]
     else:
@@ -219,19 +125,27 @@ def divide(
             drawn = hashes == hashes.min(initial=2**64 - 1)
         training, held = useful[~drawn], useful[drawn]
     if not len(training):
+        kind, all_of = ("pair", len(examples) // 2) if pairs else ("chat", len(examples))
+        equal = " or are two equal answers" if pairs else ""
         raise ValueError(
-            f"--data.path {examples.name}: of {counted(len(examples), 'chat')} none is left to "
-            f"train on ({len(examples) - len(useful):,} have no trained token within "
-            f"sequence_length + 1 ({examples.longest}), {len(useful):,} are held out): give more, "
-            "or set --train.sequence-length or --data.validation-fraction"
+            f"--data.path {examples.name}: of {counted(all_of, kind)} none is left to train on "
+            f"({all_of - len(useful):,} have no trained token within sequence_length + 1 "
+            f"({examples.longest}){equal}, {len(useful):,} are held out): give more, or set "
+            "--train.sequence-length or --data.validation-fraction"
         )
     return training, held
 
 
-def describe(
-    mixture: Packed, validation: Packed, config: DataConfig, tokenizer: PreTrainedTokenizer
-) -> list[str]:
-    """What is trained on, for the header of a run, and an example of it."""
+def _useful(examples: Examples, pairs: bool) -> np.ndarray:
+    return pair_loader.useful(examples) if pairs else examples.predictions() > 0
+
+
+def _hashes(examples: Examples, pairs: bool) -> np.ndarray:
+    return examples.hashes[0::2] if pairs else examples.hashes
+
+
+def describe(mixture: Packed, validation: Packed, config: DataConfig) -> list[str]:
+    """What is trained on, for the header of a run."""
     examples = mixture.examples
     places = int(examples.places()[mixture.chosen].sum())
     full = places / (len(mixture.rows) * mixture.sequence_length)
@@ -253,8 +167,7 @@ def describe(
         if validation.tokens
         else "validation: none (--data.validation-fraction is 0)"
     )
-    shown = marked(examples, int(mixture.chosen[0]), tokenizer)
-    return [*lines, f"trained is what stands in »«, as of chat {mixture.chosen[0]}: {shown}"]
+    return lines
 
 
 def marked(examples: Examples, index: int, tokenizer: PreTrainedTokenizer) -> str:

@@ -15,7 +15,7 @@ from dolmen.core.words import choices
 from dolmen.data.documents import rows
 from dolmen.data.sources import Source
 from dolmen.files import gate
-from dolmen.files.kinds import CHAT_ROWS
+from dolmen.files.kinds import CHAT_ROWS, PAIR_ROW
 
 ASSISTANT = "assistant"
 # who speaks in ShareGPT, and in what was made after it
@@ -52,6 +52,40 @@ def chats(source: Source, option: str = "--data.path") -> Iterator[Chat]:
     """
     for row, where in rows(source, option):
         yield chat_of(row, where)
+
+
+def pairs(source: Source, option: str = "--data.path") -> Iterator[Chat]:
+    """Of all rows of `source`, in order, the chat with the chosen answer and the one with the
+    rejected. Raises ValueError, with the row, for one that has no two answers.
+    """
+    for row, where in rows(source, option):
+        yield from pair_of(row, where)
+
+
+def pair_of(row: dict[str, Any], where: str) -> tuple[Chat, Chat]:
+    """Raises Refused for a row without two answers, and where an answer has no prompt before it."""
+    row = {name: value for name, value in row.items() if value is not None}
+    gate.checked(row, where, PAIR_ROW)
+    prompt = row.get("prompt", [])
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if row.get("system"):
+        prompt = [{"role": "system", "content": row["system"]}, *prompt]
+    made = []
+    for name in ("chosen", "rejected"):
+        answer = row[name]
+        if isinstance(answer, str):
+            answer = [{"role": ASSISTANT, "content": answer}]
+        # a whole chat, or what follows the prompt
+        whole = answer if answer[: len(prompt)] == prompt else [*prompt, *answer]
+        if len(whole) < 2 or whole[-1]["role"] != ASSISTANT:
+            raise gate.refuse(
+                where,
+                f"`{name}` is no answer of the assistant to a prompt: give `prompt`, or the whole "
+                "chat, which ends with the answer",
+            )
+        made.append(Chat(whole, 1.0, where))
+    return made[0], made[1]
 
 
 def chat_of(row: dict[str, Any], where: str) -> Chat:

@@ -93,10 +93,11 @@ class DataConfig(TextConfig):
     """Share of the tokens of a sequence that a model which fills in masked ones (BERT, RoBERTa) is
     to fill in, by whole words.
     """
-    rows: Literal["text", "chats"] = "text"
+    rows: Literal["text", "chats", "pairs"] = "text"
     """What rows of files and of the hub hold. chats: `messages`, ShareGPT's `conversations` or
     Alpaca's `instruction` and `output`, told apart by these fields; a `weight` multiplies the loss
-    of a row. They are packed whole into sequences, and none sees another.
+    of a row. They are packed whole into sequences, and none sees another. pairs: `prompt`, and two
+    answers to it, `chosen` and `rejected`, as text or messages; a sequence each.
     """
     template: str | None = None
     """How chats are written: a file of Jinja, chatml or alpaca. Default: the tokenizer's own chat
@@ -118,10 +119,10 @@ class DataConfig(TextConfig):
                 f"data.masked-fraction is {self.masked_fraction}: it must lie between 0 and 1"
             )
         refuse_empty("data.template", self.template)
-        if self.rows == "chats" and self.order != "dolmen":
+        if self.rows != "text" and self.order != "dolmen":
             raise ValueError(
-                f"data.order {self.order} is an order of windows of text, and data.rows chats has "
-                "none: leave one of the two out"
+                f"data.order {self.order} is an order of windows of text, and data.rows "
+                f"{self.rows} has none: leave one of the two out"
             )
         own = (self.template, self.train_on, self.packing)
         if self.rows == "text" and own != (None, "assistant", True):

@@ -12,6 +12,7 @@ An example predicts each of its tokens but the first, so one of n tokens takes n
 """
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +22,7 @@ import xxhash
 from dolmen.core.words import counted
 from dolmen.data import tokenizer as tokenizers
 from dolmen.data.cached import Form, found_or_built, write_index
-from dolmen.data.chats import chats
+from dolmen.data.chats import Chat, chats, pairs
 from dolmen.data.corpus import identities
 from dolmen.data.progress import bar
 from dolmen.data.sources import Source
@@ -84,9 +85,10 @@ def open_examples(
     progress: bool = True,
     option: str = "--data.path",
     verify: bool = True,
+    in_pairs: bool = False,
 ) -> Examples:
-    """From the cache or built into it. Raises ValueError where there are no chats, or where none or
-    all of their tokens would be trained.
+    """From the cache or built into it; `in_pairs`: of rows with two answers, two examples. Raises
+    ValueError where there are no chats, or where none or all of their tokens would be trained.
     """
     tokenizer = template.tokenizer
     origin = {
@@ -95,15 +97,16 @@ def open_examples(
         "tokenizer": tokenizers.fingerprint(tokenizer),
         "vocabulary": tokenizers.vocabulary_size(tokenizer),
         "template": hashlib.blake2b(template.text.encode(), digest_size=16).hexdigest(),
-        "train_on": train_on,
+        "train_on": f"{train_on} of {'pairs' if in_pairs else 'chats'}",
         "dtype": tokenizers.token_dtype(tokenizer).str,
     }
 
     def build(folder: Path) -> None:
-        _build(source, template, train_on, origin, folder, progress, option)
+        read = pairs(source, option) if in_pairs else chats(source, option)
+        _build(read, source.name, template, train_on, origin, folder, progress, option)
 
     folder, index = found_or_built(cache, origin, FORM, build, verify, progress)
-    _refuse_all_or_none(index, source.name, option)
+    _refuse_all_or_none(index, train_on, source.name, option)
     return Examples(
         source.name,
         np.asarray(np.memmap(folder / "tokens.bin", np.dtype(index["dtype"]), mode="r")),
@@ -116,18 +119,18 @@ def open_examples(
     )
 
 
-def _refuse_all_or_none(index: dict, name: str, option: str) -> None:
+def _refuse_all_or_none(index: dict, train_on: TrainOn, name: str, option: str) -> None:
     """Raises ValueError where training would have nothing to learn, or does not know an answer from
     its question.
     """
     told = f"{option} {name}: of {counted(index['tokens'], 'token')} of chats"
-    how = f"--data.train-on {index['train_on']}"
+    how = f"--data.train-on {train_on}"
     if not index["trained"]:
         raise ValueError(
             f"{told} none would be trained ({how}): give chats with turns of the assistant, or a "
             "--data.template that writes them"
         )
-    if index["trained"] == index["tokens"] and index["train_on"] != "everything":
+    if index["trained"] == index["tokens"] and train_on != "everything":
         raise ValueError(
             f"{told} all would be trained ({how}): the chat template does not tell what the "
             "assistant says; give another --data.template, or --data.train-on everything"
@@ -135,7 +138,8 @@ def _refuse_all_or_none(index: dict, name: str, option: str) -> None:
 
 
 def _build(
-    source: Source,
+    read: Iterator[Chat],
+    name: str,
     template: Template,
     train_on: TrainOn,
     origin: dict,
@@ -148,9 +152,9 @@ def _build(
     with (
         open(folder / "tokens.bin", "wb") as tokens,
         open(folder / "trained.bin", "wb") as marks,
-        bar(f"reading the chats of {source.name}", None, progress) as reach,
+        bar(f"reading the chats of {name}", None, progress) as reach,
     ):
-        for chat in chats(source, option):
+        for chat in read:
             ids, trained = template.tokens(chat, train_on)
             data = ids.astype(origin["dtype"]).tobytes()
             tokens.write(data)
@@ -163,7 +167,7 @@ def _build(
             untrained += not trained[1:].any()
             reach(ends[-1])
     if not weights:
-        raise ValueError(f"{option} {source.name}: there are no chats in it")
+        raise ValueError(f"{option} {name}: there are no chats in it")
     np.save(folder / "offsets.npy", np.array(ends, "<i8"))
     np.save(folder / "weights.npy", np.array(weights, "<f4"))
     np.save(folder / "hashes.npy", np.array(hashes, "<u8"))

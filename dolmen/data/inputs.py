@@ -71,7 +71,7 @@ def check_inputs(
         if config.rows == "text" and source.files and not source.hubs:
             least = 1 if source is validation or source.indexed else sequence_length + 1
             first[source.name] = look_at(source, config.text_field, least, option)
-    if config.rows == "chats":
+    if config.rows != "text":
         check_chats(config, sources)
     named = tokenizer_folder(config, sources, validation, vocab_size, progress)
     by = "--data.tokenizer" if named else OWN
@@ -92,9 +92,10 @@ def check_chats(config: DataConfig, sources: tuple[Source, ...]) -> None:
             f"--data.path has {len(sources)} sources with weights, and chats are one set: give "
             "them without weights, and rows that are to count for more a `weight`"
         )
-    if any(source.indexed for source in sources):
+    (source,) = sources
+    if source.indexed:
         raise ValueError(
-            f"--data.path {sources[0].indexed[0]}: chats are rows of text, and this is tokens: "
+            f"--data.path {source.indexed[0]}: chats are rows of text, and this is tokens: "
             "train on it with --data.rows text"
         )
     if (config.tokenizer or "").startswith("bpe:"):

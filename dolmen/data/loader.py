@@ -109,7 +109,7 @@ def prepare_loader(
     both ways is given masked tokens to fill in.
     """
     inputs = check_inputs(config, tokenizer, vocab_size, sequence_length, progress, verify)
-    if config.rows == "chats":
+    if config.rows != "text":
         return chat_loader.prepare(
             config, inputs, sequence_length, global_batch_size, seed, progress, verify, model
         )

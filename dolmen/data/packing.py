@@ -14,15 +14,15 @@ def pack(lengths: Sequence[int], room: int) -> list[list[int]]:
     """Rows of `room` as the indices of what lies in each. Of equal lengths the earlier comes first.
     Raises ValueError for a length that is over `room`.
     """
-    lengths = np.asarray(lengths, np.int64)
-    if len(lengths) and lengths.max() > room:
-        raise ValueError(f"a length is {lengths.max()}, over the room of {room}")
+    sizes = np.asarray(lengths, np.int64)
+    if sizes.max(initial=0) > room:
+        raise ValueError(f"a length is {sizes.max()}, over the room of {room}")
     rows: list[list[int]] = []
     # rows by the room that is left in them; bit n of `some` says whether any has n left
     having: dict[int, list[int]] = defaultdict(list)
     some = 0
-    for index in np.argsort(-lengths, kind="stable").tolist():
-        length = int(lengths[index])
+    for index in np.argsort(-sizes, kind="stable").tolist():
+        length = int(sizes[index])
         fitting = some >> length
         if fitting:
             left = length + (fitting & -fitting).bit_length() - 1

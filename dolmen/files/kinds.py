@@ -205,6 +205,10 @@ CHAT_ROWS = {
         optional={"input": optional(Text()), **BESIDE},
     ),
 }
+PAIR_ROW = Object(
+    required={name: either(Text(), SPOKEN) for name in ("chosen", "rejected")},
+    optional={"prompt": either(Text(), SPOKEN), "system": Text()},
+)
 # a chat template of Jinja: the longest published ones have some 20,000 characters
 TEMPLATE_SIZE = MIB
 EXAMPLES = Kind(

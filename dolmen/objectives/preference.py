@@ -8,7 +8,7 @@ the batch.
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from dolmen.data.batch import Batch
 from dolmen.model import tree
 from dolmen.model.head import Logits
 from dolmen.objectives import pairs
+from dolmen.objectives.config import Kind, check_dpo
 from dolmen.objectives.objective import Judged
 from dolmen.objectives.tokens import Metrics
 from dolmen.ops.loss import IGNORED
@@ -26,7 +27,6 @@ from dolmen.ops.loss import IGNORED
 REFERENCE = "reference"
 """The number of each token that is its label's log-probability in the other model."""
 
-Kind = Literal["sigmoid", "ipo", "hinge", "robust", "sppo", "apo-zero", "exo"]
 Lengths = tuple[Shaped[Tensor, " pairs"], Shaped[Tensor, " pairs"]]
 """Tokens of the chosen and of the rejected answers."""
 
@@ -81,24 +81,11 @@ def of_ratios(
     """`dpo` of the log-ratios of the policy to the reference, which are more exact where they are
     summed token by token.
     """
-    check(beta, kind, label_smoothing)
+    check_dpo(beta, kind, label_smoothing)
     if kind == "ipo" and lengths is None:
         raise ValueError("ipo divides log-ratios by tokens: give lengths=(chosen, rejected)")
     losses = _losses(chosen, rejected, beta, kind, label_smoothing, lengths)
     return losses.mean(), pairs.told(beta * chosen, beta * rejected)
-
-
-def check(beta: float, kind: Kind, label_smoothing: float) -> None:
-    """Raises ValueError for what no preference is trained by."""
-    if kind not in Kind.__args__:
-        raise ValueError(f"kind is {kind!r}: it must be one of {Kind.__args__}")
-    if not (math.isfinite(beta) and beta > 0):
-        raise ValueError(f"beta is {beta}: it must be over 0")
-    if not 0 <= label_smoothing < 0.5:
-        raise ValueError(
-            f"label_smoothing is {label_smoothing}: it is the share of pairs the wrong way round, "
-            "so it must be 0 or more and below 0.5"
-        )
 
 
 def _losses(
@@ -147,7 +134,7 @@ class DPO:
     head: ClassVar[type] = tree.Head
 
     def __post_init__(self):
-        check(self.beta, self.kind, self.label_smoothing)
+        check_dpo(self.beta, self.kind, self.label_smoothing)
 
     def count(self, batch: Batch) -> float:
         if REFERENCE not in batch.numbers:

@@ -180,6 +180,7 @@ RECIPES: dict[str, Callable[[], RunConfig]] = {
     "quickstart": quickstart,
     "pretrain": pretrain,
     "sft": tuning.sft,
+    "dpo": tuning.dpo,
     "llama-1b": llamas.llama_1b,
     "llama-8b": llamas.llama_8b,
     "llama-70b": llamas.llama_70b,

@@ -1,6 +1,7 @@
 """Runs that teach a model which is trained already: --init and --data.path decide."""
 
 from dolmen.data.config import DataConfig
+from dolmen.objectives.config import ObjectiveConfig
 from dolmen.optim.config import OptimizerConfig
 from dolmen.training.config import RunConfig
 
@@ -11,4 +12,14 @@ def sft() -> RunConfig:
         name="sft",
         data=DataConfig(rows="chats"),
         optimizer=OptimizerConfig(lr=2e-5, warmup_steps=10, weight_decay=0.0),
+    )
+
+
+def dpo() -> RunConfig:
+    """learns from pairs of answers which is preferred: --init and --data.path decide"""
+    return RunConfig(
+        name="dpo",
+        data=DataConfig(rows="pairs"),
+        objective=ObjectiveConfig(name="dpo"),
+        optimizer=OptimizerConfig(lr=5e-7, warmup_steps=10, weight_decay=0.0),
     )

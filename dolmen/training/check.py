@@ -70,6 +70,7 @@ def check_computed(run: RunConfig, processes: int | None) -> RunConfig:
     run.check_length()
     if run.train.steps is not None:
         check_profile(run, run.train.steps)
+    check_objective(run)
     run.layout.check(tree, run.sequence_length, run.train.global_batch_size, run.microbatch_size)
     schedule = run.layout.make_schedule(run.train.global_batch_size, run.microbatch_size)
     if schedule.splits_backward:
@@ -112,6 +113,37 @@ def check_precision(run: RunConfig) -> None:
     if layout.sequence_parallel and layout.tp > 1:
         tokens[f"layout.tp ({layout.tp}) with sequence parallelism"] = here // layout.tp
     check_tokens(recipe, tokens)
+
+
+def check_objective(run: RunConfig) -> None:
+    """Raises ValueError where what is trained to, the data and the model do not belong together."""
+    dpo, rows = run.objective.name == "dpo", run.data.rows
+    if dpo != (rows == "pairs"):
+        raise ValueError(
+            f"objective.name {run.objective.name} and data.rows {rows} do not belong together: dpo "
+            "is of pairs, and pairs are for it"
+        )
+    if not dpo:
+        return
+    batch, micro = run.train.global_batch_size // (run.layout.dp or 1), run.microbatch_size
+    if batch % 2 or micro % 2:
+        raise ValueError(
+            f"a pair is two sequences, and a process has {batch} of them ({micro} at once): use an "
+            "even --train.global-batch-size per process, and an even --train.microbatch-size"
+        )
+    if run.init is None:
+        raise ValueError(
+            "objective.name dpo compares with the model that the run begins with, and a random one "
+            "knows no answers: give --init"
+        )
+    if run.objective.reference is not None:
+        source = open_source(run.objective.reference)
+        if source.tree.vocab_size != run.tree.vocab_size:
+            raise ValueError(
+                f"objective.reference {run.objective.reference} has a vocab_size of "
+                f"{source.tree.vocab_size:,}, the model {run.tree.vocab_size:,}: give a reference "
+                "of the same tokens"
+            )
 
 
 def check_init(run: RunConfig, init: str) -> None:

@@ -17,6 +17,7 @@ from dolmen.families.adapters import AdapterConfig
 from dolmen.model.layout import Layout
 from dolmen.model.training import RouterTraining, Training
 from dolmen.model.tree import Tree
+from dolmen.objectives.config import ObjectiveConfig
 from dolmen.ops.recipe import DELAYED, Fp8, Fp8Config, Precision
 from dolmen.optim.config import OptimizerConfig
 
@@ -183,6 +184,7 @@ class RunConfig:
     adapter: AdapterConfig = AdapterConfig()
     layout: Layout = Layout()
     data: DataConfig = DataConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -248,7 +250,7 @@ class RunConfig:
     def microbatch_size(self) -> int:
         """Sequences a process computes at once: as given, else the largest divisor of its batch
         within 4,096 tokens; in a pipeline one that leaves 4 microbatches per stage or more, and a
-        multiple of pp, where there is one.
+        multiple of pp, where there is one. Of pairs an even one.
         """
         if self.train.microbatch_size:
             return self.train.microbatch_size
@@ -261,5 +263,7 @@ class RunConfig:
                 batch if pp == 1 else batch // (4 * pp),
             ),
         )
-        sizes = [d for d in range(1, min(most, batch) + 1) if batch % d == 0]
+        unit = 2 if self.data.rows == "pairs" else 1
+        sizes = [d for d in range(unit, max(unit, min(most, batch)) + 1, unit) if batch % d == 0]
+        sizes = sizes or [unit]
         return max([d for d in sizes if batch // d % pp == 0] or sizes)

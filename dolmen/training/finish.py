@@ -74,11 +74,12 @@ def _sample(screen: Console, folder: Path, prompt: str) -> None:
     screen.rule(characters="-")
 
 
-def _validation(outcome: dict) -> str:
+def _validation(run: RunConfig, outcome: dict) -> str:
     read, held, step = (outcome[n] for n in ("val_tokens", "held_out_tokens", "val_step"))
     tokens = f"{read:,}" if read == held else f"{read:,} of {held:,}"
     when = "" if step == outcome["steps"] else f", after step {step}"
-    return f"{outcome['val_loss']:.4f} nats per token on {tokens} held-out tokens{when}"
+    unit = "nats per token" if run.objective.name == "tokens" else "per pair"
+    return f"{outcome['val_loss']:.4f} {unit} on {tokens} held-out tokens{when}"
 
 
 def _summary(run: RunConfig, outcome: dict, out: Path, report) -> Table:
@@ -89,7 +90,7 @@ def _summary(run: RunConfig, outcome: dict, out: Path, report) -> Table:
     if outcome["val_loss"] is not None:
         table.add_row(
             "validation loss",
-            _validation(outcome),
+            _validation(run, outcome),
         )
     if outcome["bits_per_byte"] is not None:
         line = f"{outcome['bits_per_byte']:.3f}"

@@ -17,7 +17,7 @@ from dolmen.core.log import size
 from dolmen.core.mesh import Mesh
 from dolmen.core.words import counted
 from dolmen.data.batches import Loader
-from dolmen.evaluation.validate import mean_loss
+from dolmen.evaluation.validate import NEXT_TOKEN, mean_loss
 from dolmen.launch.watch import Watch
 from dolmen.model import count
 from dolmen.training import garbage, metrics, report
@@ -165,8 +165,14 @@ class Hooks:
         most = self.most_validated(state)
         began = time.monotonic()
         batches = self.loader.validation_batches(most, self.mesh.dp.rank, self.mesh.dp.size)
+        # of an encoder the masked tokens alone, and of text each token once, whatever it weighs
+        pairs = self.run.objective.name != "tokens"
         found = mean_loss(
-            state.model, self.watch.through(batches, "validate"), self.mesh, state.schedule
+            state.model,
+            self.watch.through(batches, "validate"),
+            self.mesh,
+            state.schedule,
+            state.objective if pairs else NEXT_TOKEN,
         )
         loss, tokens = found.loss, found.tokens
         self.since += time.monotonic() - began  # not the training's time
@@ -175,15 +181,15 @@ class Hooks:
         bits = found.bits_per_byte(size) if tokens == held and size is not None else None
         self.validation = Validation(state.step, loss, tokens, held, bits)
         for writer in self.writers:
-            writer.write(
-                {"step": state.step, "val_loss": loss, "val_tokens": tokens, "time": time.time()}
-            )
+            row = {"step": state.step, "val_loss": loss, "val_tokens": tokens, "time": time.time()}
+            writer.write(row | {f"val_{name}": one for name, one in found.metrics.items()})
         part = "" if tokens == held else f" of {held:,}"
         why = ""
         if part and state.step == state.steps and self.loader.cloze is None:
             why = "; a short run reads no more, --log.validation-tokens 0 reads all"
+        more = "".join(f", {name} {one:.4f}" for name, one in found.metrics.items())
         self.line.say(
-            f"step {state.step}: validation loss {loss:.4f} on {tokens:,}{part} tokens{why}"
+            f"step {state.step}: validation loss {loss:.4f}{more} on {tokens:,}{part} tokens{why}"
         )
 
     def most_validated(self, state: TrainState) -> int | None:

@@ -24,11 +24,12 @@ from dolmen.model.decoder import Decoder
 from dolmen.objectives.cross_entropy import CrossEntropy
 from dolmen.objectives.filling import Filling
 from dolmen.objectives.objective import Objective
+from dolmen.objectives.preference import DPO
 from dolmen.optim import optimizer as optim
 from dolmen.optim.precision import DTYPES, LossScale, at_rest
 from dolmen.parallel import channels
 from dolmen.parallel.actions import Schedule
-from dolmen.training import folder, garbage, lock, mfu, report
+from dolmen.training import folder, garbage, lock, mfu, reference, report
 from dolmen.training.check import beginning, check_profile, own_tokenizer
 from dolmen.training.compiled import limit_told
 from dolmen.training.config import RunConfig
@@ -135,9 +136,13 @@ def _inherit(run: RunConfig, model: Decoder, optimizer: optim.Optimizer) -> int:
 
 
 def objective_of(run: RunConfig) -> Objective:
-    """The next token; of a model that sees both ways masked ones, and whether a text follows, where
-    its head says so, which counts as the masked tokens of a sequence.
+    """That which is asked for: the preferred answer, or the next token; of a model that sees both
+    ways masked ones, and whether a text follows, where its head says so, which counts as the masked
+    tokens of a sequence.
     """
+    asked = run.objective
+    if asked.name == "dpo":
+        return DPO(asked.beta, asked.kind, asked.label_smoothing)
     if not run.tree.both_ways:
         return CrossEntropy()
     masked = max(1.0, run.data.masked_fraction * run.sequence_length)
@@ -194,6 +199,8 @@ def _in_folder(asked: _Asked) -> Outcome:
     if not asked.start.resumed:
         check_profile(run, length(run, loader))
     state = make_state(begun, mesh, length(run, loader))
+    if run.objective.name == "dpo":
+        reference.compare(begun, run, state, loader, mesh)
     held = first_does(mesh, lambda: lock.take(out, 60 if asked.start.restarted else 0))
     if mesh.first and held is None:
         asked.console.print(

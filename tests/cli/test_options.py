@@ -135,7 +135,8 @@ AFTER = f"""
     data.path data.tokenizer data.end-of-text data.text-field data.cache data.workers
     data.document-mask data.no-document-mask data.validation data.validation-fraction
     data.order data.masked-fraction data.split data.rows data.template data.train-on
-    data.packing data.no-packing
+    data.packing data.no-packing objective.name objective.beta objective.kind
+    objective.label-smoothing objective.reference
     optimizer.name optimizer.lr optimizer.warmup-steps optimizer.schedule optimizer.min-lr
     optimizer.decay-fraction optimizer.weight-decay optimizer.beta1 optimizer.beta2 optimizer.eps
     optimizer.clip optimizer.from-init optimizer.no-from-init optimizer.muon.momentum

@@ -321,8 +321,8 @@ def counted_again(patch):
 
     def evaluate(model, given, mesh, schedule):
         first = replace(mesh, pp=replace(mesh.pp, rank=0), cp=replace(mesh.cp, rank=0))
-        nats = validate._nats
-        patch.setattr(validate, "_nats", lambda model, b, _, order: nats(model, b, mesh, order))
+        sums = validate._sums
+        patch.setattr(validate, "_sums", lambda m, b, _, order, of: sums(m, b, mesh, order, of))
         return evaluated(model, given, first, schedule)
 
     patch.setattr(variations, "mean_loss", evaluate)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dolmen.objectives import advantage, policy, preference, reward
+from dolmen.objectives.config import Kind
 
 NAN = math.nan
 MASK = torch.tensor(
@@ -333,7 +334,7 @@ def of_pair(kind: str, c: float, r: float, lengths: tuple[int, int], beta: float
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("kind", preference.Kind.__args__)
+@pytest.mark.parametrize("kind", Kind.__args__)
 def test_dpo(kind, smoothing):
     settings = dict(beta=0.4, kind=kind, label_smoothing=smoothing, lengths=LENGTHS)
     given = [t.clone().requires_grad_() for t in (CHOSEN, REJECTED)]

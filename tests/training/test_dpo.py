@@ -1,0 +1,223 @@
+"""`dolmen train dpo`: what pairs are read as, what the reference says of them, and that a run that
+stopped goes on as it would have.
+"""
+
+import json
+import math
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import tinyrun
+import torch
+import transformers
+from tinyrun import dolmen, losses, rows
+from transformers import AutoModelForCausalLM
+
+from dolmen.conversion.source import open_source
+from dolmen.core.mesh import SINGLE
+from dolmen.data.chats import pair_of
+from dolmen.data.config import DataConfig
+from dolmen.data.loader import prepare_loader
+from dolmen.files.gate import Refused
+from dolmen.objectives.config import ObjectiveConfig
+from dolmen.ops.loss import IGNORED
+from dolmen.recipes import RECIPES
+from dolmen.training import reference, run
+from dolmen.training.check import check_run
+from dolmen.training.folder import Unusable
+
+material, one_thread = tinyrun.material, tinyrun.one_thread
+
+PAIRS = [
+    {"prompt": f"{i}?", "chosen": f"ab {i}", "rejected": "fg " * (i % 3 + 1)} for i in range(12)
+]
+
+
+@pytest.fixture(scope="module")
+def pairs(material, tmp_path_factory):
+    """Twelve pairs, one of equal answers, and a template; a model of our own in fp32."""
+    folder = tmp_path_factory.mktemp("pairs")
+    equal = {"prompt": "x", "chosen": "same", "rejected": "same"}
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, [*PAIRS, equal])))
+    (folder / "plain.jinja").write_text(
+        "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    shutil.copytree(material.model, folder / "model")
+    return folder
+
+
+def options(pairs, out, *more) -> list:
+    return [
+        *("train", "dpo", "--init", pairs / "model", "--out", out, "--train.device", "cpu"),
+        *("--data.path", pairs / "pairs.jsonl", "--data.template", pairs / "plain.jinja"),
+        *("--data.cache", pairs / "cache", "--data.validation-fraction", 0.3),
+        *("--train.sequence-length", 48, "--train.global-batch-size", 4, "--train.steps", 4),
+        *("--optimizer.lr", 1e-2, "--optimizer.warmup-steps", 1, *more),
+    ]
+
+
+def whole(row: dict) -> list[list[tuple[str, str]]]:
+    return [[(m["role"], m["content"]) for m in c.messages] for c in pair_of(row, "here")]
+
+
+def test_what_a_pair_is_read_as():
+    """A prompt and two answers, as text or as messages, or two whole chats."""
+    want = [[("user", "q"), ("assistant", a)] for a in ("good", "bad")]
+    user, good, bad = (
+        {"role": role, "content": said}
+        for role, said in (("user", "q"), ("assistant", "good"), ("assistant", "bad"))
+    )
+    for row in (
+        {"prompt": "q", "chosen": "good", "rejected": "bad"},
+        {"prompt": [user], "chosen": [good], "rejected": [bad], "score": None},
+        {"chosen": [user, good], "rejected": [user, bad]},
+        {"prompt": "q", "chosen": [user, good], "rejected": [user, bad]},
+    ):
+        assert whole(row) == want, row
+    assert whole({"prompt": "q", "chosen": "a", "rejected": "b", "system": "s"})[0][0] == (
+        "system",
+        "s",
+    )
+
+
+@pytest.mark.parametrize(
+    "row, told",
+    [
+        ({"prompt": "q", "chosen": "a"}, "has no rejected"),
+        ({"chosen": "a", "rejected": "b"}, "`chosen` is no answer .* give `prompt`"),
+        ({"prompt": "q", "chosen": 7, "rejected": "b"}, "chosen is 7"),
+        ({"prompt": "q", "chosen": "a", "rejected": [{"role": "user", "content": "b"}]}, "`rejec"),
+    ],
+)
+def test_what_is_no_pair_is_refused_by_its_row(row, told):
+    with pytest.raises(Refused, match=f"line 2: .*{told}"):
+        pair_of(row, "line 2")
+
+
+def made(pairs, **objective):
+    """The run of the options, checked, and its loader."""
+    data = DataConfig(
+        (str(pairs / "pairs.jsonl"),),
+        rows="pairs",
+        template=str(pairs / "plain.jinja"),
+        cache=str(pairs / "cache"),
+        validation_fraction=0.3,
+    )
+    asked = ObjectiveConfig(name="dpo", **objective)
+    config = replace(
+        RECIPES["dpo"](),
+        init=str(pairs / "model"),
+        model=open_source(pairs / "model").model,
+        data=data,
+        objective=asked,
+        train=replace(RECIPES["dpo"]().train, sequence_length=48, global_batch_size=4, steps=4),
+    )
+    config = check_run(config, 1)
+    loader = prepare_loader(
+        data, str(pairs / "model"), 300, 48, 4, 0, model=config.tree, progress=False
+    )
+    return config, loader
+
+
+def test_the_reference_is_the_start(pairs):
+    """Its log-probabilities of all answers, as transformers has them; 0 of prompts."""
+    config, loader = made(pairs)
+    state = run.make_state(config, SINGLE, 4)
+    reference.compare(config, config, state, loader, SINGLE)
+    theirs = AutoModelForCausalLM.from_pretrained(pairs / "model", dtype=torch.float32)
+    seen = set()
+    for step in range(8):
+        batch = loader.batch(step)
+        found = batch.numbers["reference"]
+        real = batch.labels != IGNORED
+        for row in range(4):
+            end = int(real[row].nonzero().max()) + 1
+            with torch.no_grad():
+                logits = theirs(batch.tokens[row : row + 1, :end]).logits[0]
+            index = torch.where(real[row, :end], batch.labels[row, :end], 0)[:, None]
+            want = logits.log_softmax(-1).gather(1, index)[:, 0] * real[row, :end]
+            torch.testing.assert_close(found[row, :end], want, rtol=1e-5, atol=1e-5)
+            assert not found[row, end:].any() and want.any()
+        for even in (0, 2):
+            text = [
+                loader.tokenizer.decode(batch.labels[even + side][real[even + side]])
+                for side in (0, 1)
+            ]
+            seen.add(tuple(t.removesuffix("<|endoftext|>") for t in text))
+    held = {
+        tuple(
+            loader.tokenizer.decode(b.labels[r + s][b.labels[r + s] != IGNORED]).removesuffix(
+                "<|endoftext|>"
+            )
+            for s in (0, 1)
+        )
+        for b in loader.validation_batches()
+        for r in (0, 2)
+    }
+    assert not seen & held and len(held) > 1
+    assert seen | held <= {(row["chosen"], row["rejected"]) for row in PAIRS}
+    assert "left out: 1 pair whose answers are equal" in loader.lines
+
+
+def test_another_reference(pairs, tmp_path):
+    """Of the files of another model; one of other tokens is refused."""
+    config, loader = made(pairs)
+    other = AutoModelForCausalLM.from_pretrained(pairs / "model", dtype=torch.float32)
+    with torch.no_grad():
+        other.lm_head.weight.mul_(2)
+    other.save_pretrained(tmp_path / "other")
+    asked, _ = made(pairs, reference=str(tmp_path / "other"))
+    state = run.make_state(config, SINGLE, 4)
+    reference.compare(config, config, state, loader, SINGLE)
+    own = loader.mixture.numbers["reference"]
+    reference.compare(asked, asked, state, loader, SINGLE)
+    assert np.abs(loader.mixture.numbers["reference"] - own).max() > 0.1
+    with pytest.raises(Unusable, match="is gone, and objective.name dpo compares with it"):
+        gone = made(pairs)[0]
+        reference.compare(replace(gone, init="elsewhere"), gone, state, loader, SINGLE)
+    larger = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**{**tinyrun.MODEL, "vocab_size": 310})
+    )
+    larger.save_pretrained(tmp_path / "larger")
+    with pytest.raises(ValueError, match="vocab_size of 310, the model 300"):
+        made(pairs, reference=str(tmp_path / "larger"))
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_as_it_would_have(pairs, tmp_path):
+    """From log 2 down, held-out pairs too; a run that stops compares with the same start."""
+    first = dolmen(*options(pairs, tmp_path / "a"))
+    assert first.code == 0, first.err
+    found = losses(tmp_path / "a")
+    assert abs(found[0][1] - math.log(2)) < 1e-6 and found[-1][1] < 0.6
+    held = rows(tmp_path / "a", "val_loss")
+    assert held[-1]["val_loss"] < 0.6 and {"val_accuracy", "val_margin"} <= held[-1].keys()
+    dolmen(*options(pairs, tmp_path / "b", "--checkpoint.every", 2))
+    shutil.rmtree(tmp_path / "b" / "checkpoints" / "step-00000004")
+    again = dolmen(*options(pairs, tmp_path / "b", "--checkpoint.every", 2, "--resume"))
+    assert again.code == 0, again.err
+    assert losses(tmp_path / "b") == found
+
+
+@pytest.mark.parametrize(
+    "more, told",
+    [
+        (("--train.global-batch-size", 3), "a pair is two sequences"),
+        (("--train.microbatch-size", 1), "a pair is two sequences"),
+        (("--data.rows", "chats"), "do not belong together"),
+        (("--objective.label-smoothing", 0.5), "label_smoothing is 0.5"),
+        (("--objective.beta", 0), "beta is 0.0"),
+    ],
+)
+def test_what_is_refused(pairs, tmp_path, more, told):
+    found = dolmen(*options(pairs, tmp_path / "a", *more))
+    assert found.code == 2 and told in found.words, found.err
+    assert not (tmp_path / "a").exists()
+
+
+def test_options_of_dpo_are_of_dpo():
+    with pytest.raises(ValueError, match="are of dpo: use --objective.name dpo"):
+        ObjectiveConfig(beta=0.2)
