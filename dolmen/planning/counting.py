@@ -1,5 +1,4 @@
-"""Sees every operator of a step and writes it down: rows of a ledger. Of tensors with values or
-without, so that what a real step does can be held against a dry run of it.
+"""Sees every operator of a step on tensors without values, and writes it down: rows of a ledger.
 
 Which module an operator belongs to is known in forward by hooks, which put down under the number of
 autograd's next node which module is entered or left; backward, at a node, looks its number up.
@@ -34,6 +33,12 @@ COLLECTIVES = {
     "c10d.recv_": "receive",
 }
 """Operators that send -> what they are."""
+WAIT = "_c10d_functional.wait_tensor"
+HOLD = frozenset(
+    f"_c10d_functional.{name}"
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
+)
+"""Those that send what they are given, and no copy of it."""
 SILENT = ("c10d.", "_c10d_functional.", "prim.")
 """What begins the names of others that compute nothing."""
 SHORT = {
@@ -107,6 +112,10 @@ class Counting(watching.Dispatch):
         self.rows: list[Row] = []
         self.since: list[dict[str, Any]] = []
         """Rows of the action that is under way."""
+        self.sent: dict[int, Tensor] = {}
+        """What has just been sent, by the storage that the result will come in."""
+        self.going: dict[int, Tensor] = {}
+        """What is under way, by the same."""
 
     @contextmanager
     def seeing(self) -> Iterator[None]:
@@ -144,16 +153,34 @@ class Counting(watching.Dispatch):
             return NotImplemented
         options, name = kwargs or {}, str(operator.overloadpacket)
         out = operator(*args, **options)
+        if name in HOLD:
+            self.sent[id(out.untyped_storage())] = args[0]
+        elif name == WAIT:
+            out = self._waited(args[0])
         self.memory.making, making = self._kind, self.memory.making
         made = [t for t in _tensors(out) if not isinstance(t, watching.Arriving)]
-        for tensor in made:
-            self.memory.made(tensor)
+        if not operator.is_view:  # of what was not made here, such as the batch, too
+            for tensor in made:
+                self.memory.made(tensor)
         self.memory.making = making
         for kind, tensor in known(name, args, options, made, self.memory.kind_of):
             self.memory.is_now(kind, tensor)
         if self.places is not None and not operator.is_view:
             self._seen(operator, name, args, options, made)
         return watching.done() if self.instant and name == "c10d.send" else out
+
+    def _waited(self, tensor: Tensor) -> Tensor:
+        """What waiting for `tensor` gives: itself. (torch makes another where it has no values.)
+
+        What is sent is not let go before the result has been waited for. Without values torch does
+        so at once, too, as if it compiled: the second time is ours.
+        """
+        key = id(tensor.untyped_storage())
+        if key in self.sent:
+            self.going[key] = self.sent.pop(key)
+        else:
+            self.going.pop(key, None)
+        return tensor
 
     @property
     def _kind(self) -> Kind:

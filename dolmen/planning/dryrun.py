@@ -43,6 +43,7 @@ from dolmen.planning.counting import Counting
 from dolmen.planning.dry_report import Report
 from dolmen.planning.ledger import Ledger
 from dolmen.planning.memory import Memory
+from dolmen.training import garbage
 from dolmen.training.check import check_computed
 from dolmen.training.config import RunConfig
 from dolmen.training.run import begin_state
@@ -66,7 +67,8 @@ def of_ranks(request: DryrunRequest, progress: bool = False) -> Report:
     run = check_computed(request.run, None)
     ranks, hardware = ranks_of(asked.ranks, run.layout.world), KNOWN[asked.device]
     pp = run.layout.world // run.layout.pp
-    actions = [len(shortened(run, r, asked.exact).schedule.actions[r // pp]) for r in ranks]
+    steps = [shortened(run, rank, hardware, asked.exact).schedule for rank in ranks]
+    actions = [len(one.actions[rank // pp]) for one, rank in zip(steps, ranks, strict=True)]
     done, found = count(1), []
     title = f"dry run of {counted(len(ranks), 'rank')} of {run.layout.world:,}"
     with bar(title, sum(actions), progress, MofNCompleteColumn()) as reach:
@@ -106,7 +108,7 @@ def dryrun(
     layout = run.layout
     if not 0 <= rank < layout.world:
         raise ValueError(f"rank {rank} is none of the {layout.world} of this layout")
-    steps = shortened(run, rank, exact)
+    steps = shortened(run, rank, hardware, exact)
     watching.join_fake(layout.world, rank)
     try:
         mesh = as_on(hardware, layout.mesh(torch.device("cpu")))
@@ -150,7 +152,8 @@ def _counted(
     with watching.Fake(allow_non_fake_inputs=True), host.answered(answer), counting.seeing():
         state = allocated(run, model, schedule, mesh, counting)
         rest = counting.memory.live
-        with counting.step(model), followed(model, counting.memory):
+        # what training leaves to no collector is no matter of chance here
+        with garbage.by_hand(), counting.step(model), followed(model, counting.memory):
             try:
                 optimizer_step(state, batch, mesh, observe=ended)
             except Exception as error:  # whatever the code of the run raises, which runs here
@@ -179,12 +182,15 @@ def allocated(
         return begin_state(run, model, schedule, mesh, steps=run.train.steps or 1)
 
 
-def shortened(run: RunConfig, rank: int, exact: bool = False) -> Steps:
-    """The steps of a dry run."""
+def shortened(run: RunConfig, rank: int, hardware: Hardware, exact: bool = False) -> Steps:
+    """The steps of a dry run. Over gloo all that was sent is held until the end of a step, so that
+    more microbatches hold more.
+    """
     layout, size = run.layout, run.microbatch_size
     whole = layout.make_schedule(run.train.global_batch_size, size)
     few = min(whole.micros, max(3, 2 * layout.pp * layout.virtual_stages))
-    if exact or few == whole.micros or layout.schedule.endswith((".txt", ".yaml")):
+    grows = hardware.kind == "cpu" and layout.pp > 1
+    if exact or grows or few == whole.micros or layout.schedule.endswith((".txt", ".yaml")):
         return Steps(whole, {})
     short = layout.make_schedule((layout.dp or 1) * few * size, size)
     mine = rank // (layout.world // layout.pp)

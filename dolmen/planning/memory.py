@@ -53,7 +53,8 @@ class Memory:
 
     def begin(self) -> None:
         """The peak is of what comes."""
-        self.most, self.at_most = self.total, self.live
+        self.most = self.lately = self.total
+        self.at_most = self.live
 
     def since_last(self) -> int:
         """The most bytes at once since the last call."""
