@@ -1,5 +1,5 @@
 """What each rank of a pipeline holds at its fullest, in closed form, for layouts by the hundred
-thousand. A dry run of the layouts that are left counts the same to the byte (composed.py).
+thousand. A dry run (dryrun.py) counts those of the layouts that are left, to the byte.
 
 Parameters and their states are read off leaves (docs/zero.md has the forms), what a layer keeps off
 its components (model/count.py), how many microbatches are kept at once off the schedule:
