@@ -3,6 +3,7 @@ what they send over each axis; FLOPs and activations beside their closed forms.
 """
 
 import gc
+import json
 import time
 import weakref
 from collections import Counter
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from spawning import Row as Case
+from tinyrun import dolmen
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,6 +27,7 @@ from dolmen.data.batch import Batch
 from dolmen.families import Model
 from dolmen.model import count
 from dolmen.model.layout import Layout
+from dolmen.objectives.cross_entropy import CrossEntropy
 from dolmen.ops.kernels import CPU, H100
 from dolmen.planning.dryrun import dryrun, shortened
 from dolmen.planning.ledger import Ledger
@@ -292,3 +295,80 @@ def test_a_steady_state_stands_for_what_was_not_run(schedule):
         short, whole = (dryrun(run, rank, hardware=H100, exact=exact) for exact in (False, True))
         assert short.flops == whole.flops and short.peak == whole.peak
         assert sent(short, run) == sent(whole, run)
+
+
+MIXTRAL = {
+    **{name: value for name, value in LLAMA.items() if name != "model_type"},
+    "model_type": "mixtral",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+
+
+def test_the_rows_of_a_loaded_rank_are_so_many_times_as_many():
+    """Products of experts grow with the load, and nothing else does; balanced, the ranks of ep do
+    what one would.
+    """
+    layout = Layout(dp=2, ep=2, zero=1)
+    run = run_of(MIXTRAL, layout, dtype="bfloat16", global_batch_size=16)
+    even, loaded = (dryrun(run, 0, hardware=H100, max_load=load) for load in (1.0, 1.5))
+    alone = counted_for(run, layout=Layout(dp=2, ep=1, zero=1))
+    experts = [
+        sum(row.flops * row.times for row in ledger.rows if row.op == "_grouped_mm")
+        for ledger in (even, loaded, alone)
+    ]
+    assert experts[1] == 1.5 * experts[0] and experts[0] == experts[2] > 0
+    assert loaded.flops - experts[1] == even.flops - experts[0]
+    assert {row.axis for row in even.rows if row.op == "all-to-all"} == {"ep"}
+
+
+QUICK = ("dryrun", "quickstart", "--layout.dp", "1", "--train.global-batch-size", "2")
+
+
+def test_the_command_tells_a_person_and_a_program(tmp_path):
+    file = tmp_path / "found.json"
+    shown = dolmen(*QUICK, "--ranks", "last,0", "--json", str(file), "--device", "a100")
+    assert shown.code == 0 and "rank 1" in shown.out and "at the peak" in shown.out
+    found = json.loads(file.read_text())
+    assert list(found) == ["ranks"] and [one["rank"] for one in found["ranks"]] == [1, 0]
+    for one in found["ranks"]:
+        assert list(one) == ["rank", "peak_bytes", "live_bytes", "flops", "collectives"]
+        assert list(one["live_bytes"]) == [
+            "parameter",
+            "compute copy",
+            "gradient",
+            "unsharded gradient",
+            "optimizer",
+            "activation",
+            "buffer",
+        ]
+        assert sum(one["live_bytes"].values()) == one["peak_bytes"] > 0 < one["flops"]
+        assert {"axis", "op", "count", "bytes"} == {*one["collectives"][0]}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--ranks", "2"), "--ranks has 2, but the layout has 2 ranks: give numbers of 0 to 1"),
+        (("--ranks", "each"), "--ranks has 'each': give first, middle, last or numbers"),
+        (("--max-load", "0"), "max-load is 0: it must be above 0"),
+        (("--layout.tp", "3"), "num_attention_heads (4) is not divisible by tp (3)"),
+        (("--device", "tpu"), "--device is 'tpu'"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_in_a_line(words, said):
+    shown = dolmen(*QUICK, *words)
+    assert shown.code == 2 and said in shown.err and shown.err.count("\n") == 1
+
+
+def test_a_step_that_would_crash_is_told_in_a_line(monkeypatch):
+    """Where, and the first line of what the code of the run raised."""
+
+    def fails(hidden, head, batch):
+        raise RuntimeError("the head is too small\nmore of it")
+
+    monkeypatch.setattr(CrossEntropy, "__call__", lambda self, *given: fails(*given))
+    shown = dolmen(*QUICK, "--ranks", "last")
+    assert shown.code == 2
+    line = shown.err.splitlines()[-1]
+    assert line.endswith("rank 1 would crash at its beginning: the head is too small"), shown.err
