@@ -28,8 +28,8 @@ from dolmen.planning.space import Choice
 
 LOGITS = 1 << 28
 """Of a chunk of the loss on a GPU (ops/kernels.py: logits_at_once)."""
-LOGIT_BYTES = 10
-"""Of each: it in half precision and fp32, and its gradient in fp32."""
+LOGIT_BYTES = 6
+"""Of each: in half precision and in fp32, which becomes its gradient."""
 
 
 def in_flight(schedule: str, ranks: int, micros: int, chunks: int, rank: int) -> float:
@@ -75,26 +75,43 @@ class States(NamedTuple):
     """What does not depend on a microbatch."""
 
     held: Live
-    """At any moment of backward, gradients between microbatches aside."""
+    """At any moment, gradients aside."""
     always: int
     """Their sum."""
     whole: int
     """Gradients that wait in fp32, unreduced."""
     sharded: int
     """Reduced ones."""
-
-    @property
-    def reduced(self) -> int:
-        """Bytes of gradients once there are any."""
-        return self.whole + self.sharded
+    arriving: int
+    """Gradients of one block and of the ends, before any is reduced; ..."""
+    packed: int
+    """... and where they are, in what fsdp sends of the largest of these."""
 
 
 class Moments(NamedTuple):
-    """Bytes of activations, before the first gradient and after it, and of what is sent."""
+    """Bytes of activations."""
 
+    forward: float
+    """As a forward ends: with the loss and its logits, at the last stage."""
     before: float
+    """In the first backward, ..."""
     after: float
+    """... and in one that finds gradients there."""
+    more: bool
+    """Whether a forward comes after the first backward."""
     sent: int
+    """The batch, and what goes to neighbours and comes from them."""
+
+
+def _moments_of(states: States, moments: Moments) -> tuple[float, float, float]:
+    """Bytes beside what is always held: in forward, in the first backward, in one of the others."""
+    reduced = states.whole + states.sharded
+    coming = max(states.arriving, states.packed)
+    return (
+        moments.forward + (reduced if moments.more else 0),
+        moments.before + coming,
+        moments.after + reduced + coming,
+    )
 
 
 @dataclass
@@ -127,25 +144,27 @@ class Capacity:
                 self._states(choice, rank, micros),
                 self._moments(choice, rank, micros),
             )
-            before, after = moments.before, moments.after + states.reduced
-            total = states.always + moments.sent + (before if before > after else after)
+            total = states.always + moments.sent + max(_moments_of(states, moments))
             most = total if total > most else most
         return round(most) + self.other
 
     def of(self, choice: Choice, rank: int, global_batch_size: int) -> StageMemory:
-        """Of one pipeline rank: the fuller of two moments, before the first gradient and after it,
-        when a forward may come once more or not.
-        """
+        """Of one pipeline rank, at the fullest of its moments."""
         micros = global_batch_size // choice.dp // choice.microbatch_size
         states, moments = self._states(choice, rank, micros), self._moments(choice, rank, micros)
-        later = moments.before <= moments.after + states.reduced
+        found = _moments_of(states, moments)
+        which = found.index(max(found))
+        backward = which > 0
+        later = which == 2 or (which == 0 and moments.more)
+        packs = backward and states.packed > states.arriving
         held = states.held
         return StageMemory(
             held._replace(
                 gradient=states.sharded if later else 0,
-                unsharded=held.unsharded + (states.whole if later else 0),
-                activation=round(moments.after if later else moments.before),
-                buffer=held.buffer + moments.sent,
+                unsharded=(states.whole if later else 0)
+                + (states.arriving if backward and not packs else 0),
+                activation=round((moments.forward, moments.before, moments.after)[which]),
+                buffer=moments.sent + (states.packed if packs else 0),
             ),
             self.other,
         )
@@ -163,16 +182,17 @@ class Capacity:
         if choice.zero == 3 and not split:
             gathered = (ends + largest + largest).number  # what computes, and what is next
         waits = (choice.zero < 2 or split) and micros > 1
-        sends = choice.dp * choice.cp > 1
-        held = Live(
-            parameter=rest,
-            compute=e * gathered,
-            # of one block and of the ends, before any is reduced
-            unsharded=e * (largest + ends).number,
-            optimizer=self.moments * rest,
-            buffer=(4 + e) * largest.number * sends,
+        # with each backward, or with the last, when nothing else is under way
+        sends = choice.dp * choice.cp > 1 and (not waits or choice.pp == 1)
+        held = Live(parameter=rest, compute=e * gathered, optimizer=self.moments * rest)
+        found = States(
+            held,
+            held.total,
+            4 * number if waits else 0,
+            0 if waits else rest,
+            e * (largest + ends).number,
+            (4 + e) * max(largest.number, ends.number) * sends,
         )
-        found = States(held, held.total, 4 * number if waits else 0, 0 if waits else rest)
         self._known_states[key] = found
         return found
 
@@ -194,18 +214,25 @@ class Capacity:
         if found := self._known_moments.get(key):
             return found
         at_once = in_flight(choice.schedule, choice.pp, micros, choice.virtual_stages, rank)
-        kept, moment = self._activations(choice, rank)
+        kept, again = self._activations(choice, rank)
+        loss = logits = 0.0
         if choice.pp * choice.virtual_stages - 1 in stages_of(choice, rank):
             loss, logits = self._loss(choice)
-            moment = loss + max(moment, logits)
-        later = at_once if micros > at_once else at_once - 1 / choice.virtual_stages
+        more = micros > at_once
+        later = at_once if more else at_once - 1 / choice.virtual_stages
         tokens = choice.microbatch_size * self.sequence_length // choice.cp
         stream = tokens * self.tree.hidden_size * self.element_bytes
         if choice.sequence_parallel:
             stream //= choice.tp
         # the batch, and what goes to and comes from two neighbours
         sent = 16 * micros * tokens + (4 * stream if choice.pp > 1 else 0)
-        found = Moments(at_once * kept + moment, later * kept + moment, sent)
+        found = Moments(
+            at_once * kept + loss + logits,
+            at_once * kept + loss + again,
+            later * kept + loss + again,
+            more,
+            sent,
+        )
         self._known_moments[key] = found
         return found
 

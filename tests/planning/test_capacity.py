@@ -1,0 +1,47 @@
+"""What ranks hold in closed form, beside dry runs of the real step, which count it."""
+
+from dataclasses import replace
+
+import pytest
+
+from dolmen.families import changed
+from dolmen.ops.kernels import KNOWN
+from dolmen.planning.capacity import Capacity
+from dolmen.planning.dryrun import dryrun
+from dolmen.planning.space import Choice
+from dolmen.recipes import RECIPES
+
+CASES = {
+    "one rank": ("gpt-1.7b", 64, (1, 1, 1, 8, 1, 1, False, "1f1b", 1, "none", 2)),
+    "pipeline": ("gpt-1.7b", 32, (2, 1, 2, 2, 1, 1, True, "1f1b", 1, "full", 2)),
+    "zero 3": ("llama-8b", 16, (2, 1, 2, 2, 1, 3, False, "1f1b", 1, "none", 1)),
+    "experts": ("mixtral-8x7b", 8, (1, 1, 1, 4, 4, 1, False, "1f1b", 1, "none", 1)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_hold_what_a_dry_run_counts(case):
+    """Of models of two or four layers, first and last stage, within 10 %: of two layers a block's
+    temporaries, which the form leaves out, are most.
+    """
+    name, batch, (*mesh, zero, stream, schedule, chunks, again, size) = CASES[case]
+    choice = Choice(*mesh, zero, stream, "ring", schedule, chunks, again, None, size)
+    run = RECIPES[name]()
+    field = "n_layer" if name.startswith("gpt") else "num_hidden_layers"
+    model = changed(run.known_model, {field: 2 if case == "experts" else 4})
+    train = replace(
+        run.train,
+        global_batch_size=batch,
+        microbatch_size=size,
+        sequence_length=2048,
+        compile=False,
+    )
+    run = replace(run, model=model, layout=choice.layout, train=train)
+    capacity = Capacity(run.tree, 2048)
+    for rank in sorted({0, choice.pp - 1}):
+        ledger = dryrun(run, rank * choice.dp * choice.cp * choice.tp, hardware=KNOWN["h100"])
+        live = capacity.of(choice, rank, batch).live
+        assert live.total == pytest.approx(ledger.peak, rel=0.1), (case, rank)
+        assert live.parameter == pytest.approx(ledger.rest.parameter, rel=1e-3)
+        assert live.optimizer == pytest.approx(ledger.rest.optimizer, rel=1e-3)
