@@ -63,6 +63,15 @@ def words(layout: Mapping[str, int | str | bool]) -> str:
     )
 
 
+def options(layout: dict[str, int | str | bool]) -> str:
+    """A layout as words of the command line."""
+    return " ".join(
+        f"--{name}" if value is True else f"--{name} {value}"
+        for name, value in layout.items()
+        if value is not False
+    )
+
+
 class Change(NamedTuple):
     """What one change of a layout would buy."""
 

@@ -13,7 +13,7 @@ from dolmen.core.words import counted
 from dolmen.files import gate, write
 from dolmen.planning.figures import front, memory, network, ranking, timeline
 from dolmen.planning.figures.svg import Drawing, patterns, short
-from dolmen.planning.plan import Plan
+from dolmen.planning.plan import Plan, options
 from dolmen.planning.step import Estimate
 
 FRAME = Path(__file__).with_name("report.html")
@@ -137,12 +137,3 @@ def _summary(plan: Plan) -> str:
 
 def _between(found: Estimate) -> str:
     return f"{found.seconds:.3g} ({found.low:.3g} to {found.high:.3g})"
-
-
-def options(layout: dict[str, int | str | bool]) -> str:
-    """A layout as words of the command line."""
-    return " ".join(
-        f"--{name}" if value is True else f"--{name} {value}"
-        for name, value in layout.items()
-        if value is not False
-    )

@@ -9,6 +9,7 @@ import yaml
 from tinyrun import dolmen
 
 import dolmen as package
+from dolmen.cli.command import read
 from dolmen.planning import search
 from dolmen.planning.config import PlanConfig, PlanRequest, StepConfig
 from dolmen.planning.search import Question
@@ -164,6 +165,9 @@ def test_a_terminal_is_told_what_bounds_and_what_it_costs(monkeypatch):
     table = lines[: next(i for i, line in enumerate(lines) if line.startswith("GiB:"))]
     assert told.code == 0 and all(len(line) <= 100 for line in table)
     assert "MFU: floating-point operations of the model" in told.out
+    command = next(line for line in lines if line.startswith("To the byte: dolmen dryrun "))
+    asked = read("dryrun", command.split()[5:])
+    assert asked.run.layout.world == 32 and asked.asked.device == "a100"
     assert "100 B tokens" in told.out and "rented: " in told.out and "owned: " in told.out
     assert told.out.count("bound by ") == 3 and "more time" in told.out
 
