@@ -72,8 +72,17 @@ def compared(case: str, layout: Layout) -> dict[str, tuple[float, str]] | str:
     return differences(got, alone(case))
 
 
+FIRST = {(one.model_type, one.plain): case for case, one in reversed(CASES.items())}.values()
+"""Of each family one. A pipeline cuts between blocks, whatever they are: the others are cut so in
+the full tier.
+"""
 ROWS = [
-    Row(f"{case}-{layout}", layout.world, partial(compared, case, replace(layout)))
+    Row(
+        f"{case}-{layout}",
+        layout.world,
+        partial(compared, case, replace(layout)),
+        full=layout.pp > 1 and case not in FIRST,
+    )
     for case in CASES
     for layout in LAYOUTS
 ]

@@ -34,6 +34,13 @@ LONG = {
     ),
 } | {name: case.long for name, case in CASES.items() if case.long is not None}
 """One of each family at least, and what makes its context long enough."""
+OWN = (
+    *("llama", "gpt2", "bloom-uneven-heads", "falcon", "falcon-alibi", "mistral-window", "mixtral"),
+    *("gemma3", "gpt-neo", "deepseek-v2", "gpt-oss", "olmo2", "chatglm-untied", "qwen"),
+)
+"""Those that keep something of their own of a token, or read it otherwise: positions of each kind,
+one key-value head, windows, latents, sinks, norms over all heads. The others are of the full tier.
+"""
 
 
 def model_of(case: str) -> transformers.PreTrainedModel:
@@ -79,7 +86,9 @@ def ours(folder: Path, stop: frozenset[int], mesh: Mesh = SINGLE) -> tuple[list[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", LONG)
+@pytest.mark.parametrize(
+    "case", [pytest.param(n, marks=() if n in OWN else pytest.mark.full) for n in LONG]
+)
 def test_each_text_is_that_of_its_prompt_alone(case, tmp_path):
     want, stop = theirs(case)
     texts, held = ours(save(model_of(case), tmp_path), stop)
@@ -93,8 +102,10 @@ def two_ranks(folder: Path, stops: dict[str, frozenset[int]]) -> dict[str, list[
     return {case: ours(folder / case, stop, mesh)[0] for case, stop in stops.items()}
 
 
-def test_each_text_is_that_of_its_prompt_alone_on_two_ranks(spawn, tmp_path):
-    for case in LONG:
+@pytest.mark.parametrize("own", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_each_text_is_that_of_its_prompt_alone_on_two_ranks(own, spawn, tmp_path):
+    cases = [case for case in LONG if (case in OWN) == own]
+    for case in cases:
         save(model_of(case), tmp_path / case)
-    texts = spawn(2)(two_ranks, tmp_path, {case: theirs(case)[1] for case in LONG})
-    assert [case for case in LONG if texts[case] != theirs(case)[0]] == []
+    texts = spawn(2)(two_ranks, tmp_path, {case: theirs(case)[1] for case in cases})
+    assert [case for case in cases if texts[case] != theirs(case)[0]] == []
