@@ -87,7 +87,7 @@ def check_inputs(
 
 def check_chats(config: DataConfig, sources: tuple[Source, ...]) -> None:
     """Raises ValueError for what chats cannot be."""
-    if len(sources) > 1:
+    if len(sources) != 1:
         raise ValueError(
             f"--data.path has {len(sources)} sources with weights, and chats are one set: give "
             "them without weights, and rows that are to count for more a `weight`"
