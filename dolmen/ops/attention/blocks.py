@@ -1,8 +1,9 @@
 """Attention in blocks of queries, each against the keys it can see, with the softmax between two
 products (FlashAttention's algebra, 2307.08691). No autograd here: blockwise.py has it.
 
-    forward    S = scores(Q K^T)        P = exp(S - maximum)       out = P V / sum of P
-               log_sum = maximum + log of the sum of P, one number per row
+    forward    S = scores(Q K^T)        P = exp(S - maximum)       weighted = P V
+               total = sum of P, log_sum = maximum + log of it, one number per row
+               out = weighted / total, of all blocks at once, where it is needed next
     backward   P = exp(S - log_sum)     formed again, a block at a time
                dV = P^T g               dS = P (g V^T - delta), where delta = sum of g out, per row
                dQ = dS' K               dS' = dS by the derivative of `scores`
@@ -244,13 +245,13 @@ Exponentials = Callable[[Tensor, Scores], tuple[Tensor, Tensor, Tensor]]
 Gradient = Callable[[Tensor, Tensor, Tensor, Tensor, Scores], tuple[Tensor, Tensor]]
 
 
-def empty_out(q: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
+def empty_out(q: Tensor, v: Tensor) -> Tensor:
     """What attention writes: like q, the strides too, where v's heads are as long. The compiler
     calls it too, of sizes that are symbols: its shapes are compared in `forward`.
     """
     if q.shape[-1] == v.shape[-1]:
-        return torch.empty_like(q, dtype=dtype)
-    return q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=dtype)
+        return torch.empty_like(q)
+    return q.new_empty((*q.shape[:-1], v.shape[-1]))
 
 
 def forward(
@@ -259,21 +260,24 @@ def forward(
     v: Float[Tensor, "n keys value_size"],
     rule: Rule,
     exponentials: Exponentials = exponentials,
-    wide: bool = False,
-) -> tuple[Float[Tensor, "n rows value_size"], Float[Tensor, "n rows 1"]]:
-    """-> out (`wide`: in log_sum's dtype), log_sum."""
+) -> tuple[
+    Float[Tensor, "n rows value_size"], Float[Tensor, "n rows 1"], Float[Tensor, "n rows 1"]
+]:
+    """-> weighted, as the product of its blocks is rounded; total, 1 where no key is seen; log_sum.
+    The latter in fp32 or wider.
+    """
     log_sum = torch.empty_like(q[..., :1], dtype=torch.promote_types(q.dtype, torch.float32))
-    out = empty_out(q, v, log_sum.dtype if wide else q.dtype)
+    weighted, total = empty_out(q, v), torch.empty_like(log_sum)
     for rows, sees in _blocks(q, k.shape[1], rule):
         if sees is None:
-            out[:, rows], log_sum[:, rows] = 0, -math.inf
+            weighted[:, rows], total[:, rows], log_sum[:, rows] = 0, 0, -math.inf
             continue
         keys, how = sees
         qk = torch.bmm(q[:, rows], k[:, keys].contiguous().transpose(1, 2))
-        e, total, log_sum[:, rows] = exponentials(qk, how)
-        # 1 or more, as the maximum is a term; 0 where nothing is seen
-        out[:, rows] = torch.bmm(e, v[:, keys]) / total.clamp(min=1)
-    return out, log_sum
+        e, total[:, rows], log_sum[:, rows] = exponentials(qk, how)
+        weighted[:, rows] = torch.bmm(e, v[:, keys])
+    # 1 or more, as the maximum is a term; 0 where nothing is seen
+    return weighted, total.clamp_(min=1), log_sum
 
 
 def backward(

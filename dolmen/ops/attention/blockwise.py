@@ -32,8 +32,8 @@ def partial(q: Queries, k: Keys, v: Values, at: Place) -> tuple[Attended, LogSum
     """See `spec.Attention`. The two runs may also overlap, in any way."""
     kv_heads, rule = k.shape[2], _rule(q, k, at)
     rows_q, rows_k, rows_v = (_rows(t, kv_heads) for t in (q, k, v))
-    out, log_sum = blocks.forward(rows_q, rows_k, rows_v, rule, wide=True)
-    out = _heads(out, kv_heads, (*q.shape[:3], v.shape[3]))
+    weighted, total, log_sum = blocks.forward(rows_q, rows_k, rows_v, rule)
+    out = _heads(weighted / total, kv_heads, (*q.shape[:3], v.shape[3]))
     return out, _heads(log_sum, kv_heads, (*q.shape[:3], 1)).squeeze(-1)
 
 
@@ -123,9 +123,9 @@ _RULE = (
 @torch.library.custom_op(
     "dolmen::attention_forward",
     mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, {_RULE}) -> (Tensor, Tensor)",
+    schema=f"(Tensor q, Tensor k, Tensor v, {_RULE}) -> (Tensor, Tensor, Tensor)",
 )
-def _opaque_forward(q: Tensor, k: Tensor, v: Tensor, *rule: Any) -> tuple[Tensor, Tensor]:
+def _opaque_forward(q: Tensor, k: Tensor, v: Tensor, *rule: Any) -> tuple[Tensor, Tensor, Tensor]:
     return blocks.forward(q, k, v, Rule(*rule), _fused(blocks.exponentials))
 
 
@@ -144,9 +144,9 @@ def _opaque_backward(
 
 
 @_opaque_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *rule: Any) -> tuple[Tensor, Tensor]:
-    wide = torch.promote_types(q.dtype, torch.float32)
-    return blocks.empty_out(q, v, q.dtype), torch.empty_like(q[..., :1], dtype=wide)
+def _(q: Tensor, k: Tensor, v: Tensor, *rule: Any) -> tuple[Tensor, Tensor, Tensor]:
+    total = torch.empty_like(q[..., :1], dtype=torch.promote_types(q.dtype, torch.float32))
+    return blocks.empty_out(q, v), total, torch.empty_like(total)
 
 
 @_opaque_backward.register_fake
@@ -173,9 +173,11 @@ class _Blockwise(Function):
     ) -> Tensor:
         own = Rule(*rule)
         if torch.compiler.is_compiling():
-            out, log_sum = _opaque_forward(q, k, v, *own)
+            weighted, total, log_sum = _opaque_forward(q, k, v, *own)
         else:
-            out, log_sum = blocks.forward(q, k, v, own)
+            weighted, total, log_sum = blocks.forward(q, k, v, own)
+        # of all at once, which the compiler joins with the copy that turns it back to heads
+        out = (weighted / total).to(q.dtype)
         if sinks is not None:
             parts = sink.join(_by_head(out, sinks), _by_head(log_sum, sinks).squeeze(-1), sinks)
             out, log_sum = parts[0].view(out.shape), parts[1].view(log_sum.shape)
