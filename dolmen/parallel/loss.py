@@ -92,7 +92,11 @@ class _LinearCrossEntropy(Function):
         # A chunk of tokens at a time: its logits are formed, judged, turned into their gradient and
         # multiplied into dX and dW, then forgotten. Of 8,192 tokens and 128,256 rows all logits
         # would be 3.9 GiB in fp32, and their gradient as much. dW is a sum over chunks, in fp32.
-        visit, add = (_compiled_chunk(), compiled()) if compile else (_chunk, accumulate)
+        visit, add, round_ = (
+            (_compiled_chunk(), compiled(), _compiled_rounded())
+            if compile
+            else (_chunk, accumulate, _rounded)
+        )
         for rows in call.chunks(len(entered), len(weight)):
             losses, dlogits = visit(
                 entered[rows],
@@ -116,7 +120,8 @@ class _LinearCrossEntropy(Function):
             if db is not None:
                 db += dlogits.sum(0)
         ctx.kept = call.tp
-        ctx.save_for_backward(dx, *(None if d is None else d.to(weight.dtype) for d in (dw, db)))
+        own = (None if d is None else round_(d, weight.dtype) for d in (dw, db))
+        ctx.save_for_backward(dx, *own)
         return total
 
     @staticmethod
@@ -180,10 +185,21 @@ def combined(
     return maximum, e, sums, target
 
 
+def _rounded(gradient: Tensor, dtype: torch.dtype) -> Tensor:
+    """Its rows one after the other, as those of the weight: what comes next copies it."""
+    return gradient.to(dtype, memory_format=torch.contiguous_format)
+
+
 @cache
 def _compiled_chunk():
     """Compiled when first asked for: inductor takes a second to import."""
     return torch.compile(_chunk, dynamic=False)
+
+
+@cache
+def _compiled_rounded():
+    """Compiled when first asked for."""
+    return torch.compile(_rounded, dynamic=False)
 
 
 @ranges.marked("loss")
