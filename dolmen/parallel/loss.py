@@ -187,7 +187,7 @@ def combined(
 
 def _rounded(gradient: Tensor, dtype: torch.dtype) -> Tensor:
     """Its rows one after the other, as those of the weight: what comes next copies it."""
-    return gradient.to(dtype, memory_format=torch.contiguous_format)
+    return gradient.to(dtype).contiguous()
 
 
 @cache

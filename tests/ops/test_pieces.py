@@ -185,6 +185,15 @@ def test_weight_gradients_of_turned_factors(sizes):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
+def test_the_heads_gradient_lies_as_its_weight():
+    """Also where it was added up turned: what takes it copies it row by row."""
+    x, weight, labels = normal(5, 4), normal(9, 4), torch.arange(5)
+    tp = TensorParallel(SINGLE.tp, turned=True)
+    total = loss.linear_cross_entropy(x, weight, labels, 9, tp)
+    (gradient,) = torch.autograd.grad(total, weight)
+    assert gradient.is_contiguous()
+
+
 def test_rope_is_a_rotation_by_position():
     """As complex numbers, pair i of the token at position p is multiplied by exp(i p theta^(-2i /
     d)).
