@@ -21,6 +21,7 @@ from unittest import mock
 
 import matplotlib.pyplot as plt
 import numpy as np
+from torch import Tensor
 
 from dolmen import cli
 from dolmen.ops import recipe
@@ -52,7 +53,7 @@ CURVES = {
 }
 
 
-def frozen(self: Delayed, amaxes: object, updates: int) -> None:
+def frozen(self: Delayed, amaxes: Tensor, updates: int) -> None:
     """In place of Delayed.enter: the scales of the first step, before anything was learned."""
     if not self.begun:
         entered(self, amaxes, updates)
@@ -134,7 +135,7 @@ def draw() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description="Training in eight bits beside bf16.")
     parser.add_argument("what", choices=("run", "draw"))
     parser.add_argument("name", nargs="?", choices=tuple(CURVES))
     parser.add_argument("--steps", type=int, default=STEPS)

@@ -20,15 +20,12 @@ A number that is not finite makes all that share its scale NaN. The same arithme
 so that payloads and scales have the same bits.
 """
 
-from typing import Literal
-
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-Format = Literal["e4m3", "e5m2"]
-Granularity = Literal["tensor", "row", "1x128", "128x128", "mx"]
+from dolmen.ops.recipe import Format, Granularity
 
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}

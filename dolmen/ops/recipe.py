@@ -6,12 +6,14 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+Format = Literal["e4m3", "e5m2"]
+Granularity = Literal["tensor", "row", "1x128", "128x128", "mx"]
 Precision = Literal["fp8-delayed", "fp8-tensorwise", "fp8-rowwise", "fp8-blockwise", "mxfp8"]
 Product = Literal["output", "input-gradient", "weight-gradient"]
 Operand = Literal["input", "weight", "gradient"]
 
 OPERANDS: tuple[Operand, ...] = ("input", "weight", "gradient")
-GRANULARITY = {
+GRANULARITY: dict[Precision, Granularity] = {
     "fp8-delayed": "tensor",
     "fp8-tensorwise": "tensor",
     "fp8-rowwise": "row",
@@ -78,12 +80,12 @@ class Fp8:
         """Neighbours that share a scale; 1: no scale is of neighbours."""
         return BLOCKS.get(self.precision, 1)
 
-    def format(self, operand: Operand) -> Literal["e4m3", "e5m2"]:
+    def format(self, operand: Operand) -> Format:
         """The format of an operand."""
         hybrid = self.config.format == "hybrid" and operand == "gradient"
         return "e5m2" if hybrid else "e4m3"
 
-    def granularity(self, operand: Operand) -> str:
+    def granularity(self, operand: Operand) -> Granularity:
         """What of an operand shares a scale."""
         if self.precision == "fp8-blockwise" and operand == "weight":
             return "128x128"

@@ -178,6 +178,8 @@ def allocated(
     """A model that has been placed, with memory, and its optimizer."""
     with counting.memory.makes("parameter"):
         model.to_empty(device=mesh.device)
+        for delayed in model.delayed().values():
+            delayed.on(mesh.device)
     with counting.memory.makes("optimizer"):
         return begin_state(run, model, schedule, mesh, steps=run.train.steps or 1)
 

@@ -10,7 +10,7 @@ from dolmen.ops.recipe import GRANULARITY, Fp8, Fp8Config
 from dolmen.parallel.product import Axes, Delayed, Fp8Product, Rounding
 
 
-def made(precision: str, kernel="rounded", **options) -> Fp8Product:
+def made(precision, kernel="rounded", **options) -> Fp8Product:
     recipe = Fp8(precision, Fp8Config(**options))
     delayed = Delayed(recipe, None) if recipe.delayed else None
     if delayed is not None:
