@@ -55,7 +55,12 @@ def dequantise(
     dtype: torch.dtype = torch.float32,
 ) -> Float[Tensor, "*shape"]:
     """The inverse of `quantise`: payload times scale, in fp32, then in `dtype`."""
-    return (payload.float() * _spread(scale, payload, granularity, axis)).to(dtype)
+    # of all 256 payloads what each stands for: a CPU takes 39 us to look up 49,152 of them, and 222
+    # to convert each
+    every = torch.arange(256, dtype=torch.uint8, device=payload.device)
+    places = payload.contiguous().view(torch.uint8).flatten().int()
+    values = every.view(payload.dtype).float().index_select(0, places).view(payload.shape)
+    return (values * _spread(scale, payload, granularity, axis)).to(dtype)
 
 
 def rounded(x: Float[Tensor, "*shape"], format: Format) -> Shaped[Tensor, "*shape"]:
