@@ -67,7 +67,8 @@ class Cost(NamedTuple):
 
     def of_chunk(self, chunks: int) -> "Cost":
         """Of one of `chunks` equal ones of a rank."""
-        return Cost(*(time / chunks for time in self[:4]), self.send)
+        f, b, i, w, send = self
+        return Cost(f / chunks, b / chunks, i / chunks, w / chunks, send)
 
 
 @dataclass(frozen=True)

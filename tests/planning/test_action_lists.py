@@ -68,11 +68,11 @@ def brute(problem: Problem) -> float:
 
 
 def drawn(chance: random.Random, stages: int) -> tuple[Cost, ...]:
-    times = (1.0, 1.5, 2.0, 3.0)
-    return tuple(
-        Cost(*(chance.choice(times) for _ in range(4)), chance.choice((0.0, 0.5, 1.0)))
-        for _ in range(stages)
-    )
+    def one() -> Cost:
+        forward, backward, input_, weight = chance.choices((1.0, 1.5, 2.0, 3.0), k=4)
+        return Cost(forward, backward, input_, weight, chance.choice((0.0, 0.5, 1.0)))
+
+    return tuple(one() for _ in range(stages))
 
 
 @pytest.mark.parametrize(

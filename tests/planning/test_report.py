@@ -41,7 +41,7 @@ class Tags(HTMLParser):
     def __init__(self, text: str):
         super().__init__()
         self.open: list[str] = []
-        self.fetched: list[str] = []
+        self.fetched: list[str | None] = []
         self.feed(text)
         self.close()
 
