@@ -98,7 +98,7 @@ def losses(row: Published, gpus: int) -> Losses:
 def draw(rows: list[Published], curves: list[list[Point]], to: Path) -> None:
     """Teraflops of a GPU, a panel for each model, and petaflops of all GPUs."""
     figure = plt.figure(figsize=(13, 5), dpi=120, layout="constrained")
-    left, right = figure.subfigures(1, 2, width_ratios=(5, 3))
+    left, right = figure.subfigures(1, 2, squeeze=False, width_ratios=(5, 3))[0]
     panels = left.subplots(2, 5, sharex=True, sharey=True)
     panels[0, 0].set(xscale="log", ylim=(100, 180))
     for axes, row, curve in zip(panels.flat, rows, curves, strict=True):
@@ -144,7 +144,7 @@ def at(curve: list[Point], gpus: float) -> Point:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, help="picture to write")
     asked = parser.parse_args()
     rows = read_rows([TABLE])

@@ -33,7 +33,10 @@ KNOBS = {
 
 def run(options: ScheduleOptions) -> int:
     try:
-        times = costs(options)
+        cost = given(options)
+        times = Costs("options", cost._asdict())
+        if options.costs:
+            times = from_file(options.costs)
         if options.schedule == SEARCH:
             found = searched(options, times)
             schedule, simulation = found.schedule, found.simulation
@@ -47,7 +50,7 @@ def run(options: ScheduleOptions) -> int:
         for theirs, ours in KNOBS.items():
             text = text.replace(theirs, ours)
         raise BadInput(text) from None
-    same = None if options.costs else schedules.closed_form(schedule, Cost(**times.times))
+    same = None if options.costs else schedules.closed_form(schedule, cost)
     report(schedule, simulation, same)
     if found:
         print(proof(found))
@@ -101,8 +104,8 @@ def chosen(options: ScheduleOptions) -> Schedule:
     return schedules.make(options.schedule, *sizes)
 
 
-def costs(options: ScheduleOptions) -> Costs:
-    """Of the file, or of the options. Raises ValueError for what is no time, and for both."""
+def given(options: ScheduleOptions) -> Cost:
+    """The times of the options. Raises ValueError for what is none, and beside those of a file."""
     cost = Cost(options.forward, options.backward, options.input, options.weight, options.send)
     unsaid = Cost()._asdict()
     for name, value in cost._asdict().items():
@@ -113,7 +116,7 @@ def costs(options: ScheduleOptions) -> Costs:
                 f"--{name} ({value:g}) is no time: use a number above 0"
                 + (", or 0" if name == "send" else "")
             )
-    return from_file(options.costs) if options.costs else Costs("options", cost._asdict())
+    return cost
 
 
 def write_out(schedule: Schedule, simulation: Simulation, to: Path) -> None:
