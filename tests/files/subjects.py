@@ -266,6 +266,8 @@ SCHEDULE_YAML = yaml.safe_dump(
     {"actions": actions.format_schedule(ACTIONS).splitlines(), "placement": "loop"}
 )
 
+TIMES = {"forward": [1.0, 1.25], "input": 1.5, "weight": [0.5, 1], "backward": 3, "send": 0.05}
+
 # Rows.
 
 ROWS = [
@@ -476,6 +478,7 @@ SUBJECTS = {
     "schedule.yaml": Subject(
         writes("s.yaml", SCHEDULE_YAML.encode()), lambda f: actions.from_file(str(f)), same_actions
     ),
+    "times of a schedule.json": json_subject("times.json", kinds.COSTS, TIMES),
     "metrics.jsonl": Subject(writes("metrics.jsonl", METRICS), metrics.read_metrics, same_rows),
     "rows.jsonl": Subject(writes("rows.jsonl", TEXTS), read_texts, same_texts),
     "summary.json": json_subject("summary.json", kinds.SUMMARY, SUMMARY),
