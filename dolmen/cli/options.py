@@ -212,6 +212,7 @@ class PlanOptions(PlanConfig):
     model: tyro.conf.Positional[str] = ""
     """Recipe (dolmen recipes), YAML file of a run, or folder with a config.json."""
     explain: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    measure: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     inference: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
 
 

@@ -165,6 +165,20 @@ def read_calibration(file: Path) -> Calibration:
     return Calibration(factors, tuple((a, b, c, d) for a, b, c, d in found["errors"]))
 
 
+def told(calibration: Calibration) -> list[str]:
+    """Lines for a person."""
+    lines = [
+        f"{row_id}: {math.expm1(-error):+.1%} against what was measured, predicted without {paper}"
+        for row_id, paper, _, error in calibration.errors
+    ]
+    for device, factors in calibration.factors.items():
+        spread = calibration.spread(device)
+        times = ", ".join(f"{n} {f:.3f}" for n, f in zip(GROUPS, factors, strict=True))
+        lines.append(f"{device}: times x {times}; divide its efficiencies by them")
+        lines.append(f"{device}: {spread.words}: times x / {math.exp(spread.log):.3f}")
+    return lines
+
+
 def text_of(calibration: Calibration) -> str:
     """What `read_calibration` reads."""
     lines = [

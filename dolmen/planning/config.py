@@ -117,6 +117,11 @@ class PlanConfig:
     """File to write the plan to; - and no value: print it, and no table."""
     report: str | None = None
     """Folder to write an HTML page to."""
+    measure: bool = False
+    """Measure this machine, as the cluster `local`, for some seconds. Needs no model."""
+    calibrate: str | None = None
+    """CSV file of measured runs, in the columns of those that dolmen has: say how each differs from
+    what is predicted, and which efficiencies of its device would be nearer. Needs no model."""
     inference: bool = False
     """Memory and bandwidth of weights and cache for generation, in place of training."""
     batch: int = 1
@@ -125,7 +130,7 @@ class PlanConfig:
     """Of inference: tokens of each text. Unset: the model's longest."""
 
     def __post_init__(self):
-        for name in ("json", "as_recipe", "report", "cluster"):
+        for name in ("json", "as_recipe", "report", "cluster", "calibrate"):
             refuse_empty(name.replace("_", "-"), getattr(self, name))
         for name, least in (("top", 1), ("batch", 1), ("length", 1)):
             value = getattr(self, name)

@@ -17,6 +17,8 @@ GIB = 2**30
 GB = 1e9
 DEVICES = Path(__file__).with_name("devices")
 CLUSTERS = Path(__file__).with_name("clusters")
+LOCAL = "local"
+"""The cluster that `dolmen plan --measure` writes."""
 DTYPES = ("fp32", "tf32", "fp16", "bf16", "fp8")
 
 
@@ -193,6 +195,18 @@ def read_cluster(name: str) -> Cluster:
     )
 
 
+def measured_at() -> Path:
+    """The folder where this machine's own cluster is written."""
+    return Path.home() / ".cache" / "dolmen" / "planning"
+
+
+def _measured() -> Path:
+    file = measured_at() / f"{LOCAL}.yaml"
+    if not file.is_file():
+        raise ValueError("the cluster local is not measured yet: run dolmen plan --measure first")
+    return file
+
+
 def known(folder: Path) -> list[str]:
     """The names of the files that the package has in DEVICES or CLUSTERS."""
     return sorted(file.stem for file in folder.glob("*.yaml"))
@@ -213,6 +227,8 @@ def _file(name: str, folder: Path, what: str) -> Path:
     """
     if Path(name).suffix in (".yaml", ".yml"):
         return Path(name)
+    if (name, folder) == (LOCAL, CLUSTERS):
+        return _measured()
     names = known(folder)
     if name in names:
         return folder / f"{name}.yaml"

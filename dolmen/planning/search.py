@@ -16,6 +16,7 @@ from dolmen.core.words import counted
 from dolmen.files import gate, write
 from dolmen.model import count
 from dolmen.model.layout import Layout
+from dolmen.planning.calibrate import shipped
 from dolmen.planning.capacity import Capacity
 from dolmen.planning.config import PlanConfig, PlanRequest
 from dolmen.planning.hardware import Cluster, read_cluster
@@ -23,7 +24,6 @@ from dolmen.planning.outline import Outline
 from dolmen.planning.plan import Candidate, Change, Plan, Prices, Timeline, words
 from dolmen.planning.pricing import Pricing, Timed
 from dolmen.planning.space import Choice, Pins, Space, divisors
-from dolmen.planning.step import Spread
 from dolmen.planning.traffic import traffic
 from dolmen.training.config import RunConfig
 
@@ -32,8 +32,6 @@ SIMULATED = 20
 PRODUCTS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 # what of a step's parts counts as what bounds it
 BOUNDS = {"product": "compute", "attention": "compute", "optimizer": "memory", "pp": "bubble"}
-# until runs of a device are measured
-UNMEASURED = Spread(0.3, 0, False)
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,8 @@ class Question:
         """What layouts take."""
         outline = Outline(self.run.trained, self.run.sequence_length, self.capacity.element_bytes)
         dtype = PRODUCTS[self.run.train.dtype]
-        return Pricing(outline, self.capacity, self.cluster, self.batch, dtype, UNMEASURED)
+        spread = shipped().spread(self.cluster.device.name)
+        return Pricing(outline, self.capacity, self.cluster, self.batch, dtype, spread)
 
     def held(self, choice: Choice) -> int:
         """Bytes of the fullest rank."""

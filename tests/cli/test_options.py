@@ -185,7 +185,8 @@ OTHERS = {
     ),
     "plan": (
         "help cluster top explain tokens rent node-price years kilowatt-hour as-recipe json report "
-        "inference batch length layout.tp layout.cp layout.pp layout.dp layout.ep layout.zero "
+        "measure calibrate inference batch length layout.tp layout.cp layout.pp layout.dp "
+        "layout.ep layout.zero "
         "layout.sequence-parallel layout.context layout.schedule layout.virtual-stages "
         "layout.recompute layout.recompute-layers train.global-batch-size train.sequence-length "
         "train.microbatch-size train.dtype train.dropout train.compile"
