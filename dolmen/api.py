@@ -64,6 +64,7 @@ T = TypeVar(
     ConvertConfig,
     TokenizeConfig,
     DryrunConfig,
+    PlanConfig,
 )
 
 

@@ -11,11 +11,16 @@ from dolmen.planning.dryrun import dryrun
 from dolmen.planning.space import Choice
 from dolmen.recipes import RECIPES
 
+ONE = Choice(1, 1, 1, 8, 1, 1, False, "ring", "1f1b", 1, "none", None, 2)
 CASES = {
-    "one rank": ("gpt-1.7b", 64, (1, 1, 1, 8, 1, 1, False, "1f1b", 1, "none", 2)),
-    "pipeline": ("gpt-1.7b", 32, (2, 1, 2, 2, 1, 1, True, "1f1b", 1, "full", 2)),
-    "zero 3": ("llama-8b", 16, (2, 1, 2, 2, 1, 3, False, "1f1b", 1, "none", 1)),
-    "experts": ("mixtral-8x7b", 8, (1, 1, 1, 4, 4, 1, False, "1f1b", 1, "none", 1)),
+    "one rank": ("gpt-1.7b", 64, ONE),
+    "pipeline": (
+        "gpt-1.7b",
+        32,
+        ONE._replace(tp=2, pp=2, dp=2, sequence_parallel=True, recompute="full"),
+    ),
+    "zero 3": ("llama-8b", 16, ONE._replace(tp=2, pp=2, dp=2, zero=3, microbatch_size=1)),
+    "experts": ("mixtral-8x7b", 8, ONE._replace(dp=4, ep=4, microbatch_size=1)),
 }
 
 
@@ -25,15 +30,14 @@ def test_ranks_hold_what_a_dry_run_counts(case):
     """Of models of two or four layers, first and last stage, within 10 %: of two layers a block's
     temporaries, which the form leaves out, are most.
     """
-    name, batch, (*mesh, zero, stream, schedule, chunks, again, size) = CASES[case]
-    choice = Choice(*mesh, zero, stream, "ring", schedule, chunks, again, None, size)
+    name, batch, choice = CASES[case]
     run = RECIPES[name]()
     field = "n_layer" if name.startswith("gpt") else "num_hidden_layers"
     model = changed(run.known_model, {field: 2 if case == "experts" else 4})
     train = replace(
         run.train,
         global_batch_size=batch,
-        microbatch_size=size,
+        microbatch_size=choice.microbatch_size,
         sequence_length=2048,
         compile=False,
     )
