@@ -40,7 +40,7 @@ from torch.nn.functional import ScalingType
 from dolmen.core import collectives
 from dolmen.core.mesh import Axis, Mesh
 from dolmen.ops import fp8
-from dolmen.ops.recipe import OPERANDS, Fp8, Operand, room
+from dolmen.ops.recipe import OPERANDS, Fp8, Granularity, Operand, room
 
 Dim = Literal["tokens", "inputs", "outputs"]
 DIMS: dict[Operand, tuple[Dim, Dim]] = {
@@ -174,7 +174,7 @@ class Operands(NamedTuple):
 
     payloads: list[Shaped[Tensor, "_ _"]]
     scales: list[Float[Tensor, "..."]]
-    granularity: fp8.Granularity
+    granularity: Granularity
     along: int
     """The dim that the product adds up over."""
 
