@@ -58,8 +58,8 @@ def _row(p: Prediction) -> dict:
         "row_id": p.row.row_id,
         "dataset": p.row.dataset,
         "predicted_s": f.estimate.seconds if f else None,
-        "low_s": p.low,
-        "high_s": p.high,
+        "low_s": p.low if f else None,
+        "high_s": p.high if f else None,
         "measured_s": p.row.measured(),
         "predicted_gib": gib(p),
         "fits": f.fits if f else None,
@@ -96,7 +96,7 @@ def _summary(predictions: Sequence[Prediction]) -> None:
         some = [(p, m) for p, m in timed if name in (None, p.row.dataset)]
         if not some:
             continue
-        seconds = [abs(p.forecast.estimate.seconds - m) for p, m in some]
+        seconds = [abs(p.known.estimate.seconds - m) for p, m in some]
         shares = [s / m for s, (_, m) in zip(seconds, some, strict=True)]
         covered = sum(p.low <= m <= p.high for p, m in some) / len(some)
         print(
@@ -105,12 +105,11 @@ def _summary(predictions: Sequence[Prediction]) -> None:
             f"covered {covered:.0%}"
         )
     print(f"regret of the ranking: {_regret(timed)}")
-    wrong = [p for p, _ in known if p.forecast.fits != (p.row.status == "ok")]
+    wrong = [p for p, _ in known if p.known.fits != (p.row.status == "ok")]
     print(
         f"false calls of fits / does not fit: {len(wrong)} of {len(known)}"
         + "".join(
-            f"\n    {p.row.row_id}: said {'fits' if p.forecast.fits else 'does not'}"
-            f", {gib(p):.1f} GiB"
+            f"\n    {p.row.row_id}: said {'fits' if p.known.fits else 'does not'}, {gib(p):.1f} GiB"
             for p in wrong
         )
     )
@@ -126,7 +125,7 @@ def _regret(timed: list[tuple[Prediction, float]]) -> str:
     found = []
     for same in groups.values():
         if len(same) > 1:
-            chosen = min(same, key=lambda item: item[0].forecast.estimate.seconds)[1]
+            chosen = min(same, key=lambda item: item[0].known.estimate.seconds)[1]
             found.append(chosen / min(m for _, m in same) - 1)
     if not found:
         return "no two rows differ in layout alone"

@@ -38,12 +38,19 @@ class Prediction:
 
     row: Published
     forecast: Forecast | None
-    low: float | None
-    high: float | None
+    low: float
+    high: float
     chosen: str
     """What empty cells were taken for, and how many choices there were."""
     device: str
     warnings: tuple[str, ...]
+
+    @property
+    def known(self) -> Forecast:
+        """Raises ValueError where nothing is predicted."""
+        if self.forecast is None:
+            raise ValueError(f"{self.row.row_id}: nothing is predicted of it")
+        return self.forecast
 
 
 def predict(row: Published, spread_of, cluster: Cluster | None = None) -> Prediction:
@@ -60,7 +67,7 @@ def predict(row: Published, spread_of, cluster: Cluster | None = None) -> Predic
             problems.append(str(error))
     if not found:
         warnings += problems[:1]
-        return Prediction(row, None, None, None, "", cluster.device.name, tuple(warnings))
+        return Prediction(row, None, 0.0, 0.0, "", cluster.device.name, tuple(warnings))
     found = _that_fit(found)
     found.sort(key=lambda item: item[2].estimate.seconds)
     words, _, middle = found[(len(found) - 1) // 2]

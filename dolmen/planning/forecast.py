@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from dolmen.model.count import activation_bytes_per_layer, training_flops_per_token
-from dolmen.model.tree import Tree
+from dolmen.model.tree import Experts, Tree
 from dolmen.parallel import schedule as schedules
 from dolmen.parallel.actions import Schedule
 from dolmen.parallel.schedule import Simulation
@@ -310,7 +310,12 @@ def _layer_bytes(job: Job, recompute: str) -> float:
         cp=t.cp,
     )
     mlp = job.tree.blocks[0].mlp
-    if recompute == "full" or not mlp.gated or job.program.fused == "no":
+    if (
+        recompute == "full"
+        or isinstance(mlp, Experts)
+        or not mlp.gated
+        or job.program.fused == "no"
+    ):
         return kept
     # fused, the activation of the gate is not kept; in fp8 what is multiplied has a byte
     kept -= BYTES * job.share.tokens * job.share.part(mlp.size)

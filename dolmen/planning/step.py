@@ -95,7 +95,9 @@ def stages_of(ledger: Ledger, schedule: Schedule, machine: Machine) -> tuple[lis
         return sums.get((kind, chunk), Parts()).times(each)
 
     chunks = range(schedule.chunks)
-    return [Stage(*(of(k, c) for k in "FBIW"), sends.get(c, 0.0)) for c in chunks], update
+    return [
+        Stage(of("F", c), of("B", c), of("I", c), of("W", c), sends.get(c, 0.0)) for c in chunks
+    ], update
 
 
 def step_time(

@@ -60,8 +60,9 @@ def error(names: list[str]) -> float:
     errors = []
     for row in read_rows([FOLDER / f"{name}.csv" for name in names]):
         predicted = predict(row, lambda device: Spread(0.1, 0, False)).forecast
-        assert predicted is not None and predicted.fits, row.row_id
-        errors.append(abs(predicted.estimate.seconds / row.measured() - 1))
+        measured = row.measured()
+        assert predicted is not None and predicted.fits and measured, row.row_id
+        errors.append(abs(predicted.estimate.seconds / measured - 1))
     return sum(errors) / len(errors)
 
 

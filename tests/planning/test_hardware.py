@@ -93,7 +93,9 @@ def test_groups_cross_the_links_that_their_ranks_lie_on():
 
 def test_groups_that_share_a_node_share_its_adapters():
     """All 8 GPUs of a node in one group have its 8 adapters, 4 of them a half, 1 an eighth."""
-    node = read_cluster("dgx-a100").between.rate
+    between = read_cluster("dgx-a100").between
+    assert between is not None
+    node = between.rate
     for tp in (1, 2, 8):
         group = road("dp", tp=tp, dp=64)
         assert group.together == 8 // tp
