@@ -9,7 +9,7 @@ A Llama of about a million parameters reads the Python standard library's source
 curve that was stopped goes on from its checkpoint. What is held: the mean loss of each 100
 steps after the warm-up is within 0.5 % of bf16's. Two faults are to fail: scales frozen after the
 first step, and gradients rounded to E5M2 without a scale. What no curve shows, an amax that tp
-does not reduce, is seen where scales are compared (tests/golden/test_fp8.py).
+does not reduce, is seen where scales are compared (tests/golden/test_eight_bits.py).
 """
 
 import argparse
