@@ -57,9 +57,9 @@ def token_rewards(
     reference: Float[Tensor, "rows tokens"],
     mask: Shaped[Tensor, "rows tokens"],
     *,
-    kl: Estimator,
+    kl: Estimator = "k1",
     kl_coef: float,
-    clip: float | tuple[float, float] | None,
+    clip: float | tuple[float, float] | None = None,
 ) -> Float[Tensor, "rows tokens"]:
     """Of each token that counts -kl_coef KL, and of the last of a row its score besides
     (2203.02155, equation 2); 0 elsewhere, so of a row without a token its score is nowhere.
@@ -88,8 +88,8 @@ def gae(
     values: Float[Tensor, "rows tokens"],
     mask: Shaped[Tensor, "rows tokens"],
     *,
-    gamma: float,
-    lam: float,
+    gamma: float = 1.0,
+    lam: float = 0.95,
     holes: Literal["skipped", "steps"] = "skipped",
 ) -> tuple[Float[Tensor, "rows tokens"], Float[Tensor, "rows tokens"]]:
     """Generalised advantage estimation (1506.02438, equation 16), backwards over the tokens that
@@ -125,7 +125,7 @@ def group_normalised(
     scores: Float[Tensor, " rows"],
     groups: Int[Tensor, " rows"],
     *,
-    eps: float,
+    eps: float = 1e-4,
     variance: Literal["unbiased", "biased"] = "unbiased",
     scale: Literal["group", "batch", "none"] = "group",
 ) -> Float[Tensor, " rows"]:

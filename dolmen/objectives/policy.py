@@ -26,10 +26,10 @@ def clipped(
     advantages: Float[Tensor, "rows tokens"],
     mask: Shaped[Tensor, "rows tokens"],
     *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None,
-    reduce: Reduce,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    reduce: Reduce = "token-mean",
     empty: Empty = "left-out",
 ) -> tuple[Float[Tensor, ""], Metrics]:
     """PPO's clipped surrogate (1707.06347, equation 7), of each token
@@ -67,12 +67,12 @@ def group(
     advantages: Float[Tensor, " rows"] | Float[Tensor, "rows tokens"],
     mask: Shaped[Tensor, "rows tokens"],
     *,
-    kind: Kind,
-    beta: float,
-    clip_low: float,
-    clip_high: float,
-    level: Level,
-    max_length: int | None,
+    kind: Kind = "grpo",
+    beta: float = 0.0,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    level: Level = "token",
+    max_length: int | None = None,
     empty: Empty = "counted",
 ) -> tuple[Float[Tensor, ""], Metrics]:
     """GRPO (2402.03300, equation 3) and its kin, as TRL's GRPOTrainer has them: of each token
@@ -187,7 +187,7 @@ def value(
     returns: Float[Tensor, "rows tokens"],
     mask: Shaped[Tensor, "rows tokens"],
     *,
-    clip: float | None,
+    clip: float | None = None,
 ) -> tuple[Float[Tensor, ""], Metrics]:
     """Of a critic, half the mean over tokens of the larger square,
 

@@ -39,7 +39,7 @@ def dpo(
     reference_chosen: Float[Tensor, " pairs"],
     reference_rejected: Float[Tensor, " pairs"],
     *,
-    beta: float,
+    beta: float = 0.1,
     kind: Kind = "sigmoid",
     label_smoothing: float = 0.0,
     lengths: Lengths | None = None,
