@@ -224,8 +224,10 @@ class Layout:
 
 def balance(layers: int, stages: int) -> list[range]:
     """The layers of each stage. Embedding and head weigh as a layer each: of these layers + 2
-    things in a row every stage gets as many as any other, or one more. Raises ValueError where a
-    stage would get none.
+    things in a row every stage gets as many as any other, or one more. The first is the first to
+    have one more, then the last, as an end takes less time than a layer: layers that stages divide
+    are divided evenly, where one stage of 3 among 63 of 2 would hold up all others. Raises
+    ValueError where a stage would get none.
     """
     things = layers + 2
     if stages > things:
@@ -233,5 +235,14 @@ def balance(layers: int, stages: int) -> list[range]:
             f"{counted(stages, 'stage')} for {counted(layers, 'layer')}, an embedding and a head: "
             f"use at most {things}"
         )
-    cuts = [min(max(i * things // stages - 1, 0), layers) for i in range(stages)] + [layers]
+    each, more = divmod(things, stages)
+    within = max(more - 2, 0)  # stages between the ends that have one more
+    cuts = [
+        0,
+        *(
+            i * each - 1 + (more > 0) + (i - 1) * within // (stages - 2 or 1)
+            for i in range(1, stages)
+        ),
+        layers,
+    ]
     return [range(a, b) for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
