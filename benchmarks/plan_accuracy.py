@@ -19,8 +19,6 @@ from dolmen.planning.compared import Prediction, gib, predict
 from dolmen.planning.published import Published, read_rows
 from dolmen.planning.step import Spread
 
-LAYOUT = ("tp", "pp", "vp", "dp", "cp", "ep", "mbs")
-
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
@@ -48,7 +46,16 @@ def main() -> int:
     _summary(predictions)
     _spreads(predictions, spread)
     if asked.json:
-        asked.json.write_text(json.dumps({"rows": [_row(p) for p in predictions]}, indent=1))
+        return _write(asked.json, [_row(p) for p in predictions])
+    return 0
+
+
+def _write(file: Path, rows: list[dict]) -> int:
+    try:
+        file.write_text(json.dumps({"rows": rows}, indent=1))
+    except OSError as error:
+        print(f"error: {file}: cannot be written: {error.strerror}")
+        return 2
     return 0
 
 

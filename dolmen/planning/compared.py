@@ -2,6 +2,7 @@
 are as many jobs as choices, the point is their median and the interval spans them all.
 """
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -30,6 +31,8 @@ CLUSTERS = (
     (r"v100|volta|dgx-?1", "dgx-1"),
 )
 MOST_JOBS = 48
+MOST_ACTIONS = 1 << 18
+"""Microbatches x stages of a pipeline that is simulated: 3,072 sequences through 64 stages pass."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,9 @@ def predict(row: Published, spread_of, cluster: Cluster | None = None) -> Predic
             problems.append(str(error))
     if not found:
         warnings += problems[:1]
-        return Prediction(row, None, 0.0, 0.0, "", cluster.device.name, tuple(warnings))
+        return Prediction(
+            row, None, 0.0, 0.0, "", cluster.device.name, tuple(dict.fromkeys(warnings))
+        )
     found = _that_fit(found)
     found.sort(key=lambda item: item[2].estimate.seconds)
     words, _, middle = found[(len(found) - 1) // 2]
@@ -82,7 +87,7 @@ def predict(row: Published, spread_of, cluster: Cluster | None = None) -> Predic
         found[-1][2].estimate.high,
         words,
         cluster.device.name,
-        tuple(warnings),
+        tuple(dict.fromkeys(warnings)),
     )
 
 
@@ -150,6 +155,8 @@ def jobs(row: Published, cluster: Cluster, warnings: list[str]) -> Iterator[tupl
     if not gpus or not row.count("layers") or not row.count("hidden"):
         warnings.append("it does not say num_gpus, layers and hidden: nothing is predicted")
         return
+    if (row.count("ep") or 1) > 1 or re.search(r"mixtral|moe|[0-9]x[0-9.]+b", row.model.lower()):
+        warnings.append("no column says what experts it has: predicted as a model without")
     choices = [
         (way, tp, pp, cp)
         for way in ways(row)
@@ -157,15 +164,26 @@ def jobs(row: Published, cluster: Cluster, warnings: list[str]) -> Iterator[tupl
     ]
     count = 0
     for way, tp, pp, cp in choices:
-        dp = row.count("dp") or max(1, gpus // (tp * pp * cp))
-        if dp * tp * pp * cp != gpus:
-            warnings.append(f"tp {tp} x pp {pp} x cp {cp} x dp {dp} is not num_gpus {gpus}")
+        dp, left = divmod(gpus, tp * pp * cp)
+        if left:
+            warnings.append(
+                f"tp {tp} x pp {pp} x cp {cp} does not divide num_gpus {gpus}: nothing is predicted"
+            )
+            return
+        if (said := row.count("dp") or dp) != dp:
+            words = f"tp {tp} x pp {pp} x cp {cp} x dp {said} is not num_gpus {gpus}"
+            warnings.append(f"{words}: dp taken as {dp}")
         for mbs, recompute, (schedule, chunks) in product(
             _microbatches(row, dp), _recomputes(row, way), _schedules(row, pp)
         ):
             if count == MOST_JOBS:
                 return
             count += 1
+            micros = (row.batch or 0) // (dp * mbs)
+            if micros * pp * chunks > MOST_ACTIONS:
+                words = f"{micros:,} microbatches through {pp * chunks:,} stages"
+                warnings.append(f"{words} are too many to simulate")
+                continue
             words = f"{way.name}, tp {tp} pp {pp} cp {cp} dp {dp} microbatch {mbs}"
             words += f", {schedule} x {chunks}, recompute {recompute}"
             world = Topology(dp, tp, pp, cp)
@@ -223,14 +241,15 @@ def _used(row: Published, cluster: Cluster) -> int:
 
 def _layouts(row: Published, gpus: int, node: int) -> list[tuple[int, int, int]]:
     """tp, pp and cp: as said, else as fit: tp within a node, pp over the layers."""
-    tp, pp, cp = (row.count(name) for name in ("tp", "pp", "cp"))
+    tp, pp, cp, dp = (row.count(name) for name in ("tp", "pp", "cp", "dp"))
     if tp and pp:
         return [(tp, pp, cp or 1)]
-    if row.zero == 3 and not tp and not pp:
+    if row.zero == 3 and not tp and not pp and dp in (None, gpus // (cp or 1)):
         return [(1, 1, cp or 1)]
     tps = [tp] if tp else [t for t in (1, 2, 4, 8) if t <= node]
     pps = [pp] if pp else [p for p in (1, 2, 4, 8, 16) if p <= (row.count("layers") or 1)]
-    return [(t, p, cp or 1) for t in tps for p in pps if gpus % (t * p * (cp or 1)) == 0]
+    found = [(t, p, cp or 1) for t in tps for p in pps if gpus % (t * p * (cp or 1)) == 0]
+    return [c for c in found if math.prod(c) * (dp or 0) == gpus] or found
 
 
 def _microbatches(row: Published, dp: int) -> list[int]:

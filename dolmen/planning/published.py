@@ -34,6 +34,8 @@ MOST = {
     "hfu_pct": 100,
     "mem_gib": 10_000,
     "params_b": 1e6,
+    "num_gpus": 1e6,
+    "layers": 1e4,
 }
 WORDS = {
     "precision": {"fp16": "fp16", "bf16": "bf16", "fp8": "fp8", "fp32": "fp32", "tf32": "tf32"},
@@ -247,8 +249,10 @@ def _recompute(text: str, whole: str, warnings: list[str]) -> str | None:
 def _zero(text: str, warnings: list[str]) -> int | None:
     if not text:
         return None
-    if text in ("none", "no", "ddp", "zero0", "0"):
+    if text in ("none", "no", "ddp", "zero0"):
         return 0
+    if text in ("0", "1", "2", "3"):
+        return int(text)
     if "zero2" in text or "zero-2" in text:
         return 2
     if "zero1" in text or "zero-1" in text or "distopt" in text or "distributed opt" in text:

@@ -51,6 +51,7 @@ def test_every_published_file_is_read_without_a_warning():
         ("recompute", "full (per layer)", "recompute", "full"),
         ("zero_or_fsdp", "fsdp2/zero3", "zero", 3),
         ("zero_or_fsdp", "zero2-style", "zero", 2),
+        ("zero_or_fsdp", "1", "zero", 1),
         ("schedule", "interleaved 1F1B v=6", "schedule", "interleaved"),
         ("schedule", "1F1B (async)", "schedule", "1f1b"),
         ("seq_parallel", "yes", "sequence_parallel", True),
@@ -115,6 +116,36 @@ def test_the_interval_spans_the_choices_for_an_empty_cell(empty):
 def test_a_row_that_says_too_little_is_told_and_not_fatal(empty):
     none = predicted(**{empty: ""})
     assert none.forecast is None and "it does not say" in none.warnings[-1]
+
+
+@pytest.mark.parametrize(
+    "cells, words",
+    [
+        (dict(num_gpus="7"), "does not divide num_gpus 7"),
+        (dict(layers="1000000000"), "layers '1000000000' cannot be in its unit"),
+        (dict(num_gpus="1000000000"), "num_gpus '1000000000' cannot be in its unit"),
+        (dict(gbs="1000000000"), "are too many to simulate"),
+    ],
+)
+def test_no_row_is_fatal(cells, words):
+    none = predicted(**cells)
+    assert none.forecast is None and any(words in warning for warning in none.warnings)
+
+
+def test_replicas_are_those_that_the_other_cells_leave():
+    """Where they differ the cell of dp is wrong, as no run has more ranks than GPUs; where tp and
+    pp are empty it says what these may be.
+    """
+    known = predicted(dp="")
+    other = predicted(dp=str(3 * (known.row.count("num_gpus") or 0)))
+    assert other.known == known.known and "dp taken as" in other.warnings[-1]
+    row = row_of(tp="", pp="", cp="1", dp="16")
+    found = {job.placement.topology for _, job in jobs(row, cluster_of(row, []), [])}
+    assert found and all(t.size == row.count("num_gpus") and t.dp == 16 for t in found)
+
+
+def test_experts_are_told():
+    assert "experts" in predicted(model="mixtral-8x7b").warnings[-1]
 
 
 @pytest.mark.parametrize(
