@@ -8,9 +8,9 @@ from dolmen.families import checked, families
 
 WIDTH = 80
 TOLD = (
-    "Each has the random weights of its reference. Largest differences over its cases: of\n"
-    "logits in fp32, of gradients in float64; and layouts with the gradients of one process.\n"
-    "docs/families.md has every case, and why a layout is refused."
+    "Each has the random weights of its reference. Largest differences over its cases:\n"
+    "of logits in fp32, of gradients in float64; and layouts with the gradients of one\n"
+    "process. docs/families.md has every case, and why a layout is refused."
 )
 
 

@@ -152,9 +152,7 @@ def worded(text: str) -> str:
     """tyro's sentence in our words; one that is not known stays."""
     if text.startswith("Missing from "):
         asked = re.findall(r"(?:(--\S+) )?STR (.*?)\.? \(required\)", text)
-        return "missing " + ", and ".join(
-            f"{name or 'the first word'} ({what})" for name, what in asked
-        )
+        return "missing " + ", and ".join(f"{name or 'a word'} ({what})" for name, what in asked)
     if found := re.fullmatch(CHOICE, text):
         value, name, known = found.groups()
         taken = [one.strip("' ") for one in known.split(",")]

@@ -74,7 +74,15 @@ class Report:
         """For a rich console: of weights, gradients and the update the worst tensor, of the layers
         the residual stream, and of the layer that parts everything inside.
         """
-        table = Table(title=self.title, caption="\n".join(self.notes) or None)
+        table = Table(
+            title=self.title,
+            title_justify="left",
+            caption="\n".join(self.notes) or None,
+            caption_justify="left",
+            box=None,
+            padding=(0, 2, 0, 0),
+            pad_edge=False,
+        )
         for name in ("stage", "tensor", "difference", "allowed", "", ""):
             table.add_column(name, overflow="fold")
         for row, note in _told(self.rows, self.parting):

@@ -54,7 +54,18 @@ class Report:
         """For a rich console."""
         caption = "\n".join(self.notes) or None
         table = Table(
-            "compared", "difference", "allowed", "", "", title=self.title, caption=caption
+            "compared",
+            "difference",
+            "allowed",
+            "",
+            "",
+            title=self.title,
+            title_justify="left",
+            caption=caption,
+            caption_justify="left",
+            box=None,
+            padding=(0, 2, 0, 0),
+            pad_edge=False,
         )
         for row in self.rows:
             verdict = "ok" if row.ok else "DIFFERS"

@@ -1,11 +1,15 @@
 """Each kind of difference, made of random numbers, is told as that kind."""
 
+from io import StringIO
+
 import pytest
 import torch
+from rich.console import Console
 
 from dolmen.comparison.classify import classify
 from dolmen.comparison.compare import Row, Side
 from dolmen.comparison.recording import Piece, Recorded, Recording
+from dolmen.comparison.report import Report
 from dolmen.core.topology import Topology
 from dolmen.families.model import made
 
@@ -138,3 +142,15 @@ def test_angles_and_positions():
 )
 def test_of_weights_it_is_no_function_that_differs(a, b, said):
     assert told("weights", "layers.0.mlp.up.weight", [a], b).text == said
+
+
+def test_the_table_fits_a_narrow_terminal():
+    rows = (
+        Row("weights", "embed.weight", 0, 0, note="the worst of 39"),
+        Row("gradients", "layers.31.attn_norm.weight", 1.25e-7, 1.94e-6),
+        Row("exp_avg_sq", "layers.31.mlp.down.weight", 1.25e-7, 1.94e-6),
+    )
+    screen = Console(width=80, file=StringIO())
+    screen.print(Report("two programs", rows, None).table())
+    shown = screen.file.getvalue()
+    assert all(row.name in shown for row in rows) and "the worst of 39" in shown, shown
