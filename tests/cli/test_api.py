@@ -23,7 +23,7 @@ from tinyrun import losses, rows, steps
 
 import dolmen
 from dolmen import api
-from dolmen.cli.command import parse_train
+from dolmen.cli.command import parse_run
 from dolmen.core.config import to_dict
 from dolmen.core.mesh import joined
 from dolmen.recipes.changed import request
@@ -119,11 +119,11 @@ def test_keywords_make_the_run_that_words_make(material):
         ("--train.steps 7", {"train": {"steps": np.int64(7)}}),
     ):
         for recipe in ("llama-1b", "pretrain", str(material.file)):
-            said = parse_train([recipe, *words.split()])
+            said = parse_run("train", [recipe, *words.split()])
             assert request(recipe, changes) == said, (recipe, words)
     run = material.config()
     assert request(run, {"train.steps": 5, "train": {"steps": 5}}).config.train.steps == 5
-    same = parse_train([str(material.file), "--train.steps", "5"]).config
+    same = parse_run("train", [str(material.file), "--train.steps", "5"]).config
     assert request(run, {"train": {"steps": 5}}).config == same
     assert (
         request(run, {}).out == Path("runs/tiny") and request(run, {"name": "a"}).config.name == "a"

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tinyrun import CONFIG, Material, dolmen
 
 import dolmen as package
-from dolmen.cli.command import parse_train
+from dolmen.cli.command import parse_run
 from dolmen.core import mesh as meshes
 from dolmen.data import inputs, loader
 from dolmen.launch import launcher, process
@@ -611,7 +611,7 @@ def test_one_process_per_host_verifies(material, tmp_path, monkeypatch, started,
     monkeypatch.setattr(process, "one_store", lambda: False)
     words = [str(material.file), "--out", str(tmp_path / "out")]
     words += ["--layout.dp", "4" if started else "1"]
-    assert job.run(parse_train(words), guarded=lambda work: 0) == 0
+    assert job.run(parse_run("train", words), guarded=lambda work: 0) == 0
     assert asked == expected
 
 
