@@ -3,13 +3,14 @@ there, what they are to name.
 """
 
 import re
+from collections import Counter
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import get_type_hints
 
 import pytest
 
-from dolmen.cli.options import VERBS
+from dolmen.cli import VERBS
 from dolmen.training.config import RunConfig
 
 ROOT = Path(__file__).parents[1]
@@ -48,29 +49,67 @@ def test_what_is_not_there_is_told():
     assert not missing("core/mesh.py:Mesh `core/state.local` `Mesh.tp` `torch.zeros()`")
 
 
+def rooms(page: str) -> list[tuple[str, str]]:
+    """What the map of the house says of each folder of dolmen."""
+    parts = re.split(r"^(\w+)/ +", page.split("```")[1], flags=re.M)
+    return list(zip(parts[1::2], parts[2::2], strict=True))
+
+
 def unmapped(page: str) -> list[str]:
-    """Files of dolmen that the map of the house does not name. Those that are one of many of a kind
-    are found otherwise: families by their FAMILY, verbs by VERBS.
+    """Files of dolmen that the map of the house does not name where it tells of their folder. Those
+    that are one of many of a kind are found otherwise: families by their FAMILY, verbs by VERBS.
     """
-    words = set(re.findall(r"\w+", page))
+    said = {room: set(re.findall(r"\w+", text)) for room, text in rooms(page)}
     folder = ROOT / "dolmen"
-    files = [p for p in folder.rglob("*.py") if p.stem not in ("__init__", "__main__")]
+    files = [p for p in folder.glob("*/**/*.py") if p.stem not in ("__init__", "__main__")]
     known = {
         p
         for p in files
         if p.parent.name == "families"
         and "\nFAMILY = " in p.read_text()
         or p.parent.name == "cli"
-        and p.stem in {*VERBS, "train"}
+        and p.stem in VERBS
     }
-    return sorted(str(p) for p in files if p not in known and p.stem not in words)
+    named = [p for p in files if p.stem in said.get(p.relative_to(folder).parts[0], ())]
+    return sorted(str(p) for p in files if p not in known and p not in named)
 
 
-def test_the_map_of_the_house_names_every_file():
+def doubled(page: str) -> list[str]:
+    """Folders that it tells of twice, and files that it names more often than they are there."""
+    found = [room for room, times in Counter(room for room, _ in rooms(page)).items() if times > 1]
+    for room, text in rooms(page):
+        there = Counter(p.stem for p in (ROOT / "dolmen" / room).rglob("*.py"))
+        there.update(["api"])  # it has no folder
+        for name, times in Counter(re.findall(r"(?<![\w/])(\w+)\.py", text)).items():
+            found += [f"{room}/{name}.py"] * (times > there[name])
+    return found
+
+
+def test_the_map_of_the_house_names_every_file_once():
     page = (ROOT / "docs" / "architecture.md").read_text()
-    house = page.split("```")[1]
-    assert unmapped(house) == []
-    assert len(unmapped(house.replace("unknown.py", ""))) == 1
+    assert unmapped(page) == doubled(page) == []
+    assert len(unmapped(page.replace("unknown.py", ""))) == 1
+    assert len(unmapped(page.replace("division.py: what of", "what of"))) == 1  # one of two
+    line = next(line for line in page.splitlines() if "joined.py" in line)
+    assert doubled(page.replace(line, f"{line}\n{line}")) == [
+        "conversion/joined.py",
+        "conversion/division.py",
+    ]
+
+
+def repeated(text: str) -> list[str]:
+    """Lines of a page that stand in it twice, and are no row of a table or line of a program."""
+    prose = "".join(text.split("```")[::2])
+    lines = Counter(s for line in prose.splitlines() if len(s := line.strip()) > 40)
+    return [line for line, times in lines.items() if times > 1 and line[0] != "|"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_says_nothing_twice(page):
+    text = page.read_text()
+    assert repeated(text) == []
+    line = "\n- A line of more than forty letters, by two who did not know.\n"
+    assert len(repeated(text + line + line)) == 1
 
 
 def sections(cls: type) -> set[type]:
