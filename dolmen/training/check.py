@@ -2,28 +2,16 @@
 before any process starts and before anything is written.
 """
 
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 
-from dolmen.checkpoint import folders
-from dolmen.checkpoint import saved as saved_state
-from dolmen.checkpoint.folders import Damaged
-from dolmen.checkpoint.safe import Reader
-from dolmen.checkpoint.store import Checkpoints
 from dolmen.conversion import hf_export
 from dolmen.conversion.source import open_source, tokenizer_folder
-from dolmen.core.config import changed_options
-from dolmen.core.mesh import SINGLE
-from dolmen.core.paths import expand, is_absent
 from dolmen.core.words import counted
-from dolmen.data import inputs, sources
-from dolmen.families import Model, compared
+from dolmen.data import inputs
+from dolmen.families import compared
 from dolmen.families.family import knob
-from dolmen.model.training import Training
-from dolmen.model.tree import Adapter, check_rounding, check_tokens
-from dolmen.optim.config import OptimizerConfig
-from dolmen.training import folder, lock, metrics
+from dolmen.model.tree import check_rounding, check_tokens
+from dolmen.training import folder
 from dolmen.training.config import RunConfig
 
 
@@ -196,18 +184,6 @@ def check_moments(run: RunConfig) -> None:
         )
 
 
-def beginning(run: RunConfig, out: Path, resumed: bool) -> RunConfig:
-    """The run, whose `init` is its own newest checkpoint where it goes on and the `init` it began
-    with is no longer there: another run deletes all but its newest checkpoints, whoever has begun
-    with one of them. Moments are its own then.
-    """
-    if run.init is None or not is_absent(run.init) or not resumed:
-        return run
-    kept = folders.whole_checkpoints(out / "checkpoints")
-    own = replace(run.optimizer, from_init=False)
-    return replace(run, init=str(kept[max(kept)]), optimizer=own) if kept else run
-
-
 def own_tokenizer(init: str | None) -> str | None:
     """The folder of the tokenizer that came with `init`. Raises as `open_source`."""
     return None if init is None else tokenizer_folder(open_source(init))
@@ -246,143 +222,3 @@ def check_profile(run: RunConfig, steps: int) -> None:
             f"log.profile ({run.log.profile}) is over the run's {steps} steps: use --log.profile "
             f"{steps} or less, or --train.steps {run.log.profile} or more"
         )
-
-
-def check_folder(out: Path, resume: bool, overwrite: bool) -> None:
-    """Raises ValueError for a folder that holds something, unless told what to do with it, and for
-    one that cannot be written to.
-    """
-    if resume and overwrite:
-        raise ValueError(
-            "--resume and --overwrite exclude each other: go on with the run, or throw it away"
-        )
-    ground = next(p for p in (out, *out.absolute().parents) if p.exists())
-    if not ground.is_dir():
-        raise ValueError(f"--out {out}: {ground} is a file: give a folder")
-    try:
-        tempfile.TemporaryFile(dir=ground).close()
-    except OSError as error:
-        raise ValueError(
-            f"--out {out}: {ground} cannot be written to ({error.strerror}): give another folder"
-        ) from None
-    if (out / folder.LOCK).exists():
-        lock.free(out, lock.take(out))
-    held = out.is_dir() and any(path.name != folder.LOCK for path in out.iterdir())
-    owned = (out / folder.LIST).exists() or folder.is_run(out / "config.yaml")
-    if held and not (owned or resume or overwrite):
-        raise ValueError(f"{out} is not empty and holds no run of dolmen: give another --out")
-    if held and not (resume or overwrite):
-        raise ValueError(
-            f"{out} already holds a run: use --resume to go on, --overwrite to start again, or "
-            f"another --out"
-        )
-    if overwrite and held and not owned:
-        raise ValueError(
-            f"--overwrite would delete {out}, which holds no config.yaml of a run and so was not "
-            "written by dolmen: remove it yourself"
-        )
-
-
-def check_overwrite(run: RunConfig, out: Path, source: str | None) -> None:
-    """Raises ValueError where it would delete what the run reads, and what dolmen did not write;
-    `source`, a recipe or YAML file if any, may be the config.yaml that it writes again.
-    """
-    base = out.resolve()
-    for path in _read_by(run, source):
-        if path.exists() and path.is_relative_to(base) and path != base / "config.yaml":
-            raise ValueError(
-                f"--overwrite would delete {path}, which this run reads: give another --out"
-            )
-    if out.is_dir():
-        folder.refuse_strange(out)
-
-
-def _read_by(run: RunConfig, source: str | None) -> set[Path]:
-    """Files and folders that the run reads, links followed, except those of the hub."""
-    given = (run.init, run.data.tokenizer, run.layout.schedule, source, str(run.data.cache_folder))
-    entries = sources.resolve_sources(run.data.path)
-    if run.data.validation is not None:
-        entries += sources.resolve_sources([run.data.validation], "--data.validation")
-    files = [file for entry in entries for file in entry.paths]
-    return {expand(name).resolve() for name in (*given, *files) if name is not None}
-
-
-def check_resume(run: RunConfig, out: Path) -> None:
-    """Raises ValueError where the run would go on from a damaged checkpoint, with another model
-    than the newest whole one's or to fewer steps than it has, over files that dolmen did not write,
-    and where the place of metrics.jsonl is taken.
-    """
-    if out.is_dir():
-        folder.refuse_taken(
-            out, *["hf"] * run.finish.export, *["profile"] * (run.log.profile is not None)
-        )
-    metrics.read_metrics(out / "metrics.jsonl")
-    saved = Checkpoints(out / "checkpoints", SINGLE, keep=0)
-    step = saved.newest()
-    if step is None:
-        return
-    try:
-        reader = Reader(saved.path(step))
-        reader.check_files()
-        found = saved_state.read_saved(reader.state, saved.path(step))
-    except Damaged as error:
-        raise saved.damaged(step, error) from None
-    check_same_model(found.run, run, step)
-    check_same_optimizer(found.run, run, step)
-    if run.train.steps is not None and step > run.train.steps:
-        raise folder.Unusable(
-            f"the checkpoint is of step {step}, --train.steps is {run.train.steps}: give more, or "
-            f"export it (dolmen export {out} --to model/)"
-        )
-
-
-def check_same_model(saved: dict, run: RunConfig, step: int) -> None:
-    """Raises Unusable with the fields that differ, if the run saved at `step` is of another
-    model.
-    """
-    assert run.model is not None
-    try:
-        before = _structure(*saved_state.model_of(saved))
-        changed = changed_options(before, _structure(run.model, run.training))
-    except ValueError as error:
-        changed = [str(error)]
-    if changed:
-        raise folder.Unusable(
-            f"the checkpoint of step {step} is of another model ({'; '.join(changed[:3])}): resume "
-            "with the model it was trained with, or give another --out"
-        )
-
-
-def check_same_optimizer(saved: dict, run: RunConfig, step: int) -> None:
-    """Raises Unusable if the run saved at `step` keeps another optimizer's state."""
-    before = saved.get("optimizer", {}).get("name", OptimizerConfig.name)  # there was one
-    if before != run.optimizer.name:
-        raise folder.Unusable(
-            f"the checkpoint of step {step} keeps the state of optimizer.name {before}, which "
-            f"{run.optimizer.name} cannot go on from: use --optimizer.name {before}, or give "
-            "another --out"
-        )
-
-
-TUNED = ("initializer_range", "router_aux_loss_coef")
-
-
-def _structure(model: Model, training: Training) -> dict:
-    """What must not change on resume: the fields that fix the tree, less what only training or its
-    start uses, whether routers have a bias, and the adapters.
-    """
-    fields = {n: v for n, v in model.family.new(model.tree).items() if n not in TUNED}
-    biased = replace(training, adapter=None, fp8=None).applied(model.tree) != model.tree
-    return {
-        "model": {"model_type": model.model_type, **fields},
-        "adapter": _of_adapter(training.adapter),
-        "train": {"router": {"balance": "bias" if biased else "loss or none"}},
-    }
-
-
-def _of_adapter(adapter: Adapter | None) -> dict:
-    """Its targets by the last part of our names."""
-    if adapter is None:
-        return {"rank": None}
-    targets = {name.removesuffix(".weight").rpartition(".")[2] for name in adapter.targets}
-    return {"rank": adapter.rank, "alpha": adapter.alpha, "targets": sorted(targets)}

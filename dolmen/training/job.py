@@ -16,14 +16,8 @@ from dolmen.core.errors import BadInput, message
 from dolmen.core.launched import Launch
 from dolmen.data import loader
 from dolmen.launch import launcher, process, rendezvous
-from dolmen.training.check import (
-    beginning,
-    check_folder,
-    check_overwrite,
-    check_resume,
-    check_run,
-    own_tokenizer,
-)
+from dolmen.training.check import check_run, own_tokenizer
+from dolmen.training.check_out import beginning, check_folder, check_overwrite, check_resume
 from dolmen.training.config import RunConfig
 from dolmen.training.finish import finish
 from dolmen.training.request import Request

@@ -10,7 +10,7 @@ from dolmen.core.config import changed_options, to_dict
 from dolmen.data import loader as data_loader
 from dolmen.data.batches import Loader
 from dolmen.optim import optimizer as optim
-from dolmen.training.check import check_same_model, check_same_optimizer
+from dolmen.training.check_out import check_same_model, check_same_optimizer
 from dolmen.training.config import RunConfig
 from dolmen.training.folder import Unusable
 from dolmen.training.step import TrainState

@@ -30,7 +30,8 @@ from dolmen.optim.precision import DTYPES, LossScale, at_rest
 from dolmen.parallel import channels
 from dolmen.parallel.actions import Schedule
 from dolmen.training import folder, garbage, lock, mfu, reference, report
-from dolmen.training.check import beginning, check_profile, own_tokenizer
+from dolmen.training.check import check_profile, own_tokenizer
+from dolmen.training.check_out import beginning
 from dolmen.training.compiled import limit_told
 from dolmen.training.config import RunConfig
 from dolmen.training.hooks import Hooks

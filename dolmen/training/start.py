@@ -20,7 +20,7 @@ from dolmen.core.config import to_dict
 from dolmen.core.mesh import Mesh
 from dolmen.data.batches import Loader
 from dolmen.files import gate
-from dolmen.training.check import check_folder, check_overwrite, check_resume
+from dolmen.training.check_out import check_folder, check_overwrite, check_resume
 from dolmen.training.config import RunConfig
 from dolmen.training.folder import OWNER, Unusable
 from dolmen.training.request import Request

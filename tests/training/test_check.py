@@ -17,12 +17,8 @@ from dolmen.model import count
 from dolmen.model.layout import Layout
 from dolmen.optim.config import Muon
 from dolmen.recipes import RECIPES
-from dolmen.training.check import (
-    check_exportable,
-    check_run,
-    check_same_model,
-    check_same_optimizer,
-)
+from dolmen.training.check import check_exportable, check_run
+from dolmen.training.check_out import check_same_model, check_same_optimizer
 from dolmen.training.config import FinishConfig, RunConfig, TrainConfig
 from dolmen.training.resume import changed_since
 
