@@ -10,7 +10,6 @@ from dolmen.families import Model, edit, families, new
 from dolmen.files import gate, kinds
 from dolmen.model.tree import Tree
 
-NAMES = ("config.json", "tokenizer")
 FIRST = ("llama", "gpt2", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 """Families that are asked first whether they can say a tree: those that most tools know."""
 

@@ -29,8 +29,6 @@ FILE = FOLDER / "errors.yaml"
 FEW = 20
 """Rows below which the interval is made of the largest error, not of a share of them."""
 WIDER = 1.25
-NEAR = 0.1
-"""Standard deviation of a factor's logarithm before any row is seen; of a row's, the same."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +106,7 @@ def sample_of(predicted: Prediction, measured: float) -> Sample | None:
 
 def fit(found: Sequence[Sample]) -> tuple[float, float, float]:
     """Factors of the three groups for one device, by least squares on logarithms; each paper counts
-    as much as any other, however many rows it has.
+    as much as any other, however many rows it has, and that a factor is 1 as much as a paper.
     """
     counts = Counter(s.dataset for s in found)
     shares = np.array([s.shares for s in found]).reshape(-1, 3)

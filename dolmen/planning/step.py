@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 from dolmen.parallel.actions import Schedule
 from dolmen.parallel.schedule import Cost, Simulation, simulate_stages
-from dolmen.planning.cost import Machine, Parts, action_seconds, row_seconds
-from dolmen.planning.ledger import Ledger, Row
+from dolmen.planning.cost import Parts
 
 
 class Estimate(NamedTuple):
@@ -69,35 +68,6 @@ class Stage:
         every = (self.forward, self.backward, self.inputs)
         forward, backward, inputs = (p.total + (self.send if waits else 0) for p in every)
         return Cost(forward, backward, inputs, self.weights.total, self.send)
-
-
-def stages_of(ledger: Ledger, schedule: Schedule, machine: Machine) -> tuple[list[Stage], Parts]:
-    """Of a rank's ledger, its stages by chunk, each the mean over microbatches, and the update."""
-    actions: dict[str, list[Row]] = {}
-    for row in ledger.rows:
-        actions.setdefault(row.action, []).append(row)
-    sums: dict[tuple[str, int], Parts] = {}
-    sends: dict[int, float] = {}
-    update = Parts()
-    for name, rows in actions.items():
-        parts = action_seconds(rows, machine)
-        if name[:1] not in "FBIW" or not name[1:2].isdigit():
-            update += parts
-            continue
-        chunk = int(name.partition(".")[2] or 0)
-        key = (name[0], chunk)
-        sums[key] = sums.get(key, Parts()) + parts
-        sent = [row_seconds(row, machine) for row in rows if row.op == "send"]
-        sends[chunk] = max([sends.get(chunk, 0.0), *sent])
-    each = 1 / schedule.micros
-
-    def of(kind: str, chunk: int) -> Parts:
-        return sums.get((kind, chunk), Parts()).times(each)
-
-    chunks = range(schedule.chunks)
-    return [
-        Stage(of("F", c), of("B", c), of("I", c), of("W", c), sends.get(c, 0.0)) for c in chunks
-    ], update
 
 
 def step_time(
