@@ -14,16 +14,15 @@ of a rank's layers, with p ranks of v virtual stages, rank r, m microbatches
 (tests/planning/test_capacity.py holds them to the simulated lists).
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
 from dolmen.model.count import activation_bytes_per_layer
-from dolmen.model.layout import balance
-from dolmen.model.tree import Attention, Block, Experts, Leaves, Mlp, Run, Tree, under
+from dolmen.model.tree import Attention, Block, Experts, Mlp, Run, Tree
 from dolmen.planning.ledger import Live
 from dolmen.planning.plan import StageMemory
+from dolmen.planning.ranks import Held, Ranks, stages_of
 from dolmen.planning.space import Choice
 
 LOGITS = 1 << 28
@@ -45,30 +44,6 @@ def in_flight(schedule: str, ranks: int, micros: int, chunks: int, rank: int) ->
         case "zero-bubble":
             return min(micros, ranks)
     return min(micros, ranks, (micros + rank + 1) / 2)
-
-
-def stages_of(choice: Choice, rank: int) -> list[int]:
-    """The stages of a pipeline rank: its first, and one for each further chunk."""
-    p = choice.pp
-    if choice.schedule == "zero-bubble-v":
-        return [rank, 2 * p - 1 - rank]
-    return [rank + p * chunk for chunk in range(choice.virtual_stages)]
-
-
-@dataclass(frozen=True)
-class Held:
-    """Numbers of parameters that a rank has of one part, those of experts by themselves."""
-
-    dense: int = 0
-    experts: int = 0
-
-    @property
-    def number(self) -> int:
-        """Of both."""
-        return self.dense + self.experts
-
-    def __add__(self, other: "Held") -> "Held":
-        return Held(self.dense + other.dense, self.experts + other.experts)
 
 
 class States(NamedTuple):
@@ -127,9 +102,15 @@ class Capacity:
     """Numbers of the optimizer per parameter, in fp32."""
     other: int = 0
     """Context, communicators and workspace, as the device's file states them."""
-    _known: dict[tuple, object] = field(default_factory=dict)
+    _known_layers: dict[tuple, tuple[list[float], list[float]]] = field(default_factory=dict)
+    _known_activations: dict[tuple, tuple[float, float]] = field(default_factory=dict)
     _known_states: dict[tuple, States] = field(default_factory=dict)
     _known_moments: dict[tuple, Moments] = field(default_factory=dict)
+
+    @cached_property
+    def ranks(self) -> Ranks:
+        """Which layers and parameters they have."""
+        return Ranks(self.tree)
 
     def stages(self, choice: Choice, global_batch_size: int) -> tuple[StageMemory, ...]:
         """Of each pipeline rank, at its fullest."""
@@ -139,7 +120,7 @@ class Capacity:
         """Bytes of the fullest rank: the first or last of those with equally many layers."""
         micros = global_batch_size // choice.dp // choice.microbatch_size
         most = 0
-        for rank in self.telling(choice):
+        for rank in self.ranks.telling(choice):
             states, moments = (
                 self._states(choice, rank, micros),
                 self._moments(choice, rank, micros),
@@ -175,7 +156,7 @@ class Capacity:
         key = (*choice[:6], choice.schedule, choice.virtual_stages, rank, micros > 1)
         if found := self._known_states.get(key):
             return found
-        blocks, ends, largest = self._parameters(choice, rank)
+        blocks, ends, largest = self.ranks.parameters(choice, rank)
         e, number = self.element_bytes, (blocks + ends).number
         rest = self._rest(choice, blocks + ends)
         gathered = number
@@ -247,31 +228,11 @@ class Capacity:
         fsdp = choice.dp * choice.cp
         return fsdp, max(1, fsdp // choice.ep)
 
-    def _parameters(self, choice: Choice, rank: int) -> tuple[Held, Held, Held]:
-        """Of a rank of tp: (its blocks', its ends', the largest block's)."""
-        key = ("parameters", *choice[:5], choice.schedule, choice.virtual_stages, rank)
-        if key not in self._known:
-            sizes = {"tp": choice.tp, "ep": choice.ep}
-            kinds = self._held_blocks(choice.tp, choice.ep)
-            here = [kinds[self.kinds[i]] for i in self._layers(choice, rank)]
-            ends, owned = Held(), stages_of(choice, rank)
-            first, last = 0 in owned, choice.pp * choice.virtual_stages - 1 in owned
-            if first:
-                ends += _held(self._first, sizes)
-            if last:
-                ends += _held(self._last, sizes)
-            if last and not first and self.tree.head.tied:  # the table has two owners
-                ends += _held({"embed.weight": self._first["embed.weight"]}, sizes)
-            largest = max(here, key=lambda one: one.number, default=Held())
-            self._known[key] = sum(here, Held()), ends, largest
-        return self._known[key]  # type: ignore[return-value]
-
     def _activations(self, choice: Choice, rank: int) -> tuple[float, float]:
         """Bytes that all layers of a rank keep per microbatch, and what is there for a moment as a
         layer is computed again.
         """
         key = (
-            "kept",
             choice.tp,
             choice.cp,
             choice.sequence_parallel,
@@ -279,25 +240,25 @@ class Capacity:
             choice.recompute_layers,
             choice.microbatch_size,
         )
-        if key not in self._known:
-            plain = [self._kept(block, choice, "none") for block in self._blocks]
-            self._known[key] = (
-                plain,
-                [self._kept(block, choice, choice.recompute) for block in self._blocks],
-            )
-        plain, kept = self._known[key]  # type: ignore[misc]
         rank_key = (*key, choice.pp, choice.schedule, choice.virtual_stages, rank)
-        if rank_key not in self._known:
-            total = moment = 0.0
-            for stage in stages_of(choice, rank):
-                for number, layer in enumerate(self.layers_of_stages(choice)[stage]):
-                    kind = self.kinds[layer]
-                    limit = choice.recompute_layers
-                    again = choice.recompute != "none" and (limit is None or number < limit)
-                    total += (kept if again else plain)[kind]
-                    moment = max(moment, plain[kind] - kept[kind] if again else 0.0)
-            self._known[rank_key] = total, moment
-        return self._known[rank_key]  # type: ignore[return-value]
+        if found := self._known_activations.get(rank_key):
+            return found
+        if key not in self._known_layers:
+            kinds = self.ranks.blocks
+            plain = [self._kept(block, choice, "none") for block in kinds]
+            kept = [self._kept(block, choice, choice.recompute) for block in kinds]
+            self._known_layers[key] = plain, kept
+        plain, kept = self._known_layers[key]
+        total = moment = 0.0
+        for stage in stages_of(choice, rank):
+            for number, layer in enumerate(self.ranks.layers_of_stages(choice)[stage]):
+                kind = self.ranks.kinds[layer]
+                limit = choice.recompute_layers
+                again = choice.recompute != "none" and (limit is None or number < limit)
+                total += (kept if again else plain)[kind]
+                moment = max(moment, plain[kind] - kept[kind] if again else 0.0)
+        self._known_activations[rank_key] = total, moment
+        return total, moment
 
     def _kept(self, block: Block, choice: Choice, recompute: str) -> float:
         """Bytes that a layer keeps. Of experts those of the dense layer that a token passes, with
@@ -336,81 +297,3 @@ class Capacity:
         h, e = self.tree.width, self.element_bytes
         moment = LOGIT_BYTES * min(tokens * rows, LOGITS) + (4 - e) * rows * h
         return (2 * tokens + rows) * h * e, moment
-
-    def elements(self, choice: Choice, rank: int) -> int:
-        """Parameters of a pipeline rank, on one rank of tp."""
-        blocks, ends, _ = self._parameters(choice, rank)
-        return (blocks + ends).number
-
-    def telling(self, choice: Choice) -> list[int]:
-        """Of pipeline ranks with equal layers the first and the last: one of them is fullest."""
-        key = ("telling", choice.pp, choice.schedule, choice.virtual_stages)
-        if key not in self._known:
-            p = choice.pp
-            classes: dict[object, list[int]] = {}
-            for rank in range(p):
-                kinds = tuple(sorted(self.kinds[i] for i in self._layers(choice, rank)))
-                ends = rank if rank in (0, p - 1) else None
-                classes.setdefault((kinds, ends), []).append(rank)
-            self._known[key] = sorted({r for one in classes.values() for r in (one[0], one[-1])})
-        return self._known[key]  # type: ignore[return-value]
-
-    def layers_of_stages(self, choice: Choice) -> list[range]:
-        """The layers of each virtual stage."""
-        key = ("stages", choice.pp * choice.virtual_stages)
-        if key not in self._known:
-            self._known[key] = balance(self.tree.layers, choice.pp * choice.virtual_stages)
-        return self._known[key]  # type: ignore[return-value]
-
-    def _layers(self, choice: Choice, rank: int) -> list[int]:
-        return [
-            i for stage in stages_of(choice, rank) for i in self.layers_of_stages(choice)[stage]
-        ]
-
-    def _held_blocks(self, tp: int, ep: int) -> list[Held]:
-        key = ("blocks", tp, ep)
-        if key not in self._known:
-            leaves = [under(self.tree.leaves, f"layers.{i}") for i in self.examples]
-            self._known[key] = [_held(one, {"tp": tp, "ep": ep}) for one in leaves]
-        return self._known[key]  # type: ignore[return-value]
-
-    @cached_property
-    def _blocks(self) -> list[Block]:
-        """The kinds of layers."""
-        return list(dict.fromkeys(self.tree.blocks))
-
-    @cached_property
-    def kinds(self) -> list[int]:
-        """Of each layer the number of its kind."""
-        number = {block: i for i, block in enumerate(self._blocks)}
-        return [number[block] for block in self.tree.blocks]
-
-    @cached_property
-    def examples(self) -> list[int]:
-        """Of each kind its first layer."""
-        return [self.kinds.index(kind) for kind in range(len(self._blocks))]
-
-    @cached_property
-    def _first(self) -> Leaves:
-        return self.tree.embedding.leaves(self.tree.hidden_size, self.tree.head.tied)
-
-    @cached_property
-    def _last(self) -> Leaves:
-        return {
-            name: leaf
-            for name, leaf in self.tree.leaves.items()
-            if not name.startswith("layers.") and name not in self._first
-        }
-
-
-def _held(leaves: Leaves, sizes: Mapping[str, int]) -> Held:
-    dense = experts = 0
-    for leaf in leaves.values():
-        number = 1
-        for size in leaf.held(sizes):
-            number *= size
-        if leaf.stacked:
-            experts += number
-        else:
-            dense += number
-    return Held(dense, experts)

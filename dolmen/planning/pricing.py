@@ -21,12 +21,13 @@ from dolmen.core.topology import Topology
 from dolmen.parallel import schedule as schedules
 from dolmen.parallel.actions import Schedule
 from dolmen.parallel.schedule import Simulation
-from dolmen.planning.capacity import Capacity, stages_of
+from dolmen.planning.capacity import Capacity
 from dolmen.planning.cost import BESIDE, Machine, Parts, action_seconds
 from dolmen.planning.hardware import Cluster
 from dolmen.planning.ledger import Row
 from dolmen.planning.outline import Outline, Work
 from dolmen.planning.placement import Placement, collective_seconds, send_seconds
+from dolmen.planning.ranks import stages_of
 from dolmen.planning.space import Choice
 from dolmen.planning.step import Estimate, Spread, Stage, step_time
 
@@ -145,9 +146,9 @@ class Pricing:
         return self._alike[key]
 
     def _parts_of(self, choice: Choice, stage: int) -> list[Part]:
-        layers, limit = self.capacity.layers_of_stages(choice), choice.recompute_layers
+        layers, limit = self.capacity.ranks.layers_of_stages(choice), choice.recompute_layers
         found = [
-            Part(self.capacity.kinds[layer], limit is None or i < limit)
+            Part(self.capacity.ranks.kinds[layer], limit is None or i < limit)
             for i, layer in enumerate(layers[stage])
         ]
         ends = [EMBEDDING] * (stage == 0) + [HEAD] * (stage == len(layers) - 1)
@@ -155,7 +156,7 @@ class Pricing:
 
     def _unevenness(self, choice: Choice) -> float:
         """How much longer ranks take whose chunks have unlike numbers of layers."""
-        layers = [len(stage) for stage in self.capacity.layers_of_stages(choice)]
+        layers = [len(stage) for stage in self.capacity.ranks.layers_of_stages(choice)]
         p = choice.pp
         chunks = [layers[at : at + p] for at in range(0, len(layers), p)]
         most = max(sum(layers[rank::p]) for rank in range(p))
@@ -203,8 +204,8 @@ class Pricing:
         return optimizer + Parts(dp=shown)
 
     def _after(self, choice: Choice, forward: float, backward: float) -> tuple[Parts, float]:
-        ranks = self.capacity.telling(choice)
-        most = max(self.capacity.elements(choice, rank) for rank in ranks)
+        ranks = self.capacity.ranks
+        most = max(ranks.elements(choice, rank) for rank in ranks.telling(choice))
         own = most if choice.zero == 0 else most // (choice.dp * choice.cp)
         if own not in self._updates:
             rows = self.outline.update(own, self.capacity.moments)
@@ -278,7 +279,7 @@ class Pricing:
             return self.outline.embedding(choice)
         if part == HEAD:
             return self.outline.head(choice)
-        return self.outline.block(self.capacity.examples[part.kind], choice)
+        return self.outline.block(self.capacity.ranks.examples[part.kind], choice)
 
     def crossing(self, choice: Choice, rank: int) -> Iterator[Row]:
         """The collectives and sends of a whole step of a pipeline rank, each with how often."""
@@ -297,7 +298,7 @@ class Pricing:
 
     def _over_fsdp_rows(self, choice: Choice, rank: int) -> Iterator[Row]:
         """What _shown prices."""
-        elements, micros = self.capacity.elements(choice, rank), self.micros(choice)
+        elements, micros = self.capacity.ranks.elements(choice, rank), self.micros(choice)
         late = choice.zero < 2 or choice.schedule.startswith("zero-bubble")
         reduces = 1 if late else micros
         gathers = 2 * micros if choice.zero == 3 and not late else 1

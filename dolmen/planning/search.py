@@ -257,7 +257,7 @@ def candidate(question: Question, choice: Choice, timed: Timed) -> Candidate:
     peak = cluster.gpus * cluster.device.rate(question.pricing.dtype)
     flops = count.training_flops_per_token(run.trained, run.sequence_length) * tokens
     # forward, a third of it, is computed once more, in the layers that do
-    layers = [len(stage) for stage in question.capacity.layers_of_stages(choice)]
+    layers = [len(stage) for stage in question.capacity.ranks.layers_of_stages(choice)]
     some = choice.recompute_layers
     again = sum(n if some is None else min(n, some) for n in layers) / sum(layers)
     extra = again / 3 if choice.recompute == "full" else 0.0

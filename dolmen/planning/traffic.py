@@ -26,7 +26,7 @@ def traffic(pricing: Pricing, choice: Choice) -> tuple[Traffic, ...]:
     machine = pricing.machine(choice)
     rank = max(
         range(choice.pp)[1:-1] or range(choice.pp),
-        key=lambda rank: pricing.capacity.elements(choice, rank),
+        key=lambda rank: pricing.capacity.ranks.elements(choice, rank),
     )
     sums: dict[tuple[str, str], tuple[float, float]] = {}
     for row in pricing.crossing(choice, rank):

@@ -33,7 +33,7 @@ def test_the_closed_form_is_what_a_simulation_takes():
         assert sum(full.parts.values()) == pytest.approx(full.seconds, rel=1e-9)
         if choice.schedule == "zero-bubble-v" and prices.micros(choice) < 2 * choice.pp:
             continue  # which has other bubbles
-        layers = {len(one) for one in prices.capacity.layers_of_stages(choice)}
+        layers = {len(one) for one in prices.capacity.ranks.layers_of_stages(choice)}
         even = len(layers) == 1 and choice.virtual_stages == 1
         close = even and prices.micros(choice) >= 4 * choice.pp
         assert quick == pytest.approx(full.seconds, rel=0.03 if close else 0.35), choice

@@ -13,7 +13,8 @@ from dolmen.model import count
 from dolmen.model.layout import Layout
 from dolmen.ops.kernels import H100, HALF, choose
 from dolmen.parallel import schedule as schedules
-from dolmen.planning.capacity import LOGITS, Capacity, in_flight, stages_of
+from dolmen.planning.capacity import LOGITS, Capacity, in_flight
+from dolmen.planning.ranks import stages_of
 from dolmen.planning.space import Choice, Pins, Space
 from dolmen.recipes import RECIPES
 

@@ -23,15 +23,15 @@ def test_bytes_are_those_of_rings():
     found = {(one.tier, one.axis): one for one in traffic(asked.pricing, choice)}
     assert list(found) == [("node", "tp"), ("leaf", "dp"), ("leaf", "pp")]
     stream = 2048 * 6144 * 2
-    layers = max(len(stage) for stage in asked.capacity.layers_of_stages(choice)[1:-1])
+    layers = max(len(stage) for stage in asked.capacity.ranks.layers_of_stages(choice)[1:-1])
     # two additions a layer: what is gathered and scattered forward and backward, and gathered once
     # more for the gradients of weights
     tp = 2 * 5 * layers * 8 * stream * 7 / 8
     assert found["node", "tp"].sent == pytest.approx(tp)
     # up and down, of each microbatch this rank's share of tokens
     assert found["leaf", "pp"].sent == pytest.approx(2 * 8 * stream / 8)
-    rank = 1 if len(asked.capacity.layers_of_stages(choice)[1]) == layers else 2
-    elements = asked.capacity.elements(choice, rank)
+    rank = 1 if len(asked.capacity.ranks.layers_of_stages(choice)[1]) == layers else 2
+    elements = asked.capacity.ranks.elements(choice, rank)
     # parameters in two bytes and gradients in four, half of each to the other replica
     assert found["leaf", "dp"].sent == pytest.approx(elements * (2 + 4) / 2)
     assert all(one.seconds > 0 for one in found.values())
