@@ -9,7 +9,7 @@ from dolmen.core.log import gib, size
 from dolmen.core.words import counted
 from dolmen.planning.config import Device
 from dolmen.planning.inference import Inference
-from dolmen.planning.plan import Candidate, Change, Fleet, Plan, options
+from dolmen.planning.plan import Candidate, Change, Fleet, Plan, spelled
 
 NAMES = {"bubble": "bubble", "memory": "memory traffic", "host": "host", "pp": "sends"}
 MFU = (
@@ -74,7 +74,7 @@ def dry_run(plan: Plan) -> str:
     sizes = f"--train.global-batch-size {plan.global_batch_size} --train.sequence-length "
     device = plan.cluster.device.name.partition("-")[0]
     kernels = f" --device {device}" if device in get_args(Device) else ""
-    layout = options(plan.ranked[0].layout)
+    layout = spelled(plan.ranked[0].layout)
     return f"dolmen dryrun {plan.model} {layout} {sizes}{plan.sequence_length}{kernels}"
 
 

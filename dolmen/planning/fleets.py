@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from dolmen.planning.plan import Fleet, Plan, words
-from dolmen.planning.search import Question, look, options
+from dolmen.planning.search import Question, look
 
 
 def with_fleets(question: Question, plan: Plan) -> Plan:
@@ -30,7 +30,7 @@ def _others(question: Question, plan: Plan) -> Iterator[Fleet]:
             continue
         if found.best:
             timed = other.pricing.full(found.best[0])
-            yield Fleet(placed.gpus, timed.estimate, words(options(found.best[0])))
+            yield Fleet(placed.gpus, timed.estimate, words(found.best[0].options))
 
 
 def sizes(nodes: int, most: int) -> list[int]:

@@ -63,7 +63,7 @@ def words(layout: Mapping[str, int | str | bool]) -> str:
     )
 
 
-def options(layout: dict[str, int | str | bool]) -> str:
+def spelled(layout: dict[str, int | str | bool]) -> str:
     """A layout as words of the command line."""
     return " ".join(
         f"--{name}" if value is True else f"--{name} {value}"

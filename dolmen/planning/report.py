@@ -13,7 +13,7 @@ from dolmen.core.words import counted
 from dolmen.files import gate, write
 from dolmen.planning.figures import front, memory, network, ranking, timeline
 from dolmen.planning.figures.svg import Drawing, patterns, short
-from dolmen.planning.plan import Plan, options
+from dolmen.planning.plan import Plan, spelled
 from dolmen.planning.step import Estimate
 
 FRAME = Path(__file__).with_name("report.html")
@@ -132,7 +132,7 @@ def _summary(plan: Plan) -> str:
     cells = "\n".join(
         f"<tr><td>{escape(name)}</td><td>{escape(words)}</td></tr>" for name, words in rows.items()
     )
-    return f"<table>\n{cells}\n</table>\n<pre>{escape(options(best.layout))}</pre>"
+    return f"<table>\n{cells}\n</table>\n<pre>{escape(spelled(best.layout))}</pre>"
 
 
 def _between(found: Estimate) -> str:

@@ -210,12 +210,12 @@ def refusal(question: Question, found: Found) -> str:
     gpus = counted(question.cluster.gpus, "GPU")
     layouts, lacks = counted(found.considered, "layout"), gib(held - memory)
     told = (
-        f"none of {layouts} fits {gpus} of {gib(memory)}: the nearest, {words(options(choice))}, "
+        f"none of {layouts} fits {gpus} of {gib(memory)}: the nearest, {words(choice.options)}, "
         f"needs {gib(held)} on its fullest rank, {lacks} too many"
     )
     other = nearest_fitting(question, choice)
     if other is not None:
-        fitting = f"{words(options(other))} ({gib(question.held(other))})"
+        fitting = f"{words(other.options)} ({gib(question.held(other))})"
         return f"{told}; the nearest that fits is {fitting}"
     larger = enough(question)
     if larger is None:
@@ -263,7 +263,7 @@ def candidate(question: Question, choice: Choice, timed: Timed) -> Candidate:
     extra = again / 3 if choice.recompute == "full" else 0.0
     mfu = flops / seconds / peak
     return Candidate(
-        options(choice),
+        choice.options,
         timed.estimate,
         question.capacity.stages(choice, question.batch),
         bound(timed.estimate.parts),
@@ -342,31 +342,6 @@ def difference(one: Choice, other: Choice) -> str:
     pairs = zip(one._asdict().items(), other, strict=True)
     told = [f"{n.replace('_', '-')} {b}" for (n, a), b in pairs if a != b and n != "dp"]
     return " ".join(told)
-
-
-def options(choice: Choice) -> dict[str, int | str | bool]:
-    """As `dolmen train` takes them, without what is its default."""
-    found: dict[str, int | str | bool] = {}
-    for name in ("tp", "cp", "pp", "ep"):
-        if getattr(choice, name) > 1:
-            found[f"layout.{name}"] = getattr(choice, name)
-    found["layout.dp"] = choice.dp
-    if choice.dp * choice.cp > 1:
-        found["layout.zero"] = choice.zero
-    if choice.sequence_parallel:
-        found["layout.sequence-parallel"] = True
-    if choice.cp > 1:
-        found["layout.context"] = choice.context
-    if choice.pp > 1:
-        found["layout.schedule"] = choice.schedule
-    if choice.virtual_stages > 1:
-        found["layout.virtual-stages"] = choice.virtual_stages
-    if choice.recompute != "none":
-        found["layout.recompute"] = choice.recompute
-        if choice.recompute_layers is not None:
-            found["layout.recompute-layers"] = choice.recompute_layers
-    found["train.microbatch-size"] = choice.microbatch_size
-    return found
 
 
 def gib(size: int) -> str:

@@ -82,6 +82,30 @@ class Choice(NamedTuple):
         """As a run says it."""
         return Layout(**{k: v for k, v in self._asdict().items() if k != "microbatch_size"})
 
+    @property
+    def options(self) -> dict[str, int | str | bool]:
+        """As `dolmen train` takes them, without what is its default."""
+        found: dict[str, int | str | bool] = {}
+        sizes = {"tp": self.tp, "cp": self.cp, "pp": self.pp, "ep": self.ep}
+        found |= {f"layout.{name}": size for name, size in sizes.items() if size > 1}
+        found["layout.dp"] = self.dp
+        if self.dp * self.cp > 1:
+            found["layout.zero"] = self.zero
+        if self.sequence_parallel:
+            found["layout.sequence-parallel"] = True
+        if self.cp > 1:
+            found["layout.context"] = self.context
+        if self.pp > 1:
+            found["layout.schedule"] = self.schedule
+        if self.virtual_stages > 1:
+            found["layout.virtual-stages"] = self.virtual_stages
+        if self.recompute != "none":
+            found["layout.recompute"] = self.recompute
+            if self.recompute_layers is not None:
+                found["layout.recompute-layers"] = self.recompute_layers
+        found["train.microbatch-size"] = self.microbatch_size
+        return found
+
 
 @dataclass(frozen=True)
 class Space:
