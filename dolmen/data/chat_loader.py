@@ -14,7 +14,7 @@ from dolmen.data.inputs import Inputs
 from dolmen.data.packed import Packed, Rows
 from dolmen.data.pair_loader import Pairs
 from dolmen.data.sources import Source
-from dolmen.data.template import template_of
+from dolmen.data.template import Template, template_of
 from dolmen.data.tokenizer import PreTrainedTokenizer
 from dolmen.model.tree import Tree
 
@@ -45,36 +45,18 @@ def prepare(
     """From chats to batches. Raises ValueError for chats that cannot be trained on, and for a model
     that is not taught by them.
     """
-    if model is not None and (model.both_ways or model.blanks is not None):
-        why = "fills in masked tokens" if model.both_ways else "has blanks and prefixes of its own"
-        raise ValueError(
-            f"data.rows {config.rows} is for models that foretell the next token, and this one "
-            f"{why}: use --data.rows text"
-        )
+    refuse_model(config, model)
     template = template_of(inputs.tokenizer, config.template)
     if config.template is not None:
         inputs.tokenizer.chat_template = template.text  # that of the model that is saved
-
-    pairs = config.rows == "pairs"
-
-    def opened(source: Source, option: str) -> Examples:
-        return open_examples(
-            source,
-            template,
-            "last" if pairs else config.train_on,
-            sequence_length + 1,
-            config.cache_folder,
-            progress,
-            option,
-            verify,
-            pairs,
-        )
-
     (source,) = inputs.sources
-    examples = opened(source, "--data.path")
+    longest = sequence_length + 1
+    examples = opened(source, "--data.path", config, template, longest, progress, verify)
     judge = None
     if inputs.validation is not None:
-        judge = opened(inputs.validation, "--data.validation")
+        option = "--data.validation"
+        judge = opened(inputs.validation, option, config, template, longest, progress, verify)
+    pairs = config.rows == "pairs"
     training, held = divide(examples, judge, config.validation_fraction, pairs)
     judged = examples if judge is None else judge
     if pairs:
@@ -90,6 +72,51 @@ def prepare(
     shown = marked(examples, first, inputs.tokenizer)
     lines.append(f"trained is what stands in »«, as of chat {first}: {shown}")
     identity = {
+        **identify(config, examples, judge),
+        "sequence_length": str(sequence_length),
+        "global_batch_size": str(global_batch_size),
+        "seed": str(seed),
+    }
+    return ChatLoader(mixture, validation, global_batch_size, inputs.tokenizer, lines, identity)
+
+
+def refuse_model(config: DataConfig, model: Tree | None) -> None:
+    """Raises ValueError for a model that foretells no next token."""
+    if model is not None and (model.both_ways or model.blanks is not None):
+        why = "fills in masked tokens" if model.both_ways else "has blanks and prefixes of its own"
+        raise ValueError(
+            f"data.rows {config.rows} is for models that foretell the next token, and this one "
+            f"{why}: use --data.rows text"
+        )
+
+
+def opened(
+    source: Source,
+    option: str,
+    config: DataConfig,
+    template: Template,
+    longest: int,
+    progress: bool,
+    verify: bool,
+) -> Examples:
+    """The chats of a source, or its pairs, of which the answer alone is trained."""
+    pairs = config.rows == "pairs"
+    return open_examples(
+        source,
+        template,
+        "last" if pairs else config.train_on,
+        longest,
+        config.cache_folder,
+        progress,
+        option,
+        verify,
+        pairs,
+    )
+
+
+def identify(config: DataConfig, examples: Examples, judge: Examples | None) -> dict[str, str]:
+    """What chats are trained on, and what is validated on, by content."""
+    return {
         "data 1": f"{len(examples):,} chats, hash {examples.content}",
         "validation": (
             f"{config.validation_fraction:g} of the chats held out, drawn by their tokens"
@@ -97,11 +124,7 @@ def prepare(
             else f"{len(judge):,} chats, hash {judge.content}"
         ),
         "rows": f"{config.rows}, trained on {config.train_on}, packing {config.packing}",
-        "sequence_length": str(sequence_length),
-        "global_batch_size": str(global_batch_size),
-        "seed": str(seed),
     }
-    return ChatLoader(mixture, validation, global_batch_size, inputs.tokenizer, lines, identity)
 
 
 def divide(

@@ -27,6 +27,12 @@ from dolmen.ops.attention import Documents
 from dolmen.ops.loss import IGNORED
 
 
+def shuffled(number: int, size: int, seed: int) -> int:
+    """Which of `size` rows is read as number `number`: in each epoch all, in another order."""
+    epoch, within = divmod(number, size)
+    return int(permute_index(np.array([within]), size, seed_of(seed, "row", epoch))[0])
+
+
 class Rows(ABC):
     """Rows of `sequence_length` places, each of some of the examples `chosen`."""
 
@@ -130,12 +136,8 @@ class Packed(Rows):
 
     def read(self, first: int, count: int) -> list[list[int]]:
         """The examples of samples first .. first + count - 1."""
-        found, size = [], len(self.rows)
-        for sample in range(first, first + count):
-            epoch, within = divmod(sample, size)
-            key = seed_of(self.seed, "row", epoch)
-            found.append(self.rows[int(permute_index(np.array([within]), size, key)[0])])
-        return found
+        samples = range(first, first + count)
+        return [self.rows[shuffled(sample, len(self.rows), self.seed)] for sample in samples]
 
     def batches(
         self,

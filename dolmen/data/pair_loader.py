@@ -6,12 +6,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from dolmen.core.rng import seed_of
 from dolmen.core.words import counted
 from dolmen.data.batch import Batch
 from dolmen.data.examples import Examples
-from dolmen.data.mixture import permute_index
-from dolmen.data.packed import Rows
+from dolmen.data.packed import Rows, shuffled
 
 
 class Pairs(Rows):
@@ -27,11 +25,9 @@ class Pairs(Rows):
 
     def read(self, first: int, count: int) -> list[list[int]]:
         """The examples of sequences first .. first + count - 1, one in each."""
-        found, size = [], len(self.pairs)
+        found = []
         for sequence in range(first, first + count):
-            epoch, within = divmod(sequence // 2, size)
-            key = seed_of(self.seed, "row", epoch)
-            pair = self.pairs[int(permute_index(np.array([within]), size, key)[0])]
+            pair = self.pairs[shuffled(sequence // 2, len(self.pairs), self.seed)]
             found.append([2 * int(pair) + sequence % 2])
         return found
 
