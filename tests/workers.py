@@ -10,6 +10,7 @@ ROWS = (
     "tests/comparison/test_diff.py",
     "tests/conversion/test_source.py",
     "tests/families/test_over_layouts.py",
+    "tests/planning/test_dryrun.py",
     "tests/training/test_reads.py",
 )
 

@@ -54,9 +54,9 @@ def fitting(shape: Schema) -> st.SearchStrategy[Any]:
             return st.integers(low, high)
         case Real(low, high, above):
             low, high = max(low, -1e300), min(high, 1e300)
-            return st.floats(low, high, exclude_min=above) | st.integers(
-                max(int(low) + 1, -(2**62)), 2**62
-            )
+            fractions = st.floats(low, high, exclude_min=above)
+            least, most = max(int(low) + 1, -(2**62)), min(int(high), 2**62)
+            return fractions | st.integers(least, most) if least <= most else fractions
         case Text(choices, longest):
             return st.sampled_from(choices) if choices else TEXT.filter(lambda t: len(t) <= longest)
         case List(item, shortest, _):

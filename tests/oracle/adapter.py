@@ -33,8 +33,8 @@ import dolmen
 from dolmen.checkpoint.stream import locate, open_checkpoint
 from dolmen.conversion import hf_export
 from dolmen.data import loader
-from dolmen.data.batches import Loader
 from dolmen.data.config import DataConfig
+from dolmen.data.loader import TextLoader
 from dolmen.families import Model
 from dolmen.optim.precision import LossScale
 from dolmen.training import metrics
@@ -120,7 +120,7 @@ def ignored(rows: int) -> np.ndarray:
 @contextlib.contextmanager
 def patched(data: Data, scale: LossScale | None = None) -> Iterator[None]:
     """What no option says: `uneven`, and a loss scale to begin with. Quiet on the console."""
-    batch = Loader.batch
+    batch = TextLoader.batch
 
     def uneven(self, step, rank=0, ranks=1):
         whole = batch(self, step, rank, ranks)
@@ -130,7 +130,7 @@ def patched(data: Data, scale: LossScale | None = None) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         enter = stack.enter_context
         if data.uneven:
-            enter(mock.patch.object(Loader, "batch", uneven))
+            enter(mock.patch.object(TextLoader, "batch", uneven))
         if scale is not None:
             enter(mock.patch.object(LossScale, "of", lambda dtype: replace(scale)))
         enter(mock.patch.object(runs.mfu, "matmul_peak", lambda device, dtype: 1e12))

@@ -39,17 +39,16 @@ SIZES = {
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_is_a_run(name, material):
-    """On one process and at its own size, of text that is there; pretrain needs a model and takes
+    """On one process and at its own size, of text that is there; those without a model take
     any.
     """
-    run = replace(
-        RECIPES[name](),
-        data=DataConfig(path=(str(material.docs),), tokenizer=str(material.tokenizer)),
-    )
+    run = RECIPES[name]()
+    text = {"path": (str(material.docs),), "tokenizer": str(material.tokenizer)}
+    run = replace(run, data=DataConfig(rows=run.data.rows, **text))
     assert run.name == name and RECIPES[name].__doc__
-    if name == "pretrain":
-        assert run.model is None
-        run = replace(run, model=material.config().model)
+    if run.model is None:
+        assert name in ("pretrain", "sft", "dpo")
+        run = replace(run, model=material.config().model, init=str(material.model))
     for layout in (Layout(), SIZES.get(name, (0, Layout(dp=4)))[1]):
         done = check_run(replace(run, layout=layout), None)
         assert (

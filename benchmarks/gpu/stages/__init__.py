@@ -10,11 +10,11 @@ STAGES = (
     Stage(f"{HERE}.golden", 85, "rows of the second golden table, beside their frozen numbers"),
     Stage(f"{HERE}.training", 85, "`dolmen train`: a run, its checkpoint, and the run resumed"),
     Stage(f"{HERE}.ops", 62, "each operator beside float64"),
-    Stage(f"{HERE}.fp8", 30, "products of eight bits: the bits of a CPU, and how fast they are"),
+    Stage(f"{HERE}.fp8", 25, "products of eight bits: the bits of a CPU, and how fast they are"),
     Stage(f"{HERE}.throughput", 495, "steps of large shapes, beside transformers and plain torch"),
     Stage(f"{HERE}.profile", 105, "where the time of a step goes, by kind"),
     Stage(f"{HERE}.memory", 60, "peak memory, beside the closed forms"),
-    Stage(f"{HERE}.compiling", 210, "with and without torch.compile"),
+    Stage(f"{HERE}.compiling", 185, "with and without torch.compile"),
     Stage(f"{HERE}.generation", 70, "greedy text from a cache, beside transformers"),
     Stage(f"{HERE}.ranks", 130, "two ranks that share the GPU over gloo"),
 )

@@ -49,7 +49,6 @@ def kinds(context: Context) -> dict[str, Kind]:
     return {
         "dense": Kind(dense, n),
         "documents": Kind(dense, n, documents=4),
-        "window": Kind(of("llama-1b", sliding_window=1024), n),
         "experts as mixtral": Kind(of("mixtral-8x7b", **mixtral), n),
         "experts as qwen3-moe": Kind(of("qwen3-30b-a3b", **qwen), n),
         "dropout": Kind(of("llama-1b", dropout=0.1), n // 4),

@@ -22,7 +22,7 @@ ROUNDS = 5
 
 def cases(context: Context) -> Iterator[Case]:
     for precision in GRANULARITY:
-        yield Case(precision, 4, partial(beside, context, precision))
+        yield Case(precision, 3, partial(beside, context, precision))
 
 
 def _product(precision: Precision, device: torch.device, scaled: bool) -> Fp8Product:
