@@ -2,6 +2,7 @@
 published runs are compared with. Of our own program the planner has ledgers instead.
 """
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -187,14 +188,7 @@ def _send(job: Job, machine: Machine) -> float:
 def _block_elements(job: Job) -> int:
     """Parameters of a block on a rank of tp."""
     leaves = [leaf for name, leaf in job.tree.leaves.items() if name.startswith("layers.0.")]
-    return sum(_held(leaf.held({"tp": job.topology.tp})) for leaf in leaves)
-
-
-def _held(shape: tuple[int, ...]) -> int:
-    elements = 1
-    for size in shape:
-        elements *= size
-    return elements
+    return sum(math.prod(leaf.held({"tp": job.topology.tp})) for leaf in leaves)
 
 
 def _elements(job: Job, rank: int) -> int:
@@ -202,7 +196,7 @@ def _elements(job: Job, rank: int) -> int:
     pp, v = job.topology.pp, job.virtual_stages
     count = sum(job.layers[chunk * pp + rank] for chunk in range(v)) * _block_elements(job)
     sizes = {"tp": job.topology.tp}
-    table = _held(job.tree.leaves["embed.weight"].held(sizes))
+    table = math.prod(job.tree.leaves["embed.weight"].held(sizes))
     if rank == 0:
         count += table
     if rank == pp - 1 and (pp > 1 or not job.tree.head.tied):
@@ -252,7 +246,7 @@ def _tied(job: Job, machine: Machine) -> float:
     """The first and the last stage add up the gradients of a table that both have."""
     if job.topology.pp == 1 or not job.tree.head.tied:
         return 0.0
-    table = _held(job.tree.leaves["embed.weight"].held({"tp": job.topology.tp}))
+    table = math.prod(job.tree.leaves["embed.weight"].held({"tp": job.topology.tp}))
     return send_seconds(2 * job.program.gradient * table // 2, machine.hop())
 
 

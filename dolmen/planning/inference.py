@@ -7,6 +7,7 @@ all weights and the whole cache once, so memory's bandwidth bounds it until text
 Of experts those are read that a batch chooses, of E by k per token 1 - (1 - k / E)^texts.
 """
 
+import math
 from dataclasses import dataclass
 
 from dolmen.core.topology import Topology
@@ -87,9 +88,7 @@ def serving(tree: Tree, cluster: Cluster, tp: int, batch: int, length: int, dtyp
     device, size = cluster.device, 4 if dtype == "fp32" else 2
     weights = read = 0
     for leaf in tree.leaves.values():
-        number = size
-        for each in leaf.held({"tp": tp}):
-            number *= each
+        number = size * math.prod(leaf.held({"tp": tp}))
         weights += number
         read += round(number * _chosen(tree, batch)) if leaf.stacked else number
     text = cache_bytes(tree, tp, length, size)
