@@ -182,7 +182,7 @@ def look(question: Question, best: int = SIMULATED) -> Found:
     """Every layout, held against memory. Raises ValueError where there is none."""
     considered = fitting = 0
     nearest: tuple[int, Choice] | None = None
-    fastest: dict[tuple, tuple[float, int, Choice]] = {}
+    fastest: dict[tuple, tuple[float, int, bool, Choice]] = {}
     memory = question.cluster.device.memory
     for choice in question.space().choices():
         considered += 1
@@ -193,7 +193,9 @@ def look(question: Question, best: int = SIMULATED) -> Found:
             continue
         fitting += 1
         alike = choice._replace(zero=1, context="ring")
-        key = round(question.pricing.quick(choice), 6), held, choice
+        # the closed forms are a ring's: what is gathered is longer than what they count
+        gathers = choice.context == "gather"
+        key = round(question.pricing.quick(choice), 6), held, gathers, choice
         if alike not in fastest or key < fastest[alike]:
             fastest[alike] = key
     if not considered:

@@ -47,6 +47,15 @@ def test_the_answer_is_the_fastest_of_what_fits():
         assert one.layout["layout.recompute"] == "full"
 
 
+def test_keys_are_not_gathered_where_a_ring_is_as_fast():
+    """What a rank holds is counted as of a ring, which never has the keys of a whole sequence."""
+    pins = Pins(tp=1, cp=8, pp=1, zero=3, recompute="full")
+    asked = question("llama-8b", "hgx-h100:1", pins, sequence_length=32768, global_batch_size=8)
+    found = search.look(asked)
+    assert {choice.context for choice in found.best} == {"ring"}
+    assert {choice.context for choice in asked.space().choices()} == {"ring", "gather"}
+
+
 def test_changes_are_of_one_thing_and_say_what_they_lack():
     asked = question("gpt3-175b", "dgx-a100:16", global_batch_size=64)
     (best,) = search.answer(asked, PlanConfig(top=1)).ranked
