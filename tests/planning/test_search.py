@@ -29,7 +29,7 @@ def test_the_answer_is_the_fastest_of_what_fits():
     ZeRO.
     """
     pins = Pins(tp=8, zero=1, recompute="full")
-    asked = question("gpt-39b", "dgx-a100:2", pins, global_batch_size=32, compile=False)
+    asked = question("gpt-39b", "dgx-a100:2", pins, global_batch_size=64, compile=False)
     found = search.answer(asked, PlanConfig(top=5))
     every = list(asked.space().choices())
     fitting = [choice for choice in every if asked.fits(choice)]
