@@ -6,13 +6,13 @@ from pathlib import Path
 from dolmen.core.errors import BadInput, message
 from dolmen.core.log import console
 from dolmen.files import write
-from dolmen.planning import dryrun
+from dolmen.planning import composed
 from dolmen.planning.config import DryrunRequest
 
 
 def run(request: DryrunRequest) -> int:
     try:
-        report = dryrun.of_ranks(request, progress=True)
+        report = composed.report(request, progress=True)
     except (ValueError, KeyError, OSError) as error:
         raise BadInput(message(error)) from None
     screen = console()

@@ -4,6 +4,7 @@ made, and far below what would fill a memory or an evening.
 
 from dolmen.files.gate import MIB, Kind
 from dolmen.files.schema import (
+    Flag,
     Int,
     List,
     Map,
@@ -373,4 +374,21 @@ CALIBRATION = Kind(
         rest=None,
     ),
     depth=4,
+)
+
+# A piece of a dry run (planning/composed.py): rows of an action, and what is held after them.
+BYTES = Int(0)
+LIVE = Row((Int(),) * 7)
+WORK = Text(("product", "attention", "memory", "collective", "send", "host"))
+ROW = (NAME, WORK, NAME, *(BYTES,) * 3, List(BYTES, longest=64), NAME, NAME, BYTES, Flag())
+PIECE = Kind(
+    Object(
+        required={
+            "rest": Row((BYTES,) * 7),
+            "parts": Map(Row((List(Row((*ROW, LIVE, LIVE))), LIVE))),
+        },
+        rest=None,
+    ),
+    size=256 * MIB,
+    depth=6,
 )

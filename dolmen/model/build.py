@@ -4,7 +4,7 @@ serving, is built here.
 """
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +65,7 @@ def place(
     compute: torch.dtype | None = None,
     compile: bool = False,
     hardware: Hardware | None = None,
+    stages: Sequence[range] | None = None,
 ) -> Decoder:
     """The same without memory: all parameters are on meta.
 
@@ -72,11 +73,12 @@ def place(
     alone. `schedule` places the stages; None: there is one. `training`: knobs that act inside.
     `dtype` is that of parameters at rest, `compute` (default: the same) that of the copies a step
     works with. Kernels are chosen for `hardware` (default: the mesh's device): H100 lets a CPU take
-    the road of one. Raises ValueError where the layout does not divide the model.
+    the road of one. `stages`: the layers of each (default: balanced). Raises ValueError where the
+    layout does not divide the model.
     """
     hardware = hardware or Hardware.of(mesh.device)
     kernels = chosen(training.applied(tree), mesh, compute or dtype, hardware)
-    parts = split(mesh, tree.layers, layout or Layout(), schedule, kernels)
+    parts = split(mesh, tree.layers, layout or Layout(), schedule, kernels, stages)
     with torch.device("meta"):
         model = Decoder(tree, parts, training).to(dtype)
     for name, leaf in model.held().items():

@@ -2,6 +2,7 @@
 stages they hold.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -72,11 +73,13 @@ def split(
     layout: Layout = Layout(),
     schedule: Schedule | None = None,
     kernels: Kernels = Kernels(),
+    stages: Sequence[range] | None = None,
 ) -> Split:
     """This rank's share of a model of `layers` layers, whose stages lie as `schedule` places them
-    (None: all are here), to be computed with `kernels`.
+    (None: all are here), to be computed with `kernels`. `stages`: the layers of each, None where
+    they are balanced.
     """
-    stages = balance(layers, schedule.stages if schedule else 1)
+    stages = stages or balance(layers, schedule.stages if schedule else 1)
 
     def part(stage: int) -> Part:
         return Part(stages[stage], stage == 0, stage == len(stages) - 1)

@@ -16,7 +16,7 @@ from torch.nn.modules import module as hooks
 
 from dolmen.core.state import is_part
 from dolmen.core.torch_private import watching
-from dolmen.planning.ledger import Kind, Row
+from dolmen.planning.ledger import Kind, Live, Row
 from dolmen.planning.memory import Memory
 from dolmen.planning.products import PRODUCTS
 
@@ -39,7 +39,7 @@ HOLD = frozenset(
     for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
 )
 """Those that send what they are given, and no copy of it."""
-SILENT = ("c10d.", "_c10d_functional.", "prim.")
+SILENT = ("c10d.", "_c10d_functional.", "prim.", "profiler.")
 """What begins the names of others that compute nothing."""
 SHORT = {
     torch.bfloat16: "bf16",
@@ -110,6 +110,8 @@ class Counting(watching.Dispatch):
         self.memory = Memory()
         self.places: Places | None = None
         self.rows: list[Row] = []
+        self.highs: list[Live] = []
+        """Of each row, what was held when it was the most while it ran."""
         self.since: list[dict[str, Any]] = []
         """Rows of the action that is under way."""
         self.sent: dict[int, Tensor] = {}
@@ -133,6 +135,9 @@ class Counting(watching.Dispatch):
 
     def ended(self, action: str, times: int = 1) -> None:
         """The rows since the last call are of this action, which the step does so often."""
+        end = self.memory.since_last()
+        if self.since and end.total > self.highs[-1].total:
+            self.highs[-1], self.since[-1]["peak"] = end, end.total
         self.rows += [Row(action=action, times=times, **row) for row in self.since]
         self.since = []
 
@@ -233,14 +238,14 @@ class Counting(watching.Dispatch):
 
     def _row(self, kind: str, op: str, **more: Any) -> None:
         assert self.places is not None
-        memory = self.memory
+        self.highs.append(self.memory.since_last())
         self.since.append(
             dict(
                 module=self.places.here or "",
                 kind=kind,
                 op=op,
-                live=memory.live,
-                peak=memory.since_last(),
+                live=self.memory.live,
+                peak=self.highs[-1].total,
                 **more,
             )
         )

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from dolmen.data.batch import FOLLOWS, Batch
 from dolmen.data.progress import bar
 from dolmen.model.build import place
 from dolmen.model.decoder import Decoder
+from dolmen.model.tree import Tree
 from dolmen.ops.attention import Documents
 from dolmen.ops.kernels import CPU, KNOWN, Hardware
 from dolmen.optim.precision import DTYPES, at_rest
@@ -41,7 +42,7 @@ from dolmen.parallel.actions import Action, Schedule
 from dolmen.planning.config import DryrunRequest, ranks_of
 from dolmen.planning.counting import Counting
 from dolmen.planning.dry_report import Report
-from dolmen.planning.ledger import Ledger
+from dolmen.planning.ledger import Ledger, Live
 from dolmen.planning.memory import Memory
 from dolmen.training import garbage
 from dolmen.training.check import check_computed
@@ -59,8 +60,19 @@ class Steps:
     """How often the step does an action that stands for others too."""
 
 
-def of_ranks(request: DryrunRequest, progress: bool = False) -> Report:
-    """The ranks that are asked for, one after the other; `progress` shows a bar on stderr. Raises
+class Trace(NamedTuple):
+    """A ledger, and what of memory it does not say."""
+
+    ledger: Ledger
+    highs: tuple[Live, ...]
+    """Of each row, what was held when it was the most while it ran."""
+    ends: tuple[Live, ...]
+    """After each action, and after the update, once all is known for what it is."""
+
+
+def of_ranks(request: DryrunRequest, progress: bool, one: Callable[..., Ledger]) -> Report:
+    """The ranks that are asked for, one after the other, each as `one` does, which is called as
+    `dryrun` is; `progress` shows a bar on stderr. Raises
     ValueError for a run that would be refused, and for one that would crash.
     """
     asked = request.asked
@@ -74,7 +86,7 @@ def of_ranks(request: DryrunRequest, progress: bool = False) -> Report:
     with bar(title, sum(actions), progress, MofNCompleteColumn()) as reach:
         for rank in ranks:
             found.append(
-                dryrun(
+                one(
                     run,
                     rank,
                     hardware=hardware,
@@ -103,16 +115,30 @@ def dryrun(
     each action. Raises ValueError where a process group has been joined, and whatever the step
     would raise.
     """
+    steps = shortened(run, rank, hardware, exact)
+    return traced(run, rank, run.tree, steps, hardware, max_load, observe).ledger
+
+
+def traced(
+    run: RunConfig,
+    rank: int,
+    tree: Tree,
+    steps: Steps,
+    hardware: Hardware,
+    max_load: float,
+    observe: Callable[[], None] = lambda: None,
+    stages: Sequence[range] | None = None,
+) -> Trace:
+    """The steps as `rank` of the world of `run.layout`, with `tree` for the model of `run`.
+    `stages`: the layers of each (default: balanced). Raises ValueError where a process group has
+    been joined, and whatever the step would raise.
+    """
     if dist.is_initialized():
         raise ValueError("a dry run plays a process of a world, and this one is of a world already")
-    layout = run.layout
-    if not 0 <= rank < layout.world:
-        raise ValueError(f"rank {rank} is none of the {layout.world} of this layout")
-    steps = shortened(run, rank, hardware, exact)
-    watching.join_fake(layout.world, rank)
+    watching.join_fake(run.layout.world, rank)
     try:
-        mesh = as_on(hardware, layout.mesh(torch.device("cpu")))
-        return _counted(run, rank, mesh, steps, hardware, max_load, observe)
+        mesh = as_on(hardware, run.layout.mesh(torch.device("cpu")))
+        return _counted(run, rank, tree, mesh, steps, hardware, max_load, observe, stages)
     finally:
         dist.destroy_process_group()
 
@@ -120,15 +146,17 @@ def dryrun(
 def _counted(
     run: RunConfig,
     rank: int,
+    tree: Tree,
     mesh: Mesh,
     steps: Steps,
     hardware: Hardware,
     max_load: float,
     observe: Callable[[], None],
-) -> Ledger:
+    stages: Sequence[range] | None,
+) -> Trace:
     schedule = steps.schedule
     model = place(
-        run.tree,
+        tree,
         mesh,
         run.layout,
         schedule,
@@ -136,7 +164,9 @@ def _counted(
         dtype=at_rest(run.train.dtype),
         compute=DTYPES[run.train.dtype],
         hardware=hardware,
+        stages=stages,
     )
+    ends: list[Live] = []
     counting = Counting(groups(mesh), instant=hardware.kind == "cuda")
 
     def answer(x: Tensor, rows: int | None) -> Any:
@@ -146,6 +176,7 @@ def _counted(
     def ended(action: Action) -> None:
         counting.ended(str(action), steps.times.get(action, 1))
         settle(model, counting.memory)
+        ends.append(counting.memory.live)
         observe()
 
     batch = batch_of(run, schedule)
@@ -159,7 +190,9 @@ def _counted(
             except Exception as error:  # whatever the code of the run raises, which runs here
                 raise crash(rank, counting, error) from error
         counting.ended("optimizer")
-    return Ledger(rank, rest, tuple(counting.rows), counting.memory.at_most)
+        ends.append(counting.memory.live)
+    ledger = Ledger(rank, rest, tuple(counting.rows), counting.memory.at_most)
+    return Trace(ledger, tuple(counting.highs), tuple(ends))
 
 
 def crash(rank: int, counting: Counting, error: Exception) -> ValueError:
@@ -186,9 +219,11 @@ def allocated(
 
 def shortened(run: RunConfig, rank: int, hardware: Hardware, exact: bool = False) -> Steps:
     """The steps of a dry run. Over gloo all that was sent is held until the end of a step, so that
-    more microbatches hold more.
+    more microbatches hold more. Raises ValueError for a rank that there is not.
     """
     layout, size = run.layout, run.microbatch_size
+    if not 0 <= rank < layout.world:
+        raise ValueError(f"rank {rank} is none of the {layout.world} of this layout")
     whole = layout.make_schedule(run.train.global_batch_size, size)
     few = min(whole.micros, max(3, 2 * layout.pp * layout.virtual_stages))
     grows = hardware.kind == "cpu" and layout.pp > 1

@@ -32,9 +32,11 @@ class Memory:
     def __init__(self) -> None:
         self.held: dict[int, _Held] = {}
         self.bytes: dict[Kind, int] = dict.fromkeys(get_args(Kind), 0)
-        self.total = self.most = self.lately = 0
+        self.total = self.most = 0
         self.at_most = Live()
         """By kind, when there were `most`."""
+        self.lately = Live()
+        """The most since `since_last`, by kind."""
         self.making: Kind = "parameter"
 
     @property
@@ -53,12 +55,12 @@ class Memory:
 
     def begin(self) -> None:
         """The peak is of what comes."""
-        self.most = self.lately = self.total
-        self.at_most = self.live
+        self.most = self.total
+        self.at_most = self.lately = self.live
 
-    def since_last(self) -> int:
-        """The most bytes at once since the last call."""
-        most, self.lately = self.lately, self.total
+    def since_last(self) -> Live:
+        """The most at once since the last call."""
+        most, self.lately = self.lately, self.live
         return most
 
     def made(self, tensor: Tensor) -> None:
@@ -99,6 +101,7 @@ class Memory:
     def _add(self, kind: Kind, size: int) -> None:
         self.bytes[kind] += size
         self.total += size
-        self.lately = max(self.lately, self.total)
+        if self.total > self.lately.total:
+            self.lately = self.live
         if self.total > self.most:
             self.most, self.at_most = self.total, self.live
