@@ -139,6 +139,11 @@ class PlanConfig:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} is {value}: it must be at least {least}")
+        if not self.inference and (self.batch, self.length) != (1, None):
+            raise ValueError(
+                "batch and length are of generation: give --inference too, or for training "
+                "--train.global-batch-size and --train.sequence-length"
+            )
         for name in ("tokens", "rent", "node_price", "years", "kilowatt_hour"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < 1e30:

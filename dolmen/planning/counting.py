@@ -208,7 +208,9 @@ class Counting(watching.Dispatch):
         if sends is not None:
             payload = max(t.nbytes for t in (*given, *made))
             kind = "send" if sends in ("send", "receive") else "collective"
-            self._row(kind, sends, axis=self._axis(sends, name, args), payload=payload)
+            axis = self._axis(sends, name, args)
+            if axis is not None:
+                self._row(kind, sends, axis=axis, payload=payload)
             return
         if name in EMPTY or name.startswith(SILENT):
             return
@@ -225,11 +227,13 @@ class Counting(watching.Dispatch):
         factors = SHORT[found.dtype]
         self._row(found.kind, op, flops=found.flops, shape=found.shape, dtype=factors, **moved)
 
-    def _axis(self, sends: str, name: str, args: Sequence[Any]) -> str:
+    def _axis(self, sends: str, name: str, args: Sequence[Any]) -> str | None:
         """The axis of a collective. Groups of the same ranks are one: it is the one that such an
-        operator is for.
+        operator is for. None in a group of this rank alone, which FSDP asks at ZeRO 0 too.
         """
-        names = next(self.axes[group] for group in map(_group, args) if group in self.axes)
+        names = next((self.axes[one] for one in map(_group, args) if one in self.axes), None)
+        if names is None:
+            return None
         if name.startswith("c10d.") and sends not in ("send", "receive"):
             order = OF_PARAMETERS
         else:
@@ -260,6 +264,8 @@ OF_ACTIVATIONS = ("tp", "pp", "cp", "dp", "ends", "ep", "fsdp", "edp", "world")
 def _group(argument: Any) -> str:
     """The name of a group, as an operator is given it."""
     if isinstance(argument, torch.ScriptObject):
+        if not argument._type().qualified_name().endswith(".ProcessGroup"):  # a ReduceOp, say
+            return ""
         return dist.ProcessGroup.unbox(argument).group_name
     return argument if isinstance(argument, str) else ""
 

@@ -297,6 +297,13 @@ def test_a_steady_state_stands_for_what_was_not_run(schedule):
         assert sent(short, run) == sent(whole, run)
 
 
+def test_a_group_of_one_rank_sends_nothing():
+    """FSDP asks such a group for the sum of gradients where ZeRO 0 has one rank."""
+    run = run_of(LLAMA, Layout(dp=1, zero=0), dtype="bfloat16")
+    ledger = dryrun(run, 0, hardware=H100)
+    assert {row.kind for row in ledger.rows} == {"product", "attention", "memory", "host"}
+
+
 MIXTRAL = {
     **{name: value for name, value in LLAMA.items() if name != "model_type"},
     "model_type": "mixtral",

@@ -111,6 +111,7 @@ REFUSED = {
     "gpt-1t --cluster dgx-a100:384 --train.global-batch-size 0": "must be at least 1",
     "gpt-1t --cluster dgx-a100 --train.microbatch-size 7": "train.microbatch-size",
     "gpt-1t --cluster dgx-a100 --top 0": "top is 0: it must be at least 1",
+    "gpt-1t --cluster dgx-a100 --batch 8": "batch and length are of generation: give --inference",
     "gpt-1t --cluster dgx-a100 --tokens -1": "tokens is -1",
     "gpt-1t --cluster dgx-a100 --layout.schedule zero-bubble --train.compile": "exclude each other",
     "gpt-1t --cluster dgx-2h --train.dtype bfloat16": "has no products in bf16",
