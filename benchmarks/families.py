@@ -22,7 +22,7 @@ from test_over_layouts import LAYOUTS, compared
 from tiny import CASES, build
 
 from dolmen.conversion.source import open_source
-from dolmen.families.checked import FILE, Checked, checked, title
+from dolmen.families.checked import FILE, PLAIN, Checked, checked, title
 from dolmen.model import count, head
 from dolmen.serving import engine
 
@@ -62,7 +62,7 @@ def of(case: str, layouts: dict[str, float | str]) -> Checked:
             case,
             model.model_type,
             count.parameters(model.tree),
-            "plain reference" if CASES[case].plain else type(build(case)).__name__,
+            PLAIN if CASES[case].plain else type(build(case)).__name__,
             difference,
             single,
             double,

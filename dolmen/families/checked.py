@@ -11,6 +11,8 @@ from dolmen.families.known import families
 from dolmen.files import gate
 from dolmen.files.schema import List, Map
 
+PLAIN = "plain reference"
+"""What a case is `against` where transformers has no class."""
 FILE = Path(__file__).with_name("checked.json")
 KIND = gate.Kind(List(Map()))
 
