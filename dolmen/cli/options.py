@@ -52,6 +52,7 @@ class DryrunOptions(DryrunConfig, Beginning):
     """
 
     exact: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    composed: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
 
 
 Words = TypeVar("Words", bound=Beginning)

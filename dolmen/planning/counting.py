@@ -231,7 +231,7 @@ class Counting(watching.Dispatch):
         """The axis of a collective. Groups of the same ranks are one: it is the one that such an
         operator is for. None in a group of this rank alone, which FSDP asks at ZeRO 0 too.
         """
-        names = next((self.axes[one] for one in map(_group, args) if one in self.axes), None)
+        names = self._names(args)
         if names is None:
             return None
         if name.startswith("c10d.") and sends not in ("send", "receive"):
@@ -239,6 +239,15 @@ class Counting(watching.Dispatch):
         else:
             order = OF_EXPERTS if sends == "all-to-all" else OF_ACTIVATIONS
         return next(axis for axis in order if axis in names)
+
+    def _names(self, args: Sequence[Any]) -> Sequence[str] | None:
+        """The axes of the group that an operator is given, which comes before what it adds by."""
+        for argument in args:
+            if isinstance(argument, torch.ScriptObject):
+                return self.axes.get(dist.ProcessGroup.unbox(argument).group_name)
+            if isinstance(argument, str) and argument in self.axes:
+                return self.axes[argument]
+        return None
 
     def _row(self, kind: str, op: str, **more: Any) -> None:
         assert self.places is not None
@@ -259,15 +268,6 @@ OF_PARAMETERS = ("dp", "fsdp", "edp", "cp", "ep", "world")
 """Which axis a group that is several is called after: what FSDP sends."""
 OF_EXPERTS = ("ep", "tp", "cp", "dp", "fsdp", "edp", "world")
 OF_ACTIVATIONS = ("tp", "pp", "cp", "dp", "ends", "ep", "fsdp", "edp", "world")
-
-
-def _group(argument: Any) -> str:
-    """The name of a group, as an operator is given it."""
-    if isinstance(argument, torch.ScriptObject):
-        if not argument._type().qualified_name().endswith(".ProcessGroup"):  # a ReduceOp, say
-            return ""
-        return dist.ProcessGroup.unbox(argument).group_name
-    return argument if isinstance(argument, str) else ""
 
 
 def _tensors(value: Any) -> list[Tensor]:

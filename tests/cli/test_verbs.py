@@ -169,7 +169,7 @@ def test_verify(exported, material, tmp_path):
     result = dolmen("verify", exported, "--length", 16)
     assert result.code == 0 and "DIFFERS" not in result.out
     assert all(
-        f" {row} " in result.out for row in ("logits", "loss", "gradient norm", "greedy tokens")
+        f"\n{row} " in result.out for row in ("logits", "loss", "gradient norm", "greedy tokens")
     )
     other = dolmen("verify", exported, "--against", material.model, "--length", 16)
     assert other.code == 1 and "DIFFERS" in other.out
