@@ -67,9 +67,9 @@ def kept(tree: Tree, layers: range, recomputed: int, shorten: bool) -> Kept:
     ):
         number, at = len(list(same)), len(blocks)
         few = min(number, MOST) if shorten else number
+        middle = few // 2
         for i in range(number):
             from_end = i - number + few
-            middle = few // 2
             stands.append(at + (i if i < middle else max(from_end, middle)))
         if number > few:
             more.append((at + middle, number - few))
