@@ -18,6 +18,9 @@ from dolmen.planning.space import Choice
 
 BACKWARD = 2.5
 """Of attention against forward: it forms the scores again."""
+RING_BACKWARD = 3
+"""Of what a ring sends, against forward: keys and values again, in half precision, and their
+gradients in fp32."""
 
 
 class Work(NamedTuple):
@@ -46,9 +49,9 @@ class Outline:
         entered, left = self._collectives(choice, block.arrangement.additions)
         swept = self._swept(block, choice)
         attention = self._attention(block, choice)
-        sent = self._to_experts(block, choice)
-        sent += self._round_ring(leaves, block, choice)
-        onward = (*entered, *forward, attention, *sent, *left, swept)
+        experts = self._to_experts(block, choice)
+        ring = self._round_ring(leaves, block, choice)
+        onward = (*entered, *forward, attention, *experts, *ring, *left, swept)
         if choice.recompute == "full":
             again = onward
         else:
@@ -56,7 +59,8 @@ class Outline:
         turned = self._backward(attention)
         # under sequence parallelism what entered is gathered once more for the weights' gradients
         gathered = entered if choice.sequence_parallel else ()
-        back = (*again, *_mirrored(left), *forward, turned, *sent, swept, swept)
+        back = (*again, *_mirrored(left), *forward, turned, *experts, swept, swept)
+        back += tuple(replace(row, payload=RING_BACKWARD * row.payload) for row in ring)
         back += (
             *gathered,
             *_mirrored(entered),
@@ -69,7 +73,8 @@ class Outline:
         bytes_ = self._stream(choice)
         rows = (Row("F0", "embed", "memory", "embedding", 0, 2 * bytes_, bytes_),)
         _, left = self._collectives(choice, 1)
-        return Work((*rows, *left), _mirrored(left), rows)
+        elements = -(-self.tree.vocab_size // choice.tp) * self.tree.width
+        return Work((*rows, *left), _mirrored(left), (*rows, self._added("embed", elements)))
 
     def head(self, choice: Choice) -> Work:
         """Products, and what the loss sweeps over: logits in half precision and in fp32, and
@@ -83,7 +88,7 @@ class Outline:
         swept = Row("F0", "head", "memory", "loss", 0, 8 * logits, 8 * logits)
         # the loss forms its gradients in forward
         both = (product, _product("head", 1, tokens, width, rows, e))
-        both += (_product("head", 1, rows, width, tokens, e),)
+        both += (_product("head", 1, rows, width, tokens, e), self._added("head", rows * width))
         return Work((*entered, *both, swept), (*_mirrored(entered), *self._reduced(choice, 1)), ())
 
     def update(self, elements: int, moments: int) -> tuple[Row, ...]:
@@ -118,7 +123,14 @@ class Outline:
             e = self.element_bytes
             forward.append(_product(leaf.role, batch, rows, out, inp, e))
             weights.append(_product(leaf.role, batch, out, inp, rows, e))
+            weights.append(self._added(leaf.role, batch * out * inp))
         return tuple(forward), tuple(weights)
+
+    def _added(self, module: str, elements: int) -> Row:
+        """A microbatch's gradients to the sum of those before it, which is in fp32."""
+        return Row(
+            "B0", module, "memory", "add", 0, (self.element_bytes + 4) * elements, 4 * elements
+        )
 
     def _attention(self, block: Block, choice: Choice) -> Row:
         one = replace(self.tree, runs=(Run((block,), 1),))

@@ -4,9 +4,11 @@ what they send over each axis; FLOPs and activations beside their closed forms.
 
 import gc
 import json
+import math
 import time
 import weakref
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -30,7 +32,9 @@ from dolmen.model.layout import Layout
 from dolmen.objectives.cross_entropy import CrossEntropy
 from dolmen.ops.kernels import CPU, H100
 from dolmen.planning.dryrun import dryrun, shortened
-from dolmen.planning.ledger import Ledger
+from dolmen.planning.ledger import Ledger, Row
+from dolmen.planning.outline import Outline
+from dolmen.planning.space import Choice
 from dolmen.training import garbage
 from dolmen.training.config import RunConfig, TrainConfig
 from dolmen.training.run import make_state
@@ -295,6 +299,26 @@ def test_a_steady_state_stands_for_what_was_not_run(schedule):
         short, whole = (dryrun(run, rank, hardware=H100, exact=exact) for exact in (False, True))
         assert short.flops == whole.flops and short.peak == whole.peak
         assert sent(short, run) == sent(whole, run)
+
+
+def test_a_plan_adds_gradients_as_a_step_does():
+    """Each microbatch, half precision to fp32; those of norms are too few for a plan."""
+    run = run_of(LLAMA, Layout(dp=2, zero=1), dtype="bfloat16")
+    tree, choice = run.tree, Choice(1, 1, 1, 2, 1, 1, False, "ring", "1f1b", 1, "none", None, 1)
+    outline = Outline(tree, LENGTH)
+    works = [outline.block(number, choice) for number in range(tree.layers)]
+    works += [outline.embedding(choice), outline.head(choice)]
+    planned = moved(row for work in works for part in work for row in part if row.op == "add")
+    rows = dryrun(run, 0, hardware=H100, exact=True).rows
+    added = moved(row for row in rows if row.action == "B1" and row.op == "add_")
+    leaves = tree.leaves.values()
+    norms = 10 * sum(leaf.shape[0] for leaf in leaves if len(leaf.shape) == 1)
+    assert added == planned + norms == 10 * sum(math.prod(leaf.shape) for leaf in leaves)
+
+
+def moved(rows: Iterable[Row]) -> int:
+    """Bytes read and written."""
+    return sum(row.read + row.written for row in rows)
 
 
 def test_a_group_of_one_rank_sends_nothing():
