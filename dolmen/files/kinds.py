@@ -169,14 +169,17 @@ SUMMARY = Kind(
     depth=4,
 )
 TEXT_FILE = Row((Text(), Int(0), Int(), Int()))  # path, size, times of modification and change
+READ_FROM = {
+    "format": Int(),
+    "files": List(TEXT_FILE),
+    "hubs": List(Row((Text(), Int(0), List(TEXT_FILE)))),
+    "tokenizer": Text(),
+}
 CORPUS = Kind(
     Object(
         required={
-            "format": Int(),
-            "files": List(TEXT_FILE),
-            "hubs": List(Row((Text(), Int(0), List(TEXT_FILE)))),
+            **READ_FROM,
             "text_field": Text(),
-            "tokenizer": Text(),
             "end_of_text": TOKEN,
             "dtype": Text(choices=("<u2", "<u4")),
             "tokens": Int(0),
@@ -215,10 +218,7 @@ TEMPLATE_SIZE = MIB
 EXAMPLES = Kind(
     Object(
         required={
-            "format": Int(),
-            "files": List(TEXT_FILE),
-            "hubs": List(Row((Text(), Int(0), List(TEXT_FILE)))),
-            "tokenizer": Text(),
+            **READ_FROM,
             "template": Text(),
             "train_on": Text(),
             "dtype": Text(choices=("<u2", "<u4")),
