@@ -37,7 +37,7 @@ def build(
     """The decoder on `mesh`, or this rank's stages of it, allocated, its values not yet set: what
     `place` has placed.
     """
-    model = place(
+    placed = place(
         tree,
         mesh,
         layout,
@@ -48,9 +48,14 @@ def build(
         compile=compile,
         hardware=hardware,
     )
-    model.to_empty(device=mesh.device)
+    return allocate(placed, mesh.device)
+
+
+def allocate(model: Decoder, device: torch.device) -> Decoder:
+    """Memory for what `place` has placed, without values."""
+    model.to_empty(device=device)
     for delayed in model.delayed().values():
-        delayed.on(mesh.device)
+        delayed.on(device)
     return model
 
 

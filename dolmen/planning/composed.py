@@ -31,10 +31,11 @@ from dolmen.parallel.actions import Schedule
 from dolmen.planning.config import DryrunRequest
 from dolmen.planning.contexts import contexts, smallest, text_of
 from dolmen.planning.dry_report import Report
-from dolmen.planning.dryrun import dryrun, of_ranks, shortened
+from dolmen.planning.dryrun import dryrun, of_ranks
 from dolmen.planning.hardware import measured_at
 from dolmen.planning.ledger import Ledger, Live
 from dolmen.planning.pieces import UPDATE, Part, Small, Step, plus
+from dolmen.planning.steady import shortened
 from dolmen.training.config import RunConfig
 
 MOST = 3

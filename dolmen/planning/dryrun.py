@@ -2,16 +2,11 @@
 backward and update run on tensors that have no values, in a process group in which nothing is
 sent, with the kernels that are chosen for some hardware. What they do is a ledger.
 
-    m microbatches are asked for. In its steady state a schedule repeats itself, so of one that
-    holds no more with more of them min(m, 2 pp v) are run, 3 at least, and the actions in the
-    middle stand for those that were left out.
-
-It runs eagerly, whatever `train.compile` says.
+Of many microbatches few are run (steady.py). It runs eagerly, whatever `train.compile` says.
 """
 
 import gc
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
@@ -31,7 +26,7 @@ from dolmen.core.torch_private import sharding, watching
 from dolmen.core.words import counted
 from dolmen.data.batch import FOLLOWS, Batch
 from dolmen.data.progress import bar
-from dolmen.model.build import place
+from dolmen.model.build import allocate, place
 from dolmen.model.decoder import Decoder
 from dolmen.model.tree import Tree
 from dolmen.ops.attention import Documents
@@ -44,20 +39,12 @@ from dolmen.planning.counting import Counting
 from dolmen.planning.dry_report import Report
 from dolmen.planning.ledger import Ledger, Live
 from dolmen.planning.memory import Memory
+from dolmen.planning.steady import Steps, shortened
 from dolmen.training import garbage
 from dolmen.training.check import check_computed
 from dolmen.training.config import RunConfig
 from dolmen.training.run import begin_state
 from dolmen.training.step import TrainState, optimizer_step
-
-
-@dataclass(frozen=True)
-class Steps:
-    """The schedule that is run in place of one of more microbatches."""
-
-    schedule: Schedule
-    times: Mapping[Action, int]
-    """How often the step does an action that stands for others too."""
 
 
 class Trace(NamedTuple):
@@ -210,68 +197,9 @@ def allocated(
 ) -> TrainState:
     """A model that has been placed, with memory, and its optimizer."""
     with counting.memory.makes("parameter"):
-        model.to_empty(device=mesh.device)
-        for delayed in model.delayed().values():
-            delayed.on(mesh.device)
+        allocate(model, mesh.device)
     with counting.memory.makes("optimizer"):
         return begin_state(run, model, schedule, mesh, steps=run.train.steps or 1)
-
-
-def shortened(run: RunConfig, rank: int, hardware: Hardware, exact: bool = False) -> Steps:
-    """The steps of a dry run. Over gloo all that was sent is held until the end of a step, so that
-    more microbatches hold more. Raises ValueError for a rank that there is not.
-    """
-    layout, size = run.layout, run.microbatch_size
-    if not 0 <= rank < layout.world:
-        raise ValueError(f"rank {rank} is none of the {layout.world} of this layout")
-    whole = layout.make_schedule(run.train.global_batch_size, size)
-    few = min(whole.micros, max(3, 2 * layout.pp * layout.virtual_stages))
-    grows = hardware.kind == "cpu" and layout.pp > 1
-    if exact or grows or few == whole.micros or layout.schedule.endswith((".txt", ".yaml")):
-        return Steps(whole, {})
-    short = layout.make_schedule((layout.dp or 1) * few * size, size)
-    mine = rank // (layout.world // layout.pp)
-    several = layout.pp if short.chunks > 1 and short.placement == "loop" else 1
-    repeated = steady(short.actions[mine], several)
-    left_out, rest = divmod(whole.micros - few, several)
-    if not repeated or rest or most_under_way(short, mine) < most_under_way(whole, mine):
-        return Steps(whole, {})
-    return Steps(short, dict.fromkeys(repeated, 1 + left_out))
-
-
-def steady(actions: Sequence[Action], micros: int) -> Sequence[Action]:
-    """Those nearest to the middle that stand one after the other and do, of every chunk, the
-    forward and the backward of `micros` microbatches: what a schedule of more would repeat. None
-    where there are none.
-    """
-    chunks = 1 + max(action.chunk for action in actions)
-    whole = {(part, chunk): micros for part in "FIW" for chunk in range(chunks)}
-    windows = (
-        actions[first : first + length]
-        for length in range(2 * micros * chunks, 3 * micros * chunks + 1)
-        for first in sorted(
-            range(len(actions) - length + 1),
-            key=lambda first, length=length: abs(2 * first + length - len(actions)),
-        )
-    )
-    return next((window for window in windows if _parts(window) == whole), ())
-
-
-def _parts(actions: Sequence[Action]) -> Counter[tuple[str, int]]:
-    """How often they do each part of a microbatch, by chunk: a B is an I and a W."""
-    parts = ((part, a.chunk) for a in actions for part in ("IW" if a.kind == "B" else a.kind))
-    return Counter(parts)
-
-
-def most_under_way(schedule: Schedule, rank: int) -> int:
-    """Microbatches whose forward is done and of whose backward something is left, the most at
-    once.
-    """
-    now = most = 0
-    for action in schedule.actions[rank]:
-        now += (action.kind == "F") - (action.kind in "BW")
-        most = max(most, now)
-    return most
 
 
 def as_on(hardware: Hardware, mesh: Mesh) -> Mesh:

@@ -17,8 +17,9 @@ from dolmen.model.tree import Tree
 from dolmen.ops.kernels import Hardware
 from dolmen.parallel.actions import Schedule
 from dolmen.planning.contexts import contexts, text_of
-from dolmen.planning.dryrun import Steps, Trace, traced
+from dolmen.planning.dryrun import Trace, traced
 from dolmen.planning.ledger import Live, Row
+from dolmen.planning.steady import Steps
 from dolmen.training.config import RunConfig
 
 UPDATE = "optimizer"

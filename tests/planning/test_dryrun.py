@@ -31,10 +31,11 @@ from dolmen.model import count
 from dolmen.model.layout import Layout
 from dolmen.objectives.cross_entropy import CrossEntropy
 from dolmen.ops.kernels import CPU, H100
-from dolmen.planning.dryrun import dryrun, shortened
+from dolmen.planning.dryrun import dryrun
 from dolmen.planning.ledger import Ledger, Row
 from dolmen.planning.outline import Outline
 from dolmen.planning.space import Choice
+from dolmen.planning.steady import shortened
 from dolmen.training import garbage
 from dolmen.training.config import RunConfig, TrainConfig
 from dolmen.training.run import make_state
