@@ -35,7 +35,7 @@ OPTIONS = """
     --model.intermediate-size 384 --model.num-hidden-layers 4 --model.num-attention-heads 4
     --model.num-key-value-heads 4 --model.max-position-embeddings 128
     --model.tie-word-embeddings --data.path python-standard-library --data.tokenizer bpe:512
-    --train.sequence-length 64 --train.global-batch-size 4 --train.dtype bfloat16
+    --train.sequence-length 64 --train.global-batch-size 16 --train.dtype bfloat16
     --train.device cpu --optimizer.lr 2e-3 --optimizer.schedule cosine --checkpoint.every 200
     --checkpoint.keep 1 --log.validate-every 0
 """
@@ -45,7 +45,7 @@ FAULTS = {
 }
 CURVES = {
     "bf16": "",
-    "bf16, another order": "--train.microbatch-size 2",
+    "bf16, another order": "--train.microbatch-size 8",
     **{name: f"--train.precision {name}" for name in recipe.GRANULARITY},
     "fp8-delayed, tp 2": "--train.precision fp8-delayed --layout.tp 2",
     "fp8-rowwise, tp 2": "--train.precision fp8-rowwise --layout.tp 2",

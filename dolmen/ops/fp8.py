@@ -20,6 +20,8 @@ A number that is not finite makes all that share its scale NaN. The same arithme
 so that payloads and scales have the same bits.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Shaped
@@ -60,13 +62,7 @@ def dequantise(
     every = torch.arange(256, dtype=torch.uint8, device=payload.device)
     places = payload.contiguous().view(torch.uint8).flatten().int()
     values = every.view(payload.dtype).float().index_select(0, places).view(payload.shape)
-    return (values * _spread(scale, payload, granularity, axis)).to(dtype)
-
-
-def rounded(x: Float[Tensor, "*shape"], format: Format) -> Shaped[Tensor, "*shape"]:
-    """x clamped to +- the format's largest number, in its dtype. NaN stays NaN."""
-    most = LARGEST[format]
-    return x.clamp(-most, most).to(DTYPES[format])
+    return _each(values, scale, granularity, axis, torch.Tensor.mul_).to(dtype)
 
 
 def amax(x: Float[Tensor, "*shape"], granularity: Granularity, axis: int) -> Float[Tensor, "..."]:
@@ -80,14 +76,10 @@ def amax(x: Float[Tensor, "*shape"], granularity: Granularity, axis: int) -> Flo
 def _largest(x: Tensor, granularity: Granularity, axis: int) -> Tensor:
     if granularity == "tensor":
         return x.abs().amax().float() if x.numel() else torch.zeros((), device=x.device)
-    sizes = _block(x, granularity, axis)
-    padding = [n for size, dim in zip(sizes, x.shape, strict=True) for n in (-dim % size, 0)]
-    if any(padding):
-        x = F.pad(x, padding[::-1])
-    apart = [n for size, dim in zip(sizes, x.shape, strict=True) for n in (dim // size, size)]
+    apart = _apart(x, granularity, axis)
     if not x.numel():
-        return torch.zeros(apart[::2], device=x.device)
-    return x.abs().view(apart).amax(tuple(range(1, len(apart), 2))).float()
+        return torch.zeros(apart.shape[::2], device=x.device)
+    return apart.abs().amax(tuple(range(1, apart.ndim, 2))).float()
 
 
 def scale_of(
@@ -116,18 +108,40 @@ def divided(
     granularity: Granularity,
     axis: int,
 ) -> Shaped[Tensor, "*shape"]:
-    """The payload of x by a scale that is known."""
-    return rounded(x.detach().float() / _spread(scale, x, granularity, axis), format)
+    """The payload of x by a scale that is known. NaN stays NaN."""
+    most = LARGEST[format]
+    # what is made once is changed in place: on a CPU new memory costs more than what is computed
+    values = x.detach().to(torch.float32, copy=True)
+    values = _each(values, scale, granularity, axis, torch.Tensor.div_)
+    return values.clamp_(-most, most).to(DTYPES[format])
 
 
-def _spread(scale: Tensor, x: Tensor, granularity: Granularity, axis: int) -> Tensor:
-    """The scale of each element of x, or what broadcasts to it."""
+def _each(
+    x: Tensor,
+    scale: Tensor,
+    granularity: Granularity,
+    axis: int,
+    op: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:
+    """x, which is changed, each element by its scale."""
     if granularity in ("tensor", "row"):
-        return scale
-    for dim, size in enumerate(_block(x, granularity, axis)):
-        if size > 1:
-            scale = scale.repeat_interleave(size, dim).narrow(dim, 0, x.shape[dim])
-    return scale
+        return op(x, scale)
+    done = op(
+        _apart(x, granularity, axis), scale.view([n for dim in scale.shape for n in (dim, 1)])
+    )
+    whole = [n * size for n, size in zip(done.shape[::2], done.shape[1::2], strict=True)]
+    return done.view(whole)[tuple(slice(n) for n in x.shape)]
+
+
+def _apart(x: Tensor, granularity: Granularity, axis: int) -> Tensor:
+    """Each dim of x as two: blocks, and the elements of one, the last filled up with 0."""
+    sizes = _block(x, granularity, axis)
+    padding = [n for size, dim in zip(sizes, x.shape, strict=True) for n in (-dim % size, 0)]
+    if any(padding):
+        x = F.pad(x, padding[::-1])
+    return x.view(
+        [n for size, dim in zip(sizes, x.shape, strict=True) for n in (dim // size, size)]
+    )
 
 
 def _block(x: Tensor, granularity: Granularity, axis: int) -> list[int]:
