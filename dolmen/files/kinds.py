@@ -153,6 +153,34 @@ METRICS_ROW = Kind(
     size=MIB,
     depth=4,
 )
+# What a model wrote of a prompt after so many steps of its training: samples.jsonl.
+SAMPLE_ROW = Kind(
+    Object(
+        required={"step": Int(0), "prompt": Text(), "text": Text()},
+        optional={"time": Real(0), "tokens": Int(0)},
+    ),
+    size=MIB,
+    depth=4,
+)
+HISTORY_ROW = Kind(
+    Object(
+        required={"step": Int(0), "time": Real(0)},
+        optional={
+            "begun": Text(choices=("new", "resumed", "restarted")),
+            "steps": Int(0),
+            "processes": Int(1),
+            "device": Text(longest=1024),
+            "parameters": Int(0),
+            "changed": List(Text(longest=4096), longest=1024),
+            "memory_gib": List(Real(0)),
+            "router_load": Map(List(Real(0), shortest=1, longest=EXPERTS.high), LAYERS.high),
+            "saved": Flag(),
+            "ended": Text(longest=1024),
+        },
+    ),
+    size=64 * MIB,  # the largest published model has 23,424 experts
+    depth=4,
+)
 SUMMARY = Kind(
     Object(
         required={

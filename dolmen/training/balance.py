@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from dolmen.core import state
+from dolmen.core import host, state
 from dolmen.model.decoder import Decoder
 from dolmen.model.given import Balance
 from dolmen.model.tree import Tree
@@ -63,10 +63,28 @@ def router_metrics(
     """
     if not tree.experts:
         return tallies.new_zeros(0)
-    rows = torch.stack([tallies[i] for i, b in enumerate(tree.blocks) if b.mlp.experts])
+    rows = torch.stack([tallies[i] for i in _sparse(tree)])
     loads, losses = rows.split([tree.experts, 2], 1)
     mean = loads.mean(1).clamp(min=1e-9)  # 0 only if no backward was run
     return torch.cat([(loads.amax(1) / mean).amax(0, keepdim=True), losses.mean(0) / sequences])
+
+
+def _sparse(tree: Tree) -> list[int]:
+    """Numbers of the layers that have experts."""
+    return [i for i, block in enumerate(tree.blocks) if block.mlp.experts]
+
+
+def loads(tree: Tree, tallies: Float[Tensor, "layers experts_and_2"]) -> dict[str, list[float]]:
+    """Of each sparse layer, by its number, each expert's tokens over the mean of its layer. The
+    host waits for the device.
+    """
+    layers = _sparse(tree) if tree.experts else []
+    if not layers:
+        return {}
+    counted = torch.stack([tallies[i] for i in layers])[:, : tree.experts]
+    share = counted / counted.mean(1, keepdim=True).clamp(min=1e-9)
+    rows = host.read_back(share)
+    return {str(i): [round(x, 3) for x in row] for i, row in zip(layers, rows, strict=True)}
 
 
 def move(model: Decoder, tallies: Float[Tensor, "layers experts_and_2"], update: bool) -> None:

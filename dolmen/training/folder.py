@@ -51,6 +51,7 @@ class Form:
 FORMS = {
     "config.yaml": Form(r"config\.yaml(\.part)?"),
     "metrics.jsonl": Form(r"metrics\.(jsonl(\.part)?|part|damaged(-\d+)?\.jsonl)"),
+    "history.jsonl": Form(r"history\.jsonl(\.part)?"),
     "loss.png": Form(r"loss\.png(\.part)?"),
     "summary.json": Form(r"summary\.(json(\.part)?|part)"),
     "tensorboard": Form(r"tensorboard/events\.out\.tfevents\.[^/]+", "tensorboard"),

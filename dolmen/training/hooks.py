@@ -13,6 +13,7 @@ from rich.console import Console
 from dolmen.checkpoint.saved import Saved, Validation
 from dolmen.checkpoint.store import Checkpoints
 from dolmen.core.config import to_dict
+from dolmen.core.device import describe_device
 from dolmen.core.log import size
 from dolmen.core.mesh import Mesh
 from dolmen.core.words import counted
@@ -20,8 +21,9 @@ from dolmen.data.batches import Loader
 from dolmen.evaluation.validate import NEXT_TOKEN, mean_loss
 from dolmen.launch.watch import Watch
 from dolmen.model import count
-from dolmen.training import garbage, metrics, report
+from dolmen.training import balance, garbage, history, metrics, report
 from dolmen.training.config import RunConfig
+from dolmen.training.history import History
 from dolmen.training.loop import Hook, Stop
 from dolmen.training.mfu import Peak
 from dolmen.training.profile import Profile
@@ -73,19 +75,27 @@ class Hooks:
             else ()
         )
         self.writers = [kind(out / name, state.step) for kind, name in kinds]
+        self.history = History(out / history.NAME if mesh.first else None)
+        self.first, self.tenth = state.step + 1, max(1, state.steps // 10)
         self.profile = Profile(run.log.profile, mesh, out)
         self.line = report.ProgressLine(console, state.step, state.steps)
 
     def table(self) -> list[tuple[int, Hook]]:
         """(every so many steps, hook), in order."""
         every = self.run.log.validate_every
-        validating = max(1, self.steps // 10) if every is None else every
+        validating = self.tenth if every is None else every
         hooks = [(1, self.count), (self.run.log.every, self.log)]
         if self.run.log.profile is not None:
             hooks.append((self.run.log.profile, self.tell_profile))
         if self.loader.validation_tokens:
             hooks.append((validating, self.validate))
-        return [*hooks, (self.run.checkpoint.every, self.save), (1, self.poll), (1, self.collect)]
+        return [
+            *hooks,
+            (1, self.ranks),
+            (self.run.checkpoint.every, self.save),
+            (1, self.poll),
+            (1, self.collect),
+        ]
 
     def count(self, state: TrainState, m: Metrics) -> None:
         """Raises FloatingPointError after too many skipped steps in a row."""
@@ -133,16 +143,31 @@ class Hooks:
             **self.peak.utilization(rate * self.flops, self.mesh.size),
             "memory_gib": memory_gib(self.mesh),
             "time": time.time(),
+            "seconds": now - self.began,
             **m.router,
             **m.objective,
             **{f"epoch/{name}": value for name, value in self.loader.epochs(state.step).items()},
         }
         if state.scale.dynamic:
-            row |= {"loss_scale": state.scale.value, "skipped_steps": self.skipped}
+            row["loss_scale"] = state.scale.value
+        if state.scale.dynamic or self.skipped:
+            row["skipped_steps"] = self.skipped
         for writer in self.writers:
             writer.write(row)
         if self.mesh.first:
             self.line.show(row)
+
+    def ranks(self, state: TrainState, m: Metrics) -> None:
+        """After the first step of a start, and ten times in a run: what each rank holds, and how
+        busy each expert was in this step.
+        """
+        if state.step != self.first and state.step % self.tenth:
+            return
+        held = [round(gib, 4) for gib in history.of_ranks(memory_gib(self.mesh), self.mesh)]
+        row: dict[str, object] = {"memory_gib": held}
+        if m.tallies is not None and (load := balance.loads(self.run.tree, m.tallies)):
+            row["router_load"] = load
+        self.history.add(state.step, row)
 
     def tell_profile(self, state: TrainState, m: Metrics) -> None:
         """After the step that was profiled: where its time went."""
@@ -180,8 +205,14 @@ class Hooks:
         size = self.loader.validation_bytes
         bits = found.bits_per_byte(size) if tokens == held and size is not None else None
         self.validation = Validation(state.step, loss, tokens, held, bits)
+        row = {
+            "step": state.step,
+            "val_loss": loss,
+            "val_tokens": tokens,
+            "tokens": state.tokens,
+            "time": time.time(),
+        }
         for writer in self.writers:
-            row = {"step": state.step, "val_loss": loss, "val_tokens": tokens, "time": time.time()}
             writer.write(row | {f"val_{name}": one for name, one in found.metrics.items()})
         part = "" if tokens == held else f" of {held:,}"
         why = ""
@@ -219,6 +250,7 @@ class Hooks:
             validation=last if last is not None and math.isfinite(last.loss) else None,
         )
         self.checkpoints.save(state.step, state.tensors(), saved.meta())
+        self.history.add(state.step, {"saved": True})
 
     def poll(self, state: TrainState, m: Metrics) -> None:
         """A save that has failed ends the run now, and not at the next save."""
@@ -228,7 +260,22 @@ class Hooks:
     def collect(self, state: TrainState, m: Metrics) -> None:
         garbage.collect(state.step)
 
-    def close(self) -> None:
+    def begin(self, state: TrainState, how: str, changed: list[str]) -> None:
+        """A start that is `how`, with what has `changed` since the one before."""
+        row = {
+            "begun": how,
+            "steps": state.steps,
+            "processes": self.mesh.size,
+            "device": describe_device(self.mesh.device, self.run.train.device),
+            "parameters": count.parameters(self.run.tree),
+            "changed": changed,
+        }
+        self.history.add(state.step, row)
+
+    def close(self, step: int, ended: str) -> None:
+        """`ended`: how, after `step`."""
+        self.history.add(step, {"ended": ended})
+        self.history.close()
         self.profile.close()
         self.line.close()
         for writer in self.writers:

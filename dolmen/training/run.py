@@ -4,6 +4,7 @@
 
 import json
 import math
+import signal as signals
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,7 +37,7 @@ from dolmen.training.compiled import limit_told
 from dolmen.training.config import RunConfig
 from dolmen.training.hooks import Hooks
 from dolmen.training.loop import Stop, train_steps
-from dolmen.training.resume import resume
+from dolmen.training.resume import changed_since, resume
 from dolmen.training.spike import SpikePolicy
 from dolmen.training.start import Start, first_does, same_data
 from dolmen.training.step import TrainState
@@ -240,11 +241,14 @@ def _train(asked: _Asked, loader: Loader, state: TrainState) -> Outcome:
         run, state, loader, mesh, out, checkpoints, peak, console, asked.stop, asked.watch, began
     )
     hooks.validation = saved.validation if saved is not None else None
+    hooks.begin(state, start.how, changed_since(saved, run, loader) if saved is not None else [])
+    ended = "failed"
     try:
         signal = _loop(asked, loader, state, hooks)
         checkpoints.finish()
+        ended = signals.Signals(signal).name if signal else "done"
     finally:
-        hooks.close()
+        hooks.close(state.step, ended)
     if not hooks.finite and not state.scale.dynamic:
         raise FloatingPointError(hooks.too_many_skips(state))
     if saved is not None and saved.step == state.step:  # nothing was left to do

@@ -37,6 +37,13 @@ class Start:
     restarted: bool = False
     owner: str = ""
 
+    @property
+    def how(self) -> str:
+        """In a word, of history.jsonl."""
+        if self.restarted:
+            return "restarted"
+        return "resumed" if self.resumed else "new"
+
 
 def facts(run: RunConfig, out: Path, refusal: str | None, **more: object) -> dict[str, object]:
     """What must be the same on every rank: options, code, versions. Where the cache lies and who

@@ -83,6 +83,8 @@ class Metrics:
     """What the objective tells beside the loss."""
     signal: int = 0
     """The largest that any rank was sent before the end of the step; 0: none."""
+    tallies: Tensor | None = field(default=None, compare=False, repr=False)
+    """What the world's experts counted (balance.tallied), on the device: nobody has read it."""
 
 
 def optimizer_step(
@@ -148,7 +150,15 @@ def optimizer_step(
     names = [f"objective/{name}" for name in state.objective.names]
     beside = dict(zip(names, told.metrics, strict=True))
     return Metrics(
-        told.loss, told.norm, lr, told.tokens, not allowed, told.router, beside, told.signal
+        told.loss,
+        told.norm,
+        lr,
+        told.tokens,
+        not allowed,
+        told.router,
+        beside,
+        told.signal,
+        tallies,
     )
 
 

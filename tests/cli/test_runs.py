@@ -12,6 +12,8 @@ import yaml
 from tinyrun import dolmen, losses, rows, same, steps, tensors
 
 from dolmen.core.config import to_dict
+from dolmen.files import kinds
+from dolmen.files.tail import Tail
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 
@@ -65,6 +67,7 @@ def test_what_a_run_leaves(whole):
     assert names == {
         "config.yaml",
         "metrics.jsonl",
+        "history.jsonl",
         "loss.png",
         "tensorboard",
         "checkpoints",
@@ -140,6 +143,8 @@ def test_resumed_is_bitwise_never_stopped(whole, tmp_path):
     shutil.rmtree(copy / "checkpoints" / "step-00000006")
     before = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
     (copy / "metrics.jsonl").write_text("".join(before[:-2]) + before[-2][:20])  # a row cut short
+    with open(copy / "history.jsonl", "a") as history:
+        history.write('{"step": 6, "ti')
     result = dolmen("train", copy / "config.yaml", "--out", copy, "--resume")
     assert (
         result.code == 0 and "resuming from step 3\n" in result.out and "changed" not in result.out
@@ -150,6 +155,12 @@ def test_resumed_is_bitwise_never_stopped(whole, tmp_path):
     assert after[:4] == before[:4] and len(after) == len(before) == 8 and after[5] != before[5]
     assert [row["tokens"] for row in rows(copy)] == [row["tokens"] for row in rows(out)]
     assert same(tensors(copy, 6), tensors(out, 6))
+    told = list(Tail(copy / "history.jsonl", kinds.HISTORY_ROW).read())
+    assert [row["step"] for row in told if "begun" in row] == [0, 3]
+    assert [row["begun"] for row in told if "begun" in row] == ["new", "resumed"]
+    assert [(row["step"], row["ended"]) for row in told if "ended" in row] == [(6, "done")] * 2
+    assert [row["step"] for row in told if "saved" in row] == [3, 6, 6]
+    assert all(0.05 < gib < 64 for row in told for gib in row.get("memory_gib", ()))
 
 
 def test_resume_with_nothing_saved_says_so_and_starts(whole, material, tmp_path):

@@ -36,6 +36,7 @@ from dolmen.families.model import schema
 from dolmen.files import gate, indexed, kinds, tokenizer_files, torch_files
 from dolmen.files import safetensors as ours
 from dolmen.files.schema import Schema, check_value
+from dolmen.files.tail import Tail
 from dolmen.parallel import actions, schedule
 from dolmen.recipes import RECIPES
 from dolmen.serving import engine
@@ -278,6 +279,33 @@ ROWS = [
 METRICS = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
 
 
+HISTORY = "".join(
+    json.dumps(row) + "\n"
+    for row in (
+        {"step": 0, "time": 1e9, "begun": "new", "steps": 9, "processes": 2, "changed": []},
+        {"step": 1, "time": 1e9, "memory_gib": [0.5, 0.25], "router_load": {"1": [1.5, 0.5]}},
+        {"step": 9, "time": 1e9, "ended": "done"},
+    )
+).encode()
+
+
+def read_history(file: Path) -> list[dict]:
+    return list(Tail(file, kinds.HISTORY_ROW).read())
+
+
+def same_some_rows(value: Any, undamaged: Any, file: Path) -> bool:
+    """Of a file whose rows stand for themselves: those of its whole lines that can be read."""
+    left = iter(line for line in file.read_bytes().split(b"\n")[:-1] if line.strip())
+    return all(any(_alike(row, line) for line in left) for row in value)
+
+
+def _alike(row: Any, line: bytes) -> bool:
+    try:
+        return alike(row, json.loads(line.decode("utf-8-sig")))
+    except (ValueError, RecursionError):  # of a line that the gate refuses
+        return False
+
+
 def same_rows(value: Any, undamaged: Any, file: Path) -> bool:
     """Of a record that a crash may cut: the rows before the first that is damaged."""
     lines = [line for line in file.read_bytes().split(b"\n") if line.strip()][: len(value)]
@@ -480,6 +508,7 @@ SUBJECTS = {
     ),
     "times of a schedule.json": json_subject("times.json", kinds.COSTS, TIMES),
     "metrics.jsonl": Subject(writes("metrics.jsonl", METRICS), metrics.read_metrics, same_rows),
+    "history.jsonl": Subject(writes("history.jsonl", HISTORY), read_history, same_some_rows),
     "rows.jsonl": Subject(writes("rows.jsonl", TEXTS), read_texts, same_texts),
     "summary.json": json_subject("summary.json", kinds.SUMMARY, SUMMARY),
     "index.json of the cache": cached("index.json"),

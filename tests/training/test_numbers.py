@@ -136,7 +136,7 @@ def test_a_run_of_several_ranks_divides_by_all_of_them(found, material, tmp_path
     made = hooks.Hooks.__new__(hooks.Hooks)
     made.mesh = replace(SINGLE, world=Axis("world", 4, 1))
     made.peak, made.flops = Peak(MEASURED, PROMISED), FLOPS
-    made.since, made.tokens_since, made.skipped = 10.0, 640, 0
+    made.since, made.tokens_since, made.skipped, made.began = 10.0, 640, 0, 2.0
     made.writers = [SimpleNamespace(write=written.append)]
     made.loader = SimpleNamespace(epochs=lambda step: {})
     clock = SimpleNamespace(monotonic=lambda: 12.0, time=lambda: 0.0)
@@ -146,6 +146,7 @@ def test_a_run_of_several_ranks_divides_by_all_of_them(found, material, tmp_path
     made.log(state, SimpleNamespace(loss=1.0, grad_norm=1.0, lr=1.0, router={}, objective={}))
     assert written[0]["tokens_per_second"] == 320
     assert written[0]["mfu_measured"] == pytest.approx(320 * FLOPS / MEASURED / 4, rel=1e-12)
+    assert written[0]["seconds"] == 10 and "skipped_steps" not in written[0]
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,8 @@ from rich.console import Console
 from tinyrun import Material, dolmen, losses, rows, same, steps, tensors
 
 from dolmen.core.mesh import SINGLE
+from dolmen.files import kinds
+from dolmen.files.tail import Tail
 from dolmen.model.layout import Layout
 from dolmen.training import run as train_run
 from dolmen.training.loop import Stop
@@ -113,6 +115,11 @@ def test_resumed_at_another_layout(spawned, i, layout):
             and got["val_tokens"] == want["val_tokens"]
         )
     assert steps(out) == [3, 6]
+    history = list(Tail(out / "history.jsonl", kinds.HISTORY_ROW).read())
+    assert [row["processes"] for row in history if "begun" in row] == [1, 2]
+    held = [row["memory_gib"] for row in history if "memory_gib" in row]
+    assert [len(row) for row in held] == [1] * 6 + [2] * 3
+    assert all(0.05 < gib < 64 for row in held for gib in row)
 
 
 @pytest.mark.parametrize("i", range(len(LAYOUTS)))
