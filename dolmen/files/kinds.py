@@ -241,6 +241,23 @@ PAIR_ROW = Object(
     required={name: either(Text(), SPOKEN) for name in ("chosen", "rejected")},
     optional={"prompt": either(Text(), SPOKEN), "system": Text()},
 )
+# A row to answer, in one of three forms; what else it has is carried along.
+NAMED = {"id": either(Text(longest=1024), Int())}
+PROMPT_ROWS = {
+    "prompt": Object(required={"prompt": Text()}, optional=NAMED),
+    "query": Object(required={"query": Text()}, optional=NAMED),
+    "messages": Object(required={"messages": SPOKEN}, optional=NAMED),
+}
+# Beside answers that are being written (serving/answers.py): what was asked, and rows that wait.
+JOURNAL_HEAD = Kind(
+    Object(required={"format": Int(1, 1), "asked": Map(), "input": Text()}, rest=None)
+)
+JOURNAL_ROW = Kind(
+    Object(required={"row": Int(0), "answer": Object()}, rest=None),
+    size=1024 * MIB,
+    depth=80,
+    constants=True,
+)
 # a chat template of Jinja: the longest published ones have some 20,000 characters
 TEMPLATE_SIZE = MIB
 EXAMPLES = Kind(

@@ -1,0 +1,165 @@
+"""Answers as they are written: a line per row, in the rows' order, each whole or not at all.
+
+    out.jsonl           rows 0, 1, 2, ..., as soon as all before them are there
+    out.jsonl.journal   what was asked; then the rows that were ready before their turn
+
+A row that is ready is in one of the two at once, so a process that is killed loses none, and who
+goes on reads both and answers the others alone. The journal is made before the output, and goes
+when the last row is there.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dolmen.core.words import counted, shown
+from dolmen.files import gate
+from dolmen.files.gate import Kind, Refused
+from dolmen.files.kinds import JOURNAL_HEAD, JOURNAL_ROW
+from dolmen.files.lines import Lines
+from dolmen.files.schema import Object
+from dolmen.serving.rows import line_of
+
+FORMAT = 1
+ANSWER = Kind(Object(), size=JOURNAL_ROW.size, depth=JOURNAL_ROW.depth, constants=True)
+
+
+def journal_of(output: Path) -> Path:
+    """What lies beside an output that is not finished."""
+    return output.with_name(f"{output.name}.journal")
+
+
+def digest(file: Path) -> str:
+    """Of all bytes of a file."""
+    with gate.opened(file) as stream:
+        return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def check(output: Path, rows: int, resume: bool, asked: Mapping[str, Any], read: str) -> bool:
+    """Whether answers to so many `rows` can be written, before work begins; False where all are
+    there already. `asked` are the options that decide them, as plain values, `read` is the digest
+    of the input. Raises ValueError where they are not to be written there.
+    """
+    journal, there = journal_of(output), os.path.lexists(output)
+    unfinished = os.path.lexists(journal)
+    if not output.parent.is_dir():
+        raise ValueError(f"--output {output}: there is no folder {output.parent}")
+    if output.is_dir():
+        raise ValueError(f"--output {output} is a folder: name a file")
+    if not resume:
+        if unfinished:
+            raise ValueError(
+                f"--output {output} was begun and is not finished ({journal.name} is beside it): "
+                "use --resume, or delete both"
+            )
+        if there:
+            raise ValueError(f"--output {output} exists: give another name, or delete it")
+    elif unfinished:
+        _check_head(journal, there, asked, read)
+    elif there:
+        found = sum(1 for _ in gate.read_json_lines(output, ANSWER))
+        if found != rows:
+            raise ValueError(
+                f"--resume: {output} has {counted(found, 'row')} of {rows:,}, and no "
+                f"{journal.name} beside it says what was asked: give another --output"
+            )
+        return False
+    return True
+
+
+def _check_head(journal: Path, there: bool, asked: Mapping[str, Any], read: str) -> None:
+    """Raises ValueError where other answers were begun than are asked for now."""
+    with gate.opened(journal) as stream:
+        line = stream.readline(JOURNAL_HEAD.size)
+    if not (there or line.endswith(b"\n")):  # killed as it began
+        return
+    if not line.endswith(b"\n"):
+        raise ValueError(f"--resume: {journal} is damaged: delete it and the output, or mend it")
+    head = gate.parse_json(line, f"{journal}, line 1", JOURNAL_HEAD)
+    if head["input"] != read:
+        raise ValueError(
+            f"--resume: the rows of --input are others than {journal} was begun with: give those, "
+            "or another --output"
+        )
+    before = head["asked"]
+    for name in sorted({*before, *asked}):
+        if before.get(name) != asked.get(name):
+            raise ValueError(
+                f"--resume: {name} was {shown(before.get(name))} when {journal} was begun, and is "
+                f"{shown(asked.get(name))}: say the same, or give another --output"
+            )
+
+
+class Answers:
+    """An output that is open, and its journal."""
+
+    def __init__(self, output: Path, asked: Mapping[str, Any], read: str):
+        """As `check` has allowed. Raises ValueError where another process writes it; OSError."""
+        self.file = journal_of(output)
+        self.held: dict[int, dict[str, Any]] = {}
+        try:
+            self.journal = Lines(self.file, self._hold)
+        except BlockingIOError:
+            raise ValueError(f"--output {output} is being written by another process") from None
+        begun = self.journal.count > 0
+        if not begun:
+            self.journal.add(line_of({"format": FORMAT, "asked": dict(asked), "input": read}))
+            self.journal.last()
+        self.output = Lines(output, _is_object, new=not begun)
+        self.held = {row: answer for row, answer in self.held.items() if row >= self.output.count}
+        self._release()
+
+    def _hold(self, line: bytes) -> bool:
+        """Whether a line of the journal is whole; the answer in it is held."""
+        try:
+            found = json.loads(line)
+            if "row" in found:
+                gate.parse_json(line, self.file, JOURNAL_ROW)
+                self.held[found["row"]] = found["answer"]
+        except (Refused, ValueError):
+            return False
+        return True
+
+    def has(self, row: int) -> bool:
+        """Whether it is answered."""
+        return row < self.output.count or row in self.held
+
+    @property
+    def count(self) -> int:
+        """Rows that are answered."""
+        return self.output.count + len(self.held)
+
+    def add(self, row: int, answer: dict[str, Any]) -> None:
+        """It is written where it is the next, else kept in the journal until it is. Raises
+        OSError.
+        """
+        self.held[row] = answer
+        if row == self.output.count:
+            self._release()
+        else:
+            self.journal.add(line_of({"row": row, "answer": answer}))
+
+    def _release(self) -> None:
+        while (answer := self.held.pop(self.output.count, None)) is not None:
+            self.output.add(line_of(answer))
+
+    def close(self) -> None:
+        """All of it lasts, whether or not the last row is there."""
+        self.output.close()
+        self.journal.close()
+
+    def finish(self) -> None:
+        """The last row is there."""
+        self.close()
+        self.file.unlink()
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        gate.parse_json(line, "", ANSWER)
+    except Refused:
+        return False
+    return True

@@ -1,0 +1,104 @@
+"""Rows to answer, of a file: in a .jsonl each line is an object with `prompt`, `query` (as
+Pai-Megatron-Patch calls it) or `messages`; in a .txt each line is a prompt. What else a row has is
+carried along to its answer.
+
+    {"id": 7, "prompt": "Once upon a time"}
+    {"messages": [{"role": "user", "content": "Which is the highest mountain?"}]}
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dolmen.data.chats import ASSISTANT
+from dolmen.data.readers import form
+from dolmen.data.unpack import unpacked
+from dolmen.files import gate
+from dolmen.files.gate import Refused
+from dolmen.files.kinds import PROMPT_ROWS, TEXT_ROW
+
+FORMS = (".jsonl", ".txt")
+ANSWER = ("text", "tokens", "finish_reason", "logprobs", "samples")
+"""Fields that an answer adds to its row."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One that is to be answered."""
+
+    where: str
+    """File and line, for a person."""
+    id: int | str
+    """What its draws follow from: its own `id`, or else its line."""
+    fields: dict[str, Any]
+    """All of it: they are carried along."""
+
+    @property
+    def prompt(self) -> str | list[dict[str, Any]]:
+        """A text, or the messages of a chat."""
+        return next(self.fields[name] for name in PROMPT_ROWS if name in self.fields)
+
+
+def check_file(file: Path) -> None:
+    """Raises ValueError for a file of no known form, and where it cannot be read."""
+    if form(file) not in FORMS:
+        raise ValueError(
+            f"--input {file}: use a .jsonl (rows with `prompt`, `query` or `messages`) or a .txt "
+            "(a prompt per line); each may have .gz or .zst behind"
+        )
+    with gate.opened(file):
+        pass
+
+
+def rows(file: Path, refused: Callable[[Refused], None]) -> Iterator[Row]:
+    """Of all lines of `file` that are not blank, in order. One that is no row is told to `refused`,
+    which raises it, or goes on. Raises ValueError for a file that cannot be unpacked.
+    """
+    read = _of_jsonl if form(file) == ".jsonl" else _of_txt
+    with unpacked(file) as stream:
+        for number, line in enumerate(iter(lambda: stream.readline(TEXT_ROW.size + 1), b""), 1):
+            where = f"{file}, line {number}"
+            if len(line) > TEXT_ROW.size:  # the next would be its rest
+                raise gate.refuse(where, f"has more than {TEXT_ROW.size:,} bytes")
+            if not line.strip():
+                continue
+            try:
+                fields = read(line, where)
+            except Refused as error:
+                refused(error)
+                continue
+            yield Row(where, fields.get("id", number), fields)
+
+
+def _of_txt(line: bytes, where: str) -> dict[str, Any]:
+    return {"prompt": gate.decoded(line, where).rstrip("\r\n")}
+
+
+def _of_jsonl(line: bytes, where: str) -> dict[str, Any]:
+    fields = gate.parse_json(line, where, TEXT_ROW)
+    named = [name for name in PROMPT_ROWS if name in fields]
+    if len(named) != 1:
+        known = ", ".join(f"`{name}`" for name in PROMPT_ROWS)
+        told = " and ".join(f"`{name}`" for name in named) or "none of them"
+        raise gate.refuse(where, f"it must have one of {known}, and has {told}")
+    gate.checked(fields, where, PROMPT_ROWS[named[0]])
+    if taken := [name for name in ANSWER if name in fields]:
+        raise gate.refuse(
+            where, f"it has a field `{taken[0]}`, where its answer is written: rename that field"
+        )
+    if "messages" in fields and fields["messages"][-1]["role"] == ASSISTANT:
+        raise gate.refuse(
+            where, "its last message is the assistant's own: end with the one to be answered"
+        )
+    try:
+        line_of(fields)
+    except UnicodeEncodeError:
+        raise gate.refuse(where, "it has half a character (a lone surrogate)") from None
+    return fields
+
+
+def line_of(fields: dict[str, Any]) -> bytes:
+    """A row as a line of a .jsonl. Raises UnicodeEncodeError for half a character."""
+    return json.dumps(fields, ensure_ascii=False).encode() + b"\n"
