@@ -20,6 +20,10 @@ FOLLOWS = "follows"
 """The number of a token that says of its sequence's two texts whether the second follows the first:
 1 or -1; 0 says nothing.
 """
+SIDE = "side"
+"""The number of a token that says of its answer whether it is preferred, 1, or not, -1."""
+MARGIN = "margin"
+"""The number of a token that says by how much its answer is to be ahead of the other."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,12 +11,11 @@ from dolmen.data.batches import Loader
 from dolmen.data.config import DataConfig
 from dolmen.data.examples import Examples, open_examples
 from dolmen.data.inputs import Inputs
-from dolmen.data.packed import Packed, Rows
-from dolmen.data.pair_loader import Pairs
+from dolmen.data.packed import Rows, Say
 from dolmen.data.sources import Source
-from dolmen.data.template import Template, template_of
+from dolmen.data.template import Template, TrainOn, template_of
 from dolmen.data.tokenizer import PreTrainedTokenizer
-from dolmen.model.tree import Tree
+from dolmen.model.tree import Scalar, Tree
 
 SHOWN = 600  # characters of the example that is shown, about the first trained token
 
@@ -50,27 +49,36 @@ def prepare(
     if config.template is not None:
         inputs.tokenizer.chat_template = template.text  # that of the model that is saved
     (source,) = inputs.sources
-    longest = sequence_length + 1
-    examples = opened(source, "--data.path", config, template, longest, progress, verify)
+    # a model that says one number of a whole text reads its last token too
+    say: Say = "end" if model is not None and isinstance(model.head, Scalar) else "next"
+    longest = sequence_length if say == "end" else sequence_length + 1
+    examples = opened(source, "--data.path", config, template, longest, say, progress, verify)
     judge = None
     if inputs.validation is not None:
         option = "--data.validation"
-        judge = opened(inputs.validation, option, config, template, longest, progress, verify)
-    pairs = config.rows == "pairs"
-    training, held = divide(examples, judge, config.validation_fraction, pairs)
+        judge = opened(inputs.validation, option, config, template, longest, say, progress, verify)
+    pairs, packing = config.rows == "pairs", config.packing
+    training, held = divide(examples, judge, config.validation_fraction, pairs, say)
     judged = examples if judge is None else judge
     if pairs:
-        mixture = Pairs(examples, training, sequence_length, seed)
-        validation = Pairs(judged, held, sequence_length)
+        mixture = pair_loader.pairs_of(examples, training, sequence_length, packing, say, seed)
+        validation = pair_loader.pairs_of(judged, held, sequence_length, packing, say, 0)
         lines = pair_loader.told(mixture, validation)
     else:
-        weighted = examples.weighted
-        mixture = Packed(examples, training, sequence_length, config.packing, weighted, seed)
-        validation = Packed(judged, held, sequence_length, config.packing, False)
+        mixture = Rows(
+            examples,
+            training,
+            sequence_length,
+            packing=packing,
+            weighted=examples.weighted,
+            seed=seed,
+        )
+        validation = Rows(judged, held, sequence_length, packing=packing)
         lines = describe(mixture, validation, config)
     first = int(mixture.chosen[0])
     shown = marked(examples, first, inputs.tokenizer)
-    lines.append(f"trained is what stands in »«, as of chat {first}: {shown}")
+    what = "judged" if say == "end" else "trained"
+    lines.append(f"{what} is what stands in »«, as of chat {first}: {shown}")
     identity = {
         **identify(config, examples, judge),
         "sequence_length": str(sequence_length),
@@ -96,21 +104,25 @@ def opened(
     config: DataConfig,
     template: Template,
     longest: int,
+    say: Say,
     progress: bool,
     verify: bool,
 ) -> Examples:
-    """The chats of a source, or its pairs, of which the answer alone is trained."""
-    pairs = config.rows == "pairs"
+    """The chats of a source, or its pairs, of which the answer alone is trained, or, of one number,
+    no token.
+    """
+    assert config.rows != "text"
+    train_on: TrainOn = config.train_on if config.rows == "chats" else "last"
     return open_examples(
         source,
         template,
-        "last" if pairs else config.train_on,
+        "everything" if say == "end" else train_on,
         longest,
         config.cache_folder,
         progress,
         option,
         verify,
-        pairs,
+        config.rows,
     )
 
 
@@ -128,17 +140,17 @@ def identify(config: DataConfig, examples: Examples, judge: Examples | None) -> 
 
 
 def divide(
-    examples: Examples, judge: Examples | None, fraction: float, pairs: bool
+    examples: Examples, judge: Examples | None, fraction: float, pairs: bool, say: Say
 ) -> tuple[np.ndarray, np.ndarray]:
     """The examples to train on, or the pairs of two, and those to validate on, which are of `judge`
     if there is one. Which are held out is decided by their tokens, of a pair by the chosen ones:
     copies are together. Where chance draws none, it is the one with the smallest hash. Raises
     ValueError where nothing is left to train on.
     """
-    useful = np.flatnonzero(_useful(examples, pairs))
+    useful = np.flatnonzero(_useful(examples, pairs, say))
     hashes = _hashes(examples, pairs)[useful]
     if judge is not None:
-        held = np.flatnonzero(_useful(judge, pairs))
+        held = np.flatnonzero(_useful(judge, pairs, say))
         training = useful[~np.isin(hashes, _hashes(judge, pairs))]
     elif not fraction:
         training, held = useful, useful[:0]
@@ -159,28 +171,27 @@ def divide(
     return training, held
 
 
-def _useful(examples: Examples, pairs: bool) -> np.ndarray:
-    return pair_loader.useful(examples) if pairs else examples.predictions() > 0
+def _useful(examples: Examples, pairs: bool, say: Say) -> np.ndarray:
+    return pair_loader.useful(examples, say) if pairs else examples.predictions() > 0
 
 
 def _hashes(examples: Examples, pairs: bool) -> np.ndarray:
     return examples.hashes[0::2] if pairs else examples.hashes
 
 
-def describe(mixture: Packed, validation: Packed, config: DataConfig) -> list[str]:
+def describe(mixture: Rows, validation: Rows, config: DataConfig) -> list[str]:
     """What is trained on, for the header of a run."""
     examples = mixture.examples
     places = int(examples.places()[mixture.chosen].sum())
-    full = places / (len(mixture.rows) * mixture.sequence_length)
     lines = [
         f"{examples.name}: {counted(len(mixture.chosen), 'chat')} to train on of "
         f"{len(examples):,}, {mixture.tokens:,} trained tokens ({config.train_on}) of {places:,}, "
         f"{counted(len(mixture.rows), 'sequence')} of {mixture.sequence_length} per epoch, "
-        f"{full:.1%} full"
+        f"{mixture.full:.1%} full"
     ]
-    if examples.cut:
+    if long := int(examples.long.sum()):
         lines.append(
-            f"the ends of {counted(examples.cut, 'chat')} of over {examples.longest:,} tokens are "
+            f"the ends of {counted(long, 'chat')} of over {examples.longest:,} tokens are "
             "cut off (--train.sequence-length)"
         )
     if useless := int((examples.predictions() == 0).sum()):

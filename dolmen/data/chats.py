@@ -8,14 +8,14 @@ A row may have a `system` message and a `weight` of its loss besides.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dolmen.core.words import choices
 from dolmen.data.documents import rows
 from dolmen.data.sources import Source
 from dolmen.files import gate
-from dolmen.files.kinds import CHAT_ROWS, PAIR_ROW
+from dolmen.files.kinds import CHAT_ROWS, COMPLETION_ROW, PAIR_ROW
 
 ASSISTANT = "assistant"
 # who speaks in ShareGPT, and in what was made after it
@@ -44,6 +44,10 @@ class Chat:
     """Of the loss of its tokens."""
     where: str
     """File and row, for a person."""
+    said: float = 0.0
+    """What its row says of the answer: of a pair by how much the chosen one is to be ahead, of a
+    completion whether it is wanted, 1 or -1.
+    """
 
 
 def chats(source: Source, option: str = "--data.path") -> Iterator[Chat]:
@@ -62,30 +66,56 @@ def pairs(source: Source, option: str = "--data.path") -> Iterator[Chat]:
         yield from pair_of(row, where)
 
 
+def completions(source: Source, option: str = "--data.path") -> Iterator[Chat]:
+    """Of all rows of `source`, in order, the chat with the completion, or of a row with two answers
+    both, of which the chosen one is wanted. Raises as `pairs`.
+    """
+    for row, where in rows(source, option):
+        if row.get("completion") is None and row.get("chosen") is not None:
+            chosen, rejected = pair_of(row, where)
+            yield replace(chosen, said=1.0)
+            yield replace(rejected, said=-1.0)
+        else:
+            yield completion_of(row, where)
+
+
 def pair_of(row: dict[str, Any], where: str) -> tuple[Chat, Chat]:
     """Raises Refused for a row without two answers, and where an answer has no prompt before it."""
     row = {name: value for name, value in row.items() if value is not None}
     gate.checked(row, where, PAIR_ROW)
+    margin = float(row.get("margin", 0.0))
+    chosen, rejected = (_answered(row, name, where) for name in ("chosen", "rejected"))
+    return replace(chosen, said=margin), replace(rejected, said=margin)
+
+
+def completion_of(row: dict[str, Any], where: str) -> Chat:
+    """Raises Refused for a row that has no completion, or does not say whether it is wanted, and
+    where there is no prompt before it.
+    """
+    row = {name: value for name, value in row.items() if value is not None}
+    gate.checked(row, where, COMPLETION_ROW)
+    return replace(_answered(row, "completion", where), said=1.0 if row["label"] else -1.0)
+
+
+def _answered(row: dict[str, Any], name: str, where: str) -> Chat:
+    """The prompt of a row, and the answer that is its field `name`."""
     prompt = row.get("prompt", [])
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     if row.get("system"):
         prompt = [{"role": "system", "content": row["system"]}, *prompt]
-    made = []
-    for name in ("chosen", "rejected"):
-        answer = row[name]
-        if isinstance(answer, str):
-            answer = [{"role": ASSISTANT, "content": answer}]
-        # a whole chat, or what follows the prompt
-        whole = answer if answer[: len(prompt)] == prompt else [*prompt, *answer]
-        if len(whole) < 2 or whole[-1]["role"] != ASSISTANT:
-            raise gate.refuse(
-                where,
-                f"`{name}` is no answer of the assistant to a prompt: give `prompt`, or the whole "
-                "chat, which ends with the answer",
-            )
-        made.append(Chat(whole, 1.0, where))
-    return made[0], made[1]
+    answer = row[name]
+    if isinstance(answer, str):
+        answer = [{"role": ASSISTANT, "content": answer}]
+    # a whole chat, or what follows the prompt
+    whole = answer if answer[: len(prompt)] == prompt else [*prompt, *answer]
+    if len(whole) < 2 or whole[-1]["role"] != ASSISTANT:
+        raise gate.refuse(
+            where,
+            f"`{name}` is no answer of the assistant to a prompt: give `prompt`, or the whole "
+            "chat, which ends with the answer",
+        )
+    return Chat(whole, 1.0, where)
 
 
 def chat_of(row: dict[str, Any], where: str) -> Chat:

@@ -8,6 +8,8 @@ from typing import Literal
 
 from dolmen.core.paths import expand, refuse_empty
 
+ChatRows = Literal["chats", "pairs", "completions"]
+
 
 @dataclass(frozen=True)
 class TokenConfig:
@@ -93,11 +95,12 @@ class DataConfig(TextConfig):
     """Share of the tokens of a sequence that a model which fills in masked ones (BERT, RoBERTa) is
     to fill in, by whole words.
     """
-    rows: Literal["text", "chats", "pairs"] = "text"
+    rows: Literal["text", "chats", "pairs", "completions"] = "text"
     """What rows of files and of the hub hold. chats: `messages`, ShareGPT's `conversations` or
     Alpaca's `instruction` and `output`, told apart by these fields; a `weight` multiplies the loss
     of a row. They are packed whole into sequences, and none sees another. pairs: `prompt`, and two
-    answers to it, `chosen` and `rejected`, as text or messages; a sequence each.
+    answers to it, `chosen` and `rejected`, as text or messages, and maybe a `margin`. completions:
+    `prompt`, `completion`, and `label`, whether it is wanted, or pairs.
     """
     template: str | None = None
     """How chats are written: a file of Jinja, chatml or alpaca. Default: the tokenizer's own chat

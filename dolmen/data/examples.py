@@ -7,6 +7,7 @@ changes (cached.py):
     offsets.npy    int64 [examples + 1]: example i is tokens[offsets[i]:offsets[i + 1]]
     weights.npy    float32 [examples]
     hashes.npy     uint64 [examples], of tokens, by which some are held out
+    said.npy       float32 [examples], of the answer: see chats.py
 
 An example predicts each of its tokens but the first, so one of n tokens takes n - 1 places.
 """
@@ -22,15 +23,20 @@ import xxhash
 from dolmen.core.words import counted
 from dolmen.data import tokenizer as tokenizers
 from dolmen.data.cached import Form, found_or_built, write_index
-from dolmen.data.chats import Chat, chats, pairs
+from dolmen.data.chats import Chat, chats, completions, pairs
+from dolmen.data.config import ChatRows
 from dolmen.data.corpus import identities
 from dolmen.data.progress import bar
 from dolmen.data.sources import Source
 from dolmen.data.template import Template, TrainOn
 from dolmen.files.kinds import EXAMPLES
 
-FORMAT = 1
-FORM = Form(EXAMPLES, ("tokens.bin", "trained.bin", "offsets.npy", "weights.npy", "hashes.npy"))
+FORMAT = 2
+FORM = Form(
+    EXAMPLES,
+    ("tokens.bin", "trained.bin", "offsets.npy", "weights.npy", "hashes.npy", "said.npy"),
+)
+READERS = {"chats": chats, "pairs": pairs, "completions": completions}
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +49,7 @@ class Examples:
     offsets: np.ndarray
     weights: np.ndarray
     hashes: np.ndarray
+    said: np.ndarray
     longest: int
     content: str
     """Hash of all of it."""
@@ -66,9 +73,9 @@ class Examples:
         return (before[np.maximum(first, end)] - before[first]) * (self.weights > 0)
 
     @property
-    def cut(self) -> int:
-        """How many are too long."""
-        return int((np.diff(self.offsets) > self.longest).sum())
+    def long(self) -> np.ndarray:
+        """Of each, whether it is too long."""
+        return np.diff(self.offsets) > self.longest
 
     @property
     def weighted(self) -> bool:
@@ -85,9 +92,9 @@ def open_examples(
     progress: bool = True,
     option: str = "--data.path",
     verify: bool = True,
-    in_pairs: bool = False,
+    rows: ChatRows = "chats",
 ) -> Examples:
-    """From the cache or built into it; `in_pairs`: of rows with two answers, two examples. Raises
+    """From the cache or built into it; of pairs two examples each. Raises
     ValueError where there are no chats, or where none or all of their tokens would be trained.
     """
     tokenizer = template.tokenizer
@@ -97,13 +104,21 @@ def open_examples(
         "tokenizer": tokenizers.fingerprint(tokenizer),
         "vocabulary": tokenizers.vocabulary_size(tokenizer),
         "template": hashlib.blake2b(template.text.encode(), digest_size=16).hexdigest(),
-        "train_on": f"{train_on} of {'pairs' if in_pairs else 'chats'}",
+        "train_on": f"{train_on} of {rows}",
         "dtype": tokenizers.token_dtype(tokenizer).str,
     }
 
     def build(folder: Path) -> None:
-        read = pairs(source, option) if in_pairs else chats(source, option)
-        _build(read, source.name, template, train_on, origin, folder, progress, option)
+        _build(
+            READERS[rows](source, option),
+            source.name,
+            template,
+            train_on,
+            origin,
+            folder,
+            progress,
+            option,
+        )
 
     folder, index = found_or_built(cache, origin, FORM, build, verify, progress)
     _refuse_all_or_none(index, train_on, source.name, option)
@@ -114,6 +129,7 @@ def open_examples(
         np.load(folder / "offsets.npy"),
         np.load(folder / "weights.npy"),
         np.load(folder / "hashes.npy"),
+        np.load(folder / "said.npy"),
         longest,
         index["content"],
     )
@@ -148,7 +164,8 @@ def _build(
     option: str,
 ) -> None:
     """Writes the files of FORM and the index."""
-    ends, weights, hashes, trained_in_all, untrained, largest = [0], [], [], 0, 0, 0
+    ends, weights, hashes, said = [0], [], [], []
+    trained_in_all, untrained, largest = 0, 0, 0
     with (
         open(folder / "tokens.bin", "wb") as tokens,
         open(folder / "trained.bin", "wb") as marks,
@@ -161,6 +178,7 @@ def _build(
             marks.write(trained.astype(np.uint8).tobytes())
             ends.append(ends[-1] + len(ids))
             weights.append(chat.weight)
+            said.append(chat.said)
             hashes.append(xxhash.xxh3_64_intdigest(data))
             largest = max(largest, int(ids.max()))
             trained_in_all += int(trained.sum())
@@ -171,6 +189,7 @@ def _build(
     np.save(folder / "offsets.npy", np.array(ends, "<i8"))
     np.save(folder / "weights.npy", np.array(weights, "<f4"))
     np.save(folder / "hashes.npy", np.array(hashes, "<u8"))
+    np.save(folder / "said.npy", np.array(said, "<f4"))
     index = {
         **origin,
         "examples": len(weights),
@@ -179,7 +198,8 @@ def _build(
         "untrained": untrained,
         "largest": largest,
         "content": hashlib.blake2b(
-            np.array(hashes, "<u8").tobytes() + np.array(weights, "<f4").tobytes(), digest_size=8
+            np.array(hashes, "<u8").tobytes() + np.array([weights, said], "<f4").tobytes(),
+            digest_size=8,
         ).hexdigest(),
     }
     write_index(folder, FORM, index)

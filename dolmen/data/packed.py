@@ -9,10 +9,10 @@ Rows are packed once. An epoch is a permutation of them, keyed by (seed, epoch);
 known at once, for any i, and each example is read once per epoch.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from typing import Literal
 
 import numpy as np
 import torch
@@ -21,10 +21,15 @@ from dolmen.core.rng import seed_of
 from dolmen.data.batch import Batch
 from dolmen.data.examples import Examples
 from dolmen.data.mixture import Part, permute_index
-from dolmen.data.packing import pack
+from dolmen.data.packing import pack_beside
 from dolmen.data.stream import TokenStream
 from dolmen.ops.attention import Documents
 from dolmen.ops.loss import IGNORED
+
+Say = Literal["next", "end"]
+"""What of an example has a label: each token but the first, which the one before it is to foretell;
+or, of all that are read, the last, where a model says one number of the whole.
+"""
 
 
 def shuffled(number: int, size: int, seed: int) -> int:
@@ -33,18 +38,44 @@ def shuffled(number: int, size: int, seed: int) -> int:
     return int(permute_index(np.array([within]), size, seed_of(seed, "row", epoch))[0])
 
 
-class Rows(ABC):
-    """Rows of `sequence_length` places, each of some of the examples `chosen`."""
+class Rows:
+    """Rows of `sequence_length` places, each of as many of the examples `chosen` as fit, or of one.
+
+    Those that belong together, `together` of them, as the answers of a pair, are consecutive ones
+    of `chosen`, and lie in as many consecutive rows, each at the same number of its row.
+    """
 
     bytes = None
 
     def __init__(
-        self, examples: Examples, chosen: np.ndarray, sequence_length: int, weighted: bool
+        self,
+        examples: Examples,
+        chosen: np.ndarray,
+        sequence_length: int,
+        *,
+        packing: bool = True,
+        weighted: bool = False,
+        together: int = 1,
+        say: Say = "next",
+        seed: int = 0,
+        said: Mapping[str, np.ndarray] | None = None,
     ):
-        self.examples, self.chosen = examples, chosen
+        self.examples, self.chosen, self.together = examples, chosen, together
         self.sequence_length, self.weighted = sequence_length, weighted
+        self.say, self.seed = say, seed
         # what else a batch brings of each token that is predicted, by name: of all tokens
         self.numbers: dict[str, np.ndarray] = {}
+        # and of each example, for all its tokens
+        self.said = dict(said or {})
+        self.first = 0 if say == "end" else 1  # token of an example that has a place
+        lengths = self._lengths()[chosen].reshape(-1, together)
+        # one each, where they are not packed
+        room = lengths if packing else np.full_like(lengths, sequence_length)
+        self.rows = [chosen[row].tolist() for row in pack_beside(room, sequence_length)]
+
+    def _lengths(self) -> np.ndarray:
+        """Places that each example takes."""
+        return self.examples.places() + 1 - self.first
 
     @property
     def parts(self) -> Sequence[Part]:
@@ -58,86 +89,28 @@ class Rows(ABC):
 
     @property
     def tokens(self) -> int:
-        """Those that are trained, or predicted."""
+        """Those that have a label."""
+        if self.say == "end":
+            return len(self.chosen)
         return int(self.examples.predictions()[self.chosen].sum())
 
-    @abstractmethod
+    @property
+    def full(self) -> float:
+        """The share of places that examples take."""
+        places = int(self._lengths()[self.chosen].sum())
+        return places / (len(self.rows) * self.sequence_length)
+
     def epochs(self, samples: int) -> dict[str, float]:
         """How often the examples have been read after `samples` samples."""
-
-    @abstractmethod
-    def read(self, first: int, count: int) -> list[list[int]]:
-        """The examples of samples first .. first + count - 1."""
-
-    @abstractmethod
-    def batches(
-        self,
-        batch_size: int,
-        max_sequences: int | None = None,
-        first_row: int = 0,
-        rows: int | None = None,
-    ) -> Iterator[Batch]:
-        """As HeldOutRows.batches."""
-
-    def documents(self, first: int, count: int) -> list[str]:
-        name = self.examples.name
-        return [f"{name}: examples {', '.join(map(str, row))}" for row in self.read(first, count)]
-
-    def batch(self, rows: list[list[int]]) -> Batch:
-        """These rows of examples."""
-        shape = len(rows), self.sequence_length
-        tokens, labels = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
-        weights, starts = np.zeros(shape, np.float32), np.zeros(shape, np.int64)
-        numbers = {name: np.zeros(shape, one.dtype) for name, one in self.numbers.items()}
-        examples = self.examples
-        for row, indices in enumerate(rows):
-            place = 0
-            for index in indices:
-                span = examples.span(index)
-                ids = examples.tokens[span].astype(np.int64)
-                trained = examples.trained[span][1:] * examples.weights[index]
-                here = slice(place, place + len(ids) - 1)
-                tokens[row, here] = ids[:-1]
-                labels[row, here] = np.where(trained > 0, ids[1:], IGNORED)
-                weights[row, here], starts[row, here] = trained, place
-                for name, number in numbers.items():
-                    number[row, here] = self.numbers[name][span][1:]
-                place = here.stop
-            starts[row, place:] = place
-        made = Batch(
-            torch.from_numpy(tokens),
-            torch.from_numpy(labels),
-            Documents.of(torch.from_numpy(starts)),
-        ).with_positions(1)
-        made = replace(made, numbers={n: torch.from_numpy(one) for n, one in numbers.items()})
-        return replace(made, weights=torch.from_numpy(weights)) if self.weighted else made
-
-
-class Packed(Rows):
-    """Rows of as many examples as fit, or of one each."""
-
-    def __init__(
-        self,
-        examples: Examples,
-        chosen: np.ndarray,
-        sequence_length: int,
-        packing: bool,
-        weighted: bool,
-        seed: int = 0,
-    ):
-        super().__init__(examples, chosen, sequence_length, weighted)
-        self.seed = seed
-        # one each, where they are not packed
-        room = examples.places()[chosen].tolist() if packing else [sequence_length] * len(chosen)
-        self.rows = [chosen[row].tolist() for row in pack(room, sequence_length)]
-
-    def epochs(self, samples: int) -> dict[str, float]:
         return {self.examples.name: samples / len(self.rows)}
 
     def read(self, first: int, count: int) -> list[list[int]]:
         """The examples of samples first .. first + count - 1."""
-        samples = range(first, first + count)
-        return [self.rows[shuffled(sample, len(self.rows), self.seed)] for sample in samples]
+        units, found = len(self.rows) // self.together, []
+        for sample in range(first, first + count):
+            unit, row = divmod(sample, self.together)
+            found.append(self.rows[shuffled(unit, units, self.seed) * self.together + row])
+        return found
 
     def batches(
         self,
@@ -147,9 +120,64 @@ class Packed(Rows):
         rows: int | None = None,
     ) -> Iterator[Batch]:
         """As HeldOutRows.batches; the last one is filled up with rows of nothing."""
-        size, rows = len(self.rows), rows or batch_size
-        chosen = min(size, max_sequences or size)
-        picked = [self.rows[index * size // chosen] for index in range(chosen)]
-        for first in range(first_row, -(-chosen // batch_size) * batch_size, batch_size):
+        rows, together = rows or batch_size, self.together
+        units = len(self.rows) // together
+        chosen = min(units, max(1, (max_sequences or len(self.rows)) // together))
+        picked = [
+            self.rows[index * units // chosen * together + row]
+            for index in range(chosen)
+            for row in range(together)
+        ]
+        for first in range(first_row, -(-len(picked) // batch_size) * batch_size, batch_size):
             made = picked[first : first + rows]
             yield self.batch(made + [[]] * (rows - len(made)))
+
+    def documents(self, first: int, count: int) -> list[str]:
+        name = self.examples.name
+        return [f"{name}: examples {', '.join(map(str, row))}" for row in self.read(first, count)]
+
+    def places(self, row: Sequence[int]) -> Iterator[tuple[int, slice, slice]]:
+        """(example, where it lies in the row, its tokens that have numbers there)."""
+        place = 0
+        for index in row:
+            span = self.examples.span(index)
+            own = slice(span.start + self.first, span.stop)
+            here = slice(place, place + own.stop - own.start)
+            yield index, here, own
+            place = here.stop
+
+    def batch(self, rows: Sequence[Sequence[int]]) -> Batch:
+        """These rows of examples."""
+        shape = len(rows), self.sequence_length
+        tokens, labels = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
+        weights, starts = np.zeros(shape, np.float32), np.zeros(shape, np.int64)
+        numbers = {name: np.zeros(shape, one.dtype) for name, one in self.numbers.items()}
+        numbers |= {name: np.zeros(shape, np.float32) for name in self.said}
+        for row, indices in enumerate(rows):
+            end = 0
+            for index, here, own in self.places(indices):
+                tokens[row, here], labels[row, here], counts = self._written(index)
+                weights[row, here], starts[row, here] = counts, here.start
+                for name, one in self.numbers.items():
+                    numbers[name][row, here] = one[own]
+                for name, one in self.said.items():
+                    numbers[name][row, here] = one[index]
+                end = here.stop
+            starts[row, end:] = end
+        made = Batch(
+            torch.from_numpy(tokens),
+            torch.from_numpy(labels),
+            Documents.of(torch.from_numpy(starts)),
+        ).with_positions(1)
+        made = replace(made, numbers={n: torch.from_numpy(one) for n, one in numbers.items()})
+        return replace(made, weights=torch.from_numpy(weights)) if self.weighted else made
+
+    def _written(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The tokens of an example that are read, their labels, and what these weigh."""
+        span = self.examples.span(index)
+        ids = self.examples.tokens[span].astype(np.int64)
+        if self.say == "end":
+            counts = np.arange(1, len(ids) + 1) == len(ids)
+            return ids, np.where(counts, ids, IGNORED), counts
+        counts = self.examples.trained[span][1:] * self.examples.weights[index]
+        return ids[:-1], np.where(counts > 0, ids[1:], IGNORED), counts

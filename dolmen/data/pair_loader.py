@@ -1,70 +1,74 @@
-"""Pairs of answers to one prompt as batches: rows 2 i and 2 i + 1 are the chosen one and the
-rejected one, each with its prompt before it, whose tokens have no label.
+"""What of two answers to a prompt is trained on, and how that is told. Two consecutive examples are
+a pair, the chosen answer and the rejected one.
 """
-
-from collections.abc import Iterator
 
 import numpy as np
 
 from dolmen.core.words import counted
-from dolmen.data.batch import Batch
+from dolmen.data.batch import MARGIN, SIDE
 from dolmen.data.examples import Examples
-from dolmen.data.packed import Rows, shuffled
+from dolmen.data.packed import Rows, Say
 
 
-class Pairs(Rows):
-    """Sequences of the pairs `chosen`, two of each; an example is one of the two."""
-
-    def __init__(self, examples: Examples, chosen: np.ndarray, sequence_length: int, seed: int = 0):
-        both = np.stack((2 * chosen, 2 * chosen + 1), 1).reshape(-1)
-        super().__init__(examples, both, sequence_length, False)
-        self.pairs, self.seed = chosen, seed
-
-    def epochs(self, samples: int) -> dict[str, float]:
-        return {self.examples.name: samples / (2 * len(self.pairs))}
-
-    def read(self, first: int, count: int) -> list[list[int]]:
-        """The examples of sequences first .. first + count - 1, one in each."""
-        found = []
-        for sequence in range(first, first + count):
-            pair = self.pairs[shuffled(sequence // 2, len(self.pairs), self.seed)]
-            found.append([2 * int(pair) + sequence % 2])
-        return found
-
-    def batches(
-        self,
-        batch_size: int,
-        max_sequences: int | None = None,
-        first_row: int = 0,
-        rows: int | None = None,
-    ) -> Iterator[Batch]:
-        """Whole batches of pairs in order, and none of a last one that is not full; where there are
-        fewer pairs than fill one, they are read again.
-        """
-        size, rows = 2 * len(self.pairs), rows or batch_size
-        wanted = min(size, max_sequences or size) // batch_size
-        for first in range(first_row, max(1, wanted) * batch_size, batch_size):
-            numbers = [int(self.chosen[at % size]) for at in range(first, first + rows)]
-            yield self.batch([[number] for number in numbers])
+def pairs_of(
+    examples: Examples, pairs: np.ndarray, sequence_length: int, packing: bool, say: Say, seed: int
+) -> Rows:
+    """Rows of these pairs, the answers of each in two that are side by side."""
+    both = np.stack((2 * pairs, 2 * pairs + 1), 1).reshape(-1)
+    said = {SIDE: np.tile(np.array([1, -1], np.float32), len(examples) // 2)}
+    if examples.said.any():
+        said[MARGIN] = examples.said
+    return Rows(
+        examples,
+        both,
+        sequence_length,
+        packing=packing,
+        together=2,
+        say=say,
+        seed=seed,
+        said=said,
+    )
 
 
-def useful(examples: Examples) -> np.ndarray:
-    """Of each pair, whether it says anything: two answers that differ, with a token each."""
-    said = (examples.predictions() > 0).reshape(-1, 2).all(1)
-    return said & (examples.hashes[0::2] != examples.hashes[1::2])
+def useful(examples: Examples, say: Say) -> np.ndarray:
+    """Of each pair, whether it says anything: two answers that differ, with a token each; where a
+    number is said of the end, two whose ends are read.
+    """
+    each = examples.predictions() > 0
+    if say == "end":
+        each = each & ~examples.long
+    return each.reshape(-1, 2).all(1) & ~equal(examples)
 
 
-def told(mixture: Pairs, validation: Pairs) -> list[str]:
+def equal(examples: Examples) -> np.ndarray:
+    """Of each pair, whether its answers are."""
+    return examples.hashes[0::2] == examples.hashes[1::2]
+
+
+def told(mixture: Rows, validation: Rows) -> list[str]:
     """What is trained on, for the header of a run."""
     examples, count = mixture.examples, len(mixture.examples) // 2
+    of = "tokens of answers" if mixture.say == "next" else "answers, by their last token"
     lines = [
-        f"{examples.name}: {counted(len(mixture.pairs), 'pair')} of answers to train on of "
-        f"{count:,}, {mixture.tokens:,} tokens of answers"
+        f"{examples.name}: {counted(len(mixture.chosen) // 2, 'pair')} of answers to train on of "
+        f"{count:,}, {mixture.tokens:,} {of}, {counted(len(mixture.rows), 'sequence')} of "
+        f"{mixture.sequence_length} per epoch, {mixture.full:.1%} full"
     ]
-    if equal := int((examples.hashes[0::2] == examples.hashes[1::2]).sum()):
-        lines.append(f"left out: {counted(equal, 'pair')} whose answers are equal")
+    if same := int(equal(examples).sum()):
+        lines.append(f"left out: {counted(same, 'pair')} whose answers are equal")
+    long = int((examples.long.reshape(-1, 2).any(1) & ~equal(examples)).sum())
+    if long and mixture.say == "end":
+        lines.append(
+            f"left out: {counted(long, 'pair')} with an answer that ends behind "
+            f"{examples.longest:,} tokens (--train.sequence-length)"
+        )
+    elif long:
+        lines.append(
+            f"the ends of answers of {counted(long, 'pair')} of over {examples.longest:,} tokens "
+            "are cut off (--train.sequence-length)"
+        )
     return lines + (
-        [f"validation: {counted(len(validation.pairs), 'pair')}"]
-        if len(validation.pairs)
+        [f"validation: {counted(len(validation.chosen) // 2, 'pair')}"]
+        if len(validation.chosen)
         else ["validation: none (--data.validation-fraction is 0)"]
     )

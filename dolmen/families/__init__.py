@@ -16,7 +16,9 @@ from dolmen.families.model import (
     made,
     moved,
     new,
+    scored,
     stated,
+    unscored,
 )
 from dolmen.families.unknown import unknown_fields
 from dolmen.families.weights import WeightMap, weight_map
@@ -36,7 +38,9 @@ __all__ = [
     "made",
     "moved",
     "new",
+    "scored",
     "stated",
     "unknown_fields",
+    "unscored",
     "weight_map",
 ]

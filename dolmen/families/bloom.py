@@ -71,6 +71,7 @@ def rules(tree: Tree) -> list[Rule]:
 FAMILY = Family(
     model_type="bloom",
     architecture="BloomForCausalLM",
+    scorer="BloomForSequenceClassification",
     read=read,
     new=new,
     rules=rules,

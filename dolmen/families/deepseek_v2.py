@@ -53,6 +53,7 @@ def new(tree: Tree) -> dict[str, Any]:
 FAMILY = Family(
     model_type="deepseek_v2",
     architecture="DeepseekV2ForCausalLM",
+    scorer="DeepseekV2ForSequenceClassification",
     read=read,
     new=new,
     rules=deepseek_like.rules,

@@ -44,6 +44,7 @@ def _choice(router: Router) -> dict[str, Any]:
 FAMILY = Family(
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
+    scorer="DeepseekV3ForSequenceClassification",
     read=read,
     new=new,
     rules=deepseek_like.rules,

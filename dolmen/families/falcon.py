@@ -208,6 +208,7 @@ def rules(tree: Tree) -> list[Rule]:
 FAMILY = Family(
     model_type="falcon",
     architecture="FalconForCausalLM",
+    scorer="FalconForSequenceClassification",
     read=read,
     new=new,
     rules=rules,

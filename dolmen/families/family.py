@@ -165,6 +165,10 @@ class Family:
     """transformers has a class that computes it."""
     head_beside: bool = False
     """Files hold the head also where it is the embedding."""
+    scorer: str | None = None
+    """transformers class that ends in `score`, without a bias, in the place of the head; None: it
+    has none.
+    """
 
     @property
     def name(self) -> str:

@@ -46,6 +46,7 @@ ONLY = {"mlp_bias": (False, None), "use_bidirectional_attention": (None, False)}
 FAMILY = Family(
     model_type="gemma",
     architecture="GemmaForCausalLM",
+    scorer="GemmaForSequenceClassification",
     read=read,
     new=new,
     rules=llama_like.rules,

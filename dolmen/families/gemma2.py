@@ -89,6 +89,7 @@ FIELDS = tuple(
 FAMILY = Family(
     model_type="gemma2",
     architecture="Gemma2ForCausalLM",
+    scorer="Gemma2ForSequenceClassification",
     read=read,
     new=new,
     rules=rules,

@@ -80,6 +80,7 @@ OTHER = {*(field.name for field in ROPES), "layer_types"}
 FAMILY = Family(
     model_type="gemma3_text",
     architecture="Gemma3ForCausalLM",
+    scorer="Gemma3TextForSequenceClassification",
     read=read,
     new=new,
     rules=gemma2.rules,

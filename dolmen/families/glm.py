@@ -65,6 +65,7 @@ def rules(tree: Tree, norms: Mapping[str, str] = llama_like.NORMS) -> list[Rule]
 FAMILY = Family(
     model_type="glm",
     architecture="GlmForCausalLM",
+    scorer="GlmForSequenceClassification",
     read=read,
     new=new,
     rules=rules,

@@ -26,6 +26,7 @@ def rules(tree: Tree) -> list[Rule]:
 FAMILY = Family(
     model_type="glm4",
     architecture="Glm4ForCausalLM",
+    scorer="Glm4ForSequenceClassification",
     read=read,
     new=glm.new,
     rules=rules,

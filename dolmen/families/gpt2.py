@@ -39,6 +39,7 @@ def rules(tree: Tree) -> list[Rule]:
 FAMILY = Family(
     model_type="gpt2",
     architecture="GPT2LMHeadModel",
+    scorer="GPT2ForSequenceClassification",
     read=read,
     new=gpt_like.new,
     rules=rules,

@@ -59,6 +59,7 @@ def rules(tree: Tree) -> list[Rule]:
 FAMILY = Family(
     model_type="gpt_bigcode",
     architecture="GPTBigCodeForCausalLM",
+    scorer="GPTBigCodeForSequenceClassification",
     read=read,
     new=new,
     rules=rules,

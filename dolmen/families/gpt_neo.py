@@ -134,6 +134,7 @@ DROPOUT = ("resid_dropout", "embed_dropout", "attention_dropout")
 FAMILY = Family(
     model_type="gpt_neo",
     architecture="GPTNeoForCausalLM",
+    scorer="GPTNeoForSequenceClassification",
     read=read,
     new=new,
     rules=rules,

@@ -101,6 +101,7 @@ def rules(tree: Tree) -> list[Rule]:
 FAMILY = Family(
     model_type="gpt_neox",
     architecture="GPTNeoXForCausalLM",
+    scorer="GPTNeoXForSequenceClassification",
     read=read,
     new=new,
     rules=rules,

@@ -87,6 +87,7 @@ def rules(tree: Tree) -> list[Rule]:
 FAMILY = Family(
     model_type="gpt_oss",
     architecture="GptOssForCausalLM",
+    scorer="GptOssForSequenceClassification",
     read=read,
     new=new,
     rules=rules,

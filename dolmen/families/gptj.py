@@ -65,6 +65,7 @@ def rules(tree: Tree) -> list[Rule]:
 FAMILY = Family(
     model_type="gptj",
     architecture="GPTJForCausalLM",
+    scorer="GPTJForSequenceClassification",
     read=read,
     new=new,
     rules=rules,

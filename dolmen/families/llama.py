@@ -32,6 +32,7 @@ def new(tree: Tree) -> dict[str, Any]:
 FAMILY = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
+    scorer="LlamaForSequenceClassification",
     read=read,
     new=new,
     rules=llama_like.rules,

@@ -20,6 +20,7 @@ def new(tree: Tree) -> dict[str, Any]:
 FAMILY = Family(
     model_type="mistral",
     architecture="MistralForCausalLM",
+    scorer="MistralForSequenceClassification",
     read=read,
     new=new,
     rules=llama_like.rules,

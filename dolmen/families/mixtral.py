@@ -30,6 +30,7 @@ def rules(tree: Tree) -> list[Rule]:
 FAMILY = Family(
     model_type="mixtral",
     architecture="MixtralForCausalLM",
+    scorer="MixtralForSequenceClassification",
     read=read,
     new=new,
     rules=rules,

@@ -9,13 +9,13 @@ knows into a tree. What changes it changes fields of the mapping, in the spellin
 
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from dolmen.core.config import Plain
 from dolmen.core.words import shown
-from dolmen.families import known
+from dolmen.families import known, scorer
 from dolmen.families.differences import differences
 from dolmen.families.family import ONLY, RESERVED, Family, knob
 from dolmen.families.names import (
@@ -28,7 +28,7 @@ from dolmen.families.names import (
 )
 from dolmen.files import kinds
 from dolmen.files.schema import List, Map, Mismatch, Object, check_value, either, optional
-from dolmen.model.tree import Tree
+from dolmen.model.tree import Scalar, Tree
 
 CARRIED = (*kinds.SPECIAL_TOKENS, "dtype")  # to another family
 
@@ -70,7 +70,8 @@ class Model(Plain):
         except Mismatch as error:
             raise ValueError(str(error)) from None
         self._refuse()
-        return bounded(family.read(with_defaults(family, self.config)))
+        tree = bounded(family.read(with_defaults(family, self.config)))
+        return replace(tree, head=Scalar()) if scorer.scores(self.config, family) else tree
 
     def _refuse(self) -> None:
         config, family = self.config, self.family
@@ -155,6 +156,8 @@ def new(tree: Tree, model_type: str, carried: Mapping[str, Any] | None = None) -
     family = known.find(model_type)
     try:
         own = {"model_type": family.model_type, **family.marks, **family.new(tree)}
+        if isinstance(tree.head, Scalar):
+            own = scorer.scored(own, family)
         model = completed(Model(nested(family, {**own, **deepcopy(dict(carried or {}))})))
         if found := differences(tree, model.tree):
             raise ValueError(
@@ -259,6 +262,20 @@ def edit(
         stated = [name for name in ("dtype", "torch_dtype") if name in model.config] or ["dtype"]
         beside |= dict.fromkeys(stated, dtype)
     return Model({**made.config, **beside}) if beside else made
+
+
+def scored(model: Model) -> Model:
+    """The same that ends in one number in the place of logits, as it may already. Raises ValueError
+    for a family of which transformers has none.
+    """
+    ends = isinstance(model.tree.head, Scalar)
+    return model if ends else Model(scorer.scored(model.config, model.family))
+
+
+def unscored(model: Model) -> Model:
+    """The same with logits."""
+    ends = isinstance(model.tree.head, Scalar)
+    return Model(scorer.unscored(model.config, model.family)) if ends else model
 
 
 def _rows_before(model: Model) -> int:

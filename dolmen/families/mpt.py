@@ -122,6 +122,7 @@ DROPOUT = ("resid_pdrop", "emb_pdrop")
 FAMILY = Family(
     model_type="mpt",
     architecture="MptForCausalLM",
+    scorer="MptForSequenceClassification",
     read=read,
     new=new,
     rules=rules,

@@ -45,6 +45,7 @@ FIELDS = llama_like.fields_with(None)
 FAMILY = Family(
     model_type="olmo",
     architecture="OlmoForCausalLM",
+    scorer="OlmoForSequenceClassification",
     read=read,
     new=new,
     rules=llama_like.rules,

@@ -34,6 +34,7 @@ def rules(tree: Tree) -> list[Rule]:
 FAMILY = Family(
     model_type="olmo2",
     architecture="Olmo2ForCausalLM",
+    scorer="Olmo2ForSequenceClassification",
     read=read,
     new=new,
     rules=rules,

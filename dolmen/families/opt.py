@@ -126,6 +126,7 @@ def rules(tree: Tree) -> list[Rule]:
 FAMILY = Family(
     model_type="opt",
     architecture="OPTForCausalLM",
+    scorer="OPTForSequenceClassification",
     read=read,
     new=new,
     rules=rules,

@@ -55,6 +55,7 @@ def rules(tree: Tree) -> list[Rule]:
 FAMILY = Family(
     model_type="phi",
     architecture="PhiForCausalLM",
+    scorer="PhiForSequenceClassification",
     read=read,
     new=new,
     rules=rules,

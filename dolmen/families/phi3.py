@@ -42,6 +42,7 @@ def rules(tree: Tree) -> list[Rule]:
 FAMILY = Family(
     model_type="phi3",
     architecture="Phi3ForCausalLM",
+    scorer="Phi3ForSequenceClassification",
     read=read,
     new=new,
     rules=rules,

@@ -62,6 +62,7 @@ def new(tree: Tree) -> dict[str, Any]:
 FAMILY = Family(
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
+    scorer="Qwen2ForSequenceClassification",
     read=read,
     new=new,
     rules=llama_like.rules,

@@ -79,6 +79,7 @@ def rules(tree: Tree) -> list[Rule]:
 FAMILY = Family(
     model_type="qwen2_moe",
     architecture="Qwen2MoeForCausalLM",
+    scorer="Qwen2MoeForSequenceClassification",
     read=read,
     new=new,
     rules=rules,

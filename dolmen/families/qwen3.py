@@ -26,6 +26,7 @@ def new(tree: Tree) -> dict[str, Any]:
 FAMILY = Family(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
+    scorer="Qwen3ForSequenceClassification",
     read=read,
     new=new,
     rules=llama_like.rules,

@@ -57,6 +57,7 @@ def rules(tree: Tree) -> list[Rule]:
 FAMILY = Family(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
+    scorer="Qwen3MoeForSequenceClassification",
     read=read,
     new=new,
     rules=rules,

@@ -55,6 +55,7 @@ def rules(tree: Tree) -> list[Rule]:
 FAMILY = Family(
     model_type="stablelm",
     architecture="StableLmForCausalLM",
+    scorer="StableLmForSequenceClassification",
     read=read,
     new=new,
     rules=rules,

@@ -45,6 +45,7 @@ DROPOUT = ("residual_dropout", "embedding_dropout")
 FAMILY = Family(
     model_type="starcoder2",
     architecture="Starcoder2ForCausalLM",
+    scorer="Starcoder2ForSequenceClassification",
     read=read,
     new=new,
     rules=rules,

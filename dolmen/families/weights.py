@@ -7,9 +7,12 @@ from functools import cached_property
 from typing import Any
 
 from dolmen.families.family import BARE, RESERVED
-from dolmen.families.model import Model, changed, explicit
+from dolmen.families.model import Model, changed, explicit, scored
 from dolmen.families.names import nested
-from dolmen.families.rules import Entry, Shape, ending, entries
+from dolmen.families.rules import Entry, Rename, Shape, ending, entries
+from dolmen.model.tree import Scalar
+
+SCORE = (Rename("score", "score"),)  # in every family that has one
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ class WeightMap:
 
     def is_tied_head(self, name: str) -> bool:
         """Whether a canonical name is of the head that is stored though it is the embedding."""
-        return name == self.head and name not in self.entries
+        return self.model.tree.head.tied and name == self.head and name not in self.entries
 
     def expected_shape(self, name: str) -> Shape | None:
         """Shape a stored tensor must have, or None where no rule maps it."""
@@ -109,7 +112,7 @@ def weight_map(model: Model) -> WeightMap:
     """The map of the model's family. Raises KeyError naming the first three parameters that no rule
     of it makes.
     """
-    rules = model.family.rules(model.tree)
+    rules = [*model.family.rules(model.tree), *SCORE * isinstance(model.tree.head, Scalar)]
     embedding, head = (
         next(rule.hf + ending(rule, "weight") for rule in rules if rule.names == (ours,))
         for ours in ("embed", "head")
@@ -122,6 +125,7 @@ def _otherwise(model: Model, stored: str) -> Iterator[tuple[str, Shape]]:
     """(field, the shape that `stored` has with another value of it), of every size that is told."""
     whole = explicit(model)
     plain = Model(nested(model.family, {**whole, "model_type": model.model_type}))
+    plain = scored(plain) if isinstance(model.tree.head, Scalar) else plain
     for name, value in whole.items():
         if isinstance(value, int) and not isinstance(value, bool):
             for other in (2 * value, value // 2, 1):

@@ -239,6 +239,10 @@ CHAT_ROWS = {
 }
 PAIR_ROW = Object(
     required={name: either(Text(), SPOKEN) for name in ("chosen", "rejected")},
+    optional={"prompt": either(Text(), SPOKEN), "system": Text(), "margin": Real()},
+)
+COMPLETION_ROW = Object(
+    required={"completion": either(Text(), SPOKEN), "label": either(Flag(), Int(0, 1))},
     optional={"prompt": either(Text(), SPOKEN), "system": Text()},
 )
 # A row to answer, in one of three forms; what else it has is carried along.

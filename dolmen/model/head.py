@@ -51,12 +51,19 @@ class Head:
         """Of something known for all tokens (labels, weights), this rank of cp's part."""
         return self.split.cp.split(per_token, 1)
 
-    def over_sequence(self, per_token: Float[Tensor, "sequences _"]) -> Float[Tensor, " sequences"]:
-        """The sum over all tokens of each sequence, those of other ranks of cp among them: R@cp, as
-        each goes on to compute the same; what comes of it is to be `shared`.
+    def over_documents(
+        self,
+        per_token: Float[Tensor, "sequences _"],
+        document: Int64[Tensor, "sequences length"],
+    ) -> Float[Tensor, "sequences length"]:
+        """The sum over all tokens of each document of a sequence, those of other ranks of cp among
+        them: R@cp, as each goes on to compute the same; what comes of it is to be `shared`.
+        `document`: which of its sequence's each token is of.
         """
         axis = self.split.cp.axis
-        return collectives.copy(collectives.all_reduce_(per_token.sum(1), axis), axis)
+        none = per_token.new_zeros(document.shape)
+        found = none.scatter_add(1, self.here(document), per_token)
+        return collectives.copy(collectives.all_reduce_(found, axis), axis)
 
     def shared(self, total: Float[Tensor, ""]) -> Float[Tensor, ""]:
         """This rank's share of what all ranks of cp have computed alike: they are added up."""
@@ -153,12 +160,19 @@ class Values(Head):
         wide = own[:, 0].to(torch.promote_types(own.dtype, torch.float32))
         return tensor.all_tokens(wide, tp).view(self.sequences, -1)
 
+    def logits(self, hidden: Float[Tensor, "_ hidden"]) -> Tensor:
+        """Raises ValueError: there are none."""
+        raise ValueError(
+            "the model ends in one number for each token, a reward or a value, and foretells no "
+            "token: give one with logits"
+        )
+
 
 End = Callable[[Tensor, Any], Any]
 """(hidden, the head of the model) -> anything."""
 
 
-def logits(hidden: Tensor, head: Logits) -> Tensor:
+def logits(hidden: Tensor, head: Logits | Values) -> Tensor:
     """The end of a model that is read: logits of this rank's vocabulary."""
     return head.logits(hidden)
 

@@ -27,7 +27,7 @@ from dolmen.ops.loss import IGNORED
 REFERENCE = "reference"
 """The number of each token that is its label's log-probability in the other model."""
 
-Lengths = tuple[Shaped[Tensor, " pairs"], Shaped[Tensor, " pairs"]]
+Lengths = tuple[Shaped[Tensor, "*pairs"], Shaped[Tensor, "*pairs"]]
 """Tokens of the chosen and of the rejected answers."""
 
 EXO_SMOOTHING = 1e-3
@@ -64,38 +64,24 @@ def dpo(
     Metrics: pairs.METRICS of the rewards beta c and beta r, and their means.
     """
     chosen, rejected = policy_chosen - reference_chosen, policy_rejected - reference_rejected
-    return of_ratios(
-        chosen, rejected, beta=beta, kind=kind, label_smoothing=label_smoothing, lengths=lengths
-    )
-
-
-def of_ratios(
-    chosen: Float[Tensor, " pairs"],
-    rejected: Float[Tensor, " pairs"],
-    *,
-    beta: float,
-    kind: Kind,
-    label_smoothing: float,
-    lengths: Lengths | None,
-) -> tuple[Float[Tensor, ""], Metrics]:
-    """`dpo` of the log-ratios of the policy to the reference, which are more exact where they are
-    summed token by token.
-    """
     check_dpo(beta, kind, label_smoothing)
     if kind == "ipo" and lengths is None:
         raise ValueError("ipo divides log-ratios by tokens: give lengths=(chosen, rejected)")
-    losses = _losses(chosen, rejected, beta, kind, label_smoothing, lengths)
+    losses = losses_of(chosen, rejected, beta, kind, label_smoothing, lengths)
     return losses.mean(), pairs.told(beta * chosen, beta * rejected)
 
 
-def _losses(
-    c: Float[Tensor, " pairs"],
-    r: Float[Tensor, " pairs"],
+def losses_of(
+    c: Float[Tensor, "*pairs"],
+    r: Float[Tensor, "*pairs"],
     beta: float,
     kind: Kind,
     s: float,
     lengths: Lengths | None,
-) -> Float[Tensor, " pairs"]:
+) -> Float[Tensor, "*pairs"]:
+    """`dpo` of each pair, from the log-ratios of the policy to the reference, which are more exact
+    where they are summed token by token.
+    """
     d = beta * (c - r)
     match kind:
         case "sigmoid":
@@ -148,14 +134,8 @@ class DPO:
         real = head.here(batch.labels) != IGNORED
         ratios = head.log_probabilities(hidden, batch.labels)
         ratios = ratios - head.here(batch.numbers[REFERENCE]) * real
-        whole = head.over_sequence(ratios)
-        tokens = (batch.labels != IGNORED).sum(1)
-        found = of_ratios(
-            whole[0::2],
-            whole[1::2],
-            beta=self.beta,
-            kind=self.kind,
-            label_smoothing=self.label_smoothing,
-            lengths=(tokens[0::2], tokens[1::2]),
-        )
-        return pairs.judged(found, batch, head)
+        found = pairs.Pairs(batch)
+        c, r = found.sides(head.over_documents(ratios, found.document))
+        lengths = found.sides(found.lengths)
+        losses = losses_of(c, r, self.beta, self.kind, self.label_smoothing, lengths)
+        return found.judged(losses, pairs.Sides(self.beta * c, self.beta * r), head)

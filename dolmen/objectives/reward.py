@@ -8,11 +8,12 @@ value model by numbers.
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from dolmen.data.batch import Batch
+from dolmen.data.batch import MARGIN, Batch
 from dolmen.model import tree
 from dolmen.model.head import Values
 from dolmen.objectives import pairs
@@ -41,21 +42,32 @@ def pairwise(
     centre; verl has none. Metrics: the share of pairs whose chosen score is the larger, the mean
     difference, without margins, and both means.
     """
+    losses = losses_of(chosen, rejected, margin, center)
+    return losses.mean(), pairs.told(chosen, rejected)
+
+
+def losses_of(
+    chosen: Float[Tensor, "*pairs"],
+    rejected: Float[Tensor, "*pairs"],
+    margin: Float[Tensor, "*pairs"] | float | None,
+    center: float | None,
+) -> Float[Tensor, "*pairs"]:
+    """`pairwise` of each pair."""
     ahead = chosen - rejected
     losses = -F.logsigmoid(ahead if margin is None else ahead - margin)
-    if center:
-        losses = losses + center * (chosen + rejected).square()
-    return losses.mean(), pairs.told(chosen, rejected)
+    return losses + center * (chosen + rejected).square() if center else losses
 
 
 @dataclass(frozen=True)
 class Preferred:
-    """`pairwise` of a batch, mean over pairs, where the reward of a sequence is the number of its
+    """`pairwise` of a batch, mean over pairs, where the reward of an answer is the number of its
     last token with a real label. Metrics are those of pairs.METRICS.
     """
 
     center: float = 0.0
     """What scores that are not about 0 cost: the weight of (chosen + rejected)^2."""
+    margin: float = 0.0
+    """By how much the chosen one is to be ahead, and by the number MARGIN of a batch more."""
 
     names: ClassVar[tuple[str, ...]] = pairs.METRICS
     head: ClassVar[type] = tree.Scalar
@@ -64,10 +76,49 @@ class Preferred:
         return pairs.count(batch)
 
     def __call__(self, hidden: Float[Tensor, "_ hidden"], head: Values, batch: Batch) -> Judged:
-        here = head.values(hidden) * head.here(pairs.last_real(batch.labels))
-        rewards = head.over_sequence(here)
-        found = pairwise(rewards[0::2], rewards[1::2], center=self.center)
-        return pairs.judged(found, batch, head)
+        found = pairs.Pairs(batch)
+        here = head.values(hidden) * head.here(found.ends)
+        rewards = found.sides(head.over_documents(here, found.document))
+        margin: Tensor | float = self.margin
+        if MARGIN in batch.numbers:
+            margin = margin + found.sides(found.number(MARGIN)).chosen
+        losses = losses_of(rewards.chosen, rewards.rejected, margin, self.center)
+        return self.told(found, losses, rewards, head)
+
+    def told(
+        self, found: pairs.Pairs, losses: Tensor, rewards: pairs.Sides, head: Values
+    ) -> Judged:
+        """Sums over pairs."""
+        return found.judged(losses, rewards, head)
+
+
+BINS = 10  # of how sure a reward model is, from 1 / 2 to 1
+
+
+@dataclass(frozen=True)
+class Calibrated(Preferred):
+    """The same, and of how many pairs it is how sure which one is preferred, sigmoid(|chosen -
+    rejected|), in equal bins, and of how many of these rightly so.
+    """
+
+    names: ClassVar[tuple[str, ...]] = (
+        *pairs.METRICS,
+        *(f"sure {i}" for i in range(BINS)),
+        *(f"right {i}" for i in range(BINS)),
+    )
+
+    def told(
+        self, found: pairs.Pairs, losses: Tensor, rewards: pairs.Sides, head: Values
+    ) -> Judged:
+        judged = super().told(found, losses, rewards, head)
+        ahead = (rewards.chosen - rewards.rejected).detach()
+        sure = 2 * torch.sigmoid(ahead.abs()) - 1
+        of_bin = (sure * BINS).long().clamp(max=BINS - 1)
+        each = [(of_bin == i).to(ahead.dtype) for i in range(BINS)]
+        each += [one * (ahead > 0) for one in each]
+        return judged._replace(
+            metrics=(*judged.metrics, *(head.shared(found.total(one)) for one in each))
+        )
 
 
 @dataclass(frozen=True)

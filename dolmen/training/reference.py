@@ -62,9 +62,9 @@ def _of_rows(
     """Of each token of the examples, 0 where it is not predicted; the same on every rank."""
     size, mine = loader.global_batch_size, loader.rows(mesh.dp.size)
     found: np.ndarray | None = None
-    for first in range(0, len(rows.chosen), size):
-        asked = [[int(index)] for index in rows.chosen[first : first + size]]
-        asked += [[]] * (size - len(asked))
+    for first in range(0, len(rows.rows), size):
+        asked = rows.rows[first : first + size]
+        asked = asked + [[]] * (size - len(asked))
         own = slice(mesh.dp.rank * mine, (mesh.dp.rank + 1) * mine)
         here = score.log_probabilities(model, rows.batch(asked[own]), mesh, state.schedule)
         whole = torch.zeros((size, *here.shape[1:]), dtype=here.dtype, device=here.device)
@@ -74,8 +74,7 @@ def _of_rows(
         if found is None:
             found = np.zeros(len(rows.examples.tokens), numbers.dtype)
         for row, indices in enumerate(asked):
-            for index in indices:
-                span = rows.examples.span(index)
-                found[span.start + 1 : span.stop] = numbers[row, : span.stop - span.start - 1]
+            for _, here, own in rows.places(indices):
+                found[own] = numbers[row, here]
     assert found is not None
     return found

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from dolmen.data.chats import Chat, chat_of
 from dolmen.data.config import DataConfig
-from dolmen.data.packing import pack
+from dolmen.data.packing import pack, pack_beside
 from dolmen.data.template import TEMPLATES, Template
 from dolmen.files.gate import Refused
 from dolmen.ops.loss import IGNORED
@@ -158,6 +158,25 @@ def test_best_fit_decreasing():
     assert pack([3, 5, 2, 4, 1], 5) == [[1], [3, 4], [0, 2]]
     with pytest.raises(ValueError, match="6, over the room of 5"):
         pack([6], 5)
+
+
+def test_two_by_two():
+    """Each piece once, those of an item at the same number of two rows side by side, none over the
+    room, and about as full as single ones would be.
+    """
+    drawn = random.Random(0)
+    prompts = [drawn.randrange(20, 200) for _ in range(500)]
+    lengths = np.array([[p + drawn.randrange(10, 300) for _ in range(2)] for p in prompts])
+    rows = pack_beside(lengths, 512)
+    assert sorted(piece for row in rows for piece in row) == list(range(1000))
+    for first, second in zip(rows[0::2], rows[1::2], strict=True):
+        assert [a // 2 for a in first] == [b // 2 for b in second]
+    filled = [sum(lengths[piece // 2, piece % 2] for piece in row) for row in rows]
+    assert max(filled) <= 512
+    alone = len(pack(lengths.ravel().tolist(), 512))
+    assert lengths.sum() / (512 * len(rows)) > 0.85 and len(rows) < 1.15 * alone
+    with pytest.raises(ValueError, match="a length is 600, over the room of 512"):
+        pack_beside(np.array([[3, 600]]), 512)
 
 
 ROWS = [

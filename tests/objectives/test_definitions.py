@@ -4,12 +4,13 @@
 
 import contextlib
 import io
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 import transformers
-from models import Flat, build, initialize
+from models import Flat, Tiny, build, initialize
 from stored import exported_trained
 from torch import Tensor
 from wide import Wide, double
@@ -17,7 +18,7 @@ from wide import Wide, double
 from dolmen.conversion.source import Source, load_weights, open_source
 from dolmen.core import state
 from dolmen.core.mesh import SINGLE
-from dolmen.data.batch import IGNORED, Batch
+from dolmen.data.batch import IGNORED, MARGIN, SIDE, Batch
 from dolmen.evaluation.validate import mean_loss
 from dolmen.model.decoder import Decoder
 from dolmen.model.tree import Scalar
@@ -25,7 +26,8 @@ from dolmen.objectives import pairs, score
 from dolmen.objectives.cross_entropy import CrossEntropy
 from dolmen.objectives.objective import check
 from dolmen.objectives.preference import DPO, REFERENCE
-from dolmen.objectives.reward import TARGET, Preferred, SquaredError
+from dolmen.objectives.reward import TARGET, Calibrated, Preferred, SquaredError
+from dolmen.ops.attention import Documents
 from dolmen.optim.optimizer import OptimizerConfig, adamw
 from dolmen.parallel import schedule as schedules
 from dolmen.training.step import TrainState, optimizer_step
@@ -102,7 +104,12 @@ def batch() -> Batch:
 def judged(objective, model: Decoder, given: Batch) -> tuple[Tensor, dict[str, float]]:
     """The loss with its graph, and the metrics."""
     count = objective.count(given)
-    found = model(given.tokens, lambda hidden, head: objective(hidden, head, given))
+    found = model(
+        given.tokens,
+        lambda hidden, head: objective(hidden, head, given),
+        documents=given.documents,
+        positions=given.positions,
+    )
     told = {n: float(m) / count for n, m in zip(objective.names, found.metrics, strict=True)}
     return found.total / count, told
 
@@ -262,9 +269,10 @@ SMALL = Flat(
 )
 
 
-def training(objective, micros: int = 1) -> TrainState:
+def training(objective, micros: int = 1, head: Scalar | None = None) -> TrainState:
     schedule = schedules.make("1f1b", 1, micros)
-    model = build(SMALL, SINGLE, schedule=schedule)
+    config = SMALL if head is None else Tiny(replace(SMALL.tree, head=head))
+    model = build(config, SINGLE, schedule=schedule)
     initialize(model, 0)
     settings = OptimizerConfig()
     optimizer = adamw(model, settings)
@@ -343,7 +351,76 @@ def test_a_step_tells_what_its_objective_does():
     assert optimizer_step(training(CrossEntropy(), 2), GIVEN, SINGLE).objective == {}
 
 
-def test_last_real_label():
-    labels = torch.tensor([[1, 2, IGNORED], [1, IGNORED, 0], [IGNORED, 5, IGNORED]])
-    assert pairs.last_real(labels).long().argmax(1).tolist() == [1, 2, 1]
-    assert pairs.last_real(labels).sum(1).tolist() == [1, 1, 1]
+def packed(side: bool) -> Batch:
+    """Two pairs in two rows and a third in two more, which lie the other way round."""
+    labels = torch.tensor(
+        [[1, 2, -1, 3, -1], [-1, 4, 1, 2, -1], [1, 1, 1, 1, 1], [2, -1, -1, 3, -1]]
+    )
+    starts = torch.tensor([[0, 0, 2, 2, 4], [0, 0, 2, 2, 2], [0, 0, 0, 0, 0], [0, 0, 0, 0, 4]])
+    sides = torch.tensor([[1.0], [-1.0], [-1.0], [1.0]]).expand(4, 5)
+    return Batch(
+        labels.clamp(min=0),
+        torch.where(labels < 0, IGNORED, labels),
+        Documents.of(starts),
+        numbers={SIDE: sides} if side else {},
+    )
+
+
+def test_answers_of_packed_rows():
+    """Where each ends, and which is compared with which."""
+    given = packed(side=True)
+    found = pairs.Pairs(given)
+    assert found.last[:, :3].tolist() == [[1, 3, -1], [1, 3, -1], [4, -1, -1], [3, -1, -1]]
+    assert found.lengths[:, :2].tolist() == [[2, 1], [1, 2], [5, 0], [2, 0]]
+    assert found.ends.nonzero().tolist() == [[0, 1], [0, 3], [1, 1], [1, 3], [2, 4], [3, 3]]
+    assert pairs.count(given) == 3 and found.real.sum() == 3
+    chosen, rejected = found.sides(found.lengths)
+    assert chosen[found.real].tolist() == [2, 1, 2] and rejected[found.real].tolist() == [1, 2, 5]
+    unsaid = pairs.Pairs(packed(side=False))
+    assert unsaid.sides(unsaid.lengths).chosen[found.real].tolist() == [2, 1, 5]
+
+
+def test_packed_rewards_are_those_of_each_alone():
+    """Documents see nothing of one another, and a margin is of its own pair."""
+    model = training(Preferred(), head=Scalar()).model.double()
+    given = packed(side=True)
+    margin = torch.tensor([[0.5, 0.5, 2.0, 2.0, 0.0], [0, 0, 0, 0, 0], [0] * 5, [1.0] * 5]).double()
+    given = replace(given, numbers={**given.numbers, MARGIN: margin}).with_positions(1)
+    loss, told = judged(Preferred(0.1, margin=0.25), model, given)
+    places = ((0, 0, 2), (0, 2, 4), (1, 0, 2), (1, 2, 4), (2, 0, 5), (3, 0, 4))
+    with torch.no_grad():
+        found = [
+            model(given.tokens[row : row + 1, a:b], lambda h, head: head.values(h))[0, -1]
+            for row, a, b in places
+        ]
+    pairs_ = [(found[0], found[2], 0.5), (found[1], found[3], 2.0), (found[5], found[4], 1.0)]
+    want = [
+        torch.log(1 + torch.exp(-(c - r - m - 0.25))) + 0.1 * (c + r) ** 2 for c, r, m in pairs_
+    ]
+    torch.testing.assert_close(loss.detach(), torch.stack(want).mean(), rtol=1e-12, atol=0)
+    assert told["accuracy"] == pytest.approx(sum(c > r for c, r, _ in pairs_) / 3)
+
+
+def test_how_sure_a_reward_model_is():
+    """Pairs by sigmoid(|difference|), and how many are right: as counted one by one."""
+    model = training(Preferred(), head=Scalar()).model
+    with torch.no_grad():
+        model.score.weight.mul_(200)
+    given = packed(side=True).with_positions(1)
+    _, told = judged(Calibrated(), model, given)
+    with torch.no_grad():
+        values = model(
+            given.tokens,
+            lambda h, head: head.values(h),
+            documents=given.documents,
+            positions=given.positions,
+        )
+    ends = [(0, 1, 1, 1), (0, 3, 1, 3), (3, 3, 2, 4)]
+    sure, right = [0] * 10, [0] * 10
+    for a, i, b, j in ends:
+        ahead = float(values[a, i] - values[b, j])
+        at = min(9, int(10 * (2 / (1 + math.exp(-abs(ahead))) - 1)))
+        sure[at] += 1
+        right[at] += ahead > 0
+    assert [round(3 * told[f"sure {i}"]) for i in range(10)] == sure
+    assert [round(3 * told[f"right {i}"]) for i in range(10)] == right

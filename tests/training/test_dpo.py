@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from dolmen.conversion.source import open_source
 from dolmen.core.mesh import SINGLE
+from dolmen.data.batch import Batch
 from dolmen.data.chats import pair_of
 from dolmen.data.config import DataConfig
 from dolmen.data.loader import prepare_loader
@@ -122,41 +123,44 @@ def made(pairs, **objective):
     return config, loader
 
 
+def compared(batch: Batch, theirs, tokenizer) -> set[tuple[str, str]]:
+    """The pairs of answers in a batch, whose tokens have the log-probabilities of `theirs`, that is
+    given one text at a time.
+    """
+    found, real = batch.numbers["reference"], batch.labels != IGNORED
+    assert not found[~real].any()
+    answers = [[], [], [], []]
+    for row, starts in enumerate(batch.starts):
+        for first in starts.unique().tolist():
+            here = (starts == first) & real[row]
+            if not here.any():  # padding
+                continue
+            own = slice(first, int(here.nonzero().max()) + 1)
+            with torch.no_grad():
+                logits = theirs(batch.tokens[row : row + 1, own]).logits[0]
+            index = torch.where(here[own], batch.labels[row, own], 0)[:, None]
+            want = logits.log_softmax(-1).gather(1, index)[:, 0] * here[own]
+            torch.testing.assert_close(found[row, own], want, rtol=1e-5, atol=1e-5)
+            said = tokenizer.decode(batch.labels[row][here]).removesuffix("<|endoftext|>")
+            answers[row].append((float(batch.numbers["side"][row, first]), said))
+    return {
+        tuple(said for _, said in sorted(pair, reverse=True))
+        for even in (0, 2)
+        for pair in zip(answers[even], answers[even + 1], strict=True)
+    }
+
+
 def test_the_reference_is_the_start(pairs):
     """Its log-probabilities of all answers, as transformers has them; 0 of prompts."""
     config, loader = made(pairs)
     state = run.make_state(config, SINGLE, 4)
     reference.compare(config, config, state, loader, SINGLE)
     theirs = AutoModelForCausalLM.from_pretrained(pairs / "model", dtype=torch.float32)
-    seen = set()
+    seen, held = set(), set()
     for step in range(8):
-        batch = loader.batch(step)
-        found = batch.numbers["reference"]
-        real = batch.labels != IGNORED
-        for row in range(4):
-            end = int(real[row].nonzero().max()) + 1
-            with torch.no_grad():
-                logits = theirs(batch.tokens[row : row + 1, :end]).logits[0]
-            index = torch.where(real[row, :end], batch.labels[row, :end], 0)[:, None]
-            want = logits.log_softmax(-1).gather(1, index)[:, 0] * real[row, :end]
-            torch.testing.assert_close(found[row, :end], want, rtol=1e-5, atol=1e-5)
-            assert not found[row, end:].any() and want.any()
-        for even in (0, 2):
-            text = [
-                loader.tokenizer.decode(batch.labels[even + side][real[even + side]])
-                for side in (0, 1)
-            ]
-            seen.add(tuple(t.removesuffix("<|endoftext|>") for t in text))
-    held = {
-        tuple(
-            loader.tokenizer.decode(b.labels[r + s][b.labels[r + s] != IGNORED]).removesuffix(
-                "<|endoftext|>"
-            )
-            for s in (0, 1)
-        )
-        for b in loader.validation_batches()
-        for r in (0, 2)
-    }
+        seen |= compared(loader.batch(step), theirs, loader.tokenizer)
+    for batch in loader.validation_batches():
+        held |= compared(batch, theirs, loader.tokenizer)
     assert not seen & held and len(held) > 1
     assert seen | held <= {(row["chosen"], row["rejected"]) for row in PAIRS}
     assert "left out: 1 pair whose answers are equal" in loader.lines
