@@ -18,11 +18,12 @@ from dolmen.checkpoint.folders import STATE, Damaged
 from dolmen.checkpoint.saved import model_of, read_saved
 from dolmen.conversion.beside import ended
 from dolmen.conversion.moments import WeightsAlone
+from dolmen.conversion.scales import Scales, Scaling
 from dolmen.core.words import counted
 from dolmen.families import Model, compared, completed
 from dolmen.files.safetensors import Spec
 from dolmen.model.tree import Adapter, Tree
-from dolmen.parallel import tensor
+from dolmen.parallel import product, tensor
 
 KIND = "model/"  # what the names of parameters begin with, beside those of their moments
 
@@ -63,6 +64,14 @@ class RunCheckpoint(WeightsAlone):
     @property
     def transformers(self) -> None:
         return None
+
+    @cached_property
+    def scaling(self) -> Scales:
+        """Of a run that has updated: else it has scaled nothing yet."""
+        kind, read = f"{product.HISTORY}/", self.checkpoint.read
+        names = [name.removeprefix(kind) for name in self.checkpoint.specs if name.startswith(kind)]
+        found = {n: Scaling(read(kind + n), read(f"{product.SCALE}/{n}")) for n in names}
+        return {name: one for name, one in found.items() if one.history.any()}
 
     @property
     def specs(self) -> Mapping[str, Spec]:

@@ -19,6 +19,7 @@ from dolmen.conversion.config import ConvertConfig
 from dolmen.conversion.hf import stated_dtype
 from dolmen.conversion.megatron import dist_export, export, names
 from dolmen.conversion.moments import Moments
+from dolmen.conversion.scales import Scales
 from dolmen.conversion.source import Source, in_dtype, open_source, pinned
 from dolmen.core.words import counted
 from dolmen.data.progress import bar
@@ -41,6 +42,11 @@ class Writing(Protocol):
     @property
     def count(self) -> int:
         """Tensors that are written, by all."""
+        ...
+
+    @property
+    def scales(self) -> Scales:
+        """What of delayed scaling is written, as it reads back."""
         ...
 
     def begin(self, folder: Path) -> None:
@@ -136,6 +142,7 @@ def export_model(source: str | Path, to: Path, dtype: str | None = None) -> str:
     unknown.warn(opened.model)
     wanted = DTYPES[dtype] if dtype else stated_dtype(opened.model)
     _state(opened, "hf")
+    _check_scales(opened, {}, "hf")
     hf_export.write(in_dtype(opened, wanted), to, wanted)
     return opened.title
 
@@ -155,6 +162,8 @@ def convert(asked: ConvertConfig, shown: bool = False) -> str:
     if target.is_mount():
         raise ValueError(f"{target} is where a disk is mounted: name a folder in it")
     source, state, writing = one.source, one.state, one.writing
+    scales = writing.scales
+    _check_scales(source, scales, asked.to)
     size = sum(spec.nbytes for spec in source.specs.values())
     processes = division.processes(asked.processes, size, process.cores())
     with unfinished.beside(target) as (part, words), Group(processes) as group:
@@ -169,6 +178,7 @@ def convert(asked: ConvertConfig, shown: bool = False) -> str:
             group.run(same.weights, each, reach)
         logits = proof.compare_logits(source, same.written)
         told = "" if state is None else proof.compare_state(state, same.written)
+        told += proof.compare_scales(scales, same.written)
         if asked.to != "hf":
             hf_export.write_beside(source, words, _dtype(source, asked))
     count = counted(len(source.specs), "parameter")
@@ -203,6 +213,16 @@ def _state(source: Source, to: str) -> Moments | None:
             return Moments(state.step, {**state.kinds, **more})
     warnings.warn(f"the optimizer's state is left behind: {why}", stacklevel=3)
     return None
+
+
+def _check_scales(source: Source, written: Scales, to: str) -> None:
+    """Tell in a warning what of delayed scaling stays behind."""
+    try:
+        known, why = len(source.scaling), f"--to {to} has no place for them"
+    except ValueError as error:
+        known, why = 1, str(error.args[0])
+    if known and not written:
+        warnings.warn(f"the scales of delayed scaling are left behind: {why}", stacklevel=3)
 
 
 def _check_one_dtype(source: Source) -> None:
@@ -240,14 +260,15 @@ def _megatron(source: Source, state: Moments | None, asked: ConvertConfig) -> Wr
     dialect = names.LEGACY
     if asked.to == "megatron-core":
         dialect = names.LOCAL if asked.spec == "local" else names.TE
-    plan = export.Plan(source.tree, ranks, dialect)
+    scales = source.scaling if dialect is names.TE else {}
+    plan = export.Plan(source.tree, ranks, dialect, scales)
     beside.expressed(source.tree)  # or it could not be read back alone
     return export.Writing(plan, source.read, _dtype(source, asked), source.iteration)
 
 
 def _torch_dist(source: Source, state: Moments | None, asked: ConvertConfig) -> Writing:
     hf_export.check_expressible(source.model, source.tree)
-    plan = export.Plan(source.tree, export.Ranks(), names.TE)
+    plan = export.Plan(source.tree, export.Ranks(), names.TE, source.scaling)
     beside.expressed(source.tree)  # or it could not be read back alone
     return dist_export.Writing(plan, source.read, _dtype(source, asked), source.iteration, state)
 

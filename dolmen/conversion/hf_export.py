@@ -23,6 +23,7 @@ from torch import Tensor
 from dolmen.conversion import unfinished
 from dolmen.conversion.division import by_layer
 from dolmen.conversion.hf import TOKENIZER_FILES, opened, stated_dtype, tokenizer_files
+from dolmen.conversion.scales import Scales
 from dolmen.conversion.source import Source
 from dolmen.conversion.weights import join_stored
 from dolmen.families import Model, changed, edit, unknown, weight_map
@@ -139,6 +140,10 @@ class Writing:
 
     source: Source
     dtype: torch.dtype
+
+    @property
+    def scales(self) -> Scales:
+        return {}
 
     @cached_property
     def units(self) -> list[list[Entry]]:

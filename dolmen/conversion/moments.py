@@ -10,6 +10,7 @@ from typing import Protocol, Self
 from jaxtyping import Shaped
 from torch import Tensor
 
+from dolmen.conversion.scales import Scales
 from dolmen.files.safetensors import Spec
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -65,3 +66,7 @@ class WeightsAlone:
     @property
     def moments(self) -> None:
         return None
+
+    @property
+    def scaling(self) -> Scales:
+        return {}

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dolmen.conversion.moments import Moments, Tensors
+from dolmen.conversion.scales import Scales
 from dolmen.conversion.source import Source
 from dolmen.core.errors import Failed
 from dolmen.model import head
@@ -65,6 +66,17 @@ def compare_state(state: Moments, written: Source) -> str:
             pass
     masters = " and fp32 masters" * ("param" in state.kinds)
     return f"; AdamW's moments of {state.step} updates{masters} too"
+
+
+def compare_scales(scales: Scales, written: Source) -> str:
+    """That what delayed scaling knows is the same to the bit, in words. Raises Unlike."""
+    found = written.scaling
+    if found.keys() != scales.keys():
+        raise Unlike(f"{written.where} has scales of {len(found)} weights, not of {len(scales)}")
+    for name, one in scales.items():
+        if not all(_same(a, b) for a, b in zip(one, found[name], strict=True)):
+            raise Unlike(f"scales of {name} read back otherwise from {written.where}")
+    return f"; scales of {len(scales)} weights too" if scales else ""
 
 
 def compare_logits(source: Source, written: Source, room: int = ROOM) -> str:

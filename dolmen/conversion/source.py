@@ -23,6 +23,7 @@ from dolmen.conversion import checkpoint, hf, meta, sat, unfinished
 from dolmen.conversion.megatron import dist, folders
 from dolmen.conversion.megatron import source as megatron
 from dolmen.conversion.moments import Moments, Tensors
+from dolmen.conversion.scales import Scales
 from dolmen.core import agree
 from dolmen.core.mesh import Mesh
 from dolmen.families import Model
@@ -79,6 +80,13 @@ class Source(Tensors, Protocol):
         """The state of AdamW that lies beside the weights; None where a source of its kind has
         none, or this one. Raises ValueError or KeyError, with the reason, where what lies there is
         not whole or of a form that is not read.
+        """
+        ...
+
+    @property
+    def scaling(self) -> Scales:
+        """What delayed scaling knows of its weights; empty, where it has multiplied by none. Raises
+        ValueError for what lies there and is none.
         """
         ...
 

@@ -53,6 +53,8 @@ STORAGES = {
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in NAMES}
 CLASSES = {dtype: vars(torch)[name] for name, dtype in STORAGES.items()}
 ALIGNED = 64  # bytes, as torch puts numbers
+ARCHIVE = b"PK\x03\x04"
+"""What an archive begins with."""
 LARGE = 2**31  # bytes: from here on an archive says sizes in 8
 
 INSTRUCTIONS = Instructions(
@@ -151,6 +153,18 @@ class Left:
 
 
 @dataclass
+class Buffer:
+    """Bytes that were a file in memory."""
+
+    content: bytes = b""
+
+    def __setstate__(self, state: Any) -> None:
+        if not isinstance(state, tuple) or not state or type(state[0]) is not bytes:
+            raise pickle.UnpicklingError("a BytesIO has a state that is no bytes")
+        self.content = state[0]
+
+
+@dataclass
 class Namespace:
     """What `argparse` made of a command line."""
 
@@ -175,7 +189,6 @@ LEFT = re.compile(
     r"|datetime\.timedelta"
     r"|signal\.\w+"
     r"|numpy\.(?:_?core\.multiarray\.(?:_reconstruct|scalar)|ndarray|dtype)"
-    r"|_codecs\.encode|_?io\.BytesIO"
     r"|pathlib\.(?:\w+\.)?\w*Path"
     r"|torch\.(?:device|Generator))"
 )
@@ -246,6 +259,13 @@ def _count(value: Any) -> int:
     return value
 
 
+def _encoded(text: Any, encoding: Any) -> bytes:
+    """As protocols that have no bytes write them."""
+    if type(text) is not str or encoding != "latin1":
+        raise pickle.UnpicklingError("bytes are not written as text of latin1")
+    return text.encode("latin1")
+
+
 def _first(value: Any, *_: Any) -> Any:
     return value
 
@@ -253,6 +273,9 @@ def _first(value: Any, *_: Any) -> Any:
 KNOWN: dict[str, Callable[..., Any]] = {
     "argparse.Namespace": Namespace,
     "types.SimpleNamespace": Namespace,
+    "_codecs.encode": _encoded,
+    "io.BytesIO": Buffer,
+    "_io.BytesIO": Buffer,
     "collections.OrderedDict": OrderedDict,
     "torch.Size": tuple,
     "builtins.set": list,
@@ -268,8 +291,8 @@ def load(file: Path | str) -> Any:
     file = Path(file)
     with opened(file) as stream:
         try:
-            if stream.read(4) == b"PK\x03\x04":
-                return _of_archive(stream)
+            if stream.read(len(ARCHIVE)) == ARCHIVE:
+                return of_archive(stream)
             return of_older(stream)
         except Refused:
             raise
@@ -284,7 +307,7 @@ def load_part(file: Path, position: int, length: int) -> Any:
     with opened(file) as stream:
         try:
             window = Window(stream, position, length)
-            return _of_archive(io.BufferedReader(window), position)
+            return of_archive(io.BufferedReader(window), position)
         except Refused:
             raise
         except Exception as error:  # a damaged pickle can raise almost anything
@@ -328,7 +351,7 @@ def leaves(value: Any, file: Path) -> Iterator[tuple[str, Any]]:
         left += [(f"{start}{inner}", content) for inner, content in reversed([*one.items()])]
 
 
-def _of_archive(stream: BinaryIO, position: int = 0) -> Any:
+def of_archive(stream: BinaryIO, position: int = 0) -> Any:
     """What begins at `position` of the file that is read."""
     with zipfile.ZipFile(stream) as archive:
         entries = {entry.filename: entry for entry in archive.infolist()}

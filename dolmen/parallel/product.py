@@ -91,6 +91,21 @@ class Delayed:
         self.now: Float[Tensor, "*experts 3"] = torch.zeros(self.shape, device=device)
         """The largest of the step under way."""
 
+    def forget(self) -> None:
+        """As before a first step."""
+        self.begun = False
+        self.history.zero_()
+        self.scale.fill_(1)
+
+    def begin(
+        self, history: Float[Tensor, "known *experts 3"], scale: Float[Tensor, "*experts 3"]
+    ) -> None:
+        """With what another run has known, the latest steps of it."""
+        steps = min(len(history), len(self.history)) - 1  # the first entry: the step under way
+        self.history[len(self.history) - steps :].copy_(history[len(history) - steps :])
+        self.scale.copy_(scale)
+        self.begun = True
+
     @property
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint keeps, by kind: the same on all ranks that hold the layer."""

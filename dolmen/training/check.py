@@ -26,6 +26,9 @@ def check_run(run: RunConfig, processes: int | None, verify: bool = True) -> Run
         check_init(run, run.init)
     if run.optimizer.from_init:
         check_moments(run)
+    if run.init is not None and run.training.fp8 is not None and run.training.fp8.delayed:
+        # what lies there may be no scales: it is refused here
+        _ = open_source(run.init, run.known_model).scaling
     own = own_tokenizer(run.init)
     inputs.check_inputs(run.data, own, run.tree.vocab_size, run.sequence_length, verify=verify)
     return run

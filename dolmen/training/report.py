@@ -49,7 +49,9 @@ def header(
         else run.init or f"random weights, seed {run.train.seed}",
     )
     if run.training.fp8 is not None:
-        table.add_row("products", f"{run.training.fp8}; {rounded(run)}")
+        begun = any(delayed.begun for delayed in state_.model.delayed().values())
+        scales = "; scales are those of --init" if begun and not state_.step else ""
+        table.add_row("products", f"{run.training.fp8}; {rounded(run)}{scales}")
     if told := adapters(run):
         table.add_row("adapters", told)
     processes = counted(mesh.size, "process", "processes")

@@ -99,9 +99,11 @@ def _load(
     wanted, scaling, now = state.tensors(), state.model.scaling(), to_dict(run.train)
     if all(saved.run["train"].get(name) == now[name] for name in ("precision", "fp8")):
         for delayed in state.model.delayed().values():
-            delayed.begun = saved.updates > 0
+            delayed.begun = delayed.begun or saved.updates > 0
     else:  # of another recipe, or none: scales begin as at a first step
         wanted = {name: tensor for name, tensor in wanted.items() if name not in scaling}
+        for delayed in state.model.delayed().values():
+            delayed.forget()
     checkpoints.load(step, wanted, state.names())
     if not checkpoints.sealed(step):
         console.print(

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from dolmen.checkpoint.saved import Validation
 from dolmen.checkpoint.store import Checkpoints
-from dolmen.conversion.source import in_dtype, load_weights, open_source
+from dolmen.conversion.source import Source, in_dtype, load_weights, open_source
 from dolmen.core import determinism
 from dolmen.core.mesh import Mesh
 from dolmen.data import loader as data_loader
@@ -100,6 +100,7 @@ def make_state(run: RunConfig, mesh: Mesh, steps: int) -> TrainState:
         build.initialize(model, run.train.seed, stored)
         masters = in_dtype(source, at_rest(run.train.dtype))
         build.load(model, lambda write: load_weights(masters, write, only=stored))
+        _begin_scales(model, source)
     state = begin_state(run, model, schedule, mesh, steps)
     if run.optimizer.from_init:
         state.inherited = _inherit(run, model, state.optimizer)
@@ -135,6 +136,14 @@ def _inherit(run: RunConfig, model: Decoder, optimizer: optim.Optimizer) -> int:
         optim.load(model, optimizer, kind, tensors.stream)
     optim.set_step(optimizer, moments.step)
     return moments.step
+
+
+def _begin_scales(model: Decoder, source: Source) -> None:
+    """Give delayed scaling what the source knows."""
+    delayed = model.delayed()
+    known = source.scaling if delayed else {}
+    for name in delayed.keys() & known.keys():
+        delayed[name].begin(*known[name])
 
 
 def objective_of(run: RunConfig) -> Objective:

@@ -4,7 +4,10 @@ import shutil
 
 import pytest
 import tinyrun
+import torch
 from tinyrun import dolmen, losses, same, tensors
+
+from dolmen.conversion.source import open_source
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 DELAYED = ("--train.precision", "fp8-delayed", "--train.fp8.amax-history", "3")
@@ -53,6 +56,28 @@ def test_another_recipe_begins_its_scales_anew(whole, tmp_path):
     result = dolmen(*words)
     assert result.code == 0 and "changed: train.fp8.margin" in result.out
     assert losses(copy)[:3] == losses(out)[:3] and losses(copy)[3:] != losses(out)[3:]
+
+
+@pytest.mark.slow
+def test_its_scales_go_to_transformer_engine_and_begin_another_run(whole, material, tmp_path):
+    """One product there is several here, which have the largest of each then."""
+    out, _ = whole
+    result = dolmen("convert", out, tmp_path / "te", "--to", "torch-dist")
+    assert result.code == 0 and "; scales of 14 weights too" in result.out, result.err
+    kept, found = tensors(out, 6), open_source(tmp_path / "te").scaling
+    assert len(found) == 14
+    for module in ("attn.q", "attn.k", "attn.v"), ("mlp.gate", "mlp.up"), ("mlp.down",):
+        names = [f"layers.1.{name}.weight" for name in module]
+        history = torch.stack([kept[f"amax_history/{name}"] for name in names]).amax(0)
+        scale = torch.stack([kept[f"fp8_scale/{name}"] for name in names]).amin(0)
+        for name in names:
+            assert torch.equal(found[name].history, history)
+            assert torch.equal(found[name].scale, scale)
+    words = ("--init", tmp_path / "te", "--train.steps", "1", *DELAYED, "--out", tmp_path / "run")
+    begun = dolmen("train", material.file, *words)
+    assert begun.code == 0 and "scales are those of --init" in " ".join(begun.out.split()), (
+        begun.err
+    )
 
 
 @pytest.mark.parametrize(

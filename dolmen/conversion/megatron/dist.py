@@ -41,6 +41,7 @@ from dolmen.conversion.megatron.source import (
     check_said,
     source_of,
 )
+from dolmen.conversion.megatron.states import Kept, States
 from dolmen.families import Model
 from dolmen.files import gate, kinds, torch_files
 from dolmen.files.safetensors import Spec, Stored
@@ -58,6 +59,8 @@ STATE = re.compile(
 )
 KIND = {"fp32_param": "param"}
 """As older checkpoints, and those of no distributed optimizer, call the masters."""
+SHARD = re.compile(r"(?P<module>.+\.)_extra_state/shard_(?P<at>\d{1,6}(?:\.\d{1,6}){0,3})_[\d.]+")
+"""An `_extra_state`, which of a stack, and of how many."""
 FLAT = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\..*")
 LAYERED = re.compile(r"(?P<start>decoder\.layers\.)(?:(?P<layer>\d{1,6})\.)?(?P<rest>\D.*)")
 EXPERTS = re.compile(
@@ -169,6 +172,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         layers=layers,
         kind=BACKEND,
         state=_state(stored, chunks, common, file),
+        states=_states(folder, description),
     )
 
 
@@ -249,6 +253,28 @@ def _state(
     except ValueError as error:
         return State(unread=str(error))
     return State(step, {kind: _shards(ones, chunks)[0] for kind, ones in found.items()})
+
+
+def _states(folder: Path, description: Foreign) -> States:
+    """Of products, each an entry that is no tensor: of a stack of layers or experts one by one."""
+    found: dict[str, dict[int, list[Kept]]] = {}
+    for key, where in description.others.items():
+        shard = SHARD.fullmatch(key)
+        if shard is None:
+            continue
+        at = [int(index) for index in shard["at"].split(".")]
+        own, expert = f"{shard['module']}weight", 0
+        if match := LAYERED.fullmatch(own):
+            layer, rest = match["layer"] or at.pop(0), match["rest"]
+            if of := EXPERTS.fullmatch(rest):
+                expert = int(of["expert"] or (at.pop(0) if at else 0))
+                rest = f"mlp.experts.{of['rest']}"
+            own = f"{match['start']}{layer}.{rest}"
+        name = names.canonical(own)
+        if name is not None:
+            kept = Kept(folder / where.relative_path, part=(where.offset, where.length))
+            found.setdefault(name.numbered(0), {}).setdefault(expert, []).append(kept)
+    return found
 
 
 def updates(common: Mapping[str, Any], file: Path) -> int | None:

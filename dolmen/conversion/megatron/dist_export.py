@@ -28,17 +28,17 @@ from torch.distributed.checkpoint.metadata import (
 
 from dolmen.checkpoint.folders import METADATA
 from dolmen.conversion.division import by_layer
-from dolmen.conversion.megatron import folders, names, shares
+from dolmen.conversion.megatron import folders, names, scaling, shares, states
 from dolmen.conversion.megatron.dist import BACKEND, COMMON, MARKER, opened
-from dolmen.conversion.megatron.export import VERSION, Plan
+from dolmen.conversion.megatron.export import PRODUCT, VERSION, Plan
 from dolmen.conversion.megatron.source import Megatron
 from dolmen.conversion.moments import MOMENTS, Moments
+from dolmen.conversion.scales import Scales, Scaling
 from dolmen.conversion.weights import join_stored
 from dolmen.core.torch_private.checkpoints import Place
 from dolmen.families.rules import Entry
 
 OPTIMIZER = "optimizer.state."
-PRODUCT = re.compile(r"(.*\.linear_\w+\.)weight")
 
 
 class Held(NamedTuple):
@@ -123,6 +123,10 @@ class Writing:
         return len(self.plan.entries)
 
     @property
+    def scales(self) -> Scales:
+        return states.shared(self.plan.scales, self.plan.entries)
+
+    @property
     def _name(self) -> str:
         return folders.names(self.iteration)[0]
 
@@ -139,7 +143,7 @@ class Writing:
                     self._write_one(file, canonical, entry)
                     yield 1
                 if unit == len(self.units) - 1:
-                    _state(file, "output_layer.", (), ())
+                    _state(file, "output_layer.", (), (), [])
             held += file.held
         return held
 
@@ -150,7 +154,7 @@ class Writing:
         wide = torch.promote_types(self.dtype, torch.float32)
         whole = _stored(plan, entry, self.read, padding=True)
         lying.write(file, "", whole.to(wide if leaf.precise else self.dtype))
-        lying.empty_states(file, len(whole))
+        lying.states(file, len(whole), states.products(plan.scales, entry))
         del whole
         for kind, tensors in kinds.items() if leaf.trained else ():
             moment = _stored(plan, entry, tensors.read, padding=kind not in MOMENTS)
@@ -222,16 +226,17 @@ class Lying:
         shape, at = (*self.count, *whole.shape), (*self.index, *(0,) * whole.ndim)
         file.tensor(prefix + self.key, shape, at, part.contiguous().clone())
 
-    def empty_states(self, file: File, experts: int) -> None:
-        """Beside the weight of a product, of each expert its own."""
+    def states(self, file: File, experts: int, known: Sequence[Scaling]) -> None:
+        """Beside the weight of a product, of each expert its own; empty, where nothing is known."""
         product = PRODUCT.fullmatch(self.key)
         if product is None:
             return
         if ".experts.experts." not in self.key:
-            _state(file, product[1], self.index, self.count)
+            _state(file, product[1], self.index, self.count, known)
             return
         for expert in range(experts):
-            _state(file, product[1], (*self.index, expert), (*self.count, experts))
+            at, count = (*self.index, expert), (*self.count, experts)
+            _state(file, product[1], at, count, known[expert : expert + 1])
 
 
 def _lying(plan: Plan, name: str) -> Lying:
@@ -248,7 +253,16 @@ def _lying(plan: Plan, name: str) -> Lying:
     return Lying(f"{names.TE.layers}{rest}", (parsed.layer,), (plan.tree.layers,))
 
 
-def _state(file: File, module: str, index: tuple[int, ...], count: tuple[int, ...]) -> None:
-    """The empty `_extra_state` of one of so many modules of that name."""
+def _state(
+    file: File,
+    module: str,
+    index: tuple[int, ...],
+    count: tuple[int, ...],
+    known: Sequence[Scaling],
+) -> None:
+    """The `_extra_state` of one of so many modules of that name, empty where nothing is known."""
+    content = None
+    if known:
+        content = torch.frombuffer(bytearray(scaling.write(known)), dtype=torch.uint8)
     shard = f"{'.'.join(map(str, index or (0,)))}_{'.'.join(map(str, count or (1,)))}"
-    file.value(f"{module}_extra_state/shard_{shard}", [None])
+    file.value(f"{module}_extra_state/shard_{shard}", [content])

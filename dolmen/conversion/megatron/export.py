@@ -10,9 +10,9 @@ unless it is told otherwise.
 
 import argparse
 import re
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -21,11 +21,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dolmen.conversion.megatron import arguments, folders, names, shares
+from dolmen.conversion.megatron import arguments, folders, names, scaling, shares, states
 from dolmen.conversion.megatron.folders import Sizes
 from dolmen.conversion.megatron.names import Dialect
 from dolmen.conversion.megatron.shares import Share
 from dolmen.conversion.megatron.source import Megatron, opened
+from dolmen.conversion.scales import Scales, Scaling
 from dolmen.conversion.weights import join_stored
 from dolmen.core.words import divisor
 from dolmen.families.rules import Entry
@@ -36,6 +37,7 @@ from dolmen.model.tree import Tree
 PADDED_TO = 128
 """Times tp, what the rows of a vocabulary are a multiple of: --make-vocab-size-divisible-by."""
 VERSION = 3.0
+PRODUCT = re.compile(r"(.*\.linear_\w+\.)weight")
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,8 @@ class Plan:
     tree: Tree
     ranks: Ranks
     dialect: Dialect
+    scales: Scales = field(default_factory=dict)
+    """Of delayed scaling; a dialect other than Transformer Engine's has no place for them."""
 
     def __post_init__(self):
         self.ranks.check(self.tree)
@@ -189,15 +193,27 @@ class Plan:
                     found |= {own: Spec(one, wide if precise else dtype) for own in place.names}
         return found
 
-    def states(self, pp: int, ep: int) -> Iterator[str]:
-        """Full names of the empty `_extra_state`s there, beside what products hold."""
+    def states(self, pp: int, ep: int) -> dict[str, bytes | None]:
+        """Of each `_extra_state` there, by its full name, beside what products hold, the bytes;
+        None: it is empty.
+        """
         if not self.dialect.stateful:
-            return
-        for name in self.specs(pp, ep, torch.float32):
-            if product := re.fullmatch(r"(.*\.linear_\w+\.)weight\d*", name):
-                yield f"{product[1]}_extra_state"
+            return {}
+        found: dict[str, list[Scaling]] = {}
+        for name, entry in self.entries.items():
+            if not PRODUCT.fullmatch(name):
+                continue
+            known = states.products(self.scales, entry)
+            for place in self.places(name):
+                if not place.lies_on(pp, ep):
+                    continue
+                first = 0 if place.ep is None else place.ep * len(place.names)
+                for i, own in enumerate(place.names, first):
+                    state = re.sub(r"weight\d*$", "_extra_state", own)
+                    found.setdefault(state, []).extend(known[i : i + 1])
         if pp == self.ranks.pp - 1:
-            yield f"{self._key(self.ranks.virtual_stages - 1)}.output_layer._extra_state"
+            found[f"{self._key(self.ranks.virtual_stages - 1)}.output_layer._extra_state"] = []
+        return {name: scaling.write(known) if known else None for name, known in found.items()}
 
     def values(self, pp: int, ep: int, dtype: torch.dtype, iteration: int) -> dict[str, Any]:
         """What the file of a rank there holds, with a Spec for each tensor."""
@@ -207,8 +223,11 @@ class Plan:
             "iteration": iteration,
             **{self._key(chunk): {} for chunk in range(self.ranks.virtual_stages)},
         }
-        states = dict.fromkeys(self.states(pp, ep))
-        held: dict[str, Any] = {**self.specs(pp, ep, dtype), **states}
+        kept = {
+            name: None if content is None else Spec((len(content),), torch.uint8)
+            for name, content in self.states(pp, ep).items()
+        }
+        held: dict[str, Any] = {**self.specs(pp, ep, dtype), **kept}
         for full, spec in held.items():
             way = self._way(full)
             here = values
@@ -310,6 +329,10 @@ class Writing:
         return folder / self._name / self.plan.ranks.sizes.name(*rank)
 
     @property
+    def scales(self) -> Scales:
+        return states.shared(self.plan.scales, self.plan.entries)
+
+    @property
     def _name(self) -> str:
         return folders.names(self.iteration)[0]
 
@@ -324,8 +347,12 @@ class Writing:
             files = {}
             for rank in (self.units[unit] for unit in units):
                 values = plan.values(rank.pp, rank.ep, self.dtype, self.iteration or 0)
-                files[rank] = Writer(self._folder(folder, rank) / folders.WEIGHTS[0], values)
-                stack.callback(files[rank].archive.close)
+                file = Writer(self._folder(folder, rank) / folders.WEIGHTS[0], values)
+                stack.callback(file.archive.close)
+                files[rank] = file
+                for name, content in plan.states(rank.pp, rank.ep).items():
+                    if content is not None:
+                        file.write(name, torch.frombuffer(bytearray(content), dtype=torch.uint8))
             stages = {rank.pp for rank in files}
             for canonical, entry in plan.entries.items():
                 if not stages & {place.pp for place in plan.places(canonical)}:

@@ -13,23 +13,15 @@ with the same input), each has the scales of the whole, and the whole the larges
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
+from dolmen.conversion.scales import Scaling
 from dolmen.files.gate import refuse
 from dolmen.files.torch_bytes import dump_bytes, load_bytes
 
 TENSORS = ("amax_history_fwd", "scale_fwd", "amax_history_bwd", "scale_bwd")
-
-
-class Scaling(NamedTuple):
-    """Of one product: inputs, weight, gradients of outputs, as parallel/product.py orders them."""
-
-    history: Float[Tensor, "steps 3"]
-    scale: Float[Tensor, " 3"]
 
 
 def read(state: bytes, where: Path) -> list[Scaling]:
@@ -55,6 +47,9 @@ def read(state: bytes, where: Path) -> list[Scaling]:
         )
     assert backward == want[2]
     histories, scales, back, back_scales = (torch.as_tensor(one).float() for one in kept)
+    for name, one in zip(TENSORS[1::2], (scales, back_scales), strict=True):
+        if not ((one > 0) & one.isfinite()).all():
+            raise refuse(where, f"holds a state whose {name} is not positive and finite: no scale")
     return [
         Scaling(
             torch.cat((histories[:, 3 * i : 3 * i + 2], back[:, 2 * i : 2 * i + 1]), 1),
@@ -79,12 +74,3 @@ def write(products: Iterable[Scaling]) -> bytes:
     )
     named = dict(zip(TENSORS, tensors, strict=True))
     return dump_bytes({**named, "extra_fp8_variables": {"num_gemms": len(products)}})
-
-
-def joined(parts: Iterable[Scaling]) -> Scaling:
-    """Of one product of theirs that is several of ours: the largest numbers, and the scales that
-    the largest numbers have.
-    """
-    parts = list(parts)
-    history = torch.stack([part.history for part in parts]).amax(0)
-    return Scaling(history, torch.stack([part.scale for part in parts]).amin(0))

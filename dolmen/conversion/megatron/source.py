@@ -19,10 +19,20 @@ from torch import Tensor
 
 from dolmen.conversion import beside
 from dolmen.conversion.joined import Joined
-from dolmen.conversion.megatron import arguments, folders, grouped, names, options, shares
+from dolmen.conversion.megatron import (
+    arguments,
+    folders,
+    grouped,
+    names,
+    options,
+    shares,
+    states,
+)
 from dolmen.conversion.megatron.folders import Sizes
 from dolmen.conversion.megatron.shares import Share
+from dolmen.conversion.megatron.states import Kept, States
 from dolmen.conversion.moments import MOMENTS, Moments
+from dolmen.conversion.scales import Scales
 from dolmen.conversion.weights import assemble
 from dolmen.core.words import counted
 from dolmen.families import Model, edit
@@ -86,6 +96,8 @@ class Checkpoint:
     kind: str = ""
     """How it lies, where it is no folder per rank."""
     state: State = State()
+    states: States = field(default_factory=dict)
+    """Of Transformer Engine, beside its products."""
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
@@ -111,7 +123,8 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         raise ValueError(
             f"{folder}: ranks are of several iterations, {sorted(map(str, iterations))}"
         )
-    shards, layers = _shards(ranks, files, sizes)
+    kept: dict[str, dict[int, list[Kept]]] = {}
+    shards, layers = _shards(ranks, files, sizes, kept)
     return Checkpoint(
         folder,
         args,
@@ -121,6 +134,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         shards,
         _is_legacy(values),
         layers,
+        states=kept,
     )
 
 
@@ -162,9 +176,10 @@ def _shards(
     ranks: Mapping[tuple[int, int, int], Mapping[str, Any]],
     files: Mapping[tuple[int, int, int], Path],
     sizes: Sizes,
+    kept: dict[str, dict[int, list[Kept]]],
 ) -> tuple[dict[str, Shards], int]:
-    """Every tensor of the model, and how many layers there are. Raises ValueError where ranks of
-    one stage have unlike layers.
+    """Every tensor of the model, and how many layers there are; states of products are put into
+    `kept`. Raises ValueError where ranks of one stage have unlike layers.
     """
     found: dict[str, Shards] = {}
     before, args = 0, ranks[0, 0, 0]["args"].values
@@ -180,6 +195,7 @@ def _shards(
                     held = torch_files.tensors(ranks[at][key], files[at])
                     held = grouped.apart(held, hidden, experts)
                     here = max(here, _place(held, at, before, found))
+                    states.place(ranks[at][key], files[at], at, before, experts, kept)
             before += here
     return found, before
 
@@ -250,6 +266,10 @@ class Megatron(Joined):
         for one in kinds.values():
             _ = one.specs
         return Moments(state.step, kinds)
+
+    @cached_property
+    def scaling(self) -> Scales:
+        return states.read(self.checkpoint.states, self._entries, self.tree)
 
     def _with(self, shards: Mapping[str, Shards], moment: bool = False) -> "Megatron":
         """Other tensors of the same names and shapes."""

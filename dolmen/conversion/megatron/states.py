@@ -1,0 +1,149 @@
+"""Which `_extra_state` of a checkpoint is of which weights (scaling.py says what one holds): it
+lies beside the weight of a product, whose canonical name it is known by. A product of experts has
+one state for all of a rank's, or each expert has its own.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dolmen.conversion.megatron import names, scaling
+from dolmen.conversion.megatron.names import Name
+from dolmen.conversion.scales import Scales, Scaling, joined
+from dolmen.families.rules import Entry
+from dolmen.files import torch_files
+from dolmen.files.gate import refuse
+from dolmen.files.torch_bytes import MOST
+from dolmen.files.torch_files import Buffer, Held
+from dolmen.model.tree import Leaf, Tree
+
+STATE = re.compile(r"(?P<module>.+\.)_extra_state(?P<number>\d{0,6})")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """An `_extra_state`, where it lies."""
+
+    file: Path
+    value: Any = None
+    part: tuple[int, int] | None = None
+    """Position and length of the archive in the file that has the value, alone in a list."""
+
+    def read(self) -> list[Scaling]:
+        """Of each product of the module. Raises Refused."""
+        value = self.value
+        if self.part is not None:
+            value = torch_files.load_part(self.file, *self.part)
+            value = value[0] if isinstance(value, list) and len(value) == 1 else value
+        match value:
+            case None:
+                return []
+            case bytes() as content:
+                pass
+            case Buffer(content):
+                pass
+            case Held(shape=(size,), dtype=torch.uint8) if size <= MOST:
+                stored = value.stored("_extra_state", self.file)
+                content = bytes(stored.read().numpy())
+            case _:
+                raise refuse(self.file, "holds an _extra_state that is no bytes")
+        return scaling.read(content, self.file)
+
+
+States = Mapping[str, Mapping[int, list[Kept]]]
+"""Canonical name of the weight beside -> number of the first expert -> one of each rank of tp."""
+
+
+def product(stored: str) -> Name | None:
+    """The canonical name of the weight that a state lies beside; None: it is the name of none."""
+    found = STATE.fullmatch(stored)
+    if found is None:
+        return None
+    name = names.canonical(f"{found['module']}weight")
+    if name is None or name.expert is not None or not name.rest.startswith("mlp.experts."):
+        return name
+    return Name(name.start, name.layer, name.rest, int(found["number"] or 0))
+
+
+def place(
+    held: Any,
+    file: Path,
+    at: tuple[int, int, int],
+    before: int,
+    experts: int,
+    found: dict[str, dict[int, list[Kept]]],
+) -> None:
+    """Adds the states of a chunk to `found`: of the rank `at` (tp, pp, ep), which has so many
+    `experts`, where layers `before` come first.
+    """
+    for stored, value in torch_files.leaves(held, file):
+        name = product(stored)
+        if name is None or (name.expert is None and at[2] > 0):  # every rank of ep has it
+            continue
+        first = 0 if name.expert is None else name.expert + at[2] * experts
+        found.setdefault(name.numbered(before), {}).setdefault(first, []).append(Kept(file, value))
+
+
+def read(states: States, entries: Mapping[str, Entry], tree: Tree) -> dict[str, Scaling]:
+    """What is known of each weight of a product. Raises Refused for states that are none, or are
+    not of these weights.
+    """
+    found: dict[str, Scaling] = {}
+    for name, entry in entries.items():
+        leaf = tree.leaves[entry.ours[0]]
+        if name in states and leaf.role in ("matrix", "expert"):
+            whole = _whole(name, states[name], leaf)
+            found |= {} if whole is None else dict.fromkeys(entry.ours, whole)
+    return found
+
+
+def _whole(name: str, kept: Mapping[int, list[Kept]], leaf: Leaf) -> Scaling | None:
+    """Of all ranks and experts."""
+    each: list[Scaling] = []
+    for first in sorted(kept):
+        ranks = [one.read() for one in kept[first]]
+        histories = {one.history.shape for rank in ranks for one in rank}
+        if len({len(rank) for rank in ranks}) > 1 or len(histories) > 1:
+            raise refuse(
+                kept[first][0].file, f"holds a state of {name} that ranks of tp have otherwise"
+            )
+        each += [joined(parts) for parts in zip(*ranks, strict=True)]
+    if not each:
+        return None
+    wanted = leaf.shape[0] if leaf.stacked else 1
+    if len(each) != wanted or len({one.history.shape for one in each}) > 1:
+        raise refuse(
+            kept[min(kept)][0].file,
+            f"holds states of {len(each)} products, of {name} there are {wanted}, all of one "
+            "length",
+        )
+    if not leaf.stacked:
+        return each[0]
+    return Scaling(
+        torch.stack([one.history for one in each], 1), torch.stack([one.scale for one in each])
+    )
+
+
+def products(scales: Scales, entry: Entry) -> list[Scaling]:
+    """Of what is one product of theirs, of experts each; none, where a part of it has none."""
+    parts = [scales[name] for name in entry.ours if name in scales]
+    if len(parts) < len(entry.ours):
+        return []
+    whole = joined(parts)
+    if whole.scale.ndim == 1:
+        return [whole]
+    each = zip(whole.history.unbind(1), whole.scale.unbind(), strict=True)
+    return [Scaling(*one) for one in each]
+
+
+def shared(scales: Scales, entries: Mapping[str, Entry]) -> dict[str, Scaling]:
+    """As they read back: what is one product of theirs has one scale."""
+    found: dict[str, Scaling] = {}
+    for entry in entries.values():
+        if products(scales, entry):
+            found |= dict.fromkeys(entry.ours, joined(scales[name] for name in entry.ours))
+    return found
