@@ -401,18 +401,18 @@ def evaluate(
     source: str | Path,
     path: str | Path | Sequence[str | Path],
     *,
-    sequence_length: int | None = None,
+    window: int | None = None,
+    stride: int | None = None,
     dtype: str | None = None,
     tokenizer: str | Path | None = None,
     end_of_text: str | None = None,
-    document_mask: bool = False,
     text_field: str = "text",
     cache: str | Path | None = None,
     workers: int | None = None,
     progress: bool = True,
 ) -> perplexity.Evaluation:
     """`dolmen evaluate SOURCE --data.path PATH` in this process, on the CPU: how well a model (a
-    transformers directory, hub id, run or checkpoint) predicts a text, over all of it. `path` is
+    transformers directory, hub id, run or checkpoint) foretells a text, over all of it. `path` is
     what --data.path takes, or several; options are those of the command. `progress` shows a bar on
     stderr. Raises ValueError on bad input.
 
@@ -422,7 +422,6 @@ def evaluate(
         "path": path,
         "tokenizer": tokenizer,
         "end_of_text": end_of_text,
-        "document_mask": document_mask,
         "text_field": text_field,
         "cache": cache,
         "workers": workers,
@@ -431,7 +430,8 @@ def evaluate(
         asked = _asked(
             EvaluateConfig,
             source=source,
-            sequence_length=sequence_length,
+            window=window,
+            stride=stride,
             dtype=dtype,
             data={name: plain(value) for name, value in data.items()},
         )

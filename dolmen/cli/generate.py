@@ -9,6 +9,7 @@ from dolmen.core.config import to_dict
 from dolmen.core.errors import BadInput
 from dolmen.core.mesh import Mesh
 from dolmen.data.tokenizer import PreTrainedTokenizer, load_tokenizer
+from dolmen.model.layout import Layout
 from dolmen.optim.precision import DTYPES
 from dolmen.serving import engine, placed, prompt, sample
 from dolmen.serving.cache import Memory
@@ -21,7 +22,9 @@ def run(options: GenerateOptions) -> int:
             prompt.check_text(text)
     except ValueError as error:
         raise BadInput(str(error)) from None
-    layout = placed.check("generate", [options.folder], options.layout.tp, options.device)
+    layout = placed.check(
+        "generate", [options.folder], Layout(tp=options.layout.tp), options.device
+    )
     return placed.start(
         "generate", to_dict(options), layout, options.device, lambda mesh: _generate(options, mesh)
     )

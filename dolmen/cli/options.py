@@ -147,11 +147,10 @@ class GenerateOptions(GenerateConfig):
 
 @dataclass(frozen=True)
 class EvaluateOptions(EvaluateConfig):
-    """How well a transformers directory, or a run, predicts a text, over all of it: loss in nats
-    per token, perplexity, bits per byte. The text is read in order, in windows of --sequence-length
-    tokens, and each token is predicted once, the end of each document too. A token sees those
-    before it in its window, of earlier documents as well unless --data.document-mask; the first of
-    a document is predicted from an end-of-text token.
+    """How well a transformers directory, or a run, foretells a text, over all of it: loss in nats
+    per token, perplexity, bits per byte, and how many tokens are the likeliest. Each document is
+    read by itself, whole up to --window tokens, with no special tokens; every token but the first
+    of a window is counted, and all bytes of the text are.
     """
 
     source: tyro.conf.Positional[str]

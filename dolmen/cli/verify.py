@@ -10,12 +10,13 @@ from dolmen.core.config import to_dict
 from dolmen.core.log import console
 from dolmen.core.mesh import Mesh
 from dolmen.evaluation.verify import verify
+from dolmen.model.layout import Layout
 from dolmen.serving import placed
 
 
 def run(options: VerifyOptions) -> int:
     folders = [options.folder, *([options.against] if options.against else [])]
-    layout = placed.check("verify", folders, options.layout.tp, options.device)
+    layout = placed.check("verify", folders, Layout(tp=options.layout.tp), options.device)
 
     def work(mesh: Mesh) -> int:
         source = open_alike(options.folder, mesh)

@@ -50,12 +50,10 @@ class TokenConfig:
 
 @dataclass(frozen=True)
 class TextConfig(TokenConfig):
-    """Text that is read by windows."""
+    """Text that a model reads."""
 
     tokenizer: str | None = None
     """Folder or hub id of a `transformers` tokenizer. Default: the model's own."""
-    document_mask: bool = False
-    """Attention does not cross document boundaries within a window."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +76,8 @@ class DataConfig(TextConfig):
     """Folder or hub id of a `transformers` tokenizer, or bpe:N for a byte-level BPE of N tokens
     trained on the data. Default: that of --init.
     """
+    document_mask: bool = False
+    """Attention does not cross document boundaries within a window."""
     validation: str | None = None
     """Text to validate on, given like --data.path; documents of it are not trained on. Default: a
     fraction of the documents is held out.

@@ -86,6 +86,17 @@ class Corpus:
         start, stop = self.offsets[index : index + 2]
         return self.stream(np.array([start]), np.array([stop])).read(0, int(stop - start))
 
+    @property
+    def last_tokens(self) -> np.ndarray:
+        """Of each document, int64."""
+        bases = np.cumsum([0] + [len(tokens) for tokens in self.memory])
+        at = self.offsets[1:] - 1
+        found = np.empty(len(at), np.int64)
+        for tokens, base, stop in zip(self.memory, bases, bases[1:], strict=False):
+            here = (at >= base) & (at < stop)
+            found[here] = tokens[at[here] - base]
+        return found
+
     def file(self, index: int) -> Path | None:
         """The file that is this document, or None for a document that is a row."""
         file = int(self.documents["file"][index])

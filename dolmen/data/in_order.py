@@ -1,5 +1,4 @@
-"""Text that is read once, from its first token to its last: validation during training, and
-`dolmen evaluate`.
+"""Text that is read once, from its first token to its last: validation during training.
 
     tokens    a b c . d e .                two documents; `.` is the end-of-text token
     windows   .|a b c    c|. d e    e|. -  of 3 predictions: the token before |, and what it is to

@@ -1,16 +1,13 @@
-"""How well a model predicts a text, over all of it.
+"""How well a model foretells a text, over all of it.
 
-    text   -> data/in_order.py: windows, each token predicted once   \\   validate.py: the sum
-    source -> dolmen, split over tp                                  /   of the losses -> Evaluation
-
-What is computed is what a training run computes of held-out text, so the two numbers compare.
+text   -> windows.py: documents, whole or in windows      \\   rows.py: of each row the sum of
+source -> dolmen, under any layout                        /   the losses -> Evaluation
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from typing import Any
 
-import torch
 from rich.progress import MofNCompleteColumn
 from rich.table import Table
 
@@ -18,22 +15,21 @@ from dolmen.conversion.source import Source, open_alike, open_source, tokenizer_
 from dolmen.core.mesh import SINGLE, Mesh
 from dolmen.core.words import counted
 from dolmen.data import inputs
-from dolmen.data.batch import Batch
 from dolmen.data.bpe import PREFIX
 from dolmen.data.config import DataConfig, TextConfig
 from dolmen.data.corpora import open_corpus
-from dolmen.data.division import everything
-from dolmen.data.in_order import InOrder
 from dolmen.data.progress import bar
 from dolmen.data.tokenizer import check_vocabulary
-from dolmen.evaluation import validate
+from dolmen.evaluation import rows
 from dolmen.evaluation.config import EvaluateConfig
+from dolmen.evaluation.windows import Windows, windows
+from dolmen.model.decoder import Decoder
 from dolmen.model.tree import Tree
 from dolmen.optim.precision import DTYPES
+from dolmen.parallel import channels
+from dolmen.parallel import schedule as schedules
+from dolmen.parallel.actions import Schedule
 from dolmen.serving import engine
-
-LONGEST = 2048  # tokens of a window that nobody asked for: attention costs their square
-TOKENS_AT_ONCE = 1 << 12  # of windows, one forward: bounds activations
 
 
 @dataclass(frozen=True)
@@ -41,33 +37,50 @@ class Evaluation:
     """Over all of a text."""
 
     loss: float
-    """Nats per predicted token."""
+    """Nats per counted token."""
     perplexity: float
     """exp(loss); infinite where a float cannot hold it."""
     bits_per_byte: float | None
-    """Sum of the losses in bits, the ends of documents included, over the bytes of the text: it
-    compares models of different tokenizers. None where tokens alone are known.
+    """Sum of the losses in bits over the bytes of the text, those of tokens that are not counted
+    among them: it compares models of different tokenizers. None where tokens alone are known.
     """
+    accuracy: float
+    """Share of the counted tokens that are the likeliest of all where they stand."""
     tokens: int
-    """Tokens predicted: those of the text, and one per document for its end."""
+    """Tokens counted."""
     bytes: int | None
     """Of the text, exactly; None where tokens alone are known."""
     documents: int
-    sequence_length: int
-    """Tokens of a window: none sees more than those before it in its window."""
+    window: int
+    """Tokens that are read at once, at most."""
+    stride: int
+    """Tokens from the beginning of a window to that of the next; `window`: they do not overlap."""
+    read: str
+    """How documents are read, in words."""
 
     @classmethod
-    def of(cls, found: validate.Losses, text: InOrder) -> "Evaluation":
+    def of(cls, found: rows.Foretold, text: Windows) -> "Evaluation":
         """From the sums over all of `text`."""
+        nats = -math.fsum(found.log_likelihoods.tolist())
+        loss = nats / text.tokens
         return cls(
-            found.loss,
-            math.exp(found.loss) if found.loss < 709 else math.inf,
-            None if text.bytes is None else found.bits_per_byte(text.bytes),
-            found.tokens,
+            loss,
+            math.exp(loss) if loss < 709 else math.inf,
+            None if text.bytes is None else nats / math.log(2) / text.bytes,
+            int(found.likeliest.sum()) / text.tokens,
+            text.tokens,
             text.bytes,
             text.documents,
-            text.sequence_length,
+            text.window,
+            text.stride,
+            text.words,
         )
+
+    def as_dict(self) -> dict[str, Any]:
+        """What --json writes; a perplexity that no float holds is null."""
+        finite = self.perplexity if math.isfinite(self.perplexity) else None
+        told = {field.name: getattr(self, field.name) for field in fields(self)}
+        return told | {"perplexity": finite}
 
     def table(self, title: str) -> Table:
         """For a rich console; within 80 columns."""
@@ -79,42 +92,60 @@ class Evaluation:
         table.add_row("perplexity", f"{self.perplexity:.6g}")
         if self.bits_per_byte is not None:
             table.add_row("bits per byte", f"{self.bits_per_byte:.6f}")
+        table.add_row("accuracy", f"{self.accuracy:.4%} of the tokens are the likeliest")
         table.add_row("tokens", f"{self.tokens:,}")
         if self.bytes is not None:
             table.add_row("bytes", f"{self.bytes:,}")
         table.add_row("documents", f"{self.documents:,}")
-        table.add_row("context", f"windows of {self.sequence_length:,} tokens")
+        table.add_row("read", self.read)
         return table
 
 
-def prepared(asked: EvaluateConfig, progress: bool = True, verify: bool = True) -> InOrder:
+@dataclass(frozen=True)
+class Loaded:
+    """A model on the processes that compute with it, and what it does there."""
+
+    model: Decoder
+    mesh: Mesh
+    schedule: Schedule | None
+
+
+def load(asked: EvaluateConfig, mesh: Mesh = SINGLE) -> Loaded:
+    """The model that is asked for, on the axes of `mesh`. Raises ValueError for what cannot be
+    loaded, and for a model that foretells no next token.
+    """
+    source = open_alike(asked.source, mesh)
+    rows.check_foretells(source.tree)
+    schedule = None
+    if mesh.pp.size > 1:
+        schedule = schedules.make("1f1b", mesh.pp.size, mesh.pp.size)
+        channels.connect(schedule, mesh)
+    dtype = DTYPES[asked.dtype] if asked.dtype else None
+    return Loaded(engine.load_decoder(source, mesh, dtype, schedule), mesh, schedule)
+
+
+def prepared(asked: EvaluateConfig, progress: bool = True, verify: bool = True) -> Windows:
     """The text that is asked for, as `open_text`."""
     source = open_source(asked.source)
-    return open_text(source, asked.data, asked.sequence_length, progress, verify)
-
-
-def measured(
-    asked: EvaluateConfig, text: InOrder, mesh: Mesh = SINGLE, progress: bool = True
-) -> Evaluation:
-    """`evaluate` of the source that is asked for, the same on every rank of `mesh`."""
-    dtype = DTYPES[asked.dtype] if asked.dtype else None
-    return evaluate(open_alike(asked.source, mesh), text, mesh, dtype, progress)
+    return open_text(source, asked.data, asked.window, asked.stride, progress, verify)
 
 
 def open_text(
     source: Source,
     config: TextConfig,
-    sequence_length: int | None = None,
+    window: int | None = None,
+    stride: int | None = None,
     progress: bool = True,
     verify: bool = True,
-) -> InOrder:
+) -> Windows:
     """The text of `config` as tokens of the model of `source`; from the cache, compared with its
     digests (`verify`), or else made now. Raises ValueError, KeyError or OSError, before all text is
     read, for what does not fit: no text, no tokenizer, one that is larger than the model's
     vocabulary, windows over its positions.
     """
     model = source.tree
-    length = window_length(model, sequence_length)
+    rows.check_foretells(model)
+    window, stride = window_of(model, window, stride)
     if (config.tokenizer or "").startswith(PREFIX):
         raise ValueError(
             f"--data.tokenizer {config.tokenizer}: a model is evaluated with the tokenizer that it "
@@ -134,56 +165,47 @@ def open_text(
         )
     (text,) = found.sources
     corpus = open_corpus(text, data, found, progress, verify=verify)
-    boundary = found.end_of_text if config.document_mask else None
-    return InOrder([everything(corpus, range(corpus.document_count))], length, boundary)
+    return windows(corpus, found.end_of_text, window, stride)
 
 
-def window_length(model: Tree, asked: int | None) -> int:
-    """Tokens that are read at once: those asked for, else LONGEST, or all the model takes where
-    that is fewer. Raises ValueError for more than it takes.
+def window_of(model: Tree, window: int | None, stride: int | None) -> tuple[int, int]:
+    """Tokens that are read at once: those asked for, else all that the model takes; and those from
+    a window to the next, which else do not overlap. Raises ValueError for what is out of range.
     """
     most = model.max_position_embeddings
-    if asked is None:
-        return min(most, LONGEST)
-    if not 1 <= asked <= most:
+    window = most if window is None else window
+    if not 2 <= window <= most:
         raise ValueError(
-            f"sequence_length is {asked}, the model's max_position_embeddings {most}: use "
-            f"--sequence-length 1 to {most}"
+            f"window is {window}, the model's max_position_embeddings {most}: use --window 2 to "
+            f"{most}"
         )
-    return asked
+    stride = window if stride is None else stride
+    if not 1 <= stride <= window:
+        raise ValueError(
+            f"stride is {stride}, the window {window}: use --stride 1 to {window}, which is that "
+            "of windows that do not overlap"
+        )
+    return window, stride
 
 
-def evaluate(
-    source: Source,
-    text: InOrder,
-    mesh: Mesh = SINGLE,
-    dtype: torch.dtype | None = None,
-    progress: bool = True,
+def measured(
+    asked: EvaluateConfig, text: Windows, mesh: Mesh = SINGLE, progress: bool = True
 ) -> Evaluation:
-    """What the model of `source` makes of `text`, in `dtype` or else that of its config.json. Every
-    rank calls it and gets the same. Raises ValueError for what cannot be loaded, for a model that
-    foretells no next token, and for a loss that is not finite.
+    """`evaluate` of the source that is asked for, the same on every rank of `mesh`."""
+    return evaluate(load(asked, mesh), text, progress)
+
+
+def evaluate(loaded: Loaded, text: Windows, progress: bool = True) -> Evaluation:
+    """What a model makes of `text`. Every rank calls it and gets the same. Raises ValueError for a
+    loss that is not finite.
     """
-    if source.tree.both_ways:
-        raise ValueError(
-            f"{source.where} holds a model that sees both ways: it fills in masked tokens, and no "
-            "token has a probability of its own; use dolmen verify"
-        )
-    model = engine.load_decoder(source, mesh, dtype)
-    rows = max(1, min(text.windows, TOKENS_AT_ONCE // text.sequence_length))
-    title = f"evaluating {text.tokens:,} tokens in {counted(text.windows, 'window')}"
-
-    def reaching(batches: Iterator[Batch]) -> Iterator[Batch]:
-        done = 0
-        for batch in batches:
-            yield batch
-            done += batch.real_tokens
-            reach(done)
-
+    mesh = loaded.mesh
+    title = f"evaluating {text.tokens:,} tokens in {counted(len(text.rows.lengths), 'window')}"
     with bar(title, text.tokens, progress and mesh.first, MofNCompleteColumn()) as reach:
-        found = validate.mean_loss(model, reaching(text.batches(rows)), mesh)
-    if not math.isfinite(found.loss):
+        found = rows.foretold(loaded.model, text.rows, mesh, loaded.schedule, reach)
+    evaluation = Evaluation.of(found, text)
+    if not math.isfinite(evaluation.loss):
         raise ValueError(
-            f"the loss is {found.loss}: the model has diverged, or needs --dtype float32"
+            f"the loss is {evaluation.loss}: the model has diverged, or needs --dtype float32"
         )
-    return Evaluation.of(found, text)
+    return evaluation

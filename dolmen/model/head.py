@@ -22,7 +22,7 @@ from dolmen.model.split import Split
 from dolmen.model.tree import Tree
 from dolmen.ops import loss
 from dolmen.parallel import tensor
-from dolmen.parallel.log_probabilities import log_probabilities
+from dolmen.parallel.log_probabilities import log_probabilities, with_likeliest
 from dolmen.parallel.loss import linear_cross_entropy
 from dolmen.parallel.tensor import Linear
 
@@ -137,7 +137,20 @@ class Logits(Head):
         """Of the label of each of this rank's tokens, 0 where it is IGNORED; logits are never
         whole.
         """
-        found = log_probabilities(
+        return self._of_labels(log_probabilities, hidden, labels).view(self.sequences, -1)
+
+    def foretold(
+        self, hidden: Float[Tensor, "_ hidden"], labels: Int64[Tensor, "sequences length"]
+    ) -> tuple[Float[Tensor, "sequences here"], Int64[Tensor, "sequences here"]]:
+        """`log_probabilities`, and the likeliest token of all in the place of each label; without
+        gradients.
+        """
+        found, likeliest = self._of_labels(with_likeliest, hidden, labels)
+        return found.view(self.sequences, -1), likeliest.view(self.sequences, -1)
+
+    def _of_labels(self, judge: Callable[..., Any], hidden: Tensor, labels: Tensor) -> Any:
+        """What `judge`, of parallel/log_probabilities.py, says of this rank's tokens."""
+        return judge(
             self.made(hidden),
             self.rows,
             self.here(labels).reshape(-1),
@@ -147,7 +160,6 @@ class Logits(Head):
             self.tree.head.soft_cap,
             self.bias,
         )
-        return found.view(self.sequences, -1)
 
 
 class Values(Head):

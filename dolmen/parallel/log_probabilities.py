@@ -18,7 +18,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dolmen.core import ranges
+from dolmen.core import collectives, ranges
 from dolmen.core.function import Context, Function
 from dolmen.ops import loss
 from dolmen.ops.kernels import Kernels
@@ -90,3 +90,32 @@ def log_probabilities(
     """
     call = Call(vocab_size, tp, at_once, soft_cap)
     return _LogProbabilities.apply(x, weight, bias, labels, call)
+
+
+@ranges.marked("loss")
+def with_likeliest(
+    x: Float[Tensor, "here hidden"],
+    weight: Float[Tensor, "rows hidden"],
+    labels: Int64[Tensor, " tokens"],
+    vocab_size: int,
+    tp: TensorParallel,
+    at_once: int = Kernels().logits_at_once,
+    soft_cap: float | None = None,
+    bias: Float[Tensor, " rows"] | None = None,
+) -> tuple[Float[Tensor, " tokens"], Int64[Tensor, " tokens"]]:
+    """`log_probabilities`, without gradients, and the token whose logit is the largest, the first
+    where several are, as torch.argmax has it: I@tp, both of one visit of the logits.
+    """
+    call = Call(vocab_size, tp, at_once, soft_cap)
+    entered, wide = tp.entered(x), torch.promote_types(x.dtype, torch.float32)
+    out = torch.empty(labels.shape, dtype=wide, device=x.device)
+    likeliest = torch.empty_like(labels)
+    for rows in call.chunks(len(labels), len(weight)):
+        logits, _ = logits_and_slope(entered[rows], weight, wide, soft_cap, bias)
+        own, at = logits.max(-1)
+        maximum, _, sums, target = combined(logits, labels[rows], call.first, tp.axis)
+        out[rows] = torch.where(labels[rows] == loss.IGNORED, 0.0, target - sums.log())
+        # the smallest id of those ranks that have the maximum
+        at = torch.where(own == maximum, at + call.first, vocab_size)
+        likeliest[rows] = collectives.reduce_scalar(at, tp.axis, "min")
+    return out, likeliest

@@ -30,6 +30,7 @@ from dolmen.model.decoder import Decoder
 from dolmen.model.tree import Span, Tree
 from dolmen.model.tree.blanks import of_prefix
 from dolmen.parallel import data, vocabulary
+from dolmen.parallel.actions import Schedule
 from dolmen.serving import sample
 from dolmen.serving.cache import Cache, Memory
 
@@ -37,13 +38,21 @@ TOKENS_AT_ONCE = 1 << 12  # of prompts, one forward: bounds the logits nobody re
 AT_ONCE = 256  # prompts
 
 
-def load_decoder(source: Source, mesh: Mesh = SINGLE, dtype: torch.dtype | None = None) -> Decoder:
-    """A source's model, split over tp, for inference: in `dtype`, or else that of its config.json.
-    Raises ValueError or KeyError, before anything is built, for what does not fit.
+def load_decoder(
+    source: Source,
+    mesh: Mesh = SINGLE,
+    dtype: torch.dtype | None = None,
+    schedule: Schedule | None = None,
+) -> Decoder:
+    """A source's model on the axes of `mesh`, for inference: in `dtype`, or else that of its
+    config.json. `schedule` places its stages; None: there is one. Raises ValueError or KeyError,
+    before anything is built, for what does not fit.
     """
     _ = source.specs
-    model = build.build(source.tree, mesh, dtype=dtype or stated_dtype(source.model))
-    build.load(model, lambda write: load_weights(source, write))
+    dtype = dtype or stated_dtype(source.model)
+    model = build.build(source.tree, mesh, schedule=schedule, dtype=dtype)
+    own = None if schedule is None else [name for name, _ in model.named_parameters()]
+    build.load(model, lambda write: load_weights(source, write, own))
     return model.eval()
 
 

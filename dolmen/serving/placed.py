@@ -20,20 +20,23 @@ from dolmen.model.layout import Layout
 DEVICE = "device"
 
 
-def check(verb: str, sources: list[str], tp: int, asked: devices.Asked) -> Layout:
-    """The layout, where the sources can be read, it divides the model of the first, and there are
-    the devices for it. Raises BadInput.
+def check(
+    verb: str, sources: list[str], layout: Layout, asked: devices.Asked, replicas: bool = False
+) -> Layout:
+    """The layout, resolved, where the sources can be read, it divides the model of the first, and
+    there are the devices for it. `replicas`: the verb shares its work over dp. Raises BadInput.
     """
     started = process.started()
     try:
         models = [readable(name) for name in sources]
-        layout = Layout(tp=tp).resolve(started.world_size if started else None)
-        if layout.dp != 1:
+        layout = layout.resolve(started.world_size if started else None)
+        if layout.dp != 1 and not replicas:
             raise ValueError(
                 f"{layout.world} processes were started: {verb} is split over tp alone, set "
                 f"--layout.tp {layout.world}"
             )
-        layout.check(models[0].tree, 1, 1, 1)
+        least = layout.pp * (layout.dp or 1)  # a microbatch per stage
+        layout.check(models[0].tree, 2 * layout.cp, least, 1)
         if started is None:
             devices.require_gpus(asked, layout.world, DEVICE)
         else:
@@ -79,6 +82,6 @@ def _joined(
         device = devices.choose_device(asked, started, DEVICE)
         with meshes.joined(started, device):
             devices.refuse_shared_gpus(device, DEVICE)
-            return work(meshes.grid(1, layout.tp, device))
+            return work(layout.mesh(device))
     except ValueError as error:
         raise BadInput(message(error)) from None

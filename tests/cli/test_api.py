@@ -227,9 +227,8 @@ def test_generate(material):
                 call(material.model, "a", dtype=dtype)
     for options, said in (
         ({"text_field": 5}, "^text_field is 5: it must be str$"),
-        ({"document_mask": "no"}, "^document_mask is 'no': it must be bool$"),
-        ({"sequence_length": 1.5}, "^sequence_length is 1.5: it must be int$"),
-        ({"sequence_length": 65}, "use sequence_length 1 to 64$"),
+        ({"window": 1.5}, "^window is 1.5: it must be int$"),
+        ({"window": 65}, "use window 2 to 64$"),
         ({"tokenizer": "bpe:300"}, "^tokenizer bpe:300: a model is evaluated with"),
     ):
         with pytest.raises(ValueError, match=said):

@@ -177,8 +177,8 @@ OTHERS = {
     ),
     "generate": "help prompt max-new-tokens temperature top-k top-p seed dtype device layout.tp",
     "evaluate": (
-        "help sequence-length dtype device data.path data.tokenizer data.end-of-text "
-        "data.text-field data.cache data.workers data.document-mask data.no-document-mask layout.tp"
+        "help window stride json dtype device data.path data.tokenizer data.end-of-text "
+        "data.text-field data.cache data.workers layout.tp layout.cp layout.pp layout.dp layout.ep"
     ),
     "tokenize": (
         "help to data.path data.tokenizer data.end-of-text data.text-field data.cache data.workers"
@@ -528,7 +528,7 @@ def test_a_worker_takes_the_run_that_its_launcher_has(words, tmp_path):
     [
         ("verify", "model --against other --length 3 --layout.tp 2"),
         ("generate", "model --prompt=--x --prompt 1e-3 --prompt null --temperature 1e-7 --top-k 3"),
-        ("evaluate", "model --data.path a b --data.document-mask --dtype bfloat16"),
+        ("evaluate", "model --data.path a b --stride 3 --dtype bfloat16 --layout.pp 2"),
     ],
 )
 def test_a_worker_takes_the_options_that_its_launcher_has(verb, words, tmp_path):

@@ -11,8 +11,9 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import FunctionType, SimpleNamespace
+from types import FunctionType
 
+import numpy as np
 import pytest
 import tinyrun
 import torch
@@ -21,11 +22,9 @@ from references import spoiled
 from rich.console import Console
 
 import dolmen
-from dolmen.conversion.source import open_source
-from dolmen.data.config import TextConfig
 from dolmen.data.tokenizer import train_bpe
-from dolmen.evaluation import perplexity
-from dolmen.evaluation.validate import Losses
+from dolmen.evaluation import perplexity, rows
+from dolmen.evaluation.windows import Windows
 
 one_thread = tinyrun.one_thread
 
@@ -79,65 +78,72 @@ def evaluated(folder, **options):
     )
 
 
-def reference(folder, length: int, apart: bool = False) -> float:
-    """The sum of the losses in nats, in float64. `apart`: attention ends with a document; positions
-    are relative, so each piece may be a sequence of its own.
+def reference(folder, window: int, stride: int) -> tuple[float, int, int]:
+    """A plain loop, in float64: the sum of the losses in nats, how many tokens are the likeliest,
+    and how many there are.
     """
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder / "model", dtype=torch.float64, attn_implementation="eager"
     ).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
-    end = tokenizer.eos_token_id
-    text = [end]
+    nats, right, counted = 0.0, 0, 0
     for document in (FILE, *ROWS):
-        text += [*tokenizer(document, add_special_tokens=False)["input_ids"], end]
-    nats = 0.0
-    for start in range(0, len(text) - 1, length):
-        window = text[start : start + length + 1]
-        ends = [i + 1 for i, token in enumerate(window[:-1]) if token == end] if apart else []
-        for a, b in zip([0, *ends], [*ends, len(window) - 1], strict=True):
-            if a < b:
-                with torch.no_grad():
-                    logits = model(torch.tensor([window[a:b]])).logits[0]
-                labels = torch.tensor(window[a + 1 : b + 1])
-                nats += torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item()
-    return nats
+        tokens = tokenizer(document, add_special_tokens=False)["input_ids"]
+        start = done = 0
+        while done < len(tokens):
+            text = tokens[start : start + window]
+            with torch.no_grad():
+                logits = model(torch.tensor([text])).logits[0]
+            first = max(done, start + 1) - start
+            labels = torch.tensor(text[first:], dtype=torch.long)
+            asked = logits[first - 1 : -1]
+            nats += torch.nn.functional.cross_entropy(asked, labels, reduction="sum").item()
+            right += int((asked.argmax(-1) == labels).sum())
+            counted += len(labels)
+            start, done = start + stride, start + len(text)
+    return nats, right, counted
 
 
-@pytest.mark.parametrize("length", (POSITIONS, 7))
-@pytest.mark.parametrize("apart", (False, True), ids=("through", "apart"))
-def test_the_numbers_are_those_of_transformers(folder, length, apart):
+# (window, stride) -> tokens that are counted; windows by themselves do not count their first
+COUNTED = {
+    (POSITIONS, POSITIONS): BYTES - 3 - 2 - 1 - 1,
+    (7, 7): BYTES - 6 - 3 - 1 - 1,
+    (7, 3): BYTES - DOCUMENTS,
+    (POSITIONS, 1): BYTES - DOCUMENTS,
+}
+
+
+@pytest.mark.parametrize(("window", "stride"), COUNTED)
+def test_the_numbers_are_those_of_transformers(folder, window, stride):
     """float32 against float64: 1e-6 of the loss is what test_perplexity.py holds."""
-    nats = reference(folder, length, apart)
-    found = evaluated(folder, sequence_length=length, document_mask=apart)
-    tokens = BYTES + DOCUMENTS
+    nats, right, tokens = reference(folder, window, stride)
+    found = evaluated(folder, window=window, stride=stride)
     assert (found.tokens, found.bytes, found.documents) == (tokens, BYTES, DOCUMENTS)
-    assert found.sequence_length == length
+    assert tokens == COUNTED[window, stride]
+    assert (found.window, found.stride) == (window, stride)
     assert found.loss == pytest.approx(nats / tokens, rel=1e-6)
     assert found.perplexity == pytest.approx(math.exp(nats / tokens), rel=1e-5)
     assert found.bits_per_byte == pytest.approx(nats / math.log(2) / BYTES, rel=1e-6)
+    assert found.accuracy == right / tokens
 
 
 def test_what_a_token_sees_is_seen(folder):
-    """Negative control of the test above: each way to read is another number."""
-    losses = {
-        reference(folder, length, apart) for length in (POSITIONS, 7) for apart in (False, True)
-    }
-    assert len({round(loss, 3) for loss in losses}) == 4
+    """Negative control of the test above: each way to read is another number, and some tokens are
+    the likeliest.
+    """
+    found = [reference(folder, *way) for way in COUNTED]
+    assert len({round(nats / tokens, 3) for nats, _, tokens in found}) == len(COUNTED)
+    assert all(0 < right < tokens for _, right, tokens in found)
 
 
-def test_the_window_is_that_of_the_model_within_a_limit(folder, tmp_path):
-    assert evaluated(folder).sequence_length == POSITIONS
-    wide = spoiled(folder / "model", tmp_path / "wide", max_position_embeddings=1 << 17)
-    config = TextConfig((str(folder / "text"),), cache=str(folder / "cache"))
-    text = perplexity.open_text(open_source(wide), config, progress=False)
-    assert text.sequence_length == 2048 and text.tokens == BYTES + DOCUMENTS
+def test_the_window_is_that_of_the_model(folder):
+    assert evaluated(folder) == evaluated(folder, window=POSITIONS, stride=POSITIONS)
 
 
 def test_the_batch_does_not_matter(folder, monkeypatch):
-    whole = evaluated(folder, sequence_length=7)
-    monkeypatch.setattr(perplexity, "TOKENS_AT_ONCE", 14)  # two windows of ten at a time
-    in_parts = evaluated(folder, sequence_length=7)
+    whole = evaluated(folder, window=7)
+    monkeypatch.setattr(rows, "TOKENS_AT_ONCE", 14)  # two windows of ten at a time
+    in_parts = evaluated(folder, window=7)
     assert in_parts.tokens == whole.tokens
     assert in_parts.loss == pytest.approx(whole.loss, rel=1e-6)
 
@@ -147,14 +153,14 @@ def test_progress_counts_every_token(folder, monkeypatch, capsys):
 
     @contextlib.contextmanager
     def bar(title, total, shown, count):
-        assert shown and total == BYTES + DOCUMENTS
+        assert shown and total == COUNTED[7, 7]
         yield reached.append
 
-    monkeypatch.setattr(perplexity, "TOKENS_AT_ONCE", 14)
+    monkeypatch.setattr(rows, "TOKENS_AT_ONCE", 14)
     monkeypatch.setattr(perplexity, "bar", bar)
     text, cache = folder / "text", folder / "cache"
-    dolmen.evaluate(folder / "model", text, sequence_length=7, cache=cache)
-    assert reached == [14, 28, 42, 56, BYTES + DOCUMENTS]
+    dolmen.evaluate(folder / "model", text, window=7, cache=cache)
+    assert len(reached) > 2 and reached == sorted(reached) and reached[-1] == COUNTED[7, 7]
     monkeypatch.undo()
     capsys.readouterr()
     evaluated(folder)
@@ -165,16 +171,22 @@ def command(folder, *words):
     return tinyrun.dolmen("evaluate", *words, "--data.cache", folder / "cache")
 
 
-def test_the_command_says_what_the_function_gives(folder, monkeypatch):
+def test_the_command_says_what_the_function_gives(folder, monkeypatch, tmp_path):
     monkeypatch.chdir(folder)
-    shown = command(folder, "model", "--data.path", "text", "--sequence-length", 7)
-    found = evaluated(folder, sequence_length=7)
+    out = tmp_path / "found.json"
+    options = ("--data.path", "text", "--window", 7, "--stride", 3)
+    shown = command(folder, "model", *options, "--json", out)
+    found = evaluated(folder, window=7, stride=3)
     assert shown.code == 0, shown.err
     assert " ".join(shown.out.split()) == (
         f"model model loss {found.loss:.6f} nats per token perplexity {found.perplexity:.6g} bits "
-        f"per byte {found.bits_per_byte:.6f} tokens 63 bytes 59 documents 4 context windows of 7 "
-        "tokens"
+        f"per byte {found.bits_per_byte:.6f} accuracy {found.accuracy:.4%} of the tokens are the "
+        "likeliest tokens 55 bytes 59 documents 4 read documents in windows of 7 tokens by steps "
+        "of 3, the first token of a document is not counted"
     )
+    written = json.loads(out.read_text())
+    assert written == found.as_dict()
+    assert written.keys() > {"loss", "perplexity", "bits_per_byte", "accuracy", "tokens", "bytes"}
     half = command(folder, "model", "--data.path", "text", "--dtype", "bfloat16")
     assert half.code == 0 and f"{evaluated(folder, dtype='bfloat16').loss:.6f} nats" in half.out
     assert f"{evaluated(folder).loss:.6f} nats" not in half.out
@@ -189,9 +201,11 @@ def test_the_table_fits_80_columns(folder):
     assert "1,000,000,000,000,000" in screen.getvalue()
 
 
-def test_a_perplexity_that_no_float_holds():
-    text = SimpleNamespace(bytes=1, documents=1, sequence_length=1)
-    assert perplexity.Evaluation.of(Losses(1e6, 1, 1e6), text).perplexity == math.inf
+def test_a_perplexity_that_no_float_holds(folder):
+    found = rows.Foretold(np.array([-1e6]), np.array([0]))
+    one = rows.Rows(np.array([2]), np.array([1]), lambda row: np.zeros(2, np.int64))
+    evaluation = perplexity.Evaluation.of(found, Windows(one, 1, 1, 2, 2))
+    assert evaluation.perplexity == math.inf and evaluation.as_dict()["perplexity"] is None
 
 
 def test_files_folders_and_globs_are_one_text(folder):
@@ -237,13 +251,14 @@ REFUSED = {
     "weights": ("{model}", {"path": "0.5:{text}"}, "leave them out"),
     "over the positions": (
         "{model}",
-        {"path": "{text}", "sequence_length": 17},
-        "sequence_length is 17, the model's max_position_embeddings 16: use --sequence-length 1 to",
+        {"path": "{text}", "window": 17},
+        "window is 17, the model's max_position_embeddings 16: use --window 2 to 16",
     ),
-    "no window": (
+    "no window": ("{model}", {"path": "{text}", "window": 1}, "use --window 2 to 16"),
+    "over the window": (
         "{model}",
-        {"path": "{text}", "sequence_length": 0},
-        "use --sequence-length 1 to 16",
+        {"path": "{text}", "window": 7, "stride": 8},
+        "stride is 8, the window 7: use --stride 1 to 7",
     ),
     "no model": ("{text}", {"path": "{text}"}, "nor a transformers directory"),
 }
@@ -265,16 +280,17 @@ def test_refusals(folder, places, tmp_path, case):
     source, said = source.format(**places), said.format(**places)
     options = {name: str(value).format(**places) for name, value in options.items()}
     names = {"path": "--data.path", "tokenizer": "--data.tokenizer"}
-    words = [f"{names.get(name, '--sequence-length')}={value}" for name, value in options.items()]
+    words = [f"{names.get(name, f'--{name}')}={value}" for name, value in options.items()]
     cache = tmp_path / "cache"
     shown = tinyrun.dolmen("evaluate", source, *words, "--data.cache", cache)
     assert shown.code == 2 and said in shown.err and shown.err.count("\n") == 1, shown
     assert not shown.out and not cache.exists()
-    if "sequence_length" in options:
-        options["sequence_length"] = int(options["sequence_length"])
+    options |= {name: int(options[name]) for name in ("window", "stride") if name in options}
     with pytest.raises(ValueError) as raised:
         dolmen.evaluate(source, **{"path": (), **options}, cache=cache)
-    keywords = shown.err.replace("--data.", "").replace("--sequence-length", "sequence_length")
+    keywords = shown.err
+    for option in ("--data.", "--window", "--stride"):
+        keywords = keywords.replace(option, option.removeprefix("--").removeprefix("data."))
     assert keywords == f"dolmen evaluate: {raised.value}\n"
 
 
@@ -285,6 +301,19 @@ def test_a_layout_that_does_not_fit_is_refused_before_the_text_is_read(folder, t
     assert shown.err.count("\n") == 1 and not (tmp_path / "cache").exists()
     with pytest.raises(ValueError, match="dtype is 'float8': use one of"):
         evaluated(folder, dtype="float8")
+
+
+def test_a_text_of_which_no_token_is_counted_is_refused(folder, tmp_path):
+    (tmp_path / "short.txt").write_text("x")
+    shown = command(folder, folder / "model", "--data.path", tmp_path / "short.txt")
+    assert shown.code == 2 and "no document has two tokens" in shown.err and not shown.out
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_any_work(folder, tmp_path):
+    words = ("--data.path", folder / "text", "--json", tmp_path / "none" / "found.json")
+    shown = command(folder, folder / "model", *words)
+    assert shown.code == 2 and f"there is no folder {tmp_path}/none" in shown.err
+    assert shown.err.count("\n") == 1
 
 
 def test_a_loss_that_is_no_number_is_refused(folder, tmp_path):
@@ -301,15 +330,15 @@ def test_a_loss_that_is_no_number_is_refused(folder, tmp_path):
 def test_two_processes_give_the_same(folder):
     """Through the launcher; the table is printed once."""
     words = ["evaluate", str(folder / "model"), "--data.path", str(folder / "text")]
-    words += ["--sequence-length", "7", "--layout.tp", "2", "--data.cache", str(folder / "cache")]
+    words += ["--window", "7", "--layout.tp", "2", "--data.cache", str(folder / "cache")]
     done = subprocess.run(
         [sys.executable, "-m", "dolmen", *words],
         env={**os.environ, "PYTHONPATH": tinyrun.path_of(Path(__file__).parent)},
         capture_output=True,
         text=True,
     )
-    whole = evaluated(folder, sequence_length=7)
+    whole = evaluated(folder, window=7)
     assert done.returncode == 0 and done.stdout.count("nats per token") == 1, done.stderr
     loss = float(done.stdout.split("loss")[1].split()[0])
     assert loss == pytest.approx(whole.loss, abs=2e-6)  # six digits are printed
-    assert done.stderr.count("evaluating 63 tokens in 9 windows") == 1
+    assert done.stderr.count("evaluating 48 tokens in 11 windows") == 1

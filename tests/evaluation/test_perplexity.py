@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from references import MODELS, VOCABULARY, reference, save
@@ -10,6 +11,8 @@ from dolmen.conversion.source import load_weights, open_source
 from dolmen.core import mesh as meshes
 from dolmen.core.mesh import SINGLE
 from dolmen.data.batch import IGNORED, Batch
+from dolmen.evaluation import rows
+from dolmen.evaluation.rows import Rows, foretold
 from dolmen.evaluation.validate import mean_loss
 from dolmen.model import build
 from dolmen.model.layout import Layout
@@ -88,13 +91,70 @@ def two_ranks(folder):
             mean_loss(model, batches(part), SINGLE),
         )
         assert before == list(map(id, model.parameters()))
-    return out
+    return out, {str(layout): of_rows(folder, **layout) for layout in OF_ROWS}
+
+
+# trained ones, which ZeRO shards, and those of `dolmen evaluate`
+OF_ROWS = [
+    dict(dp=2, zero=3),
+    dict(tp=2, sequence_parallel=True, zero=3),
+    *[{axis: 2} for axis in ("tp", "cp", "pp", "dp")],
+]
+
+
+def of_rows(folder, **options):
+    layout, source = Layout(**options), open_source(folder)
+    mesh = layout.mesh(torch.device("cpu"))
+    schedule = layout.make_schedule(4, 1) if layout.pp > 1 else None
+    if "zero" in options:
+        model = build.build(source.tree, mesh, layout, schedule)
+        build.load(model, lambda write: load_weights(source, write))
+    else:
+        model = load_decoder(source, mesh, schedule=schedule)
+    return foretold(model, ragged(), mesh, schedule)
+
+
+def ragged() -> Rows:
+    """Rows of 25, 25, 25, 24, 2, 17, 9 and 10 tokens, with other numbers of them counted."""
+    lengths = np.array([25, 25, 25, 24, 2, 17, 9, 10])
+    texts = windows().numpy()
+    firsts = np.array([1, 24, 3, 1, 1, 16, 2, 1])
+    return Rows(lengths, firsts, lambda row: texts[row, : lengths[row]])
+
+
+def rows_of_transformers(name: str) -> tuple[list[float], list[int]]:
+    """The sums of each row, by itself, in float64."""
+    model, rows = reference(name).double(), ragged()
+    if "moe" in name or name in ("mixtral", "deepseek-v3"):
+        model.set_experts_implementation("eager")  # the other has no float64
+    sums, likeliest = [], []
+    for i, first in enumerate(rows.firsts):
+        text = torch.from_numpy(rows.read(i))
+        with torch.no_grad():
+            told = model(text[None]).logits[0, :-1].log_softmax(-1)[first - 1 :]
+        sums.append(told.gather(1, text[first:, None]).sum().item())
+        likeliest.append(int((told.argmax(-1) == text[first:]).sum()))
+    return sums, likeliest
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_rows_are_foretold_as_transformers_does(folders, name, monkeypatch):
+    """Whatever they are batched with. float32 against float64."""
+    sums, likeliest = rows_of_transformers(name)
+    monkeypatch.setattr(rows, "TOKENS_AT_ONCE", 60)
+    found = foretold(load_decoder(open_source(folders[name])), ragged(), SINGLE)
+    assert found.log_likelihoods == pytest.approx(sums, rel=1e-6)
+    assert found.likeliest.tolist() == likeliest
 
 
 def test_no_layout_changes_the_loss(folders, spawn):
-    want = mean_loss(load_decoder(open_source(folders["qwen3"])), batches(), SINGLE)
-    got = spawn(2)(two_ranks, folders["qwen3"])
-    assert len(got) == len(LAYOUTS)
+    model = load_decoder(open_source(folders["qwen3"]))
+    want, apart = mean_loss(model, batches(), SINGLE), foretold(model, ragged(), SINGLE)
+    got, told = spawn(2)(two_ranks, folders["qwen3"])
+    assert len(got) == len(LAYOUTS) and len(told) == len(OF_ROWS)
+    for layout, found in told.items():
+        assert found.log_likelihoods == pytest.approx(apart.log_likelihoods, rel=1e-6), layout
+        assert (found.likeliest == apart.likeliest).all(), layout
     for layout, (whole, own) in got.items():
         assert whole.tokens == want.tokens and whole.loss == pytest.approx(want.loss, rel=1e-6), (
             layout

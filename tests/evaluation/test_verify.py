@@ -14,7 +14,7 @@ from dolmen.conversion import hf
 from dolmen.conversion.source import open_source
 from dolmen.core import mesh as meshes
 from dolmen.core.log import console
-from dolmen.data.in_order import InOrder
+from dolmen.data.config import TextConfig
 from dolmen.evaluation import perplexity
 from dolmen.evaluation.compare import Reference, Row, greedy_row
 from dolmen.evaluation.verify import _tokens, verify
@@ -159,7 +159,7 @@ def test_what_fills_in_tokens(tmp_path, capsys):
         report = verify(open_source(tmp_path / str(follows)), length=20)
         assert report.ok and [row.name for row in report.rows] == ROWS[:4]
         with pytest.raises(ValueError, match="sees both ways.*use dolmen verify"):
-            perplexity.evaluate(open_source(tmp_path / str(follows)), InOrder((), 8, None))
+            perplexity.open_text(open_source(tmp_path / str(follows)), TextConfig())
 
 
 def test_not_a_number_is_a_difference_even_if_both_say_it(folders, tmp_path):
