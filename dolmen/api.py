@@ -47,7 +47,7 @@ from dolmen.planning.dry_report import Report as Dry
 from dolmen.planning.plan import Plan
 from dolmen.recipes.changed import plain, request
 from dolmen.recipes.named import planned
-from dolmen.serving import engine, sample
+from dolmen.serving import engine
 from dolmen.serving.config import GenerateConfig
 from dolmen.serving.prompt import answer, check_text, encode
 from dolmen.training import job
@@ -284,7 +284,7 @@ def generate(
             seed=seed,
             dtype=dtype,
         )
-        sample.check_knobs(asked.temperature, asked.top_k, asked.top_p)
+        asked.of_tokens.check()
         for text in _several(prompt):
             if not isinstance(text, NUMBERS):
                 check_text(text)
@@ -612,7 +612,7 @@ def _continued(model: Model, prompt: Prompt, asked: GenerateConfig, batch: int) 
     prompts = _several(prompt)
     if not isinstance(plain(batch), int):
         raise ValueError(f"batch is {shown(batch)}: it must be a whole number")
-    sample.check_knobs(asked.temperature, asked.top_k, asked.top_p)
+    asked.of_tokens.check()
     begin = [_begun(model, one) for one in prompts]
     ends = special.ends(model.special_tokens)
     new = answer(model.decoder, model.tokenizer, model.source, begin, asked, batch=batch, ends=ends)

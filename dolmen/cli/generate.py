@@ -11,13 +11,13 @@ from dolmen.core.mesh import Mesh
 from dolmen.data.tokenizer import PreTrainedTokenizer, load_tokenizer
 from dolmen.model.layout import Layout
 from dolmen.optim.precision import DTYPES
-from dolmen.serving import engine, placed, prompt, sample
+from dolmen.serving import engine, placed, prompt
 from dolmen.serving.cache import Memory
 
 
 def run(options: GenerateOptions) -> int:
     try:  # before any process, and before a model is read
-        sample.check_knobs(options.temperature, options.top_k, options.top_p)
+        options.of_tokens.check()
         for text in options.prompt:
             prompt.check_text(text)
     except ValueError as error:

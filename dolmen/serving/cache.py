@@ -4,6 +4,7 @@ whole text. Texts of any lengths share it, and come and go.
     cache = Cache(model.tree)
     reading = cache.read({7: 120, 9: 1}, device)    text 7 has 120 new tokens, text 9 one
     model(tokens, logits, reading)                  in the order of reading.texts
+    cache.fork(7, 8)                                text 8 begins as text 7, whose pages it shares
     cache.end(9)                                    its pages are free for others
 
 A mixer says what is kept by what it hands over: keys and values of its heads, 2 * kv_heads *
@@ -99,6 +100,13 @@ class Pool:
             self.kept = tuple(_grown(kept, total) for kept in self.kept)
         for kept, tensor in zip(self.kept, new, strict=True):
             kept.transpose(1, 2)[at] = tensor
+
+    def copy(self, page: int, to: int, total: int) -> None:
+        """Page `to` becomes as `page`. The pool has `total` pages from now on."""
+        if self.kept and len(self.kept[0]) < total:
+            self.kept = tuple(_grown(kept, total) for kept in self.kept)
+        for kept in self.kept:
+            kept[to] = kept[page]
 
     def read(self, group: Group) -> list[Float[Tensor, "texts length kv_heads _"]]:
         """All that is kept of each text, copied."""
@@ -291,23 +299,52 @@ class Cache:
             yield own, Group(tokens, start, n, host.send(pages, device), here)
             first = tokens.stop
 
+    def fork(self, text: int, other: int) -> None:
+        """`other` begins with all that has been read of `text`. The pages that are full are those
+        of both; of the last one it has a copy.
+        """
+        copied = self.table.fork(text, other)
+        if copied is not None:
+            for pool in self.pools:
+                pool.copy(*copied, self.table.total)
+        self._measure()
+
     def end(self, text: int) -> None:
-        """Its pages are free."""
+        """Its pages are free, but those that others have."""
         self.table.end(text)
 
     def _pages(self, texts: list[int], device: torch.device) -> Pages:
         """Of the query at the last token of each text."""
         table, own, owner, last = self.table, [], [], []
+        shared = table.shared(texts)
         for i, text in enumerate(texts):
             pages, end = table.pages[text], table.lengths[text] - 1
             own += pages
             owner += [i] * len(pages)
             last += range(end, end - len(pages) * table.size, -table.size)
-        numbers = torch.zeros((2, table.total), dtype=torch.int64)
+        each = max(map(len, shared.values()), default=0)
+        numbers = torch.zeros((2, table.total + each * len(shared)), dtype=torch.int64)
         numbers[1] = -1  # no query sees a page that is not its text's
         numbers[:, own] = torch.tensor([owner, last])
+        if shared:
+            numbers[1, list(shared)] = -1  # these have entries of their own
+            self._of_several(texts, shared, numbers[:, table.total :].view(2, -1, each))
         owners, back = host.send(numbers, device)
-        return Pages(owners, back[:, None] - torch.arange(table.size, device=device))
+        index = host.send(torch.tensor(list(shared)), device) if shared else None
+        return Pages(owners, back[:, None] - torch.arange(table.size, device=device), index)
+
+    def _of_several(
+        self, texts: list[int], shared: Mapping[int, list[int]], numbers: Int64[Tensor, "2 _ _"]
+    ) -> None:
+        """Writes the owners of shared pages, and how far back each begins for them, into `numbers`
+        [2, shared pages, most owners of one].
+        """
+        index = {text: i for i, text in enumerate(texts)}
+        for i, (page, own) in enumerate(shared.items()):
+            first = self.table.pages[own[0]].index(page) * self.table.size
+            back = [self.table.lengths[text] - 1 - first for text in own]
+            numbers[0, i, : len(own)] = torch.tensor([index[text] for text in own])
+            numbers[1, i, : len(own)] = torch.tensor(back)
 
     def _measure(self) -> None:
         table = self.table

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from dolmen.serving.options import Options
+
 
 @dataclass(frozen=True)
 class Split:
@@ -41,3 +43,8 @@ class GenerateConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes the GPUs if any are visible, else the CPU."""
     layout: Split = Split()
+
+    @property
+    def of_tokens(self) -> Options:
+        """How each token is chosen."""
+        return Options(self.temperature, self.top_k, self.top_p, max_new_tokens=self.max_new_tokens)

@@ -1,40 +1,49 @@
-"""Text from a model: load a source, read the prompts, draw one token per step.
+"""Text from a model: load a source, add requests, and step until they have ended.
 
     model = load_decoder(open_source("path/to/model"))
-    generate(model, [[1, 15043]], max_new_tokens=16) -> [[3186, ...]]
+    with Engine(model, stop=stop_tokens(source)) as engine:
+        engine.add(Request([1, 15043], Options(temperature=0.7, max_new_tokens=64), id="row 1"))
+        while engine.busy:
+            for ended in engine.step().ended:
+                print(ended.id, ended.tokens)
 
-Every rank of tp runs the same calls on the same prompts, gathers the same logits and chooses the
-same token.
+    generate(model, [[1, 15043]], max_new_tokens=16) -> [[3186, ...]]       the same, as a function
+
+Every step is one forward (running.py says of what, forward.py makes it), from whose scores one
+token is chosen for each text that has none unread (choosing.py). All ranks of tp and pp make the
+same calls with the same values: they choose the same tokens, and so decide the same. Where one of
+them decides what comes and goes, as a server's does, it tells the others between steps.
 """
 
-import math
+import itertools
 import warnings
-from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Int64
 from torch import Tensor
 
 from dolmen.conversion.hf import stated_dtype
 from dolmen.conversion.source import Source, load_weights
-from dolmen.core import collectives, host
-from dolmen.core.mesh import SINGLE, Axis, Mesh
-from dolmen.core.words import counted
+from dolmen.core.mesh import SINGLE, Mesh
 from dolmen.data.batch import Batch
 from dolmen.families import special_tokens
 from dolmen.model import build, head
 from dolmen.model.decoder import Decoder
-from dolmen.model.tree import Span, Tree
-from dolmen.model.tree.blanks import of_prefix
-from dolmen.parallel import data, vocabulary
+from dolmen.parallel import data
 from dolmen.parallel.actions import Schedule
-from dolmen.serving import sample
-from dolmen.serving.cache import Cache, Memory
+from dolmen.serving.cache import Memory
+from dolmen.serving.checked import check, span_of
+from dolmen.serving.choosing import Choice, Made, told
+from dolmen.serving.forward import Forward
+from dolmen.serving.options import Options
+from dolmen.serving.request import Chosen, Ended, Happened, Limits, Request
+from dolmen.serving.running import Row, Running, groups
 
-TOKENS_AT_ONCE = 1 << 12  # of prompts, one forward: bounds the logits nobody reads
+TOKENS_AT_ONCE = 1 << 12  # of prompts, one forward: bounds activations
 AT_ONCE = 256  # prompts
 
 
@@ -77,6 +86,153 @@ def stop_tokens(source: Source) -> set[int]:
     return ends
 
 
+class Engine:
+    """Texts that a model writes, step by step; requests come and go between steps.
+
+    Within `with` the model is in evaluation mode and keeps no graph; afterwards it is as before.
+    One thread alone calls it.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        *,
+        stop: Collection[int] = (),
+        known: Collection[int] | None = None,
+        limits: Limits = Limits(),
+        mesh: Mesh = SINGLE,
+    ):
+        """`stop`: tokens that end every text. `known`: the tokenizer's ids; none that is not one of
+        them is chosen. `mesh`: that of the model, where it lies over pp. Raises ValueError for a
+        model that foretells no next token, and for one whose ranks hold several stages.
+        """
+        tree = model.tree
+        if tree.both_ways:
+            raise ValueError(
+                "the model sees both ways: each token knows those behind it, and there is no next "
+                "one to foretell; it fills in masked tokens, and cannot generate"
+            )
+        if len(model.split.parts) > 1:
+            raise ValueError(
+                f"a rank holds {len(model.split.parts)} stages of the model, and generation takes "
+                "one: set --layout.virtual-stages 1"
+            )
+        self.model, self.mesh, self.limits = model, mesh, limits
+        self._stop = frozenset(stop)
+        self._forward = Forward(model, mesh)
+        self._rows = Running(limits, tree.prefixed, self._forward.cache.table)
+        self._never = sorted(set(range(tree.vocab_size)) - set(known)) if known else []
+        self._numbers, self._within = itertools.count(), ExitStack()
+        self._warned = False
+
+    def __enter__(self) -> "Engine":
+        self._within.enter_context(data.inference(self.model))
+        # a compiled block would be compiled again for every length
+        self._within.enter_context(torch.compiler.set_stance("force_eager"))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._within.close()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a text waits or runs."""
+        return bool(self._rows.waiting or self._rows.running)
+
+    @property
+    def waiting(self) -> int:
+        """Samples that wait."""
+        return sum(len(row.samples) for row in self._rows.waiting)
+
+    @property
+    def running(self) -> int:
+        """Samples that run."""
+        return sum(len(row.samples) for row in self._rows.running.values())
+
+    @property
+    def memory(self) -> Memory:
+        """What the cache has held, until now."""
+        return self._forward.cache.memory
+
+    def add(self, request: Request) -> int:
+        """It will run when its turn has come. -> Its number, by which the engine speaks of it.
+        Raises ValueError, with nothing changed, for what the model cannot take.
+        """
+        model, rows = self.model, self._rows
+        beyond = check(model.tree, request, self.limits)
+        if beyond and not self._warned:
+            self._warned = True
+            warnings.warn(beyond, stacklevel=2)
+        options = replace(request.options, stop=(*self._stop, *request.options.stop))
+        request = replace(request, options=options)
+        number, text = next(self._numbers), list(request.tokens)
+        span = span_of(model.tree, text)
+        for samples in rows.split(request.samples, len(text)):
+            rows.waiting.append(Row(number, request, samples, span, list(text), len(text)))
+        return number
+
+    def cancel(self, number: int) -> list[Ended]:
+        """The request ends here, and its pages are free at once. -> What there was of the samples
+        that had not ended; of a request that is not known there are none.
+        """
+        rows = self._rows.cancel(number)
+        return [row.ended(sample, "cancelled") for row in rows for sample in row.samples]
+
+    def step(self) -> Happened:
+        """One forward, and what comes of it; nothing where no text waits or runs."""
+        self._rows.admit()
+        new = self._rows.next()
+        if not new:
+            return Happened()
+        running, made, tp, pp = self._rows.running, [], self.model.tp.axis, self.mesh.pp
+        # several fill a pipeline: a stage reads the next while another one reads this
+        for some in groups(new, pp.size):
+            parts = {key: running[key].part(n) for key, n in some.items()}
+            texts, scores = self._forward.read(parts)
+            made.append(Made(parts, [(key, running[key]) for key in texts], scores))
+        values = told(made, self._never, tp, pp, next(self.model.parameters()).device)
+        found = [each.read(values) for each in made]
+        self._forward.finish()
+        for key, n in new.items():
+            running[key].read += n
+        happened = Happened(read=sum(new.values()))
+        for choices, labelled in found:
+            for key, of_prompt in labelled.items():
+                running[key].prompt_logprobs += of_prompt
+            for key, own in choices.items():
+                self._go_on(key, own, happened)
+        return happened
+
+    def _go_on(self, key: int, choices: list[Choice], happened: Happened) -> None:
+        """What was chosen for a text whose prompt has been read, or for each of its samples."""
+        rows = self._rows
+        if not choices:
+            row = rows.end(key)
+            happened.ended.extend(row.ended(sample, "length") for sample in row.samples)
+            return
+        row = rows.running[key]
+        texts = {key: row} | {rows.key(): row.sampled(number) for number in row.samples[1:]}
+        row.samples = row.samples[:1]
+        for other in list(texts)[1:]:
+            self._forward.cache.fork(key, other)
+        rows.running |= texts
+        for (text, one), chosen in zip(texts.items(), choices, strict=True):
+            self._chosen(text, one, chosen, happened)
+
+    def _chosen(self, key: int, row: Row, choice: Choice, happened: Happened) -> None:
+        sample = row.samples[0]
+        why = (
+            row.take(choice.token, choice.logprob, choice.close) if choice.finite else "not finite"
+        )
+        if choice.finite:
+            happened.chosen.append(Chosen(row.number, sample, choice.token, choice.logprob))
+        if why is not None:
+            happened.ended.append(self._rows.end(key).ended(sample, why))
+        elif self.model.tree.read_again(row.length, len(row.text)):
+            self._rows.forget(key, row)
+            row.length = len(row.text)
+
+
 def generate(
     model: Decoder,
     prompts: Sequence[Sequence[int]],
@@ -102,177 +258,36 @@ def generate(
     the first forward for settings and prompts the model cannot take, and later for logits that are
     not finite.
     """
-    if model.tree.both_ways:
-        raise ValueError(
-            "the model sees both ways: each token knows those behind it, and there is no next one "
-            "to foretell; it fills in masked tokens, and cannot generate"
-        )
-    sample.check_knobs(temperature, top_k, top_p)
-    _check(model, prompts, max_new_tokens, batch)
-    unknown = sorted(set(range(model.tree.vocab_size)) - set(known)) if known else []
-    draw = _Draw(temperature, top_k, top_p, seed, unknown)
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}: use --max-new-tokens 1 or more")
+    if batch < 1:
+        raise ValueError(f"batch is {batch}: it must be at least 1")
+    options = Options(temperature, top_k, top_p, max_new_tokens=max_new_tokens)
     out: list[list[int]] = [[] for _ in prompts]
-
-    def emit(index: int, token: int) -> bool:
-        """Whether the prompt goes on after this token."""
-        out[index].append(token)
-        if on_token is not None:
-            on_token(index, token)
-        return token not in stop and len(out[index]) < max_new_tokens
-
-    spans = {i: span for i, p in enumerate(prompts) if (span := span_of(model.tree, p)) is not None}
-    cache, waiting = Cache(model.tree), deque(enumerate(prompts))
-    unread: dict[int, Sequence[int]] = {}  # of each prompt that runs, what the cache has not
-    lengths = {i: len(prompt) for i, prompt in enumerate(prompts)}  # that texts are read as
-    # a compiled block would be compiled again for every length
-    with data.inference(model), torch.compiler.set_stance("force_eager"):
-        while unread or waiting:
-            while waiting and len(unread) < batch:
-                index, prompt = waiting.popleft()
-                unread[index] = prompt
-            read, indices, logits = _read(model, cache, unread, spans, lengths)
-            unread |= {i: unread[i][n:] for i, n in read.items()}
-            if not indices:
-                continue
-            _check_finite(logits, indices, out)
-            chosen = draw.tokens(logits, {i: len(out[i]) for i in indices}, model.tp.axis)
-            for i, token in zip(indices, chosen, strict=True):
-                if not emit(i, token):
-                    del unread[i]
-                    cache.end(i)
-                elif model.tree.read_again(lengths[i], len(prompts[i]) + len(out[i])):
-                    cache.end(i)
-                    unread[i] = [*prompts[i], *out[i]]
-                    lengths[i] = len(unread[i])
-                else:
-                    unread[i] = [token]
-    if on_memory is not None:
-        on_memory(cache.memory)
+    limits = Limits(rows=batch, tokens=TOKENS_AT_ONCE)
+    with Engine(model, stop=stop, known=known, limits=limits) as engine:
+        for i, prompt in enumerate(prompts):  # numbered alike
+            engine.add(Request(prompt, options, id=i, seed=seed))
+        while engine.busy:
+            happened = engine.step()
+            for chosen in happened.chosen:
+                out[chosen.number].append(chosen.token)
+                if on_token is not None:
+                    on_token(chosen.number, chosen.token)
+            require_finite(happened.ended)
+        if on_memory is not None:
+            on_memory(engine.memory)
     return out
 
 
-def span_of(model: Tree, prompt: Sequence[int]) -> Span | None:
-    """How the tokens of a prompt, and of what follows it, stand for the model; None: each at its
-    index, and all see back alone. Raises ValueError where nobody has said which tokens say it.
+def require_finite(ended: Sequence[Ended]) -> None:
+    """Raises ValueError that names the first text that has ended because its logits are no
+    numbers.
     """
-    if model.blanks is not None:
-        return model.blanks.span(prompt)
-    return of_prefix(len(prompt), model.streams) if model.prefixed else None
-
-
-@dataclass(frozen=True)
-class _Draw:
-    """How tokens are chosen from logits."""
-
-    temperature: float
-    top_k: int | None
-    top_p: float | None
-    seed: int
-    never: list[int]
-    """Ids that are not drawn."""
-
-    def tokens(
-        self, logits: Float[Tensor, "prompts vocab"], steps: Mapping[int, int], tp: Axis
-    ) -> list[int]:
-        """The next one of each prompt, the same on every rank of `tp`; `steps`: of each, in order,
-        how many it has. Writes into the logits.
-        """
-        uniforms = [sample.uniform(self.seed, i, step) for i, step in steps.items()]
-        if self.never:
-            logits[:, self.never] = -math.inf
-        drawn = torch.tensor(uniforms, dtype=torch.float64)
-        chosen = sample.sample(logits, drawn, self.temperature, self.top_k, self.top_p)
-        # all ranks have the same logits, but sums on a GPU may differ in the last bit from run to
-        # run: agree on one
-        return collectives.reduce_scalar(chosen, tp, "max").tolist()
-
-
-def _read(
-    model: Decoder,
-    cache: Cache,
-    unread: Mapping[int, Sequence[int]],
-    spans: Mapping[int, Span],
-    lengths: Mapping[int, int],
-) -> tuple[dict[int, int], list[int], Tensor]:
-    """One forward. -> how many tokens it read of each prompt; those of which none is left; and
-    logits [those, vocab], fp32 or wider, of what follows each.
-    """
-    tp, new = model.tp, _share({i: len(t) for i, t in unread.items()}, model.tree.prefixed)
-    # sequence parallelism splits tokens evenly: fill up with some that nobody reads
-    device, multiple = next(model.parameters()).device, tp.axis.size if tp.sequence else 1
-    reading = cache.read(new, device, multiple, spans, lengths)
-    tokens = [token for i in reading.texts for token in unread[i][: new[i]]]
-    tokens += [0] * (reading.positions.shape[2] - len(tokens))
-    logits = model(host.send(torch.tensor([tokens]), device), head.logits, reading)
-    whole = [k for k, i in enumerate(reading.texts) if new[i] == len(unread[i])]
-    indices = [reading.texts[k] for k in whole]
-    last = reading.last if len(whole) == len(reading.texts) else reading.last[whole]
-    logits = vocabulary.gather_vocabulary(logits[0, last], model.tree.vocab_size, tp.axis)
-    return new, indices, logits if logits.dtype == torch.float64 else logits.float()
-
-
-def _share(lengths: Mapping[int, int], whole: bool = False) -> dict[int, int]:
-    """How many unread tokens of each prompt the next forward reads: the one of each that has one,
-    and of the others, in their order, what leaves it at TOKENS_AT_ONCE; or `whole` prompts, until
-    there are so many.
-    """
-    new = {i: n for i, n in lengths.items() if n == 1}
-    left = max(TOKENS_AT_ONCE - len(new), 0 if new else 1)
-    for i, n in lengths.items():
-        if n > 1 and left > 0:
-            new[i] = n if whole else min(n, left)
-            left -= new[i]
-    return new
-
-
-def _check_finite(logits: Tensor, indices: list[int], out: list[list[int]]) -> None:
-    """Raises ValueError that names the first prompt whose logits are not finite."""
-    finite = logits.amax(-1).isfinite()
-    if finite.all():
-        return
-    index = min(i for i, is_finite in zip(indices, finite.tolist(), strict=True) if not is_finite)
-    raise ValueError(
-        f"the logits of new token {len(out[index]) + 1} of prompt {index} are not finite: the "
-        "model has diverged, or needs --dtype float32 (generate), or "
-        "`dolmen.load(..., dtype=torch.float32)`"
-    )
-
-
-def _check(
-    model: Decoder, prompts: Sequence[Sequence[int]], max_new_tokens: int, batch: int
-) -> None:
-    if batch < 1:
-        raise ValueError(f"batch is {batch}: it must be at least 1")
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}: use --max-new-tokens 1 or more")
-    vocabulary, most = model.tree.vocab_size, model.tree.max_position_embeddings
-    for i, prompt in enumerate(prompts):
-        if len(prompt) == 0:
+    for one in sorted(ended, key=lambda one: one.number):
+        if one.why == "not finite":
             raise ValueError(
-                f"prompt {i} has 0 tokens: give at least 1, such as the tokenizer's beginning "
-                f"of text"
+                f"the logits of new token {len(one.tokens) + 1} of prompt {one.id} are not finite: "
+                "the model has diverged, or needs --dtype float32 (generate), or "
+                "`dolmen.load(..., dtype=torch.float32)`"
             )
-        if not 0 <= min(prompt) <= max(prompt) < vocabulary:
-            raise ValueError(
-                f"prompt {i} has tokens {min(prompt)} to {max(prompt)}, the model's vocab_size is "
-                f"{vocabulary}: use the tokenizer of the model"
-            )
-    longest = max(map(len, prompts), default=0)
-    read = longest + max_new_tokens - 1  # the last new token is not read
-    if read <= most:
-        return
-    text = (
-        f"a prompt of {counted(longest, 'token')} and {max_new_tokens:,} new ones read {read:,} "
-        f"positions, "
-        f"max_position_embeddings is {most}"
-    )
-    if model.tree.longest is not None:
-        knob = (
-            f"use --max-new-tokens {most - longest + 1}"
-            if longest <= most
-            else "use a shorter prompt"
-        )
-        raise ValueError(f"{text}: {knob}")
-    warnings.warn(
-        f"{text}: the model was not made for more, and its text may be poor", stacklevel=3
-    )

@@ -1,87 +1,191 @@
-"""From logits to the next token: pure functions of the logits and of one uniform number per row.
+"""From scores to the next token: pure functions of the scores, of the ids so far, and of one
+uniform number per row. In the order and with the formulas of transformers
+(`generation/logits_process.py`):
 
-    logits / temperature -> top-k -> top-p (nucleus sampling, 1904.09751) -> softmax -> cumulative
-    -> its inverse
+    logit bias -> repetition penalty (1909.05858) -> presence and frequency penalty
+    -> no end before min_new_tokens                                               `penalised`
+    -> / temperature -> top-k -> top-p (nucleus, 1904.09751) -> min-p (2407.01082)   `warped`
+    -> softmax -> cumulative -> its inverse                                            `draw`
 
-The uniform number follows from (seed, prompt, step) alone: neither batch nor device nor layout
-changes it.
+At temperature 0 only the first two lines act, and the likeliest token is taken. The uniform number
+follows from (seed, id, sample, step) alone: neither batch nor device nor layout changes it.
 """
 
+import hashlib
 import math
-import random
-import sys
+from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
+from dolmen.serving.options import Options
 
-def check_knobs(temperature: float, top_k: int | None, top_p: float | None) -> None:
-    """Raises ValueError naming the knob for a value that has no meaning, or no effect."""
-    if not 0 <= temperature < math.inf:
-        raise ValueError(f"temperature is {temperature}: use --temperature 0 (greedy) or more")
-    if 0 < temperature < sys.float_info.min:  # too few bits are left to divide by it
-        raise ValueError(
-            f"temperature is {temperature}: use --temperature 0 (greedy), or at least 1e-307"
-        )
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k is {top_k}: use --top-k 1 or more")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p is {top_p}: use --top-p above 0, at most 1")
-    for name, value in (("--top-k", top_k), ("--top-p", top_p)):
-        if value is not None and not temperature:
-            raise ValueError(
-                f"{name} draws, and without --temperature nothing is drawn: add --temperature 1"
-            )
+CLOSE = 1e-4
+"""Of probability, or of a score: fp32 sums over batches of other shapes differ by 4e-5, so a choice
+within this of another one may turn out to be that one."""
+
+Scores = Float[Tensor, "rows vocabulary"]
 
 
-def uniform(seed: int, prompt: int, step: int) -> float:
-    """The number in [0, 1) that chooses token `step` of prompt `prompt`."""
-    return random.Random(f"{seed}/{prompt}/{step}").random()
+def uniform(seed: int, id: int | str, sample: int, step: int) -> float:
+    """The number in [0, 1) that chooses token `step` of a sample of the request `id`."""
+    text = f"{seed}/{id}/{sample}/{step}".encode(errors="surrogatepass")
+    number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest())
+    return (number >> 11) * 2.0**-53
 
 
-def keep_top_k(logits: Float[Tensor, "batch vocab"], k: int) -> Float[Tensor, "batch vocab"]:
+def process(
+    scores: Float[Tensor, "rows vocabulary"],
+    tokens: Sequence[Sequence[int]],
+    options: Options,
+    prompts: Sequence[int] | None = None,
+) -> Float[Tensor, "rows vocabulary"]:
+    """The scores that tokens are drawn by: what is filtered out is -inf. `tokens`: the ids of each
+    row so far, prompt and output; `prompts`: how many of them are its prompt (unset: none), which
+    presence, frequency and min_new_tokens do not count. `scores` stays as it was.
+    """
+    return warped(penalised(scores, tokens, options, prompts), options)
+
+
+def penalised(
+    scores: Float[Tensor, "rows vocabulary"],
+    tokens: Sequence[Sequence[int]],
+    options: Options,
+    prompts: Sequence[int] | None = None,
+) -> Float[Tensor, "rows vocabulary"]:
+    """What acts on greedy choices too: see `process`."""
+    begin = prompts or [0] * len(tokens)
+    if options.logit_bias:
+        scores = scores.clone()
+        ids = list(options.logit_bias)
+        scores[:, ids] += scores.new_tensor(list(options.logit_bias.values()))
+    if options.repetition_penalty != 1:
+        penalty, seen = options.repetition_penalty, _counts(scores, tokens) > 0
+        scores = torch.where(seen, _smaller(scores, penalty), scores)
+    if options.presence_penalty or options.frequency_penalty:
+        new = [row[n:] for row, n in zip(tokens, begin, strict=True)]
+        counts = _counts(scores, new)
+        scores = scores - options.presence_penalty * (counts > 0)
+        scores = scores - options.frequency_penalty * counts
+    early = [len(row) - n < options.min_new_tokens for row, n in zip(tokens, begin, strict=True)]
+    if options.stop and any(early):
+        ends = torch.zeros_like(scores, dtype=torch.bool)
+        ends[:, list(options.stop)] = True
+        scores = scores.masked_fill(ends & scores.new_tensor(early).bool()[:, None], -math.inf)
+    return scores
+
+
+def _smaller(scores: Scores, penalty: float) -> Scores:
+    return torch.where(scores < 0, scores * penalty, scores / penalty)
+
+
+def _counts(scores: Scores, tokens: Sequence[Sequence[int]]) -> Scores:
+    """How often each row has each token."""
+    rows = [i for i, row in enumerate(tokens) for _ in row]
+    at = torch.tensor([rows, [token for row in tokens for token in row]], dtype=torch.int64)
+    row, token = at.to(scores.device)
+    ones = torch.ones_like(row, dtype=scores.dtype)
+    return torch.zeros_like(scores).index_put_((row, token), ones, accumulate=True)
+
+
+def warped(
+    scores: Float[Tensor, "rows vocabulary"], options: Options
+) -> Float[Tensor, "rows vocabulary"]:
+    """What acts on draws alone: see `process`."""
+    if options.temperature == 0:
+        return scores
+    if options.temperature != 1:
+        scores = scores / options.temperature
+    if options.top_k:
+        scores = keep_top_k(scores, options.top_k)
+    if options.top_p is not None and options.top_p < 1:
+        scores = keep_top_p(scores, options.top_p)
+    if options.min_p:
+        scores = keep_min_p(scores, options.min_p)
+    return scores
+
+
+def keep_top_k(
+    scores: Float[Tensor, "rows vocabulary"], k: int
+) -> Float[Tensor, "rows vocabulary"]:
     """With all below the k-th largest of its row at -inf; those equal to it stay."""
-    least = logits.topk(min(k, logits.shape[-1]), -1).values[:, -1:]
-    return logits.masked_fill(logits < least, -math.inf)
+    least = scores.topk(min(k, scores.shape[-1]), -1).values[:, -1:]
+    return scores.masked_fill(scores < least, -math.inf)
 
 
-def keep_top_p(logits: Float[Tensor, "batch vocab"], p: float) -> Float[Tensor, "batch vocab"]:
+def keep_top_p(
+    scores: Float[Tensor, "rows vocabulary"], p: float
+) -> Float[Tensor, "rows vocabulary"]:
     """With all at -inf but the fewest most likely tokens that have probability p together."""
-    ordered, index = logits.sort(dim=-1, descending=True, stable=True)
+    ordered, index = scores.sort(dim=-1, descending=True, stable=True)
     probability = ordered.double().softmax(-1)
     before = probability.cumsum(-1) - probability
     before[:, 0] = 0.0  # the most likely token stays, however small p is
     out = torch.empty_like(before, dtype=torch.bool).scatter_(-1, index, before >= p)
-    return logits.masked_fill(out, -math.inf)
+    return scores.masked_fill(out, -math.inf)
 
 
-def greedy(logits: Float[Tensor, "batch vocab"]) -> Int64[Tensor, " batch"]:
-    """The most likely token of each row."""
-    return logits.argmax(-1)
+def keep_min_p(
+    scores: Float[Tensor, "rows vocabulary"], p: float
+) -> Float[Tensor, "rows vocabulary"]:
+    """With all at -inf that have less than p times the probability of their row's likeliest."""
+    probability = scores.softmax(-1)
+    return scores.masked_fill(probability < p * probability.amax(-1, keepdim=True), -math.inf)
 
 
-def sample(
-    logits: Float[Tensor, "batch vocab"],
-    uniforms: Float[Tensor, " batch"],
-    temperature: float,
-    top_k: int | None = None,
-    top_p: float | None = None,
-) -> Int64[Tensor, " batch"]:
-    """Tokens from logits and uniform numbers in [0, 1); temperature 0 is greedy.
-
-    The first token whose cumulative probability exceeds the uniform number, in fp64: none of
-    probability 0 is drawn.
+def choose(
+    scores: Float[Tensor, "rows vocabulary"], uniforms: Float[Tensor, " rows"], options: Options
+) -> tuple[Int64[Tensor, " rows"], Bool[Tensor, " rows"], Float[Tensor, "rows vocabulary"]]:
+    """Tokens, and where CLOSE lies another one, from scores that are `penalised`; with the scores
+    `warped`, up to a constant per row.
     """
-    if temperature == 0:
-        return greedy(logits)
+    if options.temperature == 0:
+        return *greedy(scores), scores
     # the largest at 0: a small temperature then gives 0 and -inf, never inf
-    logits = logits.double()
-    logits = (logits - logits.amax(-1, keepdim=True)) / temperature
-    if top_k is not None:
-        logits = keep_top_k(logits, top_k)
-    if top_p is not None:
-        logits = keep_top_p(logits, top_p)
-    cumulative = logits.softmax(-1).cumsum(-1)
-    drawn = uniforms.to(cumulative)[:, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, drawn, right=True)[:, 0]
+    wide = scores.double()
+    final = warped(wide - wide.amax(-1, keepdim=True), options)
+    return *draw(final, uniforms), final
+
+
+def greedy(
+    scores: Float[Tensor, "rows vocabulary"],
+) -> tuple[Int64[Tensor, " rows"], Bool[Tensor, " rows"]]:
+    """The most likely token of each row, the first of equal ones; and where the second is CLOSE."""
+    if scores.shape[-1] == 1:
+        return scores.argmax(-1), torch.zeros_like(scores[:, 0], dtype=torch.bool)
+    best = scores.topk(2, -1).values
+    return scores.argmax(-1), best[:, 0] - best[:, 1] < CLOSE
+
+
+def draw(
+    scores: Float[Tensor, "rows vocabulary"], uniforms: Float[Tensor, " rows"]
+) -> tuple[Int64[Tensor, " rows"], Bool[Tensor, " rows"]]:
+    """The first token whose cumulative probability exceeds the row's uniform number in [0, 1), in
+    fp64: none of probability 0 is drawn. And where the number is CLOSE to another token's.
+    """
+    cumulative = scores.double().softmax(-1).cumsum(-1)
+    total = cumulative[:, -1]
+    drawn = uniforms.to(cumulative) * total
+    tokens = torch.searchsorted(cumulative, drawn[:, None], right=True)
+    tokens = tokens.clamp(max=scores.shape[-1] - 1)  # of scores that are not finite
+    upper = cumulative.gather(-1, tokens)[:, 0]
+    lower = cumulative.gather(-1, (tokens - 1).clamp(min=0))[:, 0]
+    lower = torch.where(tokens[:, 0] == 0, 0.0, lower)
+    above = torch.where(upper < total, upper - drawn, math.inf)
+    below = torch.where(lower > 0, drawn - lower, math.inf)
+    return tokens[:, 0], torch.minimum(above, below) < CLOSE * total
+
+
+def log_probabilities(
+    scores: Float[Tensor, "rows vocabulary"], tokens: Int64[Tensor, " rows"], top: int
+) -> Float[Tensor, "rows numbers"]:
+    """log softmax of each row's token, of the `top` likeliest tokens and their ids, in fp64:
+    [rows, 1 + 2 top].
+    """
+    found = scores.double().log_softmax(-1)
+    own = found.gather(-1, tokens[:, None])
+    if not top:
+        return own
+    best = found.topk(min(top, found.shape[-1]), -1)
+    return torch.cat((own, best.values, best.indices.double()), -1)

@@ -8,8 +8,13 @@ import pytest
 import torch
 
 from dolmen.serving import sample
+from dolmen.serving.options import Options
 
 LOGITS = 3 * torch.randn(20, 17, generator=torch.Generator().manual_seed(0))
+
+
+def drawn(scores, uniforms, temperature: float, **options) -> torch.Tensor:
+    return sample.choose(scores, uniforms, Options(temperature, **options))[0]
 
 
 def kept(logits) -> list[set[int]]:
@@ -65,11 +70,7 @@ def test_tokens_are_drawn_by_their_probability(temperature, options):
     if "top_p" in options:
         allowed = nucleus(scaled, options["top_p"])
     grid = torch.arange(n, dtype=torch.float64) / n
-    counts = (
-        sample.sample(row.expand(n, -1), grid, temperature, **options)
-        .bincount(minlength=17)
-        .tolist()
-    )
+    counts = drawn(row.expand(n, -1), grid, temperature, **options).bincount(minlength=17).tolist()
     total = sum(weights[i] for i in allowed)
     for i in range(17):
         assert abs(counts[i] - n * weights[i] / total) <= 1 if i in allowed else counts[i] == 0
@@ -77,27 +78,28 @@ def test_tokens_are_drawn_by_their_probability(temperature, options):
 
 def test_temperature_zero_is_greedy_and_cold_is_nearly():
     u = torch.full((20,), 0.5, dtype=torch.float64)
-    assert torch.equal(sample.sample(LOGITS, u, 0.0), LOGITS.argmax(-1))
-    assert torch.equal(sample.sample(LOGITS, u, 1e-6, top_k=3, top_p=0.5), LOGITS.argmax(-1))
+    assert torch.equal(drawn(LOGITS, u, 0.0), LOGITS.argmax(-1))
+    assert torch.equal(drawn(LOGITS, u, 1e-6, top_k=3, top_p=0.5), LOGITS.argmax(-1))
 
 
 def test_a_token_of_probability_zero_is_never_drawn():
     logits = torch.tensor([[-math.inf, 0.0, -math.inf, 0.0, -math.inf]]).expand(3, -1)
-    assert sample.sample(
+    assert drawn(
         logits, torch.tensor([0.0, 0.5, 1 - 2**-53], dtype=torch.float64), 1.0
     ).tolist() == [1, 3, 3]
 
 
-def test_uniform_numbers_differ_by_seed_prompt_and_step():
+def test_uniform_numbers_differ_by_seed_id_sample_and_step():
     numbers = [
-        sample.uniform(seed, prompt, step)
+        sample.uniform(seed, id, number, step)
         for seed in range(10)
-        for prompt in range(10)
+        for id in (*range(5), "a", "a/0", "0/a", "b", "")
+        for number in range(3)
         for step in range(10)
     ]
-    assert len(set(numbers)) == 1000 and all(0 <= u < 1 for u in numbers)
-    assert abs(sum(numbers) / 1000 - 0.5) < 4 / math.sqrt(12 * 1000)  # four standard deviations
-    assert numbers[123] == sample.uniform(1, 2, 3)
+    assert len(set(numbers)) == 3000 and all(0 <= u < 1 for u in numbers)
+    assert abs(sum(numbers) / 3000 - 0.5) < 4 / math.sqrt(12 * 3000)  # four standard deviations
+    assert numbers[300 + 30 + 10 + 3] == sample.uniform(1, 1, 1, 3)
 
 
 @pytest.mark.parametrize(
@@ -112,4 +114,4 @@ def test_uniform_numbers_differ_by_seed_prompt_and_step():
 )
 def test_meaningless_settings_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        sample.check_knobs(*options)
+        Options(*options).check()
