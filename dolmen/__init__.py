@@ -11,6 +11,7 @@ assert dolmen.verify("book/").ok                         # ours beside transform
 print(dolmen.diff("book/", a={"layout": {"tp": 2}}))      # and where they part, if they do
 print(dolmen.plan("gpt-1t", "dgx-a100:384").ranked[0])    # the fastest layout, and what it holds
 print(dolmen.evaluate("book/", "other.txt").perplexity)  # and how well it predicts a text
+dolmen.extend_vocabulary("book/", "merged/", to="more/")  # rows for the tokens of another language
 """
 
 from typing import TYPE_CHECKING, Any
@@ -22,12 +23,15 @@ if TYPE_CHECKING:
         dryrun,
         evaluate,
         export,
+        extend_vocabulary,
         generate,
         load,
+        merge_vocabularies,
         plan,
         plan_inference,
         tokenize,
         train,
+        train_vocabulary,
         verify,
     )
 
@@ -39,12 +43,15 @@ __all__ = [
     "dryrun",
     "evaluate",
     "export",
+    "extend_vocabulary",
     "generate",
     "load",
+    "merge_vocabularies",
     "plan",
     "plan_inference",
     "tokenize",
     "train",
+    "train_vocabulary",
     "verify",
 ]
 

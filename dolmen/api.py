@@ -1,6 +1,6 @@
 """Dolmen from Python: what the commands do, as functions of the same names, with the same checks
 and messages. `dolmen.load`, `generate`, `train`, `export`, `convert`, `verify`, `diff`, `evaluate`,
-`tokenize`, `dryrun`, `plan`.
+`tokenize`, `train_vocabulary`, `merge_vocabularies`, `extend_vocabulary`, `dryrun`, `plan`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -53,6 +53,10 @@ from dolmen.serving.prompt import answer, check_text, encode
 from dolmen.training import job
 from dolmen.training.config import RunConfig
 from dolmen.training.request import Handling
+from dolmen.vocabulary import extend as vocabulary_extend
+from dolmen.vocabulary import merge as vocabulary_merge
+from dolmen.vocabulary import train as vocabulary_train
+from dolmen.vocabulary.config import VocabExtendConfig, VocabMergeConfig, VocabTrainConfig
 
 T = TypeVar(
     "T",
@@ -63,6 +67,9 @@ T = TypeVar(
     ExportConfig,
     ConvertConfig,
     TokenizeConfig,
+    VocabTrainConfig,
+    VocabMergeConfig,
+    VocabExtendConfig,
     DryrunConfig,
     PlanConfig,
 )
@@ -92,7 +99,9 @@ def _options() -> dict[str, Any]:
     for one in families().values():
         known |= {f"model.{name}": None for name in option_fields(one)}
     exchanged = (ExportConfig, ConvertConfig, TokenizeConfig, VerifyConfig, DiffConfig)
-    for cls in (Handling, RunConfig, *exchanged, GenerateConfig, EvaluateConfig, DryrunConfig):
+    vocabulary = (VocabTrainConfig, VocabMergeConfig, VocabExtendConfig)
+    asked = (GenerateConfig, EvaluateConfig, DryrunConfig)
+    for cls in (Handling, RunConfig, *exchanged, *vocabulary, *asked):
         known |= option_types(cls)
     return known
 
@@ -468,6 +477,92 @@ def tokenize(
     with _told({f"data.{name}": name for name in data}):
         plainly = {name: plain(value) for name, value in data.items()}
         return indexed_export.tokenize(_asked(TokenizeConfig, to=to, data=plainly), progress).file
+
+
+def train_vocabulary(
+    path: str | Path | Sequence[str | Path],
+    size: int,
+    to: str | Path,
+    *,
+    kind: str = "bpe",
+    text_field: str = "text",
+    max_bytes: int = VocabTrainConfig.max_bytes,
+    seed: int = 0,
+    progress: bool = True,
+) -> vocabulary_train.Trained:
+    """`dolmen vocab train --data.path PATH --size SIZE --kind KIND --to TO`: a vocabulary of kind
+    unigram or bpe (of sentencepiece) or byte-bpe, learned from text, as a folder that transformers
+    opens. `path` is what --data.path takes, or several. Raises ValueError on bad input.
+
+        dolmen.train_vocabulary("zh/", 20000, "zh-tokens", kind="bpe")
+    """
+    data = {"path": path, "text_field": text_field}
+    with _told({f"data.{name}": name for name in data}):
+        asked = _asked(
+            VocabTrainConfig,
+            size=size,
+            kind=kind,
+            to=to,
+            data={name: plain(value) for name, value in data.items()},
+            max_bytes=max_bytes,
+            seed=seed,
+        )
+        return vocabulary_train.train(asked, progress)
+
+
+def merge_vocabularies(
+    base: str | Path,
+    new: str | Path,
+    to: str | Path,
+    *,
+    path: str | Path | Sequence[str | Path] = (),
+    text_field: str = "text",
+    progress: bool = True,
+) -> vocabulary_merge.Merged:
+    """`dolmen vocab merge BASE NEW --to TO`: the tokenizer `base` with the tokens of `new` behind
+    its own. Of held-out text at `path` characters and bytes per token are told. Raises ValueError
+    on bad input.
+
+        dolmen.merge_vocabularies("path/to/model", "zh-tokens", "merged").added
+    """
+    data = {"path": path, "text_field": text_field}
+    with _told({f"data.{name}": name for name in data}):
+        plainly = {name: plain(value) for name, value in data.items()}
+        asked = _asked(VocabMergeConfig, base=base, new=new, to=to, data=plainly)
+        return vocabulary_merge.merge(asked, progress)
+
+
+def extend_vocabulary(
+    model: str | Path,
+    tokenizer: str | Path,
+    to: str | Path,
+    *,
+    init: str = "mean",
+    path: str | Path | Sequence[str | Path] = (),
+    text_field: str = "text",
+    window: int | None = None,
+    seed: int = 0,
+    progress: bool = True,
+) -> vocabulary_extend.Extended:
+    """`dolmen vocab extend MODEL --tokenizer TOKENIZER --to TO`: the model with rows for the new
+    tokens of a merged tokenizer, as a transformers directory. Of held-out text at `path` the loss
+    per byte is told, before and after. Raises ValueError on bad input.
+
+        dolmen.extend_vocabulary("path/to/model", "merged", "extended", init="mean")
+    """
+    data = {"path": path, "text_field": text_field}
+    with _told({f"data.{name}": name for name in data}):
+        asked = _asked(
+            VocabExtendConfig,
+            model=model,
+            tokenizer=tokenizer,
+            to=to,
+            init=init,
+            seed=seed,
+            data={name: plain(value) for name, value in data.items()},
+            window=window,
+        )
+        return vocabulary_extend.extend(asked, progress)
 
 
 def train(recipe: str | PathLike | RunConfig, **changes: Any) -> Path:

@@ -29,6 +29,7 @@ FOLDERS = (
     "conversion",
     "serving",
     "evaluation",
+    "vocabulary",
     "training",
     "comparison",
     "planning",

@@ -17,6 +17,7 @@ VERBS = {
     "recipes": "list the built-in runs",
     "families": "list the families of models, and how close each is to its reference",
     "train": "train a recipe or a YAML file",
+    "vocab": "train a vocabulary, merge it into another, give a model its tokens",
     "tokenize": "write text as a data set of Megatron, .bin and .idx",
     "export": "write a run or any model as a transformers directory",
     "convert": "write a model of any format in another one, and prove that it is the same",

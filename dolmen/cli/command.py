@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import tyro
 
 from dolmen.cli import model_options
-from dolmen.cli.options import BARE, HANDED, NEVER, RUNS, SECTIONS, VERBS, run_options
+from dolmen.cli.options import BARE, HANDED, NEVER, PARTS, RUNS, SECTIONS, VERBS, run_options
 from dolmen.cli.parse import HELP, last, parse
 from dolmen.core.config import from_dict
 from dolmen.core.errors import BadInput, message
@@ -40,11 +40,29 @@ def read(verb: str, argv: list[str]) -> Any:
             refuse_empty(f"--{name}", last(argv, name))
         if verb in RUNS:
             return parse_run(verb, argv)
+        if verb in PARTS:
+            return parse_part(verb, argv)
         return parse(VERBS[verb], whole(argv, BARE.get(verb, {}), NEVER.get(verb, {})), verb)
     except BrokenPipeError:  # who reads the help has left
         raise
     except (ValueError, KeyError, OSError) as error:
         raise BadInput(message(error)) from None
+
+
+def parse_part(verb: str, argv: list[str]) -> Any:
+    """What a verb of several parts is asked: the first word says which. Exits with 0 after --help.
+    Raises BadInput.
+    """
+    told, parts = PARTS[verb]
+    named = argv[0] if argv else ""
+    if named in parts:
+        return parse(parts[named], argv[1:], f"{verb} {named}")
+    if named in HELP:
+        print(f"usage: dolmen {verb} {{{','.join(parts)}}} ...\n\n{told}\n")
+        print("\n".join(f"  dolmen {verb} {part} --help says more" for part in parts))
+        raise SystemExit(0)
+    said = f"{named} is none of them" if named else "say which part"
+    raise BadInput(f"{said}: dolmen {verb} has {', '.join(parts)}")
 
 
 def whole(argv: list[str], bare: dict[str, str], never: dict[str, str]) -> list[str]:

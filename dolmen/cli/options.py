@@ -16,6 +16,7 @@ from dolmen.planning.config import DryrunConfig, PlanConfig
 from dolmen.serving.config import GenerateConfig
 from dolmen.training.config import RunConfig
 from dolmen.training.request import Handling, Request
+from dolmen.vocabulary.config import VocabExtendConfig, VocabMergeConfig, VocabTrainConfig
 
 
 @dataclass(frozen=True)
@@ -224,6 +225,39 @@ class TokenizeOptions(TokenizeConfig):
     """
 
 
+@dataclass(frozen=True)
+class VocabTrainOptions(VocabTrainConfig):
+    """Learn a vocabulary from text, as a folder that transformers opens: with a tokenizer.json,
+    and of unigram and bpe tokenizer.model. Any amount of text is read once.
+
+        dolmen vocab train --data.path zh/ --size 20000 --kind bpe --to zh-tokens
+    """
+
+
+@dataclass(frozen=True)
+class VocabMergeOptions(VocabMergeConfig):
+    """Give a tokenizer the tokens of another one, behind its own, whose ids, scores and merges stay
+    as they are. What is written is opened by transformers, and beside sentencepiece, before it
+    stands there.
+
+        dolmen vocab merge path/to/model zh-tokens --to merged
+    """
+
+    base: tyro.conf.Positional[str]
+    new: tyro.conf.Positional[str]
+
+
+@dataclass(frozen=True)
+class VocabExtendOptions(VocabExtendConfig):
+    """Give a model rows for the new tokens of a merged tokenizer, and write it as a transformers
+    directory. Its logits of old tokens stay as they are.
+
+        dolmen vocab extend path/to/model --tokenizer merged --to extended
+    """
+
+    model: tyro.conf.Positional[str]
+
+
 # What our launcher hands its workers, where it is not what words say.
 HANDED = {"train": Request, "diff": DiffWork}
 VERBS = {
@@ -238,6 +272,14 @@ VERBS = {
     "evaluate": EvaluateOptions,
     "schedule": ScheduleOptions,
     "plan": PlanOptions,
+}
+# A verb of several parts -> what is said of it, and each with its options.
+PARTS: dict[str, tuple[str, dict[str, type]]] = {
+    "vocab": (
+        "A vocabulary for another language: train one, merge it into a tokenizer, give a model its "
+        "tokens.",
+        {"train": VocabTrainOptions, "merge": VocabMergeOptions, "extend": VocabExtendOptions},
+    )
 }
 # Options that may stand without their value -> the one that they have then.
 BARE = {"plan": {"json": "-", "layout.sequence-parallel": "True", "train.compile": "True"}}

@@ -286,6 +286,9 @@ EXAMPLES = Kind(
     size=1024 * MIB,
     depth=8,
 )
+# Beside a model that was given more tokens.
+EXTENDED_FILE = "extended.json"
+EXTENDED = Kind(Object(required={"old_tokens": TOKEN, "tokens": TOKEN}), depth=4)
 DIST_MARKER = Kind(
     Object(required={"sharded_backend": NAME}, optional={"sharded_backend_version": Int()}),
     size=MIB,

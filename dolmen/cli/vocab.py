@@ -1,0 +1,32 @@
+"""dolmen vocab train|merge|extend"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from dolmen.cli.options import VocabExtendOptions, VocabMergeOptions, VocabTrainOptions
+from dolmen.core.errors import BadInput, message
+from dolmen.vocabulary.extend import extend
+from dolmen.vocabulary.merge import merge
+from dolmen.vocabulary.train import train
+
+
+class Done(Protocol):
+    def lines(self) -> list[str]:
+        """For a person."""
+        ...
+
+
+PARTS: dict[type, Callable[[Any], Done]] = {
+    VocabTrainOptions: train,
+    VocabMergeOptions: merge,
+    VocabExtendOptions: extend,
+}
+
+
+def run(options: VocabTrainOptions | VocabMergeOptions | VocabExtendOptions) -> int:
+    try:
+        done = PARTS[type(options)](options)
+    except (ValueError, KeyError, OSError) as error:
+        raise BadInput(message(error)) from None
+    print(f"wrote {options.to}", *done.lines(), sep="\n")
+    return 0

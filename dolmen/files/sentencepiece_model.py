@@ -1,0 +1,234 @@
+"""A model of sentencepiece (tokenizer.model), a protobuf of five fields, as far as a vocabulary
+needs it: what it holds is read here, within bounds, before sentencepiece itself is given it, and
+pieces are added at its end.
+
+    message   record*                        of ModelProto, and of what lies in it
+    record    tag, value                     tag = number * 8 + wire type
+    value     varint | 8 bytes | length, bytes | 4 bytes
+
+A message that follows another in one file is merged with it: repeated fields go on, single ones
+have the later value (protobuf.dev, "Last One Wins"). So pieces are added by what is written behind
+the file, and not a byte of it changes.
+"""
+
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from dolmen.files.gate import Refused, read_bytes, refuse
+from dolmen.files.kinds import VOCAB, VOCABULARY
+
+Kind = Literal["unigram", "bpe"]
+KINDS: dict[int, Kind] = {1: "unigram", 2: "bpe"}
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+SPACE = "\u2581"  # what stands for a space in pieces
+
+# numbers of the fields that are read, in sentencepiece_model.proto
+PIECES, TRAINER, NORMALIZER, SELF_TEST = 1, 2, 3, 4
+MODEL_TYPE, VOCAB_SIZE, SUFFIX, UNKNOWN_ID = 3, 4, 24, 40
+CHARSMAP, DUMMY_PREFIX, REMOVE_SPACES, ESCAPE = 2, 3, 4, 5
+VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
+LONGEST = 1 << 16  # bytes of a piece
+
+Value = int | bytes
+
+
+class Piece(NamedTuple):
+    """A row of the vocabulary; its id is its place."""
+
+    text: str
+    score: float
+    kind: int = NORMAL
+
+
+@dataclass(frozen=True)
+class Model:
+    """A tokenizer.model whose fields have been looked at."""
+
+    content: bytes
+    """The file, without what tests itself (`check_self`)."""
+    kind: Kind
+    pieces: tuple[Piece, ...]
+    charsmap: bytes
+    """How text is normalised before it is cut, in a form of sentencepiece's own; empty: it is
+    not.
+    """
+    dummy_prefix: bool
+    """A space comes before a text."""
+    remove_spaces: bool
+    """Spaces at the ends of a text and next to others are left out."""
+    unknown: int
+
+    @cached_property
+    def ids(self) -> dict[str, int]:
+        """Text of a piece -> its id."""
+        return {piece.text: number for number, piece in enumerate(self.pieces)}
+
+    @property
+    def byte_fallback(self) -> bool:
+        """Whether there is a piece for each byte, of characters that have none."""
+        return sum(piece.kind == BYTE for piece in self.pieces) == 256
+
+
+def read(file: Path) -> Model:
+    """Raises Refused for what is no such model, or one of words or characters alone."""
+    return parse(read_bytes(file, VOCAB.size), file)
+
+
+def parse(content: bytes, name: Path | str) -> Model:
+    """`read` of a file's bytes."""
+    try:
+        return _parse(content, name)
+    except Refused:
+        raise
+    except (ValueError, IndexError, struct.error, UnicodeDecodeError) as error:
+        raise refuse(name, f"is no model of sentencepiece: {error}") from error
+
+
+def _parse(content: bytes, name: Path | str) -> Model:
+    pieces: list[Piece] = []
+    trainer: dict[int, Value] = {}
+    normalizer: dict[int, Value] = {}
+    kept = bytearray()
+    for number, value, record in records(content):
+        if number == SELF_TEST:  # results of the vocabulary that it was, which loading it compares
+            continue
+        kept += record
+        match number:
+            case 1:
+                pieces.append(_piece(_inside(value)))
+            case 2:
+                trainer |= fields(_inside(value))
+            case 3:
+                normalizer |= fields(_inside(value))
+    if not 1 <= len(pieces) <= VOCABULARY.high:
+        raise ValueError(f"it has {len(pieces):,} pieces")
+    if len({piece.text for piece in pieces}) < len(pieces):
+        raise ValueError("it has one piece twice")
+    kind = _number(trainer, MODEL_TYPE, 1)
+    if kind not in KINDS:
+        raise refuse(name, f"is a model of type {kind}, neither unigram (1) nor bpe (2)")
+    if _number(trainer, SUFFIX, 0) or not _number(normalizer, ESCAPE, 1):
+        raise refuse(name, "has spaces at the end of words, or as they are: that is not read")
+    unknown = [i for i, piece in enumerate(pieces) if piece.kind == UNKNOWN]
+    if len(unknown) != 1:
+        raise ValueError(f"it has {len(unknown)} unknown pieces")
+    charsmap = normalizer.get(CHARSMAP, b"")
+    return Model(
+        bytes(kept),
+        KINDS[kind],
+        tuple(pieces),
+        _inside(charsmap),
+        bool(_number(normalizer, DUMMY_PREFIX, 1)),
+        bool(_number(normalizer, REMOVE_SPACES, 1)),
+        unknown[0],
+    )
+
+
+def added(model: Model, pieces: Sequence[Piece]) -> bytes:
+    """The file of `model` with `pieces` behind its own. Raises ValueError for one that is there."""
+    if twice := [piece.text for piece in pieces if piece.text in model.ids]:
+        raise ValueError(f"{twice[0]!r} is a piece already")
+    total = len(model.pieces) + len(pieces)
+    said = record(TRAINER, record(VOCAB_SIZE, total))
+    return model.content + b"".join(map(_written, pieces)) + said
+
+
+def _written(piece: Piece) -> bytes:
+    text = record(1, piece.text.encode())
+    score = varint(2 * 8 + FIXED32) + struct.pack("<f", piece.score)
+    kind = b"" if piece.kind == NORMAL else record(3, piece.kind)
+    return record(PIECES, text + score + kind)
+
+
+def _piece(message: bytes) -> Piece:
+    found = fields(message)
+    text = _inside(found.get(1, b""))
+    (score,) = struct.unpack("<f", _inside(found.get(2, b"\0\0\0\0")))
+    if not 1 <= len(text) <= LONGEST:
+        raise ValueError(f"a piece has {len(text):,} bytes")
+    if not abs(score) < 1e9:  # nor is it a number
+        raise ValueError(f"a piece has the score {score}")
+    return Piece(text.decode(), score, _number(found, 3, NORMAL))
+
+
+def fields(message: bytes) -> dict[int, Value]:
+    """Number -> last value, of the fields of a message. Raises ValueError."""
+    return {number: value for number, value, _ in records(message)}
+
+
+def _inside(value: Value) -> bytes:
+    if isinstance(value, int):
+        raise ValueError("a number stands where bytes should")
+    return value
+
+
+def _number(found: dict[int, Value], number: int, default: int) -> int:
+    value = found.get(number, default)
+    if not isinstance(value, int):
+        raise ValueError("bytes stand where a number should")
+    return value
+
+
+def records(message: bytes) -> Iterator[tuple[int, Value, bytes]]:
+    """(number, value, all of the record) of each. Raises ValueError where it is cut short, or of a
+    wire type that is not in use.
+    """
+    place, end = 0, len(message)
+    while place < end:
+        start = place
+        tag, place = _varint_at(message, place)
+        value: Value
+        match tag & 7:
+            case 0:
+                value, place = _varint_at(message, place)
+            case 2:
+                size, place = _varint_at(message, place)
+                value, place = message[place : place + size], place + size
+            case 1 | 5 as wire:
+                size = 8 if wire == FIXED64 else 4
+                value, place = message[place : place + size], place + size
+            case wire:
+                raise ValueError(f"byte {start:,} begins a record of wire type {wire}")
+        if place > end:
+            raise ValueError(f"it is cut short: a record of byte {start:,} ends at {place:,}")
+        yield tag >> 3, value, message[start:place]
+
+
+def _varint_at(message: bytes, place: int) -> tuple[int, int]:
+    """(value, place behind it). Raises ValueError for one of more than 10 bytes, IndexError at the
+    end.
+    """
+    value = 0
+    for shift in range(0, 70, 7):
+        byte = message[place]
+        place += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, place
+    raise ValueError(f"byte {place:,} is in a number of more than 10 bytes")
+
+
+def varint(value: int) -> bytes:
+    """7 bits a byte, the lowest first; the highest bit of each but the last is set."""
+    out = bytearray()
+    while value >= 0x80:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def record(number: int, value: Value) -> bytes:
+    """A field with a number, or with bytes."""
+    if isinstance(value, int):
+        return varint(number * 8 + VARINT) + varint(value)
+    return varint(number * 8 + BYTES) + varint(len(value)) + value
+
+
+def texts(pieces: Iterable[Piece]) -> list[str]:
+    """Of those that text is cut into."""
+    return [piece.text for piece in pieces if piece.kind == NORMAL]

@@ -1,0 +1,282 @@
+"""`dolmen vocab extend`: a model with rows for the tokens that its tokenizer has been given.
+
+    rows of the embedding   0 ............ old-1 | old .. padding .. | more
+                            as they were         | new tokens        |
+
+Old tokens are the ids below the old tokenizer's; what is behind them in the model is padding, which
+new ones fill first. A new row is the mean of the rows of the pieces that the old tokenizer cuts the
+token into: of the token as its vocabulary writes it, by the merges alone. What it stands for as a
+text, decoded and encoded again, would get a space before it, and loses parts of characters.
+"""
+
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from jaxtyping import Shaped
+from torch import Tensor
+from torch.nn.functional import embedding_bag
+
+from dolmen.conversion import hf_export, unfinished
+from dolmen.conversion.hf import stated_dtype
+from dolmen.conversion.moments import WeightsAlone
+from dolmen.conversion.source import Source, in_dtype, open_source, pinned
+from dolmen.core import state
+from dolmen.core.words import counted, shown
+from dolmen.data.config import TextConfig
+from dolmen.data.tokenizer import PreTrainedTokenizer, vocabulary_size
+from dolmen.evaluation import perplexity
+from dolmen.evaluation.config import EvaluateConfig
+from dolmen.families import Model, edit, unknown
+from dolmen.files.kinds import EXTENDED_FILE
+from dolmen.files.safetensors import Spec
+from dolmen.model.tree import Tree
+from dolmen.model.tree.leaf import Leaf
+from dolmen.vocabulary.check import CHINESE, ENGLISH, gives_back
+from dolmen.vocabulary.config import VocabExtendConfig
+from dolmen.vocabulary.folder import Vocabulary, open_vocabulary, opened
+from dolmen.vocabulary.report import Counts, Text, count, open_text
+
+AT_ONCE = 4096  # new rows that are made together: their pieces are in memory in fp32
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A model on held-out text."""
+
+    counts: Counts
+    loss_per_byte: float | None
+    """Nats; None of a model that foretells no next token."""
+
+    def __str__(self) -> str:
+        told = "" if self.loss_per_byte is None else f", loss {self.loss_per_byte:.6f} per byte"
+        return f"{self.counts}{told}"
+
+
+@dataclass(frozen=True)
+class Extended:
+    """What was done."""
+
+    old: int
+    """Tokens before: the first id that is new."""
+    tokens: int
+    rows_before: int
+    rows: int
+    init: str
+    before: Measured | None
+    after: Measured | None
+
+    def lines(self) -> list[str]:
+        """For a person."""
+        padding = min(self.tokens, self.rows_before) - self.old
+        told = [
+            f"{self.tokens - self.old:,} new tokens, ids {self.old} to {self.tokens - 1}, "
+            f"{max(0, padding):,} of them in rows that were padding; their rows: {self.init}",
+            f"{self.rows_before:,} rows before, {self.rows:,} now",
+        ]
+        if self.before and self.after:
+            told += [f"before: {self.before}", f"after:  {self.after}"]
+        return told
+
+
+def extend(asked: VocabExtendConfig, progress: bool = True) -> Extended:
+    """Writes the folder. Raises ValueError, KeyError or OSError, with nothing written, for a
+    tokenizer that is not the model's own with tokens behind, and as `dolmen export`.
+    """
+    to = Path(asked.to).expanduser()
+    hf_export.check_target(to)
+    text = open_text(asked.data)
+    asked = replace(asked, model=pinned(asked.model))
+    found = open_source(asked.model)
+    unknown.warn(found.model)
+    if found.tokenizer is None:
+        raise ValueError(f"MODEL {found.where} has no tokenizer, so what is new is not known")
+    before = open_vocabulary(str(found.tokenizer), "MODEL")
+    old = opened(before, "MODEL")
+    after = open_vocabulary(asked.tokenizer, "--tokenizer")
+    new = opened(after, "--tokenizer")
+    check_grown(old, new, asked)
+    gives_back(new, [*ENGLISH, *CHINESE], f"--tokenizer {asked.tokenizer}")
+    dtype = stated_dtype(found.model)
+    source = in_dtype(found, dtype)
+    first, size = vocabulary_size(old), vocabulary_size(new)
+    rows = max(found.tree.vocab_size, size)
+    grown = Grown(
+        source,
+        edit(found.model, vocab_size=rows),
+        after.where,
+        Rows(min(first, found.tree.vocab_size), _pieces(before, old, new), asked),
+    )
+    measured = None if text is None else measure(asked.model, old, text, asked, progress)
+    writing = hf_export.Writing(grown, dtype)
+    hf_export.check_expressible(found.model, source.tree)
+    with unfinished.beside(to) as (part, words):
+        writing.begin(part)
+        for _ in writing.write(part, range(len(writing.units))):
+            pass
+        writing.end(part, [])
+        writing.say(words)
+        told = {"old_tokens": first, "tokens": size, "rows": rows, "init": asked.init}
+        (words / EXTENDED_FILE).write_text(json.dumps(told, indent=1) + "\n")
+    again = None if text is None else measure(str(to), new, text, asked, progress)
+    return Extended(first, size, found.tree.vocab_size, rows, asked.init, measured, again)
+
+
+def check_grown(
+    old: PreTrainedTokenizer, new: PreTrainedTokenizer, asked: VocabExtendConfig
+) -> None:
+    """Raises ValueError unless `new` is `old` with tokens behind its own."""
+    had, has = vocabulary_size(old), vocabulary_size(new)
+    if has <= had:
+        raise ValueError(
+            f"--tokenizer {asked.tokenizer} has {counted(has, 'token')}, and that of MODEL "
+            f"{asked.model} {had:,}: give one with more (dolmen vocab merge)"
+        )
+    ids = new.get_vocab()
+    other = [
+        (number, token) for token, number in old.get_vocab().items() if ids.get(token) != number
+    ]
+    if other:
+        number, token = min(other)
+        raise ValueError(
+            f"--tokenizer {asked.tokenizer} is not that of MODEL {asked.model} with more tokens: "
+            f"{counted(len(other), 'token')} of it have other ids, first {number} "
+            f"({shown(token)}, now {ids.get(token)})"
+        )
+
+
+def _pieces(
+    before: Vocabulary, old: PreTrainedTokenizer, new: PreTrainedTokenizer
+) -> dict[int, list[int]]:
+    """New id -> the ids that the old tokenizer cuts it into; all, where it cannot."""
+    first, every = vocabulary_size(old), sorted(old.get_vocab().values())
+    model = old.backend_tokenizer.model
+    special = {*new.backend_tokenizer.get_added_tokens_decoder()}
+    found: dict[int, list[int]] = {}
+    for token, number in new.get_vocab().items():
+        if number >= first:
+            text = before.written(token.encode()) if number in special else token
+            found[number] = [piece.id for piece in model.tokenize(text or token)] or every
+    return found
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What the rows of new tokens hold, of any parameter with a row for each token."""
+
+    first: int
+    """Of the ids that the model has no row for, or none that was trained."""
+    pieces: Mapping[int, Sequence[int]]
+    asked: VocabExtendConfig
+
+    def grown(self, name: str, leaf: Leaf, old: Tensor, std: float) -> Tensor:
+        """`old`, in the shape of `leaf` and with rows for new tokens; those of tokens that there
+        are not, behind the last, are 0 or as they were.
+        """
+        whole = old.new_zeros(leaf.shape)
+        whole[: len(old)] = old
+        ids = torch.tensor(sorted(self.pieces))
+        match self.asked.init:
+            case "mean":
+                self._means(whole, old, ids)
+            case "random" if leaf.initial == "normal":
+                drawn = torch.empty(leaf.shape, dtype=torch.float32)
+                state.fill_normal(drawn, name, self.asked.seed, std * leaf.std_scale)
+                whole[ids] = drawn[ids].to(whole.dtype)
+            case _:
+                whole[ids] = 0
+        return whole
+
+    def _means(self, whole: Tensor, old: Tensor, ids: Tensor) -> None:
+        """In fp32, or wider where the rows are."""
+        wide = torch.promote_types(old.dtype, torch.float32)
+        for some in ids.split(AT_ONCE):
+            each = [self.pieces[number] for number in some.tolist()]
+            offsets = torch.tensor([0, *map(len, each)]).cumsum(0)[:-1]
+            flat = torch.tensor([piece for pieces in each for piece in pieces])
+            table, places = flat.unique(return_inverse=True)
+            rows = old[table].to(wide).reshape(len(table), -1)
+            made = embedding_bag(places, rows, offsets, mode="mean")
+            whole[some] = made.reshape(len(some), *old.shape[1:]).to(old.dtype)
+
+
+@dataclass(frozen=True)
+class Grown(WeightsAlone):
+    """A source with more tokens, of which rows are made as they are read."""
+
+    source: Source
+    model: Model
+    tokenizer: Path
+    rows: Rows
+
+    @property
+    def where(self) -> Path:
+        return self.source.where
+
+    @property
+    def title(self) -> str:
+        return f"{self.source.title}, with more tokens"
+
+    @property
+    def tree(self) -> Tree:
+        return self.model.tree
+
+    @property
+    def iteration(self) -> None:
+        return None
+
+    @property
+    def generation_config(self) -> dict[str, Any]:
+        return self.source.generation_config
+
+    @property
+    def transformers(self) -> None:
+        return None
+
+    @cached_property
+    def specs(self) -> Mapping[str, Spec]:
+        leaves = self.tree.leaves
+        return {
+            name: Spec(leaves[name].shape, one.dtype) for name, one in self.source.specs.items()
+        }
+
+    def stream(self, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        for name in self.specs if only is None else only:
+            yield name, self.read(name)
+
+    def read(self, name: str) -> Shaped[Tensor, "*whole"]:
+        leaf, old = self.tree.leaves[name], self.source.read(name)
+        if not of_vocabulary(leaf):
+            return old
+        return self.rows.grown(name, leaf, old, self.tree.initializer_range)
+
+
+def of_vocabulary(leaf: Leaf) -> bool:
+    """Whether a parameter has a row for each token."""
+    return any(cut.knob == "vocab_size" for cut in leaf.cuts)
+
+
+def measure(
+    name: str,
+    tokenizer: PreTrainedTokenizer,
+    text: Text,
+    asked: VocabExtendConfig,
+    progress: bool,
+) -> Measured:
+    """What the model of that name makes of the held-out text. Raises ValueError as `dolmen
+    evaluate`.
+    """
+    counts = count(tokenizer, text)
+    if open_source(name).tree.both_ways:
+        return Measured(counts, None)
+    with TemporaryDirectory(prefix="dolmen-") as cache:
+        data = TextConfig(asked.data.path, text_field=asked.data.text_field, cache=cache)
+        config = EvaluateConfig(name, window=asked.window, data=data)
+        read = perplexity.prepared(config, progress)
+        found = perplexity.measured(config, read, progress=progress)
+    return Measured(counts, found.loss * found.tokens / counts.bytes)

@@ -1,0 +1,262 @@
+"""`dolmen vocab merge`: a tokenizer with the tokens of another one behind its own. Ids, scores and
+merges of the base stay as they are; what it has already is left out.
+
+    base            new tokens get
+    unigram         the scores that they were learned with (both are log-probabilities)
+    bpe             scores below all others, in order, so that the base's pieces are joined first
+    tokenizers      merges behind all others (chain.py), and ids behind special tokens too
+
+A text is cut by a BPE as by the base, and then joined further. What was written is opened again by
+`transformers`, and compared with both inputs, and with sentencepiece itself, before it lies at the
+destination.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dolmen.conversion import hf_export, unfinished
+from dolmen.core.words import counted
+from dolmen.data.progress import bar, say
+from dolmen.data.tokenizer import load_tokenizer
+from dolmen.files import gate, kinds, sentencepiece_model
+from dolmen.files.sentencepiece_model import CONTROL, UNUSED, Model, Piece
+from dolmen.vocabulary import tokenizer_json
+from dolmen.vocabulary.chain import LONGEST, Added, Concatenations, Merges, lead
+from dolmen.vocabulary.check import check_base, check_merged
+from dolmen.vocabulary.config import VocabMergeConfig
+from dolmen.vocabulary.folder import (
+    JSON,
+    MODELS,
+    Vocabulary,
+    open_vocabulary,
+    opened,
+    size,
+    splits,
+)
+from dolmen.vocabulary.report import Counts, count, open_text
+
+BESIDE = (
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.json",
+    "chat_template.jinja",
+)
+CONFIG = "tokenizer_config.json"
+Files = dict[str, bytes | str | Mapping[str, Any]]
+"""Name -> content, of what is written; a mapping as JSON."""
+
+
+@dataclass
+class Wanted:
+    """The tokens of the new vocabulary, as the base would write them."""
+
+    tokens: dict[str, float | None] = field(default_factory=dict)
+    """In order, with their scores."""
+    had: int = 0
+    """Of the base already."""
+    left_out: dict[str, int] = field(default_factory=dict)
+    """Reason -> how many cannot be the base's."""
+
+    def leave_out(self, why: str) -> None:
+        self.left_out[why] = self.left_out.get(why, 0) + 1
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What a merge did."""
+
+    base: int
+    """Tokens before: the first id that is new."""
+    added: int
+    between: int
+    """Of those added: that others are merged of, and that neither vocabulary had."""
+    had: int
+    left_out: Mapping[str, int]
+    before: Counts | None
+    after: Counts | None
+    """Of the held-out text, where one is given."""
+
+    @property
+    def size(self) -> int:
+        return self.base + self.added
+
+    def lines(self) -> list[str]:
+        """For a person."""
+        told = [
+            f"{self.base:,} tokens of the base, as they were; {self.added:,} new, from id "
+            f"{self.base}; {self.size:,} in all"
+        ]
+        if self.between:
+            told.append(f"of the new, {self.between:,} lead to others, by merges")
+        told.append(f"{counted(self.had, 'token')} of the new vocabulary the base has already")
+        told += [f"left out: {counted(n, 'token')} that {why}" for why, n in self.left_out.items()]
+        if self.before and self.after:
+            told += [f"before: {self.before}", f"after:  {self.after}"]
+        return told
+
+
+def merge(asked: VocabMergeConfig, progress: bool = True) -> Merged:
+    """Writes the folder. Raises ValueError or OSError, with nothing written, for what cannot be
+    merged, and where the result would not give texts of both back.
+    """
+    to = Path(asked.to).expanduser()
+    hf_export.check_target(to)
+    text = open_text(asked.data)
+    base = open_vocabulary(asked.base, "BASE")
+    new = open_vocabulary(asked.new, "NEW")
+    check_base(base, new)
+    wanted = wanted_of(base, new)
+    first = size(base)
+    with bar("finding merges", len(wanted.tokens), progress) as reach:
+        grown, files = FORMS[base.form](base, wanted, reach)
+    if not grown.tokens:
+        raise ValueError(f"NEW {asked.new} has no token that BASE {asked.base} has not")
+    with unfinished.beside(to) as (part, words):
+        write(part, files)
+        _copy(base.where, part)
+        check_merged(base, new, part, first, grown.tokens, text)
+        before = after = None
+        if text is not None:
+            say(f"counting tokens of {text.name}", progress)
+            before = count(opened(base, "BASE"), text)
+            after = count(load_tokenizer(str(part), "--to"), text)
+    return Merged(
+        first, len(grown.tokens), grown.between, wanted.had, wanted.left_out, before, after
+    )
+
+
+def wanted_of(base: Vocabulary, new: Vocabulary) -> Wanted:
+    """What of `new` the base can be given."""
+    found, have, parts = Wanted(), {*base.learned, *base.added.values()}, splits(base)
+    for token, score in new.learned.items():
+        meaning = new.meaning(token)
+        ours = None if meaning is None else base.written(meaning)
+        if meaning is None or ours is None:
+            found.leave_out("are a part of a character, which the base has as bytes")
+        elif ours in have:
+            found.had += 1
+        elif base.form != "bytes" and any(byte < 0x20 for byte in meaning):
+            found.leave_out("hold control characters, which the base has as bytes")
+        elif len(ours) > LONGEST:
+            found.leave_out(f"have more than {LONGEST} characters")
+        elif parts(meaning.decode(errors="ignore")) > 1:
+            found.leave_out("cross what the base cuts before it looks for tokens")
+        else:
+            found.tokens[ours] = score
+    return found
+
+
+Reach = Callable[[int], None]
+
+
+def _sentencepiece(base: Vocabulary, wanted: Wanted, reach: Reach) -> tuple[Added, Files]:
+    model = base.model
+    assert model is not None
+    filled = _filled(base, model)
+    if model.kind == "unigram":
+        grown = Added(list(wanted.tokens))
+        scores = [score for score in wanted.tokens.values() if score is not None]
+    else:
+        normal = [p for p in model.pieces if p.kind == sentencepiece_model.NORMAL]
+        ordered = sorted(normal, key=lambda piece: -piece.score)
+        ranks = {piece.text: number for number, piece in enumerate(ordered)}
+        grown = lead(wanted.tokens, ranks, Concatenations(ranks), reach)
+        lowest, new = min((piece.score for piece in normal), default=0.0), {*grown.tokens}
+        # characters are joined of nothing
+        order = dict.fromkeys([*(text for text in ranks if text in new), *grown.tokens])
+        place = {text: number for number, text in enumerate(order, 1)}
+        scores = [lowest - place[text] for text in grown.tokens]
+    pieces = [Piece(text, score) for text, score in zip(grown.tokens, scores, strict=True)]
+    content = sentencepiece_model.added(model, [*filled, *pieces])
+    merged = sentencepiece_model.parse(content, "the merged model")
+    name = base.where.name if base.where.is_file() else _model_name(base.where)
+    files: Files = {name if name in MODELS else MODELS[0]: content}
+    if base.content is None:
+        files[JSON] = tokenizer_json.of_sentencepiece(merged)
+        files[CONFIG] = {
+            **tokenizer_json.special(merged.pieces),
+            **_config(base.where),
+            "tokenizer_class": tokenizer_json.CLASS,
+        }
+    else:
+        whole = deepcopy(base.content)
+        whole["model"] |= tokenizer_json.vocabulary(merged.pieces, merged.kind == "bpe")
+        files[JSON] = whole
+        files[CONFIG] = _config(base.where)
+    return grown, files
+
+
+def _filled(base: Vocabulary, model: Model) -> list[Piece]:
+    """A piece for each id behind the model's that a tokenizer.json has given to an added token: ids
+    of pieces are their places.
+    """
+    ids = range(len(model.pieces), size(base))
+    return [
+        Piece(base.added[n], 0.0, CONTROL) if n in base.added else Piece(f"<unused_{n}>", 0, UNUSED)
+        for n in ids
+    ]
+
+
+def _bpe(base: Vocabulary, wanted: Wanted, reach: Reach) -> tuple[Added, Files]:
+    assert base.content is not None
+    whole = deepcopy(base.content)
+    model = whole["model"]
+    pairs = [
+        tuple(one.split(" ")) if isinstance(one, str) else tuple(one) for one in model["merges"]
+    ]
+    known = Merges({(pair[0], pair[1]): number for number, pair in enumerate(pairs)})
+    before = len(known.ranks)
+    grown = lead(wanted.tokens, model["vocab"], known, reach)
+    vocab = {**model["vocab"], **{token: number for number, token in base.added.items()}}
+    first = size(base)
+    vocab |= {token: first + number for number, token in enumerate(grown.tokens)}
+    joined = [list(pair) for pair in list(known.ranks)[before:]]
+    model["vocab"], model["merges"] = vocab, [list(pair) for pair in pairs] + joined
+    files: Files = {JSON: whole, CONFIG: _config(base.where)}
+    if (base.where / "vocab.json").is_file():
+        files["vocab.json"] = vocab
+    if (base.where / "merges.txt").is_file():
+        lines = [" ".join(pair) for pair in model["merges"]]
+        files["merges.txt"] = "\n".join(["#version: 0.2", *lines]) + "\n"
+    return grown, files
+
+
+FORMS: dict[str, Callable[[Vocabulary, Wanted, Reach], tuple[Added, Files]]] = {
+    "sentencepiece": _sentencepiece,
+    "bytes": _bpe,
+    "letters": _bpe,
+}
+
+
+def write(folder: Path, files: Files) -> None:
+    """Into an empty folder."""
+    for name, content in files.items():
+        if isinstance(content, bytes):
+            (folder / name).write_bytes(content)
+        else:
+            text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+            (folder / name).write_text(text, encoding="utf-8")
+
+
+def _model_name(folder: Path) -> str:
+    return next(name for name in MODELS if (folder / name).is_file())
+
+
+def _config(place: Path) -> dict[str, Any]:
+    """Its tokenizer_config.json; that of any tokenizer.json where there is none."""
+    file = place / CONFIG
+    if place.is_dir() and file.is_file():
+        return gate.read_json(file, kinds.TOKENIZER_CONFIG)
+    return {"tokenizer_class": tokenizer_json.CLASS}
+
+
+def _copy(place: Path, to: Path) -> None:
+    """What stays as it is."""
+    for name in BESIDE if place.is_dir() else ():
+        if (place / name).is_file():
+            shutil.copyfile(place / name, to / name)

@@ -1,0 +1,164 @@
+"""`dolmen vocab train`: a vocabulary learned from text, as a folder that `transformers` opens and
+`dolmen vocab merge` takes: of sentencepiece with its tokenizer.model, or a BPE over bytes.
+
+What a model of sentencepiece gets here: no normalisation and no space taken away, so that a text
+comes back as it was; a piece for each byte, so that it does whatever is in it; a space before each
+text, as Llama has, so that a word is the same piece wherever it stands; digits one by one.
+"""
+
+import io
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import sentencepiece
+
+from dolmen.conversion import hf_export, unfinished
+from dolmen.core.words import counted
+from dolmen.data.progress import say
+from dolmen.data.tokenizer import load_tokenizer, train_bpe
+from dolmen.files import sentencepiece_model
+from dolmen.vocabulary import tokenizer_json
+from dolmen.vocabulary.check import check_sentencepiece, gives_back, lines_of
+from dolmen.vocabulary.config import BYTES, FRAME, VocabTrainConfig
+from dolmen.vocabulary.folder import JSON, MODELS
+from dolmen.vocabulary.merge import CONFIG, write
+from dolmen.vocabulary.report import Counts, count, open_text
+from dolmen.vocabulary.sample import LONGEST, Sample, draw
+
+COVERAGE = 0.9995
+"""Of all characters of the text, those that get a piece of their own: sentencepiece's default, made
+for Chinese and Japanese. The others are bytes.
+"""
+GIVEN_BACK = 1000  # lines that are cut and put together again
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What was learned."""
+
+    kind: str
+    size: int
+    read: int
+    """Bytes of the text."""
+    learned_from: int
+    """Bytes of it."""
+    counts: Counts
+
+    def lines(self) -> list[str]:
+        """For a person."""
+        part = "" if self.read == self.learned_from else f" of {counted(self.read, 'byte')}"
+        return [
+            f"{self.size:,} tokens ({self.kind}), learned from "
+            f"{counted(self.learned_from, 'byte')}{part}",
+            f"on this text: {self.counts}",
+        ]
+
+
+def train(asked: VocabTrainConfig, progress: bool = True) -> Trained:
+    """Writes the folder. Raises ValueError or OSError, with nothing written, for what cannot be
+    read, and for a text that has not so many tokens.
+    """
+    to = Path(asked.to).expanduser()
+    hf_export.check_target(to)
+    text = open_text(asked.data)
+    if text is None:
+        raise ValueError("no text: use --data.path with a file, a folder, a glob or a hub id")
+    say(f"reading {text.name}", progress)
+    sample = draw(text, asked.max_bytes, asked.seed)
+    check_size(asked, sample)
+    say(f"learning {asked.size:,} tokens from {counted(sample.bytes, 'byte')}", progress)
+    with unfinished.beside(to) as (part, _):
+        LEARN[asked.kind](asked, sample, part)
+        made = load_tokenizer(str(part), "--to")
+        lines = [line for one in sample.lines[:GIVEN_BACK] for line in lines_of(one)]
+        gives_back(made, lines, "--to")
+        if asked.kind != "byte-bpe":
+            check_sentencepiece(made, str(part / MODELS[0]), lines)
+        counts = count(made, text)
+    return Trained(asked.kind, asked.size, sample.whole, sample.bytes, counts)
+
+
+def check_size(asked: VocabTrainConfig, sample: Sample) -> None:
+    """Raises ValueError where the text cannot have so many tokens, or has more characters."""
+    if not sample.lines:
+        raise ValueError(f"--data.path {', '.join(asked.data.path[:3])}: there is no text in it")
+    given = BYTES + (1 if asked.kind == "byte-bpe" else FRAME)
+    # each token that is learned is a run of the text of its own
+    if (wanted := asked.size - given) > sample.bytes:
+        raise ValueError(
+            f"--size is {asked.size:,}, and {counted(sample.bytes, 'byte')} of text cannot have "
+            f"{wanted:,} tokens beside single bytes: use --size {given + sample.bytes // 10:,} or "
+            "less, or more text"
+        )
+
+
+def _of_sentencepiece(asked: VocabTrainConfig, sample: Sample, folder: Path) -> None:
+    """Raises ValueError where the text has too few pieces, or too many characters."""
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(sample.lines),
+            model_writer=model,
+            vocab_size=asked.size,
+            model_type=asked.kind,
+            character_coverage=COVERAGE,
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=True,
+            split_digits=True,
+            max_sentence_length=LONGEST,
+            shuffle_input_sentence=False,
+            minloglevel=2,
+        )
+    except (RuntimeError, OSError, ValueError) as error:
+        raise ValueError(_reason(asked, str(error))) from error
+    content = model.getvalue()
+    read = sentencepiece_model.parse(content, "the model of sentencepiece")
+    write(
+        folder,
+        {
+            MODELS[0]: content,
+            JSON: tokenizer_json.of_sentencepiece(read),
+            CONFIG: {
+                "tokenizer_class": tokenizer_json.CLASS,
+                "clean_up_tokenization_spaces": False,
+                **tokenizer_json.special(read.pieces),
+            },
+        },
+    )
+
+
+def _reason(asked: VocabTrainConfig, error: str) -> str:
+    """What sentencepiece says, in a line and with our options."""
+    if found := re.search(r"value <= (\d+)", error):
+        return (
+            f"--size is {asked.size:,}, and the text has {int(found[1]):,} pieces: use --size "
+            f"{found[1]} or less, or more text"
+        )
+    if found := re.search(r"required_chars. \d+ vs (\d+)", error):
+        return (
+            f"--size is {asked.size:,}, and single bytes and characters of the text are "
+            f"{int(found[1]):,}: use a larger --size"
+        )
+    return f"sentencepiece has learned nothing: {error}"
+
+
+def _over_bytes(asked: VocabTrainConfig, sample: Sample, folder: Path) -> None:
+    """Raises ValueError where the text gives fewer tokens."""
+    train_bpe((line + "\n" for line in sample.lines), asked.size, folder, progress=False)
+    found = len(load_tokenizer(str(folder), "--to").get_vocab())
+    if found < asked.size:
+        raise ValueError(
+            f"--size is {asked.size:,}, and the text gives {found:,} tokens: use --size {found} or "
+            "less, or more text"
+        )
+
+
+LEARN: dict[str, Callable[[VocabTrainConfig, Sample, Path], None]] = {
+    "unigram": _of_sentencepiece,
+    "bpe": _of_sentencepiece,
+    "byte-bpe": _over_bytes,
+}

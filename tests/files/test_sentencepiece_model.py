@@ -1,0 +1,90 @@
+"""tokenizer.model, read by its wire format: beside sentencepiece's own protobuf, and damaged."""
+
+import io
+import random
+
+import mutations
+import pytest
+import sentencepiece
+from sentencepiece import sentencepiece_model_pb2
+
+from dolmen.files import sentencepiece_model
+from dolmen.files.gate import Refused
+from dolmen.files.sentencepiece_model import Piece, record
+
+
+def made(**options) -> bytes:
+    chance, out = random.Random(0), io.BytesIO()
+    words = ["".join(chance.choices("abcdefgh", k=chance.randint(2, 6))) for _ in range(40)]
+    lines = [" ".join(chance.choices(words, k=9)) for _ in range(60)]
+    known = dict(vocab_size=300, model_type="bpe", byte_fallback=True, minloglevel=2)
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines), model_writer=out, **known | options
+    )
+    return out.getvalue()
+
+
+@pytest.fixture(scope="module")
+def content():
+    return made(user_defined_symbols=["<sep>"])
+
+
+def test_it_is_read_as_protobuf_reads_it(content):
+    theirs = sentencepiece_model_pb2.ModelProto()
+    theirs.ParseFromString(content)
+    model = sentencepiece_model.parse(content, "x")
+    assert model.pieces == tuple(Piece(p.piece, p.score, p.type) for p in theirs.pieces)
+    assert model.charsmap == theirs.normalizer_spec.precompiled_charsmap != b""
+    assert (model.kind, model.dummy_prefix, model.remove_spaces) == ("bpe", True, True)
+    assert model.byte_fallback and model.pieces[model.unknown].text == "<unk>"
+
+
+def test_pieces_are_added_behind_and_nothing_else_changes(content):
+    """But for what older models test themselves by, with the vocabulary that they were."""
+    model = sentencepiece_model.parse(content + record(4, b"self test"), "x")
+    assert model.content == content
+    grown = sentencepiece_model.added(model, [Piece("\u5929\u6c14", -999.5), Piece("<pad>", 0, 3)])
+    assert grown.startswith(model.content)
+    theirs = sentencepiece_model_pb2.ModelProto()
+    theirs.ParseFromString(grown)
+    assert theirs.trainer_spec.vocab_size == len(theirs.pieces) == 302
+    assert theirs.trainer_spec.byte_fallback and theirs.trainer_spec.model_type == 2
+    assert (theirs.pieces[300].piece, theirs.pieces[300].score) == ("\u5929\u6c14", -999.5)
+    assert theirs.pieces[301].type == 3
+    loaded = sentencepiece.SentencePieceProcessor(model_proto=grown)
+    assert loaded.encode("\u5929\u6c14")[-1] == 300
+    with pytest.raises(ValueError, match="'<unk>' is a piece already"):
+        sentencepiece_model.added(model, [Piece("<unk>", 0)])
+
+
+def test_other_models_are_refused(content):
+    for options, told in (
+        ({"model_type": "char", "vocab_size": 280, "hard_vocab_limit": False}, "of type 4"),
+        ({"treat_whitespace_as_suffix": True}, "spaces at the end of words"),
+    ):
+        with pytest.raises(Refused, match=told):
+            sentencepiece_model.parse(made(**options), "x")
+    first = sentencepiece_model.parse(content, "x").pieces[0]
+    twice = content + record(1, record(1, first.text.encode()))
+    for damaged, told in (
+        (b"", "it has 0 pieces"),
+        (twice, "one piece twice"),
+        (content[:-5], "cut short"),
+        (content + b"\x0b", "wire type 3"),
+        (content + b"\x0a" + b"\xff" * 11, "more than 10 bytes"),
+        (content + record(1, 5), "a number stands where bytes should"),
+        (content + record(1, record(1, b"\xff\xfe")), "is no model of sentencepiece"),
+        (content + record(1, b"\x0a\x01z\x15\x00\x00\xc0\x7f"), "the score nan"),
+    ):
+        with pytest.raises(Refused, match=told):
+            sentencepiece_model.parse(damaged, "x")
+
+
+def test_a_damaged_one_is_refused_or_read_and_raises_nothing_else():
+    refused, small = 0, made(normalization_rule_name="identity")
+    for number in range(300):
+        try:
+            sentencepiece_model.parse(mutations.damaged(small, f"model {number}"), "x")
+        except Refused:
+            refused += 1
+    assert 50 < refused < 300
