@@ -114,7 +114,7 @@ def with_likeliest(
         logits, _ = logits_and_slope(entered[rows], weight, wide, soft_cap, bias)
         own, at = logits.max(-1)
         maximum, _, sums, target = combined(logits, labels[rows], call.first, tp.axis)
-        out[rows] = torch.where(labels[rows] == loss.IGNORED, 0.0, target - sums.log())
+        out[rows] = (target - sums.log()).masked_fill(labels[rows] == loss.IGNORED, 0.0)
         # the smallest id of those ranks that have the maximum
         at = torch.where(own == maximum, at + call.first, vocab_size)
         likeliest[rows] = collectives.reduce_scalar(at, tp.axis, "min")

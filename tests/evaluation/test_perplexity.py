@@ -147,6 +147,19 @@ def test_rows_are_foretold_as_transformers_does(folders, name, monkeypatch):
     assert found.likeliest.tolist() == likeliest
 
 
+def test_rows_fit_a_table_of_positions(folders, monkeypatch):
+    """Of 48 positions, which 5 ranks would not divide: a row of 46 is filled up to 50."""
+    model = load_decoder(open_source(folders["gpt2"]))
+    text = torch.randint(VOCABULARY, (47,), generator=torch.Generator().manual_seed(1)).numpy()
+    row = Rows(np.array([47]), np.array([1]), lambda row: text)
+    want = foretold(model, row, SINGLE)
+    groups = rows._groups
+    filled = lambda *all: (group._replace(padded=50) for group in groups(*all))  # noqa: E731
+    monkeypatch.setattr(rows, "_groups", filled)
+    found = foretold(model, row, SINGLE)
+    assert found.log_likelihoods == pytest.approx(want.log_likelihoods, rel=1e-6)
+
+
 def test_no_layout_changes_the_loss(folders, spawn):
     model = load_decoder(open_source(folders["qwen3"]))
     want, apart = mean_loss(model, batches(), SINGLE), foretold(model, ragged(), SINGLE)
