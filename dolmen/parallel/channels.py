@@ -4,6 +4,13 @@ Sends never wait, each direction between two ranks is a channel of its own (mesh
 receives are posted in the order in which the sender's list sends, which every rank knows. So
 whatever order a valid list has, no send waits for a receive that waits for it. (Over NCCL the first
 of each channel would; `connect` is called before.) A stage of the same rank is handed its tensor.
+
+A tensor that was sent is let go once it has gone. NCCL's work says so by itself. gloo's says it to
+one that waits, who would wait for the receiver, too, and maybe for ever; but when a message comes
+back that the receiver has sent after it took ours, ours has gone, and waiting takes no time.
+
+    rank 0   F0 >--y0-->  ...  F1 >--y1-->  ...                 B0: dx0 came, so y0 has gone
+    rank 1          y0 > F0 .. B0 >--dx0-->
 """
 
 from collections import deque
@@ -57,6 +64,22 @@ def messages_sent(schedule: Schedule, sender: int, to: int) -> list[Message]:
     return [message for message in going if message and schedule.rank_of(message.stage) == to]
 
 
+def messages_settled(schedule: Schedule, sender: int, to: int) -> dict[Message, list[Message]]:
+    """Of each message that rank `to` sends back to `sender`, those of `sender` that it has taken
+    since the one before.
+    """
+    found: dict[Message, list[Message]] = {}
+    taken: list[Message] = []
+    for action in schedule.actions[to]:
+        needed = message_needed(schedule, to, action)
+        if needed is not None and schedule.rank_of(needed.source) == sender:
+            taken.append(needed)
+        made = message_made(schedule, to, action)
+        if made is not None and schedule.rank_of(made.stage) == sender:
+            found[made], taken = taken, []
+    return found
+
+
 def axis_of(mesh: Mesh, sender: int, receiver: int) -> Axis:
     """What a tensor from `sender` to `receiver`, ranks of pp, goes over: the same for both."""
     return mesh.up if receiver > sender else mesh.down
@@ -74,7 +97,13 @@ class Channels:
             if receiver == me
         }
         self.posted: dict[Message, tuple[dist.Work | None, Tensor]] = {}
-        self.going: deque[tuple[dist.Work, Tensor]] = deque()
+        self.going: dict[Message, tuple[dist.Work, Tensor]] = {}
+        """In the order of sending: a tensor under way is held here."""
+        self.settled = {
+            message: gone
+            for peer in self.coming
+            for message, gone in messages_settled(schedule, me, peer).items()
+        }
 
     def send(self, message: Message, tensor: Float[Tensor, "..."]) -> None:
         """Begin to send `tensor` to the rank of the stage that needs it, or hand it over where that
@@ -84,12 +113,9 @@ class Channels:
         if peer == me:
             self.posted[message] = None, tensor
             return
-        # a tensor under way is held here, and let go once it has gone, in the order of sending
-        while self.going and self.going[0][0].is_completed():
-            self.going.popleft()
         tensor = tensor.contiguous()
         work = transfers.start_send(tensor, axis_of(self.mesh, me, peer), peer)
-        self.going.append((work, tensor))
+        self.going[message] = work, tensor
 
     def post(self, message: Message | None) -> None:
         """Post the receives from the rank that sends `message`, up to and including that."""
@@ -104,7 +130,10 @@ class Channels:
             self.posted[self.coming[peer].popleft()] = work, buffer
 
     def take(self, message: Message | None) -> Tensor | None:
-        """The tensor of `message`, of `boundary`'s shape, that has come; None without a message."""
+        """The tensor of `message`, of `boundary`'s shape, that has come; None without one. What has
+        gone is let go.
+        """
+        self.going = {m: sent for m, sent in self.going.items() if not sent[0].is_completed()}
         if message is None:
             return None
         self.post(message)
@@ -112,11 +141,14 @@ class Channels:
         if work is not None:
             with ranges.mark("pp", "wait"):
                 work.wait()
+        for gone in self.settled.get(message, ()):
+            if gone in self.going:
+                self.going.pop(gone)[0].wait()
         return tensor
 
     def finish(self) -> None:
         """Wait for all that was sent."""
-        for work, _ in self.going:
+        for work, _ in self.going.values():
             with ranges.mark("pp", "wait"):
                 work.wait()
 

@@ -13,7 +13,7 @@ the difference multiplied.
 Pieces are kept on disk under a hash of the code and of all that they depend on. Whole stages are
 run in fp8, where layers differ by their number. All is run where that is not yet known to be exact:
 where backward is split, with experts, in a pipeline of ZeRO 3, and on a CPU, over whose gloo what
-is sent is held to the end of a step.
+is sent is held until its receiver has sent something back.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,9 +26,9 @@ from typing import NamedTuple
 
 from dolmen.model.layout import balance
 from dolmen.model.tree import Block, Tree, runs_of
-from dolmen.ops.kernels import H100, Hardware
+from dolmen.ops.kernels import H100, KNOWN, Hardware
 from dolmen.parallel.actions import Schedule
-from dolmen.planning.config import DryrunRequest
+from dolmen.planning.config import DryrunRequest, ranks_of
 from dolmen.planning.contexts import contexts, smallest, text_of
 from dolmen.planning.dry_report import Report
 from dolmen.planning.dryrun import dryrun, of_ranks
@@ -85,6 +85,32 @@ def report(request: DryrunRequest, progress: bool = False) -> Report:
     return of_ranks(request, progress, one)
 
 
+def blocks_run(request: DryrunRequest) -> int:
+    """How often the dry run of a request runs a block, forward or backward: of what is put together
+    of pieces never.
+    """
+    run, hardware = request.run, KNOWN[request.asked.device]
+    if request.asked.composed and can_be_composed(run, hardware):
+        return 0
+    found = 0
+    for rank in ranks_of(request.asked.ranks, run.layout.world):
+        schedule = shortened(run, rank, request.asked.exact).schedule
+        layers, me = (
+            balance(run.tree.layers, schedule.stages),
+            rank // (run.layout.world // run.layout.pp),
+        )
+        found += sum(len(layers[schedule.stage_of(me, a.chunk)]) for a in schedule.actions[me])
+    return found
+
+
+def can_be_composed(run: RunConfig, hardware: Hardware) -> bool:
+    """Whether a ledger of pieces is known to be that of the whole step."""
+    layout = run.layout
+    split = layout.make_schedule(run.train.global_batch_size, run.microbatch_size).splits_backward
+    deep = layout.zero == 3 and layout.pp > 1
+    return not (hardware.kind == "cpu" or run.tree.experts or split or deep)
+
+
 def composed(
     run: RunConfig,
     rank: int,
@@ -99,11 +125,9 @@ def composed(
     OSError where nothing can be kept.
     """
     whole = partial(dryrun, run, rank, hardware=hardware, exact=exact, max_load=max_load)
-    split = shortened(run, rank, hardware, exact).schedule.splits_backward
-    deep = run.layout.zero == 3 and run.layout.pp > 1
-    if hardware.kind == "cpu" or run.tree.experts or split or deep:
+    if not can_be_composed(run, hardware):
         return whole(observe=observe)
-    steps = shortened(run, rank, hardware, exact)
+    steps = shortened(run, rank, exact)
     schedule, me = steps.schedule, rank // (run.layout.world // run.layout.pp)
     chunks = stages_kept(run, schedule, me)
     base, others = small_runs(run, rank, schedule, chunks, hardware, max_load)

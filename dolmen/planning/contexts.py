@@ -35,7 +35,7 @@ class Context(NamedTuple):
     more: bool
     """Whether gradients are there already."""
     sent: str
-    """What the last was that sent: it is held until the next goes."""
+    """The action before, if it sent something: that is let go as this one begins."""
     ends_chunk: bool
     ends: bool
     """It makes the last weight gradients of its chunk, and of all."""
@@ -92,8 +92,7 @@ def contexts(schedule: Schedule, rank: int) -> list[Context]:
             )
         )
         before = of_chunk[chunk] = f"{kind}.{chunk}"
-        if make and where(make.stage) == "there":
-            sent = before
+        sent = before if make and where(make.stage) == "there" else ""
         if makes_gradients:
             made.add(chunk)
     return found

@@ -103,7 +103,7 @@ class Counting(watching.Dispatch):
 
     def __init__(self, axes: Mapping[str, Sequence[str]], instant: bool):
         """`axes`: of each group by its name, those of the mesh that are it. `instant`: what is sent
-        has gone at once, as over NCCL the host finds it soon; over gloo it never does.
+        has gone at once, as over NCCL the host finds it soon; over gloo it is waited for.
         """
         super().__init__()
         self.axes, self.instant = axes, instant

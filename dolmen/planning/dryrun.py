@@ -66,7 +66,7 @@ def of_ranks(request: DryrunRequest, progress: bool, one: Callable[..., Ledger])
     run = check_computed(request.run, None)
     ranks, hardware = ranks_of(asked.ranks, run.layout.world), KNOWN[asked.device]
     pp = run.layout.world // run.layout.pp
-    steps = [shortened(run, rank, hardware, asked.exact).schedule for rank in ranks]
+    steps = [shortened(run, rank, asked.exact).schedule for rank in ranks]
     actions = [len(one.actions[rank // pp]) for one, rank in zip(steps, ranks, strict=True)]
     done, found = count(1), []
     title = f"dry run of {counted(len(ranks), 'rank')} of {run.layout.world:,}"
@@ -102,7 +102,7 @@ def dryrun(
     each action. Raises ValueError where a process group has been joined, and whatever the step
     would raise.
     """
-    steps = shortened(run, rank, hardware, exact)
+    steps = shortened(run, rank, exact)
     return traced(run, rank, run.tree, steps, hardware, max_load, observe).ledger
 
 

@@ -2,15 +2,11 @@
 add up in any order of actions. Kept on disk under a hash of the code and of what made it.
 """
 
-import hashlib
 import json
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import torch
 
 from dolmen.files import gate, kinds, write
 from dolmen.model.tree import Tree
@@ -18,6 +14,7 @@ from dolmen.ops.kernels import Hardware
 from dolmen.parallel.actions import Schedule
 from dolmen.planning.contexts import contexts, text_of
 from dolmen.planning.dryrun import Trace, traced
+from dolmen.planning.fingerprint import of_step
 from dolmen.planning.ledger import Live, Row
 from dolmen.planning.steady import Steps
 from dolmen.training.config import RunConfig
@@ -97,11 +94,8 @@ class Small:
     @property
     def key(self) -> str:
         """A hash of the code and of all that this depends on."""
-        run = self.run
-        asked = (run.adapter, run.layout, run.objective, run.optimizer, run.train)
-        more = (run.sequence_length, run.data.document_mask, self.rank, self.stages, self.hardware)
-        text = repr((_code(), torch.__version__, self.tree, asked, more, self.max_load))
-        return hashlib.sha256(text.encode()).hexdigest()
+        more = (self.tree, self.rank, self.stages, self.hardware, self.max_load)
+        return of_step(self.run, *more)
 
     def piece(self, folder: Path) -> Piece:
         """As it is kept in `folder`, or made and kept there. A file that is not one of ours is made
@@ -126,15 +120,6 @@ class Small:
         folder.mkdir(parents=True, exist_ok=True)
         write.replace(file, json.dumps(_plain(found)), lasting=False)
         return found
-
-
-@cache
-def _code() -> str:
-    """A hash of the program."""
-    root, found = Path(__file__).parent.parent, hashlib.sha256()
-    for file in sorted(root.rglob("*.py")):
-        found.update(file.read_bytes())
-    return found.hexdigest()
 
 
 FIELDS = ("module", "kind", "op", "flops", "read", "written", "shape", "dtype")
