@@ -12,6 +12,7 @@ print(dolmen.diff("book/", a={"layout": {"tp": 2}}))      # and where they part,
 print(dolmen.plan("gpt-1t", "dgx-a100:384").ranked[0])    # the fastest layout, and what it holds
 print(dolmen.evaluate("book/", "other.txt").perplexity)  # and how well it predicts a text
 dolmen.extend_vocabulary("book/", "merged/", to="more/")  # rows for the tokens of another language
+dolmen.show("runs/book")                                 # a page to look at: show.html
 """
 
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
         merge_vocabularies,
         plan,
         plan_inference,
+        show,
         tokenize,
         train,
         train_vocabulary,
@@ -49,6 +51,7 @@ __all__ = [
     "merge_vocabularies",
     "plan",
     "plan_inference",
+    "show",
     "tokenize",
     "train",
     "train_vocabulary",

@@ -1,6 +1,6 @@
 """Dolmen from Python: what the commands do, as functions of the same names, with the same checks
 and messages. `dolmen.load`, `generate`, `train`, `export`, `convert`, `verify`, `diff`, `evaluate`,
-`tokenize`, `train_vocabulary`, `merge_vocabularies`, `extend_vocabulary`, `dryrun`, `plan`.
+`tokenize`, `train_vocabulary`, `merge_vocabularies`, `extend_vocabulary`, `dryrun`, `plan`, `show`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +25,7 @@ from dolmen.conversion.source import Source, open_source
 from dolmen.core.config import from_dict, option_types
 from dolmen.core.errors import BadInput, message
 from dolmen.core.keywords import in_python
+from dolmen.core.paths import expand
 from dolmen.core.words import choices, printable, shown
 from dolmen.data import indexed_export
 from dolmen.data.config import TokenizeConfig
@@ -57,6 +58,8 @@ from dolmen.vocabulary import extend as vocabulary_extend
 from dolmen.vocabulary import merge as vocabulary_merge
 from dolmen.vocabulary import train as vocabulary_train
 from dolmen.vocabulary.config import VocabExtendConfig, VocabMergeConfig, VocabTrainConfig
+from dolmen.watching import page
+from dolmen.watching.config import ShowConfig
 
 T = TypeVar(
     "T",
@@ -72,6 +75,7 @@ T = TypeVar(
     VocabExtendConfig,
     DryrunConfig,
     PlanConfig,
+    ShowConfig,
 )
 
 
@@ -588,6 +592,17 @@ def train(recipe: str | PathLike | RunConfig, **changes: Any) -> Path:
     if code:
         raise RuntimeError(f"the run ended with exit code {code}")
     return asked.out
+
+
+def show(*runs: str | PathLike, out: str | PathLike = "show.html") -> Path:
+    """`dolmen show RUN ...`: the page of these runs, in the file `out`, which is returned. Raises
+    ValueError for a folder that holds no run, and a file that is no such page.
+
+        dolmen.show("runs/one", "runs/two", out="both.html")
+    """
+    with _told({"out": "out"}):
+        asked = _asked(ShowConfig, runs=[str(one) for one in runs], out=out)
+        return page.write_page([expand(name) for name in asked.runs], Path(asked.out))
 
 
 def dryrun(

@@ -17,6 +17,7 @@ HOUSE = Path(dolmen.__file__).parent
 FOLDERS = (
     "core",
     "files",
+    "pages",
     "launch",
     "ops",
     "parallel",
@@ -31,6 +32,7 @@ FOLDERS = (
     "evaluation",
     "vocabulary",
     "training",
+    "watching",
     "comparison",
     "planning",
     "recipes",

@@ -25,6 +25,7 @@ VERBS = {
     "diff": "name the first tensor in which two programs of a model part",
     "generate": "continue a prompt",
     "evaluate": "loss, perplexity and bits per byte over all of a text",
+    "show": "runs as a page: losses, speed, memory, samples, options; live while they go on",
     "schedule": "draw and time a pipeline schedule",
     "plan": "the fastest layouts of a model on a cluster, and what each rank holds",
     "dryrun": "run a step as any rank of any world, without its memory: bytes, FLOPs, messages",

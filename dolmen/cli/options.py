@@ -17,6 +17,7 @@ from dolmen.serving.config import GenerateConfig
 from dolmen.training.config import RunConfig
 from dolmen.training.request import Handling, Request
 from dolmen.vocabulary.config import VocabExtendConfig, VocabMergeConfig, VocabTrainConfig
+from dolmen.watching.config import ShowConfig
 
 
 @dataclass(frozen=True)
@@ -258,6 +259,19 @@ class VocabExtendOptions(VocabExtendConfig):
     model: tyro.conf.Positional[str]
 
 
+@dataclass(frozen=True)
+class ShowOptions(ShowConfig):
+    """Runs as one page to look at, while they go on or afterwards: losses over each other, learning
+    rate, gradients, speed, memory, experts, samples, options and how they differ, checkpoints,
+    starts.
+
+        dolmen show runs/one runs/two
+    """
+
+    runs: tyro.conf.Positional[tuple[str, ...]]
+    serve: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+
+
 # What our launcher hands its workers, where it is not what words say.
 HANDED = {"train": Request, "diff": DiffWork}
 VERBS = {
@@ -272,6 +286,7 @@ VERBS = {
     "evaluate": EvaluateOptions,
     "schedule": ScheduleOptions,
     "plan": PlanOptions,
+    "show": ShowOptions,
 }
 # A verb of several parts -> what is said of it, and each with its options.
 PARTS: dict[str, tuple[str, dict[str, type]]] = {

@@ -37,17 +37,6 @@ def code(folder: Path) -> dict[str, str]:
     }
 
 
-def flatten(values: dict, path: str = "") -> dict[str, Any]:
-    """Nested options as `section.option: value`."""
-    out = {}
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            out |= flatten(value, f"{path}{key}.")
-        else:
-            out[f"{path}{key}"] = value
-    return out
-
-
 def require_same(
     facts: dict[str, Any],
     what: str = "agree on what to do",

@@ -168,6 +168,17 @@ KINDS: dict[Any, Callable[[Any, Any, str, Any], Any]] = {
 }
 
 
+def flatten(values: dict, path: str = "") -> dict[str, Any]:
+    """Nested options as `section.option: value`."""
+    out = {}
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            out |= flatten(value, f"{path}{key}.")
+        else:
+            out[f"{path}{key}"] = value
+    return out
+
+
 def changed_options(old: dict[str, Any], new: dict[str, Any], path: str = "") -> list[str]:
     """Lines `section.option: old -> new` for what changed between two configurations as plain
     values.

@@ -168,6 +168,7 @@ HISTORY_ROW = Kind(
         optional={
             "begun": Text(choices=("new", "resumed", "restarted")),
             "steps": Int(0),
+            "reached": Int(0),
             "processes": Int(1),
             "device": Text(longest=1024),
             "parameters": Int(0),

@@ -17,18 +17,9 @@ class Tail:
         self.file, self.kind = file, kind
         self.refused = 0
         """Lines that were left out, as they are no rows of this kind."""
+        self.first = False
+        """Whether the row just read is the first of a file."""
         self._at, self._of = 0, (0, 0)
-
-    def is_new(self) -> bool:
-        """Whether `read` would begin at the beginning: nothing was read, or another file has its
-        name now, or it is shorter than what was read.
-        """
-        try:
-            found = self.file.stat()
-        except OSError:
-            return True
-        same = (found.st_dev, found.st_ino) == self._of
-        return not same or found.st_size < self._at
 
     def read(self) -> Iterator[Any]:
         """Rows, one in memory at a time, up to the last whole line; none where there is no file.
@@ -40,6 +31,7 @@ class Tail:
             found = os.fstat(stream.fileno())
             if (found.st_dev, found.st_ino) != self._of or found.st_size < self._at:
                 self._at, self._of, self.refused = 0, (found.st_dev, found.st_ino), 0
+                self.first = True
             stream.seek(self._at)
             for line in iter(lambda: stream.readline(self.kind.size + 1), b""):
                 if len(line) <= self.kind.size and not line.endswith(b"\n"):
@@ -52,3 +44,4 @@ class Tail:
                 else:
                     if row is not None:
                         yield row
+                        self.first = False

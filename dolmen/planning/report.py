@@ -11,6 +11,7 @@ from typing import NamedTuple
 from dolmen import __version__
 from dolmen.core.words import counted
 from dolmen.files import gate, write
+from dolmen.pages.style import house_style
 from dolmen.planning.figures import front, memory, network, ranking, timeline
 from dolmen.planning.figures.svg import Drawing, patterns, short
 from dolmen.planning.plan import Plan, spelled
@@ -100,6 +101,7 @@ def page(plan: Plan) -> str:
     )
     return Template(gate.read_text(FRAME, gate.MIB)).substitute(
         title=escape(f"{plan.model} on {cluster.name}"),
+        style=house_style(),
         patterns=patterns(),
         under=escape(under),
         summary=_summary(plan),

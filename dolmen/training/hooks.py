@@ -69,12 +69,12 @@ class Hooks:
         self.validation: Validation | None = None  # the last there was
         self.skipped = state.step - state.updates  # by the starts before
         self.skipped_in_a_row, self.finite = 0, True
-        kinds = (
-            ((metrics.MetricsFile, "metrics.jsonl"), (metrics.TensorBoard, "tensorboard"))
-            if mesh.first
-            else ()
+        self.record = metrics.MetricsFile(out / "metrics.jsonl", state.step) if mesh.first else None
+        self.writers = (
+            []
+            if self.record is None
+            else [self.record, metrics.TensorBoard(out / "tensorboard", state.step)]
         )
-        self.writers = [kind(out / name, state.step) for kind, name in kinds]
         self.history = History(out / history.NAME if mesh.first else None)
         self.first, self.tenth = state.step + 1, max(1, state.steps // 10)
         self.profile = Profile(run.log.profile, mesh, out)
@@ -211,6 +211,7 @@ class Hooks:
             "val_tokens": tokens,
             "tokens": state.tokens,
             "time": time.time(),
+            "seconds": began - self.began,
         }
         for writer in self.writers:
             writer.write(row | {f"val_{name}": one for name, one in found.metrics.items()})
@@ -270,6 +271,8 @@ class Hooks:
             "parameters": count.parameters(self.run.tree),
             "changed": changed,
         }
+        if self.record is not None:  # what was made after `step` is made again
+            row["reached"] = max(state.step, self.record.reached)
         self.history.add(state.step, row)
 
     def close(self, step: int, ended: str) -> None:

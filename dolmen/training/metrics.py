@@ -35,6 +35,8 @@ class MetricsFile:
     def __init__(self, file: Path, step: int):
         rows = read_metrics(file)
         kept = [row for row in rows if row["step"] <= step]
+        self.reached = max((row["step"] for row in rows), default=step)
+        """The last step that had been told of before."""
         if file.exists() and sum(1 for _ in file.open("rb")) > len(rows) + 1:
             beside = folders.free(file.with_suffix(".damaged.jsonl"))
             with open(file, "rb") as old, open(beside, "xb") as copy:

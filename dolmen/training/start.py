@@ -16,7 +16,7 @@ import torch
 
 from dolmen import __version__
 from dolmen.core import agree
-from dolmen.core.config import to_dict
+from dolmen.core.config import flatten, to_dict
 from dolmen.core.mesh import Mesh
 from dolmen.data.batches import Loader
 from dolmen.files import gate
@@ -49,7 +49,7 @@ def facts(run: RunConfig, out: Path, refusal: str | None, **more: object) -> dic
     """What must be the same on every rank: options, code, versions. Where the cache lies and who
     fills it may differ.
     """
-    options = agree.flatten({k: v for k, v in to_dict(run).items() if v is not None})
+    options = flatten({k: v for k, v in to_dict(run).items() if v is not None})
     for name in ("data.cache", "data.workers"):
         options.pop(name, None)
     code = agree.code(Path(__file__).parents[1])

@@ -194,6 +194,7 @@ OTHERS = {
         "layout.recompute layout.recompute-layers train.global-batch-size train.sequence-length "
         "train.microbatch-size train.dtype train.dropout train.compile"
     ),
+    "show": "help out serve host port every",
     "schedule": (
         "help pp microbatches virtual-stages out list forward backward input weight send costs "
         "memory"

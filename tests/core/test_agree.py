@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from dolmen.core import agree
+from dolmen.core.config import flatten
 
 
 @pytest.fixture
@@ -54,7 +55,7 @@ def test_code_changes_with_a_file(tmp_path: Path):
 
 
 def test_flat():
-    assert agree.flatten({"a": {"b": {"c": 1}}, "d": [1], "e": {}}) == {
+    assert flatten({"a": {"b": {"c": 1}}, "d": [1], "e": {}}) == {
         "a.b.c": 1,
         "d": [1],
         "e": {},

@@ -33,13 +33,13 @@ def test_a_tail_gives_each_row_once_and_begins_again_with_a_new_file(tmp_path):
     assert list(tail.read()) == []
     file.write_text('{"step": 1, "time": 0}\n\n{"step": 2, "time": 0}\n{"step": "x"}\n')
     assert [row["step"] for row in tail.read()] == [1, 2] and tail.refused == 1
-    assert list(tail.read()) == [] and not tail.is_new()
+    assert list(tail.read()) == [] and not tail.first
     other = tmp_path / "other"
     other.write_text('{"step": 7, "time": 0}\n')
     other.rename(file)
-    assert tail.is_new() and [row["step"] for row in tail.read()] == [7] and tail.refused == 0
+    assert [(row["step"], tail.first) for row in tail.read()] == [(7, True)] and tail.refused == 0
     file.write_text("")
-    assert tail.is_new() and list(tail.read()) == []
+    assert list(tail.read()) == [] and tail.first
 
 
 def test_loads_are_over_the_mean_of_their_layer():

@@ -1,0 +1,23 @@
+"""dolmen show RUN [RUN ...]"""
+
+from pathlib import Path
+
+from dolmen.cli.options import ShowOptions
+from dolmen.core.errors import BadInput, message
+from dolmen.core.paths import expand
+from dolmen.watching import server
+from dolmen.watching.page import write_page
+
+
+def run(options: ShowOptions) -> int:
+    folders = [expand(name) for name in options.runs]
+    try:
+        if options.serve:
+            server.serve(folders, options)
+        else:
+            print(f"wrote {write_page(folders, Path(options.out))}")
+    except KeyboardInterrupt:  # how a server is ended, and what a reader has asked for
+        return 0
+    except ValueError as error:
+        raise BadInput(message(error)) from None
+    return 0

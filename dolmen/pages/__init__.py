@@ -1,0 +1,1 @@
+"""What every page that we write looks like."""

@@ -1,0 +1,156 @@
+"""Runs as one page that opens anywhere: HTML with its data, its style and its script in it, and
+nothing to fetch (page.html is its frame, chart.js draws curves, page.js figures, tables.js the
+rest).
+
+Everything that comes from a run's files is in one block of JSON, in which nothing can end it; the
+script sets it as text. A policy in the page's head lets no other script run.
+"""
+
+import base64
+import hashlib
+import json
+from html import escape
+from pathlib import Path
+from string import Template
+from typing import Any, NamedTuple
+
+from dolmen import __version__
+from dolmen.core.words import counted
+from dolmen.files import gate, write
+from dolmen.pages.style import house_style
+from dolmen.watching.run import Run, differing, labels
+
+HERE = Path(__file__).parent
+SCRIPTS = ("chart.js", "page.js", "tables.js")
+MARK = '<meta name="generator" content="dolmen show">'
+
+
+class Figure(NamedTuple):
+    name: str
+    """As in page.js."""
+    caption: str
+
+
+class Group(NamedTuple):
+    """Figures under one heading, one below the other or two in a row."""
+
+    heading: str
+    figures: tuple[Figure, ...]
+
+
+GROUPS = (
+    Group(
+        "Loss",
+        (
+            Figure(
+                "loss",
+                "Training loss: every value, and the mean of each with its neighbours, a "
+                "twentieth of all that is shown; validation loss: open marks. A cross at the top "
+                "is a loss that was not finite.",
+            ),
+        ),
+    ),
+    Group(
+        "The course of training",
+        (
+            Figure("rate", "Learning rate."),
+            Figure("norm", "Gradient norm before clipping."),
+            Figure("skipped", "Steps that changed no parameter: not finite, or a spike."),
+            Figure(
+                "life",
+                "Starts (bars) and checkpoints: filled marks are on disk, open ones have been "
+                "deleted. Hatched: steps that were made again, after a start from an earlier one.",
+            ),
+        ),
+    ),
+    Group(
+        "Speed and memory",
+        (
+            Figure("speed", "Tokens per second of all processes, validations left out."),
+            Figure("mfu", "Model FLOP utilization: of the datasheet's peak, or of the measured."),
+            Figure("held", "The most memory that the first rank has held so far."),
+            Figure("ranks", "The same of every rank, when it was last asked."),
+        ),
+    ),
+    Group(
+        "Experts",
+        (
+            Figure("busiest", "Tokens of the busiest expert over the mean, in the worst layer."),
+            Figure("loads", "Tokens of each expert (across) of each layer (down) in one step."),
+        ),
+    ),
+)
+WIDE = ("loss", "life")
+"""Figures that take the width of the page."""
+
+
+class Watched:
+    """Runs, read again whenever they are asked for. Raises ValueError for a folder that holds
+    none.
+    """
+
+    def __init__(self, folders: list[Path]):
+        names = labels(folders)
+        self.runs = [Run(folder, name) for folder, name in zip(folders, names, strict=True)]
+
+    def data(self) -> dict[str, Any]:
+        """What the page draws, as it is now."""
+        for run in self.runs:
+            run.read()
+        found = [run.as_dict() for run in self.runs]
+        return {"runs": found, "differs": differing(found)}
+
+    def page(self, every: float | None = None) -> str:
+        """The page; of one that is served, which asks for new data `every` so many seconds."""
+        script = "\n".join(gate.read_text(HERE / name, gate.MIB) for name in SCRIPTS)
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        connect = "" if every is None else "; connect-src 'self'"
+        names = ", ".join(run.label for run in self.runs)
+        return Template(gate.read_text(HERE / "page.html", gate.MIB)).substitute(
+            policy=f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
+            f"script-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'{connect}",
+            title=escape(names if len(self.runs) <= 4 else counted(len(self.runs), "run")),
+            under=escape(", ".join(str(run.folder) for run in self.runs)),
+            live="" if every is None else f' data-every="{every:g}"',
+            style=house_style() + gate.read_text(HERE / "page.css", gate.MIB),
+            figures="\n".join(map(_group, GROUPS)),
+            data=in_script(self.data()),
+            script=script,
+            version=__version__,
+        )
+
+
+def in_script(value: Any) -> str:
+    """JSON that can stand in a script element: nothing in it begins a tag or a comment."""
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def write_page(folders: list[Path], to: Path) -> Path:
+    """The page of the runs in `folders`, in the file `to`. Raises ValueError for a folder that
+    holds none, for a file that is there and is no such page, and where it cannot be written.
+    """
+    watched = Watched(folders)
+    try:
+        if to.exists() and MARK not in gate.read_text(to, 2**31)[:4096]:
+            raise ValueError(
+                f"--out {to} is there, and no page of dolmen show: move it, or give another --out"
+            )
+        write.replace(to, watched.page(), lasting=False)
+    except OSError as error:
+        raise ValueError(f"--out {to}: {error.strerror}") from None
+    return to
+
+
+def _group(group: Group) -> str:
+    wide = "\n".join(_figure(one) for one in group.figures if one.name in WIDE)
+    small = "\n".join(_figure(one) for one in group.figures if one.name not in WIDE)
+    grid = f'<div class="grid">\n{small}\n</div>\n' if small else ""
+    return f"<section>\n<h2>{escape(group.heading)}</h2>\n{grid}{wide}\n</section>"
+
+
+def _figure(figure: Figure) -> str:
+    return (
+        f'<figure id="figure-{figure.name}">\n<div class="plot"></div>\n<p class="read"></p>\n'
+        f"<figcaption>{escape(figure.caption)}</figcaption>\n</figure>"
+    )

@@ -1,0 +1,248 @@
+"""What lies in a run's folder, read again and again while it grows: only what is new of its rows.
+Every file goes through the gate, and what of it is refused is told, not fatal: a page of a damaged
+run shows what is left.
+"""
+
+import json
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from dolmen.checkpoint import folders
+from dolmen.core.config import flatten
+from dolmen.core.log import size
+from dolmen.core.words import counted
+from dolmen.files import gate, kinds
+from dolmen.files.tail import Tail
+from dolmen.watching.series import Series
+
+METRICS, HISTORY, SAMPLES = "metrics.jsonl", "history.jsonl", "samples.jsonl"
+MOST_PROMPTS, MOST_TEXTS, LONGEST_TEXT = 50, 12, 4000
+MOST_OPTIONS, LONGEST_VALUE = 2000, 400
+MOST_STARTS = 500
+AXES = ("tp", "cp", "pp", "dp", "ep")
+
+
+class Run:
+    """The run in `folder`, shown as `label`. Raises ValueError where there is none."""
+
+    def __init__(self, folder: Path, label: str):
+        if not folder.is_dir():
+            raise ValueError(f"{folder} is no folder: give that of a run, such as runs/quickstart")
+        if not any((folder / name).exists() for name in ("config.yaml", METRICS)):
+            raise ValueError(
+                f"{folder} holds no run: it has neither config.yaml nor {METRICS}; give the folder "
+                "that dolmen train wrote"
+            )
+        self.folder, self.label = folder, label
+        self.rows = Tail(folder / METRICS, kinds.METRICS_ROW)
+        self.events = Tail(folder / HISTORY, kinds.HISTORY_ROW)
+        self.texts = Tail(folder / SAMPLES, kinds.SAMPLE_ROW)
+        self.series = Series()
+        self.history = History()
+        self.samples: dict[str, dict[int, str]] = {}
+        self.refused: dict[str, str] = {}
+
+    def read(self) -> None:
+        """What is new."""
+        self.refused = {}
+        self._take(self.rows, METRICS)
+        self._take(self.events, HISTORY)
+        self._take(self.texts, SAMPLES)
+
+    def _take(self, tail: Tail, name: str) -> None:
+        try:
+            for row in tail.read():
+                if tail.first:
+                    self._clear(name)
+                self._add(name, row)
+            if tail.first:  # made anew, and there is nothing in it yet
+                self._clear(name)
+        except gate.Refused as error:
+            self.refused[name] = str(error)
+        if tail.refused:
+            self.refused[name] = (
+                f"{counted(tail.refused, 'line')} of {name} left out: damaged, or none of dolmen's"
+            )
+
+    def _clear(self, name: str) -> None:
+        """What was read of a file that has been made anew."""
+        if name == METRICS:
+            self.series = Series()
+        elif name == HISTORY:
+            self.history = History()
+        else:
+            self.samples = {}
+
+    def _add(self, name: str, row: Mapping[str, Any]) -> None:
+        if name == METRICS:
+            self.series.add(row)
+        elif name == HISTORY:
+            self.history.add(row)
+        elif row["prompt"] in self.samples or len(self.samples) < MOST_PROMPTS:
+            self.samples.setdefault(row["prompt"], {})[row["step"]] = row["text"]
+
+    def as_dict(self) -> dict[str, Any]:
+        """All that a page shows of it."""
+        config = self._config()
+        options = dict(list(flatten(config).items())[:MOST_OPTIONS])
+        return {
+            "label": self.label,
+            "folder": str(self.folder),
+            "facts": self._facts(config),
+            "series": self.series.as_dict(),
+            **self.history.as_dict(),
+            "checkpoints": self._checkpoints(),
+            "samples": [
+                {"prompt": _cut(prompt), "texts": [[step, _cut(by[step])] for step in _some(by)]}
+                for prompt, by in self.samples.items()
+            ],
+            "options": {name: _value(value) for name, value in options.items()},
+            "refused": sorted(self.refused.values()),
+        }
+
+    def _config(self) -> dict[str, Any]:
+        """config.yaml as plain values; it is written once, and read again where a run goes on."""
+        file = self.folder / "config.yaml"
+        try:
+            if file.exists():
+                return gate.read_yaml(file, kinds.RUN) or {}
+        except gate.Refused as error:
+            self.refused["config.yaml"] = str(error)
+        return {}
+
+    def _checkpoints(self) -> list[int]:
+        """Steps of those on disk."""
+        return list(folders.whole_checkpoints(self.folder / "checkpoints"))[-MOST_STARTS:]
+
+    def _facts(self, config: Mapping[str, Any]) -> list[list[str]]:
+        """What a reader wants to know first: (what, words)."""
+        options, last = flatten(dict(config)), self.series.last
+        start = self.history.starts[-1] if self.history.starts else {}
+        model = [str(options[n]) for n in ("model.model_type",) if n in options]
+        model += [f"{size(start['parameters'])} parameters"] if "parameters" in start else []
+        step = max((i.step for i in self.series.intervals.values()), default=0)
+        total = start.get("steps") or options.get("train.steps")
+        facts = {
+            "model": ", ".join(model),
+            "layout": _layout(options),
+            "processes": _processes(start),
+            "batch": _batch(options),
+            "steps": f"{step:,} of {total:,}" if isinstance(total, int) else f"{step:,}",
+            "state": self._state(),
+            "training loss": _number(last.get("loss")),
+            "validation loss": _number(last.get("val_loss")),
+            "skipped steps": f"{last.get('skipped_steps') or 0:,.0f}",
+        }
+        return [[name, words] for name, words in facts.items() if words]
+
+    def _state(self) -> str:
+        if not self.history.starts:
+            return ""
+        last = self.history.starts[-1]
+        starts = len(self.history.starts)
+        again = f", {counted(starts, 'start')}" if starts > 1 else ""
+        return ("in progress, or killed" if last["ended"] is None else last["ended"]) + again
+
+
+class History:
+    """Starts, saves, memory by rank and load of experts, of history.jsonl."""
+
+    def __init__(self):
+        self.starts: list[dict[str, Any]] = []
+        self.saved: list[int] = []
+        self.memory: dict[str, Any] = {}
+        self.load: dict[str, Any] = {}
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        if "begun" in row and len(self.starts) < MOST_STARTS:
+            names = ("step", "time", "begun", "steps", "reached", "processes", "device")
+            found = {name: row[name] for name in (*names, "parameters") if name in row}
+            changed = [_cut(line) for line in row.get("changed", ())][:50]
+            self.starts.append({**found, "changed": changed, "ended": None, "until": None})
+            self.saved = [step for step in self.saved if step <= row["step"]]
+        if "ended" in row and self.starts:
+            self.starts[-1] |= {"ended": row["ended"], "until": row["step"]}
+        if row.get("saved") and row["step"] not in self.saved[-1:]:
+            self.saved = [*self.saved, row["step"]][-MOST_STARTS:]
+        if "memory_gib" in row:
+            self.memory = {"step": row["step"], "gib": row["memory_gib"]}
+        if "router_load" in row:
+            self.load = {"step": row["step"], "layers": row["router_load"]}
+
+    def as_dict(self) -> dict[str, Any]:
+        for one, after in pairwise(self.starts):
+            one["ended"] = one["ended"] or "killed"
+            if one["until"] is None:
+                one["until"] = after.get("reached")
+        return {
+            "starts": self.starts,
+            "saved": self.saved,
+            "memory": self.memory,
+            "load": self.load,
+        }
+
+
+def labels(paths: list[Path]) -> list[str]:
+    """A name for each folder: its own, with as much of its path before it as tells them apart."""
+    whole = [path.absolute().parts for path in paths]
+    depth = 1
+    while len({parts[-depth:] for parts in whole}) < len({*whole}) and depth < 64:
+        depth += 1
+    return ["/".join(parts[-depth:]) for parts in whole]
+
+
+def differing(runs: list[dict[str, Any]]) -> list[list[Any]]:
+    """[option, its value in each run (null: it has none)] of the options that are not the same in
+    all.
+    """
+    names = {name: None for run in runs for name in run["options"]}
+    rows = [[name, [run["options"].get(name) for run in runs]] for name in names]
+    return [row for row in rows if len({*row[1]}) > 1]
+
+
+def _some(steps: Mapping[int, Any]) -> list[int]:
+    """The first, the last, and a few between."""
+    found = sorted(steps)
+    if len(found) <= MOST_TEXTS:
+        return found
+    last = len(found) - 1
+    return [found[round(i * last / (MOST_TEXTS - 1))] for i in range(MOST_TEXTS)]
+
+
+def _cut(text: str) -> str:
+    if len(text) <= LONGEST_TEXT:
+        return text
+    return f"{text[:LONGEST_TEXT]} ... ({len(text):,} characters)"
+
+
+def _value(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]} ..."
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
+def _layout(options: Mapping[str, Any]) -> str:
+    found = [(axis, options.get(f"layout.{axis}")) for axis in AXES]
+    words = [f"{axis} {n}" for axis, n in found if isinstance(n, int) and n > 1]
+    zero = options.get("layout.zero")
+    words += [f"ZeRO {zero}"] if isinstance(zero, int) and zero and words else []
+    return " x ".join(words) if words else ("one process" if options else "")
+
+
+def _processes(start: Mapping[str, Any]) -> str:
+    if "processes" not in start:
+        return ""
+    return f"{counted(start['processes'], 'process', 'processes')} on {start.get('device', '?')}"
+
+
+def _batch(options: Mapping[str, Any]) -> str:
+    rows, length = (options.get(f"train.{n}") for n in ("global_batch_size", "sequence_length"))
+    if not isinstance(rows, int):
+        return ""
+    of = f" of {length:,} tokens" if isinstance(length, int) else ""
+    return f"{counted(rows, 'sequence')}{of}"

@@ -1,0 +1,176 @@
+"""Numbers of a run by step, thinned so that a million rows fit a page and nothing is hidden: equal
+intervals of steps, each with the mean, the least and the most of its values.
+
+    rows of metrics.jsonl --add, one by one--> at most MOST intervals --as_dict--> plain lists
+
+The width of an interval is a power of 2, doubled whenever there are too many. So the same rows give
+the same intervals, however many were added at a time.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+MOST = 1000
+"""Intervals; there are half as many at least, of a run with more rows than that."""
+MOST_COLUMNS = 200
+LONGEST = 200
+"""Characters of a column's name."""
+PLACES = ("step", "tokens", "seconds", "time")
+
+
+@dataclass
+class Spread:
+    """The values of one column in one interval."""
+
+    count: int = 0
+    mean: float = 0.0
+    low: float = math.inf
+    high: float = -math.inf
+    gaps: int = 0
+    """Of them were not finite."""
+
+    def add(self, value: float | None) -> None:
+        if value is None:
+            self.gaps += 1
+        else:
+            self.join(Spread(1, value, value, value))
+
+    def join(self, other: "Spread") -> None:
+        """Take in those of the interval beside it."""
+        self.gaps += other.gaps
+        if not other.count:
+            return
+        self.count += other.count
+        mean = self.mean + (other.mean - self.mean) * (other.count / self.count)
+        self.low, self.high = min(self.low, other.low), max(self.high, other.high)
+        # where a difference was too large for a float, max takes its first for a NaN
+        self.mean = min(self.high, max(self.low, mean))
+
+
+@dataclass
+class Interval:
+    """Where it ends, and what lies in it."""
+
+    step: int = 0
+    tokens: float | None = None
+    seconds: float | None = None
+    columns: dict[str, Spread] = field(default_factory=dict)
+
+    def join(self, other: "Interval") -> None:
+        """Take in the one beside it, whose steps come later."""
+        self.step = max(self.step, other.step)
+        self.tokens = self.tokens if other.tokens is None else other.tokens
+        self.seconds = self.seconds if other.seconds is None else other.seconds
+        for name, spread in other.columns.items():
+            self.columns.setdefault(name, Spread()).join(spread)
+
+
+class Series:
+    """All numbers of a run. A row is of metrics.jsonl: what is neither a number nor null in it is
+    left out, and so are columns over MOST_COLUMNS.
+    """
+
+    def __init__(self, most: int = MOST):
+        self.most = most
+        self.width = 1
+        self.rows = 0
+        self.intervals: dict[int, Interval] = {}
+        self.last: dict[str, float | None] = {}
+        """Of each column, of the last row that had it."""
+        self.names: set[str] = set()
+        self._begun: float | None = None
+        self._timed = False
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        self.rows += 1
+        index = row["step"] // self.width
+        interval = self.intervals.setdefault(index, Interval())
+        interval.step = max(interval.step, row["step"])
+        tokens, seconds = number(row.get("tokens")), self._seconds(row)
+        interval.tokens = interval.tokens if tokens is None else tokens
+        interval.seconds = interval.seconds if seconds is None else seconds
+        for name, value in row.items():
+            if name in PLACES or not self._known(name):
+                continue
+            found = number(value)
+            if found is not None or value is None or isinstance(value, float):
+                self.last[name] = found
+                interval.columns.setdefault(name, Spread()).add(found)
+        while len(self.intervals) > self.most:
+            self._halve()
+
+    def _known(self, name: str) -> bool:
+        if name not in self.names and len(self.names) < MOST_COLUMNS and len(name) <= LONGEST:
+            self.names.add(name)
+        return name in self.names
+
+    def _seconds(self, row: Mapping[str, Any]) -> float | None:
+        """Of training, stops left out; of runs before rows had it, since the first row."""
+        seconds = number(row.get("seconds"))
+        if seconds is not None:
+            self._timed = True
+            return seconds
+        time = number(row.get("time"))
+        if self._timed or time is None:
+            return None
+        self._begun = time if self._begun is None else self._begun
+        return time - self._begun
+
+    def _halve(self) -> None:
+        self.width *= 2
+        before, self.intervals = sorted(self.intervals.items()), {}
+        for index, interval in before:
+            self.intervals.setdefault(index // 2, Interval()).join(interval)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Lists of a value per interval: step, tokens and seconds at its end. A column: `at`, the
+        numbers of the intervals that have values of it (left out: all), `mean`, and where intervals
+        hold several rows `low` and `high`; `gaps`, those that have values that are not finite.
+        """
+        found = [interval for _, interval in sorted(self.intervals.items())]
+        return {
+            "rows": self.rows,
+            "width": self.width,
+            "step": [one.step for one in found],
+            "tokens": _carried([one.tokens for one in found]),
+            "seconds": _carried([one.seconds for one in found]),
+            "columns": {name: _column(name, found) for name in sorted(self.names & {*self.last})},
+            "last": {name: value for name, value in self.last.items() if value is not None},
+        }
+
+
+def _column(name: str, intervals: list[Interval]) -> dict[str, Any]:
+    spreads = {i: one.columns[name] for i, one in enumerate(intervals) if name in one.columns}
+    found = {i: spread for i, spread in spreads.items() if spread.count}
+    column: dict[str, Any] = {"mean": [_short(spread.mean) for spread in found.values()]}
+    if len(found) < len(intervals):
+        column["at"] = list(found)
+    if any(spread.count > 1 for spread in found.values()):
+        column["low"] = [_short(spread.low) for spread in found.values()]
+        column["high"] = [_short(spread.high) for spread in found.values()]
+    if gaps := [i for i, spread in spreads.items() if spread.gaps]:
+        column["gaps"] = gaps
+    return column
+
+
+def _carried(values: list[float | None]) -> list[float]:
+    """Where there is none, the one before."""
+    out, last = [], 0.0
+    for value in values:
+        last = last if value is None else value
+        out.append(_short(last))
+    return out
+
+
+def _short(value: float) -> float:
+    """What a picture shows: eight digits."""
+    return float(f"{value:.8g}")
+
+
+def number(value: Any) -> float | None:
+    """A finite number as a float; None of all else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or abs(value) > 1e300:
+        return None
+    return float(value) if math.isfinite(value) else None

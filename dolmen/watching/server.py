@@ -1,0 +1,128 @@
+"""A page that is kept up to date: `dolmen show RUN --serve`.
+
+    GET /?token=SECRET        the page
+    GET /data?token=SECRET    what it draws, as it is now
+
+There is nothing else: no name in an address becomes a path, so nothing but these runs is served.
+The secret is made anew by every start, compared in constant time, and needed for all. The server is
+that of the standard library, as a run's machine needs no extra for one reader.
+"""
+
+import hmac
+import json
+import secrets
+import time
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Lock
+from typing import Any, NamedTuple
+from urllib.parse import parse_qs, urlsplit
+
+from dolmen.watching.config import ShowConfig
+from dolmen.watching.page import Watched
+
+PATIENCE = 10.0
+"""Seconds in which a request must be said."""
+ALWAYS = {
+    "Cache-Control": "no-store",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+}
+
+
+class Answer(NamedTuple):
+    kind: str
+    body: bytes
+
+
+class Shown:
+    """What is served of the runs: looked at anew at most `every` so many seconds, by one request at
+    a time.
+    """
+
+    def __init__(self, watched: Watched, every: float):
+        self.watched, self.every = watched, every
+        self.lock = Lock()
+        self.answers: dict[str, tuple[float, Answer]] = {}
+
+    def answer(self, path: str) -> Answer | None:
+        """Of / and /data; None of all else."""
+        if path not in ("/", "/data"):
+            return None
+        with self.lock:
+            made, found = self.answers.get(path, (0.0, None))
+            if found is None or time.monotonic() - made > self.every / 2:
+                found = self._made(path)
+                self.answers[path] = time.monotonic(), found
+            return found
+
+    def _made(self, path: str) -> Answer:
+        if path == "/":
+            return Answer("text/html; charset=utf-8", self.watched.page(self.every).encode())
+        text = json.dumps(self.watched.data(), allow_nan=False, separators=(",", ":"))
+        return Answer("application/json", text.encode())
+
+
+class Server(ThreadingHTTPServer):
+    """Bound, and with its secret. Raises OSError for an address that cannot be had."""
+
+    daemon_threads = True
+
+    def __init__(self, shown: Shown, host: str, port: int):
+        self.shown, self.token = shown, secrets.token_urlsafe(24)
+        super().__init__((host, port), Handler)
+
+    @property
+    def address(self) -> str:
+        """For a browser on this machine, or one that knows it by the host that was asked for."""
+        host, port = self.server_address[:2]
+        return f"http://{host}:{port}/?token={self.token}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One request."""
+
+    server: Server  # pyright: ignore[reportIncompatibleVariableOverride]
+    server_version, sys_version = "dolmen", ""
+    timeout = PATIENCE
+
+    def do_GET(self) -> None:
+        asked = urlsplit(self.path)
+        given = parse_qs(asked.query, max_num_fields=8).get("token", [""])[0]
+        if not hmac.compare_digest(given.encode(), self.server.token.encode()):
+            return self._say(HTTPStatus.FORBIDDEN, "the address lacks its token\n")
+        answer = self.server.shown.answer(asked.path)
+        if answer is None:
+            return self._say(HTTPStatus.NOT_FOUND, "there is no such page\n")
+        self._send(HTTPStatus.OK, answer)
+
+    def _say(self, status: HTTPStatus, words: str) -> None:
+        self._send(status, Answer("text/plain; charset=utf-8", words.encode()))
+
+    def _send(self, status: HTTPStatus, answer: Answer) -> None:
+        self.send_response(status)
+        for name, value in {**ALWAYS, "Content-Type": answer.kind}.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(answer.body)))
+        self.end_headers()
+        self.wfile.write(answer.body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: an address in a log would tell the secret."""
+
+
+def serve(folders: list[Path], asked: ShowConfig) -> None:
+    """Until Ctrl-C. Raises ValueError for a folder that holds no run, and an address that cannot be
+    had.
+    """
+    shown = Shown(Watched(folders), asked.every)
+    try:
+        server = Server(shown, asked.host, asked.port)
+    except OSError as error:
+        raise ValueError(f"--host {asked.host} --port {asked.port}: {error.strerror}") from None
+    print(f"open {server.address}", flush=True)
+    print("Ctrl-C ends it; the page then stays as it was last", flush=True)
+    with server:
+        server.serve_forever()
