@@ -91,15 +91,16 @@ class Scale {
   }
 }
 
-// Mean of each value and its neighbours, a twentieth of all; fewer at the ends, as many on each side,
-// so that a line that falls is not drawn above itself.
+// Mean of each value and its neighbours, a twentieth of all. At the beginning as many on each side, so
+// that what falls steeply is not drawn below itself; at the end those before, so that it is no noise.
 function smoothed(values) {
   const sums = [0];
   for (const value of values) sums.push(sums[sums.length - 1] + value);
   const most = Math.floor(values.length / 40);
   return values.map((_, i) => {
-    const side = Math.min(most, i, values.length - 1 - i);
-    return (sums[i + side + 1] - sums[i - side]) / (2 * side + 1);
+    const side = Math.min(most, i);
+    const end = Math.min(values.length, i + side + 1);
+    return (sums[end] - sums[i - side]) / (end - i + side);
   });
 }
 
@@ -122,7 +123,7 @@ function frame(svg, box, x, y, words, time) {
   mark(svg, "text", { x: (left + right) / 2, y: bottom + 34, class: "label", "text-anchor": "middle" }, words.x);
 }
 
-// Labels at the right of lines, none over another: [{y, text, colour}].
+// Labels at the right of lines, none over another: [{y, text, colour, most letters, shape, dots}].
 function labels(svg, left, top, bottom, list) {
   const sorted = [...list].sort((a, b) => a.y - b.y);
   const space = Math.min(14, (bottom - top + 14) / Math.max(1, sorted.length));
@@ -138,8 +139,11 @@ function labels(svg, left, top, bottom, list) {
     if (Math.abs(one.at - one.y) > 3) {
       mark(svg, "path", { d: path([[left + 2, one.y], [left + 12, one.at]]), class: "lead" });
     }
+    const fill = one.dots ? "#fff" : one.colour;
+    const to = "translate(" + (left + 21) + " " + at(one.at) + ")";
+    if (one.shape) mark(svg, "path", { d: one.shape, transform: to, class: "marker", stroke: one.colour, fill });
     const words = one.text.length > one.most ? one.text.slice(0, one.most - 1) + "\u2026" : one.text;
-    mark(svg, "text", { x: left + 15, y: at(one.at + 4), class: "small strong", style: "fill:" + one.colour }, words);
+    mark(svg, "text", { x: left + (one.shape ? 29 : 15), y: at(one.at + 4), class: "small strong", style: "fill:" + one.colour }, words);
   }
 }
 

@@ -28,6 +28,9 @@ function element(parent, tag, text, kind) {
 
 const shown = () => DATA.runs.map((run, i) => [run, i]).filter(([run]) => !VIEW.hidden.has(run.label));
 
+// Of a run's marks, where there are several runs to tell apart.
+const shape = (run) => (DATA.runs.length > 1 ? style(MARKERS, run) : "");
+
 // A step as what the figures are drawn against.
 function place(run, step) {
   if (VIEW.x === "step") return step;
@@ -105,7 +108,7 @@ function drawCurves(spec) {
   if (!any) return figure.querySelector(".plot").replaceChildren();
   const [width, height] = spec.tall ? [920, 400] : [448, 250];
   const longest = list.reduce((most, one) => Math.max(most, one.text.length), 0);
-  const room = Math.min(spec.tall ? 200 : 110, longest ? 24 + 6.6 * longest : 14);
+  const room = Math.min(spec.tall ? 230 : 110, longest ? 38 + 7.2 * longest : 14);
   const box = { left: spec.tall ? 58 : 52, right: width - room, top: 26, bottom: height - 44 };
   const words = spec.first ? spec.y + (list[0].word === "datasheet" ? " of the datasheet" : " as measured") : spec.y;
   const svg = svgIn(figure, width, height, words);
@@ -116,7 +119,7 @@ function drawCurves(spec) {
   frame(svg, box, x, y, { x: WORDS[VIEW.x], y: words + (log ? ", logarithmic" : ""), narrow: !spec.tall }, time);
   const ends = list.map((one) => ({
     y: curve(svg, one, x, y, box, DATA.runs.length > 1), text: one.text, colour: style(COLOURS, one.run),
-    most: Math.floor((room - 18) / 6.3),
+    most: Math.floor((room - 32) / 7.2), shape: one.text && shape(one.run), dots: one.dots,
   }));
   labels(svg, box.right, box.top, box.bottom, ends.filter((one) => one.text));
   watch(svg, figure, box, x, list);
@@ -212,7 +215,7 @@ function drawRanks() {
   const list = shown().filter(([run]) => run.memory.gib && run.memory.gib.length);
   figure.hidden = !list.length;
   if (!list.length) return;
-  const box = { left: 52, right: DATA.runs.length > 1 ? 356 : 434, top: 26, bottom: 206 };
+  const box = { left: 52, right: DATA.runs.length > 1 ? 338 : 434, top: 26, bottom: 206 };
   const svg = svgIn(figure, 448, 250, "Memory by rank");
   const most = list.reduce((a, [run]) => Math.max(a, run.memory.gib.length), 1);
   const high = list.reduce((a, [run]) => run.memory.gib.reduce((b, g) => Math.max(b, g), a), 0);
@@ -223,7 +226,7 @@ function drawRanks() {
   frame(svg, box, x, y, { x: "rank", y: "GiB, most held so far", narrow: true }, false);
   const ends = list.map(([run, index]) => {
     const one = { points: run.memory.gib.map((g, rank) => ({ x: rank, mean: g, low: g, high: g })), gaps: [], run: index, dots: most <= 64 };
-    return { y: curve(svg, one, x, y, box, false), text: DATA.runs.length > 1 ? run.label : "", colour: style(COLOURS, index), most: 11 };
+    return { y: curve(svg, one, x, y, box, false), text: DATA.runs.length > 1 ? run.label : "", colour: style(COLOURS, index), most: 10, shape: shape(index), dots: one.dots };
   });
   labels(svg, box.right, box.top, box.bottom, ends.filter((one) => one.text));
 }
