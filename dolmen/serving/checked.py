@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dolmen.core.words import counted
 from dolmen.model.tree import Span, Tree
 from dolmen.model.tree.blanks import of_prefix
-from dolmen.serving.pages import SIZE
 from dolmen.serving.request import Limits, Request
 
 
@@ -33,12 +32,12 @@ def check(model: Tree, request: Request, limits: Limits) -> str | None:
         )
     # the last new token is not read
     read = len(request.tokens) + max(options.max_new_tokens - 1, 0)
-    needed = -(-read // SIZE)
+    needed = -(-read // limits.page)
     if limits.pages is not None and needed > limits.pages:
         raise ValueError(
-            f"{name} may take {counted(needed, 'page')} of {SIZE} tokens, and the cache has "
+            f"{name} may take {counted(needed, 'page')} of {limits.page} tokens, and the cache has "
             f"{limits.pages}: give it more, or use --max-new-tokens "
-            f"{max(limits.pages * SIZE - len(request.tokens) + 1, 0)}"
+            f"{max(limits.pages * limits.page - len(request.tokens) + 1, 0)}"
         )
     return _beyond(model, len(request.tokens), options.max_new_tokens, read)
 

@@ -119,7 +119,7 @@ class Engine:
             )
         self.model, self.mesh, self.limits = model, mesh, limits
         self._stop = frozenset(stop)
-        self._forward = Forward(model, mesh)
+        self._forward = Forward(model, mesh, limits.page)
         self._rows = Running(limits, tree.prefixed, self._forward.cache.table)
         self._never = sorted(set(range(tree.vocab_size)) - set(known)) if known else []
         self._numbers, self._within = itertools.count(), ExitStack()

@@ -60,8 +60,8 @@ class Scores:
 class Forward:
     """Of one model, its cache and its pipeline."""
 
-    def __init__(self, model: Decoder, mesh: Mesh):
-        self.model, self.mesh, self.cache = model, mesh, Cache(model.tree)
+    def __init__(self, model: Decoder, mesh: Mesh, page: int):
+        self.model, self.mesh, self.cache = model, mesh, Cache(model.tree, page)
         self._going: list[tuple[dist.Work, Tensor]] = []
 
     def read(self, parts: Mapping[int, Part]) -> tuple[list[int], Scores | None]:

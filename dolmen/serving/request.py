@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from dolmen.serving.options import Options
+from dolmen.serving.pages import SIZE
 
 LogProbabilities = Literal["raw", "processed"]
 """Of the model's own distribution, as training sees it; or of the one that is drawn from."""
@@ -93,11 +94,14 @@ class Limits:
     long it is.
     """
     pages: int | None = None
-    """Pages of the cache, of `pages.SIZE` tokens each. A text that no page is left for is put back
-    and read again later, the youngest first. None: as many as the texts need.
+    """Pages of the cache. A text that no page is left for is put back and read again later, the
+    youngest first. None: as many as the texts need.
     """
+    page: int = SIZE
+    """Tokens of a page."""
 
     def __post_init__(self) -> None:
-        for name, value in (("rows", self.rows), ("tokens", self.tokens), ("pages", self.pages)):
+        known = dict(rows=self.rows, tokens=self.tokens, pages=self.pages, page=self.page)
+        for name, value in known.items():
             if value is not None and value < 1:
                 raise ValueError(f"limits.{name} is {value}: it must be at least 1")
