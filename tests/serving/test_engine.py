@@ -9,18 +9,22 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from asked import LONG, run, scored
 from decoders import DECODERS, MOST, PROMPTS, VOCABULARY, decoder
+from models import build, initialize
 
 from dolmen.conversion import hf_export
 from dolmen.conversion.source import open_source
 from dolmen.core import mesh as meshes
 from dolmen.model import head
-from dolmen.parallel import data
+from dolmen.parallel import data, schedule
 from dolmen.serving import engine
 from dolmen.serving.engine import generate, load_decoder, stop_tokens
+from dolmen.serving.request import Limits
 
 NEW = 12
 WARM = dict(temperature=1.2, top_k=20, top_p=0.9, seed=3)
+REQUESTED = ("grouped", "one-kv-qk-norm")
 
 
 def by_forward(model, prompt: list[int]) -> list[int]:
@@ -216,9 +220,34 @@ def is_at_rest(model) -> bool:
     return before == list(map(id, model.parameters()))
 
 
+def requests_of(model, mesh: meshes.Mesh) -> dict[tuple, tuple]:
+    """(id, sample) -> new tokens, log-probabilities of prompt and of these, and how many tokens
+    were close to another; texts in pages of 4, of which there are too few for all of them.
+    """
+    limits = Limits(rows=7, tokens=9, pages=14, page=4)
+    found = run(model, scored([*PROMPTS, LONG], samples=2), limits, mesh)
+    out = {
+        name: (e.tokens, [one.logprob for one in (*e.prompt_logprobs, *e.logprobs)], e.close)
+        for name, e in found.items()
+    }
+    everyone = [None, None]
+    dist.all_gather_object(everyone, out)
+    assert everyone[0] == everyone[1], "ranks have been told different things"
+    return out
+
+
 def two_ranks():
     cpu = torch.device("cpu")
     split, copied = meshes.grid(1, 2, cpu), meshes.grid(2, 1, cpu)
+    stages = meshes.grid(1, 1, cpu, pp=2)
+    requests = {
+        f"{name} tp": requests_of(decoder(name, split, sequence_parallel=True), split)
+        for name in REQUESTED
+    }
+    for name in REQUESTED:
+        model = build(DECODERS[name], stages, schedule=schedule.make("1f1b", 2, 2))
+        initialize(model, seed=0)
+        requests[f"{name} pp"] = requests_of(model, stages)
     options = ({}, dict(sequence_parallel=True, zero=3))
     out = {f"{name} {o}": texts_of(decoder(name, split, **o)) for name in DECODERS for o in options}
     rest = []
@@ -229,7 +258,7 @@ def two_ranks():
     units, data.units = data.units, lambda model: []  # negative control
     forgotten = is_at_rest(decoder("grouped", copied, zero=1))
     data.units = units
-    return out, rest, forgotten
+    return out, rest, forgotten, requests
 
 
 def test_no_layout_changes_a_text(spawn):
@@ -237,8 +266,26 @@ def test_no_layout_changes_a_text(spawn):
     want = {
         n: (generate(m, PROMPTS, NEW), generate(m, PROMPTS, NEW, **WARM)) for n, m in models.items()
     }
-    texts, rest, forgotten = spawn(2)(two_ranks)
+    texts, rest, forgotten, requests = spawn(2)(two_ranks)
     assert len(texts) == 2 * len(DECODERS) + 4
     for layout, text in texts.items():
         assert (text["greedy"], text["warm"]) == want[layout.split()[0]], layout
     assert all(rest) and not forgotten
+    for layout, got in requests.items():
+        hold_requests(layout, got)
+
+
+def hold_requests(layout: str, got: dict[tuple, tuple]) -> None:
+    """Tokens are those of one process, but behind one that lay close to another; log-probabilities
+    are 1e-6 off in the mean, 1e-4 x max(1, |log p| / 10) at worst.
+    """
+    alone = run(decoder(layout.split()[0]), scored([*PROMPTS, LONG], samples=2))
+    assert got.keys() == alone.keys()
+    off = []
+    for name, (new, logprobs, close) in got.items():
+        want = alone[name]
+        assert new == want.tokens or close + want.close, (layout, name)
+        if new == want.tokens:
+            both = [one.logprob for one in (*want.prompt_logprobs, *want.logprobs)]
+            off += [abs(a - b) / max(1, -b / 10) for a, b in zip(logprobs, both, strict=True)]
+    assert len(off) > 200 and sum(off) / len(off) < 1e-6 and max(off) < 1e-4, layout

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from asked import LONG, SCORED, WARM, run, scored, several, tokens
 from decoders import DECODERS, PROMPTS, VOCABULARY, decoder
 
 from dolmen.model import head
@@ -14,40 +15,12 @@ from dolmen.serving import sample
 from dolmen.serving.engine import Engine, ask
 from dolmen.serving.options import Options
 from dolmen.serving.pages import SIZE
-from dolmen.serving.request import Ended, Limits, Request
-
-WARM = Options(temperature=1.2, top_k=20, max_new_tokens=8)
-LONG = [(7 * i) % VOCABULARY for i in range(20)]  # with 8 new ones a page and a part of the next
-
-
-def run(model, requests, limits: Limits = Limits(), **options) -> dict[tuple, Ended]:
-    """(id, sample) -> how it ended."""
-    found = {}
-    with Engine(model, limits=limits, **options) as engine:
-        for request in requests:
-            engine.add(request)
-        while engine.busy:
-            for ended in engine.step().ended:
-                assert (ended.id, ended.sample) not in found
-                found[ended.id, ended.sample] = ended
-        assert not engine._forward.cache.table.in_use  # nothing is held
-    return found
-
-
-def tokens(found: dict[tuple, Ended]) -> dict[tuple, list[int]]:
-    return {name: ended.tokens for name, ended in found.items()}
+from dolmen.serving.request import Limits, Request
 
 
 @pytest.fixture(scope="module")
 def model():
     return decoder("grouped")
-
-
-def several(prompts, count: int, options: Options = WARM) -> list[Request]:
-    return [
-        Request(prompt, options, id=f"row {i}", seed=3, samples=count)
-        for i, prompt in enumerate(prompts)
-    ]
 
 
 @pytest.mark.slow
@@ -164,16 +137,6 @@ def hold(found: dict, prompts: list[list[int]], model) -> None:
         scale.append((want.abs() / 10).clamp(min=1))
     assert torch.cat(off).mean() < 1e-6
     assert (torch.cat(off) / torch.cat(scale)).max() < 1e-4
-
-
-SCORED = Options(temperature=0.8, top_k=30, max_new_tokens=8)
-
-
-def scored(prompts, **more) -> list[Request]:
-    return [
-        Request(p, SCORED, id=i, logprobs="raw", prompt_logprobs=True, **more)
-        for i, p in enumerate(prompts)
-    ]
 
 
 @pytest.mark.slow

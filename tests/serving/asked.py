@@ -1,0 +1,46 @@
+"""What tests ask of an engine, and how it ended."""
+
+from decoders import VOCABULARY
+
+from dolmen.core.mesh import SINGLE, Mesh
+from dolmen.serving.engine import Engine
+from dolmen.serving.options import Options
+from dolmen.serving.request import Ended, Limits, Request
+
+WARM = Options(temperature=1.2, top_k=20, max_new_tokens=8)
+LONG = [(7 * i) % VOCABULARY for i in range(20)]  # with 8 new ones a page and a part of the next
+
+
+def run(model, requests, limits: Limits = Limits(), mesh: Mesh = SINGLE) -> dict[tuple, Ended]:
+    """(id, sample) -> how it ended."""
+    found = {}
+    with Engine(model, limits=limits, mesh=mesh) as engine:
+        for request in requests:
+            engine.add(request)
+        while engine.busy:
+            for ended in engine.step().ended:
+                assert (ended.id, ended.sample) not in found
+                found[ended.id, ended.sample] = ended
+        assert not engine._forward.cache.table.in_use  # nothing is held
+    return found
+
+
+def tokens(found: dict[tuple, Ended]) -> dict[tuple, list[int]]:
+    return {name: ended.tokens for name, ended in found.items()}
+
+
+def several(prompts, count: int, options: Options = WARM) -> list[Request]:
+    return [
+        Request(prompt, options, id=f"row {i}", seed=3, samples=count)
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+SCORED = Options(temperature=0.8, top_k=30, max_new_tokens=8)
+
+
+def scored(prompts, **more) -> list[Request]:
+    return [
+        Request(p, SCORED, id=i, logprobs="raw", prompt_logprobs=True, **more)
+        for i, p in enumerate(prompts)
+    ]
