@@ -352,6 +352,15 @@ def _linear(
     x: Tensor, linears: Sequence[Linear], tp: TensorParallel, enters: bool
 ) -> tuple[Tensor, ...]:
     """The products of x, entered once for all of them and for what their adapters make of it."""
+    if torch.compiler.is_compiling() and torch.is_grad_enabled():
+        if any(one.rounding is not None for one in linears):
+            return _uncompiled(x, linears, tp, enters)
+    return _made(x, linears, tp, enters)
+
+
+def _made(
+    x: Tensor, linears: Sequence[Linear], tp: TensorParallel, enters: bool
+) -> tuple[Tensor, ...]:
     weights, biases = [one.weight for one in linears], [one.bias for one in linears]
     adapters = [(i, one.adapter) for i, one in enumerate(linears) if one.adapter is not None]
     downs = [adapter.down for _, adapter in adapters]
@@ -365,6 +374,11 @@ def _linear(
         (up,) = _multiplied(h * adapter.scale, [adapter.up], [None], [None], tp, enters=False)
         ys[i].add_(up)  # the product just made, which nothing else reads
     return ys
+
+
+# A compiled block ends before products of eight bits and begins again behind them: what delayed
+# scaling learns of a step is no value of a graph, nor is what ranks tell one another of scales.
+_uncompiled = torch.compiler.disable(_made)
 
 
 def _multiplied(

@@ -86,6 +86,7 @@ PRODUCTS: dict[str, Callable[[Sequence[Any], dict[str, Any]], Multiplied]] = {
     "aten.baddbmm": lambda args, _: _matrices(*args[1:3]),
     "aten.baddbmm_": lambda args, _: _matrices(*args[1:3]),
     "aten._grouped_mm": lambda args, _: _matrices(*args[:2]),
+    "aten._scaled_mm_v2": lambda args, _: _matrices(*args[:2]),
     "aten._flash_attention_forward": _flash_forward,
     "aten._flash_attention_backward": _flash_backward,
 }

@@ -77,7 +77,7 @@ def check_computed(run: RunConfig, processes: int | None) -> RunConfig:
 
 def check_precision(run: RunConfig) -> None:
     """Raises ValueError, with the numbers, where products in eight bits cannot be as asked: nothing
-    is left to round, the layout cuts what shares a scale, or a graph would hold their state.
+    is left to round, or the layout cuts what shares a scale.
     """
     recipe, layout = run.training.fp8, run.layout
     if recipe is None:
@@ -88,11 +88,6 @@ def check_precision(run: RunConfig) -> None:
             f"train.fp8.first-layers ({run.train.fp8.first_layers}) and train.fp8.last-layers "
             f"({run.train.fp8.last_layers}) leave none of the {run.tree.layers} layers: set fewer, "
             "or leave out --train.precision"
-        )
-    if run.train.compile:
-        raise ValueError(
-            f"train.compile and train.precision {recipe.precision} exclude each other: use "
-            "--train.no-compile, or leave out --train.precision"
         )
     check_rounding(leaves, {"tp": layout.tp})
     length, here = run.sequence_length, run.microbatch_size * run.sequence_length // layout.cp

@@ -359,6 +359,22 @@ def test_the_rows_of_a_loaded_rank_are_so_many_times_as_many():
     assert {row.axis for row in even.rows if row.op == "all-to-all"} == {"ep"}
 
 
+def test_products_of_eight_bits_are_as_many():
+    """Three of each matrix inside layers and of each sequence, which are torch's scaled products;
+    all in all as without.
+    """
+    layout = Layout(dp=1, zero=0)
+    plain, rounded = (
+        dryrun(run_of(LLAMA, layout, dtype="bfloat16", precision=one), 0, hardware=H100)
+        for one in (None, "fp8-rowwise")
+    )
+    assert rounded.flops == plain.flops
+    leaves = Model(LLAMA).tree.leaves.items()
+    inside = sum(leaf.elements for n, leaf in leaves if "layers." in n and leaf.role == "matrix")
+    found = sum(row.flops * row.times for row in rounded.rows if row.dtype == "fp8")
+    assert found == 8 * 3 * 2 * LENGTH * inside
+
+
 QUICK = ("dryrun", "quickstart", "--layout.dp", "1", "--train.global-batch-size", "2")
 
 
