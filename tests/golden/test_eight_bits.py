@@ -12,11 +12,12 @@ from functools import cache, partial
 import pytest
 import torch
 import torch.distributed as dist
-from mechanisms import adapted
+from mechanisms import CONFIGS, adapted
 from models import Flat, Tiny
 from spawning import Row
 from table import OPTIMIZER, SINGLE, Layout, batches, differences, hold, run, start, updates
 
+from dolmen.evaluation.validate import mean_loss
 from dolmen.model.training import Training
 from dolmen.ops.recipe import Fp8, Fp8Config
 from dolmen.parallel import product
@@ -36,6 +37,9 @@ WIDE = SIZES | dict(hidden_size=256, intermediate_size=256, head_dim=64)
 EXPERTS = dict(
     num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, router_aux_loss_coef=0.05
 )
+
+# with weights that every rank of tp has whole, each with tokens of its own
+LATENTS = replace(CONFIGS["deepseek-v3"], training=Training(fp8=Fp8("fp8-tensorwise")))
 
 
 def config(precision: str, adapters=False, **fields) -> Tiny:
@@ -145,6 +149,9 @@ ROWS = [
     *rows("fp8-blockwise", "tp2 sp acc2"),
     *rows("mxfp8", "tp2 sp zero1\ndp2 zero1", first_layers=1, format="e4m3"),
     *rows("mxfp8", "tp2", ", experts", **EXPERTS),
+    Row(
+        "tp2 sp-fp8-tensorwise, latents", 2, partial(compare, LATENTS, Layout.of("tp2 sp"), True, 1)
+    ),
 ]
 
 
@@ -230,6 +237,16 @@ MISSING = [
 def test_a_scale_of_one_rank_is_seen(row, result):
     """Negative control, of what no loss curve shows."""
     assert result(row)
+
+
+def test_validation_rounds_nothing():
+    """To the bit; training does."""
+    rounded = config("fp8-tensorwise")
+    given, found = batches(SINGLE), []
+    for one in (Tiny(rounded.tree), rounded):
+        train = start(one, SINGLE, Layout())
+        found.append(mean_loss(train.model, given, SINGLE))
+    assert found[0] == found[1]
 
 
 def test_a_scale_that_does_not_follow_is_seen():
