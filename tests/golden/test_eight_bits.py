@@ -290,9 +290,33 @@ LONG = [
 @pytest.mark.parametrize("row", [row.parameter for row in LONG])
 def test_losses_stay_together_over_twenty_steps(row, result):
     """In fp32 some number is rounded to its other neighbour, 2^-4 of it, and what follows with it:
-    about 1e-3 of a loss, of 95 tokens. Measured: at most 4.1e-3 in a step.
+    about 1e-3 of a loss, of 95 tokens. Measured: at most 5.7e-3 in a step (docs/fp8.md).
     """
     want = losses(row.call.args[0], Layout())
     off = [abs(a / b - 1) for a, b in zip(result(row), want, strict=True)]
     assert len(off) == MANY and max(off) < 1e-2, max(off)
     assert sum(off) / MANY < 3e-3, sum(off) / MANY
+
+
+@pytest.mark.slow
+def test_one_number_rounded_otherwise_does_as_much():
+    """Why that is what two layouts may differ by: on one process, in the first step."""
+    rounding, moved = config("fp8-rowwise"), []
+    round_, want = product.Fp8Product.rounded, losses(rounding, Layout())
+
+    def once(self, parts, operand, along):
+        made = round_(self, parts, operand, along)
+        moved.append(operand)
+        if len(moved) == 31:
+            payload = made.payloads[0].contiguous()
+            codes = payload.view(torch.uint8).flatten()
+            place = (codes & 0x7F).long().topk(50).indices[-1]  # a number that is felt
+            codes[place] -= 1  # its neighbour towards 0
+            made.payloads[0] = payload
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(product.Fp8Product, "rounded", once)
+        got = losses(rounding, Layout())
+    off = [abs(a / b - 1) for a, b in zip(got, want, strict=True)]
+    assert 5e-4 < max(off) < 1e-2, max(off)
