@@ -102,6 +102,20 @@ def test_what_is_not_rounded_is_the_plain_product():
     assert torch.equal(product.weight_gradient([g], [x])[0], g.t() @ x)
 
 
+def test_the_largest_of_a_step_is_that_of_all_its_microbatches():
+    """And of what is computed again."""
+    x, w, g = factors()
+    product = made("fp8-delayed")
+    for part in (x, x / 2, x):
+        product.output([part / 4], [w])
+        product.output([part], [w])
+        product.output([part / 8], [w])
+        product.input_gradient([part[:, :96] * g], [w])
+    largest = [one.abs().max() for one in (x, w, x[:, :96] * g)]
+    delayed = product.rounding.delayed
+    assert delayed is not None and torch.equal(delayed.now, torch.stack(largest))
+
+
 @pytest.mark.parametrize("wrong", (torch.nan, torch.inf))
 @pytest.mark.parametrize("precision", GRANULARITY)
 def test_what_is_not_finite_is_seen_by_a_scale_that_is_known(precision, wrong):
