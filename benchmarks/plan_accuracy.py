@@ -67,7 +67,7 @@ def _row(p: Prediction) -> dict:
         "predicted_s": f.estimate.seconds if f else None,
         "low_s": p.low if f else None,
         "high_s": p.high if f else None,
-        "measured_s": p.row.measured(),
+        "measured_s": p.measured,
         "predicted_gib": gib(p),
         "fits": f.fits if f else None,
         "mfu": f.mfu if f else None,
@@ -83,7 +83,7 @@ def _tell(p: Prediction) -> None:
     if p.forecast is None:
         print(f"{head} {'none':>10}")
     else:
-        f, measured = p.forecast, p.row.measured()
+        f, measured = p.forecast, p.measured
         said = f"{measured:10.4g}" if measured else f"{'':10}"
         off = f"{f.estimate.seconds / measured - 1:+7.1%}" if measured else f"{'':7}"
         interval = f"{p.low:10.4g}-{p.high:.4g}"
@@ -97,7 +97,7 @@ def _tell(p: Prediction) -> None:
 
 
 def _summary(predictions: Sequence[Prediction]) -> None:
-    known = [(p, p.row.measured()) for p in predictions if p.forecast is not None]
+    known = [(p, p.measured) for p in predictions if p.forecast is not None]
     timed = [(p, m) for p, m in known if m is not None and p.row.status == "ok"]
     for name in [*dict.fromkeys(p.row.dataset for p, _ in timed), None]:
         some = [(p, m) for p, m in timed if name in (None, p.row.dataset)]

@@ -42,10 +42,11 @@ from dolmen.model.decoder import Decoder
 from dolmen.optim.precision import DTYPES
 from dolmen.planning import composed as dry
 from dolmen.planning import inference as serving_plan
-from dolmen.planning import search
+from dolmen.planning import outputs, search
 from dolmen.planning.config import DryrunConfig, DryrunRequest, PlanConfig, PlanRequest
 from dolmen.planning.dry_report import Report as Dry
 from dolmen.planning.plan import Plan
+from dolmen.planning.question import Question
 from dolmen.recipes.changed import plain, request
 from dolmen.recipes.named import planned
 from dolmen.serving import engine
@@ -645,13 +646,16 @@ def plan(
     years: float = 4.0,
     kilowatt_hour: float = 0.0,
     as_recipe: str | PathLike | None = None,
+    dryrun: bool = True,
+    progress: bool = True,
 ) -> Plan:
     """`dolmen plan MODEL --cluster CLUSTER`: the fastest layouts of a model (a recipe, a YAML file,
     a folder with a config.json, or a RunConfig) on a cluster (NAME, NAME:NODES or a YAML file).
     `layout` gives parts of the layout, `train` the batch, the length, the microbatch and the dtype.
     The answer is a frozen value: `ranked` has the layouts, each with `estimate` (seconds, low,
-    high, parts), `memory` of each stage, `mfu`, `bound` and `changes`. Raises ValueError on bad
-    input, and where nothing fits.
+    high, parts), `memory` of each stage, `mfu`, `bound` and `changes`; `dry` what a dry run of the
+    first of them counted beside the closed forms, unless `dryrun` is False. Raises ValueError on
+    bad input, and where nothing fits.
 
         found = dolmen.plan("gpt-1t", "dgx-a100:384", layout={"tp": 8})
         found.ranked[0].layout, found.ranked[0].estimate.seconds
@@ -669,11 +673,13 @@ def plan(
             years=years,
             kilowatt_hour=kilowatt_hour,
             as_recipe=as_recipe,
+            dryrun=dryrun,
         )
-        question = search.Question.of(_planned(model, asked))
-        found = search.answer(question, asked)
+        outputs.refuse(asked)
+        question = Question.of(_planned(model, asked))
+        found = search.answer(question, asked, progress)
         if asked.as_recipe is not None:
-            search.write_recipe(question, found, Path(asked.as_recipe))
+            outputs.write_recipe(question, found, Path(asked.as_recipe))
         return found
 
 
@@ -702,7 +708,7 @@ def plan_inference(
             layout={} if tp is None else {"tp": tp},
             train={} if dtype is None else {"dtype": dtype},
         )
-        question = search.Question.of(_planned(model, asked))
+        question = Question.of(_planned(model, asked))
         return serving_plan.inference(question, asked.batch, asked.length)
 
 

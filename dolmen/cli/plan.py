@@ -10,15 +10,15 @@ from dolmen.cli.options import PlanOptions
 from dolmen.core.errors import BadInput, message
 from dolmen.core.log import console
 from dolmen.files import write
-from dolmen.planning import answer, calibrate, search
+from dolmen.planning import answer, calibrate, outputs, search
 from dolmen.planning.config import PlanConfig, PlanRequest
 from dolmen.planning.fleets import with_fleets
 from dolmen.planning.hardware import LOCAL, measured_at
 from dolmen.planning.inference import inference
 from dolmen.planning.plan import Plan
 from dolmen.planning.published import read_rows
+from dolmen.planning.question import Question
 from dolmen.planning.report import write_report
-from dolmen.planning.search import Question
 from dolmen.recipes.named import planned
 
 
@@ -29,8 +29,9 @@ def run(options: PlanOptions) -> int:
         request = asked(options)
         if request.asked.inference:
             return generation(request)
+        outputs.refuse(request.asked)
         question = Question.of(request)
-        found = search.answer(question, request.asked)
+        found = search.answer(question, request.asked, progress=True)
         tell(found, request.asked)
         for line in written(question, found, request.asked):
             if request.asked.json != "-":
@@ -79,13 +80,15 @@ def tell(found: Plan, asked: PlanConfig) -> None:
         told += answer.explanation(found)
     for line in told:
         print(line)
+    for line in answer.ran(found):
+        screen.print(line)
 
 
 def written(question: Question, found: Plan, asked: PlanConfig) -> Iterator[str]:
     """What was asked for as a file: a line each. Raises ValueError."""
     if asked.as_recipe is not None:
         file = Path(asked.as_recipe)
-        search.write_recipe(question, found, file)
+        outputs.write_recipe(question, found, file)
         yield f"wrote {file}: dolmen train {file}"
     if asked.report is not None:
         try:

@@ -445,3 +445,17 @@ PIECE = Kind(
     size=256 * MIB,
     depth=6,
 )
+
+# What `dolmen dryrun --json` writes, and a plan keeps of its first layout (planning/winner.py).
+SENT = Object(required={"axis": NAME, "op": NAME, "count": BYTES, "bytes": BYTES}, rest=None)
+RANK = Object(
+    required={
+        "rank": BYTES,
+        "peak_bytes": BYTES,
+        "live_bytes": Map(Int()),
+        "flops": BYTES,
+        "collectives": List(SENT),
+    },
+    rest=None,
+)
+DRYRUN = Kind(Object(required={"ranks": List(RANK)}, rest=None), size=MIB, depth=6)

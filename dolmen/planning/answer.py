@@ -9,7 +9,7 @@ from dolmen.core.log import gib, size
 from dolmen.core.words import counted
 from dolmen.planning.config import Device
 from dolmen.planning.inference import Inference
-from dolmen.planning.plan import Candidate, Change, Fleet, Plan, spelled
+from dolmen.planning.plan import Candidate, Change, Compared, DryRun, Fleet, Plan, spelled
 
 NAMES = {"bubble": "bubble", "memory": "memory traffic", "host": "host", "pp": "sends"}
 MFU = (
@@ -18,6 +18,8 @@ MFU = (
 )
 SHOWN = 4
 """Changes of a layout that are told."""
+DIFFERS = 0.01
+"""Of the peak: kinds of memory whose closed form is further off are told."""
 
 
 def title(plan: Plan) -> str:
@@ -76,6 +78,39 @@ def dry_run(plan: Plan) -> str:
     kernels = f" --device {device}" if device in get_args(Device) else ""
     layout = spelled(plan.ranked[0].layout)
     return f"dolmen dryrun {plan.model} {layout} {sizes}{plan.sequence_length}{kernels}"
+
+
+def ran(plan: Plan) -> list[str | Table]:
+    """What the dry run of the first layout says beside its closed forms."""
+    dry = plan.dry
+    if dry is None:
+        return []
+    told: list[str | Table] = [f"not listed, by the dry run: {why}" for why in dry.struck]
+    if dry.left_out:
+        return [*told, f"The first layout was not dry-run: {dry.left_out}."]
+    made = Table(box=None, padding=(0, 3, 0, 0), pad_edge=False)
+    made.add_column("dry run of 1.", no_wrap=True)
+    for one in dry.ranks:
+        made.add_column(f"rank {one.rank:,}", justify="right", no_wrap=True)
+    made.add_row("GiB at the peak", *(beside(one.peak) for one in dry.ranks))
+    least = DIFFERS * max(one.peak.counted for one in dry.ranks)
+    for held in zip(*(one.held for one in dry.ranks), strict=True):
+        if any(abs(one.formed - one.counted) >= least for one in held):
+            made.add_row(f"  {held[0].name}", *map(beside, held))
+    for axis in dict.fromkeys(sent.name for one in dry.ranks for sent in one.sent):
+        found = [next((s for s in one.sent if s.name == axis), None) for one in dry.ranks]
+        made.add_row(f"GiB sent over {axis}", *(beside(one) if one else "-" for one in found))
+    return [
+        *told,
+        made,
+        "in brackets: the closed forms beside what the real step does, without values; of what is "
+        f"held, kinds that differ by {DIFFERS:.0%} of the peak.",
+    ]
+
+
+def beside(one: Compared) -> str:
+    """ "60.09 (+3.8%)": GiB as counted, and how far off the closed form is."""
+    return f"{one.counted / 2**30:,.2f} ({one.off:+.1%})"
 
 
 def explanation(plan: Plan) -> list[str]:
@@ -165,7 +200,25 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "fitting": plan.fitting,
         "interval": plan.interval,
         "ranked": [_candidate(plan, one) for one in plan.ranked],
+        **({} if plan.dry is None else {"dryrun": _dry(plan.dry)}),
         **({"days": plan.days(plan.ranked[0].estimate).seconds} if plan.tokens else {}),
+    }
+
+
+def _dry(dry: DryRun) -> dict[str, Any]:
+    return {
+        "ranks": [
+            {
+                "rank": one.rank,
+                "peak_bytes": one.peak.counted,
+                "closed_form_bytes": one.peak.formed,
+                "held": {kind.name: [kind.counted, kind.formed] for kind in one.held},
+                "sent": {axis.name: [axis.counted, axis.formed] for axis in one.sent},
+            }
+            for one in dry.ranks
+        ],
+        "struck": list(dry.struck),
+        "left_out": dry.left_out,
     }
 
 

@@ -81,16 +81,15 @@ def samples(rows: Iterable[Published]) -> list[Sample]:
     unknown = Spread(0.0, 0, False)
     found = []
     for row in rows:
-        measured = row.measured()
-        if measured is None or row.status == "oom":
-            continue
-        sample = sample_of(predict(row, lambda device: unknown), measured)
-        found += [sample] if sample else []
+        predicted = predict(row, lambda device: unknown)
+        if row.status != "oom" and (sample := sample_of(predicted)):
+            found.append(sample)
     return found
 
 
-def sample_of(predicted: Prediction, measured: float) -> Sample | None:
-    if predicted.forecast is None:
+def sample_of(predicted: Prediction) -> Sample | None:
+    """None where nothing is predicted, or nothing was measured."""
+    if predicted.forecast is None or predicted.measured is None:
         return None
     estimate = predicted.forecast.estimate
     sums = [sum(estimate.parts.get(name, 0.0) for name in names) for names in GROUPS.values()]
@@ -100,7 +99,7 @@ def sample_of(predicted: Prediction, measured: float) -> Sample | None:
         predicted.row.dataset,
         predicted.device,
         (sums[0] / whole, sums[1] / whole, sums[2] / whole),
-        math.log(measured / estimate.seconds),
+        math.log(predicted.measured / estimate.seconds),
     )
 
 

@@ -184,6 +184,7 @@ class Capacity:
             choice.cp,
             choice.pp,
             choice.sequence_parallel,
+            choice.context,
             choice.schedule,
             choice.virtual_stages,
             choice.recompute,
@@ -236,6 +237,7 @@ class Capacity:
             choice.tp,
             choice.cp,
             choice.sequence_parallel,
+            choice.context,
             choice.recompute,
             choice.recompute_layers,
             choice.microbatch_size,
@@ -262,7 +264,8 @@ class Capacity:
 
     def _kept(self, block: Block, choice: Choice, recompute: str) -> float:
         """Bytes that a layer keeps. Of experts those of the dense layer that a token passes, with
-        what is sent to them and comes back; latents beside the heads that are made of them.
+        what is sent to them and comes back; latents beside the heads that are made of them; where
+        cp gathers, keys and values of the whole sequence (docs/context-parallel.md).
         """
         tokens = choice.microbatch_size * self.sequence_length / choice.cp
         tree, beside, e = self.tree, 0.0, self.element_bytes
@@ -275,6 +278,17 @@ class Capacity:
             mixer = block.mixer
             beside += tokens * e * 2 * ((mixer.q_rank or 0) + mixer.kv_rank)
             block = replace(block, mixer=Attention(mixer.heads, mixer.heads, mixer.head_size))
+        if (
+            choice.cp > 1
+            and choice.context == "gather"
+            and recompute == "none"
+            and not self.dropout
+        ):
+            mixer = block.mixer
+            assert isinstance(mixer, Attention)
+            width = max(mixer.kv_heads / choice.tp, 1) * sum(mixer.head_sizes)
+            whole = choice.microbatch_size * self.sequence_length
+            beside += (whole - tokens / 2) * width * e
         kept = activation_bytes_per_layer(
             replace(tree, runs=(Run((block,), 1),)),
             choice.microbatch_size,

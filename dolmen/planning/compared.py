@@ -47,6 +47,8 @@ class Prediction:
     """What empty cells were taken for, and how many choices there were."""
     device: str
     warnings: tuple[str, ...]
+    measured: float | None = None
+    """Seconds of a step, as the row says or as follows from it."""
 
     @property
     def known(self) -> Forecast:
@@ -61,6 +63,7 @@ def predict(row: Published, spread_of, cluster: Cluster | None = None) -> Predic
     warnings = list(row.warnings)
     cluster = cluster or cluster_of(row, warnings)
     spread: Spread = spread_of(cluster.device.name)
+    measured = measured_of(row, cluster, warnings)
     found: list[tuple[str, Job, Forecast]] = []
     problems: list[str] = []
     for words, job in jobs(row, cluster, warnings):
@@ -70,9 +73,8 @@ def predict(row: Published, spread_of, cluster: Cluster | None = None) -> Predic
             problems.append(str(error))
     if not found:
         warnings += problems[:1]
-        return Prediction(
-            row, None, 0.0, 0.0, "", cluster.device.name, tuple(dict.fromkeys(warnings))
-        )
+        told = tuple(dict.fromkeys(warnings))
+        return Prediction(row, None, 0.0, 0.0, "", cluster.device.name, told, measured)
     found = _that_fit(found)
     found.sort(key=lambda item: item[2].estimate.seconds)
     words, _, middle = found[(len(found) - 1) // 2]
@@ -88,7 +90,25 @@ def predict(row: Published, spread_of, cluster: Cluster | None = None) -> Predic
         words,
         cluster.device.name,
         tuple(dict.fromkeys(warnings)),
+        measured,
     )
+
+
+def measured_of(row: Published, cluster: Cluster, warnings: list[str]) -> float | None:
+    """Seconds of a step; of a row that says a share of the peak alone, of the datasheet's, and of
+    FLOPs as its convention counts them.
+    """
+    found = row.measured()
+    if found is not None or row.share_of_peak is None:
+        return found
+    peak, dtype = cluster.device.peak, row.precision or "bf16"
+    found = row.measured(peak.get(dtype, peak.get("fp16", 0.0)))
+    if found is None:
+        warnings.append(
+            "mfu_pct or hfu_pct alone, and flops_convention does not say what is counted: "
+            "nothing is measured"
+        )
+    return found
 
 
 Found = list[tuple[str, Job, Forecast]]

@@ -104,6 +104,8 @@ class PlanConfig:
     """Layouts to list."""
     explain: bool = False
     """Say of each layout what bounds it, and what one change of it would buy."""
+    dryrun: bool = True
+    """Run the step of the first layout without values, as its first, middle and last rank."""
     tokens: float | None = None
     """Tokens to train on: days, GPU hours, energy and, with prices, money."""
     rent: float = 0.0

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from dolmen.planning.plan import Fleet, Plan, words
-from dolmen.planning.search import Question, look
+from dolmen.planning.question import Question
+from dolmen.planning.search import look
 
 
 def with_fleets(question: Question, plan: Plan) -> Plan:

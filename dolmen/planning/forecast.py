@@ -1,4 +1,4 @@
-"""Time and memory of a step of any program on any cluster, from closed forms (operations.py): what
+"""Time and memory of a step of any program on any cluster, from closed forms (blocks.py): what
 published runs are compared with. Of our own program the planner has ledgers instead.
 """
 
@@ -11,20 +11,16 @@ from dolmen.model.tree import Experts, Tree
 from dolmen.parallel import schedule as schedules
 from dolmen.parallel.actions import Schedule
 from dolmen.parallel.schedule import Simulation
+from dolmen.planning.blocks import block_rows
 from dolmen.planning.cost import BESIDE, Machine, Overlap, Parts, action_seconds, row_seconds
+from dolmen.planning.ends import embedding_rows, head_rows, update_rows
 from dolmen.planning.ledger import Row
-from dolmen.planning.operations import (
-    BYTES,
-    Operations,
-    Program,
-    Share,
-    block_rows,
-    embedding_rows,
-    head_rows,
-    update_rows,
-)
+from dolmen.planning.operations import Operations, Program, Share
 from dolmen.planning.placement import Placement, send_seconds
-from dolmen.planning.step import Estimate, Spread, Stage, step_time
+from dolmen.planning.step import Estimate, Spread, Stage, rows_seconds, step_time, together
+
+BYTES = 2
+"""Of an element that is multiplied."""
 
 
 @dataclass(frozen=True)
@@ -126,36 +122,20 @@ def forecast(job: Job, spread: Spread) -> Forecast:
 def _stages(job: Job, machine: Machine) -> tuple[list[Stage], Operations]:
     """What each virtual stage takes, and the rows of a block."""
     tree, share, program = job.tree, job.share, job.program
-    rows = block_rows(tree.blocks[0], tree.hidden_size, share, program)
+    rows = block_rows(tree, 0, share, program)
     whole = rows.recomputed(job.recompute)
     if job.zero == 3:
         whole = _gathered(whole, job)
-    block = _seconds(whole, machine)
-    ends = [_seconds(make(tree, share, program), machine) for make in (embedding_rows, head_rows)]
-    stages = [
-        Stage(block.forward.times(n), block.backward.times(n), send=_send(job, machine))
-        for n in job.layers
+    block = rows_seconds(whole, machine)
+    ends = [
+        rows_seconds(make(tree, share, program), machine) for make in (embedding_rows, head_rows)
     ]
+    parts = [[(n, block)] for n in job.layers]
     if not job.block_alone:
-        stages[0] = _sum(stages[0], ends[0])
-        stages[-1] = _sum(stages[-1], ends[1])
-    # a schedule that splits backward: weights are a third of it, less what is computed again
-    return [replace(s, **_split(s)) for s in stages], rows
-
-
-def _seconds(rows: Operations, machine: Machine) -> Stage:
-    return Stage(action_seconds(rows.forward, machine), action_seconds(rows.backward, machine))
-
-
-def _sum(a: Stage, b: Stage) -> Stage:
-    return replace(a, forward=a.forward + b.forward, backward=a.backward + b.backward)
-
-
-def _split(stage: Stage) -> dict[str, Parts]:
-    """Gradients of inputs and of weights: half of the products each, and all else with inputs."""
-    weights = Parts(product=stage.forward.product)
-    rest = stage.backward.product - weights.product
-    return {"inputs": replace(stage.backward, product=rest), "weights": weights}
+        parts[0].append((1, ends[0]))
+        parts[-1].append((1, ends[1]))
+    send = _send(job, machine)
+    return [together(some, send) for some in parts], rows
 
 
 def _gathered(rows: Operations, job: Job) -> Operations:

@@ -15,7 +15,7 @@ from dolmen.model import count
 from dolmen.model.tree import Attention, Experts, Tree
 from dolmen.planning.hardware import Cluster
 from dolmen.planning.placement import Placement, collective_seconds
-from dolmen.planning.search import PRODUCTS, Question
+from dolmen.planning.question import PRODUCTS, Question
 from dolmen.planning.space import Space
 
 

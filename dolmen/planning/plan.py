@@ -138,6 +138,41 @@ class Fleet(NamedTuple):
     words: str
 
 
+class Compared(NamedTuple):
+    """Bytes, as a dry run counts them and in closed form."""
+
+    name: str
+    counted: int
+    formed: int
+
+    @property
+    def off(self) -> float:
+        """The closed form against what was counted, as a share."""
+        return self.formed / self.counted - 1 if self.counted else float(self.formed > 0)
+
+
+class RankRun(NamedTuple):
+    """What the dry run of a rank says."""
+
+    rank: int
+    peak: Compared
+    held: tuple[Compared, ...]
+    """At the peak, by kind."""
+    sent: tuple[Compared, ...]
+    """What leaves it in a step, by axis."""
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """Of the first layout."""
+
+    ranks: tuple[RankRun, ...]
+    struck: tuple[str, ...] = ()
+    """Layouts that were faster, and why they are not listed."""
+    left_out: str = ""
+    """Why there is none."""
+
+
 @dataclass(frozen=True)
 class Plan:
     model: str
@@ -163,6 +198,8 @@ class Plan:
     tokens: float = 0
     """To train on; 0: 20 for each parameter, as 2203.15556 found best."""
     prices: Prices = Prices()
+    dry: DryRun | None = None
+    """None where it was not asked for."""
 
     @property
     def step_tokens(self) -> int:

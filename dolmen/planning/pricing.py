@@ -3,7 +3,7 @@
     m (F + B) of the slowest rank + bubble + sends + what of fsdp nothing hides + the update
 
 and `full` simulates the schedule's own lists with what each stage takes (step.py). Both price the
-same rows (outline.py) with the same machine (cost.py).
+same rows (blocks.py, ends.py) with the same machine (cost.py).
 
     bubble, with F, B, I, W of a rank on average over p ranks of v virtual stages
     gpipe, 1f1b     (p - 1) (F + B)
@@ -15,21 +15,24 @@ same rows (outline.py) with the same machine (cost.py).
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from functools import cached_property
+from typing import Literal, NamedTuple
 
 from dolmen.core.topology import Topology
 from dolmen.parallel import schedule as schedules
 from dolmen.parallel.actions import Schedule
 from dolmen.parallel.schedule import Simulation
+from dolmen.planning.blocks import block_rows
 from dolmen.planning.capacity import Capacity
 from dolmen.planning.cost import BESIDE, Machine, Parts, action_seconds
+from dolmen.planning.ends import embedding_rows, head_rows, update_rows
 from dolmen.planning.hardware import Cluster
 from dolmen.planning.ledger import Row
-from dolmen.planning.outline import Outline, Work
+from dolmen.planning.operations import OURS, Operations, Program, Share
 from dolmen.planning.placement import Placement, collective_seconds, send_seconds
 from dolmen.planning.ranks import stages_of
 from dolmen.planning.space import Choice
-from dolmen.planning.step import Estimate, Spread, Stage, step_time
+from dolmen.planning.step import Estimate, Spread, Stage, rows_seconds, step_time, together
 
 STEADY = 3
 """Times pp: microbatches after which one more takes what the slowest rank computes for it."""
@@ -67,8 +70,8 @@ class Alike(NamedTuple):
 class Pricing:
     """Of a model on a cluster."""
 
-    outline: Outline
     capacity: Capacity
+    """Which has its tree, length and dtype."""
     cluster: Cluster
     global_batch_size: int
     dtype: str
@@ -80,6 +83,14 @@ class Pricing:
     _quick: dict[tuple, tuple[float, float, float]] = field(default_factory=dict)
     _updates: dict[int, Parts] = field(default_factory=dict)
     _sent: dict[tuple, tuple[float, float, float]] = field(default_factory=dict)
+
+    @cached_property
+    def program(self) -> Program:
+        """What a step of ours does: with dropout it forms the scores."""
+        capacity = self.capacity
+        scores: Literal["scores", "flash"] = "scores" if capacity.dropout else "flash"
+        dropped = capacity.dropout > 0
+        return replace(OURS, attention=scores, dropout=dropped, element=capacity.element_bytes)
 
     def machine(self, choice: Choice) -> Machine:
         """Its first rank, placed."""
@@ -192,7 +203,7 @@ class Pricing:
         made, send = [], self._send(choice)
         for stage in range(choice.pp * choice.virtual_stages):
             parts = Counter(self._parts_of(choice, stage))
-            made.append(_together([(n, self._part(p, choice)) for p, n in parts.items()], send))
+            made.append(together([(n, self._part(p, choice)) for p, n in parts.items()], send))
         return made
 
     def update(self, choice: Choice) -> Parts:
@@ -208,7 +219,7 @@ class Pricing:
         most = max(ranks.elements(choice, rank) for rank in ranks.telling(choice))
         own = most if choice.zero == 0 else most // (choice.dp * choice.cp)
         if own not in self._updates:
-            rows = self.outline.update(own, self.capacity.moments)
+            rows = update_rows(own, own, True, self.program, moments=self.capacity.moments)
             self._updates[own] = action_seconds(rows, self.machine(choice))
         return self._updates[own], self._shown(choice, most, forward, backward)
 
@@ -234,9 +245,9 @@ class Pricing:
         """Seconds of summing gradients everywhere, of gathering parameters, of scattering sums."""
         key = (choice[:4], elements)
         if key not in self._sent:
-            road, size = self.machine(choice).road("fsdp"), self.outline.element_bytes
+            road, size = self.machine(choice).road("fsdp"), self.capacity.element_bytes
             # a block at a time, and the ends
-            units = self.outline.tree.layers // choice.pp + 1
+            units = self.capacity.tree.layers // choice.pp + 1
             payloads = {"all-reduce": 4, "all-gather": size, "reduce-scatter": 4}
             every, gather, reduce = (
                 units * collective_seconds(op, each * elements // units, road)
@@ -252,8 +263,8 @@ class Pricing:
 
     def _sent_bytes(self, choice: Choice) -> int:
         """From a stage to the next, for a microbatch."""
-        tokens = choice.microbatch_size * self.outline.sequence_length // choice.cp
-        payload = tokens * self.outline.tree.hidden_size * self.outline.element_bytes
+        tokens = choice.microbatch_size * self.capacity.sequence_length // choice.cp
+        payload = tokens * self.capacity.tree.hidden_size * self.capacity.element_bytes
         return payload // choice.tp if choice.sequence_parallel else payload
 
     def _part(self, part: Part, choice: Choice) -> Stage:
@@ -262,39 +273,48 @@ class Pricing:
         recompute = choice.recompute if part.again else "none"
         key = (part, mesh, choice.sequence_parallel, recompute, choice.microbatch_size)
         if key not in self._parts:
-            machine = self.machine(choice)
-            work = self._work(part, choice)
-            self._parts[key] = Stage(
-                action_seconds(work.forward, machine),
-                action_seconds((*work.inputs, *work.weights), machine),
-                action_seconds(work.inputs, machine),
-                action_seconds(work.weights, machine),
-            )
+            self._parts[key] = rows_seconds(self._work(part, choice), self.machine(choice))
         return self._parts[key]
 
-    def _work(self, part: Part, choice: Choice) -> Work:
+    def _work(self, part: Part, choice: Choice) -> Operations:
         """Rows of a part, for a microbatch."""
-        choice = choice._replace(recompute=choice.recompute if part.again else "none")
+        tree, ranks = self.capacity.tree, self.capacity.ranks
+        share = Share(
+            choice.microbatch_size,
+            self.capacity.sequence_length,
+            choice.tp,
+            choice.cp,
+            choice.sequence_parallel,
+            choice.ep,
+        )
         if part == EMBEDDING:
-            return self.outline.embedding(choice)
+            return embedding_rows(tree, share, self.program)
         if part == HEAD:
-            return self.outline.head(choice)
-        return self.outline.block(self.capacity.ranks.examples[part.kind], choice)
+            return head_rows(tree, share, self.program)
+        rows = block_rows(tree, ranks.examples[part.kind], share, self.program)
+        return rows.recomputed(choice.recompute if part.again else "none")
 
     def crossing(self, choice: Choice, rank: int) -> Iterator[Row]:
         """The collectives and sends of a whole step of a pipeline rank, each with how often."""
         micros = self.micros(choice)
         for stage in stages_of(choice, rank):
             for part, number in Counter(self._parts_of(choice, stage)).items():
-                for row in (row for rows in self._work(part, choice) for row in rows):
+                work = self._work(part, choice)
+                for row in (*work.forward, *work.backward):
                     if row.kind == "collective":
                         yield replace(row, times=row.times * number * micros)
-        hops = 2 * choice.virtual_stages * micros * (choice.pp > 1)
+        hops = micros * self._neighbours(choice, rank)
         if hops:
             payload = self._sent_bytes(choice)
             yield Row("F0", "", "send", "send", axis="pp", payload=payload, times=hops)
         if choice.dp * choice.cp > 1:
             yield from self._over_fsdp_rows(choice, rank)
+
+    def _neighbours(self, choice: Choice, rank: int) -> int:
+        """Stages of other ranks before and after those of a pipeline rank."""
+        mine, last = stages_of(choice, rank), choice.pp * choice.virtual_stages - 1
+        around = [other for stage in mine for other in (stage - 1, stage + 1)]
+        return sum(0 <= other <= last and other not in mine for other in around)
 
     def _over_fsdp_rows(self, choice: Choice, rank: int) -> Iterator[Row]:
         """What _shown prices."""
@@ -305,7 +325,7 @@ class Pricing:
         if choice.zero == 0:
             yield Row("B0", "", "collective", "all-reduce", axis="fsdp", payload=4 * elements)
             return
-        size = self.outline.element_bytes * elements
+        size = self.capacity.element_bytes * elements
         for op, payload, times in (
             ("all-gather", size, gathers),
             ("reduce-scatter", 4 * elements, reduces),
@@ -321,9 +341,3 @@ def _beside(seconds: float, computed: float) -> float:
 
 def _total(rank: Alike, seconds: dict[Part, float]) -> float:
     return sum(number * seconds[part] for part, number in rank.parts)
-
-
-def _together(parts: list[tuple[int, Stage]], send: float) -> Stage:
-    """One stage of several parts, each so often."""
-    kinds = [[part.parts(kind).times(number) for number, part in parts] for kind in "FBIW"]
-    return Stage(*(sum(each, Parts()) for each in kinds), send=send)

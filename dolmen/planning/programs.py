@@ -85,5 +85,6 @@ def _stated(row: Published, way: Ways) -> Ways:
     if re.search(r"async ?tp|tp.comm.overlap", row.text):
         way = replace(way, overlap=replace(way.overlap, tp="action"))
     if program.gradient == 2 and row.precision == "bf16":
-        program = replace(program, gradient=4)
+        # DeepSpeed's BF16_Optimizer adds `grad.to(float32)` to its sum
+        program = replace(program, gradient=4, converts="deepspeed" in row.framework.lower())
     return replace(way, program=program, zero=way.zero if row.zero is None else row.zero)

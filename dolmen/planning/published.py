@@ -81,9 +81,9 @@ class Published:
         """Whether the run is one layer by itself, neither ends nor update (2205.05198, Table 4)."""
         return self.count("layers") == 1
 
-    def measured(self) -> float | None:
-        """Seconds of a step: step_time_s, else from tokens_s_gpu, else from tflops_per_gpu and
-        what counts as a FLOP.
+    def measured(self, peak: float | None = None) -> float | None:
+        """Seconds of a step: step_time_s, else from tokens_s_gpu, else from tflops_per_gpu, mfu_pct
+        or hfu_pct (of `peak`, FLOPs per second of a GPU) and what counts as a FLOP.
         """
         said, gpus, batch, length = (
             self.numbers,
@@ -97,28 +97,48 @@ class Published:
             return None
         if "tokens_s_gpu" in said:
             return batch * length / (said["tokens_s_gpu"] * gpus)
-        if "tflops_per_gpu" in said and (flops := self.flops()):
+        if "tflops_per_gpu" in said and (flops := self.flops(self.counts_again)):
             return flops / (said["tflops_per_gpu"] * 1e12 * gpus)
+        of_peak = self.share_of_peak
+        if peak and of_peak and self.text_of_convention and (flops := self.flops(of_peak[0])):
+            return flops / (of_peak[1] * peak * gpus)
         return None
 
-    def flops(self) -> float | None:
-        """Of a step, by the row's convention: with what is computed again where it says hardware
-        or is of a year in which nobody counted otherwise (1909.08053), attention by the half where
-        it says causal.
+    @property
+    def share_of_peak(self) -> tuple[bool, float] | None:
+        """(whether it counts what is computed again, MFU or HFU as a share), where one is said."""
+        for name, again in (("mfu_pct", False), ("hfu_pct", True)):
+            if name in self.numbers:
+                return again, self.numbers[name] / 100
+        return None
+
+    @property
+    def counts_again(self) -> bool:
+        """Whether the row's FLOPs have what is computed again: it says hardware, or is of a year in
+        which nobody counted otherwise (1909.08053).
+        """
+        convention = self.text_of_convention
+        return "hardware" in convention or "sustained" in convention
+
+    def flops(self, again: bool) -> float | None:
+        """Of a step, by the row's convention: 6 for each parameter and token where it says 6N, else
+        of all products, attention by the half where it says causal; `again`: with those that full
+        recomputation does.
         """
         h, layers, heads = (self.count(n) for n in ("hidden", "layers", "heads"))
-        length, batch = self.count("seq"), self.batch
+        length, batch, parameters = self.count("seq"), self.batch, self.numbers.get("params_b")
+        times = 4 if again and self.recompute == "full" else 3
+        convention = self.text_of_convention
+        if length and batch and parameters and re.search(r"\b6 ?[*x·]? ?(n|p)d?\b", convention):
+            return 2 * times * parameters * 1e9 * batch * length
         if not (h and layers and length and batch):
             return None
-        convention = self.text_of_convention
         half = "causal" in convention and "non-causal" not in convention
         kv = self.count("kv_heads") or heads or 1
         ffn, vocab = self.count("ffn") or 4 * h, self.count("vocab") or 51200
         gated = 3 if is_gated(self) else 2
         matrices = 2 * h * h * (2 + 2 * kv / (heads or kv)) + 2 * gated * h * ffn
         layer = matrices + 4 * length * h / (2 if half else 1)
-        hardware = "hardware" in convention or "sustained" in convention
-        times = 4 if hardware and self.recompute == "full" else 3
         return batch * length * (times * layers * layer + 6 * h * vocab)
 
     @property

@@ -42,9 +42,7 @@ class Pins:
     virtual_stages: int | None = None
     """Stages per process of pp."""
     recompute: Literal["none", "selective", "full"] | None = None
-    """What backward computes again. Unset: nothing or whole layers, and with dropout also
-    attention's inner part.
-    """
+    """What backward computes again: nothing, attention's inner part, or whole layers."""
     recompute_layers: int | None = None
     """Layers of each stage that recompute, the first ones. Unset: all."""
 
@@ -116,7 +114,6 @@ class Space:
     global_batch_size: int
     sequence_length: int
     microbatch_size: int | None = None
-    dropout: float = 0.0
     compile: bool = False
     """Whether blocks are compiled, which leaves no weight gradients for later."""
     pins: Pins = Pins()
@@ -166,8 +163,7 @@ class Space:
         stream = _given((False, True) if splits else (False,), pins.sequence_parallel)
         zeros = _given((0, 1, 2, 3) if dp * cp > 1 else (1,), pins.zero, alone=dp * cp == 1)
         contexts = _given(("ring", "gather") if cp > 1 else ("ring",), pins.context, alone=cp == 1)
-        kinds = ("none", "selective", "full") if self.dropout else ("none", "full")
-        again = (pins.recompute,) if pins.recompute else kinds
+        again = (pins.recompute,) if pins.recompute else ("none", "selective", "full")
         if pins.recompute_layers is not None and pins.recompute is None:
             again = ("full",)
         micros = self.global_batch_size // dp // size

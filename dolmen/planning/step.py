@@ -1,7 +1,7 @@
 """Seconds of a step: the pipeline's own list of actions, simulated with what each stage takes, and
 what follows the last of them.
 
-    rows -> action_seconds -> Stage, one per virtual stage -> simulate_stages -> Estimate
+    rows -> rows_seconds -> Stage, one per virtual stage -> simulate_stages -> Estimate
 """
 
 import math
@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from dolmen.parallel.actions import Schedule
 from dolmen.parallel.schedule import Cost, Simulation, simulate_stages
-from dolmen.planning.cost import Parts
+from dolmen.planning.cost import Machine, Parts, action_seconds
+from dolmen.planning.operations import Operations
 
 
 class Estimate(NamedTuple):
@@ -68,6 +69,18 @@ class Stage:
         every = (self.forward, self.backward, self.inputs)
         forward, backward, inputs = (p.total + (self.send if waits else 0) for p in every)
         return Cost(forward, backward, inputs, self.weights.total, self.send)
+
+
+def rows_seconds(rows: Operations, machine: Machine) -> Stage:
+    """Of the rows of a part of a stage."""
+    each = (rows.forward, rows.backward, rows.inputs, rows.weights)
+    return Stage(*(action_seconds(some, machine) for some in each))
+
+
+def together(parts: Sequence[tuple[int, Stage]], send: float) -> Stage:
+    """One stage of several parts, each so often."""
+    kinds = [[part.parts(kind).times(number) for number, part in parts] for kind in "FBIW"]
+    return Stage(*(sum(each, Parts()) for each in kinds), send=send)
 
 
 def step_time(

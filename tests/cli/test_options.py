@@ -187,8 +187,9 @@ OTHERS = {
     "vocab merge": "help to data.path data.text-field",
     "vocab extend": "help tokenizer to init seed window data.path data.text-field",
     "plan": (
-        "help cluster top explain tokens rent node-price years kilowatt-hour as-recipe json report "
-        "measure calibrate inference batch length layout.tp layout.cp layout.pp layout.dp "
+        "help cluster top explain dryrun no-dryrun tokens rent node-price years kilowatt-hour "
+        "as-recipe json report measure calibrate inference batch length layout.tp layout.cp "
+        "layout.pp layout.dp "
         "layout.ep layout.zero "
         "layout.sequence-parallel layout.context layout.schedule layout.virtual-stages "
         "layout.recompute layout.recompute-layers train.global-batch-size train.sequence-length "

@@ -31,10 +31,11 @@ from dolmen.model import count
 from dolmen.model.layout import Layout
 from dolmen.objectives.cross_entropy import CrossEntropy
 from dolmen.ops.kernels import CPU, H100
+from dolmen.planning.blocks import block_rows
 from dolmen.planning.dryrun import dryrun
+from dolmen.planning.ends import embedding_rows, head_rows
 from dolmen.planning.ledger import Ledger, Row
-from dolmen.planning.outline import Outline
-from dolmen.planning.space import Choice
+from dolmen.planning.operations import OURS, WEIGHTS, Share
 from dolmen.planning.steady import shortened
 from dolmen.training import garbage
 from dolmen.training.config import RunConfig, TrainConfig
@@ -54,6 +55,7 @@ LLAMA = {
     "max_position_embeddings": LENGTH,
     "tie_word_embeddings": False,
 }
+MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 GPT = {
     "model_type": "gpt2",
     "vocab_size": 96,
@@ -310,11 +312,11 @@ def test_a_steady_state_stands_for_what_was_not_run(schedule, hardware):
 def test_a_plan_adds_gradients_as_a_step_does():
     """Each microbatch, half precision to fp32; those of norms are too few for a plan."""
     run = run_of(LLAMA, Layout(dp=2, zero=1), dtype="bfloat16")
-    tree, choice = run.tree, Choice(1, 1, 1, 2, 1, 1, False, "ring", "1f1b", 1, "none", None, 1)
-    outline = Outline(tree, LENGTH)
-    works = [outline.block(number, choice) for number in range(tree.layers)]
-    works += [outline.embedding(choice), outline.head(choice)]
-    planned = moved(row for work in works for part in work for row in part if row.op == "add")
+    tree, share = run.tree, Share(1, LENGTH)
+    works = [block_rows(tree, number, share, OURS) for number in range(tree.layers)]
+    works += [make(tree, share, OURS) for make in (embedding_rows, head_rows)]
+    every = (row for work in works for row in (*work.forward, *work.backward))
+    planned = moved(row for row in every if row.op == f"add of {WEIGHTS}")
     rows = dryrun(run, 0, hardware=H100, exact=True).rows
     added = moved(row for row in rows if row.action == "B1" and row.op == "add_")
     leaves = tree.leaves.values()
@@ -325,6 +327,48 @@ def test_a_plan_adds_gradients_as_a_step_does():
 def moved(rows: Iterable[Row]) -> int:
     """Bytes read and written."""
     return sum(row.read + row.written for row in rows)
+
+
+SENT = {
+    "tp": Layout(tp=2, dp=1),
+    "sequence parallel": Layout(tp=2, dp=1, sequence_parallel=True),
+    "ring": Layout(cp=2, dp=1),
+    "experts": Layout(dp=2, ep=2),
+}
+
+
+@pytest.mark.parametrize("case", SENT)
+def test_a_plan_multiplies_and_sends_as_a_step_does(case):
+    """FLOPs of products and of attention, and bytes by collective, of two blocks against one: what
+    a ring sends from rank to rank a plan counts as what it brings together.
+    """
+    layout, found, planned = SENT[case], [], Counter()
+    named = MIXTRAL if case == "experts" else LLAMA
+    for layers in (2, 1):
+        run = run_of({**named, "num_hidden_layers": layers}, layout, dtype="bfloat16")
+        micros = run.train.global_batch_size // (layout.dp or 1)
+        rows = dryrun(run, 0, hardware=H100).rows
+        found.append(counted(row for row in rows if row.axis not in ("dp", "edp", "world")))
+    share = Share(1, LENGTH, layout.tp, layout.cp, layout.sequence_parallel, layout.ep)
+    work = block_rows(run.tree, 0, share, OURS)
+    planned = counted((*work.forward, *work.backward))
+    found[0].subtract(found[1])
+    # of a router's losses and counts, a few numbers; of scores a causal query sees itself whole
+    for name, number in planned.items():
+        if name == "cp":  # of two ranks each sends the half that the other lacks
+            number = number // 2
+        assert micros * number == pytest.approx(found[0][name], rel=0.02), (case, name)
+
+
+def counted(rows: Iterable[Row]) -> Counter:
+    """FLOPs by kind; bytes by axis, of all that is gathered, scattered, summed or sent."""
+    out = Counter()
+    for row in rows:
+        if row.flops:
+            out[row.kind] += row.flops * row.times
+        if row.payload and row.op != "receive":
+            out[row.axis] += row.payload * row.times
+    return out
 
 
 def test_a_group_of_one_rank_sends_nothing():

@@ -100,6 +100,20 @@ def test_seconds_are_said_or_follow():
     assert row_of().measured() is None
 
 
+def test_seconds_follow_from_a_share_of_the_peak_where_it_is_said_what_counts():
+    """24 layers of 2,304: 72 B s l h^2 (1 + s / 6 h + V / 16 l h), 2104.04473, eq. 2."""
+    flops = 72 * 64 * 2048 * 24 * 2304**2 * (1 + 2048 / (6 * 2304) + 51200 / (12 * 24 * 2304))
+    said = predicted(mfu_pct="40", flops_convention="model FLOPs, 2104.04473")
+    assert said.measured == pytest.approx(flops / (0.4 * 312e12 * 16), rel=1e-3)
+    again = predicted(hfu_pct="40", flops_convention="hardware FLOPs")
+    assert said.measured is not None and again.measured is not None
+    assert 1.3 < again.measured / said.measured < 4 / 3
+    short = predicted(mfu_pct="40", params_b="1.7", flops_convention="6ND")
+    assert short.measured == pytest.approx(6 * 1.7e9 * 64 * 2048 / (0.4 * 312e12 * 16))
+    none = predicted(mfu_pct="40")
+    assert none.measured is None and "nothing is measured" in none.warnings[-1]
+
+
 @pytest.mark.parametrize(
     "empty", ["tp", "pp", "mbs", "recompute", "heads", "vocab", "gpu", "framework", "precision"]
 )

@@ -10,9 +10,9 @@ from tinyrun import dolmen
 
 import dolmen as package
 from dolmen.cli.command import read
-from dolmen.planning import search
+from dolmen.planning import pricing, search
 from dolmen.planning.config import PlanConfig, PlanRequest, StepConfig
-from dolmen.planning.search import Question
+from dolmen.planning.question import Question
 from dolmen.planning.space import Pins
 from dolmen.recipes import RECIPES
 
@@ -30,7 +30,7 @@ def test_the_answer_is_the_fastest_of_what_fits():
     """
     pins = Pins(tp=8, zero=1, recompute="full")
     asked = question("gpt-39b", "dgx-a100:2", pins, global_batch_size=64, compile=False)
-    found = search.answer(asked, PlanConfig(top=5))
+    found = search.answer(asked, PlanConfig(top=5, dryrun=False))
     every = list(asked.space().choices())
     fitting = [choice for choice in every if asked.fits(choice)]
     assert (found.considered, found.fitting) == (len(every), len(fitting))
@@ -58,7 +58,7 @@ def test_keys_are_not_gathered_where_a_ring_is_as_fast():
 
 def test_changes_are_of_one_thing_and_say_what_they_lack():
     asked = question("gpt3-175b", "dgx-a100:16", global_batch_size=64)
-    (best,) = search.answer(asked, PlanConfig(top=1)).ranked
+    (best,) = search.answer(asked, PlanConfig(top=1, dryrun=False)).ranked
     told = {change.words: change for change in best.changes}
     assert any(not change.fits for change in told.values())
     memory = asked.cluster.device.memory
@@ -83,12 +83,8 @@ def test_a_million_layouts_are_no_more_work_than_their_kinds(monkeypatch):
     """The rows of a block are made once for all layouts that give it the same sizes."""
     asked = question("gpt-1t", "dgx-a100:384", Pins(tp=8))
     made = []
-    block = asked.pricing.outline.block
-    monkeypatch.setattr(
-        type(asked.pricing.outline),
-        "block",
-        lambda self, *given: made.append(given) or block(*given),
-    )
+    real = pricing.block_rows
+    monkeypatch.setattr(pricing, "block_rows", lambda *a: made.append(a) or real(*a))
     found = search.look(asked)
     assert found.considered > 10_000 and len(made) < 200
 
@@ -133,15 +129,17 @@ def test_a_folder_is_refused_by_what_it_lacks(tmp_path):
     told = dolmen("plan", tmp_path, "--cluster", "dgx-a100")
     assert told.code == 2 and "has neither a config.json nor a config.yaml" in told.err
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    found = package.plan(str(tmp_path), "hgx-h100:2", train={"global_batch_size": 32}, top=1)
+    found = package.plan(
+        str(tmp_path), "hgx-h100:2", train={"global_batch_size": 32}, top=1, dryrun=False
+    )
     assert found.parameters == 6_738_415_616 and found.dtype == "bf16"
 
 
 def test_the_verb_and_the_function_say_the_same(tmp_path):
-    words = "gpt-7.5b --cluster dgx-a100:4 --layout.tp 4 --layout.sequence-parallel --top 2 --json"
-    said = json.loads(dolmen("plan", *words.split()).out)
+    words = "gpt-7.5b --cluster dgx-a100:4 --layout.tp 4 --layout.sequence-parallel --top 2"
+    said = json.loads(dolmen("plan", *words.split(), "--no-dryrun", "--json").out)
     found = package.plan(
-        "gpt-7.5b", "dgx-a100:4", layout={"tp": 4, "sequence_parallel": True}, top=2
+        "gpt-7.5b", "dgx-a100:4", layout={"tp": 4, "sequence_parallel": True}, top=2, dryrun=False
     )
     assert [one["layout"] for one in said["ranked"]] == [one.layout for one in found.ranked]
     assert [one["seconds"] for one in said["ranked"]] == [
@@ -156,19 +154,40 @@ def test_the_verb_and_the_function_say_the_same(tmp_path):
 
 
 def test_a_page_is_written_beside_the_table(tmp_path):
-    told = dolmen("plan", *"gpt-1.7b --cluster dgx-a100:2 --report".split(), tmp_path / "page")
+    told = dolmen(
+        "plan", *"gpt-1.7b --cluster dgx-a100:2 --no-dryrun --report".split(), tmp_path / "page"
+    )
     assert told.code == 0 and f"wrote {tmp_path / 'page/index.html'}" in told.out
     assert "gpt-1.7b" in (tmp_path / "page/index.html").read_text()
+
+
+@pytest.mark.parametrize(
+    "option, name",
+    [
+        ("--report", "file"),
+        ("--report", "file/page"),
+        ("--as-recipe", "none/made.yaml"),
+        ("--as-recipe", "folder.yaml"),
+        ("--json", "folder.yaml"),
+    ],
+)
+def test_what_cannot_be_written_is_refused_before_anything_is_planned(
+    option, name, tmp_path, monkeypatch
+):
     (tmp_path / "file").write_text("")
-    words = ("--cluster", "dgx-a100:2", "--report", tmp_path / "file")
-    refused = dolmen("plan", "gpt-1.7b", *words)
-    assert refused.code == 2 and "--report" in refused.err
+    (tmp_path / "folder.yaml").mkdir()
+    monkeypatch.setattr(search, "answer", lambda *_, **__: pytest.fail("it was planned"))
+    refused = dolmen("plan", "gpt-1.7b", "--cluster", "dgx-a100:2", option, tmp_path / name)
+    assert refused.code == 2 and refused.err.count("\n") == 1
+    assert f"{option} {tmp_path / name}: " in refused.err
+    assert {one.name for one in tmp_path.iterdir()} == {"file", "folder.yaml"}
 
 
 def test_a_terminal_is_told_what_bounds_and_what_it_costs(monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     words = (
-        "gpt-7.5b --cluster dgx-a100:4 --explain --top 3 --tokens 1e11 --rent 2 --node-price 2e5"
+        "gpt-7.5b --cluster dgx-a100:4 --explain --top 3 --tokens 1e11 --rent 2 --node-price 2e5 "
+        "--no-dryrun"
     )
     told = dolmen("plan", *words.split())
     lines = told.out.splitlines()
@@ -199,7 +218,7 @@ def test_a_plan_is_a_run_that_trains(material, tmp_path):
     cluster.write_text(CLUSTER.format(device="h100"))
     run.write_text(yaml.safe_dump(material.options(), sort_keys=False))
     made = tmp_path / "made.yaml"
-    words = ("--layout.tp", 2, "--train.dtype", "float32", "--as-recipe", made)
+    words = ("--layout.tp", 2, "--train.dtype", "float32", "--no-dryrun", "--as-recipe", made)
     told = dolmen("plan", run, "--cluster", cluster, *words)
     assert told.code == 0 and f"wrote {made}: dolmen train {made}" in told.out
     layout = yaml.safe_load(made.read_text())["layout"]

@@ -53,7 +53,7 @@ def test_of_a_ring_over_nodes_the_rest_stays_inside():
 
 def test_fleets_are_the_best_of_other_numbers_of_nodes():
     asked = question("gpt-7.5b", "dgx-a100:4", Pins(zero=1, recompute="full"), global_batch_size=64)
-    plan = with_fleets(asked, answer(asked, PlanConfig(top=1)))
+    plan = with_fleets(asked, answer(asked, PlanConfig(top=1, dryrun=False)))
     assert {fleet.gpus for fleet in plan.fleets} == {8, 16, 32, 64, 128} - {
         gpus for gpus in (8, 16) if gpus not in {fleet.gpus for fleet in plan.fleets}
     }

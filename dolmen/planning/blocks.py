@@ -1,0 +1,282 @@
+"""The rows of one block, in closed form: products by its leaves, attention by its mixer, what
+crosses tp by its arrangement. Of a GPT block with scores in memory, forward, on a rank of tp:
+
+    x -- norm -- q k v -- scores -- softmax -- dropout -- values -- out --(tp)-- add -- norm -- up
+         2x      3 x w              2 n        2.5 n              x w           3.5x   2x   x f
+      -- act -- down --(tp)-- add
+         2 f    x f           3.5x
+
+x: bytes of the residual stream, n: bytes of the scores (heads x queries x keys). They are what the
+years differ in: n is 1 / 8 of all bytes at 2,048 tokens and h 12,288, and none with flash. Experts
+stand in place of up, act and down, between two exchanges over ep:
+
+    router -- in their order --(ep)-- gate up, of each -- act -- down --(ep)-- back in order, added
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from dolmen.model.count import attention_flops_per_token
+from dolmen.model.tree import Block, Experts, Leaves, Run, Tree, under
+from dolmen.planning.ledger import Row
+from dolmen.planning.operations import (
+    Both,
+    Maker,
+    Operations,
+    Program,
+    Rows,
+    Share,
+    collective,
+    memory,
+)
+
+BACKWARD = 2.5
+"""Of fused attention against forward: it forms the scores again."""
+
+
+def block_rows(tree: Tree, number: int, share: Share, program: Program) -> Operations:
+    """Of layer `number`."""
+    leaves = under(tree.leaves, f"layers.{number}")
+    return _Block(tree.hidden_size, share, program, tree, number, leaves).rows()
+
+
+@dataclass(frozen=True)
+class _Block(Maker):
+    """Makes the rows of one block."""
+
+    tree: Tree
+    number: int
+    leaves: Leaves
+
+    @cached_property
+    def block(self) -> Block:
+        return self.tree.blocks[self.number]
+
+    def rows(self) -> Operations:
+        around, kind = self.block.arrangement, self.block.norm.kind
+        apart = around.additions == 2
+        attention = [name for name in self.of("attn.") if name != "attn.o.weight"]
+        steps = [
+            self.norm("attn_norm", kind),
+            self.entered("attn.qkv", self.linears("attn.qkv", attention)),
+            self.rotated(),
+            self.inner(),
+            self.left("attn.o", self.linears("attn.o", ["attn.o.weight"])[0], sends=apart),
+        ]
+        if apart:
+            steps.append(self.added("attn.add", "attn.o.bias" in self.leaves))
+        if around.norms > 1:
+            steps.append(self.norm("mlp_norm", kind))
+        steps += self.features(sends=apart)
+        steps.append(self.added("mlp.add", "mlp.down.bias" in self.leaves))
+        steps += [self.norm("norm", kind)] * (around.norms - 2)
+        if self.program.fp8:
+            steps.append(self.casts())
+        if self.program.random_state:
+            state = Row("F", "random", "host", "copy", read=self.program.random_state)
+            steps.append(([state], []))
+        return Operations.of(steps)
+
+    def of(self, prefix: str) -> list[str]:
+        """Names of the matrices below it."""
+        return [n for n, leaf in self.leaves.items() if n.startswith(prefix) and leaf.products]
+
+    def held(self, name: str) -> tuple[int, ...]:
+        """Shape of a matrix that a rank multiplies: of keys that each rank stores whole, those of
+        the heads that its queries use.
+        """
+        leaf = self.leaves[name]
+        shape = list(leaf.held({"tp": self.share.tp, "ep": self.share.ep}))
+        for cut in leaf.cuts:
+            if cut.or_whole and not cut.splits(self.share.tp):
+                shape[cut.dim] = self.share.part(cut.units) * (leaf.shape[cut.dim] // cut.units)
+        return tuple(shape)
+
+    def linears(self, module: str, names: list[str]) -> list[Both]:
+        """Products of one input each, or of those that a program joins."""
+        shapes = [self.held(name) for name in names]
+        if self.program.joined and len({shape[-1] for shape in shapes}) == 1:
+            *stack, _, inp = shapes[0]
+            shapes = [(*stack, sum(shape[-2] for shape in shapes), inp)]
+        made = []
+        for *stack, out, inp in shapes:
+            batch = stack[0] if stack else 1
+            made.append(self.linear(module, out, inp, self.expert_rows(batch, bool(stack)), batch))
+        return made
+
+    def expert_rows(self, batch: int, stacked: bool) -> int:
+        """Rows that a matrix multiplies: of experts each an equal part of what comes, which is as
+        much as goes, unless one rank has more.
+        """
+        mlp, tokens = self.block.mlp, self.share.tokens
+        if not stacked or not isinstance(mlp, Experts):
+            return tokens
+        return -(-round(self.share.load * tokens * mlp.per_token) // batch)
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """Of queries and of keys, on this rank."""
+        mixer, size = self.block.mixer, self.block.mixer.head_size
+        k = self.leaves.get("attn.k.weight")
+        return self.share.part(mixer.heads), self.share.part(
+            k.shape[0] // size if k else mixer.heads
+        )
+
+    def inner(self) -> Both:
+        """Between q, k, v and the output projection."""
+        return self.scores() if self.program.attention == "scores" else self.flash()
+
+    def flash(self) -> Both:
+        (heads, kv), share, name = self.heads, self.share, self.program.attention
+        of_key, of_value = self.block.mixer.head_sizes
+        one = replace(self.tree, runs=(Run((self.block,), 1),))
+        per_token = attention_flops_per_token(one, share.length) / 3
+        flops = round(per_token * share.tokens / share.tp)
+        e, tokens = self.program.element, share.tokens
+        q, out = e * tokens * heads * of_key, e * tokens * heads * of_value
+        kv_bytes = e * tokens * kv * (of_key + of_value)
+        shape = (share.sequences * heads, tokens // share.sequences, share.length, of_key)
+        row = Row("F", "attn.flash", "attention", name, flops, q + kv_bytes, out, shape=shape)
+        back = replace(
+            row,
+            action="B",
+            op=f"{name} backward",
+            flops=round(BACKWARD * flops),
+            read=q + 2 * out + kv_bytes,
+            written=q + kv_bytes,
+        )
+        if share.cp == 1:
+            return [row], [back]
+        payload = kv_bytes * share.cp
+        sent = collective("F", "attn.ring", "all-gather", payload, axis="cp")
+        # once more, and gradients on the way home, which is a hop longer
+        more = 1 + self.program.ring * share.cp / (share.cp - 1)
+        returned = replace(sent, action="B", payload=round(more * payload))
+        return [row, sent], [back, returned]
+
+    def scores(self) -> Both:
+        (heads, _), share, module = self.heads, self.share, "attn.scores"
+        (size, of_value), length = self.block.mixer.head_sizes, share.length
+        queries = share.tokens // share.sequences
+        batch = share.sequences * heads
+        n = self.program.element * batch * queries * length
+        qk, values = (batch, queries, length, size), (batch, queries, of_value, length)
+        plain = replace(self, program=replace(self.program, fp8=False))
+        forward = [plain.product("F", module, qk), memory("F", module, "softmax", n, n)]
+        backward = [memory("B", module, "softmax", 2 * n, n)]
+        if self.program.fused == "no":  # scaled, masked in two operations
+            forward.append(memory("F", module, "scale and mask", 3 * n, 3 * n))
+            backward.append(memory("B", module, "scale and mask", 2 * n, 2 * n))
+            forward.append(memory("F", module, "transpose", 4 * n * size / length, n))
+            backward.append(memory("B", module, "transpose", 4 * n * size / length, n))
+        if self.program.dropout:
+            forward.append(memory("F", module, "dropout", n, 1.5 * n))
+            backward.append(memory("B", module, "dropout", 1.5 * n, n))
+        forward.append(plain.product("F", module, values))
+        backward += [plain.product("B", module, qk)] * 2
+        backward += [plain.product("B", module, values)] * 2
+        return forward, backward
+
+    def rotated(self) -> Both:
+        if self.block.mixer.positions is None:
+            return [], []
+        heads, size = sum(self.heads), self.block.mixer.head_size
+        qk = self.program.element * self.share.tokens * heads * size
+        # eager: to fp32, times a complex number, back
+        moved = (5 if self.program.fused == "no" else 1) * qk
+        return (
+            [memory("F", "attn.rope", "rope", moved, moved)],
+            [memory("B", "attn.rope", "rope", moved, moved)],
+        )
+
+    def added(self, module: str, biased: bool) -> Both:
+        """What leaves a branch, with its bias and dropout, added to the residual stream."""
+        x, masked = self.x, 0.5 * self.x * self.program.dropout
+        backward = [memory("B", module, "add", 2 * x, x)]  # of the two gradients that meet
+        if self.program.dropout:
+            backward.append(memory("B", module, "dropout", x + masked, x))
+        if biased:
+            backward.append(memory("B", module, "bias", x, 0))
+        forward = [memory("F", module, "add", 2 * x, x + masked)]
+        if self.program.fused == "no":
+            forward = [memory("F", module, "add", 2 * x, x)]
+            if biased:
+                forward.append(memory("F", module, "bias", x, x))
+            if self.program.dropout:
+                forward.append(memory("F", module, "dropout", x, x + masked))
+        return forward, backward
+
+    def features(self, sends: bool) -> list[Both]:
+        """The feed-forward layer, between what enters it and what leaves it."""
+        if not isinstance(self.block.mlp, Experts):
+            down = self.linears("mlp.down", ["mlp.down.weight"])[0]
+            return [
+                self.entered("mlp.up", self.up("mlp"), sends),
+                self.activated("mlp"),
+                self.left("mlp.down", down),
+            ]
+        shared: list[Both] = []
+        if "mlp.shared.up.weight" in self.leaves:
+            shared = [*self.up("mlp.shared"), self.activated("mlp.shared")]
+            shared += self.linears("mlp.shared", ["mlp.shared.down.weight"])
+        down = self.linears("mlp.down", ["mlp.experts.down.weight"])[0]
+        routed = self.linears("mlp.router", ["mlp.router.weight"])
+        there, back = self.sorted(), self.sorted()
+        return [
+            self.entered("mlp.router", routed, sends),
+            *shared,
+            there,
+            *self.up("mlp.experts"),
+            self.activated("mlp.experts"),
+            down,
+            back,
+            self.left("mlp.down", ([], [])),
+        ]
+
+    def up(self, prefix: str) -> list[Both]:
+        names = (f"{prefix}.gate.weight", f"{prefix}.up.weight")
+        return self.linears("mlp.up", [name for name in names if name in self.leaves])
+
+    def activated(self, prefix: str) -> Both:
+        eager = self.program.fused == "no"
+        *stack, inner, _ = self.held(f"{prefix}.up.weight")
+        rows = self.expert_rows(stack[0], True) * stack[0] if stack else self.share.tokens
+        f = self.program.element * rows * inner
+        if f"{prefix}.gate.weight" in self.leaves:
+            forward = [memory("F", "mlp.act", "gate", (3 if eager else 2) * f, (1 + eager) * f)]
+            more = memory("B", "mlp.act", "gate", (5 if eager else 3) * f, (2 + eager) * f)
+            return forward, [more]
+        bias = f if f"{prefix}.up.bias" in self.leaves else 0
+        if eager:  # 0.5 x (1 + tanh(a x (1 + b x x))) is nine operations, and backward twice those
+            forward = [memory("F", "mlp.act", "act", 12 * f + bias, 9 * f + bias)]
+            return forward, [memory("B", "mlp.act", "act", 24 * f + bias, 18 * f)]
+        forward = [memory("F", "mlp.act", "act", f, f)]
+        return forward, [memory("B", "mlp.act", "act", 2 * f + bias, f)]
+
+    def sorted(self) -> Both:
+        """Rows in the order of experts, sent to their ranks; or back. Of sequence parallelism this
+        rank's tokens are sent, and put together over tp there.
+        """
+        assert isinstance(self.block.mlp, Experts)
+        share, often = self.share, self.block.mlp.per_token * self.share.load
+        moved = often * self.whole
+        rows: list[Rows] = [[], []]
+        for action, some in zip("FB", rows, strict=True):
+            some.append(memory(action, "mlp.experts", "sort", moved, moved))
+            if share.ep > 1:
+                payload = round(often * self.x)
+                some.append(collective(action, "mlp.experts", "all-to-all", payload, axis="ep"))
+        return rows[0], rows[1]
+
+    def casts(self) -> Both:
+        """To fp8, of what is multiplied: read, rounded, and written both ways around, as a product
+        takes both of its factors by rows; its largest number is known of what makes it.
+        """
+        inner = self.held(next(n for n in self.leaves if n.endswith("up.weight")))[-2]
+        wide = self.share.tokens * (inner + self.heads[0] * self.block.mixer.head_size)
+        x = self.share.tokens * self.hidden
+        forward, backward = 2 * x + wide, 2 * x + 2 * wide
+        return (
+            [memory("F", "mlp", "cast", 2 * forward, 2 * forward)],
+            [memory("B", "mlp", "cast", 2 * backward, 2 * backward)],
+        )

@@ -1,0 +1,105 @@
+"""What is asked of a plan: a run on all GPUs of a cluster. Its space, what its ranks hold and what
+its layouts take are made of it once.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from dolmen.core.config import from_dict
+from dolmen.model.layout import Layout
+from dolmen.planning.calibrate import shipped
+from dolmen.planning.capacity import Capacity
+from dolmen.planning.config import PlanRequest
+from dolmen.planning.hardware import Cluster, read_cluster
+from dolmen.planning.pricing import Pricing
+from dolmen.planning.space import Choice, Pins, Space
+from dolmen.training.config import RunConfig
+
+PRODUCTS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+"""What devices call the dtype of a step's products."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A run on all GPUs of a cluster, and what is given of its layout."""
+
+    name: str
+    run: RunConfig
+    cluster: Cluster
+    pins: Pins
+    microbatch_size: int | None
+
+    @staticmethod
+    def of(request: PlanRequest) -> "Question":
+        """Of what is asked. Raises ValueError."""
+        asked = request.asked
+        if asked.cluster is None:
+            raise ValueError("missing --cluster (such as dgx-a100:384, or a YAML file)")
+        cluster = read_cluster(asked.cluster)
+        step = {n: v for n, v in asked.train.said.items() if n != "microbatch_size"}
+        if "dtype" not in step and request.run.train.dtype not in ("bfloat16", "float16"):
+            step["dtype"] = "bfloat16"
+        if "dtype" not in asked.train.said and "bf16" not in cluster.device.peak:
+            step["dtype"] = "float16" if "fp16" in cluster.device.peak else "float32"
+        split = (asked.layout.schedule or "").startswith("zero-bubble")
+        if split and "compile" not in step:
+            step["compile"] = False
+        run = replace(request.run, train=replace(request.run.train, **step))
+        run.check_length()
+        if split:
+            replace(run, layout=Layout(**asked.layout.said)).refuse_compiled()
+        cluster.device.rate(PRODUCTS[run.train.dtype])
+        return Question(request.name, run, cluster, asked.layout, asked.train.microbatch_size)
+
+    @property
+    def batch(self) -> int:
+        """Sequences of a step."""
+        return self.run.train.global_batch_size
+
+    def space(self, pins: Pins | None = None) -> Space:
+        """Its layouts, or those with other pins."""
+        return Space(
+            self.run.trained,
+            self.cluster.gpus,
+            self.batch,
+            self.run.sequence_length,
+            self.microbatch_size,
+            self.run.train.compile,
+            self.pins if pins is None else pins,
+        )
+
+    @cached_property
+    def capacity(self) -> Capacity:
+        """What ranks hold."""
+        return Capacity(
+            self.run.trained,
+            self.run.sequence_length,
+            self.run.train.dropout,
+            4 if self.run.train.dtype == "float32" else 2,
+            other=self.cluster.device.reserved,
+        )
+
+    @cached_property
+    def pricing(self) -> Pricing:
+        """What layouts take."""
+        dtype = PRODUCTS[self.run.train.dtype]
+        spread = shipped().spread(self.cluster.device.name)
+        return Pricing(self.capacity, self.cluster, self.batch, dtype, spread)
+
+    def held(self, choice: Choice) -> int:
+        """Bytes of the fullest rank."""
+        return self.capacity.fullest(choice, self.batch)
+
+    def fits(self, choice: Choice) -> bool:
+        """Whether every rank has memory enough."""
+        return self.held(choice) <= self.cluster.device.memory
+
+    def as_run(self, layout: Mapping[str, int | str | bool]) -> RunConfig:
+        """The run with a layout, whose options these are, as `dolmen train` takes it."""
+        said: dict[str, dict[str, Any]] = {"layout": {}, "train": {}}
+        for name, value in layout.items():
+            section, _, option = name.partition(".")
+            said[section][option] = value
+        return from_dict(RunConfig, said, replace(self.run, layout=Layout()))

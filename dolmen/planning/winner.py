@@ -1,0 +1,111 @@
+"""The fastest layout, run: a dry run of some of its ranks beside what the closed forms say of them.
+
+A layout that the dry run finds too large, or that would crash, is struck off, and the next one is
+run, of TRIED at most. What is counted is kept on disk under a hash of the code and of the run, so
+that it is counted once; reading it takes no torch.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, get_args
+
+from dolmen.core.log import gib
+from dolmen.files import gate, kinds, write
+from dolmen.planning.config import Device, DryrunConfig, DryrunRequest
+from dolmen.planning.fingerprint import of_step
+from dolmen.planning.hardware import measured_at
+from dolmen.planning.ledger import WORDS
+from dolmen.planning.plan import Compared, DryRun, RankRun, words
+from dolmen.planning.question import Question
+from dolmen.planning.space import Choice
+from dolmen.training.config import RunConfig
+
+TRIED = 3
+"""Layouts that are run, until one fits."""
+MOST = 1500
+"""Blocks, forward and backward, that are run one by one: about 10 ms each of a core."""
+AXES = {"fsdp": "dp", "edp": "dp"}
+"""What of parameters and gradients crosses, as cost.Parts calls it."""
+
+
+def confirmed(question: Question, choices: Sequence[Choice], progress: bool) -> DryRun:
+    """Of the first of `choices`, the fastest first, that the dry run finds to fit; of those before
+    it, why not. `progress` shows a bar on stderr.
+    """
+    struck: list[str] = []
+    for choice in choices[:TRIED]:
+        run = question.as_run(choice.options)
+        try:
+            counted = counted_of(run, device_of(question), progress)
+        except ValueError as error:
+            struck.append(f"{words(choice.options)}: {error}")
+            continue
+        if isinstance(counted, str):
+            return DryRun((), tuple(struck), counted)
+        ranks = tuple(beside(question, choice, one) for one in counted)
+        held = max(one.peak.counted for one in ranks) + question.cluster.device.reserved
+        if held <= question.cluster.device.memory:
+            return DryRun(ranks, tuple(struck))
+        over = held - question.cluster.device.memory
+        struck.append(f"{words(choice.options)}: {gib(held)} by the dry run, {gib(over)} too many")
+    return DryRun((), (), f"none of the first {len(struck)} layouts passes: {struck[0]}")
+
+
+def device_of(question: Question) -> Device:
+    """Whose kernels are chosen: those of the cluster's device, or of an H100."""
+    name = question.cluster.device.name.partition("-")[0]
+    return next((known for known in get_args(Device) if known == name), "h100")
+
+
+def counted_of(run: RunConfig, device: Device, progress: bool) -> list[dict[str, Any]] | str:
+    """What each rank of a dry run counted, as --json of `dolmen dryrun` has it; or why none was
+    made. Raises ValueError for a step that would crash.
+    """
+    file = measured_at() / "winners" / f"{of_step(run, run.known_model, device)}.json"
+    with suppress(gate.Refused, OSError):
+        return gate.read_json(file, kinds.DRYRUN)["ranks"]
+    # torch takes two seconds to import, and what has been counted needs none
+    from dolmen.planning.composed import blocks_run, report
+
+    asked = DryrunConfig(device=device, composed=True)
+    number = blocks_run(DryrunRequest(run, asked))
+    if number > MOST:
+        return f"it runs {number:,} blocks one by one, which takes minutes"
+    found = report(DryrunRequest(run, asked), progress).as_dict()
+    with suppress(OSError):  # a home that cannot be written to costs the time again
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write.replace(file, json.dumps(found), lasting=False)
+    return found["ranks"]
+
+
+def beside(question: Question, choice: Choice, counted: dict[str, Any]) -> RankRun:
+    """What was counted of a rank, and the closed forms of its pipeline rank."""
+    rank = counted["rank"] // (question.cluster.gpus // choice.pp)
+    formed = question.capacity.of(choice, rank, question.batch).live
+    sizes = {"tp": choice.tp, "cp": choice.cp, "ep": choice.ep, "pp": choice.pp}
+    sizes["dp"] = choice.dp * choice.cp
+    sent: Counter[str] = Counter()
+    for one in counted["collectives"]:
+        axis = AXES.get(one["axis"], one["axis"])
+        if axis in sizes:
+            sent[axis] += leaves(one["op"], one["bytes"], sizes[axis])
+    told: Counter[str] = Counter()
+    for row in question.pricing.crossing(choice, rank):
+        axis = AXES.get(row.axis, row.axis)
+        told[axis] += leaves(row.op, row.payload * row.times, sizes[axis])
+    live = counted["live_bytes"]
+    return RankRun(
+        counted["rank"],
+        Compared("peak", counted["peak_bytes"], formed.total),
+        tuple(Compared(w, live[w], formed._asdict()[kind]) for kind, w in WORDS.items()),
+        tuple(Compared(axis, sent[axis], told[axis]) for axis in sizes if sent[axis] or told[axis]),
+    )
+
+
+def leaves(op: str, payload: int, ranks: int) -> int:
+    """Bytes that leave a rank of so many, of payloads (Row.payload)."""
+    if op in ("send", "receive"):
+        return payload * (op == "send")
+    return payload * (ranks - 1) // ranks * (2 if op == "all-reduce" else 1)

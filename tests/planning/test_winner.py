@@ -1,0 +1,98 @@
+"""The dry run of a plan's first layout: what it says, what it strikes off, and that it is kept."""
+
+from dataclasses import replace
+
+import pytest
+
+from dolmen.families import changed
+from dolmen.ops.kernels import KNOWN
+from dolmen.planning import answer, composed, search, winner
+from dolmen.planning.config import PlanConfig, PlanRequest, StepConfig
+from dolmen.planning.dryrun import dryrun
+from dolmen.planning.plan import Plan
+from dolmen.planning.question import Question
+from dolmen.planning.space import Pins
+from dolmen.recipes import RECIPES
+
+ASKED = PlanConfig(
+    cluster="dgx-a100:1",
+    layout=Pins(tp=2, pp=2, dp=2, zero=1, schedule="1f1b", recompute="none"),
+    train=StepConfig(global_batch_size=16, sequence_length=128, microbatch_size=2, dropout=0),
+    top=2,
+)
+
+
+def question(asked: PlanConfig = ASKED) -> Question:
+    run = RECIPES["gpt-1.7b"]()
+    model = changed(run.known_model, {"n_layer": 4, "n_embd": 64, "n_head": 4, "vocab_size": 512})
+    return Question.of(PlanRequest("small", replace(run, model=model), asked))
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.setattr(winner, "measured_at", lambda: tmp_path)
+    monkeypatch.setattr(composed, "measured_at", lambda: tmp_path)
+
+
+def told(found: Plan) -> str:
+    return "\n".join(str(line) for line in answer.ran(found))
+
+
+@pytest.mark.slow
+def test_it_is_the_real_step_of_the_first_layout_and_is_kept(home, monkeypatch):
+    asked = question()
+    found = search.answer(asked, ASKED)
+    assert found.dry is not None and not found.dry.struck and not found.dry.left_out
+    run = asked.as_run(found.ranked[0].layout)
+    ledgers = [dryrun(run, rank, hardware=KNOWN["a100"]) for rank in (0, 4, 7)]
+    assert [one.rank for one in found.dry.ranks] == [one.rank for one in ledgers]
+    assert [one.peak.counted for one in found.dry.ranks] == [one.peak for one in ledgers]
+    for one in found.dry.ranks:
+        assert sum(kind.counted for kind in one.held) == one.peak.counted
+        assert sum(kind.formed for kind in one.held) == one.peak.formed
+        for axis in one.sent:  # what closed forms leave out is the loss's, and small
+            assert axis.off == pytest.approx(0, abs=0.1), (one.rank, axis)
+    monkeypatch.setattr(composed, "report", lambda *_: pytest.fail("it was run once more"))
+    assert search.answer(question(), ASKED).dry == found.dry
+
+
+def counted(peak: int) -> list[dict]:
+    live = dict.fromkeys(winner.WORDS.values(), 0) | {"parameter": peak}
+    return [{"rank": 0, "peak_bytes": peak, "live_bytes": live, "collectives": []}]
+
+
+def test_what_it_finds_too_large_or_crashing_is_not_listed(monkeypatch):
+    free = replace(ASKED, layout=Pins(tp=2))
+    asked = question(free)
+    plain = search.answer(asked, replace(free, dryrun=False, top=9))
+    results = iter([ValueError("it would crash"), counted(1 << 40), counted(1 << 20)])
+
+    def result(*_):
+        one = next(results)
+        if isinstance(one, Exception):
+            raise one
+        return one
+
+    monkeypatch.setattr(winner, "counted_of", result)
+    found = search.answer(asked, free)
+    assert found.dry is not None and len(found.dry.struck) == 2
+    assert found.ranked == plain.ranked[2:4]
+    assert "it would crash" in found.dry.struck[0]
+    assert "1026.00 GiB by the dry run, 946.00 GiB too many" in found.dry.struck[1]
+    assert "not listed, by the dry run: tp 2" in told(found)
+
+
+def test_a_run_of_which_no_layout_passes_keeps_its_ranking(monkeypatch):
+    free = replace(ASKED, layout=Pins(tp=2))
+    asked = question(free)
+    monkeypatch.setattr(winner, "counted_of", lambda *_: counted(1 << 40))
+    found = search.answer(asked, free)
+    assert found.ranked == search.answer(asked, replace(free, dryrun=False)).ranked
+    assert "was not dry-run: none of the first 3 layouts passes" in told(found)
+
+
+def test_what_takes_minutes_is_left_out(home, monkeypatch):
+    split = replace(ASKED, layout=replace(ASKED.layout, schedule="zero-bubble"))
+    monkeypatch.setattr(winner, "MOST", 10)
+    found = search.answer(question(split), split)
+    assert "blocks one by one, which takes minutes" in told(found)
