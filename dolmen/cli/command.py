@@ -17,14 +17,14 @@ import tyro
 
 from dolmen.cli import model_options
 from dolmen.cli.options import BARE, HANDED, NEVER, PARTS, RUNS, SECTIONS, VERBS, run_options
-from dolmen.cli.parse import HELP, last, parse
+from dolmen.cli.parse import HELP, last, parse, said
 from dolmen.core.config import from_dict
 from dolmen.core.errors import BadInput, message
 from dolmen.core.paths import refuse_empty
 from dolmen.families import start as models
 from dolmen.files import gate, kinds
 from dolmen.planning.config import DryrunConfig, DryrunRequest
-from dolmen.recipes.named import begun, named
+from dolmen.recipes.named import begun, named, otherwise_long
 from dolmen.training.request import Handling, Request
 
 T = TypeVar("T", Handling, DryrunConfig)
@@ -103,7 +103,7 @@ def parse_run(verb: str, argv: list[str]) -> Request | DryrunRequest:
     name = words[0] if words else NEUTRAL
     run = named(name, here=verb == "train" and not helped)
     if not helped:
-        run = begun(run, last(argv, "init"))
+        run = begun(otherwise_long(run, said(argv)), last(argv, "init"))
     start = models.start(run.model, last(argv, *model_options.MODEL_TYPE))
     family = start.model.family
     model_cls = model_options.options(family)
@@ -112,8 +112,8 @@ def parse_run(verb: str, argv: list[str]) -> Request | DryrunRequest:
     default = cls(recipe=tyro.MISSING, model=before, init=run.init, **sections)
     options = parse(cls, model_options.in_todays_names(argv, family), verb, default)
     model = models.asked(start, model_options.said(before, options.model))
-    said = {section.name: getattr(options, section.name) for section in SECTIONS}
-    asked = replace(run, model=model, **said)
+    asked_for = {section.name: getattr(options, section.name) for section in SECTIONS}
+    asked = replace(run, model=model, **asked_for)
     if verb == "dryrun":
         return DryrunRequest(asked, _part(DryrunConfig, options))
     return Request.of(asked, _part(Handling, options), name)

@@ -80,6 +80,12 @@ def last(argv: list[str], *names: str) -> str | None:
     return value
 
 
+def said(argv: list[str]) -> set[str]:
+    """The options of `argv`, as YAML has their names."""
+    words = (word.partition("=")[0] for word in argv if word.startswith("--"))
+    return {word.removeprefix("--").replace("-", "_") for word in words}
+
+
 def explain(cls: type) -> None:
     """Give tyro the help of each option, the docstring of its attribute, and of each section, that
     of its class, as one line: it would read each file once per option, keep the line breaks of the

@@ -66,7 +66,8 @@ def make_order(
         return Mixture(parts, sequence_length, seed)
     if samples is None:
         raise ValueError(
-            "--data.order megatron depends on how many samples the run reads: give --train.steps"
+            "--data.order megatron depends on how many samples the run reads: give --train.steps "
+            "or --train.tokens"
         )
     weighted = sources[0].weight is not None
     weights = megatron.normal([float(part.weight) for part in parts])

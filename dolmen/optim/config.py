@@ -35,6 +35,8 @@ class OptimizerConfig:
     """Peak learning rate."""
     warmup_steps: int = 0
     """Steps in which the learning rate rises linearly from 0 to `lr`."""
+    warmup_tokens: float | None = None
+    """In place of warmup_steps: tokens of the batches of these steps; 1e9 is a way to write it."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """After warm-up: cosine or linear to `min_lr`, wsd (constant, then linear over the last
     `decay_fraction`), constant.
@@ -80,6 +82,11 @@ class OptimizerConfig:
                     f"optimizer.{name.replace('_', '-')} is {getattr(self, name)}: it must be "
                     f"finite and not negative"
                 )
+        if self.warmup_tokens is not None and not 0 <= self.warmup_tokens < math.inf:
+            raise ValueError(
+                f"optimizer.warmup-tokens is {self.warmup_tokens}: it must be finite and not "
+                "negative"
+            )
         if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
             raise ValueError(
                 f"optimizer.beta1 ({self.beta1}) and optimizer.beta2 ({self.beta2}) must lie in "

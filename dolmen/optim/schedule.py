@@ -7,14 +7,20 @@ import math
 from dolmen.optim.config import OptimizerConfig
 
 
-def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
-    """Learning rate of update `step` (0-based) of `steps`. The last update of a decaying schedule
-    uses min_lr's neighbour, not min_lr itself, so that no update is wasted; warm-up's first update
-    is lr / warmup_steps, not 0.
+def learning_rate(
+    config: OptimizerConfig,
+    step: float,
+    steps: float,
+    warmup: float | None = None,
+) -> float:
+    """Learning rate of update `step` (0-based) of `steps`, of which the first `warmup` (None: as
+    `config` has them) warm up. The last update of a decaying schedule uses min_lr's neighbour, not
+    min_lr itself, so that no update is wasted; warm-up's first update is lr / warmup, not 0.
     """
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    done = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)  # in [0, 1)
+    warmup = config.warmup_steps if warmup is None else warmup
+    if step < warmup:
+        return config.lr * min(1.0, (step + 1) / warmup)
+    done = (step - warmup) / max(1, steps - warmup)  # in [0, 1)
     if config.schedule == "constant":
         return config.lr
     fall = config.lr - config.min_lr

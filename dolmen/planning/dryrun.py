@@ -199,7 +199,7 @@ def allocated(
     with counting.memory.makes("parameter"):
         allocate(model, mesh.device)
     with counting.memory.makes("optimizer"):
-        return begin_state(run, model, schedule, mesh, steps=run.train.steps or 1)
+        return begin_state(run, model, schedule, mesh, steps=run.steps or 1)
 
 
 def as_on(hardware: Hardware, mesh: Mesh) -> Mesh:

@@ -13,7 +13,7 @@ from dolmen.core.config import from_dict, option_types, to_dict
 from dolmen.core.words import cut, shown
 from dolmen.families import Family
 from dolmen.families import start as models
-from dolmen.recipes.named import begun, named
+from dolmen.recipes.named import begun, named, otherwise_long
 from dolmen.training.config import RunConfig
 from dolmen.training.request import Handling, Request
 from dolmen.training.spellings import suggestion
@@ -37,6 +37,7 @@ def request(source: str | os.PathLike | RunConfig, changes: Mapping[str, Any]) -
             f"the run is {shown(source)}: it must be the name of a recipe, a YAML file or a "
             "RunConfig"
         )
+    run = otherwise_long(run, said)
     run = begun(run, from_dict(RunConfig, {"init": said.pop("init", None)}).init)
     start = models.start(run.model, family_said(said))
     said = in_todays_names(said, start.model.family)

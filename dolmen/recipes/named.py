@@ -3,6 +3,7 @@ from.
 """
 
 import os
+from collections.abc import Collection
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -64,6 +65,18 @@ def planned(name: str) -> RunConfig:
             "folder with a config.json, or a YAML file"
         )
     return run
+
+
+def otherwise_long(run: RunConfig, said: Collection[str]) -> RunConfig:
+    """The run without a length of its own, or a warm-up, where the options `said`, as YAML has
+    their names, say one: in steps, tokens or epochs, whatever its own is in.
+    """
+    train, optimizer = run.train, run.optimizer
+    if {"train.steps", "train.tokens", "train.epochs"} & set(said):
+        train = replace(train, steps=None, tokens=None, epochs=None)
+    if {"optimizer.warmup_steps", "optimizer.warmup_tokens"} & set(said):
+        optimizer = replace(optimizer, warmup_steps=0, warmup_tokens=None)
+    return replace(run, train=train, optimizer=optimizer)
 
 
 def begun(run: RunConfig, init: str | None) -> RunConfig:

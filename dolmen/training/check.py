@@ -59,8 +59,9 @@ def check_computed(run: RunConfig, processes: int | None) -> RunConfig:
     if tree.blanks is not None:
         tree.blanks.check()
     run.check_length()
-    if run.train.steps is not None:
-        check_profile(run, run.train.steps)
+    check_said_once(run)
+    if run.steps is not None:
+        check_profile(run, run.steps)
     check_objective(run)
     run.layout.check(tree, run.sequence_length, run.train.global_batch_size, run.microbatch_size)
     schedule = run.layout.make_schedule(run.train.global_batch_size, run.microbatch_size)
@@ -73,6 +74,38 @@ def check_computed(run: RunConfig, processes: int | None) -> RunConfig:
             "--optimizer.muon.dtype float32, which of float64 rounds nothing"
         )
     return run
+
+
+def check_said_once(run: RunConfig) -> None:
+    """Raises ValueError, with the numbers, where two options say different things of how long the
+    run or its warm-up is.
+    """
+    train, optimizer, each = run.train, run.optimizer, run.tokens_per_step
+    a_step = (
+        f"a step has {each:,} tokens ({run.train.global_batch_size} sequences of "
+        f"{run.sequence_length})"
+    )
+    if train.epochs is not None and (train.steps is not None or train.tokens is not None):
+        other = "tokens" if train.steps is None else "steps"
+        raise ValueError(
+            f"train.epochs ({train.epochs:g}) and train.{other} ({getattr(train, other):,g}) each "
+            f"say how long the run is: leave one out, or set --train.{other} None"
+        )
+    if train.steps is not None and train.tokens is not None:
+        told = replace(run, train=replace(train, steps=None)).steps
+        if told != train.steps:
+            raise ValueError(
+                f"train.steps is {train.steps:,}, and train.tokens ({train.tokens:,g}) are "
+                f"{told:,}: {a_step}; leave one out, or set --train.steps {told}"
+            )
+    if optimizer.warmup_steps and optimizer.warmup_tokens is not None:
+        if run.warmup_steps != optimizer.warmup_steps:
+            raise ValueError(
+                f"optimizer.warmup-steps is {optimizer.warmup_steps:,}, and "
+                f"optimizer.warmup-tokens ({optimizer.warmup_tokens:,g}) are "
+                f"{run.warmup_steps:,g}: {a_step}; leave one out, or set "
+                "--optimizer.warmup-steps 0"
+            )
 
 
 def check_precision(run: RunConfig) -> None:

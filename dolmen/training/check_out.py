@@ -124,6 +124,12 @@ def check_resume(run: RunConfig, out: Path) -> None:
             f"the checkpoint is of step {step}, --train.steps is {run.train.steps}: give more, or "
             f"export it (dolmen export {out} --to model/)"
         )
+    if run.train.tokens is not None and found.samples * run.sequence_length > run.train.tokens:
+        read = found.samples * run.sequence_length
+        raise folder.Unusable(
+            f"the checkpoint of step {step} has read {read:,} tokens, --train.tokens is "
+            f"{run.train.tokens:,g}: give more, or export it (dolmen export {out} --to model/)"
+        )
 
 
 def check_same_model(saved: dict, run: RunConfig, step: int) -> None:

@@ -3,6 +3,7 @@ hold one, and its attribute docstrings are the help of the command line. A rule 
 checked in `training/check.py`, on one screen.
 """
 
+import math
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Literal
@@ -30,7 +31,15 @@ class TrainConfig:
     """Length and arithmetic of the run."""
 
     steps: int | None = None
-    """Optimizer updates; unset: one pass over the training data, but at least 20."""
+    """Optimizer updates. Unset, with `tokens` and `epochs`: one pass over the training data, but at
+    least 20 steps.
+    """
+    tokens: float | None = None
+    """In place of steps: tokens of all batches, the last one whole; 1e9 is a way to write it."""
+    epochs: float | None = None
+    """In place of steps: passes over the training data, of several sources over the one that lasts
+    longest.
+    """
     seed: int = 0
     """Initial weights and order of data depend on it alone."""
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
@@ -106,6 +115,10 @@ class TrainConfig:
                 raise ValueError(
                     f"train.{name.replace('_', '-')} is {value}: it must be at least 1"
                 )
+        for name in ("tokens", "epochs"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"train.{name} is {value}: it must be finite and over 0")
         if not 0 <= self.seed <= SEED:
             raise ValueError(f"train.seed is {self.seed}: it must be from 0 to {SEED:,}")
         if self.max_skipped_steps < 1:
@@ -225,6 +238,24 @@ class RunConfig:
     def sequence_length(self) -> int:
         """Tokens of a training sequence, default filled in."""
         return self.train.sequence_length or min(512, self.tree.max_position_embeddings)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Of a global batch."""
+        return self.train.global_batch_size * self.sequence_length
+
+    @property
+    def steps(self) -> int | None:
+        """That are asked for, in steps or in tokens; None where the data say how many there are."""
+        if self.train.steps is not None or self.train.tokens is None:
+            return self.train.steps
+        return math.ceil(self.train.tokens / self.tokens_per_step)
+
+    @property
+    def warmup_steps(self) -> float:
+        """In which the learning rate rises, whatever they are asked for in."""
+        tokens = self.optimizer.warmup_tokens
+        return self.optimizer.warmup_steps if tokens is None else tokens / self.tokens_per_step
 
     def check_length(self) -> None:
         """Raises ValueError for a sequence that is longer than the model's, of a run that has

@@ -112,7 +112,7 @@ def refuse(
             config.train.global_batch_size,
             config.train.seed,
             verify=verify,
-            steps=config.train.steps,
+            steps=config.steps,
             model=config.tree,
         )
         return config

@@ -67,11 +67,10 @@ def header(
         f"{tokens:,} tokens; "
         f"{run.microbatch_size} at once per process",
     )
-    left = size(float(tokens) * (state_.steps - state_.step))
     table.add_row(
         "run",
-        f"steps {state_.step} to {state_.steps}, {left} tokens, {run.train.dtype}, lr "
-        f"{run.optimizer.lr:g} ({run.optimizer.schedule}, {run.optimizer.warmup_steps} warm-up)",
+        f"{how_long(state_, loader, tokens)}, {run.train.dtype}, lr {run.optimizer.lr:g} "
+        f"({run.optimizer.schedule}, {warmup(run)} warm-up)",
     )
     table.add_row(
         "per rank",
@@ -82,6 +81,21 @@ def header(
         table.add_row("bits", told)
     table.add_row("out", out)
     return table
+
+
+def how_long(state_: TrainState, loader: Loader, tokens: int) -> str:
+    """The steps that are left, their tokens and their passes over the data, of `tokens` a step."""
+    left = size(float(tokens) * (state_.steps - state_.step))
+    before, after = loader.epochs(state_.step), loader.epochs(state_.steps)
+    passes = sorted(after[name] - before[name] for name in after)
+    several = f"{passes[0]:.3g} to " if f"{passes[0]:.3g}" != f"{passes[-1]:.3g}" else ""
+    return f"steps {state_.step} to {state_.steps}, {left} tokens, {several}{passes[-1]:.3g} epochs"
+
+
+def warmup(run: RunConfig) -> str:
+    """Steps of it, and tokens where they were asked for."""
+    tokens = run.optimizer.warmup_tokens
+    return f"{run.warmup_steps:g}" + ("" if tokens is None else f" ({size(tokens)} tokens)")
 
 
 def rounded(run: RunConfig) -> str:

@@ -203,7 +203,7 @@ def _in_folder(asked: _Asked) -> Outcome:
         run.train.seed,
         progress=mesh.first,
         verify=False,  # who starts a run has done so, once per host
-        steps=run.train.steps,
+        steps=run.steps,
         model=run.tree,
     )
     same_data(loader, mesh)
@@ -236,8 +236,11 @@ def _train(asked: _Asked, loader: Loader, state: TrainState) -> Outcome:
         saved = resume(state, run, loader, checkpoints, console, start.restarted)
     if saved is not None:
         began -= saved.seconds
-    # after another batch size, the same epoch ends after another number of steps
+    # after another batch size, the same epoch ends after another number of steps, and so do tokens
     state.steps = length(run, loader)
+    if run.optimizer.warmup_tokens is not None:
+        state.warmup = run.warmup_steps
+        state.ahead = loader.first(0) / loader.global_batch_size
     if mesh.first and state.step < state.steps:
         folder.claim(out, *folder.WRITTEN)
         write_config(out, run)
@@ -272,8 +275,8 @@ def _loop(asked: _Asked, loader: Loader, state: TrainState, hooks: Hooks) -> int
     signal = 0
     if state.step >= state.steps:
         asked.console.print(
-            f"step {state.step} of {state.steps}: nothing is left to train; raise --train.steps "
-            f"to go on"
+            f"step {state.step} of {state.steps}: nothing is left to train; raise "
+            f"--train.{_told_in(asked.run)} to go on"
         )
     else:
         with limit_told(hooks.line.say), garbage.by_hand():
@@ -307,18 +310,34 @@ def _outcome(
 
 
 def length(run: RunConfig, loader: Loader) -> int:
-    """Steps after which the run ends: those asked for, else one epoch, and 20 at least."""
-    return run.train.steps or max(20, epoch_steps(loader))
+    """Steps after which the run ends: those asked for, in steps, tokens or epochs, else one epoch,
+    and 20 at least. Batches before the loader's step may have been of another size: what they have
+    read counts as what it was.
+    """
+    if run.train.steps is not None:
+        return run.train.steps
+    if run.train.tokens is not None:
+        samples = math.ceil(run.train.tokens / run.sequence_length) - loader.first(0)
+        return max(1, math.ceil(samples / loader.global_batch_size))
+    if run.train.epochs is not None:
+        return epoch_steps(loader, run.train.epochs)
+    return max(20, epoch_steps(loader))
 
 
-def epoch_steps(loader: Loader) -> int:
-    """Step after which the training data have been read once, by the source that lasts longest;
-    batches before the loader's step may have been of another size.
+def epoch_steps(loader: Loader, epochs: float = 1.0) -> int:
+    """Step after which the training data have been read so often, by the source that lasts
+    longest.
     """
     step = 1000
     samples = loader.first(step) - loader.first(0)
     per_step = max(min(loader.mixture.epochs(samples).values()) / step, 1e-12)
-    return max(1, round(1 / per_step - loader.first(0) / loader.global_batch_size))
+    return max(1, round(epochs / per_step - loader.first(0) / loader.global_batch_size))
+
+
+def _told_in(run: RunConfig) -> str:
+    """The option that says how long the run is."""
+    asked = (name for name in ("tokens", "epochs") if getattr(run.train, name) is not None)
+    return next(asked, "steps")
 
 
 def summary(outcome: Outcome, out: Path) -> None:

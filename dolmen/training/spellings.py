@@ -68,6 +68,7 @@ EQUAL = {
     "learning-rate": "optimizer.lr",
     "per-device-train-batch-size": "train.microbatch-size",
     "max-steps": "train.steps",
+    "num-train-epochs": "train.epochs",
     "warmup": "optimizer.warmup-steps",
     "lr-scheduler-type": "optimizer.schedule",
     "adam-epsilon": "optimizer.eps",
@@ -168,7 +169,9 @@ TOKENS = (
     "--train.global-batch-size, in sequences"
 )
 FAMILY = "that is the family's: choose it with --model.model-type"
-WARMUP = "warm-up is told in steps: set --optimizer.warmup-steps"
+WARMUP = (
+    "warm-up is told in steps or tokens: set --optimizer.warmup-steps, or --optimizer.warmup-tokens"
+)
 ADAPTERS = "adapters have no dropout: leave it out"
 # No option does the same: how to get it.
 HOW = {
@@ -182,9 +185,6 @@ HOW = {
     "warmup-ratio": WARMUP,
     "lr-warmup-fraction": WARMUP,
     "warmdown-ratio": "set --optimizer.schedule wsd and --optimizer.decay-fraction",
-    "num-train-epochs": "without --train.steps a run is one pass over the data; otherwise set "
-    "--train.steps",
-    "epochs": "without --train.steps a run is one pass over the data; otherwise set --train.steps",
     "make-vocab-size-divisible-by": "any --model.vocab-size can be split: nothing is padded",
     "embedding-lr": "all parameters have one learning rate: set --optimizer.lr",
     "matrix-lr": "all parameters have one learning rate: set --optimizer.lr",

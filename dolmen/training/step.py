@@ -45,6 +45,8 @@ class TrainState:
     updates: int = 0  # those of them that were not skipped
     inherited: int = 0  # those before the first step, of the run whose moments it began with
     tokens: int = 0  # real tokens trained on
+    warmup: float | None = None  # steps in which the learning rate rises; None: as `config` says
+    ahead: float = 0.0  # steps of the batch of today that earlier batches read over `step`
     objective: Objective = CrossEntropy()
 
     def __post_init__(self):
@@ -133,7 +135,8 @@ def optimizer_step(
     if told.divisor == 0:
         state.model.zero_grad(set_to_none=True)  # they are of a division by 0
         raise ValueError(f"step {state.step}: no token of the global batch carries a loss")
-    lr = learning_rate(state.config, state.step, state.steps)
+    ahead = state.ahead
+    lr = learning_rate(state.config, state.step + ahead, state.steps + ahead, state.warmup)
     # of the world's numbers, so every rank decides the same
     finite = math.isfinite(told.norm) and math.isfinite(told.loss)
     allowed = finite and state.spike.allow(told.norm)

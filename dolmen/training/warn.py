@@ -1,5 +1,7 @@
 """What a run is warned of before its first step: it can be done, and is hardly what was meant."""
 
+import math
+
 from dolmen.core.words import counted
 from dolmen.data import tokenizer as tokenizers
 from dolmen.data.batches import Loader
@@ -27,7 +29,7 @@ def warnings(run: RunConfig, loader: Loader, step: int, steps: int) -> list[str]
 
 def never_at_full_rate(run: RunConfig, steps: int) -> str | None:
     """What to warn of where the warm-up is longer than the run of `steps` steps; else None."""
-    warmup, lr = run.optimizer.warmup_steps, run.optimizer.lr
+    warmup, lr = math.ceil(run.warmup_steps), run.optimizer.lr
     if warmup <= steps:
         return None
     return (
