@@ -1,4 +1,4 @@
-"""dolmen generate SOURCE --prompt TEXT"""
+"""dolmen generate SOURCE --prompt TEXT, or --input FILE --output FILE"""
 
 import sys
 from collections.abc import Sequence
@@ -6,25 +6,62 @@ from collections.abc import Sequence
 from dolmen.cli.options import GenerateOptions
 from dolmen.conversion.source import open_alike, tokenizer_folder
 from dolmen.core.config import to_dict
-from dolmen.core.errors import BadInput
+from dolmen.core.errors import BadInput, message
 from dolmen.core.mesh import Mesh
-from dolmen.data.tokenizer import PreTrainedTokenizer, load_tokenizer
+from dolmen.data.progress import say
+from dolmen.data.tokenizer import load_tokenizer
+from dolmen.launch import process
 from dolmen.model.layout import Layout
 from dolmen.optim.precision import DTYPES
-from dolmen.serving import engine, placed, prompt
-from dolmen.serving.cache import Memory
+from dolmen.serving import engine, offline, placed, prompt
+from dolmen.serving.defaults import resolved
+from dolmen.serving.engine import Engine
+from dolmen.serving.request import Limits, Request
+from dolmen.serving.text import Incremental
 
 
 def run(options: GenerateOptions) -> int:
     try:  # before any process, and before a model is read
         options.of_tokens.check()
+        if options.input is not None:
+            offline.check(options)
         for text in options.prompt:
             prompt.check_text(text)
     except ValueError as error:
         raise BadInput(str(error)) from None
+    split = options.layout
     layout = placed.check(
-        "generate", [options.folder], Layout(tp=options.layout.tp), options.device
+        "generate",
+        [options.folder],
+        Layout(tp=split.tp, pp=split.pp, dp=split.dp),
+        options.device,
+        replicas=True,
     )
+    return _answer(options, layout) if options.input is not None else _print(options, layout)
+
+
+def _answer(options: GenerateOptions, layout: Layout) -> int:
+    """A file of prompts."""
+    started = process.started()
+    # the launcher reads all rows, and refuses what is bad, before it starts others
+    first = not process.launched_here() and (started is None or started.rank == 0)
+    try:
+        job = offline.prepared(options, tell=first, fresh=not process.launched_here())
+    except (ValueError, KeyError, OSError) as error:
+        raise BadInput(message(error)) from None
+    if not job.left:
+        say(f"{options.output} has all {len(job.read.places):,} rows: nothing is left to do", first)
+        return 0
+
+    def work(mesh: Mesh) -> int:
+        offline.answered(job, mesh)
+        return 0
+
+    return placed.start("generate", to_dict(options), layout, options.device, work)
+
+
+def _print(options: GenerateOptions, layout: Layout) -> int:
+    """Prompts, and what follows them."""
     return placed.start(
         "generate", to_dict(options), layout, options.device, lambda mesh: _generate(options, mesh)
     )
@@ -32,26 +69,32 @@ def run(options: GenerateOptions) -> int:
 
 def _generate(options: GenerateOptions, mesh: Mesh) -> int:
     source = open_alike(options.folder, mesh)
+    asked, told = resolved(options, source.generation_config)
+    for line in told:
+        say(line, mesh.first)
     tokenizer = load_tokenizer(tokenizer_folder(source), option="")
     begin = [prompt.encode(tokenizer, text, source.model) for text in options.prompt]
     dtype = DTYPES[options.dtype] if options.dtype else None
-    model = engine.load_decoder(source, mesh, dtype)
-    texts = _Texts(tokenizer, options.prompt)
-    held: list[Memory] = []
-    try:
-        prompt.answer(
-            model,
-            tokenizer,
-            source,
-            begin,
-            options,
-            texts.add if mesh.first else None,
-            held.append,
-        )
-    finally:
-        texts.end()
-    if mesh.first:
-        print(*held, file=sys.stderr)  # not among the text
+    model = engine.load_placed(source, mesh, dtype)
+    texts = _Texts(
+        [Incremental(tokenizer, options.stop) for _ in begin], options.prompt, mesh.first
+    )
+    limits = Limits(tokens=options.max_batch_tokens)
+    ends, known = engine.stop_tokens(source), tokenizer.get_vocab().values()
+    with Engine(model, stop=ends, known=known, limits=limits, mesh=mesh) as running:
+        for i, tokens in enumerate(begin):
+            running.add(Request(tokens, asked.of_tokens, id=i, seed=options.seed))
+        try:
+            while running.busy:
+                happened = running.step()
+                for chosen in happened.chosen:
+                    if texts.add(chosen.number, chosen.token):
+                        running.cancel(chosen.number)
+                engine.require_finite(happened.ended)
+        finally:
+            texts.end()
+        if mesh.first:
+            print(running.memory, file=sys.stderr)  # not among the text
     return 0
 
 
@@ -60,32 +103,28 @@ class _Texts:
     end.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizer, prompts: Sequence[str]):
-        self.tokenizer, self.prompts = tokenizer, prompts
-        self.new: list[list[int]] = [[] for _ in prompts]
-        self.shown = 0  # characters after the first prompt
+    def __init__(self, texts: Sequence[Incremental], prompts: Sequence[str], shown: bool):
+        self.texts, self.prompts, self.shown = texts, prompts, shown
 
-    def add(self, index: int, token: int) -> None:
+    def add(self, index: int, token: int) -> bool:
         """Print the prompt with the first new token (all is in order then), and what each adds,
-        whole characters alone.
+        whole characters alone. -> Whether it has come to a stop string.
         """
-        self.new[index].append(token)
-        if index > 0:
-            return
-        text = self._text(0)
-        if len(self.new[0]) == 1:
-            print(self.prompts[0], end="", flush=True)
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-            print(text[self.shown :], end="", flush=True)
-            self.shown = len(text)
+        text = self.texts[index]
+        new = text.add(token)
+        if index == 0 and len(text.tokens) == 1:
+            self._print(self.prompts[0])
+        if index == 0:
+            self._print(new)
+        return text.stopped is not None
 
     def end(self) -> None:
         """Half a character too, and the other texts."""
-        if self.new[0]:
-            print(self._text(0)[self.shown :])
-        for index in range(1, len(self.prompts)):
-            if self.new[index]:
-                print(self.prompts[index] + self._text(index))
+        for index, (begin, text) in enumerate(zip(self.prompts, self.texts, strict=True)):
+            if text.tokens:
+                rest = text.end()
+                self._print((rest if index == 0 else begin + text.whole) + "\n")
 
-    def _text(self, index: int) -> str:
-        return self.tokenizer.decode(self.new[index], skip_special_tokens=True)
+    def _print(self, text: str) -> None:
+        if self.shown:
+            print(text, end="", flush=True)

@@ -13,7 +13,7 @@ from dolmen.conversion.config import ConvertConfig, ExportConfig
 from dolmen.data.config import TokenizeConfig
 from dolmen.evaluation.config import EvaluateConfig, VerifyConfig
 from dolmen.planning.config import DryrunConfig, PlanConfig
-from dolmen.serving.config import GenerateConfig
+from dolmen.serving.config import ChatConfig, GenerateConfig
 from dolmen.training.config import RunConfig
 from dolmen.training.request import Handling, Request
 from dolmen.vocabulary.config import VocabExtendConfig, VocabMergeConfig, VocabTrainConfig
@@ -133,18 +133,44 @@ class DiffOptions(DiffConfig):
     second: tyro.conf.Positional[str]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GenerateOptions(GenerateConfig):
-    """Continue a prompt, or several, with a transformers directory, or a run. Prints each prompt
-    and its continuation; greedy unless --temperature.
+    """Continue a prompt, or several, and print them; or all rows of a file, into another one, as
+    many at once as is fastest. Greedy, unless --temperature or the model's generation_config.json
+    says otherwise.
+
+        dolmen generate MODEL --input in.jsonl --output out.jsonl
     """
 
     folder: tyro.conf.Positional[str]
-    prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction]
+    prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    skip_bad: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
 
     def __post_init__(self):
-        if not self.prompt:
-            raise ValueError("missing --prompt (Text to continue)")
+        if self.input is not None and self.prompt:
+            raise ValueError("--prompt and --input are both given: use one of them")
+        if self.input is None and not self.prompt:
+            raise ValueError("missing --prompt (Text to continue), or --input (File of prompts)")
+        super().__post_init__()
+        if self.input is None and (alone := [name for name in OF_FILES if self.__dict__[name]]):
+            raise ValueError(f"--{alone[0].replace('_', '-')} is for --input FILE")
+        if self.input is None and max(self.num_samples, self.layout.dp) > 1:
+            raise ValueError("--num-samples and --layout.dp are for --input FILE")
+
+
+OF_FILES = ("output", "resume", "skip_bad", "max_input_tokens", "logprobs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions(ChatConfig):
+    """Chat with a model that has a chat template. An answer is shown as it is written; Ctrl-C ends
+    it, and not the chat. What else can be said is told as it begins.
+    """
+
+    folder: tyro.conf.Positional[str]
+    stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
 
 
 @dataclass(frozen=True)
@@ -283,6 +309,7 @@ VERBS = {
     "verify": VerifyOptions,
     "diff": DiffOptions,
     "generate": GenerateOptions,
+    "chat": ChatOptions,
     "evaluate": EvaluateOptions,
     "schedule": ScheduleOptions,
     "plan": PlanOptions,
@@ -297,7 +324,10 @@ PARTS: dict[str, tuple[str, dict[str, type]]] = {
     )
 }
 # Options that may stand without their value -> the one that they have then.
-BARE = {"plan": {"json": "-", "layout.sequence-parallel": "True", "train.compile": "True"}}
+BARE = {
+    "generate": {"logprobs": "raw"},
+    "plan": {"json": "-", "layout.sequence-parallel": "True", "train.compile": "True"},
+}
 # And those that switch another one off.
 NEVER = {
     "plan": {

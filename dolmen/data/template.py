@@ -76,6 +76,13 @@ class Template:
             trained[turn] = True
         return ids, trained
 
+    def prompt(self, chat: Chat) -> list[int]:
+        """Ids of a chat whose next message is the assistant's. Raises Refused where it cannot write
+        that.
+        """
+        text = self._render(chat, chat.messages, prompt=True)
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
     def _marked(self, chat: Chat) -> tuple[np.ndarray, list[slice]]:
         """Ids, and the tokens of each turn by the marks of the template."""
         found = self._apply(chat, chat.messages, return_assistant_tokens_mask=True)
@@ -150,13 +157,19 @@ def template_of(tokenizer: PreTrainedTokenizer, asked: str | None) -> Template:
                 f"--data.template {asked}: no such file, and none of that name (there are {known})"
             )
         return Template(tokenizer, gate.read_text(expand(asked), TEMPLATE_SIZE))
+    return own_template(
+        tokenizer, f"give --data.template a file of Jinja, or one of {known}", "use --data.template"
+    )
+
+
+def own_template(tokenizer: PreTrainedTokenizer, mend: str, choose: str) -> Template:
+    """The tokenizer's own. Raises ValueError where there is none, which `mend` mends, and where it
+    has several and none by default, which `choose` does.
+    """
     if not tokenizer.chat_template:
-        raise ValueError(
-            "the tokenizer has no chat template: give --data.template a file of Jinja, or one of "
-            f"{known}"
-        )
+        raise ValueError(f"the tokenizer has no chat template: {mend}")
     try:
         return Template(tokenizer, tokenizer.get_chat_template())
     except ValueError as error:  # of several none is the default
         reason = str(error).splitlines()[0]
-        raise ValueError(f"the tokenizer's chat template: {reason}; use --data.template") from error
+        raise ValueError(f"the tokenizer's chat template: {reason}; {choose}") from error

@@ -2,6 +2,8 @@
 made, and far below what would fill a memory or an evening.
 """
 
+from dataclasses import replace
+
 from dolmen.files.gate import MIB, Kind
 from dolmen.files.schema import (
     Flag,
@@ -36,6 +38,19 @@ SPECIAL_TOKENS = {
     "eos_token_id": either(Null(), TOKEN, List(TOKEN, longest=1024)),
     "pad_token_id": optional(Int(-1, TOKEN.high)),  # Llama 1 says -1 for none
 }
+# Of a generation_config.json, where tokens are chosen as it says.
+SAMPLING = Object(
+    optional={
+        "do_sample": optional(Flag()),
+        "temperature": optional(Real(0)),
+        "top_k": optional(Int(0)),
+        "top_p": optional(Real(0, 1, above=True)),
+        "min_p": optional(Real(0, 1)),
+        "repetition_penalty": optional(Real(0, above=True)),
+        "max_new_tokens": optional(Int(1)),
+        "min_new_tokens": optional(Int(0)),
+    }
+)
 # What else one holds is of its family, which declares its fields (dolmen/families).
 CONFIG = Kind(Object(required={"model_type": NAME}), size=16 * MIB)
 GENERATION_CONFIG = Kind(Object(optional=SPECIAL_TOKENS), size=16 * MIB)
@@ -263,6 +278,7 @@ JOURNAL_ROW = Kind(
     depth=80,
     constants=True,
 )
+JOURNAL_LINE = replace(JOURNAL_ROW, schema=either(JOURNAL_HEAD.schema, JOURNAL_ROW.schema))
 # a chat template of Jinja: the longest published ones have some 20,000 characters
 TEMPLATE_SIZE = MIB
 EXAMPLES = Kind(

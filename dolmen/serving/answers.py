@@ -9,16 +9,16 @@ when the last row is there.
 """
 
 import hashlib
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dolmen.core.errors import Failed
 from dolmen.core.words import counted, shown
 from dolmen.files import gate
 from dolmen.files.gate import Kind, Refused
-from dolmen.files.kinds import JOURNAL_HEAD, JOURNAL_ROW
+from dolmen.files.kinds import JOURNAL_HEAD, JOURNAL_LINE, JOURNAL_ROW
 from dolmen.files.lines import Lines
 from dolmen.files.schema import Object
 from dolmen.serving.rows import line_of
@@ -38,10 +38,12 @@ def digest(file: Path) -> str:
         return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
-def check(output: Path, rows: int, resume: bool, asked: Mapping[str, Any], read: str) -> bool:
-    """Whether answers to so many `rows` can be written, before work begins; False where all are
-    there already. `asked` are the options that decide them, as plain values, `read` is the digest
-    of the input. Raises ValueError where they are not to be written there.
+def check(
+    output: Path, rows: int | None, resume: bool, asked: Mapping[str, Any], read: str
+) -> bool:
+    """Whether answers to so many `rows` (None: not known yet) can be written, before work begins;
+    False where all are there already. `asked` are the options that decide them, as plain values,
+    `read` is the digest of the input. Raises ValueError where they are not to be written there.
     """
     journal, there = journal_of(output), os.path.lexists(output)
     unfinished = os.path.lexists(journal)
@@ -59,7 +61,7 @@ def check(output: Path, rows: int, resume: bool, asked: Mapping[str, Any], read:
             raise ValueError(f"--output {output} exists: give another name, or delete it")
     elif unfinished:
         _check_head(journal, there, asked, read)
-    elif there:
+    elif there and rows is not None:
         found = sum(1 for _ in gate.read_json_lines(output, ANSWER))
         if found != rows:
             raise ValueError(
@@ -115,12 +117,11 @@ class Answers:
     def _hold(self, line: bytes) -> bool:
         """Whether a line of the journal is whole; the answer in it is held."""
         try:
-            found = json.loads(line)
-            if "row" in found:
-                gate.parse_json(line, self.file, JOURNAL_ROW)
-                self.held[found["row"]] = found["answer"]
-        except (Refused, ValueError):
+            found = gate.parse_json(line, self.file, JOURNAL_LINE)
+        except Refused:
             return False
+        if "row" in found:
+            self.held[found["row"]] = found["answer"]
         return True
 
     def has(self, row: int) -> bool:
@@ -133,14 +134,21 @@ class Answers:
         return self.output.count + len(self.held)
 
     def add(self, row: int, answer: dict[str, Any]) -> None:
-        """It is written where it is the next, else kept in the journal until it is. Raises
-        OSError.
+        """It is written where it is the next, else kept in the journal until it is. Raises Failed
+        where the disk does not take it.
         """
         self.held[row] = answer
-        if row == self.output.count:
-            self._release()
-        else:
-            self.journal.add(line_of({"row": row, "answer": answer}))
+        try:
+            if row == self.output.count:
+                self._release()
+            else:
+                self.journal.add(line_of({"row": row, "answer": answer}))
+        except OSError as error:
+            raise Failed(
+                f"answers cannot be written beside {self.file} ({error.strerror}): mend that, and "
+                "go on with --resume",
+                final=True,
+            ) from error
 
     def _release(self) -> None:
         while (answer := self.held.pop(self.output.count, None)) is not None:
@@ -152,8 +160,7 @@ class Answers:
         self.journal.close()
 
     def finish(self) -> None:
-        """The last row is there."""
-        self.close()
+        """The last row is there, and lasts."""
         self.file.unlink()
 
 

@@ -1,9 +1,14 @@
-"""What `generate` may be told, and how every verb that reads a model is split. Without torch."""
+"""What `generate` and `chat` may be told, and how every verb that reads a model is split. Without
+torch.
+"""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
+from dolmen.core.words import shown
 from dolmen.serving.options import Options
+from dolmen.serving.request import Limits
 
 
 @dataclass(frozen=True)
@@ -19,32 +24,152 @@ class Split:
 
 
 @dataclass(frozen=True)
-class GenerateConfig:
+class Spread:
+    """How the model is split, and how often it is there."""
+
+    tp: int = 1
+    """Tensor parallelism: processes that share every layer."""
+    pp: int = 1
+    """Pipeline parallelism: groups of processes that have some layers each."""
+    dp: int = 1
+    """Whole models side by side: each takes the next row when it is free."""
+
+    def __post_init__(self):
+        for name, size in (("tp", self.tp), ("pp", self.pp), ("dp", self.dp)):
+            if size < 1:
+                raise ValueError(f"layout.{name} is {size}: it must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How each token is chosen. What is unset is as the model's generation_config.json says."""
+
+    max_new_tokens: int | None = None
+    """Most tokens to add; an end-of-text token ends earlier. Default: as generation_config.json
+    says, or 64.
+    """
+    min_new_tokens: int | None = None
+    """No end-of-text token before so many."""
+    temperature: float | None = None
+    """0 takes the likeliest token; 1 draws from the model's own distribution. Default: as
+    generation_config.json says, or 0.
+    """
+    top_k: int | None = None
+    """Draw from this many likeliest tokens."""
+    top_p: float | None = None
+    """Draw from the likeliest tokens that hold this much probability."""
+    min_p: float | None = None
+    """Draw from the tokens that have at least this share of the likeliest one's probability."""
+    repetition_penalty: float | None = None
+    """Above 1: tokens that the text has, prompt included, become less likely."""
+    presence_penalty: float | None = None
+    """Taken from the score of a new token that has come before."""
+    frequency_penalty: float | None = None
+    """Taken from it for each time that it has."""
+    logit_bias: str | None = None
+    """Added to scores: ID:NUMBER,ID:NUMBER; -inf forbids a token."""
+
+    def __post_init__(self):
+        if self.max_new_tokens is not None and self.max_new_tokens < 1:
+            raise ValueError(
+                f"max_new_tokens is {self.max_new_tokens}: use --max-new-tokens 1 or more"
+            )
+
+    @property
+    def of_tokens(self) -> Options:
+        """Greedy, where no temperature is said. Raises ValueError for a logit_bias that is none."""
+        said = {name: value for name in NUMBERS if (value := self.__dict__[name]) is not None}
+        bias = {} if self.logit_bias is None else biases(self.logit_bias)
+        return Options(**{"temperature": 0.0, **said}, logit_bias=bias)
+
+
+NUMBERS = (
+    "max_new_tokens",
+    "min_new_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+"""The fields of `Sampling` that `Options` has too, as they are."""
+
+
+def biases(text: str) -> dict[int, float]:
+    """Token id -> what is added to its score. Raises ValueError."""
+    found: dict[int, float] = {}
+    for one in text.split(","):
+        token, sign, number = one.partition(":")
+        try:
+            value = float(number)
+            if not (sign and token.strip().isascii() and token.strip().isdigit()):
+                raise ValueError
+        except ValueError:
+            raise ValueError(
+                f"logit_bias has {shown(one)}: use --logit-bias ID:NUMBER,ID:NUMBER, such as 13:-5"
+            ) from None
+        if math.isnan(value) or int(token) in found:
+            raise ValueError(f"logit_bias has {shown(one)}: give each id once, and a number")
+        found[int(token)] = value
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig(Sampling):
     """Prompts, and how they are continued."""
 
     folder: str
     """Transformers directory or hub id; a run's folder (its newest whole checkpoint is taken), or
     one checkpoint in it; a Megatron checkpoint, or Meta's files of a Llama.
     """
-    prompt: tuple[str, ...]
-    """Text to continue."""
-    max_new_tokens: int = 64
-    """Most tokens to add; an end-of-text token ends earlier."""
-    temperature: float = 0.0
-    """0 takes the likeliest token; 1 draws from the model's own distribution."""
-    top_k: int | None = None
-    """Draw from this many likeliest tokens."""
-    top_p: float | None = None
-    """Draw from the likeliest tokens that hold this much probability."""
+    prompt: tuple[str, ...] = ()
+    """Text to continue, printed with what follows."""
+    input: str | None = None
+    """File of prompts: a .jsonl with `prompt`, `query` or `messages` in each row, or a .txt with a
+    prompt per line.
+    """
+    output: str | None = None
+    """File to write: the same rows, each with its `text`, `tokens` and `finish_reason`."""
+    stop: tuple[str, ...] = ()
+    """Text that ends an answer, and is not part of it."""
+    num_samples: int = 1
+    """Answers per row, drawn each by itself; a row has them as `samples`."""
+    logprobs: Literal["raw", "processed"] | None = None
+    """Write the log-probability of each token: of the model's own distribution (raw), or of the one
+    that was drawn from.
+    """
+    max_input_tokens: int | None = None
+    """Cut longer prompts to so many tokens, from the left."""
+    resume: bool = False
+    """Go on where a run with the same output was ended; nothing is lost or repeated."""
+    skip_bad: bool = False
+    """Leave out rows that cannot be answered, and count them."""
+    max_batch_tokens: int = Limits.tokens
+    """Most tokens that one forward reads."""
     seed: int = 0
     """Of the draws."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Type to compute in. Default: that of config.json."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes the GPUs if any are visible, else the CPU."""
-    layout: Split = Split()
+    layout: Spread = Spread()
 
-    @property
-    def of_tokens(self) -> Options:
-        """How each token is chosen."""
-        return Options(self.temperature, self.top_k, self.top_p, max_new_tokens=self.max_new_tokens)
+
+@dataclass(frozen=True, kw_only=True)
+class ChatConfig(Sampling):
+    """A chat with a model."""
+
+    folder: str
+    """Model to chat with: anything that `dolmen generate` takes, with a chat template."""
+    system: str | None = None
+    """What the model is told before the chat."""
+    stop: tuple[str, ...] = ()
+    """Text that ends an answer, and is not part of it."""
+    seed: int = 0
+    """Of the draws."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Type to compute in. Default: that of config.json."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes the GPUs if any are visible, else the CPU."""

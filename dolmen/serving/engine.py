@@ -34,6 +34,7 @@ from dolmen.families import special_tokens
 from dolmen.model import build, head
 from dolmen.model.decoder import Decoder
 from dolmen.parallel import data
+from dolmen.parallel import schedule as schedules
 from dolmen.parallel.actions import Schedule
 from dolmen.serving.cache import Memory
 from dolmen.serving.checked import check, span_of
@@ -63,6 +64,13 @@ def load_decoder(
     own = None if schedule is None else [name for name, _ in model.named_parameters()]
     build.load(model, lambda write: load_weights(source, write, own))
     return model.eval()
+
+
+def load_placed(source: Source, mesh: Mesh, dtype: torch.dtype | None) -> Decoder:
+    """`load_decoder`, this rank's stage of it: of `mesh.pp` each rank has one."""
+    pp = mesh.pp.size
+    schedule = None if pp == 1 else schedules.make("1f1b", pp, pp)
+    return load_decoder(source, mesh, dtype, schedule)
 
 
 def ask(model: Decoder, tokens: Int64[Tensor, "texts length"], end: head.End) -> Any:
@@ -171,11 +179,12 @@ class Engine:
             rows.waiting.append(Row(number, request, samples, span, list(text), len(text)))
         return number
 
-    def cancel(self, number: int) -> list[Ended]:
-        """The request ends here, and its pages are free at once. -> What there was of the samples
-        that had not ended; of a request that is not known there are none.
+    def cancel(self, number: int, sample: int | None = None) -> list[Ended]:
+        """The request ends here, or one sample of it that has begun, and its pages are free at
+        once. -> What there was of the samples that had not ended; of a request that is not known
+        there are none.
         """
-        rows = self._rows.cancel(number)
+        rows = self._rows.cancel(number, sample)
         return [row.ended(sample, "cancelled") for row in rows for sample in row.samples]
 
     def step(self) -> Happened:

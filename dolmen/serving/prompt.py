@@ -61,13 +61,14 @@ def answer(
     """`engine.generate` as it is asked for, with what a source says of it: where a text ends, at
     `ends` too, and, with a tokenizer, which tokens there are. `prompts` are of `encode`.
     """
+    options = asked.of_tokens
     return engine.generate(
         model,
         prompts,
-        asked.max_new_tokens,
-        asked.temperature,
-        asked.top_k,
-        asked.top_p,
+        options.max_new_tokens,
+        options.temperature,
+        options.top_k,
+        options.top_p,
         engine.stop_tokens(source) | {*ends},
         asked.seed,
         on_token,

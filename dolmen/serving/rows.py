@@ -7,7 +7,7 @@ carried along to its answer.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,8 @@ from dolmen.data.chats import ASSISTANT
 from dolmen.data.readers import form
 from dolmen.data.unpack import unpacked
 from dolmen.files import gate
-from dolmen.files.gate import Refused
 from dolmen.files.kinds import PROMPT_ROWS, TEXT_ROW
 
-FORMS = (".jsonl", ".txt")
 ANSWER = ("text", "tokens", "finish_reason", "logprobs", "samples")
 """Fields that an answer adds to its row."""
 
@@ -41,9 +39,25 @@ class Row:
         return next(self.fields[name] for name in PROMPT_ROWS if name in self.fields)
 
 
+@dataclass(frozen=True)
+class Line:
+    """One that is not blank, as it stands in the file."""
+
+    file: Path
+    number: int
+    """From 1."""
+    content: bytes
+
+    def row(self) -> Row:
+        """Raises Refused for a line that is none."""
+        where = f"{self.file}, line {self.number}"
+        fields = READERS[form(self.file) or ""](self.content, where)
+        return Row(where, fields.get("id", self.number), fields)
+
+
 def check_file(file: Path) -> None:
     """Raises ValueError for a file of no known form, and where it cannot be read."""
-    if form(file) not in FORMS:
+    if form(file) not in READERS:
         raise ValueError(
             f"--input {file}: use a .jsonl (rows with `prompt`, `query` or `messages`) or a .txt "
             "(a prompt per line); each may have .gz or .zst behind"
@@ -52,24 +66,16 @@ def check_file(file: Path) -> None:
         pass
 
 
-def rows(file: Path, refused: Callable[[Refused], None]) -> Iterator[Row]:
-    """Of all lines of `file` that are not blank, in order. One that is no row is told to `refused`,
-    which raises it, or goes on. Raises ValueError for a file that cannot be unpacked.
+def lines(file: Path) -> Iterator[Line]:
+    """Raises ValueError for a file that cannot be unpacked, and for a line that no memory should
+    hold.
     """
-    read = _of_jsonl if form(file) == ".jsonl" else _of_txt
     with unpacked(file) as stream:
-        for number, line in enumerate(iter(lambda: stream.readline(TEXT_ROW.size + 1), b""), 1):
-            where = f"{file}, line {number}"
-            if len(line) > TEXT_ROW.size:  # the next would be its rest
-                raise gate.refuse(where, f"has more than {TEXT_ROW.size:,} bytes")
-            if not line.strip():
-                continue
-            try:
-                fields = read(line, where)
-            except Refused as error:
-                refused(error)
-                continue
-            yield Row(where, fields.get("id", number), fields)
+        for number, content in enumerate(iter(lambda: stream.readline(TEXT_ROW.size + 1), b""), 1):
+            if len(content) > TEXT_ROW.size:  # the next would be its rest
+                raise gate.refuse(f"{file}, line {number}", f"has over {TEXT_ROW.size:,} bytes")
+            if content.strip():
+                yield Line(file, number, content)
 
 
 def _of_txt(line: bytes, where: str) -> dict[str, Any]:
@@ -99,6 +105,13 @@ def _of_jsonl(line: bytes, where: str) -> dict[str, Any]:
     return fields
 
 
+READERS = {".jsonl": _of_jsonl, ".txt": _of_txt}
+
+
+# What ends a line for some programs, and is no end of a line of a .jsonl.
+ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\u0085\u2028\u2029"}
+
+
 def line_of(fields: dict[str, Any]) -> bytes:
     """A row as a line of a .jsonl. Raises UnicodeEncodeError for half a character."""
-    return json.dumps(fields, ensure_ascii=False).encode() + b"\n"
+    return json.dumps(fields, ensure_ascii=False).translate(ENDS).encode() + b"\n"

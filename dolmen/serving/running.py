@@ -193,11 +193,15 @@ class Running:
         self.forget(key, row)
         return row
 
-    def cancel(self, number: int) -> list[Row]:
-        """All texts of a request, waiting or running."""
-        out = [row for row in self.waiting if row.number == number]
-        self.waiting = deque(row for row in self.waiting if row.number != number)
-        keys = [key for key, row in self.running.items() if row.number == number]
+    def cancel(self, number: int, sample: int | None) -> list[Row]:
+        """All texts of a request, waiting or running, or those of one sample alone."""
+
+        def meant(row: Row) -> bool:
+            return row.number == number and (sample is None or list(row.samples) == [sample])
+
+        out = [row for row in self.waiting if meant(row)]
+        self.waiting = deque(row for row in self.waiting if not meant(row))
+        keys = [key for key, row in self.running.items() if meant(row)]
         return [self.end(key) for key in keys] + out
 
 

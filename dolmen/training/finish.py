@@ -65,7 +65,7 @@ def _sample(screen: Console, folder: Path, prompt: str) -> None:
     tokens = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     room = model.tree.max_position_embeddings - len(tokens)
     asked = GenerateConfig(
-        str(folder), (prompt,), max_new_tokens=min(96, room), temperature=0.7, top_p=0.95
+        folder=str(folder), max_new_tokens=min(96, room), temperature=0.7, top_p=0.95
     )
     (new,) = answer(model, tokenizer, source, [tokens], asked)
     screen.print()

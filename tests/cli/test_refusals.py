@@ -527,7 +527,10 @@ def test_verify_and_generate(material, monkeypatch, tmp_path):
             ["verify", material.model, "--against", "no/such/model/here"],
             "no/such/model/here: no such folder",
         ),
-        (["generate", material.model], "dolmen generate: missing --prompt (Text to continue)"),
+        (
+            ["generate", material.model],
+            "dolmen generate: missing --prompt (Text to continue), or --input (File of prompts)",
+        ),
         (
             ["generate", material.model, "--prompt", "a", "--temperature", -1],
             "use --temperature 0 (greedy) or more",

@@ -200,9 +200,11 @@ def _():
         assert out.data_ptr() == x.data_ptr()
 
 
-@claim("processes.groups", "processes.backends")
+@claim("processes.groups", "processes.backends", "processes.store")
 def _():
     with alone() as group:
+        store = private("processes.store")()
+        assert store.add("dolmen's test", 2) == 2 and store.add("dolmen's test", 0) == 2
         assert (group, [0]) in list(private("processes.groups")())
         assert "gloo" in private("processes.backends")(group)
 

@@ -38,6 +38,13 @@ def groups() -> Iterator[tuple[dist.ProcessGroup, list[int]]]:
         yield group, list(members)
 
 
+def store() -> dist.Store:
+    """In which the ranks of the default group have met: they may leave each other words there. The
+    public ones are made by who uses them, and need an address. 2.11 to 2.13.
+    """
+    return dist.distributed_c10d._get_default_store()
+
+
 def backends(group: dist.ProcessGroup) -> str:
     """Of each kind of device: "cpu:gloo,cuda:nccl". `dist.get_backend` tells that of one. 2.11 to
     2.13.

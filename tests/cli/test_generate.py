@@ -1,0 +1,328 @@
+"""`dolmen generate MODEL --input FILE --output FILE`: rows in, rows out; and `dolmen chat`."""
+
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import tinyrun
+from tinyrun import dolmen
+
+import dolmen as package
+from dolmen.data.tokenizer import load_tokenizer
+from dolmen.serving import offline
+from dolmen.serving.answers import journal_of
+
+material, one_thread = tinyrun.material, tinyrun.one_thread
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'bad' %}{{ raise_exception('no such role') }}"
+    "{% endif %}<{{ m['role'][0] }}>{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<a>{% endif %}"
+)
+WARM = ("--temperature", 1.0, "--seed", 3)
+
+
+@pytest.fixture(scope="module")
+def chatty(material, tmp_path_factory) -> Path:
+    """The model with a chat template, whose generation_config.json says how tokens are drawn."""
+    folder = tmp_path_factory.mktemp("chatty") / "model"
+    shutil.copytree(material.model, folder)
+    _change(folder / "tokenizer_config.json", chat_template=TEMPLATE)
+    said = {"do_sample": True, "temperature": 0.8, "top_k": 7, "max_new_tokens": 5}
+    _change(folder / "generation_config.json", **said)
+    return folder
+
+
+def _change(file: Path, **fields: object) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+def written(file: Path, *rows: object) -> Path:
+    file.write_text("".join((x if isinstance(x, str) else json.dumps(x)) + "\n" for x in rows))
+    return file
+
+
+def answers(model, rows: Path, out: Path, *words) -> list[dict]:
+    told = dolmen("generate", model, "--input", rows, "--output", out, *words)
+    assert told.code == 0, told.err
+    assert not journal_of(out).exists()
+    return read(out)
+
+
+def read(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_rows_come_out_in_order_with_what_they_carry(material, tmp_path):
+    """Each as it is answered alone."""
+    given = [
+        {"prompt": "abc def", "id": "one", "more": {"of": [1.5, None, "中"]}},
+        {"query": "hij"},
+        {"prompt": ""},
+        {"prompt": "a b c " * 6},
+    ]
+    rows = written(tmp_path / "in.jsonl", *given)
+    found = answers(material.model, rows, tmp_path / "out.jsonl", "--max-new-tokens", 8)
+    model = package.load(material.model)
+    for row, answer in zip(given, found, strict=True):
+        assert {name: answer[name] for name in row} == row and list(answer)[: len(row)] == [*row]
+        assert set(answer) - set(row) == {"text", "tokens", "finish_reason"}
+        begin = row.get("prompt", row.get("query"))
+        alone = dolmen("generate", material.model, "--prompt", begin, "--max-new-tokens", 8)
+        assert alone.out == begin + answer["text"] + "\n"
+        assert answer["text"] == model.reader.decode(answer["tokens"], skip_special_tokens=True)
+        assert answer["finish_reason"] == "length" and len(answer["tokens"]) == 8
+    text = tmp_path / "in.txt"
+    text.write_text("abc def\n\nhij\n")
+    plain = answers(material.model, text, tmp_path / "of-text.jsonl", "--max-new-tokens", 8)
+    assert [row["text"] for row in plain] == [found[0]["text"], found[1]["text"]]
+
+
+def test_draws_follow_from_the_seed_the_id_and_the_sample(material, tmp_path, monkeypatch):
+    given = [{"prompt": "abc", "id": i} for i in range(5)]
+    rows = written(tmp_path / "in.jsonl", *given)
+    whole = answers(material.model, rows, tmp_path / "a", *WARM, "--num-samples", 3)
+    assert [[*row] for row in whole] == [["prompt", "id", "samples"]] * 5
+    drawn = {row["id"]: [one["tokens"] for one in row["samples"]] for row in whole}
+    assert len({tuple(tokens) for own in drawn.values() for tokens in own}) > 10
+    turned = written(tmp_path / "turned.jsonl", *given[::-1], {"prompt": "other"})
+    words = (*WARM, "--max-batch-tokens", 6)  # one row at a time
+    again = answers(material.model, turned, tmp_path / "b", *words)
+    assert [row["tokens"] for row in again[:5]] == [drawn[i][0] for i in range(4, -1, -1)]
+    assert (
+        again[5]["tokens"]
+        != answers(material.model, turned, tmp_path / "c", "--temperature", 1.0, "--seed", 4)[5][
+            "tokens"
+        ]
+    )
+
+
+def test_stop_strings_log_probabilities_and_a_cut(material, tmp_path):
+    rows = written(tmp_path / "in.jsonl", {"prompt": "abc def ghi jab cde fgh"}, {"prompt": "hij"})
+    plain = answers(material.model, rows, tmp_path / "a", "--max-new-tokens", 12)
+    stop = plain[0]["text"][3:5]
+    words = ("--max-new-tokens", 12, "--stop", stop, "--stop", "never there", "--logprobs")
+    found = answers(material.model, rows, tmp_path / "b", *words)
+    for before, after in zip(plain, found, strict=True):
+        text, sign, _ = before["text"].partition(stop)
+        assert after["text"] == text
+        assert after["finish_reason"] == ("stop" if sign else "length")
+        assert after["tokens"] == before["tokens"][: len(after["tokens"])]
+        assert len(after["logprobs"]) == len(after["tokens"]) and max(after["logprobs"]) < 0
+    assert len(found[0]["tokens"]) < 12
+    cut = ("generate", material.model, "--input", rows, "--output", tmp_path / "c")
+    told = dolmen(*cut, "--max-input-tokens", 4, "--max-new-tokens", 6)
+    assert told.code == 0 and "1 prompt cut to 4 tokens, from the left" in told.err
+    reader = load_tokenizer(str(material.model))
+    ids = reader("abc def ghi jab cde fgh")["input_ids"]
+    assert len(ids) > 4
+    (expected,) = [package.load(material.model).generate(ids[-4:], max_new_tokens=6)[4:]]
+    assert read(tmp_path / "c")[0]["tokens"] == expected
+
+
+def test_what_generation_config_says_is_the_default_and_is_said(chatty, tmp_path):
+    rows = written(tmp_path / "in.jsonl", {"prompt": "abc"})
+    told = dolmen("generate", chatty, "--input", rows, "--output", tmp_path / "a")
+    said = "as generation_config.json says: max_new_tokens 5, temperature 0.8, top_k 7"
+    assert said in told.err and told.code == 0
+    words = ("--max-new-tokens", 5, "--temperature", 0.8, "--top-k", 7)
+    assert read(tmp_path / "a") == answers(chatty, rows, tmp_path / "b", *words)
+    told = dolmen("generate", chatty, "--prompt", "abc", "--temperature", 0)
+    assert "says: max_new_tokens 5\n" in told.err  # nothing of drawing
+    assert told.out == dolmen("generate", chatty, "--prompt=abc", "--temperature=0").out
+
+
+def test_messages_are_written_by_the_chat_template(material, chatty, tmp_path):
+    chat = [{"role": "system", "content": "ab"}, {"role": "user", "content": "cd"}]
+    bad = {"messages": [{"role": "bad", "content": "x"}]}
+    rows = written(tmp_path / "in.jsonl", {"messages": chat, "k": 1}, bad)
+    words = ("--temperature", 0, "--skip-bad")
+    (found,) = answers(chatty, rows, tmp_path / "a", *words)
+    same = written(tmp_path / "same.jsonl", {"prompt": "<s>ab\n<u>cd\n<a>"})
+    (alone,) = answers(chatty, same, tmp_path / "b", *words)
+    assert found == {"messages": chat, "k": 1} | {k: v for k, v in alone.items() if k != "prompt"}
+    for model, said in (
+        (chatty, "line 2: the chat template cannot write it: no such role"),
+        (material.model, "line 1: the tokenizer has no chat template: give rows with `prompt`"),
+    ):
+        told = dolmen("generate", model, "--input", rows, "--output", tmp_path / "c")
+        assert told.code == 2 and said in told.err and not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ((), "in.jsonl, line 2: its prompt has 90 tokens, max_position_embeddings is 64"),
+        (("--stop", ""), "--stop is empty"),
+        (("--temperature", "-1"), "temperature is -1.0: use --temperature 0"),
+        (("--top-k", "3"), "--top-k draws"),
+        (("--num-samples", "0"), "num_samples is 0: use --num-samples 1 or more"),
+        (("--max-input-tokens", "0"), "max_input_tokens is 0"),
+        (("--max-batch-tokens", "0"), "--max-batch-tokens"),
+        (("--logit-bias", "5"), "logit_bias has '5': use --logit-bias ID:NUMBER"),
+        (("--logit-bias", "900:1"), "the model's vocab_size is 300"),
+        (("--prompt", "a"), "--prompt and --input are both given"),
+        (("--layout.dp", "0"), "layout.dp is 0"),
+    ],
+)
+def test_what_is_refused_before_work_begins(material, tmp_path, words, said):
+    rows = written(tmp_path / "in.jsonl", {"prompt": "a"}, {"prompt": "猫" * 30})
+    out = tmp_path / "out.jsonl"
+    told = dolmen("generate", material.model, "--input", rows, "--output", out, *words)
+    assert told.code == 2 and said in told.words, told.err
+    assert told.err.count("\n") == 1 and not out.exists() and not journal_of(out).exists()
+
+
+def test_an_output_that_exists_and_bad_rows(material, tmp_path):
+    rows = written(tmp_path / "in.jsonl", {"prompt": "a"}, "{", {"text": "b"}, {"prompt": "c"})
+    out = written(tmp_path / "out.jsonl", "mine")
+    asked = ("generate", material.model, "--input", rows, "--max-new-tokens", 2, "--output")
+    told = dolmen(*asked, out)
+    assert told.code == 2 and "out.jsonl exists" in told.err and out.read_text() == "mine\n"
+    out.unlink()
+    told = dolmen(*asked, out)
+    assert told.code == 2 and "in.jsonl, line 2: is not JSON" in told.err and not out.exists()
+    told = dolmen(*asked, out, "--skip-bad")
+    assert told.code == 0 and "2 rows left out" in told.err
+    assert [row["prompt"] for row in read(out)] == ["a", "c"]
+    assert "wrote" in told.err and "per second" in told.err
+    told = dolmen(*asked, out, "--skip-bad", "--resume")
+    assert told.code == 0 and "has all 2 rows: nothing is left to do" in told.err
+    told = dolmen(*asked, tmp_path / "no/out.jsonl")
+    assert told.code == 2 and "there is no folder" in told.err
+    told = dolmen("generate", material.model, "--prompt", "a", "--output", out)
+    assert told.code == 2 and "--output is for --input FILE" in told.err
+
+
+def test_a_run_that_is_ended_goes_on(material, tmp_path, monkeypatch):
+    """After so many rows, by an error of the disk; torn lines are in tests/serving."""
+    given = [{"prompt": "abc " * (i % 4 + 1), "n": i} for i in range(9)]
+    rows, out = written(tmp_path / "in.jsonl", *given), tmp_path / "out.jsonl"
+    words = (*WARM, "--max-new-tokens", 6, "--stop", "a")
+    whole = answers(material.model, rows, tmp_path / "whole.jsonl", *words)
+    assert len({len(row["tokens"]) for row in whole}) > 1
+    asked = ("generate", material.model, "--input", rows, "--output", out, *words)
+    given_back, real = [], offline.Answers.add
+
+    def failing(self, number, answer):
+        given_back.append(number)
+        if len(given_back) == 5:
+            raise offline.Failed("the disk is full", final=True)
+        real(self, number, answer)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(offline.Answers, "add", failing)
+        assert dolmen(*asked).code == 1
+    assert journal_of(out).exists() and len(read(out)) < 9
+    told = dolmen(*asked)
+    assert told.code == 2 and "was begun and is not finished" in told.err
+    told = dolmen(*asked, "--resume", "--top-k", 4)
+    assert told.code == 2 and "top_k was None when" in told.err
+    seen = []
+    monkeypatch.setattr(
+        offline.Answers, "add", lambda self, n, a: (seen.append(n), real(self, n, a))
+    )
+    told = dolmen(*asked, "--resume")
+    assert told.code == 0, told.err
+    assert read(out) == whole and not journal_of(out).exists()
+    assert sorted(seen + given_back[:4]) == list(range(9))  # none is answered twice
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_goes_on(material, tmp_path):
+    rows = written(
+        tmp_path / "in.jsonl", *({"prompt": "abc " * (i % 5), "n": i} for i in range(800))
+    )
+    out = tmp_path / "out.jsonl"
+    words = ["generate", material.model, "--input", rows, "--output", out, "--max-new-tokens", 6]
+    asked = [*map(str, words), "--temperature", "1"]
+    path = os.environ | {"PYTHONPATH": tinyrun.path_of()}
+    with subprocess.Popen([sys.executable, "-m", "dolmen", *asked], env=path) as killed:
+        while not (out.exists() and out.stat().st_size):
+            assert killed.poll() is None
+            time.sleep(0.01)
+        killed.send_signal(signal.SIGKILL)
+    assert journal_of(out).exists() and 0 < out.read_bytes().count(b"\n") < 800
+    assert dolmen(*asked, "--resume").code == 0
+    found = read(out)
+    assert [row["n"] for row in found] == list(range(800))
+    few = written(
+        tmp_path / "few.jsonl",
+        *(
+            {**row, "id": i + 1}
+            for i, row in enumerate({"prompt": row["prompt"]} for row in found[:40])
+        ),
+    )
+    again = answers(material.model, few, tmp_path / "few", *asked[6:])
+    assert [row["tokens"] for row in again] == [row["tokens"] for row in found[:40]]
+
+
+@pytest.mark.spawn
+def test_two_models_of_two_stages_share_the_rows(material, tmp_path, capfd):
+    """Each takes the next when it is free; the answers are those of one process."""
+    given = [{"prompt": "abc " * (i % 4 + 1), "n": i} for i in range(11)]
+    rows = written(tmp_path / "in.jsonl", *given)
+    words = (*WARM, "--max-new-tokens", 6, "--stop", "a", "--num-samples", 2)
+    alone = answers(material.model, rows, tmp_path / "alone", *words)
+    layout = ("--layout.dp", 2, "--layout.pp", 2)
+    assert answers(material.model, rows, tmp_path / "shared", *words, *layout) == alone
+    told = capfd.readouterr().err
+    assert told.count("wrote") == 1 and "11 rows" in told
+
+
+def said(monkeypatch, text: str) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+
+
+def test_chat(chatty, monkeypatch):
+    def line(text: str) -> str:
+        reader = load_tokenizer(str(chatty))
+        ids = reader(text, add_special_tokens=False)["input_ids"]
+        new = package.load(chatty).generate(ids, max_new_tokens=5)[len(ids) :]
+        return reader.decode(new, skip_special_tokens=True)
+
+    said(monkeypatch, "ab\n/history\ncd\\\nef\n/nothing\n/reset\nab\n/exit\nnever\n")
+    told = dolmen("chat", chatty, "--system", "be", "--temperature", 0)
+    assert told.code == 0, told.err
+    first = line("<s>be\n<u>ab\n<a>")
+    second = line(f"<s>be\n<u>ab\n<a>{first}\n<u>cd\nef\n<a>")
+    assert told.out == f"{first}\n{second}\n{first}\n"
+    assert f"system: be\nuser: ab\nassistant: {first}\n" in told.err
+    assert "there is no /nothing; /help tells" in told.err
+
+
+def test_ctrl_c_ends_an_answer_and_not_the_chat(chatty, monkeypatch):
+    from dolmen.serving import chat
+
+    real, steps = chat.Engine.step, []
+
+    def step(self):
+        steps.append(1)
+        if len(steps) == 2:
+            signal.raise_signal(signal.SIGINT)
+        return real(self)
+
+    monkeypatch.setattr(chat.Engine, "step", step)
+    said(monkeypatch, "ab\n/history\n/retry\n")
+    told = dolmen("chat", chatty, "--temperature", 0)
+    assert told.code == 0
+    short, whole = told.out.split("\n")[:2] if told.out.count("\n") == 2 else (None, told.out)
+    assert short is not None and whole.startswith(short) and len(steps) == 2 + 5
+    assert f"assistant: {short}\n" in told.err
+
+
+def test_a_chat_that_cannot_be(material, chatty, monkeypatch):
+    told = dolmen("chat", material.model)
+    assert told.code == 2 and "the tokenizer has no chat template" in told.err
+    assert "dolmen generate --prompt" in told.err
+    said(monkeypatch, "a b c d e f g h i j " * 5 + "\nab\n")
+    told = dolmen("chat", chatty, "--temperature", 0)
+    assert told.code == 0 and "max_position_embeddings is 64: begin anew with /reset" in told.err
+    assert told.out.count("\n") == 1  # and the chat goes on
