@@ -184,6 +184,7 @@ HISTORY_ROW = Kind(
             "begun": Text(choices=("new", "resumed", "restarted")),
             "steps": Int(0),
             "reached": Int(0),
+            "run_id": Text(longest=64),
             "processes": Int(1),
             "device": Text(longest=1024),
             "parameters": Int(0),

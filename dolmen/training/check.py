@@ -11,7 +11,7 @@ from dolmen.data import inputs
 from dolmen.families import compared
 from dolmen.families.family import knob
 from dolmen.model.tree import check_rounding, check_tokens
-from dolmen.training import folder
+from dolmen.training import folder, loggers
 from dolmen.training.config import RunConfig
 
 
@@ -22,6 +22,7 @@ def check_run(run: RunConfig, processes: int | None, verify: bool = True) -> Run
     """
     run = check_computed(run, processes)
     check_adapter(run)
+    check_programs(run)
     if run.init is not None:
         check_init(run, run.init)
     if run.optimizer.from_init:
@@ -244,6 +245,15 @@ def check_adapter(run: RunConfig) -> None:
 def check_exportable(run: RunConfig) -> None:
     """Raises ValueError where a config.json cannot say what is trained."""
     hf_export.check_expressible(run.known_model, run.train.training.applied(run.tree))
+
+
+def check_programs(run: RunConfig) -> None:
+    """Raises ValueError where one that is to get numbers is not installed."""
+    if lacking := loggers.missing(run.log.programs):
+        raise ValueError(
+            f"log.to has {lacking[0]}, which is not installed: pip install 'dolmen[log]', or leave "
+            "it out of --log.to"
+        )
 
 
 def check_profile(run: RunConfig, steps: int) -> None:

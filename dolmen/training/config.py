@@ -11,7 +11,7 @@ from typing import Literal
 from dolmen.checkpoint.config import CheckpointConfig
 from dolmen.core.config import refuse_unreadable
 from dolmen.core.paths import refuse_empty
-from dolmen.core.words import shown
+from dolmen.core.words import choices, shown
 from dolmen.data.config import DataConfig
 from dolmen.families import Model
 from dolmen.families.adapters import AdapterConfig
@@ -23,6 +23,7 @@ from dolmen.ops.recipe import DELAYED, Fp8, Fp8Config, Precision
 from dolmen.optim.config import OptimizerConfig
 
 SEED = 2**63 - 1
+PROGRAMS = ("tensorboard", "wandb", "trackio")
 HANG_SECONDS = 1e8  # three years; clocks of the system count no more than 300
 
 
@@ -148,12 +149,25 @@ class LogConfig:
     """A step, counted from 1, to record: where its time went, by kind, as a table, a picture and a
     trace in `profile/` of the run's folder.
     """
+    to: tuple[str, ...] = ("tensorboard",)
+    """Programs that get the numbers of metrics.jsonl too, with commas between them: tensorboard,
+    wandb, trackio (the last two: pip install 'dolmen[log]'), or none. Without a key W&B keeps them
+    on this machine.
+    """
     validation_tokens: int = 65536
     """Held-out tokens a validation reads; the last one as many as the run has trained on, if those
     are more. 0: all, always.
     """
 
+    @property
+    def programs(self) -> tuple[str, ...]:
+        """Those of `to`, one by one."""
+        names = [name.strip() for part in self.to for name in part.split(",")]
+        return () if names == ["none"] else tuple(dict.fromkeys(names))
+
     def __post_init__(self):
+        if unknown := [name for name in self.programs if name not in PROGRAMS]:
+            raise ValueError(f"log.to has {shown(unknown[0])}: {choices(unknown[0], PROGRAMS)}")
         if self.every < 1:
             raise ValueError(f"log.every is {self.every}: it must be at least 1")
         if self.validate_every is not None and self.validate_every < 0:

@@ -13,6 +13,7 @@ again, stay, and the row that says so comes after them.
 
 import json
 import os
+import secrets
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,7 +23,8 @@ import torch
 
 from dolmen.core import collectives, host
 from dolmen.core.mesh import Mesh
-from dolmen.files import write
+from dolmen.files import kinds, write
+from dolmen.files.tail import Tail
 
 NAME = "history.jsonl"
 
@@ -55,6 +57,15 @@ def _is_cut(file: Path) -> bool:
             return False
         stream.seek(-1, os.SEEK_END)
         return stream.read(1) != b"\n"
+
+
+def run_id(file: Path, step: int) -> str:
+    """By which programs of others know the run that goes on from `step`: made at its first start,
+    and kept in its history.
+    """
+    rows = list(Tail(file, kinds.HISTORY_ROW).read()) if step else []
+    known = [row["run_id"] for row in rows if "run_id" in row]
+    return known[-1] if known else secrets.token_hex(8)
 
 
 def of_ranks(value: float, mesh: Mesh) -> list[float]:

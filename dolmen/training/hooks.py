@@ -24,6 +24,7 @@ from dolmen.model import count
 from dolmen.training import balance, garbage, history, metrics, report
 from dolmen.training.config import RunConfig
 from dolmen.training.history import History
+from dolmen.training.loggers import Guarded, Logged
 from dolmen.training.loop import Hook, Stop
 from dolmen.training.mfu import Peak
 from dolmen.training.profile import Profile
@@ -65,20 +66,23 @@ class Hooks:
         self.flops = count.training_flops_per_token(run.trained, run.sequence_length)
         self.peak = peak
         self.began = began
-        self.since, self.tokens_since = time.monotonic(), 0
         self.validation: Validation | None = None  # the last there was
         self.skipped = state.step - state.updates  # by the starts before
         self.skipped_in_a_row, self.finite = 0, True
         self.record = metrics.MetricsFile(out / "metrics.jsonl", state.step) if mesh.first else None
-        self.writers = (
-            []
-            if self.record is None
-            else [self.record, metrics.TensorBoard(out / "tensorboard", state.step)]
-        )
         self.history = History(out / history.NAME if mesh.first else None)
         self.first, self.tenth = state.step + 1, max(1, state.steps // 10)
         self.profile = Profile(run.log.profile, mesh, out)
         self.line = report.ProgressLine(console, state.step, state.steps)
+        self.run_id = history.run_id(out / history.NAME, state.step) if mesh.first else ""
+        self.writers = [] if self.record is None else [self.record, *self.programs(state.step)]
+        self.since, self.tokens_since = time.monotonic(), 0
+
+    def programs(self, step: int) -> list[Guarded]:
+        """Those that get the numbers too."""
+        asked = self.run
+        run = Logged(self.out, asked.name, self.run_id, step, to_dict(asked))
+        return [Guarded(name, run, self.line.say) for name in asked.log.programs]
 
     def table(self) -> list[tuple[int, Hook]]:
         """(every so many steps, hook), in order."""
@@ -265,6 +269,7 @@ class Hooks:
         """A start that is `how`, with what has `changed` since the one before."""
         row = {
             "begun": how,
+            "run_id": self.run_id,
             "steps": state.steps,
             "processes": self.mesh.size,
             "device": describe_device(self.mesh.device, self.run.train.device),

@@ -5,11 +5,15 @@
 import json
 import math
 import shutil
+from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
 
 from dolmen.checkpoint import folders
 from dolmen.files import gate, kinds, write
+
+PLACES = ("step", "time")
+"""Of a row, what says where its numbers belong."""
 
 
 def read_metrics(file: Path) -> list[dict]:
@@ -58,14 +62,16 @@ class TensorBoard:
     does again.
     """
 
+    told = ""
+
     def __init__(self, folder: Path, step: int):
         from torch.utils.tensorboard import SummaryWriter
 
         self.writer = SummaryWriter(str(folder), purge_step=step + 1 if step else None)
 
-    def write(self, row: dict) -> None:
+    def write(self, row: Mapping[str, float]) -> None:
         for name, value in row.items():
-            if name not in ("step", "time"):
+            if name not in PLACES:
                 self.writer.add_scalar(name, value, row["step"])
 
     def close(self) -> None:

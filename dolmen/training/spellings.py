@@ -92,6 +92,7 @@ EQUAL = {
     "save-total-limit": "checkpoint.keep",
     "eval-steps": "log.validate-every",
     "logging-steps": "log.every",
+    "report-to": "log.to",
     # PEFT, and what trains with it
     "lora-r": "adapter.rank",
     "lora-rank": "adapter.rank",
@@ -119,6 +120,7 @@ EQUAL = {
     "checkpoint.keep-latest-k": "checkpoint.keep",
     "validator.freq": "log.validate-every",
     "log-freq": "log.every",
+    "enable-wandb": "log.to wandb",
     "compile.enable": "train.compile",
     # nanochat
     "depth": ("model.num-hidden-layers", "model.n-layer"),

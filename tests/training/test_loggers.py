@@ -1,0 +1,158 @@
+"""--log.to: W&B and trackio get the numbers of metrics.jsonl, and no program of others ends a
+run.
+"""
+
+import json
+import sqlite3
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+import tinyrun
+from tinyrun import dolmen, rows
+
+from dolmen.training import loggers
+from dolmen.training.config import LogConfig
+from dolmen.training.loggers import Guarded, Logged
+
+material, one_thread = tinyrun.material, tinyrun.one_thread
+
+
+@pytest.fixture
+def run(tmp_path) -> Logged:
+    return Logged(tmp_path, "tiny", "0123456789abcdef", 0, {"name": "tiny"})
+
+
+class Program:
+    """One that fails where it is told to."""
+
+    told = ""
+
+    def __init__(self, fails: str):
+        self.fails, self.calls = fails, []
+        self.does("begin")
+
+    def does(self, what: str) -> None:
+        self.calls.append(what)
+        if what == self.fails:
+            raise OSError(f"no room\nto {what}")
+
+    def write(self, row) -> None:
+        self.does("write")
+
+    def close(self) -> None:
+        self.does("close")
+
+
+@pytest.mark.parametrize("fails", ("begin", "write", "close", ""))
+def test_a_program_that_fails_gets_no_more_and_is_told_once(run, monkeypatch, fails):
+    said, made = [], []
+
+    def make(_: Logged) -> Program:
+        made.append(Program(fails))
+        return made[0]
+
+    monkeypatch.setitem(loggers.KNOWN, "wandb", make)
+    guarded = Guarded("wandb", run, said.append)
+    for step in (1, 2):
+        guarded.write({"step": step})
+    guarded.close()
+    guarded.thread.join()
+    told = [f"WARNING: wandb gets no more of this run (OSError: no room to {fails}); "]
+    assert said == [told[0] + "metrics.jsonl has all"] * bool(fails)
+    after = {"begin": [], "write": ["begin", "write"]}
+    assert not made or made[0].calls == after.get(fails, ["begin", "write", "write", "close"])
+
+
+def test_the_programs_that_are_asked_for():
+    assert LogConfig().programs == ("tensorboard",)
+    assert LogConfig(to=("tensorboard,wandb, trackio",)).programs == loggers.PROGRAMS
+    assert LogConfig(to=("wandb", "wandb,trackio")).programs == ("wandb", "trackio")
+    assert LogConfig(to=("none",)).programs == LogConfig(to=()).programs == ()
+    for word in ("tensorbord", "none,wandb", ""):
+        with pytest.raises(ValueError, match="log.to has"):
+            LogConfig(to=(word,))
+
+
+def test_one_that_is_not_installed_is_refused(material, tmp_path, monkeypatch):
+    monkeypatch.setattr(loggers, "find_spec", lambda name: None if name == "wandb" else name)
+    words = ("train", material.file, "--out", tmp_path / "run", "--log.to", "tensorboard,wandb")
+    result = dolmen(*words)
+    assert result.code == 2 and result.err.count("\n") == 1 and not (tmp_path / "run").exists()
+    assert "log.to has wandb, which is not installed: pip install 'dolmen[log]'" in result.words
+
+
+@pytest.mark.parametrize(
+    "mode, key, step, want",
+    [
+        ("online", True, 0, (None, None)),
+        ("online", True, 3, (None, "allow")),
+        ("online", False, 0, ("offline", None)),
+        ("online", False, 3, ("offline", None)),
+        ("offline", False, 3, (None, None)),
+    ],
+)
+def test_wandb_asks_for_no_key(run, monkeypatch, mode, key, step, want):
+    """Without one it is offline, whoever watches; what the environment says it obeys."""
+    asked, written = [], []
+
+    def init(**options):
+        asked.append(options)
+        settings = SimpleNamespace(sync_dir="here")
+        return SimpleNamespace(settings=settings, log=lambda row, step: written.append((step, row)))
+
+    fake = SimpleNamespace(
+        setup=lambda: SimpleNamespace(settings=SimpleNamespace(mode=mode, project=None)),
+        login=lambda prompt, verify: key and not (prompt or verify),
+        init=init,
+        Settings=dict,
+    )
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    made = loggers.WandB(run._replace(step=step))
+    assert (asked[0]["mode"], asked[0]["resume"]) == want
+    assert (asked[0]["project"], asked[0]["id"]) == ("dolmen", run.identity)
+    assert ("wandb sync here" in made.told) == (want[0] == "offline")
+    made.write({"step": 4, "time": 1.0, "loss": 2.0})
+    assert written == [(4, {"loss": 2.0})]
+
+
+def test_a_run_waits_for_no_program(run, monkeypatch):
+    """One that hangs as it begins, and whose rows are too many then."""
+    go, said = threading.Event(), []
+    monkeypatch.setitem(loggers.KNOWN, "trackio", lambda _: go.wait())
+    monkeypatch.setattr(loggers, "PATIENCE", 0.01)
+    monkeypatch.setattr(loggers, "WAITING", 2)
+    slow, full = (Guarded("trackio", run, said.append) for _ in range(2))
+    slow.close()
+    for step in range(4):
+        full.write({"step": step})
+    full.close()
+    go.set()
+    assert ["within 0.01 s" in said[0], "2 rows behind" in said[1], len(said)] == [True, True, 2]
+    slow.thread.join()
+    full.rows.get()
+    full.rows.put(None)
+    full.thread.join()
+
+
+@pytest.mark.slow
+def test_trackio_has_the_same_numbers(material, tmp_path, monkeypatch):
+    """Without a network; a resumed run is the same run."""
+    pytest.importorskip("trackio")
+    for module in ("trackio.utils", "trackio.sqlite_storage"):
+        monkeypatch.setattr(f"{module}.TRACKIO_DIR", tmp_path / "trackio")
+    out = tmp_path / "run"
+    options = ("--out", out, "--log.to", "trackio")
+    first = dolmen("train", material.file, *options, "--train.steps", 3)
+    assert first.code == 0 and not (out / "tensorboard").exists()
+    second = dolmen("train", material.file, *options, "--resume")
+    assert second.code == 0 and "gets no more" not in first.out + second.out
+    found = sqlite3.connect(tmp_path / "trackio" / "dolmen.db").execute(
+        "select run_name, step, metrics from metrics order by id"
+    )
+    told = [(name, step, json.loads(text)) for name, step, text in found]
+    written = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert len({name for name, *_ in told}) == 1 and len(rows(out)) == 6
+    again = [{**row, "step": step} for _, step, row in told]
+    assert again == [{n: v for n, v in row.items() if n != "time"} for row in written]
