@@ -3,7 +3,7 @@ know to be the run that never stopped.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ class Validation:
     """Of so many."""
     bits_per_byte: float | None
     """Of the held-out text; None where only a part of it was read."""
+    sources: dict[str, float] = field(default_factory=dict)
+    """The loss of each source, where it was asked for."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,9 @@ class Saved:
     updates: int
     """Updates that the optimizer has made in them: steps less those skipped."""
     inherited: int
-    """Updates before the first step, of the run whose moments it began with."""
+    """What the optimizer's count of updates is over these: those before the first step, of the run
+    whose moments it began with; less than 0 where it has begun anew since.
+    """
     samples: int
     """Samples of the training data read: where the next batch begins."""
     seconds: float

@@ -111,11 +111,15 @@ class Loader(ABC):
                 yield now, batch
 
     def validation_batches(
-        self, max_sequences: int | None = None, rank: int = 0, ranks: int = 1
+        self,
+        max_sequences: int | None = None,
+        rank: int = 0,
+        ranks: int = 1,
+        of: HeldOutRows | None = None,
     ) -> Iterator[Batch]:
-        """The held-out tokens in order, as InOrder.batches gives them: every rank gets equally many
-        full batches. With `max_sequences`, only that many windows, evenly spread. Raises ValueError
-        where nothing is held out.
+        """The held-out tokens in order, or those `of` a source (`held_apart`), as InOrder.batches
+        gives them: every rank gets equally many full batches. With `max_sequences`, only that many
+        windows, evenly spread. Raises ValueError where nothing is held out.
         """
         if not self.validation.tokens:
             raise ValueError(
@@ -123,7 +127,8 @@ class Loader(ABC):
                 "--data.split; use more, or --data.validation"
             )
         rows = self.rows(ranks)
-        return self.validation.batches(self.global_batch_size, max_sequences, rank * rows, rows)
+        held = of or self.validation
+        return held.batches(self.global_batch_size, max_sequences, rank * rows, rows)
 
     def rows(self, ranks: int) -> int:
         """Sequences of a global batch that one of `ranks` data-parallel ranks holds. Raises
@@ -150,6 +155,11 @@ class Loader(ABC):
     def validation_bytes(self) -> int | None:
         """Bytes of held-out text, exactly; None where they are not known, or not predicted."""
         return None if self.cloze else self.validation.bytes
+
+    @property
+    def held_apart(self) -> dict[str, HeldOutRows]:
+        """What is validated on of each source, by its name; empty where it is of one."""
+        return {}
 
     @property
     def validation_files(self) -> tuple[Path, ...]:

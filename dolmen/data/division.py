@@ -26,7 +26,8 @@ from dolmen.data.tokenizer import PreTrainedTokenizer
 @dataclass(frozen=True)
 class HeldOut:
     """What validation reads. `size`: bytes of its text, exactly; None where they are not known.
-    `files`: those that it is made of, or () unless each document is a whole file.
+    `files`: those that it is made of, or () unless each document is a whole file. `name`: of the
+    source.
     """
 
     stream: TokenStream
@@ -34,6 +35,7 @@ class HeldOut:
     size: int | None
     files: tuple[Path, ...]
     note: str
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,7 @@ def by_split(corpus: Corpus, shares: str) -> Division:
     elif len(held):
         count = judge[1] - judge[0]
         note = f"{counted(count, 'sequence')} of {corpus.name}, {len(held):,} tokens{why}"
-        validation = HeldOut(held, count, None, (), note)
+        validation = HeldOut(held, count, None, (), note, corpus.name)
     left_out = counted(test[1] - test[0], "sequence")
     note = f"not trained on: {left_out} of {corpus.name}, to test on{why}"
     return Division(training, validation, (note,) if len(left) else ())
@@ -169,7 +171,7 @@ def everything(corpus: Corpus, indices: Iterable[int], why: str = "") -> HeldOut
     )
     size = int(corpus.documents["bytes"][chosen].sum())
     known = corpus.byte_count is not None
-    return HeldOut(stream, len(chosen), size if known else None, files, note)
+    return HeldOut(stream, len(chosen), size if known else None, files, note, corpus.name)
 
 
 def tail(corpus: Corpus, index: int, ending: Ending) -> HeldOut:
@@ -183,7 +185,7 @@ def tail(corpus: Corpus, index: int, ending: Ending) -> HeldOut:
     )
     stream = corpus.stream(np.array([start]), np.array([stop]))
     size = ending.bytes if corpus.byte_count is not None else None
-    return HeldOut(stream, 1, size, (), note)
+    return HeldOut(stream, 1, size, (), note, corpus.name)
 
 
 def together(held: Sequence[HeldOut]) -> HeldOut:
@@ -196,6 +198,7 @@ def together(held: Sequence[HeldOut]) -> HeldOut:
         added([each.size for each in held]),
         tuple(file for each in held for file in each.files) if whole else (),
         "; ".join(each.note for each in held),
+        held[0].name,
     )
 
 

@@ -11,7 +11,7 @@ from dolmen.core.words import counted
 from dolmen.data import chat_loader
 from dolmen.data import tokenizer as tokenizers
 from dolmen.data.batch import Batch
-from dolmen.data.batches import Loader
+from dolmen.data.batches import HeldOutRows, Loader
 from dolmen.data.cloze import Cloze, of_tokenizer
 from dolmen.data.config import DataConfig
 from dolmen.data.corpora import open_corpus
@@ -74,6 +74,15 @@ class TextLoader(Loader):
             return self.mixture.windows(first + row + away, 1)[0]
 
         return self.cloze.batch(windows, range(first, first + rows), other)
+
+    @property
+    def held_apart(self) -> dict[str, HeldOutRows]:
+        if len(self.held_out) < 2:
+            return {}
+        length = self.mixture.sequence_length
+        return {
+            held.name: InOrder((held,), length, self.boundary, self.cloze) for held in self.held_out
+        }
 
     @property
     def validation_files(self) -> tuple[Path, ...]:

@@ -134,7 +134,7 @@ STATE = Kind(  # of a run's
             "loss_scale": Row((Real(0, above=True), Int(0))),
         },
         optional={
-            "inherited": Int(0, 2**40),
+            "inherited": Int(-(2**40), 2**40),
             "samples": Int(0),
             "seconds": Real(0),
             "norms": List(Real(0)),
@@ -147,6 +147,7 @@ STATE = Kind(  # of a run's
                         "held_out_tokens": Int(0),
                         "bits_per_byte": optional(Real()),
                     },
+                    optional={"sources": Map(Real())},
                     rest=None,
                 )
             ),
@@ -209,7 +210,8 @@ SUMMARY = Kind(
             "held_out_tokens": Int(0),
             "bits_per_byte": optional(Real()),
             "validation_files": List(Text()),
-        }
+        },
+        optional={"val_sources": Map(Real())},
     ),
     depth=4,
 )
@@ -305,7 +307,6 @@ EXAMPLES = Kind(
     depth=8,
 )
 # Beside a model that was given more tokens.
-EXTENDED_FILE = "extended.json"
 EXTENDED = Kind(Object(required={"old_tokens": TOKEN, "tokens": TOKEN}), depth=4)
 DIST_MARKER = Kind(
     Object(required={"sharded_backend": NAME}, optional={"sharded_backend_version": Int()}),

@@ -181,6 +181,7 @@ RECIPES: dict[str, Callable[[], RunConfig]] = {
     "pretrain": pretrain,
     "sft": tuning.sft,
     "dpo": tuning.dpo,
+    "continue-language": tuning.continue_language,
     "llama-1b": llamas.llama_1b,
     "llama-8b": llamas.llama_8b,
     "llama-70b": llamas.llama_70b,

@@ -3,7 +3,7 @@
 from dolmen.data.config import DataConfig
 from dolmen.objectives.config import ObjectiveConfig
 from dolmen.optim.config import OptimizerConfig
-from dolmen.training.config import RunConfig
+from dolmen.training.config import LogConfig, NewRowsConfig, RunConfig, TrainConfig
 
 
 def sft() -> RunConfig:
@@ -12,6 +12,18 @@ def sft() -> RunConfig:
         name="sft",
         data=DataConfig(rows="chats"),
         optimizer=OptimizerConfig(lr=2e-5, warmup_steps=10, weight_decay=0.0),
+    )
+
+
+def continue_language() -> RunConfig:
+    """goes on in another language: rows of new tokens first, then all, replaying old text in the
+    share that --data.path says; --init is what dolmen vocab extend has written
+    """
+    return RunConfig(
+        name="continue-language",
+        optimizer=OptimizerConfig(lr=1e-4, warmup_steps=10, weight_decay=0.01),
+        train=TrainConfig(new_rows=NewRowsConfig(share=0.1)),
+        log=LogConfig(validate_sources=True),
     )
 
 

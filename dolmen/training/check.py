@@ -13,6 +13,7 @@ from dolmen.families.family import knob
 from dolmen.model.tree import check_rounding, check_tokens
 from dolmen.training import folder, loggers
 from dolmen.training.config import RunConfig
+from dolmen.vocabulary import extended
 
 
 def check_run(run: RunConfig, processes: int | None, verify: bool = True) -> RunConfig:
@@ -27,6 +28,8 @@ def check_run(run: RunConfig, processes: int | None, verify: bool = True) -> Run
         check_init(run, run.init)
     if run.optimizer.from_init:
         check_moments(run)
+    if run.train.new_rows.share:
+        run = with_new_rows(run)
     if run.init is not None and run.training.fp8 is not None and run.training.fp8.delayed:
         # what lies there may be no scales: it is refused here
         _ = open_source(run.init, run.known_model).scaling
@@ -190,6 +193,34 @@ def check_init(run: RunConfig, init: str) -> None:
             f"{min(lost)}, that without train.router.balance bias the run would lose: use "
             "--train.router.balance bias"
         )
+
+
+def with_new_rows(run: RunConfig) -> RunConfig:
+    """The run that says which rows are new. Raises ValueError where nobody has said so, and for
+    what cannot wait for them.
+    """
+    asked, share = run.train.new_rows, f"train.new-rows.share ({run.train.new_rows.share:g})"
+    if run.init is None:
+        raise ValueError(f"{share}: without a model to start from every row is new: give --init")
+    if run.optimizer.name != "adamw" or run.optimizer.from_init or run.training.adapter:
+        raise ValueError(
+            f"{share} is AdamW's, which begins when all learns: leave out --optimizer.name "
+            f"{run.optimizer.name}, --optimizer.from-init and --adapter.rank, or the share"
+        )
+    first, rows = asked.first, run.tree.vocab_size
+    if first is None:
+        first = extended.first_new(open_source(run.init).where)
+    if first is None:
+        raise ValueError(
+            f"{share}: {run.init} does not say which tokens are new, as what dolmen vocab extend "
+            "writes does: give --train.new-rows.first ID"
+        )
+    if first >= rows:
+        raise ValueError(
+            f"train.new-rows.first ({first:,}) is over the last of the model's {rows:,} rows: set "
+            "the id of the first token that is new"
+        )
+    return replace(run, train=replace(run.train, new_rows=replace(asked, first=first)))
 
 
 def check_moments(run: RunConfig) -> None:

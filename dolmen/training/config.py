@@ -28,6 +28,24 @@ HANG_SECONDS = 1e8  # three years; clocks of the system count no more than 300
 
 
 @dataclass(frozen=True)
+class NewRowsConfig:
+    """Rows of embedding and head for tokens that a model was given (dolmen vocab extend)."""
+
+    share: float = 0.0
+    """Share of the steps, at the beginning, in which they learn alone; then all learns. 0: none."""
+    first: int | None = None
+    """Id of the first new token. Default: as `dolmen vocab extend` has written beside --init."""
+
+    def __post_init__(self):
+        if not 0 <= self.share < 1:
+            raise ValueError(
+                f"train.new-rows.share is {self.share}: it must be at least 0 and less than 1"
+            )
+        if self.first is not None and self.first < 1:
+            raise ValueError(f"train.new-rows.first is {self.first}: it must be at least 1")
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """Length and arithmetic of the run."""
 
@@ -69,6 +87,7 @@ class TrainConfig:
     asked for, whatever the model's config.json says.
     """
     router: RouterTraining = RouterTraining()
+    new_rows: NewRowsConfig = NewRowsConfig()
     compile: bool = False
     """Compile each block with torch.compile (needs a C++ compiler on CPU)."""
     deterministic: bool = False
@@ -153,6 +172,10 @@ class LogConfig:
     """Programs that get the numbers of metrics.jsonl too, with commas between them: tensorboard,
     wandb, trackio (the last two: pip install 'dolmen[log]'), or none. Without a key W&B keeps them
     on this machine.
+    """
+    validate_sources: bool = False
+    """Tell the validation loss of each source of --data.path by itself too, as of an old language
+    beside a new one.
     """
     validation_tokens: int = 65536
     """Held-out tokens a validation reads; the last one as many as the run has trained on, if those

@@ -92,6 +92,8 @@ def _summary(run: RunConfig, outcome: dict, out: Path, report) -> Table:
             "validation loss",
             _validation(run, outcome),
         )
+    for name, loss in outcome.get("val_sources", {}).items():
+        table.add_row("", f"{loss:.4f} on {name}")
     if outcome["bits_per_byte"] is not None:
         line = f"{outcome['bits_per_byte']:.3f}"
         if run.finish.compressors and outcome["validation_files"]:

@@ -208,7 +208,8 @@ class Hooks:
         held = self.loader.validation_tokens
         size = self.loader.validation_bytes
         bits = found.bits_per_byte(size) if tokens == held and size is not None else None
-        self.validation = Validation(state.step, loss, tokens, held, bits)
+        apart = self.validated_apart(state, most) if self.run.log.validate_sources else {}
+        self.validation = Validation(state.step, loss, tokens, held, bits, apart)
         row = {
             "step": state.step,
             "val_loss": loss,
@@ -216,6 +217,7 @@ class Hooks:
             "tokens": state.tokens,
             "time": time.time(),
             "seconds": began - self.began,
+            **{f"val_loss/{name}": one for name, one in apart.items()},
         }
         for writer in self.writers:
             writer.write(row | {f"val_{name}": one for name, one in found.metrics.items()})
@@ -227,6 +229,20 @@ class Hooks:
         self.line.say(
             f"step {state.step}: validation loss {loss:.4f}{more} on {tokens:,}{part} tokens{why}"
         )
+        for name, one in apart.items():
+            self.line.say(f"  {one:.4f} on {name}")
+
+    def validated_apart(self, state: TrainState, most: int | None) -> dict[str, float]:
+        """The mean loss of each source, of at most so many windows."""
+        began, found = time.monotonic(), {}
+        for name, held in self.loader.held_apart.items():
+            batches = self.loader.validation_batches(
+                most, self.mesh.dp.rank, self.mesh.dp.size, held
+            )
+            through = self.watch.through(batches, "validate")
+            found[name] = mean_loss(state.model, through, self.mesh, state.schedule).loss
+        self.since += time.monotonic() - began  # not the training's time
+        return found
 
     def most_validated(self, state: TrainState) -> int | None:
         """Windows of held-out text that a validation at this step reads at most; None: all. The

@@ -72,6 +72,12 @@ def header(
         f"{how_long(state_, loader, tokens)}, {run.train.dtype}, lr {run.optimizer.lr:g} "
         f"({run.optimizer.schedule}, {warmup(run)} warm-up)",
     )
+    if state_.new_rows is not None:
+        rows = state_.new_rows
+        table.add_row(
+            "new rows",
+            f"those of tokens from id {rows.first} learn alone up to step {rows.until}, then all",
+        )
     table.add_row(
         "per rank",
         f"{gib(rest)} of weights and optimizer state at rest; {peak}",

@@ -37,6 +37,7 @@ from dolmen.training.compiled import limit_told
 from dolmen.training.config import RunConfig
 from dolmen.training.hooks import Hooks
 from dolmen.training.loop import Stop, train_steps
+from dolmen.training.new_rows import NewRows
 from dolmen.training.resume import changed_since, resume
 from dolmen.training.spike import SpikePolicy
 from dolmen.training.start import Start, first_does, same_data
@@ -61,6 +62,7 @@ class Outcome:
     held_out_tokens: int
     bits_per_byte: float | None
     validation_files: tuple[str, ...]
+    val_sources: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -241,6 +243,7 @@ def _train(asked: _Asked, loader: Loader, state: TrainState) -> Outcome:
     if run.optimizer.warmup_tokens is not None:
         state.warmup = run.warmup_steps
         state.ahead = loader.first(0) / loader.global_batch_size
+    state.new_rows = NewRows.of(run.train.new_rows, state.steps)
     if mesh.first and state.step < state.steps:
         folder.claim(out, *folder.WRITTEN)
         write_config(out, run)
@@ -306,6 +309,7 @@ def _outcome(
         last.held_out_tokens if last else 0,
         last.bits_per_byte if last else None,
         tuple(str(f) for f in loader.validation_files),
+        last.sources if last else {},
     )
 
 

@@ -24,7 +24,8 @@ from dolmen.optim.schedule import learning_rate
 from dolmen.parallel import data, pipeline, product
 from dolmen.parallel.actions import Action, Schedule
 from dolmen.parallel.pipeline import Work
-from dolmen.training import balance
+from dolmen.training import balance, new_rows
+from dolmen.training.new_rows import NewRows
 from dolmen.training.spike import SpikePolicy
 
 
@@ -43,11 +44,20 @@ class TrainState:
     spike: SpikePolicy = field(default_factory=SpikePolicy)
     step: int = 0  # steps made, and the index of the next batch
     updates: int = 0  # those of them that were not skipped
-    inherited: int = 0  # those before the first step, of the run whose moments it began with
+    # what the optimizer's count of updates is over these: of the run whose moments it began with;
+    # less than 0 where it has begun anew since
+    inherited: int = 0
     tokens: int = 0  # real tokens trained on
     warmup: float | None = None  # steps in which the learning rate rises; None: as `config` says
     ahead: float = 0.0  # steps of the batch of today that earlier batches read over `step`
     objective: Objective = CrossEntropy()
+    new_rows: NewRows | None = None  # which learn alone at first
+
+    @property
+    def alone(self) -> NewRows | None:
+        """Those that learn alone in the coming step."""
+        rows = self.new_rows
+        return rows if rows is not None and self.step < rows.until else None
 
     def __post_init__(self):
         check(self.objective, self.model.tree)
@@ -112,6 +122,10 @@ def optimizer_step(
     # The count divides the loss before backward, so gradients are summed and never averaged: a rank
     # with fewer real tokens weighs less, as its rows do in one process. It is not read here, which
     # would keep the device waiting for the first product.
+    if state.new_rows is not None and state.step == state.new_rows.until:
+        new_rows.restart(state.optimizer)
+        state.inherited = -state.updates
+        state.spike.load([])
     micros = batch.microbatches(len(batch.tokens) // state.schedule.micros)
     # a model that fills in tokens reads all of them, though few have a label
     read = batch.tokens.numel() if state.model.tree.both_ways else batch.real_tokens
@@ -173,6 +187,8 @@ def _summed(state: TrainState, mesh: Mesh) -> tuple[list[Any], Tensor]:
     tied = state.model.tied_apart
     if tied is not None and tied.requires_grad:
         data.sum_over(tied, mesh.ends)
+    if state.alone is not None:
+        state.alone.keep(state.model)
     with ranges.mark("optimizer", "norm"):
         squares = state.model.split.kernels.squares
         norm = data.gradient_norm(parameters, mesh, tied, squares) / state.scale.value
@@ -266,4 +282,7 @@ def _update(state: TrainState, parameters: list[Any], norm: Tensor, lr: float) -
     data.scale_gradients(parameters, factor)
     for group in state.optimizer.param_groups:
         group["lr"] = lr
-    state.optimizer.step()
+    if state.alone is not None:
+        new_rows.update(state.optimizer)
+    else:
+        state.optimizer.step()

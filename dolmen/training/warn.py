@@ -19,6 +19,7 @@ def warnings(run: RunConfig, loader: Loader, step: int, steps: int) -> list[str]
         never_at_full_rate(run, steps),
         little_held_out(run, loader),
         never_profiled(run, step, steps),
+        nothing_replayed(run, loader),
         *told(run.known_model),
     ]
     if run.init is None and step == 0:  # a trained model keeps its size
@@ -36,6 +37,16 @@ def never_at_full_rate(run: RunConfig, steps: int) -> str | None:
         f"optimizer.warmup-steps ({warmup}) is over the run's {counted(steps, 'step')}: the "
         f"learning rate ends at {lr * steps / warmup:.3g} and never reaches {lr:g}; set "
         f"--optimizer.warmup-steps {max(1, steps - 1)} or less, or --train.steps over {warmup}"
+    )
+
+
+def nothing_replayed(run: RunConfig, loader: Loader) -> str | None:
+    """What to warn of where a model learns tokens of a new language, and reads nothing else."""
+    if not run.train.new_rows.share or len(loader.mixture.parts) > 1:
+        return None
+    return (
+        "data.path is one source: a model that reads a new language alone unlearns the old one; "
+        "replay text of it in a share, as --data.path 0.8:NEW 0.2:OLD"
     )
 
 

@@ -9,7 +9,6 @@ token into: of the token as its vocabulary writes it, by the merges alone. What 
 text, decoded and encoded again, would get a space before it, and loses parts of characters.
 """
 
-import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -33,10 +32,10 @@ from dolmen.data.tokenizer import PreTrainedTokenizer, vocabulary_size
 from dolmen.evaluation import perplexity
 from dolmen.evaluation.config import EvaluateConfig
 from dolmen.families import Model, edit, unknown
-from dolmen.files.kinds import EXTENDED_FILE
 from dolmen.files.safetensors import Spec
 from dolmen.model.tree import Tree
 from dolmen.model.tree.leaf import Leaf
+from dolmen.vocabulary import extended
 from dolmen.vocabulary.check import CHINESE, ENGLISH, gives_back
 from dolmen.vocabulary.config import VocabExtendConfig
 from dolmen.vocabulary.folder import Vocabulary, open_vocabulary, opened
@@ -121,8 +120,7 @@ def extend(asked: VocabExtendConfig, progress: bool = True) -> Extended:
             pass
         writing.end(part, [])
         writing.say(words)
-        told = {"old_tokens": first, "tokens": size, "rows": rows, "init": asked.init}
-        (words / EXTENDED_FILE).write_text(json.dumps(told, indent=1) + "\n")
+        extended.write(words, first, size, asked.init)
     again = None if text is None else measure(str(to), new, text, asked, progress)
     return Extended(first, size, found.tree.vocab_size, rows, asked.init, measured, again)
 
@@ -251,14 +249,9 @@ class Grown(WeightsAlone):
 
     def read(self, name: str) -> Shaped[Tensor, "*whole"]:
         leaf, old = self.tree.leaves[name], self.source.read(name)
-        if not of_vocabulary(leaf):
+        if not leaf.of_vocabulary:
             return old
         return self.rows.grown(name, leaf, old, self.tree.initializer_range)
-
-
-def of_vocabulary(leaf: Leaf) -> bool:
-    """Whether a parameter has a row for each token."""
-    return any(cut.knob == "vocab_size" for cut in leaf.cuts)
 
 
 def measure(

@@ -147,8 +147,10 @@ AFTER = f"""
     train.fp8.format train.fp8.unrounded train.fp8.first-layers train.fp8.last-layers
     train.fp8.amax-history train.fp8.amax-compute train.fp8.margin train.fp8.scale-interval
     train.router.balance train.router.aux-loss-coef train.router.z-loss-coef train.router.bias-rate
+    train.new-rows.share train.new-rows.first
     checkpoint.every checkpoint.keep
-    log.every log.validate-every log.profile log.to log.validation-tokens
+    log.every log.validate-every log.profile log.to log.validate-sources log.no-validate-sources
+    log.validation-tokens
     finish.export finish.no-export finish.verify finish.no-verify finish.sample finish.compressors
     finish.no-compressors
 """

@@ -30,6 +30,7 @@ from dolmen.objectives.objective import Objective
 from dolmen.ops.attention import Documents
 from dolmen.optim.optimizer import OptimizerConfig, make
 from dolmen.parallel import data
+from dolmen.training.new_rows import NewRows
 from dolmen.training.step import TrainState, optimizer_step
 
 VOCABULARY, LENGTH, ROWS, STEPS, SEED = 71, 8, 16, 3, 0  # 71 is prime: no tp divides it
@@ -259,6 +260,7 @@ def start(
     compute: torch.dtype | None = None,
     seed: int = SEED,
     objective: Objective = NEXT_TOKEN,
+    new_rows: NewRows | None = None,
 ) -> TrainState:
     """A run before its first step."""
     schedule = layout.make_schedule(ROWS, ROWS // mesh.dp.size // layout.accumulation)
@@ -266,7 +268,15 @@ def start(
     initialize(model, seed)
     made = make(model, optimizer, mesh)
     return TrainState(
-        model, made, optimizer, STEPS, layout.zero, schedule, seed, objective=objective
+        model,
+        made,
+        optimizer,
+        STEPS,
+        layout.zero,
+        schedule,
+        seed,
+        objective=objective,
+        new_rows=new_rows,
     )
 
 

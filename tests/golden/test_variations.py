@@ -10,6 +10,7 @@ from spawning import Row
 from table import FAMILIES, SEED, SINGLE, TOLERANCE, Layout, batches, hold, run, start
 from variations import (
     DROPPING,
+    NEW_ROWS,
     OTHER_SEED,
     PACKED,
     SEEDED,
@@ -26,6 +27,12 @@ from dolmen.evaluation.validate import mean_loss
 @pytest.mark.parametrize("row", [row.parameter for row in PACKED])
 def test_documents(row, result):
     """Attention that stays inside documents, also where a document lies on several ranks of cp."""
+    hold(result(row), row.name)
+
+
+@pytest.mark.parametrize("row", [row.parameter for row in NEW_ROWS])
+def test_new_rows_first(row, result):
+    """Rows of new tokens alone, then all."""
     hold(result(row), row.name)
 
 

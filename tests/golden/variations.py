@@ -13,6 +13,7 @@ from spawning import Row
 from table import DROPOUT, FAMILIES, SINGLE, Layout
 
 from dolmen.evaluation.validate import Losses, mean_loss
+from dolmen.training.new_rows import NewRows
 
 WINDOW = replace(FAMILIES["llama"], sliding_window=3, sliding_layers=(0, 2))
 EXPERTS = FAMILIES["qwen3-moe"]
@@ -40,6 +41,16 @@ DROPPING = rows(
     cp4 gather full
     """,
 )
+# two steps of new rows alone, and one of all; of 71 rows a rank of tp has old ones alone
+NEW_ROWS = rows(
+    FAMILIES["llama"],
+    "llama",
+    """
+    dp2 tp2 sp zero3
+    dp4 zero1
+    """,
+    new_rows=NewRows(50, 2),
+) + rows(FAMILIES["gpt2"], "gpt2", "pp2 acc4", new_rows=NewRows(50, 2))
 PACKED = rows(
     FAMILIES["llama"],
     "llama",

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dolmen.model.tree.leaf import Cut, Leaf, Leaves, within
+from dolmen.model.tree.leaf import VOCABULARY, Cut, Leaf, Leaves, within
 from dolmen.model.tree.mlp import Activation
 from dolmen.model.tree.norm import Norm
 from dolmen.model.tree.positions import Table
@@ -138,4 +138,4 @@ def biased(out: int, inp: int) -> Leaves:
 
 def of_vocabulary(rows: int) -> Cut:
     """Of a table with a row for each token."""
-    return Cut("tp", 0, rows, "vocab_size", uneven=True)
+    return Cut("tp", 0, rows, VOCABULARY, uneven=True)

@@ -15,6 +15,7 @@ from dolmen.ops.recipe import Fp8
 
 Role = Literal["matrix", "embedding", "head", "norm", "bias", "router", "expert", "adapter"]
 Gradient = Literal["own", "residual", "branch"]
+VOCABULARY = "vocab_size"  # the knob of a cut between rows of tokens
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,11 @@ class Leaf:
     def decays(self) -> bool:
         """Whether weight decay pulls it to 0: matrices and tables, not norms and biases."""
         return self.role not in ("norm", "bias")
+
+    @property
+    def of_vocabulary(self) -> bool:
+        """Whether it has a row for each token."""
+        return any(cut.knob == VOCABULARY for cut in self.cuts)
 
     def held(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """The shape that a rank holds, where each axis has so many ranks (1, where not named); of
