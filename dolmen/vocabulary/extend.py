@@ -36,7 +36,7 @@ from dolmen.files.safetensors import Spec
 from dolmen.model.tree import Tree
 from dolmen.model.tree.leaf import Leaf
 from dolmen.vocabulary import extended
-from dolmen.vocabulary.check import CHINESE, ENGLISH, gives_back
+from dolmen.vocabulary.check import gives_back, probes
 from dolmen.vocabulary.config import VocabExtendConfig
 from dolmen.vocabulary.folder import Vocabulary, open_vocabulary, opened
 from dolmen.vocabulary.report import Counts, Text, count, open_text
@@ -100,7 +100,7 @@ def extend(asked: VocabExtendConfig, progress: bool = True) -> Extended:
     after = open_vocabulary(asked.tokenizer, "--tokenizer")
     new = opened(after, "--tokenizer")
     check_grown(old, new, asked)
-    gives_back(new, [*ENGLISH, *CHINESE], f"--tokenizer {asked.tokenizer}")
+    gives_back(new, probes(new), f"--tokenizer {asked.tokenizer}")
     dtype = stated_dtype(found.model)
     source = in_dtype(found, dtype)
     first, size = vocabulary_size(old), vocabulary_size(new)
@@ -264,7 +264,7 @@ def measure(
     """What the model of that name makes of the held-out text. Raises ValueError as `dolmen
     evaluate`.
     """
-    counts = count(tokenizer, text)
+    counts = count(tokenizer, text.pieces(), text.name)
     if open_source(name).tree.both_ways:
         return Measured(counts, None)
     with TemporaryDirectory(prefix="dolmen-") as cache:

@@ -123,8 +123,8 @@ def merge(asked: VocabMergeConfig, progress: bool = True) -> Merged:
         before = after = None
         if text is not None:
             say(f"counting tokens of {text.name}", progress)
-            before = count(opened(base, "BASE"), text)
-            after = count(load_tokenizer(str(part), "--to"), text)
+            before = count(opened(base, "BASE"), text.pieces(), text.name)
+            after = count(load_tokenizer(str(part), "--to"), text.pieces(), text.name)
     return Merged(
         first, len(grown.tokens), grown.between, wanted.had, wanted.left_out, before, after
     )

@@ -1,6 +1,6 @@
 """How many characters and bytes of a text a token stands for, over all of it, streamed."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from dolmen.core.words import counted
@@ -20,6 +20,12 @@ class Text:
     @property
     def name(self) -> str:
         return self.source.name
+
+    @property
+    def size(self) -> int | None:
+        """Bytes of its files, packed ones as they lie; None where some of it is of the hub."""
+        files = self.source.files
+        return None if self.source.hubs else sum(file.stat().st_size for file in files)
 
     def pieces(self) -> Iterator[str]:
         """All of it in order, in pieces that fit into memory. Raises ValueError for what cannot be
@@ -70,13 +76,15 @@ def open_text(config: VocabText) -> Text | None:
     return Text(source, config.text_field)
 
 
-def count(tokenizer: PreTrainedTokenizer, text: Text) -> Counts:
-    """Over all of it. Raises ValueError where it has no tokens."""
+def count(tokenizer: PreTrainedTokenizer, text: Iterable[str], name: str) -> Counts:
+    """Over all pieces of a text, which `name` stands for. Raises ValueError where they have no
+    tokens.
+    """
     encode, tokens, characters, size = encoder(tokenizer), 0, 0, 0
-    for piece in text.pieces():
+    for piece in text:
         tokens += len(encode(piece))
         characters += len(piece)
         size += len(piece.encode())
     if not tokens:
-        raise ValueError(f"--data.path {text.name}: the text has no tokens")
+        raise ValueError(f"--data.path {name}: the text has no tokens")
     return Counts(tokens, characters, size)

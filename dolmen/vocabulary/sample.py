@@ -8,12 +8,13 @@ go, and from then on none with such a number is kept (a sample by keys, Efraimid
 
 import heapq
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from dolmen.data.documents import seam
 from dolmen.vocabulary.report import Text
 
+TOLD = 1000  # lines, after which a bar moves
 LONGEST = 4000
 """Bytes of a line; a longer one is cut, as sentencepiece passes over those of more than 4,192."""
 
@@ -32,14 +33,20 @@ class Sample:
     """Different ones of the lines."""
 
 
-def draw(text: Text, most: int, seed: int) -> Sample:
-    """At most `most` bytes. Raises ValueError for what cannot be read."""
+def draw(
+    text: Text, most: int, seed: int, reach: Callable[[int], None] = lambda done: None
+) -> Sample:
+    """At most `most` bytes; `reach` is told how many were read. Raises ValueError for what cannot
+    be read.
+    """
     chance = random.Random(seed)
     heap: list[tuple[float, int, str, int]] = []  # the largest number first, as its negative
     held, whole, limit = 0, 0, 1.0
     for place, line in enumerate(_lines(text)):
         size = len(line.encode())
         whole += size
+        if place % TOLD == 0:
+            reach(whole)
         number = chance.random()
         if number >= limit:
             continue

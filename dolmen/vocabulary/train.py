@@ -16,7 +16,7 @@ import sentencepiece
 
 from dolmen.conversion import hf_export, unfinished
 from dolmen.core.words import counted
-from dolmen.data.progress import say
+from dolmen.data.progress import bar, say
 from dolmen.data.tokenizer import load_tokenizer, train_bpe
 from dolmen.files import sentencepiece_model
 from dolmen.vocabulary import tokenizer_json
@@ -41,10 +41,11 @@ class Trained:
     kind: str
     size: int
     read: int
-    """Bytes of the text."""
+    """Bytes of the text, without the ends of lines."""
     learned_from: int
     """Bytes of it."""
     counts: Counts
+    """Of what was learned from."""
 
     def lines(self) -> list[str]:
         """For a person."""
@@ -52,7 +53,7 @@ class Trained:
         return [
             f"{self.size:,} tokens ({self.kind}), learned from "
             f"{counted(self.learned_from, 'byte')}{part}",
-            f"on this text: {self.counts}",
+            f"on that text: {self.counts}",
         ]
 
 
@@ -65,8 +66,8 @@ def train(asked: VocabTrainConfig, progress: bool = True) -> Trained:
     text = open_text(asked.data)
     if text is None:
         raise ValueError("no text: use --data.path with a file, a folder, a glob or a hub id")
-    say(f"reading {text.name}", progress)
-    sample = draw(text, asked.max_bytes, asked.seed)
+    with bar(f"reading {text.name}", text.size, progress) as reach:
+        sample = draw(text, asked.max_bytes, asked.seed, reach)
     check_size(asked, sample)
     say(f"learning {asked.size:,} tokens from {counted(sample.bytes, 'byte')}", progress)
     with unfinished.beside(to) as (part, _):
@@ -76,7 +77,7 @@ def train(asked: VocabTrainConfig, progress: bool = True) -> Trained:
         gives_back(made, lines, "--to")
         if asked.kind != "byte-bpe":
             check_sentencepiece(made, str(part / MODELS[0]), lines)
-        counts = count(made, text)
+        counts = count(made, sample.lines, text.name)
     return Trained(asked.kind, asked.size, sample.whole, sample.bytes, counts)
 
 
