@@ -65,9 +65,13 @@ class RunCheckpoint(WeightsAlone):
     def transformers(self) -> None:
         return None
 
-    @cached_property
+    @property
     def scaling(self) -> Scales:
         """Of a run that has updated: else it has scaled nothing yet."""
+        return self._scaling
+
+    @cached_property
+    def _scaling(self) -> dict[str, Scaling]:
         kind, read = f"{product.HISTORY}/", self.checkpoint.read
         names = [name.removeprefix(kind) for name in self.checkpoint.specs if name.startswith(kind)]
         found = {n: Scaling(read(kind + n), read(f"{product.SCALE}/{n}")) for n in names}

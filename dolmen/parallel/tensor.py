@@ -378,7 +378,7 @@ def _made(
 
 # A compiled block ends before products of eight bits and begins again behind them: what delayed
 # scaling learns of a step is no value of a graph, nor is what ranks tell one another of scales.
-_uncompiled = torch.compiler.disable(_made)
+_uncompiled = compute.untraced(_made)
 
 
 def _multiplied(
