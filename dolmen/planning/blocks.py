@@ -86,7 +86,8 @@ class _Block(Maker):
         the heads that its queries use.
         """
         leaf = self.leaves[name]
-        shape = list(leaf.held({"tp": self.share.tp, "ep": self.share.ep}))
+        alone = self.share.folded and leaf.stacked
+        shape = list(leaf.held({"tp": 1 if alone else self.share.tp, "ep": self.share.ep}))
         for cut in leaf.cuts:
             if cut.or_whole and not cut.splits(self.share.tp):
                 shape[cut.dim] = self.share.part(cut.units) * (leaf.shape[cut.dim] // cut.units)
@@ -108,9 +109,9 @@ class _Block(Maker):
         """Rows that a matrix multiplies: of experts each an equal part of what comes, which is as
         much as goes, unless one rank has more.
         """
-        mlp, tokens = self.block.mlp, self.share.tokens
+        mlp, tokens = self.block.mlp, self.share.routed
         if not stacked or not isinstance(mlp, Experts):
-            return tokens
+            return self.share.tokens
         return -(-round(self.share.load * tokens * mlp.per_token) // batch)
 
     @property
@@ -222,6 +223,7 @@ class _Block(Maker):
         down = self.linears("mlp.down", ["mlp.experts.down.weight"])[0]
         routed = self.linears("mlp.router", ["mlp.router.weight"])
         there, back = self.sorted(), self.sorted()
+        sends = sends and not self.share.folded
         return [
             self.entered("mlp.router", routed, sends),
             *shared,
@@ -230,7 +232,7 @@ class _Block(Maker):
             self.activated("mlp.experts"),
             down,
             back,
-            self.left("mlp.down", ([], [])),
+            self.left("mlp.down", ([], []), not self.share.folded),
         ]
 
     def up(self, prefix: str) -> list[Both]:
@@ -259,12 +261,13 @@ class _Block(Maker):
         """
         assert isinstance(self.block.mlp, Experts)
         share, often = self.share, self.block.mlp.per_token * self.share.load
-        moved = often * self.whole
+        moved = often * (self.x if share.folded else self.whole)
+        copies = often if share.copies is None else share.copies * share.load
         rows: list[Rows] = [[], []]
         for action, some in zip("FB", rows, strict=True):
             some.append(memory(action, "mlp.experts", "sort", moved, moved))
             if share.ep > 1:
-                payload = round(often * self.x)
+                payload = round(copies * self.x)
                 some.append(collective(action, "mlp.experts", "all-to-all", payload, axis="ep"))
         return rows[0], rows[1]
 
@@ -272,11 +275,15 @@ class _Block(Maker):
         """To fp8, of what is multiplied: read, rounded, and written both ways around, as a product
         takes both of its factors by rows; its largest number is known of what makes it.
         """
-        inner = self.held(next(n for n in self.leaves if n.endswith("up.weight")))[-2]
-        wide = self.share.tokens * (inner + self.heads[0] * self.block.mixer.head_size)
-        x = self.share.tokens * self.hidden
-        forward, backward = 2 * x + wide, 2 * x + 2 * wide
-        return (
-            [memory("F", "mlp", "cast", 2 * forward, 2 * forward)],
-            [memory("B", "mlp", "cast", 2 * backward, 2 * backward)],
-        )
+        name = next(name for name in self.leaves if name.endswith("up.weight"))
+        *stack, inner, _ = self.held(name)
+        # experts that are multiplied one after another are cast so too
+        times = stack[0] if stack and not self.program.grouped else 1
+        rows = self.expert_rows(stack[0], True) * stack[0] if stack else self.share.tokens
+        x = (self.share.tokens + rows) * self.hidden
+        wide = rows * inner + self.share.tokens * self.heads[0] * self.block.mixer.head_size
+        found: list[Rows] = []
+        for action, elements in (("F", x + wide), ("B", x + 2 * wide)):
+            one = memory(action, "mlp", "cast", 2 * elements / times, 2 * elements / times)
+            found.append([replace(one, times=times)])
+        return found[0], found[1]

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from dolmen.files import gate, kinds
-from dolmen.planning.compared import Prediction, predict
+from dolmen.planning.compared import EXPERTS, Prediction, predict
 from dolmen.planning.published import FOLDER, Published, read_rows
 from dolmen.planning.step import Spread
 
@@ -57,10 +57,12 @@ class Calibration:
     def spread(self, device: str) -> Spread:
         """Half of the 90 % interval's width of a time on `device`, as a logarithm: of 20 held-out
         errors and more what nine of ten are below, else the largest x 1.25; of a device without
-        rows twice what all rows together have. No device is surer than all together.
+        rows twice what all rows together have. No device is surer than all together. Of models with
+        experts (`known_as`) the errors are their own.
         """
+        apart = device.endswith(EXPERTS)
         own = [abs(e) for _, _, d, e in self.errors if d == device]
-        every = [abs(e) for _, _, _, e in self.errors]
+        every = [abs(e) for _, _, d, e in self.errors if d.endswith(EXPERTS) == apart]
         if own:
             return Spread(max(half_width(own), half_width(every)), len(own), True)
         return Spread(2 * half_width(every), len(every), False)

@@ -16,7 +16,7 @@ of a rank's layers, with p ranks of v virtual stages, rank r, m microbatches
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dolmen.model.count import activation_bytes_per_layer
 from dolmen.model.tree import Attention, Block, Experts, Mlp, Run, Tree
@@ -263,34 +263,12 @@ class Capacity:
         return total, moment
 
     def _kept(self, block: Block, choice: Choice, recompute: str) -> float:
-        """Bytes that a layer keeps. Of experts those of the dense layer that a token passes, with
-        what is sent to them and comes back; latents beside the heads that are made of them; where
-        cp gathers, keys and values of the whole sequence (docs/context-parallel.md).
+        """Bytes that a layer keeps; where cp gathers, with keys and values of the whole sequence
+        (docs/context-parallel.md).
         """
-        tokens = choice.microbatch_size * self.sequence_length / choice.cp
-        tree, beside, e = self.tree, 0.0, self.element_bytes
-        if isinstance(block.mlp, Experts):
-            experts = block.mlp
-            beside += tokens * 2 * e * experts.per_token * tree.hidden_size
-            beside += tokens * 8 * experts.number  # the router's, in fp32
-            block = replace(block, mlp=Mlp(experts.per_token * experts.size))
-        if not isinstance(block.mixer, Attention):
-            mixer = block.mixer
-            beside += tokens * e * 2 * ((mixer.q_rank or 0) + mixer.kv_rank)
-            block = replace(block, mixer=Attention(mixer.heads, mixer.heads, mixer.head_size))
-        if (
-            choice.cp > 1
-            and choice.context == "gather"
-            and recompute == "none"
-            and not self.dropout
-        ):
-            mixer = block.mixer
-            assert isinstance(mixer, Attention)
-            width = max(mixer.kv_heads / choice.tp, 1) * sum(mixer.head_sizes)
-            whole = choice.microbatch_size * self.sequence_length
-            beside += (whole - tokens / 2) * width * e
-        kept = activation_bytes_per_layer(
-            replace(tree, runs=(Run((block,), 1),)),
+        kept = layer_bytes(
+            self.tree,
+            block,
             choice.microbatch_size,
             self.sequence_length,
             dropout=self.dropout,
@@ -298,9 +276,16 @@ class Capacity:
             sequence_parallel=choice.sequence_parallel,
             recompute=recompute,
             cp=choice.cp,
-            element_bytes=e,
+            element_bytes=self.element_bytes,
         )
-        return kept + (0.0 if recompute == "full" else beside)
+        gathers = choice.cp > 1 and choice.context == "gather" and not self.dropout
+        if not gathers or recompute != "none":
+            return kept
+        mixer = block.mixer
+        kv_heads = mixer.kv_heads if isinstance(mixer, Attention) else mixer.heads
+        width = max(kv_heads / choice.tp, 1) * sum(mixer.head_sizes)
+        whole = choice.microbatch_size * self.sequence_length
+        return kept + whole * (1 - 0.5 / choice.cp) * width * self.element_bytes
 
     def _loss(self, choice: Choice) -> tuple[float, float]:
         """What the head keeps from forward to backward: what enters and both gradients; and what
@@ -311,3 +296,34 @@ class Capacity:
         h, e = self.tree.width, self.element_bytes
         moment = LOGIT_BYTES * min(tokens * rows, LOGITS) + (4 - e) * rows * h
         return (2 * tokens + rows) * h * e, moment
+
+
+def layer_bytes(
+    tree: Tree,
+    block: Block,
+    batch: int,
+    length: int,
+    *,
+    cp: int,
+    recompute: str,
+    element_bytes: int,
+    **more: Any,
+) -> float:
+    """Bytes that a layer keeps of a microbatch, as `activation_bytes_per_layer` says, of any block:
+    of experts those of the dense layer that a token passes, with what is sent to them and comes
+    back; latents beside the heads that are made of them.
+    """
+    tokens, beside, e = batch * length / cp, 0.0, element_bytes
+    if isinstance(block.mlp, Experts):
+        experts = block.mlp
+        beside += tokens * 2 * e * experts.per_token * tree.hidden_size
+        beside += tokens * 8 * experts.number  # the router's, in fp32
+        block = replace(block, mlp=Mlp(experts.per_token * experts.size))
+    if not isinstance(block.mixer, Attention):
+        mixer = block.mixer
+        beside += tokens * e * 2 * ((mixer.q_rank or 0) + mixer.kv_rank)
+        block = replace(block, mixer=Attention(mixer.heads, mixer.heads, mixer.head_size))
+    one = replace(tree, runs=(Run((block,), 1),))
+    how = {"cp": cp, "recompute": recompute, "element_bytes": e, **more}
+    kept = activation_bytes_per_layer(one, batch, length, **how)
+    return kept + (0.0 if recompute == "full" else beside)

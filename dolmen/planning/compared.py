@@ -10,12 +10,12 @@ from itertools import product
 from statistics import median
 
 from dolmen.core.topology import Topology
-from dolmen.model.tree import Attention, Block, Embedding, Head, Mlp, Norm, Rope, Run, Table, Tree
 from dolmen.planning.forecast import Forecast, Job, forecast
 from dolmen.planning.hardware import GIB, Cluster, read_cluster
 from dolmen.planning.placement import Placement
 from dolmen.planning.programs import Ways, ways
-from dolmen.planning.published import Published, is_gated
+from dolmen.planning.published import Published
+from dolmen.planning.published_models import experts_of, has_experts, load_of, tree_of
 from dolmen.planning.step import Estimate, Spread
 
 # what a GPU is called -> the cluster that has it; the first that is found
@@ -30,6 +30,7 @@ CLUSTERS = (
     (r"dgx-?2|sxm3", "dgx-2h"),
     (r"v100|volta|dgx-?1", "dgx-1"),
 )
+EXPERTS = ", experts"
 MOST_JOBS = 48
 MOST_ACTIONS = 1 << 18
 """Microbatches x stages of a pipeline that is simulated: 3,072 sequences through 64 stages pass."""
@@ -58,11 +59,17 @@ class Prediction:
         return self.forecast
 
 
+def known_as(device: str, experts: bool) -> str:
+    """What errors are put down under: models with experts are predicted less well."""
+    return device + EXPERTS * experts
+
+
 def predict(row: Published, spread_of, cluster: Cluster | None = None) -> Prediction:
-    """`spread_of(device name)` -> Spread. `cluster`: in place of the one that the row names."""
+    """`spread_of(known_as(...))` -> Spread. `cluster`: in place of the one that the row names."""
     warnings = list(row.warnings)
     cluster = cluster or cluster_of(row, warnings)
-    spread: Spread = spread_of(cluster.device.name)
+    device = known_as(cluster.device.name, experts_of(row) is not None)
+    spread: Spread = spread_of(device)
     measured = measured_of(row, cluster, warnings)
     found: list[tuple[str, Job, Forecast]] = []
     problems: list[str] = []
@@ -74,7 +81,7 @@ def predict(row: Published, spread_of, cluster: Cluster | None = None) -> Predic
     if not found:
         warnings += problems[:1]
         told = tuple(dict.fromkeys(warnings))
-        return Prediction(row, None, 0.0, 0.0, "", cluster.device.name, told, measured)
+        return Prediction(row, None, 0.0, 0.0, "", device, told, measured)
     found = _that_fit(found)
     found.sort(key=lambda item: item[2].estimate.seconds)
     words, _, middle = found[(len(found) - 1) // 2]
@@ -88,7 +95,7 @@ def predict(row: Published, spread_of, cluster: Cluster | None = None) -> Predic
         found[0][2].estimate.low,
         found[-1][2].estimate.high,
         words,
-        cluster.device.name,
+        device,
         tuple(dict.fromkeys(warnings)),
         measured,
     )
@@ -157,16 +164,23 @@ def cluster_of(row: Published, warnings: list[str]) -> Cluster:
 
 
 def network(text: str, gpus: int) -> float | None:
-    """Bytes per second of a node's adapters, as people write it; None where they do not."""
+    """Bytes per second of a node's adapters, as people write it; None where they do not. GB are
+    bytes, Gb and gb bits.
+    """
+    unit = r"(GB|[Gg]b)"
     if found := re.search(
-        r"([0-9.]+)\s*gb(?:/s|ps|it/s)?\s*(?:\([^)]*\)\s*)?(?:per|/|a)\s*gpu", text
+        rf"([0-9.]+)\s*{unit}(?:/s|ps|it/s)?\s*(?:\([^)]*\)\s*)?(?:per|/|an?)\s*(?i:gpu)", text
     ):
-        before = text[max(0, found.start() - 24) : found.start()]
+        before = text[max(0, found.start() - 24) : found.start()].lower()
         if "nvlink" not in before and "nvswitch" not in before:
-            return float(found[1]) / 8 * 1e9 * gpus
-    if found := re.search(r"([0-9]+)\s*x\s*([0-9.]+)\s*gb", text):
-        return int(found[1]) * float(found[2]) / 8 * 1e9
+            return float(found[1]) * _bytes(found[2]) * gpus
+    if found := re.search(rf"([0-9]+)\s*[xX]\s*([0-9.]+)\s*{unit}", text):
+        return int(found[1]) * float(found[2]) * _bytes(found[3])
     return None
+
+
+def _bytes(unit: str) -> float:
+    return 1e9 if unit == "GB" else 1e9 / 8
 
 
 def jobs(row: Published, cluster: Cluster, warnings: list[str]) -> Iterator[tuple[str, Job]]:
@@ -175,8 +189,11 @@ def jobs(row: Published, cluster: Cluster, warnings: list[str]) -> Iterator[tupl
     if not gpus or not row.count("layers") or not row.count("hidden"):
         warnings.append("it does not say num_gpus, layers and hidden: nothing is predicted")
         return
-    if (row.count("ep") or 1) > 1 or re.search(r"mixtral|moe|[0-9]x[0-9.]+b", row.model.lower()):
-        warnings.append("no column says what experts it has: predicted as a model without")
+    if has_experts(row) and experts_of(row) is None:
+        warnings.append(
+            "its name does not say what experts it has, nor does its text ('64 experts, top 2'): "
+            "predicted as a model without"
+        )
     choices = [
         (way, tp, pp, cp)
         for way in ways(row)
@@ -206,8 +223,8 @@ def jobs(row: Published, cluster: Cluster, warnings: list[str]) -> Iterator[tupl
                 continue
             words = f"{way.name}, tp {tp} pp {pp} cp {cp} dp {dp} microbatch {mbs}"
             words += f", {schedule} x {chunks}, recompute {recompute}"
-            world = Topology(dp, tp, pp, cp)
-            yield words, _job(row, cluster, way, world, mbs, recompute, schedule, chunks)
+            world, folded = _world(row, dp, tp, pp, cp, warnings)
+            yield words, _job(row, cluster, way, world, folded, mbs, recompute, schedule, chunks)
 
 
 def _job(
@@ -215,6 +232,7 @@ def _job(
     cluster: Cluster,
     way: Ways,
     world: Topology,
+    folded: int,
     mbs: int,
     recompute: str,
     schedule: str,
@@ -248,7 +266,37 @@ def _job(
         dtype,
         way.waits,
         row.block_alone,
+        folded,
+        load_of(row),
+        _copies(row, max(world.ep, folded), world.tp if folded == 1 else 1, cluster),
     )
+
+
+def _copies(row: Published, ep: int, apart: int, cluster: Cluster) -> float | None:
+    """Of a token, where experts of a node share one: the nodes that its experts are on, of a router
+    that draws them evenly. `apart`: ranks between two of ep.
+    """
+    known, nodes = experts_of(row), -(-ep * apart // cluster.gpus_per_node)
+    if known is None or nodes == 1 or not re.search(r"deepep|hybridep", row.text):
+        return None
+    return nodes * (1 - (1 - 1 / nodes) ** known.per_token)
+
+
+def _world(
+    row: Published, dp: int, tp: int, pp: int, cp: int, warnings: list[str]
+) -> tuple[Topology, int]:
+    """The ranks, and ep where those of tp are among it, else 1."""
+    ep = row.count("ep") or 1
+    known = experts_of(row)
+    if ep == 1 or known is None:
+        return Topology(dp, tp, pp, cp), 1
+    alone = tp > 1 and bool(re.search(r"\betp ?=? ?1\b", row.text))
+    if dp * cp % ep == 0 and not alone:
+        return Topology(dp, tp, pp, cp, ep), 1
+    if dp * cp * tp % ep == 0 and known.number % ep == 0:
+        return Topology(dp, tp, pp, cp), ep
+    warnings.append(f"ep {ep} divides no {dp * cp * tp} ranks of dp x cp x tp: taken as 1")
+    return Topology(dp, tp, pp, cp), 1
 
 
 def _used(row: Published, cluster: Cluster) -> int:
@@ -302,31 +350,6 @@ def _schedules(row: Published, pp: int) -> list[tuple[str, int]]:
     if row.schedule == "interleaved":
         return several or [("interleaved", 2)]
     return [("1f1b", 1), *several[:1]]
-
-
-def tree_of(row: Published, length: int) -> Tree:
-    """The model: of GPT's kind, or of Llama's."""
-    hidden, layers = row.count("hidden") or 0, row.count("layers") or 0
-    gated = is_gated(row)
-    heads = row.count("heads") or max(1, hidden // 128)
-    kv = row.count("kv_heads") or heads
-    kv = kv if heads % kv == 0 else heads
-    size = -(-hidden // heads)
-    ffn = row.count("ffn") or (8 * hidden // 3 if gated else 4 * hidden)
-    b = not gated
-    positions = Rope(size) if gated else None
-    mixer = Attention(heads, kv, size, b, b, b, b, positions=positions)
-    mlp = Mlp(ffn, True) if gated else Mlp(ffn, False, "gelu", True)
-    norm = Norm() if gated else Norm("layernorm", bias=True)
-    table = None if gated else Table(length)
-    return Tree(
-        hidden,
-        Embedding(row.count("vocab") or (128256 if gated else 51200), positions=table),
-        (Run((Block(mixer, mlp, norm),), layers),),
-        norm,
-        Head(tied=not gated),
-        length,
-    )
 
 
 def gib(prediction: Prediction) -> float | None:

@@ -6,17 +6,19 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from dolmen.model.count import activation_bytes_per_layer, training_flops_per_token
-from dolmen.model.tree import Experts, Tree
+from dolmen.model.count import training_flops_per_token
+from dolmen.model.tree import Experts, Tree, under
 from dolmen.parallel import schedule as schedules
 from dolmen.parallel.actions import Schedule
 from dolmen.parallel.schedule import Simulation
 from dolmen.planning.blocks import block_rows
+from dolmen.planning.capacity import layer_bytes
 from dolmen.planning.cost import BESIDE, Machine, Overlap, Parts, action_seconds, row_seconds
 from dolmen.planning.ends import embedding_rows, head_rows, update_rows
 from dolmen.planning.ledger import Row
 from dolmen.planning.operations import Operations, Program, Share
 from dolmen.planning.placement import Placement, send_seconds
+from dolmen.planning.ranks import Held
 from dolmen.planning.step import Estimate, Spread, Stage, rows_seconds, step_time, together
 
 BYTES = 2
@@ -45,6 +47,12 @@ class Job:
     """A rank does nothing else while it sends to another stage."""
     block_alone: bool = False
     """The model is its blocks, forward and backward: neither ends nor update."""
+    folded: int = 1
+    """Ranks of ep that those of tp are among; 1: the topology says ep."""
+    load: float = 1.0
+    """Of experts: `Share.load`, ..."""
+    copies: float | None = None
+    """... and `Share.copies`."""
 
     @property
     def topology(self):
@@ -53,7 +61,21 @@ class Job:
     @property
     def share(self) -> Share:
         t = self.topology
-        return Share(self.microbatch, self.length, t.tp, t.cp, self.sequence_parallel)
+        return Share(
+            self.microbatch,
+            self.length,
+            t.tp,
+            t.cp,
+            self.sequence_parallel,
+            self.ep,
+            self.load,
+            self.copies,
+            self.folded > 1,
+        )
+
+    @property
+    def ep(self) -> int:
+        return max(self.folded, self.topology.ep)
 
     @property
     def sequences(self) -> int:
@@ -97,7 +119,8 @@ class Forecast:
 
 def forecast(job: Job, spread: Spread) -> Forecast:
     """Raises ValueError where the schedule, or a block, is none that can be."""
-    machine = Machine(job.placement, 0, job.dtype, job.overlap)
+    roads = {"ep": job.placement.road(range(job.folded))} if job.folded > 1 else {}
+    machine = Machine(job.placement, 0, job.dtype, job.overlap, roads)
     stages, rows = _stages(job, machine)
     update = Parts() if job.block_alone else _update(job, machine, stages)
     estimate, simulation = step_time(stages, job.actions, update, spread, job.waits)
@@ -140,7 +163,7 @@ def _stages(job: Job, machine: Machine) -> tuple[list[Stage], Operations]:
 
 def _gathered(rows: Operations, job: Job) -> Operations:
     """With what ZeRO 3 gathers of a block before each direction, and scatters after."""
-    elements = _block_elements(job)
+    elements = _block(job).number
     gather = Row("F", "", "collective", "all-gather", axis="fsdp", payload=BYTES * elements)
     scatter = replace(gather, op="reduce-scatter", payload=job.program.gradient * elements)
     copies = Row("F", "", "memory", "copy", read=BYTES * elements, written=BYTES * elements)
@@ -165,32 +188,41 @@ def _send(job: Job, machine: Machine) -> float:
     return seconds
 
 
-def _block_elements(job: Job) -> int:
-    """Parameters of a block on a rank of tp."""
-    leaves = [leaf for name, leaf in job.tree.leaves.items() if name.startswith("layers.0.")]
-    return sum(math.prod(leaf.held({"tp": job.topology.tp})) for leaf in leaves)
+def _block(job: Job) -> Held:
+    """Parameters of a block on a rank of tp and ep."""
+    leaves, sizes = under(job.tree.leaves, "layers.0"), {"tp": job.topology.tp, "ep": job.ep}
+    found = Held.of(leaves, sizes)
+    return Held(found.dense, found.experts * (job.topology.tp if job.folded > 1 else 1))
 
 
-def _elements(job: Job, rank: int) -> int:
+def _elements(job: Job, rank: int) -> Held:
     """Parameters of a rank of pp, on a rank of tp."""
-    pp, v = job.topology.pp, job.virtual_stages
-    count = sum(job.layers[chunk * pp + rank] for chunk in range(v)) * _block_elements(job)
-    sizes = {"tp": job.topology.tp}
-    table = math.prod(job.tree.leaves["embed.weight"].held(sizes))
+    pp, block = job.topology.pp, _block(job)
+    layers = sum(job.layers[chunk * pp + rank] for chunk in range(job.virtual_stages))
+    table = Held(math.prod(job.tree.leaves["embed.weight"].held({"tp": job.topology.tp})))
+    found = Held(layers * block.dense, layers * block.experts)
     if rank == 0:
-        count += table
+        found += table
     if rank == pp - 1 and (pp > 1 or not job.tree.head.tied):
-        count += table
-    return count
+        found += table
+    return found
+
+
+def _owned(job: Job, elements: Held) -> int:
+    """Of these what a rank updates: experts have fewer replicas."""
+    ranks = job.topology.dp * job.topology.cp
+    replicas = max(1, ranks * (job.topology.tp if job.folded > 1 else 1) // job.ep)
+    return -(-elements.dense // ranks) + -(-elements.experts // replicas)
 
 
 def _update(job: Job, machine: Machine, stages: list[Stage]) -> Parts:
     """What follows the last backward: the rest of the sums over dp that it did not hide, and the
     optimizer.
     """
-    elements = max(_elements(job, rank) for rank in range(job.topology.pp))
-    ranks = job.topology.dp * job.topology.cp
-    owned = -(-elements // ranks) if job.zero else elements
+    found = (_elements(job, rank) for rank in range(job.topology.pp))
+    most = max(found, key=lambda held: held.number)
+    elements, owned = most.number, _owned(job, most)
+    owned = owned if job.zero else elements
     rows = update_rows(owned, elements if job.zero < 3 else owned, job.zero > 0, job.program)
     update = action_seconds(rows, machine)
     return replace(update, dp=_reduced(job, machine, elements, stages) + _tied(job, machine))
@@ -240,15 +272,18 @@ def _states(job: Job, rank: int) -> int:
     """Parameters, gradients and the optimizer's: 12 bytes per parameter of master copy and
     moments, divided as ZeRO says (Rajbhandari et al., 1910.02054, figure 1).
     """
-    elements = _elements(job, rank)
-    ranks = job.topology.dp * job.topology.cp
-    g = job.program.gradient
-    per = (BYTES + g + 12, BYTES + g + 12 / ranks, BYTES + (g + 12) / ranks, (12 + g) / ranks)
-    states = per[job.zero] * elements
+    held = _elements(job, rank)
+    elements, owned, g = held.number, _owned(job, held), job.program.gradient
+    states = {
+        0: (BYTES + g + 12) * elements,
+        1: (BYTES + g) * elements + 12 * owned,
+        2: BYTES * elements + (g + 12) * owned,
+        3: (g + 12) * owned,
+    }[job.zero]
     if job.zero == 0 and g == BYTES:
         states += 4 * elements  # the master's gradients
     if job.zero == 3:  # two blocks are whole at once, or an end, and a gradient
-        largest = max(2 * _block_elements(job), job.tree.vocab_size * job.tree.hidden_size)
+        largest = max(2 * _block(job).number, job.tree.vocab_size * job.tree.hidden_size)
         states += (2 * BYTES + g) * largest / 2
     return round(states)
 
@@ -273,8 +308,9 @@ def _kept(job: Job, simulation: Simulation, rank: int) -> int:
 def _layer_bytes(job: Job, recompute: str) -> float:
     t = job.topology
     scores = job.program.attention == "scores"
-    kept = activation_bytes_per_layer(
+    kept = layer_bytes(
         job.tree,
+        job.tree.blocks[0],
         job.microbatch,
         job.length,
         dropout=0.1 if scores or job.program.dropout else 0.0,
@@ -282,6 +318,7 @@ def _layer_bytes(job: Job, recompute: str) -> float:
         sequence_parallel=job.sequence_parallel,
         recompute="selective" if recompute == "none" and not scores else recompute,
         cp=t.cp,
+        element_bytes=BYTES,
     )
     mlp = job.tree.blocks[0].mlp
     if (

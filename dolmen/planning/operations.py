@@ -35,6 +35,8 @@ class Program:
     """Bytes of an element that is multiplied."""
     converts: bool = False
     """Whether a gradient is put in the dtype of the sum by a pass of its own first."""
+    grouped: bool = True
+    """Products of all experts of a rank are one kernel, and not one each."""
     joined: bool = True
     """Queries, keys and values are one product, and so are a gate and what it multiplies."""
     ring: int = 1
@@ -73,6 +75,12 @@ class Share:
     load: float = 1.0
     """Rows that the experts of a rank get, over those of a router that sends equally many to all;
     what a capacity leaves room for."""
+    copies: float | None = None
+    """Of a token that is sent to experts, how many go: one for each of them, or fewer where those
+    of a node share one (DeepEP)."""
+    folded: bool = False
+    """Experts are whole on the ranks of tp, which are among those of ep, each with the tokens of
+    its own residual stream (Megatron-Core, 2504.14960)."""
 
     @property
     def tokens(self) -> int:
@@ -82,6 +90,11 @@ class Share:
     def stream(self) -> int:
         """Tokens of the residual stream."""
         return -(-self.tokens // self.tp) if self.sequence_parallel else self.tokens
+
+    @property
+    def routed(self) -> int:
+        """Tokens that this rank sends to experts, and as many come."""
+        return self.stream if self.folded else self.tokens
 
     def part(self, width: int) -> int:
         """Of heads or columns that tp divides."""
@@ -187,6 +200,11 @@ class Maker:
         """Forward, and backward: the input's gradient, then the weight's. `batch`: matrices of as
         many experts, of `rows` rows each.
         """
+        if batch > 1 and not self.program.grouped:
+            forward, backward = self.linear(module, out, inp, rows)
+            return [replace(r, times=batch) for r in forward], [
+                replace(r, times=batch) for r in backward
+            ]
         weight = self.product("B", module, (batch, out, inp, rows))
         weight = replace(weight, op=f"mm of {WEIGHTS}")
         elements = batch * out * inp

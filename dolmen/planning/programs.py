@@ -36,7 +36,9 @@ V1 = Ways("Megatron-LM of 2019", Program("scores", "no", True, 2, False, STATE),
 V2 = Ways("Megatron-LM of 2021", Program("scores", "pairs", True, 2, False), NONE, True, 0)
 # gradients added by their product, sums over tp behind it (2205.05198)
 V3 = Ways("Megatron-LM of 2022", Program("scores", "pairs", True, 2, True), INPUTS, True, 0)
-CORE = Ways("Megatron-Core", Program("tuned", "pairs", False, 4, True), ALL, False, 1)
+# experts are multiplied one after another, on several streams (TEGroupedMLP)
+CORE_PROGRAM = Program("tuned", "pairs", False, 4, True, grouped=False)
+CORE = Ways("Megatron-Core", CORE_PROGRAM, ALL, False, 1)
 TITAN = Ways("torchtitan", Program("flash", "compiled", False, 4, False), ALL, False, 3)
 YEARS = ((1912, V1), (2203, V2), (2212, V3), (9999, CORE))
 """Megatron-LM's, by the last month whose papers had it, as arXiv writes months."""

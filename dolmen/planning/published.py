@@ -54,7 +54,8 @@ class Published:
     framework: str
     model: str
     text: str
-    """All of the row in lower case: where a remark says what no column does."""
+    """All of the row: where a remark says what no column does. In lower case, beside the cell of
+    its network, which comes once more as it is."""
     numbers: dict[str, float]
     """Of COUNTS and AMOUNTS, those that are said."""
     precision: str | None
@@ -190,7 +191,9 @@ def understood(row: dict[str, str | None], stem: str, index: int) -> Published:
         value = _number(name, bare(cells[name]), warnings)
         if value is not None:
             numbers[name] = value
-    text = "\0".join(cells[n].lower() for n in ("flops_convention", "interconnect", *COLUMNS))
+    lower = [cells[name].lower() for name in COLUMNS]
+    # GB are bytes and Gb are bits
+    text = "\0".join((cells["flops_convention"].lower(), cells["interconnect"], *lower))
     chosen = _vp_of(cells["schedule"], numbers)
     return Published(
         cells["row_id"] or f"{stem}#{index}",

@@ -11,6 +11,7 @@ from dolmen.core.config import from_dict
 from dolmen.model.layout import Layout
 from dolmen.planning.calibrate import shipped
 from dolmen.planning.capacity import Capacity
+from dolmen.planning.compared import known_as
 from dolmen.planning.config import PlanRequest
 from dolmen.planning.hardware import Cluster, read_cluster
 from dolmen.planning.pricing import Pricing
@@ -85,7 +86,8 @@ class Question:
     def pricing(self) -> Pricing:
         """What layouts take."""
         dtype = PRODUCTS[self.run.train.dtype]
-        spread = shipped().spread(self.cluster.device.name)
+        known = known_as(self.cluster.device.name, self.run.tree.experts > 0)
+        spread = shipped().spread(known)
         return Pricing(self.capacity, self.cluster, self.batch, dtype, spread)
 
     def held(self, choice: Choice) -> int:

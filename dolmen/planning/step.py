@@ -43,8 +43,8 @@ class Spread(NamedTuple):
 
     @property
     def words(self) -> str:
-        of = "with" if self.device else "none of"
-        return f"90 % interval from n = {self.rows} measured runs, {of} this device"
+        of = "with this device" if self.device else "none of this device, so twice as wide"
+        return f"90 % interval from n = {self.rows} measured runs, {of}"
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@ empty, with a warning."""
 
 import pytest
 
+from dolmen.model.tree import Experts
 from dolmen.planning.compared import cluster_of, jobs, network, predict
 from dolmen.planning.published import FOLDER, bare, read_rows, understood
 from dolmen.planning.step import Spread
@@ -158,8 +159,29 @@ def test_replicas_are_those_that_the_other_cells_leave():
     assert found and all(t.size == row.count("num_gpus") and t.dp == 16 for t in found)
 
 
-def test_experts_are_told():
-    assert "experts" in predicted(model="mixtral-8x7b").warnings[-1]
+def test_experts_follow_from_a_name_or_a_remark():
+    """Mixtral's, or those that a note says; of others a warning. Of a token's rows one goes to each
+    node where DeepEP sends them.
+    """
+    llama = dict(heads="32", kv_heads="8", hidden="4096", layers="32", tp="2", pp="1", gbs="64")
+    cells = {**llama, "model": "Mixtral 8x7B", "ffn": "14336", "num_gpus": "16", "ep": "8"}
+    (found,) = {job for _, job in jobs(row_of(**cells), cluster_of(row_of(**cells), []), [])}
+    mlp = found.tree.blocks[0].mlp
+    assert isinstance(mlp, Experts) and (mlp.number, mlp.per_token, mlp.size) == (8, 2, 14336)
+    assert (found.topology.ep, found.folded, found.copies) == (8, 1, None)
+    folded = row_of(**{**cells, "notes": "ETP 1, DeepEP"})
+    (job,) = {job for _, job in jobs(folded, cluster_of(folded, []), [])}
+    assert (job.topology.ep, job.folded, job.copies) == (1, 8, None)
+    wide = row_of(
+        **{**cells, "ep": "16", "notes": "64 experts, top 2, DeepEP, capacity factor 1.25"}
+    )
+    (job,) = {job for _, job in jobs(wide, cluster_of(wide, []), [])}
+    assert job.folded == 16 and job.copies == 2 * (1 - (1 / 2) ** 2) and job.load == 1.25
+    assert (
+        predicted(**cells).known.estimate.seconds
+        < predicted(**{**cells, "notes": "64 experts, top 4"}).known.estimate.seconds
+    )
+    assert "what experts it has" in predicted(model="a MoE of ours").warnings[-1]
 
 
 @pytest.mark.parametrize(
@@ -187,6 +209,9 @@ def test_networks_by_the_words_that_people_use():
     assert network("nvlink3/nvswitch 600gb/s per gpu; 8x200gb/s hdr ib per node", 8) == 200e9
     assert network("400 gb/s per gpu roce", 8) == 400e9
     assert network("ethernet", 8) is None
+    # GB are bytes, Gb are bits
+    assert network("InfiniBand 8x50 GB/s", 8) == network("8 x 400 Gb/s", 8) == 400e9
+    assert network("50 GB/s per GPU", 8) == 400e9
 
 
 def test_a_job_does_not_grow_beyond_its_choices():
