@@ -146,8 +146,9 @@ def cluster_of(row: Published, warnings: list[str]) -> Cluster:
     found = next((to for pattern, to in CLUSTERS if re.search(pattern, name)), None)
     if found is None:
         warnings.append(f"gpu {row.gpu[:40]!r} is not known: taken for an A100")
-        found = "dgx-a100"
-    cluster = read_cluster(found)
+    cluster = read_cluster(found or "dgx-a100")
+    if found is None:  # of which no run is known
+        cluster = replace(cluster, device=replace(cluster.device, name=row.gpu[:40] or "unknown"))
     per_node = row.count("gpus_per_node")
     if cluster.name == "dgx-1" and per_node == 16:
         cluster = read_cluster("dgx-2h")

@@ -37,6 +37,22 @@ MOST = {
     "num_gpus": 1e6,
     "layers": 1e4,
 }
+NUMBER = r"([0-9][0-9,_]*\.?[0-9]*(?:[eE][-+]?[0-9]+)?)"
+_COUNTED = {"": 1.0, "k": 1000.0, "m": 1e6}
+_OF_TOKENS = {"": 1.0, "k": 1024.0, "tokens": 1.0}
+UNITS: dict[str, dict[str, float]] = {
+    **dict.fromkeys(COUNTS, _COUNTED),
+    "seq": _OF_TOKENS,
+    "gpu_mem_gb": {"": 1, "gb": 1, "gib": 1},
+    "mem_gib": {"": 1, "gib": 1, "gb": 1e9 / 2**30},
+    "params_b": {"": 1, "b": 1, "m": 1e-3, "t": 1e3},
+    "step_time_s": {"": 1, "s": 1, "sec": 1, "seconds": 1, "ms": 1e-3, "min": 60},
+    "tflops_per_gpu": {"": 1, "tflops": 1, "tflop/s": 1, "tflops/s": 1, "pflops": 1e3},
+    "tokens_s_gpu": {"": 1, "k": 1e3, "tokens/s": 1, "tok/s": 1},
+    "mfu_pct": {"": 1, "%": 1},
+    "hfu_pct": {"": 1, "%": 1},
+}
+"""Of a column what may stand behind a number, and what it is multiplied by."""
 WORDS = {
     "precision": {"fp16": "fp16", "bf16": "bf16", "fp8": "fp8", "fp32": "fp32", "tf32": "tf32"},
     "seq_parallel": {"yes": "yes", "no": "no", "true": "yes", "false": "no"},
@@ -222,17 +238,28 @@ def bare(text: str) -> str:
 
 
 def _number(name: str, text: str, warnings: list[str]) -> float | None:
-    if not text or text.lower() in ("n/a", "na", "-", "none", "null", "?", "unknown"):
+    """With its column's unit or another of the same kind behind it; of a range the middle."""
+    if not text or text.lower() in ("n/a", "n.a.", "na", "-", "none", "null", "?", "unknown"):
         return None
-    found = re.fullmatch(r"[~<>=≈\s]*([0-9][0-9,_]*\.?[0-9]*(?:[eE][-+]?[0-9]+)?)\s*%?", text)
-    value = float(found[1].replace(",", "").replace("_", "")) if found else None
-    if value is None:
+    text = re.sub(r"(?<=[0-9])[ \u00a0\u202f](?=[0-9]{3}\b)", "", text)  # 1 024
+    found = re.fullmatch(rf"[~<>=≈\s]*{NUMBER}(?:\s*[-–]\s*{NUMBER})?\s*([^0-9]*)", text)
+    unit = UNITS.get(name, {}).get(found[3].strip().lower()) if found else None
+    if found is None or unit is None:
         return _empty(name, text, "is no number", warnings)
+    value = _plain(found[1])
+    if found[2]:
+        value = (value + _plain(found[2])) / 2
+        warnings.append(f"{name} {text[:40]!r} is a range: taken for its middle")
+    value *= unit
     if name in COUNTS and (value < 1 or value != int(value) or value > 1e9):
         return _empty(name, text, "is no count", warnings)
     if value <= 0 or value > MOST.get(name, 1e9):
         return _empty(name, text, "cannot be in its unit", warnings)
     return value
+
+
+def _plain(text: str) -> float:
+    return float(text.replace(",", "").replace("_", ""))
 
 
 def _empty(name: str, text: str, why: str, warnings: list[str]) -> None:

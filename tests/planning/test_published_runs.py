@@ -88,6 +88,78 @@ def test_what_nobody_knows_is_empty_with_a_warning(name, text, words):
     assert len(row.warnings) == 1 and words in row.warnings[0] and name in row.warnings[0]
 
 
+@pytest.mark.parametrize(
+    "name, text, value",
+    [
+        ("gpu_mem_gb", "80 GB", 80),
+        ("step_time_s", "31.4 sec", 31.4),
+        ("step_time_s", "~105", 105),
+        ("step_time_s", "900 ms", 0.9),
+        ("seq", "8K", 8192),
+        ("seq", "1 024", 1024),
+        ("gbs", "2,048", 2048),
+        ("tflops_per_gpu", "400 TFLOPS", 400),
+        ("params_b", "1.7T", 1700),
+        ("mfu_pct", "38-43%", 40.5),
+    ],
+)
+def test_numbers_with_units(name, text, value):
+    row = row_of(**{name: text})
+    assert row.numbers[name] == pytest.approx(value)
+    assert [words for words in row.warnings if "range" not in words] == []
+
+
+STRANGERS = [
+    dict(
+        gpu="NVIDIA A100 80GB (Jean Zay)", num_gpus="384", framework="Megatron-DeepSpeed",
+        interconnect="4x Omni-Path 100 Gbps (per node)", model="BLOOM 176B", layers="70",
+        hidden="14336", heads="112", vocab="250880", tp="4", pp="12", gbs="2048",
+        zero_or_fsdp="ZeRO-1", step_time_s="~105", source="arXiv 2211.05100",
+    ),
+    dict(
+        num_gpus="992", framework="metaseq (FSDP + Megatron TP)", model="OPT-175B", layers="96",
+        hidden="12288", heads="96", vocab="50272", tp="8", pp="1", mbs="8", gbs="~992",
+        precision="fp16", zero_or_fsdp="fsdp", tflops_per_gpu="147",
+        flops_convention="hardware FLOPs", source="arXiv 2205.01068",
+    ),
+    dict(
+        gpu="A100 80GB", num_gpus="2048", framework="internal", model="LLaMA-1 65B", layers="80",
+        hidden="8192", heads="64", ffn="22016", vocab="32000", tp="", pp="", mbs="", gbs="2,048",
+        recompute="selective", zero_or_fsdp="fsdp", tokens_s_gpu="380 tokens/s",
+    ),
+    dict(
+        gpu="TPU v4", gpus_per_node="4", num_gpus="6144", framework="JAX", model="PaLM 540B",
+        layers="118", hidden="18432", heads="48", kv_heads="1", vocab="256000", tp="12", pp="1",
+        mbs="", gbs="2048", recompute="full", mfu_pct="46.2", flops_convention="PaLM, appendix B",
+    ),
+    dict(
+        gpu="H100 80GB", gpus_per_node="", num_gpus="16384", interconnect="400 Gbps RoCE",
+        framework="internal", model="LLaMA 3 405B", layers="126", hidden="16384", heads="128",
+        kv_heads="8", ffn="53248", seq="8K", vocab="128256", tp="8", pp="16", mbs="1", gbs="2048",
+        recompute="none", zero_or_fsdp="FSDP", schedule="interleaved", mfu_pct="38-43%",
+        flops_convention="model FLOPs",
+    ),
+    dict(
+        gpu="V100 16GB x 8 (p3.16xlarge)", num_gpus="8", interconnect="25 Gbit/s", tp="", pp="",
+        framework="fairseq", model="GPT-2 medium", layers="24", hidden="1024", heads="16",
+        seq="1 024", vocab="50257", mbs="0", gbs="64", precision="FP16 (AMP)", recompute="none",
+        zero_or_fsdp="DDP", schedule="-", step_time_s="0",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("cells", STRANGERS, ids=lambda cells: cells["model"])
+def test_rows_of_strangers_have_a_time_that_can_be(cells):
+    """Papers that nothing was fitted to, entered as people do: within a factor of two of what was
+    measured, and of no more than the device can; a device that is none of ours aside.
+    """
+    found = predicted(**cells)
+    assert 0.05 < found.known.mfu < 0.7 and found.low < found.known.estimate.seconds < found.high
+    if found.measured is not None and "TPU" not in found.row.gpu:
+        assert 0.5 < found.known.estimate.seconds / found.measured < 2
+    assert found.row.model == cells["model"]
+
+
 def test_remarks_are_dropped():
     assert bare("fp16 (mixed (of two))") == "fp16"
 
