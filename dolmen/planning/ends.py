@@ -62,12 +62,13 @@ def head_rows(tree: Tree, share: Share, program: Program) -> Operations:
 
 
 def _at_once(entered: Both) -> Both:
-    """The products of a head whose loss forms its gradients: all of forward; what crosses tp stays
-    where it is.
+    """The products of a head whose loss forms its gradients: all of forward, where what entered is
+    there; what leaves it crosses tp in backward.
     """
     forward, backward = entered
     computed: Rows = [replace(row, action="F") for row in backward if row.kind != "collective"]
-    kept = [replace(r, beside=False) for r in backward if r.kind == "collective"]
+    sums = [row for row in backward if row.kind == "collective" and row.op != "all-gather"]
+    kept = [replace(row, beside=False) for row in sums]
     return [*forward, *computed], kept
 
 
