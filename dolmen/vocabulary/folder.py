@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from tokenizers import Tokenizer
 
@@ -142,7 +142,8 @@ def opened(vocabulary: Vocabulary, option: str) -> PreTrainedTokenizer:
     from transformers import PreTrainedTokenizerFast
 
     whole = json.dumps(tokenizer_json.of_sentencepiece(vocabulary.model))
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(whole))
+    made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(whole))
+    return cast(PreTrainedTokenizer, made)  # whose stubs say less of its special tokens
 
 
 def splits(vocabulary: Vocabulary) -> Callable[[str], int]:
