@@ -150,6 +150,32 @@ def test_a_base_of_a_family_keeps_its_class_and_its_added_tokens(vocabularies, t
             assert theirs.encode(LINES[0]) == ids(made, LINES[0])
 
 
+def test_a_tokenizer_json_of_letters_and_older_files_beside_one(vocabularies, tmp_path):
+    """BPE over characters without a tokenizer.model, and vocab.json with merges.txt."""
+    for kind in ("bpe", "byte-bpe"):
+        base, to = tmp_path / f"base-{kind}", tmp_path / f"to-{kind}"
+        shutil.copytree(vocabularies("en", kind), base)
+        (base / "tokenizer.model").unlink(missing_ok=True)
+        old = AutoTokenizer.from_pretrained(base)
+        if kind == "byte-bpe":
+            old.backend_tokenizer.model.save(str(base))
+        done = merge(VocabMergeConfig(str(base), str(vocabularies("zh", kind)), str(to)), False)
+        made = AutoTokenizer.from_pretrained(to)
+        assert len(made) == done.size and not (to / "tokenizer.model").exists()
+        for line in LINES:
+            assert made.decode(ids(made, line)) == line
+        english = "government of the people, by the people"
+        assert ids(made, english) == ids(old, english)
+        assert len(ids(made, "天气")) <= 2 < len(ids(old, "天气"))
+        content = json.loads((to / "tokenizer.json").read_text())["model"]
+        before = json.loads((base / "tokenizer.json").read_text())["model"]["merges"]
+        assert content["merges"][: len(before)] == before
+        if kind == "byte-bpe":
+            assert json.loads((to / "vocab.json").read_text()) == content["vocab"]
+            lines = (to / "merges.txt").read_text().splitlines()[1:]
+            assert [line.split(" ") for line in lines] == content["merges"]
+
+
 def test_held_out_text_is_counted(vocabularies, corpora, tmp_path):
     text = VocabText((str(corpora / "zh.txt"),))
     base, new = vocabularies("en", "bpe"), vocabularies("zh", "bpe")
