@@ -1,6 +1,7 @@
 """Dolmen from Python: what the commands do, as functions of the same names, with the same checks
 and messages. `dolmen.load`, `generate`, `train`, `export`, `convert`, `verify`, `diff`, `evaluate`,
-`tokenize`, `train_vocabulary`, `merge_vocabularies`, `extend_vocabulary`, `dryrun`, `plan`, `show`.
+`evaluate_tasks`, `tokenize`, `train_vocabulary`, `merge_vocabularies`, `extend_vocabulary`,
+`dryrun`, `plan`, `show`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ from dolmen.data import indexed_export
 from dolmen.data.config import TokenizeConfig
 from dolmen.data.tokenizer import PreTrainedTokenizer, load_tokenizer
 from dolmen.evaluation import perplexity
+from dolmen.evaluation import tasks as harnessed
 from dolmen.evaluation import verify as comparison
 from dolmen.evaluation.compare import Report
 from dolmen.evaluation.config import EvaluateConfig, VerifyConfig
@@ -452,6 +454,42 @@ def evaluate(
         text = perplexity.prepared(asked, progress)
         unknown.warn(open_source(asked.source).model)
         return perplexity.measured(asked, text, progress=progress)
+
+
+def evaluate_tasks(
+    source: str | Path,
+    tasks: str | Sequence[str],
+    *,
+    num_fewshot: int | None = None,
+    limit: float | None = None,
+    apply_chat_template: bool = False,
+    tasks_path: str | Path | None = None,
+    dtype: str | None = None,
+    tokenizer: str | Path | None = None,
+) -> Mapping[str, Mapping[str, float]]:
+    """`dolmen evaluate SOURCE --tasks TASKS` in this process, on the CPU: task -> metric, as
+    lm_eval names both -> number. Options are those of the command. Raises ValueError on bad input,
+    and where lm_eval is not installed.
+
+        dolmen.evaluate_tasks("path/to/model", "arc_easy,piqa")["piqa"]["acc,none"]
+    """
+    with _told({"data.tokenizer": "tokenizer"}):
+        names = tasks if isinstance(tasks, str) else ",".join(tasks)
+        asked = _asked(
+            EvaluateConfig,
+            source=source,
+            tasks=names,
+            num_fewshot=num_fewshot,
+            limit=limit,
+            apply_chat_template=apply_chat_template,
+            tasks_path=tasks_path,
+            dtype=dtype,
+            data={"tokenizer": plain(tokenizer)},
+        )
+        harnessed.check(asked)
+        unknown.warn(open_source(asked.source).model)
+        found = perplexity.load(asked)
+        return harnessed.scores(found, perplexity.tokenizer_of(asked), asked)
 
 
 def tokenize(

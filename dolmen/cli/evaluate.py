@@ -1,4 +1,4 @@
-"""dolmen evaluate SOURCE --data.path TEXT"""
+"""dolmen evaluate SOURCE --data.path TEXT, or --tasks NAMES"""
 
 import json
 from pathlib import Path
@@ -8,7 +8,9 @@ from dolmen.core.config import to_dict
 from dolmen.core.errors import BadInput, message
 from dolmen.core.log import console
 from dolmen.core.mesh import Mesh
-from dolmen.evaluation.perplexity import measured, prepared
+from dolmen.evaluation import tasks
+from dolmen.evaluation.perplexity import evaluate, load, prepared, tokenizer_of
+from dolmen.evaluation.windows import Windows
 from dolmen.files import write
 from dolmen.launch import process
 from dolmen.serving import placed
@@ -24,18 +26,35 @@ def run(options: EvaluateOptions) -> int:
     started = process.started()
     first = not process.launched_here() and (started is None or started.local_rank == 0)
     try:
-        text = prepared(options, progress=first, verify=first)
+        if options.tasks is not None:
+            tasks.check(options)
+        asked = options.data.path or options.tasks is None
+        text = prepared(options, progress=first, verify=first) if asked else None
     except (ValueError, KeyError, OSError) as error:
         raise BadInput(message(error)) from None
+    return placed.start(
+        "evaluate",
+        to_dict(options),
+        layout,
+        options.device,
+        lambda mesh: _measure(options, text, mesh),
+    )
 
-    def work(mesh: Mesh) -> int:
-        found = measured(options, text, mesh)
-        console(mesh.first).print(found.table(options.source))
-        if mesh.first and options.json is not None:
-            save(found.as_dict(), options.json)
-        return 0
 
-    return placed.start("evaluate", to_dict(options), layout, options.device, work)
+def _measure(options: EvaluateOptions, text: Windows | None, mesh: Mesh) -> int:
+    loaded, screen, content = load(options, mesh), console(mesh.first), {}
+    if text is not None:
+        found = evaluate(loaded, text)
+        screen.print(found.table(options.source))
+        content |= found.as_dict()
+    if options.tasks is not None:
+        tokenizer = tokenizer_of(options, mesh)
+        scored = tasks.scores(loaded, tokenizer, options)
+        screen.print(tasks.table(scored))
+        content["tasks"] = scored
+    if mesh.first and options.json is not None:
+        save(content, options.json)
+    return 0
 
 
 def save(content: object, to: str) -> None:

@@ -1,5 +1,6 @@
 """What `verify` and `evaluate` may be told. Without torch."""
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -50,8 +51,39 @@ class Axes:
         return Layout(**asdict(self))
 
 
+@dataclass(frozen=True, kw_only=True)
+class TasksConfig:
+    """Tasks of lm_eval, an extra: `pip install 'dolmen[tasks]'`."""
+
+    tasks: str | None = None
+    """Tasks of lm_eval to score the model by, names between commas."""
+    num_fewshot: int | None = None
+    """Examples before each question. Default: what the task says."""
+    limit: float | None = None
+    """Of each task at most so many questions, or, below 1, such a share of them."""
+    apply_chat_template: bool = False
+    """Put questions as a user's turns, by the tokenizer's chat template."""
+    tasks_path: str | None = None
+    """Folder of task files (.yaml) of one's own."""
+
+    def __post_init__(self):
+        refuse_empty("tasks", self.tasks)
+        refuse_empty("tasks_path", self.tasks_path)
+        if self.num_fewshot is not None and self.num_fewshot < 0:
+            raise ValueError(f"num-fewshot is {self.num_fewshot}: it must not be negative")
+        if self.limit is not None and not 0 < self.limit < math.inf:
+            raise ValueError(f"limit is {self.limit}: it must be finite and over 0")
+        if self.limit is not None and self.limit > 1 and self.limit != int(self.limit):
+            raise ValueError(f"limit is {self.limit}: it must be a whole number, or below 1")
+
+    @property
+    def names(self) -> list[str]:
+        """Of the tasks."""
+        return [name.strip() for name in (self.tasks or "").split(",") if name.strip()]
+
+
 @dataclass(frozen=True)
-class EvaluateConfig:
+class EvaluateConfig(TasksConfig):
     """A model, and what it is measured by."""
 
     source: str
@@ -76,4 +108,5 @@ class EvaluateConfig:
     layout: Axes = Axes()
 
     def __post_init__(self):
+        super().__post_init__()
         refuse_empty("json", self.json)

@@ -19,7 +19,7 @@ from dolmen.data.bpe import PREFIX
 from dolmen.data.config import DataConfig, TextConfig
 from dolmen.data.corpora import open_corpus
 from dolmen.data.progress import bar
-from dolmen.data.tokenizer import check_vocabulary
+from dolmen.data.tokenizer import PreTrainedTokenizer, check_vocabulary, load_tokenizer
 from dolmen.evaluation import rows
 from dolmen.evaluation.config import EvaluateConfig
 from dolmen.evaluation.windows import Windows, windows
@@ -122,6 +122,18 @@ def load(asked: EvaluateConfig, mesh: Mesh = SINGLE) -> Loaded:
         channels.connect(schedule, mesh)
     dtype = DTYPES[asked.dtype] if asked.dtype else None
     return Loaded(engine.load_decoder(source, mesh, dtype, schedule), mesh, schedule)
+
+
+def tokenizer_of(asked: EvaluateConfig, mesh: Mesh = SINGLE) -> PreTrainedTokenizer:
+    """The tokenizer that is asked for, or the model's own. Raises ValueError where there is none,
+    or it is larger than the model's vocabulary.
+    """
+    source = open_alike(asked.source, mesh)
+    named = asked.data.tokenizer
+    option = "" if named is None else "--data.tokenizer"
+    tokenizer = load_tokenizer(named or tokenizer_folder(source), option=option)
+    check_vocabulary(tokenizer, source.tree.vocab_size, trained=True)
+    return tokenizer
 
 
 def prepared(asked: EvaluateConfig, progress: bool = True, verify: bool = True) -> Windows:

@@ -187,7 +187,8 @@ OTHERS = {
     ),
     "chat": f"help {SAMPLING} system stop seed dtype device",
     "evaluate": (
-        "help window stride json dtype device data.path data.tokenizer data.end-of-text "
+        "help tasks num-fewshot limit apply-chat-template no-apply-chat-template tasks-path window "
+        "stride json dtype device data.path data.tokenizer data.end-of-text "
         "data.text-field data.cache data.workers layout.tp layout.cp layout.pp layout.dp layout.ep"
     ),
     "tokenize": (

@@ -1,0 +1,208 @@
+"""Tasks of lm_eval, asked of a model of ours: the one file that imports lm_eval, an extra.
+
+    task -> lm_eval -> requests -> Harness -> rows.py    log-likelihoods, under any layout
+                                           -> engine     texts that go on until something
+
+Every rank runs lm_eval alike and is given all requests: what is shared over ranks is each batch.
+Text becomes tokens, and is cut, as lm_eval's own `hf` backend does it, so that numbers compare.
+"""
+
+import contextlib
+import io
+import random
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+import numpy as np
+import torch
+from lm_eval.api.model import TemplateLM
+from lm_eval.evaluator import simple_evaluate
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from dolmen.data.tokenizer import PreTrainedTokenizer
+from dolmen.evaluation import rows, texts
+from dolmen.evaluation.config import TasksConfig
+from dolmen.evaluation.perplexity import Loaded
+from dolmen.serving.options import Options
+
+NEW_TOKENS = 256  # of an answer, where the task does not say, as of `hf`
+
+Pair = tuple[Any, list[int], list[int]]
+"""What lm_eval knows a request by, the tokens before, and those that are scored."""
+
+
+class Harness(TemplateLM):
+    """lm_eval's model, over one that is loaded here."""
+
+    backend = "causal"
+
+    def __init__(self, loaded: Loaded, tokenizer: PreTrainedTokenizer):
+        super().__init__()
+        self.loaded, self.tokenizer = loaded, tokenizer
+        self.max_length = loaded.model.tree.max_position_embeddings
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.tokenizer.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands before a text that has nothing before it."""
+        begin = self.tokenizer.bos_token_id
+        return self.tokenizer.eos_token_id if begin is None else begin
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.tokenizer.name_or_path.replace("/", "__")
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: Any
+    ) -> list[int]:
+        begun = string.startswith(self.tokenizer.decode(self.prefix_token_id))
+        if add_special_tokens is None and not begun:
+            return self.tokenizer.encode(string)
+        return self.tokenizer.encode(string, add_special_tokens=bool(add_special_tokens))
+
+    def loglikelihood(self, requests: Any, disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+        return super().loglikelihood(requests, disable_tqdm=True)
+
+    def _loglikelihood_tokens(self, requests: Sequence[Pair], **_: Any) -> list[tuple[float, bool]]:
+        if not requests:
+            return []
+        read, firsts = [], []
+        for _, context, continuation in requests:
+            if not 1 <= len(continuation) <= self.max_length:
+                raise ValueError(
+                    f"a task asks for {len(continuation):,} tokens to be scored at once, and the "
+                    f"model's max_position_embeddings are {self.max_length:,}: use another task"
+                )
+            text = (context + continuation)[-(self.max_length + 1) :]
+            read.append(np.array(text, np.int64))
+            firsts.append(len(text) - len(continuation))
+        lengths = np.array([len(text) for text in read])
+        asked = rows.Rows(lengths, np.array(firsts), read.__getitem__)
+        loaded = self.loaded
+        found = rows.foretold(loaded.model, asked, loaded.mesh, loaded.schedule)
+        greedy = found.likeliest == lengths - np.array(firsts)
+        return list(zip(found.log_likelihoods.tolist(), greedy.tolist(), strict=True))
+
+    def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = True) -> list[float]:
+        of, windows = [], []
+        for number, request in enumerate(requests):
+            (text,) = request.args
+            for window in get_rolling_token_windows(
+                token_list=self.tok_encode(text),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            ):
+                of.append(number)
+                windows.append((None, *make_disjoint_window(window)))
+        sums = [0.0] * len(requests)
+        for number, (found, _) in zip(of, self._loglikelihood_tokens(windows), strict=True):
+            sums[number] += found
+        return sums
+
+    def generate_until(self, requests: Any, disable_tqdm: bool = True) -> list[str]:
+        """Those that are asked for alike run in one batch."""
+        answers = [""] * len(requests)
+        alike: dict[str, list[int]] = {}
+        for number, request in enumerate(requests):
+            alike.setdefault(repr(request.args[1]), []).append(number)
+        for numbers in alike.values():
+            contexts = [requests[number].args[0] for number in numbers]
+            asked = normalize_gen_kwargs(requests[numbers[0]].args[1], NEW_TOKENS)
+            for number, text in zip(numbers, self._continued(contexts, dict(asked)), strict=True):
+                answers[number] = text
+        return answers
+
+    def _continued(self, contexts: list[str], asked: dict[str, Any]) -> list[str]:
+        until = handle_stop_sequences(asked["until"], self.tokenizer.decode(self.eot_token_id))
+        most = self.max_length - asked["max_gen_toks"]
+        if most < 1:
+            raise ValueError(
+                f"a task asks for {asked['max_gen_toks']:,} new tokens, and the model's "
+                f"max_position_embeddings are {self.max_length:,}: give a task with a smaller "
+                "max_gen_toks"
+            )
+        options = Options(
+            asked.get("temperature", 0.0),
+            asked.get("top_k"),
+            asked.get("top_p"),
+            max_new_tokens=asked["max_gen_toks"],
+            stop=(self.eot_token_id,),
+        )
+        prompts = [self.tok_encode(text)[-most:] for text in contexts]
+        until = [text for text in until if text]
+        return texts.continued(self.loaded, self.tokenizer, prompts, options, until)
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        return self.tokenizer.apply_chat_template(
+            chat_history,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+
+
+def known(asked: TasksConfig) -> TaskManager:
+    """Where the tasks that are asked for lie. Raises ValueError for one that is nowhere."""
+    own = TaskManager(include_path=asked.tasks_path, include_defaults=False)
+    if asked.tasks_path is not None and all(name in own.all_tasks for name in asked.names):
+        return own
+    every = TaskManager(include_path=asked.tasks_path)
+    for name in asked.names:
+        if name not in every.all_tasks:
+            near = get_close_matches(name, every.all_tasks, n=3)
+            meant = (
+                f"did you mean {' or '.join(near)}?" if near else "give --tasks-path, its folder"
+            )
+            raise ValueError(f"--tasks: lm_eval knows no task {name}: {meant}")
+    return every
+
+
+def scores(
+    loaded: Loaded, tokenizer: PreTrainedTokenizer, asked: TasksConfig
+) -> dict[str, dict[str, float]]:
+    """Task -> metric, as lm_eval names both (`acc,none`) -> number; the same on every rank, all of
+    which call it. Random numbers go on afterwards as if nothing had been. Raises ValueError for
+    what lm_eval does not know.
+    """
+    manager = known(asked)
+    harness = Harness(loaded, tokenizer)
+    with undisturbed(), contextlib.redirect_stderr(io.StringIO()):
+        found = simple_evaluate(
+            model=harness,
+            tasks=asked.names,
+            num_fewshot=asked.num_fewshot,
+            limit=asked.limit,
+            apply_chat_template=asked.apply_chat_template,
+            task_manager=manager,
+            log_samples=False,
+            bootstrap_iters=0,  # a pool of processes would fork this one
+        )
+    return {
+        task: {
+            name: float(value)
+            for name, value in numbers.items()
+            if isinstance(value, (int, float)) and "," in name
+        }
+        for task, numbers in found["results"].items()
+    }
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Within, the global random states may be set; afterwards they are as before."""
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.set_rng_state(before[2])

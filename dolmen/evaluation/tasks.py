@@ -1,0 +1,45 @@
+"""Tasks through lm_eval, where it is installed: what is refused before anything is loaded, and a
+table of what came of it. harness.py alone imports it.
+"""
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+
+from rich.table import Table
+
+from dolmen.data.tokenizer import PreTrainedTokenizer
+from dolmen.evaluation.config import TasksConfig
+from dolmen.evaluation.perplexity import Loaded
+
+Scores = Mapping[str, Mapping[str, float]]
+"""Task -> metric, as lm_eval names both -> number."""
+
+
+def check(asked: TasksConfig) -> None:
+    """Raises ValueError where a task is not known, or nothing knows any."""
+    if not asked.names:
+        raise ValueError("--tasks names no task: give names between commas")
+    if find_spec("lm_eval") is None:
+        raise ValueError(
+            "--tasks are lm_eval's, which is not installed: pip install 'dolmen[tasks]'"
+        )
+    from dolmen.evaluation import harness  # an extra, and seconds to import
+
+    harness.known(asked)
+
+
+def scores(loaded: Loaded, tokenizer: PreTrainedTokenizer, asked: TasksConfig) -> Scores:
+    """Those of harness.scores."""
+    from dolmen.evaluation import harness  # an extra, and seconds to import
+
+    return harness.scores(loaded, tokenizer, asked)
+
+
+def table(found: Scores) -> Table:
+    """For a rich console."""
+    told = Table("task", "metric", box=None, padding=(0, 2, 0, 0))
+    told.add_column("", justify="right")
+    for task, numbers in found.items():
+        for name, value in numbers.items():
+            told.add_row(task, name.removesuffix(",none"), f"{value:.4f}")
+    return told
