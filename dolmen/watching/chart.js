@@ -154,7 +154,7 @@ function curve(svg, one, x, y, box, several) {
   if (one.points.some((p) => p.high > p.low)) {
     const above = one.points.map((p) => [x.of(p.x), y.of(p.high)]);
     const below = one.points.map((p) => [x.of(p.x), y.of(p.low)]).reverse();
-    mark(svg, "path", { d: path([...above, ...below]) + "z", class: "band", fill: colour });
+    mark(svg, "path", { d: path([...above, ...below]) + "z", class: "band", fill: colour, stroke: colour });
   }
   const dash = style(DASHES, one.run);
   if (one.smooth) {

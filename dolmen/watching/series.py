@@ -34,8 +34,11 @@ class Spread:
     def add(self, value: float | None) -> None:
         if value is None:
             self.gaps += 1
-        else:
-            self.join(Spread(1, value, value, value))
+            return
+        self.count += 1
+        mean = self.mean + (value - self.mean) / self.count
+        self.low, self.high = min(self.low, value), max(self.high, value)
+        self.mean = self._within(mean)
 
     def join(self, other: "Spread") -> None:
         """Take in those of the interval beside it."""
@@ -45,8 +48,11 @@ class Spread:
         self.count += other.count
         mean = self.mean + (other.mean - self.mean) * (other.count / self.count)
         self.low, self.high = min(self.low, other.low), max(self.high, other.high)
-        # where a difference was too large for a float, max takes its first for a NaN
-        self.mean = min(self.high, max(self.low, mean))
+        self.mean = self._within(mean)
+
+    def _within(self, mean: float) -> float:
+        """Also where a difference was too large for a float: max takes its first for a NaN."""
+        return min(self.high, max(self.low, mean))
 
 
 @dataclass
