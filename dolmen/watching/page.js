@@ -213,8 +213,8 @@ function drawRow(svg, box, x, run, index, height) {
 function drawRanks() {
   const figure = byId("figure-ranks");
   const list = shown().filter(([run]) => run.memory.gib && run.memory.gib.length);
-  figure.hidden = !list.length;
-  if (!list.length) return;
+  figure.hidden = !list.some(([run]) => run.memory.gib.length > 1);
+  if (figure.hidden) return;
   const box = { left: 52, right: DATA.runs.length > 1 ? 338 : 434, top: 26, bottom: 206 };
   const svg = svgIn(figure, 448, 250, "Memory by rank");
   const most = list.reduce((a, [run]) => Math.max(a, run.memory.gib.length), 1);

@@ -158,6 +158,8 @@ def test_resumed_is_bitwise_never_stopped(whole, tmp_path):
     told = list(Tail(copy / "history.jsonl", kinds.HISTORY_ROW).read())
     assert [row["step"] for row in told if "begun" in row] == [0, 3]
     assert [row["begun"] for row in told if "begun" in row] == ["new", "resumed"]
+    assert [row["reached"] for row in told if "begun" in row] == [0, 5]
+    assert len({row["run_id"] for row in told if "begun" in row}) == 1
     assert [(row["step"], row["ended"]) for row in told if "ended" in row] == [(6, "done")] * 2
     assert [row["step"] for row in told if "saved" in row] == [3, 6, 6]
     assert all(0.05 < gib < 64 for row in told for gib in row.get("memory_gib", ()))
