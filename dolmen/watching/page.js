@@ -110,7 +110,9 @@ function drawCurves(spec) {
   const longest = list.reduce((most, one) => Math.max(most, one.text.length), 0);
   const room = Math.min(spec.tall ? 230 : 110, longest ? 38 + 7.2 * longest : 14);
   const box = { left: spec.tall ? 58 : 52, right: width - room, top: 26, bottom: height - 44 };
-  const words = spec.first ? spec.y + (list[0].word === "datasheet" ? " of the datasheet" : " as measured") : spec.y;
+  const nats = DATA.runs.every((run) => (run.options["objective.name"] || "tokens") === "tokens");
+  const plain = spec.id === "loss" && !nats ? "loss" : spec.y;
+  const words = spec.first ? spec.y + (list[0].word === "datasheet" ? " of the datasheet" : " as measured") : plain;
   const svg = svgIn(figure, width, height, words);
   const log = spec.id === "loss" ? VIEW.log : Boolean(spec.log);
   const x = new Scale(...domain(), box.left, box.right, false);

@@ -5,6 +5,7 @@ run shows what is left.
 
 import json
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -143,7 +144,17 @@ class Run:
         last = self.history.starts[-1]
         starts = len(self.history.starts)
         again = f", {counted(starts, 'start')}" if starts > 1 else ""
-        return ("in progress, or killed" if last["ended"] is None else last["ended"]) + again
+        if last["ended"] is not None:
+            return last["ended"] + again
+        return f"in progress, or killed; last heard of at {self._heard()} (UTC){again}"
+
+    def _heard(self) -> str:
+        """When it wrote last."""
+        times = [file.stat().st_mtime for file in self._files() if file.exists()]
+        return datetime.fromtimestamp(max(times), UTC).strftime("%Y-%m-%d %H:%M:%S")
+
+    def _files(self) -> list[Path]:
+        return [tail.file for tail in (self.rows, self.events, self.texts)]
 
 
 class History:

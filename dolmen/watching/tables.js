@@ -45,11 +45,11 @@ function drawTables() {
   const starts = DATA.runs.flatMap((run) => run.starts.map((one) => [run.label, one]));
   byId("part-starts").hidden = !starts.length;
   tell("starts", starts, (to) => {
-    table(to, ["run", "when (UTC)", "how", "from step", "done again", "to step", "ended", "on", "changed"], starts.map(([label, one]) => [
+    table(to, ["run", "when (UTC)", "how", "from step", "done again", "to step", "ended", "processes", "changed"], starts.map(([label, one]) => [
       label, when(one.time), one.begun, one.step.toLocaleString("en"),
       Math.max(0, (one.reached || 0) - one.step).toLocaleString("en"),
       one.until === null ? "" : one.until.toLocaleString("en"), one.ended || "",
-      one.processes ? one.processes + (one.processes > 1 ? " processes" : " process") : "", one.changed.join("; "),
+      one.processes || "", one.changed.join("; "),
     ]));
   });
   const samples = DATA.runs.map((run) => [run.label, run.samples]);
@@ -118,6 +118,9 @@ function draw() {
   drawLife();
   drawRanks();
   drawLoads();
+  document.querySelectorAll("section").forEach((one) => {
+    one.hidden = [...one.querySelectorAll("figure")].every((figure) => figure.hidden);
+  });
   drawOthers();
   drawTables();
 }

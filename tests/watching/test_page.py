@@ -3,6 +3,7 @@ damaged and hostile files, and is drawn by a browser where there is one.
 """
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -113,8 +114,13 @@ def test_a_million_rows_are_thinned_and_nothing_is_hidden():
     """Equal intervals, each with mean, least and most; the same whenever they are added."""
     series, steps = Series(), 100_000
     for step in range(1, steps + 1):
-        series.add(row(step, loss=3.0 if step != 70_001 else 99.0))
+        series.add(row(step, loss=3.0 if step != 70_001 else 99.0, grad_norm=step))
     found = series.as_dict()
+    norm = found["columns"]["grad_norm"]
+    assert norm["high"] == found["step"] and norm["low"][0] == 1
+    assert norm["low"][1:] == [high + 1 for high in norm["high"][:-1]]
+    middles = [(low + high) / 2 for low, high in zip(norm["low"], norm["high"], strict=True)]
+    assert norm["mean"] == pytest.approx(middles, rel=1e-7)
     loss = found["columns"]["loss"]
     assert MOST / 2 <= len(found["step"]) <= MOST and found["width"] == 128
     assert (
@@ -167,6 +173,12 @@ def test_a_run_is_read_on_and_begun_anew_with_a_new_file(tmp_path):
     (folder / "new").rename(folder / "metrics.jsonl")
     run.read()
     assert run.series.rows == 1 and run.as_dict()["refused"] == []
+    history = (folder / "history.jsonl").read_text().splitlines(keepends=True)
+    (folder / "history.jsonl").write_text("".join(history[:-1]))
+    run.read()
+    os.utime(folder / "history.jsonl", (2e9, 2e9))
+    said = "in progress, or killed; last heard of at 2033-05-18 03:33:20 (UTC), 2 starts"
+    assert ["state", said] in run.as_dict()["facts"]
 
 
 def test_what_is_refused(tmp_path):
