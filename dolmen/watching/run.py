@@ -54,6 +54,7 @@ class Run:
 
     def _take(self, tail: Tail, name: str) -> None:
         try:
+            _refuse_link(tail.file)
             for row in tail.read():
                 if tail.first:
                     self._clear(name)
@@ -107,6 +108,7 @@ class Run:
         """config.yaml as plain values; it is written once, and read again where a run goes on."""
         file = self.folder / "config.yaml"
         try:
+            _refuse_link(file)
             if file.exists():
                 return gate.read_yaml(file, kinds.RUN) or {}
         except gate.Refused as error:
@@ -211,6 +213,12 @@ def differing(runs: list[dict[str, Any]]) -> list[list[Any]]:
     names = {name: None for run in runs for name in run["options"]}
     rows = [[name, [run["options"].get(name) for run in runs]] for name in names]
     return [row for row in rows if len({*row[1]}) > 1]
+
+
+def _refuse_link(file: Path) -> None:
+    """Raises Refused: what a link of a run names may lie outside of it, and dolmen writes none."""
+    if file.is_symlink():
+        raise gate.refuse(file, "is a link, which is not followed")
 
 
 def _some(steps: Mapping[int, Any]) -> list[int]:

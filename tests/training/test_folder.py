@@ -275,6 +275,7 @@ LINKS = (
     "config.yaml.part",
     "metrics.jsonl",
     "metrics.jsonl.part",
+    "history.jsonl",
     "metrics.damaged.jsonl",
     "summary.json",
     "summary.json.part",

@@ -181,6 +181,23 @@ def test_a_run_is_read_on_and_begun_anew_with_a_new_file(tmp_path):
     assert ["state", said] in run.as_dict()["facts"]
 
 
+@pytest.mark.parametrize("instead", ("a link", "a folder", "a pipe"))
+def test_what_is_no_file_of_a_run_is_not_read(tmp_path, instead):
+    run, outside = make_run(tmp_path / "run"), tmp_path / "outside"
+    for name in ("metrics.jsonl", "history.jsonl", "samples.jsonl", "config.yaml"):
+        outside.mkdir(exist_ok=True)
+        (run / name).rename(outside / name)
+        if instead == "a link":
+            (run / name).symlink_to(outside / name)
+        elif instead == "a folder":
+            (run / name).mkdir()
+        else:
+            os.mkfifo(run / name)
+    found = data_of(write_page([run], tmp_path / "show.html").read_text())["runs"][0]
+    assert found["series"]["rows"] == 0 and not found["starts"] and not found["options"]
+    assert not found["samples"] and len(found["refused"]) == 4, found["refused"]
+
+
 def test_what_is_refused(tmp_path):
     run = make_run(tmp_path / "run")
     (tmp_path / "empty").mkdir()
