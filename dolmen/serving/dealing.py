@@ -13,8 +13,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch.distributed as dist
-
 from dolmen.core.mesh import Mesh
 from dolmen.core.torch_private import processes
 from dolmen.files import gate
@@ -31,7 +29,7 @@ class Deal:
         """The same `rows`, in order, on all ranks."""
         self.rows, self.models = rows, mesh.dp.size
         self.model, self.leads = mesh.dp.rank, mesh.tp.rank == 0 and mesh.pp.rank == 0
-        self.store = None if self.models == 1 else dist.PrefixStore(NAME, processes.store())
+        self.store = None if self.models == 1 else processes.store(NAME)
         self._taken = self._own = self._given = 0
         self._answers: deque[tuple[int, dict[str, Any]]] = deque()
 
@@ -49,7 +47,7 @@ class Deal:
         self._taken = number + 1
         return self.rows[number]
 
-    def _next(self, store: dist.Store, running: int) -> int:
+    def _next(self, store: processes.Store, running: int) -> int:
         left = max(len(self.rows) - self._taken, 0)
         if running and running >= (left + running) / self.models:
             return len(self.rows)

@@ -200,11 +200,12 @@ def _():
         assert out.data_ptr() == x.data_ptr()
 
 
-@claim("processes.groups", "processes.backends", "processes.store")
+@claim("processes.groups", "processes.backends", "processes.store", "processes.Store")
 def _():
     with alone() as group:
-        store = private("processes.store")()
-        assert store.add("dolmen's test", 2) == 2 and store.add("dolmen's test", 0) == 2
+        store = private("processes.store")("dolmen's test")
+        assert isinstance(store, private("processes.Store"))
+        assert store.add("counter", 2) == 2 and store.add("counter", 0) == 2
         assert (group, [0]) in list(private("processes.groups")())
         assert "gloo" in private("processes.backends")(group)
 

@@ -38,11 +38,16 @@ def groups() -> Iterator[tuple[dist.ProcessGroup, list[int]]]:
         yield group, list(members)
 
 
-def store() -> dist.Store:
-    """In which the ranks of the default group have met: they may leave each other words there. The
+Store = dist.Store  # pyright: ignore[reportPrivateImportUsage]
+"""Words that ranks leave for each other. torch documents it, and does not list it. 2.11 to 2.13."""
+
+
+def store(name: str) -> Store:
+    """The one in which the ranks of the default group have met, for words of this `name`. The
     public ones are made by who uses them, and need an address. 2.11 to 2.13.
     """
-    return dist.distributed_c10d._get_default_store()
+    met = dist.distributed_c10d._get_default_store()
+    return dist.PrefixStore(name, met)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def backends(group: dist.ProcessGroup) -> str:
