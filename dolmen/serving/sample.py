@@ -13,7 +13,9 @@ follows from (seed, id, sample, step) alone: neither batch nor device nor layout
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int64
@@ -97,13 +99,71 @@ def warped(
         return scores
     if options.temperature != 1:
         scores = scores / options.temperature
-    if options.top_k:
-        scores = keep_top_k(scores, options.top_k)
-    if options.top_p is not None and options.top_p < 1:
-        scores = keep_top_p(scores, options.top_p)
-    if options.min_p:
-        scores = keep_min_p(scores, options.min_p)
+    for cut in _cuts(options):
+        scores = cut.keep(scores)
     return scores
+
+
+class Cut(NamedTuple):
+    """What leaves tokens out."""
+
+    keep: Callable[[Scores], Scores]
+    near: Callable[["Edge"], Bool[Tensor, " rows"]]
+    """Where scores that are CLOSE to these would leave out more, or fewer."""
+
+
+class Edge(NamedTuple):
+    """Of each row [rows], where a cut has gone through, from its scores before."""
+
+    inside: Tensor
+    """The least score that stays."""
+    outside: Tensor
+    """The largest that goes; -inf: none does."""
+    highest: Tensor
+    mass: Tensor
+    """The probability of all that stays."""
+    least: Tensor
+    """That of the least of it."""
+
+
+def _cuts(options: Options) -> list[Cut]:
+    """Those that act, in order."""
+    out, (k, p, share) = [], (options.top_k, options.top_p, options.min_p)
+    if k:
+        out.append(Cut(partial(keep_top_k, k=k), _near_top_k))
+    if p is not None and p < 1:
+        out.append(Cut(partial(keep_top_p, p=p), partial(_near_top_p, p=p)))
+    if share:
+        out.append(Cut(partial(keep_min_p, p=share), partial(_near_min_p, p=share)))
+    return out
+
+
+def _near_top_k(edge: Edge) -> Bool[Tensor, " rows"]:
+    return edge.inside - edge.outside < CLOSE
+
+
+def _near_top_p(edge: Edge, p: float) -> Bool[Tensor, " rows"]:
+    fewer, more = p - (edge.mass - edge.least) < CLOSE, edge.mass - p < CLOSE
+    return fewer | more | _near_top_k(edge)
+
+
+def _near_min_p(edge: Edge, p: float) -> Bool[Tensor, " rows"]:
+    at = edge.highest + math.log(p)
+    return (edge.inside - at < CLOSE) | (at - edge.outside < CLOSE)
+
+
+def _loose(before: Scores, after: Scores, cut: Cut) -> Float[Tensor, " rows"]:
+    """By how much cumulative probabilities of `after` may move because the cut lies CLOSE to a
+    token, which then stays or goes.
+    """
+    kept = after > -math.inf
+    total = before.logsumexp(-1)
+    inside = before.masked_fill(~kept, math.inf).amin(-1)
+    outside = before.masked_fill(kept, -math.inf).amax(-1)
+    mass, least = (after.logsumexp(-1) - total).exp(), (inside - total).exp()
+    near = cut.near(Edge(inside, outside, before.amax(-1), mass, least))
+    moved = torch.maximum(least, (outside - total).exp()) + CLOSE
+    return torch.where(near, moved / mass, 0.0)
 
 
 def keep_top_k(
@@ -137,15 +197,20 @@ def keep_min_p(
 def choose(
     scores: Float[Tensor, "rows vocabulary"], uniforms: Float[Tensor, " rows"], options: Options
 ) -> tuple[Int64[Tensor, " rows"], Bool[Tensor, " rows"], Float[Tensor, "rows vocabulary"]]:
-    """Tokens, and where CLOSE lies another one, from scores that are `penalised`; with the scores
-    `warped`, up to a constant per row.
+    """Tokens, and where scores that are CLOSE to these may give others, from scores that are
+    `penalised`; with the scores `warped`, up to a constant per row.
     """
     if options.temperature == 0:
         return *greedy(scores), scores
     # the largest at 0: a small temperature then gives 0 and -inf, never inf
-    wide = scores.double()
-    final = warped(wide - wide.amax(-1, keepdim=True), options)
-    return *draw(final, uniforms), final
+    final = scores.double()
+    final = (final - final.amax(-1, keepdim=True)) / options.temperature
+    loose = torch.zeros_like(final[:, 0])
+    for cut in _cuts(options):
+        before, final = final, cut.keep(final)
+        loose += _loose(before, final, cut)
+    tokens, margin = draw(final, uniforms)
+    return tokens, margin < CLOSE + loose, final
 
 
 def greedy(
@@ -160,9 +225,10 @@ def greedy(
 
 def draw(
     scores: Float[Tensor, "rows vocabulary"], uniforms: Float[Tensor, " rows"]
-) -> tuple[Int64[Tensor, " rows"], Bool[Tensor, " rows"]]:
+) -> tuple[Int64[Tensor, " rows"], Float[Tensor, " rows"]]:
     """The first token whose cumulative probability exceeds the row's uniform number in [0, 1), in
-    fp64: none of probability 0 is drawn. And where the number is CLOSE to another token's.
+    fp64: none of probability 0 is drawn. And how far the number is from another token's, inf where
+    there is no other.
     """
     cumulative = scores.double().softmax(-1).cumsum(-1)
     total = cumulative[:, -1]
@@ -174,7 +240,7 @@ def draw(
     lower = torch.where(tokens[:, 0] == 0, 0.0, lower)
     above = torch.where(upper < total, upper - drawn, math.inf)
     below = torch.where(lower > 0, drawn - lower, math.inf)
-    return tokens[:, 0], torch.minimum(above, below) < CLOSE * total
+    return tokens[:, 0], torch.minimum(above, below)
 
 
 def log_probabilities(

@@ -89,6 +89,32 @@ def test_a_token_of_probability_zero_is_never_drawn():
     ).tolist() == [1, 3, 3]
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        Options(),
+        Options(0.7, 9),
+        Options(1.5, None, 0.8),
+        Options(2.0, None, None, 0.2),
+        Options(1.2, 30, 0.95, 0.05),
+        Options(0.0),
+    ],
+    ids=["all", "top-k", "top-p", "min-p", "cuts", "greedy"],
+)
+def test_where_scores_that_differ_in_their_last_bits_give_others_is_said(options):
+    """Scores as of another batch, 3e-5 off, the first half above and the other below: another token
+    is drawn only where that is said to be close, which few are.
+    """
+    chance, rows = torch.Generator().manual_seed(0), 50_000
+    scores = torch.randn(rows, 40, generator=chance)
+    other = scores + 3e-5 * (torch.arange(40) < 20).double().mul(2).sub(1)
+    uniforms = torch.rand(rows, generator=chance, dtype=torch.float64)
+    tokens, close, _ = sample.choose(scores, uniforms, options)
+    differ = tokens != sample.choose(other, uniforms, options)[0]
+    assert differ.any() and (close & differ).equal(differ)
+    assert close.double().mean() < 0.02
+
+
 def test_uniform_numbers_differ_by_seed_id_sample_and_step():
     numbers = [
         sample.uniform(seed, id, number, step)
