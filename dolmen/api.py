@@ -4,13 +4,14 @@ and messages. `dolmen.load`, `generate`, `train`, `export`, `convert`, `verify`,
 `dryrun`, `plan`, `show`.
 """
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypedDict, TypeVar, Unpack, cast
 
 import numpy as np
 import torch
@@ -53,7 +54,11 @@ from dolmen.recipes.changed import plain, request
 from dolmen.recipes.named import planned
 from dolmen.serving import engine
 from dolmen.serving.config import GenerateConfig
-from dolmen.serving.prompt import answer, check_text, encode
+from dolmen.serving.continued import Prompt as Begun
+from dolmen.serving.continued import continued
+from dolmen.serving.defaults import resolved
+from dolmen.serving.prompt import check_text, encode
+from dolmen.serving.text import check_stop
 from dolmen.training import job
 from dolmen.training.config import RunConfig
 from dolmen.training.request import Handling
@@ -124,6 +129,26 @@ Ids = Sequence[int] | torch.Tensor | np.ndarray
 Prompt = str | Ids | Sequence[str] | Sequence[Ids]
 
 
+class Generation(TypedDict, total=False):
+    """What `generate` takes besides: the options of `dolmen generate`, by their names."""
+
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    logit_bias: Mapping[int, float]
+    """Token id -> what is added to its score; -inf forbids it."""
+    min_new_tokens: int | None
+    stop: str | Sequence[str]
+    """Text that ends an answer, and is not part of it."""
+    num_samples: int
+    """Of each prompt, drawn each by itself: each prompt gives a list."""
+    logprobs: Literal["raw", "processed"] | None
+    """Of the model's own distribution, where nothing is said; or of the one that was drawn from."""
+
+
 @dataclass(frozen=True)
 class Model:
     """A decoder with its tokenizer, if it has one that can be read, in this process alone."""
@@ -144,34 +169,28 @@ class Model:
     def generate(
         self,
         prompt: Prompt,
-        max_new_tokens: int = 64,
-        temperature: float = 0.0,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
         seed: int = 0,
         *,
-        top_k: int | None = None,
-        top_p: float | None = None,
         batch: int = engine.AT_ONCE,
+        **options: Unpack[Generation],
     ) -> Any:
-        """The prompt and its continuation, of several prompts a list of them; greedy at temperature
-        0. A prompt is a text, or its token ids, and so is what comes back. An empty text begins
-        where the tokenizer begins one. At most `batch` prompts, of any lengths, run at once. Raises
-        ValueError for what is neither, for a text where there is no tokenizer, and for settings
-        that have no meaning.
+        """What follows the prompt, a `Generated` (of several samples a list of them), and of
+        several prompts a list. It has `text`, `tokens`, `logprobs` and `why` it ended, and is, as a
+        string, the prompt and the text. A prompt is a text, or its token ids. An empty text begins
+        where the tokenizer begins one. At most `batch` texts, of any lengths, run at once.
 
-            model.generate("Once upon a time", temperature=0.8, top_p=0.95, seed=1)
-            model.generate([1, 9038, 2501]) -> [1, 9038, 2501, ...]
+        What is unset is as the model's generation_config.json says, and is told; else greedy, of 64
+        tokens. Raises ValueError for what is no prompt, for a text where there is no tokenizer, and
+        for settings that have no meaning.
+
+            print(model.generate("Once upon a time", temperature=0.8, top_p=0.95, seed=1))
+            model.generate(["One day", "Two men"], temperature=1.0, num_samples=4)[1][3].text
+            model.generate([1, 9038, 2501], stop="\n").tokens
         """
         with _told():
-            asked = _asked(
-                GenerateConfig,
-                folder=self.folder,
-                prompt=(),
-                max_new_tokens=max_new_tokens,
-                temperature=temperature,
-                seed=seed,
-                top_k=top_k,
-                top_p=top_p,
-            )
+            asked = _generation(self.folder, max_new_tokens, temperature, seed, options)
             return _continued(self, prompt, asked, batch)
 
     def logits(self, text: str | Ids) -> Float[torch.Tensor, "tokens vocab"]:
@@ -274,33 +293,21 @@ def generate(
     name: str | Path,
     prompt: Prompt,
     *,
-    max_new_tokens: int = 64,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
+    max_new_tokens: int | None = None,
+    temperature: float | None = None,
     seed: int = 0,
     dtype: str | None = None,
     batch: int = engine.AT_ONCE,
+    **options: Unpack[Generation],
 ) -> Any:
-    """`dolmen generate NAME --prompt PROMPT` in this process: the prompt and its continuation, of
-    several prompts a list of them, at most `batch` at once; as Model.generate. `dolmen.load` keeps
-    a model for more. Raises ValueError on bad input.
+    """`dolmen generate NAME --prompt PROMPT` in this process: what follows the prompt, of several
+    prompts a list; as Model.generate. `dolmen.load` keeps a model for more. Raises ValueError on
+    bad input.
 
-        dolmen.generate("path/to/model", "Once upon a time", temperature=0.8)
+        dolmen.generate("path/to/model", "Once upon a time", temperature=0.8).text
     """
     with _told():
-        asked = _asked(
-            GenerateConfig,
-            folder=name,
-            prompt=(),
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
-            dtype=dtype,
-        )
-        asked.of_tokens.check()
+        asked = _generation(name, max_new_tokens, temperature, seed, options, dtype)
         for text in _several(prompt):
             if not isinstance(text, NUMBERS):
                 check_text(text)
@@ -762,28 +769,61 @@ def _planned(model: str | PathLike | RunConfig, asked: PlanConfig) -> PlanReques
     return PlanRequest(name, planned(name), asked)
 
 
+def _generation(
+    folder: str | Path,
+    max_new_tokens: int | None,
+    temperature: float | None,
+    seed: int,
+    options: Generation,
+    dtype: str | None = None,
+) -> GenerateConfig:
+    """What is asked, checked as far as it can be without the model. Raises ValueError."""
+    said: dict[str, Any] = {"logprobs": "raw", **options}
+    known = Generation.__annotations__
+    for name in said:
+        if name not in known:
+            raise ValueError(f"there is no option {shown(name)}: {choices(name, known)}")
+    if isinstance(said.get("stop"), str):
+        said["stop"] = (said["stop"],)
+    bias = said.get("logit_bias")
+    if isinstance(bias, Mapping):
+        said["logit_bias"] = ",".join(f"{token}:{value}" for token, value in bias.items())
+    asked = _asked(
+        GenerateConfig,
+        folder=folder,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        seed=seed,
+        dtype=dtype,
+        **said,
+    )
+    asked.of_tokens.check()
+    check_stop(asked.stop)
+    return asked
+
+
 def _continued(model: Model, prompt: Prompt, asked: GenerateConfig, batch: int) -> Any:
-    prompts = _several(prompt)
     if not isinstance(plain(batch), int):
         raise ValueError(f"batch is {shown(batch)}: it must be a whole number")
+    prompts = _several(prompt)
+    asked, told = resolved(asked, model.source.generation_config)
     asked.of_tokens.check()
+    for line in told:
+        print(line, file=sys.stderr)
     begin = [_begun(model, one) for one in prompts]
     ends = special.ends(model.special_tokens)
-    new = answer(model.decoder, model.tokenizer, model.source, begin, asked, batch=batch, ends=ends)
-    whole = [
-        one + model.reader.decode(tokens, skip_special_tokens=True)
-        if isinstance(one, str)
-        else first + tokens
-        for one, first, tokens in zip(prompts, begin, new, strict=True)
-    ]
-    return whole[0] if len(prompts) == 1 and prompts[0] is prompt else whole
+    decoder, tokenizer = model.decoder, model.tokenizer
+    found = continued(decoder, tokenizer, model.source, begin, asked, batch, ends)
+    each = [samples[0] if asked.num_samples == 1 else samples for samples in found]
+    return each[0] if len(prompts) == 1 and prompts[0] is prompt else each
 
 
-def _begun(model: Model, prompt: Any) -> list[int]:
-    """The tokens that a prompt begins with."""
+def _begun(model: Model, prompt: Any) -> Begun:
+    """A prompt, and the tokens that it begins with."""
     if isinstance(prompt, NUMBERS):
-        return model.checked_ids(prompt)
-    return encode(model.reader, prompt, model.source.model)
+        tokens = model.checked_ids(prompt)
+        return Begun(tokens, tokens)
+    return Begun(prompt, encode(model.reader, prompt, model.source.model))
 
 
 def _several(prompt: Any) -> list[Any]:

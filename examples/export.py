@@ -30,7 +30,7 @@ def main(run: str = "runs/example", to: str = "runs/example-model") -> tuple[str
     model = transformers.AutoModelForCausalLM.from_pretrained(to, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(to)
     tokens = model.generate(**tokenizer(PROMPT, return_tensors="pt"), max_new_tokens=16)
-    return ours, tokenizer.decode(tokens[0], skip_special_tokens=True)
+    return str(ours), tokenizer.decode(tokens[0], skip_special_tokens=True)
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ def test_three_lines(material, tmp_path, capsys):
         **options(material),
     )
     model = dolmen.load(folder / "hf")
-    text = model.generate("abc def", max_new_tokens=8)
+    text = str(model.generate("abc def", max_new_tokens=8))
     assert folder == tmp_path / "out" and text.startswith("abc def") and len(text) > len("abc def")
     assert model.logits("abc").shape == (len(model.tokenizer("abc")["input_ids"]), 300)
     told = command("generate", folder / "hf", "--prompt", "abc def", "--max-new-tokens", 8).out
@@ -196,16 +196,28 @@ def test_generate(material):
             told = command(
                 "generate", material.model, f"--prompt={prompt}", "--max-new-tokens=8", *words
             )
-            text = model.generate(prompt, max_new_tokens=8, **options)
-            assert told.code == 0 and told.out == text + "\n", (options, told, text)
-            assert dolmen.generate(material.model, prompt, max_new_tokens=8, **options) == text
+            made = model.generate(prompt, max_new_tokens=8, **options)
+            assert told.code == 0 and told.out == f"{made}\n", (options, told, made)
+            assert dolmen.generate(material.model, prompt, max_new_tokens=8, **options) == made
+            assert made.text == model.tokenizer.decode(made.tokens, skip_special_tokens=True)
+            assert len(made.tokens) == len(made.logprobs) and max(made.logprobs) <= 0
     exact = dolmen.load(material.model, dtype=torch.float32)  # in bfloat16 tokens tie
     texts = {
-        exact.generate("abc", temperature=2.0, seed=seed, top_k=top_k)
+        exact.generate("abc", temperature=2.0, seed=seed, top_k=top_k).text
         for seed in range(3)
         for top_k in (None, 1)
     }
     assert len(texts) == 4  # top_k 1 is greedy at any seed
+    drawn = exact.generate(["abc", "d"], temperature=2.0, num_samples=3, max_new_tokens=9)
+    assert [len(samples) for samples in drawn] == [3, 3]
+    first = drawn[0][0]
+    part = first.text[2:4]
+    (cut, *_), _ = exact.generate(
+        ["abc", "d"], temperature=2.0, num_samples=3, max_new_tokens=9, stop=part
+    )
+    assert (cut.text, cut.why) == (first.text[: first.text.index(part)], "stop")
+    biased = exact.generate("abc", max_new_tokens=2, logit_bias={7: 1e4}, logprobs=None)
+    assert biased.tokens == [7, 7] and biased.logprobs is None
     for options, said in (
         ({"top_k": 0}, "use top_k 1 or more"),
         ({"top_p": 0.0}, "use top_p above 0"),
@@ -215,6 +227,9 @@ def test_generate(material):
         ({"max_new_tokens": 2.5}, "^max_new_tokens is 2.5: it must be int$"),
         ({"seed": "one"}, "^seed is 'one': it must be int$"),
         ({"top_k": True}, "^top_k is True: it must be int$"),
+        ({"min_p": 2.0, "temperature": 1.0}, "use min_p of 0 to 1"),
+        ({"stop": ""}, "stop is empty"),
+        ({"top_n": 3}, "^there is no option 'top_n': use one of top_k"),
         ({"batch": 1.5}, "^batch is 1.5: it must be a whole number$"),
     ):
         asked = {"prompt": "a", **options}

@@ -270,7 +270,7 @@ def test_only_tokens_of_the_tokenizer_are_drawn(material, tmp_path):
     words = ("--temperature", 1, "--max-new-tokens", 8)
     told = dolmen("generate", folder, "--prompt", "ab", *words)
     assert told.code == 0 and len(told.out.strip()) > 2
-    assert told.out == model.generate("ab", max_new_tokens=8, temperature=1.0) + "\n"
+    assert told.out == f"{model.generate('ab', max_new_tokens=8, temperature=1.0)}\n"
 
 
 @pytest.mark.parametrize("tokenizer", ["bpe:300", None])

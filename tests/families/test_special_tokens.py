@@ -191,9 +191,11 @@ def test_loaded_without_a_tokenizer(tmp_path):
         model.generate("a text")
     with pytest.raises(ValueError, match=r"the prompt is \[61\]: it must be a text, or token ids"):
         model.generate([61])
+    with pytest.raises(ValueError, match="stop is text, and there is no tokenizer"):
+        model.generate(tokens, 6, stop="a")
     (text,) = theirs.generate(torch.tensor([tokens]), 6).tolist()
     got = model.generate(tokens, 6)
-    assert got == text[: len(got)] and len(got) > len(tokens)
+    assert got.tokens == text[len(tokens) :][: len(got.tokens)] != [] and got.text is None
     assert model.generate([tokens, tokens], 6) == [got, got]
 
 
