@@ -27,6 +27,9 @@ CLOSE = 1e-4
 """Of probability, or of a score: fp32 sums over batches of other shapes differ by 4e-5, so a choice
 within this of another one may turn out to be that one."""
 
+NUCLEUS = 1024
+"""Likeliest tokens among which a nucleus is looked for first."""
+
 Scores = Float[Tensor, "rows vocabulary"]
 
 
@@ -177,13 +180,23 @@ def keep_top_k(
 def keep_top_p(
     scores: Float[Tensor, "rows vocabulary"], p: float
 ) -> Float[Tensor, "rows vocabulary"]:
-    """With all at -inf but the fewest most likely tokens that have probability p together."""
-    ordered, index = scores.sort(dim=-1, descending=True, stable=True)
-    probability = ordered.double().softmax(-1)
+    """With all at -inf but the fewest most likely tokens that have probability p together; of equal
+    ones the first.
+    """
+    wide = scores.double()
+    total = wide.logsumexp(-1, keepdim=True)
+    # to order them all takes ten times as long: 263 ms of a core for 32 rows of 32,000, and 30
+    best = wide.topk(min(NUCLEUS, scores.shape[-1]), -1).values
+    if not bool(((best - total).exp().sum(-1) >= p).all()):
+        best = wide.sort(-1, descending=True).values
+    probability = (best - total).exp()
     before = probability.cumsum(-1) - probability
     before[:, 0] = 0.0  # the most likely token stays, however small p is
-    out = torch.empty_like(before, dtype=torch.bool).scatter_(-1, index, before >= p)
-    return scores.masked_fill(out, -math.inf)
+    count = (before < p).sum(-1, keepdim=True)
+    least = best.gather(-1, count - 1)
+    above, level = wide > least, wide == least
+    room = count - above.sum(-1, keepdim=True)
+    return scores.masked_fill(~(above | level & (level.cumsum(-1) <= room)), -math.inf)
 
 
 def keep_min_p(

@@ -44,6 +44,19 @@ def test_top_p_keeps_the_fewest_that_reach_p(p):
     assert kept(sample.keep_top_p(LOGITS, p)) == [nucleus(row, p) for row in LOGITS.tolist()]
 
 
+@pytest.mark.parametrize("p", [0.5, 0.9])
+def test_a_nucleus_is_found_beyond_the_likeliest(p, monkeypatch):
+    """Where these do not hold it; and of equal scores, of which some are in it."""
+    whole = sample.keep_top_p(LOGITS, p)
+    assert len(set(map(len, kept(whole)))) > 1
+    even = LOGITS.round()
+    level = sample.keep_top_p(even, p)
+    monkeypatch.setattr(sample, "NUCLEUS", 2)
+    assert torch.equal(sample.keep_top_p(LOGITS, p), whole)
+    assert torch.equal(sample.keep_top_p(even, p), level)
+    assert [len(row) for row in kept(level)] == [len(nucleus(row, p)) for row in even.tolist()]
+
+
 def test_top_p_of_one_keeps_all():
     assert kept(sample.keep_top_p(LOGITS, 1.0)) == [set(range(17))] * 20
 
