@@ -6,6 +6,7 @@ import numpy as np
 
 from dolmen.core.words import counted, printable
 from dolmen.data import pair_loader
+from dolmen.data import tokenizer as tokenizers
 from dolmen.data.batch import Batch
 from dolmen.data.batches import Loader
 from dolmen.data.config import DataConfig
@@ -78,6 +79,8 @@ def prepare(
     first = int(mixture.chosen[0])
     shown = marked(examples, first, inputs.tokenizer)
     what = "judged" if say == "end" else "trained"
+    if say == "end":
+        lines.append(pad(inputs.tokenizer))
     lines.append(f"{what} is what stands in »«, as of chat {first}: {shown}")
     identity = {
         **identify(config, examples, judge),
@@ -86,6 +89,20 @@ def prepare(
         "seed": str(seed),
     }
     return ChatLoader(mixture, validation, global_batch_size, inputs.tokenizer, lines, identity)
+
+
+def pad(tokenizer: PreTrainedTokenizer) -> str:
+    """Give the tokenizer, which is saved with a reward model, padding that programs which look for
+    it, as transformers does, do not take for the end of a text; what is told of it.
+    """
+    token = tokenizers.padding(tokenizer)
+    tokenizer.pad_token_id = token
+    if token is None:
+        return (
+            "padding: none, as the tokenizer has no special token but the one that ends a text: "
+            "transformers scores the exported model one text at a time"
+        )
+    return f"padding: {printable(tokenizer.decode([token]))} ({token}), which ends no text"
 
 
 def refuse_model(config: DataConfig, model: Tree | None) -> None:

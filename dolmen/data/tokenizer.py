@@ -33,6 +33,7 @@ class PreTrainedTokenizer(Protocol):
     eos_token: str | None
     eos_token_id: int | None
     bos_token_id: int | None
+    unk_token_id: int | None
     cls_token_id: int | None
     sep_token_id: int | None
     mask_token_id: int | None
@@ -165,6 +166,15 @@ def end_of_text_id(tokenizer: PreTrainedTokenizer, override: str | None = None) 
             f"use --data.end-of-text TOKEN (its special tokens: {known})"
         )
     return tokenizer.eos_token_id
+
+
+def padding(tokenizer: PreTrainedTokenizer) -> int | None:
+    """Id of a token that may stand behind a text and is not taken for its end: that of padding, or
+    of what is unknown, or begins a text, whichever first is not the end of one; None: none is.
+    """
+    known = (tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id)
+    own = [token for token in known if token is not None and token != tokenizer.eos_token_id]
+    return own[0] if own else None
 
 
 def fingerprint(tokenizer: PreTrainedTokenizer) -> str:

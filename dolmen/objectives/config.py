@@ -1,53 +1,97 @@
 """What a run may be told of what it is trained to. Knows nothing of torch."""
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
 
 from dolmen.core.paths import refuse_empty
 
 Kind = Literal["sigmoid", "ipo", "hinge", "robust", "sppo", "apo-zero", "exo"]
+Alone = Literal["simpo", "orpo"]
+"""Kinds that compare with no other model."""
+SIMPO_MARGIN = 0.5
 
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
     """What the model is trained to."""
 
-    name: Literal["tokens", "dpo"] = "tokens"
+    name: Literal["tokens", "dpo", "reward"] = "tokens"
     """tokens: the next ones, or those that are masked; dpo: of two answers the preferred one, for
+    --data.rows pairs; reward: one number for a text, larger for the preferred answer, for
     --data.rows pairs.
     """
     beta: float = 0.1
     """dpo: how much the log-ratio of the model to the reference counts; the smaller, the further it
-    may go.
+    may go. simpo: how much a token's mean log-probability counts (2 and more are usual); orpo: how
+    much the odds of the answers count beside the chosen one's likelihood.
     """
-    kind: Kind = "sigmoid"
-    """dpo: the loss of a pair."""
+    kind: Literal[Kind, Alone] = "sigmoid"
+    """dpo: the loss of a pair. simpo and orpo compare with no reference."""
     label_smoothing: float = 0.0
-    """dpo: the share of pairs that are taken to be the wrong way round, of sigmoid, robust and
-    exo.
+    """dpo: the share of pairs that are taken to be the wrong way round, of sigmoid, robust, exo and
+    simpo.
     """
     reference: str | None = None
     """dpo: the model that is compared with: a transformers directory, a hub id or a run. Default:
     the model that the run begins with.
     """
+    margin: float | None = None
+    """reward, simpo: by how much the chosen answer is to be ahead; a row's own `margin` is added.
+    Default: 0, of simpo 0.5.
+    """
+    center: float = 0.0
+    """reward: what scores that are not about 0 cost, the weight of the squared sum of a pair's."""
 
     def __post_init__(self):
         refuse_empty("objective.reference", self.reference)
         if self.name == "dpo":
             check_dpo(self.beta, self.kind, self.label_smoothing)
-        own = (self.beta, self.kind, self.label_smoothing, self.reference)
-        if self.name == "tokens" and own != (0.1, "sigmoid", 0.0, None):
+        own = {
+            "dpo": ("beta", "kind", "label_smoothing", "reference", "margin"),
+            "reward": ("margin", "center"),
+            "tokens": (),
+        }[self.name]
+        for field in fields(self):
+            if field.name not in ("name", *own) and getattr(self, field.name) != field.default:
+                raise ValueError(
+                    "objective.beta, kind, label-smoothing and reference are of dpo: use "
+                    "--objective.name dpo, or leave them out"
+                    if field.name in ("beta", "kind", "label_smoothing", "reference")
+                    else f"objective.{field.name} is not of objective.name {self.name}: leave it "
+                    "out, or use --objective.name reward"
+                )
+        if self.compares is False and self.reference is not None:
             raise ValueError(
-                "objective.beta, kind, label-smoothing and reference are of dpo: use "
-                "--objective.name dpo, or leave them out"
+                f"objective.kind {self.kind} compares with no other model, and objective.reference "
+                f"is {self.reference}: leave it out, or use another --objective.kind"
             )
+        if self.name == "dpo" and self.margin is not None and self.kind != "simpo":
+            raise ValueError(
+                f"objective.margin ({self.margin}) is of reward models and of simpo, and "
+                f"objective.kind is {self.kind}: leave it out"
+            )
+        for name in ("margin", "center"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"objective.{name} is {value}: it must be finite and at least 0")
+
+    @property
+    def compares(self) -> bool:
+        """Whether a reference is asked."""
+        return self.name == "dpo" and self.kind in get_args(Kind)
+
+    @property
+    def in_pairs(self) -> bool:
+        """Whether what is judged is two answers."""
+        return self.name in ("dpo", "reward")
 
 
-def check_dpo(beta: float, kind: Kind, label_smoothing: float) -> None:
+def check_dpo(beta: float, kind: str, label_smoothing: float) -> None:
     """Raises ValueError for what no preference is trained by."""
-    if kind not in Kind.__args__:
-        raise ValueError(f"kind is {kind!r}: it must be one of {Kind.__args__}")
+    known = (*get_args(Kind), *get_args(Alone))
+    if kind not in known:
+        raise ValueError(f"kind is {kind!r}: it must be one of {known}")
     if not (math.isfinite(beta) and beta > 0):
         raise ValueError(f"beta is {beta}: it must be over 0")
     if not 0 <= label_smoothing < 0.5:

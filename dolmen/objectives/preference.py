@@ -19,7 +19,7 @@ from dolmen.data.batch import Batch
 from dolmen.model import tree
 from dolmen.model.head import Logits
 from dolmen.objectives import pairs
-from dolmen.objectives.config import Kind, check_dpo
+from dolmen.objectives.config import SIMPO_MARGIN, Alone, Kind, check_dpo
 from dolmen.objectives.objective import Judged
 from dolmen.objectives.tokens import Metrics
 from dolmen.ops.loss import IGNORED
@@ -31,6 +31,122 @@ Lengths = tuple[Shaped[Tensor, "*pairs"], Shaped[Tensor, "*pairs"]]
 """Tokens of the chosen and of the rejected answers."""
 
 EXO_SMOOTHING = 1e-3
+
+
+def simpo(
+    policy_chosen: Float[Tensor, " pairs"],
+    policy_rejected: Float[Tensor, " pairs"],
+    *,
+    lengths: Lengths,
+    beta: float = 2.0,
+    gamma: float = SIMPO_MARGIN,
+    label_smoothing: float = 0.0,
+) -> tuple[Float[Tensor, ""], Metrics]:
+    """Simple preference optimisation (2405.14734, equation 6), which compares with no reference:
+    mean over pairs of
+
+        d = beta (log p(chosen) / |chosen| - log p(rejected) / |rejected|) - gamma
+        -(1 - s) log sigmoid(d) - s log sigmoid(-d)
+
+    of log-probabilities summed over answers of so many tokens. TRL's CPOTrainer (`loss_type`
+    simpo, `simpo_gamma`; gamma there is divided by beta and multiplied again), and OpenRLHF has it
+    not. Metrics: pairs.METRICS of the rewards, beta times the means, and their means.
+    """
+    check_dpo(beta, "simpo", label_smoothing)
+    c, r = of_tokens(policy_chosen, lengths[0]), of_tokens(policy_rejected, lengths[1])
+    losses = alone_of(c, r, "simpo", beta, gamma, label_smoothing)
+    return losses.mean(), pairs.told(beta * c, beta * r)
+
+
+def orpo(
+    policy_chosen: Float[Tensor, " pairs"],
+    policy_rejected: Float[Tensor, " pairs"],
+    *,
+    lengths: Lengths,
+    beta: float = 0.1,
+) -> tuple[Float[Tensor, ""], Metrics]:
+    """Odds ratio preference optimisation (2403.07691, equations 6 and 7), which compares with no
+    reference: with c and r the mean log-probabilities of the tokens of both answers, mean over
+    pairs of
+
+        -c - beta log sigmoid(log odds(c) - log odds(r)),    log odds(x) = x - log(1 - exp(x))
+
+    TRL's ORPOTrainer has the same odds, and in the place of -c the mean over all tokens of all
+    chosen texts, prompts too; the paper's is of the answer, as here. Metrics as of `simpo`.
+    """
+    check_dpo(beta, "orpo", 0.0)
+    c, r = of_tokens(policy_chosen, lengths[0]), of_tokens(policy_rejected, lengths[1])
+    return alone_of(c, r, "orpo", beta, 0.0, 0.0).mean(), pairs.told(beta * c, beta * r)
+
+
+def of_tokens(
+    summed: Float[Tensor, "*pairs"], length: Shaped[Tensor, "*pairs"]
+) -> Float[Tensor, "*pairs"]:
+    """The mean over an answer's tokens."""
+    return summed / length.clamp(min=1)
+
+
+def alone_of(
+    c: Float[Tensor, "*pairs"],
+    r: Float[Tensor, "*pairs"],
+    kind: Alone,
+    beta: float,
+    gamma: float,
+    s: float,
+) -> Float[Tensor, "*pairs"]:
+    """`simpo` and `orpo` of each pair, from the mean log-probabilities of tokens."""
+    match kind:
+        case "simpo":
+            return smoothed(beta * (c - r) - gamma, s)
+        case "orpo":
+            return -c - beta * F.logsigmoid(log_odds(c) - log_odds(r))
+    raise AssertionError(kind)
+
+
+def smoothed(d: Float[Tensor, "*pairs"], s: float) -> Float[Tensor, "*pairs"]:
+    """-log sigmoid(d), of a share s of the pairs the other way round."""
+    return -(1 - s) * F.logsigmoid(d) - s * F.logsigmoid(-d)
+
+
+def log_odds(log_p: Float[Tensor, "*pairs"]) -> Float[Tensor, "*pairs"]:
+    """log(p / (1 - p)); of a p of 1 that of the largest below it, so that no gradient is NaN."""
+    bounded = log_p.clamp(max=-torch.finfo(log_p.dtype).eps)
+    return bounded - torch.log(-torch.expm1(bounded))
+
+
+def kto(
+    policy: Float[Tensor, " answers"],
+    reference: Float[Tensor, " answers"],
+    desirable: Shaped[Tensor, " answers"],
+    *,
+    kl: Float[Tensor, ""] | float,
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> tuple[Float[Tensor, ""], Metrics]:
+    """Kahneman-Tversky optimisation (2402.01306, equation 8), of single answers that are wanted or
+    not: with h the log-ratio policy - reference of an answer, and z = max(0, kl), which no gradient
+    flows through, mean over answers of
+
+        desirable_weight   (1 - sigmoid(beta (h - z)))      where it is wanted
+        undesirable_weight (1 - sigmoid(beta (z - h)))      where it is not
+
+    `kl` is the mean log-ratio of answers to prompts that are not their own. TRL's KTOTrainer
+    (`loss_type` kto), OpenRLHF's KTOLoss. Metrics: the mean rewards beta h of those that are
+    `desirable` and of those that are not, and z.
+    """
+    check_dpo(beta, "sigmoid", 0.0)
+    ratio, wanted = policy - reference, desirable != 0
+    zero = torch.as_tensor(kl, dtype=ratio.dtype, device=ratio.device).detach().clamp(min=0)
+    good = desirable_weight * torch.sigmoid(-beta * (ratio - zero))
+    bad = undesirable_weight * torch.sigmoid(-beta * (zero - ratio))
+    rewards = beta * ratio.detach()
+    told = {
+        "desirable": torch.where(wanted, rewards, 0.0).sum() / wanted.sum().clamp(min=1),
+        "undesirable": torch.where(wanted, 0.0, rewards).sum() / (~wanted).sum().clamp(min=1),
+        "kl": zero,
+    }
+    return torch.where(wanted, good, bad).mean(), told
 
 
 def dpo(
@@ -85,7 +201,7 @@ def losses_of(
     d = beta * (c - r)
     match kind:
         case "sigmoid":
-            return -(1 - s) * F.logsigmoid(d) - s * F.logsigmoid(-d)
+            return smoothed(d, s)
         case "robust":
             return (-(1 - s) * F.logsigmoid(d) + s * F.logsigmoid(-d)) / (1 - 2 * s)
         case "hinge":
@@ -138,4 +254,30 @@ class DPO:
         c, r = found.sides(head.over_documents(ratios, found.document))
         lengths = found.sides(found.lengths)
         losses = losses_of(c, r, self.beta, self.kind, self.label_smoothing, lengths)
+        return found.judged(losses, pairs.Sides(self.beta * c, self.beta * r), head)
+
+
+@dataclass(frozen=True)
+class ReferenceFree:
+    """`simpo` or `orpo` of the answers of a batch, as DPO without another model."""
+
+    kind: Alone
+    beta: float
+    gamma: float = SIMPO_MARGIN
+    label_smoothing: float = 0.0
+
+    names: ClassVar[tuple[str, ...]] = pairs.METRICS
+    head: ClassVar[type] = tree.Head
+
+    def __post_init__(self):
+        check_dpo(self.beta, self.kind, self.label_smoothing)
+
+    def count(self, batch: Batch) -> float:
+        return pairs.count(batch)
+
+    def __call__(self, hidden: Float[Tensor, "_ hidden"], head: Logits, batch: Batch) -> Judged:
+        found = pairs.Pairs(batch)
+        summed = head.over_documents(head.log_probabilities(hidden, batch.labels), found.document)
+        c, r = found.sides(of_tokens(summed, found.lengths))
+        losses = alone_of(c, r, self.kind, self.beta, self.gamma, self.label_smoothing)
         return found.judged(losses, pairs.Sides(self.beta * c, self.beta * r), head)

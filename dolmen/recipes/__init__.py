@@ -180,6 +180,7 @@ RECIPES: dict[str, Callable[[], RunConfig]] = {
     "quickstart": quickstart,
     "pretrain": pretrain,
     "sft": tuning.sft,
+    "reward": tuning.reward,
     "dpo": tuning.dpo,
     "continue-language": tuning.continue_language,
     "llama-1b": llamas.llama_1b,

@@ -27,6 +27,16 @@ def continue_language() -> RunConfig:
     )
 
 
+def reward() -> RunConfig:
+    """learns one number for a text from pairs of answers: --init and --data.path decide"""
+    return RunConfig(
+        name="reward",
+        data=DataConfig(rows="pairs"),
+        objective=ObjectiveConfig(name="reward"),
+        optimizer=OptimizerConfig(lr=1e-5, warmup_steps=10, weight_decay=0.0),
+    )
+
+
 def dpo() -> RunConfig:
     """learns from pairs of answers which is preferred: --init and --data.path decide"""
     return RunConfig(

@@ -5,12 +5,13 @@ before any process starts and before anything is written.
 from dataclasses import replace
 
 from dolmen.conversion import hf_export
-from dolmen.conversion.source import open_source, tokenizer_folder
+from dolmen.conversion.source import Source, open_source, tokenizer_folder
 from dolmen.core.words import counted
 from dolmen.data import inputs
-from dolmen.families import compared
+from dolmen.data import tokenizer as tokenizers
+from dolmen.families import Model, compared, scored, unscored
 from dolmen.families.family import knob
-from dolmen.model.tree import check_rounding, check_tokens
+from dolmen.model.tree import Scalar, check_rounding, check_tokens
 from dolmen.training import folder, loggers
 from dolmen.training.config import RunConfig
 from dolmen.vocabulary import extended
@@ -22,6 +23,8 @@ def check_run(run: RunConfig, processes: int | None, verify: bool = True) -> Run
     not tried.
     """
     run = check_computed(run, processes)
+    if run.objective.name == "reward":
+        run = with_padding(run)
     check_adapter(run)
     check_programs(run)
     if run.init is not None:
@@ -46,6 +49,9 @@ def check_computed(run: RunConfig, processes: int | None) -> RunConfig:
             "there is no model: give --init a transformers directory or hub id, make one of "
             "--model.model-type and its fields, or choose a recipe that has one (dolmen recipes)"
         )
+    if run.objective.name == "reward":
+        model = scored(model)
+        run = replace(run, model=model)
     if run.finish.export:
         check_exportable(run)
     if (run.finish.verify or run.finish.sample is not None) and not run.finish.export:
@@ -140,20 +146,32 @@ def check_precision(run: RunConfig) -> None:
 
 def check_objective(run: RunConfig) -> None:
     """Raises ValueError where what is trained to, the data and the model do not belong together."""
-    dpo, rows = run.objective.name == "dpo", run.data.rows
-    if dpo != (rows == "pairs"):
+    asked, rows = run.objective, run.data.rows
+    if asked.in_pairs != (rows == "pairs"):
         raise ValueError(
-            f"objective.name {run.objective.name} and data.rows {rows} do not belong together: dpo "
-            "is of pairs, and pairs are for it"
+            f"objective.name {asked.name} and data.rows {rows} do not belong together: dpo and "
+            "reward are of pairs, and pairs are for them"
         )
-    if not dpo:
+    if asked.name != "reward" and isinstance(run.tree.head, Scalar):
+        raise ValueError(
+            f"objective.name {asked.name} is of tokens, and the model ends in one number, as a "
+            "reward model does: use --objective.name reward, or start from another --init"
+        )
+    if asked.name == "reward" and (run.finish.verify or run.finish.sample is not None):
+        raise ValueError(
+            "finish.verify and finish.sample are of models that foretell tokens, and a reward "
+            "model ends in one number: leave them out"
+        )
+    if not asked.in_pairs:
         return
     batch, micro = run.train.global_batch_size // (run.layout.dp or 1), run.microbatch_size
     if batch % 2 or micro % 2:
         raise ValueError(
-            f"a pair is two sequences, and a process has {batch} of them ({micro} at once): use an "
-            "even --train.global-batch-size per process, and an even --train.microbatch-size"
+            f"a pair takes two sequences, and a process has {batch} of them ({micro} at once): use "
+            "an even --train.global-batch-size per process, and an even --train.microbatch-size"
         )
+    if asked.name == "reward":
+        return
     if run.init is None:
         raise ValueError(
             "objective.name dpo compares with the model that the run begins with, and a random one "
@@ -173,7 +191,7 @@ def check_init(run: RunConfig, init: str) -> None:
     """Raises ValueError or KeyError where the weights of `init` are not those of the run's model,
     or are more than it trains.
     """
-    source = open_source(init, run.model)
+    source = initial(run, init)
     try:
         stored = source.specs
     except (ValueError, KeyError):
@@ -187,6 +205,8 @@ def check_init(run: RunConfig, init: str) -> None:
             "changes its shape, or train without --init"
         ) from None
     lost = stored.keys() - run.train.training.applied(run.tree).leaves.keys()
+    if source.tree.head != run.tree.head:  # one number is learned in the place of logits
+        lost -= source.tree.head.leaves(source.tree.vocab_size, source.tree.width).keys()
     if lost:
         raise ValueError(
             f"--init {init} has {counted(len(lost), 'bias', 'biases')} of routers, e.g. "
@@ -221,6 +241,31 @@ def with_new_rows(run: RunConfig) -> RunConfig:
             "the id of the first token that is new"
         )
     return replace(run, train=replace(run.train, new_rows=replace(asked, first=first)))
+
+
+def initial(run: RunConfig, init: str) -> Source:
+    """The source of the weights that the run begins with: a reward model may begin with a model
+    that has logits, of which it takes all else. Raises as `open_source`.
+    """
+    begun, model = open_source(init), run.known_model
+    ends = isinstance(begun.tree.head, Scalar)
+    return open_source(init, scored(model) if ends else unscored(model))
+
+
+def with_padding(run: RunConfig) -> RunConfig:
+    """The run of a reward model whose config.json says which token is padding, and behind which a
+    program that looks for it so finds the end of a text; none, where the tokenizer has none that
+    could not end one.
+    """
+    own = own_tokenizer(run.init)
+    named = run.data.tokenizer or own
+    if named is None:
+        return run
+    model = run.known_model
+    token = tokenizers.padding(tokenizers.load_tokenizer(named, "--data.tokenizer", probe=False))
+    if model.config.get("pad_token_id") == token:
+        return run
+    return replace(run, model=Model({**model.config, "pad_token_id": token}))
 
 
 def check_moments(run: RunConfig) -> None:

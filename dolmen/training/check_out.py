@@ -17,7 +17,7 @@ from dolmen.core.paths import expand, is_absent
 from dolmen.data import sources
 from dolmen.families import Model
 from dolmen.model.training import Training
-from dolmen.model.tree import Adapter
+from dolmen.model.tree import Adapter, Scalar
 from dolmen.optim.config import OptimizerConfig
 from dolmen.training import folder, lock, metrics
 from dolmen.training.config import RunConfig
@@ -104,7 +104,10 @@ def check_resume(run: RunConfig, out: Path) -> None:
     """
     if out.is_dir():
         folder.refuse_taken(
-            out, *["hf"] * run.finish.export, *["profile"] * (run.log.profile is not None)
+            out,
+            *["hf"] * run.finish.export,
+            *["profile"] * (run.log.profile is not None),
+            *["calibration.png"] * (run.objective.name == "reward"),
         )
     metrics.read_metrics(out / "metrics.jsonl")
     saved = Checkpoints(out / "checkpoints", SINGLE, keep=0)
@@ -167,7 +170,9 @@ def _structure(model: Model, training: Training) -> dict:
     fields = {n: v for n, v in model.family.new(model.tree).items() if n not in TUNED}
     biased = replace(training, adapter=None, fp8=None).applied(model.tree) != model.tree
     return {
-        "model": {"model_type": model.model_type, **fields},
+        "model": {"model_type": model.model_type, "ends in": str(model.tree.head), **fields}
+        if isinstance(model.tree.head, Scalar)
+        else {"model_type": model.model_type, **fields},
         "adapter": _of_adapter(training.adapter),
         "train": {"router": {"balance": "bias" if biased else "loss or none"}},
     }

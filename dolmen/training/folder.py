@@ -58,6 +58,7 @@ FORMS = {
     "checkpoints": Form(
         rf"checkpoints/({CHECKPOINT})/({folders.FILE.pattern})", rf"checkpoints(/({CHECKPOINT}))?"
     ),
+    "calibration.png": Form(r"calibration\.png(\.part)?"),
     "tokenizer": Form(rf"tokenizer/({TOKENIZER})(\.part)?", "tokenizer", "files"),
     "hf": Form(
         rf"(hf|{EXPORTING}/model)/({TOKENIZER}|{MODEL})", rf"hf|{EXPORTING}(/model)?", "files"
@@ -73,7 +74,7 @@ FORMS = {
     OWNER: Form(r"\.overwritten-by(\.part)?", listed="not"),
 }
 """By the first name of their paths."""
-BY_SOME = ("hf", "profile")
+BY_SOME = ("hf", "profile", "calibration.png")
 """What runs write that are told to."""
 WRITTEN = tuple(n for n, form in FORMS.items() if form.listed != "not" and n not in BY_SOME)
 """What every run writes."""

@@ -5,6 +5,7 @@ the first rank alone.
 import math
 import resource
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -19,9 +20,14 @@ from dolmen.core.mesh import Mesh
 from dolmen.core.words import counted
 from dolmen.data.batches import Loader
 from dolmen.evaluation.validate import NEXT_TOKEN, mean_loss
+from dolmen.files import write
 from dolmen.launch.watch import Watch
 from dolmen.model import count
-from dolmen.training import balance, garbage, history, metrics, report
+from dolmen.objectives.cross_entropy import CrossEntropy
+from dolmen.objectives.filling import Filling
+from dolmen.objectives.objective import Objective
+from dolmen.objectives.reward import Calibrated, Preferred
+from dolmen.training import balance, calibration, folder, garbage, history, metrics, report
 from dolmen.training.config import RunConfig
 from dolmen.training.history import History
 from dolmen.training.loggers import Guarded, Logged
@@ -194,15 +200,16 @@ class Hooks:
         most = self.most_validated(state)
         began = time.monotonic()
         batches = self.loader.validation_batches(most, self.mesh.dp.rank, self.mesh.dp.size)
-        # of an encoder the masked tokens alone, and of text each token once, whatever it weighs
-        pairs = self.run.objective.name != "tokens"
         found = mean_loss(
             state.model,
             self.watch.through(batches, "validate"),
             self.mesh,
             state.schedule,
-            state.objective if pairs else NEXT_TOKEN,
+            objective_of_validation(state.objective),
         )
+        shown = calibration.rest(found.metrics)
+        if len(shown) < len(found.metrics):
+            shown["calibration_error"] = self.calibrated(found.metrics)
         loss, tokens = found.loss, found.tokens
         self.since += time.monotonic() - began  # not the training's time
         held = self.loader.validation_tokens
@@ -220,12 +227,12 @@ class Hooks:
             **{f"val_loss/{name}": one for name, one in apart.items()},
         }
         for writer in self.writers:
-            writer.write(row | {f"val_{name}": one for name, one in found.metrics.items()})
+            writer.write(row | {f"val_{name}": one for name, one in shown.items()})
         part = "" if tokens == held else f" of {held:,}"
         why = ""
         if part and state.step == state.steps and self.loader.cloze is None:
             why = "; a short run reads no more, --log.validation-tokens 0 reads all"
-        more = "".join(f", {name} {one:.4f}" for name, one in found.metrics.items())
+        more = "".join(f", {name} {one:.4f}" for name, one in shown.items())
         self.line.say(
             f"step {state.step}: validation loss {loss:.4f}{more} on {tokens:,}{part} tokens{why}"
         )
@@ -243,6 +250,16 @@ class Hooks:
             found[name] = mean_loss(state.model, through, self.mesh, state.schedule).loss
         self.since += time.monotonic() - began  # not the training's time
         return found
+
+    def calibrated(self, found: Mapping[str, float]) -> float:
+        """The picture of how sure a reward model is; its error."""
+        made = calibration.Calibration.of(found)
+        if self.mesh.first:
+            folder.claim(self.out, calibration.FILE)
+            title = f"{self.run.name}: held-out pairs"
+            image = calibration.draw(made, found["accuracy"], title)
+            write.replace(self.out / calibration.FILE, image)
+        return made.error
 
     def most_validated(self, state: TrainState) -> int | None:
         """Windows of held-out text that a validation at this step reads at most; None: all. The
@@ -308,6 +325,18 @@ class Hooks:
         title = f"{self.run.name}: {self.run.known_model.model_type}, {parameters} parameters"
         if self.mesh.first:
             metrics.plot(self.out / "metrics.jsonl", self.out / "loss.png", title)
+
+
+def objective_of_validation(objective: Objective) -> Objective:
+    """Of text each token once, whatever it weighs, and of an encoder those that are masked; of
+    pairs what is trained to, and how sure a reward model is.
+    """
+    match objective:
+        case Preferred():
+            return Calibrated(objective.center, objective.margin)
+        case CrossEntropy() | Filling():
+            return NEXT_TOKEN
+    return objective
 
 
 def memory_gib(mesh: Mesh) -> float:

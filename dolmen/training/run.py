@@ -22,16 +22,18 @@ from dolmen.files import write
 from dolmen.launch.watch import Watch
 from dolmen.model import build
 from dolmen.model.decoder import Decoder
+from dolmen.objectives.config import SIMPO_MARGIN
 from dolmen.objectives.cross_entropy import CrossEntropy
 from dolmen.objectives.filling import Filling
 from dolmen.objectives.objective import Objective
-from dolmen.objectives.preference import DPO
+from dolmen.objectives.preference import DPO, ReferenceFree
+from dolmen.objectives.reward import Preferred
 from dolmen.optim import optimizer as optim
 from dolmen.optim.precision import DTYPES, LossScale, at_rest
 from dolmen.parallel import channels
 from dolmen.parallel.actions import Schedule
 from dolmen.training import folder, garbage, lock, mfu, reference, report
-from dolmen.training.check import check_profile, own_tokenizer
+from dolmen.training.check import check_profile, initial, own_tokenizer
 from dolmen.training.check_out import beginning
 from dolmen.training.compiled import limit_told
 from dolmen.training.config import RunConfig
@@ -96,8 +98,8 @@ def make_state(run: RunConfig, mesh: Mesh, steps: int) -> TrainState:
     if run.init is None:
         build.initialize(model, run.train.seed)
     else:
-        source = open_source(run.init, run.known_model)
-        # none has adapters, few the biases of routers that training adds
+        source = initial(run, run.init)
+        # none has adapters, few the biases of routers that training adds, or a scalar head
         stored = [name for name, _ in model.named_parameters() if name in source.tree.leaves]
         build.initialize(model, run.train.seed, stored)
         masters = in_dtype(source, at_rest(run.train.dtype))
@@ -154,6 +156,11 @@ def objective_of(run: RunConfig) -> Objective:
     tokens of a sequence.
     """
     asked = run.objective
+    if asked.name == "reward":
+        return Preferred(asked.center, asked.margin or 0.0)
+    if asked.kind == "simpo" or asked.kind == "orpo":
+        margin = SIMPO_MARGIN if asked.margin is None else asked.margin
+        return ReferenceFree(asked.kind, asked.beta, margin, asked.label_smoothing)
     if asked.name == "dpo":
         return DPO(asked.beta, asked.kind, asked.label_smoothing)
     if not run.tree.both_ways:
@@ -212,7 +219,7 @@ def _in_folder(asked: _Asked) -> Outcome:
     if not asked.start.resumed:
         check_profile(run, length(run, loader))
     state = make_state(begun, mesh, length(run, loader))
-    if run.objective.name == "dpo":
+    if run.objective.compares:
         reference.compare(begun, run, state, loader, mesh)
     held = first_does(mesh, lambda: lock.take(out, 60 if asked.start.restarted else 0))
     if mesh.first and held is None:

@@ -13,6 +13,7 @@ from dolmen.core.mesh import Mesh
 from dolmen.core.rng import seed_of
 from dolmen.data.batch import Batch
 from dolmen.model.decoder import Decoder
+from dolmen.model.tree import Scalar
 from dolmen.objectives.cross_entropy import CrossEntropy
 from dolmen.objectives.objective import Objective, check
 from dolmen.ops.dropout import Noise
@@ -127,8 +128,9 @@ def optimizer_step(
         state.inherited = -state.updates
         state.spike.load([])
     micros = batch.microbatches(len(batch.tokens) // state.schedule.micros)
-    # a model that fills in tokens reads all of them, though few have a label
-    read = batch.tokens.numel() if state.model.tree.both_ways else batch.real_tokens
+    # a model that fills in tokens, or says one number of a text, reads all, though few have a label
+    whole = state.model.tree.both_ways or isinstance(state.model.tree.head, Scalar)
+    read = batch.tokens.numel() if whole else batch.real_tokens
     counts = read, sum(state.objective.count(micro) for micro in micros)
     counts = [host.number(n, torch.float64, mesh.device) for n in counts]
     tokens, count = collectives.reduce_scalar(torch.stack(counts), mesh.dp)

@@ -16,13 +16,13 @@ from spawning import Row
 from table import FAMILIES, LENGTH, ROWS, SINGLE, Layout, Run
 
 from dolmen.core.mesh import Mesh
-from dolmen.data.batch import FOLLOWS, IGNORED, Batch
+from dolmen.data.batch import FOLLOWS, IGNORED, SIDE, Batch
 from dolmen.model.tree import Scalar
 from dolmen.objectives import score
 from dolmen.objectives.cross_entropy import CrossEntropy
 from dolmen.objectives.filling import Filling
 from dolmen.objectives.objective import Objective
-from dolmen.objectives.preference import DPO, REFERENCE
+from dolmen.objectives.preference import DPO, REFERENCE, ReferenceFree
 from dolmen.objectives.reward import TARGET, Preferred, SquaredError
 from dolmen.ops.attention import Documents
 from dolmen.ops.positions import PositionIds
@@ -54,6 +54,9 @@ KINDS = {
     "dpo, capped": Kind(CONFIGS["gemma2"], DPO(0.5)),
     "dpo, experts": Kind(FAMILIES["qwen3-moe"], DPO(0.5)),
     "preferred": Kind(scalar(FAMILIES["llama"]), Preferred()),
+    # several answers in each row
+    "rewards": Kind(scalar(FAMILIES["llama"]), Preferred(0.1, 0.2), packed=True),
+    "orpo": Kind(FAMILIES["llama"], ReferenceFree("orpo", 0.5), packed=True),
     # masked tokens and pairs of texts of an encoder
     "filling": Kind(CONFIGS["bert"], Filling(2.0)),
     "values": Kind(scalar(FAMILIES["gpt2"]), SquaredError()),
@@ -98,12 +101,21 @@ def batches(mesh: Mesh) -> list[Batch]:
 
 
 def packed(batch: Batch, mesh: Mesh) -> Batch:
-    """Examples of three to five tokens in each row, the last of which predicts nothing."""
+    """Examples of three to five tokens in each row, the last of which predicts nothing; in two rows
+    that are a pair as many, each with a label, and the second one preferred in half of them.
+    """
     first = mesh.dp.rank * len(batch.tokens)
-    sizes = 3 + torch.arange(first, first + len(batch.tokens))[:, None] % 3
+    rows = torch.arange(first, first + len(batch.tokens))[:, None]
+    sizes = 3 + rows // 2 % 3
     places = torch.arange(LENGTH)
-    labels = torch.where(places % sizes == sizes - 1, IGNORED, batch.labels)
-    made = replace(batch, labels=labels, documents=Documents.of(places // sizes * sizes))
+    labels = torch.where(places % sizes == sizes - 1, IGNORED, batch.tokens.roll(-1, 1))
+    side = torch.where(rows % 2 == rows // 2 % 2, 1.0, -1.0).double().expand(-1, LENGTH)
+    made = replace(
+        batch,
+        labels=labels,
+        documents=Documents.of(places // sizes * sizes),
+        numbers={**batch.numbers, SIDE: side},
+    )
     return made.with_positions(1)
 
 
@@ -248,6 +260,8 @@ OBJECTIVES = [
         pp2 dp2 tp2 sp acc4 zero3     |
         """,
     ),
+    *rows("rewards", "cp2 pp2 acc4 zero1\ndp2 tp2 sp zero3\ncp4 gather |"),
+    *rows("orpo", "cp2 tp2 sp acc4\npp2 dp2 acc4 zero3 |"),
     *rows(
         "filling",
         """

@@ -47,7 +47,7 @@ def test_every_recipe_is_a_run(name, material):
     run = replace(run, data=DataConfig(rows=run.data.rows, **text))
     assert run.name == name and RECIPES[name].__doc__
     if run.model is None:
-        assert name in ("pretrain", "sft", "dpo")
+        assert name in ("pretrain", "sft", "reward", "dpo")
         run = replace(run, model=material.config().model, init=str(material.model))
     for layout in (Layout(), SIZES.get(name, (0, Layout(dp=4)))[1]):
         done = check_run(replace(run, layout=layout), None)

@@ -209,8 +209,8 @@ def test_a_run_goes_on_as_it_would_have(pairs, tmp_path):
 @pytest.mark.parametrize(
     "more, told",
     [
-        (("--train.global-batch-size", 3), "a pair is two sequences"),
-        (("--train.microbatch-size", 1), "a pair is two sequences"),
+        (("--train.global-batch-size", 3), "a pair takes two sequences"),
+        (("--train.microbatch-size", 1), "a pair takes two sequences"),
         (("--data.rows", "chats"), "do not belong together"),
         (("--objective.label-smoothing", 0.5), "label_smoothing is 0.5"),
         (("--objective.beta", 0), "beta is 0.0"),
