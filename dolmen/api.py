@@ -1,7 +1,7 @@
 """Dolmen from Python: what the commands do, as functions of the same names, with the same checks
 and messages. `dolmen.load`, `generate`, `train`, `export`, `convert`, `verify`, `diff`, `evaluate`,
 `evaluate_tasks`, `tokenize`, `train_vocabulary`, `merge_vocabularies`, `extend_vocabulary`,
-`dryrun`, `plan`, `show`.
+`dryrun`, `plan`, `show`, `parallelize`.
 """
 
 import sys
@@ -27,6 +27,7 @@ from dolmen.conversion.source import Source, open_source
 from dolmen.core.config import from_dict, option_types
 from dolmen.core.errors import BadInput, message
 from dolmen.core.keywords import in_python
+from dolmen.core.mesh import Mesh
 from dolmen.core.paths import expand
 from dolmen.core.words import choices, printable, shown
 from dolmen.data import indexed_export
@@ -43,6 +44,7 @@ from dolmen.families.start import option_fields
 from dolmen.model import head
 from dolmen.model.decoder import Decoder
 from dolmen.optim.precision import DTYPES
+from dolmen.parallel import styles
 from dolmen.planning import composed as dry
 from dolmen.planning import inference as serving_plan
 from dolmen.planning import outputs, search
@@ -820,6 +822,31 @@ def _continued(model: Model, prompt: Prompt, asked: GenerateConfig, batch: int) 
 
 def _begun(model: Model, prompt: Any) -> Begun:
     """A prompt, and the tokens that it begins with."""
+
+
+def parallelize(
+    module: torch.nn.Module,
+    plan: Mapping[str, styles.Style],
+    mesh: Mesh,
+    *,
+    zero: int = 0,
+) -> torch.nn.Module:
+    """Any module of torch, in place, split over the axis tp of `mesh`, and over dp as stage `zero`
+    of ZeRO. `plan` names its parts, patterns too, and how each is split: columns or rows of a
+    linear layer, a norm by the tokens of a sequence, an embedding or a head by its vocabulary.
+    Every rank has the same values before, and the same answers after. Gradients are summed over dp, so a
+    loss is divided by the count of the whole batch. Raises ValueError for what cannot be split so.
+
+        mesh = Layout(tp=2).mesh(torch.device("cpu"))
+        model = dolmen.parallelize(ToyModel(), {"net1": "columns", "net2": "rows"}, mesh)
+
+    See examples/toymodel.py and docs/parallelize.md.
+    """
+    return styles.parallelize(module, plan, mesh, zero)
+
+
+def _begun(model: Model, prompt: Any) -> list[int]:
+    """The tokens that a prompt begins with."""
     if isinstance(prompt, NUMBERS):
         tokens = model.checked_ids(prompt)
         return Begun(tokens, tokens)
