@@ -834,8 +834,9 @@ def parallelize(
     """Any module of torch, in place, split over the axis tp of `mesh`, and over dp as stage `zero`
     of ZeRO. `plan` names its parts, patterns too, and how each is split: columns or rows of a
     linear layer, a norm by the tokens of a sequence, an embedding or a head by its vocabulary.
-    Every rank has the same values before, and the same answers after. Gradients are summed over dp, so a
-    loss is divided by the count of the whole batch. Raises ValueError for what cannot be split so.
+    Every rank has the same values before, and the same answers after. Gradients are summed over dp,
+    so a loss is divided by the count of the whole batch. Raises ValueError for what cannot be split
+    so.
 
         mesh = Layout(tp=2).mesh(torch.device("cpu"))
         model = dolmen.parallelize(ToyModel(), {"net1": "columns", "net2": "rows"}, mesh)

@@ -65,6 +65,20 @@ def prepare(
         mixture = pair_loader.pairs_of(examples, training, sequence_length, packing, say, seed)
         validation = pair_loader.pairs_of(judged, held, sequence_length, packing, say, 0)
         lines = pair_loader.told(mixture, validation)
+    elif config.rows == "completions":
+        completions_of = pair_loader.completions_of
+        mixture = completions_of(examples, training, sequence_length, packing, seed)
+        validation = completions_of(judged, held, sequence_length, packing, 0)
+        wanted = int((examples.said[training] > 0).sum())
+        lines = [
+            f"{examples.name}: {counted(len(training), 'answer')} to train on of {len(examples):,},"
+            f" of which {wanted:,} are wanted, each beside one to another prompt, "
+            f"{counted(len(mixture.rows), 'sequence')} of {sequence_length} per epoch, "
+            f"{mixture.full:.1%} full",
+            f"validation: {counted(len(held), 'answer')}"
+            if len(held)
+            else "validation: none (--data.validation-fraction is 0)",
+        ]
     else:
         mixture = Rows(
             examples,

@@ -2,6 +2,8 @@
 a pair, the chosen answer and the rejected one.
 """
 
+from dataclasses import replace
+
 import numpy as np
 
 from dolmen.core.words import counted
@@ -27,6 +29,52 @@ def pairs_of(
         say=say,
         seed=seed,
         said=said,
+    )
+
+
+def completions_of(
+    examples: Examples, chosen: np.ndarray, sequence_length: int, packing: bool, seed: int
+) -> Rows:
+    """Rows of these answers, which are wanted or not, and beside each one that answers another
+    prompt: the prompt of the example with the answer of the next. Raises ValueError for a single
+    answer.
+    """
+    if len(chosen) == 1:
+        raise ValueError(
+            f"{examples.name}: one completion is left, and KTO compares answers with those to "
+            "other prompts: give more"
+        )
+    whole = with_unrelated(examples, chosen)
+    both = np.stack((chosen, len(examples) + np.arange(len(chosen))), 1).reshape(-1)
+    said = {SIDE: whole.said}
+    return Rows(whole, both, sequence_length, packing=packing, together=2, seed=seed, said=said)
+
+
+def with_unrelated(examples: Examples, chosen: np.ndarray) -> Examples:
+    """The same examples, and behind them for each chosen one its prompt with the answer of the one
+    that is chosen next.
+    """
+
+    def parts(index: int) -> tuple[np.ndarray, np.ndarray, int]:
+        span = examples.span(index)
+        trained = examples.trained[span]
+        return examples.tokens[span], trained, int(np.argmax(trained > 0))
+
+    tokens, marks = [examples.tokens], [examples.trained]
+    for index, other in zip(chosen, np.roll(chosen, -1), strict=True):
+        (own, told, first), (theirs, said, begin) = parts(int(index)), parts(int(other))
+        tokens.append(np.concatenate((own[:first], theirs[begin:])))
+        marks.append(np.concatenate((told[:first], said[begin:])))
+    ends = examples.offsets[-1] + np.cumsum([len(one) for one in tokens[1:]], dtype=np.int64)
+    count = len(chosen)
+    return replace(
+        examples,
+        tokens=np.concatenate(tokens),
+        trained=np.concatenate(marks),
+        offsets=np.concatenate((examples.offsets, ends)),
+        weights=np.concatenate((examples.weights, np.ones(count, np.float32))),
+        hashes=np.concatenate((examples.hashes, np.zeros(count, np.uint64))),
+        said=np.concatenate((examples.said, np.zeros(count, np.float32))),
     )
 
 

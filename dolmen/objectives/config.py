@@ -9,7 +9,10 @@ from dolmen.core.paths import refuse_empty
 Kind = Literal["sigmoid", "ipo", "hinge", "robust", "sppo", "apo-zero", "exo"]
 Alone = Literal["simpo", "orpo"]
 """Kinds that compare with no other model."""
+Single = Literal["kto"]
+"""Kinds of answers that are wanted or not, one by one."""
 SIMPO_MARGIN = 0.5
+WEIGHTS = ("desirable_weight", "undesirable_weight")
 
 
 @dataclass(frozen=True)
@@ -18,16 +21,18 @@ class ObjectiveConfig:
 
     name: Literal["tokens", "dpo", "reward"] = "tokens"
     """tokens: the next ones, or those that are masked; dpo: of two answers the preferred one, for
-    --data.rows pairs; reward: one number for a text, larger for the preferred answer, for
-    --data.rows pairs.
+    --data.rows pairs, or completions; reward: one number for a text, larger for the preferred
+    answer, for --data.rows pairs.
     """
     beta: float = 0.1
     """dpo: how much the log-ratio of the model to the reference counts; the smaller, the further it
     may go. simpo: how much a token's mean log-probability counts (2 and more are usual); orpo: how
     much the odds of the answers count beside the chosen one's likelihood.
     """
-    kind: Literal[Kind, Alone] = "sigmoid"
-    """dpo: the loss of a pair. simpo and orpo compare with no reference."""
+    kind: Literal[Kind, Alone, Single] = "sigmoid"
+    """dpo: the loss of a pair, of kto that of an answer, for --data.rows completions. simpo and
+    orpo compare with no reference.
+    """
     label_smoothing: float = 0.0
     """dpo: the share of pairs that are taken to be the wrong way round, of sigmoid, robust, exo and
     simpo.
@@ -40,6 +45,10 @@ class ObjectiveConfig:
     """reward, simpo: by how much the chosen answer is to be ahead; a row's own `margin` is added.
     Default: 0, of simpo 0.5.
     """
+    desirable_weight: float = 1.0
+    """kto: what the loss of a wanted answer is multiplied by."""
+    undesirable_weight: float = 1.0
+    """kto: what that of an unwanted one is."""
     center: float = 0.0
     """reward: what scores that are not about 0 cost, the weight of the squared sum of a pair's."""
 
@@ -48,7 +57,7 @@ class ObjectiveConfig:
         if self.name == "dpo":
             check_dpo(self.beta, self.kind, self.label_smoothing)
         own = {
-            "dpo": ("beta", "kind", "label_smoothing", "reference", "margin"),
+            "dpo": ("beta", "kind", "label_smoothing", "reference", "margin", *WEIGHTS),
             "reward": ("margin", "center"),
             "tokens": (),
         }[self.name]
@@ -71,7 +80,12 @@ class ObjectiveConfig:
                 f"objective.margin ({self.margin}) is of reward models and of simpo, and "
                 f"objective.kind is {self.kind}: leave it out"
             )
-        for name in ("margin", "center"):
+        if self.kind != "kto" and (self.desirable_weight, self.undesirable_weight) != (1, 1):
+            raise ValueError(
+                "objective.desirable-weight and undesirable-weight are of kto, and objective.kind "
+                f"is {self.kind}: leave them out"
+            )
+        for name in ("margin", "center", *WEIGHTS):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"objective.{name} is {value}: it must be finite and at least 0")
@@ -79,17 +93,19 @@ class ObjectiveConfig:
     @property
     def compares(self) -> bool:
         """Whether a reference is asked."""
-        return self.name == "dpo" and self.kind in get_args(Kind)
+        return self.name == "dpo" and self.kind not in get_args(Alone)
 
     @property
-    def in_pairs(self) -> bool:
-        """Whether what is judged is two answers."""
-        return self.name in ("dpo", "reward")
+    def rows(self) -> str | None:
+        """The --data.rows that it is of, where there is but one."""
+        if self.name == "dpo" and self.kind in get_args(Single):
+            return "completions"
+        return None if self.name == "tokens" else "pairs"
 
 
 def check_dpo(beta: float, kind: str, label_smoothing: float) -> None:
     """Raises ValueError for what no preference is trained by."""
-    known = (*get_args(Kind), *get_args(Alone))
+    known = (*get_args(Kind), *get_args(Alone), *get_args(Single))
     if kind not in known:
         raise ValueError(f"kind is {kind!r}: it must be one of {known}")
     if not (math.isfinite(beta) and beta > 0):

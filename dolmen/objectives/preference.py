@@ -12,10 +12,10 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Shaped
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from dolmen.data.batch import Batch
+from dolmen.data.batch import SIDE, Batch
 from dolmen.model import tree
 from dolmen.model.head import Logits
 from dolmen.objectives import pairs
@@ -135,18 +135,32 @@ def kto(
     (`loss_type` kto), OpenRLHF's KTOLoss. Metrics: the mean rewards beta h of those that are
     `desirable` and of those that are not, and z.
     """
-    check_dpo(beta, "sigmoid", 0.0)
+    check_dpo(beta, "kto", 0.0)
     ratio, wanted = policy - reference, desirable != 0
-    zero = torch.as_tensor(kl, dtype=ratio.dtype, device=ratio.device).detach().clamp(min=0)
-    good = desirable_weight * torch.sigmoid(-beta * (ratio - zero))
-    bad = undesirable_weight * torch.sigmoid(-beta * (zero - ratio))
+    zero = torch.as_tensor(kl, dtype=ratio.dtype, device=ratio.device)
+    losses = kto_of(ratio, wanted, zero, beta, desirable_weight, undesirable_weight)
     rewards = beta * ratio.detach()
     told = {
         "desirable": torch.where(wanted, rewards, 0.0).sum() / wanted.sum().clamp(min=1),
         "undesirable": torch.where(wanted, 0.0, rewards).sum() / (~wanted).sum().clamp(min=1),
-        "kl": zero,
+        "kl": zero.detach().clamp(min=0),
     }
-    return torch.where(wanted, good, bad).mean(), told
+    return losses.mean(), told
+
+
+def kto_of(
+    ratio: Float[Tensor, "*answers"],
+    wanted: Bool[Tensor, "*answers"],
+    kl: Float[Tensor, "*#answers"],
+    beta: float,
+    desirable_weight: float,
+    undesirable_weight: float,
+) -> Float[Tensor, "*answers"]:
+    """`kto` of each answer, from its log-ratio of the policy to the reference."""
+    zero = kl.detach().clamp(min=0)
+    good = desirable_weight * torch.sigmoid(-beta * (ratio - zero))
+    bad = undesirable_weight * torch.sigmoid(-beta * (zero - ratio))
+    return torch.where(wanted, good, bad)
 
 
 def dpo(
@@ -221,6 +235,26 @@ def losses_of(
     raise AssertionError(kind)
 
 
+def compared(batch: Batch) -> None:
+    """Raises ValueError for a batch without what the reference says of it."""
+    if REFERENCE not in batch.numbers:
+        raise ValueError(
+            f"DPO compares with another model: a batch needs numbers[{REFERENCE!r}], the "
+            "log-probabilities of its labels in that model"
+        )
+
+
+def log_ratios(
+    hidden: Float[Tensor, "_ hidden"], head: Logits, found: pairs.Answers
+) -> Float[Tensor, "sequences documents"]:
+    """Of each answer, policy to reference, summed over its tokens."""
+    batch = found.batch
+    real = head.here(batch.labels) != IGNORED
+    ratios = head.log_probabilities(hidden, batch.labels)
+    ratios = ratios - head.here(batch.numbers[REFERENCE]) * real
+    return head.over_documents(ratios, found.document)
+
+
 @dataclass(frozen=True)
 class DPO:
     """`dpo` of the answers of a batch, whose tokens are those with a label; mean over pairs.
@@ -239,19 +273,12 @@ class DPO:
         check_dpo(self.beta, self.kind, self.label_smoothing)
 
     def count(self, batch: Batch) -> float:
-        if REFERENCE not in batch.numbers:
-            raise ValueError(
-                f"DPO compares with another model: a batch needs numbers[{REFERENCE!r}], the "
-                "log-probabilities of its labels in that model"
-            )
+        compared(batch)
         return pairs.count(batch)
 
     def __call__(self, hidden: Float[Tensor, "_ hidden"], head: Logits, batch: Batch) -> Judged:
-        real = head.here(batch.labels) != IGNORED
-        ratios = head.log_probabilities(hidden, batch.labels)
-        ratios = ratios - head.here(batch.numbers[REFERENCE]) * real
         found = pairs.Pairs(batch)
-        c, r = found.sides(head.over_documents(ratios, found.document))
+        c, r = found.sides(log_ratios(hidden, head, found))
         lengths = found.sides(found.lengths)
         losses = losses_of(c, r, self.beta, self.kind, self.label_smoothing, lengths)
         return found.judged(losses, pairs.Sides(self.beta * c, self.beta * r), head)
@@ -281,3 +308,43 @@ class ReferenceFree:
         c, r = found.sides(of_tokens(summed, found.lengths))
         losses = alone_of(c, r, self.kind, self.beta, self.gamma, self.label_smoothing)
         return found.judged(losses, pairs.Sides(self.beta * c, self.beta * r), head)
+
+
+@dataclass(frozen=True)
+class KTO:
+    """`kto` of the answers of a batch, mean over answers. The second of each pair is an answer to
+    another prompt (its SIDE is 0), and z is their mean log-ratio over two rows side by side: what
+    is packed there decides it, and no layout does. The paper estimates it in a microbatch as well.
+
+    Metrics: the share of answers that are on their side of z, and how far all are beyond it.
+    """
+
+    beta: float = 0.1
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+
+    names: ClassVar[tuple[str, ...]] = pairs.METRICS
+    head: ClassVar[type] = tree.Head
+
+    def __post_init__(self):
+        check_dpo(self.beta, "kto", 0.0)
+
+    def count(self, batch: Batch) -> float:
+        compared(batch)
+        return pairs.count(batch)
+
+    def __call__(self, hidden: Float[Tensor, "_ hidden"], head: Logits, batch: Batch) -> Judged:
+        found = pairs.Pairs(batch)
+        ratios, side = log_ratios(hidden, head, found), found.number(SIDE)
+        first = side[0::2] != 0  # which of the two rows has the answer of the prompt
+        own = torch.where(first, ratios[0::2], ratios[1::2])
+        other = torch.where(first, ratios[1::2], ratios[0::2])
+        wanted = torch.where(first, side[0::2], side[1::2]) > 0
+        answers = found.real.sum(1, keepdim=True).clamp(min=1)
+        kl = torch.where(found.real, other, 0.0).sum(1, keepdim=True) / answers
+        weights = self.desirable_weight, self.undesirable_weight
+        losses = kto_of(own, wanted, kl, self.beta, *weights)
+        zero = kl.detach().clamp(min=0).expand_as(own)
+        better = pairs.Sides(torch.where(wanted, own, zero), torch.where(wanted, zero, own))
+        scores = pairs.Sides(self.beta * better.chosen, self.beta * better.rejected)
+        return found.judged(losses, scores, head)

@@ -147,10 +147,12 @@ def check_precision(run: RunConfig) -> None:
 def check_objective(run: RunConfig) -> None:
     """Raises ValueError where what is trained to, the data and the model do not belong together."""
     asked, rows = run.objective, run.data.rows
-    if asked.in_pairs != (rows == "pairs"):
+    wanted = asked.rows or (rows if rows in ("text", "chats") else "chats")
+    if rows != wanted:
+        kind = f" of kind {asked.kind}" if asked.name == "dpo" else ""
         raise ValueError(
-            f"objective.name {asked.name} and data.rows {rows} do not belong together: dpo and "
-            "reward are of pairs, and pairs are for them"
+            f"objective.name {asked.name}{kind} and data.rows {rows} do not belong together: use "
+            f"--data.rows {wanted}, or another objective"
         )
     if asked.name != "reward" and isinstance(run.tree.head, Scalar):
         raise ValueError(
@@ -162,7 +164,7 @@ def check_objective(run: RunConfig) -> None:
             "finish.verify and finish.sample are of models that foretell tokens, and a reward "
             "model ends in one number: leave them out"
         )
-    if not asked.in_pairs:
+    if asked.rows is None:
         return
     batch, micro = run.train.global_batch_size // (run.layout.dp or 1), run.microbatch_size
     if batch % 2 or micro % 2:

@@ -331,7 +331,7 @@ class RunConfig:
                 batch if pp == 1 else batch // (4 * pp),
             ),
         )
-        unit = 2 if self.data.rows == "pairs" else 1
+        unit = 2 if self.data.rows in ("pairs", "completions") else 1
         sizes = [d for d in range(unit, max(unit, min(most, batch)) + 1, unit) if batch % d == 0]
         sizes = sizes or [unit]
         return max([d for d in sizes if batch // d % pp == 0] or sizes)

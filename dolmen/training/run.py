@@ -26,7 +26,7 @@ from dolmen.objectives.config import SIMPO_MARGIN
 from dolmen.objectives.cross_entropy import CrossEntropy
 from dolmen.objectives.filling import Filling
 from dolmen.objectives.objective import Objective
-from dolmen.objectives.preference import DPO, ReferenceFree
+from dolmen.objectives.preference import DPO, KTO, ReferenceFree
 from dolmen.objectives.reward import Preferred
 from dolmen.optim import optimizer as optim
 from dolmen.optim.precision import DTYPES, LossScale, at_rest
@@ -161,6 +161,8 @@ def objective_of(run: RunConfig) -> Objective:
     if asked.kind == "simpo" or asked.kind == "orpo":
         margin = SIMPO_MARGIN if asked.margin is None else asked.margin
         return ReferenceFree(asked.kind, asked.beta, margin, asked.label_smoothing)
+    if asked.kind == "kto":
+        return KTO(asked.beta, asked.desirable_weight, asked.undesirable_weight)
     if asked.name == "dpo":
         return DPO(asked.beta, asked.kind, asked.label_smoothing)
     if not run.tree.both_ways:

@@ -137,6 +137,7 @@ AFTER = f"""
     data.order data.masked-fraction data.rows data.template data.train-on data.packing
     data.no-packing data.split objective.name objective.beta objective.kind
     objective.label-smoothing objective.reference objective.margin objective.center
+    objective.desirable-weight objective.undesirable-weight
     optimizer.name optimizer.lr optimizer.warmup-steps optimizer.schedule optimizer.min-lr
     optimizer.decay-fraction optimizer.weight-decay optimizer.beta1 optimizer.beta2 optimizer.eps
     optimizer.clip optimizer.from-init optimizer.no-from-init optimizer.muon.momentum

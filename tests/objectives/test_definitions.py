@@ -25,7 +25,7 @@ from dolmen.model.tree import Scalar
 from dolmen.objectives import pairs, score
 from dolmen.objectives.cross_entropy import CrossEntropy
 from dolmen.objectives.objective import check
-from dolmen.objectives.preference import DPO, REFERENCE
+from dolmen.objectives.preference import DPO, KTO, REFERENCE
 from dolmen.objectives.reward import TARGET, Calibrated, Preferred, SquaredError
 from dolmen.ops.attention import Documents
 from dolmen.optim.optimizer import OptimizerConfig, adamw
@@ -399,6 +399,42 @@ def test_packed_rewards_are_those_of_each_alone():
     ]
     torch.testing.assert_close(loss.detach(), torch.stack(want).mean(), rtol=1e-12, atol=0)
     assert told["accuracy"] == pytest.approx(sum(c > r for c, r, _ in pairs_) / 3)
+
+
+def test_kto_of_packed_rows():
+    """Each row's zero is the mean of its answers to other prompts, which lie in either row."""
+    model = training(DPO()).model
+    given = packed(side=True).with_positions(1)
+    side = torch.tensor([[1, 1, 0, 0, 0], [0, 0, -1, -1, -1], [0] * 5, [-1] * 5]).float()
+    noise = torch.rand(4, 5, generator=torch.Generator().manual_seed(0))
+    given = replace(given, numbers={SIDE: side, REFERENCE: -4 - noise})
+    loss, told = judged(KTO(0.7, 1.5, 0.5), model, given)
+    with torch.no_grad():
+        found = model(
+            given.tokens,
+            lambda h, head: head.log_probabilities(h, given.labels),
+            documents=given.documents,
+            positions=given.positions,
+        )
+    ratios = (found - given.numbers[REFERENCE]) * (given.labels != IGNORED)
+
+    def sum_of(row: int, first: int, end: int) -> float:
+        return float(ratios[row, first:end].sum())
+
+    # answers, whether each is wanted, and the answer to another prompt beside it
+    rows = [
+        [(sum_of(0, 0, 2), True, sum_of(1, 0, 2)), (sum_of(1, 2, 5), False, sum_of(0, 2, 4))],
+        [(sum_of(3, 0, 4), False, sum_of(2, 0, 5))],
+    ]
+    losses, margins = [], []
+    for row in rows:
+        zero = max(0.0, sum(other for _, _, other in row) / len(row))
+        for own, good, _ in row:
+            ahead = 0.7 * (own - zero if good else zero - own)
+            losses.append((1.5 if good else 0.5) * (1 - 1 / (1 + math.exp(-ahead))))
+            margins.append(ahead)
+    assert float(loss.detach()) == pytest.approx(sum(losses) / 3, rel=1e-5)
+    assert told["margin"] == pytest.approx(sum(margins) / 3, rel=1e-4)
 
 
 def test_how_sure_a_reward_model_is():

@@ -85,7 +85,7 @@ def test_kto(drawn, kl):
         sign, weight = (1, 1.5) if good else (-1, 0.5)
         losses.append(weight * (1 - 1 / (1 + math.exp(-0.2 * sign * (ratio - zero)))))
         rewards[bool(good)].append(0.2 * ratio)
-    assert float(loss) == pytest.approx(sum(losses) / 5, rel=1e-12)
+    assert loss.item() == pytest.approx(sum(losses) / 5, rel=1e-12)
     assert float(told["desirable"]) == pytest.approx(sum(rewards[True]) / 3)
     assert float(told["undesirable"]) == pytest.approx(sum(rewards[False]) / 2)
     loss.backward()

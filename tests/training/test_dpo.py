@@ -206,9 +206,36 @@ def test_a_run_goes_on_as_it_would_have(pairs, tmp_path):
     assert losses(tmp_path / "b") == found
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["simpo", "orpo", "kto"])
+def test_other_kinds(pairs, tmp_path, kind):
+    """Learned without a reference, and from answers that are wanted or not, one by one or in
+    pairs.
+    """
+    more = ["--objective.kind", kind, "--train.steps", 8]
+    if kind == "kto":
+        single = [
+            {"prompt": row["prompt"], "completion": row[name], "label": name == "chosen"}
+            for row in PAIRS[:9]
+            for name in ("chosen", "rejected")
+        ]
+        file = tmp_path / "completions.jsonl"
+        file.write_text("\n".join(map(json.dumps, [*single, *PAIRS[9:]])))
+        more += ["--data.rows", "completions", "--data.path", file]
+    found = dolmen(*options(pairs, tmp_path / "a", *more))
+    assert found.code == 0, found.err
+    first, *_, last = (row for row in rows(tmp_path / "a", "objective/margin"))
+    assert last["loss"] < first["loss"] and last["objective/margin"] > first["objective/margin"]
+    if kind == "kto":
+        assert first["loss"] == pytest.approx(0.5) and first["objective/margin"] == 0
+
+
 @pytest.mark.parametrize(
     "more, told",
     [
+        (("--objective.kind", "kto"), "use --data.rows completions"),
+        (("--data.rows", "completions"), "use --data.rows pairs"),
+        (("--objective.desirable-weight", 2), "are of kto"),
         (("--train.global-batch-size", 3), "a pair takes two sequences"),
         (("--train.microbatch-size", 1), "a pair takes two sequences"),
         (("--data.rows", "chats"), "do not belong together"),

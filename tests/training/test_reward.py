@@ -148,7 +148,7 @@ def test_calibration():
 
 
 def test_options_of_rewards():
-    assert ObjectiveConfig(name="reward", margin=0.5, center=0.1).in_pairs
+    assert ObjectiveConfig(name="reward", margin=0.5, center=0.1).rows == "pairs"
     with pytest.raises(ValueError, match="is of reward models and of simpo"):
         ObjectiveConfig(name="dpo", margin=0.5)
     with pytest.raises(ValueError, match="compares with no other model"):
