@@ -820,10 +820,6 @@ def _continued(model: Model, prompt: Prompt, asked: GenerateConfig, batch: int) 
     return each[0] if len(prompts) == 1 and prompts[0] is prompt else each
 
 
-def _begun(model: Model, prompt: Any) -> Begun:
-    """A prompt, and the tokens that it begins with."""
-
-
 def parallelize(
     module: torch.nn.Module,
     plan: Mapping[str, styles.Style],
@@ -846,8 +842,8 @@ def parallelize(
     return styles.parallelize(module, plan, mesh, zero)
 
 
-def _begun(model: Model, prompt: Any) -> list[int]:
-    """The tokens that a prompt begins with."""
+def _begun(model: Model, prompt: Any) -> Begun:
+    """A prompt, and the tokens that it begins with."""
     if isinstance(prompt, NUMBERS):
         tokens = model.checked_ids(prompt)
         return Begun(tokens, tokens)
