@@ -12,7 +12,8 @@
 Every step is one forward (running.py says of what, forward.py makes it), from whose scores one
 token is chosen for each text that has none unread (choosing.py). All ranks of tp and pp make the
 same calls with the same values: they choose the same tokens, and so decide the same. Where one of
-them decides what comes and goes, as a server's does, it tells the others between steps.
+them decides what comes and goes, as a server's does, it tells the others between steps
+(`agree.once`; docs/generation.md).
 """
 
 import itertools
