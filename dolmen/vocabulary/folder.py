@@ -7,7 +7,7 @@ what each of its tokens stands for.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,12 +15,13 @@ from typing import Any, Literal, cast
 
 from tokenizers import Tokenizer
 
-from dolmen.conversion.hf import tokenizer_files
+from dolmen.conversion.hf import tokenizer_files, tokens_by_name
 from dolmen.conversion.source import open_source
 from dolmen.core.paths import expand
+from dolmen.core.words import shown
 from dolmen.data.tokenizer import PreTrainedTokenizer, load_tokenizer
 from dolmen.files import gate, kinds, sentencepiece_model
-from dolmen.files.sentencepiece_model import SPACE, Model
+from dolmen.files.sentencepiece_model import CONTROL, SPACE, UNUSED, Model, Piece
 from dolmen.vocabulary import tokenizer_json
 
 Form = Literal["sentencepiece", "bytes", "letters"]
@@ -113,7 +114,11 @@ def open_vocabulary(name: str, option: str) -> Vocabulary:
         place = folder
     model = next((place / name for name in MODELS if (place / name).is_file()), None)
     if model is not None and not (place / JSON).is_file():
-        return Vocabulary(place, "sentencepiece", sentencepiece_model.read(model), None)
+        bare, named = sentencepiece_model.read(model), tokens_by_name(place)
+        pieces = fillers(bare, {number: token for token, number in named.items()})
+        whole = sentencepiece_model.added(bare, pieces)
+        read = sentencepiece_model.parse(whole, model)
+        return Vocabulary(place, "sentencepiece", read, None)
     content = _content(place, load_tokenizer(str(place), option))
     form = None if content is None else form_of(content)
     if form != "bytes" and model is not None:
@@ -133,6 +138,19 @@ def _content(place: Path, tokenizer: PreTrainedTokenizer) -> dict[str, Any] | No
     if not tokenizer.is_fast:
         return None
     return gate.parse_json(tokenizer.backend_tokenizer.to_str().encode(), place, kinds.TOKENIZER)
+
+
+def fillers(model: Model, added: Mapping[int, str]) -> list[Piece]:
+    """A piece for each id behind the model's up to the last of the `added` tokens, which other
+    files have: ids of pieces are their places. Raises ValueError for an id that is no vocabulary's.
+    """
+    end = max(added, default=-1) + 1
+    if end > kinds.VOCABULARY.high:
+        raise ValueError(f"an added token has id {end - 1:,}: {shown(added[end - 1])}")
+    return [
+        Piece(added[n], 0.0, CONTROL) if n in added else Piece(f"<unused_{n}>", 0.0, UNUSED)
+        for n in range(len(model.pieces), end)
+    ]
 
 
 def opened(vocabulary: Vocabulary, option: str) -> PreTrainedTokenizer:

@@ -24,7 +24,7 @@ from dolmen.core.words import counted
 from dolmen.data.progress import bar, say
 from dolmen.data.tokenizer import load_tokenizer
 from dolmen.files import gate, kinds, sentencepiece_model
-from dolmen.files.sentencepiece_model import CONTROL, UNUSED, Model, Piece
+from dolmen.files.sentencepiece_model import Piece
 from dolmen.vocabulary import tokenizer_json
 from dolmen.vocabulary.chain import LONGEST, Added, Concatenations, Merges, lead
 from dolmen.vocabulary.check import check_base, check_merged
@@ -33,6 +33,7 @@ from dolmen.vocabulary.folder import (
     JSON,
     MODELS,
     Vocabulary,
+    fillers,
     open_vocabulary,
     opened,
     size,
@@ -157,7 +158,7 @@ Reach = Callable[[int], None]
 def _sentencepiece(base: Vocabulary, wanted: Wanted, reach: Reach) -> tuple[Added, Files]:
     model = base.model
     assert model is not None
-    filled = _filled(base, model)
+    filled = fillers(model, base.added)
     if model.kind == "unigram":
         grown = Added(list(wanted.tokens))
         scores = [score for score in wanted.tokens.values() if score is not None]
@@ -189,17 +190,6 @@ def _sentencepiece(base: Vocabulary, wanted: Wanted, reach: Reach) -> tuple[Adde
         files[JSON] = whole
         files[CONFIG] = _config(base.where)
     return grown, files
-
-
-def _filled(base: Vocabulary, model: Model) -> list[Piece]:
-    """A piece for each id behind the model's that a tokenizer.json has given to an added token: ids
-    of pieces are their places.
-    """
-    ids = range(len(model.pieces), size(base))
-    return [
-        Piece(base.added[n], 0.0, CONTROL) if n in base.added else Piece(f"<unused_{n}>", 0, UNUSED)
-        for n in ids
-    ]
 
 
 def _bpe(base: Vocabulary, wanted: Wanted, reach: Reach) -> tuple[Added, Files]:

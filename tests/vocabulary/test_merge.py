@@ -176,6 +176,25 @@ def test_a_tokenizer_json_of_letters_and_older_files_beside_one(vocabularies, tm
             assert [line.split(" ") for line in lines] == content["merges"]
 
 
+def test_added_tokens_beside_a_bare_model_keep_their_ids(vocabularies, tmp_path):
+    """As folders from before tokenizer.json have them; an id that nobody has stays empty."""
+    base = tmp_path / "base"
+    base.mkdir()
+    shutil.copy(vocabularies("en", "bpe") / "tokenizer.model", base)
+    (base / "added_tokens.json").write_text('{"<pad>": 450, "<|im_end|>": 452}')
+    new, to = str(vocabularies("zh", "bpe")), tmp_path / "to"
+    done = merge(VocabMergeConfig(str(base), new, str(to)), progress=False)
+    made = AutoTokenizer.from_pretrained(to)
+    assert done.base == 453 and len(made) == done.size
+    assert ids(made, "<pad>天下<|im_end|>")[0] == 450 and ids(made, "天<|im_end|>")[-1] == 452
+    theirs = sentencepiece.SentencePieceProcessor(model_file=str(to / "tokenizer.model"))
+    assert theirs.id_to_piece(450) == "<pad>" and theirs.is_unused(451)
+    assert theirs.encode(LINES[0]) == ids(made, LINES[0])
+    (base / "added_tokens.json").write_text('{"<far>": 2000000000}')
+    with pytest.raises(ValueError, match="an added token has id 2,000,000,000: '<far>'"):
+        merge(VocabMergeConfig(str(base), new, str(tmp_path / "no")), progress=False)
+
+
 def test_held_out_text_is_counted(vocabularies, corpora, tmp_path):
     text = VocabText((str(corpora / "zh.txt"),))
     base, new = vocabularies("en", "bpe"), vocabularies("zh", "bpe")
