@@ -80,6 +80,8 @@ def test_sentencepiece_itself_cuts_texts_alike(merged, kinds):
         assert theirs.encode(line) == ids(made, line) and theirs.decode(ids(made, line)) == line
     model = sentencepiece_model.read(to / "tokenizer.model")
     assert model.byte_fallback and made.decode(ids(made, "\U0001f600\t")) == "\U0001f600\t"
+    odd = "of\n\tthe\0"  # bytes of the base, which a new piece would take the place of
+    assert ids(made, odd) == ids(load_tokenizer(str(base)), odd)
     added = model.pieces[done.base :]
     if kinds == ("unigram", "unigram"):
         scores = {p.text: p.score for p in sentencepiece_model.read(new / "tokenizer.model").pieces}
