@@ -82,6 +82,50 @@ class TasksConfig:
         return [name.strip() for name in (self.tasks or "").split(",") if name.strip()]
 
 
+@dataclass(frozen=True, kw_only=True)
+class DuringConfig(TasksConfig):
+    """What a run is judged by while it trains: tasks of lm_eval (pip install 'dolmen[tasks]'), and
+    what it writes after some prompts.
+    """
+
+    every: int | None = None
+    """Steps between evaluations; unset: ten per run. The last step is always evaluated."""
+    samples: str | None = None
+    """Text file with a prompt per line, which the model continues: samples.jsonl of the run's
+    folder.
+    """
+    max_new_tokens: int = 64
+    """Most tokens of a sample; an end of text ends it earlier."""
+    temperature: float = 0.0
+    """Of samples: 0 takes the likeliest token; 1 draws from the model's own distribution."""
+    seed: int = 0
+    """Of the draws of samples, which are the same ones at every step."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        refuse_empty("evaluate.samples", self.samples)
+        for name in ("every", "max_new_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(
+                    f"evaluate.{name.replace('_', '-')} is {value}: it must be at least 1"
+                )
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(
+                f"evaluate.temperature is {self.temperature}: it must be finite and not negative"
+            )
+        if self.every is not None and not self.asked:
+            raise ValueError(
+                f"evaluate.every is {self.every}, and nothing is evaluated: give "
+                "--evaluate.tasks or --evaluate.samples"
+            )
+
+    @property
+    def asked(self) -> bool:
+        """Whether anything is."""
+        return self.tasks is not None or self.samples is not None
+
+
 @dataclass(frozen=True)
 class EvaluateConfig(TasksConfig):
     """A model, and what it is measured by."""

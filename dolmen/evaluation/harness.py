@@ -22,6 +22,7 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from dolmen.core import agree
 from dolmen.data.tokenizer import PreTrainedTokenizer
 from dolmen.evaluation import rows, texts
 from dolmen.evaluation.config import TasksConfig
@@ -186,6 +187,14 @@ def scores(
             log_samples=False,
             bootstrap_iters=0,  # a pool of processes would fork this one
         )
+    # lm_eval gives them to the first process of a host alone
+    if loaded.mesh.size == 1:
+        return _numbers(found)
+    return agree.once(lambda: _numbers(found))
+
+
+def _numbers(found: Any) -> dict[str, dict[str, float]]:
+    """Of what lm_eval gives, those that are metrics."""
     return {
         task: {
             name: float(value)

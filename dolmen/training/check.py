@@ -11,8 +11,8 @@ from dolmen.data import inputs
 from dolmen.data import tokenizer as tokenizers
 from dolmen.families import Model, compared, scored, unscored
 from dolmen.families.family import knob
-from dolmen.model.tree import Scalar, check_rounding, check_tokens
-from dolmen.training import folder, loggers
+from dolmen.model.tree import Head, Scalar, check_rounding, check_tokens
+from dolmen.training import folder, judged, loggers
 from dolmen.training.config import RunConfig
 from dolmen.vocabulary import extended
 
@@ -37,7 +37,11 @@ def check_run(run: RunConfig, processes: int | None, verify: bool = True) -> Run
         # what lies there may be no scales: it is refused here
         _ = open_source(run.init, run.known_model).scaling
     own = own_tokenizer(run.init)
-    inputs.check_inputs(run.data, own, run.tree.vocab_size, run.sequence_length, verify=verify)
+    found = inputs.check_inputs(
+        run.data, own, run.tree.vocab_size, run.sequence_length, verify=verify
+    )
+    if run.evaluate.asked:
+        judged.check(run.evaluate, found.tokenizer, run.known_model)
     return run
 
 
@@ -65,6 +69,21 @@ def check_computed(run: RunConfig, processes: int | None) -> RunConfig:
         raise ValueError(
             f"finish.{asked} is for models that foretell the next token, and {model.model_type} "
             "fills in masked ones: leave it out"
+        )
+    if run.evaluate.asked and (tree.both_ways or not isinstance(tree.head, Head)):
+        raise ValueError(
+            f"evaluate.tasks and samples are for models that foretell the next token, and "
+            f"{model.model_type} does not: leave them out"
+        )
+    if run.evaluate.asked and run.layout.virtual_stages > 1:
+        raise ValueError(
+            f"evaluate.tasks and samples generate, which takes one stage per rank, and "
+            f"layout.virtual-stages is {run.layout.virtual_stages}: leave one of the two out"
+        )
+    if run.evaluate.samples is not None and run.layout.cp > 1:
+        raise ValueError(
+            "evaluate.samples generates, which no context parallelism shares, and layout.cp is "
+            f"{run.layout.cp}: leave one of the two out"
         )
     if tree.blanks is not None:
         tree.blanks.check()

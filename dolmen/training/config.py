@@ -13,6 +13,7 @@ from dolmen.core.config import refuse_unreadable
 from dolmen.core.paths import refuse_empty
 from dolmen.core.words import choices, shown
 from dolmen.data.config import DataConfig
+from dolmen.evaluation.config import DuringConfig
 from dolmen.families import Model
 from dolmen.families.adapters import AdapterConfig
 from dolmen.model.layout import Layout
@@ -239,6 +240,7 @@ class RunConfig:
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
+    evaluate: DuringConfig = DuringConfig()
     finish: FinishConfig = FinishConfig()
 
     def __post_init__(self):

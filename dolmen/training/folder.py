@@ -52,6 +52,7 @@ FORMS = {
     "config.yaml": Form(r"config\.yaml(\.part)?"),
     "metrics.jsonl": Form(r"metrics\.(jsonl(\.part)?|part|damaged(-\d+)?\.jsonl)"),
     "history.jsonl": Form(r"history\.jsonl(\.part)?"),
+    "samples.jsonl": Form(r"samples\.jsonl(\.part)?"),
     "loss.png": Form(r"loss\.png(\.part)?"),
     "summary.json": Form(r"summary\.(json(\.part)?|part)"),
     "tensorboard": Form(r"tensorboard/events\.out\.tfevents\.[^/]+", "tensorboard"),
@@ -74,7 +75,7 @@ FORMS = {
     OWNER: Form(r"\.overwritten-by(\.part)?", listed="not"),
 }
 """By the first name of their paths."""
-BY_SOME = ("hf", "profile", "calibration.png")
+BY_SOME = ("hf", "profile", "calibration.png", "samples.jsonl")
 """What runs write that are told to."""
 WRITTEN = tuple(n for n, form in FORMS.items() if form.listed != "not" and n not in BY_SOME)
 """What every run writes."""

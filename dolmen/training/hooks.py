@@ -17,7 +17,7 @@ from dolmen.core.config import to_dict
 from dolmen.core.device import describe_device
 from dolmen.core.log import size
 from dolmen.core.mesh import Mesh
-from dolmen.core.words import counted
+from dolmen.core.words import counted, cut
 from dolmen.data.batches import Loader
 from dolmen.evaluation.validate import NEXT_TOKEN, mean_loss
 from dolmen.files import write
@@ -30,6 +30,7 @@ from dolmen.objectives.reward import Calibrated, Preferred
 from dolmen.training import balance, calibration, folder, garbage, history, metrics, report
 from dolmen.training.config import RunConfig
 from dolmen.training.history import History
+from dolmen.training.judged import Judged
 from dolmen.training.loggers import Guarded, Logged
 from dolmen.training.loop import Hook, Stop
 from dolmen.training.mfu import Peak
@@ -79,6 +80,7 @@ class Hooks:
         self.history = History(out / history.NAME if mesh.first else None)
         self.first, self.tenth = state.step + 1, max(1, state.steps // 10)
         self.profile = Profile(run.log.profile, mesh, out)
+        self.judged = Judged(run, loader.tokenizer, mesh, out) if run.evaluate.asked else None
         self.line = report.ProgressLine(console, state.step, state.steps)
         self.run_id = history.run_id(out / history.NAME, state.step) if mesh.first else ""
         self.writers = [] if self.record is None else [self.record, *self.programs(state.step)]
@@ -99,6 +101,8 @@ class Hooks:
             hooks.append((self.run.log.profile, self.tell_profile))
         if self.loader.validation_tokens:
             hooks.append((validating, self.validate))
+        if self.judged is not None:
+            hooks.append((self.run.evaluate.every or self.tenth, self.evaluate))
         return [
             *hooks,
             (1, self.ranks),
@@ -261,6 +265,22 @@ class Hooks:
             write.replace(self.out / calibration.FILE, image)
         return made.error
 
+    def evaluate(self, state: TrainState, m: Metrics) -> None:
+        """Scores of tasks, and samples."""
+        if self.judged is None or self.stop.agreed_signal:
+            return  # the time left is for saving
+        began = time.monotonic()
+        scores, samples = self.judged.scores(state), self.judged.samples(state)
+        self.since += time.monotonic() - began  # not the training's time
+        if scores:
+            for writer in self.writers:
+                writer.write({"step": state.step, **scores, "time": time.time()})
+            told = ", ".join(f"{name[6:]} {value:.4f}" for name, value in scores.items())
+            self.line.say(f"step {state.step}: {told}")
+        if samples:
+            first = " ".join(f"{self.judged.prompts[0]}{samples[0]}".split())
+            self.line.say(f"step {state.step}: {cut(first)}")
+
     def most_validated(self, state: TrainState) -> int | None:
         """Windows of held-out text that a validation at this step reads at most; None: all. The
         last one reads as many tokens as the run has trained on, if those are more than the usual.
@@ -317,6 +337,8 @@ class Hooks:
         """`ended`: how, after `step`."""
         self.history.add(step, {"ended": ended})
         self.history.close()
+        if self.judged is not None:
+            self.judged.close()
         self.profile.close()
         self.line.close()
         for writer in self.writers:

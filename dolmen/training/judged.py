@@ -1,0 +1,114 @@
+"""What a run is judged by while it trains, beside its loss: scores of tasks, and what it writes
+after a few prompts. Numbers join the rows of metrics.jsonl, texts samples.jsonl:
+
+    {"step": 100, "prompt": "def main(", "text": "argv):\\n    ...", "tokens": 4096, "time": 1.7e9}
+
+Every rank takes part, under any layout; nothing that the run draws or trains is touched.
+"""
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from dolmen.core.mesh import Mesh
+from dolmen.data.tokenizer import PreTrainedTokenizer
+from dolmen.evaluation import tasks, texts
+from dolmen.evaluation.config import DuringConfig
+from dolmen.evaluation.perplexity import Loaded
+from dolmen.families import Model
+from dolmen.files import gate, write
+from dolmen.model.tree import Tree
+from dolmen.serving.options import Options
+from dolmen.serving.prompt import encode
+from dolmen.training import folder
+from dolmen.training.config import RunConfig
+from dolmen.training.start import first_does
+from dolmen.training.step import TrainState
+
+NAME = "samples.jsonl"
+LARGEST = 2**20  # bytes of a file of prompts
+
+
+class Judged:
+    """Of one run."""
+
+    def __init__(self, run: RunConfig, tokenizer: PreTrainedTokenizer, mesh: Mesh, out: Path):
+        self.asked, self.tokenizer, self.mesh = run.evaluate, tokenizer, mesh
+        self.prompts: list[str] = []
+        self.file = None
+        if self.asked.samples is not None:
+            file = self.asked.samples
+            self.prompts = first_does(mesh, lambda: read_prompts(file))
+            if mesh.first:
+                folder.claim(out, NAME)
+                self.file = write.append(out / NAME)
+        self.begun = [encode(tokenizer, prompt, run.known_model) for prompt in self.prompts]
+
+    def scores(self, state: TrainState) -> dict[str, float]:
+        """`tasks/TASK/METRIC` -> number, the same on every rank."""
+        if not self.asked.names:
+            return {}
+        found = tasks.scores(self._loaded(state), self.tokenizer, self.asked)
+        return {
+            f"tasks/{task}/{name.removesuffix(',none')}": value
+            for task, numbers in found.items()
+            for name, value in numbers.items()
+        }
+
+    def samples(self, state: TrainState) -> list[str]:
+        """What follows each prompt, which is written too."""
+        if not self.begun:
+            return []
+        asked = self.asked
+        options = Options(
+            asked.temperature,
+            max_new_tokens=asked.max_new_tokens,
+            stop=() if self.tokenizer.eos_token_id is None else (self.tokenizer.eos_token_id,),
+        )
+        found = texts.continued(
+            self._loaded(state), self.tokenizer, self.begun, options, seed=asked.seed
+        )
+        if self.file is not None:
+            told = {"tokens": state.tokens, "time": time.time()}
+            for prompt, text in zip(self.prompts, found, strict=True):
+                row = {"step": state.step, "prompt": prompt, "text": text, **told}
+                self.file.write(json.dumps(row) + "\n")
+        return found
+
+    def _loaded(self, state: TrainState) -> Loaded:
+        return Loaded(state.model, self.mesh, state.schedule)
+
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()
+
+
+def read_prompts(file: str) -> list[str]:
+    """One per line; empty lines are none. Raises ValueError for a file that has none."""
+    prompts = [line for line in gate.read_text(file, LARGEST).splitlines() if line.strip()]
+    if not prompts:
+        raise ValueError(f"--evaluate.samples {file}: no line has a prompt")
+    return prompts
+
+
+def check(asked: DuringConfig, tokenizer: PreTrainedTokenizer, model: Model) -> None:
+    """Raises ValueError, before the run begins, for prompts that the model cannot take, and tasks
+    that nobody knows.
+    """
+    if asked.tasks is not None:
+        tasks.check(asked)
+    if asked.samples is None:
+        return
+    for number, prompt in enumerate(read_prompts(asked.samples), 1):
+        _check_fits(model.tree, asked, number, encode(tokenizer, prompt, model))
+
+
+def _check_fits(tree: Tree, asked: DuringConfig, number: int, tokens: Sequence[int]) -> None:
+    most = tree.max_position_embeddings
+    if len(tokens) + asked.max_new_tokens > most:
+        raise ValueError(
+            f"--evaluate.samples {asked.samples}: prompt {number} has {len(tokens):,} tokens, with "
+            f"{asked.max_new_tokens} new ones more than the model's max_position_embeddings "
+            f"({most}): shorten it, or set a smaller --evaluate.max-new-tokens"
+        )
