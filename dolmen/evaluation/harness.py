@@ -42,7 +42,8 @@ class Harness(TemplateLM):
 
     def __init__(self, loaded: Loaded, tokenizer: PreTrainedTokenizer):
         super().__init__()
-        self.loaded, self.tokenizer = loaded, tokenizer
+        self.loaded = loaded
+        self.tokenizer: Any = tokenizer  # more than ours is asked of it: transformers' own
         self.max_length = loaded.model.tree.max_position_embeddings
 
     @property
@@ -175,11 +176,11 @@ def scores(
     what lm_eval does not know.
     """
     manager = known(asked)
-    harness = Harness(loaded, tokenizer)
+    harness, names = Harness(loaded, tokenizer), list[Any](asked.names)
     with undisturbed(), contextlib.redirect_stderr(io.StringIO()):
         found = simple_evaluate(
             model=harness,
-            tasks=asked.names,
+            tasks=names,
             num_fewshot=asked.num_fewshot,
             limit=asked.limit,
             apply_chat_template=asked.apply_chat_template,
