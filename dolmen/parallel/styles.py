@@ -175,11 +175,11 @@ def _styles(module: nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]:
     return found
 
 
-def _places(module: nn.Module, styles: Mapping[str, Style]) -> dict[str, state.Placement]:
+def _places(module: nn.Module, styles: Mapping[str, Style]) -> dict[str, state.Places]:
     """How each parameter lies on tp. Raises ValueError where one that two parts share would lie in
     two ways.
     """
-    places: dict[str, state.Placement] = {}
+    places: dict[str, state.Places] = {}
     first: dict[Tensor, str] = {}
     for name, p in module.named_parameters(remove_duplicate=False):
         part, _, last = name.rpartition(".")
