@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from dolmen.core.limit import TookTooLong, within
 from dolmen.core.paths import expand
 from dolmen.data.chats import ASSISTANT, Chat
 from dolmen.data.tokenizer import PreTrainedTokenizer
@@ -27,6 +28,7 @@ from dolmen.files.kinds import TEMPLATE_SIZE
 
 TrainOn = Literal["assistant", "last", "everything"]
 
+SECONDS = 10.0  # for a chat
 MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # For tokenizers that have none: ChatML, and the words of github.com/tatsu-lab/stanford_alpaca. A
 # line end behind a block is Jinja's own, so one that is meant is an expression.
@@ -55,6 +57,8 @@ class Template:
     tokenizer: PreTrainedTokenizer
     text: str
     """Jinja."""
+    seconds: float = SECONDS
+    """That it may take to write a chat: a loop in it can be without end."""
 
     @property
     def marks(self) -> bool:
@@ -133,8 +137,18 @@ class Template:
         from jinja2.exceptions import TemplateError
 
         try:
-            return self.tokenizer.apply_chat_template(messages, chat_template=self.text, **options)
-        except (TemplateError, TypeError, ValueError, KeyError, OverflowError) as error:
+            with within(self.seconds):
+                return self.tokenizer.apply_chat_template(
+                    messages, chat_template=self.text, **options
+                )
+        except (
+            TemplateError,
+            TypeError,
+            ValueError,
+            KeyError,
+            OverflowError,
+            TookTooLong,
+        ) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise gate.refuse(chat.where, f"the chat template cannot write it: {reason}") from error
 

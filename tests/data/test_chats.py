@@ -368,3 +368,11 @@ def test_chats_are_tokenised_once(of_chats, file, monkeypatch, tmp_path):
     assert again.fingerprint() == first.fingerprint()
     with pytest.raises(TypeError):
         of_chats(file, train_on="last")
+
+
+def test_a_template_without_end_is_refused(tokenizer):
+    """By its row, in the time that it has."""
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    template = Template(tokenizer, endless, seconds=0.2)
+    with pytest.raises(Refused, match="line 3: .*cannot write it: it has taken over 0.2 s"):
+        template.tokens(Chat(TWICE, 1.0, "line 3"), "everything")
