@@ -8,15 +8,23 @@ from dolmen.planning.plan import Change
 from dolmen.planning.question import Question
 from dolmen.planning.space import Choice, Pins, divisors
 
+LESS = 0.99
+"""Of the bytes of a layout: what holds more than this holds as much."""
+
 
 def changes(question: Question, choice: Choice) -> Iterator[Change]:
-    """What one change of a layout would buy, the fastest first; dp is what the others leave."""
+    """What one change of a layout would buy, the fastest first; dp is what the others leave. What
+    takes as long and holds as much buys nothing.
+    """
+    now, here = question.pricing.quick(choice), question.held(choice)
     tried = []
     for other in dict.fromkeys(neighbours(question, choice)):
         if other == choice:  # of what has no effect, such as ZeRO where dp is 1
             continue
         held = question.held(other)
         seconds = question.pricing.quick(other)
+        if seconds >= now and held > LESS * here:
+            continue
         fits = held <= question.cluster.device.memory
         tried.append(Change(difference(choice, other), seconds, held, fits))
     yield from sorted(tried, key=lambda change: change.seconds)

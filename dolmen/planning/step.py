@@ -73,8 +73,12 @@ class Stage:
 
 def rows_seconds(rows: Operations, machine: Machine) -> Stage:
     """Of the rows of a part of a stage."""
-    each = (rows.forward, rows.backward, rows.inputs, rows.weights)
-    return Stage(*(action_seconds(some, machine) for some in each))
+    return Stage(
+        action_seconds(rows.forward, machine),
+        action_seconds(rows.backward, machine),
+        action_seconds(rows.inputs, machine),
+        action_seconds(rows.weights, machine),
+    )
 
 
 def together(parts: Sequence[tuple[int, Stage]], send: float) -> Stage:
