@@ -49,3 +49,16 @@ def test_ranks_hold_what_a_dry_run_counts(case):
         assert live.total == pytest.approx(ledger.peak, rel=0.1), (case, rank)
         assert live.parameter == pytest.approx(ledger.rest.parameter, rel=1e-3)
         assert live.optimizer == pytest.approx(ledger.rest.optimizer, rel=1e-3)
+
+
+def test_gathered_keys_and_values_are_kept_whole():
+    """docs/context-parallel.md: 2 b (L + n / 2) K d bytes each where a ring keeps 2 b n K d, of 32
+    layers of 8 heads of 128.
+    """
+    capacity = Capacity(RECIPES["llama-8b"]().tree, 8192)
+    ring = ONE._replace(cp=2, dp=4, microbatch_size=1)
+    held = [
+        capacity.of(ring._replace(context=context), 0, 64).live.activation
+        for context in ("ring", "gather")
+    ]
+    assert held[1] - held[0] == 32 * 2 * 2 * (8192 - 4096 // 2) * 8 * 128
