@@ -109,6 +109,7 @@ def check_resume(run: RunConfig, out: Path) -> None:
             *["profile"] * (run.log.profile is not None),
             *["calibration.png"] * (run.objective.name == "reward"),
             *["samples.jsonl"] * (run.evaluate.samples is not None),
+            *["reference"] * run.objective.compares,
         )
     metrics.read_metrics(out / "metrics.jsonl")
     saved = Checkpoints(out / "checkpoints", SINGLE, keep=0)

@@ -59,6 +59,7 @@ FORMS = {
     "checkpoints": Form(
         rf"checkpoints/({CHECKPOINT})/({folders.FILE.pattern})", rf"checkpoints(/({CHECKPOINT}))?"
     ),
+    "reference": Form(r"reference/[0-9a-f]{32}\.bin(\.part)?", "reference"),
     "calibration.png": Form(r"calibration\.png(\.part)?"),
     "tokenizer": Form(rf"tokenizer/({TOKENIZER})(\.part)?", "tokenizer", "files"),
     "hf": Form(
@@ -75,7 +76,7 @@ FORMS = {
     OWNER: Form(r"\.overwritten-by(\.part)?", listed="not"),
 }
 """By the first name of their paths."""
-BY_SOME = ("hf", "profile", "calibration.png", "samples.jsonl")
+BY_SOME = ("hf", "profile", "reference", "calibration.png", "samples.jsonl")
 """What runs write that are told to."""
 WRITTEN = tuple(n for n, form in FORMS.items() if form.listed != "not" and n not in BY_SOME)
 """What every run writes."""

@@ -1,35 +1,49 @@
 """What the reference of DPO says of each answer: its log-probabilities are computed once, before
-the first step, and come with the batches, so that no second model is held while training.
+the first step, and come with the batches, so that no second model is held while training. They are
+kept in the run's folder, under a hash of the model's weights and of the examples.
 
 The reference is the model that the run begins with, or another one (--objective.reference).
 """
 
+from collections.abc import Mapping
+from pathlib import Path
+
 import numpy as np
 import torch
+import xxhash
 
 from dolmen.conversion.source import in_dtype, load_weights, open_source
 from dolmen.core import collectives
 from dolmen.core.mesh import Mesh
 from dolmen.data.batches import Loader
 from dolmen.data.packed import Rows
+from dolmen.files import gate, write
 from dolmen.model import build
 from dolmen.model.decoder import Decoder
 from dolmen.objectives import score
 from dolmen.objectives.preference import REFERENCE
 from dolmen.optim.precision import DTYPES, at_rest
+from dolmen.training import folder
 from dolmen.training.config import RunConfig
 from dolmen.training.folder import Unusable
+from dolmen.training.start import first_does
 from dolmen.training.step import TrainState
+
+FOLDER = "reference"
+KINDS = (b"<f4", b"<f8")
+KIND, HEAD = 3, 19  # bytes of the kind of number, and of that and a digest
 
 
 def compare(
-    begun: RunConfig, run: RunConfig, state: TrainState, loader: Loader, mesh: Mesh
-) -> None:
-    """Give the rows of `loader` the log-probabilities of the reference. `state` is as the run
-    begins, before anything is resumed, and `begun` says from where. Every rank calls it. Raises
-    Unusable where the model that the run began with is gone.
+    begun: RunConfig, run: RunConfig, state: TrainState, loader: Loader, mesh: Mesh, out: Path
+) -> dict[str, np.ndarray]:
+    """Give the rows of `loader` the log-probabilities of the reference: those that the run's folder
+    `out` has of the same model and data, or else computed; all by name, for `keep`. `state` is as
+    the run begins, before anything is resumed, and `begun` says from where. Every rank calls it.
+    Raises Unusable where the model that the run began with is gone.
     """
-    model = state.model
+    model, name = state.model, run.objective.reference or run.init
+    assert name is not None, "check_objective has seen it"
     if run.objective.reference is not None:
         model = _other(run, run.objective.reference, state, mesh)
     elif begun.init != run.init:
@@ -37,10 +51,62 @@ def compare(
             f"--init {run.init} is gone, and objective.name dpo compares with it: put it back, or "
             "name a copy by --objective.reference"
         )
+    weights = first_does(mesh, lambda: _digest(name))
+    known: dict[str, np.ndarray] = {}
     for rows in (loader.mixture, loader.validation):
         assert isinstance(rows, Rows), "check_objective has seen that they are pairs"
         if len(rows.chosen):
-            rows.numbers[REFERENCE] = _of_rows(model, rows, state, loader, mesh)
+            key = _key(weights, run, rows)
+            found = first_does(mesh, lambda key=key, rows=rows: _kept(out, key, rows))
+            known[key] = _of_rows(model, rows, state, loader, mesh) if found is None else found
+            rows.numbers[REFERENCE] = known[key]
+    return known
+
+
+def keep(out: Path, known: Mapping[str, np.ndarray]) -> None:
+    """Write what `compare` has given into the run's folder, by the first rank: another start of
+    this run reads it.
+    """
+    folder.claim(out, FOLDER)
+    for key, numbers in known.items():
+        file = write.folder(out, FOLDER) / f"{key}.bin"
+        if not file.exists():
+            data = numbers.tobytes()
+            kind = numbers.dtype.str.encode()
+            write.replace(file, kind + xxhash.xxh3_128_digest(kind + data) + data)
+
+
+def _kept(out: Path, key: str, rows: Rows) -> np.ndarray | None:
+    """What is kept of that name, whole; None otherwise."""
+    count, file = len(rows.examples.tokens), out / FOLDER / f"{key}.bin"
+    if not file.is_file():
+        return None
+    content = gate.read_bytes(file, HEAD + 8 * count)
+    kind, digest, data = content[:KIND], content[KIND:HEAD], content[HEAD:]
+    if xxhash.xxh3_128_digest(kind + data) != digest or kind not in KINDS:
+        return None
+    found = np.frombuffer(data, kind.decode())
+    return found if len(found) == count else None
+
+
+def _digest(name: str) -> str:
+    """Of all that the model of that name holds: what lies at a path may become another one."""
+    source, seen = open_source(name), xxhash.xxh3_128()
+    for parameter, tensor in source.stream():
+        seen.update(parameter.encode())
+        seen.update(tensor.contiguous().view(torch.uint8).numpy())
+    return seen.hexdigest() + repr(source.tree)
+
+
+def _key(weights: str, run: RunConfig, rows: Rows) -> str:
+    """Of the reference, of the examples, and of how it computes."""
+    examples = rows.examples
+    arrays = (examples.tokens, examples.trained, examples.offsets, rows.chosen)
+    said = [weights, run.train.dtype, examples.longest, rows.sequence_length, rows.say]
+    seen = xxhash.xxh3_128(repr(said).encode())
+    for array in arrays:
+        seen.update(np.ascontiguousarray(array))
+    return seen.hexdigest()
 
 
 def _other(run: RunConfig, name: str, state: TrainState, mesh: Mesh) -> Decoder:

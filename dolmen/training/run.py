@@ -6,9 +6,11 @@ import json
 import math
 import signal as signals
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
 from rich.console import Console
 
 from dolmen.checkpoint.saved import Validation
@@ -221,22 +223,25 @@ def _in_folder(asked: _Asked) -> Outcome:
     if not asked.start.resumed:
         check_profile(run, length(run, loader))
     state = make_state(begun, mesh, length(run, loader))
-    if run.objective.compares:
-        reference.compare(begun, run, state, loader, mesh)
+    known = (
+        reference.compare(begun, run, state, loader, mesh, out) if run.objective.compares else {}
+    )
     held = first_does(mesh, lambda: lock.take(out, 60 if asked.start.restarted else 0))
     if mesh.first and held is None:
         asked.console.print(
             f"WARNING: the file system of {out} has no locks: nothing keeps a second run out of it"
         )
     try:
-        return _train(asked, loader, state)
+        return _train(asked, loader, state, known)
     finally:
         if mesh.first:
             lock.free(out, held)
 
 
-def _train(asked: _Asked, loader: Loader, state: TrainState) -> Outcome:
-    """`run_training` in a folder that is ours."""
+def _train(
+    asked: _Asked, loader: Loader, state: TrainState, known: Mapping[str, np.ndarray]
+) -> Outcome:
+    """`run_training` in a folder that is ours; `known`: what the reference says."""
     run, out, mesh, console = asked.run, asked.out, asked.mesh, asked.console
     start, began = asked.start, asked.began
     if start.overwrite:
@@ -257,6 +262,8 @@ def _train(asked: _Asked, loader: Loader, state: TrainState) -> Outcome:
         folder.claim(out, *folder.WRITTEN)
         write_config(out, run)
         write_tokenizer(out, loader)
+        if known:
+            reference.keep(out, known)
     peak = mfu.peak(mesh.device, DTYPES[run.train.dtype])
     console.print(report.header(run, state, loader, mesh, peak, str(out)))
     for warning in warnings(run, loader, state.step, state.steps):

@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -150,11 +151,11 @@ def compared(batch: Batch, theirs, tokenizer) -> set[tuple[str, str]]:
     }
 
 
-def test_the_reference_is_the_start(pairs):
+def test_the_reference_is_the_start(pairs, tmp_path):
     """Its log-probabilities of all answers, as transformers has them; 0 of prompts."""
     config, loader = made(pairs)
     state = run.make_state(config, SINGLE, 4)
-    reference.compare(config, config, state, loader, SINGLE)
+    reference.compare(config, config, state, loader, SINGLE, tmp_path)
     theirs = AutoModelForCausalLM.from_pretrained(pairs / "model", dtype=torch.float32)
     seen, held = set(), set()
     for step in range(8):
@@ -175,13 +176,25 @@ def test_another_reference(pairs, tmp_path):
     other.save_pretrained(tmp_path / "other")
     asked, _ = made(pairs, reference=str(tmp_path / "other"))
     state = run.make_state(config, SINGLE, 4)
-    reference.compare(config, config, state, loader, SINGLE)
+    reference.compare(config, config, state, loader, SINGLE, tmp_path)
     own = loader.mixture.numbers["reference"]
-    reference.compare(asked, asked, state, loader, SINGLE)
+    reference.compare(asked, asked, state, loader, SINGLE, tmp_path)
     assert np.abs(loader.mixture.numbers["reference"] - own).max() > 0.1
+    # kept under a hash of the model: that of another is not read, nor one that is damaged
+    known = reference.compare(config, config, state, loader, SINGLE, tmp_path)
+    reference.keep(tmp_path, known)
+    with mock.patch.object(reference, "_of_rows", side_effect=AssertionError):
+        again = reference.compare(config, config, state, loader, SINGLE, tmp_path)
+        assert all(np.array_equal(again[key], known[key]) for key in known)
+        with pytest.raises(AssertionError):
+            reference.compare(asked, asked, state, loader, SINGLE, tmp_path)
+        for file in (tmp_path / "reference").iterdir():
+            file.write_bytes(file.read_bytes()[:-1] + b"x")
+        with pytest.raises(AssertionError):
+            reference.compare(config, config, state, loader, SINGLE, tmp_path)
     with pytest.raises(Unusable, match="is gone, and objective.name dpo compares with it"):
         gone = made(pairs)[0]
-        reference.compare(replace(gone, init="elsewhere"), gone, state, loader, SINGLE)
+        reference.compare(replace(gone, init="elsewhere"), gone, state, loader, SINGLE, tmp_path)
     larger = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(**{**tinyrun.MODEL, "vocab_size": 310})
     )
