@@ -44,7 +44,7 @@ def folder(material, tmp_path_factory):
     tokenizer.save_pretrained(root / "model")
     words = sorted(material.docs.iterdir())[0].read_text().split()
     # what the model itself says, that some answer is right
-    said = dolmen.generate(root / "model", words[0], max_new_tokens=8)[len(words[0]) :]
+    said = dolmen.generate(root / "model", words[0], max_new_tokens=8).text
     rows = [
         {
             "question": " ".join(words[i : i + n]),
@@ -183,7 +183,7 @@ def test_greedy_is_of_all_tokens(folder):
     """What the model writes is greedy, and with another last token it is not."""
     made = harness(folder)
     prompt = [5, 9]
-    new = dolmen.load(folder / "model").generate(prompt, max_new_tokens=3)[2:]
+    new = dolmen.load(folder / "model").generate(prompt, max_new_tokens=3).tokens
     other = [*new[:-1], (new[-1] + 1) % 300]
     answers = made._loglikelihood_tokens([(None, prompt, new), (None, prompt, other)])
     assert [greedy for _, greedy in answers] == [True, False]
