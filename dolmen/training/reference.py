@@ -94,7 +94,7 @@ def _digest(name: str) -> str:
     source, seen = open_source(name), xxhash.xxh3_128()
     for parameter, tensor in source.stream():
         seen.update(parameter.encode())
-        seen.update(tensor.contiguous().view(torch.uint8).numpy())
+        seen.update(tensor.contiguous().view(torch.uint8).numpy().data)
     return seen.hexdigest() + repr(source.tree)
 
 
@@ -105,7 +105,7 @@ def _key(weights: str, run: RunConfig, rows: Rows) -> str:
     said = [weights, run.train.dtype, examples.longest, rows.sequence_length, rows.say]
     seen = xxhash.xxh3_128(repr(said).encode())
     for array in arrays:
-        seen.update(np.ascontiguousarray(array))
+        seen.update(np.ascontiguousarray(array).data)
     return seen.hexdigest()
 
 
