@@ -43,7 +43,7 @@ class Point(NamedTuple):
 def point(row: Published) -> Point:
     """What is predicted of a row."""
     forecast = predict(row, lambda device: Spread(0.0, 0, True)).forecast
-    gpus, flops = row.count("num_gpus"), row.flops()
+    gpus, flops = row.count("num_gpus"), row.flops(row.counts_again)
     assert forecast and gpus and flops, row.row_id
     seconds = forecast.estimate.seconds
     return Point(gpus, seconds, flops / seconds / gpus / 1e12)
