@@ -29,6 +29,7 @@ FOLDERS = (
     "checkpoint",
     "conversion",
     "serving",
+    "rollouts",
     "evaluation",
     "vocabulary",
     "training",
@@ -294,6 +295,8 @@ PLAIN = {
     "data/quickstart_corpus.py": "documents, to be compressed",
     "data/tokenizer.py": "what the library of tokenizers gives as JSON",
     "checkpoint/seal.py": "what this process has just written",
+    "rollouts/judge.py": "what the process that has started this one asks",
+    "rollouts/rewards.py": "what a process that this one has started answers",
 }
 
 

@@ -78,6 +78,8 @@ class Loader(ABC):
         self.identity = identity
         # samples that the batches before have read over step x global_batch_size: see go_on
         self.ahead = 0
+        # of what was last read, numbers that a run logs
+        self.told: dict[str, float] = {}
 
     @abstractmethod
     def batch(self, step: int, rank: int = 0, ranks: int = 1) -> Batch:

@@ -95,12 +95,13 @@ class DataConfig(TextConfig):
     """Share of the tokens of a sequence that a model which fills in masked ones (BERT, RoBERTa) is
     to fill in, by whole words.
     """
-    rows: Literal["text", "chats", "pairs", "completions"] = "text"
+    rows: Literal["text", "chats", "pairs", "completions", "prompts"] = "text"
     """What rows of files and of the hub hold. chats: `messages`, ShareGPT's `conversations` or
     Alpaca's `instruction` and `output`, told apart by these fields; a `weight` multiplies the loss
     of a row. They are packed whole into sequences, and none sees another. pairs: `prompt`, and two
     answers to it, `chosen` and `rejected`, as text or messages, and maybe a `margin`. completions:
-    `prompt`, `completion`, and `label`, whether it is wanted, or pairs.
+    `prompt`, `completion`, and `label`, whether it is wanted, or pairs. prompts: `prompt` or
+    `messages`, which the model itself answers, and what its reward asks for besides.
     """
     template: str | None = None
     """How chats are written: a file of Jinja, chatml or alpaca. Default: the tokenizer's own chat

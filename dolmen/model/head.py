@@ -65,6 +65,20 @@ class Head:
         found = none.scatter_add(1, self.here(document), per_token)
         return collectives.copy(collectives.all_reduce_(found, axis), axis)
 
+    def whole(
+        self, per_token: Float[Tensor, "sequences here"]
+    ) -> Float[Tensor, "sequences length"]:
+        """Of all tokens of each sequence, those of other ranks of cp among them; R@cp, as
+        `over_sequence`.
+        """
+        axis = self.split.cp.axis
+        if axis.size == 1:
+            return per_token
+        length = per_token.shape[1] * axis.size
+        places = self.split.cp.indices(length, per_token.device)
+        spread = per_token.new_zeros(len(per_token), length).index_copy(1, places, per_token)
+        return collectives.copy(collectives.all_reduce_(spread, axis), axis)
+
     def shared(self, total: Float[Tensor, ""]) -> Float[Tensor, ""]:
         """This rank's share of what all ranks of cp have computed alike: they are added up."""
         return total / self.split.cp.axis.size
@@ -132,12 +146,17 @@ class Logits(Head):
         )
 
     def log_probabilities(
-        self, hidden: Float[Tensor, "_ hidden"], labels: Int64[Tensor, "sequences length"]
+        self,
+        hidden: Float[Tensor, "_ hidden"],
+        labels: Int64[Tensor, "sequences length"],
+        temperature: float = 1.0,
     ) -> Float[Tensor, "sequences here"]:
-        """Of the label of each of this rank's tokens, 0 where it is IGNORED; logits are never
-        whole.
+        """Of the label of each of this rank's tokens, 0 where it is IGNORED, in the distribution
+        whose logits are divided by `temperature`; logits are never whole. Raises ValueError for a
+        temperature of logits that have a soft cap.
         """
-        return self._of_labels(log_probabilities, hidden, labels).view(self.sequences, -1)
+        found = self._of_labels(log_probabilities, hidden, labels, temperature)
+        return found.view(self.sequences, -1)
 
     def foretold(
         self, hidden: Float[Tensor, "_ hidden"], labels: Int64[Tensor, "sequences length"]
@@ -148,17 +167,28 @@ class Logits(Head):
         found, likeliest = self._of_labels(with_likeliest, hidden, labels)
         return found.view(self.sequences, -1), likeliest.view(self.sequences, -1)
 
-    def _of_labels(self, judge: Callable[..., Any], hidden: Tensor, labels: Tensor) -> Any:
+    def _of_labels(
+        self, judge: Callable[..., Any], hidden: Tensor, labels: Tensor, temperature: float = 1.0
+    ) -> Any:
         """What `judge`, of parallel/log_probabilities.py, says of this rank's tokens."""
+        made, bias = self.made(hidden), self.bias
+        if temperature != 1:
+            if self.tree.head.soft_cap is not None:
+                raise ValueError(
+                    f"a temperature of {temperature} of logits with a soft cap "
+                    f"({self.tree.head.soft_cap}): use 1"
+                )
+            made = made / temperature
+            bias = None if bias is None else bias / temperature
         return judge(
-            self.made(hidden),
+            made,
             self.rows,
             self.here(labels).reshape(-1),
             self.tree.vocab_size,
             self.split.tp,
             self.split.kernels.logits_at_once,
             self.tree.head.soft_cap,
-            self.bias,
+            bias,
         )
 
 

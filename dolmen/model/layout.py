@@ -154,7 +154,7 @@ class Layout:
         """Raises ValueError, with the numbers and the knob, where this layout does not divide the
         model or the batch.
         """
-        self._check_model(model)
+        self.check_model(model)
         dp = self.dp or 1
         if self.reduction == "fixed" and self.zero == 0 and dp * self.cp > 1:
             raise ValueError(
@@ -191,7 +191,8 @@ class Layout:
             )
         self.make_schedule(global_batch_size, microbatch_size)
 
-    def _check_model(self, model: Tree) -> None:
+    def check_model(self, model: Tree) -> None:
+        """The same of the model alone."""
         if (self.recompute_layers or 0) > model.layers:
             raise ValueError(
                 f"layout.recompute-layers ({self.recompute_layers}) is over num_hidden_layers "

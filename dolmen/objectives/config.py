@@ -19,10 +19,11 @@ WEIGHTS = ("desirable_weight", "undesirable_weight")
 class ObjectiveConfig:
     """What the model is trained to."""
 
-    name: Literal["tokens", "dpo", "reward"] = "tokens"
+    name: Literal["tokens", "dpo", "reward", "grpo"] = "tokens"
     """tokens: the next ones, or those that are masked; dpo: of two answers the preferred one, for
     --data.rows pairs, or completions; reward: one number for a text, larger for the preferred
-    answer, for --data.rows pairs.
+    answer, for --data.rows pairs; grpo: of answers that the model draws those with the larger
+    --reward, for --data.rows prompts (--rollout says how).
     """
     beta: float = 0.1
     """dpo: how much the log-ratio of the model to the reference counts; the smaller, the further it
@@ -59,6 +60,7 @@ class ObjectiveConfig:
         own = {
             "dpo": ("beta", "kind", "label_smoothing", "reference", "margin", *WEIGHTS),
             "reward": ("margin", "center"),
+            "grpo": ("reference",),
             "tokens": (),
         }[self.name]
         for field in fields(self):
@@ -70,7 +72,7 @@ class ObjectiveConfig:
                     else f"objective.{field.name} is not of objective.name {self.name}: leave it "
                     "out, or use --objective.name reward"
                 )
-        if self.compares is False and self.reference is not None:
+        if self.name == "dpo" and not self.compares and self.reference is not None:
             raise ValueError(
                 f"objective.kind {self.kind} compares with no other model, and objective.reference "
                 f"is {self.reference}: leave it out, or use another --objective.kind"
@@ -100,7 +102,7 @@ class ObjectiveConfig:
         """The --data.rows that it is of, where there is but one."""
         if self.name == "dpo" and self.kind in get_args(Single):
             return "completions"
-        return None if self.name == "tokens" else "pairs"
+        return {"tokens": None, "grpo": "prompts"}.get(self.name, "pairs")
 
 
 def check_dpo(beta: float, kind: str, label_smoothing: float) -> None:

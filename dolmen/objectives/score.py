@@ -58,18 +58,18 @@ def forward(
 
 
 def log_probabilities(
-    model: Decoder, batch: Batch, mesh: Mesh, schedule: Schedule
+    model: Decoder, batch: Batch, mesh: Mesh, schedule: Schedule, temperature: float = 1.0
 ) -> Float[Tensor, "sequences length"]:
     """Of each label of this rank's rows, 0 where it is IGNORED, on every rank of tp, cp and pp, on
     the device: what may join a batch as one of its `numbers`. `schedule` is that of training, whose
-    microbatches divide the batch. Every rank of the mesh calls it. Raises ValueError for a model
-    that has no logits.
+    microbatches divide the batch; logits are divided by `temperature`. Every rank of the mesh calls
+    it. Raises ValueError for a model that has no logits.
     """
 
     check_end("a log-probability", tree.Head, model.tree)
 
     def end(hidden: Tensor, head: Logits, part: Batch) -> Tensor:
-        return head.log_probabilities(hidden, part.labels)
+        return head.log_probabilities(hidden, part.labels, temperature)
 
     return _of_tokens(model, batch, mesh, schedule, end)
 

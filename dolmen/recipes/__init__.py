@@ -183,6 +183,7 @@ RECIPES: dict[str, Callable[[], RunConfig]] = {
     "reward": tuning.reward,
     "dpo": tuning.dpo,
     "continue-language": tuning.continue_language,
+    "grpo": tuning.grpo,
     "llama-1b": llamas.llama_1b,
     "llama-8b": llamas.llama_8b,
     "llama-70b": llamas.llama_70b,

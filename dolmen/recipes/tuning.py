@@ -37,6 +37,17 @@ def reward() -> RunConfig:
     )
 
 
+def grpo() -> RunConfig:
+    """learns from its own answers, by --reward: --init and --data.path decide"""
+    return RunConfig(
+        name="grpo",
+        data=DataConfig(rows="prompts"),
+        objective=ObjectiveConfig(name="grpo"),
+        optimizer=OptimizerConfig(lr=1e-6, schedule="constant", weight_decay=0.0),
+        train=TrainConfig(global_batch_size=64),
+    )
+
+
 def dpo() -> RunConfig:
     """learns from pairs of answers which is preferred: --init and --data.path decide"""
     return RunConfig(

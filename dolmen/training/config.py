@@ -22,6 +22,7 @@ from dolmen.model.tree import Tree
 from dolmen.objectives.config import ObjectiveConfig
 from dolmen.ops.recipe import DELAYED, Fp8, Fp8Config, Precision
 from dolmen.optim.config import OptimizerConfig
+from dolmen.rollouts.config import RolloutConfig
 
 SEED = 2**63 - 1
 PROGRAMS = ("tensorboard", "wandb", "trackio")
@@ -236,6 +237,14 @@ class RunConfig:
     layout: Layout = Layout()
     data: DataConfig = DataConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
+    reward: str | None = None
+    """What judges an answer that the model has drawn: `exact` (1 where it is the row's `answer`,
+    white space at the ends aside), `regex:PATTERN` (1 where that is found in it), `gsm8k` (1 where
+    its last number is that of the row's `answer`), `stub` (the share of its characters that are
+    vowels), or `MODULE:FUNCTION`, which is called as function(prompt, answer, row) in a process of
+    its own, and gives a number.
+    """
+    rollout: RolloutConfig = RolloutConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -245,6 +254,7 @@ class RunConfig:
 
     def __post_init__(self):
         refuse_empty("init", self.init)
+        refuse_empty("reward", self.reward)
         refuse_unreadable(self, {"train.seed": SEED, "model": SEED})
         if not self.name or "/" in self.name or self.name.startswith("."):
             raise ValueError(

@@ -160,6 +160,7 @@ class Hooks:
             "seconds": now - self.began,
             **m.router,
             **m.objective,
+            **self.loader.told,
             **{f"epoch/{name}": value for name, value in self.loader.epochs(state.step).items()},
         }
         if state.scale.dynamic:

@@ -14,9 +14,9 @@ from dolmen.core import device as devices
 from dolmen.core.config import to_dict
 from dolmen.core.errors import BadInput, message
 from dolmen.core.launched import Launch
-from dolmen.data import loader
 from dolmen.launch import launcher, process, rendezvous
-from dolmen.training.check import check_run, own_tokenizer
+from dolmen.training import batches
+from dolmen.training.check import check_run
 from dolmen.training.check_out import beginning, check_folder, check_overwrite, check_resume
 from dolmen.training.config import RunConfig
 from dolmen.training.finish import finish
@@ -104,17 +104,7 @@ def refuse(
             check_overwrite(config, request.out, request.source)
         if begins and handling.resume:
             check_resume(config, request.out)
-        loader.prepare_loader(
-            config.data,
-            own_tokenizer(begun.init),
-            config.tree.vocab_size,
-            config.sequence_length,
-            config.train.global_batch_size,
-            config.train.seed,
-            verify=verify,
-            steps=config.steps,
-            model=config.tree,
-        )
+        batches.prepare(config, begun, progress=True, verify=verify)
         return config
     except (ValueError, KeyError, OSError) as error:
         raise BadInput(message(error)) from None

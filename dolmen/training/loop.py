@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from dolmen.core.mesh import Mesh
-from dolmen.data.batches import Loader
 from dolmen.launch.watch import Watch
+from dolmen.training.batches import Batches
 from dolmen.training.step import Metrics, TrainState, optimizer_step
 
 Hook = Callable[[TrainState, Metrics], None]
@@ -26,7 +26,7 @@ class Stop:
 
 def train_steps(
     state: TrainState,
-    loader: Loader,
+    batches: Batches,
     mesh: Mesh,
     hooks: Iterable[tuple[int, Hook]],
     stop: Stop,
@@ -40,7 +40,7 @@ def train_steps(
     """
     hooks, beat, begun = list(hooks), watch.beat if watch else lambda *_: None, state.step
     beat(state.step, "the first batch", True)
-    for _, batch in loader.starting_at(state.step, mesh.dp.rank, mesh.dp.size):
+    for _, batch in batches.starting_at(state.step, mesh.dp.rank, mesh.dp.size):
         if state.step >= state.steps:
             return 0
         beat(state.step, "a step", state.step == begun)  # the first may compile

@@ -45,7 +45,7 @@ def compare(
     model, name = state.model, run.objective.reference or run.init
     assert name is not None, "check_objective has seen it"
     if run.objective.reference is not None:
-        model = _other(run, run.objective.reference, state, mesh)
+        model = opened(run, run.objective.reference, state, mesh)
     elif begun.init != run.init:
         raise Unusable(
             f"--init {run.init} is gone, and objective.name dpo compares with it: put it back, or "
@@ -109,7 +109,8 @@ def _key(weights: str, run: RunConfig, rows: Rows) -> str:
     return seen.hexdigest()
 
 
-def _other(run: RunConfig, name: str, state: TrainState, mesh: Mesh) -> Decoder:
+def opened(run: RunConfig, name: str, state: TrainState, mesh: Mesh) -> Decoder:
+    """The model `name` in the layout of the one that is trained."""
     source = open_source(name)
     dtype = run.train.dtype
     model = build.build(

@@ -6,7 +6,8 @@ import json
 import math
 import signal as signals
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -18,7 +19,6 @@ from dolmen.checkpoint.store import Checkpoints
 from dolmen.conversion.source import Source, in_dtype, load_weights, open_source
 from dolmen.core import determinism
 from dolmen.core.mesh import Mesh
-from dolmen.data import loader as data_loader
 from dolmen.data.batches import Loader
 from dolmen.files import write
 from dolmen.launch.watch import Watch
@@ -26,6 +26,7 @@ from dolmen.model import build
 from dolmen.model.decoder import Decoder
 from dolmen.objectives.config import SIMPO_MARGIN
 from dolmen.objectives.cross_entropy import CrossEntropy
+from dolmen.objectives.drawn import Group
 from dolmen.objectives.filling import Filling
 from dolmen.objectives.objective import Objective
 from dolmen.objectives.preference import DPO, KTO, ReferenceFree
@@ -34,8 +35,10 @@ from dolmen.optim import optimizer as optim
 from dolmen.optim.precision import DTYPES, LossScale, at_rest
 from dolmen.parallel import channels
 from dolmen.parallel.actions import Schedule
-from dolmen.training import folder, garbage, lock, mfu, reference, report
-from dolmen.training.check import check_profile, initial, own_tokenizer
+from dolmen.rollouts.prompts import PromptLoader
+from dolmen.training import batches, folder, garbage, lock, mfu, reference, report
+from dolmen.training.batches import Batches
+from dolmen.training.check import check_profile, initial
 from dolmen.training.check_out import beginning
 from dolmen.training.compiled import limit_told
 from dolmen.training.config import RunConfig
@@ -167,6 +170,17 @@ def objective_of(run: RunConfig) -> Objective:
         return KTO(asked.beta, asked.desirable_weight, asked.undesirable_weight)
     if asked.name == "dpo":
         return DPO(asked.beta, asked.kind, asked.label_smoothing)
+    if asked.name == "grpo":
+        how = run.rollout
+        return Group(
+            how.kind,
+            how.level,
+            how.clip_low,
+            how.clip_high,
+            how.beta,
+            how.temperature,
+            how.max_new_tokens,
+        )
     if not run.tree.both_ways:
         return CrossEntropy()
     masked = max(1.0, run.data.masked_fraction * run.sequence_length)
@@ -207,18 +221,8 @@ def _in_folder(asked: _Asked) -> Outcome:
     """`run_training`, which takes the folder."""
     run, out, mesh = asked.run, asked.out, asked.mesh
     begun = beginning(run, out, asked.start.resumed)
-    loader = data_loader.prepare_loader(
-        run.data,
-        own_tokenizer(begun.init),
-        run.tree.vocab_size,
-        run.sequence_length,
-        run.train.global_batch_size,
-        run.train.seed,
-        progress=mesh.first,
-        verify=False,  # who starts a run has done so, once per host
-        steps=run.steps,
-        model=run.tree,
-    )
+    # who starts a run has verified, once per host
+    loader = batches.prepare(run, begun, progress=mesh.first, verify=False)
     same_data(loader, mesh)
     if not asked.start.resumed:
         check_profile(run, length(run, loader))
@@ -232,14 +236,18 @@ def _in_folder(asked: _Asked) -> Outcome:
             f"WARNING: the file system of {out} has no locks: nothing keeps a second run out of it"
         )
     try:
-        return _train(asked, loader, state, known)
+        return _train(asked, begun, loader, state, known)
     finally:
         if mesh.first:
             lock.free(out, held)
 
 
 def _train(
-    asked: _Asked, loader: Loader, state: TrainState, known: Mapping[str, np.ndarray]
+    asked: _Asked,
+    begun: RunConfig,
+    loader: Loader,
+    state: TrainState,
+    known: Mapping[str, np.ndarray],
 ) -> Outcome:
     """`run_training` in a folder that is ours; `known`: what the reference says."""
     run, out, mesh, console = asked.run, asked.out, asked.mesh, asked.console
@@ -275,7 +283,8 @@ def _train(
     hooks.begin(state, start.how, changed_since(saved, run, loader) if saved is not None else [])
     ended = "failed"
     try:
-        signal = _loop(asked, loader, state, hooks)
+        with _read(asked, begun, loader, state, checkpoints) as read:
+            signal = _loop(asked, read, state, hooks)
         checkpoints.finish()
         ended = signals.Signals(signal).name if signal else "done"
     finally:
@@ -289,7 +298,24 @@ def _train(
     return _outcome(state, loader, hooks.validation, seconds, signal)
 
 
-def _loop(asked: _Asked, loader: Loader, state: TrainState, hooks: Hooks) -> int:
+@contextmanager
+def _read(
+    asked: _Asked,
+    begun: RunConfig,
+    loader: Loader,
+    state: TrainState,
+    checkpoints: Checkpoints,
+) -> Iterator[Batches]:
+    """What the steps read: the data, or what the model draws."""
+    if isinstance(loader, PromptLoader):
+        run, mesh, out = asked.run, asked.mesh, asked.out
+        with batches.drawn(run, begun, loader, state, mesh, out, checkpoints) as phases:
+            yield phases
+    else:
+        yield loader
+
+
+def _loop(asked: _Asked, read: Batches, state: TrainState, hooks: Hooks) -> int:
     """The steps that are left. What stopped them early, 0 if nothing did."""
     signal = 0
     if state.step >= state.steps:
@@ -301,7 +327,7 @@ def _loop(asked: _Asked, loader: Loader, state: TrainState, hooks: Hooks) -> int
         with limit_told(hooks.line.say), garbage.by_hand():
             signal = train_steps(
                 state,
-                loader,
+                read,
                 asked.mesh,
                 hooks.table(),
                 asked.stop,

@@ -33,7 +33,7 @@ material, one_thread = tinyrun.material, tinyrun.one_thread
 
 # What people type and write in scripts. To add one is free; to rename or remove one breaks
 # somebody.
-BEFORE = "help init out resume overwrite nproc max-restarts model.model-type"
+BEFORE = "help init out resume overwrite nproc max-restarts reward model.model-type"
 # of the model: the fields of its config.json, for a family of each kind
 LLAMA = """
     model.vocab-size model.hidden-size model.intermediate-size model.num-hidden-layers
@@ -136,13 +136,17 @@ AFTER = f"""
     data.document-mask data.no-document-mask data.validation data.validation-fraction
     data.order data.masked-fraction data.rows data.template data.train-on data.packing
     data.no-packing data.split objective.name objective.beta objective.kind
-    objective.label-smoothing objective.reference objective.margin objective.center
-    objective.desirable-weight objective.undesirable-weight
-    optimizer.name optimizer.lr optimizer.warmup-steps optimizer.schedule optimizer.min-lr
+    objective.label-smoothing objective.reference objective.margin objective.desirable-weight
+    objective.undesirable-weight objective.center
+    rollout.samples rollout.prompts rollout.epochs rollout.max-new-tokens rollout.temperature
+    rollout.kind rollout.level rollout.clip-low rollout.clip-high rollout.beta rollout.scale
+    rollout.tp rollout.batch rollout.limit-seconds rollout.on-failure
+    optimizer.name optimizer.lr optimizer.warmup-steps optimizer.warmup-tokens optimizer.schedule
+    optimizer.min-lr
     optimizer.decay-fraction optimizer.weight-decay optimizer.beta1 optimizer.beta2 optimizer.eps
     optimizer.clip optimizer.from-init optimizer.no-from-init optimizer.muon.momentum
-    optimizer.muon.dtype train.steps train.seed train.dtype train.precision
-    train.sequence-length train.global-batch-size train.microbatch-size
+    optimizer.muon.dtype train.steps train.tokens train.epochs train.seed train.dtype
+    train.precision train.sequence-length train.global-batch-size train.microbatch-size
     train.device train.dropout train.compile train.no-compile train.deterministic
     train.no-deterministic train.spike train.spike-factor train.max-skipped-steps train.hang-seconds
     train.fp8.format train.fp8.unrounded train.fp8.first-layers train.fp8.last-layers
@@ -152,6 +156,9 @@ AFTER = f"""
     checkpoint.every checkpoint.keep
     log.every log.validate-every log.profile log.to log.validate-sources log.no-validate-sources
     log.validation-tokens
+    evaluate.tasks evaluate.num-fewshot evaluate.limit evaluate.apply-chat-template
+    evaluate.no-apply-chat-template evaluate.tasks-path evaluate.every evaluate.samples
+    evaluate.max-new-tokens evaluate.temperature evaluate.seed
     finish.export finish.no-export finish.verify finish.no-verify finish.sample finish.compressors
     finish.no-compressors
 """
@@ -294,7 +301,7 @@ for words in asked:
 
 # Modules of ours that help imports, and which of these two packages: most of its 0.05 s of CPU, and
 # of a run's 0.3 s. Families are not counted: one is a module, and their number grows.
-IMPORTED = {"--help": (12, set()), "train --help": (90, {"tyro", "yaml"})}
+IMPORTED = {"--help": (12, set()), "train --help": (94, {"tyro", "yaml"})}
 
 
 @pytest.mark.parametrize("words", IMPORTED)
@@ -367,7 +374,10 @@ def test_advice_names_options_that_exist(spelling):
         ("train quickstart --tensor-parallel-size 2", "did you mean --layout.tp?"),
         ("train quickstart --training.seq-len 2", "did you mean --train.sequence-length?"),
         ("train quickstart --bf16", "did you mean --train.dtype bfloat16?"),
-        ("train quickstart --every 2", "did you mean --checkpoint.every or --log.every?"),
+        (
+            "train quickstart --every 2",
+            "did you mean --checkpoint.every or --log.every or --evaluate.every?",
+        ),
         ("train quickstart --optimiser.lr 2", "did you mean --optimizer.lr?"),
         ("train quickstart --train.stesp 2", "did you mean --train.steps?"),
         ("train quickstart --qqqq 2", "unknown option --qqqq: dolmen train --help lists them"),

@@ -20,6 +20,7 @@ from dolmen.data.batch import FOLLOWS, IGNORED, SIDE, Batch
 from dolmen.model.tree import Scalar
 from dolmen.objectives import score
 from dolmen.objectives.cross_entropy import CrossEntropy
+from dolmen.objectives.drawn import ADVANTAGE, OLD, Group
 from dolmen.objectives.filling import Filling
 from dolmen.objectives.objective import Objective
 from dolmen.objectives.preference import DPO, REFERENCE, ReferenceFree
@@ -60,6 +61,10 @@ KINDS = {
     # masked tokens and pairs of texts of an encoder
     "filling": Kind(CONFIGS["bert"], Filling(2.0)),
     "values": Kind(scalar(FAMILIES["gpt2"]), SquaredError()),
+    # answers that were drawn: means over rows, over tokens, and ratios of whole answers
+    "grpo": Kind(FAMILIES["llama"], Group(beta=0.1, temperature=0.7)),
+    "dapo": Kind(FAMILIES["gpt2"], Group("dapo", clip_high=0.28, beta=0.1)),
+    "gspo": Kind(FAMILIES["llama"], Group("gspo", "sequence", beta=0.1)),
 }
 
 
@@ -126,14 +131,15 @@ def compared(train: TrainState, mesh: Mesh, layout: Layout, **dtypes) -> list[Ba
     given = batches(mesh)
     if isinstance(train.objective, Filling):
         return [typed(batch) for batch in given]
-    if not isinstance(train.objective, DPO):
+    if not isinstance(train.objective, (DPO, Group)):
         return given
     other = build(REFERENCE_MODEL, mesh, layout, train.schedule, **dtypes)
     initialize(other, REFERENCE_SEED)
     out = []
     for batch in given:
         found = score.log_probabilities(other, batch, mesh, train.schedule)
-        out.append(replace(batch, numbers={**batch.numbers, REFERENCE: found}))
+        drawn = {OLD: found, ADVANTAGE: batch.numbers[TARGET]}
+        out.append(replace(batch, numbers={**batch.numbers, **drawn, REFERENCE: found}))
     assert all(p.grad is None for p in other.parameters())
     return out
 
@@ -212,6 +218,15 @@ def rows(kind: str, layouts: str) -> list[Row]:
 
 
 OBJECTIVES = [
+    *rows(
+        "grpo",
+        """
+        cp2 pp2 acc4 zero1
+        dp2 tp2 sp zero3
+        """,
+    ),
+    *rows("dapo", "cp2 tp2 sp"),
+    *rows("gspo", "cp4 gather"),
     *rows(
         "weights",
         """

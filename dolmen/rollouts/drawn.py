@@ -1,0 +1,142 @@
+"""What a phase has drawn, and all that its updates learn it from: on every rank the same, and in a
+file before the first of them, so that a run that is killed goes on with the same answers and
+rewards.
+
+    rollouts/00000040.safetensors      what is drawn before step 40
+    rollouts/00000040.jsonl            the same to be read: prompt, answer, reward
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from dolmen.data.batch import Batch
+from dolmen.files import gate, write
+from dolmen.files import safetensors as files
+from dolmen.objectives.drawn import ADVANTAGE, OLD, REFERENCE
+from dolmen.ops.attention import Documents
+from dolmen.ops.loss import IGNORED
+
+FOLDER = "rollouts"
+
+
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    """Answers, each behind its prompt in a row, in the order of their numbers."""
+
+    tokens: Int64[Tensor, "answers length"]
+    labels: Int64[Tensor, "answers length"]
+    """IGNORED but where an answer's token follows."""
+    sampled: Float[Tensor, "answers length"]
+    """Of each label, the log-probability with which it was drawn."""
+    rewards: Float[Tensor, " answers"]
+    """NaN where there is none."""
+    old: Float[Tensor, "answers length"]
+    """Of each label, the log-probability in the model as it was trained when the phase began."""
+    reference: Float[Tensor, "answers length"]
+    """The same of the model that the run began with; 0 where nobody asks."""
+    advantages: Float[Tensor, "answers length"]
+
+    def batch(self, rows: slice | Int64[Tensor, " rows"]) -> Batch:
+        """These answers to learn from."""
+        tokens, labels = self.tokens[rows], self.labels[rows]
+        made = Batch(tokens, labels, Documents.of(_starts(labels))).with_positions(1)
+        numbers = {OLD: self.old, ADVANTAGE: self.advantages, REFERENCE: self.reference}
+        return replace(made, numbers={name: each[rows] for name, each in numbers.items()})
+
+    def apart(self) -> dict[str, float]:
+        """By how much trainer and generator differ over all that was drawn: of log-probabilities
+        the mean difference, and the largest, beside what is allowed of it:
+        1e-4 max(1, |log p| / 10).
+        """
+        here = self.labels != IGNORED
+        old, off = self.old[here], (self.old - self.sampled)[here].abs()
+        if not len(off):
+            return {}
+        allowed = 1e-4 * (old.abs() / 10).clamp(min=1)
+        return {
+            "rollout/logprob_difference": float(off.mean()),
+            "rollout/logprob_difference_of_allowed": float((off / allowed).max()),
+        }
+
+
+def of_answers(
+    prompts: Sequence[Sequence[int]],
+    answers: Sequence[Sequence[int]],
+    logprobs: Sequence[Sequence[float]],
+    length: int,
+    unit: int,
+) -> Drawn:
+    """Rows of `prompts` with their `answers`, none longer than `length` + 1: as wide as the longest
+    needs, in multiples of `unit`. Rewards, log-probabilities and advantages are still to come.
+    """
+    longest = max(len(p) + len(a) - 1 for p, a in zip(prompts, answers, strict=True))
+    width = min(length, -(-longest // unit) * unit)
+    tokens = torch.zeros(len(prompts), width, dtype=torch.int64)
+    labels = torch.full_like(tokens, IGNORED)
+    sampled = torch.zeros(tokens.shape)
+    for row, (prompt, answer, own) in enumerate(zip(prompts, answers, logprobs, strict=True)):
+        whole, first = torch.tensor([*prompt, *answer]), len(prompt) - 1
+        tokens[row, : len(whole) - 1] = whole[:-1]
+        labels[row, first : len(whole) - 1] = whole[first + 1 :]
+        sampled[row, first : len(whole) - 1] = torch.tensor(own)
+    nothing = torch.zeros(len(prompts))
+    return Drawn(tokens, labels, sampled, nothing, *[torch.zeros(tokens.shape)] * 3)
+
+
+def _starts(labels: Int64[Tensor, "rows length"]) -> Int64[Tensor, "rows length"]:
+    """Of documents: the row, and what fills it up behind the answer, which nobody reads."""
+    index = torch.arange(labels.shape[1])
+    end = torch.where(labels != IGNORED, index + 1, 0).amax(1, keepdim=True)
+    return torch.where(index >= end, end, 0).expand_as(labels).contiguous()
+
+
+def file_of(out: Path, step: int) -> Path:
+    return out / FOLDER / f"{step:08d}.safetensors"
+
+
+def save(drawn: Drawn, out: Path, step: int, rows: Sequence[dict[str, Any]]) -> None:
+    """Whole, or not at all; `rows` are those to be read."""
+    write.folder(out, FOLDER)
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    write.replace(file_of(out, step).with_suffix(".jsonl"), lines.encode(errors="replace"))
+    tensors = {one.name: getattr(drawn, one.name).clone() for one in fields(drawn)}
+    write.replace(file_of(out, step), safetensors.torch.save(tensors))
+
+
+def load(out: Path, step: int, answers: int) -> Drawn | None:
+    """What was drawn before `step`; None where there is no file. Raises Refused for one that is not
+    what `save` has written of so many answers.
+    """
+    file = file_of(out, step)
+    if not file.exists():
+        return None
+    stored = files.read_header(file)
+    names = [one.name for one in fields(Drawn)]
+    if sorted(stored) != sorted(names):
+        raise gate.refuse(
+            file, f"has tensors {', '.join(sorted(stored)[:8])}, not {', '.join(names)}"
+        )
+    tensors = {name: stored[name].read() for name in names}
+    shape = tensors["tokens"].shape
+    for name, tensor in tensors.items():
+        wanted = shape[:1] if name == "rewards" else shape
+        if tensor.shape != wanted or len(shape) != 2 or shape[0] != answers:
+            raise gate.refuse(file, f"{name} is {tuple(tensor.shape)}, of {answers} answers")
+    return Drawn(**tensors)
+
+
+def forget(out: Path, before: int) -> None:
+    """Take away the files of phases that began before step `before`."""
+    for file in sorted((out / FOLDER).glob("*")):
+        number, _, kind = file.name.partition(".")
+        if number.isdigit() and len(number) == 8 and kind in ("safetensors", "jsonl"):
+            if int(number) < before:
+                file.unlink()

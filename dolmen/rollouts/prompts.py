@@ -1,0 +1,196 @@
+"""Prompts to answer, as what a run reads: rows with a `prompt` (a text, as it is) or `messages`
+(written by the chat template, up to where the assistant begins), in an order that follows from the
+seed. Whatever else a row has is for its reward.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from dolmen.core.words import counted
+from dolmen.data import tokenizer as tokenizers
+from dolmen.data.batch import Batch
+from dolmen.data.batches import Loader
+from dolmen.data.chat_loader import refuse_model
+from dolmen.data.chats import ASSISTANT, Chat
+from dolmen.data.config import DataConfig
+from dolmen.data.documents import rows
+from dolmen.data.inputs import check_inputs
+from dolmen.data.mixture import Part
+from dolmen.data.packed import shuffled
+from dolmen.data.sources import Source
+from dolmen.data.stream import TokenStream
+from dolmen.data.template import Template, template_of
+from dolmen.data.tokenizer import PreTrainedTokenizer
+from dolmen.families import Model, special_tokens
+from dolmen.files import gate
+from dolmen.files.kinds import PROMPT_ROWS
+from dolmen.rollouts.config import RolloutConfig
+from dolmen.rollouts.rewards import NEEDS_ANSWER
+
+SHOWN = 300  # characters of the prompt that is shown
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One that is answered."""
+
+    tokens: list[int]
+    row: dict[str, Any]
+    where: str
+    """File and row, for a person."""
+
+    @property
+    def asked(self) -> str | list[dict[str, Any]]:
+        """A text, or the messages of a chat."""
+        return next(self.row[name] for name in PROMPT_ROWS if name in self.row)
+
+
+class Prompts:
+    """In an order that is a permutation in each epoch; `answers` in a row are of one prompt."""
+
+    def __init__(self, name: str, prompts: Sequence[Prompt], answers: int, seed: int):
+        self.name, self.prompts, self.answers, self.seed = name, prompts, answers, seed
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        ends = np.cumsum([len(prompt.tokens) for prompt in self.prompts])
+        tokens = np.concatenate([np.asarray(prompt.tokens) for prompt in self.prompts])
+        starts = np.concatenate([[0], ends[:-1]])
+        return [Part(self.name, Fraction(1), TokenStream.of(tokens, starts, ends))]
+
+    def documents(self, first: int, count: int) -> list[str]:
+        numbers = range(first // self.answers, -(-(first + count) // self.answers))
+        return [f"{self.name}: {self.prompts[self.index(number)].where}" for number in numbers]
+
+    def epochs(self, samples: int) -> dict[str, float]:
+        return {self.name: samples / (self.answers * len(self.prompts))}
+
+    def index(self, number: int) -> int:
+        """Which prompt is asked as number `number`."""
+        return shuffled(number, len(self.prompts), self.seed)
+
+
+class Nothing:
+    """Nothing is held out."""
+
+    tokens = 0
+    bytes = None
+
+    def batches(
+        self,
+        batch_size: int,
+        max_sequences: int | None = None,
+        first_row: int = 0,
+        rows: int | None = None,
+    ) -> Iterator[Batch]:
+        yield from ()
+
+
+class PromptLoader(Loader):
+    """Of a run that draws what it learns from: phases.py makes its batches."""
+
+    mixture: Prompts
+
+    def batch(self, step: int, rank: int = 0, ranks: int = 1) -> Batch:
+        raise AssertionError("prompts are answered before they are learned from: see phases.py")
+
+
+def prepare(
+    data: DataConfig,
+    rollout: RolloutConfig,
+    own_tokenizer: str | None,
+    model: Model,
+    sequence_length: int,
+    global_batch_size: int,
+    seed: int,
+    reward: str | None,
+    verify: bool = True,
+) -> PromptLoader:
+    """From options to prompts. Raises ValueError for rows that are no prompts, and where none
+    leaves room for an answer.
+    """
+    inputs = check_inputs(
+        data, own_tokenizer, model.tree.vocab_size, sequence_length, False, verify
+    )
+    refuse_model(data, model.tree)
+    (source,) = inputs.sources
+    room = sequence_length + 1 - rollout.max_new_tokens
+    if room < 1:
+        raise ValueError(
+            f"rollout.max-new-tokens ({rollout.max_new_tokens}) leaves no room for a prompt in "
+            f"train.sequence-length ({sequence_length}): set it to {sequence_length} or less"
+        )
+    read = list(_prompts(source, data, inputs.tokenizer, model, reward))
+    kept = [prompt for prompt in read if len(prompt.tokens) <= room]
+    if not kept:
+        longest = min((len(prompt.tokens) for prompt in read), default=0)
+        raise ValueError(
+            f"--data.path {source.name}: of {counted(len(read), 'prompt')} none is left"
+            + (
+                f": the shortest has {longest} tokens, and train.sequence-length "
+                f"({sequence_length}) less rollout.max-new-tokens ({rollout.max_new_tokens}) "
+                f"leaves {room}"
+                if read
+                else ""
+            )
+        )
+    mixture = Prompts(source.name, kept, rollout.samples * rollout.epochs, seed)
+    lines = [f"{source.name}: {counted(len(kept), 'prompt')}, of {_lengths(kept)} tokens"]
+    if len(kept) < len(read):
+        lines.append(
+            f"left out: {counted(len(read) - len(kept), 'prompt')} of over {room} tokens "
+            "(--train.sequence-length, --rollout.max-new-tokens)"
+        )
+    shown = inputs.tokenizer.decode(kept[0].tokens)
+    lines.append(f"asked as in {kept[0].where}: {shown[:SHOWN]!r}")
+    content = hashlib.blake2b(digest_size=8)
+    for prompt in kept:
+        content.update(np.array(prompt.tokens, "<i8").tobytes() + b"\xff" * 8)
+    identity = {
+        "data 1": f"{len(kept):,} prompts, hash {content.hexdigest()}",
+        "tokenizer": tokenizers.fingerprint(inputs.tokenizer),
+        "sequence_length": str(sequence_length),
+        "global_batch_size": str(global_batch_size),
+        "seed": str(seed),
+    }
+    return PromptLoader(mixture, Nothing(), global_batch_size, inputs.tokenizer, lines, identity)
+
+
+def _lengths(prompts: Sequence[Prompt]) -> str:
+    lengths = [len(prompt.tokens) for prompt in prompts]
+    return f"{min(lengths)} to {max(lengths)}"
+
+
+def _prompts(
+    source: Source,
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizer,
+    model: Model,
+    reward: str | None,
+) -> Iterator[Prompt]:
+    """Of all rows of `source`, in order. Raises Refused."""
+    template: Template | None = None
+    for row, where in rows(source, "--data.path"):
+        row = {name: value for name, value in row.items() if value is not None}
+        named = [name for name in PROMPT_ROWS if name in row]
+        if len(named) != 1:
+            known = ", ".join(f"`{name}`" for name in PROMPT_ROWS)
+            raise gate.refuse(where, f"it must have one of {known}, and has {len(named)} of them")
+        gate.checked(row, where, PROMPT_ROWS[named[0]])
+        if reward in NEEDS_ANSWER and "answer" not in row:
+            raise gate.refuse(where, f"it has no `answer`, which --reward {reward} compares with")
+        if named[0] == "messages":
+            if row["messages"][-1]["role"] == ASSISTANT:
+                raise gate.refuse(where, "its last message is the assistant's own")
+            template = template or template_of(tokenizer, data.template)
+            tokens = template.prompt(Chat(row["messages"], 1.0, where))
+        else:
+            tokens = special_tokens.framed(model, tokenizer(row[named[0]])["input_ids"])
+        if not tokens:
+            raise gate.refuse(where, "its prompt has no token")
+        yield Prompt(tokens, row, where)

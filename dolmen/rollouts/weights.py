@@ -1,0 +1,70 @@
+"""The model that draws: the weights that are trained, in a layout that generation takes, put there
+anew in each phase, from rank to rank and through no file.
+
+    training    any tp, pp, cp, ep, and any stage of ZeRO
+    drawing     tp alone; the rest of the ranks are further copies, each with prompts of its own
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from dolmen.core import collectives, state
+from dolmen.core.mesh import Mesh
+from dolmen.model import build
+from dolmen.model.decoder import Decoder
+from dolmen.model.layout import Layout
+from dolmen.model.training import Training
+from dolmen.model.tree import Tree
+
+
+class Drawing:
+    """A decoder for inference beside one that is trained."""
+
+    def __init__(
+        self, tree: Tree, training: Training, mesh: Mesh, tp: int, dtype: torch.dtype | None
+    ):
+        """`mesh` is that of training. Raises ValueError where `tp` does not divide its processes,
+        or the model.
+        """
+        if mesh.size % tp:
+            raise ValueError(
+                f"rollout.tp ({tp}) does not divide the run's {mesh.size} processes: set another"
+            )
+        layout = Layout(tp=tp, dp=mesh.size // tp)
+        self.trained_on = mesh
+        self.mesh = mesh if mesh.size == 1 else layout.mesh(mesh.device)
+        self.model = build.build(tree, self.mesh, dtype=dtype, training=training).eval()
+
+    def refresh(self, trained: Decoder) -> Decoder:
+        """The decoder, with the values that are trained now. All ranks call it."""
+
+        def stream(write: Callable[[str, Tensor], None]) -> None:
+            for name, value in whole(trained, self.trained_on):
+                write(name, value)
+
+        build.load(self.model, stream)
+        return self.model
+
+
+def whole(model: Decoder, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter of `model`, as a whole tensor on every rank, one after another, in fp32 or
+    wider. A collective of all ranks.
+    """
+    held = dict(model.named_parameters())
+    wide = torch.promote_types(next(model.parameters()).dtype, torch.float32)
+    # a tied weight is at both ends, and the first stage brings it
+    brought_by_another = None if model.split.first else model.tied_apart
+    for name, leaf in model.tree.leaves.items():
+        mine = held.get(name)
+        if mesh.pp.size == 1:
+            yield name, state.full(held[name]).to(wide)
+            continue
+        value = torch.zeros(leaf.shape, dtype=wide, device=mesh.device)
+        if mine is not None:
+            whole_here = state.full(mine)  # all ranks of the stage gather it
+            if mine is not brought_by_another:
+                value.copy_(whole_here)
+        # one stage has it, and the others add 0
+        yield name, collectives.reduce_scalar(value, mesh.pp)

@@ -1,0 +1,107 @@
+"""Where the batches of a run come from: its data, or what its own model draws (rollouts/)."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+from dolmen.checkpoint.store import Checkpoints
+from dolmen.conversion.source import open_source
+from dolmen.core.mesh import Mesh
+from dolmen.data import loader as data_loader
+from dolmen.data.batch import Batch
+from dolmen.data.batches import Loader
+from dolmen.optim.precision import DTYPES
+from dolmen.rollouts import prompts
+from dolmen.rollouts.phases import Phases
+from dolmen.rollouts.prompts import PromptLoader
+from dolmen.rollouts.rewards import judge_of
+from dolmen.rollouts.weights import Drawing
+from dolmen.serving.engine import stop_tokens
+from dolmen.training import reference
+from dolmen.training.check import own_tokenizer
+from dolmen.training.config import RunConfig
+from dolmen.training.step import TrainState
+
+
+class Batches(Protocol):
+    """What `train_steps` reads."""
+
+    def starting_at(
+        self, step: int, rank: int = 0, ranks: int = 1
+    ) -> Iterator[tuple[int, Batch]]: ...
+
+
+def prepare(run: RunConfig, begun: RunConfig, progress: bool, verify: bool) -> Loader:
+    """What `run` reads; `begun` says with which model it began. Raises ValueError."""
+    own = own_tokenizer(begun.init)
+    if run.data.rows == "prompts":
+        return prompts.prepare(
+            run.data,
+            run.rollout,
+            own,
+            run.known_model,
+            run.sequence_length,
+            run.train.global_batch_size,
+            run.train.seed,
+            run.reward,
+            verify,
+        )
+    return data_loader.prepare_loader(
+        run.data,
+        own,
+        run.tree.vocab_size,
+        run.sequence_length,
+        run.train.global_batch_size,
+        run.train.seed,
+        progress=progress,
+        verify=verify,
+        steps=run.steps,
+        model=run.tree,
+    )
+
+
+@contextmanager
+def drawn(
+    run: RunConfig,
+    begun: RunConfig,
+    loader: PromptLoader,
+    state: TrainState,
+    mesh: Mesh,
+    out: Path,
+    checkpoints: Checkpoints,
+) -> Iterator[Phases]:
+    """Batches of what the model of `state` draws. Within, a process judges its answers where the
+    reward is a function. `begun` says which model is the reference.
+    """
+    training = replace(run.training, dropout=0.0, fp8=None)
+    drawing = Drawing(
+        run.tree, training, mesh, run.rollout.tp or run.layout.tp, DTYPES[run.train.dtype]
+    )
+    before = None
+    if run.rollout.beta:
+        name = run.objective.reference or begun.init
+        assert name is not None, "check_objective has seen it"
+        before = reference.opened(run, name, state, mesh)
+    ends = {loader.tokenizer.eos_token_id} - {None}
+    if begun.init is not None:
+        ends |= stop_tokens(open_source(begun.init))
+    assert run.reward is not None, "check_objective has seen it"
+    judge = judge_of(run.reward, run.rollout.limit_seconds)
+    with judge if mesh.first else nullcontext():
+        yield Phases(
+            run.rollout,
+            loader,
+            state.model,
+            drawing,
+            judge,
+            mesh,
+            state.schedule,
+            frozenset(ends),
+            run.sequence_length,
+            run.train.seed,
+            out,
+            before,
+            checkpoints.steps,
+        )

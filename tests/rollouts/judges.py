@@ -1,0 +1,30 @@
+"""Rewards that tests name as MODULE:FUNCTION."""
+
+import os
+import time
+
+
+def length(prompt, answer, row):
+    print("said by a reward")  # which is no reply
+    return len(answer) + row["more"]
+
+
+def raises(prompt, answer, row):
+    raise RuntimeError("no reward today")
+
+
+def hangs(prompt, answer, row):
+    if answer == "slow":
+        time.sleep(60)
+    return 1.0
+
+
+def nothing(prompt, answer, row):
+    return float("nan")
+
+
+def leaves(prompt, answer, row):
+    os._exit(3)
+
+
+NUMBER = 7

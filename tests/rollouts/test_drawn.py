@@ -1,0 +1,68 @@
+"""Answers as rows, and as the file that a run goes on from."""
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from dolmen.files.gate import Refused
+from dolmen.ops.loss import IGNORED
+from dolmen.rollouts import drawn
+from dolmen.rollouts.drawn import Drawn, of_answers
+
+PROMPTS, ANSWERS = [[1, 2, 3], [4]], [[5, 6], [7, 8, 9]]
+LOGPROBS = [[-0.5, -0.6], [-0.7, -0.8, -0.9]]
+
+
+def two(**changes) -> Drawn:
+    return replace(of_answers(PROMPTS, ANSWERS, LOGPROBS, 16, 4), **changes)
+
+
+def test_rows_are_prompts_with_their_answers():
+    made = two()
+    assert made.tokens.tolist() == [[1, 2, 3, 5], [4, 7, 8, 0]]
+    assert made.labels.tolist() == [[IGNORED, IGNORED, 5, 6], [7, 8, 9, IGNORED]]
+    assert made.sampled[0].tolist() == pytest.approx([0, 0, -0.5, -0.6])
+    batch = made.batch(slice(1, 2))
+    assert batch.documents is not None
+    assert batch.documents.starts.tolist() == [[0, 0, 0, 3]]
+
+
+def test_trainer_and_generator_are_compared():
+    made = two()
+    assert set(replace(made, old=made.sampled).apart().values()) == {0.0}
+    off = replace(made, old=made.sampled - 2e-4 * (made.labels != IGNORED)).apart()
+    assert off["rollout/logprob_difference"] == pytest.approx(2e-4, rel=1e-3)
+    assert off["rollout/logprob_difference_of_allowed"] == pytest.approx(2, rel=1e-3)
+
+
+def test_a_file_is_read_as_it_was_written(tmp_path):
+    made = two(rewards=torch.tensor([1.0, float("nan")]))
+    drawn.save(made, tmp_path, 40, [{"answer": "half \ud800"}])
+    found = drawn.load(tmp_path, 40, 2)
+    assert found is not None
+    for one in fields(Drawn):
+        a, b = getattr(made, one.name), getattr(found, one.name)
+        assert a.dtype == b.dtype and torch.equal(a.nan_to_num(9), b.nan_to_num(9)), one.name
+    assert drawn.load(tmp_path, 41, 2) is None
+
+
+@pytest.mark.parametrize("damage", ["short", "other", "count"])
+def test_a_file_that_is_not_ours_is_refused(damage, tmp_path):
+    drawn.save(two(), tmp_path, 0, [])
+    file = drawn.file_of(tmp_path, 0)
+    if damage == "short":
+        file.write_bytes(file.read_bytes()[:-4])
+    if damage == "other":
+        file.write_bytes(file.read_bytes().replace(b"advantages", b"advantagez"))
+    with pytest.raises(Refused):
+        drawn.load(tmp_path, 0, 3 if damage == "count" else 2)
+
+
+def test_files_of_before_are_taken_away_and_nothing_else(tmp_path):
+    for step in (0, 8, 16):
+        drawn.save(two(), tmp_path, step, [])
+    (tmp_path / "rollouts" / "notes.jsonl").write_text("mine")
+    drawn.forget(tmp_path, 9)
+    left = sorted(file.name for file in (tmp_path / "rollouts").iterdir())
+    assert left == ["00000016.jsonl", "00000016.safetensors", "notes.jsonl"]

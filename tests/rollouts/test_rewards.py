@@ -1,0 +1,96 @@
+"""What judges answers: rules, and functions in a process of their own."""
+
+import pytest
+
+from dolmen.rollouts.rewards import Answer, judge_of, last_number
+
+
+@pytest.fixture(autouse=True)
+def named_from_here(monkeypatch):
+    """MODULE is looked for in the current folder."""
+    monkeypatch.chdir("tests/rollouts")
+
+
+def reward(name: str, text: str, **row) -> float | None:
+    with judge_of(name, 20.0) as judge:
+        return judge(Answer("?", text, row)).reward
+
+
+@pytest.mark.parametrize(
+    "name, text, row, want",
+    [
+        ("exact", " Paris\n", {"answer": "Paris"}, 1),
+        ("exact", "Paris.", {"answer": "Paris"}, 0),
+        ("exact", "7", {"answer": 7}, 1),
+        ("regex:^a+$", "aaa", {}, 1),
+        ("regex:^a+$", "aab", {}, 0),
+        ("gsm8k", "so 3 x 4 = 12. The answer is 1,012.50", {"answer": "x\n#### 1012.5"}, 1),
+        ("gsm8k", "12 and then 13", {"answer": "#### 12"}, 0),
+        ("gsm8k", "no number", {"answer": "#### 12"}, 0),
+        ("stub", "aabb", {}, 0.5),
+        ("stub", "", {}, 0),
+    ],
+)
+def test_rules(name, text, row, want):
+    assert reward(name, text, **row) == want
+
+
+def test_the_last_number_is_that_behind_the_mark():
+    assert last_number("1 #### 2 and 3") == 3
+    assert last_number("-4,200.5!") == -4200.5
+    assert last_number("####") is None
+
+
+def test_a_row_without_what_is_compared_has_failed():
+    with judge_of("exact", 1.0) as judge:
+        found = judge(Answer("?", "7", {}))
+    assert found.reward is None and "'answer'" in found.why
+
+
+@pytest.mark.spawn
+def test_a_function_judges_in_a_process_of_its_own(capfd):
+    assert reward("judges:length", "four", more=0.5) == 4.5
+    assert "said by a reward" in capfd.readouterr().out
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize(
+    "name, why",
+    [
+        ("judges:raises", "RuntimeError: no reward today"),
+        ("judges:nothing", "it gave nan"),
+        ("judges:leaves", "gave no reward"),
+    ],
+)
+def test_what_gives_no_reward_has_failed(name, why):
+    with judge_of(name, 20.0) as judge:
+        for _ in range(2):  # and the next is judged again
+            found = judge(Answer("?", "x", {}))
+            assert found.reward is None and why in found.why
+
+
+@pytest.mark.spawn
+def test_what_takes_too_long_has_failed_and_what_comes_after_has_not():
+    with judge_of("judges:hangs", 0.5) as judge:
+        said = [judge(Answer("?", text, {})).reward for text in ("quick", "slow", "quick")]
+    assert said == [1.0, None, 1.0]
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize(
+    "name, why",
+    [
+        ("judges:absent", "has no function absent"),
+        ("judges:NUMBER", "has no function NUMBER"),
+        ("no_such_module:f", "cannot be imported"),
+    ],
+)
+def test_a_function_that_is_not_there_is_refused(name, why):
+    with pytest.raises(ValueError, match=why), judge_of(name, 1.0):
+        pass
+
+
+@pytest.mark.parametrize("name", ["exakt", "a b:c", "judges:", "regex:("])
+def test_what_names_no_reward_is_refused(name):
+    with pytest.raises(ValueError, match="reward"):
+        judge_of(name, 1.0)
