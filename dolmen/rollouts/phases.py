@@ -30,7 +30,7 @@ from dolmen.rollouts import drawn as files
 from dolmen.rollouts.config import RolloutConfig
 from dolmen.rollouts.drawn import Drawn, of_answers
 from dolmen.rollouts.prompts import PromptLoader
-from dolmen.rollouts.rewards import Answer, Judge
+from dolmen.rollouts.rewards import Answer, Judge, NoReward
 from dolmen.rollouts.weights import Drawing
 from dolmen.serving.engine import Engine, require_finite
 from dolmen.serving.options import Options
@@ -98,7 +98,11 @@ class Phases:
         return torch.from_numpy(permute_index(places, self.answers, key))
 
     def _phase(self, begins: int) -> Drawn:
-        found = files.load(self.out, begins, self.answers)
+        def kept() -> Drawn | None:
+            return files.load(self.out, begins, self.answers)
+
+        # the first rank's folder, where hosts share none
+        found = kept() if self.mesh.size == 1 else agree.once(kept)
         if found is None:
             found = self._drawn(begins)
         self.told |= found.apart()
@@ -177,7 +181,7 @@ class Phases:
         return sorted(found)
 
     def _judged(self, answers: Sequence[Answer]) -> Tensor:
-        """Rewards, which the first rank finds for all. Raises ValueError, on every rank, for an
+        """Rewards, which the first rank finds for all. Raises NoReward, on every rank, for an
         answer whose reward fails where a run is to stop then.
         """
 
@@ -194,7 +198,10 @@ class Phases:
                 found.append(reward)
             return [*found, float(failed)]
 
-        *rewards, failed = all_of() if self.mesh.size == 1 else agree.once(all_of)
+        try:
+            *rewards, failed = all_of() if self.mesh.size == 1 else agree.once(all_of)
+        except ValueError as error:  # of any rank's kind, once it has come from another
+            raise NoReward(str(error)) from None
         self.told["rollout/failed_rewards"] = failed
         return torch.tensor(rewards)
 

@@ -38,8 +38,18 @@ class Judgement(NamedTuple):
     """It has."""
 
 
+class NoReward(ValueError):
+    """A run is to end where an answer has no reward; the message says why there is none."""
+
+
 class Judge(ABC):
     """Gives each answer a reward; used within `with`."""
+
+    def begin(self) -> None:
+        """What takes time before the first answer. Raises ValueError where nothing can be judged;
+        who does not call it is told with the first answer.
+        """
+        return None
 
     @abstractmethod
     def __call__(self, answer: Answer) -> Judgement: ...
@@ -101,7 +111,6 @@ class Apart(Judge):
         self.replies: TextIO | None = None
 
     def __enter__(self) -> "Apart":
-        self._start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -109,7 +118,7 @@ class Apart(Judge):
 
     def __call__(self, answer: Answer) -> Judgement:
         if self.process is None:
-            self._start()
+            self.begin()
         asked = {"prompt": answer.prompt, "answer": answer.text, "row": answer.row}
         reply = self._asked(json.dumps(asked) + "\n", self.limit)
         if reply is None:
@@ -119,8 +128,7 @@ class Apart(Judge):
             return Judgement(reply["reward"])
         return Judgement(None, f"{self.name}: {reply['failed']}")
 
-    def _start(self) -> None:
-        """Raises ValueError where the function is not there."""
+    def begin(self) -> None:
         ours, theirs = os.pipe()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "dolmen.rollouts.judge", self.name, str(theirs)],

@@ -1,7 +1,7 @@
 """Where the batches of a run come from: its data, or what its own model draws (rollouts/)."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -16,12 +16,13 @@ from dolmen.optim.precision import DTYPES
 from dolmen.rollouts import prompts
 from dolmen.rollouts.phases import Phases
 from dolmen.rollouts.prompts import PromptLoader
-from dolmen.rollouts.rewards import judge_of
+from dolmen.rollouts.rewards import NoReward, judge_of
 from dolmen.rollouts.weights import Drawing
 from dolmen.serving.engine import stop_tokens
 from dolmen.training import reference
 from dolmen.training.check import own_tokenizer
 from dolmen.training.config import RunConfig
+from dolmen.training.folder import Unusable
 from dolmen.training.step import TrainState
 
 
@@ -63,6 +64,15 @@ def prepare(run: RunConfig, begun: RunConfig, progress: bool, verify: bool) -> L
 
 
 @contextmanager
+def _ending() -> Iterator[None]:
+    """Within, an answer without a reward ends the run with a sentence."""
+    try:
+        yield
+    except NoReward as error:
+        raise Unusable(str(error)) from None
+
+
+@contextmanager
 def drawn(
     run: RunConfig,
     begun: RunConfig,
@@ -89,7 +99,7 @@ def drawn(
         ends |= stop_tokens(open_source(begun.init))
     assert run.reward is not None, "check_objective has seen it"
     judge = judge_of(run.reward, run.rollout.limit_seconds)
-    with judge if mesh.first else nullcontext():
+    with judge, _ending():
         yield Phases(
             run.rollout,
             loader,

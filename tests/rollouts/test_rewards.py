@@ -86,8 +86,8 @@ def test_what_takes_too_long_has_failed_and_what_comes_after_has_not():
     ],
 )
 def test_a_function_that_is_not_there_is_refused(name, why):
-    with pytest.raises(ValueError, match=why), judge_of(name, 1.0):
-        pass
+    with pytest.raises(ValueError, match=why), judge_of(name, 1.0) as judge:
+        judge.begin()
 
 
 @pytest.mark.parametrize("name", ["exakt", "a b:c", "judges:", "regex:("])

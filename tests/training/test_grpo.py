@@ -81,3 +81,24 @@ def test_a_run_that_stopped_within_a_phase_goes_on_bitwise(prompts, tmp_path):
     for a, b in zip(rows(want), rows(got), strict=True):
         if a["step"] <= 8:  # those of the phase that had begun
             assert a["loss"] == b["loss"] and a["grad_norm"] == b["grad_norm"], a["step"]
+
+
+@pytest.mark.spawn
+@pytest.mark.slow
+def test_a_reward_that_fails_is_refused_ends_the_run_or_is_counted(prompts, tmp_path, monkeypatch):
+    """A function that is not there before anything is written; one that raises with a sentence."""
+    (tmp_path / "mine.py").write_text(
+        "def f(prompt, answer, row):\n"
+        "    if len(answer) % 2: raise RuntimeError('odd')\n"
+        "    return 1.0\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    absent = dolmen(*options(prompts, tmp_path / "no", "--reward", "mine:g"))
+    assert absent.code == 2 and "mine has no function g" in absent.words
+    assert not (tmp_path / "no").exists()
+    few = ("--train.steps", 2, "--reward", "mine:f")
+    ended = dolmen(*options(prompts, tmp_path / "ended", *few))
+    assert ended.code == 2 and "RuntimeError: odd (--rollout.on-failure" in ended.words
+    went_on = dolmen(*options(prompts, tmp_path / "on", *few, "--rollout.on-failure", "leave-out"))
+    assert went_on.code == 0, went_on.words
+    assert rows(tmp_path / "on")[0]["rollout/failed_rewards"] > 0
