@@ -142,7 +142,7 @@ def opened(
     """The chats of a source, or its pairs, of which the answer alone is trained, or, of one number,
     no token.
     """
-    assert config.rows != "text"
+    assert config.rows != "text" and config.rows != "prompts"
     train_on: TrainOn = config.train_on if config.rows == "chats" else "last"
     return open_examples(
         source,

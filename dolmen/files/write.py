@@ -15,8 +15,11 @@ NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 def replace(file: Path, content: bytes | str, lasting: bool = True) -> None:
     """Give the file this content, whole or not at all: it is written beside it, under its name with
     `.part`, and renamed. What has these names is taken away, and not written to. `lasting`: it
-    outlives a power cut. Raises OSError.
+    outlives a power cut. Raises OSError, for a folder and for a device too, which are no files.
     """
+    if file.exists() and not file.is_file():
+        number = errno.EISDIR if file.is_dir() else errno.EINVAL
+        raise OSError(number, os.strerror(number), str(file))
     part = file.with_name(f"{file.name}.part")
     part.unlink(missing_ok=True)  # of a killed run
     with open(os.open(part, NEW, 0o666), "wb") as stream:

@@ -15,6 +15,15 @@ SIMPO_MARGIN = 0.5
 WEIGHTS = ("desirable_weight", "undesirable_weight")
 
 
+OWN = {
+    "tokens": (),
+    "dpo": ("beta", "kind", "label_smoothing", "reference", "margin", *WEIGHTS),
+    "reward": ("margin", "center"),
+    "grpo": ("reference",),
+}
+"""Of each objective the options that are its own."""
+
+
 @dataclass(frozen=True)
 class ObjectiveConfig:
     """What the model is trained to."""
@@ -57,20 +66,13 @@ class ObjectiveConfig:
         refuse_empty("objective.reference", self.reference)
         if self.name == "dpo":
             check_dpo(self.beta, self.kind, self.label_smoothing)
-        own = {
-            "dpo": ("beta", "kind", "label_smoothing", "reference", "margin", *WEIGHTS),
-            "reward": ("margin", "center"),
-            "grpo": ("reference",),
-            "tokens": (),
-        }[self.name]
         for field in fields(self):
-            if field.name not in ("name", *own) and getattr(self, field.name) != field.default:
+            own = field.name in ("name", *OWN[self.name])
+            if not own and getattr(self, field.name) != field.default:
+                having = " and ".join(name for name, known in OWN.items() if field.name in known)
                 raise ValueError(
-                    "objective.beta, kind, label-smoothing and reference are of dpo: use "
-                    "--objective.name dpo, or leave them out"
-                    if field.name in ("beta", "kind", "label_smoothing", "reference")
-                    else f"objective.{field.name} is not of objective.name {self.name}: leave it "
-                    "out, or use --objective.name reward"
+                    f"objective.{field.name.replace('_', '-')} is of {having}, and objective.name "
+                    f"is {self.name}: leave it out, or use another --objective.name"
                 )
         if self.name == "dpo" and not self.compares and self.reference is not None:
             raise ValueError(

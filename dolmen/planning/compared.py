@@ -73,7 +73,11 @@ def predict(row: Published, spread_of, cluster: Cluster | None = None) -> Predic
     measured = measured_of(row, cluster, warnings)
     found: list[tuple[str, Job, Forecast]] = []
     problems: list[str] = []
-    for words, job in jobs(row, cluster, warnings):
+    try:  # a model that cannot be made is known as the first job is
+        asked = list(jobs(row, cluster, warnings))
+    except ValueError as error:
+        asked, problems = [], [str(error)]
+    for words, job in asked:
         try:
             found.append((words, job, forecast(job, spread)))
         except ValueError as error:

@@ -146,6 +146,12 @@ class PlanConfig:
                 "batch and length are of generation: give --inference too, or for training "
                 "--train.global-batch-size and --train.sequence-length"
             )
+        of_training = ("as_recipe", "report", "tokens", "rent", "explain")
+        if self.inference and (said := [name for name in of_training if getattr(self, name)]):
+            raise ValueError(
+                f"{said[0].replace('_', '-')} is of training, and --inference is in place of it: "
+                "leave one of the two out"
+            )
         for name in ("tokens", "rent", "node_price", "years", "kilowatt_hour"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < 1e30:

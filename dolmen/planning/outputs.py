@@ -33,6 +33,8 @@ def _refuse(words: str, file: Path, folder: Path) -> None:
     number = 0
     if file.is_dir():
         number = errno.EISDIR
+    elif file.exists() and not file.is_file():  # a device, which would be one no more
+        number = errno.EINVAL
     elif not folder.is_dir():
         number = errno.ENOTDIR if os.path.lexists(folder) else errno.ENOENT
     elif not os.access(folder, os.W_OK | os.X_OK):

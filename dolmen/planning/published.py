@@ -37,7 +37,9 @@ MOST = {
     "num_gpus": 1e6,
     "layers": 1e4,
 }
-NUMBER = r"([0-9][0-9,_]*\.?[0-9]*(?:[eE][-+]?[0-9]+)?)"
+# and less: below it a ratio to it is no number that says anything
+LEAST = {"step_time_s": 1e-5, "tokens_s_gpu": 1e-3, "tflops_per_gpu": 1e-3}
+NUMBER = r"((?:[0-9]{1,3}(?:[,_][0-9]{3})+|[0-9]+)\.?[0-9]*(?:[eE][-+]?[0-9]+)?)"
 _COUNTED = {"": 1.0, "k": 1000.0, "m": 1e6}
 _OF_TOKENS = {"": 1.0, "k": 1024.0, "tokens": 1.0}
 UNITS: dict[str, dict[str, float]] = {
@@ -230,10 +232,10 @@ def understood(row: dict[str, str | None], stem: str, index: int) -> Published:
 
 
 def bare(text: str) -> str:
-    """Without what stands in round brackets."""
+    """Without what stands in brackets."""
     previous = None
     while previous != text:
-        previous, text = text, re.sub(r"\([^()]*\)", " ", text)
+        previous, text = text, re.sub(r"\([^()]*\)|\[[^\[\]]*\]", " ", text)
     return " ".join(text.split())
 
 
@@ -251,9 +253,9 @@ def _number(name: str, text: str, warnings: list[str]) -> float | None:
         value = (value + _plain(found[2])) / 2
         warnings.append(f"{name} {text[:40]!r} is a range: taken for its middle")
     value *= unit
-    if name in COUNTS and (value < 1 or value != int(value) or value > 1e9):
+    if name in COUNTS and not (1 <= value <= 1e9 and value == int(value)):
         return _empty(name, text, "is no count", warnings)
-    if value <= 0 or value > MOST.get(name, 1e9):
+    if not LEAST.get(name, 0) < value <= MOST.get(name, 1e9):
         return _empty(name, text, "cannot be in its unit", warnings)
     return value
 

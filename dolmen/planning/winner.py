@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 from dolmen.core.log import gib
 from dolmen.files import gate, kinds, write
-from dolmen.planning.config import Device, DryrunConfig, DryrunRequest
+from dolmen.planning.config import Device, DryrunConfig, DryrunRequest, ranks_of
 from dolmen.planning.fingerprint import of_step
 from dolmen.planning.hardware import measured_at
 from dolmen.planning.ledger import WORDS
@@ -65,7 +65,9 @@ def counted_of(run: RunConfig, device: Device, progress: bool) -> list[dict[str,
     """
     file = measured_at() / "winners" / f"{of_step(run, run.known_model, device)}.json"
     with suppress(gate.Refused, OSError):
-        return gate.read_json(file, kinds.DRYRUN)["ranks"]
+        kept = gate.read_json(file, kinds.DRYRUN)["ranks"]
+        if _is_whole(kept, run):
+            return kept
     # torch takes two seconds to import, and what has been counted needs none
     from dolmen.planning.composed import blocks_run, report
 
@@ -78,6 +80,17 @@ def counted_of(run: RunConfig, device: Device, progress: bool) -> list[dict[str,
         file.parent.mkdir(parents=True, exist_ok=True)
         write.replace(file, json.dumps(found), lasting=False)
     return found["ranks"]
+
+
+def _is_whole(ranks: list[dict[str, Any]], run: RunConfig) -> bool:
+    """Whether what was kept is of the ranks that are asked, and adds up: else it is made anew."""
+    asked = ranks_of(DryrunConfig().ranks, run.layout.world)
+    return [one["rank"] for one in ranks] == asked and all(
+        one["live_bytes"].keys() == {*WORDS.values()}
+        and min(one["live_bytes"].values()) >= 0
+        and sum(one["live_bytes"].values()) == one["peak_bytes"]
+        for one in ranks
+    )
 
 
 def beside(question: Question, choice: Choice, counted: dict[str, Any]) -> RankRun:

@@ -22,9 +22,7 @@ from dolmen.model.tree import Tree
 class Drawing:
     """A decoder for inference beside one that is trained."""
 
-    def __init__(
-        self, tree: Tree, training: Training, mesh: Mesh, tp: int, dtype: torch.dtype | None
-    ):
+    def __init__(self, tree: Tree, training: Training, mesh: Mesh, tp: int, dtype: torch.dtype):
         """`mesh` is that of training. Raises ValueError where `tp` does not divide its processes,
         or the model.
         """

@@ -94,7 +94,8 @@ def drawn(
         name = run.objective.reference or begun.init
         assert name is not None, "check_objective has seen it"
         before = reference.opened(run, name, state, mesh)
-    ends = {loader.tokenizer.eos_token_id} - {None}
+    own_end = loader.tokenizer.eos_token_id
+    ends = set() if own_end is None else {int(own_end)}
     if begun.init is not None:
         ends |= stop_tokens(open_source(begun.init))
     assert run.reward is not None, "check_objective has seen it"

@@ -120,13 +120,13 @@ def optimizer_step(
 
     The host fills the device's queue, and reads what it must know to update or not: once.
     """
-    # The count divides the loss before backward, so gradients are summed and never averaged: a rank
-    # with fewer real tokens weighs less, as its rows do in one process. It is not read here, which
-    # would keep the device waiting for the first product.
     if state.new_rows is not None and state.step == state.new_rows.until:
         new_rows.restart(state.optimizer)
         state.inherited = -state.updates
         state.spike.load([])
+    # The count divides the loss before backward, so gradients are summed and never averaged: a rank
+    # with fewer real tokens weighs less, as its rows do in one process. It is not read here, which
+    # would keep the device waiting for the first product.
     micros = batch.microbatches(len(batch.tokens) // state.schedule.micros)
     # a model that fills in tokens, or says one number of a text, reads all, though few have a label
     whole = state.model.tree.both_ways or isinstance(state.model.tree.head, Scalar)

@@ -55,15 +55,14 @@ def check_base(base: Vocabulary, new: Vocabulary) -> None:
 
 def check_merged(
     base: Vocabulary,
-    new: Vocabulary,
     folder: Path,
     first: int,
     tokens: Sequence[str],
     text: Text | None,
 ) -> None:
-    """Raises ValueError where the tokenizer in `folder`, which has `tokens` from id `first` on, is
-    not the base with these, does not make each of its own text, or does not give texts back that
-    the base or the new one do.
+    """Raises ValueError where the tokenizer in `folder`, which has `tokens` from id `first` on,
+    has another id for one of these, has no merges that lead to it (of bpe), or does not give texts
+    back.
     """
     made = load_tokenizer(str(folder), "--to")
     ids = made.get_vocab()

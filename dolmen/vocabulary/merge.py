@@ -7,7 +7,7 @@ merges of the base stay as they are; what it has already is left out.
     tokenizers      merges behind all others (chain.py), and ids behind special tokens too
 
 A text is cut by a BPE as by the base, and then joined further. What was written is opened again by
-`transformers`, and compared with both inputs, and with sentencepiece itself, before it lies at the
+`transformers`, and compared with sentencepiece itself, before it lies at the
 destination.
 """
 
@@ -120,7 +120,7 @@ def merge(asked: VocabMergeConfig, progress: bool = True) -> Merged:
     with unfinished.beside(to) as (part, words):
         write(part, files)
         _copy(base.where, part)
-        check_merged(base, new, part, first, grown.tokens, text)
+        check_merged(base, part, first, grown.tokens, text)
         before = after = None
         if text is not None:
             say(f"counting tokens of {text.name}", progress)

@@ -74,6 +74,9 @@ class Server(ThreadingHTTPServer):
         self.shown, self.token = shown, secrets.token_urlsafe(24)
         super().__init__((host, port), Handler)
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Nothing: a reader has gone away."""
+
     @property
     def address(self) -> str:
         """For a browser on this machine, or one that knows it by the host that was asked for."""
@@ -89,8 +92,11 @@ class Handler(BaseHTTPRequestHandler):
     timeout = PATIENCE
 
     def do_GET(self) -> None:
-        asked = urlsplit(self.path)
-        given = parse_qs(asked.query, max_num_fields=8).get("token", [""])[0]
+        try:
+            asked = urlsplit(self.path)
+            given = parse_qs(asked.query, max_num_fields=8).get("token", [""])[0]
+        except ValueError:
+            return self._say(HTTPStatus.BAD_REQUEST, "that is no address\n")
         if not hmac.compare_digest(given.encode(), self.server.token.encode()):
             return self._say(HTTPStatus.FORBIDDEN, "the address lacks its token\n")
         answer = self.server.shown.answer(asked.path)

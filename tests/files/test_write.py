@@ -1,6 +1,7 @@
 """Files are written whole, and into nobody else's."""
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -29,3 +30,10 @@ def test_lines_are_added_to_no_file_of_another_name(tmp_path):
     with pytest.raises(OSError):
         write.append(tmp_path / "b.txt")
     assert (tmp_path / "precious").read_text() == "mine\n"
+
+
+@pytest.mark.parametrize("name", ["/dev/null", "/dev/full"])
+def test_a_device_is_not_replaced_by_a_file(name):
+    with pytest.raises(OSError, match="Invalid argument"):
+        write.replace(Path(name), "{}")
+    assert not Path(name).is_file()

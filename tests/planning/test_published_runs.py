@@ -296,3 +296,27 @@ def test_files_that_are_none_are_refused(tmp_path):
         (tmp_path / "rows.csv").write_text(text)
         with pytest.raises(ValueError, match=words):
             read_rows([tmp_path / "rows.csv"])
+
+
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        ("tp", "1e400"),
+        ("num_gpus", "9" * 5000),
+        ("step_time_s", "1e-300"),
+        ("tokens_s_gpu", "1e-300"),
+        ("step_time_s", "31,4 sec"),  # a comma of thousands has three digits behind it
+    ],
+)
+def test_a_number_that_cannot_be_is_empty(name, text):
+    found = row_of(**{name: text})
+    assert any(f"{name} " in line and "taken as empty" in line for line in found.warnings)
+
+
+def test_what_stands_in_square_brackets_is_a_remark_too():
+    assert row_of(gbs="512 [global]").batch == 512
+
+
+def test_a_model_that_cannot_be_made_is_told_and_no_row_is_fatal():
+    found = predicted(model="llama", layers="80", hidden="8192", heads="60", ffn="28672")
+    assert found.forecast is None and "head_dim" in " ".join(found.warnings)

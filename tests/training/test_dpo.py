@@ -263,5 +263,5 @@ def test_what_is_refused(pairs, tmp_path, more, told):
 
 
 def test_options_of_dpo_are_of_dpo():
-    with pytest.raises(ValueError, match="are of dpo: use --objective.name dpo"):
+    with pytest.raises(ValueError, match="is of dpo, and objective.name is tokens"):
         ObjectiveConfig(beta=0.2)

@@ -111,7 +111,7 @@ def material_docs(start):
         (("--train.global-batch-size", 3), "a pair takes two sequences"),
         (("--data.rows", "chats"), "do not belong together"),
         (("--objective.center", -1), "objective.center is -1.0"),
-        (("--objective.beta", 0.3), "are of dpo"),
+        (("--objective.beta", 0.3), "is of dpo"),
         (("--finish.export", "--finish.sample", "x"), "a reward model ends in one number"),
     ],
 )
