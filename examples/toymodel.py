@@ -1,10 +1,8 @@
 """A module of one's own over several processes: ToyModel of PyTorch's tutorials, 10 -> 32 -> 5, its
-first layer by columns and its second by rows, trained, and saved at any layout.
+first layer by columns and its second by rows. Every layout prints the same losses.
 
     python examples/toymodel.py
     torchrun --nproc-per-node 4 examples/toymodel.py --tp 2
-
-Every layout prints the same losses.
 """
 
 import argparse
@@ -42,8 +40,8 @@ def train(mesh: Mesh, zero: int = 0, steps: int = 10) -> list[float]:
     losses = []
     for batch in data[:, rows]:
         loss = (model(batch[:, :10]) - batch[:, 10:]).square().sum() / BATCH
-        modules.step(model, optimizer, loss, mesh)
         whole = loss.detach().clone()
+        modules.step(model, optimizer, loss, mesh)
         if mesh.dp.size > 1:
             dist.all_reduce(whole, group=mesh.dp.group)
         losses.append(float(whole))

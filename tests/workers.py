@@ -7,6 +7,8 @@ from xdist.scheduler import LoadFileScheduling
 ROWS = (
     "tests/golden/",
     "tests/parallel/test_assembly.py",
+    "tests/parallel/test_styles.py",
+    "tests/rollouts/test_weights.py",
     "tests/comparison/test_diff.py",
     "tests/conversion/test_source.py",
     "tests/families/test_over_layouts.py",

@@ -4,6 +4,7 @@ A batch brings of each token, beside the labels of answers, numbers: its log-pro
 drawn, its answer's advantage and, where the KL counts, its log-probability in the reference.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,9 +17,12 @@ from dolmen.model.head import Logits
 from dolmen.objectives import policy
 from dolmen.objectives.objective import Judged
 from dolmen.objectives.policy import Kind, Level
+from dolmen.objectives.tokens import Metrics
 from dolmen.ops.loss import IGNORED
 
 OLD, ADVANTAGE, REFERENCE = "old", "advantage", "reference"
+Loss = Callable[[Tensor, slice, Tensor], tuple[Tensor, Metrics]]
+"""(new, which rows they are of, what counts) -> the mean, and what is told of it."""
 BY_TOKENS = ("bnpo", "dapo", "cispo")
 """Kinds whose mean is over tokens; that of others is over rows."""
 
@@ -50,23 +54,39 @@ class Group:
 
     def __call__(self, hidden: Float[Tensor, "_ hidden"], head: Logits, batch: Batch) -> Judged:
         new = head.whole(head.log_probabilities(hidden, batch.labels, self.temperature))
-        here, old = batch.labels != IGNORED, batch.numbers[OLD]
-        mean, metrics = policy.group(
-            new,
-            old,
-            batch.numbers[REFERENCE] if self.beta else None,
-            batch.numbers[ADVANTAGE],
-            here,
-            kind=self.kind,
-            beta=self.beta,
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
-            level=self.level,
-            max_length=self.max_length,
-        )
+        here = batch.labels != IGNORED
+
+        def loss(new: Tensor, rows: slice, here: Tensor) -> tuple[Tensor, Metrics]:
+            return policy.group(
+                new,
+                batch.numbers[OLD][rows],
+                batch.numbers[REFERENCE][rows] if self.beta else None,
+                batch.numbers[ADVANTAGE][rows],
+                here,
+                kind=self.kind,
+                beta=self.beta,
+                clip_low=self.clip_low,
+                clip_high=self.clip_high,
+                level=self.level,
+                max_length=self.max_length,
+            )
+
+        mean, _ = loss(new, slice(None), here)
         size = here.sum() if self.kind in BY_TOKENS else len(here)
-        metrics.setdefault("reference_kl", new.new_zeros(()))
-        # a metric is told as its sum over the count: of one that is a mean over tokens, by rows,
-        # the mean over microbatches
-        told = tuple(head.shared(metrics[name] * size) for name in self.names)
+        told = tuple(head.shared(one) for one in self._told(loss, new.detach(), batch))
         return Judged(head.shared(mean * size), told)
+
+    def _told(self, loss: Loss, new: Tensor, batch: Batch) -> list[Tensor]:
+        """Sums of what each answer says by itself, a mean over its tokens, over answers or over
+        tokens as the loss counts: so no microbatch decides a metric.
+        """
+        sums = [new.new_zeros(()) for _ in self.names]
+        for row in range(len(new)):
+            own = slice(row, row + 1)
+            here = batch.labels[own] != IGNORED
+            metrics = loss(new[own], own, here)[1]
+            weight = here.sum() if self.kind in BY_TOKENS else 1
+            for total, name in zip(sums, self.names, strict=True):
+                if name in metrics:
+                    total.add_(metrics[name] * weight)
+        return sums

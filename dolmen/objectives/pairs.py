@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
@@ -121,10 +122,10 @@ def count(batch: Batch) -> int:
         raise ValueError(
             f"{rows} sequences are not divisible into pairs: use an even --train.microbatch-size"
         )
-    said = Answers(batch).last >= 0
-    alone = (said[0::2] != said[1::2]).nonzero()
+    said = (Answers(batch).last >= 0).numpy()
+    alone = np.argwhere(said[0::2] != said[1::2])
     if len(alone):
-        row, document = alone[0].tolist()
+        row, document = alone[0]
         empty = 2 * row + int(said[2 * row, document])
         raise ValueError(
             f"sequence {empty} of a batch of pairs has no token to judge in document {document}: "

@@ -181,7 +181,7 @@ def test_what_is_forgotten_is_seen(row, result):
     "plan, told",
     [
         ({"net3": "columns"}, "no part net3: did you mean net"),
-        ({"net1": "column"}, "net1 is 'column': did you mean columns"),
+        ({"net1": "column"}, "net1 is 'column': use one of columns"),
         ({"net1": "columns", "net*": "rows"}, "net1 is columns and rows: name it once"),
         ({"": "rows"}, "the module has no part"),
     ],
