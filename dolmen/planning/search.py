@@ -5,6 +5,7 @@ those that fit are timed in closed form, and the best of them simulated.
 import heapq
 from dataclasses import dataclass, replace
 
+from dolmen.core.log import gib
 from dolmen.core.words import counted
 from dolmen.model import count
 from dolmen.planning.changes import changes
@@ -183,8 +184,3 @@ def bound(parts: dict[str, float]) -> str:
     whole, computed = sum(sums.values()), sums.pop("compute", 0.0)
     name, most = max(sums.items(), key=lambda one: one[1], default=("compute", 0.0))
     return name if most > 0.1 * whole or computed == 0 else "compute"
-
-
-def gib(size: int) -> str:
-    """Bytes, to a tenth of a GiB."""
-    return f"{size / 2**30:,.1f} GiB"
