@@ -25,7 +25,7 @@ TESTS = Path(__file__).parent
 NEEDS = {
     "spawn": """subprocess multiprocessing torch.multiprocessing dolmen.launch.launcher.launch
         spawning.run_spawned spawning.run_rows""".split(),
-    "command": "tinyrun.dolmen dolmen.cli.main dolmen.train dolmen.api.train".split(),
+    "command": "tinyrun.dolmen dolmen.cli.main dolmen.train dolmen.api.runs.train".split(),
 }
 FORKS = ("os.fork", "os.forkpty")
 RUNS = ("subprocess.Popen", "os.posix_spawn")  # of another Python; fc-list and uname are no ranks

@@ -79,7 +79,6 @@ def doubled(page: str) -> list[str]:
     found = [room for room, times in Counter(room for room, _ in rooms(page)).items() if times > 1]
     for room, text in rooms(page):
         there = Counter(p.stem for p in (ROOT / "dolmen" / room).rglob("*.py"))
-        there.update(["api"])  # it has no folder
         for name, times in Counter(re.findall(r"(?<![\w/])(\w+)\.py", text)).items():
             found += [f"{room}/{name}.py"] * (times > there[name])
     return found

@@ -1,0 +1,39 @@
+"""Dolmen from Python: what the commands do, as functions of the same names, with the same checks
+and messages; and `parallelize`, which has no command.
+"""
+
+from dolmen.api.comparisons import diff, verify
+from dolmen.api.conversions import convert, export
+from dolmen.api.evaluations import evaluate, evaluate_tasks
+from dolmen.api.models import Model, generate, load
+from dolmen.api.modules import parallelize
+from dolmen.api.plans import dryrun, plan, plan_inference
+from dolmen.api.runs import show, train
+from dolmen.api.vocabularies import (
+    extend_vocabulary,
+    merge_vocabularies,
+    tokenize,
+    train_vocabulary,
+)
+
+__all__ = [
+    "Model",
+    "convert",
+    "diff",
+    "dryrun",
+    "evaluate",
+    "evaluate_tasks",
+    "export",
+    "extend_vocabulary",
+    "generate",
+    "load",
+    "merge_vocabularies",
+    "parallelize",
+    "plan",
+    "plan_inference",
+    "show",
+    "tokenize",
+    "train",
+    "train_vocabulary",
+    "verify",
+]

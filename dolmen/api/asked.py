@@ -1,0 +1,66 @@
+"""Keywords of Python to what a command would be told in words, for every function of this room:
+with the same checks, and refusals that name the keyword.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from dolmen.comparison.config import DiffConfig
+from dolmen.conversion.config import ConvertConfig, ExportConfig
+from dolmen.core.config import from_dict, option_types
+from dolmen.core.errors import BadInput, message
+from dolmen.core.keywords import in_python
+from dolmen.core.words import printable
+from dolmen.data.config import TokenizeConfig
+from dolmen.evaluation.config import EvaluateConfig, VerifyConfig
+from dolmen.families import families
+from dolmen.families.start import option_fields
+from dolmen.planning.config import DryrunConfig
+from dolmen.recipes.changed import plain
+from dolmen.serving.config import GenerateConfig
+from dolmen.training.config import RunConfig
+from dolmen.training.request import Handling
+from dolmen.vocabulary.config import VocabExtendConfig, VocabMergeConfig, VocabTrainConfig
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
+
+
+@contextmanager
+def value_errors(own: Mapping[str, str] | None = None) -> Iterator[None]:
+    """What the command line tells in a line and with exit code 2 is a ValueError of that line,
+    which names the keywords of Python: those of `own`, and of all functions.
+    """
+    try:
+        yield
+    except (BadInput, ValueError, KeyError, OSError) as error:
+        raise ValueError(in_keywords(message(error), own or {})) from error
+
+
+def in_keywords(text: str, own: Mapping[str, str]) -> str:
+    options = _options()
+    keywords = {**{name: name for name in options}, **own}
+    return in_python(printable(text), keywords, [n for n, kind in options.items() if kind is bool])
+
+
+@cache
+def _options() -> dict[str, Any]:
+    """Every option of a command, as Python spells it -> its type; of a model's none."""
+    known: dict[str, Any] = {"model.model_type": str}
+    for one in families().values():
+        known |= {f"model.{name}": None for name in option_fields(one)}
+    exchanged = (ExportConfig, ConvertConfig, TokenizeConfig, VerifyConfig, DiffConfig)
+    vocabulary = (VocabTrainConfig, VocabMergeConfig, VocabExtendConfig)
+    asked = (GenerateConfig, EvaluateConfig, DryrunConfig)
+    for cls in (Handling, RunConfig, *exchanged, *vocabulary, *asked):
+        known |= option_types(cls)
+    return known
+
+
+def asked_of(cls: type[T], **said: Any) -> T:
+    """What a command would take in words. Raises ValueError for what is of another type."""
+    return from_dict(cls, {name: plain(value) for name, value in said.items()})

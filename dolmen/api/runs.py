@@ -1,0 +1,50 @@
+"""A run, and the page of several: `train`, `show`."""
+
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from dolmen.api.asked import asked_of, in_keywords, value_errors
+from dolmen.core.errors import BadInput
+from dolmen.core.paths import expand
+from dolmen.recipes.changed import request
+from dolmen.training import job
+from dolmen.training.config import RunConfig
+from dolmen.watching import page
+from dolmen.watching.config import ShowConfig
+
+
+def train(recipe: str | PathLike | RunConfig, **changes: Any) -> Path:
+    """Train a recipe, the run of a YAML file or a RunConfig, with `changes`: options of `dolmen
+    train` as keywords, those of a section in a mapping. Returns the run's folder.
+
+        dolmen.train("quickstart", train={"steps": 50}, layout={"tp": 1}, overwrite=True)
+
+    Starts as many processes as the layout needs; a run of one process is this process. Raises
+    ValueError on bad input, KeyboardInterrupt after Ctrl-C and SystemExit after SIGTERM (saved
+    first), RuntimeError if another process fails, and what is raised in this one.
+    """
+    with value_errors():
+        asked = request(recipe, changes)
+    try:
+        code = job.run(asked)
+    except BadInput as error:
+        raise ValueError(in_keywords(str(error), {})) from None
+    if code == 130:
+        raise KeyboardInterrupt
+    if code == 143:
+        raise SystemExit(code)
+    if code:
+        raise RuntimeError(f"the run ended with exit code {code}")
+    return asked.out
+
+
+def show(*runs: str | PathLike, out: str | PathLike = "show.html") -> Path:
+    """`dolmen show RUN ...`: the page of these runs, in the file `out`, which is returned. Raises
+    ValueError for a folder that holds no run, and a file that is no such page.
+
+        dolmen.show("runs/one", "runs/two", out="both.html")
+    """
+    with value_errors({"out": "out"}):
+        asked = asked_of(ShowConfig, runs=[str(one) for one in runs], out=out)
+        return page.write_page([expand(name) for name in asked.runs], Path(asked.out))
