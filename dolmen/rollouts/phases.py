@@ -9,7 +9,7 @@ on makes the same phases; what a phase has drawn is read from its file where the
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,6 +50,33 @@ class Written(NamedTuple):
     """It has come to its end, and not to max_new_tokens."""
 
 
+@dataclass(frozen=True, eq=False)
+class Models:
+    """Those that a phase asks."""
+
+    trained: Decoder
+    drawing: Drawing
+    reference: Decoder | None = None
+    """What the run began with, where a KL from it counts."""
+
+
+@dataclass(frozen=True, eq=False)
+class Setup:
+    """What a run says of its phases, whatever is learned from them."""
+
+    mesh: Mesh
+    schedule: Schedule
+    stop: frozenset[int]
+    """Tokens that end an answer."""
+    length: int
+    """Of a row, at most."""
+    seed: int
+    out: Path
+    kept: Callable[[], list[int]] = list
+    """Steps of the checkpoints that there are."""
+    say: Callable[[str], None] = print
+
+
 class Phases:
     """What `train_steps` reads, of a run that draws it."""
 
@@ -57,24 +84,12 @@ class Phases:
         self,
         config: RolloutConfig,
         loader: PromptLoader,
-        trained: Decoder,
-        drawing: Drawing,
+        models: Models,
         judge: Judge,
-        mesh: Mesh,
-        schedule: Schedule,
-        stop: frozenset[int],
-        length: int,
-        seed: int,
-        out: Path,
-        reference: Decoder | None = None,
-        kept: Callable[[], list[int]] = list,
-        say: Callable[[str], None] = print,
+        setup: Setup,
     ):
-        """`stop`: tokens that end an answer. `kept`: steps of the checkpoints that there are."""
-        self.config, self.loader, self.trained, self.drawing = config, loader, trained, drawing
-        self.judge, self.mesh, self.schedule = judge, mesh, schedule
-        self.stop, self.length, self.seed, self.out = stop, length, seed, out
-        self.reference, self.kept, self.say = reference, kept, say
+        self.config, self.loader, self.models = config, loader, models
+        self.judge, self.setup, self.mesh = judge, setup, setup.mesh
         self.size = loader.global_batch_size
         self.answers, self.updates = config.answers(self.size), config.updates(self.size)
         self.told = loader.told
@@ -93,13 +108,13 @@ class Phases:
     def _rows(self, update: int, begins: int) -> Tensor:
         """Which answers an update learns from: in each epoch all, in another order."""
         epoch, first = divmod(update * self.size, self.answers)
-        key = seed_of(self.seed, "answers", begins, epoch)
+        key = seed_of(self.setup.seed, "answers", begins, epoch)
         places = torch.arange(first, first + self.size).numpy()
         return torch.from_numpy(permute_index(places, self.answers, key))
 
     def _phase(self, begins: int) -> Drawn:
         def kept() -> Drawn | None:
-            return files.load(self.out, begins, self.answers)
+            return files.load(self.setup.out, begins, self.answers)
 
         # the first rank's folder, where hosts share none
         found = kept() if self.mesh.size == 1 else agree.once(kept)
@@ -126,7 +141,7 @@ class Phases:
             [one.tokens for one in asked],
             [one.tokens for one in written],
             [one.logprobs for one in written],
-            self.length,
+            self.setup.length,
             2 * self.mesh.cp.size * self.mesh.tp.size,
         )
         made = self._learned(replace(made, rewards=rewards))
@@ -141,17 +156,21 @@ class Phases:
                 }
                 for one, reward, w in zip(answers, rewards.tolist(), written, strict=True)
             ]
-            files.save(made, self.out, begins, rows)
-            files.forget(self.out, min([begins, *self.kept()]) - self.updates + 1)
+            files.save(made, self.setup.out, begins, rows)
+            files.forget(self.setup.out, min([begins, *self.setup.kept()]) - self.updates + 1)
         return made
 
     def _answered(self, prompts: Sequence[Sequence[int]], begins: int) -> list[Written]:
         """An answer to each prompt, in their order, on every rank."""
-        model, mesh, config = self.drawing.refresh(self.trained), self.drawing.mesh, self.config
+        model, mesh, config = (
+            self.models.drawing.refresh(self.models.trained),
+            self.models.drawing.mesh,
+            self.config,
+        )
         options = Options(
             temperature=config.temperature,
             max_new_tokens=config.max_new_tokens,
-            stop=tuple(sorted(self.stop)),
+            stop=tuple(sorted(self.setup.stop)),
         )
         copies, share = mesh.dp.size, -(-len(prompts) // mesh.dp.size)
         mine = range(mesh.dp.rank * share, min(len(prompts), (mesh.dp.rank + 1) * share))
@@ -164,7 +183,7 @@ class Phases:
                     prompts[i],
                     options,
                     id=f"{begins}/{i}",
-                    seed=self.seed,
+                    seed=self.setup.seed,
                     logprobs="processed",
                 )
                 numbers[engine.add(request)] = i
@@ -193,7 +212,7 @@ class Phases:
                     failed += 1
                     if self.config.on_failure == "stop":
                         raise ValueError(f"{why} (--rollout.on-failure zero or leave-out goes on)")
-                    self.say(f"WARNING: {why}")
+                    self.setup.say(f"WARNING: {why}")
                     reward = 0.0 if self.config.on_failure == "zero" else math.nan
                 found.append(reward)
             return [*found, float(failed)]
@@ -215,10 +234,10 @@ class Phases:
         )
         labels = torch.where(good[:, None], made.labels, IGNORED)
         made = replace(made, labels=labels, advantages=advantages[:, None] * (labels != IGNORED))
-        made = replace(made, old=self._log_probabilities(self.trained, made))
-        if self.reference is None:
+        made = replace(made, old=self._log_probabilities(self.models.trained, made))
+        if self.models.reference is None:
             return made
-        return replace(made, reference=self._log_probabilities(self.reference, made))
+        return replace(made, reference=self._log_probabilities(self.models.reference, made))
 
     def _log_probabilities(self, model: Decoder, made: Drawn) -> Tensor:
         """Of every answer's tokens, on every rank."""
@@ -227,7 +246,7 @@ class Phases:
         for first in range(0, self.answers, self.size):
             own = slice(first + mesh.dp.rank * mine, first + (mesh.dp.rank + 1) * mine)
             here = score.log_probabilities(
-                model, made.batch(own), mesh, self.schedule, self.config.temperature
+                model, made.batch(own), mesh, self.setup.schedule, self.config.temperature
             )
             whole = torch.zeros((self.size, *here.shape[1:]), dtype=here.dtype, device=here.device)
             whole[own.start - first : own.stop - first] = here
@@ -246,7 +265,7 @@ class Phases:
             "rollout/ended": float(whole.mean()),
         }
         away = (made.old - made.reference)[made.labels != IGNORED]
-        if self.reference is not None and len(away):
+        if self.models.reference is not None and len(away):
             self.told["rollout/reference_kl"] = float(away.mean())
 
 

@@ -14,7 +14,7 @@ from dolmen.data.batch import Batch
 from dolmen.data.batches import Loader
 from dolmen.optim.precision import DTYPES
 from dolmen.rollouts import prompts
-from dolmen.rollouts.phases import Phases
+from dolmen.rollouts.phases import Models, Phases, Setup
 from dolmen.rollouts.prompts import PromptLoader
 from dolmen.rollouts.rewards import NoReward, judge_of
 from dolmen.rollouts.weights import Drawing
@@ -104,15 +104,15 @@ def drawn(
         yield Phases(
             run.rollout,
             loader,
-            state.model,
-            drawing,
+            Models(state.model, drawing, before),
             judge,
-            mesh,
-            state.schedule,
-            frozenset(ends),
-            run.sequence_length,
-            run.train.seed,
-            out,
-            before,
-            checkpoints.steps,
+            Setup(
+                mesh,
+                state.schedule,
+                frozenset(ends),
+                run.sequence_length,
+                run.train.seed,
+                out,
+                checkpoints.steps,
+            ),
         )
