@@ -1,0 +1,60 @@
+"""Frozen weights in eight bits: whole numbers and a scale for each output, symmetric (LLM.int8(),
+2208.07339, section 2.1: what it calls row-wise), so that zero stays zero.
+
+    scale     amax / 127, amax the largest |w| of an output; 1 where amax is 0        fp32 [out]
+    payload   w / scale, rounded to nearest, ties to even: -127 to 127                int8 [out, in]
+
+Both follow from a row alone, so rows may be cut among ranks; what is cut along the inputs is cut
+after it was rounded. Each weight is off by half a scale at most. Products multiply the payload as
+it is and the result by the scale: one pass over what is small, none over the weight.
+
+    output            y [t, o] = (x [t, i] payload [o, i]^T) scale [o]
+    input gradient    dx [t, i] = (g [t, o] scale [o]) payload [o, i]
+
+A row with a number that is not finite is NaN.
+"""
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int8
+from torch import Tensor
+
+LARGEST = 127
+SMALLEST_SCALE = 2.0**-126
+"""The smallest normal number of fp32, so that what is divided by it is finite."""
+
+
+def quantise(
+    weight: Float[Tensor, "*experts out in"],
+) -> tuple[Int8[Tensor, "*experts out in"], Float[Tensor, "*experts out"]]:
+    """A weight as (payload, scale), the scale in fp32."""
+    wide = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
+    amax = wide.abs().amax(-1)
+    scale = torch.where(amax > 0, amax / LARGEST, 1.0).clamp(min=SMALLEST_SCALE).float()
+    scale = torch.where(amax.isfinite(), scale, torch.nan)
+    steps = (wide / scale.unsqueeze(-1).to(wide.dtype)).round_().clamp_(-LARGEST, LARGEST)
+    return steps.nan_to_num_(0.0).to(torch.int8), scale
+
+
+def restored(
+    payload: Int8[Tensor, "*experts out in"],
+    scale: Float[Tensor, "*experts out"],
+    dtype: torch.dtype = torch.float32,
+) -> Float[Tensor, "*experts out in"]:
+    """The weight that the two stand for: multiplied in fp32 (fp64 of fp64), then in `dtype`."""
+    wide = torch.promote_types(dtype, torch.float32)
+    return (payload.to(wide) * scale.unsqueeze(-1).to(wide)).to(dtype)
+
+
+def output(
+    x: Float[Tensor, "tokens in"], payload: Int8[Tensor, "out in"], scale: Float[Tensor, " out"]
+) -> Float[Tensor, "tokens out"]:
+    """x W^T, in x's dtype: a payload is exact in it, as bf16 has eight bits of mantissa."""
+    return F.linear(x, payload.to(x.dtype)) * scale.to(x.dtype)
+
+
+def input_gradient(
+    g: Float[Tensor, "tokens out"], payload: Int8[Tensor, "out in"], scale: Float[Tensor, " out"]
+) -> Float[Tensor, "tokens in"]:
+    """g W, in g's dtype."""
+    return (g * scale.to(g.dtype)) @ payload.to(g.dtype)
