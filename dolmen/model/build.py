@@ -18,7 +18,7 @@ from dolmen.model.split import split
 from dolmen.model.training import Training
 from dolmen.model.tree import Tree
 from dolmen.ops.kernels import Hardware, Kernels, choose
-from dolmen.parallel import data
+from dolmen.parallel import data, gathered
 from dolmen.parallel.actions import Schedule
 
 
@@ -56,6 +56,8 @@ def allocate(model: Decoder, device: torch.device) -> Decoder:
     model.to_empty(device=device)
     for delayed in model.delayed().values():
         delayed.on(device)
+    recipes = {name: leaf.fp8 for name, leaf in model.held().items() if leaf.fp8 is not None}
+    gathered.gather_payloads(model, recipes)
     return model
 
 

@@ -38,6 +38,8 @@ ELSEWHERE = {
     "hub.seen_attention": "tests/comparison/test_diff.py::test_both_sides_are_seen_inside",
     "sharding.after_backward": "tests/golden/test_golden.py::"
     "test_layout_never_changes_the_answer",  # its rows of zero-bubble
+    "sharding.gather_as": "tests/golden/test_eight_bits.py::"
+    "test_payloads_that_are_gathered_change_no_bit",
 }
 
 
@@ -314,10 +316,11 @@ def _():
 
 
 @claim("sharding.Record", "sharding.records", "sharding.gather_plain")
-@claim("sharding.replicate")
+@claim("sharding.replicate", "sharding.ranks", "sharding.gathered_shape")
 def _():
-    """A unit of FSDP has a record of each parameter. Of one that tp has split it gathers a plain
-    tensor once it is told to: what backward does with its gradient is tests/parallel/test_bridge's.
+    """A unit of FSDP has a record of each parameter, and knows its ranks. Of one that tp has split
+    it gathers a plain tensor once it is told to: what backward does with its gradient is
+    tests/parallel/test_bridge's.
     """
     fsdp, tensors = (import_module(f"torch.distributed.{n}") for n in ("fsdp", "tensor"))
     join_fake(4)
@@ -338,6 +341,8 @@ def _():
             assert [r.is_dtensor for r in records if r is not weight] == [False]
             assert callable(weight._get_grad_inner_tensor) and weight.is_dtensor
             private("sharding.gather_plain")(weight, lambda g: g)
+            assert private("sharding.ranks")(weight) == (2 if shard is fsdp.fully_shard else 1)
+            assert private("sharding.gathered_shape")(weight) == (2, 4)
             unit.unshard()
             assert type(unit.weight.data) is torch.Tensor and unit.weight.shape == (2, 4)
     finally:

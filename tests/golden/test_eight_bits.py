@@ -17,10 +17,12 @@ from models import Flat, Tiny
 from spawning import Row
 from table import OPTIMIZER, SINGLE, Layout, batches, differences, hold, run, start, updates
 
+from dolmen.core.state import local_view
+from dolmen.core.torch_private import sharding
 from dolmen.evaluation.validate import mean_loss
 from dolmen.model.training import Training
 from dolmen.ops.recipe import Fp8, Fp8Config
-from dolmen.parallel import product
+from dolmen.parallel import data, gathered, product
 
 SIZES = dict(
     vocab_size=71,
@@ -264,6 +266,53 @@ def test_a_scale_that_does_not_follow_is_seen():
         patch.setattr(product.fp8, "scale_of", lambda amax, *of: torch.full_like(amax, 2.0**9))
         assert off() > 5 * usual
     assert usual < 0.05
+
+
+def gathering(layout: Layout, payloads: bool) -> tuple[list, int]:
+    """Of three updates in bf16, and a validation after each: losses, norms and gradients to the
+    bit, and the bytes of what is gathered of all weights.
+    """
+    mesh = layout.mesh(torch.device("cpu"))
+    with pytest.MonkeyPatch.context() as patch:
+        if not payloads:
+            patch.setattr(gathered, "one_payload", lambda recipe: False)
+        train = start(config("fp8-blockwise"), mesh, layout, compute=torch.bfloat16)
+    found, gathers = [], 0
+    for batch in batches(mesh)[:3]:
+        step = updates(train, mesh, [batch])
+        into = [
+            o
+            for u in data.units(train.model)
+            for r in sharding.records(u)
+            for o in r.all_gather_outputs
+        ]
+        gathers = sum(out.numel() * out.element_size() for out in into)
+        found += [*step.losses, *step.norms, mean_loss(train.model, [batch], mesh)]
+        found += [grad.clone() for grad in map(local_view, step.gradients[0].values())]
+    return found, gathers
+
+
+def both(layout: Layout) -> tuple[int, float]:
+    """How many results differ where payloads are gathered, and the bytes over those of values."""
+    (got, few), (want, many) = (gathering(layout, payloads) for payloads in (True, False))
+    same = [
+        torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+        for a, b in zip(got, want, strict=True)
+    ]
+    return same.count(False), few / many
+
+
+GATHERED = [
+    Row(f"gathered {words}", 2, partial(both, Layout.of(words)))
+    for words in ("dp2 zero1", "dp2 zero3 acc2", "cp2 zero2")
+]
+
+
+@pytest.mark.parametrize("row", [row.parameter for row in GATHERED])
+def test_payloads_that_are_gathered_change_no_bit(row, result):
+    differing, share = result(row)
+    assert differing == 0
+    assert share < 0.6, share  # half of layers, and embedding, head and norms as they are
 
 
 MANY = 20

@@ -1,12 +1,13 @@
 """Private names of DTensor and of FSDP, and what we take its records for."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate as _replicate
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard import _fsdp_api
+from torch.distributed.fsdp._fully_shard import _fsdp_api, _fsdp_common
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import _utils
 
@@ -86,3 +87,51 @@ class One(float):
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         return args[0]  # x / 1
+
+
+def ranks(record: Record) -> int:
+    """How many a parameter is sharded over; 1 of `replicate`. 2.11 to 2.13."""
+    info = record.mesh_info
+    return info.shard_mesh_size if isinstance(info, _fsdp_common.FSDPMeshInfo) else 1
+
+
+def gathered_shape(record: Record) -> torch.Size:
+    """That of the plain copy which FSDP gathers of a parameter. 2.11 to 2.13."""
+    return record._orig_size
+
+
+def gather_as(
+    record: Record,
+    sent: Callable[[Tensor, nn.Module], tuple[Tensor, ...]],
+    received: Callable[[Sequence[Tensor]], Tensor],
+) -> None:
+    """Let FSDP gather what `sent(shard, module)` makes of a rank's shard, tensors that begin with
+    its dim 0, and copy what `received` makes of them: each whole, in the same order. How many there
+    are may change from one gathering to the next, as all ranks agree. On a shard that has memory.
+
+    The door is public: two methods of the shard, which FSDP looks for; the methods of a class of
+    tensors, as it is documented, and here of this one tensor, so that parameters at rest are as all
+    others. Private is that it is told of them, and the list of what it gathers into. 2.11 to 2.13.
+    """
+    shard = held(record.sharded_param)
+    shapes: list[torch.Size] = []
+
+    def before(mesh, size, stride, module, policy) -> tuple[tuple[Tensor, ...], None]:
+        parts = sent(shard, module)
+        shapes[:] = [part.shape for part in parts]
+        if len(parts) != len(record.all_gather_outputs):
+            record.all_gather_outputs = []  # made anew
+        return parts, None
+
+    def after(outputs, metadata, dtype, *, out: Tensor | None = None):
+        copy = received([o.view(-1, *shape[1:]) for o, shape in zip(outputs, shapes, strict=True)])
+        if out is not None:
+            # FSDP has kept the copy's place; backward may hold it, as the same values
+            out.data.copy_(copy)
+        for output in record.all_gather_outputs:
+            output.untyped_storage().resize_(0)
+        return None if out is not None else (copy, (copy,))
+
+    shard.fsdp_pre_all_gather = before  # pyright: ignore[reportAttributeAccessIssue]
+    shard.fsdp_post_all_gather = after  # pyright: ignore[reportAttributeAccessIssue]
+    record._init_extensions()
