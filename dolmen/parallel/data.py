@@ -277,6 +277,9 @@ class Reduction:
         # send. W has added to the plain copies since; the hook that ends a backward looks at each
         # unit once more, and takes what has come.
         if last:
+            # Those that I has made itself (norms, biases) wait in fp32 by now, those of W in the
+            # dtype of compute; of one microbatch no sum has made them alike, as FSDP sends them.
+            sharding.after_backward(self.root)
             self._cross(units(self.root), True)
         self.root.set_is_last_backward(last)
         sharding.after_backward(self.root)

@@ -35,6 +35,7 @@ ROWS = tuple(
         ("qwen3, adapters", "tp2 sp zero1"),
         ("gpt2", "dp2 zero3"),
         ("llama", "pp2 acc4 zero-bubble-v v2 zero2"),
+        ("llama", "pp2 zero1 zero-bubble"),
     )
 )
 
