@@ -15,7 +15,7 @@ from dolmen.planning.dry_report import Report as Dry
 from dolmen.planning.plan import Plan
 from dolmen.planning.question import Question
 from dolmen.recipes.changed import plain, request
-from dolmen.recipes.named import planned
+from dolmen.recipes.named import described, planned
 from dolmen.training.config import RunConfig
 
 
@@ -30,11 +30,12 @@ def dryrun(
     progress: bool = True,
     **changes: Any,
 ) -> Dry:
-    """`dolmen dryrun RECIPE`: a step of a recipe, the run of a YAML file or a RunConfig with
-    `changes` as in `train`, run as some `ranks` of its layout on tensors without values, with the
-    kernels of `device`; `composed`: of a few layers, which are run once and kept. `report.ledgers`
-    has every operation of each rank, `report.as_dict()` what --json writes, `report.table()` both
-    in words. Raises ValueError on bad input, and for a step that would crash.
+    """`dolmen dryrun RECIPE`: a step of a recipe, the run of a YAML file, a folder with a
+    config.json or a RunConfig with `changes` as in `train`, run as some `ranks` of its layout on
+    tensors without values, with the kernels of `device`; `composed`: of a few layers, which are run
+    once and kept. `report.ledgers` has every operation of each rank, `report.as_dict()` what --json
+    writes, `report.table()` both in words. Raises ValueError on bad input, and for a step that
+    would crash.
 
         report = dolmen.dryrun("gpt3-175b", layout={"tp": 8, "pp": 16, "dp": 8}, ranks=[0, 1023])
         report.ledgers[0].peak
@@ -43,7 +44,9 @@ def dryrun(
         named = ranks if isinstance(ranks, str) else ",".join(str(plain(one)) for one in ranks)
         how = {"device": device, "exact": exact, "composed": composed, "max_load": max_load}
         asked = asked_of(DryrunConfig, ranks=named, **how)
-        return dry.report(DryrunRequest(request(recipe, changes).config, asked), progress)
+        name = plain(recipe)
+        run = described(name) if isinstance(name, str) else recipe
+        return dry.report(DryrunRequest(request(run, changes).config, asked), progress)
 
 
 def plan(

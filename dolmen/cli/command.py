@@ -24,7 +24,7 @@ from dolmen.core.paths import refuse_empty
 from dolmen.families import start as models
 from dolmen.files import gate, kinds
 from dolmen.planning.config import DryrunConfig, DryrunRequest
-from dolmen.recipes.named import begun, named, otherwise_long
+from dolmen.recipes.named import begun, described, named, otherwise_long
 from dolmen.training.request import Handling, Request
 
 T = TypeVar("T", Handling, DryrunConfig)
@@ -101,7 +101,7 @@ def parse_run(verb: str, argv: list[str]) -> Request | DryrunRequest:
             "lists them)"
         )
     name = words[0] if words else NEUTRAL
-    run = named(name, here=verb == "train" and not helped)
+    run = described(name) if verb == "dryrun" else named(name, here=not helped)
     if not helped:
         run = begun(otherwise_long(run, said(argv)), last(argv, "init"))
     start = models.start(run.model, last(argv, *model_options.MODEL_TYPE))

@@ -46,9 +46,9 @@ SECTIONS = [f for f in fields(RunConfig) if f.name not in ("name", "init", "mode
 
 @dataclass(frozen=True)
 class DryrunOptions(DryrunConfig, Beginning):
-    """Run one step of a recipe or YAML file as some ranks of its layout would, on tensors without
-    values, in this process: what each holds, computes and sends. It needs neither the GPUs nor
-    their memory, and stops where the real step would.
+    """Run one step of a recipe, a YAML file or a folder with a config.json as some ranks of its
+    layout would, on tensors without values, in this process: what each holds, computes and sends.
+    It needs neither the GPUs nor their memory, and stops where the real step would.
 
         dolmen dryrun gpt3-175b --layout.tp 8 --layout.pp 16 --layout.dp 8
     """

@@ -1,15 +1,14 @@
 """A plan told to a person and to a program."""
 
 from dataclasses import asdict
-from typing import Any, get_args
+from typing import Any
 
 from rich.table import Table
 
 from dolmen.core.log import gib, size
 from dolmen.core.words import counted
-from dolmen.planning.config import Device
 from dolmen.planning.inference import Inference
-from dolmen.planning.plan import Candidate, Change, Compared, DryRun, Fleet, Plan, spelled
+from dolmen.planning.plan import Candidate, Change, Compared, DryRun, Fleet, Plan
 
 NAMES = {"bubble": "bubble", "memory": "memory traffic", "host": "host", "pp": "sends"}
 MFU = (
@@ -67,17 +66,8 @@ def notes(plan: Plan) -> list[str]:
     return [
         f"GiB: of the fullest rank, of {plan.cluster.device.memory / 2**30:.0f}. {plan.interval}.",
         MFU.format(dtype=plan.dtype),
-        f"To the byte: {dry_run(plan)}",
+        f"To the byte: {plan.command}",
     ]
-
-
-def dry_run(plan: Plan) -> str:
-    """The command that runs the first layout's step as some of its ranks."""
-    sizes = f"--train.global-batch-size {plan.global_batch_size} --train.sequence-length "
-    device = plan.cluster.device.name.partition("-")[0]
-    kernels = f" --device {device}" if device in get_args(Device) else ""
-    layout = spelled(plan.ranked[0].layout)
-    return f"dolmen dryrun {plan.model} {layout} {sizes}{plan.sequence_length}{kernels}"
 
 
 def ran(plan: Plan) -> list[str | Table]:

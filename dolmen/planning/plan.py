@@ -2,6 +2,7 @@
 Seconds, bytes, watts; money in one currency, whichever the prices are in.
 """
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -63,13 +64,18 @@ def words(layout: Mapping[str, int | str | bool]) -> str:
     )
 
 
-def spelled(layout: dict[str, int | str | bool]) -> str:
-    """A layout as words of the command line."""
-    return " ".join(
-        f"--{name}" if value is True else f"--{name} {value}"
-        for name, value in layout.items()
-        if value is not False
-    )
+def spelled(options: Mapping[str, object]) -> str:
+    """Options as words of the command line, which a shell takes as they are; what is false, as
+    --SECTION.no-NAME.
+    """
+    found = []
+    for name, value in options.items():
+        section, _, option = name.rpartition(".")
+        if isinstance(value, bool):
+            found.append(f"--{name}" if value else f"--{section}.no-{option}")
+        else:
+            found.append(f"--{name} {shlex.quote(str(value))}")
+    return " ".join(found)
 
 
 class Change(NamedTuple):
@@ -200,6 +206,8 @@ class Plan:
     prices: Prices = Prices()
     dry: DryRun | None = None
     """None where it was not asked for."""
+    command: str = ""
+    """That runs the first layout's step as some of its ranks."""
 
     @property
     def step_tokens(self) -> int:

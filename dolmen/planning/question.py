@@ -31,6 +31,8 @@ class Question:
     cluster: Cluster
     pins: Pins
     microbatch_size: int | None
+    named: RunConfig
+    """The run that the name stands for, before what is asked."""
 
     @staticmethod
     def of(request: PlanRequest) -> "Question":
@@ -52,7 +54,9 @@ class Question:
         if split:
             replace(run, layout=Layout(**asked.layout.said)).refuse_compiled()
         cluster.device.rate(PRODUCTS[run.train.dtype])
-        return Question(request.name, run, cluster, asked.layout, asked.train.microbatch_size)
+        return Question(
+            request.name, run, cluster, asked.layout, asked.train.microbatch_size, request.run
+        )
 
     @property
     def batch(self) -> int:

@@ -15,7 +15,7 @@ from dolmen.planning.pricing import Timed
 from dolmen.planning.question import Question
 from dolmen.planning.space import Choice, Pins
 from dolmen.planning.traffic import traffic
-from dolmen.planning.winner import confirmed
+from dolmen.planning.winner import command, confirmed
 
 SIMULATED = 20
 """Layouts that are simulated: the best in closed form."""
@@ -67,6 +67,7 @@ def answer(question: Question, asked: PlanConfig, progress: bool = False) -> Pla
         dtype=question.pricing.dtype,
         interval=question.pricing.spread.words,
         dry=dry,
+        command=command(question, timed[0][1]),
     )
 
 

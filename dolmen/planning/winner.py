@@ -6,18 +6,20 @@ that it is counted once; reading it takes no torch.
 """
 
 import json
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, get_args
 
+from dolmen.core.config import flatten, to_dict
 from dolmen.core.log import gib
 from dolmen.files import gate, kinds, write
 from dolmen.planning.config import Device, DryrunConfig, DryrunRequest, ranks_of
 from dolmen.planning.fingerprint import of_step
 from dolmen.planning.hardware import measured_at
 from dolmen.planning.ledger import WORDS
-from dolmen.planning.plan import Compared, DryRun, RankRun, words
+from dolmen.planning.plan import Compared, DryRun, RankRun, spelled, words
 from dolmen.planning.question import Question
 from dolmen.planning.space import Choice
 from dolmen.training.config import RunConfig
@@ -57,6 +59,17 @@ def device_of(question: Question) -> Device:
     """Whose kernels are chosen: those of the cluster's device, or of an H100."""
     name = question.cluster.device.name.partition("-")[0]
     return next((known for known in get_args(Device) if known == name), "h100")
+
+
+def command(question: Question, choice: Choice) -> str:
+    """What runs the step of a layout as `confirmed` does: all options in which its run differs from
+    the one that the model's name stands for.
+    """
+    plain = flatten(to_dict(question.named))
+    run = flatten(to_dict(question.as_run(choice.options)))
+    options = {name.replace("_", "-"): value for name, value in run.items() if value != plain[name]}
+    words = spelled({**options, "device": device_of(question)})
+    return f"dolmen dryrun {shlex.quote(question.name)} {words}"
 
 
 def counted_of(run: RunConfig, device: Device, progress: bool) -> list[dict[str, Any]] | str:

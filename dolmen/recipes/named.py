@@ -45,20 +45,25 @@ def named(name: str, here: bool = True) -> RunConfig:
     return read_run(file)
 
 
-def planned(name: str) -> RunConfig:
-    """The run of a model that is to be planned: a recipe, a YAML file, or a folder with a
-    config.json, whose run is in bfloat16. Raises ValueError.
+def described(name: str) -> RunConfig:
+    """The run that is looked at and not done: a recipe's as on any machine, a YAML file's, that of
+    a run's folder, or, of a folder with a config.json, all defaults but the model. Raises
+    ValueError.
     """
     folder = Path(name)
     if name in RECIPES or not os.path.isdir(folder):
-        run = named(name, here=False)
-    elif (folder / "config.json").is_file():
+        return named(name, here=False)
+    if (folder / "config.json").is_file():
         model = Model.from_plain(gate.read_json(folder / "config.json", kinds.CONFIG))
-        run = RunConfig(name=folder.resolve().name, model=model)
-    elif (folder / "config.yaml").is_file():
-        run = read_run(folder / "config.yaml")
-    else:
-        raise ValueError(f"{cut(name)} has neither a config.json nor a config.yaml")
+        return RunConfig(name=folder.resolve().name, model=model)
+    if (folder / "config.yaml").is_file():
+        return read_run(folder / "config.yaml")
+    raise ValueError(f"{cut(name)} has neither a config.json nor a config.yaml")
+
+
+def planned(name: str) -> RunConfig:
+    """The run of a model that is to be planned, as `described` has it. Raises ValueError."""
+    run = described(name)
     if run.model is None:
         raise ValueError(
             f"{cut(name)} has no model of its own: name a recipe that has one (dolmen recipes), a "

@@ -1,8 +1,14 @@
 """The dry run of a plan's first layout: what it says, what it strikes off, and that it is kept."""
 
+import json
+import shlex
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import tinyrun
+import yaml
+from tinyrun import dolmen
 
 from dolmen.families import changed
 from dolmen.ops.kernels import KNOWN
@@ -54,6 +60,34 @@ def test_it_is_the_real_step_of_the_first_layout_and_is_kept(home, monkeypatch):
             assert axis.off == pytest.approx(0, abs=0.1), (one.rank, axis)
     monkeypatch.setattr(composed, "report", lambda *_: pytest.fail("it was run once more"))
     assert search.answer(question(), ASKED).dry == found.dry
+
+
+RUN = {
+    "name": "tiny",
+    "model": tinyrun.CONFIG,
+    "layout": {"tp": 4, "schedule": "gpipe", "recompute": "full"},
+    "train": {"dtype": "float32", "dropout": 0.1, "compile": True, "global_batch_size": 4},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ("a b.yaml", "a folder"))
+def test_the_command_that_is_printed_is_that_dry_run(model, home, tmp_path, monkeypatch):
+    """Word by word as a shell would take them: the same bytes and messages of each rank."""
+    monkeypatch.chdir(tmp_path)
+    Path("a b.yaml").write_text(yaml.safe_dump(RUN))
+    Path("a folder").mkdir()
+    Path("a folder/config.json").write_text(json.dumps(tinyrun.CONFIG))
+    words = (
+        "--cluster dgx-a100:1 --layout.pp 2 --layout.recompute selective --layout.recompute-layers "
+        "1 --train.sequence-length 32 --train.global-batch-size 16 --train.dropout 0.2 --top 1"
+    )
+    planned = dolmen("plan", model, *words.split())
+    line = next(one for one in planned.out.splitlines() if one.startswith("To the byte: "))
+    told = dolmen(*shlex.split(line)[4:], "--json", "run.json")
+    assert (planned.code, told.code) == (0, 0), (planned.err, told.err)
+    (kept,) = (tmp_path / "winners").iterdir()
+    assert json.loads(Path("run.json").read_text()) == json.loads(kept.read_text())
 
 
 def counted(peak: int) -> list[dict]:
