@@ -1,7 +1,10 @@
-"""The files that a plan is asked for: that they can be written is known before it is made."""
+"""The files that a plan is asked for: that they can be written, and take the place of nothing that
+dolmen has not written, is known before it is made.
+"""
 
 import errno
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
@@ -11,21 +14,45 @@ from dolmen.files import gate, write
 from dolmen.planning.config import PlanConfig
 from dolmen.planning.plan import Plan
 from dolmen.planning.question import Question
-from dolmen.planning.report import NAME
+from dolmen.planning.report import MARK, NAME
+
+RECIPE = "# Written by dolmen plan --as-recipe."
+# what is at the beginning of each file that we write
+MARKS = {"as-recipe": (RECIPE,), "json": ('{\n "model": ', '\n "cluster": '), "report": (MARK,)}
+BEGINNING = 4096
+"""Bytes in which a mark is."""
 
 
 def refuse(asked: PlanConfig) -> None:
-    """Raises ValueError for a file that could not be written."""
+    """Raises ValueError for a file that could not be written, or is not ours to replace."""
     if asked.as_recipe is not None and Path(asked.as_recipe).suffix not in (".yaml", ".yml"):
         raise ValueError(f"--as-recipe {asked.as_recipe}: give a .yaml file")
     json = None if asked.json == "-" else asked.json
     for option, told in (("as-recipe", asked.as_recipe), ("json", json)):
         if told is not None:
             _refuse(f"--{option} {told}", Path(told), Path(told).parent)
+            refuse_anothers(f"--{option} {told}", Path(told), MARKS[option])
     if asked.report is not None:
         folder = Path(asked.report).absolute()
         found = next(one for one in (folder, *folder.parents) if os.path.lexists(one))
         _refuse(f"--report {asked.report}", folder / NAME, found)
+        refuse_anothers(f"--report {asked.report}", folder / NAME, MARKS["report"])
+
+
+def refuse_anothers(words: str, file: Path, marks: Sequence[str]) -> None:
+    """Raises ValueError for a file that is there and has not all `marks` that ours begin with."""
+    if not file.is_file():
+        return
+    try:
+        with file.open("rb") as stream:
+            beginning = stream.read(BEGINNING)
+    except OSError as error:
+        raise ValueError(f"{words}: {error.strerror}") from None
+    if not all(mark.encode() in beginning for mark in marks):
+        raise ValueError(
+            f"{words}: {file.name} is there, and dolmen has not written it: move it, or give "
+            "another name"
+        )
 
 
 def _refuse(words: str, file: Path, folder: Path) -> None:
@@ -49,6 +76,7 @@ def write_recipe(question: Question, found: Plan, file: Path) -> None:
     """
     run = question.as_run(found.ranked[0].layout)
     text = gate.whole_yaml(yaml.safe_dump(to_dict(run), sort_keys=False))
+    text = f"{RECIPE}\n{text}"
     try:
         write.replace(file, text)
     except OSError as error:

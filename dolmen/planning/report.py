@@ -19,6 +19,8 @@ from dolmen.planning.step import Estimate
 
 FRAME = Path(__file__).with_name("report.html")
 NAME = "index.html"
+MARK = '<meta name="generator" content="dolmen plan">'
+"""In what we write, by which we know it."""
 
 
 class Figure(NamedTuple):
