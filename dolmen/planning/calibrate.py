@@ -9,7 +9,7 @@ and predicted from the others.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,6 +53,8 @@ class Calibration:
     factors: Mapping[str, tuple[float, float, float]]
     errors: tuple[tuple[str, str, str, float], ...]
     """row_id, dataset, device, log(measured / predicted) while its dataset was left out."""
+    warnings: tuple[str, ...] = ()
+    """What of its rows was not understood or had to be chosen, each with its row_id."""
 
     def spread(self, device: str) -> Spread:
         """Half of the 90 % interval's width of a time on `device`, as a logarithm: of 20 held-out
@@ -78,20 +80,19 @@ def half_width(errors: Sequence[float]) -> float:
     return sorted(errors)[min(n - 1, math.ceil(0.9 * (n + 1)) - 1)]
 
 
-def samples(rows: Iterable[Published]) -> list[Sample]:
-    """Of those that were measured, ran, and can be predicted."""
-    unknown = Spread(0.0, 0, False)
-    found = []
-    for row in rows:
-        predicted = predict(row, lambda device: unknown)
-        if row.status != "oom" and (sample := sample_of(predicted)):
-            found.append(sample)
-    return found
+def warned(predicted: Prediction) -> Iterator[str]:
+    """What was not understood of a row, and why nothing is learnt of it where that is so."""
+    yield from predicted.warnings
+    if predicted.row.status == "oom":
+        yield "it ran out of memory: nothing is learnt of its time"
+    elif predicted.measured is None:
+        yield "it does not say what was measured: nothing is learnt of it"
 
 
 def sample_of(predicted: Prediction) -> Sample | None:
     """None where nothing is predicted, or nothing was measured."""
-    if predicted.forecast is None or predicted.measured is None:
+    ran = predicted.row.status != "oom"
+    if not ran or predicted.forecast is None or predicted.measured is None:
         return None
     estimate = predicted.forecast.estimate
     sums = [sum(estimate.parts.get(name, 0.0) for name in names) for names in GROUPS.values()]
@@ -133,11 +134,15 @@ def applied(sample: Sample, factors: tuple[float, float, float]) -> float:
 
 def calibrate(rows: Iterable[Published]) -> Calibration:
     """Raises ValueError where no row can be learnt from."""
-    found = samples(rows)
+    unknown = Spread(0.0, 0, False)
+    predictions = [predict(row, lambda device: unknown) for row in rows]
+    found = [sample for one in predictions if (sample := sample_of(one))]
+    warnings = tuple(f"{one.row.row_id}: {said}" for one in predictions for said in warned(one))
     if not found:
         raise ValueError(
             "no row says what was measured (step_time_s, tokens_s_gpu or tflops_per_gpu) of a run "
             "that can be predicted: there is nothing to calibrate by"
+            + "".join(f"; {said}" for said in warnings[:1])
         )
     devices = sorted({s.device for s in found})
     errors = []
@@ -149,7 +154,7 @@ def calibrate(rows: Iterable[Published]) -> Calibration:
                 error = applied(sample, factors)
                 errors.append((sample.row_id, sample.dataset, sample.device, error))
     factors = {device: fit([s for s in found if s.device == device]) for device in devices}
-    return Calibration(factors, tuple(errors))
+    return Calibration(factors, tuple(errors), warnings)
 
 
 def shipped() -> Calibration:
@@ -166,7 +171,8 @@ def read_calibration(file: Path) -> Calibration:
 
 def told(calibration: Calibration) -> list[str]:
     """Lines for a person."""
-    lines = [
+    lines = [f"warning: {said}" for said in calibration.warnings]
+    lines += [
         f"{row_id}: {math.expm1(-error):+.1%} against what was measured, predicted without {paper}"
         for row_id, paper, _, error in calibration.errors
     ]

@@ -1,9 +1,11 @@
 """Efficiencies fitted to measured runs, and intervals made of the errors of those left out."""
 
+import csv
 import math
 import random
 
 import pytest
+from tinyrun import dolmen
 
 from dolmen.planning.calibrate import (
     FILE,
@@ -89,6 +91,24 @@ def test_a_calibration_is_read_as_it_was_written(tmp_path):
     again = read_calibration(file)
     assert [e[:3] for e in again.errors] == [e[:3] for e in made.errors]
     assert {len(e) for e in again.errors} == {4} and set(again.factors) == {"a100", "v100"}
+
+
+def test_what_is_not_understood_of_rows_is_told(tmp_path):
+    """Row by row, by the command, and why nothing is learnt of one."""
+    whole = (FOLDER / "megatron_v1_blog.csv").read_text().splitlines()
+    with (FOLDER / "megatron_v1_blog.csv").open() as stream:
+        (row,) = csv.DictReader(stream)
+    rows = [{**row, "dp": "eight"}, {**row, "row_id": "cold", "step_time_s": ""}]
+    rows[1] |= dict.fromkeys(("tokens_s_gpu", "tflops_per_gpu", "mfu_pct", "hfu_pct"), "")
+    with (tmp_path / "rows.csv").open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, whole[0].split(","))
+        writer.writeheader()
+        writer.writerows(rows)
+    told = dolmen("plan", "--calibrate", tmp_path / "rows.csv")
+    assert told.code == 0
+    warnings = [line for line in told.out.splitlines() if line.startswith("warning: ")]
+    assert any("dp 'eight' is no number: taken as empty" in line for line in warnings)
+    assert "warning: cold: it does not say what was measured: nothing is learnt of it" in warnings
 
 
 def test_rows_that_were_not_measured_teach_nothing():
