@@ -4,8 +4,10 @@ empty, with a warning."""
 import pytest
 
 from dolmen.model.tree import Experts
-from dolmen.planning.compared import cluster_of, jobs, network, predict
+from dolmen.planning.compared import predict
 from dolmen.planning.published import FOLDER, bare, read_rows, understood
+from dolmen.planning.published_clusters import cluster_of, network
+from dolmen.planning.published_jobs import jobs
 from dolmen.planning.step import Spread
 
 ROW = {
@@ -188,15 +190,44 @@ def test_seconds_follow_from_a_share_of_the_peak_where_it_is_said_what_counts():
 
 
 @pytest.mark.parametrize(
-    "empty", ["tp", "pp", "mbs", "recompute", "heads", "vocab", "gpu", "framework", "precision"]
+    "empty",
+    "tp pp mbs gbs seq recompute heads vocab gpu framework precision".split(),
 )
 def test_the_interval_spans_the_choices_for_an_empty_cell(empty):
     known, open_ = predicted(), predicted(**{empty: ""})
     assert open_.forecast is not None and known.forecast is not None
     assert open_.low <= open_.forecast.estimate.seconds <= open_.high
-    if empty in ("tp", "pp", "mbs"):
+    if empty in ("tp", "pp", "mbs", "gbs", "seq"):
         assert "the median of" in open_.chosen
         assert open_.high / open_.low > known.high / known.low
+    if empty in ("gbs", "seq"):
+        assert f", {empty} " in open_.chosen
+        assert any(f"{empty} is empty: " in warning for warning in open_.warnings)
+
+
+@pytest.mark.parametrize(
+    "cells, words",
+    [
+        (dict(gbs="65"), "gbs 65 is not divisible by dp 8 x mbs 2: taken as 64"),
+        (dict(gbs="3"), "gbs 3 is not divisible by dp 8 x mbs 2: taken as 16"),
+        (dict(gbs="48", schedule="interleaved"), "3 microbatches are not divisible by pp 2"),
+        (dict(interconnect="fast ethernet"), "'fast ethernet' says no rate between nodes"),
+        (dict(tp="", pp="", mbs="", schedule=""), "choices fit its empty cells: "),
+    ],
+)
+def test_what_is_taken_for_something_else_is_told(cells, words):
+    told = predicted(**cells).warnings
+    assert any(words in warning for warning in told), told
+    assert not predicted(interconnect="NVLink; 200 Gb/s per GPU RoCE").warnings
+
+
+def test_choices_that_are_left_out_are_so_evenly():
+    """Both ends of each cell are tried, and of each what recomputes and what does not."""
+    row = row_of(tp="", pp="", mbs="", recompute="", schedule="")
+    found = [job for _, job in jobs(row, cluster_of(row, []), [])]
+    assert {job.topology.tp for job in found} == {1, 2, 4, 8}
+    assert len({job.recompute for job in found}) == 2
+    assert len(found) % 2 == 0
 
 
 @pytest.mark.parametrize("empty", ["layers", "num_gpus", "hidden"])
@@ -281,6 +312,9 @@ def test_networks_by_the_words_that_people_use():
     assert network("nvlink3/nvswitch 600gb/s per gpu; 8x200gb/s hdr ib per node", 8) == 200e9
     assert network("400 gb/s per gpu roce", 8) == 400e9
     assert network("ethernet", 8) is None
+    assert network("NVLink; 400 Gb/s per GPU RoCE", 8) == 400e9
+    assert network("600 GB/s NVLink per GPU", 8) == network("NVLink 600 GB/s per GPU", 8) is None
+    assert network("NVSwitch 300GB/s intra; 100GB/s (8x IB) inter-node", 16) == 100e9
     # GB are bytes, Gb are bits
     assert network("InfiniBand 8x50 GB/s", 8) == network("8 x 400 Gb/s", 8) == 400e9
     assert network("50 GB/s per GPU", 8) == 400e9
