@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import safetensors.torch
 import torch
@@ -31,6 +31,9 @@ FOLDER = "rollouts"
 class Drawn:
     """Answers, each behind its prompt in a row, in the order of their numbers."""
 
+    others: ClassVar[dict[str, tuple[int, ...]]] = {}
+    """Shapes of what is kept of no token and no answer."""
+
     tokens: Int64[Tensor, "answers length"]
     labels: Int64[Tensor, "answers length"]
     """IGNORED but where an answer's token follows."""
@@ -48,8 +51,12 @@ class Drawn:
         """These answers to learn from."""
         tokens, labels = self.tokens[rows], self.labels[rows]
         made = Batch(tokens, labels, Documents.of(_starts(labels))).with_positions(1)
-        numbers = {OLD: self.old, ADVANTAGE: self.advantages, REFERENCE: self.reference}
-        return replace(made, numbers={name: each[rows] for name, each in numbers.items()})
+        return replace(made, numbers={name: each[rows] for name, each in self.numbers.items()})
+
+    @property
+    def numbers(self) -> dict[str, Float[Tensor, "answers length"]]:
+        """What an objective must know of each token."""
+        return {OLD: self.old, ADVANTAGE: self.advantages, REFERENCE: self.reference}
 
     def apart(self) -> dict[str, float]:
         """By how much trainer and generator differ over all that was drawn: of log-probabilities
@@ -65,6 +72,9 @@ class Drawn:
             "rollout/logprob_difference": float(off.mean()),
             "rollout/logprob_difference_of_allowed": float((off / allowed).max()),
         }
+
+
+Kept = TypeVar("Kept", bound=Drawn)
 
 
 def of_answers(
@@ -111,15 +121,15 @@ def save(drawn: Drawn, out: Path, step: int, rows: Sequence[dict[str, Any]]) -> 
     write.replace(file_of(out, step), safetensors.torch.save(tensors))
 
 
-def load(out: Path, step: int, answers: int) -> Drawn | None:
+def load(out: Path, step: int, answers: int, kind: type[Kept] = Drawn) -> Kept | None:
     """What was drawn before `step`; None where there is no file. Raises Refused for one that is not
-    what `save` has written of so many answers.
+    what `save` has written of so many answers of this `kind`.
     """
     file = file_of(out, step)
     if not file.exists():
         return None
     stored = files.read_header(file)
-    names = [one.name for one in fields(Drawn)]
+    names = [one.name for one in fields(kind)]
     if sorted(stored) != sorted(names):
         raise gate.refuse(
             file, f"has tensors {', '.join(sorted(stored)[:8])}, not {', '.join(names)}"
@@ -127,10 +137,10 @@ def load(out: Path, step: int, answers: int) -> Drawn | None:
     tensors = {name: stored[name].read() for name in names}
     shape = tensors["tokens"].shape
     for name, tensor in tensors.items():
-        wanted = shape[:1] if name == "rewards" else shape
+        wanted = {"rewards": shape[:1], **kind.others}.get(name, shape)
         if tensor.shape != wanted or len(shape) != 2 or shape[0] != answers:
             raise gate.refuse(file, f"{name} is {tuple(tensor.shape)}, of {answers} answers")
-    return Drawn(**tensors)
+    return kind(**tensors)
 
 
 def forget(out: Path, before: int) -> None:

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dolmen.core import agree, collectives
+from dolmen.core import agree
 from dolmen.core.mesh import Mesh
 from dolmen.core.rng import seed_of
 from dolmen.data.batch import Batch
@@ -27,27 +27,21 @@ from dolmen.objectives import advantage, score
 from dolmen.ops.loss import IGNORED
 from dolmen.parallel.actions import Schedule
 from dolmen.rollouts import drawn as files
+from dolmen.rollouts.answering import Written, answered
+from dolmen.rollouts.asked import of_rows
 from dolmen.rollouts.config import RolloutConfig
 from dolmen.rollouts.drawn import Drawn, of_answers
+from dolmen.rollouts.judging import Judging
 from dolmen.rollouts.prompts import PromptLoader
-from dolmen.rollouts.rewards import Answer, Judge, NoReward
+from dolmen.rollouts.rewards import Answer
 from dolmen.rollouts.weights import Drawing
-from dolmen.serving.engine import Engine, require_finite
 from dolmen.serving.options import Options
-from dolmen.serving.request import Limits, Request
 
 EPS = 1e-4  # of group normalisation, as TRL's
 
 
-class Written(NamedTuple):
-    """An answer."""
-
-    number: int
-    """Of the phase."""
-    tokens: list[int]
-    logprobs: list[float]
-    whole: bool
-    """It has come to its end, and not to max_new_tokens."""
+Ask = Callable[[Decoder, Batch, Mesh, Schedule], Tensor]
+"""Of each token of a rank's rows a number (objectives/score.py)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,22 +68,24 @@ class Setup:
     out: Path
     kept: Callable[[], list[int]] = list
     """Steps of the checkpoints that there are."""
-    say: Callable[[str], None] = print
 
 
 class Phases:
     """What `train_steps` reads, of a run that draws it."""
+
+    kept: type[Drawn] = Drawn
+    """What the file of a phase holds."""
 
     def __init__(
         self,
         config: RolloutConfig,
         loader: PromptLoader,
         models: Models,
-        judge: Judge,
+        judging: Judging,
         setup: Setup,
     ):
         self.config, self.loader, self.models = config, loader, models
-        self.judge, self.setup, self.mesh = judge, setup, setup.mesh
+        self.judging, self.setup, self.mesh = judging, setup, setup.mesh
         self.size = loader.global_batch_size
         self.answers, self.updates = config.answers(self.size), config.updates(self.size)
         self.told = loader.told
@@ -114,14 +110,18 @@ class Phases:
 
     def _phase(self, begins: int) -> Drawn:
         def kept() -> Drawn | None:
-            return files.load(self.setup.out, begins, self.answers)
+            return files.load(self.setup.out, begins, self.answers, self.kept)
 
         # the first rank's folder, where hosts share none
         found = kept() if self.mesh.size == 1 else agree.once(kept)
         if found is None:
             found = self._drawn(begins)
-        self.told |= found.apart()
+        self.begun(found)
         return found
+
+    def begun(self, phase: Drawn) -> None:
+        """What is told of a phase that begins, or is gone on with."""
+        self.told |= phase.apart()
 
     def _drawn(self, begins: int) -> Drawn:
         """Draws, judges and scores the answers of a phase, and keeps them."""
@@ -135,8 +135,12 @@ class Phases:
         texts = [
             self.loader.tokenizer.decode(one.tokens, skip_special_tokens=True) for one in written
         ]
-        answers = [Answer(p.asked, text, p.row) for p, text in zip(asked, texts, strict=True)]
-        rewards = self._judged(answers)
+        answers = [
+            Answer(p.asked, text, p.row, [*p.tokens, *one.tokens])
+            for p, text, one in zip(asked, texts, written, strict=True)
+        ]
+        rewards, told = self.judging(answers)
+        self.told |= told
         made = of_answers(
             [one.tokens for one in asked],
             [one.tokens for one in written],
@@ -144,8 +148,8 @@ class Phases:
             self.setup.length,
             2 * self.mesh.cp.size * self.mesh.tp.size,
         )
-        made = self._learned(replace(made, rewards=rewards))
-        self._tell(made, written)
+        made = self.learned(replace(made, rewards=rewards))
+        self.tell(made, written)
         if self.mesh.first:
             rows = [
                 {
@@ -162,69 +166,23 @@ class Phases:
 
     def _answered(self, prompts: Sequence[Sequence[int]], begins: int) -> list[Written]:
         """An answer to each prompt, in their order, on every rank."""
-        model, mesh, config = (
-            self.models.drawing.refresh(self.models.trained),
-            self.models.drawing.mesh,
-            self.config,
-        )
+        models, config = self.models, self.config
         options = Options(
             temperature=config.temperature,
             max_new_tokens=config.max_new_tokens,
             stop=tuple(sorted(self.setup.stop)),
         )
-        copies, share = mesh.dp.size, -(-len(prompts) // mesh.dp.size)
-        mine = range(mesh.dp.rank * share, min(len(prompts), (mesh.dp.rank + 1) * share))
-        found: list[Written] = []
-        with Engine(model, limits=Limits(rows=config.batch)) as engine:
-            numbers = {}
-            for i in mine:
-                # draws follow from the answer's own number, whichever copy draws it
-                request = Request(
-                    prompts[i],
-                    options,
-                    id=f"{begins}/{i}",
-                    seed=self.setup.seed,
-                    logprobs="processed",
-                )
-                numbers[engine.add(request)] = i
-            while engine.busy:
-                ended = engine.step().ended
-                require_finite(ended)
-                for one in ended:
-                    logprobs = [each.logprob for each in one.logprobs]
-                    whole = one.why == "stop"
-                    found.append(Written(numbers[one.number], one.tokens, logprobs, whole))
-        if copies * mesh.tp.size > 1:
-            everyone = agree.gather_objects(found if mesh.tp.rank == 0 else [])
-            found = [one for some in everyone for one in some]
-        return sorted(found)
+        return answered(
+            models.drawing.refresh(models.trained),
+            models.drawing.mesh,
+            prompts,
+            [f"{begins}/{i}" for i in range(len(prompts))],
+            options,
+            self.setup.seed,
+            config.batch,
+        )
 
-    def _judged(self, answers: Sequence[Answer]) -> Tensor:
-        """Rewards, which the first rank finds for all. Raises NoReward, on every rank, for an
-        answer whose reward fails where a run is to stop then.
-        """
-
-        def all_of() -> list[float]:
-            failed, found = 0, []
-            for answer in answers:
-                reward, why = self.judge(answer)
-                if reward is None:
-                    failed += 1
-                    if self.config.on_failure == "stop":
-                        raise ValueError(f"{why} (--rollout.on-failure zero or leave-out goes on)")
-                    self.setup.say(f"WARNING: {why}")
-                    reward = 0.0 if self.config.on_failure == "zero" else math.nan
-                found.append(reward)
-            return [*found, float(failed)]
-
-        try:
-            *rewards, failed = all_of() if self.mesh.size == 1 else agree.once(all_of)
-        except ValueError as error:  # of any rank's kind, once it has come from another
-            raise NoReward(str(error)) from None
-        self.told["rollout/failed_rewards"] = failed
-        return torch.tensor(rewards)
-
-    def _learned(self, made: Drawn) -> Drawn:
+    def learned(self, made: Drawn) -> Drawn:
         """With advantages, and log-probabilities as training computes them."""
         good = ~made.rewards.isnan()
         groups = torch.arange(len(good)) // self.config.samples
@@ -234,27 +192,28 @@ class Phases:
         )
         labels = torch.where(good[:, None], made.labels, IGNORED)
         made = replace(made, labels=labels, advantages=advantages[:, None] * (labels != IGNORED))
-        made = replace(made, old=self._log_probabilities(self.models.trained, made))
+        made = replace(made, old=self.log_probabilities(self.models.trained, made))
         if self.models.reference is None:
             return made
-        return replace(made, reference=self._log_probabilities(self.models.reference, made))
+        return replace(made, reference=self.log_probabilities(self.models.reference, made))
 
-    def _log_probabilities(self, model: Decoder, made: Drawn) -> Tensor:
+    def log_probabilities(self, model: Decoder, made: Drawn) -> Tensor:
         """Of every answer's tokens, on every rank."""
-        mesh, mine = self.mesh, self.size // self.mesh.dp.size
-        found = []
-        for first in range(0, self.answers, self.size):
-            own = slice(first + mesh.dp.rank * mine, first + (mesh.dp.rank + 1) * mine)
-            here = score.log_probabilities(
-                model, made.batch(own), mesh, self.setup.schedule, self.config.temperature
-            )
-            whole = torch.zeros((self.size, *here.shape[1:]), dtype=here.dtype, device=here.device)
-            whole[own.start - first : own.stop - first] = here
-            # of each row one rank of dp has the numbers, and the others 0
-            found.append(collectives.reduce_scalar(whole, mesh.dp).float().cpu())
-        return torch.cat(found)
 
-    def _tell(self, made: Drawn, written: Sequence[Written]) -> None:
+        def ask(model: Decoder, batch: Batch, mesh: Mesh, schedule: Schedule) -> Tensor:
+            return score.log_probabilities(model, batch, mesh, schedule, self.config.temperature)
+
+        return self.asked(ask, model, made)
+
+    def asked(self, ask: Ask, model: Decoder, made: Drawn) -> Tensor:
+        """What `ask` says of every answer's tokens, on every rank."""
+
+        def of(batch: Batch) -> Tensor:
+            return ask(model, batch, self.mesh, self.setup.schedule)
+
+        return of_rows(made.batch, of, self.answers, self.size, self.mesh)
+
+    def tell(self, made: Drawn, written: Sequence[Written]) -> None:
         good = made.rewards[~made.rewards.isnan()]
         lengths = torch.tensor([float(len(one.tokens)) for one in written])
         whole = torch.tensor([float(one.whole) for one in written])

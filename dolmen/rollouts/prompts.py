@@ -108,7 +108,7 @@ def prepare(
     sequence_length: int,
     global_batch_size: int,
     seed: int,
-    reward: str | None,
+    rewards: Sequence[str],
     verify: bool = True,
 ) -> PromptLoader:
     """From options to prompts. Raises ValueError for rows that are no prompts, and where none
@@ -125,7 +125,7 @@ def prepare(
             f"rollout.max-new-tokens ({rollout.max_new_tokens}) leaves no room for a prompt in "
             f"train.sequence-length ({sequence_length}): set it to {sequence_length} or less"
         )
-    read = list(_prompts(source, data, inputs.tokenizer, model, reward))
+    read = list(_prompts(source, data, inputs.tokenizer, model, rewards))
     kept = [prompt for prompt in read if len(prompt.tokens) <= room]
     if not kept:
         longest = min((len(prompt.tokens) for prompt in read), default=0)
@@ -171,7 +171,7 @@ def _prompts(
     data: DataConfig,
     tokenizer: PreTrainedTokenizer,
     model: Model,
-    reward: str | None,
+    rewards: Sequence[str],
 ) -> Iterator[Prompt]:
     """Of all rows of `source`, in order. Raises Refused."""
     template: Template | None = None
@@ -182,8 +182,10 @@ def _prompts(
             known = ", ".join(f"`{name}`" for name in PROMPT_ROWS)
             raise gate.refuse(where, f"it must have one of {known}, and has {len(named)} of them")
         gate.checked(row, where, PROMPT_ROWS[named[0]])
-        if reward in NEEDS_ANSWER and "answer" not in row:
-            raise gate.refuse(where, f"it has no `answer`, which --reward {reward} compares with")
+        comparing = [name for name in rewards if name in NEEDS_ANSWER]
+        if comparing and "answer" not in row:
+            said = f"it has no `answer`, which --reward {comparing[0]} compares with"
+            raise gate.refuse(where, said)
         if named[0] == "messages":
             if row["messages"][-1]["role"] == ASSISTANT:
                 raise gate.refuse(where, "its last message is the assistant's own")

@@ -13,9 +13,11 @@ import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
+NUMERIC = re.compile(r"\d+\.?\d*|\.\d+")
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 VOWELS = frozenset("aeiouAEIOU")
 START_SECONDS = 120.0  # for what the function's module imports
@@ -29,6 +31,8 @@ class Answer(NamedTuple):
     text: str
     row: dict[str, Any]
     """All fields of the prompt's row."""
+    tokens: Sequence[int] = ()
+    """The prompt's, and then its own: what a reward model scores."""
 
 
 class Judgement(NamedTuple):
@@ -182,6 +186,29 @@ NEEDS_ANSWER = ("exact", "gsm8k")
 """Those that compare with the row's own `answer`."""
 
 
+def weighted(rewards: Sequence[str]) -> list[tuple[float, str]]:
+    """(weight, name) of each, as --reward spells them: 0.7:NAME, or NAME alone, which is 1. Raises
+    ValueError for what is no weight.
+    """
+    found = []
+    for asked in rewards:
+        weight, _, name = asked.partition(":")
+        if NUMERIC.fullmatch(weight) is None:
+            found.append((1.0, asked))
+        elif float(weight) > 0 and name:
+            found.append((float(weight), name))
+        else:
+            raise ValueError(f"reward is {asked}: WEIGHT:REWARD has a weight over 0, and a reward")
+    return found
+
+
+def is_model(name: str) -> bool:
+    """Whether --reward names a reward model: a folder, or ORG/NAME of the hub."""
+    if name in RULES or name.startswith("regex:"):
+        return False
+    return "/" in name or Path(name).expanduser().is_dir()
+
+
 def judge_of(name: str, limit: float) -> Judge:
     """The judge that --reward names. Raises ValueError where there is none of that name."""
     if name in RULES:
@@ -195,6 +222,7 @@ def judge_of(name: str, limit: float) -> Judge:
         return Checker(lambda answer: float(found.search(answer.text) is not None))
     if not pattern or not all(part.isidentifier() for part in (*kind.split("."), pattern)):
         raise ValueError(
-            f"reward is {name}: it must be {', '.join(RULES)}, regex:PATTERN or MODULE:FUNCTION"
+            f"reward is {name}: it must be {', '.join(RULES)}, regex:PATTERN, MODULE:FUNCTION or "
+            "the folder of a reward model"
         )
     return Apart(name, limit)

@@ -14,9 +14,11 @@ from dolmen.data.batch import Batch
 from dolmen.data.batches import Loader
 from dolmen.optim.precision import DTYPES
 from dolmen.rollouts import prompts
+from dolmen.rollouts.judging import Judging, Part
 from dolmen.rollouts.phases import Models, Phases, Setup
 from dolmen.rollouts.prompts import PromptLoader
-from dolmen.rollouts.rewards import NoReward, judge_of
+from dolmen.rollouts.rewards import NoReward, is_model, judge_of, weighted
+from dolmen.rollouts.scorer import Scorer
 from dolmen.rollouts.weights import Drawing
 from dolmen.serving.engine import stop_tokens
 from dolmen.training import reference
@@ -46,7 +48,7 @@ def prepare(run: RunConfig, begun: RunConfig, progress: bool, verify: bool) -> L
             run.sequence_length,
             run.train.global_batch_size,
             run.train.seed,
-            run.reward,
+            [name for _, name in weighted(run.reward)],
             verify,
         )
     return data_loader.prepare_loader(
@@ -98,14 +100,12 @@ def drawn(
     ends = set() if own_end is None else {int(own_end)}
     if begun.init is not None:
         ends |= stop_tokens(open_source(begun.init))
-    assert run.reward is not None, "check_objective has seen it"
-    judge = judge_of(run.reward, run.rollout.limit_seconds)
-    with judge, _ending():
+    with judging_of(run, state, mesh) as judging, _ending():
         yield Phases(
             run.rollout,
             loader,
             Models(state.model, drawing, before),
-            judge,
+            judging,
             Setup(
                 mesh,
                 state.schedule,
@@ -116,3 +116,16 @@ def drawn(
                 checkpoints.steps,
             ),
         )
+
+
+def judging_of(run: RunConfig, state: TrainState, mesh: Mesh) -> Judging:
+    """What --reward names; reward models in the layout of the one that is trained."""
+    parts = []
+    for weight, name in weighted(run.reward):
+        if is_model(name):
+            model = reference.opened(run, name, state, mesh)
+            judge = Scorer(model, mesh, state.schedule, run.train.global_batch_size)
+        else:
+            judge = judge_of(name, run.rollout.limit_seconds)
+        parts.append(Part(name, weight, judge))
+    return Judging(parts, run.rollout.on_failure, mesh)

@@ -11,11 +11,9 @@ from dolmen.data import inputs
 from dolmen.data import tokenizer as tokenizers
 from dolmen.families import Model, compared, scored, unscored
 from dolmen.families.family import knob
-from dolmen.model.layout import Layout
 from dolmen.model.tree import Head, Scalar, check_rounding, check_tokens
-from dolmen.rollouts import rewards
-from dolmen.rollouts.config import RolloutConfig
 from dolmen.training import folder, judged, loggers
+from dolmen.training.check_drawn import check_drawn
 from dolmen.training.config import RunConfig
 from dolmen.vocabulary import extended
 
@@ -165,45 +163,6 @@ def check_precision(run: RunConfig) -> None:
     if layout.sequence_parallel and layout.tp > 1:
         tokens[f"layout.tp ({layout.tp}) with sequence parallelism"] = here // layout.tp
     check_tokens(recipe, tokens)
-
-
-def check_drawn(run: RunConfig) -> None:
-    """Raises ValueError where what the model draws, its reward, the data and the objective do not
-    belong together, or the layout cannot draw.
-    """
-    asked = [run.objective.name == "grpo", run.data.rows == "prompts", run.reward is not None]
-    if not any(asked):
-        if run.rollout != RolloutConfig():
-            raise ValueError("rollout is of answers that the model draws: use dolmen train grpo")
-        return
-    if not all(asked):
-        raise ValueError(
-            f"objective.name {run.objective.name}, data.rows {run.data.rows} and reward "
-            f"{run.reward} do not belong together: grpo is of prompts, and of a reward of answers "
-            "to them (--reward exact, gsm8k, regex:PATTERN or MODULE:FUNCTION)"
-        )
-    rewards.judge_of(run.reward or "", run.rollout.limit_seconds)
-    run.rollout.answers(run.train.global_batch_size)
-    if run.rollout.beta and run.init is None and run.objective.reference is None:
-        raise ValueError(
-            f"rollout.beta ({run.rollout.beta}) weighs a KL from the model that the run begins "
-            "with, which is random: give --init or --objective.reference, or leave it out"
-        )
-    if run.rollout.temperature != 1 and run.tree.head.soft_cap is not None:
-        raise ValueError(
-            f"rollout.temperature ({run.rollout.temperature}) is not for logits with a soft cap "
-            f"({run.tree.head.soft_cap}): use 1"
-        )
-    world, tp = run.layout.world, run.rollout.tp or run.layout.tp
-    if world % tp:
-        raise ValueError(
-            f"rollout.tp ({tp}) does not divide the run's "
-            f"{counted(world, 'process', 'processes')}: set another --rollout.tp"
-        )
-    try:
-        Layout(tp=tp, dp=world // tp).check_model(run.tree)
-    except ValueError as error:
-        raise ValueError(f"of --rollout.tp {tp}: {error}") from None
 
 
 def check_objective(run: RunConfig) -> None:

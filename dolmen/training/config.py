@@ -237,12 +237,13 @@ class RunConfig:
     layout: Layout = Layout()
     data: DataConfig = DataConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
-    reward: str | None = None
+    reward: tuple[str, ...] = ()
     """What judges an answer that the model has drawn: `exact` (1 where it is the row's `answer`,
     white space at the ends aside), `regex:PATTERN` (1 where that is found in it), `gsm8k` (1 where
     its last number is that of the row's `answer`), `stub` (the share of its characters that are
-    vowels), or `MODULE:FUNCTION`, which is called as function(prompt, answer, row) in a process of
-    its own, and gives a number.
+    vowels), `MODULE:FUNCTION`, which is called as function(prompt, answer, row) in a process of
+    its own, and gives a number, or the folder of a reward model, whose score it is. Several are
+    added up, each times its weight: `0.7:gsm8k 0.3:models/reward`.
     """
     rollout: RolloutConfig = RolloutConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -254,7 +255,7 @@ class RunConfig:
 
     def __post_init__(self):
         refuse_empty("init", self.init)
-        refuse_empty("reward", self.reward)
+        refuse_empty("reward", *self.reward)
         refuse_unreadable(self, {"train.seed": SEED, "model": SEED})
         if not self.name or "/" in self.name or self.name.startswith("."):
             raise ValueError(

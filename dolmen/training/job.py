@@ -15,7 +15,7 @@ from dolmen.core.config import to_dict
 from dolmen.core.errors import BadInput, message
 from dolmen.core.launched import Launch
 from dolmen.launch import launcher, process, rendezvous
-from dolmen.rollouts.rewards import judge_of
+from dolmen.rollouts import rewards
 from dolmen.training import batches
 from dolmen.training.check import check_run
 from dolmen.training.check_out import beginning, check_folder, check_overwrite, check_resume
@@ -105,9 +105,11 @@ def refuse(
             check_overwrite(config, request.out, request.source)
         if begins and handling.resume:
             check_resume(config, request.out)
-        if begins and config.reward is not None:
-            with judge_of(config.reward, config.rollout.limit_seconds) as judge:
-                judge.begin()
+        if begins:
+            for _, name in rewards.weighted(config.reward):
+                if not rewards.is_model(name):
+                    with rewards.judge_of(name, config.rollout.limit_seconds) as judge:
+                        judge.begin()
         batches.prepare(config, begun, progress=True, verify=verify)
         return config
     except (ValueError, KeyError, OSError) as error:

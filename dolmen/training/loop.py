@@ -40,9 +40,9 @@ def train_steps(
     """
     hooks, beat, begun = list(hooks), watch.beat if watch else lambda *_: None, state.step
     beat(state.step, "the first batch", True)
+    if state.step >= state.steps:
+        return 0
     for _, batch in batches.starting_at(state.step, mesh.dp.rank, mesh.dp.size):
-        if state.step >= state.steps:
-            return 0
         beat(state.step, "a step", state.step == begun)  # the first may compile
         with around(state.step + 1):
             metrics = optimizer_step(
@@ -54,7 +54,7 @@ def train_steps(
             if last or every and state.step % every == 0:
                 beat(state.step, hook.__name__)
                 hook(state, metrics)
-        if stopped:
+        if last:  # before the next batch, which a model may have to draw
             return stopped
         beat(state.step, "the next batch")
     raise AssertionError("batches never run out")

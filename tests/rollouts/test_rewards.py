@@ -2,7 +2,7 @@
 
 import pytest
 
-from dolmen.rollouts.rewards import Answer, judge_of, last_number
+from dolmen.rollouts.rewards import Answer, is_model, judge_of, last_number, weighted
 
 
 @pytest.fixture(autouse=True)
@@ -94,3 +94,17 @@ def test_a_function_that_is_not_there_is_refused(name, why):
 def test_what_names_no_reward_is_refused(name):
     with pytest.raises(ValueError, match="reward"):
         judge_of(name, 1.0)
+
+
+def test_weights_are_spelled_as_those_of_data():
+    asked = ["0.7:gsm8k", "regex:^a:b", "2:judges:length", ".5:runs/reward"]
+    names = ["gsm8k", "regex:^a:b", "judges:length", "runs/reward"]
+    assert weighted(asked) == list(zip((0.7, 1, 2, 0.5), names, strict=True))
+    for asked in ("0:exact", "1:"):
+        with pytest.raises(ValueError, match="a weight over 0, and a reward"):
+            weighted([asked])
+
+
+def test_a_folder_is_a_reward_model(tmp_path):
+    assert is_model(str(tmp_path)) and is_model("org/name")
+    assert not any(map(is_model, ["exact", "regex:a/b", "judges:length"]))

@@ -1,14 +1,19 @@
-"""Weights that are trained over any layout are whole where they draw."""
+"""Over any layout weights that are trained are whole where they draw, and a reward model scores as
+on one process.
+"""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-from models import build, initialize
+from models import Tiny, build, initialize
 from spawning import Row
 from table import FAMILIES, Layout
 
 from dolmen.core.mesh import SINGLE
+from dolmen.model.tree import Scalar
+from dolmen.rollouts.scorer import Scorer
 from dolmen.rollouts.weights import whole
 
 WORDS = ("tp2 pp2 acc4 zero1", "pp2 dp2 acc4 zero3", "dp2 tp2 sp ep2 zero2")
@@ -38,3 +43,36 @@ ROWS = [
 @pytest.mark.parametrize("row", [row.parameter for row in ROWS])
 def test_they_are_whole_on_every_rank(row, result):
     assert result(row) == 0
+
+
+TEXTS = [list(range(first, first + length)) for first, length in ((3, 9), (5, 2), (8, 12), (1, 7))]
+
+
+def scored(mesh, layout: Layout) -> torch.Tensor:
+    """Of five texts, four at once."""
+    config = FAMILIES["llama"]
+    schedule = layout.make_schedule(4, 1)
+    tree = Tiny(replace(config.tree, head=Scalar()), config.training)
+    model = build(tree, mesh, layout, schedule, dtype=torch.float64)
+    initialize(model, 3)
+    return Scorer(model, mesh, schedule, 4)([*TEXTS, [9]])
+
+
+def scores_apart(layout: Layout) -> float:
+    """The largest difference from one process's, of numbers of about 1."""
+    got, want = scored(layout.mesh(torch.device("cpu")), layout), scored(SINGLE, Layout())
+    assert want.std() > 1e-3
+    return float((got - want).abs().max())
+
+
+SCORED = [
+    Row(f"scores-{words}", layout.world, partial(scores_apart, layout))
+    for words in ("cp2 pp2 acc4", "tp2 dp2 sp zero3")
+    for layout in (Layout.of(words),)
+]
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize("row", [row.parameter for row in SCORED])
+def test_a_reward_model_scores_as_on_one_process(row, result):
+    assert result(row) < 1e-6  # they are told in fp32

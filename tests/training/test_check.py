@@ -50,7 +50,7 @@ def test_every_recipe_is_a_run(name, material):
         assert name in ("pretrain", "sft", "reward", "dpo", "grpo", "continue-language")
         run = replace(run, model=material.config().model, init=str(material.model))
     if name == "grpo":  # what it is for, nobody knows but its user
-        run = replace(run, reward="exact")
+        run = replace(run, reward=("exact",))
     if name == "continue-language":
         new = replace(run.train.new_rows, first=290)
         run = replace(run, train=replace(run.train, new_rows=new))

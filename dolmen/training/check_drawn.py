@@ -1,0 +1,109 @@
+"""What is refused of a run that learns from its own answers, with the numbers and the knob, before
+any process starts and before anything is written.
+"""
+
+from pathlib import Path
+
+from dolmen.conversion.source import open_source, tokenizer_folder
+from dolmen.core.words import counted
+from dolmen.data import tokenizer as tokenizers
+from dolmen.model.layout import Layout
+from dolmen.model.tree import Scalar
+from dolmen.rollouts import rewards
+from dolmen.rollouts.config import RolloutConfig
+from dolmen.training.config import RunConfig
+
+
+def check_drawn(run: RunConfig) -> None:
+    """Raises ValueError where what the model draws, its reward, the data and the objective do not
+    belong together, or the layout cannot draw.
+    """
+    asked = [run.objective.name == "grpo", run.data.rows == "prompts", bool(run.reward)]
+    if not any(asked):
+        if run.rollout != RolloutConfig():
+            raise ValueError("rollout is of answers that the model draws: use dolmen train grpo")
+        return
+    if not all(asked):
+        raise ValueError(
+            f"objective.name {run.objective.name}, data.rows {run.data.rows} and reward "
+            f"{' '.join(run.reward) or 'none'} do not belong together: grpo is of prompts, and of "
+            "a reward of answers to them (--reward exact, gsm8k, regex:PATTERN, MODULE:FUNCTION or "
+            "the folder of a reward model)"
+        )
+    for _, name in rewards.weighted(run.reward):
+        if rewards.is_model(name):
+            check_reward_model(run, name)
+        else:
+            rewards.judge_of(name, run.rollout.limit_seconds)
+    run.rollout.answers(run.train.global_batch_size)
+    if run.rollout.beta and run.init is None and run.objective.reference is None:
+        raise ValueError(
+            f"rollout.beta ({run.rollout.beta}) weighs a KL from the model that the run begins "
+            "with, which is random: give --init or --objective.reference, or leave it out"
+        )
+    if run.rollout.temperature != 1 and run.tree.head.soft_cap is not None:
+        raise ValueError(
+            f"rollout.temperature ({run.rollout.temperature}) is not for logits with a soft cap "
+            f"({run.tree.head.soft_cap}): use 1"
+        )
+    world, tp = run.layout.world, run.rollout.tp or run.layout.tp
+    if world % tp:
+        raise ValueError(
+            f"rollout.tp ({tp}) does not divide the run's "
+            f"{counted(world, 'process', 'processes')}: set another --rollout.tp"
+        )
+    try:
+        Layout(tp=tp, dp=world // tp).check_model(run.tree)
+    except ValueError as error:
+        raise ValueError(f"of --rollout.tp {tp}: {error}") from None
+
+
+def check_reward_model(run: RunConfig, name: str) -> None:
+    """Raises ValueError where the model at `name` does not end in one number, reads other tokens or
+    shorter texts than the run's, or does not go into its layout.
+    """
+    source = open_source(name)
+    tree, model = source.tree, run.tree
+    if not isinstance(tree.head, Scalar):
+        raise ValueError(
+            f"reward {name} foretells tokens: give a model that ends in one number, as dolmen "
+            "train reward makes one"
+        )
+    if tree.vocab_size != model.vocab_size:
+        raise ValueError(
+            f"reward {name} has a vocab_size of {tree.vocab_size:,}, the model "
+            f"{model.vocab_size:,}: give a reward model of the same tokens"
+        )
+    if tree.max_position_embeddings <= run.sequence_length:
+        raise ValueError(
+            f"reward {name} reads {tree.max_position_embeddings} tokens "
+            f"(max_position_embeddings), and a prompt with its answer may have one more than "
+            f"train.sequence-length ({run.sequence_length}): set --train.sequence-length "
+            f"{tree.max_position_embeddings - 1} or less"
+        )
+    try:
+        run.layout.check_model(tree)
+    except ValueError as error:
+        raise ValueError(f"of --reward {name}: {error}") from None
+    check_tokens(run, name, source.tokenizer)
+
+
+def check_tokens(run: RunConfig, name: str, tokenizer: Path | None) -> None:
+    """Raises ValueError where the reward model `name` has a tokenizer, and it gives tokens of the
+    run's other ids.
+    """
+    own = run.data.tokenizer
+    if own is None and run.init is not None:
+        own = tokenizer_folder(open_source(run.init))
+    if tokenizer is None or own is None:
+        return
+    ours, theirs = (
+        tokenizers.load_tokenizer(folder, "--reward", probe=False).get_vocab()
+        for folder in (own, str(tokenizer))
+    )
+    other = sorted(token for token, number in ours.items() if theirs.get(token) != number)
+    if other:
+        raise ValueError(
+            f"reward {name} has a tokenizer of its own: {len(other):,} of {len(ours):,} tokens, as "
+            f"{other[0]!r}, have other ids; give a reward model of the same tokens"
+        )
