@@ -90,6 +90,7 @@ def plan(
             kilowatt_hour=kilowatt_hour,
             as_recipe=as_recipe,
             dryrun=dryrun,
+            explain=True,
         )
         outputs.refuse(asked)
         question = Question.of(_planned(model, asked))

@@ -12,17 +12,18 @@ LESS = 0.99
 """Of the bytes of a layout: what holds more than this holds as much."""
 
 
-def changes(question: Question, choice: Choice) -> Iterator[Change]:
-    """What one change of a layout would buy, the fastest first; dp is what the others leave. What
-    takes as long and holds as much buys nothing.
+def changes(question: Question, choice: Choice, now: float) -> Iterator[Change]:
+    """What one change of a layout would buy that takes `now` seconds, the fastest first; dp is what
+    the others leave. Each is simulated, as that is. What takes as long and holds as much buys
+    nothing.
     """
-    now, here = question.pricing.quick(choice), question.held(choice)
+    here = question.held(choice)
     tried = []
     for other in dict.fromkeys(neighbours(question, choice)):
         if other == choice:  # of what has no effect, such as ZeRO where dp is 1
             continue
         held = question.held(other)
-        seconds = question.pricing.quick(other)
+        seconds = question.pricing.full(other).estimate.seconds
         if seconds >= now and held > LESS * here:
             continue
         fits = held <= question.cluster.device.memory

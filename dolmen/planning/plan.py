@@ -84,7 +84,7 @@ class Change(NamedTuple):
     words: str
     """ "recompute none" """
     seconds: float
-    """Of a step with it, in closed form."""
+    """Of a step with it, simulated as the layout itself is."""
     held: int
     """Bytes of its fullest rank."""
     fits: bool
@@ -108,7 +108,7 @@ class Candidate:
     """The same with what backward computes again."""
     traffic: tuple[Traffic, ...] = ()
     changes: tuple[Change, ...] = ()
-    """Of one thing each, the fastest first."""
+    """Of one thing each, the fastest first; empty where they were not asked for."""
 
     @property
     def words(self) -> str:

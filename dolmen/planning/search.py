@@ -58,7 +58,10 @@ def answer(question: Question, asked: PlanConfig, progress: bool = False) -> Pla
         question.batch,
         question.cluster,
         question.cluster.gpus,
-        tuple(candidate(question, choice, one) for one, choice in timed[: asked.top]),
+        tuple(
+            candidate(question, choice, one, asked.explain or asked.json is not None)
+            for one, choice in timed[: asked.top]
+        ),
         Timeline(first.schedule, first.simulation),
         considered=found.considered,
         fitting=found.fitting,
@@ -150,8 +153,10 @@ def enough(question: Question) -> int | None:
     return None
 
 
-def candidate(question: Question, choice: Choice, timed: Timed) -> Candidate:
-    """A layout with all that is said of it."""
+def candidate(question: Question, choice: Choice, timed: Timed, explained: bool) -> Candidate:
+    """A layout with all that is said of it; `explained`: and of its neighbours, which are simulated
+    too.
+    """
     run, cluster, seconds = question.run, question.cluster, timed.estimate.seconds
     tokens = question.batch * run.sequence_length
     peak = cluster.gpus * cluster.device.rate(question.pricing.dtype)
@@ -170,7 +175,7 @@ def candidate(question: Question, choice: Choice, timed: Timed) -> Candidate:
         mfu,
         mfu * (1 + extra),
         traffic=traffic(question.pricing, choice),
-        changes=tuple(changes(question, choice)),
+        changes=tuple(changes(question, choice, seconds)) if explained else (),
     )
 
 

@@ -1,6 +1,7 @@
 """`dolmen plan` and `dolmen.plan`: what they answer, and what they refuse, without torch's work."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,6 @@ def test_the_answer_is_the_fastest_of_what_fits():
         assert one.estimate.low < one.estimate.seconds < one.estimate.high
         assert sum(one.estimate.parts.values()) == pytest.approx(one.estimate.seconds)
         assert 0 < one.mfu < one.hfu <= 1  # all is computed again
-        assert all(change.words for change in one.changes)
         assert one.layout["layout.recompute"] == "full"
 
 
@@ -58,7 +58,9 @@ def test_keys_are_not_gathered_where_a_ring_is_as_fast():
 
 def test_changes_are_of_one_thing_and_say_what_they_lack():
     asked = question("gpt3-175b", "dgx-a100:16", global_batch_size=64)
-    (best,) = search.answer(asked, PlanConfig(top=1, dryrun=False)).ranked
+    (plain,) = search.answer(asked, PlanConfig(top=1, dryrun=False)).ranked
+    (best,) = search.answer(asked, PlanConfig(top=1, dryrun=False, explain=True)).ranked
+    assert not plain.changes and plain == replace(best, changes=())
     told = {change.words: change for change in best.changes}
     assert any(not change.fits for change in told.values())
     memory = asked.cluster.device.memory
@@ -87,6 +89,25 @@ def test_a_million_layouts_are_no_more_work_than_their_kinds(monkeypatch):
     monkeypatch.setattr(pricing, "block_rows", lambda *a: made.append(a) or real(*a))
     found = search.look(asked)
     assert found.considered > 10_000 and len(made) < 200
+
+
+def test_a_change_takes_what_its_own_plan_says():
+    """Each is simulated, as the layout is that it is told beside: of uneven chunks the closed form
+    is off by a third.
+    """
+    pins = Pins(tp=2, pp=4, zero=1, schedule="interleaved", virtual_stages=6)
+    asked = question("gpt-7.5b", "dgx-a100:2", pins, global_batch_size=32, microbatch_size=2)
+    (best,) = search.answer(asked, PlanConfig(top=1, dryrun=False, explain=True)).ranked
+    told = {change.words: change for change in best.changes}
+    for words, pin in (
+        ("virtual-stages 5", dict(virtual_stages=5, recompute="none")),
+        ("recompute full", dict(recompute="full")),
+    ):
+        other = replace(asked, pins=replace(pins, **pin))
+        (alone,) = search.answer(other, PlanConfig(top=1, dryrun=False)).ranked
+        change = told[words]
+        assert change.seconds == pytest.approx(alone.estimate.seconds)
+        assert change.held == alone.fullest
 
 
 REFUSED = {
