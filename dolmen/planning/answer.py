@@ -26,9 +26,11 @@ def title(plan: Plan) -> str:
     cluster = plan.cluster
     where = f"{cluster.name}, {counted(cluster.nodes, 'node')} of {cluster.gpus_per_node} GPUs"
     batch = f"{plan.global_batch_size:,} sequences of {plan.sequence_length:,}"
+    knobs = " and ".join(f"--{name}" for name in plan.assumed)
+    assumed = f" (a default, as nothing says another: give {knobs})" if knobs else ""
     return (
         f"{plan.model}, {size(plan.parameters)} parameters, on {where} ({plan.gpus:,}), "
-        f"{plan.dtype}\n{batch} = {size(plan.step_tokens)} tokens a step\n"
+        f"{plan.dtype}\n{batch} = {size(plan.step_tokens)} tokens a step{assumed}\n"
         f"{plan.considered:,} layouts, {plan.fitting:,} fit {gib(cluster.device.memory)}"
     )
 
@@ -185,6 +187,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "dtype": plan.dtype,
         "global_batch_size": plan.global_batch_size,
         "sequence_length": plan.sequence_length,
+        "assumed": list(plan.assumed),
         "device_bytes": plan.cluster.device.memory,
         "considered": plan.considered,
         "fitting": plan.fitting,

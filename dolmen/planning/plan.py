@@ -206,6 +206,8 @@ class Plan:
     prices: Prices = Prices()
     dry: DryRun | None = None
     """None where it was not asked for."""
+    assumed: tuple[str, ...] = ()
+    """Options that nobody has said, so that defaults are planned: train.sequence-length."""
     command: str = ""
     """That runs the first layout's step as some of its ranks."""
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from dolmen.core.config import from_dict
+from dolmen.core.config import from_dict, to_dict
 from dolmen.model.layout import Layout
 from dolmen.planning.calibrate import shipped
 from dolmen.planning.capacity import Capacity
@@ -16,10 +16,14 @@ from dolmen.planning.config import PlanRequest
 from dolmen.planning.hardware import Cluster, read_cluster
 from dolmen.planning.pricing import Pricing
 from dolmen.planning.space import Choice, Pins, Space
-from dolmen.training.config import RunConfig
+from dolmen.training.config import RunConfig, TrainConfig
 
 PRODUCTS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 """What devices call the dtype of a step's products."""
+
+
+STEP = ("global_batch_size", "sequence_length")
+"""What no plan means anything without."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,8 @@ class Question:
     microbatch_size: int | None
     named: RunConfig
     """The run that the name stands for, before what is asked."""
+    assumed: tuple[str, ...] = ()
+    """Options of STEP that neither it nor what is asked says: a run's defaults."""
 
     @staticmethod
     def of(request: PlanRequest) -> "Question":
@@ -54,9 +60,11 @@ class Question:
         if split:
             replace(run, layout=Layout(**asked.layout.said)).refuse_compiled()
         cluster.device.rate(PRODUCTS[run.train.dtype])
-        return Question(
-            request.name, run, cluster, asked.layout, asked.train.microbatch_size, request.run
-        )
+        default = to_dict(TrainConfig())
+        named = to_dict(request.run.train)
+        assumed = tuple(n for n in STEP if n not in step and named[n] == default[n])
+        micro = asked.train.microbatch_size
+        return Question(request.name, run, cluster, asked.layout, micro, request.run, assumed)
 
     @property
     def batch(self) -> int:

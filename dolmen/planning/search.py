@@ -70,6 +70,7 @@ def answer(question: Question, asked: PlanConfig, progress: bool = False) -> Pla
         dtype=question.pricing.dtype,
         interval=question.pricing.spread.words,
         dry=dry,
+        assumed=tuple(f"train.{name.replace('_', '-')}" for name in question.assumed),
         command=command(question, timed[0][1]),
     )
 

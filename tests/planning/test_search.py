@@ -154,6 +154,19 @@ def test_a_folder_is_refused_by_what_it_lacks(tmp_path):
         str(tmp_path), "hgx-h100:2", train={"global_batch_size": 32}, top=1, dryrun=False
     )
     assert found.parameters == 6_738_415_616 and found.dtype == "bf16"
+    assert found.assumed == ("train.sequence-length",)
+
+
+def test_a_batch_and_a_length_that_nobody_says_are_told(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    words = "--cluster", "hgx-h100:1", "--no-dryrun", "--layout.tp", 8, "--layout.recompute", "full"
+    told = dolmen("plan", tmp_path, *words)
+    knobs = "--train.global-batch-size and --train.sequence-length"
+    said = f"(a default, as nothing says another: give {knobs})"
+    assert "8 sequences of 512 = " in told.out and said in " ".join(told.out.split())
+    given = knobs.replace(" and", " 8").split()
+    assert "default" not in dolmen("plan", tmp_path, *words, *given, 512).out
+    assert "default" not in dolmen("plan", "gpt-1.7b", *words).out
 
 
 def test_the_verb_and_the_function_say_the_same(tmp_path):
