@@ -88,8 +88,7 @@ def written(question: Question, found: Plan, asked: PlanConfig) -> Iterator[str]
     """What was asked for as a file: a line each. Raises ValueError."""
     if asked.as_recipe is not None:
         file = Path(asked.as_recipe)
-        outputs.write_recipe(question, found, file)
-        yield f"wrote {file}: dolmen train {file}"
+        yield f"wrote {file}: {outputs.write_recipe(question, found, file)}"
     if asked.report is not None:
         try:
             yield f"wrote {write_report(with_fleets(question, found), Path(asked.report))}"

@@ -4,7 +4,9 @@ dolmen has not written, is known before it is made.
 
 import errno
 import os
+import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import yaml
@@ -19,6 +21,8 @@ from dolmen.planning.report import MARK, NAME
 RECIPE = "# Written by dolmen plan --as-recipe."
 # what is at the beginning of each file that we write
 MARKS = {"as-recipe": (RECIPE,), "json": ('{\n "model": ', '\n "cluster": '), "report": (MARK,)}
+TOKENIZER = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+"""Of a folder of transformers that has one."""
 BEGINNING = 4096
 """Bytes in which a mark is."""
 
@@ -70,14 +74,24 @@ def _refuse(words: str, file: Path, folder: Path) -> None:
         raise ValueError(f"{words}: {os.strerror(number)}")
 
 
-def write_recipe(question: Question, found: Plan, file: Path) -> None:
-    """The first layout as a run that `dolmen train` takes. Raises ValueError where it cannot be
+def write_recipe(question: Question, found: Plan, file: Path) -> str:
+    """The first layout as a run for the tokens that were planned; returned is the command that
+    trains it, with a place for what it must still be told. Raises ValueError where it cannot be
     written.
     """
     run = question.as_run(found.ranked[0].layout)
+    if found.tokens:
+        train = replace(run.train, tokens=found.tokens, steps=None, epochs=None)
+        run = replace(run, train=train)
+    folder = Path(question.name)
+    if run.data.tokenizer is None and any((folder / name).is_file() for name in TOKENIZER):
+        run = replace(run, data=replace(run.data, tokenizer=str(folder.absolute())))
     text = gate.whole_yaml(yaml.safe_dump(to_dict(run), sort_keys=False))
     text = f"{RECIPE}\n{text}"
     try:
         write.replace(file, text)
     except OSError as error:
         raise ValueError(f"--as-recipe {file}: {error.strerror}") from None
+    words = ["" if run.data.path else " --data.path TEXT"]
+    words.append("" if run.data.tokenizer or run.init else " --data.tokenizer FOLDER")
+    return f"dolmen train {shlex.quote(str(file))}{''.join(words)}"

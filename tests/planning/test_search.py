@@ -261,6 +261,24 @@ sources: {{}}
 """
 
 
+def test_a_recipe_has_what_was_given_and_says_what_it_lacks(tmp_path):
+    """The tokens that were planned, and a tokenizer that lies beside the model."""
+    folder, made = tmp_path / "a model", tmp_path / "made.yaml"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    words = "--cluster", "hgx-h100:1", "--no-dryrun", "--layout.tp", 8, "--layout.recompute", "full"
+    words += "--train.global-batch-size", 16, "--as-recipe", made
+    bare = dolmen("plan", folder, *words)
+    assert f": dolmen train {made} --data.path TEXT --data.tokenizer FOLDER\n" in bare.out
+    assert yaml.safe_load(made.read_text())["train"]["tokens"] is None
+    (folder / "tokenizer.json").write_text("{}")
+    told = dolmen("plan", folder, *words, "--tokens", "1e9")
+    assert told.out.endswith(f": dolmen train {made} --data.path TEXT\n")
+    run = yaml.safe_load(made.read_text())
+    assert run["data"]["tokenizer"] == str(folder) and run["train"]["tokens"] == 1e9
+    assert run["train"]["global_batch_size"] == 16 and run["train"]["steps"] is None
+
+
 @pytest.mark.slow
 @pytest.mark.spawn
 def test_a_plan_is_a_run_that_trains(material, tmp_path):
