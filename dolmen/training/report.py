@@ -22,6 +22,14 @@ from dolmen.training.config import RunConfig
 from dolmen.training.mfu import Peak
 from dolmen.training.step import TrainState
 
+SHOWN = {
+    "rollout/reward": "reward {:.3f}",
+    "rollout/reference_kl": "KL {:.4f} per token",
+    "objective/accuracy": "{:.1%} of pairs right",
+    "router/max_load": "max load {:.2f}",
+}
+"""Of metrics.jsonl what tells more than the loss, where a row has it."""
+
 
 def header(
     run: RunConfig, state_: TrainState, loader: Loader, mesh: Mesh, peak: Peak, out: str
@@ -204,8 +212,7 @@ class ProgressLine:
             f"loss {row['loss']:.4f}  {size(row['tokens_per_second'])} tok/s  {_mfu(row)} "
             f" {row['memory_gib']:.2f} GiB  {duration(left)} left"
         )
-        if "router/max_load" in row:
-            numbers += f"  max load {row['router/max_load']:.2f}"
+        numbers += "".join("  " + form.format(row[n]) for n, form in SHOWN.items() if n in row)
         if self.progress:
             self.progress.update(
                 self.task,

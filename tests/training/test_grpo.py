@@ -38,7 +38,8 @@ def rows(out) -> list[dict]:
 
 @pytest.mark.slow
 def test_a_reward_grows_and_trainer_and_generator_agree(prompts, tmp_path):
-    assert dolmen(*options(prompts, tmp_path / "run", "--train.steps", 25)).code == 0
+    ended = dolmen(*options(prompts, tmp_path / "run", "--train.steps", 25))
+    assert ended.code == 0 and "reward 0." in ended.out
     found = rows(tmp_path / "run")
     first, last = (
         sum(row["rollout/reward"] for row in some) / 3 for some in (found[:3], found[-3:])
