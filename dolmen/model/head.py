@@ -22,6 +22,7 @@ from dolmen.model.split import Split
 from dolmen.model.tree import Tree
 from dolmen.ops import loss
 from dolmen.parallel import tensor
+from dolmen.parallel.entropy import with_entropy
 from dolmen.parallel.log_probabilities import log_probabilities, with_likeliest
 from dolmen.parallel.loss import linear_cross_entropy
 from dolmen.parallel.tensor import Linear
@@ -157,6 +158,18 @@ class Logits(Head):
         """
         found = self._of_labels(log_probabilities, hidden, labels, temperature)
         return found.view(self.sequences, -1)
+
+    def with_entropy(
+        self,
+        hidden: Float[Tensor, "_ hidden"],
+        labels: Int64[Tensor, "sequences length"],
+        temperature: float = 1.0,
+    ) -> tuple[Float[Tensor, "sequences here"], Float[Tensor, "sequences here"]]:
+        """`log_probabilities`, and the entropy of each token's distribution, 0 where its label is
+        IGNORED.
+        """
+        found, entropy = self._of_labels(with_entropy, hidden, labels, temperature)
+        return found.view(self.sequences, -1), entropy.view(self.sequences, -1)
 
     def foretold(
         self, hidden: Float[Tensor, "_ hidden"], labels: Int64[Tensor, "sequences length"]

@@ -121,6 +121,26 @@ def gae(
 
 
 @torch.no_grad()
+def whitened(
+    values: Float[Tensor, "rows tokens"],
+    mask: Shaped[Tensor, "rows tokens"],
+    *,
+    eps: float = 1e-8,
+) -> Float[Tensor, "rows tokens"]:
+    """At mean 0 and variance 1 over the tokens that count, 0 elsewhere:
+
+        (v - mean) / sqrt(variance + eps)
+
+    The variance is the unbiased one: TRL's and verl's masked_whiten; OpenRLHF takes the biased one.
+    Of one token, and of values that are all alike, nothing is left but 0.
+    """
+    here = tokens.counted(mask)
+    centred = tokens.only(values - tokens.token_mean(values, here), here)
+    variance = centred.square().sum() / (here.sum() - 1).clamp(min=1)
+    return centred * (variance + eps).rsqrt()
+
+
+@torch.no_grad()
 def group_normalised(
     scores: Float[Tensor, " rows"],
     groups: Int[Tensor, " rows"],
@@ -160,6 +180,92 @@ def group_normalised(
         size = torch.bincount(among)[among]
         square = square * size / (size - 1).clamp(min=1)
     return torch.where(centred == 0, 0.0, centred / (square.sqrt() + eps))
+
+
+@torch.no_grad()
+def leave_one_out(
+    scores: Float[Tensor, " rows"], groups: Int[Tensor, " rows"]
+) -> Float[Tensor, " rows"]:
+    """By how much each score is above the mean of the others of its group (RLOO, 2402.14740,
+    equation 6), of n that is n / (n - 1) times how much it is above the mean of all:
+
+        s_i - mean of s_j over j != i
+
+    TRL's RLOOTrainer, OpenRLHF's `rloo` and verl's compute_rloo_outcome_advantage. Of one alone it
+    is 0, as nothing says that it is good; verl leaves the score as it is.
+    """
+    _, group = torch.unique(groups, return_inverse=True)
+    size = torch.bincount(group)[group]
+    others = (size - 1).clamp(min=1)
+    return (scores - _means(scores, group)) * size / others
+
+
+@torch.no_grad()
+def reinforce(
+    rewards: Float[Tensor, "rows tokens"],
+    mask: Shaped[Tensor, "rows tokens"],
+    *,
+    gamma: float = 1.0,
+) -> Float[Tensor, "rows tokens"]:
+    """REINFORCE++ (2501.03262, section 3): of each token the sum of the rewards from it on, as of
+    `token_rewards`, which have the KL in them; then `whitened` over all tokens that are given, so
+    over a whole phase of answers:
+
+        R_t = r_t + gamma R_next        (R_t - mean) / standard deviation
+
+    OpenRLHF's get_cumulative_returns (with the biased variance) and verl's
+    compute_reinforce_plus_plus_outcome_advantage. Of scores less the mean of their group it is
+    REINFORCE++-baseline. A hole is no step, as of `gae`.
+    """
+    _, returns = gae(rewards, torch.zeros_like(rewards), mask, gamma=gamma, lam=1.0)
+    return whitened(returns, mask)
+
+
+@torch.no_grad()
+def taught(
+    policy: Float[Tensor, "rows tokens"],
+    teacher: Float[Tensor, "rows tokens"],
+    mask: Shaped[Tensor, "rows tokens"],
+) -> Float[Tensor, "rows tokens"]:
+    """On-policy distillation: teacher - policy of each token that the policy drew, 0 elsewhere. So
+    a policy gradient descends the reverse KL(policy || teacher) of the next token, of which -(it)
+    is the estimate k1, and no token answers for those after it (a discount of 0: Lu et al., 2025,
+    thinkingmachines.ai/blog/on-policy-distillation; 2306.13649 has the divergence, of whole
+    distributions).
+    """
+    return tokens.only(teacher - policy, tokens.counted(mask))
+
+
+@torch.no_grad()
+def overlong(
+    lengths: Int[Tensor, " rows"], *, max_length: int, window: int
+) -> Float[Tensor, " rows"]:
+    """What is added to the reward of an answer of so many tokens (DAPO's soft punishment,
+    2503.14476, equation 13): 0 up to max_length - window, then less by 1 / window per token, down
+    to -1 at max_length and over. verl's DAPO reward manager (`overlong_buffer`).
+    """
+    over = lengths - (max_length - window)
+    return -(over / window).clamp(0, 1)
+
+
+@torch.no_grad()
+def importance(
+    trained: Float[Tensor, "rows tokens"],
+    drawn: Float[Tensor, "rows tokens"],
+    mask: Shaped[Tensor, "rows tokens"],
+    *,
+    cap: float,
+) -> Float[Tensor, "rows tokens"]:
+    """Of each token by what its loss is multiplied where the program that drew it computes other
+    log-probabilities than training does, of the same weights: min(exp(trained - drawn), cap); 0
+    where no token counts.
+
+    Truncated importance sampling (Yao et al., 2025, fengyao.notion.site/off-policy-rl): TRL's
+    vllm_importance_sampling_cap (2.0), verl's tis_imp_ratio_cap; of tokens, not of sequences. A
+    surrogate is linear in its advantage, so it is the same to multiply that.
+    """
+    here = tokens.counted(mask)
+    return tokens.only(tokens.only(trained - drawn, here).exp().clamp(max=cap), here)
 
 
 def _means(values: Float[Tensor, " rows"], group: Int[Tensor, " rows"]) -> Float[Tensor, " rows"]:

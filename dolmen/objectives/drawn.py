@@ -39,6 +39,8 @@ class Group:
     temperature: float = 1.0
     max_length: int | None = None
     """Of an answer, for dr-grpo."""
+    entropy_coef: float = 0.0
+    """What a nat of entropy is worth, of Undecided."""
 
     names: ClassVar[tuple[str, ...]] = ("clip_fraction", "ratio", "kl_k3", "reference_kl")
     head: ClassVar[type] = tree.Head
@@ -54,6 +56,10 @@ class Group:
 
     def __call__(self, hidden: Float[Tensor, "_ hidden"], head: Logits, batch: Batch) -> Judged:
         new = head.whole(head.log_probabilities(hidden, batch.labels, self.temperature))
+        return self.judged(new, None, head, batch)
+
+    def judged(self, new: Tensor, entropy: Tensor | None, head: Logits, batch: Batch) -> Judged:
+        """Of log-probabilities, and maybe entropies, of all tokens."""
         here = batch.labels != IGNORED
 
         def loss(new: Tensor, rows: slice, here: Tensor) -> tuple[Tensor, Metrics]:
@@ -69,6 +75,8 @@ class Group:
                 clip_high=self.clip_high,
                 level=self.level,
                 max_length=self.max_length,
+                entropy=None if entropy is None else entropy[rows],
+                entropy_coef=self.entropy_coef,
             )
 
         mean, _ = loss(new, slice(None), here)
@@ -90,3 +98,14 @@ class Group:
                 if name in metrics:
                     total.add_(metrics[name] * weight)
         return sums
+
+
+@dataclass(frozen=True)
+class Undecided(Group):
+    """The same, which is paid for the entropy of its distributions."""
+
+    names: ClassVar[tuple[str, ...]] = (*Group.names, "entropy")
+
+    def __call__(self, hidden: Float[Tensor, "_ hidden"], head: Logits, batch: Batch) -> Judged:
+        new, entropy = head.with_entropy(hidden, batch.labels, self.temperature)
+        return self.judged(head.whole(new), head.whole(entropy), head, batch)

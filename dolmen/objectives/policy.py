@@ -74,6 +74,8 @@ def group(
     level: Level = "token",
     max_length: int | None = None,
     empty: Empty = "counted",
+    entropy: Float[Tensor, "rows tokens"] | None = None,
+    entropy_coef: float = 0.0,
 ) -> tuple[Float[Tensor, ""], Metrics]:
     """GRPO (2402.03300, equation 3) and its kin, as TRL's GRPOTrainer has them: of each token
     `clipped`'s surrogate, without a dual clip, + beta k3(new, reference), and of all
@@ -93,6 +95,9 @@ def group(
     gradient each token has a share of (TRL's importance_sampling_level; GSPO's equation 7). Kind
     gspo at level token is GSPO-token (its equation 14; verl's compute_policy_loss_gspo): the same
     r, through which each token's gradient is its own. They differ where advantages do in a row.
+
+    `entropy`, of the distribution of each token, is paid for: less entropy_coef times it (TRL and
+    verl by their entropy_coeff; 1602.01783, section 4).
 
     `reference` may be None where beta is 0. Rows without a token are rows, as in TRL; "left-out"
     are they in verl. Metrics: as of `clipped`, and the mean k3 from the reference.
@@ -114,6 +119,9 @@ def group(
         away = advantage.kl(tokens.only(new, here), tokens.only(reference, here), estimator="k3")
         losses = losses + beta * away
         metrics["reference_kl"] = tokens.token_mean(away, here).detach()
+    if entropy is not None:
+        losses = losses - entropy_coef * tokens.only(entropy, here)
+        metrics["entropy"] = tokens.token_mean(entropy, here).detach()
     return _whole(losses, here, kind, max_length, empty), metrics
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,16 +32,35 @@ from dolmen.rollouts.asked import of_rows
 from dolmen.rollouts.config import RolloutConfig
 from dolmen.rollouts.drawn import Drawn, of_answers
 from dolmen.rollouts.judging import Judging
-from dolmen.rollouts.prompts import PromptLoader
+from dolmen.rollouts.learned import with_advantages
+from dolmen.rollouts.prompts import Prompt, PromptLoader
+from dolmen.rollouts.redraws import with_redraws
 from dolmen.rollouts.rewards import Answer
 from dolmen.rollouts.weights import Drawing
 from dolmen.serving.options import Options
 
-EPS = 1e-4  # of group normalisation, as TRL's
-
-
 Ask = Callable[[Decoder, Batch, Mesh, Schedule], Tensor]
 """Of each token of a rank's rows a number (objectives/score.py)."""
+
+
+class Judged(NamedTuple):
+    """An answer with its reward."""
+
+    prompt: Prompt
+    written: Written
+    answer: Answer
+    reward: float
+    """NaN where there is none."""
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """To be read."""
+        return {
+            "prompt": self.answer.prompt,
+            "answer": self.answer.text,
+            "reward": None if math.isnan(self.reward) else self.reward,  # JSON has no NaN
+            "whole": self.written.whole,
+        }
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,77 +144,105 @@ class Phases:
 
     def _drawn(self, begins: int) -> Drawn:
         """Draws, judges and scores the answers of a phase, and keeps them."""
-        number = begins // self.updates * (self.answers // self.config.samples)
-        prompts = self.loader.mixture
-        asked = [
-            prompts.prompts[prompts.index(number + i // self.config.samples)]
-            for i in range(self.answers)
-        ]
-        written = self._answered([one.tokens for one in asked], begins)
-        texts = [
-            self.loader.tokenizer.decode(one.tokens, skip_special_tokens=True) for one in written
-        ]
-        answers = [
-            Answer(p.asked, text, p.row, [*p.tokens, *one.tokens])
-            for p, text, one in zip(asked, texts, written, strict=True)
-        ]
-        rewards, told = self.judging(answers)
-        self.told |= told
+        judged = self._worth_learning(begins)
+        written, rewards = [one.written for one in judged], [one.reward for one in judged]
         made = of_answers(
-            [one.tokens for one in asked],
+            [one.prompt.tokens for one in judged],
             [one.tokens for one in written],
             [one.logprobs for one in written],
             self.setup.length,
             2 * self.mesh.cp.size * self.mesh.tp.size,
         )
-        made = self.learned(replace(made, rewards=rewards))
+        whole = torch.tensor([one.whole for one in written])
+        if self.config.mask_cut:
+            made = replace(made, labels=torch.where(whole[:, None], made.labels, IGNORED))
+        made = self.learned(replace(made, rewards=self._shaped(torch.tensor(rewards), written)))
         self.tell(made, written)
         if self.mesh.first:
-            rows = [
-                {
-                    "prompt": one.prompt,
-                    "answer": one.text,
-                    "reward": _json(reward),
-                    "whole": w.whole,
-                }
-                for one, reward, w in zip(answers, rewards.tolist(), written, strict=True)
-            ]
-            files.save(made, self.setup.out, begins, rows)
+            files.save(made, self.setup.out, begins, [one.row for one in judged])
             files.forget(self.setup.out, min([begins, *self.setup.kept()]) - self.updates + 1)
         return made
 
-    def _answered(self, prompts: Sequence[Sequence[int]], begins: int) -> list[Written]:
+    def _worth_learning(self, begins: int) -> list[Judged]:
+        """Answers with their rewards; of another prompt in the place of each group from which
+        nothing is to be learned, so often as is asked.
+        """
+        config, prompts = self.config, self.loader.mixture
+        model = self.models.drawing.refresh(self.models.trained)
+        number = begins // self.updates * (self.answers // config.samples)
+
+        def drawn(groups: Sequence[int], again: int) -> list[Judged]:
+            asked, names = [], []
+            for group in groups:
+                prompt = prompts.prompts[prompts.index(number + group, again)]
+                asked += [prompt] * config.samples
+                first = group * config.samples
+                of_time = f"/{again}" if again else ""
+                names += [f"{begins}/{first + i}{of_time}" for i in range(config.samples)]
+            return self._judged(asked, self._answered(model, asked, names))
+
+        groups = self.answers // config.samples
+        found, again = with_redraws(drawn, groups, config.samples, config.redraws)
+        self.told |= {"rollout/alike": float(again.alike), "rollout/redrawn": float(again.groups)}
+        return found
+
+    def _answered(
+        self, model: Decoder, prompts: Sequence[Prompt], names: Sequence[str]
+    ) -> list[Written]:
         """An answer to each prompt, in their order, on every rank."""
-        models, config = self.models, self.config
         options = Options(
-            temperature=config.temperature,
-            max_new_tokens=config.max_new_tokens,
+            temperature=self.config.temperature,
+            max_new_tokens=self.config.max_new_tokens,
             stop=tuple(sorted(self.setup.stop)),
         )
         return answered(
-            models.drawing.refresh(models.trained),
-            models.drawing.mesh,
-            prompts,
-            [f"{begins}/{i}" for i in range(len(prompts))],
+            model,
+            self.models.drawing.mesh,
+            [one.tokens for one in prompts],
+            names,
             options,
             self.setup.seed,
-            config.batch,
+            self.config.batch,
         )
 
-    def learned(self, made: Drawn) -> Drawn:
-        """With advantages, and log-probabilities as training computes them."""
-        good = ~made.rewards.isnan()
-        groups = torch.arange(len(good)) // self.config.samples
-        advantages = torch.zeros(len(good))
-        advantages[good] = advantage.group_normalised(
-            made.rewards[good], groups[good], eps=EPS, scale=self.config.scale
+    def _judged(self, prompts: Sequence[Prompt], written: Sequence[Written]) -> list[Judged]:
+        decode = self.loader.tokenizer.decode
+        answers = [
+            Answer(
+                p.asked,
+                decode(one.tokens, skip_special_tokens=True),
+                p.row,
+                [*p.tokens, *one.tokens],
+            )
+            for p, one in zip(prompts, written, strict=True)
+        ]
+        rewards, told = self.judging(answers)
+        self.told |= told
+        every = zip(prompts, written, answers, rewards.tolist(), strict=True)
+        return [Judged(*one) for one in every]
+
+    def _shaped(self, rewards: Tensor, written: Sequence[Written]) -> Tensor:
+        """With what the length of an answer costs."""
+        config = self.config
+        if not config.overlong:
+            return rewards
+        cost = config.overlong_weight * advantage.overlong(
+            torch.tensor([len(one.tokens) for one in written]),
+            max_length=config.max_new_tokens,
+            window=config.overlong,
         )
-        labels = torch.where(good[:, None], made.labels, IGNORED)
-        made = replace(made, labels=labels, advantages=advantages[:, None] * (labels != IGNORED))
+        self.told["rollout/overlong"] = float(cost.mean())
+        return rewards + cost
+
+    def learned(self, made: Drawn) -> Drawn:
+        """With log-probabilities as training computes them, and advantages."""
+        good = ~made.rewards.isnan()
+        made = replace(made, labels=torch.where(good[:, None], made.labels, IGNORED))
         made = replace(made, old=self.log_probabilities(self.models.trained, made))
-        if self.models.reference is None:
-            return made
-        return replace(made, reference=self.log_probabilities(self.models.reference, made))
+        if self.models.reference is not None:
+            reference = self.log_probabilities(self.models.reference, made)
+            made = replace(made, reference=reference)
+        return with_advantages(made, self.config)
 
     def log_probabilities(self, model: Decoder, made: Drawn) -> Tensor:
         """Of every answer's tokens, on every rank."""
@@ -226,8 +273,3 @@ class Phases:
         away = (made.old - made.reference)[made.labels != IGNORED]
         if self.models.reference is not None and len(away):
             self.told["rollout/reference_kl"] = float(away.mean())
-
-
-def _json(reward: float) -> Any:
-    """JSON has no NaN."""
-    return None if math.isnan(reward) else reward

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from dolmen.core.rng import seed_of
 from dolmen.core.words import counted
 from dolmen.data import tokenizer as tokenizers
 from dolmen.data.batch import Batch
@@ -70,9 +71,12 @@ class Prompts:
     def epochs(self, samples: int) -> dict[str, float]:
         return {self.name: samples / (self.answers * len(self.prompts))}
 
-    def index(self, number: int) -> int:
-        """Which prompt is asked as number `number`."""
-        return shuffled(number, len(self.prompts), self.seed)
+    def index(self, number: int, again: int = 0) -> int:
+        """Which prompt is asked as number `number`; in an order of its own each time that another
+        is asked `again` in its place.
+        """
+        seed = seed_of(self.seed, "again", again) if again else self.seed
+        return shuffled(number, len(self.prompts), seed)
 
 
 class Nothing:
@@ -146,6 +150,11 @@ def prepare(
             f"left out: {counted(len(read) - len(kept), 'prompt')} of over {room} tokens "
             "(--train.sequence-length, --rollout.max-new-tokens)"
         )
+    updates = rollout.updates(global_batch_size)
+    lines.append(
+        f"a phase draws {rollout.answers(global_batch_size):,} answers for "
+        f"{counted(updates, 'update')}: the last is {counted(updates - 1, 'update')} off-policy"
+    )
     shown = inputs.tokenizer.decode(kept[0].tokens)
     lines.append(f"asked as in {kept[0].where}: {shown[:SHOWN]!r}")
     content = hashlib.blake2b(digest_size=8)

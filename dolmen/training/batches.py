@@ -92,7 +92,7 @@ def drawn(
         run.tree, training, mesh, run.rollout.tp or run.layout.tp, DTYPES[run.train.dtype]
     )
     before = None
-    if run.rollout.beta:
+    if run.rollout.compares:
         name = run.objective.reference or begun.init
         assert name is not None, "check_objective has seen it"
         before = reference.opened(run, name, state, mesh)

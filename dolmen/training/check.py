@@ -185,7 +185,8 @@ def check_objective(run: RunConfig) -> None:
             "finish.verify and finish.sample are of models that foretell tokens, and a reward "
             "model ends in one number: leave them out"
         )
-    if asked.rows is None:
+    check_reference(run)
+    if asked.rows not in ("pairs", "completions"):
         return
     batch, micro = run.train.global_batch_size // (run.layout.dp or 1), run.microbatch_size
     if batch % 2 or micro % 2:
@@ -200,14 +201,19 @@ def check_objective(run: RunConfig) -> None:
             "objective.name dpo compares with the model that the run begins with, and a random one "
             "knows no answers: give --init"
         )
-    if run.objective.reference is not None:
-        source = open_source(run.objective.reference)
-        if source.tree.vocab_size != run.tree.vocab_size:
-            raise ValueError(
-                f"objective.reference {run.objective.reference} has a vocab_size of "
-                f"{source.tree.vocab_size:,}, the model {run.tree.vocab_size:,}: give a reference "
-                "of the same tokens"
-            )
+
+
+def check_reference(run: RunConfig) -> None:
+    """Raises ValueError for a reference of other tokens."""
+    if run.objective.reference is None:
+        return
+    source = open_source(run.objective.reference)
+    if source.tree.vocab_size != run.tree.vocab_size:
+        raise ValueError(
+            f"objective.reference {run.objective.reference} has a vocab_size of "
+            f"{source.tree.vocab_size:,}, the model {run.tree.vocab_size:,}: give a reference "
+            "of the same tokens"
+        )
 
 
 def check_init(run: RunConfig, init: str) -> None:

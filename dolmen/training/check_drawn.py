@@ -18,7 +18,8 @@ def check_drawn(run: RunConfig) -> None:
     """Raises ValueError where what the model draws, its reward, the data and the objective do not
     belong together, or the layout cannot draw.
     """
-    asked = [run.objective.name == "grpo", run.data.rows == "prompts", bool(run.reward)]
+    rewarded = bool(run.reward) or (run.objective.name == "grpo" and run.rollout.taught)
+    asked = [run.objective.name == "grpo", run.data.rows == "prompts", rewarded]
     if not any(asked):
         if run.rollout != RolloutConfig():
             raise ValueError("rollout is of answers that the model draws: use dolmen train grpo")
@@ -35,11 +36,18 @@ def check_drawn(run: RunConfig) -> None:
             check_reward_model(run, name)
         else:
             rewards.judge_of(name, run.rollout.limit_seconds)
-    run.rollout.answers(run.train.global_batch_size)
-    if run.rollout.beta and run.init is None and run.objective.reference is None:
+    if run.rollout.taught and (run.reward or run.objective.reference is None):
         raise ValueError(
-            f"rollout.beta ({run.rollout.beta}) weighs a KL from the model that the run begins "
-            "with, which is random: give --init or --objective.reference, or leave it out"
+            "rollout.advantage teacher learns from what --objective.reference says of each token, "
+            f"and from no reward: objective.reference is {run.objective.reference or 'none'}, "
+            f"reward {' '.join(run.reward) or 'none'}"
+        )
+    run.rollout.updates(run.train.global_batch_size)
+    if run.rollout.compares and run.init is None and run.objective.reference is None:
+        raise ValueError(
+            f"rollout.beta ({run.rollout.beta}) or reward-kl ({run.rollout.reward_kl}) weighs a KL "
+            "from the model that the run begins with, which is random: give --init or "
+            "--objective.reference, or leave it out"
         )
     if run.rollout.temperature != 1 and run.tree.head.soft_cap is not None:
         raise ValueError(

@@ -26,7 +26,7 @@ from dolmen.model import build
 from dolmen.model.decoder import Decoder
 from dolmen.objectives.config import SIMPO_MARGIN
 from dolmen.objectives.cross_entropy import CrossEntropy
-from dolmen.objectives.drawn import Group
+from dolmen.objectives.drawn import Group, Undecided
 from dolmen.objectives.filling import Filling
 from dolmen.objectives.objective import Objective
 from dolmen.objectives.preference import DPO, KTO, ReferenceFree
@@ -172,7 +172,7 @@ def objective_of(run: RunConfig) -> Objective:
         return DPO(asked.beta, asked.kind, asked.label_smoothing)
     if asked.name == "grpo":
         how = run.rollout
-        return Group(
+        return (Undecided if how.entropy else Group)(
             how.kind,
             how.level,
             how.clip_low,
@@ -180,6 +180,7 @@ def objective_of(run: RunConfig) -> Objective:
             how.beta,
             how.temperature,
             how.max_new_tokens,
+            how.entropy,
         )
     if not run.tree.both_ways:
         return CrossEntropy()

@@ -139,8 +139,10 @@ AFTER = f"""
     objective.label-smoothing objective.reference objective.margin objective.desirable-weight
     objective.undesirable-weight objective.center
     rollout.samples rollout.prompts rollout.epochs rollout.max-new-tokens rollout.temperature
-    rollout.kind rollout.level rollout.clip-low rollout.clip-high rollout.beta rollout.scale
-    rollout.tp rollout.batch rollout.limit-seconds rollout.on-failure
+    rollout.kind rollout.level rollout.clip-low rollout.clip-high rollout.beta rollout.advantage
+    rollout.entropy rollout.scale rollout.reward-kl rollout.redraws rollout.overlong
+    rollout.overlong-weight rollout.mask-cut rollout.no-mask-cut rollout.importance-cap
+    rollout.off-policy rollout.tp rollout.batch rollout.limit-seconds rollout.on-failure
     optimizer.name optimizer.lr optimizer.warmup-steps optimizer.warmup-tokens optimizer.schedule
     optimizer.min-lr
     optimizer.decay-fraction optimizer.weight-decay optimizer.beta1 optimizer.beta2 optimizer.eps

@@ -20,7 +20,7 @@ from dolmen.data.batch import FOLLOWS, IGNORED, SIDE, Batch
 from dolmen.model.tree import Scalar
 from dolmen.objectives import score
 from dolmen.objectives.cross_entropy import CrossEntropy
-from dolmen.objectives.drawn import ADVANTAGE, OLD, Group
+from dolmen.objectives.drawn import ADVANTAGE, OLD, Group, Undecided
 from dolmen.objectives.filling import Filling
 from dolmen.objectives.objective import Objective
 from dolmen.objectives.preference import DPO, REFERENCE, ReferenceFree
@@ -64,6 +64,7 @@ KINDS = {
     # answers that were drawn: means over rows, over tokens, and ratios of whole answers
     "grpo": Kind(FAMILIES["llama"], Group(beta=0.1, temperature=0.7)),
     "dapo": Kind(FAMILIES["gpt2"], Group("dapo", clip_high=0.28, beta=0.1)),
+    "undecided": Kind(FAMILIES["llama"], Undecided(entropy_coef=0.3, temperature=0.7)),
     "gspo": Kind(FAMILIES["llama"], Group("gspo", "sequence", beta=0.1)),
 }
 
@@ -277,6 +278,7 @@ OBJECTIVES = [
     ),
     *rows("rewards", "cp2 pp2 acc4 zero1\ndp2 tp2 sp zero3\ncp4 gather |"),
     *rows("orpo", "cp2 tp2 sp acc4\npp2 dp2 acc4 zero3 |"),
+    *rows("undecided", "cp2 tp2 sp acc4\npp2 dp2 acc4 zero3 |"),
     *rows(
         "filling",
         """

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from mechanisms import CONFIGS
 from models import build, initialize
 from table import FAMILIES
 
@@ -11,7 +12,7 @@ from dolmen.core.mesh import SINGLE
 from dolmen.data.batch import Batch
 from dolmen.model import head
 from dolmen.model.layout import Layout
-from dolmen.objectives.drawn import ADVANTAGE, OLD, REFERENCE, Group
+from dolmen.objectives.drawn import ADVANTAGE, OLD, REFERENCE, Group, Undecided
 from dolmen.ops.loss import IGNORED
 
 
@@ -46,3 +47,48 @@ def test_it_is_grpo_written_from_the_paper(temperature):
         total += sum(losses) / len(losses)
     assert found.total.item() == pytest.approx(total, rel=1e-12)
     assert group.count(batch) == 3
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_entropy_and_its_gradient_are_those_of_whole_logits(kind, temperature):
+    """Beside autograd over softmax in float64, chunk by chunk; with a soft cap too."""
+    if kind == "gemma2" and temperature != 1:
+        pytest.skip("a soft cap has no temperature")
+    model = build({**FAMILIES, **CONFIGS}[kind], SINGLE, Layout(), None, dtype=torch.float64)
+    initialize(model, 0)
+    tokens = torch.randint(0, 50, (2, 6), generator=torch.Generator().manual_seed(1))
+    labels = tokens.roll(-1, 1)
+    labels[0, 3] = labels[1, :2] = IGNORED
+    by = torch.randn(2, 2, 6, generator=torch.Generator().manual_seed(2)).double()
+
+    def theirs(hidden, end):
+        logits = (end.logits(hidden) / temperature).log_softmax(-1)
+        here = labels != IGNORED
+        own = logits.gather(2, labels.clamp(min=0)[..., None])[..., 0]
+        return own * here, -(logits.exp() * logits).sum(-1) * here
+
+    found = []
+    for end in (lambda hidden, head: head.with_entropy(hidden, labels, temperature), theirs):
+        model.zero_grad()
+        both = model(tokens, end)
+        sum((one * each).sum() for one, each in zip(both, by, strict=True)).backward()
+        found.append((both, {n: p.grad.clone() for n, p in model.named_parameters()}))
+    (got, gradients), (want, theirs_too) = found
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradients, theirs_too, rtol=1e-9, atol=1e-12)
+
+
+def test_entropy_is_paid_for():
+    model = build(FAMILIES["llama"], SINGLE, Layout(), None, dtype=torch.float64)
+    initialize(model, 0)
+    tokens = torch.randint(0, 50, (3, 8), generator=torch.Generator().manual_seed(1))
+    numbers = {OLD: torch.full((3, 8), -4.0).double(), ADVANTAGE: torch.ones(3, 8).double()}
+    batch = Batch(tokens, tokens.roll(-1, 1), numbers=numbers)
+    plain = model(tokens, lambda hidden, end: Group()(hidden, end, batch))
+    paid = model(tokens, lambda h, end: Undecided(entropy_coef=0.3)(h, end, batch))
+    p = model(tokens, head.logits).softmax(-1)
+    entropy = -(p * p.log()).sum(-1)
+    assert paid.metrics[-1].item() == pytest.approx(entropy.mean(1).sum().item(), rel=1e-10)
+    want = plain.total.item() - 0.3 * entropy.mean(1).sum().item()
+    assert paid.total.item() == pytest.approx(want, rel=1e-10)

@@ -308,6 +308,58 @@ def test_a_group_of_one_or_of_equals_says_nothing():
     assert found.tolist() == [0, 0, 0]
 
 
+def test_leave_one_out():
+    """Of groups of three and two in any order, and of one alone."""
+    scores, groups = SCORES.tolist(), GROUPS.tolist()
+    want = [
+        score - fmean(s for j, s in enumerate(scores) if j != i and groups[j] == groups[i])
+        for i, score in enumerate(scores)
+    ]
+    assert advantage.leave_one_out(SCORES, GROUPS).tolist() == pytest.approx(want, rel=1e-12)
+    assert advantage.leave_one_out(torch.tensor([3.0]), torch.tensor([7])).tolist() == [0]
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+def test_reinforce(gamma):
+    """Rewards from each token on, at mean 0 and variance 1 over all tokens."""
+    rewards = drawn(5)
+    returns = {
+        (i, t): sum(gamma**n * float(rewards[i, u]) for n, (_, u) in enumerate(row[place:]))
+        for i, row in enumerate(places())
+        for place, (_, t) in enumerate(row)
+    }
+    mean, deviation = fmean(returns.values()), stdev(returns.values())
+    found = advantage.reinforce(rewards, MASK, gamma=gamma)
+    for (i, t), value in returns.items():
+        assert float(found[i, t]) == pytest.approx((value - mean) / deviation, rel=1e-6)
+    assert not found[MASK == 0].any()
+
+
+def test_the_gradient_of_what_is_taught_is_that_of_the_reverse_kl():
+    """Of distributions over five tokens: the expectation over draws, by hand."""
+    logits = torch.randn(5, generator=torch.Generator().manual_seed(0)).double().requires_grad_()
+    teacher = torch.randn(5, generator=torch.Generator().manual_seed(1)).double().log_softmax(-1)
+    log = logits.log_softmax(-1)
+    kl = (log.exp() * (log - teacher)).sum()
+    found = advantage.taught(log.detach()[:, None], teacher[:, None], torch.ones(5, 1))[:, 0]
+    expected = -(log.exp().detach() * found * log).sum()
+    want, got = (torch.autograd.grad(of, logits, retain_graph=True)[0] for of in (kl, expected))
+    torch.testing.assert_close(got, want, **EXACT)
+
+
+def test_overlong_by_hand():
+    """2503.14476, equation 13, of 20 tokens, the last 8 of which cost."""
+    lengths = torch.tensor([1, 12, 13, 16, 20, 25])
+    found = advantage.overlong(lengths, max_length=20, window=8)
+    assert found.tolist() == [0, 0, -1 / 8, -1 / 2, -1, -1]
+
+
+def test_importance_by_hand():
+    trained, own = torch.tensor([[-1.0, -1.0, -2.0, NAN]]), torch.tensor([[-1.0, -3.0, -1.0, NAN]])
+    found = advantage.importance(trained, own, torch.tensor([[1, 1, 1, 0]]), cap=2.0)
+    assert found.tolist()[0] == pytest.approx([1, 2, math.exp(-1), 0])
+
+
 CHOSEN, REJECTED, FIRST, SECOND = (
     torch.randn(5, generator=torch.Generator().manual_seed(seed)).double() * 3
     for seed in (10, 11, 12, 13)

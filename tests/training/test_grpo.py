@@ -7,8 +7,12 @@ import shutil
 
 import pytest
 import tinyrun
+import torch
 from tinyrun import dolmen
+from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
+from dolmen.ops.loss import IGNORED
+from dolmen.rollouts import drawn
 from dolmen.rollouts.weights import Drawing
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
@@ -65,20 +69,25 @@ def test_weights_that_are_stale_are_seen(prompts, tmp_path, monkeypatch):
     assert rows(tmp_path / "run")[-1]["rollout/logprob_difference_of_allowed"] > 10
 
 
-PHASES = ("--rollout.prompts", 4, "--rollout.epochs", 2, "--checkpoint.every", 3)
+PHASES = (
+    *("--rollout.prompts", 8, "--rollout.samples", 4, "--rollout.epochs", 2),
+    *("--rollout.redraws", 2, "--rollout.overlong", 4, "--rollout.importance-cap", 2),
+    *("--reward", "regex:a", "--rollout.advantage", "leave-one-out", "--checkpoint.every", 3),
+)
 
 
 @pytest.mark.slow
 def test_a_run_that_stopped_within_a_phase_goes_on_bitwise(prompts, tmp_path):
     """Phases of four updates, and the end of a first part after six: with the rewards that its file
-    has, which are not asked for again.
+    has, which are not asked for again. Groups whose rewards are all equal were drawn again.
     """
     want, got = tmp_path / "whole", tmp_path / "parts"
     more = (*PHASES, "--optimizer.schedule", "constant")
     assert dolmen(*options(prompts, want, *more, "--train.steps", 9)).code == 0
     assert dolmen(*options(prompts, got, *more, "--train.steps", 6)).code == 0
-    again = options(prompts, got, *more, "--train.steps", 9, "--reward", "regex:a", "--resume")
+    again = options(prompts, got, *more, "--train.steps", 9, "--reward", "stub", "--resume")
     assert dolmen(*again).code == 0
+    assert rows(want)[0]["rollout/redrawn"] > 0
     for a, b in zip(rows(want), rows(got), strict=True):
         if a["step"] <= 8:  # those of the phase that had begun
             assert a["loss"] == b["loss"] and a["grad_norm"] == b["grad_norm"], a["step"]
@@ -103,3 +112,55 @@ def test_a_reward_that_fails_is_refused_ends_the_run_or_is_counted(prompts, tmp_
     went_on = dolmen(*options(prompts, tmp_path / "on", *few, "--rollout.on-failure", "leave-out"))
     assert went_on.code == 0, went_on.words
     assert rows(tmp_path / "on")[0]["rollout/failed_rewards"] > 0
+
+
+@pytest.mark.slow
+def test_what_is_never_told_apart_is_drawn_again_so_often_as_is_asked(prompts, tmp_path):
+    """And another prompt is asked; answers that are cut are not learned from."""
+    never = ("--reward", "regex:^$", "--train.steps", 1, "--rollout.redraws", 2)
+    found = dolmen(*options(prompts, tmp_path / "run", *never, "--rollout.mask-cut"))
+    assert found.code == 0, found.err
+    (row,) = rows(tmp_path / "run")
+    assert (row["rollout/alike"], row["rollout/redrawn"]) == (2, 4)
+    made = drawn.load(tmp_path / "run", 0, 16)
+    assert made is not None
+    lines = (tmp_path / "run" / "rollouts" / "00000000.jsonl").read_text().splitlines()
+    whole = torch.tensor([json.loads(line)["whole"] for line in lines])
+    assert ((made.labels != IGNORED).any(1) == whole).all() and not whole.all()
+    first = {json.loads(line)["prompt"] for line in lines}
+    plain = dolmen(*options(prompts, tmp_path / "plain", *never[:4]))
+    assert plain.code == 0, plain.err
+    lines = (tmp_path / "plain" / "rollouts" / "00000000.jsonl").read_text().splitlines()
+    assert first != {json.loads(line)["prompt"] for line in lines}
+
+
+@pytest.mark.parametrize(
+    "more, told",
+    [
+        (("--rollout.epochs", 3, "--rollout.off-policy", 1), "set --rollout.off-policy 2"),
+        (("--rollout.samples", 1), "rollout.samples is 1"),
+        (("--rollout.top-k", 5), "rollout.top-k"),
+        (("--reward", "0:stub"), "a weight over 0"),
+        (("--rollout.advantage", "teacher"), "and from no reward: objective.reference is none"),
+    ],
+)
+def test_what_is_refused(prompts, tmp_path, more, told):
+    found = dolmen(*options(prompts, tmp_path / "run", *more))
+    assert found.code == 2 and told in found.words, found.words
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_teacher_is_come_closer_to(prompts, tmp_path):
+    """The reverse KL from another random model, sharp enough to be told apart."""
+    teacher = LlamaConfig(**tinyrun.MODEL, initializer_range=0.2)
+    torch.manual_seed(3)
+    LlamaForCausalLM(teacher).save_pretrained(tmp_path / "teacher")
+    asked = options(prompts, tmp_path / "run", "--rollout.advantage", "teacher")
+    at = asked.index("--reward")
+    del asked[at : at + 2]
+    asked += ["--objective.reference", tmp_path / "teacher", "--train.steps", 16]
+    found = dolmen(*asked)
+    assert found.code == 0, found.err
+    kl = [row["rollout/reference_kl"] for row in rows(tmp_path / "run")]
+    assert 0 < sum(kl[-3:]) < 0.8 * sum(kl[:3]), kl
