@@ -296,7 +296,7 @@ PLAIN = {
     "data/tokenizer.py": "what the library of tokenizers gives as JSON",
     "checkpoint/seal.py": "what this process has just written",
     "rollouts/judge.py": "what the process that has started this one asks",
-    "rollouts/rewards.py": "what a process that this one has started answers",
+    "rollouts/apart.py": "what a process that this one has started answers",
 }
 
 

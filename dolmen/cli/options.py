@@ -31,6 +31,19 @@ class Beginning:
     """Where the weights to start from are, and the model: a transformers directory, a hub id,
     another run or one of its checkpoints.
     """
+    reward: tuple[str, ...] = ()
+    """What judges answers that the model has drawn: `exact` (1 where it is the row's `answer`,
+    white space at the ends aside), `regex:PATTERN` (1 where that is found in it), `gsm8k` (1 where
+    its last number is that of the row's `answer`), `stub` (the share of its characters that are
+    vowels), `MODULE:FUNCTION`, which is called as function(prompt, answer, row) in a process of its
+    own, and gives a number, or the folder of a reward model. Several are added up, each times its
+    weight: `0.7:gsm8k 0.3:models/reward`.
+    """
+    environment: str | None = None
+    """What answers the model in turns: `MODULE:FUNCTION`, called as function(prompt, turns, row) in
+    a process of its own when the model has ended its turn, where `turns` are the texts so far, the
+    last the model's. It gives what is said next, as it stands in the text, or None at the end.
+    """
 
 
 @dataclass(frozen=True)
@@ -66,7 +79,8 @@ def run_options(model: type, of: type[Words]) -> type[Words]:
     """`of` with the `model` that `model_options.options` makes for a family, and each section of a
     run.
     """
-    sections = [(f.name, f.type, field(default=f.default)) for f in SECTIONS]
+    known = {f.name for f in fields(of)}
+    sections = [(f.name, f.type, field(default=f.default)) for f in SECTIONS if f.name not in known]
     return make_dataclass(
         of.__name__,
         [("model", model), *sections],

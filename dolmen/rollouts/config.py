@@ -85,15 +85,18 @@ class RolloutConfig:
     """
     batch: int = 64
     """Answers that are drawn at once by a copy."""
+    turns: int = 8
+    """How often --environment is asked for an answer, at most."""
     limit_seconds: float = 10.0
-    """Of a reward's function for an answer; then its process is ended, and another one started."""
+    """Of a function for an answer or a turn; then its process is ended, and another one started."""
     on_failure: Literal["stop", "zero", "leave-out"] = "stop"
     """Where a reward's function raises, takes too long or gives no finite number: the run ends, the
-    reward is 0, or the answer is not learned from. Each is counted and logged.
+    reward is 0, or the answer is not learned from. Each is counted and logged. Where an environment
+    does, the run ends, or the answer does.
     """
 
     def __post_init__(self):
-        for name in ("samples", "prompts", "epochs", "max_new_tokens", "tp", "batch"):
+        for name in ("samples", "prompts", "epochs", "max_new_tokens", "tp", "batch", "turns"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(

@@ -83,20 +83,25 @@ def of_answers(
     logprobs: Sequence[Sequence[float]],
     length: int,
     unit: int,
+    own: Sequence[Sequence[bool]] | None = None,
 ) -> Drawn:
     """Rows of `prompts` with their `answers`, none longer than `length` + 1: as wide as the longest
-    needs, in multiples of `unit`. Rewards, log-probabilities and advantages are still to come.
+    needs, in multiples of `unit`. Tokens of an answer that are not the model's `own` have no label.
+    Rewards, log-probabilities and advantages are still to come.
     """
     longest = max(len(p) + len(a) - 1 for p, a in zip(prompts, answers, strict=True))
     width = min(length, -(-longest // unit) * unit)
     tokens = torch.zeros(len(prompts), width, dtype=torch.int64)
     labels = torch.full_like(tokens, IGNORED)
     sampled = torch.zeros(tokens.shape)
-    for row, (prompt, answer, own) in enumerate(zip(prompts, answers, logprobs, strict=True)):
+    own = own or [[True] * len(answer) for answer in answers]
+    every = zip(prompts, answers, logprobs, own, strict=True)
+    for row, (prompt, answer, numbers, drawn) in enumerate(every):
         whole, first = torch.tensor([*prompt, *answer]), len(prompt) - 1
+        here = torch.tensor(drawn)
         tokens[row, : len(whole) - 1] = whole[:-1]
-        labels[row, first : len(whole) - 1] = whole[first + 1 :]
-        sampled[row, first : len(whole) - 1] = torch.tensor(own)
+        labels[row, first : len(whole) - 1] = torch.where(here, whole[first + 1 :], IGNORED)
+        sampled[row, first : len(whole) - 1] = torch.tensor(numbers) * here
     nothing = torch.zeros(len(prompts))
     return Drawn(tokens, labels, sampled, nothing, *[torch.zeros(tokens.shape)] * 3)
 

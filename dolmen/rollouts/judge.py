@@ -1,10 +1,11 @@
-"""A reward's function in a process of its own, which may be ended at any time:
+"""A function of the user's in a process of its own, which may be ended at any time:
 
-    python -m dolmen.rollouts.judge MODULE:FUNCTION FD
+    python -m dolmen.rollouts.judge reward MODULE:FUNCTION FD
+    python -m dolmen.rollouts.judge turn MODULE:FUNCTION FD
 
-reads a line of JSON per answer from its standard input, {"prompt", "answer", "row"}, and writes to
-the file descriptor FD one of {"reward": number} or {"failed": why}. What the function prints goes
-where its process's output goes.
+reads a line of JSON per answer from its standard input, {"prompt", "answer", "row"} or {"prompt",
+"turns", "row"}, and writes to the file descriptor FD one of {"reward": number}, {"turn": text or
+null} or {"failed": why}. What the function prints goes where its process's output goes.
 """
 
 import importlib
@@ -13,9 +14,10 @@ import math
 import os
 import sys
 from collections.abc import Callable
+from typing import Any
 
 
-def named(name: str) -> Callable[..., float]:
+def named(name: str) -> Callable[..., Any]:
     """The function that MODULE:FUNCTION is, the current folder's modules among them. Raises
     ValueError.
     """
@@ -31,17 +33,35 @@ def named(name: str) -> Callable[..., float]:
     return found.__dict__[function]
 
 
-def judged(function: Callable[..., float], line: str) -> dict[str, float | str]:
-    """The reply to a line."""
-    asked = json.loads(line)
-    try:
-        reward = float(function(asked["prompt"], asked["answer"], asked["row"]))
-    except Exception as error:
-        return {"failed": f"{type(error).__name__}: {error}"[:400]}
+Reply = dict[str, float | str | None]
+
+
+def judged(function: Callable[..., float], asked: dict[str, Any]) -> Reply:
+    """How good an answer is."""
+    reward = float(function(asked["prompt"], asked["answer"], asked["row"]))
     return {"reward": reward} if math.isfinite(reward) else {"failed": f"it gave {reward}"}
 
 
-def main(name: str, reply_to: int) -> None:
+def turned(function: Callable[..., str | None], asked: dict[str, Any]) -> Reply:
+    """What is said to the model next; None: nothing more."""
+    turn = function(asked["prompt"], asked["turns"], asked["row"])
+    if turn is not None and not isinstance(turn, str):
+        return {"failed": f"it gave {type(turn).__name__}, not a text or None"}
+    return {"turn": turn}
+
+
+KINDS = {"reward": judged, "turn": turned}
+
+
+def replied(kind: str, function: Callable[..., Any], line: str) -> Reply:
+    """The reply to a line."""
+    try:
+        return KINDS[kind](function, json.loads(line))
+    except Exception as error:
+        return {"failed": f"{type(error).__name__}: {error}"[:400]}
+
+
+def main(kind: str, name: str, reply_to: int) -> None:
     with open(reply_to, "w", buffering=1) as out:
         try:
             function = named(name)
@@ -50,8 +70,8 @@ def main(name: str, reply_to: int) -> None:
             return
         out.write(json.dumps({"ready": True}) + "\n")
         for line in sys.stdin:
-            out.write(json.dumps(judged(function, line)) + "\n")
+            out.write(json.dumps(replied(kind, function, line)) + "\n")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))

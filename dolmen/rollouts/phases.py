@@ -36,6 +36,7 @@ from dolmen.rollouts.learned import with_advantages
 from dolmen.rollouts.prompts import Prompt, PromptLoader
 from dolmen.rollouts.redraws import with_redraws
 from dolmen.rollouts.rewards import Answer
+from dolmen.rollouts.turns import Turns
 from dolmen.rollouts.weights import Drawing
 from dolmen.serving.options import Options
 
@@ -102,7 +103,10 @@ class Phases:
         models: Models,
         judging: Judging,
         setup: Setup,
+        turns: Turns | None = None,
     ):
+        """`turns`: of an environment that answers are drawn in."""
+        self.turns = turns
         self.config, self.loader, self.models = config, loader, models
         self.judging, self.setup, self.mesh = judging, setup, setup.mesh
         self.size = loader.global_batch_size
@@ -152,6 +156,7 @@ class Phases:
             [one.logprobs for one in written],
             self.setup.length,
             2 * self.mesh.cp.size * self.mesh.tp.size,
+            [one.own for one in written],
         )
         whole = torch.tensor([one.whole for one in written])
         if self.config.mask_cut:
@@ -190,20 +195,20 @@ class Phases:
         self, model: Decoder, prompts: Sequence[Prompt], names: Sequence[str]
     ) -> list[Written]:
         """An answer to each prompt, in their order, on every rank."""
-        options = Options(
-            temperature=self.config.temperature,
-            max_new_tokens=self.config.max_new_tokens,
-            stop=tuple(sorted(self.setup.stop)),
-        )
-        return answered(
-            model,
-            self.models.drawing.mesh,
-            [one.tokens for one in prompts],
-            names,
-            options,
-            self.setup.seed,
-            self.config.batch,
-        )
+        config, setup, mesh = self.config, self.setup, self.models.drawing.mesh
+        options = Options(temperature=config.temperature, stop=tuple(sorted(setup.stop)))
+
+        def draw(
+            texts: Sequence[Sequence[int]], names: Sequence[str], most: Sequence[int]
+        ) -> list[Written]:
+            return answered(model, mesh, texts, names, most, options, setup.seed, config.batch)
+
+        if self.turns is None:
+            most = [config.max_new_tokens] * len(prompts)
+            return draw([one.tokens for one in prompts], names, most)
+        found, told = self.turns.answered(draw, prompts, names, config.max_new_tokens)
+        self.told |= told
+        return found
 
     def _judged(self, prompts: Sequence[Prompt], written: Sequence[Written]) -> list[Judged]:
         decode = self.loader.tokenizer.decode
@@ -262,7 +267,7 @@ class Phases:
 
     def tell(self, made: Drawn, written: Sequence[Written]) -> None:
         good = made.rewards[~made.rewards.isnan()]
-        lengths = torch.tensor([float(len(one.tokens)) for one in written])
+        lengths = torch.tensor([float(sum(one.own)) for one in written])
         whole = torch.tensor([float(one.whole) for one in written])
         self.told |= {
             "rollout/reward": float(good.mean()) if len(good) else math.nan,

@@ -5,22 +5,17 @@ with a time limit (judge.py).
         judge(Answer("What is 6 x 7?", "6 x 7 = 42", {"answer": "#### 42"})) -> Judgement(1.0)
 """
 
-import json
-import os
 import re
-import select
-import subprocess
-import sys
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
+
+from dolmen.rollouts.apart import Apart, check_name
 
 NUMERIC = re.compile(r"\d+\.?\d*|\.\d+")
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 VOWELS = frozenset("aeiouAEIOU")
-START_SECONDS = 120.0  # for what the function's module imports
 
 
 class Answer(NamedTuple):
@@ -103,82 +98,22 @@ def stub(answer: Answer) -> float:
     return sum(char in VOWELS for char in answer.text) / max(1, len(answer.text))
 
 
-class Apart(Judge):
-    """MODULE:FUNCTION in a process of its own. One that raises, takes longer than `limit` seconds,
-    gives no finite number or ends its process has failed, and the next answer is judged by a new
-    process where the old one is gone.
-    """
+class Function(Judge):
+    """MODULE:FUNCTION, which has failed too where it gives no finite number."""
 
     def __init__(self, name: str, limit: float):
-        self.name, self.limit = name, limit
-        self.process: subprocess.Popen[str] | None = None
-        self.replies: TextIO | None = None
-
-    def __enter__(self) -> "Apart":
-        return self
+        self.apart = Apart("reward", name, limit)
 
     def __exit__(self, *_: object) -> None:
-        self._end()
-
-    def __call__(self, answer: Answer) -> Judgement:
-        if self.process is None:
-            self.begin()
-        asked = {"prompt": answer.prompt, "answer": answer.text, "row": answer.row}
-        reply = self._asked(json.dumps(asked) + "\n", self.limit)
-        if reply is None:
-            self._end()
-            return Judgement(None, f"{self.name} gave no reward within {self.limit:g} s, or ended")
-        if "reward" in reply:
-            return Judgement(reply["reward"])
-        return Judgement(None, f"{self.name}: {reply['failed']}")
+        self.apart.end()
 
     def begin(self) -> None:
-        ours, theirs = os.pipe()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "dolmen.rollouts.judge", self.name, str(theirs)],
-            stdin=subprocess.PIPE,
-            pass_fds=(theirs,),
-            text=True,
-        )
-        os.close(theirs)
-        self.replies = open(ours)  # noqa: SIM115  # closed by _end
-        begun = self._read(START_SECONDS)
-        if begun is None or "ready" not in begun:
-            self._end()
-            why = f"it was not ready in {START_SECONDS:g} s" if begun is None else begun["failed"]
-            raise ValueError(f"reward {self.name}: {why}")
+        self.apart.begin()
 
-    def _asked(self, line: str, limit: float) -> dict[str, Any] | None:
-        assert self.process is not None and self.process.stdin is not None
-        try:
-            self.process.stdin.write(line)
-            self.process.stdin.flush()
-        except BrokenPipeError:
-            return None
-        return self._read(limit)
-
-    def _read(self, limit: float) -> dict[str, Any] | None:
-        """The next reply; None where none comes in time."""
-        assert self.replies is not None
-        end = time.monotonic() + limit
-        while (left := end - time.monotonic()) > 0:
-            if select.select([self.replies], [], [], left)[0]:
-                line = self.replies.readline()
-                return json.loads(line) if line.endswith("\n") else None
-        return None
-
-    def _end(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            assert self.process.stdin is not None
-            try:
-                self.process.stdin.close()
-            except BrokenPipeError:
-                pass  # what it had not read is lost with it
-            self.process.wait()
-        if self.replies is not None:
-            self.replies.close()
-        self.process = self.replies = None
+    def __call__(self, answer: Answer) -> Judgement:
+        asked = {"prompt": answer.prompt, "answer": answer.text, "row": answer.row}
+        reply = self.apart.ask(asked)
+        return Judgement(reply.get("reward"), reply.get("failed", ""))
 
 
 RULES = {"exact": exact, "gsm8k": gsm8k, "stub": stub}
@@ -220,9 +155,7 @@ def judge_of(name: str, limit: float) -> Judge:
         except re.error as error:
             raise ValueError(f"reward {name}: no regular expression: {error}") from None
         return Checker(lambda answer: float(found.search(answer.text) is not None))
-    if not pattern or not all(part.isidentifier() for part in (*kind.split("."), pattern)):
-        raise ValueError(
-            f"reward is {name}: it must be {', '.join(RULES)}, regex:PATTERN, MODULE:FUNCTION or "
-            "the folder of a reward model"
-        )
-    return Apart(name, limit)
+    check_name(
+        name, "reward", f"{', '.join(RULES)}, regex:PATTERN, the folder of a reward model or "
+    )
+    return Function(name, limit)

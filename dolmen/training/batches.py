@@ -19,6 +19,7 @@ from dolmen.rollouts.phases import Models, Phases, Setup
 from dolmen.rollouts.prompts import PromptLoader
 from dolmen.rollouts.rewards import NoReward, is_model, judge_of, weighted
 from dolmen.rollouts.scorer import Scorer
+from dolmen.rollouts.turns import Function, Turns
 from dolmen.rollouts.weights import Drawing
 from dolmen.serving.engine import stop_tokens
 from dolmen.training import reference
@@ -100,7 +101,11 @@ def drawn(
     ends = set() if own_end is None else {int(own_end)}
     if begun.init is not None:
         ends |= stop_tokens(open_source(begun.init))
-    with judging_of(run, state, mesh) as judging, _ending():
+    with (
+        judging_of(run, state, mesh) as judging,
+        turns_of(run, loader, mesh) as turns,
+        _ending(),
+    ):
         yield Phases(
             run.rollout,
             loader,
@@ -115,7 +120,19 @@ def drawn(
                 out,
                 checkpoints.steps,
             ),
+            turns,
         )
+
+
+@contextmanager
+def turns_of(run: RunConfig, loader: PromptLoader, mesh: Mesh) -> Iterator[Turns | None]:
+    """What --environment names, whose process runs within."""
+    if run.environment is None:
+        yield None
+        return
+    with Function(run.environment, run.rollout.limit_seconds) as environment:
+        stop = run.rollout.on_failure == "stop"
+        yield Turns(environment, loader.tokenizer, run.rollout.turns, stop, mesh)
 
 
 def judging_of(run: RunConfig, state: TrainState, mesh: Mesh) -> Judging:

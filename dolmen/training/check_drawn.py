@@ -9,7 +9,7 @@ from dolmen.core.words import counted
 from dolmen.data import tokenizer as tokenizers
 from dolmen.model.layout import Layout
 from dolmen.model.tree import Scalar
-from dolmen.rollouts import rewards
+from dolmen.rollouts import apart, rewards
 from dolmen.rollouts.config import RolloutConfig
 from dolmen.training.config import RunConfig
 
@@ -21,6 +21,8 @@ def check_drawn(run: RunConfig) -> None:
     rewarded = bool(run.reward) or (run.objective.name == "grpo" and run.rollout.taught)
     asked = [run.objective.name == "grpo", run.data.rows == "prompts", rewarded]
     if not any(asked):
+        if run.environment is not None:
+            raise ValueError(f"environment is {run.environment}: use dolmen train grpo")
         if run.rollout != RolloutConfig():
             raise ValueError("rollout is of answers that the model draws: use dolmen train grpo")
         return
@@ -31,6 +33,8 @@ def check_drawn(run: RunConfig) -> None:
             "a reward of answers to them (--reward exact, gsm8k, regex:PATTERN, MODULE:FUNCTION or "
             "the folder of a reward model)"
         )
+    if run.environment is not None:
+        apart.check_name(run.environment, "environment")
     for _, name in rewards.weighted(run.reward):
         if rewards.is_model(name):
             check_reward_model(run, name)

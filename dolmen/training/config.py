@@ -245,6 +245,12 @@ class RunConfig:
     its own, and gives a number, or the folder of a reward model, whose score it is. Several are
     added up, each times its weight: `0.7:gsm8k 0.3:models/reward`.
     """
+    environment: str | None = None
+    """What answers the model in turns: `MODULE:FUNCTION`, called as function(prompt, turns, row) in
+    a process of its own when the model has ended its turn, where `turns` are the texts so far, the
+    last the model's. It gives what is said next, as it stands in the text, or None at the end. Its
+    tokens are not learned from, and count in --rollout.max-new-tokens.
+    """
     rollout: RolloutConfig = RolloutConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig = TrainConfig()
@@ -256,6 +262,7 @@ class RunConfig:
     def __post_init__(self):
         refuse_empty("init", self.init)
         refuse_empty("reward", *self.reward)
+        refuse_empty("environment", self.environment)
         refuse_unreadable(self, {"train.seed": SEED, "model": SEED})
         if not self.name or "/" in self.name or self.name.startswith("."):
             raise ValueError(

@@ -15,7 +15,7 @@ from dolmen.core.config import to_dict
 from dolmen.core.errors import BadInput, message
 from dolmen.core.launched import Launch
 from dolmen.launch import launcher, process, rendezvous
-from dolmen.rollouts import rewards
+from dolmen.rollouts import rewards, turns
 from dolmen.training import batches
 from dolmen.training.check import check_run
 from dolmen.training.check_out import beginning, check_folder, check_overwrite, check_resume
@@ -80,6 +80,20 @@ def wanted(config: RunConfig, nproc: int | None) -> int | None:
     return max(1, gpus // config.layout.inner) * config.layout.inner if gpus else None
 
 
+def begin_functions(config: RunConfig) -> None:
+    """Start what the user has written for answers, and end it. Raises ValueError where it is not
+    there.
+    """
+    limit = config.rollout.limit_seconds
+    for _, name in rewards.weighted(config.reward):
+        if not rewards.is_model(name):
+            with rewards.judge_of(name, limit) as judge:
+                judge.begin()
+    if config.environment is not None:
+        with turns.Function(config.environment, limit) as environment:
+            environment.apart.begin()
+
+
 def refuse(
     request: Request, processes: int | None, begins: bool = True, verify: bool = True
 ) -> RunConfig:
@@ -106,10 +120,7 @@ def refuse(
         if begins and handling.resume:
             check_resume(config, request.out)
         if begins:
-            for _, name in rewards.weighted(config.reward):
-                if not rewards.is_model(name):
-                    with rewards.judge_of(name, config.rollout.limit_seconds) as judge:
-                        judge.begin()
+            begin_functions(config)
         batches.prepare(config, begun, progress=True, verify=verify)
         return config
     except (ValueError, KeyError, OSError) as error:

@@ -33,7 +33,7 @@ material, one_thread = tinyrun.material, tinyrun.one_thread
 
 # What people type and write in scripts. To add one is free; to rename or remove one breaks
 # somebody.
-BEFORE = "help init out resume overwrite nproc max-restarts reward model.model-type"
+BEFORE = "help init reward environment out resume overwrite nproc max-restarts model.model-type"
 # of the model: the fields of its config.json, for a family of each kind
 LLAMA = """
     model.vocab-size model.hidden-size model.intermediate-size model.num-hidden-layers
@@ -142,7 +142,8 @@ AFTER = f"""
     rollout.kind rollout.level rollout.clip-low rollout.clip-high rollout.beta rollout.advantage
     rollout.entropy rollout.scale rollout.reward-kl rollout.redraws rollout.overlong
     rollout.overlong-weight rollout.mask-cut rollout.no-mask-cut rollout.importance-cap
-    rollout.off-policy rollout.tp rollout.batch rollout.limit-seconds rollout.on-failure
+    rollout.off-policy rollout.tp rollout.batch rollout.turns
+    rollout.limit-seconds rollout.on-failure
     optimizer.name optimizer.lr optimizer.warmup-steps optimizer.warmup-tokens optimizer.schedule
     optimizer.min-lr
     optimizer.decay-fraction optimizer.weight-decay optimizer.beta1 optimizer.beta2 optimizer.eps

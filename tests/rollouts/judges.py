@@ -1,4 +1,4 @@
-"""Rewards that tests name as MODULE:FUNCTION."""
+"""Rewards and environments that tests name as MODULE:FUNCTION."""
 
 import os
 import time
@@ -28,3 +28,14 @@ def leaves(prompt, answer, row):
 
 
 NUMBER = 7
+
+
+def calculator(prompt, turns, row):
+    """The value of the model's sum, twice at most."""
+    if len(turns) > 4:
+        return None
+    return f" = {sum(map(int, turns[-1].split('+')))}; "
+
+
+def says_a_number(prompt, turns, row):
+    return 7

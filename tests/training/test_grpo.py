@@ -164,3 +164,28 @@ def test_a_teacher_is_come_closer_to(prompts, tmp_path):
     assert found.code == 0, found.err
     kl = [row["rollout/reference_kl"] for row in rows(tmp_path / "run")]
     assert 0 < sum(kl[-3:]) < 0.8 * sum(kl[:3]), kl
+
+
+@pytest.mark.spawn
+@pytest.mark.slow
+def test_trainer_and_generator_agree_across_turns(prompts, tmp_path, monkeypatch):
+    """Of a model that often ends its turn, as every third token ends one."""
+    shutil.copytree(prompts / "model", tmp_path / "model")
+    file = tmp_path / "model" / "generation_config.json"
+    file.write_text(json.dumps({"eos_token_id": list(range(0, 300, 3))}))
+    (tmp_path / "tool.py").write_text(
+        "def tool(prompt, turns, row):\n    return f'<{len(turns)}>' if len(turns) < 5 else None\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    asked = options(prompts, tmp_path / "run", "--environment", "tool:tool", "--train.steps", 3)
+    found = dolmen(*asked, "--init", tmp_path / "model", "--rollout.max-new-tokens", 24)
+    assert found.code == 0, found.err
+    told = rows(tmp_path / "run")
+    assert all(row["rollout/turns"] > 0.3 for row in told)
+    assert max(row["rollout/logprob_difference"] for row in told) < 1e-6
+    assert max(row["rollout/logprob_difference_of_allowed"] for row in told) < 1
+    (file,) = (tmp_path / "run" / "rollouts").glob("*2.jsonl")
+    assert any("<3>" in json.loads(line)["answer"] for line in file.read_text().splitlines())
+    absent = dolmen(*options(prompts, tmp_path / "no", "--environment", "tool:no"))
+    assert absent.code == 2 and "tool has no function no" in absent.words
+    assert not (tmp_path / "no").exists()

@@ -1,0 +1,148 @@
+"""Answers in turns with an environment."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dolmen.core.mesh import SINGLE
+from dolmen.ops.loss import IGNORED
+from dolmen.rollouts.answering import Written
+from dolmen.rollouts.config import RolloutConfig
+from dolmen.rollouts.drawn import of_answers
+from dolmen.rollouts.learned import with_advantages
+from dolmen.rollouts.prompts import Prompt
+from dolmen.rollouts.rewards import NoReward
+from dolmen.rollouts.turns import Function, Turn, Turns
+
+END = 0
+
+
+class Letters:
+    """A tokenizer of characters, whose END is special."""
+
+    def decode(self, tokens, skip_special_tokens):
+        return "".join(chr(token) for token in tokens if token != END)
+
+    def __call__(self, text, add_special_tokens):
+        return {"input_ids": [ord(char) for char in text]}
+
+
+def ids(text: str) -> list[int]:
+    return [END if char == "." else ord(char) for char in text]
+
+
+def model(*said: dict[str, str]):
+    """One that says, in each turn, to each text what is said here; "." ends a turn."""
+    given = []
+
+    def draw(texts, names, most):
+        given.append(
+            [(Letters().decode(text, True), name) for text, name in zip(texts, names, strict=True)]
+        )
+        found = []
+        for i, (text, room) in enumerate(zip(texts, most, strict=True)):
+            tokens = ids(said[len(given) - 1][Letters().decode(text, True)])[:room]
+            logprobs = [-0.1 * (n + 1) for n in range(len(tokens))]
+            own = [True] * len(tokens)
+            found.append(Written(i, tokens, logprobs, own, tokens[-1] == END))
+        return found
+
+    return draw, given
+
+
+def of(environment, most=8, stop=True) -> Turns:
+    return Turns(environment, Letters(), most, stop, SINGLE, lambda line: None)  # pyright: ignore
+
+
+PROMPTS = [Prompt(ids(text), {"prompt": text}, text) for text in ("a", "b", "c")]
+NAMES = ["0/0", "0/1", "0/2"]
+
+
+def adds(prompt, turns):
+    if "+" not in turns[-1]:
+        return Turn(None)
+    return Turn(f"={sum(map(int, turns[-1].split('+')))};")
+
+
+def test_an_environment_is_asked_until_it_has_nothing_to_say():
+    """Of one twice, of one once, of one that is cut never."""
+    draw, given = model(
+        {"a": "1+2.", "b": "4+4.", "c": "1+1+1+1+1+1+1+1"},
+        {"a1+2=3;": "3+9.", "b4+4=8;": "8."},
+        {"a1+2=3;3+9=12;": "12."},
+    )
+    found, told = of(adds).answered(draw, PROMPTS, NAMES, 20)
+    assert [one.tokens for one in found] == [
+        ids("1+2.=3;3+9.=12;12."),
+        ids("4+4.=8;8."),
+        ids("1+1+1+1+1+1+1+1"),
+    ]
+    assert [one.whole for one in found] == [True, True, False]
+    own = "".join("x" if one else "-" for one in found[0].own)
+    assert own == "xxxx---xxxx----xxx"
+    assert found[1].logprobs == pytest.approx([-0.1, -0.2, -0.3, -0.4, 0, 0, 0, -0.1, -0.2])
+    assert told == {"rollout/turns": 1.0, "rollout/failed_turns": 0.0}
+    assert [name for _, name in given[1]] == ["0/0/turn 1", "0/1/turn 1"]
+    assert [name for _, name in given[2]] == ["0/0/turn 2"]
+
+
+def test_turns_and_tokens_are_bounded():
+    draw, given = model({"a": "1+2."}, {"a1+2=3;": "3+9."}, {"a1+2=3;3+9=12;": "1+1."})
+    assert of(adds, most=1).answered(draw, PROMPTS[:1], NAMES[:1], 20)[0][0].whole
+    assert len(given) == 2
+    draw, given = model({"a": "1+2."}, {"a1+2=3;": "3+9."})
+    (cut,), _ = of(adds).answered(draw, PROMPTS[:1], NAMES[:1], 15)
+    assert cut.tokens == ids("1+2.=3;3+9.") and not cut.whole  # "=12;" and one more are 16
+
+
+def test_what_the_environment_says_is_not_learned_from():
+    """No loss, and no advantage; KL in the reward is of the model's own tokens alone."""
+    draw, _ = model({"a": "1+2.", "b": "4."}, {"a1+2=3;": "8."})
+    found, _ = of(adds).answered(draw, PROMPTS[:2], NAMES[:2], 20)
+    made = of_answers(
+        [one.tokens for one in PROMPTS[:2]],
+        [one.tokens for one in found],
+        [one.logprobs for one in found],
+        32,
+        2,
+        [one.own for one in found],
+    )
+    here = made.labels != IGNORED
+    assert here[0].tolist()[:9] == [True] * 4 + [False] * 3 + [True] * 2
+    assert made.labels[here].tolist() == ids("1+2.8.4.")
+    assert made.tokens[0].tolist()[:9] == ids("a1+2.=3;8")
+    made = replace(made, rewards=torch.tensor([1.0, 0.0]), old=made.sampled)
+    made = replace(made, reference=torch.full_like(made.old, 99.0))
+    config = RolloutConfig(samples=2, advantage="leave-one-out", reward_kl=1.0)
+    found = with_advantages(made, config).advantages
+    assert not found[~here].any()
+    kl = (made.old - 99.0)[here & (torch.arange(2) == 0)[:, None]].sum()
+    other = (made.old - 99.0)[here & (torch.arange(2) == 1)[:, None]].sum()
+    assert float(found[0, 0]) == pytest.approx(float(1 - kl + other), rel=1e-5)
+
+
+def test_an_environment_that_fails_ends_the_run_or_the_answer():
+    def fails(prompt, turns):
+        return Turn(None, "it broke") if prompt.where == "a" else Turn(None)
+
+    said = {"a": "1.", "b": "2.", "c": "3."}
+    with pytest.raises(NoReward, match="it broke .--rollout.on-failure"):
+        of(fails).answered(model(said)[0], PROMPTS, NAMES, 20)
+    found, told = of(fails, stop=False).answered(model(said)[0], PROMPTS, NAMES, 20)
+    assert [one.tokens for one in found] == [ids("1."), ids("2."), ids("3.")]
+    assert told["rollout/failed_turns"] == 1
+
+
+@pytest.mark.spawn
+def test_an_environment_is_a_process_of_its_own(monkeypatch):
+    monkeypatch.chdir("tests/rollouts")
+    prompt = PROMPTS[0]
+    with Function("judges:calculator", 20.0) as environment:
+        assert environment(prompt, ["1+2"]) == Turn(" = 3; ")
+        assert environment(prompt, ["1", "2", "3", "4", "5"]) == Turn(None)
+        assert environment(prompt, ["x"]).why.startswith("judges:calculator: ValueError")
+    with Function("judges:says_a_number", 20.0) as environment:
+        assert "it gave int, not a text or None" in environment(prompt, ["x"]).why
+    with pytest.raises(ValueError, match="turn judges:absent: judges has no function absent"):
+        Function("judges:absent", 20.0)(prompt, ["x"])
