@@ -23,6 +23,8 @@ from dolmen.core.words import counted
 from dolmen.families import Model, compared, completed
 from dolmen.files.safetensors import Spec
 from dolmen.model.tree import Adapter, Tree
+from dolmen.model.tree.adapter import scale_of
+from dolmen.ops import int8
 from dolmen.parallel import product, tensor
 
 KIND = "model/"  # what the names of parameters begin with, beside those of their moments
@@ -103,7 +105,16 @@ class RunCheckpoint(WeightsAlone):
                 f"{name} is {stored[name].shape} in {self.where}, the model makes it "
                 f"{shapes[name]}{self._differences()}"
             )
-        return {name: stored[name] for name in self.tree.leaves}
+        return {name: self._whole(name, stored[name]) for name in self.tree.leaves}
+
+    def _whole(self, name: str, spec: Spec) -> Spec:
+        """What it is restored in: a weight in eight bits in the dtype of its scale."""
+        if not self._in_eight_bits(name):
+            return spec
+        return replace(spec, dtype=self.checkpoint.specs[KIND + scale_of(name)].dtype)
+
+    def _in_eight_bits(self, name: str) -> bool:
+        return f"{KIND}{scale_of(name)}" in self.checkpoint.specs
 
     def stream(self, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         names = [name for name in self.specs if only is None or name in only]
@@ -113,6 +124,9 @@ class RunCheckpoint(WeightsAlone):
         if name not in self.specs:
             raise KeyError(f"{self.where} has no parameter {name}")
         weight = self.checkpoint.read(f"{KIND}{name}")
+        if self._in_eight_bits(name):
+            scale = self.checkpoint.read(f"{KIND}{scale_of(name)}")
+            weight = int8.restored(weight, scale, scale.dtype)
         if self.adapter is None or name not in self.adapter.targets:
             return weight
         down, up = (self.checkpoint.read(f"{KIND}{one}") for one in self.adapter.pair(name))

@@ -29,6 +29,7 @@ __all__ = [
     "Shard",
     "cuts",
     "distribute",
+    "dtype_of",
     "fill_normal",
     "fill_uniform",
     "full",
@@ -171,6 +172,11 @@ def share_held(p: Shaped[Tensor, "*whole"]) -> float:
     return 1.0 / math.prod(
         p.device_mesh.size(i) for i, place in enumerate(p.placements) if place.is_replicate()
     )
+
+
+def dtype_of(module: nn.Module) -> torch.dtype:
+    """What its parameters rest in, those aside that are held in fewer bits."""
+    return next(p.dtype for p in module.parameters() if p.is_floating_point())
 
 
 def local_elements(p: Shaped[Tensor, "*whole"]) -> int:

@@ -9,15 +9,15 @@ module's name in transformers, of every layer that has one, or all linear layers
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, fields
+from typing import Literal
 
 from dolmen.core.words import shown
 from dolmen.families.model import Model
 from dolmen.families.weights import weight_map
 from dolmen.model.tree import Adapter
+from dolmen.model.tree.adapter import ADAPTED
 
 ALL = "all-linear"
-ADAPTED = ("matrix", "expert")
-"""Roles of the weights that can have an adapter."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,10 @@ class AdapterConfig:
     """Layers that have one, by the last part of their name in transformers, as PEFT's
     target_modules: q_proj k_proj v_proj o_proj gate_proj up_proj down_proj; of a mixture each
     expert has its own. all-linear: all but the head and routers.
+    """
+    frozen: Literal["whole", "int8"] = "whole"
+    """How the weights that are frozen are held. whole: as trained ones would be. int8: matrices of
+    layers, experts too, in eight bits with a scale per output, a quarter of the memory.
     """
 
     def __post_init__(self):
@@ -65,7 +69,7 @@ class AdapterConfig:
                 f"adapter.rank is {self.rank}: no matrix of adapter.targets has a rank over "
                 f"{highest}; set --adapter.rank {highest} or less, such as 8"
             )
-        return Adapter(self.rank, self.alpha, names)
+        return Adapter(self.rank, self.alpha, names, self.frozen)
 
 
 def targets(model: Model, names: Collection[str]) -> frozenset[str]:

@@ -17,6 +17,8 @@ from dolmen.model.layout import Layout
 from dolmen.model.split import split
 from dolmen.model.training import Training
 from dolmen.model.tree import Tree
+from dolmen.model.tree.adapter import scale_of
+from dolmen.ops import int8
 from dolmen.ops.kernels import Hardware, Kernels, choose
 from dolmen.parallel import data, gathered
 from dolmen.parallel.actions import Schedule
@@ -110,7 +112,8 @@ def chosen(tree: Tree, mesh: Mesh, compute: torch.dtype, hardware: Hardware) -> 
     widths = {width for leaf in experts for width in leaf.held({"tp": mesh.tp.size})[1:]}
     longest = max(size for b in tree.blocks for size in b.mixer.head_sizes)
     attends = components.attends(tree)
-    return choose(hardware, compute, longest, sorted(widths), attends, tree.fp8)
+    one_by_one = tree.fp8 is not None or any(leaf.int8 for leaf in experts)
+    return choose(hardware, compute, longest, sorted(widths), attends, tree.fp8, one_by_one)
 
 
 def initialize(model: Decoder, seed: int, loaded: Collection[str] = ()) -> None:
@@ -119,11 +122,18 @@ def initialize(model: Decoder, seed: int, loaded: Collection[str] = ()) -> None:
     """
     with torch.no_grad():
         for name, p in model.named_parameters():
-            if name not in loaded:
+            if name in loaded:
+                continue
+            leaf = model.tree.leaves[name]
+            if leaf.int8:
+                whole = torch.empty(leaf.shape, device=p.device)
+                _begin(whole, name, seed, model.tree)
+                _write(model, name, whole)
+            else:
                 _begin(p, name, seed, model.tree)
 
 
-def _begin(p: nn.Parameter, name: str, seed: int, tree: Tree) -> None:
+def _begin(p: Tensor, name: str, seed: int, tree: Tree) -> None:
     leaf = tree.leaves[name]
     match leaf.initial:
         case "normal":
@@ -134,12 +144,22 @@ def _begin(p: nn.Parameter, name: str, seed: int, tree: Tree) -> None:
             state.local_view(p).fill_(1.0)
         case "zeros":
             state.local_view(p).zero_()
+        case "beside":
+            pass
 
 
 def load(model: nn.Module, stream: Callable[[Callable[[str, Tensor], None]], None]) -> None:
     """Fill the model from `stream`, which calls write(name, full tensor) for every parameter, one
-    tensor at a time.
+    tensor at a time; of one that is held in eight bits what it is rounded from, with the scale
+    that follows from it, or both as they are.
     """
-    parameters = dict(model.named_parameters())
     with torch.no_grad():
-        stream(lambda name, value: state.write_region(parameters[name], value))
+        stream(lambda name, value: _write(model, name, value))
+
+
+def _write(model: nn.Module, name: str, value: Tensor) -> None:
+    p = model.get_parameter(name)
+    if p.dtype == torch.int8 and value.is_floating_point():
+        value, scale = int8.quantise(value)
+        state.write_region(model.get_parameter(scale_of(name)), scale)
+    state.write_region(p, value)

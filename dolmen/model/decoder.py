@@ -21,7 +21,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from dolmen.core import host
-from dolmen.core.state import Places, local
+from dolmen.core.state import Places, dtype_of, local
 from dolmen.model import components
 from dolmen.model.block import Block
 from dolmen.model.cached import Cached
@@ -199,7 +199,7 @@ class Decoder(nn.Module):
         return torch.empty(
             tokens,
             self.tree.hidden_size,
-            dtype=self.compute or weight.dtype,
+            dtype=self.compute or dtype_of(self),
             device=weight.device,
         )
 
@@ -213,7 +213,7 @@ class Decoder(nn.Module):
         layer that a stage of this rank has, in fp32 or wider; `lengths`: of the text of each token,
         where a layer asks.
         """
-        dtype = torch.promote_types(self.compute or next(self.parameters()).dtype, torch.float32)
+        dtype = torch.promote_types(self.compute or dtype_of(self), torch.float32)
         mixers = [self.tree.blocks[i].mixer for i in self.split.parts[part].layers]
         return {
             kind: tables(*kind, positions, dtype, lengths, self.training)

@@ -126,7 +126,7 @@ class LatentAttention(Component):
         keys [latent | key] and values latent: q W_k c = (q W_k) c, and the sum of p (W_v c) = W_v
         (sum of p c). kept [pages, 1, page, latent + rope] -> [texts, heads, value].
         """
-        weight = self.kv_b.linear().merged.view(self.heads, -1, self.form.kv_rank)
+        weight = self.kv_b.linear().merged(q.dtype).view(self.heads, -1, self.form.kv_rank)
         of_k, of_v = weight.split((self.form.nope_size, self.form.value_size), 1)
         nope, turned = q.split((self.form.nope_size, self.form.positions.size), -1)
         q = torch.cat((torch.einsum("thn,hnr->thr", nope, of_k), turned), -1)

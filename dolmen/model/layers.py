@@ -55,22 +55,24 @@ def rounding(leaf: Leaf) -> Rounding | None:
 
 
 class Parameters(nn.Module):
-    """Owns what `leaves` names: a weight, a bias where there is one, and the two matrices of an
-    adapter where there is one (dolmen/model/tree/adapter.py).
+    """Owns what `leaves` names: a weight, a bias where there is one, and of adapters
+    (dolmen/model/tree/adapter.py) the two matrices of one, and the scale of a weight in eight bits.
     """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
     lora_A: nn.Parameter | None
     lora_B: nn.Parameter | None
+    weight_scale: nn.Parameter | None
 
     def __init__(self, leaves: Leaves):
         super().__init__()
-        self.bias = self.lora_A = self.lora_B = None
+        self.bias = self.lora_A = self.lora_B = self.weight_scale = None
         self.lora_scale = leaves["lora_B"].scale if "lora_B" in leaves else 1.0
         self.rounding = rounding(leaves["weight"]) if "weight" in leaves else None
         for name, leaf in leaves.items():
-            setattr(self, name, nn.Parameter(torch.empty(leaf.shape), requires_grad=leaf.trained))
+            made = torch.empty(leaf.shape, dtype=torch.int8 if leaf.int8 else None)
+            setattr(self, name, nn.Parameter(made, requires_grad=leaf.trained))
 
     def linear(self, mine: Callable[[Tensor], Tensor] = local) -> Linear:
         """What x is multiplied by; of what has rows of outputs, `mine` takes this rank's."""
@@ -78,7 +80,8 @@ class Parameters(nn.Module):
         adapter = None
         if self.lora_A is not None and self.lora_B is not None:
             adapter = Adapter(local(self.lora_A), mine(self.lora_B), self.lora_scale)
-        return Linear(mine(self.weight), bias, adapter, self.rounding)
+        scale = None if self.weight_scale is None else mine(self.weight_scale)
+        return Linear(mine(self.weight), bias, adapter, self.rounding, scale)
 
 
 class Column(Parameters):

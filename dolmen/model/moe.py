@@ -105,7 +105,7 @@ class Experts(nn.Module):
 
     def _grouped(self, rows: Tensor, linear: Linear, groups: moe.Groups) -> Tensor:
         """Products with the weight of each row's expert, with its adapter, and its bias."""
-        product, adapter = self.tp.product(linear.rounding), linear.adapter
+        product, adapter = self.tp.product(linear), linear.adapter
         if product is None:
             y = moe.grouped_linear(rows, linear.weight, groups)
         else:

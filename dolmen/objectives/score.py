@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from dolmen.core import collectives
+from dolmen.core import collectives, state
 from dolmen.core.mesh import Mesh
 from dolmen.data.batch import Batch
 from dolmen.model import tree
@@ -96,7 +96,7 @@ def _of_tokens(
 ) -> Tensor:
     with inference(model):
         found = forward(model, batch, mesh, pipeline.forward_only(schedule), end)
-    dtype = torch.promote_types(model.compute or next(model.parameters()).dtype, torch.float32)
+    dtype = torch.promote_types(model.compute or state.dtype_of(model), torch.float32)
     whole = torch.zeros(batch.tokens.shape, dtype=dtype, device=mesh.device)
     if found:
         places = model.split.cp.indices(whole.shape[1], mesh.device)

@@ -50,11 +50,11 @@ def output(
     x: Float[Tensor, "tokens in"], payload: Int8[Tensor, "out in"], scale: Float[Tensor, " out"]
 ) -> Float[Tensor, "tokens out"]:
     """x W^T, in x's dtype: a payload is exact in it, as bf16 has eight bits of mantissa."""
-    return F.linear(x, payload.to(x.dtype)) * scale.to(x.dtype)
+    return (F.linear(x, payload.to(x.dtype)) * scale).to(x.dtype)
 
 
 def input_gradient(
     g: Float[Tensor, "tokens out"], payload: Int8[Tensor, "out in"], scale: Float[Tensor, " out"]
 ) -> Float[Tensor, "tokens in"]:
     """g W, in g's dtype."""
-    return (g * scale.to(g.dtype)) @ payload.to(g.dtype)
+    return (g * scale).to(g.dtype) @ payload.to(g.dtype)

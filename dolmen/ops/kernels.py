@@ -112,12 +112,13 @@ def choose(
     widths: Iterable[int] = (),
     attends: Iterable[Attend] = (),
     fp8: Fp8 | None = None,
+    one_by_one: bool = False,
 ) -> Kernels:
     """The kernels of a model that computes in `dtype`. `head_dim`: the longest head, be it of
     queries or of values. `widths`: rows and columns of the matrices of its experts as one rank
     holds them; none without experts. `attends`: what the attention of its layers is; none where
-    it is causal and scores are products times a number. `fp8`: how products are rounded; experts'
-    go one by one then.
+    it is causal and scores are products times a number. `fp8`: how products are rounded.
+    `one_by_one`: products of experts are, as those of eight bits are.
     """
     if hardware.kind == "cpu":
         return Kernels(turned=hardware.tiles and dtype == torch.bfloat16)
@@ -128,7 +129,7 @@ def choose(
         attention="flash" if flash and not without else "blocks",
         without=without,
         grouped="grouped_mm"
-        if widths and not fp8 and _grouped_mm(hardware, dtype, widths)
+        if widths and not one_by_one and _grouped_mm(hardware, dtype, widths)
         else "loop",
         logits_at_once=1 << 28,
         squares="whole",

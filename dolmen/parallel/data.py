@@ -70,7 +70,7 @@ def shard_model(
     """
     if mesh.grid is None or mesh.expert_grid is None:
         return
-    rest = next(model.parameters()).dtype
+    rest = state.dtype_of(model)
     # fully_shard gives a unit all parameters below it that no unit has yet: so blocks before their
     # model, and experts and routers before their block
     for unit in (*parts, Unit(model)):

@@ -16,14 +16,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
 from dolmen.core import collectives, host
 from dolmen.core.function import Context, Function
 from dolmen.core.mesh import Axis
 from dolmen.ops import moe
-from dolmen.parallel.product import Fp8Product
+from dolmen.parallel.product import Product
 
 
 class Trip(NamedTuple):
@@ -100,11 +100,11 @@ class _Rounded(Function):
 
     @staticmethod
     def forward(
-        ctx: Context[tuple[Sequence[int], Fp8Product]],
+        ctx: Context[tuple[Sequence[int], Product]],
         x: Tensor,
         weight: Tensor,
         counts: Sequence[int],
-        product: Fp8Product,
+        product: Product,
     ) -> Tensor:
         ctx.kept = counts, product
         wants_dx, wants_dw, *_ = ctx.needs_input_grad
@@ -113,7 +113,7 @@ class _Rounded(Function):
 
     @staticmethod
     def backward(
-        ctx: Context[tuple[Sequence[int], Fp8Product]], g: Tensor
+        ctx: Context[tuple[Sequence[int], Product]], g: Tensor
     ) -> tuple[Tensor | None, Tensor | None, None, None]:
         (x, weight), (counts, product) = ctx.saved_tensors, ctx.kept
         wants_dx, wants_dw, *_ = ctx.needs_input_grad
@@ -127,9 +127,11 @@ class _Rounded(Function):
 
 def rounded_linear(
     x: Float[Tensor, "m in"],
-    weight: Float[Tensor, "groups out in"],
+    weight: Shaped[Tensor, "groups out in"],
     counts: Sequence[int],
-    product: Fp8Product,
+    product: Product,
 ) -> Float[Tensor, "m out"]:
-    """moe.grouped_linear with factors that are rounded: `counts` rows of each expert."""
+    """moe.grouped_linear with factors that are rounded, or a weight in eight bits: `counts` rows of
+    each expert.
+    """
     return _Rounded.apply(x, weight, counts, product)

@@ -39,7 +39,7 @@ from torch.nn.functional import ScalingType
 
 from dolmen.core import collectives
 from dolmen.core.mesh import Axis, Mesh
-from dolmen.ops import fp8
+from dolmen.ops import fp8, int8
 from dolmen.ops.recipe import OPERANDS, Fp8, Granularity, Operand, room
 
 Dim = Literal["tokens", "inputs", "outputs"]
@@ -298,6 +298,43 @@ class Fp8Product:
             torch.mm(a if left.along else a.t(), b.t() if right.along else b).to(dtype)
             for a, b in sides
         ]
+
+
+@dataclass(frozen=True, eq=False)
+class Int8Product:
+    """The two products of a frozen weight in eight bits (ops/int8.py), or of each expert's. Layouts
+    change nothing: each rank has the scales of its outputs.
+    """
+
+    scale: Float[Tensor, "*experts out"]
+
+    def output(
+        self, xs: Sequence[Tensor], weights: Sequence[Tensor]
+    ) -> list[Float[Tensor, "tokens out"]]:
+        """x W^T."""
+        factors = zip(xs, weights, self._scales, strict=True)
+        return [int8.output(x, w, scale) for x, w, scale in factors]
+
+    def input_gradient(
+        self, grads: Sequence[Tensor], weights: Sequence[Tensor]
+    ) -> list[Float[Tensor, "tokens in"]]:
+        """g W."""
+        factors = zip(grads, weights, self._scales, strict=True)
+        return [int8.input_gradient(g, w, scale) for g, w, scale in factors]
+
+    def weight_gradient(
+        self, grads: Sequence[Tensor], xs: Sequence[Tensor]
+    ) -> list[Float[Tensor, "out in"]]:
+        """Of what is frozen nobody asks for it."""
+        raise AssertionError("a weight in eight bits is frozen")
+
+    @property
+    def _scales(self) -> Sequence[Tensor]:
+        return [self.scale] if self.scale.ndim == 1 else self.scale.unbind()
+
+
+Product = Fp8Product | Int8Product
+"""What multiplies by a weight in place of torch's own product."""
 
 
 def _scaled(left: Operands, right: Operands, dtype: torch.dtype) -> list[Tensor]:

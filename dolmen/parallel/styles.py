@@ -60,7 +60,7 @@ def parallelize(
     with torch.no_grad():
         for name, p in module.named_parameters():
             state.write_region(p, values[name])
-    data.shard_model(module, (), mesh, zero, next(module.parameters()).dtype, partial)
+    data.shard_model(module, (), mesh, zero, state.dtype_of(module), partial)
     return module
 
 

@@ -16,9 +16,10 @@ only the sharded input is kept, and gathered once more in backward, while the in
 computed. Where a pipeline schedule splits the backward, the weight gradients are not computed there
 at all, but left in `later` for the executor of the schedule (2401.10241).
 
-What a product multiplies by is a `Linear`. Its factors may be rounded to eight bits (product.py),
-which changes none of the above. An adapter (2106.09685) is two more products, and sends
-nothing: A shares the input of the weight beside it, and B x is added before anything leaves.
+What a product multiplies by is a `Linear`. Its factors may be rounded to eight bits, or a frozen
+one held in them (product.py), which changes none of the above. An adapter (2106.09685) is two more
+products, and sends nothing: A shares the input of the weight beside it, and B x is added before
+anything leaves.
 
     columns    h = x A^T, A whole: alike on every rank, its gradient and A's are P@tp
                y_i += scale h B_i^T, B cut as W is over its outputs, S(0)@tp
@@ -41,7 +42,8 @@ from dolmen.core import collectives, transfers
 from dolmen.core.function import Context, Function
 from dolmen.core.mesh import Axis
 from dolmen.core.torch_private import compute
-from dolmen.parallel.product import Axes, Fp8Product, Rounding
+from dolmen.ops import int8
+from dolmen.parallel.product import Axes, Int8Product, Product, Rounding
 
 
 class Deferred:
@@ -82,16 +84,20 @@ class Adapter(NamedTuple):
 class Linear(NamedTuple):
     """What a product multiplies by and adds, as this rank does."""
 
-    weight: Float[Tensor, "*experts out in"]
+    weight: Shaped[Tensor, "*experts out in"]
     bias: Float[Tensor, " out"] | None = None
     adapter: Adapter | None = None
     rounding: Rounding | None = None
     """How its factors are rounded; None: they are not."""
+    scale: Float[Tensor, "*experts out"] | None = None
+    """Of a frozen weight in eight bits (ops/int8.py)."""
 
-    @property
-    def merged(self) -> Float[Tensor, "*experts out in"]:
-        """The weight that x is multiplied by, the adapter's part with it."""
-        return self.weight if self.adapter is None else self.adapter.merged(self.weight)
+    def merged(self, dtype: torch.dtype) -> Float[Tensor, "*experts out in"]:
+        """The weight that x of a dtype is multiplied by, the adapter's part with it."""
+        weight = self.weight
+        if self.scale is not None:
+            weight = int8.restored(weight, self.scale, dtype)
+        return weight if self.adapter is None else self.adapter.merged(weight)
 
 
 @dataclass(frozen=True)
@@ -132,8 +138,13 @@ class TensorParallel:
         """
         return self.axis.size > 1
 
-    def product(self, rounding: Rounding | None) -> Fp8Product | None:
-        """What multiplies by a weight whose factors are rounded: they are while it is trained."""
+    def product(self, linear: Linear) -> Product | None:
+        """What multiplies by a weight in eight bits, or by one whose factors are rounded: they are
+        while it is trained. None: torch's own product.
+        """
+        if linear.scale is not None:
+            return Int8Product(linear.scale)
+        rounding = linear.rounding
         if rounding is None or not torch.is_grad_enabled():
             return None
         tokens, mine = self.tokens, (self.axis,)
@@ -202,7 +213,7 @@ class _Call(NamedTuple):
     """The weights as autograd knows them, where their gradients are for later and what is
     multiplied is detached; else ().
     """
-    products: tuple[Fp8Product | None, ...]
+    products: tuple[Product | None, ...]
     """Of each weight, and so of each bias, what multiplies by it; None: it is not rounded."""
 
     @property
@@ -292,7 +303,7 @@ def _products(
 
 
 def _input_gradient(
-    grads: Sequence[Tensor], weights: Sequence[Tensor], products: Sequence[Fp8Product | None]
+    grads: Sequence[Tensor], weights: Sequence[Tensor], products: Sequence[Product | None]
 ) -> Tensor:
     """The sum of g W, in the memory of the first."""
     dx: Tensor | None = None
@@ -328,7 +339,7 @@ def _weight_gradients(call: _Call, grads: Sequence[Tensor], x: Tensor) -> Callab
 
 
 def _rounded_or_not(
-    grads: Sequence[tuple[Tensor, Fp8Product | None]], x: Tensor, turned: bool
+    grads: Sequence[tuple[Tensor, Product | None]], x: Tensor, turned: bool
 ) -> list[Tensor]:
     """g^T x of each, as what multiplies by its weight says."""
     plain = iter(weight_products([g for g, product in grads if product is None], x, turned))
@@ -365,7 +376,7 @@ def _made(
     adapters = [(i, one.adapter) for i, one in enumerate(linears) if one.adapter is not None]
     downs = [adapter.down for _, adapter in adapters]
     none = [None] * len(downs)
-    how = [*(tp.product(one.rounding) for one in linears), *none]
+    how = [*(tp.product(one) for one in linears), *none]
     products = _multiplied(x, [*weights, *downs], [*biases, *none], how, tp, enters)
     if not adapters:
         return products
@@ -385,7 +396,7 @@ def _multiplied(
     x: Tensor,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
-    how: Sequence[Fp8Product | None],
+    how: Sequence[Product | None],
     tp: TensorParallel,
     enters: bool,
 ) -> tuple[Tensor, ...]:

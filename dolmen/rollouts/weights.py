@@ -48,18 +48,18 @@ class Drawing:
 
 def whole(model: Decoder, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
     """Every parameter of `model`, as a whole tensor on every rank, one after another, in fp32 or
-    wider. A collective of all ranks.
+    wider, what is held in eight bits as it is. A collective of all ranks.
     """
     held = dict(model.named_parameters())
-    wide = torch.promote_types(next(model.parameters()).dtype, torch.float32)
+    wide = torch.promote_types(state.dtype_of(model), torch.float32)
     # a tied weight is at both ends, and the first stage brings it
     brought_by_another = None if model.split.first else model.tied_apart
     for name, leaf in model.tree.leaves.items():
-        mine = held.get(name)
+        mine, dtype = held.get(name), torch.int8 if leaf.int8 else wide
         if mesh.pp.size == 1:
-            yield name, state.full(held[name]).to(wide)
+            yield name, state.full(held[name]).to(dtype)
             continue
-        value = torch.zeros(leaf.shape, dtype=wide, device=mesh.device)
+        value = torch.zeros(leaf.shape, dtype=dtype, device=mesh.device)
         if mine is not None:
             whole_here = state.full(mine)  # all ranks of the stage gather it
             if mine is not brought_by_another:

@@ -335,6 +335,11 @@ def check_adapter(run: RunConfig) -> None:
     asked = f"adapter.rank ({run.adapter.rank}) freezes all weights but those of adapters"
     if run.init is None:
         raise ValueError(f"{asked}, and without a model to start from they are random: give --init")
+    if run.adapter.frozen == "int8" and run.training.fp8 is not None:
+        raise ValueError(
+            "adapter.frozen int8 holds the weights in eight bits that train.precision would round "
+            "in every product: leave out one of the two"
+        )
     if run.optimizer.name == "muon":
         raise ValueError(
             f"{asked}, and optimizer.name muon is for the matrices that are frozen: use "

@@ -185,4 +185,9 @@ def _of_adapter(adapter: Adapter | None) -> dict:
     if adapter is None:
         return {"rank": None}
     targets = {name.removesuffix(".weight").rpartition(".")[2] for name in adapter.targets}
-    return {"rank": adapter.rank, "alpha": adapter.alpha, "targets": sorted(targets)}
+    return {
+        "rank": adapter.rank,
+        "alpha": adapter.alpha,
+        "targets": sorted(targets),
+        "frozen": adapter.frozen,
+    }

@@ -17,6 +17,7 @@ from dolmen.core.words import counted
 from dolmen.data.batches import Loader
 from dolmen.model import count
 from dolmen.model.layout import Layout
+from dolmen.optim.precision import at_rest
 from dolmen.parallel.schedule import simulate
 from dolmen.training.config import RunConfig
 from dolmen.training.mfu import Peak
@@ -128,8 +129,19 @@ def adapters(run: RunConfig) -> str | None:
     where = ", ".join(run.adapter.targets)
     return (
         f"rank {run.adapter.rank}, alpha {run.adapter.alpha:g}, on {where}: {size(own)} of "
-        f"{size(every)} parameters are trained ({own / every:.2%})"
+        f"{size(every)} parameters are trained ({own / every:.2%})" + held(run)
     )
+
+
+def held(run: RunConfig) -> str:
+    """Of weights in eight bits, what all ranks together hold of them, and would."""
+    leaves = run.trained.leaves.values()
+    wide = at_rest(run.train.dtype).itemsize
+    was = sum(leaf.elements for leaf in leaves if leaf.int8) * wide
+    if not was:
+        return ""
+    now = was // wide + sum(leaf.elements for leaf in leaves if leaf.role == "scale") * wide
+    return f"; of the others {size(was, 'B')} are held in int8, in {size(now, 'B')}"
 
 
 def arithmetic(run: RunConfig) -> str:

@@ -131,7 +131,7 @@ LAYOUT = """
     layout.recompute layout.recompute-layers layout.reduction
 """
 AFTER = f"""
-    adapter.rank adapter.alpha adapter.targets {LAYOUT}
+    adapter.rank adapter.alpha adapter.targets adapter.frozen {LAYOUT}
     data.path data.tokenizer data.end-of-text data.text-field data.cache data.workers
     data.document-mask data.no-document-mask data.validation data.validation-fraction
     data.order data.masked-fraction data.rows data.template data.train-on data.packing

@@ -3,6 +3,7 @@ layouts on which it joins the golden table. A way to get it wrong joins controls
 """
 
 from dataclasses import replace
+from typing import Literal
 
 from models import Flat, Tiny, mixing, tiny
 from table import FAMILIES, LENGTH, SIZES, VOCABULARY
@@ -205,12 +206,12 @@ ROUTED = ("deepseek-v2", "deepseek-v3", "qwen2-moe", "gpt-oss")
 CONFIGS |= {name: replace(CONFIGS[name], training=FELT) for name in ROUTED}
 
 
-def adapted(config: Tiny, **training) -> Tiny:
+def adapted(config: Tiny, frozen: Literal["whole", "int8"] = "whole", **training) -> Tiny:
     """Frozen, with adapters on every matrix. Their products are felt: 4 times as large as they are,
     and as large again as rank 3 of 32 leaves them.
     """
     weights = (n for n, leaf in config.tree.leaves.items() if leaf.role in ADAPTED)
-    adapter = Adapter(rank=3, alpha=12.0, targets=frozenset(weights))
+    adapter = Adapter(rank=3, alpha=12.0, targets=frozenset(weights), frozen=frozen)
     return replace(config, training=replace(config.training, adapter=adapter, **training))
 
 
@@ -224,6 +225,8 @@ ADAPTED_CONFIGS = {
     "gpt2, adapters": adapted(Tiny(FAMILIES["gpt2"].tree)),
     "falcon-40b, adapters": adapted(CONFIGS["falcon-40b"]),
     "deepseek-v3, adapters": adapted(CONFIGS["deepseek-v3"]),
+    "qwen3, int8 adapters": adapted(Tiny(FAMILIES["qwen3"].tree), "int8"),
+    "deepseek-v3, int8 adapters": adapted(CONFIGS["deepseek-v3"], "int8"),
 }
 
 ROWS = [
@@ -474,6 +477,27 @@ ROWS = [
         dp2 tp2 sp ep2 zero2
         pp2 dp2 ep2 acc4 zero-bubble zero1
         dp2 tp2 ep2 zero3
+        """,
+    ),
+    # what is frozen in eight bits
+    *rows(
+        ADAPTED_CONFIGS["qwen3, int8 adapters"],
+        "qwen3, int8 adapters",
+        """
+        dp2 tp2 sp zero3 acc4
+        pp2 dp2 acc4 zero1
+        tp4                           |
+        tp2 sp acc4 zero-bubble       |
+        dp2 zero0                     |
+        """,
+    ),
+    *rows(
+        ADAPTED_CONFIGS["deepseek-v3, int8 adapters"],
+        "deepseek-v3, int8 adapters",
+        """
+        dp2 tp2 sp ep2 zero2
+        pp2 dp2 ep2 acc4 zero-bubble zero1 |
+        dp2 tp2 ep2 zero3                  |
         """,
     ),
     *rows(

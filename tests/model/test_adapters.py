@@ -303,3 +303,36 @@ def test_without_a_rank_there_are_none():
     assert AdapterConfig(2, 1.0, ("q_proj",)).of(CONFIGS["llama"]) == Adapter(
         2, 1.0, frozenset(f"layers.{i}.attn.q.weight" for i in range(2))
     )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_frozen_weight_in_eight_bits_is_its_restored_one(name):
+    """Logits and gradients in float64, against the model whose weights are what the payloads and
+    scales stand for, in closed form: round(127 w / amax) amax / 127 of each output.
+    """
+    whole = adapted(MODELS[name])
+    frozen = replace(whole.training.adapter, frozen="int8")
+    model = made(replace(whole, training=Training(adapter=frozen)))
+    held = {n: p.detach() for n, p in model.named_parameters()}
+    plain = made(whole)
+    with torch.no_grad():
+        for weight, leaf in MODELS[name].tree.leaves.items():
+            if leaf.role in ADAPTED:
+                w = plain.get_parameter(weight)
+                assert held[weight].dtype == torch.int8 != held[weight + "_scale"].dtype
+                scale = (w.abs().amax(-1, keepdim=True).float() / 127).double()
+                w.copy_((w / scale).round() * scale)
+    batch = tokens(2)
+    results = []
+    for one in (model, plain):
+        loss = one(batch, head.loss_of(batch))
+        loss.backward()
+        grads = {n: p.grad for n, p in one.named_parameters() if p.requires_grad}
+        results.append((loss, one.eval()(batch, head.logits), grads))
+    (loss, logits, got), (want_loss, want_logits, want) = results
+    # scales were divided in fp32 where the closed form divides in fp64
+    torch.testing.assert_close(loss, want_loss, rtol=1e-6, atol=0)
+    assert (logits - want_logits).abs().max() <= 1e-6 * want_logits.abs().max()
+    assert got.keys() == want.keys() and any(g.any() for g in got.values())
+    for n, grad in got.items():
+        assert (grad - want[n]).abs().max() <= 1e-5 * want[n].abs().max(), n

@@ -6,11 +6,18 @@ B begins at zero, so that the model begins as it was; A as PEFT begins it. Of st
 has its own A and B. How they lie on axes follows from W: what cuts its outputs cuts B, what cuts
 its inputs cuts A, and the other of the two sees a part of the heads or columns, so its gradient is
 a partial sum over tp (dolmen/parallel/tensor.py).
+
+What is frozen may be held in eight bits (ops/int8.py): matrices of layers and of experts, those
+without an adapter too. A weight [out, in] has a scale [out] then, which lies as its outputs do.
 """
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from dolmen.model.tree.leaf import Leaf, Leaves
+
+ADAPTED = ("matrix", "expert")
+"""Roles of the weights that can have an adapter, and be held in eight bits."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +29,8 @@ class Adapter:
     rank: int
     alpha: float
     targets: frozenset[str]
+    frozen: Literal["whole", "int8"] = "whole"
+    """How what is frozen is held."""
 
     @property
     def scale(self) -> float:
@@ -37,6 +46,9 @@ class Adapter:
         found: Leaves = {}
         for name, leaf in leaves.items():
             found[name] = replace(leaf, trained=leaf.with_adapters)
+            if self.frozen == "int8" and leaf.role in ADAPTED:
+                found[name] = replace(found[name], int8=True)
+                found[scale_of(name)] = self.scales(leaf)
             if name in self.targets:
                 down, up = self.pair(name)
                 found |= {down: self.down(leaf), up: self.up(leaf)}
@@ -47,6 +59,17 @@ class Adapter:
         """The names of A and B of a weight."""
         module = weight.removesuffix("weight")
         return f"{module}lora_A", f"{module}lora_B"
+
+    def scales(self, weight: Leaf) -> Leaf:
+        """The scale of a weight [out, in], or of stacked ones [experts, out, in]."""
+        return Leaf(
+            weight.shape[:-1],
+            "scale",
+            tuple(cut for cut in weight.cuts if cut.dim != len(weight.shape) - 1),
+            initial="beside",
+            trained=False,
+            precise=True,
+        )
 
     def down(self, weight: Leaf) -> Leaf:
         """A of a weight [out, in], or of stacked ones [experts, out, in]."""
@@ -72,6 +95,11 @@ class Adapter:
             products=weight.products // inp * self.rank,
             scale=self.scale,
         )
+
+
+def scale_of(weight: str) -> str:
+    """The name of the scale of a weight in eight bits."""
+    return f"{weight}_scale"
 
 
 def _cuts(weight: Leaf, dim: int) -> bool:

@@ -13,7 +13,9 @@ from typing import Literal
 from dolmen.core.words import divisor
 from dolmen.ops.recipe import Fp8
 
-Role = Literal["matrix", "embedding", "head", "norm", "bias", "router", "expert", "adapter"]
+Role = Literal[
+    "matrix", "embedding", "head", "norm", "bias", "router", "expert", "adapter", "scale"
+]
 Gradient = Literal["own", "residual", "branch"]
 VOCABULARY = "vocab_size"  # the knob of a cut between rows of tokens
 
@@ -69,8 +71,10 @@ class Leaf:
     of the residual stream, partial under sequence parallelism; `branch`: it sees this rank's heads
     or columns, always partial.
     """
-    initial: Literal["normal", "uniform", "ones", "zeros"] = "normal"
-    """uniform: within 1 / sqrt(inputs) of 0, what Kaiming's with a = sqrt(5) is."""
+    initial: Literal["normal", "uniform", "ones", "zeros", "beside"] = "normal"
+    """uniform: within 1 / sqrt(inputs) of 0, what Kaiming's with a = sqrt(5) is; beside: it is
+    written with the weight that it is the scale of.
+    """
     std_scale: float = 1.0
     """Of `normal`: times the model's initializer_range."""
     products: int = 0
@@ -85,6 +89,8 @@ class Leaf:
     """In fp32 or wider, here and on disk, whatever the others are in."""
     scale: float = 1.0
     """What its product is multiplied by."""
+    int8: bool = False
+    """Held in eight bits, with a scale per output beside it (ops/int8.py)."""
     fp8: Fp8 | None = None
     """How the factors of its products are rounded; None: they are not."""
 
