@@ -8,11 +8,13 @@ from dolmen.conversion.source import open_alike, tokenizer_folder
 from dolmen.core.config import to_dict
 from dolmen.core.errors import BadInput, message
 from dolmen.core.mesh import Mesh
+from dolmen.core.words import counted
 from dolmen.data.progress import say
 from dolmen.data.tokenizer import load_tokenizer
 from dolmen.launch import process
 from dolmen.model.layout import Layout
 from dolmen.optim.precision import DTYPES
+from dolmen.rollouts import best
 from dolmen.serving import engine, offline, placed, prompt
 from dolmen.serving.defaults import resolved
 from dolmen.serving.engine import Engine
@@ -25,6 +27,8 @@ def run(options: GenerateOptions) -> int:
         options.of_tokens.check()
         if options.input is not None:
             offline.check(options)
+            if not process.launched_here():
+                best.check(options)
         for text in options.prompt:
             prompt.check_text(text)
     except ValueError as error:
@@ -51,13 +55,34 @@ def _answer(options: GenerateOptions, layout: Layout) -> int:
         raise BadInput(message(error)) from None
     if not job.left:
         say(f"{options.output} has all {len(job.read.places):,} rows: nothing is left to do", first)
-        return 0
+        return _choose(job) if first else 0
 
     def work(mesh: Mesh) -> int:
         offline.answered(job, mesh)
         return 0
 
-    return placed.start("generate", to_dict(options), layout, options.device, work)
+    code = placed.start("generate", to_dict(options), layout, options.device, work)
+    return code or (_choose(job) if first else 0)
+
+
+def _choose(job: offline.Job) -> int:
+    """The best answers, once all are there."""
+    if job.config.best is None:
+        return 0
+    try:
+        found = best.choose(job)
+    except ValueError as error:
+        raise BadInput(str(error)) from None
+    print(
+        f"{job.config.best} has the best answer of {counted(found.rows, 'row')}: a reward of "
+        f"{found.reward:.4g}, of all samples {found.of_all:.4g}"
+    )
+    if found.failed:
+        say(
+            f"WARNING: {counted(found.failed, 'sample')} without a reward, and "
+            f"{counted(found.without, 'row')} without any, left out"
+        )
+    return 0
 
 
 def _print(options: GenerateOptions, layout: Layout) -> int:

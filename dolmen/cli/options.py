@@ -174,7 +174,7 @@ class GenerateOptions(GenerateConfig):
             raise ValueError("--num-samples and --layout.dp are for --input FILE")
 
 
-OF_FILES = ("output", "resume", "skip_bad", "max_input_tokens", "logprobs")
+OF_FILES = ("output", "best", "reward", "resume", "skip_bad", "max_input_tokens", "logprobs")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,9 +9,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from dolmen.conversion.source import Source, open_source
 from dolmen.core.mesh import Mesh
+from dolmen.data import tokenizer as tokenizers
 from dolmen.data.batch import Batch
 from dolmen.model.decoder import Decoder
+from dolmen.model.tree import Scalar
 from dolmen.objectives import score
 from dolmen.ops.attention import Documents
 from dolmen.ops.loss import IGNORED
@@ -32,9 +35,17 @@ class Scorer:
     """Rows that are asked at once, over all of dp."""
 
     def __call__(self, texts: Sequence[Sequence[int]]) -> Float[Tensor, " texts"]:
-        """Of texts of a token or more, on every rank. Every rank calls it."""
+        """Of texts of a token or more, on every rank. Every rank calls it. Raises ValueError for a
+        text that is longer than the model reads.
+        """
+        longest, most = max(map(len, texts)), self.model.tree.max_position_embeddings
+        if longest > most:
+            raise ValueError(
+                f"a text has {longest} tokens, and the reward model reads {most} "
+                "(max_position_embeddings): draw shorter answers"
+            )
         unit = 2 * self.mesh.cp.size * self.mesh.tp.size
-        width = -(-max(map(len, texts)) // unit) * unit
+        width = -(-longest // unit) * unit
         tokens = torch.zeros(-(-len(texts) // self.size) * self.size, width, dtype=torch.int64)
         lengths = torch.ones(len(tokens), dtype=torch.int64)
         for row, text in enumerate(texts):
@@ -53,3 +64,34 @@ class Scorer:
 
         found = asked.of_rows(batch, ask, len(tokens), self.size, self.mesh)
         return found[torch.arange(len(texts)), lengths[: len(texts)] - 1]
+
+
+def check(name: str, vocab_size: int, tokenizer: str | None) -> Source:
+    """The source of the reward model `name`. Raises ValueError where it does not end in one number,
+    or reads other tokens than a model of `vocab_size` with this `tokenizer`.
+    """
+    source = open_source(name)
+    tree = source.tree
+    if not isinstance(tree.head, Scalar):
+        raise ValueError(
+            f"reward {name} foretells tokens: give a model that ends in one number, as dolmen "
+            "train reward makes one"
+        )
+    if tree.vocab_size != vocab_size:
+        raise ValueError(
+            f"reward {name} has a vocab_size of {tree.vocab_size:,}, the model {vocab_size:,}: "
+            "give a reward model of the same tokens"
+        )
+    if source.tokenizer is None or tokenizer is None:
+        return source
+    ours, theirs = (
+        tokenizers.load_tokenizer(folder, "--reward", probe=False).get_vocab()
+        for folder in (tokenizer, str(source.tokenizer))
+    )
+    other = sorted(token for token, number in ours.items() if theirs.get(token) != number)
+    if other:
+        raise ValueError(
+            f"reward {name} has a tokenizer of its own: {len(other):,} of {len(ours):,} tokens, as "
+            f"{other[0]!r}, have other ids; give a reward model of the same tokens"
+        )
+    return source

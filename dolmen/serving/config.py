@@ -136,6 +136,14 @@ class GenerateConfig(Sampling):
     """Text that ends an answer, and is not part of it."""
     num_samples: int = 1
     """Answers per row, drawn each by itself; a row has them as `samples`."""
+    best: str | None = None
+    """File to write besides: each row with the best of its samples, by --reward, and its `reward`;
+    rows without any reward are left out.
+    """
+    reward: tuple[str, ...] = ()
+    """What judges the samples for --best, as of dolmen train grpo: exact, gsm8k, regex:PATTERN,
+    MODULE:FUNCTION or the folder of a reward model; several are added up, each times its weight.
+    """
     logprobs: Literal["raw", "processed"] | None = None
     """Write the log-probability of each token: of the model's own distribution (raw), or of the one
     that was drawn from.

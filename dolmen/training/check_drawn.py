@@ -2,14 +2,10 @@
 any process starts and before anything is written.
 """
 
-from pathlib import Path
-
 from dolmen.conversion.source import open_source, tokenizer_folder
 from dolmen.core.words import counted
-from dolmen.data import tokenizer as tokenizers
 from dolmen.model.layout import Layout
-from dolmen.model.tree import Scalar
-from dolmen.rollouts import apart, rewards
+from dolmen.rollouts import apart, rewards, scorer
 from dolmen.rollouts.config import RolloutConfig
 from dolmen.training.config import RunConfig
 
@@ -74,18 +70,10 @@ def check_reward_model(run: RunConfig, name: str) -> None:
     """Raises ValueError where the model at `name` does not end in one number, reads other tokens or
     shorter texts than the run's, or does not go into its layout.
     """
-    source = open_source(name)
-    tree, model = source.tree, run.tree
-    if not isinstance(tree.head, Scalar):
-        raise ValueError(
-            f"reward {name} foretells tokens: give a model that ends in one number, as dolmen "
-            "train reward makes one"
-        )
-    if tree.vocab_size != model.vocab_size:
-        raise ValueError(
-            f"reward {name} has a vocab_size of {tree.vocab_size:,}, the model "
-            f"{model.vocab_size:,}: give a reward model of the same tokens"
-        )
+    own = run.data.tokenizer
+    if own is None and run.init is not None:
+        own = tokenizer_folder(open_source(run.init))
+    tree = scorer.check(name, run.tree.vocab_size, own).tree
     if tree.max_position_embeddings <= run.sequence_length:
         raise ValueError(
             f"reward {name} reads {tree.max_position_embeddings} tokens "
@@ -97,25 +85,3 @@ def check_reward_model(run: RunConfig, name: str) -> None:
         run.layout.check_model(tree)
     except ValueError as error:
         raise ValueError(f"of --reward {name}: {error}") from None
-    check_tokens(run, name, source.tokenizer)
-
-
-def check_tokens(run: RunConfig, name: str, tokenizer: Path | None) -> None:
-    """Raises ValueError where the reward model `name` has a tokenizer, and it gives tokens of the
-    run's other ids.
-    """
-    own = run.data.tokenizer
-    if own is None and run.init is not None:
-        own = tokenizer_folder(open_source(run.init))
-    if tokenizer is None or own is None:
-        return
-    ours, theirs = (
-        tokenizers.load_tokenizer(folder, "--reward", probe=False).get_vocab()
-        for folder in (own, str(tokenizer))
-    )
-    other = sorted(token for token, number in ours.items() if theirs.get(token) != number)
-    if other:
-        raise ValueError(
-            f"reward {name} has a tokenizer of its own: {len(other):,} of {len(ours):,} tokens, as "
-            f"{other[0]!r}, have other ids; give a reward model of the same tokens"
-        )

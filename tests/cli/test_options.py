@@ -193,8 +193,9 @@ OTHERS = {
         "optimizer.beta1 optimizer.beta2 optimizer.eps optimizer.clip"
     ),
     "generate": (
-        f"help {SAMPLING} prompt input output stop num-samples logprobs max-input-tokens resume "
-        "skip-bad max-batch-tokens seed dtype device layout.tp layout.pp layout.dp"
+        f"help {SAMPLING} prompt input output stop num-samples best reward logprobs "
+        "max-input-tokens resume skip-bad max-batch-tokens seed dtype device layout.tp layout.pp "
+        "layout.dp"
     ),
     "chat": f"help {SAMPLING} system stop seed dtype device",
     "evaluate": (

@@ -7,9 +7,9 @@ from typing import Literal
 import pytest
 import tinyrun
 import torch
+from scorers import classifier, theirs
 from tinyrun import dolmen
 from transformers import AutoTokenizer
-from transformers.models.llama import LlamaConfig, LlamaForSequenceClassification
 
 from dolmen.conversion.source import open_source
 from dolmen.core.mesh import SINGLE
@@ -22,22 +22,6 @@ from dolmen.rollouts.scorer import Scorer
 from dolmen.serving import engine
 
 ONE = Layout().make_schedule(2, 1)
-
-
-def classifier(folder, **changes):
-    """A reward model of transformers, in float32."""
-    said = {**tinyrun.MODEL, "num_labels": 1, "pad_token_id": 0, "initializer_range": 0.2}
-    config = LlamaConfig(**{**said, **changes})
-    torch.manual_seed(4)
-    model = LlamaForSequenceClassification(config).eval()
-    model.save_pretrained(folder)
-    return model
-
-
-@torch.no_grad()
-def theirs(model, texts) -> torch.Tensor:
-    """Of each text by itself, so that no padding is looked for."""
-    return torch.stack([model(torch.tensor([text])).logits[0, 0] for text in texts])
 
 
 def test_scores_are_those_of_transformers(tmp_path):
