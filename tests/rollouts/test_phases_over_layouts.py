@@ -1,0 +1,96 @@
+"""What a phase has drawn, been rewarded with and is to learn is the same at any layout of training
+and of drawing: in turns, with groups that are drawn again.
+"""
+
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from models import build, initialize
+from spawning import Row
+from table import FAMILIES, Layout
+
+from dolmen.core.mesh import SINGLE
+from dolmen.rollouts.config import RolloutConfig
+from dolmen.rollouts.drawn import Drawn
+from dolmen.rollouts.judging import Judging, Part
+from dolmen.rollouts.phases import Models, Phases, Setup
+from dolmen.rollouts.prompts import Nothing, Prompt, PromptLoader, Prompts
+from dolmen.rollouts.rewards import Checker
+from dolmen.rollouts.turns import Turn, Turns
+from dolmen.rollouts.weights import Drawing
+
+CONFIG = RolloutConfig(
+    samples=2, prompts=4, max_new_tokens=10, redraws=2, reward_kl=0.1, importance_cap=2.0, batch=3
+)
+ENDS = frozenset(range(0, 50, 4))
+
+
+class Numbers:
+    """A tokenizer whose texts are the ids."""
+
+    def decode(self, tokens, skip_special_tokens):
+        return " ".join(map(str, tokens))
+
+    def __call__(self, text, add_special_tokens):
+        return {"input_ids": [int(word) for word in text.split()]}
+
+
+def asks(prompt, turns):
+    return Turn("7 9" if len(turns) < 4 else None)
+
+
+def phase(mesh, layout: Layout, tp: int) -> Drawn:
+    """The first that a run draws."""
+    config, schedule = FAMILIES["llama"], layout.make_schedule(8, 1)
+    trained, reference = (
+        build(config, mesh, layout, schedule, dtype=torch.float64) for _ in range(2)
+    )
+    initialize(trained, 3)
+    initialize(reference, 4)
+    drawing = Drawing(config.tree, config.training, mesh, tp, torch.float64)
+    prompts = [Prompt([n, n + 1], {"prompt": str(n)}, str(n)) for n in range(1, 9)]
+    numbers = Numbers()
+    loader = PromptLoader(Prompts("p", prompts, 2, 0), Nothing(), 8, numbers, [], {})  # pyright: ignore
+    judge = Checker(lambda answer: float(int(answer.text.split()[0]) % 2))
+    phases = Phases(
+        CONFIG,
+        loader,
+        Models(trained, drawing, reference),
+        Judging([Part("odd", 1.0, judge)], "stop", mesh),
+        Setup(mesh, schedule, ENDS, 16, 5, Path(tempfile.mkdtemp())),
+        Turns(asks, numbers, 3, True, mesh),  # pyright: ignore
+    )
+    found = phases._phase(0)
+    assert phases.told["rollout/redrawn"] > 0 and phases.told["rollout/turns"] > 0
+    return found
+
+
+def apart(layout: Layout, tp: int) -> dict[str, float]:
+    """Of each of what a phase has, the largest difference from one process's."""
+    got, want = phase(layout.mesh(torch.device("cpu")), layout, tp), phase(SINGLE, Layout(), 1)
+    width = min(got.tokens.shape[1], want.tokens.shape[1])  # of rows that are filled up
+    assert want.advantages.any() and len(want.rewards.unique()) == 2
+    return {
+        name: float((one[..., :width] - getattr(want, name)[..., :width]).abs().max())
+        for name, one in vars(got).items()
+        if name != "rewards"
+    } | {"rewards": float((got.rewards - want.rewards).abs().max())}
+
+
+ROWS = [
+    Row(f"{words} draws {tp}", layout.world, partial(apart, layout, tp))
+    for words, tp in (("tp2 pp2 acc4", 1), ("cp2 dp2 zero3", 2))
+    for layout in (Layout.of(words),)
+]
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize("row", [row.parameter for row in ROWS])
+def test_layout_never_changes_what_is_drawn(row, result):
+    """Log-probabilities are told in fp32; which tokens they are of is exact."""
+    found = result(row)
+    assert found["tokens"] == found["labels"] == found["rewards"] == 0
+    assert max(found.values()) < 1e-5, found
