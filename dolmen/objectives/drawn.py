@@ -26,6 +26,11 @@ Loss = Callable[[Tensor, slice, Tensor], tuple[Tensor, Metrics]]
 BY_TOKENS = ("bnpo", "dapo", "cispo")
 """Kinds whose mean is over tokens; that of others is over rows."""
 
+NONE = 1e-30
+"""Tokens of a batch without any, where all answers were cut, say: its loss is 0, and beside a batch
+with tokens it counts as nothing, to the bit.
+"""
+
 
 @dataclass(frozen=True)
 class Group:
@@ -52,7 +57,7 @@ class Group:
                 f"answers are learned from by numbers of their tokens, and a batch has none of "
                 f"{', '.join(missing)}"
             )
-        return batch.real_tokens if self.kind in BY_TOKENS else len(batch.labels)
+        return (batch.real_tokens or NONE) if self.kind in BY_TOKENS else len(batch.labels)
 
     def __call__(self, hidden: Float[Tensor, "_ hidden"], head: Logits, batch: Batch) -> Judged:
         new = head.whole(head.log_probabilities(hidden, batch.labels, self.temperature))

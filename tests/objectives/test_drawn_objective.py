@@ -92,3 +92,21 @@ def test_entropy_is_paid_for():
     assert paid.metrics[-1].item() == pytest.approx(entropy.mean(1).sum().item(), rel=1e-10)
     want = plain.total.item() - 0.3 * entropy.mean(1).sum().item()
     assert paid.total.item() == pytest.approx(want, rel=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["dapo", "grpo"])
+def test_of_answers_that_are_all_left_out_nothing_is_learned(kind):
+    """Nor is that an end of the run; beside others they weigh nothing."""
+    model = build(FAMILIES["llama"], SINGLE, Layout(), None, dtype=torch.float32)
+    initialize(model, 0)
+    tokens = torch.randint(0, 50, (2, 6), generator=torch.Generator().manual_seed(1))
+    numbers = {OLD: torch.zeros(2, 6), ADVANTAGE: torch.ones(2, 6)}
+    batch = Batch(tokens, torch.full_like(tokens, IGNORED), numbers=numbers)
+    objective = Undecided(kind, entropy_coef=0.1)
+    count = objective.count(batch)
+    judged = model(tokens, lambda h, end: objective(h, end, batch))
+    (judged.total / count).backward()
+    assert count > 0 and judged.total / count == 0
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+    if kind == "dapo":
+        assert count + 7 == 7
