@@ -150,7 +150,8 @@ def defined(path: str) -> set[str]:
     imports.
     """
     nodes = list(ast.walk(FILES[path]))
-    found = {n.name for n in nodes if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
+    named = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    found = {n.name for n in nodes if isinstance(n, named)}
     found |= {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
     return found
 

@@ -25,6 +25,7 @@ VERBS = {
     "diff": "name the first tensor in which two programs of a model part",
     "generate": "continue a prompt, or every row of a file",
     "chat": "talk with a model in a terminal",
+    "serve": "answer requests over HTTP, by OpenAI's interface",
     "evaluate": "loss, perplexity and bits per byte over all of a text",
     "show": "runs as a page: losses, speed, memory, samples, options; live while they go on",
     "schedule": "draw and time a pipeline schedule",

@@ -14,6 +14,7 @@ from dolmen.data.config import TokenizeConfig
 from dolmen.evaluation.config import EvaluateConfig, VerifyConfig
 from dolmen.planning.config import DryrunConfig, PlanConfig
 from dolmen.serving.config import ChatConfig, GenerateConfig
+from dolmen.serving.http.config import ServeConfig
 from dolmen.training.config import RunConfig
 from dolmen.training.request import Handling, Request
 from dolmen.vocabulary.config import VocabExtendConfig, VocabMergeConfig, VocabTrainConfig
@@ -187,6 +188,17 @@ class ChatOptions(ChatConfig):
     stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
 
 
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(ServeConfig):
+    """Serve a model over HTTP, by OpenAI's interface: completions and chat completions, streamed or
+    whole, to many clients at once. Needs an extra: pip install 'dolmen[serve]'.
+
+        dolmen serve MODEL --port 8000
+    """
+
+    folder: tyro.conf.Positional[str]
+
+
 @dataclass(frozen=True)
 class EvaluateOptions(EvaluateConfig):
     """How well a transformers directory, or a run, foretells a text, over all of it: loss in nats
@@ -324,6 +336,7 @@ VERBS = {
     "diff": DiffOptions,
     "generate": GenerateOptions,
     "chat": ChatOptions,
+    "serve": ServeOptions,
     "evaluate": EvaluateOptions,
     "schedule": ScheduleOptions,
     "plan": PlanOptions,

@@ -1,7 +1,9 @@
 """A limit of time for Python that others have written, as a chat template is: an alarm of the
-system, which interrupts it wherever it is.
+system, which interrupts it wherever it is; in a thread that is not the main one, which hears no
+alarm, an exception that the interpreter raises there at its next instruction.
 """
 
+import ctypes
 import signal
 import threading
 from collections.abc import Iterator
@@ -16,15 +18,21 @@ class TookTooLong(Exception):
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Raises TookTooLong in what runs within, once it has taken so long. Signals come to the main
-    thread alone: in any other there is no limit.
+    """Raises TookTooLong in what runs within, once it has taken so long: in the main thread
+    whatever it does, in any other once it is back from what is not Python.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    main = threading.current_thread() is threading.main_thread()
+    try:
+        with _alarm(seconds) if main else _raised(seconds):
+            yield
+    except TookTooLong:
+        raise TookTooLong(f"it has taken over {seconds:g} s") from None
 
+
+@contextmanager
+def _alarm(seconds: float) -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> Never:
-        raise TookTooLong(f"it has taken over {seconds:g} s")
+        raise TookTooLong
 
     before = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -33,3 +41,25 @@ def within(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+@contextmanager
+def _raised(seconds: float) -> Iterator[None]:
+    thread, lock, over = ctypes.c_ulong(threading.get_ident()), threading.Lock(), False
+    schedule = ctypes.pythonapi.PyThreadState_SetAsyncExc
+
+    def stop() -> None:
+        with lock:
+            if not over:
+                schedule(thread, ctypes.py_object(TookTooLong))
+
+    timer = threading.Timer(seconds, stop)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        with lock:
+            over = True
+        timer.cancel()
+        schedule(thread, None)  # one that is on its way does not come

@@ -80,11 +80,13 @@ class Template:
             trained[turn] = True
         return ids, trained
 
-    def prompt(self, chat: Chat) -> list[int]:
-        """Ids of a chat whose next message is the assistant's. Raises Refused where it cannot write
-        that.
+    def prompt(self, chat: Chat, tools: list[dict[str, Any]] | None = None) -> list[int]:
+        """Ids of a chat whose next message is the assistant's, who may call `tools`, where the
+        template tells of them. Raises Refused where it cannot write that.
         """
-        text = self._render(chat, chat.messages, prompt=True)
+        text = self._apply(
+            chat, chat.messages, add_generation_prompt=True, tokenize=False, tools=tools
+        )
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _marked(self, chat: Chat) -> tuple[np.ndarray, list[slice]]:

@@ -73,6 +73,7 @@ class PreTrainedTokenizer(Protocol):
         tokenize: bool = True,
         return_dict: bool = True,
         return_assistant_tokens_mask: bool = False,
+        tools: list[dict[str, Any]] | None = None,
     ) -> Any:
         """The text, where not to `tokenize`; else `input_ids`, and `assistant_masks` where these
         are asked for.

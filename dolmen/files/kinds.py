@@ -271,6 +271,10 @@ PROMPT_ROWS = {
     "query": Object(required={"query": Text()}, optional=NAMED),
     "messages": Object(required={"messages": SPOKEN}, optional=NAMED),
 }
+# What a client of a server says, which its protocol compares further (serving/http/protocol.py);
+# and with what a function was called that it tells of.
+ASKED = Kind(Object(), depth=64)
+ARGUMENTS = Kind(Object(), depth=64)
 # Beside answers that are being written (serving/answers.py): what was asked, and rows that wait.
 JOURNAL_HEAD = Kind(
     Object(required={"format": Int(1, 1), "asked": Map(), "input": Text()}, rest=None)

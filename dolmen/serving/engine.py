@@ -159,6 +159,11 @@ class Engine:
         return sum(len(row.samples) for row in self._rows.running.values())
 
     @property
+    def pages(self) -> int:
+        """Pages of the cache that texts have."""
+        return self._forward.cache.table.in_use
+
+    @property
     def memory(self) -> Memory:
         """What the cache has held, until now."""
         return self._forward.cache.memory

@@ -198,6 +198,10 @@ OTHERS = {
         "layout.dp"
     ),
     "chat": f"help {SAMPLING} system stop seed dtype device",
+    "serve": (
+        "help host port key key-file name max-length max-rows max-waiting max-batch-tokens "
+        "max-cache-tokens max-body-bytes time-limit grace dtype device layout.tp"
+    ),
     "evaluate": (
         "help tasks num-fewshot limit apply-chat-template no-apply-chat-template tasks-path window "
         "stride json dtype device data.path data.tokenizer data.end-of-text "

@@ -1,0 +1,33 @@
+"""dolmen serve MODEL"""
+
+from importlib.util import find_spec
+
+from dolmen.cli.options import ServeOptions
+from dolmen.core.config import to_dict
+from dolmen.core.errors import BadInput, message
+from dolmen.core.mesh import Mesh
+from dolmen.launch import process
+from dolmen.model.layout import Layout
+from dolmen.serving import placed
+
+NEEDED = ("fastapi", "uvicorn", "prometheus_client")
+
+
+def run(options: ServeOptions) -> int:
+    lacking = [name for name in NEEDED if find_spec(name) is None]
+    if lacking:
+        raise BadInput(f"{lacking[0]} is not installed: pip install 'dolmen[serve]'")
+    from dolmen.serving.http import server  # an extra
+
+    layout = placed.check("serve", [options.folder], Layout(tp=options.layout.tp), options.device)
+    if not process.launched_here():
+        try:
+            server.check(options)
+        except (ValueError, KeyError, OSError) as error:
+            raise BadInput(message(error)) from None
+
+    def work(mesh: Mesh) -> int:
+        server.serve(options, mesh)
+        return 0
+
+    return placed.start("serve", to_dict(options), layout, options.device, work)

@@ -1,0 +1,371 @@
+"""What a server refuses, and how it survives its clients: errors as OpenAI's library knows them,
+those who go away, those who ask for too much, and its own end.
+"""
+
+import gc
+import json
+import socket
+import threading
+import time
+from types import SimpleNamespace
+
+import httpx
+import openai
+import pytest
+import served
+import tinyrun
+import torch
+from served import KEY, serving, until
+
+from dolmen.core.errors import BadInput
+from dolmen.data.tokenizer import load_tokenizer
+from dolmen.serving.http import server
+from dolmen.serving.http.config import ServeConfig
+from dolmen.serving.http.reader import Reader
+from dolmen.serving.http.session import Session
+from dolmen.serving.http.written import Tokens, Written
+from dolmen.serving.options import Options
+from dolmen.serving.request import Chosen, LogProb
+from dolmen.serving.text import Incremental
+
+material, one_thread = tinyrun.material, tinyrun.one_thread
+
+LONG = dict(model="model", prompt="abc", temperature=0, max_tokens=500)
+GOOD = {"model": "model", "prompt": "abc", "max_tokens": 2}
+CHAT = {"model": "model", "messages": [{"role": "user", "content": "ab"}], "max_tokens": 2}
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def model(material, tmp_path_factory):
+    return served.chatty(material.model, tmp_path_factory.mktemp("chatty") / "model")
+
+
+@pytest.fixture(scope="module")
+def service(model):
+    with serving(model, max_body_bytes=20_000) as made:
+        yield made
+
+
+def without(body: dict, name: str) -> dict:
+    return {key: value for key, value in body.items() if key != name}
+
+
+def said(*messages: dict) -> dict:
+    return CHAT | {"messages": list(messages)}
+
+
+CALL = {"function": {"name": "f", "arguments": "[1"}}
+BAD = {
+    "prompt of another type": (GOOD | {"prompt": {"a": 1}}, "prompt"),
+    "no prompt": (without(GOOD, "prompt"), "prompt"),
+    "an empty list": (GOOD | {"prompt": []}, "prompt"),
+    "a mixed list": (GOOD | {"prompt": ["a", 1]}, "prompt"),
+    "an empty list of ids": (GOOD | {"prompt": [[]]}, "tokens"),
+    "ids out of the vocabulary": (GOOD | {"prompt": [1, 300]}, "vocab_size"),
+    "ids below it": (GOOD | {"prompt": [-1]}, "vocab_size"),
+    "half a character": (GOOD | {"prompt": "\ud800"}, "surrogate"),
+    "temperature of another type": (GOOD | {"temperature": "hot"}, "temperature"),
+    "temperature below 0": (GOOD | {"temperature": -1}, "temperature"),
+    "temperature of no size": (GOOD | {"temperature": 5e-324}, "temperature"),
+    "top_p of 0": (GOOD | {"top_p": 0}, "top_p"),
+    "true for a number": (GOOD | {"max_tokens": True}, "max_tokens"),
+    "half a token": (GOOD | {"max_tokens": 1.5}, "max_tokens"),
+    "fewer than no tokens": (GOOD | {"max_tokens": -1}, "max_tokens"),
+    "huge max_tokens": (GOOD | {"max_tokens": 10**9}, "the most together"),
+    "beyond 64 bits": (GOOD | {"max_tokens": 10**30}, "64 bits"),
+    "n of 0": (GOOD | {"n": 0}, "n:"),
+    "n beyond all": (GOOD | {"n": 10**6}, "n:"),
+    "another best_of": (GOOD | {"best_of": 4}, "best_of"),
+    "a suffix": (GOOD | {"suffix": "x"}, "suffix"),
+    "an unknown field": (GOOD | {"guided_json": {}}, "guided_json"),
+    "an empty stop": (GOOD | {"stop": ""}, "stop"),
+    "an empty stop among others": (GOOD | {"stop": ["a", ""]}, "stop"),
+    "a bias out of the vocabulary": (GOOD | {"logit_bias": {"300": 1}}, "logit_bias"),
+    "a bias of no id": (GOOD | {"logit_bias": {"a": 1}}, "logit_bias"),
+    "a bias beyond all": (GOOD | {"logit_bias": {"1": 1e300}}, "logit_bias"),
+    "a seed of another type": (GOOD | {"seed": "x"}, "seed"),
+    "more minimum than maximum": (GOOD | {"min_tokens": 3}, "min_tokens"),
+    "logprobs beyond all": (GOOD | {"logprobs": 21}, "logprobs"),
+    "echoed logprobs as a stream": (GOOD | {"logprobs": 1, "echo": True, "stream": True}, "echo"),
+    "stream options of no stream": (GOOD | {"stream_options": {}}, "stream"),
+    "no messages": (said(), "messages"),
+    "an unknown role": (said({"role": "king", "content": "x"}), "role"),
+    "a message without content": (said({"role": "user"}), "content"),
+    "an image": (
+        said({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}),
+        "messages",
+    ),
+    "what the template refuses": (said({"role": "user", "content": "no"}), "not that"),
+    "a call that is no JSON": (
+        said({"role": "assistant", "tool_calls": [CALL]}, {"role": "user", "content": "x"}),
+        "arguments",
+    ),
+    "a forced call": (CHAT | {"tool_choice": "required"}, "tool_choice"),
+    "a format": (CHAT | {"response_format": {"type": "json_object"}}, "response_format"),
+    "two maxima": (CHAT | {"max_completion_tokens": 3}, "max_completion_tokens"),
+    "top_logprobs alone": (CHAT | {"top_logprobs": 2}, "top_logprobs"),
+}
+
+
+def refused(answer: httpx.Response, status: int, word: str) -> dict:
+    assert answer.status_code == status, answer.text
+    told = answer.json()["error"]
+    assert set(told) == {"message", "type", "param", "code"} and word in told["message"], told
+    return told
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_malformed_is_told(name, service):
+    body, word = BAD[name]
+    path = COMPLETIONS if "prompt" in body or "messages" not in body else CHATS
+    refused(service.post(path, content=json.dumps(body).encode()), 400, word)
+
+
+BODIES = {
+    b"": "JSON",
+    b"{": "JSON",
+    b"\xff": "UTF-8",
+    b"[]": "",
+    b'"x"': "",
+    b'{"model": "model", "prompt": "a", "temperature": NaN}': "NaN",
+    b'{"model": "model", "prompt": "a", "temperature": 1e999}': "1e308",
+    b'{"model": "model", "prompt": "a", "prompt": "b"}': "twice",
+    b"[" * 9000: "brackets",
+    b'{"model": "model", "prompt": ' + b"9" * 9000 + b"}": "JSON",
+}
+
+
+@pytest.mark.parametrize("body", BODIES, ids=range(len(BODIES)))
+def test_what_is_no_request_is_told(body, service):
+    for path in (COMPLETIONS, CHATS):
+        refused(service.post(path, content=body), 400, BODIES[body])
+
+
+def test_other_refusals(service):
+    refused(service.post(COMPLETIONS, json=GOOD | {"model": "x"}), 404, "'model'")
+    with pytest.raises(openai.NotFoundError, match="there is no model"):
+        service.client().models.retrieve("x/y")
+    refused(service.get("/v2"), 404, "GET /v2")
+    refused(service.get(COMPLETIONS), 405, "GET")
+    large = b'{"prompt": "' + b"a" * 30_000
+    refused(service.post(COMPLETIONS, content=large), 413, "20,000 bytes")
+    chunks = (large[i : i + 1000] for i in range(0, len(large), 1000))  # without a length
+    refused(service.post(COMPLETIONS, content=chunks), 413, "20,000 bytes")
+    until(lambda: service.idle)
+    assert service.post(COMPLETIONS, json=GOOD).status_code == 200
+
+
+def test_nobody_asks_without_the_key(service):
+    for key in ("wrong", KEY[:-1], KEY + "x", ""):
+        with pytest.raises(openai.AuthenticationError, match="key is missing or wrong"):
+            service.client(api_key=key or "none").completions.create(**GOOD)
+    for path in ("/v1/models", "/metrics", "/", "/docs", "/openapi.json", "//health"):
+        assert refused(service.get(path, key=None), 401, "key")["code"] == "invalid_api_key"
+    for value in (b"\xff\xfe", b"Basic " + KEY.encode(), KEY.encode()):
+        answer = service.post(COMPLETIONS, json=GOOD, headers={"authorization": value})
+        refused(answer, 401, "key")
+
+
+def test_who_goes_away_holds_nothing(service):
+    """Many times, in mid-stream and while a whole answer is written."""
+
+    def leave() -> None:
+        with service.client().completions.create(**LONG, n=3, stream=True) as stream:
+            next(iter(stream))
+            assert service.engine.pages
+        with pytest.raises(openai.APITimeoutError):
+            service.client(timeout=0.05).completions.create(**LONG, n=3)
+
+    before = service.front.sessions.metrics.new._value.get()
+    leave()
+    until(lambda: service.idle)
+    held = service.engine._forward.cache.table.total
+    for _ in range(4):
+        leave()
+    until(lambda: service.idle)
+    gc.collect()
+    alive = [one for one in gc.get_objects() if type(one) in (Session, Written)]
+    assert not alive
+    assert service.engine._forward.cache.table.total <= 2 * held
+    written = service.front.sessions.metrics.new._value.get() - before
+    assert written < 5 * 6 * 500 / 2  # most of what was asked for was not written
+    assert service.post(COMPLETIONS, json=GOOD).status_code == 200
+
+
+def test_an_answer_that_has_its_stop_string_is_written_no_more(service):
+    """So the others of its request go on without it."""
+    text = service.client().completions.create(**LONG | {"max_tokens": 60}).choices[0].text
+    before = service.engine.step
+    read = []
+    service.engine.step = lambda: (happened := before(), read.append(happened.read))[0]
+    try:
+        found = service.client().completions.create(**LONG, stop=text[10:13])
+    finally:
+        del service.engine.step
+    assert found.choices[0].text == text[: text.index(text[10:13])]
+    assert found.usage.completion_tokens < 40 and sum(read) < 60
+    until(lambda: service.idle)
+
+
+def test_a_request_has_so_much_time(model):
+    with serving(model, time_limit=0.3) as own:
+        own.engine.step = slowly(own.engine.step)
+        with pytest.raises(openai.InternalServerError, match="over 0.3 seconds") as raised:
+            own.client(max_retries=3).completions.create(**LONG)
+        assert raised.value.status_code == 504
+        with pytest.raises(openai.APIError, match="over 0.3 seconds"):
+            for _ in own.client().completions.create(**LONG, stream=True):
+                pass
+        until(lambda: own.idle)
+
+
+def slowly(step):
+    def waited():
+        time.sleep(0.01)
+        return step()
+
+    return waited
+
+
+def test_a_full_queue_is_told(model):
+    with serving(model, max_rows=1, max_waiting=1) as own:
+        own.engine.step = slowly(own.engine.step)
+        client = own.client()
+        with client.completions.create(**LONG, stream=True) as first:
+            next(iter(first))
+            second = threading.Thread(target=lambda: client.completions.create(**GOOD))
+            second.start()
+            until(lambda: own.front.sessions.taken == 2)
+            with pytest.raises(openai.RateLimitError, match="2 answers are being written or wait"):
+                client.completions.create(**GOOD)
+        second.join()
+        assert client.completions.create(**GOOD).choices[0].finish_reason == "length"
+        with pytest.raises(openai.BadRequestError, match="3 answers are asked for"):
+            client.completions.create(**GOOD, n=3)
+
+
+def test_a_small_cache_puts_answers_back_and_ends_them_all(model):
+    """Pages for two answers and a half, and eight answers."""
+    with serving(model, max_cache_tokens=160) as own:
+        asked = LONG | {"max_tokens": 60}
+        one = own.client().completions.create(**asked).choices[0].text
+        found = own.client().completions.create(**asked, n=8)
+        assert {choice.text for choice in found.choices} == {one}
+        with pytest.raises(openai.BadRequestError, match="the most together"):
+            own.client().completions.create(**LONG | {"max_tokens": 200})
+
+
+def test_asked_to_end_it_lets_answers_end(model):
+    with serving(model) as own:
+        stream = own.client().completions.create(**LONG | {"max_tokens": 40}, stream=True)
+        next(iter(stream))
+        own.front.stop()
+        assert sum(len(chunk.choices[0].text) for chunk in stream) > 20
+        own.thread.join(20)
+        assert not own.thread.is_alive() and own.failed is None
+        with pytest.raises(httpx.ConnectError):
+            own.get("/health")
+
+
+def test_asked_again_it_ends_at_once(model):
+    with serving(model, grace=60.0) as own:
+        own.engine.step = slowly(own.engine.step)
+        stream = own.client().completions.create(**LONG, stream=True)
+        next(iter(stream))
+        own.front.stop()
+        own.front.stop()
+        with pytest.raises(openai.APIError, match="is stopping"):
+            list(stream)
+        own.thread.join(20)
+        assert not own.thread.is_alive()
+
+
+def test_an_engine_that_fails_is_told_and_ends_the_server(model):
+    with serving(model) as own:
+
+        def fail():
+            raise RuntimeError("out of memory")
+
+        own.engine.step = fail
+        with pytest.raises(openai.InternalServerError, match="the engine has ended"):
+            own.client().completions.create(**GOOD)
+        own.thread.join(20)
+        assert str(own.failed) == "out of memory"
+
+
+def test_scores_that_are_no_numbers_are_told(model):
+    with serving(model) as own:
+        with torch.no_grad():
+            next(own.model.parameters()).fill_(float("nan"))
+        with pytest.raises(openai.InternalServerError, match="not finite"):
+            own.client().completions.create(**GOOD)
+        until(lambda: own.idle)
+
+
+def test_what_is_refused_before_the_model_is_loaded(model, tmp_path):
+    def check(**said):
+        server.check(ServeConfig(folder=str(model), port=0, **said))
+
+    check()
+    with pytest.raises(ValueError, match="--key has 3 characters"):
+        check(key="abc")
+    with pytest.raises(ValueError, match="--key must be of printable ASCII"):
+        check(key="with a space")
+    short = tmp_path / "key"
+    short.write_text("abc\n")
+    with pytest.raises(ValueError, match=r"--key-file .*key has 3 characters"):
+        check(key_file=str(short))
+    short.write_text("long-enough\n")
+    assert server.key_of(ServeConfig(folder="x", key_file=str(short))) == "long-enough"
+    learned = SimpleNamespace(max_position_embeddings=512, longest=512)
+    source = SimpleNamespace(model=SimpleNamespace(tree=learned))
+    config = ServeConfig(folder=str(model), max_length=600)
+    with pytest.raises(ValueError, match="--max-length is 600, and max_position_embeddings 512"):
+        _ = Reader(config, source, None, None, Options(), None).most
+    for name in (
+        "max_rows",
+        "max_batch_tokens",
+        "time_limit",
+        "max_cache_tokens",
+        "max_body_bytes",
+    ):
+        with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} is 0"):
+            check(**{name: 0})
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=f"--port {port}: Address already in use"):
+            server.check(ServeConfig(folder=str(model), port=port))
+
+
+def test_a_key_is_made_for_each_start_and_told(model, capsys):
+    told = []
+    for _ in range(2):
+        with serving(model, key=None, host="0.0.0.0") as own:
+            assert own.told[1] == f"key: {own.front.key}" and len(own.front.key) > 30
+            told.append(own.front.key)
+    assert told[0] != told[1]
+    assert "--host 0.0.0.0: others reach it over the network" in capsys.readouterr().err
+
+
+def test_log_probabilities_end_where_a_stop_string_begins(material):
+    tokenizer = load_tokenizer(str(material.tokenizer), probe=False)
+    ids = tokenizer.encode("abc defghij", add_special_tokens=False)
+    texts = [tokenizer.decode([one]) for one in ids]
+    assert len(ids) > 4
+    stop = "".join(texts[2:4])
+    own = Written(0, Incremental(tokenizer, [stop]), Tokens(tokenizer))
+    made = [own.add(Chosen(0, 0, token, LogProb(-1.0))) for token in ids[:4]]
+    entries = [entry for piece in made if piece for entry in piece.entries]
+    assert [entry.own.text for entry in entries] == texts[:2]
+    assert [entry.offset for entry in entries] == [0, len(texts[0])]
+    assert "".join(piece.text for piece in made if piece) == "".join(texts[:2])
+    assert own.finish == "stop" and made[-1].finish == "stop"
+
+
+def test_the_extra_is_asked_for(model, monkeypatch):
+    from dolmen.cli import serve
+
+    monkeypatch.setattr(serve, "find_spec", lambda name: None)
+    with pytest.raises(BadInput, match=r"pip install 'dolmen\[serve\]'"):
+        serve.run(None)
