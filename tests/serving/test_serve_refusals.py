@@ -167,6 +167,7 @@ def test_nobody_asks_without_the_key(service):
         refused(answer, 401, "key")
 
 
+@pytest.mark.slow
 def test_who_goes_away_holds_nothing(service):
     """Many times, in mid-stream and while a whole answer is written."""
 
@@ -245,6 +246,7 @@ def test_a_full_queue_is_told(model):
             client.completions.create(**GOOD, n=3)
 
 
+@pytest.mark.slow
 def test_a_small_cache_puts_answers_back_and_ends_them_all(model):
     """Pages for two answers and a half, and eight answers."""
     with serving(model, max_cache_tokens=160) as own:

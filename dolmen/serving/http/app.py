@@ -4,8 +4,8 @@
     GET  /v1/models, /v1/models/NAME, /metrics     with the key
     GET  /health                                   for anybody
 
-The event loop never waits for arithmetic: bodies become tokens in one thread besides (a tokenizer
-is not made for several at once), and the model computes in another one.
+The event loop never waits for arithmetic: bodies are read, and become tokens, in one thread besides
+(a tokenizer is not made for several at once), and the model computes in another one.
 """
 
 import asyncio
@@ -33,6 +33,7 @@ from dolmen.serving.http.replies import ChatForm, CompletionForm, Echo, Form
 from dolmen.serving.http.session import Session, Sessions
 
 Body = TypeVar("Body", Completion, Chat)
+Done = TypeVar("Done")
 OPEN = ("/health",)
 
 
@@ -87,7 +88,7 @@ class Service:
 
     async def _body(self, request: Request, cls: type[Body]) -> Body:
         data = await body_of(request, self.most)
-        body = protocol.parsed(data, cls, self.kind)
+        body = await self._in_thread(lambda: protocol.parsed(data, cls, self.kind))
         self._known(body.model)
         if body.stream_options is not None and not body.stream:
             raise bad("stream_options is of stream: true", "stream_options")
@@ -98,15 +99,17 @@ class Service:
         session = self.sessions.place(body.prompts * body.samples)
         with ExitStack() as failed:
             failed.callback(session.close)
-            loop = asyncio.get_running_loop()
             try:
                 async with asyncio.timeout(self.sessions.seconds):
-                    asked = await loop.run_in_executor(self.thread, read, body)
+                    asked = await self._in_thread(lambda: read(body))
             except TimeoutError:
                 raise session.late() from None
             session.open(asked)
             failed.pop_all()
             return asked, session
+
+    async def _in_thread(self, work: Callable[[], Done]) -> Done:
+        return await asyncio.get_running_loop().run_in_executor(self.thread, work)
 
     def _echo(self, body: Completion, asked: Asked) -> list[Echo]:
         """The prompts, where they are to be told."""
