@@ -14,12 +14,12 @@ of a rank's layers, with p ranks of v virtual stages, rank r, m microbatches
 (tests/planning/test_capacity.py holds them to the simulated lists).
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from dolmen.model.count import activation_bytes_per_layer
-from dolmen.model.tree import Attention, Block, Experts, Mlp, Run, Tree
+from dolmen.model.tree import Attention, Block, Tree
+from dolmen.planning.kept import layer_bytes
 from dolmen.planning.ledger import Live
 from dolmen.planning.plan import StageMemory
 from dolmen.planning.ranks import Held, Ranks, stages_of
@@ -60,7 +60,11 @@ class States(NamedTuple):
     arriving: int
     """Gradients of one block and of the ends, before any is reduced; ..."""
     packed: int
-    """... and where they are, in what fsdp sends of the largest of these."""
+    """... and where they are, in what fsdp sends of the largest of these; ..."""
+    lasting: int
+    """... of which that of the last is there until the next backward."""
+    early: int
+    """Gradients that a split backward makes of the head, before any of its weights."""
 
 
 class Moments(NamedTuple):
@@ -83,7 +87,7 @@ def _moments_of(states: States, moments: Moments) -> tuple[float, float, float]:
     reduced = states.whole + states.sharded
     coming = max(states.arriving, states.packed)
     return (
-        moments.forward + (reduced if moments.more else 0),
+        moments.forward + (reduced + states.lasting if moments.more else states.early),
         moments.before + coming,
         moments.after + reduced + coming,
     )
@@ -137,15 +141,17 @@ class Capacity:
         which = found.index(max(found))
         backward = which > 0
         later = which == 2 or (which == 0 and moments.more)
-        packs = backward and states.packed > states.arriving
+        packs = states.packed if backward and states.packed > states.arriving else 0
+        lasts = states.lasting if which == 0 and moments.more else 0
+        early = states.early if which == 0 and not moments.more else 0
         held = states.held
         return StageMemory(
             held._replace(
                 gradient=states.sharded if later else 0,
                 unsharded=(states.whole if later else 0)
-                + (states.arriving if backward and not packs else 0),
+                + (states.arriving if backward and not packs else early),
                 activation=round((moments.forward, moments.before, moments.after)[which]),
-                buffer=moments.sent + (states.packed if packs else 0),
+                buffer=moments.sent + packs + lasts,
             ),
             self.other,
         )
@@ -153,7 +159,8 @@ class Capacity:
     def _states(self, choice: Choice, rank: int, micros: int) -> States:
         """Parameters, their copies, moments and gradients, and what fsdp packs these into."""
         split = choice.schedule.startswith("zero-bubble")
-        key = (*choice[:6], choice.schedule, choice.virtual_stages, rank, micros > 1)
+        one_round = choice.schedule == "interleaved" and micros == choice.pp
+        key = (*choice[:6], choice.schedule, choice.virtual_stages, rank, micros > 1, one_round)
         if found := self._known_states.get(key):
             return found
         blocks, ends, largest = self.ranks.parameters(choice, rank)
@@ -163,16 +170,24 @@ class Capacity:
         if choice.zero == 3 and not split:
             gathered = (ends + largest + largest).number  # what computes, and what is next
         waits = (choice.zero < 2 or split) and micros > 1
+        last = choice.pp * choice.virtual_stages - 1 in stages_of(choice, rank)
+        waiting = number
+        if one_round:
+            # all backwards of a chunk are done before those of the one before it: its gradients
+            # are sent by then; those of the embedding come last
+            waiting = blocks.number // choice.virtual_stages + (ends.number if rank else 0)
         # with each backward, or with the last, when nothing else is under way
         sends = choice.dp * choice.cp > 1 and (not waits or choice.pp == 1)
         held = Live(parameter=rest, compute=e * gathered, optimizer=self.moments * rest)
         found = States(
             held,
             held.total,
-            4 * number if waits else 0,
+            4 * waiting if waits else 0,
             0 if waits else rest,
             e * (largest + ends).number,
             (4 + e) * max(largest.number, ends.number) * sends,
+            4 * (ends.number or largest.number) * (sends and not waits and micros > 1),
+            4 * ends.number * (split and micros > 1 and last),
         )
         self._known_states[key] = found
         return found
@@ -202,6 +217,8 @@ class Capacity:
             loss, logits = self._loss(choice)
         more = micros > at_once
         later = at_once if more else at_once - 1 / choice.virtual_stages
+        # gpipe's losses, whose gradients are made with them, all wait for the first backward
+        losses = micros if choice.schedule == "gpipe" else 1
         tokens = choice.microbatch_size * self.sequence_length // choice.cp
         stream = tokens * self.tree.hidden_size * self.element_bytes
         if choice.sequence_parallel:
@@ -209,9 +226,9 @@ class Capacity:
         # the batch, and what goes to and comes from two neighbours
         sent = 16 * micros * tokens + (4 * stream if choice.pp > 1 else 0)
         found = Moments(
-            at_once * kept + loss + logits,
-            at_once * kept + loss + again,
-            later * kept + loss + again,
+            at_once * kept + losses * loss + logits,
+            at_once * kept + losses * loss + again,
+            later * kept + max(losses - 1, 1) * loss + again,
             more,
             sent,
         )
@@ -296,34 +313,3 @@ class Capacity:
         h, e = self.tree.width, self.element_bytes
         moment = LOGIT_BYTES * min(tokens * rows, LOGITS) + (4 - e) * rows * h
         return (2 * tokens + rows) * h * e, moment
-
-
-def layer_bytes(
-    tree: Tree,
-    block: Block,
-    batch: int,
-    length: int,
-    *,
-    cp: int,
-    recompute: str,
-    element_bytes: int,
-    **more: Any,
-) -> float:
-    """Bytes that a layer keeps of a microbatch, as `activation_bytes_per_layer` says, of any block:
-    of experts those of the dense layer that a token passes, with what is sent to them and comes
-    back; latents beside the heads that are made of them.
-    """
-    tokens, beside, e = batch * length / cp, 0.0, element_bytes
-    if isinstance(block.mlp, Experts):
-        experts = block.mlp
-        beside += tokens * 2 * e * experts.per_token * tree.hidden_size
-        beside += tokens * 8 * experts.number  # the router's, in fp32
-        block = replace(block, mlp=Mlp(experts.per_token * experts.size))
-    if not isinstance(block.mixer, Attention):
-        mixer = block.mixer
-        beside += tokens * e * 2 * ((mixer.q_rank or 0) + mixer.kv_rank)
-        block = replace(block, mixer=Attention(mixer.heads, mixer.heads, mixer.head_size))
-    one = replace(tree, runs=(Run((block,), 1),))
-    how = {"cp": cp, "recompute": recompute, "element_bytes": e, **more}
-    kept = activation_bytes_per_layer(one, batch, length, **how)
-    return kept + (0.0 if recompute == "full" else beside)

@@ -20,6 +20,18 @@ CASES = {
         ONE._replace(tp=2, pp=2, dp=2, sequence_parallel=True, recompute="full"),
     ),
     "zero 3": ("llama-8b", 16, ONE._replace(tp=2, pp=2, dp=2, zero=3, microbatch_size=1)),
+    "as many microbatches as stages": (
+        "gpt-1.7b",
+        8,
+        ONE._replace(pp=2, dp=4, schedule="interleaved", virtual_stages=2, microbatch_size=1),
+    ),
+    "gpipe": ("gpt-1.7b", 16, ONE._replace(pp=2, dp=4, schedule="gpipe", microbatch_size=1)),
+    "zero bubbles": (
+        "gpt-1.7b",
+        8,
+        ONE._replace(pp=2, dp=4, schedule="zero-bubble", microbatch_size=1),
+    ),
+    "zero 2": ("gpt-1.7b", 16, ONE._replace(pp=2, dp=4, zero=2, microbatch_size=1)),
     "experts": ("mixtral-8x7b", 8, ONE._replace(dp=4, ep=4, microbatch_size=1)),
 }
 
@@ -27,8 +39,9 @@ CASES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_hold_what_a_dry_run_counts(case):
-    """Of models of two or four layers, first and last stage, within 10 %: of two layers a block's
-    temporaries, which the form leaves out, are most.
+    """Of models of two or four layers: the first stage within 10 %, as of so few layers a block's
+    temporaries and the embedding's gradient, which the form leaves out, are much; the last within
+    5 %.
     """
     name, batch, choice = CASES[case]
     run = RECIPES[name]()
@@ -46,7 +59,7 @@ def test_ranks_hold_what_a_dry_run_counts(case):
     for rank in sorted({0, choice.pp - 1}):
         ledger = dryrun(run, rank * choice.dp * choice.cp * choice.tp, hardware=KNOWN["h100"])
         live = capacity.of(choice, rank, batch).live
-        assert live.total == pytest.approx(ledger.peak, rel=0.1), (case, rank)
+        assert live.total == pytest.approx(ledger.peak, rel=0.05 if rank else 0.1), (case, rank)
         assert live.parameter == pytest.approx(ledger.rest.parameter, rel=1e-3)
         assert live.optimizer == pytest.approx(ledger.rest.optimizer, rel=1e-3)
 
