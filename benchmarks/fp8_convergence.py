@@ -142,7 +142,7 @@ def compared(rate: float, left: plt.Axes, right: plt.Axes) -> None:
             verdict = "fails" if abs(most) > BOUND else "holds"
             print(f"{rate:g} {name:22} {len(own) * MEAN:5} steps  {most:+7.2%}  {verdict}")
     right.axhspan(-100 * BOUND, 100 * BOUND, color="0.9", zorder=0)
-    right.set_ylim(-0.75, 3)
+    right.set_ylim(-0.75, 5.5)
     right.set_ylabel("over bf16, %")
     right.set_xlabel("step")
     left.set_xlabel("step")
