@@ -188,7 +188,11 @@ class Phases:
 
         groups = self.answers // config.samples
         found, again = with_redraws(drawn, groups, config.samples, config.redraws)
-        self.told |= {"rollout/alike": float(again.alike), "rollout/redrawn": float(again.groups)}
+        if config.samples > 1:
+            self.told |= {
+                "rollout/alike": float(again.alike),
+                "rollout/redrawn": float(again.groups),
+            }
         return found
 
     def _answered(
