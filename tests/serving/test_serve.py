@@ -117,7 +117,6 @@ def test_tools_and_calls_reach_the_template(client, alone):
 
 STREAMED = {
     "greedy": dict(temperature=0, max_tokens=30),
-    "drawn": WARM,
     "several": dict(**WARM, n=3),
     "stopped": dict(temperature=0, max_tokens=30, n=2),
     "penalties": dict(**WARM, presence_penalty=0.5, frequency_penalty=-0.3, top_p=0.9),

@@ -37,7 +37,7 @@ def test_a_model_over_tp_is_served_and_ends_when_asked(material, tmp_path):
             assert running.stdout is not None
             address = running.stdout.readline().removeprefix("serving model at ").strip()
             key = running.stdout.readline().removeprefix("key: ").strip()
-            client = openai.OpenAI(base_url=address, api_key=key, max_retries=0, timeout=60)
+            client = openai.OpenAI(base_url=address, api_key=key, max_retries=0, timeout=30)
             long = dict(model="model", prompt="abc", max_tokens=400, stream=True)
             with client.completions.create(**long) as left:  # and is cancelled on both
                 next(iter(left))
