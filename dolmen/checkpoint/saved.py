@@ -35,6 +35,20 @@ class Validation:
 
 
 @dataclass(frozen=True)
+class SavedCritic:
+    """Of what learns beside a policy."""
+
+    updates: int
+    """That its optimizer has made."""
+    loss_scale: tuple[float, int]
+    """Of fp16, and steps since it last changed."""
+    norms: tuple[float, ...]
+    """Gradient norms that the spike policy remembers."""
+    kl_coef: float
+    """Of the KL in rewards, for the next phase."""
+
+
+@dataclass(frozen=True)
 class Saved:
     """The state.json of a run's checkpoint."""
 
@@ -61,11 +75,16 @@ class Saved:
     norms: tuple[float, ...]
     """Gradient norms that the spike policy remembers."""
     validation: Validation | None
+    critic: SavedCritic | None = None
 
     def meta(self) -> dict[str, Any]:
         """As JSON keeps it; `read_saved` is its inverse."""
         meta = asdict(self)
-        return {**meta, "loss_scale": list(self.loss_scale), "norms": list(self.norms)}
+        own = {"loss_scale": list(self.loss_scale), "norms": list(self.norms)}
+        if self.critic is not None:
+            beside = {"loss_scale": list(self.critic.loss_scale), "norms": list(self.critic.norms)}
+            own["critic"] = {**meta["critic"], **beside}
+        return {**meta, **own}
 
 
 def read_saved(meta: Mapping[str, Any], where: Path) -> Saved:
@@ -100,7 +119,17 @@ def read_saved(meta: Mapping[str, Any], where: Path) -> Saved:
         loss_scale=(float(scale), good_steps),
         norms=tuple(meta.get("norms", ())),
         validation=None if last is None else Validation(**last),
+        critic=_critic(meta.get("critic")),
     )
+
+
+def _critic(meta: Mapping[str, Any] | None) -> SavedCritic | None:
+    if meta is None:
+        return None
+    scale, good_steps = meta["loss_scale"]
+    scaled = float(scale), good_steps
+    norms = tuple(meta["norms"])
+    return SavedCritic(meta["updates"], scaled, norms, float(meta["kl_coef"]))
 
 
 def model_of(run: Mapping[str, Any]) -> tuple[Model, Training]:

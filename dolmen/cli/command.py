@@ -101,9 +101,10 @@ def parse_run(verb: str, argv: list[str]) -> Request | DryrunRequest:
             "lists them)"
         )
     name = words[0] if words else NEUTRAL
-    run = described(name) if verb == "dryrun" else named(name, here=not helped)
+    init = last(argv, "init")
+    run = described(name) if verb == "dryrun" else named(name, here=not helped, init=init)
     if not helped:
-        run = begun(otherwise_long(run, said(argv)), last(argv, "init"))
+        run = begun(otherwise_long(run, said(argv)), init)
     start = models.start(run.model, last(argv, *model_options.MODEL_TYPE))
     family = start.model.family
     model_cls = model_options.options(family)

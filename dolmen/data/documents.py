@@ -1,6 +1,7 @@
 """The documents of a source, each cut into the pieces in which it is tokenised."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from dolmen.data.readers import (
@@ -54,6 +55,21 @@ def rows(source: Source, option: str = "--data.path") -> Iterator[Located]:
         yield from reader(file)
     for hub in source.hubs:
         yield from table_rows(load_hub(hub, option), f"{option} {hub}")
+
+
+def first_lines(source: Source, text_field: str, option: str = "--data.path") -> Iterator[Located]:
+    """All rows of `source` in order, and of each of its texts the first line that has something,
+    as the row of a `prompt`. Raises ValueError.
+    """
+    for file in source.files:
+        if form(file) in ROW_READERS:
+            yield from rows(replace(source, files=(file,), hubs=()), option)
+            continue
+        for document in read_documents(file, text_field):
+            line = next((line for line in "".join(document).splitlines() if line.strip()), None)
+            if line is not None:
+                yield {"prompt": line}, str(file)
+    yield from rows(replace(source, files=()), option)
 
 
 def cut(blocks: Iterable[str], piece: int = PIECE) -> Iterator[tuple[str, bool]]:

@@ -98,7 +98,7 @@ def check_chats(config: DataConfig, sources: tuple[Source, ...]) -> None:
             f"--data.path {source.indexed[0]}: chats are rows of text, and this is tokens: "
             "train on it with --data.rows text"
         )
-    if (config.tokenizer or "").startswith("bpe:"):
+    if config.rows != "prompts" and (config.tokenizer or "").startswith("bpe:"):
         raise ValueError(
             f"--data.tokenizer {config.tokenizer} is trained on text, and chats are for a model "
             "that has a tokenizer: leave it out, or name one"

@@ -138,6 +138,17 @@ STATE = Kind(  # of a run's
             "samples": Int(0),
             "seconds": Real(0),
             "norms": List(Real(0)),
+            "critic": optional(
+                Object(
+                    required={
+                        "updates": Int(0),
+                        "loss_scale": Row((Real(0, above=True), Int(0))),
+                        "norms": List(Real(0)),
+                        "kl_coef": Real(0),
+                    },
+                    rest=None,
+                )
+            ),
             "validation": optional(
                 Object(
                     required={

@@ -20,6 +20,7 @@ OWN = {
     "dpo": ("beta", "kind", "label_smoothing", "reference", "margin", *WEIGHTS),
     "reward": ("margin", "center"),
     "grpo": ("reference",),
+    "ppo": ("reference",),
 }
 """Of each objective the options that are its own."""
 
@@ -28,11 +29,12 @@ OWN = {
 class ObjectiveConfig:
     """What the model is trained to."""
 
-    name: Literal["tokens", "dpo", "reward", "grpo"] = "tokens"
+    name: Literal["tokens", "dpo", "reward", "grpo", "ppo"] = "tokens"
     """tokens: the next ones, or those that are masked; dpo: of two answers the preferred one, for
     --data.rows pairs, or completions; reward: one number for a text, larger for the preferred
     answer, for --data.rows pairs; grpo: of answers that the model draws those with the larger
-    --reward, for --data.rows prompts (--rollout says how).
+    --reward, for --data.rows prompts (--rollout says how); ppo: the same, by what a critic expects
+    of each token (--ppo, --critic).
     """
     beta: float = 0.1
     """dpo: how much the log-ratio of the model to the reference counts; the smaller, the further it
@@ -104,7 +106,7 @@ class ObjectiveConfig:
         """The --data.rows that it is of, where there is but one."""
         if self.name == "dpo" and self.kind in get_args(Single):
             return "completions"
-        return {"tokens": None, "grpo": "prompts"}.get(self.name, "pairs")
+        return {"tokens": None, "grpo": "prompts", "ppo": "prompts"}.get(self.name, "pairs")
 
 
 def check_dpo(beta: float, kind: str, label_smoothing: float) -> None:

@@ -184,6 +184,7 @@ RECIPES: dict[str, Callable[[], RunConfig]] = {
     "dpo": tuning.dpo,
     "continue-language": tuning.continue_language,
     "grpo": tuning.grpo,
+    "ppo": tuning.ppo,
     "llama-1b": llamas.llama_1b,
     "llama-8b": llamas.llama_8b,
     "llama-70b": llamas.llama_70b,
@@ -216,3 +217,5 @@ RECIPES: dict[str, Callable[[], RunConfig]] = {
 }
 # What a recipe becomes on the machine that it is trained on.
 HERE: dict[str, Callable[[RunConfig], RunConfig]] = {"quickstart": _quickstart_here}
+# What one that has a model becomes where --init says another.
+BEGUN: dict[str, Callable[[RunConfig], RunConfig]] = {"ppo": tuning.ppo_begun}

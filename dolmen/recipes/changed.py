@@ -31,7 +31,7 @@ def request(source: str | os.PathLike | RunConfig, changes: Mapping[str, Any]) -
         run, name = from_dict(RunConfig, to_dict(source)), None  # as strictly as a file's
     elif isinstance(source, (str, os.PathLike)):
         name = os.fspath(source)
-        run = named(name)
+        run = named(name, init=said.get("init"))
     else:
         raise ValueError(
             f"the run is {shown(source)}: it must be the name of a recipe, a YAML file or a "

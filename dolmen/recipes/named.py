@@ -12,17 +12,19 @@ from dolmen.core.paths import is_absent
 from dolmen.core.words import cut
 from dolmen.families import Model
 from dolmen.files import gate, kinds
-from dolmen.recipes import HERE, RECIPES
+from dolmen.recipes import BEGUN, HERE, RECIPES
 from dolmen.training.config import RunConfig
 from dolmen.training.run_file import read_run
 
 
-def named(name: str, here: bool = True) -> RunConfig:
-    """The run of a recipe, as it is `here` or on any machine, or of a YAML file. Raises
-    ValueError.
+def named(name: str, here: bool = True, init: str | None = None) -> RunConfig:
+    """The run of a recipe, as it is `here` or on any machine, and where `init` is to say the model,
+    or of a YAML file. Raises ValueError.
     """
     if name in RECIPES:
         made = RECIPES[name]()
+        if init is not None and name in BEGUN:
+            made = BEGUN[name](made)
         return HERE[name](made) if here and name in HERE else made
     file = Path(name)
     is_folder, is_file = os.path.isdir(file), os.path.isfile(file)  # of any name, however long

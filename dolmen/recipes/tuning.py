@@ -1,8 +1,14 @@
 """Runs that teach a model which is trained already: --init and --data.path decide."""
 
+from dataclasses import replace
+
 from dolmen.data.config import DataConfig
+from dolmen.families import Model
 from dolmen.objectives.config import ObjectiveConfig
 from dolmen.optim.config import OptimizerConfig
+from dolmen.recipes.common import FRESH
+from dolmen.rollouts.config import RolloutConfig
+from dolmen.rollouts.ppo_config import CriticConfig
 from dolmen.training.config import LogConfig, NewRowsConfig, RunConfig, TrainConfig
 
 
@@ -44,6 +50,55 @@ def grpo() -> RunConfig:
         data=DataConfig(rows="prompts"),
         objective=ObjectiveConfig(name="grpo"),
         optimizer=OptimizerConfig(lr=1e-6, schedule="constant", weight_decay=0.0),
+        train=TrainConfig(global_batch_size=64),
+    )
+
+
+def ppo() -> RunConfig:
+    """learns from its own answers, by --reward and a critic beside it: a small model and prompts
+    that are on every machine, or those of --init and --data.path
+    """
+    model = {
+        **FRESH,
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 176,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "hidden_act": "silu",
+        "max_position_embeddings": 128,
+        "initializer_range": 0.02,
+        "rms_norm_eps": 1e-05,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "mlp_bias": False,
+    }
+    return RunConfig(
+        name="ppo",
+        model=Model(model),
+        data=DataConfig(rows="prompts", path=("python-standard-library",), tokenizer="bpe:512"),
+        objective=ObjectiveConfig(name="ppo"),
+        rollout=RolloutConfig(samples=1, prompts=64, max_new_tokens=16),
+        optimizer=OptimizerConfig(lr=3e-3, schedule="constant", weight_decay=0.0),
+        train=TrainConfig(steps=100, sequence_length=64, global_batch_size=32),
+    )
+
+
+def ppo_begun(run: RunConfig) -> RunConfig:
+    """The same of a model that is trained already."""
+    return replace(
+        run,
+        model=None,
+        data=DataConfig(rows="prompts"),
+        rollout=RolloutConfig(samples=1, prompts=256, epochs=2),
+        optimizer=replace(run.optimizer, lr=1e-6),
+        critic=CriticConfig(lr=5e-6),
         train=TrainConfig(global_batch_size=64),
     )
 

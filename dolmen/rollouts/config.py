@@ -14,14 +14,15 @@ Kind = Literal["grpo", "bnpo", "dr-grpo", "dapo", "gspo", "cispo"]
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """What is drawn, how it is judged, and how the model learns from it (--objective.name grpo).
+    """What is drawn, how it is judged, and how the model learns from it (--objective.name grpo,
+    and ppo with --ppo and --critic).
 
     A phase draws answers with the weights as they are; then `epochs` times all of them are learned
     from, --train.global-batch-size in an update.
     """
 
     samples: int = 8
-    """Answers to each prompt; each is compared with the mean of them."""
+    """Answers to each prompt; of grpo each is compared with the mean of them."""
     prompts: int | None = None
     """Prompts of a phase. Unset: as many as make one update."""
     epochs: int = 1
@@ -102,11 +103,6 @@ class RolloutConfig:
                 raise ValueError(
                     f"rollout.{name.replace('_', '-')} is {value}: it must be at least 1"
                 )
-        if self.samples < 2 and self.advantage in COMPARING:
-            raise ValueError(
-                f"rollout.samples is {self.samples}: an answer is compared with others to its "
-                "prompt, so it must be at least 2 (--rollout.advantage reinforce compares none)"
-            )
         if not (math.isfinite(self.temperature) and self.temperature > 0):
             raise ValueError(
                 f"rollout.temperature is {self.temperature}: answers are drawn from the model's "

@@ -1,6 +1,6 @@
 """Prompts to answer, as what a run reads: rows with a `prompt` (a text, as it is) or `messages`
-(written by the chat template, up to where the assistant begins), in an order that follows from the
-seed. Whatever else a row has is for its reward.
+(written by the chat template, up to where the assistant begins), or the first line of each text, in
+an order that follows from the seed. Whatever else a row has is for its reward.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from dolmen.data.batches import Loader
 from dolmen.data.chat_loader import refuse_model
 from dolmen.data.chats import ASSISTANT, Chat
 from dolmen.data.config import DataConfig
-from dolmen.data.documents import rows
+from dolmen.data.documents import first_lines
 from dolmen.data.inputs import check_inputs
 from dolmen.data.mixture import Part
 from dolmen.data.packed import shuffled
@@ -184,7 +184,7 @@ def _prompts(
 ) -> Iterator[Prompt]:
     """Of all rows of `source`, in order. Raises Refused."""
     template: Template | None = None
-    for row, where in rows(source, "--data.path"):
+    for row, where in first_lines(source, data.text_field):
         row = {name: value for name, value in row.items() if value is not None}
         named = [name for name in PROMPT_ROWS if name in row]
         if len(named) != 1:

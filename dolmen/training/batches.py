@@ -20,6 +20,7 @@ from dolmen.rollouts.prompts import PromptLoader
 from dolmen.rollouts.rewards import NoReward, is_model, judge_of, weighted
 from dolmen.rollouts.scorer import Scorer
 from dolmen.rollouts.turns import Function, Turns
+from dolmen.rollouts.valued import ValuedPhases
 from dolmen.rollouts.weights import Drawing
 from dolmen.serving.engine import stop_tokens
 from dolmen.training import reference
@@ -92,11 +93,7 @@ def drawn(
     drawing = Drawing(
         run.tree, training, mesh, run.rollout.tp or run.layout.tp, DTYPES[run.train.dtype]
     )
-    before = None
-    if run.rollout.compares:
-        name = run.objective.reference or begun.init
-        assert name is not None, "check_objective has seen it"
-        before = reference.opened(run, name, state, mesh)
+    before = reference.start(begun, run, state, mesh) if run.compares_drawn else None
     own_end = loader.tokenizer.eos_token_id
     ends = set() if own_end is None else {int(own_end)}
     if begun.init is not None:
@@ -106,20 +103,29 @@ def drawn(
         turns_of(run, loader, mesh) as turns,
         _ending(),
     ):
-        yield Phases(
+        models = Models(state.model, drawing, before)
+        setup = Setup(
+            mesh,
+            state.schedule,
+            frozenset(ends),
+            run.sequence_length,
+            run.train.seed,
+            out,
+            checkpoints.steps,
+        )
+        if state.beside is None:
+            yield Phases(run.rollout, loader, models, judging, setup, turns)
+            return
+        critic = state.beside
+        yield ValuedPhases(
             run.rollout,
             loader,
-            Models(state.model, drawing, before),
+            models,
             judging,
-            Setup(
-                mesh,
-                state.schedule,
-                frozenset(ends),
-                run.sequence_length,
-                run.train.seed,
-                out,
-                checkpoints.steps,
-            ),
+            setup,
+            run.ppo,
+            critic.state.model,
+            critic.coefficient,
             turns,
         )
 

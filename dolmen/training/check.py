@@ -14,6 +14,7 @@ from dolmen.families.family import knob
 from dolmen.model.tree import Head, Scalar, check_rounding, check_tokens
 from dolmen.training import folder, judged, loggers
 from dolmen.training.check_drawn import check_drawn
+from dolmen.training.check_ppo import check_ppo
 from dolmen.training.config import RunConfig
 from dolmen.vocabulary import extended
 
@@ -93,6 +94,7 @@ def check_computed(run: RunConfig, processes: int | None) -> RunConfig:
     if run.steps is not None:
         check_profile(run, run.steps)
     check_drawn(run)
+    check_ppo(run)
     check_objective(run)
     run.layout.check(tree, run.sequence_length, run.train.global_batch_size, run.microbatch_size)
     schedule = run.layout.make_schedule(run.train.global_batch_size, run.microbatch_size)

@@ -6,7 +6,7 @@ from dolmen.conversion.source import open_source, tokenizer_folder
 from dolmen.core.words import counted
 from dolmen.model.layout import Layout
 from dolmen.rollouts import apart, rewards, scorer
-from dolmen.rollouts.config import RolloutConfig
+from dolmen.rollouts.config import COMPARING, RolloutConfig
 from dolmen.training.config import RunConfig
 
 
@@ -15,19 +15,22 @@ def check_drawn(run: RunConfig) -> None:
     belong together, or the layout cannot draw.
     """
     rewarded = bool(run.reward) or (run.objective.name == "grpo" and run.rollout.taught)
-    asked = [run.objective.name == "grpo", run.data.rows == "prompts", rewarded]
+    drawn = run.objective.name in ("grpo", "ppo")
+    asked = [drawn, run.data.rows == "prompts", rewarded]
     if not any(asked):
         if run.environment is not None:
-            raise ValueError(f"environment is {run.environment}: use dolmen train grpo")
+            raise ValueError(f"environment is {run.environment}: use dolmen train grpo, or ppo")
         if run.rollout != RolloutConfig():
-            raise ValueError("rollout is of answers that the model draws: use dolmen train grpo")
+            raise ValueError(
+                "rollout is of answers that the model draws: use dolmen train grpo, or ppo"
+            )
         return
     if not all(asked):
         raise ValueError(
             f"objective.name {run.objective.name}, data.rows {run.data.rows} and reward "
-            f"{' '.join(run.reward) or 'none'} do not belong together: grpo is of prompts, and of "
-            "a reward of answers to them (--reward exact, gsm8k, regex:PATTERN, MODULE:FUNCTION or "
-            "the folder of a reward model)"
+            f"{' '.join(run.reward) or 'none'} do not belong together: grpo and ppo are of "
+            "prompts, and of a reward of answers to them (--reward exact, gsm8k, stub, "
+            "regex:PATTERN, MODULE:FUNCTION or the folder of a reward model)"
         )
     if run.environment is not None:
         apart.check_name(run.environment, "environment")
@@ -36,6 +39,8 @@ def check_drawn(run: RunConfig) -> None:
             check_reward_model(run, name)
         else:
             rewards.judge_of(name, run.rollout.limit_seconds)
+    if run.objective.name == "grpo":
+        check_compared(run.rollout)
     if run.rollout.taught and (run.reward or run.objective.reference is None):
         raise ValueError(
             "rollout.advantage teacher learns from what --objective.reference says of each token, "
@@ -64,6 +69,15 @@ def check_drawn(run: RunConfig) -> None:
         Layout(tp=tp, dp=world // tp).check_model(run.tree)
     except ValueError as error:
         raise ValueError(f"of --rollout.tp {tp}: {error}") from None
+
+
+def check_compared(asked: RolloutConfig) -> None:
+    """Raises ValueError where answers are compared with others, and there are none."""
+    if asked.samples < 2 and asked.advantage in COMPARING:
+        raise ValueError(
+            f"rollout.samples is {asked.samples}: an answer is compared with others to its "
+            "prompt, so it must be at least 2 (--rollout.advantage reinforce compares none)"
+        )
 
 
 def check_reward_model(run: RunConfig, name: str) -> None:

@@ -23,6 +23,7 @@ from dolmen.objectives.config import ObjectiveConfig
 from dolmen.ops.recipe import DELAYED, Fp8, Fp8Config, Precision
 from dolmen.optim.config import OptimizerConfig
 from dolmen.rollouts.config import RolloutConfig
+from dolmen.rollouts.ppo_config import CriticConfig, PPOConfig
 
 SEED = 2**63 - 1
 PROGRAMS = ("tensorboard", "wandb", "trackio")
@@ -252,6 +253,8 @@ class RunConfig:
     tokens are not learned from, and count in --rollout.max-new-tokens.
     """
     rollout: RolloutConfig = RolloutConfig()
+    ppo: PPOConfig = PPOConfig()
+    critic: CriticConfig = CriticConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -290,6 +293,13 @@ class RunConfig:
     def trained(self) -> Tree:
         """The model that is trained: what training adds with it."""
         return self.training.applied(self.tree)
+
+    @property
+    def compares_drawn(self) -> bool:
+        """Whether what is drawn is compared with the model that the run begins with."""
+        if self.objective.name == "ppo":
+            return self.ppo.compares
+        return self.rollout.compares
 
     @property
     def sequence_length(self) -> int:

@@ -27,7 +27,7 @@ from dolmen.objectives.cross_entropy import CrossEntropy
 from dolmen.objectives.filling import Filling
 from dolmen.objectives.objective import Objective
 from dolmen.objectives.reward import Calibrated, Preferred
-from dolmen.training import balance, calibration, folder, garbage, history, metrics, report
+from dolmen.training import balance, calibration, critic, folder, garbage, history, metrics, report
 from dolmen.training.config import RunConfig
 from dolmen.training.history import History
 from dolmen.training.judged import Judged
@@ -74,7 +74,8 @@ class Hooks:
         self.peak = peak
         self.began = began
         self.validation: Validation | None = None  # the last there was
-        self.skipped = state.step - state.updates  # by the starts before
+        # by the starts before
+        self.skipped = state.step - state.updates - min(state.step, state.waits)
         self.skipped_in_a_row, self.finite = 0, True
         self.record = metrics.MetricsFile(out / "metrics.jsonl", state.step) if mesh.first else None
         self.history = History(out / history.NAME if mesh.first else None)
@@ -116,7 +117,7 @@ class Hooks:
         self.tokens_since += m.tokens
         self.skipped += m.skipped
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if m.skipped else 0
-        self.finite = math.isfinite(m.loss) and math.isfinite(m.grad_norm)
+        self.finite = m.finite
         if m.skipped:
             scale = f"; loss scale now {state.scale.value:g}" if state.scale.dynamic else ""
             self.line.say(f"step {state.step}: {self.reason(m)}, the step is skipped{scale}")
@@ -125,6 +126,8 @@ class Hooks:
 
     def reason(self, m: Metrics) -> str:
         """Why a step was skipped."""
+        if m.critic is not None and m.critic.skipped:
+            return f"of the critic {self.reason(m.critic)}"
         if not math.isfinite(m.loss):
             return f"the loss is not finite ({m.loss})"
         if not math.isfinite(m.grad_norm):
@@ -160,6 +163,7 @@ class Hooks:
             "seconds": now - self.began,
             **m.router,
             **m.objective,
+            **critic.row(m.critic),
             **self.loader.told,
             **{f"epoch/{name}": value for name, value in self.loader.epochs(state.step).items()},
         }
@@ -307,6 +311,7 @@ class Hooks:
             loss_scale=(state.scale.value, state.scale.good_steps),
             norms=tuple(state.spike.state()),
             validation=last if last is not None and math.isfinite(last.loss) else None,
+            critic=critic.saved(state.beside),
         )
         self.checkpoints.save(state.step, state.tensors(), saved.meta())
         self.history.add(state.step, {"saved": True})

@@ -4,9 +4,10 @@ plots, is a hook.
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dolmen.core.mesh import Mesh
+from dolmen.data.batch import Batch
 from dolmen.launch.watch import Watch
 from dolmen.training.batches import Batches
 from dolmen.training.step import Metrics, TrainState, optimizer_step
@@ -22,6 +23,16 @@ class Stop:
 
     signal: int = 0  # seen by this rank, at any time
     agreed_signal: int = 0  # the largest seen by any rank, known to all after the same step
+
+
+def _step(state: TrainState, batch: Batch, mesh: Mesh, signal: Callable[[], int]) -> Metrics:
+    """Of the model, and before it of its critic, where it has one."""
+    if state.beside is None:
+        return optimizer_step(state, batch.read_by(state.model.tree), mesh, signal)
+    critic = state.beside.state
+    beside = optimizer_step(critic, batch.read_by(critic.model.tree), mesh)
+    told = optimizer_step(state, batch.read_by(state.model.tree), mesh, signal)
+    return replace(told, critic=beside, skipped=told.skipped or beside.skipped)
 
 
 def train_steps(
@@ -45,9 +56,7 @@ def train_steps(
     for _, batch in batches.starting_at(state.step, mesh.dp.rank, mesh.dp.size):
         beat(state.step, "a step", state.step == begun)  # the first may compile
         with around(state.step + 1):
-            metrics = optimizer_step(
-                state, batch.read_by(state.model.tree), mesh, lambda: stop.signal
-            )
+            metrics = _step(state, batch, mesh, lambda: stop.signal)
         stopped = stop.agreed_signal = metrics.signal
         last = bool(stopped) or state.step == state.steps
         for every, hook in hooks:

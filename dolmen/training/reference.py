@@ -20,6 +20,7 @@ from dolmen.data.packed import Rows
 from dolmen.files import gate, write
 from dolmen.model import build
 from dolmen.model.decoder import Decoder
+from dolmen.model.tree import Tree
 from dolmen.objectives import score
 from dolmen.objectives.preference import REFERENCE
 from dolmen.optim.precision import DTYPES, at_rest
@@ -109,18 +110,39 @@ def _key(weights: str, run: RunConfig, rows: Rows) -> str:
     return seen.hexdigest()
 
 
+def start(begun: RunConfig, run: RunConfig, state: TrainState, mesh: Mesh) -> Decoder:
+    """The model that drawn answers are compared with: --objective.reference, or what the run began
+    with, be it random. Raises Unusable where that is gone.
+    """
+    name = run.objective.reference or run.init
+    if name is not None:
+        if run.objective.reference is None and begun.init != run.init:
+            raise Unusable(
+                f"--init {run.init} is gone, and the run compares what it draws with it: put it "
+                "back, or name a copy by --objective.reference"
+            )
+        return opened(run, name, state, mesh)
+    model = _built(run, run.trained, state, mesh)
+    build.initialize(model, run.train.seed)
+    return model
+
+
 def opened(run: RunConfig, name: str, state: TrainState, mesh: Mesh) -> Decoder:
     """The model `name` in the layout of the one that is trained."""
     source = open_source(name)
-    dtype = run.train.dtype
-    model = build.build(
-        source.tree, mesh, run.layout, state.schedule, dtype=at_rest(dtype), compute=DTYPES[dtype]
-    )
+    model = _built(run, source.tree, state, mesh)
     stored = [name for name, _ in model.named_parameters()]
-    masters = in_dtype(source, at_rest(dtype))
+    masters = in_dtype(source, at_rest(run.train.dtype))
     build.initialize(model, run.train.seed, stored)
     build.load(model, lambda write: load_weights(masters, write, only=stored))
     return model
+
+
+def _built(run: RunConfig, tree: Tree, state: TrainState, mesh: Mesh) -> Decoder:
+    dtype = run.train.dtype
+    return build.build(
+        tree, mesh, run.layout, state.schedule, dtype=at_rest(dtype), compute=DTYPES[dtype]
+    )
 
 
 def _of_rows(

@@ -10,6 +10,7 @@ from dolmen.core.config import changed_options, to_dict
 from dolmen.data import loader as data_loader
 from dolmen.data.batches import Loader
 from dolmen.optim import optimizer as optim
+from dolmen.training import critic
 from dolmen.training.check_out import check_same_model, check_same_optimizer
 from dolmen.training.config import RunConfig
 from dolmen.training.folder import Unusable
@@ -44,6 +45,9 @@ def resume(
     if state.scale.dynamic:
         state.scale.value, state.scale.good_steps = saved.loss_scale
     state.spike.load(list(saved.norms))
+    if state.beside is not None:
+        assert saved.critic is not None, "_load has seen it"
+        critic.go_on(state.beside, saved.step, saved.critic)
     console.print(f"resuming from step {saved.step}")
     for line in changed_since(saved, run, loader):
         console.print(f"  changed: {line}")
@@ -96,13 +100,19 @@ def _load(
     saved = checkpoints.together(step, kept)[0]
     check_same_model(saved.run, run, step)
     check_same_optimizer(saved.run, run, step)
-    wanted, scaling, now = state.tensors(), state.model.scaling(), to_dict(run.train)
+    if (saved.critic is None) != (state.beside is None):
+        holds = "no critic" if saved.critic is None else "a critic"
+        raise ValueError(
+            f"the checkpoint of step {step} holds {holds}, and objective.name is "
+            f"{run.objective.name}: go on as it began, or give another --out"
+        )
+    wanted, scaling, now = state.tensors(), state.scaling(), to_dict(run.train)
     if all(saved.run["train"].get(name) == now[name] for name in ("precision", "fp8")):
-        for delayed in state.model.delayed().values():
+        for delayed in state.delayed():
             delayed.begun = delayed.begun or saved.updates > 0
     else:  # of another recipe, or none: scales begin as at a first step
         wanted = {name: tensor for name, tensor in wanted.items() if name not in scaling}
-        for delayed in state.model.delayed().values():
+        for delayed in state.delayed():
             delayed.forget()
     checkpoints.load(step, wanted, state.names())
     if not checkpoints.sealed(step):

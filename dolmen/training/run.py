@@ -29,6 +29,7 @@ from dolmen.objectives.cross_entropy import CrossEntropy
 from dolmen.objectives.drawn import Group, Undecided
 from dolmen.objectives.filling import Filling
 from dolmen.objectives.objective import Objective
+from dolmen.objectives.ppo import Clipped
 from dolmen.objectives.preference import DPO, KTO, ReferenceFree
 from dolmen.objectives.reward import Preferred
 from dolmen.optim import optimizer as optim
@@ -36,7 +37,7 @@ from dolmen.optim.precision import DTYPES, LossScale, at_rest
 from dolmen.parallel import channels
 from dolmen.parallel.actions import Schedule
 from dolmen.rollouts.prompts import PromptLoader
-from dolmen.training import batches, folder, garbage, lock, mfu, reference, report
+from dolmen.training import batches, critic, folder, garbage, lock, mfu, reference, report
 from dolmen.training.batches import Batches
 from dolmen.training.check import check_profile, initial
 from dolmen.training.check_out import beginning
@@ -182,6 +183,9 @@ def objective_of(run: RunConfig) -> Objective:
             how.max_new_tokens,
             how.entropy,
         )
+    if asked.name == "ppo":
+        how = run.rollout
+        return Clipped(how.clip_low, how.clip_high, run.ppo.dual_clip, how.temperature)
     if not run.tree.both_ways:
         return CrossEntropy()
     masked = max(1.0, run.data.masked_fraction * run.sequence_length)
@@ -228,6 +232,8 @@ def _in_folder(asked: _Asked) -> Outcome:
     if not asked.start.resumed:
         check_profile(run, length(run, loader))
     state = make_state(begun, mesh, length(run, loader))
+    if run.objective.name == "ppo":
+        state.beside, state.waits = critic.make(begun, state, mesh), run.critic.warmup_steps
     known = (
         reference.compare(begun, run, state, loader, mesh, out) if run.objective.compares else {}
     )
@@ -262,10 +268,11 @@ def _train(
     if saved is not None:
         began -= saved.seconds
     # after another batch size, the same epoch ends after another number of steps, and so do tokens
-    state.steps = length(run, loader)
-    if run.optimizer.warmup_tokens is not None:
-        state.warmup = run.warmup_steps
-        state.ahead = loader.first(0) / loader.global_batch_size
+    for one in (state, *([state.beside.state] if state.beside is not None else [])):
+        one.steps = length(run, loader)
+        if run.optimizer.warmup_tokens is not None:
+            one.warmup = run.warmup_steps
+            one.ahead = loader.first(0) / loader.global_batch_size
     state.new_rows = NewRows.of(run.train.new_rows, state.steps)
     if mesh.first and state.step < state.steps:
         folder.claim(out, *folder.WRITTEN)

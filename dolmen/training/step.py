@@ -25,6 +25,7 @@ from dolmen.optim.schedule import learning_rate
 from dolmen.parallel import data, pipeline, product
 from dolmen.parallel.actions import Action, Schedule
 from dolmen.parallel.pipeline import Work
+from dolmen.rollouts.coefficient import Coefficient
 from dolmen.training import balance, new_rows
 from dolmen.training.new_rows import NewRows
 from dolmen.training.spike import SpikePolicy
@@ -53,6 +54,8 @@ class TrainState:
     ahead: float = 0.0  # steps of the batch of today that earlier batches read over `step`
     objective: Objective = CrossEntropy()
     new_rows: NewRows | None = None  # which learn alone at first
+    waits: int = 0  # steps at the beginning that update nothing: others learn before it
+    beside: "Critic | None" = None
 
     @property
     def alone(self) -> NewRows | None:
@@ -64,18 +67,48 @@ class TrainState:
         check(self.objective, self.model.tree)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that a checkpoint keeps as tensors, by name."""
-        return optim.tensors(self.model, self.optimizer) | self.model.scaling()
+        """All that a checkpoint keeps as tensors, by name, those of a critic among them."""
+        beside = {} if self.beside is None else self.beside.state.tensors()
+        return {
+            **optim.tensors(self.model, self.optimizer),
+            **self.model.scaling(),
+            **{f"{CRITIC}{name}": tensor for name, tensor in beside.items()},
+        }
+
+    def scaling(self) -> dict[str, Tensor]:
+        """Those of them that are scales of delayed scaling."""
+        beside = {} if self.beside is None else self.beside.state.scaling()
+        return self.model.scaling() | {f"{CRITIC}{name}": t for name, t in beside.items()}
+
+    def delayed(self) -> list[product.Delayed]:
+        """Who has these."""
+        beside = [] if self.beside is None else self.beside.state.delayed()
+        return [*self.model.delayed().values(), *beside]
 
     def names(self) -> set[str]:
         """Names of those of the whole model, of whatever stage."""
         leaves = self.model.tree.leaves
-        return optim.names(leaves, self.config.name) | {
+        beside = set() if self.beside is None else self.beside.state.names()
+        own = optim.names(leaves, self.config.name) | {
             f"{kind}/{name}"
             for name, leaf in leaves.items()
             if leaf.fp8 is not None and leaf.fp8.delayed
             for kind in (product.HISTORY, product.SCALE)
         }
+        return own | {f"{CRITIC}{name}" for name in beside}
+
+
+CRITIC = "critic."  # what the names of its tensors begin with, in a checkpoint
+
+
+@dataclass(frozen=True)
+class Critic:
+    """What learns beside a policy from the same batches (PPO), by the same steps."""
+
+    state: TrainState
+    """Of a model that ends in one number for each token, with an optimizer of its own."""
+    coefficient: Coefficient
+    """Of the KL in rewards, for the next phase."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +131,14 @@ class Metrics:
     """The largest that any rank was sent before the end of the step; 0: none."""
     tallies: Tensor | None = field(default=None, compare=False, repr=False)
     """What the world's experts counted (balance.tallied), on the device: nobody has read it."""
+    critic: "Metrics | None" = None
+    """Of the same step of the critic, where there is one."""
+
+    @property
+    def finite(self) -> bool:
+        """Loss and gradient are."""
+        own = math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+        return own and (self.critic is None or self.critic.finite)
 
 
 def optimizer_step(
@@ -156,15 +197,16 @@ def optimizer_step(
     # of the world's numbers, so every rank decides the same
     finite = math.isfinite(told.norm) and math.isfinite(told.loss)
     allowed = finite and state.spike.allow(told.norm)
-    if allowed:
+    learns = allowed and state.step >= state.waits
+    if learns:
         with ranges.mark("optimizer", "update"):
             _update(state, parameters, norm, lr)
-    balance.move(state.model, tallies, update=allowed)
-    product.end_step(state.model.delayed().values(), mesh, state.updates if allowed else None)
+    balance.move(state.model, tallies, update=learns)
+    product.end_step(state.model.delayed().values(), mesh, state.updates if learns else None)
     state.optimizer.zero_grad(set_to_none=True)
     state.scale.update(finite)
     state.step += 1
-    state.updates += allowed
+    state.updates += learns
     state.tokens += told.tokens
     names = [f"objective/{name}" for name in state.objective.names]
     beside = dict(zip(names, told.metrics, strict=True))

@@ -144,6 +144,8 @@ AFTER = f"""
     rollout.overlong-weight rollout.mask-cut rollout.no-mask-cut rollout.importance-cap
     rollout.off-policy rollout.tp rollout.batch rollout.turns
     rollout.limit-seconds rollout.on-failure
+    ppo.kl ppo.kl-coef ppo.kl-target ppo.kl-horizon ppo.reward-clip ppo.gamma ppo.lam ppo.whiten
+    ppo.no-whiten ppo.dual-clip critic.init critic.lr critic.warmup-steps critic.clip
     optimizer.name optimizer.lr optimizer.warmup-steps optimizer.warmup-tokens optimizer.schedule
     optimizer.min-lr
     optimizer.decay-fraction optimizer.weight-decay optimizer.beta1 optimizer.beta2 optimizer.eps

@@ -23,6 +23,7 @@ from dolmen.objectives.cross_entropy import CrossEntropy
 from dolmen.objectives.drawn import ADVANTAGE, OLD, Group, Undecided
 from dolmen.objectives.filling import Filling
 from dolmen.objectives.objective import Objective
+from dolmen.objectives.ppo import RETURN, VALUE, Clipped, Expected
 from dolmen.objectives.preference import DPO, REFERENCE, ReferenceFree
 from dolmen.objectives.reward import TARGET, Preferred, SquaredError
 from dolmen.ops.attention import Documents
@@ -66,6 +67,9 @@ KINDS = {
     "dapo": Kind(FAMILIES["gpt2"], Group("dapo", clip_high=0.28, beta=0.1)),
     "undecided": Kind(FAMILIES["llama"], Undecided(entropy_coef=0.3, temperature=0.7)),
     "gspo": Kind(FAMILIES["llama"], Group("gspo", "sequence", beta=0.1)),
+    # the two models of PPO
+    "policy": Kind(FAMILIES["llama"], Clipped(dual_clip=1.5, temperature=0.7)),
+    "critic": Kind(scalar(FAMILIES["gpt2"]), Expected(0.2)),
 }
 
 
@@ -125,6 +129,12 @@ def packed(batch: Batch, mesh: Mesh) -> Batch:
     return made.with_positions(1)
 
 
+def valued(batch: Batch) -> Batch:
+    """With a value that moves by more than the clip in some tokens, and a return."""
+    drawn = batch.numbers[TARGET]
+    return replace(batch, numbers={**batch.numbers, VALUE: drawn / 4, RETURN: drawn.flip(1)})
+
+
 def compared(train: TrainState, mesh: Mesh, layout: Layout, **dtypes) -> list[Batch]:
     """`batches` with what another model on the same mesh makes of them, if the objective compares
     with one. That model stays as it is.
@@ -132,7 +142,9 @@ def compared(train: TrainState, mesh: Mesh, layout: Layout, **dtypes) -> list[Ba
     given = batches(mesh)
     if isinstance(train.objective, Filling):
         return [typed(batch) for batch in given]
-    if not isinstance(train.objective, (DPO, Group)):
+    if isinstance(train.objective, Expected):
+        return [valued(batch) for batch in given]
+    if not isinstance(train.objective, (DPO, Group, Clipped)):
         return given
     other = build(REFERENCE_MODEL, mesh, layout, train.schedule, **dtypes)
     initialize(other, REFERENCE_SEED)
@@ -228,6 +240,25 @@ OBJECTIVES = [
     ),
     *rows("dapo", "cp2 tp2 sp"),
     *rows("gspo", "cp4 gather"),
+    *rows(
+        "policy",
+        """
+        cp2 pp2 acc4 zero1
+        dp2 tp2 sp zero3
+        cp4 gather                    |
+        pp2 acc4 zero-bubble-v v2     |
+        pp2 dp2 tp2 sp acc4 zero3     |
+        """,
+    ),
+    *rows(
+        "critic",
+        """
+        cp2 pp2 acc4 zero1
+        dp2 tp2 sp zero3
+        tp2 acc4 zero-bubble          |
+        pp2 dp2 tp2 sp acc4 zero3     |
+        """,
+    ),
     *rows(
         "weights",
         """

@@ -133,7 +133,6 @@ def test_groups_that_are_alike_are_replaced_and_no_others():
 @pytest.mark.parametrize(
     "options, why",
     [
-        (dict(samples=1), "must be at least 2 .--rollout.advantage reinforce"),
         (dict(overlong=200), "rollout.overlong .200. is over rollout.max-new-tokens .128."),
         (dict(importance_cap=0.0), "importance-cap is 0.0"),
         (dict(redraws=-1), "redraws is -1"),

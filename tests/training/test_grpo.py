@@ -138,7 +138,7 @@ def test_what_is_never_told_apart_is_drawn_again_so_often_as_is_asked(prompts, t
     "more, told",
     [
         (("--rollout.epochs", 3, "--rollout.off-policy", 1), "set --rollout.off-policy 2"),
-        (("--rollout.samples", 1), "rollout.samples is 1"),
+        (("--rollout.samples", 1), "at least 2 (--rollout.advantage reinforce compares none)"),
         (("--rollout.top-k", 5), "rollout.top-k"),
         (("--reward", "0:stub"), "a weight over 0"),
         (("--rollout.advantage", "teacher"), "and from no reward: objective.reference is none"),

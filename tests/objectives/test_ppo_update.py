@@ -1,0 +1,189 @@
+"""One update of PPO, of two models of the house, beside one that is written from the papers, token
+by token in float64; and what is seen of it where something in it is wrong.
+"""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from models import Tiny, build, initialize
+from objectives import scalar
+from table import FAMILIES
+
+from dolmen.core.mesh import SINGLE
+from dolmen.data.batch import Batch
+from dolmen.model import head
+from dolmen.model.layout import Layout
+from dolmen.objectives.drawn import ADVANTAGE, OLD
+from dolmen.objectives.ppo import RETURN, VALUE, Clipped, Expected
+from dolmen.ops.loss import IGNORED
+from dolmen.optim import optimizer as optim
+from dolmen.optim.config import OptimizerConfig
+from dolmen.rollouts.drawn import of_answers
+from dolmen.rollouts.ppo_config import PPOConfig
+from dolmen.rollouts.valued import Valued, valued
+from dolmen.training.step import TrainState, optimizer_step
+
+PROMPTS = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10]]
+ANSWERS = [[11, 12, 13], [14, 15, 16, 17], [18], [19, 20]]
+REWARDS = [1.0, -9.0, 0.5, float("nan")]
+"""The last answer has none."""
+ASKED = PPOConfig(
+    kl="k3", kl_coef=0.3, reward_clip=2.0, gamma=0.9, lam=0.8, dual_clip=1.2, whiten=True
+)
+OPTIMIZER = OptimizerConfig(lr=1e-2, clip=0.0, schedule="constant", weight_decay=0.1)
+TEMPERATURE, CLIP = 0.8, 0.2
+
+
+def drawn() -> Valued:
+    """Answers with log-probabilities and values as another model may have had them."""
+    made = of_answers(PROMPTS, ANSWERS, [[0.0] * len(a) for a in ANSWERS], 16, 8)
+    chance = torch.Generator().manual_seed(0)
+    shape = made.tokens.shape
+    old, reference = -4.0 + torch.rand((2, *shape), generator=chance)
+    values = torch.randn(shape, generator=chance)
+    rewards = torch.tensor(REWARDS)
+    labels = torch.where(rewards[:, None].isnan(), IGNORED, made.labels)
+    made = replace(made, labels=labels, rewards=rewards, old=old, reference=reference)
+    return valued(made, reference, values, ASKED, ASKED.kl_coef)
+
+
+def places(row: int) -> range:
+    """Where the tokens of an answer are foretold."""
+    first = len(PROMPTS[row]) - 1
+    return range(first, first + len(ANSWERS[row]))
+
+
+def worth(made: Valued) -> tuple[dict, dict]:
+    """Advantages and returns by (row, place), of the answers that have a reward."""
+    advantages, returns = {}, {}
+    for row in range(3):
+        own = places(row)
+        ahead, then = 0.0, 0.0
+        for place in reversed(own):
+            d = made.old[row, place].item() - made.reference[row, place].item()
+            reward = -0.3 * (math.exp(-d) - 1 + d)
+            if place == own[-1]:
+                reward += max(-2.0, min(2.0, REWARDS[row]))
+            value = made.values[row, place].item()
+            ahead = reward + 0.9 * then - value + 0.9 * 0.8 * ahead
+            then = value
+            advantages[row, place], returns[row, place] = ahead, ahead + value
+    mean = sum(advantages.values()) / len(advantages)
+    variance = sum((a - mean) ** 2 for a in advantages.values()) / (len(advantages) - 1)
+    return {at: (a - mean) / math.sqrt(variance) for at, a in advantages.items()}, returns
+
+
+def test_what_a_token_is_worth():
+    """2203.02155, equation 2, 1506.02438, equation 16, and the mean and variance of all tokens."""
+    made = drawn()
+    advantages, returns = worth(made)
+    for row in range(4):
+        for place in range(made.tokens.shape[1]):
+            at = row, place
+            assert made.advantages[at].item() == pytest.approx(advantages.get(at, 0.0), abs=1e-5)
+            assert made.returns[at].item() == pytest.approx(returns.get(at, 0.0), abs=1e-5)
+            assert (made.values[at] != 0) == (at in returns)
+
+
+def state_of(config: Tiny, objective) -> TrainState:
+    schedule = Layout().make_schedule(4, 2)
+    model = build(config, SINGLE, Layout(), schedule, dtype=torch.float64)
+    initialize(model, 3)
+    optimizer = optim.make(model, OPTIMIZER, SINGLE)
+    optim.prime(optimizer)
+    return TrainState(model, optimizer, OPTIMIZER, 10, 1, schedule, objective=objective)
+
+
+def expected(state: TrainState, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The parameters after one update of AdamW (1711.05101) by the gradient of `loss`."""
+    named = dict(state.model.named_parameters())
+    gradients = torch.autograd.grad(loss, list(named.values()))
+    kept, lr = state.model.held(), OPTIMIZER.lr
+    out = {}
+    for (name, p), g in zip(named.items(), gradients, strict=True):
+        decay = 1 - lr * OPTIMIZER.weight_decay if kept[name].decays else 1.0
+        # of a first step both moments are the gradient's own
+        out[name] = p.detach() * decay - lr * g / (g.abs() + OPTIMIZER.eps)
+    return out
+
+
+def policy_loss(state: TrainState, made: Valued) -> torch.Tensor:
+    """1707.06347, equation 7, and 1912.09729, equation 5."""
+    logits = state.model(made.tokens, head.logits)
+    total = []
+    for row in range(3):
+        for place in places(row):
+            p = (logits[row, place] / TEMPERATURE).log_softmax(-1)[made.labels[row, place]]
+            r, a = (p - made.old[row, place].item()).exp(), made.advantages[row, place].item()
+            one = torch.minimum(r * a, r.clamp(0.8, 1.2) * a)
+            total.append(-(torch.maximum(one, torch.tensor(1.2 * a)) if a < 0 else one))
+    return torch.stack(total).mean()
+
+
+def value_loss(state: TrainState, made: Valued) -> torch.Tensor:
+    """Half the mean of the larger square."""
+    rows = state.model(made.tokens, lambda hidden, end: end.values(hidden))
+    total = []
+    for row in range(3):
+        for place in places(row):
+            v, old = rows[row, place], made.values[row, place].item()
+            want = made.returns[row, place].item()
+            near = old + (v - old).clamp(-CLIP, CLIP)
+            total.append(torch.maximum((v - want) ** 2, (near - want) ** 2) / 2)
+    return torch.stack(total).mean()
+
+
+POLICY = Clipped(0.2, 0.2, ASKED.dual_clip, TEMPERATURE)
+MODELS = {
+    "policy": (FAMILIES["llama"], POLICY, policy_loss),
+    "critic": (scalar(FAMILIES["llama"]), Expected(CLIP), value_loss),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_an_update_is_that_of_a_plain_loop(kind):
+    """Where a gradient is about eps, an update is a quotient of rounding: 1e-7, of 1e-2."""
+    config, objective, loss = MODELS[kind]
+    made, state = drawn(), state_of(config, objective)
+    wanted = loss(state, made)
+    after = expected(state, wanted)
+    told = optimizer_step(state, made.batch(slice(0, 4)), SINGLE)
+    assert told.loss == pytest.approx(wanted.item(), rel=1e-12)
+    for name, p in state.model.named_parameters():
+        assert torch.allclose(p, after[name], rtol=0, atol=1e-7), name
+
+
+def off_by_one(batch: Batch) -> Batch:
+    """Log-probabilities and values of the token before."""
+    moved = {name: batch.numbers[name].roll(1, 1) for name in (OLD, VALUE)}
+    return replace(batch, numbers={**batch.numbers, **moved})
+
+
+def flipped(batch: Batch) -> Batch:
+    moved = {name: -batch.numbers[name] for name in (ADVANTAGE, RETURN)}
+    return replace(batch, numbers={**batch.numbers, **moved})
+
+
+def shuffled(batch: Batch) -> Batch:
+    moved = {name: batch.numbers[name].roll(1, 0) for name in (ADVANTAGE, RETURN)}
+    return replace(batch, numbers={**batch.numbers, **moved})
+
+
+@pytest.mark.parametrize("wrong", [off_by_one, flipped, shuffled])
+@pytest.mark.parametrize("kind", MODELS)
+def test_what_is_wrong_is_seen(kind, wrong):
+    config, objective, loss = MODELS[kind]
+    made, state = drawn(), state_of(config, objective)
+    wanted = loss(state, made).item()
+    told = optimizer_step(state, wrong(made.batch(slice(0, 4))), SINGLE)
+    assert abs(told.loss / wanted - 1) > 1e-2
+
+
+def test_a_batch_without_numbers_is_refused():
+    made = drawn().batch(slice(0, 4))
+    for objective, name in ((POLICY, ADVANTAGE), (Expected(), RETURN)):
+        numbers = {other: each for other, each in made.numbers.items() if other != name}
+        with pytest.raises(ValueError, match=f"has none of {name}"):
+            objective.count(replace(made, numbers=numbers))

@@ -1,0 +1,207 @@
+"""`dolmen train ppo`: a reward grows, two models learn at every layout as on one process, and a run
+that is killed anywhere goes on bitwise.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import tinyrun
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from tinyrun import Material, dolmen, same, tensors
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from dolmen.checkpoint import folders
+from dolmen.core.mesh import SINGLE
+from dolmen.model.layout import Layout
+from dolmen.training.run import run_training
+
+material, one_thread = tinyrun.material, tinyrun.one_thread
+PROMPTS = [{"prompt": f"ab {word} "} for word in "abcdefgh"]
+ASKED = {
+    "data": {"rows": "prompts"},
+    "objective": {"name": "ppo"},
+    "reward": ["stub"],
+    "rollout": {"samples": 2, "prompts": 8, "epochs": 2, "max_new_tokens": 6},
+    "ppo": {"kl_target": 0.5, "kl_horizon": 50.0, "kl_coef": 0.1},
+    "critic": {"lr": 2e-2},
+    "optimizer": {"lr": 1e-2, "schedule": "constant", "weight_decay": 0.0, "warmup_steps": 0},
+    "train": {"steps": 9, "sequence_length": 32, "global_batch_size": 8},
+    "log": {"to": ["none"]},
+}
+"""Phases of four updates."""
+
+
+@pytest.fixture(scope="module")
+def prompts(material, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ppo")
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, PROMPTS)))
+    return folder
+
+
+def train(
+    material: Material,
+    prompts: Path,
+    out: Path,
+    layout: Layout | None = None,
+    resumed: bool = False,
+    **sections,
+) -> None:
+    """run_training at `layout` of the joined world, or in this process without a group."""
+    layout = layout or Layout(dp=1)
+    mesh = layout.mesh(torch.device("cpu")) if dist.is_initialized() else SINGLE
+    said = {name: {**v, **sections.pop(name, {})} for name, v in ASKED.items() if name != "reward"}
+    said["data"]["path"] = [str(prompts / "prompts.jsonl")]
+    said = {**said, "reward": ASKED["reward"], **sections}
+    run = material.config(layout=vars(layout), **said)
+    run_training(run, out, mesh, Console(quiet=True), resumed=resumed)
+
+
+def rows(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def mean(found: list[dict], name: str) -> float:
+    return sum(row[name] for row in found) / len(found)
+
+
+LEARNING = {
+    "rollout": {"samples": 4, "epochs": 1, "prompts": 8},
+    "train": {"steps": 24, "global_batch_size": 32},
+    "optimizer": {"lr": 2e-2},
+}
+
+
+@pytest.mark.slow
+def test_a_reward_grows(material, prompts, tmp_path):
+    """And, where nothing holds it, the KL, which is told though no reward has it in it."""
+    train(material, prompts, tmp_path / "run", ppo={"kl_target": None, "kl_coef": 1e-6}, **LEARNING)
+    found = rows(tmp_path / "run")
+    assert mean(found[-3:], "rollout/reward") > 2 * mean(found[:3], "rollout/reward")
+    assert max(row["rollout/logprob_difference_of_allowed"] for row in found) < 1
+    assert found[0]["rollout/kl_per_answer"] == 0 and found[0]["critic/lr"] == 2e-2
+    assert mean(found[-3:], "rollout/kl_per_answer") > 1
+
+
+@pytest.mark.slow
+def test_a_kl_is_held_at_its_target(material, prompts, tmp_path):
+    train(material, prompts, tmp_path / "run", **LEARNING)
+    found = rows(tmp_path / "run")
+    assert 0.25 < mean(found[-6:], "rollout/kl_per_answer") < 1
+    assert found[-1]["rollout/kl_coef"] != found[0]["rollout/kl_coef"] == 0.1
+
+
+@pytest.fixture(scope="module")
+def whole(material, prompts, tmp_path_factory):
+    """Nine steps, with a checkpoint after each."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    train(material, prompts, out, checkpoint={"every": 1, "keep": 0})
+    return out
+
+
+def killed(whole: Path, out: Path, step: int, drawn: bool) -> None:
+    """What a kill leaves after the checkpoint of `step`: before the next phase was drawn, or
+    after.
+    """
+    shutil.copytree(whole, out)
+    for other, folder in folders.whole_checkpoints(out / "checkpoints").items():
+        if other > step:
+            shutil.rmtree(folder)
+    for file in (out / "rollouts").iterdir():
+        begins = int(file.name.partition(".")[0])
+        if begins > step or begins == step and not drawn:
+            file.unlink()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step, drawn", [(2, True), (4, False), (4, True), (7, True)])
+def test_killed_anywhere_it_goes_on_bitwise(whole, material, prompts, tmp_path, step, drawn):
+    """Both models, both optimizers, what is drawn next, and the coefficient of the KL."""
+    out = tmp_path / "run"
+    killed(whole, out, step, drawn)
+    train(material, prompts, out, resumed=True, checkpoint={"every": 1, "keep": 0})
+    got = tensors(out, 9)
+    assert {name.split("/")[0] for name in got} >= {"critic.model", "critic.exp_avg"}
+    assert same(tensors(whole, 9), got)
+    told = [row for row in rows(whole) if row["step"] == 9][-1]
+    told_again = [row for row in rows(out) if row["step"] == 9][-1]
+    for name in ("loss", "critic/loss", "rollout/kl_coef", "rollout/explained_variance"):
+        assert told[name] == told_again[name], name
+    assert told["rollout/kl_coef"] not in (0.1, rows(whole)[0]["rollout/kl_coef"])
+
+
+@pytest.mark.slow
+def test_a_critic_may_learn_alone_at_first(material, prompts, tmp_path):
+    train(
+        material,
+        prompts,
+        tmp_path / "run",
+        critic={"warmup_steps": 2},
+        train={"steps": 4},
+        checkpoint={"every": 2},
+    )
+    begun, then = tensors(tmp_path / "run", 2), tensors(tmp_path / "run", 4)
+
+    def learned(at: dict[str, torch.Tensor], kind: str) -> bool:
+        return any(tensor.any() for name, tensor in at.items() if name.startswith(f"{kind}/"))
+
+    assert learned(begun, "critic.exp_avg") and not learned(begun, "exp_avg")
+    assert learned(then, "exp_avg")
+    assert all("skipped_steps" not in row for row in rows(tmp_path / "run"))
+
+
+LAYOUTS = (
+    Layout(dp=2, zero=3),
+    Layout(tp=2, dp=1, sequence_parallel=True),
+    Layout(pp=2, dp=1),
+    Layout(cp=2, dp=1),
+)
+
+
+def two_ranks(folder: Path, material: Material, prompts: Path) -> None:
+    for i, layout in enumerate(LAYOUTS):
+        train(material, prompts, folder / f"at{i}", layout, train={"steps": 5})
+
+
+@pytest.mark.spawn
+@pytest.mark.slow
+def test_two_models_learn_at_every_layout_as_on_one_process(
+    material, prompts, whole, spawn, tmp_path
+):
+    """Draws follow from their own numbers, so a layout changes roundings alone."""
+    spawn(2)(two_ranks, tmp_path, material, prompts)
+    for i, layout in enumerate(LAYOUTS):
+        got = rows(tmp_path / f"at{i}")
+        for one, want in zip(got, rows(whole)[:5], strict=True):
+            for name in ("rollout/reward", "rollout/tokens"):
+                assert one[name] == want[name], (layout, one["step"], name)
+            for name in ("grad_norm", "critic/loss", "critic/grad_norm", "rollout/kl_coef"):
+                assert one[name] == pytest.approx(want[name], rel=1e-4), (layout, name)
+
+
+@pytest.mark.spawn
+@pytest.mark.slow
+def test_what_no_run_of_ppo_can_be_is_refused(material, prompts, tmp_path):
+    def asked(*more):
+        return dolmen(
+            *("train", "ppo", "--init", material.model, "--out", tmp_path / "no"),
+            *("--train.device", "cpu", "--data.path", prompts / "prompts.jsonl"),
+            *("--train.sequence-length", 32, "--rollout.max-new-tokens", 8),
+            *("--reward", "stub", *more),
+        )
+
+    for name, changed in (("other", {"vocab_size": 310}), ("wider", {"intermediate_size": 64})):
+        model = LlamaForCausalLM(LlamaConfig(**{**tinyrun.MODEL, **changed}))
+        model.save_pretrained(tmp_path / name)
+    for words, why in (
+        (("--rollout.beta", 0.1), "rollout.beta is 0.1, which is of grpo"),
+        (("--critic.warmup-steps", 4, "--train.steps", 4), "are all of the run's 4 steps"),
+        (("--critic.init", tmp_path / "other"), "vocab_size of 310, the model 300"),
+        (("--critic.init", tmp_path / "wider"), "another shape than the model (intermediate_size"),
+    ):
+        found = asked(*words)
+        assert found.code == 2 and why in found.words, found.words
+    assert not (tmp_path / "no").exists()
