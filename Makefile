@@ -16,7 +16,10 @@ TESTS ?= tests
 # also where the machine keeps no bytecode
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
-.PHONY: quickstart check lint types quick test test-full coverage docs wheel gpu wheels clean
+# stages of `make rlhf`: all, or RLHF='dpo grpo'
+RLHF ?=
+
+.PHONY: quickstart rlhf rlhf-controls check lint types quick test test-full coverage docs wheel gpu wheels clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "dolmen needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": make PYTHON=python3.12")'
@@ -34,6 +37,14 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 
 
 quickstart: .venv/installed
 	$(BIN)/dolmen train quickstart --overwrite
+
+# SFT, reward model, DPO and GRPO on two cores, measured, as a page: build/rlhf/rlhf.html
+rlhf: .venv/installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.rlhf $(RLHF)
+
+# behind it: the same claims are to fail with each fault, over three seeds
+rlhf-controls: .venv/installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.rlhf.controls
 
 lint: .venv/tested
 	$(BIN)/ruff format --check $(LINTED)

@@ -169,7 +169,7 @@ def _build(
     with (
         open(folder / "tokens.bin", "wb") as tokens,
         open(folder / "trained.bin", "wb") as marks,
-        bar(f"reading the chats of {name}", None, progress) as reach,
+        bar(f"reading the rows of {name}", None, progress) as reach,
     ):
         for chat in read:
             ids, trained = template.tokens(chat, train_on)

@@ -1,0 +1,1 @@
+"""The whole road of tuning on two cores, measured: see __main__.py."""

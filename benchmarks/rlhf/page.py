@@ -1,0 +1,152 @@
+"""The page of the road: build/rlhf/rlhf.html, one file that needs no other."""
+
+import html
+import json
+import math
+import platform
+import re
+import string
+from collections.abc import Iterable
+from pathlib import Path
+
+from safetensors import safe_open
+
+from benchmarks.rlhf import checks, figures, outcomes, task
+from benchmarks.rlhf.figures import NAMES
+from benchmarks.rlhf.measure import Measured, kept
+from benchmarks.rlhf.stages import BOUND, FOLDER, STAGES
+from dolmen.pages.style import house_style
+
+FILE = FOLDER / "rlhf.html"
+FORM = Path(__file__).with_name("page.html")
+WORD = re.compile(r"[a-z]+")
+
+
+def write() -> Path:
+    """Of what has been run. Returns the file."""
+    found = kept(FOLDER / "measured.json")
+    parts = {
+        "style": house_style(),
+        "claims": _claims(checks.checked()),
+        "measured": _measured(found),
+        "stories": _stories(found),
+        "lessons": figures.drawn(figures.lessons, 3, 2.5),
+        "drawn": figures.drawn(figures.reward_and_kl, 2, 3.0, found["sft"].reward),
+        "frontier": figures.drawn(figures.frontier, 1, 4.2, found),
+        "controls": _controls(),
+        "size": _size(),
+        "answers": str(found["sft"].answers),
+        "held": str(task.HELD_OUT),
+        "bound": f"{BOUND:g}",
+        "least": f"{task.frontier(0.8):.1f}",
+        "share": f"{task.SHARE:g}",
+        "drawing": " and ".join(NAMES[name] for name in checks.DRAWN),
+        "commands": _commands(),
+        "machine": f"{platform.machine()}, one thread per run, two runs at once",
+    }
+    text = string.Template(FORM.read_text()).substitute(parts)
+    FILE.write_text(text)
+    return FILE
+
+
+def _size() -> str:
+    """Parameters of the model, of what it has exported."""
+    with safe_open(FOLDER / "sft" / "hf" / "model.safetensors", "np") as stored:
+        shapes = [stored.get_slice(name).get_shape() for name in stored.keys()]
+    return f"{round(sum(map(math.prod, shapes)), -3):,}"
+
+
+def _claims(found: Iterable[checks.Check]) -> str:
+    rows = (
+        f"<tr><td>{'holds' if one.holds else '<b class=fails>fails</b>'}</td>"
+        f"<td>{html.escape(one.text)}</td></tr>"
+        for one in found
+    )
+    return f"<table class=claims>{''.join(rows)}</table>"
+
+
+def _measured(found: dict[str, Measured]) -> str:
+    head = "".join(f"<th>{name}</th>" for name in ("", "reward", "KL, nats", "best there", "fits"))
+    rows = []
+    for name, one in found.items():
+        kl = "–" if name in ("base", "sft") else f"{one.kl:.2f} ± {one.kl_error:.2f}"
+        best = "–" if name in ("base", "sft") else f"{_best(one.kl):.3f}"
+        rows.append(
+            f"<tr><td>{NAMES[name]}</td><td>{one.reward:.3f} ± {one.error:.3f}</td>"
+            f"<td>{kl}</td><td>{best}</td><td>{one.fits:.1%}</td></tr>"
+        )
+    return f"<table><tr>{head}</tr>{''.join(rows)}</table>"
+
+
+def _best(kl: float) -> float:
+    """The most reward that any policy has at that KL."""
+    low, high = task.SHARE, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if task.frontier(middle) < kl else (low, middle)
+    return low
+
+
+def _stories(found: dict[str, Measured]) -> str:
+    """To one question, of each model; words of mood marked."""
+    rows = (
+        f"<tr><td>{NAMES[name]}</td>"
+        f"<td>{WORD.sub(_marked, html.escape(one.story.strip()))}</td></tr>"
+        for name, one in found.items()
+    )
+    _, held = task.subjects()
+    return (
+        f"<p class=prompt>{html.escape(task.beginning(*held[0]))}</p>"
+        f"<table class=stories>{''.join(rows)}</table>"
+    )
+
+
+def _marked(word: re.Match[str]) -> str:
+    for mood, words in (("up", task.CHEERFUL), ("down", task.GLOOMY)):
+        if word[0] in words:
+            return f"<b class={mood}>{word[0]}</b>"
+    return word[0]
+
+
+def _controls() -> str:
+    """A section, where they have been run."""
+    table = outcomes.table()
+    if not table:
+        return ""
+    rows = []
+    for name, found in table:
+        times = " · ".join(f"{one.times:.1f}" for one in found)
+        kl = " · ".join(f"{one.kl:.1f}" for one in found)
+        passed = sum(one.passes for one in found)
+        rows.append(
+            f"<tr><td>{name}</td><td>{times}</td><td>{kl}</td>"
+            f"<td>{passed} of {len(found)}</td></tr>"
+        )
+    head = "<tr><th></th><th>times the start’s reward</th><th>KL, nats</th><th>pass</th></tr>"
+    figure = figures.drawn(figures.faults, 2, 3.2)
+    return (
+        "<h2>What is to fail, fails</h2><p>The same GRPO run over three seeds, sound and with one "
+        "fault each, put in from outside. <i>Off by one</i>: training takes of each token the "
+        "log-probability of the one before. <i>Shuffled</i>: a phase’s advantages are dealt out "
+        "anew among its answers. <i>Flipped</i>: they have the other sign. <i>No KL</i>: nothing "
+        f"holds the policy.</p><figure>{figure}<figcaption>Three seeds of each.</figcaption>"
+        "</figure>"
+        f"<table>{head}{''.join(rows)}</table>"
+    )
+
+
+def _commands() -> str:
+    """As a user types them."""
+    lines = []
+    for name, stage in STAGES.items():
+        words = " ".join(stage.words.replace(f"{FOLDER}/", "").split())
+        took = _seconds(FOLDER / name)
+        lines.append(f"dolmen train {stage.recipe} --out {name} {words}{took}")
+    return html.escape("\n\n".join(lines))
+
+
+def _seconds(run: Path) -> str:
+    """That a run has trained for."""
+    file = run / "metrics.jsonl"
+    rows = file.read_text().splitlines() if file.exists() else []
+    return f"      # {json.loads(rows[-1])['seconds']:.0f} s" if rows else ""

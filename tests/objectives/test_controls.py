@@ -1,0 +1,71 @@
+"""The controls of `make rlhf-controls` in short: a policy that draws tokens learns by GRPO to draw
+some of them more often, within a bound of its KL; with each fault of
+benchmarks/rlhf/faults.py that fails.
+
+Its text is fixed and what is drawn is not read again, so the KL is known: a sum over places.
+"""
+
+import pytest
+import torch
+from models import build, initialize
+from table import FAMILIES
+
+from benchmarks.rlhf.faults import FAULTS, put_in
+from dolmen.core.mesh import SINGLE
+from dolmen.data.batch import Batch
+from dolmen.model import head
+from dolmen.model.layout import Layout
+from dolmen.objectives import advantage
+from dolmen.objectives.drawn import ADVANTAGE, OLD, REFERENCE, Group
+
+ROWS, PLACES, VOCAB = 32, 6, FAMILIES["llama"].vocab_size
+WANTED = torch.zeros(PLACES, VOCAB)  # at even places an eighth of all tokens, at odd ones another
+WANTED[::2, : VOCAB // 8] = WANTED[1::2, VOCAB // 8 : VOCAB // 4] = 1
+TIMES, BOUND, STEPS, BETA = 2.5, 10.0, 30, 0.3
+
+
+def learned(name: str, seed: int) -> tuple[float, float]:
+    """How much more often it draws what is wanted, and its KL from the start in nats per row."""
+    model, start = (build(FAMILIES["llama"], SINGLE, Layout(), None) for _ in range(2))
+    initialize(model, seed)
+    initialize(start, seed)
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    tokens = torch.arange(1, PLACES + 1).expand(ROWS, PLACES).contiguous()
+    group = Group(beta=1e-6 if name == "no KL" else BETA)
+    with put_in(name):
+        for _ in range(STEPS):
+            with torch.no_grad():
+                chances = model(tokens, head.logits).softmax(-1)
+                labels = torch.multinomial(chances.flatten(0, 1), 1, generator=generator).view(
+                    ROWS, PLACES
+                )
+                asked = Batch(tokens, labels)
+                old, reference = (
+                    one(tokens, lambda h, end, b=asked: end.log_probabilities(h, b.labels))
+                    for one in (model, start)
+                )
+                scores = WANTED[torch.arange(PLACES), labels].mean(1)
+                groups = torch.arange(ROWS) // 8
+                found = advantage.group_normalised(scores, groups)[:, None].expand(ROWS, PLACES)
+            batch = Batch(
+                tokens, labels, numbers={OLD: old, ADVANTAGE: found, REFERENCE: reference}
+            )
+            judged = model(tokens, lambda h, end, b=batch: group(h, end, b))
+            optimizer.zero_grad()
+            (judged.total / ROWS).backward()
+            optimizer.step()
+    with torch.no_grad():
+        after, before = (one(tokens[:1], head.logits)[0].log_softmax(-1) for one in (model, start))
+    kl = float((after.exp() * (after - before)).sum())
+    share = [float((one.exp() * WANTED).sum(-1).mean()) for one in (after, before)]
+    return share[0] / share[1], kl
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(s, marks=pytest.mark.full) for s in (1, 2))])
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_reward_grows_within_its_bound_but_for_a_fault(name, seed):
+    times, kl = learned(name, seed)
+    assert (times > TIMES and kl < BOUND) == (name == "sound"), (times, kl)
+    if name == "no KL":
+        assert times > TIMES and kl > BOUND
