@@ -12,6 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from dolmen.files import gate, kinds
+from dolmen.planning.plausible import check_cluster, check_device
 
 GIB = 2**30
 GB = 1e9
@@ -117,7 +118,7 @@ def read_device(name: str) -> Hardware:
     if unknown or not found["peak_tflops"]:
         what = f"has {unknown[0]}" if unknown else "is empty"
         raise gate.refuse(file, f"peak_tflops {what}: it must have some of {', '.join(DTYPES)}")
-    _plausible(file, found)
+    check_device(file, found)
     shares = found["efficiency"]
     return Hardware(
         file.stem,
@@ -137,26 +138,6 @@ def read_device(name: str) -> Hardware:
         round(found["reserved_gib"] * GIB),
         found.get("watts"),
     )
-
-
-def _plausible(file: Path, found: dict) -> None:
-    """Raises Refused for a device whose numbers are of different units: a V100 multiplies 139
-    numbers for each byte that it reads, a B200 281, and a CPU 5 to 50.
-    """
-    fastest = max(found["peak_tflops"].values())
-    per_byte = fastest * 1e12 / (found["memory_gb_s"] * GB)
-    if not 0.5 <= per_byte <= 10_000:
-        raise gate.refuse(
-            file,
-            f"peak_tflops {fastest:,} and memory_gb_s {found['memory_gb_s']:,} are "
-            f"{per_byte:.3g} FLOPs per byte: one of them is in another unit",
-        )
-    if found["reserved_gib"] >= found["memory_gib"]:
-        raise gate.refuse(
-            file,
-            f"reserved_gib is {found['reserved_gib']:,} of memory_gib {found['memory_gib']:,}: "
-            "nothing is left for a model",
-        )
 
 
 def read_cluster(name: str) -> Cluster:
@@ -182,9 +163,11 @@ def read_cluster(name: str) -> Cluster:
     between = _link(found["between"]) if "between" in found else None
     if between is None and nodes > 1:
         raise gate.refuse(file, f"has {nodes:,} nodes and no `between`: say what joins them")
+    device = read_device(_beside(file, found["device"]))
+    check_cluster(file, found, device.bandwidth, device.watts)
     return Cluster(
         file.stem,
-        read_device(_beside(file, found["device"])),
+        device,
         found["gpus_per_node"],
         nodes,
         _link(found["inside"]),

@@ -55,6 +55,14 @@ def test_a_wrong_name_is_answered(name, words):
         ({"memory_gib": None}, "memory_gib is null"),
         ({"memory_gb_s": 2039e9}, "memory_gb_s"),
         ({"memory_gb_s": 2.039}, "another unit"),
+        ({"memory_gib": 9000}, "memory_gib is 9,000, and 0.1 to 8,192 GiB can be"),
+        ({"memory_gb_s": 60_000}, "memory_gb_s is 60,000"),
+        ({"memory_gib": 0.5, "reserved_gib": 0.1}, "is read in 0.000263 s"),
+        ({"peak_tflops": {"bf16": 312_00}}, "peak_tflops.bf16 is 31,200"),
+        ({"multiprocessors": 6912}, "multiprocessors is 6,912"),
+        ({"efficiency": SHARES | {"product": 0.0079}}, "efficiency.product is 0.0079"),
+        ({"watts": 400_00}, "watts is 40,000"),
+        ({"launch_us": 4000}, "launch_us is 4,000, and 0 to 100 us can be"),
         ({"efficiency": SHARES | {"product": 83}}, "efficiency.product"),
         ({"reserved_gib": 80}, "nothing is left"),
         ({"launch_us": -1}, "launch_us"),
@@ -67,6 +75,28 @@ def test_an_absurd_device_is_refused_in_a_line(change, words, tmp_path):
     file.write_text(yaml.safe_dump(said))
     with pytest.raises(ValueError, match=words) as error:
         read_device(str(file))
+    assert str(error.value).startswith(str(file)) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"inside": {"gb_s": 4800, "latency_us": 6, "share": 0.8}}, "inside.gb_s is 4,800, and"),
+        ({"inside": {"gb_s": 300, "latency_us": 6e3, "share": 0.8}}, "inside.latency_us is 6,000"),
+        ({"between": {"gb_s": 2e5, "latency_us": 8, "share": 0.8}}, "between.gb_s is 200,000"),
+        ({"node_kw": 650}, "node_kw is 650, 203 times what its 8 GPUs of 400 W take"),
+        ({"gpus_per_node": 4480}, "gpus_per_node is 4,480, and 1 to 1,152 GPUs can be"),
+        ({"storage_gb_s": 5e4}, "storage_gb_s is 50,000"),
+        ({"nodes": 500_000}, "nodes is 500,000"),
+    ],
+)
+def test_an_absurd_cluster_is_refused_in_a_line(change, words, tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        yaml.safe_dump(yaml.safe_load((CLUSTERS / "dgx-a100.yaml").read_text()) | change)
+    )
+    with pytest.raises(ValueError, match=words) as error:
+        read_cluster(str(file))
     assert str(error.value).startswith(str(file)) and "\n" not in str(error.value)
 
 
