@@ -20,6 +20,7 @@ import pytest
 import torch
 import transformers
 import yaml
+from matplotlib.figure import Figure
 
 import dolmen as package
 from dolmen.checkpoint.stream import open_checkpoint
@@ -158,6 +159,8 @@ def dolmen(*words) -> Result:
         mock.patch.object(os, "_exit", end),
         # it would be measured for a quarter of a second in every run
         mock.patch.object(mfu, "matmul_peak", lambda *_: 1e12),
+        # the picture of the losses is drawn by tests/training/test_metrics.py
+        mock.patch.object(Figure, "draw", lambda *_: None),
     ):
         try:
             code = main([str(w) for w in words])

@@ -37,6 +37,9 @@ WORDING = {
     r"Missing value for argument '(\S+)'\..*": r"\1 needs a value",
 }
 BROKEN = 20  # tyro breaks no shorter value
+# of options `explain` says the text: tyro would look for it in the source of each class, at every
+# call, for a fifth of a second
+OWN_TEXTS = (tyro.conf.HelptextFromCommentsOff,)
 CHOICE = r"invalid choice ('.*') for argument '(\S+)' ?\. Expected one of \((.*)\)\."
 KINDS = {
     "{[INT [INT ...]]}": "whole numbers",
@@ -55,7 +58,10 @@ def parse(cls: type[T], argv: list[str], verb: str, default: T | None = None) ->
     try:
         with redirect_stderr(said):
             # with a `default` of None, which is none, a `cls` comes back as well
-            options = cast(T, tyro.cli(cls, args=argv, default=default, prog=f"dolmen {verb}"))
+            read = tyro.cli(
+                cls, args=argv, default=default, prog=f"dolmen {verb}", config=OWN_TEXTS
+            )
+            options = cast(T, read)
     except SystemExit as end:
         if not end.code:
             raise
