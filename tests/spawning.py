@@ -9,6 +9,7 @@ Processes are forked from a server that has imported what takes seconds and has 
 """
 
 import builtins
+import io
 import os
 import re
 import sys
@@ -34,6 +35,7 @@ PRELOAD = [
     "torch",
     "torch.distributed.tensor",
     "torch.distributed.fsdp",
+    "torch._dynamo",
     "dolmen.training.run",
 ]
 ALONE = timedelta(minutes=2)  # a rank whose peer has failed waits so long in a collective
@@ -56,6 +58,20 @@ class Row:
     def parameter(self):
         """For pytest.mark.parametrize."""
         return pytest.param(self, id=self.name, marks=[pytest.mark.full] if self.full else [])
+
+
+def made_once(make: Callable[[], Any]) -> Any:
+    """What `make()` gives, made by one rank of the joined world for all: what a row is compared
+    with takes as long as the row itself.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return make()
+    kept = io.BytesIO()
+    if dist.get_rank() == 0:
+        torch.save(make(), kept)
+    given = [kept.getvalue()]
+    dist.broadcast_object_list(given)
+    return torch.load(io.BytesIO(given[0]), weights_only=False)
 
 
 def run_rows(rows: list[Row]) -> list:

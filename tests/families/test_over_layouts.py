@@ -11,7 +11,7 @@ from zlib import crc32
 import pytest
 import torch
 from models import Tiny
-from spawning import Row
+from spawning import Row, made_once
 from table import SINGLE, VOCABULARY, Layout, Run, batches, differences, start, updates
 from tiny import CASES, config_of
 
@@ -60,7 +60,8 @@ def batch_of(tree: Tree, mesh: Mesh) -> Batch:
 
 @cache
 def alone(case: str) -> Run:
-    return first_step(model_of(case), SINGLE, Layout())
+    """All ranks call it."""
+    return made_once(lambda: first_step(model_of(case), SINGLE, Layout()))
 
 
 def compared(case: str, layout: Layout) -> dict[str, tuple[float, str]] | str:
@@ -73,15 +74,15 @@ def compared(case: str, layout: Layout) -> dict[str, tuple[float, str]] | str:
 
 
 FIRST = {(one.model_type, one.plain): case for case, one in reversed(CASES.items())}.values()
-"""Of each family one. A pipeline cuts between blocks, whatever they are: the others are cut so in
-the full tier.
+"""Of each family one, over each layout. The others are cut over tp, by heads and widths of their
+own; between blocks and over a sequence, which most of them share, in the full tier.
 """
 ROWS = [
     Row(
         f"{case}-{layout}",
         layout.world,
         partial(compared, case, replace(layout)),
-        full=layout.pp > 1 and case not in FIRST,
+        full=layout.tp == 1 and case not in FIRST,
     )
     for case in CASES
     for layout in LAYOUTS

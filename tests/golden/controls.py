@@ -24,15 +24,15 @@ from dolmen.training import step
 PLAIN, SEQUENCE, STAGES, LATER, RING = map(
     Layout.of,
     (
-        "dp2 tp2 zero1",
-        "dp2 tp2 sp zero2 acc4",
-        "pp2 dp2 acc4 zero1",
-        "pp4 acc4 zero-bubble",
-        "cp2 dp2 zero1",
+        "tp2 zero1",
+        "tp2 sp zero1 acc4",
+        "pp2 acc4 zero1",
+        "pp2 acc4 zero-bubble",
+        "cp2 zero1",
     ),
 )
 CONTEXT_EXPERTS, EXPERTS, TENSOR_EXPERTS = map(
-    Layout.of, ("dp2 cp2 ep2 zero1", "dp4 ep2 zero2 acc4", "dp2 tp2 ep2 zero1")
+    Layout.of, ("cp2 ep2 zero1", "dp4 ep2 zero2 acc4", "dp2 tp2 ep2 zero1")
 )
 CONTROLS = {
     "nothing is wrong": ("llama", SEQUENCE, lambda patch: None),
@@ -74,7 +74,7 @@ CONTROLS = {
             lambda b: Batch(b.tokens, torch.where(b.labels == IGNORED, IGNORED, b.tokens))
         ),
     ),
-    "one block's gradient halved": ("gpt2", SEQUENCE, damages.half_a_block),
+    "one block's gradient halved": ("gpt2", Layout.of("dp2 zero2 acc4"), damages.half_a_block),
     "a tied embedding's two gradients not summed": (
         "gpt2",
         STAGES,
@@ -87,7 +87,7 @@ CONTROLS = {
         LATER,
         damages.weights_of_the_last_alone,
     ),
-    "another forward computed again": ("llama", Layout.of("dp4 full"), damages.computed_otherwise),
+    "another forward computed again": ("llama", Layout.of("dp2 full"), damages.computed_otherwise),
     "keys and values not passed on": ("llama", RING, damages.unrotated),
     "pieces merged without rescaling": ("llama", RING, damages.unscaled),
     "a plain split taken for a zigzag": (

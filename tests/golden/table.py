@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from models import Flat, Tiny, build, initialize
-from spawning import Row
+from spawning import Row, made_once
 
 from dolmen.core import state
 from dolmen.core.mesh import SINGLE, Mesh
@@ -363,10 +363,10 @@ ALONE: dict[str, Run] = {}
 
 
 def alone(config: Flat | Tiny, **options) -> Run:
-    """One process: made once for all rows that are compared with it."""
+    """One process: made once for all rows that are compared with it. All ranks call it."""
     key = repr((config, sorted(options.items())))
     if key not in ALONE:
-        ALONE[key] = run(config, SINGLE, Layout(), **options)
+        ALONE[key] = made_once(lambda: run(config, SINGLE, Layout(), **options))
     return ALONE[key]
 
 

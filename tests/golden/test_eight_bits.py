@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from mechanisms import CONFIGS, adapted
 from models import Flat, Tiny
-from spawning import Row
+from spawning import Row, made_once
 from table import OPTIMIZER, SINGLE, Layout, batches, differences, hold, run, start, updates
 
 from dolmen.core.state import local_view
@@ -69,8 +69,9 @@ def watched(config: Tiny, mesh, layout: Layout, steps: int, **options):
 
 @cache
 def alone(config: Tiny, accumulation: int, steps: int):
-    """One process that computes as many sequences at once as all of dp do."""
-    return watched(config, SINGLE, Layout(accumulation=accumulation), steps, dtype=torch.float64)
+    """One process that computes as many sequences at once as all of dp do. All ranks call it."""
+    layout = Layout(accumulation=accumulation)
+    return made_once(lambda: watched(config, SINGLE, layout, steps, dtype=torch.float64))
 
 
 def unlike(mesh, got, want) -> list[str]:
@@ -112,14 +113,15 @@ def compare(config: Tiny, layout: Layout, ordered: bool, steps: int) -> tuple[di
 
 def rows(precision: str, layouts: str, name="", steps=1, **fields) -> list[Row]:
     """A row per line; after a bar `unordered`, where what is rounded comes in another order, as of
-    a pipeline, or tokens do, as of cp. Only delayed scales know of another step.
+    a pipeline, or tokens do, as of cp; and `full`, of the full tier. Only delayed scales know of
+    another step.
     """
     made = []
     for line in filter(None, map(str.strip, layouts.splitlines())):
         words, _, rest = line.partition("|")
         layout = Layout.of(words)
-        call = partial(compare, config(precision, **fields), layout, not rest, steps)
-        made.append(Row(f"{layout}-{precision}{name}", layout.world, call))
+        call = partial(compare, config(precision, **fields), layout, "unordered" not in rest, steps)
+        made.append(Row(f"{layout}-{precision}{name}", layout.world, call, "full" in rest.split()))
     return made
 
 
@@ -140,16 +142,18 @@ ROWS = [
         """
         tp2 sp zero1
         dp2 zero3
-        pp2 tp2 sp acc4 interleaved v2        | unordered
+        pp2 tp2 sp acc4 interleaved v2        | unordered full
         """,
     ),
-    *rows("fp8-tensorwise", "dp2 ep2 zero1\ndp2 zero2", ", experts", **EXPERTS),
+    *rows("fp8-tensorwise", "dp2 ep2 zero1\ndp2 zero2 | full", ", experts", **EXPERTS),
     *rows("fp8-tensorwise", "tp2 sp acc4 zero-bubble", ", adapters", adapters=True),
     *rows("fp8-rowwise", "tp2", unrounded=("weight-gradient",)),
-    *rows("fp8-rowwise", "tp2 sp selective | unordered\ncp2 acc2 | unordered\ndp2 tp2 sp zero2"),
-    *rows("fp8-rowwise", "tp2 zero1 acc2\ndp2 ep2 zero1", ", experts", **EXPERTS),
+    *rows(
+        "fp8-rowwise", "tp2 sp selective | unordered\ncp2 acc2 | unordered\ndp2 tp2 sp zero2 | full"
+    ),
+    *rows("fp8-rowwise", "tp2 zero1 acc2\ndp2 ep2 zero1 | full", ", experts", **EXPERTS),
     *rows("fp8-blockwise", "tp2 sp acc2"),
-    *rows("mxfp8", "tp2 sp zero1\ndp2 zero1", first_layers=1, format="e4m3"),
+    *rows("mxfp8", "tp2 sp zero1\ndp2 zero1 | full", first_layers=1, format="e4m3"),
     *rows("mxfp8", "tp2", ", experts", **EXPERTS),
     Row(
         "tp2 sp-fp8-tensorwise, latents", 2, partial(compare, LATENTS, Layout.of("tp2 sp"), True, 1)
@@ -330,8 +334,8 @@ def losses(config: Tiny, layout: Layout) -> list[float]:
 
 LAYOUT = Layout.of("tp2 sp zero1")
 LONG = [
-    Row(f"{LAYOUT}-{precision}", LAYOUT.world, partial(losses, config(precision), LAYOUT))
-    for precision in ("fp8-delayed", "fp8-rowwise")
+    Row(f"{LAYOUT}-{precision}", LAYOUT.world, partial(losses, config(precision), LAYOUT), full)
+    for precision, full in (("fp8-delayed", False), ("fp8-rowwise", True))
 ]
 
 
@@ -347,6 +351,7 @@ def test_losses_stay_together_over_twenty_steps(row, result):
     assert sum(off) / MANY < 3e-3, sum(off) / MANY
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_one_number_rounded_otherwise_does_as_much():
     """Why that is what two layouts may differ by: on one process, in the first step."""
