@@ -265,7 +265,13 @@ def test_options_of_dryrun_are_those_of_train_and_its_own():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", families())
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.full] * (name not in ("gpt2", "llama")))
+        for name in families()
+    ],
+)
 @pytest.mark.parametrize("old", OLD)
 def test_an_option_of_then_is_taken_or_refused_with_how_it_is_said_now(name, old):
     (word,) = model_options.in_todays_names([f"--model.{old}"], find(name))

@@ -234,11 +234,11 @@ ROWS = [
         CONFIGS["falcon-7b"],
         "falcon-7b",
         """
-        tp2
+        tp2                                 |
         tp2 sp zero1 acc4 zero-bubble
-        tp4 sp zero1
-        dp2 tp2 sp zero3 full
-        cp2 pp2 acc4 zero1
+        tp4 sp zero1                        |
+        dp2 tp2 sp zero3 full               |
+        cp2 pp2 acc4 zero1                  |
         cp2 tp2 sp gather selective
         pp2 acc4 interleaved v2 zero1  |
         dp4 zero2 acc4                 |
@@ -250,10 +250,10 @@ ROWS = [
         CONFIGS["falcon-40b"],
         "falcon-40b",
         """
-        tp2 sp acc4
+        tp2 sp acc4                         |
         tp4
-        dp2 tp2 zero2 acc4
-        cp2 pp2 acc4 gather full
+        dp2 tp2 zero2 acc4                  |
+        cp2 pp2 acc4 gather full            |
         tp2 zero1 acc4 zero-bubble     |
         dp4 zero3                      |
         cp4 tp2 sp acc2                |
@@ -273,14 +273,14 @@ ROWS = [
         CONFIGS["gemma2"],
         "gemma2",
         """
-        tp2
+        tp2                                 |
         tp2 sp zero1 acc4 zero-bubble
-        tp4 sp zero1
+        tp4 sp zero1                        |
         dp2 tp2 sp zero3 full
-        dp4 zero2 acc4
-        cp2 pp2 acc4 zero1
+        dp4 zero2 acc4                      |
+        cp2 pp2 acc4 zero1                  |
         cp2 tp2 sp gather selective
-        cp4
+        cp4                                 |
         pp2 acc4 interleaved v2 zero1  |
         pp4 acc4                       |
         cp4 gather                     |
@@ -292,20 +292,20 @@ ROWS = [
     *rows(
         CONFIGS["gemma2"],
         "gemma2, documents",
-        "cp4\ncp2 tp2 sp gather",
+        "cp4 |\ncp2 tp2 sp gather",
         steps=2,
         documents=True,
     ),
-    *rows(DROPPED["gemma2"], "gemma2, dropout", "dp2 tp2 sp zero3 acc4\ncp2 full", steps=2),
+    *rows(DROPPED["gemma2"], "gemma2, dropout", "dp2 tp2 sp zero3 acc4 |\ncp2 full", steps=2),
     *rows(
         CONFIGS["falcon-rw"],
         "falcon-rw",
         """
-        tp2 sp acc4
+        tp2 sp acc4                         |
         tp4 selective                  |
         cp2 pp2 acc4 zero1
         cp4 gather                     |
-        cp2 tp2 sp full
+        cp2 tp2 sp full                     |
         """,
     ),
     *rows(
@@ -313,10 +313,10 @@ ROWS = [
         "bloom",
         """
         tp2 sp zero1 acc4
-        tp4
-        cp2 pp2 acc4 zero1
-        cp4
-        cp4 gather
+        tp4                                 |
+        cp2 pp2 acc4 zero1                  |
+        cp4                                 |
+        cp4 gather                          |
         cp2 tp2 sp selective
         dp2 tp2 sp zero3 full          |
         pp4 acc8 zero-bubble           |
@@ -348,15 +348,17 @@ ROWS = [
         steps=2,
     ),
     *rows(CONFIGS["phi"], "phi", "pp2 dp2 zero1 acc4\ntp4 sp zero1 |", steps=2),
-    *rows(CONFIGS["bloom"], "bloom, documents", "cp4\ncp2 tp2 sp gather", steps=2, documents=True),
-    *rows(DROPPED["bloom"], "bloom, dropout", "dp2 tp2 sp zero3 acc4\ncp4", steps=2),
-    *rows(DROPPED["falcon-7b"], "falcon-7b, dropout", "dp2 tp2 sp zero3 acc4\ncp2 full", steps=2),
+    *rows(
+        CONFIGS["bloom"], "bloom, documents", "cp4 |\ncp2 tp2 sp gather", steps=2, documents=True
+    ),
+    *rows(DROPPED["bloom"], "bloom, dropout", "dp2 tp2 sp zero3 acc4\ncp4 |", steps=2),
+    *rows(DROPPED["falcon-7b"], "falcon-7b, dropout", "dp2 tp2 sp zero3 acc4 |\ncp2 full", steps=2),
     *rows(
         CONFIGS["opt-350m"],
         "opt-350m",
         """
         tp2 sp zero1 acc4 zero-bubble
-        dp2 tp2 sp zero3 full
+        dp2 tp2 sp zero3 full               |
         pp4 acc8 zero-bubble           |
         cp2 pp2 acc4 zero1             |
         cp2 tp2 sp gather selective    |
@@ -373,24 +375,24 @@ ROWS = [
         acc2 full
         zero1 acc4 zero-bubble
         zero3 acc4                          |
-        tp2
-        tp2 sp zero1 acc4
+        tp2                                 |
+        tp2 sp zero1 acc4                   |
         tp2 selective                       |
         tp2 sp zero1 full                   |
         tp2 sp acc4 zero-bubble
-        cp2
+        cp2                                 |
         cp2 gather zero3 acc4
         pp2 acc4 interleaved v2 zero1       |
         pp2 acc4 zero-bubble-v v2 zero2
-        dp2 ep2 zero1
+        dp2 ep2 zero1                       |
         cp2 ep2 zero2 acc2                  |
-        tp4 sp zero1
+        tp4 sp zero1                        |
         cp4                                 |
-        cp2 tp2 sp acc4
-        dp2 tp2 sp zero3
+        cp2 tp2 sp acc4                     |
+        dp2 tp2 sp zero3                    |
         dp4 ep4 zero3 acc2                  |
         dp2 tp2 sp ep2 zero2
-        pp2 tp2 sp acc4 interleaved v2
+        pp2 tp2 sp acc4 interleaved v2      |
         pp2 dp2 ep2 acc4 zero-bubble zero1  |
         """,
     ),
@@ -398,11 +400,11 @@ ROWS = [
         CONFIGS["deepseek-v2"],
         "deepseek-v2",
         """
-        tp2
+        tp2                                 |
         tp2 sp acc4 zero-bubble
         cp2                                 |
         tp4                                 |
-        cp2 tp2 sp full
+        cp2 tp2 sp full                     |
         pp2 dp2 ep2 acc4 zero1
         """,
     ),
@@ -430,7 +432,7 @@ ROWS = [
         "gpt-oss",
         """
         dp2 tp2 sp ep2 zero2
-        dp4 ep2 zero3 acc2
+        dp4 ep2 zero3 acc2                  |
         tp2 acc4 zero-bubble           |
         cp2 tp2 ep2                    |
         """,
@@ -445,10 +447,10 @@ ROWS = [
         acc4 zero-bubble
         zero3 acc2 full
         tp2 sp acc4 zero-bubble
-        tp4
-        pp2 dp2 acc4 zero1
+        tp4                                 |
+        pp2 dp2 acc4 zero1                  |
         dp2 tp2 sp zero3 acc4
-        cp2 dp2 zero2 acc4
+        cp2 dp2 zero2 acc4                  |
         pp4 acc4 zero-bubble
         """,
     ),
@@ -464,7 +466,7 @@ ROWS = [
         "falcon-40b, adapters",
         """
         tp2 sp acc4
-        dp4 zero0
+        dp4 zero0                           |
         """,
     ),
     # of latents and of experts
@@ -473,10 +475,10 @@ ROWS = [
         "deepseek-v3, adapters",
         """
         tp2 sp zero1 acc4
-        cp2 gather zero3 acc4
+        cp2 gather zero3 acc4               |
         dp2 tp2 sp ep2 zero2
-        pp2 dp2 ep2 acc4 zero-bubble zero1
-        dp2 tp2 ep2 zero3
+        pp2 dp2 ep2 acc4 zero-bubble zero1  |
+        dp2 tp2 ep2 zero3                   |
         """,
     ),
     # what is frozen in eight bits
@@ -505,9 +507,9 @@ ROWS = [
         "sinks",
         """
         tp2 sp zero1 acc4
-        cp2 pp2 acc4 zero1
+        cp2 pp2 acc4 zero1                  |
         cp2 tp2 sp gather selective
-        dp2 tp2 sp zero3 full
+        dp2 tp2 sp zero3 full               |
         cp4                     |
         tp4                     |
         pp2 acc4 zero-bubble    |
@@ -519,7 +521,7 @@ ROWS = [
         CONFIGS["prefix"],
         "prefix",
         """
-        cp2 pp2 acc4 zero1
+        cp2 pp2 acc4 zero1                  |
         cp2 tp2 sp gather
         cp4                    |
         dp2 tp2 sp zero3 full  |

@@ -264,7 +264,7 @@ OBJECTIVES = [
         """
         tp2 sp zero1 acc4
         cp2 pp2 acc4 zero1
-        dp4 zero3
+        dp4 zero3                     |
         pp2 acc4 zero-bubble          |
         """,
     ),
@@ -272,7 +272,7 @@ OBJECTIVES = [
         "chats",
         """
         cp2 pp2 acc4 zero1
-        dp2 tp2 sp zero3
+        dp2 tp2 sp zero3              |
         tp2 acc4 zero-bubble          |
         cp4 gather                    |
         dp4 zero3 acc2                |
@@ -287,8 +287,8 @@ OBJECTIVES = [
         pp2 acc4 zero-bubble-v v2 zero2 |
         cp4 gather                    |
         dp4 zero3 acc2                |
-        cp2 tp2 sp acc4
-        dp2 tp2 sp zero3
+        cp2 tp2 sp acc4               |
+        dp2 tp2 sp zero3              |
         pp2 dp2 acc4 zero3
         cp2 dp2 zero2 full            |
         pp2 dp2 tp2 sp acc4 zero3     |
@@ -302,19 +302,19 @@ OBJECTIVES = [
         """
         tp2 sp zero1 acc4 zero-bubble
         cp2 pp2 acc4 zero1
-        dp2 tp2 sp zero3
+        dp2 tp2 sp zero3              |
         cp4                           |
         pp2 dp2 tp2 sp acc4 zero3     |
         """,
     ),
-    *rows("rewards", "cp2 pp2 acc4 zero1\ndp2 tp2 sp zero3\ncp4 gather |"),
+    *rows("rewards", "cp2 pp2 acc4 zero1\ndp2 tp2 sp zero3 |\ncp4 gather |"),
     *rows("orpo", "cp2 tp2 sp acc4\npp2 dp2 acc4 zero3 |"),
     *rows("undecided", "cp2 tp2 sp acc4\npp2 dp2 acc4 zero3 |"),
     *rows(
         "filling",
         """
         tp2 sp zero1 acc4
-        dp2 tp2 zero3
+        dp2 tp2 zero3                 |
         cp2 pp2 acc4 zero1
         tp2 acc4 zero-bubble          |
         cp4 gather                    |

@@ -38,7 +38,7 @@ DROPPING = rows(
     tp4 sp selective
     dp4 acc2            |
     cp2 pp2 acc4
-    cp4 gather full
+    cp4 gather full     |
     """,
 )
 # two steps of new rows alone, and one of all; of 71 rows a rank of tp has old ones alone
@@ -47,7 +47,7 @@ NEW_ROWS = rows(
     "llama",
     """
     dp2 tp2 sp zero3
-    dp4 zero1
+    dp4 zero1        |
     """,
     new_rows=NewRows(50, 2),
 ) + rows(FAMILIES["gpt2"], "gpt2", "pp2 acc4", new_rows=NewRows(50, 2))
@@ -56,7 +56,7 @@ PACKED = rows(
     "llama",
     """
     cp4
-    cp2 pp2 acc4 zero1 full
+    cp2 pp2 acc4 zero1 full |
     """,
     steps=2,
     documents=True,
@@ -65,7 +65,7 @@ PACKED = rows(
     "gpt2",
     """
     cp2 tp2 sp gather
-    dp2 tp2 zero2
+    dp2 tp2 zero2           |
     """,
     steps=2,
     documents=True,
@@ -76,15 +76,15 @@ WINDOWED = rows(
     """
     cp2
     cp2 gather zero3 acc4
-    tp2 sp zero1
+    tp2 sp zero1        |
     pp2 acc4            |
-    cp4
+    cp4                 |
     cp4 gather          |
     cp2 pp2 acc4 zero1
     cp2 tp2 sp full     |
     """,
     steps=2,
-) + rows(WINDOW, "window, documents", "cp4\ncp2 dp2 gather zero2", steps=2, documents=True)
+) + rows(WINDOW, "window, documents", "cp4\ncp2 dp2 gather zero2 |", steps=2, documents=True)
 SEEDED = rows(DROPOUT, "gpt2", "dp2 tp2 sp zero3 acc4", steps=2, seed=OTHER_SEED) + rows(
     replace(EXPERTS, dropout=0.2), "experts", "pp2 dp2 ep2 acc4 zero1", steps=2, seed=OTHER_SEED
 )
@@ -125,9 +125,9 @@ VALIDATED = [
     validation("qwen3-moe", "dp2 ep2 zero1"),
     validation("window", "cp2 gather", full=True),
     validation("llama", "pp2 acc4 zero-bubble-v v2 zero2", full=True),
-    validation("gpt2", "cp2 pp2 acc4 zero1"),
-    validation("qwen3-moe", "cp2 dp2 ep4 zero1"),
+    validation("gpt2", "cp2 pp2 acc4 zero1", full=True),
+    validation("qwen3-moe", "cp2 dp2 ep4 zero1", full=True),
     validation("llama", "cp4", full=True),
-    validation("gpt2", "dp2 tp2 sp zero3"),
+    validation("gpt2", "dp2 tp2 sp zero3", full=True),
     validation("qwen3-moe", "pp2 dp2 ep2 acc4 zero-bubble zero1"),
 ]

@@ -61,7 +61,10 @@ LLAMA = Flat(**SIZES, num_key_value_heads=4, intermediate_size=FFN)
 # one key-value head: whole on every rank
 QWEN = replace(LLAMA, num_key_value_heads=1, qk_norm=True)
 KINDS = ("none", "selective", "full")
-SPLITS = [(1, False), *((tp, sequence) for tp in (2, 4, 8) for sequence in (False, True))]
+SPLITS = [
+    pytest.param(tp, sequence, marks=[pytest.mark.full] * (tp in (2, 8)))
+    for tp, sequence in ((1, False), *((tp, sp) for tp in (4, 2, 8) for sp in (False, True)))
+]
 
 
 @pytest.fixture(scope="module", autouse=True)

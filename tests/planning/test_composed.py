@@ -61,7 +61,9 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(n, marks=[pytest.mark.full] * (n > 2)) for n in range(20)]
+)
 def test_the_sum_of_pieces_is_the_whole_step(seed, folder):
     """At rest, every row with what is held after it and while it runs, and the peak by kind."""
     run = drawn(seed)
