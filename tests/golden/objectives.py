@@ -65,7 +65,7 @@ KINDS = {
     # answers that were drawn: means over rows, over tokens, and ratios of whole answers
     "grpo": Kind(FAMILIES["llama"], Group(beta=0.1, temperature=0.7)),
     "dapo": Kind(FAMILIES["gpt2"], Group("dapo", clip_high=0.28, beta=0.1)),
-    "undecided": Kind(FAMILIES["llama"], Undecided(entropy_coef=0.3, temperature=0.7)),
+    "undecided": Kind(FAMILIES["llama"], Undecided(beta=0.1, entropy_coef=0.3, temperature=0.7)),
     "gspo": Kind(FAMILIES["llama"], Group("gspo", "sequence", beta=0.1)),
     # the two models of PPO
     "policy": Kind(FAMILIES["llama"], Clipped(dual_clip=1.5, temperature=0.7)),
