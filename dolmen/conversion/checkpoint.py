@@ -23,7 +23,7 @@ from dolmen.core.words import counted
 from dolmen.families import Model, compared, completed
 from dolmen.files.safetensors import Spec
 from dolmen.model.tree import Adapter, Tree
-from dolmen.model.tree.adapter import scale_of
+from dolmen.model.tree.adapter import magnitude_of, scale_of
 from dolmen.ops import int8
 from dolmen.parallel import product, tensor
 
@@ -42,6 +42,8 @@ class RunCheckpoint(WeightsAlone):
     own: Model
     """That it was trained as; `model` may be another one, to which its weights are given."""
     checkpoint: stream.Checkpoint
+    init: str | None
+    """The model that its run began with."""
 
     @property
     def where(self) -> Path:
@@ -130,7 +132,14 @@ class RunCheckpoint(WeightsAlone):
         if self.adapter is None or name not in self.adapter.targets:
             return weight
         down, up = (self.checkpoint.read(f"{KIND}{one}") for one in self.adapter.pair(name))
-        return tensor.Adapter(down, up, self.adapter.scale).merged(weight)
+        lengths = None
+        if self.adapter.kind == "dora":
+            lengths = self.of_adapter(magnitude_of(name))
+        return tensor.Adapter(down, up, self.adapter.scale, lengths).merged(weight)
+
+    def of_adapter(self, name: str) -> Shaped[Tensor, "*whole"]:
+        """A matrix of an adapter, by its name."""
+        return self.checkpoint.read(f"{KIND}{name}")
 
     def _differences(self) -> str:
         """What was asked of the model that the checkpoint is not of."""
@@ -170,7 +179,7 @@ def opened(folder: Path, model: Model | None = None) -> RunCheckpoint:
         own = _made(own, _tokenizer(folder))
     model, adapter = model or own, training.adapter
     tree = replace(training, adapter=None).applied(model.tree)
-    return RunCheckpoint(model, tree, adapter, kept.step, own, checkpoint)
+    return RunCheckpoint(model, tree, adapter, kept.step, own, checkpoint, kept.run.get("init"))
 
 
 def _made(model: Model, tokenizer: Path | None) -> Model:

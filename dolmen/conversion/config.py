@@ -20,6 +20,8 @@ class ExportConfig:
     """Type of the tensors. Default: that of config.json, of a run that of the model it started
     from, else float32.
     """
+    adapters: bool = False
+    """Of a run with adapters write these alone, as PEFT does, without the model."""
 
     def __post_init__(self):
         refuse_empty("to", self.to)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from rich.progress import MofNCompleteColumn
 
-from dolmen.conversion import beside, division, hf_export, proof, unfinished
+from dolmen.conversion import beside, division, hf_export, peft, proof, unfinished
 from dolmen.conversion.config import ConvertConfig
 from dolmen.conversion.hf import stated_dtype
 from dolmen.conversion.megatron import dist_export, export, names
@@ -134,11 +134,16 @@ class Proof:
         return Proof, (self.conversion, self.folder, self.words)
 
 
-def export_model(source: str | Path, to: Path, dtype: str | None = None) -> str:
-    """Stream `source`, whatever it is, to `to`, a transformers directory; what it was. Raises
-    ValueError, KeyError or OSError.
+def export_model(
+    source: str | Path, to: Path, dtype: str | None = None, adapters: bool = False
+) -> str:
+    """Stream `source`, whatever it is, to `to`, a transformers directory, or its adapters alone to
+    one of PEFT's; what it was. Raises ValueError, KeyError or OSError.
     """
     opened = open_source(source)
+    if adapters:
+        peft.write(opened, to, DTYPES[dtype or "float32"])
+        return f"the adapters of {opened.title}"
     unknown.warn(opened.model)
     wanted = DTYPES[dtype] if dtype else stated_dtype(opened.model)
     _state(opened, "hf")

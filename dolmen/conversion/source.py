@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dolmen.conversion import checkpoint, hf, meta, sat, unfinished
+from dolmen.conversion import checkpoint, hf, meta, peft, sat, unfinished
 from dolmen.conversion.megatron import dist, folders
 from dolmen.conversion.megatron import source as megatron
 from dolmen.conversion.moments import Moments, Tensors
@@ -110,6 +110,15 @@ class Format:
     """
 
 
+def _adapted(folder: Path, model: Model | None, vocab_size: int | None) -> Source:
+    """Adapters of PEFT's, with the model that they name: once, as that may name no other."""
+    named = hf.resolve_model(peft.base(folder))
+    if peft.found(named):
+        raise ValueError(f"{folder} names {named} as its model, which is a folder of adapters too")
+    base = open_source(named, model, vocab_size)
+    return peft.Adapted(folder, base, peft.read(folder, base.model))
+
+
 FORMATS = (
     # before the next: a config.json lies beside what we write
     Format(
@@ -148,6 +157,7 @@ FORMATS = (
         lambda folder: folder,
         lambda folder, model, _: meta.opened(folder, model),
     ),
+    Format("adapters of PEFT (adapter_config.json)", peft.found, lambda folder: folder, _adapted),
 )
 
 

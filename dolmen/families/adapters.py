@@ -39,6 +39,14 @@ class AdapterConfig:
     """How the weights that are frozen are held. whole: as trained ones would be. int8: matrices of
     layers, experts too, in eight bits with a scale per output, a quarter of the memory.
     """
+    scaling: Literal["rank", "root"] = "rank"
+    """What alpha is divided by. root: the square root of the rank (rsLoRA, PEFT's use_rslora), so
+    that a high rank learns no slower.
+    """
+    kind: Literal["lora", "dora"] = "lora"
+    """lora: B A x is added. dora: the length of each output's row is trained by itself too, and B A
+    turns the row alone (2402.09353).
+    """
 
     def __post_init__(self):
         asked = [f.name for f in fields(self) if getattr(self, f.name) != f.default]
@@ -69,7 +77,7 @@ class AdapterConfig:
                 f"adapter.rank is {self.rank}: no matrix of adapter.targets has a rank over "
                 f"{highest}; set --adapter.rank {highest} or less, such as 8"
             )
-        return Adapter(self.rank, self.alpha, names, self.frozen)
+        return Adapter(self.rank, self.alpha, names, self.frozen, self.scaling, self.kind)
 
 
 def targets(model: Model, names: Collection[str]) -> frozenset[str]:

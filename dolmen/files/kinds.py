@@ -55,6 +55,24 @@ SAMPLING = Object(
 CONFIG = Kind(Object(required={"model_type": NAME}), size=16 * MIB)
 GENERATION_CONFIG = Kind(Object(optional=SPECIAL_TOKENS), size=16 * MIB)
 
+# Of adapters as PEFT writes them, what we read.
+ADAPTER_CONFIG = Kind(
+    Object(
+        required={
+            "peft_type": NAME,
+            "r": Int(1, 2**16),
+            "lora_alpha": Real(0, 2**24, above=True),
+        },
+        optional={
+            "base_model_name_or_path": optional(NAME),
+            "use_rslora": optional(Flag()),
+            "use_dora": optional(Flag()),
+            "bias": NAME,
+        },
+    ),
+    size=MIB,
+)
+
 # safetensors. An index names 140,000 tensors for the largest models with experts, 15 MB.
 INDEX = Kind(Object(required={"weight_map": Map(Text(longest=255))}), size=256 * MIB, depth=8)
 STORED = Object(

@@ -17,7 +17,7 @@ from dolmen.model.layout import Layout
 from dolmen.model.split import split
 from dolmen.model.training import Training
 from dolmen.model.tree import Tree
-from dolmen.model.tree.adapter import scale_of
+from dolmen.model.tree.adapter import magnitude_of, scale_of
 from dolmen.ops import int8
 from dolmen.ops.kernels import Hardware, Kernels, choose
 from dolmen.parallel import data, gathered
@@ -125,7 +125,7 @@ def initialize(model: Decoder, seed: int, loaded: Collection[str] = ()) -> None:
             if name in loaded:
                 continue
             leaf = model.tree.leaves[name]
-            if leaf.int8:
+            if leaf.int8 or magnitude_of(name) in model.tree.leaves:
                 whole = torch.empty(leaf.shape, device=p.device)
                 _begin(whole, name, seed, model.tree)
                 _write(model, name, whole)
@@ -151,7 +151,8 @@ def _begin(p: Tensor, name: str, seed: int, tree: Tree) -> None:
 def load(model: nn.Module, stream: Callable[[Callable[[str, Tensor], None]], None]) -> None:
     """Fill the model from `stream`, which calls write(name, full tensor) for every parameter, one
     tensor at a time; of one that is held in eight bits what it is rounded from, with the scale
-    that follows from it, or both as they are.
+    that follows from it, or both as they are. DoRA's lengths follow from a weight, until they are
+    written.
     """
     with torch.no_grad():
         stream(lambda name, value: _write(model, name, value))
@@ -159,7 +160,14 @@ def load(model: nn.Module, stream: Callable[[Callable[[str, Tensor], None]], Non
 
 def _write(model: nn.Module, name: str, value: Tensor) -> None:
     p = model.get_parameter(name)
+    lengths = value
     if p.dtype == torch.int8 and value.is_floating_point():
         value, scale = int8.quantise(value)
         state.write_region(model.get_parameter(scale_of(name)), scale)
+        lengths = int8.restored(value, scale)
     state.write_region(p, value)
+    if isinstance(model, Decoder) and magnitude_of(name) in model.tree.leaves:
+        if lengths.is_floating_point():  # else they come as they are
+            magnitude = model.get_parameter(magnitude_of(name))
+            wide = torch.promote_types(lengths.dtype, torch.promote_types(p.dtype, torch.float32))
+            state.write_region(magnitude, lengths.to(wide).norm(dim=-1))

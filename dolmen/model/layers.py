@@ -63,12 +63,16 @@ class Parameters(nn.Module):
     bias: nn.Parameter | None
     lora_A: nn.Parameter | None
     lora_B: nn.Parameter | None
+    lora_magnitude: nn.Parameter | None
     weight_scale: nn.Parameter | None
 
     def __init__(self, leaves: Leaves):
         super().__init__()
-        self.bias = self.lora_A = self.lora_B = self.weight_scale = None
+        self.bias = self.lora_A = self.lora_B = self.lora_magnitude = self.weight_scale = None
         self.lora_scale = leaves["lora_B"].scale if "lora_B" in leaves else 1.0
+        cuts = leaves["weight"].cuts if "lora_B" in leaves else ()
+        inputs = len(leaves["weight"].shape) - 1 if "lora_B" in leaves else 0
+        self.over_inputs = any(cut.axis == "tp" and cut.dim == inputs for cut in cuts)
         self.rounding = rounding(leaves["weight"]) if "weight" in leaves else None
         for name, leaf in leaves.items():
             made = torch.empty(leaf.shape, dtype=torch.int8 if leaf.int8 else None)
@@ -79,7 +83,9 @@ class Parameters(nn.Module):
         bias = None if self.bias is None else mine(self.bias)
         adapter = None
         if self.lora_A is not None and self.lora_B is not None:
-            adapter = Adapter(local(self.lora_A), mine(self.lora_B), self.lora_scale)
+            length = None if self.lora_magnitude is None else mine(self.lora_magnitude)
+            down, up = local(self.lora_A), mine(self.lora_B)
+            adapter = Adapter(down, up, self.lora_scale, length, self.over_inputs)
         scale = None if self.weight_scale is None else mine(self.weight_scale)
         return Linear(mine(self.weight), bias, adapter, self.rounding, scale)
 

@@ -76,9 +76,34 @@ class Adapter(NamedTuple):
     where torch 2.13 compiles two products and their sum for a CPU.)
     """
 
+    magnitude: Float[Tensor, "*experts out"] | None = None
+    """Of DoRA, the length of each row of the weight."""
+    over_inputs: bool = False
+    """Whether tp cuts the inputs of the weight, so that a rank has a part of each row."""
+
     def merged(self, weight: Float[Tensor, "*experts out in"]) -> Float[Tensor, "*experts out in"]:
-        """W + scale B A, the one weight that computes the same."""
-        return weight + self.scale * (self.up @ self.down)
+        """W + scale B A, its rows of DoRA's lengths, the one weight that computes the same. Of
+        whole rows.
+        """
+        gain = self.gain(weight)
+        turned = weight + self.scale * (self.up @ self.down)
+        return turned if gain is None else turned * gain.unsqueeze(-1).to(turned.dtype)
+
+    def gain(
+        self, weight: Float[Tensor, "*experts out in"], tp: Axis | None = None
+    ) -> Float[Tensor, "*experts out"] | None:
+        """What DoRA multiplies the outputs of W + scale B A by, in fp32 or wider: their lengths are
+        constants in the gradient. None of an adapter without. `tp` adds up rows that it cuts.
+        """
+        if self.magnitude is None:
+            return None
+        with torch.no_grad():
+            wide = torch.promote_types(weight.dtype, torch.float32)
+            turned = weight.to(wide) + self.scale * (self.up.to(wide) @ self.down.to(wide))
+            squares = turned.square().sum(-1)
+            if self.over_inputs and tp is not None:
+                squares = collectives.reduce_scalar(squares, tp)
+        return self.magnitude.to(wide) / squares.sqrt()
 
 
 class Linear(NamedTuple):
@@ -92,11 +117,13 @@ class Linear(NamedTuple):
     scale: Float[Tensor, "*experts out"] | None = None
     """Of a frozen weight in eight bits (ops/int8.py)."""
 
+    def whole(self, dtype: torch.dtype) -> Float[Tensor, "*experts out in"]:
+        """The weight alone, as numbers of a dtype."""
+        return self.weight if self.scale is None else int8.restored(self.weight, self.scale, dtype)
+
     def merged(self, dtype: torch.dtype) -> Float[Tensor, "*experts out in"]:
         """The weight that x of a dtype is multiplied by, the adapter's part with it."""
-        weight = self.weight
-        if self.scale is not None:
-            weight = int8.restored(weight, self.scale, dtype)
+        weight = self.whole(dtype)
         return weight if self.adapter is None else self.adapter.merged(weight)
 
 
@@ -372,7 +399,13 @@ def _linear(
 def _made(
     x: Tensor, linears: Sequence[Linear], tp: TensorParallel, enters: bool
 ) -> tuple[Tensor, ...]:
-    weights, biases = [one.weight for one in linears], [one.bias for one in linears]
+    weights = [one.weight for one in linears]
+    # of DoRA the gain comes before the bias
+    gains = [
+        None if one.adapter is None else one.adapter.gain(one.whole(x.dtype), tp.axis)
+        for one in linears
+    ]
+    biases = [one.bias if gain is None else None for one, gain in zip(linears, gains, strict=True)]
     adapters = [(i, one.adapter) for i, one in enumerate(linears) if one.adapter is not None]
     downs = [adapter.down for _, adapter in adapters]
     none = [None] * len(downs)
@@ -384,7 +417,15 @@ def _made(
     for (i, adapter), h in zip(adapters, hs, strict=True):
         (up,) = _multiplied(h * adapter.scale, [adapter.up], [None], [None], tp, enters=False)
         ys[i].add_(up)  # the product just made, which nothing else reads
-    return ys
+    return tuple(
+        y if gain is None else _gained(y, gain, one.bias)
+        for y, gain, one in zip(ys, gains, linears, strict=True)
+    )
+
+
+def _gained(y: Tensor, gain: Tensor, bias: Tensor | None) -> Tensor:
+    y = y * gain.to(y.dtype)
+    return y if bias is None else y + bias
 
 
 # A compiled block ends before products of eight bits and begins again behind them: what delayed

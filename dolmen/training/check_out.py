@@ -190,4 +190,6 @@ def _of_adapter(adapter: Adapter | None) -> dict:
         "alpha": adapter.alpha,
         "targets": sorted(targets),
         "frozen": adapter.frozen,
+        "scaling": adapter.scaling,
+        "kind": adapter.kind,
     }

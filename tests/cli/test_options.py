@@ -131,7 +131,7 @@ LAYOUT = """
     layout.recompute layout.recompute-layers layout.reduction
 """
 AFTER = f"""
-    adapter.rank adapter.alpha adapter.targets adapter.frozen {LAYOUT}
+    adapter.rank adapter.alpha adapter.targets adapter.frozen adapter.scaling adapter.kind {LAYOUT}
     data.path data.tokenizer data.end-of-text data.text-field data.cache data.workers
     data.document-mask data.no-document-mask data.validation data.validation-fraction
     data.order data.masked-fraction data.rows data.template data.train-on data.packing
@@ -186,7 +186,7 @@ SAMPLING = (
     "presence-penalty frequency-penalty logit-bias"
 )
 OTHERS = {
-    "export": "help to dtype",
+    "export": "help to dtype adapters no-adapters",
     "convert": "help to tp pp virtual-stages ep spec dtype vocab-size processes",
     "verify": "help against length device layout.tp",
     "diff": (

@@ -455,6 +455,14 @@ def read_tokenizer(file: Path) -> Any:
     return content
 
 
+ADAPTER_CONFIG = {
+    "peft_type": "LORA",
+    "r": 8,
+    "lora_alpha": 16,
+    "use_rslora": False,
+    "bias": "none",
+    "base_model_name_or_path": "model",
+}
 TOKENIZER_CONFIG = {
     "tokenizer_class": "PreTrainedTokenizerFast",
     "eos_token": "<|end|>",
@@ -493,6 +501,9 @@ SUBJECTS = {
     ),
     "special_tokens_map.json": json_subject(
         "special_tokens_map.json", kinds.SPECIAL_TOKENS_MAP, {"eos_token": "<|end|>"}
+    ),
+    "adapter_config.json": json_subject(
+        "adapter_config.json", kinds.ADAPTER_CONFIG, ADAPTER_CONFIG
     ),
     "config.yaml": Subject(writes("run.yaml", RUN.encode()), read_run, same_run),
     "config.yaml of a run": Subject(

@@ -206,12 +206,17 @@ ROUTED = ("deepseek-v2", "deepseek-v3", "qwen2-moe", "gpt-oss")
 CONFIGS |= {name: replace(CONFIGS[name], training=FELT) for name in ROUTED}
 
 
-def adapted(config: Tiny, frozen: Literal["whole", "int8"] = "whole", **training) -> Tiny:
+def adapted(
+    config: Tiny,
+    frozen: Literal["whole", "int8"] = "whole",
+    kind: Literal["lora", "dora"] = "lora",
+    **training,
+) -> Tiny:
     """Frozen, with adapters on every matrix. Their products are felt: 4 times as large as they are,
     and as large again as rank 3 of 32 leaves them.
     """
     weights = (n for n, leaf in config.tree.leaves.items() if leaf.role in ADAPTED)
-    adapter = Adapter(rank=3, alpha=12.0, targets=frozenset(weights), frozen=frozen)
+    adapter = Adapter(rank=3, alpha=12.0, targets=frozenset(weights), frozen=frozen, kind=kind)
     return replace(config, training=replace(config.training, adapter=adapter, **training))
 
 
@@ -226,6 +231,8 @@ ADAPTED_CONFIGS = {
     "falcon-40b, adapters": adapted(CONFIGS["falcon-40b"]),
     "deepseek-v3, adapters": adapted(CONFIGS["deepseek-v3"]),
     "qwen3, int8 adapters": adapted(Tiny(FAMILIES["qwen3"].tree), "int8"),
+    "deepseek-v3, dora int8": adapted(CONFIGS["deepseek-v3"], "int8", "dora"),
+    "qwen3, dora": adapted(Tiny(FAMILIES["qwen3"].tree), kind="dora"),
     "deepseek-v3, int8 adapters": adapted(CONFIGS["deepseek-v3"], "int8"),
 }
 
@@ -479,6 +486,25 @@ ROWS = [
         dp2 tp2 sp ep2 zero2
         pp2 dp2 ep2 acc4 zero-bubble zero1  |
         dp2 tp2 ep2 zero3                   |
+        """,
+    ),
+    # lengths of rows that tp cuts, of experts too
+    *rows(
+        ADAPTED_CONFIGS["qwen3, dora"],
+        "qwen3, dora",
+        """
+        dp2 tp2 sp zero3 acc4
+        tp4                           |
+        pp2 dp2 acc4 zero1            |
+        tp2 sp acc4 zero-bubble       |
+        """,
+    ),
+    *rows(
+        ADAPTED_CONFIGS["deepseek-v3, dora int8"],
+        "deepseek-v3, dora int8",
+        """
+        dp2 tp2 sp ep2 zero2          |
+        pp2 dp2 ep2 acc4 zero1        |
         """,
     ),
     # what is frozen in eight bits

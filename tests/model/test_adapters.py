@@ -306,6 +306,52 @@ def test_without_a_rank_there_are_none():
 
 
 @pytest.mark.parametrize("name", MODELS)
+def test_dora_is_the_weight_whose_rows_it_turns(name):
+    """Logits in float64, and gradients of lengths, against the one weight m (W + s B A) / |.| with
+    its norm a constant; a model begins as it was.
+    """
+    whole = adapted(MODELS[name])
+    form = replace(whole.training.adapter, kind="dora")
+    felt = replace(whole, training=Training(adapter=form))
+    began = build(felt, SINGLE, dtype=torch.float64)
+    initialize(began, 0)
+    plain = build(MODELS[name], SINGLE, dtype=torch.float64)
+    initialize(plain, 0)
+    with torch.no_grad():
+        before, now = (m(tokens(), head.logits) for m in (plain, began))
+    assert (before - now).abs().max() <= 1e-13 * before.abs().max()
+    model = made(felt)
+    parts = dict(model.named_parameters())
+    lengths = {n: p for n, p in parts.items() if n.endswith("lora_magnitude")}
+    assert len(lengths) == len(form.targets)
+    with torch.no_grad():
+        for p in lengths.values():
+            p.mul_(torch.rand(p.shape, dtype=p.dtype) + 0.5)
+        for n, p in parts.items():
+            if n.endswith(".bias"):  # they begin at 0, and the gain is not theirs
+                p.normal_(0.0, 0.3)
+                plain.get_parameter(n).copy_(p)
+    turned = {}
+    for n, m in lengths.items():
+        weight = n.removesuffix("lora_magnitude") + "weight"
+        down, up = (parts[one] for one in Adapter.pair(weight))
+        row = (parts[weight] + ALPHA / RANK * up @ down).detach()
+        turned[weight] = row / row.norm(dim=-1, keepdim=True), m.detach()[..., None]
+    with torch.no_grad():
+        for weight, (direction, length) in turned.items():
+            plain.get_parameter(weight).copy_(direction * length)
+    for one in (model, plain):
+        one(tokens(2), head.loss_of(tokens(2))).backward()
+    with torch.no_grad():
+        got, want = (m(tokens(), head.logits) for m in (model, plain))
+    assert (got - want).abs().max() <= 1e-12 * want.abs().max()
+    for weight, (direction, _) in turned.items():
+        mine = parts[weight.removesuffix("weight") + "lora_magnitude"].grad
+        theirs = (plain.get_parameter(weight).grad * direction).sum(-1)
+        assert (mine - theirs).abs().max() <= 1e-11 * theirs.abs().max(), weight
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_a_frozen_weight_in_eight_bits_is_its_restored_one(name):
     """Logits and gradients in float64, against the model whose weights are what the payloads and
     scales stand for, in closed form: round(127 w / amax) amax / 127 of each output.

@@ -7,10 +7,16 @@ has its own A and B. How they lie on axes follows from W: what cuts its outputs 
 its inputs cuts A, and the other of the two sees a part of the heads or columns, so its gradient is
 a partial sum over tp (dolmen/parallel/tensor.py).
 
+DoRA (Liu et al., 2402.09353) trains the length of each output's row by itself, beside the direction
+that B A turns it to; the length of what is turned is a constant in the gradient (section 4.3):
+
+    y = m (W x + scale B A x) / |W + scale B A|        m [out], begins as the lengths of W's rows
+
 What is frozen may be held in eight bits (ops/int8.py): matrices of layers and of experts, those
 without an adapter too. A weight [out, in] has a scale [out] then, which lies as its outputs do.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -31,11 +37,14 @@ class Adapter:
     targets: frozenset[str]
     frozen: Literal["whole", "int8"] = "whole"
     """How what is frozen is held."""
+    scaling: Literal["rank", "root"] = "rank"
+    """What alpha is divided by: the rank, or its square root (rsLoRA, 2312.03732)."""
+    kind: Literal["lora", "dora"] = "lora"
 
     @property
     def scale(self) -> float:
         """What B A x is multiplied by."""
-        return self.alpha / self.rank
+        return self.alpha / (self.rank if self.scaling == "rank" else math.sqrt(self.rank))
 
     def beside(self, leaves: Leaves) -> Leaves:
         """The parameters of a model, frozen, and those of the adapters, each after its weight.
@@ -52,6 +61,8 @@ class Adapter:
             if name in self.targets:
                 down, up = self.pair(name)
                 found |= {down: self.down(leaf), up: self.up(leaf)}
+                if self.kind == "dora":
+                    found[magnitude_of(name)] = self.magnitude(leaf)
         return found
 
     @staticmethod
@@ -59,6 +70,19 @@ class Adapter:
         """The names of A and B of a weight."""
         module = weight.removesuffix("weight")
         return f"{module}lora_A", f"{module}lora_B"
+
+    def magnitude(self, weight: Leaf) -> Leaf:
+        """Of DoRA, the lengths of the rows of a weight: a gain, which as that of a norm does not
+        decay.
+        """
+        inputs = len(weight.shape) - 1
+        return Leaf(
+            weight.shape[:-1],
+            "norm",
+            tuple(cut for cut in weight.cuts if cut.dim != inputs),
+            gradient="branch" if _cuts(weight, inputs) else weight.gradient,
+            initial="beside",
+        )
 
     def scales(self, weight: Leaf) -> Leaf:
         """The scale of a weight [out, in], or of stacked ones [experts, out, in]."""
@@ -95,6 +119,11 @@ class Adapter:
             products=weight.products // inp * self.rank,
             scale=self.scale,
         )
+
+
+def magnitude_of(weight: str) -> str:
+    """The name of DoRA's lengths of the rows of a weight."""
+    return f"{weight.removesuffix('weight')}lora_magnitude"
 
 
 def scale_of(weight: str) -> str:

@@ -1,0 +1,274 @@
+"""Adapters as PEFT writes them: a folder with adapter_config.json and adapter_model.safetensors,
+which names a model and does not hold it.
+
+    base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight    A [rank, in]
+    base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight    B [out, rank]
+    base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector    of DoRA, m [out]
+
+    read(folder, model)        -> LowRank, its tensors by our names
+    write(run, folder)         those of a run
+    Adapted                    the folder as a source (source.py): its model with them merged
+
+A layer has one here where one of our matrices is all of it. Where a file has several as one
+(GPT-2's c_attn, stacked experts) PEFT has one A for all of them, and each of ours its own: neither
+is the other.
+"""
+
+import json
+import os
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Shaped
+from torch import Tensor
+
+from dolmen.conversion.checkpoint import RunCheckpoint
+from dolmen.conversion.moments import WeightsAlone
+from dolmen.conversion.scales import Scales
+from dolmen.core.paths import expand
+from dolmen.families import Model, weight_map
+from dolmen.families.rules import Rename, Transpose
+from dolmen.files import gate, kinds, safetensors
+from dolmen.files.safetensors import Spec, Stored
+from dolmen.model.tree import Adapter, Tree
+from dolmen.model.tree.adapter import magnitude_of
+from dolmen.parallel import tensor
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+KINDS = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """Adapters of a model, apart from it."""
+
+    form: Adapter
+    stored: Mapping[str, Stored]
+    """By our names of A and B."""
+
+    def tensors(self, weight: str) -> dict[str, Tensor]:
+        """What stands beside one of the targets, by our names: A, B, and DoRA's lengths."""
+        return {name: self.stored[name].read() for name in _names(self.form, weight)}
+
+    def merged(self, name: str, value: Tensor) -> Tensor:
+        """A whole weight with what stands beside it, if anything does, in its dtype."""
+        if name not in self.form.targets:
+            return value
+        parts = list(self.tensors(name).values())
+        dtype = torch.promote_types(value.dtype, parts[0].dtype)
+        down, up, *lengths = (part.to(dtype) for part in parts)
+        beside = tensor.Adapter(down, up, self.form.scale, *lengths)
+        return beside.merged(value.to(dtype)).to(value.dtype)
+
+
+def _names(form: Adapter, weight: str) -> tuple[str, ...]:
+    """Of the parameters beside a weight, in the order of KINDS."""
+    return (*form.pair(weight), *([magnitude_of(weight)] if form.kind == "dora" else ()))
+
+
+def found(folder: Path) -> bool:
+    """Whether a folder is meant as one of PEFT's."""
+    return (folder / CONFIG).is_file() and not (folder / "config.json").is_file()
+
+
+def base(folder: Path) -> str:
+    """The model that the adapters are of, as they name it; a relative path also from where they
+    lie. Raises Refused where they do not.
+    """
+    said = gate.read_json(folder / CONFIG, kinds.ADAPTER_CONFIG).get("base_model_name_or_path")
+    if not said:
+        raise gate.refuse(
+            folder / CONFIG, "has no base_model_name_or_path: write there which model it is of"
+        )
+    beside = folder / said
+    return str(beside) if not expand(said).is_dir() and beside.is_dir() else said
+
+
+def read(folder: Path, model: Model) -> LowRank:
+    """The adapters in a folder, which are of `model`. Raises Refused, with the file, for what they
+    are not, and for tensors that do not fit the model.
+    """
+    file = folder / CONFIG
+    said = gate.read_json(file, kinds.ADAPTER_CONFIG)
+    _check(file, said)
+    known, stored = _modules(model), safetensors.read_header(folder / WEIGHTS)
+    by_name: dict[str, Stored] = {}
+    for name, one in stored.items():
+        kind = next((kind for kind in KINDS if name.endswith(f".{kind}")), "")
+        module = name.removeprefix(PREFIX).removesuffix(f".{kind}")
+        if not kind or module not in known:
+            raise gate.refuse(
+                folder / WEIGHTS,
+                f"has {name}, which is beside no layer of {model.model_type} that takes an "
+                f"adapter, such as {PREFIX}{next(iter(known))}.lora_A.weight",
+            )
+        weight = known[module]
+        by_name[(*Adapter.pair(weight), magnitude_of(weight))[KINDS.index(kind)]] = one
+    weights = frozenset(w for w in known.values() if Adapter.pair(w)[0] in by_name)
+    form = Adapter(said["r"], said["lora_alpha"], weights, "whole", _scaling(said), _kind(said))
+    _check_shapes(folder / WEIGHTS, form, by_name, model)
+    return LowRank(form, by_name)
+
+
+def _scaling(said: Mapping[str, Any]) -> Any:
+    return "root" if said.get("use_rslora") else "rank"
+
+
+def _kind(said: Mapping[str, Any]) -> Any:
+    return "dora" if said.get("use_dora") else "lora"
+
+
+OTHERWISE = (
+    "modules_to_save",
+    "rank_pattern",
+    "alpha_pattern",
+    "lora_bias",
+    "target_parameters",
+    "trainable_token_indices",
+    "use_qalora",
+    "alora_invocation_tokens",
+    "megatron_config",
+    "arrow_config",
+    "layer_replication",
+)
+"""Of adapter_config.json, what makes adapters something else than B A beside a matrix."""
+
+
+def _check(file: Path, said: Mapping[str, Any]) -> None:
+    if said["peft_type"] != "LORA":
+        raise gate.refuse(file, f"is of {said['peft_type']}: dolmen reads LORA")
+    if said.get("bias", "none") != "none":
+        raise gate.refuse(file, f"trains biases ({said['bias']}): dolmen reads bias none")
+    for name in OTHERWISE:
+        if said.get(name):
+            raise gate.refuse(file, f"has {name}, which dolmen does not read")
+
+
+def _check_shapes(file: Path, form: Adapter, stored: Mapping[str, Stored], model: Model) -> None:
+    """Raises Refused where an A or B is absent, or of another shape than the config says."""
+    if not form.targets:
+        raise gate.refuse(file, "has no adapter")
+    leaves = model.tree.leaves
+    for weight in sorted(form.targets):
+        leaf = leaves[weight]
+        made = (form.down(leaf).shape, form.up(leaf).shape, form.magnitude(leaf).shape)
+        for name, shape in zip(_names(form, weight), made, strict=False):
+            if name not in stored:
+                raise gate.refuse(file, f"has a part of {weight}'s adapter: {name} is absent")
+            if stored[name].spec.shape != shape:
+                raise gate.refuse(
+                    file,
+                    f"has {stored[name].name} of {list(stored[name].spec.shape)}: rank {form.rank} "
+                    f"beside {list(leaves[weight].shape)} makes it {list(shape)}",
+                )
+    if lone := sorted(stored.keys() - {n for w in form.targets for n in _names(form, w)}):
+        raise gate.refuse(file, f"has {stored[lone[0]].name}, and {CONFIG} no use for it")
+
+
+def _modules(model: Model) -> dict[str, str]:
+    """Module of transformers -> our weight, where that is all of it."""
+    whole = {}
+    for stored, entry in weight_map(model).entries.items():
+        rule = entry.rule.rule if isinstance(entry.rule, Transpose) else entry.rule
+        if isinstance(rule, Rename) and stored.endswith(".weight") and entry.piece is None:
+            whole[stored.removesuffix(".weight")] = entry.ours[0]
+    return whole
+
+
+def write(run: object, folder: Path, dtype: torch.dtype) -> None:
+    """The adapters of a run, as tensors of `dtype`, into a folder that is not there yet or empty.
+    Raises ValueError for a source without any, for those that PEFT has another form for, and for a
+    folder that has anything in it.
+    """
+    if not isinstance(run, RunCheckpoint) or run.adapter is None:
+        raise ValueError("the source has no adapters: leave out --adapters")
+    form = run.adapter
+    modules = {ours: theirs for theirs, ours in _modules(run.model).items()}
+    if beyond := sorted(form.targets - modules.keys()):
+        raise ValueError(
+            f"{beyond[0]} is a part of what transformers has as one, and PEFT has one A for all of "
+            "it: leave out --adapters, so that they are merged, or train with --adapter.targets "
+            "that leave it out"
+        )
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} exists and is not empty: choose another folder")
+    stored = {
+        ours: f"{PREFIX}{modules[weight]}.{kind}"
+        for weight in sorted(form.targets)
+        for kind, ours in zip(KINDS, _names(form, weight), strict=False)
+    }
+    tensors = {theirs: run.of_adapter(ours).to(dtype) for ours, theirs in stored.items()}
+    specs = {name: Spec(tuple(t.shape), t.dtype) for name, t in tensors.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    safetensors.write_tensors(folder, specs, tensors.items())
+    os.replace(folder / safetensors.SAFETENSORS.single, folder / WEIGHTS)
+    said = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": run.init,
+        "r": form.rank,
+        "lora_alpha": form.alpha,
+        "use_rslora": form.scaling == "root",
+        "use_dora": form.kind == "dora",
+        "target_modules": sorted({modules[weight].rpartition(".")[2] for weight in form.targets}),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+    }
+    (folder / CONFIG).write_text(json.dumps(said, indent=2) + "\n")
+
+
+@dataclass(frozen=True)
+class Adapted(WeightsAlone):
+    """A folder of PEFT's as a source: the model that it names, with its adapters merged."""
+
+    where: Path
+    base: Any
+    """The source of that model."""
+    adapters: LowRank
+
+    @property
+    def title(self) -> str:
+        return f"{self.base.title} with the adapters of {self.where}"
+
+    @property
+    def model(self) -> Model:
+        return self.base.model
+
+    @property
+    def tree(self) -> Tree:
+        return self.base.tree
+
+    @property
+    def iteration(self) -> None:
+        return None
+
+    @property
+    def tokenizer(self) -> Path | None:
+        return self.base.tokenizer
+
+    @property
+    def generation_config(self) -> dict[str, Any]:
+        return self.base.generation_config
+
+    @property
+    def transformers(self) -> None:
+        return None
+
+    @property
+    def scaling(self) -> Scales:
+        return {}
+
+    @property
+    def specs(self) -> Mapping[str, Spec]:
+        return self.base.specs
+
+    def stream(self, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        return ((n, self.adapters.merged(n, value)) for n, value in self.base.stream(only))
+
+    def read(self, name: str) -> Shaped[Tensor, "*whole"]:
+        return self.adapters.merged(name, self.base.read(name))

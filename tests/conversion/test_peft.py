@@ -1,0 +1,198 @@
+"""Adapters against PEFT itself: logits and gradients of A and B in float64, and folders both ways.
+What neither has of the other is refused.
+"""
+
+import copy
+import json
+import shutil
+
+import peft
+import pytest
+import tinyrun
+import torch
+import transformers
+import wide
+from models import Tiny, build, load
+from tinyrun import dolmen
+
+from dolmen.conversion import peft as folders
+from dolmen.conversion.source import load_weights, open_source
+from dolmen.core.mesh import SINGLE
+from dolmen.files import safetensors
+from dolmen.files.gate import Refused
+from dolmen.model import head
+from dolmen.model.training import Training
+
+# PEFT asks `transformers` by a name that it will drop
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+material, one_thread = tinyrun.material, tinyrun.one_thread
+SIZES = dict(
+    vocab_size=71,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    bos_token_id=0,
+    eos_token_id=0,
+)
+BASES = {
+    "llama": transformers.LlamaConfig(**SIZES),
+    "qwen3_moe": transformers.Qwen3MoeConfig(
+        **SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24
+    ),
+    "gpt2": transformers.GPT2Config(
+        vocab_size=71, n_embd=32, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0
+    ),
+}
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+CASES = [
+    ("llama", dict(r=4, lora_alpha=6, target_modules=ALL)),
+    ("llama", dict(r=9, lora_alpha=2, use_rslora=True, target_modules=["v_proj", "down_proj"])),
+    ("qwen3_moe", dict(r=3, lora_alpha=8, target_modules=["q_proj", "v_proj", "o_proj"])),
+    ("llama", dict(r=4, lora_alpha=6, use_dora=True, target_modules=ALL)),
+    ("gpt2", dict(r=4, lora_alpha=6, target_modules=["c_fc"], fan_in_fan_out=True)),
+]
+
+
+def theirs(folder, name: str, asked: dict):
+    """A model of `transformers` that PEFT has given adapters, felt, and both as folders."""
+    torch.manual_seed(0)
+    base = wide.double(copy.deepcopy(BASES[name]))
+    with torch.no_grad():
+        for p in base.parameters():
+            p.normal_(0.0, 0.1)
+    base.save_pretrained(folder / "base")
+    model = peft.get_peft_model(base, peft.LoraConfig(**asked, task_type="CAUSAL_LM")).eval()
+    with torch.no_grad():
+        for n, p in model.named_parameters():
+            if "lora_B" in n:
+                p.normal_(0.0, 0.3)
+            if "lora_magnitude" in n:
+                p.mul_(torch.rand(p.shape) + 0.5)
+    model.peft_config["default"].base_model_name_or_path = "../base"
+    model.save_pretrained(folder / "adapter")
+    return model
+
+
+@pytest.mark.parametrize("name, asked", CASES)
+def test_we_compute_what_peft_does(name, asked, tmp_path):
+    model = theirs(tmp_path, name, asked)
+    source = open_source(tmp_path / "base")
+    read = folders.read(tmp_path / "adapter", source.model)
+    tree = source.model.tree
+    ours = build(Tiny(tree, Training(adapter=read.form)), SINGLE, dtype=torch.float64)
+
+    def stream(write):
+        load_weights(source, write)
+        for weight in read.form.targets:
+            for one, value in read.tensors(weight).items():
+                write(one, value)
+
+    load(ours, stream)
+    tokens = torch.randint(71, (2, 9), generator=torch.Generator().manual_seed(2))
+    with wide.Wide():
+        logits = model(tokens).logits
+    got = ours(tokens, head.logits)
+    assert (got.view_as(logits) - logits).abs().max() <= 1e-12 * logits.abs().max()
+    with model.disable_adapter(), wide.Wide():  # and adapters are felt
+        assert (model(tokens).logits - logits).abs().max() > 1e-2 * logits.abs().max()
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    loss.backward()
+    labels = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-100)
+    total = ours(tokens, head.loss_of(labels))
+    (total * (loss.detach() / total.detach())).backward()
+    modules = {ours_: stored for stored, ours_ in folders._modules(source.model).items()}
+    grads = dict(model.named_parameters())
+    for weight in read.form.targets:
+        for kind, one in zip(folders.KINDS, read.tensors(weight), strict=False):
+            kind = kind.removesuffix(".weight")
+            want = grads[f"{folders.PREFIX}{modules[weight]}.{kind}.default.weight"].grad
+            mine = ours.get_parameter(one).grad
+            assert (mine - want).abs().max() <= 1e-10 * want.abs().max(), one
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[3]])
+def test_a_folder_of_peft_is_a_source(case, tmp_path):
+    """Of the model that it names, the weights that PEFT merges, in the dtype they were in."""
+    model = theirs(tmp_path, *case)
+    source = open_source(tmp_path / "adapter")
+    merged = model.merge_and_unload().state_dict()
+    for stored, ours in folders._modules(source.model).items():
+        want = merged[f"{stored}.weight"]
+        assert source.read(ours).dtype == want.dtype == torch.float64
+        torch.testing.assert_close(source.read(ours), want, rtol=1e-13, atol=1e-13)
+    assert dict(source.stream()).keys() == source.specs.keys()
+
+
+def test_peft_reads_what_a_run_has_learned(material, tmp_path):
+    """The adapters of a run, exported, beside the model that the run began with."""
+    asked = ["train", "pretrain", "--init", material.model, "--data.path", material.docs]
+    asked += ["--data.cache", material.folder / "cache", "--out", tmp_path / "run"]
+    asked += ["--train.steps", 2, "--train.sequence-length", 16, "--train.global-batch-size", 4]
+    asked += ["--optimizer.lr", 1e-2, "--adapter.rank", 2, "--adapter.scaling", "root"]
+    asked += ["--adapter.kind", "dora"]
+    result = dolmen(*asked)
+    assert result.code == 0, result.err
+    result = dolmen("export", tmp_path / "run", "--to", tmp_path / "peft", "--adapters")
+    assert result.code == 0, result.err
+    said = json.loads((tmp_path / "peft" / folders.CONFIG).read_text())
+    assert (
+        said["use_rslora"]
+        and said["use_dora"]
+        and said["r"] == 2
+        and len(said["target_modules"]) == 7
+    )
+    base = transformers.AutoModelForCausalLM.from_pretrained(material.model, dtype=torch.float32)
+    model = peft.PeftModel.from_pretrained(base, tmp_path / "peft").eval()
+    tokens = torch.randint(300, (1, 12), generator=torch.Generator().manual_seed(2))
+    want = model(tokens).logits
+    with model.disable_adapter():
+        assert (model(tokens).logits - want).abs().max() > 1e-3
+    source = open_source(tmp_path / "run")
+    ours = build(Tiny(source.tree), SINGLE)
+    load(ours, lambda write: load_weights(source, write))
+    with torch.no_grad():
+        got = ours(tokens, head.logits).view_as(want)
+    assert (got - want).abs().max() <= 1e-5 * want.abs().max()
+    again = dolmen("export", tmp_path / "run", "--to", tmp_path / "peft", "--adapters")
+    assert again.code == 2 and "is not empty" in again.words
+    none = dolmen("export", material.model, "--to", tmp_path / "none", "--adapters")
+    assert none.code == 2 and "has no adapters" in none.words
+
+
+def change(folder, **fields):
+    file = folder / "adapter" / folders.CONFIG
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+def test_what_is_no_lora_of_the_model_is_refused(tmp_path):
+    theirs(tmp_path / "first", *CASES[0])
+    model = open_source(tmp_path / "first/base").model
+    for number, (fields, said) in enumerate(
+        [
+            (dict(peft_type="IA3"), "is of IA3"),
+            (dict(use_dora=True), "lora_magnitude is absent"),
+            (dict(modules_to_save=["lm_head"]), "has modules_to_save"),
+            (dict(rank_pattern={"q_proj": 2}), "has rank_pattern"),
+            (dict(bias="all"), "trains biases"),
+            (dict(r=5), "rank 5 beside"),
+            (dict(r=0), "r is 0"),
+            (dict(lora_alpha="x"), "lora_alpha"),
+        ]
+    ):
+        made = tmp_path / str(number)
+        shutil.copytree(tmp_path / "first", made)
+        change(made, **fields)
+        with pytest.raises(Refused, match=said):
+            folders.read(made / "adapter", model)
+    file = tmp_path / "first/adapter" / folders.WEIGHTS
+    names = [n for n in safetensors.read_header(file) if "layers.1.self_attn.q_proj.lora_B" in n]
+    assert len(names) == 1
+    file.write_bytes(file.read_bytes().replace(b"layers.1.self_attn.q", b"layers.1.self_attn.x"))
+    with pytest.raises(Refused, match="beside no layer of llama"):
+        folders.read(tmp_path / "first/adapter", model)
+    change(tmp_path / "first", base_model_name_or_path=None)
+    with pytest.raises(Refused, match="has no base_model_name_or_path"):
+        open_source(tmp_path / "first/adapter")
