@@ -226,7 +226,7 @@ class ScheduleOptions:
     """Microbatches per step. Default: 8; those of the file."""
     virtual_stages: int | None = None
     """Chunks of layers per rank. Default: 1, or 2 where the schedule needs several; those of
-    the file.
+    the file; of search both, and the shortest is told.
     """
     out: str | None = None
     """File to write: the picture, .svg or .png, or the actions, .txt or .yaml, as

@@ -38,10 +38,10 @@ def run(options: ScheduleOptions) -> int:
         if options.costs:
             times = from_file(options.costs)
         if options.schedule == SEARCH:
-            found = searched(options, times)
+            found, widths = searched(options, times)
             schedule, simulation = found.schedule, found.simulation
         else:
-            found, schedule = None, chosen(options)
+            found, widths, schedule = None, (), chosen(options)
             simulation = schedules.simulate_stages(schedule, times.of_stages(schedule))
         if options.out:
             write_out(schedule, simulation, Path(options.out))
@@ -53,7 +53,7 @@ def run(options: ScheduleOptions) -> int:
     same = None if options.costs else schedules.closed_form(schedule, cost)
     report(schedule, simulation, same)
     if found:
-        print(proof(found))
+        print(proof(found, widths))
     if options.list:
         print("\n" + format_schedule(schedule), end="")
     if options.out:
@@ -61,8 +61,8 @@ def run(options: ScheduleOptions) -> int:
     return 0
 
 
-def searched(options: ScheduleOptions, times: Costs) -> Found:
-    """Raises ValueError."""
+def searched(options: ScheduleOptions, times: Costs) -> tuple[Found, tuple[int, ...]]:
+    """The shortest, and the numbers of stages per rank that were searched. Raises ValueError."""
     asked = {"pp": options.pp, "microbatches": options.microbatches}
     asked["virtual-stages"] = options.virtual_stages
     sizes = [d if a is None else a for a, d in zip(asked.values(), (4, 8, 1), strict=True)]
@@ -71,16 +71,18 @@ def searched(options: ScheduleOptions, times: Costs) -> Found:
             raise ValueError(f"--{name} ({value}) must be at least 1")
     ranks, micros, chunks = sizes
     memory = ranks if options.memory is None else options.memory
-    return search.shortest(ranks, micros, chunks, times, memory)
+    widths = (1, 2) if options.virtual_stages is None else (chunks,)
+    return search.shortest_of(ranks, micros, widths, times, memory)
 
 
-def proof(found: Found) -> str:
-    """What is known of the shortest, in a line."""
+def proof(found: Found, widths: tuple[int, ...]) -> str:
+    """What is known of the shortest with so many stages per rank, in a line."""
     span, looked = found.simulation.span, f"; {found.nodes:,} nodes" if found.nodes else ""
     gap = span / found.floor - 1
     said = "optimal" if found.optimal else f"not proven optimal: a gap of {gap:.2%}"
     like = "" if found.like == SEARCH else f"; the lists are those of {found.like}"
-    return f"lower bound {found.floor:.6g}: {said}{looked}{like}"
+    of = " or ".join(map(str, widths)) + (" stage" if widths == (1,) else " stages")
+    return f"lower bound {found.floor:.6g} of {of} per rank: {said}{looked}{like}"
 
 
 def chosen(options: ScheduleOptions) -> Schedule:

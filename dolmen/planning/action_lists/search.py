@@ -1,6 +1,6 @@
 """The shortest schedule that fits: lists with a name, lists by preference, then a proof."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -22,7 +22,9 @@ class Found:
     schedule: Schedule
     simulation: Simulation
     floor: float
-    """No schedule is shorter, of any placement, with a backward whole or split as the costs say."""
+    """No schedule of so many stages per rank is shorter, of any placement, with a backward whole or
+    split as the costs say.
+    """
     nodes: int
     """That the proof looked at; 0 where the bound alone was enough, or there are too many actions.
     """
@@ -32,6 +34,27 @@ class Found:
     @property
     def optimal(self) -> bool:
         return self.simulation.span <= self.floor * (1 + exact.SAME)
+
+
+def shortest_of(
+    ranks: int, micros: int, widths: Sequence[int], costs: Costs, memory: float
+) -> tuple[Found, tuple[int, ...]]:
+    """The shortest of any of these numbers of stages per rank, with a floor under them all, and the
+    numbers that could be searched: costs of each stage are of one. Raises ValueError, as `shortest`
+    does, where there is none.
+    """
+    found: dict[int, Found] = {}
+    problem: ValueError | None = None
+    for width in widths:
+        try:
+            found[width] = shortest(ranks, micros, width, costs, memory)
+        except ValueError as error:
+            problem = problem or error
+    if not found:
+        raise problem or ValueError("no number of stages per rank is given")
+    best = min(found.values(), key=lambda one: one.simulation.span)
+    floor, nodes = min(one.floor for one in found.values()), sum(o.nodes for o in found.values())
+    return replace(best, floor=floor, nodes=nodes), tuple(found)
 
 
 def shortest(
