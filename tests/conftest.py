@@ -4,6 +4,7 @@ Two tiers: a test marked `full` runs with --full, or where it is named by its no
 needs, `spawn` or `command`, is read from its code (needs.py); -m takes these names.
 """
 
+import re
 from pathlib import Path
 
 import needs
@@ -65,15 +66,23 @@ def spawn():
 @pytest.fixture(scope="session")
 def result(request):
     """result(row): what it gives. The first row of a world size starts that world once, for all its
-    rows that this session runs: no row runs that was not asked for.
+    rows that this session runs: no row runs that was not asked for. One that fails ends its world,
+    which is started once more for all others.
     """
     asked = [row for item in request.session.items for row in rows_of(item)]
-    found = {}
+    found, failed = {}, {}
 
     def of(row: Row):
-        if row not in found:
-            same = [other for other in asked if other.world == row.world]
-            found.update(zip(same, run_rows(same), strict=True))
+        while row not in found and row not in failed:
+            same = [r for r in asked if r.world == row.world and r not in failed]
+            try:
+                found.update(zip(same, run_rows(same), strict=True))
+            except AssertionError as error:
+                name = re.search(r"^in row (.*)$", str(error), re.MULTILINE)
+                ended = [r for r in same if name is not None and r.name == name[1]]
+                failed.update(dict.fromkeys(ended or same, error))
+        if row in failed:
+            raise failed[row]
         return found[row]
 
     return of

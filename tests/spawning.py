@@ -74,6 +74,10 @@ def made_once(make: Callable[[], Any]) -> Any:
     return torch.load(io.BytesIO(given[0]), weights_only=False)
 
 
+CLOSED = re.compile("Connection (closed by|reset by) peer")
+"""What a rank says whose peer has ended."""
+
+
 def run_rows(rows: list[Row]) -> list:
     """What each of `rows`, all of one world size, gives; one spawn."""
     return run_spawned(rows[0].world, _call, [(row.name, row.call) for row in rows])
@@ -132,8 +136,8 @@ def serving():
 
 
 def run_spawned(world, fn, *args):
-    """fn(*args) on `world` gloo processes; rank 0's result (picklable). The first traceback of any
-    rank is raised.
+    """fn(*args) on `world` gloo processes; rank 0's result (picklable). The first traceback of a
+    rank is raised that has one of its own.
     """
     context = serving()
     queue = context.SimpleQueue()  # writes at once: a worker that exits has told what it had to
@@ -155,9 +159,24 @@ def run_spawned(world, fn, *args):
                 )
         who, result = ("all ranks", "ended without a result") if queue.empty() else queue.get()
         if who != "ok":
+            who, result = _cause((who, result), queue)
             for p in processes:
                 p.kill()
             raise AssertionError(f"{who} failed:\n{result}")
         for p in processes:
             p.join()
     return result
+
+
+def _cause(first: tuple[str, str], queue) -> tuple[str, str]:
+    """Of what ranks tell, the first that is no peer's end: a rank that raises ends, and those that
+    wait for it say that its connection is closed, perhaps before it says why.
+    """
+    told = [first]
+    end = time.monotonic() + 1
+    while time.monotonic() < end:
+        while not queue.empty():
+            told.append(queue.get())
+        time.sleep(0.02)
+    own = [one for one in told if not CLOSED.search(one[1])]
+    return (own or told)[0]

@@ -1,11 +1,12 @@
 """Which tests of `-n auto --dist loadfile` run on one worker, one after the other: those of a file,
-which share what its fixtures made; and all rows, which share spawns (conftest.py: `result`).
+which share what its fixtures made; and rows, which share spawns (conftest.py: `result`): those of
+the golden table, and all others, so that two workers have as much of them.
 """
 
 from xdist.scheduler import LoadFileScheduling
 
+GOLDEN = "tests/golden/"
 ROWS = (
-    "tests/golden/",
     "tests/parallel/test_assembly.py",
     "tests/parallel/test_styles.py",
     "tests/rollouts/test_weights.py",
@@ -21,4 +22,6 @@ class ByFile(LoadFileScheduling):
     """Where xdist asks for the name of a test's group, by the test's id."""
 
     def _split_scope(self, nodeid: str) -> str:
+        if nodeid.startswith(GOLDEN):
+            return GOLDEN
         return ROWS[0] if nodeid.startswith(ROWS) else super()._split_scope(nodeid)
