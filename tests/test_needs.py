@@ -72,7 +72,7 @@ def test_rows_share_a_worker(request):
     """A row elsewhere would have both workers run all rows of its size. Those of this session."""
     for item in request.session.items:
         if "result" in item.fixturenames:
-            assert item.nodeid.startswith(workers.ROWS), item.nodeid
+            assert item.nodeid.startswith((workers.GOLDEN, *workers.ROWS)), item.nodeid
 
 
 def test_a_process_that_was_not_told_of_is_refused():
