@@ -42,6 +42,8 @@ class Generation(TypedDict, total=False):
     """Of each prompt, drawn each by itself: each prompt gives a list."""
     logprobs: Literal["raw", "processed"] | None
     """Of the model's own distribution, where nothing is said; or of the one that was drawn from."""
+    weights: Literal["stated", "int8"]
+    """int8: the rows of matrices as eight bits and a scale each."""
 
 
 def generation(

@@ -30,7 +30,9 @@ A line that ends with \\ goes on in the next one."""
 
 
 def run(options: ChatOptions) -> int:
-    layout = placed.check("chat", [options.folder], Layout(), options.device)
+    layout = placed.check(
+        "chat", [options.folder], Layout(), options.device, weights=options.weights
+    )
     try:
         options.of_tokens.check()
         check_stop(options.stop)

@@ -40,6 +40,7 @@ def run(options: GenerateOptions) -> int:
         Layout(tp=split.tp, pp=split.pp, dp=split.dp),
         options.device,
         replicas=True,
+        weights=options.weights,
     )
     return _answer(options, layout) if options.input is not None else _print(options, layout)
 
@@ -106,7 +107,9 @@ def _generate(options: GenerateOptions, mesh: Mesh) -> int:
     )
     limits = Limits(tokens=options.max_batch_tokens)
     ends, known = engine.stop_tokens(source), tokenizer.get_vocab().values()
-    with Engine(model, stop=ends, known=known, limits=limits, mesh=mesh) as running:
+    with Engine(
+        model, stop=ends, known=known, limits=limits, mesh=mesh, weights=options.weights
+    ) as running:
         for i, tokens in enumerate(begin):
             running.add(Request(tokens, asked.of_tokens, id=i, seed=options.seed))
         try:

@@ -12,8 +12,8 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 OfPages = Callable[..., Tensor]
-"""of_pages(q [texts, heads, size], *kept [pages, kv_heads, page, ...], pages: Pages) -> [texts,
-heads, value size]: one query of each text.
+"""of_pages(q [texts, heads, size], *kept [pages, kv_heads, page, ...], pages: Pages | Alone) ->
+[texts, heads, value size]: one query of each text.
 """
 OfTexts = Callable[..., Tensor]
 """of_texts(q [texts, new, heads, size], *kept [texts, length, kv_heads, ...], documents: Documents

@@ -49,6 +49,7 @@ from dolmen.ops.attention import Documents
 from dolmen.ops.positions import PositionIds
 from dolmen.parallel import tensor
 from dolmen.parallel.data import Unit
+from dolmen.parallel.laid_out import Weights
 from dolmen.parallel.product import Delayed
 
 
@@ -122,6 +123,21 @@ class Decoder(nn.Module):
         if self.final_norm is not None:
             self.final_norm.compile()
         self.compiled = True
+
+    def lay_out(self, weights: Weights) -> None:
+        """How weights are held for products without gradients, until `at_rest`
+        (layers.Parameters).
+        """
+        for module in self._parts():
+            module.lay_out(weights)
+
+    def at_rest(self, keep: bool) -> None:
+        """Weights are multiplied as they are; `keep` what was laid out, while they are the same."""
+        for module in self._parts():
+            module.at_rest(keep)
+
+    def _parts(self) -> list[Parameters]:
+        return [module for module in self.modules() if isinstance(module, Parameters)]
 
     def held(self) -> dict[str, Leaf]:
         """What is known of each parameter that this rank holds a part of, by its name."""
@@ -301,6 +317,7 @@ class Decoder(nn.Module):
             None if bias is None else local(bias),
             self.transform,
             None if self.follows is None else self._pair,
+            None if self.tree.head.normalised else table.linear().laid_out,
         )
         return end(hidden, head)
 

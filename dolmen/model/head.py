@@ -23,6 +23,7 @@ from dolmen.model.tree import Tree
 from dolmen.ops import loss
 from dolmen.parallel import tensor
 from dolmen.parallel.entropy import with_entropy
+from dolmen.parallel.laid_out import LaidOut
 from dolmen.parallel.log_probabilities import log_probabilities, with_likeliest
 from dolmen.parallel.loss import linear_cross_entropy
 from dolmen.parallel.tensor import Linear
@@ -47,6 +48,8 @@ class Head:
     """Of hidden vectors, before they are multiplied."""
     pair: Callable[[Tensor], Tensor] | None = None
     """Of hidden vectors [_, hidden], the two logits [_, 2] of whether one text follows another."""
+    laid_out: LaidOut | None = None
+    """What multiplies by `weight` where no gradient is kept; None: torch as it is."""
 
     def here(self, per_token: Shaped[Tensor, "sequences length"]) -> Shaped[Tensor, "sequences _"]:
         """Of something known for all tokens (labels, weights), this rank of cp's part."""
@@ -118,7 +121,7 @@ class Logits(Head):
 
     def logits(self, hidden: Float[Tensor, "_ hidden"]) -> Float[Tensor, "sequences here rows"]:
         """Of this rank's rows."""
-        linear = Linear(self.rows, self.bias)
+        linear = Linear(self.rows, self.bias, laid_out=self.laid_out)
         logits = tensor.columns(self.made(hidden), [linear], self.split.tp)[0]
         if self.tree.head.soft_cap is not None:
             logits = loss.capped(logits, self.tree.head.soft_cap)

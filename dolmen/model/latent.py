@@ -34,7 +34,7 @@ from dolmen.model.scores import Scores
 from dolmen.model.tree import Leaves, under
 from dolmen.ops import rope
 from dolmen.ops.attention import Attend, Documents
-from dolmen.ops.attention.decode import Pages
+from dolmen.ops.attention.decode import Alone, Pages
 from dolmen.parallel import tensor
 
 
@@ -121,7 +121,7 @@ class LatentAttention(Component):
         (kv,) = tensor.products(flat, [self.kv_b.linear()], self.tp)
         return self.scores.of_texts(q, *self._expanded(kv, key), documents)
 
-    def _absorbed(self, q: Tensor, kept: Tensor, pages: Pages) -> Tensor:
+    def _absorbed(self, q: Tensor, kept: Tensor, pages: Pages | Alone) -> Tensor:
         """Of a cache, the last token of each text, q [texts, heads, nope + rope], to one head of
         keys [latent | key] and values latent: q W_k c = (q W_k) c, and the sum of p (W_v c) = W_v
         (sum of p c). kept [pages, 1, page, latent + rope] -> [texts, heads, value].

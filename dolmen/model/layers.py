@@ -11,12 +11,13 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from dolmen.core import host, ranges
-from dolmen.core.state import Places, Replicate, Shard, local
+from dolmen.core.state import Places, Replicate, Shard, local, local_view
 from dolmen.model import tree
 from dolmen.model.tree import Leaf, Leaves
 from dolmen.ops.kernels import Kernels
 from dolmen.ops.norm import rms_norm
 from dolmen.parallel import tensor, vocabulary
+from dolmen.parallel.laid_out import Weights, product_of
 from dolmen.parallel.product import Delayed, Rounding
 from dolmen.parallel.tensor import Adapter, Linear, TensorParallel
 
@@ -54,6 +55,14 @@ def rounding(leaf: Leaf) -> Rounding | None:
     return Rounding(leaf.fp8, cut, leaf.stacked, delayed)
 
 
+def _laid(one: Linear, weights: Weights) -> Linear:
+    """With what multiplies faster, of one matrix that is whole numbers of none, and has no gain."""
+    gained = one.adapter is not None and one.adapter.magnitude is not None
+    if one.weight.ndim != 2 or one.scale is not None or gained:
+        return one
+    return one._replace(laid_out=product_of(one.merged(one.weight.dtype), weights))
+
+
 class Parameters(nn.Module):
     """Owns what `leaves` names: a weight, a bias where there is one, and of adapters
     (dolmen/model/tree/adapter.py) the two matrices of one, and the scale of a weight in eight bits.
@@ -74,12 +83,42 @@ class Parameters(nn.Module):
         inputs = len(leaves["weight"].shape) - 1 if "lora_B" in leaves else 0
         self.over_inputs = any(cut.axis == "tp" and cut.dim == inputs for cut in cuts)
         self.rounding = rounding(leaves["weight"]) if "weight" in leaves else None
+        self._laid_out: Weights | None = None
+        self._kept: tuple[tuple[object, ...], Linear] | None = None
         for name, leaf in leaves.items():
             made = torch.empty(leaf.shape, dtype=torch.int8 if leaf.int8 else None)
             setattr(self, name, nn.Parameter(made, requires_grad=leaf.trained))
 
     def linear(self, mine: Callable[[Tensor], Tensor] = local) -> Linear:
         """What x is multiplied by; of what has rows of outputs, `mine` takes this rank's."""
+        if self._laid_out is None or torch.is_grad_enabled():
+            return self._linear(mine)
+        if self._kept is None:
+            one = self._linear(mine)
+            self._kept = self._state(self._laid_out), _laid(one, self._laid_out)
+        return self._kept[1]
+
+    def lay_out(self, weights: Weights) -> None:
+        """From now on, where no gradient is kept, `linear` gives what multiplies faster, made when
+        it is first asked for, and held beside the weight. What was made before is kept while the
+        weight is what it was.
+        """
+        if self._kept is not None and self._kept[0] != self._state(weights):
+            self._kept = None
+        self._laid_out = weights
+
+    def at_rest(self, keep: bool) -> None:
+        """No more; `keep` what was made, for the next time."""
+        self._laid_out = None
+        if not keep:
+            self._kept = None
+
+    def _state(self, weights: Weights) -> tuple[object, ...]:
+        """Another, when one of its tensors has changed."""
+        own = [p for p in (self.weight, self.bias, self.lora_A, self.lora_B) if p is not None]
+        return weights, *((local_view(p).data_ptr(), p._version) for p in own)
+
+    def _linear(self, mine: Callable[[Tensor], Tensor]) -> Linear:
         bias = None if self.bias is None else mine(self.bias)
         adapter = None
         if self.lora_A is not None and self.lora_B is not None:

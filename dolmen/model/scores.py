@@ -12,7 +12,7 @@ from dolmen.core import ranges
 from dolmen.model.component import Setting
 from dolmen.model.given import Given
 from dolmen.ops.attention import BACKENDS, Attend, Documents, decode
-from dolmen.ops.attention.decode import Pages
+from dolmen.ops.attention.decode import Alone, Pages
 from dolmen.ops.attention.spec import Attended, Keys, Queries, Values
 from dolmen.ops.dropout import SCORES, Dropout
 from dolmen.parallel.recompute import again
@@ -70,7 +70,7 @@ class Scores(nn.Module):
         q: Float[Tensor, "texts heads size"],
         k: Float[Tensor, "pages kv_heads page size"],
         v: Float[Tensor, "pages kv_heads page value_size"],
-        pages: Pages,
+        pages: Pages | Alone,
         sinks: Sinks | None = None,
     ) -> Float[Tensor, "texts heads value_size"]:
         """Of a cache: the last token of each text, whose keys lie in pages."""

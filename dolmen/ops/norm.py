@@ -36,6 +36,9 @@ def rms_norm(
     if torch.compiler.is_compiling():
         # the compiler chooses what to keep: a block's forward is 4 % faster
         return _forward(x, weight, eps, zero_centred)[0]
+    if kind == "passes" and not torch.is_grad_enabled():
+        # nothing is kept: the same bits, 10 us of the host less
+        return _forward(x, weight, eps, zero_centred)[0]
     # torch's kernel takes one dtype
     if kind == "fused" and x.dtype == weight.dtype and not zero_centred:
         return _FusedRMSNorm.apply(x, weight, eps)

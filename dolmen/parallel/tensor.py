@@ -43,6 +43,7 @@ from dolmen.core.function import Context, Function
 from dolmen.core.mesh import Axis
 from dolmen.core.torch_private import compute
 from dolmen.ops import int8
+from dolmen.parallel.laid_out import LaidOut
 from dolmen.parallel.product import Axes, Int8Product, Product, Rounding
 
 
@@ -116,6 +117,8 @@ class Linear(NamedTuple):
     """How its factors are rounded; None: they are not."""
     scale: Float[Tensor, "*experts out"] | None = None
     """Of a frozen weight in eight bits (ops/int8.py)."""
+    laid_out: LaidOut | None = None
+    """What multiplies by `merged` where no gradient is kept; None: torch as it is."""
 
     def whole(self, dtype: torch.dtype) -> Float[Tensor, "*experts out in"]:
         """The weight alone, as numbers of a dtype."""
@@ -399,6 +402,9 @@ def _linear(
 def _made(
     x: Tensor, linears: Sequence[Linear], tp: TensorParallel, enters: bool
 ) -> tuple[Tensor, ...]:
+    if any(one.laid_out is not None for one in linears):
+        whole = tp.entered(x) if enters else x
+        return tuple(_read(whole, one, tp) for one in linears)
     weights = [one.weight for one in linears]
     # of DoRA the gain comes before the bias
     gains = [
@@ -426,6 +432,13 @@ def _made(
 def _gained(y: Tensor, gain: Tensor, bias: Tensor | None) -> Tensor:
     y = y * gain.to(y.dtype)
     return y if bias is None else y + bias
+
+
+def _read(x: Tensor, one: Linear, tp: TensorParallel) -> Tensor:
+    """A product of what has entered, without gradients."""
+    if one.laid_out is not None:
+        return one.laid_out(x, one.bias)
+    return _made(x, [one], tp, enters=False)[0]
 
 
 # A compiled block ends before products of eight bits and begins again behind them: what delayed

@@ -30,7 +30,7 @@ from dolmen.core.words import counted
 from dolmen.model.cached import OfPages, OfTexts
 from dolmen.model.tree import Span, Tree
 from dolmen.ops.attention import Documents
-from dolmen.ops.attention.decode import Pages
+from dolmen.ops.attention.decode import Alone, Pages
 from dolmen.ops.positions import of_span
 from dolmen.serving.pages import SIZE, PageTable
 
@@ -143,7 +143,7 @@ class Reading:
     at: tuple[Tensor, Tensor]
     singles: int
     """Of the first texts: so many have one new token each."""
-    pages: Pages | None
+    pages: Pages | Alone | None
     """Of these; None where there is none."""
     groups: list[Group]
     """Of the other texts."""
@@ -313,8 +313,10 @@ class Cache:
         """Its pages are free, but those that others have."""
         self.table.end(text)
 
-    def _pages(self, texts: list[int], device: torch.device) -> Pages:
+    def _pages(self, texts: list[int], device: torch.device) -> Pages | Alone:
         """Of the query at the last token of each text."""
+        if len(texts) == 1:
+            return self._alone(texts[0], device)
         table, own, owner, last = self.table, [], [], []
         shared = table.shared(texts)
         for i, text in enumerate(texts):
@@ -332,6 +334,13 @@ class Cache:
         owners, back = host.send(numbers, device)
         index = host.send(torch.tensor(list(shared)), device) if shared else None
         return Pages(owners, back[:, None] - torch.arange(table.size, device=device), index)
+
+    def _alone(self, text: int, device: torch.device) -> Alone:
+        own, length = self.table.pages[text], self.table.lengths[text]
+        first, end = own[0], own[0] + len(own)
+        if own == list(range(first, end)):
+            return Alone(slice(first, end), length)
+        return Alone(host.send(torch.tensor(own), device), length)
 
     def _of_several(
         self, texts: list[int], shared: Mapping[int, list[int]], numbers: Int64[Tensor, "2 _ _"]

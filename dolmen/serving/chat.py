@@ -70,7 +70,8 @@ class Chat:
         dtype = DTYPES[self.config.dtype] if self.config.dtype else None
         model = engine.load_placed(self.source, mesh, dtype)
         ends, known = engine.stop_tokens(self.source), self.tokenizer.get_vocab().values()
-        with Engine(model, stop=ends, known=known, mesh=mesh) as self._engine:
+        weights = self.config.weights
+        with Engine(model, stop=ends, known=known, mesh=mesh, weights=weights) as self._engine:
             yield
 
     def answer(self, text: str) -> Iterator[str]:

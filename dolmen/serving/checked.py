@@ -5,7 +5,7 @@ token is read.
 from collections.abc import Sequence
 
 from dolmen.core.words import counted
-from dolmen.model.tree import Span, Tree
+from dolmen.model.tree import Experts, LatentAttention, Span, Tree
 from dolmen.model.tree.blanks import of_prefix
 from dolmen.serving.request import Limits, Request
 
@@ -40,6 +40,22 @@ def check(model: Tree, request: Request, limits: Limits) -> str | None:
             f"{max(limits.pages * limits.page - len(request.tokens) + 1, 0)}"
         )
     return _beyond(model, len(request.tokens), options.max_new_tokens, read)
+
+
+def check_int8(model: Tree, device: str, sharded: bool) -> None:
+    """Raises ValueError where weights cannot be held as int8."""
+    kinds = {type(part) for block in model.blocks for part in (block.mixer, block.mlp)}
+    why = None
+    if Experts in kinds:
+        why = "the model has experts, whose weights are multiplied in stacks"
+    elif LatentAttention in kinds:
+        why = "the model has latent attention, which multiplies queries by weights as they are"
+    elif device != "cpu":
+        why = f"the model is on a device of kind {device}, and int8 products are a CPU's"
+    elif sharded:
+        why = "the model is sharded over dp, and its weights are here for a moment each"
+    if why is not None:
+        raise ValueError(f"{why}: leave out --weights int8")
 
 
 def _check_tokens(name: str, tokens: Sequence[int], vocabulary: int) -> None:

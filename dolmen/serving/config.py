@@ -160,6 +160,8 @@ class GenerateConfig(Sampling):
     """Of the draws."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Type to compute in. Default: that of config.json."""
+    weights: Literal["stated", "int8"] = "stated"
+    """stated: in `dtype`. int8: the rows of matrices as eight bits and a scale each, on a CPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes the GPUs if any are visible, else the CPU."""
     layout: Spread = Spread()
@@ -179,5 +181,7 @@ class ChatConfig(Sampling):
     """Of the draws."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Type to compute in. Default: that of config.json."""
+    weights: Literal["stated", "int8"] = "stated"
+    """stated: in `dtype`. int8: the rows of matrices as eight bits and a scale each, on a CPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes the GPUs if any are visible, else the CPU."""

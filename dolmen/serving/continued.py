@@ -62,7 +62,7 @@ def continued(
     known = None if tokenizer is None else tokenizer.get_vocab().values()
     stop = engine.stop_tokens(source) | {*ends}
     limits = Limits(rows=batch, tokens=asked.max_batch_tokens)
-    with Engine(model, stop=stop, known=known, limits=limits) as running:
+    with Engine(model, stop=stop, known=known, limits=limits, weights=asked.weights) as running:
         for i, prompt in enumerate(prompts):
             running.add(
                 Request(

@@ -18,8 +18,8 @@ them decides what comes and goes, as a server's does, it tells the others betwee
 
 import itertools
 import warnings
-from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -37,8 +37,9 @@ from dolmen.model.decoder import Decoder
 from dolmen.parallel import data
 from dolmen.parallel import schedule as schedules
 from dolmen.parallel.actions import Schedule
+from dolmen.parallel.laid_out import Weights
 from dolmen.serving.cache import Memory
-from dolmen.serving.checked import check, span_of
+from dolmen.serving.checked import check, check_int8, span_of
 from dolmen.serving.choosing import Choice, Made, told
 from dolmen.serving.forward import Forward
 from dolmen.serving.options import Options
@@ -110,10 +111,12 @@ class Engine:
         known: Collection[int] | None = None,
         limits: Limits = Limits(),
         mesh: Mesh = SINGLE,
+        weights: Weights = "stated",
     ):
         """`stop`: tokens that end every text. `known`: the tokenizer's ids; none that is not one of
-        them is chosen. `mesh`: that of the model, where it lies over pp. Raises ValueError for a
-        model that foretells no next token, and for one whose ranks hold several stages.
+        them is chosen. `mesh`: that of the model, where it lies over pp. `weights`: int8 rounds
+        those of products, each row by a scale of its own. Raises ValueError for a model that
+        foretells no next token, for one whose ranks hold several stages, and where int8 cannot be.
         """
         tree = model.tree
         if tree.both_ways:
@@ -126,7 +129,11 @@ class Engine:
                 f"a rank holds {len(model.split.parts)} stages of the model, and generation takes "
                 "one: set --layout.virtual-stages 1"
             )
+        if weights == "int8":
+            device = next(model.parameters()).device.type
+            check_int8(tree, device, sharded=bool(data.units(model)))
         self.model, self.mesh, self.limits = model, mesh, limits
+        self._weights: Weights = weights
         self._stop = frozenset(stop)
         self._forward = Forward(model, mesh, limits.page)
         self._rows = Running(limits, tree.prefixed, self._forward.cache.table)
@@ -135,9 +142,11 @@ class Engine:
         self._warned = False
 
     def __enter__(self) -> "Engine":
+        keep = not self.model.training
         self._within.enter_context(data.inference(self.model))
         # a compiled block would be compiled again for every length
         self._within.enter_context(torch.compiler.set_stance("force_eager"))
+        self._within.enter_context(_laid_out(self.model, self._weights, keep))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -246,6 +255,20 @@ class Engine:
         elif self.model.tree.read_again(row.length, len(row.text)):
             self._rows.forget(key, row)
             row.length = len(row.text)
+
+
+@contextmanager
+def _laid_out(model: Decoder, weights: Weights, keep: bool) -> Iterator[None]:
+    """Weights as products without gradients read them fastest, which takes their memory once or
+    twice more; afterwards that is given up, or kept for the next engine. Under ZeRO, where each is
+    there for a moment, they stay as they are.
+    """
+    if not data.units(model):
+        model.lay_out(weights)
+    try:
+        yield
+    finally:
+        model.at_rest(keep)
 
 
 def generate(

@@ -40,7 +40,7 @@ PAUSE = 0.02  # seconds between two looks of a rank that has nothing else to do
 DECIDING = (
     "max_new_tokens min_new_tokens temperature top_k top_p min_p repetition_penalty "
     "presence_penalty frequency_penalty logit_bias stop num_samples logprobs max_input_tokens "
-    "skip_bad seed dtype"
+    "skip_bad seed dtype weights"
 ).split()
 
 
@@ -146,6 +146,7 @@ def answered(job: Job, mesh: Mesh) -> None:
             known=tokenizer.get_vocab().values(),
             limits=Limits(tokens=config.max_batch_tokens),
             mesh=mesh,
+            weights=config.weights,
         ) as running,
     ):
         try:

@@ -6,7 +6,7 @@ have in common.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from dolmen.conversion.source import open_source
 from dolmen.core import device as devices
@@ -16,19 +16,28 @@ from dolmen.core.launched import Launch
 from dolmen.families import Model, unknown
 from dolmen.launch import launcher, process
 from dolmen.model.layout import Layout
+from dolmen.serving.checked import check_int8
 
 DEVICE = "device"
 
 
 def check(
-    verb: str, sources: list[str], layout: Layout, asked: devices.Asked, replicas: bool = False
+    verb: str,
+    sources: list[str],
+    layout: Layout,
+    asked: devices.Asked,
+    replicas: bool = False,
+    weights: Literal["stated", "int8"] = "stated",
 ) -> Layout:
     """The layout, resolved, where the sources can be read, it divides the model of the first, and
-    there are the devices for it. `replicas`: the verb shares its work over dp. Raises BadInput.
+    there are the devices for it. `replicas`: the verb shares its work over dp. `weights`: how they
+    are to be held. Raises BadInput.
     """
     started = process.started()
     try:
         models = [readable(name) for name in sources]
+        if weights == "int8":
+            check_int8(models[0].tree, "cuda" if asked == "cuda" else "cpu", sharded=False)
         layout = layout.resolve(started.world_size if started else None)
         if layout.dp != 1 and not replicas:
             raise ValueError(

@@ -196,10 +196,10 @@ OTHERS = {
     ),
     "generate": (
         f"help {SAMPLING} prompt input output stop num-samples best reward logprobs "
-        "max-input-tokens resume skip-bad max-batch-tokens seed dtype device layout.tp layout.pp "
-        "layout.dp"
+        "max-input-tokens resume skip-bad max-batch-tokens seed dtype weights device layout.tp "
+        "layout.pp layout.dp"
     ),
-    "chat": f"help {SAMPLING} system stop seed dtype device",
+    "chat": f"help {SAMPLING} system stop seed dtype weights device",
     "serve": (
         "help host port key key-file name max-length max-rows max-waiting max-batch-tokens "
         "max-cache-tokens max-body-bytes time-limit grace dtype device layout.tp"

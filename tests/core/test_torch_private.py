@@ -97,6 +97,25 @@ def _():
     assert private("compute.turned")(x).is_contiguous()
 
 
+@claim("compute.laid_out", "compute.laid_out_product")
+def _():
+    x, weight, bias = torch.randn(5, 96), torch.randn(64, 96), torch.randn(64)
+    laid_out, product = private("compute.laid_out"), private("compute.laid_out_product")
+    for kind, atol in ((torch.float32, 1e-4), (torch.bfloat16, 0.3)):
+        w, own, b = weight.to(kind), x.to(kind), bias.to(kind)
+        got = product(own, laid_out(w, 16), b)
+        torch.testing.assert_close(got, F.linear(own, w, b), atol=atol, rtol=0)
+
+
+@claim("compute.int8_product")
+def _():
+    x, scale = torch.randn(5, 96).bfloat16(), torch.rand(64).bfloat16()
+    weight = torch.randint(-127, 128, (64, 96), dtype=torch.int8)
+    exact = x.double() @ (weight.double() * scale.double()[:, None]).t()
+    got = private("compute.int8_product")(x, weight, scale).double()
+    torch.testing.assert_close(got, exact, atol=1e-2 * float(exact.abs().max()), rtol=0)
+
+
 @claim("compute.softmax_backward")
 def _():
     x = torch.randn(3, 5, requires_grad=True)

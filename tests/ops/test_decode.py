@@ -42,13 +42,26 @@ def laid(texts, strange: float = 7.0):
     return *pools, decode.Pages(owner, back)
 
 
-def both(case, dtype, **changed):
+def alone(q, k, v, attend):
+    """The last query [heads, size] of one text, whose pages are shuffled; asked by itself."""
+    *pools, pages = laid([(k, v)])
+    order = pages.back[:, 0].argsort(descending=True)[: -(-len(k) // SIZE)]
+    return decode.one_query(q[None], *pools, attend, decode.Alone(order, len(k)))[0]
+
+
+def both(case, dtype, together=True, **changed):
     """Of each text the last query: of pages, and by definition."""
     case = replace(case, batch=len(LENGTHS), length=max(LENGTHS))
     q, k, v, _ = case.tensors(dtype, torch.device("cpu"))
     last = torch.stack([q[i, n - 1] for i, n in enumerate(LENGTHS)])
-    pools = laid([(k[i, :n], v[i, :n]) for i, n in enumerate(LENGTHS)])
-    got = decode.one_query(last, *pools[:2], case.attend._replace(**changed), pools[2])
+    texts, attend = [(k[i, :n], v[i, :n]) for i, n in enumerate(LENGTHS)], case.attend
+    attend = attend._replace(**changed)
+    if together:
+        *pools, pages = laid(texts)
+        got = decode.one_query(last, *pools, attend, pages)
+    else:
+        each = zip(last, texts, strict=True)
+        got = torch.stack([alone(own, *text, attend) for own, text in each])
     want = [
         reference.definition(
             last[i, None, None].double(),
@@ -61,10 +74,14 @@ def both(case, dtype, **changed):
     return got, torch.stack(want)
 
 
+ROADS = pytest.mark.parametrize("together", [True, False], ids=["together", "alone"])
+
+
+@ROADS
 @pytest.mark.parametrize("name", KNOWN)
 @TYPES
-def test_definition(name, dtype, tolerance):
-    got, want = both(KNOWN[name], dtype)
+def test_definition(name, dtype, tolerance, together):
+    got, want = both(KNOWN[name], dtype, together)
     assert got.dtype == dtype
     for a, b in zip(got.double(), want, strict=True):
         assert (a - b).norm() <= tolerance * b.norm()
@@ -80,9 +97,10 @@ def test_definition(name, dtype, tolerance):
         ("another scale", dict(scale=None)),
     ],
 )
-def test_what_each_changes_is_seen(name, wrong):
+@ROADS
+def test_what_each_changes_is_seen(name, wrong, together):
     """Negative control."""
-    got, want = both(KNOWN[name], torch.float64, **wrong)
+    got, want = both(KNOWN[name], torch.float64, together, **wrong)
     assert (got - want).norm() > 0.05 * want.norm()
 
 

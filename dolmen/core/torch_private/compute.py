@@ -45,6 +45,23 @@ foreach_norm = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
 """The Euclidean norm of each. 2.11 to 2.13."""
 
 
+int8_product = torch.ops.aten._weight_int8pack_mm
+"""x W^T of bfloat16 x, with each row of W an int8 times its scale; of a CPU. 2.11 to 2.13."""
+
+
+def laid_out(weight: Tensor, rows: int) -> Tensor:
+    """A weight [out, in] as oneDNN multiplies products of so many rows: what torch.compile does
+    with weights that are frozen, and eager torch nowhere. The operators are there where torch was
+    built with oneDNN (`torch.backends.mkldnn.is_available`). 2.11 to 2.13.
+    """
+    return torch.ops.mkldnn._reorder_linear_weight(weight, rows)
+
+
+def laid_out_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x W^T + b of what `laid_out` gives. 2.11 to 2.13."""
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
 def profiles() -> bool:
     """Whether a profile records: torch asks this flag before ranges of its own. 2.11 to 2.13."""
     return profiler._is_profiler_enabled

@@ -45,20 +45,33 @@ class Pages:
         return self._seen[window]
 
 
+@dataclass(frozen=True, eq=False)
+class Alone:
+    """The same of one text, whose query is asked alone."""
+
+    pages: slice | Int64[Tensor, " pages"]
+    """Of the text, in order."""
+    length: int
+    """Its tokens."""
+
+
 def one_query(
     q: Float[Tensor, "queries heads size"],
     k: Float[Tensor, "pages kv_heads page size"],
     v: Float[Tensor, "pages kv_heads page value_size"],
     attend: Attend,
-    pages: Pages,
+    pages: Pages | Alone,
 ) -> Float[Tensor, "queries heads value_size"]:
     """softmax(scores) v of each query, at its text's last key: see `spec.Attention`. Documents and
     dropout have no meaning here. The queries of a key-value head are rows of one product.
     """
+    scale = attend.scale_of(q.shape[2])
+    if isinstance(pages, Alone):
+        return _alone(q, k, v, scale, attend, pages)
     owner, of_heads = pages.owner, (len(q), k.shape[1], -1)
     heads = q.view(*of_heads, q.shape[2]).index_select(0, owner)
     products = _multiplied(heads, k.transpose(2, 3), pages)
-    scores = _scores(products, attend.scale_of(q.shape[2]), attend, pages)
+    scores = _scores(products, scale, attend, pages)
     highest = scores.amax(-1)
     to_text = owner[:, None, None].expand_as(highest)
     maximum = highest.new_full((len(q), *highest.shape[1:]), -torch.inf)
@@ -70,6 +83,33 @@ def one_query(
     parts = _multiplied(e.to(v.dtype), v, pages).to(total.dtype)
     out = parts.new_zeros((len(q), *parts.shape[1:])).index_add_(0, owner, parts)
     return (out / total[..., None]).to(q.dtype).view(*q.shape[:2], v.shape[3])
+
+
+def _alone(
+    q: Float[Tensor, "1 heads size"],
+    k: Float[Tensor, "pages kv_heads page size"],
+    v: Float[Tensor, "pages kv_heads page value_size"],
+    scale: float,
+    attend: Attend,
+    text: Alone,
+) -> Float[Tensor, "1 heads value_size"]:
+    """Of one text there is nothing to scatter or gather: its keys are copied to lie together, and
+    what is computed is a softmax; 27 us for what takes 160 by pages.
+    """
+    first = 0 if attend.window is None else max(0, text.length - attend.window)
+    keys, values = (
+        pool[text.pages].transpose(0, 1).flatten(1, 2)[:, first : text.length] for pool in (k, v)
+    )
+    products = torch.bmm(q.view(len(keys), -1, q.shape[2]), keys.transpose(1, 2))
+    back = torch.arange(keys.shape[1] - 1, -1, -1, device=q.device)
+    scores = _raw(products, scale, attend, back)
+    if attend.sinks is not None:
+        sinks = attend.sinks.to(scores.dtype).view(*scores.shape[:2], 1)
+        weights = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    out = torch.bmm(weights.to(values.dtype), values)
+    return out.to(q.dtype).view(*q.shape[:2], v.shape[3])
 
 
 def _multiplied(
@@ -99,7 +139,18 @@ def _scores(
     pages: Pages,
 ) -> Float[Tensor, "entries kv_heads group page"]:
     """In fp32 or wider, -inf where a query does not see."""
-    kv_heads, group = products.shape[1:3]
+    scores = _raw(products, scale, attend, pages.back[:, None, None])
+    return scores.masked_fill_(pages.hidden(attend.window), -torch.inf)
+
+
+def _raw(
+    products: Float[Tensor, "*entries kv_heads group keys"],
+    scale: float,
+    attend: Attend,
+    back: Int64[Tensor, "*_ keys"],
+) -> Float[Tensor, "*entries kv_heads group keys"]:
+    """Of keys that are so far back, whether they are seen or not."""
+    kv_heads, group = products.shape[-3:-1]
     wide = products if products.dtype == torch.float64 else products.float()
     scores = wide * scale
     if attend.soft_cap is not None:
@@ -107,6 +158,6 @@ def _scores(
     slopes = attend.slopes_of(kv_heads * group)
     if slopes is not None:
         each = host.send(torch.tensor(slopes, dtype=scores.dtype), scores.device)
-        back = pages.back[:, None, None].to(scores.dtype)
-        scores = scores.addcmul_(each.view(kv_heads, group, 1), back, value=-1)
-    return scores.masked_fill_(pages.hidden(attend.window), -torch.inf)
+        far = back.to(scores.dtype)
+        scores = scores.addcmul_(each.view(kv_heads, group, 1), far, value=-1)
+    return scores

@@ -1,0 +1,81 @@
+"""Weights laid out for products that nothing is trained by: made once, where an engine begins.
+
+    OneDnn    fp32, as oneDNN's kernels of a CPU read it. F.linear of a few rows asks another
+              library, which reads 4 to 10 GB/s of one core (an EPYC), this 14 to 19. One row
+              reads what is wide best turned, row by row of W^T: 20 GB/s where F.linear has 10.
+    Int8      each row of W [out, in] an int8 times a scale of its own (ops/int8.py), x in bf16. Of
+              a row-parallel W each rank rounds its part of the row, by a scale of its own.
+
+Both are of the weight with the adapter that lies beside it.
+"""
+
+from typing import Literal, Protocol
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from dolmen.core.torch_private import compute
+from dolmen.ops import int8
+
+Weights = Literal["stated", "int8"]
+"""How weights are held: in the dtype that is asked for, or as int8."""
+
+ROWS = 64  # what a weight is laid out for; as fast with 4 rows and with 256
+LEAST = 4  # rows: of fewer oneDNN takes another kernel, with which even one row takes longer
+WORTH = 1 << 14  # elements; of fewer what a product costs is its call
+
+
+class LaidOut(Protocol):
+    """What multiplies by a weight."""
+
+    def __call__(
+        self, x: Float[Tensor, "tokens in"], bias: Float[Tensor, " out"] | None
+    ) -> Float[Tensor, "tokens out"]:
+        """x W^T + b, without autograd."""
+        ...
+
+
+class OneDnn:
+    """See above."""
+
+    def __init__(self, weight: Float[Tensor, "out in"]):
+        own, wide = weight.detach(), weight.shape[0] > weight.shape[1]
+        self.weight = compute.laid_out(own, ROWS)
+        self.one = own.t().contiguous() if wide else own.t()
+
+    def __call__(
+        self, x: Float[Tensor, "tokens in"], bias: Float[Tensor, " out"] | None
+    ) -> Float[Tensor, "tokens out"]:
+        rows = len(x)
+        if rows == 1:
+            return x @ self.one if bias is None else torch.addmm(bias, x, self.one)
+        # the same rows again, in one operator of 2 us, where padding takes 7
+        x = x if rows >= LEAST else torch.cat([x] * -(-LEAST // rows))
+        return compute.laid_out_product(x, self.weight, bias)[:rows]
+
+
+class Int8Rows:
+    """See above."""
+
+    def __init__(self, weight: Float[Tensor, "out in"]):
+        self.weight, self.scale = int8.quantise(weight)
+        # scales are applied in fp32: as bf16 each would be up to 0.4 % off
+        self.ones = torch.ones_like(self.scale, dtype=torch.bfloat16)
+
+    def __call__(
+        self, x: Float[Tensor, "tokens in"], bias: Float[Tensor, " out"] | None
+    ) -> Float[Tensor, "tokens out"]:
+        y = compute.int8_product(x.bfloat16(), self.weight, self.ones).float() * self.scale
+        return (y if bias is None else y + bias).to(x.dtype)
+
+
+def product_of(weight: Tensor, kind: Weights) -> LaidOut | None:
+    """What multiplies by a weight faster than torch does by itself; None: nothing does."""
+    if weight.ndim != 2 or weight.device.type != "cpu":
+        return None
+    if kind == "int8":
+        return Int8Rows(weight)
+    large = weight.numel() >= WORTH and min(weight.shape) >= ROWS
+    there = torch.backends.mkldnn.is_available()
+    return OneDnn(weight) if there and large and weight.dtype == torch.float32 else None
