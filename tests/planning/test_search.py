@@ -57,7 +57,7 @@ def test_keys_are_not_gathered_where_a_ring_is_as_fast():
 
 
 def test_changes_are_of_one_thing_and_say_what_they_lack():
-    asked = question("gpt3-175b", "dgx-a100:16", global_batch_size=64)
+    asked = question("gpt3-175b", "dgx-a100:16", global_batch_size=128)
     (plain,) = search.answer(asked, PlanConfig(top=1, dryrun=False)).ranked
     (best,) = search.answer(asked, PlanConfig(top=1, dryrun=False, explain=True)).ranked
     assert not plain.changes and plain == replace(best, changes=())
