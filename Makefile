@@ -38,7 +38,7 @@ RLHF ?=
 quickstart: .venv/installed
 	$(BIN)/dolmen train quickstart --overwrite
 
-# SFT, reward model, DPO and GRPO on two cores, measured, as a page: build/rlhf/rlhf.html
+# SFT, reward model, DPO, GRPO and PPO on two cores, measured, as a page: build/rlhf/rlhf.html
 rlhf: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.rlhf $(RLHF)
 

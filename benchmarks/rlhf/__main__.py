@@ -4,7 +4,7 @@
     python -m benchmarks.rlhf.controls         make rlhf-controls: faults that are to fail
     python -m benchmarks.rlhf.page             the page alone: build/rlhf/rlhf.html
 
-    base -> SFT -> reward model | DPO | GRPO    those behind a bar side by side, a core each
+    base -> SFT -> reward model | DPO | GRPO -> PPO     those between bars side by side, a core each
 
 A run of `make rlhf` fails, with exit code 1, where the page's claims do not hold (`checks.py`).
 """
@@ -28,7 +28,7 @@ def main() -> int:
     asked = parser.parse_args().stage or list(STAGES)
     begun = time.monotonic()
     prepare()
-    for start in (None, "base", "sft"):
+    for start in (None, "base", "sft", "reward"):
         _together(name for name in asked if STAGES[name].after == start)
     _measured(asked)
     print(f"all of it: {time.monotonic() - begun:.0f} s")

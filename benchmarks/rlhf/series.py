@@ -29,8 +29,10 @@ def ends(run: Path, name: str, steps: int = 10) -> tuple[float, float]:
 
 
 def story_kl(run: Path) -> tuple[np.ndarray, np.ndarray]:
-    """By step, KL from the start in nats per story: the mean of its tokens, times how many it
-    has.
+    """By step, KL from the start in nats per answer: as PPO tells it, or the mean of tokens times
+    how many an answer has.
     """
+    if len((told := series(run, "rollout/kl_per_answer"))[0]):
+        return told
     steps, per_token = series(run, "rollout/reference_kl")
     return steps, per_token * series(run, "rollout/tokens")[1]
