@@ -43,8 +43,10 @@ def train_steps(
     stop: Stop,
     watch: Watch | None = None,
     around: Callable[[int], AbstractContextManager[object]] = nullcontext,
+    drawn: bool = False,
 ) -> int:
-    """Train from state.step to state.steps; the signal that ended it early, else 0.
+    """Train from state.step to state.steps; the signal that ended it early, else 0. `drawn`: a
+    model draws the batches, for which there is as much time as for the first.
 
     Step n, counted from 1, is made within around(n). After every step each hook whose `every`
     divides the number of steps made is called, and all are called after the last step, in order.
@@ -65,5 +67,5 @@ def train_steps(
                 hook(state, metrics)
         if last:  # before the next batch, which a model may have to draw
             return stopped
-        beat(state.step, "the next batch")
+        beat(state.step, "the next batch", drawn)
     raise AssertionError("batches never run out")

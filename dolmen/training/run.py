@@ -341,6 +341,7 @@ def _loop(asked: _Asked, read: Batches, state: TrainState, hooks: Hooks) -> int:
                 asked.stop,
                 asked.watch,
                 hooks.profile.around,
+                drawn=asked.run.data.rows == "prompts",
             )
     asked.watch.beat(state.step, "the last save", patient=True)
     return signal

@@ -41,7 +41,7 @@ class Batches:
 
 def go(start: int, steps: int, hooks, stop: Stop | None = None) -> int:
     return train_steps(
-        SimpleNamespace(step=start, steps=steps, model=SimpleNamespace(tree=None)),
+        SimpleNamespace(step=start, steps=steps, model=SimpleNamespace(tree=None), beside=None),
         Batches(),
         SINGLE,
         hooks,
@@ -81,3 +81,12 @@ def test_a_request_ends_after_the_step_it_came_in_with_all_hooks(made):
 
     assert go(0, 100, [(1, ask), (50, lambda state, m: called.append(state.step))], stop) == 15
     assert called == [4] and len(made) == 4 and stop.agreed_signal == 15
+
+
+@pytest.mark.parametrize("drawn", (False, True))
+def test_what_is_drawn_has_as_much_time_as_the_first_batch(made, drawn):
+    beats = []
+    watch = SimpleNamespace(beat=lambda step, phase, patient=False: beats.append((phase, patient)))
+    state = SimpleNamespace(step=0, steps=2, model=SimpleNamespace(tree=None), beside=None)
+    train_steps(state, Batches(), SINGLE, [], Stop(), watch, drawn=drawn)
+    assert ("the first batch", True) in beats and ("the next batch", drawn) in beats
