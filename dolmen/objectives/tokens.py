@@ -74,4 +74,4 @@ def share(
     said: Bool[Tensor, "rows tokens"], here: Bool[Tensor, "rows tokens"]
 ) -> Float[Tensor, ""]:
     """Of the tokens that count, for how many something is so."""
-    return token_mean(said.to(torch.get_default_dtype()), here)
+    return token_mean(said.double(), here)  # times their number it is a number of tokens again
