@@ -61,7 +61,7 @@ class LowRank:
         parts = list(self.tensors(name).values())
         dtype = torch.promote_types(value.dtype, parts[0].dtype)
         down, up, *lengths = (part.to(dtype) for part in parts)
-        beside = tensor.Adapter(down, up, self.form.scale, *lengths)
+        beside = tensor.Adapter(down, up, self.form.scale, lengths[0] if lengths else None)
         return beside.merged(value.to(dtype)).to(value.dtype)
 
 
