@@ -122,6 +122,9 @@ def _kind(said: Mapping[str, Any]) -> Any:
     return "dora" if said.get("use_dora") else "lora"
 
 
+OTHER_BASES = ("pissa", "olora", "corda", "loftq")
+"""Ways to begin after which the adapter is of another base than the one it names."""
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 OTHERWISE = (
     "modules_to_save",
     "rank_pattern",
@@ -146,6 +149,13 @@ def _check(file: Path, said: Mapping[str, Any]) -> None:
     for name in OTHERWISE:
         if said.get(name):
             raise gate.refuse(file, f"has {name}, which dolmen does not read")
+    begun = str(said.get("init_lora_weights")).lower()
+    if begun.startswith(OTHER_BASES):
+        raise gate.refuse(
+            file,
+            f"has init_lora_weights {begun}, by which PEFT changes the base as it loads: merge it "
+            "there, or save it as plain LoRA",
+        )
 
 
 def _check_shapes(file: Path, form: Adapter, stored: Mapping[str, Stored], model: Model) -> None:
@@ -159,6 +169,8 @@ def _check_shapes(file: Path, form: Adapter, stored: Mapping[str, Stored], model
         for name, shape in zip(_names(form, weight), made, strict=False):
             if name not in stored:
                 raise gate.refuse(file, f"has a part of {weight}'s adapter: {name} is absent")
+            if stored[name].spec.dtype not in FLOATS:
+                raise gate.refuse(file, f"has {stored[name].name} in {stored[name].spec.dtype}")
             if stored[name].spec.shape != shape:
                 raise gate.refuse(
                     file,

@@ -82,13 +82,18 @@ def _told(names: list[str], first: dict, other: dict) -> str:
 
 
 def once(work: Callable[[], T]) -> T:
-    """work(), done by rank 0 alone; its value, or its ValueError, is everyone's."""
+    """work(), done by rank 0 alone; its value, or its ValueError, is everyone's. Whatever else it
+    raises all others know of too, who would wait for it.
+    """
     found: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
             found[0] = work()
         except (ValueError, OSError) as error:
             found[1] = str(error)
+        except Exception as error:
+            dist.broadcast_object_list([None, f"rank 0 failed: {error!r}"])
+            raise
     dist.broadcast_object_list(found)
     if found[1] is not None:
         raise ValueError(found[1])

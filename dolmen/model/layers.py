@@ -116,7 +116,8 @@ class Parameters(nn.Module):
     def _state(self, weights: Weights) -> tuple[object, ...]:
         """Another, when one of its tensors has changed."""
         own = [p for p in (self.weight, self.bias, self.lora_A, self.lora_B) if p is not None]
-        return weights, *((local_view(p).data_ptr(), p._version) for p in own)
+        # what is written is what a DTensor holds, and not the DTensor
+        return weights, *((p.data_ptr(), p._version) for p in map(local_view, own))
 
     def _linear(self, mine: Callable[[Tensor], Tensor]) -> Linear:
         bias = None if self.bias is None else mine(self.bias)

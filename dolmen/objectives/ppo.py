@@ -17,7 +17,7 @@ from dolmen.data.batch import Batch
 from dolmen.model import tree
 from dolmen.model.head import Logits, Values
 from dolmen.objectives import policy
-from dolmen.objectives.drawn import ADVANTAGE, OLD
+from dolmen.objectives.drawn import ADVANTAGE, NONE, OLD
 from dolmen.objectives.objective import Judged
 from dolmen.objectives.tokens import Metrics
 from dolmen.ops.loss import IGNORED
@@ -87,7 +87,7 @@ def _count(batch: Batch, needed: Iterable[str]) -> float:
             "answers are learned from by numbers of their tokens, and a batch has none of "
             f"{', '.join(missing)}"
         )
-    return batch.real_tokens
+    return batch.real_tokens or NONE
 
 
 def _summed(

@@ -12,6 +12,7 @@ Both are of the weight with the adapter that lies beside it.
 from typing import Literal, Protocol
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
@@ -23,6 +24,7 @@ Weights = Literal["stated", "int8"]
 
 ROWS = 64  # what a weight is laid out for; as fast with 4 rows and with 256
 LEAST = 4  # rows: of fewer oneDNN takes another kernel, with which even one row takes longer
+PIECE = 32  # inputs; of rows of 72 or 200 the int8 product of torch 2.13 was wrong, or crashed
 WORTH = 1 << 14  # elements; of fewer what a product costs is its call
 
 
@@ -59,14 +61,18 @@ class Int8Rows:
     """See above."""
 
     def __init__(self, weight: Float[Tensor, "out in"]):
-        self.weight, self.scale = int8.quantise(weight)
+        payload, self.scale = int8.quantise(weight)
+        # torch's operator reads whole pieces of a row, behind the end of one that is shorter
+        self.beside = -weight.shape[1] % PIECE
+        self.weight = F.pad(payload, (0, self.beside))
         # scales are applied in fp32: as bf16 each would be up to 0.4 % off
         self.ones = torch.ones_like(self.scale, dtype=torch.bfloat16)
 
     def __call__(
         self, x: Float[Tensor, "tokens in"], bias: Float[Tensor, " out"] | None
     ) -> Float[Tensor, "tokens out"]:
-        y = compute.int8_product(x.bfloat16(), self.weight, self.ones).float() * self.scale
+        x_whole = F.pad(x.bfloat16(), (0, self.beside)) if self.beside else x.bfloat16()
+        y = compute.int8_product(x_whole, self.weight, self.ones).float() * self.scale
         return (y if bias is None else y + bias).to(x.dtype)
 
 

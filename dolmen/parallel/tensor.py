@@ -104,7 +104,8 @@ class Adapter(NamedTuple):
             squares = turned.square().sum(-1)
             if self.over_inputs and tp is not None:
                 squares = collectives.reduce_scalar(squares, tp)
-        return self.magnitude.to(wide) / squares.sqrt()
+        # a row of zeros, of a token that pads the vocabulary, stays one
+        return self.magnitude.to(wide) / torch.where(squares == 0, 1.0, squares).sqrt()
 
 
 class Linear(NamedTuple):

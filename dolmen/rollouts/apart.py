@@ -5,9 +5,11 @@ time for each reply.
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from typing import Any, Literal, TextIO
 
 START_SECONDS = 120.0  # for what the function's module imports
@@ -34,7 +36,7 @@ class Apart:
         """The reply, or {"failed": why}. Raises ValueError where the function is not there."""
         if self.process is None:
             self.begin()
-        reply = self._asked(json.dumps(asked) + "\n", self.limit)
+        reply = self._asked(json.dumps(asked, default=str) + "\n", self.limit)
         if reply is None:
             self.end()
             return {"failed": f"{self.name} gave no {self.kind} within {self.limit:g} s, or ended"}
@@ -50,6 +52,7 @@ class Apart:
             stdin=subprocess.PIPE,
             pass_fds=(theirs,),
             text=True,
+            start_new_session=True,  # what a function has started ends with it
         )
         os.close(theirs)
         self.replies = open(ours)  # noqa: SIM115  # closed by end
@@ -80,7 +83,8 @@ class Apart:
 
     def end(self) -> None:
         if self.process is not None:
-            self.process.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
             assert self.process.stdin is not None
             try:
                 self.process.stdin.close()

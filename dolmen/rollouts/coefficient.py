@@ -16,6 +16,6 @@ class Coefficient:
     def after(self, used: float, kl: float, answers: int) -> float:
         """What it is once a phase with the value `used` has had that KL."""
         if self.target is None:
-            return used
+            return self.value
         off = max(-MOST, min(MOST, (kl - self.target) / self.target))
         return used * (1 + off * answers / self.horizon)

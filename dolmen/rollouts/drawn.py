@@ -7,7 +7,7 @@ rewards.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -148,10 +148,10 @@ def load(out: Path, step: int, answers: int, kind: type[Kept] = Drawn) -> Kept |
     return kind(**tensors)
 
 
-def forget(out: Path, before: int) -> None:
-    """Take away the files of phases that began before step `before`."""
+def forget(out: Path, begun: Container[int]) -> None:
+    """Take away the files of phases that began at one of these steps."""
     for file in sorted((out / FOLDER).glob("*")):
         number, _, kind = file.name.partition(".")
         if number.isdigit() and len(number) == 8 and kind in ("safetensors", "jsonl"):
-            if int(number) < before:
+            if int(number) in begun:
                 file.unlink()

@@ -10,7 +10,6 @@ null} or {"failed": why}. What the function prints goes where its process's outp
 
 import importlib
 import json
-import math
 import os
 import sys
 from collections.abc import Callable
@@ -34,12 +33,14 @@ def named(name: str) -> Callable[..., Any]:
 
 
 Reply = dict[str, float | str | None]
+LARGEST = 1e15
 
 
 def judged(function: Callable[..., float], asked: dict[str, Any]) -> Reply:
     """How good an answer is."""
     reward = float(function(asked["prompt"], asked["answer"], asked["row"]))
-    return {"reward": reward} if math.isfinite(reward) else {"failed": f"it gave {reward}"}
+    # rewards are squared in fp32, for their deviation
+    return {"reward": reward} if abs(reward) < LARGEST else {"failed": f"it gave {reward}"}
 
 
 def turned(function: Callable[..., str | None], asked: dict[str, Any]) -> Reply:

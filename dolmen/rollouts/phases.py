@@ -165,7 +165,8 @@ class Phases:
         self.tell(made, written)
         if self.mesh.first:
             files.save(made, self.setup.out, begins, [one.row for one in judged])
-            files.forget(self.setup.out, min([begins, *self.setup.kept()]) - self.updates + 1)
+            first = min([begins, *self.setup.kept()]) - self.updates + 1
+            files.forget(self.setup.out, range(first))
         return made
 
     def _worth_learning(self, begins: int) -> list[Judged]:

@@ -1,6 +1,7 @@
 """Where the batches of a run come from: its data, or what its own model draws (rollouts/)."""
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from dolmen.data.batch import Batch
 from dolmen.data.batches import Loader
 from dolmen.optim.precision import DTYPES
 from dolmen.rollouts import prompts
+from dolmen.rollouts.drawn import forget
 from dolmen.rollouts.judging import Judging, Part
 from dolmen.rollouts.phases import Models, Phases, Setup
 from dolmen.rollouts.prompts import PromptLoader
@@ -28,6 +30,9 @@ from dolmen.training.check import own_tokenizer
 from dolmen.training.config import RunConfig
 from dolmen.training.folder import Unusable
 from dolmen.training.step import TrainState
+
+DRAWN_BY = ("data", "environment", "objective", "optimizer", "ppo", "reward", "rollout", "train")
+"""Options that what is drawn follows from."""
 
 
 class Batches(Protocol):
@@ -74,6 +79,14 @@ def _ending() -> Iterator[None]:
         yield
     except NoReward as error:
         raise Unusable(str(error)) from None
+
+
+def forget_other(out: Path, step: int, changed: Iterable[str]) -> None:
+    """Take away what a run drew after `step` that goes on from there with other options: answers,
+    rewards and what models said of them are of those that it had.
+    """
+    if any(line.startswith(DRAWN_BY) for line in changed):
+        forget(out, range(step, sys.maxsize))
 
 
 @contextmanager

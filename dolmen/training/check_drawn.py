@@ -78,6 +78,11 @@ def check_compared(asked: RolloutConfig) -> None:
             f"rollout.samples is {asked.samples}: an answer is compared with others to its "
             "prompt, so it must be at least 2 (--rollout.advantage reinforce compares none)"
         )
+    if asked.samples < 2 and asked.redraws:
+        raise ValueError(
+            f"rollout.redraws ({asked.redraws}) draws groups of equal rewards again, and with "
+            f"rollout.samples {asked.samples} each is one: set redraws 0, or more samples"
+        )
 
 
 def check_reward_model(run: RunConfig, name: str) -> None:

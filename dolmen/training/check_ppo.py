@@ -1,5 +1,6 @@
 """Rules of a run that learns with a critic (PPO), part of the one screen that check.py is."""
 
+from dolmen.rollouts.coefficient import MOST
 from dolmen.rollouts.config import RolloutConfig
 from dolmen.rollouts.ppo_config import CriticConfig, PPOConfig
 from dolmen.training import critic
@@ -42,5 +43,11 @@ def check_ppo(run: RunConfig) -> None:
         raise ValueError(
             f"critic.warmup-steps ({run.critic.warmup_steps}) are all of the run's {run.steps} "
             "steps, and the model learns in none: set fewer, or more --train.steps"
+        )
+    answers = run.rollout.answers(run.train.global_batch_size)
+    if run.ppo.kl_target is not None and run.ppo.kl_horizon <= MOST * answers:
+        raise ValueError(
+            f"ppo.kl-horizon is {run.ppo.kl_horizon:g}, so short that a phase of {answers} answers "
+            f"may turn the KL's coefficient around: set one over {MOST * answers:g}"
         )
     critic.check(run)

@@ -123,7 +123,8 @@ def go_on(critic: Critic, step: int, kept: SavedCritic) -> None:
     if state.scale.dynamic:
         state.scale.value, state.scale.good_steps = kept.loss_scale
     state.spike.load(list(kept.norms))
-    critic.coefficient.value = kept.kl_coef
+    if critic.coefficient.target is not None:  # else it is what the options say
+        critic.coefficient.value = kept.kl_coef
 
 
 def row(m: Metrics | None) -> dict[str, float]:

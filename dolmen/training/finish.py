@@ -118,5 +118,9 @@ def _next(run: RunConfig, out: Path) -> str:
     """The command that most will want now, as a shell takes it."""
     if not (out / "hf").exists():
         return f"dolmen export {shlex.quote(str(out))} --to model/"
+    if run.objective.name == "reward":
+        return (
+            f"dolmen train grpo --reward {shlex.quote(str(out / 'hf'))} --init ... --data.path ..."
+        )
     prompt = next(iter((run.finish.sample or "").strip().splitlines()), "Once upon a time")
     return f"dolmen generate {shlex.quote(str(out / 'hf'))} --prompt {shlex.quote(prompt)}"

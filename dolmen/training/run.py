@@ -288,7 +288,9 @@ def _train(
         run, state, loader, mesh, out, checkpoints, peak, console, asked.stop, asked.watch, began
     )
     hooks.validation = saved.validation if saved is not None else None
-    hooks.begin(state, start.how, changed_since(saved, run, loader) if saved is not None else [])
+    changed = changed_since(saved, run, loader) if saved is not None else []
+    hooks.begin(state, start.how, changed)
+    first_does(mesh, lambda: batches.forget_other(out, state.step, changed))
     ended = "failed"
     try:
         with _read(asked, begun, loader, state, checkpoints) as read:

@@ -75,6 +75,18 @@ def test_a_product_of_int8_is_that_of_what_it_rounds_to(rows, biased, dtype):
     assert (got - want).norm() < 2**-8 * want.norm()
 
 
+@pytest.mark.parametrize("rows", (1, 20))
+@pytest.mark.parametrize("inputs", (72, 200, 208))
+def test_a_product_of_int8_is_of_rows_of_any_length(rows, inputs):
+    """Of torch's own some read behind a row."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, inputs, generator=generator) for n in (rows, 96))
+    got = laid_out.Int8Rows(weight)(x, None)
+    q, scale = int8.quantise(weight)
+    want = x.double() @ (q.double() * scale.double()[:, None]).t()
+    assert (got - want).norm() < 2**-8 * want.norm()
+
+
 def test_a_weight_that_would_win_nothing_stays_as_it_is():
     for weight in (torch.zeros(63, 4096), torch.zeros(2, 128, 128), torch.zeros(512, 512).double()):
         assert laid_out.product_of(weight, "stated") is None

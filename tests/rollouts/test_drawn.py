@@ -63,6 +63,6 @@ def test_files_of_before_are_taken_away_and_nothing_else(tmp_path):
     for step in (0, 8, 16):
         drawn.save(two(), tmp_path, step, [])
     (tmp_path / "rollouts" / "notes.jsonl").write_text("mine")
-    drawn.forget(tmp_path, 9)
+    drawn.forget(tmp_path, range(9))
     left = sorted(file.name for file in (tmp_path / "rollouts").iterdir())
     assert left == ["00000016.jsonl", "00000016.safetensors", "notes.jsonl"]

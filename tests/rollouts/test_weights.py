@@ -7,14 +7,15 @@ from functools import partial
 
 import pytest
 import torch
-from models import Tiny, build, initialize
+from models import Flat, Tiny, build, initialize
 from spawning import Row
 from table import FAMILIES, Layout
 
 from dolmen.core.mesh import SINGLE
 from dolmen.model.tree import Scalar
 from dolmen.rollouts.scorer import Scorer
-from dolmen.rollouts.weights import whole
+from dolmen.rollouts.weights import Drawing, whole
+from dolmen.serving.engine import generate
 
 WORDS = ("tp2 pp2 acc4 zero1", "pp2 dp2 acc4 zero3", "dp2 tp2 sp ep2 zero2")
 
@@ -76,3 +77,35 @@ SCORED = [
 @pytest.mark.parametrize("row", [row.parameter for row in SCORED])
 def test_a_reward_model_scores_as_on_one_process(row, result):
     assert result(row) < 1e-6  # they are told in fp32
+
+
+WIDE = Flat(vocab_size=96, hidden_size=128, intermediate_size=160, num_hidden_layers=1)
+
+
+def answers(drawing: Drawing, trained) -> list[int]:
+    """What is drawn with the weights that `trained` has now."""
+    drawing.refresh(trained)
+    return generate(drawing.model, [[5, 6, 7]], 8)[0]
+
+
+def behind(layout: Layout) -> tuple[bool, bool]:
+    """Whether what is drawn after an update is of the weights that were: whether it is what other
+    weights draw, and what was drawn before. Of matrices large enough to be laid out.
+    """
+    mesh = layout.mesh(torch.device("cpu"))
+    trained = build(WIDE, mesh, layout, None)
+    initialize(trained, 3)
+    held, other = (Drawing(WIDE.tree, WIDE.training, mesh, 1, torch.float32) for _ in range(2))
+    before = answers(held, trained)
+    initialize(trained, 4)
+    after = answers(held, trained)
+    return after == answers(other, trained), after == before
+
+
+REFRESHED = Row("refreshed-dp2 zero1", 2, partial(behind, Layout.of("dp2 zero1")))
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize("row", [REFRESHED.parameter])
+def test_what_is_drawn_is_of_the_weights_that_are_trained_now(row, result):
+    assert result(row) == (True, False)

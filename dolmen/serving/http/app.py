@@ -50,7 +50,10 @@ class Service:
     async def completions(self, request: Request) -> Response:
         body = await self._body(request, Completion)
         asked, session = await self._opened(body, self.reader.completion)
-        form = CompletionForm(self.name, session, self._echo(body, asked))
+        with ExitStack() as failed:
+            failed.callback(session.close)
+            form = CompletionForm(self.name, session, self._echo(body, asked))
+            failed.pop_all()
         return _answer(request, body, session, form)
 
     async def chat(self, request: Request) -> Response:
