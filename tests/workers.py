@@ -10,6 +10,7 @@ ROWS = (
     "tests/parallel/test_assembly.py",
     "tests/parallel/test_styles.py",
     "tests/rollouts/test_weights.py",
+    "tests/rollouts/test_phases_over_layouts.py",
     "tests/comparison/test_diff.py",
     "tests/conversion/test_source.py",
     "tests/families/test_over_layouts.py",

@@ -126,8 +126,10 @@ class Decoder(nn.Module):
 
     def lay_out(self, weights: Weights) -> None:
         """How weights are held for products without gradients, until `at_rest`
-        (layers.Parameters).
+        (layers.Parameters); on a GPU as they are.
         """
+        if not self.split.kernels.lays_out:
+            return
         for module in self._parts():
             module.lay_out(weights)
 

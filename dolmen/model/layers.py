@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from dolmen.core import host, ranges
 from dolmen.core.state import Places, Replicate, Shard, local, local_view
+from dolmen.core.torch_private import compute
 from dolmen.model import tree
 from dolmen.model.tree import Leaf, Leaves
 from dolmen.ops.kernels import Kernels
@@ -117,7 +118,7 @@ class Parameters(nn.Module):
         """Another, when one of its tensors has changed."""
         own = [p for p in (self.weight, self.bias, self.lora_A, self.lora_B) if p is not None]
         # what is written is what a DTensor holds, and not the DTensor
-        return weights, *((p.data_ptr(), p._version) for p in map(local_view, own))
+        return weights, *((p.data_ptr(), compute.writes(p)) for p in map(local_view, own))
 
     def _linear(self, mine: Callable[[Tensor], Tensor]) -> Linear:
         bias = None if self.bias is None else mine(self.bias)

@@ -55,7 +55,7 @@ KNOWN = {
 
 @dataclass(frozen=True)
 class Kernels:
-    """One choice per place where the hardware decides. The defaults are a CPU's, and right
+    """One choice per place where the hardware decides. The defaults are a CPU's: right
     everywhere.
     """
 
@@ -94,6 +94,9 @@ class Kernels:
     """Products of eight bits. rounded: of what the payloads stand for, in fp32, anywhere.
     scaled_mm: torch's scaled products, of the payloads themselves.
     """
+
+    lays_out: bool = True
+    """Whether weights that nothing is trained by are laid out for a CPU (parallel/laid_out.py)."""
 
     def __str__(self) -> str:
         """For a person: `attention by flash, experts by grouped_mm, ...`."""
@@ -134,6 +137,7 @@ def choose(
         logits_at_once=1 << 28,
         squares="whole",
         norm="fused",
+        lays_out=False,
         fp8="scaled_mm" if fp8 and _scaled_mm(hardware, dtype, fp8) else "rounded",
     )
 

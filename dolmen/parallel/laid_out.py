@@ -77,11 +77,11 @@ class Int8Rows:
 
 
 def product_of(weight: Tensor, kind: Weights) -> LaidOut | None:
-    """What multiplies by a weight faster than torch does by itself; None: nothing does."""
-    if weight.ndim != 2 or weight.device.type != "cpu":
+    """What multiplies by a weight on a CPU faster than torch does by itself; None: nothing does."""
+    if weight.ndim != 2:
         return None
     if kind == "int8":
         return Int8Rows(weight)
     large = weight.numel() >= WORTH and min(weight.shape) >= ROWS
-    there = torch.backends.mkldnn.is_available()
-    return OneDnn(weight) if there and large and weight.dtype == torch.float32 else None
+    gains = large and weight.dtype == torch.float32 and compute.lays_out()
+    return OneDnn(weight) if gains else None

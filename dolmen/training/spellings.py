@@ -207,6 +207,7 @@ HOW = {
 
 
 MODEL = "model."  # before the options of a model
+CRITIC = "critic."  # before those of the critic, which few runs have
 
 
 def suggestion(name: str, known: Collection[str]) -> str:
@@ -219,6 +220,7 @@ def suggestion(name: str, known: Collection[str]) -> str:
         # the advice is of training
         return how if "train.steps" in known else ""
     ours = [option for option in known if option.rpartition(".")[2] == last]
+    ours = [option for option in ours if not option.startswith(CRITIC)] or ours
     told = EQUAL.get(name) or EQUAL.get(last) or ()
     equal = (told,) if isinstance(told, str) else told
     theirs = [option for option in equal if option.split()[0] in known]

@@ -496,7 +496,8 @@ def test_export(material, tmp_path):
         (
             [material.docs, "--to", tmp_path / "to"],
             "nor a run or checkpoint of dolmen (checkpoints/, step-NNNNNNNN/), nor Meta's files of "
-            "a Llama (params.json, consolidated.00.pth): it holds 00.txt, 01.txt,",
+            "a Llama (params.json, consolidated.00.pth), nor adapters of PEFT "
+            "(adapter_config.json): it holds 00.txt, 01.txt,",
         ),
         (["nowhere"], "missing --to (Folder to write"),
         (

@@ -225,9 +225,9 @@ def test_a_run_gives_the_same_bits_with_it_on_a_cpu(material, tmp_path, monkeypa
         )
         return joined(*given)
 
-    def train(*given):
+    def train(*given, **named):
         seen.append(torch.are_deterministic_algorithms_enabled())
-        return stepped(*given)
+        return stepped(*given, **named)
 
     env = os.environ
     monkeypatch.setattr(worker.meshes, "joined", join)
@@ -244,7 +244,7 @@ def test_a_run_gives_the_same_bits_with_it_on_a_cpu(material, tmp_path, monkeypa
 
 
 def test_a_run_that_cannot_says_so_in_a_line(material, tmp_path, monkeypatch):
-    def step(*_):
+    def step(*_, **__):
         torch.ones(3).put_(torch.tensor([0]), torch.ones(1))
 
     monkeypatch.setattr(train_run, "train_steps", step)

@@ -143,7 +143,8 @@ def test_a_run_of_several_ranks_divides_by_all_of_them(found, material, tmp_path
     monkeypatch.setattr(hooks, "time", clock)
     scale = SimpleNamespace(dynamic=False)
     state = SimpleNamespace(step=1, tokens=640, scale=scale)
-    made.log(state, SimpleNamespace(loss=1.0, grad_norm=1.0, lr=1.0, router={}, objective={}))
+    told = dict(loss=1.0, grad_norm=1.0, lr=1.0, router={}, objective={}, critic=None)
+    made.log(state, SimpleNamespace(**told))
     assert written[0]["tokens_per_second"] == 320
     assert written[0]["mfu_measured"] == pytest.approx(320 * FLOPS / MEASURED / 4, rel=1e-12)
     assert written[0]["seconds"] == 10 and "skipped_steps" not in written[0]

@@ -51,8 +51,7 @@ int8_product = torch.ops.aten._weight_int8pack_mm
 
 def laid_out(weight: Tensor, rows: int) -> Tensor:
     """A weight [out, in] as oneDNN multiplies products of so many rows: what torch.compile does
-    with weights that are frozen, and eager torch nowhere. The operators are there where torch was
-    built with oneDNN (`torch.backends.mkldnn.is_available`). 2.11 to 2.13.
+    with weights that are frozen, and eager torch nowhere. 2.11 to 2.13.
     """
     return torch.ops.mkldnn._reorder_linear_weight(weight, rows)
 
@@ -60,6 +59,18 @@ def laid_out(weight: Tensor, rows: int) -> Tensor:
 def laid_out_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x W^T + b of what `laid_out` gives. 2.11 to 2.13."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+def lays_out() -> bool:
+    """Whether `laid_out` is there: torch was built with oneDNN. 2.11 to 2.13."""
+    return torch.backends.mkldnn.is_available()
+
+
+def writes(x: Tensor) -> int:
+    """How often x was written in place: what autograd tells a tensor by that has changed since it
+    was kept. 2.11 to 2.13.
+    """
+    return x._version
 
 
 def profiles() -> bool:
