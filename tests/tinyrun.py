@@ -160,7 +160,9 @@ def dolmen(*words) -> Result:
         # it would be measured for a quarter of a second in every run
         mock.patch.object(mfu, "matmul_peak", lambda *_: 1e12),
         # the picture of the losses is drawn by tests/training/test_metrics.py
-        mock.patch.object(Figure, "draw", Figure.draw if words[0] != "train" else lambda *_: None),
+        mock.patch.object(
+            Figure, "draw", Figure.draw if words[:1] != ("train",) else lambda *_: None
+        ),
     ):
         try:
             code = main([str(w) for w in words])
