@@ -12,9 +12,10 @@ GPU_MACHINE ?= x86_64
 # what is linted; and the tests of `make coverage`: all, or TESTS=tests/parallel
 LINTED := dolmen tests benchmarks examples website
 TESTS ?= tests
-# a worker per core, and a core per process; hundreds of processes compile the same files once,
-# also where the machine keeps no bytecode
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+# a worker more than cores, as many tests wait for processes, and a core per process; hundreds of
+# processes compile the same files once, also where the machine keeps no bytecode
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print(os.cpu_count() + 1)')
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
 
 # stages of `make rlhf`: all, or RLHF='dpo grpo'
 RLHF ?=

@@ -1,4 +1,4 @@
-"""Which tests of `-n auto --dist loadfile` run on one worker, one after the other: those of a file,
+"""Which tests of `-n 3 --dist loadfile` run on one worker, one after the other: those of a file,
 which share what its fixtures made; and rows, which share spawns (conftest.py: `result`): those of
 the golden table, and all others, so that two workers have as much of them.
 """

@@ -150,6 +150,21 @@ def _():
     assert isinstance(fast, bool) and isinstance(tiles, bool) and fast >= tiles
 
 
+@claim("compute.lays_out")
+def _():
+    assert private("compute.lays_out")() == torch.backends.mkldnn.is_available()
+
+
+@claim("compute.writes")
+def _():
+    """Of what is written through a view too."""
+    x = torch.zeros(2)
+    writes = private("compute.writes")
+    before = writes(x)
+    x[0] = 1
+    assert writes(x) > before
+
+
 @claim("compute.mark_dynamic", "compute.untraced")
 def _():
     """Of a size that is marked there is one program for all; what is untraced is in none."""

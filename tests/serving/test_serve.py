@@ -297,8 +297,8 @@ def test_generation_config_says_what_a_request_leaves_open(model, tmp_path, alon
 
 def test_a_chat_without_a_limit_fills_what_the_model_has(model):
     with serving(model, max_length=40) as own:
-        found = own.client().chat.completions.create(model="model", messages=HELLO)
-        assert found.usage.total_tokens == 40
+        asked = {"model": "model", "messages": HELLO, "extra_body": {"min_tokens": 25}}
+        assert own.client().chat.completions.create(**asked).usage.total_tokens == 40
         body = {"model": "model", "prompt": "abc", "max_tokens": 38}
         told = own.post("/v1/completions", json=body).json()["error"]
         assert told["code"] == "context_length_exceeded" and "40" in told["message"]
