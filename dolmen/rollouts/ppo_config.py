@@ -54,8 +54,24 @@ class PPOConfig:
     """Advantages of a phase are brought to mean 0 and variance 1, over all its tokens."""
     dual_clip: float | None = None
     """Where an advantage is negative, the loss is at most so many times it (1912.09729), over 1."""
+    pretraining_coef: float = 0.0
+    """What the cross-entropy of plain text counts beside the loss of an update, times (2203.02155:
+    PPO-ptx, 27.8 there); 0: none is read.
+    """
+    pretraining_path: tuple[str, ...] = ()
+    """That text, given like --data.path: --train.global-batch-size sequences of
+    --train.sequence-length in each update.
+    """
 
     def __post_init__(self):
+        refuse_empty("ppo.pretraining-path", *self.pretraining_path)
+        refuse_outside("ppo", {"pretraining_coef": self.pretraining_coef}, 0, math.inf)
+        if bool(self.pretraining_coef) != bool(self.pretraining_path):
+            named = " ".join(self.pretraining_path) or "none"
+            raise ValueError(
+                f"ppo.pretraining-coef ({self.pretraining_coef:g}) weighs the text of "
+                f"ppo.pretraining-path ({named}): give both, or neither"
+            )
         fractions = {"gamma": self.gamma, "lam": self.lam}
         refuse_outside("ppo", fractions, 0, 1)
         refuse_outside("ppo", {"kl_coef": self.kl_coef}, 0, math.inf)

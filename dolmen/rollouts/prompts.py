@@ -99,6 +99,24 @@ class PromptLoader(Loader):
     """Of a run that draws what it learns from: phases.py makes its batches."""
 
     mixture: Prompts
+    text: Loader | None = None
+    """What is learned beside answers."""
+
+    def beside(self, text: Loader) -> "PromptLoader":
+        """The same, with `text` that goes on where it does."""
+        self.text = text
+        self.lines = [*self.lines, *(f"pretraining text: {line}" for line in text.lines[:-1])]
+        identity = {f"pretraining {name}": said for name, said in text.identity.items()}
+        self.identity = {**self.identity, **identity}
+        return self
+
+    def go_on(self, step: int, samples: int) -> None:
+        super().go_on(step, samples)
+        if self.text is not None:
+            self.text.go_on(step, samples)
+
+    def epochs(self, step: int) -> dict[str, float]:
+        return super().epochs(step) | ({} if self.text is None else self.text.epochs(step))
 
     def batch(self, step: int, rank: int = 0, ranks: int = 1) -> Batch:
         raise AssertionError("prompts are answered before they are learned from: see phases.py")

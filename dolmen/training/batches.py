@@ -25,7 +25,7 @@ from dolmen.rollouts.turns import Function, Turns
 from dolmen.rollouts.valued import ValuedPhases
 from dolmen.rollouts.weights import Drawing
 from dolmen.serving.engine import stop_tokens
-from dolmen.training import reference
+from dolmen.training import pretraining, reference
 from dolmen.training.check import own_tokenizer
 from dolmen.training.config import RunConfig
 from dolmen.training.folder import Unusable
@@ -47,7 +47,7 @@ def prepare(run: RunConfig, begun: RunConfig, progress: bool, verify: bool) -> L
     """What `run` reads; `begun` says with which model it began. Raises ValueError."""
     own = own_tokenizer(begun.init)
     if run.data.rows == "prompts":
-        return prompts.prepare(
+        loader = prompts.prepare(
             run.data,
             run.rollout,
             own,
@@ -58,6 +58,9 @@ def prepare(run: RunConfig, begun: RunConfig, progress: bool, verify: bool) -> L
             [name for _, name in weighted(run.reward)],
             verify,
         )
+        if not run.ppo.pretraining_coef:
+            return loader
+        return loader.beside(pretraining.prepare(run, loader.tokenizer, progress, verify))
     return data_loader.prepare_loader(
         run.data,
         own,

@@ -12,7 +12,7 @@ from dolmen.data import tokenizer as tokenizers
 from dolmen.families import Model, compared, scored, unscored
 from dolmen.families.family import knob
 from dolmen.model.tree import Head, Scalar, check_rounding, check_tokens
-from dolmen.training import folder, judged, loggers
+from dolmen.training import folder, judged, loggers, pretraining
 from dolmen.training.check_drawn import check_drawn
 from dolmen.training.check_ppo import check_ppo
 from dolmen.training.config import RunConfig
@@ -42,6 +42,7 @@ def check_run(run: RunConfig, processes: int | None, verify: bool = True) -> Run
     found = inputs.check_inputs(
         run.data, own, run.tree.vocab_size, run.sequence_length, verify=verify
     )
+    pretraining.check(run, found.tokenizer)
     if run.evaluate.asked:
         judged.check(run.evaluate, found.tokenizer, run.known_model)
     return run

@@ -37,7 +37,17 @@ from dolmen.optim.precision import DTYPES, LossScale, at_rest
 from dolmen.parallel import channels
 from dolmen.parallel.actions import Schedule
 from dolmen.rollouts.prompts import PromptLoader
-from dolmen.training import batches, critic, folder, garbage, lock, mfu, reference, report
+from dolmen.training import (
+    batches,
+    critic,
+    folder,
+    garbage,
+    lock,
+    mfu,
+    pretraining,
+    reference,
+    report,
+)
 from dolmen.training.batches import Batches
 from dolmen.training.check import check_profile, initial
 from dolmen.training.check_out import beginning
@@ -234,6 +244,7 @@ def _in_folder(asked: _Asked) -> Outcome:
     state = make_state(begun, mesh, length(run, loader))
     if run.objective.name == "ppo":
         state.beside, state.waits = critic.make(begun, state, mesh), run.critic.warmup_steps
+    state.text = pretraining.of(run, loader, mesh)
     known = (
         reference.compare(begun, run, state, loader, mesh, out) if run.objective.compares else {}
     )

@@ -1,7 +1,7 @@
 """One update of the model: the whole mathematics of a training step on one screen."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from dolmen.parallel.pipeline import Work
 from dolmen.rollouts.coefficient import Coefficient
 from dolmen.training import balance, new_rows
 from dolmen.training.new_rows import NewRows
+from dolmen.training.pretraining import LOSS, Text
 from dolmen.training.spike import SpikePolicy
 
 
@@ -56,6 +57,8 @@ class TrainState:
     new_rows: NewRows | None = None  # which learn alone at first
     waits: int = 0  # steps at the beginning that update nothing: others learn before it
     beside: "Critic | None" = None
+    text: Text | None = None
+    """What is learned of plain text in each step besides."""
 
     @property
     def alone(self) -> NewRows | None:
@@ -168,15 +171,19 @@ def optimizer_step(
     # The count divides the loss before backward, so gradients are summed and never averaged: a rank
     # with fewer real tokens weighs less, as its rows do in one process. It is not read here, which
     # would keep the device waiting for the first product.
-    micros = batch.microbatches(len(batch.tokens) // state.schedule.micros)
-    # a model that fills in tokens, or says one number of a text, reads all, though few have a label
-    whole = state.model.tree.both_ways or isinstance(state.model.tree.head, Scalar)
-    read = batch.tokens.numel() if whole else batch.real_tokens
-    counts = read, sum(state.objective.count(micro) for micro in micros)
-    counts = [host.number(n, torch.float64, mesh.device) for n in counts]
-    tokens, count = collectives.reduce_scalar(torch.stack(counts), mesh.dp)
-    key = host.number(seed_of(state.seed, "dropout", state.step), torch.int64, mesh.device)
-    judged, tallies = _forward_backward(state, batch, mesh, count, key, observe)
+    learned = [_Learned(state.objective, batch)]
+    if state.text is not None:
+        own = state.text.batch(state.step)
+        learned.append(_Learned(state.text.objective, own, state.text.coefficient, " of text"))
+    numbers = [each for one in learned for each in _counts(one, state)]
+    numbers = [host.number(n, torch.float64, mesh.device) for n in numbers]
+    read, counts = collectives.reduce_scalar(torch.stack(numbers), mesh.dp).view(-1, 2).unbind(1)
+    made = [
+        _forward_backward(state, one, mesh, count, observe)
+        for one, count in zip(learned, counts, strict=True)
+    ]
+    judged = torch.cat([sums for sums, _ in made])
+    tallies = torch.stack([each for _, each in made]).sum(0)
 
     parameters, norm = _summed(state, mesh)
     # asked last, so that a signal in the middle of a step ends the run after it and not a step
@@ -187,8 +194,13 @@ def optimizer_step(
     # every rank of tp computed the same losses and counted the same tokens
     summed, counted = (sums / mesh.tp.size).split([len(judged), tallies.numel()])
     tallies = counted.view_as(tallies)
-    router = balance.router_metrics(state.model.tree, tallies, len(batch.tokens) * mesh.dp.size)
-    told = _read(tokens, count, norm, stop, summed / count, router)
+    sequences = sum(len(one.batch.tokens) for one in learned) * mesh.dp.size
+    router = balance.router_metrics(state.model.tree, tallies, sequences)
+    means = [
+        sums / count
+        for sums, count in zip(summed.split([len(sums) for sums, _ in made]), counts, strict=True)
+    ]
+    told = _read(read.sum(), counts.amin(), norm, stop, _whole(learned, means), router)
     if told.divisor == 0:
         state.model.zero_grad(set_to_none=True)  # they are of a division by 0
         raise ValueError(f"step {state.step}: no token of the global batch carries a loss")
@@ -208,7 +220,8 @@ def optimizer_step(
     state.step += 1
     state.updates += learns
     state.tokens += told.tokens
-    names = [f"objective/{name}" for name in state.objective.names]
+    names = [*state.objective.names, *([LOSS] if state.text is not None else [])]
+    names = [f"objective/{name}" for name in names]
     beside = dict(zip(names, told.metrics, strict=True))
     return Metrics(
         told.loss,
@@ -221,6 +234,31 @@ def optimizer_step(
         told.signal,
         tallies,
     )
+
+
+class _Learned(NamedTuple):
+    """A part of what a step descends: `weight` times the mean of an objective over a batch."""
+
+    objective: Objective
+    batch: Batch
+    weight: float = 1.0
+    noise: str = ""
+    """What tells its dropout from that of others."""
+
+
+def _counts(one: _Learned, state: TrainState) -> tuple[float, float]:
+    """Of this rank's rows: the tokens that are read, and what the loss is divided by."""
+    micros = one.batch.microbatches(len(one.batch.tokens) // state.schedule.micros)
+    # a model that fills in tokens, or says one number of a text, reads all, though few have a label
+    whole = state.model.tree.both_ways or isinstance(state.model.tree.head, Scalar)
+    read = one.batch.tokens.numel() if whole else one.batch.real_tokens
+    return read, sum(one.objective.count(micro) for micro in micros)
+
+
+def _whole(learned: Sequence[_Learned], means: Sequence[Tensor]) -> Tensor:
+    """The loss, what the first objective tells beside it, and the loss of each other."""
+    losses = [mean[:1] * one.weight for one, mean in zip(learned, means, strict=True)]
+    return torch.cat([torch.stack(losses).sum(0), means[0][1:], *(mean[:1] for mean in means[1:])])
 
 
 def _summed(state: TrainState, mesh: Mesh) -> tuple[list[Any], Tensor]:
@@ -266,22 +304,25 @@ def _read(
 
 def _forward_backward(
     state: TrainState,
-    batch: Batch,
+    one: _Learned,
     mesh: Mesh,
     count: Tensor,
-    key: Tensor,
     observe: Callable[[Action], None],
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the step; the sums that the objective made on this rank, fp64, of losses and of
-    each of its names; and what its experts counted (balance.tallied).
+    """Gradients of a part of the step, added to those that there are; the sums that its objective
+    made on this rank, fp64, of losses and of each of its names; and what its experts counted
+    (balance.tallied).
     """
-    model, micros, rows = state.model, state.schedule.micros, len(batch.tokens)
-    objective, size = state.objective, rows // micros
+    model, micros, batch = state.model, state.schedule.micros, one.batch
+    objective, rows = one.objective, len(batch.tokens)
+    size, scale = rows // micros, state.scale.value * one.weight
+    key = seed_of(state.seed, f"dropout{one.noise}", state.step)
+    key = host.number(key, torch.int64, mesh.device)
     sums = torch.zeros(1 + len(objective.names), dtype=torch.float64, device=mesh.device)
     parts = batch.to(mesh.device).microbatches(size)
-    share = state.scale.value / (rows * mesh.dp.size)
+    share = scale / (rows * mesh.dp.size)
     losses = balance.begin(model, host.number(share, torch.float64, mesh.device))
-    factor = state.scale.value / count
+    factor = scale / count
 
     def forward(chunk: int, micro: int, x: Tensor | None) -> Tensor:
         first = mesh.dp.rank * rows + micro * size

@@ -28,9 +28,10 @@ from dolmen.objectives.preference import DPO, REFERENCE, ReferenceFree
 from dolmen.objectives.reward import TARGET, Preferred, SquaredError
 from dolmen.ops.attention import Documents
 from dolmen.ops.positions import PositionIds
+from dolmen.training.pretraining import Text
 from dolmen.training.step import TrainState
 
-REFERENCE_MODEL, REFERENCE_SEED, STEPS = FAMILIES["gpt2"], 5, 2
+REFERENCE_MODEL, REFERENCE_SEED, TEXT_SEED, STEPS = FAMILIES["gpt2"], 5, 7, 2
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ class Kind:
     objective: Objective
     packed: bool = False
     """Of several examples in each row."""
+    text: float = 0.0
+    """What plain text counts beside it."""
 
 
 def scalar(config: Flat) -> Tiny:
@@ -70,6 +73,10 @@ KINDS = {
     # the two models of PPO
     "policy": Kind(FAMILIES["llama"], Clipped(dual_clip=1.5, temperature=0.7)),
     "critic": Kind(scalar(FAMILIES["gpt2"]), Expected(0.2)),
+    # and text beside what is drawn, of a model with experts and one without
+    "policy, routed": Kind(FAMILIES["qwen3-moe"], Clipped(dual_clip=1.5), routed=True),
+    "policy, text": Kind(FAMILIES["gpt2"], Clipped(dual_clip=1.5), text=3.0),
+    "policy, text, experts": Kind(FAMILIES["qwen3-moe"], Clipped(dual_clip=1.5), text=3.0),
 }
 
 
@@ -165,6 +172,9 @@ def run(kind: str, mesh: Mesh, layout: Layout, **dtypes) -> Run:
     given = compared(train, mesh, layout, **dtypes)
     if KINDS[kind].packed:
         given = [packed(batch, mesh) for batch in given]
+    if KINDS[kind].text:
+        read = table.batches(mesh, seed=TEXT_SEED)
+        train.text = Text(KINDS[kind].text, lambda step: read[step])
     return table.updates(train, mesh, given)
 
 
@@ -259,6 +269,17 @@ OBJECTIVES = [
         pp2 dp2 tp2 sp acc4 zero3     |
         """,
     ),
+    *rows(
+        "policy, text",
+        """
+        cp2 pp2 acc4 zero1
+        dp2 tp2 sp zero3
+        tp2 acc4 zero-bubble          |
+        pp2 dp2 tp2 sp acc4 zero3     |
+        dp4                           |
+        """,
+    ),
+    *rows("policy, text, experts", "dp2 ep2 zero1\ndp2 tp2 sp ep2 zero2 |"),
     *rows(
         "weights",
         """

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from models import Tiny, build, initialize
 from objectives import scalar
 from table import FAMILIES
@@ -23,6 +24,7 @@ from dolmen.optim.config import OptimizerConfig
 from dolmen.rollouts.drawn import of_answers
 from dolmen.rollouts.ppo_config import PPOConfig
 from dolmen.rollouts.valued import Valued, valued
+from dolmen.training.pretraining import Text
 from dolmen.training.step import TrainState, optimizer_step
 
 PROMPTS = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10]]
@@ -135,6 +137,11 @@ def value_loss(state: TrainState, made: Valued) -> torch.Tensor:
     return torch.stack(total).mean()
 
 
+TEXT = Batch(
+    torch.arange(32).view(4, 8) % 30,
+    torch.where(torch.arange(32).view(4, 8) < 2, IGNORED, (torch.arange(32).view(4, 8) + 1) % 30),
+)
+"""Rows that have nothing to do with what is drawn, the first of fewer labels."""
 POLICY = Clipped(0.2, 0.2, ASKED.dual_clip, TEMPERATURE)
 MODELS = {
     "policy": (FAMILIES["llama"], POLICY, policy_loss),
@@ -153,6 +160,41 @@ def test_an_update_is_that_of_a_plain_loop(kind):
     assert told.loss == pytest.approx(wanted.item(), rel=1e-12)
     for name, p in state.model.named_parameters():
         assert torch.allclose(p, after[name], rtol=0, atol=1e-7), name
+
+
+def text_loss(state: TrainState) -> torch.Tensor:
+    """The mean of -log p over the labels there are."""
+    logits = state.model(TEXT.tokens, head.logits)
+    return F.cross_entropy(logits.flatten(0, 1), TEXT.labels.flatten(), ignore_index=IGNORED)
+
+
+def with_text(weight: float) -> tuple[TrainState, Valued]:
+    config, objective, _ = MODELS["policy"]
+    state = state_of(config, objective)
+    state.text = Text(weight, lambda step: TEXT)
+    return state, drawn()
+
+
+def test_text_beside_adds_its_gradient():
+    """2203.02155, equation 2, in the form of both gradients computed apart."""
+    state, made = with_text(27.8)
+    policy, text = policy_loss(state, made), text_loss(state)
+    after = expected(state, policy + 27.8 * text)
+    told = optimizer_step(state, made.batch(slice(0, 4)), SINGLE)
+    assert told.loss == pytest.approx((policy + 27.8 * text).item(), rel=1e-12)
+    assert told.objective["objective/pretraining_loss"] == pytest.approx(text.item(), rel=1e-12)
+    assert told.tokens == 8 + 30  # those of three answers and of the text
+    for name, p in state.model.named_parameters():
+        assert torch.allclose(p, after[name], rtol=0, atol=1e-7), name
+
+
+def test_text_of_no_weight_is_as_none():
+    state, made = with_text(0.0)
+    alone = state_of(*MODELS["policy"][:2])
+    for one in (state, alone):
+        optimizer_step(one, made.batch(slice(0, 4)), SINGLE)
+    for (name, p), q in zip(state.model.named_parameters(), alone.model.parameters(), strict=True):
+        assert torch.equal(p, q), name
 
 
 def off_by_one(batch: Batch) -> Batch:

@@ -64,6 +64,13 @@ def rows(out: Path) -> list[dict]:
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
+EACH = {"every": 1, "keep": 0}
+
+
+def text_of(material: Material) -> dict:
+    return {"pretraining_coef": 2.0, "pretraining_path": [str(material.docs)]}
+
+
 def mean(found: list[dict], name: str) -> float:
     return sum(row[name] for row in found) / len(found)
 
@@ -153,6 +160,42 @@ def test_a_critic_may_learn_alone_at_first(material, prompts, tmp_path):
     assert all("skipped_steps" not in row for row in rows(tmp_path / "run"))
 
 
+@pytest.fixture(scope="module")
+def mixed(material, prompts, tmp_path_factory):
+    """Six steps with text beside, with a checkpoint after each."""
+    out = tmp_path_factory.mktemp("mixed") / "run"
+    train(material, prompts, out, ppo=text_of(material), train={"steps": 6}, checkpoint=EACH)
+    return out
+
+
+@pytest.mark.slow
+def test_text_beside_is_learned(mixed, whole, material, prompts, tmp_path):
+    """It becomes likelier than in a run without, and another batch of it is read in each step."""
+    found = rows(mixed)
+    told = [row["objective/pretraining_loss"] for row in found]
+    assert told[-1] < told[0] - 0.5 and len(set(told)) == 6
+    # before anything is learned the policy's loss is the same
+    alone = rows(whole)[0]["loss"]
+    assert found[0]["loss"] == pytest.approx(alone + 2 * told[0], rel=1e-6)
+
+
+@pytest.mark.slow
+def test_text_goes_on_where_it_was(mixed, material, prompts, tmp_path):
+    out = tmp_path / "run"
+    killed(mixed, out, 3, drawn=True)
+    train(
+        *(material, prompts, out),
+        resumed=True,
+        ppo=text_of(material),
+        train={"steps": 6},
+        checkpoint=EACH,
+    )
+    assert same(tensors(mixed, 6), tensors(out, 6))
+    assert (
+        rows(mixed)[-1]["objective/pretraining_loss"] == rows(out)[-1]["objective/pretraining_loss"]
+    )
+
+
 LAYOUTS = (
     Layout(dp=2, zero=3),
     Layout(tp=2, dp=1, sequence_parallel=True),
@@ -197,6 +240,11 @@ def test_what_no_run_of_ppo_can_be_is_refused(material, prompts, tmp_path):
         model = LlamaForCausalLM(LlamaConfig(**{**tinyrun.MODEL, **changed}))
         model.save_pretrained(tmp_path / name)
     for words, why in (
+        (("--ppo.pretraining-coef", 2), "ppo.pretraining-path (none): give both"),
+        (
+            ("--ppo.pretraining-coef", 2, "--ppo.pretraining-path", tmp_path / "gone"),
+            "gone: no such file or folder",
+        ),
         (("--rollout.beta", 0.1), "rollout.beta is 0.1, which is of grpo"),
         (("--critic.warmup-steps", 4, "--train.steps", 4), "are all of the run's 4 steps"),
         (("--ppo.kl-target", 1, "--ppo.kl-horizon", 1), "ppo.kl-horizon is 1, so short"),
