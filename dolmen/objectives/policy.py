@@ -31,6 +31,8 @@ def clipped(
     dual_clip: float | None = None,
     reduce: Reduce = "token-mean",
     empty: Empty = "left-out",
+    entropy: Float[Tensor, "rows tokens"] | None = None,
+    entropy_coef: float = 0.0,
 ) -> tuple[Float[Tensor, ""], Metrics]:
     """PPO's clipped surrogate (1707.06347, equation 7), of each token
 
@@ -40,7 +42,8 @@ def clipped(
     all tokens, or over rows of their means: OpenRLHF's PolicyLoss (token_level_loss), verl's
     compute_policy_loss_vanilla (loss_agg_mode token-mean, seq-mean-token-mean; it cuts new - old at
     20, which is not done here), TRL's PPOTrainer (tokens alone, no dual clip). Rows without a token
-    are no rows, as in verl's agg_loss and OpenRLHF; empty="counted" divides by them too.
+    are no rows, as in verl's agg_loss and OpenRLHF; empty="counted" divides by them too. `entropy`
+    is paid for, whether the ratio is clipped or not, as of `group`.
 
     Metrics: the share of tokens that are clipped, and of those that the dual clip bounds, the mean
     ratio, and the KL of old to new by k1, as verl's ppo_kl, and by k3.
@@ -57,6 +60,7 @@ def clipped(
         over = (advantages < 0) & (losses > bound)
         losses = torch.where(over, bound, losses)
         metrics["dual_clip_fraction"] = tokens.share(over, here)
+    losses = _paid(losses, entropy, entropy_coef, here, metrics)
     return tokens.reduced(losses, here, reduce, empty), metrics
 
 
@@ -119,10 +123,22 @@ def group(
         away = advantage.kl(tokens.only(new, here), tokens.only(reference, here), estimator="k3")
         losses = losses + beta * away
         metrics["reference_kl"] = tokens.token_mean(away, here).detach()
-    if entropy is not None:
-        losses = losses - entropy_coef * tokens.only(entropy, here)
-        metrics["entropy"] = tokens.token_mean(entropy, here).detach()
+    losses = _paid(losses, entropy, entropy_coef, here, metrics)
     return _whole(losses, here, kind, max_length, empty), metrics
+
+
+def _paid(
+    losses: Float[Tensor, "rows tokens"],
+    entropy: Float[Tensor, "rows tokens"] | None,
+    coef: float,
+    here: Bool[Tensor, "rows tokens"],
+    metrics: Metrics,
+) -> Float[Tensor, "rows tokens"]:
+    """Less what the entropy of each token is worth, where it is given; `metrics` has its mean."""
+    if entropy is None:
+        return losses
+    metrics["entropy"] = tokens.token_mean(entropy, here).detach()
+    return losses - coef * tokens.only(entropy, here)
 
 
 def _ratios(

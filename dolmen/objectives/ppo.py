@@ -33,6 +33,8 @@ class Clipped:
     clip_high: float = 0.2
     dual_clip: float | None = None
     temperature: float = 1.0
+    entropy_coef: float = 0.0
+    """What a nat of entropy is worth, of ClippedUndecided."""
 
     names: ClassVar[tuple[str, ...]] = (
         "clip_fraction",
@@ -48,6 +50,10 @@ class Clipped:
 
     def __call__(self, hidden: Float[Tensor, "_ hidden"], head: Logits, batch: Batch) -> Judged:
         new = head.log_probabilities(hidden, batch.labels, self.temperature)
+        return self.judged(new, None, head, batch)
+
+    def judged(self, new: Tensor, entropy: Tensor | None, head: Logits, batch: Batch) -> Judged:
+        """Of log-probabilities, and maybe entropies, of this rank's tokens."""
         old, advantages = (head.here(batch.numbers[name]) for name in (OLD, ADVANTAGE))
         here = head.here(batch.labels) != IGNORED
         mean, told = policy.clipped(
@@ -58,8 +64,21 @@ class Clipped:
             clip_low=self.clip_low,
             clip_high=self.clip_high,
             dual_clip=self.dual_clip,
+            entropy=entropy,
+            entropy_coef=self.entropy_coef,
         )
         return _summed(mean, told, self.names, here)
+
+
+@dataclass(frozen=True)
+class ClippedUndecided(Clipped):
+    """The same, which is paid for the entropy of its distributions."""
+
+    names: ClassVar[tuple[str, ...]] = (*Clipped.names, "entropy")
+
+    def __call__(self, hidden: Float[Tensor, "_ hidden"], head: Logits, batch: Batch) -> Judged:
+        new, entropy = head.with_entropy(hidden, batch.labels, self.temperature)
+        return self.judged(new, entropy, head, batch)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ OF_GROUPS = (
     "level",
     "beta",
     "advantage",
-    "entropy",
     "scale",
     "reward_kl",
     "redraws",

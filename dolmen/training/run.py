@@ -29,7 +29,7 @@ from dolmen.objectives.cross_entropy import CrossEntropy
 from dolmen.objectives.drawn import Group, Undecided
 from dolmen.objectives.filling import Filling
 from dolmen.objectives.objective import Objective
-from dolmen.objectives.ppo import Clipped
+from dolmen.objectives.ppo import Clipped, ClippedUndecided
 from dolmen.objectives.preference import DPO, KTO, ReferenceFree
 from dolmen.objectives.reward import Preferred
 from dolmen.optim import optimizer as optim
@@ -195,7 +195,9 @@ def objective_of(run: RunConfig) -> Objective:
         )
     if asked.name == "ppo":
         how = run.rollout
-        return Clipped(how.clip_low, how.clip_high, run.ppo.dual_clip, how.temperature)
+        return (ClippedUndecided if how.entropy else Clipped)(
+            how.clip_low, how.clip_high, run.ppo.dual_clip, how.temperature, how.entropy
+        )
     if not run.tree.both_ways:
         return CrossEntropy()
     masked = max(1.0, run.data.masked_fraction * run.sequence_length)

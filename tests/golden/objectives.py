@@ -23,7 +23,7 @@ from dolmen.objectives.cross_entropy import CrossEntropy
 from dolmen.objectives.drawn import ADVANTAGE, OLD, Group, Undecided
 from dolmen.objectives.filling import Filling
 from dolmen.objectives.objective import Objective
-from dolmen.objectives.ppo import RETURN, VALUE, Clipped, Expected
+from dolmen.objectives.ppo import RETURN, VALUE, Clipped, ClippedUndecided, Expected
 from dolmen.objectives.preference import DPO, REFERENCE, ReferenceFree
 from dolmen.objectives.reward import TARGET, Preferred, SquaredError
 from dolmen.ops.attention import Documents
@@ -73,6 +73,9 @@ KINDS = {
     # the two models of PPO
     "policy": Kind(FAMILIES["llama"], Clipped(dual_clip=1.5, temperature=0.7)),
     "critic": Kind(scalar(FAMILIES["gpt2"]), Expected(0.2)),
+    "policy, undecided": Kind(
+        FAMILIES["llama"], ClippedUndecided(dual_clip=1.5, temperature=0.7, entropy_coef=0.3)
+    ),
     # and text beside what is drawn, of a model with experts and one without
     "policy, routed": Kind(FAMILIES["qwen3-moe"], Clipped(dual_clip=1.5), routed=True),
     "policy, text": Kind(FAMILIES["gpt2"], Clipped(dual_clip=1.5), text=3.0),
@@ -279,6 +282,7 @@ OBJECTIVES = [
         dp4                           |
         """,
     ),
+    *rows("policy, undecided", "cp2 tp2 sp acc4 |"),
     *rows("policy, text, experts", "dp2 ep2 zero1\ndp2 tp2 sp ep2 zero2 |"),
     *rows(
         "weights",
