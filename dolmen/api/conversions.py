@@ -7,7 +7,9 @@ from dolmen.conversion import convert as conversion
 from dolmen.conversion.config import ConvertConfig, ExportConfig
 
 
-def export(source: str | Path, to: str | Path, dtype: str | None = None) -> Path:
+def export(
+    source: str | Path, to: str | Path, dtype: str | None = None, *, critic: bool = False
+) -> Path:
     """`dolmen export SOURCE --to TO`: write a run's newest whole checkpoint, or the checkpoint or
     model that SOURCE is, as a transformers directory, one tensor in memory at a time; `dtype`
     float32, bfloat16 or float16, unset that of the model the run started from. Returns the folder.
@@ -16,8 +18,8 @@ def export(source: str | Path, to: str | Path, dtype: str | None = None) -> Path
         dolmen.export("runs/book", to="model/", dtype="bfloat16")
     """
     with value_errors():
-        asked = asked_of(ExportConfig, source=source, to=to, dtype=dtype)
-        conversion.export_model(asked.source, Path(asked.to), asked.dtype)
+        asked = asked_of(ExportConfig, source=source, to=to, dtype=dtype, critic=critic)
+        conversion.export_model(asked.source, Path(asked.to), asked.dtype, critic=asked.critic)
     return Path(to)
 
 

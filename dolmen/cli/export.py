@@ -9,7 +9,9 @@ from dolmen.core.errors import BadInput, message
 
 def run(options: ExportOptions) -> int:
     try:
-        title = export_model(options.source, Path(options.to), options.dtype, options.adapters)
+        title = export_model(
+            options.source, Path(options.to), options.dtype, options.adapters, options.critic
+        )
     except (ValueError, KeyError, OSError) as error:
         raise BadInput(message(error)) from None
     print(f"wrote {options.to}, from {title}")

@@ -81,3 +81,18 @@ def ended(model: Model, folder: Path | None) -> Model:
 
     end = load_tokenizer(str(folder), option="").eos_token_id
     return model if end is None else edit(model, eos_token_id=end)
+
+
+def padded(model: Model, tokenizer: str | None, option: str = "") -> Model:
+    """The model whose padding is a token of that tokenizer, which the user named by `option`, that
+    ends no text: a program that looks for padding so finds the end of a text; none, where there is
+    no such token. As it is without a tokenizer.
+    """
+    if tokenizer is None:
+        return model
+    from dolmen.data.tokenizer import load_tokenizer, padding
+
+    token = padding(load_tokenizer(tokenizer, option, probe=False))
+    if model.config.get("pad_token_id") == token:
+        return model
+    return Model({**model.config, "pad_token_id": token})

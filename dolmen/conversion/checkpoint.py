@@ -16,11 +16,11 @@ from torch import Tensor
 from dolmen.checkpoint import folders, stream
 from dolmen.checkpoint.folders import STATE, Damaged
 from dolmen.checkpoint.saved import model_of, read_saved
-from dolmen.conversion.beside import ended
+from dolmen.conversion.beside import ended, padded
 from dolmen.conversion.moments import WeightsAlone
 from dolmen.conversion.scales import Scales, Scaling
 from dolmen.core.words import counted
-from dolmen.families import Model, compared, completed
+from dolmen.families import Model, compared, completed, scored
 from dolmen.files.safetensors import Spec
 from dolmen.model.tree import Adapter, Tree
 from dolmen.model.tree.adapter import magnitude_of, scale_of
@@ -28,6 +28,7 @@ from dolmen.ops import int8
 from dolmen.parallel import product, tensor
 
 KIND = "model/"  # what the names of parameters begin with, beside those of their moments
+CRITIC = "critic."  # and before that, those of all that is a critic's (training/step.py)
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class RunCheckpoint(WeightsAlone):
     checkpoint: stream.Checkpoint
     init: str | None
     """The model that its run began with."""
+    part: str = ""
+    """What the names of its tensors begin with, of a model beside another."""
 
     @property
     def where(self) -> Path:
@@ -51,7 +54,8 @@ class RunCheckpoint(WeightsAlone):
 
     @property
     def title(self) -> str:
-        return f"the checkpoint of step {self.step}"
+        of = "the critic of " if self.part else ""
+        return f"{of}the checkpoint of step {self.step}"
 
     @property
     def iteration(self) -> int:
@@ -76,21 +80,25 @@ class RunCheckpoint(WeightsAlone):
 
     @cached_property
     def _scaling(self) -> dict[str, Scaling]:
-        kind, read = f"{product.HISTORY}/", self.checkpoint.read
+        kind, read = f"{self.part}{product.HISTORY}/", self.checkpoint.read
         names = [name.removeprefix(kind) for name in self.checkpoint.specs if name.startswith(kind)]
-        found = {n: Scaling(read(kind + n), read(f"{product.SCALE}/{n}")) for n in names}
+        found = {n: Scaling(read(kind + n), read(f"{self.part}{product.SCALE}/{n}")) for n in names}
         return {name: one for name, one in found.items() if one.history.any()}
 
     @property
     def specs(self) -> Mapping[str, Spec]:
         return self._specs
 
+    @property
+    def _kind(self) -> str:
+        return f"{self.part}{KIND}"
+
     @cached_property
     def _specs(self) -> dict[str, Spec]:
         stored = {
-            name.removeprefix(KIND): spec
+            name.removeprefix(self._kind): spec
             for name, spec in self.checkpoint.specs.items()
-            if name.startswith(KIND)
+            if name.startswith(self._kind)
         }
         shapes = replace(self.tree, adapter=self.adapter).shapes
         if absent := [
@@ -113,10 +121,10 @@ class RunCheckpoint(WeightsAlone):
         """What it is restored in: a weight in eight bits in the dtype of its scale."""
         if not self._in_eight_bits(name):
             return spec
-        return replace(spec, dtype=self.checkpoint.specs[KIND + scale_of(name)].dtype)
+        return replace(spec, dtype=self.checkpoint.specs[self._kind + scale_of(name)].dtype)
 
     def _in_eight_bits(self, name: str) -> bool:
-        return f"{KIND}{scale_of(name)}" in self.checkpoint.specs
+        return f"{self._kind}{scale_of(name)}" in self.checkpoint.specs
 
     def stream(self, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         names = [name for name in self.specs if only is None or name in only]
@@ -125,13 +133,13 @@ class RunCheckpoint(WeightsAlone):
     def read(self, name: str) -> Shaped[Tensor, "*whole"]:
         if name not in self.specs:
             raise KeyError(f"{self.where} has no parameter {name}")
-        weight = self.checkpoint.read(f"{KIND}{name}")
+        weight = self.checkpoint.read(f"{self._kind}{name}")
         if self._in_eight_bits(name):
-            scale = self.checkpoint.read(f"{KIND}{scale_of(name)}")
+            scale = self.checkpoint.read(f"{self._kind}{scale_of(name)}")
             weight = int8.restored(weight, scale, scale.dtype)
         if self.adapter is None or name not in self.adapter.targets:
             return weight
-        down, up = (self.checkpoint.read(f"{KIND}{one}") for one in self.adapter.pair(name))
+        down, up = (self.checkpoint.read(f"{self._kind}{one}") for one in self.adapter.pair(name))
         lengths = None
         if self.adapter.kind == "dora":
             lengths = self.of_adapter(magnitude_of(name))
@@ -139,7 +147,7 @@ class RunCheckpoint(WeightsAlone):
 
     def of_adapter(self, name: str) -> Shaped[Tensor, "*whole"]:
         """A matrix of an adapter, by its name."""
-        return self.checkpoint.read(f"{KIND}{name}")
+        return self.checkpoint.read(f"{self._kind}{name}")
 
     def _differences(self) -> str:
         """What was asked of the model that the checkpoint is not of."""
@@ -180,6 +188,21 @@ def opened(folder: Path, model: Model | None = None) -> RunCheckpoint:
     model, adapter = model or own, training.adapter
     tree = replace(training, adapter=None).applied(model.tree)
     return RunCheckpoint(model, tree, adapter, kept.step, own, checkpoint, kept.run.get("init"))
+
+
+def critic(source: RunCheckpoint) -> RunCheckpoint:
+    """The critic that learned beside the model of a run of PPO: a model of the same shape that ends
+    in one number, as a reward model does, whose padding ends no text. Raises ValueError where the
+    checkpoint has none.
+    """
+    if not any(name.startswith(CRITIC) for name in source.checkpoint.specs):
+        raise ValueError(
+            f"{source.where} has no critic: one learns in dolmen train ppo; leave out --critic"
+        )
+    named = None if source.tokenizer is None else str(source.tokenizer)
+    model = padded(scored(source.own), named)
+    tree = replace(source.tree, head=model.tree.head)
+    return replace(source, model=model, own=model, tree=tree, part=CRITIC)
 
 
 def _made(model: Model, tokenizer: Path | None) -> Model:

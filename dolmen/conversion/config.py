@@ -22,9 +22,18 @@ class ExportConfig:
     """
     adapters: bool = False
     """Of a run with adapters write these alone, as PEFT does, without the model."""
+    critic: bool = False
+    """Of a run of PPO write its critic, in the place of the policy: a model that ends in one number
+    for each token.
+    """
 
     def __post_init__(self):
         refuse_empty("to", self.to)
+        if self.critic and self.adapters:
+            raise ValueError(
+                "critic and adapters each say what is written, and a critic's adapters are merged "
+                "into it: leave one of the two out"
+            )
 
 
 @dataclass(frozen=True)

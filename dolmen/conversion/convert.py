@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from rich.progress import MofNCompleteColumn
 
-from dolmen.conversion import beside, division, hf_export, peft, proof, unfinished
+from dolmen.conversion import beside, checkpoint, division, hf_export, peft, proof, unfinished
 from dolmen.conversion.config import ConvertConfig
 from dolmen.conversion.hf import stated_dtype
 from dolmen.conversion.megatron import dist_export, export, names
@@ -135,12 +135,18 @@ class Proof:
 
 
 def export_model(
-    source: str | Path, to: Path, dtype: str | None = None, adapters: bool = False
+    source: str | Path,
+    to: Path,
+    dtype: str | None = None,
+    adapters: bool = False,
+    critic: bool = False,
 ) -> str:
     """Stream `source`, whatever it is, to `to`, a transformers directory, or its adapters alone to
-    one of PEFT's; what it was. Raises ValueError, KeyError or OSError.
+    one of PEFT's, or its `critic`; what it was. Raises ValueError, KeyError or OSError.
     """
     opened = open_source(source)
+    if critic:
+        opened = _critic(opened)
     if adapters:
         peft.write(opened, to, DTYPES[dtype or "float32"])
         return f"the adapters of {opened.title}"
@@ -150,6 +156,15 @@ def export_model(
     _check_scales(opened, {}, "hf")
     hf_export.write(in_dtype(opened, wanted), to, wanted)
     return opened.title
+
+
+def _critic(opened: Source) -> Source:
+    if not isinstance(opened, checkpoint.RunCheckpoint):
+        raise ValueError(
+            f"{opened.where} is no run of dolmen's, and a critic learns in one (dolmen train ppo): "
+            "leave out --critic"
+        )
+    return checkpoint.critic(opened)
 
 
 def convert(asked: ConvertConfig, shown: bool = False) -> str:

@@ -5,11 +5,11 @@ before any process starts and before anything is written.
 from dataclasses import replace
 
 from dolmen.conversion import hf_export
+from dolmen.conversion.beside import padded
 from dolmen.conversion.source import Source, open_source, tokenizer_folder
 from dolmen.core.words import counted
 from dolmen.data import inputs
-from dolmen.data import tokenizer as tokenizers
-from dolmen.families import Model, compared, scored, unscored
+from dolmen.families import compared, scored, unscored
 from dolmen.families.family import knob
 from dolmen.model.tree import Head, Scalar, check_rounding, check_tokens
 from dolmen.training import folder, judged, loggers, pretraining
@@ -289,15 +289,9 @@ def with_padding(run: RunConfig) -> RunConfig:
     program that looks for it so finds the end of a text; none, where the tokenizer has none that
     could not end one.
     """
-    own = own_tokenizer(run.init)
-    named = run.data.tokenizer or own
-    if named is None:
-        return run
-    model = run.known_model
-    token = tokenizers.padding(tokenizers.load_tokenizer(named, "--data.tokenizer", probe=False))
-    if model.config.get("pad_token_id") == token:
-        return run
-    return replace(run, model=Model({**model.config, "pad_token_id": token}))
+    named = run.data.tokenizer or own_tokenizer(run.init)
+    made = padded(run.known_model, named, "--data.tokenizer")
+    return run if made is run.known_model else replace(run, model=made)
 
 
 def check_moments(run: RunConfig) -> None:

@@ -187,7 +187,7 @@ SAMPLING = (
     "presence-penalty frequency-penalty logit-bias"
 )
 OTHERS = {
-    "export": "help to dtype adapters no-adapters",
+    "export": "help to dtype adapters no-adapters critic no-critic",
     "convert": "help to tp pp virtual-stages ep spec dtype vocab-size processes",
     "verify": "help against length device layout.tp",
     "diff": (

@@ -11,12 +11,21 @@ import tinyrun
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from safetensors.torch import load_file
 from tinyrun import Material, dolmen, same, tensors
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from dolmen.checkpoint import folders
+from dolmen.conversion.source import open_source
 from dolmen.core.mesh import SINGLE
 from dolmen.model.layout import Layout
+from dolmen.model.tree import Scalar
+from dolmen.ops.loss import IGNORED
 from dolmen.training.run import run_training
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
@@ -138,6 +147,34 @@ def test_killed_anywhere_it_goes_on_bitwise(whole, material, prompts, tmp_path, 
     for name in ("loss", "critic/loss", "rollout/kl_coef", "rollout/explained_variance"):
         assert told[name] == told_again[name], name
     assert told["rollout/kl_coef"] not in (0.1, rows(whole)[0]["rollout/kl_coef"])
+
+
+@pytest.mark.slow
+def test_a_critic_is_exported(whole, material, tmp_path):
+    """transformers has the values that the run itself has seen when a phase began; the folder is
+    the start of another critic, and judges as a reward model.
+    """
+    step = whole / "checkpoints" / "step-00000008"
+    out = tmp_path / "critic"
+    assert dolmen("export", step, "--to", out, "--critic").code == 0
+    seen = load_file(whole / "rollouts" / "00000008.safetensors")
+    theirs = AutoModelForTokenClassification.from_pretrained(
+        out, num_labels=1, dtype=torch.float32
+    ).eval()
+    assert not theirs.score.bias.any()  # of what dolmen does not have
+    with torch.no_grad():
+        found = theirs(seen["tokens"]).logits[..., 0]
+    here = seen["labels"] != IGNORED
+    assert seen["values"][here].abs().max() > 0.1
+    torch.testing.assert_close(found[here], seen["values"][here], rtol=1e-5, atol=1e-5)
+    last = AutoModelForSequenceClassification.from_pretrained(out, dtype=torch.float32)
+    with torch.no_grad():
+        score = last(seen["tokens"][:1, :6]).logits
+    torch.testing.assert_close(score[0, 0], found[0, 5], rtol=1e-5, atol=1e-5)
+    assert isinstance(open_source(out).tree.head, Scalar)
+    none = dolmen("export", material.model, "--to", tmp_path / "no", "--critic")
+    assert none.code == 2 and "is no run of dolmen's" in none.words
+    assert not (tmp_path / "no").exists()
 
 
 @pytest.mark.slow
