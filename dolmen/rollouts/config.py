@@ -86,6 +86,11 @@ class RolloutConfig:
     """
     batch: int = 64
     """Answers that are drawn at once by a copy."""
+    idle: Literal["device", "cpu"] = "device"
+    """Where models wait that a part of a phase does not read: on the device; or in the CPU's
+    memory, pinned: optimizers and all other weights while answers are drawn, the reference, reward
+    models and the drawing model while the model learns.
+    """
     turns: int = 8
     """How often --environment is asked for an answer, at most."""
     limit_seconds: float = 10.0

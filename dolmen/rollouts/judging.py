@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dolmen.core import agree
 from dolmen.core.mesh import Mesh
+from dolmen.model.decoder import Decoder
 from dolmen.rollouts.rewards import Answer, Judge, Judgement, NoReward
 from dolmen.rollouts.scorer import Scorer
 
@@ -43,6 +44,11 @@ class Judging:
     on_failure: Literal["stop", "zero", "leave-out"]
     mesh: Mesh
     say: Callable[[str], None] = print
+
+    @property
+    def models(self) -> list[Decoder]:
+        """Reward models among the judges."""
+        return [one.judge.model for one in self.parts if isinstance(one.judge, Scorer)]
 
     def __enter__(self) -> "Judging":
         return self

@@ -9,7 +9,7 @@ on makes the same phases; what a phase has drawn is read from its file where the
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +31,7 @@ from dolmen.rollouts.answering import Written, answered
 from dolmen.rollouts.asked import of_rows
 from dolmen.rollouts.config import RolloutConfig
 from dolmen.rollouts.drawn import Drawn, of_answers
+from dolmen.rollouts.idle import Idle
 from dolmen.rollouts.judging import Judging
 from dolmen.rollouts.learned import with_advantages
 from dolmen.rollouts.prompts import Prompt, PromptLoader
@@ -88,6 +89,8 @@ class Setup:
     out: Path
     kept: Callable[[], list[int]] = list
     """Steps of the checkpoints that there are."""
+    idle: Idle = field(default_factory=Idle)
+    """Which models wait, and where."""
 
 
 class Phases:
@@ -139,6 +142,7 @@ class Phases:
         found = kept() if self.mesh.size == 1 else agree.once(kept)
         if found is None:
             found = self._drawn(begins)
+        self.setup.idle.learns()
         self.begun(found)
         return found
 
@@ -174,6 +178,7 @@ class Phases:
         nothing is to be learned, so often as is asked.
         """
         config, prompts = self.config, self.loader.mixture
+        self.setup.idle.reads(self.models.trained, self.models.drawing.model)
         model = self.models.drawing.refresh(self.models.trained)
         number = begins // self.updates * (self.answers // config.samples)
 
@@ -202,6 +207,9 @@ class Phases:
         """An answer to each prompt, in their order, on every rank."""
         config, setup, mesh = self.config, self.setup, self.models.drawing.mesh
         options = Options(temperature=config.temperature, stop=tuple(sorted(setup.stop)))
+        setup.idle.reads(model)
+        if setup.idle.parts:
+            self.told["rollout/idle_gib"] = setup.idle.bytes / 2**30
 
         def draw(
             texts: Sequence[Sequence[int]], names: Sequence[str], most: Sequence[int]
@@ -216,6 +224,7 @@ class Phases:
         return found
 
     def _judged(self, prompts: Sequence[Prompt], written: Sequence[Written]) -> list[Judged]:
+        self.setup.idle.reads(*self.judging.models)
         decode = self.loader.tokenizer.decode
         answers = [
             Answer(
@@ -268,6 +277,7 @@ class Phases:
         def of(batch: Batch) -> Tensor:
             return ask(model, batch, self.mesh, self.setup.schedule)
 
+        self.setup.idle.reads(model)
         return of_rows(made.batch, of, self.answers, self.size, self.mesh)
 
     def tell(self, made: Drawn, written: Sequence[Written]) -> None:

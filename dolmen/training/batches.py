@@ -13,9 +13,11 @@ from dolmen.core.mesh import Mesh
 from dolmen.data import loader as data_loader
 from dolmen.data.batch import Batch
 from dolmen.data.batches import Loader
+from dolmen.model.decoder import Decoder
 from dolmen.optim.precision import DTYPES
 from dolmen.rollouts import prompts
 from dolmen.rollouts.drawn import forget
+from dolmen.rollouts.idle import Idle, parts_of
 from dolmen.rollouts.judging import Judging, Part
 from dolmen.rollouts.phases import Models, Phases, Setup
 from dolmen.rollouts.prompts import PromptLoader
@@ -128,6 +130,7 @@ def drawn(
             run.train.seed,
             out,
             checkpoints.steps,
+            idle_of(run, state, drawing, before, judging),
         )
         if state.beside is None:
             yield Phases(run.rollout, loader, models, judging, setup, turns)
@@ -144,6 +147,22 @@ def drawn(
             critic.coefficient,
             turns,
         )
+
+
+def idle_of(
+    run: RunConfig,
+    state: TrainState,
+    drawing: Drawing,
+    reference: Decoder | None,
+    judging: Judging,
+) -> Idle:
+    """Where the models of a run wait, as it asks."""
+    if run.rollout.idle == "device":
+        return Idle()
+    learning = [state] if state.beside is None else [state, state.beside.state]
+    asked = judging.models if reference is None else [reference, *judging.models]
+    trained = [(one.model, one.optimizer) for one in learning]
+    return Idle(parts_of(drawing.mesh.device, trained, drawing.model, asked))
 
 
 @contextmanager

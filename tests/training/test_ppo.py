@@ -4,6 +4,7 @@ that is killed anywhere goes on bitwise.
 
 import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -23,9 +24,13 @@ from transformers import (
 from dolmen.checkpoint import folders
 from dolmen.conversion.source import open_source
 from dolmen.core.mesh import SINGLE
+from dolmen.core.state import local_view
 from dolmen.model.layout import Layout
 from dolmen.model.tree import Scalar
 from dolmen.ops.loss import IGNORED
+from dolmen.rollouts import phases
+from dolmen.training import batches
+from dolmen.training import run as run_module
 from dolmen.training.run import run_training
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
@@ -149,6 +154,47 @@ def test_killed_anywhere_it_goes_on_bitwise(whole, material, prompts, tmp_path, 
     assert told["rollout/kl_coef"] not in (0.1, rows(whole)[0]["rollout/kl_coef"])
 
 
+def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(local_view(one).untyped_storage().nbytes() for one in tensors)
+
+
+@pytest.mark.slow
+def test_models_wait_elsewhere(whole, material, prompts, tmp_path, monkeypatch):
+    """Of what does not draw nothing is held while answers are drawn, and of the reference and the
+    drawing model nothing while others learn; a run is the same to the bit.
+    """
+    out, seen, drawn = tmp_path / "run", [], phases.answered
+
+    def drawing(model, *more):
+        state = seen[0]
+        for one in (state, state.beside.state):
+            assert bytes_of(one.tensors().values()) == 0
+        assert bytes_of(model.parameters()) > 0
+        seen.append(model)
+        return drawn(model, *more)
+
+    class Watched(batches.ValuedPhases):
+        def starting_at(self, *more):
+            for now, batch in super().starting_at(*more):
+                assert bytes_of(self.models.reference.parameters()) == 0
+                assert bytes_of(self.models.drawing.model.parameters()) == 0
+                yield now, batch
+
+    def state_of(*more):
+        seen.append(made(*more))
+        return seen[0]
+
+    made = run_module.make_state
+    monkeypatch.setattr(run_module, "make_state", state_of)
+    monkeypatch.setattr(phases, "answered", drawing)
+    monkeypatch.setattr(batches, "ValuedPhases", Watched)
+    train(material, prompts, out, rollout={"idle": "cpu"}, checkpoint=EACH)
+    assert len(seen) == 1 + 3 and same(tensors(whole, 9), tensors(out, 9))
+    # two models of fp32 and two moments of each, and the reference
+    size = 4 * sum(p.numel() for p in seen[0].model.parameters())
+    assert rows(out)[0]["rollout/idle_gib"] * 2**30 == pytest.approx(7 * size, rel=0.2)
+
+
 @pytest.mark.slow
 def test_a_critic_is_exported(whole, material, tmp_path):
     """transformers has the values that the run itself has seen when a phase began; the folder is
@@ -243,7 +289,9 @@ LAYOUTS = (
 
 def two_ranks(folder: Path, material: Material, prompts: Path) -> None:
     for i, layout in enumerate(LAYOUTS):
-        train(material, prompts, folder / f"at{i}", layout, train={"steps": 5})
+        idle = "cpu" if i < 2 else "device"
+        run = folder / f"at{i}"
+        train(material, prompts, run, layout, train={"steps": 5}, rollout={"idle": idle})
 
 
 @pytest.mark.spawn
@@ -251,7 +299,9 @@ def two_ranks(folder: Path, material: Material, prompts: Path) -> None:
 def test_two_models_learn_at_every_layout_as_on_one_process(
     material, prompts, whole, spawn, tmp_path
 ):
-    """Draws follow from their own numbers, so a layout changes roundings alone."""
+    """Draws follow from their own numbers, so a layout changes roundings alone; where models wait
+    changes nothing.
+    """
     spawn(2)(two_ranks, tmp_path, material, prompts)
     for i, layout in enumerate(LAYOUTS):
         got = rows(tmp_path / f"at{i}")
