@@ -6,10 +6,12 @@ disturbed.
         other options go to `dolmen train`, for both runs
     python benchmarks/chaos.py --torchrun 2
         the restarts are those of torchrun's elastic agent
+    python benchmarks/chaos.py --ppo --kills 8 --steps 60
+        a policy and its critic, which learn from what the policy draws
 
 Moments are drawn by kind, so that none is missed: start-up (before the first step after a restart),
-a step, a save (its `.partial` folder is there). What is told is what was seen at the moment of the
-kill. Exit code 1 if a bit differs.
+a step, a save (its `.partial` folder is there), and of --ppo while answers are drawn. What is told
+is what was seen at the moment of the kill. Exit code 1 if a bit differs.
 """
 
 import argparse
@@ -35,6 +37,13 @@ from dolmen.checkpoint.stream import locate, open_checkpoint
 from dolmen.data.tokenizer import train_bpe
 
 KINDS = ("start-up", "step", "save")
+PPO = {
+    "objective": {"name": "ppo"},
+    "reward": ["stub"],
+    "rollout": {"samples": 2, "prompts": 8, "epochs": 2, "max_new_tokens": 24},
+    "ppo": {"kl_target": 0.5, "kl_coef": 0.1},
+}
+"""Phases of PHASE updates of 8 answers."""
 MODEL = dict(
     vocab_size=300,
     hidden_size=128,
@@ -47,8 +56,10 @@ MODEL = dict(
 )
 
 
-def corpus(folder: Path) -> Path:
-    """A made-up language in 30 documents, its tokenizer, and a run file of 4 layers."""
+def corpus(folder: Path, ppo: bool = False) -> Path:
+    """A made-up language in 30 documents, its tokenizer, and a run file of 4 layers; of `ppo`, one
+    that answers prompts.
+    """
     chance = random.Random(0)
     words = ["".join(chance.choices("abcdefghij", k=chance.randint(2, 6))) for _ in range(60)]
     texts = [" ".join(chance.choices(words, k=400)) + "\n" for _ in range(30)]
@@ -69,6 +80,13 @@ def corpus(folder: Path) -> Path:
         "train": {"sequence_length": 64, "global_batch_size": 8},
         "log": {"validate_every": 0},
     }
+    if ppo:
+        (folder / "prompts.jsonl").write_text(
+            "\n".join(json.dumps({"prompt": f"{word} "}) for word in words)
+        )
+        data |= {"path": [str(folder / "prompts.jsonl")], "rows": "prompts"}
+        run |= PPO
+        del run["log"]
     (folder / "chaos.yaml").write_text(yaml.safe_dump(run))
     return folder / "chaos.yaml"
 
@@ -119,7 +137,7 @@ def table(
     shown = Table(
         "", "undisturbed", "killed", title="kill -9 at random moments", title_justify="left"
     )
-    for kind in KINDS:
+    for kind in (*KINDS, "draw"):
         shown.add_row(f"kills, {kind}", "0", str(kills.seen[kind]))
     shown.add_row("kills, all", "0", str(kills.total))
     shown.add_row(
@@ -148,6 +166,7 @@ class Runs:
     file: Path
     words: list[str]
     torchrun: int | None
+    kinds: tuple[str, ...] = KINDS
 
     @property
     def calm(self) -> Path:
@@ -177,6 +196,7 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--torchrun", type=int, help="processes to start by torchrun, and not by dolmen"
     )
+    parser.add_argument("--ppo", action="store_true", help="a run that draws what it learns from")
     given, words = parser.parse_known_args()
     words = words or ["--layout.tp", "2"]
     return given, [
@@ -203,9 +223,9 @@ def disturbed(runs: Runs, wanted: int, seed: int, screen: Console) -> tuple[Kill
     launcher = runs.start(runs.wild, 10 * wanted)
     try:
         while kills.total < wanted and launcher.poll() is None:
-            kind = KINDS[kills.total % len(KINDS)]
+            kind = runs.kinds[kills.total % len(runs.kinds)]
             known = kill_one(launcher, runs.wild, kind, chance, kills, known)
-            seen = "  ".join(f"{kind} {kills.seen[kind]}" for kind in KINDS)
+            seen = "  ".join(f"{kind} {kills.seen[kind]}" for kind in runs.kinds)
             step, passed = logged(runs.wild)[0], time.monotonic() - began
             screen.print(
                 f"kill {kills.total:3} of {wanted}  {passed:4.0f} s  step {step:4}  {seen}"
@@ -226,7 +246,8 @@ def main() -> int:
     (given, words), screen = arguments(), Console()
     with tempfile.TemporaryDirectory(prefix="chaos_") as name:
         folder = Path(name)
-        runs = Runs(folder, corpus(folder), words, given.torchrun)
+        kinds = (*KINDS, "draw") if given.ppo else KINDS
+        runs = Runs(folder, corpus(folder, given.ppo), words, given.torchrun, kinds)
         calm = undisturbed(runs)
         screen.print(f"undisturbed: {given.steps} steps in {calm:.0f} s")
         kills, wild, left = disturbed(runs, given.kills, given.seed, screen)

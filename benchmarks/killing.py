@@ -2,6 +2,7 @@
 do, and kills one at a moment of a given kind.
 """
 
+import json
 import os
 import random
 import signal
@@ -10,6 +11,8 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+
+PHASE = 4  # updates of each phase of a run that draws
 
 
 @dataclass
@@ -63,6 +66,19 @@ def partials(out: Path) -> dict[str, int]:
     return found
 
 
+def drawing(out: Path) -> bool:
+    """Whether the run draws what it is to learn from next: a phase of PHASE updates is over, and
+    the file of the next one is not there yet.
+    """
+    try:
+        step = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])["step"]
+    except (FileNotFoundError, IndexError, ValueError):
+        return False
+    rollouts = out / "rollouts"
+    begins = step % PHASE == 0 and rollouts.is_dir()
+    return begins and not (rollouts / f"{step:08d}.safetensors").exists()
+
+
 @dataclass(frozen=True)
 class Before:
     """What there was when a group of workers started."""
@@ -75,7 +91,9 @@ class Before:
         if any(self.partials.get(name) != made for name, made in partials(out).items()):
             return "save"
         rows, changed = logged(out)
-        return "step" if rows and changed > self.logged[1] else "start-up"
+        if not rows or changed <= self.logged[1]:
+            return "start-up"
+        return "draw" if drawing(out) else "step"
 
 
 def kill_one(
@@ -95,8 +113,8 @@ def kill_one(
         time.sleep(0.01)
         group, before = workers(launcher.pid), Before(logged(out), partials(out))
     while launcher.poll() is None and wanted != "start-up" and before.phase(out) != wanted:
-        time.sleep(0.0005 if wanted == "save" else 0.01)
-    time.sleep(chance.uniform(0, {"start-up": 6, "step": 1, "save": 0.01}[wanted]))
+        time.sleep(0.0005 if wanted in ("save", "draw") else 0.01)
+    time.sleep(chance.uniform(0, {"start-up": 6, "step": 1, "save": 0.01, "draw": 0.3}[wanted]))
     group, seen = workers(launcher.pid), before.phase(out)
     if launcher.poll() is not None or not group:
         return known

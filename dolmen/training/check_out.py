@@ -27,15 +27,26 @@ TUNED = ("initializer_range", "router_aux_loss_coef")
 
 
 def beginning(run: RunConfig, out: Path, resumed: bool) -> RunConfig:
-    """The run, whose `init` is its own newest checkpoint where it goes on and the `init` it began
-    with is no longer there: another run deletes all but its newest checkpoints, whoever has begun
-    with one of them. Moments are its own then.
+    """The run, whose `init` and `critic.init` are its own newest checkpoint where it goes on and
+    what it began with is no longer there: another run deletes all but its newest checkpoints,
+    whoever has begun with one of them, and its checkpoint has both models. Moments are its own
+    then.
     """
-    if run.init is None or not is_absent(run.init) or not resumed:
+
+    def gone(name: str | None) -> bool:
+        return name is not None and is_absent(name)
+
+    if not resumed or not (gone(run.init) or gone(run.critic.init)):
         return run
     kept = folders.whole_checkpoints(out / "checkpoints")
-    own = replace(run.optimizer, from_init=False)
-    return replace(run, init=str(kept[max(kept)]), optimizer=own) if kept else run
+    if not kept:
+        return run
+    own = str(kept[max(kept)])
+    if gone(run.critic.init):
+        run = replace(run, critic=replace(run.critic, init=own))
+    if gone(run.init):
+        run = replace(run, init=own, optimizer=replace(run.optimizer, from_init=False))
+    return run
 
 
 def check_folder(out: Path, resume: bool, overwrite: bool) -> None:

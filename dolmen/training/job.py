@@ -112,7 +112,8 @@ def refuse(
             raise ValueError(f"--nproc is {processes}: it must be at least 1")
         begun = beginning(config, request.out, handling.resume)
         checked = check_run(begun, processes, verify)
-        config = replace(checked, init=config.init, optimizer=config.optimizer)
+        said = {name: vars(config)[name] for name in ("init", "critic", "optimizer")}
+        config = replace(checked, **said)
         if begins:
             devices.require_gpus(config.train.device, config.layout.world, DEVICE)
         if begins and handling.overwrite:

@@ -3,7 +3,10 @@ that is killed anywhere goes on bitwise.
 """
 
 import json
+import os
 import shutil
+import signal
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -13,7 +16,8 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from safetensors.torch import load_file
-from tinyrun import Material, dolmen, same, tensors
+from spawning import serving
+from tinyrun import Material, dolmen, losses, same, tensors
 from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
@@ -29,7 +33,7 @@ from dolmen.model.layout import Layout
 from dolmen.model.tree import Scalar
 from dolmen.ops.loss import IGNORED
 from dolmen.rollouts import phases
-from dolmen.training import batches
+from dolmen.training import batches, loop
 from dolmen.training import run as run_module
 from dolmen.training.run import run_training
 
@@ -221,6 +225,92 @@ def test_a_critic_is_exported(whole, material, tmp_path):
     none = dolmen("export", material.model, "--to", tmp_path / "no", "--critic")
     assert none.code == 2 and "is no run of dolmen's" in none.words
     assert not (tmp_path / "no").exists()
+
+
+def at_the_end_of(answers: int) -> None:
+    """Die when a phase of that number has been drawn, and nothing of it is kept."""
+    left, drawn = [answers], phases.answered
+
+    def dying(*more):
+        found = drawn(*more)
+        left[0] -= 1
+        if not left[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return found
+
+    phases.answered = dying
+
+
+def between_two_updates(step: int) -> None:
+    """Die when the critic has learned and the model has not."""
+    made = loop.optimizer_step
+
+    def dying(state, *more):
+        if state.step == step and state.beside is not None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return made(state, *more)
+
+    loop.optimizer_step = dying
+
+
+def in_the_save_of(step: int) -> None:
+    """Die before what was written is named as a whole checkpoint."""
+
+    def dying(event, args):
+        if event == "os.rename" and str(args[1]).endswith(f"step-{step:08d}"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(dying)
+
+
+MOMENTS = {
+    "drawing": (at_the_end_of, 2),
+    "learning": (between_two_updates, 6),
+    "saving": (in_the_save_of, 7),
+}
+
+
+def until_killed(moment: str, material: Material, prompts: Path, out: Path) -> None:
+    torch.set_num_threads(1)
+    arrange, number = MOMENTS[moment]
+    arrange(number)
+    train(material, prompts, out, checkpoint=EACH)
+
+
+@pytest.mark.spawn
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_kill_9_and_it_goes_on_bitwise(whole, material, prompts, tmp_path, moment):
+    """benchmarks/chaos.py --ppo does so at random moments of several ranks."""
+    out = tmp_path / "run"
+    process = serving().Process(target=until_killed, args=(moment, material, prompts, out))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert max(folders.whole_checkpoints(out / "checkpoints")) < 9
+    train(material, prompts, out, resumed=True, checkpoint=EACH)
+    assert same(tensors(whole, 9), tensors(out, 9))
+    assert losses(out) == losses(whole)
+
+
+@pytest.mark.slow
+def test_what_a_critic_began_with_may_be_gone(material, prompts, tmp_path):
+    """Its weights are in the checkpoint."""
+    began, out = tmp_path / "began", tmp_path / "run"
+    shutil.copytree(material.model, began)
+    words = ("train", "ppo", "--init", material.model, "--critic.init", began, "--out", out)
+    small = ("--train.sequence-length", 32, "--rollout.max-new-tokens", 4, "--log.to", "none")
+    first = dolmen(
+        *(*words, *small, "--data.path", prompts / "prompts.jsonl", "--reward", "stub"),
+        *("--train.device", "cpu", "--train.global-batch-size", 4, "--train.steps", 1),
+    )
+    assert first.code == 0, first.err
+    shutil.rmtree(began)
+    more = dolmen("train", out / "config.yaml", "--out", out, "--resume", "--train.steps", 2)
+    assert more.code == 0, more.err
+    assert rows(out)[-1]["step"] == 2
+    anew = dolmen("train", out / "config.yaml", "--out", tmp_path / "anew")
+    assert anew.code == 2 and str(began) in anew.words
 
 
 @pytest.mark.slow
