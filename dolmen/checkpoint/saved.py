@@ -32,6 +32,10 @@ class Validation:
     """Of the held-out text; None where only a part of it was read."""
     sources: dict[str, float] = field(default_factory=dict)
     """The loss of each source, where it was asked for."""
+    sources_per_byte: dict[str, float] = field(default_factory=dict)
+    """In bits per byte, of those whose bytes are known."""
+    sources_before: dict[str, float] = field(default_factory=dict)
+    """The same before the first step."""
 
 
 @dataclass(frozen=True)

@@ -176,7 +176,11 @@ STATE = Kind(  # of a run's
                         "held_out_tokens": Int(0),
                         "bits_per_byte": optional(Real()),
                     },
-                    optional={"sources": Map(Real())},
+                    optional={
+                        "sources": Map(Real()),
+                        "sources_per_byte": Map(Real()),
+                        "sources_before": Map(Real()),
+                    },
                     rest=None,
                 )
             ),
@@ -240,7 +244,11 @@ SUMMARY = Kind(
             "bits_per_byte": optional(Real()),
             "validation_files": List(Text()),
         },
-        optional={"val_sources": Map(Real())},
+        optional={
+            "val_sources": Map(Real()),
+            "val_sources_per_byte": Map(Real()),
+            "val_sources_before": Map(Real()),
+        },
     ),
     depth=4,
 )

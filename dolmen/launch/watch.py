@@ -80,10 +80,11 @@ class Watch:
         self.passed = self.passed + 1
         self.since = time.monotonic()
 
-    def through(self, items: Iterable[T], phase: str) -> Iterator[T]:
-        """`items`, each one progress."""
+    def through(self, items: Iterable[T], phase: str, patient: bool = False) -> Iterator[T]:
+        """`items`, each one progress. `patient`: with the first."""
         for item in items:
-            self.beat(self.step, phase)
+            self.beat(self.step, phase, patient)
+            patient = False
             yield item
 
     @contextlib.contextmanager

@@ -177,8 +177,8 @@ class LogConfig:
     on this machine.
     """
     validate_sources: bool = False
-    """Tell the validation loss of each source of --data.path by itself too, as of an old language
-    beside a new one.
+    """Tell the validation loss of each source of --data.path by itself too, and before the first
+    step, in bits per byte as well: as of an old language beside a new one.
     """
     validation_tokens: int = 65536
     """Held-out tokens a validation reads; the last one as many as the run has trained on, if those

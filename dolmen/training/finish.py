@@ -17,7 +17,7 @@ from dolmen.core.words import counted
 from dolmen.data import tokenizer as tokenizers
 from dolmen.data.quickstart_corpus import gzip_xz_bits
 from dolmen.files import gate, kinds
-from dolmen.training import folder
+from dolmen.training import apart, folder
 from dolmen.training.config import RunConfig
 
 
@@ -93,7 +93,10 @@ def _summary(run: RunConfig, outcome: dict, out: Path, report) -> Table:
             _validation(run, outcome),
         )
     for name, loss in outcome.get("val_sources", {}).items():
-        table.add_row("", f"{loss:.4f} on {name}")
+        per_byte, before = (
+            outcome.get(f"val_sources_{of}", {}).get(name) for of in ("per_byte", "before")
+        )
+        table.add_row("", apart.told(name, loss, per_byte, before))
     if outcome["bits_per_byte"] is not None:
         line = f"{outcome['bits_per_byte']:.3f}"
         if run.finish.compressors and outcome["validation_files"]:

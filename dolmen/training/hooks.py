@@ -6,6 +6,7 @@ import math
 import resource
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,7 +28,17 @@ from dolmen.objectives.cross_entropy import CrossEntropy
 from dolmen.objectives.filling import Filling
 from dolmen.objectives.objective import Objective
 from dolmen.objectives.reward import Calibrated, Preferred
-from dolmen.training import balance, calibration, critic, folder, garbage, history, metrics, report
+from dolmen.training import (
+    apart,
+    balance,
+    calibration,
+    critic,
+    folder,
+    garbage,
+    history,
+    metrics,
+    report,
+)
 from dolmen.training.config import RunConfig
 from dolmen.training.history import History
 from dolmen.training.judged import Judged
@@ -203,15 +214,17 @@ class Hooks:
             self.line.say(line)
         self.since += time.monotonic() - began  # not the training's time
 
-    def validate(self, state: TrainState, m: Metrics) -> None:
+    def validate(self, state: TrainState, m: Metrics | None) -> None:
+        """`m`: None before the first step."""
         if self.stop.agreed_signal:
             return  # the time left is for saving
         most = self.most_validated(state)
         began = time.monotonic()
+        through = partial(self.watch.through, phase="validate", patient=not state.step)
         batches = self.loader.validation_batches(most, self.mesh.dp.rank, self.mesh.dp.size)
         found = mean_loss(
             state.model,
-            self.watch.through(batches, "validate"),
+            through(batches),
             self.mesh,
             state.schedule,
             objective_of_validation(state.objective),
@@ -220,12 +233,17 @@ class Hooks:
         if len(shown) < len(found.metrics):
             shown["calibration_error"] = self.calibrated(found.metrics)
         loss, tokens = found.loss, found.tokens
+        each = apart.Apart()
+        if self.run.log.validate_sources:
+            before = {} if self.validation is None else self.validation.sources_before
+            each = apart.measured(state, self.loader, self.mesh, most, before, through)
         self.since += time.monotonic() - began  # not the training's time
         held = self.loader.validation_tokens
         size = self.loader.validation_bytes
         bits = found.bits_per_byte(size) if tokens == held and size is not None else None
-        apart = self.validated_apart(state, most) if self.run.log.validate_sources else {}
-        self.validation = Validation(state.step, loss, tokens, held, bits, apart)
+        self.validation = Validation(
+            state.step, loss, tokens, held, bits, each.losses, each.per_byte, each.before
+        )
         row = {
             "step": state.step,
             "val_loss": loss,
@@ -233,7 +251,7 @@ class Hooks:
             "tokens": state.tokens,
             "time": time.time(),
             "seconds": began - self.began,
-            **{f"val_loss/{name}": one for name, one in apart.items()},
+            **each.row(),
         }
         for writer in self.writers:
             writer.write(row | {f"val_{name}": one for name, one in shown.items()})
@@ -245,20 +263,8 @@ class Hooks:
         self.line.say(
             f"step {state.step}: validation loss {loss:.4f}{more} on {tokens:,}{part} tokens{why}"
         )
-        for name, one in apart.items():
-            self.line.say(f"  {one:.4f} on {name}")
-
-    def validated_apart(self, state: TrainState, most: int | None) -> dict[str, float]:
-        """The mean loss of each source, of at most so many windows."""
-        began, found = time.monotonic(), {}
-        for name, held in self.loader.held_apart.items():
-            batches = self.loader.validation_batches(
-                most, self.mesh.dp.rank, self.mesh.dp.size, held
-            )
-            through = self.watch.through(batches, "validate")
-            found[name] = mean_loss(state.model, through, self.mesh, state.schedule).loss
-        self.since += time.monotonic() - began  # not the training's time
-        return found
+        for line in each.lines():
+            self.line.say(f"  {line}")
 
     def calibrated(self, found: Mapping[str, float]) -> float:
         """The picture of how sure a reward model is; its error."""
@@ -288,13 +294,15 @@ class Hooks:
 
     def most_validated(self, state: TrainState) -> int | None:
         """Windows of held-out text that a validation at this step reads at most; None: all. The
-        last one reads as many tokens as the run has trained on, if those are more than the usual.
+        last one reads as many tokens as the run has trained on, if those are more than the usual,
+        and one before the first step as the last one will.
         """
         tokens, length = self.run.log.validation_tokens, self.run.sequence_length
         if tokens == 0:
             return None
-        if state.step == state.steps:
-            return -(-max(tokens, state.tokens) // length)
+        if state.step in (0, state.steps):
+            trained = state.tokens if state.step else self.loader.first(state.steps) * length
+            return -(-max(tokens, trained) // length)
         return max(1, tokens // length)
 
     def save(self, state: TrainState, m: Metrics) -> None:

@@ -32,13 +32,14 @@ def read_metrics(file: Path) -> list[dict]:
 
 class MetricsFile:
     """metrics.jsonl: one object per logged step, one per validation. Opened at step s it keeps
-    the rows up to s: what a resumed run does again is not told twice. A file with a damaged line,
-    the last aside, is kept as metrics.damaged.jsonl (-2, -3): whole rows may come after it.
+    the rows up to s, at step 0 none: what a resumed run does again is not told twice. A file with a
+    damaged line, the last aside, is kept as metrics.damaged.jsonl (-2, -3): whole rows may come
+    after it.
     """
 
     def __init__(self, file: Path, step: int):
         rows = read_metrics(file)
-        kept = [row for row in rows if row["step"] <= step]
+        kept = [row for row in rows if row["step"] <= step] if step else []
         self.reached = max((row["step"] for row in rows), default=step)
         """The last step that had been told of before."""
         if file.exists() and sum(1 for _ in file.open("rb")) > len(rows) + 1:

@@ -68,7 +68,8 @@ from dolmen.training.written import write_config, write_tokenizer
 class Outcome:
     """How a run ended, after `seconds` of all its starts. `signal` is what stopped it early, 0 if
     nothing did. The validation is the last there was, after `val_step` steps, on `val_tokens` of
-    the `held_out_tokens`.
+    the `held_out_tokens`; of each source in nats per token and in bits per byte, and what these
+    were before the first step.
     """
 
     steps: int
@@ -81,6 +82,8 @@ class Outcome:
     bits_per_byte: float | None
     validation_files: tuple[str, ...]
     val_sources: dict[str, float]
+    val_sources_per_byte: dict[str, float]
+    val_sources_before: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -306,6 +309,8 @@ def _train(
     first_does(mesh, lambda: batches.forget_other(out, state.step, changed))
     ended = "failed"
     try:
+        if saved is None and run.log.validate_sources and loader.held_apart:
+            hooks.validate(state, None)
         with _read(asked, begun, loader, state, checkpoints) as read:
             signal = _loop(asked, read, state, hooks)
         checkpoints.finish()
@@ -376,6 +381,8 @@ def _outcome(
         last.bits_per_byte if last else None,
         tuple(str(f) for f in loader.validation_files),
         last.sources if last else {},
+        last.sources_per_byte if last else {},
+        last.sources_before if last else {},
     )
 
 

@@ -20,6 +20,7 @@ def warnings(run: RunConfig, loader: Loader, step: int, steps: int) -> list[str]
         little_held_out(run, loader),
         never_profiled(run, step, steps),
         nothing_replayed(run, loader),
+        not_told_apart(run, loader),
         *told(run.known_model),
     ]
     if run.init is None and step == 0:  # a trained model keeps its size
@@ -47,6 +48,25 @@ def nothing_replayed(run: RunConfig, loader: Loader) -> str | None:
     return (
         "data.path is one source: a model that reads a new language alone unlearns the old one; "
         "replay text of it in a share, as --data.path 0.8:NEW 0.2:OLD"
+    )
+
+
+def not_told_apart(run: RunConfig, loader: Loader) -> str | None:
+    """What to warn of where the loss of each source was asked for, and what is held out is of
+    none.
+    """
+    if not run.log.validate_sources or loader.held_apart or len(loader.mixture.parts) < 2:
+        return None
+    of_one = run.data.validation is not None
+    return (
+        "log.validate-sources tells the validation loss of each source of data.path, and "
+        + (
+            "data.validation is one text for all"
+            if of_one
+            else "nothing of two of them is held out"
+        )
+        + ": "
+        + ("leave it out" if of_one else "set a larger --data.validation-fraction")
     )
 
 

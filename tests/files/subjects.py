@@ -480,6 +480,9 @@ SUMMARY = {
     "held_out_tokens": 640,
     "bits_per_byte": None,
     "validation_files": ["a.txt"],
+    "val_sources": {"a": 2.5},
+    "val_sources_per_byte": {"a": 1.5},
+    "val_sources_before": {"a": 3.5},
 }
 
 SUBJECTS = {

@@ -3,6 +3,7 @@ source.
 """
 
 import json
+import math
 import shutil
 from copy import deepcopy
 from dataclasses import replace
@@ -16,10 +17,12 @@ from tinyrun import dolmen, losses, rows, same, tensors
 
 from dolmen.data.loader import prepare_loader
 from dolmen.recipes import RECIPES
+from dolmen.training.apart import bits_per_byte
 from dolmen.training.check import check_run
 from dolmen.training.config import NewRowsConfig
 from dolmen.training.new_rows import NewRows
 from dolmen.training.run import run_training
+from dolmen.training.warn import warnings
 from dolmen.vocabulary import extended
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
@@ -95,12 +98,18 @@ def test_the_recipe_tells_the_loss_of_each_language(material, tmp_path):
     assert "those of tokens from id 200 learn alone up to step 2, then all" in words_of
     assert "replay text" not in words_of
     told = rows(out, "val_loss")
-    assert [row["step"] for row in told] == [2, 4]
+    assert [row["step"] for row in told] == [0, 2, 4]
     apart = [name for name in told[0] if name.startswith("val_loss/")]
     assert apart == [f"val_loss/{new}", f"val_loss/{old}"]
     # all of it is the two of them
-    config = json.loads((out / "summary.json").read_text())
-    assert config["val_sources"] == {n.removeprefix("val_loss/"): told[1][n] for n in apart}
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["val_sources"] == {n.removeprefix("val_loss/"): told[2][n] for n in apart}
+    per_byte = [{str(one): row[f"val_bits_per_byte/{one}"] for one in (new, old)} for row in told]
+    assert summary["val_sources_per_byte"] == per_byte[2] != per_byte[0]
+    assert summary["val_sources_before"] == per_byte[0]
+    for one in (new, old):
+        was, now = per_byte[0][str(one)], per_byte[2][str(one)]
+        assert f"{now:.4f} bits per byte (before the first step {was:.4f})" in words_of
     for row in told:
         each = sorted(row[name] for name in apart)
         assert each[0] <= row["val_loss"] <= each[1]
@@ -144,3 +153,20 @@ def test_sources_are_held_out_by_name(material, tmp_path):
     apart = loader.held_apart
     assert [*apart] == [path.partition(":")[2] for path in paths]
     assert sum(held.tokens for held in apart.values()) == loader.validation_tokens
+    found = bits_per_byte({name: 2.0 for name in apart}, apart)
+    for held in loader.held_out:  # by the files themselves, each with the end of its text
+        texts = [file.read_text() for file in held.files]
+        tokens = sum(len(loader.tokenizer(text)["input_ids"]) + 1 for text in texts)
+        size = sum(len(text.encode()) for text in texts)
+        assert found[held.name] == pytest.approx(2 / math.log(2) * tokens / size, rel=1e-12)
+
+
+def test_sources_that_are_not_told_apart_are_warned_of(material, tmp_path):
+    """Where --data.validation is one text for all of them."""
+    paths = tuple(f"{weight}:{material.docs}/{part}*.txt" for weight, part in ((3, 0), (1, 1)))
+    run = material.config(log={"validate_sources": True})
+    for more, told in (({"validation": f"{material.docs}/29.txt"}, True), ({}, False)):
+        data = replace(run.data, path=paths, **more)
+        loader = prepare_loader(data, None, None, 16, 4, 0, progress=False)
+        found = warnings(replace(run, data=data), loader, 0, 6)
+        assert any("is one text for all: leave it out" in line for line in found) == told
