@@ -9,6 +9,7 @@ token into: of the token as its vocabulary writes it, by the merges alone. What 
 text, decoded and encoded again, would get a space before it, and loses parts of characters.
 """
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -52,8 +53,15 @@ class Measured:
     loss_per_byte: float | None
     """Nats; None of a model that foretells no next token."""
 
+    @property
+    def bits_per_byte(self) -> float | None:
+        """The same, as `dolmen evaluate` tells it."""
+        return None if self.loss_per_byte is None else self.loss_per_byte / math.log(2)
+
     def __str__(self) -> str:
-        told = "" if self.loss_per_byte is None else f", loss {self.loss_per_byte:.6f} per byte"
+        told = ""
+        if self.loss_per_byte is not None:
+            told = f", loss {self.loss_per_byte:.6f} per byte ({self.bits_per_byte:.6f} bits)"
         return f"{self.counts}{told}"
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import math
 import shutil
 
 import pytest
@@ -194,7 +195,18 @@ def test_the_report_has_losses_per_byte_before_and_after(tokenizers, tmp_path):
                     logits, window[1:], reduction="sum"
                 ).item()
         assert told.loss_per_byte == pytest.approx(nats / size, rel=1e-5)
-        assert f"loss {told.loss_per_byte:.6f} per byte" in str(told)
+        bits = nats / size / math.log(2)
+        assert told.bits_per_byte == pytest.approx(bits, rel=1e-5)
+        assert f"loss {told.loss_per_byte:.6f} per byte ({told.bits_per_byte:.6f} bits)" in str(
+            told
+        )
+        assert told.counts.characters == 300
+        per_token = (
+            f"{300 / len(tokens):.3f} characters and {size / len(tokens):.3f} bytes per token"
+        )
+        assert per_token in str(told)
+    lines = done.lines()
+    assert lines[-2:] == [f"before: {done.before}", f"after:  {done.after}"]
     assert json.loads((to / "extended.json").read_text())["old_tokens"] == SIZE
 
 
