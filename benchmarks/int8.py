@@ -2,9 +2,14 @@
 with `--weights int8`, and how many likeliest tokens are others.
 
     python benchmarks/int8.py MODEL --text FILE          a text that it was not trained on
+    python benchmarks/int8.py MODEL --memory             what is resident in place of these, in
+                                                         processes of their own (Linux)
 """
 
 import argparse
+import os
+import resource
+import subprocess
 import sys
 from pathlib import Path
 
@@ -36,14 +41,44 @@ def judged(model: Decoder, windows: list[list[int]], weights: Weights) -> tuple[
     return -sum(scores) / len(scores), likeliest
 
 
+def resident(folder: str, weights: Weights) -> None:
+    """Tells what is resident before there is a model, once it writes, and at the most."""
+    source = open_source(folder)
+    before = _resident()
+    with Engine(load_decoder(source, weights=weights), weights=weights) as engine:
+        engine.add(Request([5, 6, 7], Options(temperature=0, max_new_tokens=16)))
+        while engine.busy:
+            engine.step()
+        now = _resident()
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+    print(f"{weights}: {now - before:.0f} MiB once it writes, {most - before:.0f} at the most")
+
+
+def _resident() -> float:
+    """MiB of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model")
-    parser.add_argument("--text", required=True)
+    parser.add_argument("--text")
+    parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--memory-of", choices=("stated", "int8"), help=argparse.SUPPRESS)
     parser.add_argument("--windows", type=int, default=64)
     options = parser.parse_args()
+    if options.memory_of:
+        return resident(options.model, options.memory_of)
+    if options.memory:
+        for weights in ("stated", "int8"):
+            words = [sys.executable, __file__, options.model, "--memory-of", weights]
+            subprocess.run(words, check=True)
+        return
+    if options.text is None:
+        parser.error("give --text FILE, or --memory")
     source = open_source(options.model)
     tokenizer = load_tokenizer(tokenizer_folder(source), option="")
     tokens = tokenizer(Path(options.text).read_text())["input_ids"]

@@ -101,7 +101,7 @@ def _generate(options: GenerateOptions, mesh: Mesh) -> int:
     tokenizer = load_tokenizer(tokenizer_folder(source), option="")
     begin = [prompt.encode(tokenizer, text, source.model) for text in options.prompt]
     dtype = DTYPES[options.dtype] if options.dtype else None
-    model = engine.load_placed(source, mesh, dtype)
+    model = engine.load_placed(source, mesh, dtype, options.weights)
     texts = _Texts(
         [Incremental(tokenizer, options.stop) for _ in begin], options.prompt, mesh.first
     )

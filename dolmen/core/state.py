@@ -147,13 +147,18 @@ def holding(
 
 def write_region(p: Shaped[Tensor, "*whole"], value: Shaped[Tensor, "..."]) -> None:
     """Copy this rank's region of the full tensor `value` into p. Raises ValueError if the shapes
-    differ.
+    differ, and if p has no memory: there the copy would be lost.
     """
+    here = local_view(p)
+    if here.is_meta:
+        raise ValueError(
+            f"a parameter of shape {tuple(p.shape)} has no memory: its weight has gone"
+        )
     if p.shape != value.shape:
         raise ValueError(
             f"a value of shape {tuple(value.shape)} for a parameter of shape {tuple(p.shape)}"
         )
-    local_view(p).copy_(value[region(p)])
+    here.copy_(value[region(p)])
 
 
 def full(p: Shaped[Tensor, "*whole"]) -> Shaped[Tensor, "*whole"]:

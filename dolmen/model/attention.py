@@ -51,7 +51,10 @@ class Attention(Branch):
         self.scores = Scores(attend, setting, None if equal else [u - used[0] for u in used])
         self.clip = attention.clip
         self.pairs = positions.pairs(attention.positions)
-        self.q, self.k, self.v = (Column(under(leaves, name)) for name in ("q", "k", "v"))
+        first, rows = (n * self.head_size for n in (self.kv_first, self.kv_heads))
+        mine = partial(_rows, first=first, count=rows) if self.whole_kv else local
+        self.q = Column(under(leaves, "q"))
+        self.k, self.v = (Column(under(leaves, name), mine) for name in ("k", "v"))
         self.o = Row(under(leaves, "o"), self.tp)
         self.sinks = Parameters(under(leaves, "sinks")) if attention.sinks else None
         norm, self.norm_of = attention.qk_norm, attention.qk_norm_of
@@ -66,19 +69,13 @@ class Attention(Branch):
         attend = Attend(mixer.window, mixer.scale, mixer.soft_cap, slopes, mask=mask)
         return attend.scaled(mixer.head_size)
 
-    def _mine(self, p: Tensor) -> Tensor:
-        """The rows of a k or v parameter that this rank multiplies."""
-        return self._of_heads(local(p), self.head_size)
-
-    def _of_heads(self, p: Tensor, rows: int) -> Tensor:
-        """Of something with so many rows for each key-value head that this rank stores."""
-        if not self.whole_kv:
-            return p
-        return p.narrow(0, self.kv_first * rows, self.kv_heads * rows)
+    def _of_heads(self, p: Tensor) -> Tensor:
+        """Of a parameter with a row for each key-value head that this rank stores."""
+        return _rows(p, self.kv_first, self.kv_heads) if self.whole_kv else local(p)
 
     @property
     def columns(self) -> list[Linear]:
-        return [self.q.linear(), self.k.linear(self._mine), self.v.linear(self._mine)]
+        return [self.q.linear(), self.k.linear(), self.v.linear()]
 
     @property
     def row(self) -> Row:
@@ -119,9 +116,14 @@ class Attention(Branch):
         if self.norm_of == "heads":
             return self.q_norm(q), self.k_norm(k)
         if self.norm_of == "each head":
-            return self.q_norm(q), self.k_norm(k, lambda p: self._of_heads(local(p), 1))
+            return self.q_norm(q), self.k_norm(k, self._of_heads)
         weights = local(self.q_norm.weight), local(self.k_norm.weight)
         return over_width(q, k, *weights, self.q_norm.eps, self.tp.axis)
+
+
+def _rows(p: Tensor, first: int, count: int) -> Tensor:
+    """So many rows of what this rank has of a parameter."""
+    return local(p).narrow(0, first, count)
 
 
 def _grouped(first: int, kv_heads: int, heads: int) -> list[int]:

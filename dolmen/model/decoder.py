@@ -101,7 +101,9 @@ class Decoder(nn.Module):
         out = under(leaves, "project_out")
         self.project_out = Whole(out, tp) if split.last and width else None
         head, score = under(leaves, "head"), under(leaves, "score")
-        self.head = Column(head) if split.last and head else None
+        # rows that are normalised first are asked for as they are
+        of_head = Parameters if tree.head.normalised else Column
+        self.head = of_head(head) if split.last and head else None
         self.score = Parameters(score) if split.last and score else None
         transform, before = tree.head.transform, under(leaves, "transform")
         self.transform = (
@@ -112,6 +114,7 @@ class Decoder(nn.Module):
         self.follows = Whole(follows, tp) if split.last and follows else None
         self.compiled = False
         self.compute: torch.dtype | None = None  # None: in the dtype of the parameters
+        self.alone: Weights | None = None  # what is held of weights that have gone (alone.py)
 
     def compile_parts(self) -> None:
         """torch.compile of what repeats: each block, and the loss of a chunk of tokens; and of the
@@ -213,13 +216,19 @@ class Decoder(nn.Module):
             // self.split.cp.axis.size
             // (self.tp.axis.size if self.tp.gathers else 1)
         )
-        weight = next(self.parameters())
         return torch.empty(
             tokens,
             self.tree.hidden_size,
             dtype=self.compute or dtype_of(self),
-            device=weight.device,
+            device=self.device,
         )
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        if self.alone is not None:  # weights that have gone are on meta, and what is left a CPU's
+            return torch.device("cpu")
+        return next(self.parameters()).device
 
     def where(
         self,

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from dolmen.core import host, ranges
+from dolmen.core import host, ranges, state
 from dolmen.core.state import Places, Replicate, Shard, local, local_view
 from dolmen.core.torch_private import compute
 from dolmen.model import tree
@@ -64,6 +64,10 @@ def _laid(one: Linear, weights: Weights) -> Linear:
     return one._replace(laid_out=product_of(one.merged(one.weight.dtype), weights))
 
 
+def _gone(weights: Weights) -> str:
+    return f"the model was opened to multiply by {weights} weights alone: open it again"
+
+
 class Parameters(nn.Module):
     """Owns what `leaves` names: a weight, a bias where there is one, and of adapters
     (dolmen/model/tree/adapter.py) the two matrices of one, and the scale of a weight in eight bits.
@@ -75,9 +79,13 @@ class Parameters(nn.Module):
     lora_B: nn.Parameter | None
     lora_magnitude: nn.Parameter | None
     weight_scale: nn.Parameter | None
+    multiplies = False
+    """Whether nothing but `linear` asks for the weight."""
 
-    def __init__(self, leaves: Leaves):
+    def __init__(self, leaves: Leaves, mine: Callable[[Tensor], Tensor] = local):
+        """`mine`: of what has rows of outputs, those that this rank multiplies by."""
         super().__init__()
+        self.mine = mine
         self.bias = self.lora_A = self.lora_B = self.lora_magnitude = self.weight_scale = None
         self.lora_scale = leaves["lora_B"].scale if "lora_B" in leaves else 1.0
         cuts = leaves["weight"].cuts if "lora_B" in leaves else ()
@@ -86,24 +94,44 @@ class Parameters(nn.Module):
         self.rounding = rounding(leaves["weight"]) if "weight" in leaves else None
         self._laid_out: Weights | None = None
         self._kept: tuple[tuple[object, ...], Linear] | None = None
+        self._alone: tuple[Weights, Linear] | None = None
         for name, leaf in leaves.items():
             made = torch.empty(leaf.shape, dtype=torch.int8 if leaf.int8 else None)
             setattr(self, name, nn.Parameter(made, requires_grad=leaf.trained))
 
-    def linear(self, mine: Callable[[Tensor], Tensor] = local) -> Linear:
-        """What x is multiplied by; of what has rows of outputs, `mine` takes this rank's."""
+    def linear(self) -> Linear:
+        """What x is multiplied by. Raises ValueError for gradients of a weight that has gone."""
+        if self._alone is not None:
+            if torch.is_grad_enabled():
+                raise ValueError(f"{_gone(self._alone[0])}, and nothing is trained by them")
+            return self._alone[1]
         if self._laid_out is None or torch.is_grad_enabled():
-            return self._linear(mine)
+            return self._linear()
         if self._kept is None:
-            one = self._linear(mine)
-            self._kept = self._state(self._laid_out), _laid(one, self._laid_out)
+            self._kept = self._state(self._laid_out), _laid(self._linear(), self._laid_out)
         return self._kept[1]
+
+    def let_go(self, weights: Weights) -> None:
+        """For good, `linear` gives what multiplies faster, made now, and the weight's own memory is
+        free: its shape stays, on meta, whose numbers nobody can read. As before, where nothing
+        multiplies faster.
+        """
+        one = _laid(self._linear(), weights)
+        if one.laid_out is None:
+            return
+        gone = torch.empty_like(local_view(self.weight), device="meta")
+        self.weight = nn.Parameter(state.holding(self.weight, gone), self.weight.requires_grad)
+        with torch.no_grad():
+            # adapters are in it
+            self._alone = weights, one._replace(weight=self.mine(self.weight), adapter=None)
 
     def lay_out(self, weights: Weights) -> None:
         """From now on, where no gradient is kept, `linear` gives what multiplies faster, made when
         it is first asked for, and held beside the weight. What was made before is kept while the
-        weight is what it was.
+        weight is what it was. Raises ValueError where the weight has gone, and was held otherwise.
         """
+        if self._alone is not None and self._alone[0] != weights:
+            raise ValueError(f"{_gone(self._alone[0])}, and {weights} ones are asked for")
         if self._kept is not None and self._kept[0] != self._state(weights):
             self._kept = None
         self._laid_out = weights
@@ -120,7 +148,8 @@ class Parameters(nn.Module):
         # what is written is what a DTensor holds, and not the DTensor
         return weights, *((p.data_ptr(), compute.writes(p)) for p in map(local_view, own))
 
-    def _linear(self, mine: Callable[[Tensor], Tensor]) -> Linear:
+    def _linear(self) -> Linear:
+        mine = self.mine
         bias = None if self.bias is None else mine(self.bias)
         adapter = None
         if self.lora_A is not None and self.lora_B is not None:
@@ -134,11 +163,15 @@ class Parameters(nn.Module):
 class Column(Parameters):
     """Of a column-parallel linear; `tensor.columns` multiplies by it."""
 
+    multiplies = True
+
 
 class Row(Parameters):
     """y = x W^T + b, W split over its inputs: x S(1)@tp -> y I@tp, or S(0)@tp under sequence
     parallelism.
     """
+
+    multiplies = True
 
     def __init__(self, leaves: Leaves, tp: TensorParallel):
         super().__init__(leaves)
@@ -206,6 +239,8 @@ class Whole(Parameters):
     """y = x W^T + b of this rank's tokens, both whole on every rank: x I@tp (or S(0)@tp) -> the
     same.
     """
+
+    multiplies = True
 
     def __init__(self, leaves: Leaves, tp: TensorParallel):
         super().__init__(leaves)

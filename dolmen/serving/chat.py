@@ -68,9 +68,9 @@ class Chat:
     def engine(self, mesh: Mesh) -> Iterator[None]:
         """Within, the model answers."""
         dtype = DTYPES[self.config.dtype] if self.config.dtype else None
-        model = engine.load_placed(self.source, mesh, dtype)
-        ends, known = engine.stop_tokens(self.source), self.tokenizer.get_vocab().values()
         weights = self.config.weights
+        model = engine.load_placed(self.source, mesh, dtype, weights)
+        ends, known = engine.stop_tokens(self.source), self.tokenizer.get_vocab().values()
         with Engine(model, stop=ends, known=known, mesh=mesh, weights=weights) as self._engine:
             yield
 

@@ -32,7 +32,7 @@ from dolmen.conversion.source import Source, load_weights
 from dolmen.core.mesh import SINGLE, Mesh
 from dolmen.data.batch import Batch
 from dolmen.families import special_tokens
-from dolmen.model import build, head
+from dolmen.model import alone, build, head
 from dolmen.model.decoder import Decoder
 from dolmen.parallel import data
 from dolmen.parallel import schedule as schedules
@@ -55,31 +55,44 @@ def load_decoder(
     mesh: Mesh = SINGLE,
     dtype: torch.dtype | None = None,
     schedule: Schedule | None = None,
+    weights: Weights = "stated",
 ) -> Decoder:
     """A source's model on the axes of `mesh`, for inference: in `dtype`, or else that of its
-    config.json. `schedule` places its stages; None: there is one. Raises ValueError or KeyError,
-    before anything is built, for what does not fit.
+    config.json. `schedule` places its stages; None: there is one. `weights`: int8 are all that it
+    holds of its matrices, and engines of it are of them. Raises ValueError or KeyError, before
+    anything is built, for what does not fit.
     """
     _ = source.specs
     dtype = dtype or stated_dtype(source.model)
-    model = build.build(source.tree, mesh, schedule=schedule, dtype=dtype)
+    if weights == "int8":
+        check_int8(source.tree, mesh.device.type, sharded=False)
+    model = build.place(source.tree, mesh, schedule=schedule, dtype=dtype)
     own = None if schedule is None else [name for name, _ in model.named_parameters()]
-    build.load(model, lambda write: load_weights(source, write, own))
+
+    def stream(write: Callable[[str, Tensor], None]) -> None:
+        load_weights(source, write, own)
+
+    if weights == "int8":
+        alone.load(model, mesh, weights, stream)
+    else:
+        build.load(build.allocate(model, mesh.device), stream)
     return model.eval()
 
 
-def load_placed(source: Source, mesh: Mesh, dtype: torch.dtype | None) -> Decoder:
+def load_placed(
+    source: Source, mesh: Mesh, dtype: torch.dtype | None, weights: Weights = "stated"
+) -> Decoder:
     """`load_decoder`, this rank's stage of it: of `mesh.pp` each rank has one."""
     pp = mesh.pp.size
     schedule = None if pp == 1 else schedules.make("1f1b", pp, pp)
-    return load_decoder(source, mesh, dtype, schedule)
+    return load_decoder(source, mesh, dtype, schedule, weights)
 
 
 def ask(model: Decoder, tokens: Int64[Tensor, "texts length"], end: head.End) -> Any:
     """What `end` makes of whole texts, `tokens` on the host, each as long as the others, read
     without a cache. Raises ValueError where nobody has said which tokens positions follow from.
     """
-    device = next(model.parameters()).device
+    device = model.device
     batch = Batch(tokens, tokens).read_by(model.tree).to(device)
     return model(batch.tokens, end, documents=batch.documents, positions=batch.positions)
 
@@ -129,8 +142,13 @@ class Engine:
                 f"a rank holds {len(model.split.parts)} stages of the model, and generation takes "
                 "one: set --layout.virtual-stages 1"
             )
+        if model.alone is not None and model.alone != weights:
+            raise ValueError(
+                f"the model was opened for --weights {model.alone} alone, and {weights} ones are "
+                "asked for: open it again"
+            )
         if weights == "int8":
-            device = next(model.parameters()).device.type
+            device = model.device.type
             check_int8(tree, device, sharded=bool(data.units(model)))
         self.model, self.mesh, self.limits = model, mesh, limits
         self._weights: Weights = weights
@@ -214,7 +232,7 @@ class Engine:
             parts = {key: running[key].part(n) for key, n in some.items()}
             texts, scores = self._forward.read(parts)
             made.append(Made(parts, [(key, running[key]) for key in texts], scores))
-        values = told(made, self._never, tp, pp, next(self.model.parameters()).device)
+        values = told(made, self._never, tp, pp, self.model.device)
         found = [each.read(values) for each in made]
         self._forward.finish()
         for key, n in new.items():

@@ -68,7 +68,7 @@ class Forward:
         """Reads `parts` of texts into the cache. -> The texts whose next token is asked for, in the
         order of their scores; and these, on the last stage.
         """
-        tp, device = self.model.tp, next(self.model.parameters()).device
+        tp, device = self.model.tp, self.model.device
         # sequence parallelism splits tokens evenly: fill up with some that nobody reads
         multiple = tp.axis.size if tp.sequence else 1
         reading = self.cache.read(

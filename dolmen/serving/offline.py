@@ -131,7 +131,7 @@ def answered(job: Job, mesh: Mesh) -> None:
     """
     config, source = job.config, job.prompts.source
     dtype = DTYPES[config.dtype] if config.dtype else None
-    model = engine.load_placed(source, mesh, dtype)
+    model = engine.load_placed(source, mesh, dtype, config.weights)
     answers = Answers(job.output, job.asked, job.digest) if mesh.first else None
     left = _left(job, answers, mesh)
     deal = Deal(left, mesh)

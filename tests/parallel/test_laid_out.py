@@ -4,10 +4,11 @@ that the model has.
 
 import pytest
 import torch
-from models import Flat, build, initialize, tiny
+from models import Flat, build, initialize, load, tiny
 
 from dolmen.core.mesh import SINGLE
-from dolmen.model import head
+from dolmen.model import alone, head
+from dolmen.model.build import place
 from dolmen.model.layers import Parameters
 from dolmen.ops import int8
 from dolmen.parallel import laid_out
@@ -168,6 +169,76 @@ def test_an_engine_with_int8_computes_with_rounded_weights(model):
                 p.copy_(q * scale[:, None])
     want = logits_of(model, "stated")
     assert (got - want).norm() < 0.6 * (got - exact).norm()
+
+
+def resident(model) -> int:
+    """Bytes of a model's tensors, of what multiplies in the place of some too."""
+    held = [p for p in model.parameters() if not p.is_meta]
+    for part in model.modules():
+        if isinstance(part, Parameters) and part._alone is not None:
+            product = part._alone[1].laid_out
+            assert isinstance(product, laid_out.Int8Rows)
+            held += [product.weight, product.scale, product.ones]
+    return sum(t.numel() * t.element_size() for t in held)
+
+
+def opened_alone(model, seen=None):
+    """The same numbers, held as int8 alone; `seen` is given the new model after each of them."""
+    placed = place(LARGE.tree, SINGLE)
+
+    def stream(write) -> None:
+        for name, p in reversed([*model.named_parameters()]):  # in any order
+            write(name, p)
+            if seen is not None:
+                seen(placed)
+
+    return alone.load(placed, SINGLE, "int8", stream).eval()
+
+
+def test_of_a_model_that_is_int8_alone_the_weights_are_gone(model):
+    """One matrix at a time is there as it was, and what is computed is the same to the bit."""
+    most = 0
+
+    def seen(placed) -> None:
+        nonlocal most
+        whole = [p.numel() for p in placed.parameters() if p.ndim == 2 and not p.is_meta]
+        most = max(most, sum(whole))
+
+    opened = opened_alone(model, seen)
+    embedding, widest = model.embed.weight.numel(), 192 * 128
+    assert most <= embedding + widest
+    matrices = {n: p for n, p in model.named_parameters() if p.ndim == 2 and n != "embed.weight"}
+    others = sum(p.numel() for n, p in model.named_parameters() if n not in matrices)
+    rows = sum(p.shape[0] for p in matrices.values())
+    # a byte for each number, and of each row a scale in fp32 and a one in bf16
+    assert resident(opened) == 4 * others + sum(p.numel() for p in matrices.values()) + 6 * rows
+    assert torch.equal(logits_of(opened, "int8"), logits_of(model, "int8"))
+    found = [generated(one, weights="int8") for one in (opened, model)]
+    assert found[0] == found[1]
+
+
+def generated(model, **words) -> dict[int, list[int]]:
+    with Engine(model, **words) as engine:
+        for i, prompt in enumerate(PROMPTS):
+            engine.add(Request(prompt, Options(temperature=0, max_new_tokens=8), id=i))
+        found = {}
+        while engine.busy:
+            found |= {one.number: one.tokens for one in engine.step().ended}
+    return found
+
+
+def test_what_asks_for_weights_that_are_gone_is_refused(model):
+    opened = opened_alone(model)
+    with pytest.raises(ValueError, match="opened for --weights int8 alone, and stated ones"):
+        Engine(opened)
+    with pytest.raises(ValueError, match="and stated ones are asked for"):
+        opened.lay_out("stated")
+    with pytest.raises(ValueError, match="int8 weights alone: open it again, and nothing is train"):
+        opened(torch.tensor(PROMPTS[2:]), head.logits)
+    with pytest.raises(ValueError, match="has no memory: its weight has gone"):
+        load(opened, lambda write: write("head.weight", model.head.weight))
+    with pytest.raises(NotImplementedError, match="meta"):  # of torch: a copy of no numbers
+        opened.head.weight.numpy(force=True)
 
 
 SMALL = dict(

@@ -58,6 +58,8 @@ class ServeConfig:
     def __post_init__(self):
         if not self.host.strip():
             raise ValueError("--host is empty: give an address, such as 127.0.0.1")
+    weights: Literal["stated", "int8"] = "stated"
+    """stated: in `dtype`. int8: the rows of matrices as eight bits and a scale each, on a CPU."""
         if not 0 <= self.port < 2**16:
             raise ValueError(f"--port is {self.port}: it must be from 0 to {2**16 - 1}")
         if self.key is not None and self.key_file is not None:

@@ -102,9 +102,13 @@ def serve(config: ServeConfig, mesh: Mesh) -> None:
     tokenizer = load_tokenizer(tokenizer_folder(source), option="")
     bound = listening(config) if mesh.first else None
     reader = reader_of(config, source, tokenizer, tell=mesh.first)
-    model = engine.load_placed(source, mesh, DTYPES[config.dtype] if config.dtype else None)
+    dtype = DTYPES[config.dtype] if config.dtype else None
+    model = engine.load_placed(source, mesh, dtype, config.weights)
     ends, known = engine.stop_tokens(source), tokenizer.get_vocab().values()
-    with Engine(model, stop=ends, known=known, limits=config.limits, mesh=mesh) as running:
+    limits, weights = config.limits, config.weights
+    with Engine(
+        model, stop=ends, known=known, limits=limits, mesh=mesh, weights=weights
+    ) as running:
         loop = Loop(running, mesh)
         if bound is None:
             with process.on_stop(lambda _: None):  # the first rank says when
