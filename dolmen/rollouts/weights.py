@@ -2,7 +2,7 @@
 anew in each phase, from rank to rank and through no file.
 
     training    any tp, pp, cp, ep, and any stage of ZeRO
-    drawing     tp alone; the rest of the ranks are further copies, each with prompts of its own
+    drawing     tp, and pp with one stage per rank; the rest of the ranks are further copies
 """
 
 from collections.abc import Callable, Iterator
@@ -17,33 +17,56 @@ from dolmen.model.decoder import Decoder
 from dolmen.model.layout import Layout
 from dolmen.model.training import Training
 from dolmen.model.tree import Tree
+from dolmen.parallel import channels
+from dolmen.parallel import schedule as schedules
 
 
 class Drawing:
     """A decoder for inference beside one that is trained."""
 
-    def __init__(self, tree: Tree, training: Training, mesh: Mesh, tp: int, dtype: torch.dtype):
+    def __init__(
+        self,
+        tree: Tree,
+        training: Training,
+        mesh: Mesh,
+        tp: int,
+        dtype: torch.dtype,
+        pp: int = 1,
+    ):
         """`mesh` is that of training. Raises ValueError where `tp` does not divide its processes,
-        or the model.
+        or the model; `pp` is that of training, or 1.
         """
         if mesh.size % tp:
             raise ValueError(
                 f"rollout.tp ({tp}) does not divide the run's {mesh.size} processes: set another"
             )
-        layout = Layout(tp=tp, dp=mesh.size // tp)
+        layout = Layout(tp=tp, pp=pp, dp=mesh.size // (tp * pp))
         self.trained_on = mesh
         self.mesh = mesh if mesh.size == 1 else layout.mesh(mesh.device)
-        self.model = build.build(tree, self.mesh, dtype=dtype, training=training).eval()
+        self.schedule = None if pp == 1 else schedules.make("1f1b", pp, pp)
+        if self.schedule is not None:
+            channels.connect(self.schedule, self.mesh)
+        self.model = build.build(
+            tree, self.mesh, schedule=self.schedule, dtype=dtype, training=training
+        ).eval()
 
     def refresh(self, trained: Decoder) -> Decoder:
         """The decoder, with the values that are trained now. All ranks call it."""
+        if self.model.device.type == "meta":
+            build.allocate(self.model, self.mesh.device)
+        own = {name for name, _ in self.model.named_parameters()}
 
         def stream(write: Callable[[str, Tensor], None]) -> None:
             for name, value in whole(trained, self.trained_on):
-                write(name, value)
+                if name in own:  # of this rank's stage
+                    write(name, value)
 
         build.load(self.model, stream)
         return self.model
+
+    def rest(self) -> None:
+        """Its memory is free until it is refreshed."""
+        self.model.to_empty(device="meta")
 
 
 def whole(model: Decoder, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:

@@ -78,16 +78,6 @@ def check_computed(run: RunConfig, processes: int | None) -> RunConfig:
             f"evaluate.tasks and samples are for models that foretell the next token, and "
             f"{model.model_type} does not: leave them out"
         )
-    if run.evaluate.asked and run.layout.virtual_stages > 1:
-        raise ValueError(
-            f"evaluate.tasks and samples generate, which takes one stage per rank, and "
-            f"layout.virtual-stages is {run.layout.virtual_stages}: leave one of the two out"
-        )
-    if run.evaluate.samples is not None and run.layout.cp > 1:
-        raise ValueError(
-            "evaluate.samples generates, which no context parallelism shares, and layout.cp is "
-            f"{run.layout.cp}: leave one of the two out"
-        )
     if tree.blanks is not None:
         tree.blanks.check()
     run.check_length()

@@ -3,12 +3,16 @@ after a few prompts. Numbers join the rows of metrics.jsonl, texts samples.jsonl
 
     {"step": 100, "prompt": "def main(", "text": "argv):\\n    ...", "tokens": 4096, "time": 1.7e9}
 
-Every rank takes part, under any layout; nothing that the run draws or trains is touched.
+Every rank takes part, under any layout; nothing that the run draws or trains is touched. What a
+layout shares that no text is written by (sequences over cp, several stages per rank) is put into
+one that writes (rollouts/weights.py), for the moment.
 """
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from dolmen.core.mesh import Mesh
@@ -19,6 +23,8 @@ from dolmen.evaluation.perplexity import Loaded
 from dolmen.families import Model
 from dolmen.files import gate, write
 from dolmen.model.tree import Tree
+from dolmen.optim.precision import DTYPES
+from dolmen.rollouts.weights import Drawing
 from dolmen.serving.options import Options
 from dolmen.serving.prompt import encode
 from dolmen.training import folder
@@ -36,6 +42,7 @@ class Judged:
     def __init__(self, run: RunConfig, tokenizer: PreTrainedTokenizer, mesh: Mesh, out: Path):
         self.asked, self.tokenizer, self.mesh = run.evaluate, tokenizer, mesh
         self.prompts: list[str] = []
+        self.several_stages = run.layout.virtual_stages > 1
         self.file = None
         if self.asked.samples is not None:
             file = self.asked.samples
@@ -43,13 +50,15 @@ class Judged:
             if mesh.first:
                 folder.claim(out, NAME)
                 self.file = write.append(out / NAME)
+        self.drawing = _drawing(run, mesh)
         self.begun = [encode(tokenizer, prompt, run.known_model) for prompt in self.prompts]
 
     def scores(self, state: TrainState) -> dict[str, float]:
         """`tasks/TASK/METRIC` -> number, the same on every rank."""
         if not self.asked.names:
             return {}
-        found = tasks.scores(self._loaded(state), self.tokenizer, self.asked)
+        with self._loaded(state, self.several_stages) as loaded:
+            found = tasks.scores(loaded, self.tokenizer, self.asked)
         return {
             f"tasks/{task}/{name.removesuffix(',none')}": value
             for task, numbers in found.items()
@@ -66,9 +75,8 @@ class Judged:
             max_new_tokens=asked.max_new_tokens,
             stop=() if self.tokenizer.eos_token_id is None else (self.tokenizer.eos_token_id,),
         )
-        found = texts.continued(
-            self._loaded(state), self.tokenizer, self.begun, options, seed=asked.seed
-        )
+        with self._loaded(state, self.drawing is not None) as loaded:
+            found = texts.continued(loaded, self.tokenizer, self.begun, options, seed=asked.seed)
         if self.file is not None:
             told = {"tokens": state.tokens, "time": time.time()}
             for prompt, text in zip(self.prompts, found, strict=True):
@@ -76,12 +84,35 @@ class Judged:
                 self.file.write(json.dumps(row) + "\n")
         return found
 
-    def _loaded(self, state: TrainState) -> Loaded:
-        return Loaded(state.model, self.mesh, state.schedule)
+    @contextmanager
+    def _loaded(self, state: TrainState, apart: bool) -> Iterator[Loaded]:
+        """The model that is trained, where it lies; or, `apart`, its values where it writes."""
+        if not apart or self.drawing is None:
+            yield Loaded(state.model, self.mesh, state.schedule)
+            return
+        drawing = self.drawing
+        try:
+            yield Loaded(drawing.refresh(state.model), drawing.mesh, drawing.schedule)
+        finally:
+            drawing.rest()
 
     def close(self) -> None:
         if self.file is not None:
             self.file.close()
+
+
+def _drawing(run: RunConfig, mesh: Mesh) -> Drawing | None:
+    """In tp and pp of training, with one stage per rank, and all of a text on each rank; None where
+    training's own layout is that. Without memory yet.
+    """
+    layout = run.layout
+    if layout.virtual_stages == 1 and (layout.cp == 1 or run.evaluate.samples is None):
+        return None
+    training = replace(run.training, dropout=0.0, fp8=None)
+    dtype = DTYPES[run.train.dtype]
+    made = Drawing(run.tree, training, mesh, layout.tp, dtype, layout.pp)
+    made.rest()
+    return made
 
 
 def read_prompts(file: str) -> list[str]:

@@ -59,6 +59,25 @@ def half(material, tmp_path_factory):
     return folder
 
 
+JUDGED = {
+    "cp2": Layout(cp=2, dp=1),
+    "pp2 v2": Layout(pp=2, dp=1, virtual_stages=2, schedule="interleaved"),
+}
+
+
+def judged(material: Material, folder: Path, name: str, layout: Layout | None = None):
+    """Two steps of four layers, after each of which the model writes."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        (folder / "prompts.txt").write_text("abc\nd e\n")
+    if dist.is_initialized():
+        dist.barrier()
+    evaluate = {"samples": str(folder / "prompts.txt"), "every": 1, "max_new_tokens": 8}
+    short = {"steps": 2, "microbatch_size": 1}
+    model = {"num_hidden_layers": 4}
+    out = folder / f"judged-{name}"
+    train(material, out, layout, train=short, model=model, optimizer=SLOW, evaluate=evaluate)
+
+
 def two_ranks(folder: Path, material: Material):
     """Resume the half run at every layout of two ranks; train in bf16 with and without validations;
     ask one rank to stop.
@@ -75,6 +94,8 @@ def two_ranks(folder: Path, material: Material):
             train(
                 material, out, Layout(dp=2, zero=zero), train=short, log={"validate_every": every}
             )
+    for name, layout in JUDGED.items():
+        judged(material, folder, name, layout)
     for layout, rank in ((Layout(dp=2), 1), (Layout(tp=2, dp=1), 1), (Layout(dp=2), 0)):
         outcome = train(
             material,
@@ -167,6 +188,24 @@ def test_bfloat16_is_bfloat16_over_fp32_masters(spawned, material):
     for (_, loss, norm), (_, fp32_loss, fp32_norm) in zip(got, want, strict=True):
         assert abs(loss / fp32_loss - 1) < 2**-9 and abs(norm / fp32_norm - 1) < 2**-5
     assert got != want
+
+
+@pytest.mark.parametrize("name", JUDGED)
+def test_samples_are_those_of_one_process(spawned, material, name, tmp_path):
+    """Of layouts that no text can be written in, at each step with the weights of that step."""
+    judged(material, tmp_path, "one")
+    got, want = (
+        [(row["step"], row["prompt"], row["text"]) for row in Tail(file, kinds.SAMPLE_ROW).read()]
+        for file in (
+            spawned / f"judged-{name}" / "samples.jsonl",
+            tmp_path / "judged-one" / "samples.jsonl",
+        )
+    )
+    assert got == want and len(want) == 4
+    assert want[0][2] != want[2][2], "or the weights of one step are those of the other"
+    pairs = zip(losses(spawned / f"judged-{name}"), losses(tmp_path / "judged-one"), strict=True)
+    for (_, loss, _), (_, wanted, _) in pairs:
+        assert abs(loss / wanted - 1) < 1e-6
 
 
 @pytest.fixture
