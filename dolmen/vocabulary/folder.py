@@ -19,6 +19,7 @@ from dolmen.conversion.hf import tokenizer_files, tokens_by_name
 from dolmen.conversion.source import open_source
 from dolmen.core.paths import expand
 from dolmen.core.words import shown
+from dolmen.data.token_bytes import BYTES, LETTERS
 from dolmen.data.tokenizer import PreTrainedTokenizer, load_tokenizer
 from dolmen.files import gate, kinds, sentencepiece_model
 from dolmen.files.sentencepiece_model import CONTROL, SPACE, UNUSED, Model, Piece
@@ -27,21 +28,6 @@ from dolmen.vocabulary import tokenizer_json
 Form = Literal["sentencepiece", "bytes", "letters"]
 MODELS = ("tokenizer.model", "spiece.model")
 JSON = "tokenizer.json"
-
-
-def _alphabet() -> dict[int, str]:
-    """Byte -> the letter that stands for it: itself where it is printable, and else the next of
-    those behind Latin-1, as GPT-2 has it (bytes_to_unicode).
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {byte: chr(byte) for byte in printable} | {
-        byte: chr(256 + number) for number, byte in enumerate(others)
-    }
-
-
-LETTERS = _alphabet()
-BYTES = {letter: byte for byte, letter in LETTERS.items()}
 
 
 @dataclass(frozen=True)

@@ -203,7 +203,8 @@ OTHERS = {
     "chat": f"help {SAMPLING} system stop seed dtype weights device",
     "serve": (
         "help host port key key-file name max-length max-rows max-waiting max-batch-tokens "
-        "max-cache-tokens max-body-bytes time-limit grace dtype weights device layout.tp"
+        "max-cache-tokens max-body-bytes max-connections max-head-bytes head-time time-limit "
+        "grace dtype weights device layout.tp"
     ),
     "evaluate": (
         "help tasks num-fewshot limit apply-chat-template no-apply-chat-template tasks-path window "

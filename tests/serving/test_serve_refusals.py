@@ -16,12 +16,15 @@ import served
 import tinyrun
 import torch
 from served import KEY, serving, until
+from tokenizers.pre_tokenizers import ByteLevel
 
 from dolmen.core.errors import BadInput
+from dolmen.data.token_bytes import bytes_of
 from dolmen.data.tokenizer import load_tokenizer
 from dolmen.serving.http import server
 from dolmen.serving.http.config import ServeConfig
 from dolmen.serving.http.reader import Reader
+from dolmen.serving.http.replies import by_name
 from dolmen.serving.http.session import Session
 from dolmen.serving.http.written import Tokens, Written
 from dolmen.serving.options import Options
@@ -77,7 +80,7 @@ BAD = {
     "n of 0": (GOOD | {"n": 0}, "n:"),
     "n beyond all": (GOOD | {"n": 10**6}, "n:"),
     "another best_of": (GOOD | {"best_of": 4}, "best_of"),
-    "a suffix": (GOOD | {"suffix": "x"}, "suffix"),
+    "a suffix": (GOOD | {"suffix": "x"}, "suffix is what follows the text"),
     "an unknown field": (GOOD | {"guided_json": {}}, "guided_json"),
     "an empty stop": (GOOD | {"stop": ""}, "stop"),
     "an empty stop among others": (GOOD | {"stop": ["a", ""]}, "stop"),
@@ -165,6 +168,43 @@ def test_nobody_asks_without_the_key(service):
     for value in (b"\xff\xfe", b"Basic " + KEY.encode(), KEY.encode()):
         answer = service.post(COMPLETIONS, json=GOOD, headers={"authorization": value})
         refused(answer, 401, "key")
+
+
+def connected(own) -> socket.socket:
+    return socket.create_connection(own.front.bound.getsockname(), timeout=20)
+
+
+def test_who_does_not_say_what_it_wants_is_left(model):
+    """A head that does not come, in part or at all, of the first request or the second; one that is
+    too long; and connections beyond those that are taken.
+    """
+    health = b"GET /health HTTP/1.1\r\nHost: a\r\n"
+    with serving(model, max_connections=3, max_head_bytes=2048, head_time=0.3) as own:
+        for begun in (b"", b"GET /hea", health):
+            with connected(own) as one:
+                one.sendall(begun)
+                assert one.recv(100) == b""
+        with connected(own) as one:
+            one.sendall(health + b"\r\n")
+            time.sleep(0.6)  # idle, and not ended
+            one.sendall(health)
+            said = b""
+            while some := one.recv(1000):
+                said += some
+            assert said.startswith(b"HTTP/1.1 200 ") and said.count(b"HTTP/1.1") == 1
+        with connected(own) as one:
+            one.sendall(health + b"x: " + b"a" * 3000)
+            assert one.recv(1000).startswith(b"HTTP/1.1 400 ")
+        until(lambda: not own.front.server.server_state.connections)
+    with serving(model, max_connections=3) as own:
+        several = [connected(own) for _ in range(3)]
+        until(lambda: len(own.front.server.server_state.connections) == 3)
+        assert own.get("/health").status_code == 503
+        several.pop().close()
+        until(lambda: len(own.front.server.server_state.connections) == 2)
+        assert own.get("/health").status_code == 200
+        for one in several:
+            one.close()
 
 
 @pytest.mark.slow
@@ -331,6 +371,9 @@ def test_what_is_refused_before_the_model_is_loaded(model, tmp_path):
         "time_limit",
         "max_cache_tokens",
         "max_body_bytes",
+        "max_connections",
+        "max_head_bytes",
+        "head_time",
     ):
         with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} is 0"):
             check(**{name: 0})
@@ -363,6 +406,28 @@ def test_log_probabilities_end_where_a_stop_string_begins(material):
     assert [entry.offset for entry in entries] == [0, len(texts[0])]
     assert "".join(piece.text for piece in made if piece) == "".join(texts[:2])
     assert own.finish == "stop" and made[-1].finish == "stop"
+
+
+def test_parts_of_characters_are_named_by_their_bytes(service):
+    """As OpenAI does; by the letters that `tokenizers` itself has for bytes."""
+    tokens = Tokens(service.front.reader.tokenizer)
+    vocabulary = service.front.reader.tokenizer.get_vocab()
+    (letters,) = (pair[0] for pair in ByteLevel(add_prefix_space=False).pre_tokenize_str("天"))
+    parts = [tokens.likely(vocabulary[letter], -1.0) for letter in letters]
+    assert len({one.text for one in parts}) == 1
+    assert [one.bytes for one in parts] == [[byte] for byte in "天".encode()]
+    assert [one.name for one in parts] == [r"bytes:\xe5", r"bytes:\xa4", r"bytes:\xa9"]
+    alike = [tokens.likely(vocabulary["a"], value) for value in (-1.0, -2.0)]
+    assert by_name([*alike, *parts]) == {"a": -1.0} | {one.name: -1.0 for one in parts}
+    assert bytes_of("<0xA4>") == b"\xa4" and bytes_of("天") is None
+    found = service.client().completions.create(**GOOD, logprobs=20)
+    told = found.choices[0].logprobs.top_logprobs
+    assert [len(likely) for likely in told] == [20, 20]  # a random model's, half of them bytes
+    assert any(name.startswith("bytes:") for likely in told for name in likely)
+    chat = service.client().chat.completions.create(**CHAT, logprobs=True, top_logprobs=20)
+    for entry in chat.choices[0].logprobs.content:
+        assert len({one.token for one in entry.top_logprobs}) == 20
+        assert all(one.bytes for one in entry.top_logprobs)
 
 
 def test_the_extra_is_asked_for(model, monkeypatch):

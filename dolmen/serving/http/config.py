@@ -45,12 +45,21 @@ class ServeConfig:
     """
     max_body_bytes: int = 4 * MIB
     """Most bytes of a request."""
+    max_connections: int = 4096
+    """Connections that are open; who asks over a further one is told to come again (503)."""
+    max_head_bytes: int = 16 * 1024
+    """Most bytes of a request's first line and headers that are kept until the rest of them comes.
+    """
+    head_time: float = 10.0
+    """Seconds in which these must come; a connection without them is closed."""
     time_limit: float = 600.0
     """Seconds that a request may take, with its time in the queue; then it ends with an error."""
     grace: float = 30.0
     """Seconds that answers have to end in, once the server has been asked to stop."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Type to compute in. Default: that of config.json."""
+    weights: Literal["stated", "int8"] = "stated"
+    """stated: in `dtype`. int8: the rows of matrices as eight bits and a scale each, on a CPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes the GPUs if any are visible, else the CPU."""
     layout: Split = Split()
@@ -58,8 +67,6 @@ class ServeConfig:
     def __post_init__(self):
         if not self.host.strip():
             raise ValueError("--host is empty: give an address, such as 127.0.0.1")
-    weights: Literal["stated", "int8"] = "stated"
-    """stated: in `dtype`. int8: the rows of matrices as eight bits and a scale each, on a CPU."""
         if not 0 <= self.port < 2**16:
             raise ValueError(f"--port is {self.port}: it must be from 0 to {2**16 - 1}")
         if self.key is not None and self.key_file is not None:
@@ -69,13 +76,15 @@ class ServeConfig:
         if self.name is not None and not self.name.strip():
             raise ValueError("--name is empty: give one, or leave it out")
         least = dict(max_length=2, max_rows=1, max_waiting=0, max_batch_tokens=1)
-        for name, low in {**least, "max_cache_tokens": Limits.page, "max_body_bytes": 1024}.items():
+        least |= dict(max_cache_tokens=Limits.page, max_body_bytes=1024)
+        least |= dict(max_connections=1, max_head_bytes=1024)
+        for name, low in least.items():
             value = self.__dict__[name]
             if value is not None and value < low:
                 raise ValueError(
                     f"--{name.replace('_', '-')} is {value}: it must be at least {low}"
                 )
-        for name, low in (("time_limit", 0.1), ("grace", 0.0)):
+        for name, low in (("head_time", 0.1), ("time_limit", 0.1), ("grace", 0.0)):
             value = self.__dict__[name]
             if not low <= value < math.inf:
                 raise ValueError(

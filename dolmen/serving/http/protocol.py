@@ -95,7 +95,7 @@ class Completion(Sampled):
     logprobs: Annotated[int, Field(ge=0, le=TOP)] | None = None
     echo: bool | None = None
     best_of: int | None = None
-    suffix: None = None
+    suffix: str | None = None
 
     @property
     def each(self) -> list[str] | list[list[int]]:

@@ -76,6 +76,12 @@ class Reader:
 
     def completion(self, body: Completion) -> Asked:
         """Raises Problem."""
+        if body.suffix:
+            raise bad(
+                "suffix is what follows the text to be written, and models here write on from "
+                "what is before it: leave it out",
+                "suffix",
+            )
         if body.best_of not in (None, body.samples):
             raise bad("best_of is not done here: give n alone", "best_of")
         if body.echo and body.logprobs is not None and (body.stream or body.stops):

@@ -128,13 +128,13 @@ class ChatForm(Form):
         return {"content": content, "refusal": None}
 
 
-def _by_text(top: Sequence[Likely]) -> dict[str, float]:
-    """Of tokens with the same text, as parts of characters are, the likeliest."""
-    return {one.text: one.logprob for one in reversed(top)}
+def by_name(top: Sequence[Likely]) -> dict[str, float]:
+    """Of tokens with the same text the likeliest."""
+    return {one.name: one.logprob for one in reversed(top)}
 
 
 def _token(one: Likely) -> dict[str, Any]:
-    return {"token": one.text, "logprob": one.logprob, "bytes": one.bytes}
+    return {"token": one.escaped, "logprob": one.logprob, "bytes": one.bytes}
 
 
 class CompletionForm(Form):
@@ -177,9 +177,9 @@ class CompletionForm(Form):
         if not self.logprobs:
             return None
         return {
-            "tokens": [entry.own.text for entry in entries],
+            "tokens": [entry.own.name for entry in entries],
             "token_logprobs": [entry.own.logprob for entry in entries],
-            "top_logprobs": [_by_text(entry.top) for entry in entries],
+            "top_logprobs": [by_name(entry.top) for entry in entries],
             "text_offset": [entry.offset for entry in entries],
         }
 
@@ -192,7 +192,7 @@ class CompletionForm(Form):
             offset += len(before)
             entries.append(known.entry(token, one, offset))
         first = {
-            "tokens": texts[:1],
+            "tokens": [known.likely(token, 0.0).name for token in echo.tokens[:1]],
             "token_logprobs": [None],
             "top_logprobs": [None],
             "text_offset": [0],

@@ -34,6 +34,7 @@ from dolmen.serving.defaults import resolved
 from dolmen.serving.engine import Engine
 from dolmen.serving.http import app
 from dolmen.serving.http.config import ServeConfig, check_key
+from dolmen.serving.http.connections import ending_after
 from dolmen.serving.http.loop import Loop
 from dolmen.serving.http.metrics import Metrics
 from dolmen.serving.http.problem import Problem
@@ -227,7 +228,7 @@ class Front:
 def _configured(made: FastAPI, config: ServeConfig) -> uvicorn.Config:
     return uvicorn.Config(
         made,
-        http="h11",
+        http=ending_after(config.head_time),
         ws="none",
         loop="asyncio",
         lifespan="off",
@@ -235,6 +236,8 @@ def _configured(made: FastAPI, config: ServeConfig) -> uvicorn.Config:
         log_level="warning",
         access_log=False,
         server_header=False,
+        limit_concurrency=config.max_connections + 1,  # itself among those it counts
+        h11_max_incomplete_event_size=config.max_head_bytes,
         timeout_keep_alive=KEEP_ALIVE,
         timeout_graceful_shutdown=int(config.grace) + 5,
     )

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal
 
+from dolmen.data.token_bytes import bytes_of
 from dolmen.data.tokenizer import PreTrainedTokenizer
 from dolmen.serving.request import Chosen, LogProb
 from dolmen.serving.text import UNFINISHED, Incremental
@@ -28,11 +29,27 @@ class Likely:
 
     text: str
     logprob: float
+    part: bytes | None = None
+    """What it stands for, where that is a part of a character, which has no text."""
 
     @property
     def bytes(self) -> list[int] | None:
-        """None where it is a part of a character, which has no text."""
-        return None if UNFINISHED in self.text else list(self.text.encode())
+        """UTF-8; None where nobody knows."""
+        if self.part is None and UNFINISHED in self.text:
+            return None
+        return list(self.text.encode() if self.part is None else self.part)
+
+    @property
+    def escaped(self) -> str:
+        r"""Its text, or the bytes of a part of a character, as \xe4\xbd: no two parts alike."""
+        if self.part is None:
+            return self.text
+        return "".join(f"\\x{byte:02x}" for byte in self.part)
+
+    @property
+    def name(self) -> str:
+        r"""The same as a key of OpenAI's completions: bytes:\xe4\xbd."""
+        return self.text if self.part is None else f"bytes:{self.escaped}"
 
 
 @dataclass(frozen=True)
@@ -70,11 +87,17 @@ class Tokens:
             return both.removeprefix(before) if both.startswith(before) else both
 
         self.text = text
+        self.written = {number: token for token, number in tokenizer.get_vocab().items()}
+
+    def likely(self, token: int, logprob: float) -> Likely:
+        text = self.text(token)
+        part = bytes_of(self.written.get(token, text)) if UNFINISHED in text else None
+        return Likely(text, max(logprob, LEAST), part)
 
     def entry(self, token: int, found: LogProb, offset: int) -> Entry:
         """Of a token that has been chosen, or of a prompt."""
-        top = [Likely(self.text(one), max(value, LEAST)) for one, value in found.top]
-        return Entry(Likely(self.text(token), max(found.logprob, LEAST)), top, offset)
+        top = [self.likely(one, value) for one, value in found.top]
+        return Entry(self.likely(token, found.logprob), top, offset)
 
 
 @dataclass(eq=False)
