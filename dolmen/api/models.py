@@ -1,7 +1,7 @@
 """A model in this process: `load`, `generate`, and the `Model` that asks more than once."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Unpack, cast
@@ -14,7 +14,7 @@ from dolmen.api.generation import ARRAYS, NUMBERS, Generation, Ids, Prompt, gene
 from dolmen.conversion import hf
 from dolmen.conversion.source import Source, open_source
 from dolmen.core.errors import message
-from dolmen.core.words import choices, shown
+from dolmen.core.words import choices, counted, shown
 from dolmen.data.tokenizer import PreTrainedTokenizer, load_tokenizer
 from dolmen.families import special_tokens as special
 from dolmen.families import stated, unknown
@@ -22,7 +22,9 @@ from dolmen.model import head
 from dolmen.model.decoder import Decoder
 from dolmen.optim.precision import DTYPES
 from dolmen.recipes.changed import plain
+from dolmen.serving import adapters as beside
 from dolmen.serving import engine
+from dolmen.serving.adapters import Adapters
 from dolmen.serving.config import GenerateConfig
 from dolmen.serving.continued import Prompt as Begun
 from dolmen.serving.continued import continued
@@ -41,6 +43,8 @@ class Model:
     """What `load` was told of them."""
     textless: str = ""
     """Why there is no tokenizer, where there is none."""
+    adapters: Adapters = field(default_factory=Adapters)
+    """Over the decoder, by the names that `load` was told."""
 
     @property
     def folder(self) -> Path:
@@ -55,12 +59,15 @@ class Model:
         seed: int = 0,
         *,
         batch: int = engine.AT_ONCE,
+        adapter: str | None | Sequence[str | None] = None,
         **options: Unpack[Generation],
     ) -> Any:
         """What follows the prompt, a `Generated` (of several samples a list of them), and of
         several prompts a list. It has `text`, `tokens`, `logprobs` and `why` it ended, and is, as a
         string, the prompt and the text. A prompt is a text, or its token ids. An empty text begins
         where the tokenizer begins one. At most `batch` texts, of any lengths, run at once.
+        `adapter` is one of those that `load` was told, or one for each prompt; None: the model
+        alone.
 
         What is unset is as the model's generation_config.json says, and is told; else greedy, of 64
         tokens. Raises ValueError for what is no prompt, for a text where there is no tokenizer, and
@@ -72,7 +79,7 @@ class Model:
         """
         with value_errors():
             asked = generation(self.folder, max_new_tokens, temperature, seed, options)
-            return _continued(self, prompt, asked, batch)
+            return _continued(self, prompt, asked, batch, adapter)
 
     def logits(self, text: str | Ids) -> Float[torch.Tensor, "tokens vocab"]:
         """What the model expects after each token of `text`, or of the text of these token ids.
@@ -121,6 +128,7 @@ def load(
     *,
     special_tokens: Mapping[str, int] | None = None,
     model: Mapping[str, Any] | None = None,
+    adapters: Mapping[str, str | Path] | None = None,
 ) -> Model:
     """The model of a transformers directory, hub id, run or checkpoint, on the CPU, in `dtype` or
     else in the one that its config.json states. Without a tokenizer it takes token ids and gives
@@ -136,6 +144,12 @@ def load(
     `model` states fields of its config.json, as in `train`, and what that leaves open:
 
         model = dolmen.load("path/to/baichuan2-13b", model={"head": "normalised"})
+
+    `adapters` lie over it, each a folder that PEFT or `dolmen export --adapters` has written, or a
+    run with adapters; `generate` is told which of them reads and writes a text.
+
+        model = dolmen.load("path/to/model", adapters={"fr": "fr-adapter", "law": "runs/law"})
+        model.generate(["One day", "Article 1"], adapter=["fr", "law"])
     """
     with value_errors():
         source = open_source(name)
@@ -150,9 +164,10 @@ def load(
         if source.tree.blanks is not None:
             source.tree.blanks.check()
         _ = source.specs
+        low = beside.opened(_folders(adapters), source)
         unknown.warn(source.model)
         decoder = engine.load_decoder(source, dtype=_dtype(dtype))
-        return Model(decoder, tokenizer, source, told, textless)
+        return Model(decoder, tokenizer, source, told, textless, beside.placed(low, decoder))
 
 
 def generate(
@@ -164,6 +179,8 @@ def generate(
     seed: int = 0,
     dtype: str | None = None,
     batch: int = engine.AT_ONCE,
+    adapters: Mapping[str, str | Path] | None = None,
+    adapter: str | None | Sequence[str | None] = None,
     **options: Unpack[Generation],
 ) -> Any:
     """`dolmen generate NAME --prompt PROMPT` in this process: what follows the prompt, of several
@@ -177,7 +194,9 @@ def generate(
         for text in several(prompt):
             if not isinstance(text, NUMBERS):
                 check_text(text)
-        return _continued(load(name, asked.dtype), prompt, asked, batch)
+        _adapter_of(adapter, len(several(prompt)), _folders(adapters))
+        model = load(name, asked.dtype, adapters=adapters)
+        return _continued(model, prompt, asked, batch, adapter)
 
 
 def _tokenizer(source: Source) -> tuple[PreTrainedTokenizer | None, str]:
@@ -195,7 +214,35 @@ def _tokenizer(source: Source) -> tuple[PreTrainedTokenizer | None, str]:
         return None, message(error)
 
 
-def _continued(model: Model, prompt: Prompt, asked: GenerateConfig, batch: int) -> Any:
+def _folders(adapters: Mapping[str, str | Path] | None) -> dict[str, str]:
+    """Raises ValueError for what are no names and folders."""
+    if not isinstance(adapters, Mapping | None):
+        raise ValueError(f"adapters is {shown(adapters)}: it must be a dict of names and folders")
+    return beside.checked((str(name), str(folder)) for name, folder in (adapters or {}).items())
+
+
+def _adapter_of(adapter: Any, prompts: int, known: Collection[str]) -> list[str | None]:
+    """Of each prompt. Raises ValueError for one that is not known, and for another number."""
+    each = list(adapter) if isinstance(adapter, (list, tuple)) else [adapter] * prompts
+    if len(each) != prompts:
+        raise ValueError(
+            f"adapter has {counted(len(each), 'name')} for {counted(prompts, 'prompt')}: give one "
+            "for each, or one for all"
+        )
+    for one in each:
+        if not (one is None or isinstance(one, str)):
+            raise ValueError(f"adapter is {shown(one)}: it must be a name, or None")
+        beside.check_name(one, known)
+    return each
+
+
+def _continued(
+    model: Model,
+    prompt: Prompt,
+    asked: GenerateConfig,
+    batch: int,
+    adapter: str | None | Sequence[str | None],
+) -> Any:
     if not isinstance(plain(batch), int):
         raise ValueError(f"batch is {shown(batch)}: it must be a whole number")
     prompts = several(prompt)
@@ -203,20 +250,22 @@ def _continued(model: Model, prompt: Prompt, asked: GenerateConfig, batch: int) 
     asked.of_tokens.check()
     for line in told:
         print(line, file=sys.stderr)
-    begin = [_begun(model, one) for one in prompts]
+    named = _adapter_of(adapter, len(prompts), model.adapters.names)
+    begin = [_begun(model, *both) for both in zip(prompts, named, strict=True)]
     ends = special.ends(model.special_tokens)
     decoder, tokenizer = model.decoder, model.tokenizer
-    found = continued(decoder, tokenizer, model.source, begin, asked, batch, ends)
+    own = model.source, begin, asked, batch, ends, model.adapters
+    found = continued(decoder, tokenizer, *own)
     each = [samples[0] if asked.num_samples == 1 else samples for samples in found]
     return each[0] if len(prompts) == 1 and prompts[0] is prompt else each
 
 
-def _begun(model: Model, prompt: Any) -> Begun:
+def _begun(model: Model, prompt: Any, adapter: str | None) -> Begun:
     """A prompt, and the tokens that it begins with."""
     if isinstance(prompt, NUMBERS):
         tokens = model.checked_ids(prompt)
-        return Begun(tokens, tokens)
-    return Begun(prompt, encode(model.reader, prompt, model.source.model))
+        return Begun(tokens, tokens, adapter)
+    return Begun(prompt, encode(model.reader, prompt, model.source.model), adapter)
 
 
 def _dtype(asked: torch.dtype | str | None) -> torch.dtype | None:

@@ -15,7 +15,7 @@ from dolmen.launch import process
 from dolmen.model.layout import Layout
 from dolmen.optim.precision import DTYPES
 from dolmen.rollouts import best
-from dolmen.serving import engine, offline, placed, prompt
+from dolmen.serving import adapters, engine, offline, placed, prompt
 from dolmen.serving.defaults import resolved
 from dolmen.serving.engine import Engine
 from dolmen.serving.request import Limits, Request
@@ -25,6 +25,7 @@ from dolmen.serving.text import Incremental
 def run(options: GenerateOptions) -> int:
     try:  # before any process, and before a model is read
         options.of_tokens.check()
+        adapters.check_name(options.adapter, adapters.named(options.adapters))
         if options.input is not None:
             offline.check(options)
             if not process.launched_here():
@@ -41,6 +42,7 @@ def run(options: GenerateOptions) -> int:
         options.device,
         replicas=True,
         weights=options.weights,
+        adapters=options.adapters,
     )
     return _answer(options, layout) if options.input is not None else _print(options, layout)
 
@@ -102,16 +104,24 @@ def _generate(options: GenerateOptions, mesh: Mesh) -> int:
     begin = [prompt.encode(tokenizer, text, source.model) for text in options.prompt]
     dtype = DTYPES[options.dtype] if options.dtype else None
     model = engine.load_placed(source, mesh, dtype, options.weights)
+    beside = adapters.opened(adapters.named(options.adapters), source, mesh)
     texts = _Texts(
         [Incremental(tokenizer, options.stop) for _ in begin], options.prompt, mesh.first
     )
     limits = Limits(tokens=options.max_batch_tokens)
     ends, known = engine.stop_tokens(source), tokenizer.get_vocab().values()
     with Engine(
-        model, stop=ends, known=known, limits=limits, mesh=mesh, weights=options.weights
+        model,
+        stop=ends,
+        known=known,
+        limits=limits,
+        mesh=mesh,
+        weights=options.weights,
+        adapters=adapters.placed(beside, model),
     ) as running:
         for i, tokens in enumerate(begin):
-            running.add(Request(tokens, asked.of_tokens, id=i, seed=options.seed))
+            request = Request(tokens, asked.of_tokens, i, options.seed, adapter=options.adapter)
+            running.add(request)
         try:
             while running.busy:
                 happened = running.step()

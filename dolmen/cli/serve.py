@@ -19,9 +19,13 @@ def run(options: ServeOptions) -> int:
         raise BadInput(f"{lacking[0]} is not installed: pip install 'dolmen[serve]'")
     from dolmen.serving.http import server  # an extra
 
-    layout = Layout(tp=options.layout.tp)
     layout = placed.check(
-        "serve", [options.folder], layout, options.device, weights=options.weights
+        "serve",
+        [options.folder],
+        Layout(tp=options.layout.tp),
+        options.device,
+        adapters=options.adapters,
+        weights=options.weights,
     )
     if not process.launched_here():
         try:

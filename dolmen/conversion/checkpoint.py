@@ -133,10 +133,7 @@ class RunCheckpoint(WeightsAlone):
     def read(self, name: str) -> Shaped[Tensor, "*whole"]:
         if name not in self.specs:
             raise KeyError(f"{self.where} has no parameter {name}")
-        weight = self.checkpoint.read(f"{self._kind}{name}")
-        if self._in_eight_bits(name):
-            scale = self.checkpoint.read(f"{self._kind}{scale_of(name)}")
-            weight = int8.restored(weight, scale, scale.dtype)
+        weight = self.frozen(name)
         if self.adapter is None or name not in self.adapter.targets:
             return weight
         down, up = (self.checkpoint.read(f"{self._kind}{one}") for one in self.adapter.pair(name))
@@ -144,6 +141,14 @@ class RunCheckpoint(WeightsAlone):
         if self.adapter.kind == "dora":
             lengths = self.of_adapter(magnitude_of(name))
         return tensor.Adapter(down, up, self.adapter.scale, lengths).merged(weight)
+
+    def frozen(self, name: str) -> Shaped[Tensor, "*whole"]:
+        """A weight as it lies there, restored from eight bits, without the adapter beside it."""
+        weight = self.checkpoint.read(f"{self._kind}{name}")
+        if not self._in_eight_bits(name):
+            return weight
+        scale = self.checkpoint.read(f"{self._kind}{scale_of(name)}")
+        return int8.restored(weight, scale, scale.dtype)
 
     def of_adapter(self, name: str) -> Shaped[Tensor, "*whole"]:
         """A matrix of an adapter, by its name."""

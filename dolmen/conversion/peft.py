@@ -19,7 +19,7 @@ import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from jaxtyping import Shaped
@@ -42,17 +42,23 @@ PREFIX = "base_model.model."
 KINDS = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
 
 
+class Readable(Protocol):
+    """A tensor that lies somewhere."""
+
+    def read(self) -> Tensor: ...
+
+
 @dataclass(frozen=True)
 class LowRank:
     """Adapters of a model, apart from it."""
 
     form: Adapter
-    stored: Mapping[str, Stored]
+    stored: Mapping[str, Readable]
     """By our names of A and B."""
 
     def tensors(self, weight: str) -> dict[str, Tensor]:
         """What stands beside one of the targets, by our names: A, B, and DoRA's lengths."""
-        return {name: self.stored[name].read() for name in _names(self.form, weight)}
+        return {name: self.stored[name].read() for name in names(self.form, weight)}
 
     def merged(self, name: str, value: Tensor) -> Tensor:
         """A whole weight with what stands beside it, if anything does, in its dtype."""
@@ -65,7 +71,7 @@ class LowRank:
         return beside.merged(value.to(dtype)).to(value.dtype)
 
 
-def _names(form: Adapter, weight: str) -> tuple[str, ...]:
+def names(form: Adapter, weight: str) -> tuple[str, ...]:
     """Of the parameters beside a weight, in the order of KINDS."""
     return (*form.pair(weight), *([magnitude_of(weight)] if form.kind == "dora" else ()))
 
@@ -166,7 +172,7 @@ def _check_shapes(file: Path, form: Adapter, stored: Mapping[str, Stored], model
     for weight in sorted(form.targets):
         leaf = leaves[weight]
         made = (form.down(leaf).shape, form.up(leaf).shape, form.magnitude(leaf).shape)
-        for name, shape in zip(_names(form, weight), made, strict=False):
+        for name, shape in zip(names(form, weight), made, strict=False):
             if name not in stored:
                 raise gate.refuse(file, f"has a part of {weight}'s adapter: {name} is absent")
             if stored[name].spec.dtype not in FLOATS:
@@ -177,7 +183,7 @@ def _check_shapes(file: Path, form: Adapter, stored: Mapping[str, Stored], model
                     f"has {stored[name].name} of {list(stored[name].spec.shape)}: rank {form.rank} "
                     f"beside {list(leaves[weight].shape)} makes it {list(shape)}",
                 )
-    if lone := sorted(stored.keys() - {n for w in form.targets for n in _names(form, w)}):
+    if lone := sorted(stored.keys() - {n for w in form.targets for n in names(form, w)}):
         raise gate.refuse(file, f"has {stored[lone[0]].name}, and {CONFIG} no use for it")
 
 
@@ -211,7 +217,7 @@ def write(run: object, folder: Path, dtype: torch.dtype) -> None:
     stored = {
         ours: f"{PREFIX}{modules[weight]}.{kind}"
         for weight in sorted(form.targets)
-        for kind, ours in zip(KINDS, _names(form, weight), strict=False)
+        for kind, ours in zip(KINDS, names(form, weight), strict=False)
     }
     tensors = {theirs: run.of_adapter(ours).to(dtype) for ours, theirs in stored.items()}
     specs = {name: Spec(tuple(t.shape), t.dtype) for name, t in tensors.items()}

@@ -302,7 +302,7 @@ COMPLETION_ROW = Object(
     optional={"prompt": either(Text(), SPOKEN), "system": Text()},
 )
 # A row to answer, in one of three forms; what else it has is carried along.
-NAMED = {"id": either(Text(longest=1024), Int())}
+NAMED = {"id": either(Text(longest=1024), Int()), "adapter": optional(NAME)}
 PROMPT_ROWS = {
     "prompt": Object(required={"prompt": Text()}, optional=NAMED),
     "query": Object(required={"query": Text()}, optional=NAMED),

@@ -51,6 +51,7 @@ from dolmen.parallel import tensor
 from dolmen.parallel.data import Unit
 from dolmen.parallel.laid_out import Weights
 from dolmen.parallel.product import Delayed
+from dolmen.parallel.several import Several
 
 
 class Decoder(nn.Module):
@@ -140,6 +141,14 @@ class Decoder(nn.Module):
         """Weights are multiplied as they are; `keep` what was laid out, while they are the same."""
         for module in self._parts():
             module.at_rest(keep)
+
+    def stand_beside(self, several: Mapping[str, Several]) -> None:
+        """Adapters beside weights, by the names of these, until there are others or none ({});
+        where no gradient is kept (layers.Parameters).
+        """
+        for name, module in self.named_modules():
+            if isinstance(module, Parameters):
+                module.stand_beside(several.get(f"{name}.weight"))
 
     def _parts(self) -> list[Parameters]:
         return [module for module in self.modules() if isinstance(module, Parameters)]

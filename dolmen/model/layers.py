@@ -20,6 +20,7 @@ from dolmen.ops.norm import rms_norm
 from dolmen.parallel import tensor, vocabulary
 from dolmen.parallel.laid_out import Weights, product_of
 from dolmen.parallel.product import Delayed, Rounding
+from dolmen.parallel.several import Several
 from dolmen.parallel.tensor import Adapter, Linear, TensorParallel
 
 
@@ -95,12 +96,28 @@ class Parameters(nn.Module):
         self._laid_out: Weights | None = None
         self._kept: tuple[tuple[object, ...], Linear] | None = None
         self._alone: tuple[Weights, Linear] | None = None
+        self._several: Several | None = None
+        self._own_of_several: Several | None = None
         for name, leaf in leaves.items():
             made = torch.empty(leaf.shape, dtype=torch.int8 if leaf.int8 else None)
             setattr(self, name, nn.Parameter(made, requires_grad=leaf.trained))
 
     def linear(self) -> Linear:
         """What x is multiplied by. Raises ValueError for gradients of a weight that has gone."""
+        one = self._fastest()
+        if self._several is None or torch.is_grad_enabled():
+            return one
+        if self._own_of_several is None:
+            self._own_of_several = self._several.cut(self.mine)
+        return one._replace(several=self._own_of_several)
+
+    def stand_beside(self, several: Several | None) -> None:
+        """From now on, where no gradient is kept, what `linear` gives has these adapters beside it,
+        whose outputs are the rows that this rank stores; None: no more.
+        """
+        self._several, self._own_of_several = several, None
+
+    def _fastest(self) -> Linear:
         if self._alone is not None:
             if torch.is_grad_enabled():
                 raise ValueError(f"{_gone(self._alone[0])}, and nothing is trained by them")

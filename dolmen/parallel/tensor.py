@@ -45,6 +45,7 @@ from dolmen.core.torch_private import compute
 from dolmen.ops import int8
 from dolmen.parallel.laid_out import LaidOut
 from dolmen.parallel.product import Axes, Int8Product, Product, Rounding
+from dolmen.parallel.several import Several
 
 
 class Deferred:
@@ -120,6 +121,8 @@ class Linear(NamedTuple):
     """Of a frozen weight in eight bits (ops/int8.py)."""
     laid_out: LaidOut | None = None
     """What multiplies by `merged` where no gradient is kept; None: torch as it is."""
+    several: Several | None = None
+    """Further adapters, of which each token has one or none, where no gradient is kept."""
 
     def whole(self, dtype: torch.dtype) -> Float[Tensor, "*experts out in"]:
         """The weight alone, as numbers of a dtype."""
@@ -403,7 +406,7 @@ def _linear(
 def _made(
     x: Tensor, linears: Sequence[Linear], tp: TensorParallel, enters: bool
 ) -> tuple[Tensor, ...]:
-    if any(one.laid_out is not None for one in linears):
+    if any(one.laid_out is not None or one.several is not None for one in linears):
         whole = tp.entered(x) if enters else x
         return tuple(_read(whole, one, tp) for one in linears)
     weights = [one.weight for one in linears]
@@ -437,6 +440,10 @@ def _gained(y: Tensor, gain: Tensor, bias: Tensor | None) -> Tensor:
 
 def _read(x: Tensor, one: Linear, tp: TensorParallel) -> Tensor:
     """A product of what has entered, without gradients."""
+    if one.several is not None:
+        # an adapter may turn rows of outputs (DoRA), and leaves the bias as it is
+        y = one.several.added(_read(x, one._replace(bias=None, several=None), tp), x)
+        return y if one.bias is None else y.add_(one.bias)
     if one.laid_out is not None:
         return one.laid_out(x, one.bias)
     return _made(x, [one], tp, enters=False)[0]

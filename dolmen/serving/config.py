@@ -132,6 +132,12 @@ class GenerateConfig(Sampling):
     """
     output: str | None = None
     """File to write: the same rows, each with its `text`, `tokens` and `finish_reason`."""
+    adapters: tuple[str, ...] = ()
+    """Adapters over the model, NAME=FOLDER each: folders that PEFT or dolmen export --adapters has
+    written, or runs with adapters. A row of --input names one in its field `adapter`.
+    """
+    adapter: str | None = None
+    """The one of them that answers where a row names none. Default: the model alone does."""
     stop: tuple[str, ...] = ()
     """Text that ends an answer, and is not part of it."""
     num_samples: int = 1

@@ -7,6 +7,7 @@ from dolmen.conversion.source import Source
 from dolmen.data.tokenizer import PreTrainedTokenizer
 from dolmen.model.decoder import Decoder
 from dolmen.serving import engine
+from dolmen.serving.adapters import Adapters
 from dolmen.serving.config import GenerateConfig
 from dolmen.serving.engine import Engine
 from dolmen.serving.request import Chosen, Ended, Limits, Request, Why
@@ -40,6 +41,8 @@ class Prompt:
 
     given: str | list[int]
     tokens: Sequence[int]
+    adapter: str | None = None
+    """That of the engine which goes on with it."""
 
 
 def continued(
@@ -50,9 +53,11 @@ def continued(
     asked: GenerateConfig,
     batch: int = engine.AT_ONCE,
     ends: Collection[int] = (),
+    adapters: Adapters | None = None,
 ) -> list[list[Generated]]:
     """Of each prompt its samples, in order. What a source says of it holds: where a text ends, at
-    `ends` too, and, with a tokenizer, which tokens there are. Raises ValueError as `Engine.add`,
+    `ends` too, and, with a tokenizer, which tokens there are. `adapters`: of which prompts name
+    one. Raises ValueError as `Engine.add`,
     and for logits that are not finite.
     """
     if batch < 1:
@@ -62,7 +67,9 @@ def continued(
     known = None if tokenizer is None else tokenizer.get_vocab().values()
     stop = engine.stop_tokens(source) | {*ends}
     limits = Limits(rows=batch, tokens=asked.max_batch_tokens)
-    with Engine(model, stop=stop, known=known, limits=limits, weights=asked.weights) as running:
+    with Engine(
+        model, stop=stop, known=known, limits=limits, weights=asked.weights, adapters=adapters
+    ) as running:
         for i, prompt in enumerate(prompts):
             running.add(
                 Request(
@@ -72,6 +79,7 @@ def continued(
                     seed=asked.seed,
                     samples=asked.num_samples,
                     logprobs=asked.logprobs,
+                    adapter=prompt.adapter,
                 )
             )
         while running.busy:

@@ -38,6 +38,7 @@ from dolmen.parallel import data
 from dolmen.parallel import schedule as schedules
 from dolmen.parallel.actions import Schedule
 from dolmen.parallel.laid_out import Weights
+from dolmen.serving.adapters import Adapters, check_name
 from dolmen.serving.cache import Memory
 from dolmen.serving.checked import check, check_int8, span_of
 from dolmen.serving.choosing import Choice, Made, told
@@ -125,10 +126,12 @@ class Engine:
         limits: Limits = Limits(),
         mesh: Mesh = SINGLE,
         weights: Weights = "stated",
+        adapters: Adapters | None = None,
     ):
         """`stop`: tokens that end every text. `known`: the tokenizer's ids; none that is not one of
         them is chosen. `mesh`: that of the model, where it lies over pp. `weights`: int8 rounds
-        those of products, each row by a scale of its own. Raises ValueError for a model that
+        those of products, each row by a scale of its own. `adapters`: of the model, of which each
+        request may name one (adapters.placed). Raises ValueError for a model that
         foretells no next token, for one whose ranks hold several stages, and where int8 cannot be.
         """
         tree = model.tree
@@ -152,8 +155,9 @@ class Engine:
             check_int8(tree, device, sharded=bool(data.units(model)))
         self.model, self.mesh, self.limits = model, mesh, limits
         self._weights: Weights = weights
+        self.adapters = adapters or Adapters()
         self._stop = frozenset(stop)
-        self._forward = Forward(model, mesh, limits.page)
+        self._forward = Forward(model, mesh, limits.page, self.adapters)
         self._rows = Running(limits, tree.prefixed, self._forward.cache.table)
         self._never = sorted(set(range(tree.vocab_size)) - set(known)) if known else []
         self._numbers, self._within = itertools.count(), ExitStack()
@@ -165,6 +169,9 @@ class Engine:
         # a compiled block would be compiled again for every length
         self._within.enter_context(torch.compiler.set_stance("force_eager"))
         self._within.enter_context(_laid_out(self.model, self._weights, keep))
+        if self.adapters.names:
+            self._within.callback(self.model.stand_beside, {})
+            self.model.stand_beside(self.adapters.beside)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -200,6 +207,7 @@ class Engine:
         Raises ValueError, with nothing changed, for what the model cannot take.
         """
         model, rows = self.model, self._rows
+        check_name(request.adapter, self.adapters.names)
         beyond = check(model.tree, request, self.limits)
         if beyond and not self._warned:
             self._warned = True

@@ -21,8 +21,9 @@ from dolmen.core.mesh import Mesh
 from dolmen.model.decoder import Decoder
 from dolmen.model.head import End, Logits
 from dolmen.model.tree import Span
-from dolmen.parallel import vocabulary
+from dolmen.parallel import several, vocabulary
 from dolmen.serving import sample
+from dolmen.serving.adapters import Adapters
 from dolmen.serving.cache import Cache, Reading
 
 AT_ONCE = 1 << 22  # scores that are held at once where a prompt's log-probabilities are asked for
@@ -46,6 +47,8 @@ class Part:
     """How its tokens stand, where not each stands at its index and sees back alone."""
     length: int = 1
     """What the text is taken to be long, where that tells how its tokens are turned."""
+    adapter: str | None = None
+    """What reads them beside the base."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,8 +63,9 @@ class Scores:
 class Forward:
     """Of one model, its cache and its pipeline."""
 
-    def __init__(self, model: Decoder, mesh: Mesh, page: int):
+    def __init__(self, model: Decoder, mesh: Mesh, page: int, adapters: Adapters):
         self.model, self.mesh, self.cache = model, mesh, Cache(model.tree, page)
+        self.adapters = adapters
         self._going: list[tuple[dist.Work, Tensor]] = []
 
     def read(self, parts: Mapping[int, Part]) -> tuple[list[int], Scores | None]:
@@ -81,6 +85,10 @@ class Forward:
         tokens = [token for text in reading.texts for token in parts[text].tokens]
         tokens += [0] * (reading.positions.shape[2] - len(tokens))
         sent = host.send(torch.tensor([tokens]), device)
+        if self.adapters.names:
+            own = [parts[text] for text in reading.texts]
+            names, counts = [part.adapter for part in own], [len(part.tokens) for part in own]
+            self.adapters.turn.segments = several.segments(names, counts, device)
         texts = [text for text in reading.texts if parts[text].last]
         here = self.model.split.parts[0]
         x = None if here.first else self._received(len(tokens))

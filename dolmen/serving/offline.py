@@ -23,8 +23,8 @@ from dolmen.core.words import counted
 from dolmen.data.progress import say
 from dolmen.data.tokenizer import load_tokenizer
 from dolmen.optim.precision import DTYPES
+from dolmen.serving import adapters, engine, meter, rows
 from dolmen.serving import answers as written
-from dolmen.serving import engine, meter, rows
 from dolmen.serving.answers import Answers
 from dolmen.serving.config import GenerateConfig
 from dolmen.serving.dealing import Deal
@@ -76,6 +76,7 @@ def check(config: GenerateConfig) -> None:
         value = to_dict(config)[name]
         if value is not None and value < 1:
             raise ValueError(f"{name} is {value}: use --{name.replace('_', '-')} 1 or more")
+    adapters.check_name(config.adapter, adapters.named(config.adapters))
     rows.check_file(expand(config.input or ""))
 
 
@@ -89,7 +90,9 @@ def prepared(config: GenerateConfig, tell: bool, fresh: bool) -> Job:
     config, told = resolved(config, source.generation_config)
     config.of_tokens.check()
     tokenizer = load_tokenizer(tokenizer_folder(source), option="")
-    prompts = Prompts(config, source, tokenizer, file)
+    folders = adapters.named(config.adapters)
+    adapters.opened(folders, source)
+    prompts = Prompts(config, source, tokenizer, file, folders)
     for line in told:
         say(line, tell)
     output, digest = expand(config.output or ""), written.digest(file)
@@ -105,7 +108,9 @@ def prepared(config: GenerateConfig, tell: bool, fresh: bool) -> Job:
 def _deciding(config: GenerateConfig, source: Source) -> dict[str, Any]:
     said = to_dict(config)
     model = {"model": str(Path(source.where).resolve()), "iteration": source.iteration}
-    return {name: said[name] for name in DECIDING} | model
+    beside = {"adapters": list(config.adapters), "adapter": config.adapter}
+    # left out where there are none, as journals of before have neither
+    return {name: said[name] for name in DECIDING} | model | (beside if config.adapters else {})
 
 
 def _tell(read: Read, config: GenerateConfig, tell: bool) -> None:
@@ -132,6 +137,7 @@ def answered(job: Job, mesh: Mesh) -> None:
     config, source = job.config, job.prompts.source
     dtype = DTYPES[config.dtype] if config.dtype else None
     model = engine.load_placed(source, mesh, dtype, config.weights)
+    beside = adapters.opened(adapters.named(config.adapters), source, mesh)
     answers = Answers(job.output, job.asked, job.digest) if mesh.first else None
     left = _left(job, answers, mesh)
     deal = Deal(left, mesh)
@@ -147,6 +153,7 @@ def answered(job: Job, mesh: Mesh) -> None:
             limits=Limits(tokens=config.max_batch_tokens),
             mesh=mesh,
             weights=config.weights,
+            adapters=adapters.placed(beside, model),
         ) as running,
     ):
         try:

@@ -5,7 +5,7 @@ have in common.
     start    workers of ours, which are handed what is asked, or this process joins the others
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from dolmen.conversion.source import open_source
@@ -16,6 +16,7 @@ from dolmen.core.launched import Launch
 from dolmen.families import Model, unknown
 from dolmen.launch import launcher, process
 from dolmen.model.layout import Layout
+from dolmen.serving import adapters as beside
 from dolmen.serving.checked import check_int8
 
 DEVICE = "device"
@@ -28,14 +29,17 @@ def check(
     asked: devices.Asked,
     replicas: bool = False,
     weights: Literal["stated", "int8"] = "stated",
+    adapters: Sequence[str] = (),
 ) -> Layout:
     """The layout, resolved, where the sources can be read, it divides the model of the first, and
     there are the devices for it. `replicas`: the verb shares its work over dp. `weights`: how they
-    are to be held. Raises BadInput.
+    are to be held. `adapters`: NAME=FOLDER, of the first model. Raises BadInput.
     """
     started = process.started()
     try:
         models = [readable(name) for name in sources]
+        if adapters:
+            beside.opened(beside.named(adapters), open_source(sources[0]))
         if weights == "int8":
             check_int8(models[0].tree, "cuda" if asked == "cuda" else "cpu", sharded=False)
         layout = layout.resolve(started.world_size if started else None)

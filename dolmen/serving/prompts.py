@@ -3,7 +3,7 @@ and again as each one's turn comes.
 """
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +16,7 @@ from dolmen.data.tokenizer import PreTrainedTokenizer
 from dolmen.files import gate
 from dolmen.files.gate import Refused
 from dolmen.serving import checked
+from dolmen.serving.adapters import check_name
 from dolmen.serving.config import GenerateConfig
 from dolmen.serving.prompt import encode
 from dolmen.serving.request import Limits, Request
@@ -45,6 +46,8 @@ class Prompts:
     source: Source
     tokenizer: PreTrainedTokenizer
     file: Path
+    adapters: Collection[str] = ()
+    """Names of those that a row may be answered by."""
 
     def read(self) -> Read:
         """All of it. Raises Refused for the first row that cannot be answered, unless these are to
@@ -103,8 +106,17 @@ class Prompts:
             options = replace(
                 options, max_new_tokens=min(options.max_new_tokens, most - len(tokens) + 1)
             )
-        request = Request(tokens, options, row.id, config.seed, config.num_samples, config.logprobs)
+        request = Request(
+            tokens,
+            options,
+            row.id,
+            config.seed,
+            config.num_samples,
+            config.logprobs,
+            adapter=row.adapter(config.adapter),
+        )
         try:
+            check_name(request.adapter, self.adapters)
             checked.check(tree, request, Limits())
             checked.span_of(tree, tokens)
         except ValueError as error:

@@ -31,6 +31,8 @@ class Request:
     """So many likeliest tokens are told beside each, with theirs."""
     prompt_logprobs: bool = False
     """Those of the prompt's tokens, too, after its first: always `raw`."""
+    adapter: str | None = None
+    """The name of the engine's adapter that reads and writes it; None: the base alone does."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 Pai-Megatron-Patch calls it) or `messages`; in a .txt each line is a prompt. What else a row has is
 carried along to its answer.
 
-    {"id": 7, "prompt": "Once upon a time"}
+    {"id": 7, "prompt": "Once upon a time", "adapter": "fr"}
     {"messages": [{"role": "user", "content": "Which is the highest mountain?"}]}
 """
 
@@ -37,6 +37,10 @@ class Row:
     def prompt(self) -> str | list[dict[str, Any]]:
         """A text, or the messages of a chat."""
         return next(self.fields[name] for name in PROMPT_ROWS if name in self.fields)
+
+    def adapter(self, default: str | None) -> str | None:
+        """What it is answered by beside the model; None: the model alone, as a row says by null."""
+        return self.fields.get("adapter", default)
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,7 @@ class Row:
             top=self.request.top,
             span=self.span,
             length=self.length,
+            adapter=self.request.adapter,
         )
 
     def _labels(self, count: int) -> tuple[list[int], int]:

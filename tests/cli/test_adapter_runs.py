@@ -2,12 +2,16 @@
 trained, what it leaves, and what reads that.
 """
 
+import json
+import shutil
+
 import pytest
 import tinyrun
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tinyrun import dolmen
 
+import dolmen as package
 from dolmen.conversion.source import open_source
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
@@ -88,6 +92,109 @@ def test_a_run_goes_on_with_its_own_adapters_alone(run, material):
         assert result.code == 2 and said in result.words, result.words
     result = dolmen(*words(material), "--out", out, "--resume", "--train.steps", 5)
     assert result.code == 0 and tinyrun.steps(out)[-1] == 5, result.err
+
+
+@pytest.fixture(scope="module")
+def folder(run, tmp_path_factory):
+    """What the run has learned, as PEFT writes it, times 30: after four steps it is felt."""
+    out = tmp_path_factory.mktemp("peft") / "adapters"
+    result = dolmen("export", run[0], "--to", out, "--adapters")
+    assert result.code == 0, result.err
+    tensors = load_file(out / "adapter_model.safetensors")
+    larger = {n: t * (30 if "lora_B" in n else 1) for n, t in tensors.items()}
+    save_file(larger, out / "adapter_model.safetensors", metadata={"format": "pt"})
+    return out
+
+
+PROMPTS = ["abc def", "hij", "a b c d e f g h i j", "jjj"]
+ASKED = ("--max-new-tokens", 8, "--dtype", "float32", "--logprobs")
+
+
+@pytest.fixture(scope="module")
+def wide(material, tmp_path_factory):
+    """The base in fp32, beside which merged weights are not rounded."""
+    out = tmp_path_factory.mktemp("wide") / "model"
+    result = dolmen("export", material.model, "--to", out, "--dtype", "float32")
+    assert result.code == 0, result.err
+    return out
+
+
+def alone(source) -> list:
+    """What a source writes by itself: with its adapters merged."""
+    return package.load(source, dtype="float32").generate(PROMPTS, max_new_tokens=8)
+
+
+def test_rows_of_a_file_name_adapters(run, folder, wide, tmp_path):
+    """Each is answered as by the model that has that one merged; so it is from Python."""
+    said = json.loads((folder / "adapter_config.json").read_text())
+    merged = tmp_path / "merged"
+    shutil.copytree(folder, merged)
+    said["base_model_name_or_path"] = str(wide)
+    (merged / "adapter_config.json").write_text(json.dumps(said))
+    want = {"run": alone(run[0]), "peft": alone(merged), None: alone(wide)}
+    assert len({tuple(each[0].logprobs) for each in want.values()}) == 3
+    given = [
+        {"prompt": prompt, "adapter": name} for prompt in PROMPTS for name in ("run", None, "peft")
+    ]
+    given += [{"prompt": prompt} for prompt in PROMPTS]
+    rows, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in given))
+    adapters = ("--adapters", f"run={run[0]}", f"peft={folder}")
+    asked = ("generate", wide, "--input", rows, "--output", out, *ASKED)
+    result = dolmen(*asked, *adapters, "--adapter", "peft")
+    assert result.code == 0, result.err
+    found = [json.loads(line) for line in out.read_text().splitlines()]
+    for row, answer in zip(given, found, strict=True):
+        assert {name: answer[name] for name in row} == row
+        one = want[row.get("adapter", "peft")][PROMPTS.index(row["prompt"])]
+        assert answer["tokens"] == one.tokens
+        assert answer["logprobs"] == pytest.approx(one.logprobs, abs=1e-5)
+    named = {"run": run[0], "peft": folder}
+    model = package.load(wide, dtype="float32", adapters=named)
+    mixed = model.generate(PROMPTS, max_new_tokens=8, adapter=["peft", None, "run", "peft"])
+    assert [one.tokens for one in mixed] == [
+        want[name][i].tokens for i, name in enumerate(("peft", None, "run", "peft"))
+    ]
+    result = dolmen(
+        "generate", wide, "--prompt", "abc def", *ASKED[:4], *adapters, "--adapter", "run"
+    )
+    assert result.out == str(want["run"][0]) + "\n"
+    with pytest.raises(ValueError, match="adapter has 1 name for 4 prompts"):
+        model.generate(PROMPTS, adapter=["run"])
+    with pytest.raises(ValueError, match="no adapter 'x': name one of peft, run"):
+        package.generate(wide, "a", adapters=named, adapter="x")
+
+
+def test_adapters_that_are_not_of_the_base_are_refused(run, folder, wide, tmp_path):
+    """Before any work: nothing is written."""
+    rows, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    rows.write_text('{"prompt": "a"}\n{"prompt": "b", "adapter": "law"}\n')
+    other = tmp_path / "other"
+    shutil.copytree(wide, other)
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.layers.0.self_attn.q_proj.weight"] *= 1.1
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    of_rank_3 = tmp_path / "rank"
+    shutil.copytree(folder, of_rank_3)
+    said = json.loads((folder / "adapter_config.json").read_text())
+    (of_rank_3 / "adapter_config.json").write_text(json.dumps(said | {"r": 3}))
+    fr = ("--adapters", f"fr={folder}")
+    for model, words, told in (
+        (wide, fr, "in.jsonl, line 2: there is no adapter 'law': name one of fr"),
+        (wide, (), "line 2: there is no adapter 'law': give --adapters NAME=FOLDER"),
+        (wide, (*fr, "--adapter", "law"), "there is no adapter 'law': name one of fr"),
+        (wide, ("--adapters", f"law={of_rank_3}"), "adapter law: "),
+        (wide, ("--adapters", f"law={of_rank_3}"), "rank 3 beside [32, 32] makes it [3, 32]"),
+        (wide, ("--adapters", f"law={wide}"), f"{wide} has no adapters: give a folder"),
+        (wide, ("--adapters", "law"), "adapters has 'law': use --adapters NAME=FOLDER"),
+        (wide, ("--adapters", f"law={tmp_path / 'no'}"), "adapter law: "),
+        (other, ("--adapters", f"law={run[0]}"), "layers.0.attn.q.weight is 0.091 of its"),
+    ):
+        result = dolmen("generate", model, "--input", rows, "--output", out, *words)
+        assert result.code == 2 and told in result.words, result.words
+        assert not out.exists()
+    result = dolmen("generate", wide, "--input", rows, "--output", out, *fr, "--skip-bad")
+    assert result.code == 0 and "1 row left out" in result.err, result.err
 
 
 def test_a_run_on_weights_of_eight_bits(material, tmp_path):

@@ -196,15 +196,15 @@ OTHERS = {
         "optimizer.beta1 optimizer.beta2 optimizer.eps optimizer.clip"
     ),
     "generate": (
-        f"help {SAMPLING} prompt input output stop num-samples best reward logprobs "
-        "max-input-tokens resume skip-bad max-batch-tokens seed dtype weights device layout.tp "
-        "layout.pp layout.dp"
+        f"help {SAMPLING} prompt input output adapters adapter stop num-samples best reward "
+        "logprobs max-input-tokens resume skip-bad max-batch-tokens seed dtype weights device "
+        "layout.tp layout.pp layout.dp"
     ),
     "chat": f"help {SAMPLING} system stop seed dtype weights device",
     "serve": (
-        "help host port key key-file name max-length max-rows max-waiting max-batch-tokens "
-        "max-cache-tokens max-body-bytes max-connections max-head-bytes head-time time-limit "
-        "grace dtype weights device layout.tp"
+        "help host port key key-file name adapters max-length max-rows max-waiting "
+        "max-batch-tokens max-cache-tokens max-body-bytes max-connections max-head-bytes head-time "
+        "time-limit grace dtype weights device layout.tp"
     ),
     "evaluate": (
         "help tasks num-fewshot limit apply-chat-template no-apply-chat-template tasks-path window "

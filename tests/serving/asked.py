@@ -11,10 +11,12 @@ WARM = Options(temperature=1.2, top_k=20, max_new_tokens=8)
 LONG = [(7 * i) % VOCABULARY for i in range(20)]  # with 8 new ones a page and a part of the next
 
 
-def run(model, requests, limits: Limits = Limits(), mesh: Mesh = SINGLE) -> dict[tuple, Ended]:
+def run(
+    model, requests, limits: Limits = Limits(), mesh: Mesh = SINGLE, **more
+) -> dict[tuple, Ended]:
     """(id, sample) -> how it ended."""
     found = {}
-    with Engine(model, limits=limits, mesh=mesh) as engine:
+    with Engine(model, limits=limits, mesh=mesh, **more) as engine:
         for request in requests:
             engine.add(request)
         while engine.busy:
@@ -39,8 +41,8 @@ def several(prompts, count: int, options: Options = WARM) -> list[Request]:
 SCORED = Options(temperature=0.8, top_k=30, max_new_tokens=8)
 
 
-def scored(prompts, **more) -> list[Request]:
-    return [
-        Request(p, SCORED, id=i, logprobs="raw", prompt_logprobs=True, **more)
-        for i, p in enumerate(prompts)
-    ]
+def scored(prompts, adapter: str | None = None, **more) -> list[Request]:
+    """Known by their numbers; by those and the adapter, where each has one."""
+    ids = [i if adapter is None else f"{adapter} {i}" for i in range(len(prompts))]
+    more |= dict(logprobs="raw", prompt_logprobs=True, adapter=adapter)
+    return [Request(p, SCORED, id=i, **more) for i, p in zip(ids, prompts, strict=True)]

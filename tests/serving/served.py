@@ -17,6 +17,7 @@ from dolmen.conversion.source import open_source, tokenizer_folder
 from dolmen.core.mesh import SINGLE
 from dolmen.data.tokenizer import load_tokenizer
 from dolmen.optim.precision import DTYPES
+from dolmen.serving import adapters
 from dolmen.serving.engine import Engine, load_decoder, stop_tokens
 from dolmen.serving.http import server
 from dolmen.serving.http.config import ServeConfig
@@ -55,8 +56,13 @@ class Served:
         self.model = load_decoder(source, dtype=DTYPES["float32"])
         reader = server.reader_of(self.config, source, tokenizer, tell=False)
         known = tokenizer.get_vocab().values()
+        low = adapters.opened(adapters.named(self.config.adapters), source)
         self.engine = Engine(
-            self.model, stop=stop_tokens(source), known=known, limits=self.config.limits
+            self.model,
+            stop=stop_tokens(source),
+            known=known,
+            limits=self.config.limits,
+            adapters=adapters.placed(low, self.model),
         )
         self.told: list[str] = []
         self.loop = Loop(self.engine, SINGLE)

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from adapted import lows, mixed
 from asked import LONG, run, scored
 from decoders import DECODERS, MOST, PROMPTS, VOCABULARY, decoder
 from models import build, initialize
@@ -19,6 +20,7 @@ from dolmen.core import mesh as meshes
 from dolmen.model import head
 from dolmen.parallel import data, schedule
 from dolmen.serving import engine
+from dolmen.serving.adapters import placed
 from dolmen.serving.engine import generate, load_decoder, stop_tokens
 from dolmen.serving.request import Limits
 
@@ -220,12 +222,21 @@ def is_at_rest(model) -> bool:
     return before == list(map(id, model.parameters()))
 
 
-def requests_of(model, mesh: meshes.Mesh) -> dict[tuple, tuple]:
+def asked_of(model, adapted: bool) -> tuple[list, dict]:
+    """Requests, and adapters where they name some."""
+    if not adapted:
+        return scored([*PROMPTS, LONG], samples=2), {}
+    known = lows(model.tree)
+    return mixed(known), dict(adapters=placed(known, model))
+
+
+def requests_of(model, mesh: meshes.Mesh, adapted: bool = False) -> dict[tuple, tuple]:
     """(id, sample) -> new tokens, log-probabilities of prompt and of these, and how many tokens
     were close to another; texts in pages of 4, of which there are too few for all of them.
     """
     limits = Limits(rows=7, tokens=9, pages=14, page=4)
-    found = run(model, scored([*PROMPTS, LONG], samples=2), limits, mesh)
+    requests, more = asked_of(model, adapted)
+    found = run(model, requests, limits, mesh, **more)
     out = {
         name: (e.tokens, [one.logprob for one in (*e.prompt_logprobs, *e.logprobs)], e.close)
         for name, e in found.items()
@@ -248,6 +259,15 @@ def two_ranks():
         model = build(DECODERS[name], stages, schedule=schedule.make("1f1b", 2, 2))
         initialize(model, seed=0)
         requests[f"{name} pp"] = requests_of(model, stages)
+        requests[f"{name} pp, adapted"] = requests_of(model, stages, adapted=True)
+        split_alone = decoder(name, split)
+        requests[f"{name} tp, adapted"] = requests_of(split_alone, split, adapted=True)
+    for trained in (
+        decoder("grouped", split, sequence_parallel=True),
+        decoder("grouped", copied, zero=1),
+    ):
+        with pytest.raises(ValueError, match="without sequence parallelism and ZeRO"):
+            placed(lows(trained.tree), trained)
     options = ({}, dict(sequence_parallel=True, zero=3))
     out = {f"{name} {o}": texts_of(decoder(name, split, **o)) for name in DECODERS for o in options}
     rest = []
@@ -279,7 +299,9 @@ def hold_requests(layout: str, got: dict[tuple, tuple]) -> None:
     """Tokens are those of one process, but behind one that lay close to another; log-probabilities
     are 1e-6 off in the mean, 1e-4 x max(1, |log p| / 10) at worst.
     """
-    alone = run(decoder(layout.split()[0]), scored([*PROMPTS, LONG], samples=2))
+    model = decoder(layout.split()[0])
+    requests, more = asked_of(model, "adapted" in layout)
+    alone = run(model, requests, **more)
     assert got.keys() == alone.keys()
     off = []
     for name, (new, logprobs, close) in got.items():

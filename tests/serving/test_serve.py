@@ -9,10 +9,14 @@ import openai
 import pytest
 import served
 import tinyrun
+import torch
 from prometheus_client.parser import text_string_to_metric_families
+from safetensors.torch import save_file
 from served import serving, until
 
 import dolmen as package
+from dolmen.conversion import peft
+from dolmen.conversion.source import open_source
 from dolmen.serving.engine import Engine
 from dolmen.serving.options import Options
 from dolmen.serving.request import Request
@@ -304,3 +308,60 @@ def test_a_chat_without_a_limit_fills_what_the_model_has(model):
         told = own.post("/v1/completions", json=body).json()["error"]
         assert told["code"] == "context_length_exceeded" and "40" in told["message"]
         assert json.dumps(told)
+
+
+def test_each_adapter_is_a_model_of_its_name(model, alone, tmp_path):
+    """Listed, chosen by the field `model`, and mixed in one batch."""
+    folders = {
+        name: written(tmp_path / name, model, seed) for seed, name in enumerate(("fr", "de"))
+    }
+    loaded = package.load(model, dtype="float32", adapters=folders)
+    said = tuple(f"{name}={folder}" for name, folder in folders.items())
+    with serving(model, adapters=said) as made:
+        client = made.client()
+        assert [one.id for one in client.models.list()] == ["model", "fr", "de"]
+        assert client.models.retrieve("de").parent == "model"
+        asked = [(name, prompt) for prompt in PROMPTS for name in ("model", "fr", "de")]
+
+        async def all_of_them():
+            async with made.several() as several:
+                each = [
+                    several.completions.create(
+                        model=name, prompt=prompt, temperature=0, max_tokens=12
+                    )
+                    for name, prompt in asked
+                ]
+                return await asyncio.gather(*each)
+
+        found = asyncio.run(all_of_them())
+        for (name, prompt), answer in zip(asked, found, strict=True):
+            adapter = None if name == "model" else name
+            want = loaded.generate(prompt, max_new_tokens=12, temperature=0, adapter=adapter)
+            assert (answer.model, answer.choices[0].text) == (name, want.text)
+        assert len({answer.choices[0].text for answer in found}) > len(PROMPTS)
+        chat = dict(messages=HELLO, temperature=0, max_completion_tokens=8)
+        texts = [
+            client.chat.completions.create(model=name, **chat).choices[0].message.content
+            for name in ("model", "fr")
+        ]
+        assert texts[0] != texts[1]
+        with pytest.raises(openai.NotFoundError, match="ask for 'model', 'fr', 'de'"):
+            client.completions.create(model="law", prompt="a")
+        until(lambda: made.idle)
+
+
+def written(folder, base, seed: int):
+    """An adapter that is felt, as PEFT writes it."""
+    source, chance = open_source(base), torch.Generator().manual_seed(seed)
+    tensors = {}
+    for module, weight in peft._modules(source.model).items():
+        if weight.endswith((".q.weight", ".up.weight", ".down.weight")):
+            out, inp = source.tree.leaves[weight].shape
+            for kind, shape in zip(peft.KINDS[:2], ((3, inp), (out, 3)), strict=True):
+                drawn = torch.randn(shape, generator=chance)
+                tensors[f"{peft.PREFIX}{module}.{kind}"] = drawn
+    folder.mkdir()
+    save_file(tensors, folder / peft.WEIGHTS)
+    said = {"peft_type": "LORA", "r": 3, "lora_alpha": 3, "bias": "none"}
+    (folder / peft.CONFIG).write_text(json.dumps(said))
+    return folder

@@ -10,7 +10,7 @@ The event loop never waits for arithmetic: bodies are read, and become tokens, i
 
 import asyncio
 import hmac
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -38,10 +38,19 @@ OPEN = ("/health",)
 
 
 class Service:
-    """The endpoints of one model. Made in the thread of the event loop."""
+    """The endpoints of one model, and of its adapters, each a model of its own name. Made in the
+    thread of the event loop.
+    """
 
-    def __init__(self, name: str, created: int, reader: Reader, sessions: Sessions):
-        self.name, self.created = name, created
+    def __init__(
+        self,
+        name: str,
+        created: int,
+        reader: Reader,
+        sessions: Sessions,
+        adapters: Sequence[str] = (),
+    ):
+        self.name, self.created, self.names = name, created, (name, *adapters)
         self.reader, self.sessions = reader, sessions
         self.most = reader.config.max_body_bytes
         self.kind = replace(kinds.ASKED, size=self.most)
@@ -52,21 +61,21 @@ class Service:
         asked, session = await self._opened(body, self.reader.completion)
         with ExitStack() as failed:
             failed.callback(session.close)
-            form = CompletionForm(self.name, session, self._echo(body, asked))
+            form = CompletionForm(body.model, session, self._echo(body, asked))
             failed.pop_all()
         return _answer(request, body, session, form)
 
     async def chat(self, request: Request) -> Response:
         body = await self._body(request, Chat)
         _, session = await self._opened(body, self.reader.chat)
-        return _answer(request, body, session, ChatForm(self.name, session))
+        return _answer(request, body, session, ChatForm(body.model, session))
 
     async def models(self) -> Response:
-        return JSONResponse({"object": "list", "data": [self._model]})
+        return JSONResponse({"object": "list", "data": [self._model(name) for name in self.names]})
 
     async def model(self, name: str) -> Response:
         self._known(name)
-        return JSONResponse(self._model)
+        return JSONResponse(self._model(name))
 
     async def health(self) -> Response:
         if self.sessions.closed is not None:
@@ -76,15 +85,16 @@ class Service:
     async def metrics(self) -> Response:
         return Response(self.sessions.metrics.text(), media_type=KIND)
 
-    @property
-    def _model(self) -> dict[str, Any]:
-        return {"id": self.name, "object": "model", "created": self.created, "owned_by": "dolmen"}
+    def _model(self, name: str) -> dict[str, Any]:
+        said = {"id": name, "object": "model", "created": self.created, "owned_by": "dolmen"}
+        return said if name == self.name else said | {"parent": self.name}
 
     def _known(self, name: str) -> None:
-        if name != self.name:
+        if name not in self.names:
+            known = ", ".join(map(repr, self.names[:20]))
             raise Problem(
                 HTTPStatus.NOT_FOUND,
-                f"there is no model {name[:200]!r} here: ask for {self.name!r}",
+                f"there is no model {name[:200]!r} here: ask for {known}",
                 "model",
                 "model_not_found",
             )
@@ -100,11 +110,12 @@ class Service:
     async def _opened(self, body: Body, read: Callable[[Body], Asked]) -> tuple[Asked, Session]:
         """A session of what is asked, which the answer closes. Raises Problem."""
         session = self.sessions.place(body.prompts * body.samples)
+        adapter = None if body.model == self.name else body.model
         with ExitStack() as failed:
             failed.callback(session.close)
             try:
                 async with asyncio.timeout(self.sessions.seconds):
-                    asked = await self._in_thread(lambda: read(body))
+                    asked = await self._in_thread(lambda: read(body).by(adapter))
             except TimeoutError:
                 raise session.late() from None
             session.open(asked)

@@ -3,8 +3,10 @@
 import ipaddress
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
+from dolmen.core.paths import expand
 from dolmen.serving.config import Split
 from dolmen.serving.request import Limits
 
@@ -31,6 +33,10 @@ class ServeConfig:
     """File whose one line is the key."""
     name: str | None = None
     """Name of the model in requests. Default: that of its folder."""
+    adapters: tuple[str, ...] = ()
+    """Adapters over the model, NAME=FOLDER each: folders that PEFT or dolmen export --adapters has
+    written, or runs with adapters. Each is a model of its name, which requests choose.
+    """
     max_length: int | None = None
     """Most tokens of a prompt and its answer together. Default: those the model was made for."""
     max_rows: int = Limits.rows
@@ -90,6 +96,11 @@ class ServeConfig:
                 raise ValueError(
                     f"--{name.replace('_', '-')} is {value}: it must be at least {low} seconds"
                 )
+
+    @property
+    def called(self) -> str:
+        """The name of the model in requests."""
+        return self.name or Path(expand(self.folder)).resolve().name
 
     @property
     def limits(self) -> Limits:

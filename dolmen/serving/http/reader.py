@@ -40,6 +40,11 @@ class Asked:
     echo: bool
     """The prompt is part of the answer."""
 
+    def by(self, adapter: str | None) -> "Asked":
+        """The same, of an adapter of the model; None: of the model alone."""
+        own = [replace(request, adapter=adapter) for request in self.requests]
+        return replace(self, requests=own)
+
     @property
     def prompt_tokens(self) -> int:
         return sum(len(request.tokens) for request in self.requests)

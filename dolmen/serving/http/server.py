@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable
 from http import HTTPStatus
-from pathlib import Path
 
 import uvicorn
 from fastapi import FastAPI
@@ -28,7 +27,7 @@ from dolmen.data.tokenizer import PreTrainedTokenizer, load_tokenizer
 from dolmen.files import gate
 from dolmen.launch import process
 from dolmen.optim.precision import DTYPES
-from dolmen.serving import engine
+from dolmen.serving import adapters, engine
 from dolmen.serving.config import Sampling
 from dolmen.serving.defaults import resolved
 from dolmen.serving.engine import Engine
@@ -50,6 +49,7 @@ def check(config: ServeConfig) -> None:
     """Raises ValueError, KeyError or OSError for what would be refused once the model is loaded."""
     key_of(config)
     source = open_source(config.folder)
+    adapters.named(config.adapters, taken=(config.called,))
     reader_of(config, source, load_tokenizer(tokenizer_folder(source), option=""), tell=False)
     listening(config).close()
 
@@ -105,10 +105,16 @@ def serve(config: ServeConfig, mesh: Mesh) -> None:
     reader = reader_of(config, source, tokenizer, tell=mesh.first)
     dtype = DTYPES[config.dtype] if config.dtype else None
     model = engine.load_placed(source, mesh, dtype, config.weights)
+    beside = adapters.opened(adapters.named(config.adapters), source, mesh)
     ends, known = engine.stop_tokens(source), tokenizer.get_vocab().values()
-    limits, weights = config.limits, config.weights
     with Engine(
-        model, stop=ends, known=known, limits=limits, mesh=mesh, weights=weights
+        model,
+        stop=ends,
+        known=known,
+        limits=config.limits,
+        mesh=mesh,
+        weights=config.weights,
+        adapters=adapters.placed(beside, model),
     ) as running:
         loop = Loop(running, mesh)
         if bound is None:
@@ -138,12 +144,12 @@ class Front:
         """`told`: what a person reads as it begins."""
         self.config, self.reader, self.loop, self.bound = config, reader, loop, bound
         self.key, self.told = key_of(config), told
-        self.name = config.name or Path(expand(config.folder)).resolve().name
+        self.name, names = config.called, adapters.named(config.adapters)
         metrics = Metrics()
         self.sessions = Sessions(
             loop, reader.tokenizer, metrics, config.capacity, config.time_limit
         )
-        service = app.Service(self.name, int(time.time()), reader, self.sessions)
+        service = app.Service(self.name, int(time.time()), reader, self.sessions, list(names))
         self.server = uvicorn.Server(_configured(app.made(service, metrics, self.key), config))
         self.events = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self._run, name="http", daemon=True)

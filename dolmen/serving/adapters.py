@@ -1,0 +1,193 @@
+"""Several adapters over one base: each request names one, or none, and a forward reads texts of any
+of them together (dolmen/parallel/several.py).
+
+    named      what --adapters says: NAME=FOLDER, of each name one
+    opened     each read as far as its shapes, and checked against the base
+    placed     their tensors as this rank multiplies by them: `Adapters`, for an engine
+
+    adapters = placed(opened({"fr": "fr-adapter"}, source), model)
+    Engine(model, adapters=adapters).add(Request([1, 15043], adapter="fr"))
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from dolmen.conversion import adapters
+from dolmen.conversion.peft import LowRank
+from dolmen.conversion.source import Source
+from dolmen.core import agree, collectives
+from dolmen.core.errors import message
+from dolmen.core.mesh import Axis, Mesh
+from dolmen.core.state import dtype_of, local_view
+from dolmen.core.words import cut, shown
+from dolmen.model.decoder import Decoder
+from dolmen.model.tree import LatentAttention, Leaf, Tree
+from dolmen.parallel import data, tensor
+from dolmen.parallel.several import Pair, Several, Turn
+
+LONGEST = 200  # characters of a name
+
+
+@dataclass(frozen=True, eq=False)
+class Adapters:
+    """Of one model, on this rank."""
+
+    names: frozenset[str] = frozenset()
+    beside: Mapping[str, Several] = field(default_factory=dict)
+    """Of each weight that any of them adapts."""
+    turn: Turn = field(default_factory=Turn)
+    """Which tokens have which, in the forward at hand."""
+
+
+def named(said: Sequence[str], taken: Collection[str] = ()) -> dict[str, str]:
+    """Name -> folder, of NAME=FOLDER. Raises ValueError for what is none, and as `checked`."""
+    pairs: list[tuple[str, str]] = []
+    for one in said:
+        name, sign, folder = one.partition("=")
+        if not (sign and name.strip() and folder.strip()):
+            raise ValueError(
+                f"adapters has {shown(one)}: use --adapters NAME=FOLDER, such as fr=fr-adapter"
+            )
+        pairs.append((name, folder))
+    return checked(pairs, taken)
+
+
+def checked(pairs: Iterable[tuple[str, str]], taken: Collection[str] = ()) -> dict[str, str]:
+    """Name -> folder. Raises ValueError for a name that two have, that is `taken`, or that no
+    message could show.
+    """
+    found: dict[str, str] = {}
+    for name, folder in pairs:
+        if not (name.strip() and name.isprintable() and len(name) <= LONGEST):
+            raise ValueError(
+                f"adapters has the name {shown(name)}: give one of at most {LONGEST} characters "
+                "that can be printed"
+            )
+        if name in found:
+            raise ValueError(f"adapters has the name {shown(name)} twice: give each its own")
+        if name in taken:
+            raise ValueError(f"adapters has the name {shown(name)}, which is the model's own")
+        found[name] = folder
+    return found
+
+
+def check_name(name: str | None, known: Collection[str]) -> None:
+    """Raises ValueError for an adapter that is not `known`; None is the base."""
+    if name is None or name in known:
+        return
+    there = ", ".join(sorted(known)[:20])
+    raise ValueError(
+        f"there is no adapter {cut(name)!r}: "
+        + (f"name one of {there}" if known else "give --adapters NAME=FOLDER")
+    )
+
+
+def opened(
+    folders: Mapping[str, str | Path], base: Source, mesh: Mesh | None = None
+) -> dict[str, LowRank]:
+    """By their names, not read yet. On a `mesh` all ranks open what the first one finds. Raises
+    ValueError for what is no adapter of the base, and for one that stands where it could not be
+    multiplied by itself.
+    """
+
+    def pinned() -> dict[str, str]:
+        return {name: adapters.pinned(folder) for name, folder in folders.items()}
+
+    together = mesh is not None and mesh.size > 1 and len(folders) > 0
+    found = agree.once(pinned) if together else folders
+    out: dict[str, LowRank] = {}
+    for name, folder in found.items():
+        try:
+            out[name] = adapters.opened(folder, base)
+            _check(out[name], base.tree)
+        except (ValueError, KeyError, OSError) as error:
+            raise ValueError(f"adapter {name}: {message(error)}") from error
+    return out
+
+
+def _check(low: LowRank, tree: Tree) -> None:
+    leaves = tree.leaves
+    for weight in sorted(low.form.targets):
+        if leaves[weight].stacked:
+            raise ValueError(
+                f"it adapts the experts of {weight}, which are multiplied in stacks, each token by "
+                "those that it is sent to: merge it (dolmen export), or leave experts out"
+            )
+        layer, _, rest = weight.removeprefix("layers.").partition(".")
+        if rest == "attn.kv_b.weight" and isinstance(
+            tree.blocks[int(layer)].mixer, LatentAttention
+        ):
+            raise ValueError(
+                f"it adapts {weight} of latent attention, by which cached tokens of all texts are "
+                "multiplied: merge it (dolmen export), or leave kv_b_proj out"
+            )
+
+
+def placed(lows: Mapping[str, LowRank], model: Decoder) -> Adapters:
+    """Their tensors as this rank of the model multiplies by them, in its dtype: of the layers that
+    it holds, cut as the weights are over tp. All ranks of tp call it alike. Raises ValueError for a
+    model whose tokens or weights are not whole in each product, and for values that are no numbers.
+    """
+    if not lows:
+        return Adapters()
+    if model.tp.gathers or data.units(model):
+        raise ValueError(
+            "several adapters are for a model that is split over tp and pp alone: load it for "
+            "generation, without sequence parallelism and ZeRO"
+        )
+    turn, held = Turn(), model.held()
+    pairs: dict[str, dict[str, Pair]] = {}
+    for name, low in lows.items():
+        for weight in sorted(low.form.targets & held.keys()):
+            try:
+                pairs.setdefault(weight, {})[name] = _pair(low, weight, model)
+            except ValueError as error:
+                raise ValueError(f"adapter {name}: {error}") from None
+    beside = {weight: Several(own, turn) for weight, own in pairs.items()}
+    return Adapters(frozenset(lows), beside, turn)
+
+
+def _pair(low: LowRank, weight: str, model: Decoder) -> Pair:
+    """What stands beside a weight. Raises ValueError for what is no number in the model's dtype:
+    keys and values that are none would spoil other texts of the cache.
+    """
+    form, leaf, tp = low.form, model.tree.leaves[weight], model.tp.axis
+    weight_here, dtype = local_view(model.get_parameter(weight)), dtype_of(model)
+    if weight_here.is_meta and form.kind == "dora":
+        raise ValueError(
+            f"it is DoRA, whose lengths are of {weight} as it is, and --weights int8 keeps none: "
+            "leave that out, or merge it (dolmen export)"
+        )
+    device = next(p.device for p in model.parameters() if not p.is_meta)
+    read = low.tensors(weight)
+    for name, value in read.items():
+        if not value.to(dtype).isfinite().all():
+            raise ValueError(f"{name} has values that are no numbers in {dtype}")
+    leaves = (form.down(leaf), form.up(leaf), form.magnitude(leaf))
+    down, up, *lengths = (
+        _here(value.to(device), own, tp) for value, own in zip(read.values(), leaves, strict=False)
+    )
+    gain = None
+    if lengths:
+        inputs = any(c.axis == "tp" and c.dim == 1 and c.splits(tp.size) for c in leaf.cuts)
+        own = tensor.Adapter(down, up, form.scale, lengths[0], over_inputs=inputs)
+        gain = own.gain(weight_here, tp)
+    wide = torch.promote_types(up.dtype, torch.float32)
+    return Pair(
+        down.to(dtype, copy=True),
+        (up.to(wide) * form.scale).to(dtype),
+        None if gain is None else gain.to(dtype),
+    )
+
+
+def _here(whole: Float[Tensor, "*whole"], leaf: Leaf, tp: Axis) -> Float[Tensor, "*here"]:
+    """This rank's part of a parameter, as its leaf is cut."""
+    for one in leaf.cuts:
+        if one.axis == "tp" and one.splits(tp.size):
+            whole = collectives.part(whole, one.dim, tp)
+    return whole

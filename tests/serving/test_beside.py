@@ -1,0 +1,186 @@
+"""Several adapters over one base: a batch that mixes them is what each one, merged into the base by
+itself, writes alone; what they are not is refused before any work.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from adapted import Held, low, lows, merged, mixed
+from asked import run, scored
+from decoders import PROMPTS, decoder
+
+from dolmen.serving import adapters
+from dolmen.serving.adapters import placed
+from dolmen.serving.engine import Engine
+from dolmen.serving.request import Limits, Request
+from dolmen.serving.running import Row
+
+NAMES = (None, "all", "few", "rows")
+TIGHT = Limits(rows=9, tokens=11, pages=20, page=4)  # in pieces, and put back
+
+
+def alone(name: str, known, adapter: str | None, **more):
+    """What the model with one of them merged makes of its requests."""
+    one = None if adapter is None else known[adapter]
+    requests = [replace(r, adapter=None) for r in scored(PROMPTS, adapter, **more)]
+    return run(merged(name, one), requests)
+
+
+def off(got, want) -> float:
+    """The largest difference of log-probabilities of prompts and answers."""
+    both = [
+        [one.logprob for one in (*ended.prompt_logprobs, *ended.logprobs)] for ended in (got, want)
+    ]
+    pairs = zip(*both, strict=True)
+    return max((abs(a - b) / max(1, -b / 10) for a, b in pairs), default=0.0)
+
+
+def worst(name: str, limits: Limits = Limits(), **more) -> float:
+    """Of a mixed batch, beside each adapter merged; `inf` where a token is another one."""
+    known = lows(decoder(name).tree)
+    model = decoder(name)
+    found = run(model, mixed(known, **more), limits, adapters=placed(known, model))
+    far = 0.0
+    for adapter in NAMES:
+        for key, want in alone(name, known, adapter, **more).items():
+            got = found.pop(key)
+            if got.tokens != want.tokens and not got.close + want.close:
+                return float("inf")
+            far = max(far, off(got, want) if got.tokens == want.tokens else 0.0)
+    assert not found
+    return far
+
+
+@pytest.mark.parametrize("name", ["grouped", "learned", "side-by-side", "latent-queries"])
+def test_a_mixed_batch_is_each_adapter_merged(name):
+    """Several samples of each prompt too, read in pieces and put back where pages are lacking."""
+    assert worst(name) < 1e-5
+    assert worst(name, TIGHT, samples=2) < 1e-5
+
+
+def test_each_is_felt():
+    """Else a batch that forgot them would do as well."""
+    known = lows(decoder("grouped").tree)
+    found = [alone("grouped", known, adapter) for adapter in NAMES]
+    texts = [[ended.prompt_logprobs for ended in one.values()] for one in found]
+    assert all(a != b for i, a in enumerate(texts) for b in texts[:i])
+
+
+def test_what_one_has_read_is_of_no_use_to_another(monkeypatch):
+    """Keys and values are an adapter's own. Read by the base they give other texts, which the test
+    above sees: what a page shared between adapters would be.
+    """
+    part = Row.part
+
+    def by_the_base(row, count):
+        found = part(row, count)
+        return replace(found, adapter=None) if len(found.tokens) > 1 else found
+
+    monkeypatch.setattr(Row, "part", by_the_base)
+    assert worst("grouped") > 1e-2
+
+
+def test_pages_are_shared_by_samples_of_one_request_alone():
+    model = decoder("grouped")
+    known = lows(model.tree)
+    limits = Limits(page=2)
+    requests = [r for r in mixed(known, samples=3) if r.tokens == PROMPTS[1]]
+    shared = 0
+    with Engine(model, limits=limits, adapters=placed(known, model)) as engine:
+        for request in requests:
+            engine.add(request)
+        while engine.busy:
+            engine.step()
+            table, running = engine._forward.cache.table, engine._rows.running
+            for texts in table.shared(table.pages).values():
+                assert len({running[text].number for text in texts}) == 1
+                shared += len(texts)
+    assert shared
+
+
+def test_the_model_is_left_as_it_was():
+    model = decoder("grouped")
+    known = lows(model.tree)
+    before = run(model, scored(PROMPTS))
+    run(model, mixed(known), adapters=placed(known, model))
+    assert run(model, scored(PROMPTS)) == before
+
+
+def test_of_eight_bits_the_base_alone_is_rounded():
+    """An adapter of zeros is the base in eight bits, and one that is felt is not."""
+    model = decoder("grouped")
+    none, felt = low(model.tree, 1, rank=2), low(model.tree, 1, rank=2)
+    for weight in none.form.targets:
+        up = none.form.pair(weight)[1]
+        none.stored[up] = Held(torch.zeros_like(none.stored[up].value))
+    beside = placed({"none": none, "felt": felt}, model)
+    requests = [*scored(PROMPTS), *scored(PROMPTS, "none"), *scored(PROMPTS, "felt")]
+    greedy = replace(requests[0].options, temperature=0.0, top_k=None)
+    requests = [replace(r, options=greedy) for r in requests]
+    found = run(model, requests, weights="int8", adapters=beside)
+    for i in range(len(PROMPTS)):
+        base, zeros, other = found[i, 0], found[f"none {i}", 0], found[f"felt {i}", 0]
+        assert zeros.tokens == base.tokens and off(zeros, base) < 1e-5
+        assert other.tokens != base.tokens or off(other, base) > 1e-3
+    exact = run(model, requests, adapters=beside)
+    assert any(off(exact[k], found[k]) > 1e-5 for k in found if exact[k].tokens == found[k].tokens)
+
+
+@pytest.mark.parametrize("value", [torch.nan, 1e39])
+def test_values_that_are_no_numbers_are_refused(value):
+    """What they make of keys and values lies in one pool with those of other texts."""
+    model = decoder("grouped")
+    bad = low(model.tree, 2, rank=2)
+    down = bad.form.pair(min(bad.form.targets))[0]
+    bad.stored[down] = Held(bad.stored[down].value.double())
+    bad.stored[down].value[1, 2] = value
+    with pytest.raises(ValueError, match=f"adapter bad: {down} has values that are no numbers"):
+        placed({"good": low(model.tree, 1, rank=2), "bad": bad}, model)
+
+
+@pytest.mark.parametrize(
+    "said, message",
+    [
+        (["fr"], "adapters has 'fr': use --adapters NAME=FOLDER"),
+        (["=x"], "use --adapters NAME=FOLDER"),
+        (["fr="], "use --adapters NAME=FOLDER"),
+        (["fr=a", "fr=b"], "the name 'fr' twice"),
+        (["base=a"], "which is the model's own"),
+        (["f\nr=a"], "that can be printed"),
+        (["x" * 201 + "=a"], "at most 200 characters"),
+    ],
+)
+def test_words_that_name_no_adapter(said, message):
+    with pytest.raises(ValueError, match=message):
+        adapters.named(said, taken=["base"])
+
+
+def test_a_name_may_have_a_folder_with_an_equals_sign():
+    assert adapters.named(["fr=a=b", "de=c"]) == {"fr": "a=b", "de": "c"}
+
+
+def test_a_name_that_is_not_there_is_told_with_those_that_are():
+    model = decoder("grouped")
+    with Engine(model, adapters=placed(lows(model.tree), model)) as engine:
+        with pytest.raises(ValueError, match="no adapter 'fr': name one of all, few, rows"):
+            engine.add(Request([1], adapter="fr"))
+        assert not engine.busy
+    with Engine(model) as engine, pytest.raises(ValueError, match="give --adapters NAME=FOLDER"):
+        engine.add(Request([1], adapter="fr"))
+
+
+def test_what_cannot_be_multiplied_by_itself_is_refused():
+    tree = decoder("latent").tree
+    expert = next(name for name, leaf in tree.leaves.items() if leaf.stacked)
+    for weight, message in (
+        (expert, "adapts the experts of"),
+        ("layers.1.attn.kv_b.weight", "latent attention"),
+    ):
+        form = replace(low(tree, 1, rank=2).form, targets=frozenset({weight}))
+        with pytest.raises(ValueError, match=message):
+            adapters._check(replace(low(tree, 1, rank=2), form=form), tree)
+
+
+def test_none_are_no_adapters():
+    assert not placed({}, decoder("grouped")).names
