@@ -44,6 +44,8 @@ class Batch:
     """What else an objective must know of each token, by name, such as its log-probability in
     another model.
     """
+    experts: Int64[Tensor, "sequences length choices"] | None = None
+    """Those that each token goes to, of all sparse layers (model/replay.py); None: routers say."""
 
     @classmethod
     def of_windows(
@@ -182,6 +184,7 @@ class Batch:
             None if self.positions is None else self.positions.each(change),
             None if self.weights is None else change(self.weights),
             {name: change(t) for name, t in self.numbers.items()},
+            None if self.experts is None else change(self.experts),
         )
 
     def microbatches(self, size: int) -> list["Batch"]:

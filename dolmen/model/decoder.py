@@ -40,6 +40,7 @@ from dolmen.model.layers import (
     places,
 )
 from dolmen.model.positions import tables
+from dolmen.model.replay import Routes
 from dolmen.model.split import Split, whole
 from dolmen.model.training import Training
 from dolmen.model.tree import Leaf, Table, Tree, check_cuts, check_rounding, under
@@ -267,6 +268,7 @@ class Decoder(nn.Module):
         balance: Mapping[int, Balance] | None = None,
         x: Float[Tensor, "here hidden"] | None = None,
         part: int = 0,
+        routes: Routes | None = None,
     ) -> Any:
         """tokens are the same on every rank of tp and cp. Of a pipeline, the stage `part` of this
         rank: `x` is what the stage before gave, [b * s / cp, hidden] (/ tp under sequence
@@ -276,7 +278,7 @@ class Decoder(nn.Module):
         `noise` is required while training with dropout, and unused otherwise. `documents` and
         `positions`: of the whole sequences. With a `cache` (cached.py), which holds the keys and
         values of the tokens before these, b is 1, and the tokens of several texts follow one
-        another. `balance`: of each layer of experts.
+        another. `balance`: of each layer of experts; `routes`: which of them tokens go to.
         """
         here = self.split.parts[part]
         given = self._given(tokens, noise, documents)
@@ -288,7 +290,7 @@ class Decoder(nn.Module):
             kept = None if cache is None else cache.layers[i]
             mixer = self.tree.blocks[i].mixer
             where = known[mixer.positions, mixer.heads]
-            y = block(y, given.of_layer(i, where, (balance or {}).get(i)), kept)
+            y = block(y, given.of_layer(i, where, (balance or {}).get(i), routes), kept)
         return self._ended(y, len(tokens), end) if here.last else y
 
     def _embedded(self, tokens: Tensor, positions: Tensor, given: Given) -> Tensor:

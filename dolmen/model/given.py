@@ -1,5 +1,6 @@
 """What the layers are given of a microbatch beside the residual stream."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -7,6 +8,7 @@ from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
 from dolmen.core import host
+from dolmen.model.replay import Routes
 from dolmen.ops.attention import Documents
 from dolmen.ops.dropout import Noise
 
@@ -57,10 +59,18 @@ class Given(NamedTuple):
     """
     balance: Balance | None = None
     """Of a layer of experts; None: no gradient is wanted."""
+    chosen: Int64[Tensor, "n k"] | None = None
+    """Of a layer of experts, those that each token goes to; None: its router says."""
+    told: Callable[[Tensor], None] | None = None
+    """Of a layer of experts: is told which each token goes to."""
 
-    def of_layer(self, number: int, where: Where, balance: Balance | None) -> "Given":
+    def of_layer(
+        self, number: int, where: Where, balance: Balance | None, routes: Routes | None = None
+    ) -> "Given":
         """The same for layer `number`, which knows its positions as `where`."""
         here = self._replace(**where._asdict(), balance=balance)
+        if routes is not None:
+            here = here._replace(chosen=routes.chosen.get(number), told=routes.listener(number))
         if self.noise is None:
             return here
         layer = host.number(number, torch.int64, self.noise.key.device)

@@ -23,7 +23,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from dolmen.core import collectives, ranges
@@ -46,8 +46,8 @@ from dolmen.parallel.tensor import Linear
 
 class Router(Parameters):
     """Logits of every expert, in fp32 whatever the model computes in, and the choice: x [n, H] R@tp
-    -> [n, E], Routing. `bias`, where there is one, is moved by training/balance.py and not by
-    gradients.
+    -> [n, E], Routing, by the experts that are `chosen`, where any are. `bias`, where there is one,
+    is moved by training/balance.py and not by gradients.
     """
 
     def __init__(self, experts: tree.Experts, leaves: Leaves):
@@ -57,7 +57,7 @@ class Router(Parameters):
         self.logits = Parameters(own) if own else None
 
     def forward(
-        self, x: Float[Tensor, "n hidden"]
+        self, x: Float[Tensor, "n hidden"], chosen: Int64[Tensor, "n k"] | None = None
     ) -> tuple[Float[Tensor, "n experts"], moe.Routing]:
         wide = torch.promote_types(self.weight.dtype, torch.float32)
         logits = F.linear(x.to(wide), local(self.weight).to(wide))
@@ -74,6 +74,7 @@ class Router(Parameters):
             groups=choice.groups,
             groups_per_token=choice.groups_per_token,
             group_score=choice.group_score,
+            experts=chosen,
         )
 
 
@@ -167,7 +168,9 @@ class MoE(Component):
         self, x: Float[Tensor, "here hidden"], given: Given
     ) -> Float[Tensor, "here hidden"]:
         x = self.tp.enter(x)
-        logits, routing = self.router(x)
+        logits, routing = self.router(x, given.chosen)
+        if given.told is not None:
+            given.told(routing.experts)
         weights = routing.weights
         if given.balance is not None and torch.is_grad_enabled():
             weights = self._account(logits, routing, given.batch, given.balance)

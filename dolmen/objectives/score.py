@@ -3,6 +3,7 @@ model, by itself or beside others on the same mesh.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -12,9 +13,10 @@ from torch import Tensor
 from dolmen.core import collectives, state
 from dolmen.core.mesh import Mesh
 from dolmen.data.batch import Batch
-from dolmen.model import tree
+from dolmen.model import replay, tree
 from dolmen.model.decoder import Decoder
 from dolmen.model.head import Logits, Values
+from dolmen.model.replay import Routes
 from dolmen.objectives.objective import check_end
 from dolmen.parallel import pipeline
 from dolmen.parallel.actions import Schedule
@@ -30,9 +32,11 @@ def forward(
     mesh: Mesh,
     order: Schedule,
     end: Callable[[Tensor, Any, Batch], T],
+    told: Callable[[int, int, Tensor], None] | None = None,
 ) -> list[T]:
     """What `end` makes of each microbatch, (hidden, head, microbatch) -> T, on the ranks that have
     the last stage; elsewhere nothing. `order` has forwards alone. To be called in `inference`.
+    `told`: of each microbatch and sparse layer of this rank which experts its tokens went to.
     """
     found: dict[int, T] = {}
     parts = batch.to(mesh.device).split(order.micros)
@@ -51,6 +55,7 @@ def forward(
             positions=part.positions,
             x=x,
             part=chunk,
+            routes=None if told is None else Routes(told=partial(told, micro)),
         )
 
     pipeline.execute(order, mesh, Work(stage, lambda: model.boundary(*parts[0].tokens.shape)))
@@ -74,6 +79,32 @@ def log_probabilities(
     return _of_tokens(model, batch, mesh, schedule, end)
 
 
+def routed_log_probabilities(
+    model: Decoder, batch: Batch, mesh: Mesh, schedule: Schedule, temperature: float = 1.0
+) -> Float[Tensor, "sequences length numbers"]:
+    """`log_probabilities`, and behind each the experts that its token went to, of all sparse layers
+    (model/replay.py), as numbers of the same dtype, which are exact. Raises ValueError for a model
+    without experts.
+    """
+
+    check_end("a log-probability", tree.Head, model.tree)
+    if not model.tree.experts:
+        raise ValueError("experts are asked for, and the model has none")
+    kept: dict[tuple[int, int], Tensor] = {}
+
+    def told(micro: int, layer: int, experts: Tensor) -> None:
+        kept[micro, layer] = experts
+
+    def end(hidden: Tensor, head: Logits, part: Batch) -> Tensor:
+        return head.log_probabilities(hidden, part.labels, temperature)
+
+    found = _of_tokens(model, batch, mesh, schedule, end, told)
+    sequences, length = batch.tokens.shape
+    shape = (sequences, length)
+    experts = replay.gathered(kept, model.tree, model.split, mesh, shape, schedule.micros)
+    return torch.cat([found[..., None], experts.to(found.dtype)], -1)
+
+
 def values(
     model: Decoder, batch: Batch, mesh: Mesh, schedule: Schedule
 ) -> Float[Tensor, "sequences length"]:
@@ -93,9 +124,10 @@ def _of_tokens(
     mesh: Mesh,
     schedule: Schedule,
     end: Callable[[Tensor, Any, Batch], Tensor],
+    told: Callable[[int, int, Tensor], None] | None = None,
 ) -> Tensor:
     with inference(model):
-        found = forward(model, batch, mesh, pipeline.forward_only(schedule), end)
+        found = forward(model, batch, mesh, pipeline.forward_only(schedule), end, told)
     dtype = torch.promote_types(model.compute or state.dtype_of(model), torch.float32)
     whole = torch.zeros(batch.tokens.shape, dtype=dtype, device=mesh.device)
     if found:

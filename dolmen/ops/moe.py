@@ -42,8 +42,9 @@ def route(
     groups: int = 1,
     groups_per_token: int = 1,
     group_score: Literal["max", "top2"] = "max",
+    experts: Int64[Tensor, "n k"] | None = None,
 ) -> Routing:
-    """The k best experts of each token.
+    """The k best experts of each token, or those that are given, whatever they score now.
 
     Scores are the softmax, or (2412.19437 eq. 15) the sigmoid of each logit, whose shares of their
     sum are then the probabilities. `bias` is added for the choice alone (2408.15664). With
@@ -57,10 +58,12 @@ def route(
     else:
         scores = logits.sigmoid()
         probabilities = scores / scores.sum(-1, keepdim=True)
-    choice = scores.detach() if bias is None else scores.detach() + bias
-    if groups_per_token < groups:
-        choice = _best_groups(choice, groups, groups_per_token, 1 if group_score == "max" else 2)
-    experts = choice.topk(k, -1).indices
+    if experts is None:
+        choice = scores.detach() if bias is None else scores.detach() + bias
+        if groups_per_token < groups:
+            best = 1 if group_score == "max" else 2
+            choice = _best_groups(choice, groups, groups_per_token, best)
+        experts = choice.topk(k, -1).indices
     weights = scores.gather(1, experts)
     if normalize:
         weights = weights / weights.sum(-1, keepdim=True)

@@ -17,7 +17,7 @@ def of_rows(
     rows: int,
     size: int,
     mesh: Mesh,
-) -> Float[Tensor, "rows length"]:
+) -> Float[Tensor, "rows length *numbers"]:
     """`ask(batch(...))` of so many rows, `size` (which divides them) at once over all of dp: on
     every rank, on the CPU, in fp32. Every rank of `mesh` calls it.
     """

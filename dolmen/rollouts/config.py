@@ -91,6 +91,11 @@ class RolloutConfig:
     memory, pinned: optimizers and all other weights while answers are drawn, the reference, reward
     models and the drawing model while the model learns.
     """
+    routing_replay: bool = False
+    """Of a model with experts: learn through those that answers' tokens went to when the phase
+    began, so that ratios are of one network though the router has moved (Routing Replay,
+    2507.18071); their weights, and the router's gradient, are those of now.
+    """
     turns: int = 8
     """How often --environment is asked for an answer, at most."""
     limit_seconds: float = 10.0

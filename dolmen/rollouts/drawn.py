@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeVar
 
 import safetensors.torch
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Int16, Int64
 from torch import Tensor
 
 from dolmen.data.batch import Batch
@@ -25,6 +25,7 @@ from dolmen.ops.attention import Documents
 from dolmen.ops.loss import IGNORED
 
 FOLDER = "rollouts"
+EXPERTS = "experts"  # the name of a tensor that a file need not have
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,12 +47,16 @@ class Drawn:
     reference: Float[Tensor, "answers length"]
     """The same of the model that the run began with; 0 where nobody asks."""
     advantages: Float[Tensor, "answers length"]
+    experts: Int16[Tensor, "answers length choices"]
+    """Those that each token went to when the phase began; of no choice where nobody asks."""
 
     def batch(self, rows: slice | Int64[Tensor, " rows"]) -> Batch:
         """These answers to learn from."""
         tokens, labels = self.tokens[rows], self.labels[rows]
         made = Batch(tokens, labels, Documents.of(_starts(labels))).with_positions(1)
-        return replace(made, numbers={name: each[rows] for name, each in self.numbers.items()})
+        experts = self.experts[rows].long() if self.experts.numel() else None
+        numbers = {name: each[rows] for name, each in self.numbers.items()}
+        return replace(made, numbers=numbers, experts=experts)
 
     @property
     def numbers(self) -> dict[str, Float[Tensor, "answers length"]]:
@@ -103,7 +108,13 @@ def of_answers(
         labels[row, first : len(whole) - 1] = torch.where(here, whole[first + 1 :], IGNORED)
         sampled[row, first : len(whole) - 1] = torch.tensor(numbers) * here
     nothing = torch.zeros(len(prompts))
-    return Drawn(tokens, labels, sampled, nothing, *[torch.zeros(tokens.shape)] * 3)
+    unknown, unasked = torch.zeros(tokens.shape), _unasked(tokens.shape)
+    return Drawn(tokens, labels, sampled, nothing, unknown, unknown, unknown, unasked)
+
+
+def _unasked(shape: torch.Size) -> Int16[Tensor, "answers length 0"]:
+    """Experts of which nothing is known."""
+    return torch.zeros(*shape, 0, dtype=torch.int16)
 
 
 def _starts(labels: Int64[Tensor, "rows length"]) -> Int64[Tensor, "rows length"]:
@@ -122,7 +133,9 @@ def save(drawn: Drawn, out: Path, step: int, rows: Sequence[dict[str, Any]]) -> 
     write.folder(out, FOLDER)
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     write.replace(file_of(out, step).with_suffix(".jsonl"), lines.encode(errors="replace"))
-    tensors = {one.name: getattr(drawn, one.name).clone() for one in fields(drawn)}
+    tensors = {one.name: vars(drawn)[one.name].clone() for one in fields(drawn)}
+    if not drawn.experts.numel():
+        del tensors[EXPERTS]
     write.replace(file_of(out, step), safetensors.torch.save(tensors))
 
 
@@ -135,14 +148,21 @@ def load(out: Path, step: int, answers: int, kind: type[Kept] = Drawn) -> Kept |
         return None
     stored = files.read_header(file)
     names = [one.name for one in fields(kind)]
+    if EXPERTS not in stored:
+        names.remove(EXPERTS)
     if sorted(stored) != sorted(names):
         raise gate.refuse(
             file, f"has tensors {', '.join(sorted(stored)[:8])}, not {', '.join(names)}"
         )
     tensors = {name: stored[name].read() for name in names}
     shape = tensors["tokens"].shape
+    experts = tensors.setdefault(EXPERTS, _unasked(shape))
+    if experts.ndim != 3 or experts.dtype != torch.int16 or bool((experts < 0).any()):
+        raise gate.refuse(file, f"{EXPERTS} are no numbers of experts of each token")
     for name, tensor in tensors.items():
-        wanted = {"rewards": shape[:1], **kind.others}.get(name, shape)
+        wanted = {"rewards": shape[:1], EXPERTS: (*shape, *experts.shape[2:]), **kind.others}.get(
+            name, shape
+        )
         if tensor.shape != wanted or len(shape) != 2 or shape[0] != answers:
             raise gate.refuse(file, f"{name} is {tuple(tensor.shape)}, of {answers} answers")
     return kind(**tensors)

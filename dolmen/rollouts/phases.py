@@ -42,7 +42,7 @@ from dolmen.rollouts.weights import Drawing
 from dolmen.serving.options import Options
 
 Ask = Callable[[Decoder, Batch, Mesh, Schedule], Tensor]
-"""Of each token of a rank's rows a number (objectives/score.py)."""
+"""Of each token of a rank's rows a number, or several (objectives/score.py)."""
 
 
 class Judged(NamedTuple):
@@ -257,11 +257,25 @@ class Phases:
         """With log-probabilities as training computes them, and advantages."""
         good = ~made.rewards.isnan()
         made = replace(made, labels=torch.where(good[:, None], made.labels, IGNORED))
-        made = replace(made, old=self.log_probabilities(self.models.trained, made))
+        made = self.remembered(made)
         if self.models.reference is not None:
             reference = self.log_probabilities(self.models.reference, made)
             made = replace(made, reference=reference)
         return with_advantages(made, self.config)
+
+    def remembered(self, made: Drawn) -> Drawn:
+        """With what the model says of its answers before it learns from them, and by which experts,
+        where it is to learn through these.
+        """
+        if not self.config.routing_replay:
+            return replace(made, old=self.log_probabilities(self.models.trained, made))
+
+        def ask(model: Decoder, batch: Batch, mesh: Mesh, schedule: Schedule) -> Tensor:
+            temperature = self.config.temperature
+            return score.routed_log_probabilities(model, batch, mesh, schedule, temperature)
+
+        found = self.asked(ask, self.models.trained, made)
+        return replace(made, old=found[..., 0].contiguous(), experts=found[..., 1:].short())
 
     def log_probabilities(self, model: Decoder, made: Drawn) -> Tensor:
         """Of every answer's tokens, on every rank."""

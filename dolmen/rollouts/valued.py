@@ -88,7 +88,7 @@ class ValuedPhases(Phases):
     def learned(self, made: Drawn) -> Valued:
         good = ~made.rewards.isnan()
         made = replace(made, labels=torch.where(good[:, None], made.labels, IGNORED))
-        made = replace(made, old=self.log_probabilities(self.models.trained, made))
+        made = self.remembered(made)
         reference = made.old
         if self.models.reference is not None:
             reference = self.log_probabilities(self.models.reference, made)

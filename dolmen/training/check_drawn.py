@@ -59,6 +59,16 @@ def check_drawn(run: RunConfig) -> None:
             f"rollout.temperature ({run.rollout.temperature}) is not for logits with a soft cap "
             f"({run.tree.head.soft_cap}): use 1"
         )
+    if run.rollout.routing_replay and not run.tree.experts:
+        raise ValueError(
+            "rollout.routing-replay keeps which experts tokens go to, and the model has none: "
+            "leave it out"
+        )
+    if run.rollout.routing_replay and run.train.compile:
+        raise ValueError(
+            "rollout.routing-replay looks into layers that train.compile makes one program of: "
+            "leave one of the two out"
+        )
     world, tp = run.layout.world, run.rollout.tp or run.layout.tp
     if world % tp:
         raise ValueError(

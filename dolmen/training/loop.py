@@ -30,7 +30,9 @@ def _step(state: TrainState, batch: Batch, mesh: Mesh, signal: Callable[[], int]
     if state.beside is None:
         return optimizer_step(state, batch.read_by(state.model.tree), mesh, signal)
     critic = state.beside.state
-    beside = optimizer_step(critic, batch.read_by(critic.model.tree), mesh)
+    # whose routers are its own
+    read = replace(batch, experts=None).read_by(critic.model.tree)
+    beside = optimizer_step(critic, read, mesh)
     told = optimizer_step(state, batch.read_by(state.model.tree), mesh, signal)
     return replace(told, critic=beside, skipped=told.skipped or beside.skipped)
 

@@ -13,6 +13,7 @@ from dolmen.core.mesh import Mesh
 from dolmen.core.rng import seed_of
 from dolmen.data.batch import Batch
 from dolmen.model.decoder import Decoder
+from dolmen.model.replay import replayed
 from dolmen.model.tree import Scalar
 from dolmen.objectives.cross_entropy import CrossEntropy
 from dolmen.objectives.objective import Objective, check
@@ -341,6 +342,9 @@ def _forward_backward(
             balance=losses,
             x=x,
             part=chunk,
+            routes=None
+            if part.experts is None
+            else replayed(model.tree, model.split, part.experts),
         )
         if not model.split.parts[chunk].last:
             return y

@@ -142,7 +142,8 @@ AFTER = f"""
     rollout.kind rollout.level rollout.clip-low rollout.clip-high rollout.beta rollout.advantage
     rollout.entropy rollout.scale rollout.reward-kl rollout.redraws rollout.overlong
     rollout.overlong-weight rollout.mask-cut rollout.no-mask-cut rollout.importance-cap
-    rollout.off-policy rollout.tp rollout.batch rollout.idle rollout.turns
+    rollout.off-policy rollout.tp rollout.batch rollout.idle rollout.routing-replay
+    rollout.no-routing-replay rollout.turns
     rollout.limit-seconds rollout.on-failure
     ppo.kl ppo.kl-coef ppo.kl-target ppo.kl-horizon ppo.reward-clip ppo.gamma ppo.lam ppo.whiten
     ppo.no-whiten ppo.dual-clip ppo.pretraining-coef ppo.pretraining-path

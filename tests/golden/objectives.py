@@ -44,11 +44,21 @@ class Kind:
     """Of several examples in each row."""
     text: float = 0.0
     """What plain text counts beside it."""
+    routed: bool = False
+    """By experts that are given."""
 
 
 def scalar(config: Flat) -> Tiny:
     """The same model with one number for each token in the place of logits."""
     return Tiny(replace(config.tree, head=Scalar()), config.training)
+
+
+def table_of_experts(batch: Batch, mesh: Mesh) -> torch.Tensor:
+    """Two different ones for each token and layer, whatever routers say."""
+    first = mesh.dp.rank * len(batch.tokens)
+    rows = torch.arange(first, first + len(batch.tokens))[:, None, None]
+    own = rows * 5 + torch.arange(LENGTH)[:, None] * 3 + torch.arange(3) * 7
+    return torch.stack((own % 8, (own + 1 + rows % 6) % 8), -1).flatten(2)
 
 
 KINDS = {
@@ -175,6 +185,8 @@ def run(kind: str, mesh: Mesh, layout: Layout, **dtypes) -> Run:
     given = compared(train, mesh, layout, **dtypes)
     if KINDS[kind].packed:
         given = [packed(batch, mesh) for batch in given]
+    if KINDS[kind].routed:
+        given = [replace(one, experts=table_of_experts(one, mesh)) for one in given]
     if KINDS[kind].text:
         read = table.batches(mesh, seed=TEXT_SEED)
         train.text = Text(KINDS[kind].text, lambda step: read[step])
@@ -197,8 +209,8 @@ def compare(kind: str, layout: Layout) -> dict[str, tuple[float, str]]:
 
 
 def scored(mesh: Mesh, layout: Layout) -> torch.Tensor:
-    """Of each token of the first batch its log-probability in one model and its value in another,
-    both on the mesh.
+    """Of each token of the first batch its log-probability in one model, its value in another, and
+    what one with experts says, and by which, all on the mesh.
     """
     schedule = layout.make_schedule(ROWS, ROWS // mesh.dp.size // layout.accumulation)
     found = []
@@ -209,7 +221,10 @@ def scored(mesh: Mesh, layout: Layout) -> torch.Tensor:
         model = build(config, mesh, layout, schedule, dtype=torch.float64)
         initialize(model, REFERENCE_SEED)
         found.append(ask(model, batches(mesh)[0], mesh, schedule))
-    return torch.stack(found, 1)
+    model = build(KINDS["policy, routed"].config, mesh, layout, schedule, dtype=torch.float64)
+    initialize(model, REFERENCE_SEED)
+    routed = score.routed_log_probabilities(model, batches(mesh)[0], mesh, schedule)
+    return torch.cat([torch.stack(found, 1), routed.movedim(-1, 1)], 1)
 
 
 def scores_of_all_ranks(layout: Layout) -> float:
@@ -280,6 +295,14 @@ OBJECTIVES = [
         tp2 acc4 zero-bubble          |
         pp2 dp2 tp2 sp acc4 zero3     |
         dp4                           |
+        """,
+    ),
+    *rows(
+        "policy, routed",
+        """
+        cp2 dp2 ep4 zero1
+        pp2 tp2 sp acc4
+        pp2 dp2 ep2 acc4 zero-bubble zero1 |
         """,
     ),
     *rows("policy, undecided", "cp2 tp2 sp acc4 |"),

@@ -79,7 +79,7 @@ def by_hand(inside_root: bool = False, corrected: bool = True, rounded: bool = F
     return wrong
 
 
-def narrow(router, x):
+def narrow(router, x, chosen=None):
     """A router that computes in bf16."""
     logits = (x.bfloat16() @ local(router.weight).bfloat16().t()).float()
     return logits, routing.route(logits, router.k, router.choice.normalise)

@@ -47,6 +47,18 @@ def test_a_file_is_read_as_it_was_written(tmp_path):
     assert drawn.load(tmp_path, 41, 2) is None
 
 
+def test_experts_are_kept_where_there_are_any(tmp_path):
+    experts = torch.arange(48).view(2, 4, 6).short()
+    assert two().batch(slice(0, 2)).experts is None
+    drawn.save(two(experts=experts), tmp_path, 0, [])
+    found = drawn.load(tmp_path, 0, 2)
+    assert found is not None and torch.equal(found.experts, experts)
+    assert torch.equal(found.batch(torch.tensor([1])).experts, experts[1:].long())
+    drawn.save(two(experts=-experts), tmp_path, 1, [])
+    with pytest.raises(Refused, match="no numbers of experts"):
+        drawn.load(tmp_path, 1, 2)
+
+
 @pytest.mark.parametrize("damage", ["short", "other", "count"])
 def test_a_file_that_is_not_ours_is_refused(damage, tmp_path):
     drawn.save(two(), tmp_path, 0, [])

@@ -313,6 +313,32 @@ def test_what_a_critic_began_with_may_be_gone(material, prompts, tmp_path):
     assert anew.code == 2 and str(began) in anew.words
 
 
+SPARSE = {
+    **{name: value for name, value in tinyrun.CONFIG.items() if name != "model_type"},
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
+
+
+@pytest.mark.slow
+def test_experts_are_replayed(material, prompts, tmp_path):
+    """A phase's first update is as without, and the others are not; it goes on bitwise."""
+    plain, out, more = tmp_path / "plain", tmp_path / "run", tmp_path / "more"
+    said = {"model": SPARSE, "train": {"steps": 4}, "checkpoint": EACH}
+    train(material, prompts, plain, **said)
+    train(material, prompts, out, rollout={"routing_replay": True}, **said)
+    seen = load_file(out / "rollouts" / "00000000.safetensors")["experts"]
+    assert seen.shape[2] == 2 * 2 and len(seen.unique()) == 8
+    without, found = rows(plain), rows(out)
+    assert without[0]["loss"] == found[0]["loss"] and without[3]["loss"] != found[3]["loss"]
+    assert without[0]["grad_norm"] == found[0]["grad_norm"]
+    killed(out, more, 2, drawn=True)
+    train(material, prompts, more, resumed=True, rollout={"routing_replay": True}, **said)
+    assert same(tensors(out, 4), tensors(more, 4))
+
+
 @pytest.mark.slow
 def test_a_critic_may_learn_alone_at_first(material, prompts, tmp_path):
     train(
@@ -422,6 +448,7 @@ def test_what_no_run_of_ppo_can_be_is_refused(material, prompts, tmp_path):
             ("--ppo.pretraining-coef", 2, "--ppo.pretraining-path", tmp_path / "gone"),
             "gone: no such file or folder",
         ),
+        (("--rollout.routing-replay",), "rollout.routing-replay keeps which experts"),
         (("--rollout.beta", 0.1), "rollout.beta is 0.1, which is of grpo"),
         (("--critic.warmup-steps", 4, "--train.steps", 4), "are all of the run's 4 steps"),
         (("--ppo.kl-target", 1, "--ppo.kl-horizon", 1), "ppo.kl-horizon is 1, so short"),
