@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tinyrun
@@ -29,11 +30,13 @@ from dolmen.checkpoint import folders
 from dolmen.conversion.source import open_source
 from dolmen.core.mesh import SINGLE
 from dolmen.core.state import local_view
+from dolmen.data.batch import Batch
 from dolmen.model.layout import Layout
 from dolmen.model.tree import Scalar
 from dolmen.ops.loss import IGNORED
 from dolmen.rollouts import phases
-from dolmen.training import batches, loop
+from dolmen.rollouts.prompts import Nothing, PromptLoader, Prompts
+from dolmen.training import batches, loop, pretraining
 from dolmen.training import run as run_module
 from dolmen.training.run import run_training
 
@@ -376,6 +379,22 @@ def test_text_beside_is_learned(mixed, whole, material, prompts, tmp_path):
     # before anything is learned the policy's loss is the same
     alone = rows(whole)[0]["loss"]
     assert found[0]["loss"] == pytest.approx(alone + 2 * told[0], rel=1e-6)
+
+
+def test_each_rank_reads_its_own_text(material):
+    """Of the rank's place in dp."""
+    asked = []
+
+    def batch(*place):
+        asked.append(place)
+        return Batch(torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.int64))
+
+    text = SimpleNamespace(lines=[], identity={}, batch=batch)
+    loader = PromptLoader(Prompts("p", [], 1, 0), Nothing(), 8, None, [], {}).beside(text)
+    run = material.config(ppo={**text_of(material)}, objective={"name": "ppo"})
+    found = pretraining.of(run, loader, SimpleNamespace(dp=SimpleNamespace(rank=1, size=2)))
+    found.batch(3)
+    assert asked == [(3, 1, 2)] and found.coefficient == 2.0
 
 
 @pytest.mark.slow
