@@ -1,8 +1,9 @@
 """A module of one's own over several processes: ToyModel of PyTorch's tutorials, 10 -> 32 -> 5, its
-first layer by columns and its second by rows. Every layout prints the same losses.
+first layer by columns and its second by rows. Every layout prints the same losses, and goes on from
+what any other has saved.
 
     python examples/toymodel.py
-    torchrun --nproc-per-node 4 examples/toymodel.py --tp 2
+    torchrun --nproc-per-node 4 examples/toymodel.py --tp 2 --folder runs/toy
 """
 
 import argparse
@@ -14,8 +15,6 @@ from torch import nn
 
 import dolmen
 from dolmen.core.mesh import SINGLE, Mesh, grid
-from dolmen.optim.config import OptimizerConfig
-from dolmen.training import modules
 
 PLAN = {"net1": "columns", "net2": "rows"}
 BATCH = 16
@@ -30,31 +29,31 @@ class ToyModel(nn.Module):
         return self.net2(self.net1(x).relu())
 
 
-def train(mesh: Mesh, zero: int = 0, steps: int = 10) -> list[float]:
-    """The losses of steps on random data."""
+def train(mesh: Mesh, zero: int = 0, steps: int = 10, folder: str | None = None) -> list[float]:
+    """The losses of the steps, of 20 at most, that the checkpoint in `folder` has not made."""
     torch.manual_seed(0)
     model = dolmen.parallelize(ToyModel(), PLAN, mesh, zero=zero)
-    optimizer = modules.adamw(model, OptimizerConfig(lr=1e-2))
-    data = torch.randn(steps, BATCH, 15)  # of the whole batch; a rank of dp takes its rows
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)  # or any other, after parallelize
+    made = dolmen.restore(folder, model, optimizer, mesh) if folder else 0
+    data = torch.randn(20, BATCH, 10, generator=torch.Generator().manual_seed(1))
     rows = slice(mesh.dp.rank * BATCH // mesh.dp.size, (mesh.dp.rank + 1) * BATCH // mesh.dp.size)
     losses = []
-    for batch in data[:, rows]:
-        loss = (model(batch[:, :10]) - batch[:, 10:]).square().sum() / BATCH
-        whole = loss.detach().clone()
-        modules.step(model, optimizer, loss, mesh)
-        if mesh.dp.size > 1:
-            dist.all_reduce(whole, group=mesh.dp.group)
-        losses.append(float(whole))
+    for x in data[made:steps, rows]:
+        loss = (model(x) - x[:, :5]).square().sum() / BATCH  # of the whole batch
+        losses.append(dolmen.step(model, optimizer, loss, mesh).loss)
+    if folder:
+        dolmen.save(folder, model, optimizer, mesh, step=steps, keep=1)
     return losses
 
 
 if __name__ == "__main__":
     words = argparse.ArgumentParser()
     words.add_argument("--tp", type=int, default=1)
-    tp, mesh = words.parse_args().tp, SINGLE
+    words.add_argument("--folder")
+    asked, mesh = words.parse_args(), SINGLE
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
-        mesh = grid(dist.get_world_size() // tp, tp, torch.device("cpu"))
-    losses = train(mesh)
+        mesh = grid(dist.get_world_size() // asked.tp, asked.tp, torch.device("cpu"))
+    losses = train(mesh, folder=asked.folder)
     if mesh.first:
         print("losses:", *(f"{one:.6f}" for one in losses))

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from dolmen.core.mesh import SINGLE
+
 FOLDER = Path(__file__).parents[1] / "examples"
 PROGRAMS = sorted(FOLDER.glob("*.py"))
 
@@ -36,6 +38,14 @@ def test_train_and_export(examples):
     }
     ours, theirs = export.main(str(run))
     assert ours == theirs and ours.startswith(export.PROMPT) and len(ours) > len(export.PROMPT)
+
+
+def test_a_module_of_ones_own(examples):
+    import toymodel
+
+    whole = toymodel.train(SINGLE)
+    begun = toymodel.train(SINGLE, steps=4, folder="toy")
+    assert begun + toymodel.train(SINGLE, folder="toy") == whole and whole[-1] < whole[0]
 
 
 @pytest.mark.spawn

@@ -15,6 +15,7 @@ ROWS = (
     "tests/conversion/test_source.py",
     "tests/families/test_over_layouts.py",
     "tests/planning/test_dryrun.py",
+    "tests/training/test_modules.py",
     "tests/training/test_reads.py",
 )
 

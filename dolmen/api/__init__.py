@@ -1,12 +1,12 @@
 """Dolmen from Python: what the commands do, as functions of the same names, with the same checks
-and messages; and `parallelize`, which has no command.
+and messages; and `parallelize`, `step`, `save` and `restore` of modules, which have no command.
 """
 
 from dolmen.api.comparisons import diff, verify
 from dolmen.api.conversions import convert, export
 from dolmen.api.evaluations import evaluate, evaluate_tasks
 from dolmen.api.models import Model, generate, load
-from dolmen.api.modules import parallelize
+from dolmen.api.modules import parallelize, restore, save, step
 from dolmen.api.plans import dryrun, plan, plan_inference
 from dolmen.api.runs import show, train
 from dolmen.api.vocabularies import (
@@ -31,7 +31,10 @@ __all__ = [
     "parallelize",
     "plan",
     "plan_inference",
+    "restore",
+    "save",
     "show",
+    "step",
     "tokenize",
     "train",
     "train_vocabulary",

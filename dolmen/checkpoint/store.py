@@ -49,14 +49,17 @@ class Checkpoints:
 
     `save`, `finish`, `put_aside`, `load` and `together` are called by all ranks at the same point;
     the rest is local. One save is in progress at a time, by one run. Call `finish` before the
-    process group is destroyed.
+    process group is destroyed. `group`: of all ranks, over CPU tensors, on which nothing else is
+    sent while a save is in progress; by default a new one.
     """
 
-    def __init__(self, folder: Path, mesh: Mesh, keep: int):
+    def __init__(self, folder: Path, mesh: Mesh, keep: int, group: dist.ProcessGroup | None = None):
         self.folder, self.keep = Path(folder), keep
         self.pinned = staging.pinned_for(mesh.device)
         self._saving: tuple[int, Future] | None = None
-        self._group = groups.background(timedelta(hours=1)) if mesh.grid is not None else None
+        if group is None and mesh.grid is not None:
+            group = groups.background(timedelta(hours=1))
+        self._group = group
         self._rank = 0 if self._group is None else dist.get_rank(self._group)
         if self._group is None:
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)

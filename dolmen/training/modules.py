@@ -1,20 +1,46 @@
-"""Training of a module that is not the house's decoder, split by parallel/styles.py: the end of a
-step as step.py makes it, with the optimizer that any run has, whose tensors are those of any
-checkpoint (optim/optimizer.py: prime, tensors).
+"""Training of a module that is not the house's decoder, split by parallel/styles.py: a step as
+step.py ends it, with any optimizer of torch, and checkpoints that any layout reads.
+
+    model/NAME       a parameter, or a buffer that the module's state_dict has
+    KIND/NAME        what the optimizer keeps of it under the name KIND, as exp_avg; a parameter of
+                     one mesh is cut as it is, so another layout reads its own part
+    state.json       the step, and what is a number there and no tensor
 """
 
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
 import torch
+import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from dolmen.checkpoint.safe import Reader
+from dolmen.checkpoint.store import Checkpoints
+from dolmen.core import collectives, groups, state
 from dolmen.core.mesh import Mesh
 from dolmen.optim.config import OptimizerConfig
 from dolmen.optim.optimizer import KINDS, AdamW
 from dolmen.parallel import data
 
+MODEL = "model/"
+NUMBERS = "numbers"
+
+
+class Stepped(NamedTuple):
+    """What a step tells, the same on every rank."""
+
+    loss: float
+    """Of the whole batch: the sum of all that ranks of dp gave."""
+    grad_norm: float
+    """Over all parameters of the whole module, before it was clipped."""
+
 
 def adamw(module: nn.Module, config: OptimizerConfig) -> AdamW:
-    """AdamW of what is trained; matrices decay, and vectors do not."""
+    """AdamW of what is trained, as a run has it; matrices decay, and vectors do not. An update
+    takes a tenth of the time of torch's own over parameters that are split (optim/optimizer.py).
+    """
     trained = [p for p in module.parameters() if p.requires_grad]
     groups = [
         {
@@ -36,22 +62,171 @@ def adamw(module: nn.Module, config: OptimizerConfig) -> AdamW:
 def step(
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
-    loss: Float[Tensor, ""],
+    loss: Float[Tensor, ""] | Iterable[Float[Tensor, ""]],
     mesh: Mesh,
     clip: float = 1.0,
-) -> float:
+) -> Stepped:
     """Backward from this rank's share of the loss, which has been divided by the count of the whole
-    batch, gradients clipped at `clip` (0: not), update; the norm before. Every rank calls it, and
-    the norm is of the world. One that is not finite changes no parameter.
+    batch, gradients summed over dp, the norm of all of them clipped at `clip` (0: not), update.
+    Several losses, of microbatches, are gone through one by one, and their gradients cross dp once.
+
+    Every rank calls it. A loss or norm that is not finite changes no parameter. Raises ValueError,
+    with nothing changed, for a `clip` below 0, and where there is no loss.
     """
-    reduction = data.Reduction(module, 0, False)
-    reduction.before_backward([module], True, True)
-    loss.backward()
+    if not clip >= 0:
+        raise ValueError(f"clip is {clip}: it must be at least 0, which clips nothing")
+    total = _backward(module, loss, mesh)
     parameters = [p for p in module.parameters() if p.requires_grad]
     norm = data.gradient_norm(parameters, mesh)
     if clip > 0:
         data.scale_gradients(parameters, (clip / (norm + 1e-6)).clamp(max=1.0))
-    if norm.isfinite():
+    told = torch.stack([collectives.reduce_scalar(total, mesh.dp), norm])
+    if told.isfinite().all():
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return float(norm)
+    return Stepped(*told.tolist())
+
+
+def _backward(module: nn.Module, loss: Tensor | Iterable[Tensor], mesh: Mesh) -> Float[Tensor, ""]:
+    """Whole gradients of the loss, or of all of several, and its sum on this rank, in fp64."""
+    if isinstance(loss, Tensor):
+        reduction = data.Reduction(module, 0, False)
+        reduction.before_backward([module], True, True)
+        loss.backward()
+        return loss.detach().double()
+    # which is the last one is known after it: gradients wait, as those of a split backward do
+    reduction, total = data.Reduction(module, 0, True), None
+    for one in loss:
+        one.backward()
+        seen = one.detach().double()
+        total = seen if total is None else total + seen
+    if total is None:
+        raise ValueError("a step of no microbatch: give a loss, or several")
+    reduction.after_weights(True)
+    return total
+
+
+def save(
+    folder: str | Path,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    mesh: Mesh,
+    step: int,
+    keep: int = 0,
+) -> None:
+    """Write the checkpoint of `step` into `folder`, whole or not at all: the module, and all that
+    the optimizer keeps of each parameter. Of those there the `keep` newest stay (0: all). Every
+    rank calls it. Raises ValueError for an optimizer that keeps anything but tensors and numbers of
+    its parameters, and NotSaved.
+    """
+    tensors, numbers = _kept(module, optimizer)
+    _store(folder, mesh, keep).save(step, tensors, {"step": step, NUMBERS: numbers}, wait=True)
+
+
+def restore(
+    folder: str | Path, module: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh
+) -> int:
+    """Fill module and optimizer from the newest checkpoint in `folder`, whatever layout has saved
+    it; the step that it is of, or 0, with nothing changed, where there is none. Options of the
+    optimizer, its learning rate too, stay as they are. Every rank calls it. Raises KeyError for
+    another module, ValueError for other shapes and for another kind of optimizer, Damaged.
+    """
+    store = _store(folder, mesh)
+    newest = store.newest()
+    store.together(newest or 0, lambda: None)  # a rank may see another folder than the others
+    if newest is None:
+        return 0
+    stored = set(store.together(newest, lambda: sorted(Reader(store.path(newest)).stored))[0])
+    numbers = store.meta(newest).get(NUMBERS, {})
+    kept = {n for n in stored if not n.startswith(MODEL)} | {*numbers}
+    _begin(optimizer)
+    tensors, own = _kept(module, optimizer)
+    theirs, ours = ({_kind(n) for n in some} for some in (kept, {*tensors, *own}))
+    if kept and theirs != ours - {_kind(MODEL)}:
+        raise ValueError(
+            f"{store.path(newest)} was saved with an optimizer that keeps {sorted(theirs)}, and "
+            f"{type(optimizer).__name__} keeps {sorted(ours - {_kind(MODEL)})}: use the same one"
+        )
+    # a parameter that no gradient has reached yet has no state
+    store.load(newest, {n: t for n, t in tensors.items() if n in stored or n.startswith(MODEL)})
+    for name, p in _named(module, optimizer).items():
+        mine = optimizer.state[p]
+        for kind in [*mine]:
+            if f"{kind}/{name}" in numbers:
+                mine[kind] = numbers[f"{kind}/{name}"]
+            elif f"{kind}/{name}" not in stored:
+                del mine[kind]
+        if not mine:
+            del optimizer.state[p]
+    return newest
+
+
+def _kind(name: str) -> str:
+    return name.partition("/")[0]
+
+
+def _store(folder: str | Path, mesh: Mesh, keep: int = 0) -> Checkpoints:
+    """On one group of all ranks, however often it is made: each call waits for its own save."""
+    group = None
+    if mesh.grid is not None:
+        group = groups.group_of(list(range(dist.get_world_size())), "dolmen checkpoints of modules")
+    return Checkpoints(Path(folder), mesh, keep, group)
+
+
+def _named(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
+    """What the optimizer updates, by its name in the module. Raises ValueError."""
+    names = {p: name for name, p in module.named_parameters()}
+    found = [p for group in optimizer.param_groups for p in group["params"]]
+    if strange := [p for p in found if p not in names]:
+        raise ValueError(
+            f"{len(strange)} of {len(found)} parameters of the optimizer are none of the module's: "
+            "make it after dolmen.parallelize, which puts others in their place"
+        )
+    return {names[p]: p for p in found}
+
+
+def _kept(
+    module: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and numbers of a checkpoint, by name, at rest. Raises ValueError."""
+    for unit in data.units(module):
+        unit.reshard()  # after a forward without backward it shows what was gathered
+    saved = module.state_dict().keys()
+    tensors = {f"{MODEL}{name}": p for name, p in module.named_parameters()}
+    tensors |= {f"{MODEL}{name}": b for name, b in module.named_buffers() if name in saved}
+    numbers: dict[str, Any] = {}
+    for name, p in _named(module, optimizer).items():
+        for kind, value in optimizer.state.get(p, {}).items():
+            whole = isinstance(value, Tensor) and (
+                value.ndim == 0 or state.is_part(type(value)) == state.is_part(type(p))
+            )
+            if whole:
+                tensors[f"{kind}/{name}"] = value
+            elif isinstance(value, (int, float)):
+                numbers[f"{kind}/{name}"] = value
+            elif value is not None:
+                raise ValueError(
+                    f"{type(optimizer).__name__} keeps a {type(value).__name__} as {kind} of "
+                    f"{name}, and not a number or a tensor that lies as the parameter does: no "
+                    "other layout could read it"
+                )
+    return tensors, numbers
+
+
+@torch.no_grad()
+def _begin(optimizer: torch.optim.Optimizer) -> None:
+    """Let the optimizer make its state, by a step of length 0 with gradients of 0, so that a
+    checkpoint has a place to be read into.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    held = [p.grad for p in parameters]
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+    for p in parameters:
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    for p, grad in zip(parameters, held, strict=True):
+        p.grad = grad
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
