@@ -24,10 +24,13 @@ from dolmen.core.paths import refuse_empty
 from dolmen.families import start as models
 from dolmen.files import gate, kinds
 from dolmen.planning.config import DryrunConfig, DryrunRequest
+from dolmen.recipes import RECIPES
 from dolmen.recipes.named import begun, described, named, otherwise_long
+from dolmen.training.config import RunConfig
 from dolmen.training.request import Handling, Request
 
 T = TypeVar("T", Handling, DryrunConfig)
+ALL = "--all"  # beside --help: every option
 NEUTRAL = "pretrain"  # the recipe of a help that names none
 
 
@@ -103,7 +106,11 @@ def parse_run(verb: str, argv: list[str]) -> Request | DryrunRequest:
     name = words[0] if words else NEUTRAL
     init = last(argv, "init")
     run = described(name) if verb == "dryrun" else named(name, here=not helped, init=init)
-    if not helped:
+    if helped:
+        if verb == "train" and words and ALL not in argv:
+            _show_short(name, run)
+        argv = [word for word in argv if word != ALL]
+    else:
         run = begun(otherwise_long(run, said(argv)), init)
     start = models.start(run.model, last(argv, *model_options.MODEL_TYPE))
     family = start.model.family
@@ -118,6 +125,15 @@ def parse_run(verb: str, argv: list[str]) -> Request | DryrunRequest:
     if verb == "dryrun":
         return DryrunRequest(asked, _part(DryrunConfig, options))
     return Request.of(asked, _part(Handling, options), name)
+
+
+def _show_short(name: str, run: RunConfig) -> None:
+    """Show the short help of a recipe that has one, and exit with 0."""
+    from dolmen.cli import short  # of few words
+
+    if name in short.SHORT:
+        print(short.text(name, " ".join((RECIPES[name].__doc__ or "").split()), run))
+        raise SystemExit(0)
 
 
 def _part(cls: type[T], options: Any) -> T:

@@ -21,6 +21,7 @@ from dolmen.cli.command import parse_run, read, take
 from dolmen.cli.options import PARTS, DryrunOptions, TrainOptions, run_options
 from dolmen.cli.options import VERBS as VERB_OPTIONS
 from dolmen.cli.parse import names
+from dolmen.cli.short import SHORT
 from dolmen.conversion import hf, source
 from dolmen.core.config import to_dict
 from dolmen.core.errors import BadInput
@@ -459,6 +460,34 @@ def test_every_option_is_explained():
     nothing_named = dolmen("train", "--help").out
     assert "Recipe or YAML file. (required)" in nothing_named
     assert not re.search(r"\bpretrain\b", nothing_named)
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_a_recipe_of_tuning_has_a_short_help(name):
+    """A screen of it: fifteen options that there are, with the recipe's own defaults, and a command
+    that parses; and with --all every option.
+    """
+    shown = dolmen("train", name, "--help")
+    found = re.findall(r"(?m)^  --(\S+)", shown.out)
+    assert shown.code == 0 and found == [*SHORT[name].options] and len(found) <= 15
+    assert {*found} <= {*TRAIN} and SHORT[name].needed <= {*found}
+    assert max(map(len, shown.out.splitlines())) <= 100 and SHORT[name].example in shown.out
+    recipe = to_dict(RECIPES[name]())
+    assert "(needed)" in shown.out
+    assert f"[{recipe['optimizer']['lr']:g}]" in shown.out
+    assert f"[{recipe['train']['global_batch_size']}]" in shown.out
+    words = shlex.split(SHORT[name].example)
+    assert words[:3] == ["dolmen", "train", name]
+    assert {word.removeprefix("--") for word in words if word.startswith("--")} <= {*found}
+    assert {f"--{one}" for one in SHORT[name].needed} <= {*words}
+    whole = dolmen("train", name, "--help", "--all")
+    assert whole.code == 0 and options(whole.out) == TRAIN
+
+
+def test_the_short_help_of_ppo_has_the_defaults_of_its_start():
+    alone = dolmen("train", "ppo", "--help").out
+    begun = dolmen("train", "ppo", "--init", "model", "--help").out
+    assert "[0.003]" in alone and "[1e-06]" in begun and "[python-standard-library]" not in begun
 
 
 def test_choices_and_defaults_of_a_model_are_shown():

@@ -1,0 +1,188 @@
+"""The help of a recipe that teaches a trained model: one command, and the few options that decide
+what comes of it, a line each, with the recipe's own defaults. `--help --all` lists every option.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from textwrap import wrap
+from typing import Any
+
+from dolmen.core.config import to_dict
+from dolmen.training.config import RunConfig
+from dolmen.training.request import Handling
+
+INIT = {"init": "the model to start from: a directory, a hub id or a run"}
+LENGTH = {
+    "train.epochs": "passes over the data; or --train.steps, or --train.tokens",
+    "train.sequence-length": "tokens of a sequence; unset, 512, or all that the model reads",
+    "train.global-batch-size": "sequences of an update",
+    "train.microbatch-size": "of these at once per process; fewer take less memory",
+}
+DRAWN = {
+    "train.steps": "updates; unset, one pass over the prompts",
+    "train.global-batch-size": "answers that an update learns from",
+    "train.microbatch-size": "of these at once per process; fewer take less memory",
+}
+RATE = {"optimizer.lr": "the peak learning rate; adapters take ten times as much"}
+ADAPTER = {"adapter.rank": "train LoRA of this rank in place of all weights"}
+MACHINE = {
+    "train.dtype": "what is computed in: float32, bfloat16, float16",
+    "layout.tp": "processes that share every layer",
+}
+EXPORT = {"finish.export": "write the end as a transformers directory, OUT/hf"}
+OUT = {"out": "folder of the run; unset, runs/NAME"}
+ANSWERS = {
+    "rollout.max-new-tokens": "tokens of an answer, at most",
+    "rollout.temperature": "of what is drawn, and of what is learned from",
+}
+REWARD = {"reward": "gsm8k, exact, regex:X, stub, MODULE:FUNCTION or a reward model"}
+
+
+@dataclass(frozen=True)
+class Short:
+    """What the help of a recipe begins with."""
+
+    example: str
+    options: Mapping[str, str]
+    """Each with a line of its own words."""
+    needed: frozenset[str]
+    """Of these, without which there is no run."""
+    note: str = ""
+
+
+SHORT = {
+    "sft": Short(
+        "dolmen train sft --init Qwen/Qwen3-0.6B --data.path chats.jsonl --finish.export",
+        {
+            **INIT,
+            "data.path": "rows with `messages`, `conversations` or `instruction`",
+            "data.template": "of chats, where the tokenizer has none: a file, chatml, alpaca",
+            "data.train-on": "what is learned: assistant, last or everything",
+            "data.validation-fraction": "share of the chats that is held out",
+            **LENGTH,
+            **RATE,
+            **ADAPTER,
+            **MACHINE,
+            **EXPORT,
+            **OUT,
+        },
+        frozenset({"init", "data.path"}),
+    ),
+    "reward": Short(
+        "dolmen train reward --init runs/sft --data.path pairs.jsonl --finish.export",
+        {
+            **INIT,
+            "data.path": "rows with `chosen` and `rejected`, and a `prompt`",
+            "objective.margin": "by how much the chosen answer is to be ahead; unset, 0",
+            "objective.center": "what scores that are not about 0 cost",
+            "data.validation-fraction": "share of the pairs that is held out",
+            **LENGTH,
+            **RATE,
+            **ADAPTER,
+            **MACHINE,
+            **EXPORT,
+            **OUT,
+        },
+        frozenset({"init", "data.path"}),
+    ),
+    "dpo": Short(
+        "dolmen train dpo --init runs/sft --data.path pairs.jsonl --finish.export",
+        {
+            **INIT,
+            "data.path": "rows with `chosen` and `rejected`, and a `prompt`",
+            "objective.kind": "sigmoid, ipo, hinge, robust, sppo, exo, simpo, orpo, kto",
+            "objective.beta": "the smaller, the further from the reference it may go",
+            "objective.reference": "what is compared with; unset, the model at the start",
+            **LENGTH,
+            **RATE,
+            **ADAPTER,
+            **MACHINE,
+            **EXPORT,
+            **OUT,
+        },
+        frozenset({"init", "data.path"}),
+    ),
+    "grpo": Short(
+        "dolmen train grpo --init runs/sft --data.path questions.jsonl --reward gsm8k",
+        {
+            **INIT,
+            "data.path": "rows with a `prompt` or `messages`",
+            **REWARD,
+            "rollout.samples": "answers to each prompt, which are compared with each other",
+            **ANSWERS,
+            "rollout.kind": "the loss: grpo, bnpo, dr-grpo, dapo, gspo or cispo",
+            "rollout.beta": "weight of the KL from the start, in the loss",
+            **DRAWN,
+            **RATE,
+            **ADAPTER,
+            "layout.tp": MACHINE["layout.tp"],
+            **OUT,
+        },
+        frozenset({"init", "data.path", "reward"}),
+    ),
+    "ppo": Short(
+        "dolmen train ppo --init runs/sft --data.path questions.jsonl --reward runs/reward/hf",
+        {
+            "init": "the model to start from; unset, a small one that knows nothing",
+            "data.path": "rows with a `prompt` or `messages`",
+            **REWARD,
+            "critic.init": "what the critic begins as; unset, as the model itself",
+            **ANSWERS,
+            "rollout.epochs": "how often the answers of a phase are learned from",
+            "ppo.kl-coef": "what a nat of KL from the start takes from the reward",
+            **DRAWN,
+            **RATE,
+            "critic.lr": "the critic's own; unset, as --optimizer.lr",
+            "layout.tp": MACHINE["layout.tp"],
+            **OUT,
+        },
+        frozenset({"reward"}),
+        "With --init other numbers are usual: dolmen train ppo --init MODEL --help shows them.",
+    ),
+}
+"""Of recipes that people come to with a model and data of their own."""
+
+
+def text(name: str, about: str, run: RunConfig) -> str:
+    """The short help of the recipe `name`, which does `about`, with the defaults of `run`."""
+    short = SHORT[name]
+    width = max(map(len, short.options)) + 2
+    known = to_dict(run) | to_dict(Handling())
+    lines = []
+    for option, words in short.options.items():
+        value = _value(known, option)
+        told = " (needed)" if option in short.needed and not value else value and f" [{value}]"
+        lines.append(f"  --{option:{width}}{words}{told}")
+    return "\n".join(
+        [
+            f"usage: dolmen train {name} [OPTIONS]",
+            "",
+            *wrap(f"{name}: {about}.", 96),
+            "",
+            f"  {short.example}",
+            "",
+            "The options that matter most, and in [] their defaults:",
+            "",
+            *lines,
+            "",
+            *([short.note] if short.note else []),
+            f"dolmen train {name} --help --all lists every option; docs/tuning.md tells the rest.",
+        ]
+    )
+
+
+def _value(known: Mapping[str, Any], option: str) -> str:
+    """As it is typed; nothing where it is unset."""
+    found: Any = known
+    for part in option.replace("-", "_").split("."):
+        found = found[part]
+    match found:
+        case None:
+            return ""
+        case bool():
+            return "yes" if found else "no"
+        case list() | tuple():
+            return " ".join(map(str, found))
+        case float():
+            return f"{found:g}"
+    return str(found)
