@@ -24,7 +24,7 @@ from dolmen.objectives.drawn import ADVANTAGE, OLD, Group, Undecided
 from dolmen.objectives.filling import Filling
 from dolmen.objectives.objective import Objective
 from dolmen.objectives.ppo import RETURN, VALUE, Clipped, ClippedUndecided, Expected
-from dolmen.objectives.preference import DPO, REFERENCE, ReferenceFree
+from dolmen.objectives.preference import DPO, KTO, REFERENCE, ReferenceFree
 from dolmen.objectives.reward import TARGET, Preferred, SquaredError
 from dolmen.ops.attention import Documents
 from dolmen.ops.positions import PositionIds
@@ -68,6 +68,8 @@ KINDS = {
     "dpo": Kind(FAMILIES["llama"], DPO(0.5)),
     "dpo, capped": Kind(CONFIGS["gemma2"], DPO(0.5)),
     "dpo, experts": Kind(FAMILIES["qwen3-moe"], DPO(0.5)),
+    # answers that are wanted or not, and beside each one to another prompt
+    "kto": Kind(FAMILIES["llama"], KTO(0.5, 1.0, 0.6), packed=True),
     "preferred": Kind(scalar(FAMILIES["llama"]), Preferred()),
     # several answers in each row
     "rewards": Kind(scalar(FAMILIES["llama"]), Preferred(0.1, 0.2), packed=True),
@@ -149,6 +151,21 @@ def packed(batch: Batch, mesh: Mesh) -> Batch:
     return made.with_positions(1)
 
 
+def wanted(batch: Batch, mesh: Mesh) -> Batch:
+    """Of the answers of `packed`, which lie side by side, those of one row, the first or the
+    second, are wanted or not by turns, and those of the other answer other prompts. By turns of the
+    pairs of rows the reference is further away: so z is over 0 in half of them.
+    """
+    first = mesh.dp.rank * len(batch.tokens)
+    rows = torch.arange(first, first + len(batch.tokens))[:, None]
+    number = (batch.starts == torch.arange(LENGTH)).cumsum(1)
+    side = torch.where((number + rows // 2) % 2 == 0, 1.0, -1.0).double()
+    own = rows % 2 == rows // 2 % 2
+    away = batch.numbers[REFERENCE] - 3 * (rows // 2 % 2)
+    numbers = {SIDE: torch.where(own, side, 0.0), REFERENCE: away}
+    return replace(batch, numbers={**batch.numbers, **numbers})
+
+
 def valued(batch: Batch) -> Batch:
     """With a value that moves by more than the clip in some tokens, and a return."""
     drawn = batch.numbers[TARGET]
@@ -164,7 +181,7 @@ def compared(train: TrainState, mesh: Mesh, layout: Layout, **dtypes) -> list[Ba
         return [typed(batch) for batch in given]
     if isinstance(train.objective, Expected):
         return [valued(batch) for batch in given]
-    if not isinstance(train.objective, (DPO, Group, Clipped)):
+    if not isinstance(train.objective, (DPO, KTO, Group, Clipped)):
         return given
     other = build(REFERENCE_MODEL, mesh, layout, train.schedule, **dtypes)
     initialize(other, REFERENCE_SEED)
@@ -190,6 +207,8 @@ def run(kind: str, mesh: Mesh, layout: Layout, **dtypes) -> Run:
     if KINDS[kind].text:
         read = table.batches(mesh, seed=TEXT_SEED)
         train.text = Text(KINDS[kind].text, lambda step: read[step])
+    if isinstance(objective, KTO):
+        given = [wanted(batch, mesh) for batch in given]
     return table.updates(train, mesh, given)
 
 
@@ -357,6 +376,7 @@ OBJECTIVES = [
     ),
     *rows("rewards", "cp2 pp2 acc4 zero1\ndp2 tp2 sp zero3 |\ncp4 gather |"),
     *rows("orpo", "cp2 tp2 sp acc4\npp2 dp2 acc4 zero3 |"),
+    *rows("kto", "cp2 pp2 acc4 zero1\ndp2 tp2 sp zero3 |\ncp4 gather |"),
     *rows("undecided", "cp2 tp2 sp acc4\npp2 dp2 acc4 zero3 |"),
     *rows(
         "filling",
