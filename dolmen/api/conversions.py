@@ -8,18 +8,27 @@ from dolmen.conversion.config import ConvertConfig, ExportConfig
 
 
 def export(
-    source: str | Path, to: str | Path, dtype: str | None = None, *, critic: bool = False
+    source: str | Path,
+    to: str | Path,
+    dtype: str | None = None,
+    *,
+    adapters: bool = False,
+    critic: bool = False,
 ) -> Path:
     """`dolmen export SOURCE --to TO`: write a run's newest whole checkpoint, or the checkpoint or
     model that SOURCE is, as a transformers directory, one tensor in memory at a time; `dtype`
-    float32, bfloat16 or float16, unset that of the model the run started from. Returns the folder.
-    Raises ValueError on bad input.
+    float32, bfloat16 or float16, unset that of the model the run started from. `adapters`: of a run
+    that has any these alone, as PEFT writes them. Returns the folder. Raises ValueError on bad
+    input.
 
         dolmen.export("runs/book", to="model/", dtype="bfloat16")
     """
     with value_errors():
-        asked = asked_of(ExportConfig, source=source, to=to, dtype=dtype, critic=critic)
-        conversion.export_model(asked.source, Path(asked.to), asked.dtype, critic=asked.critic)
+        said = {"dtype": dtype, "adapters": adapters, "critic": critic}
+        asked = asked_of(ExportConfig, source=source, to=to, **said)
+        conversion.export_model(
+            asked.source, Path(asked.to), asked.dtype, asked.adapters, asked.critic
+        )
     return Path(to)
 
 

@@ -148,8 +148,7 @@ def export_model(
     if critic:
         opened = _critic(opened)
     if adapters:
-        peft.write(opened, to, DTYPES[dtype or "float32"])
-        return f"the adapters of {opened.title}"
+        return peft.write(opened, to, DTYPES[dtype or "float32"])
     unknown.warn(opened.model)
     wanted = DTYPES[dtype] if dtype else stated_dtype(opened.model)
     _state(opened, "hf")

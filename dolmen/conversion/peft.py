@@ -16,6 +16,7 @@ is the other.
 
 import json
 import os
+import warnings
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -197,10 +198,10 @@ def _modules(model: Model) -> dict[str, str]:
     return whole
 
 
-def write(run: object, folder: Path, dtype: torch.dtype) -> None:
-    """The adapters of a run, as tensors of `dtype`, into a folder that is not there yet or empty.
-    Raises ValueError for a source without any, for those that PEFT has another form for, and for a
-    folder that has anything in it.
+def write(run: object, folder: Path, dtype: torch.dtype) -> str:
+    """The adapters of a run, as tensors of `dtype`, into a folder that is not there yet or empty;
+    what they are, and what they were trained beside. Raises ValueError for a source without any,
+    for those that PEFT has another form for, and for a folder that has anything in it.
     """
     if not isinstance(run, RunCheckpoint) or run.adapter is None:
         raise ValueError("the source has no adapters: leave out --adapters")
@@ -238,6 +239,16 @@ def write(run: object, folder: Path, dtype: torch.dtype) -> None:
         "inference_mode": True,
     }
     (folder / CONFIG).write_text(json.dumps(said, indent=2) + "\n")
+    base = "the weights it began with" if run.init is None else run.init
+    told = f"the adapters of {run.title}, which were trained beside {base}"
+    if form.frozen != "whole":
+        warnings.warn(
+            f"{told} rounded to {form.frozen} (--adapter.frozen): beside its own weights, which "
+            "that put off by half a scale at most, they are another model by as much; without "
+            "--adapters the rounded weights are written, with the adapters merged, as was trained",
+            stacklevel=3,
+        )
+    return told
 
 
 @dataclass(frozen=True)

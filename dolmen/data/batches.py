@@ -149,9 +149,19 @@ class Loader(ABC):
         return self.mixture.epochs(self.first(step))
 
     @property
+    def unit(self) -> str:
+        """What is predicted, one by one."""
+        return "token"
+
+    @property
     def validation_tokens(self) -> int:
         """Predictions of a full validation."""
         return self.validation.tokens
+
+    def validation_share(self, sequence_length: int) -> tuple[float, int]:
+        """The share of all that is held out, and how many of its units a batch has."""
+        total = self.validation_tokens + sum(len(part.stream) for part in self.mixture.parts)
+        return self.validation_tokens / max(1, total), self.global_batch_size * sequence_length
 
     @property
     def validation_bytes(self) -> int | None:

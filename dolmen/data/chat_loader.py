@@ -27,6 +27,17 @@ class ChatLoader(Loader):
     mixture: Rows
     validation: Rows
 
+    @property
+    def unit(self) -> str:
+        return "answer" if self.validation.say == "end" else "token"
+
+    def validation_share(self, sequence_length: int) -> tuple[float, int]:
+        if self.unit == "token":
+            return super().validation_share(sequence_length)
+        training, held = len(self.mixture.chosen), len(self.validation.chosen)
+        batch = self.global_batch_size * training / len(self.mixture.rows)
+        return held / (training + held), round(batch)
+
     def batch(self, step: int, rank: int = 0, ranks: int = 1) -> Batch:
         rows = self.rows(ranks)
         return self.mixture.batch(self.mixture.read(self.first(step) + rank * rows, rows))

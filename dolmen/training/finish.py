@@ -78,8 +78,12 @@ def _validation(run: RunConfig, outcome: dict) -> str:
     read, held, step = (outcome[n] for n in ("val_tokens", "held_out_tokens", "val_step"))
     tokens = f"{read:,}" if read == held else f"{read:,} of {held:,}"
     when = "" if step == outcome["steps"] else f", after step {step}"
-    unit = "nats per token" if run.objective.name == "tokens" else "per pair"
-    return f"{outcome['val_loss']:.4f} {unit} on {tokens} held-out tokens{when}"
+    objective = run.objective
+    unit = {"tokens": "nats per token", "reward": "per pair"}.get(
+        objective.name, "per answer" if objective.kind == "kto" else "per pair"
+    )
+    of = "answers" if objective.name == "reward" else "tokens"
+    return f"{outcome['val_loss']:.4f} {unit} on {tokens} held-out {of}{when}"
 
 
 def _summary(run: RunConfig, outcome: dict, out: Path, report) -> Table:

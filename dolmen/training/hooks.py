@@ -38,6 +38,7 @@ from dolmen.training import (
     history,
     metrics,
     report,
+    warn,
 )
 from dolmen.training.config import RunConfig
 from dolmen.training.history import History
@@ -88,6 +89,7 @@ class Hooks:
         # by the starts before
         self.skipped = state.step - state.updates - min(state.step, state.waits)
         self.skipped_in_a_row, self.finite = 0, True
+        self.disagreed = False  # trainer and generator have, which is said once
         self.record = metrics.MetricsFile(out / "metrics.jsonl", state.step) if mesh.first else None
         self.history = History(out / history.NAME if mesh.first else None)
         self.first, self.tenth = state.step + 1, max(1, state.steps // 10)
@@ -129,6 +131,9 @@ class Hooks:
         self.skipped += m.skipped
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if m.skipped else 0
         self.finite = m.finite
+        if not self.disagreed and (told := warn.apart(self.run, self.loader.told, state.step - 1)):
+            self.disagreed = True
+            self.line.say(f"WARNING: {told}")
         if m.skipped:
             scale = f"; loss scale now {state.scale.value:g}" if state.scale.dynamic else ""
             self.line.say(f"step {state.step}: {self.reason(m)}, the step is skipped{scale}")
@@ -261,7 +266,8 @@ class Hooks:
             why = "; a short run reads no more, --log.validation-tokens 0 reads all"
         more = "".join(f", {name} {one:.4f}" for name, one in shown.items())
         self.line.say(
-            f"step {state.step}: validation loss {loss:.4f}{more} on {tokens:,}{part} tokens{why}"
+            f"step {state.step}: validation loss {loss:.4f}{more} on {tokens:,}{part} "
+            f"{self.loader.unit}s{why}"
         )
         for line in each.lines():
             self.line.say(f"  {line}")

@@ -1,6 +1,7 @@
 """What a run is warned of before its first step: it can be done, and is hardly what was meant."""
 
 import math
+from collections.abc import Mapping
 
 from dolmen.core.words import counted
 from dolmen.data import tokenizer as tokenizers
@@ -8,6 +9,7 @@ from dolmen.data.batches import Loader
 from dolmen.families.unknown import told
 from dolmen.training.config import RunConfig
 
+APART = "rollout/logprob_difference_of_allowed"
 UNUSED_SHARE, UNUSED_ROWS = 0.1, 128  # more is no padding: published models pad to 128 at most
 
 
@@ -96,16 +98,40 @@ def little_held_out(run: RunConfig, loader: Loader) -> str | None:
     """What to warn of where the validation says little: a fifth of the share that was asked for, or
     less than one batch. None also where nothing is to be held out.
     """
-    held = loader.validation_tokens
-    batch = run.train.global_batch_size * run.sequence_length
+    held, unit = loader.validation_tokens, loader.unit
+    share, batch = loader.validation_share(run.sequence_length)
     by_hash = run.data.validation is None and run.data.order == "dolmen"
     asked = run.data.validation_fraction if by_hash else 0.0
-    total = held + sum(len(part.stream) for part in loader.mixture.parts)
-    if not held or held >= max(batch, asked * total / 5):
+    if not held or (held >= batch and share >= asked / 5):
         return None
-    share = f" ({held / total:.2%} of the text, {asked:.2%} asked for)" if asked else ""
+    what = "text" if unit == "token" else f"{unit}s"
+    told = f" ({share:.2%} of the {what}, {asked:.2%} asked for)" if asked else ""
     knob = "a larger --data.validation-fraction, or give --data.validation" if asked else "more"
     return (
-        f"the validation text has {counted(held, 'token')}{share}, and a batch {batch:,}: its "
+        f"the validation text has {counted(held, unit)}{told}, and a batch {batch:,}: its "
         f"loss says little; use {knob}" + ("" if asked else " text in --data.validation")
+    )
+
+
+def apart(run: RunConfig, told: Mapping[str, float], step: int) -> str | None:
+    """What to warn of where trainer and generator say unlike log-probabilities of what was drawn
+    after `step`, by the numbers of a phase; None where they agree, or nothing is drawn.
+    """
+    if not told.get(APART, 0.0) > 1:
+        return None
+    found = (
+        f"after step {step} trainer and generator disagree: a log-probability is "
+        f"{told[APART]:.3g} times as far off as is allowed ({APART}), all of them by "
+        f"{told['rollout/logprob_difference']:.2g} in the mean"
+    )
+    if run.train.dtype != "float32":
+        return (
+            f"{found}. Rounding to {run.train.dtype} alone does so: --rollout.importance-cap 2 "
+            "weighs each token by what it is off, --train.dtype float32 shows whether there is more"
+        )
+    return (
+        f"{found}. In float32 nothing but a fault does so, and what is learned is not what was "
+        "drawn: look whether the number grows with the steps (weights that draw are stale: compare "
+        "--rollout.tp 1), with the length of answers (positions, or the cache), or with the layout "
+        "(compare one process), and whether `dolmen verify` of the export agrees"
     )

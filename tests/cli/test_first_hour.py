@@ -17,15 +17,19 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import dolmen as package
 from dolmen.core.words import choices
+from dolmen.data.batches import Loader
 from dolmen.families import Model
 from dolmen.families.unknown import without_effect
 from dolmen.serving import engine
 from dolmen.training.finish import _next, _summary
-from dolmen.training.warn import little_held_out, never_at_full_rate, unused_rows
+from dolmen.training.warn import APART, apart, little_held_out, never_at_full_rate, unused_rows
 
 
 class Held:
     """A loader, as far as `little_held_out` looks."""
+
+    unit, global_batch_size = "token", 1
+    validation_share = Loader.validation_share
 
     def __init__(self, held: int, trained: int):
         self.validation_tokens = held
@@ -253,6 +257,17 @@ def test_little_held_out_text_is_told(material, tmp_path):
     assert "(0.40% of the text, 25.00% asked for)" in little_held_out(run, Held(80, 19920))
     assert "use a larger --data.validation-fraction" in little_held_out(run, Held(999, 19001))
     assert little_held_out(run, Held(1000, 19000)) is None  # a fifth of a quarter
+
+
+def test_trainer_and_generator_that_disagree_are_told_with_what_to_look_at(material):
+    def told(off: float, dtype: str) -> str:
+        numbers = {APART: off, "rollout/logprob_difference": 0.01}
+        return apart(material.config(train={"dtype": dtype}), numbers, 6) or ""
+
+    assert apart(material.config(), {}, 6) is None and not told(1.0, "float32")
+    assert "after step 6 trainer and generator disagree" in told(1.1, "float32")
+    assert "--rollout.tp 1" in told(3, "float32") and "is 3 times as far" in told(3, "float32")
+    assert "Rounding to bfloat16 alone" in told(300, "bfloat16")
 
 
 def test_only_tokens_of_the_tokenizer_are_drawn(material, tmp_path):

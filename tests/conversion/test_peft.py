@@ -137,6 +137,7 @@ def test_peft_reads_what_a_run_has_learned(material, tmp_path):
     assert result.code == 0, result.err
     result = dolmen("export", tmp_path / "run", "--to", tmp_path / "peft", "--adapters")
     assert result.code == 0, result.err
+    assert f"trained beside {material.model}\n" in result.out
     said = json.loads((tmp_path / "peft" / folders.CONFIG).read_text())
     assert (
         said["use_rslora"]
@@ -160,6 +161,19 @@ def test_peft_reads_what_a_run_has_learned(material, tmp_path):
     assert again.code == 2 and "is not empty" in again.words
     none = dolmen("export", material.model, "--to", tmp_path / "none", "--adapters")
     assert none.code == 2 and "has no adapters" in none.words
+
+
+@pytest.mark.slow
+def test_an_export_says_that_the_base_was_rounded(material, tmp_path):
+    """PEFT puts the adapters beside the base as it is, and they were trained beside its int8."""
+    asked = ["train", "pretrain", "--init", material.model, "--data.path", material.docs]
+    asked += ["--data.cache", material.folder / "cache", "--out", tmp_path / "run"]
+    asked += ["--train.steps", 1, "--train.sequence-length", 16, "--train.global-batch-size", 4]
+    result = dolmen(*asked, "--adapter.rank", 2, "--adapter.frozen", "int8")
+    assert result.code == 0, result.err
+    with pytest.warns(UserWarning, match=r"beside .*/model rounded to int8 \(--adapter.frozen\)"):
+        result = dolmen("export", tmp_path / "run", "--to", tmp_path / "peft", "--adapters")
+    assert result.code == 0
 
 
 def change(folder, **fields):

@@ -43,7 +43,7 @@ def rows(out) -> list[dict]:
 @pytest.mark.slow
 def test_a_reward_grows_and_trainer_and_generator_agree(prompts, tmp_path):
     ended = dolmen(*options(prompts, tmp_path / "run", "--train.steps", 25))
-    assert ended.code == 0 and "reward 0." in ended.out
+    assert ended.code == 0 and "reward 0." in ended.out and "disagree" not in ended.out
     found = rows(tmp_path / "run")
     first, last = (
         sum(row["rollout/reward"] for row in some) / 3 for some in (found[:3], found[-3:])
@@ -65,7 +65,10 @@ def test_weights_that_are_stale_are_seen(prompts, tmp_path, monkeypatch):
         return self.model
 
     monkeypatch.setattr(Drawing, "refresh", once)
-    assert dolmen(*options(prompts, tmp_path / "run", "--train.steps", 4)).code == 0
+    ended = dolmen(*options(prompts, tmp_path / "run", "--train.steps", 4))
+    said = " ".join(ended.out.split())
+    assert ended.code == 0 and said.count("trainer and generator disagree") == 1
+    assert "weights that draw are stale: compare --rollout.tp 1" in said
     assert rows(tmp_path / "run")[-1]["rollout/logprob_difference_of_allowed"] > 10
 
 

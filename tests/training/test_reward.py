@@ -3,6 +3,7 @@ same scores.
 """
 
 import json
+import re
 import shutil
 
 import pytest
@@ -68,6 +69,8 @@ def test_a_run_and_its_scores(start, tmp_path):
     said = " ".join(first.out.split())
     assert "left out: 1 pair whose answers are equal" in said
     assert "left out: 1 pair with an answer that ends behind 48 tokens" in said
+    assert re.search(r"step 12: validation loss .* on \d+ answers", said)
+    assert "held-out answers" in said and "tokens, and a batch" not in said
     assert losses(out)[-1][1] < 0.2
     held = rows(out, "val_loss")[-1]
     assert held["val_accuracy"] == 1 and 0 <= held["val_calibration_error"] < 0.5
