@@ -1,6 +1,8 @@
 """The programs of examples/ do what their first lines say, and each is short."""
 
+import math
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -38,6 +40,23 @@ def test_train_and_export(examples):
     }
     ours, theirs = export.main(str(run))
     assert ours == theirs and ours.startswith(export.PROMPT) and len(ours) > len(export.PROMPT)
+
+
+@pytest.mark.command
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama_lora",
+        pytest.param("bloom", marks=pytest.mark.full),
+        pytest.param("gptj", marks=pytest.mark.full),
+    ],
+)
+def test_a_road_from_chats_to_a_reward(examples, name):
+    """Each its last run raises what its reward model gives."""
+    found = import_module(name).road("road")
+    assert all(map(math.isfinite, found)) and sum(found[-3:]) / 3 > found[0] + 0.2, found
+    assert ("llama" in name) == (examples / "road/adapters/adapter_model.safetensors").exists()
 
 
 def test_a_module_of_ones_own(examples):
