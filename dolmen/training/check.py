@@ -42,7 +42,8 @@ def check_run(run: RunConfig, processes: int | None, verify: bool = True) -> Run
     found = inputs.check_inputs(
         run.data, own, run.tree.vocab_size, run.sequence_length, verify=verify
     )
-    pretraining.check(run, found.tokenizer)
+    if run.ppo.pretraining_coef:
+        pretraining.check(run, found.tokenizer)
     if run.evaluate.asked:
         judged.check(run.evaluate, found.tokenizer, run.known_model)
     return run

@@ -68,8 +68,6 @@ def prepare(run: RunConfig, tokenizer: PreTrainedTokenizer, progress: bool, veri
 
 def check(run: RunConfig, tokenizer: PreTrainedTokenizer) -> None:
     """Raises ValueError for text that `prepare` would refuse before it reads all."""
-    if not run.ppo.pretraining_coef:
-        return
     try:
         inputs.check_inputs(
             _data(run, tokenizer), None, run.tree.vocab_size, run.sequence_length, verify=False
