@@ -17,7 +17,7 @@ WEIGHTS = ("desirable_weight", "undesirable_weight")
 
 OWN = {
     "tokens": (),
-    "dpo": ("beta", "kind", "label_smoothing", "reference", "margin", *WEIGHTS),
+    "dpo": ("beta", "kind", "label_smoothing", "rpo_alpha", "reference", "margin", *WEIGHTS),
     "reward": ("margin", "center"),
     "grpo": ("reference",),
     "ppo": ("reference",),
@@ -49,6 +49,11 @@ class ObjectiveConfig:
     """dpo: the share of pairs that are taken to be the wrong way round, of sigmoid, robust, exo and
     simpo.
     """
+    rpo_alpha: float = 0.0
+    """dpo: how much the chosen answer's likelihood itself counts, the mean over its tokens of
+    -log p; over 0 it cannot fall together with that of the rejected one. Of kinds that compare with
+    a reference answer by answer: neither simpo nor orpo, which has it, nor kto.
+    """
     reference: str | None = None
     """dpo: the model that is compared with: a transformers directory, a hub id or a run. Default:
     the model that the run begins with.
@@ -67,7 +72,7 @@ class ObjectiveConfig:
     def __post_init__(self):
         refuse_empty("objective.reference", self.reference)
         if self.name == "dpo":
-            check_dpo(self.beta, self.kind, self.label_smoothing)
+            check_dpo(self.beta, self.kind, self.label_smoothing, self.rpo_alpha)
         for field in fields(self):
             own = field.name in ("name", *OWN[self.name])
             if not own and getattr(self, field.name) != field.default:
@@ -109,7 +114,7 @@ class ObjectiveConfig:
         return {"tokens": None, "grpo": "prompts", "ppo": "prompts"}.get(self.name, "pairs")
 
 
-def check_dpo(beta: float, kind: str, label_smoothing: float) -> None:
+def check_dpo(beta: float, kind: str, label_smoothing: float, rpo_alpha: float = 0.0) -> None:
     """Raises ValueError for what no preference is trained by."""
     known = (*get_args(Kind), *get_args(Alone), *get_args(Single))
     if kind not in known:
@@ -120,4 +125,11 @@ def check_dpo(beta: float, kind: str, label_smoothing: float) -> None:
         raise ValueError(
             f"label_smoothing is {label_smoothing}: it is the share of pairs the wrong way round, "
             "so it must be 0 or more and below 0.5"
+        )
+    if not (math.isfinite(rpo_alpha) and rpo_alpha >= 0):
+        raise ValueError(f"rpo_alpha is {rpo_alpha}: it must be finite and at least 0")
+    if rpo_alpha and kind not in get_args(Kind):
+        raise ValueError(
+            f"rpo_alpha ({rpo_alpha}) is of {', '.join(get_args(Kind))}, and kind is {kind}: leave "
+            "it out, or use another kind"
         )

@@ -172,6 +172,7 @@ def dpo(
     beta: float = 0.1,
     kind: Kind = "sigmoid",
     label_smoothing: float = 0.0,
+    rpo_alpha: float = 0.0,
     lengths: Lengths | None = None,
 ) -> tuple[Float[Tensor, ""], Metrics]:
     """Direct preference optimisation and kin, mean over pairs, of log-probabilities summed over
@@ -191,13 +192,21 @@ def dpo(
     authors recommend; OpenRLHF, as in the paper, does not: lengths of 1 are that. Of exo, s = 0 is
     taken for 1e-3, as TRL did and its paper recommends: the target has no 0. The others know no s.
 
+    To any of them `rpo_alpha` adds what SFT of the chosen answer costs (2404.19733, equation 1),
+    rpo_alpha -log p(chosen) / |chosen|, which needs `lengths` too. TRL (`rpo_alpha`) has its mean
+    over all tokens of a batch in the place of that over pairs.
+
     Metrics: pairs.METRICS of the rewards beta c and beta r, and their means.
     """
     chosen, rejected = policy_chosen - reference_chosen, policy_rejected - reference_rejected
-    check_dpo(beta, kind, label_smoothing)
+    check_dpo(beta, kind, label_smoothing, rpo_alpha)
     if kind == "ipo" and lengths is None:
         raise ValueError("ipo divides log-ratios by tokens: give lengths=(chosen, rejected)")
     losses = losses_of(chosen, rejected, beta, kind, label_smoothing, lengths)
+    if rpo_alpha:
+        if lengths is None:
+            raise ValueError("rpo_alpha is of a mean over tokens: give lengths=(chosen, rejected)")
+        losses = losses - rpo_alpha * of_tokens(policy_chosen, lengths[0])
     return losses.mean(), pairs.told(beta * chosen, beta * rejected)
 
 
@@ -245,13 +254,14 @@ def compared(batch: Batch) -> None:
 
 
 def log_ratios(
-    hidden: Float[Tensor, "_ hidden"], head: Logits, found: pairs.Answers
+    said: Float[Tensor, "sequences _"], head: Logits, found: pairs.Answers
 ) -> Float[Tensor, "sequences documents"]:
-    """Of each answer, policy to reference, summed over its tokens."""
+    """Of each answer, policy to reference, summed over its tokens, of whose labels `said` is the
+    policy's log-probability.
+    """
     batch = found.batch
     real = head.here(batch.labels) != IGNORED
-    ratios = head.log_probabilities(hidden, batch.labels)
-    ratios = ratios - head.here(batch.numbers[REFERENCE]) * real
+    ratios = said - head.here(batch.numbers[REFERENCE]) * real
     return head.over_documents(ratios, found.document)
 
 
@@ -265,12 +275,13 @@ class DPO:
     beta: float = 0.1
     kind: Kind = "sigmoid"
     label_smoothing: float = 0.0
+    rpo_alpha: float = 0.0
 
     names: ClassVar[tuple[str, ...]] = pairs.METRICS
     head: ClassVar[type] = tree.Head
 
     def __post_init__(self):
-        check_dpo(self.beta, self.kind, self.label_smoothing)
+        check_dpo(self.beta, self.kind, self.label_smoothing, self.rpo_alpha)
 
     def count(self, batch: Batch) -> float:
         compared(batch)
@@ -278,9 +289,13 @@ class DPO:
 
     def __call__(self, hidden: Float[Tensor, "_ hidden"], head: Logits, batch: Batch) -> Judged:
         found = pairs.Pairs(batch)
-        c, r = found.sides(log_ratios(hidden, head, found))
+        said = head.log_probabilities(hidden, batch.labels)
+        c, r = found.sides(log_ratios(said, head, found))
         lengths = found.sides(found.lengths)
         losses = losses_of(c, r, self.beta, self.kind, self.label_smoothing, lengths)
+        if self.rpo_alpha:
+            chosen = found.sides(head.over_documents(said, found.document)).chosen
+            losses = losses - self.rpo_alpha * of_tokens(chosen, lengths.chosen)
         return found.judged(losses, pairs.Sides(self.beta * c, self.beta * r), head)
 
 
@@ -335,7 +350,8 @@ class KTO:
 
     def __call__(self, hidden: Float[Tensor, "_ hidden"], head: Logits, batch: Batch) -> Judged:
         found = pairs.Pairs(batch)
-        ratios, side = log_ratios(hidden, head, found), found.number(SIDE)
+        said = head.log_probabilities(hidden, batch.labels)
+        ratios, side = log_ratios(said, head, found), found.number(SIDE)
         first = side[0::2] != 0  # which of the two rows has the answer of the prompt
         own = torch.where(first, ratios[0::2], ratios[1::2])
         other = torch.where(first, ratios[1::2], ratios[0::2])

@@ -183,7 +183,7 @@ def objective_of(run: RunConfig) -> Objective:
     if asked.kind == "kto":
         return KTO(asked.beta, asked.desirable_weight, asked.undesirable_weight)
     if asked.name == "dpo":
-        return DPO(asked.beta, asked.kind, asked.label_smoothing)
+        return DPO(asked.beta, asked.kind, asked.label_smoothing, asked.rpo_alpha)
     if asked.name == "grpo":
         how = run.rollout
         return (Undecided if how.entropy else Group)(

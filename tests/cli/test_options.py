@@ -137,8 +137,8 @@ AFTER = f"""
     data.document-mask data.no-document-mask data.validation data.validation-fraction
     data.order data.masked-fraction data.rows data.template data.train-on data.packing
     data.no-packing data.split objective.name objective.beta objective.kind
-    objective.label-smoothing objective.reference objective.margin objective.desirable-weight
-    objective.undesirable-weight objective.center
+    objective.label-smoothing objective.rpo-alpha objective.reference objective.margin
+    objective.desirable-weight objective.undesirable-weight objective.center
     rollout.samples rollout.prompts rollout.epochs rollout.max-new-tokens rollout.temperature
     rollout.kind rollout.level rollout.clip-low rollout.clip-high rollout.beta rollout.advantage
     rollout.entropy rollout.scale rollout.reward-kl rollout.redraws rollout.overlong

@@ -65,7 +65,7 @@ KINDS = {
     "weights": Kind(FAMILIES["gpt2"], CrossEntropy()),
     # weights, and positions that are looked up: each example has its own
     "chats": Kind(FAMILIES["gpt2"], CrossEntropy(), packed=True),
-    "dpo": Kind(FAMILIES["llama"], DPO(0.5)),
+    "dpo": Kind(FAMILIES["llama"], DPO(0.5, rpo_alpha=0.3)),
     "dpo, capped": Kind(CONFIGS["gemma2"], DPO(0.5)),
     "dpo, experts": Kind(FAMILIES["qwen3-moe"], DPO(0.5)),
     # answers that are wanted or not, and beside each one to another prompt

@@ -176,6 +176,20 @@ def test_ipo_of_two_models():
     torch.testing.assert_close(loss, want)
 
 
+def test_dpo_with_the_likelihood_of_the_chosen():
+    """Per token of the answer that is preferred, here the second of the first pair."""
+    model = training(DPO()).model
+    side = torch.tensor([-1.0, -1.0, 1.0, 1.0])[:, None].expand(4, LENGTH)
+    given = replace(GIVEN, numbers={REFERENCE: torch.rand(4, LENGTH), SIDE: side})
+    with torch.no_grad():
+        alone, told = judged(DPO(0.3), model, given)
+        loss, same = judged(DPO(0.3, rpo_alpha=0.7), model, given)
+        found = model(given.tokens, lambda h, head: head.log_probabilities(h, given.labels))
+    means = found.sum(1) / (given.labels != IGNORED).sum(1)
+    torch.testing.assert_close(loss - alone, -0.7 * (means[1] + means[2]) / 2)
+    assert same == told
+
+
 def test_a_prompt_does_not_count():
     """Whatever numbers come with it."""
     model = training(DPO()).model

@@ -385,15 +385,18 @@ def of_pair(kind: str, c: float, r: float, lengths: tuple[int, int], beta: float
     }[kind]
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("smoothing, alpha", [(0.0, 0.0), (0.1, 0.0), (0.0, 0.7)])
 @pytest.mark.parametrize("kind", Kind.__args__)
-def test_dpo(kind, smoothing):
+def test_dpo(kind, smoothing, alpha):
     settings = dict(beta=0.4, kind=kind, label_smoothing=smoothing, lengths=LENGTHS)
+    settings["rpo_alpha"] = alpha
     given = [t.clone().requires_grad_() for t in (CHOSEN, REJECTED)]
     loss, told = preference.dpo(*given, FIRST, SECOND, **settings)
     c, r = (CHOSEN - FIRST).tolist(), (REJECTED - SECOND).tolist()
     lengths = zip(*(each.tolist() for each in LENGTHS), strict=True)
     want = [of_pair(kind, *pair, n, 0.4, smoothing) for *pair, n in zip(c, r, lengths, strict=True)]
+    likely = zip(CHOSEN.tolist(), LENGTHS[0].tolist(), strict=True)
+    want = [one - alpha * p / n for one, (p, n) in zip(want, likely, strict=True)]
     assert loss.item() == pytest.approx(fmean(want), rel=1e-13)
     assert torch.autograd.gradcheck(
         lambda a, b: preference.dpo(a, b, FIRST, SECOND, **settings)[0], given
@@ -494,6 +497,10 @@ REFUSED = {
         "label_smoothing is 0.5",
     ),
     "no beta": (lambda: preference.DPO(beta=0.0), "beta is 0.0"),
+    "no lengths of what is chosen": (
+        lambda: preference.dpo(CHOSEN, REJECTED, FIRST, SECOND, rpo_alpha=1.0),
+        "rpo_alpha is of a mean over tokens",
+    ),
 }
 
 

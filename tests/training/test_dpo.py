@@ -24,6 +24,7 @@ from dolmen.data.config import DataConfig
 from dolmen.data.loader import prepare_loader
 from dolmen.files.gate import Refused
 from dolmen.objectives.config import ObjectiveConfig
+from dolmen.objectives.preference import DPO
 from dolmen.ops.loss import IGNORED
 from dolmen.recipes import RECIPES
 from dolmen.training import reference, run
@@ -254,12 +255,19 @@ def test_other_kinds(pairs, tmp_path, kind):
         (("--data.rows", "chats"), "do not belong together"),
         (("--objective.label-smoothing", 0.5), "label_smoothing is 0.5"),
         (("--objective.beta", 0), "beta is 0.0"),
+        (("--objective.rpo-alpha", -1), "rpo_alpha is -1.0"),
+        (("--objective.rpo-alpha", 1, "--objective.kind", "orpo"), "kind is orpo"),
     ],
 )
 def test_what_is_refused(pairs, tmp_path, more, told):
     found = dolmen(*options(pairs, tmp_path / "a", *more))
     assert found.code == 2 and told in found.words, found.err
     assert not (tmp_path / "a").exists()
+
+
+def test_the_objective_that_is_asked_for(pairs):
+    asked = dict(beta=0.3, kind="exo", label_smoothing=0.1, rpo_alpha=0.7)
+    assert run.objective_of(made(pairs, **asked)[0]) == DPO(**asked)
 
 
 def test_options_of_dpo_are_of_dpo():
