@@ -1,59 +1,83 @@
-"""Negative controls of GRPO, over three seeds: what is claimed of the sound run fails with each
-fault of faults.py.
+"""Negative controls of GRPO and PPO, over three seeds: what is claimed of the sound run fails with
+each fault of faults.py.
 
-    python -m benchmarks.rlhf.controls                 make rlhf-controls: all, a core each
-    python -m benchmarks.rlhf.controls NAME SEED       one of them, in this process
+    python -m benchmarks.rlhf.controls                            make rlhf-controls: all
+    python -m benchmarks.rlhf.controls --recipe ppo --seed 0      some of them
+    python -m benchmarks.rlhf.controls --here --recipe ppo --fault flipped --seed 0     in this
+                                                                  process
 
-Exit code 1 where a fault passes, or a sound run does not.
+Two side by side, a core each. Exit code 1 where a fault passes, or a sound run does not.
 """
 
+import argparse
+import itertools
 import subprocess
 import sys
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 from benchmarks.rlhf import page
-from benchmarks.rlhf.faults import FAULTS, SEEDS, WORDS, folder, put_in
+from benchmarks.rlhf.faults import FAULTS, SEEDS, UNHELD, folder, put_in
 from benchmarks.rlhf.outcomes import table
 from benchmarks.rlhf.stages import FOLDER, ROOT, STAGES
 from dolmen import cli
 
-CORES, STEPS = 2, 100
+CORES = 2
+NEEDED = {"grpo": "sft", "ppo": "reward"}
+"""Of each recipe the last stage of `make rlhf` that is behind it."""
 
 
-def train(name: str, seed: int) -> int:
+def train(recipe: str, name: str, seed: int) -> int:
     """In this process."""
-    more = ("--train.steps", str(STEPS), "--train.seed", str(seed), *WORDS.get(name, ()))
+    more = ("--train.seed", str(seed), *(UNHELD[recipe] if name == "no KL" else ()))
     with put_in(name):
-        return cli.main(STAGES["grpo"].command(folder(name, seed), more))
+        return cli.main(STAGES[recipe].command(folder(recipe, name, seed), more))
 
 
-def apart(of: tuple[str, int]) -> int:
+def apart(of: tuple[str, str, int]) -> int:
     """In a process of its own; what it says goes to a file beside its folder."""
-    name, seed = of
-    log = folder(name, seed).with_suffix(".log")
+    recipe, name, seed = of
+    log = folder(*of).with_suffix(".log")
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "w") as out:
-        words = [sys.executable, "-m", "benchmarks.rlhf.controls", name, str(seed)]
-        return subprocess.run(words, stdout=out, stderr=out, cwd=ROOT).returncode
+        words = ["--here", "--recipe", recipe, "--fault", name, "--seed", str(seed)]
+        command = [sys.executable, "-m", "benchmarks.rlhf.controls", *words]
+        return subprocess.run(command, stdout=out, stderr=out, cwd=ROOT).returncode
 
 
 def main() -> int:
-    if len(sys.argv) == 3:
-        return train(sys.argv[1], int(sys.argv[2]))
-    if not (FOLDER / "sft" / "summary.json").exists():
-        raise SystemExit("the controls begin with SFT's model: run `make rlhf` first")
-    every = [(name, seed) for name in FAULTS for seed in SEEDS]
+    parser = argparse.ArgumentParser(description="Faults with which the claims fail.")
+    parser.add_argument("--recipe", nargs="+", choices=list(UNHELD), default=list(UNHELD))
+    parser.add_argument("--fault", nargs="+", choices=FAULTS, default=FAULTS)
+    parser.add_argument("--seed", nargs="+", type=int, choices=SEEDS, default=SEEDS)
+    parser.add_argument("--here", action="store_true", help="in this process, without a page")
+    asked = parser.parse_args()
+    every = list(itertools.product(asked.recipe, asked.fault, asked.seed))
+    if asked.here:
+        return max(train(*one) for one in every)
+    for recipe in asked.recipe:
+        if not (FOLDER / NEEDED[recipe] / "summary.json").exists():
+            raise SystemExit(f"{recipe} begins with {NEEDED[recipe]}: run `make rlhf` first")
     with ThreadPoolExecutor(CORES) as pool:
-        for (name, seed), code in zip(every, pool.map(apart, every), strict=True):
-            print(f"{name}, seed {seed}: exit code {code}", flush=True)
-    right = True
-    for name, found in table():
-        wanted = name == "sound"
-        right &= all(one.passes == wanted for one in found)
-        told = ", ".join(f"{one.times:.1f} times at {one.kl:.1f} nats" for one in found)
-        print(f"{name:12} {told}: {'passes' if found[0].passes else 'fails'}")
+        for one, code in zip(every, pool.map(apart, every), strict=True):
+            print(*one, f"exit code {code}", flush=True)
+    right = told(asked.recipe)
     print(f"page: {page.write()}")
-    return 0 if right and table() else 1
+    return 0 if right else 1
+
+
+def told(recipes: Iterable[str]) -> bool:
+    """Prints what became of them. Returns whether each did as it should, and all have been run."""
+    right = True
+    for recipe in recipes:
+        found = table(recipe)
+        right &= bool(found)
+        for name, outcomes in found:
+            right &= all(one.passes == (name == "sound") for one in outcomes)
+            each = ", ".join(f"{one.times:.1f} times at {one.kl:.1f} nats" for one in outcomes)
+            passed = sum(one.passes for one in outcomes)
+            print(f"{recipe} {name:12} {each}: {passed} of {len(outcomes)} pass")
+    return right
 
 
 if __name__ == "__main__":

@@ -11,8 +11,9 @@ from matplotlib.figure import Figure
 
 from benchmarks.rlhf import task
 from benchmarks.rlhf.checks import DRAWN, TIMES
-from benchmarks.rlhf.faults import FAULTS, SEEDS, folder
+from benchmarks.rlhf.faults import FAULTS, folder
 from benchmarks.rlhf.measure import Measured
+from benchmarks.rlhf.outcomes import seeds
 from benchmarks.rlhf.series import series, smooth, story_kl
 from benchmarks.rlhf.stages import BOUND, FOLDER
 
@@ -130,19 +131,17 @@ def lessons(axes: np.ndarray) -> None:
         axis.set(title=f"{NAMES[name]}: pairs it is right of", xlabel="step", ylim=(0.35, 1.02))
 
 
-def faults(axes: np.ndarray) -> None:
+def faults(axes: np.ndarray, recipe: str) -> None:
     """Reward and KL of each seed: sound, and with each fault."""
     above, below = axes
     for i, name in enumerate(FAULTS):
-        colour = COLOURS["grpo"] if name == "sound" else f"C{i}"
+        colour = COLOURS[recipe] if name == "sound" else f"C{i}"
         label = name
-        for seed in SEEDS:
-            steps, values = series(folder(name, seed), "rollout/reward")
-            if not len(steps):
-                continue
+        for seed in seeds(recipe):
+            steps, values = series(folder(recipe, name, seed), "rollout/reward")
             style = {"color": colour, "linewidth": 1.6 if name == "sound" else 1.1}
             above.plot(steps, smooth(values, 8), label=label, **style)
-            kl_steps, kl = story_kl(folder(name, seed))
+            kl_steps, kl = story_kl(folder(recipe, name, seed))
             below.plot(kl_steps, smooth(kl, 8), **style)
             label = "_"
     above.legend(frameon=False, fontsize=8.5)

@@ -20,18 +20,25 @@ class Outcome(NamedTuple):
         return self.times > TIMES and self.kl < BOUND
 
 
-def outcome(name: str, seed: int) -> Outcome:
-    """Of what it has drawn: the reward of the last ten phases over that of sound runs' first, and
-    their KL.
+def outcome(recipe: str, name: str, seed: int) -> Outcome:
+    """Of what it has drawn: the reward of the last ten phases over that of the sound run's first,
+    and their KL.
     """
-    run = folder(name, seed)
-    first = ends(folder("sound", seed), "rollout/reward", 3)[0]
+    run = folder(recipe, name, seed)
+    first = ends(folder(recipe, "sound", seed), "rollout/reward", 3)[0]
     return Outcome(ends(run, "rollout/reward")[1] / first, float(story_kl(run)[1][-10:].mean()))
 
 
-def table() -> list[tuple[str, list[Outcome]]]:
-    """Of each fault the outcome of every seed; empty where not all have been run."""
-    every = [folder(name, seed) / "summary.json" for name in FAULTS for seed in SEEDS]
-    if not all(file.exists() for file in every):
-        return []
-    return [(name, [outcome(name, seed) for seed in SEEDS]) for name in FAULTS]
+def seeds(recipe: str) -> list[int]:
+    """Those of which every fault has been run."""
+    return [
+        seed
+        for seed in SEEDS
+        if all((folder(recipe, name, seed) / "summary.json").exists() for name in FAULTS)
+    ]
+
+
+def table(recipe: str) -> list[tuple[str, list[Outcome]]]:
+    """Of each fault the outcome of every one of `seeds`; empty where there is none."""
+    run = seeds(recipe)
+    return [(name, [outcome(recipe, name, seed) for seed in run]) for name in FAULTS if run]

@@ -12,6 +12,7 @@ from pathlib import Path
 from safetensors import safe_open
 
 from benchmarks.rlhf import checks, figures, outcomes, task
+from benchmarks.rlhf.faults import UNHELD
 from benchmarks.rlhf.figures import NAMES
 from benchmarks.rlhf.measure import Measured, kept
 from benchmarks.rlhf.stages import BOUND, FOLDER, STAGES
@@ -110,11 +111,21 @@ def _marked(word: re.Match[str]) -> str:
 
 def _controls() -> str:
     """A section, where they have been run."""
-    table = outcomes.table()
-    if not table:
+    parts = [_controls_of(recipe) for recipe in UNHELD if outcomes.seeds(recipe)]
+    if not parts:
         return ""
+    return (
+        "<h2>What is to fail, fails</h2><p>The same runs, sound and with one fault each, put in "
+        "from outside. <i>Off by one</i>: training takes of each token the log-probability of the "
+        "one before. <i>Shuffled</i>: a phase’s advantages are dealt out anew among its answers. "
+        "<i>Flipped</i>: they have the other sign. <i>No KL</i>: nothing holds the policy.</p>"
+        + "".join(parts)
+    )
+
+
+def _controls_of(recipe: str) -> str:
     rows = []
-    for name, found in table:
+    for name, found in outcomes.table(recipe):
         times = " · ".join(f"{one.times:.1f}" for one in found)
         kl = " · ".join(f"{one.kl:.1f}" for one in found)
         passed = sum(one.passes for one in found)
@@ -123,14 +134,11 @@ def _controls() -> str:
             f"<td>{passed} of {len(found)}</td></tr>"
         )
     head = "<tr><th></th><th>times the start’s reward</th><th>KL, nats</th><th>pass</th></tr>"
-    figure = figures.drawn(figures.faults, 2, 3.2)
+    figure = figures.drawn(figures.faults, 2, 3.2, recipe)
+    run = len(outcomes.seeds(recipe))
+    caption = f"{NAMES[recipe]}: {run} {'seed' if run == 1 else 'seeds'} of each."
     return (
-        "<h2>What is to fail, fails</h2><p>The same GRPO run over three seeds, sound and with one "
-        "fault each, put in from outside. <i>Off by one</i>: training takes of each token the "
-        "log-probability of the one before. <i>Shuffled</i>: a phase’s advantages are dealt out "
-        "anew among its answers. <i>Flipped</i>: they have the other sign. <i>No KL</i>: nothing "
-        f"holds the policy.</p><figure>{figure}<figcaption>Three seeds of each.</figcaption>"
-        "</figure>"
+        f"<figure>{figure}<figcaption>{caption}</figcaption></figure>"
         f"<table>{head}{''.join(rows)}</table>"
     )
 
