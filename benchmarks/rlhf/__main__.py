@@ -4,7 +4,9 @@
     python -m benchmarks.rlhf.controls         make rlhf-controls: faults that are to fail
     python -m benchmarks.rlhf.page             the page alone: build/rlhf/rlhf.html
 
-    base -> SFT -> reward model | DPO | GRPO -> PPO     those between bars side by side, a core each
+    base -> SFT -> reward model -> PPO     each as soon as what it begins with is there, two
+            SFT -> DPO                     side by side, a core each
+            SFT -> GRPO
 
 A run of `make rlhf` fails, with exit code 1, where the page's claims do not hold (`checks.py`).
 """
@@ -13,7 +15,7 @@ import argparse
 import sys
 import time
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from benchmarks.rlhf import checks, page, task
 from benchmarks.rlhf.measure import keep, kept, measure
@@ -28,8 +30,7 @@ def main() -> int:
     asked = parser.parse_args().stage or list(STAGES)
     begun = time.monotonic()
     prepare()
-    for start in (None, "base", "sft", "reward"):
-        _together(name for name in asked if STAGES[name].after == start)
+    _run([name for name in STAGES if name in asked])
     _measured(asked)
     print(f"all of it: {time.monotonic() - begun:.0f} s")
     return report()
@@ -44,20 +45,26 @@ def report() -> int:
     return 0 if all(one.holds for one in found) else 1
 
 
-def _together(names: Iterable[str]) -> None:
-    """Raises SystemExit where one of them fails."""
+def _run(names: Iterable[str]) -> None:
+    """In that order, in which each comes behind what it begins with. Raises SystemExit where one
+    fails; those that begin with it are not run then.
+    """
+    running: dict[str, Future[None]] = {}
 
-    def timed(name: str) -> tuple[str, int, float]:
+    def timed(name: str) -> None:
+        if (before := STAGES[name].after) in running:
+            running[before].result()
         begun = time.monotonic()
-        return name, run(name), time.monotonic() - begun
+        code = run(name)
+        print(f"{name:8} {time.monotonic() - begun:4.0f} s", flush=True)
+        if code:
+            raise SystemExit(f"{name} ended with exit code {code}: {FOLDER / name}.log says why")
 
     with ThreadPoolExecutor(CORES) as pool:
-        for name, code, seconds in pool.map(timed, names):
-            print(f"{name:8} {seconds:4.0f} s", flush=True)
-            if code:
-                raise SystemExit(
-                    f"{name} ended with exit code {code}: {FOLDER / name}.log says why"
-                )
+        for name in names:
+            running[name] = pool.submit(timed, name)
+    for each in running.values():
+        each.result()
 
 
 def _measured(names: Iterable[str]) -> None:

@@ -14,7 +14,7 @@ from benchmarks.rlhf.checks import DRAWN, TIMES
 from benchmarks.rlhf.faults import FAULTS, folder
 from benchmarks.rlhf.measure import Measured
 from benchmarks.rlhf.outcomes import seeds
-from benchmarks.rlhf.series import series, smooth, story_kl
+from benchmarks.rlhf.series import kl_and_reward, series, smooth, story_kl
 from benchmarks.rlhf.stages import BOUND, FOLDER
 
 INK, FAINT, LINE = "#22303c", "#5a6670", "#e3e0d8"
@@ -82,7 +82,7 @@ def frontier(axes: np.ndarray, found: dict[str, Measured]) -> None:
     axis.fill_between([task.frontier(q) for q in shares], shares, 1.04, color=LINE, alpha=0.6)
     axis.text(0.35, 0.94, "no policy is here", style="italic", color=FAINT, va="center")
     for name in DRAWN:
-        kl, reward = story_kl(FOLDER / name)[1], series(FOLDER / name, "rollout/reward")[1]
+        kl, reward = kl_and_reward(FOLDER / name)
         axis.plot(smooth(kl, 8), smooth(reward, 8), color=COLOURS[name], linewidth=1, alpha=0.8)
     for name, one in found.items():
         if name == "base":
@@ -165,13 +165,13 @@ def _level(axis: Axes, value: float, text: str) -> None:
 
 
 def _end(axis: Axes, steps: np.ndarray, values: np.ndarray, text: str, colour: str) -> None:
-    """A line's name, at its end."""
+    """A line's name, above its end, where no other line goes on."""
     axis.annotate(
         text,
         (steps[-1], values[-1]),
-        xytext=(4, 0),
+        xytext=(4, 9),
         textcoords="offset points",
         color=colour,
-        va="center",
+        ha="right",
         annotation_clip=False,
     )

@@ -36,3 +36,10 @@ def story_kl(run: Path) -> tuple[np.ndarray, np.ndarray]:
         return told
     steps, per_token = series(run, "rollout/reference_kl")
     return steps, per_token * series(run, "rollout/tokens")[1]
+
+
+def kl_and_reward(run: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Of the steps that tell both: one that goes on within a phase does not tell its reward."""
+    (at, kl), (steps, reward) = story_kl(run), series(run, "rollout/reward")
+    _, first, second = np.intersect1d(at, steps, return_indices=True)
+    return kl[first], reward[second]

@@ -70,8 +70,8 @@ STAGES: Mapping[str, Stage] = {
     "dpo": Stage(
         "dpo",
         f"""--init {FOLDER / "sft"} --data.path {DATA / "pairs.jsonl"}
-        --data.validation {DATA / "held-pairs.jsonl"} --train.global-batch-size 32
-        --train.steps 80 --optimizer.lr 6e-5 --objective.beta 0.3""",
+        --data.validation {DATA / "held-pairs.jsonl"} --train.global-batch-size 64
+        --train.steps 100 --optimizer.lr 3e-4 --objective.rpo-alpha 2""",
         after="sft",
     ),
     "grpo": Stage(
@@ -86,7 +86,7 @@ STAGES: Mapping[str, Stage] = {
         "ppo",
         f"""{DRAWING} --critic.init {FOLDER / "reward"} --critic.lr 1e-3
         --critic.warmup-steps 10 --ppo.kl-coef 0.07
-        --rollout.prompts 128 --train.global-batch-size 64 --train.steps 240""",
+        --rollout.prompts 128 --train.global-batch-size 64 --train.steps 160""",
         after="reward",
     ),
 }
