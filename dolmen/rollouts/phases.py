@@ -148,7 +148,11 @@ class Phases:
 
     def begun(self, phase: Drawn) -> None:
         """What is told of a phase that begins, or is gone on with."""
-        self.told |= phase.apart()
+        good = phase.rewards[~phase.rewards.isnan()]
+        self.told |= phase.apart() | {
+            "rollout/reward": float(good.mean()) if len(good) else math.nan,
+            "rollout/reward_std": float(good.std()) if len(good) > 1 else 0.0,
+        }
 
     def _drawn(self, begins: int) -> Drawn:
         """Draws, judges and scores the answers of a phase, and keeps them."""
@@ -295,12 +299,9 @@ class Phases:
         return of_rows(made.batch, of, self.answers, self.size, self.mesh)
 
     def tell(self, made: Drawn, written: Sequence[Written]) -> None:
-        good = made.rewards[~made.rewards.isnan()]
         lengths = torch.tensor([float(sum(one.own)) for one in written])
         whole = torch.tensor([float(one.whole) for one in written])
         self.told |= {
-            "rollout/reward": float(good.mean()) if len(good) else math.nan,
-            "rollout/reward_std": float(good.std()) if len(good) > 1 else 0.0,
             "rollout/tokens": float(lengths.mean()),
             "rollout/ended": float(whole.mean()),
         }
