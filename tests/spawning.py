@@ -11,6 +11,7 @@ Processes are forked from a server that has imported what takes seconds and has 
 import builtins
 import io
 import os
+import pickle
 import re
 import sys
 import tempfile
@@ -115,7 +116,9 @@ def _worker(rank, world, path, fn, args, queue):
         )
         result = fn(*args)
         if rank == 0:
-            queue.put(("ok", result))
+            # as bytes: a tensor put as it is lies in this process, which may have ended when it is
+            # asked for
+            queue.put(("ok", pickle.dumps(result)))
         dist.barrier()
         dist.destroy_process_group()
     except BaseException:
@@ -165,7 +168,7 @@ def run_spawned(world, fn, *args):
             raise AssertionError(f"{who} failed:\n{result}")
         for p in processes:
             p.join()
-    return result
+    return pickle.loads(result)
 
 
 def _cause(first: tuple[str, str], queue) -> tuple[str, str]:
