@@ -57,7 +57,8 @@ from dolmen.model.layout import Layout
 from dolmen.optim.optimizer import OptimizerConfig, adamw, prime
 from dolmen.parallel.schedule import simulate
 from dolmen.training.mfu import matmul_peak
-from dolmen.training.step import TrainState, optimizer_step
+from dolmen.training.state import TrainState
+from dolmen.training.step import optimizer_step
 
 ONE, APART = "one", "apart"
 SIDES = {

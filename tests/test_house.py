@@ -353,7 +353,8 @@ def test_private_names_of_torch_have_one_place(path):
 # Where tensors are of the device, and which calls wait for it: the values of one, a result as large
 # as values say, a copy to it. `.to(device)` is seen by its argument.
 COMPUTE = ("ops/", "parallel/", "model/", "optim/", "training/step.py", "training/loop.py")
-COMPUTE += ("training/balance.py", "evaluation/validate.py", "data/batch.py")
+COMPUTE += ("training/balance.py", "training/gradients.py", "evaluation/validate.py")
+COMPUTE += ("data/batch.py",)
 WAITS = ("item", "tolist", "cpu", "numpy", "nonzero", "argwhere", "bincount", "unique", "equal")
 WAITS += ("unique_consecutive", "masked_select", "synchronize", "one_hot", "is_nonzero")
 HOST = {  # calls that touch the host's own tensors alone
@@ -362,7 +363,7 @@ HOST = {  # calls that touch the host's own tensors alone
     "ops/positions.py": {"tolist"},  # PositionIds.of the host's ids
     "ops/attention/reference.py": {"to"},  # for tests
     "data/batch.py": {"numpy", "tolist"},  # of a batch on the CPU
-    "training/step.py": {"to"},  # Batch.to
+    "training/gradients.py": {"to"},  # Batch.to
     "evaluation/validate.py": {"to"},  # Batch.to
 }
 

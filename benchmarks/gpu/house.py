@@ -24,7 +24,7 @@ from dolmen.optim.config import OptimizerConfig
 from dolmen.optim.optimizer import adamw
 from dolmen.optim.precision import at_rest
 from dolmen.parallel import context
-from dolmen.training.step import TrainState
+from dolmen.training.state import TrainState
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float64: "float64"}
 OPTIMIZER = OptimizerConfig(lr=1e-4, schedule="constant")

@@ -12,6 +12,7 @@ from jaxtyping import Float
 from dolmen.api.asked import value_errors
 from dolmen.api.generation import ARRAYS, NUMBERS, Generation, Ids, Prompt, generation, several
 from dolmen.conversion import hf
+from dolmen.conversion.moments import check_whole
 from dolmen.conversion.source import Source, open_source
 from dolmen.core.errors import message
 from dolmen.core.words import choices, counted, shown
@@ -163,7 +164,7 @@ def load(
             source = open_source(name, known)
         if source.tree.blanks is not None:
             source.tree.blanks.check()
-        _ = source.specs
+        check_whole(source)
         low = beside.opened(_folders(adapters), source)
         unknown.warn(source.model)
         decoder = engine.load_decoder(source, dtype=_dtype(dtype))

@@ -23,6 +23,7 @@ from dolmen.comparison.ours import Asked
 from dolmen.comparison.recording import Recording
 from dolmen.comparison.report import Parting, Report, operation
 from dolmen.conversion.hf_export import check_expressible
+from dolmen.conversion.moments import check_whole
 from dolmen.conversion.source import Source, open_source, pinned
 from dolmen.core import device as devices
 from dolmen.core import mesh as meshes
@@ -131,7 +132,7 @@ def opened(config: DiffConfig) -> Both:
         length = _multiple(min(config.length, most), parts)
         length = length if length <= most else most // parts * parts
         for side in (a, b):
-            _ = side.source.specs
+            check_whole(side.source)
             check_end("diff", Head, side.source.tree)
             side.layout.check(side.source.tree, length, sequences, 1)
             if side.theirs:

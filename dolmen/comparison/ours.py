@@ -29,7 +29,8 @@ from dolmen.model.training import RouterTraining, Training
 from dolmen.objectives.objective import Judged, Objective
 from dolmen.optim import optimizer
 from dolmen.optim.config import OptimizerConfig
-from dolmen.training.step import TrainState, optimizer_step
+from dolmen.training.state import TrainState
+from dolmen.training.step import optimizer_step
 
 NO_BALANCE = Training(router=RouterTraining(aux_loss_coef=0.0))
 """Losses of routers are no part of what a model computes."""

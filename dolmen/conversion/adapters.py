@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dolmen.conversion import checkpoint, hf, peft
 from dolmen.conversion.checkpoint import RunCheckpoint
+from dolmen.conversion.moments import check_whole
 from dolmen.conversion.peft import LowRank
 from dolmen.conversion.source import Source
 from dolmen.families import compared
@@ -64,7 +65,7 @@ def _of_run(run: RunCheckpoint, base: Source) -> LowRank:
         raise ValueError(f"{run.where} has no adapters: it is of a run that trains all weights")
     if told := [f"{n} is {a} there, {b} here" for n, a, b in compared(run.model, base.model)]:
         raise ValueError(f"{run.where} is of another model than {base.where}: {'; '.join(told)}")
-    _ = run.specs
+    check_whole(run)
     weight = min(form.targets)
     theirs, ours = run.frozen(weight).double(), base.read(weight).double()
     off = float((theirs - ours).abs().max() / ours.abs().max().clamp(min=torch.finfo().tiny))

@@ -28,7 +28,7 @@ from dolmen.ops import int8
 from dolmen.parallel import product, tensor
 
 KIND = "model/"  # what the names of parameters begin with, beside those of their moments
-CRITIC = "critic."  # and before that, those of all that is a critic's (training/step.py)
+CRITIC = "critic."  # and before that, those of all that is a critic's (training/state.py)
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,12 @@ class Tensors(Protocol):
         ...
 
 
+def check_whole(*sources: Tensors) -> None:
+    """Looks at what is stored, and reads no tensor. Raises as `Tensors.specs`."""
+    for source in sources:
+        _ = source.specs
+
+
 @dataclass(frozen=True)
 class Moments:
     """After `step` updates."""

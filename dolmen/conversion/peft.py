@@ -26,6 +26,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
+from dolmen.conversion import unfinished
 from dolmen.conversion.checkpoint import RunCheckpoint
 from dolmen.conversion.moments import WeightsAlone
 from dolmen.conversion.scales import Scales
@@ -215,6 +216,7 @@ def write(run: object, folder: Path, dtype: torch.dtype) -> str:
         )
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} exists and is not empty: choose another folder")
+    folder = folder.resolve()  # a link cannot be replaced by a folder
     stored = {
         ours: f"{PREFIX}{modules[weight]}.{kind}"
         for weight in sorted(form.targets)
@@ -222,10 +224,25 @@ def write(run: object, folder: Path, dtype: torch.dtype) -> str:
     }
     tensors = {theirs: run.of_adapter(ours).to(dtype) for ours, theirs in stored.items()}
     specs = {name: Spec(tuple(t.shape), t.dtype) for name, t in tensors.items()}
-    folder.mkdir(parents=True, exist_ok=True)
-    safetensors.write_tensors(folder, specs, tensors.items())
-    os.replace(folder / safetensors.SAFETENSORS.single, folder / WEIGHTS)
-    said = {
+    with unfinished.beside(folder) as (part, words):
+        safetensors.write_tensors(part, specs, tensors.items())
+        os.rename(part / safetensors.SAFETENSORS.single, part / WEIGHTS)
+        (words / CONFIG).write_text(json.dumps(_config(run, form, modules), indent=2) + "\n")
+    base = "the weights it began with" if run.init is None else run.init
+    told = f"the adapters of {run.title}, which were trained beside {base}"
+    if form.frozen != "whole":
+        warnings.warn(
+            f"{told} rounded to {form.frozen} (--adapter.frozen): beside its own weights, which "
+            "that put off by half a scale at most, they are another model by as much; without "
+            "--adapters the rounded weights are written, with the adapters merged, as was trained",
+            stacklevel=3,
+        )
+    return told
+
+
+def _config(run: RunCheckpoint, form: Adapter, modules: Mapping[str, str]) -> dict[str, Any]:
+    """Of `modules`: our weight -> module of transformers."""
+    return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": run.init,
@@ -238,17 +255,6 @@ def write(run: object, folder: Path, dtype: torch.dtype) -> str:
         "bias": "none",
         "inference_mode": True,
     }
-    (folder / CONFIG).write_text(json.dumps(said, indent=2) + "\n")
-    base = "the weights it began with" if run.init is None else run.init
-    told = f"the adapters of {run.title}, which were trained beside {base}"
-    if form.frozen != "whole":
-        warnings.warn(
-            f"{told} rounded to {form.frozen} (--adapter.frozen): beside its own weights, which "
-            "that put off by half a scale at most, they are another model by as much; without "
-            "--adapters the rounded weights are written, with the adapters merged, as was trained",
-            stacklevel=3,
-        )
-    return told
 
 
 @dataclass(frozen=True)

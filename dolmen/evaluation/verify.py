@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dolmen.conversion.hf_export import as_transformers, check_expressible
+from dolmen.conversion.moments import check_whole
 from dolmen.conversion.source import Source
 from dolmen.core.mesh import SINGLE, Mesh
 from dolmen.core.torch_private import hub
@@ -124,7 +125,7 @@ def _differences(source: Source, against: Source) -> list[str]:
             f"{source.where} and {against.where} hold models of different shapes "
             f"({'; '.join(fields)}): give another --against"
         )
-    _ = source.specs, against.specs
+    check_whole(source, against)
     return fields
 
 

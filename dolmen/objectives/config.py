@@ -107,6 +107,11 @@ class ObjectiveConfig:
         return self.name == "dpo" and self.kind not in get_args(Alone)
 
     @property
+    def draws(self) -> bool:
+        """Whether a model learns from answers of its own."""
+        return self.rows == "prompts"
+
+    @property
     def rows(self) -> str | None:
         """The --data.rows that it is of, where there is but one."""
         if self.name == "dpo" and self.kind in get_args(Single):

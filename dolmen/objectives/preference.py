@@ -248,8 +248,8 @@ def compared(batch: Batch) -> None:
     """Raises ValueError for a batch without what the reference says of it."""
     if REFERENCE not in batch.numbers:
         raise ValueError(
-            f"DPO compares with another model: a batch needs numbers[{REFERENCE!r}], the "
-            "log-probabilities of its labels in that model"
+            "answers are compared with what another model says of them: a batch needs "
+            f"numbers[{REFERENCE!r}], the log-probabilities of its labels in that model"
         )
 
 

@@ -41,10 +41,11 @@ from dolmen.planning.ledger import Ledger, Live
 from dolmen.planning.memory import Memory
 from dolmen.planning.steady import Steps, shortened
 from dolmen.training import garbage
+from dolmen.training.begin import begin_state
 from dolmen.training.check import check_computed
 from dolmen.training.config import RunConfig
-from dolmen.training.run import begin_state
-from dolmen.training.step import TrainState, optimizer_step
+from dolmen.training.state import TrainState
+from dolmen.training.step import optimizer_step
 
 
 class Trace(NamedTuple):

@@ -28,6 +28,7 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from dolmen.conversion.hf import stated_dtype
+from dolmen.conversion.moments import check_whole
 from dolmen.conversion.source import Source, load_weights
 from dolmen.core.mesh import SINGLE, Mesh
 from dolmen.data.batch import Batch
@@ -63,7 +64,7 @@ def load_decoder(
     holds of its matrices, and engines of it are of them. Raises ValueError or KeyError, before
     anything is built, for what does not fit.
     """
-    _ = source.specs
+    check_whole(source)
     dtype = dtype or stated_dtype(source.model)
     if weights == "int8":
         check_int8(source.tree, mesh.device.type, sharded=False)

@@ -8,6 +8,7 @@ have in common.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from dolmen.conversion.moments import check_whole
 from dolmen.conversion.source import open_source
 from dolmen.core import device as devices
 from dolmen.core import mesh as meshes
@@ -65,7 +66,7 @@ def check(
 def readable(name: str) -> Model:
     """The model of a source, whose weights fit it. Raises as `open_source` and `Source.specs`."""
     source = open_source(name)
-    _ = source.specs
+    check_whole(source)
     return source.model
 
 

@@ -11,7 +11,7 @@ from dolmen.core.mesh import Mesh
 from dolmen.data.batch import Batch
 from dolmen.data.batches import HeldOutRows, Loader
 from dolmen.evaluation.validate import mean_loss
-from dolmen.training.step import TrainState
+from dolmen.training.state import TrainState
 
 
 @dataclass(frozen=True)

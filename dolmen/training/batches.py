@@ -28,10 +28,10 @@ from dolmen.rollouts.valued import ValuedPhases
 from dolmen.rollouts.weights import Drawing
 from dolmen.serving.engine import stop_tokens
 from dolmen.training import pretraining, reference
-from dolmen.training.check import own_tokenizer
+from dolmen.training.check_init import own_tokenizer
 from dolmen.training.config import RunConfig
 from dolmen.training.folder import Unusable
-from dolmen.training.step import TrainState
+from dolmen.training.state import TrainState
 
 DRAWN_BY = ("data", "environment", "objective", "optimizer", "ppo", "reward", "rollout", "train")
 """Options that what is drawn follows from."""
@@ -48,7 +48,7 @@ class Batches(Protocol):
 def prepare(run: RunConfig, begun: RunConfig, progress: bool, verify: bool) -> Loader:
     """What `run` reads; `begun` says with which model it began. Raises ValueError."""
     own = own_tokenizer(begun.init)
-    if run.data.rows == "prompts":
+    if run.objective.draws:
         loader = prompts.prepare(
             run.data,
             run.rollout,

@@ -15,8 +15,7 @@ def check_drawn(run: RunConfig) -> None:
     belong together, or the layout cannot draw.
     """
     rewarded = bool(run.reward) or (run.objective.name == "grpo" and run.rollout.taught)
-    drawn = run.objective.name in ("grpo", "ppo")
-    asked = [drawn, run.data.rows == "prompts", rewarded]
+    asked = [run.objective.draws, run.data.rows == "prompts", rewarded]
     if not any(asked):
         if run.environment is not None:
             raise ValueError(f"environment is {run.environment}: use dolmen train grpo, or ppo")

@@ -6,19 +6,18 @@ token.
 from dataclasses import replace
 
 from dolmen.checkpoint.saved import SavedCritic
-from dolmen.conversion.source import Source, in_dtype, load_weights, open_source
+from dolmen.conversion.source import Source, open_source
 from dolmen.core.mesh import Mesh
 from dolmen.families import compared
-from dolmen.model import build
 from dolmen.model.tree import Scalar, Tree
 from dolmen.objectives.ppo import Expected
 from dolmen.optim import optimizer as optim
 from dolmen.optim.config import OptimizerConfig
-from dolmen.optim.precision import DTYPES, LossScale, at_rest
 from dolmen.rollouts.coefficient import Coefficient
+from dolmen.training.begin import begin_state, built, fill
 from dolmen.training.config import RunConfig
-from dolmen.training.spike import SpikePolicy
-from dolmen.training.step import Critic, Metrics, TrainState
+from dolmen.training.state import Critic, TrainState
+from dolmen.training.step import Metrics
 
 
 def tree_of(run: RunConfig) -> Tree:
@@ -38,37 +37,16 @@ def begins_with(run: RunConfig) -> str | None:
 
 def make(run: RunConfig, policy: TrainState, mesh: Mesh) -> Critic:
     """With its initial values, and an optimizer at step 0. `policy` is what it stands beside."""
-    model = build.build(
-        tree_of(run),
-        mesh,
-        run.layout,
-        policy.schedule,
-        training=run.training,
-        dtype=at_rest(run.train.dtype),
-        compute=DTYPES[run.train.dtype],
-        compile=run.train.compile,
-    )
+    model = built(run, tree_of(run), policy.schedule, mesh)
     name = begins_with(run)
-    if name is None:
-        build.initialize(model, run.train.seed)
-    else:
-        masters = in_dtype(open_source(name), at_rest(run.train.dtype))
-        stored = [name for name, _ in model.named_parameters() if name in masters.tree.leaves]
-        build.initialize(model, run.train.seed, stored)
-        build.load(model, lambda write: load_weights(masters, write, only=stored))
-    config = optimizer_of(run)
-    optimizer = optim.make(model, config, mesh)
-    optim.prime(optimizer)
-    state = TrainState(
+    fill(model, None if name is None else open_source(name), run)
+    state = begin_state(
+        run,
         model,
-        optimizer,
-        config,
-        policy.steps,
-        run.layout.zero,
         policy.schedule,
-        run.train.seed,
-        LossScale.of(run.train.dtype),
-        SpikePolicy(run.train.spike_factor if run.train.spike == "skip" else None),
+        mesh,
+        policy.steps,
+        config=optimizer_of(run),
         objective=Expected(run.critic.clip),
     )
     asked = run.ppo

@@ -5,14 +5,12 @@ the first rank alone.
 import math
 import resource
 import time
-from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
-from dolmen.checkpoint.saved import Saved, Validation
+from dolmen.checkpoint.saved import Saved
 from dolmen.checkpoint.store import Checkpoints
 from dolmen.core.config import to_dict
 from dolmen.core.device import describe_device
@@ -20,20 +18,11 @@ from dolmen.core.log import size
 from dolmen.core.mesh import Mesh
 from dolmen.core.words import counted, cut
 from dolmen.data.batches import Loader
-from dolmen.evaluation.validate import NEXT_TOKEN, mean_loss
-from dolmen.files import write
 from dolmen.launch.watch import Watch
 from dolmen.model import count
-from dolmen.objectives.cross_entropy import CrossEntropy
-from dolmen.objectives.filling import Filling
-from dolmen.objectives.objective import Objective
-from dolmen.objectives.reward import Calibrated, Preferred
 from dolmen.training import (
-    apart,
     balance,
-    calibration,
     critic,
-    folder,
     garbage,
     history,
     metrics,
@@ -47,7 +36,9 @@ from dolmen.training.loggers import Guarded, Logged
 from dolmen.training.loop import Hook, Stop
 from dolmen.training.mfu import Peak
 from dolmen.training.profile import Profile
-from dolmen.training.step import Metrics, TrainState
+from dolmen.training.state import TrainState
+from dolmen.training.step import Metrics
+from dolmen.training.validating import Validator
 
 SKIPS_SCALED = 40  # steps in a row that a search for the loss scale may skip, at least
 
@@ -71,7 +62,7 @@ class Hooks:
         watch: Watch,
         began: float,
     ):
-        self.stop, self.steps, self.watch = stop, state.steps, watch
+        self.stop = stop
         self.most_skips = (
             max(run.train.max_skipped_steps, SKIPS_SCALED)
             if state.scale.dynamic
@@ -85,7 +76,7 @@ class Hooks:
         self.flops = count.training_flops_per_token(run.trained, run.sequence_length)
         self.peak = peak
         self.began = began
-        self.validation: Validation | None = None  # the last there was
+        self.validator = Validator(run, loader, mesh, out, watch)
         # by the starts before
         self.skipped = state.step - state.updates - min(state.step, state.waits)
         self.skipped_in_a_row, self.finite = 0, True
@@ -223,64 +214,14 @@ class Hooks:
         """`m`: None before the first step."""
         if self.stop.agreed_signal:
             return  # the time left is for saving
-        most = self.most_validated(state)
         began = time.monotonic()
-        through = partial(self.watch.through, phase="validate", patient=not state.step)
-        batches = self.loader.validation_batches(most, self.mesh.dp.rank, self.mesh.dp.size)
-        found = mean_loss(
-            state.model,
-            through(batches),
-            self.mesh,
-            state.schedule,
-            objective_of_validation(state.objective),
-        )
-        shown = calibration.rest(found.metrics)
-        if len(shown) < len(found.metrics):
-            shown["calibration_error"] = self.calibrated(found.metrics)
-        loss, tokens = found.loss, found.tokens
-        each = apart.Apart()
-        if self.run.log.validate_sources:
-            before = {} if self.validation is None else self.validation.sources_before
-            each = apart.measured(state, self.loader, self.mesh, most, before, through)
+        row, lines = self.validator.measure(state)
         self.since += time.monotonic() - began  # not the training's time
-        held = self.loader.validation_tokens
-        size = self.loader.validation_bytes
-        bits = found.bits_per_byte(size) if tokens == held and size is not None else None
-        self.validation = Validation(
-            state.step, loss, tokens, held, bits, each.losses, each.per_byte, each.before
-        )
-        row = {
-            "step": state.step,
-            "val_loss": loss,
-            "val_tokens": tokens,
-            "tokens": state.tokens,
-            "time": time.time(),
-            "seconds": began - self.began,
-            **each.row(),
-        }
+        row |= {"time": time.time(), "seconds": began - self.began}
         for writer in self.writers:
-            writer.write(row | {f"val_{name}": one for name, one in shown.items()})
-        part = "" if tokens == held else f" of {held:,}"
-        why = ""
-        if part and state.step == state.steps and self.loader.cloze is None:
-            why = "; a short run reads no more, --log.validation-tokens 0 reads all"
-        more = "".join(f", {name} {one:.4f}" for name, one in shown.items())
-        self.line.say(
-            f"step {state.step}: validation loss {loss:.4f}{more} on {tokens:,}{part} "
-            f"{self.loader.unit}s{why}"
-        )
-        for line in each.lines():
-            self.line.say(f"  {line}")
-
-    def calibrated(self, found: Mapping[str, float]) -> float:
-        """The picture of how sure a reward model is; its error."""
-        made = calibration.Calibration.of(found)
-        if self.mesh.first:
-            folder.claim(self.out, calibration.FILE)
-            title = f"{self.run.name}: held-out pairs"
-            image = calibration.draw(made, found["accuracy"], title)
-            write.replace(self.out / calibration.FILE, image)
-        return made.error
+            writer.write(row)
+        for line in lines:
+            self.line.say(line)
 
     def evaluate(self, state: TrainState, m: Metrics) -> None:
         """Scores of tasks, and samples."""
@@ -298,21 +239,8 @@ class Hooks:
             first = " ".join(f"{self.judged.prompts[0]}{samples[0]}".split())
             self.line.say(f"step {state.step}: {cut(first)}")
 
-    def most_validated(self, state: TrainState) -> int | None:
-        """Windows of held-out text that a validation at this step reads at most; None: all. The
-        last one reads as many tokens as the run has trained on, if those are more than the usual,
-        and one before the first step as the last one will.
-        """
-        tokens, length = self.run.log.validation_tokens, self.run.sequence_length
-        if tokens == 0:
-            return None
-        if state.step in (0, state.steps):
-            trained = state.tokens if state.step else self.loader.first(state.steps) * length
-            return -(-max(tokens, trained) // length)
-        return max(1, tokens // length)
-
     def save(self, state: TrainState, m: Metrics) -> None:
-        last = self.validation
+        last = self.validator.last
         saved = Saved(
             run=to_dict(self.run),
             step=state.step,
@@ -367,18 +295,6 @@ class Hooks:
         title = f"{self.run.name}: {self.run.known_model.model_type}, {parameters} parameters"
         if self.mesh.first:
             metrics.plot(self.out / "metrics.jsonl", self.out / "loss.png", title)
-
-
-def objective_of_validation(objective: Objective) -> Objective:
-    """Of text each token once, whatever it weighs, and of an encoder those that are masked; of
-    pairs what is trained to, and how sure a reward model is.
-    """
-    match objective:
-        case Preferred():
-            return Calibrated(objective.center, objective.margin)
-        case CrossEntropy() | Filling():
-            return NEXT_TOKEN
-    return objective
 
 
 def memory_gib(mesh: Mesh) -> float:

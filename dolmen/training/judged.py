@@ -30,7 +30,7 @@ from dolmen.serving.prompt import encode
 from dolmen.training import folder
 from dolmen.training.config import RunConfig
 from dolmen.training.start import first_does
-from dolmen.training.step import TrainState
+from dolmen.training.state import TrainState
 
 NAME = "samples.jsonl"
 LARGEST = 2**20  # bytes of a file of prompts

@@ -10,7 +10,8 @@ from dolmen.core.mesh import Mesh
 from dolmen.data.batch import Batch
 from dolmen.launch.watch import Watch
 from dolmen.training.batches import Batches
-from dolmen.training.step import Metrics, TrainState, optimizer_step
+from dolmen.training.state import TrainState
+from dolmen.training.step import Metrics, optimizer_step
 
 Hook = Callable[[TrainState, Metrics], None]
 

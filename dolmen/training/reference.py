@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import xxhash
 
-from dolmen.conversion.source import in_dtype, load_weights, open_source
+from dolmen.conversion.source import open_source
 from dolmen.core import collectives
 from dolmen.core.mesh import Mesh
 from dolmen.data.batches import Loader
@@ -25,10 +25,11 @@ from dolmen.objectives import score
 from dolmen.objectives.preference import REFERENCE
 from dolmen.optim.precision import DTYPES, at_rest
 from dolmen.training import folder
+from dolmen.training.begin import fill
 from dolmen.training.config import RunConfig
 from dolmen.training.folder import Unusable
 from dolmen.training.start import first_does
-from dolmen.training.step import TrainState
+from dolmen.training.state import TrainState
 
 FOLDER = "reference"
 KINDS = (b"<f4", b"<f8")
@@ -123,7 +124,7 @@ def start(begun: RunConfig, run: RunConfig, state: TrainState, mesh: Mesh) -> De
             )
         return opened(run, name, state, mesh)
     model = _built(run, run.trained, state, mesh)
-    build.initialize(model, run.train.seed)
+    fill(model, None, run)
     return model
 
 
@@ -131,10 +132,7 @@ def opened(run: RunConfig, name: str, state: TrainState, mesh: Mesh) -> Decoder:
     """The model `name` in the layout of the one that is trained."""
     source = open_source(name)
     model = _built(run, source.tree, state, mesh)
-    stored = [name for name, _ in model.named_parameters()]
-    masters = in_dtype(source, at_rest(run.train.dtype))
-    build.initialize(model, run.train.seed, stored)
-    build.load(model, lambda write: load_weights(masters, write, only=stored))
+    fill(model, source, run)
     return model
 
 

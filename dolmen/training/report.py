@@ -21,7 +21,7 @@ from dolmen.optim.precision import at_rest
 from dolmen.parallel.schedule import simulate
 from dolmen.training.config import RunConfig
 from dolmen.training.mfu import Peak
-from dolmen.training.step import TrainState
+from dolmen.training.state import TrainState
 
 SHOWN = {
     "rollout/reward": "reward {:.3f}",

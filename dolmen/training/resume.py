@@ -14,7 +14,7 @@ from dolmen.training import critic
 from dolmen.training.check_out import check_same_model, check_same_optimizer
 from dolmen.training.config import RunConfig
 from dolmen.training.folder import Unusable
-from dolmen.training.step import TrainState
+from dolmen.training.state import TrainState
 
 
 def resume(

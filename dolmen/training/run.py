@@ -16,26 +16,12 @@ from rich.console import Console
 
 from dolmen.checkpoint.saved import Validation
 from dolmen.checkpoint.store import Checkpoints
-from dolmen.conversion.source import Source, in_dtype, load_weights, open_source
 from dolmen.core import determinism
 from dolmen.core.mesh import Mesh
 from dolmen.data.batches import Loader
 from dolmen.files import write
 from dolmen.launch.watch import Watch
-from dolmen.model import build
-from dolmen.model.decoder import Decoder
-from dolmen.objectives.config import SIMPO_MARGIN
-from dolmen.objectives.cross_entropy import CrossEntropy
-from dolmen.objectives.drawn import Group, Undecided
-from dolmen.objectives.filling import Filling
-from dolmen.objectives.objective import Objective
-from dolmen.objectives.ppo import Clipped, ClippedUndecided
-from dolmen.objectives.preference import DPO, KTO, ReferenceFree
-from dolmen.objectives.reward import Preferred
-from dolmen.optim import optimizer as optim
-from dolmen.optim.precision import DTYPES, LossScale, at_rest
-from dolmen.parallel import channels
-from dolmen.parallel.actions import Schedule
+from dolmen.optim.precision import DTYPES
 from dolmen.rollouts.prompts import PromptLoader
 from dolmen.training import (
     batches,
@@ -49,7 +35,8 @@ from dolmen.training import (
     report,
 )
 from dolmen.training.batches import Batches
-from dolmen.training.check import check_profile, initial
+from dolmen.training.begin import make_state
+from dolmen.training.check import check_profile
 from dolmen.training.check_out import beginning
 from dolmen.training.compiled import limit_told
 from dolmen.training.config import RunConfig
@@ -57,9 +44,8 @@ from dolmen.training.hooks import Hooks
 from dolmen.training.loop import Stop, train_steps
 from dolmen.training.new_rows import NewRows
 from dolmen.training.resume import changed_since, resume
-from dolmen.training.spike import SpikePolicy
 from dolmen.training.start import Start, first_does, same_data
-from dolmen.training.step import TrainState
+from dolmen.training.state import TrainState
 from dolmen.training.warn import warnings
 from dolmen.training.written import write_config, write_tokenizer
 
@@ -98,113 +84,6 @@ class _Asked:
     stop: Stop
     watch: Watch
     began: float
-
-
-def make_state(run: RunConfig, mesh: Mesh, steps: int) -> TrainState:
-    """The model with its initial values and an optimizer at step 0; ranks of pp are connected."""
-    schedule = run.layout.make_schedule(run.train.global_batch_size, run.microbatch_size)
-    channels.connect(schedule, mesh)
-    model = build.build(
-        run.tree,
-        mesh,
-        run.layout,
-        schedule,
-        training=run.training,
-        dtype=at_rest(run.train.dtype),
-        compute=DTYPES[run.train.dtype],
-        compile=run.train.compile,
-    )
-    if run.init is None:
-        build.initialize(model, run.train.seed)
-    else:
-        source = initial(run, run.init)
-        # none has adapters, few the biases of routers that training adds, or a scalar head
-        stored = [name for name, _ in model.named_parameters() if name in source.tree.leaves]
-        build.initialize(model, run.train.seed, stored)
-        masters = in_dtype(source, at_rest(run.train.dtype))
-        build.load(model, lambda write: load_weights(masters, write, only=stored))
-        _begin_scales(model, source)
-    state = begin_state(run, model, schedule, mesh, steps)
-    if run.optimizer.from_init:
-        state.inherited = _inherit(run, model, state.optimizer)
-    return state
-
-
-def begin_state(
-    run: RunConfig, model: Decoder, schedule: Schedule, mesh: Mesh, steps: int
-) -> TrainState:
-    """`model` with an optimizer at step 0, whatever its values are."""
-    optimizer = optim.make(model, run.optimizer, mesh)
-    optim.prime(optimizer)
-    return TrainState(
-        model,
-        optimizer,
-        run.optimizer,
-        steps,
-        run.layout.zero,
-        schedule,
-        run.train.seed,
-        LossScale.of(run.train.dtype),
-        SpikePolicy(run.train.spike_factor if run.train.spike == "skip" else None),
-        objective=objective_of(run),
-    )
-
-
-def _inherit(run: RunConfig, model: Decoder, optimizer: optim.Optimizer) -> int:
-    """Give the optimizer the moments of `init`; the updates that have made them."""
-    assert run.init is not None
-    moments = open_source(run.init, run.known_model).moments
-    assert moments is not None, "check_moments has seen them"
-    for kind, tensors in moments.kinds.items():
-        optim.load(model, optimizer, kind, tensors.stream)
-    optim.set_step(optimizer, moments.step)
-    return moments.step
-
-
-def _begin_scales(model: Decoder, source: Source) -> None:
-    """Give delayed scaling what the source knows."""
-    delayed = model.delayed()
-    known = source.scaling if delayed else {}
-    for name in delayed.keys() & known.keys():
-        delayed[name].begin(*known[name])
-
-
-def objective_of(run: RunConfig) -> Objective:
-    """That which is asked for: the preferred answer, or the next token; of a model that sees both
-    ways masked ones, and whether a text follows, where its head says so, which counts as the masked
-    tokens of a sequence.
-    """
-    asked = run.objective
-    if asked.name == "reward":
-        return Preferred(asked.center, asked.margin or 0.0)
-    if asked.kind == "simpo" or asked.kind == "orpo":
-        margin = SIMPO_MARGIN if asked.margin is None else asked.margin
-        return ReferenceFree(asked.kind, asked.beta, margin, asked.label_smoothing)
-    if asked.kind == "kto":
-        return KTO(asked.beta, asked.desirable_weight, asked.undesirable_weight)
-    if asked.name == "dpo":
-        return DPO(asked.beta, asked.kind, asked.label_smoothing, asked.rpo_alpha)
-    if asked.name == "grpo":
-        how = run.rollout
-        return (Undecided if how.entropy else Group)(
-            how.kind,
-            how.level,
-            how.clip_low,
-            how.clip_high,
-            how.beta,
-            how.temperature,
-            how.max_new_tokens,
-            how.entropy,
-        )
-    if asked.name == "ppo":
-        how = run.rollout
-        return (ClippedUndecided if how.entropy else Clipped)(
-            how.clip_low, how.clip_high, run.ppo.dual_clip, how.temperature, how.entropy
-        )
-    if not run.tree.both_ways:
-        return CrossEntropy()
-    masked = max(1.0, run.data.masked_fraction * run.sequence_length)
-    return Filling(masked if run.tree.head.follows else 0.0)
 
 
 def run_training(
@@ -303,7 +182,7 @@ def _train(
     hooks = Hooks(
         run, state, loader, mesh, out, checkpoints, peak, console, asked.stop, asked.watch, began
     )
-    hooks.validation = saved.validation if saved is not None else None
+    hooks.validator.last = saved.validation if saved is not None else None
     changed = changed_since(saved, run, loader) if saved is not None else []
     hooks.begin(state, start.how, changed)
     first_does(mesh, lambda: batches.forget_other(out, state.step, changed))
@@ -323,7 +202,7 @@ def _train(
         seconds = saved.seconds
     else:
         seconds = time.monotonic() - began
-    return _outcome(state, loader, hooks.validation, seconds, signal)
+    return _outcome(state, loader, hooks.validator.last, seconds, signal)
 
 
 @contextmanager
@@ -361,7 +240,7 @@ def _loop(asked: _Asked, read: Batches, state: TrainState, hooks: Hooks) -> int:
                 asked.stop,
                 asked.watch,
                 hooks.profile.around,
-                drawn=asked.run.data.rows == "prompts",
+                drawn=asked.run.objective.draws,
             )
     asked.watch.beat(state.step, "the last save", patient=True)
     return signal

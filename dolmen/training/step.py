@@ -1,7 +1,7 @@
 """One update of the model: the whole mathematics of a training step on one screen."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -10,109 +10,13 @@ from torch import Tensor
 
 from dolmen.core import collectives, host, ranges
 from dolmen.core.mesh import Mesh
-from dolmen.core.rng import seed_of
 from dolmen.data.batch import Batch
-from dolmen.model.decoder import Decoder
-from dolmen.model.replay import replayed
-from dolmen.model.tree import Scalar
-from dolmen.objectives.cross_entropy import CrossEntropy
-from dolmen.objectives.objective import Objective, check
-from dolmen.ops.dropout import Noise
-from dolmen.optim import optimizer as optim
-from dolmen.optim.config import OptimizerConfig
-from dolmen.optim.optimizer import Optimizer
-from dolmen.optim.precision import LossScale
 from dolmen.optim.schedule import learning_rate
-from dolmen.parallel import data, pipeline, product
-from dolmen.parallel.actions import Action, Schedule
-from dolmen.parallel.pipeline import Work
-from dolmen.rollouts.coefficient import Coefficient
-from dolmen.training import balance, new_rows
-from dolmen.training.new_rows import NewRows
-from dolmen.training.pretraining import LOSS, Text
-from dolmen.training.spike import SpikePolicy
-
-
-@dataclass
-class TrainState:
-    """Everything that changes while training, and what it needs to change."""
-
-    model: Decoder
-    optimizer: Optimizer
-    config: OptimizerConfig
-    steps: int  # length of the learning rate's schedule
-    zero: int
-    schedule: Schedule  # what each rank of pp does in a step
-    seed: int = 0
-    scale: LossScale = field(default_factory=lambda: LossScale(False))
-    spike: SpikePolicy = field(default_factory=SpikePolicy)
-    step: int = 0  # steps made, and the index of the next batch
-    updates: int = 0  # those of them that were not skipped
-    # what the optimizer's count of updates is over these: of the run whose moments it began with;
-    # less than 0 where it has begun anew since
-    inherited: int = 0
-    tokens: int = 0  # real tokens trained on
-    warmup: float | None = None  # steps in which the learning rate rises; None: as `config` says
-    ahead: float = 0.0  # steps of the batch of today that earlier batches read over `step`
-    objective: Objective = CrossEntropy()
-    new_rows: NewRows | None = None  # which learn alone at first
-    waits: int = 0  # steps at the beginning that update nothing: others learn before it
-    beside: "Critic | None" = None
-    text: Text | None = None
-    """What is learned of plain text in each step besides."""
-
-    @property
-    def alone(self) -> NewRows | None:
-        """Those that learn alone in the coming step."""
-        rows = self.new_rows
-        return rows if rows is not None and self.step < rows.until else None
-
-    def __post_init__(self):
-        check(self.objective, self.model.tree)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """All that a checkpoint keeps as tensors, by name, those of a critic among them."""
-        beside = {} if self.beside is None else self.beside.state.tensors()
-        return {
-            **optim.tensors(self.model, self.optimizer),
-            **self.model.scaling(),
-            **{f"{CRITIC}{name}": tensor for name, tensor in beside.items()},
-        }
-
-    def scaling(self) -> dict[str, Tensor]:
-        """Those of them that are scales of delayed scaling."""
-        beside = {} if self.beside is None else self.beside.state.scaling()
-        return self.model.scaling() | {f"{CRITIC}{name}": t for name, t in beside.items()}
-
-    def delayed(self) -> list[product.Delayed]:
-        """Who has these."""
-        beside = [] if self.beside is None else self.beside.state.delayed()
-        return [*self.model.delayed().values(), *beside]
-
-    def names(self) -> set[str]:
-        """Names of those of the whole model, of whatever stage."""
-        leaves = self.model.tree.leaves
-        beside = set() if self.beside is None else self.beside.state.names()
-        own = optim.names(leaves, self.config.name) | {
-            f"{kind}/{name}"
-            for name, leaf in leaves.items()
-            if leaf.fp8 is not None and leaf.fp8.delayed
-            for kind in (product.HISTORY, product.SCALE)
-        }
-        return own | {f"{CRITIC}{name}" for name in beside}
-
-
-CRITIC = "critic."  # what the names of its tensors begin with, in a checkpoint
-
-
-@dataclass(frozen=True)
-class Critic:
-    """What learns beside a policy from the same batches (PPO), by the same steps."""
-
-    state: TrainState
-    """Of a model that ends in one number for each token, with an optimizer of its own."""
-    coefficient: Coefficient
-    """Of the KL in rewards, for the next phase."""
+from dolmen.parallel import data, product
+from dolmen.parallel.actions import Action
+from dolmen.training import balance, gradients, new_rows
+from dolmen.training.pretraining import LOSS
+from dolmen.training.state import TrainState
 
 
 @dataclass(frozen=True)
@@ -169,39 +73,21 @@ def optimizer_step(
         new_rows.restart(state.optimizer)
         state.inherited = -state.updates
         state.spike.load([])
-    # The count divides the loss before backward, so gradients are summed and never averaged: a rank
-    # with fewer real tokens weighs less, as its rows do in one process. It is not read here, which
-    # would keep the device waiting for the first product.
-    learned = [_Learned(state.objective, batch)]
-    if state.text is not None:
-        own = state.text.batch(state.step)
-        learned.append(_Learned(state.text.objective, own, state.text.coefficient, " of text"))
-    numbers = [each for one in learned for each in _counts(one, state)]
-    numbers = [host.number(n, torch.float64, mesh.device) for n in numbers]
-    read, counts = collectives.reduce_scalar(torch.stack(numbers), mesh.dp).view(-1, 2).unbind(1)
+    learned = _learned(state, batch)
+    tokens, counts = _counted(state, learned, mesh)
     made = [
-        _forward_backward(state, one, mesh, count, observe)
+        gradients.forward_backward(state, one, mesh, count, observe)
         for one, count in zip(learned, counts, strict=True)
     ]
-    judged = torch.cat([sums for sums, _ in made])
-    tallies = torch.stack([each for _, each in made]).sum(0)
-
     parameters, norm = _summed(state, mesh)
     # asked last, so that a signal in the middle of a step ends the run after it and not a step
     # later
     stop = host.number(signal(), torch.int64, mesh.device)
     stop = collectives.reduce_scalar(stop, mesh.world, "max")
-    sums = collectives.reduce_scalar(torch.cat([judged, tallies.flatten()]), mesh.world)
-    # every rank of tp computed the same losses and counted the same tokens
-    summed, counted = (sums / mesh.tp.size).split([len(judged), tallies.numel()])
-    tallies = counted.view_as(tallies)
+    losses, tallies = _over_world(made, counts, mesh)
     sequences = sum(len(one.batch.tokens) for one in learned) * mesh.dp.size
     router = balance.router_metrics(state.model.tree, tallies, sequences)
-    means = [
-        sums / count
-        for sums, count in zip(summed.split([len(sums) for sums, _ in made]), counts, strict=True)
-    ]
-    told = _read(read.sum(), counts.amin(), norm, stop, _whole(learned, means), router)
+    told = _read(tokens, counts.amin(), norm, stop, gradients.whole(learned, losses), router)
     if told.divisor == 0:
         state.model.zero_grad(set_to_none=True)  # they are of a division by 0
         raise ValueError(f"step {state.step}: no token of the global batch carries a loss")
@@ -222,44 +108,57 @@ def optimizer_step(
     state.updates += learns
     state.tokens += told.tokens
     names = [*state.objective.names, *([LOSS] if state.text is not None else [])]
-    names = [f"objective/{name}" for name in names]
-    beside = dict(zip(names, told.metrics, strict=True))
     return Metrics(
-        told.loss,
-        told.norm,
-        lr,
-        told.tokens,
-        not allowed,
-        told.router,
-        beside,
-        told.signal,
-        tallies,
+        loss=told.loss,
+        grad_norm=told.norm,
+        lr=lr,
+        tokens=told.tokens,
+        skipped=not allowed,
+        router=told.router,
+        objective={f"objective/{n}": one for n, one in zip(names, told.metrics, strict=True)},
+        signal=told.signal,
+        tallies=tallies,
     )
 
 
-class _Learned(NamedTuple):
-    """A part of what a step descends: `weight` times the mean of an objective over a batch."""
-
-    objective: Objective
-    batch: Batch
-    weight: float = 1.0
-    noise: str = ""
-    """What tells its dropout from that of others."""
-
-
-def _counts(one: _Learned, state: TrainState) -> tuple[float, float]:
-    """Of this rank's rows: the tokens that are read, and what the loss is divided by."""
-    micros = one.batch.microbatches(len(one.batch.tokens) // state.schedule.micros)
-    # a model that fills in tokens, or says one number of a text, reads all, though few have a label
-    whole = state.model.tree.both_ways or isinstance(state.model.tree.head, Scalar)
-    read = one.batch.tokens.numel() if whole else one.batch.real_tokens
-    return read, sum(one.objective.count(micro) for micro in micros)
+def _learned(state: TrainState, batch: Batch) -> list[gradients.Learned]:
+    """What the step descends: the batch, and the text that is learned beside."""
+    learned = [gradients.Learned(state.objective, batch)]
+    if state.text is not None:
+        text, own = state.text, state.text.batch(state.step)
+        learned.append(gradients.Learned(text.objective, own, text.coefficient, " of text"))
+    return learned
 
 
-def _whole(learned: Sequence[_Learned], means: Sequence[Tensor]) -> Tensor:
-    """The loss, what the first objective tells beside it, and the loss of each other."""
-    losses = [mean[:1] * one.weight for one, mean in zip(learned, means, strict=True)]
-    return torch.cat([torch.stack(losses).sum(0), means[0][1:], *(mean[:1] for mean in means[1:])])
+def _counted(
+    state: TrainState, learned: list[gradients.Learned], mesh: Mesh
+) -> tuple[Tensor, Tensor]:
+    """Of the global batch: the tokens that are read, and what each loss is divided by, [learned].
+
+    The count divides the loss before backward, so gradients are summed and never averaged: a rank
+    with fewer real tokens weighs less, as its rows do in one process. It is not read here, which
+    would keep the device waiting for the first product.
+    """
+    numbers = [each for one in learned for each in gradients.counts(one, state)]
+    numbers = [host.number(n, torch.float64, mesh.device) for n in numbers]
+    read, counts = collectives.reduce_scalar(torch.stack(numbers), mesh.dp).view(-1, 2).unbind(1)
+    return read.sum(), counts
+
+
+def _over_world(
+    made: list[tuple[Tensor, Tensor]], counts: Tensor, mesh: Mesh
+) -> tuple[list[Tensor], Tensor]:
+    """Of what `forward_backward` made on every rank: the mean loss of each that is learned with
+    what its objective tells beside it, and what experts counted.
+    """
+    tallies = torch.stack([each for _, each in made]).sum(0)
+    sizes = [len(sums) for sums, _ in made]
+    parts = torch.cat([*(sums for sums, _ in made), tallies.flatten()])
+    # every rank of tp computed the same losses and counted the same tokens
+    parts = collectives.reduce_scalar(parts, mesh.world) / mesh.tp.size
+    *summed, counted = parts.split([*sizes, tallies.numel()])
+    means = [sums / count for sums, count in zip(summed, counts, strict=True)]
+    return means, counted.view_as(tallies)
 
 
 def _summed(state: TrainState, mesh: Mesh) -> tuple[list[Any], Tensor]:
@@ -301,67 +200,6 @@ def _read(
     metrics, others = others[: len(judged) - 1], others[len(judged) - 1 :]
     told: dict[str, float] = dict(zip(balance.NAMES, others, strict=True)) if others else {}
     return _Told(int(real), by, length, int(stop), mean, metrics, told)
-
-
-def _forward_backward(
-    state: TrainState,
-    one: _Learned,
-    mesh: Mesh,
-    count: Tensor,
-    observe: Callable[[Action], None],
-) -> tuple[Tensor, Tensor]:
-    """Gradients of a part of the step, added to those that there are; the sums that its objective
-    made on this rank, fp64, of losses and of each of its names; and what its experts counted
-    (balance.tallied).
-    """
-    model, micros, batch = state.model, state.schedule.micros, one.batch
-    objective, rows = one.objective, len(batch.tokens)
-    size, scale = rows // micros, state.scale.value * one.weight
-    key = seed_of(state.seed, f"dropout{one.noise}", state.step)
-    key = host.number(key, torch.int64, mesh.device)
-    sums = torch.zeros(1 + len(objective.names), dtype=torch.float64, device=mesh.device)
-    parts = batch.to(mesh.device).microbatches(size)
-    share = scale / (rows * mesh.dp.size)
-    losses = balance.begin(model, host.number(share, torch.float64, mesh.device))
-    factor = scale / count
-
-    def forward(chunk: int, micro: int, x: Tensor | None) -> Tensor:
-        first = mesh.dp.rank * rows + micro * size
-        noise = (
-            Noise(key, torch.arange(first, first + size, device=mesh.device))
-            if model.dropout
-            else None
-        )
-        part = parts[micro]
-        y = model(
-            part.tokens,
-            lambda hidden, head: objective(hidden, head, part),
-            noise=noise,
-            documents=part.documents,
-            positions=part.positions,
-            balance=losses,
-            x=x,
-            part=chunk,
-            routes=None
-            if part.experts is None
-            else replayed(model.tree, model.split, part.experts),
-        )
-        if not model.split.parts[chunk].last:
-            return y
-        for i, judged in enumerate((y.total.detach(), *y.metrics)):
-            sums[i].add_(judged)
-        return y.total * factor.to(y.total.dtype)
-
-    reduction = data.Reduction(model, state.zero, state.schedule.splits_backward)
-    chunks = [model.blocks(chunk) for chunk in range(state.schedule.chunks)]
-
-    def boundary() -> Tensor:
-        return model.boundary(size, batch.tokens.shape[1])
-
-    pipeline.execute(
-        state.schedule, mesh, Work(forward, boundary, reduction, chunks, model.tp.later, observe)
-    )
-    return sums, balance.tallied(model, losses)
 
 
 def _update(state: TrainState, parameters: list[Any], norm: Tensor, lr: float) -> None:

@@ -31,9 +31,9 @@ from dolmen.evaluation.verify import verify
 from dolmen.model import head
 from dolmen.model.layout import Layout
 from dolmen.serving import engine
-from dolmen.training.check import check_init
+from dolmen.training.begin import make_state
+from dolmen.training.check_init import check_init
 from dolmen.training.config import RunConfig
-from dolmen.training.run import make_state
 
 VOCABULARY = 61
 LLAMA = dict(

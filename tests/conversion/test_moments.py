@@ -24,9 +24,10 @@ from dolmen.core.mesh import SINGLE
 from dolmen.data.batch import Batch
 from dolmen.families.adapters import AdapterConfig
 from dolmen.optim.config import OptimizerConfig
-from dolmen.training.check import check_moments
+from dolmen.training.begin import make_state
+from dolmen.training.check_init import check_moments
 from dolmen.training.config import RunConfig
-from dolmen.training.run import make_state, run_training
+from dolmen.training.run import run_training
 from dolmen.training.step import optimizer_step
 
 material, one_thread = tinyrun.material, tinyrun.one_thread

@@ -159,6 +159,11 @@ def test_peft_reads_what_a_run_has_learned(material, tmp_path):
     assert (got - want).abs().max() <= 1e-5 * want.abs().max()
     again = dolmen("export", tmp_path / "run", "--to", tmp_path / "peft", "--adapters")
     assert again.code == 2 and "is not empty" in again.words
+    with pytest.MonkeyPatch.context() as patch:  # broken off before it is whole
+        patch.setattr(folders, "_config", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            folders.write(source, tmp_path / "broken", torch.float32)
+    assert not (tmp_path / "broken").exists()
     none = dolmen("export", material.model, "--to", tmp_path / "none", "--adapters")
     assert none.code == 2 and "has no adapters" in none.words
 

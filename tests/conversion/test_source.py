@@ -31,9 +31,9 @@ from dolmen.model import build
 from dolmen.model.layout import Layout
 from dolmen.model.training import RouterTraining, Training
 from dolmen.serving import engine
-from dolmen.training.check import check_init
+from dolmen.training.begin import make_state
+from dolmen.training.check_init import check_init
 from dolmen.training.config import RunConfig, TrainConfig
-from dolmen.training.run import make_state
 
 SIZES = dict(vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
 LLAMA = dict(SIZES, intermediate_size=40, num_key_value_heads=2, max_position_embeddings=64)

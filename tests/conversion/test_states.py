@@ -21,9 +21,9 @@ from dolmen.conversion.source import open_source
 from dolmen.core.config import from_dict
 from dolmen.core.mesh import SINGLE
 from dolmen.data.batch import Batch
+from dolmen.training.begin import make_state
 from dolmen.training.check import check_run
 from dolmen.training.config import RunConfig
-from dolmen.training.run import make_state
 from dolmen.training.step import optimizer_step
 
 STEPS = 5

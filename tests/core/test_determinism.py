@@ -28,7 +28,8 @@ from dolmen.optim.config import OptimizerConfig
 from dolmen.training import job, report, worker
 from dolmen.training import run as train_run
 from dolmen.training.config import RunConfig, TrainConfig
-from dolmen.training.step import TrainState, optimizer_step
+from dolmen.training.state import TrainState
+from dolmen.training.step import optimizer_step
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 

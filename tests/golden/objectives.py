@@ -29,7 +29,7 @@ from dolmen.objectives.reward import TARGET, Preferred, SquaredError
 from dolmen.ops.attention import Documents
 from dolmen.ops.positions import PositionIds
 from dolmen.training.pretraining import Text
-from dolmen.training.step import TrainState
+from dolmen.training.state import TrainState
 
 REFERENCE_MODEL, REFERENCE_SEED, TEXT_SEED, STEPS = FAMILIES["gpt2"], 5, 7, 2
 

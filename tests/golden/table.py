@@ -31,7 +31,8 @@ from dolmen.ops.attention import Documents
 from dolmen.optim.optimizer import OptimizerConfig, make
 from dolmen.parallel import data
 from dolmen.training.new_rows import NewRows
-from dolmen.training.step import TrainState, optimizer_step
+from dolmen.training.state import TrainState
+from dolmen.training.step import optimizer_step
 
 VOCABULARY, LENGTH, ROWS, STEPS, SEED = 71, 8, 16, 3, 0  # 71 is prime: no tp divides it
 

@@ -24,7 +24,8 @@ from dolmen.objectives.reward import Preferred
 from dolmen.ops.recipe import Fp8, Fp8Config
 from dolmen.optim import optimizer as optim
 from dolmen.optim.config import OptimizerConfig
-from dolmen.training.step import TrainState, optimizer_step
+from dolmen.training.state import TrainState
+from dolmen.training.step import optimizer_step
 
 DENSE = ("dp2 tp2 sp zero1", "pp4 acc4", "cp2 tp2 zero3", "pp2 dp2 acc4 zero-bubble-v v2 zero2")
 SPARSE = ("dp4 ep4 zero1", "dp2 tp2 ep2 zero3", "pp2 dp2 ep2 acc4 zero2")

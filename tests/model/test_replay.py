@@ -16,7 +16,8 @@ from dolmen.objectives import score
 from dolmen.objectives.drawn import ADVANTAGE, OLD
 from dolmen.objectives.ppo import Clipped
 from dolmen.ops import moe
-from dolmen.training.step import TrainState, optimizer_step
+from dolmen.training.state import TrainState
+from dolmen.training.step import optimizer_step
 
 MODEL = FAMILIES["qwen3-moe"]
 

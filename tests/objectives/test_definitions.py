@@ -30,7 +30,8 @@ from dolmen.objectives.reward import TARGET, Calibrated, Preferred, SquaredError
 from dolmen.ops.attention import Documents
 from dolmen.optim.optimizer import OptimizerConfig, adamw
 from dolmen.parallel import schedule as schedules
-from dolmen.training.step import TrainState, optimizer_step
+from dolmen.training.state import TrainState
+from dolmen.training.step import optimizer_step
 
 PADDING, LENGTH = 60, 12
 OWN = dict(bos_token_id=None, eos_token_id=None, pad_token_id=PADDING)

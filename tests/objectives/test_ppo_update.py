@@ -25,7 +25,8 @@ from dolmen.rollouts.drawn import of_answers
 from dolmen.rollouts.ppo_config import PPOConfig
 from dolmen.rollouts.valued import Valued, valued
 from dolmen.training.pretraining import Text
-from dolmen.training.step import TrainState, optimizer_step
+from dolmen.training.state import TrainState
+from dolmen.training.step import optimizer_step
 
 PROMPTS = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10]]
 ANSWERS = [[11, 12, 13], [14, 15, 16, 17], [18], [19, 20]]

@@ -25,8 +25,8 @@ from dolmen.parallel.data import Reduction
 from dolmen.parallel.pipeline import Work, forward_only
 from dolmen.parallel.schedule import make
 from dolmen.parallel.tensor import Deferred
+from dolmen.training.begin import make_state
 from dolmen.training.config import RunConfig, TrainConfig
-from dolmen.training.run import make_state
 
 SIZES = [(ranks, micros) for ranks in (2, 3, 4) for micros in (1, 2, 4, 5, 8)]
 CASES = {

@@ -38,8 +38,8 @@ from dolmen.planning.ledger import Ledger, Row
 from dolmen.planning.operations import OURS, WEIGHTS, Share
 from dolmen.planning.steady import shortened
 from dolmen.training import garbage
+from dolmen.training.begin import make_state
 from dolmen.training.config import RunConfig, TrainConfig
-from dolmen.training.run import make_state
 from dolmen.training.step import optimizer_step
 
 LENGTH = 16

@@ -10,7 +10,8 @@ from dolmen.core.mesh import SINGLE
 from dolmen.data.batch import Batch
 from dolmen.model.layout import Layout
 from dolmen.optim.optimizer import OptimizerConfig, adamw
-from dolmen.training.step import TrainState, optimizer_step
+from dolmen.training.state import TrainState
+from dolmen.training.step import optimizer_step
 
 ROWS, LENGTH, STEPS = 8, 16, 3
 MODEL = dict(

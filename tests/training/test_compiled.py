@@ -25,7 +25,8 @@ from dolmen.optim.optimizer import OptimizerConfig, adamw
 from dolmen.parallel import loss
 from dolmen.parallel import schedule as schedules
 from dolmen.training.compiled import limit_told
-from dolmen.training.step import TrainState, optimizer_step
+from dolmen.training.state import TrainState
+from dolmen.training.step import optimizer_step
 
 CONFIG = Flat(
     vocab_size=32,

@@ -27,7 +27,7 @@ from dolmen.objectives.config import ObjectiveConfig
 from dolmen.objectives.preference import DPO
 from dolmen.ops.loss import IGNORED
 from dolmen.recipes import RECIPES
-from dolmen.training import reference, run
+from dolmen.training import begin, reference
 from dolmen.training.check import check_run
 from dolmen.training.folder import Unusable
 
@@ -155,7 +155,7 @@ def compared(batch: Batch, theirs, tokenizer) -> set[tuple[str, str]]:
 def test_the_reference_is_the_start(pairs, tmp_path):
     """Its log-probabilities of all answers, as transformers has them; 0 of prompts."""
     config, loader = made(pairs)
-    state = run.make_state(config, SINGLE, 4)
+    state = begin.make_state(config, SINGLE, 4)
     reference.compare(config, config, state, loader, SINGLE, tmp_path)
     theirs = AutoModelForCausalLM.from_pretrained(pairs / "model", dtype=torch.float32)
     seen, held = set(), set()
@@ -176,7 +176,7 @@ def test_another_reference(pairs, tmp_path):
         other.lm_head.weight.mul_(2)
     other.save_pretrained(tmp_path / "other")
     asked, _ = made(pairs, reference=str(tmp_path / "other"))
-    state = run.make_state(config, SINGLE, 4)
+    state = begin.make_state(config, SINGLE, 4)
     reference.compare(config, config, state, loader, SINGLE, tmp_path)
     own = loader.mixture.numbers["reference"]
     reference.compare(asked, asked, state, loader, SINGLE, tmp_path)
@@ -267,7 +267,7 @@ def test_what_is_refused(pairs, tmp_path, more, told):
 
 def test_the_objective_that_is_asked_for(pairs):
     asked = dict(beta=0.3, kind="exo", label_smoothing=0.1, rpo_alpha=0.7)
-    assert run.objective_of(made(pairs, **asked)[0]) == DPO(**asked)
+    assert begin.objective_of(made(pairs, **asked)[0]) == DPO(**asked)
 
 
 def test_options_of_dpo_are_of_dpo():

@@ -26,7 +26,8 @@ from dolmen.ops.dropout import Noise, keep
 from dolmen.optim.optimizer import OptimizerConfig, adamw
 from dolmen.parallel import schedule as schedules
 from dolmen.serving.engine import generate
-from dolmen.training.step import TrainState, optimizer_step
+from dolmen.training.state import TrainState
+from dolmen.training.step import optimizer_step
 
 P, LAYERS, ROWS, LENGTH, VOCABULARY = 0.3, 3, 8, 16, 71
 HEADS, KV_HEADS = 4, 2

@@ -17,7 +17,8 @@ from dolmen.optim import optimizer as optim
 from dolmen.optim.config import OptimizerConfig
 from dolmen.training import garbage, hooks
 from dolmen.training.run import run_training
-from dolmen.training.step import TrainState, optimizer_step
+from dolmen.training.state import TrainState
+from dolmen.training.step import optimizer_step
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 

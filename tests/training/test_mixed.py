@@ -27,7 +27,8 @@ from dolmen.parallel.schedule import make as make_schedule
 from dolmen.training import loop, run
 from dolmen.training.hooks import SKIPS_SCALED
 from dolmen.training.spike import LEAST, WINDOW, SpikePolicy
-from dolmen.training.step import Metrics, TrainState, optimizer_step
+from dolmen.training.state import TrainState
+from dolmen.training.step import Metrics, optimizer_step
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 

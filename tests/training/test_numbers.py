@@ -23,12 +23,13 @@ from dolmen.model.moe import Router
 from dolmen.optim.optimizer import OptimizerConfig, adamw
 from dolmen.parallel import schedule as schedules
 from dolmen.recipes import RECIPES
-from dolmen.training import hooks, report
+from dolmen.training import hooks, report, validating
 from dolmen.training import mfu as devices
 from dolmen.training.config import RunConfig
 from dolmen.training.mfu import Peak
 from dolmen.training.run import run_training
-from dolmen.training.step import TrainState, optimizer_step
+from dolmen.training.state import TrainState
+from dolmen.training.step import optimizer_step
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 
@@ -54,7 +55,7 @@ def ran(material, tmp_path_factory):
                 next(clock)
             return validate.mean_loss(*args)
 
-        patch.setattr(hooks, "mean_loss", evaluate)
+        patch.setattr(validating, "mean_loss", evaluate)
         patch.setattr(devices, "peak", lambda *_: Peak(MEASURED, PROMISED))
         outcome = run_training(material.config(), out / "run", SINGLE, Console(quiet=True))
     return out / "run", outcome

@@ -29,7 +29,8 @@ from dolmen.ops.kernels import H100, Hardware, Kernels
 from dolmen.optim.optimizer import OptimizerConfig, adamw
 from dolmen.optim.precision import LossScale
 from dolmen.parallel import schedule as schedules
-from dolmen.training.step import Metrics, TrainState, optimizer_step
+from dolmen.training.state import TrainState
+from dolmen.training.step import Metrics, optimizer_step
 
 aten = torch.ops.aten
 WAITS = {

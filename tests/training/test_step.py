@@ -20,7 +20,8 @@ from dolmen.optim.optimizer import AdamW, OptimizerConfig, adamw, prime
 from dolmen.optim.precision import DTYPES, LossScale
 from dolmen.parallel import data
 from dolmen.parallel.schedule import make as make_schedule
-from dolmen.training.step import TrainState, optimizer_step
+from dolmen.training.state import TrainState
+from dolmen.training.step import optimizer_step
 
 one_thread = tinyrun.one_thread
 

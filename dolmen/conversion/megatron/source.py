@@ -31,7 +31,7 @@ from dolmen.conversion.megatron import (
 from dolmen.conversion.megatron.folders import Sizes
 from dolmen.conversion.megatron.shares import Share
 from dolmen.conversion.megatron.states import Kept, States
-from dolmen.conversion.moments import MOMENTS, Moments
+from dolmen.conversion.moments import MOMENTS, Moments, check_whole
 from dolmen.conversion.scales import Scales
 from dolmen.conversion.weights import assemble
 from dolmen.core.words import counted
@@ -263,8 +263,7 @@ class Megatron(Joined):
         if absent := [kind for kind in MOMENTS if kind not in state.shards]:
             raise ValueError(f"{self.where} has no {absent[0]} of its optimizer, which is no AdamW")
         kinds = {kind: self._with(state.shards[kind], moment=True) for kind in MOMENTS}
-        for one in kinds.values():
-            _ = one.specs
+        check_whole(*kinds.values())
         return Moments(state.step, kinds)
 
     @cached_property
