@@ -32,9 +32,10 @@ class Drawing:
         tp: int,
         dtype: torch.dtype,
         pp: int = 1,
+        resting: bool = False,
     ):
-        """`mesh` is that of training. Raises ValueError where `tp` does not divide its processes,
-        or the model; `pp` is that of training, or 1.
+        """`mesh` is that of training, and `pp`, or 1. `resting`: it has no memory until it is
+        refreshed. Raises ValueError where `tp` does not divide its processes, or the model.
         """
         if mesh.size % tp:
             raise ValueError(
@@ -46,7 +47,8 @@ class Drawing:
         self.schedule = None if pp == 1 else schedules.make("1f1b", pp, pp)
         if self.schedule is not None:
             channels.connect(self.schedule, self.mesh)
-        self.model = build.build(
+        made = build.place if resting else build.build
+        self.model = made(
             tree, self.mesh, schedule=self.schedule, dtype=dtype, training=training
         ).eval()
 
@@ -65,7 +67,8 @@ class Drawing:
         return self.model
 
     def rest(self) -> None:
-        """Its memory is free until it is refreshed."""
+        """Its memory is free until it is refreshed, that of weights laid out for products too."""
+        self.model.at_rest(keep=False)
         self.model.to_empty(device="meta")
 
 

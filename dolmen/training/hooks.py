@@ -240,7 +240,6 @@ class Hooks:
             self.line.say(f"step {state.step}: {cut(first)}")
 
     def save(self, state: TrainState, m: Metrics) -> None:
-        last = self.validator.last
         saved = Saved(
             run=to_dict(self.run),
             step=state.step,
@@ -252,7 +251,7 @@ class Hooks:
             data=self.loader.fingerprint(),
             loss_scale=(state.scale.value, state.scale.good_steps),
             norms=tuple(state.spike.state()),
-            validation=last if last is not None and math.isfinite(last.loss) else None,
+            validation=self.validator.kept,
             critic=critic.saved(state.beside),
         )
         self.checkpoints.save(state.step, state.tensors(), saved.meta())

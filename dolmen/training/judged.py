@@ -42,7 +42,6 @@ class Judged:
     def __init__(self, run: RunConfig, tokenizer: PreTrainedTokenizer, mesh: Mesh, out: Path):
         self.asked, self.tokenizer, self.mesh = run.evaluate, tokenizer, mesh
         self.prompts: list[str] = []
-        self.several_stages = run.layout.virtual_stages > 1
         self.file = None
         if self.asked.samples is not None:
             file = self.asked.samples
@@ -57,7 +56,7 @@ class Judged:
         """`tasks/TASK/METRIC` -> number, the same on every rank."""
         if not self.asked.names:
             return {}
-        with self._loaded(state, self.several_stages) as loaded:
+        with self._loaded(state) as loaded:
             found = tasks.scores(loaded, self.tokenizer, self.asked)
         return {
             f"tasks/{task}/{name.removesuffix(',none')}": value
@@ -75,7 +74,7 @@ class Judged:
             max_new_tokens=asked.max_new_tokens,
             stop=() if self.tokenizer.eos_token_id is None else (self.tokenizer.eos_token_id,),
         )
-        with self._loaded(state, self.drawing is not None) as loaded:
+        with self._loaded(state) as loaded:
             found = texts.continued(loaded, self.tokenizer, self.begun, options, seed=asked.seed)
         if self.file is not None:
             told = {"tokens": state.tokens, "time": time.time()}
@@ -85,9 +84,9 @@ class Judged:
         return found
 
     @contextmanager
-    def _loaded(self, state: TrainState, apart: bool) -> Iterator[Loaded]:
-        """The model that is trained, where it lies; or, `apart`, its values where it writes."""
-        if not apart or self.drawing is None:
+    def _loaded(self, state: TrainState) -> Iterator[Loaded]:
+        """The model that is trained, where it lies; or its values, where it writes."""
+        if self.drawing is None:
             yield Loaded(state.model, self.mesh, state.schedule)
             return
         drawing = self.drawing
@@ -103,16 +102,14 @@ class Judged:
 
 def _drawing(run: RunConfig, mesh: Mesh) -> Drawing | None:
     """In tp and pp of training, with one stage per rank, and all of a text on each rank; None where
-    training's own layout is that. Without memory yet.
+    training's own layout is that.
     """
     layout = run.layout
-    if layout.virtual_stages == 1 and (layout.cp == 1 or run.evaluate.samples is None):
+    if layout.virtual_stages == 1 and layout.cp == 1:
         return None
     training = replace(run.training, dropout=0.0, fp8=None)
     dtype = DTYPES[run.train.dtype]
-    made = Drawing(run.tree, training, mesh, layout.tp, dtype, layout.pp)
-    made.rest()
-    return made
+    return Drawing(run.tree, training, mesh, layout.tp, dtype, layout.pp, resting=True)
 
 
 def read_prompts(file: str) -> list[str]:

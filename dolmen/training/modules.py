@@ -139,16 +139,23 @@ def restore(
     stored = set(store.together(newest, lambda: sorted(Reader(store.path(newest)).stored))[0])
     numbers = store.meta(newest).get(NUMBERS, {})
     kept = {n for n in stored if not n.startswith(MODEL)} | {*numbers}
-    _begin(optimizer)
-    tensors, own = _kept(module, optimizer)
-    theirs, ours = ({_kind(n) for n in some} for some in (kept, {*tensors, *own}))
-    if kept and theirs != ours - {_kind(MODEL)}:
-        raise ValueError(
-            f"{store.path(newest)} was saved with an optimizer that keeps {sorted(theirs)}, and "
-            f"{type(optimizer).__name__} keeps {sorted(ours - {_kind(MODEL)})}: use the same one"
-        )
-    # a parameter that no gradient has reached yet has no state
-    store.load(newest, {n: t for n, t in tensors.items() if n in stored or n.startswith(MODEL)})
+    before = dict(optimizer.state)
+    try:
+        _begin(optimizer)
+        tensors, own = _kept(module, optimizer)
+        theirs, ours = ({_kind(n) for n in some} for some in (kept, {*tensors, *own}))
+        if kept and theirs != ours - {_kind(MODEL)}:
+            mine = f"{type(optimizer).__name__} keeps {sorted(ours - {_kind(MODEL)})}"
+            raise ValueError(
+                f"{store.path(newest)} was saved with an optimizer that keeps {sorted(theirs)}, "
+                f"and {mine}: use the same one"
+            )
+        # a parameter that no gradient has reached yet has no state
+        store.load(newest, {n: t for n, t in tensors.items() if n in stored or n.startswith(MODEL)})
+    except BaseException:
+        for p in optimizer.state.keys() - before.keys():  # begun here, and filled with nothing
+            del optimizer.state[p]
+        raise
     for name, p in _named(module, optimizer).items():
         mine = optimizer.state[p]
         for kind in [*mine]:

@@ -182,7 +182,7 @@ def _train(
     hooks = Hooks(
         run, state, loader, mesh, out, checkpoints, peak, console, asked.stop, asked.watch, began
     )
-    hooks.validator.last = saved.validation if saved is not None else None
+    hooks.validator.begin(None if saved is None else saved.validation)
     changed = changed_since(saved, run, loader) if saved is not None else []
     hooks.begin(state, start.how, changed)
     first_does(mesh, lambda: batches.forget_other(out, state.step, changed))

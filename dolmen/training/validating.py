@@ -2,6 +2,7 @@
 person and to all that is written beside.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -27,12 +28,19 @@ Through = Callable[[Iterable[Batch]], Iterable[Batch]]
 
 
 class Validator:
-    """Measures a run on its held-out text. `last` is the last validation there was."""
+    """Measures a run on its held-out text. `last` is the last validation there was, `kept` the last
+    whose loss was finite, which checkpoints keep: it knows what was measured before the first step.
+    """
 
     def __init__(self, run: RunConfig, loader: Loader, mesh: Mesh, out: Path, watch: Watch):
         self.run, self.loader, self.mesh, self.out = run, loader, mesh, out
         self.watch = watch
         self.last: Validation | None = None
+        self.kept: Validation | None = None
+
+    def begin(self, saved: Validation | None) -> None:
+        """With that of the run which goes on."""
+        self.last = self.kept = saved
 
     def measure(self, state: TrainState) -> tuple[dict[str, Any], list[str]]:
         """What metrics.jsonl gets of it, and what a person is told. Every rank calls it; before the
@@ -54,6 +62,8 @@ class Validator:
         self.last = Validation(
             state.step, loss, tokens, held, bits, each.losses, each.per_byte, each.before
         )
+        if math.isfinite(loss):
+            self.kept = self.last
         row = {
             "step": state.step,
             "val_loss": loss,

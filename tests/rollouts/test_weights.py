@@ -12,6 +12,7 @@ from spawning import Row
 from table import FAMILIES, Layout
 
 from dolmen.core.mesh import SINGLE
+from dolmen.model.layers import Parameters
 from dolmen.model.tree import Scalar
 from dolmen.rollouts.scorer import Scorer
 from dolmen.rollouts.weights import Drawing, whole
@@ -100,6 +101,25 @@ def behind(layout: Layout) -> tuple[bool, bool]:
     initialize(trained, 4)
     after = answers(held, trained)
     return after == answers(other, trained), after == before
+
+
+def test_what_rests_keeps_nothing_of_the_weights_that_were():
+    """Memory of matrices laid out for products goes too: the next weights may lie where the last
+    did.
+    """
+    trained = build(WIDE, SINGLE, Layout(), None)
+    initialize(trained, 3)
+    held, other = (
+        Drawing(WIDE.tree, WIDE.training, SINGLE, 1, torch.float32, resting=True) for _ in range(2)
+    )
+    assert all(p.is_meta for p in held.model.parameters())
+    answers(held, trained)
+    made = [m for m in held.model.modules() if isinstance(m, Parameters) and m._kept is not None]
+    held.rest()
+    assert made and not any(m._kept for m in made)
+    assert all(p.is_meta for p in held.model.parameters())
+    initialize(trained, 4)
+    assert answers(held, trained) == answers(other, trained)
 
 
 REFRESHED = Row("refreshed-dp2 zero1", 2, partial(behind, Layout.of("dp2 zero1")))

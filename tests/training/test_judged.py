@@ -1,13 +1,18 @@
 """Scores and samples while a run trains: written, and nothing of the training is touched."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import tinyrun
 from tinyrun import dolmen, losses, same, tensors
 
+from dolmen.core.mesh import SINGLE
+from dolmen.evaluation.config import DuringConfig
 from dolmen.files import kinds
 from dolmen.files.tail import Tail
+from dolmen.model.layout import Layout
+from dolmen.training import judged
 from dolmen.training.metrics import read_metrics
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
@@ -35,6 +40,21 @@ def asked(material, tmp_path_factory):
 
 def samples(out):
     return list(Tail(out / "samples.jsonl", kinds.SAMPLE_ROW).read())
+
+
+@pytest.mark.parametrize(
+    "layout, apart",
+    [
+        (Layout(dp=1, cp=2), True),
+        (Layout(dp=1, pp=2, virtual_stages=2), True),
+        (Layout(tp=2), False),
+    ],
+)
+def test_what_cannot_write_is_judged_in_a_layout_that_can(material, layout, apart, monkeypatch):
+    """Tasks write too, with no samples asked."""
+    monkeypatch.setattr(judged, "Drawing", lambda *given, **options: "another")
+    run = replace(material.config(), layout=layout, evaluate=DuringConfig(tasks="choice"))
+    assert judged._drawing(run, SINGLE) == ("another" if apart else None)
 
 
 def test_scores_and_samples_are_written_and_training_is_the_same(material, asked, tmp_path):

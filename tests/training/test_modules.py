@@ -210,6 +210,8 @@ def test_what_is_refused(tmp_path):
     wide = Trained("wide", SINGLE, 0, "adamw")
     with pytest.raises(ValueError, match="tensors of other shapes: model/net1.weight"):
         dolmen.restore(tmp_path, wide.module, wide.optimizer, SINGLE)
+    # no state that was begun to be read into, which would count as a step
+    assert not other.optimizer.state and not wide.optimizer.state
     with pytest.raises(ValueError, match="2 of 2 parameters .* make it after dolmen.parallelize"):
         dolmen.save(
             tmp_path, one.module, torch.optim.SGD(nn.Linear(2, 2).parameters()), SINGLE, step=1
