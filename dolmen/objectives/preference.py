@@ -1,31 +1,18 @@
-"""A policy of comparisons, without a reward model: the policy and a reference, two models in one
-run. The reference is asked first (objectives/score.py), and what it says of each token comes with
-the batch.
-
-    dpo(...)      pure, of log-probabilities summed over answers
-    DPO           the objective of a run, which sums them over ranks and calls it
+"""Losses of comparisons, without a reward model: pure functions of log-probabilities summed over
+answers, of a policy and of a reference. The objectives of a run, which sum them over ranks, are
+those of compared.py.
 """
 
 import math
-from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from dolmen.data.batch import SIDE, Batch
-from dolmen.model import tree
-from dolmen.model.head import Logits
 from dolmen.objectives import pairs
 from dolmen.objectives.config import SIMPO_MARGIN, Alone, Kind, check_dpo
-from dolmen.objectives.objective import Judged
 from dolmen.objectives.tokens import Metrics
-from dolmen.ops.loss import IGNORED
-
-REFERENCE = "reference"
-"""The number of each token that is its label's log-probability in the other model."""
 
 Lengths = tuple[Shaped[Tensor, "*pairs"], Shaped[Tensor, "*pairs"]]
 """Tokens of the chosen and of the rejected answers."""
@@ -53,8 +40,11 @@ def simpo(
     not. Metrics: pairs.METRICS of the rewards, beta times the means, and their means.
     """
     check_dpo(beta, "simpo", label_smoothing)
-    c, r = of_tokens(policy_chosen, lengths[0]), of_tokens(policy_rejected, lengths[1])
-    losses = alone_of(c, r, "simpo", beta, gamma, label_smoothing)
+    c, r = (
+        mean_over_tokens(policy_chosen, lengths[0]),
+        mean_over_tokens(policy_rejected, lengths[1]),
+    )
+    losses = reference_free_losses(c, r, "simpo", beta, gamma, label_smoothing)
     return losses.mean(), pairs.told(beta * c, beta * r)
 
 
@@ -75,18 +65,23 @@ def orpo(
     chosen texts, prompts too; the paper's is of the answer, as here. Metrics as of `simpo`.
     """
     check_dpo(beta, "orpo", 0.0)
-    c, r = of_tokens(policy_chosen, lengths[0]), of_tokens(policy_rejected, lengths[1])
-    return alone_of(c, r, "orpo", beta, 0.0, 0.0).mean(), pairs.told(beta * c, beta * r)
+    c, r = (
+        mean_over_tokens(policy_chosen, lengths[0]),
+        mean_over_tokens(policy_rejected, lengths[1]),
+    )
+    return reference_free_losses(c, r, "orpo", beta, 0.0, 0.0).mean(), pairs.told(
+        beta * c, beta * r
+    )
 
 
-def of_tokens(
+def mean_over_tokens(
     summed: Float[Tensor, "*pairs"], length: Shaped[Tensor, "*pairs"]
 ) -> Float[Tensor, "*pairs"]:
     """The mean over an answer's tokens."""
     return summed / length.clamp(min=1)
 
 
-def alone_of(
+def reference_free_losses(
     c: Float[Tensor, "*pairs"],
     r: Float[Tensor, "*pairs"],
     kind: Alone,
@@ -138,7 +133,7 @@ def kto(
     check_dpo(beta, "kto", 0.0)
     ratio, wanted = policy - reference, desirable != 0
     zero = torch.as_tensor(kl, dtype=ratio.dtype, device=ratio.device)
-    losses = kto_of(ratio, wanted, zero, beta, desirable_weight, undesirable_weight)
+    losses = kto_losses(ratio, wanted, zero, beta, desirable_weight, undesirable_weight)
     rewards = beta * ratio.detach()
     told = {
         "desirable": torch.where(wanted, rewards, 0.0).sum() / wanted.sum().clamp(min=1),
@@ -148,7 +143,7 @@ def kto(
     return losses.mean(), told
 
 
-def kto_of(
+def kto_losses(
     ratio: Float[Tensor, "*answers"],
     wanted: Bool[Tensor, "*answers"],
     kl: Float[Tensor, "*#answers"],
@@ -202,15 +197,15 @@ def dpo(
     check_dpo(beta, kind, label_smoothing, rpo_alpha)
     if kind == "ipo" and lengths is None:
         raise ValueError("ipo divides log-ratios by tokens: give lengths=(chosen, rejected)")
-    losses = losses_of(chosen, rejected, beta, kind, label_smoothing, lengths)
+    losses = dpo_losses(chosen, rejected, beta, kind, label_smoothing, lengths)
     if rpo_alpha:
         if lengths is None:
             raise ValueError("rpo_alpha is of a mean over tokens: give lengths=(chosen, rejected)")
-        losses = losses - rpo_alpha * of_tokens(policy_chosen, lengths[0])
+        losses = losses - rpo_alpha * mean_over_tokens(policy_chosen, lengths[0])
     return losses.mean(), pairs.told(beta * chosen, beta * rejected)
 
 
-def losses_of(
+def dpo_losses(
     c: Float[Tensor, "*pairs"],
     r: Float[Tensor, "*pairs"],
     beta: float,
@@ -242,125 +237,3 @@ def losses_of(
             right = d.sigmoid() * (F.logsigmoid(d) - math.log1p(-s))
             return right + (-d).sigmoid() * (F.logsigmoid(-d) - math.log(s))
     raise AssertionError(kind)
-
-
-def compared(batch: Batch) -> None:
-    """Raises ValueError for a batch without what the reference says of it."""
-    if REFERENCE not in batch.numbers:
-        raise ValueError(
-            "answers are compared with what another model says of them: a batch needs "
-            f"numbers[{REFERENCE!r}], the log-probabilities of its labels in that model"
-        )
-
-
-def log_ratios(
-    said: Float[Tensor, "sequences _"], head: Logits, found: pairs.Answers
-) -> Float[Tensor, "sequences documents"]:
-    """Of each answer, policy to reference, summed over its tokens, of whose labels `said` is the
-    policy's log-probability.
-    """
-    batch = found.batch
-    real = head.here(batch.labels) != IGNORED
-    ratios = said - head.here(batch.numbers[REFERENCE]) * real
-    return head.over_documents(ratios, found.document)
-
-
-@dataclass(frozen=True)
-class DPO:
-    """`dpo` of the answers of a batch, whose tokens are those with a label; mean over pairs.
-
-    A batch brings `numbers[REFERENCE]`. Metrics are those of pairs.METRICS, of the rewards.
-    """
-
-    beta: float = 0.1
-    kind: Kind = "sigmoid"
-    label_smoothing: float = 0.0
-    rpo_alpha: float = 0.0
-
-    names: ClassVar[tuple[str, ...]] = pairs.METRICS
-    head: ClassVar[type] = tree.Head
-
-    def __post_init__(self):
-        check_dpo(self.beta, self.kind, self.label_smoothing, self.rpo_alpha)
-
-    def count(self, batch: Batch) -> float:
-        compared(batch)
-        return pairs.count(batch)
-
-    def __call__(self, hidden: Float[Tensor, "_ hidden"], head: Logits, batch: Batch) -> Judged:
-        found = pairs.Pairs(batch)
-        said = head.log_probabilities(hidden, batch.labels)
-        c, r = found.sides(log_ratios(said, head, found))
-        lengths = found.sides(found.lengths)
-        losses = losses_of(c, r, self.beta, self.kind, self.label_smoothing, lengths)
-        if self.rpo_alpha:
-            chosen = found.sides(head.over_documents(said, found.document)).chosen
-            losses = losses - self.rpo_alpha * of_tokens(chosen, lengths.chosen)
-        return found.judged(losses, pairs.Sides(self.beta * c, self.beta * r), head)
-
-
-@dataclass(frozen=True)
-class ReferenceFree:
-    """`simpo` or `orpo` of the answers of a batch, as DPO without another model."""
-
-    kind: Alone
-    beta: float
-    gamma: float = SIMPO_MARGIN
-    label_smoothing: float = 0.0
-
-    names: ClassVar[tuple[str, ...]] = pairs.METRICS
-    head: ClassVar[type] = tree.Head
-
-    def __post_init__(self):
-        check_dpo(self.beta, self.kind, self.label_smoothing)
-
-    def count(self, batch: Batch) -> float:
-        return pairs.count(batch)
-
-    def __call__(self, hidden: Float[Tensor, "_ hidden"], head: Logits, batch: Batch) -> Judged:
-        found = pairs.Pairs(batch)
-        summed = head.over_documents(head.log_probabilities(hidden, batch.labels), found.document)
-        c, r = found.sides(of_tokens(summed, found.lengths))
-        losses = alone_of(c, r, self.kind, self.beta, self.gamma, self.label_smoothing)
-        return found.judged(losses, pairs.Sides(self.beta * c, self.beta * r), head)
-
-
-@dataclass(frozen=True)
-class KTO:
-    """`kto` of the answers of a batch, mean over answers. The second of each pair is an answer to
-    another prompt (its SIDE is 0), and z is their mean log-ratio over two rows side by side: what
-    is packed there decides it, and no layout does. The paper estimates it in a microbatch as well.
-
-    Metrics: the share of answers that are on their side of z, and how far all are beyond it.
-    """
-
-    beta: float = 0.1
-    desirable_weight: float = 1.0
-    undesirable_weight: float = 1.0
-
-    names: ClassVar[tuple[str, ...]] = pairs.METRICS
-    head: ClassVar[type] = tree.Head
-
-    def __post_init__(self):
-        check_dpo(self.beta, "kto", 0.0)
-
-    def count(self, batch: Batch) -> float:
-        compared(batch)
-        return pairs.count(batch)
-
-    def __call__(self, hidden: Float[Tensor, "_ hidden"], head: Logits, batch: Batch) -> Judged:
-        found = pairs.Pairs(batch)
-        said = head.log_probabilities(hidden, batch.labels)
-        ratios, side = log_ratios(said, head, found), found.number(SIDE)
-        first = side[0::2] != 0  # which of the two rows has the answer of the prompt
-        own = torch.where(first, ratios[0::2], ratios[1::2])
-        other = torch.where(first, ratios[1::2], ratios[0::2])
-        wanted = torch.where(first, side[0::2], side[1::2]) > 0
-        answers = found.real.sum(1, keepdim=True).clamp(min=1)
-        kl = torch.where(found.real, other, 0.0).sum(1, keepdim=True) / answers
-        weights = self.desirable_weight, self.undesirable_weight
-        losses = kto_of(own, wanted, kl, self.beta, *weights)
-        zero = kl.detach().clamp(min=0).expand_as(own)
-        better = pairs.Sides(torch.where(wanted, own, zero), torch.where(wanted, zero, own))
-        scores = pairs.Sides(self.beta * better.chosen, self.beta * better.rejected)
-        return found.judged(losses, scores, head)

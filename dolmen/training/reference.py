@@ -22,7 +22,7 @@ from dolmen.model import build
 from dolmen.model.decoder import Decoder
 from dolmen.model.tree import Tree
 from dolmen.objectives import score
-from dolmen.objectives.preference import REFERENCE
+from dolmen.objectives.compared import REFERENCE
 from dolmen.optim.precision import DTYPES, at_rest
 from dolmen.training import folder
 from dolmen.training.begin import fill

@@ -22,9 +22,9 @@ from dolmen.core import state as states
 from dolmen.core.mesh import SINGLE
 from dolmen.data.batch import Batch
 from dolmen.model.layout import Layout
+from dolmen.objectives.compared import DPO, REFERENCE
 from dolmen.objectives.cross_entropy import CrossEntropy
 from dolmen.objectives.objective import Objective
-from dolmen.objectives.preference import DPO, REFERENCE
 from dolmen.ops.kernels import H100, Hardware, Kernels
 from dolmen.optim.optimizer import OptimizerConfig, adamw
 from dolmen.optim.precision import LossScale
