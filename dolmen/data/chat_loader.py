@@ -69,43 +69,18 @@ def prepare(
     if inputs.validation is not None:
         option = "--data.validation"
         judge = opened(inputs.validation, option, config, template, longest, say, progress, verify)
-    pairs, packing = config.rows == "pairs", config.packing
-    training, held = divide(examples, judge, config.validation_fraction, pairs, say)
+    training, held = divide(
+        examples, judge, config.validation_fraction, config.rows == "pairs", say
+    )
     judged = examples if judge is None else judge
-    if pairs:
-        mixture = pair_loader.pairs_of(examples, training, sequence_length, packing, say, seed)
-        validation = pair_loader.pairs_of(judged, held, sequence_length, packing, say, 0)
-        lines = pair_loader.told(mixture, validation)
-    elif config.rows == "completions":
-        completions_of = pair_loader.completions_of
-        mixture = completions_of(examples, training, sequence_length, packing, seed)
-        validation = completions_of(judged, held, sequence_length, packing, 0)
-        wanted = int((examples.said[training] > 0).sum())
-        lines = [
-            f"{examples.name}: {counted(len(training), 'answer')} to train on of {len(examples):,},"
-            f" of which {wanted:,} are wanted, each beside one to another prompt, "
-            f"{counted(len(mixture.rows), 'sequence')} of {sequence_length} per epoch, "
-            f"{mixture.full:.1%} full",
-            f"validation: {counted(len(held), 'answer')}"
-            if len(held)
-            else "validation: none (--data.validation-fraction is 0)",
-        ]
-    else:
-        mixture = Rows(
-            examples,
-            training,
-            sequence_length,
-            packing=packing,
-            weighted=examples.weighted,
-            seed=seed,
-        )
-        validation = Rows(judged, held, sequence_length, packing=packing)
-        lines = describe(mixture, validation, config)
-    first = int(mixture.chosen[0])
-    shown = marked(examples, first, inputs.tokenizer)
-    what = "judged" if say == "end" else "trained"
+    mixture = _rows(examples, training, config, sequence_length, say, seed)
+    validation = _rows(judged, held, config, sequence_length, say, None)
+    lines = _told(mixture, validation, config)
     if say == "end":
-        lines.append(pad(inputs.tokenizer))
+        set_padding(inputs.tokenizer)
+        lines.append(_told_padding(inputs.tokenizer))
+    what, first = "judged" if say == "end" else "trained", int(mixture.chosen[0])
+    shown = marked(examples, first, inputs.tokenizer)
     lines.append(f"{what} is what stands in »«, as of chat {first}: {shown}")
     identity = {
         **identify(config, examples, judge),
@@ -116,12 +91,62 @@ def prepare(
     return ChatLoader(mixture, validation, global_batch_size, inputs.tokenizer, lines, identity)
 
 
-def pad(tokenizer: PreTrainedTokenizer) -> str:
-    """Give the tokenizer, which is saved with a reward model, padding that programs which look for
-    it, as transformers does, do not take for the end of a text; what is told of it.
+def _rows(
+    examples: Examples,
+    chosen: np.ndarray,
+    config: DataConfig,
+    sequence_length: int,
+    say: Say,
+    seed: int | None,
+) -> Rows:
+    """The chosen examples, or pairs, in sequences. `seed`: None of what is validated on, where no
+    example weighs more than another.
     """
-    token = tokenizers.padding(tokenizer)
-    tokenizer.pad_token_id = token
+    number = 0 if seed is None else seed
+    match config.rows:
+        case "pairs":
+            return pair_loader.pairs_of(
+                examples, chosen, sequence_length, config.packing, say, number
+            )
+        case "completions":
+            return pair_loader.completions_of(
+                examples, chosen, sequence_length, config.packing, number
+            )
+    return Rows(
+        examples,
+        chosen,
+        sequence_length,
+        packing=config.packing,
+        weighted=seed is not None and examples.weighted,
+        seed=number,
+    )
+
+
+def _told(mixture: Rows, validation: Rows, config: DataConfig) -> list[str]:
+    """What is trained on, for the header of a run."""
+    match config.rows:
+        case "pairs":
+            lines = pair_loader.told(mixture)
+            held = counted(len(validation.chosen) // 2, "pair")
+        case "completions":
+            lines = pair_loader.told_of_completions(mixture)
+            held = counted(len(validation.chosen) // 2, "answer")
+        case _:
+            lines = describe(mixture, config)
+            held = f"{counted(len(validation.chosen), 'chat')}, {validation.tokens:,} tokens"
+    none = not len(validation.chosen)
+    return [*lines, f"validation: {'none (--data.validation-fraction is 0)' if none else held}"]
+
+
+def set_padding(tokenizer: PreTrainedTokenizer) -> None:
+    """Give the tokenizer, which is saved with a reward model, padding that programs which look for
+    it, as transformers does, do not take for the end of a text; none, where it has no such token.
+    """
+    tokenizer.pad_token_id = tokenizers.padding(tokenizer)
+
+
+def _told_padding(tokenizer: PreTrainedTokenizer) -> str:
+    token = tokenizer.pad_token_id
     if token is None:
         return (
             "padding: none, as the tokenizer has no special token but the one that ends a text: "
@@ -221,8 +246,8 @@ def _hashes(examples: Examples, pairs: bool) -> np.ndarray:
     return examples.hashes[0::2] if pairs else examples.hashes
 
 
-def describe(mixture: Rows, validation: Rows, config: DataConfig) -> list[str]:
-    """What is trained on, for the header of a run."""
+def describe(mixture: Rows, config: DataConfig) -> list[str]:
+    """The chats that are trained on."""
     examples = mixture.examples
     places = int(examples.places()[mixture.chosen].sum())
     lines = [
@@ -238,11 +263,6 @@ def describe(mixture: Rows, validation: Rows, config: DataConfig) -> list[str]:
         )
     if useless := int((examples.predictions() == 0).sum()):
         lines.append(f"left out: {counted(useless, 'chat')} in which no token would be trained")
-    lines.append(
-        f"validation: {counted(len(validation.chosen), 'chat')}, {validation.tokens:,} tokens"
-        if validation.tokens
-        else "validation: none (--data.validation-fraction is 0)"
-    )
     return lines
 
 

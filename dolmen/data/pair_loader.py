@@ -93,8 +93,8 @@ def equal(examples: Examples) -> np.ndarray:
     return examples.hashes[0::2] == examples.hashes[1::2]
 
 
-def told(mixture: Rows, validation: Rows) -> list[str]:
-    """What is trained on, for the header of a run."""
+def told(mixture: Rows) -> list[str]:
+    """The pairs that are trained on."""
     examples, count = mixture.examples, len(mixture.examples) // 2
     of = "tokens of answers" if mixture.say == "next" else "answers, by their last token"
     lines = [
@@ -115,8 +115,17 @@ def told(mixture: Rows, validation: Rows) -> list[str]:
             f"the ends of answers of {counted(long, 'pair')} of over {examples.longest:,} tokens "
             "are cut off (--train.sequence-length)"
         )
-    return lines + (
-        [f"validation: {counted(len(validation.chosen) // 2, 'pair')}"]
-        if len(validation.chosen)
-        else ["validation: none (--data.validation-fraction is 0)"]
-    )
+    return lines
+
+
+def told_of_completions(mixture: Rows) -> list[str]:
+    """The answers that are trained on."""
+    answers = mixture.chosen[0::2]  # behind each, the one to another prompt
+    examples = mixture.examples
+    return [
+        f"{examples.name}: {counted(len(answers), 'answer')} to train on of "
+        f"{len(examples) - len(answers):,}, of which {int((examples.said[answers] > 0).sum()):,} "
+        "are wanted, each beside one to another prompt, "
+        f"{counted(len(mixture.rows), 'sequence')} of {mixture.sequence_length} per epoch, "
+        f"{mixture.full:.1%} full"
+    ]
