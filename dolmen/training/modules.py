@@ -42,7 +42,7 @@ def adamw(module: nn.Module, config: OptimizerConfig) -> AdamW:
     takes a tenth of the time of torch's own over parameters that are split (optim/optimizer.py).
     """
     trained = [p for p in module.parameters() if p.requires_grad]
-    groups = [
+    kinds = [
         {
             "params": [p for p in trained if (p.ndim > 1) == matrices],
             "weight_decay": config.weight_decay if matrices else 0.0,
@@ -51,7 +51,7 @@ def adamw(module: nn.Module, config: OptimizerConfig) -> AdamW:
         for matrices in (True, False)
     ]
     return AdamW(
-        [group for group in groups if group["params"]],
+        [kind for kind in kinds if kind["params"]],
         lr=config.lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,

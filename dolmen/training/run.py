@@ -250,18 +250,18 @@ def _outcome(
     state: TrainState, loader: Loader, last: Validation | None, seconds: float, signal: int
 ) -> Outcome:
     return Outcome(
-        state.step,
-        seconds,
-        signal,
-        last.loss if last else None,
-        last.step if last else None,
-        last.tokens if last else 0,
-        last.held_out_tokens if last else 0,
-        last.bits_per_byte if last else None,
-        tuple(str(f) for f in loader.validation_files),
-        last.sources if last else {},
-        last.sources_per_byte if last else {},
-        last.sources_before if last else {},
+        steps=state.step,
+        seconds=seconds,
+        signal=signal,
+        val_loss=last.loss if last else None,
+        val_step=last.step if last else None,
+        val_tokens=last.tokens if last else 0,
+        held_out_tokens=last.held_out_tokens if last else 0,
+        bits_per_byte=last.bits_per_byte if last else None,
+        validation_files=tuple(str(f) for f in loader.validation_files),
+        val_sources=last.sources if last else {},
+        val_sources_per_byte=last.sources_per_byte if last else {},
+        val_sources_before=last.sources_before if last else {},
     )
 
 
