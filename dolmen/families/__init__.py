@@ -18,6 +18,7 @@ from dolmen.families.model import (
     new,
     scored,
     stated,
+    tuned,
     unscored,
 )
 from dolmen.families.unknown import unknown_fields
@@ -40,6 +41,7 @@ __all__ = [
     "new",
     "scored",
     "stated",
+    "tuned",
     "unknown_fields",
     "unscored",
     "weight_map",

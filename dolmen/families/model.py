@@ -31,6 +31,7 @@ from dolmen.files.schema import List, Map, Mismatch, Object, check_value, either
 from dolmen.model.tree import Scalar, Tree
 
 CARRIED = (*kinds.SPECIAL_TOKENS, "dtype")  # to another family
+TUNED = ("initializer_range", "router_aux_loss_coef")  # by training or its start alone
 
 
 @dataclass(frozen=True)
@@ -284,6 +285,14 @@ def _rows_before(model: Model) -> int:
     """
     stated = explicit(model)[model.family.names["max_position_embeddings"]]
     return stated - model.tree.max_position_embeddings
+
+
+def tuned(model: Model) -> frozenset[str]:
+    """The fields that only training or its start uses, by the family's own names: what the model
+    computes is the same with other values.
+    """
+    names = model.family.names
+    return frozenset(names[name] for name in TUNED if name in names)
 
 
 def compared(one: Model, other: Model) -> list[tuple[str, Any, Any]]:

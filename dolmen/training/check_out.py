@@ -15,15 +15,12 @@ from dolmen.core.config import changed_options
 from dolmen.core.mesh import SINGLE
 from dolmen.core.paths import expand, is_absent
 from dolmen.data import sources
-from dolmen.families import Model
+from dolmen.families import Model, tuned
 from dolmen.model.training import Training
 from dolmen.model.tree import Adapter, Scalar
 from dolmen.optim.config import OptimizerConfig
 from dolmen.training import folder, lock, metrics
 from dolmen.training.config import RunConfig
-
-TUNED = ("initializer_range", "router_aux_loss_coef")
-"""Fields that only training or its start uses, and that may change."""
 
 
 def beginning(run: RunConfig, out: Path, resumed: bool) -> RunConfig:
@@ -180,7 +177,8 @@ def _structure(model: Model, training: Training) -> dict:
     """What must not change on resume: the fields that fix the tree, less what only training or its
     start uses, whether routers have a bias, and the adapters.
     """
-    fields = {n: v for n, v in model.family.new(model.tree).items() if n not in TUNED}
+    free = tuned(model)
+    fields = {n: v for n, v in model.family.new(model.tree).items() if n not in free}
     biased = replace(training, adapter=None, fp8=None).applied(model.tree) != model.tree
     return {
         "model": {"model_type": model.model_type, "ends in": str(model.tree.head), **fields}

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from tinyrun import dolmen
 
 import dolmen as package
+from dolmen.conversion import adapters
 from dolmen.conversion.source import open_source
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
@@ -195,6 +196,24 @@ def test_adapters_that_are_not_of_the_base_are_refused(run, folder, wide, tmp_pa
         assert not out.exists()
     result = dolmen("generate", wide, "--input", rows, "--output", out, *fr, "--skip-bad")
     assert result.code == 0 and "1 row left out" in result.err, result.err
+
+
+def test_the_base_of_a_run_is_known_by_what_it_computes(run, wide, tmp_path):
+    """Fields that only training or its start uses may be others in its config.json."""
+    for field, value, said in (
+        ("initializer_range", 0.5, None),
+        ("rms_norm_eps", 0.5, "of another model than .*: rms_norm_eps is .* there, 0.5 here"),
+    ):
+        other = tmp_path / field
+        shutil.copytree(wide, other)
+        content = json.loads((other / "config.json").read_text())
+        assert content[field] != value
+        (other / "config.json").write_text(json.dumps(content | {field: value}))
+        if said is None:
+            assert adapters.opened(run[0], open_source(other)).form.rank == 2
+            continue
+        with pytest.raises(ValueError, match=said):
+            adapters.opened(run[0], open_source(other))
 
 
 def test_a_run_on_weights_of_eight_bits(material, tmp_path):

@@ -20,7 +20,7 @@ from published import (
     each,
 )
 
-from dolmen.families import Model, changed, edit, families, moved, unknown_fields
+from dolmen.families import Model, changed, edit, families, moved, tuned, unknown_fields
 from dolmen.families import rope as rope_fields
 from dolmen.model.tree import Rope, Yarn
 
@@ -43,6 +43,12 @@ def test_a_change_keeps_the_spelling():
     # n_inner is absent and follows n_embd
     assert changed(Model(GPT2), {"n_embd": 1536}).tree.blocks[0].mlp.size == 4 * 1536
     assert "factor" not in rope_of(changed(Model({"model_type": "llama"}), {"vocab_size": 7}))
+
+
+def test_what_training_alone_uses_is_known_by_each_familys_name():
+    assert tuned(Model({"model_type": "llama"})) == {"initializer_range"}
+    assert tuned(Model({"model_type": "opt"})) == {"init_std"}
+    assert tuned(Model(DEEPSEEK_V3)) == {"initializer_range", "aux_loss_alpha"}
 
 
 def test_a_field_that_is_stated_by_two_names_is_changed_under_both():
