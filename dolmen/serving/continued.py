@@ -57,8 +57,7 @@ def continued(
 ) -> list[list[Generated]]:
     """Of each prompt its samples, in order. What a source says of it holds: where a text ends, at
     `ends` too, and, with a tokenizer, which tokens there are. `adapters`: of which prompts name
-    one. Raises ValueError as `Engine.add`,
-    and for logits that are not finite.
+    one. Raises ValueError as `Engine.add`, and for logits that are not finite.
     """
     if batch < 1:
         raise ValueError(f"batch is {batch}: it must be at least 1")

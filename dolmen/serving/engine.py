@@ -132,8 +132,8 @@ class Engine:
         """`stop`: tokens that end every text. `known`: the tokenizer's ids; none that is not one of
         them is chosen. `mesh`: that of the model, where it lies over pp. `weights`: int8 rounds
         those of products, each row by a scale of its own. `adapters`: of the model, of which each
-        request may name one (adapters.placed). Raises ValueError for a model that
-        foretells no next token, for one whose ranks hold several stages, and where int8 cannot be.
+        request may name one (adapters.placed). Raises ValueError for a model that foretells no
+        next token, for one whose ranks hold several stages, and where int8 cannot be.
         """
         tree = model.tree
         if tree.both_ways:
